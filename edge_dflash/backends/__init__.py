@@ -1,0 +1,1 @@
+"""Backends: everything that runs a Program."""

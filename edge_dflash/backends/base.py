@@ -1,0 +1,108 @@
+"""The one seam to the hardware: what the spec loop asks of a backend.
+
+A backend holds one loaded pair and the state of one sequence. Its state is optimistic: a pass writes rows past the
+committed length, and ``commit(k)`` makes the first k of them real. Rolling back is not committing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+
+@dataclass(frozen=True)
+class PairShape:
+    """What the loop needs to know of a loaded pair."""
+
+    vocab_size: int
+    block_size: int  # B: rows of a verify pass
+    mask_token_id: int
+    max_context: int  # rows of every KV state
+    prefill_chunk: int  # most rows of one prefill pass
+
+    @property
+    def usable_context(self) -> int:
+        """Most tokens a sequence may hold: the last block must fit behind it."""
+        return self.max_context - self.block_size
+
+
+class Rows(Protocol):
+    """Logits of the rows of one pass, left on the device until they are asked for."""
+
+    def __len__(self) -> int: ...
+
+    def argmax(self) -> list[int]:
+        """Return the id of the largest logit of each row; the lowest id on a tie."""
+        ...
+
+    def logits(self) -> npt.NDArray[np.float32]:
+        """Return logits [rows, V] as float32."""
+        ...
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """State of both models after ``length`` committed rows, flushed. Arrays by name; dtypes are the backend's own."""
+
+    length: int
+    arrays: Mapping[str, npt.NDArray[Any]]
+
+
+class Backend(Protocol):
+    """One target and drafter, loaded, with the state of one sequence. Not thread-safe."""
+
+    @property
+    def shape(self) -> PairShape:
+        """Sizes of the loaded pair."""
+        ...
+
+    @property
+    def length(self) -> int:
+        """Number of committed rows."""
+        ...
+
+    def reset(self) -> None:
+        """Forget the sequence: length 0."""
+        ...
+
+    def prefill(self, ids: Sequence[int]) -> Rows:
+        """Append ids (at least one) at ``length``, commit them and return the last row's logits (one row).
+
+        Raises BackendError when ``length + len(ids)`` exceeds ``max_context``.
+        """
+        ...
+
+    def propose(self, anchor: int) -> Rows:
+        """Draft: one drafter pass over [anchor, mask x (B-1)]; row i is the draft for position length + 1 + i."""
+        ...
+
+    def verify(self, ids: Sequence[int]) -> Rows:
+        """Run 1..B rows at positions length, length + 1, ...; row r is the choice for position length + r + 1.
+
+        Replaces the rows of an earlier verify that were not committed.
+        """
+        ...
+
+    def commit(self, rows: int) -> None:
+        """Make the first ``rows`` rows of the last verify real (0 <= rows <= rows verified); at most once a verify."""
+        ...
+
+    def flush(self) -> None:
+        """Replay pending rows into the recurrent state, so that state bytes are those after ``length`` tokens."""
+        ...
+
+    def snapshot(self) -> Snapshot:
+        """Flush, then copy the state of both models."""
+        ...
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Replace the state. Raises BackendError when the snapshot is of another pair."""
+        ...
+
+    def close(self) -> None:
+        """Release the device."""
+        ...

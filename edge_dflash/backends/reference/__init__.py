@@ -1,0 +1,1 @@
+"""The torch reference backend: any CPU, the truth for every test."""

@@ -1,0 +1,1 @@
+"""Model and drafter checkpoints: reading, validation, specs. No torch."""

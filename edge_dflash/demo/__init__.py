@@ -1,0 +1,1 @@
+"""The demo pair: corpus, tokenizer, training."""

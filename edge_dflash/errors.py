@@ -1,0 +1,74 @@
+"""Every error that edge-dflash raises on purpose.
+
+    EdgeDflashError
+    ├── CheckpointError     a Hugging Face checkpoint is unreadable, incomplete or unsupported
+    │   └── UnsupportedModelError   the architecture is known by name and not (yet) supported
+    ├── RecipeError         a quantization recipe or a board profile is invalid
+    ├── BuildError          a build could not finish (disk, interruption, calibration)
+    ├── BundleError         an engine bundle is damaged, newer than this runtime, or does not match
+    ├── BackendError        a backend cannot load or run here
+    ├── RequestError        a request is invalid; the session is as it was
+    │   └── ContextError    the prompt and its budget do not fit the usable context
+    └── VerificationError   speculative output differs from plain output, or a golden differs
+
+A message names the value that was found, what is accepted, and the remedy, in one line. The command line prints the
+message and exits with the class's ``exit_code``; a traceback from edge-dflash is a defect.
+"""
+
+from __future__ import annotations
+
+
+class EdgeDflashError(Exception):
+    """Base of the tree. ``exit_code`` is what the command line exits with."""
+
+    exit_code = 1
+
+
+class CheckpointError(EdgeDflashError):
+    """A checkpoint is unreadable, incomplete or inconsistent."""
+
+    exit_code = 3
+
+
+class UnsupportedModelError(CheckpointError):
+    """The checkpoint is of an architecture that this version does not run."""
+
+
+class RecipeError(EdgeDflashError):
+    """A recipe or board profile has an unknown key or a bad value."""
+
+    exit_code = 4
+
+
+class BuildError(EdgeDflashError):
+    """A build stopped; what was finished is kept for the next try unless the message says otherwise."""
+
+    exit_code = 5
+
+
+class BundleError(EdgeDflashError):
+    """A bundle is damaged or does not match this runtime."""
+
+    exit_code = 6
+
+
+class BackendError(EdgeDflashError):
+    """A backend cannot be loaded or failed while running."""
+
+    exit_code = 7
+
+
+class RequestError(EdgeDflashError):
+    """A request is invalid. Nothing was changed by it."""
+
+    exit_code = 8
+
+
+class ContextError(RequestError):
+    """The prompt and its token budget do not fit the usable context."""
+
+
+class VerificationError(EdgeDflashError):
+    """A check of outputs against their reference failed."""
+
+    exit_code = 9

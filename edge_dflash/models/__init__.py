@@ -1,0 +1,1 @@
+"""Model architectures, each written once as a Program."""

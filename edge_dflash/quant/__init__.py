@@ -1,0 +1,1 @@
+"""Weight and KV quantization: NVFP4, FP8, recipes, calibration."""
