@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,14 @@ class PairShape:
     def usable_context(self) -> int:
         """Most tokens a sequence may hold: the last block must fit behind it."""
         return self.max_context - self.block_size
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Arithmetic of a loaded pair besides its weights."""
+
+    activations: Literal["float32", "bfloat16"] = "bfloat16"  # rounding of every op's output
+    kv: Literal["float32", "bfloat16", "fp8"] = "fp8"  # storage of keys and values
 
 
 class Rows(Protocol):

@@ -1,0 +1,171 @@
+"""The Backend protocol on the torch interpreter: one sequence, optimistic state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from edge_dflash.backends.base import PairShape, Precision, Snapshot
+from edge_dflash.backends.reference.interpreter import Interpreter, Memory
+from edge_dflash.backends.reference.weights import TorchWeights
+from edge_dflash.checkpoint.specs import PairSpec
+from edge_dflash.checkpoint.weights import WeightStore
+from edge_dflash.errors import BackendError
+from edge_dflash.graph.ops import GatedDelta
+from edge_dflash.graph.program import PairPrograms
+from edge_dflash.models import pair_programs
+
+
+class TorchRows:
+    """Logits of a pass, [rows, V] float32."""
+
+    def __init__(self, logits: torch.Tensor) -> None:
+        self._logits = logits
+
+    def __len__(self) -> int:
+        return self._logits.shape[0]
+
+    def argmax(self) -> list[int]:
+        """Largest logit of each row; the lowest id on a tie."""
+        return [int(i) for i in self._logits.numpy().argmax(axis=-1)]  # numpy documents the first on a tie
+
+    def logits(self) -> npt.NDArray[np.float32]:
+        """Logits [rows, V]."""
+        return self._logits.numpy()
+
+
+class ReferenceBackend:
+    """Interprets a pair's Programs in torch on the CPU. See :class:`edge_dflash.backends.base.Backend`."""
+
+    def __init__(
+        self,
+        spec: PairSpec,
+        store: WeightStore,
+        precision: Precision,
+        *,
+        max_context: int,
+        prefill_chunk: int = 512,
+        programs: PairPrograms | None = None,
+    ) -> None:
+        self._programs = programs or pair_programs(spec)
+        self._shape = PairShape(
+            spec.target.vocab_size, spec.drafter.block_size, spec.drafter.mask_token_id, max_context, prefill_chunk
+        )
+        self._store = store
+        self._precision = precision
+        self._interpreter = Interpreter(TorchWeights(store), precision)
+        self._deltas = [op for op in self._programs.verify.ops if isinstance(op, GatedDelta)]
+        self._verified: int | None = None  # rows of the last verify, until they are committed
+        self._memory = self._allocate()
+
+    @property
+    def shape(self) -> PairShape:
+        """Sizes of the loaded pair."""
+        return self._shape
+
+    @property
+    def length(self) -> int:
+        """Number of committed rows."""
+        return self._memory.length
+
+    def reset(self) -> None:
+        """Forget the sequence."""
+        self._memory = self._allocate()
+        self._verified = None
+
+    def prefill(self, ids: Sequence[int]) -> TorchRows:
+        """Append and commit ids chunk by chunk; logits of the last row."""
+        stop = self.length + len(ids)
+        if not ids or stop > self._shape.max_context:
+            raise BackendError(
+                f"cannot prefill {len(ids)} tokens at {self.length}: the context holds {self._shape.max_context} tokens"
+            )
+        self._verified = None
+        chunk = self._shape.prefill_chunk
+        for first in range(0, len(ids), chunk):
+            part = ids[first : first + chunk]
+            outputs = self._interpreter.run(self._programs.prefill, part, self._memory)
+            self._memory.length += len(part)
+        return TorchRows(outputs["logits"])
+
+    def propose(self, anchor: int) -> TorchRows:
+        """One drafter pass; row i is the draft for position length + 1 + i."""
+        block = [anchor] + [self._shape.mask_token_id] * (self._shape.block_size - 1)
+        return TorchRows(self._interpreter.run(self._programs.propose, block, self._memory)["logits"])
+
+    def verify(self, ids: Sequence[int]) -> TorchRows:
+        """Run rows at length, length + 1, ... without committing them."""
+        if not 1 <= len(ids) <= self._shape.block_size:
+            raise BackendError(f"verify takes 1 to {self._shape.block_size} rows, not {len(ids)}")
+        outputs = self._interpreter.run(self._programs.verify, ids, self._memory)
+        self._verified = len(ids)
+        return TorchRows(outputs["logits"])
+
+    def commit(self, rows: int) -> None:
+        """Make the first ``rows`` rows of the last verify real."""
+        if self._verified is None or not 0 <= rows <= self._verified:
+            state = "no verify is open" if self._verified is None else f"the last verify had {self._verified} rows"
+            raise BackendError(f"cannot commit {rows} rows: {state}")
+        for memory in self._memory.delta.values():
+            memory.commit(rows)
+        self._memory.length += rows
+        self._verified = None
+
+    @torch.inference_mode()
+    def flush(self) -> None:
+        """Replay pending rows into the recurrent state."""
+        for op in self._deltas:
+            self._memory.delta[op.state].replay(op, self._interpreter.delta_weights(op))
+
+    def snapshot(self) -> Snapshot:
+        """Copy the state of both models, flushed."""
+        self.flush()
+        arrays: dict[str, npt.NDArray[np.generic]] = {}
+        for name, kv in self._memory.kv.items():
+            for role, stored in zip("kv", kv.stored, strict=True):
+                rows = stored[: self.length]
+                raw = rows.view(torch.int16) if rows.dtype == torch.bfloat16 else rows
+                arrays[f"{name}.{role}"] = raw.numpy().copy()
+        for name, delta in self._memory.delta.items():
+            arrays[f"{name}.state"] = delta.state.numpy().copy()
+            arrays[f"{name}.conv"] = delta.history.numpy().copy()
+        return Snapshot(self.length, arrays)
+
+    @torch.inference_mode()
+    def restore(self, snapshot: Snapshot) -> None:
+        """Replace the state by a snapshot of the same pair and precision."""
+        memory = self._allocate()
+        if snapshot.length > self._shape.max_context:
+            raise BackendError(
+                f"the snapshot holds {snapshot.length} tokens, the context only {self._shape.max_context}"
+            )
+        places: dict[str, torch.Tensor] = {}
+        for name, kv in memory.kv.items():
+            for role, stored in zip("kv", kv.stored, strict=True):
+                rows = stored[: snapshot.length]
+                places[f"{name}.{role}"] = rows.view(torch.int16) if rows.dtype == torch.bfloat16 else rows
+        for name, delta in memory.delta.items():
+            places[f"{name}.state"], places[f"{name}.conv"] = delta.state, delta.history
+        if places.keys() != snapshot.arrays.keys():
+            differing = sorted(places.keys() ^ snapshot.arrays.keys())
+            raise BackendError(f"the snapshot is of another pair: states differ in {', '.join(differing[:3])}")
+        for name, place in places.items():
+            array = torch.from_numpy(np.array(snapshot.arrays[name]))
+            if (array.shape, array.dtype) != (place.shape, place.dtype):
+                raise BackendError(
+                    f"the snapshot's {name} is {array.dtype} {tuple(array.shape)}, "
+                    f"this pair stores {place.dtype} {tuple(place.shape)}"
+                )
+            place.copy_(array)
+        memory.length = snapshot.length
+        self._memory, self._verified = memory, None
+
+    def close(self) -> None:
+        """Nothing to release on the CPU."""
+
+    def _allocate(self) -> Memory:
+        shape = self._shape
+        return Memory.allocate(self._programs.states, shape.max_context, self._precision, self._store.kv_scale)

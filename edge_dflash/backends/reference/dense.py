@@ -1,0 +1,74 @@
+"""Dense ops in torch, written so that no row's result depends on the other rows (invariant I8).
+
+Every tensor here is float32 [R, C] with R a multiple of ROW_TILE: a pass pads its rows. Matrix products run tile by
+tile with a fixed shape, because a BLAS may sum in another order for another shape. Transcendental functions go
+through :func:`pointwise`, because torch computes the elements that do not fill a SIMD vector by a scalar routine
+whose last bit differs. Add, multiply, divide and square root are exactly rounded by IEEE 754 and need no such care.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from edge_dflash.backends.reference.weights import LinearWeight
+from edge_dflash.quant.nvfp4 import quantize_activations
+
+ROW_TILE = 16
+_LANES = 64  # elements; a multiple of two SIMD vectors on every CPU
+_SLICE = 16_384  # elements; below torch's threading threshold, so that a slice is never split
+
+
+def padded_rows(rows: int) -> int:
+    """Smallest multiple of ROW_TILE that is not below ``rows``."""
+    return -(-rows // ROW_TILE) * ROW_TILE
+
+
+def pad(x: torch.Tensor, rows: int) -> torch.Tensor:
+    """Zero rows appended to ``x`` up to ``rows``."""
+    if x.shape[0] == rows:
+        return x
+    return torch.cat((x, x.new_zeros(rows - x.shape[0], *x.shape[1:])))
+
+
+def pointwise(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """Apply an elementwise function so that each element's bits do not depend on where it lies."""
+    flat = x.reshape(-1)
+    count = flat.numel()
+    if count % _LANES:
+        flat = torch.cat((flat, flat.new_zeros(_LANES - count % _LANES)))
+    if flat.numel() <= _SLICE:
+        result = function(flat)
+    else:
+        result = torch.cat([function(part) for part in flat.split(_SLICE)])
+    return result[:count].view(x.shape)
+
+
+def sigmoid(x: torch.Tensor) -> torch.Tensor:
+    """1 / (1 + exp(-x)), position-independent."""
+    return pointwise(torch.sigmoid, x)
+
+
+def silu(x: torch.Tensor) -> torch.Tensor:
+    """x * sigmoid(x), position-independent."""
+    return x * sigmoid(x)
+
+
+def linear(x: torch.Tensor, weight: LinearWeight, row_tile: int | None = ROW_TILE) -> torch.Tensor:
+    """x [R, K] times ``weight`` [N, K], scaled after the product. ``row_tile`` None gives up row invariance for speed."""
+    scale = weight.scale
+    if weight.input_scale is not None:
+        x = quantize_activations(x, weight.input_scale)
+        scale = weight.input_scale * (torch.ones(()) if scale is None else scale)
+    if row_tile is None or x.shape[0] == row_tile:
+        y = x @ weight.matrix.T
+    else:
+        y = torch.cat([tile @ weight.matrix.T for tile in x.split(row_tile)])
+    return y if scale is None else y * scale
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, plus_one: bool) -> torch.Tensor:
+    """RMS norm over the last dimension, unrounded float32."""
+    inverse = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    return x * inverse * (1.0 + weight if plus_one else weight)

@@ -1,0 +1,196 @@
+"""Runs a Program in torch: one function per op, tensors by name. Knows no model and no file format."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from edge_dflash.backends.base import Precision
+from edge_dflash.backends.reference.attention import KvMemory, attend, rope_table, store_context
+from edge_dflash.backends.reference.delta import DeltaMemory, DeltaWeights, gated_delta
+from edge_dflash.backends.reference.dense import ROW_TILE, linear, pad, padded_rows, rms_norm, silu
+from edge_dflash.backends.reference.weights import TorchWeights
+from edge_dflash.checkpoint.specs import RopeSpec
+from edge_dflash.graph.ops import (
+    Add,
+    Attend,
+    Concat,
+    Embed,
+    GatedDelta,
+    KvAppend,
+    Linear,
+    Op,
+    RmsNorm,
+    SelectRows,
+    SwiGlu,
+)
+from edge_dflash.graph.program import KvState, Program, State
+
+Observer = Callable[[Op, str, torch.Tensor], None]
+"""Called with (op, role, values): role "x" for a Linear's input, "k"/"v" for the rows that a KV state stores."""
+
+
+@dataclass
+class Memory:
+    """Everything that outlives a pass, for one sequence."""
+
+    kv: dict[str, KvMemory]
+    delta: dict[str, DeltaMemory]
+    capacity: int
+    length: int = 0
+    _ropes: dict[RopeSpec, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+    @classmethod
+    def allocate(
+        cls,
+        states: Mapping[str, State],
+        capacity: int,
+        precision: Precision,
+        kv_scale: Callable[[str], tuple[float, float]],
+    ) -> Memory:
+        """Allocate every state for ``capacity`` rows; ``kv_scale`` gives the FP8 scales (k, v) of a KV state."""
+        kv = {n: KvMemory(s, capacity, precision, kv_scale(n)) for n, s in states.items() if isinstance(s, KvState)}
+        delta = {n: DeltaMemory(s) for n, s in states.items() if not isinstance(s, KvState)}
+        return cls(kv, delta, capacity)
+
+    def rope(self, spec: RopeSpec, start: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cos and sin for ``rows`` positions from ``start``; positions past the capacity belong to padding rows."""
+        if spec not in self._ropes:
+            self._ropes[spec] = rope_table(spec, self.capacity + ROW_TILE)
+        cos, sin = self._ropes[spec]
+        return pad(cos[start : start + rows], rows), pad(sin[start : start + rows], rows)
+
+
+@dataclass
+class _Pass:
+    """One run of a Program: its tensors (padded) and how many rows of each are valid."""
+
+    start: int
+    commits: bool
+    tensors: dict[str, torch.Tensor]
+    valid: dict[str, int]
+
+
+class Interpreter:
+    """Runs Programs over one set of weights.
+
+    ``row_tile`` None multiplies all rows at once: faster on long passes, but a row's last bits then depend on how
+    many rows there are (used for calibration, never for decoding).
+    """
+
+    def __init__(self, weights: TorchWeights, precision: Precision, *, row_tile: int | None = ROW_TILE) -> None:
+        self._weights = weights
+        self._row_tile = row_tile
+        self._round = precision.activations == "bfloat16"
+
+    @torch.inference_mode()
+    def run(
+        self,
+        program: Program,
+        ids: Sequence[int],
+        memory: Memory,
+        want: Collection[str] = (),
+        observer: Observer | None = None,
+    ) -> dict[str, torch.Tensor]:
+        """Run ``program`` on ids at positions memory.length, ... and return its outputs by role, plus ``want`` by name.
+
+        Tensors are float32 [valid rows, columns]. State is written as the Program says; the length is the caller's.
+        """
+        rows = len(ids)
+        padded = pad(torch.tensor(ids, dtype=torch.int64), padded_rows(rows))
+        run = _Pass(memory.length, program.commits, {"ids": padded}, {"ids": rows})
+        remaining = _last_uses(program, want)
+        for index, op in enumerate(program.ops):
+            if observer is not None:
+                self._observe(op, run, observer)
+            value, valid = self._execute(op, run, memory, observer)
+            run.tensors[op.output] = self._rounded(op, value)
+            run.valid[op.output] = valid
+            for name in remaining.get(index, ()):
+                del run.tensors[name]
+        found = {role: run.tensors[name][: run.valid[name]] for role, name in program.outputs.items()}
+        return found | {name: run.tensors[name][: run.valid[name]] for name in want}
+
+    def _rounded(self, op: Op, value: torch.Tensor) -> torch.Tensor:
+        if not self._round or isinstance(op, Embed | Concat | SelectRows):  # the latter only move values
+            return value
+        return value.bfloat16().float()
+
+    def _observe(self, op: Op, run: _Pass, observer: Observer) -> None:
+        if isinstance(op, Linear):
+            observer(op, "x", run.tensors[op.inputs[0]][: run.valid[op.inputs[0]]])
+
+    def _execute(
+        self, op: Op, run: _Pass, memory: Memory, observer: Observer | None
+    ) -> tuple[torch.Tensor, int]:
+        """Result and number of valid rows of one op."""
+        inputs = tuple(run.tensors[name] for name in op.inputs)
+        rows = run.valid[op.inputs[0]]
+        weights = self._weights
+        match op:
+            case Embed():
+                return weights.tensor(op.weight)[inputs[0]], rows
+            case Linear():
+                return linear(inputs[0], weights.linear(op.weight), self._row_tile), rows
+            case RmsNorm():
+                return rms_norm(inputs[0], weights.tensor(op.weight), op.eps, plus_one=op.plus_one), rows
+            case Add():
+                return inputs[0] + inputs[1], rows
+            case SwiGlu():
+                return silu(inputs[0]) * inputs[1], rows
+            case Concat():
+                return torch.cat(inputs, dim=-1), rows
+            case SelectRows():
+                first, last = (rows - 1, rows) if op.which == "last" else (1, rows)
+                return pad(inputs[0][first:last], padded_rows(last - first)), last - first
+            case KvAppend() | Attend():
+                return self._attention(op, inputs, rows, run, memory, observer), rows
+            case GatedDelta():
+                return self._gated_delta(op, inputs, rows, run, memory), rows
+            case _:
+                raise TypeError(f"the reference backend has no function for op {type(op).__name__}")
+
+    def _attention(
+        self,
+        op: KvAppend | Attend,
+        inputs: tuple[torch.Tensor, ...],
+        rows: int,
+        run: _Pass,
+        memory: Memory,
+        observer: Observer | None,
+    ) -> torch.Tensor:
+        kv, tensor = memory.kv[op.state], self._weights.tensor
+        table = memory.rope(op.rope, run.start, inputs[0].shape[0])
+        k, v = store_context(op, *inputs[-2:], tensor(op.k_norm), table, kv, run.start, rows)
+        if observer is not None:
+            observer(op, "k", k)
+            observer(op, "v", v)
+        if isinstance(op, KvAppend):
+            return inputs[0].new_zeros(inputs[0].shape[0], 0)
+        return attend(op, inputs[0], tensor(op.q_norm), table, kv, run.start, rows)
+
+    def _gated_delta(
+        self, op: GatedDelta, inputs: tuple[torch.Tensor, ...], rows: int, run: _Pass, memory: Memory
+    ) -> torch.Tensor:
+        return gated_delta(op, self.delta_weights(op), memory.delta[op.state], inputs, rows, commits=run.commits)
+
+    def delta_weights(self, op: GatedDelta) -> DeltaWeights:
+        """Parameters of a gated delta op."""
+        tensor = self._weights.tensor
+        return DeltaWeights(tensor(op.conv).flatten(1), tensor(op.a_log), tensor(op.dt_bias), tensor(op.norm))
+
+
+def _last_uses(program: Program, want: Collection[str]) -> dict[int, list[str]]:
+    """Tensors to drop after each op, so that a pass keeps only what is still needed."""
+    last: dict[str, int] = {}
+    for index, op in enumerate(program.ops):
+        last[op.output] = index
+        last.update(dict.fromkeys(op.inputs, index))
+    for name in (*program.outputs.values(), *want):
+        last.pop(name, None)
+    drops: dict[int, list[str]] = {}
+    for name, index in last.items():
+        drops.setdefault(index, []).append(name)
+    return drops

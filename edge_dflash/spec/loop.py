@@ -1,0 +1,155 @@
+"""The cycle: propose, verify, accept, commit.
+
+One function, :func:`stream`, is speculative decoding with a DFlash drafter (arXiv 2602.06036) as an optimistic
+transaction. Plain decoding is the same function with no drafts: a verify pass with one row. The loop knows token ids
+and the Backend protocol, nothing of text, models or devices.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from edge_dflash.backends.base import Backend
+from edge_dflash.errors import ContextError, RequestError
+from edge_dflash.spec.accept import FinishReason, accepted, cut
+from edge_dflash.spec.sampling import Sampling, choose
+
+
+@dataclass(frozen=True)
+class DecodeOptions:
+    """What a request may set."""
+
+    max_new_tokens: int | None = None  # None: until a stop token or the end of the usable context
+    temperature: float = 0.0  # 0: greedy
+    top_k: int = 0  # 0: no limit
+    top_p: float = 1.0  # 1: no limit
+    seed: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+
+    @property
+    def sampling(self) -> Sampling:
+        """The part that chooses tokens; raises RequestError on a bad value."""
+        return Sampling(self.temperature, self.top_k, self.top_p, self.seed)
+
+
+@dataclass(frozen=True)
+class Step:
+    """Tokens that became final together: the first token after prefill, then one Step per cycle."""
+
+    tokens: tuple[int, ...]
+    finish_reason: FinishReason | None  # set on the last step
+    propose_seconds: float  # 0 for the first step and in plain decoding
+    verify_seconds: float  # of the first step: prefill
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Wall-clock seconds of one generation."""
+
+    prefill_seconds: float  # prompt to first token
+    propose_seconds: float
+    verify_seconds: float
+    total_seconds: float
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A finished generation. ``accept_lengths`` holds the tokens committed by each verify, bonus token included."""
+
+    tokens: tuple[int, ...]
+    finish_reason: FinishReason
+    accept_lengths: tuple[int, ...]
+    timings: Timings
+
+    @property
+    def accept_length(self) -> float:
+        """Mean tokens committed per verify; 0 when the first token ended the generation."""
+        return sum(self.accept_lengths) / len(self.accept_lengths) if self.accept_lengths else 0.0
+
+
+def stream(
+    backend: Backend, prompt: Sequence[int], options: DecodeOptions, *, speculative: bool = True
+) -> Iterator[Step]:
+    """Append ``prompt`` to the backend's sequence and decode.
+
+    Every Step is committed before it is yielded, and the last committed token is always the next anchor: it is not in
+    the caches yet. A consumer may stop at any Step; the backend is then at that commit. Raises RequestError before
+    the backend is touched.
+    """
+    budget, at_budget = admit(backend, prompt, options)
+    sampling, stop = options.sampling, options.stop_token_ids
+
+    began = time.perf_counter()
+    first = choose(backend.prefill(prompt), sampling, backend.length)
+    tokens, reason = cut(first, stop, budget, at_budget)
+    yield Step(tuple(tokens), reason, 0.0, time.perf_counter() - began)
+
+    while reason is None:
+        budget -= len(tokens)
+        anchor, position = tokens[-1], backend.length + 1
+        began = time.perf_counter()
+        drafts = choose(backend.propose(anchor), sampling, position) if speculative else []
+        proposed = time.perf_counter()
+        choices = choose(backend.verify([anchor, *drafts]), sampling, position)
+        n = accepted(drafts, choices)
+        tokens, reason = cut([*drafts[:n], choices[n]], stop, budget, at_budget)
+        backend.commit(len(tokens))  # the anchor and all new tokens but the last
+        yield Step(tuple(tokens), reason, proposed - began, time.perf_counter() - proposed)
+
+
+def generate(
+    backend: Backend, prompt: Sequence[int], options: DecodeOptions, *, speculative: bool = True
+) -> Generation:
+    """Run :func:`stream` to its end."""
+    return collect(list(stream(backend, prompt, options, speculative=speculative)))
+
+
+def collect(steps: Sequence[Step]) -> Generation:
+    """Sum up the steps of one finished stream."""
+    reason = steps[-1].finish_reason
+    if reason is None:
+        raise ValueError("the stream was not finished: its last step has no finish reason")
+    prefill = steps[0].verify_seconds
+    propose = sum(step.propose_seconds for step in steps)
+    verify = sum(step.verify_seconds for step in steps[1:])
+    return Generation(
+        tokens=tuple(token for step in steps for token in step.tokens),
+        finish_reason=reason,
+        accept_lengths=tuple(len(step.tokens) for step in steps[1:]),
+        timings=Timings(prefill, propose, verify, prefill + propose + verify),
+    )
+
+
+def admit(backend: Backend, prompt: Sequence[int], options: DecodeOptions) -> tuple[int, FinishReason]:
+    """Check a request; return its token budget and the reason to give when the budget is used up.
+
+    Raises RequestError for an empty prompt or an id outside the vocabulary, ContextError when prompt and budget do
+    not fit the usable context (maximum context minus one block).
+    """
+    shape = backend.shape
+    if not prompt:
+        raise RequestError("the prompt has no tokens; give at least one")
+    for token in prompt:
+        if not 0 <= token < shape.vocab_size:
+            raise RequestError(f"token id {token} is outside the vocabulary of {shape.vocab_size}")
+    for token in options.stop_token_ids:
+        if not 0 <= token < shape.vocab_size:
+            raise RequestError(f"stop token id {token} is outside the vocabulary of {shape.vocab_size}")
+    used = backend.length + len(prompt)
+    room = shape.usable_context - used
+    limits = f"{shape.usable_context} tokens (context {shape.max_context} minus block {shape.block_size})"
+    if room < 1:
+        raise ContextError(f"the prompt ends at token {used}, the usable context is {limits}; shorten the prompt")
+    wanted = options.max_new_tokens
+    if wanted is None:
+        return room, "context"
+    if wanted < 1:
+        raise RequestError(f"max_new_tokens is {wanted}; give at least 1")
+    if wanted > room:
+        raise ContextError(
+            f"{used} prompt tokens and {wanted} new tokens exceed the usable context of {limits}; "
+            f"at most {room} new tokens fit"
+        )
+    return wanted, "length"
