@@ -1,1 +1,1 @@
-"""Weight and KV quantization: NVFP4, FP8, recipes, calibration."""
+"""Number formats of weights, KV and activations; recipes that choose them; calibration of scales. Build time: torch."""
