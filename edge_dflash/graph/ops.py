@@ -52,6 +52,7 @@ class Embed(DenseOp):
 
     @property
     def weights(self) -> tuple[str, ...]:
+        """See :class:`Op`."""
         return (self.weight,)
 
 
@@ -63,6 +64,7 @@ class Linear(DenseOp):
 
     @property
     def weights(self) -> tuple[str, ...]:
+        """See :class:`Op`."""
         return (self.weight,)
 
 
@@ -76,6 +78,7 @@ class RmsNorm(DenseOp):
 
     @property
     def weights(self) -> tuple[str, ...]:
+        """See :class:`Op`."""
         return (self.weight,)
 
 
@@ -117,6 +120,7 @@ class KvAppend(StateOp):
 
     @property
     def weights(self) -> tuple[str, ...]:
+        """See :class:`Op`."""
         return (self.k_norm,)
 
 
@@ -144,6 +148,7 @@ class Attend(StateOp):
 
     @property
     def weights(self) -> tuple[str, ...]:
+        """See :class:`Op`."""
         return (self.q_norm, self.k_norm)
 
 
@@ -168,4 +173,5 @@ class GatedDelta(StateOp):
 
     @property
     def weights(self) -> tuple[str, ...]:
+        """See :class:`Op`."""
         return (self.conv, self.a_log, self.dt_bias, self.norm)

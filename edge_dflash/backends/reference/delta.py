@@ -104,7 +104,7 @@ def _recurrence(
     """Token by token: S <- exp(g) S; d = beta (v - S^T k); S <- S + k d^T; o = S^T q. ``state`` is not changed."""
     rows, heads, key_width = len(tape), op.value_heads, op.key_heads * op.key_dim
     c = _convolve(weights.conv, history, tape.u)
-    q, k, v = c.split((key_width, key_width, heads * op.value_dim), dim=-1)
+    q, k, v = c[:, :key_width], c[:, key_width : 2 * key_width], c[:, 2 * key_width :]
     ratio = heads // op.key_heads  # value head j uses key head j // ratio
     q = _normalise(q, op).mul(op.key_dim**-0.5).repeat_interleave(ratio, dim=1)
     k = _normalise(k, op).repeat_interleave(ratio, dim=1)

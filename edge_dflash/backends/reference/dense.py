@@ -41,7 +41,7 @@ def pointwise(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor)
     if flat.numel() <= _SLICE:
         result = function(flat)
     else:
-        result = torch.cat([function(part) for part in flat.split(_SLICE)])
+        result = torch.cat([function(flat[i : i + _SLICE]) for i in range(0, flat.numel(), _SLICE)])
     return result[:count].view(x.shape)
 
 
@@ -56,7 +56,7 @@ def silu(x: torch.Tensor) -> torch.Tensor:
 
 
 def linear(x: torch.Tensor, weight: LinearWeight, row_tile: int | None = ROW_TILE) -> torch.Tensor:
-    """x [R, K] times ``weight`` [N, K], scaled after the product. ``row_tile`` None gives up row invariance for speed."""
+    """x [R, K] times ``weight`` [N, K], scaled after the product; ``row_tile`` None gives up row invariance."""
     scale = weight.scale
     if weight.input_scale is not None:
         x = quantize_activations(x, weight.input_scale)
@@ -64,7 +64,7 @@ def linear(x: torch.Tensor, weight: LinearWeight, row_tile: int | None = ROW_TIL
     if row_tile is None or x.shape[0] == row_tile:
         y = x @ weight.matrix.T
     else:
-        y = torch.cat([tile @ weight.matrix.T for tile in x.split(row_tile)])
+        y = torch.cat([tile @ weight.matrix.T for tile in x.view(-1, row_tile, x.shape[1]).unbind()])
     return y if scale is None else y * scale
 
 

@@ -122,9 +122,7 @@ class Interpreter:
         if isinstance(op, Linear):
             observer(op, "x", run.tensors[op.inputs[0]][: run.valid[op.inputs[0]]])
 
-    def _execute(
-        self, op: Op, run: _Pass, memory: Memory, observer: Observer | None
-    ) -> tuple[torch.Tensor, int]:
+    def _execute(self, op: Op, run: _Pass, memory: Memory, observer: Observer | None) -> tuple[torch.Tensor, int]:
         """Result and number of valid rows of one op."""
         inputs = tuple(run.tensors[name] for name in op.inputs)
         rows = run.valid[op.inputs[0]]
@@ -163,7 +161,7 @@ class Interpreter:
     ) -> torch.Tensor:
         kv, tensor = memory.kv[op.state], self._weights.tensor
         table = memory.rope(op.rope, run.start, inputs[0].shape[0])
-        k, v = store_context(op, *inputs[-2:], tensor(op.k_norm), table, kv, run.start, rows)
+        k, v = store_context(op, inputs[-2], inputs[-1], tensor(op.k_norm), table, kv, run.start, rows)
         if observer is not None:
             observer(op, "k", k)
             observer(op, "v", v)
