@@ -42,7 +42,7 @@ def decode(cls: type[T], value: object, where: str) -> T:
 def _decode(kind: Any, value: object, where: str) -> object:
     origin = get_origin(kind)
     if is_dataclass(kind):
-        return _decode_dataclass(kind, value, where)
+        return _decode_dataclass(cast("Callable[..., object]", kind), value, where)
     if origin in (Union, UnionType):
         return _decode_union(get_args(kind), value, where)
     if origin is Literal:
