@@ -1,0 +1,197 @@
+"""Text to token ids and back: the tokenizer, the chat template, and text that streams without broken characters.
+
+Reads the Hugging Face files ``tokenizer.json``, ``tokenizer_config.json`` and ``chat_template.jinja`` of a directory.
+Knows nothing of models or of how tokens are made.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer as HfTokenizer
+
+from edge_dflash.errors import BundleError, RequestError
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
+Message = Mapping[str, Any]  # {"role": ..., "content": ...}, passed to the chat template as it is
+
+_REPLACEMENT = "\ufffd"  # what a decoder gives for bytes that are not (yet) a character
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+
+class ChatTemplate:
+    """A Jinja template that turns messages into the prompt text of a model, run in a sandbox.
+
+    The environment is the one that published templates are written for: blocks trimmed, loop controls,
+    ``raise_exception(message)`` and a ``tojson`` that does not escape HTML.
+    """
+
+    def __init__(self, source: str, variables: Mapping[str, str], where: str) -> None:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = _tojson
+        environment.globals["raise_exception"] = _raise_exception
+        self._variables = dict(variables)
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateError as error:
+            raise BundleError(f"{where}: the chat template is not valid Jinja ({_line(error)})") from None
+
+    def render(self, messages: Sequence[Message], **variables: object) -> str:
+        """Return the prompt text, up to where the model's answer begins.
+
+        ``variables`` are extra switches that the template may know (``enable_thinking=False``). Raises RequestError
+        when a message lacks role or content or the template refuses them.
+        """
+        for index, message in enumerate(messages):
+            if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
+                raise RequestError(f'message {index} is {_short(message)}; give {{"role": "user", "content": "..."}}')
+        try:
+            return self._template.render(
+                {**self._variables, "messages": list(messages), "add_generation_prompt": True, **variables}
+            )
+        except Exception as error:  # a template is a program of the bundle: whatever it raises is about this request
+            raise RequestError(f"the chat template refuses the messages: {_line(error)}") from None
+
+
+class Tokenizer:
+    """A tokenizer and, when the model has one, its chat template."""
+
+    def __init__(self, tokenizer: HfTokenizer, template: ChatTemplate | None, eos: int | None) -> None:
+        self._tokenizer = tokenizer
+        self.template = template
+        self.eos_token_id = eos
+
+    @classmethod
+    def open(cls, directory: Path) -> Tokenizer:
+        """Read the tokenizer files of ``directory``. Raises BundleError when one is missing or malformed."""
+        path = directory / "tokenizer.json"
+        try:
+            tokenizer = HfTokenizer.from_str(path.read_text(encoding="utf-8"))
+        except Exception as error:  # the library raises bare Exception
+            raise BundleError(f"cannot read {path} ({_line(error)}); build the bundle again") from None
+        config = _read_config(directory / "tokenizer_config.json")
+        special = {name: _content(config[name]) for name in _SPECIAL_TOKENS if config.get(name)}
+        eos = tokenizer.token_to_id(special["eos_token"]) if "eos_token" in special else None
+        source = _template_source(directory, config)
+        template = ChatTemplate(source, special, str(directory)) if source is not None else None
+        return cls(tokenizer, template, eos)
+
+    @property
+    def size(self) -> int:
+        """Number of ids, added tokens included; a model's vocabulary may be padded beyond it."""
+        return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Ids of ``text`` as it is: nothing is added. Special tokens written in it become their ids."""
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise RequestError("the text holds a lone surrogate, which is no character; remove it") from None
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def encode_chat(self, messages: Sequence[Message], **variables: object) -> tuple[int, ...]:
+        """Ids of a conversation, up to where the answer begins. Raises RequestError without a chat template."""
+        if self.template is None:
+            raise RequestError("this model has no chat template; give plain text or token ids instead of messages")
+        return self.encode(self.template.render(messages, **variables))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ``ids``, without special tokens."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+
+
+class Detokenizer:
+    """Text of a stream of ids, piece by piece, holding back bytes that are not a whole character yet.
+
+    The pieces, with :meth:`finish` at the end, join to what the decoder gives for all ids at once.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        self._decode = decode
+        self._context: list[int] = []  # ids before the pending ones: decoders may treat the first id of a text apart
+        self._pending: list[int] = []  # ids whose text is not all out
+        self._sent = 0  # characters of the pending ids that are out
+
+    def add(self, ids: Sequence[int]) -> str:
+        """Take ids and return the text that is certain now."""
+        self._pending.extend(ids)
+        fresh = self._fresh()
+        certain = fresh.rstrip(_REPLACEMENT)  # more bytes may turn the end into a character
+        piece = certain[self._sent :]
+        if certain == fresh and fresh:
+            self._context, self._pending, self._sent = self._pending, [], 0
+        else:
+            self._sent = max(self._sent, len(certain))
+        return piece
+
+    def finish(self) -> str:
+        """Return what is left: a character that never became whole comes as U+FFFD."""
+        rest = self._fresh()[self._sent :]
+        self._context, self._pending, self._sent = [], [], 0
+        return rest
+
+    def _fresh(self) -> str:
+        """Text of the pending ids."""
+        before = len(self._decode(self._context)) if self._context else 0
+        return self._decode([*self._context, *self._pending])[before:]
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    """tokenizer_config.json as an object; a tokenizer without one is complete."""
+    if not path.is_file():
+        return {}
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise BundleError(f"cannot read {path} ({_line(error)}); build the bundle again") from None
+    if not isinstance(config, dict):
+        raise BundleError(f"{path} holds {type(config).__name__}, wanted an object; build the bundle again")
+    return config
+
+
+def _template_source(directory: Path, config: Mapping[str, Any]) -> str | None:
+    """The template's text: a file of its own wins over tokenizer_config.json; a list of templates has a default."""
+    path = directory / "chat_template.jinja"
+    if path.is_file():
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise BundleError(f"cannot read {path} ({_line(error)}); build the bundle again") from None
+    found = config.get("chat_template")
+    if isinstance(found, list):
+        named = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
+        found = named.get("default")
+    return found if isinstance(found, str) else None
+
+
+def _content(token: object) -> str:
+    """A special token is a string or an object with its ``content``."""
+    return str(token.get("content", "")) if isinstance(token, dict) else str(token)
+
+
+def _tojson(value: object, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+    """JSON as templates expect it: Jinja's own filter would escape <, > and &."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+
+def _raise_exception(message: str) -> None:
+    """What a template calls to refuse a conversation."""
+    raise jinja2.TemplateError(message)
+
+
+def _line(error: BaseException) -> str:
+    """The message of an error in one line."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

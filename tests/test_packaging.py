@@ -1,0 +1,48 @@
+"""What pyproject.toml says of the package agrees with the tree."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import edge_dflash
+from edge_dflash import resources
+
+ROOT = Path(__file__).resolve().parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+SETUPTOOLS = PROJECT["tool"]["setuptools"]
+
+
+def test_every_package_of_the_tree_is_shipped():
+    tree = {".".join(path.parent.relative_to(ROOT).parts) for path in (ROOT / "edge_dflash").rglob("__init__.py")}
+    data = {f"edge_dflash._data.{name}" for name in resources.FOLDERS}
+    assert set(SETUPTOOLS["packages"]) == tree | data
+
+
+def test_every_data_folder_is_shipped_from_the_root():
+    assert SETUPTOOLS["package-dir"] == {f"edge_dflash._data.{name}": name for name in resources.FOLDERS}
+
+
+def test_every_file_that_is_not_code_matches_a_pattern():
+    """A new kind of data file must be added to package-data, or wheels lack it."""
+    for package, patterns in SETUPTOOLS["package-data"].items():
+        folder = ROOT / SETUPTOOLS["package-dir"].get(package, package.replace(".", "/"))
+        shipped = {path for pattern in patterns for path in folder.glob(pattern)}
+        files = {path for path in folder.iterdir() if path.is_file() and path.suffix not in (".py", ".pyc")}
+        files |= {path for path in folder.glob("models/*/*") if path.is_file() and path.suffix != ".py"}
+        files -= {path for path in files if path.name == ".gitignore"}
+        assert files <= shipped | set(folder.glob("models/*.py"))
+
+
+def test_version_is_one():
+    assert PROJECT["project"]["version"] == edge_dflash.__version__
+
+
+def test_run_time_needs_no_torch():
+    assert not [name for name in PROJECT["project"]["dependencies"] if "torch" in name]
+    assert PROJECT["project"]["optional-dependencies"]["build"] == ["torch>=2.11,<2.14"]
+
+
+def test_licence_is_apache_2():
+    assert PROJECT["project"]["license"] == "Apache-2.0"
+    assert "Apache License" in (ROOT / "LICENSE").read_text()
