@@ -56,7 +56,7 @@ class Increment:
 
 
 def json_object(text: str) -> dict[str, Any] | None:
-    """The JSON object that ``text`` holds as a whole, after a closed thinking span and inside an optional code fence."""
+    """The JSON object that ``text`` is, after a closed thinking span and inside an optional code fence; else None."""
     body = text.rpartition("</think>")[2].strip()
     if body.startswith("```") and body.endswith("```"):
         body = body[3:-3].removeprefix("json").strip()

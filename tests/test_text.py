@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -142,7 +143,7 @@ def test_a_message_needs_role_and_content(message):
 
 def chunks(ids, cuts):
     edges = [0, *sorted(cut % (len(ids) + 1) for cut in cuts), len(ids)]
-    return [ids[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    return [ids[a:b] for a, b in itertools.pairwise(edges)]
 
 
 def decode(ids):
