@@ -1,0 +1,1 @@
+"""The native backend: CUDA kernels, compiled ahead of time, launched without torch."""
