@@ -16,13 +16,13 @@ from edge_dflash import footprint
 from edge_dflash.checkpoint.specs import PairSpec
 from edge_dflash.device import BoardProfile
 from edge_dflash.errors import RequestError
-from edge_dflash.footprint import KvFormat, WeightFormat
-from edge_dflash.graph.ops import Attend
-from edge_dflash.graph.program import PairPrograms, Program, State, WeightSpec
+from edge_dflash.footprint import CycleBytes, KvFormat, MemoryBytes, WeightFormat
+from edge_dflash.graph.program import PairPrograms, WeightSpec
+from edge_dflash.manifest import Manifest
 from edge_dflash.models import pair_programs
+from edge_dflash.quant.recipe import Recipe
 
 DEFAULT_CONTEXT = 4096  # committed tokens at which a cycle is costed, unless the maximum is smaller
-ROW_BYTES = 2  # the embedding stays BF16
 
 FormatOf = Callable[[str, WeightSpec], WeightFormat]
 
@@ -36,35 +36,6 @@ class WeightGroup:
     format: WeightFormat
     parameters: int
     bytes: int  # of one read; "tied" stores nothing of its own
-
-
-@dataclass(frozen=True)
-class CycleBytes:
-    """Bytes that one cycle moves between memory and processor, at ``Inspection.context`` committed tokens."""
-
-    target_weights: int  # verify: every target weight, lm_head included, embedding excluded
-    drafter_weights: int  # fc, context K/V, block: every drafter weight once
-    drafter_lm_head: int  # the target's head, read again for the drafts
-    drafter_kv_projections: int  # read a second time: once for the context rows, once for the block
-    embedding_rows: int  # gather: B rows each for verify and propose
-    delta_state: int  # S and conv history of all layers, read and written
-    tape: int  # B rows written by verify, B rows read by the next replay
-    target_kv: int  # context rows read, B rows written
-    drafter_kv: int  # visible context rows read, B rows written
-
-
-@dataclass(frozen=True)
-class MemoryBytes:
-    """Bytes resident while a pair is loaded, without operating system, driver context and libraries."""
-
-    target_weights: int
-    drafter_weights: int
-    embedding: int  # wide rows for the gather
-    target_kv: int  # max_context rows
-    drafter_kv: int  # max_context rows
-    delta_state: int  # one slot
-    tape: int  # B rows
-    scratch: int  # peak of tensors alive in a prefill chunk or a block
 
 
 @dataclass(frozen=True)
@@ -210,64 +181,49 @@ def inspect_pair(
         drafter_kv_bytes_per_token=footprint.kv_bytes_per_token(drafter, kv_format),
         tape_bytes_per_row=footprint.tape_bytes_per_row(target),
         state_bytes=footprint.delta_bytes(target),
-        cycle=_cycle(spec, programs, read, context, kv_format),
-        memory=_memory(programs, stored, max_context, prefill_chunk, block, kv_format),
+        cycle=footprint.cycle_bytes(programs, read, block, context, kv_format),
+        memory=footprint.memory_bytes(programs, stored, block, max_context, prefill_chunk, kv_format),
     )
 
 
-def _cycle(
-    spec: PairSpec, programs: PairPrograms, read: Mapping[str, int], context: int, kv_format: KvFormat
-) -> CycleBytes:
-    block, states = spec.drafter.block_size, programs.verify.states.values()
-    both = programs.verify.weights.keys() & programs.propose.weights.keys()
-    shared = sum(read[name] for name in both if name.startswith("drafter."))
-    context_rows, block_rows = (_sum(read, p, "drafter.") for p in (programs.verify, programs.propose))
-    target_kv, drafter_kv = (
-        footprint.kv_read_bytes(p, context, kv_format) + block * footprint.kv_bytes_per_token(_attended(p), kv_format)
-        for p in (programs.verify, programs.propose)
-    )
-    return CycleBytes(
-        target_weights=_sum(read, programs.verify, "target."),
-        drafter_weights=context_rows + block_rows - shared,
-        drafter_lm_head=_sum(read, programs.propose, "target."),
-        drafter_kv_projections=shared,
-        embedding_rows=2 * block * ROW_BYTES * spec.target.hidden_size,
-        delta_state=2 * footprint.delta_bytes(states),
-        tape=2 * block * footprint.tape_bytes_per_row(states),
-        target_kv=target_kv,
-        drafter_kv=drafter_kv,
-    )
+def inspect_recipe(
+    spec: PairSpec,
+    recipe: Recipe,
+    *,
+    board: BoardProfile,
+    max_context: int | None = None,
+    context: int | None = None,
+    prefill_chunk: int | None = None,
+) -> Inspection:
+    """Cost a pair that is to be built with ``recipe`` from wide checkpoints; sizes default to the recipe's.
 
-
-def _memory(
-    programs: PairPrograms, stored: Mapping[str, int], max_context: int, chunk: int, block: int, kv_format: KvFormat
-) -> MemoryBytes:
-    states = programs.states.values()
-    target_kv, drafter_kv = (
-        max_context * footprint.kv_bytes_per_token(_attended(p), kv_format) for p in (programs.verify, programs.propose)
-    )
-    passes = ((programs.prefill, min(chunk, max_context)), (programs.verify, block), (programs.propose, block))
-    return MemoryBytes(
-        target_weights=_sum(stored, programs.verify, "target."),
-        drafter_weights=sum(size for name, size in stored.items() if name.startswith("drafter.")),
-        embedding=sum(size for name, size in stored.items() if programs.weights[name].kind == "embedding"),
-        target_kv=target_kv,
-        drafter_kv=drafter_kv,
-        delta_state=footprint.delta_bytes(states),
-        tape=block * footprint.tape_bytes_per_row(states),
-        scratch=max(footprint.scratch_bytes(program, rows) for program, rows in passes),
+    Raises RecipeError when the recipe does not fit the pair, RequestError as :func:`inspect_pair`.
+    """
+    formats: dict[str, WeightFormat] = {**recipe.formats(pair_programs(spec).weights)}
+    if spec.target.tied and formats["target.lm_head"] == "bf16":
+        formats["target.lm_head"] = "tied"
+    return inspect_pair(
+        spec,
+        formats,
+        board=board,
+        max_context=recipe.context.max_context if max_context is None else max_context,
+        context=context,
+        prefill_chunk=recipe.context.prefill_chunk if prefill_chunk is None else prefill_chunk,
+        kv_format="fp8" if recipe.kv == "fp8" else "bfloat16",
     )
 
 
-def _attended(program: Program) -> list[State]:
-    """The KV states that a pass attends over: the target's in verify, the drafter's in propose."""
-    return [program.states[op.state] for op in program.ops if isinstance(op, Attend)]
-
-
-def _sum(size: Mapping[str, int], program: Program, prefix: str) -> int:
-    """Bytes of a pass's weights under ``prefix``. The embedding is not read as a matrix, only gathered from."""
-    weights = program.weights.items()
-    return sum(size.get(n, 0) for n, w in weights if n.startswith(prefix) and w.kind != "embedding")
+def inspect_manifest(manifest: Manifest, *, board: BoardProfile, context: int | None = None) -> Inspection:
+    """Cost a built bundle. Raises RequestError when ``context`` leaves no room for a block."""
+    return inspect_pair(
+        manifest.pair,
+        manifest.weights,
+        board=board,
+        max_context=manifest.max_context,
+        context=context,
+        prefill_chunk=manifest.prefill_chunk,
+        kv_format=manifest.precision.kv,
+    )
 
 
 def _formats(programs: PairPrograms, formats: Mapping[str, WeightFormat] | FormatOf) -> dict[str, WeightFormat]:

@@ -1,0 +1,158 @@
+"""Drafters made to break the loop: a Backend whose ``propose`` is replaced and nothing else.
+
+With the plain continuation known, they can force every accept length on demand: always wrong, an oracle, an oracle
+that goes wrong after j drafts (the same j in every cycle, or another one each time), and noise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from edge_dflash.backends.base import Backend, PairShape, Rows, Snapshot
+
+SURE = 1e30  # a logit that no temperature, filter or noise outvotes
+
+Drafter = Callable[[int, Sequence[int], PairShape], list[int]]
+"""(cycle, the true next B - 1 tokens, shape) -> B - 1 drafts."""
+
+
+@dataclass(frozen=True)
+class TokenRows:
+    """Rows that choose the given tokens at any temperature."""
+
+    tokens: tuple[int, ...]
+    vocab_size: int
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def argmax(self) -> list[int]:
+        """Return the tokens."""
+        return list(self.tokens)
+
+    def logits(self) -> npt.NDArray[np.float32]:
+        """Logits [rows, V] float32: SURE for the token, 0 for all others."""
+        rows = np.zeros((len(self.tokens), self.vocab_size), np.float32)
+        rows[np.arange(len(self.tokens)), self.tokens] = SURE
+        return rows
+
+
+class Delegate:
+    """A backend that passes every call on to another; subclasses replace some of them."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+
+    @property
+    def shape(self) -> PairShape:
+        """Sizes of the loaded pair."""
+        return self._backend.shape
+
+    @property
+    def length(self) -> int:
+        """Number of committed rows."""
+        return self._backend.length
+
+    def reset(self) -> None:
+        """Forget the sequence."""
+        self._backend.reset()
+
+    def prefill(self, ids: Sequence[int]) -> Rows:
+        """See Backend."""
+        return self._backend.prefill(ids)
+
+    def propose(self, anchor: int) -> Rows:
+        """See Backend."""
+        return self._backend.propose(anchor)
+
+    def verify(self, ids: Sequence[int]) -> Rows:
+        """See Backend."""
+        return self._backend.verify(ids)
+
+    def commit(self, rows: int) -> None:
+        """See Backend."""
+        self._backend.commit(rows)
+
+    def flush(self) -> None:
+        """See Backend."""
+        self._backend.flush()
+
+    def snapshot(self) -> Snapshot:
+        """See Backend."""
+        return self._backend.snapshot()
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """See Backend."""
+        self._backend.restore(snapshot)
+
+    def close(self) -> None:
+        """See Backend."""
+        self._backend.close()
+
+
+class Adversary(Delegate):
+    """``backend`` with its drafter replaced. ``sequence`` is the prompt followed by the plain continuation."""
+
+    def __init__(self, backend: Backend, sequence: Sequence[int], drafter: Drafter) -> None:
+        super().__init__(backend)
+        self._sequence = list(sequence)
+        self._drafter = drafter
+        self._cycle = 0
+
+    def propose(self, anchor: int) -> Rows:
+        """Drafts of the adversary; past the known continuation the true token is taken to be 0."""
+        shape, first = self.shape, self.length + 1
+        truth = self._sequence[first : first + shape.block_size - 1]
+        truth += [0] * (shape.block_size - 1 - len(truth))
+        drafts = self._drafter(self._cycle, truth, shape)
+        self._cycle += 1
+        return TokenRows(tuple(drafts), shape.vocab_size)
+
+
+def oracle_until(right: int) -> Drafter:
+    """The first ``right`` drafts are true and the next is not: every cycle commits ``right`` + 1 tokens."""
+
+    def drafts(cycle: int, truth: Sequence[int], shape: PairShape) -> list[int]:
+        return [*truth[:right], *((token + 1) % shape.vocab_size for token in truth[right:])]
+
+    return drafts
+
+
+def always_wrong(cycle: int, truth: Sequence[int], shape: PairShape) -> list[int]:
+    """No draft is ever accepted."""
+    return oracle_until(0)(cycle, truth, shape)
+
+
+def oracle(cycle: int, truth: Sequence[int], shape: PairShape) -> list[int]:
+    """Every draft is accepted."""
+    return list(truth)
+
+
+def staircase(cycle: int, truth: Sequence[int], shape: PairShape) -> list[int]:
+    """Cycle c accepts c mod B drafts, so B cycles go through every accept length."""
+    return oracle_until(cycle % shape.block_size)(cycle, truth, shape)
+
+
+def noise(seed: int = 0) -> Drafter:
+    """Half of the drafts true, half random, drawn anew for every cycle."""
+
+    def drafts(cycle: int, truth: Sequence[int], shape: PairShape) -> list[int]:
+        random = np.random.default_rng((seed, cycle))
+        return [
+            token if random.random() < 0.5 else int(random.integers(shape.vocab_size))  # a coin, then an id
+            for token in truth
+        ]
+
+    return drafts
+
+
+DRAFTERS: Mapping[str, Drafter] = {
+    "always_wrong": always_wrong,
+    "oracle": oracle,
+    "staircase": staircase,
+    "noise": noise(),
+}
