@@ -46,7 +46,7 @@ class Source:
     model: Literal["target", "drafter"]
     file: str  # name inside the checkpoint directory
     size: int  # bytes
-    sha256: str  # of the whole file when it is small, of the safetensors header otherwise
+    sha256: str  # of its first MiB: a config whole, a shard its header
 
 
 @dataclass(frozen=True)

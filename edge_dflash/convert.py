@@ -1,0 +1,99 @@
+"""Weights of a checkpoint in the formats that a recipe chose: checked, copied as they are, or quantized.
+
+Works on the weights of one file of the bundle at a time; linears that a kernel reads together share one NVFP4 global
+scale. Knows nothing about files.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from edge_dflash.checkpoint.weights import Array, Fp8Weight, Nvfp4Weight, Weight, WeightStore, WideWeight
+from edge_dflash.errors import BuildError, CheckpointError
+from edge_dflash.manifest import WeightFormat
+from edge_dflash.parts import CHUNK, weight_format
+from edge_dflash.quant.fp8 import quantize_fp8
+from edge_dflash.quant.nvfp4 import fused_group, quantize_nvfp4
+from edge_dflash.quant.tensors import absmax, wide_tensor
+
+_E4M3_NAN = 0x7F  # without the sign bit
+
+
+def convert(
+    store: WeightStore,
+    names: Sequence[str],
+    formats: Mapping[str, WeightFormat],
+    input_scales: Mapping[str, float],
+) -> dict[str, Weight]:
+    """Weights ``names`` in their formats, in the order given; all members of a fused group must be among the names.
+
+    ``input_scales`` are the W4A4 activation scales; other NVFP4 weights lose theirs, so that their inputs stay wide.
+    Raises CheckpointError for NaN and infinity and BuildError for what cannot be quantized, naming the weight.
+    """
+    stored = {name: store.get(name) for name in names}
+    largest = {name: check_finite(name, weight) for name, weight in stored.items()}
+    return {
+        name: _converted(name, weight, formats[name], _group_amax(name, stored, formats, largest), input_scales)
+        for name, weight in stored.items()
+    }
+
+
+def check_finite(name: str, weight: Weight) -> float:
+    """Return the largest magnitude of a wide weight (0.0 for others). Raises CheckpointError for NaN and infinity."""
+    if isinstance(weight, WideWeight):
+        tensor = wide_tensor(weight)
+        largest = absmax(tensor.reshape(-1, tensor.shape[-1]))
+        if not math.isfinite(largest):
+            raise _not_finite(name, "NaN or infinity")
+        return largest
+    codes = weight.data if isinstance(weight, Fp8Weight) else weight.block_scale
+    scales = weight.scale if isinstance(weight, Fp8Weight) else np.array([weight.global_scale])
+    if _has_nan_code(codes) or not (np.isfinite(scales).all() and (scales > 0).all()):
+        raise _not_finite(name, "an FP8 NaN or a scale that is not a positive number")
+    return 0.0
+
+
+def _group_amax(
+    name: str, stored: Mapping[str, Weight], formats: Mapping[str, WeightFormat], largest: Mapping[str, float]
+) -> float:
+    """max|W| over the linears of the fused group that are quantized here, those stored as NVFP4 left out."""
+    members = [member for member in fused_group(name) if member in stored and formats[member] == "nvfp4"]
+    return max((largest[m] for m in members if isinstance(stored[m], WideWeight)), default=0.0)
+
+
+def _converted(name: str, weight: Weight, form: WeightFormat, amax: float, input_scales: Mapping[str, float]) -> Weight:
+    try:
+        if weight_format(weight) != form:
+            weight = _quantized(weight, form, amax)
+    except BuildError as error:
+        raise BuildError(f"{name}: {error}") from None
+    return replace(weight, input_scale=input_scales.get(name)) if isinstance(weight, Nvfp4Weight) else weight
+
+
+def _quantized(weight: Weight, form: WeightFormat, amax: float) -> Weight:
+    if not isinstance(weight, WideWeight):
+        raise BuildError(f"stored as {weight_format(weight)}, wanted {form}: a quantized weight is not converted")
+    tensor = wide_tensor(weight)
+    match form:
+        case "nvfp4":
+            return quantize_nvfp4(tensor, amax)
+        case "fp8":
+            return quantize_fp8(tensor)
+        case "bf16":
+            return WideWeight(tensor.to(torch.bfloat16).view(torch.uint16).numpy())
+        case _:
+            raise BuildError(f"stored as {weight_format(weight)}, which is not converted to {form}")
+
+
+def _has_nan_code(codes: Array) -> bool:
+    flat = codes.reshape(-1)
+    return any(((flat[i : i + CHUNK] & _E4M3_NAN) == _E4M3_NAN).any() for i in range(0, flat.size, CHUNK))
+
+
+def _not_finite(name: str, what: str) -> CheckpointError:
+    return CheckpointError(f"{name} holds {what}; the checkpoint is damaged, download it again")
