@@ -19,7 +19,7 @@ from edge_dflash.spec.adversary import DRAFTERS, Adversary
 from edge_dflash.spec.loop import DecodeOptions, Generation, generate
 
 OWN = "own"  # the pair's drafter, among the names of adversaries
-SAMPLED = DecodeOptions(temperature=0.8, top_k=50, top_p=0.95, seed=1)
+SAMPLED = DecodeOptions(temperature=4.0, top_k=50, top_p=0.95, seed=1)  # hot: most choices are not the argmax
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,9 @@ class Verification:
 
     @property
     def accept_length(self) -> float:
-        """Mean tokens committed per verify with the pair's own drafter; 0 without such a cycle."""
-        lengths = [n for run in self.runs if run.drafter == OWN for n in run.accept_lengths]
+        """Mean tokens committed per verify, greedily and with the pair's own drafter; 0 without such a cycle."""
+        own = [run for run in self.runs if run.drafter == OWN and run.temperature == 0]
+        lengths = [n for run in own for n in run.accept_lengths]
         return sum(lengths) / len(lengths) if lengths else 0.0
 
     @property
