@@ -24,7 +24,8 @@ from edge_dflash.graph.program import WeightSpec
 from edge_dflash.models import pair_programs
 from edge_dflash.quant.fp8 import quantize_fp8
 from edge_dflash.quant.nvfp4 import quantize_nvfp4
-from edge_dflash.quant.recipe import Override, Recipe, default_recipe, load_recipe
+from edge_dflash.quant.recipe import Override, Recipe, default_recipe
+from edge_dflash.quant.recipe_file import load_recipe
 from edge_dflash.resources import directory
 
 SHIPPED = sorted(directory("engines").glob("*.yaml"))

@@ -1,14 +1,13 @@
 """A recipe: which number format each weight, the activations and the KV cache of a bundle get. No torch.
 
 Knows the module classes of :class:`edge_dflash.graph.program.WeightSpec` and how a wish meets what a checkpoint
-stores. Every key of a recipe file is explained in ``engines/README.md``.
+stores. Reading the YAML is :mod:`edge_dflash.quant.recipe_file`.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Literal
@@ -18,22 +17,7 @@ import numpy as np
 from edge_dflash.checkpoint.weights import Nvfp4Weight, Weight, WideWeight
 from edge_dflash.errors import RecipeError
 from edge_dflash.graph.program import WeightSpec
-from edge_dflash.quant.yaml_table import Table, read_table
 from edge_dflash.resources import directory
-
-SCHEMA = 1
-KEYS = (
-    "schema",
-    "name",
-    "description",
-    "target",
-    "drafter",
-    "overrides",
-    "activations",
-    "kv",
-    "calibration",
-    "context",
-)
 
 Wish = Literal["bf16", "fp8", "nvfp4", "keep"]
 StoredFormat = Literal["bf16", "f32", "fp8", "nvfp4"]
@@ -56,11 +40,11 @@ class Override:
 
 @dataclass(frozen=True)
 class Calibration:
-    """How KV and activation scales are measured: up to ``tokens`` tokens of ``file``; scales get a ``margin``."""
+    """How KV and activation scales are measured: on up to ``tokens`` tokens of ``file``; KV scales get a ``margin``."""
 
     file: str = "robot_planning.jsonl"  # in calib/, unless a path to a file
     tokens: int = 2048
-    margin: float = 1.25  # >= 1: scale = amax * margin / largest code, for values beyond the calibration set's
+    margin: float = 1.25  # >= 1: KV scale = amax * margin / 448, for values beyond the calibration set's
 
     @property
     def path(self) -> Path:
@@ -165,58 +149,6 @@ DEFAULT_DRAFTER: Mapping[str, Wish] = {"attention": "nvfp4", "mlp": "nvfp4", "fc
 def default_recipe() -> Recipe:
     """All linears NVFP4, lm_head included; the drafter's fc FP8; FP8 KV; BF16 activations."""
     return Recipe("default", "All linears NVFP4, the drafter's fc FP8, FP8 keys and values, BF16 activations.")
-
-
-def load_recipe(path: str | Path) -> Recipe:
-    """Read a recipe file. Keys that are left out have the default recipe's values.
-
-    Raises RecipeError naming the file, the key, the value found and what is accepted.
-    """
-    path = Path(path)
-    table = read_table(path, KEYS, "engines/README.md")
-    if table.get("schema") != SCHEMA:
-        raise table.wrong("schema", f"{SCHEMA}, the version that this edge-dflash reads")
-    recipe = Recipe(
-        name=table.text("name", None),
-        description=table.text("description", ""),
-        target=_modules(table.child("target", TARGET_MODULES), DEFAULT_TARGET),
-        drafter=_modules(table.child("drafter", DRAFTER_MODULES), DEFAULT_DRAFTER),
-        overrides=tuple(
-            Override(entry.text("match", None), entry.one_of("format", WISHES, None))
-            for entry in table.children("overrides", ("match", "format"))
-        ),
-        activations=table.one_of("activations", ("bf16", "nvfp4"), "bf16"),
-        kv=table.one_of("kv", ("fp8", "bf16"), "fp8"),
-        calibration=_calibration(table.child("calibration", ("file", "tokens", "margin"))),
-        context=_context(table.child("context", ("max_context", "prefill_chunk"))),
-    )
-    beside = path.parent / recipe.calibration.file
-    if beside.is_file():
-        recipe = replace(recipe, calibration=replace(recipe.calibration, file=str(beside.resolve())))
-    return recipe
-
-
-def _modules(table: Table, default: Mapping[str, Wish]) -> dict[str, Wish]:
-    wishes = dict(default)
-    for module in table.given:
-        accepted: tuple[Wish, ...] = ("bf16", "keep") if module in WIDE_MODULES else WISHES
-        wishes[module] = table.one_of(module, accepted, None)
-    return wishes
-
-
-def _calibration(table: Table) -> Calibration:
-    default = Calibration()
-    margin = table.get("margin", default.margin)
-    if isinstance(margin, bool) or not isinstance(margin, int | float) or not 1 <= margin < math.inf:
-        raise table.wrong("margin", "a number from 1 (a scale is multiplied by it)")
-    return Calibration(table.text("file", default.file), table.positive("tokens", default.tokens), float(margin))
-
-
-def _context(table: Table) -> Context:
-    default = Context()
-    return Context(
-        table.positive("max_context", default.max_context), table.positive("prefill_chunk", default.prefill_chunk)
-    )
 
 
 def stored_format(weight: Weight) -> StoredFormat:
