@@ -38,7 +38,7 @@ def test_files_are_safetensors_with_modelopt_names(tmp_path):
     assert sum(counts) == entry.size == (tmp_path / "part").stat().st_size
     assert hash_file(tmp_path / "part", lambda count: None) == entry
     with safe_open(tmp_path / "part", "np") as file:
-        found = {key: (file.get_slice(key).get_dtype(), file.get_slice(key).get_shape()) for key in file.keys()}
+        found = {key: (file.get_slice(key).get_dtype(), file.get_slice(key).get_shape()) for key in tuple(file.keys())}
     assert found == {
         "a.weight": ("U8", [4, 16]),
         "a.weight_scale": ("F8_E4M3", [4, 2]),
