@@ -139,6 +139,11 @@ class Planner:
         self._backend.close()
 
     @property
+    def backend(self) -> Backend:
+        """The loaded pair, for checks below the level of text. A running stream must not be continued after its use."""
+        return self._backend
+
+    @property
     def shape(self) -> PairShape:
         """Sizes of the loaded pair: vocabulary, block, context."""
         return self._backend.shape
@@ -162,6 +167,7 @@ class Planner:
         top_k: int = 0,
         top_p: float = 1.0,
         seed: int = 0,
+        thinking: bool = False,
         speculative: bool = True,
     ) -> Plan:
         """Make the whole plan; see :meth:`stream`."""
@@ -172,6 +178,7 @@ class Planner:
             top_k=top_k,
             top_p=top_p,
             seed=seed,
+            thinking=thinking,
             speculative=speculative,
         )
         for _ in stream:
@@ -187,21 +194,23 @@ class Planner:
         top_k: int = 0,
         top_p: float = 1.0,
         seed: int = 0,
+        thinking: bool = False,
         speculative: bool = True,
     ) -> PlanStream:
         """Start a plan and return its increments, each given as soon as its tokens are final.
 
         ``task`` is text (one user message when the model has a chat template), a list of messages with ``role`` and
         ``content``, or token ids, used as they are. ``max_new_tokens`` None: until a stop token or the end of the
-        usable context. ``temperature`` 0 is greedy; otherwise ``seed`` makes the plan repeatable. ``speculative``
-        False decodes plainly: the same tokens, one by one. Raises RequestError for bad input and ContextError for a
-        prompt that does not fit, here and not at the first increment.
+        usable context. ``temperature`` 0 is greedy; otherwise ``seed`` makes the plan repeatable. ``thinking`` is
+        passed to the chat template as ``enable_thinking``. ``speculative`` False decodes plainly: the same tokens, one
+        by one. Raises RequestError for bad input and ContextError for a prompt that does not fit, here and not at the
+        first increment.
         """
         began = time.perf_counter()
         self._end_active()
         options = DecodeOptions(max_new_tokens, temperature, top_k, top_p, seed, self._stop)
         _ = options.sampling  # refuse bad values now
-        prompt = self.encode(task)
+        prompt = self.encode(task, thinking=thinking)
         self._backend.reset()
         admit(self._backend, prompt, options)
         self._active = PlanStream(
@@ -213,7 +222,7 @@ class Planner:
         )
         return self._active
 
-    def encode(self, task: Task) -> tuple[int, ...]:
+    def encode(self, task: Task, *, thinking: bool = False) -> tuple[int, ...]:
         """Token ids of a task. Raises RequestError when it is of another kind, empty, or cannot be turned into ids."""
         if isinstance(task, (bytes, bytearray, Mapping)):
             raise RequestError(f"the task is of type {type(task).__name__}; give text, a list of messages or token ids")
@@ -225,12 +234,12 @@ class Planner:
                 "or build it again from a checkpoint with tokenizer.json"
             )
         if not isinstance(task, str):
-            return self._tokenizer.encode_chat(cast("Sequence[Message]", task))
+            return self._tokenizer.encode_chat(cast("Sequence[Message]", task), enable_thinking=thinking)
         if not task.strip():
             raise RequestError("the task is empty; say what is to be done")
         if self._tokenizer.template is None:
             return self._tokenizer.encode(task)
-        return self._tokenizer.encode_chat([{"role": "user", "content": task}])
+        return self._tokenizer.encode_chat([{"role": "user", "content": task}], enable_thinking=thinking)
 
     def _end_active(self) -> None:
         if self._active is not None:

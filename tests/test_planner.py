@@ -150,6 +150,12 @@ def test_text_becomes_one_user_message(tokenizer):
     assert planner.encode("go") == tokenizer.encode("<|start|>user\ngo<|end|><|start|>assistant\n")
 
 
+def test_thinking_is_asked_of_the_template_and_off_by_default(tokenizer):
+    planner = Planner(FakeBackend(TEXT_SHAPE), tokenizer)
+    for task in ("go", [{"role": "user", "content": "go"}]):
+        assert planner.encode(task, thinking=True) == planner.encode(task) + tokenizer.encode("<think>")
+
+
 def test_text_is_taken_as_it_is_without_a_template(bare):
     assert Planner(FakeBackend(TEXT_SHAPE), bare).encode("go") == bare.encode("go")
 

@@ -11,6 +11,7 @@ TEMPLATE = (
     "    {{- '<|start|>' + message.role + '\\n' + message.content + '<|end|>' }}\n"
     "{%- endfor %}\n"
     "{%- if add_generation_prompt %}{{ '<|start|>assistant\\n' }}{% endif %}\n"
+    "{%- if enable_thinking %}{{ '<think>' }}{% endif %}\n"
 )
 
 

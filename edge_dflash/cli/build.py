@@ -1,0 +1,65 @@
+"""``edge-dflash build``: checkpoints to a bundle."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from edge_dflash.cli.output import emit_json, say, stages
+from edge_dflash.cli.recipes import find_recipe
+
+
+def build(
+    target: Annotated[Path, typer.Option(help="Directory of the target's Hugging Face checkpoint.")],
+    drafter: Annotated[Path, typer.Option(help="Directory of the DFlash drafter's checkpoint.")],
+    output: Annotated[Path, typer.Option(help="Directory to make; the bundle appears there when it is complete.")],
+    arch: Annotated[str, typer.Option(help="What the bundle is for: cpu.")] = "cpu",
+    backend: Annotated[str, typer.Option(help="What runs it: reference.")] = "reference",
+    recipe: Annotated[Path | None, typer.Option(help="Recipe file or the name of one in engines/.")] = None,
+    max_context: Annotated[int | None, typer.Option(help="Most tokens of a sequence; default: the recipe's.")] = None,
+    prefill_chunk: Annotated[int | None, typer.Option(help="Most prompt tokens of one pass.")] = None,
+    calibrate: Annotated[bool, typer.Option(help="Measure the scales of FP8 keys and values on calib/.")] = True,
+    force: Annotated[bool, typer.Option("--force", help="Replace the bundle that is at --output.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object on the last line of stdout.")] = False,
+) -> None:
+    """Build an engine bundle: quantized weights, calibrated scales, tokenizer, all hashed.
+
+    A build that was stopped resumes when the same command is given again; a half-made bundle is never at --output.
+
+    JSON keys: bundle (path), bytes, seconds, plans (TensorRT plans inside), deferred (work left for the device's
+    first start), warnings.
+    """
+    from edge_dflash.builder import BuildConfig  # torch, only here
+    from edge_dflash.builder import build as build_bundle
+
+    config = BuildConfig(
+        target=target,
+        drafter=drafter,
+        output=output,
+        arch=arch,
+        backend=backend,
+        recipe=find_recipe(recipe) if recipe is not None else None,
+        max_context=max_context,
+        prefill_chunk=prefill_chunk,
+        calibrate=calibrate,
+        force=force,
+    )
+    with stages() as report:
+        result = build_bundle(config, report)
+    for warning in result.warnings:
+        say(f"warning: {warning}")
+    if json:
+        emit_json(
+            {
+                "bundle": str(result.bundle),
+                "bytes": result.bytes,
+                "seconds": result.seconds,
+                "plans": list(result.plans),
+                "deferred": list(result.deferred),
+                "warnings": list(result.warnings),
+            }
+        )
+    else:
+        print(f"built {result.bundle}: {result.bytes / 1e6:,.1f} MB in {result.seconds:.1f} s")

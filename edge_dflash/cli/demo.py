@@ -1,0 +1,171 @@
+"""``edge-dflash demo``: the shipped pair, built once, makes a plan with and without speculation."""
+
+from __future__ import annotations
+
+import json as jsonlib
+import shutil
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+import edge_dflash
+from edge_dflash.cli.output import emit_json, progress, say, show, stages
+from edge_dflash.demo.actions import schema_problems
+from edge_dflash.demo.corpus import Task, check_plan, plan_schema, task_from_json
+from edge_dflash.errors import BundleError, RequestError, VerificationError
+from edge_dflash.plan import Plan, json_object
+from edge_dflash.planner import Planner
+from edge_dflash.resources import directory
+
+MODELS = Path(edge_dflash.__file__).parent / "demo" / "models"
+HELDOUT = Path(edge_dflash.__file__).parent / "demo" / "heldout.jsonl"
+RECIPE = "demo-cpu.yaml"
+WARM_UP_TOKENS = 8
+
+
+def demo(
+    task: Annotated[str | None, typer.Option(help="A task of your own instead of a held-out one.")] = None,
+    index: Annotated[int, typer.Option(min=0, help="Which of the held-out tasks.")] = 0,
+    bundle: Annotated[
+        Path | None, typer.Option(help="Where the demo's bundle is or will be; default: ~/.cache/edge-dflash.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object on the last line of stdout.")] = False,
+) -> None:
+    """Make a robot plan with the shipped demo pair, with and without its drafter, and compare.
+
+    The first run builds the bundle (seconds to a minute); later runs open it. The held-out tasks were never trained
+    on. Exit code 9 when the two outputs differ.
+
+    JSON keys: identical (speculative output equals plain output), accept_length (mean tokens committed per verify),
+    valid (the plan fits the schema and names only what is in the scene), plan (the object, or null),
+    plain_seconds, speculative_seconds, ratio (speculative / plain), tokens, accept_lengths, text, task, problems,
+    bundle.
+    """
+    request = _own(task) if task is not None else _heldout(index)
+    where = bundle if bundle is not None else default_bundle()
+    with _open(where, ours=bundle is None) as planner:
+        say(f"task: {request.title}")
+        planner.plan(request.messages, max_new_tokens=WARM_UP_TOKENS)
+        stream = planner.stream(request.messages)
+        for part in stream:
+            if not json:
+                print(part.text, end="", flush=True)
+        if not json:
+            print("\n")
+        speculative = stream.plan
+        plain = planner.plan(request.messages, speculative=False)
+    problems = request.problems(speculative.text or "")
+    if json:
+        emit_json(_json(request, where, plain, speculative, problems))
+    else:
+        show(_table(plain, speculative))
+        print("valid plan" if not problems else "not a valid plan: " + "; ".join(problems))
+    if plain.tokens != speculative.tokens:
+        raise VerificationError(
+            f"speculative and plain output differ from token {_first_difference(plain, speculative)} on; "
+            "see edge-dflash verify, and report it"
+        )
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What is asked, and the held-out task that it is, if it is one."""
+
+    title: str
+    messages: list[dict[str, str]]
+    task: Task | None
+
+    def problems(self, text: str) -> list[str]:
+        """Why a text is no valid plan: of a task of one's own only the form is known."""
+        if self.task is not None:
+            return check_plan(self.task, text)
+        plan = json_object(text)
+        return ["not a JSON object"] if plan is None else schema_problems(plan, plan_schema())
+
+
+def _own(text: str) -> _Request:
+    return _Request(" ".join(text.split()), [{"role": "user", "content": text}], None)
+
+
+def _heldout(index: int) -> _Request:
+    lines = HELDOUT.read_text(encoding="utf-8").splitlines()
+    if index >= len(lines):
+        raise RequestError(f"--index {index} is given, held-out tasks are 0 to {len(lines) - 1}")
+    task = task_from_json(jsonlib.loads(lines[index]))
+    return _Request(task.goal_text, list(task.messages), task)
+
+
+def default_bundle() -> Path:
+    """Where the demo's bundle is kept: another place for every version of edge-dflash, the models and the recipe."""
+    digest = sha256(edge_dflash.__version__.encode())
+    for path in [directory("engines") / RECIPE, *sorted(MODELS.rglob("*"))]:
+        if path.is_file():
+            digest.update(path.name.encode() + path.read_bytes())
+    return Path.home() / ".cache" / "edge-dflash" / f"demo-{edge_dflash.__version__}-{digest.hexdigest()[:12]}"
+
+
+def _open(where: Path, *, ours: bool) -> Planner:
+    """Open the bundle, built if there is none. A damaged one in our own cache is built again."""
+    if not where.exists():
+        _build(where)
+    try:
+        with progress("checking the bundle") as report:
+            return Planner.open(where, progress=report)
+    except BundleError as error:
+        if not ours:
+            raise
+        say(f"warning: {error}; building the demo again")
+        shutil.rmtree(where)
+    _build(where)
+    return Planner.open(where)
+
+
+def _build(where: Path) -> None:
+    from edge_dflash.builder import BuildConfig, build  # torch, only here
+
+    say(f"building the demo's bundle: {where}")
+    with stages() as report:
+        result = build(
+            BuildConfig(MODELS / "target", MODELS / "drafter", where, recipe=directory("engines") / RECIPE), report
+        )
+    say(f"built: {result.bytes / 1e6:.1f} MB in {result.seconds:.1f} s")
+
+
+def _json(request: _Request, where: Path, plain: Plan, speculative: Plan, problems: list[str]) -> dict[str, Any]:
+    return {
+        "identical": plain.tokens == speculative.tokens,
+        "accept_length": speculative.accept_length,
+        "valid": not problems,
+        "plan": speculative.json,
+        "plain_seconds": plain.timings.total_seconds,
+        "speculative_seconds": speculative.timings.total_seconds,
+        "ratio": speculative.timings.total_seconds / plain.timings.total_seconds,
+        "tokens": len(speculative.tokens),
+        "accept_lengths": list(speculative.accept_lengths),
+        "text": speculative.text,
+        "task": request.title,
+        "problems": problems,
+        "bundle": str(where),
+    }
+
+
+def _table(plain: Plan, speculative: Plan) -> Table:
+    same = "the same tokens" if plain.tokens == speculative.tokens else "DIFFERENT TOKENS"
+    table = Table(title=f"{len(speculative.tokens)} tokens after {speculative.prompt_tokens} of prompt: {same}")
+    table.add_column("decoding")
+    for name in ("seconds", "first token", "tokens/s", "tokens per verify"):
+        table.add_column(name, justify="right")
+    for name, plan in (("plain", plain), ("speculative", speculative)):
+        t = plan.timings
+        rate, mean = f"{plan.tokens_per_second:.1f}", f"{plan.accept_length:.2f}"
+        table.add_row(name, f"{t.total_seconds:.2f}", f"{t.first_token_seconds:.2f}", rate, mean)
+    return table
+
+
+def _first_difference(a: Plan, b: Plan) -> int:
+    pairs = zip(a.tokens, b.tokens, strict=False)
+    return next((i for i, (x, y) in enumerate(pairs) if x != y), min(len(a.tokens), len(b.tokens)))

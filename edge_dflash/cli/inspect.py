@@ -1,0 +1,62 @@
+"""``edge-dflash inspect``: what a pair costs on a board, before anything is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from edge_dflash.bundle import read_manifest
+from edge_dflash.checkpoint.config import match_pair, read_drafter_spec, read_target_spec
+from edge_dflash.cli.output import emit_json, show
+from edge_dflash.cli.recipes import find_recipe
+from edge_dflash.device import load_board
+from edge_dflash.errors import RequestError
+from edge_dflash.inspection import Inspection, inspect_manifest, inspect_recipe
+from edge_dflash.inspection_view import render
+from edge_dflash.quant.recipe import default_recipe
+from edge_dflash.quant.recipe_file import load_recipe
+
+
+def inspect(
+    bundle: Annotated[Path | None, typer.Argument(metavar="[BUNDLE]", help="Directory that a build made.")] = None,
+    target: Annotated[Path | None, typer.Option(help="Directory with the target's config.json.")] = None,
+    drafter: Annotated[Path | None, typer.Option(help="Directory with the drafter's config.json.")] = None,
+    recipe: Annotated[Path | None, typer.Option(help="Recipe file or the name of one in engines/.")] = None,
+    board: Annotated[str, typer.Option(help="Board profile from jetson/.")] = "agx-thor",
+    max_context: Annotated[int | None, typer.Option(help="Tokens to keep room for; default: the recipe's.")] = None,
+    context: Annotated[int | None, typer.Option(help="Committed tokens at which a cycle is counted.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object on the last line of stdout.")] = False,
+) -> None:
+    """Print memory, bytes per cycle and the bandwidth floor of a bundle, or of checkpoints that are yet to be built.
+
+    Give BUNDLE, or --target and --drafter (their config.json is enough, weights are not read).
+
+    JSON keys: verify_bytes, draft_bytes (drafter_bytes + lm_head_bytes), kv_bytes_per_token,
+    drafter_kv_bytes_per_token, tape_bytes_per_row, state_bytes, cycle_weight_bytes, cycle_bytes, total_bytes,
+    free_bytes, fits, verify_floor_ms, draft_floor_ms, plain_floor_ms, floor_ms, break_even_accept_length,
+    architecture, block_size, context, max_context, prefill_chunk, kv_format, and the breakdowns cycle, memory,
+    weights, board.
+    """
+    profile = load_board(board)
+    if bundle is not None:
+        if target or drafter or recipe or max_context:
+            raise RequestError(
+                "a bundle has its own models, recipe and sizes; give either BUNDLE or --target and --drafter"
+            )
+        result = inspect_manifest(read_manifest(bundle), board=profile, context=context)
+    else:
+        if target is None or drafter is None:
+            raise RequestError("give BUNDLE, or --target and --drafter with the directories of the two config.json")
+        pair = match_pair(read_target_spec(target), read_drafter_spec(drafter))
+        chosen = load_recipe(find_recipe(recipe)) if recipe is not None else default_recipe()
+        result = inspect_recipe(pair, chosen, board=profile, max_context=max_context, context=context)
+    _print(result, json)
+
+
+def _print(result: Inspection, json: bool) -> None:
+    if json:
+        emit_json(result.to_json())
+    else:
+        show(render(result))

@@ -1,0 +1,18 @@
+"""Recipes by file or, for those that ship with edge-dflash, by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from edge_dflash.errors import RecipeError
+from edge_dflash.resources import directory
+
+
+def find_recipe(given: Path) -> Path:
+    """Return the recipe file ``given``, or the shipped recipe of that name. Raises RecipeError listing the names."""
+    if given.is_file():
+        return given
+    shipped = {path.stem: path for path in sorted(directory("engines").glob("*.yaml"))}
+    if str(given) in shipped:
+        return shipped[str(given)]
+    raise RecipeError(f"no recipe file {given}, and none that ships is called so; shipped: {', '.join(shipped)}")

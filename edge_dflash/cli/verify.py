@@ -1,0 +1,109 @@
+"""``edge-dflash verify``: is a bundle lossless here, and is the reference right for a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from edge_dflash.cli.output import emit_json, progress, say, show
+from edge_dflash.cli.prompts import default_prompts, read_prompts
+from edge_dflash.errors import RequestError
+from edge_dflash.golden import GoldenReport, verify_golden
+from edge_dflash.planner import Planner
+from edge_dflash.verify import Verification, verify_lossless
+
+
+def verify(
+    bundle: Annotated[Path | None, typer.Argument(metavar="[BUNDLE]", help="Directory that a build made.")] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(help="JSONL of prompts; default: some of calib/ (pseudo-random ids without tokenizer)."),
+    ] = None,
+    count: Annotated[int, typer.Option(min=1, help="Most prompts to take.")] = 2,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate for each prompt.")] = 48,
+    checkpoint: Annotated[Path | None, typer.Option(help="Target checkpoint to compare with --golden.")] = None,
+    drafter: Annotated[Path | None, typer.Option(help="Drafter checkpoint to compare with --golden.")] = None,
+    golden: Annotated[Path | None, typer.Option(help="Golden file (safetensors) for the two checkpoints.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object on the last line of stdout.")] = False,
+) -> None:
+    """Check that speculative output equals plain output, or that the reference equals a golden file.
+
+    With BUNDLE: each prompt is decoded plainly, with the bundle's drafter and with drafters made to break the loop,
+    greedily and sampled; tokens and the state of both models must be equal bit for bit. A line of --prompts holds
+    {"ids": [...]}, {"text": "..."} or {"messages": [...]}.
+
+    With --checkpoint, --drafter and --golden: the unquantized models run in float32 and are compared with arrays that
+    another implementation wrote.
+
+    The exit code is 9 when something differs; the JSON object is printed all the same.
+
+    JSON keys: ok, accept_length, differences (of a bundle: a list; of a golden file: largest difference per key).
+    Bundle also: prompts, runs, tokens, block_size, accept_histogram, untried_accept_lengths. Golden file also:
+    logits_difference, tokens_equal, failures, missing, unknown.
+    """
+    given = (checkpoint, drafter, golden)
+    if (bundle is None) == (golden is None) or (bundle is not None and any(given)):
+        raise RequestError("give BUNDLE, or --checkpoint, --drafter and --golden")
+    if bundle is not None:
+        _report(_verify_bundle(bundle, prompts, count, max_new_tokens), json)
+    elif checkpoint is None or drafter is None or golden is None:
+        raise RequestError("--golden needs --checkpoint and --drafter, the directories of the two checkpoints")
+    else:
+        _report(verify_golden(checkpoint, drafter, golden), json)
+
+
+def _verify_bundle(bundle: Path, prompts: Path | None, count: int, max_new_tokens: int) -> Verification:
+    with progress("checking the bundle") as report:
+        planner = Planner.open(bundle, progress=report)
+    with planner:
+        tasks = read_prompts(prompts) if prompts is not None else default_prompts(planner, max_new_tokens)
+        ids = [planner.encode(task) for task in tasks[:count]]
+        return verify_lossless(
+            planner.backend,
+            ids,
+            max_new_tokens=max_new_tokens,
+            stop_token_ids=planner.stop_token_ids,
+            progress=say,
+        )
+
+
+def _report(result: Verification | GoldenReport, json: bool) -> None:
+    """Print the outcome, then raise VerificationError unless it is good."""
+    if json:
+        emit_json(result.to_json())
+    elif isinstance(result, GoldenReport):
+        show(_golden_table(result))
+    else:
+        show(_lossless_table(result))
+    result.check()
+
+
+def _lossless_table(result: Verification) -> Table:
+    table = Table(title=f"Speculative against plain decoding, {result.prompts} prompts", title_justify="left")
+    table.add_column("drafter")
+    for name in ("runs", "tokens", "accept length", "differences"):
+        table.add_column(name, justify="right")
+    for drafter in result.histogram:
+        runs = [run for run in result.runs if run.drafter == drafter]
+        lengths = [n for run in runs for n in run.accept_lengths]
+        mean = f"{sum(lengths) / len(lengths):.2f}" if lengths else "-"
+        wrong = sum(1 for difference in result.differences if difference.drafter == drafter)
+        table.add_row(drafter, str(len(runs)), str(sum(run.tokens for run in runs)), mean, str(wrong))
+    return table
+
+
+def _golden_table(result: GoldenReport) -> Table:
+    table = Table(title="Largest difference per key", title_justify="left")
+    for name in ("key", "difference", "accepted", ""):
+        table.add_column(name)
+    for row in result.results:
+        accepted = "any" if row.tolerance is None else f"{row.tolerance:.3g}"
+        table.add_row(row.key, f"{row.difference:.3g}", accepted, "" if row.ok else "differs")
+    for key in result.missing:
+        table.add_row(key, "not in the file", "", "")
+    for key in result.unknown:
+        table.add_row(key, "not compared", "", "")
+    return table

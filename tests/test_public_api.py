@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import edge_dflash
+from edge_dflash import errors
+
+PUBLIC = [
+    "BackendError",
+    "BuildError",
+    "Bundle",
+    "BundleError",
+    "CheckpointError",
+    "ContextError",
+    "EdgeDflashError",
+    "Increment",
+    "Plan",
+    "PlanStream",
+    "PlanTimings",
+    "Planner",
+    "RecipeError",
+    "RequestError",
+    "UnsupportedModelError",
+    "VerificationError",
+    "__version__",
+]
+
+
+def test_the_public_names_are_these():
+    assert sorted(edge_dflash.__all__) == PUBLIC
+    for name in PUBLIC:
+        assert getattr(edge_dflash, name) is not None
+
+
+def test_every_error_is_public():
+    tree = {n for n, value in vars(errors).items() if isinstance(value, type) and issubclass(value, Exception)}
+    assert tree <= set(edge_dflash.__all__)
+
+
+def imported(code: str) -> list[str]:
+    code += "; import sys, json; print(json.dumps(sorted(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return json.loads(done.stdout)
+
+
+def test_importing_the_package_does_not_import_torch():
+    assert "torch" not in imported("import edge_dflash")
+
+
+def test_the_command_line_imports_torch_only_when_it_is_needed():
+    assert "torch" not in imported("import edge_dflash.cli")

@@ -1,0 +1,112 @@
+"""What the README says can be done, is done."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import typer
+
+import edge_dflash.cli
+from edge_dflash.device import board_profiles
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
+FIRST = BLOCKS[0][1].splitlines()
+PYTHON = [body for language, body in BLOCKS if language == "python"]
+COMMANDS = [
+    shlex.split(line.strip(), comments=True)[1:]
+    for language, body in BLOCKS
+    if language == "sh"
+    for line in body.splitlines()
+    if line.strip().startswith("edge-dflash ")
+]
+RUNNABLE = [argv for argv in COMMANDS if "demo-bundle" in argv and argv[0] != "build" and "task.txt" not in argv]
+
+
+@pytest.fixture
+def beside_demo_bundle(demo_bundle, tmp_path, monkeypatch):
+    """A working directory with a bundle and a checkout's demo models in it, as in the README."""
+    (tmp_path / "demo-bundle").symlink_to(demo_bundle)
+    (tmp_path / "edge_dflash").symlink_to(ROOT / "edge_dflash")
+    monkeypatch.chdir(tmp_path)
+
+
+def test_the_first_block_is_the_two_commands():
+    assert BLOCKS[0][0] == "sh"
+    assert len(FIRST) == 2
+    run, test = FIRST
+    assert run.endswith("edge-dflash demo")
+    assert test.endswith("pytest")
+    for line in FIRST:
+        assert line.startswith("python3 -m venv .venv && .venv/bin/pip install -e ")
+
+
+def test_continuous_integration_runs_both_commands():
+    run = (ROOT / ".ci" / "run").read_text()
+    assert FIRST[0] in run
+    assert f"({FIRST[1]})\n" == run.splitlines(keepends=True)[-1]
+
+
+@pytest.mark.parametrize("argv", COMMANDS, ids=" ".join)
+def test_commands_parse(argv):
+    """Parsed as when they run, and not run; words in capitals stand for paths."""
+    group = typer.main.get_command(edge_dflash.cli.app)
+    command = group.commands[argv[0]]
+    command.make_context(argv[0], list(argv[1:]))
+
+
+def test_every_command_is_shown():
+    group = typer.main.get_command(edge_dflash.cli.app)
+    assert {argv[0] for argv in COMMANDS} | {"demo"} == set(group.commands)
+
+
+@pytest.mark.usefixtures("beside_demo_bundle")
+@pytest.mark.parametrize("argv", RUNNABLE, ids=" ".join)
+def test_commands_on_the_demo_bundle_run(argv, capsys):
+    assert edge_dflash.cli.run(argv) == 0
+    assert capsys.readouterr().out.strip()
+
+
+@pytest.mark.usefixtures("beside_demo_bundle")
+@pytest.mark.parametrize("body", PYTHON, ids=range(len(PYTHON)).__getitem__)
+def test_python_runs(body, capsys):
+    exec(compile(body, "README.md", "exec"), {})
+    assert capsys.readouterr().out.strip()
+
+
+def test_every_board_profile_is_listed():
+    for board in board_profiles():
+        assert f"`{board.name}`" in README
+
+
+def test_paths_of_links_exist():
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)", README):
+        assert (ROOT / target).exists()
+
+
+def test_the_tree_names_what_is_there():
+    tree = next(body for language, body in BLOCKS if language == "" and body.startswith("edge_dflash/"))
+    for line in tree.splitlines():
+        name = line.split()[0]
+        folder = ROOT / "edge_dflash" if line.startswith("  ") else ROOT
+        assert (folder / name).exists(), line
+    for path in (ROOT / "edge_dflash").iterdir():
+        if path.is_dir() and (path / "__init__.py").exists():
+            assert re.search(rf"\b{path.name}/", tree), path.name
+
+
+def test_json_keys_of_the_readme_are_those_of_the_help(capsys):
+    """The table's row of a command names every key that the help names, and no other (inspect refers to its help)."""
+    for name in ("demo", "build", "generate", "verify"):
+        row = re.search(rf"^\| `{name}` \| (.*) \|$", README, flags=re.MULTILINE).group(1)
+        listed = set(re.findall(r"`(\w+)`", row))
+        assert edge_dflash.cli.run([name, "--help"]) == 0
+        text = capsys.readouterr().out.split("JSON keys:")[1].split("Options:")[0]
+        assert listed == {word for word in listed if re.search(rf"\b{word}\b", text)}
+        if name in ("demo", "build", "generate"):
+            keys = re.sub(r"\([^)]*\)", "", " ".join(text.split())).rstrip(". ").split(", ")
+            assert listed == {key.strip().split()[0] for key in keys}
