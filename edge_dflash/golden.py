@@ -132,17 +132,17 @@ def check_golden(
             collected.missing.append(f"{name}.prompt")
             collected.unknown += [f"{name}.{key}" for key in given]
             continue
-        prompt = [int(token) for token in given["prompt"]]
-        if not prompt or not all(0 <= token < spec.target.vocab_size for token in prompt):
+        prompt, block = given["prompt"].reshape(-1).tolist(), _first_block(given)
+        if not prompt or not all(0 <= token < spec.target.vocab_size for token in (*prompt, *(block or ()))):
             raise VerificationError(
-                f"golden {name}.prompt is empty or has ids outside the vocabulary of {spec.target.vocab_size}; "
+                f"golden {name}: the prompt is empty or ids are outside the vocabulary of {spec.target.vocab_size}; "
                 f"give the golden file of this checkpoint"
             )
         if quantized:  # activations stay wide, whatever the checkpoint calibrated
             tokens, logits = observer.tokens_and_logits(prompt, len(given.get("nvfp4_w4a16_greedy_tokens", ())))
             collected.compare(name, given, dict(zip(NVFP4, (logits, tokens), strict=True)))
         else:
-            ours = observer.prompt(prompt, _new_tokens(given), _first_block(given))
+            ours = observer.prompt(prompt, _new_tokens(given), block)
             ours["prefill_logits_bf16run"] = ours["prefill_logits"]
             collected.compare(name, given, ours)
     stray = [key for key in golden if not PROMPT_KEY.match(key)]
@@ -226,7 +226,9 @@ def _new_tokens(given: Mapping[str, Array]) -> int:
 def _first_block(given: Mapping[str, Array]) -> list[int] | None:
     """Tokens of the first verify block, when the golden has them and states after its rows."""
     tokens, drafts = given.get("greedy_tokens", given.get("dflash_tokens")), given.get("cycle_draft_tokens")
-    if tokens is None or drafts is None or not any(re.search(r"\.after[1-9]", key) for key in given):
+    if tokens is None or drafts is None or not (len(tokens) and len(drafts)):
+        return None
+    if not any(re.search(r"\.after[1-9]", key) for key in given):
         return None
     return [int(tokens[0]), *(int(token) for token in drafts[0])]
 

@@ -15,7 +15,7 @@ from zlib import crc32
 from edge_dflash.backends.base import Backend, Snapshot
 from edge_dflash.checkpoint.weights import Array
 from edge_dflash.errors import RequestError, VerificationError
-from edge_dflash.spec.adversary import DRAFTERS, Adversary
+from edge_dflash.spec.adversary import Adversary, drafters
 from edge_dflash.spec.loop import DecodeOptions, Generation, generate
 
 OWN = "own"  # the pair's drafter, among the names of adversaries
@@ -119,28 +119,31 @@ def verify_lossless(
     """Compare speculative with plain decoding for each prompt (token ids), greedily and with ``sampled`` (None: not).
 
     Tokens, finish reason and the flushed state of both models (bit for bit) must be equal. The backend is reset.
-    ``max_new_tokens`` of at least B (B + 1) / 2 + 1 lets the staircase drafter reach every accept length. Raises
-    RequestError for no prompts and for a prompt that the backend does not admit.
+    One prompt needs ``max_new_tokens`` of B (B + 1) / 2 + 1 for the staircase drafter to reach every accept length;
+    several prompts share the work, and ``untried`` tells what is left. Raises RequestError for no prompts and for a
+    prompt that the backend does not admit.
     """
     if not prompts:
         raise RequestError("no prompts are given to verify; give at least one")
     runs: list[Run] = []
     differences: list[Difference] = []
     modes = [DecodeOptions(), *([sampled] if sampled else [])]
-    for index, prompt in enumerate(prompts):
-        for mode in modes:
-            options = replace(mode, max_new_tokens=max_new_tokens, stop_token_ids=stop_token_ids)
+    runs_of_plain = [(index, mode) for index in range(len(prompts)) for mode in modes]
+    for number, (index, mode) in enumerate(runs_of_plain):
+        options = replace(mode, max_new_tokens=max_new_tokens, stop_token_ids=stop_token_ids)
+        prompt = prompts[index]
+        backend.reset()
+        plain = generate(backend, prompt, options, speculative=False)
+        state = backend.snapshot()
+        adversaries = drafters(number, len(runs_of_plain), backend.shape.block_size)
+        for name, drafter in {OWN: None, **adversaries}.items():
             backend.reset()
-            plain = generate(backend, prompt, options, speculative=False)
-            state = backend.snapshot()
-            for name, drafter in {OWN: None, **DRAFTERS}.items():
-                backend.reset()
-                drafting = backend if drafter is None else Adversary(backend, [*prompt, *plain.tokens], drafter)
-                found = generate(drafting, prompt, options)
-                runs.append(Run(index, name, options.temperature, len(found.tokens), found.accept_lengths))
-                for difference in (*_compare(plain, found), *_compare_states(state, backend.snapshot())):
-                    differences.append(Difference(index, name, options.temperature, *difference))
-            progress(f"prompt {index + 1} of {len(prompts)}, temperature {options.temperature:g}")
+            drafting = backend if drafter is None else Adversary(backend, [*prompt, *plain.tokens], drafter)
+            found = generate(drafting, prompt, options)
+            runs.append(Run(index, name, options.temperature, len(found.tokens), found.accept_lengths))
+            for difference in (*_compare(plain, found), *_compare_states(state, backend.snapshot())):
+                differences.append(Difference(index, name, options.temperature, *difference))
+        progress(f"prompt {index + 1} of {len(prompts)}, temperature {options.temperature:g}")
     backend.reset()
     return Verification(backend.shape.block_size, len(prompts), tuple(runs), tuple(differences))
 

@@ -120,10 +120,13 @@ def test_tolerances_are_absolute_for_logits_and_relative_for_large_arrays():
 
 
 def test_ids_outside_the_vocabulary_are_refused():
-    with pytest.raises(VerificationError, match=r"p0\.prompt is empty or has ids outside the vocabulary of 512"):
+    with pytest.raises(VerificationError, match=r"p0: the prompt is empty or ids are outside the vocabulary of 512"):
         run("qwen3", {"p0.prompt": np.array([1, 512])})
     with pytest.raises(VerificationError, match="is empty"):
         run("qwen3", {"p0.prompt": np.array([], np.int64)})
+    keys = short_golden("qwen3_5", "p1", 4)
+    with pytest.raises(VerificationError, match="outside the vocabulary"):
+        run("qwen3_5", keys | {"p1.cycle_draft_tokens": keys["p1.cycle_draft_tokens"] + 512})
 
 
 def test_an_unreadable_golden_file_and_a_wrong_pair_are_refused(tmp_path):

@@ -6,7 +6,7 @@ that goes wrong after j drafts (the same j in every cycle, or another one each t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -132,9 +132,13 @@ def oracle(cycle: int, truth: Sequence[int], shape: PairShape) -> list[int]:
     return list(truth)
 
 
-def staircase(cycle: int, truth: Sequence[int], shape: PairShape) -> list[int]:
-    """Cycle c accepts c mod B drafts, so B cycles go through every accept length."""
-    return oracle_until(cycle % shape.block_size)(cycle, truth, shape)
+def staircase(start: int = 0) -> Drafter:
+    """Cycle c accepts (start + c) mod B drafts, so B cycles go through every accept length."""
+
+    def drafts(cycle: int, truth: Sequence[int], shape: PairShape) -> list[int]:
+        return oracle_until((start + cycle) % shape.block_size)(cycle, truth, shape)
+
+    return drafts
 
 
 def noise(seed: int = 0) -> Drafter:
@@ -150,9 +154,11 @@ def noise(seed: int = 0) -> Drafter:
     return drafts
 
 
-DRAFTERS: Mapping[str, Drafter] = {
-    "always_wrong": always_wrong,
-    "oracle": oracle,
-    "staircase": staircase,
-    "noise": noise(),
-}
+def drafters(run: int, runs: int, block_size: int) -> dict[str, Drafter]:
+    """Adversaries for one of ``runs`` generations; the staircases of all of them together start all over the block."""
+    return {
+        "always_wrong": always_wrong,
+        "oracle": oracle,
+        "staircase": staircase(run * block_size // runs),
+        "noise": noise(run),
+    }
