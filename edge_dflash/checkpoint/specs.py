@@ -87,7 +87,7 @@ class DrafterLayerMask:
     """What a block row of one drafter layer may see besides the committed context.
 
     ``bidirectional``: rows of the block see each other in both directions; otherwise the row sees positions up to its
-    own. ``window`` S: only keys with \\|q - k\\| < S (bidirectional) or 0 <= q - k < S (causal) are seen; None: all.
+    own. ``window`` S: only keys with abs(q - k) < S (bidirectional) or 0 <= q - k < S (causal) are seen; None: all.
     """
 
     bidirectional: bool
