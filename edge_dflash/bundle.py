@@ -122,10 +122,10 @@ def check_files(path: Path, manifest: Manifest) -> None:
         raise BundleError(f"{path}: file {missing[0]} is missing ({len(missing)} in all); copy or build it again")
     if extra := sorted(found.keys() - manifest.files.keys() - {MANIFEST}):
         raise BundleError(f"{path}: file {extra[0]} is not in the manifest ({len(extra)} in all); remove it")
-    for name, entry in manifest.files.items():
-        if found[name] != entry.size:
+    for name, wanted in manifest.files.items():
+        if found[name] != wanted.size:
             raise BundleError(
-                f"{path}: size of {name} is {found[name]} bytes, wanted {entry.size}; copy or build the bundle again"
+                f"{path}: size of {name} is {found[name]} bytes, wanted {wanted.size}; copy or build the bundle again"
             )
 
 

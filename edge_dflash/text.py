@@ -89,6 +89,11 @@ class Tokenizer:
         """Number of ids, added tokens included; a model's vocabulary may be padded beyond it."""
         return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
 
+    def token(self, token_id: int) -> str | None:
+        """Return the token with this id, or None when there is none."""
+        found = self._tokenizer.id_to_token(token_id)
+        return None if found is None else str(found)
+
     def encode(self, text: str) -> tuple[int, ...]:
         """Ids of ``text`` as it is: nothing is added. Special tokens written in it become their ids."""
         try:
