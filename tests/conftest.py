@@ -12,7 +12,7 @@ from edge_dflash.resources import directory
 ROOT = Path(__file__).resolve().parent.parent
 DEMO = ROOT / "edge_dflash" / "demo"
 
-torch.set_num_threads(2)  # the models are tiny: more threads only wait for each other
+torch.set_num_threads(1)  # the models are tiny: threads would only wait for each other, worst on a busy machine
 
 
 @pytest.fixture(scope="session")

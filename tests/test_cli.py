@@ -267,7 +267,7 @@ def test_inspect_a_bundle_and_a_pair_yet_to_be_built(cli, ids_bundle, golden, tm
         (["serve"], "No such command 'serve'"),
         (["generate", "b", "--speed", "9"], "No such option: --speed"),
         (["generate"], "Missing argument 'BUNDLE'"),
-        (["generate", "b", "--seed", "x"], "'x' is not a valid int"),
+        (["generate", "b", "--seed", "x"], "Invalid value for '--seed'"),
         (["build", "--target", "t"], "Missing option"),
         (["verify", "b", "--count", "0"], "0 is not in the range"),
     ],
@@ -335,7 +335,7 @@ def test_bad_prompt_files_are_refused(refused, ids_bundle, tmp_path, body):
 
 
 def rewrite(checkpoint, change):
-    """Change the tensors of a checkpoint. BF16 is written as FP32, which is accepted, unless ``change`` says otherwise."""
+    """Change the header or the bytes of a checkpoint's tensors."""
     file = checkpoint / "model.safetensors"
     raw = file.read_bytes()
     length = int.from_bytes(raw[:8], "little")
