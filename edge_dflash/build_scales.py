@@ -95,9 +95,7 @@ def plan_scales(
 
 
 def measure_scales(plan: ScalesPlan, pair: PairSpec, store: PairCheckpoint, progress: Progress) -> BuildScales:
-    """Run the calibration pass, if there is one. Raises BuildError."""
-    if not plan.ids:
-        return plan.known
+    """Run the calibration pass over ``plan.ids``. Raises BuildError."""
     known = plan.known
     found = calibrate(pair, _LayerByLayer(store), plan.ids, margin=known.margin, linears=plan.inputs, progress=progress)
     store.release()

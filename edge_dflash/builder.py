@@ -49,9 +49,9 @@ def build(config: BuildConfig, progress: BuildProgress | None = None) -> BuildRe
     ``OUTPUT.building`` and the error says how to resume.
     """
     began = time.monotonic()
-    plan = plan_build(config)
     report = progress or (lambda stage, done, total: None)
     try:
+        plan = plan_build(config)
         with WorkDir(config.output, plan.fingerprint, config.command) as work:
             manifest = dump_manifest(_fill(plan, work, report))
             size = sum(entry.size for entry in work.finished.values()) + len(manifest)
@@ -102,9 +102,11 @@ def _scales(plan: BuildPlan, work: WorkDir, report: BuildProgress) -> tuple[File
     """Measure the scales, or read those that an earlier run measured."""
     if entry := work.reuse(CALIBRATION, _ignore):
         return entry, load_scales((work.staging / CALIBRATION).read_bytes())
-    stage = _Stage(report, "calibration", plan.size)  # in bytes like the others: the share of layers done, of the size
-    scales = measure_scales(plan.scales, plan.pair, plan.store, stage.share)
-    stage.finish()
+    scales = plan.scales.known
+    if plan.scales.ids:
+        stage = _Stage(report, "calibration", plan.size)  # in bytes like the weights: the share of layers that are done
+        scales = measure_scales(plan.scales, plan.pair, plan.store, stage.share)
+        stage.finish()
     return work.add(CALIBRATION, partial(_write, dump_scales(scales))), scales
 
 
