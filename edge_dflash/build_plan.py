@@ -260,7 +260,7 @@ def _check_space(output: Path, size: int) -> None:
     free, needed = state.f_bavail * state.f_frsize, max(0, size + _SLACK - done)
     if free < needed:
         raise BuildError(
-            f"the bundle needs {needed / 1e9:.2f} GB more in {place}, which has {free / 1e9:.2f} GB free; "
+            f"the bundle needs {needed / 1e6:,.1f} MB more in {place}, which has {free / 1e6:,.1f} MB free; "
             "free some space or choose another --output"
         )
 
