@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -38,7 +38,7 @@ class DevicePointer:
         return DevicePointer(self.address + offset, nbytes)
 
 
-Argument = DevicePointer | int | float | ctypes._SimpleCData[Any]
+Argument: TypeAlias = "DevicePointer | int | float | ctypes._SimpleCData[Any]"  # subscripts only type checkers know
 """A kernel argument: a pointer, an int (passed as int32), a float (float32), or a ctypes scalar of any other type."""
 
 
