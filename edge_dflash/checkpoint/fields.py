@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ class Fields:
     def number(self, name: str, default: float = _MISSING) -> float:
         """Positive finite number."""
         value = self._value(name, default)
-        if type(value) not in (int, float) or not 0 < value < float("inf"):
+        if type(value) not in (int, float) or not 0 < value <= sys.float_info.max:
             raise self.error(name, value, "a positive number")
         return float(value)
 
@@ -71,14 +72,16 @@ class Fields:
 
     def child(self, name: str) -> Fields:
         """A nested object; empty when it is missing."""
-        value = self.values.get(name) or {}
+        value = {} if self.values.get(name) is None else self.values[name]
         if not isinstance(value, dict):
             raise self.error(name, value, "an object")
         return Fields(self.file, value, f"{self._path}{name}.")
 
     def error(self, name: str, found: object, wanted: str) -> CheckpointError:
         """An error about a field."""
-        return CheckpointError(f"{self.file}: {self._path}{name} is {found!r}, wanted {wanted}")
+        text = repr(found)
+        text = text if len(text) <= 60 else f"{text[:57]}..."
+        return CheckpointError(f"{self.file}: {self._path}{name} is {text}, wanted {wanted}")
 
     def _value(self, name: str, default: Any = _MISSING) -> Any:
         value = self.values.get(name)

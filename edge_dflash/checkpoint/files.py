@@ -11,7 +11,6 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -163,13 +162,14 @@ def _read_header(file: Path) -> dict[str, Entry]:
             length = int.from_bytes(prefix, "little")
             if len(prefix) < 8 or length > MAX_HEADER or 8 + length > size:
                 raise CheckpointError(
-                    f"{file} is no safetensors file or is cut short: header of {length} bytes in {size}; download it again"
+                    f"{file} is no safetensors file or is cut short: header of {length} bytes in a file of {size}; "
+                    "download it again"
                 )
             text = stream.read(length)
     except OSError as error:
         raise CheckpointError(f"cannot read {file}: {error.strerror}; check that it exists and is readable") from None
     try:
-        header = json.loads(text)
+        header = json.loads(text, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} has a damaged header ({type(error).__name__}); download it again") from None
     if not isinstance(header, dict):
@@ -178,8 +178,16 @@ def _read_header(file: Path) -> dict[str, Entry]:
     return _entries(file, header, 8 + length, size)
 
 
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """JSON object whose names are all different: a second entry of one name would hide the first."""
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        raise ValueError("a name occurs twice")
+    return value
+
+
 def _entries(file: Path, header: dict[str, Any], data: int, size: int) -> dict[str, Entry]:
-    """Check every tensor's place: known dtype, bytes as the shape says, inside the file, no overlap."""
+    """Check every tensor's place: known dtype, bytes as the shape says; together they are the data, without gaps."""
     entries: dict[str, Entry] = {}
     spans: list[tuple[int, int, str]] = []
     for name, fields in header.items():
@@ -196,7 +204,7 @@ def _entries(file: Path, header: dict[str, Any], data: int, size: int) -> dict[s
         wanted = prod(shape) * np.dtype(DTYPES[dtype]).itemsize
         if stop - start != wanted:
             raise CheckpointError(
-                f"{file}: tensor {name} has {stop - start} bytes, {dtype} {list(shape)} wants {wanted}; download it again"
+                f"{file}: tensor {name} has {stop - start} bytes, wanted {wanted} for {dtype} {list(shape)}"
             )
         if data + stop > size:
             raise CheckpointError(
@@ -205,7 +213,13 @@ def _entries(file: Path, header: dict[str, Any], data: int, size: int) -> dict[s
         entries[name] = Entry(file, dtype, shape, data + start)
         spans.append((start, stop, name))
     spans.sort()
-    for (_, stop, first), (start, _, second) in pairwise(spans):
-        if start < stop:
-            raise CheckpointError(f"{file}: tensors {first} and {second} overlap; download the file again")
+    end, last = 0, "the header"
+    for start, stop, name in spans:
+        if start < end:
+            raise CheckpointError(f"{file}: tensors {last} and {name} overlap; download the file again")
+        if start > end:
+            raise CheckpointError(f"{file}: {start - end} bytes between {last} and tensor {name}; download it again")
+        end, last = stop, name
+    if data + end != size:
+        raise CheckpointError(f"{file}: {size - data - end} bytes after {last}, the last tensor; download it again")
     return entries
