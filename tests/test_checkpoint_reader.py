@@ -1,0 +1,284 @@
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+from edge_dflash.checkpoint.config import match_pair, read_drafter_spec, read_target_spec
+from edge_dflash.checkpoint.files import DTYPES, TensorFiles
+from edge_dflash.checkpoint.reader import PairCheckpoint
+from edge_dflash.checkpoint.weights import Fp8Weight, Nvfp4Weight, WideWeight, bf16_to_f32
+from edge_dflash.errors import CheckpointError
+from edge_dflash.models import pair_programs
+from edge_dflash.quant.fp8 import quantize_fp8
+from edge_dflash.quant.nvfp4 import dequantize
+from tests.golden_pairs import GOLDEN
+from tests.synthetic import drafter_config, qwen3_5_config, write_drafter, write_target
+
+DOWN = "layers.0.mlp.down_proj"
+
+
+class Checkpoint:
+    """A copy of a golden target whose tensors and config a test may change."""
+
+    def __init__(self, directory, name):
+        self.target, self.drafter = directory / "target", GOLDEN / "qwen3_5-tiny-dflash"
+        if name == "qwen3-tiny":
+            self.drafter = GOLDEN / "qwen3-tiny-dflash"
+        shutil.copytree(GOLDEN / name, self.target)
+        stored = TensorFiles.open(self.target)
+        self.tensors = {n: (k, a.copy()) for n in stored.names() for k, a in [stored.array(n)]}
+        self.config = json.loads((self.target / "config.json").read_text())
+
+    def open(self):
+        header, data = {}, b""
+        for name, (kind, array) in self.tensors.items():
+            offsets = [len(data), len(data) + array.nbytes]
+            header[name] = {"dtype": kind, "shape": list(array.shape), "data_offsets": offsets}
+            data += array.tobytes()
+        text = json.dumps(header).encode()
+        (self.target / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data)
+        (self.target / "config.json").write_text(json.dumps(self.config))
+        pair = match_pair(read_target_spec(self.target), read_drafter_spec(self.drafter))
+        return PairCheckpoint.open(self.target, self.drafter, pair_programs(pair).weights)
+
+    def quant_config(self, **fields):
+        self.config["quantization_config"] = fields
+
+
+@pytest.fixture
+def make(tmp_path):
+    return lambda name="qwen3_5-tiny": Checkpoint(tmp_path, name)
+
+
+def fp8(checkpoint, module, *, per_channel, scale_dtype="F32", shape=None):
+    """Store a module of a golden as FP8."""
+    wide = bf16_to_f32(checkpoint.tensors.pop(f"{module}.weight")[1])
+    weight = quantize_fp8(torch.from_numpy(wide), per_channel=per_channel)
+    scale = weight.scale if shape is None else weight.scale.reshape(shape)
+    if scale_dtype == "BF16":
+        scale = (scale.view(np.uint32) >> 16).astype(np.uint16)
+    checkpoint.tensors[f"{module}.weight"] = ("F8_E4M3", weight.data)
+    checkpoint.tensors[f"{module}.weight_scale"] = (scale_dtype, scale)
+    return weight
+
+
+def test_modelopt_and_compressed_tensors_store_the_same_weights(make, tmp_path):
+    modelopt = Checkpoint(tmp_path / "a", "qwen3_5-tiny-nvfp4-modelopt").open()
+    packed = Checkpoint(tmp_path / "b", "qwen3_5-tiny-nvfp4-ct").open()
+    plain = make().open()
+    quantized = 0
+    for name in pair_programs(match_pair(*_specs())).weights:
+        a, b = modelopt.get(name), packed.get(name)
+        assert type(a) is type(b)
+        if isinstance(a, Nvfp4Weight) and isinstance(b, Nvfp4Weight):
+            quantized += 1
+            assert np.array_equal(a.packed, b.packed)
+            assert np.array_equal(a.block_scale, b.block_scale)
+            assert a.global_scale == pytest.approx(b.global_scale, rel=2e-7)  # a reciprocal is rounded once more
+            assert a.input_scale is None
+            error = np.abs(dequantize(a).numpy() - dequantize(plain.get(name)).numpy()).max()
+            assert error < 0.2 * np.abs(dequantize(a).numpy()).max()
+        else:
+            assert np.array_equal(a.data, b.data)
+    assert quantized == 6 * 3 + 2 * 4 + 8 * 3
+
+
+def _specs():
+    return read_target_spec(GOLDEN / "qwen3_5-tiny"), read_drafter_spec(GOLDEN / "qwen3_5-tiny-dflash")
+
+
+@pytest.mark.parametrize("suffix", ["input_scale", "input_global_scale"])
+def test_activation_scales_become_multipliers(make, suffix):
+    modelopt = suffix == "input_scale"
+    c = make("qwen3_5-tiny-nvfp4-modelopt" if modelopt else "qwen3_5-tiny-nvfp4-ct")
+    value = np.array([0.25 if modelopt else 4.0], np.float32)
+    c.tensors[f"model.language_model.{DOWN}.{suffix}"] = ("F32", value)
+    assert c.open().get(f"target.{DOWN}").input_scale == 0.25
+
+
+@pytest.mark.parametrize(
+    ("per_channel", "dtype", "shape"),
+    [(False, "F32", ()), (False, "F32", (1,)), (True, "F32", None), (True, "BF16", (128, 1)), (True, "F32", (128, 1))],
+)
+def test_fp8_per_tensor_and_per_channel(make, per_channel, dtype, shape):
+    c = make()
+    expected = fp8(c, f"model.{DOWN}", per_channel=per_channel, scale_dtype=dtype, shape=shape)
+    got = c.open().get(f"target.{DOWN}")
+    assert isinstance(got, Fp8Weight)
+    assert np.array_equal(got.data, expected.data)
+    assert got.scale.shape == ((128,) if per_channel else (1,))
+    np.testing.assert_allclose(got.scale, expected.scale, rtol=0 if dtype == "F32" else 1 / 128)
+
+
+def test_a_mixed_modelopt_file_is_read_and_checked(make):
+    c = make("qwen3_5-tiny-nvfp4-modelopt")
+    (c.target / "hf_quant_config.json").unlink()
+    quantized = {n.removesuffix(".weight"): "W4A16_NVFP4" for n, (k, _) in c.tensors.items() if k == "U8"}
+    fp8(c, "lm_head", per_channel=False)
+    layers = {n: {"quant_algo": a, "group_size": 16} for n, a in {**quantized, "lm_head": "FP8"}.items()}
+    c.quant_config(quant_method="modelopt", quant_algo="MIXED_PRECISION", quantized_layers=layers)
+    assert isinstance(c.open().get("target.lm_head"), Fp8Weight)
+    layers["lm_head"]["quant_algo"] = "NVFP4"
+    with pytest.raises(CheckpointError, match="module lm_head is stored as fp8, its quantization config says nvfp4"):
+        c.open()
+    del layers["lm_head"]
+    with pytest.raises(CheckpointError, match="says wide"):
+        c.open()
+
+
+def test_a_mixed_compressed_tensors_file_is_read_and_checked(make):
+    c = make("qwen3_5-tiny-nvfp4-ct")
+    fp8(c, "lm_head", per_channel=True)
+    quantization = c.config["quantization_config"]
+    quantization["format"] = "mixed-precision"
+    quantization["ignore"] = ["re:.*in_proj_[ab]$", "re:.*conv1d"]
+    quantization["config_groups"]["group_1"] = {
+        "targets": ["re:.*lm_head"],
+        "weights": {"num_bits": 8, "type": "float", "strategy": "channel"},
+    }
+    assert isinstance(c.open().get("target.lm_head"), Fp8Weight)
+    quantization["config_groups"]["group_1"]["weights"] = {"num_bits": 4, "type": "int"}
+    with pytest.raises(CheckpointError, match="4 bits and type 'int' are not supported"):
+        c.open()
+    quantization["ignore"] = ["re:("]
+    with pytest.raises(CheckpointError, match="a valid pattern"):
+        c.open()
+
+
+def test_modelopt_globs_exclude_modules(make):
+    c = make("qwen3_5-tiny-nvfp4-modelopt")
+    file = c.target / "hf_quant_config.json"
+    content = json.loads(file.read_text())
+    content["quantization"]["exclude_modules"] = ["lm_head", "*.conv1d", "*in_proj_a", "*in_proj_b", "*embed_tokens"]
+    file.write_text(json.dumps(content))
+    c.open()
+    content["quantization"]["exclude_modules"].append("model.language_model.layers.0*")
+    file.write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=r"layers\.0\..* is stored as nvfp4, its quantization config says wide"):
+        c.open()
+
+
+def test_an_unknown_quantization_is_refused(make):
+    c = make()
+    c.quant_config(quant_method="gptq")
+    with pytest.raises(CheckpointError, match="quant_method is 'gptq'"):
+        c.open()
+    c.quant_config(quant_method="modelopt", quant_algo="INT4_AWQ")
+    with pytest.raises(CheckpointError, match="quant_algo is 'INT4_AWQ'"):
+        c.open()
+
+
+@pytest.mark.parametrize("names", [("k_proj.k_scale", "v_proj.v_scale"), ("k_scale", "v_scale")])
+def test_kv_scales(make, names):
+    c = make()
+    for name, value in zip(names, (0.5, 0.25), strict=True):
+        c.tensors[f"model.layers.3.self_attn.{name}"] = ("F32", np.array(value, np.float32))
+    store = c.open()
+    assert store.kv_scale("target.layers.3.kv") == (0.5, 0.25)
+    assert store.kv_scale("target.layers.7.kv") == (1.0, 1.0)
+    assert store.stored_kv_scale("target.layers.7.kv") is None
+    assert store.kv_scale("drafter.layers.0.kv") == (1.0, 1.0)
+
+
+def test_vision_and_mtp_tensors_are_skipped(make):
+    c = make("qwen3_5-tiny-nvfp4-ct")
+    for name in ("model.visual.blocks.0.attn.qkv.weight", "mtp.fc.weight"):
+        c.tensors[name] = ("BF16", np.zeros((4, 4), np.uint16))
+    c.open()
+
+
+def test_a_missing_or_present_lm_head_of_a_tied_model(make):
+    c = make("qwen3-tiny")
+    embedding = c.tensors["model.embed_tokens.weight"]
+    assert np.array_equal(c.open().get("target.lm_head").data, embedding[1])
+    c.tensors["lm_head.weight"] = embedding
+    assert np.array_equal(c.open().get("target.lm_head").data, embedding[1])
+    assert c.open().get("target.lm_head").shape == (512, 128)
+
+
+def test_vectors_may_be_f32_or_f16(make):
+    c = make()
+    for name, kind in (("A_log", "F32"), ("dt_bias", "F16")):
+        tensor = f"model.layers.0.linear_attn.{name}"
+        value = bf16_to_f32(c.tensors[tensor][1])
+        c.tensors[tensor] = (kind, value.astype(np.float32 if kind == "F32" else np.float16))
+        got = c.open().get(f"target.layers.0.linear_attn.{name}")
+        assert isinstance(got, WideWeight)
+        assert got.data.dtype == np.float32
+        np.testing.assert_allclose(got.data, value, rtol=1e-3)
+
+
+def change(kind=None, shape=None, value=None):
+    def apply(c, tensor):
+        old_kind, array = c.tensors[tensor]
+        if kind is not None:
+            array = np.zeros(array.shape, DTYPES[kind])
+        if shape is not None:
+            array = np.zeros(shape, array.dtype)
+        if value is not None:
+            array = np.full(array.shape, value, array.dtype)
+        c.tensors[tensor] = (kind or old_kind, array)
+
+    return apply
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "edit", "words"),
+    [
+        ("qwen3_5-tiny", f"model.{DOWN}.weight", lambda c, t: c.tensors.pop(t), "lacks 1 tensors of the target"),
+        ("qwen3_5-tiny", "model.layers.0.linear_attn.A_log", lambda c, t: c.tensors.pop(t), "first is .*A_log"),
+        (
+            "qwen3_5-tiny",
+            "model.extra.weight",
+            lambda c, t: c.tensors.update({t: c.tensors["model.norm.weight"]}),
+            "extra",
+        ),
+        (
+            "qwen3_5-tiny",
+            "model.layers.9.x.weight",
+            lambda c, t: c.tensors.update({t: c.tensors["model.norm.weight"]}),
+            "x",
+        ),
+        ("qwen3_5-tiny", f"model.{DOWN}.weight", change(shape=(128, 128)), r"shape \[128, 128\], wanted \[128, 256\]"),
+        ("qwen3_5-tiny", "model.norm.weight", change(shape=(64,)), r"shape \[64\], wanted \[128\]"),
+        ("qwen3_5-tiny", f"model.{DOWN}.weight", change(kind="I64"), "dtype I64, wanted BF16"),
+        ("qwen3_5-tiny", "model.norm.weight", change(kind="F8_E4M3"), "dtype F8_E4M3, wanted BF16"),
+        ("qwen3_5-tiny", f"model.{DOWN}.weight", change(kind="F8_E4M3"), "weight_scale is missing"),
+        ("qwen3_5-tiny-nvfp4-ct", f"{DOWN}.weight_packed", change(kind="I64"), "dtype I64, wanted U8"),
+        ("qwen3_5-tiny-nvfp4-ct", f"{DOWN}.weight_scale", change(kind="BF16"), "dtype BF16, wanted F8_E4M3"),
+        ("qwen3_5-tiny-nvfp4-ct", f"{DOWN}.weight_scale", lambda c, t: c.tensors.pop(t), "weight_scale is missing"),
+        ("qwen3_5-tiny-nvfp4-ct", f"{DOWN}.weight_global_scale", change(value=0.001), "reciprocal, above 1"),
+        ("qwen3_5-tiny-nvfp4-ct", f"{DOWN}.weight_global_scale", change(value=np.nan), "wanted a positive number"),
+        ("qwen3_5-tiny-nvfp4-modelopt", f"{DOWN}.weight_scale_2", change(value=500.0), "a multiplier below 1"),
+        ("qwen3_5-tiny-nvfp4-modelopt", f"{DOWN}.weight_scale_2", change(value=0.0), "wanted a positive number"),
+        ("qwen3_5-tiny-nvfp4-modelopt", f"{DOWN}.weight_scale", change(shape=(128, 8)), r"wanted \[128, 16\]"),
+    ],
+)
+def test_wrong_tensors_are_refused_by_name(make, name, tensor, edit, words):
+    c = make(name)
+    edit(c, tensor if tensor.startswith("model.") else f"model.language_model.{tensor}")
+    with pytest.raises(CheckpointError, match=words) as caught:
+        c.open()
+    assert "\n" not in str(caught.value)
+    assert str(c.target) in str(caught.value) or "checkpoint: tensor" in str(caught.value)
+
+
+def test_an_unknown_weight_is_a_key_error(make):
+    with pytest.raises(KeyError):
+        make().open().get("target.layers.99.mlp.down_proj")
+
+
+def test_synthetic_sharded_checkpoints_open(tmp_path):
+    config = qwen3_5_config()
+    write_target(tmp_path / "target", config, shard_bytes=100_000, extra=[("model.visual.norm.weight", (8,))])
+    write_drafter(tmp_path / "drafter", drafter_config(config))
+    assert len(list((tmp_path / "target").glob("*.safetensors"))) > 2
+    pair = match_pair(read_target_spec(tmp_path / "target"), read_drafter_spec(tmp_path / "drafter"))
+    expected = pair_programs(pair).weights
+    store = PairCheckpoint.open(tmp_path / "target", tmp_path / "drafter", expected)
+    for name, spec in expected.items():
+        assert store.get(name).shape == spec.shape
+    store.release()
+    assert np.isfinite(dequantize(store.get("target.lm_head")).numpy()).all()
