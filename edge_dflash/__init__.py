@@ -1,3 +1,46 @@
-"""edge-dflash: lossless speculative decoding with DFlash drafters, for language models on robots."""
+"""edge-dflash: lossless speculative decoding with DFlash drafters, for language models on robots.
 
-__version__ = "0.1.0"
+The names here are the public API of the runtime; building is :mod:`edge_dflash.builder`. Importing them does not import
+torch.
+"""
+
+from edge_dflash.version import __version__
+
+# isort: split
+# (what follows may import the version from here)
+
+from edge_dflash.bundle import Bundle
+from edge_dflash.errors import (
+    BackendError,
+    BuildError,
+    BundleError,
+    CheckpointError,
+    ContextError,
+    EdgeDflashError,
+    RecipeError,
+    RequestError,
+    UnsupportedModelError,
+    VerificationError,
+)
+from edge_dflash.plan import Increment, Plan, PlanTimings
+from edge_dflash.planner import Planner, PlanStream
+
+__all__ = [
+    "BackendError",
+    "BuildError",
+    "Bundle",
+    "BundleError",
+    "CheckpointError",
+    "ContextError",
+    "EdgeDflashError",
+    "Increment",
+    "Plan",
+    "PlanStream",
+    "PlanTimings",
+    "Planner",
+    "RecipeError",
+    "RequestError",
+    "UnsupportedModelError",
+    "VerificationError",
+    "__version__",
+]

@@ -25,13 +25,15 @@ def test_every_data_folder_is_shipped_from_the_root():
 
 def test_every_file_that_is_not_code_matches_a_pattern():
     """A new kind of data file must be added to package-data, or wheels lack it."""
-    for package, patterns in SETUPTOOLS["package-data"].items():
+    shipped, found = set(), set()
+    for package in SETUPTOOLS["packages"]:
         folder = ROOT / SETUPTOOLS["package-dir"].get(package, package.replace(".", "/"))
-        shipped = {path for pattern in patterns for path in folder.glob(pattern)}
-        files = {path for path in folder.iterdir() if path.is_file() and path.suffix not in (".py", ".pyc")}
-        files |= {path for path in folder.glob("models/*/*") if path.is_file() and path.suffix != ".py"}
-        files -= {path for path in files if path.name == ".gitignore"}
-        assert files <= shipped | set(folder.glob("models/*.py"))
+        for pattern in SETUPTOOLS["package-data"].get(package, []):
+            shipped |= set(folder.glob(pattern))
+        depth = ("*",) if "_data" in package else ("*", "*/*", "*/*/*")  # bundles may lie in folders of engines/
+        found |= {path for pattern in depth for path in folder.glob(pattern) if path.is_file()}
+    code = {path for path in found if path.suffix in (".py", ".pyc")}
+    assert found - code == shipped
 
 
 def test_version_is_one():

@@ -72,7 +72,7 @@ def test_commands_on_the_demo_bundle_run(argv, capsys):
 
 
 @pytest.mark.usefixtures("beside_demo_bundle")
-@pytest.mark.parametrize("body", PYTHON, ids=range(len(PYTHON)).__getitem__)
+@pytest.mark.parametrize("body", PYTHON, ids=lambda body: body.splitlines()[0])
 def test_python_runs(body, capsys):
     exec(compile(body, "README.md", "exec"), {})
     assert capsys.readouterr().out.strip()
@@ -105,8 +105,8 @@ def test_json_keys_of_the_readme_are_those_of_the_help(capsys):
         row = re.search(rf"^\| `{name}` \| (.*) \|$", README, flags=re.MULTILINE).group(1)
         listed = set(re.findall(r"`(\w+)`", row))
         assert edge_dflash.cli.run([name, "--help"]) == 0
-        text = capsys.readouterr().out.split("JSON keys:")[1].split("Options:")[0]
+        text = re.split(r"JSON keys:|\n(?:Arguments|Options):", capsys.readouterr().out)[1]
         assert listed == {word for word in listed if re.search(rf"\b{word}\b", text)}
         if name in ("demo", "build", "generate"):
-            keys = re.sub(r"\([^)]*\)", "", " ".join(text.split())).rstrip(". ").split(", ")
+            keys = re.sub(r"\([^)]*\)", "", " ".join(text.split())).strip(". ").split(", ")
             assert listed == {key.strip().split()[0] for key in keys}

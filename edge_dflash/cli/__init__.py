@@ -15,11 +15,7 @@ from typing import Annotated
 import typer
 
 from edge_dflash import __version__
-from edge_dflash.cli.build import build
-from edge_dflash.cli.demo import demo
-from edge_dflash.cli.generate import generate
-from edge_dflash.cli.inspect import inspect
-from edge_dflash.cli.verify import verify
+from edge_dflash.cli import build, demo, generate, inspect, verify
 from edge_dflash.errors import BackendError, EdgeDflashError
 
 INTERRUPTED = 130
@@ -31,8 +27,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
-for command in (demo, build, generate, verify, inspect):
-    app.command()(command)
+app.command(short_help="Make a robot plan with the shipped demo pair.")(demo.demo)
+app.command(short_help="Build an engine bundle from checkpoints.")(build.build)
+app.command(short_help="Answer one prompt.")(generate.generate)
+app.command(short_help="Check that a bundle is lossless here.")(verify.verify)
+app.command(short_help="Print bytes, memory and speed limits of a pair.")(inspect.inspect)
 
 
 def _print_version(wanted: bool) -> None:
