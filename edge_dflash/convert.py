@@ -7,7 +7,7 @@ scale. Knows nothing about files.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -16,11 +16,13 @@ import torch
 from edge_dflash.checkpoint.weights import Array, Fp8Weight, Nvfp4Weight, Weight, WeightStore, WideWeight
 from edge_dflash.errors import BuildError, CheckpointError
 from edge_dflash.manifest import WeightFormat
+from edge_dflash.mapped import forget_pages
 from edge_dflash.parts import CHUNK, weight_format
 from edge_dflash.quant.fp8 import quantize_fp8
-from edge_dflash.quant.nvfp4 import fused_group, quantize_nvfp4
+from edge_dflash.quant.nvfp4 import BLOCK, fused_group, quantize_nvfp4
 from edge_dflash.quant.tensors import absmax, wide_tensor
 
+ROW_BLOCK = 32 << 20  # bytes of a wide matrix that are in memory at once
 _E4M3_NAN = 0x7F  # without the sign bit
 
 
@@ -46,10 +48,14 @@ def convert(
 def check_finite(name: str, weight: Weight) -> float:
     """Return the largest magnitude of a wide weight (0.0 for others). Raises CheckpointError for NaN and infinity."""
     if isinstance(weight, WideWeight):
-        tensor = wide_tensor(weight)
-        largest = absmax(tensor.reshape(-1, tensor.shape[-1]))
-        if not math.isfinite(largest):
-            raise _not_finite(name, "NaN or infinity")
+        matrix = weight.data.reshape(-1, weight.data.shape[-1])
+        largest = 0.0
+        for rows in _row_blocks(matrix):
+            found = absmax(wide_tensor(WideWeight(matrix[rows])))
+            forget_pages(matrix[rows])
+            if not math.isfinite(found):
+                raise _not_finite(name, "NaN or infinity")
+            largest = max(largest, found)
         return largest
     codes = weight.data if isinstance(weight, Fp8Weight) else weight.block_scale
     scales = weight.scale if isinstance(weight, Fp8Weight) else np.array([weight.global_scale])
@@ -81,13 +87,34 @@ def _quantized(weight: Weight, form: WeightFormat, amax: float) -> Weight:
     tensor = wide_tensor(weight)
     match form:
         case "nvfp4":
-            return quantize_nvfp4(tensor, amax)
+            return _nvfp4(weight, amax)
         case "fp8":
             return quantize_fp8(tensor)
         case "bf16":
             return WideWeight(tensor.to(torch.bfloat16).view(torch.uint16).numpy())
         case _:
             raise BuildError(f"stored as {weight_format(weight)}, which is not converted to {form}")
+
+
+def _nvfp4(weight: WideWeight, amax: float) -> Nvfp4Weight:
+    """NVFP4 in blocks of rows: with a given amax a row's codes depend on that row only."""
+    n, k = weight.shape
+    if n * k * weight.data.itemsize <= ROW_BLOCK:
+        return quantize_nvfp4(wide_tensor(weight), amax)
+    packed, block_scale = np.empty((n, k // 2), np.uint8), np.empty((n, k // BLOCK), np.uint8)
+    global_scale = 1.0
+    for rows in _row_blocks(weight.data):
+        part = quantize_nvfp4(wide_tensor(WideWeight(weight.data[rows])), amax)
+        packed[rows], block_scale[rows], global_scale = part.packed, part.block_scale, part.global_scale
+        forget_pages(weight.data[rows])
+    return Nvfp4Weight(packed, block_scale, global_scale)
+
+
+def _row_blocks(matrix: Array) -> Iterator[slice]:
+    """Slices of consecutive rows of about ROW_BLOCK bytes, so that a mapped matrix is never in memory as a whole."""
+    step = max(1, ROW_BLOCK // max(1, matrix.shape[-1] * matrix.itemsize))
+    for first in range(0, matrix.shape[0], step):
+        yield slice(first, first + step)
 
 
 def _has_nan_code(codes: Array) -> bool:

@@ -18,6 +18,7 @@ import numpy as np
 
 from edge_dflash.checkpoint.weights import Array, Fp8Weight, Nvfp4Weight, Weight, WideWeight
 from edge_dflash.manifest import FileEntry, WeightFormat
+from edge_dflash.mapped import forget_pages
 
 CHUNK = 8 << 20  # bytes read or written at once
 Advance = Callable[[int], None]  # told the number of bytes done since the last call
@@ -147,10 +148,11 @@ class DurableFile:
         self._advance(len(data))
 
     def write_array(self, array: Array) -> None:
-        """Append an array's bytes in C order, a chunk at a time."""
+        """Append an array's bytes in C order, a chunk at a time, and forget the pages of a mapped array."""
         flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         for start in range(0, flat.size, CHUNK):
             self.write(flat[start : start + CHUNK].data)
+            forget_pages(flat[start : start + CHUNK])
 
     @property
     def entry(self) -> FileEntry:

@@ -39,6 +39,16 @@ def test_members_of_a_group_share_the_global_scale_and_others_do_not(store):
     assert made[GATE].input_scale is None
 
 
+@pytest.mark.parametrize("form", ["nvfp4", "fp8", "bf16"])
+def test_blocks_of_rows_give_the_weight_of_the_whole(store, monkeypatch, form):
+    whole = convert(store, (GATE, UP, DOWN), dict.fromkeys(store, form), {})
+    monkeypatch.setattr("edge_dflash.convert.ROW_BLOCK", 100)  # bytes: one row, three rows
+    blocks = convert(store, (GATE, UP, DOWN), dict.fromkeys(store, form), {})
+    for name, weight in whole.items():
+        for field, value in vars(weight).items():
+            assert np.array_equal(value, getattr(blocks[name], field))
+
+
 def test_a_stored_member_keeps_its_own_scale(store):
     stored = quantize_nvfp4(torch.full((8, 32), 100.0))
     alone = convert(store, (UP,), {UP: "nvfp4"}, {})[UP]
