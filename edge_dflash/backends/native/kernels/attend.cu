@@ -1,0 +1,532 @@
+// Attention of the rows of one pass over a KV memory: prepare (norm, RoPE, append), attend (splits), combine.
+//
+// KV memory of a layer: K and V, each [Hkv, capacity, D], E4M3 codes or BF16. Row r of the pass is at position
+// length + r. Rows go in tiles of T = 16 or 32; for one tile and KV head, the query rows are m = g * T + r for query
+// head kv_head * group + g, M = group * T in all. Prepared queries: [tiles, Hkv, M, D], F16 over E4M3 keys (exact
+// products, 11-bit queries and probabilities), BF16 over BF16 keys.
+//
+// The context is cut at fixed absolute positions into splits (first_key), a split into chunks of 64 keys. Within a
+// split the softmax is online over its chunks; splits are folded in order. A chunk or split that a row does not see
+// changes none of its bits, so a row's result depends on its own query and the keys it sees alone. Prefill walks the
+// splits in one block per tile and KV head and folds with the same arithmetic, so it gives the bits of verify.
+#include "state.cuh"
+
+static constexpr int THREADS = 256;  // 8 warps: 2 along query rows, 4 along keys (QK) or head dims (PV)
+static constexpr int CHUNK = 64;     // keys
+static constexpr int FAR = 0x3fffffff;
+enum Flags { BIDIRECTIONAL = 1, SEQUENTIAL = 2, GATED = 4 };
+
+// Splits of 128 keys below 1024, 256 below 4096, 512 below 8192, then 1024: short where few are live, so that a
+// short context fills the device; long where many are, so that partial results stay small beside the keys.
+__device__ __forceinline__ int first_key(int split) {
+    if (split < 8) return split * 128;
+    if (split < 20) return 1024 + (split - 8) * 256;
+    if (split < 28) return 4096 + (split - 20) * 512;
+    return 8192 + (split - 28) * 1024;
+}
+__device__ __forceinline__ int split_of(int key) {
+    if (key < 1024) return key / 128;
+    if (key < 4096) return 8 + (key - 1024) / 256;
+    if (key < 8192) return 20 + (key - 4096) / 512;
+    return 28 + (key - 8192) / 1024;
+}
+
+// Keys that the row at position p sees: first <= key < stop.
+struct View {
+    int first, stop;
+};
+__device__ __forceinline__ View view(int p, int keys, int window, int flags) {
+    View v;
+    v.first = window ? max(0, p - window + 1) : 0;
+    v.stop = min(keys, (flags & BIDIRECTIONAL) ? (window ? p + window : FAR) : p + 1);
+    return v;
+}
+
+__device__ __forceinline__ int valid_rows(const int* rows_there, int rows) {
+    return rows_there ? min(*rows_there, rows) : rows;
+}
+
+// ---------------------------------------------------------------------------------------------------------- prepare
+
+// One warp per row and head. blockIdx.y is the row; heads: Hq queries, then Hkv keys, then Hkv values.
+template <bool fp8>
+__device__ void prepare(const u16* q, const u16* k, const u16* v, int q_stride, int k_stride, int v_stride,
+                        const float* q_norm, const float* k_norm, const float* cosine, const float* sine, u16* q_out,
+                        void* k_memory, void* v_memory, const int* length, const int* rows_there, int rows, int heads,
+                        int kv_heads, int dim, int half, int capacity, int tile_log2, int q_step, float eps,
+                        float k_scale, float v_scale) {
+    __shared__ float line[THREADS / 32][256];
+    pdl_wait();
+    pdl_trigger();
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int slot = blockIdx.x * (THREADS / 32) + warp, row = blockIdx.y;
+    if (slot >= heads + 2 * kv_heads || row >= valid_rows(rows_there, rows)) return;
+    const int kind = slot < heads ? 0 : slot < heads + kv_heads ? 1 : 2;
+    const int head = slot - (kind == 0 ? 0 : kind == 1 ? heads : heads + kv_heads);
+    const u16* source = kind == 0   ? q + (u64)row * q_stride + head * q_step
+                        : kind == 1 ? k + (u64)row * k_stride + head * dim
+                                    : v + (u64)row * v_stride + head * dim;
+    const int position = *length + row, pairs = dim / 64;
+    float a[4], b[4], squares = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        u32 x = i < pairs ? ((const u32*)source)[i * 32 + lane] : 0u;
+        a[i] = bf16_low(x), b[i] = bf16_high(x);
+        squares = __fmaf_rn(a[i], a[i], squares);
+        squares = __fmaf_rn(b[i], b[i], squares);
+    }
+    if (kind < 2) {
+        const float* weight = kind == 0 ? q_norm : k_norm;  // w or 1 + w
+        float* mine = line[warp];
+        float inverse = __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(__fdiv_rn(lane_sum<32>(squares), (float)dim), eps)));
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            int j = i * 64 + lane * 2;
+            if (i < pairs) {
+                mine[j] = __fmul_rn(__fmul_rn(a[i], inverse), weight[j]);
+                mine[j + 1] = __fmul_rn(__fmul_rn(b[i], inverse), weight[j + 1]);
+            }
+        }
+        __syncwarp();
+        const float *c = cosine + (u64)position * half, *s = sine + (u64)position * half;
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            float turned[2];
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                int j = i * 64 + lane * 2 + e;
+                if (i >= pairs) continue;
+                if (j < half)
+                    turned[e] = __fsub_rn(__fmul_rn(mine[j], c[j]), __fmul_rn(mine[j + half], s[j]));
+                else if (j < 2 * half)
+                    turned[e] =
+                        __fadd_rn(__fmul_rn(mine[j], c[j - half]), __fmul_rn(mine[j - half], s[j - half]));
+                else
+                    turned[e] = mine[j];
+            }
+            a[i] = turned[0], b[i] = turned[1];
+        }
+    }
+    if (kind == 0) {
+        const int group = heads / kv_heads, tile = row >> tile_log2, m = ((head % group) << tile_log2) + (row & ((1 << tile_log2) - 1));
+        u32* out = (u32*)(q_out + (((u64)tile * kv_heads + head / group) * (group << tile_log2) + m) * dim);
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            if (i < pairs)
+                out[i * 32 + lane] = fp8 ? pack_f16(fminf(fmaxf(a[i], -65504.0f), 65504.0f),
+                                                    fminf(fmaxf(b[i], -65504.0f), 65504.0f))
+                                         : pack_bf16(a[i], b[i]);
+    } else if (position < capacity) {
+        const float scale = kind == 1 ? k_scale : v_scale;
+        u64 at = ((u64)head * capacity + position) * dim / 2 + lane;
+        void* memory = kind == 1 ? k_memory : v_memory;
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            if (i < pairs) {
+                if (fp8)
+                    ((u16*)memory)[at + i * 32] = (u16)(to_e4m3(a[i], scale) | to_e4m3(b[i], scale) << 8);
+                else
+                    ((u32*)memory)[at + i * 32] = pack_bf16(a[i], b[i]);
+            }
+    }
+}
+
+#define PREPARE(NAME, FP8)                                                                                             \
+    extern "C" __global__ void __launch_bounds__(THREADS) NAME(                                                        \
+        const u16* q, const u16* k, const u16* v, int q_stride, int k_stride, int v_stride, const float* q_norm,       \
+        const float* k_norm, const float* cosine, const float* sine, u16* q_out, void* k_memory, void* v_memory,       \
+        const int* length, const int* rows_there, int rows, int heads, int kv_heads, int dim, int half, int capacity,  \
+        int tile_log2, int q_step, float eps, float k_scale, float v_scale) {                                          \
+        prepare<FP8>(q, k, v, q_stride, k_stride, v_stride, q_norm, k_norm, cosine, sine, q_out, k_memory, v_memory,   \
+                     length, rows_there, rows, heads, kv_heads, dim, half, capacity, tile_log2, q_step, eps, k_scale,  \
+                     v_scale);                                                                                         \
+    }
+PREPARE(attend_prepare_fp8, true)
+PREPARE(attend_prepare_bf16, false)
+
+// ----------------------------------------------------------------------------------------------------------- attend
+
+// Folds one split (m_split, l_split, x) into a running result. The weights of the two sides:
+struct Fold {
+    float m, l, keep, take;
+};
+__device__ __forceinline__ Fold fold(float m, float l, float m_split, float l_split) {
+    Fold f;
+    f.m = fmaxf(m, m_split);
+    float base = f.m == NEG_INF ? 0.0f : f.m;
+    f.keep = exp2_fast(m - base), f.take = exp2_fast(m_split - base);
+    f.l = __fmaf_rn(l, f.keep, __fmul_rn(l_split, f.take));
+    return f;
+}
+__device__ __forceinline__ float fold_value(float x, float x_split, const Fold& f) {
+    return __fmaf_rn(x, f.keep, __fmul_rn(x_split, f.take));
+}
+__device__ __forceinline__ float finish(float x, float l, float v_scale) {
+    return __fdiv_rn(__fmul_rn(x, v_scale), l);
+}
+
+template <int D, int MT, bool fp8>  // head dim; 16-row tiles a warp: a block has 32 * MT query rows
+struct Geometry {
+    static constexpr int rows = 32 * MT;
+    static constexpr int stride = D * 2 + 16;      // bytes of a query, key or value row in shared memory
+    static constexpr int p_stride = CHUNK * 2 + 16;  // bytes of a row of probabilities
+    static constexpr int q_bytes = rows * stride, kv_bytes = CHUNK * stride, p_bytes = rows * p_stride;
+    static constexpr int shared_bytes = q_bytes + kv_bytes + p_bytes + 4 * rows * 4;
+    static constexpr int NT = D / 32;  // 8-column tiles of the output a warp
+    // A thread holds 8 values (FP8: 8 bytes, BF16: 16) of each of LOADS rows of a chunk.
+    static constexpr int LOADS = CHUNK * D / 8 / THREADS;
+};
+
+template <int D, int MT, bool fp8>
+struct Chunk {
+    using G = Geometry<D, MT, fp8>;
+    uint4 wide[fp8 ? 1 : G::LOADS];
+    uint2 narrow[fp8 ? G::LOADS : 1];
+
+    // Rows first .. first + 63 of one KV head; rows from `stop` on are zeros.
+    __device__ __forceinline__ void load(const void* head, int first, int stop) {
+#pragma unroll
+        for (int i = 0; i < G::LOADS; i++) {
+            int piece = i * THREADS + threadIdx.x;  // of 8 values
+            bool there = first + piece / (D / 8) < stop;
+            u64 at = (u64)first * (D / 8) + piece;
+            if (fp8)
+                narrow[i] = there ? __ldcg((const uint2*)head + at) : make_uint2(0u, 0u);
+            else
+                wide[i] = there ? __ldcg((const uint4*)head + at) : make_uint4(0u, 0u, 0u, 0u);
+        }
+    }
+    __device__ __forceinline__ void store(u8* shared) const {
+#pragma unroll
+        for (int i = 0; i < G::LOADS; i++) {
+            int piece = i * THREADS + threadIdx.x;
+            uint4 x;
+            if (fp8) {
+                uint2 c = narrow[i];
+                x = make_uint4(e4m3_pair(c.x), e4m3_pair(c.x >> 16), e4m3_pair(c.y), e4m3_pair(c.y >> 16));
+            } else {
+                x = wide[i];
+            }
+            *(uint4*)(shared + piece / (D / 8) * G::stride + piece % (D / 8) * 16) = x;
+        }
+    }
+};
+
+struct Task {
+    int kv_head, block_row, M, tile_mask, tile_log2, p0, keys, window, flags;
+    const u8 *k, *v;  // of the KV head
+};
+
+// Scores of a chunk [rows, 16 keys a warp]: q in shared memory times the key tile.
+template <int D, int MT, bool fp8>
+__device__ __forceinline__ void multiply_keys(float (&s)[MT][2][4], u32 q, u32 tile, int wm, int wn, int lane) {
+    using G = Geometry<D, MT, fp8>;
+    const u32 a_at = q + (wm * MT * 16 + lane % 16) * G::stride + lane / 16 * 16;
+    const u32 b_at = tile + (wn * 16 + lane / 16 * 8 + lane % 8) * G::stride + lane / 8 % 2 * 16;
+#pragma unroll
+    for (int i = 0; i < MT; i++)
+#pragma unroll
+        for (int n = 0; n < 2; n++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) s[i][n][e] = 0.0f;
+#pragma unroll 4
+    for (int k = 0; k < D / 16; k++) {
+        u32 b[4];
+        load_matrices(b, b_at + k * 32);
+#pragma unroll
+        for (int i = 0; i < MT; i++) {
+            u32 a[4];
+            load_matrices(a, a_at + i * 16 * G::stride + k * 32);
+            mma<fp8>(s[i][0], a, b[0], b[1]);
+            mma<fp8>(s[i][1], a, b[2], b[3]);
+        }
+    }
+}
+
+// o [rows, D / 4 dims a warp] += p times the value tile.
+template <int D, int MT, bool fp8>
+__device__ __forceinline__ void multiply_values(float (&o)[MT][D / 32][4], u32 p, u32 tile, int wm, int wn, int lane) {
+    using G = Geometry<D, MT, fp8>;
+    const u32 a_at = p + (wm * MT * 16 + lane % 16) * G::p_stride + lane / 16 * 16;
+    const u32 b_at = tile + (lane / 8 % 2 * 8 + lane % 8) * G::stride + wn * (D / 2) + lane / 16 * 16;
+#pragma unroll
+    for (int k = 0; k < CHUNK / 16; k++) {
+        u32 a[MT][4];
+#pragma unroll
+        for (int i = 0; i < MT; i++) load_matrices(a[i], a_at + i * 16 * G::p_stride + k * 32);
+#pragma unroll
+        for (int n = 0; n < D / 64; n++) {
+            u32 b[4];
+            load_matrices_transposed(b, b_at + k * 16 * G::stride + n * 32);
+#pragma unroll
+            for (int i = 0; i < MT; i++) {
+                mma<fp8>(o[i][2 * n], a[i], b[0], b[1]);
+                mma<fp8>(o[i][2 * n + 1], a[i], b[2], b[3]);
+            }
+        }
+    }
+}
+
+template <int D, int MT, bool fp8>
+__device__ void attend(const u16* q, const u8* k_memory, const u8* v_memory, float* partial, float* partial_ml,
+                       u16* out, const u16* gate, const int* length, const int* rows_there, int rows, int tile_log2,
+                       int group, int kv_heads, int row_blocks, int capacity, int window, int flags, int gate_stride,
+                       int out_stride, float score_scale, float v_scale) {
+    using G = Geometry<D, MT, fp8>;
+    constexpr int BYTES = fp8 ? 1 : 2;
+    extern __shared__ uint4 dynamic[];
+    u8* q_tile = (u8*)dynamic;
+    u8* kv_tile = q_tile + G::q_bytes;
+    u8* p_tile = kv_tile + G::kv_bytes;
+    float(*largest)[G::rows] = (float(*)[G::rows])(p_tile + G::p_bytes);  // [4][rows]
+
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, wm = warp / 4, wn = warp % 4;
+    const int tile = blockIdx.z, first_row = tile << tile_log2;
+    const int start = *length, n = valid_rows(rows_there, rows);  // written long before: no wait is needed
+    Task t;
+    t.kv_head = blockIdx.y / row_blocks, t.block_row = blockIdx.y % row_blocks * G::rows;
+    t.M = group << tile_log2, t.p0 = start + first_row, t.keys = min(start + n, capacity);
+    const int tile_rows = 1 << tile_log2;
+    // All rows of the tile together see keys [begin, end); every row sees [inner, inner_end) of them.
+    const View low = view(t.p0, t.keys, window, flags), high = view(t.p0 + tile_rows - 1, t.keys, window, flags);
+    int split = gridDim.x - 1 - blockIdx.x, last = split;
+    if (flags & SEQUENTIAL) split = split_of(low.first), last = split_of(max(high.stop - 1, 0));
+    if (first_row >= n || first_key(split) >= high.stop || first_key(split + 1) <= low.first) {
+        pdl_wait();
+        pdl_trigger();
+        return;
+    }
+    t.k = k_memory + (u64)t.kv_head * capacity * D * BYTES, t.v = v_memory + (u64)t.kv_head * capacity * D * BYTES;
+
+    int key = max(first_key(split), low.first) / CHUNK * CHUNK;
+    int stop = min(first_key(split + 1), high.stop);
+    Chunk<D, MT, fp8> k_next, v_next;
+    const bool early = key + CHUNK <= start;  // stored by an earlier pass
+    if (early) k_next.load(t.k, key, t.keys), v_next.load(t.v, key, t.keys);
+    pdl_wait();
+    pdl_trigger();
+    if (!early) k_next.load(t.k, key, t.keys), v_next.load(t.v, key, t.keys);
+    {
+        const u16* source = q + (((u64)tile * kv_heads + t.kv_head) * t.M + t.block_row) * D;
+        for (int piece = threadIdx.x; piece < G::rows * D / 8; piece += THREADS) {
+            u8* to = q_tile + piece / (D / 8) * G::stride + piece % (D / 8) * 16;
+            if (t.block_row + piece / (D / 8) < t.M)
+                copy16(to, source + piece * 8);
+            else
+                *(uint4*)to = make_uint4(0u, 0u, 0u, 0u);
+        }
+        copy_commit();
+        copy_wait<0>();
+    }
+    const u32 q_at = shared_address(q_tile), kv_at = shared_address(kv_tile), p_at = shared_address(p_tile);
+    float* carried = partial + ((u64)(tile * gridDim.y + blockIdx.y) * (MT * G::NT * 4)) * THREADS + threadIdx.x;
+    float run_m[MT][2], run_l[MT][2];  // sequential: folded over the splits so far
+#pragma unroll
+    for (int i = 0; i < MT; i++) run_m[i][0] = run_m[i][1] = NEG_INF, run_l[i][0] = run_l[i][1] = 0.0f;
+    bool first_split = true;
+
+    for (;; split++) {  // one split, or in turn all that are live
+        float o[MT][G::NT][4], m[MT][2], l[MT][2];
+#pragma unroll
+        for (int i = 0; i < MT; i++) {
+            m[i][0] = m[i][1] = NEG_INF, l[i][0] = l[i][1] = 0.0f;
+#pragma unroll
+            for (int c = 0; c < G::NT; c++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) o[i][c][e] = 0.0f;
+        }
+        stop = min(first_key(split + 1), high.stop);
+        for (; key < stop; key += CHUNK) {
+            k_next.store(kv_tile);
+            __syncthreads();
+            // The next chunk of a later split follows this one without a gap: live splits are consecutive.
+            const int next = key + CHUNK;
+            const bool more = next < stop || ((flags & SEQUENTIAL) && split < last);
+            if (more) k_next.load(t.k, next, t.keys);
+            float s[MT][2][4];
+            multiply_keys<D, MT, fp8>(s, q_at, kv_at, wm, wn, lane);
+            const bool whole = key >= high.first && key + CHUNK <= low.stop;  // every row sees every key
+#pragma unroll
+            for (int i = 0; i < MT; i++)
+#pragma unroll
+                for (int h = 0; h < 2; h++) {
+                    const int row = (wm * MT + i) * 16 + h * 8 + lane / 4;
+                    float top = NEG_INF;
+                    View seen = view(t.p0 + ((t.block_row + row) & (tile_rows - 1)), t.keys, window, flags);
+#pragma unroll
+                    for (int c = 0; c < 2; c++)
+#pragma unroll
+                        for (int e = 0; e < 2; e++) {
+                            float& x = s[i][c][h * 2 + e];
+                            x = __fmul_rn(x, score_scale);
+                            if (!whole) {
+                                int at = key + wn * 16 + c * 8 + lane % 4 * 2 + e;
+                                if (at < seen.first || at >= seen.stop) x = NEG_INF;
+                            }
+                            top = fmaxf(top, x);
+                        }
+                    top = fmaxf(top, __shfl_xor_sync(ALL, top, 1));
+                    top = fmaxf(top, __shfl_xor_sync(ALL, top, 2));
+                    if (lane % 4 == 0) largest[wn][row] = top;
+                }
+            __syncthreads();
+            v_next.store(kv_tile);
+            if (more) v_next.load(t.v, next, t.keys);
+#pragma unroll
+            for (int i = 0; i < MT; i++)
+#pragma unroll
+                for (int h = 0; h < 2; h++) {
+                    const int row = (wm * MT + i) * 16 + h * 8 + lane / 4;
+                    float top = fmaxf(fmaxf(largest[0][row], largest[1][row]), fmaxf(largest[2][row], largest[3][row]));
+                    top = fmaxf(top, m[i][h]);
+                    const float base = top == NEG_INF ? 0.0f : top, keep = exp2_fast(m[i][h] - base);
+                    m[i][h] = top;
+                    float sum = 0.0f;
+#pragma unroll
+                    for (int c = 0; c < 2; c++) {
+                        float p0 = exp2_fast(s[i][c][h * 2] - base), p1 = exp2_fast(s[i][c][h * 2 + 1] - base);
+                        sum = __fadd_rn(sum, __fadd_rn(p0, p1));
+                        *(u32*)(p_tile + row * G::p_stride + (wn * 16 + c * 8 + lane % 4 * 2) * 2) =
+                            fp8 ? pack_f16(p0, p1) : pack_bf16(p0, p1);
+                    }
+                    l[i][h] = __fmaf_rn(l[i][h], keep, sum);
+#pragma unroll
+                    for (int c = 0; c < G::NT; c++)
+                        o[i][c][h * 2] = __fmul_rn(o[i][c][h * 2], keep),
+                        o[i][c][h * 2 + 1] = __fmul_rn(o[i][c][h * 2 + 1], keep);
+                }
+            __syncthreads();
+            multiply_values<D, MT, fp8>(o, p_at, kv_at, wm, wn, lane);
+            __syncthreads();
+        }
+        // Sum of a row: its four lanes, then the four warps along the keys.
+#pragma unroll
+        for (int i = 0; i < MT; i++)
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                l[i][h] = lane_sum<4>(l[i][h]);
+                if (lane % 4 == 0) largest[wn][(wm * MT + i) * 16 + h * 8 + lane / 4] = l[i][h];
+            }
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < MT; i++)
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                const int row = (wm * MT + i) * 16 + h * 8 + lane / 4, row_m = t.block_row + row;
+                l[i][h] = __fadd_rn(__fadd_rn(largest[0][row], largest[1][row]),
+                                    __fadd_rn(largest[2][row], largest[3][row]));
+                const int r = first_row + (row_m & (tile_rows - 1)), column = wn * (D / 4) + lane % 4 * 2;
+                if (!(flags & SEQUENTIAL)) {
+                    if (row_m >= t.M) continue;
+                    u64 at = ((u64)split * kv_heads + t.kv_head) * t.M + row_m;
+                    if (wn == 0 && lane % 4 == 0) ((float2*)partial_ml)[at] = make_float2(m[i][h], l[i][h]);
+#pragma unroll
+                    for (int c = 0; c < G::NT; c++)
+                        *(float2*)(partial + at * D + column + c * 8) =
+                            make_float2(o[i][c][h * 2], o[i][c][h * 2 + 1]);
+                    continue;
+                }
+                Fold f = fold(run_m[i][h], run_l[i][h], m[i][h], l[i][h]);
+                run_m[i][h] = f.m, run_l[i][h] = f.l;
+#pragma unroll
+                for (int c = 0; c < G::NT; c++) {
+                    float y[2];
+#pragma unroll
+                    for (int e = 0; e < 2; e++) {
+                        float* kept = carried + ((i * G::NT + c) * 4 + h * 2 + e) * THREADS;
+                        y[e] = fold_value(first_split ? 0.0f : *kept, o[i][c][h * 2 + e], f);
+                        if (split < last) *kept = y[e];
+                    }
+                    if (split == last && row_m < t.M && r < n) {
+                        const int head = t.kv_head * group + (row_m >> tile_log2);
+                        y[0] = finish(y[0], f.l, v_scale), y[1] = finish(y[1], f.l, v_scale);
+                        if (flags & GATED) {
+                            u32 x = *(const u32*)(gate + (u64)r * gate_stride + head * 2 * D + D + column + c * 8);
+                            y[0] = __fmul_rn(y[0], sigmoid(bf16_low(x)));
+                            y[1] = __fmul_rn(y[1], sigmoid(bf16_high(x)));
+                        }
+                        *(u32*)(out + (u64)r * out_stride + head * D + column + c * 8) = pack_bf16(y[0], y[1]);
+                    }
+                }
+            }
+        first_split = false;
+        if (!(flags & SEQUENTIAL) || split >= last) break;
+        __syncthreads();
+    }
+}
+
+#define ATTEND(D, MT, FP8, NAME)                                                                                       \
+    extern "C" __global__ void __launch_bounds__(THREADS, 1) NAME##_d##D##_m##MT(                                      \
+        const u16* q, const u8* k_memory, const u8* v_memory, float* partial, float* partial_ml, u16* out,             \
+        const u16* gate, const int* length, const int* rows_there, int rows, int tile_log2, int group, int kv_heads,   \
+        int row_blocks, int capacity, int window, int flags, int gate_stride, int out_stride, float score_scale,       \
+        float v_scale) {                                                                                               \
+        constexpr float unit = FP8 ? E4M3_PAIR_SCALE : 1.0f;                                                           \
+        attend<D, MT, FP8>(q, k_memory, v_memory, partial, partial_ml, out, gate, length, rows_there, rows, tile_log2, \
+                           group, kv_heads, row_blocks, capacity, window, flags, gate_stride, out_stride,              \
+                           score_scale * unit, v_scale * unit);                                                        \
+    }
+#define BOTH(D, MT)                   \
+    ATTEND(D, MT, true, attend_fp8)   \
+    ATTEND(D, MT, false, attend_bf16)
+BOTH(64, 1)
+BOTH(64, 2)
+BOTH(64, 3)
+BOTH(64, 4)
+BOTH(128, 1)
+BOTH(128, 2)
+BOTH(128, 3)
+BOTH(128, 4)
+BOTH(256, 1)
+BOTH(256, 2)
+ATTEND(256, 3, true, attend_fp8)
+
+// ---------------------------------------------------------------------------------------------------------- combine
+
+// Folds the live splits of every row in order. A thread has 4 dims of one row and head (tile 0 only: verify, propose).
+template <bool fp8>
+__device__ void combine(const float* partial, const float* partial_ml, u16* out, const u16* gate, const int* length,
+                        int rows, int tile_log2, int group, int kv_heads, int dim, int capacity, int window, int flags,
+                        int gate_stride, int out_stride, float v_scale) {
+    constexpr float unit = fp8 ? E4M3_PAIR_SCALE : 1.0f;
+    v_scale *= unit;
+    pdl_wait();
+    pdl_trigger();
+    const int quarter = dim / 4, at = blockIdx.x * THREADS + threadIdx.x, column = at % quarter * 4;
+    const int heads = group * kv_heads, head = at / quarter % heads, row = at / quarter / heads;
+    if (row >= rows) return;
+    const int start = *length, keys = min(start + rows, capacity), M = group << tile_log2;
+    const View low = view(start, keys, window, flags), high = view(start + (1 << tile_log2) - 1, keys, window, flags);
+    const int kv_head = head / group, m_row = ((head % group) << tile_log2) + row;
+    const int first = split_of(low.first), stop = split_of(max(high.stop - 1, 0)) + 1;
+    float m = NEG_INF, l = 0.0f, x[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll 4
+    for (int split = first; split < stop; split++) {
+        u64 place = ((u64)split * kv_heads + kv_head) * M + m_row;
+        float2 ml = __ldcg((const float2*)partial_ml + place);
+        float4 y = __ldcg((const float4*)(partial + place * dim + column));
+        Fold f = fold(m, l, ml.x, ml.y);
+        m = f.m, l = f.l;
+        x[0] = fold_value(x[0], y.x, f), x[1] = fold_value(x[1], y.y, f);
+        x[2] = fold_value(x[2], y.z, f), x[3] = fold_value(x[3], y.w, f);
+    }
+#pragma unroll
+    for (int e = 0; e < 4; e++) x[e] = finish(x[e], l, v_scale);
+    if (flags & GATED) {
+        uint2 g = *(const uint2*)(gate + (u64)row * gate_stride + head * 2 * dim + dim + column);
+        x[0] = __fmul_rn(x[0], sigmoid(bf16_low(g.x))), x[1] = __fmul_rn(x[1], sigmoid(bf16_high(g.x)));
+        x[2] = __fmul_rn(x[2], sigmoid(bf16_low(g.y))), x[3] = __fmul_rn(x[3], sigmoid(bf16_high(g.y)));
+    }
+    *(uint2*)(out + (u64)row * out_stride + head * dim + column) = make_uint2(pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3]));
+}
+
+#define COMBINE(NAME, FP8)                                                                                             \
+    extern "C" __global__ void __launch_bounds__(THREADS) NAME(                                                        \
+        const float* partial, const float* partial_ml, u16* out, const u16* gate, const int* length, int rows,         \
+        int tile_log2, int group, int kv_heads, int dim, int capacity, int window, int flags, int gate_stride,         \
+        int out_stride, float v_scale) {                                                                                               \
+        combine<FP8>(partial, partial_ml, out, gate, length, rows, tile_log2, group, kv_heads, dim, capacity, window,   \
+                     flags, gate_stride, out_stride, v_scale);                                                              \
+    }
+COMBINE(attend_combine_fp8, true)
+COMBINE(attend_combine_bf16, false)

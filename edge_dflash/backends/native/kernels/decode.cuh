@@ -1,0 +1,125 @@
+// Weight formats in their streaming layout, and how a lane turns its bytes into tensor-core fragments.
+//
+// A matrix [N, K] is cut into *units* of 32 rows and *windows* of WINDOW consecutive k; unit u, window v is one
+// contiguous piece of UNIT bytes at (u * windows + v) * UNIT. Within it everything is in lane order (lane = 4 g + t), so
+// that a lane loads 16-byte vectors, needs no other lane's data, and K is permuted to suit: within a window, lane t owns
+// WINDOW / 4 consecutive k, and tensor-core step j multiplies its k 4j .. 4j+3 (pairs 2j and 2j+1), in the weights and
+// in the activations alike.
+//
+//   NVFP4, WINDOW 64: lane t owns one block of 16 k of each row.            1152 bytes
+//     [tile 0: 32 lanes x {row g: 2 words, row g+8: 2 words}] [tile 1: same] [32 lanes x 4 scale bytes]
+//     scale bytes of a lane: tile 0 row g, tile 0 row g+8, tile 1 row g, tile 1 row g+8
+//   FP8, WINDOW 64: [tile 0 row g: 32 lanes x 16 codes] [tile 0 row g+8] [tile 1 row g] [tile 1 row g+8]     2048 bytes
+//   BF16, WINDOW 32: the same four parts, 32 lanes x 8 values                                                2048 bytes
+//
+// ``fetch`` and ``read`` take addresses that include 16 * lane. A tile is 16 rows of the unit. The Python side (linear.py) draws the bits inside a word.
+#pragma once
+#include "tensor_core.cuh"
+
+// The four BF16 pairs of a word of eight E2M1 codes, each times 2^-126, in nine integer operations. A pair's sign and
+// magnitude bits land at 15 and 8..6 of each half: E2M1's subnormal 0.5 becomes BF16's, so no case is special.
+__device__ __forceinline__ void e2m1_pairs(u32 w, u32 (&pair)[4]) {
+  pair[0] = w & 0x81C081C0u;
+  pair[1] = (w << 6) & 0x81C081C0u;
+  pair[2] = __funnelshift_r(w, w, 4) & 0x81C081C0u;
+  pair[3] = ((w << 2) & 0x80C080C0u) | ((w >> 6) & 0x01000100u);
+}
+
+// Scale byte ``index`` of ``bytes`` (5 exponent bits, 3 mantissa bits) as a BF16 pair: the block scale times 2^107.
+// e2m1 * 2^-126 times this is exact in BF16: 6 significant bits, the product times 2^-19.
+__device__ __forceinline__ u32 block_scale_pair(u32 bytes, u32 index) {
+  return __byte_perm(bytes, 0, 0x4040u + 0x0101u * index) * 16u + 0x70007000u;
+}
+
+// The two BF16 pairs of a word of four E4M3 codes; ``pair`` 0 from bytes 1 and 3, pair 1 from bytes 0 and 2.
+__device__ __forceinline__ void e4m3_pairs(u32 w, u32& pair0, u32& pair1) {
+  const u32 shift_exponent = 0x7B807B80u;  // 2^120: the field bias of E4M3 is 7, that of BF16 127
+  pair0 = mul_bf16x2((w & 0x80008000u) | ((w >> 4) & 0x07F007F0u), shift_exponent);
+  pair1 = mul_bf16x2(((w << 8) & 0x80008000u) | ((w << 4) & 0x07F007F0u), shift_exponent);
+}
+
+struct Nvfp4 {
+  static constexpr int WINDOW = 64, UNIT = 1152, STEPS = 4;
+
+  struct Words {
+    uint4 tile[2];
+    u32 scales;
+  };
+
+  static __device__ __forceinline__ void fetch(u32 to, const u8* from, int lane) {
+    copy16(to, from);
+    copy16(to + 512, from + 512);
+    copy4(to + 1024 - lane * 12, from + 1024 - lane * 12);
+  }
+
+  static __device__ __forceinline__ Words read(u32 at, int lane) {
+    return {{load_shared16(at), load_shared16(at + 512)}, load_shared4(at + 1024 - lane * 12)};
+  }
+
+  // a[STEPS][4]: fragments of tile ``m`` for every step of the window.
+  static __device__ __forceinline__ void fragments(const Words& w, int m, u32 (&a)[STEPS][4]) {
+    const u32 words[2][2] = {{w.tile[m].x, w.tile[m].y}, {w.tile[m].z, w.tile[m].w}};
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const u32 scale = block_scale_pair(w.scales, 2 * m + half);
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        u32 pair[4];
+        e2m1_pairs(words[half][c], pair);
+        a[2 * c][half] = mul_bf16x2(pair[0], scale);
+        a[2 * c][2 + half] = mul_bf16x2(pair[1], scale);
+        a[2 * c + 1][half] = mul_bf16x2(pair[2], scale);
+        a[2 * c + 1][2 + half] = mul_bf16x2(pair[3], scale);
+      }
+    }
+  }
+};
+
+// FP8 and BF16 share the place of their vectors: four parts of 512 bytes.
+struct FourParts {
+  static constexpr int UNIT = 2048;
+
+  struct Words {
+    uint4 part[4];  // tile 0 row g, tile 0 row g+8, tile 1 row g, tile 1 row g+8
+  };
+
+  static __device__ __forceinline__ void fetch(u32 to, const u8* from, int) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) copy16(to + i * 512, from + i * 512);
+  }
+
+  static __device__ __forceinline__ Words read(u32 at, int) {
+    Words w;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) w.part[i] = load_shared16(at + i * 512);
+    return w;
+  }
+};
+
+struct Fp8 : FourParts {
+  static constexpr int WINDOW = 64, STEPS = 4;
+
+  static __device__ __forceinline__ void fragments(const Words& w, int m, u32 (&a)[STEPS][4]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint4 v = w.part[2 * m + half];
+      e4m3_pairs(v.x, a[0][half], a[0][2 + half]);
+      e4m3_pairs(v.y, a[1][half], a[1][2 + half]);
+      e4m3_pairs(v.z, a[2][half], a[2][2 + half]);
+      e4m3_pairs(v.w, a[3][half], a[3][2 + half]);
+    }
+  }
+};
+
+struct Bf16 : FourParts {
+  static constexpr int WINDOW = 32, STEPS = 2;
+
+  static __device__ __forceinline__ void fragments(const Words& w, int m, u32 (&a)[STEPS][4]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint4 v = w.part[2 * m + half];
+      a[0][half] = v.x, a[0][2 + half] = v.y;
+      a[1][half] = v.z, a[1][2 + half] = v.w;
+    }
+  }
+};

@@ -1,0 +1,310 @@
+// y[rows, N] = x[rows, K] W[N, K]^T for 1..16 or 1..32 rows: weights are streamed once, decoded in registers and
+// multiplied on the tensor cores as the A operand; activations are the B operand.
+//
+// Work is units of 32 weight rows (decode.cuh). A block owns consecutive units over one *split* of K and takes up to
+// UNITS of them in one *pass*; its 8 warps share the windows of the split. Each lane copies its own bytes of weights and
+// activations into its own places of a two-stage ring in shared memory, so that the stream needs no synchronisation:
+//
+//   warp's ring:  [stage 0: UNITS x weights, activations] [stage 1: same]     step s uses stage s % 2
+//   a stage's places are refilled (for step s + 2) as soon as they have been read into registers
+//
+// At the end of a pass the 8 warps' partial sums are added in the order of the warps. Everything that fixes the order of
+// a sum is a function of K, the number of splits and the warp: never of the rows, the pass or the number of blocks.
+#include "decode.cuh"
+
+#ifndef STAGES
+#define STAGES 2
+#endif
+static constexpr int WARPS = 8, TILE = 16, UNIT_ROWS = 32, PARTS = 4;
+
+enum Mode { STORE = 0, RESIDUAL = 1, SWIGLU = 2, PARTIAL = 3, GREEDY = 4 };
+
+// One stack of matrices with a common input. Part i holds units start[i] .. start[i+1]-1 and ``columns[i]`` real rows.
+struct Job {
+  const u8* weights;
+  const float* scale;  // [units * 32], applied to the FP32 sum
+  const u16* x;        // [rows, k], row stride x_stride
+  int k, x_stride, units, windows, splits, groups, per_pass, prefetch;
+  u16* out[PARTS];
+  int out_stride[PARTS], start[PARTS], columns[PARTS];
+  int mode;
+  const u16* residual;  // RESIDUAL: same stride as out[0]
+  float* partial;       // PARTIAL: [splits][rows][units * 32]
+  u64* best;            // GREEDY: [groups][rows] ranks of the largest logit
+};
+
+// Order of logits as unsigned integers; with the complement of the id, a maximum that prefers the lowest id.
+__device__ __forceinline__ u64 rank(float logit, int id) {
+  const u32 bits = __float_as_uint(logit == 0.0f ? 0.0f : logit);  // -0 equals 0
+  return static_cast<u64>(bits & 0x80000000u ? ~bits : bits | 0x80000000u) << 32 | static_cast<u32>(~id);
+}
+
+// Where a lane's next copies come from: one unit count and window of the warp's list (pass after pass).
+struct Cursor {
+  const u8* weights;  // this lane's bytes of the pass's first unit
+  const u16* x;
+  int unit, count, window, left;  // first unit and number of units of the pass; steps left
+};
+
+template <class F, int ROWS, int UNITS>
+struct Stream {
+  static constexpr int COLUMN_TILES = ROWS / 8, HALVES = ROWS / 16, BLOCK = F::WINDOW / 4;
+  static constexpr int X_BYTES = ROWS * F::WINDOW * 2;
+
+  const Job& job;
+  const int lane, warp;
+  int base, more_until, first, stop;  // passes before unit ``more_until`` have base + 1 units; windows first .. stop-1
+  u32 ring, stage_bytes, exchange;
+  long long unit_stride;
+  Cursor load;
+  u64 best[HALVES];
+
+  __device__ __forceinline__ Stream(const Job& j, int unit0, int units, int split, u32 shared)
+      : job(j), lane(threadIdx.x % 32), warp(threadIdx.x / 32) {
+    const int begin = split * j.windows / j.splits, end = (split + 1) * j.windows / j.splits;
+    first = begin + (end - begin) * warp / WARPS;
+    stop = begin + (end - begin) * (warp + 1) / WARPS;
+    const int passes = (units + j.per_pass - 1) / j.per_pass;
+    base = passes ? units / passes : 0;
+    more_until = unit0 + (passes ? units % passes : 0) * (base + 1);
+    stage_bytes = j.per_pass * F::UNIT + X_BYTES;
+    exchange = shared;
+    ring = shared + WARPS * 1024 + warp * STAGES * stage_bytes + lane * 16;
+    unit_stride = static_cast<long long>(j.windows) * F::UNIT;
+    load.weights = j.weights + unit0 * unit_stride + first * F::UNIT + lane * 16;
+    load.x = j.x + (lane / 4) * j.x_stride + (lane % 4) * BLOCK + first * F::WINDOW;
+    load.unit = unit0, load.count = base + (unit0 < more_until);
+    load.window = first, load.left = passes * (stop - first);
+#pragma unroll
+    for (int h = 0; h < HALVES; ++h) best[h] = 0;
+  }
+
+  __device__ __forceinline__ void fetch_x(u32 stage) const {
+    if (load.left <= 0) return;
+    const bool inside = load.window * F::WINDOW < job.k - (lane % 4) * BLOCK;
+    const u32 to = stage + job.per_pass * F::UNIT;
+#pragma unroll
+    for (int n = 0; n < COLUMN_TILES; ++n)
+#pragma unroll
+      for (int h = 0; h < BLOCK / 8; ++h)
+        copy16_or_zero(to + (n * (BLOCK / 8) + h) * 512, load.x + n * 8 * job.x_stride + h * 8, inside);
+  }
+
+  __device__ __forceinline__ void advance(Cursor& c) const {
+    --c.left;
+    c.weights += F::UNIT;
+    c.x += F::WINDOW;
+    if (++c.window < stop) return;
+    c.window = first;
+    c.weights += c.count * unit_stride - (stop - first) * F::UNIT;
+    c.x -= (stop - first) * F::WINDOW;
+    c.unit += c.count;
+    c.count = base + (c.unit < more_until);
+  }
+
+  // Weights of the first steps, then more of the first pass into L2: nothing here depends on earlier kernels.
+  __device__ __forceinline__ void start_weights() {
+    Cursor c = load;
+    for (int s = 0; s < STAGES; ++s) {
+      for (int p = 0; p < UNITS; ++p)
+        if (c.left > 0 && p < c.count) F::fetch(ring + s * stage_bytes + p * F::UNIT, c.weights + p * unit_stride, lane);
+      advance(c);
+    }
+    const int ahead = min(job.prefetch, stop - first - STAGES);
+    if (ahead > 0 && lane < load.count && load.left > 0)
+      prefetch_l2(load.weights - lane * 16 + lane * unit_stride + STAGES * F::UNIT, ahead * F::UNIT);
+  }
+
+  __device__ __forceinline__ void start_activations() {
+    for (int s = 0; s < STAGES; ++s) {
+      fetch_x(ring + s * stage_bytes);
+      copies_commit();
+      advance(load);
+    }
+  }
+
+  // One pass over P units from ``unit``. ``stage`` is the ring offset of the current step.
+  template <int P>
+  __device__ __forceinline__ void pass(int unit, u32& stage) {
+    float sum[P * 2][COLUMN_TILES][4];
+#pragma unroll
+    for (int i = 0; i < P * 2 * COLUMN_TILES * 4; ++i) (&sum[0][0][0])[i] = 0.0f;
+#pragma unroll 1
+    for (int window = first; window < stop; ++window) {
+      copies_wait<STAGES - 1>();
+      const u32 here = ring + stage;
+      u32 b[COLUMN_TILES][BLOCK / 2];
+#pragma unroll
+      for (int n = 0; n < COLUMN_TILES; ++n)
+#pragma unroll
+        for (int h = 0; h < BLOCK / 8; ++h) {
+          const uint4 v = load_shared16(here + job.per_pass * F::UNIT + (n * (BLOCK / 8) + h) * 512);
+          b[n][4 * h] = v.x, b[n][4 * h + 1] = v.y, b[n][4 * h + 2] = v.z, b[n][4 * h + 3] = v.w;
+        }
+      fetch_x(here);
+      const u8* refill = load.weights;
+      const int refills = load.left > 0 ? load.count : 0;
+#pragma unroll
+      for (int p = 0; p < P; ++p) {
+        const typename F::Words words = F::read(here + p * F::UNIT, lane);
+        if (p < refills) F::fetch(here + p * F::UNIT, refill, lane);
+        refill += unit_stride;
+#pragma unroll
+        for (int m = 0; m < 2; ++m) {
+          u32 a[F::STEPS][4];
+          F::fragments(words, m, a);
+#pragma unroll
+          for (int j = 0; j < F::STEPS; ++j)
+#pragma unroll
+            for (int n = 0; n < COLUMN_TILES; ++n)
+              mma_16x8x16(sum[2 * p + m][n], a[j][0], a[j][1], a[j][2], a[j][3], b[n][2 * j], b[n][2 * j + 1]);
+        }
+      }
+      copies_commit();
+      advance(load);
+      stage = stage + stage_bytes == STAGES * stage_bytes ? 0 : stage + stage_bytes;
+    }
+#pragma unroll 1
+    for (int i = 0; i < P * 2 * HALVES; ++i) {
+#pragma unroll
+      for (int m = 0; m < P * 2; ++m)
+#pragma unroll
+        for (int h = 0; h < HALVES; ++h)
+          if (i == m * HALVES + h) hand_over(sum[m][2 * h], sum[m][2 * h + 1]);
+      finish_tile(unit, i / HALVES, i % HALVES);
+    }
+  }
+
+  // Puts a warp's sums of one tile (16 weight rows x 16 activation rows) into its 1 KiB of the exchange. Row r, weight row
+  // m: r even and odd apart and m xor 8 in every other pair, so that neither these writes nor the reads along m meet in a bank.
+  __device__ __forceinline__ void hand_over(const float (&low)[4], const float (&high)[4]) {
+    const int g = lane / 4, t = lane % 4;
+    const u32 at = exchange + warp * 1024 + t * 64 + (g ^ (8 * (t / 2))) * 4;
+#pragma unroll
+    for (int n = 0; n < 2; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const u32 to = (at + ((i & 1) * 8 + n * 4) * 64) ^ (32 * (i / 2));
+        asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(n ? high[i] : low[i]) : "memory");
+      }
+  }
+
+  // Adds the warps' sums of tile ``m`` of the pass, rows of half ``h``, in the order of the warps.
+  __device__ __forceinline__ void finish_tile(int unit, int m, int h) {
+    __syncthreads();
+    const int slot = threadIdx.x / 16, column = threadIdx.x % 16;
+    const u32 from = exchange + slot * 64 + (column ^ (8 * ((slot & 3) / 2))) * 4;
+    float total = 0.0f;
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w) total += __uint_as_float(load_shared4(from + w * 1024));
+    __syncthreads();
+    emit(total, h, h * 16 + (slot & 7) * 2 + slot / 8, unit + m / 2, m % 2 * TILE + column);
+  }
+
+  // Epilogue of one sum: activation row ``row``, weight row ``inner`` of ``unit``.
+  __device__ __forceinline__ void emit(float sum, int half, int row, int unit, int inner) {
+    const int padded = unit * UNIT_ROWS + inner;
+    if (job.mode == PARTIAL) {
+      const long long width = static_cast<long long>(job.units) * UNIT_ROWS;
+      job.partial[(static_cast<long long>(blockIdx.x % job.splits) * ROWS + row) * width + padded] = sum;
+      return;
+    }
+    u16 y = to_bf16(sum * __ldg(job.scale + padded));
+    if (job.mode == SWIGLU) {
+      const float gate = from_bf16(y), up = __shfl_down_sync(0xffffffffu, gate, 8);
+      const int column = unit * 16 + inner / 16 * 8 + inner % 8;
+      if (inner % 16 < 8 && column < job.columns[0])
+        job.out[0][static_cast<long long>(row) * job.out_stride[0] + column] =
+            to_bf16(gate * __fdiv_rn(1.0f, 1.0f + expf(-gate)) * up);
+      return;
+    }
+    int part = 0;
+#pragma unroll
+    for (int i = 1; i < PARTS; ++i) part += unit >= job.start[i];
+    const int column = padded - job.start[part] * UNIT_ROWS;
+    if (column >= job.columns[part]) return;
+    const long long place = static_cast<long long>(row) * job.out_stride[part] + column;
+    if (job.mode == RESIDUAL) y = to_bf16(from_bf16(job.residual[place]) + from_bf16(y));
+    if (job.mode == GREEDY) {
+      const u64 found = rank(from_bf16(y), column);
+      best[half] = found > best[half] ? found : best[half];
+      if (job.out[0] == nullptr) return;
+    }
+    job.out[part][place] = y;
+  }
+
+  __device__ __forceinline__ void store_best(int group) {
+    const int slot = threadIdx.x / 16;
+#pragma unroll
+    for (int h = 0; h < HALVES; ++h) {
+      u64 top = best[h];
+#pragma unroll
+      for (int bit = 8; bit > 0; bit /= 2) {
+        const u64 other = __shfl_xor_sync(0xffffffffu, top, bit);
+        top = other > top ? other : top;
+      }
+      if (threadIdx.x % 16 == 0) job.best[group * ROWS + h * 16 + (slot & 7) * 2 + slot / 8] = top;
+    }
+  }
+
+  __device__ __forceinline__ void run(int unit, int end) {
+    start_weights();
+    let_next_start();
+    wait_for_inputs();
+    start_activations();
+    u32 stage = 0;
+    while (unit < end) {
+      const int count = base + (unit < more_until);
+      if (UNITS >= 4 && count == 4) pass<UNITS >= 4 ? 4 : 1>(unit, stage);
+      if (UNITS >= 3 && count == 3) pass<UNITS >= 3 ? 3 : 1>(unit, stage);
+      if (UNITS >= 2 && count == 2) pass<UNITS >= 2 ? 2 : 1>(unit, stage);
+      if (count == 1) pass<1>(unit, stage);
+      unit += count;
+    }
+  }
+};
+
+template <class F, int ROWS, int UNITS>
+__device__ __forceinline__ void run_job(const Job& job, int block) {
+  extern __shared__ __align__(16) u8 memory[];
+  const int group = block / job.splits;
+  const int unit = static_cast<int>(static_cast<long long>(group) * job.units / job.groups);
+  const int end = static_cast<int>(static_cast<long long>(group + 1) * job.units / job.groups);
+  Stream<F, ROWS, UNITS> stream(job, unit, end - unit, block % job.splits, shared_address(memory));
+  stream.run(unit, end);
+  if (job.mode == GREEDY) stream.store_best(group);
+}
+
+// A launch runs ``main``; blocks past main.groups * main.splits run ``side``, a BF16 stack with the same input.
+#define LINEAR(NAME, FORMAT, ROWS, UNITS)                                                                  \
+  extern "C" __global__ void __launch_bounds__(WARPS * 32, ROWS == 16 ? 2 : 1)                             \
+      NAME(const __grid_constant__ Job main, const __grid_constant__ Job side) {                           \
+    const int blocks = main.groups * main.splits;                                                          \
+    if (static_cast<int>(blockIdx.x) < blocks)                                                             \
+      run_job<FORMAT, ROWS, UNITS>(main, blockIdx.x);                                                      \
+    else                                                                                                   \
+      run_job<Bf16, ROWS, 1>(side, blockIdx.x - blocks);                                                   \
+  }
+
+LINEAR(linear_nvfp4_16, Nvfp4, 16, 4)
+LINEAR(linear_nvfp4_32, Nvfp4, 32, 2)
+LINEAR(linear_fp8_16, Fp8, 16, 2)
+LINEAR(linear_fp8_32, Fp8, 32, 2)
+LINEAR(linear_bf16_16, Bf16, 16, 2)
+LINEAR(linear_bf16_32, Bf16, 32, 2)
+
+// ids[row] = id of the largest rank over the groups of a GREEDY launch. One warp a row.
+extern "C" __global__ void linear_greedy(const u64* best, int* ids, int groups, int rows) {
+  wait_for_inputs();
+  let_next_start();
+  u64 top = 0;
+  for (int i = threadIdx.x; i < groups; i += 32) {
+    const u64 other = best[i * rows + blockIdx.x];
+    top = other > top ? other : top;
+  }
+  for (int bit = 16; bit > 0; bit /= 2) {
+    const u64 other = __shfl_xor_sync(0xffffffffu, top, bit);
+    top = other > top ? other : top;
+  }
+  if (threadIdx.x == 0) ids[blockIdx.x] = static_cast<int>(~static_cast<u32>(top));
+}

@@ -1,0 +1,114 @@
+"""Times attention and the gated delta layer at the sizes of Qwen3.6-27B inside a CUDA graph; prints one JSON line last.
+
+Run on a GPU: python tests/gpu/bench_native_state.py. Layers rotate through more memory than the L2 cache holds.
+"""
+
+import json
+from statistics import median
+
+import numpy as np
+import torch
+from native_state_support import Device, bf16
+
+from edge_dflash.backends.native import attend, delta
+from edge_dflash.backends.native.attend import AttendShape, Attention, KvMemory
+from edge_dflash.backends.native.delta import DeltaLayer, DeltaShape, GatedDelta
+from edge_dflash.backends.native.memory import Control, Matrix
+
+BANDWIDTH = 4.555e12  # bytes / s, best read bandwidth measured on an H200
+CONTEXT = 32768
+
+
+def per_layer(device, enqueue, layers):
+    graph = device.gpu.capture(enqueue)
+    for _ in range(3):
+        graph.launch()
+    return median(device.gpu.seconds(graph.launch) for _ in range(15)) / layers
+
+
+def line(name, seconds, nbytes):
+    floor = nbytes / BANDWIDTH
+    print(f"{name:34s} {seconds * 1e6:8.2f} us  floor {floor * 1e6:7.2f} us  {floor / seconds:6.1%} of bandwidth")
+    return {"name": name, "us": seconds * 1e6, "floor_us": floor * 1e6}
+
+
+def bench_attention(device, results):
+    g = torch.Generator().manual_seed(0)
+    shape = AttendShape(24, 4, 256, 64, 1e-6, CONTEXT, 16, 512, gated=True)
+    layers = 64
+    codes = torch.randint(0, 0x70, (shape.kv_bytes,), dtype=torch.uint8, generator=g).numpy()
+    table = [device.up(torch.randn(shape.kv_rows, 32, generator=g)) for _ in range(2)]
+    norm = device.up(torch.ones(256))
+    memories = [KvMemory(device.gpu.upload(codes), device.gpu.upload(codes), 0.01, 0.01, norm, norm, *table)
+                for _ in range(layers)]  # fmt: skip
+    q, k, v = (device.rows(bf16(512, n, generator=g)) for n in (12288, 1024, 1024))
+    out, scratch = Matrix(device.poisoned(512 * 6144 * 2), 6144), device.poisoned(shape.scratch_bytes)
+    attention = Attention(device.gpu, device.module(attend.UNIT), shape)
+    length, rows = device.word(Control.LENGTH), device.word(Control.ROWS)
+    for context in (0, 512, 2048, 8192, 32000):
+        device.set(length=context, rows=512)
+        seconds = per_layer(
+            device, lambda: [attention.attend(q, k, v, out, m, scratch, length) for m in memories], layers
+        )
+        results.append(line(f"attend 27B, context {context}", seconds, 2 * 4 * 256 * (context + 16)))
+    for context in (0, 8192):
+        device.set(length=context, rows=512)
+        seconds = per_layer(
+            device, lambda: [attention.attend(q, k, v, out, m, scratch, length, rows) for m in memories[:4]], 4
+        )
+        flops = 4 * 24 * 256 * 512 * (context + 256)
+        print(f"prefill of 512 rows at {context}: {seconds * 1e6:.1f} us, {flops / seconds / 1e12:.0f} TFLOP/s")
+        results.append({"name": f"attend 27B prefill 512 at {context}", "us": seconds * 1e6})
+    seconds = per_layer(device, lambda: [attention.append(k, v, m, length) for m in memories], layers)
+    results.append(line("kv_append 27B, 16 rows", seconds, 16 * 4 * 256 * 2 * 3))
+
+
+def bench_delta(device, results):
+    g = torch.Generator().manual_seed(0)
+    shape = DeltaShape(16, 48, 128, 128, 4, 1e-6, 16, 512)
+    layers = 48
+    conv = shape.packed_conv(bf16(shape.channels, 4, generator=g, scale=0.5).numpy())
+    made = []
+    for _ in range(layers):
+        up = device.up
+        made.append(
+            DeltaLayer(
+                up(torch.randn(48, 128, 128, generator=g)), up(bf16(3, shape.channels, generator=g).bfloat16()),
+                up(bf16(16, shape.channels, generator=g).bfloat16()),
+                up(-torch.rand(16, 48, generator=g)), up(torch.rand(16, 48, generator=g)),
+                device.gpu.upload(conv), up(torch.randn(48, generator=g)), up(torch.randn(48, generator=g)),
+                up(torch.ones(128)),
+            )
+        )  # fmt: skip
+    qkv, z, a, b = (device.rows(bf16(512, n, generator=g)) for n in (shape.channels, 6144, 48, 48))
+    out, scratch = Matrix(device.poisoned(512 * 6144 * 2), 6144), device.poisoned(shape.scratch_bytes)
+    counters = device.gpu.upload(np.zeros(48, np.int32))
+    kernels = GatedDelta(device.gpu, device.module(delta.UNIT), shape)
+    pending, rows = device.word(Control.PENDING), device.word(Control.ROWS)
+    for count in (0, 5, 16):
+        device.set(pending=count)
+        seconds = per_layer(
+            device,
+            lambda: [kernels.run(qkv, z, a, b, out, x, scratch, counters, pending) for x in made],
+            layers,
+        )
+        results.append(line(f"gated_delta 27B, {count} pending", seconds, shape.pass_bytes(count, 16)))
+    device.set(pending=5)
+    seconds = per_layer(device, lambda: [kernels.flush(x, scratch, counters, pending) for x in made], layers)
+    results.append(line("gated_delta 27B flush of 5", seconds, shape.pass_bytes(5, 0)))
+    device.set(pending=0, rows=512)
+    seconds = per_layer(
+        device, lambda: [kernels.run(qkv, z, a, b, out, x, scratch, counters, pending, rows) for x in made], layers
+    )
+    results.append(line("gated_delta 27B, prefill 512", seconds, shape.pass_bytes(0, 512, commits=True)))
+
+
+def main():
+    device, results = Device(), []
+    bench_delta(device, results)
+    bench_attention(device, results)
+    print(json.dumps({"device": device.gpu.name, "results": results}))
+
+
+if __name__ == "__main__":
+    main()

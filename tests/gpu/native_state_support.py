@@ -1,0 +1,74 @@
+"""Device buffers for the GPU tests of the state kernels."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from edge_dflash.backends.native.compile import KERNELS, compile_cubin
+from edge_dflash.backends.native.driver import DevicePointer, Gpu, Module
+from edge_dflash.backends.native.memory import CONTROL_BYTES, Control, Matrix, control_word
+
+CACHE = Path(__file__).parents[2] / "build" / "cubins"  # git-ignored
+
+
+def cubin(unit, arch):
+    """The cubin of a unit; compiled once for each state of the sources."""
+    sources = b"".join(path.read_bytes() for path in sorted([KERNELS / f"{unit}.cu", *KERNELS.glob("*.cuh")]))
+    path = CACHE / f"{unit}-{arch}-{hashlib.sha256(sources).hexdigest()[:16]}.cubin"
+    if not path.exists():
+        CACHE.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(compile_cubin(unit, arch))
+    return path.read_bytes()
+
+
+class Device:
+    """A Gpu with loaded modules, and torch tensors in and out."""
+
+    def __init__(self):
+        self.gpu = Gpu()
+        self._modules = {}
+        self.control = self.gpu.allocate(CONTROL_BYTES)
+        self.gpu.fill(self.control)
+
+    def module(self, unit) -> Module:
+        if unit not in self._modules:
+            arch = f"sm{self.gpu.sm}" + ("a" if self.gpu.sm >= 90 else "")
+            self._modules[unit] = self.gpu.load(cubin(unit, arch))
+        return self._modules[unit]
+
+    def word(self, word: Control) -> DevicePointer:
+        return control_word(self.control, word)
+
+    def set(self, **words):
+        for name, value in words.items():
+            self.gpu.write(self.word(Control[name.upper()]), np.array([value], np.int32))
+
+    def get(self, word: Control) -> int:
+        return int(self.gpu.read(self.word(word), (1,), np.int32)[0])
+
+    def poisoned(self, nbytes) -> DevicePointer:
+        pointer = self.gpu.allocate(nbytes)
+        self.gpu.fill(pointer, 0xFF)  # NaN in every format
+        return pointer
+
+    def up(self, tensor: torch.Tensor) -> DevicePointer:
+        tensor = tensor.contiguous()
+        return self.gpu.upload(tensor.view(torch.int16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy())
+
+    def rows(self, tensor: torch.Tensor) -> Matrix:
+        """A float tensor that holds BF16 values, as a BF16 matrix."""
+        return Matrix(self.up(tensor.bfloat16()), tensor.shape[1])
+
+    def read(self, pointer, shape, dtype) -> torch.Tensor:
+        if dtype == torch.bfloat16:
+            return torch.from_numpy(self.gpu.read(pointer, shape, np.int16)).view(torch.bfloat16)
+        return torch.from_numpy(self.gpu.read(pointer, shape, torch.zeros(0, dtype=dtype).numpy().dtype))
+
+
+def bf16(*shape, generator, scale=1.0) -> torch.Tensor:
+    """Random float32 values that BF16 holds exactly."""
+    return (torch.randn(*shape, generator=generator) * scale).bfloat16().float()

@@ -1,0 +1,182 @@
+"""The gated delta kernels on a GPU against the reference, and bit-equality of replay with single rows."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from native_state_support import Device, bf16
+
+from edge_dflash.backends.native import delta as native_delta
+from edge_dflash.backends.native.delta import DeltaLayer, DeltaShape, GatedDelta
+from edge_dflash.backends.native.memory import NULL, Control, Matrix
+from edge_dflash.backends.reference.delta import DeltaMemory, DeltaWeights, gated_delta
+from edge_dflash.graph.ops import GatedDelta as DeltaOp
+from edge_dflash.graph.program import DeltaState
+
+pytestmark = pytest.mark.gpu
+SHAPES = {
+    "27b slice": DeltaShape(2, 6, 128, 128, 4, 1e-6, 16, 80),
+    "small heads": DeltaShape(2, 4, 64, 32, 4, 1e-6, 16, 80),
+    "odd": DeltaShape(4, 4, 32, 64, 3, 1e-6, 11, 40),
+    "wide block": DeltaShape(1, 2, 128, 64, 4, 1e-6, 32, 40),
+}
+
+
+@pytest.fixture(scope="module")
+def device():
+    torch.set_num_threads(8)
+    return Device()
+
+
+class Layer:
+    """One layer on both sides."""
+
+    def __init__(self, device, shape, seed=0):
+        self.device, self.shape = device, shape
+        g = self.g = torch.Generator().manual_seed(seed)
+        s = shape
+        self.op = DeltaOp(
+            inputs=("qkv", "z", "a", "b"), output="o", state="s", conv="", a_log="", dt_bias="", norm="", eps=s.eps,
+            key_heads=s.key_heads, value_heads=s.value_heads, key_dim=s.key_dim, value_dim=s.value_dim,
+            conv_kernel=s.conv_kernel,
+        )  # fmt: skip
+        conv = bf16(s.channels, s.conv_kernel, generator=g, scale=0.5)
+        a_log, dt_bias = bf16(s.value_heads, generator=g), bf16(s.value_heads, generator=g)
+        self.weights = DeltaWeights(conv, a_log, dt_bias, bf16(s.value_dim, generator=g, scale=0.2) + 1.0)
+        self.memory = DeltaMemory(DeltaState(s.value_heads, s.key_dim, s.value_dim, s.channels, s.conv_kernel))
+        up = device.up
+        packed = torch.from_numpy(s.packed_conv(conv.numpy()))
+        zeros = torch.zeros
+        self.layer = DeltaLayer(
+            up(zeros(s.value_heads, s.key_dim, s.value_dim)),
+            up(zeros(s.conv_kernel - 1, s.channels, dtype=torch.bfloat16)),
+            *(device.poisoned(s.tape_bytes[0]), device.poisoned(s.tape_bytes[1]), device.poisoned(s.tape_bytes[1])),
+            *(up(packed), up(a_log), up(dt_bias), up(self.weights.norm)),
+        )
+        self.kernels = GatedDelta(device.gpu, device.module(native_delta.UNIT), s)
+        self.scratch = device.poisoned(s.scratch_bytes)
+        self.counters = up(zeros(s.value_heads, dtype=torch.int32))
+        device.set(pending=0)
+
+    def inputs(self, rows):
+        s = self.shape
+        return [
+            bf16(rows, n, generator=self.g) for n in (s.channels, s.value_heads * s.value_dim, *[s.value_heads] * 2)
+        ]
+
+    def run(self, inputs, *, prefill=0):
+        s, device = self.shape, self.device
+        values = s.value_heads * s.value_dim
+        padded = [device.rows(torch.cat((x, x.new_full((64, x.shape[1]), 0.5)))) for x in inputs]  # garbage behind
+        most = s.prefill_rows if prefill else s.rows
+        out = Matrix(device.poisoned(2 * most * values), values)
+        device.set(rows=prefill)
+        pending, rows = device.word(Control.PENDING), device.word(Control.ROWS) if prefill else NULL
+        self.kernels.run(*padded, out, self.layer, self.scratch, self.counters, pending, rows)
+        device.set(pending=0)
+        return device.read(out.pointer, (most, values), torch.bfloat16)[: prefill or s.rows]
+
+    def flush(self):
+        self.kernels.flush(self.layer, self.scratch, self.counters, self.device.word(Control.PENDING))
+        self.device.set(pending=0)
+
+    def base(self):
+        s, read = self.shape, self.device.read
+        state = read(self.layer.state, (s.value_heads, s.key_dim, s.value_dim), torch.float32)
+        return state, read(self.layer.history, (s.conv_kernel - 1, s.channels), torch.bfloat16)
+
+    def restore(self, base):
+        self.device.gpu.write(self.layer.state, base[0].numpy())
+        self.device.gpu.write(self.layer.history, base[1].view(torch.int16).numpy())
+        self.device.set(pending=0)
+
+    def reference(self, inputs, *, commits):
+        rows = inputs[0].shape[0]
+        padded = tuple(torch.cat((x, x.new_zeros(-rows % 16, x.shape[1]))) for x in inputs)
+        return gated_delta(self.op, self.weights, self.memory, padded, rows, commits=commits)[:rows].bfloat16()
+
+
+def relative(x, y):
+    assert torch.isfinite(x.float()).all()
+    return float((x.double() - y.double()).norm() / y.double().norm())
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_passes_agree_with_the_reference(device, name):
+    layer = Layer(device, SHAPES[name])
+    errors = []
+
+    def compare(inputs, prefill):
+        got = layer.run(inputs, prefill=inputs[0].shape[0] if prefill else 0)
+        errors.append(relative(got, layer.reference(inputs, commits=prefill)))
+        state, history = layer.base()
+        assert relative(state, layer.memory.state) < 1e-5
+        assert torch.equal(history.float(), layer.memory.history)
+
+    rows = layer.shape.rows
+    compare(layer.inputs(37), True)
+    compare(layer.inputs(rows), False)
+    for k in (3, rows, 1, 0, 2):
+        layer.memory.commit(k)
+        device.set(pending=k)
+        compare(layer.inputs(rows), False)
+    layer.memory.commit(5)
+    device.set(pending=5)
+    compare(layer.inputs(2), True)  # replay and commit in one pass
+    print(name, "output errors", [f"{e:.1e}" for e in errors])
+    assert max(errors) < 2e-3
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_replay_gives_the_bits_of_single_rows(device, name):
+    layer = Layer(device, SHAPES[name])
+    layer.run(layer.inputs(30), prefill=30)
+    base = layer.base()
+    rows = layer.shape.rows
+    block = layer.inputs(rows)
+    whole = layer.run(block)
+    for k in range(rows + 1):
+        layer.restore(base)
+        layer.run(block)
+        device.set(pending=k)
+        layer.flush()
+        replayed = layer.base()
+        layer.restore(base)
+        for r in range(k):  # plain decoding: one valid row a pass, replayed by the next
+            other = layer.inputs(rows)
+            one = [torch.cat((x[r : r + 1], y[1:])) for x, y in zip(block, other, strict=True)]
+            device.set(pending=min(r, 1))
+            assert torch.equal(layer.run(one)[0], whole[r])
+        device.set(pending=min(k, 1))
+        layer.flush()
+        for x, y in zip(replayed, layer.base(), strict=True):
+            assert torch.equal(x, y), k
+        layer.restore(base)
+        if k:
+            out = layer.run([x[:k] for x in block], prefill=k)
+            assert torch.equal(out, whole[:k])
+            assert torch.equal(layer.base()[0], replayed[0])
+            assert torch.equal(layer.base()[1], replayed[1])
+
+
+def test_strides_and_a_verify_that_is_not_committed(device):
+    shape = SHAPES["27b slice"]
+    layer = Layer(device, shape)
+    layer.run(layer.inputs(20), prefill=20)
+    base = layer.base()
+    block = layer.inputs(16)
+    first = layer.run(block)
+    layer.run(layer.inputs(16))  # never committed
+    assert torch.equal(layer.run(block), first)
+    assert torch.equal(layer.base()[0], base[0])
+    joined = torch.cat(block, dim=1)
+    matrix = device.rows(joined)
+    parts, at = [], 0
+    for x in block:
+        offset = 2 * at
+        parts.append(replace(matrix, pointer=matrix.pointer.at(offset, matrix.pointer.nbytes - offset)))
+        at += x.shape[1]
+    values = shape.value_heads * shape.value_dim
+    out = Matrix(device.poisoned(2 * 16 * (values + 8)), values + 8)
+    layer.kernels.run(*parts, out, layer.layer, layer.scratch, layer.counters, device.word(Control.PENDING))
+    assert torch.equal(device.read(out.pointer, (16, values + 8), torch.bfloat16)[:, :values], first)
