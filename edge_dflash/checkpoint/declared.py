@@ -20,7 +20,13 @@ Storage = Literal["wide", "fp8", "nvfp4"]
 Declared = Callable[[str], Storage | None]
 """Module path as in the checkpoint -> declared storage; None when the configuration does not say."""
 
-_MODELOPT: dict[str, Storage] = {"NVFP4": "nvfp4", "W4A16_NVFP4": "nvfp4", "NVFP4_AWQ": "nvfp4", "FP8": "fp8"}
+_MODELOPT: dict[str, Storage] = {
+    "NVFP4": "nvfp4",
+    "W4A16_NVFP4": "nvfp4",
+    "NVFP4_AWQ": "nvfp4",
+    "FP8": "fp8",
+    "FP8_PER_CHANNEL_PER_TOKEN": "fp8",
+}
 
 
 def read_declared(directory: Path) -> Declared:
@@ -43,6 +49,8 @@ def read_declared(directory: Path) -> Declared:
 
 
 def _modelopt(fields: Fields, exclude: str) -> Declared:
+    if (cache := fields.text("kv_cache_quant_algo", "FP8")) != "FP8":
+        raise fields.error("kv_cache_quant_algo", cache, "'FP8' or null: scales of another format would be misread")
     algorithm = fields.text("quant_algo", "")
     if not algorithm:
         return lambda module: None
@@ -92,6 +100,8 @@ def _compressed_tensors(fields: Fields) -> Declared:
 
 
 def _ct_storage(weights: Fields) -> Storage:
+    if not weights.values:  # a group that quantizes activations or the KV cache alone
+        return "wide"
     bits, kind = weights.integer("num_bits"), weights.text("type")
     if kind == "float" and bits == 4 and weights.integer("group_size", 16) == 16:
         return "nvfp4"

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
-from edge_dflash.checkpoint.declared import read_declared
+from edge_dflash.checkpoint.config import read_target_spec
+from edge_dflash.checkpoint.declared import Declared, read_declared
 from edge_dflash.checkpoint.files import TensorFiles
 from edge_dflash.checkpoint.stored import SUFFIXES, ModuleReader
 from edge_dflash.checkpoint.weights import Fp8Weight, Nvfp4Weight, Weight
@@ -15,7 +16,8 @@ from edge_dflash.graph.program import WeightSpec
 
 _PREFIXES = ("model.language_model.", "model.", "")
 _SKIPPED = ("model.visual.", "visual.", "mtp.", "model.mtp.")  # vision tower and multi-token-prediction head
-_KV_SCALES = (("self_attn.k_proj.k_scale", "self_attn.v_proj.v_scale"), ("self_attn.k_scale", "self_attn.v_scale"))
+_KV_SCALES = (("self_attn.k_proj.k_scale", "self_attn.k_scale"), ("self_attn.v_proj.v_scale", "self_attn.v_scale"))
+_SHOWN = 3  # problems of one kind that a message lists
 
 
 class PairCheckpoint:
@@ -68,56 +70,77 @@ class _Part:
         self.tensors = TensorFiles.open(directory)
         self._reader = ModuleReader(self.tensors)
         names = self.tensors.names()
+        self._tied = model == "target" and read_target_spec(directory).tied
         self._prefix = next(p for p in _PREFIXES if not p or any(n.startswith(p) for n in names if not _skipped(n)))
 
     def check(self, expected: Mapping[str, WeightSpec]) -> None:
         """Compare the tensors with what is expected, and their storage with the configuration."""
         declared = read_declared(self._directory)
-        used: set[str] = set()
+        used = {"lm_head.weight"} if "target.lm_head" in expected else set()
         missing: list[str] = []
+        problems: list[str] = []
         for name, spec in expected.items():
-            tensors = self._tensors_of(name)
+            tensors = self._tensors_of(name, spec)
+            used |= tensors
             if not tensors:
                 missing.append(self._module(name) + ("" if _bare(name) else ".weight"))
                 continue
-            used.update(tensors)
-            weight = self.read(name, spec)
-            storage = _storage(weight)
-            wanted = declared(self._module(name)) if spec.kind == "linear" and not self._is_tied(name) else None
-            if wanted is not None and wanted != storage:
-                raise CheckpointError(
-                    f"{self._directory}: module {self._module(name)} is stored as {storage}, "
-                    f"its quantization config says {wanted}; the files do not belong together"
-                )
+            try:
+                self._check_storage(name, spec, declared)
+            except CheckpointError as error:
+                problems.append(str(error))
         if missing:
             raise CheckpointError(
-                f"{self._directory} lacks {len(missing)} tensors of the {self._model}, the first is {missing[0]}; "
-                "the checkpoint is incomplete or of another model"
+                f"{self._directory} lacks {len(missing)} tensors of the {self._model}, the first is "
+                f"{', then '.join(missing[:_SHOWN])}; the checkpoint is incomplete or of another model"
             )
-        scales = {self._prefix + f"layers.{i}." + n for i in _layers(expected) for pair in _KV_SCALES for n in pair}
-        tied_head = {"lm_head.weight"} if "target.lm_head" in expected else set()
-        extra = [n for n in self.tensors.names() if n not in used | scales | tied_head and not _skipped(n)]
+        if problems:
+            more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+            raise CheckpointError("; ".join(problems[:_SHOWN]) + more)
+        used |= self._kv_scale_tensors(expected)
+        extra = [n for n in self.tensors.names() if n not in used and not _skipped(n)]
         if extra:
             raise CheckpointError(
-                f"{self.tensors.entry(extra[0]).file}: tensor {extra[0]} ({len(extra)} such) is not part of the "
-                f"{self._model} that config.json describes; the checkpoint is of another model"
+                f"{self.tensors.entry(extra[0]).file}: tensor {', '.join(extra[:_SHOWN])} ({len(extra)} such) is not "
+                f"part of the {self._model} that config.json describes; the checkpoint is of another model"
             )
+
+    def _check_storage(self, name: str, spec: WeightSpec, declared: Declared) -> None:
+        """Read a weight's headers and small scales, and compare its form with the configuration."""
+        storage = _storage(self.read(name, spec))
+        wanted = declared(self._module(name)) if spec.kind == "linear" and not self._is_tied(name) else None
+        if wanted is not None and wanted != storage:
+            raise CheckpointError(
+                f"{self._directory}: module {self._module(name)} is stored as {storage}, "
+                f"its quantization config says {wanted}; the files do not belong together"
+            )
+
+    def _kv_scale_tensors(self, expected: Mapping[str, WeightSpec]) -> set[str]:
+        """Names that KV scales of the attention layers may have; those that are there are checked."""
+        names: set[str] = set()
+        for name in expected:
+            layer, found, _ = name.partition(".self_attn.k_proj")
+            if found:
+                self.kv_scale(f"{layer}.kv")
+                prefix = self._prefix + layer.partition(".")[2]
+                names |= {f"{prefix}.{scale}" for scales in _KV_SCALES for scale in scales}
+        return names
 
     def read(self, name: str, spec: WeightSpec) -> Weight:
         """Read a weight that is present."""
         module = self._module(name)
         if spec.kind == "linear" and not self._is_tied(name):
             return self._reader.linear(module, spec.shape)
-        return self._reader.wide(module if _bare(name) else f"{module}.weight", spec.shape)
+        tensor = module if _bare(name) else f"{module}.weight"
+        return self._reader.wide(tensor, spec.shape, half=spec.kind in ("vector", "conv"))
 
     def kv_scale(self, state: str) -> tuple[float, float] | None:
-        """FP8 scales (k, v) of ``<model>.layers.<i>.kv``."""
-        layer = state.removeprefix(f"{self._model}.").removesuffix(".kv")
-        for names in _KV_SCALES:
-            k, v = (f"{self._prefix}{layer}.{name}" for name in names)
-            if k in self.tensors and v in self.tensors:
-                return self._reader.scalar(k), self._reader.scalar(v)
-        return None
+        """FP8 scales (k, v) of ``<model>.layers.<i>.kv``, 1.0 for one that is missing beside the other."""
+        prefix = self._prefix + state.removeprefix(f"{self._model}.").removesuffix(".kv")
+        k, v = (next((t for n in names if (t := f"{prefix}.{n}") in self.tensors), None) for names in _KV_SCALES)
+        if k is None and v is None:
+            return None
+        return (1.0 if k is None else self._reader.scalar(k), 1.0 if v is None else self._reader.scalar(v))
 
     def _module(self, name: str) -> str:
         """Path of a weight's module (or bare tensor) in this checkpoint."""
@@ -127,13 +150,18 @@ class _Part:
         return self._prefix + rest
 
     def _is_tied(self, name: str) -> bool:
-        """Whether this is an lm_head that reads the embedding, because it has no tensor of its own."""
-        return name == "target.lm_head" and not any(f"lm_head.{suffix}" in self.tensors for suffix in SUFFIXES[:2])
+        """Whether this is an lm_head that reads the embedding: it has no tensor, or a copy that config.json ties."""
+        if name != "target.lm_head" or "lm_head.weight_packed" in self.tensors:
+            return False
+        return "lm_head.weight" not in self.tensors or (
+            self._tied and self.tensors.entry("lm_head.weight").dtype in ("BF16", "F32", "F16")
+        )
 
-    def _tensors_of(self, name: str) -> set[str]:
+    def _tensors_of(self, name: str, spec: WeightSpec) -> set[str]:
         module = self._module(name)
-        if _bare(name):
-            return {module} & set(self.tensors.names())
+        if spec.kind != "linear" or self._is_tied(name):
+            tensor = module if _bare(name) else f"{module}.weight"
+            return {tensor} if tensor in self.tensors else set()
         present = {t for s in SUFFIXES if (t := f"{module}.{s}") in self.tensors}
         return present if present & {f"{module}.weight", f"{module}.weight_packed"} else set()
 
@@ -151,7 +179,3 @@ def _bare(name: str) -> bool:
 
 def _skipped(tensor: str) -> bool:
     return tensor.startswith(_SKIPPED)
-
-
-def _layers(expected: Mapping[str, WeightSpec]) -> set[int]:
-    return {int(name.split(".")[2]) for name in expected if ".layers." in name}

@@ -32,23 +32,29 @@ class ModuleReader:
     def __init__(self, tensors: TensorFiles) -> None:
         self._tensors = tensors
 
-    def wide(self, tensor: str, shape: tuple[int, ...]) -> WideWeight:
-        """Unquantized tensor. Raises CheckpointError for another shape, or a dtype other than BF16, F32 and F16."""
+    def wide(self, tensor: str, shape: tuple[int, ...], *, half: bool = False) -> WideWeight:
+        """Unquantized tensor; ``half`` accepts F16 (small tensors only: it is widened to float32 in memory).
+
+        Raises CheckpointError for another shape or dtype.
+        """
         kind, data = self._array(tensor, shape)
-        if kind == "F16":
+        if half and kind == "F16":
             return WideWeight(data.astype(np.float32))
         if kind not in ("BF16", "F32"):
-            raise self._error(tensor, f"dtype {kind}", "BF16, F32 or F16")
+            raise self._error(tensor, f"dtype {kind}", f"BF16{', F32 or F16' if half else ' or F32'}")
         return WideWeight(data)
 
     def linear(self, module: str, shape: tuple[int, ...]) -> Weight:
-        """Linear weight [out, in] in whichever form it is stored."""
-        if f"{module}.weight_packed" in self._tensors:
+        """Linear weight [out, in] in whichever form it is stored. Raises CheckpointError for tensors of two forms."""
+        form, suffixes = self._form(module)
+        for suffix in SUFFIXES:
+            if suffix not in suffixes and f"{module}.{suffix}" in self._tensors:
+                raise self._error(f"{module}.{suffix}", "there", f"only {' and '.join(suffixes)} beside {form} weights")
+        if form == "compressed-tensors NVFP4":
             return self._nvfp4(module, shape, "weight_packed", "weight_global_scale", "input_global_scale")
-        entry = self._tensors.entry(f"{module}.weight")
-        if entry.dtype == "U8":
+        if form == "ModelOpt NVFP4":
             return self._nvfp4(module, shape, "weight", "weight_scale_2", "input_scale")
-        if entry.dtype == "F8_E4M3":
+        if form == "FP8":
             return self._fp8(module, shape)
         return self.wide(f"{module}.weight", shape)
 
@@ -61,6 +67,22 @@ class ModuleReader:
         if not 0 < value < float("inf"):
             raise self._error(tensor, value, "a positive number")
         return value
+
+    def _form(self, module: str) -> tuple[str, tuple[str, ...]]:
+        """Name of the form that the module's weight has, and the tensors that this form may have."""
+        if f"{module}.weight_packed" in self._tensors:
+            return "compressed-tensors NVFP4", (
+                "weight_packed",
+                "weight_scale",
+                "weight_global_scale",
+                "input_global_scale",
+            )
+        kind = self._tensors.entry(f"{module}.weight").dtype
+        if kind == "U8":
+            return "ModelOpt NVFP4", ("weight", "weight_scale", "weight_scale_2", "input_scale")
+        if kind == "F8_E4M3":
+            return "FP8", ("weight", "weight_scale", "input_scale")
+        return kind, ("weight",)
 
     def _nvfp4(self, module: str, shape: tuple[int, ...], packed: str, scale: str, input_scale: str) -> Nvfp4Weight:
         rows, columns = shape
@@ -95,10 +117,13 @@ class ModuleReader:
         kind, scale = self._array(name, None)
         if kind not in ("F32", "BF16") or scale.shape not in ((), (1,), (shape[0],), (shape[0], 1)):
             raise self._error(name, f"{kind} {list(scale.shape)}", f"F32 [], [1], [{shape[0]}] or [{shape[0]}, 1]")
+        values = _float(kind, scale).reshape(-1)
+        if not ((values > 0) & np.isfinite(values)).all():
+            raise self._error(name, "not positive everywhere", "positive numbers")
         activations = f"{module}.input_scale"
         return Fp8Weight(
             codes,
-            _float(kind, scale).reshape(-1),
+            values,
             self.scalar(activations) if activations in self._tensors else None,
         )
 
