@@ -6,6 +6,7 @@ from edge_dflash.checkpoint.config import match_pair, read_drafter_spec, read_ta
 from edge_dflash.checkpoint.specs import DrafterLayerMask, YarnScaling
 from edge_dflash.errors import CheckpointError, UnsupportedModelError
 from tests.golden_pairs import GOLDEN
+from tests.synthetic import CONFIGS
 
 DELETE = object()
 
@@ -101,6 +102,12 @@ def test_stop_tokens_of_both_files_are_joined(target):
         ({"rope_parameters": {"rope_theta": 1e7, "rope_type": "llama3"}}, CheckpointError, "rope_type is 'llama3'"),
         ({"rope_parameters": {"rope_theta": 1e7, "partial_rotary_factor": 0.3}}, CheckpointError, "partial_rotary"),
         ({"eos_token_id": "x"}, CheckpointError, "eos_token_id is 'x'"),
+        ({"eos_token_id": [0, 512]}, CheckpointError, r"eos_token_id is \[0, 512\], wanted a token id below .* 512"),
+        ({"model_type": "qwen2"}, CheckpointError, "model_type is 'qwen2', wanted qwen3_5 or qwen3_5_text"),
+        ({"num_experts": 64}, UnsupportedModelError, "num_experts is 64: a mixture-of-experts"),
+        ({"architectures": ["Qwen3MoeForCausalLM"]}, UnsupportedModelError, "mixture-of-experts"),
+        ({"rms_norm_eps": 10**400}, CheckpointError, "rms_norm_eps is 1000"),
+        ({"rope_parameters": []}, CheckpointError, r"rope_parameters is \[\], wanted an object"),
     ],
 )
 def test_bad_target_configs_are_refused(target, changes, error, words):
@@ -108,6 +115,41 @@ def test_bad_target_configs_are_refused(target, changes, error, words):
         target(**changes)
     assert "config.json" in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rope_scaling": {"type": "yarn"}}, "lacks the field rope_scaling.factor"),
+        ({"rope_scaling": {"type": "yarn", "factor": 0.5}}, r"rope_scaling\.factor is 0\.5"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2, "mscale": 1.0}}, "mscale is 1.0, wanted no such setting"),
+        ({"rope_scaling": {"type": "linear", "factor": 2}}, "wanted 'default' or 'yarn'"),
+        ({"partial_rotary_factor": 0.5}, "wanted 1: this architecture rotates whole heads"),
+    ],
+)
+def test_rotary_settings_that_would_be_dropped_are_refused(target, changes, words):
+    with pytest.raises(CheckpointError, match=words):
+        target("qwen3-tiny", **changes)
+
+
+def test_yarn_settings(target):
+    yarn = {"type": "yarn", "factor": 2, "attention_factor": 1.5, "beta_fast": 16, "beta_slow": 2}
+    scaling = target("qwen3-tiny", rope_scaling=yarn).attention.rope.scaling
+    assert scaling == YarnScaling(2.0, 1024, 1.5, 16.0, 2.0)  # 1024: max_position_embeddings
+
+
+def test_sliding_windows_of_a_target_are_refused(target):
+    with pytest.raises(CheckpointError, match="layer_types is 'sliding_attention'"):
+        target("qwen3-tiny", layer_types=["sliding_attention"] * 6)
+    with pytest.raises(CheckpointError, match="use_sliding_window"):
+        target("qwen3-tiny", layer_types=DELETE, use_sliding_window=True, sliding_window=8)
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in CONFIGS.iterdir() if path.is_dir()))
+def test_published_configs_are_pairs(name):
+    pair = match_pair(read_target_spec(CONFIGS / name / "target"), read_drafter_spec(CONFIGS / name / "drafter"))
+    assert pair.drafter.block_size == 16
+    assert len(pair.drafter.target_layer_ids) == 5
 
 
 def test_unreadable_configs_are_refused(tmp_path):
@@ -136,6 +178,17 @@ def test_drafter_variants(drafter):
     assert drafter(layer_types=DELETE).layers == (DrafterLayerMask(True, None),) * 3
 
 
+def test_without_layer_types_a_window_counts_when_it_is_used(drafter):
+    masks = (DrafterLayerMask(True, None), DrafterLayerMask(False, 24), DrafterLayerMask(False, 24))
+    assert drafter(layer_types=DELETE, max_window_layers=1).layers == masks
+    assert drafter(layer_types=DELETE, max_window_layers=1, use_sliding_window=False).layers == masks[:1] * 3
+
+
+def test_yarn_of_a_drafter(drafter):
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    assert drafter(rope_scaling=yarn).attention.rope.scaling == YarnScaling(4.0, 32768)
+
+
 def test_taps_may_be_more_than_layers_or_follow_the_rule(drafter):
     five = {"mask_token_id": 511, "target_layer_ids": [0, 1, 2, 3, 4]}
     assert drafter(dflash_config=five).target_layer_ids == (0, 1, 2, 3, 4)
@@ -156,6 +209,19 @@ def test_taps_may_be_more_than_layers_or_follow_the_rule(drafter):
         ({"architectures": ["DSparkDraftModel"]}, UnsupportedModelError, "DSpark"),
         ({"architectures": ["Qwen3ForCausalLM"]}, UnsupportedModelError, "wanted DFlashDraftModel"),
         ({"sample_from_anchor": True}, UnsupportedModelError, "sample_from_anchor"),
+        ({"markov_rank": 0}, UnsupportedModelError, "markov_rank is set: a DSpark/DeepSpec drafter"),
+        ({"architectures": ["Qwen3DFlashModel"]}, UnsupportedModelError, "DSpark/DeepSpec"),
+        ({"speculators_model_type": "dflash"}, UnsupportedModelError, "speculators format"),
+        ({"model_type": "qwen3_moe"}, UnsupportedModelError, "mixture-of-experts"),
+        ({"model_type": "llama"}, CheckpointError, "model_type is 'llama', wanted qwen3"),
+        ({"attention_bias": True}, UnsupportedModelError, "attention_bias"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, CheckpointError, "rope_type is 'longrope'"),
+        (
+            {"dflash_config": {"mask_token_id": 511, "block_size": 16}},
+            CheckpointError,
+            "block_size is 8, wanted the same",
+        ),
+        ({"dflash_config": {"mask_token_id": 511, "causal": True}, "is_causal": False}, CheckpointError, "is_causal"),
         ({"block_size": DELETE}, CheckpointError, "lacks the field"),
         ({"block_size": 1}, CheckpointError, "block_size is 1"),
         ({"sliding_window": None}, CheckpointError, "lacks the field sliding_window"),

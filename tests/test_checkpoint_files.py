@@ -103,6 +103,12 @@ def test_a_tensor_in_two_shards_is_refused(checkpoint, tmp_path):
         (raw({"a": entry(offsets=(0, 4))}, bytes(8)), "has 4 bytes, wanted 8 for F32"),
         (raw({"a": entry()}, bytes(7)), "cut short: tensor a ends at byte"),
         (raw({"a": entry(), "b": entry(offsets=(4, 12))}, bytes(12)), "a and b overlap"),
+        (raw({"a": entry(), "b": entry(offsets=(12, 20))}, bytes(20)), "4 bytes between a and tensor b"),
+        (raw({"a": entry(offsets=(8, 16))}, bytes(16)), "8 bytes between the header and tensor a"),
+        (raw({"a": entry()}, bytes(9)), "1 bytes after a, the last tensor"),
+        (raw(b'{"a": 1, "a": 2}'), "damaged header"),
+        (raw(b"[" * 100_000), "damaged header"),
+        (raw(b'{"a": ' + b"9" * 5000 + b"}"), "damaged header"),
     ],
 )
 def test_damaged_files_are_refused_by_name(checkpoint, content, words):

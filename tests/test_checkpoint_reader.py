@@ -210,6 +210,99 @@ def test_vectors_may_be_f32_or_f16(make):
         np.testing.assert_allclose(got.data, value, rtol=1e-3)
 
 
+def test_a_tied_head_is_the_embedding_whatever_its_copy_holds(make):
+    c = make("qwen3-tiny")
+    kind, embedding = c.tensors["model.embed_tokens.weight"]
+    c.tensors["lm_head.weight"] = (kind, np.zeros_like(embedding))
+    assert np.array_equal(c.open().get("target.lm_head").data, embedding)
+    c.config["tie_word_embeddings"] = False
+    assert not c.open().get("target.lm_head").data.any()
+
+
+def test_a_tied_head_may_have_a_quantized_tensor_of_its_own(make):
+    c = make("qwen3-tiny")
+    c.tensors["lm_head.weight"] = c.tensors["model.embed_tokens.weight"]
+    expected = fp8(c, "lm_head", per_channel=False)
+    store = c.open()
+    assert np.array_equal(store.get("target.lm_head").data, expected.data)
+    assert isinstance(store.get("target.embed_tokens"), WideWeight)
+
+
+def test_one_kv_scale_alone_leaves_the_other_at_one(make):
+    c = make()
+    c.tensors["model.layers.3.self_attn.v_scale"] = ("F32", np.array([0.25], np.float32))
+    assert c.open().kv_scale("target.layers.3.kv") == (1.0, 0.25)
+    c.tensors["model.layers.3.self_attn.v_scale"] = ("F32", np.array([0.0], np.float32))
+    with pytest.raises(CheckpointError, match=r"v_scale is 0\.0, wanted a positive number"):
+        c.open()
+
+
+def test_kv_scales_of_layers_without_a_cache_are_refused(make):
+    c = make()
+    c.tensors["model.layers.0.self_attn.k_scale"] = ("F32", np.array(0.25, np.float32))
+    with pytest.raises(CheckpointError, match=r"layers\.0\.self_attn\.k_scale .* not part of the target"):
+        c.open()
+
+
+def test_kv_scales_of_another_format_are_refused(make):
+    c = make()
+    c.quant_config(quant_method="modelopt", quant_algo=None, kv_cache_quant_algo="NVFP4")
+    with pytest.raises(CheckpointError, match="kv_cache_quant_algo is 'NVFP4', wanted 'FP8'"):
+        c.open()
+
+
+def test_a_compressed_tensors_group_without_weights_is_wide(make):
+    c = make()
+    group = {"targets": ["Linear"], "weights": None, "input_activations": {"num_bits": 8}}
+    c.quant_config(quant_method="compressed-tensors", config_groups={"group_0": group})
+    assert isinstance(c.open().get(f"target.{DOWN}"), WideWeight)
+    fp8(c, f"model.{DOWN}", per_channel=True)
+    with pytest.raises(CheckpointError, match="stored as fp8, its quantization config says wide"):
+        c.open()
+
+
+def test_a_wide_module_that_the_config_calls_quantized_is_refused(make):
+    c = make()
+    c.quant_config(quant_method="modelopt", quant_algo="FP8_PER_CHANNEL_PER_TOKEN", ignore=["lm_head"])
+    with pytest.raises(CheckpointError, match=r"is stored as wide, its quantization config says fp8.*; and \d+ more"):
+        c.open()
+
+
+def test_problems_are_counted_and_the_first_are_named(make):
+    c = make()
+    for i in range(5):
+        del c.tensors[f"model.layers.{i}.input_layernorm.weight"]
+    with pytest.raises(CheckpointError, match=r"lacks 5 tensors .*layers\.0\..* then .*layers\.2\.") as caught:
+        c.open()
+    assert "layers.3." not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "stray", "words"),
+    [
+        ("qwen3_5-tiny", f"model.{DOWN}.weight_scale", "weight_scale is there, wanted only weight beside BF16"),
+        ("qwen3_5-tiny", f"model.{DOWN}.bias", "bias .* not part of the target"),
+        ("qwen3_5-tiny", "model.norm.weight_scale", "weight_scale .* not part of the target"),
+        ("qwen3_5-tiny-nvfp4-ct", f"model.language_model.{DOWN}.weight", "weight is there, wanted only weight_packed"),
+        ("qwen3_5-tiny-nvfp4-modelopt", f"model.language_model.{DOWN}.pre_quant_scale", "pre_quant_scale .* not part"),
+    ],
+)
+def test_tensors_of_two_forms_are_refused(make, name, stray, words):
+    c = make(name)
+    c.tensors[stray] = ("F32", np.ones(1, np.float32))
+    with pytest.raises(CheckpointError, match=words):
+        c.open()
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, np.nan, np.inf])
+def test_fp8_scales_must_be_positive_numbers(make, bad):
+    c = make()
+    fp8(c, f"model.{DOWN}", per_channel=True)
+    c.tensors[f"model.{DOWN}.weight_scale"][1][5] = bad
+    with pytest.raises(CheckpointError, match="not positive everywhere"):
+        c.open()
+
+
 def change(kind=None, shape=None, value=None):
     def apply(c, tensor):
         old_kind, array = c.tensors[tensor]
@@ -244,6 +337,8 @@ def change(kind=None, shape=None, value=None):
         ("qwen3_5-tiny", f"model.{DOWN}.weight", change(shape=(128, 128)), r"shape \[128, 128\], wanted \[128, 256\]"),
         ("qwen3_5-tiny", "model.norm.weight", change(shape=(64,)), r"shape \[64\], wanted \[128\]"),
         ("qwen3_5-tiny", f"model.{DOWN}.weight", change(kind="I64"), "dtype I64, wanted BF16"),
+        ("qwen3_5-tiny", f"model.{DOWN}.weight", change(kind="F16"), "dtype F16, wanted BF16 or F32"),
+        ("qwen3_5-tiny", "model.embed_tokens.weight", change(kind="F16"), "dtype F16, wanted BF16 or F32"),
         ("qwen3_5-tiny", "model.norm.weight", change(kind="F8_E4M3"), "dtype F8_E4M3, wanted BF16"),
         ("qwen3_5-tiny", f"model.{DOWN}.weight", change(kind="F8_E4M3"), "weight_scale is missing"),
         ("qwen3_5-tiny-nvfp4-ct", f"{DOWN}.weight_packed", change(kind="I64"), "dtype I64, wanted U8"),
