@@ -155,7 +155,10 @@ def _json(request: _Request, where: Path, plain: Plan, speculative: Plan, proble
 
 def _table(plain: Plan, speculative: Plan) -> Table:
     same = "the same tokens" if plain.tokens == speculative.tokens else "DIFFERENT TOKENS"
-    table = Table(title=f"{len(speculative.tokens)} tokens after {speculative.prompt_tokens} of prompt: {same}")
+    table = Table(
+        title=f"{len(speculative.tokens)} tokens after {speculative.prompt_tokens} of prompt: {same}",
+        title_justify="left",
+    )
     table.add_column("decoding")
     for name in ("seconds", "first token", "tokens/s", "tokens per verify"):
         table.add_column(name, justify="right")
