@@ -19,7 +19,7 @@ UNIT = "attend"
 CHUNK = 64  # keys
 _THREADS = 256
 _BIDIRECTIONAL, _SEQUENTIAL, _GATED = 1, 2, 4
-_SPLITS = ((1024, 128), (4096, 256), (8192, 512))  # below this position, splits of so many keys; beyond, of 1024
+_SPLITS = ((512, 64), (2048, 128), (4096, 256), (8192, 512))  # below this position, splits of so many keys; beyond, of 1024
 
 
 def splits(keys: int) -> int:
@@ -186,7 +186,7 @@ class Attention:
         score_scale = memory.k_scale * shape.head_dim**-0.5 * math.log2(math.e)
         self._gpu.launch(
             self._attend[prefill],
-            (1 if prefill else shape.splits, shape.kv_heads * row_blocks, shape.tiles(prefill)),
+            (shape.kv_heads * row_blocks, 1 if prefill else shape.splits, shape.tiles(prefill)),
             _THREADS,
             (
                 *(queries, memory.k, memory.v, partial, sums, out.pointer, q.pointer, length, rows),

@@ -16,7 +16,7 @@ from edge_dflash.errors import BackendError
 
 UNIT = "delta"
 TAPS = 4  # longest convolution of the kernels
-_PREPARE_WARPS, _THREADS, _COLUMNS = 8, 128, 32
+_PREPARE_WARPS, _THREADS, _COLUMNS = 8, 64, 32
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ class GatedDelta:
         )
         self._gpu.launch(
             self._recurrence,
-            (s.value_heads, s.value_dim // _COLUMNS, 1),
+            (s.value_heads, s.value_dim // _COLUMNS + 1, 1),  # the last row writes the tape
             _THREADS,
             (
                 *(layer.state, layer.history, layer.tape_u, layer.tape_g, layer.tape_beta, scratch, counters),

@@ -16,19 +16,21 @@ static constexpr int CHUNK = 64;     // keys
 static constexpr int FAR = 0x3fffffff;
 enum Flags { BIDIRECTIONAL = 1, SEQUENTIAL = 2, GATED = 4 };
 
-// Splits of 128 keys below 1024, 256 below 4096, 512 below 8192, then 1024: short where few are live, so that a
-// short context fills the device; long where many are, so that partial results stay small beside the keys.
+// Splits of 64 keys below 512, 128 below 2048, 256 below 4096, 512 below 8192, then 1024: short where few are live,
+// so that a short context fills the device; long where many are, so that partial results stay small beside the keys.
 __device__ __forceinline__ int first_key(int split) {
-    if (split < 8) return split * 128;
-    if (split < 20) return 1024 + (split - 8) * 256;
-    if (split < 28) return 4096 + (split - 20) * 512;
-    return 8192 + (split - 28) * 1024;
+    if (split < 8) return split * 64;
+    if (split < 20) return 512 + (split - 8) * 128;
+    if (split < 28) return 2048 + (split - 20) * 256;
+    if (split < 36) return 4096 + (split - 28) * 512;
+    return 8192 + (split - 36) * 1024;
 }
 __device__ __forceinline__ int split_of(int key) {
-    if (key < 1024) return key / 128;
-    if (key < 4096) return 8 + (key - 1024) / 256;
-    if (key < 8192) return 20 + (key - 4096) / 512;
-    return 28 + (key - 8192) / 1024;
+    if (key < 512) return key / 64;
+    if (key < 2048) return 8 + (key - 512) / 128;
+    if (key < 4096) return 20 + (key - 2048) / 256;
+    if (key < 8192) return 28 + (key - 4096) / 512;
+    return 36 + (key - 8192) / 1024;
 }
 
 // Keys that the row at position p sees: first <= key < stop.
@@ -284,12 +286,12 @@ __device__ void attend(const u16* q, const u8* k_memory, const u8* v_memory, flo
     const int tile = blockIdx.z, first_row = tile << tile_log2;
     const int start = *length, n = valid_rows(rows_there, rows);  // written long before: no wait is needed
     Task t;
-    t.kv_head = blockIdx.y / row_blocks, t.block_row = blockIdx.y % row_blocks * G::rows;
+    t.kv_head = blockIdx.x / row_blocks, t.block_row = blockIdx.x % row_blocks * G::rows;
     t.M = group << tile_log2, t.p0 = start + first_row, t.keys = min(start + n, capacity);
     const int tile_rows = 1 << tile_log2;
     // All rows of the tile together see keys [begin, end); every row sees [inner, inner_end) of them.
     const View low = view(t.p0, t.keys, window, flags), high = view(t.p0 + tile_rows - 1, t.keys, window, flags);
-    int split = gridDim.x - 1 - blockIdx.x, last = split;
+    int split = gridDim.y - 1 - blockIdx.y, last = split;  // the long splits start first
     if (flags & SEQUENTIAL) split = split_of(low.first), last = split_of(max(high.stop - 1, 0));
     if (first_row >= n || first_key(split) >= high.stop || first_key(split + 1) <= low.first) {
         pdl_wait();
@@ -319,7 +321,7 @@ __device__ void attend(const u16* q, const u8* k_memory, const u8* v_memory, flo
         copy_wait<0>();
     }
     const u32 q_at = shared_address(q_tile), kv_at = shared_address(kv_tile), p_at = shared_address(p_tile);
-    float* carried = partial + ((u64)(tile * gridDim.y + blockIdx.y) * (MT * G::NT * 4)) * THREADS + threadIdx.x;
+    float* carried = partial + ((u64)(tile * gridDim.x + blockIdx.x) * (MT * G::NT * 4)) * THREADS + threadIdx.x;
     float run_m[MT][2], run_l[MT][2];  // sequential: folded over the splits so far
 #pragma unroll
     for (int i = 0; i < MT; i++) run_m[i][0] = run_m[i][1] = NEG_INF, run_l[i][0] = run_l[i][1] = 0.0f;

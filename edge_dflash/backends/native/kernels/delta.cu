@@ -6,13 +6,15 @@
 // once and written once: after the replay, or after the own rows when the pass commits (prefill). With no own rows
 // the same two kernels are a flush.
 //
-// Columns of S are independent. A warp owns 8 columns of one head; 8 lanes share a pair of columns, each with Dk / 8
-// of its elements in registers.
+// Columns of S are independent. A block owns 32 columns of one head; 4 lanes share a pair of columns, each with a
+// quarter of its elements in registers. The blocks of one more row of the grid write the tape beside them.
 #include "state.cuh"
 
 static constexpr int PREPARE_WARPS = 8;
-static constexpr int COLUMNS = 32;  // of S a block
-static constexpr int THREADS = 128;
+static constexpr int LANES = 4;          // that share a pair of columns of S
+static constexpr int WARP_COLUMNS = 64 / LANES;
+static constexpr int COLUMNS = 32;       // of S a block
+static constexpr int THREADS = COLUMNS / WARP_COLUMNS * 32;
 static constexpr int STAGE = 16;  // rows in shared memory at a time, twice
 static constexpr int TAPS = 4;    // longest convolution; shorter ones have leading zeros
 
@@ -186,54 +188,81 @@ __device__ __forceinline__ void load_stage(Stage<DK>& to, const Scratch& s, int 
     copy_commit();
 }
 
+// What one token brings to a lane: its elements of k and q, and the scalars of the head.
+template <int DK, bool own>
+struct Token {
+    float4 k[DK / 4 / LANES], q[DK / 4 / LANES], gate;
+    float2 v;
+    float qk;
+    __device__ __forceinline__ void load(const Stage<DK>& in, int r) {
+        const int lane = threadIdx.x % 32, part = lane % LANES;
+#pragma unroll
+        for (int c = 0; c < DK / 4 / LANES; c++) {
+            k[c] = *(const float4*)&in.k[r][(c * LANES + part) * 4];
+            if (own) q[c] = *(const float4*)&in.q[r][(c * LANES + part) * 4];
+        }
+        gate = in.gate[r];
+        v = *(const float2*)&in.v[r][threadIdx.x / 32 * WARP_COLUMNS + lane / LANES * 2];
+        if (own) qk = in.qk[r];
+    }
+};
+
 // One token: S <- decay S + k d^T with d = beta (v - decay S^T k); o = decay S^T q + (q . k) d, which is S_new^T q.
 template <int DK, bool own>
-__device__ __forceinline__ float2 step(float (&s)[DK / 8][2], const Stage<DK>& in, int r) {
-    const int lane = threadIdx.x % 32, part = lane % 8, column = threadIdx.x / 32 * 8 + lane / 8 * 2;
-    float4 k[DK / 32], q[DK / 32];
-    float ks[2] = {0.0f, 0.0f}, qs[2] = {0.0f, 0.0f};
+__device__ __forceinline__ float2 step(float (&s)[DK / LANES][2], const Token<DK, own>& in) {
+    float ks[2][2] = {}, qs[2][2] = {};  // sums over even and odd groups of four
 #pragma unroll
-    for (int c = 0; c < DK / 32; c++) {
-        k[c] = *(const float4*)&in.k[r][(c * 8 + part) * 4];
-        if (own) q[c] = *(const float4*)&in.q[r][(c * 8 + part) * 4];
-    }
-#pragma unroll
-    for (int c = 0; c < DK / 32; c++) {
-        const float kc[4] = {k[c].x, k[c].y, k[c].z, k[c].w}, qc[4] = {q[c].x, q[c].y, q[c].z, q[c].w};
+    for (int c = 0; c < DK / 4 / LANES; c++) {
+        const float k[4] = {in.k[c].x, in.k[c].y, in.k[c].z, in.k[c].w};
+        const float q[4] = {in.q[c].x, in.q[c].y, in.q[c].z, in.q[c].w};
 #pragma unroll
         for (int e = 0; e < 4; e++)
 #pragma unroll
             for (int j = 0; j < 2; j++) {
-                ks[j] = __fmaf_rn(kc[e], s[c * 4 + e][j], ks[j]);
-                if (own) qs[j] = __fmaf_rn(qc[e], s[c * 4 + e][j], qs[j]);
+                ks[c % 2][j] = __fmaf_rn(k[e], s[c * 4 + e][j], ks[c % 2][j]);
+                if (own) qs[c % 2][j] = __fmaf_rn(q[e], s[c * 4 + e][j], qs[c % 2][j]);
             }
     }
-    const float4 gate = in.gate[r];
-    const float decay = gate.x, v[2] = {in.v[r][column], in.v[r][column + 1]};
-    float d[2], o[2];
+    const float decay = in.gate.x, v[2] = {in.v.x, in.v.y};
+    float d[2], o[2] = {0.0f, 0.0f};
 #pragma unroll
     for (int j = 0; j < 2; j++) {
-        d[j] = __fmul_rn(__fsub_rn(v[j], __fmul_rn(decay, lane_sum<8>(ks[j]))), gate.y);
-        if (own) o[j] = __fmaf_rn(in.qk[r], d[j], __fmul_rn(decay, lane_sum<8>(qs[j])));
+        const float sum = lane_sum<LANES>(__fadd_rn(ks[0][j], ks[1][j]));
+        d[j] = __fmul_rn(__fsub_rn(v[j], __fmul_rn(decay, sum)), in.gate.y);
+        if (own) o[j] = __fmaf_rn(in.qk, d[j], __fmul_rn(decay, lane_sum<LANES>(__fadd_rn(qs[0][j], qs[1][j]))));
     }
 #pragma unroll
-    for (int c = 0; c < DK / 32; c++) {
-        const float kc[4] = {k[c].x, k[c].y, k[c].z, k[c].w};
+    for (int c = 0; c < DK / 4 / LANES; c++) {
+        const float k[4] = {in.k[c].x, in.k[c].y, in.k[c].z, in.k[c].w};
 #pragma unroll
         for (int e = 0; e < 4; e++)
 #pragma unroll
             for (int j = 0; j < 2; j++)
-                s[c * 4 + e][j] = __fmaf_rn(kc[e], d[j], __fmul_rn(decay, s[c * 4 + e][j]));
+                s[c * 4 + e][j] = __fmaf_rn(k[e], d[j], __fmul_rn(decay, s[c * 4 + e][j]));
     }
-    return own ? make_float2(o[0], o[1]) : make_float2(0.0f, 0.0f);
+    return make_float2(o[0], o[1]);
 }
 
-// Base of the convolution and the tape after this pass. A thread owns whole channel pairs; prepare has read them.
+// Tokens first .. stop - 1 of a stage; the next token's loads are under way while one is computed.
+template <int DK, bool own, class Write>
+__device__ __forceinline__ void steps(float (&s)[DK / LANES][2], const Stage<DK>& in, int first, int stop, Write write) {
+    if (first >= stop) return;
+    Token<DK, own> token, next;
+    token.load(in, first);
+#pragma unroll 2
+    for (int r = first; r < stop; r++) {
+        next.load(in, min(r + 1, stop - 1));
+        const float2 o = step<DK, own>(s, token);
+        if (own) write(r, o);
+        token = next;
+    }
+}
+
+// Base of the convolution and the tape after this pass, by the blocks of the last row of the grid. A thread owns
+// whole channel pairs; prepare has read them.
 __device__ __forceinline__ void write_tape(const Line& line, u16* history, u16* tape_u, float* tape_g, float* tape_beta,
                                            const Scratch& s, int own, int hv, bool commits) {
-    const int blocks = gridDim.x * gridDim.y, threads = blocks * THREADS;
-    const int warp = threadIdx.x / 32 * blocks + blockIdx.y * gridDim.x + blockIdx.x;  // spread over the blocks
-    const int id = warp * 32 + threadIdx.x % 32;
+    const int threads = gridDim.x * THREADS, id = blockIdx.x * THREADS + threadIdx.x;
     const int base = line.pending + (commits ? own : 0);
     for (int c = id * 2; c < line.channels; c += threads * 2) {
         if (base > 0) {
@@ -257,26 +286,38 @@ __device__ __forceinline__ void write_tape(const Line& line, u16* history, u16* 
     }
 }
 
-// Gated RMS norm of one head's outputs: bf16(o / rms(o) * w * silu(z)). A warp per row.
+// Gated RMS norm of one head's outputs: bf16(o / rms(o) * w * silu(z)). A warp has ROWS rows at a time, their loads
+// under way together.
 __device__ __forceinline__ void write_output(const float* o, const u16* z, const float* norm, u16* out, int rows,
                                              int head, int hv, int dv, int z_stride, int out_stride, float eps) {
+    constexpr int ROWS = 8;
     const int lane = threadIdx.x % 32, count = dv / 32;
-    for (int r = threadIdx.x / 32; r < rows; r += THREADS / 32) {
-        float x[4], squares = 0.0f;
+    for (int first = threadIdx.x / 32 * ROWS; first < rows; first += THREADS / 32 * ROWS) {
+        float x[ROWS][4];
+        u16 gate[ROWS][4];
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            x[i] = i < count ? __ldcg(o + ((u64)r * hv + head) * dv + i * 32 + lane) : 0.0f;
-            squares = __fmaf_rn(x[i], x[i], squares);
-        }
-        const float mean = __fdiv_rn(lane_sum<32>(squares), (float)dv);
-        const float inverse = __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(mean, eps)));
+        for (int n = 0; n < ROWS; n++)
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            if (i >= count) continue;
-            const int j = i * 32 + lane;
-            const float gate = silu(bf16_float(z[(u64)r * z_stride + head * dv + j]));
-            out[(u64)r * out_stride + head * dv + j] =
-                to_bf16(__fmul_rn(__fmul_rn(__fmul_rn(x[i], inverse), norm[j]), gate));
+            for (int i = 0; i < 4; i++) {
+                const bool there = i < count && first + n < rows;
+                const u64 r = first + n, j = head * dv + i * 32 + lane;
+                x[n][i] = there ? __ldcg(o + r * hv * dv + j) : 0.0f;
+                gate[n][i] = there ? z[r * z_stride + j] : (u16)0;
+            }
+#pragma unroll
+        for (int n = 0; n < ROWS; n++) {
+            float squares = 0.0f;
+#pragma unroll
+            for (int i = 0; i < 4; i++) squares = __fmaf_rn(x[n][i], x[n][i], squares);
+            const float mean = __fdiv_rn(lane_sum<32>(squares), (float)dv);
+            const float inverse = __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(mean, eps)));
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const int j = i * 32 + lane;
+                if (i < count && first + n < rows)
+                    out[(u64)(first + n) * out_stride + head * dv + j] = to_bf16(__fmul_rn(
+                        __fmul_rn(__fmul_rn(x[n][i], inverse), norm[j]), silu(bf16_float(gate[n][i]))));
+            }
         }
     }
 }
@@ -288,28 +329,35 @@ __device__ void recurrence(float* state, u16* history, u16* tape_u, float* tape_
                            int dv, int taps, int qkv_stride, int z_stride, int out_stride, float eps, int commits) {
     __shared__ __align__(16) Stage<DK> stages[2];
     __shared__ int is_last;
-    const int head = blockIdx.x, key_head = head / (hv / hk), lane = threadIdx.x % 32, part = lane % 8;
-    const int column = blockIdx.y * COLUMNS + threadIdx.x / 32 * 8 + lane / 8 * 2;
+    const int head = blockIdx.x, key_head = head / (hv / hk), lane = threadIdx.x % 32, part = lane % LANES;
+    const int column = blockIdx.y * COLUMNS + threadIdx.x / 32 * WARP_COLUMNS + lane / LANES * 2;
+    // S and the control words were written long before the kernel that precedes this one.
+    const int pending = *pending_there, own = own_rows(rows_there, rows), total = pending + own;
+    const Scratch there = scratch_at(scratch, most_rows, hk, hv, DK, dv);
+    if (blockIdx.y == gridDim.y - 1) {
+        pdl_wait();
+        pdl_trigger();
+        const Line line{history, tape_u, qkv, pending, 2 * hk * DK + hv * dv, qkv_stride, taps};
+        write_tape(line, history, tape_u, tape_g, tape_beta, there, own, hv, commits);
+        return;
+    }
     float2* place = (float2*)(state + ((u64)head * DK) * dv + column);
-    float s[DK / 8][2];
+    float s[DK / LANES][2];
+    auto element = [&](int i) { return place + (u64)((i / 4 * LANES + part) * 4 + i % 4) * dv / 2; };
 #pragma unroll
-    for (int i = 0; i < DK / 8; i++) {  // S was written long before the kernel that precedes this one
-        const float2 x = __ldcg(place + (u64)((i / 4 * 8 + part) * 4 + i % 4) * dv / 2);
+    for (int i = 0; i < DK / LANES; i++) {
+        const float2 x = __ldcg(element(i));
         s[i][0] = x.x, s[i][1] = x.y;
     }
     pdl_wait();
     pdl_trigger();
-    const int pending = *pending_there, own = own_rows(rows_there, rows), total = pending + own;
     if (total == 0) return;
-    const Scratch there = scratch_at(scratch, most_rows, hk, hv, DK, dv);
-    const Line line{history, tape_u, qkv, pending, 2 * hk * DK + hv * dv, qkv_stride, taps};
     auto write_state = [&] {
 #pragma unroll
-        for (int i = 0; i < DK / 8; i++)
-            place[(u64)((i / 4 * 8 + part) * 4 + i % 4) * dv / 2] = make_float2(s[i][0], s[i][1]);
+        for (int i = 0; i < DK / LANES; i++) *element(i) = make_float2(s[i][0], s[i][1]);
     };
+    float* o = there.o + (u64)head * dv + column;
     load_stage<DK>(stages[0], there, 0, min(STAGE, total), head, key_head, hk, hv, dv);
-    write_tape(line, history, tape_u, tape_g, tape_beta, there, own, hv, commits);
     for (int first = 0; first < total; first += STAGE) {
         const int next = first + STAGE;
         if (next < total) {
@@ -320,14 +368,12 @@ __device__ void recurrence(float* state, u16* history, u16* tape_u, float* tape_
         }
         __syncthreads();
         const Stage<DK>& in = stages[first / STAGE % 2];
-        const int stop = min(next, total);
-        int t = first;
-        for (; t < min(stop, pending); t++) step<DK, false>(s, in, t - first);
-        if (t == pending && pending > 0 && first < pending && !commits) write_state();
-        for (; t < stop; t++) {
-            const float2 o = step<DK, true>(s, in, t - first);
-            if (part == 0) *(float2*)(there.o + ((u64)(t - pending) * hv + head) * dv + column) = o;
-        }
+        const int stop = min(next, total), replayed = max(first, min(stop, pending));
+        steps<DK, false>(s, in, 0, replayed - first, [](int, float2) {});
+        if (replayed == pending && first < pending && !commits) write_state();
+        steps<DK, true>(s, in, replayed - first, stop - first, [&](int r, float2 x) {
+            if (part == 0) *(float2*)(o + (u64)(first + r - pending) * hv * dv) = x;
+        });
         __syncthreads();
     }
     if (commits) write_state();
@@ -335,7 +381,7 @@ __device__ void recurrence(float* state, u16* history, u16* tape_u, float* tape_
     __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) {  // the last block of the head norms its outputs
-        is_last = atomicAdd(arrived + head, 1) == gridDim.y - 1;
+        is_last = atomicAdd(arrived + head, 1) == gridDim.y - 2;
         if (is_last) arrived[head] = 0;
         __threadfence();
     }
