@@ -63,7 +63,15 @@ def train_tokenizer(seed_tasks: int = TRAINING_TASKS) -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(_texts(tasks("train", 0, seed_tasks)), trainer)
-    return tokenizer
+    return _with_visible_thinking(tokenizer)
+
+
+def _with_visible_thinking(tokenizer: Tokenizer) -> Tokenizer:
+    """The marks of thinking are tokens of their own, but stay in decoded text, so that a reader finds the answer."""
+    state = json.loads(tokenizer.to_str())
+    for token in state["added_tokens"]:
+        token["special"] = token["content"] not in (THINK, END_OF_THINKING)
+    return Tokenizer.from_str(json.dumps(state))
 
 
 def _texts(source: Iterable[Task]) -> Iterable[str]:
