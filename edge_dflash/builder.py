@@ -8,18 +8,23 @@ and resumed has the bytes of one that was not.
 from __future__ import annotations
 
 import errno
+import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
+import torch
+
 from edge_dflash import __version__
 from edge_dflash.backends.base import Precision
 from edge_dflash.build_plan import BuildConfig, BuildPlan, plan_build
 from edge_dflash.build_scales import CALIBRATION, BuildScales, dump_scales, load_scales, measure_scales
-from edge_dflash.convert import convert
+from edge_dflash.convert import Run, convert
 from edge_dflash.errors import BuildError, CheckpointError
 from edge_dflash.manifest import FileEntry, Manifest, dump_manifest
 from edge_dflash.parts import CHUNK, Advance, DurableFile, write_part
@@ -72,9 +77,10 @@ def _fill(plan: BuildPlan, work: WorkDir, report: BuildProgress) -> Manifest:
         name = f"tokenizer/{source.name}"
         files[name] = work.reuse(name, _ignore) or work.add(name, partial(_copy, source))
     stage = _Stage(report, "weights", plan.size)
-    for part, names in plan.parts.items():
-        write = partial(_write_weights, plan, names, scales.inputs, stage.advance)
-        files[part] = work.reuse(part, stage.advance) or work.add(part, write)
+    with _workers() as pool:
+        for part, names in plan.parts.items():
+            write = partial(_write_weights, plan, names, scales.inputs, pool.map, stage.advance)
+            files[part] = work.reuse(part, stage.advance) or work.add(part, write)
     stage.finish()
     drafter = plan.pair.drafter
     return Manifest(
@@ -110,11 +116,28 @@ def _scales(plan: BuildPlan, work: WorkDir, report: BuildProgress) -> tuple[File
     return work.add(CALIBRATION, partial(_write, dump_scales(scales))), scales
 
 
+@contextmanager
+def _workers() -> Iterator[ThreadPoolExecutor]:
+    """Threads that convert different rows, each with torch on itself alone: torch's own threads wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+            yield pool
+    finally:
+        torch.set_num_threads(before)
+
+
 def _write_weights(
-    plan: BuildPlan, names: tuple[str, ...], input_scales: Mapping[str, float], advance: Advance, path: Path
+    plan: BuildPlan,
+    names: tuple[str, ...],
+    input_scales: Mapping[str, float],
+    run: Run,
+    advance: Advance,
+    path: Path,
 ) -> FileEntry:
     try:
-        return write_part(path, convert(plan.store, names, plan.formats, input_scales), advance)
+        return write_part(path, convert(plan.store, names, plan.formats, input_scales, run), advance)
     except CheckpointError as error:
         source = plan.config.target if names[0].startswith("target.") else plan.config.drafter
         raise CheckpointError(f"{source}: {error}") from None

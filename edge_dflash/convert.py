@@ -7,8 +7,9 @@ scale. Knows nothing about files.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -22,7 +23,8 @@ from edge_dflash.quant.fp8 import quantize_fp8
 from edge_dflash.quant.nvfp4 import BLOCK, fused_group, quantize_nvfp4
 from edge_dflash.quant.tensors import absmax, wide_tensor
 
-ROW_BLOCK = 32 << 20  # bytes of a wide matrix that are in memory at once
+ROW_BLOCK = 8 << 20  # bytes of a wide matrix that one call reads
+Run: TypeAlias = Callable[[Callable[[slice], float], Iterable[slice]], Iterable[float]]
 _E4M3_NAN = 0x7F  # without the sign bit
 
 
@@ -31,28 +33,41 @@ def convert(
     names: Sequence[str],
     formats: Mapping[str, WeightFormat],
     input_scales: Mapping[str, float],
+    run: Run = map,
 ) -> dict[str, Weight]:
     """Weights ``names`` in their formats, in the order given; all members of a fused group must be among the names.
 
     ``input_scales`` are the W4A4 activation scales; other NVFP4 weights lose theirs, so that their inputs stay wide.
+    ``run`` is :func:`map` or the ``map`` of an executor; its calls work on different rows.
     Raises CheckpointError for NaN and infinity and BuildError for what cannot be quantized, naming the weight.
     """
     stored = {name: store.get(name) for name in names}
-    largest = {name: check_finite(name, weight) for name, weight in stored.items()}
-    return {
-        name: _converted(name, weight, formats[name], _group_amax(name, stored, formats, largest), input_scales)
-        for name, weight in stored.items()
-    }
+    largest = {name: check_finite(name, weight, run) for name, weight in stored.items()}
+    weights: dict[str, Weight] = {}
+    for name, weight in stored.items():
+        try:
+            if weight_format(weight) != formats[name]:
+                weight = _quantized(weight, formats[name], _group_amax(name, stored, formats, largest), run)
+        except BuildError as error:
+            raise BuildError(f"{name}: {error}") from None
+        if isinstance(weight, Nvfp4Weight):
+            weight = replace(weight, input_scale=input_scales.get(name))
+        weights[name] = weight
+    return weights
 
 
-def check_finite(name: str, weight: Weight) -> float:
+def check_finite(name: str, weight: Weight, run: Run = map) -> float:
     """Return the largest magnitude of a wide weight (0.0 for others). Raises CheckpointError for NaN and infinity."""
     if isinstance(weight, WideWeight):
         matrix = weight.data.reshape(-1, weight.data.shape[-1])
-        largest = 0.0
-        for rows in _row_blocks(matrix):
+
+        def block_amax(rows: slice) -> float:
             found = absmax(wide_tensor(WideWeight(matrix[rows])))
             forget_pages(matrix[rows])
+            return found
+
+        largest = 0.0
+        for found in run(block_amax, _row_blocks(matrix)):
             if not math.isfinite(found):
                 raise _not_finite(name, "NaN or infinity")
             largest = max(largest, found)
@@ -72,22 +87,13 @@ def _group_amax(
     return max((largest[m] for m in members if isinstance(stored[m], WideWeight)), default=0.0)
 
 
-def _converted(name: str, weight: Weight, form: WeightFormat, amax: float, input_scales: Mapping[str, float]) -> Weight:
-    try:
-        if weight_format(weight) != form:
-            weight = _quantized(weight, form, amax)
-    except BuildError as error:
-        raise BuildError(f"{name}: {error}") from None
-    return replace(weight, input_scale=input_scales.get(name)) if isinstance(weight, Nvfp4Weight) else weight
-
-
-def _quantized(weight: Weight, form: WeightFormat, amax: float) -> Weight:
+def _quantized(weight: Weight, form: WeightFormat, amax: float, run: Run) -> Weight:
     if not isinstance(weight, WideWeight):
         raise BuildError(f"stored as {weight_format(weight)}, wanted {form}: a quantized weight is not converted")
     tensor = wide_tensor(weight)
     match form:
         case "nvfp4":
-            return _nvfp4(weight, amax)
+            return _nvfp4(weight, amax, run)
         case "fp8":
             return quantize_fp8(tensor)
         case "bf16":
@@ -96,18 +102,19 @@ def _quantized(weight: Weight, form: WeightFormat, amax: float) -> Weight:
             raise BuildError(f"stored as {weight_format(weight)}, which is not converted to {form}")
 
 
-def _nvfp4(weight: WideWeight, amax: float) -> Nvfp4Weight:
+def _nvfp4(weight: WideWeight, amax: float, run: Run) -> Nvfp4Weight:
     """NVFP4 in blocks of rows: with a given amax a row's codes depend on that row only."""
     n, k = weight.shape
-    if n * k * weight.data.itemsize <= ROW_BLOCK:
-        return quantize_nvfp4(wide_tensor(weight), amax)
     packed, block_scale = np.empty((n, k // 2), np.uint8), np.empty((n, k // BLOCK), np.uint8)
-    global_scale = 1.0
-    for rows in _row_blocks(weight.data):
+
+    def block(rows: slice) -> float:
         part = quantize_nvfp4(wide_tensor(WideWeight(weight.data[rows])), amax)
-        packed[rows], block_scale[rows], global_scale = part.packed, part.block_scale, part.global_scale
+        packed[rows], block_scale[rows] = part.packed, part.block_scale
         forget_pages(weight.data[rows])
-    return Nvfp4Weight(packed, block_scale, global_scale)
+        return part.global_scale
+
+    global_scales = list(run(block, _row_blocks(weight.data)))  # all equal: they depend on amax only
+    return Nvfp4Weight(packed, block_scale, global_scales[0])
 
 
 def _row_blocks(matrix: Array) -> Iterator[slice]:
