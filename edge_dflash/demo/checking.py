@@ -136,7 +136,9 @@ class _World:
             return f"{name} at {self.where[name]}, robot at {self.at}, place {self.state[place]}"
         if "inspect" in self.rules and name not in self.inspected:
             return f"{name} was not inspected"
-        needed = {"fragile": "gentle", "heavy": "both_arms"}.get(thing.trait, "gentle" if "gentle" in self.rules else "")
+        needed = {"fragile": "gentle", "heavy": "both_arms"}.get(
+            thing.trait, "gentle" if "gentle" in self.rules else ""
+        )
         if needed and grip != needed:
             return f"grip {grip}, needs {needed}"
         if thing.trait == "hot" and (self.last["action"] != "wait" or self.last["seconds"] < COOLING_SECONDS):

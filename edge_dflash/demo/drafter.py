@@ -84,9 +84,9 @@ class BlockAttention(nn.Module):
             own_seen = own_seen.tril()
         scores = torch.cat(
             (
-                (q.flatten(2, 4) @ k.transpose(-1, -2)).view(*q.shape[:-1], length).masked_fill(
-                    ~seen[:, None, None], -math.inf
-                ),
+                (q.flatten(2, 4) @ k.transpose(-1, -2))
+                .view(*q.shape[:-1], length)
+                .masked_fill(~seen[:, None, None], -math.inf),
                 (q @ own_k.transpose(-1, -2)).masked_fill(~own_seen, -math.inf),
             ),
             -1,

@@ -47,8 +47,8 @@ def random_goal(rng: Random, scene: Scene) -> Goal | None:
     if kind == "check":
         return Goal("check", tuple(rng.sample(things + places, rng.randint(1, 3))))
     if kind == "swap":
-        pair = tuple(rng.sample(things, 2))
-        return None if scene.thing(pair[0]).place == scene.thing(pair[1]).place else Goal("swap", pair)
+        pair = tuple(rng.sample(things, min(2, len(things))))
+        return Goal("swap", pair) if len({scene.thing(name).place for name in pair}) == 2 else None
     goal = {
         "tidy": Goal("tidy", (rng.choice(places),), to),
         "gather": Goal("gather", (scene.thing(rng.choice(things)).noun,), to),

@@ -101,7 +101,9 @@ def save_model(model: Target | Drafter, directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     config = target_config_json(model.c) if isinstance(model, Target) else drafter_config_json(model.c)
     (directory / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
-    tensors = {name: t.detach().to("cpu", torch.bfloat16).contiguous() for name, t in sorted(model.state_dict().items())}
+    tensors = {
+        name: t.detach().to("cpu", torch.bfloat16).contiguous() for name, t in sorted(model.state_dict().items())
+    }
     save_file(tensors, str(directory / "model.safetensors"), metadata={"format": "pt"})
 
 

@@ -114,9 +114,7 @@ def _steps(run: TargetRun, model: Target, dataset: Dataset, progress: Progress, 
     quantizer.clear()
 
 
-def language_loss(
-    model: Target, ids: torch.Tensor, lengths: torch.Tensor, prompts: torch.Tensor
-) -> torch.Tensor:
+def language_loss(model: Target, ids: torch.Tensor, lengths: torch.Tensor, prompts: torch.Tensor) -> torch.Tensor:
     """Cross-entropy of the next token, mean over tokens by weight: 1 in the answer, PROMPT_WEIGHT before, 0 after."""
     logits, _ = model(ids)
     place = torch.arange(1, ids.shape[1], device=ids.device)[None, :]
