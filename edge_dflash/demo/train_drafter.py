@@ -46,9 +46,9 @@ class DrafterRun:
     """Everything that decides a training of the drafter."""
 
     seed: int = 1
-    tasks: int = 48_000  # training tasks that the target answers
+    tasks: int = 30_000  # training tasks that the target answers
     generate_batch: int = 4096
-    steps: int = 5000
+    steps: int = 2400
     batch: int = 128  # samples a step
     anchors: int = 16  # blocks a sample
     peak_rate: float = 2e-3
@@ -58,7 +58,7 @@ class DrafterRun:
     device: str = "cuda"
     check_tasks: int = 64
     log_every: int = 200
-    save_every: int = 1000
+    save_every: int = 400
     config: DrafterConfig = field(default_factory=DrafterConfig)
 
 

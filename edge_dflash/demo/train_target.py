@@ -45,7 +45,7 @@ class TargetRun:
 
     seed: int = 0
     tasks: int = 400_000
-    steps: int = 7500
+    steps: int = 6000
     batch: int = 96  # samples a step
     peak_rate: float = 2.5e-3
     weight_decay: float = 0.1
