@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Literal
 
-FinishReason = Literal["stop", "length", "context"]
+FinishReason = Literal["stop", "length", "context", "deadline", "cancelled"]
 
 
-def accepted(drafts: Sequence[int], choices: Sequence[int]) -> int:
+def accepted(drafts: Sequence[int], choices: Sequence[int], tolerated: Sequence[bool] = ()) -> int:
     """Number n of leading drafts that equal the target's own choices.
 
     ``choices[r]`` is the target's choice after verify row r; there is one more of them than there are drafts, and
-    ``choices[n]`` is the bonus token that is committed with the n drafts.
+    ``choices[n]`` is the bonus token that is committed with the n drafts. ``tolerated`` (lossy, one flag for each
+    draft) lets a draft pass that differs.
     """
     for n, draft in enumerate(drafts):
-        if draft != choices[n]:
+        if draft != choices[n] and not (tolerated and tolerated[n]):
             return n
     return len(drafts)
 

@@ -8,13 +8,17 @@ and the Backend protocol, nothing of text, models or devices.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from edge_dflash.backends.base import Backend
 from edge_dflash.errors import ContextError, RequestError
 from edge_dflash.spec.accept import FinishReason, accepted, cut
-from edge_dflash.spec.sampling import Sampling, choose
+from edge_dflash.spec.constraint import Constraint
+from edge_dflash.spec.pace import CycleTime, Pace
+from edge_dflash.spec.path import Path
+from edge_dflash.spec.relaxed import Relaxation
+from edge_dflash.spec.sampling import Sampling
 
 
 @dataclass(frozen=True)
@@ -34,14 +38,53 @@ class DecodeOptions:
         return Sampling(self.temperature, self.top_k, self.top_p, self.seed)
 
 
+def _never() -> bool:
+    return False
+
+
+@dataclass(frozen=True)
+class Controls:
+    """What steers a running request. Only ``relaxation`` changes which tokens come; the rest decides when to end."""
+
+    constraint: Constraint | None = None  # grammar, standing at the beginning of the answer
+    relaxation: Relaxation | None = None  # lossy acceptance inside the thinking span
+    deadline: float | None = None  # time.perf_counter() by which the last step must have ended
+    cancelled: Callable[[], bool] = _never  # asked between cycles
+    pace: Pace | None = None  # the engine's measured times; None: nothing is known, and drafting never rests
+
+    def refuse(self, seconds: float) -> FinishReason | None:
+        """Why a pass of ``seconds`` must not start now; None when it may."""
+        if self.cancelled():
+            return "cancelled"
+        if self.deadline is not None and time.perf_counter() + seconds > self.deadline:
+            return "deadline"
+        return None
+
+
+NO_CONTROLS = Controls()
+
+
 @dataclass(frozen=True)
 class Step:
-    """Tokens that became final together: the first token after prefill, then one Step per cycle."""
+    """Tokens that became final together: the first token after prefill, then one Step per cycle.
+
+    A request that ends by its deadline or by being cancelled closes with a Step without tokens.
+    """
 
     tokens: tuple[int, ...]
     finish_reason: FinishReason | None  # set on the last step
     propose_seconds: float  # 0 for the first step and in plain decoding
     verify_seconds: float  # of the first step: prefill
+    relaxed: int = 0  # drafts that stand only because acceptance was relaxed
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What one propose-verify-accept found: n accepted drafts and the target's own choice after them."""
+
+    tokens: list[int]
+    relaxed: list[bool]  # for each token, whether it stands only because acceptance was relaxed
+    propose_seconds: float
 
 
 @dataclass(frozen=True)
@@ -62,6 +105,7 @@ class Generation:
     finish_reason: FinishReason
     accept_lengths: tuple[int, ...]
     timings: Timings
+    relaxed: int = 0  # tokens that stand only because acceptance was relaxed: not 0 means that the output is lossy
 
     @property
     def accept_length(self) -> float:
@@ -70,7 +114,12 @@ class Generation:
 
 
 def stream(
-    backend: Backend, prompt: Sequence[int], options: DecodeOptions, *, speculative: bool = True
+    backend: Backend,
+    prompt: Sequence[int],
+    options: DecodeOptions,
+    *,
+    speculative: bool = True,
+    controls: Controls = NO_CONTROLS,
 ) -> Iterator[Step]:
     """Append ``prompt`` to the backend's sequence and decode.
 
@@ -79,31 +128,59 @@ def stream(
     the backend is touched.
     """
     budget, at_budget = admit(backend, prompt, options)
-    sampling, stop = options.sampling, options.stop_token_ids
+    path = Path(options.sampling, controls.constraint, controls.relaxation, options.stop_token_ids)
+    pace = controls.pace or Pace()
+    if reason := controls.refuse(pace.prefill_seconds(len(prompt))):
+        yield Step((), reason, 0.0, 0.0)
+        return
 
     began = time.perf_counter()
-    first = choose(backend.prefill(prompt), sampling, backend.length)
-    tokens, reason = cut(first, stop, budget, at_budget)
-    yield Step(tuple(tokens), reason, 0.0, time.perf_counter() - began)
+    choices, _ = path.choices(backend.prefill(prompt), (), backend.length)
+    tokens, reason = cut(choices, options.stop_token_ids, budget, at_budget)
+    path.commit(tokens)
+    step = Step(tuple(tokens), reason, 0.0, time.perf_counter() - began)
+    pace.record_prefill(len(prompt), step.verify_seconds)
+    yield step
 
     while reason is None:
+        drafting = speculative and (controls.pace is None or pace.drafting)
+        if reason := controls.refuse(pace.cycle_seconds(speculative=drafting)):
+            yield Step((), reason, 0.0, 0.0)
+            return
         budget -= len(tokens)
-        anchor, position = tokens[-1], backend.length + 1
         began = time.perf_counter()
-        drafts = choose(backend.propose(anchor), sampling, position) if speculative else []
-        proposed = time.perf_counter()
-        choices = choose(backend.verify([anchor, *drafts]), sampling, position)
-        n = accepted(drafts, choices)
-        tokens, reason = cut([*drafts[:n], choices[n]], stop, budget, at_budget)
+        offer = speculate(backend, path, tokens[-1], drafting=drafting)
+        tokens, reason = cut(offer.tokens, options.stop_token_ids, budget, at_budget)
         backend.commit(len(tokens))  # the anchor and all new tokens but the last
-        yield Step(tuple(tokens), reason, proposed - began, time.perf_counter() - proposed)
+        path.commit(tokens)
+        verify_seconds = time.perf_counter() - began - offer.propose_seconds
+        pace.record(CycleTime(offer.propose_seconds, verify_seconds, len(tokens)))
+        relaxed = sum(offer.relaxed[: len(tokens)])
+        yield Step(tuple(tokens), reason, offer.propose_seconds, verify_seconds, relaxed)
+
+
+def speculate(backend: Backend, path: Path, anchor: int, *, drafting: bool) -> Offer:
+    """Propose, verify, accept: the tokens that may be committed behind ``anchor``. Commits nothing."""
+    position = backend.length + 1
+    began = time.perf_counter()
+    drafts = path.drafts(backend.propose(anchor), position) if drafting else []
+    propose_seconds = time.perf_counter() - began if drafting else 0.0
+    choices, tolerated = path.choices(backend.verify([anchor, *drafts]), drafts, position)
+    n = accepted(drafts, choices, tolerated)
+    relaxed = [draft != choice for draft, choice in zip(drafts[:n], choices, strict=False)]
+    return Offer([*drafts[:n], choices[n]], [*relaxed, False], propose_seconds)
 
 
 def generate(
-    backend: Backend, prompt: Sequence[int], options: DecodeOptions, *, speculative: bool = True
+    backend: Backend,
+    prompt: Sequence[int],
+    options: DecodeOptions,
+    *,
+    speculative: bool = True,
+    controls: Controls = NO_CONTROLS,
 ) -> Generation:
     """Run :func:`stream` to its end."""
-    return collect(list(stream(backend, prompt, options, speculative=speculative)))
+    return collect(list(stream(backend, prompt, options, speculative=speculative, controls=controls)))
 
 
 def collect(steps: Sequence[Step]) -> Generation:
@@ -112,13 +189,14 @@ def collect(steps: Sequence[Step]) -> Generation:
     if reason is None:
         raise ValueError("the stream was not finished: its last step has no finish reason")
     prefill = steps[0].verify_seconds
-    propose = sum(step.propose_seconds for step in steps)
+    propose = sum(step.propose_seconds for step in steps[1:])
     verify = sum(step.verify_seconds for step in steps[1:])
     return Generation(
         tokens=tuple(token for step in steps for token in step.tokens),
         finish_reason=reason,
-        accept_lengths=tuple(len(step.tokens) for step in steps[1:]),
+        accept_lengths=tuple(len(step.tokens) for step in steps[1:] if step.tokens),
         timings=Timings(prefill, propose, verify, prefill + propose + verify),
+        relaxed=sum(step.relaxed for step in steps),
     )
 
 

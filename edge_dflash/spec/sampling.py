@@ -9,6 +9,7 @@ noise at the same positions, so its drafts agree with the target's choice more o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +17,7 @@ import numpy.typing as npt
 
 from edge_dflash.backends.base import Rows
 from edge_dflash.errors import RequestError
+from edge_dflash.spec.constraint import Mask
 
 Floats = npt.NDArray[np.float64]
 
@@ -41,12 +43,23 @@ class Sampling:
             raise RequestError(f"seed is {self.seed}; give 0 to 2**64 - 1")
 
 
-def choose(rows: Rows, sampling: Sampling, position: int) -> list[int]:
-    """Token of each row; row r chooses for absolute position ``position + r``."""
-    if sampling.temperature == 0.0:
+def choose(rows: Rows, sampling: Sampling, position: int, masks: Sequence[Mask | None] | None = None) -> list[int]:
+    """Token of each row; row r chooses for absolute position ``position + r``, among those that its mask allows."""
+    if masks is None and sampling.temperature == 0.0:
         return rows.argmax()
     logits = rows.logits()
-    return [_sample(row, sampling, position + r) for r, row in enumerate(logits)]
+    return [
+        choose_row(row, sampling, position + r, None if masks is None else masks[r]) for r, row in enumerate(logits)
+    ]
+
+
+def choose_row(row: npt.NDArray[np.float32], sampling: Sampling, position: int, mask: Mask | None = None) -> int:
+    """Choice of one row of logits [V] for an absolute position."""
+    if mask is not None:
+        row = np.where(mask, row, np.float32(-np.inf))
+    if sampling.temperature == 0.0:
+        return int(row.argmax())
+    return _sample(row, sampling, position)
 
 
 def candidates(row: Floats, sampling: Sampling) -> npt.NDArray[np.intp]:

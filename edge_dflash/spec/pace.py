@@ -1,0 +1,85 @@
+"""Measured times of one engine, and the two decisions that follow from them: may a pass start, does drafting pay.
+
+Knows seconds and accept lengths, nothing of tokens or models. One Pace belongs to one loaded backend and outlives
+requests, so that the second request already knows the engine.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+RECENT = 32  # cycles that an estimate looks back on
+PROBE = 4  # speculative cycles of a new try after plain decoding
+REST = 32  # plain cycles before drafting is tried again; doubles up to REST_LIMIT while it does not pay
+REST_LIMIT = 512
+GAIN = 0.98  # drafting pays when its time a token is below this share of plain decoding's
+
+
+@dataclass(frozen=True)
+class CycleTime:
+    """One measured cycle."""
+
+    propose_seconds: float  # 0 when it was plain
+    verify_seconds: float
+    tokens: int  # committed
+
+    @property
+    def seconds(self) -> float:
+        """The whole cycle."""
+        return self.propose_seconds + self.verify_seconds
+
+
+class Pace:
+    """Recent cycle and prefill times. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._drafted: deque[CycleTime] = deque(maxlen=RECENT)
+        self._plain: deque[CycleTime] = deque(maxlen=RECENT)
+        self._prefill_seconds_per_token = 0.0  # the largest seen, decaying
+        self._resting = 0  # plain cycles left before drafting is tried again
+        self._rest = REST
+
+    @property
+    def drafting(self) -> bool:
+        """Whether the next cycle should draft; False while drafting was seen to cost more than it gives."""
+        return self._resting == 0
+
+    def cycle_seconds(self, *, speculative: bool) -> float:
+        """Longest of the recent cycles of a kind; of the other kind when there is none; 0 when nothing is known."""
+        cycles = self._drafted if speculative else self._plain
+        return max((cycle.seconds for cycle in cycles or self._drafted or self._plain), default=0.0)
+
+    def prefill_seconds(self, tokens: int) -> float:
+        """Estimate for a prompt of ``tokens``; 0 when nothing is known."""
+        return self._prefill_seconds_per_token * tokens
+
+    def record_prefill(self, tokens: int, seconds: float) -> None:
+        """Note a measured prefill."""
+        self._prefill_seconds_per_token = max(seconds / tokens, 0.9 * self._prefill_seconds_per_token)
+
+    def record(self, cycle: CycleTime) -> None:
+        """Note a measured cycle and decide how to go on.
+
+        Drafting pays when (propose + verify) / accept length is below the time of a plain cycle, which reads the same
+        weights once for one token; without a measured plain cycle, verify alone stands for it.
+        """
+        if cycle.propose_seconds == 0.0:
+            self._plain.append(cycle)
+            if self._resting:
+                self._resting -= 1
+                if self._resting == 0:
+                    self._drafted.clear()  # the new try is judged by itself
+            return
+        self._drafted.append(cycle)
+        if len(self._drafted) >= PROBE and not self._pays():
+            self._resting = self._rest
+            self._rest = min(2 * self._rest, REST_LIMIT)
+        elif len(self._drafted) == RECENT:
+            self._rest = REST
+
+    def _pays(self) -> bool:
+        drafted = sum(cycle.seconds for cycle in self._drafted) / sum(cycle.tokens for cycle in self._drafted)
+        reference = self._plain or self._drafted
+        plain = sum(cycle.verify_seconds for cycle in reference) / len(reference)
+        return drafted < GAIN * plain

@@ -1,0 +1,85 @@
+"""Choosing tokens along a path: free, or under a grammar that walks with the drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from edge_dflash.backends.base import Rows
+from edge_dflash.spec.constraint import Constraint, Mask
+from edge_dflash.spec.relaxed import Relaxation, ThinkingSpan
+from edge_dflash.spec.sampling import Sampling, choose, choose_row
+
+
+class Path:
+    """The choices of one request.
+
+    With a grammar, drafts that it forbids are replaced before they are verified and tokens that it forces are
+    proposed without asking the drafter; both only raise the accept length. The target's own choice at every row is
+    made among the tokens that the grammar allows there, whatever was drafted, so constrained speculative decoding
+    equals constrained plain decoding.
+    """
+
+    def __init__(
+        self,
+        sampling: Sampling,
+        constraint: Constraint | None,
+        relaxation: Relaxation | None,
+        stop_token_ids: Sequence[int],
+    ) -> None:
+        self._sampling = sampling
+        self._constraint = constraint
+        self._stop = frozenset(stop_token_ids)
+        self._thinking = ThinkingSpan(relaxation, stop_token_ids) if relaxation is not None else None
+
+    def drafts(self, rows: Rows, position: int) -> list[int]:
+        """Draft tokens for positions ``position``, ...; fewer than rows when the grammar ends before."""
+        free = choose(rows, self._sampling, position)
+        grammar = self._constraint
+        if grammar is None:
+            return free
+        path: list[int] = []
+        forced: list[int] = []
+        for row, token in enumerate(free):
+            forced = forced or list(grammar.forced())
+            token = forced.pop(0) if forced else token
+            if not grammar.push(token):
+                token = choose_row(rows.logits()[row], self._sampling, position + row, grammar.allowed())
+                grammar.push(token)
+                forced = []
+            path.append(token)
+            if token in self._stop:
+                break
+        grammar.pop(len(path))
+        return path
+
+    def choices(self, rows: Rows, drafts: Sequence[int], position: int) -> tuple[list[int], list[bool]]:
+        """The target's choice after the anchor and after each draft, and which drafts are tolerated (lossy).
+
+        The masks are computed before the logits are asked for: on a device, while the verify pass runs.
+        """
+        masks = None if self._constraint is None else self._masks(self._constraint, drafts)
+        choices = choose(rows, self._sampling, position, masks)
+        if self._thinking is None or not drafts:
+            return choices, []
+        return choices, self._thinking.tolerated(rows.logits(), drafts, choices)
+
+    def commit(self, tokens: Sequence[int]) -> None:
+        """Walk over tokens that became final."""
+        if self._constraint is not None:
+            for token in tokens:
+                self._constraint.push(token)
+        if self._thinking is not None:
+            self._thinking.commit(tokens)
+
+    def _masks(self, grammar: Constraint, drafts: Sequence[int]) -> list[Mask | None]:
+        """What may follow the anchor and each draft."""
+        masks = [grammar.allowed()]
+        walked = 0
+        for draft in drafts:
+            if draft in self._stop:  # nothing follows a stop token, and nothing is chosen there
+                break
+            grammar.push(draft)
+            walked += 1
+            masks.append(grammar.allowed())
+        grammar.pop(walked)
+        return masks + [None] * (len(drafts) + 1 - len(masks))

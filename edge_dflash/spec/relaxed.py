@@ -1,0 +1,62 @@
+"""Lossy by choice: inside the thinking span a draft may stand in for the target's choice when it is nearly as good.
+
+Off unless a request asks for it, and named ``lossy`` in its result. Outside the span, at the token that closes it and
+at stop tokens, acceptance is strict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from edge_dflash.errors import RequestError
+
+
+@dataclass(frozen=True)
+class Relaxation:
+    """A draft is tolerated when it is among the ``top_k`` tokens and within ``margin`` logits of the best."""
+
+    close_token_ids: tuple[int, ...]  # tokens that close the thinking span
+    top_k: int = 3
+    margin: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Raise RequestError on values that make no sense."""
+        if not self.close_token_ids:
+            raise RequestError("relaxed acceptance needs a token that closes thinking; this model's tokenizer has none")
+        if self.top_k < 1 or not 0.0 <= self.margin < float("inf"):
+            raise RequestError(
+                f"relaxed acceptance has top_k {self.top_k} and margin {self.margin}; "
+                "give a top_k of at least 1 and a margin of at least 0 logits"
+            )
+
+
+class ThinkingSpan:
+    """Follows one request: is the span still open, and which drafts of a block are tolerated."""
+
+    def __init__(self, relaxation: Relaxation, stop_token_ids: Collection[int]) -> None:
+        self._relaxation = relaxation
+        self._closing = frozenset(relaxation.close_token_ids)
+        self._strict = self._closing | frozenset(stop_token_ids)
+        self._open = True
+
+    def commit(self, tokens: Sequence[int]) -> None:
+        """Note tokens that became final; the span never opens again."""
+        self._open = self._open and self._closing.isdisjoint(tokens)
+
+    def tolerated(self, logits: npt.NDArray[np.float32], drafts: Sequence[int], choices: Sequence[int]) -> list[bool]:
+        """For each draft, whether it may stand although the target chose otherwise. ``logits`` is [rows, V]."""
+        allowed = []
+        is_open = self._open
+        for row, (draft, choice) in enumerate(zip(drafts, choices, strict=False)):
+            near = is_open and self._strict.isdisjoint((draft, choice)) and self._near(logits[row], draft)
+            allowed.append(near)
+            is_open = is_open and draft not in self._closing
+        return allowed
+
+    def _near(self, row: npt.NDArray[np.float32], draft: int) -> bool:
+        better = int((row > row[draft]).sum())
+        return better < self._relaxation.top_k and float(row.max() - row[draft]) <= self._relaxation.margin
