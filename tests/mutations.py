@@ -11,7 +11,7 @@ from edge_dflash.backends.reference.interpreter import Interpreter
 from edge_dflash.graph.ops import Attend, KvAppend, SelectRows
 from edge_dflash.graph.program import PairPrograms
 from edge_dflash.quant.fp8 import from_e4m3, to_e4m3
-from edge_dflash.spec import loop
+from edge_dflash.spec import loop, path
 
 PASSES = ("prefill", "verify", "propose")
 
@@ -252,9 +252,9 @@ def softmax_over_the_block(patch):
 
 def one_draft_too_many(patch):
     original = loop.accepted
-    patch.setattr(loop, "accepted", lambda drafts, choices: min(len(drafts), original(drafts, choices) + 1))
+    patch.setattr(loop, "accepted", lambda drafts, choices, _: min(len(drafts), original(drafts, choices) + 1))
 
 
 def noise_by_row(patch):
-    original = loop.choose
-    patch.setattr(loop, "choose", lambda rows, sampling, position: original(rows, sampling, 0))
+    original = path.choose
+    patch.setattr(path, "choose", lambda rows, sampling, position, masks=None: original(rows, sampling, 0))
