@@ -56,21 +56,18 @@ struct Nvfp4 {
     return {{load_shared16(at), load_shared16(at + 512)}, load_shared4(at + 1024 - lane * 12)};
   }
 
-  // a[STEPS][4]: fragments of tile ``m`` for every step of the window.
-  static __device__ __forceinline__ void fragments(const Words& w, int m, u32 (&a)[STEPS][4]) {
+  // Fragments of tile ``m`` for steps 2h and 2h+1 of the window.
+  static __device__ __forceinline__ void fragments(const Words& w, int m, int h, u32 (&a)[2][4]) {
     const u32 words[2][2] = {{w.tile[m].x, w.tile[m].y}, {w.tile[m].z, w.tile[m].w}};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const u32 scale = block_scale_pair(w.scales, 2 * m + half);
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        u32 pair[4];
-        e2m1_pairs(words[half][c], pair);
-        a[2 * c][half] = mul_bf16x2(pair[0], scale);
-        a[2 * c][2 + half] = mul_bf16x2(pair[1], scale);
-        a[2 * c + 1][half] = mul_bf16x2(pair[2], scale);
-        a[2 * c + 1][2 + half] = mul_bf16x2(pair[3], scale);
-      }
+      u32 pair[4];
+      e2m1_pairs(words[half][h], pair);
+      a[0][half] = mul_bf16x2(pair[0], scale);
+      a[0][2 + half] = mul_bf16x2(pair[1], scale);
+      a[1][half] = mul_bf16x2(pair[2], scale);
+      a[1][2 + half] = mul_bf16x2(pair[3], scale);
     }
   }
 };
@@ -99,14 +96,12 @@ struct FourParts {
 struct Fp8 : FourParts {
   static constexpr int WINDOW = 64, STEPS = 4;
 
-  static __device__ __forceinline__ void fragments(const Words& w, int m, u32 (&a)[STEPS][4]) {
+  static __device__ __forceinline__ void fragments(const Words& w, int m, int h, u32 (&a)[2][4]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const uint4 v = w.part[2 * m + half];
-      e4m3_pairs(v.x, a[0][half], a[0][2 + half]);
-      e4m3_pairs(v.y, a[1][half], a[1][2 + half]);
-      e4m3_pairs(v.z, a[2][half], a[2][2 + half]);
-      e4m3_pairs(v.w, a[3][half], a[3][2 + half]);
+      e4m3_pairs(h ? v.z : v.x, a[0][half], a[0][2 + half]);
+      e4m3_pairs(h ? v.w : v.y, a[1][half], a[1][2 + half]);
     }
   }
 };
@@ -114,7 +109,7 @@ struct Fp8 : FourParts {
 struct Bf16 : FourParts {
   static constexpr int WINDOW = 32, STEPS = 2;
 
-  static __device__ __forceinline__ void fragments(const Words& w, int m, u32 (&a)[STEPS][4]) {
+  static __device__ __forceinline__ void fragments(const Words& w, int m, int, u32 (&a)[2][4]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const uint4 v = w.part[2 * m + half];

@@ -10,28 +10,12 @@
 //
 // At the end of a pass the 8 warps' partial sums are added in the order of the warps. Everything that fixes the order of
 // a sum is a function of K, the number of splits and the warp: never of the rows, the pass or the number of blocks.
-#include "decode.cuh"
+#include "job.cuh"
 
 #ifndef STAGES
 #define STAGES 2
 #endif
-static constexpr int WARPS = 8, TILE = 16, UNIT_ROWS = 32, PARTS = 4;
-
-enum Mode { STORE = 0, RESIDUAL = 1, SWIGLU = 2, PARTIAL = 3, GREEDY = 4 };
-
-// One stack of matrices with a common input. Part i holds units start[i] .. start[i+1]-1 and ``columns[i]`` real rows.
-struct Job {
-  const u8* weights;
-  const float* scale;  // [units * 32], applied to the FP32 sum
-  const u16* x;        // [rows, k], row stride x_stride
-  int k, x_stride, units, windows, splits, groups, per_pass, prefetch;
-  u16* out[PARTS];
-  int out_stride[PARTS], start[PARTS], columns[PARTS];
-  int mode;
-  const u16* residual;  // RESIDUAL: same stride as out[0]
-  float* partial;       // PARTIAL: [splits][rows][units * 32]
-  u64* best;            // GREEDY: [groups][rows] ranks of the largest logit
-};
+static constexpr int WARPS = 8;
 
 // Order of logits as unsigned integers; with the complement of the id, a maximum that prefers the lowest id.
 __device__ __forceinline__ u64 rank(float logit, int id) {
@@ -42,7 +26,7 @@ __device__ __forceinline__ u64 rank(float logit, int id) {
 // Where a lane's next copies come from: one unit count and window of the warp's list (pass after pass).
 struct Cursor {
   const u8* weights;  // this lane's bytes of the pass's first unit
-  const u16* x;
+  int x;              // elements from job.x
   int unit, count, window, left;  // first unit and number of units of the pass; steps left
 };
 
@@ -72,7 +56,7 @@ struct Stream {
     ring = shared + WARPS * 1024 + warp * STAGES * stage_bytes + lane * 16;
     unit_stride = static_cast<long long>(j.windows) * F::UNIT;
     load.weights = j.weights + unit0 * unit_stride + first * F::UNIT + lane * 16;
-    load.x = j.x + (lane / 4) * j.x_stride + (lane % 4) * BLOCK + first * F::WINDOW;
+    load.x = (lane / 4) * j.x_stride + (lane % 4) * BLOCK + first * F::WINDOW;
     load.unit = unit0, load.count = base + (unit0 < more_until);
     load.window = first, load.left = passes * (stop - first);
 #pragma unroll
@@ -83,11 +67,12 @@ struct Stream {
     if (load.left <= 0) return;
     const bool inside = load.window * F::WINDOW < job.k - (lane % 4) * BLOCK;
     const u32 to = stage + job.per_pass * F::UNIT;
+    const u16* from = job.x + load.x;
 #pragma unroll
     for (int n = 0; n < COLUMN_TILES; ++n)
 #pragma unroll
       for (int h = 0; h < BLOCK / 8; ++h)
-        copy16_or_zero(to + (n * (BLOCK / 8) + h) * 512, load.x + n * 8 * job.x_stride + h * 8, inside);
+        copy16_or_zero(to + (n * (BLOCK / 8) + h) * 512, from + n * 8 * job.x_stride + h * 8, inside);
   }
 
   __device__ __forceinline__ void advance(Cursor& c) const {
@@ -150,15 +135,18 @@ struct Stream {
         if (p < refills) F::fetch(here + p * F::UNIT, refill, lane);
         refill += unit_stride;
 #pragma unroll
-        for (int m = 0; m < 2; ++m) {
-          u32 a[F::STEPS][4];
-          F::fragments(words, m, a);
+        for (int m = 0; m < 2; ++m)
 #pragma unroll
-          for (int j = 0; j < F::STEPS; ++j)
+          for (int h = 0; h < F::STEPS / 2; ++h) {
+            u32 a[2][4];
+            F::fragments(words, m, h, a);
 #pragma unroll
-            for (int n = 0; n < COLUMN_TILES; ++n)
-              mma_16x8x16(sum[2 * p + m][n], a[j][0], a[j][1], a[j][2], a[j][3], b[n][2 * j], b[n][2 * j + 1]);
-        }
+            for (int j = 0; j < 2; ++j)
+#pragma unroll
+              for (int n = 0; n < COLUMN_TILES; ++n)
+                mma_16x8x16(sum[2 * p + m][n], a[j][0], a[j][1], a[j][2], a[j][3], b[n][4 * h + 2 * j],
+                            b[n][4 * h + 2 * j + 1]);
+          }
       }
       copies_commit();
       advance(load);
@@ -215,22 +203,19 @@ struct Stream {
       const int column = unit * 16 + inner / 16 * 8 + inner % 8;
       if (inner % 16 < 8 && column < job.columns[0])
         job.out[0][static_cast<long long>(row) * job.out_stride[0] + column] =
-            to_bf16(gate * __fdiv_rn(1.0f, 1.0f + expf(-gate)) * up);
+            gated(gate, up);
       return;
     }
-    int part = 0;
-#pragma unroll
-    for (int i = 1; i < PARTS; ++i) part += unit >= job.start[i];
-    const int column = padded - job.start[part] * UNIT_ROWS;
-    if (column >= job.columns[part]) return;
-    const long long place = static_cast<long long>(row) * job.out_stride[part] + column;
-    if (job.mode == RESIDUAL) y = to_bf16(from_bf16(job.residual[place]) + from_bf16(y));
+    const Place at = place_of(job, unit, padded, row);
+    if (!at.inside) return;
+    if (job.mode == RESIDUAL) y = to_bf16(from_bf16(job.residual[at.offset]) + from_bf16(y));
     if (job.mode == GREEDY) {
-      const u64 found = rank(from_bf16(y), column);
-      best[half] = found > best[half] ? found : best[half];
-      if (job.out[0] == nullptr) return;
+      const u64 found = rank(from_bf16(y), at.column);
+#pragma unroll
+      for (int i = 0; i < HALVES; ++i) best[i] = i == half && found > best[i] ? found : best[i];
+      if (at.out == nullptr) return;
     }
-    job.out[part][place] = y;
+    at.out[at.offset] = y;
   }
 
   __device__ __forceinline__ void store_best(int group) {
@@ -275,9 +260,16 @@ __device__ __forceinline__ void run_job(const Job& job, int block) {
   if (job.mode == GREEDY) stream.store_best(group);
 }
 
+// Blocks of 16 rows leave half an SM to the next launch, where launches overlap.
+#if __CUDA_ARCH__ >= 900
+#define BLOCKS_PER_SM(ROWS) ((ROWS) == 16 ? 2 : 1)
+#else
+#define BLOCKS_PER_SM(ROWS) 1
+#endif
+
 // A launch runs ``main``; blocks past main.groups * main.splits run ``side``, a BF16 stack with the same input.
 #define LINEAR(NAME, FORMAT, ROWS, UNITS)                                                                  \
-  extern "C" __global__ void __launch_bounds__(WARPS * 32, ROWS == 16 ? 2 : 1)                             \
+  extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM(ROWS))                            \
       NAME(const __grid_constant__ Job main, const __grid_constant__ Job side) {                           \
     const int blocks = main.groups * main.splits;                                                          \
     if (static_cast<int>(blockIdx.x) < blocks)                                                             \

@@ -1,0 +1,30 @@
+// Kernels of benchmarks: read memory as fast as the device can, and fill memory with weights that no cache compresses.
+#include "tensor_core.cuh"
+
+// Reads ``vectors`` pieces of 16 bytes; the sum keeps the loads alive.
+extern "C" __global__ void __launch_bounds__(512) bench_read(const uint4* from, long long vectors, u32* sink) {
+  const long long step = static_cast<long long>(gridDim.x) * blockDim.x;
+  u32 sum = 0;
+  long long i = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;
+  for (; i + 7 * step < vectors; i += 8 * step) {
+    uint4 v[8];
+#pragma unroll
+    for (int j = 0; j < 8; ++j) v[j] = __ldcs(from + i + j * step);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) sum += v[j].x ^ v[j].y ^ v[j].z ^ v[j].w;
+  }
+  for (; i < vectors; i += step) sum += from[i].x;
+  if (sum == 0x12345678u) *sink = sum;
+}
+
+// Random words; the last 32 words of every 288 are NVFP4 scale bytes around 1 (weight_layout.py).
+extern "C" __global__ void bench_fill(u32* to, long long words, u32 seed) {
+  const long long step = static_cast<long long>(gridDim.x) * blockDim.x;
+  for (long long i = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x; i < words; i += step) {
+    u64 z = (i + 1) * 0x9E3779B97F4A7C15ull + seed;
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
+    const u32 word = static_cast<u32>(z >> 32);
+    to[i] = i % 288 < 256 ? word : (word & 0x0F0F0F0Fu) + 0x48484848u;
+  }
+}

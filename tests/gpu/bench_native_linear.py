@@ -1,0 +1,205 @@
+"""Times the linear kernels at the sizes of Qwen3.6-27B and Qwen3.5-4B in CUDA graphs; prints one JSON line last.
+
+Run on a GPU: python tests/gpu/bench_native_linear.py [--variants]. Launches rotate over more weights than the L2 cache
+holds; rates are weight bytes over time, against the read bandwidth measured in the same run.
+"""
+
+import ctypes
+import json
+import sys
+from dataclasses import replace
+from functools import partial
+from statistics import median
+
+import numpy as np
+from native_state_support import CACHE, Device, cubin
+
+from edge_dflash.backends.native.driver import DevicePointer
+from edge_dflash.backends.native.linear import Linears, LinearWeights, Norm
+from edge_dflash.backends.native.memory import Matrix
+from edge_dflash.backends.native.weight_layout import Layout
+
+ARENA = 3 << 30
+PERIOD = 2304  # bytes: every stack starts where the arena's NVFP4 pattern starts, 256-byte aligned
+ROWS = 16
+
+# name: (columns of each matrix, K, gated, split over blocks)
+MODEL_27B = {
+    "qkv": ((10240,), 5120, False, False),
+    "z": ((6144,), 5120, False, False),
+    "qkv z": ((10240, 6144), 5120, False, False),
+    "out": ((5120,), 6144, False, True),
+    "out unsplit": ((5120,), 6144, False, False),
+    "q k v": ((12288, 1024, 1024), 5120, False, False),
+    "gate up": ((17408, 17408), 5120, True, False),
+    "down": ((5120,), 17408, False, True),
+    "down unsplit": ((5120,), 17408, False, False),
+    "lm_head": ((248320,), 5120, False, False),
+}
+MODEL_4B = {
+    "qkv z": ((8192, 4096), 2560, False, False),
+    "q k v": ((8192, 1024, 1024), 2560, False, False),
+    "out": ((2560,), 4096, False, True),
+    "gate up": ((9216, 9216), 2560, True, False),
+    "down": ((2560,), 9216, False, True),
+}
+
+
+class Tuned(Linears):
+    """Linears whose plans can be bent."""
+
+    waves, pass_most, stages, ahead = 1, 4, 2, 0
+
+    def plan(self, layout, rows, *, may_split=False):
+        plan = super().plan(layout, rows, may_split=may_split)
+        groups = min(layout.units, max(1, self.waves * self._gpu.sm_count // plan.splits))
+        per_pass = min(plan.per_pass, self.pass_most)
+        stage = (plan.shared_bytes - 8192) // 16 - (plan.per_pass - per_pass) * 1152
+        return replace(plan, groups=groups, per_pass=per_pass, shared_bytes=8192 + 8 * self.stages * stage)
+
+
+class Bench:
+    def __init__(self):
+        self.device = Device()
+        self.gpu = self.device.gpu
+        self.arch = f"sm{self.gpu.sm}" + ("a" if self.gpu.sm >= 90 else "")
+        module = self.gpu.load(cubin("bench", self.arch))
+        self.read, self.fill = module.kernel("bench_read"), module.kernel("bench_fill")
+        self.arena = self.gpu.allocate(ARENA)
+        self.gpu.launch(self.fill, (1024, 1, 1), 512, (self.arena, ctypes.c_longlong(ARENA // 4), 7))
+        rng = np.random.default_rng(0)
+        x = (rng.standard_normal((512, 17408), dtype=np.float32).view(np.uint32) >> 16).astype(np.uint16)
+        self.x = self.gpu.upload(x)
+        self.y = self.gpu.allocate(512 * 250_000 * 2)
+        self.scale = self.gpu.upload(np.full(250_000, 1e-3, np.float32))
+        self.scratch = self.gpu.allocate(64 << 20)
+
+    def seconds(self, enqueue, repeats=9):
+        graph = self.gpu.capture(enqueue)
+        for _ in range(2):
+            graph.launch()
+        return median(self.gpu.seconds(graph.launch) for _ in range(repeats))
+
+    def bandwidth(self):
+        best = 0.0
+        for blocks in (2, 4):
+            args = (self.arena, ctypes.c_longlong(ARENA // 16), self.scratch)
+            seconds = self.seconds(lambda a=args, b=blocks: self.gpu.launch(
+                self.read, (b * self.gpu.sm_count, 1, 1), 512, a))  # fmt: skip
+            best = max(best, ARENA / seconds)
+        return best
+
+    def copies(self, layout, most=24):
+        step = -(-layout.nbytes // PERIOD) * PERIOD
+        count = max(1, min(most, ARENA // step))
+        return [
+            LinearWeights(layout, DevicePointer(self.arena.address + i * step, layout.nbytes), self.scale)
+            for i in range(count)
+        ]
+
+    def call(self, linears, weights, rows=ROWS, split=False):
+        layout = weights.layout
+        x = Matrix(self.x, layout.k)
+        if split:
+            norm = Norm(self.scale, 1e-6, Matrix(self.y.at(1 << 20, 1 << 20), layout.columns[0]))
+            out = Matrix(self.y, layout.columns[0])
+            linears.split_linear(weights, x, out, rows, self.scratch, residual=out, norm=norm, prefetch=linears.ahead)
+            return
+        columns = layout.columns[:1] if layout.swiglu else layout.columns
+        outs, offset = [], 0
+        for n in columns:
+            outs.append(Matrix(self.y.at(offset, rows * n * 2), n))
+            offset += rows * n * 2
+        linears.linear(weights, x, outs, rows, prefetch=linears.ahead)
+
+    def shape(self, linears, layout, split, rows=ROWS):
+        stacks = self.copies(layout)
+        sequence = (stacks * (24 // len(stacks) + 1))[: max(12, len(stacks))]
+        seconds = self.seconds(lambda: [self.call(linears, w, rows, split) for w in sequence])
+        return seconds / len(sequence)
+
+    def layers(self, linears, format, model, count=6):
+        """A chain of whole layers, each with its own weights: seconds and bytes a layer."""
+        names = ("qkv z", "out", "gate up", "down")
+        offset, calls = 0, []
+        for _ in range(count):
+            for name in names:
+                columns, k, gated, split = model[name]
+                layout = Layout(format, columns, k, gated)
+                pointer = DevicePointer(self.arena.address + offset, layout.nbytes)
+                calls.append(partial(self.call, linears, LinearWeights(layout, pointer, self.scale), split=split))
+                offset += -(-layout.nbytes // PERIOD) * PERIOD
+        return self.seconds(lambda: [call() for call in calls]) / count, offset / count
+
+    def tiles(self, linears, layout, rows):
+        weights = self.copies(layout, 4)
+        x, n = Matrix(self.x, layout.k), layout.columns[0]
+        out = [Matrix(self.y, n)]
+        seconds = self.seconds(lambda: [linears.tiles(w, x, out, rows) for w in weights], 5) / len(weights)
+        return seconds, 2 * rows * layout.k * sum(layout.columns)
+
+
+def variants(bench):
+    deep = {"linear": CACHE / f"linear3-{bench.arch}.cubin"}
+
+    def load(unit):
+        return deep[unit].read_bytes() if unit in deep else cubin(unit, bench.arch)
+
+    for name, stages, options in (
+        ("base", 2, {}),
+        ("two blocks an SM", 2, {"waves": 2}),
+        ("prefetch 4", 2, {"ahead": 4}),
+        ("prefetch 8", 2, {"ahead": 8}),
+        ("3 units", 2, {"pass_most": 3}),
+        ("2 blocks, 2 units", 2, {"waves": 2, "pass_most": 2}),
+        ("3 stages, 2 units", 3, {"pass_most": 2}),
+        ("3 stages, 3 units", 3, {"pass_most": 3}),
+    ):
+        if stages == 3 and not deep["linear"].exists():
+            continue
+        linears = Tuned(bench.gpu, load if stages == 3 else partial(cubin, arch=bench.arch))
+        linears.stages = stages
+        for key, value in options.items():
+            setattr(linears, key, value)
+        yield name, linears
+
+
+def main():
+    bench = Bench()
+    bandwidth = bench.bandwidth()
+    print(f"{bench.gpu.name}, {bench.gpu.sm_count} SMs, read bandwidth {bandwidth / 1e12:.3f} TB/s")
+    results = {"device": bench.gpu.name, "read_bandwidth": bandwidth, "rows": ROWS, "lines": []}
+
+    def line(variant, name, seconds, nbytes):
+        rate = nbytes / seconds
+        print(f"{variant:18s} {name:28s} {nbytes / 1e6:8.2f} MB {seconds * 1e6:8.2f} us {rate / 1e12:6.3f} TB/s"
+              f" {rate / bandwidth:6.1%}", flush=True)  # fmt: skip
+        results["lines"].append([variant, name, nbytes, seconds])
+
+    chosen = (
+        variants(bench) if "--variants" in sys.argv else [("base", Tuned(bench.gpu, partial(cubin, arch=bench.arch)))]
+    )
+    for variant, linears in chosen:
+        for model, title in ((MODEL_27B, "27B"), (MODEL_4B, "4B")):
+            for name, (columns, k, gated, split) in model.items():
+                if variant != "base" and (name in ("z", "qkv") or "unsplit" in name):
+                    continue
+                layout = Layout("nvfp4", columns, k, gated)
+                line(variant, f"{title} {name}", bench.shape(linears, layout, split), layout.nbytes)
+            line(variant, f"{title} layer", *bench.layers(linears, "nvfp4", model))
+        if variant == "base":
+            for format in ("fp8", "bf16"):
+                layout = Layout(format, (17408, 17408), 5120, True)
+                line(variant, f"27B gate up {format}", bench.shape(linears, layout, False), layout.nbytes)
+                line(variant, f"27B layer {format}", *bench.layers(linears, format, MODEL_27B, 3))
+            layout = Layout("nvfp4", (17408, 17408), 5120, True)
+            line(variant, "27B gate up, 32 rows", bench.shape(linears, layout, False, 32), layout.nbytes)
+            for format in ("nvfp4", "fp8", "bf16"):
+                seconds, flops = bench.tiles(linears, Layout(format, (17408, 17408), 5120, True), 512)
+                print(f"tiles {format} 512 rows gate up: {seconds * 1e6:.0f} us, {flops / seconds / 1e12:.0f} TFLOP/s")
+                results["lines"].append([variant, f"tiles {format}", flops, seconds])
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

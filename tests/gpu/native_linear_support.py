@@ -1,0 +1,67 @@
+"""Random weights of every format, their float64 values on the device, and cubins for the linear GPU tests."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from native_state_support import Device
+
+from edge_dflash.backends.native.memory import Matrix
+from edge_dflash.checkpoint.weights import Fp8Weight, Nvfp4Weight, WideWeight
+
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
+
+
+def weight(kind, n, k, seed):
+    rng = np.random.default_rng(seed)
+    if kind == "nvfp4":
+        packed = rng.integers(0, 256, (n, k // 2), dtype=np.uint8)
+        scales = rng.integers(0x28, 0x50, (n, k // 16), dtype=np.uint8)
+        odd = rng.random((n, k // 16)) < 0.02  # subnormal, zero and largest scales
+        scales[odd] = rng.choice(np.array([0, 1, 3, 7, 8, 0x7E], np.uint8), int(odd.sum()))
+        return Nvfp4Weight(packed, scales, 0.0123)
+    if kind.startswith("fp8"):
+        codes = rng.integers(0, 256, (n, k), dtype=np.uint8)
+        codes[(codes & 0x7F) == 0x7F] = 0x55  # no NaN
+        scale = rng.random(n if kind == "fp8_channel" else 1).astype(np.float32) * 0.01 + 0.001
+        return Fp8Weight(codes, scale)
+    values = rng.standard_normal((n, k), dtype=np.float32) * 0.05
+    return WideWeight((values.view(np.uint32) >> 16).astype(np.uint16))
+
+
+def values(weight):
+    """Exact float64 values [N, K] and float32 row scales [N, 1] on the GPU."""
+    match weight:
+        case Nvfp4Weight():
+            packed = torch.from_numpy(weight.packed).cuda().int()
+            codes = torch.stack((packed & 15, packed >> 4), -1).flatten(1)
+            blocks = torch.from_numpy(weight.block_scale).cuda().view(torch.float8_e4m3fn).double()
+            scale = torch.full((codes.shape[0], 1), weight.global_scale, device="cuda", dtype=torch.float32)
+            return E2M1.cuda()[codes] * blocks.repeat_interleave(16, 1), scale
+        case Fp8Weight():
+            scale = torch.from_numpy(weight.scale).cuda().reshape(-1, 1).expand(weight.shape[0], 1)
+            return torch.from_numpy(weight.data).cuda().view(torch.float8_e4m3fn).double(), scale
+        case WideWeight():
+            wide = torch.from_numpy(weight.data.view(np.int16)).cuda().view(torch.bfloat16).double()
+            return wide, torch.ones(wide.shape[0], 1, device="cuda")
+
+
+def expected(x, weight):
+    """float64 product before rounding, [rows, N], on the CPU."""
+    matrix, scale = values(weight)
+    return ((x.cuda().double() @ matrix.T) * scale.double().T).cpu()
+
+
+def ulps(found, exact):
+    """Distance of BF16 ``found`` from the rounding of ``exact``, in BF16 steps of the larger of the two."""
+    want = exact.bfloat16().double()
+    step = 2.0 ** (torch.floor(torch.log2(torch.maximum(want.abs(), found.double().abs()).clamp(min=1e-30))) - 7)
+    return (found.double() - want).abs() / step
+
+
+def empty(device: Device, rows, columns) -> Matrix:
+    return Matrix(device.poisoned(rows * columns * 2), columns)
+
+
+def fetch(device: Device, matrix: Matrix, rows, columns=None) -> torch.Tensor:
+    return device.read(matrix.pointer, (rows, matrix.stride), torch.bfloat16)[:, : columns or matrix.stride]

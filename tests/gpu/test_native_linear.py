@@ -1,0 +1,184 @@
+import pytest
+import torch
+from native_linear_support import empty, expected, fetch, ulps, weight
+from native_state_support import Device, bf16, cubin
+
+from edge_dflash.backends.native.linear import Linears, Norm
+from edge_dflash.backends.native.memory import Matrix
+from edge_dflash.backends.native.small import Small
+from edge_dflash.backends.native.weight_layout import repack
+
+pytestmark = pytest.mark.gpu
+
+FORMATS = ("nvfp4", "fp8", "fp8_channel", "bf16")
+SMALL = ((6, 256), (96, 384), (256, 768), (1000, 256), (40, 48))  # (N, K)
+LARGE = {  # Qwen3.6-27B and Qwen3.5-4B
+    "nvfp4": ((6144, 5120), (5120, 6144), (5120, 17408), (12288, 2560), (2560, 9216)),
+    "fp8": ((1024, 5120), (2560, 4096)),
+    "fp8_channel": ((5120, 6144),),
+    "bf16": ((48, 5120), (4096, 2560)),
+}
+SHAPES = [(f, n, k) for f in FORMATS for n, k in (*SMALL, *LARGE[f])]
+
+
+@pytest.fixture(scope="module")
+def device():
+    return Device()
+
+
+@pytest.fixture(scope="module")
+def linears(device):
+    arch = f"sm{device.gpu.sm}" + ("a" if device.gpu.sm >= 90 else "")
+    return Linears(device.gpu, lambda unit: cubin(unit, arch))
+
+
+def run(device, linears, stack, x, rows, **options):
+    tile = x.shape[0]
+    out = [empty(device, tile, n) for n in stack.layout.columns]
+    linears.linear(stack, device.rows(x), out, rows, **options)
+    return [fetch(device, m, tile) for m in out]
+
+
+def inputs(rows, k, seed=0):
+    return bf16(rows, k, generator=torch.Generator().manual_seed(seed), scale=2.0)
+
+
+@pytest.mark.parametrize(("kind", "n", "k"), SHAPES)
+def test_equals_the_exact_product(device, linears, kind, n, k):
+    w, x = weight(kind, n, k, n + k), inputs(32, k)
+    stack = linears.upload(repack(w))
+    exact = expected(x, w)
+    scale = exact.abs().amax(1, keepdim=True)
+    (wide,) = run(device, linears, stack, x, 32)
+    error = (wide.double() - exact).abs() - exact.abs() * 2.0**-8  # beyond half a BF16 step
+    assert (error / scale).max() < 2e-6
+    assert (ulps(wide, exact) > 0).double().mean() < 0.02
+    (first,) = run(device, linears, stack, x[:16], 16)
+    assert torch.equal(first, wide[:16])
+    out = empty(device, 32, n)
+    linears.tiles(stack, device.rows(x), [out], 32)
+    tiles = fetch(device, out, 32)
+    error = (tiles.double() - exact).abs() - exact.abs() * 2.0**-8
+    assert (error / scale).max() < 2e-6
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_row_never_depends_on_other_rows_or_its_place(device, linears, kind):
+    k = 1600
+    stack = linears.upload(repack(weight(kind, 600, k, 1)))
+    row = inputs(1, k, seed=7)
+    seen = []
+    for rows, tile in ((1, 16), (16, 16), (17, 32), (32, 32)):
+        for place in range(0, tile, 5):
+            x = inputs(tile, k, seed=100 * rows + place)
+            x[place] = row[0]
+            seen.append(run(device, linears, stack, x, rows)[0][place])
+    assert all(torch.equal(seen[0], other) for other in seen)
+    seen = []
+    for rows, place in ((1, 0), (40, 39), (300, 0), (300, 131), (512, 511)):
+        x = inputs(rows, k, seed=place)
+        x[place] = row[0]
+        out = empty(device, rows, 600)
+        linears.tiles(stack, device.rows(x), [out], rows)
+        seen.append(fetch(device, out, rows)[place])
+    assert all(torch.equal(seen[0], other) for other in seen)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_residual_and_gate(device, linears, kind):
+    n, k = 344, 512
+    gate, up = (weight(kind, n, k, seed) for seed in (3, 4))
+    x = inputs(16, k)
+    plain = run(device, linears, linears.upload(repack((gate, up))), x, 16)
+    res = inputs(16, n, seed=5)
+    pair, single = linears.upload(repack((gate, up), swiglu=True)), linears.upload(repack(gate))
+    out = empty(device, 16, n)
+    for call in (linears.linear, linears.tiles):
+        call(pair, device.rows(x), [out], 16)
+        g, u = (p.float() for p in plain)
+        want = (torch.nn.functional.silu(g) * u).double()
+        assert ulps(fetch(device, out, 16), want).max() <= 1
+        call(single, device.rows(x), [out], 16, residual=device.rows(res))
+        found = fetch(device, out, 16)
+        if call == linears.linear:
+            assert torch.equal(found, (res + plain[0].float()).bfloat16())
+        else:
+            near = (found.float() - (res + plain[0].float())).abs() / (plain[0].float().abs() + res.abs())
+            assert near.max() < 0.02
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize(("n", "k"), [(256, 768), (2560, 4096), (5120, 17408), (6, 64)])
+def test_split_over_blocks(device, linears, kind, n, k):
+    w, x = weight(kind, n, k, 9), inputs(32, k)
+    stack = linears.upload(repack(w))
+    scratch = device.poisoned(linears.plan(stack.layout, 32, may_split=True).scratch_bytes(stack.layout, 32))
+    res, norm = inputs(32, n, seed=5), torch.rand(n) + 0.5
+    out, normal, again = (empty(device, 32, n) for _ in range(3))
+    norms = Norm(device.up(norm), 1e-6, normal)
+    linears.split_linear(stack, device.rows(x), out, 32, scratch, residual=device.rows(res), norm=norms)
+    found, normed = fetch(device, out, 32), fetch(device, normal, 32)
+    want = res.double() + expected(x, w).bfloat16().double()
+    assert (ulps(found, want) > 0).double().mean() < 0.03
+    Small(device.gpu, device.module("small")).rms_norm(out, norms.weight, again, 32, n, 1e-6)
+    assert torch.equal(fetch(device, again, 32), normed)
+    linears.split_linear(stack, device.rows(x[16:]), out, 16, scratch, residual=device.rows(res[16:]))
+    assert torch.equal(fetch(device, out, 16), found[16:])
+    linears.split_linear(stack, device.rows(x), out, 32, scratch)
+    assert (ulps(fetch(device, out, 32), expected(x, w)) > 0).double().mean() < 0.02
+
+
+def test_a_stack_with_a_side_stack(device, linears):
+    k = 640
+    parts = [weight("nvfp4", n, k, n) for n in (512, 96, 100)]
+    gates = [weight("bf16", 48, k, s) for s in (1, 2)]
+    x = inputs(16, k)
+    stack, side = linears.upload(repack(parts)), linears.upload(repack(gates))
+    outs, side_outs = [empty(device, 16, n) for n in (512, 96, 100)], [empty(device, 16, 48) for _ in gates]
+    linears.linear(stack, device.rows(x), outs, 16, side=side, side_out=side_outs, prefetch=2)
+    for w, out in zip((*parts, *gates), (*outs, *side_outs), strict=True):
+        (alone,) = run(device, linears, linears.upload(repack(w)), x, 16)
+        assert torch.equal(alone, fetch(device, out, 16))
+    whole = empty(device, 16, 1024)
+    two = linears.upload(repack(parts[:2]))
+    linears.linear(two, device.rows(x), [whole], 16)
+    assert torch.equal(fetch(device, whole, 16)[:, :608], torch.cat([fetch(device, o, 16) for o in outs[:2]], 1))
+
+
+@pytest.mark.parametrize("rows", [16, 32])
+def test_greedy(device, linears, rows):
+    w, x = weight("nvfp4", 50_000, 256, 3), inputs(rows, 256)
+    w.packed[40_000:] = w.packed[:10_000]  # ties
+    w.block_scale[40_000:] = w.block_scale[:10_000]
+    stack = linears.upload(repack(w))
+    ids = device.poisoned(4 * rows)
+    scratch = device.poisoned(linears.plan(stack.layout, rows).scratch_bytes(stack.layout, rows))
+    logits = empty(device, rows, 50_000)
+    linears.greedy(stack, device.rows(x), ids, rows, scratch, logits)
+    stored = fetch(device, logits, rows)
+    assert torch.equal(stored, run(device, linears, stack, x, rows)[0])
+    want = torch.tensor([int((row == row.max()).nonzero()[0]) for row in stored.float()])
+    assert torch.equal(device.read(ids, (rows,), torch.int32).long(), want)
+    linears.greedy(stack, device.rows(x), ids, rows, scratch)
+    assert torch.equal(device.read(ids, (rows,), torch.int32).long(), want)
+
+
+def test_tiles_read_the_count_from_the_device(device, linears):
+    k, n, rows = 512, 300, 384
+    w, x = weight("nvfp4", n, k, 3), inputs(rows, k)
+    stack, out = linears.upload(repack(w)), empty(device, rows, n)
+    linears.tiles(stack, device.rows(x), [out], rows, valid=device.up(torch.tensor([200], dtype=torch.int32)))
+    found = fetch(device, out, rows)
+    assert (ulps(found[:200], expected(x[:200], w)) > 0).double().mean() < 0.02
+    assert found[256:].isnan().all()
+
+
+def test_a_slice_of_rows_is_accepted(device, linears):
+    k, n = 256, 64
+    x = inputs(16, 2 * k)
+    stack = linears.upload(repack(weight("fp8", n, k, 2)))
+    whole = device.rows(x)
+    part = Matrix(whole.pointer.at(2 * k, whole.pointer.nbytes - 2 * k), 2 * k)
+    out = empty(device, 16, n)
+    linears.linear(stack, part, [out], 16)
+    assert torch.equal(fetch(device, out, 16), run(device, linears, stack, x[:, k:], 16)[0])
