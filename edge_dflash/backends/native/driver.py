@@ -38,8 +38,10 @@ class DevicePointer:
         return DevicePointer(self.address + offset, nbytes)
 
 
-Argument: TypeAlias = "DevicePointer | int | float | ctypes._SimpleCData[Any]"  # subscripts only type checkers know
-"""A kernel argument: a pointer, an int (passed as int32), a float (float32), or a ctypes scalar of any other type."""
+# Quoted, because only type checkers know the subscript.
+Argument: TypeAlias = "DevicePointer | int | float | ctypes._SimpleCData[Any] | ctypes.Structure"
+"""A kernel argument: a pointer, an int (passed as int32), a float (float32), a ctypes scalar of any other type, or a
+ctypes structure, passed by value."""
 
 
 @dataclass(frozen=True)
@@ -245,6 +247,8 @@ def _argument(value: Argument) -> tuple[Any, Any]:
             return value, ctypes.c_int32
         case float():
             return value, ctypes.c_float
+        case ctypes.Structure():
+            return value, None
         case _:
             return value.value, type(value)
 
