@@ -1,7 +1,7 @@
 """edge-dflash: lossless speculative decoding with DFlash drafters, for language models on robots.
 
-The names here are the public API of the runtime; building is :mod:`edge_dflash.builder`. Importing them does not import
-torch.
+The names here are the public API of the runtime; building is :mod:`edge_dflash.build.builder`. Importing them does
+not import torch.
 """
 
 from edge_dflash.version import __version__
@@ -9,7 +9,7 @@ from edge_dflash.version import __version__
 # isort: split
 # (what follows may import the version from here)
 
-from edge_dflash.bundle import Bundle
+from edge_dflash.bundle.reader import Bundle
 from edge_dflash.errors import (
     BackendError,
     BuildError,
@@ -17,7 +17,9 @@ from edge_dflash.errors import (
     CheckpointError,
     ContextError,
     EdgeDflashError,
+    QueueFullError,
     RecipeError,
+    RequestCancelledError,
     RequestError,
     UnsupportedModelError,
     VerificationError,
@@ -38,7 +40,9 @@ __all__ = [
     "PlanStream",
     "PlanTimings",
     "Planner",
+    "QueueFullError",
     "RecipeError",
+    "RequestCancelledError",
     "RequestError",
     "UnsupportedModelError",
     "VerificationError",

@@ -8,7 +8,9 @@
     ├── BundleError         an engine bundle is damaged, newer than this runtime, or does not match
     ├── BackendError        a backend cannot load or run here
     ├── RequestError        a request is invalid; the session is as it was
-    │   └── ContextError    the prompt and its budget do not fit the usable context
+    │   ├── ContextError    the prompt and its budget do not fit the usable context
+    │   ├── QueueFullError  the engine has as many requests waiting as it takes; try again later
+    │   └── RequestCancelledError   the request was cancelled before it gave a result
     └── VerificationError   speculative output differs from plain output, or a golden differs
 
 A message names the value that was found, what is accepted, and the remedy, in one line. The command line prints the
@@ -66,6 +68,14 @@ class RequestError(EdgeDflashError):
 
 class ContextError(RequestError):
     """The prompt and its token budget do not fit the usable context."""
+
+
+class QueueFullError(RequestError):
+    """As many requests wait as the engine takes. Nothing was queued."""
+
+
+class RequestCancelledError(RequestError):
+    """The request was cancelled before it gave a result. What was committed until then stays committed."""
 
 
 class VerificationError(EdgeDflashError):
