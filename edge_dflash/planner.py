@@ -14,7 +14,7 @@ from typing import Any, TypeAlias, cast
 
 from edge_dflash.backends import load
 from edge_dflash.backends.base import Backend, PairShape
-from edge_dflash.bundle import Bundle, Progress
+from edge_dflash.bundle.reader import Bundle, Progress
 from edge_dflash.errors import RequestError
 from edge_dflash.plan import Increment, Plan, PlanTimings
 from edge_dflash.spec.loop import DecodeOptions, Step, admit, collect

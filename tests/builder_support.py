@@ -9,7 +9,7 @@ from pathlib import Path
 from text_support import byte_tokenizer, write_tokenizer
 from tokenizers import AddedToken
 
-from edge_dflash.builder import BuildConfig
+from edge_dflash.build.builder import BuildConfig
 from edge_dflash.checkpoint.files import TensorFiles
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -6,6 +6,8 @@ from pathlib import Path
 import numpy as np
 
 from edge_dflash.backends.base import Precision
+from edge_dflash.bundle.manifest import MANIFEST, Manifest, Source, dump_manifest
+from edge_dflash.bundle.parts import hash_file, part_of, weight_format, write_part
 from edge_dflash.checkpoint.specs import (
     AttentionSpec,
     DrafterLayerMask,
@@ -17,9 +19,7 @@ from edge_dflash.checkpoint.specs import (
     YarnScaling,
 )
 from edge_dflash.checkpoint.weights import Fp8Weight, Nvfp4Weight, Weight, WideWeight
-from edge_dflash.manifest import MANIFEST, Manifest, Source, dump_manifest
 from edge_dflash.models import pair_programs
-from edge_dflash.parts import hash_file, part_of, weight_format, write_part
 
 PAIR = PairSpec(
     TargetSpec(

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import torch
 
-from edge_dflash import parts
-from edge_dflash.builder import BuildConfig, build
-from edge_dflash.bundle import Bundle
+from edge_dflash.build.builder import BuildConfig, build
+from edge_dflash.bundle import parts
+from edge_dflash.bundle.reader import Bundle
 
 EVENTS = ("open", "os.rename", "os.remove", "os.truncate", "os.mkdir")
 

@@ -4,7 +4,8 @@ from dataclasses import replace
 import pytest
 from builder_support import BF16, GOLDEN, TARGETS, add_tokenizer, config_of, copy_target, recipe
 
-from edge_dflash.build_plan import BuildConfig, plan_build
+from edge_dflash.build.plan import BuildConfig, plan_build
+from edge_dflash.build.workdir import WorkDir
 from edge_dflash.errors import (
     BackendError,
     BuildError,
@@ -13,7 +14,6 @@ from edge_dflash.errors import (
     RecipeError,
     UnsupportedModelError,
 )
-from edge_dflash.workdir import WorkDir
 
 
 def refused(config, kind, *words):
@@ -129,7 +129,7 @@ def test_a_disk_without_space_is_refused_with_the_numbers(tmp_path, monkeypatch)
     class Small:
         f_bavail, f_frsize = 1000, 1000
 
-    monkeypatch.setattr("edge_dflash.build_plan.os.statvfs", lambda place: Small)
+    monkeypatch.setattr("edge_dflash.build.plan.os.statvfs", lambda place: Small)
     output = tmp_path / "deep" / "down" / "out"
     config = replace(config_of("qwen3", output), output=output)
     with pytest.raises(BuildError, match=r"needs 2.0 MB more .* has 1.0 MB free; free some space or choose another"):

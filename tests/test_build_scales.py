@@ -1,10 +1,10 @@
 import pytest
 from builder_support import add_scalars, add_tokenizer, config_of, copy_target, recipe
 
-from edge_dflash.build_plan import plan_build
-from edge_dflash.build_scales import BuildScales, dump_scales, load_scales
-from edge_dflash.builder import build
-from edge_dflash.bundle import Bundle
+from edge_dflash.build.builder import build
+from edge_dflash.build.plan import plan_build
+from edge_dflash.build.scales import BuildScales, dump_scales, load_scales
+from edge_dflash.bundle.reader import Bundle
 from edge_dflash.errors import BuildError
 
 W4A4 = """

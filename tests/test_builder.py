@@ -23,12 +23,13 @@ from builder_support import (
 )
 from safetensors.numpy import load_file
 
-from edge_dflash import parts
 from edge_dflash.backends.base import Precision
 from edge_dflash.backends.reference.backend import ReferenceBackend
-from edge_dflash.build_scales import load_scales
-from edge_dflash.builder import build
-from edge_dflash.bundle import Bundle
+from edge_dflash.build.builder import build
+from edge_dflash.build.scales import load_scales
+from edge_dflash.build.workdir import building_path
+from edge_dflash.bundle import parts
+from edge_dflash.bundle.reader import Bundle
 from edge_dflash.checkpoint.config import match_pair, read_drafter_spec, read_target_spec
 from edge_dflash.checkpoint.reader import PairCheckpoint
 from edge_dflash.checkpoint.weights import Nvfp4Weight, WideWeight, bf16_to_f32
@@ -36,7 +37,6 @@ from edge_dflash.errors import BuildError, BundleError, CheckpointError, EdgeDfl
 from edge_dflash.models import pair_programs
 from edge_dflash.quant.nvfp4 import quantize_nvfp4
 from edge_dflash.quant.tensors import wide_tensor
-from edge_dflash.workdir import building_path
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -8,12 +8,12 @@ from bundle_support import PAIR, random_weights, write_bundle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edge_dflash.bundle import Bundle
+from edge_dflash.build.workdir import WorkDir, building_path
+from edge_dflash.bundle.manifest import dump_manifest
+from edge_dflash.bundle.parts import hash_file, write_part
+from edge_dflash.bundle.reader import Bundle
 from edge_dflash.checkpoint.weights import Fp8Weight, Nvfp4Weight, WideWeight
 from edge_dflash.errors import BundleError
-from edge_dflash.manifest import dump_manifest
-from edge_dflash.parts import hash_file, write_part
-from edge_dflash.workdir import WorkDir, building_path
 
 
 def same(a, b):

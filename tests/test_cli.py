@@ -16,8 +16,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import edge_dflash
+import edge_dflash.bundle.parts
 import edge_dflash.cli.build
-import edge_dflash.parts
 from edge_dflash.cli import run
 from edge_dflash.cli.demo import default_bundle
 
@@ -455,7 +455,7 @@ def test_a_full_disk_stops_a_build_and_is_survived(refused, cli, build_pair, tmp
         raise full
 
     with monkeypatch.context() as patch:
-        patch.setattr(edge_dflash.parts.DurableFile, "write", write)
+        patch.setattr(edge_dflash.bundle.parts.DurableFile, "write", write)
         code, _ = refused(*build_pair)
     assert code == 5
     assert not (tmp_path / "out").exists()

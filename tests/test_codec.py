@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edge_dflash.codec import decode, encode
+from edge_dflash.bundle.codec import decode, encode
 from edge_dflash.errors import BundleError
 
 

@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 import torch
 
+from edge_dflash.build.convert import check_finite, convert
 from edge_dflash.checkpoint.weights import Fp8Weight, Nvfp4Weight, WideWeight
-from edge_dflash.convert import check_finite, convert
 from edge_dflash.errors import BuildError, CheckpointError
 from edge_dflash.quant.nvfp4 import quantize_nvfp4
 
@@ -42,7 +42,7 @@ def test_members_of_a_group_share_the_global_scale_and_others_do_not(store):
 @pytest.mark.parametrize("form", ["nvfp4", "fp8", "bf16"])
 def test_blocks_of_rows_give_the_weight_of_the_whole(store, monkeypatch, form):
     whole = convert(store, (GATE, UP, DOWN), dict.fromkeys(store, form), {})
-    monkeypatch.setattr("edge_dflash.convert.ROW_BLOCK", 100)  # bytes: one row, three rows
+    monkeypatch.setattr("edge_dflash.build.convert.ROW_BLOCK", 100)  # bytes: one row, three rows
     blocks = convert(store, (GATE, UP, DOWN), dict.fromkeys(store, form), {})
     for name, weight in whole.items():
         for field, value in vars(weight).items():

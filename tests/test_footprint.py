@@ -1,9 +1,9 @@
 import pytest
 
-from edge_dflash import footprint
 from edge_dflash.checkpoint.specs import AttentionSpec, RopeSpec
 from edge_dflash.graph.builder import GraphBuilder
 from edge_dflash.graph.program import DeltaState, KvState, WeightSpec
+from edge_dflash.inspection import footprint
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from edge_dflash.errors import CheckpointError, VerificationError
-from edge_dflash.golden import GoldenReport, KeyResult, check_golden, verify_golden
+from edge_dflash.verification.golden import GoldenReport, KeyResult, check_golden, verify_golden
 from tests.golden_pairs import GOLDEN, NAMES, golden, pair, store
 from tests.verify_support import short_golden
 

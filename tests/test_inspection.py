@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from edge_dflash.bundle.manifest import Manifest
 from edge_dflash.checkpoint.config import match_pair, read_drafter_spec, read_target_spec
 from edge_dflash.device import load_board
 from edge_dflash.errors import RequestError
-from edge_dflash.inspection import inspect_manifest, inspect_pair, inspect_recipe
-from edge_dflash.inspection_view import render
-from edge_dflash.manifest import Manifest
+from edge_dflash.inspection.inspect import inspect_manifest, inspect_pair, inspect_recipe
+from edge_dflash.inspection.view import render
 from edge_dflash.models import pair_programs
 from edge_dflash.quant.recipe import Recipe
 

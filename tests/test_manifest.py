@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edge_dflash.backends.base import Precision
+from edge_dflash.bundle.manifest import ARCHS, BACKENDS, FileEntry, Manifest, Source, dump_manifest, parse_manifest
 from edge_dflash.checkpoint.specs import DrafterLayerMask
 from edge_dflash.errors import BundleError
-from edge_dflash.manifest import ARCHS, BACKENDS, FileEntry, Manifest, Source, dump_manifest, parse_manifest
 
 SCALE = st.floats(min_value=1e-30, max_value=1e30)
 NAME = st.from_regex(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,8}(/[a-z][a-z0-9.-]{0,8}){0,2}", fullmatch=True)

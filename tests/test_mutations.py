@@ -3,9 +3,9 @@
 import pytest
 
 from edge_dflash.backends.reference.backend import ReferenceBackend
-from edge_dflash.golden import check_golden
 from edge_dflash.models import pair_programs
-from edge_dflash.verify import SAMPLED, verify_lossless
+from edge_dflash.verification.golden import check_golden
+from edge_dflash.verification.lossless import SAMPLED, verify_lossless
 from tests import mutations as m
 from tests.golden_pairs import ENGINE, NAMES, golden, pair, programs, store
 from tests.verify_support import engine, nvfp4_store, short_golden

@@ -19,8 +19,8 @@ from edge_dflash.checkpoint.specs import (
 )
 from edge_dflash.checkpoint.weights import WideWeight
 from edge_dflash.errors import RecipeError
-from edge_dflash.footprint import weight_bytes
 from edge_dflash.graph.program import WeightSpec
+from edge_dflash.inspection.footprint import weight_bytes
 from edge_dflash.models import pair_programs
 from edge_dflash.quant.fp8 import quantize_fp8
 from edge_dflash.quant.nvfp4 import quantize_nvfp4

@@ -8,7 +8,7 @@ from edge_dflash.errors import ContextError, RequestError, VerificationError
 from edge_dflash.spec.adversary import Adversary, Delegate, TokenRows, drafters, noise, oracle
 from edge_dflash.spec.loop import DecodeOptions
 from edge_dflash.spec.sampling import Sampling, choose
-from edge_dflash.verify import OWN, verify_lossless
+from edge_dflash.verification.lossless import OWN, verify_lossless
 from tests.golden_pairs import NAMES, golden
 from tests.verify_support import BACKENDS, engine, exact
 

@@ -2,9 +2,9 @@ import json
 
 import pytest
 
+from edge_dflash.build.workdir import JOURNAL, WorkDir, building_path, resume_command
+from edge_dflash.bundle.parts import DurableFile
 from edge_dflash.errors import BuildError
-from edge_dflash.parts import DurableFile
-from edge_dflash.workdir import JOURNAL, WorkDir, building_path, resume_command
 
 SAME = {"recipe": "a", "tools": "1"}
 

@@ -8,7 +8,7 @@ from edge_dflash.backends.base import Backend
 from edge_dflash.errors import BackendError
 
 if TYPE_CHECKING:
-    from edge_dflash.bundle import Bundle
+    from edge_dflash.bundle.reader import Bundle
 
 
 def load(bundle: Bundle) -> Backend:

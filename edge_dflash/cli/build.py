@@ -31,8 +31,8 @@ def build(
     JSON keys: bundle (path), bytes, seconds, plans (TensorRT plans inside), deferred (work left for the device's
     first start), warnings.
     """
-    from edge_dflash.builder import BuildConfig  # torch, only here
-    from edge_dflash.builder import build as build_bundle
+    from edge_dflash.build.builder import BuildConfig  # torch, only here
+    from edge_dflash.build.builder import build as build_bundle
 
     config = BuildConfig(
         target=target,

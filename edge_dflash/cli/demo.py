@@ -125,7 +125,7 @@ def _open(where: Path, *, ours: bool) -> Planner:
 
 
 def _build(where: Path) -> None:
-    from edge_dflash.builder import BuildConfig, build  # torch, only here
+    from edge_dflash.build.builder import BuildConfig, build  # torch, only here
 
     say(f"building the demo's bundle: {where}")
     with stages() as report:

@@ -7,14 +7,14 @@ from typing import Annotated
 
 import typer
 
-from edge_dflash.bundle import read_manifest
+from edge_dflash.bundle.reader import read_manifest
 from edge_dflash.checkpoint.config import match_pair, read_drafter_spec, read_target_spec
 from edge_dflash.cli.output import emit_json, show
 from edge_dflash.cli.recipes import find_recipe
 from edge_dflash.device import load_board
 from edge_dflash.errors import RequestError
-from edge_dflash.inspection import Inspection, inspect_manifest, inspect_recipe
-from edge_dflash.inspection_view import render
+from edge_dflash.inspection.inspect import Inspection, inspect_manifest, inspect_recipe
+from edge_dflash.inspection.view import render
 from edge_dflash.quant.recipe import default_recipe
 from edge_dflash.quant.recipe_file import load_recipe
 

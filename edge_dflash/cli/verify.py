@@ -11,9 +11,9 @@ from rich.table import Table
 from edge_dflash.cli.output import emit_json, progress, say, show
 from edge_dflash.cli.prompts import default_prompts, read_prompts
 from edge_dflash.errors import RequestError
-from edge_dflash.golden import GoldenReport, verify_golden
 from edge_dflash.planner import Planner
-from edge_dflash.verify import Verification, verify_lossless
+from edge_dflash.verification.golden import GoldenReport, verify_golden
+from edge_dflash.verification.lossless import Verification, verify_lossless
 
 
 def verify(

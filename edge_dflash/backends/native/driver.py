@@ -229,7 +229,7 @@ class Module:
         self._handle = handle
 
     def kernel(self, name: str, *, shared_bytes: int = 0) -> Kernel:
-        """A kernel by its ``extern "C"`` name; ``shared_bytes`` above 48 KiB of dynamic shared memory are opted into."""
+        """A kernel by its ``extern "C"`` name; dynamic shared memory above 48 KiB has to be named here."""
         function = _check(cu.cuModuleGetFunction(self._handle, name.encode()), f"finding kernel {name}")
         if shared_bytes > 48 * 1024:
             attribute = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES

@@ -1,0 +1,1 @@
+"""Checkpoints to a bundle: streaming, resumable, atomic. Needs torch."""

@@ -1,0 +1,193 @@
+"""Checkpoints to bundle: weight by weight, resumable, and all or nothing.
+
+Puts together the plan (:mod:`edge_dflash.build.plan`), the conversion (:mod:`edge_dflash.build.convert`), calibration and the
+working directory. Nothing that depends on when or where a build ran gets into the bundle, so a build that was killed
+and resumed has the bytes of one that was not.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TypeAlias
+
+import torch
+
+from edge_dflash import __version__
+from edge_dflash.backends.base import Precision
+from edge_dflash.build.plan import BuildConfig, BuildPlan, plan_build
+from edge_dflash.build.scales import CALIBRATION, BuildScales, dump_scales, load_scales, measure_scales
+from edge_dflash.build.convert import Run, convert
+from edge_dflash.errors import BuildError, CheckpointError
+from edge_dflash.bundle.manifest import FileEntry, Manifest, dump_manifest
+from edge_dflash.bundle.parts import CHUNK, Advance, DurableFile, write_part
+from edge_dflash.build.workdir import WorkDir
+
+__all__ = ["BuildConfig", "BuildProgress", "BuildResult", "build"]
+
+BuildProgress: TypeAlias = Callable[[str, int, int], None]  # (stage, bytes done, bytes in all)
+
+
+@dataclass(frozen=True)
+class BuildResult:
+    """A finished build."""
+
+    bundle: Path
+    bytes: int  # of all files
+    seconds: float
+    plans: tuple[str, ...]  # TensorRT plan files; none for the reference backend
+    deferred: tuple[str, ...]  # what the device has to finish on its first start
+    warnings: tuple[str, ...]
+
+
+def build(config: BuildConfig, progress: BuildProgress | None = None) -> BuildResult:
+    """Build the bundle of ``config``.
+
+    Raises CheckpointError, RecipeError, BackendError or BuildError; an interrupted build keeps its finished files in
+    ``OUTPUT.building`` and the error says how to resume.
+    """
+    began = time.monotonic()
+    report = progress or (lambda stage, done, total: None)
+    try:
+        plan = plan_build(config)
+        with WorkDir(config.output, plan.fingerprint, config.command) as work:
+            manifest = dump_manifest(_fill(plan, work, report))
+            size = sum(entry.size for entry in work.finished.values()) + len(manifest)
+            work.finish(manifest)
+            warnings = (*plan.warnings, *work.warnings)
+    except KeyboardInterrupt:
+        raise BuildError(f"interrupted; finished files are kept, resume with: {config.command}") from None
+    except OSError as error:
+        raise _disk_error(error, config) from None
+    return BuildResult(config.output, size, time.monotonic() - began, (), (), warnings)
+
+
+def _fill(plan: BuildPlan, work: WorkDir, report: BuildProgress) -> Manifest:
+    """Make every file of the bundle, or find it made, and return the manifest."""
+    files: dict[str, FileEntry] = {}
+    files[CALIBRATION], scales = _scales(plan, work, report)
+    for source in plan.tokenizer_files:
+        name = f"tokenizer/{source.name}"
+        files[name] = work.reuse(name, _ignore) or work.add(name, partial(_copy, source))
+    stage = _Stage(report, "weights", plan.size)
+    with _workers() as pool:
+        for part, names in plan.parts.items():
+            write = partial(_write_weights, plan, names, scales.inputs, pool.map, stage.advance)
+            files[part] = work.reuse(part, stage.advance) or work.add(part, write)
+    stage.finish()
+    drafter = plan.pair.drafter
+    return Manifest(
+        created_by=f"edge-dflash {__version__}",
+        arch=plan.config.arch,
+        backend=plan.config.backend,
+        pair=plan.pair,
+        block_size=drafter.block_size,
+        mask_token_id=drafter.mask_token_id,
+        target_layer_ids=drafter.target_layer_ids,
+        precision=Precision(activations="bfloat16", kv="fp8" if plan.recipe.kv == "fp8" else "bfloat16"),
+        recipe=plan.recipe.name,
+        max_context=plan.max_context,
+        prefill_chunk=plan.prefill_chunk,
+        kv_scales=scales.kv,
+        tokenizer=bool(plan.tokenizer_files),
+        tools=plan.tools,
+        sources=plan.sources,
+        weights=plan.formats,
+        files=files,
+    )
+
+
+def _scales(plan: BuildPlan, work: WorkDir, report: BuildProgress) -> tuple[FileEntry, BuildScales]:
+    """Measure the scales, or read those that an earlier run measured."""
+    if entry := work.reuse(CALIBRATION, _ignore):
+        return entry, load_scales((work.staging / CALIBRATION).read_bytes())
+    scales = plan.scales.known
+    if plan.scales.ids:
+        stage = _Stage(report, "calibration", plan.size)  # in bytes like the weights: the share of layers that are done
+        scales = measure_scales(plan.scales, plan.pair, plan.store, stage.share)
+        stage.finish()
+    return work.add(CALIBRATION, partial(_write, dump_scales(scales))), scales
+
+
+@contextmanager
+def _workers() -> Iterator[ThreadPoolExecutor]:
+    """Threads that convert different rows, each with torch on itself alone: torch's own threads wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+            yield pool
+    finally:
+        torch.set_num_threads(before)
+
+
+def _write_weights(
+    plan: BuildPlan,
+    names: tuple[str, ...],
+    input_scales: Mapping[str, float],
+    run: Run,
+    advance: Advance,
+    path: Path,
+) -> FileEntry:
+    try:
+        return write_part(path, convert(plan.store, names, plan.formats, input_scales, run), advance)
+    except CheckpointError as error:
+        source = plan.config.target if names[0].startswith("target.") else plan.config.drafter
+        raise CheckpointError(f"{source}: {error}") from None
+    finally:
+        plan.store.release()
+
+
+def _write(data: bytes, path: Path) -> FileEntry:
+    with DurableFile(path, _ignore) as file:
+        file.write(data)
+    return file.entry
+
+
+def _copy(source: Path, path: Path) -> FileEntry:
+    with DurableFile(path, _ignore) as file, source.open("rb") as data:
+        while chunk := data.read(CHUNK):
+            file.write(chunk)
+    return file.entry
+
+
+def _disk_error(error: OSError, config: BuildConfig) -> BuildError:
+    """One line for what the operating system refused, with the remedy."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        what = f"the disk of {config.output} is full; free some space"
+    else:
+        what = f"{error.strerror or error} ({error.filename or config.output}); correct it"
+    return BuildError(f"{what} and resume with: {config.command}")
+
+
+class _Stage:
+    """Progress of one stage in bytes. The total is an estimate, so the bytes done are kept within it."""
+
+    def __init__(self, report: BuildProgress, name: str, total: int) -> None:
+        self._report, self._name, self._total, self._done = report, name, total, 0
+        report(name, 0, total)
+
+    def advance(self, count: int) -> None:
+        """Count bytes."""
+        self._done += count
+        self._report(self._name, min(self._done, self._total), self._total)
+
+    def share(self, done: int, total: int) -> None:
+        """Set the part that is done."""
+        self._done = 0
+        self.advance(self._total * done // max(1, total))
+
+    def finish(self) -> None:
+        """Report that all is done."""
+        self._report(self._name, self._total, self._total)
+
+
+def _ignore(count: int) -> None:
+    """Progress of files too small to show."""

@@ -1,0 +1,1 @@
+"""The contract between build and run: manifest, weight files, reading. No torch."""

@@ -1,0 +1,189 @@
+"""The weight files of a bundle: which weight lies in which file, what its tensors are called, how a file is written.
+
+A weight ``target.layers.3.mlp.gate_proj`` is stored as tensors named by it and ModelOpt's suffixes: ``.weight`` (BF16,
+F32, F8_E4M3, or U8 for packed E2M1 pairs), ``.weight_scale``, ``.weight_scale_2``, ``.input_scale``. Knows nothing of
+checkpoints, recipes or manifests.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from edge_dflash.bundle.manifest import FileEntry, WeightFormat
+from edge_dflash.bundle.mapped import forget_pages
+from edge_dflash.checkpoint.weights import Array, Fp8Weight, Nvfp4Weight, Weight, WideWeight
+
+CHUNK = 8 << 20  # bytes read or written at once
+Advance = Callable[[int], None]  # told the number of bytes done since the last call
+
+_WIDE = {"BF16": np.uint16, "F32": np.float32}
+
+
+def part_of(name: str) -> str:
+    """Relative path of the file that holds the weight ``name``."""
+    model, _, rest = name.partition(".")
+    if rest.startswith("layers."):
+        return f"weights/{model}-layer-{int(rest.split('.')[1]):03d}.safetensors"
+    group = {"embed_tokens": "embed", "fc": "context", "hidden_norm": "context"}.get(rest, "head")
+    return f"weights/{model}-{group}.safetensors"
+
+
+def weight_format(weight: Weight) -> WeightFormat:
+    """Name of the weight's format in a manifest."""
+    if isinstance(weight, Nvfp4Weight):
+        return "nvfp4"
+    if isinstance(weight, Fp8Weight):
+        return "fp8"
+    return "bf16" if weight.data.dtype == np.uint16 else "f32"
+
+
+def to_tensors(name: str, weight: Weight) -> dict[str, tuple[str, Array]]:
+    """Tensors that store a weight: name -> (safetensors dtype, array)."""
+    tensors: dict[str, tuple[str, Array]]
+    if isinstance(weight, WideWeight):
+        return {f"{name}.weight": ("BF16" if weight.data.dtype == np.uint16 else "F32", weight.data)}
+    if isinstance(weight, Fp8Weight):
+        tensors = {
+            f"{name}.weight": ("F8_E4M3", weight.data),
+            f"{name}.weight_scale": ("F32", weight.scale),
+        }
+    else:
+        tensors = {
+            f"{name}.weight": ("U8", weight.packed),
+            f"{name}.weight_scale": ("F8_E4M3", weight.block_scale),
+            f"{name}.weight_scale_2": ("F32", np.array(weight.global_scale, dtype=np.float32)),
+        }
+    if weight.input_scale is not None:
+        tensors[f"{name}.input_scale"] = ("F32", np.array(weight.input_scale, dtype=np.float32))
+    return tensors
+
+
+def from_tensors(name: str, tensors: Mapping[str, tuple[str, Array]], shape: tuple[int, ...]) -> Weight:
+    """Undo :func:`to_tensors`, with views of the same bytes.
+
+    ``tensors`` are all tensors whose name starts with ``name.``; ``shape`` is the logical shape. Raises ValueError
+    saying what was found and what is wanted.
+    """
+    found = {key.removeprefix(f"{name}."): value for key, value in tensors.items()}
+    kind, data = found.pop("weight", ("nothing", np.empty(0)))
+    input_scale = _scalar(found, "input_scale") if "input_scale" in found and kind in ("U8", "F8_E4M3") else None
+    weight: Weight
+    if kind in _WIDE:
+        weight = WideWeight(data)
+    elif kind == "F8_E4M3":
+        scale = _take(found, "weight_scale", "F32", ((1,), (shape[0],)))
+        weight = Fp8Weight(data, scale, input_scale)
+    elif kind == "U8":
+        blocks = _take(found, "weight_scale", "F8_E4M3", ((shape[0], shape[-1] // 16),))
+        weight = Nvfp4Weight(data, blocks, _scalar(found, "weight_scale_2"), input_scale)
+    else:
+        raise ValueError(f"{name}.weight is {kind}, wanted BF16, F32, F8_E4M3 or U8")
+    if found:
+        raise ValueError(f"{name}.{sorted(found)[0]} is not part of a weight stored as {kind}")
+    if weight.shape != shape:
+        raise ValueError(f"{name} has shape {list(weight.shape)}, wanted {list(shape)}")
+    return weight
+
+
+def write_part(path: Path, weights: Mapping[str, Weight], advance: Advance) -> FileEntry:
+    """Write weights as one safetensors file, durably, and return its hash and size.
+
+    Bytes depend on the weights alone. Raises OSError; the caller removes what was begun.
+    """
+    tensors = {key: value for name, weight in weights.items() for key, value in to_tensors(name, weight).items()}
+    order = sorted(tensors, key=lambda key: (-tensors[key][1].dtype.itemsize, key))  # wide first keeps views aligned
+    header, end = {}, 0
+    for key in order:
+        kind, array = tensors[key]
+        start, end = end, end + array.nbytes
+        header[key] = {"dtype": kind, "shape": list(array.shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with DurableFile(path, advance) as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for key in order:
+            file.write_array(tensors[key][1])
+    return file.entry
+
+
+class DurableFile:
+    """A file being written: hashed on the way, flushed to the disk at the end, and not kept in the page cache."""
+
+    def __init__(self, path: Path, advance: Advance) -> None:
+        self._path = path
+        self._advance = advance
+        self._hash = hashlib.sha256()
+        self._size = 0
+        self._file: BinaryIO | None = None
+
+    def __enter__(self) -> DurableFile:
+        self._file = self._path.open("wb")
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        file = self._file
+        if file is None:
+            return
+        self._file = None
+        with file:
+            if kind is None:
+                file.flush()
+                os.fsync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append bytes."""
+        if self._file is None:
+            raise ValueError(f"{self._path} is not open")
+        write_bytes(self._file, data)
+        self._hash.update(data)
+        self._size += len(data)
+        self._advance(len(data))
+
+    def write_array(self, array: Array) -> None:
+        """Append an array's bytes in C order, a chunk at a time, and forget the pages of a mapped array."""
+        flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        for start in range(0, flat.size, CHUNK):
+            self.write(flat[start : start + CHUNK].data)
+            forget_pages(flat[start : start + CHUNK])
+
+    @property
+    def entry(self) -> FileEntry:
+        """Hash and size of what was written."""
+        return FileEntry(self._hash.hexdigest(), self._size)
+
+
+def write_bytes(file: BinaryIO, data: bytes | memoryview) -> None:
+    """The one place where a build writes file contents."""
+    file.write(data)
+
+
+def hash_file(path: Path, advance: Advance) -> FileEntry:
+    """SHA-256 and size of a file, streamed. Raises OSError."""
+    digest, size = hashlib.sha256(), 0
+    buffer = memoryview(bytearray(CHUNK))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
+            size += count
+            advance(count)
+    return FileEntry(digest.hexdigest(), size)
+
+
+def _take(found: dict[str, tuple[str, Array]], key: str, kind: str, shapes: tuple[tuple[int, ...], ...]) -> Array:
+    got, array = found.pop(key, ("nothing", np.empty(0)))
+    if got != kind or array.shape not in shapes:
+        wanted = " or ".join(str(list(shape)) for shape in shapes)
+        raise ValueError(f"{key} is {got} {list(array.shape)}, wanted {kind} {wanted}")
+    return array
+
+
+def _scalar(found: dict[str, tuple[str, Array]], key: str) -> float:
+    return float(_take(found, key, "F32", ((),)))

@@ -1,0 +1,90 @@
+"""An Inspection as tables for people. Knows no arithmetic; ``Inspection.to_json`` is the form for machines."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from edge_dflash.inspection.inspect import Inspection
+
+CYCLE_LABELS = {
+    "target_weights": "verify: target weights, lm_head included",
+    "drafter_weights": "draft: drafter weights",
+    "drafter_lm_head": "draft: lm_head again",
+    "drafter_kv_projections": "drafter K/V projections again (context rows)",
+    "embedding_rows": "embedding rows",
+    "delta_state": "gated delta state, read and written",
+    "tape": "replay tape, written and read",
+    "target_kv": "target K/V",
+    "drafter_kv": "drafter K/V",
+}
+MEMORY_LABELS = {
+    "target_weights": "target weights",
+    "drafter_weights": "drafter weights",
+    "embedding": "embedding",
+    "target_kv": "target K/V",
+    "drafter_kv": "drafter K/V",
+    "delta_state": "gated delta state, one slot",
+    "tape": "replay tape, one block",
+    "scratch": "scratch",
+}
+
+
+def render(inspection: Inspection) -> RenderableType:
+    """Tables of weights, of a cycle's bytes with their least time, and of memory against the board's."""
+    return Group(_weights(inspection), _cycle(inspection), _memory(inspection), _summary(inspection))
+
+
+def _weights(inspection: Inspection) -> Table:
+    table = _table("Weights", "model", "module", "format", right=("parameters", "bytes"))
+    for group in inspection.weights:
+        table.add_row(group.model, group.module, group.format, f"{group.parameters:,}", f"{group.bytes:,}")
+    return table
+
+
+def _cycle(inspection: Inspection) -> Table:
+    title = f"One cycle at {inspection.context:,} tokens, block {inspection.block_size}"
+    table = _table(title, "what is moved", right=("bytes", "ms at least"))
+    for key, size in asdict(inspection.cycle).items():
+        table.add_row(CYCLE_LABELS[key], f"{size:,}", f"{inspection.board.milliseconds(size):.3f}")
+    table.add_section()
+    table.add_row("cycle", f"{inspection.cycle_bytes:,}", f"{inspection.floor_ms:.3f}")
+    return table
+
+
+def _memory(inspection: Inspection) -> Table:
+    table = _table(f"Memory for {inspection.max_context:,} tokens of context", "what is held", right=("bytes",))
+    for key, size in asdict(inspection.memory).items():
+        table.add_row(MEMORY_LABELS[key], f"{size:,}")
+    table.add_section()
+    table.add_row("total", f"{inspection.total_bytes:,}")
+    table.add_row(f"memory of {inspection.board.title}", f"{inspection.board.memory_bytes:,}")
+    table.add_row("free" if inspection.free_bytes >= 0 else "missing", f"{abs(inspection.free_bytes):,}")
+    return table
+
+
+def _summary(inspection: Inspection) -> Text:
+    board = inspection.board
+    lines = [
+        f"{board.title}: {board.memory_bandwidth_bytes_per_s / 1e9:g} GB/s peak",
+        f"K/V per token ({inspection.kv_format}): {inspection.kv_bytes_per_token:,} B target,"
+        f" {inspection.drafter_kv_bytes_per_token:,} B drafter; tape per row: {inspection.tape_bytes_per_row:,} B;"
+        f" state: {inspection.state_bytes:,} B",
+        f"floor: {inspection.floor_ms:.2f} ms a cycle, {inspection.plain_floor_ms:.2f} ms a token without drafter;"
+        f" a drafter pays above an accept length of {inspection.break_even_accept_length:.2f}",
+    ]
+    if inspection.free_bytes < 0:
+        lines.append("does not fit: lower the maximum context or use a recipe with smaller formats")
+    return Text("\n".join(lines))
+
+
+def _table(title: str, *left: str, right: tuple[str, ...]) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for name in left:
+        table.add_column(name)
+    for name in right:
+        table.add_column(name, justify="right")
+    return table

@@ -1,0 +1,1 @@
+"""Checks of outputs: speculative against plain, and against golden files."""
