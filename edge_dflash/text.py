@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+import jinja2.meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as HfTokenizer
 
@@ -29,7 +30,7 @@ class ChatTemplate:
     """A Jinja template that turns messages into the prompt text of a model, run in a sandbox.
 
     The environment is the one that published templates are written for: blocks trimmed, loop controls,
-    ``raise_exception(message)`` and a ``tojson`` that does not escape HTML.
+    ``raise_exception(message)`` and a ``tojson`` that does not escape HTML. ``names`` are the variables that it reads.
     """
 
     def __init__(self, source: str, variables: Mapping[str, str], where: str) -> None:
@@ -41,6 +42,7 @@ class ChatTemplate:
         self._variables = dict(variables)
         try:
             self._template = environment.from_string(source)
+            self.names = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(source)))
         except jinja2.TemplateError as error:
             raise BundleError(f"{where}: the chat template is not valid Jinja ({_line(error)})") from None
 
@@ -93,6 +95,15 @@ class Tokenizer:
         """Return the token with this id, or None when there is none."""
         found = self._tokenizer.id_to_token(token_id)
         return None if found is None else str(found)
+
+    def token_id(self, token: str) -> int | None:
+        """Return the id of this token, spelled as the vocabulary spells it, or None when there is none."""
+        found = self._tokenizer.token_to_id(token)
+        return None if found is None else int(found)
+
+    def to_json(self) -> str:
+        """Return the text of tokenizer.json."""
+        return str(self._tokenizer.to_str())
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Ids of ``text`` as it is: nothing is added. Special tokens written in it become their ids."""

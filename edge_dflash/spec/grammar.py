@@ -1,0 +1,279 @@
+"""Constraints from a JSON Schema, a regular expression or a Lark grammar, by way of the llguidance library.
+
+Knows how a grammar is compiled once and walked by many requests, and how the library's masks become those of the loop.
+Knows nothing of models. The library is imported when the first grammar is compiled.
+
+Two properties make constrained speculative decoding equal to constrained plain decoding: a mask is a function of the
+tokens pushed so far and of nothing else, and forced tokens are exactly those that the masks along them leave.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import numpy.typing as npt
+
+from edge_dflash.errors import RequestError
+from edge_dflash.spec.constraint import Mask
+from edge_dflash.spec.grammar_vocabulary import Vocabulary, one_line
+from edge_dflash.spec.lark_text import prepare
+from edge_dflash.spec.schema_check import schema_text
+from edge_dflash.text import Tokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+CACHED = 32  # compiled grammars kept for each tokenizer
+MAX_REGEX_BYTES = 16 * 1024
+MAX_FORCED = 4096  # tokens that a grammar may force in a row at its start; more is taken for a text that never ends
+MAX_LEXER_STATES = 50_000  # 1-2 kB each
+_Key = tuple[str, str, bool, int]  # kind, text, whitespace, vocabulary size
+_FORCED_AT_ONCE = 64  # tokens that forced() returns at most
+_WHITESPACE = r"[ \t\n\r]{1,64}"  # bounded, so that a model cannot go on with blanks for ever
+
+
+class Grammar:
+    """A compiled grammar. :meth:`constraint` gives each request its own state; it may be called from any thread."""
+
+    def __init__(self, matcher: LLMatcher, tokens: int, vocab_size: int, stop_token_ids: tuple[int, ...]) -> None:
+        """``matcher`` stands at the start and is only copied; ``tokens`` is the number of ids that it knows."""
+        self.matcher = matcher
+        self.tokens = tokens
+        self.vocab_size = vocab_size
+        self.stop_token_ids = stop_token_ids
+
+    def constraint(self) -> GrammarConstraint:
+        """Return a fresh constraint, at the grammar's start."""
+        return GrammarConstraint(self)
+
+
+class GrammarConstraint:
+    """The grammar behind the tokens of one request (a :class:`~edge_dflash.spec.constraint.Constraint`).
+
+    Stop tokens are allowed where the text so far is whole, and nothing but them after one. Special tokens are never
+    allowed, unless a Lark grammar names them. ``allowed``, ``push`` and ``forced`` raise RequestError when the grammar
+    turns out too complex at this point; :meth:`pop` leads back to where it was not.
+    """
+
+    def __init__(self, grammar: Grammar) -> None:
+        self._grammar = grammar
+        self._matcher = grammar.matcher.deep_copy()
+        self._pushed: list[int] = []  # without stop tokens
+        self._stopped = 0  # stop tokens pushed, all at the end
+        self._mask: Mask | None = None  # of this position, once it was asked for
+        self._bits = np.zeros((grammar.tokens + 31) // 32, np.uint32)  # bit t % 32 of word t // 32 is token t
+
+    @property
+    def complete(self) -> bool:
+        """Whether the text so far is whole: the grammar may end here."""
+        return bool(self.allowed()[self._grammar.stop_token_ids[0]])
+
+    def allowed(self) -> Mask:
+        """Tokens that may come next, bool [vocab_size], read-only. About 0.1 ms for 248,000 tokens."""
+        if self._mask is None:
+            self._mask = self._compute()
+            self._mask.flags.writeable = False
+        return self._mask
+
+    def push(self, token: int) -> bool:
+        """Step over a token. False, and no step, when it is not allowed."""
+        if token in self._grammar.stop_token_ids:
+            if not self.allowed()[token]:
+                return False
+            self._stopped += 1
+            self._mask = None
+            return True
+        if self._stopped or not 0 <= token < min(self._grammar.tokens, self._grammar.vocab_size):
+            return False
+        self._refuse_error()
+        taken = self._matcher.try_consume_tokens([token]) == 1
+        self._refuse_error()
+        if taken:
+            self._pushed.append(token)
+            self._mask = None
+        return taken
+
+    def pop(self, count: int) -> None:
+        """Step back over the last ``count`` tokens. Raises ValueError when fewer were pushed."""
+        if not 0 <= count <= len(self._pushed) + self._stopped:
+            raise ValueError(f"cannot step back over {count} of {len(self._pushed) + self._stopped} tokens")
+        if count == 0:
+            return
+        self._mask = None
+        stops = min(count, self._stopped)
+        self._stopped -= stops
+        if rest := count - stops:
+            del self._pushed[-rest:]
+            if self._matcher.is_error() or not self._matcher.rollback(rest):
+                self._matcher = self._grammar.matcher.deep_copy()
+                self._matcher.consume_tokens(self._pushed)
+
+    def forced(self) -> tuple[int, ...]:
+        """Tokens that must come next, in order, at most 64; empty when there is a choice."""
+        if self._stopped:
+            return ()
+        self._refuse_error()
+        found: list[int] = []
+        stop = self._grammar.stop_token_ids
+        for token in self._matcher.compute_ff_tokens()[:_FORCED_AT_ONCE]:
+            if token in stop:
+                break
+            found.append(token)
+        self._refuse_error()
+        found = found[: self._matcher.validate_tokens(found)]
+        if not found:
+            only = np.flatnonzero(self.allowed())
+            return (int(only[0]),) if len(only) == 1 else ()
+        return tuple(found)
+
+    def _compute(self) -> Mask:
+        grammar = self._grammar
+        stop = list(grammar.stop_token_ids)
+        mask: Mask = np.zeros(grammar.vocab_size, np.bool_)
+        if self._stopped:
+            mask[stop] = True
+            return mask
+        self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
+        self._refuse_error()
+        known = min(grammar.tokens, grammar.vocab_size)
+        mask[:known] = unpack(self._bits, known)
+        mask[stop] = mask[stop].any()
+        return mask
+
+    def _refuse_error(self) -> None:
+        if self._matcher.is_error():
+            raise RequestError(
+                f"the grammar cannot go on after {len(self._pushed)} tokens "
+                f"({one_line(self._matcher.get_error())}); make it simpler"
+            )
+
+
+def compile_schema(
+    schema: object, tokenizer: Tokenizer, vocab_size: int, stop_token_ids: Sequence[int], *, whitespace: bool = False
+) -> Grammar:
+    """Compile a JSON Schema: JSON text, a mapping, or a class with ``model_json_schema()`` (Pydantic).
+
+    ``vocab_size`` is the model's, ``stop_token_ids`` end an answer. Properties come in the order in which the schema
+    names them. ``whitespace`` False gives compact JSON, without blanks outside strings; True allows up to 64 in a row.
+    Raises RequestError, naming the reason, for a schema that is invalid, too big, has a keyword that would not be
+    enforced, or that nothing can satisfy.
+    """
+    text = schema_text(schema)
+
+    def source(_: Vocabulary) -> str:
+        from llguidance import LLMatcher
+
+        return LLMatcher.grammar_from_json_schema(text, overrides=_json_options(whitespace))  # type: ignore[arg-type]
+
+    return _compiled("schema", text, whitespace, tokenizer, vocab_size, stop_token_ids, source)
+
+
+def compile_regex(pattern: str, tokenizer: Tokenizer, vocab_size: int, stop_token_ids: Sequence[int]) -> Grammar:
+    """Compile a regular expression that the whole answer must match, in the syntax of Rust's regex crate.
+
+    Without look-around and back-references. Arguments and errors as for :func:`compile_schema`.
+    """
+    size = len(pattern.encode(errors="replace"))
+    if size > MAX_REGEX_BYTES:
+        raise RequestError(f"the regex has {size} bytes, at most {MAX_REGEX_BYTES} are taken; make it smaller")
+
+    def source(_: Vocabulary) -> str:
+        from llguidance import LLMatcher
+
+        return LLMatcher.grammar_from_regex(pattern)
+
+    return _compiled("regex", pattern, False, tokenizer, vocab_size, stop_token_ids, source)
+
+
+def compile_lark(
+    grammar: str, tokenizer: Tokenizer, vocab_size: int, stop_token_ids: Sequence[int], *, whitespace: bool = False
+) -> Grammar:
+    """Compile a Lark grammar in the dialect of llguidance; the answer must match its rule ``start``.
+
+    ``<name>`` is a special token, ``%json {...}`` a JSON Schema, to which ``whitespace`` applies. Arguments and errors
+    as for :func:`compile_schema`. A grammar whose choices never lead to an end is not always found out here.
+    """
+
+    def source(vocabulary: Vocabulary) -> str:
+        from llguidance import LLMatcher
+
+        return LLMatcher.grammar_from_lark(prepare(grammar, vocabulary.special.get, _json_options(whitespace)))
+
+    return _compiled("grammar", grammar, whitespace, tokenizer, vocab_size, stop_token_ids, source)
+
+
+def unpack(bits: npt.NDArray[np.uint32], count: int) -> Mask:
+    """The first ``count`` flags of a packed mask: bit t % 32 of word t // 32 is token t."""
+    little = bits.astype("<u4", copy=False).view(np.uint8)
+    return np.unpackbits(little, count=count, bitorder="little").view(np.bool_)
+
+
+_vocabularies: WeakKeyDictionary[Tokenizer, dict[tuple[int, ...], tuple[Vocabulary, OrderedDict[_Key, Grammar]]]]
+_vocabularies = WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def _compiled(
+    kind: str,
+    text: str,
+    whitespace: bool,
+    tokenizer: Tokenizer,
+    vocab_size: int,
+    stop_token_ids: Sequence[int],
+    source: Callable[[Vocabulary], str],
+) -> Grammar:
+    """The grammar of the cache, or a new one of ``source``."""
+    stop = tuple(sorted(set(stop_token_ids)))
+    for token in stop:
+        if not 0 <= token < vocab_size:
+            raise RequestError(f"stop token id {token} is outside the vocabulary of {vocab_size}")
+    key = (kind, text, whitespace, vocab_size)
+    with _lock:
+        by_stop = _vocabularies.setdefault(tokenizer, {})
+        if stop not in by_stop:
+            by_stop[stop] = (Vocabulary(tokenizer, stop), OrderedDict())
+        vocabulary, grammars = by_stop[stop]
+        if key not in grammars:
+            matcher = _matcher(kind, vocabulary.tokenizer, source(vocabulary))
+            grammars[key] = Grammar(matcher, vocabulary.size, vocab_size, stop)
+        grammars.move_to_end(key)
+        while len(grammars) > CACHED:
+            grammars.popitem(last=False)
+        return grammars[key]
+
+
+def _matcher(kind: str, tokenizer: LLTokenizer, source: str) -> LLMatcher:
+    """A matcher at the grammar's start. Raises RequestError when the grammar is invalid or nothing satisfies it."""
+    from llguidance import LLMatcher, LLParserLimits
+
+    limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
+    matcher = LLMatcher(tokenizer, source, log_level=0, limits=limits)
+    if matcher.is_error():
+        raise RequestError(f"the {kind} cannot be used: {one_line(matcher.get_error())}; change it there")
+    if warnings := matcher.get_grammar_warnings():
+        raise RequestError(
+            f"the {kind} has parts that would not be enforced: {one_line('; '.join(warnings))}; remove them"
+        )
+    probe = matcher.deep_copy()
+    forced = len(probe.compute_ff_tokens())
+    if forced > MAX_FORCED:
+        raise RequestError(
+            f"the {kind} leaves no choice for more than {MAX_FORCED} tokens ({forced}); "
+            "end the recursion, or make the text that it fixes shorter"
+        )
+    if not probe.is_error():
+        probe.compute_bitmask()
+    if probe.is_error():
+        raise RequestError(f"nothing satisfies the {kind} ({one_line(probe.get_error())}); make it less strict")
+    return matcher
+
+
+def _json_options(whitespace: bool) -> dict[str, object]:
+    """How the library is to read a schema: nothing of it ignored, blanks bounded."""
+    strict: dict[str, object] = {"lenient": False, "coerce_one_of": False, "whitespace_flexible": whitespace}
+    return {**strict, "whitespace_pattern": _WHITESPACE} if whitespace else strict
