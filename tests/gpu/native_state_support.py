@@ -17,7 +17,7 @@ CACHE = Path(__file__).parents[2] / "build" / "cubins"  # git-ignored
 
 def cubin(unit, arch):
     """The cubin of a unit; compiled once for each state of the sources."""
-    sources = b"".join(path.read_bytes() for path in sorted([KERNELS / f"{unit}.cu", *KERNELS.glob("*.cuh")]))
+    sources = (KERNELS / f"{unit}.cu").read_bytes() + (KERNELS / "state.cuh").read_bytes()
     path = CACHE / f"{unit}-{arch}-{hashlib.sha256(sources).hexdigest()[:16]}.cubin"
     if not path.exists():
         CACHE.mkdir(parents=True, exist_ok=True)

@@ -19,7 +19,12 @@ UNIT = "attend"
 CHUNK = 64  # keys
 _THREADS = 256
 _BIDIRECTIONAL, _SEQUENTIAL, _GATED = 1, 2, 4
-_SPLITS = ((512, 64), (2048, 128), (4096, 256), (8192, 512))  # below this position, splits of so many keys; beyond, of 1024
+_SPLITS = (
+    (512, 64),
+    (2048, 128),
+    (4096, 256),
+    (8192, 512),
+)  # below this position, splits of so many keys; beyond, of 1024
 
 
 def splits(keys: int) -> int:
@@ -89,9 +94,9 @@ class AttendShape:
 
     def warp_tiles(self, prefill: bool) -> int:
         """MT: 16-row tiles of a warp; a block has 32 * MT query rows. The fewest blocks, then the fewest rows."""
-        most = 4 if self.head_dim < 256 else 3 if self.kv == "fp8" else 2
+        built = (2, 4) if self.head_dim < 256 else (2, 3) if self.kv == "fp8" else (2,)
         rows = self.group * self.tile(prefill)
-        return min(range(1, most + 1), key=lambda m: (-(-rows // (32 * m)), m))
+        return min(built, key=lambda m: (-(-rows // (32 * m)), m))
 
     def row_blocks(self, prefill: bool) -> int:
         """Blocks over the query rows of one KV head: more than one reads the keys more than once."""

@@ -16,7 +16,7 @@ from edge_dflash.errors import BackendError
 
 UNIT = "delta"
 TAPS = 4  # longest convolution of the kernels
-_PREPARE_WARPS, _THREADS, _COLUMNS = 8, 64, 32
+_PREPARE_WARPS, _THREADS, _COLUMNS = 8, 64, 16
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class DeltaShape:
     def scratch_bytes(self) -> int:
         """Bytes of the scratch buffer; layers may share one."""
         values = self.value_heads * self.value_dim
-        return aligned(4 * self.most_rows * (2 * values + 2 * self.key_heads * self.key_dim + self.key_heads)) + (
+        return aligned(4 * self.most_rows * (3 * values + 2 * self.key_heads * self.key_dim + self.key_heads)) + (
             16 * self.most_rows * self.value_heads
         )
 
@@ -166,8 +166,19 @@ class GatedDelta:
             (-(-sum(heads) // _PREPARE_WARPS), s.rows + own, 1),
             _PREPARE_WARPS * 32,
             (
-                *(qkv.pointer, a.pointer, b.pointer, qkv.stride, a.stride, b.stride, layer.conv, layer.a_log),
-                *(layer.dt_bias, layer.history, layer.tape_u, layer.tape_g, layer.tape_beta, scratch, pending, rows),
+                *(qkv.pointer, z.pointer, a.pointer, b.pointer, qkv.stride, z.stride, a.stride, b.stride),
+                *(
+                    layer.conv,
+                    layer.a_log,
+                    layer.dt_bias,
+                    layer.history,
+                    layer.tape_u,
+                    layer.tape_g,
+                    layer.tape_beta,
+                    scratch,
+                    pending,
+                    rows,
+                ),
                 *(own, s.most_rows, *heads, s.key_dim, s.value_dim, s.conv_kernel),
             ),
             overlap=True,
@@ -178,8 +189,8 @@ class GatedDelta:
             _THREADS,
             (
                 *(layer.state, layer.history, layer.tape_u, layer.tape_g, layer.tape_beta, scratch, counters),
-                *(qkv.pointer, z.pointer, layer.norm, out.pointer, pending, rows, own, s.most_rows, *heads),
-                *(s.value_dim, s.conv_kernel, qkv.stride, z.stride, out.stride, s.eps, int(rows != NULL)),
+                *(qkv.pointer, layer.norm, out.pointer, pending, rows, own, s.most_rows, *heads),
+                *(s.value_dim, s.conv_kernel, qkv.stride, out.stride, s.eps, int(rows != NULL)),
             ),
             overlap=True,
         )

@@ -13,6 +13,7 @@
 
 static constexpr int THREADS = 256;  // 8 warps: 2 along query rows, 4 along keys (QK) or head dims (PV)
 static constexpr int CHUNK = 64;     // keys
+static constexpr int BATCH = 12;     // splits that a combine thread loads together
 static constexpr int FAR = 0x3fffffff;
 enum Flags { BIDIRECTIONAL = 1, SEQUENTIAL = 2, GATED = 4 };
 
@@ -471,15 +472,10 @@ __device__ void attend(const u16* q, const u8* k_memory, const u8* v_memory, flo
 #define BOTH(D, MT)                   \
     ATTEND(D, MT, true, attend_fp8)   \
     ATTEND(D, MT, false, attend_bf16)
-BOTH(64, 1)
 BOTH(64, 2)
-BOTH(64, 3)
 BOTH(64, 4)
-BOTH(128, 1)
 BOTH(128, 2)
-BOTH(128, 3)
 BOTH(128, 4)
-BOTH(256, 1)
 BOTH(256, 2)
 ATTEND(256, 3, true, attend_fp8)
 
@@ -502,15 +498,23 @@ __device__ void combine(const float* partial, const float* partial_ml, u16* out,
     const int kv_head = head / group, m_row = ((head % group) << tile_log2) + row;
     const int first = split_of(low.first), stop = split_of(max(high.stop - 1, 0)) + 1;
     float m = NEG_INF, l = 0.0f, x[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-#pragma unroll 4
-    for (int split = first; split < stop; split++) {
-        u64 place = ((u64)split * kv_heads + kv_head) * M + m_row;
-        float2 ml = __ldcg((const float2*)partial_ml + place);
-        float4 y = __ldcg((const float4*)(partial + place * dim + column));
-        Fold f = fold(m, l, ml.x, ml.y);
-        m = f.m, l = f.l;
-        x[0] = fold_value(x[0], y.x, f), x[1] = fold_value(x[1], y.y, f);
-        x[2] = fold_value(x[2], y.z, f), x[3] = fold_value(x[3], y.w, f);
+    for (int split = first; split < stop; split += BATCH) {
+        float2 ml[BATCH];
+        float4 y[BATCH];
+#pragma unroll
+        for (int i = 0; i < BATCH; i++) {  // all under way together; what is not there changes nothing
+            const u64 place = ((u64)(split + i) * kv_heads + kv_head) * M + m_row;
+            const bool there = split + i < stop;
+            ml[i] = there ? __ldcg((const float2*)partial_ml + place) : make_float2(NEG_INF, 0.0f);
+            y[i] = there ? __ldcg((const float4*)(partial + place * dim + column)) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        }
+#pragma unroll
+        for (int i = 0; i < BATCH; i++) {
+            const Fold f = fold(m, l, ml[i].x, ml[i].y);
+            m = f.m, l = f.l;
+            x[0] = fold_value(x[0], y[i].x, f), x[1] = fold_value(x[1], y[i].y, f);
+            x[2] = fold_value(x[2], y[i].z, f), x[3] = fold_value(x[3], y[i].w, f);
+        }
     }
 #pragma unroll
     for (int e = 0; e < 4; e++) x[e] = finish(x[e], l, v_scale);

@@ -6,14 +6,14 @@
 // once and written once: after the replay, or after the own rows when the pass commits (prefill). With no own rows
 // the same two kernels are a flush.
 //
-// Columns of S are independent. A block owns 32 columns of one head; 4 lanes share a pair of columns, each with a
-// quarter of its elements in registers. The blocks of one more row of the grid write the tape beside them.
+// Columns of S are independent. A block owns 16 columns of one head; 8 lanes share a pair of columns, each with an
+// eighth of its elements in registers. The blocks of one more row of the grid write the tape beside them.
 #include "state.cuh"
 
 static constexpr int PREPARE_WARPS = 8;
-static constexpr int LANES = 4;          // that share a pair of columns of S
+static constexpr int LANES = 8;          // that share a pair of columns of S
 static constexpr int WARP_COLUMNS = 64 / LANES;
-static constexpr int COLUMNS = 32;       // of S a block
+static constexpr int COLUMNS = 16;       // of S a block
 static constexpr int THREADS = COLUMNS / WARP_COLUMNS * 32;
 static constexpr int STAGE = 16;  // rows in shared memory at a time, twice
 static constexpr int TAPS = 4;    // longest convolution; shorter ones have leading zeros
@@ -22,6 +22,7 @@ struct Scratch {  // FP32, row t of pending then own rows
     float *q, *k, *v, *qk;  // [T, Hk*Dk], [T, Hk*Dk], [T, Hv*Dv], [T, Hk]: q . k
     float4* gate;           // [T, Hv]: decay exp(g), beta, g, unused
     float* o;               // [own rows, Hv*Dv]
+    float* z;               // [own rows, Hv*Dv]: silu(z)
 };
 __device__ __forceinline__ Scratch scratch_at(float* base, int most, int hk, int hv, int dk, int dv) {
     Scratch s;
@@ -30,7 +31,8 @@ __device__ __forceinline__ Scratch scratch_at(float* base, int most, int hk, int
     s.k = s.q + (u64)most * hk * dk;
     s.v = s.k + (u64)most * hk * dk;
     s.o = s.v + (u64)most * hv * dv;
-    s.qk = s.o + (u64)most * hv * dv;
+    s.z = s.o + (u64)most * hv * dv;
+    s.qk = s.z + (u64)most * hv * dv;
     return s;
 }
 
@@ -114,18 +116,22 @@ __device__ void prepare_key_head(const Scratch& s, const Line& line, const float
 
 template <int E>
 __device__ void prepare_value_head(const Scratch& s, const Line& line, const float* weight, int t, int head, int hv,
-                                   int first) {
+                                   int first, const u16* z, int z_stride) {
     float v[E];
     convolve<E>(v, line, weight, t, first + head * 32 * E);
-    const u64 at = ((u64)t * hv + head) * 32 * E + threadIdx.x % 32 * E;
+    const u64 column = (u64)head * 32 * E + threadIdx.x % 32 * E, row = (u64)hv * 32 * E;
 #pragma unroll
-    for (int e = 0; e < E; e++) s.v[at + e] = v[e];
+    for (int e = 0; e < E; e++) s.v[t * row + column + e] = v[e];
+    if (t < line.pending) return;
+    const u64 r = t - line.pending;
+#pragma unroll
+    for (int e = 0; e < E; e++) s.z[r * row + column + e] = silu(bf16_float(z[r * z_stride + column + e]));
 }
 
 // One warp per row (pending, then own; blockIdx.y) and head (Hk query-key pairs, then Hv values).
 extern "C" __global__ void __launch_bounds__(PREPARE_WARPS * 32)
-    delta_prepare(const u16* qkv, const u16* a, const u16* b, int qkv_stride, int a_stride, int b_stride,
-                  const float* conv, const float* a_log, const float* dt_bias, const u16* history, const u16* tape_u,
+    delta_prepare(const u16* qkv, const u16* z, const u16* a, const u16* b, int qkv_stride, int z_stride, int a_stride,
+                  int b_stride, const float* conv, const float* a_log, const float* dt_bias, const u16* history, const u16* tape_u,
                   const float* tape_g, const float* tape_beta, float* scratch, const int* pending_there,
                   const int* rows_there, int rows, int most_rows, int hk, int hv, int dk, int dv, int taps) {
     pdl_wait();
@@ -142,9 +148,9 @@ extern "C" __global__ void __launch_bounds__(PREPARE_WARPS * 32)
         return;
     }
     const int head = slot - hk, first = 2 * hk * dk;
-    if (dv == 128) prepare_value_head<4>(s, line, conv, t, head, hv, first);
-    if (dv == 64) prepare_value_head<2>(s, line, conv, t, head, hv, first);
-    if (dv == 32) prepare_value_head<1>(s, line, conv, t, head, hv, first);
+    if (dv == 128) prepare_value_head<4>(s, line, conv, t, head, hv, first, z, z_stride);
+    if (dv == 64) prepare_value_head<2>(s, line, conv, t, head, hv, first, z, z_stride);
+    if (dv == 32) prepare_value_head<1>(s, line, conv, t, head, hv, first, z, z_stride);
     if (lane) return;
     float g, beta;
     if (t < pending) {
@@ -288,13 +294,14 @@ __device__ __forceinline__ void write_tape(const Line& line, u16* history, u16* 
 
 // Gated RMS norm of one head's outputs: bf16(o / rms(o) * w * silu(z)). A warp has ROWS rows at a time, their loads
 // under way together.
-__device__ __forceinline__ void write_output(const float* o, const u16* z, const float* norm, u16* out, int rows,
-                                             int head, int hv, int dv, int z_stride, int out_stride, float eps) {
-    constexpr int ROWS = 8;
+__device__ __forceinline__ void write_output(const float* o, const float* z, const float* norm, u16* out, int rows,
+                                             int head, int hv, int dv, int out_stride, float eps) {
+    constexpr int ROWS = 4;
     const int lane = threadIdx.x % 32, count = dv / 32;
     for (int first = threadIdx.x / 32 * ROWS; first < rows; first += THREADS / 32 * ROWS) {
-        float x[ROWS][4];
-        u16 gate[ROWS][4];
+        float x[ROWS][4], gate[ROWS][4], weight[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) weight[i] = i < count ? norm[i * 32 + lane] : 0.0f;
 #pragma unroll
         for (int n = 0; n < ROWS; n++)
 #pragma unroll
@@ -302,7 +309,7 @@ __device__ __forceinline__ void write_output(const float* o, const u16* z, const
                 const bool there = i < count && first + n < rows;
                 const u64 r = first + n, j = head * dv + i * 32 + lane;
                 x[n][i] = there ? __ldcg(o + r * hv * dv + j) : 0.0f;
-                gate[n][i] = there ? z[r * z_stride + j] : (u16)0;
+                gate[n][i] = there ? __ldcg(z + r * hv * dv + j) : 0.0f;
             }
 #pragma unroll
         for (int n = 0; n < ROWS; n++) {
@@ -316,7 +323,7 @@ __device__ __forceinline__ void write_output(const float* o, const u16* z, const
                 const int j = i * 32 + lane;
                 if (i < count && first + n < rows)
                     out[(u64)(first + n) * out_stride + head * dv + j] = to_bf16(__fmul_rn(
-                        __fmul_rn(__fmul_rn(x[n][i], inverse), norm[j]), silu(bf16_float(gate[n][i]))));
+                        __fmul_rn(__fmul_rn(x[n][i], inverse), weight[i]), gate[n][i]));
             }
         }
     }
@@ -324,9 +331,9 @@ __device__ __forceinline__ void write_output(const float* o, const u16* z, const
 
 template <int DK>
 __device__ void recurrence(float* state, u16* history, u16* tape_u, float* tape_g, float* tape_beta, float* scratch,
-                           int* arrived, const u16* qkv, const u16* z, const float* norm, u16* out,
+                           int* arrived, const u16* qkv, const float* norm, u16* out,
                            const int* pending_there, const int* rows_there, int rows, int most_rows, int hk, int hv,
-                           int dv, int taps, int qkv_stride, int z_stride, int out_stride, float eps, int commits) {
+                           int dv, int taps, int qkv_stride, int out_stride, float eps, int commits) {
     __shared__ __align__(16) Stage<DK> stages[2];
     __shared__ int is_last;
     const int head = blockIdx.x, key_head = head / (hv / hk), lane = threadIdx.x % 32, part = lane % LANES;
@@ -386,17 +393,16 @@ __device__ void recurrence(float* state, u16* history, u16* tape_u, float* tape_
         __threadfence();
     }
     __syncthreads();
-    if (is_last) write_output(there.o, z, norm, out, own, head, hv, dv, z_stride, out_stride, eps);
+    if (is_last) write_output(there.o, there.z, norm, out, own, head, hv, dv, out_stride, eps);
 }
 
 #define RECURRENCE(DK)                                                                                                 \
     extern "C" __global__ void __launch_bounds__(THREADS) delta_recurrence_k##DK(                                      \
         float* state, u16* history, u16* tape_u, float* tape_g, float* tape_beta, float* scratch, int* arrived,        \
-        const u16* qkv, const u16* z, const float* norm, u16* out, const int* pending_there, const int* rows_there,    \
-        int rows, int most_rows, int hk, int hv, int dv, int taps, int qkv_stride, int z_stride, int out_stride,       \
-        float eps, int commits) {                                                                                      \
-        recurrence<DK>(state, history, tape_u, tape_g, tape_beta, scratch, arrived, qkv, z, norm, out, pending_there,  \
-                       rows_there, rows, most_rows, hk, hv, dv, taps, qkv_stride, z_stride, out_stride, eps, commits); \
+        const u16* qkv, const float* norm, u16* out, const int* pending_there, const int* rows_there, int rows,        \
+        int most_rows, int hk, int hv, int dv, int taps, int qkv_stride, int out_stride, float eps, int commits) {     \
+        recurrence<DK>(state, history, tape_u, tape_g, tape_beta, scratch, arrived, qkv, norm, out, pending_there,     \
+                       rows_there, rows, most_rows, hk, hv, dv, taps, qkv_stride, out_stride, eps, commits);           \
     }
 RECURRENCE(32)
 RECURRENCE(64)
