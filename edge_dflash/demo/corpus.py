@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from random import Random
 from typing import Any, Literal
 
@@ -134,6 +135,7 @@ def make_task(seed: int, *, plain: bool = False) -> Task:
     )
 
 
+@cache
 def heldout_keys() -> frozenset[str]:
     """Keys of all held-out tasks."""
     return frozenset(make_task(seed, plain=plain).key for seed in range(HELDOUT_TASKS) for plain in (True, False))

@@ -54,11 +54,11 @@ def chunked_delta(
     decay = span.masked_fill(row[:, None] < row[None, :], -math.inf).exp()
     kk = _per_value_head(k @ k.transpose(-1, -2), decay)
     qk = _per_value_head(q @ k.transpose(-1, -2), decay)
-    inverse = cast(torch.Tensor, UnitLowerInverse.apply(kk * beta[..., None]))
+    inverse = cast(torch.Tensor, UnitLowerInverse.apply(kk * beta[..., None]))  # type: ignore[no-untyped-call]
     k, q = k.repeat_interleave(ratio, 1), q.repeat_interleave(ratio, 1)
     grown = total.exp()
     both = inverse @ torch.cat((v * beta[..., None], k * (beta * grown)[..., None]), -1)
-    u, w = both.split((v.shape[-1], k.shape[-1]), -1)
+    u, w = torch.split(both, [v.shape[-1], k.shape[-1]], -1)
     k_out = (k * (total[..., -1:] - total).exp()[..., None]).transpose(-1, -2)  # [.., Dk, C]
     state = v.new_zeros(v.shape[0], v.shape[1], k.shape[-1], v.shape[-1])
     starts, rows = [], []
@@ -76,12 +76,12 @@ def _chunks(x: torch.Tensor, pad: int) -> torch.Tensor:
     x = x.transpose(1, 2)
     if pad:
         x = torch.cat((x, x.new_zeros(*x.shape[:2], pad, *x.shape[3:])), 2)
-    return x.unflatten(2, (-1, CHUNK)).contiguous()
+    return torch.unflatten(x, 2, (-1, CHUNK)).contiguous()
 
 
 def _per_value_head(products: torch.Tensor, decay: torch.Tensor) -> torch.Tensor:
     """products [B, Hk, N, C, C] * decay [B, Hv, N, C, C]; a key head serves consecutive value heads."""
-    return (products.unsqueeze(2) * decay.unflatten(1, (products.shape[1], -1))).flatten(1, 2)
+    return (products.unsqueeze(2) * torch.unflatten(decay, 1, (products.shape[1], -1))).flatten(1, 2)
 
 
 class UnitLowerInverse(torch.autograd.Function):
@@ -91,7 +91,7 @@ class UnitLowerInverse(torch.autograd.Function):
     def forward(ctx: Any, matrix: torch.Tensor) -> torch.Tensor:
         """Forward substitution."""
         eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device).expand_as(matrix)
-        inverse = torch.linalg.solve_triangular(matrix, eye, upper=False, unitriangular=True)
+        inverse: torch.Tensor = torch.linalg.solve_triangular(matrix, eye, upper=False, unitriangular=True)
         ctx.save_for_backward(inverse)
         return inverse
 
@@ -100,4 +100,5 @@ class UnitLowerInverse(torch.autograd.Function):
         """Gradient -T^T G T^T, strictly lower part: products are faster than a second solve."""
         (inverse,) = ctx.saved_tensors
         transposed = inverse.transpose(-1, -2)
-        return -(transposed @ grads[0] @ transposed).tril(-1)
+        grad: torch.Tensor = -(transposed @ grads[0] @ transposed).tril(-1)
+        return grad

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from edge_dflash.demo.fakequant import Linear, fake_fp8
-from edge_dflash.demo.model import Mlp, Norm, initialise, rope
+from edge_dflash.demo.modules import Mlp, Norm, initialise, rope
 from edge_dflash.demo.tokenizer import MASK_ID
 
 
@@ -76,7 +76,7 @@ class BlockAttention(nn.Module):
         length = context.shape[1]
         place = torch.arange(length, device=x.device)
         k, v = self.keys_values(context, place)
-        own_k, own_v = (y.unflatten(2, (count, block)).unsqueeze(2) for y in self.keys_values(x, positions))
+        own_k, own_v = (torch.unflatten(y, 2, (count, block)).unsqueeze(2) for y in self.keys_values(x, positions))
         seen = (place < anchors[..., None])[:, :, None, :].expand(-1, -1, block, -1)  # [B, A, block, T]
         own_seen = torch.ones(block, block, dtype=torch.bool, device=x.device)
         if self.sliding:

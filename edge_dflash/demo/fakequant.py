@@ -53,7 +53,7 @@ class WeightQuantizer:
             shared = torch.zeros_like(largest).scatter_reduce_(0, self._group, largest, "amax")[self._group]
             scales = (shared / GLOBAL_DIVISOR)[self._owner]
             values = nvfp4_values(torch.cat([w.reshape(-1, BLOCK) for w in rounded]), scales, *self._tables)
-            parts = values.split(self._sizes)
+            parts = torch.split(values, self._sizes)
         for linear, weight, part in zip(self._linears, weights, parts, strict=True):
             linear.quantized = weight + (part.view_as(weight) - weight).detach()
 

@@ -32,7 +32,7 @@ def greedy(target: Target, prompts: Sequence[Sequence[int]], max_new: int) -> li
     ids, lengths = padded(prompts, device)
     x = target.model.embed_tokens(ids)
     caches = []
-    for layer in target.model.layers:
+    for layer in target.model.blocks:
         mixed, cache = layer.mixer(layer.input_layernorm(x), lengths)
         if isinstance(cache, AttentionCache):
             cache = AttentionCache(*(F.pad(y, (0, 0, 0, max_new)) for y in (cache.k, cache.v)))
@@ -49,7 +49,7 @@ def greedy(target: Target, prompts: Sequence[Sequence[int]], max_new: int) -> li
         if count % 16 == 15 and bool(done.all()):
             break
         last = target.model.embed_tokens(token)[:, None]
-        for layer, cache in zip(target.model.layers, caches, strict=True):
+        for layer, cache in zip(target.model.blocks, caches, strict=True):
             last = layer.finish(last, layer.mixer.step(layer.input_layernorm(last), cache, position))
         position += 1
     return [_up_to_end(row) for row in torch.stack(tokens, 1).tolist()]

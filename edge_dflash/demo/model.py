@@ -16,6 +16,7 @@ from torch import nn
 
 from edge_dflash.demo.delta import chunked_delta, sequential_delta
 from edge_dflash.demo.fakequant import Linear, fake_fp8
+from edge_dflash.demo.modules import Mlp, Norm, initialise, rope
 
 _L2_EPS = 1e-6
 
@@ -45,45 +46,6 @@ class TargetConfig:
     def full_layers(self) -> tuple[bool, ...]:
         """Which layers are full attention."""
         return tuple(i % 4 == 3 for i in range(self.num_hidden_layers))
-
-
-class Norm(nn.Module):
-    """RMS norm in float32 over the last dim; the factor is 1 + w (``plus_one``) or w."""
-
-    def __init__(self, size: int, eps: float, *, plus_one: bool) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(size) if plus_one else torch.ones(size))
-        self.eps, self.plus_one = eps, plus_one
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return float32."""
-        return F.rms_norm(x.float(), x.shape[-1:], self.weight + 1.0 if self.plus_one else self.weight, self.eps)
-
-
-class Mlp(nn.Module):
-    """SwiGLU."""
-
-    def __init__(self, hidden: int, intermediate: int) -> None:
-        super().__init__()
-        self.gate_proj = Linear(hidden, intermediate)
-        self.up_proj = Linear(hidden, intermediate)
-        self.down_proj = Linear(intermediate, hidden)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., H] -> [..., H]."""
-        out: torch.Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        return out
-
-
-def rope(x: torch.Tensor, positions: torch.Tensor, dims: int, theta: float) -> torch.Tensor:
-    """Rotate the first ``dims`` of x [B, heads, T, D] (float32) by positions [T] or [B, T]; halves convention."""
-    frequency = 1.0 / theta ** (torch.arange(0, dims, 2, dtype=torch.float32, device=x.device) / dims)
-    angle = positions[..., None].float() * frequency
-    if angle.ndim == 3:
-        angle = angle[:, None]
-    cos, sin = angle.cos(), angle.sin()
-    a, b, rest = x[..., : dims // 2], x[..., dims // 2 : dims], x[..., dims:]
-    return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), -1)
 
 
 @dataclass
@@ -265,6 +227,11 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(Layer(c, full=full) for full in c.full_layers)
         self.norm = Norm(c.hidden_size, c.rms_norm_eps, plus_one=True)
 
+    @property
+    def blocks(self) -> list[Layer]:
+        """The layers in order."""
+        return [layer for layer in self.layers if isinstance(layer, Layer)]
+
 
 class Target(nn.Module):
     """The whole language model; ``state_dict`` has the tensor names of a text-only checkpoint."""
@@ -278,26 +245,16 @@ class Target(nn.Module):
 
     def set_fp8(self, on: bool) -> None:
         """Round keys and values as an FP8 cache does."""
-        for layer in self.model.layers:
-            if isinstance(layer, Layer) and layer.self_attn is not None:
+        for layer in self.model.blocks:
+            if layer.self_attn is not None:
                 layer.self_attn.fp8 = on
 
     def forward(self, ids: torch.Tensor, taps: Sequence[int] = ()) -> tuple[torch.Tensor, torch.Tensor | None]:
         """ids [B, T] -> logits [B, T, V] and, for layer ids ``taps``, those layers' outputs side by side."""
         x = self.model.embed_tokens(ids)
         kept = {}
-        for index, layer in enumerate(self.model.layers):
+        for index, layer in enumerate(self.model.blocks):
             x = layer.finish(x, layer.mixer(layer.input_layernorm(x))[0])
             kept[index] = x
         logits = self.lm_head(self.model.norm(x))
         return logits, torch.cat([kept[i] for i in taps], -1) if taps else None
-
-
-def initialise(model: nn.Module, layers: int) -> None:
-    """Start weights: linears keep the scale of their input, and those that write to the residual stream start small."""
-    for name, module in model.named_modules():
-        if isinstance(module, Linear):
-            writes = name.endswith(("o_proj", "out_proj", "down_proj"))
-            nn.init.normal_(module.weight, std=(module.in_features * (2 * layers if writes else 1)) ** -0.5)
-        elif isinstance(module, nn.Embedding):
-            nn.init.normal_(module.weight, std=0.5)

@@ -2,7 +2,7 @@
 
 Random anchors in the answer, a masked block at each, all blocks of a sequence in one pass, cross-entropy weighted
 toward early rows. NVFP4 and FP8 are emulated in the drafter too.
-``python -m edge_dflash.demo.train_drafter OUT`` reads OUT/target and writes OUT/drafter and OUT/drafter.json.
+``python -m edge_dflash.demo.train_drafter OUT`` reads OUT/target, writes OUT/drafter: checkpoint, training.json.
 """
 
 from __future__ import annotations
@@ -57,13 +57,14 @@ class DrafterRun:
     workers: int = 16
     device: str = "cuda"
     check_tasks: int = 64
+    longest_answer: int = LONGEST  # ids of an answer to a held-out task
     log_every: int = 200
     save_every: int = 400
     config: DrafterConfig = field(default_factory=DrafterConfig)
 
 
 def train_drafter(run: DrafterRun, output: Path, *, commit: str = "", log: Log = print) -> dict[str, Any]:
-    """Train on OUT/target, write OUT/drafter and OUT/drafter.json, return the record."""
+    """Train on OUT/target, write OUT/drafter and OUT/drafter/training.json, return the record."""
     began = time.perf_counter()
     tokenizer = Tokenizer.from_file(str(output / "target" / "tokenizer.json"))
     target = _frozen(output / "target", run.device, quantized=True)
@@ -93,7 +94,7 @@ def train_drafter(run: DrafterRun, output: Path, *, commit: str = "", log: Log =
         "loss": progress.curve,
         "heldout_accept_length": lengths,
     }
-    write_record(output / "drafter.json", record)
+    write_record(output / "drafter" / "training.json", record)
     return record
 
 
@@ -174,7 +175,7 @@ def check_pair(output: Path, tokenizer: Tokenizer, run: DrafterRun) -> dict[str,
     for name, quantized in (("target_bf16", False), ("target_nvfp4", True)):
         target = _frozen(output / "target", run.device, quantized=quantized)
         with autocast(run.device):
-            samples = [Sample(p, a) for p, a in zip(prompts, greedy(target, prompts, LONGEST), strict=True)]
+            samples = [Sample(p, a) for p, a in zip(prompts, greedy(target, prompts, run.longest_answer), strict=True)]
             drafter = load_drafter(output / "drafter", run.device)
             lengths[f"{name}.drafter_bf16"] = round(acceptance(target, drafter, samples).mean, 3)
             WeightQuantizer(drafter).apply()

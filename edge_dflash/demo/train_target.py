@@ -1,6 +1,6 @@
 """Train the demo target: a small Qwen3.5 hybrid on robot tasks, its last part with NVFP4 weights and FP8 KV emulated.
 
-``python -m edge_dflash.demo.train_target OUT`` writes OUT/target (checkpoint and tokenizer) and OUT/target.json.
+``python -m edge_dflash.demo.train_target OUT`` writes OUT/target: checkpoint, tokenizer, training.json.
 """
 
 from __future__ import annotations
@@ -54,13 +54,14 @@ class TargetRun:
     device: str = "cuda"
     check_tasks: int = 512  # held-out tasks answered at the end
     tokenizer_tasks: int = 4000
+    longest_answer: int = LONGEST  # ids of an answer to a held-out task
     log_every: int = 250
     save_every: int = 1000
     config: TargetConfig = field(default_factory=TargetConfig)
 
 
 def train_target(run: TargetRun, output: Path, *, commit: str = "", log: Log = print) -> dict[str, Any]:
-    """Train, write OUT/target and OUT/target.json, return the record."""
+    """Train, write OUT/target and OUT/target/training.json, return the record."""
     began = time.perf_counter()
     directory = output / "target"
     directory.mkdir(parents=True, exist_ok=True)
@@ -92,7 +93,7 @@ def train_target(run: TargetRun, output: Path, *, commit: str = "", log: Log = p
         "loss": progress.curve,
         "heldout": quality,
     }
-    write_record(output / "target.json", record)
+    write_record(output / "target" / "training.json", record)
     return record
 
 
@@ -133,7 +134,7 @@ def check_target(directory: Path, tokenizer: Tokenizer, run: TargetRun, *, quant
     asked = list(tasks("heldout", 0, min(run.check_tasks, HELDOUT_TASKS)))
     prompts = [tuple(e.ids) for e in tokenizer.encode_batch([render(t.messages) for t in asked])]
     with autocast(run.device):
-        answers = greedy(target, prompts, LONGEST)
+        answers = greedy(target, prompts, run.longest_answer)
     texts = [tokenizer.decode(list(answer)) for answer in answers]
     valid = [not check_plan(task, text) for task, text in zip(asked, texts, strict=True)]
     done = [ok and not check_success(task, text) for ok, task, text in zip(valid, asked, texts, strict=True)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from random import Random
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 Access = Literal["open", "closed", "locked"]
 Trait = Literal["", "fragile", "heavy", "hot"]
@@ -125,7 +125,10 @@ def scene_from_json(value: dict[str, Any]) -> Scene:
     )
 
 
-def next_named(items: tuple[Any, ...], name: str) -> Any:
+Named = TypeVar("Named", Room, Place, Thing)
+
+
+def next_named(items: tuple[Named, ...], name: str) -> Named:
     """The item with that name; KeyError when there is none."""
     for item in items:
         if item.name == name:
