@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from cli_support import PAIR
 
 from edge_dflash.resources import directory
 
@@ -29,4 +31,59 @@ def demo_bundle(tmp_path_factory) -> Path:
     output = tmp_path_factory.mktemp("demo") / "demo-bundle"
     recipe = directory("engines") / "demo-cpu.yaml"
     build(BuildConfig(DEMO / "models" / "target", DEMO / "models" / "drafter", output, recipe=recipe))
+    return output
+
+
+@pytest.fixture
+def cli(capsys):
+    """Run a command; return exit code, stdout and stderr."""
+
+    from edge_dflash.cli import run
+
+    def call(*argv):
+        code = run([str(word) for word in argv])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call
+
+
+@pytest.fixture
+def refused(cli):
+    """Run a command that must fail: nothing on stdout, one ``error:`` line on stderr. Returns code and line."""
+
+    def call(*argv):
+        code, out, err = cli(*argv)
+        lines = [line for line in err.splitlines() if not line.startswith(("warning:", "task:", "building"))]
+        assert code != 0
+        assert out == ""
+        assert len(lines) == 1, err
+        assert lines[0].startswith("error: ")
+        return code, lines[0]
+
+    return call
+
+
+@pytest.fixture
+def pair(golden, tmp_path):
+    """Copies of a target and a drafter checkpoint, to be spoiled."""
+    return [shutil.copytree(golden / name, tmp_path / name) for name in PAIR]
+
+
+@pytest.fixture
+def build_pair(pair, tmp_path):
+    """The arguments that build the pair."""
+    target, drafter = pair
+    return ["build", "--target", target, "--drafter", drafter, "--no-calibrate", "--output", tmp_path / "out"]
+
+
+@pytest.fixture(scope="session")
+def ids_bundle(golden, tmp_path_factory):
+    """A bundle without tokenizer."""
+    from edge_dflash.cli import run
+
+    output = tmp_path_factory.mktemp("ids") / "bundle"
+    target, drafter = (golden / name for name in PAIR)
+    argv = ["build", "--target", target, "--drafter", drafter, "--no-calibrate", "--output", output]
+    assert run([str(word) for word in argv]) == 0
     return output

@@ -1,8 +1,8 @@
 """Checkpoints to bundle: weight by weight, resumable, and all or nothing.
 
-Puts together the plan (:mod:`edge_dflash.build.plan`), the conversion (:mod:`edge_dflash.build.convert`), calibration and the
-working directory. Nothing that depends on when or where a build ran gets into the bundle, so a build that was killed
-and resumed has the bytes of one that was not.
+Puts together the plan (:mod:`edge_dflash.build.plan`), the conversion (:mod:`edge_dflash.build.convert`), calibration
+and the working directory. Nothing that depends on when or where a build ran gets into the bundle, so a build that was
+killed and resumed has the bytes of one that was not.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ import torch
 
 from edge_dflash import __version__
 from edge_dflash.backends.base import Precision
+from edge_dflash.build.convert import Run, convert
 from edge_dflash.build.plan import BuildConfig, BuildPlan, plan_build
 from edge_dflash.build.scales import CALIBRATION, BuildScales, dump_scales, load_scales, measure_scales
-from edge_dflash.build.convert import Run, convert
-from edge_dflash.errors import BuildError, CheckpointError
+from edge_dflash.build.workdir import WorkDir
 from edge_dflash.bundle.manifest import FileEntry, Manifest, dump_manifest
 from edge_dflash.bundle.parts import CHUNK, Advance, DurableFile, write_part
-from edge_dflash.build.workdir import WorkDir
+from edge_dflash.errors import BuildError, CheckpointError
 
 __all__ = ["BuildConfig", "BuildProgress", "BuildResult", "build"]
 

@@ -14,11 +14,11 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
-from edge_dflash.checkpoint.weights import Array, Fp8Weight, Nvfp4Weight, Weight, WeightStore, WideWeight
-from edge_dflash.errors import BuildError, CheckpointError
 from edge_dflash.bundle.manifest import WeightFormat
 from edge_dflash.bundle.mapped import forget_pages
 from edge_dflash.bundle.parts import CHUNK, weight_format
+from edge_dflash.checkpoint.weights import Array, Fp8Weight, Nvfp4Weight, Weight, WeightStore, WideWeight
+from edge_dflash.errors import BuildError, CheckpointError
 from edge_dflash.quant.fp8 import quantize_fp8
 from edge_dflash.quant.nvfp4 import BLOCK, fused_group, quantize_nvfp4
 from edge_dflash.quant.tensors import absmax, wide_tensor

@@ -19,19 +19,19 @@ from pathlib import Path
 
 from edge_dflash import __version__
 from edge_dflash.build.scales import ScalesPlan, plan_scales
+from edge_dflash.build.workdir import building_path
+from edge_dflash.bundle.codec import encode
+from edge_dflash.bundle.manifest import ARCHS, BACKENDS, MANIFEST, Source, WeightFormat
+from edge_dflash.bundle.parts import part_of
 from edge_dflash.checkpoint.config import match_pair, read_drafter_spec, read_target_spec
 from edge_dflash.checkpoint.reader import PairCheckpoint
 from edge_dflash.checkpoint.specs import PairSpec
-from edge_dflash.bundle.codec import encode
 from edge_dflash.errors import BackendError, BuildError, BundleError, CheckpointError
 from edge_dflash.graph.program import PairPrograms
-from edge_dflash.bundle.manifest import ARCHS, BACKENDS, MANIFEST, Source, WeightFormat
 from edge_dflash.models import pair_programs
-from edge_dflash.bundle.parts import part_of
 from edge_dflash.quant.recipe import Recipe, default_recipe
 from edge_dflash.quant.recipe_file import load_recipe
 from edge_dflash.text import TOKENIZER_FILES, Tokenizer
-from edge_dflash.build.workdir import building_path
 
 COPIED_FILES = (*TOKENIZER_FILES, "generation_config.json")  # into tokenizer/ of the bundle
 _CONFIG_FILES = ("config.json", "hf_quant_config.json", "model.safetensors.index.json", *COPIED_FILES)

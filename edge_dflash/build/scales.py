@@ -13,14 +13,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from edge_dflash.bundle.codec import decode, encode
+from edge_dflash.bundle.manifest import WeightFormat
+from edge_dflash.bundle.parts import part_of
 from edge_dflash.checkpoint.reader import PairCheckpoint
 from edge_dflash.checkpoint.specs import PairSpec
 from edge_dflash.checkpoint.weights import Nvfp4Weight, Weight
-from edge_dflash.bundle.codec import decode, encode
 from edge_dflash.errors import BuildError, RequestError
 from edge_dflash.graph.program import KvState, PairPrograms
-from edge_dflash.bundle.manifest import WeightFormat
-from edge_dflash.bundle.parts import part_of
 from edge_dflash.quant.calibrate import calibrate
 from edge_dflash.quant.prompts import calibration_ids, read_prompts
 from edge_dflash.quant.recipe import Recipe

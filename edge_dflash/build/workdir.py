@@ -16,9 +16,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from edge_dflash.errors import BuildError
 from edge_dflash.bundle.manifest import MANIFEST, FileEntry
 from edge_dflash.bundle.parts import Advance, DurableFile, hash_file
+from edge_dflash.errors import BuildError
 
 JOURNAL = "journal.jsonl"
 _JOURNAL_SCHEMA = 1
