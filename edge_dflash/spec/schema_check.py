@@ -185,8 +185,8 @@ def _ends(node: Node, finite: set[str]) -> bool:
 
     Least fixed point of the schema as a grammar; True when in doubt.
     """
-    if isinstance(node, bool):
-        return node
+    if isinstance(node, bool):  # the library tells what a false schema makes impossible
+        return True
     if "$ref" in node and node["$ref"] not in finite:
         return False
     if not all(_ends(child, finite) for child in node.get("allOf", ())):
