@@ -46,6 +46,8 @@ class DrafterRun:
     """Everything that decides a training of the drafter."""
 
     seed: int = 1
+    start: str = ""  # checkpoint directory to go on from; "": random weights
+    first_task: int = 0
     tasks: int = 30_000  # training tasks that the target answers
     generate_batch: int = 4096
     steps: int = 2400
@@ -71,7 +73,8 @@ def train_drafter(run: DrafterRun, output: Path, *, commit: str = "", log: Log =
     dataset = own_answers(run, target, tokenizer, log)
     generated = time.perf_counter() - began
     torch.manual_seed(run.seed)
-    drafter = Drafter(replace(run.config, vocab_size=target.c.vocab_size)).to(run.device)
+    config = replace(run.config, vocab_size=target.c.vocab_size)
+    drafter = load_drafter(Path(run.start), run.device) if run.start else Drafter(config).to(run.device)
     progress = Progress("drafter", run.steps, log, run.log_every)
     _steps(run, target, drafter, dataset, progress, output / "drafter")
     save_model(drafter, output / "drafter")
@@ -109,7 +112,7 @@ def _frozen(directory: Path, device: str, *, quantized: bool) -> Target:
 
 def own_answers(run: DrafterRun, target: Target, tokenizer: Tokenizer, log: Log) -> Dataset:
     """Training prompts with the target's greedy answers; answers that do not end in time are left out."""
-    asked = training_set(tokenizer, run.tasks, workers=run.workers)
+    asked = training_set(tokenizer, run.tasks, start=run.first_task, workers=run.workers)
     order = sorted(range(len(asked)), key=lambda i: int(asked.lengths[i]))
     kept: list[Sample] = []
     same = 0
@@ -188,8 +191,9 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output", type=Path)
+    parser.add_argument("--start", default="", help="checkpoint directory to go on from")
     parser.add_argument("--commit", default="", help="revision of the sources, for the record")
-    whole = ("seed", "tasks", "generate_batch", "steps", "batch", "anchors", "workers", "check_tasks")
+    whole = ("seed", "first_task", "tasks", "generate_batch", "steps", "batch", "anchors", "workers", "check_tasks")
     for name in (*whole, "log_every", "save_every"):
         parser.add_argument("--" + name.replace("_", "-"), type=int, default=getattr(DrafterRun(), name))
     for name in ("peak_rate", "weight_decay", "quantized_part"):

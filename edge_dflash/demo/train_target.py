@@ -36,7 +36,6 @@ from edge_dflash.demo.training import (
 )
 
 Log = Callable[[str], None]
-PROMPT_WEIGHT = 0.05  # of a prompt token in the loss; an answer token has 1
 
 
 @dataclass(frozen=True)
@@ -44,11 +43,14 @@ class TargetRun:
     """Everything that decides a training of the target."""
 
     seed: int = 0
+    start: str = ""  # checkpoint directory to go on from; "": random weights
+    first_task: int = 0
     tasks: int = 400_000
     steps: int = 6000
     batch: int = 96  # samples a step
     peak_rate: float = 2.5e-3
     weight_decay: float = 0.1
+    prompt_weight: float = 0.05  # of a prompt token in the loss; an answer token has 1
     quantized_part: float = 0.35  # of the steps, at the end
     workers: int = 16
     device: str = "cuda"
@@ -67,11 +69,11 @@ def train_target(run: TargetRun, output: Path, *, commit: str = "", log: Log = p
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = train_tokenizer(run.tokenizer_tasks)
     save_tokenizer(tokenizer, directory, run.config.max_position_embeddings)
-    dataset = training_set(tokenizer, run.tasks, workers=run.workers)
+    dataset = training_set(tokenizer, run.tasks, start=run.first_task, workers=run.workers)
     log(f"{len(dataset)} samples, {len(dataset.ids)} ids, {time.perf_counter() - began:.0f} s")
     torch.manual_seed(run.seed)
     config = replace(run.config, vocab_size=tokenizer.get_vocab_size())
-    model = Target(config).to(run.device)
+    model = load_target(Path(run.start), run.device) if run.start else Target(config).to(run.device)
     progress = Progress("target", run.steps, log, run.log_every)
     _steps(run, model, dataset, progress, directory)
     save_model(model, directory)
@@ -106,7 +108,7 @@ def _steps(run: TargetRun, model: Target, dataset: Dataset, progress: Progress, 
             model.set_fp8(True)
             quantizer.apply()
         with autocast(run.device):
-            loss = language_loss(model, ids, lengths, prompts)
+            loss = language_loss(model, ids, lengths, prompts, run.prompt_weight)
         update(model, optim, loss, learning_rate(step, run.steps, run.peak_rate))
         progress.add(step, loss, ids.numel())
         if (step + 1) % run.save_every == 0:
@@ -115,11 +117,13 @@ def _steps(run: TargetRun, model: Target, dataset: Dataset, progress: Progress, 
     quantizer.clear()
 
 
-def language_loss(model: Target, ids: torch.Tensor, lengths: torch.Tensor, prompts: torch.Tensor) -> torch.Tensor:
-    """Cross-entropy of the next token, mean over tokens by weight: 1 in the answer, PROMPT_WEIGHT before, 0 after."""
+def language_loss(
+    model: Target, ids: torch.Tensor, lengths: torch.Tensor, prompts: torch.Tensor, prompt_weight: float
+) -> torch.Tensor:
+    """Cross-entropy of the next token, mean over tokens by weight: 1 in the answer, prompt_weight before, 0 after."""
     logits, _ = model(ids)
     place = torch.arange(1, ids.shape[1], device=ids.device)[None, :]
-    weight = torch.where(place < prompts[:, None], PROMPT_WEIGHT, 1.0) * (place < lengths[:, None])
+    weight = torch.where(place < prompts[:, None], prompt_weight, 1.0) * (place < lengths[:, None])
     each = F.cross_entropy(logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
     return (each * weight.flatten()).sum() / weight.sum()
 
@@ -146,10 +150,11 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output", type=Path)
+    parser.add_argument("--start", default="", help="checkpoint directory to go on from")
     parser.add_argument("--commit", default="", help="revision of the sources, for the record")
-    for name in ("seed", "tasks", "steps", "batch", "workers", "check_tasks", "log_every", "save_every"):
+    for name in ("seed", "first_task", "tasks", "steps", "batch", "workers", "check_tasks", "log_every", "save_every"):
         parser.add_argument("--" + name.replace("_", "-"), type=int, default=getattr(TargetRun(), name))
-    for name in ("peak_rate", "weight_decay", "quantized_part"):
+    for name in ("peak_rate", "weight_decay", "prompt_weight", "quantized_part"):
         parser.add_argument("--" + name.replace("_", "-"), type=float, default=getattr(TargetRun(), name))
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     given = vars(parser.parse_args())
