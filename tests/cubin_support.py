@@ -1,10 +1,27 @@
-"""What a cubin says of its kernels: registers and stack, read from the ELF sections the driver reads."""
+"""Cubins for tests, and what a cubin says of its kernels: registers and stack, from the ELF sections of the driver."""
 
+import hashlib
 import struct
 from dataclasses import dataclass
+from pathlib import Path
+
+from edge_dflash.backends.native.compile import KERNELS, compile_cubin
 
 _REGCOUNT, _FRAME_SIZE, _MIN_STACK_SIZE = 0x2F, 0x11, 0x12
 _SYMTAB = 2
+
+
+CACHE = Path(__file__).parents[1] / "build" / "cubins"  # git-ignored
+
+
+def state_cubin(unit, arch):
+    """The cubin of a unit that includes state.cuh alone; compiled once for each state of the two sources."""
+    sources = (KERNELS / f"{unit}.cu").read_bytes() + (KERNELS / "state.cuh").read_bytes()
+    path = CACHE / f"{unit}-{arch}-{hashlib.sha256(sources).hexdigest()[:16]}.cubin"
+    if not path.exists():
+        CACHE.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(compile_cubin(unit, arch))
+    return path.read_bytes()
 
 
 @dataclass

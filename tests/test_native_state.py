@@ -4,11 +4,11 @@ import re
 
 import numpy as np
 import pytest
-from cubin_support import kernel_use
+from cubin_support import kernel_use, state_cubin
 
 from edge_dflash.backends.native import attend, delta, memory, small
 from edge_dflash.backends.native.attend import AttendShape
-from edge_dflash.backends.native.compile import ARCHS, KERNELS, compile_cubin
+from edge_dflash.backends.native.compile import ARCHS, KERNELS
 from edge_dflash.backends.native.delta import DeltaShape
 from edge_dflash.errors import BackendError
 
@@ -20,7 +20,7 @@ DELTA_27B = DeltaShape(16, 48, 128, 128, 4, 1e-6, 16, 512)
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("unit", [attend.UNIT, delta.UNIT, small.UNIT])
 def test_units_compile_with_few_spills(unit, arch):
-    kernels = kernel_use(compile_cubin(unit, arch))
+    kernels = kernel_use(state_cubin(unit, arch))
     print(unit, arch, {name: (use.registers, use.stack_bytes) for name, use in kernels.items()})
     launched = re.findall(r'"((?:attend|delta)_\w+|[a-z]+_(?:rows|norm|row|slices|block|greedy|prefill))"', _face(unit))
     assert kernels
