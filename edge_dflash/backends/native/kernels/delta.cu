@@ -280,10 +280,16 @@ __device__ __forceinline__ void write_tape(const Line& line, u16* history, u16* 
             for (int n = 0; n < TAPS - 1; n++)
                 if (n < line.taps - 1) *(u32*)(history + (u64)n * line.channels + c) = last[n];
         }
-        if (!commits)
-#pragma unroll 8
-            for (int r = 0; r < own; r++)
-                *(u32*)(tape_u + (u64)r * line.channels + c) = *(const u32*)(line.own + (u64)r * line.own_stride + c);
+        if (commits) continue;
+        for (int first = 0; first < own; first += STAGE) {
+            u32 u[STAGE];  // all loads under way before the first store, which the compiler must assume to alias
+#pragma unroll
+            for (int r = 0; r < STAGE; r++)
+                if (first + r < own) u[r] = *(const u32*)(line.own + (u64)(first + r) * line.own_stride + c);
+#pragma unroll
+            for (int r = 0; r < STAGE; r++)
+                if (first + r < own) *(u32*)(tape_u + (u64)(first + r) * line.channels + c) = u[r];
+        }
     }
     if (commits) return;
     for (int i = id; i < own * hv; i += threads) {
