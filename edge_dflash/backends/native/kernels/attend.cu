@@ -232,16 +232,20 @@ __device__ __forceinline__ void multiply_keys(float (&s)[MT][2][4], u32 q, u32 t
         for (int n = 0; n < 2; n++)
 #pragma unroll
             for (int e = 0; e < 4; e++) s[i][n][e] = 0.0f;
-#pragma unroll 4
+    u32 a[2][MT][4], b[2][4];  // fragments of this step and the next
+    auto load = [&](int k) {
+        load_matrices(b[k % 2], b_at + k * 32);
+#pragma unroll
+        for (int i = 0; i < MT; i++) load_matrices(a[k % 2][i], a_at + i * 16 * G::stride + k * 32);
+    };
+    load(0);
+#pragma unroll
     for (int k = 0; k < D / 16; k++) {
-        u32 b[4];
-        load_matrices(b, b_at + k * 32);
+        if (k + 1 < D / 16) load(k + 1);
 #pragma unroll
         for (int i = 0; i < MT; i++) {
-            u32 a[4];
-            load_matrices(a, a_at + i * 16 * G::stride + k * 32);
-            mma<fp8>(s[i][0], a, b[0], b[1]);
-            mma<fp8>(s[i][1], a, b[2], b[3]);
+            mma<fp8>(s[i][0], a[k % 2][i], b[k % 2][0], b[k % 2][1]);
+            mma<fp8>(s[i][1], a[k % 2][i], b[k % 2][2], b[k % 2][3]);
         }
     }
 }
@@ -252,20 +256,23 @@ __device__ __forceinline__ void multiply_values(float (&o)[MT][D / 32][4], u32 p
     using G = Geometry<D, MT, fp8>;
     const u32 a_at = p + (wm * MT * 16 + lane % 16) * G::p_stride + lane / 16 * 16;
     const u32 b_at = tile + (lane / 8 % 2 * 8 + lane % 8) * G::stride + wn * (D / 2) + lane / 16 * 16;
+    constexpr int PAIRS = D / 64;  // pairs of 8-column tiles
+    u32 a[MT][4], b[2][4];
+    auto load = [&](int t) {
+        load_matrices_transposed(b[t % 2], b_at + t / PAIRS * 16 * G::stride + t % PAIRS * 32);
+    };
+    load(0);
 #pragma unroll
-    for (int k = 0; k < CHUNK / 16; k++) {
-        u32 a[MT][4];
+    for (int t = 0; t < CHUNK / 16 * PAIRS; t++) {
+        const int k = t / PAIRS, n = t % PAIRS;
+        if (n == 0)
 #pragma unroll
-        for (int i = 0; i < MT; i++) load_matrices(a[i], a_at + i * 16 * G::p_stride + k * 32);
+            for (int i = 0; i < MT; i++) load_matrices(a[i], a_at + i * 16 * G::p_stride + k * 32);
+        if (t + 1 < CHUNK / 16 * PAIRS) load(t + 1);
 #pragma unroll
-        for (int n = 0; n < D / 64; n++) {
-            u32 b[4];
-            load_matrices_transposed(b, b_at + k * 16 * G::stride + n * 32);
-#pragma unroll
-            for (int i = 0; i < MT; i++) {
-                mma<fp8>(o[i][2 * n], a[i], b[0], b[1]);
-                mma<fp8>(o[i][2 * n + 1], a[i], b[2], b[3]);
-            }
+        for (int i = 0; i < MT; i++) {
+            mma<fp8>(o[i][2 * n], a[i], b[t % 2][0], b[t % 2][1]);
+            mma<fp8>(o[i][2 * n + 1], a[i], b[t % 2][2], b[t % 2][3]);
         }
     }
 }
@@ -355,7 +362,9 @@ __device__ void attend(const u16* q, const u8* k_memory, const u8* v_memory, flo
                 for (int h = 0; h < 2; h++) {
                     const int row = (wm * MT + i) * 16 + h * 8 + lane / 4;
                     float top = NEG_INF;
-                    View seen = view(t.p0 + ((t.block_row + row) & (tile_rows - 1)), t.keys, window, flags);
+                    int place = t.p0;
+                    asm volatile("" : "+r"(place));  // masks are computed anew: registers are dearer
+                    const View seen = view(place + ((t.block_row + row) & (tile_rows - 1)), t.keys, window, flags);
 #pragma unroll
                     for (int c = 0; c < 2; c++)
 #pragma unroll
