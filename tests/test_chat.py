@@ -142,6 +142,7 @@ MALFORMED = [
     ("move()", "neither a JSON object nor"),
     ("<function=move>\n<parameter=n>\n1\n</parameter>\n", "neither a JSON object nor"),
     ("<function=move>\n<parameter=n>\nmany\n</parameter>\n</function>", "'n' is 'many', wanted integer"),
+    ("<function=move><parameter=n>1.5</parameter></function>", "'n' is '1.5', wanted integer"),
     ("<function=move>\nn = 1\n</function>", "text that is no parameter: 'n = 1"),
     ("<function=move><parameter=n>1</parameter><parameter=n>2</parameter></function>", "'n' comes twice"),
     ("", "neither a JSON object nor"),

@@ -109,7 +109,7 @@ class GrammarConstraint:
         self._stopped -= stops
         if rest := count - stops:
             del self._pushed[-rest:]
-            if self._matcher.is_error() or not self._matcher.rollback(rest):
+            if not self._matcher.rollback(rest):
                 self._matcher = self._grammar.matcher.deep_copy()
                 self._matcher.consume_tokens(self._pushed)
 
