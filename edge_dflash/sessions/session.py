@@ -1,0 +1,241 @@
+"""Conversations that go on over many requests, on one backend: reuse, forks, states to save.
+
+A session's request names the whole sequence that is to be answered; what of it needs no computing is found here. A
+request that fails or is cancelled leaves its session at the last step that was delivered. Knows tokens and the loop,
+nothing of text, files or threads: a manager, its sessions and their streams belong to the thread that owns the
+backend. How states move is :mod:`edge_dflash.sessions.slot`, with the invariants.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from edge_dflash.backends.base import Backend, Snapshot
+from edge_dflash.bundle.manifest import Manifest, dump_manifest
+from edge_dflash.errors import BundleError, ContextError, RequestError
+from edge_dflash.sessions.slot import Conversation, Reuse, SessionSlot, SlotView, frozen
+from edge_dflash.sessions.store import PrefixStore
+from edge_dflash.spec.loop import NO_CONTROLS, Controls, DecodeOptions, Step, admit, stream
+
+__all__ = ["Reuse", "Session", "SessionManager", "SessionState", "SessionStream", "fingerprint"]
+
+
+def fingerprint(manifest: Manifest) -> str:
+    """What binds states to a bundle: the checksum of its manifest, which covers the hashes of all its files."""
+    return str(json.loads(dump_manifest(manifest))["checksum"])
+
+
+@dataclass(frozen=True)
+class SessionState:
+    """All of a session, outside of any backend."""
+
+    tokens: tuple[int, ...]  # prompts and answers in order; the last has no K/V yet
+    snapshot: Snapshot | None  # state after tokens[:-1]; None: computed when it is needed
+    fingerprint: str  # of the bundle that the state belongs to
+
+    def __post_init__(self) -> None:
+        """Raise RequestError when tokens and snapshot do not belong together."""
+        if self.snapshot is not None and not 0 <= self.snapshot.length == len(self.tokens) - 1:
+            raise RequestError(
+                f"the session's snapshot holds {self.snapshot.length} tokens, wanted {len(self.tokens) - 1} "
+                "(all of the session's but the last); start a new session"
+            )
+
+
+class Session:
+    """One conversation. Made by a :class:`SessionManager`; closing it gives its memory back."""
+
+    def __init__(self, slot: SessionSlot, conversation: Conversation, bundle: str) -> None:
+        self._slot = slot
+        self._conversation = conversation
+        self._bundle = bundle  # its fingerprint
+        self._turn = 0  # number of the newest stream; older ones have ended
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Prompts and answers in order, up to the last step that was delivered."""
+        return tuple(self._conversation.tokens)
+
+    def stream(
+        self,
+        prompt: Sequence[int],
+        options: DecodeOptions,
+        *,
+        speculative: bool = True,
+        controls: Controls = NO_CONTROLS,
+        keep: Sequence[int] = (),
+    ) -> SessionStream:
+        """Answer ``prompt``: the whole sequence, that is the conversation so far, as it is to be seen, and what is new.
+
+        State is reused as far as the prompt begins with this session's tokens or with a stored prefix. ``keep`` names
+        lengths of the prompt whose state goes to the prefix store on the way: the end of the system prompt, and the
+        end of the last message before the tokens that open the answer (chat templates write earlier answers in
+        another form than they were generated in, so the next prompt parts from this one there). A stream of this
+        session that is still open ends. Raises RequestError and ContextError before anything is changed; nothing is
+        computed before the first step is asked for.
+        """
+        self._check_open()
+        prompt = tuple(prompt)
+        view = SlotView(self._slot, self._conversation, prompt, keep)
+        admit(view, prompt, options)
+        _ = options.sampling  # refuse bad values now
+        if odd := [at for at in keep if not 0 < at < len(prompt)]:
+            raise RequestError(f"keep names length {odd[0]} of a prompt of {len(prompt)}; give 1 to {len(prompt) - 1}")
+
+        def begin() -> Iterator[Step]:
+            missing = prompt[view.choose().tokens :]
+            return stream(view, missing, options, speculative=speculative, controls=controls)
+
+        self._turn += 1
+        return SessionStream(self, view, prompt, begin)
+
+    def fork(self) -> Session:
+        """Another session that goes on from here; the two share their state until one of them moves on."""
+        snapshot = self.state().snapshot
+        return Session(self._slot, self._slot.add(self._conversation.tokens, snapshot), self._bundle)
+
+    def state(self) -> SessionState:
+        """All of the session, to be saved. Its state is computed if it was lost."""
+        self._check_open()
+        return SessionState(self.tokens, self._slot.snapshot_of(self._conversation), self._bundle)
+
+    def close(self) -> None:
+        """Forget the session; its streams end. Closing twice does no harm."""
+        self._turn += 1
+        self._conversation.closed = True
+        self._conversation.snapshot = None
+
+    def _check_open(self) -> None:
+        if self._conversation.closed:
+            raise RequestError("the session is closed; open a new one")
+
+
+class SessionStream(Iterator[Step]):
+    """Steps of one request. It may be left at any step, and other sessions may run between two."""
+
+    def __init__(
+        self, session: Session, view: SlotView, prompt: tuple[int, ...], begin: Callable[[], Iterator[Step]]
+    ) -> None:
+        self._session = session
+        self._view = view
+        self._prompt: tuple[int, ...] | None = prompt  # until the first tokens are delivered
+        self._begin = begin
+        self._steps: Iterator[Step] | None = None
+        self._turn = session._turn
+
+    @property
+    def reuse(self) -> Reuse:
+        """What the prompt found; "nothing" before the first step."""
+        return self._view.reuse
+
+    def __next__(self) -> Step:
+        session = self._session
+        if self._turn != session._turn:
+            raise StopIteration
+        try:
+            if self._steps is None:
+                self._steps = self._begin()
+            step = next(self._steps)
+        except StopIteration:
+            raise
+        except BaseException as error:
+            session._slot.failed(session._conversation, error)
+            self.close()
+            raise
+        if step.tokens:
+            session._conversation.advance(self._prompt, step.tokens)
+            session._slot.occupy(session._conversation)
+            self._prompt = None
+        return step
+
+    def close(self) -> None:
+        """Stop here; the session stays at the last step. Closing twice does no harm."""
+        self._steps = iter(())
+
+
+class SessionManager:
+    """The sessions of one backend, which must not be used beside it without :meth:`vacate`."""
+
+    def __init__(
+        self, backend: Backend, bundle: str, *, store: PrefixStore | None = None, parked_budget: int | None = None
+    ) -> None:
+        """Serve sessions on ``backend``, loaded from the bundle with the fingerprint ``bundle``.
+
+        ``store`` keeps shared prefixes (None: none are kept). ``parked_budget`` bounds the bytes of the snapshots of
+        sessions outside the backend (None: no bound); beyond it, the state of those used longest ago is dropped and
+        computed again when it is needed.
+        """
+        self._store = store if store is not None else PrefixStore(0)
+        self._slot = SessionSlot(backend, self._store, parked_budget)
+        self._bundle = bundle
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the bundle whose states these are."""
+        return self._bundle
+
+    @property
+    def store(self) -> PrefixStore:
+        """The shared prefixes."""
+        return self._store
+
+    @property
+    def parked_bytes(self) -> int:
+        """Bytes of all sessions' snapshots; one that several share counts once."""
+        return self._slot.parked_bytes
+
+    @property
+    def swaps(self) -> int:
+        """How often a snapshot was brought back into the backend."""
+        return self._slot.swaps
+
+    def open(self) -> Session:
+        """A session without tokens."""
+        return Session(self._slot, self._slot.add((), None), self._bundle)
+
+    def adopt(self, state: SessionState) -> Session:
+        """A session that goes on from ``state``.
+
+        Raises BundleError when it belongs to another bundle, RequestError for an id outside the vocabulary,
+        ContextError when it is longer than the context. The arrays of its snapshot become read-only.
+        """
+        if state.fingerprint != self._bundle:
+            raise BundleError(
+                f"the session's fingerprint is {state.fingerprint}, this bundle's is {self._bundle}; "
+                "open the bundle that the session was made with, or start a new session"
+            )
+        shape = self._slot.backend.shape
+        for token in state.tokens:
+            if not 0 <= token < shape.vocab_size:
+                raise RequestError(f"the session has token id {token}, outside the vocabulary of {shape.vocab_size}")
+        if len(state.tokens) > shape.max_context:
+            raise ContextError(
+                f"the session has {len(state.tokens)} tokens, the context holds {shape.max_context}; "
+                "build the bundle with a longer context"
+            )
+        snapshot = frozen(state.snapshot) if state.snapshot is not None else None
+        return Session(self._slot, self._slot.add(state.tokens, snapshot), self._bundle)
+
+    def warm(self, tokens: Sequence[int]) -> bool:
+        """Compute the state of a prefix and store it before anybody asks. False: the store's budget is too small.
+
+        Raises RequestError and ContextError for tokens that could not begin a prompt.
+        """
+        tokens, conversation = tuple(tokens), self._slot.add((), None)
+        admit(SlotView(self._slot, conversation, tokens, ()), tokens, DecodeOptions())
+        if tokens in self._store:
+            return True
+        self._slot.prefill(conversation, tokens, self._slot.choose(conversation, tokens))
+        return self._store.put(tokens, frozen(self._slot.backend.snapshot()))
+
+    def vacate(self) -> None:
+        """Park the session that is in the backend, so that the backend may be used otherwise for a while."""
+        self._slot.vacate()

@@ -1,0 +1,242 @@
+"""Whose state is in the backend, and how it gets there: the place that sessions share.
+
+A conversation is its tokens. Its state (K/V and gated-delta state of both models) is a function of them, and is held in
+the backend, in a snapshot, or nowhere; losing it costs a prefill, never a token. Knows the backend and the prefix
+store, nothing of requests.
+
+Invariants, between any two steps of the loop:
+S1 the state of a conversation, where there is one, has ``len(tokens) - 1`` rows: all tokens but the last, which is the
+   next anchor and has no K/V yet. (Right after a prefill the backend has all of the prompt's rows, and it is nobody's
+   state until the first token is there.)
+S2 tokens change when a step is delivered, and by exactly that step (the first brings its prompt).
+S3 at most one conversation is in the backend; it is moved out only when the place is needed.
+S4 the arrays of a snapshot are never written: forks, conversations and the prefix store share them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from edge_dflash.backends.base import Backend, Rows, Snapshot
+from edge_dflash.errors import BackendError, RequestError
+from edge_dflash.sessions.store import PrefixStore, snapshot_bytes
+from edge_dflash.spec.adversary import Delegate
+
+
+@dataclass(eq=False)
+class Conversation:
+    """Tokens, and their state when it is not in the backend."""
+
+    tokens: list[int]
+    snapshot: Snapshot | None  # state after tokens[:-1]
+    used: int = 0  # when it last had the place, in the slot's count
+    closed: bool = False
+
+    def advance(self, prompt: Sequence[int] | None, tokens: Sequence[int]) -> None:
+        """Take over a delivered step; ``prompt`` is given with the first one and replaces what was there."""
+        if prompt is not None:
+            self.tokens = list(prompt)
+        self.tokens.extend(tokens)
+        self.snapshot = None  # the state has moved on
+
+
+@dataclass(frozen=True)
+class Reuse:
+    """What a request need not compute again."""
+
+    tokens: int  # leading tokens of the prompt whose state was there already
+    prompt_tokens: int
+    source: Literal["session", "store", "nothing"]
+
+    @property
+    def prefilled(self) -> int:
+        """Tokens of the prompt that the request computes."""
+        return self.prompt_tokens - self.tokens
+
+
+class SessionSlot:
+    """One backend as the place of many conversations. ``parked_budget`` bounds the bytes of snapshots outside it."""
+
+    def __init__(self, backend: Backend, store: PrefixStore, parked_budget: int | None) -> None:
+        self.backend = backend
+        self.store = store
+        self.swaps = 0  # snapshots brought back into the backend
+        self._parked_budget = parked_budget
+        self._conversations: weakref.WeakSet[Conversation] = weakref.WeakSet()
+        self._resident: weakref.ref[Conversation] | None = None
+        self._clock = 0
+
+    def add(self, tokens: Sequence[int], snapshot: Snapshot | None) -> Conversation:
+        """Make a conversation that goes on from here."""
+        self._clock += 1
+        conversation = Conversation(list(tokens), snapshot, self._clock)
+        self._conversations.add(conversation)
+        self._trim()
+        return conversation
+
+    @property
+    def parked_bytes(self) -> int:
+        """Bytes of all conversations' snapshots; one that several share counts once."""
+        snapshots = {id(c.snapshot): c.snapshot for c in self._conversations if c.snapshot is not None}
+        return sum(snapshot_bytes(snapshot) for snapshot in snapshots.values())
+
+    def choose(self, conversation: Conversation, tokens: Sequence[int]) -> tuple[Reuse, Snapshot | None]:
+        """The longest state there is that ``tokens`` begin with, and its snapshot; None: it is in the backend.
+
+        The last token is never part of it: its pass gives the logits. The conversation's own state comes first, then
+        the prefix store; a gated-delta state cannot be taken back to where a prompt parts from it.
+        """
+        present = conversation.snapshot is not None or self._occupant() is conversation
+        held = len(conversation.tokens) - 1 if present else 0
+        own = held if held < len(tokens) and conversation.tokens[:held] == list(tokens[:held]) else 0
+        stored = self.store.longest(tokens[:-1], longer_than=own)
+        if stored is not None:
+            return Reuse(stored.length, len(tokens), "store"), stored
+        return Reuse(own, len(tokens), "session" if own else "nothing"), conversation.snapshot if own else None
+
+    def prefill(
+        self,
+        conversation: Conversation,
+        tokens: Sequence[int],
+        chosen: tuple[Reuse, Snapshot | None],
+        keep: Sequence[int] = (),
+    ) -> Rows:
+        """Make the backend hold all of ``tokens``; logits of the last. States at the lengths ``keep`` are stored."""
+        self._load(conversation, *chosen)
+        backend, store = self.backend, self.store
+        for at in sorted({at for at in keep if at > backend.length and store.budget and tokens[:at] not in store}):
+            backend.prefill(tokens[backend.length : at])
+            store.put(tokens[:at], frozen(backend.snapshot()))
+        return backend.prefill(tokens[backend.length :])
+
+    def occupy(self, conversation: Conversation) -> None:
+        """Note that the backend holds this conversation's state (S1)."""
+        self._clock += 1
+        conversation.used = self._clock
+        self._resident = weakref.ref(conversation)
+
+    def bring(self, conversation: Conversation) -> None:
+        """Make the backend hold the conversation's state (S1), computing what is nowhere."""
+        if self._occupant() is conversation:
+            return
+        rows = len(conversation.tokens) - 1
+        self._load(conversation, *self.choose(conversation, conversation.tokens))
+        if self.backend.length < rows:
+            self.backend.prefill(conversation.tokens[self.backend.length : rows])
+        self.occupy(conversation)
+
+    def snapshot_of(self, conversation: Conversation) -> Snapshot | None:
+        """State of a conversation; None when it has no tokens. Kept, within the budget, until it moves on."""
+        snapshot = conversation.snapshot
+        if snapshot is None and conversation.tokens:
+            self.bring(conversation)
+            conversation.snapshot = snapshot = frozen(self.backend.snapshot())
+            self._trim()
+        return snapshot
+
+    def vacate(self) -> None:
+        """Park the conversation that is in the backend."""
+        conversation, self._resident = self._occupant(), None
+        if conversation is not None and conversation.snapshot is None:
+            conversation.snapshot = frozen(self.backend.snapshot())
+            self._trim()
+
+    def failed(self, conversation: Conversation, error: BaseException) -> None:
+        """Give up the state in the backend, unless the error says that no pass can have been cut short."""
+        if not isinstance(error, RequestError) or self._occupant() is not conversation:
+            self._resident = None
+
+    def _occupant(self) -> Conversation | None:
+        """The conversation whose state the backend holds, if it still does."""
+        conversation = self._resident() if self._resident is not None else None
+        if conversation is None or conversation.closed or self.backend.length != len(conversation.tokens) - 1:
+            return None
+        return conversation
+
+    def _load(self, conversation: Conversation, reuse: Reuse, snapshot: Snapshot | None) -> None:
+        """Put a chosen state into the backend, where it is nobody's until somebody occupies it."""
+        if self._occupant() is not conversation:
+            self.vacate()
+        elif reuse.source == "session":
+            self._resident = None
+            return
+        self._resident = None
+        if snapshot is None:
+            self.backend.reset()
+            return
+        try:
+            self.backend.restore(snapshot)
+        except BackendError:
+            if conversation.snapshot is snapshot:
+                conversation.snapshot = None  # the next request computes it
+            raise
+        self.swaps += 1
+
+    def _trim(self) -> None:
+        """Drop the states of the conversations used longest ago, until the rest is within the budget."""
+        while self._parked_budget is not None and self.parked_bytes > self._parked_budget:
+            parked = [conversation for conversation in self._conversations if conversation.snapshot is not None]
+            min(parked, key=lambda conversation: conversation.used).snapshot = None
+
+
+class SlotView(Delegate):
+    """The backend as one request sees it: its conversation's state is brought in when a pass needs it."""
+
+    def __init__(
+        self, slot: SessionSlot, conversation: Conversation, prompt: Sequence[int], keep: Sequence[int]
+    ) -> None:
+        super().__init__(slot.backend)
+        self._slot = slot
+        self._conversation = conversation
+        self._prompt = prompt
+        self._keep = keep
+        self._rows = 0
+        self._chosen: tuple[Reuse, Snapshot | None] = (Reuse(0, len(prompt), "nothing"), None)
+
+    @property
+    def reuse(self) -> Reuse:
+        """What :meth:`choose` found."""
+        return self._chosen[0]
+
+    @property
+    def length(self) -> int:
+        """Rows of the request's sequence, wherever they are; before its prefill, those that it will find."""
+        return self._rows
+
+    def choose(self) -> Reuse:
+        """Decide what to reuse; to be followed by the request's first step."""
+        self._chosen = self._slot.choose(self._conversation, self._prompt)
+        self._rows = self.reuse.tokens
+        return self.reuse
+
+    def prefill(self, ids: Sequence[int]) -> Rows:
+        """Hold the whole prompt; ``ids`` is the part of it that was not found."""
+        rows = self._slot.prefill(self._conversation, self._prompt, self._chosen, self._keep)
+        self._chosen = (self.reuse, None)  # the snapshot may go now
+        self._rows = self._backend.length
+        return rows
+
+    def propose(self, anchor: int) -> Rows:
+        """See Backend."""
+        self._slot.bring(self._conversation)
+        return self._backend.propose(anchor)
+
+    def verify(self, ids: Sequence[int]) -> Rows:
+        """See Backend."""
+        self._slot.bring(self._conversation)
+        return self._backend.verify(ids)
+
+    def commit(self, rows: int) -> None:
+        """See Backend."""
+        self._backend.commit(rows)
+        self._rows = self._backend.length
+
+
+def frozen(snapshot: Snapshot) -> Snapshot:
+    """Protect a snapshot that will be shared (S4)."""
+    for array in snapshot.arrays.values():
+        array.flags.writeable = False
+    return snapshot
