@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 from edge_dflash.backends.base import Backend
 from edge_dflash.errors import BackendError
 
+SMALL_MODEL = 1024  # hidden size up to which torch runs on one thread: more would mostly wait for each other
+
 if TYPE_CHECKING:
     from edge_dflash.bundle.reader import Bundle
 
@@ -20,11 +22,15 @@ def load(bundle: Bundle) -> Backend:
             "build again with --arch cpu --backend reference"
         )
     try:
-        from edge_dflash.backends.reference.backend import ReferenceBackend  # torch is heavy and optional
+        import torch  # heavy and optional
+
+        from edge_dflash.backends.reference.backend import ReferenceBackend
     except ModuleNotFoundError as error:
         raise BackendError(
             f"the reference backend needs {error.name}; install it with: pip install 'edge-dflash[build]'"
         ) from None
+    if bundle.pair.target.hidden_size <= SMALL_MODEL:
+        torch.set_num_threads(1)
     return ReferenceBackend(
         bundle.pair,
         bundle,

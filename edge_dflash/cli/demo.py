@@ -45,11 +45,6 @@ def demo(
     plain_seconds, speculative_seconds, ratio (speculative / plain), tokens, accept_lengths, text, task, problems,
     bundle.
     """
-    import torch  # the reference backend's, and the only one that the demo's bundle is for
-
-    torch.set_num_threads(
-        1
-    )  # the models are tiny: more threads win little and stall when other programs want the cores
     request = _own(task) if task is not None else _heldout(index)
     where = bundle if bundle is not None else default_bundle()
     with _open(where, ours=bundle is None) as planner:
