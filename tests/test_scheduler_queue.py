@@ -73,6 +73,20 @@ def test_removing():
         q.pop()
 
 
+def test_who_moves_up_by_a_removal_has_not_waited_yet():
+    q, served = FairQueue(100, 100, patience=2), []
+    for item in ("a1", "a2", "a3"):
+        q.push(item, 0, "a")
+    for number in range(5):
+        q.push(number, 1, str(number))  # a new caller each time, who has not waited either
+        served.append(q.pop())
+        if number == 1:
+            assert q.remove("a1")
+        if number == 2:
+            assert q.remove("a3")  # not the head: nothing changes for a2
+    assert served == [0, 1, 2, 3, "a2"]
+
+
 def test_limits():
     q = FairQueue(3, 2)
     q.push(1, 0, "a")
