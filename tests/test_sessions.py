@@ -74,6 +74,10 @@ class Watched(Delegate):
             _, left, error = self.fail_at
             self.fail_at = (name, left - 1, error) if left else None
             if not left:
+                if not isinstance(error, RequestError):  # the pass was cut short: its state cannot be trusted
+                    rows = self.length
+                    self._backend.reset()
+                    self._backend.prefill([7] * rows)
                 raise error
 
     def prefill(self, ids):
@@ -285,9 +289,8 @@ def test_a_refusal_between_passes_costs_no_prefill():
         drain(stream, steps)
     assert steps
     check("qwen3_5", session, prompt, steps)
-    before = b.prefilled
     list(session.stream(session.tokens, DecodeOptions(5)))
-    assert b.prefilled == before + 1
+    assert b.prefilled == len(prompt) + 1
 
 
 @pytest.mark.parametrize(
@@ -341,6 +344,17 @@ def test_without_a_kept_state_it_starts_over():
     assert b.prefilled == len(prompt) + 20
 
 
+@pytest.mark.parametrize("back", [0, 1, 2])
+def test_a_prompt_may_be_the_session_itself_or_end_before_it(back):
+    manager = manager_of("qwen3_5")
+    session, prompt = manager.open(), prompt_of("qwen3_5")
+    list(session.stream(prompt, DecodeOptions(6)))
+    again = session.tokens[: len(session.tokens) - back]
+    stream = session.stream(again, DecodeOptions(4))
+    check("qwen3_5", session, again, list(stream))
+    assert stream.reuse.tokens == (0 if back else len(again) - 1)
+
+
 def test_the_same_prompt_again_costs_one_row():
     manager = manager_of("qwen3", PLENTY)
     prompt = prompt_of("qwen3")
@@ -368,6 +382,10 @@ def test_sessions_share_a_warm_prefix(name):
         session, prompt = manager.open(), (*prefix, *user(turn, 5))
         check(name, session, prompt, list(session.stream(prompt, DecodeOptions(5))))
     assert b.prefilled == before + 15
+    session = manager.open()
+    stream = session.stream(prefix, DecodeOptions(3))  # all of it is stored, and its last row is wanted
+    check(name, session, prefix, list(stream))
+    assert stream.reuse.source == "nothing"
     check(name, running, prompt_of(name), steps + list(stream))
     assert not manager_of(name, store=100).warm(prefix)
 
@@ -387,6 +405,15 @@ def test_states_beyond_the_budget_are_computed_again(budget):
             assert manager.parked_bytes <= budget
             check("qwen3_5", session, prompt, steps)
     assert b.prefilled > 2 * sum(map(len, prompts)) + 3
+
+
+def test_those_used_longest_ago_lose_their_state_first():
+    manager = manager_of("qwen3_5", parked_budget=450_000)  # two of these states
+    sessions = [manager.open() for _ in range(4)]
+    for session in (*sessions[:2], sessions[0], *sessions[2:]):
+        list(session.stream((*session.tokens, 5, 6), DecodeOptions(2)))
+    parked = [session._conversation.snapshot is not None for session in sessions]
+    assert parked == [True, False, True, False]  # the last is in the backend
 
 
 def test_the_state_of_a_forgotten_session_is_not_parked():

@@ -107,7 +107,9 @@ class SessionSlot:
         """Make the backend hold all of ``tokens``; logits of the last. States at the lengths ``keep`` are stored."""
         self._load(conversation, *chosen)
         backend, store = self.backend, self.store
-        for at in sorted({at for at in keep if at > backend.length and store.budget and tokens[:at] not in store}):
+        for at in sorted(
+            {at for at in keep if at > backend.length and store.budget}
+        ):  # earlier ones were found or lost
             backend.prefill(tokens[backend.length : at])
             store.put(tokens[:at], frozen(backend.snapshot()))
         return backend.prefill(tokens[backend.length :])
