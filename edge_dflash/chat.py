@@ -68,7 +68,14 @@ def thinking_is_open(prompt: Sequence[int], tokenizer: Tokenizer) -> bool:
 def encode_conversation(
     tokenizer: Tokenizer, messages: Sequence[Message], *, tools: Sequence[Tool] | None = None, **variables: object
 ) -> tuple[int, ...]:
-    """Ids of a conversation in OpenAI form, up to where the answer begins.
+    """Ids of :func:`render_conversation`."""
+    return tokenizer.encode(render_conversation(tokenizer, messages, tools=tools, **variables))
+
+
+def render_conversation(
+    tokenizer: Tokenizer, messages: Sequence[Message], *, tools: Sequence[Tool] | None = None, **variables: object
+) -> str:
+    """Text of a conversation in OpenAI form, up to where the answer begins.
 
     ``tools`` are handed to the chat template; so are ``variables`` (``enable_thinking``). Arguments of earlier tool
     calls, which OpenAI writes as JSON text, become objects, as templates want them. Raises RequestError when a tool has
@@ -76,7 +83,7 @@ def encode_conversation(
     """
     prepared = [_prepared(message, index) for index, message in enumerate(messages)]
     if not tools:
-        return tokenizer.encode_chat(prepared, **variables)
+        return tokenizer.render_chat(prepared, **variables)
     for index, tool in enumerate(tools):
         inner = tool.get("function", tool) if isinstance(tool, Mapping) else None
         if not isinstance(inner, Mapping) or not isinstance(inner.get("name"), str):
@@ -85,7 +92,7 @@ def encode_conversation(
             )
     if tokenizer.template is not None and "tools" not in tokenizer.template.names:
         raise RequestError("the chat template of this model takes no tools; describe them in a message instead")
-    return tokenizer.encode_chat(prepared, tools=[dict(tool) for tool in tools], **variables)
+    return tokenizer.render_chat(prepared, tools=[dict(tool) for tool in tools], **variables)
 
 
 def split_answer(

@@ -114,10 +114,14 @@ class Tokenizer:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def encode_chat(self, messages: Sequence[Message], **variables: object) -> tuple[int, ...]:
-        """Ids of a conversation, up to where the answer begins. Raises RequestError without a chat template."""
+        """Ids of :meth:`render_chat`."""
+        return self.encode(self.render_chat(messages, **variables))
+
+    def render_chat(self, messages: Sequence[Message], **variables: object) -> str:
+        """Text of a conversation, up to where the answer begins. Raises RequestError without a chat template."""
         if self.template is None:
             raise RequestError("this model has no chat template; give plain text or token ids instead of messages")
-        return self.encode(self.template.render(messages, **variables))
+        return self.template.render(messages, **variables)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ``ids``, without special tokens."""

@@ -380,6 +380,9 @@ def test_a_grammar_that_turns_out_too_complex_is_an_error_from_which_one_can_ste
         constraint.allowed()
     with pytest.raises(RequestError, match="cannot go on"):
         constraint.push(SPELLING.index(b"a"))
+    constraint.pop(0)  # no step back: to where it stands, without the error
+    assert constraint.allowed()[SPELLING.index(b"c")]
+    constraint._matcher.consume_token(END_ID)
     constraint.pop(1)
     assert constraint.push(SPELLING.index(b"c"))
     assert pushed == 40

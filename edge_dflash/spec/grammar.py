@@ -102,14 +102,15 @@ class GrammarConstraint:
         """Step back over the last ``count`` tokens. Raises ValueError when fewer were pushed."""
         if not 0 <= count <= len(self._pushed) + self._stopped:
             raise ValueError(f"cannot step back over {count} of {len(self._pushed) + self._stopped} tokens")
-        if count == 0:
+        if count == 0 and not self._matcher.is_error():
             return
         self._mask = None
         stops = min(count, self._stopped)
         self._stopped -= stops
-        if rest := count - stops:
-            del self._pushed[-rest:]
-            if not self._matcher.rollback(rest):
+        rest = count - stops
+        if rest or self._matcher.is_error():
+            del self._pushed[len(self._pushed) - rest :]
+            if self._matcher.is_error() or not self._matcher.rollback(rest):
                 self._matcher = self._grammar.matcher.deep_copy()
                 self._matcher.consume_tokens(self._pushed)
 

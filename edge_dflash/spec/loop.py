@@ -42,6 +42,10 @@ def _never() -> bool:
     return False
 
 
+def _nowhere(tokens: Sequence[int]) -> int | None:
+    return None
+
+
 @dataclass(frozen=True)
 class Controls:
     """What steers a running request. Only ``relaxation`` changes which tokens come; the rest decides when to end."""
@@ -50,7 +54,17 @@ class Controls:
     relaxation: Relaxation | None = None  # lossy acceptance inside the thinking span
     deadline: float | None = None  # time.perf_counter() by which the last step must have ended
     cancelled: Callable[[], bool] = _never  # asked between cycles
+    # Told all tokens in order, before they are committed: how many of them the answer still takes; None: it goes on.
+    ends: Callable[[Sequence[int]], int | None] = _nowhere
     pace: Pace | None = None  # the engine's measured times; None: nothing is known, and drafting never rests
+
+    def cut(
+        self, tokens: Sequence[int], stop_token_ids: Sequence[int], budget: int, at_budget: FinishReason
+    ) -> tuple[list[int], FinishReason | None]:
+        """Cut what may be committed by stop tokens and budget, then by ``ends``."""
+        kept, reason = cut(tokens, stop_token_ids, budget, at_budget)
+        end = self.ends(kept)
+        return (kept, reason) if end is None else (kept[:end], "stop")
 
     def refuse(self, seconds: float) -> FinishReason | None:
         """Why a pass of ``seconds`` must not start now; None when it may."""
@@ -136,7 +150,7 @@ def stream(
 
     began = time.perf_counter()
     choices, _ = path.choices(backend.prefill(prompt), (), backend.length)
-    tokens, reason = cut(choices, options.stop_token_ids, budget, at_budget)
+    tokens, reason = controls.cut(choices, options.stop_token_ids, budget, at_budget)
     path.commit(tokens)
     step = Step(tuple(tokens), reason, 0.0, time.perf_counter() - began)
     pace.record_prefill(len(prompt), step.verify_seconds)
@@ -150,7 +164,7 @@ def stream(
         budget -= len(tokens)
         began = time.perf_counter()
         offer = speculate(backend, path, tokens[-1], drafting=drafting)
-        tokens, reason = cut(offer.tokens, options.stop_token_ids, budget, at_budget)
+        tokens, reason = controls.cut(offer.tokens, options.stop_token_ids, budget, at_budget)
         backend.commit(len(tokens))  # the anchor and all new tokens but the last
         path.commit(tokens)
         verify_seconds = time.perf_counter() - began - offer.propose_seconds
@@ -166,7 +180,7 @@ def speculate(backend: Backend, path: Path, anchor: int, *, drafting: bool) -> O
     drafts = path.drafts(backend.propose(anchor), position) if drafting else []
     propose_seconds = time.perf_counter() - began if drafting else 0.0
     choices, tolerated = path.choices(backend.verify([anchor, *drafts]), drafts, position)
-    n = accepted(drafts, choices, tolerated)
+    n = accepted(drafts[: len(choices) - 1], choices, tolerated)
     relaxed = [draft != choice for draft, choice in zip(drafts[:n], choices, strict=False)]
     return Offer([*drafts[:n], choices[n]], [*relaxed, False], propose_seconds)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from edge_dflash.backends.base import Rows
+from edge_dflash.errors import RequestError
 from edge_dflash.spec.constraint import Constraint, Mask
 from edge_dflash.spec.relaxed import Relaxation, ThinkingSpan
 from edge_dflash.spec.sampling import Sampling, choose, choose_row
@@ -16,7 +17,8 @@ class Path:
     With a grammar, drafts that it forbids are replaced before they are verified and tokens that it forces are
     proposed without asking the drafter; both only raise the accept length. The target's own choice at every row is
     made among the tokens that the grammar allows there, whatever was drafted, so constrained speculative decoding
-    equals constrained plain decoding.
+    equals constrained plain decoding. A grammar that becomes too complex along the drafts ends the path there: plain
+    decoding may never come that way, and where it does, it fails in the same place.
     """
 
     def __init__(
@@ -32,12 +34,22 @@ class Path:
         self._thinking = ThinkingSpan(relaxation, stop_token_ids) if relaxation is not None else None
 
     def drafts(self, rows: Rows, position: int) -> list[int]:
-        """Draft tokens for positions ``position``, ...; fewer than rows when the grammar ends before."""
+        """Draft tokens for positions ``position``, ...; fewer than rows when the grammar ends or gives up before."""
         free = choose(rows, self._sampling, position)
         grammar = self._constraint
         if grammar is None:
             return free
         path: list[int] = []
+        try:
+            self._walk(grammar, rows, free, position, path)
+        except RequestError:  # too complex there: the path ends before
+            pass
+        finally:
+            grammar.pop(len(path))
+        return path
+
+    def _walk(self, grammar: Constraint, rows: Rows, free: Sequence[int], position: int, path: list[int]) -> None:
+        """Push drafts that the grammar allows, made from the ``free`` ones, and append them to ``path``."""
         forced: list[int] = []
         for row, token in enumerate(free):
             forced = forced or list(grammar.forced())
@@ -49,16 +61,19 @@ class Path:
             path.append(token)
             if token in self._stop:
                 break
-        grammar.pop(len(path))
-        return path
 
     def choices(self, rows: Rows, drafts: Sequence[int], position: int) -> tuple[list[int], list[bool]]:
         """The target's choice after the anchor and after each draft, and which drafts are tolerated (lossy).
 
+        There are fewer choices where the grammar gave up along the drafts; those behind the last cannot be accepted.
         The masks are computed before the logits are asked for: on a device, while the verify pass runs.
         """
-        masks = None if self._constraint is None else self._masks(self._constraint, drafts)
-        choices = choose(rows, self._sampling, position, masks)
+        if self._constraint is None:
+            choices = choose(rows, self._sampling, position, None)
+        else:
+            masks = self._masks(self._constraint, drafts)
+            known = len(masks)
+            choices = choose(rows, self._sampling, position, masks + [None] * (len(drafts) + 1 - known))[:known]
         if self._thinking is None or not drafts:
             return choices, []
         return choices, self._thinking.tolerated(rows.logits(), drafts, choices)
@@ -72,14 +87,18 @@ class Path:
             self._thinking.commit(tokens)
 
     def _masks(self, grammar: Constraint, drafts: Sequence[int]) -> list[Mask | None]:
-        """What may follow the anchor and each draft."""
+        """What may follow the anchor and each draft; fewer where the grammar gives up on the way."""
         masks = [grammar.allowed()]
         walked = 0
-        for draft in drafts:
-            if draft in self._stop:  # nothing follows a stop token, and nothing is chosen there
-                break
-            grammar.push(draft)
-            walked += 1
-            masks.append(grammar.allowed())
-        grammar.pop(walked)
-        return masks + [None] * (len(drafts) + 1 - len(masks))
+        try:
+            for draft in drafts:
+                if draft in self._stop:  # nothing follows a stop token, and nothing is chosen there
+                    return masks + [None] * (len(drafts) + 1 - len(masks))
+                grammar.push(draft)
+                walked += 1
+                masks.append(grammar.allowed())
+        except RequestError:  # too complex there: no draft beyond is accepted
+            pass
+        finally:
+            grammar.pop(walked)
+        return masks

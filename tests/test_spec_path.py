@@ -1,0 +1,91 @@
+"""A grammar that gives up along the drafts, where plain decoding never comes, costs accept length and nothing else."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from fakes import SHAPE, FakeBackend
+
+from edge_dflash.errors import RequestError
+from edge_dflash.spec.loop import Controls, DecodeOptions, generate, stream
+
+PROMPT = (3, 1, 4)
+OPTIONS = DecodeOptions(max_new_tokens=20)
+
+
+class Brittle:
+    """Allows everything below 60, and cannot go on behind any token that is not of the wanted path."""
+
+    def __init__(self, wanted, where):
+        self.wanted = wanted
+        self.where = where  # the method that raises
+        self.path = []
+        self.raised = 0
+
+    def _check(self, name, path):
+        if name == self.where and list(path) != list(self.wanted[: len(path)]):
+            self.raised += 1
+            raise RequestError("the grammar cannot go on; make it simpler")
+
+    def allowed(self):
+        self._check("allowed", self.path)
+        return np.arange(SHAPE.vocab_size) < 60
+
+    def push(self, token):
+        self._check("push", [*self.path, token])
+        if token >= 60:
+            return False
+        self.path.append(token)
+        return True
+
+    def pop(self, count):
+        if count:
+            del self.path[-count:]
+
+    def forced(self):
+        self._check("forced", self.path)
+        return ()
+
+
+def wanted():
+    return generate(FakeBackend(), PROMPT, OPTIONS, speculative=False, controls=Controls(Brittle((), None))).tokens
+
+
+@pytest.mark.parametrize("where", ["allowed", "push", "forced"])
+@pytest.mark.parametrize("right", range(SHAPE.block_size))
+def test_a_grammar_that_gives_up_beside_the_plain_path_changes_nothing(where, right):
+    plain = wanted()
+    grammar = Brittle(plain, where)
+    backend = FakeBackend(right=lambda position: right)
+    result = generate(backend, PROMPT, OPTIONS, controls=Controls(grammar))
+    assert result.tokens == plain
+    assert grammar.path == list(plain)
+    assert (grammar.raised > 0) == (right < SHAPE.block_size - 1)
+    assert min(result.accept_lengths[:-1]) >= 1 + right
+
+
+def test_a_grammar_that_gives_up_on_the_plain_path_fails_both_alike():
+    plain = wanted()
+    for speculative in (True, False):
+        grammar, seen = Brittle((*plain[:9], 61), "push"), []
+        with pytest.raises(RequestError, match="cannot go on"):
+            for step in stream(FakeBackend(), PROMPT, OPTIONS, speculative=speculative, controls=Controls(grammar)):
+                seen += step.tokens
+        assert tuple(seen) == plain[: len(seen)]
+        assert len(seen) <= 9
+
+
+def test_an_answer_may_be_ended_at_any_token():
+    plain = generate(FakeBackend(), PROMPT, OPTIONS).tokens
+    for end in range(1, 20):
+        for speculative in (True, False):
+            told = []
+
+            def ends(tokens, end=end, told=told):
+                told.extend(tokens)
+                return end - (len(told) - len(tokens)) if len(told) >= end else None
+
+            backend = FakeBackend()
+            result = generate(backend, PROMPT, OPTIONS, speculative=speculative, controls=Controls(ends=ends))
+            assert (result.tokens, result.finish_reason) == (plain[:end], "stop")
+            assert backend.committed == [*PROMPT, *plain[: end - 1]]
