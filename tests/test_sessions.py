@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import gc
+import json
 from functools import cache
 from itertools import zip_longest
 
 import pytest
+from bundle_support import random_weights, write_bundle
 from fakes import FakeBackend
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edge_dflash.errors import BackendError, BundleError, ContextError, RequestError
-from edge_dflash.sessions.session import SessionManager, SessionState
+from edge_dflash.sessions.session import SessionManager, SessionState, fingerprint
 from edge_dflash.sessions.slot import Reuse
 from edge_dflash.sessions.store import PrefixStore, snapshot_bytes
 from edge_dflash.spec.adversary import Delegate
@@ -469,6 +471,11 @@ def test_a_state_goes_on_in_another_backend(name):
         longer = (*state.tokens, *user(1, 3))
         check(name, other, longer, list(other.stream(longer, DecodeOptions(8))))
     assert b.prefilled == 4 + len(state.tokens) + 3
+
+
+def test_the_fingerprint_is_the_checksum_of_the_manifest(tmp_path):
+    manifest = write_bundle(tmp_path / "bundle", random_weights())
+    assert fingerprint(manifest) == json.loads((tmp_path / "bundle" / "manifest.json").read_text())["checksum"]
 
 
 def test_states_that_do_not_fit_are_refused():
