@@ -12,12 +12,13 @@ from functools import partial
 from statistics import median
 
 import numpy as np
-from native_state_support import CACHE, Device, cubin
+from native_linear_support import cubin
+from native_state_support import CACHE, Device
 
 from edge_dflash.backends.native.driver import DevicePointer
 from edge_dflash.backends.native.linear import Linears, LinearWeights, Norm
 from edge_dflash.backends.native.memory import Matrix
-from edge_dflash.backends.native.weight_layout import Layout
+from edge_dflash.backends.native.weight_layout import UNIT_BYTES, Layout
 
 ARENA = 3 << 30
 PERIOD = 2304  # bytes: every stack starts where the arena's NVFP4 pattern starts, 256-byte aligned
@@ -46,16 +47,16 @@ MODEL_4B = {
 
 
 class Tuned(Linears):
-    """Linears whose plans can be bent."""
+    """Linears whose plans can be bent: blocks an SM, units a pass, windows brought into L2 ahead."""
 
-    waves, pass_most, stages, ahead = 1, 4, 2, 0
+    waves, pass_most, ahead = 2, 4, 0
 
     def plan(self, layout, rows, *, may_split=False):
         plan = super().plan(layout, rows, may_split=may_split)
         groups = min(layout.units, max(1, self.waves * self._gpu.sm_count // plan.splits))
         per_pass = min(plan.per_pass, self.pass_most)
-        stage = (plan.shared_bytes - 8192) // 16 - (plan.per_pass - per_pass) * 1152
-        return replace(plan, groups=groups, per_pass=per_pass, shared_bytes=8192 + 8 * self.stages * stage)
+        less = 16 * (plan.per_pass - per_pass) * UNIT_BYTES[layout.format]  # 8 warps, 2 stages
+        return replace(plan, groups=groups, per_pass=per_pass, shared_bytes=plan.shared_bytes - less)
 
 
 class Bench:
@@ -139,29 +140,28 @@ class Bench:
         return seconds, 2 * rows * layout.k * sum(layout.columns)
 
 
+VARIANTS = (  # cubin (None: as shipped), options
+    (None, {}),
+    (None, {"waves": 1}),
+    (None, {"ahead": 8}),
+    (None, {"pass_most": 1}),
+)
+
+
 def variants(bench):
-    deep = {"linear": CACHE / f"linear3-{bench.arch}.cubin"}
-
-    def load(unit):
-        return deep[unit].read_bytes() if unit in deep else cubin(unit, bench.arch)
-
-    for name, stages, options in (
-        ("base", 2, {}),
-        ("two blocks an SM", 2, {"waves": 2}),
-        ("prefetch 4", 2, {"ahead": 4}),
-        ("prefetch 8", 2, {"ahead": 8}),
-        ("3 units", 2, {"pass_most": 3}),
-        ("2 blocks, 2 units", 2, {"waves": 2, "pass_most": 2}),
-        ("3 stages, 2 units", 3, {"pass_most": 2}),
-        ("3 stages, 3 units", 3, {"pass_most": 3}),
-    ):
-        if stages == 3 and not deep["linear"].exists():
+    """Kernels compiled with other constants, as CACHE/linear-NAME.cubin."""
+    for name, options in VARIANTS:
+        path = CACHE / f"linear-{name}.cubin"
+        if name is not None and not path.exists():
             continue
-        linears = Tuned(bench.gpu, load if stages == 3 else partial(cubin, arch=bench.arch))
-        linears.stages = stages
+
+        def load(unit, name=name, path=path):
+            return path.read_bytes() if name is not None and unit == "linear" else cubin(unit, bench.arch)
+
+        linears = Tuned(bench.gpu, load)
         for key, value in options.items():
             setattr(linears, key, value)
-        yield name, linears
+        yield " ".join((name or "", *(f"{key}={value}" for key, value in options.items()))).strip() or "base", linears
 
 
 def main():
@@ -172,7 +172,7 @@ def main():
 
     def line(variant, name, seconds, nbytes):
         rate = nbytes / seconds
-        print(f"{variant:18s} {name:28s} {nbytes / 1e6:8.2f} MB {seconds * 1e6:8.2f} us {rate / 1e12:6.3f} TB/s"
+        print(f"{variant:32s} {name:28s} {nbytes / 1e6:8.2f} MB {seconds * 1e6:8.2f} us {rate / 1e12:6.3f} TB/s"
               f" {rate / bandwidth:6.1%}", flush=True)  # fmt: skip
         results["lines"].append([variant, name, nbytes, seconds])
 
@@ -182,7 +182,7 @@ def main():
     for variant, linears in chosen:
         for model, title in ((MODEL_27B, "27B"), (MODEL_4B, "4B")):
             for name, (columns, k, gated, split) in model.items():
-                if variant != "base" and (name in ("z", "qkv") or "unsplit" in name):
+                if variant != "base" and (name in ("z", "qkv", "q k v") or "unsplit" in name):
                     continue
                 layout = Layout("nvfp4", columns, k, gated)
                 line(variant, f"{title} {name}", bench.shape(linears, layout, split), layout.nbytes)

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import numpy as np
 import torch
-from native_state_support import Device
+from native_state_support import CACHE, Device
 
+from edge_dflash.backends.native.compile import KERNELS, compile_cubin
 from edge_dflash.backends.native.memory import Matrix
 from edge_dflash.checkpoint.weights import Fp8Weight, Nvfp4Weight, WideWeight
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
+
+
+def cubin(unit, arch):
+    """The cubin of a unit; compiled once for each state of the sources."""
+    sources = b"".join(path.read_bytes() for path in sorted([KERNELS / f"{unit}.cu", *KERNELS.glob("*.cuh")]))
+    path = CACHE / f"{unit}-{arch}-{hashlib.sha256(sources).hexdigest()[:16]}.cubin"
+    if not path.exists():
+        CACHE.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(compile_cubin(unit, arch))
+    return path.read_bytes()
 
 
 def weight(kind, n, k, seed):

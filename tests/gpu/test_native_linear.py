@@ -1,7 +1,7 @@
 import pytest
 import torch
-from native_linear_support import empty, expected, fetch, ulps, weight
-from native_state_support import Device, bf16, cubin
+from native_linear_support import cubin, empty, expected, fetch, ulps, weight
+from native_state_support import Device, bf16
 
 from edge_dflash.backends.native.linear import Linears, Norm
 from edge_dflash.backends.native.memory import Matrix
@@ -59,7 +59,8 @@ def test_equals_the_exact_product(device, linears, kind, n, k):
     linears.tiles(stack, device.rows(x), [out], 32)
     tiles = fetch(device, out, 32)
     error = (tiles.double() - exact).abs() - exact.abs() * 2.0**-8
-    assert (error / scale).max() < 2e-6
+    assert (error / scale).max() < 2e-5  # one long chain of sums
+    assert (ulps(tiles, exact) > 0).double().mean() < 0.02
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -86,25 +87,22 @@ def test_a_row_never_depends_on_other_rows_or_its_place(device, linears, kind):
 
 @pytest.mark.parametrize("kind", FORMATS)
 def test_residual_and_gate(device, linears, kind):
-    n, k = 344, 512
+    n, k = 344, 256  # at most one window a warp: then every block sums in the same order
     gate, up = (weight(kind, n, k, seed) for seed in (3, 4))
     x = inputs(16, k)
-    plain = run(device, linears, linears.upload(repack((gate, up))), x, 16)
+    g, u = (p.float() for p in run(device, linears, linears.upload(repack((gate, up))), x, 16))
     res = inputs(16, n, seed=5)
     pair, single = linears.upload(repack((gate, up), swiglu=True)), linears.upload(repack(gate))
     out = empty(device, 16, n)
-    for call in (linears.linear, linears.tiles):
-        call(pair, device.rows(x), [out], 16)
-        g, u = (p.float() for p in plain)
-        want = (torch.nn.functional.silu(g) * u).double()
-        assert ulps(fetch(device, out, 16), want).max() <= 1
-        call(single, device.rows(x), [out], 16, residual=device.rows(res))
-        found = fetch(device, out, 16)
-        if call == linears.linear:
-            assert torch.equal(found, (res + plain[0].float()).bfloat16())
-        else:
-            near = (found.float() - (res + plain[0].float())).abs() / (plain[0].float().abs() + res.abs())
-            assert near.max() < 0.02
+    linears.linear(pair, device.rows(x), [out], 16)
+    gated = (torch.nn.functional.silu(g) * u).double()
+    assert ulps(fetch(device, out, 16), gated).max() <= 1
+    linears.linear(single, device.rows(x), [out], 16, residual=device.rows(res))
+    assert torch.equal(fetch(device, out, 16), (res + g).bfloat16())
+    for stack, options, want in ((pair, {}, gated), (single, {"residual": device.rows(res)}, (res + g).double())):
+        linears.tiles(stack, device.rows(x), [out], 16, **options)
+        error = (fetch(device, out, 16).double() - want).abs()
+        assert (error / (g.abs() * u.abs() + g.abs() + res.abs()).double()).max() < 0.02  # other order of sums
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -112,7 +110,7 @@ def test_residual_and_gate(device, linears, kind):
 def test_split_over_blocks(device, linears, kind, n, k):
     w, x = weight(kind, n, k, 9), inputs(32, k)
     stack = linears.upload(repack(w))
-    scratch = device.poisoned(linears.plan(stack.layout, 32, may_split=True).scratch_bytes(stack.layout, 32))
+    scratch = device.poisoned(linears.plan(stack.layout, 32, may_split=True).sum_bytes(stack.layout, 32))
     res, norm = inputs(32, n, seed=5), torch.rand(n) + 0.5
     out, normal, again = (empty(device, 32, n) for _ in range(3))
     norms = Norm(device.up(norm), 1e-6, normal)
@@ -138,10 +136,12 @@ def test_a_stack_with_a_side_stack(device, linears):
     linears.linear(stack, device.rows(x), outs, 16, side=side, side_out=side_outs, prefetch=2)
     for w, out in zip((*parts, *gates), (*outs, *side_outs), strict=True):
         (alone,) = run(device, linears, linears.upload(repack(w)), x, 16)
-        assert torch.equal(alone, fetch(device, out, 16))
+        near = (alone.float() - fetch(device, out, 16).float()).abs() / alone.float().abs().amax()
+        assert near.max() < 2.0**-8  # other blocks sum in another order
     whole = empty(device, 16, 1024)
     two = linears.upload(repack(parts[:2]))
     linears.linear(two, device.rows(x), [whole], 16)
+    linears.linear(two, device.rows(x), outs[:2], 16)
     assert torch.equal(fetch(device, whole, 16)[:, :608], torch.cat([fetch(device, o, 16) for o in outs[:2]], 1))
 
 
@@ -152,7 +152,7 @@ def test_greedy(device, linears, rows):
     w.block_scale[40_000:] = w.block_scale[:10_000]
     stack = linears.upload(repack(w))
     ids = device.poisoned(4 * rows)
-    scratch = device.poisoned(linears.plan(stack.layout, rows).scratch_bytes(stack.layout, rows))
+    scratch = device.poisoned(linears.plan(stack.layout, rows).rank_bytes(rows))
     logits = empty(device, rows, 50_000)
     linears.greedy(stack, device.rows(x), ids, rows, scratch, logits)
     stored = fetch(device, logits, rows)

@@ -1,7 +1,7 @@
 """Linear layers on the device: plans, launches and buffers of kernels/linear.cu, linear_tiles.cu and finish.cu.
 
 Weights come from weight_layout.py. Knows no model. Activations are BF16 rows; outputs are rounded once. A row's bits
-depend on its own values, K, the format and the plan's number of splits: never on other rows or on how many there are.
+depend on its own values, the weights and the plan (splits, blocks): never on other rows or on how many there are.
 """
 
 from __future__ import annotations
@@ -12,27 +12,14 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from edge_dflash.backends.native.driver import DevicePointer, Gpu, Kernel
+from edge_dflash.backends.native.linear_plan import MOST_UNITS, Plan, block_shared, plan, row_tile, shared_bytes
 from edge_dflash.backends.native.memory import NULL, Matrix
 from edge_dflash.backends.native.weight_layout import UNIT_BYTES, UNIT_ROWS, WINDOW, Format, Layout, Repacked
 from edge_dflash.errors import BackendError
 
 UNITS = ("linear", "linear_tiles", "finish")  # compilation units of these kernels
-MOST_ROWS = 32  # of :meth:`Linears.linear`; more rows go through :meth:`Linears.tiles`
-
-_WARPS, _THREADS, _PARTS, _STAGES = 8, 256, 4, 2
-_EXCHANGE_BYTES = 1024 * _WARPS
-_MOST_UNITS: dict[tuple[Format, int], int] = {  # units of a pass: what fits in registers
-    ("nvfp4", 16): 4,
-    ("nvfp4", 32): 2,
-    ("fp8", 16): 2,
-    ("fp8", 32): 2,
-    ("bf16", 16): 2,
-    ("bf16", 32): 2,
-}
+_THREADS, _FINISH_THREADS, _PARTS = 256, 1024, 4
 _TILE_ROWS, _TILE_UNITS, _TILE_STAGES = 128, 4, 3
-_HALF_SM_SHARED = 115_712  # two blocks of this size fit on an SM of 228 KiB, so that the next launch can start early
-_BLOCK_SHARED = {87: 163 << 10, 89: 99 << 10, 120: 99 << 10, 121: 99 << 10}  # bytes of a block; else 227 KiB
-_MOST_SPLITS = 8
 
 
 class Mode(IntEnum):
@@ -73,68 +60,12 @@ class LinearWeights:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """How one launch divides a stack over the device."""
-
-    splits: int  # of K, over blocks; > 1: sums go through FP32 scratch
-    groups: int  # blocks a split; each owns consecutive units
-    per_pass: int  # units a block multiplies at once
-    shared_bytes: int
-
-    def scratch_bytes(self, layout: Layout, rows: int) -> int:
-        """Bytes of the FP32 sums, or of the ranks of a greedy launch (whichever is larger)."""
-        sums = 4 * self.splits * rows * layout.units * UNIT_ROWS if self.splits > 1 else 0
-        return max(sums, 8 * self.groups * rows)
-
-
-@dataclass(frozen=True)
 class Norm:
     """RMS norm of a linear's output after its residual; ``weight`` [columns] FP32 is w or 1 + w."""
 
     weight: DevicePointer
     eps: float
     out: Matrix
-
-
-def row_tile(rows: int) -> int:
-    """Rows that the kernel for ``rows`` reads and writes: 16 or 32. Raises BackendError above 32."""
-    if not 1 <= rows <= MOST_ROWS:
-        raise BackendError(f"a linear pass has {rows} rows; 1 to {MOST_ROWS} are accepted, more go through tiles")
-    return 16 if rows <= 16 else 32
-
-
-def plan(layout: Layout, rows: int, sm: int, sm_count: int, *, may_split: bool = False) -> Plan:
-    """Plan of a launch. The number of splits does not depend on ``rows``, so that a row's bits do not."""
-    unit, window = UNIT_BYTES[layout.format], WINDOW[layout.format]
-    tile = row_tile(rows)
-    stage_x = tile * window * 2
-    limit = min(_HALF_SM_SHARED, _block_shared(sm))
-
-    def shared(per_pass: int) -> int:
-        return _EXCHANGE_BYTES + _WARPS * _STAGES * (per_pass * unit + stage_x)
-
-    per_pass = _MOST_UNITS[layout.format, tile]
-    while per_pass > 1 and shared(per_pass) > limit:
-        per_pass -= 1
-    splits = 1
-    if may_split:
-        splits = min(range(1, min(_MOST_SPLITS, layout.windows) + 1), key=lambda s: _cost(layout, s, sm_count))
-    return Plan(splits, min(layout.units, max(1, sm_count // splits)), per_pass, shared(per_pass))
-
-
-def _cost(layout: Layout, splits: int, sm_count: int) -> float:
-    """Bytes that the busiest block moves, activations from L2 counted at 0.6: what a split is chosen by."""
-    units = -(-layout.units // max(1, sm_count // splits))
-    windows = -(-layout.windows // splits)
-    passes = -(-units // _MOST_UNITS[layout.format, 16])
-    weights = units * windows * UNIT_BYTES[layout.format]
-    activations = passes * windows * WINDOW[layout.format] * 32
-    sums = units * UNIT_ROWS * 16 * 8 if splits > 1 else 0
-    return weights + 0.6 * (activations + sums)
-
-
-def _block_shared(sm: int) -> int:
-    return _BLOCK_SHARED.get(sm, 227 << 10)
 
 
 class Linears:
@@ -147,9 +78,9 @@ class Linears:
     def __init__(self, gpu: Gpu, cubin: Callable[[str], bytes]) -> None:
         self._gpu = gpu
         modules = {unit: gpu.load(cubin(unit)) for unit in UNITS}
-        shared = _block_shared(gpu.sm)
+        shared = block_shared(gpu.sm)
         self._linear: dict[tuple[Format, int], Kernel] = {
-            (f, r): modules["linear"].kernel(f"linear_{f}_{r}", shared_bytes=shared) for f, r in _MOST_UNITS
+            (f, r): modules["linear"].kernel(f"linear_{f}_{r}", shared_bytes=shared) for f, r in MOST_UNITS
         }
         self._tiles: dict[Format, Kernel] = {
             f: modules["linear_tiles"].kernel(f"linear_tiles_{f}", shared_bytes=_tile_shared(f)) for f in UNIT_BYTES
@@ -205,14 +136,15 @@ class Linears:
     ) -> None:
         """Out = [residual +] x W^T of one matrix, K split over blocks, and optionally the norm of the result.
 
-        Two launches. ``scratch`` has plan(may_split=True).scratch_bytes(layout, 16 or 32) bytes.
+        Two launches. ``scratch`` has plan(may_split=True).sum_bytes(layout, rows) bytes.
         """
         layout, tile = weights.layout, row_tile(rows)
         plan = self.plan(layout, rows, may_split=True)
         job = _job(weights, x, (), plan, Mode.PARTIAL, prefetch)
-        needed = 4 * plan.splits * tile * layout.units * UNIT_ROWS
-        if scratch.nbytes < needed:
-            raise ValueError(f"the scratch buffer has {scratch.nbytes} bytes, {needed} are needed")
+        if scratch.nbytes < plan.sum_bytes(layout, rows):
+            raise ValueError(
+                f"the scratch buffer has {scratch.nbytes} bytes, {plan.sum_bytes(layout, rows)} are needed"
+            )
         job.partial = scratch.address
         self._launch(layout.format, plan, rows, job, _Job())
         columns = layout.columns[0]
@@ -220,7 +152,7 @@ class Linears:
         self._gpu.launch(
             self._finish,
             (tile, 1, 1),
-            _THREADS,
+            _FINISH_THREADS,
             (
                 *(scratch, plan.splits, layout.units * UNIT_ROWS, weights.scale, added.pointer, added.stride),
                 *(out.pointer, out.stride, columns, normal.weight, normal.eps, normal.out.pointer, normal.out.stride),
@@ -240,8 +172,8 @@ class Linears:
     ) -> None:
         """ids[r] (int32) = column of row r's largest BF16 logit, the lowest on a tie; stores ``logits`` if given."""
         plan, tile = self.plan(weights.layout, rows), row_tile(rows)
-        if scratch.nbytes < 8 * plan.groups * tile:
-            raise ValueError(f"the scratch buffer has {scratch.nbytes} bytes, {8 * plan.groups * tile} are needed")
+        if scratch.nbytes < plan.rank_bytes(rows):
+            raise ValueError(f"the scratch buffer has {scratch.nbytes} bytes, {plan.rank_bytes(rows)} are needed")
         job = _job(weights, x, (logits or Matrix(NULL, 0),), plan, Mode.GREEDY, 0)
         job.best = scratch.address
         self._launch(weights.layout.format, plan, rows, job, _Job())
@@ -280,11 +212,11 @@ class Linears:
         tile = row_tile(rows)
         shared = plan.shared_bytes
         if side.groups:
-            shared = max(shared, _EXCHANGE_BYTES + _WARPS * _STAGES * (UNIT_BYTES["bf16"] + tile * WINDOW["bf16"] * 2))
-        if shared > _block_shared(self._gpu.sm):
+            shared = max(shared, shared_bytes("bf16", tile, 1))
+        if shared > block_shared(self._gpu.sm):
             raise BackendError(
                 f"a {format} linear of {rows} rows needs {shared} bytes of shared memory a block, "
-                f"SM{self._gpu.sm} has {_block_shared(self._gpu.sm)}: use blocks of at most 16 rows"
+                f"SM{self._gpu.sm} has {block_shared(self._gpu.sm)}: use blocks of at most 16 rows"
             )
         grid = (plan.groups * plan.splits + side.groups, 1, 1)
         self._gpu.launch(self._linear[format, tile], grid, _THREADS, (job, side), shared_bytes=shared, overlap=True)

@@ -40,6 +40,7 @@ __device__ __forceinline__ void e4m3_pairs(u32 w, u32& pair0, u32& pair1) {
 
 struct Nvfp4 {
   static constexpr int WINDOW = 64, UNIT = 1152, STEPS = 4;
+  static constexpr bool EAGER = true;  // the words of two units fit in registers beside their sums
 
   struct Words {
     uint4 tile[2];
@@ -95,6 +96,7 @@ struct FourParts {
 
 struct Fp8 : FourParts {
   static constexpr int WINDOW = 64, STEPS = 4;
+  static constexpr bool EAGER = false;
 
   static __device__ __forceinline__ void fragments(const Words& w, int m, int h, u32 (&a)[2][4]) {
 #pragma unroll
@@ -108,6 +110,7 @@ struct Fp8 : FourParts {
 
 struct Bf16 : FourParts {
   static constexpr int WINDOW = 32, STEPS = 2;
+  static constexpr bool EAGER = true;
 
   static __device__ __forceinline__ void fragments(const Words& w, int m, int, u32 (&a)[2][4]) {
 #pragma unroll

@@ -1,7 +1,7 @@
 // What follows a linear whose K was split over blocks: the sum of the splits, the residual, and the next RMS norm.
 #include "state.cuh"
 
-static constexpr int THREADS = 256;
+static constexpr int THREADS = 1024, NORM_THREADS = 256;  // the latter as in the kernel rms_norm: it fixes a sum's order
 
 // One block a row. y = bf16(scale * sum over splits, in order); out = bf16(residual + y) or y; and, when norm_weight is
 // given, norm_out = bf16(out / sqrt(mean(out^2) + eps) * norm_weight), in the order of the kernel rms_norm, bit for bit.
@@ -11,37 +11,44 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                   int residual_stride, u16* out, int out_stride, int columns, const float* norm_weight, float eps,
                   u16* norm_out, int norm_stride) {
     extern __shared__ u32 kept[];
-    __shared__ float sums[THREADS / 32];
+    __shared__ float sums[NORM_THREADS / 32];
     pdl_trigger();
     pdl_wait();
     const u32* extra = residual ? (const u32*)(residual + (u64)blockIdx.x * residual_stride) : nullptr;
     u32* to = (u32*)(out + (u64)blockIdx.x * out_stride);
     const float* from = partial + (u64)blockIdx.x * width;
     const u64 plane = (u64)gridDim.x * width;
-    float squares = 0.0f;
-#pragma unroll 2
     for (int i = threadIdx.x; i < columns / 2; i += THREADS) {
+        const float2 w = *(const float2*)(scale + 2 * i);
+        const u32 before = extra ? extra[i] : 0;
         float2 total = *(const float2*)(from + 2 * i);
 #pragma unroll 4
         for (int s = 1; s < splits; s++) {
             const float2 more = *(const float2*)(from + s * plane + 2 * i);
             total.x = __fadd_rn(total.x, more.x), total.y = __fadd_rn(total.y, more.y);
         }
-        const float2 w = *(const float2*)(scale + 2 * i);
         u32 y = pack_bf16(__fmul_rn(total.x, w.x), __fmul_rn(total.y, w.y));
-        if (extra) y = pack_bf16(__fadd_rn(bf16_low(extra[i]), bf16_low(y)), __fadd_rn(bf16_high(extra[i]), bf16_high(y)));
+        if (extra)
+            y = pack_bf16(__fadd_rn(bf16_low(before), bf16_low(y)), __fadd_rn(bf16_high(before), bf16_high(y)));
         to[i] = y;
         kept[i] = y;
-        squares = __fmaf_rn(bf16_low(y), bf16_low(y), squares);
-        squares = __fmaf_rn(bf16_high(y), bf16_high(y), squares);
     }
     if (!norm_weight) return;
-    squares = lane_sum<32>(squares);
-    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = squares;
+    __syncthreads();
+    if (threadIdx.x < NORM_THREADS) {
+        float squares = 0.0f;
+#pragma unroll 4
+        for (int i = threadIdx.x; i < columns / 2; i += NORM_THREADS) {
+            squares = __fmaf_rn(bf16_low(kept[i]), bf16_low(kept[i]), squares);
+            squares = __fmaf_rn(bf16_high(kept[i]), bf16_high(kept[i]), squares);
+        }
+        squares = lane_sum<32>(squares);
+        if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = squares;
+    }
     __syncthreads();
     float all = 0.0f;
 #pragma unroll
-    for (int i = 0; i < THREADS / 32; i++) all = __fadd_rn(all, sums[i]);
+    for (int i = 0; i < NORM_THREADS / 32; i++) all = __fadd_rn(all, sums[i]);
     const float inverse = __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(__fdiv_rn(all, (float)columns), eps)));
     u32* normal = (u32*)(norm_out + (u64)blockIdx.x * norm_stride);
     for (int i = threadIdx.x; i < columns / 2; i += THREADS) {

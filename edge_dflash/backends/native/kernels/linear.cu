@@ -6,21 +6,24 @@
 // activations into its own places of a two-stage ring in shared memory, so that the stream needs no synchronisation:
 //
 //   warp's ring:  [stage 0: UNITS x weights, activations] [stage 1: same]     step s uses stage s % 2
-//   a stage's places are refilled (for step s + 2) as soon as they have been read into registers
+//   a stage is refilled (for step s + 2) as soon as it has been read into registers
 //
-// At the end of a pass the 8 warps' partial sums are added in the order of the warps. Everything that fixes the order of
-// a sum is a function of K, the number of splits and the warp: never of the rows, the pass or the number of blocks.
+// A warp takes its windows from a start that differs from block to block: if all blocks asked for the same activations at
+// the same time, the few L2 slices that hold them would bound the launch. At the end of a pass the warps' partial sums are
+// added in the order of the warps. The order of a sum depends on K, the splits and the block that owns the weight row:
+// never on the activation rows.
 #include "job.cuh"
 
-#ifndef STAGES
-#define STAGES 2
-#endif
-static constexpr int WARPS = 8;
+static constexpr int WARPS = 8, THREADS = 32 * WARPS, STAGES = 2;
 
-// Order of logits as unsigned integers; with the complement of the id, a maximum that prefers the lowest id.
-__device__ __forceinline__ u64 rank(float logit, int id) {
-  const u32 bits = __float_as_uint(logit == 0.0f ? 0.0f : logit);  // -0 equals 0
-  return static_cast<u64>(bits & 0x80000000u ? ~bits : bits | 0x80000000u) << 32 | static_cast<u32>(~id);
+__device__ __forceinline__ int first_unit(const Job& job, int group) {
+  return static_cast<int>(static_cast<long long>(group) * job.units / job.groups);
+}
+
+// Order of BF16 logits as unsigned integers above 0.
+__device__ __forceinline__ u32 order_of(u16 logit) {
+  const u32 bits = logit == 0x8000u ? 0u : logit;  // -0 equals 0
+  return bits & 0x8000u ? ~bits & 0xFFFFu : bits | 0x8000u;
 }
 
 // Where a lane's next copies come from: one unit count and window of the warp's list (pass after pass).
@@ -32,59 +35,69 @@ struct Cursor {
 
 template <class F, int ROWS, int UNITS>
 struct Stream {
-  static constexpr int COLUMN_TILES = ROWS / 8, HALVES = ROWS / 16, BLOCK = F::WINDOW / 4;
+  static constexpr int COLUMN_TILES = ROWS / 8, HALVES = ROWS / 16, BLOCK = F::WINDOW / 4, CHUNKS = F::WINDOW / 8;
   static constexpr int X_BYTES = ROWS * F::WINDOW * 2;
 
   const Job& job;
   const int lane, warp;
   int base, more_until, first, stop;  // passes before unit ``more_until`` have base + 1 units; windows first .. stop-1
+  int origin;                         // the window that a pass begins with
   u32 ring, stage_bytes, exchange;
-  long long unit_stride;
+  int unit_stride;  // bytes; a unit has less than 2^31
   Cursor load;
-  u64 best[HALVES];
+  u32 best[HALVES];  // order of the largest logit, then the complement of its tile's number in the block
 
-  __device__ __forceinline__ Stream(const Job& j, int unit0, int units, int split, u32 shared)
+  __device__ __forceinline__ Stream(const Job& j, int group, int unit0, int units, int split, u32 shared)
       : job(j), lane(threadIdx.x % 32), warp(threadIdx.x / 32) {
     const int begin = split * j.windows / j.splits, end = (split + 1) * j.windows / j.splits;
     first = begin + (end - begin) * warp / WARPS;
     stop = begin + (end - begin) * (warp + 1) / WARPS;
+    origin = stop > first ? first + group % (stop - first) : first;
     const int passes = (units + j.per_pass - 1) / j.per_pass;
     base = passes ? units / passes : 0;
     more_until = unit0 + (passes ? units % passes : 0) * (base + 1);
     stage_bytes = j.per_pass * F::UNIT + X_BYTES;
     exchange = shared;
-    ring = shared + WARPS * 1024 + warp * STAGES * stage_bytes + lane * 16;
-    unit_stride = static_cast<long long>(j.windows) * F::UNIT;
-    load.weights = j.weights + unit0 * unit_stride + first * F::UNIT + lane * 16;
-    load.x = (lane / 4) * j.x_stride + (lane % 4) * BLOCK + first * F::WINDOW;
+    ring = shared + WARPS * 1024 + warp * STAGES * stage_bytes;
+    unit_stride = j.windows * F::UNIT;
+    load.weights = j.weights + static_cast<long long>(unit0) * unit_stride + origin * F::UNIT + lane * 16;
+    load.x = (lane / CHUNKS) * j.x_stride + (lane % CHUNKS) * 8 + origin * F::WINDOW;
     load.unit = unit0, load.count = base + (unit0 < more_until);
-    load.window = first, load.left = passes * (stop - first);
+    load.window = origin, load.left = passes * (stop - first);
 #pragma unroll
-    for (int h = 0; h < HALVES; ++h) best[h] = 0;
+    for (int i = 0; i < HALVES; ++i) best[i] = 0;
   }
 
+  // The warp copies the window of x by whole rows (full sectors) to where the fragments' lanes read: 8 rows are a column
+  // tile n, lane (g, t) reads chunks t * BLOCK / 8 + h of row g at (n * BLOCK / 8 + h) * 512 + 16 * lane, with g xor 1
+  // for h = 1 so that the 8 chunks of a row go to different banks.
   __device__ __forceinline__ void fetch_x(u32 stage) const {
     if (load.left <= 0) return;
-    const bool inside = load.window * F::WINDOW < job.k - (lane % 4) * BLOCK;
-    const u32 to = stage + job.per_pass * F::UNIT;
+    constexpr int PER_LANE = BLOCK / 8, ROWS_AT_ONCE = 32 / CHUNKS;
+    const int row = lane / CHUNKS, chunk = lane % CHUNKS, h = chunk % PER_LANE;
+    const bool inside = load.window * F::WINDOW < job.k - chunk * 8;
+    const u32 to = stage + job.per_pass * F::UNIT + h * 512 + ((row * 64) ^ (h * 64)) + chunk / PER_LANE * 16;
     const u16* from = job.x + load.x;
 #pragma unroll
-    for (int n = 0; n < COLUMN_TILES; ++n)
-#pragma unroll
-      for (int h = 0; h < BLOCK / 8; ++h)
-        copy16_or_zero(to + (n * (BLOCK / 8) + h) * 512, from + n * 8 * job.x_stride + h * 8, inside);
+    for (int i = 0; i < ROWS / ROWS_AT_ONCE; ++i)
+      copy16_or_zero(to + i * ROWS_AT_ONCE / 8 * PER_LANE * 512 + i * ROWS_AT_ONCE % 8 * 64,
+                     from + i * ROWS_AT_ONCE * job.x_stride, inside);
   }
 
   __device__ __forceinline__ void advance(Cursor& c) const {
     --c.left;
     c.weights += F::UNIT;
     c.x += F::WINDOW;
-    if (++c.window < stop) return;
-    c.window = first;
-    c.weights += c.count * unit_stride - (stop - first) * F::UNIT;
-    c.x -= (stop - first) * F::WINDOW;
-    c.unit += c.count;
-    c.count = base + (c.unit < more_until);
+    if (++c.window == stop) {
+      c.window = first;
+      c.weights -= (stop - first) * F::UNIT;
+      c.x -= (stop - first) * F::WINDOW;
+    }
+    if (c.window == origin) {
+      c.weights += c.count * unit_stride;
+      c.unit += c.count;
+      c.count = base + (c.unit < more_until);
+    }
   }
 
   // Weights of the first steps, then more of the first pass into L2: nothing here depends on earlier kernels.
@@ -92,10 +105,10 @@ struct Stream {
     Cursor c = load;
     for (int s = 0; s < STAGES; ++s) {
       for (int p = 0; p < UNITS; ++p)
-        if (c.left > 0 && p < c.count) F::fetch(ring + s * stage_bytes + p * F::UNIT, c.weights + p * unit_stride, lane);
+        if (c.left > 0 && p < c.count) F::fetch(ring + s * stage_bytes + p * F::UNIT + lane * 16, c.weights + p * unit_stride, lane);
       advance(c);
     }
-    const int ahead = min(job.prefetch, stop - first - STAGES);
+    const int ahead = min(job.prefetch, stop - origin - STAGES);
     if (ahead > 0 && lane < load.count && load.left > 0)
       prefetch_l2(load.weights - lane * 16 + lane * unit_stride + STAGES * F::UNIT, ahead * F::UNIT);
   }
@@ -108,6 +121,16 @@ struct Stream {
     }
   }
 
+  __device__ __forceinline__ void refill(u32 mine, int p) const {
+    if (load.left > 0 && p < load.count) F::fetch(mine + p * F::UNIT, load.weights + p * unit_stride, lane);
+  }
+
+  __device__ __forceinline__ void next_step(u32& stage) {
+    copies_commit();
+    advance(load);
+    stage = stage_bytes - stage;
+  }
+
   // One pass over P units from ``unit``. ``stage`` is the ring offset of the current step.
   template <int P>
   __device__ __forceinline__ void pass(int unit, u32& stage) {
@@ -115,31 +138,38 @@ struct Stream {
 #pragma unroll
     for (int i = 0; i < P * 2 * COLUMN_TILES * 4; ++i) (&sum[0][0][0])[i] = 0.0f;
 #pragma unroll 1
-    for (int window = first; window < stop; ++window) {
+    for (int left = stop - first; left > 0; --left) {
       copies_wait<STAGES - 1>();
-      const u32 here = ring + stage;
+      __syncwarp();
+      const u32 here = ring + stage, mine = here + lane * 16;
       u32 b[COLUMN_TILES][BLOCK / 2];
 #pragma unroll
       for (int n = 0; n < COLUMN_TILES; ++n)
 #pragma unroll
         for (int h = 0; h < BLOCK / 8; ++h) {
-          const uint4 v = load_shared16(here + job.per_pass * F::UNIT + (n * (BLOCK / 8) + h) * 512);
+          const uint4 v = load_shared16(here + job.per_pass * F::UNIT + (n * (BLOCK / 8) + h) * 512 + (lane * 16 ^ h * 64));
           b[n][4 * h] = v.x, b[n][4 * h + 1] = v.y, b[n][4 * h + 2] = v.z, b[n][4 * h + 3] = v.w;
         }
+      typename F::Words words[P];  // all at once where registers allow: then nothing below waits for memory
+#pragma unroll
+      for (int p = 0; p < (F::EAGER ? P : 1); ++p) words[p] = F::read(mine + p * F::UNIT, lane);
+      __syncwarp();
       fetch_x(here);
-      const u8* refill = load.weights;
-      const int refills = load.left > 0 ? load.count : 0;
+#pragma unroll
+      for (int p = 0; p < (F::EAGER ? P : 1); ++p) refill(mine, p);
+      if (F::EAGER) next_step(stage);
 #pragma unroll
       for (int p = 0; p < P; ++p) {
-        const typename F::Words words = F::read(here + p * F::UNIT, lane);
-        if (p < refills) F::fetch(here + p * F::UNIT, refill, lane);
-        refill += unit_stride;
+        if (!F::EAGER && p > 0) {
+          words[p] = F::read(mine + p * F::UNIT, lane);
+          refill(mine, p);
+        }
 #pragma unroll
         for (int m = 0; m < 2; ++m)
 #pragma unroll
           for (int h = 0; h < F::STEPS / 2; ++h) {
             u32 a[2][4];
-            F::fragments(words, m, h, a);
+            F::fragments(words[p], m, h, a);
 #pragma unroll
             for (int j = 0; j < 2; ++j)
 #pragma unroll
@@ -148,9 +178,7 @@ struct Stream {
                             b[n][4 * h + 2 * j + 1]);
           }
       }
-      copies_commit();
-      advance(load);
-      stage = stage + stage_bytes == STAGES * stage_bytes ? 0 : stage + stage_bytes;
+      if (!F::EAGER) next_step(stage);
     }
 #pragma unroll 1
     for (int i = 0; i < P * 2 * HALVES; ++i) {
@@ -173,7 +201,7 @@ struct Stream {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const u32 to = (at + ((i & 1) * 8 + n * 4) * 64) ^ (32 * (i / 2));
-        asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(n ? high[i] : low[i]) : "memory");
+        store_shared4(to, n ? high[i] : low[i]);
       }
   }
 
@@ -186,8 +214,11 @@ struct Stream {
 #pragma unroll
     for (int w = 0; w < WARPS; ++w) total += __uint_as_float(load_shared4(from + w * 1024));
     __syncthreads();
-    emit(total, h, h * 16 + (slot & 7) * 2 + slot / 8, unit + m / 2, m % 2 * TILE + column);
+    emit(total, h, h * 16 + row_of(slot), unit + m / 2, m % 2 * TILE + column);
   }
+
+  // Activation row of a slot of 16 sums: even rows first.
+  static __device__ __forceinline__ int row_of(int slot) { return (slot & 7) * 2 + slot / 8; }
 
   // Epilogue of one sum: activation row ``row``, weight row ``inner`` of ``unit``.
   __device__ __forceinline__ void emit(float sum, int half, int row, int unit, int inner) {
@@ -210,7 +241,8 @@ struct Stream {
     if (!at.inside) return;
     if (job.mode == RESIDUAL) y = to_bf16(from_bf16(job.residual[at.offset]) + from_bf16(y));
     if (job.mode == GREEDY) {
-      const u64 found = rank(from_bf16(y), at.column);
+      const int unit0 = first_unit(job, blockIdx.x / job.splits);
+      const u32 found = order_of(y) << 16 | (0xFFFFu - ((unit - unit0) * 2 + inner / TILE));
 #pragma unroll
       for (int i = 0; i < HALVES; ++i) best[i] = i == half && found > best[i] ? found : best[i];
       if (at.out == nullptr) return;
@@ -218,17 +250,18 @@ struct Stream {
     at.out[at.offset] = y;
   }
 
-  __device__ __forceinline__ void store_best(int group) {
-    const int slot = threadIdx.x / 16;
+  // Rank: order, then the complement of the id, so that the largest rank has the lowest id.
+  __device__ __forceinline__ void store_best(int group, int unit0) {
 #pragma unroll
     for (int h = 0; h < HALVES; ++h) {
-      u64 top = best[h];
+      const int tile = 0xFFFF - (best[h] & 0xFFFFu), id = unit0 * UNIT_ROWS + tile * TILE + threadIdx.x % 16;
+      u64 top = best[h] == 0 ? 0 : static_cast<u64>(best[h] >> 16) << 32 | static_cast<u32>(~id);
 #pragma unroll
       for (int bit = 8; bit > 0; bit /= 2) {
         const u64 other = __shfl_xor_sync(0xffffffffu, top, bit);
         top = other > top ? other : top;
       }
-      if (threadIdx.x % 16 == 0) job.best[group * ROWS + h * 16 + (slot & 7) * 2 + slot / 8] = top;
+      if (threadIdx.x % 16 == 0) job.best[group * ROWS + h * 16 + row_of(threadIdx.x / 16)] = top;
     }
   }
 
@@ -240,10 +273,10 @@ struct Stream {
     u32 stage = 0;
     while (unit < end) {
       const int count = base + (unit < more_until);
-      if (UNITS >= 4 && count == 4) pass<UNITS >= 4 ? 4 : 1>(unit, stage);
-      if (UNITS >= 3 && count == 3) pass<UNITS >= 3 ? 3 : 1>(unit, stage);
-      if (UNITS >= 2 && count == 2) pass<UNITS >= 2 ? 2 : 1>(unit, stage);
-      if (count == 1) pass<1>(unit, stage);
+      if (UNITS == 2 && count == 2)
+        pass<UNITS>(unit, stage);
+      else
+        pass<1>(unit, stage);
       unit += count;
     }
   }
@@ -253,11 +286,10 @@ template <class F, int ROWS, int UNITS>
 __device__ __forceinline__ void run_job(const Job& job, int block) {
   extern __shared__ __align__(16) u8 memory[];
   const int group = block / job.splits;
-  const int unit = static_cast<int>(static_cast<long long>(group) * job.units / job.groups);
-  const int end = static_cast<int>(static_cast<long long>(group + 1) * job.units / job.groups);
-  Stream<F, ROWS, UNITS> stream(job, unit, end - unit, block % job.splits, shared_address(memory));
+  const int unit = first_unit(job, group), end = first_unit(job, group + 1);
+  Stream<F, ROWS, UNITS> stream(job, group, unit, end - unit, block % job.splits, shared_address(memory));
   stream.run(unit, end);
-  if (job.mode == GREEDY) stream.store_best(group);
+  if (job.mode == GREEDY) stream.store_best(group, unit);
 }
 
 // Blocks of 16 rows leave half an SM to the next launch, where launches overlap.
@@ -269,7 +301,7 @@ __device__ __forceinline__ void run_job(const Job& job, int block) {
 
 // A launch runs ``main``; blocks past main.groups * main.splits run ``side``, a BF16 stack with the same input.
 #define LINEAR(NAME, FORMAT, ROWS, UNITS)                                                                  \
-  extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM(ROWS))                            \
+  extern "C" __global__ void __launch_bounds__(THREADS,      BLOCKS_PER_SM(ROWS))                            \
       NAME(const __grid_constant__ Job main, const __grid_constant__ Job side) {                           \
     const int blocks = main.groups * main.splits;                                                          \
     if (static_cast<int>(blockIdx.x) < blocks)                                                             \
@@ -278,7 +310,7 @@ __device__ __forceinline__ void run_job(const Job& job, int block) {
       run_job<Bf16, ROWS, 1>(side, blockIdx.x - blocks);                                                   \
   }
 
-LINEAR(linear_nvfp4_16, Nvfp4, 16, 4)
+LINEAR(linear_nvfp4_16, Nvfp4, 16, 2)
 LINEAR(linear_nvfp4_32, Nvfp4, 32, 2)
 LINEAR(linear_fp8_16, Fp8, 16, 2)
 LINEAR(linear_fp8_32, Fp8, 32, 2)

@@ -22,9 +22,10 @@ struct Tile {
     const u8* weights;  // warps 0..3 copy a unit each
     const u16* x;
     u32 weights_to, x_to;
-    int k, rows;  // k left after this thread's chunk; rows of x from this thread's first row on
+    int window, windows, k, rows;  // k from this thread's chunk on; rows of x from this thread's first row on
 
-    __device__ __forceinline__ Source(const Job& job, int unit0, int row0, int rows_there) {
+    // Starts at window ``origin``: if all blocks asked for the same rows of x at once, few L2 slices would serve them.
+    __device__ __forceinline__ Source(const Job& job, int unit0, int row0, int rows_there, int origin) {
       const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS;
       const int unit = unit0 + warp % UNITS;
       weights = job.weights + (unit < job.units ? unit : 0) * static_cast<long long>(job.windows) * F::UNIT + lane * 16;
@@ -33,20 +34,25 @@ struct Tile {
       x_to = WEIGHT_BYTES + swizzle(row, chunk);
       k = job.k - chunk * 8;
       rows = rows_there - row0 - row;
+      window = origin, windows = job.windows;
+      weights += origin * F::UNIT;
     }
 
     __device__ __forceinline__ void fetch_weights(u32 stage) {
       if (threadIdx.x < UNITS * 32) F::fetch(stage + weights_to, weights, threadIdx.x % 32);
+    }
+
+    __device__ __forceinline__ void advance() {
       weights += F::UNIT;
+      if (++window == windows) window = 0, weights -= static_cast<long long>(windows) * F::UNIT;
     }
 
     __device__ __forceinline__ void fetch_x(u32 stage, int x_stride) {
       constexpr int STEP = THREADS / CHUNKS;  // rows between two chunks of a thread
 #pragma unroll
       for (int i = 0; i < COLUMNS / STEP; ++i)
-        copy16_or_zero(stage + x_to + i * STEP * CHUNKS * 16, x + i * STEP * x_stride, k > 0 && i * STEP < rows);
-      x += F::WINDOW;
-      k -= F::WINDOW;
+        copy16_or_zero(stage + x_to + i * STEP * CHUNKS * 16, x + window * F::WINDOW + i * STEP * x_stride,
+                       window * F::WINDOW < k && i * STEP < rows);
     }
   };
 
@@ -111,13 +117,19 @@ struct Tile {
     float sum[2][TILES][4];
 #pragma unroll
     for (int i = 0; i < 2 * TILES * 4; ++i) (&sum[0][0][0])[i] = 0.0f;
-    Source source(job, unit0, row0, rows);
-    for (int s = 0; s < STAGES - 1 && s < job.windows; ++s) source.fetch_weights(shared + s * STAGE_BYTES);
+    Source source(job, unit0, row0, rows, blockIdx.y % job.windows), ahead = source;
+    for (int s = 0; s < STAGES - 1 && s < job.windows; ++s) {
+      ahead.fetch_weights(shared + s * STAGE_BYTES);
+      ahead.advance();
+    }
     let_next_start();
     wait_for_inputs();
     if (valid != nullptr && row0 >= *valid) return;
     for (int s = 0; s < STAGES - 1; ++s) {
-      if (s < job.windows) source.fetch_x(shared + s * STAGE_BYTES, job.x_stride);
+      if (s < job.windows) {
+        source.fetch_x(shared + s * STAGE_BYTES, job.x_stride);
+        source.advance();
+      }
       copies_commit();
     }
     u32 stage = shared, refill = shared + (STAGES - 1) * STAGE_BYTES;
@@ -127,6 +139,7 @@ struct Tile {
       if (left >= STAGES) {
         source.fetch_weights(refill);
         source.fetch_x(refill, job.x_stride);
+        source.advance();
       }
       copies_commit();
       multiply(stage, threadIdx.x % 32, unit, half, sum);

@@ -31,7 +31,7 @@ __device__ __forceinline__ float from_bf16(u16 x) { return __uint_as_float(stati
 // a0: row g, k 2t 2t+1;  a1: row g+8, same k;  a2, a3: the same rows, k + 8;  b0: k 2t 2t+1, column g;  b1: k + 8;
 // c0 c1: row g, columns 2t 2t+1;  c2 c3: row g+8.
 __device__ __forceinline__ void mma_16x8x16(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-  asm volatile(
+  asm(
       "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
@@ -43,9 +43,10 @@ __device__ __forceinline__ void copy16(u32 to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 
-// 16 bytes, or zeros when ``valid`` is false (``from`` is then not read).
+// 16 bytes through L1, for what several warps or passes read again; zeros when ``valid`` is false (``from`` is then not
+// read).
 __device__ __forceinline__ void copy16_or_zero(u32 to, const void* from, bool valid) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
 }
 
 __device__ __forceinline__ void copy4(u32 to, const void* from) {
@@ -70,6 +71,10 @@ __device__ __forceinline__ u32 load_shared4(u32 at) {
   u32 v;
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(at));
   return v;
+}
+
+__device__ __forceinline__ void store_shared4(u32 at, float x) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(at), "f"(x) : "memory");
 }
 
 // Ask for ``bytes`` (a multiple of 16) to be brought into L2.
