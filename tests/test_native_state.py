@@ -8,7 +8,7 @@ from cubin_support import kernel_use, state_cubin
 
 from edge_dflash.backends.native import attend, delta, memory, small
 from edge_dflash.backends.native.attend import AttendShape
-from edge_dflash.backends.native.compile import ARCHS, KERNELS
+from edge_dflash.backends.native.compile import KERNELS
 from edge_dflash.backends.native.delta import DeltaShape
 from edge_dflash.errors import BackendError
 
@@ -17,7 +17,7 @@ ATTEND_27B = AttendShape(24, 4, 256, 64, 1e-6, 32768, 16, 512, gated=True)
 DELTA_27B = DeltaShape(16, 48, 128, 128, 4, 1e-6, 16, 512)
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("arch", ["sm87", "sm90a", "sm110a", "sm121a"])  # half a minute for each
 @pytest.mark.parametrize("unit", [attend.UNIT, delta.UNIT, small.UNIT])
 def test_units_compile_with_few_spills(unit, arch):
     kernels = kernel_use(state_cubin(unit, arch))
