@@ -25,9 +25,15 @@ from edge_dflash.errors import (
     VerificationError,
 )
 from edge_dflash.plan import Increment, Plan, PlanTimings
-from edge_dflash.planner import Planner, PlanStream
+from edge_dflash.planner import Planner
+from edge_dflash.planner_session import PlannerSession
+from edge_dflash.request.options import PlanOptions
+from edge_dflash.request.stream import AsyncPlanStream, PlanStream
+from edge_dflash.spec.relaxed import Relaxation
+from edge_dflash.tool_calls import MalformedToolCall, ToolCall
 
 __all__ = [
+    "AsyncPlanStream",
     "BackendError",
     "BuildError",
     "Bundle",
@@ -36,14 +42,19 @@ __all__ = [
     "ContextError",
     "EdgeDflashError",
     "Increment",
+    "MalformedToolCall",
     "Plan",
+    "PlanOptions",
     "PlanStream",
     "PlanTimings",
     "Planner",
+    "PlannerSession",
     "QueueFullError",
     "RecipeError",
+    "Relaxation",
     "RequestCancelledError",
     "RequestError",
+    "ToolCall",
     "UnsupportedModelError",
     "VerificationError",
     "__version__",

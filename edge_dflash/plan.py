@@ -7,16 +7,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from edge_dflash.spec.accept import FinishReason
+from edge_dflash.tool_calls import MalformedToolCall, ToolCall
 
 
 @dataclass(frozen=True)
 class PlanTimings:
     """Wall-clock seconds of one request."""
 
+    queue_seconds: float  # from the call to the start on the engine
     prefill_seconds: float  # the prompt's pass and the choice of the first token
-    first_token_seconds: float  # from the request to the first token, text handling included
-    decode_seconds: float  # from the first token to the last
-    total_seconds: float
+    first_token_seconds: float  # from the call to the first token, queue and text handling included; 0 without one
+    decode_seconds: float  # from the first token to the end
+    total_seconds: float  # from the call to the end
 
     def rate(self, tokens: int) -> float:
         """Tokens a second after the first token; 0 when there is only one."""
@@ -27,32 +29,36 @@ class PlanTimings:
 class Plan:
     """A finished request."""
 
-    text: str | None  # without special tokens; None when the bundle has no tokenizer
-    tokens: tuple[int, ...]  # a stop token, if one ended the plan, is the last
-    finish_reason: FinishReason
+    object: Any  # the answer's JSON: of a schema, whenever it ended by itself; else an object, or None if it is none
+    text: str | None  # the answer, without thinking and special tokens; None when the bundle has no tokenizer
+    thinking: str
+    tool_calls: tuple[ToolCall, ...]
+    malformed: tuple[MalformedToolCall, ...]  # tool calls that cannot be run
+    tokens: tuple[int, ...]  # all of them, thinking too; a stop token, if one ended the plan, is the last
+    finish_reason: FinishReason  # stop (a stop token or text), length, context, deadline or cancelled
     prompt_tokens: int
+    reused_tokens: int  # of the prompt, not computed again: the session's own or a known prefix
     accept_lengths: tuple[int, ...]  # tokens committed by each verify, bonus token included
     accept_length: float  # their mean; 0 when no verify was needed
     timings: PlanTimings
-    speculative: bool  # False: plain decoding, one token a verify
+    speculative: bool  # False: plain decoding was asked for, one token a verify
+    lossy: bool  # whether acceptance was relaxed anywhere, whatever came of it: then speed may have changed the tokens
+    relaxed_tokens: int  # tokens that the target itself would not have chosen; 0 unless lossy
 
     @property
     def tokens_per_second(self) -> float:
         """Decoding speed, without the prompt."""
         return self.timings.rate(len(self.tokens))
 
-    @property
-    def json(self) -> dict[str, Any] | None:
-        """The JSON object that the text is, or None when it is none or is cut short."""
-        return json_object(self.text) if self.text is not None else None
-
 
 @dataclass(frozen=True)
 class Increment:
-    """What became final together in a stream."""
+    """What became final together in a stream: the tokens of one commit, and the text that is certain with them."""
 
-    text: str | None  # may be "" while a character is incomplete; None when the bundle has no tokenizer
+    text: str | None  # of the answer; may be "" while a character is incomplete; None without a tokenizer
     tokens: tuple[int, ...]
+    thinking: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
 
 
 def json_object(text: str) -> dict[str, Any] | None:
@@ -60,8 +66,13 @@ def json_object(text: str) -> dict[str, Any] | None:
     body = text.rpartition("</think>")[2].strip()
     if body.startswith("```") and body.endswith("```"):
         body = body[3:-3].removeprefix("json").strip()
+    value = json_value(body)
+    return value if isinstance(value, dict) else None
+
+
+def json_value(text: str) -> Any:
+    """The JSON value that ``text`` is, or None."""
     try:
-        value = json.loads(body)
+        return json.loads(text)
     except (ValueError, RecursionError):
         return None
-    return value if isinstance(value, dict) else None

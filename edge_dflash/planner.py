@@ -1,122 +1,82 @@
-"""The planner: a task in, a plan out, whole or as it is made.
+"""The planner: a task in, a plan out; whole or as it is made, alone or in a conversation, from any thread or asyncio.
 
-Puts together an open bundle, its backend, its tokenizer and the speculative loop. Knows nothing of the command line,
-of robots or of how a backend computes. One request at a time; every request starts a new sequence.
+Puts together an open bundle, its backend on a worker thread, its tokenizer and the speculative loop. Knows nothing of
+the command line, of robots or of how a backend computes.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from numbers import Integral
+import weakref
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import Unpack
 
 from edge_dflash.backends import load
 from edge_dflash.backends.base import Backend, PairShape
 from edge_dflash.bundle.reader import Bundle, Progress
-from edge_dflash.errors import RequestError
-from edge_dflash.plan import Increment, Plan, PlanTimings
-from edge_dflash.spec.loop import DecodeOptions, Step, admit, collect
-from edge_dflash.spec.loop import stream as decode_steps
-from edge_dflash.text import Detokenizer, Message, Tokenizer
+from edge_dflash.plan import Plan
+from edge_dflash.planner_session import PlannerSession
+from edge_dflash.request.conversation import Encoder
+from edge_dflash.request.engine import Engine
+from edge_dflash.request.job import Alone
+from edge_dflash.request.options import Model, Options, PlanOptions, Task, prepare
+from edge_dflash.request.stream import AsyncPlanStream, PlanStream
+from edge_dflash.sessions.session import fingerprint
+from edge_dflash.sessions.store import PrefixStats
+from edge_dflash.text import Tokenizer
 
-Task: TypeAlias = str | Sequence[Message] | Sequence[int]
+__all__ = ["AsyncPlanStream", "PlanStream", "Planner", "Task"]
+
+QUEUE = 16  # requests that may wait
+PREFIX_BYTES = 512 << 20
 
 
-class PlanStream(Iterator[Increment]):
-    """Increments of one request; :attr:`plan` is the whole once they are used up.
+class Planner:
+    """A loaded pair that turns tasks into plans. All methods may be called from any thread.
 
-    Joined, the texts and the tokens of the increments are those of the plan. A stream that is closed early (or left
-    with its ``with`` block, or overtaken by the planner's next request) ends there and has no plan.
+    One request runs at a time; the others wait in a fair, bounded queue.
     """
 
     def __init__(
         self,
-        steps: Iterator[Step],
-        detokenizer: Detokenizer | None,
+        backend: Backend,
+        tokenizer: Tokenizer | None,
+        stop_token_ids: Sequence[int] = (),
         *,
-        prompt_tokens: int,
-        speculative: bool,
-        began: float,
+        bundle: str = "",
+        queue: int = QUEUE,
+        prefix_bytes: int = PREFIX_BYTES,
+        fallback: bool = True,
     ) -> None:
-        """Read ``steps`` of the loop; ``began`` is the request's ``time.perf_counter()``. Made by Planner.stream."""
-        self._steps = steps
-        self._detokenizer = detokenizer
-        self._prompt_tokens = prompt_tokens
-        self._speculative = speculative
-        self._began = began
-        self._first_token = 0.0
-        self._seen: list[Step] = []
-        self._pieces: list[str] = []
-        self._plan: Plan | None = None
+        """Take a loaded backend over (closed by :meth:`close`); most callers want :meth:`open`.
 
-    def __next__(self) -> Increment:
-        step = next(self._steps)
-        self._first_token = self._first_token or time.perf_counter()
-        self._seen.append(step)
-        piece = None
-        if self._detokenizer is not None:
-            piece = self._detokenizer.add(step.tokens)
-            if step.finish_reason is not None:
-                piece += self._detokenizer.finish()
-            self._pieces.append(piece)
-        if step.finish_reason is not None:
-            self._plan = self._finished(time.perf_counter())
-        return Increment(piece, step.tokens)
-
-    def __enter__(self) -> PlanStream:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Stop here. Closing twice does no harm."""
-        self._steps = iter(())
-
-    @property
-    def plan(self) -> Plan:
-        """The finished plan. Raises RequestError when the stream was not read to its end."""
-        if self._plan is None:
-            raise RequestError("the stream was not read to its end, so there is no plan; read it first, or use plan()")
-        return self._plan
-
-    def _finished(self, now: float) -> Plan:
-        made = collect(self._seen)
-        return Plan(
-            text="".join(self._pieces) if self._detokenizer is not None else None,
-            tokens=made.tokens,
-            finish_reason=made.finish_reason,
-            prompt_tokens=self._prompt_tokens,
-            accept_lengths=made.accept_lengths,
-            accept_length=made.accept_length,
-            timings=PlanTimings(
-                prefill_seconds=made.timings.prefill_seconds,
-                first_token_seconds=self._first_token - self._began,
-                decode_seconds=now - self._first_token,
-                total_seconds=now - self._began,
-            ),
-            speculative=self._speculative,
-        )
-
-
-class Planner:
-    """A loaded pair that turns tasks into plans. Not thread-safe: one request at a time."""
-
-    def __init__(self, backend: Backend, tokenizer: Tokenizer | None, stop_token_ids: Sequence[int] = ()) -> None:
-        """Take a loaded backend (closed by :meth:`close`); most callers want :meth:`open`."""
-        self._backend = backend
-        self._tokenizer = tokenizer
-        self._stop = tuple(dict.fromkeys(stop_token_ids))
-        self._active: PlanStream | None = None
+        ``bundle`` is the fingerprint that saved sessions are bound to.
+        """
+        self._model = Model(backend, tokenizer, tuple(dict.fromkeys(stop_token_ids)))
+        self._encoder = Encoder(self._model)
+        self._engine = Engine(backend, bundle, queue=queue, prefix_bytes=prefix_bytes, fallback=fallback)
+        weakref.finalize(self, self._engine.abandon)
 
     @classmethod
-    def open(cls, path: Path | str, *, check_hashes: bool = True, progress: Progress | None = None) -> Planner:
+    def open(
+        cls,
+        path: Path | str,
+        *,
+        queue: int = QUEUE,
+        prefix_bytes: int = PREFIX_BYTES,
+        fallback: bool = True,
+        check_hashes: bool = True,
+        progress: Progress | None = None,
+    ) -> Planner:
         """Open the bundle at ``path`` and load it.
 
-        ``check_hashes=False`` skips the SHA-256 of the bundle's files (seconds for large models); ``progress`` is told
-        (bytes checked, bytes in all). Raises BundleError when the bundle is damaged or of another version,
+        ``queue`` requests may wait (one caller's share is at most 16); more are refused with QueueFullError.
+        ``prefix_bytes`` bounds the states of system prompts that are kept for the next request. ``fallback`` lets
+        requests decode plainly for a while when drafting was measured to cost more than it gives; the output is the
+        same. ``check_hashes=False`` skips the SHA-256 of the bundle's files (seconds for large models); ``progress`` is
+        told (bytes checked, bytes in all). Raises BundleError when the bundle is damaged or of another version,
         BackendError when it cannot run here.
         """
         bundle = Bundle.open(path, check_hashes=check_hashes, progress=progress)
@@ -125,7 +85,15 @@ class Planner:
         stop = list(manifest.pair.target.eos_token_ids)
         if tokenizer is not None and tokenizer.eos_token_id is not None:
             stop.append(tokenizer.eos_token_id)
-        return cls(load(bundle), tokenizer, stop)
+        return cls(
+            load(bundle),
+            tokenizer,
+            stop,
+            bundle=fingerprint(manifest),
+            queue=queue,
+            prefix_bytes=prefix_bytes,
+            fallback=fallback,
+        )
 
     def __enter__(self) -> Planner:
         return self
@@ -134,122 +102,90 @@ class Planner:
         self.close()
 
     def close(self) -> None:
-        """Release the device. A running stream ends."""
-        self._end_active()
-        self._backend.close()
+        """Cancel all requests and release the device. Closing twice does no harm."""
+        self._engine.close()
 
     @property
     def backend(self) -> Backend:
-        """The loaded pair, for checks below the level of text. A running stream must not be continued after its use."""
-        return self._backend
+        """The loaded pair, for checks below the level of text, while no request runs. Sessions keep their state."""
+        self._engine.call(self._engine.manager.vacate)
+        return self._engine.backend
 
     @property
     def shape(self) -> PairShape:
         """Sizes of the loaded pair: vocabulary, block, context."""
-        return self._backend.shape
+        return self._engine.backend.shape
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
         """Ids that end a plan: the model's own end-of-text ids."""
-        return self._stop
+        return self._model.stop_token_ids
 
     @property
     def tokenizer(self) -> Tokenizer | None:
         """The bundle's tokenizer; None when the bundle takes and returns token ids only."""
-        return self._tokenizer
+        return self._model.tokenizer
 
-    def plan(
-        self,
-        task: Task,
-        *,
-        max_new_tokens: int | None = None,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        seed: int = 0,
-        thinking: bool = False,
-        speculative: bool = True,
-    ) -> Plan:
+    @property
+    def prefixes(self) -> PrefixStats:
+        """What is kept of system prompts, and how it served."""
+        return self._engine.manager.store.stats
+
+    def plan(self, task: Task, *, session: PlannerSession | None = None, **options: Unpack[PlanOptions]) -> Plan:
         """Make the whole plan; see :meth:`stream`."""
-        stream = self.stream(
-            task,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            seed=seed,
-            thinking=thinking,
-            speculative=speculative,
-        )
-        for _ in stream:
-            pass
-        return stream.plan
+        return self.stream(task, session=session, **options).plan
 
     def stream(
-        self,
-        task: Task,
-        *,
-        max_new_tokens: int | None = None,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        seed: int = 0,
-        thinking: bool = False,
-        speculative: bool = True,
+        self, task: Task, *, session: PlannerSession | None = None, **options: Unpack[PlanOptions]
     ) -> PlanStream:
-        """Start a plan and return its increments, each given as soon as its tokens are final.
+        """Queue a plan and return its increments.
 
         ``task`` is text (one user message when the model has a chat template), a list of messages with ``role`` and
-        ``content``, or token ids, used as they are. ``max_new_tokens`` None: until a stop token or the end of the
-        usable context. ``temperature`` 0 is greedy; otherwise ``seed`` makes the plan repeatable. ``thinking`` is
-        passed to the chat template as ``enable_thinking``. ``speculative`` False decodes plainly: the same tokens, one
-        by one. Raises RequestError for bad input and ContextError for a prompt that does not fit, here and not at the
-        first increment.
+        ``content``, or token ids, used as they are. With ``session``, it is the next turn of that conversation.
+
+        ``options`` (:class:`~edge_dflash.request.options.Options` lists them with their defaults):
+
+        - form: ``schema`` (JSON Schema or Pydantic model), ``regex`` or ``grammar`` (Lark); at most one. An answer that
+          ends by itself satisfies it. With thinking, the form begins behind it. ``whitespace``: blanks in JSON.
+        - bounds: ``deadline`` in seconds from now, waiting included: no pass starts that is not expected to end in
+          time, and what was committed is the plan. ``max_new_tokens``. ``stop``: texts before which the answer ends.
+        - choice: ``temperature``, ``top_k``, ``top_p``, ``seed``; ``speculative=False`` gives the same tokens, slower.
+        - chat: ``thinking``, ``tools``. ``relaxed``: lossy acceptance, only inside a thinking span that the prompt
+          opens; without one nothing is relaxed.
+        - queue: ``priority``, ``caller``.
+
+        Raises RequestError for bad input, ContextError for a prompt that does not fit and QueueFullError here, and not
+        at the first increment.
         """
         began = time.perf_counter()
-        self._end_active()
-        options = DecodeOptions(max_new_tokens, temperature, top_k, top_p, seed, self._stop)
-        _ = options.sampling  # refuse bad values now
-        prompt = self.encode(task, thinking=thinking)
-        self._backend.reset()
-        admit(self._backend, prompt, options)
-        self._active = PlanStream(
-            decode_steps(self._backend, prompt, options, speculative=speculative),
-            Detokenizer(self._tokenizer.decode) if self._tokenizer is not None else None,
-            prompt_tokens=len(prompt),
-            speculative=speculative,
-            began=began,
-        )
-        return self._active
+        chosen = Options(**options)
+        if session is not None:
+            return session._stream(self._engine, task, chosen, began)
+        prompt = self._encoder.prompt(task, chosen)
+        request = prepare(self._model, chosen, prompt.ids, began, (prompt.shared,))
+        return PlanStream(*self._engine.submit(request, Alone()), owner=self)
+
+    async def aplan(self, task: Task, *, session: PlannerSession | None = None, **options: Unpack[PlanOptions]) -> Plan:
+        """Make the whole plan without blocking the loop; see :meth:`stream`."""
+        return await self.astream(task, session=session, **options).result()
+
+    def astream(
+        self, task: Task, *, session: PlannerSession | None = None, **options: Unpack[PlanOptions]
+    ) -> AsyncPlanStream:
+        """:meth:`stream` for ``async for`` and ``async with``; its errors come with the first ``await``."""
+        return AsyncPlanStream(partial(self.stream, task, session=session, **options))
 
     def encode(self, task: Task, *, thinking: bool = False) -> tuple[int, ...]:
         """Token ids of a task. Raises RequestError when it is of another kind, empty, or cannot be turned into ids."""
-        if isinstance(task, (bytes, bytearray, Mapping)):
-            raise RequestError(f"the task is of type {type(task).__name__}; give text, a list of messages or token ids")
-        if not isinstance(task, str) and not (len(task) and isinstance(task[0], Mapping)):
-            return _token_ids(task)
-        if self._tokenizer is None:
-            raise RequestError(
-                "this bundle has no tokenizer: give token ids instead of text, "
-                "or build it again from a checkpoint with tokenizer.json"
-            )
-        if not isinstance(task, str):
-            return self._tokenizer.encode_chat(cast("Sequence[Message]", task), enable_thinking=thinking)
-        if not task.strip():
-            raise RequestError("the task is empty; say what is to be done")
-        if self._tokenizer.template is None:
-            return self._tokenizer.encode(task)
-        return self._tokenizer.encode_chat([{"role": "user", "content": task}], enable_thinking=thinking)
+        return self._encoder.prompt(task, Options(thinking=thinking)).ids
 
-    def _end_active(self) -> None:
-        if self._active is not None:
-            self._active.close()
-            self._active = None
+    def session(self, system: str | None = None) -> PlannerSession:
+        """A new conversation, with a system prompt if one is given."""
+        return PlannerSession(self, self._engine, self._model, self._encoder, system)
 
+    def load_session(self, path: Path | str) -> PlannerSession:
+        """The conversation that :meth:`PlannerSession.save` wrote.
 
-def _token_ids(task: Sequence[Any]) -> tuple[int, ...]:
-    """Token ids must be integers; the loop checks their number and range."""
-    for token in task:
-        if isinstance(token, bool) or not isinstance(token, Integral):
-            raise RequestError(f"{token!r} is no token id; give text, a list of messages or a list of integer ids")
-    return tuple(int(token) for token in task)
+        Raises BundleError when it was made with another bundle, RequestError when the file is missing or damaged.
+        """
+        return PlannerSession._load(self, self._engine, self._model, self._encoder, path)

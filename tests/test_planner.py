@@ -1,15 +1,18 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 
 import numpy as np
 import pytest
 from fakes import SHAPE, FakeBackend
+from planner_support import Gate
 from text_support import write_tokenizer
 
 from edge_dflash.errors import ContextError, RequestError
 from edge_dflash.plan import Increment, PlanTimings, json_object
 from edge_dflash.planner import Planner
+from edge_dflash.request.options import Options, PlanOptions
 from edge_dflash.text import Tokenizer
 
 PROMPT = (3, 1, 4)
@@ -57,16 +60,18 @@ def test_a_plan_says_what_happened():
     assert (plan.finish_reason, len(plan.tokens), plan.prompt_tokens) == ("length", 9, 3)
     assert plan.accept_lengths == (4, 4)
     assert plan.accept_length == 4.0
-    assert (plan.text, plan.json) == (None, None)
+    assert (plan.text, plan.object) == (None, None)
+    assert (plan.lossy, plan.relaxed_tokens, plan.reused_tokens) == (False, 0, 0)
     timings = plan.timings
     assert 0 < timings.prefill_seconds <= timings.first_token_seconds <= timings.total_seconds
+    assert 0 <= timings.queue_seconds <= timings.first_token_seconds - timings.prefill_seconds
     assert timings.decode_seconds == pytest.approx(timings.total_seconds - timings.first_token_seconds)
     assert plan.tokens_per_second > 0
 
 
 def test_speed_leaves_out_the_first_token():
-    assert PlanTimings(0.5, 0.5, 2.0, 2.5).rate(9) == 4.0
-    assert PlanTimings(0.5, 0.5, 0.0, 0.5).rate(1) == 0.0
+    assert PlanTimings(0.0, 0.5, 0.5, 2.0, 2.5).rate(9) == 4.0
+    assert PlanTimings(0.0, 0.5, 0.5, 0.0, 0.5).rate(1) == 0.0
 
 
 def test_results_are_frozen():
@@ -117,28 +122,27 @@ def test_a_character_cut_by_the_budget_is_not_lost(tokenizer):
     assert plan.text == "a\ufffd"
 
 
-def test_there_is_no_plan_before_the_end():
+def test_the_plan_of_a_stream_waits_for_its_end():
     stream = Planner(FakeBackend(), None).stream(PROMPT, max_new_tokens=9)
-    next(stream)
-    with pytest.raises(RequestError, match="not read to its end"):
-        _ = stream.plan
+    part = next(stream)
+    assert stream.plan.tokens[: len(part.tokens)] == part.tokens
+    assert len(stream.plan.tokens) == 9
 
 
-def test_the_next_request_ends_a_stream_that_was_left():
+def test_requests_do_not_disturb_each_other():
     planner = Planner(FakeBackend(), None)
     wanted = planner.plan(PROMPT, max_new_tokens=9).tokens
     left = planner.stream(PROMPT, max_new_tokens=9)
-    next(left)
-    assert planner.plan(PROMPT, max_new_tokens=9).tokens == wanted
-    assert list(left) == []
-    with pytest.raises(RequestError, match="not read to its end"):
-        _ = left.plan
+    assert planner.plan((2, 7), max_new_tokens=9).tokens != wanted
+    assert tuple(token for part in left for token in part.tokens) == wanted
+    assert left.plan.tokens == wanted
 
 
 def test_leaving_a_with_block_ends_the_stream():
     with Planner(FakeBackend(), None).stream(PROMPT, max_new_tokens=9) as stream:
         next(stream)
     assert list(stream) == []
+    assert stream.plan.finish_reason in ("cancelled", "length")
 
 
 # what a task may be --------------------------------------------------------------------------------------------------
@@ -234,13 +238,96 @@ def test_a_refused_request_does_not_spoil_the_next():
     assert planner.plan(PROMPT, max_new_tokens=9).tokens == wanted
 
 
-def test_closing_releases_the_backend():
+def test_closing_releases_the_backend_and_ends_what_runs():
     backend = FakeBackend()
     with Planner(backend, None) as planner:
         stream = planner.stream(PROMPT)
-        next(stream)
+        first = next(stream)
     assert backend.closed
-    assert list(stream) == []
+    assert stream.plan.tokens[: len(first.tokens)] == first.tokens
+    with pytest.raises(RequestError, match="closed and takes no more requests"):
+        planner.plan(PROMPT)
+    planner.close()
+
+
+def test_a_planner_that_is_dropped_ends_its_worker():
+    planner = Planner(FakeBackend(), None)
+    planner.plan(PROMPT, max_new_tokens=2)
+    worker = planner._engine._scheduler._worker
+    del planner
+    gc.collect()
+    worker.join(10)
+    assert not worker.is_alive()
+
+
+def test_a_dropped_stream_ends_its_request():
+    gate = Gate()
+    planner = Planner(gate, None)
+    stream = planner.stream(PROMPT)
+    job = stream._job
+    del stream
+    gate.open.set()
+    assert planner.plan(PROMPT, max_new_tokens=2).finish_reason == "length"
+    assert job.unstarted().finish_reason == "cancelled"
+    assert gate.backend.passes.count("verify") <= 2
+
+
+def test_the_options_of_the_types_are_those_of_the_values():
+    fields = {field.name for field in dataclasses.fields(Options)}
+    assert set(PlanOptions.__annotations__) == fields
+    with pytest.raises(TypeError, match="max_tokens"):
+        Planner(FakeBackend(), None).plan(PROMPT, max_tokens=3)
+
+
+# stop texts ----------------------------------------------------------------------------------------------------------
+
+ANSWER = "one; two\n\nthree 🤖 <stop> four"
+
+
+@pytest.mark.parametrize("right", range(4))
+@pytest.mark.parametrize(
+    ("stop", "text"),
+    [
+        (";", "one"),
+        ("\n\n", "one; two"),
+        ("wo\n\nth", "one; t"),
+        ("🤖", "one; two\n\nthree "),
+        (["<stop>", "xyz"], "one; two\n\nthree 🤖 "),
+        (["xyz", "four", "<stop"], "one; two\n\nthree 🤖 "),
+        ("<stop>x", ANSWER),
+        ("four!", ANSWER),
+    ],
+)
+def test_stop_texts_span_tokens_and_are_cut(tokenizer, right, stop, text):
+    prompt = tokenizer.encode_chat([{"role": "user", "content": "go"}])
+    ids = [*tokenizer.encode(ANSWER), tokenizer.eos_token_id]
+    plans = []
+    for speculative in (True, False):
+        backend = FakeBackend(TEXT_SHAPE, right=lambda position: right, script=ids, script_at=len(prompt))
+        planner = Planner(backend, tokenizer, [tokenizer.eos_token_id])
+        stream = planner.stream("go", stop=stop, speculative=speculative)
+        parts = list(stream)
+        plans.append(stream.plan)
+        assert "".join(part.text for part in parts) == stream.plan.text == text
+        assert tuple(token for part in parts for token in part.tokens) == stream.plan.tokens
+        assert backend.passes.count("verify") == len(stream.plan.accept_lengths)
+    assert plans[0].tokens == plans[1].tokens == tuple(ids[: len(plans[0].tokens)])
+    assert plans[0].finish_reason == "stop"
+    if text != ANSWER:
+        used = tokenizer.decode(plans[0].tokens)
+        assert used.startswith(text)
+        assert any(used.endswith(one) for one in ([stop] if isinstance(stop, str) else stop))
+
+
+def test_stop_texts_need_a_tokenizer_and_go_with_no_form(tokenizer):
+    with pytest.raises(RequestError, match="stop texts cannot be found"):
+        Planner(FakeBackend(), None).plan(PROMPT, stop="x")
+    planner = Planner(FakeBackend(TEXT_SHAPE), tokenizer, [tokenizer.eos_token_id])
+    with pytest.raises(RequestError, match="regex and stop are given"):
+        planner.plan("go", regex="a+", stop="x")
+    for stop in ("", ["a", ""], [3]):
+        with pytest.raises(RequestError, match="give a text, or several, none of them empty"):
+            planner.plan("go", stop=stop) if stop else planner.plan("go", stop=[""])
 
 
 @pytest.mark.parametrize(

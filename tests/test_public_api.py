@@ -8,6 +8,7 @@ import edge_dflash
 from edge_dflash import errors
 
 PUBLIC = [
+    "AsyncPlanStream",
     "BackendError",
     "BuildError",
     "Bundle",
@@ -16,14 +17,19 @@ PUBLIC = [
     "ContextError",
     "EdgeDflashError",
     "Increment",
+    "MalformedToolCall",
     "Plan",
+    "PlanOptions",
     "PlanStream",
     "PlanTimings",
     "Planner",
+    "PlannerSession",
     "QueueFullError",
     "RecipeError",
+    "Relaxation",
     "RequestCancelledError",
     "RequestError",
+    "ToolCall",
     "UnsupportedModelError",
     "VerificationError",
     "__version__",

@@ -64,13 +64,17 @@ def test_a_grammar_that_gives_up_beside_the_plain_path_changes_nothing(where, ri
     assert min(result.accept_lengths[:-1]) >= 1 + right
 
 
+def drain(steps, into):
+    for step in steps:
+        into += step.tokens
+
+
 def test_a_grammar_that_gives_up_on_the_plain_path_fails_both_alike():
     plain = wanted()
     for speculative in (True, False):
         grammar, seen = Brittle((*plain[:9], 61), "push"), []
         with pytest.raises(RequestError, match="cannot go on"):
-            for step in stream(FakeBackend(), PROMPT, OPTIONS, speculative=speculative, controls=Controls(grammar)):
-                seen += step.tokens
+            drain(stream(FakeBackend(), PROMPT, OPTIONS, speculative=speculative, controls=Controls(grammar)), seen)
         assert tuple(seen) == plain[: len(seen)]
         assert len(seen) <= 9
 

@@ -140,7 +140,7 @@ def _json(request: _Request, where: Path, plain: Plan, speculative: Plan, proble
         "identical": plain.tokens == speculative.tokens,
         "accept_length": speculative.accept_length,
         "valid": not problems,
-        "plan": speculative.json,
+        "plan": speculative.object,
         "plain_seconds": plain.timings.total_seconds,
         "speculative_seconds": speculative.timings.total_seconds,
         "ratio": speculative.timings.total_seconds / plain.timings.total_seconds,

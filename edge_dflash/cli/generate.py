@@ -102,7 +102,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "accept_lengths": list(plan.accept_lengths),
         "accept_length": plan.accept_length,
         "speculative": plan.speculative,
-        "json": plan.json,
+        "json": plan.object,
         "prefill_seconds": plan.timings.prefill_seconds,
         "first_token_seconds": plan.timings.first_token_seconds,
         "decode_seconds": plan.timings.decode_seconds,

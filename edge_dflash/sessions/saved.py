@@ -1,8 +1,8 @@
 """A session as a file: safetensors with the tokens (I32), the arrays of its snapshot, and what they belong to.
 
-``__metadata__`` holds format, version, the bundle's fingerprint, and a SHA-256 of the whole file in which its own place
-holds zeros. It finds damage; it is no signature. Nothing is unpickled. Knows nothing of backends: whether the
-arrays fit one is found when they are restored.
+``__metadata__`` holds format, version, the bundle's fingerprint, the session's note if it has one, and a SHA-256 of the
+whole file in which its own place holds zeros. It finds damage; it is no signature. Nothing is unpickled. Knows nothing
+of backends: whether the arrays fit one is found when they are restored.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ def save_session(path: Path | str, state: SessionState) -> int:
         arrays |= {_STATE + name: array for name, array in state.snapshot.arrays.items()}
     order = sorted(arrays, key=lambda name: (-arrays[name].dtype.itemsize, name))  # wide first keeps views aligned
     parts = [np.ascontiguousarray(arrays[name]).reshape(-1).view(np.uint8) for name in order]
-    header = _header({name: arrays[name] for name in order}, state.fingerprint)
+    header = _header({name: arrays[name] for name in order}, state)
     digest = hashlib.sha256(header)
     for part in parts:
         digest.update(part.data)
-    header = header.replace(_NO_CHECKSUM.encode(), digest.hexdigest().encode())
+    header = header.replace(_NO_CHECKSUM.encode(), digest.hexdigest().encode(), 1)  # the note comes behind it
     try:
         with _replacement(path) as file:
             file.write(header)
@@ -79,15 +79,18 @@ def load_session(path: Path | str, fingerprint: str) -> SessionState:
     tokens = arrays.pop(_TOKENS)
     states = {name.removeprefix(_STATE): array for name, array in arrays.items()}
     snapshot = Snapshot(len(tokens) - 1, states) if states else None
-    return SessionState(tuple(tokens.tolist()), snapshot, fingerprint)
+    note = json.loads(header[8:])["__metadata__"].get("note", "")
+    return SessionState(tuple(tokens.tolist()), snapshot, fingerprint, note)
 
 
 _REMEDY = "; restore the file from a copy, or start a new session"
 
 
-def _header(arrays: Mapping[str, Array], fingerprint: str) -> bytes:
+def _header(arrays: Mapping[str, Array], state: SessionState) -> bytes:
     """Length prefix and header of a file with these arrays, in their order, and zeros for the checksum."""
-    metadata = {"format": FORMAT, "version": str(VERSION), "fingerprint": fingerprint, "sha256": _NO_CHECKSUM}
+    metadata = {"format": FORMAT, "version": str(VERSION), "fingerprint": state.fingerprint, "sha256": _NO_CHECKSUM}
+    if state.note:
+        metadata["note"] = state.note
     header: dict[str, object] = {"__metadata__": metadata}
     end = 0
     for name, array in arrays.items():
@@ -118,7 +121,7 @@ def _check(path: Path, header: bytes, fingerprint: str, arrays: Mapping[str, Arr
         remedy = "update edge-dflash" if newer else "start a new session"
         raise RequestError(f"{path}: version is {version!r}, this edge-dflash reads {str(VERSION)!r}; {remedy}")
     checksum = str(found.get("sha256"))
-    digest = hashlib.sha256(header.replace(checksum.encode(), _NO_CHECKSUM.encode()) if len(checksum) == 64 else b"")
+    digest = hashlib.sha256(header.replace(checksum.encode(), _NO_CHECKSUM.encode(), 1) if len(checksum) == 64 else b"")
     for name in order:
         digest.update(arrays[name].reshape(-1).view(np.uint8).data)
     if (content := digest.hexdigest()) != checksum:

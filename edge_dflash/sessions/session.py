@@ -34,6 +34,7 @@ class SessionState:
     tokens: tuple[int, ...]  # prompts and answers in order; the last has no K/V yet
     snapshot: Snapshot | None  # state after tokens[:-1]; None: computed when it is needed
     fingerprint: str  # of the bundle that the state belongs to
+    note: str = ""  # what the session's owner wants to keep with it
 
     def __post_init__(self) -> None:
         """Raise RequestError when tokens and snapshot do not belong together."""

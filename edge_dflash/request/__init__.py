@@ -1,0 +1,1 @@
+"""How a request becomes a job on the engine, and its tokens an answer."""

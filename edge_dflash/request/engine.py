@@ -1,0 +1,92 @@
+"""One loaded pair behind one queue: the worker that owns it, its sessions, its measured pace.
+
+Knows jobs, nothing of text or plans. Everything that touches the backend runs on the worker.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Generator
+from typing import Any, TypeVar
+
+from edge_dflash.backends.base import Backend
+from edge_dflash.plan import Increment, Plan
+from edge_dflash.request.job import Job, Place
+from edge_dflash.request.options import Request
+from edge_dflash.scheduler.ticket import Ticket
+from edge_dflash.scheduler.worker import Scheduler
+from edge_dflash.sessions.session import SessionManager
+from edge_dflash.sessions.store import PrefixStore
+from edge_dflash.spec.pace import Pace
+
+T = TypeVar("T")
+_SOON = 1_000_000  # priority of the engine's own small works
+_CLOSE_SECONDS = 10.0  # wait for the worker of a planner that was left without being closed
+
+
+class Tireless(Pace):
+    """A pace that drafts whether it pays or not."""
+
+    @property
+    def drafting(self) -> bool:
+        """Always."""
+        return True
+
+
+class Engine:
+    """A backend, owned by a worker thread."""
+
+    def __init__(self, backend: Backend, fingerprint: str, *, queue: int, prefix_bytes: int, fallback: bool) -> None:
+        """Take the backend over; ``fingerprint`` binds its sessions to a bundle."""
+        self.backend = backend
+        self.manager = SessionManager(backend, fingerprint, store=PrefixStore(prefix_bytes))
+        self.pace = Pace() if fallback else Tireless()
+        self._scheduler = Scheduler(queue_limit=queue)
+
+    def submit(self, request: Request, place: Place) -> tuple[Job, Ticket[Increment, Plan]]:
+        """Queue a request. Raises QueueFullError, and RequestError after :meth:`close`."""
+        job = Job(request, place, self.manager, self.pace)
+        timer: threading.Timer | None = None
+
+        def cancel() -> None:
+            job.cancelled = True
+
+        def run() -> Generator[Increment, Any, Plan]:
+            if timer is not None:
+                timer.cancel()
+            return job()
+
+        def expire() -> None:
+            if ticket.state == "queued":
+                job.expired = True
+                ticket.cancel()
+
+        options = request.options
+        if request.deadline is not None:
+            left = max(request.deadline - time.perf_counter(), 0.0)
+            if left < threading.TIMEOUT_MAX:
+                timer = threading.Timer(left, expire)
+                timer.daemon = True
+        ticket = self._scheduler.submit(run, priority=options.priority, caller=options.caller, on_cancel=cancel)
+        if timer is not None and ticket.state == "queued":
+            timer.start()
+        return job, ticket
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Run a small work on the worker, between two requests, and wait for it."""
+
+        def job() -> Generator[None, Any, T]:
+            yield
+            return function()
+
+        return self._scheduler.submit(job, priority=_SOON).result()
+
+    def close(self) -> None:
+        """Cancel everything, wait for the worker, release the backend. Closing twice does no harm."""
+        self._scheduler.close(drain=False)
+        self.backend.close()
+
+    def abandon(self) -> None:
+        """Cancel everything, for an owner that is gone."""
+        self._scheduler.close(drain=False, timeout=_CLOSE_SECONDS)

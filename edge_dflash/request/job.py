@@ -1,0 +1,150 @@
+"""A request on the engine: a generator that the worker steps through, from the first pass to the plan.
+
+Knows sessions, the loop and the text of answers; knows nothing of queues or of who waits for the result.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator
+from typing import Any, Protocol
+
+from edge_dflash.chat import Answer
+from edge_dflash.plan import Increment, Plan, PlanTimings, json_object, json_value
+from edge_dflash.request.answer import AnswerText, StopFinder
+from edge_dflash.request.options import Request
+from edge_dflash.sessions.session import Session, SessionManager
+from edge_dflash.spec.loop import Step, collect
+from edge_dflash.spec.pace import Pace
+
+_UNSTARTED = Step((), "cancelled", 0.0, 0.0)
+
+
+class Place(Protocol):
+    """Where a request's sequence lives. Called by the worker."""
+
+    def open(self, manager: SessionManager) -> Session:
+        """The session that the request goes on in."""
+        ...
+
+    def settle(self, session: Session, answer: Answer, *, committed: bool, thinking: bool) -> None:
+        """The request has ended, somehow. ``committed``: tokens were; ``thinking``: inside a thinking span."""
+        ...
+
+
+class Alone:
+    """The place of a request that belongs to no conversation."""
+
+    def open(self, manager: SessionManager) -> Session:
+        """A session of its own."""
+        return manager.open()
+
+    def settle(self, session: Session, answer: Answer, *, committed: bool, thinking: bool) -> None:
+        """Forget it."""
+        session.close()
+
+
+class Job:
+    """One run of a request. ``cancelled`` and ``expired`` may be set by any thread."""
+
+    def __init__(self, request: Request, place: Place, manager: SessionManager, pace: Pace) -> None:
+        self.request = request
+        self.cancelled = False  # asked to end at the next commit
+        self.expired = False  # its deadline passed while it waited: not the user's cancelling
+        self._place = place
+        self._manager = manager
+        self._pace = pace
+        self._steps: list[Step] = []
+        self._answer = Answer()
+        self._started = self._first_token = 0.0
+        self._reused = 0
+
+    def __call__(self) -> Generator[Increment, Any, Plan]:
+        """Run on the worker. Every increment is committed before it is given."""
+        self._started = time.perf_counter()
+        request = self.request
+        session, text = self._place.open(self._manager), self._text()
+        try:
+            stream = session.stream(
+                request.prompt,
+                request.decode,
+                speculative=request.options.speculative,
+                controls=request.controls(self._pace, self._is_cancelled, self._finder()),
+                keep=request.keep,
+            )
+            for step in stream:
+                if step.tokens and not self._first_token:
+                    self._first_token, self._reused = time.perf_counter(), stream.reuse.tokens
+                yield self._increment(step, text)
+        finally:
+            committed = any(step.tokens for step in self._steps)
+            if text is not None and not (self._steps and self._steps[-1].finish_reason):
+                self._answer += text.finish()  # it failed: what was committed counts
+            thinking = text is not None and text.thinking
+            self._place.settle(session, self._answer, committed=committed, thinking=thinking)
+        return self._plan(collect_from=self._steps)
+
+    def unstarted(self) -> Plan:
+        """The plan of a request that left the queue without having run."""
+        self._started = time.perf_counter()
+        step = Step((), "deadline", 0.0, 0.0) if self.expired else _UNSTARTED
+        return self._plan(collect_from=[step])
+
+    def _is_cancelled(self) -> bool:
+        return self.cancelled and not self.expired
+
+    def _text(self) -> AnswerText | None:
+        request, tokenizer = self.request, self.request.model.tokenizer
+        if tokenizer is None:
+            return None
+        options, stop = request.options, request.model.stop_token_ids
+        return AnswerText(tokenizer, request.prompt, stop, options.tools, options.stops)
+
+    def _finder(self) -> StopFinder | None:
+        request, tokenizer = self.request, self.request.model.tokenizer
+        if tokenizer is None or not request.options.stops:
+            return None
+        return StopFinder(tokenizer, request.prompt, request.options.stops)
+
+    def _increment(self, step: Step, text: AnswerText | None) -> Increment:
+        self._steps.append(step)
+        if text is None:
+            return Increment(None, step.tokens)
+        piece = text.add(step.tokens)
+        if step.finish_reason is not None:
+            piece += text.finish()
+        self._answer += piece
+        return Increment(piece.content, step.tokens, piece.thinking, piece.tool_calls)
+
+    def _plan(self, collect_from: list[Step]) -> Plan:
+        now, request, made = time.perf_counter(), self.request, collect(collect_from)
+        first = self._first_token
+        timings = PlanTimings(
+            queue_seconds=self._started - request.began,
+            prefill_seconds=made.timings.prefill_seconds,
+            first_token_seconds=first - request.began if first else 0.0,
+            decode_seconds=now - first if first else 0.0,
+            total_seconds=now - request.began,
+        )
+        answer = self._answer
+        if request.options.schema is None:
+            value = json_object(answer.content)
+        else:
+            value = json_value(answer.content) if made.finish_reason == "stop" else None
+        return Plan(
+            object=value,
+            text=answer.content if request.model.tokenizer is not None else None,
+            thinking=answer.thinking,
+            tool_calls=answer.tool_calls,
+            malformed=answer.malformed,
+            tokens=made.tokens,
+            finish_reason=made.finish_reason,
+            prompt_tokens=len(request.prompt),
+            reused_tokens=self._reused,
+            accept_lengths=made.accept_lengths,
+            accept_length=made.accept_length,
+            timings=timings,
+            speculative=request.options.speculative,
+            lossy=request.relaxation is not None,
+            relaxed_tokens=made.relaxed,
+        )

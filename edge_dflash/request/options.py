@@ -1,0 +1,223 @@
+"""What a request may ask for, and the request that it becomes: checked, encoded, ready to run.
+
+Everything that can be wrong with a request is found here, on the caller's thread, before the engine hears of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from numbers import Integral, Real
+from typing import Any, TypeAlias, TypedDict
+
+from edge_dflash.backends.base import Backend
+from edge_dflash.chat import Markers, thinking_is_open
+from edge_dflash.errors import RequestError
+from edge_dflash.spec.adversary import Delegate
+from edge_dflash.spec.constraint import Constraint
+from edge_dflash.spec.grammar import Grammar, compile_lark, compile_regex, compile_schema
+from edge_dflash.spec.loop import Controls, DecodeOptions, admit
+from edge_dflash.spec.pace import Pace
+from edge_dflash.spec.relaxed import Relaxation
+from edge_dflash.spec.thinking import AfterThinking
+from edge_dflash.text import Message, Tokenizer
+from edge_dflash.tool_calls import Tool
+
+Task: TypeAlias = str | Sequence[Message] | Sequence[int]
+_BEFORE_ANSWER = "\n\n"  # what the chat templates of the Qwen family write between thinking and answer
+
+
+class PlanOptions(TypedDict, total=False):
+    """Keywords of a request; :class:`Options` says what they mean and what holds without them."""
+
+    schema: object
+    regex: str | None
+    grammar: str | None
+    whitespace: bool
+    deadline: float | None
+    max_new_tokens: int | None
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int
+    stop: str | Sequence[str]
+    thinking: bool
+    relaxed: bool | Relaxation
+    tools: Sequence[Tool] | None
+    speculative: bool
+    priority: int
+    caller: str
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of one request. Raises RequestError for values that contradict each other."""
+
+    schema: object = None  # JSON Schema (text or mapping) or Pydantic model: the answer is JSON of it
+    regex: str | None = None  # the answer matches it; syntax of Rust's regex crate
+    grammar: str | None = None  # the answer matches its rule "start"; Lark, dialect of llguidance
+    whitespace: bool = False  # True: JSON may have blanks outside strings
+    deadline: float | None = None  # seconds from the call, waiting in the queue included; None: no bound
+    max_new_tokens: int | None = None  # None: until a stop token or the end of the usable context
+    temperature: float = 0.0  # 0: the best token each time
+    top_k: int = 0  # 0: no limit
+    top_p: float = 1.0  # 1: no limit
+    seed: int = 0  # makes a drawn answer repeatable
+    stop: str | Sequence[str] = ()  # the answer ends before the first of these texts; thinking is not searched
+    thinking: bool = False  # handed to the chat template as enable_thinking
+    relaxed: bool | Relaxation = False  # lossy acceptance inside the thinking span; True: with the usual bounds
+    tools: Sequence[Tool] | None = None  # in OpenAI form, for the chat template and the types of the arguments
+    speculative: bool = True  # False decodes plainly: the same tokens, one by one
+    priority: int = 0  # higher ones go first
+    caller: str = ""  # callers of one priority take turns
+
+    def __post_init__(self) -> None:
+        """Refuse what does not go together."""
+        if len(given := [name for name in ("schema", "regex", "grammar") if getattr(self, name) is not None]) > 1:
+            raise RequestError(f"{' and '.join(given)} are given; give one of schema, regex and grammar")
+        if given and self.stops:
+            raise RequestError(f"{given[0]} and stop are given, but a cut answer would not match; give one of them")
+        if self.deadline is not None and (not isinstance(self.deadline, Real) or math.isnan(self.deadline)):
+            raise RequestError(f"deadline is {self.deadline!r}; give seconds from now, or None")
+        if not all(isinstance(text, str) and text for text in self.stops):
+            raise RequestError(f"stop is {self.stop!r}; give a text, or several, none of them empty")
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Stop texts."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def constrained(self) -> bool:
+        """Whether the answer has a form."""
+        return any(form is not None for form in (self.schema, self.regex, self.grammar))
+
+
+@dataclass(frozen=True)
+class Model:
+    """What of an open engine a request needs to know. ``backend`` is asked for its shape only."""
+
+    backend: Backend
+    tokenizer: Tokenizer | None
+    stop_token_ids: tuple[int, ...]
+
+    def need_tokenizer(self, what: str) -> Tokenizer:
+        """The tokenizer. Raises RequestError, naming ``what`` cannot be done, when the bundle has none."""
+        if self.tokenizer is None:
+            raise RequestError(
+                f"this bundle has no tokenizer: {what}, or build it again from a checkpoint with tokenizer.json"
+            )
+        return self.tokenizer
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request that may run."""
+
+    model: Model
+    options: Options
+    prompt: tuple[int, ...]  # the whole sequence that is to be answered
+    keep: tuple[int, ...]  # lengths of the prompt whose state is worth keeping
+    decode: DecodeOptions
+    form: Grammar | None
+    relaxation: Relaxation | None  # None: strict
+    began: float  # time.perf_counter() of the call
+    deadline: float | None  # time.perf_counter()
+
+    def controls(
+        self, pace: Pace, cancelled: Callable[[], bool], ends: Callable[[Sequence[int]], int | None] | None
+    ) -> Controls:
+        """Controls of a fresh run."""
+        controls = Controls(self._constraint(), self.relaxation, self.deadline, cancelled, pace=pace)
+        return controls if ends is None else replace(controls, ends=ends)
+
+    def _constraint(self) -> Constraint | None:
+        if self.form is None or self.model.tokenizer is None:
+            return None
+        inner, tokenizer = self.form.constraint(), self.model.tokenizer
+        if not thinking_is_open(self.prompt, tokenizer):
+            return inner
+        close = Markers.of(tokenizer).end_think
+        return AfterThinking(
+            inner,
+            () if close is None else (close,),
+            self.form.vocab_size,
+            then=tokenizer.encode(_BEFORE_ANSWER),
+            stop_token_ids=self.form.stop_token_ids,
+        )
+
+
+class _Empty(Delegate):
+    """The backend as a request finds it that names its whole sequence."""
+
+    @property
+    def length(self) -> int:
+        return 0
+
+
+def prepare(model: Model, options: Options, prompt: Sequence[int], began: float, keep: tuple[int, ...] = ()) -> Request:
+    """Check a request. Raises RequestError and ContextError for what cannot run."""
+    decode = DecodeOptions(
+        options.max_new_tokens, options.temperature, options.top_k, options.top_p, options.seed, model.stop_token_ids
+    )
+    _ = decode.sampling  # refuse bad values now
+    admit(_Empty(model.backend), prompt, decode)
+    if options.stops:
+        model.need_tokenizer("stop texts cannot be found; leave stop out")
+    return Request(
+        model=model,
+        options=options,
+        prompt=tuple(prompt),
+        keep=tuple(at for at in keep if 0 < at < len(prompt)),
+        decode=decode,
+        form=_form(model, options),
+        relaxation=_relaxation(model, options, prompt),
+        began=began,
+        deadline=None if options.deadline is None else began + options.deadline,
+    )
+
+
+def token_ids(task: Sequence[Any]) -> tuple[int, ...]:
+    """Token ids must be integers; the loop checks their number and range."""
+    for token in task:
+        if isinstance(token, bool) or not isinstance(token, Integral):
+            raise RequestError(f"{token!r} is no token id; give text, a list of messages or a list of integer ids")
+    return tuple(int(token) for token in task)
+
+
+def as_messages(task: Task) -> list[Message] | None:
+    """The task as messages; None when it is token ids. Raises RequestError when it is of another kind, or empty."""
+    if isinstance(task, (bytes, bytearray, Mapping)):
+        raise RequestError(f"the task is of type {type(task).__name__}; give text, a list of messages or token ids")
+    if isinstance(task, str):
+        if not task.strip():
+            raise RequestError("the task is empty; say what is to be done")
+        return [{"role": "user", "content": task}]
+    if len(task) and isinstance(task[0], Mapping):
+        return list(task)  # type: ignore[arg-type]  # ids are no mappings; the template checks each message
+    return None
+
+
+def _form(model: Model, options: Options) -> Grammar | None:
+    if not options.constrained:
+        return None
+    tokenizer = model.need_tokenizer("an answer cannot be given a form; leave schema, regex and grammar out")
+    if not model.stop_token_ids:
+        raise RequestError("this model has no end-of-text token, which a form needs; leave schema, regex, grammar out")
+    size, stop = model.backend.shape.vocab_size, model.stop_token_ids
+    if options.regex is not None:
+        return compile_regex(options.regex, tokenizer, size, stop)
+    if options.grammar is not None:
+        return compile_lark(options.grammar, tokenizer, size, stop, whitespace=options.whitespace)
+    return compile_schema(options.schema, tokenizer, size, stop, whitespace=options.whitespace)
+
+
+def _relaxation(model: Model, options: Options, prompt: Sequence[int]) -> Relaxation | None:
+    """The relaxation, where there is a thinking span for it: strict acceptance everywhere else."""
+    if options.relaxed is False:
+        return None
+    tokenizer = model.need_tokenizer("thinking cannot be told from the answer; leave relaxed out")
+    close = Markers.of(tokenizer).end_think
+    relaxation = Relaxation(() if close is None else (close,)) if options.relaxed is True else options.relaxed
+    return relaxation if thinking_is_open(prompt, tokenizer) else None
