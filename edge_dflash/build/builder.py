@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeAlias
@@ -24,10 +24,13 @@ from edge_dflash import __version__
 from edge_dflash.backends.base import Precision
 from edge_dflash.build.convert import Run, convert
 from edge_dflash.build.plan import BuildConfig, BuildPlan, plan_build
+from edge_dflash.build.record import fit_warning, no_selftest, record_selftest
 from edge_dflash.build.scales import CALIBRATION, BuildScales, dump_scales, load_scales, measure_scales
 from edge_dflash.build.workdir import WorkDir
 from edge_dflash.bundle.manifest import FileEntry, Manifest, dump_manifest
 from edge_dflash.bundle.parts import CHUNK, Advance, DurableFile, write_part
+from edge_dflash.bundle.reader import Bundle
+from edge_dflash.bundle.selftest import SELFTEST, dump_selftest, load_selftest
 from edge_dflash.errors import BuildError, CheckpointError
 
 __all__ = ["BuildConfig", "BuildProgress", "BuildResult", "build"]
@@ -57,8 +60,8 @@ def build(config: BuildConfig, progress: BuildProgress | None = None) -> BuildRe
     report = progress or (lambda stage, done, total: None)
     try:
         plan = plan_build(config)
-        with WorkDir(config.output, plan.fingerprint, config.command) as work:
-            manifest = dump_manifest(_fill(plan, work, report))
+        with WorkDir(config.output, plan.fingerprint, config.command, force=config.force) as work:
+            manifest = dump_manifest(_with_selftest(_fill(plan, work, report), plan, work, report))
             size = sum(entry.size for entry in work.finished.values()) + len(manifest)
             work.finish(manifest)
             warnings = (*plan.warnings, *work.warnings)
@@ -102,6 +105,24 @@ def _fill(plan: BuildPlan, work: WorkDir, report: BuildProgress) -> Manifest:
         weights=plan.formats,
         files=files,
     )
+
+
+def _with_selftest(manifest: Manifest, plan: BuildPlan, work: WorkDir, report: BuildProgress) -> Manifest:
+    """Record the self-test, or find it recorded, and add it to the manifest; warn when there is none or it is bad."""
+    if (reason := no_selftest(plan.pair, plan.max_context)) is not None:
+        work.warnings.append(reason)
+        return manifest
+    entry = work.reuse(SELFTEST, _ignore)
+    if entry is None:
+        stage = _Stage(report, "self-test", plan.size)  # in bytes like the weights: the share of tokens that are done
+        test = record_selftest(Bundle.staged(work.staging, manifest), stage.share)
+        entry = work.add(SELFTEST, partial(_write, dump_selftest(test)))
+        stage.finish()
+    complete = replace(manifest, files={**manifest.files, SELFTEST: entry})
+    recorded = load_selftest(Bundle.staged(work.staging, complete))
+    if recorded is not None and (warning := fit_warning(recorded)) is not None:
+        work.warnings.append(warning)
+    return complete
 
 
 def _scales(plan: BuildPlan, work: WorkDir, report: BuildProgress) -> tuple[FileEntry, BuildScales]:

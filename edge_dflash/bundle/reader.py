@@ -50,6 +50,11 @@ class Bundle:
             _check_hashes(path, manifest, progress or (lambda done, total: None))
         return cls(path, manifest, _map_weights(path, manifest))
 
+    @classmethod
+    def staged(cls, path: Path, manifest: Manifest) -> Bundle:
+        """A bundle whose weight files a build just wrote to ``path``, and whose manifest is not there yet."""
+        return cls(path, manifest, _map_weights(path, manifest))
+
     @property
     def path(self) -> Path:
         """Directory of the bundle."""

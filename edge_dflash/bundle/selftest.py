@@ -1,0 +1,119 @@
+"""selftest.json: a prompt, the target's plain tokens and the drafter's drafts as they were at build.
+
+Knows the file and how its fields hang together; running it is :mod:`edge_dflash.selftest`, recording it
+:mod:`edge_dflash.build.record`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from edge_dflash.backends.base import PairShape
+from edge_dflash.bundle.codec import decode, encode
+from edge_dflash.bundle.reader import Bundle
+from edge_dflash.errors import BundleError
+from edge_dflash.spec.accept import accepted
+
+SELFTEST = "selftest.json"
+SCHEMA = 1
+FLOOR_SHARE = 0.7  # of the accept length seen at build: the least that passes
+
+
+@dataclass(frozen=True)
+class SelfTest:
+    """What selftest.json holds."""
+
+    schema: int
+    source: str  # where the prompt is from
+    arithmetic: str  # what computed this; where it is the same, all bits are
+    prompt: tuple[int, ...]  # token ids
+    tokens: tuple[int, ...]  # plain greedy tokens behind the prompt
+    drafts: tuple[tuple[int, ...], ...]  # of each cycle: B - 1 ids
+    accept_lengths: tuple[int, ...]  # tokens committed by each cycle; the first token is the prefill's
+    accept_length: float  # their mean
+    accept_floor: float  # least mean that passes
+
+    @property
+    def drafted(self) -> int:
+        """Number of drafts."""
+        return sum(map(len, self.drafts))
+
+
+def accept_floor(accept_length: float) -> float:
+    """Least accept length that passes: FLOOR_SHARE of the one seen at build, at least 1."""
+    return max(1.0, FLOOR_SHARE * accept_length)
+
+
+def dump_selftest(test: SelfTest) -> bytes:
+    """The one text that :func:`parse_selftest` accepts for this self-test."""
+    return (json.dumps(encode(test), sort_keys=True, allow_nan=False) + "\n").encode()
+
+
+def parse_selftest(text: bytes, shape: PairShape, where: str = SELFTEST) -> SelfTest:
+    """Read a self-test for a pair of ``shape``. Raises BundleError naming field, found and wanted."""
+    try:
+        body = json.loads(text.decode())
+    except (UnicodeDecodeError, ValueError, RecursionError) as error:
+        raise BundleError(f"{where} is damaged ({error}); build the bundle again or copy it again") from None
+    if not isinstance(body, dict):
+        raise BundleError(f"{where} holds {type(body).__name__}, wanted an object; build the bundle again")
+    schema = body.get("schema")
+    if type(schema) is not int or schema != SCHEMA:
+        newer = type(schema) is int and schema > SCHEMA
+        remedy = "update edge-dflash" if newer else "build the bundle again"
+        raise BundleError(f"{where}: schema is {schema!r}, this version reads {SCHEMA}; {remedy}")
+    test = decode(SelfTest, body, where)
+    _check(test, shape, where)
+    if dump_selftest(test) != text:
+        raise BundleError(f"{where}: not the text that a build writes; it was changed, build the bundle again")
+    return test
+
+
+def load_selftest(bundle: Bundle) -> SelfTest | None:
+    """The self-test of a bundle; None when it has none. Raises BundleError."""
+    manifest = bundle.manifest
+    if SELFTEST not in manifest.files:
+        return None
+    file = bundle.path / SELFTEST
+    try:
+        text = file.read_bytes()
+    except OSError as error:
+        raise BundleError(f"cannot read {file}: {error.strerror}; check its permissions") from None
+    vocabulary = manifest.pair.target.vocab_size
+    shape = PairShape(
+        vocabulary, manifest.block_size, manifest.mask_token_id, manifest.max_context, manifest.prefill_chunk
+    )
+    return parse_selftest(text, shape, str(file))
+
+
+def _check(test: SelfTest, shape: PairShape, where: str) -> None:
+    """Compare the fields with each other and with the pair."""
+
+    def refuse(field: str, found: object, wanted: str) -> BundleError:
+        return BundleError(f"{where}: {field} is {found}, wanted {wanted}; build the bundle again")
+
+    if not test.prompt:
+        raise refuse("prompt", "empty", "at least one token id")
+    for field, ids in (("prompt", test.prompt), ("tokens", test.tokens), *(("drafts", ids) for ids in test.drafts)):
+        if odd := [token for token in ids if not 0 <= token < shape.vocab_size]:
+            raise refuse(field, f"token id {odd[0]}", f"ids of the vocabulary of {shape.vocab_size}")
+    if (used := len(test.prompt) + len(test.tokens)) > shape.usable_context:
+        raise refuse("prompt and tokens", f"{used} tokens", f"at most {shape.usable_context} (the usable context)")
+    if not test.drafts or len(test.drafts) != len(test.accept_lengths):
+        raise refuse("accept_lengths", f"{len(test.accept_lengths)} numbers", f"as many as drafts ({len(test.drafts)})")
+    if short := [ids for ids in test.drafts if len(ids) != shape.block_size - 1]:
+        raise refuse("drafts", f"{len(short[0])} ids in a cycle", f"{shape.block_size - 1} (block size - 1)")
+    at = 0
+    for cycle, (drafts, length) in enumerate(zip(test.drafts, test.accept_lengths, strict=True)):
+        ahead = test.tokens[at + 1 :]
+        if length != (wanted := accepted(drafts[: len(ahead)], ahead) + 1):
+            raise refuse(f"accept_lengths[{cycle}]", length, f"{wanted}, by drafts and tokens")
+        at += length
+    if at + 1 != len(test.tokens):
+        raise refuse("tokens", f"{len(test.tokens)} ids", f"{at + 1}, by accept_lengths")
+    mean = sum(test.accept_lengths) / len(test.accept_lengths)
+    if test.accept_length != mean:
+        raise refuse("accept_length", test.accept_length, f"{mean}, the mean of accept_lengths")
+    if not 1.0 <= test.accept_floor <= mean:
+        raise refuse("accept_floor", test.accept_floor, f"1 to {mean} (accept_length)")
