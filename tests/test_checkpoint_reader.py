@@ -377,3 +377,12 @@ def test_synthetic_sharded_checkpoints_open(tmp_path):
         assert store.get(name).shape == spec.shape
     store.release()
     assert np.isfinite(dequantize(store.get("target.lm_head")).numpy()).all()
+
+
+def test_a_missing_head_is_the_embedding_only_if_the_config_does_not_deny_it(make):
+    c = make("qwen3-tiny")
+    c.config["tie_word_embeddings"] = False
+    with pytest.raises(CheckpointError, match=r"lacks 1 tensors of the target, the first is lm_head\.weight"):
+        c.open()
+    del c.config["tie_word_embeddings"]
+    assert c.open().get("target.lm_head").shape == (512, 128)

@@ -204,11 +204,11 @@ def test_w4a4_reaches_nvfp4_linears_but_not_head_and_fc():
     used = {
         spec.module
         for name, spec in WEIGHTS.items()
-        if recipe.nvfp4_activations(name, spec, recipe.choice(name, spec, None))
+        if recipe.nvfp4_activations(spec, recipe.choice(name, spec, None))
     }
     assert used == {"attention", "gated_delta", "mlp"}
-    assert not any(default_recipe().nvfp4_activations(n, s, "nvfp4") for n, s in WEIGHTS.items())
-    assert not recipe.nvfp4_activations(MLP, WEIGHTS[MLP], "fp8")
+    assert not any(default_recipe().nvfp4_activations(s, "nvfp4") for s in WEIGHTS.values())
+    assert not recipe.nvfp4_activations(WEIGHTS[MLP], "fp8")
 
 
 @pytest.mark.parametrize(

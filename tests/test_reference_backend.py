@@ -147,3 +147,14 @@ def test_a_snapshot_of_another_pair_or_precision_is_refused():
     with pytest.raises(BackendError, match="holds 900 tokens"):
         a.restore(Snapshot(900, {}))
     assert a.length == 3
+
+
+def test_a_draft_drops_an_open_verify(name):
+    b, fresh = backend(name, ENGINE), backend(name, ENGINE)
+    for each in (b, fresh):
+        each.prefill(PROMPT)
+    b.verify([1, 2, 3])
+    b.propose(1)  # its scratch lies where the verify put the drafter's context
+    with pytest.raises(BackendError, match="no verify is open"):
+        b.commit(2)
+    assert same_bits(b.snapshot(), fresh.snapshot())

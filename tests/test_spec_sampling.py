@@ -89,3 +89,14 @@ def test_top_k_then_top_p():
 def test_values_outside_their_range_are_refused(bad):
     with pytest.raises(RequestError, match=next(iter(bad))):
         Sampling(**bad)
+
+
+@pytest.mark.parametrize("bad", [{"temperature": 1e-310}, {"temperature": "a"}, {"top_k": 1.5}, {"seed": 1.5}])
+def test_values_of_another_kind_or_too_small_are_refused(bad):
+    with pytest.raises(RequestError, match=next(iter(bad))):
+        Sampling(**bad)
+
+
+def test_the_smallest_temperature_is_nearly_greedy():
+    rows = FixedRows(np.tile(np.array([1.0, 3.0, 2.0], np.float32), (50, 1)))
+    assert set(choose(rows, Sampling(1e-4, top_p=0.9), 0)) == {1}

@@ -103,12 +103,12 @@ def test_a_foreign_directory_is_left_alone(tmp_path):
 def test_a_kill_between_the_renames_of_a_replacement_restores_the_old_output(tmp_path):
     out = tmp_path / "out"
     out.mkdir()
-    (out / "old").write_text("old")
+    (out / "manifest.json").write_text("old")
     with WorkDir(out, SAME, "x") as work:
         work.add("new", writer(b"new"))
         out.rename(work.root / "previous")  # as finish() does first
-    with WorkDir(out, SAME, "x") as work:
-        assert (out / "old").read_text() == "old"
+    with WorkDir(out, SAME, "x", force=True) as work:
+        assert (out / "manifest.json").read_text() == "old"
         assert reuse(work, "new") is not None
         work.finish(b"{}")
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["manifest.json", "new", "out"]
@@ -122,3 +122,13 @@ def test_the_resume_command_is_found_from_every_side(tmp_path):
     for path in (out, building_path(out), building_path(out) / "bundle"):
         assert resume_command(path) == "edge-dflash build ..."
     assert resume_command(building_path(out) / "other") is None
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_what_appears_at_the_output_during_a_build_is_not_deleted(tmp_path, force):
+    with WorkDir(tmp_path / "out", SAME, "resume me", force=force) as work:
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "mine").write_text("precious")
+        with pytest.raises(BuildError, match="holds no bundle" if force else "exists; remove it"):
+            work.finish(b"{}")
+    assert (tmp_path / "out" / "mine").read_text() == "precious"

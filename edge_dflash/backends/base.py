@@ -85,7 +85,11 @@ class Backend(Protocol):
         ...
 
     def propose(self, anchor: int) -> Rows:
-        """Draft: one drafter pass over [anchor, mask x (B-1)]; row i is the draft for position length + 1 + i."""
+        """Draft: one drafter pass over [anchor, mask x (B-1)]; row i is the draft for position length + 1 + i.
+
+        Its scratch lies where a verify has put the drafter's context, so an open verify is dropped: it cannot be
+        committed any more.
+        """
         ...
 
     def verify(self, ids: Sequence[int]) -> Rows:

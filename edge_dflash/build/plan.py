@@ -19,9 +19,9 @@ from pathlib import Path
 
 from edge_dflash import __version__
 from edge_dflash.build.scales import ScalesPlan, plan_scales
-from edge_dflash.build.workdir import building_path
+from edge_dflash.build.workdir import building_path, check_free
 from edge_dflash.bundle.codec import encode
-from edge_dflash.bundle.manifest import ARCHS, BACKENDS, MANIFEST, Source, WeightFormat
+from edge_dflash.bundle.manifest import ARCHS, BACKENDS, Source, WeightFormat
 from edge_dflash.bundle.parts import part_of
 from edge_dflash.checkpoint.config import match_pair, read_drafter_spec, read_target_spec
 from edge_dflash.checkpoint.reader import PairCheckpoint
@@ -186,19 +186,12 @@ def check_mask_token(tokenizer: Tokenizer, where: Path, pair: PairSpec) -> str |
 
 def _check_output(config: BuildConfig) -> None:
     output = config.output
+    if not output.name:
+        raise BuildError(f"--output {str(output)!r} names no directory to make; give a path that ends in a name")
     for source in (config.target, config.drafter):
         if output.resolve() == source.resolve():
             raise BuildError(f"--output {output} is a checkpoint of this build; choose another directory")
-    if not output.exists() and not output.is_symlink():
-        return
-    if not output.is_dir() or output.is_symlink():
-        raise BuildError(f"--output {output} exists and is no directory; choose another name")
-    if not any(output.iterdir()):
-        return
-    if not config.force:
-        raise BuildError(f"--output {output} exists; remove it, choose another, or replace it with --force")
-    if not (output / MANIFEST).is_file():
-        raise BuildError(f"--output {output} holds no bundle, so --force does not replace it; choose another directory")
+    check_free(output, force=config.force)
 
 
 def _sizes(config: BuildConfig, recipe: Recipe, pair: PairSpec) -> tuple[int, int]:

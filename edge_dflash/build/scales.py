@@ -72,7 +72,7 @@ def plan_scales(
     linears = [
         name
         for name, spec in programs.weights.items()
-        if (form := formats[name]) != "tied" and recipe.nvfp4_activations(name, spec, form)
+        if (form := formats[name]) != "tied" and recipe.nvfp4_activations(spec, form)
     ]
     inputs = {name: scale for name in linears if (scale := _input_scale(store.get(name))) is not None}
     stored = (*kv, *inputs)

@@ -39,18 +39,34 @@ def resume_command(path: Path) -> str | None:
     return None
 
 
+def check_free(output: Path, *, force: bool) -> None:
+    """Raise BuildError unless a bundle may be put at ``output``: it is free, or a bundle that ``force`` gives up."""
+    if not output.exists() and not output.is_symlink():
+        return
+    if not output.is_dir() or output.is_symlink():
+        raise BuildError(f"--output {output} exists and is no directory; choose another name")
+    if not any(output.iterdir()):
+        return
+    if not force:
+        raise BuildError(f"--output {output} exists; remove it, choose another, or replace it with --force")
+    if not (output / MANIFEST).is_file():
+        raise BuildError(f"--output {output} holds no bundle, so --force does not replace it; choose another directory")
+
+
 class WorkDir:
     """An open, locked working directory. Use as a context manager; leaving it keeps what was finished."""
 
-    def __init__(self, output: Path, fingerprint: Mapping[str, str], resume: str) -> None:
+    def __init__(self, output: Path, fingerprint: Mapping[str, str], resume: str, *, force: bool = False) -> None:
         """Take up the build that was begun with the same fingerprint, or begin a new one.
 
+        ``force`` allows :meth:`finish` to replace a bundle that is at the output by then.
         Raises BuildError when another process builds the same output, or a foreign directory is in the way.
         """
         self.output = output
         self.root = building_path(output)
         self.staging = self.root / "bundle"
         self._previous = self.root / "previous"
+        self._force = force
         self.warnings: list[str] = []
         self._entries: dict[str, FileEntry] = {}
         if self.root.is_dir() and any(self.root.iterdir()) and not (self.root / JOURNAL).is_file():
@@ -100,7 +116,8 @@ class WorkDir:
         return entry
 
     def finish(self, manifest: bytes) -> None:
-        """Write the manifest and rename the whole to the output, which is replaced if it exists."""
+        """Write the manifest and rename the whole to the output. Raises BuildError when that is in the way by now."""
+        check_free(self.output, force=self._force)
         with DurableFile(self.staging / MANIFEST, lambda _: None) as file:
             file.write(manifest)
         for path in (*(p for p in self.staging.rglob("*") if p.is_dir()), self.staging):

@@ -8,7 +8,7 @@ from typing import Literal
 
 from edge_dflash.checkpoint.config import read_target_spec
 from edge_dflash.checkpoint.declared import Declared, read_declared
-from edge_dflash.checkpoint.files import TensorFiles
+from edge_dflash.checkpoint.files import TensorFiles, read_json
 from edge_dflash.checkpoint.stored import SUFFIXES, ModuleReader
 from edge_dflash.checkpoint.weights import Fp8Weight, Nvfp4Weight, Weight
 from edge_dflash.errors import CheckpointError
@@ -71,6 +71,7 @@ class _Part:
         self._reader = ModuleReader(self.tensors)
         names = self.tensors.names()
         self._tied = model == "target" and read_target_spec(directory).tied
+        self._untied = model == "target" and not self._tied and _says_untied(directory)
         self._prefix = next(p for p in _PREFIXES if not p or any(n.startswith(p) for n in names if not _skipped(n)))
 
     def check(self, expected: Mapping[str, WeightSpec]) -> None:
@@ -151,7 +152,7 @@ class _Part:
 
     def _is_tied(self, name: str) -> bool:
         """Whether this is an lm_head that reads the embedding: it has no tensor, or a copy that config.json ties."""
-        if name != "target.lm_head" or "lm_head.weight_packed" in self.tensors:
+        if name != "target.lm_head" or self._untied or "lm_head.weight_packed" in self.tensors:
             return False
         return "lm_head.weight" not in self.tensors or (
             self._tied and self.tensors.entry("lm_head.weight").dtype in ("BF16", "F32", "F16")
@@ -164,6 +165,13 @@ class _Part:
             return {tensor} if tensor in self.tensors else set()
         present = {t for s in SUFFIXES if (t := f"{module}.{s}") in self.tensors}
         return present if present & {f"{module}.weight", f"{module}.weight_packed"} else set()
+
+
+def _says_untied(directory: Path) -> bool:
+    """Whether config.json says that the head is its own matrix; files that do not say it leave it to the tensors."""
+    config = read_json(directory / "config.json")
+    levels = (config, config.get("text_config") or {})
+    return any(level.get("tie_word_embeddings") is False for level in levels)
 
 
 def _storage(weight: Weight) -> str:

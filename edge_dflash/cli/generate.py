@@ -87,8 +87,8 @@ def parse_ids(text: str) -> tuple[int, ...]:
     """Token ids from ``1,2,3`` or ``1 2 3``. Raises RequestError naming the piece that is no id."""
     pieces = text.replace(",", " ").split()
     for piece in pieces:
-        if not piece.isascii() or not piece.isdigit():
-            raise RequestError(f"{piece!r} in --ids is no token id; give non-negative integers such as 1,2,3")
+        if not piece.isascii() or not piece.isdigit() or len(piece) > 12:
+            raise RequestError(f"{piece[:24]!r} in --ids is no token id; give non-negative integers such as 1,2,3")
     return tuple(int(piece) for piece in pieces)
 
 

@@ -41,7 +41,7 @@ def inspect(
     """
     profile = load_board(board)
     if bundle is not None:
-        if target or drafter or recipe or max_context:
+        if target or drafter or recipe or max_context is not None:
             raise RequestError(
                 "a bundle has its own models, recipe and sizes; give either BUNDLE or --target and --drafter"
             )

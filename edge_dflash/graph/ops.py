@@ -9,7 +9,7 @@ Dense ops are pure and row-wise. State ops read and write memory that outlives t
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from edge_dflash.checkpoint.specs import RopeSpec
@@ -26,10 +26,6 @@ class Op:
     def weights(self) -> tuple[str, ...]:
         """Canonical names of the weights this op reads."""
         return ()
-
-    def renamed(self, **names: str) -> Op:
-        """Return a copy with fields replaced (used by tests that mutate a Program)."""
-        return replace(self, **names)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +54,10 @@ class Embed(DenseOp):
 
 @dataclass(frozen=True, kw_only=True)
 class Linear(DenseOp):
-    """y = x W^T; ``weight`` [N, K] is BF16, FP8 or NVFP4. FP32 accumulation, one rounding of the output."""
+    """y = x W^T; ``weight`` [N, K] is BF16, FP8 or NVFP4. FP32 accumulation, one rounding of the output.
+
+    The output head is no exception: logits are BF16 when activations are, so ties occur and the lowest id wins.
+    """
 
     weight: str
 

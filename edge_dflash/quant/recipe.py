@@ -42,16 +42,18 @@ class Override:
 class Calibration:
     """How KV and activation scales are measured: on up to ``tokens`` tokens of ``file``; KV scales get a ``margin``."""
 
-    file: str = "robot_planning.jsonl"  # in calib/, unless a path to a file
+    file: str = (
+        "robot_planning.jsonl"  # in calib/, or an absolute path: what a recipe file names beside itself becomes one
+    )
     tokens: int = 2048
     margin: float = 1.25  # >= 1: KV scale = amax * margin / 448, for values beyond the calibration set's
 
     @property
     def path(self) -> Path:
         """Where the prompts lie. Raises RecipeError when there is no such file."""
-        for path in (Path(self.file), directory("calib") / self.file):
-            if path.is_file():
-                return path
+        path = directory("calib") / self.file  # an absolute path stays what it is
+        if path.is_file():
+            return path
         raise RecipeError(
             f"calibration file {self.file!r} is neither in calib/ nor beside the recipe: correct the name"
         )
@@ -122,9 +124,8 @@ class Recipe:
         known = stored or {}
         return {name: self.choice(name, spec, known.get(name)) for name, spec in weights.items()}
 
-    def nvfp4_activations(self, name: str, spec: WeightSpec, chosen: StoredFormat) -> bool:
+    def nvfp4_activations(self, spec: WeightSpec, chosen: StoredFormat) -> bool:
         """Whether the linear reads its input as dynamic NVFP4 (W4A4), so that it needs a calibrated input scale."""
-        del name
         return self.activations == "nvfp4" and chosen == "nvfp4" and spec.module in W4A4_MODULES
 
     def _wish(self, name: str, spec: WeightSpec) -> tuple[Wish, str]:

@@ -237,8 +237,8 @@ def admit(backend: Backend, prompt: Sequence[int], options: DecodeOptions) -> tu
     wanted = options.max_new_tokens
     if wanted is None:
         return room, "context"
-    if wanted < 1:
-        raise RequestError(f"max_new_tokens is {wanted}; give at least 1")
+    if type(wanted) is not int or wanted < 1:
+        raise RequestError(f"max_new_tokens is {wanted!r}; give a whole number of at least 1")
     if wanted > room:
         raise ContextError(
             f"{used} prompt tokens and {wanted} new tokens exceed the usable context of {limits}; "

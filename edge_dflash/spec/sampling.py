@@ -22,6 +22,9 @@ from edge_dflash.spec.constraint import Mask
 Floats = npt.NDArray[np.float64]
 
 
+MIN_TEMPERATURE = 1e-4  # below, logits divided by it leave the range in which noise is of any effect
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How tokens are chosen. temperature 0 is greedy; top_k 0 and top_p 1 do not filter; top_k applies before top_p."""
@@ -33,8 +36,18 @@ class Sampling:
 
     def __post_init__(self) -> None:
         """Raise RequestError on a value outside its range."""
-        if not 0.0 <= self.temperature < float("inf"):
-            raise RequestError(f"temperature is {self.temperature}; give 0 (greedy) or a positive number")
+        for name, kinds in (
+            ("temperature", (int, float)),
+            ("top_k", (int,)),
+            ("top_p", (int, float)),
+            ("seed", (int,)),
+        ):
+            if type(getattr(self, name)) not in kinds:
+                raise RequestError(
+                    f"{name} is {getattr(self, name)!r}; give a number{'' if float in kinds else ' without a fraction'}"
+                )
+        if self.temperature != 0.0 and not MIN_TEMPERATURE <= self.temperature < float("inf"):
+            raise RequestError(f"temperature is {self.temperature}; give 0 (greedy) or at least {MIN_TEMPERATURE}")
         if self.top_k < 0:
             raise RequestError(f"top_k is {self.top_k}; give 0 (no limit) or a positive count")
         if not 0.0 < self.top_p <= 1.0:

@@ -98,6 +98,11 @@ class GoldenReport:
                 f"{len(self.failures)} of {len(self.results)} golden arrays differ; worst: {worst.key} by "
                 f"{worst.difference:.3g}, accepted {worst.tolerance:.3g}; give the checkpoint the file was made from"
             )
+        if not self.ok:
+            raise VerificationError(
+                "the golden file holds no array that decides (logits, states or tokens), only informative ones; "
+                "give one with more of the keys of the format"
+            )
 
 
 def verify_golden(target: Path, drafter: Path, golden_file: Path) -> GoldenReport:

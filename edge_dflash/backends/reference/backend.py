@@ -93,6 +93,7 @@ class ReferenceBackend:
 
     def propose(self, anchor: int) -> TorchRows:
         """One drafter pass; row i is the draft for position length + 1 + i."""
+        self._drop_verify()
         block = [anchor] + [self._shape.mask_token_id] * (self._shape.block_size - 1)
         return TorchRows(self._interpreter.run(self._programs.propose, block, self._memory)["logits"])
 
@@ -165,6 +166,12 @@ class ReferenceBackend:
 
     def close(self) -> None:
         """Nothing to release on the CPU."""
+
+    def _drop_verify(self) -> None:
+        """Forget rows in flight."""
+        self._verified = None
+        for memory in self._memory.delta.values():
+            memory.in_flight = None
 
     def _allocate(self) -> Memory:
         shape = self._shape
