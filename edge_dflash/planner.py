@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Unpack
 
+from edge_dflash import selftest
 from edge_dflash.backends import load
 from edge_dflash.backends.base import Backend, PairShape
 from edge_dflash.bundle.reader import Bundle, Progress
@@ -68,6 +69,7 @@ class Planner:
         prefix_bytes: int = PREFIX_BYTES,
         fallback: bool = True,
         check_hashes: bool = True,
+        self_test: selftest.Mode = "refuse",
         progress: Progress | None = None,
     ) -> Planner:
         """Open the bundle at ``path`` and load it.
@@ -76,8 +78,10 @@ class Planner:
         ``prefix_bytes`` bounds the states of system prompts that are kept for the next request. ``fallback`` lets
         requests decode plainly for a while when drafting was measured to cost more than it gives; the output is the
         same. ``check_hashes=False`` skips the SHA-256 of the bundle's files (seconds for large models); ``progress`` is
-        told (bytes checked, bytes in all). Raises BundleError when the bundle is damaged or of another version,
-        BackendError when it cannot run here.
+        told (bytes checked, bytes in all). ``self_test`` says what follows when the loaded pair does not repeat what
+        the build recorded: "refuse", "warn" (RuntimeWarning), or "off" to skip it (about a second on a CPU). Raises
+        BundleError when the bundle is damaged or of another version, BackendError when it cannot run here,
+        VerificationError when the self-test fails.
         """
         bundle = Bundle.open(path, check_hashes=check_hashes, progress=progress)
         manifest = bundle.manifest
@@ -85,8 +89,14 @@ class Planner:
         stop = list(manifest.pair.target.eos_token_ids)
         if tokenizer is not None and tokenizer.eos_token_id is not None:
             stop.append(tokenizer.eos_token_id)
+        backend = load(bundle)
+        try:
+            selftest.check(bundle, backend, self_test)
+        except BaseException:
+            backend.close()
+            raise
         return cls(
-            load(bundle),
+            backend,
             tokenizer,
             stop,
             bundle=fingerprint(manifest),

@@ -199,27 +199,30 @@ def promises_bits(selftest: SelfTest, backend_name: str) -> bool:
     return selftest.arithmetic == arithmetic()
 
 
-def check(bundle: Bundle, backend: Backend, mode: Mode = "refuse") -> SelfTestResult | None:
-    """Run the self-test of an open bundle on its loaded backend, which is empty afterwards.
+def replay(bundle: Bundle, backend: Backend) -> SelfTestResult | None:
+    """Run the self-test of an open bundle on its loaded backend, which is empty afterwards, and judge nothing.
 
-    Returns None when ``mode`` is "off" or the bundle carries no self-test (an older one, or a pair too large for the
-    machine that built it). A failure raises VerificationError, or warns (RuntimeWarning) when ``mode`` is "warn".
-    Raises BundleError when selftest.json is malformed and BackendError for an unknown mode.
+    Returns None when the bundle carries no self-test: an older one, or a pair too large for the machine that built it.
+    Raises BundleError when selftest.json is malformed.
+    """
+    test = load_selftest(bundle)
+    return None if test is None else run_selftest(backend, test, exact=promises_bits(test, bundle.manifest.backend))
+
+
+def check(bundle: Bundle, backend: Backend, mode: Mode = "refuse") -> SelfTestResult | None:
+    """:func:`replay`, and what follows from a failure: VerificationError, or a RuntimeWarning when ``mode`` is "warn".
+
+    Returns None without a self-test and when ``mode`` is "off". Raises BundleError when selftest.json is malformed and
+    BackendError for an unknown mode.
     """
     if mode not in MODES:
         raise BackendError(f"self_test is {mode!r}, accepted are {', '.join(MODES)}")
-    test = load_selftest(bundle) if mode != "off" else None
-    if test is None:
-        return None
-    result = run_selftest(backend, test, exact=promises_bits(test, bundle.manifest.backend))
-    if not result.ok:
-        message = f"self-test of {bundle.path} failed: {result.diagnosis} ({result.summary}); "
+    result = replay(bundle, backend) if mode != "off" else None
+    if result is not None and not result.ok:
+        message = f"self-test of {bundle.path} failed: {result.diagnosis} ({result.summary}); build or copy it again"
         if mode == "refuse":
-            raise VerificationError(
-                message + "copy or build the bundle again and report it if that does not help, or open it with "
-                "self_test='warn'"
-            )
-        warnings.warn(message + "copy or build the bundle again", RuntimeWarning, stacklevel=3)
+            raise VerificationError(f"{message}, report it if that does not help, or open it with self_test='warn'")
+        warnings.warn(message, RuntimeWarning, stacklevel=3)  # at the caller of Planner.open
     return result
 
 

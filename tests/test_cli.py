@@ -127,6 +127,8 @@ def test_verify_a_bundle(cli, ids_bundle):
     assert code == 0
     assert (found["ok"], found["differences"], found["prompts"]) == (True, [], 1)
     assert found["accept_length"] >= 1
+    assert found["self_test"]["ok"]
+    assert found["self_test"]["tokens_equal"]
 
 
 def test_verify_takes_a_prompt_set(cli, ids_bundle, tmp_path):

@@ -22,6 +22,7 @@ from edge_dflash.bundle.reader import Bundle
 from edge_dflash.bundle.selftest import SELFTEST, accept_floor, dump_selftest, load_selftest, parse_selftest
 from edge_dflash.checkpoint.weights import Fp8Weight, Nvfp4Weight, WideWeight
 from edge_dflash.errors import BackendError, BundleError, VerificationError
+from edge_dflash.planner import Planner
 from edge_dflash.selftest import DRAFT_FLOOR, SelfTestResult, TokenDifference, check, promises_bits, run_selftest
 from tests import mutations as m
 
@@ -257,6 +258,36 @@ def test_a_failure_refuses_warns_or_is_not_looked_for(bundle):
     assert check(bundle, backend, "off") is None
     with pytest.raises(BackendError, match="self_test is 'on', accepted are refuse, warn, off"):
         check(bundle, backend, "on")
+
+
+def test_a_planner_opens_only_what_passes(demo_bundle, monkeypatch):
+    wrong = m.drafter(mask_token_id=0)
+    closed = []
+
+    def load_wrong(bundle):
+        backend = backend_of(bundle, spec=wrong(bundle.pair))
+        backend.close = lambda: closed.append(True)
+        return backend
+
+    monkeypatch.setattr("edge_dflash.planner.load", load_wrong)
+    with pytest.raises(VerificationError, match="mask token id"):
+        Planner.open(demo_bundle)
+    assert closed == [True]
+    with pytest.warns(RuntimeWarning, match="mask token id") as caught:
+        Planner.open(demo_bundle, self_test="warn").close()
+    assert caught[0].filename == __file__
+    Planner.open(demo_bundle, self_test="off").close()
+
+
+def test_verify_prints_a_failed_selftest_and_fails(cli, ids_bundle, monkeypatch):
+    wrong = m.drafter(mask_token_id=0)
+    monkeypatch.setattr("edge_dflash.planner.load", lambda bundle: backend_of(bundle, spec=wrong(bundle.pair)))
+    code, out, err = cli("verify", ids_bundle, "--count", 1, "--max-new-tokens", 4, "--json")
+    found = json.loads(out)
+    assert code == 9
+    assert "the self-test failed: the drafter is not the one that was built" in err
+    assert (found["ok"], found["differences"]) == (False, [])
+    assert (found["self_test"]["ok"], found["self_test"]["tokens_equal"]) == (False, True)
 
 
 def rewrite(path, data):

@@ -8,10 +8,12 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
+from edge_dflash.bundle.reader import Bundle
 from edge_dflash.cli.output import emit_json, progress, say, show
 from edge_dflash.cli.prompts import default_prompts, read_prompts
-from edge_dflash.errors import RequestError
+from edge_dflash.errors import RequestError, VerificationError
 from edge_dflash.planner import Planner
+from edge_dflash.selftest import SelfTestResult, replay
 from edge_dflash.verification.golden import GoldenReport, verify_golden
 from edge_dflash.verification.lossless import Verification, verify_lossless
 
@@ -32,7 +34,8 @@ def verify(
     """Check that speculative output equals plain output, or that the reference equals a golden file.
 
     With BUNDLE: each prompt is decoded plainly, with the bundle's drafter and with drafters made to break the loop,
-    greedily and sampled; tokens and the state of both models must be equal bit for bit. A line of --prompts holds
+    greedily and sampled; tokens and the state of both models must be equal bit for bit. What the build recorded as the
+    bundle's self-test is replayed too. A line of --prompts holds
     {"ids": [...]}, {"text": "..."} or {"messages": [...]}.
 
     With --checkpoint, --drafter and --golden: the unquantized models run in float32 and are compared with arrays that
@@ -41,43 +44,63 @@ def verify(
     The exit code is 9 when something differs; the JSON object is printed all the same.
 
     JSON keys: ok, accept_length, differences (of a bundle: a list; of a golden file: largest difference per key).
-    Bundle also: prompts, runs, tokens, block_size, accept_histogram, untried_accept_lengths. Golden file also:
+    Bundle also: prompts, runs, tokens, block_size, accept_histogram, untried_accept_lengths, self_test (what the build
+    recorded, replayed here: an object with ok, exact, accept_length, accept_length_at_build, floor, tokens,
+    tokens_equal, first_difference, drafts, drafts_equal, diagnosis, seconds; null without one). Golden file also:
     logits_difference, tokens_equal, failures, missing, unknown.
     """
     given = (checkpoint, drafter, golden)
     if (bundle is None) == (golden is None) or (bundle is not None and any(given)):
         raise RequestError("give BUNDLE, or --checkpoint, --drafter and --golden")
     if bundle is not None:
-        _report(_verify_bundle(bundle, prompts, count, max_new_tokens), json)
+        _report_bundle(*_verify_bundle(bundle, prompts, count, max_new_tokens), json)
     elif checkpoint is None or drafter is None or golden is None:
         raise RequestError("--golden needs --checkpoint and --drafter, the directories of the two checkpoints")
     else:
-        _report(verify_golden(checkpoint, drafter, golden), json)
+        _report_golden(verify_golden(checkpoint, drafter, golden), json)
 
 
-def _verify_bundle(bundle: Path, prompts: Path | None, count: int, max_new_tokens: int) -> Verification:
+def _verify_bundle(
+    bundle: Path, prompts: Path | None, count: int, max_new_tokens: int
+) -> tuple[Verification, SelfTestResult | None]:
     with progress("checking the bundle") as report:
-        planner = Planner.open(bundle, progress=report)
+        planner = Planner.open(bundle, self_test="off", progress=report)
     with planner:
+        self_test = replay(Bundle.open(bundle, check_hashes=False), planner.backend)
         tasks = read_prompts(prompts) if prompts is not None else default_prompts(planner, max_new_tokens)
         ids = [planner.encode(task) for task in tasks[:count]]
-        return verify_lossless(
+        verification = verify_lossless(
             planner.backend,
             ids,
             max_new_tokens=max_new_tokens,
             stop_token_ids=planner.stop_token_ids,
             progress=say,
         )
+        return verification, self_test
 
 
-def _report(result: Verification | GoldenReport, json: bool) -> None:
+def _report_bundle(result: Verification, self_test: SelfTestResult | None, json: bool) -> None:
+    """Print the outcome, then raise VerificationError unless it is good."""
+    failed = self_test is not None and not self_test.ok
+    if json:
+        found = self_test.to_json() if self_test is not None else None
+        emit_json({**result.to_json(), "ok": result.ok and not failed, "self_test": found})
+    else:
+        show(_lossless_table(result))
+        print(f"self-test: {self_test.summary if self_test is not None else 'the bundle carries none'}")
+    result.check()
+    if self_test is not None and failed:
+        raise VerificationError(
+            f"the self-test failed: {self_test.diagnosis} ({self_test.summary}); build or copy the bundle again"
+        )
+
+
+def _report_golden(result: GoldenReport, json: bool) -> None:
     """Print the outcome, then raise VerificationError unless it is good."""
     if json:
         emit_json(result.to_json())
-    elif isinstance(result, GoldenReport):
-        show(_golden_table(result))
     else:
-        show(_lossless_table(result))
+        show(_golden_table(result))
     result.check()
 
 
