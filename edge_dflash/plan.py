@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,8 +72,19 @@ def json_object(text: str) -> dict[str, Any] | None:
 
 
 def json_value(text: str) -> Any:
-    """The JSON value that ``text`` is, or None."""
+    """The JSON value that ``text`` is, or None. NaN, Infinity and numbers beyond a float's range are not JSON."""
     try:
-        return json.loads(text)
+        return json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
     except (ValueError, RecursionError):
         return None
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is too large")
+    return value

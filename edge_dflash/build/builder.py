@@ -18,14 +18,13 @@ from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
-import torch
-
 from edge_dflash import __version__
 from edge_dflash.backends.base import Precision
 from edge_dflash.build.convert import Run, convert
 from edge_dflash.build.plan import BuildConfig, BuildPlan, plan_build
 from edge_dflash.build.record import fit_warning, no_selftest, record_selftest
 from edge_dflash.build.scales import CALIBRATION, BuildScales, dump_scales, load_scales, measure_scales
+from edge_dflash.build.threads import one_thread
 from edge_dflash.build.workdir import WorkDir
 from edge_dflash.bundle.manifest import FileEntry, Manifest, dump_manifest
 from edge_dflash.bundle.parts import CHUNK, Advance, DurableFile, write_part
@@ -140,13 +139,8 @@ def _scales(plan: BuildPlan, work: WorkDir, report: BuildProgress) -> tuple[File
 @contextmanager
 def _workers() -> Iterator[ThreadPoolExecutor]:
     """Threads that convert different rows, each with torch on itself alone: torch's own threads wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-            yield pool
-    finally:
-        torch.set_num_threads(before)
+    with one_thread(), ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        yield pool
 
 
 def _write_weights(

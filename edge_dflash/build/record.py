@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 import numpy as np
-import torch
 
 from edge_dflash.backends.base import Backend
 from edge_dflash.backends.reference.arithmetic import arithmetic
 from edge_dflash.backends.reference.backend import ReferenceBackend
+from edge_dflash.build.threads import one_thread
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.bundle.selftest import SCHEMA, SelfTest, accept_floor
 from edge_dflash.checkpoint.specs import PairSpec
@@ -70,7 +69,7 @@ def record_selftest(bundle: Bundle, progress: Progress = lambda done, total: Non
     """
     manifest = bundle.manifest
     source, prompt = _prompt(bundle, _room(bundle.pair, manifest.max_context))
-    with _one_thread():
+    with one_thread():
         backend = ReferenceBackend(
             bundle.pair,
             bundle,
@@ -150,14 +149,3 @@ def _calibration_prompts(bundle: Bundle) -> Iterator[tuple[str, tuple[int, ...]]
             continue
         if ids:
             yield prompt.id, ids
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Torch on one thread: the order of a sum may depend on how many threads share it."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

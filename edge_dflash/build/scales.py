@@ -9,10 +9,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from edge_dflash.backends import SMALL_MODEL
+from edge_dflash.build.threads import one_thread
 from edge_dflash.bundle.codec import decode, encode
 from edge_dflash.bundle.manifest import WeightFormat
 from edge_dflash.bundle.parts import part_of
@@ -97,7 +100,9 @@ def plan_scales(
 def measure_scales(plan: ScalesPlan, pair: PairSpec, store: PairCheckpoint, progress: Progress) -> BuildScales:
     """Run the calibration pass over ``plan.ids``. Raises BuildError."""
     known = plan.known
-    found = calibrate(pair, _LayerByLayer(store), plan.ids, margin=known.margin, linears=plan.inputs, progress=progress)
+    layers = _LayerByLayer(store)
+    with one_thread() if pair.target.hidden_size <= SMALL_MODEL else nullcontext():
+        found = calibrate(pair, layers, plan.ids, margin=known.margin, linears=plan.inputs, progress=progress)
     store.release()
     return replace(
         known,
