@@ -14,7 +14,7 @@ from edge_dflash.demo.corpus import plan_schema
 from edge_dflash.demo.evaluate import heldout_tasks
 from edge_dflash.errors import RequestError
 from edge_dflash.planner import Planner
-from edge_dflash.spec.adversary import Adversary, drafters
+from edge_dflash.spec.adversary import Adversary, drafters, oracle
 from edge_dflash.spec.relaxed import Relaxation
 from edge_dflash.text import Tokenizer
 
@@ -120,10 +120,10 @@ def test_forms_are_refused_with_the_reason(planner):
 
 
 def thinker(demo_bundle, planner, thought, answer):
-    """The demo's target with a drafter that knows what is wanted; and the ids of prompt and answer."""
+    """The demo's target with a drafter that knows what is wanted; and the prompt."""
     prompt = planner.encode("Say hello.", thinking=True)
     ids = [*planner.tokenizer.encode(f"{thought}\n</think>\n\n{answer}"), planner.stop_token_ids[0]]
-    return adversarial(demo_bundle, planner, [*prompt, *ids], lambda cycle, truth, shape: list(truth)), prompt, ids
+    return adversarial(demo_bundle, planner, [*prompt, *ids], oracle), prompt
 
 
 def test_the_form_begins_behind_the_thinking(planner):
@@ -142,7 +142,7 @@ def test_the_form_begins_behind_the_thinking(planner):
 def test_relaxed_acceptance_is_named_lossy_and_ends_with_the_thinking(demo_bundle, planner):
     close = planner.tokenizer.token_id("</think>")
     loose = Relaxation((close,), top_k=1024, margin=1e9)
-    other, prompt, ids = thinker(demo_bundle, planner, "hm hm hm hm hm hm hm hm", "never said like this")
+    other, prompt = thinker(demo_bundle, planner, "hm hm hm hm hm hm hm hm", "never said like this")
     with other:
         plan = other.plan(prompt, relaxed=loose, max_new_tokens=60)
         strict = other.plan(prompt, max_new_tokens=60)
