@@ -87,7 +87,7 @@ def test_a_request_cancelled_before_it_starts_touches_nothing():
 
 def test_a_deadline_that_the_prefill_cannot_meet_starts_nothing():
     b, pace = backend("qwen3_5"), Pace()
-    pace.record_prefill(1, 1.0)  # 21 s for this prompt
+    pace.record_prefill(10, 10.0)  # 1 s a token
     controls = Controls(deadline=time.perf_counter() + 5.0, pace=pace)
     assert generate(b, PROMPT, OPTIONS, controls=controls).finish_reason == "deadline"
     assert b.length == 0

@@ -31,10 +31,38 @@ def test_the_estimate_is_the_longest_recent_cycle():
 
 def test_prefill_is_estimated_by_the_slowest_recent_rate():
     pace = Pace()
-    pace.record_prefill(10, 1.0)
-    assert pace.prefill_seconds(100) == 10.0
-    pace.record_prefill(10, 0.1)
-    assert 8.9 < pace.prefill_seconds(100) < 9.1
+    pace.record_prefill(50, 1.0)
+    assert pace.prefill_seconds(100) == 2.0
+    for _ in range(RECENT - 1):
+        pace.record_prefill(50, 0.1)
+    assert pace.prefill_seconds(100) == 2.0
+    pace.record_prefill(50, 0.1)
+    assert pace.prefill_seconds(100) == 0.2
+
+
+def test_one_very_long_pass_does_not_refuse_all_for_ever():
+    pace = Pace()
+    pace.record_prefill(50, 0.1)
+    pace.record_prefill(50, 60.0)
+    for cycle in (GOOD, CycleTime(0.2, 60.0, 4), PLAIN, CycleTime(0.0, 60.0, 1)):
+        pace.record(cycle)
+    pace.record_refusal("cancelled")
+    assert pace.cycle_seconds(speculative=True) == 60.2
+    for _ in range(3):
+        pace.record_refusal("deadline")
+        assert pace.cycle_seconds(speculative=True) == 1.2
+        assert pace.cycle_seconds(speculative=False) == 1.0
+        assert pace.prefill_seconds(50) == 0.1
+
+
+def test_short_prefills_say_nothing_about_long_ones():
+    pace = Pace()
+    pace.record_prefill(2, 0.1)
+    assert pace.prefill_seconds(9) == 0.0
+    assert pace.prefill_seconds(8) == 0.4
+    pace.record_prefill(200, 1.0)
+    assert pace.prefill_seconds(400) == 2.0
+    assert pace.prefill_seconds(50) == 0.25
 
 
 def test_drafting_that_pays_goes_on():

@@ -145,6 +145,7 @@ def stream(
     path = Path(options.sampling, controls.constraint, controls.relaxation, options.stop_token_ids)
     pace = controls.pace or Pace()
     if reason := controls.refuse(pace.prefill_seconds(len(prompt))):
+        pace.record_refusal(reason)
         yield Step((), reason, 0.0, 0.0)
         return
 
@@ -159,6 +160,7 @@ def stream(
     while reason is None:
         drafting = speculative and (controls.pace is None or pace.drafting)
         if reason := controls.refuse(pace.cycle_seconds(speculative=drafting)):
+            pace.record_refusal(reason)
             yield Step((), reason, 0.0, 0.0)
             return
         budget -= len(tokens)

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
+from edge_dflash.spec.accept import FinishReason
+
 RECENT = 32  # cycles that an estimate looks back on
 PROBE = 4  # speculative cycles of a new try after plain decoding
 REST = 32  # plain cycles before drafting is tried again; doubles up to REST_LIMIT while it does not pay
@@ -36,7 +38,7 @@ class Pace:
     def __init__(self) -> None:
         self._drafted: deque[CycleTime] = deque(maxlen=RECENT)
         self._plain: deque[CycleTime] = deque(maxlen=RECENT)
-        self._prefill_seconds_per_token = 0.0  # the largest seen, decaying
+        self._prefills: deque[tuple[int, float]] = deque(maxlen=RECENT)  # tokens, seconds
         self._resting = 0  # plain cycles left before drafting is tried again
         self._rest = REST
 
@@ -51,12 +53,31 @@ class Pace:
         return max((cycle.seconds for cycle in cycles or self._drafted or self._plain), default=0.0)
 
     def prefill_seconds(self, tokens: int) -> float:
-        """Estimate for a prompt of ``tokens``; 0 when nothing is known."""
-        return self._prefill_seconds_per_token * tokens
+        """Estimate for a prompt of ``tokens``; 0 when nothing is known.
+
+        By the slowest rate of the recent ones, but for those of less than a quarter of the tokens: they are mostly the
+        fixed cost of a pass, and would have requests refused that could be served.
+        """
+        known = [(n, seconds) for n, seconds in self._prefills if 4 * n >= tokens]
+        return max((seconds * tokens / n for n, seconds in known), default=0.0)
 
     def record_prefill(self, tokens: int, seconds: float) -> None:
         """Note a measured prefill."""
-        self._prefill_seconds_per_token = max(seconds / tokens, 0.9 * self._prefill_seconds_per_token)
+        self._prefills.append((tokens, seconds))
+
+    def record_refusal(self, reason: FinishReason) -> None:
+        """Note why no more pass was started. By a deadline: of each kind the longest is forgotten, but never the last.
+
+        Else one pass that took very long (a suspended machine) would have every request with a deadline refused, and
+        nothing that is refused is measured again.
+        """
+        if reason != "deadline":
+            return
+        for cycles in (self._drafted, self._plain):
+            if len(cycles) > 1:
+                cycles.remove(max(cycles, key=lambda cycle: cycle.seconds))
+        if len(self._prefills) > 1:
+            self._prefills.remove(max(self._prefills, key=lambda prefill: prefill[1] / prefill[0]))
 
     def record(self, cycle: CycleTime) -> None:
         """Note a measured cycle and decide how to go on.
