@@ -202,9 +202,7 @@ def test_override_that_matches_nothing_is_refused(tmp_path):
 def test_w4a4_reaches_nvfp4_linears_but_not_head_and_fc():
     recipe = Recipe("r", drafter={"fc": "nvfp4"}, activations="nvfp4")
     used = {
-        spec.module
-        for name, spec in WEIGHTS.items()
-        if recipe.nvfp4_activations(spec, recipe.choice(name, spec, None))
+        spec.module for name, spec in WEIGHTS.items() if recipe.nvfp4_activations(spec, recipe.choice(name, spec, None))
     }
     assert used == {"attention", "gated_delta", "mlp"}
     assert not any(default_recipe().nvfp4_activations(s, "nvfp4") for s in WEIGHTS.values())
