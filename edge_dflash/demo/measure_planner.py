@@ -113,16 +113,16 @@ def measure_deadlines(planner: Planner, tasks: Sequence[Task], count: int) -> di
     for index, share in enumerate(np.linspace(0.2, 3.0, count)):
         task, seconds, cycle, tokens = natural[index % len(natural)]
         plan = planner.plan(task.messages, max_new_tokens=BUDGET, deadline=float(share) * seconds)
-        overshoot.append(max(plan.timings.total_seconds - share * seconds, 0.0) / cycle)
+        overshoot.append(max(plan.timings.total_seconds - float(share) * seconds, 0.0) / cycle)
         reasons.append(plan.finish_reason)
         wrong += plan.tokens != tokens[: len(plan.tokens)]
     return {
         "deadlines": count,
         "ended_by_deadline": reasons.count("deadline"),
-        "missed": sum(cycles > 0 for cycles in overshoot),
+        "missed": int(sum(cycles > 0 for cycles in overshoot)),
         "overshoot_cycles_p50": float(np.percentile(overshoot, 50)),
         "overshoot_cycles_p99": float(np.percentile(overshoot, 99)),
-        "overshoot_cycles_max": max(overshoot),
+        "overshoot_cycles_max": float(max(overshoot)),
         "not_a_prefix_of_the_whole": wrong,
         "natural_seconds": statistics.mean(seconds for _, seconds, _, _ in natural),
     }
@@ -136,7 +136,7 @@ def accept_length(plans: Sequence[Plan]) -> float:
 
 def _share(flags: Iterable[bool]) -> float:
     found = list(flags)
-    return sum(found) / max(len(found), 1)
+    return float(sum(found)) / max(len(found), 1)
 
 
 def main() -> None:
