@@ -91,7 +91,8 @@ def test_control_c_elsewhere_is_one_line(refused, ids_bundle, monkeypatch):
 
 def test_a_signal_ends_the_process_with_one_line(ids_bundle):
     """The real thing: a process at work is sent SIGINT."""
-    argv = [sys.executable, "-c", "from edge_dflash.cli import main; main()"]
+    heed = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"  # a parent may ignore SIGINT
+    argv = [sys.executable, "-c", f"{heed}; from edge_dflash.cli import main; main()"]
     process = subprocess.Popen(
         [*argv, "verify", str(ids_bundle), "--count", "4", "--max-new-tokens", "12"],
         stdout=subprocess.PIPE,
