@@ -4,7 +4,7 @@ import pytest
 
 from edge_dflash.demo import corpus
 from edge_dflash.demo.actions import schema_problems, step
-from edge_dflash.demo.checking import goal_problems
+from edge_dflash.demo.checking import goal_problems, scene_schema
 from edge_dflash.demo.corpus import check_plan, check_success, make_task, plan_schema, task_from_json, tasks
 from edge_dflash.demo.planning import Goal, derive
 from edge_dflash.demo.world import DOCK, Place, Room, Scene, Thing, scene_text
@@ -176,3 +176,14 @@ def test_the_schema_lists_every_action_with_its_arguments():
     actions = [choice["properties"]["action"]["const"] for choice in schema["properties"]["steps"]["items"]["oneOf"]]
     assert len(set(actions)) == 10
     assert schema_problems(json.loads(plan(step("unlock", "lab_door", "steel_key"))), schema) == []
+
+
+def test_the_schema_of_a_scene_takes_the_right_plan_and_no_foreign_name():
+    for task in tasks("heldout", 0, 40):
+        if task.kind != "plan":
+            continue
+        plan = json.loads(task.answer.rpartition("</think>")[2])
+        schema = scene_schema(task.scene)
+        assert schema_problems(plan, schema) == []
+        plan["steps"].append({"action": "navigate", "to": "nowhere"})
+        assert schema_problems(plan, schema)

@@ -5,6 +5,7 @@ Knows nothing of scenes; which names exist is checked in :mod:`edge_dflash.demo.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from typing import Any
 
 GRIPS = ("normal", "gentle", "both_arms")
@@ -32,8 +33,13 @@ def step(action: str, *arguments: str | int) -> Step:
     return {"action": action, **dict(zip(ACTIONS[action], arguments, strict=True))}
 
 
-def plan_schema() -> dict[str, Any]:
-    """JSON Schema of a plan: goal, steps of the fixed actions, notes; nothing else is allowed."""
+def plan_schema(names: Mapping[tuple[str, str], Collection[str]] | None = None) -> dict[str, Any]:
+    """JSON Schema of a plan: goal, steps of the fixed actions, notes; nothing else is allowed.
+
+    ``names`` gives the names that an argument may have, by (action, argument): an action without any for one of its
+    arguments is left out.
+    """
+    actions = ACTIONS if names is None else _bound(names)
     steps = [
         {
             "type": "object",
@@ -41,7 +47,7 @@ def plan_schema() -> dict[str, Any]:
             "required": ["action", *arguments],
             "additionalProperties": False,
         }
-        for name, arguments in ACTIONS.items()
+        for name, arguments in actions.items()
     ]
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -54,6 +60,18 @@ def plan_schema() -> dict[str, Any]:
         },
         "required": ["goal", "steps", "notes"],
         "additionalProperties": False,
+    }
+
+
+def _bound(names: Mapping[tuple[str, str], Collection[str]]) -> dict[str, dict[str, dict[str, Any]]]:
+    """The actions with their arguments bound to names."""
+    return {
+        action: {
+            key: {"enum": sorted(names[action, key])} if (action, key) in names else schema
+            for key, schema in arguments.items()
+        }
+        for action, arguments in ACTIONS.items()
+        if all(names.get((action, key), "any") for key in arguments)
     }
 
 

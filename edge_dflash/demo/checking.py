@@ -26,13 +26,19 @@ def validity_problems(scene: Scene, text: str) -> list[str]:
     return found or [p for i, s in enumerate(plan["steps"]) for p in _unknown_names(scene, s, f"step {i}")]
 
 
-def _unknown_names(scene: Scene, step: Step, where: str) -> list[str]:
+def scene_schema(scene: Scene) -> dict[str, Any]:
+    """JSON Schema of the plans that are valid in ``scene``: the plan schema with the scene's own names."""
+    return plan_schema(_known_names(scene))
+
+
+def _known_names(scene: Scene) -> dict[tuple[str, str], set[str]]:
+    """The names that may stand in each argument, by (action, argument)."""
     things = {t.name for t in scene.things}
     places = {p.name for p in scene.places}
     rooms = {r.name for r in scene.rooms}
     people = {name for name, _ in scene.people}
     openable = {p.name for p in scene.places if p.container} | set(scene.doors)
-    known: dict[tuple[str, str], set[str]] = {
+    return {
         ("navigate", "to"): places | rooms,
         ("open", "target"): openable,
         ("close", "target"): openable,
@@ -46,6 +52,10 @@ def _unknown_names(scene: Scene, step: Step, where: str) -> list[str]:
         ("handover", "to"): people,
         ("inspect", "target"): things | places,
     }
+
+
+def _unknown_names(scene: Scene, step: Step, where: str) -> list[str]:
+    known = _known_names(scene)
     return [
         f"{where}: {key} {value!r} of {step['action']} is not in the scene"
         for key, value in step.items()

@@ -19,6 +19,7 @@ import numpy as np
 
 from edge_dflash.backends.base import Rows
 from edge_dflash.demo.actions import schema_problems
+from edge_dflash.demo.checking import scene_schema
 from edge_dflash.demo.corpus import Task, check_plan, plan_schema
 from edge_dflash.demo.evaluate import BUDGET, heldout_tasks
 from edge_dflash.plan import Plan
@@ -81,8 +82,9 @@ def measure_form(planner: Planner, tasks: Sequence[Task]) -> dict[str, Any]:
     original, Timed.seconds = Grammar.constraint, 0.0
     with patch.object(Grammar, "constraint", lambda grammar: Timed(original(grammar))):
         bound = [planner.plan(task.messages, max_new_tokens=BUDGET, schema=schema) for task in tasks]
+        in_scene = [planner.plan(t.messages, max_new_tokens=BUDGET, schema=scene_schema(t.scene)) for t in tasks]
     plain = [planner.plan(t.messages, max_new_tokens=BUDGET, schema=schema, speculative=False) for t in tasks[:8]]
-    cycles = sum(len(plan.accept_lengths) for plan in bound)
+    cycles = sum(len(plan.accept_lengths) for plan in bound + in_scene)
     mask = Timed.seconds / cycles
     return {
         "tasks": len(tasks),
@@ -90,6 +92,10 @@ def measure_form(planner: Planner, tasks: Sequence[Task]) -> dict[str, Any]:
         "constrained_valid_in_scene": _share(
             not check_plan(t, p.text or "") for t, p in zip(tasks, bound, strict=True)
         ),
+        "scene_schema_valid_in_scene": _share(
+            not check_plan(t, p.text or "") for t, p in zip(tasks, in_scene, strict=True)
+        ),
+        "scene_schema_accept_length": accept_length(in_scene),
         "free_valid_in_scene": _share(not check_plan(t, p.text or "") for t, p in zip(tasks, free, strict=True)),
         "constrained_equal_to_free": _share(a.tokens == b.tokens for a, b in zip(free, bound, strict=True)),
         "plain_equal": _share(a.tokens == b.tokens for a, b in zip(plain, bound, strict=False)),
@@ -97,7 +103,7 @@ def measure_form(planner: Planner, tasks: Sequence[Task]) -> dict[str, Any]:
         "accept_length_constrained": accept_length(bound),
         "grammar_ms_per_cycle": 1e3 * mask,
         "verify_ms": 1e3 * statistics.mean(verifies),
-        "cycle_ms": 1e3 * sum(plan.timings.decode_seconds for plan in bound) / cycles,
+        "cycle_ms": 1e3 * sum(plan.timings.decode_seconds for plan in bound + in_scene) / cycles,
         "free_cycle_ms": 1e3 * sum(p.timings.decode_seconds for p in free) / sum(len(p.accept_lengths) for p in free),
     }
 
