@@ -7,7 +7,7 @@ import time
 
 from fakes import FakeBackend
 
-from edge_dflash.spec.adversary import Delegate
+from edge_dflash.backends.delegate import Delegate
 
 
 class Gate(Delegate):

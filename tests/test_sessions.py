@@ -13,11 +13,11 @@ from fakes import FakeBackend
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from edge_dflash.backends.delegate import Delegate
 from edge_dflash.errors import BackendError, BundleError, ContextError, RequestError
 from edge_dflash.sessions.session import SessionManager, SessionState, fingerprint
 from edge_dflash.sessions.slot import Reuse
 from edge_dflash.sessions.store import PrefixStore, snapshot_bytes
-from edge_dflash.spec.adversary import Delegate
 from edge_dflash.spec.loop import Controls, DecodeOptions, generate
 from tests.golden_pairs import ENGINE, NAMES, backend, golden, same_bits
 

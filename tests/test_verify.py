@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from edge_dflash.backends.base import Snapshot
+from edge_dflash.backends.delegate import Delegate
 from edge_dflash.errors import ContextError, RequestError, VerificationError
-from edge_dflash.spec.adversary import Adversary, Delegate, TokenRows, drafters, noise, oracle
+from edge_dflash.spec.adversary import Adversary, TokenRows, drafters, noise, oracle
 from edge_dflash.spec.loop import DecodeOptions
 from edge_dflash.spec.sampling import Sampling, choose
 from edge_dflash.verification.lossless import OWN, verify_lossless

@@ -12,9 +12,9 @@ from numbers import Integral, Real
 from typing import Any, TypeAlias, TypedDict
 
 from edge_dflash.backends.base import Backend
+from edge_dflash.backends.delegate import Delegate
 from edge_dflash.chat import Markers, thinking_is_open
 from edge_dflash.errors import RequestError
-from edge_dflash.spec.adversary import Delegate
 from edge_dflash.spec.constraint import Constraint
 from edge_dflash.spec.grammar import Grammar, compile_lark, compile_regex, compile_schema
 from edge_dflash.spec.loop import Controls, DecodeOptions, admit

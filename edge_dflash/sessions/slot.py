@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from edge_dflash.backends.base import Backend, Rows, Snapshot
+from edge_dflash.backends.delegate import Delegate
 from edge_dflash.errors import BackendError, RequestError
 from edge_dflash.sessions.store import PrefixStore, snapshot_bytes
-from edge_dflash.spec.adversary import Delegate
 
 
 @dataclass(eq=False)

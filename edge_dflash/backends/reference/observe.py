@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from edge_dflash.backends.base import Precision, Rows
+from edge_dflash.backends.delegate import Delegate
 from edge_dflash.backends.reference.backend import ReferenceBackend
 from edge_dflash.backends.reference.interpreter import Interpreter, Memory
 from edge_dflash.backends.reference.weights import TorchWeights
@@ -17,7 +18,6 @@ from edge_dflash.checkpoint.specs import PairSpec
 from edge_dflash.checkpoint.weights import Array, WeightStore
 from edge_dflash.graph.program import PairPrograms
 from edge_dflash.spec.accept import accepted
-from edge_dflash.spec.adversary import Delegate
 from edge_dflash.spec.loop import DecodeOptions, generate
 
 FLOAT32 = Precision("float32", "float32")
