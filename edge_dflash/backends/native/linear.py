@@ -11,15 +11,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
+from edge_dflash.backends.native import linear_tiles
 from edge_dflash.backends.native.driver import DevicePointer, Gpu, Kernel
 from edge_dflash.backends.native.linear_plan import MOST_UNITS, Plan, block_shared, plan, row_tile, shared_bytes
 from edge_dflash.backends.native.memory import NULL, Matrix
-from edge_dflash.backends.native.weight_layout import UNIT_BYTES, UNIT_ROWS, WINDOW, Format, Layout, Repacked
+from edge_dflash.backends.native.weight_layout import UNIT_ROWS, Format, Layout, Repacked
 from edge_dflash.errors import BackendError
 
-UNITS = ("linear", "linear_tiles", "finish")  # compilation units of these kernels
+UNITS = ("linear", linear_tiles.UNIT, "finish")  # compilation units of these kernels
 _THREADS, _FINISH_THREADS, _PARTS = 256, 1024, 4
-_TILE_ROWS, _TILE_UNITS, _TILE_STAGES = 128, 4, 3
 
 
 class Mode(IntEnum):
@@ -77,14 +77,12 @@ class Linears:
 
     def __init__(self, gpu: Gpu, cubin: Callable[[str], bytes]) -> None:
         self._gpu = gpu
-        modules = {unit: gpu.load(cubin(unit)) for unit in UNITS}
+        modules = {unit: gpu.load(cubin(unit)) for unit in UNITS if unit != linear_tiles.UNIT}
         shared = block_shared(gpu.sm)
         self._linear: dict[tuple[Format, int], Kernel] = {
             (f, r): modules["linear"].kernel(f"linear_{f}_{r}", shared_bytes=shared) for f, r in MOST_UNITS
         }
-        self._tiles: dict[Format, Kernel] = {
-            f: modules["linear_tiles"].kernel(f"linear_tiles_{f}", shared_bytes=_tile_shared(f)) for f in UNIT_BYTES
-        }
+        self._tiles = linear_tiles.Tiles(gpu, cubin)
         self._greedy = modules["linear"].kernel("linear_greedy")
         self._finish = modules["finish"].kernel("linear_finish")
 
@@ -194,12 +192,7 @@ class Linears:
         job = _job(weights, x, out, Plan(1, 1, 1, 0), mode, 0)
         if residual is not None:
             job.residual = residual.pointer.address
-        layout = weights.layout
-        grid = (-(-rows // _TILE_ROWS), -(-layout.units // _TILE_UNITS), 1)
-        shared = _tile_shared(layout.format)
-        self._gpu.launch(
-            self._tiles[layout.format], grid, _THREADS, (job, rows, valid), shared_bytes=shared, overlap=True
-        )
+        self._tiles.launch(weights.layout, job, x, rows, valid)
 
     def _side(self, side: LinearWeights | None, x: Matrix, out: Sequence[Matrix], rows: int) -> _Job:
         if side is None:
@@ -220,10 +213,6 @@ class Linears:
             )
         grid = (plan.groups * plan.splits + side.groups, 1, 1)
         self._gpu.launch(self._linear[format, tile], grid, _THREADS, (job, side), shared_bytes=shared, overlap=True)
-
-
-def _tile_shared(format: Format) -> int:
-    return _TILE_STAGES * (_TILE_UNITS * UNIT_BYTES[format] + _TILE_ROWS * WINDOW[format] * 2)
 
 
 def _job(weights: LinearWeights, x: Matrix, out: Sequence[Matrix], plan: Plan, mode: Mode, prefetch: int) -> _Job:
