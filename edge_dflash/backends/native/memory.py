@@ -1,12 +1,17 @@
-"""Where the rows of a pass lie in device memory: a matrix with a row stride, and the control block."""
+"""Device memory as the backend sees it: matrices with a row stride, the control block, and a ledger of what it is for."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any, TypeAlias
 
-from edge_dflash.backends.native.driver import DevicePointer
+import numpy as np
+import numpy.typing as npt
 
+from edge_dflash.backends.native.driver import DevicePointer, Gpu
+
+Array: TypeAlias = npt.NDArray[Any]
 NULL = DevicePointer(0, 0)
 
 
@@ -39,3 +44,32 @@ def control_word(control: DevicePointer, word: Control) -> DevicePointer:
 def aligned(nbytes: int) -> int:
     """``nbytes`` rounded up to 256, the alignment of every part of a scratch buffer."""
     return -(-nbytes // 256) * 256
+
+
+class Memory:
+    """Allocates by purpose. Without a device it only counts, so that a budget is known before anything is loaded."""
+
+    def __init__(self, gpu: Gpu | None) -> None:
+        self._gpu = gpu
+        self.bytes: dict[str, int] = {}
+
+    def take(self, purpose: str, nbytes: int) -> DevicePointer:
+        """Memory that is not initialised."""
+        self.count(purpose, nbytes)
+        return DevicePointer(0, nbytes) if self._gpu is None else self._gpu.allocate(nbytes)
+
+    def put(self, purpose: str, array: Array) -> DevicePointer:
+        """Memory that holds ``array``."""
+        pointer = self.take(purpose, array.nbytes)
+        if self._gpu is not None:
+            self._gpu.write(pointer, np.ascontiguousarray(array))
+        return pointer
+
+    def count(self, purpose: str, nbytes: int) -> None:
+        """Count memory that was allocated elsewhere."""
+        self.bytes[purpose] = self.bytes.get(purpose, 0) + nbytes
+
+    @property
+    def total(self) -> int:
+        """All bytes."""
+        return sum(self.bytes.values())
