@@ -1,4 +1,4 @@
-"""Device memory as the backend sees it: matrices with a row stride, the control block, and a ledger of what it is for."""
+"""Device memory as the backend sees it: matrices with a row stride, the control block, a ledger of purposes."""
 
 from __future__ import annotations
 

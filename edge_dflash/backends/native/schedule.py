@@ -49,7 +49,7 @@ class Gather(Step):
 
 @dataclass(frozen=True)
 class Multiply(Step):
-    """A stack on one input, and perhaps a small BF16 stack on the same input. Reads (x); writes outputs, side's last."""
+    """A stack on one input, perhaps with a BF16 stack on the same input. Reads (x); writes outputs, side's last."""
 
     stack: Stack
     side: Stack | None = None
@@ -111,6 +111,7 @@ class Schedule:
     program: Program
     steps: list[Step] = field(default_factory=list)
     columns: dict[str, int] = field(default_factory=dict)  # of tensors that have memory of their own
+    widths: dict[str, int] = field(default_factory=dict)  # of all tensors
     slices: dict[str, tuple[str, int]] = field(default_factory=dict)  # tensor -> (tensor, first column)
     single: set[str] = field(default_factory=set)  # tensors of one row (behind ``last``)
 
@@ -138,7 +139,7 @@ class _Lowering:
             for name in op.inputs:
                 self._readers.setdefault(name, []).append(op)
         self._done: set[str] = set()  # outputs that exist by now
-        self._columns: dict[str, int] = {}
+        self._columns = self._out.widths
         self._handlers: dict[type[DenseOp], Callable[..., None]] = {
             Embed: self._embed,
             Linear: self._linear,
