@@ -28,3 +28,19 @@ extern "C" __global__ void bench_fill(u32* to, long long words, u32 seed) {
     to[i] = i % 288 < 256 ? word : (word & 0x0F0F0F0Fu) + 0x48484848u;
   }
 }
+
+// Random weights that are legal in a stack (weight_layout.py; benchmark/weights.py computes the same words): NVFP4 codes
+// with scale bytes from 0.5 to 1.875, or FP8 or BF16 values with exponent fields ``exponent`` to ``exponent`` + 3.
+extern "C" __global__ void bench_weights(u32* to, long long words, u32 seed, int value_bits, u32 exponent) {
+  const long long step = static_cast<long long>(gridDim.x) * blockDim.x;
+  for (long long i = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x; i < words; i += step) {
+    u64 z = (i + 1) * 0x9E3779B97F4A7C15ull + seed;
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
+    u32 word = static_cast<u32>(z >> 32);
+    if (value_bits == 4 && i % 288 >= 256) word = (word & 0x0F0F0F0Fu) + 0x48484848u;
+    if (value_bits == 8) word = (word & 0x87878787u) | ((((word >> 3) & 0x03030303u) + exponent * 0x01010101u) << 3);
+    if (value_bits == 16) word = (word & 0x807F807Fu) | ((((word >> 7) & 0x00030003u) + exponent * 0x00010001u) << 7);
+    to[i] = word;
+  }
+}

@@ -1,0 +1,39 @@
+"""Cubins for a device that has no bundle: compiled at first use and kept, by source and arch."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from edge_dflash.backends.native.compile import ARCHS, KERNELS, compile_cubin
+from edge_dflash.errors import BackendError
+
+
+def device_arch(sm: int) -> str:
+    """The arch that kernels are compiled for on a device of compute capability ``sm`` (90: 9.0).
+
+    Raises BackendError for a device without kernels.
+    """
+    for arch in (f"sm{sm}a", f"sm{sm}"):
+        if arch in ARCHS:
+            return arch
+    raise BackendError(f"this GPU is SM{sm}; the kernels are built for {', '.join(ARCHS)}")
+
+
+class Cubins:
+    """Cubins of the kernels in ``directory``; what is missing is compiled, which needs NVRTC, and put there."""
+
+    def __init__(self, directory: Path, arch: str) -> None:
+        self._directory, self._arch = directory, arch
+
+    def __call__(self, unit: str) -> bytes:
+        """Cubin of a compilation unit. Raises BuildError when it has to be compiled and cannot be."""
+        headers = sorted(KERNELS.glob("*.cuh"))
+        sources = b"".join(path.read_bytes() for path in sorted([KERNELS / f"{unit}.cu", *headers]))
+        path = self._directory / f"{unit}-{self._arch}-{hashlib.sha256(sources).hexdigest()[:16]}.cubin"
+        if not path.exists():
+            self._directory.mkdir(parents=True, exist_ok=True)
+            fresh = path.with_suffix(".new")
+            fresh.write_bytes(compile_cubin(unit, self._arch))
+            fresh.replace(path)
+        return path.read_bytes()
