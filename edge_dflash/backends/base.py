@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -58,6 +58,16 @@ class Snapshot:
 
     length: int
     arrays: Mapping[str, npt.NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class Cycle:
+    """What one greedy cycle on a device found."""
+
+    tokens: tuple[int, ...]  # accepted drafts and the target's own choice behind them
+    accepted: int  # drafts among them
+    propose_seconds: float  # on the device's clock
+    verify_seconds: float
 
 
 class Backend(Protocol):
@@ -117,4 +127,13 @@ class Backend(Protocol):
 
     def close(self) -> None:
         """Release the device."""
+        ...
+
+
+@runtime_checkable
+class CyclingBackend(Backend, Protocol):
+    """A backend that runs a whole greedy cycle by itself, with the same result as propose, verify and accept."""
+
+    def cycle(self, anchor: int) -> Cycle:
+        """Propose from ``anchor``, verify and accept greedily. ``commit`` follows as after a verify of the tokens."""
         ...

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -63,6 +64,10 @@ class Graph:
         """Enqueue the whole sequence."""
         _check(cu.cuGraphLaunch(self._handle, self._gpu.stream), "launching a graph")
 
+    def upload(self) -> None:
+        """Bring the sequence to the device, so that the first launch is as fast as the others."""
+        _check(cu.cuGraphUpload(self._handle, self._gpu.stream), "uploading a graph")
+
 
 class Gpu:
     """One device with its primary context, one stream and all memory that was allocated through it."""
@@ -90,6 +95,10 @@ class Gpu:
         self.sm = major * 10 + minor  # 90 for Hopper
         self.sm_count = self._attribute("MULTIPROCESSOR_COUNT")
         self.name = str(_check(cu.cuDeviceGetName(128, self._device), "reading the name").split(b"\0")[0].decode())
+
+    def enter(self) -> None:
+        """Make the device current in this thread. Cheap; needed wherever another thread may have opened it."""
+        _check(cu.cuCtxSetCurrent(self._context), "entering the context")
 
     def allocate(self, nbytes: int) -> DevicePointer:
         """Device memory, 256-byte aligned, not initialised."""
@@ -134,6 +143,18 @@ class Gpu:
         if out.nbytes > pointer.nbytes:
             raise ValueError(f"{out.nbytes} bytes were asked for, the memory has {pointer.nbytes}")
         _check(cu.cuMemcpyDtoHAsync(out.ctypes.data, pointer.address, out.nbytes, self.stream), "reading back")
+
+    def write_from(self, pointer: DevicePointer, array: npt.NDArray[Any]) -> None:
+        """Enqueue a copy from a page-locked host array, which must stay as it is until the copy has run."""
+        if array.nbytes > pointer.nbytes:
+            raise ValueError(f"{array.nbytes} bytes do not fit into {pointer.nbytes}")
+        _check(cu.cuMemcpyHtoDAsync(pointer.address, array.ctypes.data, array.nbytes, self.stream), "uploading")
+
+    def copy(self, to: DevicePointer, source: DevicePointer, nbytes: int) -> None:
+        """Enqueue a copy inside device memory."""
+        if nbytes > min(to.nbytes, source.nbytes):
+            raise ValueError(f"{nbytes} bytes do not fit from {source.nbytes} into {to.nbytes}")
+        _check(cu.cuMemcpyDtoDAsync(to.address, source.address, nbytes, self.stream), "copying")
 
     def fill(self, pointer: DevicePointer, byte: int = 0) -> None:
         """Enqueue setting every byte."""
@@ -203,9 +224,17 @@ class Gpu:
         return elapsed
 
     def free_bytes(self) -> tuple[int, int]:
-        """Free and total device memory. On Jetson, page cache counts as used here: budget with MemAvailable there."""
-        free, total = _check(cu.cuMemGetInfo(), "reading free memory")
-        return int(free), int(total)
+        """Free and total device memory.
+
+        Where CPU and GPU share memory (Jetson), the driver counts the page cache as used; the kernel's MemAvailable,
+        which does not, is taken there.
+        """
+        free, total = (int(x) for x in _check(cu.cuMemGetInfo(), "reading free memory"))
+        if self._attribute("INTEGRATED"):
+            for line in Path("/proc/meminfo").read_text().splitlines():
+                if line.startswith("MemAvailable:"):
+                    free = max(free, int(line.split()[1]) * 1024)
+        return free, total
 
     def close(self) -> None:
         """Free all memory and leave the device."""

@@ -1,0 +1,307 @@
+"""The Backend protocol on our CUDA kernels: one sequence, optimistic state, one CUDA graph a pass.
+
+The host keeps a copy of the control block (length, pending rows, anchor) and writes it to the device only when the
+two differ, so that cycle after cycle runs as one graph launch and one small read-back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from edge_dflash.backends.base import Cycle, PairShape, Precision, Snapshot
+from edge_dflash.backends.native.cycle import Result
+from edge_dflash.backends.native.driver import Gpu
+from edge_dflash.backends.native.graphs import Capture, Graphs, host_memory
+from edge_dflash.backends.native.loading import Loaded, load, plan_pair
+from edge_dflash.backends.native.profile import StepTime, profile_cycle
+from edge_dflash.backends.native.snapshots import read_states, write_states
+from edge_dflash.backends.native.states import Sizes
+from edge_dflash.backends.native.weights import NativeWeights
+from edge_dflash.checkpoint.specs import PairSpec
+from edge_dflash.checkpoint.weights import bf16_to_f32
+from edge_dflash.errors import BackendError
+from edge_dflash.models import pair_programs
+
+
+@dataclass(frozen=True)
+class _Control:
+    """What the control block says, or has to say."""
+
+    length: int = 0
+    pending: int = 0  # rows of the tape that are committed but not in the recurrent states
+    anchor: int = 0
+
+
+class NativeRows:
+    """Logits of one pass, on the device until they are asked for; the next pass replaces them."""
+
+    def __init__(self, backend: NativeBackend, count: int, first: int, ids: npt.NDArray[np.int32]) -> None:
+        self._backend, self._count, self._first, self._ids = backend, count, first, ids
+        self._pass = backend.passes
+
+    def __len__(self) -> int:
+        return self._count
+
+    def argmax(self) -> list[int]:
+        """Id of the largest logit of each row, the lowest on a tie. Raises BackendError after a later pass."""
+        self._backend.wait(self._pass)
+        found: list[int] = self._ids[self._first : self._first + self._count].tolist()
+        return found
+
+    def logits(self) -> npt.NDArray[np.float32]:
+        """Logits [rows, V] float32. Raises BackendError after a later pass."""
+        self._backend.wait(self._pass)
+        return self._backend.read_logits(self._first, self._count)
+
+
+class NativeBackend:
+    """A pair on a GPU. See :class:`edge_dflash.backends.base.Backend`; :meth:`cycle` is its fast path."""
+
+    def __init__(
+        self,
+        spec: PairSpec,
+        weights: NativeWeights,
+        precision: Precision,
+        *,
+        cubin: Callable[[str], bytes],
+        max_context: int,
+        prefill_chunk: int = 512,
+    ) -> None:
+        """Load the pair; ``cubin`` gives a compilation unit's cubin for this device.
+
+        Raises BackendError for what the kernels do not take, and when the pair does not fit into memory.
+        """
+        drafter = spec.drafter
+        self._shape = PairShape(
+            spec.target.vocab_size, drafter.block_size, drafter.mask_token_id, max_context, prefill_chunk
+        )
+        sizes = Sizes(drafter.block_size, prefill_chunk, max_context)
+        plan = plan_pair(pair_programs(spec), weights, precision, sizes)
+        self.gpu = Gpu()
+        try:
+            self._loaded = load(self.gpu, plan, weights, cubin)
+            self._host = host_memory(self.gpu, self._loaded)
+            self._capture = Capture(self.gpu, self._loaded, self._host, drafter.mask_token_id)
+            self.graphs: Graphs = self._capture.all()
+            self.graphs.upload()
+            self._cycle_graph = self.graphs.cycle
+            self.passes = 0  # counts passes, so that rows know when they were replaced
+            self._wanted = _Control()  # what the next pass has to find
+            self._known: _Control | None = None  # what the device has; None: nothing is known
+            self._verified: int | None = None  # rows of the last verify, until they are committed
+            self.reset()
+            self._warm_up()
+        except BaseException:
+            self.gpu.close()
+            raise
+
+    @property
+    def shape(self) -> PairShape:
+        """Sizes of the loaded pair."""
+        return self._shape
+
+    @property
+    def length(self) -> int:
+        """Number of committed rows."""
+        return self._wanted.length
+
+    @property
+    def budget(self) -> Mapping[str, int]:
+        """Bytes of device memory by purpose."""
+        return dict(self._loaded.memory.bytes)
+
+    @property
+    def loaded(self) -> Loaded:
+        """What is on the device."""
+        return self._loaded
+
+    def reset(self) -> None:
+        """Forget the sequence."""
+        self.gpu.enter()
+        self._loaded.states.zero(self.gpu.fill)
+        self._wanted, self._known = _Control(), None
+        self._verified = None
+
+    def prefill(self, ids: Sequence[int]) -> NativeRows:
+        """Append and commit ids chunk by chunk; logits of the last row."""
+        stop = self.length + len(ids)
+        if not ids or stop > self._shape.max_context:
+            raise BackendError(
+                f"cannot prefill {len(ids)} tokens at {self.length}: the context holds {self._shape.max_context} tokens"
+            )
+        self._check_ids(ids)
+        self._begin()
+        chunk = self._shape.prefill_chunk
+        for first in range(0, len(ids), chunk):
+            part = ids[first : first + chunk]
+            self.gpu.synchronize()  # the chunk before has read its ids
+            self._host.ids[: len(part)] = part
+            self._write_control(rows=len(part))
+            self.graphs.prefill.launch()
+            self._wanted = _Control(self.length + len(part), 0, self._wanted.anchor)
+            self._known = self._wanted
+        return NativeRows(self, 1, 0, self._host.choices)
+
+    def propose(self, anchor: int) -> NativeRows:
+        """One drafter pass; row i is the draft for position length + 1 + i. Drops an open verify."""
+        self._check_ids([anchor])
+        self._check_room(self._shape.block_size)
+        self._begin()
+        self._wanted = _Control(self.length, self._wanted.pending, anchor)
+        self._write_control()
+        self.graphs.propose.launch()
+        return NativeRows(self, self._shape.block_size - 1, 1, self._host.drafts)
+
+    def verify(self, ids: Sequence[int]) -> NativeRows:
+        """Run rows at length, length + 1, ... without committing them."""
+        if not 1 <= len(ids) <= self._shape.block_size:
+            raise BackendError(f"verify takes 1 to {self._shape.block_size} rows, not {len(ids)}")
+        self._check_ids(ids)
+        self._check_room(len(ids))
+        self._begin()
+        self.gpu.synchronize()
+        self._host.ids[: len(ids)] = ids
+        self._host.ids[len(ids) : self._shape.block_size] = ids[-1]
+        self._write_control()
+        self.graphs.verify.launch()
+        self._wanted = _Control(self.length, 0, self._wanted.anchor)  # the pass has replayed what was pending
+        self._known = self._wanted
+        self._verified = len(ids)
+        return NativeRows(self, len(ids), 0, self._host.choices)
+
+    def cycle(self, anchor: int) -> Cycle:
+        """Propose, verify, accept and commit on the device; :meth:`commit` may then keep fewer rows."""
+        self._check_ids([anchor])
+        self._check_room(self._shape.block_size)
+        self._begin()
+        self._wanted = _Control(self.length, self._wanted.pending, anchor)
+        self._write_control()
+        self._cycle_graph.launch()
+        self.gpu.synchronize()
+        result = Result.of(self._host.result, self._shape.block_size)
+        tokens = result.choices[: result.accepted + 1]
+        self._wanted = _Control(self.length, 0, anchor)  # until commit; the device has already committed all
+        self._known = _Control(self.length + len(tokens), len(tokens), tokens[-1])
+        self._verified = len(tokens)
+        return Cycle(tokens, result.accepted, result.propose_seconds, result.verify_seconds)
+
+    def commit(self, rows: int) -> None:
+        """Make the first ``rows`` rows of the last verify or cycle real."""
+        if self._verified is None or not 0 <= rows <= self._verified:
+            state = "no verify is open" if self._verified is None else f"the last verify had {self._verified} rows"
+            raise BackendError(f"cannot commit {rows} rows: {state}")
+        self._wanted = _Control(self.length + rows, rows, self._wanted.anchor)
+        self._verified = None
+
+    def flush(self) -> None:
+        """Replay pending rows into the recurrent state."""
+        self._begin()
+        self._flush()
+
+    def snapshot(self) -> Snapshot:
+        """Flush, then copy the state of both models."""
+        self.flush()
+        return Snapshot(self.length, read_states(self.gpu, self._loaded.states, self.length))
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Replace the state by a snapshot of the same pair and precision."""
+        if snapshot.length > self._shape.max_context:
+            raise BackendError(
+                f"the snapshot holds {snapshot.length} tokens, the context only {self._shape.max_context}"
+            )
+        self._begin()
+        write_states(self.gpu, self._loaded.states, snapshot)
+        self._wanted, self._known = _Control(snapshot.length), None
+
+    def close(self) -> None:
+        """Free the device."""
+        self.gpu.enter()
+        self.gpu.close()
+
+    def force(self, accept: Sequence[int] | None) -> None:
+        """Benchmarks: accept so many drafts a cycle, whatever the target says; None ends it. Captures a graph."""
+        self.gpu.enter()
+        if accept is None:
+            self._cycle_graph = self.graphs.cycle
+            return
+        if not accept or not all(0 <= n < self._shape.block_size for n in accept):
+            raise BackendError(f"accept pattern {list(accept)} is not made of 0 to {self._shape.block_size - 1} drafts")
+        pattern = self.gpu.upload(np.array(accept, np.int32))
+        self._cycle_graph = self.gpu.capture(lambda: self._capture.cycle(pattern))
+        self._cycle_graph.upload()
+
+    def profile(self, anchor: int = 0) -> list[StepTime]:
+        """Time of each step of one cycle, on the device's clock; the steps do not overlap here. Captures a graph."""
+        self._begin()
+        self._write_control()
+        return profile_cycle(self.gpu, self._loaded, self._capture)
+
+    def wait(self, number: int) -> None:
+        """Wait for pass ``number``. Raises BackendError when a later one has replaced its rows."""
+        if number != self.passes:
+            raise BackendError("these rows were replaced by a later pass; read them before it")
+        self.gpu.enter()
+        self.gpu.synchronize()
+
+    def read_logits(self, first: int, count: int) -> npt.NDArray[np.float32]:
+        """Rows of the logits buffer as float32 [count, V]."""
+        logits = self._loaded.buffers.logits
+        part = logits.pointer.at(2 * first * logits.stride, 2 * count * logits.stride)
+        bits = self.gpu.read(part, (count, logits.stride), np.uint16)
+        return bf16_to_f32(bits[:, : self._shape.vocab_size])
+
+    def _begin(self) -> None:
+        """A new pass: what lay open is dropped."""
+        self.gpu.enter()
+        self.passes += 1
+        self._verified = None
+
+    def _flush(self) -> None:
+        if self._wanted.pending:
+            self._write_control()
+            self.graphs.flush.launch()
+            self._wanted = _Control(self.length, 0, self._wanted.anchor)
+            self._known = self._wanted
+        self.gpu.synchronize()
+
+    def _write_control(self, rows: int = 0) -> None:
+        """Tell the device what the host knows, if it does not know it."""
+        if rows or self._known != self._wanted:
+            now = self._wanted
+            self._loaded.kernels.cycle.set(
+                self._loaded.buffers.shared.control,
+                length=now.length,
+                pending=now.pending,
+                rows=rows,
+                anchor=now.anchor,
+            )
+            self._known = now
+
+    def _check_ids(self, ids: Sequence[int]) -> None:
+        low, high = min(ids), max(ids)
+        if low < 0 or high >= self._shape.vocab_size:
+            odd = low if low < 0 else high
+            raise BackendError(f"token id {odd} is outside the vocabulary of {self._shape.vocab_size}")
+
+    def _check_room(self, rows: int) -> None:
+        if self.length + rows > self._shape.max_context:
+            raise BackendError(
+                f"rows {self.length}..{self.length + rows - 1} do not fit the context of "
+                f"{self._shape.max_context} tokens"
+            )
+
+    def _warm_up(self) -> None:
+        """Run everything once, so that no first cycle pays for loading code."""
+        if self._shape.max_context >= 3 * self._shape.block_size:
+            self.prefill([0])
+            self.propose(0)
+            self.verify([0])
+            self.commit(1)
+            self.flush()
+            self.cycle(0)
+        self.reset()
+        self.gpu.synchronize()

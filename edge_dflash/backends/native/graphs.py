@@ -1,0 +1,114 @@
+"""The CUDA graphs of a loaded pair: one of each kind, for every position. Captured at load, uploaded, never again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from edge_dflash.backends.native.cycle import RESULT_WORDS
+from edge_dflash.backends.native.driver import DevicePointer, Gpu, Graph
+from edge_dflash.backends.native.loading import Loaded
+from edge_dflash.backends.native.memory import NULL, Array, Control, control_word
+from edge_dflash.backends.native.schedule import Step
+
+
+@dataclass(frozen=True)
+class Host:
+    """Page-locked memory that the graphs read and write."""
+
+    ids: Array  # int32 [max(B, prefill rows)]
+    drafts: Array  # int32 [row tile], row 0 is no draft
+    choices: Array  # int32 [row tile]
+    result: Array  # int32 [RESULT_WORDS]
+
+
+@dataclass(frozen=True)
+class Graphs:
+    """Everything that runs in a cycle."""
+
+    propose: Graph  # anchor in the control block -> drafts, logits
+    verify: Graph  # ids on the host -> choices, logits
+    cycle: Graph  # propose, verify, accept and commit, without logits
+    prefill: Graph  # ids on the host, ROWS of them -> choice of the last row, logits
+    flush: Graph  # pending rows into the recurrent states
+
+    def upload(self) -> None:
+        """Bring all to the device."""
+        for graph in (self.propose, self.verify, self.cycle, self.prefill, self.flush):
+            graph.upload()
+
+
+def host_memory(gpu: Gpu, loaded: Loaded) -> Host:
+    """Allocate what the graphs exchange with the host."""
+    buffers = loaded.buffers
+    return Host(
+        ids=gpu.pinned((buffers.ids.nbytes // 4,), np.int32),
+        drafts=gpu.pinned((buffers.drafts.nbytes // 4,), np.int32),
+        choices=gpu.pinned((buffers.choices.nbytes // 4,), np.int32),
+        result=gpu.pinned((RESULT_WORDS,), np.int32),
+    )
+
+
+class Capture:
+    """What each graph enqueues."""
+
+    def __init__(self, gpu: Gpu, loaded: Loaded, host: Host, mask: int) -> None:
+        self._gpu, self._loaded, self._host, self._mask = gpu, loaded, host, mask
+        self._rows = loaded.plan.sizes.rows
+        self._control = loaded.buffers.shared.control
+
+    def all(self) -> Graphs:
+        """Capture every graph."""
+        capture = self._gpu.capture
+        return Graphs(
+            propose=capture(self.propose),
+            verify=capture(self.verify),
+            cycle=capture(self.cycle),
+            prefill=capture(self.prefill),
+            flush=capture(self.flush),
+        )
+
+    def propose(self) -> None:
+        """One drafter pass over [anchor, mask, ...]."""
+        buffers, loaded = self._loaded.buffers, self._loaded
+        loaded.kernels.cycle.ids(self._control, buffers.ids, self._rows, mask=self._mask)
+        loaded.passes["propose"].enqueue(logits=True)
+        self._gpu.read_into(buffers.drafts, self._host.drafts)
+
+    def verify(self) -> None:
+        """One target pass over the host's ids."""
+        buffers, loaded = self._loaded.buffers, self._loaded
+        self._gpu.write_from(buffers.ids, self._host.ids[: self._rows])
+        loaded.passes["verify"].enqueue(logits=True)
+        loaded.kernels.small.replayed(self._control)
+        self._gpu.read_into(buffers.choices, self._host.choices)
+
+    def cycle(self, pattern: DevicePointer = NULL, around: Callable[[Step | None], None] = lambda step: None) -> None:
+        """Propose, verify, accept, commit; ``around`` is told each step before it and None at the end."""
+        buffers, loaded = self._loaded.buffers, self._loaded
+        frame, clock, drafts = loaded.kernels.cycle, buffers.clock, buffers.drafts.at(4, buffers.drafts.nbytes - 4)
+        frame.ids(self._control, buffers.ids, self._rows, mask=self._mask, clock=clock.at(0, 8))
+        loaded.passes["propose"].enqueue(logits=False, around=around)
+        frame.ids(self._control, buffers.ids, self._rows, drafts=drafts, clock=clock.at(8, 8))
+        loaded.passes["verify"].enqueue(logits=False, around=around)
+        around(None)
+        frame.accept(drafts, buffers.choices, self._rows, self._control, buffers.result, clock, pattern)
+        self._gpu.read_into(buffers.result, self._host.result)
+
+    def prefill(self) -> None:
+        """One chunk."""
+        buffers, loaded = self._loaded.buffers, self._loaded
+        self._gpu.write_from(buffers.ids, self._host.ids)
+        loaded.passes["prefill"].enqueue(logits=True)
+        loaded.kernels.small.commit_prefill(self._control)
+        self._gpu.read_into(buffers.choices, self._host.choices)
+
+    def flush(self) -> None:
+        """Replay pending rows."""
+        loaded, shared = self._loaded, self._loaded.buffers.shared
+        pending = control_word(self._control, Control.PENDING)
+        for name, kernels in loaded.kernels.delta.items():
+            kernels.flush(loaded.states.delta[name], shared.delta, shared.counters, pending)
+        loaded.kernels.small.replayed(self._control)

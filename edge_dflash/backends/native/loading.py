@@ -1,0 +1,228 @@
+"""Everything on the device that a pair needs, made once: budget, weights, states, kernels, passes.
+
+The budget is summed up before a byte is loaded. After loading nothing is allocated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from edge_dflash.backends.base import Precision
+from edge_dflash.backends.native import attend, cycle, delta, small
+from edge_dflash.backends.native.driver import DevicePointer, Gpu
+from edge_dflash.backends.native.linear import Linears, LinearWeights
+from edge_dflash.backends.native.linear_plan import row_tile
+from edge_dflash.backends.native.memory import CONTROL_BYTES, Matrix, Memory
+from edge_dflash.backends.native.passes import Kernels, Pass, Shared
+from edge_dflash.backends.native.placement import Place, place
+from edge_dflash.backends.native.schedule import Head, Project, Schedule, schedule
+from edge_dflash.backends.native.stacks import Stack, pair_stacks
+from edge_dflash.backends.native.states import Sizes, States
+from edge_dflash.backends.native.weights import NativeWeights
+from edge_dflash.errors import BackendError
+from edge_dflash.graph.ops import Embed
+from edge_dflash.graph.program import PairPrograms
+
+_SLACK = 256 << 20  # bytes left to the driver: code, graphs, printf buffers
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What will be on the device, known from the Programs and formats alone."""
+
+    programs: PairPrograms
+    precision: Precision
+    sizes: Sizes
+    stacks: Mapping[str, Stack]
+    schedules: Mapping[str, Schedule]  # prefill, verify, propose
+    places: Mapping[str, Mapping[str, Place]]
+    arena_bytes: int
+
+    @property
+    def vocabulary(self) -> int:
+        """Rows of the embedding and columns of the head."""
+        embed = next(op for op in self.programs.verify.ops if isinstance(op, Embed))
+        return self.programs.verify.weights[embed.weight].shape[0]
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """Memory outside the arena."""
+
+    shared: Shared
+    ids: DevicePointer  # of a pass: [max(B, prefill rows)] int32
+    drafts: DevicePointer  # choices of the drafter, of which row 0 is no draft: [row tile] int32
+    choices: DevicePointer  # of the target: [row tile] int32
+    logits: Matrix  # [row tile, V] BF16
+    clock: DevicePointer
+    result: DevicePointer
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A pair on the device."""
+
+    plan: Plan
+    memory: Memory
+    states: States
+    kernels: Kernels
+    buffers: Buffers
+    passes: Mapping[str, Pass]
+
+
+def plan_pair(programs: PairPrograms, weights: NativeWeights, precision: Precision, sizes: Sizes) -> Plan:
+    """Decide everything that needs no device. Raises BackendError for what has no kernel."""
+    if precision.activations != "bfloat16":
+        raise BackendError(f"activations are {precision.activations!r}; the native backend computes in bfloat16")
+    stacks = pair_stacks(programs, weights.formats)
+    schedules = {
+        "prefill": schedule(programs.prefill, weights.formats, wide=True),
+        "verify": schedule(programs.verify, weights.formats, wide=False),
+        "propose": schedule(programs.propose, weights.formats, wide=False),
+    }
+    tile = row_tile(sizes.rows)
+    placed = {
+        name: place(plan, max(sizes.prefill_rows, tile) if name == "prefill" else tile)
+        for name, plan in schedules.items()
+    }
+    arena = max(size for _, size in placed.values())
+    places = {name: places for name, (places, _) in placed.items()}
+    return Plan(programs, precision, sizes, stacks, schedules, places, arena)
+
+
+def load(gpu: Gpu, plan: Plan, weights: NativeWeights, cubin: Callable[[str], bytes]) -> Loaded:
+    """Allocate and fill everything. Raises BackendError, naming the largest parts, when it does not fit."""
+    linears = Linears(gpu, cubin)
+    _check_budget(gpu, plan, weights, linears)
+    memory = Memory(gpu)
+    states = _states(plan, weights, memory)
+    kernels = Kernels(
+        linears=linears,
+        small=small.Small(gpu, gpu.load(cubin(small.UNIT))),
+        cycle=cycle.CycleKernels(gpu, gpu.load(cubin(cycle.UNIT))),
+        attention=_attention(gpu, states, cubin),
+        delta=_delta(gpu, states, cubin),
+    )
+    _norms(plan, states)
+    buffers = _buffers(plan, states, linears, memory)
+    gpu.fill(buffers.shared.counters)
+    gpu.fill(buffers.result)
+    loaded: dict[str, LinearWeights] = {}
+    for key, stack in plan.stacks.items():
+        loaded[key] = weights.stack(gpu, stack)
+        memory.count(_purpose(stack), stack.layout.nbytes + loaded[key].scale.nbytes)
+    embeddings = {}
+    for name in _embedded(plan):
+        embeddings[name] = weights.embedding(gpu, name)
+        memory.count("embedding", embeddings[name].nbytes)
+    passes = {
+        name: Pass(
+            plan=plan.schedules[name],
+            places=plan.places[name],
+            rows=plan.sizes.prefill_rows if name == "prefill" else plan.sizes.rows,
+            wide=name == "prefill",
+            vocabulary=plan.vocabulary,
+            kernels=kernels,
+            states=states,
+            shared=buffers.shared,
+            weights=loaded,
+            embeddings=embeddings,
+            ids=buffers.ids,
+            choices=buffers.drafts if name == "propose" else buffers.choices,
+            logits=buffers.logits,
+        )
+        for name in plan.schedules
+    }
+    return Loaded(plan, memory, states, kernels, buffers, passes)
+
+
+def _check_budget(gpu: Gpu, plan: Plan, weights: NativeWeights, linears: Linears) -> None:
+    memory = Memory(None)
+    _buffers(plan, _states(plan, weights, memory), linears, memory)
+    for stack in plan.stacks.values():
+        memory.count(_purpose(stack), stack.layout.nbytes + 128 * stack.layout.units)
+    for name in _embedded(plan):
+        shape = plan.programs.weights[name].shape
+        memory.count("embedding", 2 * shape[0] * shape[1])
+    free, total = gpu.free_bytes()
+    if memory.total + _SLACK > free:
+        parts = sorted(memory.bytes.items(), key=lambda part: -part[1])[:3]
+        largest = ", ".join(f"{name} {size / 1e9:.2f} GB" for name, size in parts)
+        raise BackendError(
+            f"the pair needs {memory.total / 1e9:.2f} GB ({largest}), {gpu.name} has {free / 1e9:.2f} GB free of "
+            f"{total / 1e9:.2f}; lower --max-context or --prefill-chunk, or free memory"
+        )
+
+
+def _states(plan: Plan, weights: NativeWeights, memory: Memory) -> States:
+    return States(plan.programs, plan.precision, plan.sizes, weights.vector, weights.kv_scale, memory)
+
+
+def _attention(gpu: Gpu, states: States, cubin: Callable[[str], bytes]) -> dict[str, attend.Attention]:
+    module = gpu.load(cubin(attend.UNIT))
+    made = {shape: attend.Attention(gpu, module, shape) for shape in set(states.shapes.values())}
+    return {name: made[shape] for name, shape in states.shapes.items()}
+
+
+def _delta(gpu: Gpu, states: States, cubin: Callable[[str], bytes]) -> dict[str, delta.GatedDelta]:
+    if not states.delta_shapes:
+        return {}
+    module = gpu.load(cubin(delta.UNIT))
+    made = {shape: delta.GatedDelta(gpu, module, shape) for shape in set(states.delta_shapes.values())}
+    return {name: made[shape] for name, shape in states.delta_shapes.items()}
+
+
+def _norms(plan: Plan, states: States) -> None:
+    """Put every norm's weight on the device, so that a capture finds them there."""
+    for steps in plan.schedules.values():
+        for step in steps.steps:
+            op = getattr(step, "norm", None) or getattr(step, "op", None)
+            if op is not None and hasattr(op, "weight"):
+                states.norm(op.weight, plus_one=op.plus_one)
+
+
+def _buffers(plan: Plan, states: States, linears: Linears, memory: Memory) -> Buffers:
+    tile = row_tile(plan.sizes.rows)
+    delta_scratch, counters = states.delta_scratch
+    stride = -(-plan.vocabulary // 16) * 16
+    shared = Shared(
+        control=memory.take("cycle", CONTROL_BYTES),
+        arena=memory.take("activations", plan.arena_bytes),
+        attention=memory.take("scratch", states.attention_scratch),
+        delta=memory.take("scratch", delta_scratch),
+        counters=memory.take("scratch", counters),
+        linear=memory.take("scratch", _linear_scratch(plan, linears)),
+    )
+    return Buffers(
+        shared=shared,
+        ids=memory.take("cycle", 4 * max(plan.sizes.prefill_rows, tile)),
+        drafts=memory.take("cycle", 4 * tile),
+        choices=memory.take("cycle", 4 * tile),
+        logits=Matrix(memory.take("logits", 2 * tile * stride), stride),
+        clock=memory.take("cycle", cycle.CLOCK_BYTES),
+        result=memory.take("cycle", 4 * cycle.RESULT_WORDS),
+    )
+
+
+def _linear_scratch(plan: Plan, linears: Linears) -> int:
+    rows, most = plan.sizes.rows, 0
+    for steps in plan.schedules.values():
+        for step in steps.steps:
+            if isinstance(step, Project):
+                most = max(
+                    most, linears.plan(step.stack.layout, rows, may_split=True).sum_bytes(step.stack.layout, rows)
+                )
+            elif isinstance(step, Head):
+                most = max(most, linears.plan(step.stack.layout, rows).rank_bytes(rows))
+    return most
+
+
+def _purpose(stack: Stack) -> str:
+    return f"{stack.names[0].partition('.')[0]} weights"
+
+
+def _embedded(plan: Plan) -> list[str]:
+    programs = plan.programs
+    ops = (*programs.prefill.ops, *programs.verify.ops, *programs.propose.ops)
+    return sorted({op.weight for op in ops if isinstance(op, Embed)})
