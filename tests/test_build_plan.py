@@ -30,7 +30,7 @@ def refused(config, kind, *words):
 
 def test_a_plan_knows_formats_files_and_size(tmp_path):
     plan = plan_build(config_of("qwen3", tmp_path / "out"))
-    assert sorted(name for names in plan.parts.values() for name in names) == sorted(plan.formats)
+    assert sorted(name for part in plan.parts.values() for name in part.names) == sorted(plan.formats)
     assert plan.formats["target.lm_head"] == "nvfp4"
     assert (plan.max_context, plan.prefill_chunk) == (1024, 512)
     assert 900_000 < plan.size < 1_000_000
@@ -88,9 +88,10 @@ def test_truncated_checkpoints_are_refused_before_any_work(tmp_path):
     [
         ({"arch": "sm42"}, ("--arch is 'sm42', accepted are cpu, sm87",)),
         ({"backend": "onnx"}, ("--backend is 'onnx', accepted are reference, native, tensorrt",)),
-        ({"arch": "sm110a", "backend": "native"}, ("--arch cpu --backend reference only", "sm110a")),
+        ({"backend": "native"}, ("--arch is 'cpu', --backend native is built for sm87, sm89, sm90a, sm110a",)),
+        ({"arch": "sm110", "backend": "native"}, ("--arch is 'sm110', --backend native is built for sm87",)),
         ({"backend": "tensorrt"}, ("'tensorrt' bundles for cpu need a later version",)),
-        ({"arch": "sm110a"}, ("'reference' bundles for sm110a",)),
+        ({"arch": "sm110a"}, ("--backend reference is built for cpu; bundles for a GPU are built with --backend nat",)),
     ],
 )
 def test_backends_that_are_not_there_are_named(tmp_path, changes, words):

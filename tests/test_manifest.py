@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edge_dflash.backends.base import Precision
-from edge_dflash.bundle.manifest import ARCHS, BACKENDS, FileEntry, Manifest, Source, dump_manifest, parse_manifest
+from edge_dflash.bundle.manifest import ARCHS_OF, FileEntry, Manifest, Source, dump_manifest, parse_manifest
 from edge_dflash.checkpoint.specs import DrafterLayerMask
 from edge_dflash.errors import BundleError
 
@@ -29,11 +29,12 @@ def manifests(draw, base: Manifest):
         st.lists(st.builds(DrafterLayerMask, st.booleans(), st.none() | st.integers(1, 9)), min_size=2, max_size=2)
     )
     drafter = replace(PAIR.drafter, attention=attention, layers=tuple(masks), rms_norm_eps=draw(SCALE))
+    backend = draw(st.sampled_from(sorted(ARCHS_OF)))
     return replace(
         base,
         pair=replace(PAIR, drafter=drafter),
-        arch=draw(st.sampled_from(ARCHS)),
-        backend=draw(st.sampled_from(BACKENDS)),
+        arch=draw(st.sampled_from(ARCHS_OF[backend])),
+        backend=backend,
         precision=Precision(kv=draw(st.sampled_from(["fp8", "bfloat16", "float32"]))),
         recipe=draw(st.text()),
         max_context=draw(st.integers(64, 512)),
@@ -69,6 +70,8 @@ def test_one_changed_byte_is_refused(manifest, data):
     [
         ("arch", "sm42", "arch is 'sm42', wanted one of cpu, sm87"),
         ("backend", "onnx", "backend is 'onnx', wanted one of reference"),
+        ("arch", "sm110a", "arch of a reference bundle is 'sm110a', wanted one of cpu"),
+        ("backend", "native", "arch of a native bundle is 'cpu', wanted one of sm87, sm89, sm90a"),
         ("block_size", 8, "block_size is 8, wanted 4 as in pair.drafter"),
         ("mask_token_id", 5, "mask_token_id is 5, wanted 47"),
         ("target_layer_ids", (0,), "target_layer_ids is (0,), wanted (0, 1)"),

@@ -16,10 +16,12 @@ if TYPE_CHECKING:
 def load(bundle: Bundle) -> Backend:
     """Load an open bundle for one sequence. Raises BackendError when its backend cannot run here."""
     manifest = bundle.manifest
+    if manifest.backend == "native":
+        return _native(bundle)
     if manifest.backend != "reference":
         raise BackendError(
-            f"{bundle.path} was built for the {manifest.backend!r} backend, this version runs 'reference'; "
-            "build again with --arch cpu --backend reference"
+            f"{bundle.path} was built for the {manifest.backend!r} backend, this version runs 'reference' and "
+            "'native'; build again with --backend reference --arch cpu"
         )
     try:
         import torch  # heavy and optional
@@ -35,6 +37,40 @@ def load(bundle: Bundle) -> Backend:
         bundle.pair,
         bundle,
         manifest.precision,
+        max_context=manifest.max_context,
+        prefill_chunk=manifest.prefill_chunk,
+    )
+
+
+def _native(bundle: Bundle) -> Backend:
+    """Check that bundle, this version and this device belong together, then load. Never imports torch."""
+    from edge_dflash.backends.native.arch import check_arch, device_sm
+
+    manifest = bundle.manifest
+    try:
+        sm = device_sm()
+    except BackendError as error:
+        raise BackendError(
+            f"{bundle.path} was built for {manifest.arch}: {error}; to run it on a CPU, build it with "
+            "--backend reference --arch cpu"
+        ) from None
+    check_arch(manifest.arch, sm, str(bundle.path))
+    from edge_dflash.backends.native.backend import NativeBackend
+    from edge_dflash.backends.native.bundle_weights import BundleWeights
+    from edge_dflash.backends.native.compile import kernels_digest
+    from edge_dflash.backends.native.support import check_native
+
+    if (found := manifest.tools.get("kernels")) != (wanted := kernels_digest()):
+        raise BackendError(
+            f"{bundle.path} holds kernels {found} of {manifest.created_by}, this version launches {wanted}; "
+            f"build it again with --backend native --arch {manifest.arch}"
+        )
+    check_native(bundle.pair, manifest.weights, arch=manifest.arch)
+    return NativeBackend(
+        bundle.pair,
+        BundleWeights(bundle),
+        manifest.precision,
+        cubin=bundle.cubin,
         max_context=manifest.max_context,
         prefill_chunk=manifest.prefill_chunk,
     )

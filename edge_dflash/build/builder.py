@@ -11,7 +11,7 @@ import errno
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,7 +20,9 @@ from typing import TypeAlias
 
 from edge_dflash import __version__
 from edge_dflash.backends.base import Precision
-from edge_dflash.build.convert import Run, convert
+from edge_dflash.backends.native.compile import bundled, compile_cubin
+from edge_dflash.build.convert import convert
+from edge_dflash.build.native import write_native_part
 from edge_dflash.build.plan import BuildConfig, BuildPlan, plan_build
 from edge_dflash.build.record import fit_warning, no_selftest, record_selftest
 from edge_dflash.build.scales import CALIBRATION, BuildScales, dump_scales, load_scales, measure_scales
@@ -30,6 +32,7 @@ from edge_dflash.bundle.manifest import FileEntry, Manifest, dump_manifest
 from edge_dflash.bundle.parts import CHUNK, Advance, DurableFile, write_part
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.bundle.selftest import SELFTEST, dump_selftest, load_selftest
+from edge_dflash.bundle.stored import Part
 from edge_dflash.errors import BuildError, CheckpointError
 
 __all__ = ["BuildConfig", "BuildProgress", "BuildResult", "build"]
@@ -80,10 +83,12 @@ def _fill(plan: BuildPlan, work: WorkDir, report: BuildProgress) -> Manifest:
         files[name] = work.reuse(name, _ignore) or work.add(name, partial(_copy, source))
     stage = _Stage(report, "weights", plan.size)
     with _workers() as pool:
-        for part, names in plan.parts.items():
-            write = partial(_write_weights, plan, names, scales.inputs, pool.map, stage.advance)
-            files[part] = work.reuse(part, stage.advance) or work.add(part, write)
+        for name, part in plan.parts.items():
+            write = partial(_write_weights, plan, part, scales.inputs, pool, stage.advance)
+            files[name] = work.reuse(name, stage.advance) or work.add(name, write)
     stage.finish()
+    if plan.config.backend == "native":
+        files.update(_kernels(plan, work, report))
     drafter = plan.pair.drafter
     return Manifest(
         created_by=f"edge-dflash {__version__}",
@@ -104,6 +109,18 @@ def _fill(plan: BuildPlan, work: WorkDir, report: BuildProgress) -> Manifest:
         weights=plan.formats,
         files=files,
     )
+
+
+def _kernels(plan: BuildPlan, work: WorkDir, report: BuildProgress) -> dict[str, FileEntry]:
+    """Compile the kernels for the bundle's arch, or find them compiled."""
+    stage, units = _Stage(report, "kernels", plan.size), bundled()  # in bytes like the weights: the share of units
+    files: dict[str, FileEntry] = {}
+    for done, unit in enumerate(units):
+        stage.share(done, len(units))
+        name = f"kernels/{unit}.cubin"
+        files[name] = work.reuse(name, _ignore) or work.add(name, partial(_compile, unit, plan.config.arch))
+    stage.finish()
+    return files
 
 
 def _with_selftest(manifest: Manifest, plan: BuildPlan, work: WorkDir, report: BuildProgress) -> Manifest:
@@ -145,19 +162,25 @@ def _workers() -> Iterator[ThreadPoolExecutor]:
 
 def _write_weights(
     plan: BuildPlan,
-    names: tuple[str, ...],
+    part: Part,
     input_scales: Mapping[str, float],
-    run: Run,
+    pool: Executor,
     advance: Advance,
     path: Path,
 ) -> FileEntry:
     try:
-        return write_part(path, convert(plan.store, names, plan.formats, input_scales, run), advance)
+        if plan.config.backend == "native":
+            return write_native_part(path, part, plan.store, plan.formats, pool, advance)
+        return write_part(path, convert(plan.store, part.names, plan.formats, input_scales, pool.map), advance)
     except CheckpointError as error:
-        source = plan.config.target if names[0].startswith("target.") else plan.config.drafter
+        source = plan.config.target if path.name.startswith("target-") else plan.config.drafter
         raise CheckpointError(f"{source}: {error}") from None
     finally:
         plan.store.release()
+
+
+def _compile(unit: str, arch: str, path: Path) -> FileEntry:
+    return _write(compile_cubin(unit, arch), path)
 
 
 def _write(data: bytes, path: Path) -> FileEntry:

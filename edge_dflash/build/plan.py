@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import platform
 import shlex
@@ -18,11 +17,13 @@ from importlib.metadata import version
 from pathlib import Path
 
 from edge_dflash import __version__
+from edge_dflash.backends.native.compile import compiler_version, kernels_digest
+from edge_dflash.build.native_plan import plan_native
 from edge_dflash.build.scales import ScalesPlan, plan_scales
 from edge_dflash.build.workdir import building_path, check_free
 from edge_dflash.bundle.codec import encode
-from edge_dflash.bundle.manifest import ARCHS, BACKENDS, Source, WeightFormat
-from edge_dflash.bundle.parts import part_of
+from edge_dflash.bundle.manifest import ARCHS, ARCHS_OF, BACKENDS, Source, WeightFormat
+from edge_dflash.bundle.stored import Part, bundle_parts, stack_bytes, weight_bytes
 from edge_dflash.checkpoint.config import match_pair, read_drafter_spec, read_target_spec
 from edge_dflash.checkpoint.reader import PairCheckpoint
 from edge_dflash.checkpoint.specs import PairSpec
@@ -37,6 +38,7 @@ COPIED_FILES = (*TOKENIZER_FILES, "generation_config.json")  # into tokenizer/ o
 _CONFIG_FILES = ("config.json", "hf_quant_config.json", "model.safetensors.index.json", *COPIED_FILES)
 _HEAD = 1 << 20  # bytes of a file that its fingerprint covers, besides its size: configs whole, shards their header
 _SLACK = 1 << 20  # bytes for headers, manifest and file system blocks
+_KERNELS = 8 << 20  # bytes of the cubins of a native bundle, at most
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ class BuildPlan:
     programs: PairPrograms
     store: PairCheckpoint
     formats: Mapping[str, WeightFormat]
-    parts: Mapping[str, tuple[str, ...]]  # weight file -> names of its weights
+    parts: Mapping[str, Part]  # weight file -> what lies in it
     size: int  # bytes of all weights in the bundle, about
     max_context: int
     prefill_chunk: int
@@ -106,19 +108,16 @@ def plan_build(config: BuildConfig) -> BuildPlan:
     tokenizer, warnings = _tokenizer(config.target, pair)
     store = PairCheckpoint.open(config.target, config.drafter, programs.weights)
     formats = _formats(recipe, pair, programs, store)
+    if config.backend == "native":
+        formats, more = plan_native(config.arch, recipe, pair, store, formats)
+        warnings = (*warnings, *more)
     scales, more = plan_scales(recipe, pair, programs, store, formats, tokenizer, allowed=config.calibrate)
     store.release()
-    parts: dict[str, tuple[str, ...]] = {}
-    for name in (name for name, form in formats.items() if form != "tied"):
-        parts[part_of(name)] = (*parts.get(part_of(name), ()), name)
-    size = sum(_stored_bytes(programs.weights[name].shape, form) for name, form in formats.items())
-    _check_space(config.output, size)
-    tools = {
-        "edge-dflash": __version__,
-        "numpy": version("numpy"),
-        "python": platform.python_version(),
-        "torch": version("torch"),
-    }
+    parts = bundle_parts(programs, formats, config.backend)
+    size = sum(weight_bytes(programs.weights[n].shape, formats[n]) for part in parts.values() for n in part.names)
+    size += sum(stack_bytes(stack) for part in parts.values() for stack in part.stacks)
+    _check_space(config.output, size + (_KERNELS if config.backend == "native" else 0))
+    tools = _tools(config.backend)
     sources, stamps = _sources(config)
     fingerprint = {
         **stamps,
@@ -154,10 +153,15 @@ def check_backend(arch: str, backend: str) -> None:
     for field, found, accepted in (("--arch", arch, ARCHS), ("--backend", backend, BACKENDS)):
         if found not in accepted:
             raise BackendError(f"{field} is {found!r}, accepted are {', '.join(accepted)}")
-    if (arch, backend) != ("cpu", "reference"):
+    if backend == "tensorrt":
         raise BackendError(
-            f"this version builds for --arch cpu --backend reference only; {backend!r} bundles for {arch} "
+            f"this version builds for --backend reference and --backend native; {backend!r} bundles for {arch} "
             "need a later version of edge-dflash"
+        )
+    if arch not in ARCHS_OF[backend]:
+        raise BackendError(
+            f"--arch is {arch!r}, --backend {backend} is built for {', '.join(ARCHS_OF[backend])}"
+            + ("" if backend == "native" else "; bundles for a GPU are built with --backend native")
         )
 
 
@@ -231,17 +235,15 @@ def _formats(recipe: Recipe, pair: PairSpec, programs: PairPrograms, store: Pair
     return formats
 
 
-def _stored_bytes(shape: tuple[int, ...], form: WeightFormat) -> int:
-    elements = math.prod(shape)
-    match form:
-        case "tied":
-            return 0
-        case "nvfp4":
-            return elements // 2 + elements // 16 + 4
-        case "fp8":
-            return elements + 4 * shape[0]
-        case _:
-            return elements * (4 if form == "f32" else 2)
+def _tools(backend: str) -> dict[str, str]:
+    """Versions of what takes part in a build."""
+    tools = {
+        "edge-dflash": __version__,
+        "numpy": version("numpy"),
+        "python": platform.python_version(),
+        "torch": version("torch"),
+    }
+    return {**tools, "kernels": kernels_digest(), "nvrtc": compiler_version()} if backend == "native" else tools
 
 
 def _check_space(output: Path, size: int) -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from edge_dflash.backends.base import Precision
+from edge_dflash.backends.native.compile import ARCHS as NATIVE_ARCHS
 from edge_dflash.bundle.codec import decode, encode
 from edge_dflash.checkpoint.specs import PairSpec
 from edge_dflash.errors import BundleError
@@ -25,6 +26,7 @@ SCHEMA = 1
 MANIFEST = "manifest.json"
 ARCHS = ("cpu", "sm87", "sm89", "sm90a", "sm100a", "sm110", "sm110a", "sm120", "sm120a", "sm121", "sm121a")
 BACKENDS = ("reference", "native", "tensorrt")
+ARCHS_OF = {"reference": ("cpu",), "native": NATIVE_ARCHS, "tensorrt": ARCHS[1:]}
 
 WeightFormat = Literal["bf16", "f32", "fp8", "nvfp4", "tied"]  # tied: lm_head is read from the wide embedding
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*(/[A-Za-z0-9_-][A-Za-z0-9_.-]*)*")
@@ -118,6 +120,7 @@ def check_manifest(manifest: Manifest, where: str = MANIFEST) -> None:
     limit = target.max_position_embeddings
     _member(where, "arch", manifest.arch, ARCHS)
     _member(where, "backend", manifest.backend, BACKENDS)
+    _member(where, f"arch of a {manifest.backend} bundle", manifest.arch, ARCHS_OF[manifest.backend])
     _equal(where, "block_size", manifest.block_size, drafter.block_size)
     _equal(where, "mask_token_id", manifest.mask_token_id, drafter.mask_token_id)
     _equal(where, "target_layer_ids", manifest.target_layer_ids, drafter.target_layer_ids)

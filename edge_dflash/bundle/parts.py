@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -18,6 +21,7 @@ import numpy as np
 
 from edge_dflash.bundle.manifest import FileEntry, WeightFormat
 from edge_dflash.bundle.mapped import forget_pages
+from edge_dflash.checkpoint.files import DTYPES
 from edge_dflash.checkpoint.weights import Array, Fp8Weight, Nvfp4Weight, Weight, WideWeight
 
 CHUNK = 8 << 20  # bytes read or written at once
@@ -92,24 +96,60 @@ def from_tensors(name: str, tensors: Mapping[str, tuple[str, Array]], shape: tup
     return weight
 
 
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor to be written: its bytes are made when the file has come that far."""
+
+    name: str
+    kind: str  # safetensors dtype
+    shape: tuple[int, ...]
+    chunks: Callable[[], Iterable[Array]]  # its values in C order, in pieces
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        return math.prod(self.shape) * np.dtype(DTYPES[self.kind]).itemsize
+
+
+def whole(name: str, weight: Weight) -> list[Tensor]:
+    """Tensors of a weight that is at hand."""
+    return [
+        Tensor(key, kind, array.shape, partial(_once, array)) for key, (kind, array) in to_tensors(name, weight).items()
+    ]
+
+
 def write_part(path: Path, weights: Mapping[str, Weight], advance: Advance) -> FileEntry:
     """Write weights as one safetensors file, durably, and return its hash and size.
 
     Bytes depend on the weights alone. Raises OSError; the caller removes what was begun.
     """
-    tensors = {key: value for name, weight in weights.items() for key, value in to_tensors(name, weight).items()}
-    order = sorted(tensors, key=lambda key: (-tensors[key][1].dtype.itemsize, key))  # wide first keeps views aligned
+    tensors = [tensor for name, weight in weights.items() for tensor in whole(name, weight)]
+    return write_tensors(path, sorted(tensors, key=wide_first), advance)
+
+
+def wide_first(tensor: Tensor) -> tuple[int, str]:
+    """Order in a file: wide types first keep views aligned."""
+    return -np.dtype(DTYPES[tensor.kind]).itemsize, tensor.name
+
+
+def write_tensors(path: Path, tensors: Sequence[Tensor], advance: Advance) -> FileEntry:
+    """Write tensors in the order given, as :func:`write_part` does."""
     header, end = {}, 0
-    for key in order:
-        kind, array = tensors[key]
-        start, end = end, end + array.nbytes
-        header[key] = {"dtype": kind, "shape": list(array.shape), "data_offsets": [start, end]}
+    for tensor in tensors:
+        start, end = end, end + tensor.nbytes
+        header[tensor.name] = {"dtype": tensor.kind, "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with DurableFile(path, advance) as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for key in order:
-            file.write_array(tensors[key][1])
+        for tensor in tensors:
+            end = file.entry.size + tensor.nbytes
+            for array in tensor.chunks():
+                file.write_array(array)
+            if file.entry.size != end:
+                raise ValueError(
+                    f"{tensor.name} came to {file.entry.size - end + tensor.nbytes} of {tensor.nbytes} bytes"
+                )
     return file.entry
 
 
@@ -187,3 +227,7 @@ def _take(found: dict[str, tuple[str, Array]], key: str, kind: str, shapes: tupl
 
 def _scalar(found: dict[str, tuple[str, Array]], key: str) -> float:
     return float(_take(found, key, "F32", ((),)))
+
+
+def _once(array: Array) -> tuple[Array, ...]:
+    return (array,)

@@ -1,11 +1,12 @@
 """An engine bundle: the directory that a build makes and a runtime opens. Refuses a mismatch and says which field.
 
 Opening reads manifest.json, compares every file with its size and SHA-256, and maps the weight files. Nothing in a
-bundle is unpickled or executed here. Knows nothing of torch, checkpoints or backends.
+bundle is unpickled or executed here. Knows nothing of torch, checkpoints or devices.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import stat
 from collections.abc import Callable, Collection, Mapping
@@ -14,27 +15,36 @@ from pathlib import Path
 from threading import Event, Lock
 from typing import TypeAlias
 
+import numpy as np
+
+from edge_dflash.backends.native.stacks import Stack
+from edge_dflash.backends.native.weight_layout import Repacked, unpack
 from edge_dflash.build.workdir import resume_command
 from edge_dflash.bundle.manifest import MANIFEST, Manifest, parse_manifest
-from edge_dflash.bundle.parts import from_tensors, hash_file, part_of, weight_format
+from edge_dflash.bundle.parts import from_tensors, hash_file, weight_format
+from edge_dflash.bundle.stored import Part, bundle_parts, repacked_of
 from edge_dflash.checkpoint.files import TensorFiles
 from edge_dflash.checkpoint.specs import PairSpec
 from edge_dflash.checkpoint.weights import Array, Weight
-from edge_dflash.errors import BundleError, CheckpointError
+from edge_dflash.errors import BackendError, BundleError, CheckpointError
 from edge_dflash.graph.program import WeightSpec
 from edge_dflash.models import pair_programs
 
 Progress: TypeAlias = Callable[[int, int], None]  # (bytes done, bytes in all)
+Stacks: TypeAlias = dict[str, tuple[Stack, Repacked]]  # by key
 MAX_MANIFEST = 64 << 20  # bytes; a larger file is no manifest
 
 
 class Bundle:
     """An open bundle: a :class:`~edge_dflash.checkpoint.weights.WeightStore` over mapped files, and its manifest."""
 
-    def __init__(self, path: Path, manifest: Manifest, weights: Mapping[str, Weight]) -> None:
+    def __init__(self, path: Path, manifest: Manifest, weights: Mapping[str, Weight], stacks: Stacks) -> None:
         self._path = path
         self._manifest = manifest
         self._weights = weights
+        self._stacks = stacks
+        self._stack_of = {name: key for key, (stack, _) in stacks.items() for name in stack.names}
+        self._unpacked: tuple[str, dict[str, Weight]] = "", {}  # of the last stack that was asked for
 
     @classmethod
     def open(cls, path: Path | str, check_hashes: bool = True, progress: Progress | None = None) -> Bundle:
@@ -48,12 +58,12 @@ class Bundle:
         check_files(path, manifest)
         if check_hashes:
             _check_hashes(path, manifest, progress or (lambda done, total: None))
-        return cls(path, manifest, _map_weights(path, manifest))
+        return cls(path, manifest, *_map_weights(path, manifest))
 
     @classmethod
     def staged(cls, path: Path, manifest: Manifest) -> Bundle:
         """A bundle whose weight files a build just wrote to ``path``, and whose manifest is not there yet."""
-        return cls(path, manifest, _map_weights(path, manifest))
+        return cls(path, manifest, *_map_weights(path, manifest))
 
     @property
     def path(self) -> Path:
@@ -71,8 +81,45 @@ class Bundle:
         return self._manifest.pair
 
     def get(self, name: str) -> Weight:
-        """Return a weight whose arrays are read-only views of the mapped file. Raises KeyError for an unknown name."""
-        return self._weights[name]
+        """Return a weight; its arrays are read-only. Raises KeyError for an unknown name.
+
+        They are views of the mapped file, but for the linears of a native bundle, which are unpacked: the same codes.
+        """
+        if name in self._weights:
+            return self._weights[name]
+        key = self._stack_of[name]
+        if self._unpacked[0] != key:
+            stack, packed = self._stacks[key]
+            self._unpacked = key, dict(zip(stack.names, map(_read_only, unpack(packed)), strict=True))
+        return self._unpacked[1][name]
+
+    def repacked(self, stack: Stack) -> Repacked:
+        """A stack of a native bundle, as views of the mapped file. Raises BundleError when the bundle has no such."""
+        found, packed = self._stacks.get(stack.key, (None, None))
+        if found != stack or packed is None:
+            held = "no stack of this name" if found is None else f"{len(found.names)} matrices, {found.layout}"
+            raise BundleError(
+                f"{self._path}: stack {stack.key} is wanted as {stack.layout}, the bundle has {held}; build it again"
+            )
+        return packed
+
+    def cubin(self, unit: str) -> bytes:
+        """Kernels of a compilation unit. Raises BundleError when the bundle has none, or not as it was built."""
+        name = f"kernels/{unit}.cubin"
+        if (entry := self._manifest.files.get(name)) is None:
+            raise BundleError(
+                f"{self._path}: {name} is missing; this version of edge-dflash runs it, build the bundle again"
+            )
+        try:
+            data = (self._path / name).read_bytes()
+        except OSError as error:
+            raise BundleError(f"cannot read {self._path / name}: {error.strerror}; check its permissions") from None
+        if (found := hashlib.sha256(data).hexdigest()) != entry.sha256:
+            raise BundleError(
+                f"{self._path}: sha256 of {name} is {found[:16]}..., wanted {entry.sha256[:16]}...; "
+                "the file is damaged, copy or build the bundle again"
+            )
+        return data
 
     def kv_scale(self, state: str) -> tuple[float, float]:
         """FP8 scales (k, v) of a KV state; (1.0, 1.0) when the bundle has none for it."""
@@ -161,34 +208,56 @@ def _check_hashes(path: Path, manifest: Manifest, progress: Progress) -> None:
             stopped.set()  # threads still hashing stop at their next chunk
 
 
-def _map_weights(path: Path, manifest: Manifest) -> dict[str, Weight]:
+def _map_weights(path: Path, manifest: Manifest) -> tuple[dict[str, Weight], Stacks]:
     """Every weight the models need, checked against its shape and its format in the manifest."""
-    expected = pair_programs(manifest.pair).weights
-    parts = sorted({part_of(name) for name, form in manifest.weights.items() if form != "tied"})
+    programs = pair_programs(manifest.pair)
+    try:
+        parts = bundle_parts(programs, manifest.weights, manifest.backend)
+    except BackendError as error:
+        raise BundleError(f"{path}: {error}; build the bundle again") from None
     stored = {name for name in manifest.files if name.startswith("weights/")}
-    if stored != set(parts):
-        odd = sorted(stored ^ set(parts))[0]
+    if stored != parts.keys():
+        odd = sorted(stored ^ parts.keys())[0]
         raise BundleError(f"{path}: weight file {odd} is {'unknown' if odd in stored else 'missing'}; build it again")
     weights: dict[str, Weight] = {}
-    for part in parts:
-        wanted = {n: s for n, s in expected.items() if part_of(n) == part and manifest.weights[n] != "tied"}
-        weights.update(_map_part(path / part, wanted, manifest))
+    stacks: Stacks = {}
+    for name, part in sorted(parts.items()):
+        groups = _tensors(path / name, part)
+        for stack in part.stacks:
+            try:
+                stacks[stack.key] = stack, repacked_of(stack, groups[stack.key])
+            except ValueError as error:
+                raise BundleError(f"{path / name}: {error}; build the bundle again") from None
+        specs = {name: programs.weights[name] for name in part.names}
+        weights.update(_map_part(path / name, specs, groups, manifest))
     if manifest.weights["target.lm_head"] == "tied":
         weights["target.lm_head"] = weights["target.embed_tokens"]
-    return weights
+    return weights, stacks
 
 
-def _map_part(file: Path, wanted: Mapping[str, WeightSpec], manifest: Manifest) -> dict[str, Weight]:
+def _tensors(file: Path, part: Part) -> dict[str, dict[str, tuple[str, Array]]]:
+    """Tensors of a file by the weight or stack that they belong to."""
     try:
         tensors = TensorFiles.open([file])
     except CheckpointError as error:
         raise BundleError(f"{error} (weight file of a bundle)") from None
-    groups: dict[str, dict[str, tuple[str, Array]]] = {name: {} for name in wanted}
+    groups: dict[str, dict[str, tuple[str, Array]]] = {
+        name: {} for name in (*part.names, *(s.key for s in part.stacks))
+    }
     for tensor in tensors.names():
         name = tensor.rpartition(".")[0]
         if name not in groups:
             raise BundleError(f"{file}: tensor {tensor} belongs to no weight of the models")
         groups[name][tensor] = tensors.array(tensor)
+    return groups
+
+
+def _map_part(
+    file: Path,
+    wanted: Mapping[str, WeightSpec],
+    groups: Mapping[str, Mapping[str, tuple[str, Array]]],
+    manifest: Manifest,
+) -> dict[str, Weight]:
     weights: dict[str, Weight] = {}
     for name, spec in wanted.items():
         try:
@@ -201,3 +270,10 @@ def _map_part(file: Path, wanted: Mapping[str, WeightSpec], manifest: Manifest) 
             raise BundleError(f"{file}: {name} is stored as {found}; only linear weights may be quantized")
         weights[name] = weight
     return weights
+
+
+def _read_only(weight: Weight) -> Weight:
+    for value in vars(weight).values():
+        if isinstance(value, np.ndarray):
+            value.flags.writeable = False
+    return weight

@@ -15,8 +15,8 @@ def build(
     target: Annotated[Path, typer.Option(help="Directory of the target's Hugging Face checkpoint.")],
     drafter: Annotated[Path, typer.Option(help="Directory of the DFlash drafter's checkpoint.")],
     output: Annotated[Path, typer.Option(help="Directory to make; the bundle appears there when it is complete.")],
-    arch: Annotated[str, typer.Option(help="What the bundle is for: cpu.")] = "cpu",
-    backend: Annotated[str, typer.Option(help="What runs it: reference.")] = "reference",
+    arch: Annotated[str, typer.Option(help="What it runs on: cpu, or a GPU such as sm110a.")] = "cpu",
+    backend: Annotated[str, typer.Option(help="What runs it: reference (cpu) or native (GPUs).")] = "reference",
     recipe: Annotated[Path | None, typer.Option(help="Recipe file or the name of one in engines/.")] = None,
     max_context: Annotated[int | None, typer.Option(help="Most tokens of a sequence; default: the recipe's.")] = None,
     prefill_chunk: Annotated[int | None, typer.Option(help="Most prompt tokens of one pass.")] = None,
@@ -24,7 +24,10 @@ def build(
     force: Annotated[bool, typer.Option("--force", help="Replace the bundle that is at --output.")] = False,
     json: Annotated[bool, typer.Option("--json", help="One JSON object on the last line of stdout.")] = False,
 ) -> None:
-    """Build an engine bundle: quantized weights, calibrated scales, tokenizer, all hashed.
+    """Build an engine bundle: quantized weights, calibrated scales, tokenizer, kernels, all hashed.
+
+    --backend native takes --arch sm87 (Orin), sm89 (Ada), sm90a (Hopper), sm110a (Thor), sm120a or sm121a (Spark), on
+    any machine: a build needs no GPU.
 
     A build that was stopped resumes when the same command is given again; a half-made bundle is never at --output.
 

@@ -6,6 +6,8 @@ Build-time only; the run time loads the cubins. Kernel sources lie in ``kernels/
 
 from __future__ import annotations
 
+import hashlib
+import re
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -13,11 +15,61 @@ from edge_dflash.errors import BuildError
 
 KERNELS = Path(__file__).parent / "kernels"
 ARCHS = ("sm87", "sm89", "sm90a", "sm110a", "sm120a", "sm121a")
+BENCH = "bench"  # kernels of benchmarks: no bundle holds them
+_INCLUDE = re.compile(r'^\s*#include "([^"]+)"', re.M)
+_COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.S)
 
 
 def sources() -> tuple[str, ...]:
     """Names of the compilation units, without ``.cu``."""
     return tuple(sorted(path.stem for path in KERNELS.glob("*.cu")))
+
+
+def bundled() -> tuple[str, ...]:
+    """Compilation units that a bundle holds."""
+    return tuple(unit for unit in sources() if unit != BENCH)
+
+
+def unit_sources(unit: str) -> tuple[Path, ...]:
+    """The files that a unit is compiled from: its own and those it includes from ``kernels/``, in order of use."""
+    found: list[Path] = []
+    pending = [KERNELS / f"{unit}.cu"]
+    while pending:
+        path = pending.pop(0)
+        if path not in found and path.exists():
+            found.append(path)
+            pending += [KERNELS / name for name in _INCLUDE.findall(path.read_text())]
+    return tuple(found)
+
+
+def kernels_digest() -> str:
+    """SHA-256 (16 hex digits) of what the bundled units compute, comments and blanks left out.
+
+    Kernels and the code that launches them must be of one version: a bundle records this.
+    """
+    digest = hashlib.sha256()
+    for path in sorted({path for unit in bundled() for path in unit_sources(unit)}):
+        words = " ".join(_COMMENT.sub(" ", path.read_text()).split())
+        digest.update(f"{path.name}\0{words}\0".encode())
+    return digest.hexdigest()[:16]
+
+
+def compiler_version() -> str:
+    """Version of the compiler, such as 13.1. Raises BuildError when it, or the CUDA headers, are missing."""
+    try:
+        from cuda.bindings import nvrtc
+
+        if find_spec("cuda.core") is None:
+            raise ModuleNotFoundError(name="cuda.core")
+        status, major, minor = nvrtc.nvrtcVersion()
+    except ModuleNotFoundError as error:
+        raise BuildError(_missing(error.name)) from None
+    except Exception as error:  # the bindings raise types of their own when there is no library
+        raise BuildError(_missing(f"NVRTC, which does not load ({type(error).__name__})")) from None
+    if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+        raise BuildError(_missing(f"NVRTC, which says {status.name}"))
+    include_paths()
+    return f"{major}.{minor}"
 
 
 def compile_cubin(unit: str, arch: str) -> bytes:
@@ -27,9 +79,7 @@ def compile_cubin(unit: str, arch: str) -> bytes:
     try:
         from cuda.core import Program, ProgramOptions
     except ModuleNotFoundError as error:
-        raise BuildError(
-            f"compiling kernels needs {error.name}; install it with: pip install 'edge-dflash[cuda]'"
-        ) from None
+        raise BuildError(_missing(error.name)) from None
     path = KERNELS / f"{unit}.cu"
     options = ProgramOptions(
         name=str(path.name),
@@ -56,3 +106,7 @@ def include_paths() -> tuple[str, ...]:
         "no CUDA headers were found; install them with: pip install 'edge-dflash[cuda]' "
         "(nvidia-cuda-runtime and nvidia-cuda-crt)"
     )
+
+
+def _missing(name: str | None) -> str:
+    return f"compiling kernels needs {name}; install it with: pip install 'edge-dflash[cuda]'"

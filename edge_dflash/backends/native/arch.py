@@ -1,0 +1,50 @@
+"""Which device a native bundle runs on: the SM of its arch, the SM of this machine, and whether they are the same."""
+
+from __future__ import annotations
+
+from edge_dflash.backends.native.compile import ARCHS
+from edge_dflash.errors import BackendError
+
+_REFERENCE = "build it with --backend reference --arch cpu to run it on a CPU"
+
+
+def arch_sm(arch: str) -> int:
+    """SM of one of :data:`~edge_dflash.backends.native.compile.ARCHS`: 90 for ``sm90a``."""
+    return int(arch.removeprefix("sm").removesuffix("a"))
+
+
+def device_sm(ordinal: int = 0) -> int:
+    """SM of a device, 90 for Hopper; makes no context. Raises BackendError without bindings, driver or device."""
+    try:
+        from cuda.bindings import driver as cu
+    except ModuleNotFoundError as error:
+        raise BackendError(
+            f"the native backend needs {error.name}; install it with: pip install 'edge-dflash[cuda]'"
+        ) from None
+    try:
+        status, *_ = cu.cuInit(0)
+    except Exception as error:  # the bindings raise types of their own when there is no driver library
+        raise BackendError(f"no NVIDIA driver was found ({type(error).__name__}); install the driver") from None
+    if status != cu.CUresult.CUDA_SUCCESS:
+        raise BackendError(f"the NVIDIA driver found no usable device ({status.name}); check nvidia-smi")
+    attributes = cu.CUdevice_attribute
+    parts = (
+        attributes.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
+        attributes.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
+    )
+    status, device = cu.cuDeviceGet(ordinal)
+    if status != cu.CUresult.CUDA_SUCCESS:
+        raise BackendError(f"CUDA device {ordinal} cannot be opened ({status.name}); check nvidia-smi")
+    major, minor = (int(cu.cuDeviceGetAttribute(part, device)[1]) for part in parts)
+    return 10 * major + minor
+
+
+def check_arch(arch: str, sm: int, where: str) -> None:
+    """Raise BackendError unless kernels for ``arch`` run on a device of ``sm``: those of other SMs do not load."""
+    if arch_sm(arch) == sm:
+        return
+    here = next((name for name in ARCHS if arch_sm(name) == sm), None)
+    remedy = f"build it again with --backend native --arch {here}" if here else _REFERENCE
+    raise BackendError(
+        f"{where} was built for {arch}, which runs on SM {arch_sm(arch)}; this device is SM {sm}: {remedy}"
+    )
