@@ -7,6 +7,7 @@ Build-time only; the run time loads the cubins. Kernel sources lie in ``kernels/
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from importlib.util import find_spec
 from pathlib import Path
@@ -93,6 +94,18 @@ def compile_cubin(unit: str, arch: str) -> bytes:
     except Exception as error:  # cuda-core raises a type of its own for a compile error
         lines = [line for line in str(error).splitlines() if "error" in line.lower()]
         raise BuildError(f"{path.name} does not compile for {arch}: {(lines or [str(error)])[0].strip()}") from error
+
+
+def cached_cubin(unit: str, arch: str, cache: Path) -> bytes:
+    """:func:`compile_cubin`, once for each state of the unit's sources: kept in the folder ``cache``."""
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in unit_sources(unit))).hexdigest()[:16]
+    path = cache / f"{unit}-{arch}-{digest}.cubin"
+    if not path.exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f"{path.name}.{os.getpid()}")
+        partial.write_bytes(compile_cubin(unit, arch))
+        partial.replace(path)
+    return path.read_bytes()
 
 
 def include_paths() -> tuple[str, ...]:
