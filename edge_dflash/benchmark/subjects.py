@@ -1,0 +1,152 @@
+"""What can be benchmarked: a published pair with random weights, or a bundle. Probes the device, loads, hands over."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from edge_dflash.backends.base import Precision
+from edge_dflash.benchmark.measure import accept_pattern
+from edge_dflash.benchmark.pairs import synthetic_pair
+from edge_dflash.benchmark.result import Result
+from edge_dflash.benchmark.run import Device, Say, Subject, Work, run, tiled
+from edge_dflash.benchmark.traffic import Costs
+from edge_dflash.bundle.manifest import WeightFormat
+from edge_dflash.bundle.reader import read_manifest
+from edge_dflash.checkpoint.specs import PairSpec
+from edge_dflash.errors import BackendError, BuildError, RequestError
+from edge_dflash.models import pair_programs
+from edge_dflash.planner import Planner, Task
+
+if TYPE_CHECKING:
+    from edge_dflash.benchmark.weights import Kind
+
+CUBINS = Path.home() / ".cache" / "edge-dflash" / "cubins"
+_PROMPTS = 4  # that a bundle is timed with
+_ACCEPT_LENGTH = 5.0  # of synthetic pairs, whose drafts are never right
+
+
+def probe_device(cubin_folder: Path, say: Say) -> tuple[Device, Callable[[str], bytes]]:
+    """Read bandwidth and matrix rate of the GPU, and where its cubins come from. Raises BackendError without a GPU."""
+    from edge_dflash.backends.native.arch import device_sm
+    from edge_dflash.benchmark.cubins import Cubins, device_arch
+
+    cubin = Cubins(cubin_folder, device_arch(device_sm()))
+    from edge_dflash.backends.native.driver import Gpu
+    from edge_dflash.benchmark.probe import matmul_rate, read_bandwidth
+
+    say("measuring the device")
+    matmul = matmul_rate()
+    gpu = Gpu()
+    try:
+        bandwidth = read_bandwidth(gpu, cubin)
+        description = {"device": gpu.name, "sm": gpu.sm, "multiprocessors": gpu.sm_count}
+    finally:
+        gpu.close()
+    gpu = Gpu()
+    try:
+        free, _ = gpu.free_bytes()
+    finally:
+        gpu.close()
+    return Device(gpu.name, description, free, bandwidth, matmul), cubin
+
+
+def bench_synthetic(name: str, kind: Kind, work: Work, cubin_folder: Path = CUBINS, say: Say = print) -> Result:
+    """Benchmark a published pair with random weights. ``accept_length`` None takes 5.
+
+    Raises RequestError for an unknown name or a bad accept length, BackendError without an NVIDIA GPU.
+    """
+    pair = synthetic_pair(name)
+    block = pair.drafter.block_size
+    accept_length = _ACCEPT_LENGTH if work.accept_length is None else work.accept_length
+    accept_pattern(accept_length, block)
+    work = replace(work, accept_length=accept_length)
+    try:
+        device, cubin = probe_device(cubin_folder, say)
+    except BackendError as error:
+        raise BackendError(f"edge-dflash bench --synthetic needs an NVIDIA GPU: {error}") from None
+    from edge_dflash.backends.native.backend import NativeBackend
+    from edge_dflash.benchmark.weights import RandomWeights
+
+    say(f"loading {name} with random {kind} weights")
+    began = time.perf_counter()
+    weights = RandomWeights(pair, kind, cubin)
+    precision = Precision()
+    backend = NativeBackend(pair, weights, precision, cubin=cubin, max_context=work.rows(block))
+    subject = Subject(
+        title=f"{name}, random weights",
+        kind="native",
+        weights=kind,
+        kv=precision.kv,
+        backend=backend,
+        costs=_costs(pair, weights.formats, precision),
+        prompts=(tiled(_random_ids(pair), work.context),),
+        filler=_random_ids(pair),
+        load_seconds=time.perf_counter() - began,
+    )
+    try:
+        return run(subject, device, work, say)
+    finally:
+        backend.close()
+
+
+def _costs(pair: PairSpec, formats: Mapping[str, WeightFormat], precision: Precision) -> Costs:
+    return Costs(pair_programs(pair), formats, precision.kv, pair.drafter.block_size)
+
+
+def _random_ids(pair: PairSpec) -> list[int]:
+    found: list[int] = np.random.default_rng(0).integers(0, pair.target.vocab_size, 1 << 16).tolist()
+    return found
+
+
+def bench_bundle(
+    path: Path,
+    tasks: Callable[[Planner], Sequence[Task]],
+    work: Work,
+    cubin_folder: Path = CUBINS,
+    say: Say = print,
+) -> Result:
+    """Benchmark a bundle on its own backend with the first of ``tasks``.
+
+    Without NVRTC the device's read bandwidth, and with it every floor, is left out. Raises BundleError and BackendError
+    as :meth:`Planner.open` does, RequestError for a forced accept length on the reference backend.
+    """
+    manifest = read_manifest(path)
+    device = Device()
+    if work.accept_length is not None:
+        accept_pattern(work.accept_length, manifest.block_size)
+    if manifest.backend != "native" and (work.accept_length is not None or work.profile):
+        raise RequestError(
+            f"{path} was built for the {manifest.backend!r} backend; --accept-length and --profile need the native "
+            "one: leave them out, or build it again with --backend native"
+        )
+    if manifest.backend == "native":
+        try:
+            device, _ = probe_device(cubin_folder, say)
+        except BuildError as error:
+            say(f"no floors: the device's read bandwidth cannot be measured: {error}")
+    else:
+        say(f"the {manifest.backend} backend is timed as it is: no read bandwidth, no floors, no device memory")
+    say(f"loading {path}")
+    began = time.perf_counter()
+    with Planner.open(path, self_test="off") as planner:
+        loaded = time.perf_counter() - began
+        prompts = [planner.encode(task) for task in tasks(planner)[:_PROMPTS]]
+        native = manifest.backend == "native"
+        subject = Subject(
+            title=str(path),
+            kind=manifest.backend,
+            weights=", ".join(f"{count} {name}" for name, count in manifest.weight_summary.items()),
+            kv=manifest.precision.kv,
+            backend=planner.backend,
+            costs=_costs(manifest.pair, manifest.weights, manifest.precision) if native else None,
+            prompts=prompts,
+            filler=[token for prompt in prompts for token in prompt],
+            load_seconds=loaded,
+        )
+        return run(subject, device, work, say)
