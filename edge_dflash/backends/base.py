@@ -131,8 +131,8 @@ class Backend(Protocol):
 
 
 @runtime_checkable
-class CyclingBackend(Backend, Protocol):
-    """A backend that runs a whole greedy cycle by itself, with the same result as propose, verify and accept."""
+class Cycling(Protocol):
+    """What a backend may add: a whole greedy cycle by itself, with the same result as propose, verify and accept."""
 
     def cycle(self, anchor: int) -> Cycle:
         """Propose from ``anchor``, verify and accept greedily. ``commit`` follows as after a verify of the tokens."""

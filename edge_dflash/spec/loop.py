@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from edge_dflash.backends.base import Backend
+from edge_dflash.backends.base import Backend, Cycling
 from edge_dflash.errors import ContextError, RequestError
 from edge_dflash.spec.accept import FinishReason, accepted, cut
 from edge_dflash.spec.constraint import Constraint
@@ -176,7 +176,13 @@ def stream(
 
 
 def speculate(backend: Backend, path: Path, anchor: int, *, drafting: bool) -> Offer:
-    """Propose, verify, accept: the tokens that may be committed behind ``anchor``. Commits nothing."""
+    """Propose, verify, accept: the tokens that may be committed behind ``anchor``. Commits nothing.
+
+    Where the choice is the largest logit and nothing else has a say, a backend may run all three by itself.
+    """
+    if drafting and path.greedy and isinstance(backend, Cycling):
+        cycle = backend.cycle(anchor)
+        return Offer(list(cycle.tokens), [False] * len(cycle.tokens), cycle.propose_seconds)
     position = backend.length + 1
     began = time.perf_counter()
     drafts = path.drafts(backend.propose(anchor), position) if drafting else []

@@ -33,6 +33,11 @@ class Path:
         self._stop = frozenset(stop_token_ids)
         self._thinking = ThinkingSpan(relaxation, stop_token_ids) if relaxation is not None else None
 
+    @property
+    def greedy(self) -> bool:
+        """Whether every choice is the largest logit and a draft stands only where it equals it."""
+        return self._sampling.temperature == 0.0 and self._constraint is None and self._thinking is None
+
     def drafts(self, rows: Rows, position: int) -> list[int]:
         """Draft tokens for positions ``position``, ...; fewer than rows when the grammar ends or gives up before."""
         free = choose(rows, self._sampling, position)

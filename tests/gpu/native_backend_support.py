@@ -1,0 +1,123 @@
+"""Pairs on the native backend for GPU tests: the demo pair and small random ones, in every weight format."""
+
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import torch
+from native_linear_support import cubin
+
+from edge_dflash.backends.base import Precision
+from edge_dflash.backends.native.backend import NativeBackend
+from edge_dflash.backends.native.weights import StoreWeights, stored_formats
+from edge_dflash.backends.reference.backend import ReferenceBackend
+from edge_dflash.checkpoint.config import match_pair, read_drafter_spec, read_target_spec
+from edge_dflash.checkpoint.reader import PairCheckpoint
+from edge_dflash.checkpoint.weights import WideWeight
+from edge_dflash.models import pair_programs
+from edge_dflash.quant.fp8 import quantize_fp8
+from edge_dflash.quant.nvfp4 import quantize_nvfp4
+from edge_dflash.quant.tensors import wide_tensor
+from tests.synthetic import drafter_config, qwen3_5_config, qwen3_config, write_drafter, write_target
+
+DEMO = Path(__file__).parents[2] / "edge_dflash" / "demo" / "models"
+ENGINE = Precision("bfloat16", "fp8")
+WIDE_KV = Precision("bfloat16", "bfloat16")
+
+
+class Quantized:
+    """A store whose linears are quantized on the way: ``kind`` is bf16, fp8, nvfp4, or mixed (by turns)."""
+
+    def __init__(self, store, weights, kind):
+        self._store, self._weights, self._kind = store, weights, kind
+        self._kept = {}
+
+    def get(self, name):
+        if name not in self._kept:
+            self._kept[name] = self._quantized(name)
+        return self._kept[name]
+
+    def _quantized(self, name):
+        weight, spec = self._store.get(name), self._weights[name]
+        kinds = ("bf16", "fp8", "nvfp4")
+        kind = kinds[sum(name.encode()) % 3] if self._kind == "mixed" else self._kind
+        if not isinstance(weight, WideWeight) or spec.kind != "linear" or spec.module == "gates" or kind == "bf16":
+            return weight
+        tensor = wide_tensor(weight)
+        return quantize_fp8(tensor) if kind == "fp8" else quantize_nvfp4(tensor)
+
+    def kv_scale(self, state):
+        return (0.05, 0.04) if state.startswith("target") else (0.03, 0.06)
+
+
+def small(name):
+    """Configs of a small random pair: (target, drafter)."""
+    if name == "dense":  # head_dim 128, sliding and causal drafter layers, a block of 10
+        target = qwen3_config(
+            hidden_size=256, intermediate_size=352, head_dim=128, num_attention_heads=4, vocab_size=1000
+        )
+        drafter = drafter_config(
+            target, hidden_size=256, head_dim=128, block_size=10, layer_types=["full_attention", "sliding_attention"],
+            use_sliding_window=True, sliding_window=24, num_attention_heads=8,
+        )  # fmt: skip
+    else:  # head_dim 256, gate, partial rotation; gated delta of 128; a block of 16
+        target = qwen3_5_config(
+            hidden_size=256, intermediate_size=512, head_dim=256, num_attention_heads=6, num_key_value_heads=1,
+            linear_num_key_heads=2, linear_num_value_heads=6, linear_key_head_dim=128, linear_value_head_dim=128,
+            vocab_size=2048, num_hidden_layers=8,
+        )  # fmt: skip
+        drafter = drafter_config(target, hidden_size=256, head_dim=64, block_size=16)
+    return target, drafter
+
+
+@cache
+def checkpoint(name):
+    """(pair, programs, store) of a pair by name: demo, dense, hybrid."""
+    if name == "demo":
+        target, drafter = DEMO / "target", DEMO / "drafter"
+    else:
+        root = Path(tempfile.mkdtemp())
+        configs = small(name)
+        target, drafter = root / "target", root / "drafter"
+        write_target(target, configs[0], seed=3)
+        write_drafter(drafter, configs[1], seed=4)
+    pair = match_pair(read_target_spec(target), read_drafter_spec(drafter))
+    programs = pair_programs(pair)
+    return pair, programs, PairCheckpoint.open(target, drafter, programs.weights)
+
+
+@cache
+def store(name, kind):
+    _, programs, wide = checkpoint(name)
+    return Quantized(wide, programs.weights, kind)
+
+
+@cache
+def native(name, kind="nvfp4", precision=ENGINE, max_context=256, prefill_chunk=64):
+    """The pair on the GPU, loaded once for all tests."""
+    pair, programs, _ = checkpoint(name)
+    weights = StoreWeights(store(name, kind), stored_formats(store(name, kind), programs.weights))
+    return NativeBackend(
+        pair, weights, precision, cubin=device_cubin, max_context=max_context, prefill_chunk=prefill_chunk
+    )
+
+
+def reference(name, kind="nvfp4", precision=ENGINE, max_context=256):
+    """The same pair in torch on the CPU."""
+    torch.set_num_threads(4)
+    return ReferenceBackend(checkpoint(name)[0], store(name, kind), precision, max_context=max_context)
+
+
+def device_cubin(unit):
+    return cubin(unit, "sm90a" if torch.cuda.get_device_capability() == (9, 0) else f"sm{_sm()}a")
+
+
+def _sm():
+    major, minor = torch.cuda.get_device_capability()
+    return major * 10 + minor
+
+
+def prompt(name, count, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    vocabulary = checkpoint(name)[0].target.vocab_size
+    return torch.randint(1, vocabulary - 2, (count,), generator=generator).tolist()

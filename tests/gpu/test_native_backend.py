@@ -1,0 +1,276 @@
+"""The native backend: close to the reference in every format, and bit-equal to itself at every accept length."""
+
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from native_backend_support import ENGINE, WIDE_KV, native, prompt, reference
+
+from edge_dflash.backends.base import Precision
+from edge_dflash.errors import BackendError
+from edge_dflash.spec.adversary import Adversary, drafters, oracle_until
+from edge_dflash.spec.loop import DecodeOptions, generate
+from tests.golden_pairs import same_bits
+
+pytestmark = pytest.mark.gpu
+
+PAIRS = ("demo", "dense", "hybrid")
+KINDS = ("bf16", "fp8", "nvfp4", "mixed")
+EXACT = (("demo", "nvfp4"), ("demo", "bf16"), ("dense", "mixed"), ("hybrid", "nvfp4"))
+NEW = 40
+OPTIONS = {
+    "greedy": DecodeOptions(max_new_tokens=NEW),
+    "sampled": DecodeOptions(max_new_tokens=NEW, temperature=2.0, top_k=40, top_p=0.9, seed=7),
+}
+
+
+class Nearness:
+    """Whether logits differ from the reference's by no more than its own rounding to bfloat16 moves them."""
+
+    def __init__(self, name, kind, precision):
+        self.ours = native(name, kind, precision)
+        self.theirs = reference(name, kind, precision)
+        self.exact = reference(name, kind, Precision("float32", precision.kv))
+        self.ours.reset()
+
+    def __call__(self, method, ids):
+        found, rounded, exact = (getattr(b, method)(ids).logits() for b in (self.ours, self.theirs, self.exact))
+        allowed = rms(rounded - exact)
+        assert allowed > 0  # or the comparison says nothing
+        assert rms(found - rounded) <= 1.6 * allowed, f"{method}: {rms(found - rounded)}, allowed {allowed}"
+        assert rms(found - exact) <= 1.25 * allowed, f"{method}: {rms(found - exact)} to the exact logits, {allowed}"
+
+    def commit(self, rows):
+        for backend in (self.ours, self.theirs, self.exact):
+            backend.commit(rows)
+
+
+def rms(x):
+    return float(np.sqrt(np.square(x.astype(np.float64)).mean()))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", PAIRS)
+def test_every_pass_is_close_to_the_reference(name, kind):
+    near = Nearness(name, kind, ENGINE)
+    near("prefill", prompt(name, 70))  # more than one chunk
+    for cycle in range(4):
+        block = prompt(name, near.ours.shape.block_size, seed=cycle + 1)
+        near("propose", block[0])
+        near("verify", block)
+        near.commit(3 * cycle % len(block))
+    assert near.ours.length == near.theirs.length
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_wide_kv_is_close_to_the_reference(name):
+    near = Nearness(name, "bf16", WIDE_KV)
+    near("prefill", prompt(name, 70))
+    near("verify", prompt(name, 5))
+
+
+@cache
+def plain(name, kind, mode):
+    """Prompt, plain tokens, the logits behind each, and the state token by token."""
+    backend, ids = native(name, kind), prompt(name, 21)
+    backend.reset()
+    tokens = generate(backend, ids, OPTIONS[mode], speculative=False).tokens
+    backend.reset()
+    rows = [backend.prefill(ids).logits()[0]]
+    for token in tokens[:-1]:
+        rows.append(backend.verify([token]).logits()[0])
+        backend.commit(1)
+        backend.flush()
+    return ids, tokens, np.stack(rows), backend.snapshot()
+
+
+@pytest.mark.parametrize("mode", OPTIONS)
+@pytest.mark.parametrize(("name", "kind"), EXACT)
+def test_every_accept_length_leaves_tokens_and_state_of_plain_decoding(name, kind, mode):
+    ids, tokens, _, state = plain(name, kind, mode)
+    backend = native(name, kind)
+    for right in range(backend.shape.block_size):
+        backend.reset()
+        found = generate(Adversary(backend, [*ids, *tokens], oracle_until(right)), ids, OPTIONS[mode])
+        assert found.tokens == tokens
+        assert set(found.accept_lengths[:-1]) <= {right + 1}
+        assert same_bits(backend.snapshot(), state)
+
+
+@pytest.mark.parametrize("mode", OPTIONS)
+@pytest.mark.parametrize(("name", "kind"), [("demo", "fp8"), ("dense", "nvfp4"), ("hybrid", "mixed")])
+def test_adversaries_and_the_own_drafter_leave_the_plain_tokens_and_state(name, kind, mode):
+    ids, tokens, _, state = plain(name, kind, mode)
+    backend = native(name, kind)
+    for run in range(3):
+        for drafter in drafters(run, 3, backend.shape.block_size).values():
+            backend.reset()
+            assert generate(Adversary(backend, [*ids, *tokens], drafter), ids, OPTIONS[mode]).tokens == tokens
+            assert same_bits(backend.snapshot(), state)
+    backend.reset()
+    assert generate(backend, ids, OPTIONS[mode]).tokens == tokens
+    assert same_bits(backend.snapshot(), state)
+
+
+@pytest.mark.parametrize(("name", "kind"), EXACT)
+def test_logits_of_a_row_are_those_of_a_pass_with_that_row_alone(name, kind):
+    ids, tokens, rows, _ = plain(name, kind, "greedy")
+    backend = native(name, kind)
+    size = backend.shape.block_size
+    for count in range(1, size + 1):
+        backend.reset()
+        backend.prefill(ids)
+        found = backend.verify(tokens[:count]).logits()
+        assert found.tobytes() == rows[1 : count + 1].tobytes()
+        backend.commit(count // 2)
+        again = backend.verify(tokens[count // 2 : count // 2 + size]).logits()
+        assert again.tobytes() == rows[count // 2 + 1 : count // 2 + 1 + len(again)].tobytes()
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_prompt_in_any_pieces_gives_the_same_bits(name):
+    backend, ids = native(name), prompt(name, 90)
+    states = []
+    for cut in (90, 1, 64, 65, 33):
+        backend.reset()
+        for part in (ids[:cut], ids[cut:]):
+            if part:
+                last = backend.prefill(part).logits()
+        states.append((last.tobytes(), backend.snapshot()))
+    assert all(logits == states[0][0] and same_bits(state, states[0][1]) for logits, state in states[1:])
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_cycle_on_the_device_is_propose_verify_accept_and_commit(name):
+    backend, ids = native(name), prompt(name, 30)
+    found = []
+    for whole in (True, False):
+        backend.reset()
+        anchor, history = backend.prefill(ids).argmax()[0], []
+        for cycle in range(6):
+            if whole:
+                tokens = list(backend.cycle(anchor).tokens)
+            else:
+                drafts = backend.propose(anchor).argmax()
+                choices = backend.verify([anchor, *drafts]).argmax()
+                n = next((i for i, d in enumerate(drafts) if d != choices[i]), len(drafts))
+                tokens = choices[: n + 1]
+            keep = max(1, len(tokens) - cycle % 2)  # a consumer may take fewer
+            backend.commit(keep)
+            history.append(tokens)
+            anchor = tokens[keep - 1]
+        found.append((history, backend.snapshot()))
+    assert found[0][0] == found[1][0]
+    assert same_bits(found[0][1], found[1][1])
+
+
+def test_a_cycle_that_is_not_committed_leaves_nothing():
+    backend, ids = native("demo"), prompt("demo", 30)
+    states = []
+    for dropped in (0, 1):
+        backend.reset()
+        anchor = backend.prefill(ids).argmax()[0]
+        backend.cycle(anchor)
+        backend.commit(1)
+        for _ in range(dropped):
+            backend.cycle(anchor)
+        states.append(backend.snapshot())
+    assert same_bits(*states)
+
+
+def test_nothing_is_allocated_after_load():
+    backend = native("demo")
+    before = backend.gpu.allocations, torch.cuda.memory_allocated()
+    for mode in OPTIONS.values():
+        backend.reset()
+        generate(backend, prompt("demo", 100), mode)
+        backend.reset()
+        generate(backend, prompt("demo", 10), mode, speculative=False)
+    assert (backend.gpu.allocations, torch.cuda.memory_allocated()) == before
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_restored_snapshot_goes_on_with_the_same_bits(name):
+    backend, ids = native(name), prompt(name, 40)
+    backend.reset()
+    backend.prefill(ids)
+    for token in ids[:3]:
+        backend.verify([token, token + 1])
+        backend.commit(2)
+    saved = backend.snapshot()
+    wanted = backend.verify(ids[:4]).logits(), backend.propose(ids[0]).logits()
+    backend.reset()
+    backend.prefill(ids[:7])
+    backend.restore(saved)
+    assert backend.length == saved.length
+    found = backend.verify(ids[:4]).logits(), backend.propose(ids[0]).logits()
+    assert [x.tobytes() for x in found] == [x.tobytes() for x in wanted]
+    assert same_bits(backend.snapshot(), saved)
+
+
+def test_what_cannot_be_done_is_refused_and_changes_nothing():
+    backend = native("demo")
+    backend.reset()
+    backend.prefill(prompt("demo", 20))
+    before = backend.snapshot()
+    with pytest.raises(BackendError, match="no verify is open"):
+        backend.commit(1)
+    with pytest.raises(BackendError, match="verify takes 1 to 16"):
+        backend.verify([1] * 17)
+    with pytest.raises(BackendError, match="token id 1024 is outside"):
+        backend.verify([1024])
+    with pytest.raises(BackendError, match="the context holds 256"):
+        backend.prefill([1] * 237)
+    rows = backend.verify([1, 2])
+    with pytest.raises(BackendError, match="had 2 rows"):
+        backend.commit(3)
+    backend.propose(3)
+    with pytest.raises(BackendError, match="replaced by a later pass"):
+        rows.logits()
+    with pytest.raises(BackendError, match="no verify is open"):
+        backend.commit(1)
+    other = native("dense")
+    with pytest.raises(BackendError, match="another pair"):
+        other.restore(before)
+    assert same_bits(backend.snapshot(), before)
+
+
+def test_the_context_can_be_filled_to_the_last_row():
+    backend = native("demo")
+    backend.reset()
+    ids = prompt("demo", 256 - 16)
+    generation = generate(backend, ids[:200], DecodeOptions())
+    assert generation.finish_reason in ("length", "context")
+    backend.reset()
+    backend.prefill(prompt("demo", 256))
+    with pytest.raises(BackendError, match="do not fit the context"):
+        backend.verify([1])
+
+
+def test_a_forced_pattern_accepts_as_told():
+    backend = native("demo")
+    backend.reset()
+    anchor = backend.prefill(prompt("demo", 20)).argmax()[0]
+    backend.force([3, 0, 15])
+    try:
+        found = []
+        for _ in range(6):
+            cycle = backend.cycle(anchor)
+            backend.commit(len(cycle.tokens))
+            found.append(cycle.accepted)
+            anchor = cycle.tokens[-1]
+    finally:
+        backend.force(None)
+    assert sorted(found) == [0, 0, 3, 3, 15, 15]
+    assert backend.length == 20 + 6 + 36
+
+
+def test_the_profile_names_every_step_of_a_cycle():
+    backend = native("demo", "nvfp4", ENGINE)
+    backend.reset()
+    backend.prefill(prompt("demo", 20))
+    times = backend.profile()
+    assert sum("lm_head" in t.name for t in times) == 2
+    assert sum("GatedDelta" in t.name for t in times) == 6
+    assert all(t.seconds >= 0 for t in times)
