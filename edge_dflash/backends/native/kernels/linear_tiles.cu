@@ -5,6 +5,7 @@
 //   x rows are in 16-byte chunks, chunk c of row r at c ^ (r & 1) where a row has 8, so that fragments load without
 //   bank conflicts: lane (g, t) reads its WINDOW / 4 values of row g
 #include "job.cuh"
+#include "tiles_hopper.cuh"
 
 static constexpr int THREADS = 256, UNITS = 4, COLUMNS = 128, STAGES = 3, TILES = 8;
 
@@ -22,10 +23,9 @@ struct Tile {
     const u8* weights;  // warps 0..3 copy a unit each
     const u16* x;
     u32 weights_to, x_to;
-    int window, windows, k, rows;  // k from this thread's chunk on; rows of x from this thread's first row on
+    int window, k, rows;  // k from this thread's chunk on; rows of x from this thread's first row on
 
-    // Starts at window ``origin``: if all blocks asked for the same rows of x at once, few L2 slices would serve them.
-    __device__ __forceinline__ Source(const Job& job, int unit0, int row0, int rows_there, int origin) {
+    __device__ __forceinline__ Source(const Job& job, int unit0, int row0, int rows_there) {
       const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS;
       const int unit = unit0 + warp % UNITS;
       weights = job.weights + (unit < job.units ? unit : 0) * static_cast<long long>(job.windows) * F::UNIT + lane * 16;
@@ -34,8 +34,7 @@ struct Tile {
       x_to = WEIGHT_BYTES + swizzle(row, chunk);
       k = job.k - chunk * 8;
       rows = rows_there - row0 - row;
-      window = origin, windows = job.windows;
-      weights += origin * F::UNIT;
+      window = 0;
     }
 
     __device__ __forceinline__ void fetch_weights(u32 stage) {
@@ -44,7 +43,7 @@ struct Tile {
 
     __device__ __forceinline__ void advance() {
       weights += F::UNIT;
-      if (++window == windows) window = 0, weights -= static_cast<long long>(windows) * F::UNIT;
+      ++window;
     }
 
     __device__ __forceinline__ void fetch_x(u32 stage, int x_stride) {
@@ -117,7 +116,7 @@ struct Tile {
     float sum[2][TILES][4];
 #pragma unroll
     for (int i = 0; i < 2 * TILES * 4; ++i) (&sum[0][0][0])[i] = 0.0f;
-    Source source(job, unit0, row0, rows, blockIdx.y % job.windows), ahead = source;
+    Source source(job, unit0, row0, rows), ahead = source;
     for (int s = 0; s < STAGES - 1 && s < job.windows; ++s) {
       ahead.fetch_weights(shared + s * STAGE_BYTES);
       ahead.advance();

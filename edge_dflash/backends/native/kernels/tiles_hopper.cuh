@@ -1,0 +1,387 @@
+// The tiles of linear_tiles.cu for Hopper: y[rows, N] = x[rows, K] W[N, K]^T with warpgroup products.
+//
+// A block multiplies 128 weight rows (4 units) by n activation rows, K in order, 64 a stage. Warps 8..11 copy: x by
+// tensor copies, half of it each for both blocks of a cluster (they share the rows of x, not the weights), packed weights
+// as they are. Warpgroups 0 and 1 each own 2 units: a lane decodes from shared memory what the product expects of it
+// (k 2t 2t+1 and 2t+8 2t+9 of each 16 k, in the true order of K), as its left operand in registers; x is the right one,
+// read from shared memory. So a weight is decoded once for n rows.
+//
+//   shared memory: stages of [n rows x 128 bytes of x][4 units of weights]; 2 x [256 rows x 128 bytes] of output
+//   n is 32 .. 256, by the rows that are there; the sums of a row are the same with every n
+#pragma once
+#include "decode.cuh"
+#include "job.cuh"
+#include "wgmma.cuh"
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+
+namespace hopper {
+
+static constexpr int THREADS = 384, CLUSTER = 2, WARPS = 8, UNITS = 4, BOX = 32, MOST = 256, MOST_STAGES = 16;
+static constexpr u32 SHARED = 232448, OUTPUT = MOST * 128, RING = SHARED - 1024 - 2 * OUTPUT - 16 * MOST_STAGES;
+
+// Where a lane finds its operands in the units of a warpgroup. ``warp``: 0..3 of it.
+struct Nvfp4Operands {
+  static constexpr u32 BYTES = Nvfp4::UNIT;  // of a unit in a stage
+  u32 codes, scales, rotate, kept, moved, low, high;
+
+  __device__ __forceinline__ Nvfp4Operands(int warp, int lane) {
+    const int g = lane / 4, t = lane % 4, tile = warp % 2;
+    codes = warp / 2 * BYTES + tile * 512 + g * 64;
+    scales = warp / 2 * BYTES + 1024 + g * 16;
+    rotate = t == 0 ? 0 : t == 1 ? 26 : t == 2 ? 4 : 30;  // as e2m1_pairs: this lane's pair of every word is pair t
+    kept = t == 3 ? 0x80C080C0u : 0x81C081C0u;
+    moved = t == 3 ? 0x01000100u : 0u;
+    low = 0x4040u + 0x0101u * (2 * tile), high = low + 0x0101u;
+  }
+
+  static __device__ __forceinline__ void fetch(u32 to, const u8* from, int lane, int, int) {
+    copy16(to + lane * 16, from + lane * 16);
+    copy16(to + 512 + lane * 16, from + 512 + lane * 16);
+    if (lane < 8) copy16(to + 1024 + lane * 16, from + 1024 + lane * 16);
+  }
+
+  __device__ __forceinline__ u32 pair(u32 word) const {
+    return (__funnelshift_r(word, word, rotate) & kept) | ((word >> 6) & moved);
+  }
+
+  __device__ __forceinline__ void read(u32 at, u32 (&a)[4][4]) const {
+    const uint4 s = load_shared16(at + scales);
+    const u32 bytes[4] = {s.x, s.y, s.z, s.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint4 v = load_shared16(at + codes + i * 16);  // block i of 16 k: row g, row g + 8
+      const u32 scale0 = __byte_perm(bytes[i], 0, low) * 16u + 0x70007000u;
+      const u32 scale1 = __byte_perm(bytes[i], 0, high) * 16u + 0x70007000u;
+      a[i][0] = mul_bf16x2(pair(v.x), scale0);
+      a[i][1] = mul_bf16x2(pair(v.z), scale1);
+      a[i][2] = mul_bf16x2(pair(v.y), scale0);
+      a[i][3] = mul_bf16x2(pair(v.w), scale1);
+    }
+  }
+};
+
+// FP8 and BF16: the vector of lane (g, t) of a part goes to 8 t + g, so that lanes that read a word of the same t in
+// different g meet no bank twice.
+struct Fp8Operands {
+  static constexpr u32 BYTES = Fp8::UNIT;
+  u32 codes, shift;
+
+  __device__ __forceinline__ Fp8Operands(int warp, int lane) {
+    const int g = lane / 4, t = lane % 4;
+    codes = warp / 2 * BYTES + warp % 2 * 1024 + g * 16 + t / 2 * 4;
+    shift = t % 2 * 8;
+  }
+
+  static __device__ __forceinline__ void fetch(u32 to, const u8* from, int lane, int, int) {
+    const u32 place = (lane % 4 * 8 + lane / 4) * 16;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) copy16(to + i * 512 + place, from + i * 512 + lane * 16);
+  }
+
+  __device__ __forceinline__ u32 pair(u32 at) const {
+    const u32 word = load_shared4(at) << shift;
+    return mul_bf16x2((word & 0x80008000u) | ((word >> 4) & 0x07F007F0u), 0x7B807B80u);  // as e4m3_pairs
+  }
+
+  __device__ __forceinline__ void read(u32 at, u32 (&a)[4][4]) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        a[i][half] = pair(at + codes + half * 512 + i * 128);
+        a[i][2 + half] = pair(at + codes + half * 512 + i * 128 + 8);
+      }
+  }
+};
+
+struct Bf16Operands {
+  static constexpr u32 BYTES = 2 * Bf16::UNIT;  // two windows
+  u32 values;
+
+  __device__ __forceinline__ Bf16Operands(int warp, int lane) {
+    values = warp / 2 * BYTES + warp % 2 * 1024 + lane / 4 * 16 + lane % 4 * 4;
+  }
+
+  // A window past the last one is the last one again: x is zero there.
+  static __device__ __forceinline__ void fetch(u32 to, const u8* from, int lane, int window, int windows) {
+    const u32 place = (lane % 4 * 8 + lane / 4) * 16;
+#pragma unroll
+    for (int w = 0; w < 2; ++w)
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        copy16(to + w * 2048 + i * 512 + place, from + (window + w < windows ? w : 0) * 2048 + i * 512 + lane * 16);
+  }
+
+  __device__ __forceinline__ void read(u32 at, u32 (&a)[4][4]) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const u32 from = at + values + i / 2 * 2048 + half * 512 + i % 2 * 256;
+        a[i][half] = load_shared4(from);
+        a[i][2 + half] = load_shared4(from + 128);
+      }
+  }
+};
+
+// Which tiles there are: the same in every thread of the launch.
+struct Schedule {
+  int rows, n, groups;         // groups: warpgroups of a block that multiply, 1 where tiles are few
+  int row_tiles, tiles, first, step;  // of clusters: tile = weights * row_tiles + rows
+  u32 stage_bytes;
+  int stages, windows;  // windows of 64 k
+
+  template <class Operands>
+  __device__ __forceinline__ void make(const Job& job, int count) {
+    const int clusters = gridDim.x / CLUSTER, stacks = (job.units + CLUSTER * UNITS - 1) / (CLUSTER * UNITS);
+    const int sizes[] = {256, 192, 128, 64, 32};
+    rows = count, n = MOST;
+    int best = 1 << 30;
+#pragma unroll
+    for (int i = 0; i < 5; ++i) {
+      const int tiles_there = stacks * ((count + sizes[i] - 1) / sizes[i]);
+      const int cost = (tiles_there + clusters - 1) / clusters * (sizes[i] + 24);  // 24: what a tile costs besides
+      if (cost < best) best = cost, n = sizes[i];
+    }
+    row_tiles = (count + n - 1) / n;
+    groups = 2 * stacks * row_tiles <= clusters ? 1 : 2;
+    tiles = row_tiles * ((job.units + CLUSTER * 2 * groups - 1) / (CLUSTER * 2 * groups));
+    first = blockIdx.x / CLUSTER, step = clusters;
+    stage_bytes = (n * 128 + UNITS * Operands::BYTES + 1023) / 1024 * 1024;
+    stages = RING / stage_bytes < MOST_STAGES ? RING / stage_bytes : MOST_STAGES;
+    windows = (job.k + 63) / 64;
+  }
+
+  __device__ __forceinline__ int unit(int tile) const {
+    return (tile / row_tiles * CLUSTER + cluster_rank()) * 2 * groups;
+  }
+  __device__ __forceinline__ int row(int tile) const { return tile % row_tiles * n; }
+};
+
+// The stage that is next, and the parity of its barriers.
+struct Cursor {
+  u32 ring, full, empty;  // shared memory: stages, MOST_STAGES barriers each
+  int stage;
+  u32 parity;
+
+  __device__ __forceinline__ void advance(int stages) {
+    if (++stage == stages) stage = 0, parity ^= 1;
+  }
+};
+
+template <class Operands>
+__device__ __forceinline__ void produce(const Job& job, const TensorMap& x, const Schedule& plan, Cursor at) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 - WARPS;
+  const u32 rank = cluster_rank();
+  constexpr int PIECE = Operands::BYTES;
+  for (int tile = plan.first; tile < plan.tiles; tile += plan.step) {
+    const int unit = plan.unit(tile) + warp, row = plan.row(tile);
+    const int windows = job.windows, step = PIECE == 2 * Bf16::UNIT ? 2 : 1;
+    const u8* weights = job.weights + (unit < job.units ? unit : 0) * static_cast<long long>(windows) * (PIECE / step);
+    for (int w = 0; w < plan.windows; ++w, weights += PIECE) {
+      const u32 stage = at.ring + at.stage * plan.stage_bytes, full = at.full + at.stage * 8;
+      barrier_wait(at.empty + at.stage * 8, at.parity ^ 1);
+      if (warp == 0 && lane == 0) {
+        barrier_expect(full, plan.n * 128);
+        for (int box = rank; box < plan.n / BOX; box += CLUSTER)
+          copy_box(stage + box * BOX * 128, x, w * 64, row + box * BOX, full, (1 << CLUSTER) - 1);
+      }
+      __syncwarp();
+      if (warp < 2 * plan.groups) Operands::fetch(stage + plan.n * 128 + warp * PIECE, weights, lane, w * step, windows);
+      barrier_arrive_after_copies(full);
+      at.advance(plan.stages);
+    }
+  }
+}
+
+__device__ __forceinline__ void release(u32 barrier) {
+  if (threadIdx.x % 32 < CLUSTER) barrier_arrive(barrier, threadIdx.x % 32);
+}
+
+// 16 bytes of an output row: 8 columns from a tile's sums, which lie in ``from``.
+struct Piece {
+  u16* out;
+  const u16* residual;
+  int stride, columns;  // columns: 0..8 that exist
+  bool wide;
+
+  __device__ __forceinline__ Piece(const Job& job, int unit, int chunk) {
+    if (job.mode == SWIGLU) {
+      const int column = unit * 16 + chunk * 8;
+      out = job.out[0] + column, stride = job.out_stride[0], columns = job.columns[0] - column, residual = nullptr;
+    } else {
+      unit += chunk / 4;
+      const Place at = place_of(job, unit, unit * UNIT_ROWS + chunk % 4 * 8, 0);
+      out = at.out + at.offset, residual = job.mode == RESIDUAL ? job.residual + at.offset : nullptr;
+      stride = static_cast<int>(place_of(job, unit, unit * UNIT_ROWS, 1).offset - place_of(job, unit, unit * UNIT_ROWS, 0).offset);
+      columns = 0;
+      for (int i = 0; i < 8; ++i) columns += place_of(job, unit, unit * UNIT_ROWS + chunk % 4 * 8 + i, 0).inside;
+    }
+    if (unit >= job.units || columns < 0) columns = 0;
+    wide = columns >= 8 && stride % 8 == 0 &&
+           ((reinterpret_cast<u64>(out) | reinterpret_cast<u64>(residual)) & 15) == 0;
+  }
+
+  static __device__ __forceinline__ u32 add(u32 y, u32 r) {
+    const u16 low = to_bf16(from_bf16(r & 0xFFFF) + from_bf16(y & 0xFFFF));
+    return low | static_cast<u32>(to_bf16(from_bf16(r >> 16) + from_bf16(y >> 16))) << 16;
+  }
+
+  __device__ __forceinline__ void store(u32 from, long long row) const {
+    const long long offset = row * stride;
+    uint4 y = load_shared16(from);
+    if (wide) {
+      if (residual != nullptr) {
+        const uint4 r = *reinterpret_cast<const uint4*>(residual + offset);
+        y = {add(y.x, r.x), add(y.y, r.y), add(y.z, r.z), add(y.w, r.w)};
+      }
+      *reinterpret_cast<uint4*>(out + offset) = y;
+      return;
+    }
+    const u32 words[4] = {y.x, y.y, y.z, y.w};
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      if (i >= columns) continue;
+      const u16 v = words[i / 2] >> (16 * (i % 2));
+      out[offset + i] = residual != nullptr ? to_bf16(from_bf16(residual[offset + i]) + from_bf16(v)) : v;
+    }
+  }
+};
+
+__device__ __forceinline__ u32 pack(float low, float high) { return to_bf16(low) | static_cast<u32>(to_bf16(high)) << 16; }
+
+// Sums of a warpgroup's 64 weight rows to shared memory as [n rows][128 bytes], then in whole rows to their outputs.
+template <int N>
+__device__ __forceinline__ void finish(const Job& job, const float (&d)[N / 2], int unit, long long row, int rows, u32 to) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, thread = threadIdx.x % 128;
+  const int padded = unit * UNIT_ROWS + warp * TILE + lane / 4;
+  const bool there = unit + warp / 2 < job.units, gated_pair = job.mode == SWIGLU;
+  const float low = there ? __ldg(job.scale + padded) : 0.0f, high = there ? __ldg(job.scale + padded + 8) : 0.0f;
+  const int r = lane % 8, i = lane / 8;
+  if (gated_pair) {
+#pragma unroll
+    for (int j = 0; j < N / 8; j += 4) {
+      u32 y[4];
+#pragma unroll
+      for (int q = 0; q < 4; ++q) {
+        const float* c = d + 4 * (j + q);
+        u16 v[2];
+#pragma unroll
+        for (int e = 0; e < 2; ++e)
+          v[e] = gated(from_bf16(to_bf16(c[e] * low)), from_bf16(to_bf16(c[2 + e] * high)));
+        y[q] = v[0] | static_cast<u32>(v[1]) << 16;
+      }
+      store_transposed(to + (8 * (j + i) + r) * 128 + (warp ^ r) * 16, y[0], y[1], y[2], y[3]);
+    }
+  } else {
+#pragma unroll
+    for (int j = 0; j < N / 8; j += 2) {
+      const float* c = d + 4 * j;
+      store_transposed(to + (8 * (j + i / 2) + r) * 128 + ((2 * warp + i % 2) ^ r) * 16,  //
+                       pack(c[0] * low, c[1] * low), pack(c[2] * high, c[3] * high),      //
+                       pack(c[4] * low, c[5] * low), pack(c[6] * high, c[7] * high));
+    }
+  }
+  const int barrier = 1 + threadIdx.x / 128;
+  asm volatile("bar.sync %0, 128;" ::"r"(barrier) : "memory");
+  const int chunks = gated_pair ? 4 : 8, chunk = thread % chunks, step = 128 / chunks;
+  const Piece piece(job, unit, chunk);
+  if (piece.columns > 0)
+#pragma unroll 4
+    for (int k = thread / chunks; k < rows; k += step) piece.store(to + k * 128 + (chunk ^ k % 8) * 16, row + k);
+  asm volatile("bar.sync %0, 128;" ::"r"(barrier) : "memory");
+}
+
+template <class Operands, int N>
+__device__ __forceinline__ void consume(const Job& job, const Schedule& plan, Cursor at, u32 output) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = warp / 4;
+  const Operands operands(warp % 4, lane);
+  for (int tile = plan.first; tile < plan.tiles; tile += plan.step) {
+    if (group >= plan.groups) {
+      for (int w = 0; w < plan.windows; ++w) {
+        barrier_wait(at.full + at.stage * 8, at.parity);
+        release(at.empty + at.stage * 8);
+        at.advance(plan.stages);
+      }
+      continue;
+    }
+    float d[N / 2];
+    u32 even[4][4], odd[4][4], before = 0;
+    auto window = [&](u32(&a)[4][4], u32(&in_flight)[4][4], bool first) {
+      const u32 stage = at.ring + at.stage * plan.stage_bytes;
+      barrier_wait(at.full + at.stage * 8, at.parity);
+      operands.read(stage + N * 128 + group * 2 * Operands::BYTES, a);
+      const u64 x = k_major(stage);
+      wgmma_fence();
+#pragma unroll
+      for (int i = 0; i < 4; ++i) Wgmma<N>::multiply(d, a[i], x + 2 * i, i > 0 || !first);
+      wgmma_commit();
+      wgmma_wait<1>();
+      if (!first) {
+        keep(in_flight);
+        release(before);
+      }
+      before = at.empty + at.stage * 8;
+      at.advance(plan.stages);
+    };
+    for (int w = 0;;) {
+      window(even, odd, w == 0);
+      if (++w == plan.windows) break;
+      window(odd, even, false);
+      if (++w == plan.windows) break;
+    }
+    wgmma_wait<0>();
+    keep(even);
+    keep(odd);
+    keep(d);
+    release(before);
+    const int row = plan.row(tile);
+    finish<N>(job, d, plan.unit(tile) + 2 * group, row, plan.rows - row < N ? plan.rows - row : N, output + group * OUTPUT);
+  }
+}
+
+// ``x``: map of job.x, boxes of 64 columns x 32 rows, zeros outside. ``valid``: device count of rows, or null.
+template <class Operands>
+__device__ __forceinline__ void run(const Job& job, const TensorMap& x, int rows, const int* valid) {
+  extern __shared__ u8 memory[];
+  const u32 shared = (shared_address(memory) + 1023) & ~1023u, output = shared + RING / 1024 * 1024;
+  const u32 full = output + 2 * OUTPUT, empty = full + 8 * MOST_STAGES;
+  if (threadIdx.x == 0)
+    for (int i = 0; i < MOST_STAGES; ++i) {
+      barrier_init(full + 8 * i, 128 + 1);
+      barrier_init(empty + 8 * i, WARPS * CLUSTER);
+    }
+  cluster_sync();
+  let_next_start();
+  wait_for_inputs();
+  Schedule plan;
+  plan.make<Operands>(job, valid == nullptr || *valid > rows ? rows : *valid);
+  const Cursor start{shared, full, empty, 0, 0};
+  if (threadIdx.x >= 256) {
+    fewer_registers<40>();
+    produce<Operands>(job, x, plan, start);
+  } else {
+    more_registers<232>();
+    if (plan.n == 256) consume<Operands, 256>(job, plan, start, output);
+    else if (plan.n == 192) consume<Operands, 192>(job, plan, start, output);
+    else if (plan.n == 128) consume<Operands, 128>(job, plan, start, output);
+    else if (plan.n == 64) consume<Operands, 64>(job, plan, start, output);
+    else consume<Operands, 32>(job, plan, start, output);
+  }
+  cluster_sync();  // no block ends while another arrives at its barriers
+}
+
+}  // namespace hopper
+
+#define HOPPER_TILES_KERNEL(NAME, OPERANDS)                                                                        \
+  extern "C" __global__ void __cluster_dims__(hopper::CLUSTER, 1, 1) __launch_bounds__(hopper::THREADS, 1)         \
+      NAME(const __grid_constant__ Job job, const __grid_constant__ TensorMap x, int rows, const int* valid) {     \
+    hopper::run<hopper::OPERANDS>(job, x, rows, valid);                                                            \
+  }
+
+HOPPER_TILES_KERNEL(hopper_tiles_nvfp4, Nvfp4Operands)
+HOPPER_TILES_KERNEL(hopper_tiles_fp8, Fp8Operands)
+HOPPER_TILES_KERNEL(hopper_tiles_bf16, Bf16Operands)
+
+#endif
