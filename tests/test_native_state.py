@@ -4,7 +4,7 @@ import re
 
 import numpy as np
 import pytest
-from cubin_support import kernel_use, state_cubin
+from cubin_support import cubin, kernel_use
 
 from edge_dflash.backends.native import attend, delta, memory, small
 from edge_dflash.backends.native.attend import AttendShape
@@ -20,11 +20,13 @@ DELTA_27B = DeltaShape(16, 48, 128, 128, 4, 1e-6, 16, 512)
 @pytest.mark.parametrize("arch", ["sm87", "sm90a", "sm110a", "sm121a"])  # half a minute for each
 @pytest.mark.parametrize("unit", [attend.UNIT, delta.UNIT, small.UNIT])
 def test_units_compile_with_few_spills(unit, arch):
-    kernels = kernel_use(state_cubin(unit, arch))
+    kernels = kernel_use(cubin(unit, arch))
     print(unit, arch, {name: (use.registers, use.stack_bytes) for name, use in kernels.items()})
     launched = re.findall(r'"((?:attend|delta)_\w+|[a-z]+_(?:rows|norm|row|slices|block|greedy|prefill))"', _face(unit))
     assert kernels
-    assert set(launched) <= kernels.keys()
+    clusters = {"delta_verify"} if arch in ("sm87", "sm89") else set()  # these have none
+    assert set(launched) - clusters <= kernels.keys()
+    assert not clusters & kernels.keys()
     for name, use in kernels.items():
         assert 0 < use.registers <= 255
         assert use.stack_bytes <= 96, f"{name} keeps {use.stack_bytes} bytes in local memory"
@@ -55,13 +57,13 @@ def test_blocks_cover_the_query_rows_and_fit_shared_memory(group, dim, kv):
         shape = AttendShape(group, 1, dim, dim, 1e-6, 4096, rows, 64, kv=kv)
         for prefill in (False, True):
             m = shape.warp_tiles(prefill)
-            assert shape.row_blocks(prefill) * 32 * m >= group * shape.tile(prefill)
+            assert shape.row_blocks(prefill) * 16 * m >= group * shape.tile(prefill)
             assert shape.shared_bytes(m) <= min(SHARED_LIMIT.values()) * 1024
             assert shape.tile(prefill) >= (16 if prefill else rows)
 
 
-def test_keys_of_27b_are_read_once():
-    assert ATTEND_27B.row_blocks(prefill=False) == 1
+def test_keys_of_27b_are_read_by_two_neighbouring_blocks():
+    assert ATTEND_27B.row_blocks(prefill=False) == 2
     assert ATTEND_27B.kv_bytes == 4 * 32800 * 256
 
 
@@ -72,7 +74,7 @@ def test_scratch_holds_every_part():
     assert sums >= 8 * ATTEND_27B.splits * 24 * 16
     assert ATTEND_27B.scratch_bytes == queries + partial + sums
     rows, values = 16 + 512, 48 * 128
-    floats = rows * (3 * values + 2 * 16 * 128 + 16 + 4 * 48)  # v, o, z; q, k; q . k; gates
+    floats = rows * (2 * values + 2 * 16 * 128 + 16 + 4 * 48)  # v, o; q, k; q . k; gates
     assert 4 * floats <= DELTA_27B.scratch_bytes <= 4 * floats + 512
     assert small.argmax_scratch_bytes(16, 248320) == 8 * 16 * 31
 

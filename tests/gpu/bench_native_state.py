@@ -63,7 +63,7 @@ def bench_attention(device, results):
     results.append(line("kv_append 27B, 16 rows", seconds, 16 * 4 * 256 * 2 * 3))
 
 
-def bench_delta(device, results):
+def bench_delta(device, results, module=None):
     g = torch.Generator().manual_seed(0)
     shape = DeltaShape(16, 48, 128, 128, 4, 1e-6, 16, 512)
     layers = 48
@@ -82,8 +82,8 @@ def bench_delta(device, results):
         )  # fmt: skip
     qkv, z, a, b = (device.rows(bf16(512, n, generator=g)) for n in (shape.channels, 6144, 48, 48))
     out, scratch = Matrix(device.poisoned(512 * 6144 * 2), 6144), device.poisoned(shape.scratch_bytes)
-    counters = device.gpu.upload(np.zeros(48, np.int32))
-    kernels = GatedDelta(device.gpu, device.module(delta.UNIT), shape)
+    counters = device.gpu.upload(np.zeros(shape.counter_bytes, np.uint8))
+    kernels = GatedDelta(device.gpu, module or device.module(delta.UNIT), shape)
     pending, rows = device.word(Control.PENDING), device.word(Control.ROWS)
     for count in (0, 5, 16):
         device.set(pending=count)

@@ -2,13 +2,16 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from native_state_support import Device, bf16
 
 from edge_dflash.backends.native import delta as native_delta
+from edge_dflash.backends.native import small as native_small
 from edge_dflash.backends.native.delta import DeltaLayer, DeltaShape, GatedDelta
 from edge_dflash.backends.native.memory import NULL, Control, Matrix
+from edge_dflash.backends.native.small import Small
 from edge_dflash.backends.reference.delta import DeltaMemory, DeltaWeights, gated_delta
 from edge_dflash.graph.ops import GatedDelta as DeltaOp
 from edge_dflash.graph.program import DeltaState
@@ -16,10 +19,12 @@ from edge_dflash.graph.program import DeltaState
 pytestmark = pytest.mark.gpu
 SHAPES = {
     "27b slice": DeltaShape(2, 6, 128, 128, 4, 1e-6, 16, 80),
+    "short block": DeltaShape(2, 2, 128, 128, 4, 1e-6, 5, 40),
     "small heads": DeltaShape(2, 4, 64, 32, 4, 1e-6, 16, 80),
     "odd": DeltaShape(4, 4, 32, 64, 3, 1e-6, 11, 40),
     "wide block": DeltaShape(1, 2, 128, 64, 4, 1e-6, 32, 40),
 }
+PATHS = [(name, clusters) for name in SHAPES for clusters in ((True, False) if SHAPES[name].clusters else (False,))]
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +36,7 @@ def device():
 class Layer:
     """One layer on both sides."""
 
-    def __init__(self, device, shape, seed=0):
+    def __init__(self, device, shape, clusters=True, seed=0):
         self.device, self.shape = device, shape
         g = self.g = torch.Generator().manual_seed(seed)
         s = shape
@@ -53,9 +58,9 @@ class Layer:
             *(device.poisoned(s.tape_bytes[0]), device.poisoned(s.tape_bytes[1]), device.poisoned(s.tape_bytes[1])),
             *(up(packed), up(a_log), up(dt_bias), up(self.weights.norm)),
         )
-        self.kernels = GatedDelta(device.gpu, device.module(native_delta.UNIT), s)
+        self.kernels = GatedDelta(device.gpu, device.module(native_delta.UNIT), s, clusters=clusters)
         self.scratch = device.poisoned(s.scratch_bytes)
-        self.counters = up(zeros(s.value_heads, dtype=torch.int32))
+        self.counters = up(zeros(s.counter_bytes // 4, dtype=torch.int32))
         device.set(pending=0)
 
     def inputs(self, rows):
@@ -80,6 +85,11 @@ class Layer:
         self.kernels.flush(self.layer, self.scratch, self.counters, self.device.word(Control.PENDING))
         self.device.set(pending=0)
 
+    def tape(self):
+        s, read = self.shape, self.device.read
+        u = read(self.layer.tape_u, (s.rows, s.channels), torch.bfloat16)
+        return u, *(read(x, (s.rows, s.value_heads), torch.float32) for x in (self.layer.tape_g, self.layer.tape_beta))
+
     def base(self):
         s, read = self.shape, self.device.read
         state = read(self.layer.state, (s.value_heads, s.key_dim, s.value_dim), torch.float32)
@@ -101,9 +111,9 @@ def relative(x, y):
     return float((x.double() - y.double()).norm() / y.double().norm())
 
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_passes_agree_with_the_reference(device, name):
-    layer = Layer(device, SHAPES[name])
+@pytest.mark.parametrize(("name", "clusters"), PATHS)
+def test_passes_agree_with_the_reference(device, name, clusters):
+    layer = Layer(device, SHAPES[name], clusters)
     errors = []
 
     def compare(inputs, prefill):
@@ -127,9 +137,9 @@ def test_passes_agree_with_the_reference(device, name):
     assert max(errors) < 2e-3
 
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_replay_gives_the_bits_of_single_rows(device, name):
-    layer = Layer(device, SHAPES[name])
+@pytest.mark.parametrize(("name", "clusters"), PATHS)
+def test_replay_gives_the_bits_of_single_rows(device, name, clusters):
+    layer = Layer(device, SHAPES[name], clusters)
     layer.run(layer.inputs(30), prefill=30)
     base = layer.base()
     rows = layer.shape.rows
@@ -180,3 +190,47 @@ def test_strides_and_a_verify_that_is_not_committed(device):
     out = Matrix(device.poisoned(2 * 16 * (values + 8)), values + 8)
     layer.kernels.run(*parts, out, layer.layer, layer.scratch, layer.counters, device.word(Control.PENDING))
     assert torch.equal(device.read(out.pointer, (16, values + 8), torch.bfloat16)[:, :values], first)
+
+
+def test_clusters_give_the_bits_of_three_kernels(device):
+    layers = [Layer(device, SHAPES["27b slice"], clusters) for clusters in (True, False)]
+    for pending in (0, 3, 16, 1, 7):
+        inputs = layers[0].inputs(16)
+        outs = []
+        for layer in layers:
+            device.set(pending=pending)
+            outs.append(layer.run(inputs))
+        assert torch.equal(*outs)
+        for x, y in zip(*([*layer.base(), *layer.tape()] for layer in layers), strict=True):
+            assert torch.equal(x, y)
+        assert not device.gpu.read(layers[0].counters, (layers[0].shape.counter_bytes,), np.uint8).any()
+
+
+def test_pending_rows_may_be_committed_by_the_kernel_right_before(device):
+    layer, small = Layer(device, SHAPES["27b slice"]), Small(device.gpu, device.module(native_small.UNIT))
+    s, pending = layer.shape, device.word(Control.PENDING)
+    layer.run(layer.inputs(20), prefill=20)
+    base, block, other = layer.base(), layer.inputs(16), layer.inputs(16)
+    matrices = [device.rows(x) for x in other]
+    values = s.value_heads * s.value_dim
+    for k in (1, 5, 16):
+        layer.restore(base)
+        layer.run(block)
+        device.set(pending=k)
+        want, want_base = layer.run(other), layer.base()
+        outs = [Matrix(device.poisoned(2 * 16 * values), values) for _ in range(2)]
+        for stale in (0, 16, k):
+            layer.restore(base)
+            layer.run(block)
+            device.set(pending=stale)
+
+            def passes(k=k, outs=outs):
+                for committed, out in ((k, outs[0]), (-1, outs[1])):  # the second pass repeats the first's own rows
+                    small.commit(device.control, committed)
+                    layer.kernels.run(*matrices, out, layer.layer, layer.scratch, layer.counters, pending)
+
+            device.gpu.capture(passes).launch()
+            for out in outs:
+                assert torch.equal(device.read(out.pointer, (16, values), torch.bfloat16), want), (k, stale)
+            for x, y in zip(layer.base(), want_base, strict=True):
+                assert torch.equal(x, y)

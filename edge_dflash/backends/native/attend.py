@@ -17,7 +17,7 @@ from edge_dflash.errors import BackendError
 
 UNIT = "attend"
 CHUNK = 64  # keys
-_THREADS = 256
+_THREADS, _ATTEND_THREADS = 256, 128  # of prepare and combine; of attend
 _BIDIRECTIONAL, _SEQUENTIAL, _GATED = 1, 2, 4
 _SPLITS = (
     (512, 64),
@@ -93,19 +93,20 @@ class AttendShape:
         return -(-self.prefill_rows // 16) if prefill else 1
 
     def warp_tiles(self, prefill: bool) -> int:
-        """MT: 16-row tiles of a warp; a block has 32 * MT query rows. The fewest blocks, then the fewest rows."""
+        """MT: 16-row tiles of a block's query rows. The fewest blocks, then the fewest rows."""
         built = (2, 4) if self.head_dim < 256 else (2, 3) if self.kv == "fp8" else (2,)
         rows = self.group * self.tile(prefill)
-        return min(built, key=lambda m: (-(-rows // (32 * m)), m))
+        return min(built, key=lambda m: (-(-rows // (16 * m)), m))
 
     def row_blocks(self, prefill: bool) -> int:
-        """Blocks over the query rows of one KV head: more than one reads the keys more than once."""
-        return -(-self.group * self.tile(prefill) // (32 * self.warp_tiles(prefill)))
+        """Blocks over the query rows of one KV head: neighbours in the grid, which read the same keys at one time."""
+        return -(-self.group * self.tile(prefill) // (16 * self.warp_tiles(prefill)))
 
     def shared_bytes(self, warp_tiles: int) -> int:
-        """Dynamic shared memory: queries, one tile of keys or values, probabilities, row maxima."""
-        rows, stride = 32 * warp_tiles, 2 * self.head_dim + 16
-        return (rows + CHUNK) * stride + rows * (2 * CHUNK + 16) + 16 * rows
+        """Dynamic shared memory: queries, a tile of keys and one of values as stored, probabilities, row maxima."""
+        rows, width = 16 * warp_tiles, 1 if self.kv == "fp8" else 2
+        tiles = 2 * CHUNK * (width * self.head_dim + 16)
+        return rows * (2 * self.head_dim + 16) + tiles + rows * (2 * CHUNK + 16) + 16 * rows
 
     @cached_property
     def scratch(self) -> tuple[int, int, int]:
@@ -116,7 +117,7 @@ class AttendShape:
             queries = max(queries, 2 * tiles * self.kv_heads * rows * self.head_dim)
             if prefill:
                 blocks = tiles * self.kv_heads * self.row_blocks(True)
-                partial = max(partial, 4 * blocks * 32 * self.warp_tiles(True) * self.head_dim)
+                partial = max(partial, 4 * blocks * 16 * self.warp_tiles(True) * self.head_dim)
             else:
                 partial = max(partial, 4 * self.splits * self.kv_heads * rows * self.head_dim)
         sums = 8 * self.splits * self.kv_heads * self.group * self.tile(False)
@@ -192,7 +193,7 @@ class Attention:
         self._gpu.launch(
             self._attend[prefill],
             (shape.kv_heads * row_blocks, 1 if prefill else shape.splits, shape.tiles(prefill)),
-            _THREADS,
+            _ATTEND_THREADS,
             (
                 *(queries, memory.k, memory.v, partial, sums, out.pointer, q.pointer, length, rows),
                 *(most, tile_log2, shape.group, shape.kv_heads, row_blocks, shape.kv_rows, window, flags),

@@ -1,6 +1,8 @@
 """The gated delta layer on the device: geometry, memory sizes and launches of kernels/delta.cu.
 
-S is [Hv, Dk, Dv] FP32, value dims contiguous. One pair of kernels serves verify, plain decoding, prefill and flush.
+S is [Hv, Dk, Dv] FP32, value dims contiguous. A prefill pass is three kernels; verify, plain decoding and flush are
+one where the device has clusters and the shape is the one built for them, the same three elsewhere. Both give the same
+bits.
 """
 
 from __future__ import annotations
@@ -10,13 +12,14 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from edge_dflash.backends.native.driver import DevicePointer, Gpu, Module
+from edge_dflash.backends.native.driver import DevicePointer, Gpu, Kernel, Module
 from edge_dflash.backends.native.memory import NULL, Matrix, aligned
 from edge_dflash.errors import BackendError
 
 UNIT = "delta"
 TAPS = 4  # longest convolution of the kernels
-_PREPARE_WARPS, _THREADS, _COLUMNS = 8, 64, 16
+_PREPARE_WARPS, _THREADS, _COLUMNS = 8, 128, 16
+_CLUSTER, _CLUSTER_ROWS, _CLUSTER_DIM = 8, 16, 128  # blocks of a head; most rows and dims of its kernel
 
 
 @dataclass(frozen=True)
@@ -71,14 +74,20 @@ class DeltaShape:
     def scratch_bytes(self) -> int:
         """Bytes of the scratch buffer; layers may share one."""
         values = self.value_heads * self.value_dim
-        return aligned(4 * self.most_rows * (3 * values + 2 * self.key_heads * self.key_dim + self.key_heads)) + (
+        return aligned(4 * self.most_rows * (2 * values + 2 * self.key_heads * self.key_dim + self.key_heads)) + (
             16 * self.most_rows * self.value_heads
         )
 
     @property
     def counter_bytes(self) -> int:
         """Bytes of the arrival counters; zero them once, every pass leaves them zero. Layers may share them."""
-        return 4 * self.value_heads
+        return 4 * self.key_heads * _CLUSTER
+
+    @property
+    def clusters(self) -> bool:
+        """Whether a verify or flush of this shape can be one kernel, on a device that has clusters (SM90 and later)."""
+        dims = (self.key_dim, self.value_dim, self.conv_kernel)
+        return dims == (_CLUSTER_DIM, _CLUSTER_DIM, TAPS) and self.rows <= _CLUSTER_ROWS
 
     def pass_bytes(self, pending: int, rows: int, *, commits: bool = False) -> int:
         """Fewest bytes of a pass: S in and out, tape in and out, own rows in and out, convolution and norm."""
@@ -112,12 +121,19 @@ class DeltaLayer:
 
 
 class GatedDelta:
-    """Loaded kernels for one shape. ``pending`` and ``rows`` are control words in device memory."""
+    """Loaded kernels for one shape. ``pending`` and ``rows`` are control words in device memory.
 
-    def __init__(self, gpu: Gpu, module: Module, shape: DeltaShape) -> None:
+    Between two passes of one layer at least one other kernel must run that waits before it triggers (any of Small):
+    S and the tape are read before the kernel right before has ended. ``clusters`` False keeps to three kernels.
+    """
+
+    def __init__(self, gpu: Gpu, module: Module, shape: DeltaShape, *, clusters: bool = True) -> None:
         self._gpu, self.shape = gpu, shape
+        self.clusters = clusters and shape.clusters and gpu.sm >= 90
         self._prepare = module.kernel("delta_prepare")
         self._recurrence = module.kernel(f"delta_recurrence_k{shape.key_dim}")
+        self._norm = module.kernel("delta_norm")
+        self._verify = module.kernel("delta_verify") if self.clusters else None
 
     def run(
         self,
@@ -132,18 +148,51 @@ class GatedDelta:
         pending: DevicePointer,
         rows: DevicePointer = NULL,
     ) -> None:
-        """One pass: qkv [R, C], z [R, Hv*Dv], a, b [R, Hv] -> out [R, Hv*Dv], all BF16.
+        """One pass: qkv [R, C], z [R, Hv*Dv], a, b [R, Hv] -> out [R, Hv*Dv], all BF16, row strides multiples of 4.
 
         Replays ``pending`` tape rows into S. Without ``rows`` the own rows go to the tape (verify); with it the pass
         has so many rows and commits them (prefill). The caller resets ``pending`` after the last layer.
         """
+        if rows == NULL and self._verify:
+            self._enqueue_verify(self._verify, qkv, z, a, b, out, layer, counters, pending, self.shape.rows)
+            return
         own = self.shape.rows if rows == NULL else self.shape.prefill_rows
-        self._enqueue(qkv, z, a, b, out, layer, scratch, counters, pending, rows, own)
+        self._enqueue(qkv, z, a, b, out, layer, scratch, pending, rows, own)
 
     def flush(self, layer: DeltaLayer, scratch: DevicePointer, counters: DevicePointer, pending: DevicePointer) -> None:
         """Replay pending rows without own rows. The caller resets ``pending`` after the last layer."""
         none = Matrix(NULL, 0)
-        self._enqueue(none, none, none, none, none, layer, scratch, counters, pending, NULL, 0)
+        if self._verify:
+            self._enqueue_verify(self._verify, none, none, none, none, none, layer, counters, pending, 0)
+        else:
+            self._enqueue(none, none, none, none, none, layer, scratch, pending, NULL, 0)
+
+    def _enqueue_verify(
+        self,
+        kernel: Kernel,
+        qkv: Matrix,
+        z: Matrix,
+        a: Matrix,
+        b: Matrix,
+        out: Matrix,
+        layer: DeltaLayer,
+        counters: DevicePointer,
+        pending: DevicePointer,
+        own: int,
+    ) -> None:
+        s = self.shape
+        self._gpu.launch(
+            kernel,
+            (s.value_heads, _CLUSTER, 1),
+            _THREADS,
+            (
+                *(qkv.pointer, z.pointer, a.pointer, b.pointer, qkv.stride, z.stride, a.stride, b.stride),
+                *(layer.conv, layer.a_log, layer.dt_bias, layer.norm, layer.state, layer.history),
+                *(layer.tape_u, layer.tape_g, layer.tape_beta, counters, out.pointer, pending),
+                *(own, s.key_heads, s.value_heads, out.stride, s.eps),
+            ),
+            overlap=True,
+        )
 
     def _enqueue(
         self,
@@ -154,7 +203,6 @@ class GatedDelta:
         out: Matrix,
         layer: DeltaLayer,
         scratch: DevicePointer,
-        counters: DevicePointer,
         pending: DevicePointer,
         rows: DevicePointer,
         own: int,
@@ -166,19 +214,9 @@ class GatedDelta:
             (-(-sum(heads) // _PREPARE_WARPS), s.rows + own, 1),
             _PREPARE_WARPS * 32,
             (
-                *(qkv.pointer, z.pointer, a.pointer, b.pointer, qkv.stride, z.stride, a.stride, b.stride),
-                *(
-                    layer.conv,
-                    layer.a_log,
-                    layer.dt_bias,
-                    layer.history,
-                    layer.tape_u,
-                    layer.tape_g,
-                    layer.tape_beta,
-                    scratch,
-                    pending,
-                    rows,
-                ),
+                *(qkv.pointer, a.pointer, b.pointer, qkv.stride, a.stride, b.stride),
+                *(layer.conv, layer.a_log, layer.dt_bias, layer.history),
+                *(layer.tape_u, layer.tape_g, layer.tape_beta, scratch, pending, rows),
                 *(own, s.most_rows, *heads, s.key_dim, s.value_dim, s.conv_kernel),
             ),
             overlap=True,
@@ -188,9 +226,21 @@ class GatedDelta:
             (s.value_heads, s.value_dim // _COLUMNS + 1, 1),  # the last row writes the tape
             _THREADS,
             (
-                *(layer.state, layer.history, layer.tape_u, layer.tape_g, layer.tape_beta, scratch, counters),
-                *(qkv.pointer, layer.norm, out.pointer, pending, rows, own, s.most_rows, *heads),
-                *(s.value_dim, s.conv_kernel, qkv.stride, out.stride, s.eps, int(rows != NULL)),
+                *(layer.state, layer.history, layer.tape_u, layer.tape_g, layer.tape_beta, scratch),
+                *(qkv.pointer, pending, rows, own, s.most_rows, *heads),
+                *(s.value_dim, s.conv_kernel, qkv.stride, int(rows != NULL)),
+            ),
+            overlap=True,
+        )
+        if own == 0:
+            return
+        self._gpu.launch(
+            self._norm,
+            (-(-s.value_heads // _PREPARE_WARPS), own, 1),
+            _PREPARE_WARPS * 32,
+            (
+                *(scratch, z.pointer, layer.norm, out.pointer, rows, own, s.most_rows, *heads),
+                *(s.key_dim, s.value_dim, z.stride, out.stride, s.eps),
             ),
             overlap=True,
         )

@@ -3,7 +3,7 @@
 // KV memory of a layer: K and V, each [Hkv, capacity, D], E4M3 codes or BF16. Row r of the pass is at position
 // length + r. Rows go in tiles of T = 16 or 32; for one tile and KV head, the query rows are m = g * T + r for query
 // head kv_head * group + g, M = group * T in all. Prepared queries: [tiles, Hkv, M, D], F16 over E4M3 keys (exact
-// products, 11-bit queries and probabilities), BF16 over BF16 keys.
+// products, 11-bit queries and probabilities) with pairs of dims in the order of pair_place, BF16 over BF16 keys.
 //
 // The context is cut at fixed absolute positions into splits (first_key), a split into chunks of 64 keys. Within a
 // split the softmax is online over its chunks; splits are folded in order. A chunk or split that a row does not see
@@ -11,7 +11,8 @@
 // splits in one block per tile and KV head and folds with the same arithmetic, so it gives the bits of verify.
 #include "state.cuh"
 
-static constexpr int THREADS = 256;  // 8 warps: 2 along query rows, 4 along keys (QK) or head dims (PV)
+static constexpr int THREADS = 256;  // of prepare and combine
+static constexpr int WARPS = 4;      // of attend: along keys (QK) or head dims (PV); all have the block's query rows
 static constexpr int CHUNK = 64;     // keys
 static constexpr int BATCH = 12;     // splits that a combine thread loads together
 static constexpr int FAR = 0x3fffffff;
@@ -48,6 +49,10 @@ __device__ __forceinline__ View view(int p, int keys, int window, int flags) {
 __device__ __forceinline__ int valid_rows(const int* rows_there, int rows) {
     return rows_there ? min(*rows_there, rows) : rows;
 }
+
+// Place of a pair of dims among the 8 pairs of a tensor-core step: the thread that holds pairs l and l + 4 of a step
+// gets pairs 2 l and 2 l + 1, which are four codes of one word of keys.
+__device__ __forceinline__ int pair_place(int pair) { return (pair & ~7) | (pair & 1) * 4 | (pair >> 1 & 3); }
 
 // ---------------------------------------------------------------------------------------------------------- prepare
 
@@ -116,7 +121,7 @@ __device__ void prepare(const u16* q, const u16* k, const u16* v, int q_stride, 
 #pragma unroll
         for (int i = 0; i < 4; i++)
             if (i < pairs)
-                out[i * 32 + lane] = fp8 ? pack_f16(fminf(fmaxf(a[i], -65504.0f), 65504.0f),
+                out[fp8 ? pair_place(i * 32 + lane) : i * 32 + lane] = fp8 ? pack_f16(fminf(fmaxf(a[i], -65504.0f), 65504.0f),
                                                     fminf(fmaxf(b[i], -65504.0f), 65504.0f))
                                          : pack_bf16(a[i], b[i]);
     } else if (position < capacity) {
@@ -168,52 +173,33 @@ __device__ __forceinline__ float finish(float x, float l, float v_scale) {
     return __fdiv_rn(__fmul_rn(x, v_scale), l);
 }
 
-template <int D, int MT, bool fp8>  // head dim; 16-row tiles a warp: a block has 32 * MT query rows
+template <int D, int MT, bool fp8>  // head dim; a block has 16 * MT query rows
 struct Geometry {
-    static constexpr int rows = 32 * MT;
-    static constexpr int stride = D * 2 + 16;      // bytes of a query, key or value row in shared memory
-    static constexpr int p_stride = CHUNK * 2 + 16;  // bytes of a row of probabilities
-    static constexpr int q_bytes = rows * stride, kv_bytes = CHUNK * stride, p_bytes = rows * p_stride;
-    static constexpr int shared_bytes = q_bytes + kv_bytes + p_bytes + 4 * rows * 4;
+    static constexpr int rows = 16 * MT, threads = 32 * WARPS;
+    static constexpr int stride = D * 2 + 16;               // bytes of a query row in shared memory
+    static constexpr int kv_stride = D * (fp8 ? 1 : 2) + 16;  // of a key or value row
+    static constexpr int p_stride = CHUNK * 2 + 16;         // of a row of probabilities
+    static constexpr int q_bytes = rows * stride, kv_bytes = CHUNK * kv_stride, p_bytes = rows * p_stride;
     static constexpr int NT = D / 32;  // 8-column tiles of the output a warp
-    // A thread holds 8 values (FP8: 8 bytes, BF16: 16) of each of LOADS rows of a chunk.
-    static constexpr int LOADS = CHUNK * D / 8 / THREADS;
+    // Dims of tile c of a warp that a lane holds: first, and the distance of its two.
+    static __device__ __forceinline__ int dim(int c, int e) {
+        const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * (D / 4);
+        return fp8 ? first + c / 2 * 16 + lane % 4 * 4 + e * 2 + c % 2 : first + c * 8 + lane % 4 * 2 + e;
+    }
 };
 
+// Rows first .. first + 63 of one KV head to shared memory, under way; rows from `stop` on are zeros.
 template <int D, int MT, bool fp8>
-struct Chunk {
+__device__ __forceinline__ void copy_chunk(u8* shared, const u8* head, int first, int stop) {
     using G = Geometry<D, MT, fp8>;
-    uint4 wide[fp8 ? 1 : G::LOADS];
-    uint2 narrow[fp8 ? G::LOADS : 1];
-
-    // Rows first .. first + 63 of one KV head; rows from `stop` on are zeros.
-    __device__ __forceinline__ void load(const void* head, int first, int stop) {
+    constexpr int PIECES = D * (fp8 ? 1 : 2) / 16;  // of a row
 #pragma unroll
-        for (int i = 0; i < G::LOADS; i++) {
-            int piece = i * THREADS + threadIdx.x;  // of 8 values
-            bool there = first + piece / (D / 8) < stop;
-            u64 at = (u64)first * (D / 8) + piece;
-            if (fp8)
-                narrow[i] = there ? __ldcg((const uint2*)head + at) : make_uint2(0u, 0u);
-            else
-                wide[i] = there ? __ldcg((const uint4*)head + at) : make_uint4(0u, 0u, 0u, 0u);
-        }
+    for (int i = 0; i < CHUNK * PIECES / G::threads; i++) {
+        const int piece = i * G::threads + threadIdx.x, r = piece / PIECES;
+        copy16_or_zero(shared + r * G::kv_stride + piece % PIECES * 16, head + ((u64)first * PIECES + piece) * 16,
+                       first + r < stop);
     }
-    __device__ __forceinline__ void store(u8* shared) const {
-#pragma unroll
-        for (int i = 0; i < G::LOADS; i++) {
-            int piece = i * THREADS + threadIdx.x;
-            uint4 x;
-            if (fp8) {
-                uint2 c = narrow[i];
-                x = make_uint4(e4m3_pair(c.x), e4m3_pair(c.x >> 16), e4m3_pair(c.y), e4m3_pair(c.y >> 16));
-            } else {
-                x = wide[i];
-            }
-            *(uint4*)(shared + piece / (D / 8) * G::stride + piece % (D / 8) * 16) = x;
-        }
-    }
-};
+}
 
 struct Task {
     int kv_head, block_row, M, tile_mask, tile_log2, p0, keys, window, flags;
@@ -222,10 +208,13 @@ struct Task {
 
 // Scores of a chunk [rows, 16 keys a warp]: q in shared memory times the key tile.
 template <int D, int MT, bool fp8>
-__device__ __forceinline__ void multiply_keys(float (&s)[MT][2][4], u32 q, u32 tile, int wm, int wn, int lane) {
+__device__ __forceinline__ void multiply_keys(float (&s)[MT][2][4], u32 q, u32 tile, int warp, int lane) {
     using G = Geometry<D, MT, fp8>;
-    const u32 a_at = q + (wm * MT * 16 + lane % 16) * G::stride + lane / 16 * 16;
-    const u32 b_at = tile + (wn * 16 + lane / 16 * 8 + lane % 8) * G::stride + lane / 8 % 2 * 16;
+    const u32 a_at = q + lane % 16 * G::stride + lane / 16 * 16;
+    // FP8: matrices of keys 0-7 and 8-15 by 16 codes, for two steps. BF16: keys by two halves of a step.
+    const u32 b_at = tile + (fp8 ? (warp * 16 + lane % 16) * G::kv_stride + lane / 16 * 16
+                                 : (warp * 16 + lane / 16 * 8 + lane % 8) * G::kv_stride + lane / 8 % 2 * 16);
+    constexpr int PER = fp8 ? 2 : 1;  // steps of one load of keys
 #pragma unroll
     for (int i = 0; i < MT; i++)
 #pragma unroll
@@ -234,7 +223,7 @@ __device__ __forceinline__ void multiply_keys(float (&s)[MT][2][4], u32 q, u32 t
             for (int e = 0; e < 4; e++) s[i][n][e] = 0.0f;
     u32 a[2][MT][4], b[2][4];  // fragments of this step and the next
     auto load = [&](int k) {
-        load_matrices(b[k % 2], b_at + k * 32);
+        if (k % PER == 0) load_matrices(b[k / PER % 2], b_at + k / PER * 32);
 #pragma unroll
         for (int i = 0; i < MT; i++) load_matrices(a[k % 2][i], a_at + i * 16 * G::stride + k * 32);
     };
@@ -242,37 +231,57 @@ __device__ __forceinline__ void multiply_keys(float (&s)[MT][2][4], u32 q, u32 t
 #pragma unroll
     for (int k = 0; k < D / 16; k++) {
         if (k + 1 < D / 16) load(k + 1);
+        const u32(&raw)[4] = b[k / PER % 2];
+        u32 keys[2][2];
+#pragma unroll
+        for (int n = 0; n < 2; n++)
+#pragma unroll
+            for (int half = 0; half < 2; half++)
+                keys[n][half] = fp8 ? e4m3_pair(raw[k % PER * 2 + n] >> half * 16) : raw[n * 2 + half];
 #pragma unroll
         for (int i = 0; i < MT; i++) {
-            mma<fp8>(s[i][0], a[k % 2][i], b[k % 2][0], b[k % 2][1]);
-            mma<fp8>(s[i][1], a[k % 2][i], b[k % 2][2], b[k % 2][3]);
+            mma<fp8>(s[i][0], a[k % 2][i], keys[0][0], keys[0][1]);
+            mma<fp8>(s[i][1], a[k % 2][i], keys[1][0], keys[1][1]);
         }
     }
 }
 
-// o [rows, D / 4 dims a warp] += p times the value tile.
+// o [rows, D / 4 dims a warp] += p times the value tile. FP8: a transposed matrix of byte pairs has two codes of two
+// keys in a word; its even dims make one tile, its odd dims the next.
 template <int D, int MT, bool fp8>
-__device__ __forceinline__ void multiply_values(float (&o)[MT][D / 32][4], u32 p, u32 tile, int wm, int wn, int lane) {
+__device__ __forceinline__ void multiply_values(float (&o)[MT][D / 32][4], u32 p, u32 tile, int warp, int lane) {
     using G = Geometry<D, MT, fp8>;
-    const u32 a_at = p + (wm * MT * 16 + lane % 16) * G::p_stride + lane / 16 * 16;
-    const u32 b_at = tile + (lane / 8 % 2 * 8 + lane % 8) * G::stride + wn * (D / 2) + lane / 16 * 16;
-    constexpr int PAIRS = D / 64;  // pairs of 8-column tiles
+    constexpr int BYTES = fp8 ? 1 : 2, WIDE = D / 4 * BYTES / 16;  // 16-byte columns a warp
+    constexpr int LOADS = (WIDE + 1) / 2;                           // of two columns a step of 16 keys
+    const u32 a_at = p + lane % 16 * G::p_stride + lane / 16 * 16;
+    const u32 b_at = tile + lane % 16 * G::kv_stride + warp * (D / 4) * BYTES + lane / 16 * (WIDE > 1 ? 16 : 0);
     u32 a[MT][4], b[2][4];
     auto load = [&](int t) {
-        load_matrices_transposed(b[t % 2], b_at + t / PAIRS * 16 * G::stride + t % PAIRS * 32);
+        load_matrices_transposed(b[t % 2], b_at + t / LOADS * 16 * G::kv_stride + t % LOADS * 32);
     };
     load(0);
 #pragma unroll
-    for (int t = 0; t < CHUNK / 16 * PAIRS; t++) {
-        const int k = t / PAIRS, n = t % PAIRS;
+    for (int t = 0; t < CHUNK / 16 * LOADS; t++) {
+        const int k = t / LOADS, n = t % LOADS;
         if (n == 0)
 #pragma unroll
             for (int i = 0; i < MT; i++) load_matrices(a[i], a_at + i * 16 * G::p_stride + k * 32);
-        if (t + 1 < CHUNK / 16 * PAIRS) load(t + 1);
+        if (t + 1 < CHUNK / 16 * LOADS) load(t + 1);
+        const u32(&raw)[4] = b[t % 2];
 #pragma unroll
-        for (int i = 0; i < MT; i++) {
-            mma<fp8>(o[i][2 * n], a[i], b[t % 2][0], b[t % 2][1]);
-            mma<fp8>(o[i][2 * n + 1], a[i], b[t % 2][2], b[t % 2][3]);
+        for (int wide = 0; wide < (WIDE > 1 ? 2 : 1); wide++) {
+            if constexpr (fp8) {
+                const u32 low = __byte_perm(raw[wide * 2], 0, 0x3120), high = __byte_perm(raw[wide * 2 + 1], 0, 0x3120);
+#pragma unroll
+                for (int odd = 0; odd < 2; odd++) {
+                    const u32 b0 = e4m3_pair(low >> odd * 16), b1 = e4m3_pair(high >> odd * 16);
+#pragma unroll
+                    for (int i = 0; i < MT; i++) mma<true>(o[i][(n * 2 + wide) * 2 + odd], a[i], b0, b1);
+                }
+            } else {
+#pragma unroll
+                for (int i = 0; i < MT; i++) mma<false>(o[i][n * 2 + wide], a[i], raw[wide * 2], raw[wide * 2 + 1]);
+            }
         }
     }
 }
@@ -286,11 +295,12 @@ __device__ void attend(const u16* q, const u8* k_memory, const u8* v_memory, flo
     constexpr int BYTES = fp8 ? 1 : 2;
     extern __shared__ uint4 dynamic[];
     u8* q_tile = (u8*)dynamic;
-    u8* kv_tile = q_tile + G::q_bytes;
-    u8* p_tile = kv_tile + G::kv_bytes;
+    u8* k_tile = q_tile + G::q_bytes;
+    u8* v_tile = k_tile + G::kv_bytes;
+    u8* p_tile = v_tile + G::kv_bytes;
     float(*largest)[G::rows] = (float(*)[G::rows])(p_tile + G::p_bytes);  // [4][rows]
 
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, wm = warp / 4, wn = warp % 4;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int tile = blockIdx.z, first_row = tile << tile_log2;
     const int start = *length, n = valid_rows(rows_there, rows);  // written long before: no wait is needed
     Task t;
@@ -310,15 +320,18 @@ __device__ void attend(const u16* q, const u8* k_memory, const u8* v_memory, flo
 
     int key = max(first_key(split), low.first) / CHUNK * CHUNK;
     int stop = min(first_key(split + 1), high.stop);
-    Chunk<D, MT, fp8> k_next, v_next;
+    auto copy_first = [&] {
+        copy_chunk<D, MT, fp8>(k_tile, t.k, key, t.keys);
+        copy_chunk<D, MT, fp8>(v_tile, t.v, key, t.keys);
+    };
     const bool early = key + CHUNK <= start;  // stored by an earlier pass
-    if (early) k_next.load(t.k, key, t.keys), v_next.load(t.v, key, t.keys);
+    if (early) copy_first();
     pdl_wait();
     pdl_trigger();
-    if (!early) k_next.load(t.k, key, t.keys), v_next.load(t.v, key, t.keys);
+    if (!early) copy_first();
     {
         const u16* source = q + (((u64)tile * kv_heads + t.kv_head) * t.M + t.block_row) * D;
-        for (int piece = threadIdx.x; piece < G::rows * D / 8; piece += THREADS) {
+        for (int piece = threadIdx.x; piece < G::rows * D / 8; piece += G::threads) {
             u8* to = q_tile + piece / (D / 8) * G::stride + piece % (D / 8) * 16;
             if (t.block_row + piece / (D / 8) < t.M)
                 copy16(to, source + piece * 8);
@@ -326,14 +339,14 @@ __device__ void attend(const u16* q, const u8* k_memory, const u8* v_memory, flo
                 *(uint4*)to = make_uint4(0u, 0u, 0u, 0u);
         }
         copy_commit();
-        copy_wait<0>();
     }
-    const u32 q_at = shared_address(q_tile), kv_at = shared_address(kv_tile), p_at = shared_address(p_tile);
-    float* carried = partial + ((u64)(tile * gridDim.x + blockIdx.x) * (MT * G::NT * 4)) * THREADS + threadIdx.x;
+    const u32 q_at = shared_address(q_tile), k_at = shared_address(k_tile), v_at = shared_address(v_tile);
+    const u32 p_at = shared_address(p_tile);
+    float* carried = partial + ((u64)(tile * gridDim.x + blockIdx.x) * (MT * G::NT * 4)) * G::threads + threadIdx.x;
     float run_m[MT][2], run_l[MT][2];  // sequential: folded over the splits so far
 #pragma unroll
     for (int i = 0; i < MT; i++) run_m[i][0] = run_m[i][1] = NEG_INF, run_l[i][0] = run_l[i][1] = 0.0f;
-    bool first_split = true;
+    bool first_split = true, first_chunk = true;
 
     for (;; split++) {  // one split, or in turn all that are live
         float o[MT][G::NT][4], m[MT][2], l[MT][2];
@@ -347,20 +360,22 @@ __device__ void attend(const u16* q, const u8* k_memory, const u8* v_memory, flo
         }
         stop = min(first_key(split + 1), high.stop);
         for (; key < stop; key += CHUNK) {
-            k_next.store(kv_tile);
-            __syncthreads();
             // The next chunk of a later split follows this one without a gap: live splits are consecutive.
             const int next = key + CHUNK;
             const bool more = next < stop || ((flags & SEQUENTIAL) && split < last);
-            if (more) k_next.load(t.k, next, t.keys);
+            copy_wait<0>();
+            __syncthreads();  // keys are there; values of the chunk before are done with
+            if (!first_chunk) copy_chunk<D, MT, fp8>(v_tile, t.v, key, t.keys);
+            first_chunk = false;
+            copy_commit();
             float s[MT][2][4];
-            multiply_keys<D, MT, fp8>(s, q_at, kv_at, wm, wn, lane);
+            multiply_keys<D, MT, fp8>(s, q_at, k_at, warp, lane);
             const bool whole = key >= high.first && key + CHUNK <= low.stop;  // every row sees every key
 #pragma unroll
             for (int i = 0; i < MT; i++)
 #pragma unroll
                 for (int h = 0; h < 2; h++) {
-                    const int row = (wm * MT + i) * 16 + h * 8 + lane / 4;
+                    const int row = i * 16 + h * 8 + lane / 4;
                     float top = NEG_INF;
                     int place = t.p0;
                     asm volatile("" : "+r"(place));  // masks are computed anew: registers are dearer
@@ -372,23 +387,23 @@ __device__ void attend(const u16* q, const u8* k_memory, const u8* v_memory, flo
                             float& x = s[i][c][h * 2 + e];
                             x = __fmul_rn(x, score_scale);
                             if (!whole) {
-                                int at = key + wn * 16 + c * 8 + lane % 4 * 2 + e;
+                                int at = key + warp * 16 + c * 8 + lane % 4 * 2 + e;
                                 if (at < seen.first || at >= seen.stop) x = NEG_INF;
                             }
                             top = fmaxf(top, x);
                         }
                     top = fmaxf(top, __shfl_xor_sync(ALL, top, 1));
                     top = fmaxf(top, __shfl_xor_sync(ALL, top, 2));
-                    if (lane % 4 == 0) largest[wn][row] = top;
+                    if (lane % 4 == 0) largest[warp][row] = top;
                 }
-            __syncthreads();
-            v_next.store(kv_tile);
-            if (more) v_next.load(t.v, next, t.keys);
+            __syncthreads();  // maxima are there; keys are done with
+            if (more) copy_chunk<D, MT, fp8>(k_tile, t.k, next, t.keys);
+            copy_commit();
 #pragma unroll
             for (int i = 0; i < MT; i++)
 #pragma unroll
                 for (int h = 0; h < 2; h++) {
-                    const int row = (wm * MT + i) * 16 + h * 8 + lane / 4;
+                    const int row = i * 16 + h * 8 + lane / 4;
                     float top = fmaxf(fmaxf(largest[0][row], largest[1][row]), fmaxf(largest[2][row], largest[3][row]));
                     top = fmaxf(top, m[i][h]);
                     const float base = top == NEG_INF ? 0.0f : top, keep = exp2_fast(m[i][h] - base);
@@ -398,7 +413,7 @@ __device__ void attend(const u16* q, const u8* k_memory, const u8* v_memory, flo
                     for (int c = 0; c < 2; c++) {
                         float p0 = exp2_fast(s[i][c][h * 2] - base), p1 = exp2_fast(s[i][c][h * 2 + 1] - base);
                         sum = __fadd_rn(sum, __fadd_rn(p0, p1));
-                        *(u32*)(p_tile + row * G::p_stride + (wn * 16 + c * 8 + lane % 4 * 2) * 2) =
+                        *(u32*)(p_tile + row * G::p_stride + (warp * 16 + c * 8 + lane % 4 * 2) * 2) =
                             fp8 ? pack_f16(p0, p1) : pack_bf16(p0, p1);
                     }
                     l[i][h] = __fmaf_rn(l[i][h], keep, sum);
@@ -407,9 +422,9 @@ __device__ void attend(const u16* q, const u8* k_memory, const u8* v_memory, flo
                         o[i][c][h * 2] = __fmul_rn(o[i][c][h * 2], keep),
                         o[i][c][h * 2 + 1] = __fmul_rn(o[i][c][h * 2 + 1], keep);
                 }
-            __syncthreads();
-            multiply_values<D, MT, fp8>(o, p_at, kv_at, wm, wn, lane);
-            __syncthreads();
+            copy_wait<1>();
+            __syncthreads();  // values and probabilities are there
+            multiply_values<D, MT, fp8>(o, p_at, v_at, warp, lane);
         }
         // Sum of a row: its four lanes, then the four warps along the keys.
 #pragma unroll
@@ -417,49 +432,49 @@ __device__ void attend(const u16* q, const u8* k_memory, const u8* v_memory, flo
 #pragma unroll
             for (int h = 0; h < 2; h++) {
                 l[i][h] = lane_sum<4>(l[i][h]);
-                if (lane % 4 == 0) largest[wn][(wm * MT + i) * 16 + h * 8 + lane / 4] = l[i][h];
+                if (lane % 4 == 0) largest[warp][i * 16 + h * 8 + lane / 4] = l[i][h];
             }
         __syncthreads();
 #pragma unroll
         for (int i = 0; i < MT; i++)
 #pragma unroll
             for (int h = 0; h < 2; h++) {
-                const int row = (wm * MT + i) * 16 + h * 8 + lane / 4, row_m = t.block_row + row;
+                const int row = i * 16 + h * 8 + lane / 4, row_m = t.block_row + row;
                 l[i][h] = __fadd_rn(__fadd_rn(largest[0][row], largest[1][row]),
                                     __fadd_rn(largest[2][row], largest[3][row]));
-                const int r = first_row + (row_m & (tile_rows - 1)), column = wn * (D / 4) + lane % 4 * 2;
+                const int r = first_row + (row_m & (tile_rows - 1));
                 if (!(flags & SEQUENTIAL)) {
                     if (row_m >= t.M) continue;
                     u64 at = ((u64)split * kv_heads + t.kv_head) * t.M + row_m;
-                    if (wn == 0 && lane % 4 == 0) ((float2*)partial_ml)[at] = make_float2(m[i][h], l[i][h]);
+                    if (warp == 0 && lane % 4 == 0) ((float2*)partial_ml)[at] = make_float2(m[i][h], l[i][h]);
 #pragma unroll
-                    for (int c = 0; c < G::NT; c++)
-                        *(float2*)(partial + at * D + column + c * 8) =
-                            make_float2(o[i][c][h * 2], o[i][c][h * 2 + 1]);
+                    for (int c = 0; c < G::NT; c += fp8 ? 2 : 1) {
+                        float* to = partial + at * D + G::dim(c, 0);
+                        if (fp8)
+                            *(float4*)to = make_float4(o[i][c][h * 2], o[i][c + 1][h * 2], o[i][c][h * 2 + 1],
+                                                       o[i][c + 1][h * 2 + 1]);
+                        else
+                            *(float2*)to = make_float2(o[i][c][h * 2], o[i][c][h * 2 + 1]);
+                    }
                     continue;
                 }
                 Fold f = fold(run_m[i][h], run_l[i][h], m[i][h], l[i][h]);
                 run_m[i][h] = f.m, run_l[i][h] = f.l;
+                const int head = t.kv_head * group + (row_m >> tile_log2);
+                const u16* gates = gate + (u64)r * gate_stride + head * 2 * D + D;
+                u16* to = out + (u64)r * out_stride + head * D;
 #pragma unroll
-                for (int c = 0; c < G::NT; c++) {
-                    float y[2];
+                for (int c = 0; c < G::NT; c++)
 #pragma unroll
                     for (int e = 0; e < 2; e++) {
-                        float* kept = carried + ((i * G::NT + c) * 4 + h * 2 + e) * THREADS;
-                        y[e] = fold_value(first_split ? 0.0f : *kept, o[i][c][h * 2 + e], f);
-                        if (split < last) *kept = y[e];
+                        float* kept = carried + ((i * G::NT + c) * 4 + h * 2 + e) * G::threads;
+                        float y = fold_value(first_split ? 0.0f : *kept, o[i][c][h * 2 + e], f);
+                        if (split < last) *kept = y;
+                        if (split < last || row_m >= t.M || r >= n) continue;
+                        y = finish(y, f.l, v_scale);
+                        if (flags & GATED) y = __fmul_rn(y, sigmoid(bf16_float(gates[G::dim(c, e)])));
+                        to[G::dim(c, e)] = to_bf16(y);
                     }
-                    if (split == last && row_m < t.M && r < n) {
-                        const int head = t.kv_head * group + (row_m >> tile_log2);
-                        y[0] = finish(y[0], f.l, v_scale), y[1] = finish(y[1], f.l, v_scale);
-                        if (flags & GATED) {
-                            u32 x = *(const u32*)(gate + (u64)r * gate_stride + head * 2 * D + D + column + c * 8);
-                            y[0] = __fmul_rn(y[0], sigmoid(bf16_low(x)));
-                            y[1] = __fmul_rn(y[1], sigmoid(bf16_high(x)));
-                        }
-                        *(u32*)(out + (u64)r * out_stride + head * D + column + c * 8) = pack_bf16(y[0], y[1]);
-                    }
-                }
             }
         first_split = false;
         if (!(flags & SEQUENTIAL) || split >= last) break;
@@ -468,7 +483,7 @@ __device__ void attend(const u16* q, const u8* k_memory, const u8* v_memory, flo
 }
 
 #define ATTEND(D, MT, FP8, NAME)                                                                                       \
-    extern "C" __global__ void __launch_bounds__(THREADS, 1) NAME##_d##D##_m##MT(                                      \
+    extern "C" __global__ void __launch_bounds__(32 * WARPS, 2) NAME##_d##D##_m##MT(                                      \
         const u16* q, const u8* k_memory, const u8* v_memory, float* partial, float* partial_ml, u16* out,             \
         const u16* gate, const int* length, const int* rows_there, int rows, int tile_log2, int group, int kv_heads,   \
         int row_blocks, int capacity, int window, int flags, int gate_stride, int out_stride, float score_scale,       \
