@@ -1,0 +1,110 @@
+"""``edge-dflash bench``: how fast a pair runs here, against how fast the memory can be read."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, cast
+
+import typer
+
+from edge_dflash.benchmark.pairs import pair_names
+from edge_dflash.benchmark.plot import svg
+from edge_dflash.benchmark.record import append, check_record
+from edge_dflash.benchmark.result import Result
+from edge_dflash.benchmark.run import Work
+from edge_dflash.benchmark.subjects import CUBINS, bench_bundle, bench_synthetic
+from edge_dflash.benchmark.view import render
+from edge_dflash.cli.output import emit_json, say, show
+from edge_dflash.cli.prompts import default_prompts, read_prompts
+from edge_dflash.errors import RequestError
+from edge_dflash.planner import Planner, Task
+
+if TYPE_CHECKING:
+    from edge_dflash.benchmark.weights import Kind
+
+KINDS = ("nvfp4", "fp8", "bf16")
+
+
+def bench(
+    bundle: Annotated[Path | None, typer.Argument(metavar="[BUNDLE]", help="Directory that a build made.")] = None,
+    synthetic: Annotated[
+        str | None, typer.Option(help=f"Instead: random weights in the dimensions of {', '.join(pair_names())}.")
+    ] = None,
+    weights: Annotated[str | None, typer.Option(help="Of --synthetic: nvfp4 (default), fp8 or bf16.")] = None,
+    accept_length: Annotated[
+        float | None, typer.Option(help="Force this mean accept length; default: the drafter's own, 5 if synthetic.")
+    ] = None,
+    context: Annotated[int, typer.Option(min=1, help="Committed tokens at which cycles are timed.")] = 512,
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens to generate for each way of decoding.")] = 256,
+    prompts: Annotated[
+        Path | None, typer.Option(help="JSONL of prompts for BUNDLE, as verify takes it; default: some of calib/.")
+    ] = None,
+    prefill: Annotated[str, typer.Option(help="Prompt lengths for the time to the first token.")] = "128,2048,8192",
+    contexts: Annotated[str, typer.Option(help="More contexts at which a cycle is timed, such as 2048,32768.")] = "",
+    profile: Annotated[bool, typer.Option("--profile", help="Time every step of one cycle.")] = False,
+    cubins: Annotated[
+        Path | None, typer.Option(help="Where compiled kernels are kept; default: ~/.cache/edge-dflash.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write a drawing (SVG) to this file.")] = None,
+    record: Annotated[Path | None, typer.Option(help="Add the result to this JSON file.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the JSON object only.")] = False,
+) -> None:
+    """Time a pair: plain and speculative decoding, the parts of a cycle, prompts, memory.
+
+    Give BUNDLE, or --synthetic, which needs an NVIDIA GPU and no download. Each part of a cycle is compared with its
+    floor: the bytes that it must read over the read bandwidth of the device, measured in the same run. A forced accept
+    length replaces the comparison of drafts and choices on the device and changes nothing else. The reference backend
+    is timed without floors.
+
+    Tables come first, one JSON object on the last line.
+
+    JSON keys: pair, backend, weights, kv, block_size, context, forced_accept_length, machine, read_bandwidth (bytes a
+    second), matmul_rate (operations a second), matmul_by, plain and speculative (tokens_per_second, accept_length,
+    cycles, ms), speed_up, plain_floor_ms, cycle (whole, propose, verify, each with ms, bytes, floor_ms; rest_ms,
+    over_floor, the bytes by kind), cold (load_seconds, prefill_ms, cycle_ms, over_steady), prefill (tokens, ms,
+    operations_per_second, share of matmul_rate), contexts (a cycle each), memory (budget, allocated, device_used,
+    device_total, allocations_after_load), profile.
+    """
+    if (bundle is None) == (synthetic is None):
+        raise RequestError("give BUNDLE or --synthetic NAME")
+    if bundle is not None and weights is not None:
+        raise RequestError("a bundle has its own weights; --weights belongs to --synthetic")
+    if synthetic is not None and prompts is not None:
+        raise RequestError("a synthetic pair decodes random ids; --prompts belongs to BUNDLE")
+    kind = weights or KINDS[0]
+    if kind not in KINDS:
+        raise RequestError(f"--weights is {kind!r}; give one of {', '.join(KINDS)}")
+    if record is not None:
+        check_record(record)
+    work = Work(context, tokens, lengths(prefill, "--prefill"), lengths(contexts, "--contexts"), accept_length, profile)
+    folder = CUBINS if cubins is None else cubins
+    if synthetic is not None:
+        result = bench_synthetic(synthetic, cast("Kind", kind), work, folder, say)
+    else:
+        tasks = partial(_tasks, prompts=prompts, tokens=tokens)
+        result = bench_bundle(cast("Path", bundle), tasks, work, folder, say)
+    _print(result, plot, record, json)
+
+
+def _tasks(planner: Planner, *, prompts: Path | None, tokens: int) -> list[Task]:
+    return default_prompts(planner, tokens) if prompts is None else read_prompts(prompts)
+
+
+def lengths(text: str, option: str) -> tuple[int, ...]:
+    """Token counts from ``128,2048``. Raises RequestError naming the piece that is none."""
+    pieces = [piece.strip() for piece in text.split(",") if piece.strip()]
+    for piece in pieces:
+        if not piece.isascii() or not piece.isdigit() or not 0 < int(piece) <= 1 << 20:
+            raise RequestError(f"{piece[:24]!r} in {option} is no number of tokens; give some such as 128,2048")
+    return tuple(sorted({int(piece) for piece in pieces}))
+
+
+def _print(result: Result, plot: Path | None, record: Path | None, json: bool) -> None:
+    if plot is not None:
+        plot.write_text(svg(result), encoding="utf-8")
+    if record is not None:
+        append(record, result.to_json())
+    if not json:
+        show(render(result))
+    emit_json(result.to_json())

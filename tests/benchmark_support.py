@@ -1,0 +1,131 @@
+"""A device that only keeps time: a backend whose passes take known seconds on a clock that nothing else moves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+from fakes import FakeBackend, FakeRows
+
+from edge_dflash.backends.base import Cycle, PairShape
+from edge_dflash.benchmark import measure
+from edge_dflash.benchmark.run import Device, Subject
+from edge_dflash.benchmark.traffic import Traffic
+from edge_dflash.spec import loop
+
+SHAPE = PairShape(vocab_size=64, block_size=4, mask_token_id=63, max_context=4096, prefill_chunk=64)
+PROPOSE, VERIFY, REST, PLAIN = 0.001, 0.003, 0.0005, 0.0025  # seconds
+PREFILL, FIRST = 0.0001, 4.0  # seconds a token; the first cycle takes so many times as long
+
+
+class Clock:
+    def __init__(self):
+        self.now = 100.0
+
+    def perf_counter(self):
+        return self.now
+
+    def install(self, monkeypatch):
+        for module in (measure, loop):
+            monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=self.perf_counter))
+        return self
+
+
+@dataclass
+class FakeGpu:
+    allocations: int = 7
+    allocated_bytes: int = 1000
+
+    def enter(self):
+        pass
+
+    def free_bytes(self):
+        return 6000, 10000
+
+
+class TimedRows(FakeRows):
+    def argmax(self):
+        return [1] * len(self)
+
+
+class TimedBackend(FakeBackend):
+    """Every token is 1. Accepts ``natural`` drafts until told otherwise."""
+
+    def __init__(self, clock, shape=SHAPE, natural=1, allocates=False):
+        super().__init__(shape)
+        self.clock, self.natural, self.gpu, self.allocates = clock, natural, FakeGpu(), allocates
+        self.budget = {"weights": 900, "kv": 100}
+        self.pattern, self.cycles, self.lengths = None, 0, []
+
+    def _logits(self, context):
+        return [0.0]
+
+    def prefill(self, ids):
+        self.clock.now += PREFILL * len(ids)
+        self.lengths.append(len(ids))
+        self.committed = [*self.committed, *ids]
+        return TimedRows([[0.0]])
+
+    def verify(self, ids):
+        self.clock.now += PLAIN
+        self._flight = list(ids)
+        return TimedRows([[0.0]] * len(ids))
+
+    def cycle(self, anchor):
+        slow = FIRST if self.cycles == 0 else 1.0
+        accepted = self.pattern[self.cycles % len(self.pattern)] if self.pattern else self.natural
+        self.cycles += 1
+        self.gpu.allocations += self.allocates
+        self.clock.now += slow * (PROPOSE + VERIFY + REST)
+        self._flight = [1] * (accepted + 1)
+        return Cycle((1,) * (accepted + 1), accepted, PROPOSE, VERIFY)
+
+    def force(self, accept):
+        self.gpu.allocations += 1  # of the pattern: before counting begins
+        self.pattern = accept
+
+    def profile(self, anchor=0):
+        names = (
+            "target.layers.0.mlp.down_proj nvfp4",
+            "target.layers.1.mlp.down_proj nvfp4",
+            "Attend target.layers.3.kv",
+        )
+        return [
+            SimpleNamespace(name=name, seconds=0.001 * (i + 1), weight_bytes=10 * i) for i, name in enumerate(names)
+        ]
+
+
+class FakeCosts:
+    """Propose moves 0.5 GB, verify 2 GB and a byte a token of context and pending row; a token is 1e9 operations."""
+
+    def propose(self, context):
+        return Traffic({"nvfp4": 500_000_000}, 0, 0, 0, 0)
+
+    def verify(self, context, pending, rows=None):
+        return Traffic({"nvfp4": 1_500_000_000, "fp8": 500_000_000}, 0, context, 0, pending)
+
+    def prefill_operations(self, tokens):
+        return 10**9 * tokens
+
+
+BANDWIDTH = 1e12
+
+
+def subject(backend, costs=True, prompt=100):
+    return Subject(
+        title="a <fake> pair",
+        kind="native",
+        weights="nvfp4",
+        kv="fp8",
+        backend=backend,
+        costs=FakeCosts() if costs else None,
+        prompts=([1] * prompt,),
+        filler=[1, 2, 3],
+        load_seconds=12.5,
+    )
+
+
+def device():
+    rate = SimpleNamespace(operations_per_second=2e13, by="a slide rule")
+    description = {"device": "Fake GPU", "sm": 90, "multiprocessors": 132}
+    return Device("Fake GPU", description, 9000, BANDWIDTH, rate)

@@ -1,0 +1,106 @@
+"""``edge-dflash bench``: what it prints, writes and refuses."""
+
+from __future__ import annotations
+
+import json
+from xml.etree import ElementTree
+
+import pytest
+from benchmark_support import Clock, TimedBackend, device, subject
+from cli_support import last_json
+
+import edge_dflash.cli.bench as bench_module
+from edge_dflash.benchmark import subjects
+from edge_dflash.benchmark.run import run
+from edge_dflash.errors import BackendError
+
+
+@pytest.fixture
+def timed(monkeypatch):
+    """A synthetic benchmark on a device that only keeps time; returns what it was called with."""
+    calls, clock = [], Clock().install(monkeypatch)
+
+    def fake(name, kind, work, folder, say):
+        calls.append((name, kind, work, folder))
+        say("measuring the device")
+        return run(subject(TimedBackend(clock)), device(), work, say)
+
+    monkeypatch.setattr(bench_module, "bench_synthetic", fake)
+    return calls
+
+
+def test_tables_then_one_json_line_with_progress_on_stderr(cli, timed):
+    code, out, err = cli("bench", "--synthetic", "qwen3.6-27b", "--tokens", 40, "--accept-length", 3, "--prefill", "64")
+    assert code == 0
+    found = json.loads(out.splitlines()[-1])
+    assert found["speculative"]["accept_length"] == pytest.approx(3)
+    assert [row["tokens"] for row in found["prefill"]] == [64]
+    assert "One steady cycle at" in out
+    assert "measuring the device" in err
+    assert "measuring" not in out
+    ((name, kind, work, folder),) = timed
+    assert (name, kind, work.tokens, work.accept_length) == ("qwen3.6-27b", "nvfp4", 40, 3)
+    assert folder == subjects.CUBINS
+
+
+def test_json_alone_is_one_line_and_files_are_written(cli, timed, tmp_path):
+    files = ("--plot", tmp_path / "plot.svg", "--record", tmp_path / "runs.json")
+    for _ in range(2):
+        code, out, _ = cli("bench", "--synthetic", "qwen3-8b", "--weights", "bf16", "--json", *files)
+        assert code == 0
+    found = last_json(out)
+    assert json.loads((tmp_path / "runs.json").read_text())["runs"][1] == found
+    assert len(json.loads((tmp_path / "runs.json").read_text())["runs"]) == 2
+    ElementTree.parse(tmp_path / "plot.svg")
+
+
+def test_the_help_names_the_keys_of_the_json(cli, timed):
+    found = last_json(cli("bench", "--synthetic", "qwen3-8b", "--json")[1])
+    text = cli("bench", "--help")[1]
+    for key in found:
+        assert key in text
+
+
+def test_a_reference_bundle_is_timed_without_floors(cli, ids_bundle):
+    code, out, err = cli("bench", ids_bundle, "--tokens", 12, "--prefill", "8,99999", "--json")
+    assert code == 0
+    found = last_json(out)
+    assert (found["backend"], found["read_bandwidth"], found["memory"]) == ("reference", None, None)
+    assert found["plain"]["tokens_per_second"] > 0
+    assert found["cycle"]["whole"]["floor_ms"] is None
+    assert "no read bandwidth, no floors" in err
+    assert "99999 tokens do not fit" in err
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ((), "give BUNDLE or --synthetic NAME"),
+        (("BUNDLE", "--synthetic", "qwen3-8b"), "give BUNDLE or --synthetic NAME"),
+        (("--synthetic", "qwen4"), "no synthetic pair is called 'qwen4'; there are qwen3.6-27b, qwen3.5-9b"),
+        (("--synthetic", "qwen3-8b", "--weights", "int4"), "--weights is 'int4'; give one of nvfp4, fp8, bf16"),
+        (("--synthetic", "qwen3-8b", "--accept-length", "17"), "accept length 17 is outside 1..16"),
+        (("--synthetic", "qwen3-8b", "--accept-length", "0.5"), "accept length 0.5 is outside 1..16"),
+        (("--synthetic", "qwen3-8b", "--prefill", "128,many"), "'many' in --prefill is no number of tokens"),
+        (("--synthetic", "qwen3-8b", "--contexts", "0"), "'0' in --contexts is no number of tokens"),
+        (("--synthetic", "qwen3-8b", "--prompts", "x.jsonl"), "--prompts belongs to BUNDLE"),
+        (("BUNDLE", "--weights", "fp8"), "a bundle has its own weights"),
+        (("BUNDLE", "--accept-length", "2"), "--accept-length and --profile need the native one"),
+        (("BUNDLE", "--profile"), "--accept-length and --profile need the native one"),
+        (("BUNDLE", "--record", "/proc/none/x.json"), "is no directory"),
+    ],
+)
+def test_bad_requests_are_refused(refused, ids_bundle, argv, words):
+    code, line = refused("bench", *(ids_bundle if word == "BUNDLE" else word for word in argv))
+    assert code == 8
+    assert words in line
+
+
+def test_without_a_gpu_synthetic_pairs_cannot_be_timed(refused, monkeypatch):
+    def no_driver(*args):
+        raise BackendError("no NVIDIA driver was found (DynamicLibNotFoundError); install the driver")
+
+    monkeypatch.setattr(subjects, "probe_device", no_driver)
+    code, line = refused("bench", "--synthetic", "qwen3.5-4b")
+    assert code == 7
+    assert "edge-dflash bench --synthetic needs an NVIDIA GPU: no NVIDIA driver was found" in line
