@@ -1,0 +1,52 @@
+"""The benchmark on a device: its random weights are what the mirror says, and its promises about a loaded pair hold."""
+
+import ctypes
+from functools import partial
+
+import numpy as np
+import pytest
+from native_linear_support import CACHE
+
+from edge_dflash.backends.native.driver import Gpu
+from edge_dflash.benchmark.cubins import Cubins, device_arch
+from edge_dflash.benchmark.probe import read_bandwidth
+from edge_dflash.benchmark.run import Work
+from edge_dflash.benchmark.subjects import bench_synthetic
+from edge_dflash.benchmark.weights import random_words
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture
+def gpu():
+    device = Gpu()
+    yield device
+    device.close()
+
+
+@pytest.mark.parametrize(("form", "bits", "exponent"), [("nvfp4", 4, 0), ("fp8", 8, 6), ("bf16", 16, 117)])
+def test_random_weights_are_those_of_the_mirror(gpu, form, bits, exponent):
+    words = 3 * 288 * 1000 + 17
+    kernel = gpu.load(Cubins(CACHE, device_arch(gpu.sm))("bench")).kernel("bench_weights")
+    memory = gpu.allocate(4 * words)
+    gpu.fill(memory, 0xFF)
+    arguments = (memory, ctypes.c_longlong(words), ctypes.c_uint32(0xDEADBEEF), bits, exponent)
+    gpu.launch(kernel, (gpu.sm_count, 1, 1), 256, arguments)
+    found = gpu.read(memory, (words,), np.uint32)
+    assert (found == random_words(0, words, 0xDEADBEEF, form, exponent)).all()
+
+
+def test_the_read_bandwidth_is_steady(gpu):
+    first, again = (read_bandwidth(gpu, Cubins(CACHE, device_arch(gpu.sm))) for _ in range(2))
+    assert abs(first / again - 1) < 0.05
+
+
+def test_a_loaded_pair_allocates_nothing_and_starts_as_fast_as_it_goes_on():
+    work = Work(context=512, tokens=100, prefill=(128,), accept_length=4.5)
+    result = bench_synthetic("qwen3.5-4b", "nvfp4", work, CACHE, partial(print, flush=True))
+    assert result.memory.allocations_after_load == 0
+    assert result.speculative.accept_length == pytest.approx(4.5)
+    assert result.cold.over_steady < 2
+    assert 1 < result.cycle.whole.over_floor < 10
+    assert result.speculative.tokens_per_second > 1.5 * result.plain.tokens_per_second
+    assert abs(sum(result.memory.budget.values()) / result.memory.allocated - 1) < 0.02
