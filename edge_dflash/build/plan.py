@@ -38,7 +38,7 @@ COPIED_FILES = (*TOKENIZER_FILES, "generation_config.json")  # into tokenizer/ o
 _CONFIG_FILES = ("config.json", "hf_quant_config.json", "model.safetensors.index.json", *COPIED_FILES)
 _HEAD = 1 << 20  # bytes of a file that its fingerprint covers, besides its size: configs whole, shards their header
 _SLACK = 1 << 20  # bytes for headers, manifest and file system blocks
-_KERNELS = 8 << 20  # bytes of the cubins of a native bundle, at most
+_KERNELS = 16 << 20  # bytes of the cubins of a native bundle, at most
 
 
 @dataclass(frozen=True)

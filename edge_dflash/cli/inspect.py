@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -11,9 +12,10 @@ from edge_dflash.bundle.reader import read_manifest
 from edge_dflash.checkpoint.config import match_pair, read_drafter_spec, read_target_spec
 from edge_dflash.cli.output import emit_json, show
 from edge_dflash.cli.recipes import find_recipe
-from edge_dflash.device import load_board
+from edge_dflash.device import BoardProfile, load_board
 from edge_dflash.errors import RequestError
-from edge_dflash.inspection.inspect import Inspection, inspect_manifest, inspect_recipe
+from edge_dflash.inspection.inspect import inspect_manifest, inspect_recipe
+from edge_dflash.inspection.kernels import bundle_kernels, kernels_table
 from edge_dflash.inspection.view import render
 from edge_dflash.quant.recipe import default_recipe
 from edge_dflash.quant.recipe_file import load_recipe
@@ -37,7 +39,8 @@ def inspect(
     drafter_kv_bytes_per_token, tape_bytes_per_row, state_bytes, cycle_weight_bytes, cycle_bytes, total_bytes,
     free_bytes, fits, verify_floor_ms, draft_floor_ms, plain_floor_ms, floor_ms, break_even_accept_length,
     architecture, block_size, context, max_context, prefill_chunk, kv_format, and the breakdowns cycle, memory,
-    weights, board.
+    weights, board. Of BUNDLE also: backend, arch, kernels (compilation units with kernels, registers, shared_bytes,
+    stack_bytes).
     """
     profile = load_board(board)
     if bundle is not None:
@@ -45,18 +48,28 @@ def inspect(
             raise RequestError(
                 "a bundle has its own models, recipe and sizes; give either BUNDLE or --target and --drafter"
             )
-        result = inspect_manifest(read_manifest(bundle), board=profile, context=context)
-    else:
-        if target is None or drafter is None:
-            raise RequestError("give BUNDLE, or --target and --drafter with the directories of the two config.json")
-        pair = match_pair(read_target_spec(target), read_drafter_spec(drafter))
-        chosen = load_recipe(find_recipe(recipe)) if recipe is not None else default_recipe()
-        result = inspect_recipe(pair, chosen, board=profile, max_context=max_context, context=context)
-    _print(result, json)
-
-
-def _print(result: Inspection, json: bool) -> None:
+        _show_bundle(bundle, profile, context, json)
+        return
+    if target is None or drafter is None:
+        raise RequestError("give BUNDLE, or --target and --drafter with the directories of the two config.json")
+    pair = match_pair(read_target_spec(target), read_drafter_spec(drafter))
+    chosen = load_recipe(find_recipe(recipe)) if recipe is not None else default_recipe()
+    result = inspect_recipe(pair, chosen, board=profile, max_context=max_context, context=context)
     if json:
         emit_json(result.to_json())
     else:
         show(render(result))
+
+
+def _show_bundle(bundle: Path, board: BoardProfile, context: int | None, json: bool) -> None:
+    manifest = read_manifest(bundle)
+    result = inspect_manifest(manifest, board=board, context=context)
+    units = bundle_kernels(bundle, manifest)
+    if json:
+        built = {"backend": manifest.backend, "arch": manifest.arch, "kernels": [asdict(unit) for unit in units]}
+        emit_json({**result.to_json(), **built})
+        return
+    show(render(result))
+    if units:
+        show(kernels_table(units, manifest))
+    print(f"built by {manifest.created_by} for --backend {manifest.backend} --arch {manifest.arch}")
