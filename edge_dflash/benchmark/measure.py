@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # importing them needs CUDA's bindings
 
 CYCLES, BATCHES, WARM = 20, 5, 2  # timed cycles behind a prefill, how often, and cycles before
 MOST_BATCHES = 40  # while nvidia-smi is waited for
+LONG_PROMPT = 2048  # tokens from which one batch, or one run, is enough: their prefill takes most of the time
 _LONGEST_PERIOD = 100  # cycles of an accept pattern
 
 
@@ -110,7 +111,8 @@ class Meter:
         """
         whole, propose, verify = list[float](), list[float](), list[float]()
         contexts, lengths, batch = list[int](), list[int](), 0
-        while batch < BATCHES or (sample is not None and sample.pending and batch < MOST_BATCHES):
+        wanted = BATCHES if len(prompt) < LONG_PROMPT else 1
+        while batch < wanted or (sample is not None and sample.pending and batch < MOST_BATCHES):
             batch += 1
             device.reset()
             anchor = device.prefill(prompt).argmax()[0]
@@ -139,9 +141,9 @@ class Meter:
         )
 
     def prefill(self, prompt: Sequence[int], matmul_rate: float | None) -> Prefill:
-        """A prompt until its first token is known on the host: the best of two or three, after a first one."""
+        """A prompt until its first token is known on the host: the best of three behind a first, of one if that is long."""
         seconds = list[float]()
-        while len(seconds) < (3 if not seconds or seconds[0] > 1 else 4):
+        while len(seconds) < (2 if seconds and seconds[0] > 1 else 4):
             self.backend.reset()
             began = time.perf_counter()
             self.backend.prefill(prompt).argmax()
