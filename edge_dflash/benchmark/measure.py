@@ -141,7 +141,7 @@ class Meter:
         )
 
     def prefill(self, prompt: Sequence[int], matmul_rate: float | None) -> Prefill:
-        """A prompt until its first token is known on the host: the best of three behind a first, one if that is long."""
+        """A prompt until its first token is known on the host: the best of three behind a first one, of one if long."""
         seconds = list[float]()
         while len(seconds) < (2 if seconds and seconds[0] > 1 else 4):
             self.backend.reset()
