@@ -99,7 +99,7 @@ def _check_shared(name: str, layout: Layout, rows: int, arch: str) -> None:
     if needed > most:
         raise BackendError(
             f"{name}: {layout.format} linears with blocks of {rows} rows need {needed} bytes of shared memory, {arch} "
-            f"has {most}; use a recipe with nvfp4 there, a drafter with blocks of at most 16, or {REMEDY}"
+            f"has {most}; use another format there, a drafter with blocks of at most 16, or {REMEDY}"
         )
 
 
