@@ -55,7 +55,10 @@ struct Tile {
     }
   };
 
-  static __device__ __forceinline__ void multiply(u32 stage, int lane, int unit, int half, float (&sum)[2][TILES][4]) {
+  // ``there``: tiles of 8 rows of this half that anyone wants.
+  template <bool ALL>
+  static __device__ __forceinline__ void multiply(u32 stage, int lane, int unit, int half, int there,
+                                                  float (&sum)[2][TILES][4]) {
     const typename F::Words words = F::read(stage + unit * F::UNIT + lane * 16, lane);
 #pragma unroll
     for (int h = 0; h < BLOCK / 8; ++h) {
@@ -64,6 +67,7 @@ struct Tile {
       F::fragments(words, 1, h, a[1]);
 #pragma unroll
       for (int n = 0; n < TILES; ++n) {
+        if (!ALL && n >= there) continue;
         const int row = half * 64 + n * 8 + lane / 4, chunk = (lane % 4) * (BLOCK / 8) + h;
         const uint4 b = load_shared16(stage + WEIGHT_BYTES + swizzle(row, chunk));
 #pragma unroll
@@ -123,7 +127,8 @@ struct Tile {
     }
     let_next_start();
     wait_for_inputs();
-    if (valid != nullptr && row0 >= *valid) return;
+    const int count = valid == nullptr ? rows : min(*valid, rows), there = (count - row0 - half * 64 + 7) / 8;
+    if (row0 >= count) return;
     for (int s = 0; s < STAGES - 1; ++s) {
       if (s < job.windows) {
         source.fetch_x(shared + s * STAGE_BYTES, job.x_stride);
@@ -141,11 +146,12 @@ struct Tile {
         source.advance();
       }
       copies_commit();
-      multiply(stage, threadIdx.x % 32, unit, half, sum);
+      if (there >= TILES) multiply<true>(stage, threadIdx.x % 32, unit, half, TILES, sum);
+      else if (there > 0) multiply<false>(stage, threadIdx.x % 32, unit, half, there, sum);
       refill = stage;
       stage = stage + STAGE_BYTES == shared + STAGES * STAGE_BYTES ? shared : stage + STAGE_BYTES;
     }
-    if (unit0 + unit < job.units) store(job, sum, unit0 + unit, row0 + half * 64, rows);
+    if (unit0 + unit < job.units) store(job, sum, unit0 + unit, row0 + half * 64, count);
   }
 };
 

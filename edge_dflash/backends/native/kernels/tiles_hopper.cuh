@@ -18,6 +18,8 @@
 namespace hopper {
 
 static constexpr int THREADS = 384, CLUSTER = 2, WARPS = 8, UNITS = 4, BOX = 32, MOST = 256, MOST_STAGES = 16;
+static constexpr int DECODE = 250;     // time of a tile besides its products, as if it had so many rows more
+static constexpr int ROW_GROUP = 4;    // tiles of rows that go through all weights together, so that x stays in L2
 static constexpr u32 SHARED = 232448, OUTPUT = MOST * 128, RING = SHARED - 1024 - 2 * OUTPUT - 16 * MOST_STAGES;
 
 // Where a lane finds its operands in the units of a warpgroup. ``warp``: 0..3 of it.
@@ -45,12 +47,21 @@ struct Nvfp4Operands {
     return (__funnelshift_r(word, word, rotate) & kept) | ((word >> 6) & moved);
   }
 
-  __device__ __forceinline__ void read(u32 at, u32 (&a)[4][4]) const {
-    const uint4 s = load_shared16(at + scales);
-    const u32 bytes[4] = {s.x, s.y, s.z, s.w};
+  struct Words {
+    uint4 block[4], scales;  // block of 16 k: row g, row g + 8
+  };
+
+  __device__ __forceinline__ void read(u32 at, Words& w) const {
+    w.scales = load_shared16(at + scales);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) w.block[i] = load_shared16(at + codes + i * 16);
+  }
+
+  __device__ __forceinline__ void decode(const Words& w, u32 (&a)[4][4]) const {
+    const u32 bytes[4] = {w.scales.x, w.scales.y, w.scales.z, w.scales.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const uint4 v = load_shared16(at + codes + i * 16);  // block i of 16 k: row g, row g + 8
+      const uint4 v = w.block[i];
       const u32 scale0 = __byte_perm(bytes[i], 0, low) * 16u + 0x70007000u;
       const u32 scale1 = __byte_perm(bytes[i], 0, high) * 16u + 0x70007000u;
       a[i][0] = mul_bf16x2(pair(v.x), scale0);
@@ -79,19 +90,26 @@ struct Fp8Operands {
     for (int i = 0; i < 4; ++i) copy16(to + i * 512 + place, from + i * 512 + lane * 16);
   }
 
-  __device__ __forceinline__ u32 pair(u32 at) const {
-    const u32 word = load_shared4(at) << shift;
-    return mul_bf16x2((word & 0x80008000u) | ((word >> 4) & 0x07F007F0u), 0x7B807B80u);  // as e4m3_pairs
-  }
+  struct Words {
+    u32 word[4][4];
+  };
 
-  __device__ __forceinline__ void read(u32 at, u32 (&a)[4][4]) const {
+  __device__ __forceinline__ void read(u32 at, Words& w) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        a[i][half] = pair(at + codes + half * 512 + i * 128);
-        a[i][2 + half] = pair(at + codes + half * 512 + i * 128 + 8);
+        w.word[i][half] = load_shared4(at + codes + half * 512 + i * 128);
+        w.word[i][2 + half] = load_shared4(at + codes + half * 512 + i * 128 + 8);
       }
+  }
+
+  __device__ __forceinline__ void decode(const Words& w, u32 (&a)[4][4]) const {
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      const u32 word = w.word[i / 4][i % 4] << shift;
+      a[i / 4][i % 4] = mul_bf16x2((word & 0x80008000u) | ((word >> 4) & 0x07F007F0u), 0x7B807B80u);  // as e4m3_pairs
+    }
   }
 };
 
@@ -113,22 +131,31 @@ struct Bf16Operands {
         copy16(to + w * 2048 + i * 512 + place, from + (window + w < windows ? w : 0) * 2048 + i * 512 + lane * 16);
   }
 
-  __device__ __forceinline__ void read(u32 at, u32 (&a)[4][4]) const {
+  struct Words {
+    u32 word[4][4];
+  };
+
+  __device__ __forceinline__ void read(u32 at, Words& w) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const u32 from = at + values + i / 2 * 2048 + half * 512 + i % 2 * 256;
-        a[i][half] = load_shared4(from);
-        a[i][2 + half] = load_shared4(from + 128);
+        w.word[i][half] = load_shared4(from);
+        w.word[i][2 + half] = load_shared4(from + 128);
       }
+  }
+
+  __device__ __forceinline__ void decode(const Words& w, u32 (&a)[4][4]) const {
+#pragma unroll
+    for (int i = 0; i < 16; ++i) a[i / 4][i % 4] = w.word[i / 4][i % 4];
   }
 };
 
 // Which tiles there are: the same in every thread of the launch.
 struct Schedule {
   int rows, n, groups;         // groups: warpgroups of a block that multiply, 1 where tiles are few
-  int row_tiles, tiles, first, step;  // of clusters: tile = weights * row_tiles + rows
+  int row_tiles, tiles, first, step;  // of clusters: see place
   u32 stage_bytes;
   int stages, windows;  // windows of 64 k
 
@@ -141,7 +168,7 @@ struct Schedule {
 #pragma unroll
     for (int i = 0; i < 5; ++i) {
       const int tiles_there = stacks * ((count + sizes[i] - 1) / sizes[i]);
-      const int cost = (tiles_there + clusters - 1) / clusters * (sizes[i] + 24);  // 24: what a tile costs besides
+      const int cost = (tiles_there + clusters - 1) / clusters * (sizes[i] + DECODE);
       if (cost < best) best = cost, n = sizes[i];
     }
     row_tiles = (count + n - 1) / n;
@@ -153,10 +180,12 @@ struct Schedule {
     windows = (job.k + 63) / 64;
   }
 
-  __device__ __forceinline__ int unit(int tile) const {
-    return (tile / row_tiles * CLUSTER + cluster_rank()) * 2 * groups;
+  // First unit of this block and first row of a tile.
+  __device__ __forceinline__ void place(int tile, int& unit, int& row) const {
+    const int whole = tiles / row_tiles * ROW_GROUP, group = tile / whole, there = min(ROW_GROUP, row_tiles - group * ROW_GROUP);
+    unit = (tile % whole / there * CLUSTER + cluster_rank()) * 2 * groups;
+    row = (group * ROW_GROUP + tile % whole % there) * n;
   }
-  __device__ __forceinline__ int row(int tile) const { return tile % row_tiles * n; }
 };
 
 // The stage that is next, and the parity of its barriers.
@@ -176,7 +205,9 @@ __device__ __forceinline__ void produce(const Job& job, const TensorMap& x, cons
   const u32 rank = cluster_rank();
   constexpr int PIECE = Operands::BYTES;
   for (int tile = plan.first; tile < plan.tiles; tile += plan.step) {
-    const int unit = plan.unit(tile) + warp, row = plan.row(tile);
+    int unit, row;
+    plan.place(tile, unit, row);
+    unit += warp;
     const int windows = job.windows, step = PIECE == 2 * Bf16::UNIT ? 2 : 1;
     const u8* weights = job.weights + (unit < job.units ? unit : 0) * static_cast<long long>(windows) * (PIECE / step);
     for (int w = 0; w < plan.windows; ++w, weights += PIECE) {
@@ -308,27 +339,34 @@ __device__ __forceinline__ void consume(const Job& job, const Schedule& plan, Cu
     }
     float d[N / 2];
     u32 even[4][4], odd[4][4], before = 0;
-    auto window = [&](u32(&a)[4][4], u32(&in_flight)[4][4], bool first) {
-      const u32 stage = at.ring + at.stage * plan.stage_bytes;
+    typename Operands::Words words;
+    auto read = [&] {
       barrier_wait(at.full + at.stage * 8, at.parity);
-      operands.read(stage + N * 128 + group * 2 * Operands::BYTES, a);
-      const u64 x = k_major(stage);
+      operands.read(at.ring + at.stage * plan.stage_bytes + N * 128 + group * 2 * Operands::BYTES, words);
+    };
+    // Decodes a window, enqueues its products and reads the next one's words, while the products of the one before run.
+    auto window = [&](u32(&a)[4][4], u32(&in_flight)[4][4], bool first, bool last) {
+      const u64 x = k_major(at.ring + at.stage * plan.stage_bytes);
+      const u32 empty = at.empty + at.stage * 8;
+      at.advance(plan.stages);
+      operands.decode(words, a);
       wgmma_fence();
 #pragma unroll
       for (int i = 0; i < 4; ++i) Wgmma<N>::multiply(d, a[i], x + 2 * i, i > 0 || !first);
       wgmma_commit();
+      if (!last) read();
       wgmma_wait<1>();
       if (!first) {
         keep(in_flight);
         release(before);
       }
-      before = at.empty + at.stage * 8;
-      at.advance(plan.stages);
+      before = empty;
     };
+    read();
     for (int w = 0;;) {
-      window(even, odd, w == 0);
+      window(even, odd, w == 0, w + 1 == plan.windows);
       if (++w == plan.windows) break;
-      window(odd, even, false);
+      window(odd, even, false, w + 1 == plan.windows);
       if (++w == plan.windows) break;
     }
     wgmma_wait<0>();
@@ -336,8 +374,9 @@ __device__ __forceinline__ void consume(const Job& job, const Schedule& plan, Cu
     keep(odd);
     keep(d);
     release(before);
-    const int row = plan.row(tile);
-    finish<N>(job, d, plan.unit(tile) + 2 * group, row, plan.rows - row < N ? plan.rows - row : N, output + group * OUTPUT);
+    int unit, row;
+    plan.place(tile, unit, row);
+    finish<N>(job, d, unit + 2 * group, row, plan.rows - row < N ? plan.rows - row : N, output + group * OUTPUT);
   }
 }
 
