@@ -1,0 +1,244 @@
+"""The native backend's bookkeeping on a device that keeps only its control block: whatever is called, rows add up."""
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from native_support import NATIVE_PAIR, FakeGpu, formats_of, random_store
+
+from edge_dflash.backends.base import Backend, Cycling, Precision
+from edge_dflash.backends.native import backend as native_backend
+from edge_dflash.backends.native.backend import NativeBackend
+from edge_dflash.backends.native.driver import Kernel
+from edge_dflash.backends.native.weights import StoreWeights
+from edge_dflash.errors import BackendError
+
+CONTEXT, CHUNK = 128, 16
+VOCABULARY, BLOCK = NATIVE_PAIR.target.vocab_size, NATIVE_PAIR.drafter.block_size
+STATE = Precision("bfloat16", "fp8")
+
+
+class ControlGpu(FakeGpu):
+    """Runs the kernels that move the control block; ``rows`` counts those that are in the recurrent states."""
+
+    sm, sm_count, name = 87, 16, "a device without kernels"
+
+    def __init__(self):
+        super().__init__()
+        self.words = dict.fromkeys(("length", "pending", "rows", "anchor"), -1)
+        self.rows, self.accept, self.enqueued, self.allocations = 0, 0, None, 0
+        self.free, self.launches, self.closed = 1 << 40, [], 0
+
+    def allocate(self, nbytes):
+        self.allocations += 1
+        return super().allocate(min(nbytes, 1 << 16)).__class__((self.allocated << 40), nbytes)
+
+    def write(self, pointer, array):
+        pass
+
+    def pinned(self, shape, dtype):
+        return np.zeros(shape, dtype)
+
+    def load(self, cubin):
+        return self
+
+    def kernel(self, name, *, shared_bytes=0):
+        return Kernel(None, name)
+
+    def occupancy(self, *args, **options):
+        return 2
+
+    def capture(self, enqueue):
+        self.enqueued = []
+        enqueue()
+        graph, self.enqueued = ReplayedGraph(self, self.enqueued), None
+        return graph
+
+    def launch(self, kernel, grid, block, arguments, **options):
+        if self.enqueued is not None:
+            self.enqueued.append((kernel.name, arguments))
+        else:
+            self.run(kernel.name, arguments)
+
+    def run(self, name, arguments):
+        words = self.words
+        self.launches.append(name)
+        if name == "cycle_set":
+            words.update(zip(("length", "pending", "rows", "anchor"), arguments[1:], strict=True))
+        elif name == "commit_rows":
+            assert arguments[1] == -1
+            self.rows, words["pending"] = self.rows + words["pending"], 0
+        elif name == "commit_prefill":
+            self.rows += words["pending"] + words["rows"]
+            words["length"], words["pending"] = words["length"] + words["rows"], 0
+        elif name == "cycle_accept":
+            self.rows += words["pending"]
+            words["length"], words["pending"] = words["length"] + self.accept + 1, self.accept + 1
+            words["anchor"] = self.accept  # choice i of the fake is i
+            self.result[0], self.result[4 : 4 + BLOCK] = self.accept, range(BLOCK)
+
+    def read_into(self, pointer, out):
+        if len(out) > 40:
+            self.result = out
+
+    def free_bytes(self):
+        return self.free, 1 << 40
+
+    def close(self):
+        self.closed += 1
+
+    def enter(self, *args):
+        pass
+
+    fill = write_from = copy = synchronize = enter
+
+    def read(self, pointer, shape, dtype):
+        return np.zeros(shape, dtype)
+
+
+class ReplayedGraph:
+    def __init__(self, gpu, calls):
+        self.gpu, self.calls = gpu, calls
+
+    def launch(self):
+        for name, arguments in self.calls:
+            self.gpu.run(name, arguments)
+
+    def upload(self):
+        pass
+
+
+def load(monkeypatch, gpu, **options):
+    monkeypatch.setattr(native_backend, "Gpu", lambda: gpu)
+    weights = StoreWeights(random_store(formats_of()), formats_of())
+    sizes = {"max_context": CONTEXT, "prefill_chunk": CHUNK} | options
+    return NativeBackend(NATIVE_PAIR, weights, STATE, cubin=lambda unit: b"", **sizes)
+
+
+class Bookkeeping(RuleBasedStateMachine):
+    """Calls in any order, against the number of rows that a sequence must have."""
+
+    @initialize()
+    def start(self):
+        self.gpu = ControlGpu()
+        with pytest.MonkeyPatch.context() as patch:
+            self.backend = load(patch, self.gpu)
+        self.gpu.rows = self.length = 0
+        self.open = None
+
+    @rule()
+    def reset(self):
+        self.backend.reset()
+        self.gpu.rows = self.length = 0
+        self.open = None
+
+    @rule(count=st.integers(1, 40))
+    def prefill(self, count):
+        if self.length + count > CONTEXT:
+            with pytest.raises(BackendError, match="the context holds 128"):
+                self.backend.prefill([1] * count)
+            return
+        self.backend.prefill([1] * count)
+        self.length, self.open = self.length + count, None
+
+    @rule(anchor=st.integers(0, VOCABULARY - 1))
+    def propose(self, anchor):
+        if self.length + BLOCK <= CONTEXT:
+            assert len(self.backend.propose(anchor)) == BLOCK - 1
+            assert self.gpu.words["anchor"] == anchor
+            self.open = None
+
+    @rule(count=st.integers(1, BLOCK))
+    def verify(self, count):
+        if self.length + count <= CONTEXT:
+            assert len(self.backend.verify([2] * count)) == count
+            self.open = count
+
+    @rule(accept=st.integers(0, BLOCK - 1), anchor=st.integers(0, VOCABULARY - 1))
+    def cycle(self, accept, anchor):
+        if self.length + BLOCK <= CONTEXT:
+            self.gpu.accept = accept
+            assert self.backend.cycle(anchor).tokens == tuple(range(accept + 1))
+            self.open = accept + 1
+
+    @rule(rows=st.integers(0, BLOCK))
+    def commit(self, rows):
+        if self.open is None or rows > self.open:
+            with pytest.raises(BackendError, match="cannot commit"):
+                self.backend.commit(rows)
+            return
+        self.backend.commit(rows)
+        self.length, self.open = self.length + rows, None
+
+    @rule()
+    def flush(self):
+        self.backend.flush()
+        self.open = None
+        assert self.gpu.rows == self.length
+
+    @invariant()
+    def rows_add_up(self):
+        """What is in the states and what is pending make the committed rows, once the next pass has been told."""
+        assert self.backend.length == self.length
+        before = len(self.gpu.launches)
+        self.backend._write_control()
+        assert len(self.gpu.launches) - before <= 1
+        assert (self.gpu.words["length"], self.gpu.rows + self.gpu.words["pending"]) == (self.length, self.length)
+
+
+Bookkeeping.TestCase.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
+TestBookkeeping = Bookkeeping.TestCase
+
+
+def test_cycles_that_are_committed_whole_need_nothing_from_the_host(monkeypatch):
+    gpu = ControlGpu()
+    backend = load(monkeypatch, gpu)
+    backend.prefill([1] * 8)
+    gpu.accept = 2
+    anchor = 5
+    for _ in range(4):
+        anchor = backend.cycle(anchor).tokens[-1]
+        backend.commit(3)
+    assert gpu.launches.count("cycle_set") - gpu.launches[: gpu.launches.index("commit_prefill")].count("cycle_set") < 9
+    before = gpu.launches.count("cycle_set")
+    backend.cycle(anchor)
+    backend.commit(3)
+    assert gpu.launches.count("cycle_set") == before
+
+
+def test_it_is_a_backend_and_cycles(monkeypatch):
+    backend: Backend = load(monkeypatch, ControlGpu())
+    assert isinstance(backend, Cycling)
+    assert backend.shape.usable_context == CONTEXT - BLOCK
+
+
+def test_what_does_not_fit_into_memory_is_said_before_anything_is_loaded(monkeypatch):
+    gpu = ControlGpu()
+    gpu.free = 1 << 28
+    with pytest.raises(BackendError, match=r"the pair needs .* GB \(.*\), a device without kernels has 0.27 GB free"):
+        load(monkeypatch, gpu)
+    assert gpu.allocations == 0
+    assert gpu.closed == 1
+
+
+def test_ids_outside_the_vocabulary_never_reach_the_device(monkeypatch):
+    gpu = ControlGpu()
+    backend = load(monkeypatch, gpu)
+    before = len(gpu.launches)
+    for call in (backend.propose, backend.cycle, lambda token: backend.verify([token]), lambda t: backend.prefill([t])):
+        for token in (-1, VOCABULARY):
+            with pytest.raises(BackendError, match=f"token id {token} is outside the vocabulary"):
+                call(token)
+    assert len(gpu.launches) == before
+
+
+def test_other_arithmetic_is_refused(monkeypatch):
+    weights = StoreWeights(random_store(formats_of()), formats_of())
+    monkeypatch.setattr(native_backend, "Gpu", ControlGpu)
+    for precision, words in (
+        (Precision("float32", "fp8"), "activations are 'float32'"),
+        (Precision(kv="float32"), "kv"),
+    ):
+        with pytest.raises(BackendError, match=words):
+            NativeBackend(NATIVE_PAIR, weights, precision, cubin=lambda unit: b"", max_context=CONTEXT)
