@@ -46,9 +46,12 @@ def test_tables_then_one_json_line_with_progress_on_stderr(cli, timed):
 def test_json_alone_is_one_line_and_files_are_written(cli, timed, tmp_path):
     files = ("--plot", tmp_path / "plot.svg", "--record", tmp_path / "runs.json")
     for _ in range(2):
-        code, out, _ = cli("bench", "--synthetic", "qwen3-8b", "--weights", "bf16", "--json", *files)
+        code, out, _ = cli(
+            "bench", "--synthetic", "qwen3-8b", "--weights", "bf16", "--json", "--commit", "abc123", *files
+        )
         assert code == 0
     found = last_json(out)
+    assert found["machine"]["commit"] == "abc123"
     assert json.loads((tmp_path / "runs.json").read_text())["runs"][1] == found
     assert len(json.loads((tmp_path / "runs.json").read_text())["runs"]) == 2
     ElementTree.parse(tmp_path / "plot.svg")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import compare_transformers
 import numpy as np
 import torch
+import transformers_pair
 from golden_pairs import GOLDEN
 
 from edge_dflash.backends.base import Precision
@@ -27,7 +28,7 @@ def test_its_drafter_gives_the_reference_drafts():
     weights = {name: wide_tensor(store.get(name)).float() for name in specs}
     reference = ReferenceBackend(pair, store, Precision("float32", "float32"), max_context=128)
     inner = {name.removeprefix("drafter."): w for name, w in weights.items() if name.startswith("drafter.")}
-    theirs = compare_transformers.Drafter(
+    theirs = transformers_pair.Drafter(
         pair.drafter, inner, weights["target.embed_tokens"], weights["target.lm_head"], 128
     )
     prompt = list(range(5, 45))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
@@ -48,6 +49,9 @@ def bench(
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Write a drawing (SVG) to this file.")] = None,
     record: Annotated[Path | None, typer.Option(help="Add the result to this JSON file.")] = None,
+    commit: Annotated[
+        str | None, typer.Option(help="Commit to record for a copy of the sources that git does not know.")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the JSON object only.")] = False,
 ) -> None:
     """Time a pair: plain and speculative decoding, the parts of a cycle, prompts, memory.
@@ -84,6 +88,8 @@ def bench(
     else:
         tasks = partial(_tasks, prompts=prompts, tokens=tokens)
         result = bench_bundle(cast("Path", bundle), tasks, work, folder, say)
+    if commit is not None:
+        result = replace(result, machine={**result.machine, "commit": commit})
     _print(result, plot, record, json)
 
 
