@@ -74,7 +74,7 @@ def test_scratch_holds_every_part():
     assert sums >= 8 * ATTEND_27B.splits * 24 * 16
     assert ATTEND_27B.scratch_bytes == queries + partial + sums
     rows, values = 16 + 512, 48 * 128
-    floats = rows * (2 * values + 2 * 16 * 128 + 16 + 4 * 48)  # v, o; q, k; q . k; gates
+    floats = rows * (2 * values + 2 * 16 * 128 + 4 * 48)  # v, o; q, k; gates
     assert 4 * floats <= DELTA_27B.scratch_bytes <= 4 * floats + 512
     assert small.argmax_scratch_bytes(16, 248320) == 8 * 16 * 31
 

@@ -18,8 +18,9 @@ from edge_dflash.errors import BackendError
 
 UNIT = "delta"
 TAPS = 4  # longest convolution of the kernels
-_PREPARE_WARPS, _THREADS, _COLUMNS = 8, 128, 16
-_CLUSTER, _CLUSTER_ROWS, _CLUSTER_DIM = 8, 16, 128  # blocks of a head; most rows and dims of its kernel
+_PREPARE_WARPS, _PREPARE_ROWS, _THREADS, _COLUMNS = 8, 8, 128, 16
+_CLUSTER, _CLUSTER_ROWS, _CLUSTER_DIM = 2, 16, 128  # blocks of a head; most rows and dims of its kernel
+_CLUSTER_THREADS, _CLUSTER_SHARED = 512, 87184
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class DeltaShape:
     def scratch_bytes(self) -> int:
         """Bytes of the scratch buffer; layers may share one."""
         values = self.value_heads * self.value_dim
-        return aligned(4 * self.most_rows * (2 * values + 2 * self.key_heads * self.key_dim + self.key_heads)) + (
+        return aligned(4 * self.most_rows * (2 * values + 2 * self.key_heads * self.key_dim)) + (
             16 * self.most_rows * self.value_heads
         )
 
@@ -133,7 +134,7 @@ class GatedDelta:
         self._prepare = module.kernel("delta_prepare")
         self._recurrence = module.kernel(f"delta_recurrence_k{shape.key_dim}")
         self._norm = module.kernel("delta_norm")
-        self._verify = module.kernel("delta_verify") if self.clusters else None
+        self._verify = module.kernel("delta_verify", shared_bytes=_CLUSTER_SHARED) if self.clusters else None
 
     def run(
         self,
@@ -184,13 +185,14 @@ class GatedDelta:
         self._gpu.launch(
             kernel,
             (s.value_heads, _CLUSTER, 1),
-            _THREADS,
+            _CLUSTER_THREADS,
             (
                 *(qkv.pointer, z.pointer, a.pointer, b.pointer, qkv.stride, z.stride, a.stride, b.stride),
                 *(layer.conv, layer.a_log, layer.dt_bias, layer.norm, layer.state, layer.history),
                 *(layer.tape_u, layer.tape_g, layer.tape_beta, counters, out.pointer, pending),
                 *(own, s.key_heads, s.value_heads, out.stride, s.eps),
             ),
+            shared_bytes=_CLUSTER_SHARED,
             overlap=True,
         )
 
@@ -211,7 +213,7 @@ class GatedDelta:
         heads = (s.key_heads, s.value_heads)
         self._gpu.launch(
             self._prepare,
-            (-(-sum(heads) // _PREPARE_WARPS), s.rows + own, 1),
+            (-(-(s.key_heads + sum(heads)) // _PREPARE_WARPS), -(-(s.rows + own) // _PREPARE_ROWS), 1),
             _PREPARE_WARPS * 32,
             (
                 *(qkv.pointer, a.pointer, b.pointer, qkv.stride, a.stride, b.stride),

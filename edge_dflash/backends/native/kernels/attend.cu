@@ -173,6 +173,16 @@ __device__ __forceinline__ float finish(float x, float l, float v_scale) {
     return __fdiv_rn(__fmul_rn(x, v_scale), l);
 }
 
+// Two neighbouring dims of an output as BF16, gated or not.
+__device__ __forceinline__ u32 result(float x, float y, float l, float v_scale, bool gated, const u16* gate) {
+    x = finish(x, l, v_scale), y = finish(y, l, v_scale);
+    if (gated) {
+        const u32 g = *(const u32*)gate;
+        x = __fmul_rn(x, sigmoid(bf16_low(g))), y = __fmul_rn(y, sigmoid(bf16_high(g)));
+    }
+    return pack_bf16(x, y);
+}
+
 template <int D, int MT, bool fp8>  // head dim; a block has 16 * MT query rows
 struct Geometry {
     static constexpr int rows = 16 * MT, threads = 32 * WARPS;
@@ -309,11 +319,11 @@ __device__ void attend(const u16* q, const u8* k_memory, const u8* v_memory, flo
     const int tile_rows = 1 << tile_log2;
     // All rows of the tile together see keys [begin, end); every row sees [inner, inner_end) of them.
     const View low = view(t.p0, t.keys, window, flags), high = view(t.p0 + tile_rows - 1, t.keys, window, flags);
-    int split = gridDim.y - 1 - blockIdx.y, last = split;  // the long splits start first
-    if (flags & SEQUENTIAL) split = split_of(low.first), last = split_of(max(high.stop - 1, 0));
-    if (first_row >= n || first_key(split) >= high.stop || first_key(split + 1) <= low.first) {
-        pdl_wait();
-        pdl_trigger();
+    const int last = split_of(max(high.stop - 1, 0));
+    int split = last - (int)blockIdx.y;  // the long splits start first
+    if (flags & SEQUENTIAL) split = split_of(low.first);
+    if (first_row >= n || split < 0 || first_key(split + 1) <= low.first) {
+        if (blockIdx.x + blockIdx.y + blockIdx.z == 0) pdl_wait();  // a kernel with no row at all also ends in turn
         return;
     }
     t.k = k_memory + (u64)t.kv_head * capacity * D * BYTES, t.v = v_memory + (u64)t.kv_head * capacity * D * BYTES;
@@ -342,7 +352,7 @@ __device__ void attend(const u16* q, const u8* k_memory, const u8* v_memory, flo
     }
     const u32 q_at = shared_address(q_tile), k_at = shared_address(k_tile), v_at = shared_address(v_tile);
     const u32 p_at = shared_address(p_tile);
-    float* carried = partial + ((u64)(tile * gridDim.x + blockIdx.x) * (MT * G::NT * 4)) * G::threads + threadIdx.x;
+    float* carried = partial + ((u64)(tile * gridDim.x + blockIdx.x) * (MT * G::NT * 4)) * G::threads + threadIdx.x * 4;
     float run_m[MT][2], run_l[MT][2];  // sequential: folded over the splits so far
 #pragma unroll
     for (int i = 0; i < MT; i++) run_m[i][0] = run_m[i][1] = NEG_INF, run_l[i][0] = run_l[i][1] = 0.0f;
@@ -460,21 +470,33 @@ __device__ void attend(const u16* q, const u8* k_memory, const u8* v_memory, flo
                 }
                 Fold f = fold(run_m[i][h], run_l[i][h], m[i][h], l[i][h]);
                 run_m[i][h] = f.m, run_l[i][h] = f.l;
-                const int head = t.kv_head * group + (row_m >> tile_log2);
-                const u16* gates = gate + (u64)r * gate_stride + head * 2 * D + D;
-                u16* to = out + (u64)r * out_stride + head * D;
+                float4* kept = (float4*)carried + (i * 2 + h) * (G::NT / 2) * G::threads;
+                float4 y[G::NT / 2];  // all under way before the first store
 #pragma unroll
-                for (int c = 0; c < G::NT; c++)
+                for (int c = 0; c < G::NT / 2; c++)
+                    y[c] = first_split ? make_float4(0.0f, 0.0f, 0.0f, 0.0f) : kept[c * G::threads];
 #pragma unroll
-                    for (int e = 0; e < 2; e++) {
-                        float* kept = carried + ((i * G::NT + c) * 4 + h * 2 + e) * G::threads;
-                        float y = fold_value(first_split ? 0.0f : *kept, o[i][c][h * 2 + e], f);
-                        if (split < last) *kept = y;
-                        if (split < last || row_m >= t.M || r >= n) continue;
-                        y = finish(y, f.l, v_scale);
-                        if (flags & GATED) y = __fmul_rn(y, sigmoid(bf16_float(gates[G::dim(c, e)])));
-                        to[G::dim(c, e)] = to_bf16(y);
+                for (int c = 0; c < G::NT / 2; c++) {
+                    const float(&left)[4] = o[i][2 * c], (&right)[4] = o[i][2 * c + 1];
+                    y[c].x = fold_value(y[c].x, left[h * 2], f);
+                    y[c].y = fold_value(y[c].y, fp8 ? right[h * 2] : left[h * 2 + 1], f);
+                    y[c].z = fold_value(y[c].z, fp8 ? left[h * 2 + 1] : right[h * 2], f);
+                    y[c].w = fold_value(y[c].w, right[h * 2 + 1], f);
+                }
+                if (split < last) {
+#pragma unroll
+                    for (int c = 0; c < G::NT / 2; c++) kept[c * G::threads] = y[c];
+                } else if (row_m < t.M && r < n) {
+                    const int head = t.kv_head * group + (row_m >> tile_log2);
+                    const u16* gates = gate + (u64)r * gate_stride + head * 2 * D + D;
+                    u16* to = out + (u64)r * out_stride + head * D;
+#pragma unroll
+                    for (int c = 0; c < G::NT / 2; c++) {
+                        const int left = G::dim(2 * c, 0), right = fp8 ? left + 2 : G::dim(2 * c + 1, 0);
+                        *(u32*)(to + left) = result(y[c].x, y[c].y, f.l, v_scale, flags & GATED, gates + left);
+                        *(u32*)(to + right) = result(y[c].z, y[c].w, f.l, v_scale, flags & GATED, gates + right);
                     }
+                }
             }
         first_split = false;
         if (!(flags & SEQUENTIAL) || split >= last) break;
@@ -512,15 +534,15 @@ __device__ void combine(const float* partial, const float* partial_ml, u16* out,
                         int gate_stride, int out_stride, float v_scale) {
     constexpr float unit = fp8 ? E4M3_PAIR_SCALE : 1.0f;
     v_scale *= unit;
-    pdl_wait();
-    pdl_trigger();
     const int quarter = dim / 4, at = blockIdx.x * THREADS + threadIdx.x, column = at % quarter * 4;
     const int heads = group * kv_heads, head = at / quarter % heads, row = at / quarter / heads;
-    if (row >= rows) return;
     const int start = *length, keys = min(start + rows, capacity), M = group << tile_log2;
     const View low = view(start, keys, window, flags), high = view(start + (1 << tile_log2) - 1, keys, window, flags);
     const int kv_head = head / group, m_row = ((head % group) << tile_log2) + row;
     const int first = split_of(low.first), stop = split_of(max(high.stop - 1, 0)) + 1;
+    pdl_wait();
+    pdl_trigger();
+    if (row >= rows) return;
     float m = NEG_INF, l = 0.0f, x[4] = {0.0f, 0.0f, 0.0f, 0.0f};
     for (int split = first; split < stop; split += BATCH) {
         float2 ml[BATCH];
@@ -540,14 +562,10 @@ __device__ void combine(const float* partial, const float* partial_ml, u16* out,
             x[2] = fold_value(x[2], y[i].z, f), x[3] = fold_value(x[3], y[i].w, f);
         }
     }
-#pragma unroll
-    for (int e = 0; e < 4; e++) x[e] = finish(x[e], l, v_scale);
-    if (flags & GATED) {
-        uint2 g = *(const uint2*)(gate + (u64)row * gate_stride + head * 2 * dim + dim + column);
-        x[0] = __fmul_rn(x[0], sigmoid(bf16_low(g.x))), x[1] = __fmul_rn(x[1], sigmoid(bf16_high(g.x)));
-        x[2] = __fmul_rn(x[2], sigmoid(bf16_low(g.y))), x[3] = __fmul_rn(x[3], sigmoid(bf16_high(g.y)));
-    }
-    *(uint2*)(out + (u64)row * out_stride + head * dim + column) = make_uint2(pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3]));
+    const u16* gates = gate + (u64)row * gate_stride + head * 2 * dim + dim + column;
+    *(uint2*)(out + (u64)row * out_stride + head * dim + column) =
+        make_uint2(result(x[0], x[1], l, v_scale, flags & GATED, gates),
+                   result(x[2], x[3], l, v_scale, flags & GATED, gates + 2));
 }
 
 #define COMBINE(NAME, FP8)                                                                                             \
