@@ -71,7 +71,7 @@ class TimedBackend(FakeBackend):
         self._flight = list(ids)
         return TimedRows([[0.0]] * len(ids))
 
-    def cycle(self, anchor):
+    def cycle(self, anchor, sampling=None):
         slow = FIRST if self.cycles == 0 else 1.0
         accepted = self.pattern[self.cycles % len(self.pattern)] if self.pattern else self.natural
         self.cycles += 1
@@ -128,4 +128,4 @@ def subject(backend, costs=True, prompt=100):
 def device():
     rate = SimpleNamespace(operations_per_second=2e13, by="a slide rule")
     description = {"device": "Fake GPU", "sm": 90, "multiprocessors": 132}
-    return Device("Fake GPU", description, 9000, BANDWIDTH, rate)
+    return Device(description, 9000, BANDWIDTH, rate)

@@ -57,7 +57,6 @@ class Work:
 class Device:
     """What was measured of the device before anything was loaded."""
 
-    name: str = "CPU"
     description: Mapping[str, Any] = field(default_factory=dict)
     free_bytes: int = 0
     bandwidth: float | None = None

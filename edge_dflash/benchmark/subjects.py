@@ -53,7 +53,7 @@ def probe_device(cubin_folder: Path, say: Say) -> tuple[Device, Callable[[str], 
         free, _ = gpu.free_bytes()
     finally:
         gpu.close()
-    return Device(gpu.name, description, free, bandwidth, matmul), cubin
+    return Device(description, free, bandwidth, matmul), cubin
 
 
 def bench_synthetic(name: str, kind: Kind, work: Work, cubin_folder: Path = CUBINS, say: Say = print) -> Result:
