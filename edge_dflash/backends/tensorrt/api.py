@@ -1,0 +1,69 @@
+"""The one place that imports TensorRT: which flavour serves an architecture, and what its version is.
+
+Both flavours have the same Python API. TensorRT (import ``tensorrt``) builds for the GPU it runs on; TensorRT for RTX
+(import ``tensorrt_rtx``) builds for a named compute capability with no GPU at hand. Nothing else in the package imports
+either, so everything but a build and a run works without them.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+from edge_dflash.errors import BackendError
+
+FIRST_VERSION = "10.8"  # of TensorRT with FP4; JetPack 7.0 ships 10.13
+
+
+@dataclass(frozen=True)
+class Flavour:
+    """One distribution of TensorRT."""
+
+    module: str  # what to import
+    product: str
+    archs: tuple[str, ...]  # of manifests
+    install: str  # what to do when the import fails
+
+
+TENSORRT = Flavour(
+    "tensorrt",
+    "TensorRT",
+    ("sm87", "sm89", "sm90a", "sm100a", "sm110", "sm110a"),
+    "on a Jetson make the virtual environment with --system-site-packages (JetPack ships it), "
+    "elsewhere pip install tensorrt-cu13",
+)
+TENSORRT_RTX = Flavour(
+    "tensorrt_rtx",
+    "TensorRT for RTX",
+    ("sm120", "sm120a", "sm121", "sm121a"),
+    "pip install 'edge-dflash[tensorrt]'",
+)
+FLAVOURS = (TENSORRT, TENSORRT_RTX)
+
+
+def flavour_of(arch: str) -> Flavour:
+    """The flavour that builds for an architecture. Raises BackendError for one that neither serves."""
+    for flavour in FLAVOURS:
+        if arch in flavour.archs:
+            return flavour
+    known = ", ".join(arch for flavour in FLAVOURS for arch in flavour.archs)
+    raise BackendError(f"no TensorRT builds for {arch!r}, known are {known}: use the native or reference backend")
+
+
+def load(flavour: Flavour) -> Any:
+    """Import a flavour. Raises BackendError when it is not installed."""
+    try:
+        return importlib.import_module(flavour.module)
+    except ImportError as error:
+        raise BackendError(f"{flavour.product} is not installed ({error}): {flavour.install}") from None
+
+
+def version(trt: Any) -> str:
+    """Full version of a loaded flavour, to which plans are bound: ``1.7.1.116``."""
+    return str(trt.__version__)
+
+
+def compute_capability(arch: str) -> str:
+    """Name of an architecture among TensorRT's compute capabilities: sm121a is ``SM121``."""
+    return arch.removesuffix("a").upper()

@@ -1,0 +1,72 @@
+"""A network -> a plan for one architecture. TensorRT's messages become ours, with the op's name in them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from edge_dflash.backends.tensorrt.api import TENSORRT_RTX, compute_capability, flavour_of, load
+from edge_dflash.backends.tensorrt.lower import Lowered, lower
+from edge_dflash.backends.tensorrt.units import Binding, RowRange, Unit
+from edge_dflash.checkpoint.weights import WeightStore
+from edge_dflash.errors import BuildError
+
+
+class Compiler:
+    """Builds plans for ``arch``. Raises BackendError when no TensorRT that builds for it is installed."""
+
+    def __init__(self, arch: str) -> None:
+        flavour = flavour_of(arch)
+        self.arch, self.trt = arch, load(flavour)
+        self._named = flavour is TENSORRT_RTX  # the other flavour builds for the GPU at hand
+        self._log = _log(self.trt)
+        self._builder = self.trt.Builder(self._log)
+
+    def lower(self, unit: Unit, store: WeightStore) -> Lowered:
+        """Write a unit as a network. Raises BackendError."""
+        return lower(unit, store, self.trt, self._builder)
+
+    def plan(self, lowered: Lowered) -> bytes:
+        """Build a plan; profile i is ``profiles[i]`` of the unit. Raises BuildError with what TensorRT said."""
+        self._log.errors.clear()
+        plan = self._builder.build_serialized_network(lowered.network, self._config(lowered.unit))
+        if plan is None:
+            said = " ".join((self._log.errors or ["nothing"])[-1].split())[:400]
+            raise BuildError(
+                f"plan {lowered.unit.key} for {self.arch}: TensorRT {self.trt.__version__} says {said}; "
+                "build with another recipe, or report it"
+            )
+        return bytes(plan)
+
+    def _config(self, unit: Unit) -> Any:
+        config = self._builder.create_builder_config()
+        for rows in unit.profiles:
+            profile = self._builder.create_optimization_profile()
+            for binding in unit.inputs:
+                profile.set_shape(binding.name, *_shapes(binding, rows))
+            config.add_optimization_profile(profile)
+        config.max_aux_streams = 0  # one stream: a pass is one CUDA graph of one stream
+        if self._named:
+            config.num_compute_capabilities = 1
+            capability = getattr(self.trt.ComputeCapability, compute_capability(self.arch))
+            config.set_compute_capability(capability, 0)
+        return config
+
+
+def _shapes(binding: Binding, rows: RowRange) -> tuple[tuple[int, ...], ...]:
+    tail = () if binding.columns is None else (binding.columns,)
+    return tuple((count, *tail) for count in (rows.low, rows.best, rows.high))
+
+
+def _log(trt: Any) -> Any:
+    """A logger that keeps errors. Its class exists only once TensorRT is loaded."""
+
+    class Log(trt.ILogger):  # type: ignore[misc]
+        def __init__(self) -> None:
+            trt.ILogger.__init__(self)
+            self.errors: list[str] = []
+
+        def log(self, severity: Any, message: str) -> None:
+            if severity in (trt.ILogger.INTERNAL_ERROR, trt.ILogger.ERROR):
+                self.errors.append(message)
+
+    return Log()

@@ -1,0 +1,132 @@
+"""A strongly typed TensorRT network under construction: one method for each kind of layer that the lowering emits.
+
+Layers are named ``op output#number``, so that TensorRT's own messages say which op they are about. Weights are not
+copied: TensorRT reads them from the arrays' memory until the plan is built, and this object keeps them alive.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import numpy as np
+
+from edge_dflash.checkpoint.weights import Array
+from edge_dflash.errors import BackendError
+
+DType = Literal["FLOAT", "BF16", "FP8", "FP4", "INT32"]
+BLOCK = 16  # values that share an NVFP4 block scale
+_STORAGE: dict[DType, type[np.generic]] = {
+    "FLOAT": np.float32,
+    "BF16": np.uint16,
+    "FP8": np.uint8,
+    "FP4": np.uint8,
+    "INT32": np.int32,
+}
+
+
+class Net:
+    """Wraps a network definition. Tensors are TensorRT's; ``scope`` is the output of the op being lowered."""
+
+    def __init__(self, trt: Any, network: Any) -> None:
+        self.trt, self.network = trt, network
+        self.scope = ""
+        self.held: list[Array] = []  # memory that TensorRT reads during the build
+
+    def dtype(self, name: DType) -> Any:
+        """TensorRT's constant for a type."""
+        return getattr(self.trt.DataType, name)
+
+    def input(self, name: str, dtype: DType, shape: tuple[int, ...]) -> Any:
+        """A network input; -1 is ``rows``."""
+        return self._made(self.network.add_input(name, self.dtype(dtype), shape), f"input {name}")
+
+    def output(self, tensor: Any, name: str) -> None:
+        """Mark a tensor as an output under ``name``."""
+        tensor.name = name
+        self.network.mark_output(tensor)
+
+    def constant(self, array: Array, dtype: DType, shape: tuple[int, ...] | None = None) -> Any:
+        """A constant over the array's memory. ``shape`` is the logical one; FP4 has two values in a byte."""
+        array = np.ascontiguousarray(array)
+        shape = array.shape if shape is None else shape
+        size, stored = math.prod(shape), array.size * (2 if dtype == "FP4" else 1)
+        if array.dtype != _STORAGE[dtype] or stored != size:
+            raise BackendError(
+                f"{self.scope}: a {dtype} constant {list(shape)} needs {size} values, found {stored} of {array.dtype}"
+            )
+        self.held.append(array)
+        weights = self.trt.Weights(self.dtype(dtype), array.ctypes.data, size)
+        return self._layer(self.network.add_constant(shape, weights), "constant").get_output(0)
+
+    def ones(self, *shape: int) -> Any:
+        """BF16 ones."""
+        return self.constant(np.full(shape, 0x3F80, np.uint16), "BF16")
+
+    def cast(self, x: Any, dtype: DType) -> Any:
+        """Round to another type."""
+        return self._layer(self.network.add_cast(x, self.dtype(dtype)), "cast").get_output(0)
+
+    def elementwise(self, a: Any, b: Any, operation: Literal["SUM", "PROD", "EQUAL"]) -> Any:
+        """a op b; dimensions of 1 are broadcast."""
+        kind = getattr(self.trt.ElementWiseOperation, operation)
+        return self._layer(self.network.add_elementwise(a, b, kind), operation).get_output(0)
+
+    def unary(self, x: Any, operation: Literal["SQRT", "RECIP"]) -> Any:
+        """Square root or reciprocal."""
+        kind = getattr(self.trt.UnaryOperation, operation)
+        return self._layer(self.network.add_unary(x, kind), operation).get_output(0)
+
+    def sigmoid(self, x: Any) -> Any:
+        """1 / (1 + exp(-x))."""
+        layer = self.network.add_activation(x, self.trt.ActivationType.SIGMOID)
+        return self._layer(layer, "sigmoid").get_output(0)
+
+    def reduce(self, x: Any, operation: Literal["AVG", "MAX", "MIN"], *, keep: bool) -> Any:
+        """Reduce the columns; ``keep`` leaves one column."""
+        kind = getattr(self.trt.ReduceOperation, operation)
+        return self._layer(self.network.add_reduce(x, kind, 1 << 1, keep), operation).get_output(0)
+
+    def select(self, condition: Any, a: Any, b: Any) -> Any:
+        """Elements of a where the condition holds, else of b."""
+        return self._layer(self.network.add_select(condition, a, b), "select").get_output(0)
+
+    def concat(self, tensors: list[Any]) -> Any:
+        """Columns side by side."""
+        layer = self._layer(self.network.add_concatenation(tensors), "concat")
+        layer.axis = 1
+        return layer.get_output(0)
+
+    def gather_rows(self, table: Any, ids: Any) -> Any:
+        """Rows of a table."""
+        return self._layer(self.network.add_gather(table, ids, 0), "gather").get_output(0)
+
+    def times_transposed(self, x: Any, w: Any) -> Any:
+        """x [rows, K] times w [N, K] transposed."""
+        operation = self.trt.MatrixOperation
+        layer = self.network.add_matrix_multiply(x, operation.NONE, w, operation.TRANSPOSE)
+        return self._layer(layer, "matmul").get_output(0)
+
+    def dequantize(self, codes: Any, scale: Any, axis: int | None = None) -> Any:
+        """Codes times scale, in BF16. ``axis`` is that of the channels of a vector scale, or of a matrix's blocks."""
+        layer = self._layer(self.network.add_dequantize(codes, scale, self.dtype("BF16")), "dequantize")
+        if axis is not None:
+            layer.axis = axis
+        return layer.get_output(0)
+
+    def quantize_blocks(self, x: Any, scale: Any) -> tuple[Any, Any]:
+        """NVFP4 codes and E4M3 block scales of activations [rows, K]; ``scale`` is the FP32 scale of the scales."""
+        layer = self.network.add_dynamic_quantize(x, 1, BLOCK, self.dtype("FP4"), self.dtype("FP8"))
+        layer = self._layer(layer, "quantize")
+        layer.set_input(1, scale)
+        return layer.get_output(0), layer.get_output(1)
+
+    def _layer(self, layer: Any, kind: str) -> Any:
+        layer = self._made(layer, kind.lower())
+        layer.name = f"{self.scope}#{self.network.num_layers} {kind.lower()}"
+        return layer
+
+    def _made(self, made: Any, what: str) -> Any:
+        if made is None:
+            raise BackendError(f"{self.scope}: TensorRT {self.trt.__version__} refuses the {what}; see its log above")
+        return made

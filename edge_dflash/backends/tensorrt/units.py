@@ -1,0 +1,217 @@
+"""Which dense ops become one plan, and the order of plans and state ops in a pass. Pure; knows no TensorRT.
+
+A segment becomes one plan, except that the embedding and the output head are plans of their own, because all passes
+and both models read them: no weight but the drafter's k and v (which two passes use with different neighbours) is in
+two plans. Prefill and verify share plans; to that end the final norm of a prefill runs before its last row is
+selected, which for an op that works row by row is the same. SelectRows is no layer: the run time copies the last row,
+and drafts are read from the second row on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from edge_dflash.errors import BackendError
+from edge_dflash.graph.ops import (
+    Attend,
+    Concat,
+    DenseOp,
+    Embed,
+    GatedDelta,
+    KvAppend,
+    Linear,
+    RmsNorm,
+    SelectRows,
+    StateOp,
+)
+from edge_dflash.graph.program import PairPrograms, Program
+from edge_dflash.graph.segments import segments
+
+EMBEDDING, HEAD = "embedding", "head"
+HEAD_INPUT, LOGITS, CHOICES = "rows", "logits", "choices"
+
+
+@dataclass(frozen=True)
+class Binding:
+    """An input or output of a plan. ``columns`` None is a vector [rows]; else [rows, columns], rows without gaps."""
+
+    name: str
+    dtype: Literal["bf16", "int32"]
+    columns: int | None
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row."""
+        return (2 if self.dtype == "bf16" else 4) * (1 if self.columns is None else self.columns)
+
+
+@dataclass(frozen=True)
+class RowRange:
+    """Rows of an optimization profile: fewest, those to be fastest with, most."""
+
+    low: int
+    best: int
+    high: int
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Dense ops of one plan, what goes in and out, and the rows it runs with. Profile 0 is that of a block."""
+
+    key: str
+    ops: tuple[DenseOp, ...]
+    inputs: tuple[Binding, ...]
+    outputs: tuple[Binding, ...]
+    profiles: tuple[RowRange, ...]
+
+    @property
+    def weights(self) -> tuple[str, ...]:
+        """Canonical names of the weights in the plan."""
+        return tuple(dict.fromkeys(name for op in self.ops for name in op.weights))
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a plan: the tensor of the pass that each input and output of the plan is bound to."""
+
+    key: str
+    reads: tuple[tuple[str, str], ...]  # (name in the plan, tensor)
+    writes: tuple[tuple[str, str], ...]
+
+
+PassStep = Run | SelectRows | StateOp
+
+
+@dataclass(frozen=True)
+class PairUnits:
+    """Plans of a pair by key, and of each pass (by name) what runs in which order."""
+
+    units: Mapping[str, Unit]
+    passes: Mapping[str, tuple[PassStep, ...]]
+    programs: Mapping[str, Program]  # as run: norms before selected rows
+
+
+def pair_units(programs: PairPrograms, block_rows: int, prefill_chunk: int) -> PairUnits:
+    """Cut a pair into plans. ``block_rows``: rows of a verify or propose pass. Raises BackendError."""
+    block, chunk = RowRange(block_rows, block_rows, block_rows), RowRange(1, prefill_chunk, prefill_chunk)
+    units: dict[str, Unit] = {}
+    passes: dict[str, tuple[PassStep, ...]] = {}
+    run = {}
+    for program in (programs.prefill, programs.verify, programs.propose):
+        program = norms_before_rows(program)
+        found, steps = _cut(program, (block, chunk) if program is not programs.propose else (block,))
+        for unit in found:
+            known = units.setdefault(unit.key, unit)
+            if known.ops != unit.ops or known.outputs != unit.outputs:
+                raise BackendError(f"{program.name}: plan {unit.key} differs from that of another pass; make it two")
+        passes[program.name], run[program.name] = steps, program
+    return PairUnits(units, passes, run)
+
+
+def norms_before_rows(program: Program) -> Program:
+    """The same pass with every RmsNorm of selected rows moved before the selection (both work row by row)."""
+    ops = list(program.ops)
+    renamed: dict[str, str] = {}
+    for index, op in enumerate(ops):
+        readers = [other for other in ops if op.output in other.inputs]
+        if isinstance(op, SelectRows) and len(readers) == 1 and isinstance(readers[0], RmsNorm):
+            norm, at = readers[0], ops.index(readers[0])
+            ops[index] = replace(norm, inputs=op.inputs)
+            ops[at] = replace(op, inputs=(norm.output,))
+            renamed[norm.output] = op.output
+            for later in range(at + 1, len(ops)):
+                ops[later] = replace(ops[later], inputs=tuple(renamed.get(name, name) for name in ops[later].inputs))
+    outputs = {role: renamed.get(name, name) for role, name in program.outputs.items()}
+    return replace(program, ops=tuple(ops), outputs=outputs)
+
+
+def widths(program: Program) -> dict[str, int]:
+    """Columns of every tensor of a pass but ``ids``."""
+    found: dict[str, int] = {}
+    for op in program.ops:
+        match op:
+            case Embed():
+                found[op.output] = program.weights[op.weight].shape[1]
+            case Linear():
+                found[op.output] = program.weights[op.weight].shape[0]
+            case Attend():
+                found[op.output] = op.heads * op.head_dim
+            case GatedDelta():
+                found[op.output] = op.value_heads * op.value_dim
+            case KvAppend():
+                found[op.output] = 0
+            case Concat():
+                found[op.output] = sum(found[name] for name in op.inputs)
+            case _:
+                found[op.output] = found[op.inputs[0]]
+    return found
+
+
+def _cut(program: Program, profiles: tuple[RowRange, ...]) -> tuple[list[Unit], tuple[PassStep, ...]]:
+    columns = widths(program)
+    units: list[Unit] = []
+    steps: list[PassStep] = []
+    model = "drafter" if program.name == "propose" else "target"
+    for level, segment in enumerate(segments(program)):
+        body: list[DenseOp] = []
+        behind: list[PassStep] = []
+        for op in segment.dense:
+            if isinstance(op, Embed):
+                units.append(_embedding(op, columns, profiles))
+                steps.append(Run(EMBEDDING, (("ids", "ids"),), ((units[-1].outputs[0].name, op.output),)))
+            elif isinstance(op, SelectRows):
+                behind.append(op)
+            elif op.output == program.outputs.get("logits"):
+                units.append(_head(op, program, columns, profiles))
+                behind.append(Run(HEAD, ((HEAD_INPUT, op.inputs[0]),), ((LOGITS, op.output), (CHOICES, CHOICES))))
+            else:
+                body.append(op)
+        if body:
+            units.append(_body(f"{model}-{level:03d}", body, program, columns, profiles))
+            names = [tuple((b.name, b.name) for b in side) for side in (units[-1].inputs, units[-1].outputs)]
+            steps.append(Run(units[-1].key, names[0], names[1]))
+        steps += [*behind, *segment.state]
+    _check_order(program, units, steps)
+    return units, tuple(steps)
+
+
+def _embedding(op: Embed, columns: Mapping[str, int], profiles: tuple[RowRange, ...]) -> Unit:
+    own = replace(op, inputs=("ids",), output=EMBEDDING)
+    outputs = (Binding(EMBEDDING, "bf16", columns[op.output]),)
+    return Unit(EMBEDDING, (own,), (Binding("ids", "int32", None),), outputs, profiles)
+
+
+def _head(op: DenseOp, program: Program, columns: Mapping[str, int], profiles: tuple[RowRange, ...]) -> Unit:
+    """Logits and the lowest id of each row's largest. A prefill runs it with one row."""
+    own = replace(op, inputs=(HEAD_INPUT,), output=LOGITS)
+    outputs = (Binding(LOGITS, "bf16", columns[op.output]), Binding(CHOICES, "int32", None))
+    single = (profiles[0], RowRange(1, 1, 1))
+    return Unit(HEAD, (own,), (Binding(HEAD_INPUT, "bf16", columns[op.inputs[0]]),), outputs, single[: len(profiles)])
+
+
+def _body(
+    key: str, ops: list[DenseOp], program: Program, columns: Mapping[str, int], profiles: tuple[RowRange, ...]
+) -> Unit:
+    made = [op.output for op in ops]
+    inside = {id(op) for op in ops}
+    read = dict.fromkeys(name for op in ops for name in op.inputs if name not in made)
+    outside = {name for op in program.ops if id(op) not in inside for name in op.inputs}
+
+    def bindings(names: list[str]) -> tuple[Binding, ...]:
+        return tuple(Binding(name, "bf16", columns[name]) for name in names)
+
+    return Unit(key, tuple(ops), bindings(list(read)), bindings([n for n in made if n in outside]), profiles)
+
+
+def _check_order(program: Program, units: list[Unit], steps: list[PassStep]) -> None:
+    """Raise BackendError when a step reads what no earlier one wrote: an op behind the head or behind selected rows."""
+    there = {"ids"}
+    for step in steps:
+        reads = [tensor for _, tensor in step.reads] if isinstance(step, Run) else list(step.inputs)
+        if missing := [name for name in reads if name not in there]:
+            raise BackendError(
+                f"{program.name}: {missing[0]} is read before it is made: only the head may follow selected rows"
+            )
+        there |= {tensor for _, tensor in step.writes} if isinstance(step, Run) else {step.output}
