@@ -1,0 +1,99 @@
+"""Where the service stands, and what it tells who started it: loading, ready, at work, stopping; alive or hung.
+
+Knows times and states, nothing of HTTP, of systemd's protocol or of plans.
+
+The watchdog is fed from the work itself. While a request runs, only a step of the engine (the first token, then every
+cycle) feeds it; a timer that merely finds the process alive would keep a hung engine going. Without a request there is
+nothing that could step, and the timer feeds it. So the watchdog's limit must be longer than the longest prompt's pass.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Literal, Protocol
+
+from edge_dflash.spec.loop import Step
+
+State = Literal["loading", "ready", "draining"]
+
+
+class Notifier(Protocol):
+    """Who started the service. Called from the loop's thread; must not block and must not raise."""
+
+    def ready(self) -> None:
+        """The pair is loaded, its self-test passed, and requests are answered."""
+        ...
+
+    def status(self, text: str) -> None:
+        """One line for people about what goes on."""
+        ...
+
+    def watchdog(self) -> None:
+        """The service is alive: called at least once a second while it is."""
+        ...
+
+    def stopping(self) -> None:
+        """No more requests are taken."""
+        ...
+
+
+class NullNotifier:
+    """Nobody wants to know."""
+
+    def ready(self) -> None:
+        """See Notifier."""
+
+    def status(self, text: str) -> None:
+        """See Notifier."""
+
+    def watchdog(self) -> None:
+        """See Notifier."""
+
+    def stopping(self) -> None:
+        """See Notifier."""
+
+
+class Progress:
+    """Whether the engine gets on. Told by its worker, asked by the loop."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._running = False
+        self._last = clock()
+        self._steps = self._fed = 0
+
+    def started(self) -> None:
+        """A request has begun to run."""
+        self._note(running=True)
+
+    def step(self, step: Step) -> None:
+        """It committed something."""
+        self._note(running=True)
+
+    def ended(self) -> None:
+        """It has ended."""
+        self._note(running=False)
+
+    def _note(self, *, running: bool) -> None:
+        with self._lock:
+            self._running, self._last = running, self._clock()
+            self._steps += 1
+
+    @property
+    def running(self) -> bool:
+        """Whether a request runs."""
+        return self._running
+
+    def stalled_seconds(self, waiting: int) -> float:
+        """Seconds since the engine last got on; 0 when it has nothing to do. ``waiting``: requests in the queue."""
+        with self._lock:
+            return self._clock() - self._last if self._running or waiting else 0.0
+
+    def feeds(self, waiting: int) -> bool:
+        """Whether there is reason to feed the watchdog: a step since the last call, or nothing to do."""
+        with self._lock:
+            stepped, self._fed = self._steps != self._fed, self._steps
+            return stepped or not (self._running or waiting)
