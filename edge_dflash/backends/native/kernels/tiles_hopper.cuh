@@ -6,7 +6,7 @@
 // (k 2t 2t+1 and 2t+8 2t+9 of each 16 k, in the true order of K), as its left operand in registers; x is the right one,
 // read from shared memory. So a weight is decoded once for n rows.
 //
-//   shared memory: stages of [n rows x 128 bytes of x][4 units of weights]; 2 x [256 rows x 128 bytes] of output
+//   shared memory: stages of [n rows x 128 bytes of x][4 units of weights]; 2 x [128 rows x 128 bytes] of output
 //   n is 32 .. 256, by the rows that are there; the sums of a row are the same with every n
 #pragma once
 #include "decode.cuh"
@@ -20,7 +20,7 @@ namespace hopper {
 static constexpr int THREADS = 384, CLUSTER = 2, WARPS = 8, UNITS = 4, BOX = 32, MOST = 256, MOST_STAGES = 16;
 static constexpr int DECODE = 250;     // time of a tile besides its products, as if it had so many rows more
 static constexpr int ROW_GROUP = 4;    // tiles of rows that go through all weights together, so that x stays in L2
-static constexpr u32 SHARED = 232448, OUTPUT = MOST * 128, RING = SHARED - 1024 - 2 * OUTPUT - 16 * MOST_STAGES;
+static constexpr u32 SHARED = 232448, OUTPUT = MOST / 2 * 128, RING = SHARED - 1024 - 2 * OUTPUT - 16 * MOST_STAGES;
 
 // Where a lane finds its operands in the units of a warpgroup. ``warp``: 0..3 of it.
 struct Nvfp4Operands {
@@ -57,18 +57,15 @@ struct Nvfp4Operands {
     for (int i = 0; i < 4; ++i) w.block[i] = load_shared16(at + codes + i * 16);
   }
 
-  __device__ __forceinline__ void decode(const Words& w, u32 (&a)[4][4]) const {
-    const u32 bytes[4] = {w.scales.x, w.scales.y, w.scales.z, w.scales.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const uint4 v = w.block[i];
-      const u32 scale0 = __byte_perm(bytes[i], 0, low) * 16u + 0x70007000u;
-      const u32 scale1 = __byte_perm(bytes[i], 0, high) * 16u + 0x70007000u;
-      a[i][0] = mul_bf16x2(pair(v.x), scale0);
-      a[i][1] = mul_bf16x2(pair(v.z), scale1);
-      a[i][2] = mul_bf16x2(pair(v.y), scale0);
-      a[i][3] = mul_bf16x2(pair(v.w), scale1);
-    }
+  __device__ __forceinline__ void decode(const Words& w, int i, u32 (&a)[4]) const {
+    const uint4 v = w.block[i];
+    const u32 bytes = i == 0 ? w.scales.x : i == 1 ? w.scales.y : i == 2 ? w.scales.z : w.scales.w;
+    const u32 scale0 = __byte_perm(bytes, 0, low) * 16u + 0x70007000u;
+    const u32 scale1 = __byte_perm(bytes, 0, high) * 16u + 0x70007000u;
+    a[0] = mul_bf16x2(pair(v.x), scale0);
+    a[1] = mul_bf16x2(pair(v.z), scale1);
+    a[2] = mul_bf16x2(pair(v.y), scale0);
+    a[3] = mul_bf16x2(pair(v.w), scale1);
   }
 };
 
@@ -104,11 +101,11 @@ struct Fp8Operands {
       }
   }
 
-  __device__ __forceinline__ void decode(const Words& w, u32 (&a)[4][4]) const {
+  __device__ __forceinline__ void decode(const Words& w, int i, u32 (&a)[4]) const {
 #pragma unroll
-    for (int i = 0; i < 16; ++i) {
-      const u32 word = w.word[i / 4][i % 4] << shift;
-      a[i / 4][i % 4] = mul_bf16x2((word & 0x80008000u) | ((word >> 4) & 0x07F007F0u), 0x7B807B80u);  // as e4m3_pairs
+    for (int j = 0; j < 4; ++j) {
+      const u32 word = w.word[i][j] << shift;
+      a[j] = mul_bf16x2((word & 0x80008000u) | ((word >> 4) & 0x07F007F0u), 0x7B807B80u);  // as e4m3_pairs
     }
   }
 };
@@ -146,9 +143,9 @@ struct Bf16Operands {
       }
   }
 
-  __device__ __forceinline__ void decode(const Words& w, u32 (&a)[4][4]) const {
+  __device__ __forceinline__ void decode(const Words& w, int i, u32 (&a)[4]) const {
 #pragma unroll
-    for (int i = 0; i < 16; ++i) a[i / 4][i % 4] = w.word[i / 4][i % 4];
+    for (int j = 0; j < 4; ++j) a[j] = w.word[i][j];
   }
 };
 
@@ -284,7 +281,7 @@ __device__ __forceinline__ u32 pack(float low, float high) { return to_bf16(low)
 
 // Sums of a warpgroup's 64 weight rows to shared memory as [n rows][128 bytes], then in whole rows to their outputs.
 template <int N>
-__device__ __forceinline__ void finish(const Job& job, const float (&d)[N / 2], int unit, long long row, int rows, u32 to) {
+__device__ __forceinline__ void finish(const Job& job, const float* d, int unit, long long row, int rows, u32 to) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, thread = threadIdx.x % 128;
   const int padded = unit * UNIT_ROWS + warp * TILE + lane / 4;
   const bool there = unit + warp / 2 < job.units, gated_pair = job.mode == SWIGLU;
@@ -349,7 +346,8 @@ __device__ __forceinline__ void consume(const Job& job, const Schedule& plan, Cu
       const u64 x = k_major(at.ring + at.stage * plan.stage_bytes);
       const u32 empty = at.empty + at.stage * 8;
       at.advance(plan.stages);
-      operands.decode(words, a);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) operands.decode(words, i, a[i]);
       wgmma_fence();
 #pragma unroll
       for (int i = 0; i < 4; ++i) Wgmma<N>::multiply(d, a[i], x + 2 * i, i > 0 || !first);
@@ -376,7 +374,10 @@ __device__ __forceinline__ void consume(const Job& job, const Schedule& plan, Cu
     release(before);
     int unit, row;
     plan.place(tile, unit, row);
-    finish<N>(job, d, unit + 2 * group, row, plan.rows - row < N ? plan.rows - row : N, output + group * OUTPUT);
+    constexpr int PART = N > 128 ? N / 2 : N;
+#pragma unroll
+    for (int i = 0; i < N; i += PART)
+      finish<PART>(job, d + i / 2, unit + 2 * group, row + i, min(plan.rows - row - i, PART), output + group * OUTPUT);
   }
 }
 
