@@ -4,6 +4,7 @@
     ├── CheckpointError     a Hugging Face checkpoint is unreadable, incomplete or unsupported
     │   └── UnsupportedModelError   the architecture is known by name and not (yet) supported
     ├── RecipeError         a quantization recipe or a board profile is invalid
+    ├── ConfigError         the configuration of the service is invalid
     ├── BuildError          a build could not finish (disk, interruption, calibration)
     ├── BundleError         an engine bundle is damaged, newer than this runtime, or does not match
     ├── BackendError        a backend cannot load or run here
@@ -11,7 +12,8 @@
     │   ├── ContextError    the prompt and its budget do not fit the usable context
     │   ├── QueueFullError  the engine has as many requests waiting as it takes; try again later
     │   └── RequestCancelledError   the request was cancelled before it gave a result
-    └── VerificationError   speculative output differs from plain output, or a golden differs
+    ├── VerificationError   speculative output differs from plain output, or a golden differs
+    └── ServiceError        a service cannot start or stop here, cannot be reached, or answers with its own failure
 
 A message names the value that was found, what is accepted, and the remedy, in one line. The command line prints the
 message and exits with the class's ``exit_code``; a traceback from edge-dflash is a defect.
@@ -38,6 +40,12 @@ class UnsupportedModelError(CheckpointError):
 
 class RecipeError(EdgeDflashError):
     """A recipe or board profile has an unknown key or a bad value."""
+
+    exit_code = 4
+
+
+class ConfigError(EdgeDflashError):
+    """The service's configuration is unreadable, has an unknown key or a bad value."""
 
     exit_code = 4
 
@@ -82,3 +90,9 @@ class VerificationError(EdgeDflashError):
     """A check of outputs against their reference failed."""
 
     exit_code = 9
+
+
+class ServiceError(EdgeDflashError):
+    """A service cannot be started here, or one elsewhere cannot be reached or failed."""
+
+    exit_code = 10

@@ -21,7 +21,7 @@ from edge_dflash.plan import Plan
 from edge_dflash.planner_session import PlannerSession
 from edge_dflash.request.conversation import Encoder
 from edge_dflash.request.engine import Engine
-from edge_dflash.request.job import Alone
+from edge_dflash.request.job import Alone, Observer
 from edge_dflash.request.options import Model, Options, PlanOptions, Task, prepare
 from edge_dflash.request.stream import AsyncPlanStream, PlanStream
 from edge_dflash.sessions.session import fingerprint
@@ -50,14 +50,20 @@ class Planner:
         queue: int = QUEUE,
         prefix_bytes: int = PREFIX_BYTES,
         fallback: bool = True,
+        self_test: selftest.SelfTestResult | None = None,
+        observer: Observer | None = None,
     ) -> None:
         """Take a loaded backend over (closed by :meth:`close`); most callers want :meth:`open`.
 
-        ``bundle`` is the fingerprint that saved sessions are bound to.
+        ``bundle`` is the fingerprint that saved sessions are bound to, ``self_test`` what the self-test gave.
         """
+        self._bundle = bundle
+        self._self_test = self_test
         self._model = Model(backend, tokenizer, tuple(dict.fromkeys(stop_token_ids)))
         self._encoder = Encoder(self._model)
-        self._engine = Engine(backend, bundle, queue=queue, prefix_bytes=prefix_bytes, fallback=fallback)
+        self._engine = Engine(
+            backend, bundle, queue=queue, prefix_bytes=prefix_bytes, fallback=fallback, observer=observer
+        )
         weakref.finalize(self, self._engine.abandon)
 
     @classmethod
@@ -71,6 +77,7 @@ class Planner:
         check_hashes: bool = True,
         self_test: selftest.Mode = "refuse",
         progress: Progress | None = None,
+        observer: Observer | None = None,
     ) -> Planner:
         """Open the bundle at ``path`` and load it.
 
@@ -79,9 +86,9 @@ class Planner:
         requests decode plainly for a while when drafting was measured to cost more than it gives; the output is the
         same. ``check_hashes=False`` skips the SHA-256 of the bundle's files (seconds for large models); ``progress`` is
         told (bytes checked, bytes in all). ``self_test`` says what follows when the loaded pair does not repeat what
-        the build recorded: "refuse", "warn" (RuntimeWarning), or "off" to skip it (about a second on a CPU). Raises
-        BundleError when the bundle is damaged or of another version, BackendError when it cannot run here,
-        VerificationError when the self-test fails.
+        the build recorded: "refuse", "warn" (RuntimeWarning), or "off" to skip it (about a second on a CPU).
+        ``observer`` is told of every step on the worker's thread. Raises BundleError when the bundle is damaged or of
+        another version, BackendError when it cannot run here, VerificationError when the self-test fails.
         """
         bundle = Bundle.open(path, check_hashes=check_hashes, progress=progress)
         manifest = bundle.manifest
@@ -91,7 +98,7 @@ class Planner:
             stop.append(tokenizer.eos_token_id)
         backend = load(bundle)
         try:
-            selftest.check(bundle, backend, self_test)
+            tested = selftest.check(bundle, backend, self_test)
         except BaseException:
             backend.close()
             raise
@@ -103,6 +110,8 @@ class Planner:
             queue=queue,
             prefix_bytes=prefix_bytes,
             fallback=fallback,
+            self_test=tested,
+            observer=observer,
         )
 
     def __enter__(self) -> Planner:
@@ -125,6 +134,26 @@ class Planner:
     def shape(self) -> PairShape:
         """Sizes of the loaded pair: vocabulary, block, context."""
         return self._engine.backend.shape
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the bundle, to which saved sessions are bound; empty when there is none."""
+        return self._bundle
+
+    @property
+    def self_test(self) -> selftest.SelfTestResult | None:
+        """What the self-test gave at open; None when there was none."""
+        return self._self_test
+
+    @property
+    def waiting(self) -> int:
+        """Requests in the queue, the running one not counted."""
+        return self._engine.waiting
+
+    @property
+    def drafting(self) -> bool:
+        """Whether cycles draft now; False while drafting rests because it was measured not to pay."""
+        return self._engine.pace.drafting
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from edge_dflash.backends.base import Backend
 from edge_dflash.plan import Increment, Plan
-from edge_dflash.request.job import Job, Place
+from edge_dflash.request.job import Job, Observer, Place, Unwatched
 from edge_dflash.request.options import Request
 from edge_dflash.scheduler.ticket import Ticket
 from edge_dflash.scheduler.worker import Scheduler
@@ -37,16 +37,31 @@ class Tireless(Pace):
 class Engine:
     """A backend, owned by a worker thread."""
 
-    def __init__(self, backend: Backend, fingerprint: str, *, queue: int, prefix_bytes: int, fallback: bool) -> None:
-        """Take the backend over; ``fingerprint`` binds its sessions to a bundle."""
+    def __init__(
+        self,
+        backend: Backend,
+        fingerprint: str,
+        *,
+        queue: int,
+        prefix_bytes: int,
+        fallback: bool,
+        observer: Observer | None = None,
+    ) -> None:
+        """Take the backend over; ``fingerprint`` binds its sessions to a bundle. ``observer`` is told of every step."""
         self.backend = backend
         self.manager = SessionManager(backend, fingerprint, store=PrefixStore(prefix_bytes))
         self.pace = Pace() if fallback else Tireless()
+        self._observer = observer or Unwatched()
         self._scheduler = Scheduler(queue_limit=queue)
+
+    @property
+    def waiting(self) -> int:
+        """Requests in the queue, the running one not counted."""
+        return self._scheduler.waiting
 
     def submit(self, request: Request, place: Place) -> tuple[Job, Ticket[Increment, Plan]]:
         """Queue a request. Raises QueueFullError, and RequestError after :meth:`close`."""
-        job = Job(request, place, self.manager, self.pace)
+        job = Job(request, place, self.manager, self.pace, self._observer)
         timer: threading.Timer | None = None
 
         def cancel() -> None:

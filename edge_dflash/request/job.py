@@ -32,6 +32,35 @@ class Place(Protocol):
         ...
 
 
+class Observer(Protocol):
+    """Who watches an engine. Called by its worker between two passes: must be quick and must not raise."""
+
+    def started(self) -> None:
+        """A request begins to run."""
+        ...
+
+    def step(self, step: Step) -> None:
+        """Tokens were committed, or the request ends."""
+        ...
+
+    def ended(self) -> None:
+        """It runs no more, however it ended."""
+        ...
+
+
+class Unwatched:
+    """The observer when there is none."""
+
+    def started(self) -> None:
+        """See Observer."""
+
+    def step(self, step: Step) -> None:
+        """See Observer."""
+
+    def ended(self) -> None:
+        """See Observer."""
+
+
 class Alone:
     """The place of a request that belongs to no conversation."""
 
@@ -47,13 +76,14 @@ class Alone:
 class Job:
     """One run of a request. ``cancelled`` and ``expired`` may be set by any thread."""
 
-    def __init__(self, request: Request, place: Place, manager: SessionManager, pace: Pace) -> None:
+    def __init__(self, request: Request, place: Place, manager: SessionManager, pace: Pace, observer: Observer) -> None:
         self.request = request
         self.cancelled = False  # asked to end at the next commit
         self.expired = False  # its deadline passed while it waited: not the user's cancelling
         self._place = place
         self._manager = manager
         self._pace = pace
+        self._observer = observer
         self._steps: list[Step] = []
         self._answer = Answer()
         self._started = self._first_token = 0.0
@@ -62,6 +92,13 @@ class Job:
     def __call__(self) -> Generator[Increment, Any, Plan]:
         """Run on the worker. Every increment is committed before it is given."""
         self._started = time.perf_counter()
+        self._observer.started()
+        try:
+            return (yield from self._run())
+        finally:
+            self._observer.ended()
+
+    def _run(self) -> Generator[Increment, Any, Plan]:
         request = self.request
         session, text = self._place.open(self._manager), self._text()
         try:
@@ -73,6 +110,7 @@ class Job:
                 keep=request.keep,
             )
             for step in stream:
+                self._observer.step(step)
                 if step.tokens and not self._first_token:
                     self._first_token, self._reused = time.perf_counter(), stream.reuse.tokens
                 yield self._increment(step, text)
