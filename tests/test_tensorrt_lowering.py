@@ -32,7 +32,7 @@ def test_each_op_is_the_references_within_one_bf16_step(name, kind):
     checked = 0
     for which, key in runs_of(name):
         for finding in judge(unit_network(name, kind, key).network, name, kind, which, key):
-            assert finding.steps <= 1, finding
+            assert not finding.wrong, finding
             checked += 1
     assert checked > 200
 
