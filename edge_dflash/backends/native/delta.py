@@ -18,9 +18,9 @@ from edge_dflash.errors import BackendError
 
 UNIT = "delta"
 TAPS = 4  # longest convolution of the kernels
-_PREPARE_WARPS, _PREPARE_ROWS, _THREADS, _COLUMNS = 8, 8, 128, 16
+_PREPARE_WARPS, _PREPARE_ROWS, _THREADS, _COLUMNS = 8, 4, 128, 16
 _CLUSTER, _CLUSTER_ROWS, _CLUSTER_DIM = 2, 16, 128  # blocks of a head; most rows and dims of its kernel
-_CLUSTER_THREADS, _CLUSTER_SHARED = 512, 87184
+_CLUSTER_THREADS, _CLUSTER_SHARED = 512, 91216
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class DeltaShape:
     @property
     def counter_bytes(self) -> int:
         """Bytes of the arrival counters; zero them once, every pass leaves them zero. Layers may share them."""
-        return 4 * self.key_heads * _CLUSTER
+        return 4 * self.key_heads
 
     @property
     def clusters(self) -> bool:

@@ -14,6 +14,7 @@
 static constexpr int THREADS = 256;  // of prepare and combine
 static constexpr int WARPS = 4;      // of attend: along keys (QK) or head dims (PV); all have the block's query rows
 static constexpr int CHUNK = 64;     // keys
+static constexpr float SLACK = 8.0f;  // probabilities stay below 2^8, well inside F16
 static constexpr int BATCH = 12;     // splits that a combine thread loads together
 static constexpr int FAR = 0x3fffffff;
 enum Flags { BIDIRECTIONAL = 1, SEQUENTIAL = 2, GATED = 4 };
@@ -75,7 +76,17 @@ __device__ void prepare(const u16* q, const u16* k, const u16* v, int q_stride, 
                         : kind == 1 ? k + (u64)row * k_stride + head * dim
                                     : v + (u64)row * v_stride + head * dim;
     const int position = *length + row, pairs = dim / 64;
-    float a[4], b[4], squares = 0.0f;
+    float a[4], b[4], turn_c[4][2], turn_s[4][2], squares = 0.0f;
+    if (kind < 2) {  // under way beside the row
+        const float *c = cosine + (u64)position * half, *s = sine + (u64)position * half;
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                const int j = i * 64 + lane * 2 + e;
+                if (j < 2 * half) turn_c[i][e] = c[j < half ? j : j - half], turn_s[i][e] = s[j < half ? j : j - half];
+            }
+    }
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         u32 x = i < pairs ? ((const u32*)source)[i * 32 + lane] : 0u;
@@ -96,19 +107,18 @@ __device__ void prepare(const u16* q, const u16* k, const u16* v, int q_stride, 
             }
         }
         __syncwarp();
-        const float *c = cosine + (u64)position * half, *s = sine + (u64)position * half;
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             float turned[2];
 #pragma unroll
             for (int e = 0; e < 2; e++) {
-                int j = i * 64 + lane * 2 + e;
+                const int j = i * 64 + lane * 2 + e;
                 if (i >= pairs) continue;
+                const float cosine_part = __fmul_rn(mine[j], turn_c[i][e]);
                 if (j < half)
-                    turned[e] = __fsub_rn(__fmul_rn(mine[j], c[j]), __fmul_rn(mine[j + half], s[j]));
+                    turned[e] = __fsub_rn(cosine_part, __fmul_rn(mine[j + half], turn_s[i][e]));
                 else if (j < 2 * half)
-                    turned[e] =
-                        __fadd_rn(__fmul_rn(mine[j], c[j - half]), __fmul_rn(mine[j - half], s[j - half]));
+                    turned[e] = __fadd_rn(cosine_part, __fmul_rn(mine[j - half], turn_s[i][e]));
                 else
                     turned[e] = mine[j];
             }
@@ -174,12 +184,9 @@ __device__ __forceinline__ float finish(float x, float l, float v_scale) {
 }
 
 // Two neighbouring dims of an output as BF16, gated or not.
-__device__ __forceinline__ u32 result(float x, float y, float l, float v_scale, bool gated, const u16* gate) {
+__device__ __forceinline__ u32 result(float x, float y, float l, float v_scale, bool gated, u32 gate) {
     x = finish(x, l, v_scale), y = finish(y, l, v_scale);
-    if (gated) {
-        const u32 g = *(const u32*)gate;
-        x = __fmul_rn(x, sigmoid(bf16_low(g))), y = __fmul_rn(y, sigmoid(bf16_high(g)));
-    }
+    if (gated) x = __fmul_rn(x, sigmoid(bf16_low(gate))), y = __fmul_rn(y, sigmoid(bf16_high(gate)));
     return pack_bf16(x, y);
 }
 
@@ -380,31 +387,30 @@ __device__ void attend(const u16* q, const u8* k_memory, const u8* v_memory, flo
             copy_commit();
             float s[MT][2][4];
             multiply_keys<D, MT, fp8>(s, q_at, k_at, warp, lane);
-            const bool whole = key >= high.first && key + CHUNK <= low.stop;  // every row sees every key
+            if (key < high.first || key + CHUNK > low.stop)  // some row does not see some key
+#pragma unroll
+                for (int i = 0; i < MT; i++)
+#pragma unroll
+                    for (int h = 0; h < 2; h++) {
+                        int row = i * 16 + h * 8 + lane / 4;
+                        asm volatile("" : "+r"(row));  // computed anew: registers are dearer
+                        const View seen = view(t.p0 + ((t.block_row + row) & (tile_rows - 1)), t.keys, window, flags);
+#pragma unroll
+                        for (int c = 0; c < 2; c++)
+#pragma unroll
+                            for (int e = 0; e < 2; e++) {
+                                const int at = key + warp * 16 + c * 8 + lane % 4 * 2 + e;
+                                if (at < seen.first || at >= seen.stop) s[i][c][h * 2 + e] = NEG_INF;
+                            }
+                    }
 #pragma unroll
             for (int i = 0; i < MT; i++)
 #pragma unroll
                 for (int h = 0; h < 2; h++) {
-                    const int row = i * 16 + h * 8 + lane / 4;
-                    float top = NEG_INF;
-                    int place = t.p0;
-                    asm volatile("" : "+r"(place));  // masks are computed anew: registers are dearer
-                    const View seen = view(place + ((t.block_row + row) & (tile_rows - 1)), t.keys, window, flags);
-#pragma unroll
-                    for (int c = 0; c < 2; c++)
-#pragma unroll
-                        for (int e = 0; e < 2; e++) {
-                            float& x = s[i][c][h * 2 + e];
-                            x = __fmul_rn(x, score_scale);
-                            if (!whole) {
-                                int at = key + warp * 16 + c * 8 + lane % 4 * 2 + e;
-                                if (at < seen.first || at >= seen.stop) x = NEG_INF;
-                            }
-                            top = fmaxf(top, x);
-                        }
+                    float top = fmaxf(fmaxf(s[i][0][h * 2], s[i][0][h * 2 + 1]), fmaxf(s[i][1][h * 2], s[i][1][h * 2 + 1]));
                     top = fmaxf(top, __shfl_xor_sync(ALL, top, 1));
                     top = fmaxf(top, __shfl_xor_sync(ALL, top, 2));
-                    if (lane % 4 == 0) largest[warp][row] = top;
+                    if (lane % 4 == 0) largest[warp][i * 16 + h * 8 + lane / 4] = top;
                 }
             __syncthreads();  // maxima are there; keys are done with
             if (more) copy_chunk<D, MT, fp8>(k_tile, t.k, next, t.keys);
@@ -415,22 +421,29 @@ __device__ void attend(const u16* q, const u8* k_memory, const u8* v_memory, flo
                 for (int h = 0; h < 2; h++) {
                     const int row = i * 16 + h * 8 + lane / 4;
                     float top = fmaxf(fmaxf(largest[0][row], largest[1][row]), fmaxf(largest[2][row], largest[3][row]));
-                    top = fmaxf(top, m[i][h]);
-                    const float base = top == NEG_INF ? 0.0f : top, keep = exp2_fast(m[i][h] - base);
-                    m[i][h] = top;
+                    // The base follows the largest score only when that is SLACK above it: o is seldom scaled.
+                    top = __fmul_rn(top, score_scale);
+                    const bool moves = top > __fadd_rn(m[i][h], SLACK);
+                    const float now = moves ? top : m[i][h], base = now == NEG_INF ? 0.0f : now;
+                    if (__any_sync(ALL, moves)) {
+                        const float keep = exp2_fast(m[i][h] - base);
+                        l[i][h] = __fmul_rn(l[i][h], keep);
+#pragma unroll
+                        for (int c = 0; c < G::NT; c++)
+                            o[i][c][h * 2] = __fmul_rn(o[i][c][h * 2], keep),
+                            o[i][c][h * 2 + 1] = __fmul_rn(o[i][c][h * 2 + 1], keep);
+                    }
+                    m[i][h] = now;
                     float sum = 0.0f;
 #pragma unroll
                     for (int c = 0; c < 2; c++) {
-                        float p0 = exp2_fast(s[i][c][h * 2] - base), p1 = exp2_fast(s[i][c][h * 2 + 1] - base);
+                        const float p0 = exp2_fast(__fmaf_rn(s[i][c][h * 2], score_scale, -base));
+                        const float p1 = exp2_fast(__fmaf_rn(s[i][c][h * 2 + 1], score_scale, -base));
                         sum = __fadd_rn(sum, __fadd_rn(p0, p1));
                         *(u32*)(p_tile + row * G::p_stride + (warp * 16 + c * 8 + lane % 4 * 2) * 2) =
                             fp8 ? pack_f16(p0, p1) : pack_bf16(p0, p1);
                     }
-                    l[i][h] = __fmaf_rn(l[i][h], keep, sum);
-#pragma unroll
-                    for (int c = 0; c < G::NT; c++)
-                        o[i][c][h * 2] = __fmul_rn(o[i][c][h * 2], keep),
-                        o[i][c][h * 2 + 1] = __fmul_rn(o[i][c][h * 2 + 1], keep);
+                    l[i][h] = __fadd_rn(l[i][h], sum);
                 }
             copy_wait<1>();
             __syncthreads();  // values and probabilities are there
@@ -493,8 +506,8 @@ __device__ void attend(const u16* q, const u8* k_memory, const u8* v_memory, flo
 #pragma unroll
                     for (int c = 0; c < G::NT / 2; c++) {
                         const int left = G::dim(2 * c, 0), right = fp8 ? left + 2 : G::dim(2 * c + 1, 0);
-                        *(u32*)(to + left) = result(y[c].x, y[c].y, f.l, v_scale, flags & GATED, gates + left);
-                        *(u32*)(to + right) = result(y[c].z, y[c].w, f.l, v_scale, flags & GATED, gates + right);
+                        *(u32*)(to + left) = result(y[c].x, y[c].y, f.l, v_scale, flags & GATED, flags & GATED ? *(const u32*)(gates + left) : 0u);
+                        *(u32*)(to + right) = result(y[c].z, y[c].w, f.l, v_scale, flags & GATED, flags & GATED ? *(const u32*)(gates + right) : 0u);
                     }
                 }
             }
@@ -540,6 +553,9 @@ __device__ void combine(const float* partial, const float* partial_ml, u16* out,
     const View low = view(start, keys, window, flags), high = view(start + (1 << tile_log2) - 1, keys, window, flags);
     const int kv_head = head / group, m_row = ((head % group) << tile_log2) + row;
     const int first = split_of(low.first), stop = split_of(max(high.stop - 1, 0)) + 1;
+    // Gates were written before the two kernels that precede this one.
+    const u16* gates = gate + (u64)row * gate_stride + head * 2 * dim + dim + column;
+    const uint2 open = (flags & GATED) && row < rows ? __ldcg((const uint2*)gates) : make_uint2(0u, 0u);
     pdl_wait();
     pdl_trigger();
     if (row >= rows) return;
@@ -562,10 +578,9 @@ __device__ void combine(const float* partial, const float* partial_ml, u16* out,
             x[2] = fold_value(x[2], y[i].z, f), x[3] = fold_value(x[3], y[i].w, f);
         }
     }
-    const u16* gates = gate + (u64)row * gate_stride + head * 2 * dim + dim + column;
     *(uint2*)(out + (u64)row * out_stride + head * dim + column) =
-        make_uint2(result(x[0], x[1], l, v_scale, flags & GATED, gates),
-                   result(x[2], x[3], l, v_scale, flags & GATED, gates + 2));
+        make_uint2(result(x[0], x[1], l, v_scale, flags & GATED, open.x),
+                   result(x[2], x[3], l, v_scale, flags & GATED, open.y));
 }
 
 #define COMBINE(NAME, FP8)                                                                                             \

@@ -11,11 +11,8 @@
 // whose clusters of two blocks are the heads (verify and flush of 128-wide heads).
 #include "state.cuh"
 
-#ifndef RESIDENT
-#define RESIDENT 1
-#endif
 
-static constexpr int PREPARE_WARPS = 8, PREPARE_ROWS = 8;
+static constexpr int PREPARE_WARPS = 8, PREPARE_ROWS = 4;
 static constexpr int COLUMNS = 16;  // of S a block of the recurrence, 4 a warp
 static constexpr int THREADS = COLUMNS / 4 * 32;
 static constexpr int STAGE = 16;  // rows in shared memory at a time, twice
@@ -91,20 +88,26 @@ struct Raw<4> {
     }
 };
 
-// Convolution and SiLU of E channels; weights [TAPS, stride] from the first of them.
+// Weights of E channels, [TAPS, stride] from the first of them.
 template <int E>
-__device__ __forceinline__ void convolve(float (&x)[E], const Raw<E> (&u)[TAPS], const float* weight, int stride,
-                                         int taps) {
+struct Weights {
+    float w[TAPS][E];
+    __device__ __forceinline__ void load(const float* first, int stride) {
+#pragma unroll
+        for (int n = 0; n < TAPS; n++) read_vector(w[n], first + (u64)n * stride);
+    }
+};
+
+// Convolution and SiLU of E channels; u: the rows t - 3 .. t, of which the last `taps` count.
+template <int E>
+__device__ __forceinline__ void convolve(float (&x)[E], const Raw<E>* u, const Weights<E>& weights, int taps) {
 #pragma unroll
     for (int e = 0; e < E; e++) x[e] = 0.0f;
 #pragma unroll
-    for (int n = 0; n < TAPS; n++) {
-        if (n < TAPS - taps) continue;
-        float w[E];
-        read_vector(w, weight + (u64)n * stride);
+    for (int n = 0; n < TAPS; n++)
+        if (n >= TAPS - taps)
 #pragma unroll
-        for (int e = 0; e < E; e++) x[e] = __fadd_rn(x[e], __fmul_rn(u[n].at(e), w[e]));
-    }
+            for (int e = 0; e < E; e++) x[e] = __fmaf_rn(u[n].at(e), weights.w[n][e], x[e]);
 #pragma unroll
     for (int e = 0; e < E; e++) x[e] = silu(x[e]);
 }
@@ -112,11 +115,11 @@ __device__ __forceinline__ void convolve(float (&x)[E], const Raw<E> (&u)[TAPS],
 template <int E>
 __device__ __forceinline__ void normalise(float (&x)[E], bool query) {
     // x / sqrt(sum(x^2) + 1e-6), a query also / sqrt(D); a warp has the D = 32 E elements
-    const float scale = query ? __fdiv_rn(1.0f, __fsqrt_rn((float)(32 * E))) : 1.0f;
     float squares = 0.0f;
 #pragma unroll
     for (int e = 0; e < E; e++) squares = __fmaf_rn(x[e], x[e], squares);
-    const float factor = __fdiv_rn(scale, __fsqrt_rn(__fadd_rn(lane_sum<32>(squares), 1e-6f)));
+    float factor = reciprocal_root_fast(__fadd_rn(lane_sum<32>(squares), 1e-6f));
+    if (query) factor = __fmul_rn(factor, reciprocal_root_fast(32 * E));
 #pragma unroll
     for (int e = 0; e < E; e++) x[e] = __fmul_rn(x[e], factor);
 }
@@ -168,7 +171,7 @@ struct Columns {
 // A token in shared memory; W columns of values.
 template <int DK, int W>
 struct Row {
-    float k[DK], q[DK], v[W], decay, beta, unused[2];
+    float k[DK], q[DK], v[W], decay, beta, g, unused;
 };
 
 template <int DK, bool own>
@@ -265,23 +268,25 @@ __device__ __forceinline__ u32 gated_norm(const float2& o, float squares, int dv
 
 // ------------------------------------------------------------------------------------------------- path of three kernels
 
-// Rows t .. stop - 1 of 32 E channels from `first`, a warp: convolved and written to out [T, stride] from `column`.
+// Rows t .. stop - 1 (PREPARE_ROWS at most) of 32 E channels from `first`, a warp: convolved, and q and k normalised, to
+// out [T, stride] from `column`.
 template <int E>
 __device__ __forceinline__ void prepare_head(const Line& line, const float* weight, int t, int stop, int first,
                                              float* out, int stride, int column, bool norm, bool query) {
     const int lane = threadIdx.x % 32, at = first + lane * E;
-    Raw<E> u[TAPS];
+    Weights<E> weights;
+    weights.load(weight + at, line.channels);
+    Raw<E> u[TAPS - 1 + PREPARE_ROWS];
 #pragma unroll
-    for (int n = 1; n < TAPS; n++)
-        if (n > TAPS - line.taps) u[n].load(line.row(t + n - TAPS) + at);
-    for (; t < stop; t++) {
+    for (int n = 0; n < TAPS - 1 + PREPARE_ROWS; n++)
+        if (n >= TAPS - line.taps && t + n - (TAPS - 1) < stop) u[n].load(line.row(t + n - (TAPS - 1)) + at);
 #pragma unroll
-        for (int n = 0; n < TAPS - 1; n++) u[n] = u[n + 1];
-        u[TAPS - 1].load(line.row(t) + at);
+    for (int r = 0; r < PREPARE_ROWS; r++) {
+        if (t + r >= stop) return;
         float x[E];
-        convolve<E>(x, u, weight + at, line.channels, line.taps);
+        convolve<E>(x, u + r, weights, line.taps);
         if (norm) normalise<E>(x, query);
-        float* to = out + (u64)t * stride + column + lane * E;
+        float* to = out + (u64)(t + r) * stride + column + lane * E;
 #pragma unroll
         for (int e = 0; e < E; e++) to[e] = x[e];
     }
@@ -478,80 +483,96 @@ static constexpr int D = 128;             // of keys and of values
 static constexpr int WIDE = 64;           // columns of a block, 4 a warp
 static constexpr int CLUSTER = D / WIDE;  // blocks of a head
 static constexpr int BLOCK = 16;          // most rows of the tape, and of own rows; warps
-static_assert(WIDE / 4 == BLOCK && CLUSTER == 2, "a warp prepares half a row of q and k, and a row of its block's v");
-
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
-__device__ __forceinline__ u32 in_block(const void* shared, int rank) {  // the same place in a block of the cluster
-    u32 address;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(shared)), "r"(rank));
-    return address;
-}
-__device__ __forceinline__ void send(u32 address, u32 x) {
-    asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
-}
-__device__ __forceinline__ void send(u32 address, const float (&x)[4]) {
-    asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(x[0]), "f"(x[1]), "f"(x[2]),
-                 "f"(x[3])
-                 : "memory");
-}
-__device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+static_assert(WIDE / 4 == BLOCK && CLUSTER == 2, "a warp prepares a row");
 
 struct Head {
     Row<D, WIDE> rows[2 * BLOCK];  // of the tape, then own
     Parts<WIDE> parts[BLOCK];
     float conv[TAPS][2 * D], conv_v[TAPS][WIDE];  // weights: q, k; v
-    uint2 kept[BLOCK][32];          // raw q or k that a warp has prepared of its own row
-    uint2 base[TAPS - 1][2][32];    // raw q, k of the rows before the first own row
-    float squares[CLUSTER][BLOCK];
-    int hints[CLUSTER], is_last;
+    uint2 kept[BLOCK][2][32];                     // raw q, k of own rows
+    uint2 base[TAPS - 1][2][32];                  // raw q, k of the rows before the first own row
+    float squares[BLOCK];                         // of the other block
+    u64 squares_there;                            // mbarrier
+    int hint, is_last;
 };
-static_assert(sizeof(Head) == 87184, "delta.py has this number");
+static_assert(sizeof(Head) == 91216, "delta.py has this number");
 
-struct Inputs {  // taps of a thread: 4 channels of q or of k, 2 of v
-    Raw<4> keys[TAPS];
-    Raw<2> values[TAPS];
-    __device__ __forceinline__ void load_keys(const Line& line, int t, int at, int count = TAPS) {
-#pragma unroll
-        for (int n = 0; n < TAPS; n++)
-            if (n < count) keys[n].load(line.row(t + n - (TAPS - 1)) + at);
+__device__ __forceinline__ u32 in_other(const void* shared) {  // the same place in the cluster's other block
+    u32 address, rank;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(shared)), "r"(rank ^ 1));
+    return address;
+}
+// The cluster starts: a barrier of this block for `bytes` that the other sends. cluster_started before the first send.
+__device__ __forceinline__ void cluster_start(u64* barrier, int bytes) {
+    if (threadIdx.x == 0) {
+        asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
+        asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+                     : "memory");
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
-    __device__ __forceinline__ void load_values(const Line& line, int t, int at, int count = TAPS) {
-#pragma unroll
-        for (int n = 0; n < TAPS; n++)
-            if (n < count) values[n].load(line.row(t + n - (TAPS - 1)) + at);
-    }
+    __syncwarp();
+    asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_started() { asm volatile("barrier.cluster.wait;" ::: "memory"); }
+__device__ __forceinline__ void send(const float* to, float x, const u64* barrier) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(in_other(to)),
+                 "r"(__float_as_uint(x)), "r"(in_other(barrier))
+                 : "memory");
+}
+__device__ __forceinline__ void receive(const u64* barrier) {
+    u32 done = 0;
+    while (!done)
+        asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], 0;\n"
+                     "selp.u32 %0, 1, 0, p;\n}"
+                     : "=r"(done)
+                     : "r"(shared_address(barrier))
+                     : "memory");
+}
+__device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+
+struct Inputs {  // taps of a lane: 4 channels of q and of k, 2 of v
+    Raw<4> q[TAPS], k[TAPS];
+    Raw<2> v[TAPS];
 };
 
-__device__ __noinline__ void prepare_keys(Head& h, Raw<4> u0, Raw<4> u1, Raw<4> u2, Raw<4> u3, int row, int is_key) {
-    const int at = threadIdx.x % 32 * 4;
-    const Raw<4> u[TAPS] = {u0, u1, u2, u3};
-    float x[4];
-    convolve<4>(x, u, &h.conv[0][is_key * D + at], 2 * D, TAPS);
-    normalise<4>(x, !is_key);
-    const float* place = (is_key ? h.rows[row].k : h.rows[row].q) + at;
-#pragma unroll
-    for (int rank = 0; rank < CLUSTER; rank++) send(in_block(place, rank), x);
-}
-__device__ __noinline__ void prepare_values(Head& h, Raw<2> u0, Raw<2> u1, Raw<2> u2, Raw<2> u3, int row) {
-    const int at = threadIdx.x % 32 * 2;
-    const Raw<2> u[TAPS] = {u0, u1, u2, u3};
-    float v[2];
-    convolve<2>(v, u, &h.conv_v[0][at], WIDE, TAPS);
-    *(float2*)&h.rows[row].v[at] = make_float2(v[0], v[1]);
+// What a warp makes of the inputs of row `t`; own rows have q.
+template <bool own>
+__device__ __forceinline__ void prepare_row(Head& h, const Inputs& in, int row) {
+    const int lane = threadIdx.x % 32;
+    float q[4], k[4], v[2];
+    Weights<4> weights;
+    weights.load(&h.conv[0][D + lane * 4], 2 * D);
+    convolve<4>(k, in.k, weights, TAPS);
+    if (own) {
+        weights.load(&h.conv[0][lane * 4], 2 * D);
+        convolve<4>(q, in.q, weights, TAPS);
+    }
+    Weights<2> weights_v;
+    weights_v.load(&h.conv_v[0][lane * 2], WIDE);
+    convolve<2>(v, in.v, weights_v, TAPS);
+    normalise<4>(k, false);
+    *(float4*)&h.rows[row].k[lane * 4] = make_float4(k[0], k[1], k[2], k[3]);
+    *(float2*)&h.rows[row].v[lane * 2] = make_float2(v[0], v[1]);
+    if (own) {
+        normalise<4>(q, true);
+        *(float4*)&h.rows[row].q[lane * 4] = make_float4(q[0], q[1], q[2], q[3]);
+    }
 }
 
-// Verify (own rows) or flush (own = 0) of a layer in one launch; grid [Hv, 2], a cluster is a head. The blocks share
-// the convolution of q and k (a warp has q or k of one row) and the sums of squares through each other's memory.
+// Verify (own rows) or flush (own = 0) of a layer in one launch; grid [Hv, 2], a cluster is a head. A warp prepares a
+// row, then has 4 columns. Each block prepares the whole of q and k; the two share their sums of squares.
 //
 // Before griddepcontrol.wait the kernel reads S, the history and the tape, prepares the pending rows and replays them.
 // These were written by this layer's last pass, and a kernel that waits before it triggers lies between (state.cuh), so
 // they are there. The number of pending rows may come from the kernel right before: it is a hint until the wait, and
 // blocks may even read different hints; a wrong one costs time only.
 //
-// q and k of the tape and of the history belong to the heads of a key head together: whichever of their clusters is the
-// last to have read them writes them. arrived [Hk, 2] counts, and is zero again afterwards.
-extern "C" __global__ void __cluster_dims__(1, CLUSTER, 1) __launch_bounds__(BLOCK * 32, RESIDENT)
+// q and k of the tape and of the history belong to all blocks of a key head: the last of them to have read them writes
+// them. No fence is needed: what a block has read has returned before the barrier that its arrival follows. arrived [Hk]
+// counts, and is zero again afterwards. v of a block's columns is its own. g and beta are the head's: its first block
+// writes them after the other's message.
+extern "C" __global__ void __cluster_dims__(1, CLUSTER, 1) __launch_bounds__(BLOCK * 32, 1)
     delta_verify(const u16* qkv, const u16* z, const u16* a, const u16* b, int qkv_stride, int z_stride, int a_stride,
                  int b_stride, const float* conv, const float* a_log, const float* dt_bias, const float* norm,
                  float* state, u16* history, u16* tape_u, float* tape_g, float* tape_beta, int* arrived, u16* out,
@@ -560,56 +581,65 @@ extern "C" __global__ void __cluster_dims__(1, CLUSTER, 1) __launch_bounds__(BLO
     Head& h = *(Head*)dynamic;
     const int head = blockIdx.x, rank = blockIdx.y, key_head = head / (hv / hk);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int is_key = warp % 2, row = rank * (BLOCK / CLUSTER) + warp / 2;  // of q or k; of v it is `warp`
     const int channels = 2 * hk * D + hv * D, value = 2 * hk * D + head * D + rank * WIDE;
-    const int at = (is_key * hk + key_head) * D + lane * 4, at_v = value + lane * 2;
-    cluster_arrive();
+    const int at_q = key_head * D + lane * 4, at_k = at_q + hk * D, at_v = value + lane * 2;
+    const int seen = min(__ldcg(pending_there), BLOCK);  // a hint, and not the same one for all threads
+    float* place = state + (u64)head * D * D + rank * WIDE + warp * 4;
+    Columns<D> s;
+    s.load(place, D);
+    cluster_start(&h.squares_there, own * 4);
     {
         const int n = threadIdx.x / 128, c = threadIdx.x % 128 * 4;  // a tap, and its q and k, then v
         if (c < 2 * D) copy16(&h.conv[n][c], conv + (u64)n * channels + (c / D * hk + key_head) * D + c % D);
         else if (c < 2 * D + WIDE) copy16(&h.conv_v[n][c - 2 * D], conv + (u64)n * channels + value + c - 2 * D);
         copy_commit();
     }
-    const int hint = min(__ldcg(pending_there), BLOCK);
-    float* place = state + (u64)head * D * D + rank * WIDE + warp * 4;
-    Columns<D> s;
-    s.load(place, D);
-    Line line{history, tape_u, qkv, hint, channels, qkv_stride, TAPS};
+    Line line{history, tape_u, qkv, BLOCK, channels, qkv_stride, TAPS};
     Inputs in;
-    const bool gates = warp == 0 && lane < BLOCK, pending_gates = warp == 2 && lane < BLOCK;
+    const bool gates = warp == 0 && lane < BLOCK, pending_gates = warp == BLOCK - 1 && lane < BLOCK;
     float rate = 0.0f, bias = 0.0f;
     if (gates) rate = a_log[head], bias = dt_bias[head];
-    auto pending_gate = [&] {
-        const u64 i = (u64)lane * hv + head;
-        *(float2*)&h.rows[lane].decay = make_float2(expf(__ldcg(tape_g + i)), __ldcg(tape_beta + i));
-    };
-    if (is_key && row < hint) in.load_keys(line, row, at);
-    if (warp < hint) in.load_values(line, warp, at_v);
+    auto load = [&](int t, bool query, int count) {
 #pragma unroll
-    for (int n = 0; n < TAPS - 1; n++) {  // rows before the first own row: read again after the wait
-        const u16* from = line.row(hint + n - (TAPS - 1));
-        if (row == 0) prefetch(from + at);
-        if (warp == 0) prefetch(from + at_v);
-    }
+        for (int n = 0; n < TAPS; n++)
+            if (n < count) {
+                const u16* row = line.row(t + n - (TAPS - 1));
+                if (query) in.q[n].load(row + at_q);
+                in.k[n].load(row + at_k);
+                in.v[n].load(row + at_v);
+            }
+    };
+    auto prepare_pending = [&](int first, int stop) {
+        if (first <= warp && warp < stop) prepare_row<false>(h, in, warp);
+        if (pending_gates && first <= lane && lane < stop) {
+            const u64 i = (u64)lane * hv + head;
+            *(float2*)&h.rows[lane].decay = make_float2(expf(__ldcg(tape_g + i)), __ldcg(tape_beta + i));
+        }
+    };
+    if (warp < seen) load(warp, false, TAPS);
+    if (warp == 0)
+#pragma unroll
+        for (int n = 0; n < TAPS - 1; n++) {  // rows before the first own row: read after the wait
+            const u16* from = line.row(seen + n - (TAPS - 1));
+            prefetch(from + at_q), prefetch(from + at_k), prefetch(from + at_v);
+        }
+    if (threadIdx.x == 0) h.hint = seen;
     copy_wait<0>();
     __syncthreads();
-    cluster_wait();  // the other's shared memory is there
-    if (is_key && row < hint) prepare_keys(h, in.keys[0], in.keys[1], in.keys[2], in.keys[3], row, 1);
-    if (warp < hint) prepare_values(h, in.values[0], in.values[1], in.values[2], in.values[3], warp);
-    if (pending_gates && lane < hint) pending_gate();
+    const int hint = h.hint;  // the block's
+    if (warp < hint && __any_sync(ALL, seen < hint)) load(warp, false, TAPS);
+    line.pending = hint;
+    int done = hint;
+    prepare_pending(0, hint);
     s.turn();
-    if (threadIdx.x < CLUSTER) send(in_block(&h.hints[rank], threadIdx.x), (u32)hint);
-    cluster_arrive();
-    cluster_wait();
-    int done = min(h.hints[0], h.hints[1]);
+    if (done) __syncthreads();
     steps<D, false>(s, h.rows, done, h.parts);
     pdl_wait();
     pdl_trigger();
 
     const int pending = min(__ldcg(pending_there), BLOCK);
     auto load_own = [&] {  // the rows before the first own row also for a flush: they become the history
-        if (row < own || row == 0) in.load_keys(line, line.pending + row, at, row < own ? TAPS : TAPS - 1);
-        if (warp < own || warp == 0) in.load_values(line, line.pending + warp, at_v, warp < own ? TAPS : TAPS - 1);
+        if (warp < own || warp == 0) load(line.pending + warp, true, warp < own ? TAPS : TAPS - 1);
     };
     load_own();
     u16 a_raw = 0, b_raw = 0;
@@ -618,46 +648,29 @@ extern "C" __global__ void __cluster_dims__(1, CLUSTER, 1) __launch_bounds__(BLO
     if (warp < own) z_raw = *(const u32*)(z + (u64)warp * z_stride + head * D + rank * WIDE + lane * 2);
     if (pending != hint) {
         line.pending = pending;
-        if (is_key && hint <= row && row < pending) {
-            in.load_keys(line, row, at);
-            prepare_keys(h, in.keys[0], in.keys[1], in.keys[2], in.keys[3], row, 1);
-        }
-        if (hint <= warp && warp < pending) {
-            in.load_values(line, warp, at_v);
-            prepare_values(h, in.values[0], in.values[1], in.values[2], in.values[3], warp);
-        }
-        if (pending_gates && hint <= lane && lane < pending) pending_gate();
+        if (hint <= warp && warp < pending) load(warp, false, TAPS);
+        prepare_pending(hint, pending);
         load_own();
     }
-    if (row < own) {
-        prepare_keys(h, in.keys[0], in.keys[1], in.keys[2], in.keys[3], BLOCK + row, is_key);
-        h.kept[warp][lane] = in.keys[TAPS - 1].x;
+    if (warp < own) {
+        prepare_row<true>(h, in, BLOCK + warp);
+        h.kept[warp][0][lane] = in.q[TAPS - 1].x, h.kept[warp][1][lane] = in.k[TAPS - 1].x;
     }
-    if (warp < own) prepare_values(h, in.values[0], in.values[1], in.values[2], in.values[3], BLOCK + warp);
-    if (row == 0)
+    if (warp == 0)
 #pragma unroll
-        for (int n = 0; n < TAPS - 1; n++) h.base[n][is_key][lane] = in.keys[n].x;
-    float g = 0.0f, beta = 0.0f;
+        for (int n = 0; n < TAPS - 1; n++) h.base[n][0][lane] = in.q[n].x, h.base[n][1][lane] = in.k[n].x;
     if (gates && lane < own) {
-        g = log_decay(a_raw, rate, bias), beta = sigmoid(bf16_float(b_raw));
-        *(float2*)&h.rows[BLOCK + lane].decay = make_float2(expf(g), beta);
+        const float g = log_decay(a_raw, rate, bias);
+        *(float4*)&h.rows[BLOCK + lane].decay = make_float4(expf(g), sigmoid(bf16_float(b_raw)), g, 0.0f);
     }
-    cluster_arrive();
-    cluster_wait();  // all rows are there, and the head's tape and history have been read
+    __syncthreads();  // all rows are there, and this block has read the tape and the history
 
     int arrivals = 0;
-    if (threadIdx.x == 32) {
-        __threadfence();
-        arrivals = atomicAdd(arrived + key_head * CLUSTER + rank, 1);
-    }
-    if (warp < own) *(u32*)(tape_u + (u64)warp * channels + at_v) = in.values[TAPS - 1].x;
+    if (threadIdx.x == 32) arrivals = atomicAdd(arrived + key_head, 1);
+    if (warp < own) *(u32*)(tape_u + (u64)warp * channels + at_v) = in.v[TAPS - 1].x;
     if (warp == 0 && pending > 0)
 #pragma unroll
-        for (int n = 0; n < TAPS - 1; n++) *(u32*)(history + (u64)n * channels + at_v) = in.values[n].x;
-    if (rank == 0 && gates && lane < own) {
-        tape_g[(u64)lane * hv + head] = g;
-        tape_beta[(u64)lane * hv + head] = beta;
-    }
+        for (int n = 0; n < TAPS - 1; n++) *(u32*)(history + (u64)n * channels + at_v) = in.v[n].x;
     if (done > pending) {  // replayed by a wrong hint
         s.load(place, D);
         s.turn();
@@ -667,28 +680,38 @@ extern "C" __global__ void __cluster_dims__(1, CLUSTER, 1) __launch_bounds__(BLO
     if (pending > 0) s.store(place, D);
     steps<D, true>(s, h.rows + BLOCK, own, h.parts);
 
-    if (threadIdx.x == 32) h.is_last = arrivals == hv / hk - 1;
+    if (threadIdx.x == 32) h.is_last = arrivals == CLUSTER * (hv / hk) - 1;
     const float2 weight = *(const float2*)(norm + rank * WIDE + lane * 2);
+    cluster_started();
     __syncthreads();
     float2 o = make_float2(0.0f, 0.0f);
+    float squares = 0.0f;
     if (warp < own) {
         o = h.parts[warp].sum(lane * 2);
-        const float squares = squares_of_64(o);
-        if (lane < CLUSTER) send(in_block(&h.squares[rank][warp], lane), __float_as_uint(squares));
+        squares = squares_of_64(o);
+        if (lane == 0) send(&h.squares[warp], squares, &h.squares_there);
     }
-    cluster_arrive();
     if (h.is_last) {
-        __threadfence();
-        if (row < own) *(uint2*)(tape_u + (u64)row * channels + at) = h.kept[warp][lane];
-        if (row == 0 && pending > 0)
+        if (warp < own) {
+            *(uint2*)(tape_u + (u64)warp * channels + at_q) = h.kept[warp][0][lane];
+            *(uint2*)(tape_u + (u64)warp * channels + at_k) = h.kept[warp][1][lane];
+        }
+        if (warp == 0 && pending > 0)
 #pragma unroll
-            for (int n = 0; n < TAPS - 1; n++)
-                *(uint2*)(history + (u64)n * channels + at) = h.base[n][is_key][lane];
-        if (threadIdx.x == 0) arrived[key_head * CLUSTER + rank] = 0;
+            for (int n = 0; n < TAPS - 1; n++) {
+                *(uint2*)(history + (u64)n * channels + at_q) = h.base[n][0][lane];
+                *(uint2*)(history + (u64)n * channels + at_k) = h.base[n][1][lane];
+            }
+        if (threadIdx.x == 0) arrived[key_head] = 0;
     }
-    cluster_wait();
-    if (warp >= own) return;
-    *(u32*)(out + (u64)warp * out_stride + head * D + rank * WIDE + lane * 2) =
-        gated_norm(o, __fadd_rn(h.squares[0][warp], h.squares[1][warp]), D, eps, weight, z_raw);
+    if (own == 0) return;
+    receive(&h.squares_there);
+    if (warp < own)
+        *(u32*)(out + (u64)warp * out_stride + head * D + rank * WIDE + lane * 2) =
+            gated_norm(o, __fadd_rn(squares, h.squares[warp]), D, eps, weight, z_raw);
+    if (rank == 0 && gates && lane < own) {
+        tape_g[(u64)lane * hv + head] = h.rows[BLOCK + lane].g;
+        tape_beta[(u64)lane * hv + head] = h.rows[BLOCK + lane].beta;
+    }
 }
 #endif

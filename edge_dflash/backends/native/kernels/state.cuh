@@ -79,7 +79,19 @@ __device__ __forceinline__ float exp2_fast(float x) {  // 2^0 is exactly 1, 2^-i
     return y;
 }
 
-__device__ __forceinline__ float sigmoid(float x) { return __fdiv_rn(1.0f, __fadd_rn(1.0f, expf(-x))); }
+__device__ __forceinline__ float reciprocal_fast(float x) {  // within 1 ulp
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+__device__ __forceinline__ float reciprocal_root_fast(float x) {
+    float y;
+    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+__device__ __forceinline__ float sigmoid(float x) {  // relative error below 2^-21
+    return reciprocal_fast(__fadd_rn(1.0f, exp2_fast(__fmul_rn(x, -1.4426950408889634f))));
+}
 __device__ __forceinline__ float silu(float x) { return __fmul_rn(x, sigmoid(x)); }
 
 // Sum over the lanes that differ in the bits below `lanes`; every lane gets the same bits.
