@@ -99,9 +99,14 @@ def pair_units(programs: PairPrograms, block_rows: int, prefill_chunk: int) -> P
     units: dict[str, Unit] = {}
     passes: dict[str, tuple[PassStep, ...]] = {}
     run = {}
-    for program in (programs.prefill, programs.verify, programs.propose):
+    of_target, of_drafter = (block, chunk), (block,)
+    for program, profiles in (
+        (programs.prefill, of_target),
+        (programs.verify, of_target),
+        (programs.propose, of_drafter),
+    ):
         program = norms_before_rows(program)
-        found, steps = _cut(program, (block, chunk) if program is not programs.propose else (block,))
+        found, steps = _cut(program, profiles)
         for unit in found:
             known = units.setdefault(unit.key, unit)
             if known.ops != unit.ops or known.outputs != unit.outputs:
