@@ -49,6 +49,7 @@ class BoardProfile:
     name: str
     title: str
     aliases: tuple[str, ...]
+    models: tuple[str, ...]  # beginnings of the device tree's model
     sm: int  # compute capability without the dot: 110 is 11.0
     memory_bytes: int
     memory_bandwidth_bytes_per_s: int
@@ -75,6 +76,19 @@ def load_board(name: str) -> BoardProfile:
     raise RecipeError(f"unknown board {name!r}; accepted: {accepted}; or add a profile to jetson/")
 
 
+def match_board(model: str, memory_bytes: int | None) -> BoardProfile | None:
+    """The profile of a board by its device tree's ``model`` and its memory as the kernel counts it; None for others.
+
+    Modules that differ in memory alone have one model text. The kernel finds more than the profile's 10^9 bytes a GB,
+    and less than the chips hold.
+    """
+    for board in board_profiles():
+        fits = memory_bytes is None or 0.8 < memory_bytes / board.memory_bytes < 1.1
+        if fits and any(model.startswith(beginning) for beginning in board.models):
+            return board
+    return None
+
+
 def board_profiles() -> tuple[BoardProfile, ...]:
     """All profiles in ``jetson/``, by name. Raises RecipeError when one is malformed or a name is used twice."""
     boards = [read_board(path) for path in sorted(directory("jetson").glob("*.yaml"))]
@@ -98,6 +112,7 @@ def read_board(path: Path) -> BoardProfile:
         name=table.text("name").lower(),
         title=table.text("title"),
         aliases=tuple(str(alias).lower() for alias in table.items("aliases")),
+        models=tuple(str(model) for model in table.items("models")),
         sm=table.positive("sm"),
         memory_bytes=table.positive("memory_bytes"),
         memory_bandwidth_bytes_per_s=table.positive("memory_bandwidth_bytes_per_s"),

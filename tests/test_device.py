@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from edge_dflash.device import BoardProfile, board_profiles, load_board, read_board
+from edge_dflash.device import BoardProfile, board_profiles, load_board, match_board, read_board
 from edge_dflash.errors import RecipeError
 from edge_dflash.resources import directory
 
@@ -32,6 +32,25 @@ def test_every_fact_names_its_source_and_jetsons_list_their_jetpacks():
 @pytest.mark.parametrize("name", ["agx-thor", "AGX-Thor", " thor ", "T5000", "jetson-agx-thor"])
 def test_names_and_aliases_in_any_case(name):
     assert load_board(name).name == "agx-thor"
+
+
+@pytest.mark.parametrize(
+    ("model", "gigabytes", "name"),
+    [
+        ("NVIDIA Jetson AGX Thor Developer Kit", 131.9, "agx-thor"),
+        ("NVIDIA Jetson AGX Thor Developer Kit", None, "agx-thor"),
+        ("NVIDIA Jetson AGX Thor Developer Kit", 65.8, "t4000"),
+        ("NVIDIA Jetson AGX Orin Developer Kit", 65.9, "orin-agx-64"),
+        ("NVIDIA Jetson AGX Orin Developer Kit", 32.9, None),
+        ("NVIDIA Jetson Orin NX Engineering Reference Developer Kit", 16.4, "orin-nx-16"),
+        ("NVIDIA Jetson Orin NX Engineering Reference Developer Kit", 7.9, None),
+        ("NVIDIA Jetson Orin Nano Developer Kit", 7.9, None),
+        ("Raspberry Pi 5", 8.0, None),
+    ],
+)
+def test_a_board_is_known_by_its_model_and_memory(model, gigabytes, name):
+    found = match_board(model, None if gigabytes is None else int(gigabytes * 1e9))
+    assert (found and found.name) == name
 
 
 def test_milliseconds_is_bytes_over_bandwidth():

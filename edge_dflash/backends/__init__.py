@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from edge_dflash.backends.base import Backend
 from edge_dflash.errors import BackendError
+from edge_dflash.telemetry.memory import drop_page_cache
 
 SMALL_MODEL = 1024  # hidden size up to which torch runs on one thread: more would mostly wait for each other
 
@@ -44,7 +45,7 @@ def load(bundle: Bundle) -> Backend:
 
 def _native(bundle: Bundle) -> Backend:
     """Check that bundle, this version and this device belong together, then load. Never imports torch."""
-    from edge_dflash.backends.native.arch import check_arch, device_sm
+    from edge_dflash.backends.native.arch import check_arch, device_sm, shares_memory
 
     manifest = bundle.manifest
     try:
@@ -66,7 +67,7 @@ def _native(bundle: Bundle) -> Backend:
             f"build it again with --backend native --arch {manifest.arch}"
         )
     check_native(bundle.pair, manifest.weights, arch=manifest.arch)
-    return NativeBackend(
+    backend = NativeBackend(
         bundle.pair,
         BundleWeights(bundle),
         manifest.precision,
@@ -74,3 +75,6 @@ def _native(bundle: Bundle) -> Backend:
         max_context=manifest.max_context,
         prefill_chunk=manifest.prefill_chunk,
     )
+    if shares_memory():  # the files' pages lie in the memory that the engine shares with everything else
+        drop_page_cache(bundle.path)
+    return backend

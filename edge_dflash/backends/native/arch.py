@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from edge_dflash.backends.native.compile import ARCHS
 from edge_dflash.errors import BackendError
 
@@ -15,6 +17,21 @@ def arch_sm(arch: str) -> int:
 
 def device_sm(ordinal: int = 0) -> int:
     """SM of a device, 90 for Hopper; makes no context. Raises BackendError without bindings, driver or device."""
+    return device_facts(ordinal).sm
+
+
+@dataclass(frozen=True)
+class DeviceFacts:
+    """What the driver says of a device before anything is loaded."""
+
+    name: str
+    sm: int  # 90 for Hopper
+    cuda: tuple[int, int]  # newest CUDA that the driver serves
+    integrated: bool  # shares main memory with the CPU
+
+
+def device_facts(ordinal: int = 0) -> DeviceFacts:
+    """Facts of a device; makes no context. Raises BackendError without bindings, driver or device."""
     try:
         from cuda.bindings import driver as cu
     except ModuleNotFoundError as error:
@@ -31,12 +48,23 @@ def device_sm(ordinal: int = 0) -> int:
     parts = (
         attributes.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
         attributes.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
+        attributes.CU_DEVICE_ATTRIBUTE_INTEGRATED,
     )
     status, device = cu.cuDeviceGet(ordinal)
     if status != cu.CUresult.CUDA_SUCCESS:
         raise BackendError(f"CUDA device {ordinal} cannot be opened ({status.name}); check nvidia-smi")
-    major, minor = (int(cu.cuDeviceGetAttribute(part, device)[1]) for part in parts)
-    return 10 * major + minor
+    major, minor, integrated = (int(cu.cuDeviceGetAttribute(part, device)[1]) for part in parts)
+    version = int(cu.cuDriverGetVersion()[1])  # 13020 for 13.2
+    name = str(cu.cuDeviceGetName(128, device)[1].split(b"\0")[0].decode())
+    return DeviceFacts(name, 10 * major + minor, (version // 1000, version % 1000 // 10), bool(integrated))
+
+
+def shares_memory(ordinal: int = 0) -> bool:
+    """Whether a device works in the CPU's memory, as those of Jetsons do; False without a device."""
+    try:
+        return device_facts(ordinal).integrated
+    except BackendError:
+        return False
 
 
 def check_arch(arch: str, sm: int, where: str) -> None:
