@@ -25,6 +25,8 @@ static constexpr u32 SHARED = 232448, OUTPUT = MOST / 2 * 128, RING = SHARED - 1
 // Where a lane finds its operands in the units of a warpgroup. ``warp``: 0..3 of it.
 struct Nvfp4Operands {
   static constexpr u32 BYTES = Nvfp4::UNIT;  // of a unit in a stage
+  static constexpr int WINDOWS = 1;          // of the format in a stage
+  static constexpr bool BULK = true;         // copied as it is
   u32 codes, scales, rotate, kept, moved, low, high;
 
   __device__ __forceinline__ Nvfp4Operands(int warp, int lane) {
@@ -35,12 +37,6 @@ struct Nvfp4Operands {
     kept = t == 3 ? 0x80C080C0u : 0x81C081C0u;
     moved = t == 3 ? 0x01000100u : 0u;
     low = 0x4040u + 0x0101u * (2 * tile), high = low + 0x0101u;
-  }
-
-  static __device__ __forceinline__ void fetch(u32 to, const u8* from, int lane, int, int) {
-    copy16(to + lane * 16, from + lane * 16);
-    copy16(to + 512 + lane * 16, from + 512 + lane * 16);
-    if (lane < 8) copy16(to + 1024 + lane * 16, from + 1024 + lane * 16);
   }
 
   __device__ __forceinline__ u32 pair(u32 word) const {
@@ -69,49 +65,51 @@ struct Nvfp4Operands {
   }
 };
 
-// FP8 and BF16: the vector of lane (g, t) of a part goes to 8 t + g, so that lanes that read a word of the same t in
-// different g meet no bank twice.
 struct Fp8Operands {
   static constexpr u32 BYTES = Fp8::UNIT;
+  static constexpr int WINDOWS = 1;
+  static constexpr bool BULK = true;
   u32 codes, shift;
+  bool second;  // this lane's pairs lie in the second word of each eight codes
 
   __device__ __forceinline__ Fp8Operands(int warp, int lane) {
     const int g = lane / 4, t = lane % 4;
-    codes = warp / 2 * BYTES + warp % 2 * 1024 + g * 16 + t / 2 * 4;
-    shift = t % 2 * 8;
-  }
-
-  static __device__ __forceinline__ void fetch(u32 to, const u8* from, int lane, int, int) {
-    const u32 place = (lane % 4 * 8 + lane / 4) * 16;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) copy16(to + i * 512 + place, from + i * 512 + lane * 16);
+    codes = warp / 2 * BYTES + warp % 2 * 1024 + g * 64;
+    shift = t % 2 * 8, second = t >= 2;
   }
 
   struct Words {
-    u32 word[4][4];
+    uint4 block[4][2];  // block of 16 k, row g or g + 8
   };
 
   __device__ __forceinline__ void read(u32 at, Words& w) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i)
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        w.word[i][half] = load_shared4(at + codes + half * 512 + i * 128);
-        w.word[i][2 + half] = load_shared4(at + codes + half * 512 + i * 128 + 8);
-      }
+      for (int half = 0; half < 2; ++half) w.block[i][half] = load_shared16(at + codes + half * 512 + i * 16);
+  }
+
+  __device__ __forceinline__ u32 pair(u32 word) const {
+    word <<= shift;
+    return mul_bf16x2((word & 0x80008000u) | ((word >> 4) & 0x07F007F0u), 0x7B807B80u);  // as e4m3_pairs
   }
 
   __device__ __forceinline__ void decode(const Words& w, int i, u32 (&a)[4]) const {
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const u32 word = w.word[i][j] << shift;
-      a[j] = mul_bf16x2((word & 0x80008000u) | ((word >> 4) & 0x07F007F0u), 0x7B807B80u);  // as e4m3_pairs
+    for (int half = 0; half < 2; ++half) {
+      const uint4 v = w.block[i][half];
+      a[half] = pair(second ? v.y : v.x);
+      a[2 + half] = pair(second ? v.w : v.z);
     }
   }
 };
 
+// The vector of lane (g, t) of a part goes to 8 t + g, so that lanes that read a word of the same t in different g meet
+// no bank twice.
 struct Bf16Operands {
-  static constexpr u32 BYTES = 2 * Bf16::UNIT;  // two windows
+  static constexpr u32 BYTES = 2 * Bf16::UNIT;
+  static constexpr int WINDOWS = 2;
+  static constexpr bool BULK = false;
   u32 values;
 
   __device__ __forceinline__ Bf16Operands(int warp, int lane) {
@@ -143,9 +141,11 @@ struct Bf16Operands {
       }
   }
 
+  // Times one: the operands must have registers of their own, because the next words are read while these are in use by
+  // products in flight, of which the compiler knows nothing.
   __device__ __forceinline__ void decode(const Words& w, int i, u32 (&a)[4]) const {
 #pragma unroll
-    for (int j = 0; j < 4; ++j) a[j] = w.word[i][j];
+    for (int j = 0; j < 4; ++j) a[j] = mul_bf16x2(w.word[i][j], 0x3F803F80u);
   }
 };
 
@@ -196,28 +196,39 @@ struct Cursor {
   }
 };
 
+// Bulk copies count the bytes of a stage on its barrier: one thread's arrival opens it. Copies of 16 bytes need the
+// arrival of every thread that makes them, 128 one after the other.
 template <class Operands>
 __device__ __forceinline__ void produce(const Job& job, const TensorMap& x, const Schedule& plan, Cursor at) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 - WARPS;
-  const u32 rank = cluster_rank();
-  constexpr int PIECE = Operands::BYTES;
+  constexpr bool BULK = Operands::BULK;
+  constexpr int PIECE = Operands::BYTES, STEP = Operands::WINDOWS;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 - WARPS, units = 2 * plan.groups;
+  const int rank = cluster_rank(), boxes = (plan.n / BOX - rank + CLUSTER - 1) / CLUSTER;
+  const u32 bytes = plan.n * 128 + (BULK ? units * PIECE : 0);
+  if (BULK && warp > 0) return;
   for (int tile = plan.first; tile < plan.tiles; tile += plan.step) {
     int unit, row;
     plan.place(tile, unit, row);
-    unit += warp;
-    const int windows = job.windows, step = PIECE == 2 * Bf16::UNIT ? 2 : 1;
-    const u8* weights = job.weights + (unit < job.units ? unit : 0) * static_cast<long long>(windows) * (PIECE / step);
+    unit += BULK ? lane % UNITS : warp;
+    row += (rank + lane * CLUSTER) * BOX;
+    const u8* weights = job.weights + (unit < job.units ? unit : 0) * static_cast<long long>(job.windows) * (PIECE / STEP);
     for (int w = 0; w < plan.windows; ++w, weights += PIECE) {
       const u32 stage = at.ring + at.stage * plan.stage_bytes, full = at.full + at.stage * 8;
       barrier_wait(at.empty + at.stage * 8, at.parity ^ 1);
-      if (warp == 0 && lane == 0) {
-        barrier_expect(full, plan.n * 128);
-        for (int box = rank; box < plan.n / BOX; box += CLUSTER)
-          copy_box(stage + box * BOX * 128, x, w * 64, row + box * BOX, full, (1 << CLUSTER) - 1);
+      if (warp == 0) {
+        if (lane == 0) barrier_expect(full, bytes);
+        __syncwarp();
+        if (lane < boxes)
+          copy_box(stage + (rank + lane * CLUSTER) * BOX * 128, x, w * 64, row, full, (1 << CLUSTER) - 1);
       }
       __syncwarp();
-      if (warp < 2 * plan.groups) Operands::fetch(stage + plan.n * 128 + warp * PIECE, weights, lane, w * step, windows);
-      barrier_arrive_after_copies(full);
+      if constexpr (BULK) {
+        if (lane < units) copy_bulk(stage + plan.n * 128 + lane * PIECE, weights, PIECE, full);
+      } else {
+        if (warp < units)
+          Operands::fetch(stage + plan.n * 128 + warp * PIECE, weights, lane, w * STEP, job.windows);
+        barrier_arrive_after_copies(full);
+      }
       at.advance(plan.stages);
     }
   }
@@ -389,7 +400,7 @@ __device__ __forceinline__ void run(const Job& job, const TensorMap& x, int rows
   const u32 full = output + 2 * OUTPUT, empty = full + 8 * MOST_STAGES;
   if (threadIdx.x == 0)
     for (int i = 0; i < MOST_STAGES; ++i) {
-      barrier_init(full + 8 * i, 128 + 1);
+      barrier_init(full + 8 * i, Operands::BULK ? 1 : 128 + 1);
       barrier_init(empty + 8 * i, WARPS * CLUSTER);
     }
   cluster_sync();

@@ -133,6 +133,13 @@ __device__ __forceinline__ void copy_box(u32 to, const TensorMap& map, int colum
       : "memory");
 }
 
+// ``bytes`` (a multiple of 16) from global memory; counts on a barrier of this block.
+__device__ __forceinline__ void copy_bulk(u32 to, const u8* from, u32 bytes, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+               "l"(from), "r"(bytes), "r"(barrier)
+               : "memory");
+}
+
 // Four 8 x 8 tiles to shared memory, transposed: lane 8 i + r names where row r of tile i goes (16 bytes).
 __device__ __forceinline__ void store_transposed(u32 to, u32 a, u32 b, u32 c, u32 d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(a), "r"(b), "r"(c),
