@@ -1,0 +1,35 @@
+"""Which TensorRT serves which architecture, without any installed."""
+
+import importlib
+
+import pytest
+
+from edge_dflash.backends.tensorrt import api
+from edge_dflash.bundle.manifest import ARCHS_OF
+from edge_dflash.errors import BackendError
+
+
+def test_every_architecture_of_a_tensorrt_bundle_has_one_flavour():
+    assert sorted(arch for flavour in api.FLAVOURS for arch in flavour.archs) == sorted(ARCHS_OF["tensorrt"])
+    assert api.flavour_of("sm110") is api.TENSORRT
+    assert api.flavour_of("sm121") is api.TENSORRT_RTX
+
+
+def test_an_unknown_architecture_is_refused():
+    with pytest.raises(BackendError, match="no TensorRT builds for 'cpu', known are sm87"):
+        api.flavour_of("cpu")
+
+
+def test_a_missing_tensorrt_says_how_to_get_it(monkeypatch):
+    def missing(name):
+        raise ModuleNotFoundError(f"No module named {name!r}")
+
+    monkeypatch.setattr(importlib, "import_module", missing)
+    with pytest.raises(BackendError, match=r"TensorRT for RTX is not installed .*edge-dflash\[tensorrt\]"):
+        api.load(api.TENSORRT_RTX)
+    with pytest.raises(BackendError, match=r"TensorRT is not installed .*--system-site-packages"):
+        api.load(api.TENSORRT)
+
+
+def test_compute_capabilities_are_named_as_tensorrt_does():
+    assert [api.compute_capability(arch) for arch in ("sm120", "sm121a")] == ["SM120", "SM121"]
