@@ -64,6 +64,17 @@ __device__ __forceinline__ void read_vector(float (&to)[E], const float* from) {
 }
 
 template <int E>
+__device__ __forceinline__ void write_vector(float* to, const float (&x)[E]) {
+    if constexpr (E == 4) {
+        *(float4*)to = make_float4(x[0], x[1], x[2], x[3]);
+    } else if constexpr (E == 2) {
+        *(float2*)to = make_float2(x[0], x[1]);
+    } else {
+        *to = x[0];
+    }
+}
+
+template <int E>
 struct Raw {  // E channels of a row of BF16 inputs
     u16 x[E];
     __device__ __forceinline__ void load(const u16* p) {
@@ -124,9 +135,9 @@ __device__ __forceinline__ void normalise(float (&x)[E], bool query) {
     for (int e = 0; e < E; e++) x[e] = __fmul_rn(x[e], factor);
 }
 
-__device__ __forceinline__ float log_decay(u16 a, float a_log, float dt_bias) {
+__device__ __forceinline__ float log_decay(u16 a, float rate, float dt_bias) {  // rate: -exp(a_log)
     const float x = __fadd_rn(bf16_float(a), dt_bias);
-    return __fmul_rn(-expf(a_log), x > 20.0f ? x : log1pf(expf(x)));
+    return __fmul_rn(rate, x > 20.0f ? x : log1pf(expf(x)));
 }
 
 // A lane's part of 4 columns of S [DK, dv], and what a token does to it. Elements lane * KE + e of the columns; slot c
@@ -286,9 +297,7 @@ __device__ __forceinline__ void prepare_head(const Line& line, const float* weig
         float x[E];
         convolve<E>(x, u + r, weights, line.taps);
         if (norm) normalise<E>(x, query);
-        float* to = out + (u64)(t + r) * stride + column + lane * E;
-#pragma unroll
-        for (int e = 0; e < E; e++) to[e] = x[e];
+        write_vector(out + (u64)(t + r) * stride + column + lane * E, x);
     }
 }
 __device__ __forceinline__ void prepare_head(int dim, const Line& line, const float* weight, int t, int stop, int first,
@@ -323,7 +332,7 @@ extern "C" __global__ void __launch_bounds__(PREPARE_WARPS * 32)
             g = tape_g[(u64)t * hv + head], beta = tape_beta[(u64)t * hv + head];
         } else {
             const int r = t - pending;
-            g = log_decay(a[(u64)r * a_stride + head], a_log[head], dt_bias[head]);
+            g = log_decay(a[(u64)r * a_stride + head], -expf(a_log[head]), dt_bias[head]);
             beta = sigmoid(bf16_float(b[(u64)r * b_stride + head]));
         }
         s.gate[(u64)t * hv + head] = make_float4(expf(g), beta, g, 0.0f);
@@ -487,7 +496,7 @@ static_assert(WIDE / 4 == BLOCK && CLUSTER == 2, "a warp prepares a row");
 
 struct Head {
     Row<D, WIDE> rows[2 * BLOCK];  // of the tape, then own
-    Parts<WIDE> parts[BLOCK];
+    Parts<WIDE> parts[BLOCK];      // before and between: the block's part of S, see Tile
     float conv[TAPS][2 * D], conv_v[TAPS][WIDE];  // weights: q, k; v
     uint2 kept[BLOCK][2][32];                     // raw q, k of own rows
     uint2 base[TAPS - 1][2][32];                  // raw q, k of the rows before the first own row
@@ -496,6 +505,40 @@ struct Head {
     int hint, is_last;
 };
 static_assert(sizeof(Head) == 91216, "delta.py has this number");
+
+// The block's part of S [D, WIDE] in shared memory, so that device memory is read and written in whole lines. Groups of
+// 4 columns are exchanged such that neither rows (device memory) nor the lanes of a warp (registers) share banks.
+struct Tile {
+    float* x;
+    float* state;  // of the block
+    static __device__ __forceinline__ int place(int k, int group) { return k * WIDE + ((group ^ (k / 4 % 16)) * 4); }
+    __device__ __forceinline__ void fetch() const {
+#pragma unroll
+        for (int i = 0; i < D * WIDE / 4 / (BLOCK * 32); i++) {
+            const int piece = i * BLOCK * 32 + threadIdx.x, k = piece / 16, group = piece % 16;
+            copy16(x + place(k, group), state + k * D + group * 4);
+        }
+        copy_commit();
+    }
+    __device__ __forceinline__ void flush() const {
+#pragma unroll
+        for (int i = 0; i < D * WIDE / 4 / (BLOCK * 32); i++) {
+            const int piece = i * BLOCK * 32 + threadIdx.x, k = piece / 16, group = piece % 16;
+            *(float4*)(state + k * D + group * 4) = *(const float4*)(x + place(k, group));
+        }
+    }
+    __device__ __forceinline__ void get(Columns<D>& s) const {
+#pragma unroll
+        for (int e = 0; e < 4; e++) read_vector(s.s[e], x + place(threadIdx.x % 32 * 4 + e, threadIdx.x / 32));
+        s.turn();
+    }
+    __device__ __forceinline__ void put(Columns<D> s) const {
+        s.turn();
+#pragma unroll
+        for (int e = 0; e < 4; e++) write_vector(x + place(threadIdx.x % 32 * 4 + e, threadIdx.x / 32), s.s[e]);
+    }
+};
+static_assert(sizeof(Parts<WIDE>) * BLOCK >= D * WIDE * 4, "the tile lies in the parts");
 
 __device__ __forceinline__ u32 in_other(const void* shared) {  // the same place in the cluster's other block
     u32 address, rank;
@@ -552,11 +595,11 @@ __device__ __forceinline__ void prepare_row(Head& h, const Inputs& in, int row) 
     weights_v.load(&h.conv_v[0][lane * 2], WIDE);
     convolve<2>(v, in.v, weights_v, TAPS);
     normalise<4>(k, false);
-    *(float4*)&h.rows[row].k[lane * 4] = make_float4(k[0], k[1], k[2], k[3]);
-    *(float2*)&h.rows[row].v[lane * 2] = make_float2(v[0], v[1]);
+    write_vector(&h.rows[row].k[lane * 4], k);
+    write_vector(&h.rows[row].v[lane * 2], v);
     if (own) {
         normalise<4>(q, true);
-        *(float4*)&h.rows[row].q[lane * 4] = make_float4(q[0], q[1], q[2], q[3]);
+        write_vector(&h.rows[row].q[lane * 4], q);
     }
 }
 
@@ -584,9 +627,8 @@ extern "C" __global__ void __cluster_dims__(1, CLUSTER, 1) __launch_bounds__(BLO
     const int channels = 2 * hk * D + hv * D, value = 2 * hk * D + head * D + rank * WIDE;
     const int at_q = key_head * D + lane * 4, at_k = at_q + hk * D, at_v = value + lane * 2;
     const int seen = min(__ldcg(pending_there), BLOCK);  // a hint, and not the same one for all threads
-    float* place = state + (u64)head * D * D + rank * WIDE + warp * 4;
+    const Tile tile{&h.parts[0].x[0][0], state + (u64)head * D * D + rank * WIDE};
     Columns<D> s;
-    s.load(place, D);
     cluster_start(&h.squares_there, own * 4);
     {
         const int n = threadIdx.x / 128, c = threadIdx.x % 128 * 4;  // a tap, and its q and k, then v
@@ -594,19 +636,24 @@ extern "C" __global__ void __cluster_dims__(1, CLUSTER, 1) __launch_bounds__(BLO
         else if (c < 2 * D + WIDE) copy16(&h.conv_v[n][c - 2 * D], conv + (u64)n * channels + value + c - 2 * D);
         copy_commit();
     }
+    tile.fetch();
     Line line{history, tape_u, qkv, BLOCK, channels, qkv_stride, TAPS};
     Inputs in;
     const bool gates = warp == 0 && lane < BLOCK, pending_gates = warp == BLOCK - 1 && lane < BLOCK;
     float rate = 0.0f, bias = 0.0f;
-    if (gates) rate = a_log[head], bias = dt_bias[head];
-    auto load = [&](int t, bool query, int count) {
+    if (gates) rate = -expf(a_log[head]), bias = dt_bias[head];
+    const u16* taps[TAPS];
+    auto point = [&](int t) {
+#pragma unroll
+        for (int n = 0; n < TAPS; n++) taps[n] = line.row(t + n - (TAPS - 1));
+    };
+    auto load = [&](bool query, int count) {
 #pragma unroll
         for (int n = 0; n < TAPS; n++)
             if (n < count) {
-                const u16* row = line.row(t + n - (TAPS - 1));
-                if (query) in.q[n].load(row + at_q);
-                in.k[n].load(row + at_k);
-                in.v[n].load(row + at_v);
+                if (query) in.q[n].load(taps[n] + at_q);
+                in.k[n].load(taps[n] + at_k);
+                in.v[n].load(taps[n] + at_v);
             }
     };
     auto prepare_pending = [&](int first, int stop) {
@@ -616,7 +663,8 @@ extern "C" __global__ void __cluster_dims__(1, CLUSTER, 1) __launch_bounds__(BLO
             *(float2*)&h.rows[lane].decay = make_float2(expf(__ldcg(tape_g + i)), __ldcg(tape_beta + i));
         }
     };
-    if (warp < seen) load(warp, false, TAPS);
+    point(warp);
+    if (warp < seen) load(false, TAPS);
     if (warp == 0)
 #pragma unroll
         for (int n = 0; n < TAPS - 1; n++) {  // rows before the first own row: read after the wait
@@ -624,32 +672,40 @@ extern "C" __global__ void __cluster_dims__(1, CLUSTER, 1) __launch_bounds__(BLO
             prefetch(from + at_q), prefetch(from + at_k), prefetch(from + at_v);
         }
     if (threadIdx.x == 0) h.hint = seen;
-    copy_wait<0>();
-    __syncthreads();
+    copy_wait<1>();
+    __syncthreads();  // weights are there
     const int hint = h.hint;  // the block's
-    if (warp < hint && __any_sync(ALL, seen < hint)) load(warp, false, TAPS);
+    if (warp < hint && __any_sync(ALL, seen < hint)) load(false, TAPS);
     line.pending = hint;
     int done = hint;
     prepare_pending(0, hint);
-    s.turn();
-    if (done) __syncthreads();
+    copy_wait<0>();
+    __syncthreads();  // S and the pending rows are there
+    tile.get(s);
     steps<D, false>(s, h.rows, done, h.parts);
+    point(hint + warp);
+    const u16* z_at = z + (u64)warp * z_stride + head * D + rank * WIDE + lane * 2;
+#pragma unroll
+    for (int n = 0; n < TAPS; n++) asm volatile("" : "+l"(taps[n]));  // computed before the wait, not after
+    asm volatile("" : "+l"(z_at));
     pdl_wait();
     pdl_trigger();
 
     const int pending = min(__ldcg(pending_there), BLOCK);
     auto load_own = [&] {  // the rows before the first own row also for a flush: they become the history
-        if (warp < own || warp == 0) load(line.pending + warp, true, warp < own ? TAPS : TAPS - 1);
+        if (warp < own || warp == 0) load(true, warp < own ? TAPS : TAPS - 1);
     };
     load_own();
     u16 a_raw = 0, b_raw = 0;
     if (gates && lane < own) a_raw = a[(u64)lane * a_stride + head], b_raw = b[(u64)lane * b_stride + head];
     u32 z_raw = 0;
-    if (warp < own) z_raw = *(const u32*)(z + (u64)warp * z_stride + head * D + rank * WIDE + lane * 2);
+    if (warp < own) z_raw = *(const u32*)z_at;
     if (pending != hint) {
         line.pending = pending;
-        if (hint <= warp && warp < pending) load(warp, false, TAPS);
+        point(warp);
+        if (hint <= warp && warp < pending) load(false, TAPS);
         prepare_pending(hint, pending);
+        point(pending + warp);
         load_own();
     }
     if (warp < own) {
@@ -672,12 +728,17 @@ extern "C" __global__ void __cluster_dims__(1, CLUSTER, 1) __launch_bounds__(BLO
 #pragma unroll
         for (int n = 0; n < TAPS - 1; n++) *(u32*)(history + (u64)n * channels + at_v) = in.v[n].x;
     if (done > pending) {  // replayed by a wrong hint
-        s.load(place, D);
+        s.load(tile.state + warp * 4, D);
         s.turn();
         done = 0;
     }
     steps<D, false>(s, h.rows + done, pending - done, h.parts);
-    if (pending > 0) s.store(place, D);
+    if (pending > 0) {
+        tile.put(s);
+        __syncthreads();
+        tile.flush();
+        __syncthreads();
+    }
     steps<D, true>(s, h.rows + BLOCK, own, h.parts);
 
     if (threadIdx.x == 32) h.is_last = arrivals == CLUSTER * (hv / hk) - 1;
