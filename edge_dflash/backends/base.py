@@ -8,10 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from edge_dflash.spec.constraint import Packed
+    from edge_dflash.spec.sampling import Sampling
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,15 @@ class Rows(Protocol):
         ...
 
 
+@runtime_checkable
+class Choosing(Protocol):
+    """What rows may add: choosing tokens where the logits lie, as spec/sampling.choose_row does."""
+
+    def choose(self, sampling: Sampling, position: int, masks: Sequence[Packed | None], first: int = 0) -> list[int]:
+        """Tokens of rows first, first + 1, ..., one for each mask; row first + i chooses for ``position + i``."""
+        ...
+
+
 @dataclass(frozen=True)
 class Snapshot:
     """State of both models after ``length`` committed rows, flushed. Arrays by name; dtypes are the backend's own."""
@@ -62,7 +75,7 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Cycle:
-    """What one greedy cycle on a device found."""
+    """What one cycle on a device found."""
 
     tokens: tuple[int, ...]  # accepted drafts and the target's own choice behind them
     accepted: int  # drafts among them
@@ -132,8 +145,11 @@ class Backend(Protocol):
 
 @runtime_checkable
 class Cycling(Protocol):
-    """What a backend may add: a whole greedy cycle by itself, with the same result as propose, verify and accept."""
+    """What a backend may add: a whole cycle by itself, with the same result as propose, verify and accept."""
 
-    def cycle(self, anchor: int) -> Cycle:
-        """Propose from ``anchor``, verify and accept greedily. ``commit`` follows as after a verify of the tokens."""
+    def cycle(self, anchor: int, sampling: Sampling | None = None) -> Cycle:
+        """Propose from ``anchor``, verify, accept drafts that equal the choices (None: the largest logits).
+
+        ``commit`` follows as after a verify of the tokens.
+        """
         ...

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
 Mask = npt.NDArray[np.bool_]
 """One flag for each token id: whether it may come next."""
+
+Packed = npt.NDArray[np.uint32]
+"""The same in ceil(V / 32) words: bit t % 32 of word t // 32 is token t, bits past the last token are 0."""
 
 
 class Constraint(Protocol):
@@ -29,3 +32,34 @@ class Constraint(Protocol):
     def forced(self) -> tuple[int, ...]:
         """Tokens that must come next, in order; empty when there is a choice."""
         ...
+
+
+@runtime_checkable
+class Packing(Protocol):
+    """What a constraint may add: its masks as the words that a device reads."""
+
+    def packed(self) -> Packed | None:
+        """Tokens that may come next, as words; None when every token may. Not written to later."""
+        ...
+
+
+def packed(constraint: Constraint) -> Packed | None:
+    """Tokens that may come next, as words; None when every token may."""
+    if isinstance(constraint, Packing):
+        return constraint.packed()
+    mask = constraint.allowed()
+    return None if mask is None else pack(mask)
+
+
+def pack(mask: Mask) -> Packed:
+    """Words of flags [V]."""
+    words = np.zeros((len(mask) + 31) // 32, "<u4")
+    little = np.packbits(mask, bitorder="little")
+    words.view(np.uint8)[: len(little)] = little
+    return words.astype(np.uint32, copy=False)
+
+
+def unpack(words: Packed, count: int) -> Mask:
+    """The first ``count`` flags of words."""
+    little = words.astype("<u4", copy=False).view(np.uint8)
+    return np.unpackbits(little, count=count, bitorder="little").view(np.bool_)

@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import numpy as np
-import numpy.typing as npt
 
 from edge_dflash.errors import RequestError
-from edge_dflash.spec.constraint import Mask
+from edge_dflash.spec.constraint import Mask, Packed, unpack
 from edge_dflash.spec.grammar_vocabulary import Vocabulary, one_line
 from edge_dflash.spec.lark_text import prepare
 from edge_dflash.spec.schema_check import schema_text
@@ -66,28 +65,36 @@ class GrammarConstraint:
         self._anchor, self._anchored = grammar.matcher, 0  # a matcher that is only copied, and how much it has consumed
         self._pushed: list[int] = []  # without stop tokens
         self._stopped = 0  # stop tokens pushed, all at the end
-        self._mask: Mask | None = None  # of this position, once it was asked for
-        self._bits = np.zeros((grammar.tokens + 31) // 32, np.uint32)  # bit t % 32 of word t // 32 is token t
+        self._words: Packed | None = None  # mask of this position, once it was asked for
+        self._mask: Mask | None = None  # the same as flags
+        self._bits = np.zeros((grammar.tokens + 31) // 32, np.uint32)  # as the library writes them
 
     @property
     def complete(self) -> bool:
         """Whether the text so far is whole: the grammar may end here."""
-        return bool(self.allowed()[self._grammar.stop_token_ids[0]])
+        return _holds(self.packed(), self._grammar.stop_token_ids[0])
 
     def allowed(self) -> Mask:
         """Tokens that may come next, bool [vocab_size], read-only. About 0.1 ms for 248,000 tokens."""
         if self._mask is None:
-            self._mask = self._compute()
+            self._mask = unpack(self.packed(), self._grammar.vocab_size)
             self._mask.flags.writeable = False
         return self._mask
+
+    def packed(self) -> Packed:
+        """The same as words [ceil(vocab_size / 32)], read-only."""
+        if self._words is None:
+            self._words = self._compute()
+            self._words.flags.writeable = False
+        return self._words
 
     def push(self, token: int) -> bool:
         """Step over a token. False, and no step, when it is not allowed."""
         if token in self._grammar.stop_token_ids:
-            if not self.allowed()[token]:
+            if not _holds(self.packed(), token):
                 return False
             self._stopped += 1
-            self._mask = None
+            self._words = self._mask = None
             return True
         if self._stopped or not 0 <= token < min(self._grammar.tokens, self._grammar.vocab_size):
             return False
@@ -96,7 +103,7 @@ class GrammarConstraint:
         self._refuse_error()
         if taken:
             self._pushed.append(token)
-            self._mask = None
+            self._words = self._mask = None
         return taken
 
     def pop(self, count: int) -> None:
@@ -109,7 +116,7 @@ class GrammarConstraint:
             raise ValueError(f"cannot step back over {count} of {len(self._pushed) + self._stopped} tokens")
         if count == 0 and not self._matcher.is_error():
             return
-        self._mask = None
+        self._words = self._mask = None
         stops = min(count, self._stopped)
         self._stopped -= stops
         rest = count - stops
@@ -136,23 +143,25 @@ class GrammarConstraint:
         self._refuse_error()
         found = found[: self._matcher.validate_tokens(found)]
         if not found:
-            only = np.flatnonzero(self.allowed())
-            return (int(only[0]),) if len(only) == 1 else ()
+            only = np.flatnonzero(self.packed())
+            bits = int(self.packed()[only[0]])
+            return (32 * int(only[0]) + bits.bit_length() - 1,) if len(only) == 1 and bits & (bits - 1) == 0 else ()
         return tuple(found)
 
-    def _compute(self) -> Mask:
-        grammar = self._grammar
-        stop = list(grammar.stop_token_ids)
-        mask: Mask = np.zeros(grammar.vocab_size, np.bool_)
-        if self._stopped:
-            mask[stop] = True
-            return mask
-        self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
-        self._refuse_error()
-        known = min(grammar.tokens, grammar.vocab_size)
-        mask[:known] = unpack(self._bits, known)
-        mask[stop] = mask[stop].any()
-        return mask
+    def _compute(self) -> Packed:
+        grammar, stop = self._grammar, self._grammar.stop_token_ids
+        words: Packed = np.zeros((grammar.vocab_size + 31) // 32, np.uint32)
+        if not self._stopped:
+            self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
+            self._refuse_error()
+            whole, rest = divmod(min(grammar.tokens, grammar.vocab_size), 32)
+            words[:whole] = self._bits[:whole]
+            if rest:
+                words[whole] = self._bits[whole] & np.uint32((1 << rest) - 1)
+        if self._stopped or any(_holds(words, token) for token in stop):
+            for token in stop:
+                words[token // 32] |= np.uint32(1 << token % 32)
+        return words
 
     def _refuse_error(self) -> None:
         if self._matcher.is_error():
@@ -216,10 +225,8 @@ def compile_lark(
     return _compiled("grammar", grammar, whitespace, tokenizer, vocab_size, stop_token_ids, source)
 
 
-def unpack(bits: npt.NDArray[np.uint32], count: int) -> Mask:
-    """The first ``count`` flags of a packed mask: bit t % 32 of word t // 32 is token t."""
-    little = bits.astype("<u4", copy=False).view(np.uint8)
-    return np.unpackbits(little, count=count, bitorder="little").view(np.bool_)
+def _holds(words: Packed, token: int) -> bool:
+    return bool(int(words[token // 32]) >> token % 32 & 1)
 
 
 _vocabularies: WeakKeyDictionary[Tokenizer, dict[tuple[int, ...], tuple[Vocabulary, OrderedDict[_Key, Grammar]]]]

@@ -178,10 +178,10 @@ def stream(
 def speculate(backend: Backend, path: Path, anchor: int, *, drafting: bool) -> Offer:
     """Propose, verify, accept: the tokens that may be committed behind ``anchor``. Commits nothing.
 
-    Where the choice is the largest logit and nothing else has a say, a backend may run all three by itself.
+    Where logits and sampling alone choose, a backend may run all three by itself.
     """
-    if drafting and path.greedy and isinstance(backend, Cycling):
-        cycle = backend.cycle(anchor)
+    if drafting and path.free and isinstance(backend, Cycling):
+        cycle = backend.cycle(anchor, path.sampling)
         return Offer(list(cycle.tokens), [False] * len(cycle.tokens), cycle.propose_seconds)
     position = backend.length + 1
     began = time.perf_counter()

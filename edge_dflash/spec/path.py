@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from edge_dflash.backends.base import Rows
 from edge_dflash.errors import RequestError
-from edge_dflash.spec.constraint import Constraint, Mask
+from edge_dflash.spec.constraint import Constraint, Packed, packed
 from edge_dflash.spec.relaxed import Relaxation, ThinkingSpan
-from edge_dflash.spec.sampling import Sampling, choose, choose_row
+from edge_dflash.spec.sampling import Sampling, choose
 
 
 class Path:
@@ -34,9 +34,14 @@ class Path:
         self._thinking = ThinkingSpan(relaxation, stop_token_ids) if relaxation is not None else None
 
     @property
-    def greedy(self) -> bool:
-        """Whether every choice is the largest logit and a draft stands only where it equals it."""
-        return self._sampling.temperature == 0.0 and self._constraint is None and self._thinking is None
+    def free(self) -> bool:
+        """Whether logits and sampling alone make every choice, and a draft stands only where it equals it."""
+        return self._constraint is None and self._thinking is None
+
+    @property
+    def sampling(self) -> Sampling:
+        """How tokens are chosen."""
+        return self._sampling
 
     def drafts(self, rows: Rows, position: int) -> list[int]:
         """Draft tokens for positions ``position``, ...; fewer than rows when the grammar ends or gives up before."""
@@ -60,7 +65,7 @@ class Path:
             forced = forced or list(grammar.forced())
             token = forced.pop(0) if forced else token
             if not grammar.push(token):
-                token = choose_row(rows.logits()[row], self._sampling, position + row, grammar.allowed())
+                token = choose(rows, self._sampling, position + row, [packed(grammar)], first=row)[0]
                 grammar.push(token)
                 forced = []
             path.append(token)
@@ -71,14 +76,13 @@ class Path:
         """The target's choice after the anchor and after each draft, and which drafts are tolerated (lossy).
 
         There are fewer choices where the grammar gave up along the drafts; those behind the last cannot be accepted.
-        The masks are computed before the logits are asked for: on a device, while the verify pass runs.
+        The masks are computed before anything is asked of the rows: on a device, while the verify pass runs.
         """
         if self._constraint is None:
             choices = choose(rows, self._sampling, position, None)
         else:
             masks = self._masks(self._constraint, drafts)
-            known = len(masks)
-            choices = choose(rows, self._sampling, position, masks + [None] * (len(drafts) + 1 - known))[:known]
+            choices = choose(rows, self._sampling, position, masks)
         if self._thinking is None or not drafts:
             return choices, []
         return choices, self._thinking.tolerated(rows.logits(), drafts, choices)
@@ -91,9 +95,9 @@ class Path:
         if self._thinking is not None:
             self._thinking.commit(tokens)
 
-    def _masks(self, grammar: Constraint, drafts: Sequence[int]) -> list[Mask | None]:
+    def _masks(self, grammar: Constraint, drafts: Sequence[int]) -> list[Packed | None]:
         """What may follow the anchor and each draft; fewer where the grammar gives up on the way."""
-        masks = [grammar.allowed()]
+        masks = [packed(grammar)]
         walked = 0
         try:
             for draft in drafts:
@@ -101,7 +105,7 @@ class Path:
                     return masks + [None] * (len(drafts) + 1 - len(masks))
                 grammar.push(draft)
                 walked += 1
-                masks.append(grammar.allowed())
+                masks.append(packed(grammar))
         except RequestError:  # too complex there: no draft beyond is accepted
             pass
         finally:

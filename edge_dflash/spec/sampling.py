@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import factorial
 
 import numpy as np
 import numpy.typing as npt
 
-from edge_dflash.backends.base import Rows
+from edge_dflash.backends.base import Choosing, Rows
 from edge_dflash.errors import RequestError
-from edge_dflash.spec.constraint import Mask
+from edge_dflash.spec.constraint import Packed, unpack
 
 Floats = npt.NDArray[np.float64]
 
@@ -56,37 +57,64 @@ class Sampling:
             raise RequestError(f"seed is {self.seed}; give 0 to 2**64 - 1")
 
 
-def choose(rows: Rows, sampling: Sampling, position: int, masks: Sequence[Mask | None] | None = None) -> list[int]:
-    """Token of each row; row r chooses for absolute position ``position + r``, among those that its mask allows."""
+def choose(
+    rows: Rows, sampling: Sampling, position: int, masks: Sequence[Packed | None] | None = None, *, first: int = 0
+) -> list[int]:
+    """Tokens of the rows from ``first`` on, one for each of ``masks`` (None: of all, and every token may come).
+
+    Row first + i chooses for absolute position ``position + i``. Rows that choose by themselves do.
+    """
     if masks is None and sampling.temperature == 0.0:
-        return rows.argmax()
-    logits = rows.logits()
-    return [
-        choose_row(row, sampling, position + r, None if masks is None else masks[r]) for r, row in enumerate(logits)
-    ]
+        return rows.argmax()[first:]
+    masks = [None] * (len(rows) - first) if masks is None else masks
+    if isinstance(rows, Choosing):
+        return rows.choose(sampling, position, masks, first)
+    logits = rows.logits()[first:]
+    return [choose_row(logits[i], sampling, position + i, mask) for i, mask in enumerate(masks)]
 
 
-def choose_row(row: npt.NDArray[np.float32], sampling: Sampling, position: int, mask: Mask | None = None) -> int:
-    """Choice of one row of logits [V] for an absolute position."""
+def choose_row(row: npt.NDArray[np.float32], sampling: Sampling, position: int, mask: Packed | None = None) -> int:
+    """Choice of one row of logits [V] for an absolute position, among those that its mask allows."""
     if mask is not None:
-        row = np.where(mask, row, np.float32(-np.inf))
+        row = np.where(unpack(mask, len(row)), row, np.float32(-np.inf))
     if sampling.temperature == 0.0:
         return int(row.argmax())
     return _sample(row, sampling, position)
 
 
 def candidates(row: Floats, sampling: Sampling) -> npt.NDArray[np.intp]:
-    """Ids that top_k and then top_p keep, of a row of logits already divided by the temperature."""
+    """Ids that top_k and then top_p keep, of a row of logits.
+
+    Tokens stand in the order of their logits, the lower id first on a tie. One is kept by top_p while the mass before
+    it is below top_p times the mass of all that top_k keeps; the first always is. Mass is counted in integers
+    (:func:`weights`), so that a sum does not depend on its order.
+    """
     if sampling.top_k == 0 and sampling.top_p == 1.0:
         return np.arange(len(row))
-    order = np.argsort(-row, kind="stable")  # the lower id first on a tie
+    order = np.argsort(-row, kind="stable")
     if sampling.top_k:
         order = order[: sampling.top_k]
     if sampling.top_p < 1.0:
-        weights = np.exp(row[order] - row[order[0]])
-        mass_before = (np.cumsum(weights) - weights) / weights.sum()
-        order = order[mass_before < sampling.top_p]  # the first is always kept
+        until = np.cumsum(weights(row[order], sampling.temperature))
+        before = np.concatenate(([np.uint64(0)], until[:-1]))
+        order = order[before.astype(np.float64) < np.float64(until[-1]) * sampling.top_p]
     return order
+
+
+def weights(logits: Floats, temperature: float) -> npt.NDArray[np.uint64]:
+    """round(2^40 exp((logit - logits[0]) / temperature)) of logits that do not exceed the first.
+
+    Made of additions and multiplications alone, each rounded once: every machine gets the same bits.
+    """
+    x = (logits - logits[0]) / temperature
+    there = x >= -29.0  # below, less than half a unit
+    x = np.where(there, x, 0.0)
+    n = np.rint(x * 1.4426950408889634)
+    r = (x - n * 6.93147180369123816490e-01) - n * 1.90821492927058770002e-10  # x - n ln 2
+    series = np.full_like(r, 1.0 / factorial(13))
+    for k in range(12, -1, -1):
+        series = series * r + 1.0 / factorial(k)
+    return np.where(there, np.rint(np.ldexp(series, 40 + n.astype(np.int64))), 0.0).astype(np.uint64)
 
 
 def gumbel(seed: int, position: int, tokens: npt.NDArray[np.intp]) -> Floats:
@@ -116,8 +144,8 @@ def philox(tokens: npt.NDArray[np.uint64], position: int, seed: int) -> npt.NDAr
 
 
 def _sample(row: npt.NDArray[np.float32], sampling: Sampling, position: int) -> int:
-    scaled = row.astype(np.float64) / sampling.temperature
-    ids = candidates(scaled, sampling)
-    score = scaled[ids] + gumbel(sampling.seed, position, ids)
+    wide = row.astype(np.float64)
+    ids = candidates(wide, sampling)
+    score = wide[ids] / sampling.temperature + gumbel(sampling.seed, position, ids)
     best = ids[score == score.max()]
     return int(best.min())

@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from edge_dflash.spec.constraint import Constraint, Mask
+from edge_dflash.spec.constraint import Constraint, Mask, Packed, pack, packed
 
 
 class AfterThinking:
@@ -59,6 +59,13 @@ class AfterThinking:
         mask: Mask = np.zeros(self._size, np.bool_)
         mask[self._then[self._between]] = True
         return mask
+
+    def packed(self) -> Packed | None:
+        """The same as words."""
+        if self.closed and self._between == len(self._then):
+            return packed(self._inner)
+        mask = self.allowed()
+        return None if mask is None else pack(mask)
 
     def push(self, token: int) -> bool:
         """Step over a token. False, and no step, when it is not allowed."""

@@ -8,9 +8,11 @@ import torch
 from native_backend_support import ENGINE, WIDE_KV, native, prompt, reference
 
 from edge_dflash.backends.base import Precision
+from edge_dflash.backends.delegate import Delegate
 from edge_dflash.errors import BackendError
 from edge_dflash.spec.adversary import Adversary, drafters, oracle_until
-from edge_dflash.spec.loop import DecodeOptions, generate
+from edge_dflash.spec.loop import Controls, DecodeOptions, generate
+from edge_dflash.spec.sampling import Sampling, choose
 from tests.golden_pairs import same_bits
 
 pytestmark = pytest.mark.gpu
@@ -23,6 +25,62 @@ OPTIONS = {
     "greedy": DecodeOptions(max_new_tokens=NEW),
     "sampled": DecodeOptions(max_new_tokens=NEW, temperature=2.0, top_k=40, top_p=0.9, seed=7),
 }
+
+
+class HostRows:
+    """Rows that leave the choice to the host."""
+
+    def __init__(self, rows):
+        self.logits, self.argmax, self._rows = rows.logits, rows.argmax, rows
+
+    def __len__(self):
+        return len(self._rows)
+
+
+class HostChoice(Delegate):
+    """The backend without choices on the device."""
+
+    def prefill(self, ids):
+        return HostRows(super().prefill(ids))
+
+    def propose(self, anchor):
+        return HostRows(super().propose(anchor))
+
+    def verify(self, ids):
+        return HostRows(super().verify(ids))
+
+
+class Rule:
+    """A grammar whose next tokens hang on the tokens before: half of them, any, one that is forced, or a few."""
+
+    def __init__(self, vocabulary):
+        self._size, self.path = vocabulary, []
+
+    def allowed(self):
+        ids, at = np.arange(self._size), sum(self.path) + len(self.path)
+        match at % 5:
+            case 0:
+                return None
+            case 1:
+                return ids == at % self._size
+            case 2:
+                return ids % 97 == at % 97
+            case _:
+                return (ids + at) % 2 == 0
+
+    def push(self, token):
+        mask = self.allowed()
+        if mask is not None and not mask[token]:
+            return False
+        self.path.append(token)
+        return True
+
+    def pop(self, count):
+        del self.path[len(self.path) - count :]
+
+    def forced(self):
+        mask = self.allowed()
+        return () if mask is None or mask.sum() > 1 else (int(mask.argmax()),)
 
 
 class Nearness:
@@ -142,7 +200,8 @@ def test_a_prompt_in_any_pieces_gives_the_same_bits(name):
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_a_cycle_on_the_device_is_propose_verify_accept_and_commit(name):
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8, 20, 0.9, 3), Sampling(2.5, seed=2**63)], ids=str)
+def test_a_cycle_on_the_device_is_propose_verify_accept_and_commit(name, sampling):
     backend, ids = native(name), prompt(name, 30)
     found = []
     for whole in (True, False):
@@ -150,10 +209,10 @@ def test_a_cycle_on_the_device_is_propose_verify_accept_and_commit(name):
         anchor, history = backend.prefill(ids).argmax()[0], []
         for cycle in range(6):
             if whole:
-                tokens = list(backend.cycle(anchor).tokens)
+                tokens = list(backend.cycle(anchor, sampling).tokens)
             else:
-                drafts = backend.propose(anchor).argmax()
-                choices = backend.verify([anchor, *drafts]).argmax()
+                drafts = choose(HostRows(backend.propose(anchor)), sampling, backend.length + 1)
+                choices = choose(HostRows(backend.verify([anchor, *drafts])), sampling, backend.length + 1)
                 n = next((i for i, d in enumerate(drafts) if d != choices[i]), len(drafts))
                 tokens = choices[: n + 1]
             keep = max(1, len(tokens) - cycle % 2)  # a consumer may take fewer
@@ -163,6 +222,31 @@ def test_a_cycle_on_the_device_is_propose_verify_accept_and_commit(name):
         found.append((history, backend.snapshot()))
     assert found[0][0] == found[1][0]
     assert same_bits(found[0][1], found[1][1])
+
+
+@pytest.mark.parametrize("mode", OPTIONS)
+@pytest.mark.parametrize("name", PAIRS)
+def test_answers_under_a_grammar_are_those_of_plain_decoding_and_of_choices_on_the_host(name, mode):
+    backend, ids = native(name), prompt(name, 25)
+    found = []
+    for place, speculative in ((backend, True), (backend, False), (HostChoice(backend), True)):
+        place.reset()
+        grammar = Rule(place.shape.vocab_size)
+        result = generate(place, ids, OPTIONS[mode], speculative=speculative, controls=Controls(grammar))
+        assert grammar.path == list(result.tokens)
+        found.append((result.tokens, place.snapshot()))
+    assert [tokens for tokens, _ in found[1:]] == [found[0][0]] * 2
+    assert all(same_bits(state, found[0][1]) for _, state in found[1:])
+
+
+@pytest.mark.parametrize("mode", OPTIONS)
+def test_choices_on_the_device_are_those_of_the_host(mode):
+    backend, ids = native("demo"), prompt("demo", 12)
+    found = []
+    for place, speculative in ((backend, True), (backend, False), (HostChoice(backend), False)):
+        place.reset()
+        found.append(generate(place, ids, OPTIONS[mode], speculative=speculative).tokens)
+    assert found[0] == found[1] == found[2]
 
 
 def test_a_cycle_that_is_not_committed_leaves_nothing():
@@ -187,6 +271,8 @@ def test_nothing_is_allocated_after_load():
         generate(backend, prompt("demo", 100), mode)
         backend.reset()
         generate(backend, prompt("demo", 10), mode, speculative=False)
+        backend.reset()
+        generate(backend, prompt("demo", 10), mode, controls=Controls(Rule(backend.shape.vocab_size)))
     assert (backend.gpu.allocations, torch.cuda.memory_allocated()) == before
 
 
@@ -228,6 +314,8 @@ def test_what_cannot_be_done_is_refused_and_changes_nothing():
     backend.propose(3)
     with pytest.raises(BackendError, match="replaced by a later pass"):
         rows.logits()
+    with pytest.raises(BackendError, match="replaced by a later pass"):
+        rows.choose(Sampling(1.0), 0, [None])
     with pytest.raises(BackendError, match="no verify is open"):
         backend.commit(1)
     other = native("dense")

@@ -13,11 +13,13 @@ import numpy as np
 import numpy.typing as npt
 
 from edge_dflash.backends.base import Cycle, PairShape, Precision, Snapshot
+from edge_dflash.backends.native.chooser import Chooser
 from edge_dflash.backends.native.cycle import Result
 from edge_dflash.backends.native.driver import Gpu
 from edge_dflash.backends.native.graphs import Capture, Graphs, host_memory
 from edge_dflash.backends.native.loading import Loaded, load, plan_pair
 from edge_dflash.backends.native.profile import StepTime, profile_cycle
+from edge_dflash.backends.native.rows import NativeRows
 from edge_dflash.backends.native.snapshots import read_states, write_states
 from edge_dflash.backends.native.states import Sizes
 from edge_dflash.backends.native.weights import NativeWeights
@@ -25,6 +27,7 @@ from edge_dflash.checkpoint.specs import PairSpec
 from edge_dflash.checkpoint.weights import bf16_to_f32
 from edge_dflash.errors import BackendError
 from edge_dflash.models import pair_programs
+from edge_dflash.spec.sampling import Sampling, choose
 
 
 @dataclass(frozen=True)
@@ -34,28 +37,6 @@ class _Control:
     length: int = 0
     pending: int = 0  # rows of the tape that are committed but not in the recurrent states
     anchor: int = 0
-
-
-class NativeRows:
-    """Logits of one pass, on the device until they are asked for; the next pass replaces them."""
-
-    def __init__(self, backend: NativeBackend, count: int, first: int, ids: npt.NDArray[np.int32]) -> None:
-        self._backend, self._count, self._first, self._ids = backend, count, first, ids
-        self._pass = backend.passes
-
-    def __len__(self) -> int:
-        return self._count
-
-    def argmax(self) -> list[int]:
-        """Id of the largest logit of each row, the lowest on a tie. Raises BackendError after a later pass."""
-        self._backend.wait(self._pass)
-        found: list[int] = self._ids[self._first : self._first + self._count].tolist()
-        return found
-
-    def logits(self) -> npt.NDArray[np.float32]:
-        """Logits [rows, V] float32. Raises BackendError after a later pass."""
-        self._backend.wait(self._pass)
-        return self._backend.read_logits(self._first, self._count)
 
 
 class NativeBackend:
@@ -88,7 +69,9 @@ class NativeBackend:
             self._capture = Capture(self.gpu, self._loaded, self._host, drafter.mask_token_id)
             self.graphs: Graphs = self._capture.all()
             self.graphs.upload()
-            self._cycle_graph = self.graphs.cycle
+            self._cycles = self.graphs.cycle, self.graphs.sampled
+            buffers = self._loaded.buffers
+            self.chooser = Chooser(self.gpu, self._loaded.kernels.sampler, buffers.sampling, buffers.logits)
             self.passes = 0  # counts passes, so that rows know when they were replaced
             self._wanted = _Control()  # what the next pass has to find
             self._known: _Control | None = None  # what the device has; None: nothing is known
@@ -173,14 +156,18 @@ class NativeBackend:
         self._verified = len(ids)
         return NativeRows(self, len(ids), 0, self._host.choices)
 
-    def cycle(self, anchor: int) -> Cycle:
+    def cycle(self, anchor: int, sampling: Sampling | None = None) -> Cycle:
         """Propose, verify, accept and commit on the device; :meth:`commit` may then keep fewer rows."""
         self._check_ids([anchor])
         self._check_room(self._shape.block_size)
         self._begin()
         self._wanted = _Control(self.length, self._wanted.pending, anchor)
         self._write_control()
-        self._cycle_graph.launch()
+        graph, sampled = self._cycles
+        if sampling is not None and sampling.temperature > 0.0:
+            self.chooser.prepare(sampling)
+            graph = sampled
+        graph.launch()
         self.gpu.synchronize()
         result = Result.of(self._host.result, self._shape.block_size)
         tokens = result.choices[: result.accepted + 1]
@@ -223,16 +210,20 @@ class NativeBackend:
         self.gpu.close()
 
     def force(self, accept: Sequence[int] | None) -> None:
-        """Benchmarks: accept so many drafts a cycle, whatever the target says; None ends it. Captures a graph."""
+        """Benchmarks: accept so many drafts a cycle, whatever the target says; None ends it. Captures graphs."""
         self.gpu.enter()
         if accept is None:
-            self._cycle_graph = self.graphs.cycle
+            self._cycles = self.graphs.cycle, self.graphs.sampled
             return
         if not accept or not all(0 <= n < self._shape.block_size for n in accept):
             raise BackendError(f"accept pattern {list(accept)} is not made of 0 to {self._shape.block_size - 1} drafts")
         pattern = self.gpu.upload(np.array(accept, np.int32))
-        self._cycle_graph = self.gpu.capture(lambda: self._capture.cycle(pattern))
-        self._cycle_graph.upload()
+        self._cycles = (
+            self.gpu.capture(lambda: self._capture.cycle(pattern)),
+            self.gpu.capture(lambda: self._capture.cycle(pattern, sampled=True)),
+        )
+        for graph in self._cycles:
+            graph.upload()
 
     def profile(self, anchor: int = 0) -> list[StepTime]:
         """Time of each step of one cycle, on the device's clock; the steps do not overlap here. Captures a graph."""
@@ -240,12 +231,11 @@ class NativeBackend:
         self._write_control()
         return profile_cycle(self.gpu, self._loaded, self._capture)
 
-    def wait(self, number: int) -> None:
-        """Wait for pass ``number``. Raises BackendError when a later one has replaced its rows."""
+    def enter(self, number: int) -> None:
+        """Use the rows of pass ``number``. Raises BackendError when a later one has replaced them."""
         if number != self.passes:
             raise BackendError("these rows were replaced by a later pass; read them before it")
         self.gpu.enter()
-        self.gpu.synchronize()
 
     def read_logits(self, first: int, count: int) -> npt.NDArray[np.float32]:
         """Rows of the logits buffer as float32 [count, V]."""
@@ -303,5 +293,7 @@ class NativeBackend:
             self.commit(1)
             self.flush()
             self.cycle(0)
+            self.cycle(0, Sampling(1.0, top_k=1))
+            choose(self.verify([0]), Sampling(1.0, top_p=0.5), 0)
         self.reset()
         self.gpu.synchronize()

@@ -11,6 +11,7 @@ from edge_dflash.backends.native.cycle import RESULT_WORDS
 from edge_dflash.backends.native.driver import DevicePointer, Gpu, Graph
 from edge_dflash.backends.native.loading import Loaded
 from edge_dflash.backends.native.memory import NULL, Array, Control, control_word
+from edge_dflash.backends.native.sample import Block
 from edge_dflash.backends.native.schedule import Step
 
 
@@ -31,12 +32,13 @@ class Graphs:
     propose: Graph  # anchor in the control block -> drafts, logits
     verify: Graph  # ids on the host -> choices, logits
     cycle: Graph  # propose, verify, accept and commit, without logits
+    sampled: Graph  # the same with sampled choices
     prefill: Graph  # ids on the host, ROWS of them -> choice of the last row, logits
     flush: Graph  # pending rows into the recurrent states
 
     def upload(self) -> None:
         """Bring all to the device."""
-        for graph in (self.propose, self.verify, self.cycle, self.prefill, self.flush):
+        for graph in (self.propose, self.verify, self.cycle, self.sampled, self.prefill, self.flush):
             graph.upload()
 
 
@@ -66,6 +68,7 @@ class Capture:
             propose=capture(self.propose),
             verify=capture(self.verify),
             cycle=capture(self.cycle),
+            sampled=capture(lambda: self.cycle(sampled=True)),
             prefill=capture(self.prefill),
             flush=capture(self.flush),
         )
@@ -85,17 +88,36 @@ class Capture:
         loaded.kernels.small.replayed(self._control)
         self._gpu.read_into(buffers.choices, self._host.choices)
 
-    def cycle(self, pattern: DevicePointer = NULL, around: Callable[[Step | None], None] = lambda step: None) -> None:
-        """Propose, verify, accept, commit; ``around`` is told each step before it and None at the end."""
+    def cycle(
+        self,
+        pattern: DevicePointer = NULL,
+        around: Callable[[Step | None], None] = lambda step: None,
+        *,
+        sampled: bool = False,
+    ) -> None:
+        """Propose, verify, accept, commit; ``around`` is told each step before it and None at the end.
+
+        Choices are the largest logits, or ``sampled``. Row r of the drafter is the draft for position length + r, row r
+        of the target chooses for the position behind.
+        """
         buffers, loaded = self._loaded.buffers, self._loaded
         frame, clock, drafts = loaded.kernels.cycle, buffers.clock, buffers.drafts.at(4, buffers.drafts.nbytes - 4)
         frame.ids(self._control, buffers.ids, self._rows, mask=self._mask, clock=clock.at(0, 8))
-        loaded.passes["propose"].enqueue(logits=False, around=around)
+        loaded.passes["propose"].enqueue(logits=sampled, around=around)
+        if sampled:
+            self._sample(buffers.drafts, offset=0, first=1)
         frame.ids(self._control, buffers.ids, self._rows, drafts=drafts, clock=clock.at(8, 8))
-        loaded.passes["verify"].enqueue(logits=False, around=around)
+        loaded.passes["verify"].enqueue(logits=sampled, around=around)
+        if sampled:
+            self._sample(buffers.choices, offset=1, first=0)
         around(None)
         frame.accept(drafts, buffers.choices, self._rows, self._control, buffers.result, clock, pattern)
         self._gpu.read_into(buffers.result, self._host.result)
+
+    def _sample(self, ids: DevicePointer, *, offset: int, first: int) -> None:
+        buffers = self._loaded.buffers
+        block = Block(control_word(self._control, Control.LENGTH), offset, first, self._rows)
+        self._loaded.kernels.sampler.choose(buffers.sampling, buffers.logits, ids, block)
 
     def prefill(self) -> None:
         """One chunk."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from edge_dflash.backends.base import Precision
-from edge_dflash.backends.native import attend, cycle, delta, small
+from edge_dflash.backends.native import attend, cycle, delta, sample, small
 from edge_dflash.backends.native.driver import DevicePointer, Gpu
 from edge_dflash.backends.native.linear import Linears, LinearWeights
 from edge_dflash.backends.native.linear_plan import row_tile
@@ -57,6 +57,7 @@ class Buffers:
     logits: Matrix  # [row tile, V] BF16
     clock: DevicePointer
     result: DevicePointer
+    sampling: sample.Buffers
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,7 @@ def load(gpu: Gpu, plan: Plan, weights: NativeWeights, cubin: Callable[[str], by
         linears=linears,
         small=small.Small(gpu, gpu.load(cubin(small.UNIT))),
         cycle=cycle.CycleKernels(gpu, gpu.load(cubin(cycle.UNIT))),
+        sampler=sample.Sampler(gpu, gpu.load(cubin(sample.UNIT))),
         attention=_attention(gpu, states, cubin),
         delta=_delta(gpu, states, cubin),
     )
@@ -108,6 +110,7 @@ def load(gpu: Gpu, plan: Plan, weights: NativeWeights, cubin: Callable[[str], by
     buffers = _buffers(plan, states, linears, memory)
     gpu.fill(buffers.shared.counters)
     gpu.fill(buffers.result)
+    buffers.sampling.clear(gpu)
     loaded: dict[str, LinearWeights] = {}
     for key, stack in plan.stacks.items():
         loaded[key] = weights.stack(gpu, stack)
@@ -202,6 +205,7 @@ def _buffers(plan: Plan, states: States, linears: Linears, memory: Memory) -> Bu
         logits=Matrix(memory.take("logits", 2 * tile * stride), stride),
         clock=memory.take("cycle", cycle.CLOCK_BYTES),
         result=memory.take("cycle", 4 * cycle.RESULT_WORDS),
+        sampling=sample.Buffers.take(memory, tile, plan.vocabulary),
     )
 
 

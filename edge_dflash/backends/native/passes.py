@@ -15,6 +15,7 @@ from edge_dflash.backends.native.driver import DevicePointer
 from edge_dflash.backends.native.linear import Linears, LinearWeights, Norm
 from edge_dflash.backends.native.memory import NULL, Control, Matrix, control_word
 from edge_dflash.backends.native.placement import Place
+from edge_dflash.backends.native.sample import Sampler
 from edge_dflash.backends.native.schedule import (
     Copy,
     Gate,
@@ -43,6 +44,7 @@ class Kernels:
     linears: Linears
     small: Small
     cycle: CycleKernels
+    sampler: Sampler
     attention: Mapping[str, Attention]  # by KV state
     delta: Mapping[str, GatedDelta]  # by gated delta state
 
