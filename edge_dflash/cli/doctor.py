@@ -1,0 +1,35 @@
+"""``edge-dflash doctor``: whether this machine is fit to serve a bundle."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from edge_dflash.cli.output import emit_json, show
+from edge_dflash.doctor.examine import examine, healthy, report, table
+from edge_dflash.doctor.facts import gather
+
+
+def doctor(
+    bundle: Annotated[
+        Path | None, typer.Argument(metavar="[BUNDLE]", help="Directory that a build made; default: the installed one.")
+    ] = None,
+    hashes: Annotated[bool, typer.Option("--hash", help="Compare all files of the bundle with their hashes.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object on the last line of stdout.")] = False,
+) -> int:
+    """Check board, software, GPU, power, memory, disk, service and bundle; each with a code, a finding and a remedy.
+
+    Changes nothing. docs/troubleshooting.md has a section for each code. The exit code is 1 when a check fails;
+    warnings do not count.
+
+    JSON keys: ok, counts (ok, warn, fail), checks (code, name, status, found, remedy), bundle, profile, board.
+    """
+    facts = gather(bundle, hashes=hashes)
+    checks = examine(facts)
+    if json:
+        emit_json(report(checks, facts))
+    else:
+        show(table(checks))
+    return 0 if healthy(checks) else 1
