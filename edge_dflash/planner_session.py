@@ -64,6 +64,11 @@ class PlannerSession:
         """All its tokens, up to the last commit."""
         return self._state.tokens if self._state is not None else ()
 
+    @property
+    def busy(self) -> bool:
+        """Whether a turn waits or runs, and was not cancelled: another one would be refused."""
+        return self._turn is not None and not (self._turn[1].done or self._turn[0].cancelled)
+
     def plan(self, task: Task, **options: Unpack[PlanOptions]) -> Plan:
         """Answer the next turn; see ``Planner.stream``. A turn that is still running is refused a successor."""
         return self._planner.plan(task, session=self, **options)

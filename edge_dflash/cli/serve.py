@@ -1,0 +1,50 @@
+"""``edge-dflash serve``: the OpenAI API in front of a bundle."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from edge_dflash.errors import ServiceError
+
+
+def serve(
+    bundle: Annotated[
+        Path | None, typer.Argument(metavar="[BUNDLE]", help="Directory that a build made, in place of the config's.")
+    ] = None,
+    config: Annotated[Path | None, typer.Option(help="TOML file; deploy/config.toml explains every key.")] = None,
+    socket: Annotated[Path | None, typer.Option(help="Unix socket, in place of the config's.")] = None,
+    tcp: Annotated[str | None, typer.Option(help="HOST:PORT to listen on as well; loopback without a key.")] = None,
+    state_dir: Annotated[Path | None, typer.Option(help="Where sessions are saved, in place of the config's.")] = None,
+) -> None:
+    """Serve a bundle over the OpenAI API, until SIGTERM or SIGINT.
+
+    Chat and plain completions, streams, forms, tools, sessions, metrics; see docs/service.md. Listens on a Unix socket;
+    on TCP only when asked, and beyond this machine only with an API key. Under systemd it says when it is ready.
+    """
+    try:
+        from edge_dflash.serve.config import ServeConfig, load_config
+        from edge_dflash.serve.notify import SystemdNotifier, listen_sockets
+        from edge_dflash.serve.server import run
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] not in ("starlette", "uvicorn", "prometheus_client"):
+            raise
+        raise ServiceError(f"{error.name} is missing; install it with: pip install 'edge-dflash[serve]'") from None
+    from edge_dflash.telemetry.state import read_board_state
+
+    chosen = load_config(config) if config is not None else ServeConfig()
+    service = chosen.service
+    service = replace(
+        service,
+        bundle=service.bundle if bundle is None else str(bundle),
+        socket=service.socket if socket is None else str(socket),
+        tcp=service.tcp if tcp is None else tcp,
+        state_dir=service.state_dir if state_dir is None else str(state_dir),
+    )
+    chosen = replace(chosen, service=service)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    run(chosen, SystemdNotifier.from_environment(), read_board_state, listen_sockets())

@@ -1,0 +1,278 @@
+"""The routes of the service: HTTP in, calls of the service, HTTP out.
+
+Whatever a client sends is answered in the form of the OpenAI API, errors too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from edge_dflash.serve.fields import Fields
+from edge_dflash.serve.limits import authorise, read_json
+from edge_dflash.serve.messages import read_messages
+from edge_dflash.serve.metrics import CONTENT_TYPE
+from edge_dflash.serve.openai import Call, chat_call, checked_name, completion_call
+from edge_dflash.serve.refusal import Refusal, dump, error_json, refusal
+from edge_dflash.serve.service import Service
+from edge_dflash.serve.stream import EventStream, watch_client
+
+log = logging.getLogger("edge_dflash.serve")
+_STARTED = int(time.time())
+_Reader = Callable[..., Call]
+_Endpoint = Callable[[Request], Awaitable[ASGIApp]]
+
+
+def make_app(service: Service, key: str = "") -> Starlette:
+    """The ASGI application of a service. ``key``: what TCP callers must send; "": nothing."""
+    routes = Routes(service)
+    sessions = "/v1/edge_dflash/sessions"
+    table: list[tuple[str, str, _Endpoint]] = [
+        ("POST", "/v1/chat/completions", routes.chat),
+        ("POST", "/v1/completions", routes.completions),
+        ("POST", "/v1/edge_dflash/encode", routes.encode),
+        ("GET", "/v1/models", routes.models),
+        ("GET", "/v1/models/{name:path}", routes.model),
+        ("GET", "/health", routes.health),
+        ("GET", "/ready", routes.ready),
+        ("GET", "/metrics", routes.metrics),
+        ("GET", sessions, routes.sessions),
+        ("GET", sessions + "/{name}", routes.session),
+        ("DELETE", sessions + "/{name}", routes.delete_session),
+        ("POST", sessions + "/{name}/save", routes.save_session),
+        ("POST", sessions + "/{name}/fork", routes.fork_session),
+    ]
+    return Starlette(
+        routes=[Route(path, _answering(service, endpoint), methods=[method]) for method, path, endpoint in table],
+        exception_handlers={HTTPException: _http_error, Exception: _defect},
+        middleware=[Middleware(_Guard, key=key)],
+    )
+
+
+def json_response(value: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """A response with a JSON body."""
+    return Response(dump(value), status, headers, "application/json")
+
+
+def error_response(refused: Refusal) -> Response:
+    """The response to a request that is refused."""
+    return json_response(error_json(refused), refused.status, refused.headers)
+
+
+def _answering(service: Service, endpoint: _Endpoint) -> Callable[[Request], Awaitable[ASGIApp]]:
+    """The endpoint, with errors that it raises on purpose turned into answers."""
+
+    async def answer(request: Request) -> ASGIApp:
+        try:
+            return await endpoint(request)
+        except Exception as error:
+            return error_response(_refused(service, error))
+
+    return answer
+
+
+def _refused(service: Service, error: Exception) -> Refusal:
+    refused = refusal(error, retry_after=service.retry_after())
+    if refused.status == 500:
+        log.error("a request failed", exc_info=error)
+    return refused
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """A path or a method that does not exist."""
+    assert isinstance(error, HTTPException)
+    message = f"{request.method[:20]} {request.url.path[:80]}: {error.detail}"
+    return error_response(Refusal(message, status=error.status_code, headers=dict(error.headers or {})))
+
+
+async def _defect(request: Request, error: Exception) -> Response:
+    return error_response(refusal(error))
+
+
+class _Guard:
+    """Lets in who may come in."""
+
+    def __init__(self, app: ASGIApp, key: str) -> None:
+        self._app = app
+        self._key = key
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            try:
+                authorise(scope, Headers(scope=scope), self._key)
+            except Refusal as refused:
+                await error_response(refused)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+class Routes:
+    """The endpoints."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def chat(self, request: Request) -> ASGIApp:
+        """``POST /v1/chat/completions``."""
+        return await self._generate(request, chat_call, "chat")
+
+    async def completions(self, request: Request) -> ASGIApp:
+        """``POST /v1/completions``."""
+        return await self._generate(request, completion_call, "completions")
+
+    async def encode(self, request: Request) -> ASGIApp:
+        """``POST /v1/edge_dflash/encode``: the token ids of messages or of a text."""
+        planner, _ = self._service.loaded()
+        fields = Fields(await self._body(request))
+        text = fields.text("text")
+        task: Any = read_messages(fields.array("messages")) if text is None else text
+        thinking = fields.flag("thinking") or False
+        fields.done()
+        ids = await self._service.on_thread(partial(planner.encode, task, thinking=thinking))
+        return json_response({"tokens": list(ids)})
+
+    async def models(self, request: Request) -> ASGIApp:
+        """``GET /v1/models``."""
+        return json_response({"object": "list", "data": [self._card()]})
+
+    async def model(self, request: Request) -> ASGIApp:
+        """``GET /v1/models/NAME``."""
+        name = request.path_params["name"]
+        if name != self._service.config.model:
+            raise Refusal(f"there is no model {name[:60]!r}", status=404, code="model_not_found")
+        return json_response(self._card())
+
+    async def health(self, request: Request) -> ASGIApp:
+        """``GET /health``: 200 while the engine gets on or has nothing to do."""
+        good, said = self._service.health()
+        return json_response(said, 200 if good else 503)
+
+    async def ready(self, request: Request) -> ASGIApp:
+        """``GET /ready``: 200 while requests are taken."""
+        state = self._service.state
+        return json_response({"status": state}, 200 if state == "ready" else 503)
+
+    async def metrics(self, request: Request) -> ASGIApp:
+        """``GET /metrics``."""
+        text = await self._service.on_thread(self._service.metrics.text)
+        return Response(text, headers={"content-type": CONTENT_TYPE})
+
+    async def sessions(self, request: Request) -> ASGIApp:
+        """``GET /v1/edge_dflash/sessions``."""
+        _, sessions = self._service.loaded()
+        return json_response({"object": "list", "data": await self._service.on_thread(sessions.entries)})
+
+    async def session(self, request: Request) -> ASGIApp:
+        """``GET /v1/edge_dflash/sessions/NAME``."""
+        _, sessions = self._service.loaded()
+        return json_response(await self._service.on_thread(partial(sessions.info, _name(request))))
+
+    async def delete_session(self, request: Request) -> ASGIApp:
+        """``DELETE /v1/edge_dflash/sessions/NAME``."""
+        _, sessions = self._service.loaded()
+        name = _name(request)
+        await self._service.on_thread(partial(sessions.delete, name))
+        return json_response({"id": name, "object": "edge_dflash.session", "deleted": True})
+
+    async def save_session(self, request: Request) -> ASGIApp:
+        """``POST /v1/edge_dflash/sessions/NAME/save``, with ``to`` under another name."""
+        _, sessions = self._service.loaded()
+        name, to = _name(request), await self._other_name(request)
+        size = await self._service.on_thread(partial(sessions.save, name, to))
+        return json_response({"id": to or name, "object": "edge_dflash.session", "saved": True, "bytes": size})
+
+    async def fork_session(self, request: Request) -> ASGIApp:
+        """``POST /v1/edge_dflash/sessions/NAME/fork`` to the name ``to``."""
+        _, sessions = self._service.loaded()
+        name, to = _name(request), await self._other_name(request)
+        if to is None:
+            raise Refusal("to is missing; give the name of the new session", param="to")
+        await self._service.on_thread(partial(sessions.fork, name, to))
+        return json_response({"id": to, "object": "edge_dflash.session"})
+
+    async def _other_name(self, request: Request) -> str | None:
+        fields = Fields(await self._body(request))
+        to = fields.text("to")
+        fields.done()
+        return None if to is None else checked_name(to, "to")
+
+    async def _body(self, request: Request) -> dict[str, Any]:
+        limits, timeouts = self._service.config.limits, self._service.config.timeouts
+        return await read_json(request, limit=limits.body_bytes, seconds=timeouts.body, depth=limits.json_depth)
+
+    def _card(self) -> dict[str, Any]:
+        service = self._service
+        card: dict[str, Any] = {"id": service.config.model, "object": "model", "created": _STARTED}
+        card["owned_by"] = "edge-dflash"
+        if service.planner is not None:
+            planner = service.planner
+            tokenizer = planner.tokenizer
+            card["edge_dflash"] = {
+                **asdict(planner.shape),
+                "stop_token_ids": list(planner.stop_token_ids),
+                "tokenizer": tokenizer is not None,
+                "chat": tokenizer is not None and tokenizer.template is not None,
+                "fingerprint": planner.fingerprint,
+            }
+        return card
+
+    async def _generate(self, request: Request, read: _Reader, endpoint: str) -> ASGIApp:
+        service, arrived = self._service, time.perf_counter()
+        requests = service.metrics.requests
+
+        def count(outcome: str) -> None:
+            requests.labels(endpoint, outcome).inc()
+            if outcome == "disconnected":
+                service.metrics.disconnects.inc()
+
+        try:
+            service.loaded()
+            call = read(await self._body(request), service.config.limits, service.config.defaults)
+            running = service.start(call, arrived)
+        except Exception as error:
+            refused = _refused(service, error)
+            count(_outcome(refused.status))
+            return error_response(refused)
+        watcher = asyncio.create_task(watch_client(request.receive, running))
+        streams = False
+        try:
+            await running.stream.__aenter__()  # admission: its errors have a status of their own
+            if call.stream:
+                streams = True
+                return EventStream(service, running, count)
+            plan = await service.finish(running)
+            board = await service.board_state()
+            count("disconnected" if running.disconnected else plan.finish_reason)
+            return json_response(running.writer.whole(plan, board))
+        except Exception as error:
+            refused = _refused(service, error)
+            count("disconnected" if running.disconnected else _outcome(refused.status))
+            return error_response(refused)
+        finally:
+            watcher.cancel()
+            if not streams:
+                await service.end(running)
+
+
+def _name(request: Request) -> str:
+    return checked_name(request.path_params["name"], "session")
+
+
+def _outcome(status: int) -> str:
+    """The outcome of a request that was not run, for the metrics."""
+    known = {429: "queue_full", 503: "unavailable", 500: "failed"}
+    return known.get(status, "refused")

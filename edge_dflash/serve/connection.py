@@ -1,0 +1,72 @@
+"""One connection, bounded before there is a request: how many there are, and how long headers may take.
+
+uvicorn bounds the bytes of headers and the time between requests; the rest is here. Knows HTTP/1.1 as bytes only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from edge_dflash.serve.refusal import Refusal, dump, error_json
+
+_PHRASES = {400: "Bad Request", 408: "Request Timeout", 503: "Service Unavailable"}
+
+
+def bounded_connection(most: int, header_seconds: float) -> type[H11Protocol]:
+    """The protocol of a connection: at most ``most`` at a time, headers within ``header_seconds``."""
+
+    class Bounded(H11Protocol):
+        _timer: asyncio.TimerHandle | None = None
+        _refused = False
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            if len(self.connections) > most:
+                self._refuse(Refusal(f"{most} connections are open, which is the limit", status=503, retry_after=1))
+            else:
+                self._timer = self.loop.call_later(header_seconds, self._late)
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._stop()
+            super().connection_lost(exc)
+
+        def data_received(self, data: bytes) -> None:
+            if self._refused:
+                return
+            before, idle = self.cycle, self.cycle is None or self.cycle.response_complete
+            if idle and self._timer is None:
+                self._timer = self.loop.call_later(header_seconds, self._late)
+            super().data_received(data)
+            if self.cycle is not before:  # all headers are there
+                self._stop()
+
+        def send_400_response(self, msg: str) -> None:
+            self._refuse(Refusal("this is no HTTP request, or its headers are too long"))
+
+        def _stop(self) -> None:
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+
+        def _late(self) -> None:
+            self._timer = None
+            if self.cycle is None or self.cycle.response_complete:
+                self._refuse(Refusal(f"the headers did not end within {header_seconds:g} s", status=408))
+
+        def _refuse(self, refused: Refusal) -> None:
+            """Answer without a request, and close."""
+            self._refused = True
+            self._stop()
+            if self.transport.is_closing():
+                return
+            if self.cycle is None or self.cycle.response_complete:
+                body = dump(error_json(refused))
+                head = f"HTTP/1.1 {refused.status} {_PHRASES[refused.status]}\r\ncontent-type: application/json\r\n"
+                head += "".join(f"{name}: {value}\r\n" for name, value in refused.headers.items())
+                head += f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+                self.transport.write(head.encode("ascii") + body)
+            self.transport.close()
+
+    return Bounded

@@ -1,0 +1,103 @@
+"""The fields of a request's JSON, taken one by one: each has a type and a range, and none is left over unseen.
+
+Knows JSON values, nothing of what the fields mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Never
+
+from edge_dflash.serve.refusal import Refusal
+
+
+class Fields:
+    """A JSON object whose fields are taken. A field that is null counts as absent, as in the OpenAI API."""
+
+    def __init__(self, value: Mapping[str, Any], path: str = "") -> None:
+        """``path`` is where the object stands in the body."""
+        self._left = {key: item for key, item in value.items() if item is not None}
+        self._path = path
+        self._known: list[str] = []
+
+    def name(self, key: str) -> str:
+        """The field as messages name it."""
+        return f"{self._path}.{key}" if self._path else key
+
+    def fail(self, key: str, value: object, wanted: str) -> Never:
+        """Refuse a value."""
+        shown = repr(value)
+        shown = shown if len(shown) <= 60 else shown[:57] + "..."
+        raise Refusal(f"{self.name(key)} is {shown}; {wanted}", param=self.name(key))
+
+    def take(self, key: str) -> Any:
+        """The field as it is; None when it is absent."""
+        self._known.append(key)
+        return self._left.pop(key, None)
+
+    def text(self, key: str) -> str | None:
+        """A text."""
+        value = self.take(key)
+        if value is not None and not isinstance(value, str):
+            self.fail(key, value, "give a text")
+        return value
+
+    def flag(self, key: str) -> bool | None:
+        """True or false."""
+        value = self.take(key)
+        if value is not None and not isinstance(value, bool):
+            self.fail(key, value, "give true or false")
+        return value
+
+    def integer(self, key: str, low: int, high: int) -> int | None:
+        """A whole number of a range; 3.0 is one."""
+        value = self.take(key)
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if value is not None and (type(value) is not int or not low <= value <= high):
+            self.fail(key, value, f"give a whole number from {low} to {high}")
+        return value
+
+    def number(self, key: str, low: float, high: float) -> float | None:
+        """A number of a range."""
+        value = self.take(key)
+        if value is None:
+            return None
+        if type(value) not in (int, float) or not low <= value <= high:
+            self.fail(key, value, f"give a number from {low:g} to {high:g}")
+        return float(value)
+
+    def mapping(self, key: str) -> dict[str, Any] | None:
+        """A JSON object."""
+        value = self.take(key)
+        if value is not None and not isinstance(value, dict):
+            self.fail(key, value, "give a JSON object")
+        return value
+
+    def array(self, key: str) -> list[Any] | None:
+        """A JSON array."""
+        value = self.take(key)
+        if value is not None and not isinstance(value, list):
+            self.fail(key, value, "give a JSON array")
+        return value
+
+    def inner(self, key: str) -> Fields | None:
+        """A JSON object, to be taken apart in turn."""
+        value = self.mapping(key)
+        return None if value is None else Fields(value, self.name(key))
+
+    def only(self, key: str, *accepted: object, why: str) -> None:
+        """A field that is understood and has one meaning here: everything else is refused, not dropped."""
+        value = self.take(key)
+        if value is not None and not any(type(value) is type(one) and value == one for one in accepted):
+            self.fail(key, value, why)
+
+    def done(self) -> None:
+        """Refuse what was not taken."""
+        for key in self._left:
+            shown = key if len(key) <= 60 else key[:57] + "..."
+            raise Refusal(
+                f"{self.name(shown)} is unknown here; known are {', '.join(sorted(self._known))}",
+                param=self.name(shown),
+                code="unknown_parameter",
+            )

@@ -1,0 +1,145 @@
+"""What comes in is bounded here, before anything is made of it: bytes, seconds, nesting, numbers; and who may come in.
+
+Knows HTTP and JSON, nothing of plans.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import math
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import Scope
+
+from edge_dflash.errors import ConfigError
+from edge_dflash.serve.refusal import Refusal
+
+_LOCAL_NAMES = frozenset(("localhost", "127.0.0.1", "::1", "[::1]", "testserver"))
+
+
+def read_key(path: str) -> str:
+    """The key in a file. Raises ConfigError when it cannot be read, is too short, or everybody could read it."""
+    try:
+        mode = Path(path).stat().st_mode
+        text = Path(path).read_text(encoding="ascii").strip()
+    except OSError as error:
+        raise ConfigError(f"cannot read the API key {path}: {error.strerror}; give a readable file") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"the API key {path} is not ASCII; write a new one") from None
+    if mode & (stat.S_IROTH | stat.S_IWOTH):
+        raise ConfigError(f"everybody can read the API key {path}; chmod o-rwx it")
+    if len(text) < 16 or not text.isprintable() or " " in text:
+        raise ConfigError(f"the API key {path} has {len(text)} characters; give at least 16, without blanks")
+    return text
+
+
+def authorise(scope: Scope, headers: Mapping[str, str], key: str) -> None:
+    """Refuse a caller who may not come in. Whoever could open the Unix socket may.
+
+    Over TCP with a key: the key. Without a key only loopback is listened on, and the request must name it as its host:
+    a web page that a browser on this machine shows must not reach the service under another name.
+    """
+    server = scope.get("server")
+    if server is None or server[1] is None:
+        return
+    if key:
+        kind, _, given = headers.get("authorization", "").partition(" ")
+        good = hmac.compare_digest(given.strip().encode("utf-8", "replace"), key.encode())
+        if not good or kind.lower() != "bearer":
+            raise Refusal(
+                "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'",
+                status=401,
+                code="invalid_api_key",
+                headers={"www-authenticate": "Bearer"},
+            )
+        return
+    host = headers.get("host", "")
+    if (host.rpartition(":")[0] or host) not in _LOCAL_NAMES and host not in _LOCAL_NAMES:
+        raise Refusal(f"host {host[:60]!r} is not this machine; call it as 127.0.0.1", status=403, code="host")
+
+
+async def read_json(request: Request, *, limit: int, seconds: float, depth: int) -> dict[str, Any]:
+    """The JSON object that a request's body is. Raises Refusal for everything else."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise Refusal(f"content-type is {kind[:60]!r}; send application/json", status=415, code="content_type")
+    if request.headers.get("content-encoding", "identity").lower() != "identity":
+        raise Refusal("the body is compressed; send it as it is", status=415, code="content_encoding")
+    try:
+        body = await asyncio.wait_for(_read(request, limit), seconds)
+    except TimeoutError:
+        raise Refusal(
+            f"the body did not end within {seconds:g} s; send it faster",
+            status=408,
+            code="timeout",
+            headers={"connection": "close"},
+        ) from None
+    except ClientDisconnect:
+        raise Refusal("the client went away", status=408, code="disconnected") from None
+    return parse_object(body, depth)
+
+
+async def _read(request: Request, limit: int) -> bytes:
+    body = bytearray()
+    too_large = Refusal(
+        f"the body has more than {limit} bytes, which is the limit; send less",
+        status=413,
+        code="too_large",
+        headers={"connection": "close"},
+    )
+    length = request.headers.get("content-length", "0")
+    if length.isascii() and length.isdigit() and (len(length) > 18 or int(length) > limit):
+        raise too_large
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > limit:
+            raise too_large
+    return bytes(body)
+
+
+def parse_object(body: bytes, depth: int) -> dict[str, Any]:
+    """Strict JSON: UTF-8, finite numbers, whole numbers of 64 bits, at most ``depth`` levels."""
+    try:
+        value = json.loads(body.decode(), parse_constant=_constant, parse_float=_float, parse_int=_int)
+    except UnicodeDecodeError as error:
+        raise Refusal(f"the body is not UTF-8 (byte {error.start}); send JSON in UTF-8", code="json") from None
+    except json.JSONDecodeError as error:
+        raise Refusal(f"the body is no JSON: {error}", code="json") from None
+    except RecursionError:
+        raise _too_deep(depth) from None
+    if not isinstance(value, dict):
+        raise Refusal(f"the body is of type {type(value).__name__}; send a JSON object", code="json")
+    level: list[Any] = [value]
+    for _ in range(depth):
+        level = [inner for outer in level for inner in (outer.values() if isinstance(outer, dict) else outer)]
+        level = [inner for inner in level if isinstance(inner, dict | list)]
+        if not level:
+            return value
+    raise _too_deep(depth)
+
+
+def _too_deep(depth: int) -> Refusal:
+    return Refusal(f"the body is nested more than {depth} levels deep; send less", code="json")
+
+
+def _constant(name: str) -> float:
+    raise Refusal(f"{name} is no JSON number", code="json")
+
+
+def _float(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise Refusal(f"the number {text[:40]} is too large", code="json")
+    return value
+
+
+def _int(text: str) -> int:
+    if len(text) > 20 or abs(value := int(text)) > 2**64 - 1:
+        raise Refusal(f"the number {text[:40]} is too large; whole numbers have at most 64 bits", code="json")
+    return value

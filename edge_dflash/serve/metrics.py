@@ -1,0 +1,165 @@
+"""What the service counts, in Prometheus' form. Knows steps and plans, nothing of HTTP or of boards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    generate_latest,
+)
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from edge_dflash.plan import Plan
+from edge_dflash.spec.loop import Step
+from edge_dflash.telemetry.state import BoardState
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_SHORT = (0.001, 0.002, 0.004, 0.007, 0.01, 0.015, 0.02, 0.03, 0.045, 0.07, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
+_LONG = (0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.7, 1.0, 1.5, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0)
+_ACCEPT = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32)
+SELF_TEST = ("passed", "failed", "none")
+
+# Families of the board: metric, label, help.
+BOARD = {
+    "power": ("edge_dflash_board_power_watts", "rail", "Power of a rail."),
+    "temperature": ("edge_dflash_board_temperature_celsius", "zone", "Temperature of a thermal zone."),
+    "clock": ("edge_dflash_board_clock_hertz", "clock", "Frequency of a clock."),
+    "throttled": ("edge_dflash_board_throttled", "part", "1 while a part is slowed down for its heat."),
+    "over_current": ("edge_dflash_board_over_current_events", "counter", "Over-current events since boot."),
+    "memory": ("edge_dflash_board_memory_available_bytes", "kind", "Memory that programs may still take."),
+}
+
+
+class Metrics:
+    """All metrics of one service, in a registry of their own. Counted from any thread."""
+
+    def __init__(self, board: Callable[[], BoardState]) -> None:
+        """``board`` is asked at each scrape."""
+        self.registry = registry = CollectorRegistry()
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"edge_dflash_{name}", text, labels, registry=registry)
+
+        def gauge(name: str, text: str, *labels: str) -> Gauge:
+            return Gauge(f"edge_dflash_{name}", text, labels, registry=registry)
+
+        def histogram(name: str, text: str, buckets: Iterable[float], *labels: str) -> Histogram:
+            return Histogram(f"edge_dflash_{name}", text, labels, registry=registry, buckets=tuple(buckets))
+
+        self.requests = counter("requests", "Requests that ended, by endpoint and outcome.", "endpoint", "outcome")
+        self.tokens = counter("tokens", "Tokens: of prompts, of those not computed again, generated.", "kind")
+        self.drafted = counter("drafted_tokens", "Drafts that were verified, by place in the block.", "position")
+        self.accepted = counter("accepted_tokens", "Drafts that were committed, by place in the block.", "position")
+        self.disconnects = counter("disconnects", "Clients that left before the end of their answer.")
+        self.queue_depth = gauge("queue_depth", "Requests that wait.")
+        self.running = gauge("running", "1 while a request runs.")
+        self.stalled = gauge("stalled_seconds", "Time since the engine got on; 0 when it has nothing to do.")
+        self.drafting = gauge("drafting", "1 while cycles draft; 0 while drafting rests because it did not pay.")
+        self.ready = gauge("ready", "1 while requests are answered.")
+        self.sessions = gauge("open_sessions", "Sessions that are open.")
+        self.self_test = gauge("self_test", "1 for the state that the self-test left.", "state")
+        self.queue_wait = histogram("queue_wait_seconds", "From a request to its start on the engine.", _LONG)
+        self.first_token = histogram("first_token_seconds", "From a request to its first token.", _LONG)
+        self.prefill = histogram("prefill_seconds", "A prompt's pass.", _LONG)
+        self.inter_token = histogram("inter_token_seconds", "Time a token after the first, cycle by cycle.", _SHORT)
+        self.cycle = histogram("cycle_seconds", "A cycle: propose, verify, accept, commit.", _SHORT, "kind")
+        self.accept_length = histogram("accept_length", "Tokens that a drafting cycle committed.", _ACCEPT)
+        self._positions = 0
+        registry.register(_BoardCollector(board))
+
+    def size(self, block: int) -> None:
+        """Say how many tokens a block has, its anchor included: a cycle verifies one draft less."""
+        self._positions = block - 1
+
+    def tested(self, state: str) -> None:
+        """Note what the self-test gave, one of SELF_TEST."""
+        for one in SELF_TEST:
+            self.self_test.labels(one).set(one == state)
+
+    def step(self, step: Step, first: bool) -> None:
+        """Count a step of the engine. ``first``: it is a prompt's pass."""
+        count, seconds = len(step.tokens), step.propose_seconds + step.verify_seconds
+        if count == 0:
+            return
+        if first:
+            self.prefill.observe(seconds)
+            return
+        drafted = step.propose_seconds > 0
+        self.cycle.labels("drafted" if drafted else "plain").observe(seconds)
+        for _ in range(count):
+            self.inter_token.observe(seconds / count)
+        if drafted:
+            self.accept_length.observe(count)
+            for position in range(self._positions):
+                self.drafted.labels(str(position + 1)).inc()
+            for position in range(count - 1):
+                self.accepted.labels(str(position + 1)).inc()
+
+    def plan(self, plan: Plan) -> None:
+        """Count a finished plan."""
+        self.queue_wait.observe(plan.timings.queue_seconds)
+        if plan.timings.first_token_seconds:
+            self.first_token.observe(plan.timings.first_token_seconds)
+        self.tokens.labels("prompt").inc(plan.prompt_tokens)
+        self.tokens.labels("reused").inc(plan.reused_tokens)
+        self.tokens.labels("generated").inc(len(plan.tokens))
+
+    def text(self) -> bytes:
+        """All of it, as Prometheus reads it."""
+        lines = generate_latest(self.registry).splitlines(keepends=True)
+        return b"".join(line for line in lines if b"_created" not in line)  # a series with each one's time of birth
+
+
+class Meter:
+    """Counts the steps of an engine; an observer."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._first = True
+
+    def started(self) -> None:
+        """See Observer."""
+        self._first = True
+
+    def step(self, step: Step) -> None:
+        """See Observer."""
+        self._metrics.step(step, self._first)
+        self._first = False
+
+    def ended(self) -> None:
+        """See Observer."""
+
+
+class _BoardCollector(Collector):
+    """Asks the board at each scrape. What it does not say is left out."""
+
+    def __init__(self, board: Callable[[], BoardState]) -> None:
+        self._board = board
+
+    def describe(self) -> list[GaugeMetricFamily]:
+        return list(_families().values())
+
+    def collect(self) -> list[GaugeMetricFamily]:
+        state, families = self._board(), _families()
+        values: dict[str, Mapping[str, float | None]] = {
+            "power": {rail.name: rail.watts for rail in state.rails},
+            "temperature": state.temperatures,
+            "clock": {clock.name: clock.hz for clock in state.clocks},
+            "throttled": state.throttling,
+            "over_current": state.over_current,
+            "memory": {} if state.memory is None else {"available": state.memory.available},
+        }
+        for key, family in families.items():
+            for name, value in values[key].items():
+                if value is not None:
+                    family.add_metric([name], float(value))
+        return list(families.values())
+
+
+def _families() -> dict[str, GaugeMetricFamily]:
+    return {key: GaugeMetricFamily(metric, text, labels=[label]) for key, (metric, label, text) in BOARD.items()}

@@ -1,0 +1,203 @@
+"""The process: sockets, signals, connections. Starts a service, and stops it when asked.
+
+Knows uvicorn; what is answered is :mod:`edge_dflash.serve.app`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import stat
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from types import FrameType
+
+import uvicorn
+
+from edge_dflash.errors import EdgeDflashError, ServiceError
+from edge_dflash.serve.app import make_app
+from edge_dflash.serve.config import ServeConfig
+from edge_dflash.serve.connection import bounded_connection
+from edge_dflash.serve.lifecycle import Notifier
+from edge_dflash.serve.limits import read_key
+from edge_dflash.serve.service import Board, Service
+from edge_dflash.telemetry.state import BoardState
+
+log = logging.getLogger("edge_dflash.serve")
+_BACKLOG = 64
+
+
+def run(
+    config: ServeConfig,
+    notifier: Notifier | None = None,
+    board: Board = BoardState,
+    inherited: Sequence[socket.socket] = (),
+) -> None:
+    """Serve until a signal stops it. ``inherited`` are sockets that listen already, in place of those of ``config``.
+
+    Raises ConfigError for a key file that cannot be used, ServiceError when it cannot listen, and what Planner.open
+    raises.
+    """
+    key = read_key(config.service.api_key_file) if config.service.api_key_file else ""
+    with listening(config, inherited) as sockets:
+        service = Service(config, notifier, board)
+        asyncio.run(_Process(service, key).main(sockets))
+
+
+@contextmanager
+def listening(config: ServeConfig, inherited: Sequence[socket.socket]) -> Iterator[list[socket.socket]]:
+    """The sockets of a service; its Unix socket is removed in the end."""
+    service, path = config.service, Path(config.service.socket)
+    with contextlib.ExitStack() as stack:
+        sockets = list(inherited)
+        if not sockets and service.socket:
+            sockets.append(_unix(path, config.socket_mode))
+            stack.callback(partial(_remove, path, path.stat().st_ino))
+        if service.tcp and not any(one.family != socket.AF_UNIX for one in sockets):
+            sockets.append(_tcp(*config.tcp_address))
+        if not service.api_key_file and (odd := next((one for one in sockets if _reachable(one)), None)):
+            raise ServiceError(
+                f"{odd.getsockname()[0]} can be reached by others and there is no api_key_file; give one"
+            )
+        for one in sockets:
+            stack.callback(one.close)
+            one.setblocking(False)
+        yield sockets
+
+
+def _unix(path: Path, mode: int) -> socket.socket:
+    """Bind the path, in place of a socket that nobody listens on any more."""
+    one = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        path.parent.mkdir(mode=0o750, parents=True, exist_ok=True)
+        if path.exists():
+            if not stat.S_ISSOCK(path.stat().st_mode):
+                raise ServiceError(f"{path} is there and is no socket; give another service.socket")
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+                if probe.connect_ex(str(path)) == 0:
+                    raise ServiceError(f"another service listens on {path}; stop it, or give another service.socket")
+            path.unlink()
+        before = os.umask(0o177)  # nobody gets in before the mode is set
+        try:
+            one.bind(str(path))
+        finally:
+            os.umask(before)
+        path.chmod(mode)
+        one.listen(_BACKLOG)
+    except OSError as error:
+        one.close()
+        raise ServiceError(f"cannot listen on {path}: {error.strerror or error}; give another service.socket") from None
+    except BaseException:
+        one.close()
+        raise
+    return one
+
+
+def _tcp(host: str, port: int) -> socket.socket:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        one = socket.socket(family, kind, protocol)
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        one.bind(address)
+        one.listen(_BACKLOG)
+    except OSError as error:
+        raise ServiceError(f"cannot listen on {host}:{port}: {error.strerror or error}; give another tcp") from None
+    return one
+
+
+def _reachable(one: socket.socket) -> bool:
+    """Whether others than this machine can reach a socket."""
+    from edge_dflash.serve.config import is_loopback
+
+    return one.family != socket.AF_UNIX and not is_loopback(str(one.getsockname()[0]))
+
+
+def _remove(path: Path, inode: int) -> None:
+    """Remove the socket, if it is still ours."""
+    with contextlib.suppress(OSError):
+        if path.stat().st_ino == inode:
+            path.unlink()
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server, with a signal that drains instead of closing the door at once."""
+
+    def __init__(self, config: uvicorn.Config, on_signal: asyncio.Event, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(config)
+        self._signal = on_signal
+        self._loop = loop
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Called in the main thread, between any two instructions."""
+        self._loop.call_soon_threadsafe(self._signal.set)
+
+
+class _Process:
+    """One run of a service."""
+
+    def __init__(self, service: Service, key: str) -> None:
+        self._service = service
+        self._key = key
+
+    async def main(self, sockets: Iterable[socket.socket]) -> None:
+        """Listen, load, serve, drain."""
+        service, loop = self._service, asyncio.get_running_loop()
+        stop = asyncio.Event()
+        loop.set_default_executor(service.threads)
+        server = _Server(self._uvicorn(), stop, loop)
+        serving = asyncio.create_task(server.serve(list(sockets)))
+        watching = asyncio.create_task(service.watch())
+        stopping = asyncio.create_task(stop.wait())
+        loading = asyncio.create_task(asyncio.to_thread(service.load))
+        try:
+            await self._until_loaded(loading, stopping)
+            if not stop.is_set():
+                service.open_doors()
+                log.warning("serving %s", service.config.model)
+                await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            await service.drain()
+        finally:
+            server.should_exit = True
+            await asyncio.wait({serving}, timeout=10)
+            if stopping.done() and service.stalled_seconds() > 0:
+                log.error("the engine hangs; leaving it")
+                os._exit(ServiceError.exit_code)
+            watching.cancel()
+            stopping.cancel()
+            await asyncio.to_thread(service.close)
+
+    async def _until_loaded(self, loading: asyncio.Task[None], stopping: asyncio.Task[bool]) -> None:
+        self._service.notifier.status(f"loading {self._service.config.model}")
+        await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if loading.done():
+            try:
+                loading.result()
+            except EdgeDflashError as error:
+                self._service.notifier.status(f"not started: {error}")
+                raise
+            return
+        log.warning("stopped while loading")
+        _remove(Path(path := self._service.config.service.socket), Path(path).stat().st_ino if path else 0)
+        os._exit(0)  # a load cannot be interrupted; nothing was begun that would have to be ended
+
+    def _uvicorn(self) -> uvicorn.Config:
+        limits, timeouts = self._service.config.limits, self._service.config.timeouts
+        return uvicorn.Config(
+            make_app(self._service, self._key),
+            http=bounded_connection(limits.connections, timeouts.header),
+            ws="none",
+            loop="asyncio",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=max(1, round(timeouts.idle)),
+            timeout_graceful_shutdown=5,
+            h11_max_incomplete_event_size=limits.header_bytes,
+        )

@@ -1,0 +1,277 @@
+"""The service without HTTP: a planner that is loaded, asked, watched and stopped.
+
+Knows calls, plans and sessions. What is sent, and how, is :mod:`edge_dflash.serve.app`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+from edge_dflash.errors import ContextError
+from edge_dflash.plan import Plan
+from edge_dflash.planner import Planner
+from edge_dflash.planner_session import PlannerSession
+from edge_dflash.request.options import PlanOptions
+from edge_dflash.request.stream import AsyncPlanStream, PlanStream
+from edge_dflash.selftest import Mode
+from edge_dflash.serve.config import MIB, ServeConfig
+from edge_dflash.serve.lifecycle import Notifier, NullNotifier, Progress, State
+from edge_dflash.serve.metrics import Meter, Metrics
+from edge_dflash.serve.openai import Call
+from edge_dflash.serve.refusal import Refusal
+from edge_dflash.serve.replies import Writer
+from edge_dflash.serve.sessions import Sessions
+from edge_dflash.spec.loop import Step
+from edge_dflash.telemetry.state import BoardState
+
+log = logging.getLogger("edge_dflash.serve")
+Board = Callable[[], BoardState]
+TICK = 0.5  # seconds between two looks at the engine
+
+
+class _Watchers:
+    """Several observers as one."""
+
+    def __init__(self, *observers: Progress | Meter) -> None:
+        self._observers = observers
+
+    def started(self) -> None:
+        for observer in self._observers:
+            observer.started()
+
+    def step(self, step: Step) -> None:
+        for observer in self._observers:
+            observer.step(step)
+
+    def ended(self) -> None:
+        for observer in self._observers:
+            observer.ended()
+
+
+@dataclass(eq=False)
+class Running:
+    """A request that was admitted."""
+
+    call: Call
+    writer: Writer
+    stream: AsyncPlanStream
+    disconnected: bool = False
+    held: str | None = None  # its session, while it has it
+
+    def leave(self) -> None:
+        """Its client is gone."""
+        self.disconnected = True
+        self.stream.cancel()
+
+
+class Service:
+    """One bundle, served. Its methods are called on the loop's thread, if they do not say otherwise."""
+
+    def __init__(self, config: ServeConfig, notifier: Notifier | None = None, board: Board = BoardState) -> None:
+        self.config = config
+        self.notifier = notifier or NullNotifier()
+        self.board = board
+        self.state: State = "loading"
+        self.metrics = Metrics(board)
+        self.progress = Progress()
+        self.planner: Planner | None = None
+        self.sessions: Sessions | None = None
+        self._running: set[Running] = set()
+        self._seconds: deque[float] = deque([1.0], maxlen=16)  # of the last requests
+        self.threads = ThreadPoolExecutor(config.limits.connections + 4, thread_name_prefix="edge-dflash request")
+
+    # Loading ----------------------------------------------------------------------------------------------------------
+
+    def load(self) -> None:
+        """Open the bundle and go through its self-test. Blocks: called on a thread of its own."""
+        service, engine = self.config.service, self.config.engine
+        planner = Planner.open(
+            service.bundle,
+            queue=engine.queue,
+            prefix_bytes=engine.prefix_mib * MIB,
+            fallback=engine.fallback,
+            check_hashes=service.check_hashes,
+            self_test=cast(Mode, service.self_test),
+            observer=self.observer,
+        )
+        self.take(planner)
+
+    @property
+    def observer(self) -> _Watchers:
+        """What the planner is to be opened with."""
+        return _Watchers(self.progress, Meter(self.metrics))
+
+    def take(self, planner: Planner) -> None:
+        """Serve this planner, which was opened with :attr:`observer`; it is closed in the end."""
+        self.planner = planner
+        limits = self.config.limits
+        self.sessions = Sessions(
+            planner,
+            Path(self.config.service.state_dir) / "sessions",
+            limit=limits.sessions,
+            saved_limit=limits.saved_sessions,
+            save=self.config.sessions.save,
+        )
+        metrics, sessions, tested = self.metrics, self.sessions, planner.self_test
+        metrics.size(planner.shape.block_size)
+        metrics.tested("none" if tested is None else "passed" if tested.ok else "failed")
+        metrics.queue_depth.set_function(lambda: planner.waiting)
+        metrics.running.set_function(lambda: self.progress.running)
+        metrics.drafting.set_function(lambda: planner.drafting)
+        metrics.stalled.set_function(self.stalled_seconds)
+        metrics.ready.set_function(lambda: self.state == "ready")
+        metrics.sessions.set_function(lambda: len(sessions))
+
+    def open_doors(self) -> None:
+        """Answer requests from now on."""
+        self.state = "ready"
+        self.notifier.ready()
+        self.notifier.status(f"serving {self.config.model}")
+
+    # Watching ---------------------------------------------------------------------------------------------------------
+
+    def stalled_seconds(self) -> float:
+        """Seconds since the engine last got on; 0 when it has nothing to do. From any thread."""
+        return self.progress.stalled_seconds(self.planner.waiting if self.planner is not None else 0)
+
+    def health(self) -> tuple[bool, dict[str, Any]]:
+        """Whether the engine gets on, and what to say about it."""
+        stalled = self.stalled_seconds()
+        good = stalled < self.config.timeouts.stall
+        waiting = self.planner.waiting if self.planner is not None else 0
+        said = {"status": "ok" if good else "hung", "state": self.state, "running": self.progress.running}
+        return good, {**said, "waiting": waiting, "stalled_seconds": round(stalled, 3)}
+
+    async def watch(self) -> None:
+        """Feed the watchdog for as long as there is reason to, and say what goes on."""
+        said = ""
+        while True:
+            await asyncio.sleep(TICK)
+            planner = self.planner
+            if planner is None:
+                continue
+            if self.progress.feeds(planner.waiting):
+                self.notifier.watchdog()
+            if self.state == "ready":
+                what = f"serving {self.config.model}: {int(self.progress.running)} running, {planner.waiting} waiting"
+                if what != said:
+                    self.notifier.status(said := what)
+
+    # Requests ---------------------------------------------------------------------------------------------------------
+
+    def loaded(self) -> tuple[Planner, Sessions]:
+        """The planner and its sessions. Raises Refusal when no requests are taken now."""
+        if self.state != "ready" or self.planner is None or self.sessions is None:
+            why = "is loading" if self.state == "loading" else "is stopping"
+            raise Refusal(f"the service {why}; try again soon", status=503, code=self.state, retry_after=5)
+        return self.planner, self.sessions
+
+    def retry_after(self) -> float:
+        """Seconds until a place in the queue may be free."""
+        return min(60.0, sum(self._seconds) / len(self._seconds))
+
+    def start(self, call: Call, arrived: float) -> Running:
+        """Admit a call; ``arrived``: time.perf_counter() of its arrival. Errors come as Planner.stream raises them."""
+        planner, sessions = self.loaded()
+        if call.model is not None and call.model != self.config.model:
+            raise Refusal(
+                f"there is no model {call.model[:60]!r}; this service has {self.config.model!r}",
+                status=404,
+                code="model_not_found",
+                param="model",
+            )
+
+        def begin() -> PlanStream:  # on a thread: opening a session may wait for the engine
+            session = None
+            if call.session is not None:
+                session = sessions.acquire(call.session)
+                running.held = call.session
+            return self._queued(planner, session, call, arrived)
+
+        running = Running(call, Writer(call, self.config.model, planner.fingerprint[:16]), AsyncPlanStream(begin))
+        self._running.add(running)
+        return running
+
+    def _queued(self, planner: Planner, session: PlannerSession | None, call: Call, arrived: float) -> PlanStream:
+        task: Any = call.task
+        if isinstance(task, str):
+            if planner.tokenizer is None:
+                raise Refusal("this model has no tokenizer; give token ids as the prompt", param="prompt")
+            task = planner.tokenizer.encode(task)
+        options = PlanOptions(**call.options)
+        deadline = call.deadline if call.deadline is not None else self.config.timeouts.deadline or None
+        if deadline is not None:
+            options["deadline"] = max(0.0, deadline - (time.perf_counter() - arrived))
+        try:
+            return planner.stream(task, session=session, **options)
+        except ContextError:
+            if not call.budget_is_default or options.get("max_new_tokens") is None:
+                raise
+        options["max_new_tokens"] = None
+        return planner.stream(task, session=session, **options)
+
+    async def finish(self, running: Running) -> Plan:
+        """The plan of a request, counted; its session is saved if that is wanted after every turn."""
+        plan = await running.stream.result()
+        self.metrics.plan(plan)
+        self._seconds.append(plan.timings.total_seconds - plan.timings.queue_seconds)
+        if (name := running.call.session) is not None and self.sessions is not None and plan.tokens:
+            await self.on_thread(partial(self.sessions.turned, name))
+        return plan
+
+    async def end(self, running: Running) -> None:
+        """A request is over, however: nothing of it stays on the engine."""
+        try:
+            await running.stream.aclose()
+        except Exception as error:
+            log.debug("a request ended with %r", error)
+        finally:
+            self._running.discard(running)
+            if running.held is not None and self.sessions is not None:
+                await self.on_thread(partial(self.sessions.release, running.held))
+
+    async def on_thread(self, function: Callable[[], Any]) -> Any:
+        """Run what may wait for the engine."""
+        return await asyncio.get_running_loop().run_in_executor(self.threads, function)
+
+    async def board_state(self) -> Mapping[str, Any]:
+        """What the board says now, in a few figures; empty when it says nothing."""
+        state: BoardState = await self.on_thread(self.board)
+        return state.brief()
+
+    # Stopping ---------------------------------------------------------------------------------------------------------
+
+    async def drain(self) -> None:
+        """Refuse new requests, let those that run end, cut them when they take too long, save the sessions."""
+        if self.state == "draining":
+            return
+        self.state = "draining"
+        self.notifier.stopping()
+        self.notifier.status("stopping: waiting for the running request")
+        until = time.monotonic() + self.config.timeouts.drain
+        while self._running and time.monotonic() < until:
+            await asyncio.sleep(0.02)
+        for running in list(self._running):
+            running.stream.cancel()  # ends at its next commit, with what it has
+        until = time.monotonic() + self.config.timeouts.write
+        while self._running and time.monotonic() < until:
+            await asyncio.sleep(0.02)
+        if self.sessions is not None and not self.stalled_seconds():
+            self.notifier.status("stopping: saving sessions")
+            for problem in await self.on_thread(self.sessions.save_all):
+                log.error("not saved: %s", problem)
+
+    def close(self) -> None:
+        """Release the engine; blocks."""
+        self.threads.shutdown(wait=False, cancel_futures=True)
+        if self.planner is not None:
+            self.planner.close()

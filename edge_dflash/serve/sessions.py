@@ -1,0 +1,255 @@
+"""The service's conversations, by name: open ones in memory, saved ones in one directory, opened again when asked for.
+
+A name that may be used names one file of the directory and no path. Every method but the constructor may wait for the
+engine, so none is called on the loop's thread. Knows nothing of HTTP.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from edge_dflash.errors import EdgeDflashError, RequestError
+from edge_dflash.planner import Planner
+from edge_dflash.planner_session import PlannerSession
+from edge_dflash.serve.openai import checked_name
+from edge_dflash.serve.refusal import Refusal
+
+SUFFIX = ".session"
+
+
+@dataclass
+class _Slot:
+    """A name that is in use. Its lock is held while it is loaded, saved or forked."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    session: PlannerSession | None = None
+    saved: int = 0  # tokens that the file holds
+    users: int = 0  # who is about to hold it, or does
+    held: bool = False  # by one request
+
+
+class Sessions:
+    """Named sessions of one planner. Used from any thread."""
+
+    def __init__(self, planner: Planner, directory: Path, *, limit: int, saved_limit: int, save: str) -> None:
+        """Keep at most ``limit`` open and ``saved_limit`` files; ``save``: turn, shutdown or never."""
+        self._planner = planner
+        self._directory = directory
+        self._limit = limit
+        self._saved_limit = saved_limit
+        self._save = save
+        self._lock = threading.Lock()
+        self._slots: OrderedDict[str, _Slot] = OrderedDict()  # used longest ago first
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def acquire(self, name: str) -> PlannerSession:
+        """The session of this name: open, loaded from its file, or new. Give it back with :meth:`release`."""
+        slot = self._slot(name)
+        try:
+            with slot.lock:
+                if slot.held:
+                    raise _busy(name)
+                session = self._opened(name, slot)
+                slot.held = True
+                return session
+        except BaseException:
+            self._let_go(name, slot)
+            raise
+
+    def release(self, name: str) -> None:
+        """A request has no more to do with it."""
+        with self._lock:
+            slot = self._slots[name]
+            slot.held = False
+        self._let_go(name, slot)
+
+    def turned(self, name: str) -> None:
+        """A turn has ended: save it if that is wanted after every turn. Called before :meth:`release`."""
+        if self._save == "turn":
+            self.save(name)
+
+    def entries(self) -> list[dict[str, Any]]:
+        """All names, open and saved."""
+        with self._lock:
+            opened = {name: slot for name, slot in self._slots.items() if slot.session is not None}
+        names = sorted({*opened, *self._files()})
+        return [self._entry(name, opened.get(name)) for name in names]
+
+    def info(self, name: str) -> dict[str, Any]:
+        """One session with its messages. Raises Refusal when there is none."""
+        with self._lock:
+            slot = self._slots.get(name)
+        if slot is not None and slot.session is not None:
+            return {**self._entry(name, slot), "messages": list(slot.session.messages)}
+        if not self._path(name).is_file():
+            raise _unknown(name)
+        return self._entry(name, None)
+
+    def save(self, name: str, to: str | None = None) -> int:
+        """Write a session, under its own name or another; returns the file's bytes."""
+        with self._lock:
+            slot = self._slots.get(name)
+            taken = to is not None and to != name and to in self._slots
+        if slot is None:
+            raise _unknown(name)
+        if taken:
+            raise Refusal(f"session {to!r} is open; save to another name, or delete it", status=409, param="to")
+        with slot.lock:
+            return self._written(name, slot, to or name)
+
+    def fork(self, name: str, to: str) -> None:
+        """Let the session ``to`` go on from where ``name`` stands."""
+        if to == name:
+            raise Refusal(f"session {name!r} cannot be forked to itself; give another name", param="to")
+        if not self._known(name):
+            raise _unknown(name)
+        source = self.acquire(name)
+        try:
+            target = self._slot(to)
+            try:
+                with target.lock:
+                    if target.session is not None or self._path(to).is_file():
+                        raise Refusal(f"session {to!r} exists; give a new name, or delete it", status=409, param="to")
+                    target.session = source.fork()
+            finally:
+                self._let_go(to, target)
+        finally:
+            self.release(name)
+
+    def delete(self, name: str) -> None:
+        """Forget a session and its file. Raises Refusal when there is none."""
+        with self._lock:
+            slot = self._slots.get(name)
+            if slot is not None and slot.users:
+                raise _busy(name)
+            slot = self._slots.pop(name, None)
+        path = self._path(name)
+        if slot is None and not path.is_file():
+            raise _unknown(name)
+        if slot is not None and slot.session is not None:
+            slot.session.close()
+        path.unlink(missing_ok=True)
+
+    def save_all(self) -> list[str]:
+        """Save what is not saved, unless that is never wanted; returns what went wrong."""
+        problems = []
+        with self._lock:
+            slots = list(self._slots.items())
+        for name, slot in slots if self._save != "never" else ():
+            with slot.lock:
+                try:
+                    if _unsaved(slot):
+                        self._written(name, slot, name)
+                except (EdgeDflashError, OSError) as error:
+                    problems.append(f"session {name}: {error}")
+        return problems
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _known(self, name: str) -> bool:
+        with self._lock:
+            slot = self._slots.get(name)
+        return (slot is not None and slot.session is not None) or self._path(name).is_file()
+
+    def _slot(self, name: str) -> _Slot:
+        """The slot of a name, with one more user; another one is closed if there are too many."""
+        with self._lock:
+            if name not in self._slots and len(self._slots) >= self._limit:
+                self._evict()
+            slot = self._slots.setdefault(name, _Slot())
+            self._slots.move_to_end(name)
+            slot.users += 1
+            return slot
+
+    def _let_go(self, name: str, slot: _Slot) -> None:
+        """One user less; a slot that nobody uses and that came to nothing is dropped."""
+        with self._lock:
+            slot.users -= 1
+            if slot.session is None and not slot.users:
+                del self._slots[name]
+
+    def _evict(self) -> None:
+        """Close the session that was used longest ago and is not in use. Nothing is lost: else it is refused."""
+        for name, slot in self._slots.items():
+            if slot.users or slot.session is None or not slot.lock.acquire(blocking=False):
+                continue
+            try:
+                if _unsaved(slot):
+                    if self._save == "never":
+                        continue
+                    self._written(name, slot, name)
+                slot.session.close()
+                del self._slots[name]
+                return
+            finally:
+                slot.lock.release()
+        raise Refusal(
+            f"{len(self._slots)} sessions are open, which is the limit, and none can be put away; delete one",
+            status=429,
+            code="session_limit",
+            retry_after=5,
+        )
+
+    def _opened(self, name: str, slot: _Slot) -> PlannerSession:
+        if slot.session is None:
+            path = self._path(name)
+            if path.is_file():
+                slot.session = self._planner.load_session(path)
+                slot.saved = len(slot.session.tokens)
+            else:
+                slot.session = self._planner.session()
+        if slot.session.busy:
+            raise _busy(name)
+        return slot.session
+
+    def _written(self, name: str, slot: _Slot, to: str) -> int:
+        if slot.session is None:
+            raise _unknown(name)
+        if slot.session.busy:
+            raise _busy(name)
+        files = self._files()
+        if to not in files and len(files) >= self._saved_limit:
+            raise Refusal(
+                f"{len(files)} sessions are saved, the limit is {self._saved_limit}; delete one",
+                status=409,
+                code="session_limit",
+            )
+        try:
+            self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise RequestError(f"cannot make the state directory: {error.strerror}; check its permissions") from None
+        size = slot.session.save(self._path(to))
+        if to == name:
+            slot.saved = len(slot.session.tokens)
+        return size
+
+    def _path(self, name: str) -> Path:
+        return self._directory / (checked_name(name, "session") + SUFFIX)
+
+    def _files(self) -> list[str]:
+        return [path.name.removesuffix(SUFFIX) for path in self._directory.glob("*" + SUFFIX)]
+
+    def _entry(self, name: str, slot: _Slot | None) -> dict[str, Any]:
+        session = slot.session if slot is not None else None
+        entry: dict[str, Any] = {"id": name, "object": "edge_dflash.session", "open": session is not None}
+        entry["tokens"] = len(session.tokens) if session is not None else None
+        entry["saved"] = self._path(name).is_file()
+        return entry
+
+
+def _unsaved(slot: _Slot) -> bool:
+    return slot.session is not None and len(slot.session.tokens) > slot.saved
+
+
+def _unknown(name: str) -> Refusal:
+    return Refusal(f"there is no session {name!r}; a request with it makes one", status=404, code="session_not_found")
+
+
+def _busy(name: str) -> Refusal:
+    return Refusal(f"session {name!r} is in use; wait for its turn to end", status=409, code="session_busy")

@@ -1,0 +1,104 @@
+"""An answer as it is made: server-sent events in the form of the OpenAI API.
+
+A client that leaves, or takes nothing for too long, ends its request at the next commit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from starlette.types import Receive, Scope, Send
+
+from edge_dflash.plan import Increment
+from edge_dflash.serve.refusal import dump, error_json, refusal
+from edge_dflash.serve.service import Running, Service
+
+ALIVE = 10.0  # seconds without an event after which a comment is sent: a client that died is found
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+async def watch_client(receive: Receive, running: Running) -> None:
+    """End the request when its client leaves."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    running.leave()
+
+
+class EventStream:
+    """The response to a request that streams: takes it over and ends it. ``count`` is told the outcome."""
+
+    def __init__(self, service: Service, running: Running, count: Callable[[str], None]) -> None:
+        self._service = service
+        self._running = running
+        self._count = count
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send all events (ASGI)."""
+        running = self._running
+        watcher = asyncio.create_task(watch_client(receive, running))
+        try:
+            await self._send(send, {"type": "http.response.start", "status": 200, "headers": _HEADERS})
+            outcome = await self._events(send)
+            self._count("disconnected" if running.disconnected else outcome)
+            await self._send(send, {"type": "http.response.body", "body": b"", "more_body": False})
+        except (TimeoutError, OSError):  # it takes nothing, or is gone
+            running.leave()
+            self._count("disconnected")
+        finally:
+            watcher.cancel()
+            await self._service.end(running)
+
+    async def _events(self, send: Send) -> str:
+        service, running = self._service, self._running
+        writer, calls = running.writer, 0
+        if (opening := writer.opening()) is not None:
+            await self._event(send, opening)
+        try:
+            async for part in _with_comments(running, lambda: self._data(send, b": working\n\n")):
+                piece = writer.piece(part, calls)
+                calls += len(part.tool_calls)
+                if piece is not None and not running.disconnected:
+                    await self._event(send, piece)
+            plan = await service.finish(running)
+            board = await service.board_state()
+            for chunk in writer.closing(plan, board):
+                await self._event(send, chunk)
+            outcome: str = plan.finish_reason
+        except (TimeoutError, OSError):
+            raise
+        except Exception as error:
+            refused = refusal(error)
+            await self._event(send, error_json(refused))
+            outcome = refused.code or "refused"
+        await self._data(send, b"data: [DONE]\n\n")
+        return outcome
+
+    async def _event(self, send: Send, value: dict[str, Any]) -> None:
+        await self._data(send, b"data: " + dump(value) + b"\n\n")
+
+    async def _data(self, send: Send, data: bytes) -> None:
+        await self._send(send, {"type": "http.response.body", "body": data, "more_body": True})
+
+    async def _send(self, send: Send, message: dict[str, Any]) -> None:
+        await asyncio.wait_for(send(message), self._service.config.timeouts.write)
+
+
+async def _with_comments(running: Running, comment: Callable[[], Awaitable[None]]) -> Any:
+    """The increments; ``comment`` is called whenever none came for a while."""
+    increments = aiter(running.stream)
+    while True:
+        following: asyncio.Task[Increment] = asyncio.ensure_future(anext(increments))
+        while not following.done():
+            done, _ = await asyncio.wait({following}, timeout=ALIVE)
+            if not done:
+                await comment()
+        try:
+            yield following.result()
+        except StopAsyncIteration:
+            return
