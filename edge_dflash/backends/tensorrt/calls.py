@@ -35,7 +35,8 @@ SINCE: dict[str, tuple[str, str]] = {
             "INetworkDefinition.add_select INetworkDefinition.add_unary UnaryOperation UnaryOperation.RECIP "
             "UnaryOperation.SQRT IDequantizeLayer.axis __version__",
         ),
-        ("8.6", "reference of 8.6", "INetworkDefinition.add_cast DataType.FP8 IBuilderConfig.max_aux_streams"),
+        ("8.6", "reference of 8.6; not in that of 8.5", "INetworkDefinition.add_cast DataType.FP8"),
+        ("8.6", "trtexec --maxAuxStreams of 8.6", "IBuilderConfig.max_aux_streams"),
         ("9.0", "deprecation of the two-argument form", "INetworkDefinition.add_dequantize"),
         ("9.2", "release notes of 9.2", "NetworkDefinitionCreationFlag.STRONGLY_TYPED"),
         ("10.0", "reference of 10.0", "DataType.BF16"),
