@@ -87,16 +87,28 @@ __device__ u64 weight(double x, double top, double temperature) {
     return __double2ull_rn(__dmul_rn(p, __hiloint2double((1023 + 40 + (int)n) << 20, 0)));
 }
 
-// First word of Philox4x32-10 of the counter (token, position, 0, 0).
-__device__ __forceinline__ u32 philox(u32 token, u32 position, u32 k0, u32 k1) {
-    u32 c0 = token, c1 = position, c2 = 0, c3 = 0;
+__device__ __forceinline__ u32 multiply(u32 a, u32 b, u32& high) {
+    u32 low;
+    asm("{\n.reg .b64 product;\nmul.wide.u32 product, %2, %3;\nmov.b64 {%0, %1}, product;\n}"
+        : "=r"(low), "=r"(high)
+        : "r"(a), "r"(b));
+    return low;
+}
+// First words of Philox4x32-10 of the counters (first + i, position, 0, 0); several at once hide each other's latency.
+template <int n>
+__device__ __forceinline__ void philox(u32 (&bits)[n], u32 first, u32 position, u32 k0, u32 k1) {
+    u32 c1[n], c2[n], c3[n];
 #pragma unroll
-    for (int round = 0; round < 10; round++) {
-        const u64 p0 = (u64)c0 * 0xD2511F53u, p1 = (u64)c2 * 0xCD9E8D57u;
-        c0 = (u32)(p1 >> 32) ^ c1 ^ k0, c1 = (u32)p1, c2 = (u32)(p0 >> 32) ^ c3 ^ k1, c3 = (u32)p0;
-        k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
+    for (int i = 0; i < n; i++) bits[i] = first + i, c1[i] = position, c2[i] = 0, c3[i] = 0;
+#pragma unroll
+    for (int round = 0; round < 10; round++, k0 += 0x9E3779B9u, k1 += 0xBB67AE85u) {
+#pragma unroll
+        for (int i = 0; i < n; i++) {
+            u32 high0, high1;
+            const u32 low0 = multiply(bits[i], 0xD2511F53u, high0), low1 = multiply(c2[i], 0xCD9E8D57u, high1);
+            bits[i] = high1 ^ c1[i] ^ k0, c1[i] = low1, c2[i] = high0 ^ c3[i] ^ k1, c3[i] = low0;
+        }
     }
-    return c0;
 }
 
 // Gumbel noise -ln(-ln((bits + 0.5) / 2^32)), to 2e-5.
@@ -105,10 +117,15 @@ __device__ __forceinline__ float log2_fast(float x) {
     asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
+__device__ __forceinline__ float inverse_fast(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
 __device__ __forceinline__ float noise_estimate(u32 bits) {
     const float low = fmaf((float)bits, 0x1p-32f, 0x1p-33f);    // u
     const float high = fmaf((float)~bits, 0x1p-32f, 0x1p-33f);  // 1 - u, exact to FP32's last bit where u is near 1
-    const float z = __fdividef(high, 2.0f - high), zz = z * z;  // -ln(1 - v) = 2 artanh(v / (2 - v))
+    const float z = high * inverse_fast(2.0f - high), zz = z * z;  // -ln(1 - v) = 2 artanh(v / (2 - v))
     const float series = 2.0f * z * fmaf(zz, fmaf(zz, fmaf(zz, 1.0f / 7, 1.0f / 5), 1.0f / 3), 1.0f);
     const float e = bits >= 0xC0000000u ? series : -0.693147181f * log2_fast(low);
     return -0.693147181f * log2_fast(e);
@@ -345,17 +362,17 @@ struct Scores {
     double temperature;
     float inverse;  // 1 / T
 
-    // Near the score, but for a margin.
-    __device__ __forceinline__ float estimate(u32 bin, u32 id) const {
+    template <int n>
+    __device__ __forceinline__ void noise(u32 (&bits)[n], u32 first) const {
+        if (temperature > 0.0) philox(bits, first, position, k0, k1);
+    }
+    // Near the score, but for the margin.
+    __device__ __forceinline__ float estimate(u32 bin, u32 bits) const {
         const float x = value_of(bin);
-        return temperature > 0.0 ? fmaf(x, inverse, noise_estimate(philox(id, position, k0, k1))) : x;
+        return temperature > 0.0 ? fmaf(x, inverse, noise_estimate(bits)) : x;
     }
     __device__ __forceinline__ float margin(u32 bin) const {
         return temperature > 0.0 ? fmaf(fabsf(value_of(bin) * inverse), 0x1p-20f, 2e-5f) : 0.0f;
-    }
-    __device__ __forceinline__ u64 exact(u32 bin, u32 id) const {
-        const u32 noise = temperature > 0.0 ? philox(id, position, k0, k1) : 0;
-        return score(bin, noise, temperature);
     }
 };
 
@@ -420,17 +437,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4)
     float most = NEG_INF, second = NEG_INF, floor = NEG_INF;
     int where = -1;
 #pragma unroll
-    for (int g = 0; g < GROUPS; g++) {
-        if (!(alive >> 8 * g & 0xffu)) continue;
+    for (int first = 0; first < 8 * GROUPS; first += 4) {
+        if (!(alive >> first & 0xfu)) continue;
+        u32 noise[4];
+        scores.noise(noise, start + first / 8 * (THREADS * 8) + first % 8);
 #pragma unroll
-        for (int i = 0; i < 8; i++) {
-            const u32 bin = bin8(words[g], i);
-            const float estimate = scores.estimate(bin, start + g * THREADS * 8 + i), margin = scores.margin(bin);
-            if (!(alive >> (8 * g + i) & 1)) continue;
-            const float bound = estimate + margin;
-            floor = fmaxf(floor, estimate - margin);
+        for (int i = 0; i < 4; i++) {
+            const u32 bin = bin8(words[first / 8], first % 8 + i);
+            const float estimate = scores.estimate(bin, noise[i]), margin = scores.margin(bin);
+            const bool there = alive >> (first + i) & 1;
+            const float bound = there ? estimate + margin : NEG_INF;
+            floor = fmaxf(floor, there ? estimate - margin : NEG_INF);
             second = fmaxf(second, fminf(most, bound));
-            if (bound > most) most = bound, where = 8 * g + i;
+            if (bound > most) most = bound, where = first + i;
         }
     }
     if (s.temperature == 0.0) second = NEG_INF;  // the bound is the score, and its first place the lowest id
@@ -450,8 +469,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4)
     for (; near; near &= near - 1) {
         const int i = __ffs(near) - 1;
         const u32 id = start + i / 8 * (THREADS * 8) + i % 8, bin = bin_of(job.logits[(u64)row * job.stride + id]);
-        if (scores.estimate(bin, id) + scores.margin(bin) < floor) continue;
-        const u64 exact = scores.exact(bin, id);
+        u32 noise[1];
+        scores.noise(noise, id);
+        if (scores.estimate(bin, noise[0]) + scores.margin(bin) < floor) continue;
+        const u64 exact = score(bin, noise[0], s.temperature);
         if (better(exact, id, best)) best = {exact, id};
     }
     __syncwarp();
