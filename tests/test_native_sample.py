@@ -1,6 +1,7 @@
 """The choice kernels without a GPU: they compile for every arch, and both sides have the same sizes."""
 
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,7 +10,9 @@ from cubin_support import cubin, kernel_use
 from edge_dflash.backends.native import sample
 from edge_dflash.backends.native.chooser import Chooser
 from edge_dflash.backends.native.compile import KERNELS
-from edge_dflash.backends.native.memory import Memory, aligned
+from edge_dflash.backends.native.driver import DevicePointer
+from edge_dflash.backends.native.graphs import Capture
+from edge_dflash.backends.native.memory import Control, Memory, aligned
 from edge_dflash.backends.native.rows import NativeRows
 from edge_dflash.errors import BackendError
 from edge_dflash.spec.sampling import Sampling
@@ -127,3 +130,43 @@ def test_settings_go_to_the_device_only_when_they_change():
     before = len(owner.gpu.log)
     owner.chooser.prepare(Sampling(0.7))  # the choice has brought them
     assert len(owner.gpu.log) == before
+
+
+class Calls:
+    """Notes the name and the arguments of every method that is called."""
+
+    def __init__(self, log, name):
+        self._log, self._name = log, name
+
+    def __getattr__(self, method):
+        return lambda *arguments, **named: self._log.append((f"{self._name}.{method}", arguments, named))
+
+
+def test_a_sampled_cycle_chooses_for_the_positions_of_its_rows():
+    log, memory = [], Memory(None)
+    at = [DevicePointer(address, 1024) for address in (1 << 20, 2 << 20, 3 << 20, 4 << 20, 5 << 20)]
+    control, ids, drafts, choices, other = at
+    buffers = SimpleNamespace(
+        shared=SimpleNamespace(control=control), ids=ids, drafts=drafts, choices=choices, clock=other, result=other,
+        logits="logits", sampling=sample.Buffers.take(memory, 16, 100),
+    )  # fmt: skip
+    kernels = SimpleNamespace(cycle=Calls(log, "frame"), sampler=Calls(log, "sampler"))
+    loaded = SimpleNamespace(
+        buffers=buffers, kernels=kernels, plan=SimpleNamespace(sizes=SimpleNamespace(rows=10)),
+        passes={name: Calls(log, name) for name in ("propose", "verify")},
+    )  # fmt: skip
+    capture = Capture(Calls(log, "gpu"), loaded, SimpleNamespace(result=None), mask=63)
+    for sampled in (False, True):
+        log.clear()
+        capture.cycle(sampled=sampled)
+        names = [name for name, _, _ in log]
+        own = ["sampler.choose"] * sampled
+        passes = ["frame.ids", "propose.enqueue", *own, "frame.ids", "verify.enqueue", *own]
+        assert names == [*passes, "frame.accept", "gpu.read_into"]
+        assert [named["logits"] for name, _, named in log if name.endswith("enqueue")] == [sampled] * 2
+    length = DevicePointer(control.address + 4 * Control.LENGTH, 4)
+    found = [arguments for name, arguments, _ in log if name == "sampler.choose"]
+    assert found == [
+        (buffers.sampling, "logits", drafts, sample.Block(length, 0, 1, 10)),  # row 0 is the anchor's: no draft
+        (buffers.sampling, "logits", choices, sample.Block(length, 1, 0, 10)),
+    ]
