@@ -1,4 +1,4 @@
-"""Where the data folders that ship with edge-dflash lie: ``calib``, ``engines`` and ``jetson``.
+"""Where the data folders that ship with edge-dflash lie: ``calib``, ``deploy``, ``engines`` and ``jetson``.
 
 They are folders at the root of a checkout and part of the package once installed. Knows nothing of what is in them.
 """
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from edge_dflash.errors import EdgeDflashError
 
-FOLDERS = ("calib", "engines", "jetson")
+FOLDERS = ("calib", "deploy", "engines", "jetson")
 
 
 def directory(name: str) -> Path:

@@ -21,7 +21,7 @@ def test_an_installed_package_has_its_own_copy_and_prefers_it(tmp_path):
 
 
 def test_an_unknown_folder_is_refused_with_the_names():
-    with pytest.raises(EdgeDflashError, match="'boards'; there are calib, engines, jetson"):
+    with pytest.raises(EdgeDflashError, match="'boards'; there are calib, deploy, engines, jetson"):
         resources.directory("boards")
 
 

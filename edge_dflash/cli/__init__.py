@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 from edge_dflash import __version__
-from edge_dflash.cli import bench, build, demo, generate, inspect, serve, verify
+from edge_dflash.cli import bench, build, demo, doctor, generate, inspect, serve, service, verify
 from edge_dflash.errors import BackendError, EdgeDflashError
 
 INTERRUPTED = 130
@@ -34,6 +34,8 @@ app.command(short_help="Check that a bundle is lossless here.")(verify.verify)
 app.command(short_help="Time a pair against the speed of memory.")(bench.bench)
 app.command(short_help="Print bytes, memory and speed limits of a pair.")(inspect.inspect)
 app.command(short_help="Answer the OpenAI API on a socket.")(serve.serve)
+app.command(short_help="Check that this machine can serve a bundle.")(doctor.doctor)
+app.add_typer(service.app, name="service", short_help="Install, upgrade and remove the systemd service.")
 
 
 def _print_version(wanted: bool) -> None:

@@ -1,0 +1,87 @@
+"""``edge-dflash service``: the planner as a systemd service, from its installation to its removal."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from edge_dflash.cli.output import emit_json, say
+from edge_dflash.install.service import KEEP, Options, Outcome, install, remove, rollback
+
+app = typer.Typer(
+    help="Install, upgrade, roll back and remove the systemd service. docs/thor.md shows every step.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+Root = Annotated[Path, typer.Option(help="Directory to work below; another than / gets files only.")]
+Start = Annotated[bool, typer.Option("--start/--no-start", help="Start the service, and take a bad release back.")]
+Json = Annotated[bool, typer.Option("--json", help="One JSON object on the last line of stdout.")]
+
+
+@app.command("install", short_help="Serve a bundle; again for an upgrade.")
+def install_command(
+    bundle: Annotated[Path, typer.Argument(help="Directory that a build made; it is copied.")],
+    root: Root = Path("/"),
+    program: Annotated[
+        Path | None, typer.Option(help="The edge-dflash that serves; default: the one that runs now.")
+    ] = None,
+    keep: Annotated[int, typer.Option(min=1, help="Releases to keep, the new one included.")] = KEEP,
+    tcp: Annotated[
+        bool | None, typer.Option("--tcp/--no-tcp", help="Let the unit use TCP; where it listens is in config.toml.")
+    ] = None,
+    activation: Annotated[
+        bool | None,
+        typer.Option("--socket-activation/--no-socket-activation", help="Let systemd hold the socket from boot on."),
+    ] = None,
+    start: Start = True,
+    json: Json = False,
+) -> None:
+    """Copy BUNDLE, install units and user, and serve it from now on and after every boot.
+
+    Given again with another bundle or from another program, it upgrades: the copy is checked, one link is switched, and
+    a release that does not become ready is taken back. Needs no network.
+
+    JSON keys: release, previous, releases, written, removed, started.
+    """
+    outcome = install(bundle, root, Options(keep, tcp, activation, start), program=program)
+    _show(outcome, json, f"{outcome.release} is installed" + (" and ready" if outcome.started else ""))
+
+
+@app.command("rollback", short_help="Serve the release before the current one.")
+def rollback_command(root: Root = Path("/"), start: Start = True, json: Json = False) -> None:
+    """Switch to the release before the current one, program and bundle together.
+
+    JSON keys: as of install.
+    """
+    outcome = rollback(root, start=start)
+    _show(outcome, json, f"{outcome.release} is current again" + (" and ready" if outcome.started else ""))
+
+
+@app.command("remove", short_help="Remove the service.")
+def remove_command(
+    root: Root = Path("/"),
+    purge: Annotated[bool, typer.Option("--purge", help="Configuration, drop-ins and saved sessions as well.")] = False,
+    json: Json = False,
+) -> None:
+    """Stop the service and remove its units and bundles; configuration and saved sessions stay without --purge.
+
+    JSON keys: as of install.
+    """
+    outcome = remove(root, purge=purge)
+    _show(outcome, json, "the service is removed" if outcome.removed else "nothing was installed")
+
+
+def _show(outcome: Outcome, json: bool, line: str) -> None:
+    if json:
+        emit_json(asdict(outcome))
+        return
+    for verb, paths in (("wrote", outcome.written), ("removed", outcome.removed)):
+        for path in paths:
+            say(f"{verb} {path}")
+    print(line)
+    if outcome.previous is not None:
+        say(f"a rollback goes to {outcome.previous}")

@@ -1,0 +1,206 @@
+"""Install, upgrade, roll back and remove: each may be given again and does the rest, or nothing.
+
+Files of units are replaced, the administrator's (config.toml, drop-ins) are not. A release that does not become ready
+is taken back by itself.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from edge_dflash.errors import EdgeDflashError
+from edge_dflash.install import releases
+from edge_dflash.install.host import Host, Offline, host_of
+from edge_dflash.install.layout import ACTIVATED, CONFIG, ENABLED, FILES, TCP, Layout
+from edge_dflash.resources import directory
+
+KEEP = 2  # releases: the one that is served and the one before
+LOG = "journalctl -b -u edge-dflash tells why"
+_HIDDEN = ("/home", "/root", "/run/user", "/tmp", "/var/tmp")  # from a unit with ProtectHome and PrivateTmp
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to install. None keeps what is there, or leaves it off."""
+
+    keep: int = KEEP
+    tcp: bool | None = None
+    activation: bool | None = None
+    start: bool = True
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What is there now."""
+
+    release: str | None  # that is served
+    previous: str | None  # where a rollback goes
+    releases: tuple[str, ...]  # the newest last
+    written: tuple[str, ...]  # files that were made or changed
+    removed: tuple[str, ...]  # files and releases that went
+    started: bool
+
+
+def install(
+    bundle: Path, root: Path, options: Options | None = None, *, program: Path | None = None, host: Host | None = None
+) -> Outcome:
+    """Serve ``bundle`` by ``program`` (default: the one that runs) from the directory tree ``root``.
+
+    Raises BundleError for a damaged bundle, EdgeDflashError when the program cannot be seen by the service, the disk is
+    too small, or the new release does not become ready; the previous one serves again then.
+    """
+    options, layout = options or Options(), Layout(root)
+    host = host or host_of(root)
+    _check_root(host)
+    if options.keep < 1:
+        raise EdgeDflashError(f"--keep is {options.keep}; give at least 1")
+    program = find_program(program)
+    if not isinstance(host, Offline):
+        check_visible(program)
+    with releases.locked(layout):
+        before = releases.current(layout)
+        name = releases.add(layout, bundle, program)
+        written = _write_units(root, options)
+        if name != before:
+            releases.record(layout, name)
+            releases.switch(layout, name)
+        host.prepare()
+        changed = bool(written) or name != before
+        started = options.start and host.start(activated=(root / ACTIVATED).is_symlink(), restart=changed)
+        if options.start and not started and not isinstance(host, Offline):
+            _take_back(layout, host, name, before)
+        gone = releases.prune(layout, options.keep)
+        return _outcome(layout, written, gone, started)
+
+
+def rollback(root: Path, *, start: bool = True, host: Host | None = None) -> Outcome:
+    """Serve the release before the current one. Raises EdgeDflashError when there is none, or it does not start."""
+    layout, host = Layout(root), host or host_of(root)
+    _check_root(host)
+    with releases.locked(layout):
+        name = releases.previous(layout)
+        if name is None:
+            raise EdgeDflashError(f"{layout.base} has no release before the current one; install one")
+        releases.switch(layout, name)
+        started = start and host.start(activated=(root / ACTIVATED).is_symlink(), restart=True)
+        if start and not started and not isinstance(host, Offline):
+            raise EdgeDflashError(f"{name} is current now and did not become ready; {LOG}")
+        return _outcome(layout, [], [], started)
+
+
+def remove(root: Path, *, purge: bool = False, host: Host | None = None) -> Outcome:
+    """Stop and remove the service with its releases; ``purge``: configuration, drop-ins and saved sessions too."""
+    layout, host = Layout(root), host or host_of(root)
+    _check_root(host)
+    host.stop()
+    gone: list[str] = []
+    for path in (ENABLED, ACTIVATED, TCP, *FILES):
+        if (root / path).is_symlink() or (root / path).is_file():
+            (root / path).unlink()
+            gone.append(f"/{path}")
+    trees = [layout.releases, layout.current, layout.history]
+    if purge:
+        trees += [(root / CONFIG).parent, (root / TCP).parent, layout.state]
+    for tree in trees:
+        if tree.is_symlink() or tree.is_file():
+            tree.unlink()
+        elif tree.is_dir():
+            shutil.rmtree(tree)
+        else:
+            continue
+        gone.append(f"/{tree.relative_to(root)}")
+    for folder in ((root / TCP).parent, layout.base):
+        with suppress(OSError):
+            folder.rmdir()  # unless something else lies there
+    host.reload()
+    return Outcome(None, None, (), (), tuple(gone), False)
+
+
+def find_program(given: Path | None) -> Path:
+    """The edge-dflash that is to serve. Raises EdgeDflashError when it is none."""
+    program = Path(sys.executable).parent / "edge-dflash" if given is None else given.absolute()
+    if not os.access(program, os.X_OK) or program.is_dir():
+        raise EdgeDflashError(f"{program} is no program; give the edge-dflash of a virtual environment with --program")
+    return program
+
+
+def check_visible(program: Path) -> None:
+    """Raise EdgeDflashError when the hardened service could not see its program."""
+    for path in (program, program.resolve(), Path(sys.executable).resolve()):
+        if hidden := next((folder for folder in _HIDDEN if path.is_relative_to(folder)), None):
+            raise EdgeDflashError(
+                f"{path} lies below {hidden}, which the service cannot see; make the virtual environment elsewhere, "
+                "such as python3 -m venv /opt/edge-dflash/venv, and install with its edge-dflash"
+            )
+
+
+def _check_root(host: Host) -> None:
+    if not isinstance(host, Offline) and os.geteuid() != 0:
+        raise EdgeDflashError("this changes the system; run it with sudo, or give --root DIRECTORY to try it")
+
+
+def _write_units(root: Path, options: Options) -> list[str]:
+    """Bring files and links to what the options say; paths of those that changed."""
+    deploy, changed = directory("deploy"), []
+    wanted = {path: (deploy / name).read_bytes() for path, name in FILES.items()}
+    if not (root / CONFIG).exists():
+        wanted[CONFIG] = (deploy / "config.toml").read_bytes()
+    if options.tcp or (options.tcp is None and (root / TCP).exists()):
+        wanted[TCP] = (deploy / "tcp.conf").read_bytes()
+    elif (root / TCP).exists():
+        (root / TCP).unlink()
+        changed.append(f"/{TCP}")
+    for path, content in wanted.items():
+        if _write(root / path, content):
+            changed.append(f"/{path}")
+    links = {
+        ENABLED: True,
+        ACTIVATED: (root / ACTIVATED).is_symlink() if options.activation is None else options.activation,
+    }
+    for path, on in links.items():
+        link = root / path
+        if on and not link.is_symlink():
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to(Path("/etc/systemd/system") / path.name)
+            changed.append(f"/{path}")
+        elif not on and link.is_symlink():
+            link.unlink()
+            changed.append(f"/{path}")
+    return changed
+
+
+def _write(path: Path, content: bytes) -> bool:
+    """Write a file whole; whether it was another before."""
+    if path.is_file() and path.read_bytes() == content:
+        return False
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_name(f".{path.name}.new")
+    fresh.write_bytes(content)
+    fresh.chmod(0o644)
+    fresh.replace(path)
+    return True
+
+
+def _take_back(layout: Layout, host: Host, name: str, before: str | None) -> None:
+    if before is None or before == name:
+        raise EdgeDflashError(f"{name} is installed and did not become ready; {LOG}")
+    releases.switch(layout, before)
+    again = host.start(activated=(layout.root / ACTIVATED).is_symlink(), restart=True)
+    state = "serves again" if again else "does not become ready either"
+    raise EdgeDflashError(f"{name} did not become ready; {before} {state}; {LOG}")
+
+
+def _outcome(layout: Layout, written: list[str], gone: list[str], started: bool) -> Outcome:
+    return Outcome(
+        releases.current(layout),
+        releases.previous(layout),
+        tuple(releases.history(layout)),
+        tuple(written),
+        tuple(gone),
+        started,
+    )

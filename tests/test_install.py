@@ -1,0 +1,380 @@
+"""The service in a throw-away root: what lies where after install, upgrade, rollback, removal and failures."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import stat
+import subprocess
+
+import pytest
+from cli_support import flip_byte, last_json
+from native_support import formats_of, write_native_bundle
+
+from edge_dflash.bundle.reader import Bundle
+from edge_dflash.errors import BundleError, EdgeDflashError
+from edge_dflash.install import host as hosts
+from edge_dflash.install import releases
+from edge_dflash.install.host import Offline, Systemd, host_of
+from edge_dflash.install.layout import Layout
+from edge_dflash.install.service import Options, check_visible, find_program, install, remove, rollback
+from edge_dflash.resources import directory
+
+UNITS = [
+    "etc/edge-dflash/config.toml",
+    "etc/systemd/system/edge-dflash-finish.service",
+    "etc/systemd/system/edge-dflash.service",
+    "etc/systemd/system/edge-dflash.socket",
+    "etc/systemd/system/multi-user.target.wants/edge-dflash.service",
+    "etc/sysusers.d/edge-dflash.conf",
+    "etc/tmpfiles.d/edge-dflash.conf",
+]
+TCP = "etc/systemd/system/edge-dflash.service.d/tcp.conf"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Three bundles that differ, two of them for Thor."""
+    folder = tmp_path_factory.mktemp("bundles")
+    write_native_bundle(folder / "one", formats_of("fp8"), arch="sm110a")
+    write_native_bundle(folder / "two", formats_of("nvfp4"), arch="sm110a")
+    write_native_bundle(folder / "three", formats_of("fp8"), arch="sm87")
+    return folder
+
+
+@pytest.fixture
+def program(tmp_path):
+    path = tmp_path / "venv" / "bin" / "edge-dflash"
+    path.parent.mkdir(parents=True)
+    path.write_text("#!/bin/sh\n")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture
+def root(tmp_path):
+    """A system with something of somebody else in it."""
+    root = tmp_path / "root"
+    for name in ("etc/systemd/system/other.service", "opt/other/file", "var/lib/other"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text("mine")
+    return root
+
+
+def files(root):
+    """Every file and link below a root, with content or target."""
+    found = {}
+    for path in sorted(root.rglob("*")):
+        name = str(path.relative_to(root))
+        if path.is_symlink():
+            found[name] = str(path.readlink())
+        elif path.is_file():
+            found[name] = path.read_bytes()
+    return found
+
+
+class Machine:
+    """Records what it is told; the releases in ``broken`` do not become ready."""
+
+    def __init__(self, root, broken=()):
+        self.told, self._root, self.broken = [], root, set(broken)
+
+    def prepare(self):
+        self.told.append("prepare")
+
+    def reload(self):
+        self.told.append("reload")
+
+    def start(self, *, activated, restart):
+        name = releases.current(Layout(self._root)).rpartition("-")[0]
+        self.told.append(("restart" if restart else "start", name, activated))
+        return name not in self.broken
+
+    def stop(self):
+        self.told.append("stop")
+
+
+@pytest.fixture
+def machine(root, monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr("edge_dflash.install.service.check_visible", lambda program: None)
+    return Machine(root)
+
+
+def test_install_and_remove_leave_what_was_there(root, made, program):
+    before = files(root)
+    outcome = install(made / "one", root, program=program)
+    after = files(root)
+    base = f"opt/edge-dflash/releases/{outcome.release}"
+    bundle = {f"{base}/one/{p.relative_to(made / 'one')}" for p in (made / "one").rglob("*") if p.is_file()}
+    own = {*UNITS, "opt/edge-dflash/current", "opt/edge-dflash/history", f"{base}/finished"}
+    assert after.keys() - before.keys() == own | bundle | {f"{base}/bundle", f"{base}/run"}
+    assert before.items() <= after.items()
+    assert (after[f"{base}/bundle"], after[f"{base}/run"]) == ("one", str(program))
+    assert after["opt/edge-dflash/current"] == f"releases/{outcome.release}"
+    assert after["etc/edge-dflash/config.toml"] == (directory("deploy") / "config.toml").read_bytes()
+    assert (outcome.previous, outcome.releases, outcome.started) == (None, (outcome.release,), False)
+    Bundle.open(root / "opt/edge-dflash/current/bundle")
+    gone = remove(root)
+    assert files(root) == before | {"etc/edge-dflash/config.toml": after["etc/edge-dflash/config.toml"]}
+    assert "/opt/edge-dflash/releases" in gone.removed
+    assert "/etc/edge-dflash" in remove(root, purge=True).removed
+    assert files(root) == before
+    assert not (root / "opt/edge-dflash").exists()
+    assert remove(root, purge=True).removed == ()
+
+
+def test_installing_again_changes_nothing(root, made, program):
+    first = install(made / "one", root, program=program)
+    before = {name: (root / name).lstat().st_mtime_ns for name in files(root)}
+    again = install(made / "one", root, program=program)
+    assert (again.release, again.written, again.removed) == (first.release, (), ())
+    changed = {name for name, at in before.items() if (root / name).lstat().st_mtime_ns != at}
+    assert changed <= {"opt/edge-dflash/history"}
+
+
+def test_upgrade_and_rollback(root, made, program):
+    one = install(made / "one", root, program=program).release
+    two = install(made / "two", root, program=program)
+    assert (two.previous, two.releases) == (one, (one, two.release))
+    back = rollback(root)
+    assert (back.release, back.previous) == (one, None)
+    assert (root / "opt/edge-dflash/current/bundle").resolve().name == "one"
+    with pytest.raises(EdgeDflashError, match="no release before the current one"):
+        rollback(root)
+    again = install(made / "two", root, program=program)  # what was rolled back from is there still
+    assert (again.release, again.previous) == (two.release, one)
+    three = install(made / "three", root, program=program)
+    assert three.releases == (two.release, three.release)
+    assert three.removed == (one,)
+    assert not (root / "opt/edge-dflash/releases" / one).exists()
+
+
+def test_a_rollback_goes_to_what_was_served_before(root, made, program):
+    one, two = (install(made / name, root, program=program).release for name in ("one", "two"))
+    rollback(root)
+    three = install(made / "three", root, Options(keep=3), program=program)
+    assert three.previous == one
+    assert three.releases == (two, one, three.release)
+
+
+def test_another_program_is_another_release_and_shares_its_files(root, made, program, tmp_path):
+    install(made / "one", root, program=program)
+    newer = shutil.copytree(program.parent, tmp_path / "venv2") / "edge-dflash"
+    outcome = install(made / "one", root, program=newer)
+    assert len(outcome.releases) == 2
+    assert (root / "opt/edge-dflash/current/run").readlink() == newer
+    weights = max((root / "opt/edge-dflash/current/bundle/").rglob("*.safetensors"), key=lambda p: p.stat().st_size)
+    assert weights.stat().st_nlink == 2
+    rollback(root)
+    assert (root / "opt/edge-dflash/current/run").readlink() == program
+
+
+def test_what_the_administrator_changed_stays(root, made, program):
+    install(made / "one", root, program=program)
+    (root / "etc/edge-dflash/config.toml").write_text("[engine]\nqueue = 2\n")
+    mine = root / "etc/systemd/system/edge-dflash.service.d/mine.conf"
+    mine.parent.mkdir()
+    mine.write_text("[Service]\n")
+    (root / "etc/systemd/system/edge-dflash.service").write_text("spoiled")
+    outcome = install(made / "two", root, program=program)
+    assert outcome.written == ("/etc/systemd/system/edge-dflash.service",)
+    assert (root / "etc/edge-dflash/config.toml").read_text() == "[engine]\nqueue = 2\n"
+    remove(root)
+    assert mine.exists()
+
+
+def test_options_hold_until_they_are_taken_back(root, made, program):
+    wants = root / "etc/systemd/system/sockets.target.wants/edge-dflash.socket"
+    install(made / "one", root, Options(tcp=True, activation=True), program=program)
+    install(made / "one", root, program=program)
+    assert (root / TCP).read_bytes() == (directory("deploy") / "tcp.conf").read_bytes()
+    assert str(wants.readlink()) == "/etc/systemd/system/edge-dflash.socket"
+    outcome = install(made / "one", root, Options(tcp=False, activation=False), program=program)
+    assert set(outcome.written) == {f"/{TCP}", f"/{wants.relative_to(root)}"}
+    assert not (root / TCP).exists()
+    assert not wants.is_symlink()
+
+
+def test_everybody_may_read_and_nobody_may_write(root, made, program):
+    spoiled = shutil.copytree(made / "one", root / "source")
+    for path in (spoiled, *spoiled.rglob("*")):
+        path.chmod(0o777 if path.is_dir() else 0o600)
+    install(spoiled, root, program=program)
+    for path in (root / "opt/edge-dflash").rglob("*"):
+        if not path.is_symlink():
+            assert stat.S_IMODE(path.stat().st_mode) == (0o755 if path.is_dir() else 0o644), path
+
+
+def test_plans_that_are_left_to_build_leave_the_release_unfinished(root, program, tmp_path, made, monkeypatch):
+    install(made / "one", root, program=program)
+    assert (root / "opt/edge-dflash/current/finished").exists()
+    read = releases.read_manifest
+
+    def with_plans(path):
+        return type(read(path))(**{**vars(read(path)), "backend": "tensorrt"})
+
+    monkeypatch.setattr(releases, "read_manifest", with_plans)
+    install(made / "two", root, program=program)
+    assert not (root / "opt/edge-dflash/current/finished").exists()
+
+
+def test_a_damaged_bundle_changes_nothing(root, made, program):
+    before = files(root)
+    bad = shutil.copytree(made / "two", root.parent / "bad")
+    flip_byte(bad)
+    with pytest.raises(BundleError, match=r"the copy of .*bad is not what it should be: .*sha256 of"):
+        install(bad, root, program=program)
+    with pytest.raises(BundleError, match="no bundle at"):
+        install(root / "none", root, program=program)
+    assert files(root) == before
+
+
+def test_a_full_disk_changes_nothing(root, made, program, monkeypatch):
+    install(made / "one", root, program=program)
+    before = files(root)
+    monkeypatch.setattr(releases.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 9, 1))
+    with pytest.raises(EdgeDflashError, match=r"0\.00 GB free, the bundle takes 0\.00; free some"):
+        install(made / "two", root, program=program)
+    assert files(root) == before
+
+
+def test_a_copy_that_was_interrupted_is_cleared_away(root, made, program):
+    left = root / "opt/edge-dflash/releases/.incoming-old"
+    left.mkdir(parents=True)
+    (left / "part").write_text("x")
+    install(made / "one", root, program=program)
+    assert not left.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "begins", "folder"),
+    [
+        ("bundle", "bundle-", "bundle"),
+        ("run", "run-", "bundle"),
+        ("finished", "finished-", "bundle"),
+        (".incoming-a b\n", "incoming-a_b_-", "incoming-a_b_"),
+        ("...", "bundle-", "bundle"),
+        ("qwen3.6-27b", "qwen3.6-27b-", "qwen3.6-27b"),
+    ],
+)
+def test_bundles_of_any_name(root, made, program, tmp_path, name, begins, folder):
+    source = shutil.copytree(made / "one", tmp_path / "named" / name)
+    for _ in range(2):
+        outcome = install(source, root, program=program)
+    assert outcome.release.startswith(begins)
+    assert outcome.releases == (outcome.release,)
+    assert (root / "opt/edge-dflash/current/bundle").resolve().name == folder
+    assert (root / "opt/edge-dflash/current/run").readlink() == program
+
+
+def test_two_at_a_time_are_refused(root, made, program):
+    install(made / "one", root, program=program)
+    descriptor = os.open(root / "opt/edge-dflash/releases", os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    try:
+        with pytest.raises(EdgeDflashError, match=r"another change of .* is under way"):
+            rollback(root)
+    finally:
+        os.close(descriptor)
+
+
+def test_the_machine_is_told(root, made, program, machine):
+    assert install(made / "one", root, program=program, host=machine).started
+    assert install(made / "one", root, program=program, host=machine).started
+    install(made / "two", root, Options(start=False, activation=True), program=program, host=machine)
+    rollback(root, host=machine)
+    remove(root, host=machine)
+    assert machine.told == [
+        "prepare",
+        ("restart", "one", False),
+        "prepare",
+        ("start", "one", False),
+        "prepare",
+        ("restart", "one", True),
+        "stop",
+        "reload",
+    ]
+
+
+def test_a_release_that_does_not_become_ready_is_taken_back(root, made, program, machine):
+    machine.broken = {"two"}
+    one = install(made / "one", root, program=program, host=machine).release
+    with pytest.raises(EdgeDflashError, match=r"two-\w+ did not become ready; one-\w+ serves again; journalctl"):
+        install(made / "two", root, program=program, host=machine)
+    assert releases.current(Layout(root)) == one
+    assert machine.told[-2:] == [("restart", "two", False), ("restart", "one", False)]
+    three = install(made / "three", root, program=program, host=machine)
+    assert three.previous == one
+
+
+def test_a_first_release_that_does_not_become_ready_is_told(root, made, program, machine):
+    machine.broken = {"one"}
+    with pytest.raises(EdgeDflashError, match=r"one-\w+ is installed and did not become ready; journalctl"):
+        install(made / "one", root, program=program, host=machine)
+    machine.broken = {"two", "one"}
+    with pytest.raises(EdgeDflashError, match="does not become ready either"):
+        install(made / "two", root, program=program, host=machine)
+    with pytest.raises(EdgeDflashError, match="no release before"):
+        rollback(root, host=machine)
+
+
+def test_only_root_changes_the_system(root, made, program, monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    for change in (lambda h: install(made / "one", root, program=program, host=h), lambda h: remove(root, host=h)):
+        with pytest.raises(EdgeDflashError, match="run it with sudo, or give --root"):
+            change(Machine(root))
+
+
+def test_programs_that_the_service_cannot_see_are_refused(tmp_path):
+    with pytest.raises(EdgeDflashError, match=r"lies below /home, .* python3 -m venv /opt/edge-dflash/venv"):
+        check_visible(type(tmp_path)("/home/robot/venv/bin/edge-dflash"))
+    with pytest.raises(EdgeDflashError, match="is no program; give the edge-dflash of a virtual environment"):
+        find_program(tmp_path / "none")
+    assert find_program(None).name == "edge-dflash"
+
+
+def test_the_system_itself_is_told_through_systemd(monkeypatch):
+    assert isinstance(host_of(type(directory("deploy"))("/")), Systemd)
+    assert isinstance(host_of(directory("deploy")), Offline)
+    told, failing = [], set()
+
+    def run(command, check):
+        told.append(" ".join(command))
+        return subprocess.CompletedProcess(command, 1 if command[1] in failing else 0)
+
+    monkeypatch.setattr(hosts.subprocess, "run", run)
+    system = Systemd()
+    system.prepare()
+    assert system.start(activated=True, restart=True)
+    system.stop()
+    assert told == [
+        "systemd-sysusers /etc/sysusers.d/edge-dflash.conf",
+        "systemd-tmpfiles --create /etc/tmpfiles.d/edge-dflash.conf",
+        "systemctl daemon-reload",
+        "systemctl reset-failed edge-dflash.service edge-dflash.socket",
+        "systemctl start edge-dflash.socket",
+        "systemctl restart edge-dflash.service",
+        "systemctl stop edge-dflash.socket edge-dflash.service",
+    ]
+    failing.add("daemon-reload")
+    with pytest.raises(EdgeDflashError, match="systemctl daemon-reload failed"):
+        system.prepare()
+
+
+def test_the_command_line(cli, refused, root, made, program):
+    code, out, _ = cli("service", "install", made / "one", "--root", root, "--program", program, "--json")
+    found = last_json(out)
+    assert code == 0
+    assert set(found) == {"release", "previous", "releases", "written", "removed", "started"}
+    assert len(found["written"]) == len(UNITS)
+    code, out, err = cli("service", "install", made / "two", "--root", root, "--program", program, "--tcp")
+    assert (code, out.endswith(" is installed\n")) == (0, True)
+    assert err.splitlines() == [f"wrote /{TCP}", f"a rollback goes to {found['release']}"]
+    code, out, _ = cli("service", "rollback", "--root", root)
+    assert out == f"{found['release']} is current again\n"
+    assert refused("service", "rollback", "--root", root)[0] == 1
+    assert cli("service", "remove", "--root", root, "--purge")[1] == "the service is removed\n"
+    assert cli("service", "remove", "--root", root)[1] == "nothing was installed\n"
+    assert refused("service", "install", root, "--root", root, "--program", program)[0] == 6
