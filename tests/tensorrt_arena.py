@@ -29,6 +29,7 @@ class ArenaBackend:
         self.pair, self.vocabulary = units(name), spec(name).target.vocab_size
         self.block = spec(name).drafter.block_size
         self.plans = {key: lowered(unit, store) for key, unit in self.pair.units.items()}
+        self.constants = {key: {} for key in self.plans}
         rows = {"prefill": CHUNK, "verify": self.block, "propose": self.block}
         self.passes = {which: plan_pass(self.pair, which, most) for which, most in rows.items()}
         self.interpreter = Interpreter(TorchWeights(store), ENGINE)
@@ -39,12 +40,11 @@ class ArenaBackend:
         """Logits [rows, V] and choices [rows] of one pass, rows as the head made them."""
         plan, rows = self.passes[which], len(ids)
         assert rows == plan.rows or which == "prefill"
-        most = plan.rows
         self.buffers = {
             "arena": np.full(plan.arena // 2, NAN, np.uint16),
-            "logits": np.full(most * self.vocabulary, NAN, np.uint16),
+            "logits": np.full(self.block * self.vocabulary, NAN, np.uint16),
             "ids": np.array(ids, np.int32),
-            "choices": np.full(most, -1, np.int32),
+            "choices": np.full(self.block, -1, np.int32),
         }
         for step in plan.schedule.steps:
             match step:
@@ -54,6 +54,7 @@ class ArenaBackend:
                     self._state(plan, step, rows)
                 case Last():
                     last = self._read(plan.address(step.reads[0]), rows, plan.schedule.widths[step.reads[0]])[-1:]
+                    self._write(plan.address(step.writes[0]), np.repeat(last[:, ::-1], self.block, 0))  # garbage
                     self._write(plan.address(step.writes[0]), last)
         made = 1 if which == "prefill" else rows
         if which == "prefill":
@@ -68,7 +69,7 @@ class ArenaBackend:
 
     def _plan(self, plan, step, rows):
         bound, unit = plan.bound(step), self.pair.units[step.run.key]
-        count = 1 if bound.single else rows
+        count = bound.rows or rows
         profile = unit.profiles[bound.profile]
         assert profile.low <= count <= profile.high
         addresses = dict(bound.addresses)
@@ -76,7 +77,7 @@ class ArenaBackend:
             b.name: self.buffers["ids"] if b.columns is None else self._read(addresses[b.name], count, b.columns)
             for b in unit.inputs
         }
-        found = interpret(tensorrt()[0], self.plans[step.run.key].network, inputs)
+        found = interpret(tensorrt()[0], self.plans[unit.key].network, inputs, constants=self.constants[unit.key])
         for binding in unit.outputs:
             if binding.name == CHOICES:
                 self.buffers["choices"][:count] = found[CHOICES]

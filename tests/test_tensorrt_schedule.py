@@ -77,8 +77,7 @@ def test_prefill_and_verify_run_the_same_plans(name):
 def test_profiles_are_those_of_a_block_and_of_a_prefill_chunk():
     block, chunk = RowRange(16, 16, 16), RowRange(1, CHUNK, CHUNK)
     for key, unit in cut("demo").units.items():
-        wanted = {HEAD: (block, RowRange(1, 1, 1))}.get(key, (block, chunk))
-        assert unit.profiles == ((block,) if key.startswith("drafter") else wanted)
+        assert unit.profiles == ((block,) if key == HEAD or key.startswith("drafter") else (block, chunk))
 
 
 @pytest.mark.parametrize("name", PAIRS)
@@ -198,14 +197,18 @@ def test_a_missing_plan_is_found():
         dry_run(found, planned("demo", "verify"))
 
 
-def test_the_head_of_a_prefill_runs_on_one_row_and_drafts_on_all():
-    for which, single in (("prefill", True), ("verify", False), ("propose", False)):
-        plan = planned("demo", which)
+@pytest.mark.parametrize("chunk", [8, 64])
+def test_the_head_runs_on_a_block_in_every_pass(chunk):
+    pair = pair_units(pair_programs(spec("demo")), 16, chunk)
+    for which, rows in (("prefill", chunk), ("verify", 16), ("propose", 16)):
+        plan = plan_pass(pair, which, rows)
+        dry_run(pair.units, plan)
         bound = plan.bound(plan.schedule.steps[-1])
-        assert (bound.key, bound.single) == (HEAD, single)
+        assert (bound.key, bound.profile, bound.rows) == (HEAD, 0, 16)
         addresses = dict(bound.addresses)
         assert (addresses[LOGITS].buffer, addresses[CHOICES].buffer) == ("logits", "choices")
-    plan = planned("demo", "propose")
+        read = plan.places[plan.schedule.place(plan.schedule.steps[-1].reads[0])[0]]
+        assert read.nbytes >= 2 * 16 * 256
     assert plan.address("draft_rows") == plan.address("drafter.hidden")
 
 

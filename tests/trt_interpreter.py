@@ -41,11 +41,12 @@ class Value:
     dtype: str
 
 
-def run(trt, network, inputs, forced=()):
+def run(trt, network, inputs, forced=(), constants=None):
     """Every named tensor of a network, by name, for the given inputs (arrays of values).
 
     ``forced`` maps tensor names to values that replace what the network computed for the layers behind, so that each
-    op is judged by itself; what was computed is returned.
+    op is judged by itself; what was computed is returned. ``constants`` keeps decoded constants for the next run of the
+    same network.
     """
     values, found = {}, {}
     for i in range(network.num_inputs):
@@ -62,6 +63,9 @@ def run(trt, network, inputs, forced=()):
         if kind not in _CLASSES:
             raise NetworkError(f"{layer.name} is a {kind}, which the lowering never makes")
         layer.__class__ = getattr(trt, _CLASSES[kind])
+        if kind == "CONSTANT" and constants is not None and layer.name in constants:
+            values[layer.get_output(0).name] = constants[layer.name]
+            continue
         results = _LAYERS[kind](layer, [_input(layer, j, values) for j in range(layer.num_inputs)])
         for j, result in enumerate(results):
             tensor = layer.get_output(j)
@@ -70,6 +74,8 @@ def run(trt, network, inputs, forced=()):
             if tensor.name in forced:
                 value = _rounded(np.asarray(forced[tensor.name]), tensor.dtype.name, layer.name)
             values[tensor.name] = value
+            if kind == "CONSTANT" and constants is not None:
+                constants[layer.name] = value
     return found
 
 

@@ -115,8 +115,8 @@ class _Walk:
                 self._fail(f"{name} lies at {address}, wanted a multiple of {ALIGNMENT}")
         if bound.profile >= len(unit.profiles):
             self._fail(f"plan {unit.key} has {len(unit.profiles)} profiles, the pass needs profile {bound.profile}")
-        rows, most = unit.profiles[bound.profile], 1 if bound.single else self._plan.rows
-        least = most if bound.single or bound.profile == 0 else 1
+        rows, most = unit.profiles[bound.profile], bound.rows or self._plan.rows
+        least = most if bound.rows or bound.profile == 0 else 1
         if not rows.low <= least <= most <= rows.high:
             self._fail(f"plan {unit.key} takes {rows.low} to {rows.high} rows, the pass has {least} to {most}")
         self.report.plans += 1
@@ -170,7 +170,7 @@ class _Walk:
             )
         root, _ = self._plan.schedule.place(tensor)
         place, columns = self._plan.places[root], self._plan.schedule.columns[root]
-        size = 2 * columns * self._plan.rows
+        size = 2 * columns * max(self._plan.rows, self._plan.block)
         if place.stride != columns or size > place.nbytes or place.offset + place.nbytes > self._plan.arena:
             self._fail(f"{root} has {size} bytes without gaps, its place is {place} in {self._plan.arena} bytes")
         return root, Range("arena", place.offset, place.offset + size)

@@ -13,7 +13,7 @@ from typing import Literal
 
 from edge_dflash.backends.native.placement import Place, place
 from edge_dflash.backends.native.schedule import Last, Schedule, State, Step
-from edge_dflash.backends.tensorrt.units import CHOICES, LOGITS, PairUnits, Run, widths
+from edge_dflash.backends.tensorrt.units import CHOICES, HEAD, LOGITS, PairUnits, Run, widths
 from edge_dflash.graph.ops import KvAppend, SelectRows
 
 Buffer = Literal["arena", "ids", "logits", "choices"]
@@ -40,25 +40,31 @@ class Bound:
 
     key: str
     profile: int
-    single: bool  # one row, whatever the pass's rows
+    rows: int | None  # None: as many as the pass has
     addresses: tuple[tuple[str, Address], ...]
 
 
 @dataclass(frozen=True)
 class PlanPass:
-    """One pass, ready to be given addresses: steps in order, where tensors lie, the arena's size, most rows."""
+    """One pass, ready to be given addresses: steps in order, where tensors lie, the arena's size, most rows.
+
+    Every tensor has room for ``rows`` or a block's rows, whichever is more.
+    """
 
     schedule: Schedule
     places: Mapping[str, Place]
     arena: int
     rows: int
+    block: int  # rows of the head
     profile: int
 
     def bound(self, step: RunPlan) -> Bound:
         """Bindings of a step."""
         tensors = (*step.run.reads, *step.run.writes)
-        single = any(tensor in self.schedule.single for _, tensor in step.run.reads)
-        return Bound(step.run.key, self.profile, single, tuple((name, self.address(t)) for name, t in tensors))
+        addresses = tuple((name, self.address(tensor)) for name, tensor in tensors)
+        if step.run.key == HEAD:
+            return Bound(HEAD, 0, self.block, addresses)
+        return Bound(step.run.key, self.profile, None, addresses)
 
     def address(self, tensor: str) -> Address:
         """Where a tensor of the pass lies."""
@@ -73,9 +79,10 @@ class PlanPass:
 def plan_pass(pair: PairUnits, which: str, rows: int) -> PlanPass:
     """Schedule and place one pass; ``rows``: of a block, or most of a prefill chunk."""
     steps = schedule(pair, which)
-    places, size = place(steps, rows)
+    block = pair.units[HEAD].profiles[0].high
+    places, size = place(steps, max(rows, block))
     dense = {name: replace(where, stride=steps.columns[name]) for name, where in places.items()}
-    return PlanPass(steps, dense, size, rows, profile=1 if steps.program.commits else 0)
+    return PlanPass(steps, dense, size, rows, block, profile=1 if steps.program.commits else 0)
 
 
 def schedule(pair: PairUnits, which: str) -> Schedule:

@@ -4,7 +4,7 @@ A segment becomes one plan, except that the embedding and the output head are pl
 and both models read them: no weight but the drafter's k and v (which two passes use with different neighbours) is in
 two plans. Prefill and verify share plans; to that end the final norm of a prefill runs before its last row is
 selected, which for an op that works row by row is the same. SelectRows is no layer: the run time copies the last row,
-and drafts are read from the second row on.
+and drafts are read from the second row on. So the head always runs on as many rows as a block has, by one kernel.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ def _cut(program: Program, profiles: tuple[RowRange, ...]) -> tuple[list[Unit], 
             elif isinstance(op, SelectRows):
                 behind.append(op)
             elif op.output == program.outputs.get("logits"):
-                units.append(_head(op, program, columns, profiles))
+                units.append(_head(op, columns, profiles[0]))
                 behind.append(Run(HEAD, ((HEAD_INPUT, op.inputs[0]),), ((LOGITS, op.output), (CHOICES, CHOICES))))
             else:
                 body.append(op)
@@ -188,12 +188,11 @@ def _embedding(op: Embed, columns: Mapping[str, int], profiles: tuple[RowRange, 
     return Unit(EMBEDDING, (own,), (Binding("ids", "int32", None),), outputs, profiles)
 
 
-def _head(op: DenseOp, program: Program, columns: Mapping[str, int], profiles: tuple[RowRange, ...]) -> Unit:
-    """Logits and the lowest id of each row's largest. A prefill runs it with one row."""
+def _head(op: DenseOp, columns: Mapping[str, int], block: RowRange) -> Unit:
+    """Logits and the lowest id of each row's largest. A prefill runs it on a block too, of which row 0 counts."""
     own = replace(op, inputs=(HEAD_INPUT,), output=LOGITS)
     outputs = (Binding(LOGITS, "bf16", columns[op.output]), Binding(CHOICES, "int32", None))
-    single = (profiles[0], RowRange(1, 1, 1))
-    return Unit(HEAD, (own,), (Binding(HEAD_INPUT, "bf16", columns[op.inputs[0]]),), outputs, single[: len(profiles)])
+    return Unit(HEAD, (own,), (Binding(HEAD_INPUT, "bf16", columns[op.inputs[0]]),), outputs, (block,))
 
 
 def _body(
