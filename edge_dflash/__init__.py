@@ -29,6 +29,8 @@ from edge_dflash.errors import (
 from edge_dflash.plan import Increment, Plan, PlanTimings
 from edge_dflash.planner import Planner
 from edge_dflash.planner_session import PlannerSession
+from edge_dflash.remote.planner import RemotePlanner
+from edge_dflash.remote.session import RemoteSession
 from edge_dflash.request.options import PlanOptions
 from edge_dflash.request.stream import AsyncPlanStream, PlanStream
 from edge_dflash.spec.relaxed import Relaxation
@@ -55,6 +57,8 @@ __all__ = [
     "QueueFullError",
     "RecipeError",
     "Relaxation",
+    "RemotePlanner",
+    "RemoteSession",
     "RequestCancelledError",
     "RequestError",
     "ServiceError",

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Unpack
+from typing import TYPE_CHECKING, Unpack
 
 from edge_dflash import selftest
 from edge_dflash.backends import load
@@ -27,6 +27,9 @@ from edge_dflash.request.stream import AsyncPlanStream, PlanStream
 from edge_dflash.sessions.session import fingerprint
 from edge_dflash.sessions.store import PrefixStats
 from edge_dflash.text import Tokenizer
+
+if TYPE_CHECKING:
+    from edge_dflash.remote.planner import RemotePlanner
 
 __all__ = ["AsyncPlanStream", "PlanStream", "Planner", "Task"]
 
@@ -113,6 +116,22 @@ class Planner:
             self_test=tested,
             observer=observer,
         )
+
+    @staticmethod
+    def connect(
+        url: str, *, model: str | None = None, api_key: str | None = None, timeout: float = 600.0
+    ) -> RemotePlanner:
+        """A planner that another process serves, with the interface of an open one.
+
+        ``url`` is ``unix:/PATH`` or ``http+unix://%2FPATH`` of ``edge-dflash serve``, or the address of any server that
+        speaks the OpenAI API; ``model`` one of its models, where it has several; ``timeout`` the most seconds between
+        two pieces of an answer. What a server cannot do is refused by name or emulated
+        (:mod:`edge_dflash.remote.planner`). Raises ServiceError when it cannot be reached or httpx2 (the extra
+        ``client``) is missing.
+        """
+        from edge_dflash.remote.planner import RemotePlanner
+
+        return RemotePlanner(url, model=model, api_key=api_key, timeout=timeout)
 
     def __enter__(self) -> Planner:
         return self

@@ -28,6 +28,8 @@ PUBLIC = [
     "QueueFullError",
     "RecipeError",
     "Relaxation",
+    "RemotePlanner",
+    "RemoteSession",
     "RequestCancelledError",
     "RequestError",
     "ServiceError",

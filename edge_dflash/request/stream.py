@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Protocol
 
 from edge_dflash.errors import RequestCancelledError, RequestError
 from edge_dflash.plan import Increment, Plan
-from edge_dflash.request.job import Job
 from edge_dflash.scheduler.ticket import Ticket
+
+
+class Asked(Protocol):
+    """What a stream must know of the request behind its ticket."""
+
+    cancelled: bool  # set by any thread: end at the next commit
+
+    def unstarted(self) -> Plan:
+        """The plan of a request that ended before it began."""
+        ...
 
 
 class PlanStream(Iterator[Increment]):
@@ -18,7 +28,7 @@ class PlanStream(Iterator[Increment]):
     Leaving the ``with`` block (or :meth:`close`) before the end cancels the request, and so does dropping the stream.
     """
 
-    def __init__(self, job: Job, ticket: Ticket[Increment, Plan], owner: object) -> None:
+    def __init__(self, job: Asked, ticket: Ticket[Increment, Plan], owner: object) -> None:
         """Read the ticket of a job; ``owner`` is kept alive meanwhile. Made by Planner.stream."""
         self._job = job
         self._ticket = ticket

@@ -124,6 +124,25 @@ def _remove(path: Path, inode: int) -> None:
             path.unlink()
 
 
+def uvicorn_config(service: Service, key: str) -> uvicorn.Config:
+    """How uvicorn is to serve a service."""
+    limits, timeouts = service.config.limits, service.config.timeouts
+    return uvicorn.Config(
+        make_app(service, key),
+        http=bounded_connection(limits.connections, timeouts.header),
+        ws="none",
+        loop="asyncio",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=max(1, round(timeouts.idle)),
+        timeout_graceful_shutdown=5,
+        h11_max_incomplete_event_size=limits.header_bytes,
+    )
+
+
 class _Server(uvicorn.Server):
     """uvicorn's server, with a signal that drains instead of closing the door at once."""
 
@@ -149,7 +168,7 @@ class _Process:
         service, loop = self._service, asyncio.get_running_loop()
         stop = asyncio.Event()
         loop.set_default_executor(service.threads)
-        server = _Server(self._uvicorn(), stop, loop)
+        server = _Server(uvicorn_config(service, self._key), stop, loop)
         serving = asyncio.create_task(server.serve(list(sockets)))
         watching = asyncio.create_task(service.watch())
         stopping = asyncio.create_task(stop.wait())
@@ -184,20 +203,3 @@ class _Process:
         log.warning("stopped while loading")
         _remove(Path(path := self._service.config.service.socket), Path(path).stat().st_ino if path else 0)
         os._exit(0)  # a load cannot be interrupted; nothing was begun that would have to be ended
-
-    def _uvicorn(self) -> uvicorn.Config:
-        limits, timeouts = self._service.config.limits, self._service.config.timeouts
-        return uvicorn.Config(
-            make_app(self._service, self._key),
-            http=bounded_connection(limits.connections, timeouts.header),
-            ws="none",
-            loop="asyncio",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            timeout_keep_alive=max(1, round(timeouts.idle)),
-            timeout_graceful_shutdown=5,
-            h11_max_incomplete_event_size=limits.header_bytes,
-        )

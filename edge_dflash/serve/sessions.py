@@ -7,6 +7,7 @@ engine, so none is called on the loop's thread. Knows nothing of HTTP.
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,7 @@ from edge_dflash.serve.openai import checked_name
 from edge_dflash.serve.refusal import Refusal
 
 SUFFIX = ".session"
+_LETS_GO = 5.0  # seconds that a request which has ended may take to let its session go
 
 
 @dataclass
@@ -52,12 +54,12 @@ class Sessions:
         """The session of this name: open, loaded from its file, or new. Give it back with :meth:`release`."""
         slot = self._slot(name)
         try:
-            with slot.lock:
-                if slot.held:
+            until = time.monotonic() + _LETS_GO
+            while not (session := self._held(name, slot)):
+                if time.monotonic() > until:
                     raise _busy(name)
-                session = self._opened(name, slot)
-                slot.held = True
-                return session
+                time.sleep(0.005)
+            return session
         except BaseException:
             self._let_go(name, slot)
             raise
@@ -82,11 +84,15 @@ class Sessions:
         return [self._entry(name, opened.get(name)) for name in names]
 
     def info(self, name: str) -> dict[str, Any]:
-        """One session with its messages. Raises Refusal when there is none."""
+        """One session; with messages and tokens when it is open. Raises Refusal when there is none."""
         with self._lock:
             slot = self._slots.get(name)
         if slot is not None and slot.session is not None:
-            return {**self._entry(name, slot), "messages": list(slot.session.messages)}
+            return {
+                **self._entry(name, slot),
+                "messages": list(slot.session.messages),
+                "token_ids": list(slot.session.tokens),
+            }
         if not self._path(name).is_file():
             raise _unknown(name)
         return self._entry(name, None)
@@ -166,6 +172,17 @@ class Sessions:
             self._slots.move_to_end(name)
             slot.users += 1
             return slot
+
+    def _held(self, name: str, slot: _Slot) -> PlannerSession | None:
+        """Hold a session. None: the request that held it has ended, or was cancelled, and is about to let it go."""
+        with slot.lock:
+            if slot.held:
+                if slot.session is None or slot.session.busy:
+                    raise _busy(name)
+                return None
+            session = self._opened(name, slot)
+            slot.held = True
+            return session
 
     def _let_go(self, name: str, slot: _Slot) -> None:
         """One user less; a slot that nobody uses and that came to nothing is dropped."""

@@ -1,0 +1,250 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+from fakes import FakeBackend
+from planner_support import Gate
+from service_support import TEXT_SHAPE, events, fake_service
+from starlette.testclient import TestClient
+
+from edge_dflash.serve.app import make_app
+
+CHAT = "/v1/chat/completions"
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture
+def service(tmp_path):
+    service = fake_service(tmp_path)
+    yield service
+    service.close()
+
+
+@pytest.fixture
+def client(service):
+    with TestClient(make_app(service), raise_server_exceptions=False) as client:
+        yield client
+
+
+def scripted(tmp_path, answer):
+    """A service whose model answers this to HELLO."""
+    service = fake_service(tmp_path)
+    ids = service.planner.encode(HELLO)
+    words = service.planner.tokenizer
+    service.close()
+    backend = FakeBackend(TEXT_SHAPE, script=[*words.encode(answer), words.eos_token_id], script_at=len(ids))
+    return fake_service(tmp_path, backend)
+
+
+def test_a_chat_is_the_plan(service, client):
+    plan = service.planner.plan(HELLO, max_new_tokens=20)
+    reply = client.post(CHAT, json={"model": "fake", "messages": HELLO, "max_tokens": 20}).json()
+    assert reply["object"] == "chat.completion"
+    assert reply["choices"][0]["message"]["content"] == plan.text
+    assert reply["choices"][0]["finish_reason"] == "length"
+    assert reply["usage"]["completion_tokens"] == len(plan.tokens) == 20
+    extra = reply["edge_dflash"]
+    assert extra["accept_lengths"] == list(plan.accept_lengths)
+    assert extra["finish_reason"] == plan.finish_reason
+    assert extra["timings"]["total_seconds"] > 0
+
+
+def test_a_stream_is_the_same_in_pieces(client):
+    body = {"messages": HELLO, "max_tokens": 20}
+    whole = client.post(CHAT, json=body).json()
+    options = {"stream": True, "stream_options": {"include_usage": True}, "edge_dflash": {"tokens": True}}
+    with client.stream("POST", CHAT, json={**body, **options}) as response:
+        assert response.headers["content-type"].startswith("text/event-stream")
+        *chunks, done = events(response)
+    assert done == "[DONE]"
+    *pieces, last, usage = chunks
+    assert pieces[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    text = "".join(piece["choices"][0]["delta"].get("content", "") for piece in pieces)
+    assert text == whole["choices"][0]["message"]["content"]
+    tokens = [token for piece in pieces[1:] for token in piece["edge_dflash"]["tokens"]]
+    assert tokens == last["edge_dflash"]["tokens"]
+    assert last["choices"][0]["finish_reason"] == "length"
+    assert usage["choices"] == []
+    assert usage["usage"] == whole["usage"]
+    assert all(chunk["id"] == chunks[0]["id"] for chunk in chunks)
+    assert all(chunk["usage"] is None for chunk in chunks[:-1])
+
+
+def test_completions_take_text_as_it_is_and_ids(service, client):
+    ids = list(service.planner.tokenizer.encode("once"))
+    texts = []
+    for prompt in ("once", ids, ["once"], [ids]):
+        reply = client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 9}).json()
+        assert reply["usage"]["prompt_tokens"] == 4
+        texts.append(reply["choices"][0]["text"])
+    assert len(set(texts)) == 1
+    with client.stream("POST", "/v1/completions", json={"prompt": "once", "max_tokens": 9, "stream": True}) as response:
+        *chunks, _ = events(response)
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == texts[0]
+
+
+def test_seeds_decide_and_are_told(client):
+    body = {"messages": HELLO, "max_tokens": 12, "temperature": 1.0}
+    drawn = client.post(CHAT, json=body).json()
+    seed = drawn["edge_dflash"]["seed"]
+    again = client.post(CHAT, json={**body, "seed": seed}).json()
+    assert again["choices"][0]["message"] == drawn["choices"][0]["message"]
+    others = {client.post(CHAT, json=body).json()["edge_dflash"]["seed"] for _ in range(4)}
+    assert len(others) == 4
+
+
+def test_stop_texts_end_the_answer(tmp_path):
+    service = scripted(tmp_path, "go to the hall. then stop")
+    with TestClient(make_app(service)) as client:
+        reply = client.post(CHAT, json={"messages": HELLO, "stop": ". "}).json()
+        choice = reply["choices"][0]
+        assert (choice["message"]["content"], choice["finish_reason"]) == ("go to the hall", "stop")
+    service.close()
+
+
+def test_a_schema_is_obeyed(client):
+    schema = {"type": "object", "properties": {"go": {"enum": ["left", "right"]}}, "required": ["go"]}
+    schema["additionalProperties"] = False
+    form = {"type": "json_schema", "json_schema": {"name": "way", "schema": schema, "strict": True}}
+    for stream in (False, True):
+        body = {"messages": HELLO, "response_format": form, "stream": stream}
+        if stream:
+            with client.stream("POST", CHAT, json=body) as response:
+                text = "".join(c["choices"][0]["delta"].get("content", "") for c in events(response)[:-1])
+        else:
+            text = client.post(CHAT, json=body).json()["choices"][0]["message"]["content"]
+        assert json.loads(text)["go"] in ("left", "right")
+    reply = client.post(CHAT, json={"messages": HELLO, "response_format": {"type": "text"}, "max_tokens": 3})
+    assert reply.status_code == 200
+
+
+def test_a_deadline_that_has_passed_gives_nothing_and_says_so(client):
+    reply = client.post(CHAT, json={"messages": HELLO, "edge_dflash": {"deadline_s": 0.0}}).json()
+    assert reply["edge_dflash"]["finish_reason"] == "deadline"
+    assert reply["choices"][0]["finish_reason"] == "length"
+    assert reply["usage"]["completion_tokens"] == 0
+
+
+def test_extensions_reach_the_planner(client):
+    extra = {"speculative": False, "top_k": 3, "priority": 2, "caller": "arm", "regex": "[ab]{3}"}
+    reply = client.post(CHAT, json={"messages": HELLO, "edge_dflash": extra}).json()
+    assert reply["edge_dflash"]["speculative"] is False
+    assert set(reply["choices"][0]["message"]["content"]) <= {"a", "b"}
+    assert set(reply["edge_dflash"]["accept_lengths"]) <= {1}
+
+
+def test_what_holds_without_a_budget_is_the_services(tmp_path):
+    service = fake_service(tmp_path, limits={"new_tokens": 5})
+    with TestClient(make_app(service)) as client:
+        assert client.post(CHAT, json={"messages": HELLO}).json()["usage"]["completion_tokens"] == 5
+        refused = client.post(CHAT, json={"messages": HELLO, "max_completion_tokens": 6})
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == "max_completion_tokens"
+        room = dataclasses.replace(service.planner.shape).usable_context
+        near = client.post("/v1/completions", json={"prompt": [1] * (room - 2)}).json()  # less than 5 fit
+        assert near["usage"]["completion_tokens"] == 2
+    service.close()
+
+
+def test_tools_reach_the_template_or_are_refused(client):
+    tool = {"type": "function", "function": {"name": "grasp", "parameters": {"type": "object"}}}
+    refused = client.post(CHAT, json={"messages": HELLO, "tools": [tool]})  # this model's template takes none
+    assert refused.status_code == 400
+    assert "takes no tools" in refused.json()["error"]["message"]
+    assert client.post(
+        CHAT, json={"messages": HELLO, "tools": [tool], "tool_choice": "none", "max_tokens": 1}
+    ).is_success
+
+
+def test_models_health_ready_and_metrics(service, client):
+    card = client.get("/v1/models").json()["data"][0]
+    assert (card["id"], card["object"], card["owned_by"]) == ("fake", "model", "edge-dflash")
+    assert client.get("/v1/models/fake").json() == card
+    assert client.get("/v1/models/other").status_code == 404
+    assert client.get("/health").json()["status"] == "ok"
+    assert client.get("/ready").status_code == 200
+    client.post(CHAT, json={"messages": HELLO, "max_tokens": 16})
+    text = client.get("/metrics").text
+    for line in (
+        'edge_dflash_requests_total{endpoint="chat",outcome="length"} 1.0',
+        'edge_dflash_tokens_total{kind="generated"} 16.0',
+        "edge_dflash_queue_depth 0.0",
+        'edge_dflash_self_test{state="none"} 1.0',
+        "edge_dflash_drafting 1.0",
+        "edge_dflash_first_token_seconds_count 1.0",
+        "edge_dflash_prefill_seconds_count 1.0",
+    ):
+        assert line in text, line
+    assert "_created" not in text
+
+
+def test_metrics_count_drafts_by_position(service, client):
+    reply = client.post(CHAT, json={"messages": HELLO, "max_tokens": 30}).json()
+    lengths = reply["edge_dflash"]["accept_lengths"]
+    metrics = service.metrics
+    value = metrics.registry.get_sample_value
+    for position in range(1, TEXT_SHAPE.block_size):
+        labels = {"position": str(position)}
+        assert value("edge_dflash_drafted_tokens_total", labels) == len(lengths)
+        wanted = sum(length > position for length in lengths) or None
+        assert value("edge_dflash_accepted_tokens_total", labels) == wanted
+    assert value("edge_dflash_accept_length_sum") == sum(lengths)
+    assert value("edge_dflash_inter_token_seconds_count") == sum(lengths)
+
+
+def test_a_service_that_loads_or_stops_refuses(service, client):
+    for state in ("loading", "draining"):
+        service.state = state
+        refused = client.post(CHAT, json={"messages": HELLO})
+        assert refused.status_code == 503
+        assert int(refused.headers["retry-after"]) >= 1
+        assert refused.json()["error"]["code"] == state
+        assert client.get("/ready").status_code == 503
+        assert client.get("/health").status_code == 200
+    assert client.get("/v1/models").status_code == 200
+
+
+def test_a_full_queue_is_429(tmp_path):
+    backend = Gate(FakeBackend(TEXT_SHAPE))
+    service = fake_service(tmp_path, backend, queue=1)
+    with TestClient(make_app(service)) as client:
+        first = service.planner.stream(HELLO, max_new_tokens=2)
+        assert backend.reached.wait(10)
+        second = service.planner.stream(HELLO, max_new_tokens=2)
+        refused = client.post(CHAT, json={"messages": HELLO, "max_tokens": 2})
+        assert refused.status_code == 429
+        assert 1 <= int(refused.headers["retry-after"]) <= 60
+        assert refused.json()["error"]["code"] == "queue_full"
+        backend.open.set()
+        assert first.plan.tokens == second.plan.tokens
+        text = client.get("/metrics").text
+        assert 'edge_dflash_requests_total{endpoint="chat",outcome="queue_full"} 1.0' in text
+    service.close()
+
+
+def test_an_engine_that_fails_is_503_and_the_next_request_runs(tmp_path):
+    from edge_dflash.errors import BackendError
+
+    class Failing(FakeBackend):
+        failing = True
+
+        def verify(self, ids):
+            if self.failing:
+                raise BackendError("the device is gone; restart the service")
+            return super().verify(ids)
+
+    backend = Failing(TEXT_SHAPE)
+    service = fake_service(tmp_path, backend)
+    with TestClient(make_app(service)) as client:
+        refused = client.post(CHAT, json={"messages": HELLO, "max_tokens": 9})
+        assert refused.status_code == 503
+        assert refused.json()["error"]["code"] == "engine_failed"
+        with client.stream("POST", CHAT, json={"messages": HELLO, "max_tokens": 9, "stream": True}) as response:
+            *_, error, done = events(response)
+        assert error["error"]["code"] == "engine_failed"
+        assert done == "[DONE]"
+        backend.failing = False
+        assert client.post(CHAT, json={"messages": HELLO, "max_tokens": 9}).is_success
+    service.close()

@@ -1,0 +1,188 @@
+"""What a client may send and must not get away with: every answer is an error in OpenAI form, none a 500."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from service_support import fake_service
+from starlette.testclient import TestClient
+
+from edge_dflash.serve.app import make_app
+
+CHAT = "/v1/chat/completions"
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory):
+    service = fake_service(tmp_path_factory.mktemp("service"))
+    with TestClient(make_app(service), raise_server_exceptions=False) as client:
+        yield client
+    service.close()
+
+
+def refused(response, status=400):
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert "\n" not in error["message"]
+    return error
+
+
+JSON = {"content-type": "application/json"}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"[]",
+        b"null",
+        b"{",
+        b'{"messages": "\xff\xfe"}',
+        b'{"a": NaN}',
+        b'{"a": -Infinity}',
+        b'{"a": 1e999}',
+        b'{"seed": 1' + b"0" * 5000 + b"}",
+        b'{"seed": 99999999999999999999}',
+        b"[" * 100_000,
+        b'{"a":' * 100_000,
+        b'{"a": ' + b"[" * 200 + b"]" * 200 + b"}",
+        '{"a": 1}'.encode("utf-16"),
+    ],
+    ids=lambda body: repr(body[:16]),
+)
+def test_bodies_that_are_no_json_object(client, body):
+    assert refused(client.post(CHAT, content=body, headers=JSON))["code"] == "json"
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"messages": None}, "messages"),
+        ({"messages": []}, "messages"),
+        ({"messages": "hello"}, "messages"),
+        ({"messages": ["hello"]}, "messages[0]"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": "x", "extra": 1}]}, "messages[0].extra"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": "x", "tool_calls": [1]}]}, "messages[0].tool_calls"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": True}, "max_tokens"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"max_tokens": "9"}, "max_tokens"),
+        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens"),
+        ({"temperature": 3}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"top_p": -0.1}, "top_p"),
+        ({"seed": 0.5}, "seed"),
+        ({"n": 2}, "n"),
+        ({"logprobs": True}, "logprobs"),
+        ({"presence_penalty": 0.5}, "presence_penalty"),
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"stop": ""}, "stop"),
+        ({"stop": [1]}, "stop"),
+        ({"stop": ["x"] * 17}, "stop"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": [1]}}},
+         "response_format.json_schema.schema"),
+        ({"tools": [{}]}, "tools[0]"),
+        ({"tools": [{"type": "function", "function": {"name": 1}}]}, "tools[0].function"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"functions": []}, "functions"),
+        ({"unheard_of": 1}, "unheard_of"),
+        ({"edge_dflash": {"session": "../../etc/passwd"}}, "edge_dflash.session"),
+        ({"edge_dflash": {"session": "a/b"}}, "edge_dflash.session"),
+        ({"edge_dflash": {"session": ".hidden"}}, "edge_dflash.session"),
+        ({"edge_dflash": {"session": "a\u0000b"}}, "edge_dflash.session"),
+        ({"edge_dflash": {"session": "\u00e9"}}, "edge_dflash.session"),
+        ({"edge_dflash": {"session": "x" * 65}}, "edge_dflash.session"),
+        ({"edge_dflash": {"session": ""}}, "edge_dflash.session"),
+        ({"edge_dflash": {"deadline_s": -1}}, "edge_dflash.deadline_s"),
+        ({"edge_dflash": {"deadline": 1}}, "edge_dflash.deadline"),
+        ({"edge_dflash": []}, "edge_dflash"),
+        ({"edge_dflash": {"top_k": -1}}, "edge_dflash.top_k"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_bad_parameters_are_named(client, change, param):
+    assert refused(client.post(CHAT, json={"messages": HELLO, "max_tokens": 2, **change}))["param"] == param
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "nonsense"}}}},
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}}},
+        {"response_format": {"type": "json_object"}, "stop": "x"},
+        {"edge_dflash": {"regex": "("}},
+        {"edge_dflash": {"regex": "((a{1000}){1000}){1000}"}},
+        {"edge_dflash": {"grammar": "start: start"}},
+        {"edge_dflash": {"regex": "a", "grammar": "start: /a/"}},
+        {"max_tokens": 100_000},
+        {"messages": [{"role": "user", "content": "\ud800"}]},
+        {"messages": [{"role": "user", "content": "x" * 10_000}]},
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
+        {"messages": [{"role": "assistant", "tool_calls": [1]}]},
+    ],
+    ids=lambda change: json.dumps(change)[:60],
+)
+def test_what_the_planner_refuses_is_refused(client, change):
+    body = json.dumps({"messages": HELLO, "max_tokens": 2, **change})
+    refused(client.post(CHAT, content=body, headers=JSON))
+
+
+def test_prompts_of_completions(client):
+    for prompt in (None, 1, [], [[1], [2]], ["a", "b"], [1.5], [True], [-1], [10**6], {"a": 1}, ""):
+        refused(client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 2}))
+    for change in ({"echo": True}, {"best_of": 2}, {"suffix": "x"}, {"messages": HELLO}):
+        refused(client.post("/v1/completions", json={"prompt": "a", "max_tokens": 2, **change}))
+
+
+def test_odd_requests(client):
+    assert refused(client.post(CHAT, content=b"{}"), 415)["code"] == "content_type"
+    refused(client.post(CHAT, content=b"{}", headers={**JSON, "content-encoding": "gzip"}), 415)
+    refused(client.get(CHAT), 405)
+    refused(client.post("/metrics"), 405)
+    refused(client.get("/nothing"), 404)
+    refused(client.get("/v1/models/..%2f..%2fetc"), 404)
+    assert refused(client.post(CHAT, json={"model": "gpt", "messages": HELLO}), 404)["code"] == "model_not_found"
+    large = json.dumps({"messages": [{"role": "user", "content": "x" * 2_000_000}]})
+    assert refused(client.post(CHAT, content=large, headers=JSON), 413)["code"] == "too_large"
+    refused(client.post(CHAT, content=iter([large.encode()]), headers=JSON), 413)  # chunked, of unsaid length
+
+
+def test_sizes_have_limits(tmp_path):
+    service = fake_service(tmp_path, limits={"prompt_chars": 100, "schema_bytes": 100})
+    with TestClient(make_app(service)) as client:
+        refused(client.post(CHAT, json={"messages": [{"role": "user", "content": "x" * 100}]}))
+        refused(client.post(CHAT, json={"messages": HELLO, "edge_dflash": {"regex": "x" * 101}}))
+        form = {"type": "json_schema", "json_schema": {"schema": {"description": "x" * 100}}}
+        refused(client.post(CHAT, json={"messages": HELLO, "response_format": form}))
+    service.close()
+
+
+def test_a_key_is_asked_of_everyone_on_tcp(tmp_path):
+    service = fake_service(tmp_path)
+    key = "k" * 20
+    with TestClient(make_app(service, key)) as client:
+        for path in ("/v1/models", "/health", "/ready", "/metrics", "/nothing"):
+            error = refused(client.get(path), 401)
+            assert error["code"] == "invalid_api_key"
+            for wrong in ("", "Bearer", f"Bearer {key}x", f"Basic {key}", "Bearer \xff", key):
+                refused(client.get(path, headers={"authorization": wrong.encode("latin-1")}), 401)
+        assert client.get("/v1/models", headers={"authorization": f"Bearer {key}"}).is_success
+    service.close()
+
+
+def test_without_a_key_only_this_machines_names_are_hosts(client):
+    for host in ("evil.example", "evil.example:80", "127.0.0.1.evil.example", "", "localhost.evil"):
+        assert refused(client.get("/v1/models", headers={"host": host}), 403)["code"] == "host"
+    for host in ("localhost", "127.0.0.1:8080", "[::1]:8080"):
+        assert client.get("/v1/models", headers={"host": host}).is_success
