@@ -12,6 +12,7 @@ from edge_dflash.errors import BuildError
 
 pytestmark = pytest.mark.tensorrt
 
+TWICE = ("w4a16", "w4a16", "w4a4")
 PLAN_OVERHEAD = 1 << 20  # bytes of kernels that a layer brings; weights come on top once
 
 
@@ -49,3 +50,10 @@ def test_a_profile_that_makes_no_sense_is_the_builders_error():
     unit = replace(units("demo").units["head"], profiles=(RowRange(16, 8, 4),))
     with pytest.raises(BuildError, match="plan head for sm121"):
         compiler.plan(compiler.lower(unit, reference("demo", "bf16").store))
+
+
+def test_plans_differ_by_weights_and_are_the_same_twice():
+    compiler, unit = Compiler("sm121"), units("demo").units["drafter-001"]
+    one, same, other = (bytes(compiler.plan(compiler.lower(unit, reference("demo", k).store))) for k in TWICE)
+    assert len(one) == len(same)
+    assert one != other

@@ -19,6 +19,9 @@ from edge_dflash.errors import BackendError
 
 def linear(net: Net, x: Any, weight: Weight) -> Any:
     """x [rows, K] BF16 times the weight [N, K] transposed: [rows, N] BF16. Raises BackendError."""
+    columns = net.columns(x)
+    if len(weight.shape) != 2 or weight.shape[1] != columns:
+        raise BackendError(f"{net.scope}: a weight {list(weight.shape)} for {columns} inputs; it is another model's")
     match weight:
         case WideWeight():
             return net.times_transposed(x, net.constant(bf16_bits(weight.data), "BF16"))

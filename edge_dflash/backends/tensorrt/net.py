@@ -46,6 +46,13 @@ class Net:
         tensor.name = name
         self.network.mark_output(tensor)
 
+    def columns(self, x: Any) -> int:
+        """Columns of a matrix. Raises BackendError when TensorRT finds no shape for what made it."""
+        try:
+            return int(x.shape[1])
+        except RuntimeError as error:
+            raise BackendError(f"{self.scope}: TensorRT finds no shape for {x.name} ({error})") from None
+
     def constant(self, array: Array, dtype: DType, shape: tuple[int, ...] | None = None) -> Any:
         """A constant over the array's memory. ``shape`` is the logical one; FP4 has two values in a byte."""
         array = np.ascontiguousarray(array)
