@@ -33,13 +33,19 @@ SINCE: dict[str, tuple[str, str]] = {
             "INetworkDefinition.add_matrix_multiply MatrixOperation MatrixOperation.NONE MatrixOperation.TRANSPOSE "
             "INetworkDefinition.add_reduce ReduceOperation ReduceOperation.AVG ReduceOperation.MAX ReduceOperation.MIN "
             "INetworkDefinition.add_select INetworkDefinition.add_unary UnaryOperation UnaryOperation.RECIP "
-            "UnaryOperation.SQRT IDequantizeLayer.axis __version__",
+            "UnaryOperation.SQRT IDequantizeLayer.axis __version__ IBuilderConfig.create_timing_cache "
+            "IBuilderConfig.set_timing_cache ITimingCache.serialize",
         ),
         ("8.6", "reference of 8.6; not in that of 8.5", "INetworkDefinition.add_cast DataType.FP8"),
         ("8.6", "trtexec --maxAuxStreams of 8.6", "IBuilderConfig.max_aux_streams"),
         ("9.0", "deprecation of the two-argument form", "INetworkDefinition.add_dequantize"),
         ("9.2", "release notes of 9.2", "NetworkDefinitionCreationFlag.STRONGLY_TYPED"),
-        ("10.0", "reference of 10.0", "DataType.BF16"),
+        (
+            "10.0",
+            "reference of 10.0",
+            "DataType.BF16 IBuilderConfig.progress_monitor IProgressMonitor IProgressMonitor.phase_start "
+            "IProgressMonitor.phase_finish IProgressMonitor.step_complete",
+        ),
         ("10.8", "release notes of 10.8", "DataType.FP4 INetworkDefinition.add_dynamic_quantize"),
         (
             "RTX 1.3",
