@@ -338,9 +338,9 @@ def test_programs_that_the_service_cannot_see_are_refused(tmp_path):
 def test_the_system_itself_is_told_through_systemd(monkeypatch):
     assert isinstance(host_of(type(directory("deploy"))("/")), Systemd)
     assert isinstance(host_of(directory("deploy")), Offline)
-    told, failing = [], set()
+    told, failing = [], {"is-active"}
 
-    def run(command, check):
+    def run(command, capture_output, check):
         told.append(" ".join(command))
         return subprocess.CompletedProcess(command, 1 if command[1] in failing else 0)
 
@@ -348,16 +348,28 @@ def test_the_system_itself_is_told_through_systemd(monkeypatch):
     system = Systemd()
     system.prepare()
     assert system.start(activated=True, restart=True)
-    system.stop()
     assert told == [
         "systemd-sysusers /etc/sysusers.d/edge-dflash.conf",
         "systemd-tmpfiles --create /etc/tmpfiles.d/edge-dflash.conf",
         "systemctl daemon-reload",
-        "systemctl reset-failed edge-dflash.service edge-dflash.socket",
+        "systemctl reset-failed edge-dflash.service",
+        "systemctl is-active edge-dflash.socket",
+        "systemctl stop edge-dflash.service",
         "systemctl start edge-dflash.socket",
         "systemctl restart edge-dflash.service",
-        "systemctl stop edge-dflash.socket edge-dflash.service",
     ]
+    del told[:]
+    failing.clear()
+    assert system.start(activated=True, restart=False)
+    assert told[1:] == ["systemctl is-active edge-dflash.socket", "systemctl start edge-dflash.service"]
+    del told[:]
+    assert system.start(activated=False, restart=True)
+    assert told[1:] == ["systemctl stop edge-dflash.socket", "systemctl restart edge-dflash.service"]
+    del told[:]
+    system.stop()
+    assert told[:2] == ["systemctl stop edge-dflash.socket", "systemctl stop edge-dflash.service"]
+    failing |= {"start"}
+    assert not system.start(activated=False, restart=False)
     failing.add("daemon-reload")
     with pytest.raises(EdgeDflashError, match="systemctl daemon-reload failed"):
         system.prepare()

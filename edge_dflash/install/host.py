@@ -63,14 +63,20 @@ class Systemd:
 
     def start(self, *, activated: bool, restart: bool) -> bool:
         """See Host. Waits for READY, which large bundles reach after minutes."""
-        _run(("systemctl", "reset-failed", UNIT, SOCKET))
-        if activated and not _run(("systemctl", "start", SOCKET)):
-            return False
+        _run(("systemctl", "reset-failed", UNIT), quiet=True)
+        if activated and not _run(("systemctl", "is-active", SOCKET), quiet=True):
+            _run(("systemctl", "stop", UNIT))  # systemd takes no socket for a service that runs already
+            if not _run(("systemctl", "start", SOCKET)):
+                return False
+        elif not activated:
+            _run(("systemctl", "stop", SOCKET), quiet=True)
         return _run(("systemctl", "restart" if restart else "start", UNIT))
 
     def stop(self) -> None:
         """See Host."""
-        _run(("systemctl", "stop", SOCKET, UNIT))
+        for unit in (SOCKET, UNIT):
+            _run(("systemctl", "stop", unit), quiet=True)
+        _run(("systemctl", "reset-failed", UNIT), quiet=True)
 
     @staticmethod
     def _must(command: Sequence[str]) -> None:
@@ -83,8 +89,9 @@ def host_of(root: Path) -> Host:
     return Systemd() if root.resolve() == Path("/") else Offline()
 
 
-def _run(command: Sequence[str]) -> bool:
+def _run(command: Sequence[str], *, quiet: bool = False) -> bool:
+    """Whether a command succeeded; ``quiet``: it may well fail, and says nothing."""
     try:
-        return subprocess.run(command, check=False).returncode == 0
+        return subprocess.run(command, capture_output=quiet, check=False).returncode == 0
     except OSError:
         return False
