@@ -14,12 +14,13 @@ from native_support import formats_of, write_native_bundle
 
 from edge_dflash.backends.native.arch import DeviceFacts
 from edge_dflash.backends.native.compile import kernels_digest
+from edge_dflash.bundle.manifest import Plans
 from edge_dflash.device import load_board
 from edge_dflash.doctor import facts as gathering
 from edge_dflash.doctor.bundle import architecture, kernels, plans
 from edge_dflash.doctor.check import CODES
 from edge_dflash.doctor.examine import examine, healthy, report
-from edge_dflash.doctor.facts import BundleFacts, Facts, gather, look_at, parse_properties, tensorrt_version
+from edge_dflash.doctor.facts import BundleFacts, Facts, gather, look_at, parse_properties, tensorrt_versions
 from edge_dflash.telemetry.memory import MemoryState
 from edge_dflash.telemetry.state import BoardState, read_board_state
 
@@ -39,7 +40,7 @@ def healthy_thor(tmp_path_factory):
         board=read_board_state(root),
         profile=profile,
         device=THOR,
-        tensorrt="10.13.3.9",
+        tensorrt={"tensorrt": "10.13.3.9"},
         kernels=kernels_digest(),
         disk_free=10**11,
         service=RUNNING,
@@ -89,6 +90,7 @@ def lack(facts):
     return replace(facts, board=replace(facts.board, memory=MemoryState(10**10, 10**6, 0, 0)))
 
 
+SHORT = {"tensorrt": {"tensorrt": "10.13.3"}}  # as the file name of JetPack's library has it
 CASES = [
     ("D001", "warn", board(model="NVIDIA Jetson Nova"), "add one to jetson/", {"profile": None}),
     ("D001", "warn", board(model=None), "flash Jetson Linux", {"profile": None}),
@@ -102,8 +104,8 @@ CASES = [
     ("D004", "warn", changed(device=None), "D003", {}),
     ("D004", "warn", changed(device=replace(THOR, sm=75)), "there are kernels for sm87, sm89", {}),
     ("D004", "warn", changed(device=replace(THOR, sm=87)), "the profile agx-thor says SM 110", {}),
-    ("D005", "ok", changed(tensorrt=None), "", {}),
-    ("D005", "warn", changed(tensorrt="10.16.1.11"), "JetPack's own", {}),
+    ("D005", "ok", changed(tensorrt={}), "", {}),
+    ("D005", "warn", changed(tensorrt={"tensorrt": "10.16.1.11"}), "JetPack's own", {}),
     ("D006", "warn", lambda facts: mode(facts, 1, "120W"), "sudo nvpmodel -m 0 (MAXN)", {}),
     ("D006", "warn", board(power_mode=None), "nvpmodel -q", {}),
     ("D007", "warn", lambda facts: capped(facts), "the hardware can do gpu 1575 MHz", {}),
@@ -141,11 +143,20 @@ CASES = [
     ("D015", "ok", manifest(backend="reference", arch="cpu"), "", {}),
     ("D016", "fail", changed(kernels="another"), "--backend native --arch sm110a", {}),
     ("D016", "ok", manifest(tools={}), "", {}),
-    ("D017", "ok", manifest(backend="tensorrt", tools={"tensorrt": "10.13.3.9"}), "", {}),
-    ("D017", "ok", manifest(backend="tensorrt", tools={"tensorrt": "10.13.3.9"}), "", {"tensorrt": "10.13.3"}),
-    ("D017", "fail", manifest(backend="tensorrt", tools={"tensorrt": "10.16.2.10"}), "edge-dflash-finish", {}),
-    ("D017", "fail", manifest(backend="tensorrt", tools={"tensorrt": "10.13.3.9"}), "D005", {"tensorrt": None}),
-    ("D017", "warn", manifest(backend="tensorrt", tools={}), "build it again", {}),
+    (
+        "D005",
+        "fail",
+        manifest(plans=Plans("tensorrt", "10.13.3.9", ("plans/a",), ())),
+        "JetPack ships",
+        {"tensorrt": {}},
+    ),
+    ("D005", "fail", manifest(plans=Plans("tensorrt_rtx", "1.7", ("plans/a",), ())), "pip install", {}),
+    ("D005", "ok", manifest(plans=Plans("tensorrt", "10.13.3.9", ("plans/a",), ())), "", {}),
+    ("D017", "ok", manifest(plans=Plans("tensorrt", "10.13.3.9", ("plans/a",), ())), "", {}),
+    ("D017", "ok", manifest(plans=Plans("tensorrt", "10.13.3.9", ("plans/a",), ())), "", SHORT),
+    ("D017", "fail", manifest(plans=Plans("tensorrt", "10.16.2.10", ("plans/a",), ())), "build --finish", {}),
+    ("D017", "fail", manifest(plans=Plans("tensorrt", None, ("plans/a",), ("plans/a",))), "build --finish", {}),
+    ("D017", "fail", manifest(plans=Plans("tensorrt", "10.13.3.9", ("plans/a",), ())), "D005", {"tensorrt": {}}),
 ]
 
 
@@ -171,11 +182,6 @@ def test_every_code_has_its_statuses(thor, code, status, change, remedy, more):
     assert remedy in found.remedy
     assert bool(found.remedy) == (status != "ok")
     assert "\n" not in found.found + found.remedy
-
-
-def test_a_tensorrt_bundle_needs_tensorrt(thor):
-    facts = manifest(backend="tensorrt", arch="sm110", tools={"tensorrt": "10.13.3.9"})(replace(thor, tensorrt=None))
-    assert (one(facts, "D005").status, one(facts, "D003").status) == ("fail", "ok")
 
 
 def test_what_is_wrong_with_files_is_said(thor, tmp_path):
@@ -210,7 +216,7 @@ def test_the_installed_bundle_is_looked_at_when_none_is_given(tmp_path, monkeypa
     assert found.bundle.manifest.arch == "sm87"
     assert found.profile.name == "orin-nx-16"
     assert found.nodes == {"/dev/nvmap": True}
-    assert found.tensorrt == tensorrt_version(root) == "10.3.0"
+    assert found.tensorrt["tensorrt"] == tensorrt_versions(root)["tensorrt"] == "10.3.0"
     assert one(found, "D002").found == "Jetson Linux 36.4.3, JetPack 6.2"
     assert one(found, "D008").found.startswith("throttled: gpu")
 
@@ -263,4 +269,5 @@ def test_nothing_at_all_is_no_failure():
 
 def test_checks_of_bundles_use_the_codes_of_their_table(thor):
     made = thor.bundle.manifest
-    assert [check(made, thor).code for check in (architecture, kernels, plans)] == ["D015", "D016", "D017"]
+    assert [check(made, thor).code for check in (architecture, kernels)] == ["D015", "D016"]
+    assert plans(thor.bundle, made, thor).code == "D017"

@@ -108,7 +108,7 @@ def test_install_and_remove_leave_what_was_there(root, made, program):
     after = files(root)
     base = f"opt/edge-dflash/releases/{outcome.release}"
     bundle = {f"{base}/one/{p.relative_to(made / 'one')}" for p in (made / "one").rglob("*") if p.is_file()}
-    own = {*UNITS, "opt/edge-dflash/current", "opt/edge-dflash/history", f"{base}/finished"}
+    own = {*UNITS, "opt/edge-dflash/current", "opt/edge-dflash/history", f"{base}/no-plans"}
     assert after.keys() - before.keys() == own | bundle | {f"{base}/bundle", f"{base}/run"}
     assert before.items() <= after.items()
     assert (after[f"{base}/bundle"], after[f"{base}/run"]) == ("one", str(program))
@@ -209,15 +209,15 @@ def test_everybody_may_read_and_nobody_may_write(root, made, program):
 
 def test_plans_that_are_left_to_build_leave_the_release_unfinished(root, program, tmp_path, made, monkeypatch):
     install(made / "one", root, program=program)
-    assert (root / "opt/edge-dflash/current/finished").exists()
+    assert (root / "opt/edge-dflash/current/no-plans").exists()
     read = releases.read_manifest
 
     def with_plans(path):
-        return type(read(path))(**{**vars(read(path)), "backend": "tensorrt"})
+        return type(read(path))(**{**vars(read(path)), "plans": "some"})
 
     monkeypatch.setattr(releases, "read_manifest", with_plans)
     install(made / "two", root, program=program)
-    assert not (root / "opt/edge-dflash/current/finished").exists()
+    assert not (root / "opt/edge-dflash/current/no-plans").exists()
 
 
 def test_a_damaged_bundle_changes_nothing(root, made, program):
@@ -253,7 +253,7 @@ def test_a_copy_that_was_interrupted_is_cleared_away(root, made, program):
     [
         ("bundle", "bundle-", "bundle"),
         ("run", "run-", "bundle"),
-        ("finished", "finished-", "bundle"),
+        ("no-plans", "no-plans-", "bundle"),
         (".incoming-a b\n", "incoming-a_b_-", "incoming-a_b_"),
         ("...", "bundle-", "bundle"),
         ("qwen3.6-27b", "qwen3.6-27b-", "qwen3.6-27b"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from edge_dflash.backends.native.arch import arch_sm
 from edge_dflash.backends.native.compile import ARCHS
 from edge_dflash.bundle.manifest import Manifest
-from edge_dflash.doctor.check import Check, fail, ok, warn
+from edge_dflash.doctor.check import Check, fail, ok
 from edge_dflash.doctor.facts import BundleFacts, Facts
 
 
@@ -48,16 +48,16 @@ def kernels(manifest: Manifest, facts: Facts) -> Check:
     )
 
 
-def plans(manifest: Manifest, facts: Facts) -> Check:
-    """Whether the plans were built by the TensorRT that is here."""
-    if manifest.backend != "tensorrt":
+def plans(bundle: BundleFacts, manifest: Manifest, facts: Facts) -> Check:
+    """Whether the plans are there, and were built by the very TensorRT that is here."""
+    if (held := manifest.plans) is None:
         return ok("D017", "holds no plans")
-    held = next((v for name, v in sorted(manifest.tools.items()) if name.startswith("tensorrt")), None)
-    if held is None:
-        return warn("D017", "the bundle does not say which TensorRT built its plans", "build it again")
-    if facts.tensorrt is None:
-        return fail("D017", f"plans of TensorRT {held}, none is here", "see D005")
-    if held != facts.tensorrt and not held.startswith(f"{facts.tensorrt}."):
-        remedy = "sudo systemctl start edge-dflash-finish after edge-dflash service install, or build again here"
-        return fail("D017", f"plans of TensorRT {held}, here is {facts.tensorrt}", remedy)
-    return ok("D017", f"plans of TensorRT {held}")
+    remedy = f"edge-dflash build --finish {bundle.path} on this board; the installed service does so when it starts"
+    if held.deferred:
+        return fail("D017", f"{len(held.deferred)} of {len(held.names)} plans are yet to be built", remedy)
+    here = facts.tensorrt.get(held.flavour)
+    if here is None:
+        return fail("D017", f"{len(held.names)} plans of TensorRT {held.version}, none is here", "see D005")
+    if held.version != here and not f"{held.version}.".startswith(f"{here}."):
+        return fail("D017", f"{len(held.names)} plans of TensorRT {held.version}, here is {here}", remedy)
+    return ok("D017", f"{len(held.names)} plans of TensorRT {held.version}")

@@ -36,7 +36,8 @@ def examine(facts: Facts) -> tuple[Check, ...]:
     if facts.bundle is not None:
         found.append(of_bundle.files(facts.bundle))
         if (manifest := facts.bundle.manifest) is not None:
-            found += [check(manifest, facts) for check in (of_bundle.architecture, of_bundle.kernels, of_bundle.plans)]
+            found += [of_bundle.architecture(manifest, facts), of_bundle.kernels(manifest, facts)]
+            found.append(of_bundle.plans(facts.bundle, manifest, facts))
     return tuple(found)
 
 

@@ -8,11 +8,13 @@ import re
 import shutil
 import subprocess
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from edge_dflash.backends.native.arch import DeviceFacts, device_facts
 from edge_dflash.backends.native.compile import kernels_digest
+from edge_dflash.backends.tensorrt.api import TENSORRT, TENSORRT_RTX
 from edge_dflash.bundle.manifest import Manifest
 from edge_dflash.bundle.reader import Bundle, check_files, read_manifest
 from edge_dflash.device import BoardProfile, load_board, match_board
@@ -24,6 +26,7 @@ from edge_dflash.telemetry.state import BoardState, read_board_state
 SERVICE = "edge-dflash.service"
 INSTALLED = Path("opt/edge-dflash/current/bundle")
 _NODES = ("nvidia[0-9]*", "nvidiactl", "nvidia-uvm", "nvmap", "nvhost-ctrl-gpu", "nvgpu/*/ctrl")
+_DISTRIBUTIONS = {TENSORRT.module: ("tensorrt", "tensorrt-cu13"), TENSORRT_RTX.module: ("tensorrt-rtx",)}
 _LIBRARIES = ("usr/lib/aarch64-linux-gnu", "usr/lib/x86_64-linux-gnu")
 _PROPERTIES = ("LoadState", "ActiveState", "SubState", "Result", "NRestarts", "StatusText")
 
@@ -47,7 +50,7 @@ class Facts:
     profile: BoardProfile | None = None
     device: DeviceFacts | None = None
     device_error: str = ""  # why there is no device
-    tensorrt: str | None = None  # version
+    tensorrt: Mapping[str, str] = field(default_factory=dict)  # version by flavour: tensorrt, tensorrt_rtx
     kernels: str = ""  # digest of the kernels of this version
     disk_free: int | None = None  # bytes where bundles and sessions are kept
     service: Mapping[str, str] | None = None  # properties of systemd; None: no systemd
@@ -73,7 +76,7 @@ def gather(bundle: Path | None = None, *, hashes: bool = False, root: Path = Pat
         profile,
         device,
         error,
-        tensorrt_version(root),
+        tensorrt_versions(root),
         kernels_digest(),
         _disk_free(root),
         _service(),
@@ -99,18 +102,18 @@ def look_at(path: Path, profile: BoardProfile | None, *, hashes: bool) -> Bundle
     return BundleFacts(path, manifest, None, needs, hashes)
 
 
-def tensorrt_version(root: Path) -> str | None:
-    """Version of the TensorRT that Python would import, or of JetPack's library; nothing is loaded."""
-    for name in ("tensorrt", "tensorrt-cu13", "tensorrt-rtx"):
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    for folder in _LIBRARIES:
-        names = [path.name for path in (root / folder).glob("libnvinfer.so.*")]
-        if found := [m.groups() for name in names if (m := re.fullmatch(r"libnvinfer\.so\.(\d+)\.(\d+)\.(\d+)", name))]:
-            return ".".join(map(str, max(tuple(map(int, version)) for version in found)))
-    return None
+def tensorrt_versions(root: Path) -> dict[str, str]:
+    """Versions of what Python would import, by module, or of JetPack's library; nothing is loaded."""
+    found: dict[str, str] = {}
+    for module, names in _DISTRIBUTIONS.items():
+        for name in names:
+            with suppress(importlib.metadata.PackageNotFoundError):
+                found.setdefault(module, importlib.metadata.version(name))
+    libraries = [path.name for folder in _LIBRARIES for path in (root / folder).glob("libnvinfer.so.*")]
+    parts = [m.groups() for name in libraries if (m := re.fullmatch(r"libnvinfer\.so\.(\d+)\.(\d+)\.(\d+)", name))]
+    if parts:
+        found.setdefault(TENSORRT.module, ".".join(map(str, max(tuple(map(int, version)) for version in parts))))
+    return found
 
 
 def parse_properties(text: str) -> dict[str, str]:

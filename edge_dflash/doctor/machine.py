@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from edge_dflash.backends.native.arch import arch_sm
 from edge_dflash.backends.native.compile import ARCHS
+from edge_dflash.backends.tensorrt.api import FLAVOURS, TENSORRT
 from edge_dflash.device import JetPackVersion, PowerMode
 from edge_dflash.doctor.check import Check, fail, ok, warn
 from edge_dflash.doctor.facts import Facts
@@ -68,18 +69,21 @@ def gpu(facts: Facts) -> Check:
 
 def tensorrt(facts: Facts) -> Check:
     """Whether TensorRT is there where it is needed, and is the one of the JetPack."""
-    if facts.tensorrt is None:
-        if _backend(facts) == "tensorrt":
-            return fail("D005", "none", "sudo apt install nvidia-jetpack; make the venv with --system-site-packages")
+    plans = facts.bundle.manifest.plans if facts.bundle and facts.bundle.manifest else None
+    module = plans.flavour if plans else TENSORRT.module
+    version, jetpack = facts.tensorrt.get(module), _jetpack(facts)
+    if version is None:
+        if plans:
+            flavour = next(flavour for flavour in FLAVOURS if flavour.module == module)
+            return fail("D005", f"no {flavour.product}", flavour.install)
         return ok("D005", "none; only bundles of the tensorrt backend need it")
-    jetpack = _jetpack(facts)
-    if jetpack is not None and not _same_release(facts.tensorrt, jetpack.tensorrt):
+    if module == TENSORRT.module and jetpack is not None and not _same_release(version, jetpack.tensorrt):
         return warn(
             "D005",
-            f"{facts.tensorrt}; JetPack {jetpack.jetpack} ships {jetpack.tensorrt}",
+            f"{version}; JetPack {jetpack.jetpack} ships {jetpack.tensorrt}",
             "use JetPack's own: remove the pip package, make the venv with --system-site-packages",
         )
-    return ok("D005", facts.tensorrt)
+    return ok("D005", version)
 
 
 def power_mode(facts: Facts) -> Check:

@@ -22,7 +22,7 @@ from edge_dflash.telemetry.memory import drop_page_cache
 
 _INCOMING = ".incoming-"
 _SPARE = 64 << 20  # bytes of disk beside a copy
-_OWN = ("bundle", "run", "finished")  # names inside of a release
+_OWN = ("bundle", "run", "no-plans")  # names inside of a release
 _DIGITS = 12  # digits of a release's name that tell it from others
 
 
@@ -64,8 +64,8 @@ def add(layout: Layout, bundle: Path, program: Path) -> str:
         if folder != "bundle":
             (incoming / "bundle").symlink_to(folder)
         (incoming / "run").symlink_to(program)
-        if manifest.backend != "tensorrt":
-            (incoming / "finished").touch()
+        if manifest.plans is None:
+            (incoming / "no-plans").touch()
         incoming.chmod(0o755)
         incoming.rename(layout.releases / name)
         _sync(layout.releases)
