@@ -45,6 +45,31 @@ def fake_service(directory: Path, backend=None, tokenizer="text", queue=4, **sec
     return service
 
 
+TOOL = {
+    "type": "function",
+    "function": {"name": "grasp", "parameters": {"type": "object", "properties": {"object": {"type": "string"}}}},
+}
+TOOL_TASK = [{"role": "user", "content": "Take the mug."}]
+_TOOL_TEMPLATE = "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{{ m.content }}\n{% endfor %}"
+
+
+def tool_service(directory: Path) -> Service:
+    """A service whose model answers TOOL_TASK with a call of TOOL."""
+    from tokenizers import AddedToken
+    from tokenizers import Tokenizer as Words
+
+    path = write_tokenizer(directory / "tokenizer", template=_TOOL_TEMPLATE)
+    words = Words.from_file(str(path / "tokenizer.json"))
+    words.add_tokens([AddedToken(name) for name in ("<tool_call>", "</tool_call>")])
+    words.save(str(path / "tokenizer.json"))
+    tokenizer = Tokenizer.open(path)
+    shape = replace(TEXT_SHAPE, vocab_size=262)
+    call = '<tool_call>\n{"name": "grasp", "arguments": {"object": "mug"}}\n</tool_call>'
+    script = [*tokenizer.encode(call), tokenizer.eos_token_id]
+    prompt = tokenizer.encode_chat(TOOL_TASK, tools=[TOOL])
+    return fake_service(directory, FakeBackend(shape, script=script, script_at=len(prompt)), tokenizer)
+
+
 class Process:
     """``edge-dflash serve`` as a process."""
 
@@ -79,13 +104,13 @@ class Process:
         log.close()
         until = time.monotonic() + seconds
         while time.monotonic() < until and self.process.poll() is None:
-            try:
-                with self.client() as client:
-                    if client.get("/ready").status_code == 200:
-                        return self
-            except httpx2.TransportError:
-                pass
             time.sleep(0.05)
+            with socket.socket(socket.AF_UNIX) as probe:
+                if probe.connect_ex(str(self.socket)) != 0:
+                    continue
+            with self.client() as client:
+                if client.get("/ready").status_code == 200:
+                    return self
         raise RuntimeError((self.directory / "log").read_text())
 
     def stop(self, sig: int = signal.SIGTERM) -> int:

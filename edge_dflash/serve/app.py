@@ -23,7 +23,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from edge_dflash.serve.fields import Fields
-from edge_dflash.serve.limits import authorise, read_json
+from edge_dflash.serve.limits import authorise, bound_headers, read_json
 from edge_dflash.serve.messages import read_messages
 from edge_dflash.serve.metrics import CONTENT_TYPE
 from edge_dflash.serve.openai import Call, chat_call, checked_name, completion_call
@@ -59,7 +59,7 @@ def make_app(service: Service, key: str = "") -> Starlette:
     return Starlette(
         routes=[Route(path, _answering(service, endpoint), methods=[method]) for method, path, endpoint in table],
         exception_handlers={HTTPException: _http_error, Exception: _defect},
-        middleware=[Middleware(_Guard, key=key)],
+        middleware=[Middleware(_Guard, key=key, header_bytes=service.config.limits.header_bytes)],
     )
 
 
@@ -106,13 +106,15 @@ async def _defect(request: Request, error: Exception) -> Response:
 class _Guard:
     """Lets in who may come in."""
 
-    def __init__(self, app: ASGIApp, key: str) -> None:
+    def __init__(self, app: ASGIApp, key: str, header_bytes: int) -> None:
         self._app = app
         self._key = key
+        self._header_bytes = header_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             try:
+                bound_headers(scope, self._header_bytes)
                 authorise(scope, Headers(scope=scope), self._key)
             except Refusal as refused:
                 await error_response(refused)(scope, receive, send)

@@ -39,6 +39,14 @@ def read_key(path: str) -> str:
     return text
 
 
+def bound_headers(scope: Scope, limit: int) -> None:
+    """Refuse a request whose line and headers are too long; the connection bounds only what it has to wait for."""
+    size = len(scope.get("raw_path") or b"") + len(scope.get("query_string") or b"")
+    size += sum(len(name) + len(value) for name, value in scope["headers"])
+    if size > limit:
+        raise Refusal(f"the headers have {size} bytes, the limit is {limit} bytes; send less", status=431)
+
+
 def authorise(scope: Scope, headers: Mapping[str, str], key: str) -> None:
     """Refuse a caller who may not come in. Whoever could open the Unix socket may.
 
