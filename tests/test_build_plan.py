@@ -90,7 +90,7 @@ def test_truncated_checkpoints_are_refused_before_any_work(tmp_path):
         ({"backend": "onnx"}, ("--backend is 'onnx', accepted are reference, native, tensorrt",)),
         ({"backend": "native"}, ("--arch is 'cpu', --backend native is built for sm87, sm89, sm90a, sm110a",)),
         ({"arch": "sm110", "backend": "native"}, ("--arch is 'sm110', --backend native is built for sm87",)),
-        ({"backend": "tensorrt"}, ("'tensorrt' bundles for cpu need a later version",)),
+        ({"backend": "tensorrt"}, ("--arch is 'cpu', --backend tensorrt is built for sm87, sm89, sm90a, sm110, sm11",)),
         ({"arch": "sm110a"}, ("--backend reference is built for cpu; bundles for a GPU are built with --backend nat",)),
     ],
 )

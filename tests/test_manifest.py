@@ -8,12 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edge_dflash.backends.base import Precision
-from edge_dflash.bundle.manifest import ARCHS_OF, FileEntry, Manifest, Source, dump_manifest, parse_manifest
+from edge_dflash.bundle.manifest import ARCHS_OF, FileEntry, Manifest, Plans, Source, dump_manifest, parse_manifest
 from edge_dflash.checkpoint.specs import DrafterLayerMask
 from edge_dflash.errors import BundleError
 
 SCALE = st.floats(min_value=1e-30, max_value=1e30)
 NAME = st.from_regex(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,8}(/[a-z][a-z0-9.-]{0,8}){0,2}", fullmatch=True)
+PLANS = (
+    Plans("tensorrt", "10.13.3.9", ("plans/a.plan", "plans/b.plan"), ()),
+    Plans("tensorrt", None, ("plans/a.plan",), ("plans/a.plan",)),
+    Plans("tensorrt_rtx", "1.7.1.116", (), ()),
+)
 ENTRY = st.builds(FileEntry, st.from_regex(r"[0-9a-f]{64}", fullmatch=True), st.integers(0, 2**60))
 
 
@@ -30,6 +35,11 @@ def manifests(draw, base: Manifest):
     )
     drafter = replace(PAIR.drafter, attention=attention, layers=tuple(masks), rms_norm_eps=draw(SCALE))
     backend = draw(st.sampled_from(sorted(ARCHS_OF)))
+    files = draw(st.dictionaries(NAME.filter(lambda n: n != "manifest.json" and not n.startswith("plans/")), ENTRY))
+    plans = None
+    if backend == "tensorrt":
+        plans = draw(st.sampled_from(PLANS))
+        files |= dict.fromkeys(set(plans.names) - set(plans.deferred), FileEntry("0" * 64, 1))
     return replace(
         base,
         pair=replace(PAIR, drafter=drafter),
@@ -42,7 +52,8 @@ def manifests(draw, base: Manifest):
         tokenizer=draw(st.booleans()),
         tools=draw(st.dictionaries(st.text(), st.text())),
         sources=tuple(draw(st.lists(st.builds(Source, st.just("target"), st.text(), st.integers(0), st.text())))),
-        files=draw(st.dictionaries(NAME.filter(lambda n: n != "manifest.json"), ENTRY)),
+        files=files,
+        plans=plans,
     )
 
 
@@ -95,6 +106,35 @@ def test_fields_that_contradict_each_other_are_refused(manifest, field, value, m
     with pytest.raises(BundleError) as error:
         parse_manifest(text, "m")
     assert str(error.value).startswith(f"m: {message}")
+
+
+PLAN = FileEntry("0" * 64, 1)
+
+
+@pytest.mark.parametrize(
+    ("plans", "files", "message"),
+    [
+        (None, {}, "plans is missing for backend 'tensorrt'"),
+        (Plans("tensorrt", "10.13", ("plans/a.plan",), ()), {}, "plans.names and the files disagree on plans/a.plan"),
+        (Plans("tensorrt", "10.13", (), ()), {"plans/a.plan": PLAN}, "plans.names and the files disagree on plans/a"),
+        (Plans("tensorrt", None, ("plans/a",), ("plans/a",)), {"plans/a": PLAN}, "plans.names and the files disagree"),
+        (Plans("tensorrt", None, ("plans/a",), ()), {"plans/a": PLAN}, "plans.version is None with 0 plans deferred"),
+        (Plans("tensorrt", "10.13", ("plans/a",), ("plans/a",)), {}, "plans.version is '10.13' with 1 plans deferred"),
+    ],
+)
+def test_plans_are_files_or_deferred(manifest, plans, files, message):
+    changed = replace(manifest, backend="tensorrt", arch="sm110", plans=plans, files={**manifest.files, **files})
+    with pytest.raises(BundleError) as error:
+        parse_manifest(dump_manifest(changed), "m")
+    assert str(error.value).startswith(f"m: {message}")
+
+
+def test_a_bundle_without_plans_is_written_as_before_there_were_any(manifest):
+    assert b'"plans"' not in dump_manifest(manifest)
+    with pytest.raises(BundleError, match="plans is given for backend 'reference'"):
+        parse_manifest(dump_manifest(replace(manifest, plans=Plans("tensorrt", "1", (), ()))))
+    with pytest.raises(BundleError, match="checksum differs"):
+        parse_manifest(change(manifest, plans=None))
 
 
 def test_weights_the_models_do_not_have_are_refused(manifest):

@@ -10,13 +10,12 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias
 
 from edge_dflash import __version__
 from edge_dflash.backends.base import Precision
@@ -25,6 +24,7 @@ from edge_dflash.build.convert import convert
 from edge_dflash.build.native import write_native_part
 from edge_dflash.build.plan import BuildConfig, BuildPlan, plan_build
 from edge_dflash.build.record import fit_warning, no_selftest, record_selftest
+from edge_dflash.build.result import BuildProgress, BuildResult, Stage
 from edge_dflash.build.scales import CALIBRATION, BuildScales, dump_scales, load_scales, measure_scales
 from edge_dflash.build.threads import one_thread
 from edge_dflash.build.workdir import WorkDir
@@ -36,20 +36,6 @@ from edge_dflash.bundle.stored import Part
 from edge_dflash.errors import BuildError, CheckpointError
 
 __all__ = ["BuildConfig", "BuildProgress", "BuildResult", "build"]
-
-BuildProgress: TypeAlias = Callable[[str, int, int], None]  # (stage, bytes done, bytes in all)
-
-
-@dataclass(frozen=True)
-class BuildResult:
-    """A finished build."""
-
-    bundle: Path
-    bytes: int  # of all files
-    seconds: float
-    plans: tuple[str, ...]  # TensorRT plan files; none for the reference backend
-    deferred: tuple[str, ...]  # what the device has to finish on its first start
-    warnings: tuple[str, ...]
 
 
 def build(config: BuildConfig, progress: BuildProgress | None = None) -> BuildResult:
@@ -63,15 +49,18 @@ def build(config: BuildConfig, progress: BuildProgress | None = None) -> BuildRe
     try:
         plan = plan_build(config)
         with WorkDir(config.output, plan.fingerprint, config.command, force=config.force) as work:
-            manifest = dump_manifest(_with_selftest(_fill(plan, work, report), plan, work, report))
-            size = sum(entry.size for entry in work.finished.values()) + len(manifest)
-            work.finish(manifest)
+            manifest = _with_plans(_fill(plan, work, report), plan, work, report)
+            text = dump_manifest(_with_selftest(manifest, plan, work, report))
+            size = sum(entry.size for entry in work.finished.values()) + len(text)
+            work.finish(text)
             warnings = (*plan.warnings, *work.warnings)
     except KeyboardInterrupt:
         raise BuildError(f"interrupted; finished files are kept, resume with: {config.command}") from None
     except OSError as error:
         raise _disk_error(error, config) from None
-    return BuildResult(config.output, size, time.monotonic() - began, (), (), warnings)
+    deferred = plan.plans.deferred if plan.plans is not None else ()
+    plans = plan.plans.names if plan.plans is not None and not deferred else ()
+    return BuildResult(config.output, size, time.monotonic() - began, plans, deferred, warnings)
 
 
 def _fill(plan: BuildPlan, work: WorkDir, report: BuildProgress) -> Manifest:
@@ -81,13 +70,13 @@ def _fill(plan: BuildPlan, work: WorkDir, report: BuildProgress) -> Manifest:
     for source in plan.tokenizer_files:
         name = f"tokenizer/{source.name}"
         files[name] = work.reuse(name, _ignore) or work.add(name, partial(_copy, source))
-    stage = _Stage(report, "weights", plan.size)
+    stage = Stage(report, "weights", plan.size)
     with _workers() as pool:
         for name, part in plan.parts.items():
             write = partial(_write_weights, plan, part, scales.inputs, pool, stage.advance)
             files[name] = work.reuse(name, stage.advance) or work.add(name, write)
     stage.finish()
-    if plan.config.backend == "native":
+    if plan.config.backend != "reference":
         files.update(_kernels(plan, work, report))
     drafter = plan.pair.drafter
     return Manifest(
@@ -108,19 +97,40 @@ def _fill(plan: BuildPlan, work: WorkDir, report: BuildProgress) -> Manifest:
         sources=plan.sources,
         weights=plan.formats,
         files=files,
+        plans=plan.plans,
     )
 
 
 def _kernels(plan: BuildPlan, work: WorkDir, report: BuildProgress) -> dict[str, FileEntry]:
     """Compile the kernels for the bundle's arch, or find them compiled."""
-    stage, units = _Stage(report, "kernels", plan.size), bundled()  # in bytes like the weights: the share of units
+    stage = Stage(report, "kernels", plan.size)  # in bytes like the weights: the share of units
+    arch, units = plan.config.arch, bundled()
+    if plan.plans is not None:
+        from edge_dflash.backends.tensorrt.plans import STATE_UNITS, kernel_arch  # the bindings of CUDA, only here
+
+        arch, units = kernel_arch(arch), STATE_UNITS
     files: dict[str, FileEntry] = {}
     for done, unit in enumerate(units):
         stage.share(done, len(units))
         name = f"kernels/{unit}.cubin"
-        files[name] = work.reuse(name, _ignore) or work.add(name, partial(_compile, unit, plan.config.arch))
+        files[name] = work.reuse(name, _ignore) or work.add(name, partial(_compile, unit, arch))
     stage.finish()
     return files
+
+
+def _with_plans(manifest: Manifest, plan: BuildPlan, work: WorkDir, report: BuildProgress) -> Manifest:
+    """Build the plans that can be built here, from the weights that lie in the bundle."""
+    if plan.plans is None or plan.plans.deferred:
+        return manifest
+    from edge_dflash.backends.tensorrt.plans import bundle_units, planned  # the bindings of CUDA, only here
+    from edge_dflash.build.plans import build_plans
+
+    stage = Stage(report, "plans", plan.size)  # in bytes like the weights: the share of plans
+    units = planned(bundle_units(plan.pair, plan.prefill_chunk).units)
+    store = Bundle.staged(work.staging, manifest)
+    files = build_plans(plan.config.arch, units, store, work, stage.share)
+    stage.finish()
+    return replace(manifest, files={**manifest.files, **files})
 
 
 def _with_selftest(manifest: Manifest, plan: BuildPlan, work: WorkDir, report: BuildProgress) -> Manifest:
@@ -130,7 +140,7 @@ def _with_selftest(manifest: Manifest, plan: BuildPlan, work: WorkDir, report: B
         return manifest
     entry = work.reuse(SELFTEST, _ignore)
     if entry is None:
-        stage = _Stage(report, "self-test", plan.size)  # in bytes like the weights: the share of tokens that are done
+        stage = Stage(report, "self-test", plan.size)  # in bytes like the weights: the share of tokens that are done
         test = record_selftest(Bundle.staged(work.staging, manifest), stage.share)
         entry = work.add(SELFTEST, partial(_write, dump_selftest(test)))
         stage.finish()
@@ -147,7 +157,7 @@ def _scales(plan: BuildPlan, work: WorkDir, report: BuildProgress) -> tuple[File
         return entry, load_scales((work.staging / CALIBRATION).read_bytes())
     scales = plan.scales.known
     if plan.scales.ids:
-        stage = _Stage(report, "calibration", plan.size)  # in bytes like the weights: the share of layers that are done
+        stage = Stage(report, "calibration", plan.size)  # in bytes like the weights: the share of layers that are done
         scales = measure_scales(plan.scales, plan.pair, plan.store, stage.share)
         stage.finish()
     return work.add(CALIBRATION, partial(_write, dump_scales(scales))), scales
@@ -203,28 +213,6 @@ def _disk_error(error: OSError, config: BuildConfig) -> BuildError:
     else:
         what = f"{error.strerror or error} ({error.filename or config.output}); correct it"
     return BuildError(f"{what} and resume with: {config.command}")
-
-
-class _Stage:
-    """Progress of one stage in bytes. The total is an estimate, so the bytes done are kept within it."""
-
-    def __init__(self, report: BuildProgress, name: str, total: int) -> None:
-        self._report, self._name, self._total, self._done = report, name, total, 0
-        report(name, 0, total)
-
-    def advance(self, count: int) -> None:
-        """Count bytes."""
-        self._done += count
-        self._report(self._name, min(self._done, self._total), self._total)
-
-    def share(self, done: int, total: int) -> None:
-        """Set the part that is done."""
-        self._done = 0
-        self.advance(self._total * done // max(1, total))
-
-    def finish(self) -> None:
-        """Report that all is done."""
-        self._report(self._name, self._total, self._total)
 
 
 def _ignore(count: int) -> None:

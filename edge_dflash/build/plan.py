@@ -20,9 +20,10 @@ from edge_dflash import __version__
 from edge_dflash.backends.native.compile import compiler_version, kernels_digest
 from edge_dflash.build.native_plan import plan_native
 from edge_dflash.build.scales import ScalesPlan, plan_scales
+from edge_dflash.build.tensorrt_plan import plan_tensorrt
 from edge_dflash.build.workdir import building_path, check_free
 from edge_dflash.bundle.codec import encode
-from edge_dflash.bundle.manifest import ARCHS, ARCHS_OF, BACKENDS, Source, WeightFormat
+from edge_dflash.bundle.manifest import ARCHS, ARCHS_OF, BACKENDS, Plans, Source, WeightFormat
 from edge_dflash.bundle.stored import Part, bundle_parts, stack_bytes, weight_bytes
 from edge_dflash.checkpoint.config import match_pair, read_drafter_spec, read_target_spec
 from edge_dflash.checkpoint.reader import PairCheckpoint
@@ -90,6 +91,7 @@ class BuildPlan:
     tokenizer_files: tuple[Path, ...]  # empty without tokenizer.json
     sources: tuple[Source, ...]
     tools: Mapping[str, str]
+    plans: Plans | None  # of the tensorrt backend
     fingerprint: Mapping[str, str]
     warnings: tuple[str, ...]
 
@@ -111,13 +113,17 @@ def plan_build(config: BuildConfig) -> BuildPlan:
     if config.backend == "native":
         formats, more = plan_native(config.arch, recipe, pair, store, formats)
         warnings = (*warnings, *more)
+    plans = None
+    if config.backend == "tensorrt":
+        formats, plans = plan_tensorrt(config.arch, recipe, pair, store, formats, prefill_chunk)
     scales, more = plan_scales(recipe, pair, programs, store, formats, tokenizer, allowed=config.calibrate)
     store.release()
     parts = bundle_parts(programs, formats, config.backend)
     size = sum(weight_bytes(programs.weights[n].shape, formats[n]) for part in parts.values() for n in part.names)
     size += sum(stack_bytes(stack) for part in parts.values() for stack in part.stacks)
-    _check_space(config.output, size + (_KERNELS if config.backend == "native" else 0))
-    tools = _tools(config.backend)
+    here = size if plans is not None and not plans.deferred else 0
+    _check_space(config.output, size + here + (_KERNELS if config.backend != "reference" else 0))
+    tools = _tools(config.backend) | ({plans.flavour: plans.version} if plans and plans.version else {})
     sources, stamps = _sources(config)
     fingerprint = {
         **stamps,
@@ -143,6 +149,7 @@ def plan_build(config: BuildConfig) -> BuildPlan:
         else (),
         sources=sources,
         tools=tools,
+        plans=plans,
         fingerprint=fingerprint,
         warnings=(*warnings, *more),
     )
@@ -153,15 +160,10 @@ def check_backend(arch: str, backend: str) -> None:
     for field, found, accepted in (("--arch", arch, ARCHS), ("--backend", backend, BACKENDS)):
         if found not in accepted:
             raise BackendError(f"{field} is {found!r}, accepted are {', '.join(accepted)}")
-    if backend == "tensorrt":
-        raise BackendError(
-            f"this version builds for --backend reference and --backend native; {backend!r} bundles for {arch} "
-            "need a later version of edge-dflash"
-        )
     if arch not in ARCHS_OF[backend]:
         raise BackendError(
             f"--arch is {arch!r}, --backend {backend} is built for {', '.join(ARCHS_OF[backend])}"
-            + ("" if backend == "native" else "; bundles for a GPU are built with --backend native")
+            + ("; bundles for a GPU are built with --backend native or tensorrt" if backend == "reference" else "")
         )
 
 
@@ -243,7 +245,7 @@ def _tools(backend: str) -> dict[str, str]:
         "python": platform.python_version(),
         "torch": version("torch"),
     }
-    return {**tools, "kernels": kernels_digest(), "nvrtc": compiler_version()} if backend == "native" else tools
+    return {**tools, "kernels": kernels_digest(), "nvrtc": compiler_version()} if backend != "reference" else tools
 
 
 def _check_space(output: Path, size: int) -> None:

@@ -24,9 +24,10 @@ from edge_dflash.models import pair_programs
 
 SCHEMA = 1
 MANIFEST = "manifest.json"
+PLANS = "plans/"  # folder of TensorRT plans
 ARCHS = ("cpu", "sm87", "sm89", "sm90a", "sm100a", "sm110", "sm110a", "sm120", "sm120a", "sm121", "sm121a")
 BACKENDS = ("reference", "native", "tensorrt")
-ARCHS_OF = {"reference": ("cpu",), "native": NATIVE_ARCHS, "tensorrt": ARCHS[1:]}
+ARCHS_OF = {"reference": ("cpu",), "native": NATIVE_ARCHS, "tensorrt": tuple(a for a in ARCHS[1:] if a != "sm100a")}
 
 WeightFormat = Literal["bf16", "f32", "fp8", "nvfp4", "tied"]  # tied: lm_head is read from the wide embedding
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*(/[A-Za-z0-9_-][A-Za-z0-9_.-]*)*")
@@ -52,6 +53,16 @@ class Source:
 
 
 @dataclass(frozen=True)
+class Plans:
+    """The TensorRT plans of a bundle. A plan runs with the very version of TensorRT that built it."""
+
+    flavour: Literal["tensorrt", "tensorrt_rtx"]  # what to import
+    version: str | None  # exact version, such as 10.13.3.9; None while plans are deferred
+    names: tuple[str, ...]  # paths of all plans, there or deferred
+    deferred: tuple[str, ...]  # those that the device has to build: edge-dflash build --finish
+
+
+@dataclass(frozen=True)
 class Manifest:
     """All that a bundle says about itself, except the schema version and the checksum, which frame it."""
 
@@ -72,6 +83,7 @@ class Manifest:
     sources: tuple[Source, ...]
     weights: Mapping[str, WeightFormat]
     files: Mapping[str, FileEntry]  # every file of the bundle but manifest.json, by relative path
+    plans: Plans | None = None  # of the tensorrt backend; the key is left out where there are none
 
     @property
     def weight_summary(self) -> dict[str, int]:
@@ -89,6 +101,8 @@ def dump_manifest(manifest: Manifest) -> bytes:
     """The one text that :func:`parse_manifest` accepts for this manifest."""
     exact = decode(Manifest, encode(manifest), MANIFEST)  # an int in a float's place becomes the float it stands for
     body: dict[str, Any] = {"schema": SCHEMA, **encode(exact)}
+    if exact.plans is None:
+        del body["plans"]
     body["checksum"] = hashlib.sha256(_text(body)).hexdigest()
     return _text(body)
 
@@ -107,6 +121,7 @@ def parse_manifest(text: bytes, where: str = MANIFEST) -> Manifest:
         remedy = "update edge-dflash" if newer else "build the bundle again"
         raise BundleError(f"{where}: schema is {schema!r}, this version reads {SCHEMA}; {remedy}")
     body.pop("checksum", None)
+    body.setdefault("plans", None)
     manifest = decode(Manifest, body, where)
     check_manifest(manifest, where)
     if dump_manifest(manifest) != text:
@@ -133,6 +148,7 @@ def check_manifest(manifest: Manifest, where: str = MANIFEST) -> None:
         if not all(scale > 0 and math.isfinite(scale) for scale in scales):
             raise BundleError(f"{where}: kv_scales.{state} is {scales}, wanted two positive numbers")
     _check_weights(manifest, programs.weights.keys(), where)
+    _check_plans(manifest, where)
     for name, entry in manifest.files.items():
         if not _FILE_NAME.fullmatch(name) or name == MANIFEST:
             raise BundleError(f"{where}: files names {name!r}, wanted a relative path of plain names inside the bundle")
@@ -148,6 +164,22 @@ def _check_weights(manifest: Manifest, wanted: Any, where: str) -> None:
     for name, form in manifest.weights.items():
         if form == "tied" and (name != "target.lm_head" or not manifest.pair.target.tied):
             raise BundleError(f"{where}: weights.{name} is 'tied'; only the lm_head of a tied target can be")
+
+
+def _check_plans(manifest: Manifest, where: str) -> None:
+    """Plans are those of a tensorrt bundle, and each is a file or deferred."""
+    plans = manifest.plans
+    if (plans is None) == (manifest.backend == "tensorrt"):
+        found = "missing" if plans is None else "given"
+        raise BundleError(f"{where}: plans is {found} for backend {manifest.backend!r}; build the bundle again")
+    here = {name for name in manifest.files if name.startswith(PLANS)}
+    names, deferred = (set(plans.names), set(plans.deferred)) if plans else (set(), set())
+    if odd := sorted((here | deferred) ^ names or here & deferred):
+        raise BundleError(f"{where}: plans.names and the files disagree on {odd[0]}; build the bundle again")
+    if plans and (plans.version is None) != bool(deferred):
+        raise BundleError(
+            f"{where}: plans.version is {plans.version!r} with {len(deferred)} plans deferred; build again"
+        )
 
 
 def _programs(pair: PairSpec, where: str) -> Any:

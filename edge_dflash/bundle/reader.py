@@ -20,7 +20,7 @@ import numpy as np
 from edge_dflash.backends.native.stacks import Stack
 from edge_dflash.backends.native.weight_layout import Repacked, unpack
 from edge_dflash.build.workdir import resume_command
-from edge_dflash.bundle.manifest import MANIFEST, Manifest, parse_manifest
+from edge_dflash.bundle.manifest import MANIFEST, FileEntry, Manifest, parse_manifest
 from edge_dflash.bundle.parts import from_tensors, hash_file, weight_format
 from edge_dflash.bundle.stored import Part, bundle_parts, repacked_of
 from edge_dflash.checkpoint.files import TensorFiles
@@ -45,6 +45,7 @@ class Bundle:
         self._stacks = stacks
         self._stack_of = {name: key for key, (stack, _) in stacks.items() for name in stack.names}
         self._unpacked: tuple[str, dict[str, Weight]] = "", {}  # of the last stack that was asked for
+        self._hashed = False  # whether all files were compared with their hashes
 
     @classmethod
     def open(cls, path: Path | str, check_hashes: bool = True, progress: Progress | None = None) -> Bundle:
@@ -58,7 +59,9 @@ class Bundle:
         check_files(path, manifest)
         if check_hashes:
             _check_hashes(path, manifest, progress or (lambda done, total: None))
-        return cls(path, manifest, *_map_weights(path, manifest))
+        bundle = cls(path, manifest, *_map_weights(path, manifest))
+        bundle._hashed = check_hashes
+        return bundle
 
     @classmethod
     def staged(cls, path: Path, manifest: Manifest) -> Bundle:
@@ -106,20 +109,38 @@ class Bundle:
     def cubin(self, unit: str) -> bytes:
         """Kernels of a compilation unit. Raises BundleError when the bundle has none, or not as it was built."""
         name = f"kernels/{unit}.cubin"
-        if (entry := self._manifest.files.get(name)) is None:
-            raise BundleError(
-                f"{self._path}: {name} is missing; this version of edge-dflash runs it, build the bundle again"
-            )
+        entry = self._entry(name)
         try:
             data = (self._path / name).read_bytes()
         except OSError as error:
             raise BundleError(f"cannot read {self._path / name}: {error.strerror}; check its permissions") from None
-        if (found := hashlib.sha256(data).hexdigest()) != entry.sha256:
+        self._same(name, hashlib.sha256(data).hexdigest(), entry)
+        return data
+
+    def plan(self, name: str) -> Path:
+        """File of a TensorRT plan, with the bytes that were built. Raises BundleError like :meth:`cubin`."""
+        entry = self._entry(name)
+        if not self._hashed:
+            try:
+                found = hash_file(self._path / name, lambda count: None)
+            except OSError as error:
+                raise BundleError(f"cannot read {self._path / name}: {error.strerror}; check its permissions") from None
+            self._same(name, found.sha256, entry)
+        return self._path / name
+
+    def _entry(self, name: str) -> FileEntry:
+        if (entry := self._manifest.files.get(name)) is None:
+            raise BundleError(
+                f"{self._path}: {name} is missing; this version of edge-dflash runs it, build the bundle again"
+            )
+        return entry
+
+    def _same(self, name: str, found: str, entry: FileEntry) -> None:
+        if found != entry.sha256:
             raise BundleError(
                 f"{self._path}: sha256 of {name} is {found[:16]}..., wanted {entry.sha256[:16]}...; "
                 "the file is damaged, copy or build the bundle again"
             )
-        return data
 
     def kv_scale(self, state: str) -> tuple[float, float]:
         """FP8 scales (k, v) of a KV state; (1.0, 1.0) when the bundle has none for it."""

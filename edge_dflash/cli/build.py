@@ -7,33 +7,57 @@ from typing import Annotated
 
 import typer
 
+from edge_dflash.build.finish import finish_command
+from edge_dflash.build.result import BuildResult
 from edge_dflash.cli.output import emit_json, say, stages
 from edge_dflash.cli.recipes import find_recipe
+from edge_dflash.errors import RequestError
 
 
 def build(
-    target: Annotated[Path, typer.Option(help="Directory of the target's Hugging Face checkpoint.")],
-    drafter: Annotated[Path, typer.Option(help="Directory of the DFlash drafter's checkpoint.")],
-    output: Annotated[Path, typer.Option(help="Directory to make; the bundle appears there when it is complete.")],
+    target: Annotated[Path | None, typer.Option(help="Directory of the target's Hugging Face checkpoint.")] = None,
+    drafter: Annotated[Path | None, typer.Option(help="Directory of the DFlash drafter's checkpoint.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Directory to make; the bundle appears there when complete.")
+    ] = None,
     arch: Annotated[str, typer.Option(help="What it runs on: cpu, or a GPU such as sm110a.")] = "cpu",
-    backend: Annotated[str, typer.Option(help="What runs it: reference (cpu) or native (GPUs).")] = "reference",
+    backend: Annotated[
+        str, typer.Option(help="What runs it: reference (cpu), native or tensorrt (GPUs).")
+    ] = "reference",
     recipe: Annotated[Path | None, typer.Option(help="Recipe file or the name of one in engines/.")] = None,
     max_context: Annotated[int | None, typer.Option(help="Most tokens of a sequence; default: the recipe's.")] = None,
     prefill_chunk: Annotated[int | None, typer.Option(help="Most prompt tokens of one pass.")] = None,
     calibrate: Annotated[bool, typer.Option(help="Measure the scales of FP8 keys and values on calib/.")] = True,
     force: Annotated[bool, typer.Option("--force", help="Replace the bundle that is at --output.")] = False,
+    finish: Annotated[
+        Path | None, typer.Option(metavar="BUNDLE", help="Build the plans that this bundle lacks, on its board.")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object on the last line of stdout.")] = False,
 ) -> None:
     """Build an engine bundle: quantized weights, calibrated scales, tokenizer, kernels, all hashed.
 
     --backend native takes --arch sm87 (Orin), sm89 (Ada), sm90a (Hopper), sm110a (Thor), sm120a or sm121a (Spark), on
-    any machine: a build needs no GPU.
+    any machine: a build needs no GPU. --backend tensorrt takes --arch sm120 or sm121 on any machine (pip install
+    'edge-dflash[tensorrt]'); for --arch sm110 everything but the plans is made, and
+    edge-dflash build --finish BUNDLE makes them on the board, with the TensorRT that is there. A bundle that lacks
+    nothing is left as it is; one whose plans are of another TensorRT gets new ones.
 
     A build that was stopped resumes when the same command is given again; a half-made bundle is never at --output.
 
     JSON keys: bundle (path), bytes, seconds, plans (TensorRT plans inside), deferred (work left for the device's
     first start), warnings.
     """
+    if finish is not None:
+        if target or drafter or output:
+            raise RequestError("--finish BUNDLE goes alone: a bundle has its own models, recipe and sizes")
+        from edge_dflash.build.finish import finish as finish_bundle
+
+        with stages() as report:
+            _report(finish_bundle(finish, report), json)
+        return
+    if target is None or drafter is None or output is None:
+        missing = next(n for n, v in (("target", target), ("drafter", drafter), ("output", output)) if v is None)
+        raise typer.BadParameter(f"Missing option '--{missing}' (or give --finish BUNDLE).")
     from edge_dflash.build.builder import BuildConfig  # torch, only here
     from edge_dflash.build.builder import build as build_bundle
 
@@ -51,6 +75,11 @@ def build(
     )
     with stages() as report:
         result = build_bundle(config, report)
+    _report(result, json)
+
+
+def _report(result: BuildResult, json: bool) -> None:
+    """Print what was built."""
     for warning in result.warnings:
         say(f"warning: {warning}")
     if json:
@@ -66,3 +95,8 @@ def build(
         )
     else:
         print(f"built {result.bundle}: {result.bytes / 1e6:,.1f} MB in {result.seconds:.1f} s")
+        if result.plans:
+            print(f"{len(result.plans)} TensorRT plans")
+        if result.deferred:
+            command = finish_command(result.bundle)
+            print(f"{len(result.deferred)} plans are left to the board; run there: {command}")

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from edge_dflash.backends.tensorrt.api import TENSORRT_RTX, compute_capability, flavour_of, load
 from edge_dflash.backends.tensorrt.lower import Lowered, lower
+from edge_dflash.backends.tensorrt.monitor import monitor
 from edge_dflash.backends.tensorrt.units import Binding, RowRange, Unit
 from edge_dflash.checkpoint.weights import WeightStore
 from edge_dflash.errors import BuildError
 
 
 class Compiler:
-    """Builds plans for ``arch``. Raises BackendError when no TensorRT that builds for it is installed."""
+    """Builds plans for ``arch``. Raises BackendError when no TensorRT that builds for it is installed.
 
-    def __init__(self, arch: str) -> None:
+    ``timing`` is the timing cache of earlier plans; it grows with each. TensorRT for RTX times nothing and has none.
+    """
+
+    def __init__(self, arch: str, timing: bytes = b"") -> None:
         flavour = flavour_of(arch)
         self.arch, self.trt = arch, load(flavour)
         self._named = flavour is TENSORRT_RTX  # the other flavour builds for the GPU at hand
+        self.timing = timing
         self._log = _log(self.trt)
         self._builder = self.trt.Builder(self._log)
 
@@ -25,17 +31,35 @@ class Compiler:
         """Write a unit as a network. Raises BackendError."""
         return lower(unit, store, self.trt, self._builder)
 
-    def plan(self, lowered: Lowered) -> bytes:
-        """Build a plan; profile i is ``profiles[i]`` of the unit. Raises BuildError with what TensorRT said."""
+    def plan(self, lowered: Lowered, advance: Callable[[float], bool] | None = None) -> memoryview:
+        """Build a plan; profile i is ``profiles[i]`` of the unit. Raises BuildError with what TensorRT said.
+
+        The bytes are TensorRT's own memory, not copied: write them out and let go of them. ``advance`` is told the
+        share that is done, and stops the build by returning False.
+        """
         self._log.errors.clear()
-        plan = self._builder.build_serialized_network(lowered.network, self._config(lowered.unit))
+        config = self._config(lowered.unit)
+        if advance is not None:
+            config.progress_monitor = monitor(self.trt, advance)
+        cache = None if self._named else self._timing_cache(config)
+        plan = self._builder.build_serialized_network(lowered.network, config)
+        if cache is not None:
+            self.timing = bytes(cache.serialize())
         if plan is None:
             said = " ".join((self._log.errors or ["nothing"])[-1].split())[:400]
             raise BuildError(
                 f"plan {lowered.unit.key} for {self.arch}: TensorRT {self.trt.__version__} says {said}; "
                 "build with another recipe, or report it"
             )
-        return bytes(plan)
+        return memoryview(plan).cast("B")
+
+    def _timing_cache(self, config: Any) -> Any:
+        """The cache so far, or an empty one when it is of another GPU or version."""
+        cache = config.create_timing_cache(self.timing)
+        if cache is None or not config.set_timing_cache(cache, False):
+            cache = config.create_timing_cache(b"")
+            config.set_timing_cache(cache, False)
+        return cache
 
     def _config(self, unit: Unit) -> Any:
         config = self._builder.create_builder_config()

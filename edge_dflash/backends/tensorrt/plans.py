@@ -1,0 +1,60 @@
+"""Which plans a bundle holds, under which names, and whether a pair can be run that way. Knows no TensorRT."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+from edge_dflash.backends.native.compile import ARCHS as KERNEL_ARCHS
+from edge_dflash.backends.native.support import check_native
+from edge_dflash.backends.tensorrt.units import EMBEDDING, PairUnits, Unit, pair_units
+from edge_dflash.bundle.manifest import PLANS, WeightFormat
+from edge_dflash.checkpoint.specs import PairSpec
+from edge_dflash.errors import BackendError
+from edge_dflash.models import pair_programs
+
+STATE_UNITS = ("attend", "cycle", "delta", "sample", "small")  # compilation units of kernels that run between plans
+FIRST_FP4 = 100  # SM whose tensor cores read NVFP4
+WORD = 8  # logits that the choosing kernels read at once
+
+
+def plan_name(key: str) -> str:
+    """Path of a plan in a bundle."""
+    return f"{PLANS}{key}.plan"
+
+
+def bundle_units(pair: PairSpec, prefill_chunk: int) -> PairUnits:
+    """Dense ops of a pair as units. Raises BackendError."""
+    return pair_units(pair_programs(pair), pair.drafter.block_size, prefill_chunk)
+
+
+def planned(units: Mapping[str, Unit]) -> dict[str, Unit]:
+    """Units that become plans, by path: all but the embedding, whose rows a kernel gathers."""
+    return {plan_name(key): unit for key, unit in units.items() if key != EMBEDDING}
+
+
+def kernel_arch(arch: str) -> str:
+    """Architecture of the kernels that run beside plans: those of sm121 are compiled for sm121a."""
+    found = next((name for name in (arch, f"{arch}a") if name in KERNEL_ARCHS), None)
+    if found is None:
+        raise BackendError(f"there are no kernels for {arch!r}, known are {', '.join(KERNEL_ARCHS)}")
+    return found
+
+
+def check_plans(
+    pair: PairSpec, formats: Mapping[str, WeightFormat], arch: str, kv: Literal["fp8", "bfloat16"] = "fp8"
+) -> None:
+    """Raise BackendError, naming weight or op, unless plans and state kernels for ``arch`` run the pair."""
+    check_native(pair, formats, kv=kv)
+    sm = int(kernel_arch(arch).removeprefix("sm").removesuffix("a"))
+    four_bit = next((name for name, form in formats.items() if form == "nvfp4"), None)
+    if four_bit is not None and sm < FIRST_FP4:
+        raise BackendError(
+            f"{four_bit} is nvfp4, which TensorRT runs on SM {FIRST_FP4} and later, not on {arch}; "
+            "build it with --backend native, or choose fp8 in the recipe"
+        )
+    if pair.target.vocab_size % WORD:
+        raise BackendError(
+            f"the vocabulary has {pair.target.vocab_size} tokens, plans need a multiple of {WORD}; "
+            "build it with --backend native"
+        )

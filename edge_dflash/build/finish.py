@@ -1,0 +1,111 @@
+"""``build --finish``: the plans of a deferred bundle, built on its board; or built anew for another TensorRT.
+
+The finished bundle is put together beside the deferred one, from links to its files and the new plans, and takes its
+name by one rename, so whoever opens the bundle finds the one or the other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shlex
+import shutil
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from edge_dflash.backends.tensorrt.api import TENSORRT, TENSORRT_RTX
+from edge_dflash.build.result import BuildProgress, BuildResult, Stage
+from edge_dflash.build.tensorrt_plan import check_device, checked_version
+from edge_dflash.build.workdir import WorkDir
+from edge_dflash.bundle.manifest import MANIFEST, FileEntry, Manifest, Plans, dump_manifest
+from edge_dflash.bundle.reader import Bundle, read_manifest
+from edge_dflash.errors import BuildError
+
+
+def finish_command(path: Path) -> str:
+    """The command line that finishes the bundle at ``path``."""
+    return shlex.join(["edge-dflash", "build", "--finish", str(path)])
+
+
+def finish(path: Path, progress: BuildProgress | None = None) -> BuildResult:
+    """Build what a bundle lacks here; a bundle that lacks nothing is left as it is.
+
+    Raises BundleError, BackendError (another SM, no TensorRT) or BuildError; plans that are there by then are kept in
+    ``PATH.building`` and the bundle stays as it was.
+    """
+    began = time.monotonic()
+    manifest = read_manifest(path)
+    plans = manifest.plans
+    if plans is None:
+        return BuildResult(path, manifest.size, 0.0, (), (), ())
+    flavour = TENSORRT_RTX if plans.flavour == TENSORRT_RTX.module else TENSORRT
+    if flavour is TENSORRT:
+        check_device(manifest.arch, str(path))
+    version = checked_version(flavour)
+    if plans.version == version:
+        return BuildResult(path, manifest.size, time.monotonic() - began, plans.names, (), ())
+    report = progress or (lambda stage, done, total: None)
+    try:
+        size, warnings = _finish(path.resolve(), manifest, replace(plans, version=version, deferred=()), report)
+    except KeyboardInterrupt:
+        raise BuildError(f"interrupted; finished plans are kept, resume with: {finish_command(path)}") from None
+    except OSError as error:
+        what = f"{error.strerror or error} ({error.filename or path})"
+        raise BuildError(f"{what}; correct it and resume with: {finish_command(path)}") from None
+    return BuildResult(path, size, time.monotonic() - began, plans.names, (), warnings)
+
+
+def _finish(path: Path, manifest: Manifest, plans: Plans, report: BuildProgress) -> tuple[int, tuple[str, ...]]:
+    from edge_dflash.backends.tensorrt.plans import bundle_units, planned  # the bindings of CUDA, only here
+    from edge_dflash.build.plans import build_plans
+
+    stage = Stage(report, "checking", manifest.size)
+    bundle = Bundle.open(path, progress=stage.share)
+    stage.finish()
+    others = {name: entry for name, entry in manifest.files.items() if name not in plans.names}
+    units = planned(bundle_units(manifest.pair, manifest.prefill_chunk).units)
+    if sorted(units) != sorted(plans.names):
+        raise BuildError(f"{path} names other plans than this version makes; build the bundle again")
+    fingerprint = {
+        "bundle": hashlib.sha256((path / MANIFEST).read_bytes()).hexdigest(),
+        "tensorrt": str(plans.version),
+    }
+    with WorkDir(path, fingerprint, finish_command(path), force=True) as work:
+        _check_space(path, sum(others[name].size for name in others if name.startswith("weights/")), work)
+        files = {name: _linked(work, path / name, name, entry) for name, entry in others.items()}
+        stage = Stage(report, "plans", sum(entry.size for entry in others.values()))
+        files |= build_plans(manifest.arch, units, bundle, work, stage.share)
+        stage.finish()
+        tools = {**manifest.tools, plans.flavour: str(plans.version)}
+        text = dump_manifest(replace(manifest, files=files, plans=plans, tools=tools))
+        work.finish(text)
+        return sum(entry.size for entry in files.values()) + len(text), tuple(work.warnings)
+
+
+def _linked(work: WorkDir, source: Path, name: str, entry: FileEntry) -> FileEntry:
+    """A file of the old bundle in the new one: the same file where the disk can link, else a copy."""
+    there = work.staging / name
+    if name in work.finished and there.is_file() and there.samefile(source):
+        return entry
+    return work.reuse(name, lambda count: None) or work.add(name, partial(_link, source, entry))
+
+
+def _link(source: Path, entry: FileEntry, path: Path) -> FileEntry:
+    path.unlink(missing_ok=True)
+    try:
+        os.link(source, path)
+    except OSError:
+        shutil.copyfile(source, path)
+    return entry
+
+
+def _check_space(path: Path, needed: int, work: WorkDir) -> None:
+    done = sum(entry.size for name, entry in work.finished.items() if name.endswith(".plan"))
+    free = shutil.disk_usage(path.parent).free
+    if free < needed - done:
+        raise BuildError(
+            f"plans need about {(needed - done) / 1e6:,.1f} MB in {path.parent}, which has {free / 1e6:,.1f} MB free; "
+            "free some space"
+        )

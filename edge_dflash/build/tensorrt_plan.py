@@ -1,0 +1,81 @@
+"""What a build for the TensorRT backend decides and checks before it writes a byte."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from edge_dflash.backends.native.arch import device_sm
+from edge_dflash.backends.native.compile import compiler_version
+from edge_dflash.backends.tensorrt.api import FIRST_VERSION, TENSORRT_RTX, Flavour, flavour_of, load, version
+from edge_dflash.bundle.manifest import Plans, WeightFormat
+from edge_dflash.checkpoint.specs import PairSpec
+from edge_dflash.checkpoint.weights import WeightStore
+from edge_dflash.errors import BackendError
+from edge_dflash.models import pair_programs
+from edge_dflash.quant.recipe import Recipe
+
+
+def plan_tensorrt(
+    arch: str, recipe: Recipe, pair: PairSpec, store: WeightStore, formats: Mapping[str, WeightFormat], chunk: int
+) -> tuple[dict[str, WeightFormat], Plans]:
+    """Formats of a TensorRT bundle and its plans: to be built here, or deferred to the device.
+
+    Raises BuildError without a kernel compiler, BackendError without TensorRT for RTX where that is what builds, and
+    for what plans or state kernels do not take.
+    """
+    compiler_version()
+    from edge_dflash.backends.native.support import narrowed  # the bindings of CUDA, only here
+    from edge_dflash.backends.tensorrt.plans import bundle_units, check_plans, planned
+
+    flavour = flavour_of(arch)
+    check_plans(pair, formats, arch, "fp8" if recipe.kv == "fp8" else "bfloat16")
+    names = tuple(sorted(planned(bundle_units(pair, chunk).units)))
+    found = builder_version(arch, flavour)
+    plans = Plans(
+        "tensorrt_rtx" if flavour is TENSORRT_RTX else "tensorrt", found, names, () if found is not None else names
+    )
+    return narrowed(formats, pair_programs(pair), store), plans
+
+
+def builder_version(arch: str, flavour: Flavour) -> str | None:
+    """Version of the TensorRT that builds for ``arch`` on this machine; None: that is left to the device."""
+    if flavour is TENSORRT_RTX:
+        return checked_version(flavour)
+    try:
+        return checked_version(flavour) if device_sm() == _sm(arch) else None
+    except BackendError:
+        return None
+
+
+def checked_version(flavour: Flavour) -> str:
+    """Version of an installed flavour. Raises BackendError when it is missing or too old for our layers."""
+    found = version(load(flavour))
+    wanted = FIRST_VERSION if flavour is not TENSORRT_RTX else "1.0"
+    if _numbers(found)[:2] < _numbers(wanted):
+        raise BackendError(f"{flavour.product} is {found}, plans need {wanted} or later; {flavour.install}")
+    return found
+
+
+def check_device(arch: str, where: str) -> None:
+    """Raise BackendError unless this machine's GPU is the one that TensorRT has to build on."""
+    wanted = _sm(arch)
+    try:
+        sm = device_sm()
+    except BackendError as error:
+        raise BackendError(
+            f"{where}: its plans are built on a device of SM {wanted}, and here is none ({error}); "
+            f"copy the bundle to the board and run there: edge-dflash build --finish {where}"
+        ) from None
+    if sm != wanted:
+        raise BackendError(
+            f"{where}: its plans are built on a device of SM {wanted}, this one is SM {sm}; "
+            f"copy the bundle to the board and run there: edge-dflash build --finish {where}"
+        )
+
+
+def _sm(arch: str) -> int:
+    return int(arch.removeprefix("sm").removesuffix("a"))
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(".") if part.isdigit())
