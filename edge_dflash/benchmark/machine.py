@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from edge_dflash.telemetry.state import read_board_state
 from edge_dflash.version import __version__
 
 _QUERY = ("name", "driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "power.draw", "power.limit")
@@ -66,8 +67,10 @@ def describe() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
     }
     if _MODEL.is_file():
-        found["board"] = _MODEL.read_text(errors="replace").strip("\0\n ")
-        found["power_mode"] = power_mode(_answer(("nvpmodel", "-q")))
+        state = read_board_state()
+        found["board"] = state.model
+        found["power_mode"] = power_mode(_answer(("nvpmodel", "-q"))) or state.brief().get("power_mode")
+        found["board_state"] = state.brief()
         release = Path("/etc/nv_tegra_release")
         found["l4t"] = release.read_text(errors="replace").splitlines()[0] if release.is_file() else None
     return {key: value for key, value in found.items() if value is not None}

@@ -12,6 +12,7 @@ from edge_dflash.cli.output import emit_json, progress, say
 from edge_dflash.errors import RequestError
 from edge_dflash.plan import Plan
 from edge_dflash.planner import Planner, Task
+from edge_dflash.telemetry.state import read_board_state
 
 
 def generate(
@@ -35,7 +36,8 @@ def generate(
 
     JSON keys: text (null without tokenizer), tokens, finish_reason (stop, length or context), prompt_tokens,
     accept_lengths, accept_length, speculative, json (the answer parsed, or null), prefill_seconds,
-    first_token_seconds, decode_seconds, total_seconds, tokens_per_second.
+    first_token_seconds, decode_seconds, total_seconds, tokens_per_second, board (power mode, watts, degrees, clocks
+    and memory as the board says them at the end; empty where it says nothing).
     """
     task = read_task(prompt, prompt_file, ids)
     with progress("checking the bundle") as report:
@@ -60,7 +62,7 @@ def generate(
                 print(part.text if part.text is not None else "".join(f"{i} " for i in part.tokens), end="", flush=True)
         plan = stream.plan
     if json:
-        emit_json(plan_json(plan))
+        emit_json({**plan_json(plan), "board": read_board_state().brief()})
     else:
         print()
         say(summary(plan))
@@ -93,7 +95,7 @@ def parse_ids(text: str) -> tuple[int, ...]:
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
-    """The keys that ``generate --json`` documents."""
+    """The keys of a plan that ``generate --json`` documents."""
     return {
         "text": plan.text,
         "tokens": list(plan.tokens),
