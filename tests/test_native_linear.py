@@ -1,10 +1,9 @@
 import numpy as np
 import pytest
-from cubin_support import kernel_use
+from cubin_support import cubin, kernel_use
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edge_dflash.backends.native.compile import compile_cubin
 from edge_dflash.backends.native.linear import UNITS
 from edge_dflash.backends.native.linear_plan import plan
 from edge_dflash.backends.native.weight_layout import UNIT_BYTES, UNIT_ROWS, WINDOW, Layout, repack, unpack
@@ -230,9 +229,13 @@ def test_a_plan_fits_the_device_and_does_not_depend_on_the_rows(kind, n, blocks,
     layout = Layout(kind, (n,), 16 * blocks)
     small, large = (plan(layout, rows, *device, may_split=split) for rows in (16, 32))
     assert small.splits == large.splits
-    assert small.groups == large.groups
-    assert small.groups * small.splits <= max(2 * device[1], small.splits)
-    assert 1 <= small.groups <= layout.units
+    assert small.clustered or small.groups == large.groups
+    assert small.blocks <= max(2 * device[1], small.splits)
+    assert 1 <= small.groups <= (2 * layout.units + 3 if small.clustered else layout.units)
+    assert small.clustered == (device[0] in (90, 110))
+    if small.clustered:  # K too large even for the most splits: refused at the launch
+        assert small.shared_bytes <= 227 << 10 or small.splits == 8
+        return
     assert small.splits <= layout.windows
     assert small.shared_bytes <= (99 << 10 if device[0] in (89, 121) else 115_712)
     assert split or small.splits == 1
@@ -240,8 +243,23 @@ def test_a_plan_fits_the_device_and_does_not_depend_on_the_rows(kind, n, blocks,
 
 def test_small_outputs_are_split_on_a_large_device_only():
     down = Layout("nvfp4", (5120,), 17408)
-    assert plan(down, 16, 90, 132, may_split=True).splits > 1
-    assert plan(Layout("nvfp4", (248_320,), 5120), 16, 90, 132, may_split=True).splits == 1
+    assert plan(down, 16, 87, 132, may_split=True).splits > 1
+    assert plan(Layout("nvfp4", (248_320,), 5120), 16, 87, 132, may_split=True).splits == 1
+
+
+def test_no_more_clusters_than_the_device_holds():
+    layout = Layout("bf16", (16384,), 5120)
+    asked = []
+
+    def clusters(splits, teams, shared):
+        asked.append((splits, teams, shared))
+        return 62
+
+    held, free = plan(layout, 16, 90, 132, clusters=clusters), plan(layout, 16, 90, 132)
+    assert asked == [(held.splits, held.teams, held.shared_bytes)]
+    assert (held.splits, held.groups, held.blocks) == (4, 124, 248)
+    assert free.blocks == 264
+    assert held.threads == 32 * 4 * held.teams
 
 
 def test_too_many_rows_are_refused():
@@ -252,10 +270,12 @@ def test_too_many_rows_are_refused():
 # -- compilation -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("arch", "units"), [("sm87", UNITS[:1]), ("sm90a", UNITS), ("sm110a", UNITS)])
+@pytest.mark.parametrize(
+    ("arch", "units"), [("sm87", ("linear", "finish")), ("sm90a", UNITS), ("sm110a", UNITS), ("sm121a", ("linear",))]
+)
 def test_kernels_do_not_spill(arch, units):
     for unit in units:
-        for kernel, use in kernel_use(compile_cubin(unit, arch)).items():
+        for kernel, use in kernel_use(cubin(unit, arch)).items():
             assert use.stack_bytes == 0, kernel
             if arch != "sm87" and kernel.endswith("_16"):
                 assert use.registers <= 128, kernel  # two blocks an SM: the next launch starts under this one

@@ -17,8 +17,10 @@ from native_state_support import CACHE, Device
 
 from edge_dflash.backends.native.driver import DevicePointer
 from edge_dflash.backends.native.linear import Linears, LinearWeights, Norm
+from edge_dflash.backends.native.linear_plan import cluster_plan, row_tile
 from edge_dflash.backends.native.memory import Matrix
-from edge_dflash.backends.native.weight_layout import UNIT_BYTES, Layout
+from edge_dflash.backends.native.occupancy import most_clusters
+from edge_dflash.backends.native.weight_layout import Layout
 
 ARENA = 3 << 30
 PERIOD = 2304  # bytes: every stack starts where the arena's NVFP4 pattern starts, 256-byte aligned
@@ -47,16 +49,21 @@ MODEL_4B = {
 
 
 class Tuned(Linears):
-    """Linears whose plans can be bent: blocks an SM, units a pass, windows brought into L2 ahead."""
+    """Linears whose plans can be bent: another number of blocks in a cluster, fewer clusters."""
 
-    waves, pass_most, ahead = 2, 4, 0
+    splits, fewer = None, 0
 
     def plan(self, layout, rows, *, may_split=False):
         plan = super().plan(layout, rows, may_split=may_split)
-        groups = min(layout.units, max(1, self.waves * self._gpu.sm_count // plan.splits))
-        per_pass = min(plan.per_pass, self.pass_most)
-        less = 16 * (plan.per_pass - per_pass) * UNIT_BYTES[layout.format]  # 8 warps, 2 stages
-        return replace(plan, groups=groups, per_pass=per_pass, shared_bytes=plan.shared_bytes - less)
+        if self.splits and plan.clustered:
+            tile = row_tile(rows)
+
+            def clusters(splits, teams, shared):
+                return most_clusters(self._linear[layout.format, tile, splits, teams], splits, 128 * teams, shared)
+
+            bent = cluster_plan(layout, tile, self._gpu.sm_count, self.splits, clusters)
+            plan = bent if bent.shared_bytes <= 227 << 10 else plan
+        return replace(plan, groups=plan.groups - plan.teams * self.fewer)
 
 
 class Bench:
@@ -74,6 +81,8 @@ class Bench:
         self.y = self.gpu.allocate(512 * 250_000 * 2)
         self.scale = self.gpu.upload(np.full(250_000, 1e-3, np.float32))
         self.scratch = self.gpu.allocate(64 << 20)
+        layout = Layout("bf16", (48, 48), 5120)
+        self.gates = {5120: LinearWeights(layout, self.arena.at(0, layout.nbytes), self.scale)}
 
     def seconds(self, enqueue, repeats=9):
         graph = self.gpu.capture(enqueue)
@@ -104,14 +113,20 @@ class Bench:
         if split:
             norm = Norm(self.scale, 1e-6, Matrix(self.y.at(1 << 20, 1 << 20), layout.columns[0]))
             out = Matrix(self.y, layout.columns[0])
-            linears.split_linear(weights, x, out, rows, self.scratch, residual=out, norm=norm, prefetch=linears.ahead)
+            linears.split_linear(weights, x, out, rows, self.scratch, residual=out, norm=norm)
             return
         columns = layout.columns[:1] if layout.swiglu else layout.columns
         outs, offset = [], 0
         for n in columns:
             outs.append(Matrix(self.y.at(offset, rows * n * 2), n))
             offset += rows * n * 2
-        linears.linear(weights, x, outs, rows, prefetch=linears.ahead)
+        gates, side = {}, self.gates.get(layout.k)
+        if side is not None and layout.columns == MODEL_27B["qkv z"][0]:
+            gates = {
+                "side": side,
+                "side_out": [Matrix(self.y.at(offset + i * rows * 96, rows * 96), 48) for i in (0, 1)],
+            }
+        linears.linear(weights, x, outs, rows, **gates)
 
     def shape(self, linears, layout, split, rows=ROWS):
         stacks = self.copies(layout)
@@ -142,21 +157,21 @@ class Bench:
 
 VARIANTS = (  # cubin (None: as shipped), options
     (None, {}),
-    (None, {"waves": 1}),
-    (None, {"ahead": 8}),
-    (None, {"pass_most": 1}),
+    ("128", {}),
+    (None, {"splits": 2}),
+    (None, {"splits": 4}),
 )
 
 
 def variants(bench):
-    """Kernels compiled with other constants, as CACHE/linear-NAME.cubin."""
+    """Kernels compiled with other constants, as CACHE/linear_cluster-NAME.cubin."""
     for name, options in VARIANTS:
-        path = CACHE / f"linear-{name}.cubin"
+        path = CACHE / f"linear_cluster-{name}.cubin"
         if name is not None and not path.exists():
             continue
 
         def load(unit, name=name, path=path):
-            return path.read_bytes() if name is not None and unit == "linear" else cubin(unit, bench.arch)
+            return path.read_bytes() if name is not None and unit == "linear_cluster" else cubin(unit, bench.arch)
 
         linears = Tuned(bench.gpu, load)
         for key, value in options.items():
@@ -185,7 +200,9 @@ def main():
                 if variant != "base" and (name in ("z", "qkv", "q k v") or "unsplit" in name):
                     continue
                 layout = Layout("nvfp4", columns, k, gated)
-                line(variant, f"{title} {name}", bench.shape(linears, layout, split), layout.nbytes)
+                plan = linears.plan(layout, ROWS, may_split=split)
+                title_here = f"{title} {name} {plan.splits}x{plan.groups} t{plan.teams}"
+                line(variant, title_here, bench.shape(linears, layout, split), layout.nbytes)
             line(variant, f"{title} layer", *bench.layers(linears, "nvfp4", model))
         if variant == "base":
             for format in ("fp8", "bf16"):

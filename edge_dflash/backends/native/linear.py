@@ -13,13 +13,24 @@ from enum import IntEnum
 
 from edge_dflash.backends.native import linear_tiles
 from edge_dflash.backends.native.driver import DevicePointer, Gpu, Kernel
-from edge_dflash.backends.native.linear_plan import MOST_UNITS, Plan, block_shared, plan, row_tile, shared_bytes
+from edge_dflash.backends.native.linear_plan import (
+    CLUSTER_SPLITS,
+    CLUSTER_TEAMS,
+    MOST_UNITS,
+    Plan,
+    block_shared,
+    clustered,
+    plan,
+    row_tile,
+    shared_bytes,
+)
 from edge_dflash.backends.native.memory import NULL, Matrix
+from edge_dflash.backends.native.occupancy import most_clusters, prefer_shared
 from edge_dflash.backends.native.weight_layout import UNIT_ROWS, Format, Layout, Repacked
 from edge_dflash.errors import BackendError
 
-UNITS = ("linear", linear_tiles.UNIT, "finish")  # compilation units of these kernels
-_THREADS, _FINISH_THREADS, _PARTS = 256, 1024, 4
+UNITS = ("linear", "linear_cluster", linear_tiles.UNIT, "finish")  # compilation units of these kernels
+_FINISH_THREADS, _NORM_THREADS, _NORM_COLUMNS, _PARTS = 1024, 256, (5120, 8192), 4
 
 
 class Mode(IntEnum):
@@ -77,14 +88,22 @@ class Linears:
 
     def __init__(self, gpu: Gpu, cubin: Callable[[str], bytes]) -> None:
         self._gpu = gpu
-        modules = {unit: gpu.load(cubin(unit)) for unit in UNITS if unit != linear_tiles.UNIT}
-        shared = block_shared(gpu.sm)
-        self._linear: dict[tuple[Format, int], Kernel] = {
-            (f, r): modules["linear"].kernel(f"linear_{f}_{r}", shared_bytes=shared) for f, r in MOST_UNITS
-        }
+        here = "linear_cluster" if clustered(gpu.sm) else "linear"
+        module, shared = gpu.load(cubin(here)), block_shared(gpu.sm)
+        self._linear: dict[tuple[Format, int, int, int], Kernel] = {}  # by format, rows, splits and teams (kernel's)
+        for f, r in MOST_UNITS:
+            forms = [(s, t) for t in CLUSTER_TEAMS[r] for s in CLUSTER_SPLITS] if clustered(gpu.sm) else [(0, 0)]
+            for s, t in forms:
+                name = f"{here}_{f}_{r}" + (f"_{s}_{t}" if t else "")
+                self._linear[f, r, s, t] = module.kernel(name, shared_bytes=shared)
+        self._plans: dict[tuple[Layout, int, bool], Plan] = {}
         self._tiles = linear_tiles.Tiles(gpu, cubin)
-        self._greedy = modules["linear"].kernel("linear_greedy")
-        self._finish = modules["finish"].kernel("linear_finish")
+        self._greedy = module.kernel(f"{here}_greedy")
+        finish = gpu.load(cubin("finish"))
+        self._finish = finish.kernel("linear_finish")
+        self._norms = {n: finish.kernel(f"linear_norm_{n}") for n in _NORM_COLUMNS}
+        for kernel in (*self._linear.values(), self._greedy, self._finish, *self._norms.values()):
+            prefer_shared(kernel)
 
     def upload(self, repacked: Repacked) -> LinearWeights:
         """Put a stack on the device."""
@@ -92,7 +111,15 @@ class Linears:
 
     def plan(self, layout: Layout, rows: int, *, may_split: bool = False) -> Plan:
         """Plan for this device."""
-        return plan(layout, rows, self._gpu.sm, self._gpu.sm_count, may_split=may_split)
+        key, gpu = (layout, row_tile(rows), may_split), self._gpu
+
+        def clusters(splits: int, teams: int, shared: int) -> int:
+            kernel = self._linear[layout.format, key[1], splits, teams]
+            return most_clusters(kernel, splits, 128 * teams, shared)
+
+        if key not in self._plans:
+            self._plans[key] = plan(layout, rows, gpu.sm, gpu.sm_count, may_split=may_split, clusters=clusters)
+        return self._plans[key]
 
     def linear(
         self,
@@ -138,13 +165,12 @@ class Linears:
         """
         layout, tile = weights.layout, row_tile(rows)
         plan = self.plan(layout, rows, may_split=True)
-        job = _job(weights, x, (), plan, Mode.PARTIAL, prefetch)
-        if scratch.nbytes < plan.sum_bytes(layout, rows):
-            raise ValueError(
-                f"the scratch buffer has {scratch.nbytes} bytes, {plan.sum_bytes(layout, rows)} are needed"
-            )
-        job.partial = scratch.address
-        self._launch(layout.format, plan, rows, job, _Job())
+        if plan.clustered:
+            self.linear(weights, x, [out], rows, residual=residual)
+            if norm is not None:
+                self._normalise(out, layout.columns[0], tile, norm)
+            return
+        self._partial_sums(weights, x, rows, plan, scratch, prefetch)
         columns = layout.columns[0]
         added, normal = residual or Matrix(NULL, 0), norm or Norm(NULL, 0.0, Matrix(NULL, 0))
         self._gpu.launch(
@@ -158,6 +184,27 @@ class Linears:
             shared_bytes=-(-columns // 2) * 4,
             overlap=True,
         )
+
+    def _normalise(self, x: Matrix, columns: int, rows: int, norm: Norm) -> None:
+        most = next((n for n in _NORM_COLUMNS if columns <= n), None)
+        if most is None:
+            raise BackendError(
+                f"a norm of {columns} columns follows a linear; at most {_NORM_COLUMNS[-1]} are accepted"
+            )
+        arguments = (x.pointer, x.stride, columns, norm.weight, norm.eps, norm.out.pointer, norm.out.stride)
+        self._gpu.launch(self._norms[most], (rows, 1, 1), _NORM_THREADS, arguments, overlap=True)
+
+    def _partial_sums(
+        self, weights: LinearWeights, x: Matrix, rows: int, plan: Plan, scratch: DevicePointer, prefetch: int
+    ) -> None:
+        layout = weights.layout
+        job = _job(weights, x, (), plan, Mode.PARTIAL, prefetch)
+        if scratch.nbytes < plan.sum_bytes(layout, rows):
+            raise ValueError(
+                f"the scratch buffer has {scratch.nbytes} bytes, {plan.sum_bytes(layout, rows)} are needed"
+            )
+        job.partial = scratch.address
+        self._launch(layout.format, plan, rows, job, _Job())
 
     def greedy(
         self,
@@ -175,7 +222,8 @@ class Linears:
         job = _job(weights, x, (logits or Matrix(NULL, 0),), plan, Mode.GREEDY, 0)
         job.best = scratch.address
         self._launch(weights.layout.format, plan, rows, job, _Job())
-        self._gpu.launch(self._greedy, (tile, 1, 1), 32, (scratch, ids, plan.groups, tile), overlap=True)
+        threads, parts = (256, plan.blocks) if plan.clustered else (32, plan.groups)
+        self._gpu.launch(self._greedy, (tile, 1, 1), threads, (scratch, ids, parts, tile), overlap=True)
 
     def tiles(
         self,
@@ -202,17 +250,16 @@ class Linears:
         return _job(side, x, out, Plan(1, side.layout.units, 1, 0), Mode.STORE, 0)
 
     def _launch(self, format: Format, plan: Plan, rows: int, job: _Job, side: _Job) -> None:
-        tile = row_tile(rows)
-        shared = plan.shared_bytes
-        if side.groups:
-            shared = max(shared, shared_bytes("bf16", tile, 1))
+        tile, shared, blocks = row_tile(rows), plan.shared_bytes, plan.blocks
+        if side.groups and not plan.clustered:
+            shared, blocks = max(shared, shared_bytes("bf16", tile, 1)), blocks + side.groups
         if shared > block_shared(self._gpu.sm):
             raise BackendError(
-                f"a {format} linear of {rows} rows needs {shared} bytes of shared memory a block, "
+                f"a {format} linear of {rows} rows and {job.k} inputs needs {shared} bytes of shared memory a block, "
                 f"SM{self._gpu.sm} has {block_shared(self._gpu.sm)}: use blocks of at most 16 rows"
             )
-        grid = (plan.groups * plan.splits + side.groups, 1, 1)
-        self._gpu.launch(self._linear[format, tile], grid, _THREADS, (job, side), shared_bytes=shared, overlap=True)
+        kernel = self._linear[format, tile, plan.splits if plan.clustered else 0, plan.teams]
+        self._gpu.launch(kernel, (blocks, 1, 1), plan.threads, (job, side), shared_bytes=shared, overlap=True)
 
 
 def _job(weights: LinearWeights, x: Matrix, out: Sequence[Matrix], plan: Plan, mode: Mode, prefetch: int) -> _Job:

@@ -1,7 +1,12 @@
-"""How a linear launch of 1..32 rows (kernels/linear.cu) divides its work over a device. Knows sizes only."""
+"""How a linear launch of 1..32 rows divides its work over a device. Knows sizes only.
+
+Two kernels: kernels/linear_cluster.cu where blocks of a cluster reach each other's shared memory and a block may have
+half of a multiprocessor's 228 KiB (SM90, SM110), kernels/linear.cu elsewhere.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from edge_dflash.backends.native.weight_layout import UNIT_BYTES, UNIT_ROWS, WINDOW, Format, Layout
@@ -22,6 +27,20 @@ _EXCHANGE_BYTES = 1024 * _WARPS
 _HALF_SM_SHARED = 115_712  # two blocks of this size fit on an SM of 228 KiB
 _BLOCK_SHARED = {87: 163 << 10, 89: 99 << 10, 120: 99 << 10, 121: 99 << 10}  # bytes of a block; else 227 KiB
 _MOST_SPLITS = 8
+# kernels/linear_cluster.cu: blocks of a cluster; warps of a team, units in flight, K of a block of x, barriers
+CLUSTER_SPLITS = (1, 2, 4, 8)
+CLUSTER_TEAMS = {16: (2, 4), 32: (2,)}  # by row tile
+_DEPTH: dict[tuple[Format, int], int] = {  # pieces of a ring, by format and row tile
+    ("nvfp4", 16): 5,
+    ("nvfp4", 32): 2,
+    ("fp8", 16): 3,
+    ("fp8", 32): 2,
+    ("bf16", 16): 3,
+    ("bf16", 32): 2,
+}
+_USABLE = {1: 1.0, 2: 1.0, 4: 0.94, 8: 0.91}  # of the multiprocessors, by blocks of a cluster (measured on an H200)
+_UNIT_END = 1600  # bytes that a warp could have multiplied while it ends a unit
+_SLICES, _SLOTS, _BLOCK_K, _CLUSTER_HEAD = 4, 2, 64, 384
 
 
 @dataclass(frozen=True)
@@ -32,14 +51,30 @@ class Plan:
     groups: int  # blocks a split; each owns consecutive units
     per_pass: int  # units a block multiplies at once
     shared_bytes: int
+    teams: int = 0  # of a block: the blocks of a cluster are the splits, ``groups`` are teams
+
+    @property
+    def clustered(self) -> bool:
+        """Whether this is a plan of kernels/linear_cluster.cu."""
+        return self.teams > 0
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of the launch."""
+        return self.groups // (self.teams or 1) * self.splits
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return 32 * (self.teams * _SLICES or _WARPS)
 
     def sum_bytes(self, layout: Layout, rows: int) -> int:
         """Scratch of :meth:`Linears.split_linear`: the FP32 sums of every split."""
-        return 4 * self.splits * row_tile(rows) * layout.units * UNIT_ROWS
+        return 0 if self.clustered else 4 * self.splits * row_tile(rows) * layout.units * UNIT_ROWS
 
     def rank_bytes(self, rows: int) -> int:
         """Scratch of :meth:`Linears.greedy`: the best logit of every block."""
-        return 8 * self.groups * row_tile(rows)
+        return 8 * self.blocks * row_tile(rows)
 
 
 def row_tile(rows: int) -> int:
@@ -49,8 +84,27 @@ def row_tile(rows: int) -> int:
     return 16 if rows <= 16 else 32
 
 
-def plan(layout: Layout, rows: int, sm: int, sm_count: int, *, may_split: bool = False) -> Plan:
-    """Plan of a launch. The number of splits does not depend on ``rows``, so that a row's bits do not."""
+def clustered(sm: int) -> bool:
+    """Whether this architecture runs kernels/linear_cluster.cu."""
+    return sm >= 90 and block_shared(sm) > _HALF_SM_SHARED
+
+
+def plan(
+    layout: Layout,
+    rows: int,
+    sm: int,
+    sm_count: int,
+    *,
+    may_split: bool = False,
+    clusters: Callable[[int, int, int], int] | None = None,
+) -> Plan:
+    """Plan of a launch. The number of splits does not depend on ``rows``, so that a row's bits do not.
+
+    ``clusters``: how many clusters of so many blocks, of so many teams and bytes of shared memory each, the device
+    holds at once (if not given: as many as ``sm_count`` multiprocessors hold).
+    """
+    if clustered(sm):
+        return _cluster_plan(layout, rows, sm_count, clusters)
     tile = row_tile(rows)
     limit = min(_HALF_SM_SHARED, block_shared(sm))
     per_pass = MOST_UNITS[layout.format, tile]
@@ -74,6 +128,55 @@ def _cost(layout: Layout, splits: int, blocks: int) -> float:
     activations = passes * windows * WINDOW[layout.format] * 32
     sums = units * UNIT_ROWS * 16 * 8 if splits > 1 else 0
     return weights + 0.6 * (activations + sums)
+
+
+def _cluster_plan(layout: Layout, rows: int, sm_count: int, clusters: Callable[[int, int, int], int] | None) -> Plan:
+    tile = row_tile(rows)
+    splits = min(CLUSTER_SPLITS, key=lambda s: _cluster_cost(layout, s, sm_count))
+    return cluster_plan(layout, tile, sm_count, splits, clusters)
+
+
+def cluster_plan(
+    layout: Layout, tile: int, sm_count: int, splits: int, clusters: Callable[[int, int, int], int] | None
+) -> Plan:
+    """Plan with so many splits."""
+    teams, held = _block_form(layout, tile, splits)
+    shared = cluster_shared(layout, tile, splits, teams)
+    most = clusters(splits, teams, shared) if clusters and held else sm_count * max(1, held) // splits
+    needed = -(-2 * layout.units // teams)  # every team at least half a unit
+    return Plan(splits, teams * min(needed, max(1, most)), 0, shared, teams)
+
+
+def _block_form(layout: Layout, tile: int, splits: int) -> tuple[int, int]:
+    """Teams of a block and blocks of a multiprocessor: the first form that fits (0 blocks: none does)."""
+    for teams, held in ((2, 2), (4, 1), (2, 1)) if tile == 16 else ((2, 1),):
+        if cluster_shared(layout, tile, splits, teams) <= (_HALF_SM_SHARED if held == 2 else 227 << 10):
+            return teams, held
+    return 2, 0
+
+
+def _cluster_cost(layout: Layout, splits: int, sm_count: int) -> float:
+    """Pieces of the busiest team's warps, the end of a unit counted as some more: fits what an H200 measures."""
+    teams, held = _block_form(layout, 16, splits)
+    if held == 0 or _block_form(layout, 32, splits)[1] == 0:
+        return 1e30 / splits
+    groups = teams * max(1, int(held * sm_count * _USABLE[splits]) // splits)
+    whole, rest = divmod(layout.units, groups)
+    units = whole + (0.0 if rest == 0 else 0.5 if 2 * rest <= groups else 1.0)
+    piece = UNIT_BYTES[layout.format] * _BLOCK_K // WINDOW[layout.format]  # bytes of 64 columns
+    pieces = -(-layout.k // _BLOCK_K) / (splits * _SLICES)
+    return units * (pieces * piece + _UNIT_END) * held * teams
+
+
+def cluster_shared(layout: Layout, tile: int, splits: int, teams: int) -> int:
+    """Shared memory of a block of kernels/linear_cluster.cu: exchanges of sums, its part of x, rings of weights."""
+    sums = 128 * tile  # bytes of one unit of one warp
+    slots = teams * _SLOTS * sums if splits > 1 else 0
+    blocks = -(-layout.k // _BLOCK_K)
+    x = -(-blocks // splits) * _BLOCK_K * tile * 2
+    return (
+        _CLUSTER_HEAD + teams * _SLICES * (sums + _DEPTH[layout.format, tile] * UNIT_BYTES[layout.format]) + slots + x
+    )
 
 
 def shared_bytes(format: Format, tile: int, per_pass: int) -> int:

@@ -57,6 +57,16 @@ struct Nvfp4 {
     return {{load_shared16(at), load_shared16(at + 512)}, load_shared4(at + 1024 - lane * 12)};
   }
 
+  // Tile ``m`` alone, to the place of tile 0; and its words as those of tile 0.
+  static __device__ __forceinline__ void fetch_tile(u32 to, const u8* from, int lane, int m) {
+    copy16(to, from + m * 512);
+    copy4(to + 1024 - lane * 12, from + 1024 - lane * 12);
+  }
+
+  static __device__ __forceinline__ Words read_tile(u32 at, int lane, int m) {
+    return {{load_shared16(at), {}}, load_shared4(at + 1024 - lane * 12) >> (16 * m)};
+  }
+
   // Fragments of tile ``m`` for steps 2h and 2h+1 of the window.
   static __device__ __forceinline__ void fragments(const Words& w, int m, int h, u32 (&a)[2][4]) {
     const u32 words[2][2] = {{w.tile[m].x, w.tile[m].y}, {w.tile[m].z, w.tile[m].w}};
@@ -91,6 +101,15 @@ struct FourParts {
 #pragma unroll
     for (int i = 0; i < 4; ++i) w.part[i] = load_shared16(at + i * 512);
     return w;
+  }
+
+  static __device__ __forceinline__ void fetch_tile(u32 to, const u8* from, int, int m) {
+    copy16(to, from + m * 1024);
+    copy16(to + 512, from + m * 1024 + 512);
+  }
+
+  static __device__ __forceinline__ Words read_tile(u32 at, int, int) {
+    return {{load_shared16(at), load_shared16(at + 512), {}, {}}};
   }
 };
 

@@ -57,3 +57,60 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                               __fmul_rn(__fmul_rn(bf16_high(kept[i]), inverse), w.y));
     }
 }
+
+// norm_out = bf16(x / sqrt(mean(x^2) + eps) * norm_weight), in the order of the kernel rms_norm, bit for bit; x is read
+// once, its weights before it is there. One block a row; columns is even and at most 2 * PAIRS * NORM_THREADS.
+template <int PAIRS>
+__device__ __forceinline__ void norm_row(const u16* x, int x_stride, int columns, const float* norm_weight, float eps,
+                                         u16* norm_out, int norm_stride) {
+    __shared__ float sums[NORM_THREADS / 32];
+    float2 w[PAIRS];
+    u32 kept[PAIRS];
+    const int pairs = columns / 2;
+#pragma unroll
+    for (int k = 0; k < PAIRS; k++) {
+        const int i = threadIdx.x + k * NORM_THREADS;
+        w[k] = i < pairs ? *(const float2*)(norm_weight + 2 * i) : make_float2(0.0f, 0.0f);
+    }
+    pdl_trigger();
+    pdl_wait();
+    const u32* from = (const u32*)(x + (u64)blockIdx.x * x_stride);
+#pragma unroll
+    for (int k = 0; k < PAIRS; k++) {
+        const int i = threadIdx.x + k * NORM_THREADS;
+        kept[k] = i < pairs ? from[i] : 0;
+    }
+    float squares = 0.0f;
+#pragma unroll
+    for (int k = 0; k < PAIRS; k++) {  // zeros beyond the row change nothing
+        squares = __fmaf_rn(bf16_low(kept[k]), bf16_low(kept[k]), squares);
+        squares = __fmaf_rn(bf16_high(kept[k]), bf16_high(kept[k]), squares);
+    }
+    squares = lane_sum<32>(squares);
+    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = squares;
+    __syncthreads();
+    float all = 0.0f;
+#pragma unroll
+    for (int i = 0; i < NORM_THREADS / 32; i++) all = __fadd_rn(all, sums[i]);
+    const float inverse = __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(__fdiv_rn(all, (float)columns), eps)));
+    u32* normal = (u32*)(norm_out + (u64)blockIdx.x * norm_stride);
+#pragma unroll
+    for (int k = 0; k < PAIRS; k++) {
+        const int i = threadIdx.x + k * NORM_THREADS;
+        if (i < pairs)
+            normal[i] = pack_bf16(__fmul_rn(__fmul_rn(bf16_low(kept[k]), inverse), w[k].x),
+                                  __fmul_rn(__fmul_rn(bf16_high(kept[k]), inverse), w[k].y));
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(NORM_THREADS)
+    linear_norm_5120(const u16* x, int x_stride, int columns, const float* norm_weight, float eps, u16* norm_out,
+                     int norm_stride) {
+    norm_row<10>(x, x_stride, columns, norm_weight, eps, norm_out, norm_stride);
+}
+
+extern "C" __global__ void __launch_bounds__(NORM_THREADS)
+    linear_norm_8192(const u16* x, int x_stride, int columns, const float* norm_weight, float eps, u16* norm_out,
+                     int norm_stride) {
+    norm_row<16>(x, x_stride, columns, norm_weight, eps, norm_out, norm_stride);
+}

@@ -27,6 +27,7 @@ struct Place {
   long long offset;
   int column;
   bool inside;  // false: the row is padding
+  int stride;
 };
 
 __device__ __forceinline__ Place place_of(const Job& job, int unit, int padded, int row) {
@@ -36,7 +37,7 @@ __device__ __forceinline__ Place place_of(const Job& job, int unit, int padded, 
   for (int i = 1; i < PARTS; ++i)
     if (unit >= job.start[i]) out = job.out[i], start = job.start[i], stride = job.out_stride[i], columns = job.columns[i];
   const int column = padded - start * UNIT_ROWS;
-  return {out, static_cast<long long>(row) * stride + column, column, column < columns};
+  return {out, static_cast<long long>(row) * stride + column, column, column < columns, stride};
 }
 
 // silu(gate) * up of two BF16 values.

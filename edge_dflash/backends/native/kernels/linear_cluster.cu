@@ -1,0 +1,463 @@
+// y[rows, N] = x[rows, K] W[N, K]^T for 1..16 or 1..32 rows, where blocks of a cluster can reach each other's shared
+// memory (SM90 and later): each activation is read once a block, weights once.
+//
+// Work is units of 32 weight rows (decode.cuh). K is split over the SPLITS blocks of a cluster; a block keeps its part of
+// x in shared memory, in the order of the fragments. Its warps are teams of 4: a team owns units, its warps share the
+// block's part of K. Every lane copies its own bytes of weights into its own places of a ring of DEPTH pieces, ahead of
+// use and across the borders of units, so that the stream needs no synchronisation. At the end of a unit:
+//
+//   warps write their sums; half a unit later each thread adds four warps' sums, in order, and sends them to the block
+//   that finishes them; that one, half a unit later, adds the SPLITS sums in the order of the blocks and stores
+//
+// The order of a sum depends on K and SPLITS: never on the activation rows, the unit's place or the number of blocks.
+//
+// The last units of a launch that do not give every team a whole one are dealt as halves (tiles of 16 rows). ``side`` is a
+// second, BF16 stack on the same x: its tiles go to the last teams.
+#include "job.cuh"
+
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+#include "cluster.cuh"
+
+static constexpr int SLICES = 4, TEAM_THREADS = 32 * SLICES;
+static constexpr int BLOCK_K = 64;  // K values: the grain of splits and slices
+static constexpr int SLOTS = 2;     // units whose sums may be under way between blocks
+static constexpr u32 RECEIVED = 0, FREE = 64, FULL = 96, BEST = 128, EXCHANGE = 384;  // offsets in shared memory
+
+__device__ __forceinline__ void add(Float4& to, const Float4& more) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) to.v[i] = __fadd_rn(to.v[i], more.v[i]);
+}
+
+// Order of BF16 logits as unsigned integers above 0.
+__device__ __forceinline__ u32 order_of(u16 logit) {
+  const u32 bits = logit == 0x8000u ? 0u : logit;  // -0 equals 0
+  return bits & 0x8000u ? ~bits & 0xFFFFu : bits | 0x8000u;
+}
+
+// Who this thread is, and what outlives a stack.
+template <int ROWS, int SPLITS, int TEAM_COUNT, int RING_BYTES>
+struct Block {
+  static constexpr int TEAMS = TEAM_COUNT, WARPS = TEAMS * SLICES;
+  static constexpr int HALVES = ROWS / 16, SUMS = 2048 * HALVES;  // bytes of a warp's sums of a unit
+  static constexpr u32 SLOT_BASE = EXCHANGE + WARPS * SUMS;
+  static constexpr u32 X_BASE = SLOT_BASE + (SPLITS > 1 ? TEAMS * SLOTS * SUMS : 0);
+
+  u32 shared;
+  int lane, team, slice, thread;  // ``thread`` of the team
+  int rank;                       // of the block in its cluster
+  int first_k, begin_k, stop_k;   // in blocks of BLOCK_K: the block's part of x, this warp's slice
+  u32 handed = 0;                 // units handed over so far
+  u32 ring;                       // this lane's bytes of the warp's first piece
+  u32 best[HALVES][2];            // GREEDY: of two rows, order of the largest logit, then the complement of its number
+
+  __device__ __forceinline__ Block(const Job& job, u32 start) : shared(start) {
+    lane = threadIdx.x % 32;
+    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+    team = warp / SLICES, slice = warp % SLICES, thread = slice * 32 + lane;
+    rank = blockIdx.x % SPLITS;
+    const int blocks = (job.k + BLOCK_K - 1) / BLOCK_K;
+    first_k = rank * blocks / SPLITS;
+    const int count = (rank + 1) * blocks / SPLITS - first_k;
+    begin_k = first_k + count * slice / SLICES, stop_k = first_k + count * (slice + 1) / SLICES;
+    ring = shared + X_BASE + (blocks + SPLITS - 1) / SPLITS * (ROWS * 128) + warp * RING_BYTES + lane * 16;
+#pragma unroll
+    for (int i = 0; i < HALVES * 2; ++i) (&best[0][0])[i] = 0;
+  }
+
+  __device__ __forceinline__ void init_barriers() {
+    if (threadIdx.x < TEAMS * SLOTS) barrier_init(shared + RECEIVED + threadIdx.x * 8, 1);
+    if (threadIdx.x < TEAMS) {
+      barrier_init(shared + FREE + threadIdx.x * 8, SLICES);
+      barrier_init(shared + FULL + threadIdx.x * 8, SLICES);
+    }
+    if (threadIdx.x < 32) {
+      *reinterpret_cast<u64*>(__cvta_shared_to_generic(shared + BEST + threadIdx.x * 8)) = 0;
+      barriers_ready();
+    }
+    if (SPLITS > 1)
+      cluster_arrive();
+    else
+      __syncthreads();
+  }
+
+  // This warp's share of its slice of x. Chunk c (8 values) of row r of a block of 64 lies at
+  // r/8 * 1024 + c%2 * 512 + ((r%8 * 64 + c/2 * 16) ^ (c%2 * 64)): fragments load and rows store without bank conflicts.
+  __device__ __forceinline__ void stage_x(const Job& job) {
+    const int chunk = lane % 8, h = chunk % 2;
+    const u16* from = job.x + begin_k * BLOCK_K + chunk * 8;
+    u32 to = shared + X_BASE + (begin_k - first_k) * ROWS * 128 + h * 512;
+    int left = job.k - begin_k * BLOCK_K - chunk * 8;
+#pragma unroll 1
+    for (int b = begin_k; b < stop_k; ++b) {
+#pragma unroll
+      for (int i = 0; i < ROWS / 4 / TEAMS; ++i) {
+        const int row = (team * (ROWS / 4 / TEAMS) + i) * 4 + lane / 8;
+        copy16_or_zero(to + row / 8 * 1024 + ((row % 8 * 64 + chunk / 2 * 16) ^ (h * 64)),
+                       from + static_cast<long long>(row) * job.x_stride, left > 0);
+      }
+      to += ROWS * 128, from += BLOCK_K, left -= BLOCK_K;
+    }
+    copies_commit();
+    copies_wait<0>();
+    named_barrier<32 * TEAMS>(1 + slice);  // of the warps that read this slice
+  }
+};
+
+template <class F, class B, int ROWS, int SPLITS, int DEPTH, int PIECE>
+struct Stream {
+  static constexpr int COLUMN_TILES = ROWS / 8, HALVES = B::HALVES, PIECES = BLOCK_K / F::WINDOW, CHUNKS = F::WINDOW / 32;
+  static constexpr int PART = TEAM_THREADS / SPLITS;  // vectors of four sums that a block finishes, a half
+
+  const Job& job;
+  B& block;
+  int whole, extra, extra_tile;  // units: ``whole`` from ``unit``, then tile ``extra_tile`` of ``extra`` (-1: none)
+  int unit, left_units, pieces;  // pieces of a unit in this warp's slice
+  const u8* at;                  // where the next load comes from
+  int at_left, at_whole;         // pieces to load of that unit; whole units to load
+  u32 wanted;                    // bit mask of its tiles
+  u32 x0, x_at;
+  float sum[2][COLUMN_TILES][4];
+  u32 stage;                            // of the ring: where the next piece lies
+  int summed = -1, summed_tiles = 3;    // the unit whose sums the warps have written
+  int pending = -1, pending_tiles = 3;  // the unit whose sums are under way between blocks
+
+  __device__ __forceinline__ Stream(const Job& j, B& b, int first, int count, int extra_unit, int tile)
+      : job(j), block(b), whole(count), extra(extra_unit), extra_tile(tile), unit(count ? first : extra_unit) {
+    const int begin = b.begin_k * PIECES;
+    pieces = min(b.stop_k * PIECES, j.windows) - begin;
+    left_units = count + (extra_unit >= 0);
+    at = piece_of(unit);
+    at_left = pieces, at_whole = count;
+    wanted = pieces <= 0 ? 0 : count ? 3 : extra_unit >= 0 ? 1 << tile : 0;
+    x0 = b.shared + B::X_BASE + (b.begin_k - b.first_k) * ROWS * 128;
+    stage = b.ring;
+#pragma unroll
+    for (int i = 0; i < DEPTH; ++i) fill(b.ring + i * PIECE);
+  }
+
+  __device__ __forceinline__ const u8* piece_of(int u) const {
+    return job.weights + (static_cast<long long>(u) * job.windows + block.begin_k * PIECES) * F::UNIT + block.lane * 16;
+  }
+
+  // The next piece into a place of the ring: of half a unit only its tile, where tile 0 belongs.
+  __device__ __forceinline__ void fill(u32 to) {
+    if (wanted == 3)
+      F::fetch(to, at, block.lane);
+    else if (wanted)
+      F::fetch_tile(to, at, block.lane, extra_tile);
+    copies_commit();
+    at += F::UNIT;
+    if (--at_left == 0) next_unit();
+  }
+
+  __device__ __forceinline__ void next_unit() {
+    at_left = pieces;
+    at += static_cast<long long>(job.windows - pieces) * F::UNIT;
+    if (--at_whole > 0) return;
+    const bool half = at_whole == 0 && extra >= 0;
+    wanted = half ? 1 << extra_tile : 0;
+    if (half) at = piece_of(extra);
+  }
+
+  template <int TILES>
+  __device__ __forceinline__ void multiply(const typename F::Words& w, u32 here) {
+    u32 b[COLUMN_TILES][4 * CHUNKS];
+#pragma unroll
+    for (int n = 0; n < COLUMN_TILES; ++n)
+#pragma unroll
+      for (int h = 0; h < CHUNKS; ++h) {
+        const uint4 v = load_shared16(PIECES == 1 ? x_at + n * 1024 + h * 512 + (block.lane * 16 ^ h * 64) : x_at + n * 1024);
+        b[n][4 * h] = v.x, b[n][4 * h + 1] = v.y, b[n][4 * h + 2] = v.z, b[n][4 * h + 3] = v.w;
+      }
+    fill(here);
+#pragma unroll
+    for (int m = 0; m < TILES; ++m)
+#pragma unroll
+      for (int h = 0; h < CHUNKS; ++h) {
+        u32 a[2][4];
+        F::fragments(w, m, h, a);
+#pragma unroll
+        for (int j = 0; j < 2; ++j)
+#pragma unroll
+          for (int n = 0; n < COLUMN_TILES; ++n)
+            mma_16x8x16(sum[m][n], a[j][0], a[j][1], a[j][2], a[j][3], b[n][4 * h + 2 * j], b[n][4 * h + 2 * j + 1]);
+      }
+  }
+
+  __device__ __forceinline__ void step() {
+    const u32 here = stage;
+    stage = here == block.ring + (DEPTH - 1) * PIECE ? block.ring : here + PIECE;
+    copies_wait<DEPTH - 1>();
+    if (whole > 0) {
+      multiply<2>(F::read(here, block.lane), here);
+    } else {
+      multiply<1>(F::read_tile(here, block.lane, extra_tile), here);
+    }
+    if (PIECES == 1)
+      x_at += ROWS * 128;
+    else  // two pieces a block of 64: chunks t and 4 + t of a row
+      x_at += (x_at - x0) & 32 ? ROWS * 128 - 32 : 32;
+  }
+
+  // Sums of a unit, weight tile m, rows of column tile n, lane l: four of them in vector (n / 2) * 128 + m * 64 + n % 2 * 32 + l.
+  __device__ __forceinline__ void hand_over() {
+    if (block.handed > 0) barrier_wait(block.shared + FREE + block.team * 8, (block.handed - 1) & 1);
+    summed = unit, summed_tiles = whole > 0 ? 3 : 1 << extra_tile;
+    if (SPLITS == 1) load_early(block.thread, unit);
+    const u32 to = block.shared + EXCHANGE + (block.team * SLICES + block.slice) * B::SUMS + block.lane * 16;
+    const int shift = whole > 0 ? 0 : extra_tile * 1024;
+#pragma unroll
+    for (int m = 0; m < 2; ++m)
+#pragma unroll
+      for (int n = 0; n < COLUMN_TILES; ++n)
+        if (m == 0 || whole > 0) store_sums(to + n / 2 * 2048 + m * 1024 + n % 2 * 512 + shift, sum[m][n]);
+    __syncwarp();
+    if (block.lane == 0) barrier_arrive(block.shared + FULL + block.team * 8);
+  }
+
+  __device__ __forceinline__ u32 slot(u32 number) const {
+    return block.shared + B::SLOT_BASE + (block.team * SLOTS + number % SLOTS) * B::SUMS;
+  }
+  __device__ __forceinline__ u32 received(u32 number) const {
+    return block.shared + RECEIVED + (block.team * SLOTS + number % SLOTS) * 8;
+  }
+
+  // Adds the warps' sums in order; sends them on, or finishes them where K is not split.
+  __device__ __forceinline__ void add_warps() {
+    barrier_wait(block.shared + FULL + block.team * 8, block.handed & 1);
+    Float4 total[HALVES];
+#pragma unroll
+    for (int h = 0; h < HALVES; ++h) {
+      const u32 from = block.shared + EXCHANGE + block.team * SLICES * B::SUMS + h * 2048 + block.thread * 16;
+      total[h] = load_sums(from);
+#pragma unroll
+      for (int s = 1; s < SLICES; ++s) add(total[h], load_sums(from + s * B::SUMS));
+    }
+    __syncwarp();
+    if (block.lane == 0) barrier_arrive(block.shared + FREE + block.team * 8);
+    const u32 number = block.handed++;
+    if (SPLITS == 1) {
+#pragma unroll
+      for (int h = 0; h < HALVES; ++h) emit(total[h], h, block.thread, summed, summed_tiles);
+      summed = -1;
+      return;
+    }
+    if (block.thread == 0) barrier_expect(received(number), B::SUMS);
+    const u32 owner = block.thread / PART;
+    const u32 to = address_in(slot(number) + block.rank * (B::SUMS / SPLITS) + block.thread % PART * 16, owner);
+    const u32 barrier = address_in(received(number), owner);
+#pragma unroll
+    for (int h = 0; h < HALVES; ++h) send(to + h * PART * 16, barrier, total[h]);
+    pending = summed, pending_tiles = summed_tiles, summed = -1;
+    if (mine_of(number) < PART) load_early(block.rank * PART + mine_of(number), pending);
+  }
+
+  // Which of the block's vectors of a unit is this thread's. Where one warp suffices they take turns.
+  __device__ __forceinline__ int mine_of(u32 number) const {
+    return (block.thread - (PART <= 32 ? number % SLICES * 32 : 0)) & (TEAM_THREADS - 1);
+  }
+
+  // Adds the blocks' sums of unit ``pending``, in order, and finishes them.
+  __device__ __forceinline__ void add_blocks() {
+    const u32 number = block.handed - 1;
+    const int done = pending;
+    pending = -1;
+    const int mine = mine_of(number);
+    if (mine >= PART) return;
+    barrier_wait_cluster(received(number), number / SLOTS & 1);
+#pragma unroll
+    for (int h = 0; h < HALVES; ++h) {
+      const u32 from = slot(number) + (h * PART + mine) * 16;
+      Float4 total = load_sums(from);
+#pragma unroll
+      for (int s = 1; s < SPLITS; ++s) add(total, load_sums(from + s * (B::SUMS / SPLITS)));
+      emit(total, h, block.rank * PART + mine, done, pending_tiles);
+    }
+  }
+
+  // What the sums of vector ``v`` need from memory, long before they are there.
+  struct Early {
+    float scale[2];
+    u32 residual[HALVES][2];  // [half][weight row], a pair of activation rows
+  } early;
+
+  __device__ __forceinline__ static int tile_of(int v) { return v / 64; }
+  __device__ __forceinline__ static int row_of(int v) { return v / 32 % 2 * 8 + v % 4 * 2; }
+  __device__ __forceinline__ static int padded_of(int v, int u) { return u * UNIT_ROWS + tile_of(v) * TILE + v % 32 / 4; }
+
+  __device__ __forceinline__ void load_early(int v, int u) {
+    const int padded = padded_of(v, u);
+    early.scale[0] = __ldg(job.scale + padded), early.scale[1] = __ldg(job.scale + padded + 8);
+    if (job.mode != RESIDUAL) return;
+#pragma unroll
+    for (int w = 0; w < 2; ++w)
+#pragma unroll
+      for (int h = 0; h < HALVES; ++h) {
+        const Place from = place_of(job, u, padded + 8 * w, h * 16 + row_of(v));
+        if (!from.inside) continue;
+        early.residual[h][w] = job.residual[from.offset] | job.residual[from.offset + from.stride] << 16;
+      }
+  }
+
+  // Four sums: weight rows g and g + 8 of a tile, two activation rows each (vector ``v`` of half ``half``).
+  __device__ __forceinline__ void emit(const Float4& s, int half, int v, int u, int tiles) {
+    const int m = tile_of(v), row = half * 16 + row_of(v), padded = padded_of(v, u);
+    if (!(tiles >> m & 1)) return;
+    u16 y[2][2];  // [weight row][activation row]
+#pragma unroll
+    for (int i = 0; i < 4; ++i) y[i / 2][i % 2] = to_bf16(s.v[i] * early.scale[i / 2]);
+    if (job.mode == SWIGLU) {
+      const int column = u * 16 + m * 8 + v % 32 / 4;
+      if (column >= job.columns[0]) return;
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        job.out[0][static_cast<long long>(row + i) * job.out_stride[0] + column] =
+            gated(from_bf16(y[0][i]), from_bf16(y[1][i]));
+      return;
+    }
+#pragma unroll
+    for (int w = 0; w < 2; ++w) {
+      const Place to = place_of(job, u, padded + 8 * w, row);
+      if (!to.inside) continue;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        u16 z = y[w][i];
+        if (job.mode == RESIDUAL) z = to_bf16(from_bf16(static_cast<u16>(early.residual[half][w] >> 16 * i)) + from_bf16(z));
+        if (job.mode == GREEDY) {
+          const u32 found = order_of(z) << 16 | (0xFFFFu - ((block.handed - 1) * 2 + w));
+          block.best[half][i] = found > block.best[half][i] ? found : block.best[half][i];
+          if (to.out == nullptr) continue;
+        }
+        to.out[to.offset + static_cast<long long>(i) * to.stride] = z;
+      }
+    }
+  }
+
+  __device__ __forceinline__ void run() {
+#pragma unroll 1
+    for (; left_units > 0; --left_units) {
+#pragma unroll
+      for (int i = 0; i < 2 * COLUMN_TILES * 4; ++i) (&sum[0][0][0])[i] = 0.0f;
+      if (PIECES == 1)
+        x_at = x0;
+      else
+        x_at = x0 + block.lane % 2 * 512 + ((block.lane / 4 * 64 + block.lane % 4 / 2 * 16) ^ (block.lane % 2 * 64));
+      int left = (pieces + 1) / 2;
+#pragma unroll 1
+      for (int part = 0; part < 2; ++part) {
+#pragma unroll 1
+        for (; left > 0; --left) step();
+        left = pieces / 2;
+        if (part == 0 && summed >= 0) add_warps();
+      }
+      if (SPLITS > 1 && pending >= 0) add_blocks();
+      hand_over();
+      unit = whole > 1 ? unit + 1 : extra;
+      --whole;
+    }
+    if (summed >= 0) add_warps();
+    if (SPLITS > 1 && pending >= 0) add_blocks();
+  }
+};
+
+// Units of a team: ``count`` from ``first``, then tile ``group % 2`` of ``extra`` (-1: none).
+struct Share {
+  int first, count, extra;
+
+  __device__ __forceinline__ Share(const Job& job, int group) {
+    const int base = job.units / job.groups, rest = job.units % job.groups;
+    const bool halves = 2 * rest <= job.groups;
+    first = group * base + (halves ? 0 : min(group, rest)), count = base + (!halves && group < rest);
+    extra = halves && group < 2 * rest ? job.groups * base + group / 2 : -1;
+  }
+};
+
+template <int SPLITS, int TEAMS>
+__device__ __forceinline__ int group_of(int team) {
+  return blockIdx.x / SPLITS * TEAMS + team;
+}
+
+template <class F, int ROWS, int SPLITS, int TEAMS, int DEPTH>
+__device__ __forceinline__ void run_blocks(const Job& main, const Job& side) {
+  extern __shared__ __align__(128) u8 memory[];
+  using B = Block<ROWS, SPLITS, TEAMS, DEPTH * F::UNIT>;
+  B block(main, shared_address(memory));
+  const int begin = group_of<SPLITS, TEAMS>(block.team);
+  const Share share(main, begin);
+  Stream<F, B, ROWS, SPLITS, DEPTH, F::UNIT> stream(main, block, share.first, share.count, share.extra, begin % 2);
+  block.init_barriers();
+  let_next_start();
+  wait_for_inputs();
+  block.stage_x(main);
+  if (SPLITS > 1) cluster_wait();
+  stream.run();
+#pragma unroll 1
+  for (int tile = main.groups - 1 - group_of<SPLITS, TEAMS>(block.team); tile < 2 * side.units; tile += main.groups) {
+    constexpr int TILE_BYTES = Bf16::UNIT / 2, PLACES = DEPTH * F::UNIT / TILE_BYTES;
+    Stream<Bf16, B, ROWS, SPLITS, PLACES, TILE_BYTES> more(side, block, 0, 0, tile / 2, tile % 2);
+    more.run();
+  }
+  if (main.mode != GREEDY) return;
+  const Share done(main, group_of<SPLITS, TEAMS>(block.team));
+  const int v = block.rank * (TEAM_THREADS / SPLITS) + (SPLITS < 4 ? block.thread : block.lane);
+#pragma unroll
+  for (int i = 0; i < 2 * B::HALVES; ++i) {
+    const u32 best = block.best[i / 2][i % 2], number = 0xFFFFu - (best & 0xFFFFu);
+    const int unit = number / 2 < done.count ? done.first + number / 2 : done.extra;
+    const u32 id = unit * UNIT_ROWS + v / 64 * TILE + v % 32 / 4 + number % 2 * 8;
+    u64 top = best == 0 ? 0 : static_cast<u64>(best >> 16) << 32 | static_cast<u32>(~id);
+#pragma unroll
+    for (int bit = 16; bit > 2; bit /= 2) {
+      const u64 other = __shfl_xor_sync(0xffffffffu, top, bit);
+      top = other > top ? other : top;
+    }
+    const int row = i / 2 * 16 + v / 32 % 2 * 8 + v % 4 * 2 + i % 2;
+    if (block.lane < 4 && top > 0) atomicMax(reinterpret_cast<u64*>(memory + BEST) + row, top);
+  }
+  __syncthreads();
+  if (threadIdx.x < ROWS) main.best[blockIdx.x * ROWS + threadIdx.x] = reinterpret_cast<const u64*>(memory + BEST)[threadIdx.x];
+}
+
+// Two blocks of two teams or one of four fit on a multiprocessor; 32 rows take a block of two teams each.
+#define LINEAR(FORMAT, F, ROWS, SPLITS, TEAMS, DEPTH)                                                        \
+  extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1)                                                  \
+      __launch_bounds__(TEAMS * TEAM_THREADS, (ROWS) * (TEAMS) == 32 ? 2 : 1)                                \
+          linear_cluster_##FORMAT##_##ROWS##_##SPLITS##_##TEAMS(const __grid_constant__ Job main,            \
+                                                                const __grid_constant__ Job side) {          \
+    run_blocks<F, ROWS, SPLITS, TEAMS, DEPTH>(main, side);                                                   \
+  }
+#define LINEAR_SPLITS(FORMAT, F, ROWS, TEAMS, DEPTH) \
+  LINEAR(FORMAT, F, ROWS, 1, TEAMS, DEPTH)           \
+  LINEAR(FORMAT, F, ROWS, 2, TEAMS, DEPTH)           \
+  LINEAR(FORMAT, F, ROWS, 4, TEAMS, DEPTH)           \
+  LINEAR(FORMAT, F, ROWS, 8, TEAMS, DEPTH)
+#define LINEAR_FORMAT(FORMAT, F, DEPTH, DEPTH_32) \
+  LINEAR_SPLITS(FORMAT, F, 16, 2, DEPTH)          \
+  LINEAR_SPLITS(FORMAT, F, 16, 4, DEPTH)          \
+  LINEAR_SPLITS(FORMAT, F, 32, 2, DEPTH_32)
+
+LINEAR_FORMAT(nvfp4, Nvfp4, 5, 2)
+LINEAR_FORMAT(fp8, Fp8, 3, 2)
+LINEAR_FORMAT(bf16, Bf16, 3, 2)
+
+// ids[row] = id of the largest rank over the blocks of a GREEDY launch. One block of 256 threads a row.
+extern "C" __global__ void __launch_bounds__(256) linear_cluster_greedy(const u64* best, int* ids, int blocks, int rows) {
+  __shared__ u64 tops[8];
+  wait_for_inputs();
+  let_next_start();
+  u64 top = 0;
+  for (int i = threadIdx.x; i < blocks; i += 256) {
+    const u64 other = best[i * rows + blockIdx.x];
+    top = other > top ? other : top;
+  }
+  for (int bit = 16; bit > 0; bit /= 2) {
+    const u64 other = __shfl_xor_sync(0xffffffffu, top, bit);
+    top = other > top ? other : top;
+  }
+  if (threadIdx.x % 32 == 0) tops[threadIdx.x / 32] = top;
+  __syncthreads();
+  if (threadIdx.x > 0) return;
+  for (int i = 1; i < 8; ++i) top = tops[i] > top ? tops[i] : top;
+  ids[blockIdx.x] = static_cast<int>(~static_cast<u32>(top));
+}
+#endif
