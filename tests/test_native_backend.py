@@ -9,6 +9,7 @@ from native_support import NATIVE_PAIR, FakeGpu, formats_of, random_store
 
 from edge_dflash.backends.base import Backend, Cycling, Precision
 from edge_dflash.backends.native import backend as native_backend
+from edge_dflash.backends.native import linear
 from edge_dflash.backends.native.backend import NativeBackend
 from edge_dflash.backends.native.driver import Kernel
 from edge_dflash.backends.native.weights import StoreWeights
@@ -111,6 +112,7 @@ class ReplayedGraph:
 
 def load(monkeypatch, gpu, **options):
     monkeypatch.setattr(native_backend, "Gpu", lambda: gpu)
+    monkeypatch.setattr(linear, "prefer_shared", lambda kernel: None)
     weights = StoreWeights(random_store(formats_of()), formats_of())
     sizes = {"max_context": CONTEXT, "prefill_chunk": CHUNK} | options
     return NativeBackend(NATIVE_PAIR, weights, STATE, cubin=lambda unit: b"", **sizes)
@@ -236,6 +238,7 @@ def test_ids_outside_the_vocabulary_never_reach_the_device(monkeypatch):
 def test_other_arithmetic_is_refused(monkeypatch):
     weights = StoreWeights(random_store(formats_of()), formats_of())
     monkeypatch.setattr(native_backend, "Gpu", ControlGpu)
+    monkeypatch.setattr(linear, "prefer_shared", lambda kernel: None)
     for precision, words in (
         (Precision("float32", "fp8"), "activations are 'float32'"),
         (Precision(kv="float32"), "kv"),

@@ -17,7 +17,8 @@ from edge_dflash.backends.native.chooser import Chooser
 from edge_dflash.backends.native.cycle import Result
 from edge_dflash.backends.native.driver import Gpu
 from edge_dflash.backends.native.graphs import Capture, Graphs, host_memory
-from edge_dflash.backends.native.loading import Loaded, load, plan_pair
+from edge_dflash.backends.native.launches import Launches
+from edge_dflash.backends.native.loading import Dense, Loaded, load
 from edge_dflash.backends.native.profile import StepTime, profile_cycle
 from edge_dflash.backends.native.rows import NativeRows
 from edge_dflash.backends.native.snapshots import read_states, write_states
@@ -51,8 +52,9 @@ class NativeBackend:
         cubin: Callable[[str], bytes],
         max_context: int,
         prefill_chunk: int = 512,
+        dense: Dense | None = None,
     ) -> None:
-        """Load the pair; ``cubin`` gives a compilation unit's cubin for this device.
+        """Load the pair; ``cubin`` gives a compilation unit's cubin for this device, ``dense`` computes the dense ops.
 
         Raises BackendError for what the kernels do not take, and when the pair does not fit into memory.
         """
@@ -60,11 +62,11 @@ class NativeBackend:
         self._shape = PairShape(
             spec.target.vocab_size, drafter.block_size, drafter.mask_token_id, max_context, prefill_chunk
         )
-        sizes = Sizes(drafter.block_size, prefill_chunk, max_context)
-        plan = plan_pair(pair_programs(spec), weights, precision, sizes)
+        dense = dense or Launches(weights, cubin)
+        plan = dense.plan(pair_programs(spec), precision, Sizes(drafter.block_size, prefill_chunk, max_context))
         self.gpu = Gpu()
         try:
-            self._loaded = load(self.gpu, plan, weights, cubin)
+            self._loaded = load(self.gpu, plan, dense, weights, cubin)
             self._host = host_memory(self.gpu, self._loaded)
             self._capture = Capture(self.gpu, self._loaded, self._host, drafter.mask_token_id)
             self.graphs: Graphs = self._capture.all()
@@ -197,9 +199,8 @@ class NativeBackend:
     def restore(self, snapshot: Snapshot) -> None:
         """Replace the state by a snapshot of the same pair and precision."""
         if snapshot.length > self._shape.max_context:
-            raise BackendError(
-                f"the snapshot holds {snapshot.length} tokens, the context only {self._shape.max_context}"
-            )
+            most = self._shape.max_context
+            raise BackendError(f"the snapshot holds {snapshot.length} tokens, the context only {most}")
         self._begin()
         write_states(self.gpu, self._loaded.states, snapshot)
         self._wanted, self._known = _Control(snapshot.length), None

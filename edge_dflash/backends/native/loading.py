@@ -1,23 +1,23 @@
 """Everything on the device that a pair needs, made once: budget, weights, states, kernels, passes.
 
-The budget is summed up before a byte is loaded. After loading nothing is allocated.
+The budget is summed up before a byte is loaded. After loading nothing is allocated. Knows nothing of how dense ops are
+computed: that is a :class:`Dense`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 from edge_dflash.backends.base import Precision
 from edge_dflash.backends.native import attend, cycle, delta, sample, small
 from edge_dflash.backends.native.driver import DevicePointer, Gpu
-from edge_dflash.backends.native.linear import Linears, LinearWeights
 from edge_dflash.backends.native.linear_plan import row_tile
 from edge_dflash.backends.native.memory import CONTROL_BYTES, Matrix, Memory
-from edge_dflash.backends.native.passes import Kernels, Pass, Shared
-from edge_dflash.backends.native.placement import Place, place
-from edge_dflash.backends.native.schedule import Head, Project, Schedule, schedule
-from edge_dflash.backends.native.stacks import Stack, pair_stacks
+from edge_dflash.backends.native.passes import Frame, Kernels, Shared
+from edge_dflash.backends.native.placement import Place
+from edge_dflash.backends.native.schedule import Schedule
 from edge_dflash.backends.native.states import Sizes, States
 from edge_dflash.backends.native.weights import NativeWeights
 from edge_dflash.errors import BackendError
@@ -34,7 +34,6 @@ class Plan:
     programs: PairPrograms
     precision: Precision
     sizes: Sizes
-    stacks: Mapping[str, Stack]
     schedules: Mapping[str, Schedule]  # prefill, verify, propose
     places: Mapping[str, Mapping[str, Place]]
     arena_bytes: int
@@ -69,37 +68,63 @@ class Loaded:
     states: States
     kernels: Kernels
     buffers: Buffers
-    passes: Mapping[str, Pass]
+    passes: Mapping[str, Frame]
 
 
-def plan_pair(programs: PairPrograms, weights: NativeWeights, precision: Precision, sizes: Sizes) -> Plan:
-    """Decide everything that needs no device. Raises BackendError for what has no kernel."""
-    if precision.activations != "bfloat16":
-        raise BackendError(f"activations are {precision.activations!r}; the native backend computes in bfloat16")
-    stacks = pair_stacks(programs, weights.formats)
-    schedules = {
-        "prefill": schedule(programs.prefill, weights.formats, wide=True),
-        "verify": schedule(programs.verify, weights.formats, wide=False),
-        "propose": schedule(programs.propose, weights.formats, wide=False),
-    }
-    tile = row_tile(sizes.rows)
-    placed = {
-        name: place(plan, max(sizes.prefill_rows, tile) if name == "prefill" else tile)
-        for name, plan in schedules.items()
-    }
-    arena = max(size for _, size in placed.values())
-    places = {name: places for name, (places, _) in placed.items()}
-    return Plan(programs, precision, sizes, stacks, schedules, places, arena)
+@dataclass(frozen=True)
+class Common:
+    """What all passes share, whoever computes their dense ops."""
+
+    states: States
+    kernels: Kernels
+    buffers: Buffers
+    embeddings: Mapping[str, DevicePointer]
+
+    def frame(self, plan: Plan, name: str) -> dict[str, Any]:
+        """Fields of a pass's :class:`~edge_dflash.backends.native.passes.Frame`."""
+        return {
+            "plan": plan.schedules[name],
+            "places": plan.places[name],
+            "rows": plan.sizes.prefill_rows if name == "prefill" else plan.sizes.rows,
+            "wide": name == "prefill",
+            "vocabulary": plan.vocabulary,
+            "kernels": self.kernels,
+            "states": self.states,
+            "shared": self.buffers.shared,
+            "embeddings": self.embeddings,
+            "ids": self.buffers.ids,
+            "choices": self.buffers.drafts if name == "propose" else self.buffers.choices,
+            "logits": self.buffers.logits,
+        }
 
 
-def load(gpu: Gpu, plan: Plan, weights: NativeWeights, cubin: Callable[[str], bytes]) -> Loaded:
+class Dense(Protocol):
+    """Who computes the dense ops of a pair, and so decides the steps of its passes."""
+
+    def plan(self, programs: PairPrograms, precision: Precision, sizes: Sizes) -> Plan:
+        """Decide everything that needs no device. Raises BackendError."""
+        ...
+
+    def open(self, gpu: Gpu, plan: Plan) -> int:
+        """Prepare for a device; bytes of scratch that passes share."""
+        ...
+
+    def count(self, memory: Memory) -> None:
+        """Count the weights, before anything is loaded."""
+        ...
+
+    def load(self, memory: Memory, common: Common) -> Mapping[str, Frame]:
+        """Load and count the weights; make the passes of the plan, by name. Raises BackendError."""
+        ...
+
+
+def load(gpu: Gpu, plan: Plan, dense: Dense, weights: NativeWeights, cubin: Callable[[str], bytes]) -> Loaded:
     """Allocate and fill everything. Raises BackendError, naming the largest parts, when it does not fit."""
-    linears = Linears(gpu, cubin)
-    _check_budget(gpu, plan, weights, linears)
+    scratch = dense.open(gpu, plan)
+    _check_budget(gpu, plan, dense, weights, scratch)
     memory = Memory(gpu)
     states = _states(plan, weights, memory)
     kernels = Kernels(
-        linears=linears,
         small=small.Small(gpu, gpu.load(cubin(small.UNIT))),
         cycle=cycle.CycleKernels(gpu, gpu.load(cubin(cycle.UNIT))),
         sampler=sample.Sampler(gpu, gpu.load(cubin(sample.UNIT))),
@@ -107,44 +132,22 @@ def load(gpu: Gpu, plan: Plan, weights: NativeWeights, cubin: Callable[[str], by
         delta=_delta(gpu, states, cubin),
     )
     _norms(plan, states)
-    buffers = _buffers(plan, states, linears, memory)
+    buffers = _buffers(plan, states, scratch, memory)
     gpu.fill(buffers.shared.counters)
     gpu.fill(buffers.result)
     buffers.sampling.clear(gpu)
-    loaded: dict[str, LinearWeights] = {}
-    for key, stack in plan.stacks.items():
-        loaded[key] = weights.stack(gpu, stack)
-        memory.count(_purpose(stack), stack.layout.nbytes + loaded[key].scale.nbytes)
     embeddings = {}
     for name in _embedded(plan):
         embeddings[name] = weights.embedding(gpu, name)
         memory.count("embedding", embeddings[name].nbytes)
-    passes = {
-        name: Pass(
-            plan=plan.schedules[name],
-            places=plan.places[name],
-            rows=plan.sizes.prefill_rows if name == "prefill" else plan.sizes.rows,
-            wide=name == "prefill",
-            vocabulary=plan.vocabulary,
-            kernels=kernels,
-            states=states,
-            shared=buffers.shared,
-            weights=loaded,
-            embeddings=embeddings,
-            ids=buffers.ids,
-            choices=buffers.drafts if name == "propose" else buffers.choices,
-            logits=buffers.logits,
-        )
-        for name in plan.schedules
-    }
+    passes = dense.load(memory, Common(states, kernels, buffers, embeddings))
     return Loaded(plan, memory, states, kernels, buffers, passes)
 
 
-def _check_budget(gpu: Gpu, plan: Plan, weights: NativeWeights, linears: Linears) -> None:
+def _check_budget(gpu: Gpu, plan: Plan, dense: Dense, weights: NativeWeights, scratch: int) -> None:
     memory = Memory(None)
-    _buffers(plan, _states(plan, weights, memory), linears, memory)
-    for stack in plan.stacks.values():
-        memory.count(_purpose(stack), stack.layout.nbytes + 128 * stack.layout.units)
+    _buffers(plan, _states(plan, weights, memory), scratch, memory)
+    dense.count(memory)
     for name in _embedded(plan):
         shape = plan.programs.weights[name].shape
         memory.count("embedding", 2 * shape[0] * shape[1])
@@ -185,7 +188,7 @@ def _norms(plan: Plan, states: States) -> None:
                 states.norm(op.weight, plus_one=op.plus_one)
 
 
-def _buffers(plan: Plan, states: States, linears: Linears, memory: Memory) -> Buffers:
+def _buffers(plan: Plan, states: States, scratch: int, memory: Memory) -> Buffers:
     tile = row_tile(plan.sizes.rows)
     delta_scratch, counters = states.delta_scratch
     stride = -(-plan.vocabulary // 16) * 16
@@ -195,7 +198,7 @@ def _buffers(plan: Plan, states: States, linears: Linears, memory: Memory) -> Bu
         attention=memory.take("scratch", states.attention_scratch),
         delta=memory.take("scratch", delta_scratch),
         counters=memory.take("scratch", counters),
-        linear=memory.take("scratch", _linear_scratch(plan, linears)),
+        linear=memory.take("scratch", scratch),
     )
     return Buffers(
         shared=shared,
@@ -207,23 +210,6 @@ def _buffers(plan: Plan, states: States, linears: Linears, memory: Memory) -> Bu
         result=memory.take("cycle", 4 * cycle.RESULT_WORDS),
         sampling=sample.Buffers.take(memory, tile, plan.vocabulary),
     )
-
-
-def _linear_scratch(plan: Plan, linears: Linears) -> int:
-    rows, most = plan.sizes.rows, 0
-    for steps in plan.schedules.values():
-        for step in steps.steps:
-            if isinstance(step, Project):
-                most = max(
-                    most, linears.plan(step.stack.layout, rows, may_split=True).sum_bytes(step.stack.layout, rows)
-                )
-            elif isinstance(step, Head):
-                most = max(most, linears.plan(step.stack.layout, rows).rank_bytes(rows))
-    return most
-
-
-def _purpose(stack: Stack) -> str:
-    return f"{stack.names[0].partition('.')[0]} weights"
 
 
 def _embedded(plan: Plan) -> list[str]:

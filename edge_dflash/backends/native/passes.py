@@ -1,10 +1,12 @@
 """Runs a Schedule: each step becomes calls of the kernel faces, over one arena. Enqueues only; allocates nothing.
 
-The head's ids and logits lie outside the arena, because they outlive the pass.
+The head's ids and logits lie outside the arena, because they outlive the pass. :class:`Frame` is what every pass needs,
+whoever computes its dense ops; :class:`Pass` computes them by launches.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -39,9 +41,8 @@ from edge_dflash.graph.ops import GatedDelta as GatedDeltaOp
 
 @dataclass(frozen=True)
 class Kernels:
-    """Everything that launches."""
+    """Everything that launches, but for dense ops."""
 
-    linears: Linears
     small: Small
     cycle: CycleKernels
     sampler: Sampler
@@ -61,9 +62,9 @@ class Shared:
     linear: DevicePointer
 
 
-@dataclass(frozen=True)
-class Pass:
-    """One pass, ready to be enqueued."""
+@dataclass(frozen=True, kw_only=True)
+class Frame(ABC):
+    """One pass, ready to be enqueued: its tensors, its state kernels, its embedding."""
 
     plan: Schedule
     places: Mapping[str, Place]
@@ -73,7 +74,6 @@ class Pass:
     kernels: Kernels
     states: States
     shared: Shared
-    weights: Mapping[str, LinearWeights]  # by key of the stack
     embeddings: Mapping[str, DevicePointer]
     ids: DevicePointer  # [rows] int32
     choices: DevicePointer  # [row tile] int32
@@ -87,72 +87,24 @@ class Pass:
 
     def _step(self, step: Step, logits: bool) -> None:
         match step:
-            case Gather():
-                h, v = self.plan.widths[step.writes[0]], self.vocabulary
-                table = self.embeddings[step.weight]
-                self.kernels.small.embed(self.ids, table, self._matrix(step.writes[0]), self.rows, h, v)
-            case Multiply():
-                self._multiply(step)
-            case Project():
-                self._project(step)
-            case Normalise():
-                x, out, op = self._matrix(step.reads[0]), self._matrix(step.writes[0]), step.op
-                columns = self.plan.widths[step.writes[0]]
-                self.kernels.small.rms_norm(x, self._norm(step), out, self._rows(step.reads[0]), columns, op.eps)
             case State():
                 self._state(step)
-            case Head():
-                rows = self._rows(step.reads[0])
-                kept = self.logits if logits else None
-                head = self.weights[step.stack.key]
-                x = self._matrix(step.reads[0])
-                self.kernels.linears.greedy(head, x, self.choices, rows, self.shared.linear, kept)
             case Last():
                 x, out = self._matrix(step.reads[0]), self._matrix(step.writes[0])
                 valid = self._word(Control.ROWS) if self.wide else NULL
                 columns = self.plan.widths[step.writes[0]]
                 self.kernels.small.last_row(x, out.pointer, columns, self.rows, valid)
             case _:
-                self._columns(step)
+                self._dense(step, logits)
 
-    def _columns(self, step: Step) -> None:
-        """Steps that only move or add columns."""
-        inputs, out = [self._matrix(name) for name in step.reads], self._matrix(step.writes[0])
-        rows, columns = self._rows(step.reads[0]), self.plan.widths[step.writes[0]]
-        match step:
-            case Copy():
-                self.kernels.cycle.copy(inputs[0], out, rows, columns)
-            case Gate():
-                self.kernels.cycle.gate(inputs[0], inputs[1], out, rows, columns)
-            case Sum():
-                self.kernels.cycle.add(inputs[0], inputs[1], out, rows, columns)
-            case _:
-                raise TypeError(f"no kernel for step {type(step).__name__}")
+    @abstractmethod
+    def _dense(self, step: Step, logits: bool) -> None:
+        """Enqueue a step of dense ops."""
 
-    def _multiply(self, step: Multiply) -> None:
-        x = self._matrix(step.reads[0])
-        count = len(step.writes) - (self._outputs(step.side) if step.side else 0)
-        out = [self._matrix(name) for name in step.writes[:count]]
-        weights = self.weights[step.stack.key]
-        if self.wide:
-            self.kernels.linears.tiles(weights, x, out, self.rows, valid=self._word(Control.ROWS))
-            return
-        side = self.weights[step.side.key] if step.side else None
-        side_out = [self._matrix(name) for name in step.writes[count:]]
-        self.kernels.linears.linear(weights, x, out, self.rows, side=side, side_out=side_out)
-
-    def _project(self, step: Project) -> None:
-        x, out = self._matrix(step.reads[0]), self._matrix(step.writes[0])
-        residual = self._matrix(step.reads[1]) if len(step.reads) > 1 else None
-        weights, linears = self.weights[step.stack.key], self.kernels.linears
-        if self.wide:
-            linears.tiles(weights, x, [out], self.rows, residual=residual, valid=self._word(Control.ROWS))
-            return
-        norm = None
-        if step.norm is not None:
-            weight = self.states.norm(step.norm.weight, plus_one=step.norm.plus_one)
-            norm = Norm(weight, step.norm.eps, self._matrix(step.writes[1]))
-        linears.split_linear(weights, x, out, self.rows, self.shared.linear, residual=residual, norm=norm)
+    def _gather(self, weight: str, out: str) -> None:
+        """Rows of the embedding for the pass's ids."""
+        columns, table = self.plan.widths[out], self.embeddings[weight]
+        self.kernels.small.embed(self.ids, table, self._matrix(out), self.rows, columns, self.vocabulary)
 
     def _state(self, step: State) -> None:
         op, shared = step.op, self.shared
@@ -185,11 +137,79 @@ class Pass:
     def _rows(self, tensor: str) -> int:
         return 1 if tensor in self.plan.single else self.rows
 
-    def _norm(self, step: Normalise) -> DevicePointer:
-        return self.states.norm(step.op.weight, plus_one=step.op.plus_one)
-
     def _word(self, word: Control) -> DevicePointer:
         return control_word(self.shared.control, word)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pass(Frame):
+    """A pass whose dense ops are launches over stacks of weights."""
+
+    linears: Linears
+    weights: Mapping[str, LinearWeights]  # by key of the stack
+
+    def _dense(self, step: Step, logits: bool) -> None:
+        match step:
+            case Gather():
+                self._gather(step.weight, step.writes[0])
+            case Multiply():
+                self._multiply(step)
+            case Project():
+                self._project(step)
+            case Normalise():
+                x, out, op = self._matrix(step.reads[0]), self._matrix(step.writes[0]), step.op
+                columns = self.plan.widths[step.writes[0]]
+                self.kernels.small.rms_norm(x, self._norm(step), out, self._rows(step.reads[0]), columns, op.eps)
+            case Head():
+                rows = self._rows(step.reads[0])
+                kept = self.logits if logits else None
+                head = self.weights[step.stack.key]
+                x = self._matrix(step.reads[0])
+                self.linears.greedy(head, x, self.choices, rows, self.shared.linear, kept)
+            case _:
+                self._columns(step)
+
+    def _columns(self, step: Step) -> None:
+        """Steps that only move or add columns."""
+        inputs, out = [self._matrix(name) for name in step.reads], self._matrix(step.writes[0])
+        rows, columns = self._rows(step.reads[0]), self.plan.widths[step.writes[0]]
+        match step:
+            case Copy():
+                self.kernels.cycle.copy(inputs[0], out, rows, columns)
+            case Gate():
+                self.kernels.cycle.gate(inputs[0], inputs[1], out, rows, columns)
+            case Sum():
+                self.kernels.cycle.add(inputs[0], inputs[1], out, rows, columns)
+            case _:
+                raise TypeError(f"no kernel for step {type(step).__name__}")
+
+    def _multiply(self, step: Multiply) -> None:
+        x = self._matrix(step.reads[0])
+        count = len(step.writes) - (self._outputs(step.side) if step.side else 0)
+        out = [self._matrix(name) for name in step.writes[:count]]
+        weights = self.weights[step.stack.key]
+        if self.wide:
+            self.linears.tiles(weights, x, out, self.rows, valid=self._word(Control.ROWS))
+            return
+        side = self.weights[step.side.key] if step.side else None
+        side_out = [self._matrix(name) for name in step.writes[count:]]
+        self.linears.linear(weights, x, out, self.rows, side=side, side_out=side_out)
+
+    def _project(self, step: Project) -> None:
+        x, out = self._matrix(step.reads[0]), self._matrix(step.writes[0])
+        residual = self._matrix(step.reads[1]) if len(step.reads) > 1 else None
+        weights, linears = self.weights[step.stack.key], self.linears
+        if self.wide:
+            linears.tiles(weights, x, [out], self.rows, residual=residual, valid=self._word(Control.ROWS))
+            return
+        norm = None
+        if step.norm is not None:
+            weight = self.states.norm(step.norm.weight, plus_one=step.norm.plus_one)
+            norm = Norm(weight, step.norm.eps, self._matrix(step.writes[1]))
+        linears.split_linear(weights, x, out, self.rows, self.shared.linear, residual=residual, norm=norm)
+
+    def _norm(self, step: Normalise) -> DevicePointer:
+        return self.states.norm(step.op.weight, plus_one=step.op.plus_one)
 
     def _outputs(self, stack: Stack) -> int:
         return 1 if stack.joined and len(stack.names) > 1 else len(stack.names)
