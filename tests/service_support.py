@@ -17,9 +17,11 @@ from pathlib import Path
 import httpx2
 import uvicorn
 from fakes import SHAPE, FakeBackend
+from starlette.testclient import TestClient
 from text_support import write_tokenizer
 
 from edge_dflash.planner import Planner
+from edge_dflash.serve.app import make_app
 from edge_dflash.serve.config import ServeConfig, from_table
 from edge_dflash.serve.server import uvicorn_config
 from edge_dflash.serve.service import Service
@@ -68,6 +70,11 @@ def tool_service(directory: Path) -> Service:
     script = [*tokenizer.encode(call), tokenizer.eos_token_id]
     prompt = tokenizer.encode_chat(TOOL_TASK, tools=[TOOL])
     return fake_service(directory, FakeBackend(shape, script=script, script_at=len(prompt)), tokenizer)
+
+
+def client_of(service: Service, key: str = "") -> TestClient:
+    """A client of a service, in this process, as if over TCP from this machine."""
+    return TestClient(make_app(service, key), base_url="http://localhost", raise_server_exceptions=False)
 
 
 class Process:

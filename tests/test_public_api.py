@@ -4,6 +4,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 import edge_dflash
 from edge_dflash import errors
 
@@ -59,6 +61,27 @@ def imported(code: str) -> list[str]:
 
 def test_importing_the_package_does_not_import_torch():
     assert "torch" not in imported("import edge_dflash")
+
+
+def test_importing_the_package_and_its_command_line_needs_no_extra():
+    extras = {"starlette", "uvicorn", "prometheus_client", "httpx2"}
+    for module in ("edge_dflash", "edge_dflash.cli"):
+        assert not extras & set(imported(f"import {module}"))
+
+
+@pytest.mark.parametrize(
+    ("missing", "code", "extra"),
+    [
+        ("uvicorn", "import edge_dflash.cli as c; c.main(['serve', 'bundle'])", "serve"),
+        ("prometheus_client", "import edge_dflash.cli as c; c.main(['serve', 'bundle'])", "serve"),
+        ("httpx2", "import edge_dflash; edge_dflash.Planner.connect('http://localhost:1')", "client"),
+    ],
+)
+def test_a_missing_extra_is_named(missing, code, extra):
+    code = f"import sys; sys.modules[{missing!r}] = None; {code}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert f"{missing} is missing; install it with: pip install 'edge-dflash[{extra}]'" in done.stderr
 
 
 def test_the_command_line_imports_torch_only_when_it_is_needed():

@@ -6,10 +6,7 @@ import json
 import pytest
 from fakes import FakeBackend
 from planner_support import Gate
-from service_support import TEXT_SHAPE, events, fake_service
-from starlette.testclient import TestClient
-
-from edge_dflash.serve.app import make_app
+from service_support import TEXT_SHAPE, client_of, events, fake_service
 
 CHAT = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hello"}]
@@ -24,7 +21,7 @@ def service(tmp_path):
 
 @pytest.fixture
 def client(service):
-    with TestClient(make_app(service), raise_server_exceptions=False) as client:
+    with client_of(service) as client:
         yield client
 
 
@@ -97,7 +94,7 @@ def test_seeds_decide_and_are_told(client):
 
 def test_stop_texts_end_the_answer(tmp_path):
     service = scripted(tmp_path, "go to the hall. then stop")
-    with TestClient(make_app(service)) as client:
+    with client_of(service) as client:
         reply = client.post(CHAT, json={"messages": HELLO, "stop": ". "}).json()
         choice = reply["choices"][0]
         assert (choice["message"]["content"], choice["finish_reason"]) == ("go to the hall", "stop")
@@ -137,7 +134,7 @@ def test_extensions_reach_the_planner(client):
 
 def test_what_holds_without_a_budget_is_the_services(tmp_path):
     service = fake_service(tmp_path, limits={"new_tokens": 5})
-    with TestClient(make_app(service)) as client:
+    with client_of(service) as client:
         assert client.post(CHAT, json={"messages": HELLO}).json()["usage"]["completion_tokens"] == 5
         refused = client.post(CHAT, json={"messages": HELLO, "max_completion_tokens": 6})
         assert refused.status_code == 400
@@ -209,7 +206,7 @@ def test_a_service_that_loads_or_stops_refuses(service, client):
 def test_a_full_queue_is_429(tmp_path):
     backend = Gate(FakeBackend(TEXT_SHAPE))
     service = fake_service(tmp_path, backend, queue=1)
-    with TestClient(make_app(service)) as client:
+    with client_of(service) as client:
         first = service.planner.stream(HELLO, max_new_tokens=2)
         assert backend.reached.wait(10)
         second = service.planner.stream(HELLO, max_new_tokens=2)
@@ -237,7 +234,7 @@ def test_an_engine_that_fails_is_503_and_the_next_request_runs(tmp_path):
 
     backend = Failing(TEXT_SHAPE)
     service = fake_service(tmp_path, backend)
-    with TestClient(make_app(service)) as client:
+    with client_of(service) as client:
         refused = client.post(CHAT, json={"messages": HELLO, "max_tokens": 9})
         assert refused.status_code == 503
         assert refused.json()["error"]["code"] == "engine_failed"

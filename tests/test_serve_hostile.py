@@ -5,10 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from service_support import fake_service
-from starlette.testclient import TestClient
-
-from edge_dflash.serve.app import make_app
+from service_support import client_of, fake_service
 
 CHAT = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hello"}]
@@ -17,7 +14,7 @@ HELLO = [{"role": "user", "content": "hello"}]
 @pytest.fixture(scope="module")
 def client(tmp_path_factory):
     service = fake_service(tmp_path_factory.mktemp("service"))
-    with TestClient(make_app(service), raise_server_exceptions=False) as client:
+    with client_of(service) as client:
         yield client
     service.close()
 
@@ -160,7 +157,7 @@ def test_odd_requests(client):
 
 def test_sizes_have_limits(tmp_path):
     service = fake_service(tmp_path, limits={"prompt_chars": 100, "schema_bytes": 100})
-    with TestClient(make_app(service)) as client:
+    with client_of(service) as client:
         refused(client.post(CHAT, json={"messages": [{"role": "user", "content": "x" * 100}]}))
         refused(client.post(CHAT, json={"messages": HELLO, "edge_dflash": {"regex": "x" * 101}}))
         form = {"type": "json_schema", "json_schema": {"schema": {"description": "x" * 100}}}
@@ -171,7 +168,7 @@ def test_sizes_have_limits(tmp_path):
 def test_a_key_is_asked_of_everyone_on_tcp(tmp_path):
     service = fake_service(tmp_path)
     key = "k" * 20
-    with TestClient(make_app(service, key)) as client:
+    with client_of(service, key) as client:
         for path in ("/v1/models", "/health", "/ready", "/metrics", "/nothing"):
             error = refused(client.get(path), 401)
             assert error["code"] == "invalid_api_key"

@@ -9,11 +9,9 @@ import time
 import pytest
 from fakes import FakeBackend
 from planner_support import Gate, Slow
-from service_support import TEXT_SHAPE, fake_service
-from starlette.testclient import TestClient
+from service_support import TEXT_SHAPE, client_of, fake_service
 
 from edge_dflash.serve import service as service_module
-from edge_dflash.serve.app import make_app
 from edge_dflash.serve.lifecycle import NullNotifier, Progress
 from edge_dflash.spec.loop import Step
 
@@ -90,7 +88,7 @@ def test_the_watchdog_goes_hungry_with_a_hung_engine_only(tmp_path):
     fed = notifier.fed()
     asyncio.run(watched(service, 0.2))
     assert notifier.fed() == fed  # hung
-    with TestClient(make_app(service)) as client:
+    with client_of(service) as client:
         reply = client.get("/health")
         assert reply.status_code == 503
         assert reply.json()["status"] == "hung"
@@ -122,7 +120,7 @@ def draining(tmp_path, drain, **options):
     service = fake_service(tmp_path, slow, timeouts={"drain": drain})
     notifier = service.notifier = Recorder()
     replies = []
-    with TestClient(make_app(service)) as client:
+    with client_of(service) as client:
         thread = threading.Thread(target=ask, args=(client, replies), kwargs={"max_tokens": 20, **options})
         thread.start()
         while not service.progress.running:

@@ -5,10 +5,7 @@ from __future__ import annotations
 import pytest
 from fakes import FakeBackend
 from planner_support import Gate
-from service_support import TEXT_SHAPE, fake_service
-from starlette.testclient import TestClient
-
-from edge_dflash.serve.app import make_app
+from service_support import TEXT_SHAPE, client_of, fake_service
 
 CHAT = "/v1/chat/completions"
 SESSIONS = "/v1/edge_dflash/sessions"
@@ -22,7 +19,7 @@ def start(tmp_path):
     def begin(backend=None, **sections):
         service = fake_service(tmp_path, backend, **sections)
         begun.append(service)
-        return service, TestClient(make_app(service), raise_server_exceptions=False)
+        return service, client_of(service)
 
     yield begin
     for service in begun:
@@ -76,6 +73,15 @@ def test_every_turn_is_saved_if_that_is_wanted(start, tmp_path):
     assert files(tmp_path) == ["hall.session"]
     _, client = start()
     assert turn(client, "hall").json()["usage"]["prompt_tokens"] > before["usage"]["total_tokens"]
+
+
+def test_an_answer_whose_session_cannot_be_saved_is_given_and_says_so(start, tmp_path):
+    _, client = start(sessions={"save": "turn"}, limits={"saved_sessions": 0})
+    reply = turn(client, "hall").json()
+    assert reply["usage"]["completion_tokens"] == 4
+    assert "the limit is 0" in reply["edge_dflash"]["session_error"]
+    assert "session_error" not in turn(client, None).json()["edge_dflash"]
+    assert files(tmp_path) == []
 
 
 def test_nothing_is_written_where_nothing_may_be(start, tmp_path):

@@ -257,9 +257,9 @@ class Routes:
                 streams = True
                 return EventStream(service, running, count)
             plan = await service.finish(running)
-            board = await service.board_state()
+            details = await service.details(running)
             count("disconnected" if running.disconnected else plan.finish_reason)
-            return json_response(running.writer.whole(plan, board))
+            return json_response(running.writer.whole(plan, details))
         except Exception as error:
             refused = _refused(service, error)
             count("disconnected" if running.disconnected else _outcome(refused.status))

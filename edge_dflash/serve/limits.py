@@ -20,7 +20,7 @@ from starlette.types import Scope
 from edge_dflash.errors import ConfigError
 from edge_dflash.serve.refusal import Refusal
 
-_LOCAL_NAMES = frozenset(("localhost", "127.0.0.1", "::1", "[::1]", "testserver"))
+_LOCAL_NAMES = frozenset(("localhost", "127.0.0.1", "::1", "[::1]"))
 
 
 def read_key(path: str) -> str:

@@ -32,7 +32,7 @@ def usage(plan: Plan) -> dict[str, Any]:
     }
 
 
-def extension(call: Call, plan: Plan, board: Mapping[str, Any]) -> dict[str, Any]:
+def extension(call: Call, plan: Plan, details: Mapping[str, Any]) -> dict[str, Any]:
     """What stands under ``edge_dflash``."""
     extra: dict[str, Any] = {
         "finish_reason": plan.finish_reason,
@@ -49,11 +49,9 @@ def extension(call: Call, plan: Plan, board: Mapping[str, Any]) -> dict[str, Any
         "session": call.session,
         "malformed": [asdict(one) for one in plan.malformed],
     }
-    if board:
-        extra["board"] = dict(board)
     if call.with_tokens:
         extra["tokens"] = list(plan.tokens)
-    return extra
+    return {**extra, **details}
 
 
 @dataclass(frozen=True)
@@ -76,14 +74,14 @@ class Writer:
             "system_fingerprint": self.fingerprint,
         }
 
-    def whole(self, plan: Plan, board: Mapping[str, Any]) -> dict[str, Any]:
+    def whole(self, plan: Plan, details: Mapping[str, Any]) -> dict[str, Any]:
         """A finished plan."""
         choice: dict[str, Any] = {"index": 0, "finish_reason": finish_reason(plan), "logprobs": None}
         if self.call.chat:
             choice["message"] = self._message(plan)
         else:
             choice["text"] = plan.text or ""
-        extra = extension(self.call, plan, board)
+        extra = extension(self.call, plan, details)
         return {**self._head(chunk=False), "choices": [choice], "usage": usage(plan), "edge_dflash": extra}
 
     def _message(self, plan: Plan) -> dict[str, Any]:
@@ -121,10 +119,10 @@ class Writer:
             made["edge_dflash"] = {"tokens": list(part.tokens)}
         return made
 
-    def closing(self, plan: Plan, board: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def closing(self, plan: Plan, details: Mapping[str, Any]) -> list[dict[str, Any]]:
         """The last chunks: the end and its details, then the usage if it was asked for."""
         last = self._chunk({"delta": {}} if self.call.chat else {"text": ""}, finish_reason(plan))
-        last["edge_dflash"] = extension(self.call, plan, board)
+        last["edge_dflash"] = extension(self.call, plan, details)
         if not self.call.include_usage:
             return [last]
         return [last, {**self._head(chunk=True), "choices": [], "usage": usage(plan)}]

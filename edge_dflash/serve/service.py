@@ -9,14 +9,14 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from edge_dflash.errors import ContextError
+from edge_dflash.errors import ContextError, EdgeDflashError
 from edge_dflash.plan import Plan
 from edge_dflash.planner import Planner
 from edge_dflash.planner_session import PlannerSession
@@ -66,6 +66,7 @@ class Running:
     stream: AsyncPlanStream
     disconnected: bool = False
     held: str | None = None  # its session, while it has it
+    session_error: str | None = None  # why its session was not saved
 
     def leave(self) -> None:
         """Its client is gone."""
@@ -225,8 +226,18 @@ class Service:
         self.metrics.plan(plan)
         self._seconds.append(plan.timings.total_seconds - plan.timings.queue_seconds)
         if (name := running.call.session) is not None and self.sessions is not None and plan.tokens:
-            await self.on_thread(partial(self.sessions.turned, name))
+            try:
+                await self.on_thread(partial(self.sessions.turned, name))
+            except EdgeDflashError as error:  # the answer is there all the same
+                log.error("session %s was not saved: %s", name, error)
+                running.session_error = str(error)
         return plan
+
+    async def details(self, running: Running) -> dict[str, Any]:
+        """What is told of a finished request beside its plan: the board, and what went wrong with its session."""
+        state: BoardState = await self.on_thread(self.board)
+        found: dict[str, Any] = {"board": state.brief(), "session_error": running.session_error}
+        return {name: value for name, value in found.items() if value}
 
     async def end(self, running: Running) -> None:
         """A request is over, however: nothing of it stays on the engine."""
@@ -242,11 +253,6 @@ class Service:
     async def on_thread(self, function: Callable[[], Any]) -> Any:
         """Run what may wait for the engine."""
         return await asyncio.get_running_loop().run_in_executor(self.threads, function)
-
-    async def board_state(self) -> Mapping[str, Any]:
-        """What the board says now, in a few figures; empty when it says nothing."""
-        state: BoardState = await self.on_thread(self.board)
-        return state.brief()
 
     # Stopping ---------------------------------------------------------------------------------------------------------
 

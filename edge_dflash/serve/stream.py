@@ -66,8 +66,8 @@ class EventStream:
                 if piece is not None and not running.disconnected:
                     await self._event(send, piece)
             plan = await service.finish(running)
-            board = await service.board_state()
-            for chunk in writer.closing(plan, board):
+            details = await service.details(running)
+            for chunk in writer.closing(plan, details):
                 await self._event(send, chunk)
             outcome: str = plan.finish_reason
         except (TimeoutError, OSError):
