@@ -17,13 +17,8 @@ if TYPE_CHECKING:
 def load(bundle: Bundle) -> Backend:
     """Load an open bundle for one sequence. Raises BackendError when its backend cannot run here."""
     manifest = bundle.manifest
-    if manifest.backend == "native":
-        return _native(bundle)
     if manifest.backend != "reference":
-        raise BackendError(
-            f"{bundle.path} was built for the {manifest.backend!r} backend, this version runs 'reference' and "
-            "'native'; build again with --backend reference --arch cpu"
-        )
+        return _device(bundle)
     try:
         import torch  # heavy and optional
 
@@ -43,7 +38,7 @@ def load(bundle: Bundle) -> Backend:
     )
 
 
-def _native(bundle: Bundle) -> Backend:
+def _device(bundle: Bundle) -> Backend:
     """Check that bundle, this version and this device belong together, then load. Never imports torch."""
     from edge_dflash.backends.native.arch import check_arch, device_sm, shares_memory
 
@@ -55,7 +50,7 @@ def _native(bundle: Bundle) -> Backend:
             f"{bundle.path} was built for {manifest.arch}: {error}; to run it on a CPU, build it with "
             "--backend reference --arch cpu"
         ) from None
-    check_arch(manifest.arch, sm, str(bundle.path))
+    check_arch(manifest.arch, sm, str(bundle.path), manifest.backend)
     from edge_dflash.backends.native.backend import NativeBackend
     from edge_dflash.backends.native.bundle_weights import BundleWeights
     from edge_dflash.backends.native.compile import kernels_digest
@@ -64,17 +59,22 @@ def _native(bundle: Bundle) -> Backend:
     if (found := manifest.tools.get("kernels")) != (wanted := kernels_digest()):
         raise BackendError(
             f"{bundle.path} holds kernels {found} of {manifest.created_by}, this version launches {wanted}; "
-            f"build it again with --backend native --arch {manifest.arch}"
+            f"build it again with --backend {manifest.backend} --arch {manifest.arch}"
         )
-    check_native(bundle.pair, manifest.weights, arch=manifest.arch)
-    backend = NativeBackend(
-        bundle.pair,
-        BundleWeights(bundle),
-        manifest.precision,
-        cubin=bundle.cubin,
-        max_context=manifest.max_context,
-        prefill_chunk=manifest.prefill_chunk,
-    )
+    if manifest.backend == "tensorrt":
+        from edge_dflash.backends.tensorrt.backend import load_bundle
+
+        backend = load_bundle(bundle)
+    else:
+        check_native(bundle.pair, manifest.weights, arch=manifest.arch)
+        backend = NativeBackend(
+            bundle.pair,
+            BundleWeights(bundle),
+            manifest.precision,
+            cubin=bundle.cubin,
+            max_context=manifest.max_context,
+            prefill_chunk=manifest.prefill_chunk,
+        )
     if shares_memory():  # the files' pages lie in the memory that the engine shares with everything else
         drop_page_cache(bundle.path)
     return backend

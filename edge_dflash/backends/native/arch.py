@@ -67,12 +67,12 @@ def shares_memory(ordinal: int = 0) -> bool:
         return False
 
 
-def check_arch(arch: str, sm: int, where: str) -> None:
+def check_arch(arch: str, sm: int, where: str, backend: str = "native") -> None:
     """Raise BackendError unless kernels for ``arch`` run on a device of ``sm``: those of other SMs do not load."""
     if arch_sm(arch) == sm:
         return
     here = next((name for name in ARCHS if arch_sm(name) == sm), None)
-    remedy = f"build it again with --backend native --arch {here}" if here else _REFERENCE
+    remedy = f"build it again with --backend {backend} --arch {here}" if here else _REFERENCE
     raise BackendError(
         f"{where} was built for {arch}, which runs on SM {arch_sm(arch)}; this device is SM {sm}: {remedy}"
     )

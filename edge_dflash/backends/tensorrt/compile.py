@@ -24,7 +24,7 @@ class Compiler:
         self.arch, self.trt = arch, load(flavour)
         self._named = flavour is TENSORRT_RTX  # the other flavour builds for the GPU at hand
         self.timing = timing
-        self._log = _log(self.trt)
+        self._log = error_log(self.trt)
         self._builder = self.trt.Builder(self._log)
 
     def lower(self, unit: Unit, store: WeightStore) -> Lowered:
@@ -81,7 +81,7 @@ def _shapes(binding: Binding, rows: RowRange) -> tuple[tuple[int, ...], ...]:
     return tuple((count, *tail) for count in (rows.low, rows.best, rows.high))
 
 
-def _log(trt: Any) -> Any:
+def error_log(trt: Any) -> Any:
     """A logger that keeps errors. Its class exists only once TensorRT is loaded."""
 
     class Log(trt.ILogger):  # type: ignore[misc]

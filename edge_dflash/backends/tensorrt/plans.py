@@ -15,7 +15,7 @@ from edge_dflash.models import pair_programs
 
 STATE_UNITS = ("attend", "cycle", "delta", "sample", "small")  # compilation units of kernels that run between plans
 FIRST_FP4 = 100  # SM whose tensor cores read NVFP4
-WORD = 8  # logits that the choosing kernels read at once
+WORD = 16  # rows of logits lie behind each other without gaps, and start on so many
 
 
 def plan_name(key: str) -> str:

@@ -1,0 +1,136 @@
+"""Plans on a device: engines, and for each use of one a context whose shapes and addresses are set once.
+
+All contexts work in one block of scratch, because plans run one behind the other on one stream. A context is enqueued
+once before anything is captured: only then does TensorRT have nothing left to set up. The calls of TensorRT that need
+a GPU are all here, and ``execute_async_v3`` is the only one that runs after the load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from edge_dflash.backends.native.driver import DevicePointer, Gpu
+from edge_dflash.backends.native.memory import Memory
+from edge_dflash.backends.tensorrt.api import TENSORRT_RTX, Flavour, load
+from edge_dflash.backends.tensorrt.compile import error_log
+from edge_dflash.backends.tensorrt.lower import DTYPES
+from edge_dflash.backends.tensorrt.reader import read_plan
+from edge_dflash.backends.tensorrt.units import Binding, Unit
+from edge_dflash.errors import BackendError
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A plan on the device."""
+
+    unit: Unit
+    engine: Any
+    scratch: int  # bytes that a context of it needs
+
+
+class Engines:
+    """Plans by their unit's key, and what they share."""
+
+    def __init__(self, gpu: Gpu, flavour: Flavour) -> None:
+        """Raises BackendError without TensorRT, or when it does not start here."""
+        self._gpu, self._flavour, self._trt = gpu, flavour, load(flavour)
+        self._log = error_log(self._trt)
+        try:
+            self._runtime = self._trt.Runtime(self._log)
+        except RuntimeError as error:
+            raise BackendError(f"{flavour.product} does not start here: {error}; check the driver") from None
+        self._engines: dict[str, Engine] = {}
+        self._cache: Any = None  # kernels that TensorRT for RTX compiled for this GPU, shared by all contexts
+        self._scratch = DevicePointer(0, 0)
+
+    def load(self, units: Mapping[str, Unit], files: Mapping[str, Path]) -> None:
+        """Read the plans in ``files`` (by key). Raises BackendError naming the plan."""
+        for key, path in files.items():
+            engine = read_plan(self._trt, path, self._runtime.deserialize_cuda_engine)
+            if engine is None:
+                raise self._failed(f"{path}", "cannot be loaded; build it again with edge-dflash build --finish")
+            _check(self._trt, units[key], engine)
+            self._engines[key] = Engine(units[key], engine, int(engine.device_memory_size_v2))
+
+    def share_scratch(self, memory: Memory) -> None:
+        """Take the one block that all contexts work in."""
+        size = max((engine.scratch for engine in self._engines.values()), default=0)
+        self._scratch = memory.take("plans' scratch", size)
+
+    def context(self, key: str, profile: int, rows: int, addresses: Mapping[str, int]) -> Context:
+        """A context of a plan for ``rows``, bound to device addresses. Raises BackendError."""
+        engine = self._engines[key]
+        made = self._make(engine.engine)
+        if made is None:
+            raise self._failed(key, "gives no execution context; free memory")
+        made.set_device_memory(self._scratch.address, self._scratch.nbytes)
+        stream = int(self._gpu.stream)
+        if not made.set_optimization_profile_async(profile, stream):
+            raise self._failed(key, f"does not take profile {profile}")
+        for binding in engine.unit.inputs:
+            if not made.set_input_shape(binding.name, _shape(binding, rows)):
+                raise self._failed(key, f"does not take {rows} rows of {binding.name}")
+        for binding in (*engine.unit.inputs, *engine.unit.outputs):
+            if not made.set_tensor_address(binding.name, addresses[binding.name]):
+                raise self._failed(key, f"does not take an address for {binding.name}")
+        if missing := list(made.infer_shapes()):
+            raise self._failed(key, f"lacks the shape or address of {missing[0]}")
+        return Context(self, key, made, stream)
+
+    def _make(self, engine: Any) -> Any:
+        strategy = self._trt.ExecutionContextAllocationStrategy.USER_MANAGED
+        if self._flavour is not TENSORRT_RTX:
+            return engine.create_execution_context(strategy)
+        config = engine.create_runtime_config()
+        config.set_execution_context_allocation_strategy(strategy)
+        # Compiled at the first enqueue and not behind our back: what is captured is what runs.
+        config.dynamic_shapes_kernel_specialization_strategy = self._trt.DynamicShapesKernelSpecializationStrategy.EAGER
+        self._cache = self._cache or config.create_runtime_cache()
+        config.set_runtime_cache(self._cache)
+        return engine.create_execution_context(config)
+
+    def _failed(self, what: str, how: str) -> BackendError:
+        said = " ".join((self._log.errors or ["nothing"])[-1].split())[:300]
+        return BackendError(f"plan {what} {how}; TensorRT {self._trt.__version__} says {said}")
+
+
+@dataclass(frozen=True)
+class Context:
+    """One use of a plan: a profile, shapes and addresses that stay."""
+
+    engines: Engines
+    key: str
+    context: Any
+    stream: int
+
+    def enqueue(self) -> None:
+        """Enqueue on the device's stream. Raises BackendError with TensorRT's words."""
+        if not self.context.execute_async_v3(self.stream):
+            raise self.engines._failed(self.key, "cannot be enqueued")
+
+
+def _check(trt: Any, unit: Unit, engine: Any) -> None:
+    """Raise BackendError unless a plan has the inputs and outputs, types and profiles of its unit."""
+    found = {engine.get_tensor_name(index) for index in range(engine.num_io_tensors)}
+    wanted = {binding.name: binding for binding in (*unit.inputs, *unit.outputs)}
+    remedy = "it is not of this version: build it again with edge-dflash build --finish"
+    if found != wanted.keys():
+        odd = sorted(found ^ wanted.keys())[0]
+        raise BackendError(f"plan {unit.key} and this version disagree on {odd}; {remedy}")
+    for name, binding in wanted.items():
+        dtype, shape = engine.get_tensor_dtype(name), tuple(engine.get_tensor_shape(name))
+        if dtype != getattr(trt.DataType, DTYPES[binding.dtype]) or shape[1:] != _shape(binding, 1)[1:]:
+            raise BackendError(
+                f"plan {unit.key}: {name} is {dtype} {list(shape)}, wanted {binding.dtype} of "
+                f"{binding.columns or 'no'} columns; {remedy}"
+            )
+    if engine.num_optimization_profiles != len(unit.profiles):
+        count = engine.num_optimization_profiles
+        raise BackendError(f"plan {unit.key} has {count} profiles, wanted {len(unit.profiles)}; {remedy}")
+
+
+def _shape(binding: Binding, rows: int) -> tuple[int, ...]:
+    return (rows,) if binding.columns is None else (rows, binding.columns)
