@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import socket
@@ -11,19 +12,24 @@ import threading
 import time
 
 import pytest
+from fakes import FakeBackend
+from service_support import TEXT_SHAPE, fake_service
 
+from edge_dflash.serve import service as serve_service
 from edge_dflash.serve.lifecycle import NullNotifier, Progress
 from edge_dflash.serve.notify import SystemdNotifier, listen_sockets
 from edge_dflash.spec.loop import Step
 
-PERIOD = 0.2  # seconds of the watchdog in these tests
+PERIOD = 1.0  # seconds of the watchdog in these tests, and of patience with a busy machine
+WINDOW = 0.4  # seconds for which it is looked at
+LOOK = 0.05  # seconds between two looks at the engine
 
 
 class Manager:
     """The receiving end of NOTIFY_SOCKET."""
 
     def __init__(self, address):
-        self.address = address
+        self.address, self.statuses = address, False
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self.socket.bind("\0" + address[1:] if address.startswith("@") else address)
         self.socket.settimeout(5)
@@ -37,7 +43,8 @@ class Manager:
         self.socket.settimeout(seconds)
         with contextlib.suppress(TimeoutError):
             while time.monotonic() < until:
-                assert self.message() == "WATCHDOG=1"
+                message = self.message()
+                assert message == "WATCHDOG=1" or (self.statuses and message.startswith("STATUS="))
             return False
         return True
 
@@ -111,7 +118,7 @@ class Service:
         self._loop.join()
 
     def _feed(self):
-        while not self._ended.wait(PERIOD / 5):
+        while not self._ended.wait(LOOK):
             if self.progress.feeds(waiting=0):
                 self._notifier.watchdog()
 
@@ -129,10 +136,10 @@ class Service:
 
 def test_an_idle_engine_is_fed_and_so_is_one_that_decodes(manager):
     with Service(SystemdNotifier(manager.address)) as service:
-        assert not manager.expired(PERIOD, 3 * PERIOD)
-        worker = threading.Thread(target=service.decode, args=(4 * PERIOD,))
+        assert not manager.expired(PERIOD, WINDOW)
+        worker = threading.Thread(target=service.decode, args=(WINDOW,))
         worker.start()
-        assert not manager.expired(PERIOD, 6 * PERIOD)
+        assert not manager.expired(PERIOD, 2 * WINDOW)
         worker.join()
 
 
@@ -140,10 +147,58 @@ def test_a_hung_engine_is_caught(manager):
     with Service(SystemdNotifier(manager.address)) as service:
         worker = threading.Thread(target=service.decode, args=(60,))
         worker.start()
-        assert not manager.expired(PERIOD, 2 * PERIOD)
+        assert not manager.expired(PERIOD, WINDOW)
         service.hung.set()
         worker.join()
         assert manager.expired(PERIOD, 10 * PERIOD)
+
+
+class StuckBackend(FakeBackend):
+    """Never comes back from a pass once it is told to hang, as an engine in a driver that lost its device."""
+
+    def __init__(self):
+        super().__init__(TEXT_SHAPE, right=lambda position: 1)
+        self.hang, self.stuck, self.freed = threading.Event(), threading.Event(), threading.Event()
+
+    def verify(self, tokens):
+        time.sleep(0.01)
+        if self.hang.is_set():
+            self.stuck.set()
+            self.freed.wait(30)
+        return super().verify(tokens)
+
+
+def test_a_service_whose_engine_hangs_in_a_request_is_caught(manager, tmp_path, monkeypatch):
+    monkeypatch.setattr(serve_service, "TICK", LOOK)
+    backend = StuckBackend()
+    service = fake_service(tmp_path, backend)
+    service.notifier = SystemdNotifier(manager.address)
+
+    ended = threading.Event()
+
+    async def watched():
+        watch = asyncio.create_task(service.watch())
+        while not ended.is_set():
+            await asyncio.sleep(LOOK)
+        watch.cancel()
+
+    loop = threading.Thread(target=asyncio.run, args=(watched(),))
+    loop.start()
+    manager.statuses = True
+    try:
+        assert not manager.expired(PERIOD, WINDOW)  # nothing to do
+        stream = service.planner.stream((1, 2, 3), max_new_tokens=400)
+        assert not manager.expired(PERIOD, WINDOW)  # at work
+        backend.hang.set()
+        assert backend.stuck.wait(5)
+        assert manager.expired(PERIOD, 10 * PERIOD)
+    finally:
+        backend.freed.set()
+        ended.set()
+        loop.join()
+        stream.cancel()
+        service.planner.close()
+        service.threads.shutdown()
 
 
 def test_the_notifier_is_what_the_lifecycle_asks_for():
