@@ -34,7 +34,16 @@ SINCE: dict[str, tuple[str, str]] = {
             "INetworkDefinition.add_reduce ReduceOperation ReduceOperation.AVG ReduceOperation.MAX ReduceOperation.MIN "
             "INetworkDefinition.add_select INetworkDefinition.add_unary UnaryOperation UnaryOperation.RECIP "
             "UnaryOperation.SQRT IDequantizeLayer.axis __version__ IBuilderConfig.create_timing_cache "
-            "IBuilderConfig.set_timing_cache ITimingCache.serialize",
+            "IBuilderConfig.set_timing_cache ITimingCache.serialize Runtime Runtime.deserialize_cuda_engine "
+            "ICudaEngine.create_execution_context ICudaEngine.num_optimization_profiles "
+            "IExecutionContext.set_optimization_profile_async",
+        ),
+        (
+            "8.5",
+            "added and deprecated APIs of 8.5.1",
+            "ICudaEngine.num_io_tensors ICudaEngine.get_tensor_name ICudaEngine.get_tensor_dtype "
+            "ICudaEngine.get_tensor_shape IExecutionContext.set_input_shape IExecutionContext.set_tensor_address "
+            "IExecutionContext.infer_shapes IExecutionContext.execute_async_v3",
         ),
         ("8.6", "reference of 8.6; not in that of 8.5", "INetworkDefinition.add_cast DataType.FP8"),
         ("8.6", "trtexec --maxAuxStreams of 8.6", "IBuilderConfig.max_aux_streams"),
@@ -44,9 +53,29 @@ SINCE: dict[str, tuple[str, str]] = {
             "10.0",
             "reference of 10.0",
             "DataType.BF16 IBuilderConfig.progress_monitor IProgressMonitor IProgressMonitor.phase_start "
-            "IProgressMonitor.phase_finish IProgressMonitor.step_complete",
+            "IProgressMonitor.phase_finish IProgressMonitor.step_complete ExecutionContextAllocationStrategy "
+            "ExecutionContextAllocationStrategy.USER_MANAGED",
+        ),
+        (
+            "10.1",
+            "deprecation of the forms before",
+            "IExecutionContext.set_device_memory ICudaEngine.device_memory_size_v2",
+        ),
+        (
+            "10.7",
+            "release notes of 10.7",
+            "IStreamReaderV2 IStreamReaderV2.read IStreamReaderV2.seek SeekPosition SeekPosition.SET SeekPosition.CUR "
+            "SeekPosition.END",
         ),
         ("10.8", "release notes of 10.8", "DataType.FP4 INetworkDefinition.add_dynamic_quantize"),
+        (
+            "RTX 1.0",
+            "reference of RTX 1.0; only that flavour",
+            "ICudaEngine.create_runtime_config IRuntimeConfig.set_execution_context_allocation_strategy "
+            "IRuntimeConfig.dynamic_shapes_kernel_specialization_strategy IRuntimeConfig.create_runtime_cache "
+            "IRuntimeConfig.set_runtime_cache DynamicShapesKernelSpecializationStrategy "
+            "DynamicShapesKernelSpecializationStrategy.EAGER",
+        ),
         (
             "RTX 1.3",
             "reference of RTX 1.3; only that flavour",

@@ -1,4 +1,4 @@
-"""A plan's file as TensorRT reads it: piece by piece, so that a plan is never in host memory as a whole."""
+"""A plan's file as TensorRT reads it: in the pieces that it asks for, and without leaving pages behind."""
 
 from __future__ import annotations
 

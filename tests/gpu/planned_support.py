@@ -1,0 +1,141 @@
+"""The TensorRT backend's run time with our kernels in the place of plans: everything of it but execute_async_v3.
+
+Each run of a plan becomes one launch (or two) for each of its ops, on the tensors at the addresses where the plan would
+be bound: rows without gaps. What is inside a unit, and outputs whose rows are no multiple of 16 values, lie beside.
+Blocks have 16 or 32 rows here, because these kernels write so many.
+"""
+
+from dataclasses import dataclass, field
+
+from edge_dflash.backends.native.backend import NativeBackend
+from edge_dflash.backends.native.linear import Linears
+from edge_dflash.backends.native.memory import aligned
+from edge_dflash.backends.native.passes import Pass
+from edge_dflash.backends.native.placement import PADDING, Place
+from edge_dflash.backends.native.schedule import Copy, Gate, Head, Multiply, Normalise, Schedule, Sum
+from edge_dflash.backends.native.stacks import FORMATS, Stack
+from edge_dflash.backends.native.weight_layout import Layout
+from edge_dflash.backends.tensorrt.passes import PlannedPass, plan_of, planned_passes
+from edge_dflash.backends.tensorrt.schedule import RunPlan
+from edge_dflash.backends.tensorrt.units import EMBEDDING, LOGITS, pair_units
+from edge_dflash.graph.ops import Add, Concat, Linear, RmsNorm, SwiGlu
+
+
+@dataclass
+class Expanded:
+    """A pass's schedule and places with the tensors that plans keep to themselves, and the launches of each plan."""
+
+    schedule: Schedule
+    places: dict[str, Place]
+    end: int  # of the arena
+    rows: int
+    steps: dict[RunPlan, list] = field(default_factory=dict)
+
+    def inside(self, name, columns):
+        """Memory behind the arena for a tensor of its own."""
+        self.schedule.widths[name] = self.schedule.columns[name] = columns
+        stride = -(-columns // PADDING) * PADDING
+        nbytes = aligned(2 * self.rows * stride)
+        self.places[name] = Place(self.end, stride, nbytes)
+        self.end += nbytes
+
+
+class NativeSegments:
+    """Takes the place of PlannedOps."""
+
+    def __init__(self, weights, cubin):
+        self._weights, self._cubin = weights, cubin
+
+    def plan(self, programs, precision, sizes):
+        assert sizes.rows in (16, 32)
+        self._pair = pair_units(programs, sizes.rows, sizes.prefill_rows)
+        self._specs, self._stacks = programs.weights, {}
+        self.passes = planned_passes(self._pair, sizes)
+        plan = plan_of(programs, precision, sizes, self.passes)
+        self._expanded = {name: self._expand(each, name) for name, each in self.passes.items()}
+        arena = max(each.end for each in self._expanded.values())
+        self._plan = type(plan)(programs, precision, sizes, plan.schedules, plan.places, arena)
+        return self._plan
+
+    def open(self, gpu, plan):
+        self._gpu, self._linears = gpu, Linears(gpu, self._cubin)
+        (head,) = [s for s in self._stacks.values() if s.names == ("target.lm_head",)]
+        return self._linears.plan(head.layout, plan.sizes.rows).rank_bytes(plan.sizes.rows)
+
+    def count(self, memory):
+        memory.count("target weights", sum(stack.layout.nbytes for stack in self._stacks.values()))
+
+    def load(self, memory, common):
+        for unit in self._pair.units.values():
+            for op in unit.ops:
+                if isinstance(op, RmsNorm):
+                    common.states.norm(op.weight, plus_one=op.plus_one)
+        self.count(memory)
+        loaded = {key: self._weights.stack(self._gpu, stack) for key, stack in self._stacks.items()}
+        return {name: self._pass(name, common, loaded) for name in self.passes}
+
+    def _pass(self, name, common, loaded):
+        each, frame = self._expanded[name], common.frame(self._plan, name)
+        beside = frame | {"plan": each.schedule, "places": each.places}
+        launches = Pass(**beside, linears=self._linears, weights=loaded)
+
+        def enqueue(steps):
+            return lambda: [launches._dense(step, True) for step in steps]
+
+        runs = {step: enqueue(steps) for step, steps in each.steps.items()}
+        return PlannedPass(**frame, pair=self._pair, runs=runs)
+
+    def _expand(self, each, name):
+        old = each.schedule
+        schedule = Schedule(old.program, [], dict(old.columns), dict(old.widths), dict(old.slices), set(old.single))
+        found = Expanded(schedule, dict(each.places), each.arena, max(each.rows, each.block))
+        for step in old.steps:
+            if isinstance(step, RunPlan) and step.run.key != EMBEDDING:
+                names = dict((*step.run.reads, *step.run.writes))
+                found.steps[step] = []
+                for op in self._pair.units[step.run.key].ops:
+                    found.steps[step] += self._launches(op, names, found)
+        return found
+
+    def _launches(self, op, names, found):
+        """Steps of one op; ``names`` turns the unit's tensors into the pass's."""
+        reads, out = tuple(names.get(x, x) for x in op.inputs), names.get(op.output, op.output)
+        schedule = found.schedule
+        width = schedule.widths[out]
+        if op.output != LOGITS and schedule.place(out)[0] not in found.places:
+            found.inside(out, width)
+        match op:
+            case Linear() if op.output == LOGITS:
+                return [Head(reads, (out,), self._stack(op.weight))]
+            case Linear() if width % PADDING and found.places[schedule.place(out)[0]].stride == width:
+                found.inside(f"{out} apart", width)
+                return [Multiply(reads, (f"{out} apart",), self._stack(op.weight)), Copy((f"{out} apart",), (out,))]
+            case Linear():
+                return [Multiply(reads, (out,), self._stack(op.weight))]
+            case RmsNorm():
+                return [Normalise(reads, (out,), op)]
+            case Add():
+                return [Sum(reads, (out,))]
+            case SwiGlu():
+                return [Gate(reads, (out,))]
+            case Concat():
+                return list(self._copies(reads, out, schedule))
+        raise TypeError(type(op).__name__)
+
+    def _copies(self, reads, out, schedule):
+        column = 0
+        for x in reads:
+            part = f"{out}[{column}]"
+            schedule.slices[part], schedule.widths[part] = (out, column), schedule.widths[x]
+            yield Copy((x,), (part,))
+            column += schedule.widths[x]
+
+    def _stack(self, weight):
+        n, k = self._specs[weight].shape
+        stack = Stack((weight,), Layout(FORMATS[self._weights.formats[weight]], (n,), k, False))
+        return self._stacks.setdefault(stack.key, stack)
+
+
+def planned_backend(pair, weights, precision, cubin, **sizes):
+    """The pair on the device, with the TensorRT backend's passes and our kernels."""
+    return NativeBackend(pair, weights, precision, cubin=cubin, dense=NativeSegments(weights, cubin), **sizes)

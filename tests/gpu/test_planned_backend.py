@@ -1,0 +1,74 @@
+"""The TensorRT backend's schedule on a GPU, with our kernels where plans would run: the native backend's results."""
+
+from functools import cache
+
+import numpy as np
+import pytest
+from native_backend_support import ENGINE, checkpoint, device_cubin, native, prompt, store
+from planned_support import planned_backend
+
+from edge_dflash.backends.native.weights import StoreWeights, stored_formats
+from edge_dflash.spec.loop import DecodeOptions, generate
+from edge_dflash.verification.lossless import verify_lossless
+
+pytestmark = pytest.mark.gpu
+
+CASES = (("demo", "nvfp4"), ("demo", "bf16"), ("hybrid", "mixed"))
+NEW = 40
+
+
+@cache
+def planned(name, kind):
+    pair, programs, _ = checkpoint(name)
+    weights = StoreWeights(store(name, kind), stored_formats(store(name, kind), programs.weights))
+    return planned_backend(pair, weights, ENGINE, device_cubin, max_context=256, prefill_chunk=64)
+
+
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_passes_give_the_native_backends_logits(name, kind):
+    """Ops are fused in other ways, so sums are rounded in other places: a few BF16 steps of the largest logit."""
+    ours, theirs, ids = planned(name, kind), native(name, kind), prompt(name, 90)
+    ours.reset(), theirs.reset()
+    for method, argument in (("prefill", ids), ("propose", ids[0]), ("verify", ids[:16]), ("verify", ids[:3])):
+        a, b = (getattr(backend, method)(argument).logits() for backend in (ours, theirs))
+        assert a.shape == b.shape
+        error = np.sqrt(np.square(a - b).mean() / np.square(b).mean())
+        assert error < 0.04, (method, error)
+
+
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_speculative_equals_plain_bit_for_bit(name, kind):
+    result = verify_lossless(planned(name, kind), [prompt(name, 21), prompt(name, 70, seed=1)], max_new_tokens=NEW)
+    assert result.ok, result.differences[:3]
+
+
+def test_the_demo_pair_drafts_and_answers_as_on_the_native_backend():
+    ids, options = prompt("demo", 40), DecodeOptions(max_new_tokens=NEW)
+    found = []
+    for backend in (planned("demo", "nvfp4"), native("demo", "nvfp4")):
+        backend.reset()
+        found.append(generate(backend, ids, options))
+    same = sum(a == b for a, b in zip(found[0].tokens, found[1].tokens, strict=False))
+    assert same >= NEW // 2  # until two logits tie but for a rounding
+    assert abs(found[0].accept_length - found[1].accept_length) < 1
+
+
+def test_a_cycle_on_the_device_is_propose_verify_and_accept():
+    backend, ids = planned("demo", "nvfp4"), prompt("demo", 30)
+    backend.reset()
+    anchor = backend.prefill(ids).argmax()[0]
+    before = backend.snapshot()
+    cycle = backend.cycle(anchor)
+    backend.restore(before)
+    drafts = backend.propose(anchor).argmax()
+    choices = backend.verify([anchor, *drafts]).argmax()
+    assert list(cycle.tokens[:-1]) == drafts[: cycle.accepted]
+    assert list(cycle.tokens) == choices[: cycle.accepted + 1]
+
+
+def test_nothing_is_allocated_after_the_load():
+    backend, ids = planned("demo", "nvfp4"), prompt("demo", 30)
+    backend.reset()
+    before = backend.gpu.allocations
+    generate(backend, ids, DecodeOptions(max_new_tokens=NEW))
+    assert backend.gpu.allocations == before
