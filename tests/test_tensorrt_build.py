@@ -202,6 +202,18 @@ def test_w4a4_is_a_matter_of_the_recipe(fake, tmp_path):
     result = build(config(tmp_path / "out", recipe=recipe, calibrate=True))
     weight = Bundle.open(result.bundle).get("target.layers.0.mlp.gate_proj")
     assert weight.input_scale is not None
+    assert any("1 NVFP4 linears (target.lm_head ...) read BF16 activations" in w for w in result.warnings)
+
+
+def test_what_tensorrt_expands_on_every_run_is_warned_about(built, fake, tmp_path):
+    (warning,) = [w for w in built[0].warnings if "expands" in w]
+    assert "set activations: nvfp4 in the recipe, and fp8 for lm_head and fc" in warning
+    recipe = tmp_path / "fp8.yaml"
+    every = "attention: fp8, gated_delta: fp8, mlp: fp8"
+    recipe.write_text(
+        f"schema: 1\nname: fp8\ntarget: {{{every}, lm_head: fp8}}\ndrafter: {{attention: fp8, mlp: fp8}}\n"
+    )
+    assert not any("expands" in w for w in build(config(tmp_path / "out", recipe=recipe)).warnings)
 
 
 def test_the_fake_and_the_compiler_have_one_face():

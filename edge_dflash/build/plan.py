@@ -115,7 +115,8 @@ def plan_build(config: BuildConfig) -> BuildPlan:
         warnings = (*warnings, *more)
     plans = None
     if config.backend == "tensorrt":
-        formats, plans = plan_tensorrt(config.arch, recipe, pair, store, formats, prefill_chunk)
+        formats, plans, more = plan_tensorrt(config.arch, recipe, pair, store, formats, prefill_chunk)
+        warnings = (*warnings, *more)
     scales, more = plan_scales(recipe, pair, programs, store, formats, tokenizer, allowed=config.calibrate)
     store.release()
     parts = bundle_parts(programs, formats, config.backend)

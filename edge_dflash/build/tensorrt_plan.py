@@ -17,8 +17,8 @@ from edge_dflash.quant.recipe import Recipe
 
 def plan_tensorrt(
     arch: str, recipe: Recipe, pair: PairSpec, store: WeightStore, formats: Mapping[str, WeightFormat], chunk: int
-) -> tuple[dict[str, WeightFormat], Plans]:
-    """Formats of a TensorRT bundle and its plans: to be built here, or deferred to the device.
+) -> tuple[dict[str, WeightFormat], Plans, tuple[str, ...]]:
+    """Formats of a TensorRT bundle; its plans, to be built here or deferred to the device; warnings.
 
     Raises BuildError without a kernel compiler, BackendError without TensorRT for RTX where that is what builds, and
     for what plans or state kernels do not take.
@@ -34,7 +34,20 @@ def plan_tensorrt(
     plans = Plans(
         "tensorrt_rtx" if flavour is TENSORRT_RTX else "tensorrt", found, names, () if found is not None else names
     )
-    return narrowed(formats, pair_programs(pair), store), plans
+    return narrowed(formats, pair_programs(pair), store), plans, _expanded(recipe, pair, formats)
+
+
+def _expanded(recipe: Recipe, pair: PairSpec, formats: Mapping[str, WeightFormat]) -> tuple[str, ...]:
+    """A warning about what is right and slow."""
+    specs = pair_programs(pair).weights
+    names = [n for n, spec in specs.items() if formats[n] == "nvfp4" and not recipe.nvfp4_activations(spec, "nvfp4")]
+    if not names:
+        return ()
+    return (
+        f"{len(names)} NVFP4 linears ({names[0]} ...) read BF16 activations: TensorRT for RTX 1.7 expands such "
+        "weights to BF16 on every run, several times the bytes; set activations: nvfp4 in the recipe, and fp8 for "
+        "lm_head and fc",
+    )
 
 
 def builder_version(arch: str, flavour: Flavour) -> str | None:
