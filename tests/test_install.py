@@ -116,7 +116,9 @@ def test_install_and_remove_leave_what_was_there(root, made, program):
     assert after["etc/edge-dflash/config.toml"] == (directory("deploy") / "config.toml").read_bytes()
     assert (outcome.previous, outcome.releases, outcome.started) == (None, (outcome.release,), False)
     Bundle.open(root / "opt/edge-dflash/current/bundle")
+    (root / "run/edge-dflash").mkdir(parents=True)
     gone = remove(root)
+    assert not (root / "run/edge-dflash").exists()
     assert files(root) == before | {"etc/edge-dflash/config.toml": after["etc/edge-dflash/config.toml"]}
     assert "/opt/edge-dflash/releases" in gone.removed
     assert "/etc/edge-dflash" in remove(root, purge=True).removed

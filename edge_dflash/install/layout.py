@@ -61,3 +61,8 @@ class Layout:
     def state(self) -> Path:
         """What the service itself writes."""
         return self.root / "var/lib/edge-dflash"
+
+    @property
+    def runtime(self) -> Path:
+        """Where the socket lies."""
+        return self.root / "run/edge-dflash"

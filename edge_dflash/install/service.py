@@ -114,7 +114,7 @@ def remove(root: Path, *, purge: bool = False, host: Host | None = None) -> Outc
         else:
             continue
         gone.append(f"/{tree.relative_to(root)}")
-    for folder in ((root / TCP).parent, layout.base):
+    for folder in ((root / TCP).parent, layout.runtime, layout.base):
         with suppress(OSError):
             folder.rmdir()  # unless something else lies there
     host.reload()
