@@ -102,6 +102,18 @@ Bookkeeping.TestCase.settings = settings(max_examples=30, stateful_step_count=30
 TestBookkeeping = Bookkeeping.TestCase
 
 
+@pytest.mark.parametrize("sm", [87, 89, 110, 120, 121])
+def test_every_launch_of_every_pass_is_accepted_on_every_kind_of_device(monkeypatch, sm):
+    monkeypatch.setattr("edge_dflash.backends.native.linear.most_clusters", lambda *asked: 8)
+    gpu = ControlGpu()
+    gpu.sm = sm
+    backend = load(monkeypatch, gpu)
+    launched = {name for name, _ in backend.graphs.verify.calls}
+    assert any(name.startswith("linear_cluster") for name in launched) == (sm == 110)
+    assert any(name.startswith("attend") for name in launched)
+    assert any(name.startswith("delta") for name in launched)
+
+
 def test_cycles_that_are_committed_whole_need_nothing_from_the_host(monkeypatch):
     gpu = ControlGpu()
     backend = load(monkeypatch, gpu)

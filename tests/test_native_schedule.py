@@ -13,7 +13,7 @@ from edge_dflash.backends.native.schedule import Copy, Gate, Head, Multiply, Nor
 from edge_dflash.backends.reference.attention import rope_table as torch_rope_table
 from edge_dflash.checkpoint.config import match_pair, read_drafter_spec, read_target_spec
 from edge_dflash.checkpoint.specs import RopeSpec, YarnScaling
-from edge_dflash.graph.ops import StateOp
+from edge_dflash.graph.ops import Concat, StateOp
 from edge_dflash.models import pair_programs
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -94,12 +94,27 @@ def test_tensors_that_live_together_do_not_share_memory(model, name):
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_narrow_passes_fuse_residuals_and_norms_and_copy_nothing(model):
+def test_narrow_passes_fuse_residuals_and_norms(model):
     plan = lowered(model, "verify")
-    assert not [s for s in plan.steps if isinstance(s, Copy | Sum | Gate)]
+    assert not [s for s in plan.steps if isinstance(s, Sum | Gate)]
     assert len([s for s in plan.steps if isinstance(s, Normalise)]) == 1  # the first layer's
-    taps = [t for t, (root, _) in plan.slices.items() if root == "taps"]
-    assert [plan.slices[t][1] for t in taps] == [i * plan.widths[taps[0]] for i in range(len(taps))]
+    taps = [plan.slices[s.writes[0]] for s in plan.steps if isinstance(s, Copy)]
+    hidden = plan.widths["embedding"]
+    assert taps == [("taps", i * hidden) for i in range(len(taps))]
+    assert [s.reads[0] for s in plan.steps if isinstance(s, Copy)] == list(
+        next(op for op in programs(model).verify.ops if isinstance(op, Concat)).inputs
+    )
+
+
+@pytest.mark.parametrize(("model", "name"), PASSES)
+def test_a_residual_and_what_it_is_added_to_lie_in_rows_of_one_stride(model, name):
+    plan = lowered(model, name)
+    places, _ = place(plan, 16)
+    for step in plan.steps:
+        if isinstance(step, Project) and len(step.reads) > 1:
+            residual, out = plan.place(step.reads[1]), plan.place(step.writes[0])
+            assert places[residual[0]].stride == places[out[0]].stride
+            assert residual[1] == out[1] == 0
 
 
 def test_gates_of_a_gated_delta_layer_go_along_with_its_large_stack():

