@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import inspect
 import json
 import threading
@@ -257,7 +258,7 @@ class Other:
 
         async def lines():
             for chunk in self.chunks:
-                yield f"data: {json.dumps(chunk)}\n\n"
+                yield f"data: {json.dumps(chunk, ensure_ascii=False)}\n\n"
                 await asyncio.sleep(self.slow)
             yield "data: [DONE]\n\n"
 
@@ -297,6 +298,28 @@ def test_an_openai_api_answers_and_what_it_cannot_is_refused(tmp_path):
         for call in (lambda: remote.encode(TASK), lambda: remote.load_session("x"), lambda: remote.session().save("x")):
             with pytest.raises(RequestError, match="does not offer"):
                 call()
+
+
+def test_line_breaks_of_unicode_are_text(tmp_path):
+    text = "a\u2028b\x85c\x0bd\u00e9\U0001f916"
+    other = Other("acme", [delta(content=text), delta("stop")])
+    with live(other.app, tmp_path) as url, Planner.connect(url) as remote:
+        assert remote.plan(TASK).text == text
+
+
+def test_a_planner_that_is_dropped_leaves_no_thread(service, tmp_path):
+    def threads():
+        return [thread for thread in threading.enumerate() if thread.name == "edge-dflash remote"]
+
+    with live(service, tmp_path) as url:
+        remote = Planner.connect(url)
+        assert remote.plan(TASK, max_new_tokens=2).text is not None
+        assert len(threads()) == 1
+        del remote
+        gc.collect()
+        for thread in threads():
+            thread.join(5)
+        assert threads() == []
 
 
 def test_conversations_with_an_openai_api_are_sent_whole(tmp_path):

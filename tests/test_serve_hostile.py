@@ -148,6 +148,7 @@ def test_odd_requests(client):
     refused(client.get(CHAT), 405)
     refused(client.post("/metrics"), 405)
     refused(client.get("/nothing"), 404)
+    refused(client.get("/health/"), 404)
     refused(client.get("/v1/models/..%2f..%2fetc"), 404)
     assert refused(client.post(CHAT, json={"model": "gpt", "messages": HELLO}), 404)["code"] == "model_not_found"
     large = json.dumps({"messages": [{"role": "user", "content": "x" * 2_000_000}]})

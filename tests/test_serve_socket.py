@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import socket
 import stat
 import threading
 import time
+from pathlib import Path
 
 import conformance
 import pytest
@@ -39,6 +41,17 @@ def test_clients_over_the_unix_socket(process, check):
 @pytest.mark.parametrize("check", [c for c in conformance.CHECKS if c.__name__ in ON_TCP], ids=lambda c: c.__name__)
 def test_clients_over_tcp(process, check):
     check(conformance.ways(process)[1])
+
+
+def test_the_program_of_the_readme_runs_on_the_service_as_on_a_bundle(process, capsys):
+    readme = (Path(__file__).resolve().parent.parent / "README.md").read_text()
+    programs = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    program = next(body for body in programs if 'Planner.open("demo-bundle")' in body)
+    there = program.replace('Planner.open("demo-bundle")', f'Planner.connect("unix:{process.socket}")')
+    exec(compile(there, "README.md", "exec"), {})
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-2].endswith("tokens were known")
+    assert lines[-1] == "16 tokens together"
 
 
 def test_the_socket_is_for_its_user_and_group(process):

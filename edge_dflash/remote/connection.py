@@ -65,26 +65,36 @@ class Connection:
             trust_env=False,
         )
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="edge-dflash remote", daemon=True)
+        self._thread = threading.Thread(target=self._work, name="edge-dflash remote", daemon=True)
         self._thread.start()
         self._closed = False
 
+    def _work(self) -> None:
+        self._loop.run_forever()
+        self._loop.close()
+
     def close(self) -> None:
-        """Cancel everything. Closing twice does no harm."""
+        """Cancel everything and wait for it. Closing twice does no harm."""
+        self.abandon()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def abandon(self) -> None:
+        """Cancel everything, for an owner that is gone."""
         if self._closed:
             return
         self._closed = True
-        self._run(self._end())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        asyncio.run_coroutine_threadsafe(self._end(), self._loop)
 
     async def _end(self) -> None:
-        tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await self._client.aclose()
+        try:
+            tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._client.aclose()
+        finally:
+            self._loop.stop()
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
@@ -156,14 +166,12 @@ class Connection:
             if response.status_code != 200:
                 raise error_of(response.status_code, _json(await response.aread()))
             asking.admit()
-            async for line in response.aiter_lines():
-                if not line.startswith("data:"):
-                    continue
-                data = line.removeprefix("data:").strip()
-                if data == "[DONE]":
-                    return
-                if (increment := asking.reading.add(data)) is not None:
-                    asking.ticket._add(increment)
+            rest = b""
+            async for piece in response.aiter_bytes():
+                *lines, rest = (rest + piece).split(b"\n")  # and nowhere else: an answer may hold U+2028
+                for line in lines:
+                    if _take(asking, line):
+                        return
 
     def _lost(self, error: Exception) -> ServiceError:
         what = " ".join(str(error).split()) or type(error).__name__
@@ -237,6 +245,18 @@ class Asking:
         self.ticket._fail(error)
         if not self.admitted.done():
             self.admitted.set_exception(error)
+
+
+def _take(asking: Asking, line: bytes) -> bool:
+    """Take a line of an event stream; returns whether it is the last one."""
+    if not line.startswith(b"data:"):
+        return False
+    data = line.removeprefix(b"data:").strip()
+    if data == b"[DONE]":
+        return True
+    if (increment := asking.reading.add(data.decode("utf-8", "replace"))) is not None:
+        asking.ticket._add(increment)
+    return False
 
 
 def _json(data: bytes) -> object:

@@ -8,6 +8,7 @@ cannot do is refused by name. Tokens and accept lengths are empty where a server
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
@@ -39,6 +40,7 @@ class RemotePlanner:
         except BaseException:
             self._connection.close()
             raise
+        weakref.finalize(self, self._connection.abandon)
 
     def __enter__(self) -> RemotePlanner:
         return self

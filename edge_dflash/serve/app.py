@@ -56,11 +56,13 @@ def make_app(service: Service, key: str = "") -> Starlette:
         ("POST", sessions + "/{name}/save", routes.save_session),
         ("POST", sessions + "/{name}/fork", routes.fork_session),
     ]
-    return Starlette(
+    app = Starlette(
         routes=[Route(path, _answering(service, endpoint), methods=[method]) for method, path, endpoint in table],
         exception_handlers={HTTPException: _http_error, Exception: _defect},
         middleware=[Middleware(_Guard, key=key, header_bytes=service.config.limits.header_bytes)],
     )
+    app.router.redirect_slashes = False  # a path that does not exist is answered as such
+    return app
 
 
 def json_response(value: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> Response:

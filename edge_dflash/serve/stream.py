@@ -6,7 +6,7 @@ A client that leaves, or takes nothing for too long, ends its request at the nex
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from starlette.types import Receive, Scope, Send
@@ -60,7 +60,8 @@ class EventStream:
         if (opening := writer.opening()) is not None:
             await self._event(send, opening)
         try:
-            async for part in _with_comments(running, lambda: self._data(send, b": working\n\n")):
+            increments = aiter(running.stream)
+            while (part := await self._next(increments, send)) is not None:
                 piece = writer.piece(part, calls)
                 calls += len(part.tool_calls)
                 if piece is not None and not running.disconnected:
@@ -79,6 +80,20 @@ class EventStream:
         await self._data(send, b"data: [DONE]\n\n")
         return outcome
 
+    async def _next(self, increments: AsyncIterator[Increment], send: Send) -> Increment | None:
+        """The next increment, None at the end; a comment is sent whenever none came for a while."""
+        following: asyncio.Future[Increment] = asyncio.ensure_future(anext(increments))
+        try:
+            while not following.done():
+                done, _ = await asyncio.wait({following}, timeout=ALIVE)
+                if not done:
+                    await self._data(send, b": working\n\n")
+            return following.result()
+        except StopAsyncIteration:
+            return None
+        finally:
+            following.cancel()
+
     async def _event(self, send: Send, value: dict[str, Any]) -> None:
         await self._data(send, b"data: " + dump(value) + b"\n\n")
 
@@ -87,18 +102,3 @@ class EventStream:
 
     async def _send(self, send: Send, message: dict[str, Any]) -> None:
         await asyncio.wait_for(send(message), self._service.config.timeouts.write)
-
-
-async def _with_comments(running: Running, comment: Callable[[], Awaitable[None]]) -> Any:
-    """The increments; ``comment`` is called whenever none came for a while."""
-    increments = aiter(running.stream)
-    while True:
-        following: asyncio.Task[Increment] = asyncio.ensure_future(anext(increments))
-        while not following.done():
-            done, _ = await asyncio.wait({following}, timeout=ALIVE)
-            if not done:
-                await comment()
-        try:
-            yield following.result()
-        except StopAsyncIteration:
-            return
