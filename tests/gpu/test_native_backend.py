@@ -84,48 +84,73 @@ class Rule:
 
 
 class Nearness:
-    """Whether logits differ from the reference's by no more than its own rounding to bfloat16 moves them."""
+    """Whether logits differ from the reference's by no more than its own rounding to bfloat16 moves them.
+
+    Both arithmetics round in the same places, but the kernels also round queries and probabilities to 16 bits. On a
+    pair of few and confident logits one rounding that tips over moves a whole row: on single rows the reference with
+    those two roundings added is 0.2 to 2.7 times its own rounding away from itself. Squares are therefore summed over
+    all prompts, which brings that to 0.4 to 1.1 for blocks and to 0.5 to 1.8 for the single rows of prefill.
+    """
 
     def __init__(self, name, kind, precision):
         self.ours = native(name, kind, precision)
         self.theirs = reference(name, kind, precision)
         self.exact = reference(name, kind, Precision("float32", precision.kv))
-        self.ours.reset()
+        self.squares = {}
+
+    def reset(self):
+        for backend in (self.ours, self.theirs, self.exact):
+            backend.reset()
 
     def __call__(self, method, ids):
         found, rounded, exact = (getattr(b, method)(ids).logits() for b in (self.ours, self.theirs, self.exact))
-        allowed = rms(rounded - exact)
-        assert allowed > 0  # or the comparison says nothing
-        assert rms(found - rounded) <= 1.6 * allowed, f"{method}: {rms(found - rounded)}, allowed {allowed}"
-        assert rms(found - exact) <= 1.25 * allowed, f"{method}: {rms(found - exact)} to the exact logits, {allowed}"
+        kept = self.squares.setdefault(method, [])
+        kept.append([rms(a - b) ** 2 for a, b in ((found, rounded), (found, exact), (rounded, exact))])
 
     def commit(self, rows):
         for backend in (self.ours, self.theirs, self.exact):
             backend.commit(rows)
+
+    def judge(self):
+        for method, kept in self.squares.items():
+            to_rounded, to_exact, allowed = np.sqrt(np.sum(kept, axis=0))
+            assert allowed > 0  # or the comparison says nothing
+            assert to_rounded <= 1.6 * allowed, f"{method}: {to_rounded / allowed} of the reference's rounding"
+            most = 2.2 if method == "prefill" else 1.5
+            assert to_exact <= most * allowed, f"{method}: {to_exact / allowed} of the reference's rounding"
 
 
 def rms(x):
     return float(np.sqrt(np.square(x.astype(np.float64)).mean()))
 
 
+PROMPTS = 6
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", PAIRS)
 def test_every_pass_is_close_to_the_reference(name, kind):
     near = Nearness(name, kind, ENGINE)
-    near("prefill", prompt(name, 70))  # more than one chunk
-    for cycle in range(4):
-        block = prompt(name, near.ours.shape.block_size, seed=cycle + 1)
-        near("propose", block[0])
-        near("verify", block)
-        near.commit(3 * cycle % len(block))
-    assert near.ours.length == near.theirs.length
+    for seed in range(PROMPTS):
+        near.reset()
+        near("prefill", prompt(name, 70, seed=seed))  # more than one chunk
+        for cycle in range(2):
+            block = prompt(name, near.ours.shape.block_size, seed=100 * seed + cycle + 1)
+            near("propose", block[0])
+            near("verify", block)
+            near.commit(3 * cycle % len(block))
+        assert near.ours.length == near.theirs.length
+    near.judge()
 
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_wide_kv_is_close_to_the_reference(name):
     near = Nearness(name, "bf16", WIDE_KV)
-    near("prefill", prompt(name, 70))
-    near("verify", prompt(name, 5))
+    for seed in range(PROMPTS):
+        near.reset()
+        near("prefill", prompt(name, 70, seed=seed))
+        near("verify", prompt(name, 5, seed=seed + 1))
+    near.judge()
 
 
 @cache
