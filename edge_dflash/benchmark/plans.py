@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
 import sys
 import threading
@@ -22,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from edge_dflash.backends.tensorrt.api import flavour_of, load, version
 from edge_dflash.backends.tensorrt.compile import Compiler
 from edge_dflash.backends.tensorrt.plans import bundle_units, planned
 from edge_dflash.backends.tensorrt.units import Unit
@@ -138,6 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     weights, size = sum(p.weight_bytes for p in plans), sum(p.plan_bytes for p in plans)
     total = {"pair": chosen.synthetic, "arch": chosen.arch, "activations": chosen.activations, "plans": len(plans)}
     total |= {"workers": chosen.workers, "seconds": round(seconds, 1), "weight_bytes": weights, "plan_bytes": size}
+    total |= {"tensorrt": version(load(flavour_of(chosen.arch))), "cores": os.cpu_count()}
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     total |= {"ratio": round(size / weights, 4), "largest_ratio": max(r["ratio"] for r in rows)}
     total |= {"peak_rss_bytes": peak, "kinds": rows, "built": [asdict(plan) for plan in plans]}
