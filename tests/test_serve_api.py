@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 
 import pytest
 from fakes import FakeBackend
-from planner_support import Gate
+from planner_support import Gate, Slow
 from service_support import TEXT_SHAPE, client_of, events, fake_service
+
+from edge_dflash.serve import stream as stream_module
+from edge_dflash.serve.app import make_app
 
 CHAT = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hello"}]
@@ -244,4 +248,60 @@ def test_an_engine_that_fails_is_503_and_the_next_request_runs(tmp_path):
         assert done == "[DONE]"
         backend.failing = False
         assert client.post(CHAT, json={"messages": HELLO, "max_tokens": 9}).is_success
+    service.close()
+
+
+@pytest.mark.parametrize("failing", [False, True], ids=["stands still", "breaks"])
+def test_a_client_that_takes_nothing_is_left(tmp_path, failing):
+    service = fake_service(
+        tmp_path, Slow(FakeBackend(TEXT_SHAPE, right=lambda position: 0), 0.01), timeouts={"write": 0.1}
+    )
+    body = json.dumps({"messages": HELLO, "stream": True}).encode()
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+        if len(sent) == 4:
+            if failing:
+                raise BrokenPipeError
+            await asyncio.Event().wait()
+
+    asyncio.run(asked(make_app(service), body, send))
+    assert len(sent) == 4
+    assert not service.progress.running
+    value = service.metrics.registry.get_sample_value
+    assert value("edge_dflash_requests_total", {"endpoint": "chat", "outcome": "disconnected"}) == 1
+    assert value("edge_dflash_disconnects_total") == 1
+    assert 3 <= value("edge_dflash_tokens_total", {"kind": "generated"}) < 100
+    service.close()
+
+
+async def asked(app, body, send):
+    """One chat, as bytes, with an ear of its own."""
+    messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive():
+        if not messages:
+            await asyncio.Event().wait()
+        return messages.pop()
+
+    headers = [(b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": CHAT, "raw_path": CHAT.encode(), "query_string": b""}
+    scope |= {"headers": headers, "server": ("/run/api.sock", None), "root_path": "", "http_version": "1.1"}
+    await app(scope, receive, send)
+
+
+def test_comments_are_sent_while_nothing_comes(tmp_path, monkeypatch):
+    monkeypatch.setattr(stream_module, "ALIVE", 0.05)
+    service = fake_service(tmp_path, Slow(FakeBackend(TEXT_SHAPE, right=lambda position: 0), 0.2))
+    sent = []
+
+    async def send(message):
+        sent.append(message.get("body", b""))
+
+    asyncio.run(
+        asked(make_app(service), json.dumps({"messages": HELLO, "stream": True, "max_tokens": 3}).encode(), send)
+    )
+    assert sent.count(b": working\n\n") >= 4
+    assert sent[-2] == b"data: [DONE]\n\n"
     service.close()

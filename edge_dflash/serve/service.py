@@ -67,6 +67,7 @@ class Running:
     disconnected: bool = False
     held: str | None = None  # its session, while it has it
     session_error: str | None = None  # why its session was not saved
+    counted: bool = False
 
     def leave(self) -> None:
         """Its client is gone."""
@@ -223,8 +224,7 @@ class Service:
     async def finish(self, running: Running) -> Plan:
         """The plan of a request, counted; its session is saved if that is wanted after every turn."""
         plan = await running.stream.result()
-        self.metrics.plan(plan)
-        self._seconds.append(plan.timings.total_seconds - plan.timings.queue_seconds)
+        self._count(running, plan)
         if (name := running.call.session) is not None and self.sessions is not None and plan.tokens:
             try:
                 await self.on_thread(partial(self.sessions.turned, name))
@@ -232,6 +232,12 @@ class Service:
                 log.error("session %s was not saved: %s", name, error)
                 running.session_error = str(error)
         return plan
+
+    def _count(self, running: Running, plan: Plan) -> None:
+        if not running.counted:
+            running.counted = True
+            self.metrics.plan(plan)
+            self._seconds.append(plan.timings.total_seconds - plan.timings.queue_seconds)
 
     async def details(self, running: Running) -> dict[str, Any]:
         """What is told of a finished request beside its plan: the board, and what went wrong with its session."""
@@ -243,6 +249,7 @@ class Service:
         """A request is over, however: nothing of it stays on the engine."""
         try:
             await running.stream.aclose()
+            self._count(running, running.stream.plan)  # of a client that left: its tokens were made all the same
         except Exception as error:
             log.debug("a request ended with %r", error)
         finally:

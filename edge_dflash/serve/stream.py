@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from edge_dflash.plan import Increment
 from edge_dflash.serve.refusal import dump, error_json, refusal
-from edge_dflash.serve.service import Running, Service
+from edge_dflash.serve.service import Running, Service, log
 
 ALIVE = 10.0  # seconds without an event after which a comment is sent: a client that died is found
 _HEADERS = [
@@ -30,6 +30,10 @@ async def watch_client(receive: Receive, running: Running) -> None:
     running.leave()
 
 
+class _GoneError(Exception):
+    """The client takes nothing, or is gone."""
+
+
 class EventStream:
     """The response to a request that streams: takes it over and ends it. ``count`` is told the outcome."""
 
@@ -42,15 +46,16 @@ class EventStream:
         """Send all events (ASGI)."""
         running = self._running
         watcher = asyncio.create_task(watch_client(receive, running))
+        outcome = "disconnected"
         try:
             await self._send(send, {"type": "http.response.start", "status": 200, "headers": _HEADERS})
-            outcome = await self._events(send)
-            self._count("disconnected" if running.disconnected else outcome)
+            ended = await self._events(send)
+            outcome = outcome if running.disconnected else ended  # asked now: the end itself looks like leaving
             await self._send(send, {"type": "http.response.body", "body": b"", "more_body": False})
-        except (TimeoutError, OSError):  # it takes nothing, or is gone
+        except _GoneError:
             running.leave()
-            self._count("disconnected")
         finally:
+            self._count(outcome)
             watcher.cancel()
             await self._service.end(running)
 
@@ -71,10 +76,12 @@ class EventStream:
             for chunk in writer.closing(plan, details):
                 await self._event(send, chunk)
             outcome: str = plan.finish_reason
-        except (TimeoutError, OSError):
+        except _GoneError:
             raise
         except Exception as error:
             refused = refusal(error)
+            if refused.status == 500:
+                log.error("a request failed", exc_info=error)
             await self._event(send, error_json(refused))
             outcome = refused.code or "refused"
         await self._data(send, b"data: [DONE]\n\n")
@@ -101,4 +108,7 @@ class EventStream:
         await self._send(send, {"type": "http.response.body", "body": data, "more_body": True})
 
     async def _send(self, send: Send, message: dict[str, Any]) -> None:
-        await asyncio.wait_for(send(message), self._service.config.timeouts.write)
+        try:
+            await asyncio.wait_for(send(message), self._service.config.timeouts.write)
+        except (TimeoutError, OSError):
+            raise _GoneError from None
