@@ -103,7 +103,8 @@ class Process:
     def __exit__(self, *error: object) -> None:
         self.stop()
 
-    def start(self, seconds: float = 60.0) -> Process:
+    def start(self, seconds: float = 60.0, state: int = 200) -> Process:
+        """Start it and wait until ``/ready`` answers with this status."""
         command = [sys.executable, "-m", "edge_dflash", "serve", "--config", str(self.config)]
         log = (self.directory / "log").open("ab")
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -116,7 +117,7 @@ class Process:
                 if probe.connect_ex(str(self.socket)) != 0:
                     continue
             with self.client() as client:
-                if client.get("/ready").status_code == 200:
+                if client.get("/ready").status_code == state:
                     return self
         raise RuntimeError((self.directory / "log").read_text())
 

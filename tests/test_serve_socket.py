@@ -171,6 +171,15 @@ def test_a_bundle_that_cannot_be_opened_is_one_line_and_its_exit_code(tmp_path, 
     assert code == 4
 
 
+def test_a_stop_while_it_loads_ends_it_at_once(demo_bundle, tmp_path):
+    process = Process(demo_bundle, tmp_path).start(state=503)
+    with process.client() as client:
+        assert client.post(CHAT, json=PLAIN).json()["error"]["code"] == "loading"
+        assert client.get("/health").status_code == 200
+    assert process.stop(signal.SIGTERM) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"config.toml", "log"}
+
+
 def test_a_stop_finishes_what_runs_saves_sessions_and_leaves_no_socket(process):
     """The last test of the process."""
     replies = []

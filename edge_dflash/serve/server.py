@@ -11,7 +11,7 @@ import logging
 import os
 import socket
 import stat
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -44,9 +44,10 @@ def run(
     raises.
     """
     key = read_key(config.service.api_key_file) if config.service.api_key_file else ""
-    with listening(config, inherited) as sockets:
+    with contextlib.ExitStack() as stack:
+        sockets = stack.enter_context(listening(config, inherited))
         service = Service(config, notifier, board)
-        asyncio.run(_Process(service, key).main(sockets))
+        asyncio.run(_Process(service, key, stack.close).main(sockets))
 
 
 @contextmanager
@@ -159,9 +160,11 @@ class _Server(uvicorn.Server):
 class _Process:
     """One run of a service."""
 
-    def __init__(self, service: Service, key: str) -> None:
+    def __init__(self, service: Service, key: str, put_away: Callable[[], None]) -> None:
+        """``put_away`` closes the sockets, before the process is left without ceremony."""
         self._service = service
         self._key = key
+        self._put_away = put_away
 
     async def main(self, sockets: Iterable[socket.socket]) -> None:
         """Listen, load, serve, drain."""
@@ -185,6 +188,7 @@ class _Process:
             await asyncio.wait({serving}, timeout=10)
             if stopping.done() and service.stalled_seconds() > 0:
                 log.error("the engine hangs; leaving it")
+                self._put_away()
                 os._exit(ServiceError.exit_code)
             watching.cancel()
             stopping.cancel()
@@ -201,5 +205,5 @@ class _Process:
                 raise
             return
         log.warning("stopped while loading")
-        _remove(Path(path := self._service.config.service.socket), Path(path).stat().st_ino if path else 0)
+        self._put_away()
         os._exit(0)  # a load cannot be interrupted; nothing was begun that would have to be ended
