@@ -120,12 +120,13 @@ def bench_bundle(
     device = Device()
     if work.accept_length is not None:
         accept_pattern(work.accept_length, manifest.block_size)
-    if manifest.backend != "native" and (work.accept_length is not None or work.profile):
+    on_device = manifest.backend != "reference"
+    if not on_device and (work.accept_length is not None or work.profile):
         raise RequestError(
-            f"{path} was built for the {manifest.backend!r} backend; --accept-length and --profile need the native "
-            "one: leave them out, or build it again with --backend native"
+            f"{path} was built for the {manifest.backend!r} backend; --accept-length and --profile need a GPU's: "
+            "leave them out, or build it again with --backend native"
         )
-    if manifest.backend == "native":
+    if on_device:
         try:
             device, _ = probe_device(cubin_folder, say)
         except BuildError as error:
@@ -137,14 +138,13 @@ def bench_bundle(
     with Planner.open(path, self_test="off") as planner:
         loaded = time.perf_counter() - began
         prompts = [planner.encode(task) for task in tasks(planner)[:_PROMPTS]]
-        native = manifest.backend == "native"
         subject = Subject(
             title=str(path),
             kind=manifest.backend,
             weights=", ".join(f"{count} {name}" for name, count in manifest.weight_summary.items()),
             kv=manifest.precision.kv,
             backend=planner.backend,
-            costs=_costs(manifest.pair, manifest.weights, manifest.precision) if native else None,
+            costs=_costs(manifest.pair, manifest.weights, manifest.precision) if on_device else None,
             prompts=prompts,
             filler=[token for prompt in prompts for token in prompt],
             load_seconds=loaded,

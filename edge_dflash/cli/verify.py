@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
+from edge_dflash.benchmark.run import Work
+from edge_dflash.benchmark.subjects import bench_bundle
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.cli.output import emit_json, progress, say, show
 from edge_dflash.cli.prompts import default_prompts, read_prompts
@@ -16,6 +18,9 @@ from edge_dflash.planner import Planner
 from edge_dflash.selftest import SelfTestResult, replay
 from edge_dflash.verification.golden import GoldenReport, verify_golden
 from edge_dflash.verification.lossless import Verification, verify_lossless
+from edge_dflash.verification.report import check_report, write_report
+
+REPORT_CONTEXT, REPORT_TOKENS = 128, 64  # of the benchmark in a report
 
 
 def verify(
@@ -29,6 +34,9 @@ def verify(
     checkpoint: Annotated[Path | None, typer.Option(help="Target checkpoint to compare with --golden.")] = None,
     drafter: Annotated[Path | None, typer.Option(help="Drafter checkpoint to compare with --golden.")] = None,
     golden: Annotated[Path | None, typer.Option(help="Golden file (safetensors) for the two checkpoints.")] = None,
+    report: Annotated[
+        Path | None, typer.Option(help="Write all that was found, a benchmark and the doctor's checks to this file.")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object on the last line of stdout.")] = False,
 ) -> None:
     """Check that speculative output equals plain output, or that the reference equals a golden file.
@@ -37,6 +45,9 @@ def verify(
     greedily and sampled; tokens and the state of both models must be equal bit for bit. What the build recorded as the
     bundle's self-test is replayed too. A line of --prompts holds
     {"ids": [...]}, {"text": "..."} or {"messages": [...]}.
+
+    --report FILE makes one JSON file to attach to a report: these checks, a short benchmark, what the doctor finds, the
+    bundle's versions and the machine. It is written also when something differs, then without the benchmark.
 
     With --checkpoint, --drafter and --golden: the unquantized models run in float32 and are compared with arrays that
     another implementation wrote.
@@ -52,8 +63,15 @@ def verify(
     given = (checkpoint, drafter, golden)
     if (bundle is None) == (golden is None) or (bundle is not None and any(given)):
         raise RequestError("give BUNDLE, or --checkpoint, --drafter and --golden")
+    if bundle is None and report is not None:
+        raise RequestError("--report belongs to BUNDLE; leave it out with --golden")
     if bundle is not None:
-        _report_bundle(*_verify_bundle(bundle, prompts, count, max_new_tokens), json)
+        if report is not None:
+            check_report(report)
+        found = _verify_bundle(bundle, prompts, count, max_new_tokens)
+        if report is not None:
+            write_report(report, bundle, _found(*found), _bench(bundle) if _found(*found)["ok"] else None)
+        _report_bundle(*found, json)
     elif checkpoint is None or drafter is None or golden is None:
         raise RequestError("--golden needs --checkpoint and --drafter, the directories of the two checkpoints")
     else:
@@ -79,12 +97,23 @@ def _verify_bundle(
         return verification, self_test
 
 
+def _found(result: Verification, self_test: SelfTestResult | None) -> dict[str, Any]:
+    """The JSON object of a bundle."""
+    replayed = self_test.to_json() if self_test is not None else None
+    return {**result.to_json(), "ok": result.ok and (self_test is None or self_test.ok), "self_test": replayed}
+
+
+def _bench(bundle: Path) -> dict[str, Any]:
+    """A short benchmark, with the bundle loaded anew."""
+    work = Work(context=REPORT_CONTEXT, tokens=REPORT_TOKENS, prefill=(REPORT_CONTEXT,))
+    return bench_bundle(bundle, lambda planner: default_prompts(planner, REPORT_TOKENS), work, say=say).to_json()
+
+
 def _report_bundle(result: Verification, self_test: SelfTestResult | None, json: bool) -> None:
     """Print the outcome, then raise VerificationError unless it is good."""
     failed = self_test is not None and not self_test.ok
     if json:
-        found = self_test.to_json() if self_test is not None else None
-        emit_json({**result.to_json(), "ok": result.ok and not failed, "self_test": found})
+        emit_json(_found(result, self_test))
     else:
         show(_lossless_table(result))
         print(f"self-test: {self_test.summary if self_test is not None else 'the bundle carries none'}")
