@@ -65,7 +65,5 @@ def _bundle(path: Path, manifest: Manifest) -> dict[str, Any]:
         "prefill_chunk": manifest.prefill_chunk,
         "bytes": manifest.size,
         "tools": dict(manifest.tools),
-        "plans": None
-        if plans is None
-        else {"flavour": plans.flavour, "version": plans.version, "count": len(plans.names)},
+        "plans": _plans(manifest.plans),
     }
