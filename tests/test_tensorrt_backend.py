@@ -156,6 +156,13 @@ def test_the_budget_names_the_plans_of_both_models(loaded, tmp_path):
     assert backend.budget["target weights"] == sum(n for key, n in sizes.items() if not key.startswith("drafter-"))
 
 
+def test_a_profile_names_the_plans(loaded):
+    names = [step.name for step in loaded[0].profile()]
+    assert [name for name in names if name.startswith("plan ")] == [
+        f"plan {run.key}" for which in ("propose", "verify") for run in runs_of(which)
+    ]
+
+
 def test_it_is_a_backend_and_cycles(loaded):
     backend: Backend = loaded[0]
     assert isinstance(backend, Cycling)

@@ -53,7 +53,7 @@ def _name(step: Step) -> str:
         case StateStep():
             return f"{type(step.op).__name__} {step.op.state}"
         case _:
-            return type(step).__name__
+            return step.label
 
 
 def _weight_bytes(step: Step) -> int:

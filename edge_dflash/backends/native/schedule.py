@@ -40,6 +40,11 @@ class Step:
     reads: tuple[str, ...]
     writes: tuple[str, ...]
 
+    @property
+    def label(self) -> str:
+        """What profiles call it."""
+        return type(self).__name__
+
 
 @dataclass(frozen=True)
 class Gather(Step):

@@ -13,7 +13,7 @@ from typing import Literal
 
 from edge_dflash.backends.native.placement import Place, place
 from edge_dflash.backends.native.schedule import Last, Schedule, State, Step
-from edge_dflash.backends.tensorrt.units import CHOICES, HEAD, LOGITS, PairUnits, Run, widths
+from edge_dflash.backends.tensorrt.units import CHOICES, EMBEDDING, HEAD, LOGITS, PairUnits, Run, widths
 from edge_dflash.graph.ops import KvAppend, SelectRows
 
 Buffer = Literal["arena", "ids", "logits", "choices"]
@@ -24,6 +24,11 @@ class RunPlan(Step):
     """A plan on its tensors. ``reads`` and ``writes`` are those in the arena, and the logits."""
 
     run: Run
+
+    @property
+    def label(self) -> str:
+        """The plan; the embedding is none in a bundle."""
+        return self.run.key if self.run.key == EMBEDDING else f"plan {self.run.key}"
 
 
 @dataclass(frozen=True)
