@@ -72,7 +72,10 @@ class Client(threading.Thread):
             while time.monotonic() < self.until:
                 self.requests += 1
                 try:
-                    self.ask(client, draw, body(draw, self.number))
+                    request = body(draw, self.number)
+                    self.ask(client, draw, request)
+                    if (name := request.get("edge_dflash", {}).get("session")) is not None:
+                        assert client.delete(f"{SESSIONS}/{name}").status_code in (200, 404)  # 404: nothing came of it
                 except (httpx2.HTTPError, AssertionError, ValueError) as error:
                     self.failures.append(f"{type(error).__name__}: {error}")
 
@@ -135,6 +138,7 @@ def load(bundle: Path, minutes: float, clients: int) -> dict:
 def kill(bundle: Path, times: int) -> dict:
     """Kill the service ``times`` times while it answers and saves."""
     draw, half, loaded, torn = random.Random(0), 0, 0, 0
+    asked: list[int] = []
     with tempfile.TemporaryDirectory() as directory:
         process = Process(bundle, Path(directory), settings='[sessions]\nsave = "never"\n').start()
         turn(process, "kept")
@@ -142,11 +146,12 @@ def kill(bundle: Path, times: int) -> dict:
             assert client.post(f"{SESSIONS}/kept/save", json={}).status_code == 200
         kept = (process.state / "sessions" / "kept.session").read_bytes()
         for _ in range(times):
-            busy = threading.Thread(target=until_it_dies, args=(process,))
+            busy = Busy(process)
             busy.start()
             time.sleep(draw.uniform(0.1, 0.8))
             process.stop(signal.SIGKILL)
             busy.join()
+            asked.append(busy.turns)
             files = {path.name: path for path in (process.state / "sessions").iterdir()}
             torn += sum(name.endswith(".partial") for name in files)  # it has no session's name: the next save takes it
             assert files["kept.session"].read_bytes() == kept
@@ -161,7 +166,13 @@ def kill(bundle: Path, times: int) -> dict:
                     client.delete(f"{SESSIONS}/{target}")
             loaded += turn(process, "kept")["edge_dflash"]["reused_tokens"] > 0
         assert process.stop() == 0
-    return {"kills": times, "half_files": half, "left_partials": torn, "saved_session_loaded": loaded}
+    return {
+        "kills": times,
+        "turns_before_kills": sum(asked),
+        "half_files": half,
+        "left_partials": torn,
+        "saved_session_loaded": loaded,
+    }
 
 
 def turn(process: Process, name: str) -> dict:
@@ -173,17 +184,26 @@ def turn(process: Process, name: str) -> dict:
         return reply.json()
 
 
-def until_it_dies(process: Process) -> None:
-    """Ask and save without end."""
-    number = 0
-    try:
-        while True:
-            number += 1
-            turn(process, f"busy-{number % 3}")
-            with process.client() as client:
-                client.post(f"{SESSIONS}/busy-{number % 3}/save", json={})
-    except (httpx2.HTTPError, OSError):
-        return
+class Busy(threading.Thread):
+    """Asks and saves until the service dies."""
+
+    def __init__(self, process: Process) -> None:
+        super().__init__()
+        self.process = process
+        self.turns = 0
+
+    def run(self) -> None:
+        try:
+            while True:
+                name = f"busy-{self.turns % 3}"
+                turn(self.process, name)
+                self.turns += 1
+                with self.process.client() as client:
+                    client.post(f"{SESSIONS}/{name}/save", json={})
+                    if self.turns % 12 < 3:  # before its context is full
+                        client.delete(f"{SESSIONS}/{name}")
+        except (httpx2.HTTPError, OSError):
+            return
 
 
 def main() -> None:

@@ -221,8 +221,6 @@ class Sessions:
                 slot.saved = len(slot.session.tokens)
             else:
                 slot.session = self._planner.session()
-        if slot.session.busy:
-            raise _busy(name)
         return slot.session
 
     def _written(self, name: str, slot: _Slot, to: str) -> int:
