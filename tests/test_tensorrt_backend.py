@@ -10,7 +10,7 @@ from edge_dflash.backends.native import backend as native_backend
 from edge_dflash.backends.native.backend import NativeBackend
 from edge_dflash.backends.native.schedule import Last, State
 from edge_dflash.backends.native.weights import StoreWeights
-from edge_dflash.backends.tensorrt import runtime
+from edge_dflash.backends.tensorrt import reader, runtime
 from edge_dflash.backends.tensorrt.api import TENSORRT, TENSORRT_RTX
 from edge_dflash.backends.tensorrt.backend import PlannedOps
 from edge_dflash.backends.tensorrt.plans import bundle_units
@@ -63,6 +63,13 @@ def test_each_plan_is_loaded_once_and_has_a_context_for_each_use(monkeypatch, tm
     assert sorted(trt.loaded) == sorted(key for key in UNITS.units if key != EMBEDDING)
     assert [c.key for c in trt.contexts] == [run.key for which in ROWS for run in runs_of(which)]
     assert len(trt.caches) == (flavour is TENSORRT_RTX)
+
+
+def test_pages_of_plans_are_given_back_when_they_are_loaded(monkeypatch, tmp_path):
+    given = []
+    monkeypatch.setattr(reader.os, "posix_fadvise", lambda fd, *range_and_advice: given.append(range_and_advice))
+    load(monkeypatch, tmp_path)
+    assert given == [(0, 0, reader.os.POSIX_FADV_DONTNEED)] * (len(UNITS.units) - 1)
 
 
 def test_contexts_share_one_scratch_block_of_the_largest_need(loaded):

@@ -1,6 +1,7 @@
 """Builds of TensorRT bundles: plans here or deferred, what a manifest says of them, resuming, refusals."""
 
 import threading
+import time
 from dataclasses import replace
 
 import pytest
@@ -125,6 +126,34 @@ def test_a_refused_plan_names_op_and_plan_and_keeps_the_others(fake, tmp_path):
     fake.fail = ""
     build(config(tmp_path / "out"))
     assert sorted(fake.made) == KEYS
+
+
+def test_a_refused_plan_stops_those_in_work(fake, tmp_path, monkeypatch):
+    begun, stopped = threading.Event(), []
+    plan = fake.plan
+
+    def slow(self, lowered, advance):
+        if lowered.unit.key != "drafter-000":
+            return plan(self, lowered, advance)
+        begun.set()
+        for _ in range(2000):
+            if not advance(0.1):
+                stopped.append(lowered.unit.key)
+                break
+            time.sleep(0.005)
+        raise BuildError("stopped")
+
+    def failing(self, lowered, advance):
+        if lowered.unit.key == "drafter-001":
+            begun.wait(10)
+            raise BuildError("plan drafter-001: no")
+        return slow(self, lowered, advance)
+
+    monkeypatch.setattr(plans_module, "workers", lambda arch: 2)
+    monkeypatch.setattr(fake, "plan", failing)
+    with pytest.raises(BuildError, match="plan drafter-001: no"):
+        build(config(tmp_path / "out"))
+    assert stopped == ["drafter-000"]
 
 
 def test_a_changed_plan_of_an_interrupted_build_is_built_again(fake, tmp_path):

@@ -118,6 +118,17 @@ def test_an_interrupted_finish_resumes_and_the_bundle_stays_deferred(board, bund
     assert sorted(f"plans/{key}.plan" for key in board.made) == sorted(names)
 
 
+def test_plans_of_an_interrupted_finish_are_not_mixed_with_those_of_another_tensorrt(board, bundle, monkeypatch):
+    board.fail = "target-008"
+    with pytest.raises(BuildError):
+        finish(bundle)
+    board.fail, board.made = "", []
+    install(monkeypatch, "10.16.2.10")
+    warnings = finish(bundle).warnings
+    assert len(board.made) == len(read_manifest(bundle).plans.names)
+    assert any("had other inputs (tensorrt)" in warning for warning in warnings)
+
+
 def test_a_refused_plan_leaves_the_bundle_deferred(board, bundle):
     before = digests(bundle)
     board.fail = "head"
