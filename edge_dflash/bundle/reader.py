@@ -119,14 +119,13 @@ class Bundle:
 
     def plan(self, name: str) -> Path:
         """File of a TensorRT plan, with the bytes that were built. Raises BundleError like :meth:`cubin`."""
-        entry = self._entry(name)
+        entry, path = self._entry(name), self._path / name
         if not self._hashed:
             try:
-                found = hash_file(self._path / name, lambda count: None)
+                self._same(name, hash_file(path, lambda count: None).sha256, entry)
             except OSError as error:
-                raise BundleError(f"cannot read {self._path / name}: {error.strerror}; check its permissions") from None
-            self._same(name, found.sha256, entry)
-        return self._path / name
+                raise BundleError(f"cannot read {path}: {error.strerror}; check its permissions") from None
+        return path
 
     def _entry(self, name: str) -> FileEntry:
         if (entry := self._manifest.files.get(name)) is None:
