@@ -113,6 +113,7 @@ def test_cancelling_ends_it_on_the_server_too(tmp_path):
         plan = stream.result(5)
         assert plan.finish_reason == "cancelled"
         assert 1 <= len(plan.tokens) < 10
+        assert plan.accept_lengths == (1,) * (len(plan.tokens) - 1)
         until = time.monotonic() + 5
         while service.progress.running and time.monotonic() < until:
             time.sleep(0.01)
