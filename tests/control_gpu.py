@@ -18,9 +18,11 @@ class ControlGpu(FakeGpu):
         self.words = dict.fromkeys(("length", "pending", "rows", "anchor"), -1)
         self.rows, self.accept, self.enqueued, self.allocations = 0, 0, None, 0
         self.free, self.launches, self.closed = 1 << 40, [], 0
+        self.sizes = []  # bytes of every allocation
 
     def allocate(self, nbytes):
         self.allocations += 1
+        self.sizes.append(nbytes)
         return super().allocate(min(nbytes, 1 << 16)).__class__((self.allocated << 40), nbytes)
 
     def write(self, pointer, array):

@@ -4,13 +4,14 @@ import pytest
 from control_gpu import ControlGpu
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from native_support import NATIVE_PAIR, formats_of, random_store
 
 from edge_dflash.backends.base import Backend, Cycling, Precision
 from edge_dflash.backends.native import backend as native_backend
-from edge_dflash.backends.native import linear
+from edge_dflash.backends.native import linear, loading
 from edge_dflash.backends.native.backend import NativeBackend
+from edge_dflash.backends.native.profile import REPEATS
 from edge_dflash.backends.native.weights import StoreWeights
 from edge_dflash.errors import BackendError
 
@@ -36,7 +37,7 @@ class Bookkeeping(RuleBasedStateMachine):
         with pytest.MonkeyPatch.context() as patch:
             self.backend = load(patch, self.gpu)
         self.gpu.rows = self.length = 0
-        self.open = None
+        self.open = self.saved = None
 
     @rule()
     def reset(self):
@@ -87,6 +88,26 @@ class Bookkeeping(RuleBasedStateMachine):
         self.backend.flush()
         self.open = None
         assert self.gpu.rows == self.length
+
+    @rule()
+    def profile(self):
+        if self.length + REPEATS * BLOCK <= CONTEXT:
+            self.backend.profile(1)
+            self.gpu.rows = self.length = 0
+            self.open = None
+
+    @rule()
+    def snapshot(self):
+        self.saved = self.backend.snapshot()
+        self.open = None
+        assert self.saved.length == self.gpu.rows == self.length
+
+    @precondition(lambda self: self.saved is not None)
+    @rule()
+    def restore(self):
+        self.backend.restore(self.saved)
+        self.gpu.rows = self.length = self.saved.length
+        self.open = None
 
     @invariant()
     def rows_add_up(self):
@@ -143,6 +164,34 @@ def test_what_does_not_fit_into_memory_is_said_before_anything_is_loaded(monkeyp
         load(monkeypatch, gpu)
     assert gpu.allocations == 0
     assert gpu.closed == 1
+
+
+def test_the_budget_counts_everything_that_loading_takes(monkeypatch):
+    def load_in(free):
+        gpu = ControlGpu()
+        gpu.free = free
+        return load(monkeypatch, gpu), gpu
+
+    backend, gpu = load_in(1 << 40)
+    total = sum(backend.budget.values())
+    assert sum(gpu.sizes) == total
+    least = total + loading._SLACK
+    load_in(least)
+    with pytest.raises(BackendError, match="the pair needs"):
+        load_in(least - 1)
+
+
+def test_a_profile_starts_at_its_anchor_and_leaves_an_empty_sequence(monkeypatch):
+    gpu = ControlGpu()
+    backend = load(monkeypatch, gpu)
+    backend.prefill([1] * 8)
+    seen = []
+    monkeypatch.setattr(native_backend, "profile_cycle", lambda *on: seen.append(dict(gpu.words)) or [])
+    backend.profile(7)
+    assert (seen[0]["anchor"], seen[0]["length"], backend.length) == (7, 8, 0)
+    backend.prefill([1] * (CONTEXT - BLOCK))
+    with pytest.raises(BackendError, match="do not fit the context"):
+        backend.profile()
 
 
 def test_ids_outside_the_vocabulary_never_reach_the_device(monkeypatch):

@@ -13,13 +13,14 @@ import numpy as np
 import numpy.typing as npt
 
 from edge_dflash.backends.base import Cycle, PairShape, Precision, Snapshot
+from edge_dflash.backends.native.checks import check_ids, check_prompt, check_room
 from edge_dflash.backends.native.chooser import Chooser
 from edge_dflash.backends.native.cycle import Result
 from edge_dflash.backends.native.driver import Gpu
 from edge_dflash.backends.native.graphs import Capture, Graphs, host_memory
 from edge_dflash.backends.native.launches import Launches
 from edge_dflash.backends.native.loading import Dense, Loaded, load
-from edge_dflash.backends.native.profile import StepTime, profile_cycle
+from edge_dflash.backends.native.profile import REPEATS, StepTime, profile_cycle
 from edge_dflash.backends.native.rows import NativeRows
 from edge_dflash.backends.native.snapshots import read_states, write_states
 from edge_dflash.backends.native.states import Sizes
@@ -113,12 +114,7 @@ class NativeBackend:
 
     def prefill(self, ids: Sequence[int]) -> NativeRows:
         """Append and commit ids chunk by chunk; logits of the last row."""
-        stop = self.length + len(ids)
-        if not ids or stop > self._shape.max_context:
-            raise BackendError(
-                f"cannot prefill {len(ids)} tokens at {self.length}: the context holds {self._shape.max_context} tokens"
-            )
-        self._check_ids(ids)
+        check_prompt(self._shape, self.length, ids)
         self._begin()
         chunk = self._shape.prefill_chunk
         for first in range(0, len(ids), chunk):
@@ -133,8 +129,8 @@ class NativeBackend:
 
     def propose(self, anchor: int) -> NativeRows:
         """One drafter pass; row i is the draft for position length + 1 + i. Drops an open verify."""
-        self._check_ids([anchor])
-        self._check_room(self._shape.block_size)
+        check_ids(self._shape, [anchor])
+        check_room(self._shape, self.length, self._shape.block_size)
         self._begin()
         self._wanted = _Control(self.length, self._wanted.pending, anchor)
         self._write_control()
@@ -145,8 +141,8 @@ class NativeBackend:
         """Run rows at length, length + 1, ... without committing them."""
         if not 1 <= len(ids) <= self._shape.block_size:
             raise BackendError(f"verify takes 1 to {self._shape.block_size} rows, not {len(ids)}")
-        self._check_ids(ids)
-        self._check_room(len(ids))
+        check_ids(self._shape, ids)
+        check_room(self._shape, self.length, len(ids))
         self._begin()
         self.gpu.synchronize()
         self._host.ids[: len(ids)] = ids
@@ -160,8 +156,8 @@ class NativeBackend:
 
     def cycle(self, anchor: int, sampling: Sampling | None = None) -> Cycle:
         """Propose, verify, accept and commit on the device; :meth:`commit` may then keep fewer rows."""
-        self._check_ids([anchor])
-        self._check_room(self._shape.block_size)
+        check_ids(self._shape, [anchor])
+        check_room(self._shape, self.length, self._shape.block_size)
         self._begin()
         self._wanted = _Control(self.length, self._wanted.pending, anchor)
         self._write_control()
@@ -206,8 +202,7 @@ class NativeBackend:
         self._wanted, self._known = _Control(snapshot.length), None
 
     def close(self) -> None:
-        """Free the device."""
-        self.gpu.enter()
+        """Free the device. Closing twice does no harm."""
         self.gpu.close()
 
     def force(self, accept: Sequence[int] | None) -> None:
@@ -227,10 +222,18 @@ class NativeBackend:
             graph.upload()
 
     def profile(self, anchor: int = 0) -> list[StepTime]:
-        """Time of each step of one cycle, on the device's clock; the steps do not overlap here. Captures a graph."""
+        """Time of each step of one cycle, on the device's clock; the steps do not overlap here.
+
+        Captures a graph and runs REPEATS cycles from ``anchor``, of which it leaves an empty sequence.
+        """
+        check_ids(self._shape, [anchor])
+        check_room(self._shape, self.length, REPEATS * self._shape.block_size)
         self._begin()
+        self._wanted = _Control(self.length, self._wanted.pending, anchor)
         self._write_control()
-        return profile_cycle(self.gpu, self._loaded, self._capture)
+        times = profile_cycle(self.gpu, self._loaded, self._capture)
+        self.reset()
+        return times
 
     def enter(self, number: int) -> None:
         """Use the rows of pass ``number``. Raises BackendError when a later one has replaced them."""
@@ -271,19 +274,6 @@ class NativeBackend:
                 anchor=now.anchor,
             )
             self._known = now
-
-    def _check_ids(self, ids: Sequence[int]) -> None:
-        low, high = min(ids), max(ids)
-        if low < 0 or high >= self._shape.vocab_size:
-            odd = low if low < 0 else high
-            raise BackendError(f"token id {odd} is outside the vocabulary of {self._shape.vocab_size}")
-
-    def _check_room(self, rows: int) -> None:
-        if self.length + rows > self._shape.max_context:
-            raise BackendError(
-                f"rows {self.length}..{self.length + rows - 1} do not fit the context of "
-                f"{self._shape.max_context} tokens"
-            )
 
     def _warm_up(self) -> None:
         """Run everything once, so that no first cycle pays for loading code."""

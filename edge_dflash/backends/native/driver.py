@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edge_dflash.errors import BackendError
+from edge_dflash.telemetry.memory import read_memory
 
 try:
     from cuda.bindings import driver as cu
@@ -89,6 +90,7 @@ class Gpu:
         self.stream = _check(cu.cuStreamCreate(flags), "creating a stream")
         self._memory: list[Any] = []
         self._host: list[Any] = []
+        self._closed = False
         self.allocated_bytes = 0
         self.allocations = 0  # counts every allocation, so that a test can see that none happens after load
         major, minor = (self._attribute(f"COMPUTE_CAPABILITY_{part}") for part in ("MAJOR", "MINOR"))
@@ -97,7 +99,9 @@ class Gpu:
         self.name = str(_check(cu.cuDeviceGetName(128, self._device), "reading the name").split(b"\0")[0].decode())
 
     def enter(self) -> None:
-        """Make the device current in this thread. Cheap; needed wherever another thread may have opened it."""
+        """Make the device current in this thread, which may not have opened it. Cheap; BackendError after a close."""
+        if self._closed:
+            raise BackendError(f"{self.name} was closed; load the pair again")
         _check(cu.cuCtxSetCurrent(self._context), "entering the context")
 
     def allocate(self, nbytes: int) -> DevicePointer:
@@ -126,9 +130,7 @@ class Gpu:
     def write(self, pointer: DevicePointer, array: npt.NDArray[Any]) -> None:
         """Copy a host array to the start of ``pointer`` and wait."""
         array = np.ascontiguousarray(array)
-        if array.nbytes > pointer.nbytes:
-            raise ValueError(f"{array.nbytes} bytes do not fit into {pointer.nbytes}")
-        _check(cu.cuMemcpyHtoDAsync(pointer.address, array.ctypes.data, array.nbytes, self.stream), "uploading")
+        self.write_from(pointer, array)
         self.synchronize()
 
     def read(self, pointer: DevicePointer, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
@@ -231,20 +233,26 @@ class Gpu:
         """
         free, total = (int(x) for x in _check(cu.cuMemGetInfo(), "reading free memory"))
         if self._attribute("INTEGRATED"):
-            for line in Path("/proc/meminfo").read_text().splitlines():
-                if line.startswith("MemAvailable:"):
-                    free = max(free, int(line.split()[1]) * 1024)
+            memory = read_memory(Path("/"))
+            free = max(free, memory.available if memory else 0)
         return free, total
 
     def close(self) -> None:
-        """Free all memory and leave the device."""
+        """Free all memory and leave the device, from any thread; twice without harm.
+
+        A driver that refuses, as after an error of the device, stops nothing here and raises nothing.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        cu.cuCtxSetCurrent(self._context)
+        cu.cuStreamSynchronize(self.stream)
         for handle in self._memory:
-            _check(cu.cuMemFree(handle), "freeing device memory")
+            cu.cuMemFree(handle)
         for handle in self._host:
-            _check(cu.cuMemFreeHost(handle), "freeing page-locked memory")
-        self._memory, self._host = [], []
-        _check(cu.cuStreamDestroy(self.stream), "closing the stream")
-        _check(cu.cuDevicePrimaryCtxRelease(self._device), "closing the device")
+            cu.cuMemFreeHost(handle)
+        cu.cuStreamDestroy(self.stream)
+        cu.cuDevicePrimaryCtxRelease(self._device)
 
     def _attribute(self, name: str) -> int:
         attribute = getattr(cu.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
@@ -270,10 +278,8 @@ def _argument(value: Argument) -> tuple[Any, Any]:
     match value:
         case DevicePointer():
             return value.address, ctypes.c_void_p
-        case bool():
-            return int(value), ctypes.c_int32
         case int():
-            return value, ctypes.c_int32
+            return int(value), ctypes.c_int32
         case float():
             return value, ctypes.c_float
         case ctypes.Structure():

@@ -13,7 +13,7 @@ from edge_dflash.backends.native.loading import Loaded
 from edge_dflash.backends.native.schedule import Head, Multiply, Project, Step
 from edge_dflash.backends.native.schedule import State as StateStep
 
-_REPEATS = 5
+REPEATS = 5  # cycles that are timed
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class StepTime:
 
 
 def profile_cycle(gpu: Gpu, loaded: Loaded, capture: Capture) -> list[StepTime]:
-    """Times of all steps of propose and verify, in order. Runs cycles; the caller restores the sequence."""
+    """Times of all steps of propose and verify, in order. Runs REPEATS cycles that the host keeps no count of."""
     steps: list[Step] = []
     count = sum(len(loaded.passes[name].plan.steps) for name in ("propose", "verify")) + 1
     stamps = gpu.allocate(8 * count)
@@ -39,7 +39,7 @@ def profile_cycle(gpu: Gpu, loaded: Loaded, capture: Capture) -> list[StepTime]:
     graph = gpu.capture(lambda: capture.cycle(around=around))
     graph.upload()
     readings = []
-    for _ in range(_REPEATS):
+    for _ in range(REPEATS):
         graph.launch()
         readings.append(np.diff(gpu.read(stamps, (count,), np.uint64).astype(np.int64)))
     times = [median(values) * 1e-9 for values in zip(*(r.tolist() for r in readings), strict=True)]
