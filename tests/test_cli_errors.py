@@ -14,7 +14,7 @@ import pytest
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["serve"], "No such command 'serve'"),
+        (["fly"], "No such command 'fly'"),
         (["generate", "b", "--speed", "9"], "No such option: --speed"),
         (["generate"], "Missing argument 'BUNDLE'"),
         (["generate", "b", "--seed", "x"], "Invalid value for '--seed'"),
