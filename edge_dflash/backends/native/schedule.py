@@ -229,10 +229,8 @@ class _Lowering:
             }
             small = [s for s in beside.values() if self._module(s) == "gates" and s.layout.format == "bf16"]
             side = small[0] if len(small) == 1 and small[0].key != stack.key else None
-        written: list[str] = []
-        for part in (stack, side):
-            if part is not None:
-                written += self._outputs(part, op.inputs[0], segment)
+        parts = (stack,) if side is None else (stack, side)
+        written = [name for part in parts for name in self._outputs(part, op.inputs[0], segment)]
         self._emit(Multiply(op.inputs, tuple(written), stack, side), *(self._columns[name] for name in written))
 
     def _outputs(self, stack: Stack, x: str, segment: Segment) -> list[str]:
@@ -247,8 +245,7 @@ class _Lowering:
                 column += width
             self._columns[stack.key] = column
             return [stack.key]
-        for name, width in zip(names, stack.layout.columns, strict=True):
-            self._columns[name] = width
+        self._columns.update(zip(names, stack.layout.columns, strict=True))
         return names
 
     def _module(self, stack: Stack) -> str:
@@ -256,7 +253,8 @@ class _Lowering:
 
     def _norm(self, op: RmsNorm, segment: Segment) -> None:
         self._emit(Normalise(op.inputs, (op.output,), op), self._columns[op.inputs[0]])
-        self._follow(op)
+        if op.inputs[0] in self._out.single:
+            self._out.single.add(op.output)
 
     def _add(self, op: Add, segment: Segment) -> None:
         self._emit(Sum(op.inputs, (op.output,)), self._columns[op.inputs[0]])
@@ -284,10 +282,6 @@ class _Lowering:
         else:  # every row goes through the head; row 0 is left out when the result is read (invariant I4)
             self._out.slices[op.output] = (op.inputs[0], 0)
             self._made(op.output, columns)
-
-    def _follow(self, op: DenseOp) -> None:
-        if op.inputs[0] in self._out.single:
-            self._out.single.add(op.output)
 
     def _state(self, op: StateOp) -> None:
         match op:

@@ -17,18 +17,7 @@ Inside a piece everything is in lane order, lane = 4 g + t, for the tensor-core 
     16 bytes of an NVFP4 lane: row g codes 0-7, row g codes 8-15, row g+8 codes 0-7, row g+8 codes 8-15
     4 scale bytes: tile 0 row g, tile 0 row g + 8, tile 1 row g, tile 1 row g + 8
 
-An NVFP4 word holds the eight codes of four pairs; a pair's even code lies in the low half, its odd code in the high
-half. Where pair i's sign and magnitude bits (s, e1 e0 m) lie in a half, chosen so that one mask after at most one
-shift gives a BF16 pair (sign at 15, magnitude at 8..6)::
-
-    bit     15 14 13 12 11 10  9  8  7  6  5  4  3  2  1  0
-    pair 0   s                    e1 e0  m
-    pair 1                     s                    e1 e0  m      (shifted left by 6)
-    pair 2           e1 e0  m                    s'               (rotated right by 4; s' is the other half's sign)
-    pair 3     e1  s                       e0  m                  (left by 2, and e1 right by 6)
-
-A block scale byte is E4M3 re-encoded with 5 exponent bits (value = 2^(e-10) (1 + m/8), never subnormal); a block of
-scale zero keeps no codes: it is zero. An FP8 word holds codes 2 0 3 1 in its bytes 0..3.
+The bits of NVFP4 words and scale bytes are nvfp4_words.py's. An FP8 word holds codes 2 0 3 1 in its bytes 0..3.
 """
 
 from __future__ import annotations
@@ -40,6 +29,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from edge_dflash.backends.native.nvfp4_words import E4M3_CODE, SCALE_CODE, WORD_BITS, word_bits
 from edge_dflash.checkpoint.weights import Fp8Weight, Nvfp4Weight, Weight, WideWeight
 from edge_dflash.errors import BackendError
 
@@ -52,8 +42,6 @@ UNIT_BYTES: dict[Format, int] = {"nvfp4": 1152, "fp8": 2048, "bf16": 2048}
 BLOCK = 16  # K values of an NVFP4 block scale
 _NVFP4_EXPONENT = 19  # the kernel's products are 2^-19 times e2m1 * e4m3: the row scales carry 2^19
 
-# Bit positions (s, e1, e0, m) of pair i in its half; the sign of pair 2 lies in the other half.
-_PLACES = ((15, 8, 7, 6), (9, 2, 1, 0), (3, 12, 11, 10), (13, 14, 5, 4))
 _FP8_ORDER = (2, 0, 3, 1)  # code in byte 0, 1, 2, 3 of a word
 
 
@@ -164,7 +152,7 @@ def _codes(weight: Weight) -> tuple[Bytes, Bytes]:
                 raise BackendError("an NVFP4 block scale is negative or not a number: the checkpoint is damaged")
             zero = np.repeat(weight.block_scale == 0, BLOCK // 2, axis=1)
             packed = np.where(zero, np.uint8(0), weight.packed) if zero.any() else weight.packed
-            return packed, _SCALE_CODE[weight.block_scale]
+            return packed, SCALE_CODE[weight.block_scale]
         case Fp8Weight():
             return weight.data, none
         case WideWeight():
@@ -245,7 +233,7 @@ def _pieces(codes: Bytes, block_scales: Bytes, layout: Layout) -> Bytes:
     out = np.empty(shape, np.uint8)
     lanes = _in_lanes(codes, layout, 8)  # 4 bytes of 2 codes: one word
     words = np.zeros((*lanes.shape[:-1], 2), np.uint32)
-    for pair, table in enumerate(_WORD_BITS):
+    for pair, table in enumerate(WORD_BITS):
         words |= table[lanes.reshape(*words.shape, 4)[..., pair]]
     # [u, v, tile, half, lane, word] -> [u, v, tile, lane, half, word]
     out[..., :1024] = np.ascontiguousarray(words.transpose(0, 1, 2, 4, 3, 5)).view(np.uint8).reshape(*shape[:2], 1024)
@@ -267,42 +255,8 @@ def _from_pieces(data: Bytes, layout: Layout) -> tuple[Bytes, Bytes]:
     packed = np.zeros((*words.shape, 4), np.uint8)
     for pair in range(4):
         for odd in (0, 1):
-            for bit, place in zip((3, 2, 1, 0), _bits(pair, odd), strict=True):
+            for bit, place in zip((3, 2, 1, 0), word_bits(pair, odd), strict=True):
                 packed[..., pair] |= ((words >> place & 1) << (4 * odd + bit)).astype(np.uint8)
     scales = pieces[..., 1024:].reshape(*pieces.shape[:2], 32, 2, 2).transpose(0, 1, 3, 4, 2)
     codes = _from_lanes(packed, layout, layout.k // 2)
-    return codes, _from_lanes(_E4M3_CODE[scales], layout, layout.k // BLOCK)
-
-
-def _bits(pair: int, odd: int) -> tuple[int, ...]:
-    """Positions in the word of (s, e1, e0, m) of the even or odd code of a pair."""
-    sign, *magnitude = _PLACES[pair]
-    crossed = odd ^ (pair == 2)
-    return (sign + 16 * crossed, *(place + 16 * odd for place in magnitude))
-
-
-def _word_bits() -> npt.NDArray[np.uint32]:
-    """[4 pairs, 256]: bits of a word that a packed byte (even code low) gives as pair i."""
-    byte = np.arange(256, dtype=np.uint32)
-    table = np.zeros((4, 256), np.uint32)
-    for pair in range(4):
-        for odd in (0, 1):
-            for bit, place in zip((3, 2, 1, 0), _bits(pair, odd), strict=True):
-                table[pair] |= (byte >> (4 * odd + bit) & 1) << np.uint32(place)
-    return table
-
-
-def _scale_codes() -> tuple[Bytes, Bytes]:
-    """E4M3 byte 0..0x7E -> 5-bit-exponent byte, and back (0 stands for zero in both)."""
-    value = np.arange(1, 0x7F)
-    exponent, mantissa = value >> 3, value & 7
-    size = np.where(exponent > 0, (8 + mantissa) * 2.0 ** (exponent - 10), mantissa * 2.0**-9)
-    fraction, power = np.frexp(size)  # size = fraction * 2^power, fraction in [0.5, 1)
-    code = ((power + 9) << 3) + np.round((2 * fraction - 1) * 8).astype(np.int64)
-    forward, back = np.zeros(256, np.uint8), np.zeros(256, np.uint8)
-    forward[value], back[code] = code, value
-    return forward, back
-
-
-_WORD_BITS = _word_bits()
-_SCALE_CODE, _E4M3_CODE = _scale_codes()
+    return codes, _from_lanes(E4M3_CODE[scales], layout, layout.k // BLOCK)
