@@ -88,9 +88,16 @@ def test_a_reference_bundle_is_timed_without_floors(cli, ids_bundle):
         (("--synthetic", "qwen3-8b", "--contexts", "0"), "'0' in --contexts is no number of tokens"),
         (("--synthetic", "qwen3-8b", "--prompts", "x.jsonl"), "--prompts belongs to BUNDLE"),
         (("BUNDLE", "--weights", "fp8"), "a bundle has its own weights"),
-        (("BUNDLE", "--accept-length", "2"), "--accept-length and --profile need the native one"),
-        (("BUNDLE", "--profile"), "--accept-length and --profile need the native one"),
+        (
+            ("BUNDLE", "--accept-length", "2"),
+            "for the 'reference' backend; --accept-length and --profile need a GPU: leave them out",
+        ),
+        (
+            ("BUNDLE", "--profile"),
+            "for the 'reference' backend; --accept-length and --profile need a GPU: leave them out",
+        ),
         (("BUNDLE", "--record", "/proc/none/x.json"), "is no directory"),
+        (("BUNDLE", "--plot", "/proc/none/x.svg"), "/proc/none is no directory; make it first or give another --plot"),
     ],
 )
 def test_bad_requests_are_refused(refused, ids_bundle, argv, words):

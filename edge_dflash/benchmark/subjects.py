@@ -123,7 +123,7 @@ def bench_bundle(
     on_device = manifest.backend != "reference"
     if not on_device and (work.accept_length is not None or work.profile):
         raise RequestError(
-            f"{path} was built for the {manifest.backend!r} backend; --accept-length and --profile need a GPU's: "
+            f"{path} was built for the {manifest.backend!r} backend; --accept-length and --profile need a GPU: "
             "leave them out, or build it again with --backend native"
         )
     if on_device:

@@ -70,6 +70,25 @@ def bench(
     operations_per_second, share of matmul_rate), contexts (a cycle each), memory (budget, allocated, device_used,
     device_total, allocations_after_load), profile.
     """
+    kind = _checked(bundle, synthetic, weights, prompts)
+    if plot is not None and not plot.parent.is_dir():
+        raise RequestError(f"{plot.parent} is no directory; make it first or give another --plot")
+    if record is not None:
+        check_record(record)
+    work = Work(context, tokens, lengths(prefill, "--prefill"), lengths(contexts, "--contexts"), accept_length, profile)
+    folder = CUBINS if cubins is None else cubins
+    if synthetic is not None:
+        result = bench_synthetic(synthetic, kind, work, folder, say)
+    else:
+        tasks = partial(_tasks, prompts=prompts, tokens=tokens)
+        result = bench_bundle(cast("Path", bundle), tasks, work, folder, say)
+    if commit is not None:
+        result = replace(result, machine={**result.machine, "commit": commit})
+    _print(result, plot, record, json)
+
+
+def _checked(bundle: Path | None, synthetic: str | None, weights: str | None, prompts: Path | None) -> Kind:
+    """Format of a synthetic pair's weights. Raises RequestError for options that do not go together."""
     if (bundle is None) == (synthetic is None):
         raise RequestError("give BUNDLE or --synthetic NAME")
     if bundle is not None and weights is not None:
@@ -79,18 +98,7 @@ def bench(
     kind = weights or KINDS[0]
     if kind not in KINDS:
         raise RequestError(f"--weights is {kind!r}; give one of {', '.join(KINDS)}")
-    if record is not None:
-        check_record(record)
-    work = Work(context, tokens, lengths(prefill, "--prefill"), lengths(contexts, "--contexts"), accept_length, profile)
-    folder = CUBINS if cubins is None else cubins
-    if synthetic is not None:
-        result = bench_synthetic(synthetic, cast("Kind", kind), work, folder, say)
-    else:
-        tasks = partial(_tasks, prompts=prompts, tokens=tokens)
-        result = bench_bundle(cast("Path", bundle), tasks, work, folder, say)
-    if commit is not None:
-        result = replace(result, machine={**result.machine, "commit": commit})
-    _print(result, plot, record, json)
+    return cast("Kind", kind)
 
 
 def _tasks(planner: Planner, *, prompts: Path | None, tokens: int) -> list[Task]:
