@@ -76,7 +76,6 @@ def test_scratch_holds_every_part():
     rows, values = 16 + 512, 48 * 128
     floats = rows * (2 * values + 2 * 16 * 128 + 4 * 48)  # v, o; q, k; gates
     assert 4 * floats <= DELTA_27B.scratch_bytes <= 4 * floats + 512
-    assert small.argmax_scratch_bytes(16, 248320) == 8 * 16 * 31
 
 
 def test_bytes_of_a_delta_pass_are_mostly_the_state():

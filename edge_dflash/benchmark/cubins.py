@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 
-from edge_dflash.backends.native.compile import ARCHS, compile_cubin, unit_sources
+from edge_dflash.backends.native.compile import ARCHS, cached_cubin
 from edge_dflash.errors import BackendError
 
 
@@ -28,11 +27,4 @@ class Cubins:
 
     def __call__(self, unit: str) -> bytes:
         """Cubin of a compilation unit. Raises BuildError when it has to be compiled and cannot be."""
-        sources = b"".join(path.read_bytes() for path in unit_sources(unit))
-        path = self._directory / f"{unit}-{self._arch}-{hashlib.sha256(sources).hexdigest()[:16]}.cubin"
-        if not path.exists():
-            self._directory.mkdir(parents=True, exist_ok=True)
-            fresh = path.with_suffix(".new")
-            fresh.write_bytes(compile_cubin(unit, self._arch))
-            fresh.replace(path)
-        return path.read_bytes()
+        return cached_cubin(unit, self._arch, self._directory)

@@ -133,7 +133,7 @@ def test_a_stack_with_a_side_stack(device, linears):
     x = inputs(16, k)
     stack, side = linears.upload(repack(parts)), linears.upload(repack(gates))
     outs, side_outs = [empty(device, 16, n) for n in (512, 96, 100)], [empty(device, 16, 48) for _ in gates]
-    linears.linear(stack, device.rows(x), outs, 16, side=side, side_out=side_outs, prefetch=2)
+    linears.linear(stack, device.rows(x), outs, 16, side=side, side_out=side_outs)
     for w, out in zip((*parts, *gates), (*outs, *side_outs), strict=True):
         (alone,) = run(device, linears, linears.upload(repack(w)), x, 16)
         near = (alone.float() - fetch(device, out, 16).float()).abs() / alone.float().abs().amax()

@@ -131,16 +131,14 @@ class Linears:
         residual: Matrix | None = None,
         side: LinearWeights | None = None,
         side_out: Sequence[Matrix] = (),
-        prefetch: int = 0,
     ) -> None:
         """out[i] = x W_i^T of each matrix of the stack; SwiGLU of a gated pair; plus ``residual`` (one matrix).
 
         x and out have 16 rows for ``rows`` up to 16, else 32. ``side``: a BF16 stack on the same x in the same launch.
-        ``prefetch``: windows of each warp to bring into L2 before x is there.
         """
         mode = Mode.SWIGLU if weights.layout.swiglu else Mode.RESIDUAL if residual is not None else Mode.STORE
         plan = self.plan(weights.layout, rows)
-        job = _job(weights, x, out, plan, mode, prefetch)
+        job = _job(weights, x, out, plan, mode)
         if residual is not None:
             if len(out) != 1 or residual.stride != out[0].stride:
                 raise ValueError(f"a residual of stride {residual.stride} needs one output of the same stride")
@@ -157,7 +155,6 @@ class Linears:
         *,
         residual: Matrix | None = None,
         norm: Norm | None = None,
-        prefetch: int = 0,
     ) -> None:
         """Out = [residual +] x W^T of one matrix, K split over blocks, and optionally the norm of the result.
 
@@ -170,7 +167,7 @@ class Linears:
             if norm is not None:
                 self._normalise(out, layout.columns[0], tile, norm)
             return
-        self._partial_sums(weights, x, rows, plan, scratch, prefetch)
+        self._partial_sums(weights, x, rows, plan, scratch)
         columns = layout.columns[0]
         added, normal = residual or Matrix(NULL, 0), norm or Norm(NULL, 0.0, Matrix(NULL, 0))
         self._gpu.launch(
@@ -194,11 +191,9 @@ class Linears:
         arguments = (x.pointer, x.stride, columns, norm.weight, norm.eps, norm.out.pointer, norm.out.stride)
         self._gpu.launch(self._norms[most], (rows, 1, 1), _NORM_THREADS, arguments, overlap=True)
 
-    def _partial_sums(
-        self, weights: LinearWeights, x: Matrix, rows: int, plan: Plan, scratch: DevicePointer, prefetch: int
-    ) -> None:
+    def _partial_sums(self, weights: LinearWeights, x: Matrix, rows: int, plan: Plan, scratch: DevicePointer) -> None:
         layout = weights.layout
-        job = _job(weights, x, (), plan, Mode.PARTIAL, prefetch)
+        job = _job(weights, x, (), plan, Mode.PARTIAL)
         if scratch.nbytes < plan.sum_bytes(layout, rows):
             raise ValueError(
                 f"the scratch buffer has {scratch.nbytes} bytes, {plan.sum_bytes(layout, rows)} are needed"
@@ -219,7 +214,7 @@ class Linears:
         plan, tile = self.plan(weights.layout, rows), row_tile(rows)
         if scratch.nbytes < plan.rank_bytes(rows):
             raise ValueError(f"the scratch buffer has {scratch.nbytes} bytes, {plan.rank_bytes(rows)} are needed")
-        job = _job(weights, x, (logits or Matrix(NULL, 0),), plan, Mode.GREEDY, 0)
+        job = _job(weights, x, (logits or Matrix(NULL, 0),), plan, Mode.GREEDY)
         job.best = scratch.address
         self._launch(weights.layout.format, plan, rows, job, _Job())
         threads, parts = (256, plan.blocks) if plan.clustered else (32, plan.groups)
@@ -237,7 +232,7 @@ class Linears:
     ) -> None:
         """:meth:`linear` for many rows (a prefill chunk); skips tiles of 128 rows past the device count ``valid``."""
         mode = Mode.SWIGLU if weights.layout.swiglu else Mode.RESIDUAL if residual is not None else Mode.STORE
-        job = _job(weights, x, out, Plan(1, 1, 1, 0), mode, 0)
+        job = _job(weights, x, out, Plan(1, 1, 1, 0), mode)
         if residual is not None:
             job.residual = residual.pointer.address
         self._tiles.launch(weights.layout, job, x, rows, valid)
@@ -247,7 +242,7 @@ class Linears:
             return _Job()
         if side.layout.format != "bf16" or side.layout.swiglu:
             raise ValueError(f"a side stack is plain BF16, found {side.layout}")
-        return _job(side, x, out, Plan(1, side.layout.units, 1, 0), Mode.STORE, 0)
+        return _job(side, x, out, Plan(1, side.layout.units, 1, 0), Mode.STORE)
 
     def _launch(self, format: Format, plan: Plan, rows: int, job: _Job, side: _Job) -> None:
         tile, shared, blocks = row_tile(rows), plan.shared_bytes, plan.blocks
@@ -262,7 +257,7 @@ class Linears:
         self._gpu.launch(kernel, (blocks, 1, 1), plan.threads, (job, side), shared_bytes=shared, overlap=True)
 
 
-def _job(weights: LinearWeights, x: Matrix, out: Sequence[Matrix], plan: Plan, mode: Mode, prefetch: int) -> _Job:
+def _job(weights: LinearWeights, x: Matrix, out: Sequence[Matrix], plan: Plan, mode: Mode) -> _Job:
     layout = weights.layout
     parts = 1 if layout.swiglu else len(layout.columns)
     columns, starts = layout.columns, layout.starts
@@ -277,7 +272,7 @@ def _job(weights: LinearWeights, x: Matrix, out: Sequence[Matrix], plan: Plan, m
         raise ValueError(f"activations have row stride {x.stride}; a multiple of 8 is needed")
     job = _Job(
         *(weights.data.address, weights.scale.address, x.pointer.address),
-        *(layout.k, x.stride, layout.units, layout.windows, plan.splits, plan.groups, plan.per_pass, prefetch),
+        *(layout.k, x.stride, layout.units, layout.windows, plan.splits, plan.groups, plan.per_pass, 0),
         mode=mode,
     )
     for i in range(_PARTS):

@@ -1,4 +1,4 @@
-"""Small kernels of a pass and of the cycle, and their launches: kernels/small.cu."""
+"""Small kernels of a pass, and their launches: kernels/small.cu, as far as passes use it."""
 
 from __future__ import annotations
 
@@ -6,19 +6,7 @@ from edge_dflash.backends.native.driver import Argument, DevicePointer, Gpu, Mod
 from edge_dflash.backends.native.memory import NULL, Matrix
 
 UNIT = "small"
-RESULT_HEAD = 4  # words of an accept result before its tokens: committed, accepted, length, remaining budget
 _THREADS = 256
-_SLICE = 8192  # logits of one argmax block
-
-
-def argmax_scratch_bytes(rows: int, columns: int) -> int:
-    """Bytes of the scratch buffer of :meth:`Small.argmax`."""
-    return 8 * rows * -(-columns // _SLICE)
-
-
-def result_bytes(rows: int) -> int:
-    """Bytes of the result of :meth:`Small.accept` for a block of ``rows``."""
-    return 4 * (RESULT_HEAD + rows)
 
 
 class Small:
@@ -26,10 +14,7 @@ class Small:
 
     def __init__(self, gpu: Gpu, module: Module) -> None:
         self._gpu = gpu
-        names = (
-            *("gather_rows", "rms_norm", "add_rows", "last_row", "argmax_slices", "argmax_rows"),
-            *("assemble_block", "accept_greedy", "commit_rows", "commit_prefill"),
-        )
+        names = ("gather_rows", "rms_norm", "last_row", "commit_rows", "commit_prefill")
         self._kernels = {name: module.kernel(name) for name in names}
 
     def embed(
@@ -44,43 +29,10 @@ class Small:
             *("rms_norm", (rows, 1, 1), _THREADS, x.pointer, weight, out.pointer, columns, x.stride, out.stride, eps)
         )
 
-    def add(self, a: DevicePointer, b: DevicePointer, out: DevicePointer, elements: int) -> None:
-        """Out = a + b over ``elements`` contiguous BF16 values (even)."""
-        pairs = elements // 2
-        self._launch("add_rows", (-(-pairs // _THREADS), 1, 1), _THREADS, a, b, out, pairs)
-
     def last_row(self, x: Matrix, out: DevicePointer, columns: int, most: int, rows: DevicePointer = NULL) -> None:
         """Out = row ``rows`` - 1 of x (control word), or row ``most`` - 1; columns a multiple of 8."""
         blocks = -(-columns // 8 // _THREADS)
         self._launch("last_row", (max(blocks, 1), 1, 1), _THREADS, x.pointer, out, rows, most, columns, x.stride)
-
-    def argmax(self, logits: Matrix, ids: DevicePointer, scratch: DevicePointer, rows: int, columns: int) -> None:
-        """Id of the largest logit of each row, the lowest on a tie."""
-        slices = -(-columns // _SLICE)
-        self._launch("argmax_slices", (slices, rows, 1), _THREADS, logits.pointer, scratch, columns, logits.stride)
-        self._launch("argmax_rows", (rows, 1, 1), 32, scratch, ids, slices)
-
-    def assemble(
-        self, control: DevicePointer, ids: DevicePointer, rows: int, *, mask: int = 0, drafts: DevicePointer = NULL
-    ) -> None:
-        """Ids = [anchor, drafts...] for verify, or [anchor, mask...] for propose."""
-        self._launch("assemble_block", (1, 1, 1), 32, control, drafts, ids, rows, mask)
-
-    def accept(
-        self,
-        drafts: DevicePointer,
-        choices: DevicePointer,
-        stops: DevicePointer,
-        stop_count: int,
-        rows: int,
-        control: DevicePointer,
-        result: DevicePointer,
-    ) -> None:
-        """Greedy acceptance and commit of one cycle (spec/accept: ``accepted``, then ``cut``), block of ``rows`` <= 32.
-
-        ``result``: committed, accepted, new length, remaining budget, then the committed tokens, padded with -1.
-        """
-        self._launch("accept_greedy", (1, 1, 1), 32, drafts, choices, stops, stop_count, rows, control, result)
 
     def commit(self, control: DevicePointer, rows: int) -> None:
         """Commit ``rows`` of the last verify: they become pending."""
