@@ -195,6 +195,11 @@ def test_a_cancelled_turn_lets_its_successor_in(tmp_path):
         next(stream)
         stream.close()
         assert session.plan("two", max_new_tokens=3).finish_reason == "length"
+        stream = session.stream("three", max_new_tokens=100)
+        next(stream)
+        stream.cancel()
+        session.close()  # nothing of it stays there
+        assert remote._connection.call("GET", "/v1/edge_dflash/sessions")["data"] == []
     service.close()
 
 

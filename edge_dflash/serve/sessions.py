@@ -130,11 +130,16 @@ class Sessions:
 
     def delete(self, name: str) -> None:
         """Forget a session and its file. Raises Refusal when there is none."""
-        with self._lock:
-            slot = self._slots.get(name)
-            if slot is not None and slot.users:
+        until = time.monotonic() + _LETS_GO
+        while True:
+            with self._lock:
+                slot = self._slots.get(name)
+                if slot is None or not slot.users:
+                    self._slots.pop(name, None)
+                    break
+            if slot.session is None or slot.session.busy or time.monotonic() > until:
                 raise _busy(name)
-            slot = self._slots.pop(name, None)
+            time.sleep(0.005)  # the request that held it has ended, or was cancelled
         path = self._path(name)
         if slot is None and not path.is_file():
             raise _unknown(name)
