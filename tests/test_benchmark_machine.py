@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,8 @@ from edge_dflash.benchmark import machine
 from edge_dflash.benchmark.cubins import Cubins, device_arch
 from edge_dflash.benchmark.record import append, check_record
 from edge_dflash.errors import BackendError, RequestError
+
+ROOT = Path(__file__).parents[1]
 
 
 def test_clocks_are_read_from_nvidia_smi():
@@ -95,12 +98,30 @@ def test_a_cubin_is_compiled_once_and_again_when_its_source_changes(monkeypatch,
 
 def test_results_files_grow_by_one_run_a_line(tmp_path):
     file = tmp_path / "results.json"
-    assert check_record(file) == []
+    check_record(file)
     append(file, {"pair": "a"})
     append(file, {"pair": "b"})
     assert json.loads(file.read_text())["runs"] == [{"pair": "a"}, {"pair": "b"}]
     assert len(file.read_text().splitlines()) == 7
     assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
+
+
+def test_what_a_results_file_says_besides_its_runs_stays(tmp_path):
+    file = tmp_path / "results.json"
+    file.write_text('{"what": "runs of a rainy day", "runs": [{"pair": "a"}], "note": "by hand"}')
+    append(file, {"pair": "b"})
+    found = json.loads(file.read_text())
+    assert found == {"what": "runs of a rainy day", "note": "by hand", "runs": [{"pair": "a"}, {"pair": "b"}]}
+
+
+def test_the_runs_of_record_are_what_their_file_says():
+    text = (ROOT / "docs" / "results" / "bench-h200.json").read_text()
+    runs = json.loads(text)["runs"]
+    dates = [run["machine"]["date"] for run in runs]
+    assert "oldest first, one a line" in text
+    assert dates == sorted(dates)
+    assert len(text.splitlines()) == len(runs) + 5
+    assert all(run["machine"][key] for run in runs for key in ("device", "commit", "clocks"))
 
 
 @pytest.mark.parametrize("text", ["", "[1]", '{"runs": 3}', "\xff"])

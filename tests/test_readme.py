@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -110,3 +111,27 @@ def test_json_keys_of_the_readme_are_those_of_the_help(capsys):
         if name in ("demo", "build", "generate"):
             keys = re.sub(r"\([^)]*\)", "", " ".join(text.split())).strip(". ").split(", ")
             assert listed == {key.strip().split()[0] for key in keys}
+
+
+RESULT = re.compile(
+    r"^\| (Qwen\S+), (\w+) \| ([\d.]+) ms \| ([\d.]+) ms \| ([\d.]+) \| ([\d,]+) \((\d+)\) \|(?: (\d+) ms, (\d+) %)?",
+    re.MULTILINE,
+)
+
+
+def test_the_measured_results_are_those_of_the_last_runs_of_record():
+    runs = json.loads((ROOT / "docs" / "results" / "bench-h200.json").read_text())["runs"]
+    last = {(run["pair"].partition(",")[0], run["weights"]): run for run in runs}
+    rows = RESULT.findall(README)
+    assert len(rows) == 3
+    for pair, weights, cycle, floor, ratio, rate, plain, prompt, share in rows:
+        run = last[pair.lower(), weights.lower()]
+        measured = run["cycle"]
+        assert (cycle, floor) == (f"{measured['whole']['ms']:.2f}", f"{measured['whole']['floor_ms']:.2f}")
+        assert ratio == f"{measured['over_floor']:.2f}"
+        assert rate == f"{run['speculative']['tokens_per_second']:,.0f}"
+        assert plain == f"{run['plain']['tokens_per_second']:.0f}"
+        assert run["forced_accept_length"] == 5
+        if prompt:
+            (row,) = (row for row in run["prefill"] if row["tokens"] == 2048)
+            assert (prompt, share) == (f"{row['ms']:.0f}", f"{100 * row['share']:.0f}")
