@@ -1,5 +1,6 @@
 """The native backend's bookkeeping on a device that keeps only its control block: whatever is called, rows add up."""
 
+import numpy as np
 import pytest
 from control_gpu import ControlGpu
 from hypothesis import settings
@@ -14,6 +15,7 @@ from edge_dflash.backends.native.backend import NativeBackend
 from edge_dflash.backends.native.profile import REPEATS
 from edge_dflash.backends.native.weights import StoreWeights
 from edge_dflash.errors import BackendError
+from edge_dflash.spec.sampling import Sampling
 
 CONTEXT, CHUNK = 128, 16
 VOCABULARY, BLOCK = NATIVE_PAIR.target.vocab_size, NATIVE_PAIR.drafter.block_size
@@ -149,6 +151,30 @@ def test_cycles_that_are_committed_whole_need_nothing_from_the_host(monkeypatch)
     backend.cycle(anchor)
     backend.commit(3)
     assert gpu.launches.count("cycle_set") == before
+
+
+def test_nothing_is_allocated_loaded_or_captured_after_load(monkeypatch):
+    gpu = ControlGpu()
+    backend = load(monkeypatch, gpu)
+
+    def never(*arguments, **options):
+        raise AssertionError("after load")
+
+    for name in ("allocate", "pinned", "load", "kernel", "capture"):
+        monkeypatch.setattr(gpu, name, never)
+    backend.prefill([1] * 2 * CHUNK).argmax()
+    backend.propose(1).logits()
+    mask = np.full((VOCABULARY + 31) // 32, 3, np.uint32)
+    backend.verify([1, 2]).choose(Sampling(0.7, 5, 0.9), backend.length + 1, [mask, None])
+    backend.commit(1)
+    for sampling in (None, Sampling(0.7)):
+        backend.commit(len(backend.cycle(1, sampling).tokens))
+    saved = backend.snapshot()
+    backend.reset()
+    backend.restore(saved)
+    backend.flush()
+    with pytest.raises(AssertionError, match="after load"):
+        backend.force([1])
 
 
 def test_it_is_a_backend_and_cycles(monkeypatch):
