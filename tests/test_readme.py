@@ -49,7 +49,8 @@ def test_the_first_block_is_the_two_commands():
 def test_continuous_integration_runs_both_commands():
     run = (ROOT / ".ci" / "run").read_text()
     assert FIRST[0] in run
-    assert f"({FIRST[1]})\n" == run.splitlines(keepends=True)[-1]
+    assert f"\n({FIRST[1]})\n" in run  # on a line of its own: what fails there ends the run
+    assert "\nset -euo pipefail\n" in run
 
 
 @pytest.mark.parametrize("argv", COMMANDS, ids=" ".join)
