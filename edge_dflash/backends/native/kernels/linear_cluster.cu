@@ -64,6 +64,9 @@ struct Block {
     for (int i = 0; i < HALVES * 2; ++i) (&best[0][0])[i] = 0;
   }
 
+  // BEST is cleared by warp 0. The arrival at the cluster hands over barriers only (it is relaxed); every warp that ranks
+  // logits comes after stage_x, where warp 0 meets the first warp of each team, and FULL, where the warps of a team meet.
+  // racecheck counts the instructions, three, for up to 16 barriers: give it --num-cuda-barriers.
   __device__ __forceinline__ void init_barriers() {
     if (threadIdx.x < TEAMS * SLOTS) barrier_init(shared + RECEIVED + threadIdx.x * 8, 1);
     if (threadIdx.x < TEAMS) {
@@ -200,6 +203,8 @@ struct Stream {
   }
 
   // Sums of a unit, weight tile m, rows of column tile n, lane l: four of them in vector (n / 2) * 128 + m * 64 + n % 2 * 32 + l.
+  // Before the arrival of lane 0, __syncwarp orders all that the warp did: its sums here, its reads of the slots in
+  // add_blocks, and its reads of the ring, which a side stack divides among the lanes in another way.
   __device__ __forceinline__ void hand_over() {
     if (block.handed > 0) barrier_wait(block.shared + FREE + block.team * 8, (block.handed - 1) & 1);
     summed = unit, summed_tiles = whole > 0 ? 3 : 1 << extra_tile;
@@ -223,6 +228,11 @@ struct Stream {
   }
 
   // Adds the warps' sums in order; sends them on, or finishes them where K is not split.
+  //
+  // A slot is free when it is sent to: a block sends unit n + 2 after it received all of unit n + 1; the block it sends to
+  // sent its part of that after FULL of n + 1, at which its warps arrive after they have read slot n. So no phase of
+  // RECEIVED gets bytes of the next one, and two slots suffice. Bytes may come before this block expects them: the phase
+  // ends with both.
   __device__ __forceinline__ void add_warps() {
     barrier_wait(block.shared + FULL + block.team * 8, block.handed & 1);
     Float4 total[HALVES];
@@ -356,7 +366,7 @@ struct Stream {
       --whole;
     }
     if (summed >= 0) add_warps();
-    if (SPLITS > 1 && pending >= 0) add_blocks();
+    if (SPLITS > 1 && pending >= 0) add_blocks();  // every byte sent to this block has come: it may end, others need not
   }
 };
 
