@@ -13,7 +13,7 @@ from edge_dflash.benchmark import subjects
 from edge_dflash.benchmark.run import Work
 from edge_dflash.benchmark.subjects import bench_bundle, bench_synthetic
 from edge_dflash.bundle.reader import read_manifest
-from edge_dflash.errors import BuildError, RequestError
+from edge_dflash.errors import BackendError, BuildError, RequestError
 
 WORK = Work(context=64, tokens=20, prefill=(32,))
 
@@ -66,6 +66,15 @@ def test_without_a_compiler_a_native_bundle_is_timed_without_floors(native, monk
     assert found.cycle.whole.bytes > 0
     assert found.cycle.whole.over_floor is None
     assert any("no floors: the device's read bandwidth cannot be measured: compiling" in line for line in native.said)
+
+
+def test_without_a_gpu_the_bundle_is_named(native, monkeypatch):
+    def no_driver(folder, say):
+        raise BackendError("no NVIDIA driver was found (X); install the driver")
+
+    monkeypatch.setattr(subjects, "probe_device", no_driver)
+    with pytest.raises(BackendError, match="bundle was built for sm90a: no NVIDIA driver was found"):
+        bench_bundle(native.path, lambda planner: [[1]], WORK, say=native.said.append)
 
 
 def test_a_synthetic_pair_is_loaded_with_room_for_all_that_is_asked(monkeypatch):

@@ -131,6 +131,8 @@ def bench_bundle(
             device, _ = probe_device(cubin_folder, say)
         except BuildError as error:
             say(f"no floors: the device's read bandwidth cannot be measured: {error}")
+        except BackendError as error:
+            raise BackendError(f"{path} was built for {manifest.arch}: {error}") from None
     else:
         say(f"the {manifest.backend} backend is timed as it is: no read bandwidth, no floors, no device memory")
     say(f"loading {path}")
