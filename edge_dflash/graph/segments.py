@@ -52,7 +52,7 @@ def segments(program: Program) -> tuple[Segment, ...]:
 
 
 def outputs(program: Program) -> tuple[tuple[str, ...], ...]:
-    """For each segment of :func:`segments`, the tensors of its dense ops that something else reads or that are results."""
+    """For each of the :func:`segments`, tensors of its dense ops that something else reads or that are results."""
     parts = segments(program)
     results = set(program.outputs.values())
     wanted = []
