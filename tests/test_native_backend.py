@@ -30,6 +30,9 @@ def load(monkeypatch, gpu, **options):
     return NativeBackend(NATIVE_PAIR, weights, STATE, cubin=lambda unit: b"", **sizes)
 
 
+KEEP = st.none() | st.integers(0, BLOCK)
+
+
 class Bookkeeping(RuleBasedStateMachine):
     """Calls in any order, against the number of rows that a sequence must have."""
 
@@ -41,9 +44,12 @@ class Bookkeeping(RuleBasedStateMachine):
         self.gpu.rows = self.length = 0
         self.open = self.saved = None
 
-    @rule()
-    def reset(self):
-        self.backend.reset()
+    @rule(profiled=st.booleans())
+    def reset(self, profiled):
+        if profiled and self.length + REPEATS * BLOCK <= CONTEXT:
+            self.backend.profile(1)
+        else:
+            self.backend.reset()
         self.gpu.rows = self.length = 0
         self.open = None
 
@@ -63,18 +69,25 @@ class Bookkeeping(RuleBasedStateMachine):
             assert self.gpu.words["anchor"] == anchor
             self.open = None
 
-    @rule(count=st.integers(1, BLOCK))
-    def verify(self, count):
+    @rule(count=st.integers(1, BLOCK), keep=KEEP)
+    def verify(self, count, keep):
         if self.length + count <= CONTEXT:
             assert len(self.backend.verify([2] * count)) == count
-            self.open = count
+            self.leave_open(count, keep)
 
-    @rule(accept=st.integers(0, BLOCK - 1), anchor=st.integers(0, VOCABULARY - 1))
-    def cycle(self, accept, anchor):
+    @rule(accept=st.integers(0, BLOCK - 1), anchor=st.integers(0, VOCABULARY - 1), keep=KEEP)
+    def cycle(self, accept, anchor, keep):
         if self.length + BLOCK <= CONTEXT:
             self.gpu.accept = accept
             assert self.backend.cycle(anchor).tokens == tuple(range(accept + 1))
-            self.open = accept + 1
+            self.leave_open(accept + 1, keep)
+
+    def leave_open(self, rows, keep):
+        """So many rows may be committed; commit ``keep`` of them at once, unless it is None."""
+        self.open = rows
+        if keep is not None:
+            self.backend.commit(min(rows, keep))
+            self.length, self.open = self.length + min(rows, keep), None
 
     @rule(rows=st.integers(0, BLOCK))
     def commit(self, rows):
@@ -90,13 +103,6 @@ class Bookkeeping(RuleBasedStateMachine):
         self.backend.flush()
         self.open = None
         assert self.gpu.rows == self.length
-
-    @rule()
-    def profile(self):
-        if self.length + REPEATS * BLOCK <= CONTEXT:
-            self.backend.profile(1)
-            self.gpu.rows = self.length = 0
-            self.open = None
 
     @rule()
     def snapshot(self):
@@ -121,7 +127,7 @@ class Bookkeeping(RuleBasedStateMachine):
         assert (self.gpu.words["length"], self.gpu.rows + self.gpu.words["pending"]) == (self.length, self.length)
 
 
-Bookkeeping.TestCase.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
+Bookkeeping.TestCase.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
 TestBookkeeping = Bookkeeping.TestCase
 
 
