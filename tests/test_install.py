@@ -300,6 +300,26 @@ def test_the_machine_is_told(root, made, program, machine):
     ]
 
 
+def test_what_the_running_service_does_not_have_yet_restarts_it(root, made, program, machine, monkeypatch):
+    def give(name, **options):
+        del machine.told[:]
+        install(made / name, root, Options(**options), program=program, host=machine)
+        return machine.told
+
+    give("one")
+    give("two", start=False)
+    assert give("two") == ["prepare", ("restart", "two", False)]
+    assert give("two") == ["prepare", ("start", "two", False)]
+    rollback(root, start=False, host=machine)
+    assert give("one") == ["prepare", ("restart", "one", False)]
+    with monkeypatch.context() as cut:
+        cut.delattr(Machine, "prepare")
+        with pytest.raises(AttributeError):
+            give("two")
+    assert give("two") == ["prepare", ("restart", "two", False)]
+    assert not Layout(root).unserved.exists()
+
+
 def test_a_release_that_does_not_become_ready_is_taken_back(root, made, program, machine):
     machine.broken = {"two"}
     one = install(made / "one", root, program=program, host=machine).release

@@ -4,6 +4,7 @@
 /opt/edge-dflash/releases/ID/run        a link to the program that serves it
 /opt/edge-dflash/releases/ID/no-plans   there is nothing that this board would have to build
 /opt/edge-dflash/current                a link to the release that is served; /opt/edge-dflash/history: their order
+/opt/edge-dflash/unserved               the running service does not have the last change yet
 /etc/edge-dflash/config.toml            written once, then the administrator's
 /etc/systemd/system, /etc/sysusers.d, /etc/tmpfiles.d
 /var/lib/edge-dflash                    saved sessions
@@ -56,6 +57,11 @@ class Layout:
     def history(self) -> Path:
         """Names of the releases, one a line, the newest last."""
         return self.base / "history"
+
+    @property
+    def unserved(self) -> Path:
+        """There from the begin of a change until the service was started with it."""
+        return self.base / "unserved"
 
     @property
     def state(self) -> Path:

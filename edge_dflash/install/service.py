@@ -65,15 +65,18 @@ def install(
     with releases.locked(layout):
         before = releases.current(layout)
         name = releases.add(layout, bundle, program)
+        late = _begin(layout, host)
         written = _write_units(root, options)
         if name != before:
             releases.record(layout, name)
             releases.switch(layout, name)
         host.prepare()
-        changed = bool(written) or name != before
+        changed = late or bool(written) or name != before
         started = options.start and host.start(activated=(root / ACTIVATED).is_symlink(), restart=changed)
         if options.start and not started and not isinstance(host, Offline):
             _take_back(layout, host, name, before)
+        if started or not changed:
+            layout.unserved.unlink(missing_ok=True)
         gone = releases.prune(layout, options.keep)
         return _outcome(layout, written, gone, started)
 
@@ -86,10 +89,13 @@ def rollback(root: Path, *, start: bool = True, host: Host | None = None) -> Out
         name = releases.previous(layout)
         if name is None:
             raise EdgeDflashError(f"{layout.base} has no release before the current one; install one")
+        _begin(layout, host)
         releases.switch(layout, name)
         started = start and host.start(activated=(root / ACTIVATED).is_symlink(), restart=True)
         if start and not started and not isinstance(host, Offline):
             raise EdgeDflashError(f"{name} is current now and did not become ready; {LOG}")
+        if started:
+            layout.unserved.unlink(missing_ok=True)
         return _outcome(layout, [], [], started)
 
 
@@ -103,7 +109,7 @@ def remove(root: Path, *, purge: bool = False, host: Host | None = None) -> Outc
         if (root / path).is_symlink() or (root / path).is_file():
             (root / path).unlink()
             gone.append(f"/{path}")
-    trees = [layout.releases, layout.current, layout.history]
+    trees = [layout.releases, layout.current, layout.history, layout.unserved]
     if purge:
         trees += [(root / CONFIG).parent, (root / TCP).parent, layout.state]
     for tree in trees:
@@ -186,11 +192,21 @@ def _write(path: Path, content: bytes) -> bool:
     return True
 
 
+def _begin(layout: Layout, host: Host) -> bool:
+    """Note that a change begins; whether an earlier one never reached the service: cut short, or not started."""
+    late = layout.unserved.exists()
+    if not isinstance(host, Offline):
+        layout.unserved.touch(mode=0o644)
+    return late
+
+
 def _take_back(layout: Layout, host: Host, name: str, before: str | None) -> None:
     if before is None or before == name:
         raise EdgeDflashError(f"{name} is installed and did not become ready; {LOG}")
     releases.switch(layout, before)
     again = host.start(activated=(layout.root / ACTIVATED).is_symlink(), restart=True)
+    if again:
+        layout.unserved.unlink(missing_ok=True)
     state = "serves again" if again else "does not become ready either"
     raise EdgeDflashError(f"{name} did not become ready; {before} {state}; {LOG}")
 
