@@ -60,6 +60,9 @@ def test_an_idle_engine_feeds_and_a_hung_one_does_not():
     now[0] = 20.0
     assert progress.stalled_seconds(0) == 0.0
     assert progress.stalled_seconds(1) == 13.0
+    assert progress.feeds(0)
+    now[0] = 21.0
+    assert progress.stalled_seconds(1) == 1.0  # of work; before there was none
 
 
 @pytest.fixture

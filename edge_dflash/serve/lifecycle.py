@@ -96,4 +96,6 @@ class Progress:
         """Whether there is reason to feed the watchdog: a step since the last call, or nothing to do."""
         with self._lock:
             stepped, self._fed = self._steps != self._fed, self._steps
-            return stepped or not (self._running or waiting)
+            if idle := not (self._running or waiting):
+                self._last = self._clock()  # time without work is not held against the request that ends it
+            return stepped or idle
