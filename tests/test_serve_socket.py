@@ -124,6 +124,30 @@ def test_connections_are_bounded(process):
         assert client.get("/health").status_code == 200
 
 
+def test_callers_over_tcp_cannot_keep_those_of_the_unix_socket_out(process):
+    port = int(process.tcp.rpartition(":")[2])
+    crowd = [socket.create_connection(("127.0.0.1", port)) for _ in range(12)]
+    try:
+        time.sleep(0.1)
+        with socket.create_connection(("127.0.0.1", port), timeout=5) as one:
+            assert one.recv(65536).startswith(b"HTTP/1.1 503")
+        with process.client() as client:
+            assert client.get("/health").status_code == 200
+    finally:
+        for one in crowd:
+            one.close()
+
+
+def test_a_caller_without_the_key_loses_its_connection(process):
+    with socket.create_connection(("127.0.0.1", int(process.tcp.rpartition(":")[2])), timeout=5) as one:
+        one.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n" * 2)
+        received = b""
+        while chunk := one.recv(65536):
+            received += chunk
+    assert received.startswith(b"HTTP/1.1 401")
+    assert received.count(b"HTTP/1.1") == 1
+
+
 def test_a_client_that_leaves_ends_its_request_within_a_cycle(process):
     """Seen from outside: the tokens that are generated after it left are those of a cycle or two."""
     with process.client() as client:

@@ -97,7 +97,7 @@ def _refused(service: Service, error: Exception) -> Refusal:
 async def _http_error(request: Request, error: Exception) -> Response:
     """A path or a method that does not exist."""
     assert isinstance(error, HTTPException)
-    message = f"{request.method[:20]} {request.url.path[:80]}: {error.detail}"
+    message = f"{request.method[:20]} {request.scope['path'][:80]}: {error.detail}"
     return error_response(Refusal(message, status=error.status_code, headers=dict(error.headers or {})))
 
 

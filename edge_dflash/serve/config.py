@@ -49,7 +49,7 @@ class LimitConfig:
 
     body_bytes: int = 1 * MIB
     header_bytes: int = 16384
-    connections: int = 64
+    connections: int = 64  # of the Unix socket and of TCP each
     json_depth: int = 64
     schema_bytes: int = 65536  # of a schema, regex or grammar
     prompt_chars: int = 0  # all texts of a request together

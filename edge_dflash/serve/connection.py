@@ -15,7 +15,10 @@ _PHRASES = {400: "Bad Request", 408: "Request Timeout", 503: "Service Unavailabl
 
 
 def bounded_connection(most: int, header_seconds: float) -> type[H11Protocol]:
-    """The protocol of a connection: at most ``most`` at a time, headers within ``header_seconds``."""
+    """The protocol of a connection: at most ``most`` at a time, headers within ``header_seconds``.
+
+    Connections of the Unix socket and of TCP are counted apart: a network must not keep this machine's programs out.
+    """
 
     class Bounded(H11Protocol):
         _timer: asyncio.TimerHandle | None = None
@@ -23,7 +26,7 @@ def bounded_connection(most: int, header_seconds: float) -> type[H11Protocol]:
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
-            if len(self.connections) > most:
+            if sum(_local(one) == _local(self) for one in self.connections) > most:
                 self._refuse(Refusal(f"{most} connections are open, which is the limit", status=503, retry_after=1))
             else:
                 self._timer = self.loop.call_later(header_seconds, self._late)
@@ -70,3 +73,9 @@ def bounded_connection(most: int, header_seconds: float) -> type[H11Protocol]:
             self.transport.close()
 
     return Bounded
+
+
+def _local(connection: object) -> bool:
+    """Whether a connection is one of a Unix socket, whose address has no port (an abstract one has no address)."""
+    address = getattr(connection, "server", None)
+    return address is None or address[1] is None

@@ -64,7 +64,7 @@ def authorise(scope: Scope, headers: Mapping[str, str], key: str) -> None:
                 "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'",
                 status=401,
                 code="invalid_api_key",
-                headers={"www-authenticate": "Bearer"},
+                headers={"www-authenticate": "Bearer", "connection": "close"},
             )
         return
     host = headers.get("host", "")

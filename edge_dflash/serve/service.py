@@ -89,7 +89,7 @@ class Service:
         self.sessions: Sessions | None = None
         self._running: set[Running] = set()
         self._seconds: deque[float] = deque([1.0], maxlen=16)  # of the last requests
-        self.threads = ThreadPoolExecutor(config.limits.connections + 4, thread_name_prefix="edge-dflash request")
+        self.threads = ThreadPoolExecutor(2 * config.limits.connections + 4, thread_name_prefix="edge-dflash request")
 
     # Loading ----------------------------------------------------------------------------------------------------------
 
