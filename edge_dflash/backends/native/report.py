@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 
 from edge_dflash.backends.native.compile import ARCHS, bundled, cached_cubin, compile_cubin
@@ -23,17 +26,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--cache", type=Path, help="folder that keeps cubins for the next time")
     chosen = parser.parse_args(argv)
     try:
-        for arch in chosen.arch:
-            for unit in chosen.unit:
-                began = time.perf_counter()
-                cubin = cached_cubin(unit, arch, chosen.cache) if chosen.cache else compile_cubin(unit, arch)
-                seconds = time.perf_counter() - began
+        pairs = list(product(chosen.arch, chosen.unit))
+        with ThreadPoolExecutor(os.cpu_count() or 1) as pool:  # the compiler leaves the interpreter free
+            made = pool.map(lambda pair: _compiled(pair[0], pair[1], chosen.cache), pairs)
+            for (arch, unit), (cubin, seconds) in zip(pairs, made, strict=True):
                 print(f"{arch} {unit}: {len(cubin):,} bytes, {seconds:.1f} s\n{COLUMNS}")
                 print("\n".join(lines(kernel_use(cubin))), flush=True)
     except EdgeDflashError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     return 0
+
+
+def _compiled(arch: str, unit: str, cache: Path | None) -> tuple[bytes, float]:
+    """A cubin, and the seconds that it took."""
+    began = time.perf_counter()
+    cubin = cached_cubin(unit, arch, cache) if cache else compile_cubin(unit, arch)
+    return cubin, time.perf_counter() - began
 
 
 def lines(kernels: dict[str, KernelUse]) -> list[str]:
