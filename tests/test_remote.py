@@ -158,6 +158,21 @@ def test_errors_come_at_the_call_with_their_class(tmp_path):
     service.close()
 
 
+def test_a_first_turn_that_comes_to_nothing_keeps_the_system_prompt(service, remote):
+    here = service.planner.session("Be brief.")
+    expected = here.plan("two", max_new_tokens=4).tokens
+    cut, refused = remote.session("Be brief."), remote.session("Be brief.")
+    assert cut.plan("one", max_new_tokens=4, deadline=0.0).tokens == ()
+    with pytest.raises(RequestError):
+        refused.plan("one", regex="(")
+    assert cut.messages == ({"role": "system", "content": "Be brief."},)
+    for there in (cut, refused):
+        assert there.plan("two", max_new_tokens=4).tokens == expected
+        assert there.messages == here.messages
+        there.close()
+    assert remote._connection.call("GET", "/v1/edge_dflash/sessions")["data"] == []
+
+
 def test_sessions_go_on_fork_and_are_saved_on_the_server(service, remote):
     here, there = service.planner.session("Be brief."), remote.session("Be brief.")
     for turn in ("first", "second"):

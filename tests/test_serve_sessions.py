@@ -172,3 +172,11 @@ def test_names_that_are_paths_reach_no_file(start, tmp_path, name):
     for bad in ("../x", "/tmp/x", "a/../b", ""):
         assert client.post(f"{SESSIONS}/good/save", json={"to": bad}).status_code == 400
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_session_that_came_to_nothing_is_not_kept(start):
+    _, client = start()
+    for extra, status in (({"regex": "("}, 400), ({"deadline_s": 0}, 200)):
+        body = {"messages": [{"role": "user", "content": "go"}], "edge_dflash": {"session": "empty", **extra}}
+        assert client.post(CHAT, json=body).status_code == status
+        assert client.get(SESSIONS).json()["data"] == []

@@ -36,6 +36,7 @@ class RemoteSession:
         self._lock = threading.Lock()
         self._messages: list[Message] = [{"role": "system", "content": system}] if system is not None else []
         self._begun = False  # the server knows it
+        self._stale: str | None = None  # the name under which a first turn came to nothing
         self._busy = False
         self._closed = False
 
@@ -111,9 +112,13 @@ class RemoteSession:
         if self._closed:
             return
         self._closed = True
-        if self._name is not None and self._begun:
+        self._forget(self._stale)
+        self._forget(self._name if self._begun else None)
+
+    def _forget(self, name: str | None) -> None:
+        if name is not None:
             with contextlib.suppress(EdgeDflashError):
-                self._planner._connection.call("DELETE", f"{_PATH}/{self._name}")
+                self._planner._connection.call("DELETE", f"{_PATH}/{name}")
 
     @classmethod
     def _load(cls, planner: RemotePlanner, name: str) -> RemoteSession:
@@ -130,24 +135,28 @@ class RemoteSession:
         with self._lock:
             self._check(idle=True)
             self._busy = True
-        said = as_messages(task)
+        said, first = as_messages(task), self._name is not None and not self._begun
 
         def ended(plan: Plan) -> None:
             if self._name is None and said is not None and (plan.text or plan.thinking or plan.tool_calls):
                 answer = Answer(plan.thinking, plan.text or "", plan.tool_calls)
                 self._messages = [*self._messages, *said, as_message(answer)]
+            if first and not plan.tokens:  # it begins anew with the next turn, and with its system prompt
+                self._begun, self._stale, self._name = False, self._name, secrets.token_hex(16)
             self._busy = False
 
         try:
             if self._name is None:
                 return planner._ask(task, options, began, tuple(self._messages), None, ended)
-            first = self._messages if not self._begun else []
-            stream = planner._ask(_with(first, task), options, began, (), self._name, ended)
+            self._forget(self._stale)
+            self._begun, self._stale = True, None
+            before = self._messages if first else []
+            return planner._ask(_with(before, task), options, began, (), self._name, ended)
         except BaseException:
+            if first:
+                self._begun, self._stale = False, None  # it was not taken
             self._busy = False
             raise
-        self._begun = True
-        return stream
 
     def _check(self, *, idle: bool) -> None:
         if self._closed:

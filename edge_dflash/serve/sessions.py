@@ -193,8 +193,11 @@ class Sessions:
         """One user less; a slot that nobody uses and that came to nothing is dropped."""
         with self._lock:
             slot.users -= 1
-            if slot.session is None and not slot.users:
-                del self._slots[name]
+            if slot.users or (slot.session is not None and slot.session.tokens):
+                return
+            if slot.session is not None:
+                slot.session.close()
+            del self._slots[name]
 
     def _evict(self) -> None:
         """Close the session that was used longest ago and is not in use. Nothing is lost: else it is refused."""
