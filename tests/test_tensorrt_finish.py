@@ -1,6 +1,7 @@
 """``build --finish``: on the board only, all or nothing, and nothing where nothing is left to do."""
 
 import shutil
+from pathlib import Path
 
 import pytest
 from builder_support import digests
@@ -145,6 +146,26 @@ def test_damaged_weights_are_not_built_in(board, bundle):
     with pytest.raises(BundleError, match="sha256 of weights/"):
         finish(bundle)
     assert board.made == []
+
+
+def test_a_finish_that_was_killed_between_its_two_renames_is_put_right_by_the_next(board, bundle, monkeypatch):
+    rename = Path.rename
+
+    def killed(path, target):
+        if target == bundle:
+            raise SystemExit
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", killed)
+    with pytest.raises(SystemExit):
+        finish(bundle)
+    assert not bundle.exists()
+    monkeypatch.setattr(Path, "rename", rename)
+    made = len(board.made)
+    finish(bundle)
+    assert Bundle.open(bundle).manifest.plans.deferred == ()
+    assert len(board.made) == made
+    assert not building_path(bundle).exists()
 
 
 def test_where_the_disk_cannot_link_files_are_copied(board, bundle, monkeypatch):

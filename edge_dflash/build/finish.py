@@ -1,7 +1,8 @@
 """``build --finish``: the plans of a deferred bundle, built on its board; or built anew for another TensorRT.
 
-The finished bundle is put together beside the deferred one, from links to its files and the new plans, and takes its
-name by one rename, so whoever opens the bundle finds the one or the other.
+The finished bundle is put together beside the deferred one, from links to its files and the new plans. Then the one is
+renamed away and the other takes its name: whoever opens the bundle finds the one or the other, or for an instant none.
+A kill at that instant is put right by the next ``--finish``.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 from edge_dflash.backends.tensorrt.api import TENSORRT, TENSORRT_RTX
 from edge_dflash.build.result import BuildProgress, BuildResult, Stage
 from edge_dflash.build.tensorrt_plan import check_device, checked_version
-from edge_dflash.build.workdir import WorkDir
+from edge_dflash.build.workdir import WorkDir, recover
 from edge_dflash.bundle.manifest import MANIFEST, FileEntry, Manifest, Plans, dump_manifest
 from edge_dflash.bundle.reader import Bundle, read_manifest
 from edge_dflash.errors import BuildError
@@ -36,6 +37,7 @@ def finish(path: Path, progress: BuildProgress | None = None) -> BuildResult:
     ``PATH.building`` and the bundle stays as it was.
     """
     began = time.monotonic()
+    recover(path.resolve())
     manifest = read_manifest(path)
     plans = manifest.plans
     if plans is None:

@@ -21,6 +21,7 @@ from edge_dflash.bundle.parts import Advance, DurableFile, hash_file
 from edge_dflash.errors import BuildError
 
 JOURNAL = "journal.jsonl"
+PREVIOUS = "previous"  # the output that is being replaced
 _JOURNAL_SCHEMA = 1
 
 
@@ -53,6 +54,17 @@ def check_free(output: Path, *, force: bool) -> None:
         raise BuildError(f"--output {output} holds no bundle, so --force does not replace it; choose another directory")
 
 
+def recover(output: Path) -> None:
+    """Put the output back that a kill between the two renames of :meth:`WorkDir.finish` left in ``OUTPUT.building``.
+
+    Raises BuildError when another process is about to do that.
+    """
+    header = _read_journal(building_path(output) / JOURNAL)[0]
+    if header is not None and not output.exists() and (building_path(output) / PREVIOUS).is_dir():
+        with WorkDir(output, header["fingerprint"], header["resume"], force=True):
+            pass
+
+
 class WorkDir:
     """An open, locked working directory. Use as a context manager; leaving it keeps what was finished."""
 
@@ -65,7 +77,7 @@ class WorkDir:
         self.output = output
         self.root = building_path(output)
         self.staging = self.root / "bundle"
-        self._previous = self.root / "previous"
+        self._previous = self.root / PREVIOUS
         self._force = force
         self.warnings: list[str] = []
         self._entries: dict[str, FileEntry] = {}
