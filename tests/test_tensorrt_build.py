@@ -196,7 +196,10 @@ def test_what_plans_do_not_take_is_refused_before_any_work(fake, tmp_path, chang
 
 @pytest.mark.parametrize(
     ("version", "words"),
-    [(None, r"TensorRT for RTX is not installed: pip install 'edge-dflash\[tensorrt\]'"), ("0.9.1", "plans need 1.0")],
+    [
+        (None, r"TensorRT for RTX is not installed: pip install 'edge-dflash\[tensorrt\]'"),
+        ("1.2.0.54", "1.2.0.54, plans need 1.3"),
+    ],
 )
 def test_a_missing_or_old_tensorrt_is_named(fake, tmp_path, monkeypatch, version, words):
     install(monkeypatch, version)

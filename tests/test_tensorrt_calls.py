@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from edge_dflash.backends.tensorrt.api import FIRST_VERSION, TENSORRT_RTX, load
+from edge_dflash.backends.tensorrt.api import TENSORRT, TENSORRT_RTX, load
 from edge_dflash.backends.tensorrt.calls import SINCE, calls, used
 
 
@@ -20,7 +20,9 @@ def test_every_name_of_the_table_is_used():
 
 def test_nothing_is_newer_than_the_first_version_that_we_run_on():
     releases = {call.since for call in calls()}
-    assert max(number(r) for r in releases if not r.startswith("RTX")) == number(FIRST_VERSION)
+    assert max(number(r) for r in releases if not r.startswith("RTX")) == number(TENSORRT.first)
+    rtx = [number(r.removeprefix("RTX ")) for r in releases if r.startswith("RTX")]
+    assert max(rtx) == number(TENSORRT_RTX.first)
     newer = {call.name for call in calls() if call.since.startswith("RTX")}
     never = ("ompute", "untime", "KernelSpecialization")  # what the other flavour is not asked
     assert all(any(part in name for part in never) for name in newer)

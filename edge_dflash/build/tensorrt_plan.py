@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from edge_dflash.backends.native.arch import device_sm
 from edge_dflash.backends.native.compile import compiler_version
-from edge_dflash.backends.tensorrt.api import FIRST_VERSION, TENSORRT_RTX, Flavour, flavour_of, load, version
+from edge_dflash.backends.tensorrt.api import TENSORRT_RTX, Flavour, flavour_of, load, version
 from edge_dflash.bundle.manifest import Plans, WeightFormat
 from edge_dflash.checkpoint.specs import PairSpec
 from edge_dflash.checkpoint.weights import WeightStore
@@ -63,9 +63,8 @@ def builder_version(arch: str, flavour: Flavour) -> str | None:
 def checked_version(flavour: Flavour) -> str:
     """Version of an installed flavour. Raises BackendError when it is missing or too old for our layers."""
     found = version(load(flavour))
-    wanted = FIRST_VERSION if flavour is not TENSORRT_RTX else "1.0"
-    if _numbers(found)[:2] < _numbers(wanted):
-        raise BackendError(f"{flavour.product} is {found}, plans need {wanted} or later; {flavour.install}")
+    if _numbers(found)[:2] < _numbers(flavour.first):
+        raise BackendError(f"{flavour.product} is {found}, plans need {flavour.first} or later; {flavour.install}")
     return found
 
 

@@ -13,8 +13,6 @@ from typing import Any
 
 from edge_dflash.errors import BackendError
 
-FIRST_VERSION = "10.8"  # of TensorRT with FP4; JetPack 7.0 ships 10.13
-
 
 @dataclass(frozen=True)
 class Flavour:
@@ -23,6 +21,7 @@ class Flavour:
     module: str  # what to import
     product: str
     archs: tuple[str, ...]  # of manifests
+    first: str  # version with all that we call: FP4, or building for a named GPU
     install: str  # what to do when the import fails
 
 
@@ -30,6 +29,7 @@ TENSORRT = Flavour(
     "tensorrt",
     "TensorRT",
     ("sm87", "sm89", "sm90a", "sm100a", "sm110", "sm110a"),
+    "10.8",  # JetPack 7.0 ships 10.13
     "on a Jetson make the virtual environment with --system-site-packages (JetPack ships it), "
     "elsewhere pip install tensorrt-cu13",
 )
@@ -37,6 +37,7 @@ TENSORRT_RTX = Flavour(
     "tensorrt_rtx",
     "TensorRT for RTX",
     ("sm120", "sm120a", "sm121", "sm121a"),
+    "1.3",
     "pip install 'edge-dflash[tensorrt]'",
 )
 FLAVOURS = (TENSORRT, TENSORRT_RTX)
