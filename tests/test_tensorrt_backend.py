@@ -1,5 +1,7 @@
 """The run time on a fake TensorRT and a device without kernels: addresses, order, memory, refusals, bookkeeping."""
 
+import weakref
+
 import pytest
 from control_gpu import ControlGpu
 from fake_tensorrt import SCRATCH, FakeTensorrt, write_plans
@@ -201,6 +203,32 @@ def test_what_tensorrt_refuses_names_the_plan_and_closes_the_device(monkeypatch,
     with pytest.raises(BackendError, match=words):
         load(monkeypatch, tmp_path, gpu, trt)
     assert gpu.closed == 1
+
+
+def test_a_driver_that_is_missed_only_when_a_plan_is_read_is_named(monkeypatch, tmp_path):
+    def no_driver(self, reader):
+        raise RuntimeError("[ERROR] Failed to open cuda driver.")
+
+    monkeypatch.setattr(FakeTensorrt, "deserialize_cuda_engine", no_driver)
+    gpu = PlannedGpu()
+    with pytest.raises(BackendError, match=r"\.plan: TensorRT does not start here: .*cuda driver.*; check the driver"):
+        load(monkeypatch, tmp_path, gpu)
+    assert gpu.closed == 1
+
+
+def test_closing_lets_go_of_every_context_and_plan_before_the_device_is_closed(loaded):
+    backend, gpu, trt = loaded
+    left = [weakref.ref(c) for c in trt.contexts] + [weakref.ref(c.engine) for c in trt.contexts]
+    trt.contexts.clear()
+    for graph in vars(backend.graphs).values():  # of the device without kernels, which remembers what it is given
+        graph.calls.clear()
+    assert all(ref() is not None for ref in left)
+    there = []
+    close = gpu.close
+    gpu.close = lambda: (there.append([ref for ref in left if ref() is not None]), close())
+    backend.close()
+    assert there == [[]]
+    backend.close()
 
 
 @pytest.mark.parametrize(

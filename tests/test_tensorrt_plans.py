@@ -8,7 +8,7 @@ from tensorrt_support import reference, units
 from edge_dflash.backends.tensorrt.compile import Compiler
 from edge_dflash.backends.tensorrt.net import Net
 from edge_dflash.backends.tensorrt.units import RowRange
-from edge_dflash.errors import BuildError
+from edge_dflash.errors import BackendError, BuildError
 
 pytestmark = pytest.mark.tensorrt
 
@@ -43,6 +43,14 @@ def test_the_compilers_words_and_the_plan_are_in_the_error(monkeypatch):
     lowered = compiler.lower(units("demo").units["head"], reference("demo", "w4a16").store)
     with pytest.raises(BuildError, match=r"plan head for sm121: TensorRT 1\.\d.* says .*logits#"):
         compiler.plan(lowered)
+
+
+def test_the_compilers_words_are_in_the_refusal_of_a_layer(monkeypatch):
+    monkeypatch.setattr(Net, "times_transposed", lambda net, x, w: net.concat([]))
+    with pytest.raises(
+        BackendError, match=r"logits: TensorRT 1\.\d.* refuses the concat; TensorRT says .*addConcatenation"
+    ):
+        Compiler("sm121").lower(units("demo").units["head"], reference("demo", "bf16").store)
 
 
 def test_a_profile_that_makes_no_sense_is_the_builders_error():

@@ -62,6 +62,9 @@ class NativeSegments:
         (head,) = [s for s in self._stacks.values() if s.names == ("target.lm_head",)]
         return self._linears.plan(head.layout, plan.sizes.rows).rank_bytes(plan.sizes.rows)
 
+    def close(self):
+        pass
+
     def count(self, memory):
         memory.count("target weights", sum(stack.layout.nbytes for stack in self._stacks.values()))
 

@@ -63,7 +63,7 @@ class NativeBackend:
         self._shape = PairShape(
             spec.target.vocab_size, drafter.block_size, drafter.mask_token_id, max_context, prefill_chunk
         )
-        dense = dense or Launches(weights, cubin)
+        self._dense = dense = dense or Launches(weights, cubin)
         plan = dense.plan(pair_programs(spec), precision, Sizes(drafter.block_size, prefill_chunk, max_context))
         self.gpu = Gpu()
         try:
@@ -82,7 +82,7 @@ class NativeBackend:
             self.reset()
             self._warm_up()
         except BaseException:
-            self.gpu.close()
+            self.close()
             raise
 
     @property
@@ -203,6 +203,7 @@ class NativeBackend:
 
     def close(self) -> None:
         """Free the device. Closing twice does no harm."""
+        self._dense.close()
         self.gpu.close()
 
     def force(self, accept: Sequence[int] | None) -> None:

@@ -69,6 +69,9 @@ class Launches:
             for name in self._plan.schedules
         }
 
+    def close(self) -> None:
+        """All its memory is the device's own."""
+
     def _scratch_bytes(self) -> int:
         rows, most, linears = self._plan.sizes.rows, 0, self._linears
         for steps in self._plan.schedules.values():

@@ -117,6 +117,10 @@ class Dense(Protocol):
         """Load and count the weights; make the passes of the plan, by name. Raises BackendError."""
         ...
 
+    def close(self) -> None:
+        """Let go of what is on the device and was not allocated through ``gpu``, before ``gpu`` is closed."""
+        ...
+
 
 def load(gpu: Gpu, plan: Plan, dense: Dense, weights: NativeWeights, cubin: Callable[[str], bytes]) -> Loaded:
     """Allocate and fill everything. Raises BackendError, naming the largest parts, when it does not fit."""

@@ -29,6 +29,7 @@ class PlannedOps:
 
     def __init__(self, flavour: Flavour, files: Mapping[str, Path]) -> None:
         self._flavour, self._files = flavour, files
+        self._engines: Engines | None = None
 
     def plan(self, programs: PairPrograms, precision: Precision, sizes: Sizes) -> Plan:
         """Steps and places of all passes, checked. Raises BackendError."""
@@ -44,6 +45,11 @@ class PlannedOps:
         self._engines = Engines(gpu, self._flavour)
         return 0
 
+    def close(self) -> None:
+        """Give the plans' memory back."""
+        if self._engines is not None:
+            self._engines.close()
+
     def count(self, memory: Memory) -> None:
         """A plan's weights on the device are about its file."""
         for name, path in self._files.items():
@@ -53,9 +59,11 @@ class PlannedOps:
     def load(self, memory: Memory, common: Common) -> dict[str, Frame]:
         """Read all plans, bind a context for each use of one and enqueue each once."""
         units = {key: unit for key, unit in self._pair.units.items() if key != EMBEDDING}
-        self._engines.load(units, {key: self._files[plan_name(key)] for key in units})
+        engines = self._engines
+        assert engines is not None
+        engines.load(units, {key: self._files[plan_name(key)] for key in units})
         self.count(memory)
-        self._engines.share_scratch(memory)
+        engines.share_scratch(memory)
         passes: dict[str, Frame] = {}
         for name, each in self._passes.items():
             runs: dict[RunPlan, Enqueue] = {}
@@ -64,7 +72,7 @@ class PlannedOps:
                     bound = each.bound(step)
                     where = {tensor: p.address for tensor, p in addresses(each, name, step, common).items()}
                     rows = each.rows if bound.rows is None else bound.rows
-                    runs[step] = self._engines.context(bound.key, bound.profile, rows, where).enqueue
+                    runs[step] = engines.context(bound.key, bound.profile, rows, where).enqueue
             for enqueue in runs.values():  # over whatever lies in the arena
                 enqueue()
             passes[name] = PlannedPass(**common.frame(self._plan, name), pair=self._pair, runs=runs)

@@ -10,7 +10,7 @@ from edge_dflash.backends.tensorrt.lower import Lowered, lower
 from edge_dflash.backends.tensorrt.monitor import monitor
 from edge_dflash.backends.tensorrt.units import Binding, RowRange, Unit
 from edge_dflash.checkpoint.weights import WeightStore
-from edge_dflash.errors import BuildError
+from edge_dflash.errors import BackendError, BuildError
 
 
 class Compiler:
@@ -28,8 +28,15 @@ class Compiler:
         self._builder = self.trt.Builder(self._log)
 
     def lower(self, unit: Unit, store: WeightStore) -> Lowered:
-        """Write a unit as a network. Raises BackendError."""
-        return lower(unit, store, self.trt, self._builder)
+        """Write a unit as a network. Raises BackendError with what TensorRT said, if it said anything."""
+        self._log.errors.clear()
+        try:
+            return lower(unit, store, self.trt, self._builder)
+        except BackendError as error:
+            if not self._log.errors:
+                raise
+            first = self._log.errors[0]  # behind it, without a GPU, comes one about the driver
+            raise BackendError(f"{error}; TensorRT says {' '.join(first.split())[:400]}") from None
 
     def plan(self, lowered: Lowered, advance: Callable[[float], bool] | None = None) -> memoryview:
         """Build a plan; profile i is ``profiles[i]`` of the unit. Raises BuildError with what TensorRT said.
@@ -46,9 +53,8 @@ class Compiler:
         if cache is not None:
             self.timing = bytes(cache.serialize())
         if plan is None:
-            said = " ".join((self._log.errors or ["nothing"])[-1].split())[:400]
             raise BuildError(
-                f"plan {lowered.unit.key} for {self.arch}: TensorRT {self.trt.__version__} says {said}; "
+                f"plan {lowered.unit.key} for {self.arch}: TensorRT {self.trt.__version__} says {self._log.said}; "
                 "build with another recipe, or report it"
             )
         return memoryview(plan).cast("B")
@@ -88,6 +94,11 @@ def error_log(trt: Any) -> Any:
         def __init__(self) -> None:
             trt.ILogger.__init__(self)
             self.errors: list[str] = []
+
+        @property
+        def said(self) -> str:
+            """The last error, in one line."""
+            return " ".join((self.errors or ["nothing"])[-1].split())[:400]
 
         def log(self, severity: Any, message: str) -> None:
             if severity in (trt.ILogger.INTERNAL_ERROR, trt.ILogger.ERROR):

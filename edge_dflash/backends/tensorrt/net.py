@@ -135,5 +135,5 @@ class Net:
 
     def _made(self, made: Any, what: str) -> Any:
         if made is None:
-            raise BackendError(f"{self.scope}: TensorRT {self.trt.__version__} refuses the {what}; see its log above")
+            raise BackendError(f"{self.scope}: TensorRT {self.trt.__version__} refuses the {what}")
         return made

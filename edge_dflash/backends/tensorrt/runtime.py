@@ -8,6 +8,7 @@ a GPU are all here, and ``execute_async_v3`` is the only one that runs after the
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,13 +44,18 @@ class Engines:
         except RuntimeError as error:
             raise BackendError(f"{flavour.product} does not start here: {error}; check the driver") from None
         self._engines: dict[str, Engine] = {}
+        self._contexts: list[Any] = []
         self._cache: Any = None  # kernels that TensorRT for RTX compiled for this GPU, shared by all contexts
         self._scratch = DevicePointer(0, 0)
 
     def load(self, units: Mapping[str, Unit], files: Mapping[str, Path]) -> None:
         """Read the plans in ``files`` (by key). Raises BackendError naming the plan."""
         for key, path in files.items():
-            engine = read_plan(self._trt, path, self._runtime.deserialize_cuda_engine)
+            try:
+                engine = read_plan(self._trt, path, self._runtime.deserialize_cuda_engine)
+            except RuntimeError as error:  # TensorRT for RTX 1.7 finds only here that there is no driver (measured)
+                product = self._flavour.product
+                raise BackendError(f"{path}: {product} does not start here: {error}; check the driver") from None
             if engine is None:
                 raise self._failed(f"{path}", "cannot be loaded; build it again with edge-dflash build --finish")
             _check(self._trt, units[key], engine)
@@ -78,7 +84,22 @@ class Engines:
                 raise self._failed(key, f"does not take an address for {binding.name}")
         if missing := list(made.infer_shapes()):
             raise self._failed(key, f"lacks the shape or address of {missing[0]}")
-        return Context(self, key, made, stream)
+        self._contexts.append(made)
+        return Context(self, key, len(self._contexts) - 1)
+
+    def enqueue(self, context: Context) -> None:
+        """Enqueue on the device's stream. Raises BackendError with TensorRT's words."""
+        if not self._contexts[context.number].execute_async_v3(int(self._gpu.stream)):
+            raise self._failed(context.key, "cannot be enqueued")
+
+    def close(self) -> None:
+        """Let go of contexts and engines, and so of the weights on the device, before that is closed."""
+        with suppress(BackendError):  # a device that failed, or is closed already
+            self._gpu.enter()
+            self._gpu.synchronize()
+        self._contexts.clear()
+        self._engines.clear()
+        self._cache = None
 
     def _make(self, engine: Any) -> Any:
         strategy = self._trt.ExecutionContextAllocationStrategy.USER_MANAGED
@@ -93,8 +114,7 @@ class Engines:
         return engine.create_execution_context(config)
 
     def _failed(self, what: str, how: str) -> BackendError:
-        said = " ".join((self._log.errors or ["nothing"])[-1].split())[:300]
-        return BackendError(f"plan {what} {how}; TensorRT {self._trt.__version__} says {said}")
+        return BackendError(f"plan {what} {how}; TensorRT {self._trt.__version__} says {self._log.said}")
 
 
 @dataclass(frozen=True)
@@ -103,13 +123,11 @@ class Context:
 
     engines: Engines
     key: str
-    context: Any
-    stream: int
+    number: int  # among the contexts of ``engines``
 
     def enqueue(self) -> None:
         """Enqueue on the device's stream. Raises BackendError with TensorRT's words."""
-        if not self.context.execute_async_v3(self.stream):
-            raise self.engines._failed(self.key, "cannot be enqueued")
+        self.engines.enqueue(self)
 
 
 def _check(trt: Any, unit: Unit, engine: Any) -> None:
