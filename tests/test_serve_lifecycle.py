@@ -65,6 +65,20 @@ def test_an_idle_engine_feeds_and_a_hung_one_does_not():
     assert progress.stalled_seconds(1) == 1.0  # of work; before there was none
 
 
+def test_work_on_a_session_that_hangs_does_not_feed(tmp_path):
+    service, begun, go_on = fake_service(tmp_path), threading.Event(), threading.Event()
+    thread = threading.Thread(target=lambda: service.planner._engine.call(lambda: begun.set() or go_on.wait(20)))
+    thread.start()
+    assert begun.wait(5)
+    assert service.progress.running
+    service.progress.feeds(0)
+    assert not service.progress.feeds(0)
+    go_on.set()
+    thread.join()
+    assert service.progress.feeds(0)
+    service.close()
+
+
 @pytest.fixture
 def fast_ticks(monkeypatch):
     monkeypatch.setattr(service_module, "TICK", 0.02)

@@ -93,7 +93,11 @@ class Engine:
 
         def job() -> Generator[None, Any, T]:
             yield
-            return function()
+            self._observer.started()  # it may hang in the driver as a request may
+            try:
+                return function()
+            finally:
+                self._observer.ended()
 
         return self._scheduler.submit(job, priority=_SOON).result()
 

@@ -36,7 +36,7 @@ class Observer(Protocol):
     """Who watches an engine. Called by its worker between two passes: must be quick and must not raise."""
 
     def started(self) -> None:
-        """A request begins to run."""
+        """A request, or a small work between two, begins to run."""
         ...
 
     def step(self, step: Step) -> None:
