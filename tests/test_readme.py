@@ -41,7 +41,7 @@ def test_the_first_block_is_the_two_commands():
     assert len(FIRST) == 2
     run, test = FIRST
     assert run.endswith("edge-dflash demo")
-    assert test.endswith("pytest")
+    assert test.endswith(".venv/bin/pytest -n auto --dist loadfile")
     for line in FIRST:
         assert line.startswith("python3 -m venv .venv && .venv/bin/pip install -e ")
 
