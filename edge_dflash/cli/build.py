@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from edge_dflash.build.finish import finish as finish_bundle
 from edge_dflash.build.finish import finish_command
 from edge_dflash.build.result import BuildResult
 from edge_dflash.cli.output import emit_json, say, stages
@@ -50,11 +51,8 @@ def build(
     if finish is not None:
         if target or drafter or output:
             raise RequestError("--finish BUNDLE goes alone: a bundle has its own models, recipe and sizes")
-        from edge_dflash.build.finish import finish as finish_bundle
-
         with stages() as report:
-            _report(finish_bundle(finish, report), json)
-        return
+            return _report(finish_bundle(finish, report), json)
     if target is None or drafter is None or output is None:
         missing = next(n for n, v in (("target", target), ("drafter", drafter), ("output", output)) if v is None)
         raise typer.BadParameter(f"Missing option '--{missing}' (or give --finish BUNDLE).")
