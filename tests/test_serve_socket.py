@@ -22,7 +22,7 @@ from edge_dflash.serve.server import listening
 CHAT = "/v1/chat/completions"
 TASK = [{"role": "user", "content": "Bring the red mug to the kitchen table."}]
 PLAIN = {"messages": TASK, "edge_dflash": {"speculative": False}}
-SETTINGS = "[timeouts]\nheader = 0.5\nbody = 0.5\n[limits]\nconnections = 12\n"
+SETTINGS = "[timeouts]\nheader = 0.5\nbody = 0.5\nwrite = 2.0\n[limits]\nconnections = 12\n"
 ON_TCP = ("chat_stream", "cancel", "wrong_key", "curl_bad_requests", "curl_health")
 
 
@@ -63,7 +63,8 @@ def talk(process, data, seconds=5.0):
     with socket.socket(socket.AF_UNIX) as one:
         one.settimeout(seconds)
         one.connect(str(process.socket))
-        one.sendall(data)
+        if data:  # even nothing cannot be sent to who has closed already
+            one.sendall(data)
         received = b""
         while chunk := one.recv(65536):
             received += chunk
@@ -107,6 +108,16 @@ def test_slow_clients_are_let_go(process):
     head = b"POST " + CHAT.encode() + b" HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 9\r\n"
     assert "body" in error_in(talk(process, head + b"\r\n{"), 408)["message"]
     assert time.monotonic() - began < 6
+
+
+def test_a_client_that_takes_no_answers_is_cut(process):
+    began = time.monotonic()
+    with socket.socket(socket.AF_UNIX) as one:
+        one.settimeout(15)
+        one.connect(str(process.socket))
+        with pytest.raises((BrokenPipeError, ConnectionResetError)):
+            one.sendall(b"GET /metrics HTTP/1.1\r\nhost: x\r\n\r\n" * 100_000)
+    assert time.monotonic() - began < 12
 
 
 def test_connections_are_bounded(process):

@@ -1,4 +1,4 @@
-"""One connection, bounded before there is a request: how many there are, and how long headers may take.
+"""One connection, bounded: how many there are, how long headers may take, and how long an answer lies unread.
 
 uvicorn bounds the bytes of headers and the time between requests; the rest is here. Knows HTTP/1.1 as bytes only.
 """
@@ -14,14 +14,16 @@ from edge_dflash.serve.refusal import Refusal, dump, error_json
 _PHRASES = {400: "Bad Request", 408: "Request Timeout", 503: "Service Unavailable"}
 
 
-def bounded_connection(most: int, header_seconds: float) -> type[H11Protocol]:
+def bounded_connection(most: int, header_seconds: float, write_seconds: float) -> type[H11Protocol]:
     """The protocol of a connection: at most ``most`` at a time, headers within ``header_seconds``.
 
+    One whose client takes nothing for ``write_seconds`` is cut, whatever it was sent.
     Connections of the Unix socket and of TCP are counted apart: a network must not keep this machine's programs out.
     """
 
     class Bounded(H11Protocol):
         _timer: asyncio.TimerHandle | None = None
+        _unread: asyncio.TimerHandle | None = None
         _refused = False
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -33,7 +35,16 @@ def bounded_connection(most: int, header_seconds: float) -> type[H11Protocol]:
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._stop()
+            self._taken()
             super().connection_lost(exc)
+
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            self._unread = self.loop.call_later(write_seconds, self.transport.abort)
+
+        def resume_writing(self) -> None:
+            self._taken()
+            super().resume_writing()
 
         def data_received(self, data: bytes) -> None:
             if self._refused:
@@ -47,6 +58,11 @@ def bounded_connection(most: int, header_seconds: float) -> type[H11Protocol]:
 
         def send_400_response(self, msg: str) -> None:
             self._refuse(Refusal("this is no HTTP request, or its headers are too long"))
+
+        def _taken(self) -> None:
+            if self._unread is not None:
+                self._unread.cancel()
+                self._unread = None
 
         def _stop(self) -> None:
             if self._timer is not None:

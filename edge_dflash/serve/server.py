@@ -130,7 +130,7 @@ def uvicorn_config(service: Service, key: str) -> uvicorn.Config:
     limits, timeouts = service.config.limits, service.config.timeouts
     return uvicorn.Config(
         make_app(service, key),
-        http=bounded_connection(limits.connections, timeouts.header),
+        http=bounded_connection(limits.connections, timeouts.header, timeouts.write),
         ws="none",
         loop="asyncio",
         lifespan="off",
