@@ -86,6 +86,10 @@ def manifest(**fields):
     return lambda facts: replace(facts, bundle=replace(facts.bundle, manifest=replace(facts.bundle.manifest, **fields)))
 
 
+def old_driver(facts):
+    return replace(facts, device=replace(THOR, cuda=(12, 6)))
+
+
 def lack(facts):
     return replace(facts, board=replace(facts.board, memory=MemoryState(10**10, 10**6, 0, 0)))
 
@@ -101,6 +105,7 @@ CASES = [
     ("D003", "warn", changed(device=None, device_error="none; install it", bundle=None), "install it", {}),
     ("D003", "fail", changed(device=replace(THOR, cuda=(12, 6))), "flash JetPack 7", {}),
     ("D003", "warn", changed(device=replace(THOR, cuda=(12, 6)), bundle=None), "flash JetPack 7", {}),
+    ("D003", "fail", lambda facts: old_driver(manifest(backend="tensorrt")(facts)), "flash JetPack 7", {}),
     ("D004", "warn", changed(device=None), "D003", {}),
     ("D004", "warn", changed(device=replace(THOR, sm=75)), "there are kernels for sm87, sm89", {}),
     ("D004", "warn", changed(device=replace(THOR, sm=87)), "the profile agx-thor says SM 110", {}),

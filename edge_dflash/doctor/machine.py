@@ -47,7 +47,7 @@ def driver(facts: Facts) -> Check:
         return judge("D003", what, remedy or "install the NVIDIA driver; the reference backend runs without")
     version = ".".join(map(str, facts.device.cuda))
     if facts.device.cuda < FIRST_CUDA:
-        judge = fail if backend == "native" else warn
+        judge = fail if backend in ("native", "tensorrt") else warn
         return judge("D003", f"the driver serves CUDA {version}", "flash JetPack 7, whose driver serves CUDA 13")
     return ok("D003", f"the driver serves CUDA {version}")
 
