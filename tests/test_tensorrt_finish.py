@@ -103,6 +103,13 @@ def test_a_board_without_a_fit_tensorrt_is_told(board, bundle, monkeypatch, vers
     assert board.made == []
 
 
+def test_a_bundle_that_this_version_will_not_run_gets_no_plans(board, bundle, monkeypatch):
+    monkeypatch.setattr(finish_module, "kernels_digest", lambda: "0" * 16)
+    with pytest.raises(BuildError, match=r"this version launches 0{16}; build it again with .* --arch sm110"):
+        finish(bundle)
+    assert board.made == []
+
+
 def test_an_interrupted_finish_resumes_and_the_bundle_stays_deferred(board, bundle):
     before = digests(bundle)
 

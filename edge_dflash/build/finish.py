@@ -16,6 +16,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from edge_dflash.backends.native.compile import kernels_digest
 from edge_dflash.backends.tensorrt.api import TENSORRT, TENSORRT_RTX
 from edge_dflash.build.result import BuildProgress, BuildResult, Stage
 from edge_dflash.build.tensorrt_plan import check_device, checked_version
@@ -48,6 +49,11 @@ def finish(path: Path, progress: BuildProgress | None = None) -> BuildResult:
     version = checked_version(flavour)
     if plans.version == version:
         return BuildResult(path, manifest.size, time.monotonic() - began, plans.names, (), ())
+    if (found := manifest.tools.get("kernels")) != (wanted := kernels_digest()):
+        raise BuildError(
+            f"{path} holds kernels {found} of {manifest.created_by}, this version launches {wanted}; "
+            f"build it again with --backend tensorrt --arch {manifest.arch}"
+        )
     report = progress or (lambda stage, done, total: None)
     try:
         size, warnings = _finish(path.resolve(), manifest, replace(plans, version=version, deferred=()), report)
