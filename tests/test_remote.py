@@ -321,6 +321,39 @@ def test_an_openai_api_answers_and_what_it_cannot_is_refused(tmp_path):
                 call()
 
 
+UNREADABLE = {"choices": [], "usage": {"prompt_tokens": "many"}}
+
+
+@pytest.mark.parametrize(
+    "chunks",
+    [
+        [delta("stop"), UNREADABLE],
+        [{**delta("stop"), "edge_dflash": ["no object"]}],
+        [{**delta("stop"), "edge_dflash": {"timings": {"hours": 1}}}],
+        [delta(tool_calls=[7])],
+        [delta(tool_calls=[{"index": "first"}])],
+    ],
+    ids=str,
+)
+def test_answers_that_cannot_be_read_end_the_request(tmp_path, chunks):
+    other = Other("acme", [delta(content="Going"), *chunks])
+    with live(other.app, tmp_path) as url, Planner.connect(url) as remote:
+        session = remote.session()
+        stream = session.stream(TASK)
+        with pytest.raises(ServiceError, match="cannot be read"):
+            stream._ticket.result(10)
+        assert not session.busy
+
+
+def test_an_answer_that_cannot_be_read_ends_at_its_deadline_too(tmp_path):
+    other = Other("acme", [delta(content="Going"), UNREADABLE, *[delta(content=".")] * 20])
+    other.slow = 0.1
+    with live(other.app, tmp_path) as url, Planner.connect(url) as remote:
+        stream = remote.stream(TASK, deadline=0.5)
+        with pytest.raises(ServiceError, match="cannot be read"):
+            stream._ticket.result(10)
+
+
 def test_line_breaks_of_unicode_are_text(tmp_path):
     text = "a\u2028b\x85c\x0bd\u00e9\U0001f916"
     other = Other("acme", [delta(content=text), delta("stop")])

@@ -149,13 +149,13 @@ class Connection:
                 raise ServiceError("the connection ended before the answer did; ask again")
             asking.settle(asking.reading.plan())
         except asyncio.CancelledError:
-            asking.settle(asking.reading.plan(asking.reason or "cancelled"))
+            asking.give_up()
         except EdgeDflashError as error:
             asking.fail(error)
         except self._errors as error:
             asking.fail(self._lost(error))
         except Exception as error:
-            asking.fail(ServiceError(f"the server's answer cannot be read ({type(error).__name__}: {error})"))
+            asking.fail(_unreadable(error))
         finally:
             if timer is not None:
                 timer.cancel()
@@ -239,12 +239,29 @@ class Asking:
         if not self.admitted.done():
             self.admitted.set_result(None)
 
+    def give_up(self) -> None:
+        """It was cut: what came is the plan."""
+        try:
+            plan = self.reading.plan(self.reason or "cancelled")
+        except Exception as error:
+            self.fail(_unreadable(error))
+        else:
+            self.settle(plan)
+
     def fail(self, error: EdgeDflashError) -> None:
         """It ended with an error: at the call if the server did not take it, else at the stream."""
-        self._ended(self.reading.plan("cancelled"))
+        try:
+            plan = self.reading.plan("cancelled")
+        except Exception:  # what came is what cannot be read
+            plan = self.reading.nothing()
+        self._ended(plan)
         self.ticket._fail(error)
         if not self.admitted.done():
             self.admitted.set_exception(error)
+
+
+def _unreadable(error: Exception) -> ServiceError:
+    return ServiceError(f"the server's answer cannot be read ({type(error).__name__}: {error})")
 
 
 def _take(asking: Asking, line: bytes) -> bool:

@@ -132,6 +132,10 @@ class Reading:
             relaxed_tokens=int(extra.get("relaxed_tokens", 0)),
         )
 
+    def nothing(self) -> Plan:
+        """The plan of an answer of which nothing can be used."""
+        return Reading(self._options, self._began, own=self._own).plan("cancelled")
+
     def _known_reason(self) -> FinishReason:
         if self._reason not in _FINISH:
             raise ServiceError(f"the server ended the answer by {self._reason!r}, which is not known here")
