@@ -11,11 +11,13 @@ import os
 import re
 from importlib.util import find_spec
 from pathlib import Path
+from threading import Lock
 
 from edge_dflash.errors import BuildError
 
 KERNELS = Path(__file__).parent / "kernels"
 ARCHS = ("sm87", "sm89", "sm90a", "sm110a", "sm120a", "sm121a")
+_IMPORT = Lock()  # two threads that import cuda.core at once find it half made
 BENCH = "bench"  # kernels of benchmarks: no bundle holds them
 _INCLUDE = re.compile(r'^\s*#include "([^"]+)"', re.M)
 _COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.S)
@@ -78,7 +80,8 @@ def compile_cubin(unit: str, arch: str) -> bytes:
     if arch not in ARCHS:
         raise BuildError(f"arch is {arch!r}, wanted one of {', '.join(ARCHS)}")
     try:
-        from cuda.core import Program, ProgramOptions
+        with _IMPORT:
+            from cuda.core import Program, ProgramOptions
     except ModuleNotFoundError as error:
         raise BuildError(_missing(error.name)) from None
     path = KERNELS / f"{unit}.cu"
