@@ -69,7 +69,7 @@ def test_kernels_of_another_version_are_refused(bundles, monkeypatch):
 
 def test_pair_plans_kernels_and_sizes_reach_the_backend(bundles, monkeypatch):
     on(monkeypatch, 121)
-    monkeypatch.setattr(backend, "NativeBackend", lambda *pair, **rest: (pair, rest))
+    monkeypatch.setattr("edge_dflash.backends.native.backend.NativeBackend", lambda *pair, **rest: (pair, rest))
     bundle = Bundle.open(bundles[0])
     (pair, weights, precision), rest = backends.load(bundle)
     manifest = bundle.manifest

@@ -11,6 +11,7 @@ from edge_dflash.telemetry.memory import drop_page_cache
 SMALL_MODEL = 1024  # hidden size up to which torch runs on one thread: more would mostly wait for each other
 
 if TYPE_CHECKING:
+    from edge_dflash.backends.native.loading import Dense
     from edge_dflash.bundle.reader import Bundle
 
 
@@ -61,20 +62,22 @@ def _device(bundle: Bundle) -> Backend:
             f"{bundle.path} holds kernels {found} of {manifest.created_by}, this version launches {wanted}; "
             f"build it again with --backend {manifest.backend} --arch {manifest.arch}"
         )
+    dense: Dense | None = None  # the native backend's own launches
     if manifest.backend == "tensorrt":
-        from edge_dflash.backends.tensorrt.backend import load_bundle
+        from edge_dflash.backends.tensorrt.backend import bundle_ops
 
-        backend = load_bundle(bundle)
+        dense = bundle_ops(bundle)
     else:
         check_native(bundle.pair, manifest.weights, arch=manifest.arch)
-        backend = NativeBackend(
-            bundle.pair,
-            BundleWeights(bundle),
-            manifest.precision,
-            cubin=bundle.cubin,
-            max_context=manifest.max_context,
-            prefill_chunk=manifest.prefill_chunk,
-        )
+    backend = NativeBackend(
+        bundle.pair,
+        BundleWeights(bundle),
+        manifest.precision,
+        cubin=bundle.cubin,
+        max_context=manifest.max_context,
+        prefill_chunk=manifest.prefill_chunk,
+        dense=dense,
+    )
     if shares_memory():  # the files' pages lie in the memory that the engine shares with everything else
         drop_page_cache(bundle.path)
     return backend

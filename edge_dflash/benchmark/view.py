@@ -11,6 +11,7 @@ from rich.text import Text
 
 from edge_dflash.benchmark.result import Cycle, Part, Result
 from edge_dflash.benchmark.traffic import Traffic
+from edge_dflash.inspection.view import named_table
 
 
 def render(result: Result) -> RenderableType:
@@ -54,7 +55,7 @@ def _head(result: Result) -> Text:
 def _decoding(result: Result) -> Table:
     forced = result.forced_accept_length is not None
     title = "Decoding through the loop, wall clock" + (", accept length forced" if forced else "")
-    table = _table(title, "", right=("tokens/s", "accept length", "cycles", "ms a cycle", "floor", "x floor"))
+    table = named_table(title, "", right=("tokens/s", "accept length", "cycles", "ms a cycle", "floor", "x floor"))
     floors = (result.plain_floor_ms, result.cycle.whole.floor_ms)
     for name, decode, floor in zip(("plain", "speculative"), (result.plain, result.speculative), floors, strict=True):
         over = _ratio(decode.ms / floor) if floor else "-"
@@ -74,7 +75,7 @@ def _cold(result: Result) -> Text:
 def _cycle(result: Result) -> Table:
     cycle = result.cycle
     title = f"One steady cycle at {cycle.context:,} tokens, block {result.block_size}"
-    table = _table(title, "part", right=("ms", "MB", "floor ms", "x floor", "TB/s", "of which, MB"))
+    table = named_table(title, "part", right=("ms", "MB", "floor ms", "x floor", "TB/s", "of which, MB"))
     for name, part, traffic in (
         ("propose", cycle.propose, cycle.propose_traffic),
         ("verify", cycle.verify, cycle.verify_traffic),
@@ -87,7 +88,7 @@ def _cycle(result: Result) -> Table:
 
 
 def _prefill(result: Result) -> Table:
-    table = _table("Time to the first token", "prompt", right=("ms", "tokens/s", "TFLOP/s", "of matrix rate"))
+    table = named_table("Time to the first token", "prompt", right=("ms", "tokens/s", "TFLOP/s", "of matrix rate"))
     for row in result.prefill:
         rate = "-" if row.operations_per_second is None else f"{row.operations_per_second / 1e12:.0f}"
         share = "-" if row.share is None else f"{row.share:.0%}"
@@ -96,14 +97,14 @@ def _prefill(result: Result) -> Table:
 
 
 def _contexts(result: Result) -> Table:
-    table = _table("Cycle by context", "tokens", right=("ms", "MB", "floor ms", "x floor", "TB/s", "K/V, MB"))
+    table = named_table("Cycle by context", "tokens", right=("ms", "MB", "floor ms", "x floor", "TB/s", "K/V, MB"))
     for cycle in (result.cycle, *result.contexts):
         table.add_row(f"{cycle.context:,}", *_part(cycle.whole), _kv(cycle))
     return table
 
 
 def _profile(result: Result) -> Table:
-    table = _table("Steps of a cycle, one after the other", "step", right=("times", "ms", "MB", "TB/s"))
+    table = named_table("Steps of a cycle, one after the other", "step", right=("times", "ms", "MB", "TB/s"))
     for step in result.profile:
         rate = f"{step.bytes / step.ms / 1e9:.2f}" if step.bytes else "-"
         table.add_row(step.name, str(step.count), f"{step.ms:.3f}", f"{step.bytes / 1e6:,.1f}", rate)
@@ -114,7 +115,7 @@ def _profile(result: Result) -> Table:
 
 def _memory(result: Result) -> Table:
     memory = result.memory
-    table = _table("Device memory", "what is held", right=("MB",))
+    table = named_table("Device memory", "what is held", right=("MB",))
     if memory is None:
         return table
     for purpose, size in sorted(memory.budget.items(), key=lambda entry: -entry[1]):
@@ -151,12 +152,3 @@ def _ms(value: float | None) -> str:
 
 def _ratio(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
-
-
-def _table(title: str, *left: str, right: tuple[str, ...]) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold")
-    for name in left:
-        table.add_column(name)
-    for name in right:
-        table.add_column(name, justify="right")
-    return table

@@ -122,7 +122,7 @@ class WorkDir:
             partial.unlink(missing_ok=True)
             raise
         partial.replace(path)
-        _sync_directory(path.parent)
+        sync_path(path.parent)
         self._log({"file": name, "sha256": entry.sha256, "size": entry.size})
         self._entries[name] = entry
         return entry
@@ -133,11 +133,11 @@ class WorkDir:
         with DurableFile(self.staging / MANIFEST, lambda _: None) as file:
             file.write(manifest)
         for path in (*(p for p in self.staging.rglob("*") if p.is_dir()), self.staging):
-            _sync_directory(path)
+            sync_path(path)
         if self.output.exists():
             self.output.rename(self._previous)
         self.staging.rename(self.output)
-        _sync_directory(self.output.parent)
+        sync_path(self.output.parent)
         shutil.rmtree(self.root)
 
     def _lock(self) -> None:
@@ -206,8 +206,9 @@ def _read_journal(path: Path) -> tuple[dict[str, Any] | None, dict[str, FileEntr
     return header, entries, whole
 
 
-def _sync_directory(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+def sync_path(path: Path) -> None:
+    """Bring a file, or a directory's names, to the disk."""
+    fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
     finally:

@@ -39,7 +39,7 @@ def render(inspection: Inspection) -> RenderableType:
 
 
 def _weights(inspection: Inspection) -> Table:
-    table = _table("Weights", "model", "module", "format", right=("parameters", "bytes"))
+    table = named_table("Weights", "model", "module", "format", right=("parameters", "bytes"))
     for group in inspection.weights:
         table.add_row(group.model, group.module, group.format, f"{group.parameters:,}", f"{group.bytes:,}")
     return table
@@ -47,7 +47,7 @@ def _weights(inspection: Inspection) -> Table:
 
 def _cycle(inspection: Inspection) -> Table:
     title = f"One cycle at {inspection.context:,} tokens, block {inspection.block_size}"
-    table = _table(title, "what is moved", right=("bytes", "ms at least"))
+    table = named_table(title, "what is moved", right=("bytes", "ms at least"))
     for key, size in asdict(inspection.cycle).items():
         table.add_row(CYCLE_LABELS[key], f"{size:,}", f"{inspection.board.milliseconds(size):.3f}")
     table.add_section()
@@ -56,7 +56,7 @@ def _cycle(inspection: Inspection) -> Table:
 
 
 def _memory(inspection: Inspection) -> Table:
-    table = _table(f"Memory for {inspection.max_context:,} tokens of context", "what is held", right=("bytes",))
+    table = named_table(f"Memory for {inspection.max_context:,} tokens of context", "what is held", right=("bytes",))
     for key, size in asdict(inspection.memory).items():
         table.add_row(MEMORY_LABELS[key], f"{size:,}")
     table.add_section()
@@ -81,7 +81,8 @@ def _summary(inspection: Inspection) -> Text:
     return Text("\n".join(lines))
 
 
-def _table(title: str, *left: str, right: tuple[str, ...]) -> Table:
+def named_table(title: str, *left: str, right: tuple[str, ...]) -> Table:
+    """An empty table with a title; columns of words, then of numbers."""
     table = Table(title=title, title_justify="left", title_style="bold")
     for name in left:
         table.add_column(name)

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from edge_dflash.build.workdir import sync_path
 from edge_dflash.bundle.manifest import MANIFEST, Manifest
 from edge_dflash.bundle.reader import Bundle, check_files, read_manifest
 from edge_dflash.errors import BundleError, EdgeDflashError
@@ -68,7 +69,7 @@ def add(layout: Layout, bundle: Path, program: Path) -> str:
             (incoming / "no-plans").touch()
         incoming.chmod(0o755)
         incoming.rename(layout.releases / name)
-        _sync(layout.releases)
+        sync_path(layout.releases)
     except BaseException:
         shutil.rmtree(incoming, ignore_errors=True)
         raise
@@ -93,7 +94,7 @@ def switch(layout: Layout, name: str) -> None:
     fresh.unlink(missing_ok=True)
     fresh.symlink_to(Path("releases") / name)
     fresh.replace(layout.current)
-    _sync(layout.base)
+    sync_path(layout.base)
 
 
 def record(layout: Layout, name: str) -> None:
@@ -147,10 +148,10 @@ def _copy(layout: Layout, source: Path, target: Path, manifest: Manifest) -> Non
             continue
         shutil.copyfile(source / name, file)
         file.chmod(0o644)
-        _sync(file)
+        sync_path(file)
     for folder in (target, *(path for path in target.rglob("*") if path.is_dir())):
         folder.chmod(0o755)
-        _sync(folder)
+        sync_path(folder)
     try:
         Bundle.open(target)
     except BundleError as error:
@@ -167,11 +168,3 @@ def _held(layout: Layout) -> Mapping[tuple[str, int], Path]:
         with suppress(EdgeDflashError, OSError):
             found |= {(e.sha256, e.size): folder / file for file, e in read_manifest(folder.resolve()).files.items()}
     return {key: path for key, path in found.items() if path.is_file()}
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

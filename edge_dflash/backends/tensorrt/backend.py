@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from edge_dflash.backends.base import Precision
-from edge_dflash.backends.native.backend import NativeBackend
-from edge_dflash.backends.native.bundle_weights import BundleWeights
 from edge_dflash.backends.native.driver import Gpu
 from edge_dflash.backends.native.loading import Common, Plan
 from edge_dflash.backends.native.memory import Memory
@@ -95,19 +93,10 @@ def check_plans_here(bundle: Bundle) -> Flavour:
     return flavour
 
 
-def load_bundle(bundle: Bundle) -> NativeBackend:
-    """Load a finished bundle. Raises BackendError."""
+def bundle_ops(bundle: Bundle) -> PlannedOps:
+    """The plans of a finished bundle. Raises BackendError when they are not for this TensorRT or not all there."""
     manifest = bundle.manifest
     flavour = check_plans_here(bundle)
     assert manifest.plans is not None
     check_plans(bundle.pair, manifest.weights, manifest.arch)
-    files = {name: bundle.plan(name) for name in manifest.plans.names}
-    return NativeBackend(
-        bundle.pair,
-        BundleWeights(bundle),
-        manifest.precision,
-        cubin=bundle.cubin,
-        max_context=manifest.max_context,
-        prefill_chunk=manifest.prefill_chunk,
-        dense=PlannedOps(flavour, files),
-    )
+    return PlannedOps(flavour, {name: bundle.plan(name) for name in manifest.plans.names})
