@@ -1,11 +1,14 @@
 """What cubins say of their kernels, for people and in ``inspect``; what a digest of the kernels covers."""
 
+from types import SimpleNamespace
+
 import pytest
 from cli_support import last_json
 from cubin_support import CACHE, cubin, kernel_use
 from native_support import formats_of, write_native_bundle
 
 from edge_dflash.backends.native import compile as kernels
+from edge_dflash.backends.native import cycle, sample, small
 from edge_dflash.backends.native.report import main
 from edge_dflash.errors import BackendError
 
@@ -20,7 +23,17 @@ def test_a_report_names_every_kernel_of_every_arch(capsys):
             for name, use in uses.items():
                 assert f"{use.registers:9} {use.shared_bytes:7,} {use.stack_bytes:7,}  {name}" in out
                 assert 0 < use.registers <= 255
-    assert kernel_use(cubin("small", "sm87"))["argmax_slices"].shared_bytes == 64  # eight ranks of 8 bytes
+    assert kernel_use(cubin("small", "sm87"))["rms_norm"].shared_bytes == 32  # eight sums of 4 bytes
+
+
+@pytest.mark.parametrize(
+    ("unit", "kernels_of"),
+    [(small.UNIT, small.Small), (cycle.UNIT, cycle.CycleKernels), (sample.UNIT, sample.Sampler)],
+)
+def test_every_kernel_of_a_unit_is_loaded(unit, kernels_of):
+    loaded = []
+    kernels_of(None, SimpleNamespace(kernel=loaded.append))
+    assert sorted(loaded) == sorted(kernel_use(cubin(unit, "sm87")))
 
 
 def test_a_report_of_an_unknown_arch_is_an_error(capsys):

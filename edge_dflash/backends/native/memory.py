@@ -30,7 +30,6 @@ class Control(IntEnum):
     PENDING = 1  # rows of the tape that are committed but not in the recurrent state
     ROWS = 2  # valid rows of a prefill pass
     ANCHOR = 3  # last committed token, not in the caches yet
-    BUDGET = 4  # most rows that further cycles may commit
 
 
 CONTROL_BYTES = 32

@@ -1,4 +1,4 @@
-"""Small kernels of a pass, and their launches: kernels/small.cu, as far as passes use it."""
+"""Small kernels of a pass, and their launches: kernels/small.cu."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ typedef unsigned long long u64;
 #define NEG_INF __int_as_float(0xff800000)
 static constexpr u32 ALL = 0xffffffffu;
 
-// Words of the control block in device memory (int32), mirrored by small.Control.
-enum Control { LENGTH = 0, PENDING = 1, ROWS = 2, ANCHOR = 3, BUDGET = 4 };
+// Words of the control block in device memory (int32), mirrored by memory.Control.
+enum Control { LENGTH = 0, PENDING = 1, ROWS = 2, ANCHOR = 3 };
 
 // Every kernel waits first and triggers right after: code before the wait of the next kernel may then rely on
 // everything that ran before this one.
