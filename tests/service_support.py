@@ -18,7 +18,7 @@ import httpx2
 import uvicorn
 from fakes import SHAPE, FakeBackend
 from starlette.testclient import TestClient
-from text_support import write_tokenizer
+from text_support import thinking_tokenizer, write_tokenizer
 
 from edge_dflash.planner import Planner
 from edge_dflash.serve.app import make_app
@@ -75,6 +75,15 @@ def tool_service(directory: Path) -> Service:
 def client_of(service: Service, key: str = "") -> TestClient:
     """A client of a service, in this process, as if over TCP from this machine."""
     return TestClient(make_app(service, key), base_url="http://localhost", raise_server_exceptions=False)
+
+
+def thinking_service(directory: Path, answer: str) -> Service:
+    """A service whose model, asked to think about TOOL_TASK, answers this."""
+    tokenizer = thinking_tokenizer(directory / "tokenizer")
+    prompt = tokenizer.encode_chat(TOOL_TASK, enable_thinking=True)
+    script = [*tokenizer.encode(answer), tokenizer.eos_token_id]
+    backend = FakeBackend(replace(TEXT_SHAPE, vocab_size=262), script=script, script_at=len(prompt))
+    return fake_service(directory, backend, tokenizer)
 
 
 class Process:

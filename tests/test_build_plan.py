@@ -1,5 +1,6 @@
 import os
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from builder_support import BF16, GOLDEN, TARGETS, add_tokenizer, config_of, copy_target, recipe
@@ -64,6 +65,8 @@ def test_paths_that_cannot_work_are_refused(tmp_path):
     refused(config_of("qwen3", output, recipe=tmp_path / "no.yaml"), RecipeError, "no.yaml")
     target = copy_target("qwen3", tmp_path / "target")
     refused(config_of("qwen3", target, target=target), BuildError, "is a checkpoint of this build")
+    with pytest.raises(BuildError, match="'/' names no directory to make; give a path that ends in a name"):
+        plan_build(config_of("qwen3", Path("/")))
     output.write_text("")
     refused(config_of("qwen3", output), BuildError, "exists and is no directory")
     output.unlink()

@@ -1,6 +1,8 @@
+import errno
 import json
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 from edge_dflash.build.workdir import WorkDir, building_path
 from edge_dflash.bundle.manifest import dump_manifest
 from edge_dflash.bundle.parts import hash_file, write_part
-from edge_dflash.bundle.reader import Bundle
+from edge_dflash.bundle.reader import MAX_MANIFEST, Bundle
 from edge_dflash.checkpoint.weights import Fp8Weight, Nvfp4Weight, WideWeight
 from edge_dflash.errors import BundleError
 
@@ -139,6 +141,35 @@ def test_an_unfinished_build_is_named_with_its_resume_command(tmp_path):
         pass
     for path in (output, building_path(output), building_path(output) / "bundle"):
         refused(path, "is an unfinished build, not a bundle; finish it with: edge-dflash build --output out")
+
+
+def test_a_manifest_that_is_too_large_is_not_read(bundle):
+    with (bundle / "manifest.json").open("r+b") as file:
+        file.truncate(MAX_MANIFEST + 1)  # a hole: no bytes are written
+    refused(bundle, f"has {MAX_MANIFEST + 1} bytes, wanted at most {MAX_MANIFEST}; it is no manifest")
+
+
+def test_a_weight_file_whose_header_is_damaged_is_named(bundle):
+    part = "weights/target-head.safetensors"
+    manifest = Bundle.open(bundle).manifest
+    (bundle / part).write_bytes(b"\xff" * 64)
+    files = {**manifest.files, part: hash_file(bundle / part, lambda count: None)}
+    (bundle / "manifest.json").write_bytes(dump_manifest(replace(manifest, files=files)))
+    refused(bundle, "target-head.safetensors")
+
+
+@pytest.mark.parametrize("opened", ["manifest.json", "weights/target-head.safetensors"])
+def test_files_that_may_not_be_read_are_named(bundle, monkeypatch, opened):
+    """As for another user: root may read everything."""
+    real = Path.open
+
+    def refuse(path, *args, **kwargs):
+        if path == bundle / opened:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return real(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    refused(bundle, f"cannot read {bundle / opened}: Permission denied; check its permissions")
 
 
 def test_newer_schema_is_refused(bundle):

@@ -91,6 +91,8 @@ def test_stop_tokens_of_both_files_are_joined(target):
         ({"architectures": ["DFlashDraftModel"]}, UnsupportedModelError, "give it as the drafter"),
         ({"architectures": []}, CheckpointError, "architectures is"),
         ({"attention_bias": True}, UnsupportedModelError, "attention_bias"),
+        ({"attention_bias": "no"}, CheckpointError, "attention_bias is 'no', wanted true or false"),
+        ({"model_type": 5}, CheckpointError, "model_type is 5, wanted a string"),
         ({"hidden_act": "gelu"}, UnsupportedModelError, "hidden_act is 'gelu'"),
         ({"output_gate_type": "sigmoid"}, UnsupportedModelError, "output_gate_type"),
         ({"hidden_size": DELETE}, CheckpointError, "lacks the field hidden_size"),

@@ -294,6 +294,23 @@ def test_tensors_of_two_forms_are_refused(make, name, stray, words):
         c.open()
 
 
+def test_fp8_scales_of_another_shape_are_refused(make):
+    c = make()
+    fp8(c, f"model.{DOWN}", per_channel=True)
+    c.tensors[f"model.{DOWN}.weight_scale"] = ("F32", np.ones(3, np.float32))
+    with pytest.raises(
+        CheckpointError, match=r"weight_scale .*F32 \[3\], wanted F32 \[\], \[1\], \[128\] or \[128, 1\]"
+    ):
+        c.open()
+
+
+def test_excluded_modules_that_are_no_list_are_refused(make):
+    c = make()
+    c.quant_config(quant_method="modelopt", quant_algo="NVFP4", ignore="lm_head")
+    with pytest.raises(CheckpointError, match="ignore is 'lm_head', wanted a list of names or patterns"):
+        c.open()
+
+
 @pytest.mark.parametrize("bad", [0.0, -1.0, np.nan, np.inf])
 def test_fp8_scales_must_be_positive_numbers(make, bad):
     c = make()
@@ -349,6 +366,7 @@ def change(kind=None, shape=None, value=None):
         ("qwen3_5-tiny-nvfp4-modelopt", f"{DOWN}.weight_scale_2", change(value=500.0), "a multiplier below 1"),
         ("qwen3_5-tiny-nvfp4-modelopt", f"{DOWN}.weight_scale_2", change(value=0.0), "wanted a positive number"),
         ("qwen3_5-tiny-nvfp4-modelopt", f"{DOWN}.weight_scale", change(shape=(128, 8)), r"wanted \[128, 16\]"),
+        ("qwen3_5-tiny-nvfp4-modelopt", f"{DOWN}.weight_scale_2", change(shape=(2,)), r"F32 \[2\], wanted F32 \[\] or"),
     ],
 )
 def test_wrong_tensors_are_refused_by_name(make, name, tensor, edit, words):

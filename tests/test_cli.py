@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from cli_support import PAIR, flip_byte, last_json
 from safetensors.numpy import load_file, save_file
 
 import edge_dflash
+from edge_dflash.cli import output
 from edge_dflash.cli.demo import default_bundle
 
 
@@ -141,6 +143,26 @@ def test_verify_a_golden_file(cli, golden):
     assert code == 0
     assert (found["ok"], found["tokens_equal"]) == (True, True)
     assert found["logits_difference"] <= 1e-3
+    code, out, _ = cli("verify", "--checkpoint", target, "--drafter", drafter, "--golden", file)
+    assert code == 0
+    assert "Largest difference per key" in out
+    assert "p0.prefill_logits" in out
+    assert "differs" not in out
+
+
+def test_progress_is_a_bar_on_a_terminal_and_lines_in_a_file(monkeypatch, capsys):
+    monkeypatch.setattr(output, "PLAIN_LINE_SECONDS", 0.0)
+    with output.stages() as report:
+        report("weights", 1_500_000, 2_000_000)
+    assert capsys.readouterr() == ("", "weights: 1.5 of 2.0 MB\n")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with output.progress("weights") as report:
+        report(1_500_000, 2_000_000)
+        report(2_000_000, 2_000_000)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "2.0/2.0 MB" in err
 
 
 def test_a_difference_is_printed_and_fails(cli, golden, tmp_path):

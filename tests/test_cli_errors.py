@@ -81,6 +81,15 @@ def test_bad_prompt_files_are_refused(refused, ids_bundle, tmp_path, body):
     assert str(file) in line
 
 
+def test_a_prompt_file_of_another_encoding_is_refused(refused, ids_bundle, tmp_path):
+    file = tmp_path / "task.txt"
+    file.write_bytes("Bring die grüne Tasse".encode("latin-1"))
+    assert refused("generate", ids_bundle, "--prompt-file", file) == (
+        8,
+        f"error: {file} is not UTF-8 text (byte 12); convert it",
+    )
+
+
 def test_control_c_elsewhere_is_one_line(refused, ids_bundle, monkeypatch):
     def interrupted(*args, **kwargs):
         raise KeyboardInterrupt

@@ -273,6 +273,8 @@ REFUSED_SCHEMAS = [
     ({"properties": {"a": 5}}, "the schema at #/properties/a is 5"),
     ({"anyOf": {"type": "string"}}, "anyOf at # is {'type': 'string'}"),
     ({"$ref": "#/$defs/none"}, "points to nothing"),
+    ({"$ref": "#/enum/1", "enum": [1, "go"]}, "points to 'go', which is no schema"),
+    ({"properties": {"a": {"$id": "x", "type": "null"}}}, "$id at #/properties/a would change what references mean"),
     ({"$ref": "https://example.org/schema"}, "only references inside the schema"),
     ({"oneOf": [{"type": "string"}, {"maxLength": 3}]}, "oneOf constraints are not supported"),
     # nothing satisfies them
@@ -285,6 +287,7 @@ REFUSED_SCHEMAS = [
     ({"$ref": "#/$defs/a", "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}]}}}, "no finite document"),
     # too big
     ({"enum": ["x" * 300_000]}, "bytes, at most 262144 are taken"),
+    ('{"const": "' + "x" * 300_000 + '"}', "bytes, at most 262144 are taken"),
     ('{"items":' * 5000 + "{}" + "}" * 5000, "the schema is no JSON"),
     ({"const": "x" * 100_000}, "leaves no choice for more than 4096 tokens"),
     ({"type": "string", "pattern": "^(a{1000}){100}$"}, "leaves no choice for more than 4096 tokens"),

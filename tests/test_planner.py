@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from fakes import SHAPE, FakeBackend
 from planner_support import Gate
-from text_support import write_tokenizer
+from text_support import thinking_tokenizer, write_tokenizer
 
 from edge_dflash.errors import ContextError, RequestError
 from edge_dflash.plan import Increment, PlanTimings, json_object
@@ -319,6 +319,18 @@ def test_stop_texts_span_tokens_and_are_cut(tokenizer, right, stop, text):
         assert any(used.endswith(one) for one in ([stop] if isinstance(stop, str) else stop))
 
 
+@pytest.mark.parametrize("right", range(4))
+def test_stop_texts_are_looked_for_behind_the_thinking_only(tmp_path, right):
+    tokenizer = thinking_tokenizer(tmp_path)
+    prompt = tokenizer.encode_chat([{"role": "user", "content": "go"}], enable_thinking=True)
+    script = tokenizer.encode("the mug\n\nthere</think>\n\nTake <think>mug</think>the mug now")
+    backend = FakeBackend(dataclasses.replace(TEXT_SHAPE, vocab_size=262), lambda position: right, script, len(prompt))
+    with Planner(backend, tokenizer, [tokenizer.eos_token_id]) as planner:
+        plan = planner.plan("go", thinking=True, stop=["\n\n", "mug"])
+    assert (plan.thinking, plan.text, plan.finish_reason) == ("the mug\n\ntheremug", "Take the ", "stop")
+    assert tokenizer.decode(plan.tokens).endswith("the mug")
+
+
 def test_stop_texts_need_a_tokenizer_and_go_with_no_form(tokenizer):
     with pytest.raises(RequestError, match="stop texts cannot be found"):
         Planner(FakeBackend(), None).plan(PROMPT, stop="x")
@@ -337,6 +349,9 @@ def test_stop_texts_need_a_tokenizer_and_go_with_no_form(tokenizer):
         (' \n{"a": 1}\n', {"a": 1}),
         ('<think>{"b": 2}</think>\n{"a": 1}', {"a": 1}),
         ('```json\n{"a": 1}\n```', {"a": 1}),
+        ('{"a": 1.5e300}', {"a": 1.5e300}),
+        ('{"a": 1e999}', None),
+        ('{"a": NaN}', None),
         ('{"a": 1', None),
         ("[1]", None),
         ('so: {"a": 1}', None),

@@ -8,7 +8,7 @@ import json
 import pytest
 from fakes import SHAPE, FakeBackend
 from planner_support import Gate
-from text_support import write_tokenizer
+from text_support import thinking_tokenizer, write_tokenizer
 
 from edge_dflash.backends import load
 from edge_dflash.bundle.reader import Bundle
@@ -77,6 +77,51 @@ def test_an_end_of_turn_is_not_written_twice(tokenizer):
     assert session.plan("one").finish_reason == "stop"
     session.plan("two", max_new_tokens=1)
     assert session.tokens[:-1] == (*start, *answer, *tokenizer.encode("<|start|>user\ntwo<|end|><|start|>assistant\n"))
+
+
+def thinker(directory, answer):
+    """A planner whose model, asked to think about "one", answers this, and the prompt."""
+    tokenizer = thinking_tokenizer(directory)
+    start = tokenizer.encode_chat([{"role": "user", "content": "one"}], enable_thinking=True)
+    script = [*tokenizer.encode(answer), tokenizer.eos_token_id]
+    shape = dataclasses.replace(TEXT_SHAPE, vocab_size=262)
+    backend = FakeBackend(shape, script=script, script_at=len(start))
+    return Planner(backend, tokenizer, [tokenizer.eos_token_id], fallback=False), start
+
+
+def test_thinking_is_remembered_apart_from_the_answer(tmp_path):
+    planner, _ = thinker(tmp_path, "hm</think>Done.")
+    session = planner.session()
+    assert session.plan("one", thinking=True).finish_reason == "stop"
+    assert session.messages[1:] == ({"role": "assistant", "content": "Done.", "reasoning_content": "hm"},)
+
+
+def test_thinking_that_was_cut_is_closed_before_the_next_turn(tmp_path):
+    planner, start = thinker(tmp_path, "a long thought</think>Done.")
+    session = planner.session()
+    first = session.plan("one", thinking=True, max_new_tokens=6)
+    assert (first.thinking, first.text, first.finish_reason) == ("a long", "", "length")
+    session.plan("two", max_new_tokens=3)
+    between = planner.tokenizer.encode("\n</think>\n\n<|end|><|start|>user\ntwo<|end|><|start|>assistant\n")
+    assert session.tokens[:-3] == (*start, *first.tokens, *between)
+
+
+def test_a_model_without_a_template_converses_in_text_as_it_is(tmp_path):
+    tokenizer = Tokenizer.open(write_tokenizer(tmp_path, template=None))
+    session = Planner(FakeBackend(TEXT_SHAPE), tokenizer, [tokenizer.eos_token_id]).session()
+    first = session.plan("one", max_new_tokens=5)
+    session.plan(" two", max_new_tokens=5)
+    assert session.tokens[:-5] == (*tokenizer.encode("one"), *first.tokens, *tokenizer.encode(" two"))
+
+
+def test_a_conversation_whose_template_cuts_answers_is_encoded_anew(tmp_path):
+    template = "{% for m in messages %}{{ m.role + ':' + m.content[:2] + ';' }}{% endfor %}"
+    tokenizer = Tokenizer.open(write_tokenizer(tmp_path, template=template))
+    session = Planner(FakeBackend(TEXT_SHAPE), tokenizer, [tokenizer.eos_token_id]).session()
+    first = session.plan("one", max_new_tokens=5)
+    second = session.plan("two", max_new_tokens=5)
+    said = f"user:on;assistant:{first.text[:2]};user:tw;"
+    assert second.prompt_tokens == len(tokenizer.encode(said))
 
 
 def test_forks_go_their_own_ways(planner):

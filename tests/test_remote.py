@@ -192,6 +192,10 @@ def test_sessions_go_on_fork_and_are_saved_on_the_server(service, remote):
             there.save(name)
     with pytest.raises(RequestError, match="no session"):
         remote.load_session("none")
+    with remote.session() as new:
+        assert new.tokens == ()
+        with pytest.raises(RequestError, match="no turn yet, there is nothing to save"):
+            new.save("new")
     for session in (there, fork, restored):
         session.close()
     left = remote._connection.call("GET", "/v1/edge_dflash/sessions")["data"]
@@ -319,6 +323,32 @@ def test_an_openai_api_answers_and_what_it_cannot_is_refused(tmp_path):
         for call in (lambda: remote.encode(TASK), lambda: remote.load_session("x"), lambda: remote.session().save("x")):
             with pytest.raises(RequestError, match="does not offer"):
                 call()
+
+
+def test_token_ids_neither_follow_messages_nor_go_with_tools_there(tmp_path):
+    tool = {"type": "function", "function": {"name": "go"}}
+    with live(Other("vllm", ANSWER).app, tmp_path) as url, Planner.connect(url) as remote:
+        with (
+            remote.session("Be brief.") as session,
+            pytest.raises(RequestError, match="token ids cannot follow messages"),
+        ):
+            session.plan((1, 2))
+        with pytest.raises(RequestError, match="tools are given with token ids; give messages"):
+            remote.plan((1, 2), tools=[tool])
+
+
+def test_a_model_has_to_be_there_and_named_among_several(tmp_path):
+    class Several(Other):
+        async def models(self, request):
+            return JSONResponse({"data": [{"id": name} for name in self.chunks]})
+
+    with live(Several("acme", []).app, tmp_path) as url, pytest.raises(ServiceError, match="lists no models"):
+        Planner.connect(url)
+    with live(Several("acme", ["big", "small"]).app, tmp_path) as url:
+        with pytest.raises(ServiceError, match="has 2 models; give model=, one of big, small"):
+            Planner.connect(url)
+        with Planner.connect(url, model="small") as remote:
+            assert remote.model == "small"
 
 
 UNREADABLE = {"choices": [], "usage": {"prompt_tokens": "many"}}

@@ -7,7 +7,7 @@ import json
 import pytest
 from fakes import FakeBackend
 from planner_support import Gate, Slow
-from service_support import TEXT_SHAPE, client_of, events, fake_service
+from service_support import TEXT_SHAPE, TOOL_TASK, client_of, events, fake_service, thinking_service
 
 from edge_dflash.serve import stream as stream_module
 from edge_dflash.serve.app import make_app
@@ -134,6 +134,30 @@ def test_extensions_reach_the_planner(client):
     assert reply["edge_dflash"]["speculative"] is False
     assert set(reply["choices"][0]["message"]["content"]) <= {"a", "b"}
     assert set(reply["edge_dflash"]["accept_lengths"]) <= {1}
+
+
+def test_thinking_is_apart_from_the_answer(tmp_path):
+    service = thinking_service(tmp_path, "hm, the mug</think>Done.")
+    body = {"messages": TOOL_TASK, "edge_dflash": {"thinking": True}}
+    with client_of(service) as client:
+        message = client.post(CHAT, json=body).json()["choices"][0]["message"]
+        assert (message["reasoning_content"], message["content"]) == ("hm, the mug", "Done.")
+        with client.stream("POST", CHAT, json={**body, "stream": True}) as response:
+            deltas = [chunk["choices"][0].get("delta", {}) for chunk in events(response)[:-1]]
+        for key in ("reasoning_content", "content"):
+            assert "".join(delta.get(key, "") for delta in deltas) == message[key]
+    service.close()
+
+
+def test_a_model_without_tokenizer_takes_token_ids(tmp_path):
+    service = fake_service(tmp_path, tokenizer=None)
+    with client_of(service) as client:
+        refused = client.post("/v1/completions", json={"prompt": "go", "max_tokens": 2})
+        assert refused.status_code == 400
+        assert "no tokenizer; give token ids" in refused.json()["error"]["message"]
+        reply = client.post("/v1/completions", json={"prompt": [1, 2], "max_tokens": 2.0}).json()  # as JSON has it
+        assert reply["usage"]["completion_tokens"] == 2
+    service.close()
 
 
 def test_what_holds_without_a_budget_is_the_services(tmp_path):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import socket
 import tomllib
 from dataclasses import fields
 from itertools import pairwise
@@ -7,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from edge_dflash.errors import ConfigError
+from edge_dflash.errors import ConfigError, ServiceError
 from edge_dflash.serve.config import ServeConfig, from_table, load_config
+from edge_dflash.serve.limits import read_key
+from edge_dflash.serve.server import listening
 
 FILE = Path(__file__).resolve().parent.parent / "deploy" / "config.toml"
 
@@ -75,6 +78,57 @@ def test_loopback_needs_no_key_and_others_do(tmp_path):
         assert from_table({"service": {"tcp": address}}).tcp_address[1] < 9000
     key = str(tmp_path / "key")
     assert from_table({"service": {"tcp": "0.0.0.0:8080", "api_key_file": key}}).tcp_address == ("0.0.0.0", 8080)
+
+
+def test_a_key_that_cannot_be_used_is_named(tmp_path):
+    file = tmp_path / "key"
+    with pytest.raises(ConfigError, match=f"cannot read the API key {file}: No such file"):
+        read_key(str(file))
+    for data, mode, words in (
+        ("schlüssel-für-alle".encode(), 0o600, "is not ASCII; write a new one"),
+        (b"0123456789abcdef\n", 0o604, "everybody can read the API key .*; chmod o-rwx it"),
+        (b"0123456789abcde\n", 0o600, "has 15 characters; give at least 16, without blanks"),
+        (b"0123456789 abcdef\n", 0o600, "has 17 characters; give at least 16, without blanks"),
+    ):
+        file.write_bytes(data)
+        file.chmod(mode)
+        with pytest.raises(ConfigError, match=words):
+            read_key(str(file))
+    file.write_text("0123456789abcdef\n")
+    file.chmod(0o640)  # its group is the service's
+    assert read_key(str(file)) == "0123456789abcdef"
+
+
+def test_addresses_that_cannot_be_listened_on_are_named(tmp_path):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        config = from_table({"service": {"socket": "", "tcp": f"127.0.0.1:{port}"}})
+        with (
+            pytest.raises(
+                ServiceError, match=f"cannot listen on 127.0.0.1:{port}: Address already in use; give another"
+            ),
+            listening(config, []),
+        ):
+            pass
+    path = tmp_path / ("x" * 120)
+    with (
+        pytest.raises(ServiceError, match=f"cannot listen on {path}: .*; give another service.socket"),
+        listening(from_table({"service": {"socket": str(path)}}), []),
+    ):
+        pass
+
+
+def test_a_socket_of_systemd_that_others_reach_needs_a_key():
+    with (
+        socket.create_server(("0.0.0.0", 0)) as one,
+        pytest.raises(
+            ServiceError, match=r"0\.0\.0\.0 can be reached by others and there is no api_key_file; give one"
+        ),
+        listening(ServeConfig(), [one]),
+    ):
+        pass
 
 
 def test_the_model_is_named_after_its_bundle(tmp_path):

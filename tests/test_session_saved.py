@@ -166,6 +166,17 @@ def test_foreign_files_are_refused(tmp_path):
         load_session(path, "bundle")
 
 
+def test_a_file_that_may_not_be_read_is_named(tmp_path, monkeypatch):
+    save_session(tmp_path / "s", SMALL)
+
+    def refuse(paths):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr("edge_dflash.sessions.saved.TensorFiles.open", refuse)
+    with pytest.raises(RequestError, match=r"cannot read .*/s: Permission denied; check its permissions"):
+        load_session(tmp_path / "s", "bundle")
+
+
 @pytest.mark.parametrize("name", ["weights", "tokens"])
 def test_tensors_that_no_session_has_are_refused(tmp_path, monkeypatch, name):
     """A file whose checksum is right and whose content is not."""

@@ -84,6 +84,20 @@ def test_a_damaged_file_is_named(tmp_path, name):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "data", "words"),
+    [
+        ("chat_template.jinja", b"\xff", r"cannot read .*chat_template.jinja \(.*utf-8.*\); build the bundle again"),
+        ("tokenizer_config.json", b"[]", "tokenizer_config.json holds list, wanted an object; build the bundle again"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_named(tmp_path, name, data, words):
+    write_tokenizer(tmp_path)
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(BundleError, match=words):
+        Tokenizer.open(tmp_path)
+
+
 def test_a_lone_surrogate_is_refused(tmp_path):
     tokenizer = Tokenizer.open(write_tokenizer(tmp_path))
     with pytest.raises(RequestError, match="lone surrogate"):

@@ -6,6 +6,8 @@ import json
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from edge_dflash.text import Tokenizer as Words
+
 TEMPLATE = (
     "{%- for message in messages %}\n"
     "    {{- '<|start|>' + message.role + '\\n' + message.content + '<|end|>' }}\n"
@@ -22,6 +24,15 @@ def byte_tokenizer():
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken("<|start|>", special=True), AddedToken("<|end|>", special=True)])
     return tokenizer
+
+
+def thinking_tokenizer(directory):
+    """The tokenizer with tokens that open and close thinking."""
+    path = write_tokenizer(directory)
+    words = Tokenizer.from_file(str(path / "tokenizer.json"))
+    words.add_tokens([AddedToken(name) for name in ("<think>", "</think>")])
+    words.save(str(path / "tokenizer.json"))
+    return Words.open(path)
 
 
 def write_tokenizer(directory, template=TEMPLATE, config=None):

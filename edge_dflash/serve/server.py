@@ -55,18 +55,17 @@ def listening(config: ServeConfig, inherited: Sequence[socket.socket]) -> Iterat
     """The sockets of a service; its Unix socket is removed in the end."""
     service, path = config.service, Path(config.service.socket)
     with contextlib.ExitStack() as stack:
-        sockets = list(inherited)
+        sockets = [stack.enter_context(one) for one in inherited]
         if not sockets and service.socket:
-            sockets.append(_unix(path, config.socket_mode))
+            sockets.append(stack.enter_context(_unix(path, config.socket_mode)))
             stack.callback(partial(_remove, path, path.stat().st_ino))
         if service.tcp and not any(one.family != socket.AF_UNIX for one in sockets):
-            sockets.append(_tcp(*config.tcp_address))
+            sockets.append(stack.enter_context(_tcp(*config.tcp_address)))
         if not service.api_key_file and (odd := next((one for one in sockets if _reachable(one)), None)):
             raise ServiceError(
                 f"{odd.getsockname()[0]} can be reached by others and there is no api_key_file; give one"
             )
         for one in sockets:
-            stack.callback(one.close)
             one.setblocking(False)
         yield sockets
 
@@ -103,9 +102,13 @@ def _tcp(host: str, port: int) -> socket.socket:
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         one = socket.socket(family, kind, protocol)
-        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        one.bind(address)
-        one.listen(_BACKLOG)
+        try:
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            one.bind(address)
+            one.listen(_BACKLOG)
+        except OSError:
+            one.close()
+            raise
     except OSError as error:
         raise ServiceError(f"cannot listen on {host}:{port}: {error.strerror or error}; give another tcp") from None
     return one
