@@ -1,6 +1,8 @@
 """``build --finish``: on the board only, all or nothing, and nothing where nothing is left to do."""
 
+import errno
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from edge_dflash.build import finish as finish_module
 from edge_dflash.build.builder import build
 from edge_dflash.build.finish import finish
 from edge_dflash.build.workdir import building_path
+from edge_dflash.bundle.manifest import MANIFEST, dump_manifest
 from edge_dflash.bundle.reader import Bundle, read_manifest
 from edge_dflash.errors import BackendError, BuildError, BundleError
 
@@ -196,6 +199,33 @@ def test_a_link_to_the_bundle_stays_a_link(board, bundle, tmp_path):
 def test_a_full_disk_is_told_before_any_plan(board, bundle, monkeypatch):
     monkeypatch.setattr(finish_module.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 10}))
     with pytest.raises(BuildError, match=r"plans need about .* MB in .* 0\.0 MB free"):
+        finish(bundle)
+    assert board.made == []
+
+
+def test_a_disk_that_fills_up_keeps_the_plans_that_are_finished(board, bundle):
+    before = digests(bundle)
+
+    def fill(stage, done, total):
+        if stage == "plans" and done > 0.4 * total:
+            raise OSError(errno.ENOSPC, "No space left on device", "plans/target-003.plan")
+
+    words = (
+        r"No space left on device \(plans/target-003.plan\); correct it and resume with: edge-dflash build --finish "
+    )
+    with pytest.raises(BuildError, match=words):
+        finish(bundle, fill)
+    assert digests(bundle) == before
+    made = len(board.made)
+    finish(bundle)
+    assert 0 < made < len(board.made) == len(read_manifest(bundle).plans.names)
+
+
+def test_plans_of_another_cut_are_refused(board, bundle):
+    manifest = read_manifest(bundle)
+    plans = replace(manifest.plans, names=manifest.plans.names[1:], deferred=manifest.plans.names[1:])
+    (bundle / MANIFEST).write_bytes(dump_manifest(replace(manifest, plans=plans)))
+    with pytest.raises(BuildError, match="names other plans than this version makes; build the bundle again"):
         finish(bundle)
     assert board.made == []
 
