@@ -124,6 +124,12 @@ CASES = [
     ({"heads": 16, "kv_heads": 1, "dim": 64, "rope": 64, "rows": 32, "bidirectional": True}, 200),
     ({"heads": 8, "kv_heads": 1, "dim": 128, "rope": 128, "kv": "bfloat16"}, 700),
     ({"heads": 6, "kv_heads": 1, "dim": 256, "rope": 64, "kv": "bfloat16", "gated": True, "rows": 3}, 40),
+    # Where the widths of splits change (Hopper), within the block's rows
+    ({"heads": 32, "kv_heads": 16, "dim": 128, "rope": 128, "context": 2300}, 1020),
+    ({"heads": 32, "kv_heads": 16, "dim": 128, "rope": 128, "context": 2300, "bidirectional": True}, 2041),
+    ({"heads": 32, "kv_heads": 32, "dim": 128, "rope": 128, "context": 2300, "window": 700}, 505),
+    ({"heads": 32, "kv_heads": 32, "dim": 128, "rope": 64, "context": 2300, "window": 200, "rows": 32}, 1500),
+    ({"heads": 12, "kv_heads": 1, "gated": True}, 130),
 ]
 
 

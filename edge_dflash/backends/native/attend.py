@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+from edge_dflash.backends.native.attend_wide import THREADS as _WIDE_THREADS
+from edge_dflash.backends.native.attend_wide import Wide
 from edge_dflash.backends.native.driver import DevicePointer, Gpu, Kernel, Module
 from edge_dflash.backends.native.memory import NULL, Matrix, aligned
 from edge_dflash.errors import BackendError
@@ -109,18 +111,26 @@ class AttendShape:
         return rows * (2 * self.head_dim + 16) + tiles + rows * (2 * CHUNK + 16) + 16 * rows
 
     @cached_property
+    def wide(self) -> Wide | None:
+        """The warpgroup kernels' part, where there are such: Hopper, for this shape."""
+        if self.kv != "fp8" or self.head_dim < 128:
+            return None
+        rows = (self.group * self.tile(prefill=False), self.group * self.tile(prefill=True))
+        return Wide(self.kv_heads, self.head_dim, *rows, self.kv_rows, self.bidirectional, self.window or 0)
+
+    @cached_property
     def scratch(self) -> tuple[int, int, int]:
         """Bytes of prepared queries, partial results and their maxima and sums; a pass needs them to itself."""
-        queries = partial = 0
+        queries = partial = sums = 0
         for prefill in (False, True) if self.prefill_rows else (False,):
             tiles, rows = self.tiles(prefill), self.group * self.tile(prefill)
-            queries = max(queries, 2 * tiles * self.kv_heads * rows * self.head_dim)
-            if prefill:
-                blocks = tiles * self.kv_heads * self.row_blocks(True)
-                partial = max(partial, 4 * blocks * 16 * self.warp_tiles(True) * self.head_dim)
-            else:
-                partial = max(partial, 4 * self.splits * self.kv_heads * rows * self.head_dim)
-        sums = 8 * self.splits * self.kv_heads * self.group * self.tile(False)
+            wide = self.wide.blocks(prefill) * self.wide.columns(prefill) if self.wide else 0
+            results = max(16 * self.row_blocks(True) * self.warp_tiles(True), wide)
+            if not prefill:
+                results = max(self.splits * rows, self.wide.slots * wide if self.wide else 0)
+                sums = 8 * self.kv_heads * results
+            queries = max(queries, 2 * tiles * self.kv_heads * max(rows, wide) * self.head_dim)
+            partial = max(partial, 4 * tiles * self.kv_heads * results * self.head_dim)
         return aligned(queries), aligned(partial), aligned(sums)
 
     @property
@@ -152,9 +162,15 @@ class Attention:
     def __init__(self, gpu: Gpu, module: Module, shape: AttendShape) -> None:
         self._gpu, self.shape = gpu, shape
         self._prepare = module.kernel(f"attend_prepare_{self._kv}")
-        self._combine = module.kernel(f"attend_combine_{self._kv}")
+        self._wide = shape.wide if gpu.sm == 90 else None
+        self._combine = module.kernel(f"attend_{'wide_combine' if self._wide else f'combine_{self._kv}'}")
         self._attend: dict[bool, Kernel] = {}
         for prefill in (False, True):
+            if self._wide:
+                self._attend[prefill] = module.kernel(
+                    self._wide.kernel(prefill), shared_bytes=self._wide.shared(prefill)
+                )
+                continue
             m = shape.warp_tiles(prefill)
             name = f"attend_{self._kv}_d{shape.head_dim}_m{m}"
             self._attend[prefill] = module.kernel(name, shared_bytes=shape.shared_bytes(m))
@@ -185,36 +201,37 @@ class Attention:
         partial = scratch.at(q_bytes, partial_bytes)
         sums = scratch.at(q_bytes + partial_bytes, sum_bytes)
         self._enqueue_prepare(q, k, v, memory, queries, length, rows)
-        most = shape.prefill_rows if prefill else shape.rows
+        most, wide = shape.prefill_rows if prefill else shape.rows, self._wide
         flags = _BIDIRECTIONAL * shape.bidirectional | _SEQUENTIAL * prefill | _GATED * shape.gated
         tile_log2 = shape.tile(prefill).bit_length() - 1
-        row_blocks, window = shape.row_blocks(prefill), shape.window or 0
+        window = shape.window or 0
+        blocks = wide.blocks(prefill) if wide else shape.row_blocks(prefill)
+        splits = wide.grid if wide else shape.splits
+        most_splits = (wide.most,) if wide else ()
         score_scale = memory.k_scale * shape.head_dim**-0.5 * math.log2(math.e)
         self._gpu.launch(
             self._attend[prefill],
-            (shape.kv_heads * row_blocks, 1 if prefill else shape.splits, shape.tiles(prefill)),
-            _ATTEND_THREADS,
+            (shape.kv_heads * blocks, 1 if prefill else splits, shape.tiles(prefill)),
+            _WIDE_THREADS if wide else _ATTEND_THREADS,
             (
                 *(queries, memory.k, memory.v, partial, sums, out.pointer, q.pointer, length, rows),
-                *(most, tile_log2, shape.group, shape.kv_heads, row_blocks, shape.kv_rows, window, flags),
-                *(q.stride, out.stride, score_scale, memory.v_scale),
+                *(most, tile_log2, shape.group, shape.kv_heads, blocks, shape.kv_rows, window, flags),
+                *(*most_splits, q.stride, out.stride, score_scale, memory.v_scale),
             ),
-            shared_bytes=shape.shared_bytes(shape.warp_tiles(prefill)),
+            shared_bytes=wide.shared(prefill) if wide else shape.shared_bytes(shape.warp_tiles(prefill)),
             overlap=True,
         )
         if prefill:
             return
-        threads = most * shape.heads * shape.head_dim // 4
-        self._gpu.launch(
-            self._combine,
-            (-(-threads // _THREADS), 1, 1),
-            _THREADS,
-            (
-                *(partial, sums, out.pointer, q.pointer, length, most, tile_log2, shape.group, shape.kv_heads),
-                *(shape.head_dim, shape.kv_rows, window, flags, q.stride, out.stride, memory.v_scale),
-            ),
-            overlap=True,
-        )
+        rules = (shape.kv_rows, window, flags, *most_splits, q.stride, out.stride, memory.v_scale)
+        results = (partial, sums, out.pointer, q.pointer, length, most, tile_log2, shape.group)
+        if wide:
+            grid = (shape.head_dim // 128 * wide.columns(False) // 8, shape.kv_heads * blocks, 1)
+            sizes: tuple[int, ...] = (wide.columns(False), blocks, shape.head_dim)
+        else:
+            grid = (-(-most * shape.heads * shape.head_dim // 4 // _THREADS), 1, 1)
+            sizes = (shape.kv_heads, shape.head_dim)
+        self._gpu.launch(self._combine, grid, _THREADS, (*results, *sizes, *rules), overlap=True)
 
     def _enqueue_prepare(
         self,
@@ -238,6 +255,7 @@ class Attention:
                 *(memory.cosine, memory.sine, queries, memory.k, memory.v, length, rows, most, heads),
                 *(shape.kv_heads, shape.head_dim, shape.rope_dims // 2, shape.kv_rows),
                 *(shape.tile(prefill).bit_length() - 1, shape.head_dim * (2 if shape.gated else 1)),
+                self._wide.columns(prefill) if self._wide else 0,
                 *(shape.eps, memory.k_scale, memory.v_scale),
             ),
             overlap=True,

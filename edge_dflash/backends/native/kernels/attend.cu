@@ -9,15 +9,13 @@
 // split the softmax is online over its chunks; splits are folded in order. A chunk or split that a row does not see
 // changes none of its bits, so a row's result depends on its own query and the keys it sees alone. Prefill walks the
 // splits in one block per tile and KV head and folds with the same arithmetic, so it gives the bits of verify.
-#include "state.cuh"
+#include "attend_hopper.cuh"
 
 static constexpr int THREADS = 256;  // of prepare and combine
 static constexpr int WARPS = 4;      // of attend: along keys (QK) or head dims (PV); all have the block's query rows
 static constexpr int CHUNK = 64;     // keys
 static constexpr float SLACK = 8.0f;  // probabilities stay below 2^8, well inside F16
 static constexpr int BATCH = 12;     // splits that a combine thread loads together
-static constexpr int FAR = 0x3fffffff;
-enum Flags { BIDIRECTIONAL = 1, SEQUENTIAL = 2, GATED = 4 };
 
 // Splits of 64 keys below 512, 128 below 2048, 256 below 4096, 512 below 8192, then 1024: short where few are live,
 // so that a short context fills the device; long where many are, so that partial results stay small beside the keys.
@@ -36,21 +34,6 @@ __device__ __forceinline__ int split_of(int key) {
     return 36 + (key - 8192) / 1024;
 }
 
-// Keys that the row at position p sees: first <= key < stop.
-struct View {
-    int first, stop;
-};
-__device__ __forceinline__ View view(int p, int keys, int window, int flags) {
-    View v;
-    v.first = window ? max(0, p - window + 1) : 0;
-    v.stop = min(keys, (flags & BIDIRECTIONAL) ? (window ? p + window : FAR) : p + 1);
-    return v;
-}
-
-__device__ __forceinline__ int valid_rows(const int* rows_there, int rows) {
-    return rows_there ? min(*rows_there, rows) : rows;
-}
-
 // Place of a pair of dims among the 8 pairs of a tensor-core step: the thread that holds pairs l and l + 4 of a step
 // gets pairs 2 l and 2 l + 1, which are four codes of one word of keys.
 __device__ __forceinline__ int pair_place(int pair) { return (pair & ~7) | (pair & 1) * 4 | (pair >> 1 & 3); }
@@ -62,8 +45,8 @@ template <bool fp8>
 __device__ void prepare(const u16* q, const u16* k, const u16* v, int q_stride, int k_stride, int v_stride,
                         const float* q_norm, const float* k_norm, const float* cosine, const float* sine, u16* q_out,
                         void* k_memory, void* v_memory, const int* length, const int* rows_there, int rows, int heads,
-                        int kv_heads, int dim, int half, int capacity, int tile_log2, int q_step, float eps,
-                        float k_scale, float v_scale) {
+                        int kv_heads, int dim, int half, int capacity, int tile_log2, int q_step, int columns,
+                        float eps, float k_scale, float v_scale) {
     __shared__ float line[THREADS / 32][256];
     pdl_wait();
     pdl_trigger();
@@ -76,76 +59,38 @@ __device__ void prepare(const u16* q, const u16* k, const u16* v, int q_stride, 
                         : kind == 1 ? k + (u64)row * k_stride + head * dim
                                     : v + (u64)row * v_stride + head * dim;
     const int position = *length + row, pairs = dim / 64;
-    float a[4], b[4], turn_c[4][2], turn_s[4][2], squares = 0.0f;
-    if (kind < 2) {  // under way beside the row
-        const float *c = cosine + (u64)position * half, *s = sine + (u64)position * half;
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-#pragma unroll
-            for (int e = 0; e < 2; e++) {
-                const int j = i * 64 + lane * 2 + e;
-                if (j < 2 * half) turn_c[i][e] = c[j < half ? j : j - half], turn_s[i][e] = s[j < half ? j : j - half];
-            }
-    }
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        u32 x = i < pairs ? ((const u32*)source)[i * 32 + lane] : 0u;
-        a[i] = bf16_low(x), b[i] = bf16_high(x);
-        squares = __fmaf_rn(a[i], a[i], squares);
-        squares = __fmaf_rn(b[i], b[i], squares);
-    }
+    Lane x, c, s, w;
+    if (kind < 2) load_turn(c, s, cosine, sine, position, half, lane);  // under way beside the row
+    if (kind < 2) load_weight(w, kind == 0 ? q_norm : k_norm, pairs, lane);
+    load_row(x, source, pairs, lane);
     if (kind < 2) {
-        const float* weight = kind == 0 ? q_norm : k_norm;  // w or 1 + w
-        float* mine = line[warp];
-        float inverse = __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(__fdiv_rn(lane_sum<32>(squares), (float)dim), eps)));
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            int j = i * 64 + lane * 2;
-            if (i < pairs) {
-                mine[j] = __fmul_rn(__fmul_rn(a[i], inverse), weight[j]);
-                mine[j + 1] = __fmul_rn(__fmul_rn(b[i], inverse), weight[j + 1]);
-            }
-        }
+        norm(x, w, inverse_of(sum_of_squares(x), pairs, eps), line[warp], pairs, lane);
         __syncwarp();
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            float turned[2];
-#pragma unroll
-            for (int e = 0; e < 2; e++) {
-                const int j = i * 64 + lane * 2 + e;
-                if (i >= pairs) continue;
-                const float cosine_part = __fmul_rn(mine[j], turn_c[i][e]);
-                if (j < half)
-                    turned[e] = __fsub_rn(cosine_part, __fmul_rn(mine[j + half], turn_s[i][e]));
-                else if (j < 2 * half)
-                    turned[e] = __fadd_rn(cosine_part, __fmul_rn(mine[j - half], turn_s[i][e]));
-                else
-                    turned[e] = mine[j];
-            }
-            a[i] = turned[0], b[i] = turned[1];
-        }
+        for (int i = 0; i < 4; i++)
+            if (i < pairs && i * 64 < 2 * half) turn(x, i, c, s, line[warp], half, lane);
     }
     if (kind == 0) {
-        const int group = heads / kv_heads, tile = row >> tile_log2, m = ((head % group) << tile_log2) + (row & ((1 << tile_log2) - 1));
-        u32* out = (u32*)(q_out + (((u64)tile * kv_heads + head / group) * (group << tile_log2) + m) * dim);
+        const int group = heads / kv_heads, tile = row >> tile_log2;
+        const int m = ((head % group) << tile_log2) + (row & ((1 << tile_log2) - 1));
+        const int M = group << tile_log2;  // columns: rows of a block of the wide kernels
+        const u64 part = (u64)tile * kv_heads + head / group;
+        u32* out = (u32*)(q_out + (columns ? (part * ((M + columns - 1) / columns) + m / columns) * columns : part * M + m) * dim);
 #pragma unroll
-        for (int i = 0; i < 4; i++)
-            if (i < pairs)
-                out[fp8 ? pair_place(i * 32 + lane) : i * 32 + lane] = fp8 ? pack_f16(fminf(fmaxf(a[i], -65504.0f), 65504.0f),
-                                                    fminf(fmaxf(b[i], -65504.0f), 65504.0f))
-                                         : pack_bf16(a[i], b[i]);
+        for (int i = 0; i < 4; i++) {
+            const int pair = i * 32 + lane;
+            if (i < pairs && fp8) out[columns ? wide::query_word(pair, m % columns, columns) : pair_place(pair)] = query_pair(x.x[i]);
+            if (i < pairs && !fp8) out[pair] = pack_bf16(x.x[i][0], x.x[i][1]);
+        }
     } else if (position < capacity) {
-        const float scale = kind == 1 ? k_scale : v_scale;
-        u64 at = ((u64)head * capacity + position) * dim / 2 + lane;
+        const float scale = kind == 1 ? k_scale : v_scale, inverse = __fdiv_rn(1.0f, scale);
+        const u64 at = ((u64)head * capacity + position) * dim / 2 + lane;
         void* memory = kind == 1 ? k_memory : v_memory;
 #pragma unroll
-        for (int i = 0; i < 4; i++)
-            if (i < pairs) {
-                if (fp8)
-                    ((u16*)memory)[at + i * 32] = (u16)(to_e4m3(a[i], scale) | to_e4m3(b[i], scale) << 8);
-                else
-                    ((u32*)memory)[at + i * 32] = pack_bf16(a[i], b[i]);
-            }
+        for (int i = 0; i < 4; i++) {
+            if (i < pairs && fp8) ((u16*)memory)[at + i * 32] = code_pair(x.x[i], scale, inverse);
+            if (i < pairs && !fp8) ((u32*)memory)[at + i * 32] = pack_bf16(x.x[i][0], x.x[i][1]);
+        }
     }
 }
 
@@ -154,41 +99,15 @@ __device__ void prepare(const u16* q, const u16* k, const u16* v, int q_stride, 
         const u16* q, const u16* k, const u16* v, int q_stride, int k_stride, int v_stride, const float* q_norm,       \
         const float* k_norm, const float* cosine, const float* sine, u16* q_out, void* k_memory, void* v_memory,       \
         const int* length, const int* rows_there, int rows, int heads, int kv_heads, int dim, int half, int capacity,  \
-        int tile_log2, int q_step, float eps, float k_scale, float v_scale) {                                          \
+        int tile_log2, int q_step, int columns, float eps, float k_scale, float v_scale) {                                          \
         prepare<FP8>(q, k, v, q_stride, k_stride, v_stride, q_norm, k_norm, cosine, sine, q_out, k_memory, v_memory,   \
-                     length, rows_there, rows, heads, kv_heads, dim, half, capacity, tile_log2, q_step, eps, k_scale,  \
+                     length, rows_there, rows, heads, kv_heads, dim, half, capacity, tile_log2, q_step, columns, eps, k_scale,  \
                      v_scale);                                                                                         \
     }
 PREPARE(attend_prepare_fp8, true)
 PREPARE(attend_prepare_bf16, false)
 
 // ----------------------------------------------------------------------------------------------------------- attend
-
-// Folds one split (m_split, l_split, x) into a running result. The weights of the two sides:
-struct Fold {
-    float m, l, keep, take;
-};
-__device__ __forceinline__ Fold fold(float m, float l, float m_split, float l_split) {
-    Fold f;
-    f.m = fmaxf(m, m_split);
-    float base = f.m == NEG_INF ? 0.0f : f.m;
-    f.keep = exp2_fast(m - base), f.take = exp2_fast(m_split - base);
-    f.l = __fmaf_rn(l, f.keep, __fmul_rn(l_split, f.take));
-    return f;
-}
-__device__ __forceinline__ float fold_value(float x, float x_split, const Fold& f) {
-    return __fmaf_rn(x, f.keep, __fmul_rn(x_split, f.take));
-}
-__device__ __forceinline__ float finish(float x, float l, float v_scale) {
-    return __fdiv_rn(__fmul_rn(x, v_scale), l);
-}
-
-// Two neighbouring dims of an output as BF16, gated or not.
-__device__ __forceinline__ u32 result(float x, float y, float l, float v_scale, bool gated, u32 gate) {
-    x = finish(x, l, v_scale), y = finish(y, l, v_scale);
-    if (gated) x = __fmul_rn(x, sigmoid(bf16_low(gate))), y = __fmul_rn(y, sigmoid(bf16_high(gate)));
-    return pack_bf16(x, y);
-}
 
 template <int D, int MT, bool fp8>  // head dim; a block has 16 * MT query rows
 struct Geometry {
@@ -566,9 +485,16 @@ __device__ void combine(const float* partial, const float* partial_ml, u16* out,
 #pragma unroll
         for (int i = 0; i < BATCH; i++) {  // all under way together; what is not there changes nothing
             const u64 place = ((u64)(split + i) * kv_heads + kv_head) * M + m_row;
-            const bool there = split + i < stop;
-            ml[i] = there ? __ldcg((const float2*)partial_ml + place) : make_float2(NEG_INF, 0.0f);
-            y[i] = there ? __ldcg((const float4*)(partial + place * dim + column)) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            ml[i] = make_float2(NEG_INF, 0.0f), y[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            if (split + i >= stop) continue;
+            asm volatile("ld.global.cg.v4.f32 {%0,%1,%2,%3}, [%4];"
+                         : "=f"(y[i].x), "=f"(y[i].y), "=f"(y[i].z), "=f"(y[i].w)
+                         : "l"(partial + place * dim + column)
+                         : "memory");
+            asm volatile("ld.global.cg.v2.f32 {%0,%1}, [%2];"
+                         : "=f"(ml[i].x), "=f"(ml[i].y)
+                         : "l"((const float2*)partial_ml + place)
+                         : "memory");
         }
 #pragma unroll
         for (int i = 0; i < BATCH; i++) {
@@ -586,7 +512,7 @@ __device__ void combine(const float* partial, const float* partial_ml, u16* out,
 #define COMBINE(NAME, FP8)                                                                                             \
     extern "C" __global__ void __launch_bounds__(THREADS) NAME(                                                        \
         const float* partial, const float* partial_ml, u16* out, const u16* gate, const int* length, int rows,         \
-        int tile_log2, int group, int kv_heads, int dim, int capacity, int window, int flags, int gate_stride,         \
+        int tile_log2, int group, int kv_heads, int dim, int capacity, int window, int flags, int gate_stride, \
         int out_stride, float v_scale) {                                                                                               \
         combine<FP8>(partial, partial_ml, out, gate, length, rows, tile_log2, group, kv_heads, dim, capacity, window,   \
                      flags, gate_stride, out_stride, v_scale);                                                              \
