@@ -67,6 +67,55 @@ def test_keys_of_27b_are_read_by_two_neighbouring_blocks():
     assert ATTEND_27B.kv_bytes == 4 * 32800 * 256
 
 
+WIDE = [
+    ATTEND_27B,
+    AttendShape(32, 16, 128, 128, 1e-6, 2300, 16, bidirectional=True),
+    AttendShape(32, 32, 128, 128, 1e-6, 2300, 32, window=700),
+    AttendShape(8, 1, 256, 64, 1e-6, 40000, 16, 64, window=128, bidirectional=True),
+    AttendShape(6, 2, 256, 64, 1e-6, 70000, 7),
+]
+
+
+def _widths(shape, start):
+    """Splits that the rows of one width see, by width: span_of and width_of of the kernel."""
+    wide, keys, found = shape.wide, min(start + shape.rows, shape.kv_rows), {}
+    for p in range(start, start + shape.rows):
+        seen = min(p, shape.window) if shape.window else p
+        found.setdefault(128 * (seen // (128 * wide.most) + 1), []).append(p)
+    for width, rows in found.items():
+        first = max(0, rows[0] - shape.window + 1) if shape.window else 0
+        ahead = rows[-1] + (shape.window or keys) if shape.bidirectional else rows[-1] + 1
+        yield (min(keys, ahead) - 1) // width + 1 - first // 128 * 128 // width
+
+
+@pytest.mark.parametrize("shape", WIDE)
+def test_wide_splits_have_a_slot_whatever_the_length(shape):
+    most = 0
+    for start in range(shape.max_context - shape.rows + 1):
+        counts = list(_widths(shape, start))
+        assert 1 <= len(counts) <= 2
+        most = max(most, sum(counts))
+    assert most <= shape.wide.slots <= most + 16
+    floats = shape.kv_heads * shape.wide.blocks(False) * shape.wide.columns(False) * shape.wide.slots
+    assert shape.scratch[1] >= 4 * floats * shape.head_dim
+    assert shape.scratch[2] >= 8 * floats
+
+
+@pytest.mark.parametrize("shape", WIDE)
+def test_wide_kernels_are_built_for_hopper_and_fit_it(shape):
+    kernels = kernel_use(cubin(attend.UNIT, "sm90a"))
+    for prefill in (False, True):
+        assert shape.wide.kernel(prefill) in kernels
+        assert shape.wide.shared(prefill) <= SHARED_LIMIT["sm90a"] * 1024
+        assert shape.wide.columns(prefill) * shape.wide.blocks(prefill) >= shape.group * shape.tile(prefill)
+    assert not any("wide_splits" in name for name in kernel_use(cubin(attend.UNIT, "sm87")))
+
+
+def test_only_fp8_keys_of_wide_heads_have_wide_kernels():
+    assert AttendShape(4, 4, 64, 64, 1e-6, 64, 16).wide is None
+    assert AttendShape(4, 4, 128, 64, 1e-6, 64, 16, kv="bfloat16").wide is None
+
+
 def test_scratch_holds_every_part():
     queries, partial, sums = ATTEND_27B.scratch
     assert queries == 2 * 512 * 24 * 256

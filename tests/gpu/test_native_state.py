@@ -130,6 +130,8 @@ CASES = [
     ({"heads": 32, "kv_heads": 32, "dim": 128, "rope": 128, "context": 2300, "window": 700}, 505),
     ({"heads": 32, "kv_heads": 32, "dim": 128, "rope": 64, "context": 2300, "window": 200, "rows": 32}, 1500),
     ({"heads": 12, "kv_heads": 1, "gated": True}, 130),
+    ({"heads": 24, "kv_heads": 4, "gated": True, "context": 3200}, 1250),  # fewer, then more splits than blocks
+    ({"heads": 24, "kv_heads": 4, "gated": True, "context": 3200}, 3000),
 ]
 
 

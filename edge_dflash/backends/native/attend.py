@@ -206,7 +206,7 @@ class Attention:
         tile_log2 = shape.tile(prefill).bit_length() - 1
         window = shape.window or 0
         blocks = wide.blocks(prefill) if wide else shape.row_blocks(prefill)
-        splits = wide.grid if wide else shape.splits
+        splits = wide.most if wide else shape.splits
         most_splits = (wide.most,) if wide else ()
         score_scale = memory.k_scale * shape.head_dim**-0.5 * math.log2(math.e)
         self._gpu.launch(

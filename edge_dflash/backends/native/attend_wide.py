@@ -45,16 +45,13 @@ class Wide:
         ahead = 32  # rows of a block, and what a bidirectional one sees ahead
         boundary = _KEYS * self.most
         top = -(-min(self.kv_rows, boundary) // _KEYS) + self.bidirectional
-        span = min(self.kv_rows, self.window) if self.window else self.kv_rows
+        if 0 < self.window < boundary:  # of one width
+            return min(top, -(-(self.window + 2 * ahead) // _KEYS) + 2)
+        span = min(self.kv_rows, self.window or self.kv_rows)
         for step in range(1, span // boundary + 1):
             low = self.most + self.bidirectional
             top = max(top, low + -(-(step * boundary + ahead) // (_KEYS * (step + 1))))
         return top + (2 if self.window else 0)
-
-    @property
-    def grid(self) -> int:
-        """Blocks along the splits: they take further ones in turn."""
-        return min(self.most, self.slots)
 
     def kernel(self, prefill: bool) -> str:
         """Name of the kernel of a pass."""
@@ -64,4 +61,4 @@ class Wide:
     def shared(self, prefill: bool) -> int:
         """Bytes of shared memory: queries, two tiles of probabilities, three of keys and values, and what is small."""
         n, d = self.columns(prefill), self.head_dim
-        return 2 * n * d + 4 * n * _KEYS + 3 * _KEYS * (d + 16) + 4 * 15 * n + 256
+        return 2 * n * d + 4 * n * _KEYS + 3 * _KEYS * d + 16 * (64 + 2 * 16) + 4 * 15 * n + 256

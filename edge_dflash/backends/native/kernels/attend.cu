@@ -9,6 +9,8 @@
 // split the softmax is online over its chunks; splits are folded in order. A chunk or split that a row does not see
 // changes none of its bits, so a row's result depends on its own query and the keys it sees alone. Prefill walks the
 // splits in one block per tile and KV head and folds with the same arithmetic, so it gives the bits of verify.
+//
+// Hopper has kernels of its own for FP8 and 128 or 256 dims (attend_hopper.cuh), after the same prepare.
 #include "attend_hopper.cuh"
 
 static constexpr int THREADS = 256;  // of prepare and combine
@@ -73,13 +75,16 @@ __device__ void prepare(const u16* q, const u16* k, const u16* v, int q_stride, 
     if (kind == 0) {
         const int group = heads / kv_heads, tile = row >> tile_log2;
         const int m = ((head % group) << tile_log2) + (row & ((1 << tile_log2) - 1));
-        const int M = group << tile_log2;  // columns: rows of a block of the wide kernels
+        const int M = group << tile_log2;
         const u64 part = (u64)tile * kv_heads + head / group;
-        u32* out = (u32*)(q_out + (columns ? (part * ((M + columns - 1) / columns) + m / columns) * columns : part * M + m) * dim);
+        // Hopper: blocks of ``columns``.
+        u32* out = (u32*)(q_out + (columns ? (part * ((M + columns - 1) / columns) + m / columns) * columns : part * M + m) *
+                                      dim);
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const int pair = i * 32 + lane;
-            if (i < pairs && fp8) out[columns ? wide::query_word(pair, m % columns, columns) : pair_place(pair)] = query_pair(x.x[i]);
+            if (i < pairs && fp8)
+                out[columns ? wide::query_word(pair, m % columns, columns) : pair_place(pair)] = query_pair(x.x[i]);
             if (i < pairs && !fp8) out[pair] = pack_bf16(x.x[i][0], x.x[i][1]);
         }
     } else if (position < capacity) {
@@ -99,10 +104,10 @@ __device__ void prepare(const u16* q, const u16* k, const u16* v, int q_stride, 
         const u16* q, const u16* k, const u16* v, int q_stride, int k_stride, int v_stride, const float* q_norm,       \
         const float* k_norm, const float* cosine, const float* sine, u16* q_out, void* k_memory, void* v_memory,       \
         const int* length, const int* rows_there, int rows, int heads, int kv_heads, int dim, int half, int capacity,  \
-        int tile_log2, int q_step, int columns, float eps, float k_scale, float v_scale) {                                          \
+        int tile_log2, int q_step, int columns, float eps, float k_scale, float v_scale) {                             \
         prepare<FP8>(q, k, v, q_stride, k_stride, v_stride, q_norm, k_norm, cosine, sine, q_out, k_memory, v_memory,   \
-                     length, rows_there, rows, heads, kv_heads, dim, half, capacity, tile_log2, q_step, columns, eps, k_scale,  \
-                     v_scale);                                                                                         \
+                     length, rows_there, rows, heads, kv_heads, dim, half, capacity, tile_log2, q_step, columns, eps,  \
+                     k_scale, v_scale);                                                                                \
     }
 PREPARE(attend_prepare_fp8, true)
 PREPARE(attend_prepare_bf16, false)
@@ -512,7 +517,7 @@ __device__ void combine(const float* partial, const float* partial_ml, u16* out,
 #define COMBINE(NAME, FP8)                                                                                             \
     extern "C" __global__ void __launch_bounds__(THREADS) NAME(                                                        \
         const float* partial, const float* partial_ml, u16* out, const u16* gate, const int* length, int rows,         \
-        int tile_log2, int group, int kv_heads, int dim, int capacity, int window, int flags, int gate_stride, \
+        int tile_log2, int group, int kv_heads, int dim, int capacity, int window, int flags, int gate_stride,         \
         int out_stride, float v_scale) {                                                                                               \
         combine<FP8>(partial, partial_ml, out, gate, length, rows, tile_log2, group, kv_heads, dim, capacity, window,   \
                      flags, gate_stride, out_stride, v_scale);                                                              \

@@ -1,17 +1,22 @@
-// Attention over E4M3 keys with Hopper's warpgroup products (sm90a), transposed: keys, and dims of the values, are the 64
-// rows of a product and come from registers, where their codes become F16 once; queries [columns, D] and probabilities
-// [columns, keys] are its columns, in shared memory. Keys and values come there by bulk copies, as stored. A block has 32, 64 or 96 query rows of one KV head as its columns.
+// Attention over E4M3 keys with Hopper's warpgroup products (sm90a), transposed: keys, and dims of the values, are the
+// 64 rows of a product and come from registers, where their codes become F16 once; queries [columns, D] and probabilities
+// [columns, keys] are its columns, in shared memory. Keys and values come there by bulk copies, as stored. A block has 32,
+// 64 or 96 query rows of one KV head as its columns; the number changes no bits.
 //
-// A split is 128 w keys; w grows with what the row itself sees (width_of), so that there are at most about ``most``
-// splits whatever the length. The rows of a tile have one width, or two where a boundary of widths lies between them: then
-// the splits of both are worked on, each with its own rows. Two warpgroups have 64 keys of a chunk of 128 each, then half
-// the dims each.
+// A split is 128 w keys; w grows with what the row itself sees (width_of), so that there are about ``most`` splits at
+// most, whatever the length. The rows of a tile have one width, or two where a boundary of widths lies between them: then
+// the splits of both are worked on, each with its own rows. A row's split has its result in the same steps whichever rows
+// are beside it, so rows stay independent of each other, as in attend.cu; so do prefill and verify agree.
+//
+// Two warpgroups have 64 keys of a chunk of 128 each, then half the dims each. Eight keys are one copy, and lie close; a
+// gap follows, so that the first keys of all eights lie in different banks. Hence the order of keys in products: row or
+// column 8 r + j of a warpgroup's 64 is key 8 j + r of them.
 #pragma once
 #include "attend_rules.cuh"
 
 namespace wide {
 
-static constexpr int KEYS = 128;          // of a chunk
+static constexpr int KEYS = 128;  // of a chunk
 static constexpr int THREADS = 256;
 static constexpr float NONE = -1e30f;     // the base of a row that has seen nothing: any score lies far above it
 static constexpr u32 MOST = 0x5c005c00u;  // two probabilities of 2^8 in F16: one above them moves the row's base
@@ -51,6 +56,35 @@ __device__ __forceinline__ Span span_of(int pa, int pb, int width, int keys, int
 __device__ __forceinline__ int last_of_width(int p0, int last, int window, int most) {
     const int width = width_of(p0, window, most);
     return width_of(last, window, most) == width ? last : width * most - 1;
+}
+
+// What a block works on.
+struct Task {
+    int start, rows, keys, p0;  // stored before; of the pass; stored with them; position of the tile's first row
+    int last, between;          // position of the tile's last row; the last of the first width
+    int slots;                  // splits of the first width
+    int index;                  // of the split: 0 .. slots - 1, then those of the second width
+    Span span;
+    __device__ __forceinline__ bool two() const { return between < last; }
+    __device__ __forceinline__ bool second() const { return index >= slots; }
+};
+// Splits of the first width for the tile whose first row is ``first_row`` of the pass.
+__device__ __forceinline__ Task task_of(int start, int rows, int first_row, int tile_log2, int capacity, int window, int flags,
+                                        int most) {
+    Task t;
+    t.start = start, t.rows = rows, t.p0 = start + first_row, t.keys = min(start + rows, capacity);
+    t.last = t.p0 + min(1 << tile_log2, rows - first_row) - 1;
+    t.between = last_of_width(t.p0, t.last, window, most);
+    t.span = span_of(t.p0, t.between, width_of(t.p0, window, most), t.keys, window, flags);
+    t.slots = t.span.count, t.index = 0;
+    return t;
+}
+__device__ __forceinline__ void second_width(Task& t, int window, int flags, int most) {
+    t.span = span_of(t.between + 1, t.last, width_of(t.last, window, most), t.keys, window, flags);
+}
+// Blocks that share the columns of one block, 32 each, where there are few splits: their time is that of one chunk.
+__device__ __forceinline__ int parts_of(const Task& t, int columns, int most) {
+    return !t.two() && t.slots * (columns / 32) <= most ? columns / 32 : 1;
 }
 
 }  // namespace wide
@@ -169,29 +203,20 @@ struct Number {
 template <int D, int N>  // head dim, columns
 struct Geometry {
     static constexpr int TILES = D / 128, COLS = N / 8, SUMS = COLS / 4, BLOCKS = D / 64;
-    static constexpr int q_bytes = N * D * 2, p_bytes = N * KEYS * 2, stride = D + 16, v_bytes = KEYS * stride;
-    static constexpr int k_at = q_bytes + 2 * p_bytes, v_at = k_at + v_bytes, rest_at = v_at + 2 * v_bytes;
-};
-
-// What is seldom read, out of the registers.
-struct Task {
-    int start, rows, keys, p0;  // stored before; of the pass; stored with them; position of the tile's first row
-    int last, between;          // position of the tile's last row; the last of the first width
-    int slots;                  // splits of the first width
-    int index;                  // of the split: 0 .. slots - 1, then those of the second width
-    Span span;
-    __device__ __forceinline__ bool two() const { return between < last; }
-    __device__ __forceinline__ bool second() const { return index >= slots; }
+    static constexpr int q_bytes = N * D * 2, p_bytes = N * KEYS * 2;
+    static constexpr int k_eight = 8 * D + 64, v_eight = 8 * D + 16;  // keys are read 64 bytes a key, values 16
+    static constexpr int k_bytes = 16 * k_eight, v_bytes = 16 * v_eight;
+    static constexpr int k_at = q_bytes + 2 * p_bytes, v_at = k_at + k_bytes, rest_at = v_at + 2 * v_bytes;
 };
 
 // In shared memory behind the tiles.
 template <int N>
 struct Rest {
     float base[N], keep[N], take[N];  // base: in units of scores
-    float sums[2][N];  // of probabilities, over half the keys of every chunk
-    float m[N], l[N];  // of the splits so far
+    float sums[2][N];                 // of probabilities, over half the keys of every chunk
+    float m[N], l[N];                 // of the splits so far
     float top[8][N];
-    u64 queries_there, keys_there[8], values_there[2];  // keys: a warp's own
+    u64 queries_there[4], keys_there[2], values_there[2];  // parts of 64 dims; of a warpgroup; tiles
     Task task;
 };
 
@@ -206,41 +231,45 @@ struct Block {
     float scale;
     int warp, quarter, half, g, t;  // warp of the block; of the warpgroup; warpgroup; lane / 4, lane % 4
 
-    // The keys of a warp, by that warp. Behind the last key comes that key again: such scores are masked.
+    // Sixteen keys of the warpgroup's by each warp; behind the last is what was there before: such scores are masked.
     __device__ __forceinline__ void copy_keys(int key) const {
-        const int lane = threadIdx.x % 32, row = warp * 16 + lane;
-        const u32 there = shared_address(&rest->keys_there[warp]);
-        if (lane == 0) barrier_expect(there, 16 * D);
-        __syncwarp();
-        if (lane < 16) copy_bulk(k + row * G::stride, k_codes + (u64)min(key + row, keys - 1) * D, D, there);
+        if (threadIdx.x % 32) return;
+        key += warp * 16;
+        const int bytes = max(0, min(16, keys - key)) * D;
+        const u32 there = shared_address(&rest->keys_there[half]), to = k + warp * 2 * G::k_eight;
+        const u8* from = k_codes + (u64)key * D;
+        barrier_expect(there, bytes);
+        if (bytes > 0) copy_bulk(to, from, min(bytes, 8 * D), there);
+        if (bytes > 8 * D) copy_bulk(to + G::k_eight, from + 8 * D, bytes - 8 * D, there);
     }
 
-    // Values of 16 keys by each warp; zeros behind the last.
+    // Sixteen values by each warp; zeros behind the last.
     __device__ __forceinline__ void copy_values(int key, int stage) const {
-        const int lane = threadIdx.x % 32, row = warp * 16 + lane;
-        const u32 there = shared_address(&rest->values_there[stage]), to = v + stage * G::v_bytes + row * G::stride;
-        if (lane == 0) barrier_expect(there, max(0, min(16, keys - key - row)) * D);
-        __syncwarp();
-        if (lane >= 16) return;
-        if (key + row < keys)
-            copy_bulk(to, v_codes + (u64)(key + row) * D, D, there);
-        else
-            for (int i = 0; i < D; i += 16)
-                asm volatile("st.shared.v4.u32 [%0], {%1,%1,%1,%1};" ::"r"(to + i), "r"(0) : "memory");
+        key += warp * 16;
+        const int bytes = max(0, min(16, keys - key)) * D, lane = threadIdx.x % 32;
+        const u32 there = shared_address(&rest->values_there[stage]), to = v + stage * G::v_bytes + warp * 2 * G::v_eight;
+        if (bytes < 16 * D)
+            for (int at = bytes + lane * 16; at < 16 * D; at += 512)
+                asm volatile("st.shared.v4.u32 [%0], {%1,%1,%1,%1};" ::"r"(to + at + at / (8 * D) * 16), "r"(0) : "memory");
+        if (lane) return;
+        const u8* from = v_codes + (u64)key * D;
+        barrier_expect(there, bytes);
+        if (bytes > 0) copy_bulk(to, from, min(bytes, 8 * D), there);
+        if (bytes > 8 * D) copy_bulk(to + G::v_eight, from + 8 * D, bytes - 8 * D, there);
     }
 
-    // s[64 keys of the warpgroup x N] = keys times queries, less the base of the row.
-    // Then the keys from ``next`` on are under way.
+    // s[64 keys of the warpgroup x N] = keys times queries, less the base of the row. The keys from ``next`` on are then
+    // under way.
     __device__ __forceinline__ void scores(float (&s)[N / 2], bool first, int parity, int next) const {
         u32 a[2][4][4];
-        const u8* tile = (const u8*)rest - (G::rest_at - G::k_at) + (warp * 16 + g) * G::stride + t * 16;
+        const u8* tile = (const u8*)rest - (G::rest_at - G::k_at) + (half * 8 + g) * G::k_eight + quarter * 2 * D + t * 16;
         uint4 raw[G::BLOCKS][2];
         const u64 b = columns_at(q);
-        barrier_wait(shared_address(&rest->keys_there[warp]), parity);
+        barrier_wait(shared_address(&rest->keys_there[half]), parity);
 #pragma unroll
         for (int i = 0; i < G::BLOCKS; i++)
 #pragma unroll
-            for (int h = 0; h < 2; h++) raw[i][h] = *(const uint4*)(tile + h * 8 * G::stride + i * 64);
+            for (int h = 0; h < 2; h++) raw[i][h] = *(const uint4*)(tile + h * D + i * 64);
 #pragma unroll
         for (int j = 0; j < G::COLS; j++) {
             const float2 base = first ? make_float2(0.0f, 0.0f) : *(const float2*)(rest->base + j * 8 + t * 2);
@@ -257,14 +286,17 @@ struct Block {
                 now[k][0] = e4m3_pair(low[k]), now[k][1] = e4m3_pair(high[k]);
                 now[k][2] = e4m3_pair(low[k] >> 16), now[k][3] = e4m3_pair(high[k] >> 16);
             }
+            barrier_wait(shared_address(&rest->queries_there[i]), 0);
             products_begin();
 #pragma unroll
             for (int k = 0; k < 4; k++) Product<N>::multiply(s, now[k], b + i * (N * 128 / 16) + k * 2, 1);
             products_commit();
             if (i > 0 && i + 1 < G::BLOCKS) products_wait<1>(), settled(a[(i + 1) % 2]);
         }
-        __syncwarp();  // this warp has its keys in registers
-        if (next >= 0) copy_keys(next);
+        if (next >= 0) {
+            asm volatile("bar.sync %0, 128;" ::"r"(1 + half) : "memory");  // the warpgroup has its keys in registers
+            copy_keys(next);
+        }
         products_wait<0>();
         settled(a[0]), settled(a[1]), settled(s);
     }
@@ -272,7 +304,7 @@ struct Block {
     // Scores of keys that a row does not see, and of rows of the other width, become -inf.
     __device__ __forceinline__ void mask(float (&s)[N / 2], int key, int tile_rows, int window, int flags) const {
         const int p0 = rest->task.p0, pa = rest->task.span.pa, pb = rest->task.span.pb;
-        const int mine = key + half * 64 + quarter * 16 + g;
+        const int mine = key + half * 64 + g * 8 + quarter * 2;
 #pragma unroll
         for (int j = 0; j < 4; j++)
 #pragma unroll
@@ -281,7 +313,7 @@ struct Block {
                 View seen = view(position, keys, window, flags);
                 if (position < pa || position > pb) seen.stop = 0;
                 const bool low = mine < seen.first || mine >= seen.stop;
-                const bool high = mine + 8 < seen.first || mine + 8 >= seen.stop;
+                const bool high = mine + 1 < seen.first || mine + 1 >= seen.stop;
 #pragma unroll
                 for (int c = j; c < G::COLS; c += 4) {
                     if (low) s[c * 4 + e] = NEG_INF;
@@ -382,7 +414,7 @@ struct Block {
     __device__ __forceinline__ void values(float (&o)[G::TILES][N / 2], int parity, int phase) const {
         const int lane = threadIdx.x % 32;
         barrier_wait(shared_address(&rest->values_there[parity]), phase);
-        const u32 from = v + parity * G::v_bytes + lane * G::stride + half * (D / 2) + quarter * 16;
+        const u32 from = v + parity * G::v_bytes + lane % 8 * G::v_eight + lane / 8 * D + half * (D / 2) + quarter * 16;
         const u64 b = columns_at(p + parity * G::p_bytes);
         u32 a[2][2 * G::TILES][4];
 #pragma unroll
@@ -391,7 +423,7 @@ struct Block {
 #pragma unroll
             for (int i = 0; i < G::TILES; i++) {
                 u32 raw[4];  // two keys of two dims a word: keys 0-7, 8-15 of two steps
-                load_matrices_transposed(raw, from + k * 32 * G::stride + i * 64);
+                load_matrices_transposed(raw, from + k / 2 * 8 * G::v_eight + k % 2 * 4 * D + i * 64);
 #pragma unroll
                 for (int e = 0; e < 2; e++) {
                     const u32 low = __byte_perm(raw[e * 2], 0, 0x3120), high = __byte_perm(raw[e * 2 + 1], 0, 0x3120);
@@ -487,10 +519,10 @@ __device__ __forceinline__ void write_rows(const float* sums, const Rest<N>& res
     }
 }
 
-template <int D, int N, bool sequential>  // all splits in one block, or one block a split
-__device__ void attend(const u16* q, const u8* k_memory, const u8* v_memory, float* partial, float* partial_ml,
-                       u16* out, const u16* gate, const int* length, const int* rows_there, int rows, int tile_log2,
-                       int group, int kv_heads, int row_blocks, int capacity, int window, int flags, int most,
+// All splits in one block, or one block a split. The block's columns are N of ``columns``, part ``part``.
+template <int D, int N, bool sequential>
+__device__ void attend(Task now, int columns, int part, const u16* q, const u8* k_memory, const u8* v_memory, float* partial, float* partial_ml,
+                       u16* out, const u16* gate, int tile_log2, int group, int kv_heads, int row_blocks, int capacity, int window, int flags, int most,
                        int gate_stride, int out_stride, float score_scale, float v_scale) {
     using G = Geometry<D, N>;
     extern __shared__ __align__(1024) u8 tiles[];
@@ -500,24 +532,13 @@ __device__ void attend(const u16* q, const u8* k_memory, const u8* v_memory, flo
     b.warp = threadIdx.x / 32, b.quarter = b.warp % 4, b.half = b.warp / 4, b.g = lane / 4, b.t = lane % 4;
     b.scale = score_scale;
     auto kv_head = [&] { return again(blockIdx.x) / row_blocks; };
-    auto block_row = [&] { return again(blockIdx.x) % row_blocks * N; };
     auto first_row = [&] { return again(blockIdx.z) << tile_log2; };
-    Task now;
-    now.start = *length, now.rows = valid_rows(rows_there, rows);
-    now.p0 = now.start + first_row(), now.keys = min(now.start + now.rows, capacity);
-    now.last = now.p0 + min(1 << tile_log2, now.rows - first_row()) - 1;
-    now.between = last_of_width(now.p0, now.last, window, most);
-    now.span = span_of(now.p0, now.between, width_of(now.p0, window, most), now.keys, window, flags);
-    now.slots = now.span.count, now.index = blockIdx.y;
-    auto second_width = [&](Task& t) {
-        t.span = span_of(t.between + 1, t.last, width_of(t.last, window, most), t.keys, window, flags);
-    };
     if (first_row() >= now.rows || (!sequential && now.second() && !now.two())) {
         if (blockIdx.x + blockIdx.y + blockIdx.z == 0) pdl_wait();  // a kernel with no row at all also ends in turn
         return;
     }
     if (!sequential && now.second()) {
-        second_width(now);
+        second_width(now, window, flags, most);
         if (now.index >= now.slots + now.span.count) return;
     }
     b.keys = now.keys;
@@ -534,12 +555,13 @@ __device__ void attend(const u16* q, const u8* k_memory, const u8* v_memory, flo
         clear_first = t.two() ? FAR : t.span.high.first, clear_stop = t.span.low.stop;
     };
     begin(now);
-    const u32 queries_there = shared_address(&b.rest->queries_there);
     if (threadIdx.x == 0) {
         b.rest->task = now;
-        barrier_init(queries_there, 1);
-        for (int i = 0; i < 8; i++) barrier_init(shared_address(&b.rest->keys_there[i]), 1);
-        for (int i = 0; i < 2; i++) barrier_init(shared_address(&b.rest->values_there[i]), 8);
+        for (int i = 0; i < 4; i++) barrier_init(shared_address(&b.rest->queries_there[i]), 1);
+        for (int i = 0; i < 2; i++) {
+            barrier_init(shared_address(&b.rest->keys_there[i]), 4);
+            barrier_init(shared_address(&b.rest->values_there[i]), 8);
+        }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     if (sequential && threadIdx.x < N) b.rest->m[threadIdx.x] = NEG_INF, b.rest->l[threadIdx.x] = 0.0f;
@@ -550,13 +572,14 @@ __device__ void attend(const u16* q, const u8* k_memory, const u8* v_memory, flo
     pdl_wait();
     pdl_trigger();
     if (threadIdx.x == 0) {
-        const u64 block = (u64)blockIdx.z * kv_heads * row_blocks + blockIdx.x;
-        barrier_expect(queries_there, G::q_bytes);
-        copy_bulk(b.q, q + block * (N * D), G::q_bytes, queries_there);
+        const u64 block = ((u64)blockIdx.z * gridDim.x + blockIdx.x) * columns * D;
+        for (int i = 0; i < D / 64; i++) {
+            const u32 there = shared_address(&b.rest->queries_there[i]);
+            barrier_expect(there, N * 128);
+            copy_bulk(b.q + i * (N * 128), q + block + (i * columns + part * N) * 64, N * 128, there);
+        }
     }
     if (!early) b.copy_keys(key), b.copy_values(key, 0);
-    barrier_wait(queries_there, 0);
-
     for (;;) {  // the splits of one width: all in turn, or one
         bool first_split = true;
         while (key < stop) {
@@ -599,7 +622,7 @@ __device__ void attend(const u16* q, const u8* k_memory, const u8* v_memory, flo
             const float sum = m < N ? __fadd_rn(b.rest->sums[0][m], b.rest->sums[1][m]) : 0.0f;
             const float base = m < N && b.rest->base[m] != NONE ? __fmul_rn(b.rest->base[m], score_scale) : NONE;
             if constexpr (!sequential) {
-                const u64 at = ((u64)b.rest->task.index * gridDim.x + again(blockIdx.x)) * N;
+                const u64 at = ((u64)b.rest->task.index * gridDim.x + again(blockIdx.x)) * columns + part * N;
                 if (m < N) ((float2*)partial_ml)[at + m] = make_float2(base, sum);
                 float4* to = (float4*)(partial + at * D) + threadIdx.x;
 #pragma unroll
@@ -635,7 +658,7 @@ __device__ void attend(const u16* q, const u8* k_memory, const u8* v_memory, flo
             __syncthreads();
             b.store(o, sums, N);
             __syncthreads();
-            write_rows<D, N>(sums, *b.rest, out, gate, block_row(), first_row(), kv_head() * group, M, tile_log2, flags,
+            write_rows<D, N>(sums, *b.rest, out, gate, blockIdx.x % row_blocks * N, first_row(), kv_head() * group, M, tile_log2, flags,
                              gate_stride, out_stride, v_scale);
         }
         // The next split. A block has a second one only where two widths meet, so nothing is loaded ahead for it.
@@ -645,7 +668,7 @@ __device__ void attend(const u16* q, const u8* k_memory, const u8* v_memory, flo
         const bool was_second = next.second();
         next.index = sequential ? next.slots : next.index + gridDim.y;
         if (next.second() && !next.two()) break;
-        if (next.second() && !was_second) second_width(next);
+        if (next.second() && !was_second) second_width(next, window, flags, most);
         if (next.second() && !sequential && next.index >= next.slots + next.span.count) break;
         __syncthreads();
         if (threadIdx.x == 0) b.rest->task = next;
@@ -667,9 +690,19 @@ __device__ void attend(const u16* q, const u8* k_memory, const u8* v_memory, flo
         const u16* gate, const int* length, const int* rows_there, int rows, int tile_log2, int group, int kv_heads,   \
         int row_blocks, int capacity, int window, int flags, int most, int gate_stride, int out_stride,                \
         float score_scale, float v_scale) {                                                                            \
-        wide::attend<D, N, SEQUENTIALLY>(q, k_memory, v_memory, partial, partial_ml, out, gate, length, rows_there,    \
-                                         rows, tile_log2, group, kv_heads, row_blocks, capacity, window, flags, most,  \
-                                         gate_stride, out_stride, score_scale, v_scale);                               \
+        const int first_row = blockIdx.z << tile_log2;                                                                 \
+        wide::Task task = wide::task_of(*length, valid_rows(rows_there, rows), first_row, tile_log2, capacity, window, \
+                                        flags, most);                                                                  \
+        const int parts = SEQUENTIALLY ? 1 : wide::parts_of(task, N, most);                                            \
+        task.index = SEQUENTIALLY ? 0 : blockIdx.y / parts;                                                            \
+        if (N > 32 && parts > 1)                                                                                       \
+            wide::attend<D, 32, SEQUENTIALLY>(task, N, blockIdx.y % parts, q, k_memory, v_memory, partial, partial_ml, \
+                                              out, gate, tile_log2, group, kv_heads, row_blocks, capacity, window,     \
+                                              flags, most, gate_stride, out_stride, score_scale, v_scale);             \
+        else                                                                                                           \
+            wide::attend<D, N, SEQUENTIALLY>(task, N, 0, q, k_memory, v_memory, partial, partial_ml, out, gate,        \
+                                             tile_log2, group, kv_heads, row_blocks, capacity, window, flags, most,    \
+                                             gate_stride, out_stride, score_scale, v_scale);                           \
     }
 WIDE(128, 32)
 WIDE(128, 64)
@@ -687,16 +720,16 @@ extern "C" __global__ void __launch_bounds__(wide::THREADS) attend_wide_combine(
     int group, int columns, int row_blocks, int dim, int capacity, int window, int flags, int most, int gate_stride,
     int out_stride, float v_scale) {
     constexpr int BATCH = 16;
-    const int block = blockIdx.y, cell = blockIdx.x, lane = threadIdx.x % 32, tile = cell / (columns / 8);
-    const int column = cell % (columns / 8) * 8 + lane % 4 * 2, row_m = block % row_blocks * columns + column;
+    const int start = *length;
+    wide::Task task = wide::task_of(start, rows, 0, tile_log2, capacity, window, flags, most);
+    const int parts = wide::parts_of(task, columns, most), stacks = columns / 8 / parts;  // column eights of a block
+    if (task.two()) wide::second_width(task, window, flags, most);
+    const int stops = task.slots + (task.two() ? task.span.count : 0);
+    const int block = blockIdx.y, cell = blockIdx.x, lane = threadIdx.x % 32;
+    const int part = cell / (dim / 128 * stacks), tile = cell / stacks % (dim / 128);
+    const int column = (part * stacks + cell % stacks) * 8 + lane % 4 * 2, row_m = block % row_blocks * columns + column;
     const int at_dim = tile * 64 + threadIdx.x / 128 * (dim / 2) + threadIdx.x / 32 % 4 * 16 + lane / 4 * 2;
     const int row = row_m & ((1 << tile_log2) - 1), head = block / row_blocks * group + (row_m >> tile_log2);
-    const int start = *length, keys = min(start + rows, capacity), last = start + rows - 1;
-    const int between = wide::last_of_width(start, last, window, most);
-    const int first_count = wide::span_of(start, between, wide::width_of(start, window, most), keys, window, flags).count;
-    int stops = first_count;
-    if (between < last)
-        stops += wide::span_of(between + 1, last, wide::width_of(last, window, most), keys, window, flags).count;
     u32 open[2] = {0u, 0u};
     const bool there = row_m < group << tile_log2;
     // Gates were written before the two kernels that precede this one.
