@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from edge_dflash.backends.native.compile import KERNELS, compile_cubin
+from edge_dflash.backends.native.compile import compile_cubin, unit_sources
 from edge_dflash.backends.native.driver import DevicePointer, Gpu, Module
 from edge_dflash.backends.native.memory import CONTROL_BYTES, Control, Matrix, control_word
 
@@ -17,7 +17,7 @@ CACHE = Path(__file__).parents[2] / "build" / "cubins"  # git-ignored
 
 def cubin(unit, arch):
     """The cubin of a unit; compiled once for each state of the sources."""
-    sources = (KERNELS / f"{unit}.cu").read_bytes() + (KERNELS / "state.cuh").read_bytes()
+    sources = b"".join(path.read_bytes() for path in unit_sources(unit))
     path = CACHE / f"{unit}-{arch}-{hashlib.sha256(sources).hexdigest()[:16]}.cubin"
     if not path.exists():
         CACHE.mkdir(parents=True, exist_ok=True)
