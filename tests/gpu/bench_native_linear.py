@@ -17,7 +17,7 @@ from native_state_support import CACHE, Device
 
 from edge_dflash.backends.native.driver import DevicePointer
 from edge_dflash.backends.native.linear import Linears, LinearWeights, Norm
-from edge_dflash.backends.native.linear_plan import cluster_plan, row_tile
+from edge_dflash.backends.native.linear_plan import HOPPER_THREADS, cluster_plan, hopper, hopper_plan, row_tile
 from edge_dflash.backends.native.memory import Matrix
 from edge_dflash.backends.native.occupancy import most_clusters
 from edge_dflash.backends.native.weight_layout import Layout
@@ -59,11 +59,15 @@ class Tuned(Linears):
             tile = row_tile(rows)
 
             def clusters(splits, teams, shared):
-                return most_clusters(self._linear[layout.format, tile, splits, teams], splits, 128 * teams, shared)
+                kernel = self._linear[layout.format, tile, splits, teams]
+                return most_clusters(kernel, splits, 128 * teams or HOPPER_THREADS, shared)
 
-            bent = cluster_plan(layout, tile, self._gpu.sm_count, self.splits, clusters)
+            if hopper(self._gpu.sm, self._most_rows):
+                bent = hopper_plan(layout, self._gpu.sm_count, clusters, self.splits)
+            else:
+                bent = cluster_plan(layout, tile, self._gpu.sm_count, self.splits, clusters)
             plan = bent if bent.shared_bytes <= 227 << 10 else plan
-        return replace(plan, groups=plan.groups - plan.teams * self.fewer)
+        return replace(plan, groups=plan.groups - (plan.teams or 1) * self.fewer)
 
 
 class Bench:
@@ -109,7 +113,7 @@ class Bench:
 
     def call(self, linears, weights, rows=ROWS, split=False):
         layout = weights.layout
-        x = Matrix(self.x, layout.k)
+        x, given = Matrix(self.x, layout.k), {}
         if split:
             norm = Norm(self.scale, 1e-6, Matrix(self.y.at(1 << 20, 1 << 20), layout.columns[0]))
             out = Matrix(self.y, layout.columns[0])
@@ -120,13 +124,13 @@ class Bench:
         for n in columns:
             outs.append(Matrix(self.y.at(offset, rows * n * 2), n))
             offset += rows * n * 2
-        gates, side = {}, self.gates.get(layout.k)
+        side = self.gates.get(layout.k)
         if side is not None and layout.columns == MODEL_27B["qkv z"][0]:
-            gates = {
+            given |= {
                 "side": side,
                 "side_out": [Matrix(self.y.at(offset + i * rows * 96, rows * 96), 48) for i in (0, 1)],
             }
-        linears.linear(weights, x, outs, rows, **gates)
+        linears.linear(weights, x, outs, rows, **given)
 
     def shape(self, linears, layout, split, rows=ROWS):
         stacks = self.copies(layout)
@@ -155,28 +159,30 @@ class Bench:
         return seconds, 2 * rows * layout.k * sum(layout.columns)
 
 
-VARIANTS = (  # cubin (None: as shipped), options
-    (None, {}),
-    ("128", {}),
-    (None, {"splits": 2}),
-    (None, {"splits": 4}),
+VARIANTS = (  # cubin (None: as shipped), most rows, options
+    (None, 32, {}),
+    (None, 16, {}),
+    ("a", 16, {}),
+    (None, 16, {"splits": 2}),
+    (None, 16, {"splits": 4}),
+    (None, 16, {"splits": 8}),
 )
 
 
 def variants(bench):
-    """Kernels compiled with other constants, as CACHE/linear_cluster-NAME.cubin."""
-    for name, options in VARIANTS:
-        path = CACHE / f"linear_cluster-{name}.cubin"
+    """Kernels compiled with other constants, as CACHE/linear_hopper-NAME.cubin."""
+    for name, rows, options in VARIANTS:
+        path = CACHE / f"linear_hopper-{name}.cubin"
         if name is not None and not path.exists():
             continue
 
         def load(unit, name=name, path=path):
-            return path.read_bytes() if name is not None and unit == "linear_cluster" else cubin(unit, bench.arch)
+            return path.read_bytes() if name is not None and unit == "linear_hopper" else cubin(unit, bench.arch)
 
-        linears = Tuned(bench.gpu, load)
+        linears = Tuned(bench.gpu, load, most_rows=rows)
         for key, value in options.items():
             setattr(linears, key, value)
-        yield " ".join((name or "", *(f"{key}={value}" for key, value in options.items()))).strip() or "base", linears
+        yield " ".join((name or "", str(rows), *(f"{k}={v}" for k, v in options.items()))).strip(), linears
 
 
 def main():
@@ -191,9 +197,10 @@ def main():
               f" {rate / bandwidth:6.1%}", flush=True)  # fmt: skip
         results["lines"].append([variant, name, nbytes, seconds])
 
-    chosen = (
-        variants(bench) if "--variants" in sys.argv else [("base", Tuned(bench.gpu, partial(cubin, arch=bench.arch)))]
-    )
+    load = partial(cubin, arch=bench.arch)
+    chosen = [("base", Tuned(bench.gpu, load, most_rows=ROWS)), ("32 rows", Tuned(bench.gpu, load))]
+    if "--variants" in sys.argv:
+        chosen = variants(bench)
     for variant, linears in chosen:
         for model, title in ((MODEL_27B, "27B"), (MODEL_4B, "4B")):
             for name, (columns, k, gated, split) in model.items():
@@ -204,14 +211,12 @@ def main():
                 title_here = f"{title} {name} {plan.splits}x{plan.groups} t{plan.teams}"
                 line(variant, title_here, bench.shape(linears, layout, split), layout.nbytes)
             line(variant, f"{title} layer", *bench.layers(linears, "nvfp4", model))
-        if variant == "base":
+        if variant in ("base", "32 rows"):
             for format in ("fp8", "bf16"):
                 layout = Layout(format, (17408, 17408), 5120, True)
                 line(variant, f"27B gate up {format}", bench.shape(linears, layout, False), layout.nbytes)
                 line(variant, f"27B layer {format}", *bench.layers(linears, format, MODEL_27B, 3))
-            layout = Layout("nvfp4", (17408, 17408), 5120, True)
-            line(variant, "27B gate up, 32 rows", bench.shape(linears, layout, False, 32), layout.nbytes)
-            for format in ("nvfp4", "fp8", "bf16"):
+            for format in ("nvfp4", "fp8", "bf16") if variant == "base" else ():
                 seconds, flops = bench.tiles(linears, Layout(format, (17408, 17408), 5120, True), 512)
                 print(f"tiles {format} 512 rows gate up: {seconds * 1e6:.0f} us, {flops / seconds / 1e12:.0f} TFLOP/s")
                 results["lines"].append([variant, f"tiles {format}", flops, seconds])

@@ -6,13 +6,23 @@ import hashlib
 
 import numpy as np
 import torch
-from native_state_support import CACHE, Device
+from native_state_support import CACHE, Device, bf16
 
 from edge_dflash.backends.native.compile import KERNELS, compile_cubin
 from edge_dflash.backends.native.memory import Matrix
 from edge_dflash.checkpoint.weights import Fp8Weight, Nvfp4Weight, WideWeight
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
+
+FORMATS = ("nvfp4", "fp8", "fp8_channel", "bf16")
+SMALL = ((6, 256), (96, 384), (256, 768), (1000, 256), (40, 48))  # (N, K)
+LARGE = {  # Qwen3.6-27B and Qwen3.5-4B
+    "nvfp4": ((6144, 5120), (5120, 6144), (5120, 17408), (12288, 2560), (2560, 9216)),
+    "fp8": ((1024, 5120), (2560, 4096)),
+    "fp8_channel": ((5120, 6144),),
+    "bf16": ((48, 5120), (4096, 2560)),
+}
+SHAPES = [(f, n, k) for f in FORMATS for n, k in (*SMALL, *LARGE[f])]
 
 
 def cubin(unit, arch):
@@ -78,3 +88,14 @@ def empty(device: Device, rows, columns) -> Matrix:
 
 def fetch(device: Device, matrix: Matrix, rows, columns=None) -> torch.Tensor:
     return device.read(matrix.pointer, (rows, matrix.stride), torch.bfloat16)[:, : columns or matrix.stride]
+
+
+def run(device, linears, stack, x, rows, **options):
+    tile = x.shape[0]
+    out = [empty(device, tile, n) for n in stack.layout.columns]
+    linears.linear(stack, device.rows(x), out, rows, **options)
+    return [fetch(device, m, tile) for m in out]
+
+
+def inputs(rows, k, seed=0):
+    return bf16(rows, k, generator=torch.Generator().manual_seed(seed), scale=2.0)

@@ -1,7 +1,7 @@
 import pytest
 import torch
-from native_linear_support import cubin, empty, expected, fetch, ulps, weight
-from native_state_support import Device, bf16
+from native_linear_support import FORMATS, SHAPES, cubin, empty, expected, fetch, inputs, run, ulps, weight
+from native_state_support import Device
 
 from edge_dflash.backends.native.linear import Linears, Norm
 from edge_dflash.backends.native.memory import Matrix
@@ -9,16 +9,6 @@ from edge_dflash.backends.native.small import Small
 from edge_dflash.backends.native.weight_layout import repack
 
 pytestmark = pytest.mark.gpu
-
-FORMATS = ("nvfp4", "fp8", "fp8_channel", "bf16")
-SMALL = ((6, 256), (96, 384), (256, 768), (1000, 256), (40, 48))  # (N, K)
-LARGE = {  # Qwen3.6-27B and Qwen3.5-4B
-    "nvfp4": ((6144, 5120), (5120, 6144), (5120, 17408), (12288, 2560), (2560, 9216)),
-    "fp8": ((1024, 5120), (2560, 4096)),
-    "fp8_channel": ((5120, 6144),),
-    "bf16": ((48, 5120), (4096, 2560)),
-}
-SHAPES = [(f, n, k) for f in FORMATS for n, k in (*SMALL, *LARGE[f])]
 
 
 @pytest.fixture(scope="module")
@@ -30,17 +20,6 @@ def device():
 def linears(device):
     arch = f"sm{device.gpu.sm}" + ("a" if device.gpu.sm >= 90 else "")
     return Linears(device.gpu, lambda unit: cubin(unit, arch))
-
-
-def run(device, linears, stack, x, rows, **options):
-    tile = x.shape[0]
-    out = [empty(device, tile, n) for n in stack.layout.columns]
-    linears.linear(stack, device.rows(x), out, rows, **options)
-    return [fetch(device, m, tile) for m in out]
-
-
-def inputs(rows, k, seed=0):
-    return bf16(rows, k, generator=torch.Generator().manual_seed(seed), scale=2.0)
 
 
 @pytest.mark.parametrize(("kind", "n", "k"), SHAPES)

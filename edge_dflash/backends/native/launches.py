@@ -50,7 +50,7 @@ class Launches:
     def open(self, gpu: Gpu, plan: Plan) -> int:
         """Load the kernels of linears."""
         self._gpu, self._plan = gpu, plan
-        self._linears = Linears(gpu, self._cubin)
+        self._linears = Linears(gpu, self._cubin, most_rows=row_tile(plan.sizes.rows))
         return self._scratch_bytes()
 
     def count(self, memory: Memory) -> None:

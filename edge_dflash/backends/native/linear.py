@@ -12,14 +12,18 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from edge_dflash.backends.native import linear_tiles
-from edge_dflash.backends.native.driver import DevicePointer, Gpu, Kernel
+from edge_dflash.backends.native.driver import DevicePointer, Gpu, Kernel, Module
 from edge_dflash.backends.native.linear_plan import (
     CLUSTER_SPLITS,
     CLUSTER_TEAMS,
+    HOPPER_ROWS,
+    HOPPER_THREADS,
+    MOST_ROWS,
     MOST_UNITS,
     Plan,
     block_shared,
     clustered,
+    hopper,
     plan,
     row_tile,
     shared_bytes,
@@ -29,7 +33,7 @@ from edge_dflash.backends.native.occupancy import most_clusters, prefer_shared
 from edge_dflash.backends.native.weight_layout import UNIT_ROWS, Format, Layout, Repacked
 from edge_dflash.errors import BackendError
 
-UNITS = ("linear", "linear_cluster", linear_tiles.UNIT, "finish")  # compilation units of these kernels
+UNITS = ("linear", "linear_cluster", "linear_hopper", linear_tiles.UNIT, "finish")  # compilation units of these kernels
 _FINISH_THREADS, _NORM_THREADS, _NORM_COLUMNS, _PARTS = 1024, 256, (5120, 8192), 4
 
 
@@ -51,7 +55,7 @@ class _Job(ctypes.Structure):
         ("scale", ctypes.c_void_p),
         ("x", ctypes.c_void_p),
         *((name, ctypes.c_int32) for name in ("k", "x_stride", "units", "windows", "splits", "groups")),
-        *((name, ctypes.c_int32) for name in ("per_pass", "prefetch")),
+        ("per_pass", ctypes.c_int32),
         ("out", ctypes.c_void_p * _PARTS),
         *((name, ctypes.c_int32 * _PARTS) for name in ("out_stride", "start", "columns")),
         ("mode", ctypes.c_int32),
@@ -80,30 +84,38 @@ class Norm:
 
 
 class Linears:
-    """Loaded kernels. ``cubin`` gives a compilation unit's cubin for this device.
+    """Loaded kernels. ``cubin`` gives a compilation unit's cubin for this device; ``most_rows``: of any pass but tiles.
 
     Enqueues only. Every launch may start before the one before it ends and reads nothing but weights until that one's
     results are there; a kernel after it must likewise read only constants before griddepcontrol.wait.
     """
 
-    def __init__(self, gpu: Gpu, cubin: Callable[[str], bytes]) -> None:
-        self._gpu = gpu
-        here = "linear_cluster" if clustered(gpu.sm) else "linear"
-        module, shared = gpu.load(cubin(here)), block_shared(gpu.sm)
+    def __init__(self, gpu: Gpu, cubin: Callable[[str], bytes], *, most_rows: int = MOST_ROWS) -> None:
+        self._gpu, self._most_rows = gpu, most_rows
         self._linear: dict[tuple[Format, int, int, int], Kernel] = {}  # by format, rows, splits and teams (kernel's)
-        for f, r in MOST_UNITS:
-            forms = [(s, t) for t in CLUSTER_TEAMS[r] for s in CLUSTER_SPLITS] if clustered(gpu.sm) else [(0, 0)]
-            for s, t in forms:
-                name = f"{here}_{f}_{r}" + (f"_{s}_{t}" if t else "")
-                self._linear[f, r, s, t] = module.kernel(name, shared_bytes=shared)
+        if clustered(gpu.sm):
+            forms = [(r, s, t) for r, teams in CLUSTER_TEAMS.items() for t in teams for s in CLUSTER_SPLITS]
+            module = self._load("linear_cluster", cubin, {f"{r}_{s}_{t}": (r, s, t) for r, s, t in forms})
+        else:
+            module = self._load("linear", cubin, {f"{r}": (r, 0, 0) for r in CLUSTER_TEAMS})
+        self._greedy = module.kernel("linear_cluster_greedy" if clustered(gpu.sm) else "linear_greedy")
+        if hopper(gpu.sm, most_rows):
+            self._load("linear_hopper", cubin, {f"{s}": (HOPPER_ROWS, s, 0) for s in CLUSTER_SPLITS})
         self._plans: dict[tuple[Layout, int, bool], Plan] = {}
         self._tiles = linear_tiles.Tiles(gpu, cubin)
-        self._greedy = module.kernel(f"{here}_greedy")
         finish = gpu.load(cubin("finish"))
         self._finish = finish.kernel("linear_finish")
         self._norms = {n: finish.kernel(f"linear_norm_{n}") for n in _NORM_COLUMNS}
         for kernel in (*self._linear.values(), self._greedy, self._finish, *self._norms.values()):
             prefer_shared(kernel)
+
+    def _load(self, unit: str, cubin: Callable[[str], bytes], forms: dict[str, tuple[int, int, int]]) -> Module:
+        """Load a unit's kernels, of every format and form by its name."""
+        module = self._gpu.load(cubin(unit))
+        for f in sorted({f for f, _ in MOST_UNITS}):
+            for name, form in forms.items():
+                self._linear[f, *form] = module.kernel(f"{unit}_{f}_{name}", shared_bytes=block_shared(self._gpu.sm))
+        return module
 
     def upload(self, repacked: Repacked) -> LinearWeights:
         """Put a stack on the device."""
@@ -111,14 +123,18 @@ class Linears:
 
     def plan(self, layout: Layout, rows: int, *, may_split: bool = False) -> Plan:
         """Plan for this device."""
-        key, gpu = (layout, row_tile(rows), may_split), self._gpu
+        key, gpu, most = (layout, row_tile(rows), may_split), self._gpu, self._most_rows
+        if rows > most:
+            raise ValueError(f"a pass of {rows} rows; these kernels were loaded for at most {most}")
 
         def clusters(splits: int, teams: int, shared: int) -> int:
             kernel = self._linear[layout.format, key[1], splits, teams]
-            return most_clusters(kernel, splits, 128 * teams, shared)
+            return most_clusters(kernel, splits, 128 * teams or HOPPER_THREADS, shared)
 
         if key not in self._plans:
-            self._plans[key] = plan(layout, rows, gpu.sm, gpu.sm_count, may_split=may_split, clusters=clusters)
+            self._plans[key] = plan(
+                layout, rows, gpu.sm, gpu.sm_count, may_split=may_split, most_rows=most, clusters=clusters
+            )
         return self._plans[key]
 
     def linear(
@@ -272,7 +288,7 @@ def _job(weights: LinearWeights, x: Matrix, out: Sequence[Matrix], plan: Plan, m
         raise ValueError(f"activations have row stride {x.stride}; a multiple of 8 is needed")
     job = _Job(
         *(weights.data.address, weights.scale.address, x.pointer.address),
-        *(layout.k, x.stride, layout.units, layout.windows, plan.splits, plan.groups, plan.per_pass, 0),
+        *(layout.k, x.stride, layout.units, layout.windows, plan.splits, plan.groups, plan.per_pass),
         mode=mode,
     )
     for i in range(_PARTS):

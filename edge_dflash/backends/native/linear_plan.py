@@ -1,7 +1,8 @@
 """How a linear launch of 1..32 rows divides its work over a device. Knows sizes only.
 
-Two kernels: kernels/linear_cluster.cu where blocks of a cluster reach each other's shared memory and a block may have
-half of a multiprocessor's 228 KiB (SM90, SM110), kernels/linear.cu elsewhere.
+Three kernels. kernels/linear_cluster.cu where blocks of a cluster reach each other's shared memory and a block may have
+half of a multiprocessor's 228 KiB (SM90, SM110); kernels/linear_hopper.cu for up to 16 rows where there are warpgroup
+products (SM90); kernels/linear.cu elsewhere.
 """
 
 from __future__ import annotations
@@ -41,6 +42,12 @@ _DEPTH: dict[tuple[Format, int], int] = {  # pieces of a ring, by format and row
 _USABLE = {1: 1.0, 2: 1.0, 4: 0.94, 8: 0.91}  # of the multiprocessors, by blocks of a cluster (measured on an H200)
 _UNIT_END = 1600  # bytes that a warp could have multiplied while it ends a unit
 _SLICES, _SLOTS, _BLOCK_K, _CLUSTER_HEAD = 4, 2, 64, 384
+# kernels/linear_hopper.cu: most rows, threads of a block, units of a quad, bytes of a warp's sums and of barriers
+HOPPER_ROWS, HOPPER_THREADS, _QUAD, _SUMS, _HOPPER_HEAD = 16, 640, 4, 2048, 256
+_HOPPER_DEPTH: dict[Format, int] = {"nvfp4": 5, "fp8": 3, "bf16": 3}
+_HOPPER_USABLE = {1: 1.0, 2: 1.0, 4: 0.91, 8: 0.91}  # of the multiprocessors, by blocks of a cluster
+_QUAD_END = 1700  # bytes that a warp could have multiplied while it ends a quad
+_X_COST = 0.12  # of a byte of the block's x, where a byte of a warp's weights costs 1
 
 
 @dataclass(frozen=True)
@@ -52,11 +59,12 @@ class Plan:
     per_pass: int  # units a block multiplies at once
     shared_bytes: int
     teams: int = 0  # of a block: the blocks of a cluster are the splits, ``groups`` are teams
+    hopper: bool = False  # of kernels/linear_hopper.cu: ``groups`` are clusters
 
     @property
     def clustered(self) -> bool:
-        """Whether this is a plan of kernels/linear_cluster.cu."""
-        return self.teams > 0
+        """Whether the blocks of a cluster share the sums: no sums go through scratch."""
+        return self.hopper or self.teams > 0
 
     @property
     def blocks(self) -> int:
@@ -66,7 +74,7 @@ class Plan:
     @property
     def threads(self) -> int:
         """Threads of a block."""
-        return 32 * (self.teams * _SLICES or _WARPS)
+        return HOPPER_THREADS if self.hopper else 32 * (self.teams * _SLICES or _WARPS)
 
     def sum_bytes(self, layout: Layout, rows: int) -> int:
         """Scratch of :meth:`Linears.split_linear`: the FP32 sums of every split."""
@@ -89,6 +97,11 @@ def clustered(sm: int) -> bool:
     return sm >= 90 and block_shared(sm) > _HALF_SM_SHARED
 
 
+def hopper(sm: int, most_rows: int) -> bool:
+    """Whether passes of at most so many rows run kernels/linear_hopper.cu, where a block's part of x leaves room."""
+    return sm == 90 and most_rows <= HOPPER_ROWS
+
+
 def plan(
     layout: Layout,
     rows: int,
@@ -96,13 +109,19 @@ def plan(
     sm_count: int,
     *,
     may_split: bool = False,
+    most_rows: int = MOST_ROWS,
     clusters: Callable[[int, int, int], int] | None = None,
 ) -> Plan:
     """Plan of a launch. The number of splits does not depend on ``rows``, so that a row's bits do not.
 
-    ``clusters``: how many clusters of so many blocks, of so many teams and bytes of shared memory each, the device
-    holds at once (if not given: as many as ``sm_count`` multiprocessors hold).
+    ``most_rows``: of any pass of the engine; it chooses the kernel. ``clusters``: how many clusters of so many blocks,
+    of so many teams and bytes of shared memory each, the device holds at once (if not given: as many as ``sm_count``
+    multiprocessors hold).
     """
+    if hopper(sm, most_rows):
+        found = hopper_plan(layout, sm_count, clusters)
+        if found.shared_bytes <= block_shared(sm):
+            return found
     if clustered(sm):
         return _cluster_plan(layout, rows, sm_count, clusters)
     tile = row_tile(rows)
@@ -166,6 +185,41 @@ def _cluster_cost(layout: Layout, splits: int, sm_count: int) -> float:
     piece = UNIT_BYTES[layout.format] * _BLOCK_K // WINDOW[layout.format]  # bytes of 64 columns
     pieces = -(-layout.k // _BLOCK_K) / (splits * _SLICES)
     return units * (pieces * piece + _UNIT_END) * held * teams
+
+
+def hopper_plan(
+    layout: Layout, sm_count: int, clusters: Callable[[int, int, int], int] | None, splits: int | None = None
+) -> Plan:
+    """Plan of kernels/linear_hopper.cu; with so many ``splits`` if given."""
+    if splits is None:
+        splits = min(CLUSTER_SPLITS, key=lambda s: _hopper_cost(layout, s, sm_count))
+    shared = _hopper_shared(layout, splits)
+    most = clusters(splits, 0, shared) if clusters and shared <= block_shared(90) else sm_count // splits
+    return Plan(splits, min(-(-layout.units // _QUAD), max(1, most)), 0, shared, hopper=True)
+
+
+def _hopper_shared(layout: Layout, splits: int) -> int:
+    """Shared memory of a block: barriers, exchange of sums, slots of other blocks' sums, its part of x, rings."""
+    warps = _SLICES * _QUAD
+    slots = _SLOTS * _QUAD * _SUMS if splits > 1 else 0
+    x = -(-_blocks(layout) // splits) * _BLOCK_K * HOPPER_ROWS * 2
+    return _HOPPER_HEAD + warps * (_SUMS + _HOPPER_DEPTH[layout.format] * UNIT_BYTES[layout.format]) + slots + x
+
+
+def _hopper_cost(layout: Layout, splits: int, sm_count: int) -> float:
+    """Bytes of a busiest warp: of its pieces, the ends of quads, the block's part of x. Fits what an H200 measures."""
+    if _hopper_shared(layout, splits) > block_shared(90):
+        return 1e30 / splits
+    quads = -(-layout.units // _QUAD)
+    rounds = -(-quads // max(1, int(sm_count * _HOPPER_USABLE[splits]) // splits))
+    pieces = -(-_blocks(layout) // (splits * _SLICES))
+    piece = UNIT_BYTES[layout.format] * _BLOCK_K // WINDOW[layout.format]  # bytes of 64 columns
+    x = -(-_blocks(layout) // splits) * _BLOCK_K * HOPPER_ROWS * 2
+    return rounds * (pieces * piece + _QUAD_END) + _X_COST * x
+
+
+def _blocks(layout: Layout) -> int:
+    return -(-layout.k // _BLOCK_K)
 
 
 def cluster_shared(layout: Layout, tile: int, splits: int, teams: int) -> int:

@@ -11,7 +11,7 @@ struct Job {
   const u8* weights;
   const float* scale;  // [units * 32], applied to the FP32 sum
   const u16* x;        // [rows, k], row stride x_stride
-  int k, x_stride, units, windows, splits, groups, per_pass, prefetch;
+  int k, x_stride, units, windows, splits, groups, per_pass;
   u16* out[PARTS];
   int out_stride[PARTS], start[PARTS], columns[PARTS];
   int mode;
@@ -20,14 +20,13 @@ struct Job {
   u64* best;            // GREEDY: [groups][rows] ranks of the largest logit
 };
 
-
 // Where the output of a weight row goes.
 struct Place {
   u16* out;
   long long offset;
   int column;
   bool inside;  // false: the row is padding
-  int stride;
+  int stride, columns;
 };
 
 __device__ __forceinline__ Place place_of(const Job& job, int unit, int padded, int row) {
@@ -37,7 +36,7 @@ __device__ __forceinline__ Place place_of(const Job& job, int unit, int padded, 
   for (int i = 1; i < PARTS; ++i)
     if (unit >= job.start[i]) out = job.out[i], start = job.start[i], stride = job.out_stride[i], columns = job.columns[i];
   const int column = padded - start * UNIT_ROWS;
-  return {out, static_cast<long long>(row) * stride + column, column, column < columns, stride};
+  return {out, static_cast<long long>(row) * stride + column, column, column < columns, stride, columns};
 }
 
 // silu(gate) * up of two BF16 values.

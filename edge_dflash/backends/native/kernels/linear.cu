@@ -100,7 +100,7 @@ struct Stream {
     }
   }
 
-  // Weights of the first steps, then more of the first pass into L2: nothing here depends on earlier kernels.
+  // Weights of the first steps: nothing here depends on earlier kernels.
   __device__ __forceinline__ void start_weights() {
     Cursor c = load;
     for (int s = 0; s < STAGES; ++s) {
@@ -108,9 +108,6 @@ struct Stream {
         if (c.left > 0 && p < c.count) F::fetch(ring + s * stage_bytes + p * F::UNIT + lane * 16, c.weights + p * unit_stride, lane);
       advance(c);
     }
-    const int ahead = min(job.prefetch, stop - origin - STAGES);
-    if (ahead > 0 && lane < load.count && load.left > 0)
-      prefetch_l2(load.weights - lane * 16 + lane * unit_stride + STAGES * F::UNIT, ahead * F::UNIT);
   }
 
   __device__ __forceinline__ void start_activations() {

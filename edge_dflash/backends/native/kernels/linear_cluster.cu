@@ -16,7 +16,7 @@
 #include "job.cuh"
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-#include "cluster.cuh"
+#include "greedy.cuh"
 
 static constexpr int SLICES = 4, TEAM_THREADS = 32 * SLICES;
 static constexpr int BLOCK_K = 64;  // K values: the grain of splits and slices
@@ -25,17 +25,6 @@ static constexpr int SLOTS = 2;     // units whose sums may be under way between
 // racecheck does not follow that order: with 32 it reports nothing, and layers take 1 to 1.5 % longer.
 static constexpr int ARRIVING = 1;
 static constexpr u32 RECEIVED = 0, FREE = 64, FULL = 96, BEST = 128, EXCHANGE = 384;  // offsets in shared memory
-
-__device__ __forceinline__ void add(Float4& to, const Float4& more) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i) to.v[i] = __fadd_rn(to.v[i], more.v[i]);
-}
-
-// Order of BF16 logits as unsigned integers above 0.
-__device__ __forceinline__ u32 order_of(u16 logit) {
-  const u32 bits = logit == 0x8000u ? 0u : logit;  // -0 equals 0
-  return bits & 0x8000u ? ~bits & 0xFFFFu : bits | 0x8000u;
-}
 
 // Who this thread is, and what outlives a stack.
 template <int ROWS, int SPLITS, int TEAM_COUNT, int RING_BYTES>
@@ -452,24 +441,7 @@ LINEAR_FORMAT(nvfp4, Nvfp4, 5, 2)
 LINEAR_FORMAT(fp8, Fp8, 3, 2)
 LINEAR_FORMAT(bf16, Bf16, 3, 2)
 
-// ids[row] = id of the largest rank over the blocks of a GREEDY launch. One block of 256 threads a row.
 extern "C" __global__ void __launch_bounds__(256) linear_cluster_greedy(const u64* best, int* ids, int blocks, int rows) {
-  __shared__ u64 tops[8];
-  wait_for_inputs();
-  let_next_start();
-  u64 top = 0;
-  for (int i = threadIdx.x; i < blocks; i += 256) {
-    const u64 other = best[i * rows + blockIdx.x];
-    top = other > top ? other : top;
-  }
-  for (int bit = 16; bit > 0; bit /= 2) {
-    const u64 other = __shfl_xor_sync(0xffffffffu, top, bit);
-    top = other > top ? other : top;
-  }
-  if (threadIdx.x % 32 == 0) tops[threadIdx.x / 32] = top;
-  __syncthreads();
-  if (threadIdx.x > 0) return;
-  for (int i = 1; i < 8; ++i) top = tops[i] > top ? tops[i] : top;
-  ids[blockIdx.x] = static_cast<int>(~static_cast<u32>(top));
+  best_of_blocks(best, ids, blocks, rows);
 }
 #endif

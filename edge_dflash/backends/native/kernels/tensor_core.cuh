@@ -77,13 +77,6 @@ __device__ __forceinline__ void store_shared4(u32 at, float x) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(at), "f"(x) : "memory");
 }
 
-// Ask for ``bytes`` (a multiple of 16) to be brought into L2.
-__device__ __forceinline__ void prefetch_l2(const void* from, u32 bytes) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
-#endif
-}
-
 // Wait for the kernels before this one (their writes are then visible). A kernel launched without overlap passes at once.
 __device__ __forceinline__ void wait_for_inputs() {
 #if __CUDA_ARCH__ >= 900

@@ -1,6 +1,6 @@
 // Hopper's own instructions (sm90a): warpgroup products, the bulk tensor copy, barriers in shared memory, clusters.
 #pragma once
-#include "tensor_core.cuh"
+#include "cluster.cuh"
 
 // A CUtensorMap, encoded by the host (tensor_map.py).
 struct alignas(64) TensorMap {
@@ -19,6 +19,7 @@ struct Wgmma;
 #define D16(i) D4(i), D4(i + 4), D4(i + 8), D4(i + 12)
 #define D32(i) D16(i), D16(i + 16)
 #define D64(i) D32(i), D32(i + 32)
+#define P8 "%0,%1,%2,%3,%4,%5,%6,%7"
 #define P16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
 #define P32 P16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 #define P64                                                                                     \
@@ -45,6 +46,7 @@ struct Wgmma;
           : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));                      \
     }                                                                                           \
   };
+WGMMA(16, P8, "%8", "%9", "%10", "%11", "%12", "%13", D4(0), D4(4))
 WGMMA(32, P16, "%16", "%17", "%18", "%19", "%20", "%21", D16(0))
 WGMMA(64, P32, "%32", "%33", "%34", "%35", "%36", "%37", D32(0))
 WGMMA(128, P64, "%64", "%65", "%66", "%67", "%68", "%69", D64(0))
@@ -78,14 +80,6 @@ __device__ __forceinline__ void keep(float (&d)[N]) {
   for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-__device__ __forceinline__ void barrier_init(u32 at, int count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(at), "r"(count) : "memory");
-}
-
-__device__ __forceinline__ void barrier_expect(u32 at, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory");
-}
-
 // Arrives once this thread's copies so far are there.
 __device__ __forceinline__ void barrier_arrive_after_copies(u32 at) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(at) : "memory");
@@ -99,18 +93,6 @@ __device__ __forceinline__ void barrier_arrive(u32 at, u32 rank) {
       "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
       "mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(at), "r"(rank)
       : "memory");
-}
-
-__device__ __forceinline__ void barrier_wait(u32 at, u32 parity) {
-  u32 done;
-  do {
-    asm volatile(
-        "{\n.reg .pred done;\nmbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n"
-        "selp.u32 %0, 1, 0, done;\n}"
-        : "=r"(done)
-        : "r"(at), "r"(parity)
-        : "memory");
-  } while (!done);
 }
 
 __device__ __forceinline__ u32 cluster_rank() {

@@ -1,0 +1,502 @@
+// y[rows, N] = x[rows, K] W[N, K]^T for 1..16 rows on Hopper: as linear_cluster.cu, with warpgroup products (wgmma), whose
+// right operand, the activations, stays in shared memory, and with warps of their own for the ends of sums.
+//
+// Work is *quads* of 4 units, 128 weight rows (decode.cuh). K is split over the SPLITS blocks of a cluster and there over
+// the block's 4 slices, a warpgroup each: warp w of a slice streams unit w of the block's quad, decodes it in registers as
+// left operand, and every product of the warpgroup multiplies 4 x 16 weight rows by all activation rows. Every lane copies
+// its own bytes of weights into its own places of a ring of DEPTH pieces, ahead of use and across the borders of quads, so
+// that the stream needs no synchronisation. At the end of a quad a slice leaves its sums in shared memory and goes on; four more warps add four slices' sums, in order, send them to the block
+// that finishes them, add there the SPLITS sums in the order of the blocks, and store.
+//
+// Decoding is what takes time: the multiplying warps do little else.
+//
+// The order of a sum depends on K and SPLITS: never on the activation rows, the quad's place or the number of blocks.
+//
+// ``side`` is a second, BF16 stack on the same x: its units go to the last clusters, which may have a quad less.
+#include "job.cuh"
+
+#if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#include "greedy.cuh"
+#include "wgmma.cuh"
+
+static constexpr int ROWS = 16, SLICES = 4, QUAD = 4, WARPS = SLICES * QUAD, FINISHERS = 128;
+static constexpr int THREADS = 32 * WARPS + FINISHERS;
+static constexpr int BLOCK_K = 64;                  // K values: the grain of splits and slices
+static constexpr int X_BYTES = ROWS * BLOCK_K * 2;  // of a block of x
+static constexpr int SLOTS = 2;                     // quads whose sums may be under way between blocks
+static constexpr int SUMS = 2048;                   // bytes of a warp's sums of a unit
+static constexpr int VECTORS = QUAD * SUMS / 16;    // of four sums, of a quad
+static constexpr u32 RECEIVED = 0, FREE = 16, FULL = 24, BEST = 128, EXCHANGE = 256;  // offsets in shared memory
+static constexpr u32 SLOT_BASE = EXCHANGE + WARPS * SUMS;
+
+// Which quads of a stack are a cluster's: ``count`` from ``first``.
+struct Share {
+  int first, count;
+
+  __device__ __forceinline__ Share(const Job& job, int cluster, int clusters) {
+    const int quads = (job.units + QUAD - 1) / QUAD, base = quads / clusters, rest = quads % clusters;
+    first = cluster * base + min(cluster, rest), count = base + (cluster < rest);
+  }
+};
+
+// Where this block is, and its part of K.
+template <int SPLITS>
+struct Block {
+  static constexpr u32 X_BASE = SLOT_BASE + (SPLITS > 1 ? SLOTS * QUAD * SUMS : 0);
+
+  u32 shared;
+  int clusters, cluster, rank;  // rank: of the block in its cluster
+  int blocks, first_k, count_k;  // blocks of BLOCK_K: of K, the block's part of them
+
+  __device__ __forceinline__ Block(const Job& job, u32 start) : shared(start) {
+    clusters = gridDim.x / SPLITS, cluster = blockIdx.x / SPLITS, rank = blockIdx.x % SPLITS;
+    blocks = (job.k + BLOCK_K - 1) / BLOCK_K;
+    first_k = rank * blocks / SPLITS, count_k = (rank + 1) * blocks / SPLITS - first_k;
+  }
+
+  __device__ __forceinline__ u32 ring() const { return shared + X_BASE + (blocks + SPLITS - 1) / SPLITS * X_BYTES; }
+
+  // By one warp. The arrival at the cluster hands over barriers only: it is relaxed.
+  __device__ __forceinline__ void init_barriers() const {
+    const int lane = threadIdx.x % 32;
+    if (lane == 0) {
+      for (int i = 0; i < SLOTS; ++i) barrier_init(shared + RECEIVED + i * 8, 1);
+      barrier_init(shared + FREE, FINISHERS / 32);
+      barrier_init(shared + FULL, WARPS);
+      barriers_ready();
+    }
+    if (lane < ROWS) *reinterpret_cast<u64*>(__cvta_shared_to_generic(shared + BEST + lane * 8)) = 0;
+  }
+};
+
+// The slice's blocks of BLOCK_K in a block's part of K.
+struct Slice {
+  int begin, stop;
+
+  template <class B>
+  __device__ __forceinline__ Slice(const B& block, int slice) {
+    begin = block.count_k * slice / SLICES, stop = block.count_k * (slice + 1) / SLICES;
+  }
+};
+
+// A step of x in shared memory as right operand: 16 k of 16 rows in four parts of 8 rows x 16 bytes; without swizzle. The
+// low word for address ``at``, to which bytes / 16 are added for another; the high word is a constant.
+__device__ __forceinline__ u32 operand_at(u32 at) { return (at & 0x3FFFF) >> 4 | 16u << 16; }
+__device__ __forceinline__ u64 operand(u32 low) { return static_cast<u64>(8) << 32 | low; }
+
+// A warp that multiplies: who it is, and what outlives a stack.
+template <int SPLITS, int RING_BYTES>
+struct Warp {
+  u32 shared;
+  int lane, warp, slice;  // warp: of the slice
+  int begin_k, stop_k;    // the slice's blocks of BLOCK_K
+  u32 x, ring;            // the slice's first block of x; this lane's bytes of the first piece
+  u32 handed = 0;         // quads handed over so far
+
+  __device__ __forceinline__ Warp(const Block<SPLITS>& block) : shared(block.shared) {
+    lane = threadIdx.x % 32;
+    const int number = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+    slice = number / QUAD, warp = number % QUAD;
+    const Slice mine(block, slice);
+    begin_k = block.first_k + mine.begin, stop_k = block.first_k + mine.stop;
+    x = shared + Block<SPLITS>::X_BASE + mine.begin * X_BYTES;
+    ring = block.ring() + number * RING_BYTES + lane * 16;
+  }
+
+  // The slice's part of x, by its 4 warps. Step j of a block of 64 k is [2 chunks of 8 k][2 x 8 rows][8 k]: chunk c has of
+  // each lane t of decode.cuh its pair 2j + c, so that weights and x meet in one order of K.
+  // ``meanwhile`` is run while the first loads are under way.
+  template <class F, class Work>
+  __device__ __forceinline__ void stage_x(const Job& job, const Work& meanwhile) const {
+    constexpr int BATCH = 5, LANE_K = F::WINDOW / 4, HALF_K = F::WINDOW == 64 ? 8 : 32;
+    const int row = lane / 4, t = lane % 4, octet = warp % 2, count = stop_k - begin_k;
+    const u16* from = job.x + static_cast<long long>(octet * 8 + row) * job.x_stride + begin_k * BLOCK_K + t * LANE_K;
+    const int left = job.k - begin_k * BLOCK_K - t * LANE_K;
+    const u32 to = x + octet * 128 + lane * 4;
+#pragma unroll 1
+    for (int b0 = warp / 2; b0 < count || b0 == warp / 2; b0 += 2 * BATCH) {
+      uint4 v[BATCH][2];
+#pragma unroll
+      for (int i = 0; i < BATCH; ++i)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const int b = b0 + 2 * i, k = b * BLOCK_K + h * HALF_K;
+          v[i][h] = b < count && k < left ? __ldcg(reinterpret_cast<const uint4*>(from + k)) : uint4{0, 0, 0, 0};
+        }
+      if (b0 == warp / 2) meanwhile();
+#pragma unroll
+      for (int i = 0; i < BATCH; ++i)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const int b = b0 + 2 * i;
+          if (b >= count) continue;
+          const u32 at = to + b * X_BYTES + h * (X_BYTES / 2);
+          store_shared4(at, __uint_as_float(v[i][h].x));
+          store_shared4(at + 256, __uint_as_float(v[i][h].y));
+          store_shared4(at + 512, __uint_as_float(v[i][h].z));
+          store_shared4(at + 768, __uint_as_float(v[i][h].w));
+        }
+    }
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    named_barrier<32 * QUAD>(1 + slice);
+  }
+};
+
+// A warp's stream of weights and its sums. SIDE: of units of a BF16 stack, on x in the order of the other formats; warps 0
+// and 1 of a slice have a tile each, the others none.
+template <class F, class W, int DEPTH, int PIECE, bool SIDE>
+struct Stream {
+  static constexpr int PIECES = BLOCK_K / F::WINDOW;
+  static constexpr bool OWN = F::WINDOW == 64;  // decoding gives fragments registers of their own: see tiles_hopper.cuh
+  static constexpr int AHEAD = SIDE ? DEPTH : 2;
+
+  W& warp;
+  int pieces;             // of a unit in this slice
+  const u8* at;           // where the next load comes from
+  long long jump;         // from a unit's last piece in this slice to the next quad's first, less a piece
+  int at_left, at_total;  // pieces to load of that unit, and in all
+  u32 x_at, stage;        // operand of the next piece's first step of x; where in the ring the next piece lies
+  float sum[2][ROWS / 2];
+
+  // ``count`` quads (SIDE: units) from ``first``; nothing is loaded of units that are not there.
+  __device__ __forceinline__ Stream(const Job& job, W& w, int first, int count) : warp(w) {
+    const int begin = w.begin_k * PIECES, unit = SIDE ? first : first * QUAD + w.warp;
+    pieces = SIDE && w.warp > 1 ? 0 : max(min(w.stop_k * PIECES, job.windows) - begin, 0);
+    at = job.weights + (static_cast<long long>(unit) * job.windows + begin) * F::UNIT + w.lane * 16;
+    if (SIDE) at += w.warp * (F::UNIT / 2);
+    jump = (static_cast<long long>(QUAD) * job.windows - pieces) * F::UNIT;
+    const int last = unit + (count - 1) * QUAD;
+    at_left = pieces, at_total = count <= 0 || unit >= job.units ? 0 : pieces * (count - (last >= job.units));
+    stage = w.ring;
+    fill_ring(0, AHEAD);
+  }
+
+  // Places ``from`` .. ``to`` - 1. Before x is asked for only AHEAD are: it would wait behind all of them.
+  __device__ __forceinline__ void fill_ring(int from, int to) {
+#pragma unroll
+    for (int i = from; i < to; ++i) fill(warp.ring + i * PIECE);
+  }
+
+  // The next piece into a place of the ring.
+  __device__ __forceinline__ void fill(u32 to) {
+    if (at_total > 0) {
+      if (SIDE)
+        F::fetch_tile(to, at, warp.lane, 0);
+      else
+        F::fetch(to, at, warp.lane);
+    }
+    copies_commit();
+    --at_total;
+    at += F::UNIT;
+    const bool end = --at_left == 0;
+    at += end ? jump : 0;
+    at_left = end ? pieces : at_left;
+  }
+
+  __device__ __forceinline__ u32 next_place() {
+    const u32 here = stage;
+    stage = here == warp.ring + (DEPTH - 1) * PIECE ? warp.ring : here + PIECE;
+    copies_wait<DEPTH - 1>();
+    return here;
+  }
+
+  // A piece times its block of x; products of one tile run while the other is decoded.
+  __device__ __forceinline__ void step(u32 (&a)[2][F::STEPS][4]) {
+    const u32 here = next_place();
+    const typename F::Words w = F::read(here, warp.lane);
+    fill(here);
+#pragma unroll
+    for (int m = 0; m < 2; ++m) {
+#pragma unroll
+      for (int h = 0; h < F::STEPS / 2; ++h) {
+        u32 pair[2][4];
+        F::fragments(w, m, h, pair);
+#pragma unroll
+        for (int i = 0; i < 8; ++i)
+          a[m][2 * h + i / 4][i % 4] = OWN ? pair[i / 4][i % 4] : mul_bf16x2(pair[i / 4][i % 4], 0x3F803F80u);
+      }
+      wgmma_fence();
+#pragma unroll
+      for (int j = 0; j < F::STEPS; ++j) Wgmma<ROWS>::multiply(sum[m], a[m][j], operand(x_at + j * 32), 1);
+      wgmma_commit();
+      wgmma_wait<1>();
+      keep(a[1 - m]);
+    }
+    x_at += X_BYTES / PIECES / 16;
+  }
+
+  __device__ __forceinline__ void side_step(int piece) {
+    const u32 here = next_place();
+    const Bf16::Words w = Bf16::read_tile(here, warp.lane, 0);
+    fill(here);
+    u32 a[2][4];
+    Bf16::fragments(w, 0, 0, a);
+    const int t = warp.lane % 4;
+    const u32 from = warp.x + piece / 2 * X_BYTES + t % 2 * 1024 + warp.lane / 4 * 16 + (piece % 2 * 2 + t / 2) * 4;
+#pragma unroll
+    for (int j = 0; j < 2; ++j)
+#pragma unroll
+      for (int n = 0; n < 2; ++n)
+        mma_16x8x16(four(0, n), a[j][0], a[j][1], a[j][2], a[j][3], load_shared4(from + j * 512 + n * 128),
+                    load_shared4(from + j * 512 + 256 + n * 128));
+  }
+
+  __device__ __forceinline__ float (&four(int m, int n))[4] { return *reinterpret_cast<float(*)[4]>(&sum[m][4 * n]); }
+
+  // Sums of a unit, weight tile m, column tile n (8 rows), lane l: four of them in vector m * 64 + n * 32 + l.
+  __device__ __forceinline__ void hand_over() {
+    if (warp.handed > 0) barrier_wait(warp.shared + FREE, (warp.handed - 1) & 1);
+    ++warp.handed;
+    const u32 to = warp.shared + EXCHANGE + (warp.slice * QUAD + warp.warp) * SUMS + warp.lane * 16;
+#pragma unroll
+    for (int m = 0; m < (SIDE ? 1 : 2); ++m)
+#pragma unroll
+      for (int n = 0; n < 2; ++n) store_sums(to + (SIDE ? warp.warp % 2 : m) * 1024 + n * 512, four(m, n));
+    __syncwarp();
+    if (warp.lane == 0) barrier_arrive(warp.shared + FULL);
+  }
+
+  __device__ __forceinline__ void run(int quads) {
+    u32 a[2][F::STEPS][4];
+#pragma unroll 1
+    for (; quads > 0; --quads) {
+#pragma unroll
+      for (int i = 0; i < ROWS; ++i) (&sum[0][0])[i] = 0.0f;
+      x_at = operand_at(warp.x);
+#pragma unroll 1
+      for (int piece = 0; piece < pieces; ++piece) {
+        if constexpr (SIDE)
+          side_step(piece);
+        else
+          step(a);
+      }
+      if constexpr (!SIDE) {
+        wgmma_wait<0>();
+        keep(a[0]), keep(a[1]), keep(sum[0]), keep(sum[1]);
+      }
+      hand_over();
+    }
+  }
+};
+
+// The warps that finish: thread i has vectors i, i + 64, ... of the block's part of a quad's sums; v counts those of the
+// whole quad. All of a thread's vectors have the same two activation rows.
+template <int SPLITS>
+struct Finisher {
+  static constexpr int PART = VECTORS / SPLITS;                                // vectors that a block finishes
+  static constexpr int BATCH = PART >= 4 * FINISHERS ? 4 : PART > FINISHERS ? PART / FINISHERS : 1;  // under way together
+
+  const Block<SPLITS>& block;
+  int thread, lane;
+  u32 handed = 0;  // quads taken over so far
+  u64 best[2] = {0, 0};  // GREEDY: of two rows, order of the largest logit, then the complement of its id
+
+  __device__ __forceinline__ Finisher(const Block<SPLITS>& b) : block(b) {
+    thread = threadIdx.x - 32 * WARPS, lane = thread % 32;
+  }
+
+  static __device__ __forceinline__ int tile_of(int v) { return v / 64 % 2; }
+  static __device__ __forceinline__ int row_of(int v) { return v / 32 % 2 * 8 + v % 4 * 2; }
+
+  // Where the sums of a vector go, two weight rows (8 apart) of two activation rows each, and what they need besides, loaded
+  // long before they are there. SIDE: two of a quad's units are the tiles of the one that there is.
+  struct Target {
+    bool real;     // whether there are such rows
+    int unit, column;
+    float scale[2];
+    u16* out;      // of the first
+    const u16* residual;
+    int stride, columns;  // columns from the first one on that exist
+    u32 before[2];  // the residual, pairs of activation rows
+  };
+
+  template <bool SIDE>
+  __device__ __forceinline__ Target target(const Job& job, int v, int quad) const {
+    Target to;
+    to.unit = SIDE ? quad : quad * QUAD + v / 128;
+    to.real = to.unit < job.units && (!SIDE || tile_of(v) == v / 128);
+    if (!to.real) return to;
+    const int padded = to.unit * UNIT_ROWS + tile_of(v) * TILE + v % 32 / 4;
+    to.scale[0] = __ldg(job.scale + padded), to.scale[1] = __ldg(job.scale + padded + 8);
+    const bool gated_pair = !SIDE && job.mode == SWIGLU;
+    Place at = gated_pair ? Place{} : place_of(job, to.unit, padded, row_of(v));
+    if (gated_pair) {
+      at.column = to.unit * TILE + tile_of(v) * 8 + v % 32 / 4, at.out = job.out[0], at.stride = job.out_stride[0];
+      at.offset = static_cast<long long>(row_of(v)) * at.stride + at.column;
+    }
+    to.column = padded, to.stride = at.stride, to.columns = at.columns - at.column;
+    if (gated_pair) to.columns = job.columns[0] - at.column;
+    to.out = at.out == nullptr ? nullptr : at.out + at.offset;
+    if (SIDE || job.mode != RESIDUAL) return to;
+    const u16* from = job.residual + at.offset;
+#pragma unroll
+    for (int w = 0; w < 2; ++w)
+      if (8 * w < to.columns) to.before[w] = from[8 * w] | from[8 * w + to.stride] << 16;
+    return to;
+  }
+
+  template <bool SIDE>
+  __device__ __forceinline__ void emit(const Job& job, const Float4& s, int v, const Target& to) {
+    if (!to.real) return;
+    u16 y[2][2];  // [weight row][activation row]
+#pragma unroll
+    for (int i = 0; i < 4; ++i) y[i / 2][i % 2] = to_bf16(s.v[i] * to.scale[i / 2]);
+    if (!SIDE && job.mode == SWIGLU) {
+      if (to.columns <= 0) return;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) to.out[i * to.stride] = gated(from_bf16(y[0][i]), from_bf16(y[1][i]));
+      return;
+    }
+#pragma unroll
+    for (int w = 0; w < 2; ++w) {
+      if (8 * w >= to.columns) continue;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        u16 z = y[w][i];
+        if (!SIDE && job.mode == RESIDUAL) z = to_bf16(from_bf16(static_cast<u16>(to.before[w] >> 16 * i)) + from_bf16(z));
+        if (!SIDE && job.mode == GREEDY) {
+          const u64 found = static_cast<u64>(order_of(z)) << 32 | static_cast<u32>(~(to.column + 8 * w));
+          best[i] = found > best[i] ? found : best[i];
+          if (to.out == nullptr) continue;
+        }
+        to.out[8 * w + i * to.stride] = z;
+      }
+    }
+  }
+
+  __device__ __forceinline__ u32 slot(u32 number) const {
+    return block.shared + SLOT_BASE + number % SLOTS * (QUAD * SUMS);
+  }
+  __device__ __forceinline__ u32 received(u32 number) const { return block.shared + RECEIVED + number % SLOTS * 8; }
+
+  // Vector v of the slices' sums, added in order.
+  __device__ __forceinline__ Float4 slices(int v) const {
+    const u32 from = block.shared + EXCHANGE + v * 16;
+    Float4 total = load_sums(from);
+#pragma unroll
+    for (int s = 1; s < SLICES; ++s) add(total, load_sums(from + s * (QUAD * SUMS)));
+    return total;
+  }
+
+  // Sends the slices' sums to the blocks that finish them.
+  //
+  // A slot is free when it is sent to: a thread sends quad n + 2 after it has waited for all of quad n + 1, those that finish
+  // nothing included; every thread of the block it sends to sent its part of that after it read slot n. So no phase of
+  // RECEIVED gets bytes of the next one, and two slots suffice. Bytes may come before this block expects them: the phase
+  // ends with both.
+  __device__ __forceinline__ void send_sums(u32 number) const {
+    if (thread == 0) barrier_expect(received(number), QUAD * SUMS);
+#pragma unroll
+    for (int i = 0; i < VECTORS / FINISHERS; ++i) {
+      const int v = thread + i * FINISHERS;
+      send(address_in(slot(number) + (block.rank * PART + v % PART) * 16, v / PART), address_in(received(number), v / PART),
+           slices(v));
+    }
+  }
+
+  __device__ __forceinline__ void release() const {
+    __syncwarp();
+    if (lane == 0) barrier_arrive(block.shared + FREE);
+  }
+
+  template <bool SIDE>
+  __device__ __forceinline__ void finish(const Job& job, int quad) {
+    const u32 number = handed++;
+    Target to[BATCH];
+#pragma unroll 1
+    for (int v0 = thread; v0 < PART || v0 == thread; v0 += BATCH * FINISHERS) {
+      const bool mine = v0 < PART;
+#pragma unroll
+      for (int i = 0; i < BATCH; ++i)
+        if (mine) to[i] = target<SIDE>(job, block.rank * PART + v0 + i * FINISHERS, quad);
+      if (v0 == thread) {
+        barrier_wait(block.shared + FULL, number & 1);
+        if constexpr (SPLITS > 1) {
+          send_sums(number);
+          release();
+          barrier_wait_cluster(received(number), number / SLOTS & 1);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < BATCH; ++i) {
+        if (!mine) continue;
+        const int v = v0 + i * FINISHERS;
+        Float4 total;
+        if constexpr (SPLITS == 1) {
+          total = slices(v);
+        } else {
+          total = load_sums(slot(number) + v * 16);
+#pragma unroll
+          for (int s = 1; s < SPLITS; ++s) add(total, load_sums(slot(number) + (s * PART + v) * 16));
+        }
+        emit<SIDE>(job, total, block.rank * PART + v, to[i]);
+      }
+    }
+    if constexpr (SPLITS == 1) release();
+  }
+
+  // The block's best logits of every row, by way of BEST.
+  __device__ __forceinline__ void rank_logits(const Job& job) const {
+    u64* bests = reinterpret_cast<u64*>(__cvta_shared_to_generic(block.shared + BEST));
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      if (best[i] > 0) atomicMax(bests + row_of(thread) + i, best[i]);
+    named_barrier<FINISHERS>(1 + SLICES);
+    if (thread < ROWS) job.best[blockIdx.x * ROWS + thread] = bests[thread];
+  }
+};
+
+template <class F, int SPLITS, int DEPTH>
+__device__ __forceinline__ void run_blocks(const Job& main, const Job& side) {
+  extern __shared__ __align__(128) u8 memory[];
+  const Block<SPLITS> block(main, shared_address(memory));
+  const Share share(main, block.cluster, block.clusters);
+  const int side_units = F::WINDOW == 64 ? side.units : 0, last = block.clusters - 1 - block.cluster;
+  if (threadIdx.x >= 32 * WARPS) {
+    if (threadIdx.x < 32 * WARPS + 32) block.init_barriers();
+    __syncthreads();
+    if (SPLITS > 1) cluster_arrive();
+    let_next_start();
+    wait_for_inputs();  // of the residual
+    if (SPLITS > 1) cluster_wait();
+    Finisher<SPLITS> finisher(block);
+#pragma unroll 1
+    for (int i = 0; i < share.count; ++i) finisher.template finish<false>(main, share.first + i);
+#pragma unroll 1
+    for (int unit = last; unit < side_units; unit += block.clusters) finisher.template finish<true>(side, unit);
+    if (main.mode == GREEDY) finisher.rank_logits(main);
+    return;  // every byte sent to this block has come: it may end, others need not
+  }
+  using W = Warp<SPLITS, DEPTH * F::UNIT>;
+  W warp(block);
+  Stream<F, W, DEPTH, F::UNIT, false> stream(main, warp, share.first, share.count);
+  __syncthreads();
+  if (SPLITS > 1) cluster_arrive();
+  let_next_start();
+  wait_for_inputs();
+  warp.template stage_x<F>(main, [&] { stream.fill_ring(stream.AHEAD, DEPTH); });
+  if (SPLITS > 1) cluster_wait();
+  stream.run(share.count);
+#pragma unroll 1
+  for (int unit = last; unit < side_units; unit += block.clusters) {
+    constexpr int TILE_BYTES = Bf16::UNIT / 2, PLACES = DEPTH * F::UNIT / TILE_BYTES;
+    Stream<Bf16, W, PLACES, TILE_BYTES, true> more(side, warp, unit, 1);
+    more.run(1);
+  }
+}
+
+#define LINEAR(FORMAT, F, SPLITS, DEPTH)                                                                       \
+  extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THREADS, 1)                      \
+      linear_hopper_##FORMAT##_##SPLITS(const __grid_constant__ Job main, const __grid_constant__ Job side) { \
+    run_blocks<F, SPLITS, DEPTH>(main, side);                                                                  \
+  }
+#define LINEAR_FORMAT(FORMAT, F, DEPTH) \
+  LINEAR(FORMAT, F, 1, DEPTH)           \
+  LINEAR(FORMAT, F, 2, DEPTH)           \
+  LINEAR(FORMAT, F, 4, DEPTH)           \
+  LINEAR(FORMAT, F, 8, DEPTH)
+
+LINEAR_FORMAT(nvfp4, Nvfp4, 5)
+LINEAR_FORMAT(fp8, Fp8, 3)
+LINEAR_FORMAT(bf16, Bf16, 3)
+#endif

@@ -1,0 +1,161 @@
+"""kernels/linear_hopper.cu: what test_native_linear.py asks of the other kernels, for passes of at most 16 rows."""
+
+import pytest
+import torch
+from native_linear_support import FORMATS, SHAPES, cubin, empty, expected, fetch, inputs, run, ulps, weight
+from native_state_support import Device
+
+from edge_dflash.backends.native.linear import Linears, LinearWeights, Norm
+from edge_dflash.backends.native.linear_plan import hopper, hopper_plan
+from edge_dflash.backends.native.small import Small
+from edge_dflash.backends.native.weight_layout import repack
+
+pytestmark = pytest.mark.gpu
+
+
+class Split(Linears):
+    """Linears with a number of splits of the test's choice, and fewer clusters."""
+
+    splits, most = None, 1 << 30
+
+    def plan(self, layout, rows, *, may_split=False):
+        return hopper_plan(layout, self._gpu.sm_count, lambda s, _, __: min(self.most, 120 // s), self.splits)
+
+
+@pytest.fixture(scope="module")
+def device():
+    found = Device()
+    assert hopper(found.gpu.sm, 16), "these kernels are for SM90"
+    return found
+
+
+@pytest.fixture(scope="module")
+def linears(device):
+    return Split(device.gpu, lambda unit: cubin(unit, "sm90a"), most_rows=16)
+
+
+@pytest.fixture(autouse=True)
+def as_planned(linears):
+    linears.splits, linears.most = None, 1 << 30
+
+
+@pytest.mark.parametrize(("kind", "n", "k"), SHAPES)
+def test_equals_the_exact_product(device, linears, kind, n, k):
+    w, x = weight(kind, n, k, n + k), inputs(16, k)
+    stack = linears.upload(repack(w))
+    exact = expected(x, w)
+    scale = exact.abs().amax(1, keepdim=True)
+    (found,) = run(device, linears, stack, x, 16)
+    error = (found.double() - exact).abs() - exact.abs() * 2.0**-8  # beyond half a BF16 step
+    assert (error / scale).max() < 2e-6
+    assert (ulps(found, exact) > 0).double().mean() < 0.02
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("splits", [1, 2, 4, 8])
+def test_every_split_and_any_number_of_clusters(device, linears, kind, splits):
+    n, k = 1000, 1600  # 8 quads, the last with no rows of its own unit 3; 25 blocks of 64 k
+    w, x = weight(kind, n, k, 5), inputs(16, k)
+    stack, exact, seen = linears.upload(repack(w)), expected(x, w), []
+    for most in (1, 3, 8):
+        linears.splits, linears.most = splits, most
+        seen.append(run(device, linears, stack, x, 16)[0])
+    assert (ulps(seen[0], exact) > 0).double().mean() < 0.02
+    assert all(torch.equal(seen[0], other) for other in seen)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_row_never_depends_on_other_rows_or_its_place(device, linears, kind):
+    k = 1600
+    stack = linears.upload(repack(weight(kind, 600, k, 1)))
+    row = inputs(1, k, seed=7)
+    seen = []
+    for rows in (1, 7, 16):
+        for place in range(rows):
+            x = inputs(16, k, seed=100 * rows + place)
+            x[place] = row[0]
+            seen.append(run(device, linears, stack, x, rows)[0][place])
+    assert all(torch.equal(seen[0], other) for other in seen)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_residual_and_gate(device, linears, kind):
+    n, k = 344, 256
+    gate, up = (weight(kind, n, k, seed) for seed in (3, 4))
+    x = inputs(16, k)
+    g, u = (p.float() for p in run(device, linears, linears.upload(repack((gate, up))), x, 16))
+    res = inputs(16, n, seed=5)
+    out = empty(device, 16, n)
+    linears.linear(linears.upload(repack((gate, up), swiglu=True)), device.rows(x), [out], 16)
+    assert ulps(fetch(device, out, 16), (torch.nn.functional.silu(g) * u).double()).max() <= 1
+    linears.linear(linears.upload(repack(gate)), device.rows(x), [out], 16, residual=device.rows(res))
+    assert torch.equal(fetch(device, out, 16), (res + g).bfloat16())
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize(("n", "k"), [(256, 768), (2560, 4096), (5120, 17408), (6, 64)])
+def test_split_over_blocks(device, linears, kind, n, k):
+    w, x = weight(kind, n, k, 9), inputs(16, k)
+    stack, scratch = linears.upload(repack(w)), device.poisoned(16)
+    res, norm = inputs(16, n, seed=5), torch.rand(n) + 0.5
+    out, normal, again = (empty(device, 16, n) for _ in range(3))
+    norms = Norm(device.up(norm), 1e-6, normal)
+    linears.split_linear(stack, device.rows(x), out, 16, scratch, residual=device.rows(res), norm=norms)
+    found, normed = fetch(device, out, 16), fetch(device, normal, 16)
+    want = res.double() + expected(x, w).bfloat16().double()
+    assert (ulps(found, want) > 0).double().mean() < 0.03
+    Small(device.gpu, device.module("small")).rms_norm(out, norms.weight, again, 16, n, 1e-6)
+    assert torch.equal(fetch(device, again, 16), normed)
+
+
+@pytest.mark.parametrize("splits", [1, 2, 4, 8])
+@pytest.mark.parametrize("kind", ["nvfp4", "fp8"])
+def test_a_stack_with_a_side_stack(device, linears, splits, kind):
+    k = 640
+    parts = [weight(kind, n, k, n) for n in (512, 96, 100)]
+    gates = [weight("bf16", 48, k, s) for s in (1, 2)]
+    x = inputs(16, k)
+    stack, side = linears.upload(repack(parts)), linears.upload(repack(gates))
+    outs, side_outs = [empty(device, 16, n) for n in (512, 96, 100)], [empty(device, 16, 48) for _ in gates]
+    linears.splits = splits
+    for most in (1, 8):
+        linears.most = most
+        linears.linear(stack, device.rows(x), outs, 16, side=side, side_out=side_outs)
+        for w, out in zip((*parts, *gates), (*outs, *side_outs), strict=True):
+            assert (ulps(fetch(device, out, 16), expected(x, w)) > 0).double().mean() < 0.02
+
+
+@pytest.mark.parametrize("splits", [1, 2, 4, 8])
+def test_greedy(device, linears, splits):
+    w, x = weight("nvfp4", 50_000, 256, 3), inputs(16, 256)
+    w.packed[40_000:] = w.packed[:10_000]  # ties
+    w.block_scale[40_000:] = w.block_scale[:10_000]
+    stack = linears.upload(repack(w))
+    linears.splits = splits
+    ids = device.poisoned(64)
+    scratch = device.poisoned(linears.plan(stack.layout, 16).rank_bytes(16))
+    logits = empty(device, 16, 50_000)
+    linears.greedy(stack, device.rows(x), ids, 16, scratch, logits)
+    stored = fetch(device, logits, 16)
+    assert torch.equal(stored, run(device, linears, stack, x, 16)[0])
+    want = torch.tensor([int((row == row.max()).nonzero()[0]) for row in stored.float()])
+    assert torch.equal(device.read(ids, (16,), torch.int32).long(), want)
+    linears.greedy(stack, device.rows(x), ids, 16, scratch)
+    assert torch.equal(device.read(ids, (16,), torch.int32).long(), want)
+
+
+def test_the_same_bits_every_time(device, linears):
+    """A race would move them: repeated launches on other copies of the weights, with nothing between."""
+    w, x = weight("nvfp4", 4096, 5120, 3), inputs(16, 5120)
+    stacks = [linears.upload(repack(w)) for _ in range(4)]
+    outs = [empty(device, 16, 4096) for _ in range(40)]
+    rows = device.rows(x)
+    for i, out in enumerate(outs):
+        linears.linear(LinearWeights(stacks[i % 4].layout, stacks[i % 4].data, stacks[i % 4].scale), rows, [out], 16)
+    found = [fetch(device, out, 16) for out in outs]
+    assert all(torch.equal(found[0], other) for other in found)
+
+
+def test_more_rows_than_the_kernels_take_are_refused(device, linears):
+    with pytest.raises(ValueError, match="17 rows"):
+        Linears.plan(linears, repack(weight("fp8", 64, 64, 1)).layout, 17)
