@@ -109,7 +109,7 @@ def test_split_over_blocks(device, linears, kind, n, k):
 
 
 @pytest.mark.parametrize("splits", [1, 2, 4, 8])
-@pytest.mark.parametrize("kind", ["nvfp4", "fp8"])
+@pytest.mark.parametrize("kind", ["nvfp4", "fp8", "bf16"])
 def test_a_stack_with_a_side_stack(device, linears, splits, kind):
     k = 640
     parts = [weight(kind, n, k, n) for n in (512, 96, 100)]

@@ -142,9 +142,9 @@ struct Warp {
   }
 };
 
-// A warp's stream of weights and its sums. SIDE: of units of a BF16 stack, on x in the order of the other formats; warps 0
-// and 1 of a slice have a tile each, the others none.
-template <class F, class W, int DEPTH, int PIECE, bool SIDE>
+// A warp's stream of weights and its sums. SIDE: of units of a BF16 stack, on x in the order of MAIN; warps 0 and 1 of a
+// slice have a tile each, the others none.
+template <class F, class W, int DEPTH, int PIECE, bool SIDE, class MAIN = F>
 struct Stream {
   static constexpr int PIECES = BLOCK_K / F::WINDOW;
   static constexpr bool OWN = F::WINDOW == 64;  // decoding gives fragments registers of their own: see tiles_hopper.cuh
@@ -232,7 +232,8 @@ struct Stream {
     u32 a[2][4];
     Bf16::fragments(w, 0, 0, a);
     const int t = warp.lane % 4;
-    const u32 from = warp.x + piece / 2 * X_BYTES + t % 2 * 1024 + warp.lane / 4 * 16 + (piece % 2 * 2 + t / 2) * 4;
+    const int half = MAIN::WINDOW == 64 ? t % 2 : piece % 2, pair = MAIN::WINDOW == 64 ? piece % 2 * 2 + t / 2 : t;
+    const u32 from = warp.x + piece / 2 * X_BYTES + half * (X_BYTES / 2) + warp.lane / 4 * 16 + pair * 4;
 #pragma unroll
     for (int j = 0; j < 2; ++j)
 #pragma unroll
@@ -451,7 +452,7 @@ __device__ __forceinline__ void run_blocks(const Job& main, const Job& side) {
   extern __shared__ __align__(128) u8 memory[];
   const Block<SPLITS> block(main, shared_address(memory));
   const Share share(main, block.cluster, block.clusters);
-  const int side_units = F::WINDOW == 64 ? side.units : 0, last = block.clusters - 1 - block.cluster;
+  const int side_units = side.units, last = block.clusters - 1 - block.cluster;
   if (threadIdx.x >= 32 * WARPS) {
     if (threadIdx.x < 32 * WARPS + 32) block.init_barriers();
     __syncthreads();
@@ -480,7 +481,7 @@ __device__ __forceinline__ void run_blocks(const Job& main, const Job& side) {
 #pragma unroll 1
   for (int unit = last; unit < side_units; unit += block.clusters) {
     constexpr int TILE_BYTES = Bf16::UNIT / 2, PLACES = DEPTH * F::UNIT / TILE_BYTES;
-    Stream<Bf16, W, PLACES, TILE_BYTES, true> more(side, warp, unit, 1);
+    Stream<Bf16, W, PLACES, TILE_BYTES, true, F> more(side, warp, unit, 1);
     more.run(1);
   }
 }
