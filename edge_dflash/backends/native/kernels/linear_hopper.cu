@@ -28,6 +28,8 @@ static constexpr int SUMS = 2048;                   // bytes of a warp's sums of
 static constexpr int VECTORS = QUAD * SUMS / 16;    // of four sums, of a quad
 static constexpr u32 RECEIVED = 0, FREE = 16, FULL = 24, BEST = 128, EXCHANGE = 256;  // offsets in shared memory
 static constexpr u32 SLOT_BASE = EXCHANGE + WARPS * SUMS;
+// Lanes of a warp that arrive at FULL and FREE: one would do, after __syncwarp, but racecheck follows all lanes only.
+static constexpr int ARRIVING = 32;
 
 // Which quads of a stack are a cluster's: ``count`` from ``first``.
 struct Share {
@@ -61,8 +63,8 @@ struct Block {
     const int lane = threadIdx.x % 32;
     if (lane == 0) {
       for (int i = 0; i < SLOTS; ++i) barrier_init(shared + RECEIVED + i * 8, 1);
-      barrier_init(shared + FREE, FINISHERS / 32);
-      barrier_init(shared + FULL, WARPS);
+      barrier_init(shared + FREE, FINISHERS / 32 * ARRIVING);
+      barrier_init(shared + FULL, WARPS * ARRIVING);
       barriers_ready();
     }
     if (lane < ROWS) *reinterpret_cast<u64*>(__cvta_shared_to_generic(shared + BEST + lane * 8)) = 0;
@@ -254,7 +256,7 @@ struct Stream {
 #pragma unroll
       for (int n = 0; n < 2; ++n) store_sums(to + (SIDE ? warp.warp % 2 : m) * 1024 + n * 512, four(m, n));
     __syncwarp();
-    if (warp.lane == 0) barrier_arrive(warp.shared + FULL);
+    if (warp.lane < ARRIVING) barrier_arrive(warp.shared + FULL);
   }
 
   __device__ __forceinline__ void run(int quads) {
@@ -397,7 +399,7 @@ struct Finisher {
 
   __device__ __forceinline__ void release() const {
     __syncwarp();
-    if (lane == 0) barrier_arrive(block.shared + FREE);
+    if (lane < ARRIVING) barrier_arrive(block.shared + FREE);
   }
 
   template <bool SIDE>
