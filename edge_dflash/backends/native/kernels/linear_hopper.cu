@@ -5,10 +5,9 @@
 // the block's 4 slices, a warpgroup each: warp w of a slice streams unit w of the block's quad, decodes it in registers as
 // left operand, and every product of the warpgroup multiplies 4 x 16 weight rows by all activation rows. Every lane copies
 // its own bytes of weights into its own places of a ring of DEPTH pieces, ahead of use and across the borders of quads, so
-// that the stream needs no synchronisation. At the end of a quad a slice leaves its sums in shared memory and goes on; four more warps add four slices' sums, in order, send them to the block
-// that finishes them, add there the SPLITS sums in the order of the blocks, and store.
-//
-// Decoding is what takes time: the multiplying warps do little else.
+// that the stream needs no synchronisation. At the end of a quad a slice leaves its sums in shared memory and goes on; four
+// more warps, the finishers, add four slices' sums, in order, send them to the block that finishes them, add there the
+// SPLITS sums in the order of the blocks, and store. Decoding is what takes time: the warps that multiply do little else.
 //
 // The order of a sum depends on K and SPLITS: never on the activation rows, the quad's place or the number of blocks.
 //
@@ -282,11 +281,11 @@ struct Stream {
   }
 };
 
-// The warps that finish: thread i has vectors i, i + 64, ... of the block's part of a quad's sums; v counts those of the
+// The warps that finish: thread i has vectors i, i + 128, ... of the block's part of a quad's sums; v counts those of the
 // whole quad. All of a thread's vectors have the same two activation rows.
 template <int SPLITS>
 struct Finisher {
-  static constexpr int PART = VECTORS / SPLITS;                                // vectors that a block finishes
+  static constexpr int PART = VECTORS / SPLITS;                                                      // that a block finishes
   static constexpr int BATCH = PART >= 4 * FINISHERS ? 4 : PART > FINISHERS ? PART / FINISHERS : 1;  // under way together
 
   const Block<SPLITS>& block;
@@ -304,13 +303,12 @@ struct Finisher {
   // Where the sums of a vector go, two weight rows (8 apart) of two activation rows each, and what they need besides, loaded
   // long before they are there. SIDE: two of a quad's units are the tiles of the one that there is.
   struct Target {
-    bool real;     // whether there are such rows
+    bool real;  // whether there are such rows
     int unit, column;
     float scale[2];
-    u16* out;      // of the first
-    const u16* residual;
+    u16* out;             // of the first
     int stride, columns;  // columns from the first one on that exist
-    u32 before[2];  // the residual, pairs of activation rows
+    u32 before[2];        // the residual, pairs of activation rows
   };
 
   template <bool SIDE>
