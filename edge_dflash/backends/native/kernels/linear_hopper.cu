@@ -307,6 +307,7 @@ struct Finisher {
     int unit, column;
     float scale[2];
     u16* out;             // of the first
+    const u16* residual;  // not used: without it the compiler makes other code than the one that was measured
     int stride, columns;  // columns from the first one on that exist
     u32 before[2];        // the residual, pairs of activation rows
   };
