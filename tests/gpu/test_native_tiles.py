@@ -1,14 +1,10 @@
-import re
-from functools import cache
 from itertools import pairwise
 
 import pytest
 import torch
-from cuda.bindings import nvrtc
 from native_linear_support import cubin, empty, expected, fetch, ulps, weight
 from native_state_support import Device, bf16
 
-from edge_dflash.backends.native.compile import KERNELS, include_paths
 from edge_dflash.backends.native.linear import Linears
 from edge_dflash.backends.native.linear_tiles import Tiles
 from edge_dflash.backends.native.memory import NULL, Matrix
@@ -162,29 +158,3 @@ def test_launches_in_a_row_give_the_same_bits_again(device, linears, kind, rows)
             device.gpu.fill(buffer.pointer, 0xFF)
         graph.launch()
         assert all(torch.equal(one, again) for one, again in zip(alone, results(), strict=True))
-
-
-@pytest.mark.parametrize("kind", ["nvfp4", "fp8", "bf16"])
-def test_operands_of_products_in_flight_have_registers_of_their_own(kind):
-    """A register of a left operand has one definition, which is arithmetic: it is no word that is read again later."""
-    ptx = tiles_ptx()
-    start = ptx.index(f".entry hopper_tiles_{kind}")
-    body = ptx[start : (ptx.find(".entry", start + 10) + 1 or len(ptx) + 1) - 1]
-    definitions = {}
-    for operation, register in re.findall(r"^\s*(?:@!?%p\d+ )?([a-z][\w.:]*)\s+\{?(%r\d+)[|,]", body, re.M):
-        definitions.setdefault(register, []).append(operation)
-    left = re.findall(r"wgmma\.mma_async[^{]*\{[^}]*\}, \{([^}]*)\}", body)
-    assert len(left) == 5 * 2 * 4  # widths of a tile, windows of the loop, steps of 16 k
-    assert {tuple(definitions[register]) for group in left for register in group.split(",")} == {("mul.rn.bf16x2",)}
-
-
-@cache
-def tiles_ptx():
-    source = (KERNELS / "linear_tiles.cu").read_bytes()
-    _, program = nvrtc.nvrtcCreateProgram(source, b"linear_tiles.cu", 0, [], [])
-    folders = [f"--include-path={folder}".encode() for folder in (KERNELS, *include_paths())]
-    options = [b"--gpu-architecture=compute_90a", b"--std=c++17", *folders]
-    assert nvrtc.nvrtcCompileProgram(program, len(options), options) == (nvrtc.nvrtcResult.NVRTC_SUCCESS,)
-    ptx = b" " * nvrtc.nvrtcGetPTXSize(program)[1]
-    nvrtc.nvrtcGetPTX(program, ptx)
-    return ptx.decode()
