@@ -1,5 +1,8 @@
 """The native backend's bookkeeping on a device that keeps only its control block: whatever is called, rows add up."""
 
+import re
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from control_gpu import ControlGpu
@@ -22,12 +25,12 @@ VOCABULARY, BLOCK = NATIVE_PAIR.target.vocab_size, NATIVE_PAIR.drafter.block_siz
 STATE = Precision("bfloat16", "fp8")
 
 
-def load(monkeypatch, gpu, **options):
+def load(monkeypatch, gpu, pair=NATIVE_PAIR, **options):
     monkeypatch.setattr(native_backend, "Gpu", lambda: gpu)
     monkeypatch.setattr(linear, "prefer_shared", lambda kernel: None)
     weights = StoreWeights(random_store(formats_of()), formats_of())
     sizes = {"max_context": CONTEXT, "prefill_chunk": CHUNK} | options
-    return NativeBackend(NATIVE_PAIR, weights, STATE, cubin=lambda unit: b"", **sizes)
+    return NativeBackend(pair, weights, STATE, cubin=lambda unit: b"", **sizes)
 
 
 KEEP = st.none() | st.integers(0, BLOCK)
@@ -131,14 +134,25 @@ Bookkeeping.TestCase.settings = settings(max_examples=150, stateful_step_count=3
 TestBookkeeping = Bookkeeping.TestCase
 
 
-@pytest.mark.parametrize("sm", [87, 89, 110, 120, 121])
-def test_every_launch_of_every_pass_is_accepted_on_every_kind_of_device(monkeypatch, sm):
+@pytest.mark.parametrize(
+    ("sm", "rows", "linears"),
+    [
+        *((sm, rows, {f"linear_nvfp4_{rows}"}) for sm in (87, 89, 120, 121) for rows in (16, 32)),
+        *((110, rows, {f"linear_cluster_nvfp4_{rows}"}) for rows in (16, 32)),
+        (90, 16, {"linear_hopper_nvfp4"}),
+        (90, 32, {"linear_cluster_nvfp4_32"}),  # of all passes: rows of fewer have the same bits
+    ],
+)
+def test_every_launch_of_every_pass_is_accepted_on_every_kind_of_device(monkeypatch, sm, rows, linears):
     monkeypatch.setattr("edge_dflash.backends.native.linear.most_clusters", lambda *asked: 8)
+    monkeypatch.setattr("edge_dflash.backends.native.linear_tiles.bf16_map", lambda *asked: None)  # asks a driver
     gpu = ControlGpu()
     gpu.sm = sm
-    backend = load(monkeypatch, gpu)
+    pair = replace(NATIVE_PAIR, drafter=replace(NATIVE_PAIR.drafter, block_size=rows))
+    backend = load(monkeypatch, gpu, pair)
     launched = {name for name, _ in backend.graphs.verify.calls}
-    assert any(name.startswith("linear_cluster") for name in launched) == (sm == 110)
+    found = {re.sub(r"_\d(_\d)?$", "", name) for name in launched if "_nvfp4_" in name}  # less splits and teams
+    assert found == linears
     assert any(name.startswith("attend") for name in launched)
     assert any(name.startswith("delta") for name in launched)
 
