@@ -76,10 +76,10 @@ def expected(x, weight):
 
 
 def ulps(found, exact):
-    """Distance of BF16 ``found`` from the rounding of ``exact``, in BF16 steps of the larger of the two."""
+    """Distance of BF16 ``found`` from the rounding of ``exact``, in BF16 steps of the larger; of NaN: infinite."""
     want = exact.bfloat16().double()
     step = 2.0 ** (torch.floor(torch.log2(torch.maximum(want.abs(), found.double().abs()).clamp(min=1e-30))) - 7)
-    return (found.double() - want).abs() / step
+    return ((found.double() - want).abs() / step).nan_to_num(nan=float("inf"))  # what was not written is far off
 
 
 def empty(device: Device, rows, columns) -> Matrix:

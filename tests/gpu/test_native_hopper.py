@@ -5,8 +5,9 @@ import torch
 from native_linear_support import FORMATS, SHAPES, cubin, empty, expected, fetch, inputs, run, ulps, weight
 from native_state_support import Device
 
-from edge_dflash.backends.native.linear import Linears, LinearWeights, Norm
+from edge_dflash.backends.native.linear import Linears, Norm
 from edge_dflash.backends.native.linear_plan import hopper, hopper_plan
+from edge_dflash.backends.native.memory import Matrix
 from edge_dflash.backends.native.small import Small
 from edge_dflash.backends.native.weight_layout import repack
 
@@ -39,7 +40,7 @@ def as_planned(linears):
     linears.splits, linears.most = None, 1 << 30
 
 
-@pytest.mark.parametrize(("kind", "n", "k"), SHAPES)
+@pytest.mark.parametrize(("kind", "n", "k"), [*SHAPES, *((f, 72, 352) for f in FORMATS)])  # 352: half a block of 64
 def test_equals_the_exact_product(device, linears, kind, n, k):
     w, x = weight(kind, n, k, n + k), inputs(16, k)
     stack = linears.upload(repack(w))
@@ -120,39 +121,64 @@ def test_a_stack_with_a_side_stack(device, linears, splits, kind):
     linears.splits = splits
     for most in (1, 8):
         linears.most = most
+        for out in (*outs, *side_outs):
+            device.gpu.fill(out.pointer, 0xFF)
         linears.linear(stack, device.rows(x), outs, 16, side=side, side_out=side_outs)
         for w, out in zip((*parts, *gates), (*outs, *side_outs), strict=True):
             assert (ulps(fetch(device, out, 16), expected(x, w)) > 0).double().mean() < 0.02
 
 
 @pytest.mark.parametrize("splits", [1, 2, 4, 8])
-def test_greedy(device, linears, splits):
-    w, x = weight("nvfp4", 50_000, 256, 3), inputs(16, 256)
-    w.packed[40_000:] = w.packed[:10_000]  # ties
-    w.block_scale[40_000:] = w.block_scale[:10_000]
+@pytest.mark.parametrize(("n", "low", "high"), [(50_000, 0, 40_000), (70_000, 66_000, 68_000)])  # ids beyond 16 bits
+def test_greedy(device, linears, splits, n, low, high):
+    w, x = weight("nvfp4", n, 256, 3), inputs(16, 256)
+    if low:
+        w.block_scale[low:high] = 0x7E  # the largest: one of these wins
+    w.packed[high:] = w.packed[low : low + n - high]  # ties
+    w.block_scale[high:] = w.block_scale[low : low + n - high]
     stack = linears.upload(repack(w))
     linears.splits = splits
     ids = device.poisoned(64)
     scratch = device.poisoned(linears.plan(stack.layout, 16).rank_bytes(16))
-    logits = empty(device, 16, 50_000)
+    logits = empty(device, 16, n)
     linears.greedy(stack, device.rows(x), ids, 16, scratch, logits)
     stored = fetch(device, logits, 16)
     assert torch.equal(stored, run(device, linears, stack, x, 16)[0])
     want = torch.tensor([int((row == row.max()).nonzero()[0]) for row in stored.float()])
+    assert want.min() >= low
     assert torch.equal(device.read(ids, (16,), torch.int32).long(), want)
+    device.gpu.fill(ids, 0xFF)
     linears.greedy(stack, device.rows(x), ids, 16, scratch)
     assert torch.equal(device.read(ids, (16,), torch.int32).long(), want)
 
 
-def test_the_same_bits_every_time(device, linears):
-    """A race would move them: repeated launches on other copies of the weights, with nothing between."""
-    w, x = weight("nvfp4", 4096, 5120, 3), inputs(16, 5120)
-    stacks = [linears.upload(repack(w)) for _ in range(4)]
-    outs = [empty(device, 16, 4096) for _ in range(40)]
+def test_a_slice_of_columns_is_accepted(device, linears):
+    k, n = 320, 64
+    x = inputs(16, 2 * k)
+    stack, whole = linears.upload(repack(weight("fp8", n, k, 2))), device.rows(x)
+    part, out = Matrix(whole.pointer.at(2 * k, whole.pointer.nbytes - 2 * k), 2 * k), empty(device, 16, n)
+    linears.linear(stack, part, [out], 16)
+    assert torch.equal(fetch(device, out, 16), run(device, linears, stack, x[:, k:], 16)[0])
+
+
+@pytest.mark.parametrize("kind", ["nvfp4", "fp8", "bf16"])
+@pytest.mark.parametrize("splits", [1, 2, 4, 8])
+def test_the_same_bits_every_time(device, linears, kind, splits):
+    """A race would move them: repeated launches on other copies of the weights, with nothing between.
+
+    Three clusters have 11 quads each: slots of sums are used again five times.
+    """
+    n, k = 4096, 2560
+    w, x = weight(kind, n, k, 3), inputs(16, k)
+    repacked = repack(w)
+    stacks = [linears.upload(repacked) for _ in range(4)]
+    outs = [empty(device, 16, n) for _ in range(40)]
     rows = device.rows(x)
+    linears.splits, linears.most = splits, 3
     for i, out in enumerate(outs):
-        linears.linear(LinearWeights(stacks[i % 4].layout, stacks[i % 4].data, stacks[i % 4].scale), rows, [out], 16)
+        linears.linear(stacks[i % 4], rows, [out], 16)
     found = [fetch(device, out, 16) for out in outs]
+    assert (ulps(found[0], expected(x, w)) > 0).double().mean() < 0.02
     assert all(torch.equal(found[0], other) for other in found)
 
 

@@ -138,6 +138,7 @@ def test_greedy(device, linears, rows):
     assert torch.equal(stored, run(device, linears, stack, x, rows)[0])
     want = torch.tensor([int((row == row.max()).nonzero()[0]) for row in stored.float()])
     assert torch.equal(device.read(ids, (rows,), torch.int32).long(), want)
+    device.gpu.fill(ids, 0xFF)
     linears.greedy(stack, device.rows(x), ids, rows, scratch)
     assert torch.equal(device.read(ids, (rows,), torch.int32).long(), want)
 
