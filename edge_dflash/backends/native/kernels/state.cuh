@@ -112,12 +112,6 @@ __device__ __forceinline__ void copy16_or_zero(void* shared, const void* global,
                  "r"(there ? 16 : 0)
                  : "memory");
 }
-__device__ __forceinline__ void copy8(void* shared, const void* global) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(shared_address(shared)), "l"(global) : "memory");
-}
-__device__ __forceinline__ void copy4(void* shared, const void* global) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(shared)), "l"(global) : "memory");
-}
 __device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int left>
 __device__ __forceinline__ void copy_wait() {
