@@ -1,4 +1,4 @@
-"""Linear layers on the device: plans, launches and buffers of kernels/linear.cu, linear_tiles.cu and finish.cu.
+"""Linear layers on the device: plans, launches and buffers of kernels/linear*.cu and finish.cu.
 
 Weights come from weight_layout.py. Knows no model. Activations are BF16 rows; outputs are rounded once. A row's bits
 depend on its own values, the weights and the plan (splits, blocks): never on other rows or on how many there are.
