@@ -7,7 +7,7 @@ import pytest
 from native_support import FakeGpu
 from ptx_support import kernels_ptx
 
-from edge_dflash.backends.native.attend import Attention, AttendShape, KvMemory
+from edge_dflash.backends.native.attend import AttendShape, Attention, KvMemory
 from edge_dflash.backends.native.driver import DevicePointer, Kernel
 from edge_dflash.backends.native.memory import NULL, Matrix
 
