@@ -383,9 +383,10 @@ struct Finisher {
   // Sends the slices' sums to the blocks that finish them.
   //
   // A slot is free when it is sent to: a thread sends quad n + 2 after it has waited for all of quad n + 1, those that finish
-  // nothing included; every thread of the block it sends to sent its part of that after it read slot n. So no phase of
-  // RECEIVED gets bytes of the next one, and two slots suffice. Bytes may come before this block expects them: the phase
-  // ends with both.
+  // nothing included; the block it sends to sent its part of that after it had read slot n. Where only half of the threads
+  // read slots (8 splits), the other half sends to other blocks than these do: there all of them meet after the reads.
+  // So no phase of RECEIVED gets bytes of the next one, and two slots suffice. Bytes may come before this block expects
+  // them: the phase ends with both.
   __device__ __forceinline__ void send_sums(u32 number) const {
     if (thread == 0) barrier_expect(received(number), QUAD * SUMS);
 #pragma unroll
@@ -435,6 +436,7 @@ struct Finisher {
       }
     }
     if constexpr (SPLITS == 1) release();
+    if constexpr (PART < FINISHERS) named_barrier<FINISHERS>(1 + SLICES);  // see send_sums
   }
 
   // The block's best logits of every row, by way of BEST.
