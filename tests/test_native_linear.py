@@ -300,6 +300,9 @@ def test_no_more_clusters_than_the_device_holds():
     assert (held.splits, held.groups, held.blocks) == (4, 124, 248)
     assert free.blocks == 264
     assert held.threads == 32 * 4 * held.teams
+    for rows in (16, 32):
+        with pytest.raises(BackendError, match=r"no room for a cluster of \d blocks with \d+ bytes"):
+            plan(layout, 16, 90, 132, most_rows=rows, clusters=lambda splits, teams, shared: 0)
 
 
 def test_too_many_rows_are_refused():

@@ -162,7 +162,6 @@ class Bench:
 VARIANTS = (  # cubin (None: as shipped), most rows, options
     (None, 32, {}),
     (None, 16, {}),
-    ("a", 16, {}),
     (None, 16, {"splits": 2}),
     (None, 16, {"splits": 4}),
     (None, 16, {"splits": 8}),

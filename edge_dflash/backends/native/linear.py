@@ -159,7 +159,7 @@ class Linears:
             if len(out) != 1 or residual.stride != out[0].stride:
                 raise ValueError(f"a residual of stride {residual.stride} needs one output of the same stride")
             job.residual = residual.pointer.address
-        self._launch(weights.layout.format, plan, rows, job, self._side(side, x, side_out, rows))
+        self._launch(weights.layout.format, plan, rows, job, self._side(side, job.k, x, side_out))
 
     def split_linear(
         self,
@@ -253,11 +253,11 @@ class Linears:
             job.residual = residual.pointer.address
         self._tiles.launch(weights.layout, job, x, rows, valid)
 
-    def _side(self, side: LinearWeights | None, x: Matrix, out: Sequence[Matrix], rows: int) -> _Job:
+    def _side(self, side: LinearWeights | None, k: int, x: Matrix, out: Sequence[Matrix]) -> _Job:
         if side is None:
             return _Job()
-        if side.layout.format != "bf16" or side.layout.swiglu:
-            raise ValueError(f"a side stack is plain BF16, found {side.layout}")
+        if side.layout.format != "bf16" or side.layout.swiglu or side.layout.k != k:
+            raise ValueError(f"a side stack is plain BF16 on the same {k} inputs, found {side.layout}")
         return _job(side, x, out, Plan(1, side.layout.units, 1, 0), Mode.STORE)
 
     def _launch(self, format: Format, plan: Plan, rows: int, job: _Job, side: _Job) -> None:

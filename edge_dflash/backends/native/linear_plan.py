@@ -161,9 +161,19 @@ def cluster_plan(
     """Plan with so many splits."""
     teams, held = _block_form(layout, tile, splits)
     shared = cluster_shared(layout, tile, splits, teams)
-    most = clusters(splits, teams, shared) if clusters and held else sm_count * max(1, held) // splits
+    most = _held(clusters, splits, teams, shared) if clusters and held else sm_count * max(1, held) // splits
     needed = -(-2 * layout.units // teams)  # every team at least half a unit
     return Plan(splits, teams * min(needed, max(1, most)), 0, shared, teams)
+
+
+def _held(clusters: Callable[[int, int, int], int], splits: int, teams: int, shared: int) -> int:
+    most = clusters(splits, teams, shared)
+    if most < 1:
+        raise BackendError(
+            f"the device has no room for a cluster of {splits} blocks with {shared} bytes of shared memory each; "
+            "give the program the whole device, or a larger slice of it"
+        )
+    return most
 
 
 def _block_form(layout: Layout, tile: int, splits: int) -> tuple[int, int]:
@@ -194,7 +204,7 @@ def hopper_plan(
     if splits is None:
         splits = min(CLUSTER_SPLITS, key=lambda s: _hopper_cost(layout, s, sm_count))
     shared = _hopper_shared(layout, splits)
-    most = clusters(splits, 0, shared) if clusters and shared <= block_shared(90) else sm_count // splits
+    most = _held(clusters, splits, 0, shared) if clusters and shared <= block_shared(90) else sm_count // splits
     return Plan(splits, min(-(-layout.units // _QUAD), max(1, most)), 0, shared, hopper=True)
 
 

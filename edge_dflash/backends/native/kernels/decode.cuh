@@ -12,7 +12,8 @@
 //   FP8, WINDOW 64: [tile 0 row g: 32 lanes x 16 codes] [tile 0 row g+8] [tile 1 row g] [tile 1 row g+8]     2048 bytes
 //   BF16, WINDOW 32: the same four parts, 32 lanes x 8 values                                                2048 bytes
 //
-// ``fetch`` and ``read`` take addresses that include 16 * lane. A tile is 16 rows of the unit. The Python side (linear.py) draws the bits inside a word.
+// ``fetch`` and ``read`` take addresses that include 16 * lane. A tile is 16 rows of the unit. The Python side
+// (nvfp4_words.py) draws the bits inside a word.
 #pragma once
 #include "tensor_core.cuh"
 

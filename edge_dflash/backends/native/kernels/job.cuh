@@ -17,7 +17,7 @@ struct Job {
   int mode;
   const u16* residual;  // RESIDUAL: same stride as out[0]
   float* partial;       // PARTIAL: [splits][rows][units * 32]
-  u64* best;            // GREEDY: [groups][rows] ranks of the largest logit
+  u64* best;            // GREEDY: [groups][rows] ranks of the largest logit; of clusters [blocks][rows]
 };
 
 // Where the output of a weight row goes.
