@@ -89,7 +89,7 @@ def test_truncated_checkpoints_are_refused_before_any_work(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"arch": "sm42"}, ("--arch is 'sm42', accepted are cpu, sm87",)),
+        ({"arch": "sm42"}, ("--arch is 'sm42', --backend reference is built for cpu; bundles for a GPU",)),
         ({"backend": "onnx"}, ("--backend is 'onnx', accepted are reference, native, tensorrt",)),
         ({"backend": "native"}, ("--arch is 'cpu', --backend native is built for sm87, sm89, sm90a, sm110a",)),
         ({"arch": "sm110", "backend": "native"}, ("--arch is 'sm110', --backend native is built for sm87",)),

@@ -145,6 +145,8 @@ def test_verify_a_golden_file(cli, golden):
     assert found["logits_difference"] <= 1e-3
     code, out, _ = cli("verify", "--checkpoint", target, "--drafter", drafter, "--golden", file)
     assert code == 0
+    assert "arrays, 0 beyond their bounds; logits differ by at most" in out
+    assert out.strip().endswith("tokens are equal")
     assert "Largest difference per key" in out
     assert "p0.prefill_logits" in out
     assert "differs" not in out

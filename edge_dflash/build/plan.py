@@ -23,7 +23,7 @@ from edge_dflash.build.scales import ScalesPlan, plan_scales
 from edge_dflash.build.tensorrt_plan import plan_tensorrt
 from edge_dflash.build.workdir import building_path, check_free
 from edge_dflash.bundle.codec import encode
-from edge_dflash.bundle.manifest import ARCHS, ARCHS_OF, BACKENDS, Plans, Source, WeightFormat
+from edge_dflash.bundle.manifest import ARCHS_OF, BACKENDS, Plans, Source, WeightFormat
 from edge_dflash.bundle.stored import Part, bundle_parts, stack_bytes, weight_bytes
 from edge_dflash.checkpoint.config import match_pair, read_drafter_spec, read_target_spec
 from edge_dflash.checkpoint.reader import PairCheckpoint
@@ -158,9 +158,8 @@ def plan_build(config: BuildConfig) -> BuildPlan:
 
 def check_backend(arch: str, backend: str) -> None:
     """Raise BackendError unless this version builds for ``arch`` and ``backend``."""
-    for field, found, accepted in (("--arch", arch, ARCHS), ("--backend", backend, BACKENDS)):
-        if found not in accepted:
-            raise BackendError(f"{field} is {found!r}, accepted are {', '.join(accepted)}")
+    if backend not in BACKENDS:
+        raise BackendError(f"--backend is {backend!r}, accepted are {', '.join(BACKENDS)}")
     if arch not in ARCHS_OF[backend]:
         raise BackendError(
             f"--arch is {arch!r}, --backend {backend} is built for {', '.join(ARCHS_OF[backend])}"

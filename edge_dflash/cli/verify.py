@@ -54,11 +54,11 @@ def verify(
 
     The exit code is 9 when something differs; the JSON object is printed all the same.
 
-    JSON keys: ok, accept_length, differences (of a bundle: a list; of a golden file: largest difference per key).
-    Bundle also: prompts, runs, tokens, block_size, accept_histogram, untried_accept_lengths, self_test (what the build
-    recorded, replayed here: an object with ok, exact, accept_length, accept_length_at_build, floor, tokens,
-    tokens_equal, first_difference, drafts, drafts_equal, diagnosis, seconds; null without one). Golden file also:
-    logits_difference, tokens_equal, failures, missing, unknown.
+    JSON keys: ok, differences (of a bundle: a list; of a golden file: largest difference per key).
+    Bundle also: accept_length, prompts, runs, tokens, block_size, accept_histogram, untried_accept_lengths, self_test
+    (what the build recorded, replayed here: an object with ok, exact, accept_length, accept_length_at_build, floor,
+    tokens, tokens_equal, first_difference, drafts, drafts_equal, diagnosis, seconds; null without one). Golden file
+    also: logits_difference, tokens_equal, failures, missing, skipped, unknown.
     """
     given = (checkpoint, drafter, golden)
     if (bundle is None) == (golden is None) or (bundle is not None and any(given)):
@@ -130,11 +130,17 @@ def _report_golden(result: GoldenReport, json: bool) -> None:
         emit_json(result.to_json())
     else:
         show(_golden_table(result))
+        tokens = "equal" if result.tokens_equal else "not equal"
+        print(
+            f"{len(result.results)} arrays, {len(result.failures)} beyond their bounds; logits differ by at most "
+            f"{result.logits_difference:.1e}, tokens are {tokens}"
+        )
     result.check()
 
 
 def _lossless_table(result: Verification) -> Table:
-    table = Table(title=f"Speculative against plain decoding, {result.prompts} prompts", title_justify="left")
+    prompts = f"{result.prompts} prompt{'s' if result.prompts != 1 else ''}"
+    table = Table(title=f"Speculative against plain decoding, {prompts}", title_justify="left")
     table.add_column("drafter")
     for name in ("runs", "tokens", "accept length", "differences"):
         table.add_column(name, justify="right")

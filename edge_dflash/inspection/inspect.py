@@ -161,7 +161,10 @@ def inspect_pair(
     if context is None:
         context = min(DEFAULT_CONTEXT, max_context - block)
     if not 0 <= context <= max_context - block:
-        raise RequestError(f"context {context} is outside 0..{max_context - block} (maximum - block); change one")
+        raise RequestError(
+            f"context {context} is outside 0..{max_context - block} (maximum - block); "
+            "give a smaller --context, or a larger maximum"
+        )
     programs = pair_programs(spec)
     form = _formats(programs, formats)
     read = {name: footprint.weight_bytes(weight, form[name]) for name, weight in programs.weights.items()}

@@ -38,6 +38,8 @@ def kernels_table(units: tuple[UnitUse, ...], manifest: Manifest) -> Table:
     for name in ("kernels", "registers", "shared bytes", "spilled bytes"):
         table.add_column(name, justify="right")
     for use in units:
+        if use.kernels == 0:  # a unit of another architecture
+            continue
         figures = (use.kernels, use.registers, use.shared_bytes, use.stack_bytes)
         table.add_row(use.unit, *(f"{figure:,}" for figure in figures))
     return table
