@@ -7,19 +7,17 @@ holds; rates are weight bytes over time, against the read bandwidth measured in 
 import ctypes
 import json
 import sys
-from dataclasses import replace
 from functools import partial
 from statistics import median
 
 import numpy as np
 from native_linear_support import cubin
-from native_state_support import CACHE, Device
+from native_state_support import Device
 
 from edge_dflash.backends.native.driver import DevicePointer
 from edge_dflash.backends.native.linear import Linears, LinearWeights, Norm
-from edge_dflash.backends.native.linear_plan import HOPPER_THREADS, cluster_plan, hopper, hopper_plan, row_tile
+from edge_dflash.backends.native.linear_plan import cluster_plan, hopper, hopper_plan, row_tile
 from edge_dflash.backends.native.memory import Matrix
-from edge_dflash.backends.native.occupancy import most_clusters
 from edge_dflash.backends.native.weight_layout import Layout
 
 ARENA = 3 << 30
@@ -49,25 +47,21 @@ MODEL_4B = {
 
 
 class Tuned(Linears):
-    """Linears whose plans can be bent: another number of blocks in a cluster, fewer clusters."""
+    """Linears whose plans can be bent: another number of blocks in a cluster."""
 
-    splits, fewer = None, 0
+    splits = None
 
     def plan(self, layout, rows, *, may_split=False):
         plan = super().plan(layout, rows, may_split=may_split)
         if self.splits and plan.clustered:
             tile = row_tile(rows)
-
-            def clusters(splits, teams, shared):
-                kernel = self._linear[layout.format, tile, splits, teams]
-                return most_clusters(kernel, splits, 128 * teams or HOPPER_THREADS, shared)
-
+            clusters = partial(self._clusters, layout.format, tile)
             if hopper(self._gpu.sm, self._most_rows):
                 bent = hopper_plan(layout, self._gpu.sm_count, clusters, self.splits)
             else:
                 bent = cluster_plan(layout, tile, self._gpu.sm_count, self.splits, clusters)
             plan = bent if bent.shared_bytes <= 227 << 10 else plan
-        return replace(plan, groups=plan.groups - (plan.teams or 1) * self.fewer)
+        return plan
 
 
 class Bench:
@@ -159,29 +153,15 @@ class Bench:
         return seconds, 2 * rows * layout.k * sum(layout.columns)
 
 
-VARIANTS = (  # cubin (None: as shipped), most rows, options
-    (None, 32, {}),
-    (None, 16, {}),
-    (None, 16, {"splits": 2}),
-    (None, 16, {"splits": 4}),
-    (None, 16, {"splits": 8}),
-)
+VARIANTS = ((32, None), (16, None), (16, 2), (16, 4), (16, 8))  # most rows, splits (None: as planned)
 
 
-def variants(bench):
-    """Kernels compiled with other constants, as CACHE/linear_hopper-NAME.cubin."""
-    for name, rows, options in VARIANTS:
-        path = CACHE / f"linear_hopper-{name}.cubin"
-        if name is not None and not path.exists():
-            continue
-
-        def load(unit, name=name, path=path):
-            return path.read_bytes() if name is not None and unit == "linear_hopper" else cubin(unit, bench.arch)
-
+def variants(bench, load):
+    """Both kernels of Hopper, and other numbers of blocks in a cluster."""
+    for rows, splits in VARIANTS:
         linears = Tuned(bench.gpu, load, most_rows=rows)
-        for key, value in options.items():
-            setattr(linears, key, value)
-        yield " ".join((name or "", str(rows), *(f"{k}={v}" for k, v in options.items()))).strip(), linears
+        linears.splits = splits
+        yield f"{rows}" + (f" splits={splits}" if splits else ""), linears
 
 
 def main():
@@ -199,7 +179,7 @@ def main():
     load = partial(cubin, arch=bench.arch)
     chosen = [("base", Tuned(bench.gpu, load, most_rows=ROWS)), ("32 rows", Tuned(bench.gpu, load))]
     if "--variants" in sys.argv:
-        chosen = variants(bench)
+        chosen = variants(bench, load)
     for variant, linears in chosen:
         for model, title in ((MODEL_27B, "27B"), (MODEL_4B, "4B")):
             for name, (columns, k, gated, split) in model.items():

@@ -10,6 +10,7 @@ from native_state_support import CACHE, Device, bf16
 
 from edge_dflash.backends.native.compile import KERNELS, compile_cubin
 from edge_dflash.backends.native.memory import Matrix
+from edge_dflash.backends.native.weight_layout import repack
 from edge_dflash.checkpoint.weights import Fp8Weight, Nvfp4Weight, WideWeight
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
@@ -99,3 +100,36 @@ def run(device, linears, stack, x, rows, **options):
 
 def inputs(rows, k, seed=0):
     return bf16(rows, k, generator=torch.Generator().manual_seed(seed), scale=2.0)
+
+
+def check_exact(found, exact, bound):
+    """``found`` is ``exact`` rounded to BF16, but for ``bound`` of a row's largest, and mostly to the last bit."""
+    error = (found.double() - exact).abs() - exact.abs() * 2.0**-8  # beyond half a BF16 step
+    assert (error / exact.abs().amax(1, keepdim=True)).max() < bound
+    assert (ulps(found, exact) > 0).double().mean() < 0.02
+
+
+def check_greedy(device, linears, stack, x, rows):
+    """The ids are the first of each row's largest stored logits, which are those of ``linear``; returns them."""
+    (n,) = stack.layout.columns
+    ids = device.poisoned(4 * rows)
+    scratch = device.poisoned(linears.plan(stack.layout, rows).rank_bytes(rows))
+    logits = empty(device, rows, n)
+    linears.greedy(stack, device.rows(x), ids, rows, scratch, logits)
+    stored = fetch(device, logits, rows)
+    assert torch.equal(stored, run(device, linears, stack, x, rows)[0])
+    want = torch.tensor([int((row == row.max()).nonzero()[0]) for row in stored.float()])
+    assert torch.equal(device.read(ids, (rows,), torch.int32).long(), want)
+    device.gpu.fill(ids, 0xFF)
+    linears.greedy(stack, device.rows(x), ids, rows, scratch)
+    assert torch.equal(device.read(ids, (rows,), torch.int32).long(), want)
+    return want
+
+
+def check_slice(device, linears, k, n):
+    """Columns k .. 2 k of wider rows give what the same values in rows of their own give."""
+    x = inputs(16, 2 * k)
+    stack, whole = linears.upload(repack(weight("fp8", n, k, 2))), device.rows(x)
+    part, out = Matrix(whole.pointer.at(2 * k, whole.pointer.nbytes - 2 * k), 2 * k), empty(device, 16, n)
+    linears.linear(stack, part, [out], 16)
+    assert torch.equal(fetch(device, out, 16), run(device, linears, stack, x[:, k:], 16)[0])

@@ -2,12 +2,25 @@
 
 import pytest
 import torch
-from native_linear_support import FORMATS, SHAPES, cubin, empty, expected, fetch, inputs, run, ulps, weight
+from native_linear_support import (
+    FORMATS,
+    SHAPES,
+    check_exact,
+    check_greedy,
+    check_slice,
+    cubin,
+    empty,
+    expected,
+    fetch,
+    inputs,
+    run,
+    ulps,
+    weight,
+)
 from native_state_support import Device
 
 from edge_dflash.backends.native.linear import Linears, Norm
 from edge_dflash.backends.native.linear_plan import hopper, hopper_plan
-from edge_dflash.backends.native.memory import Matrix
 from edge_dflash.backends.native.small import Small
 from edge_dflash.backends.native.weight_layout import repack
 
@@ -44,12 +57,8 @@ def as_planned(linears):
 def test_equals_the_exact_product(device, linears, kind, n, k):
     w, x = weight(kind, n, k, n + k), inputs(16, k)
     stack = linears.upload(repack(w))
-    exact = expected(x, w)
-    scale = exact.abs().amax(1, keepdim=True)
     (found,) = run(device, linears, stack, x, 16)
-    error = (found.double() - exact).abs() - exact.abs() * 2.0**-8  # beyond half a BF16 step
-    assert (error / scale).max() < 2e-6
-    assert (ulps(found, exact) > 0).double().mean() < 0.02
+    check_exact(found, expected(x, w), 2e-6)
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -136,29 +145,12 @@ def test_greedy(device, linears, splits, n, low, high):
         w.block_scale[low:high] = 0x7E  # the largest: one of these wins
     w.packed[high:] = w.packed[low : low + n - high]  # ties
     w.block_scale[high:] = w.block_scale[low : low + n - high]
-    stack = linears.upload(repack(w))
     linears.splits = splits
-    ids = device.poisoned(64)
-    scratch = device.poisoned(linears.plan(stack.layout, 16).rank_bytes(16))
-    logits = empty(device, 16, n)
-    linears.greedy(stack, device.rows(x), ids, 16, scratch, logits)
-    stored = fetch(device, logits, 16)
-    assert torch.equal(stored, run(device, linears, stack, x, 16)[0])
-    want = torch.tensor([int((row == row.max()).nonzero()[0]) for row in stored.float()])
-    assert want.min() >= low
-    assert torch.equal(device.read(ids, (16,), torch.int32).long(), want)
-    device.gpu.fill(ids, 0xFF)
-    linears.greedy(stack, device.rows(x), ids, 16, scratch)
-    assert torch.equal(device.read(ids, (16,), torch.int32).long(), want)
+    assert check_greedy(device, linears, linears.upload(repack(w)), x, 16).min() >= low
 
 
 def test_a_slice_of_columns_is_accepted(device, linears):
-    k, n = 320, 64
-    x = inputs(16, 2 * k)
-    stack, whole = linears.upload(repack(weight("fp8", n, k, 2))), device.rows(x)
-    part, out = Matrix(whole.pointer.at(2 * k, whole.pointer.nbytes - 2 * k), 2 * k), empty(device, 16, n)
-    linears.linear(stack, part, [out], 16)
-    assert torch.equal(fetch(device, out, 16), run(device, linears, stack, x[:, k:], 16)[0])
+    check_slice(device, linears, 320, 64)
 
 
 @pytest.mark.parametrize("kind", ["nvfp4", "fp8", "bf16"])

@@ -1,10 +1,23 @@
 import pytest
 import torch
-from native_linear_support import FORMATS, SHAPES, cubin, empty, expected, fetch, inputs, run, ulps, weight
+from native_linear_support import (
+    FORMATS,
+    SHAPES,
+    check_exact,
+    check_greedy,
+    check_slice,
+    cubin,
+    empty,
+    expected,
+    fetch,
+    inputs,
+    run,
+    ulps,
+    weight,
+)
 from native_state_support import Device
 
 from edge_dflash.backends.native.linear import Linears, Norm
-from edge_dflash.backends.native.memory import Matrix
 from edge_dflash.backends.native.small import Small
 from edge_dflash.backends.native.weight_layout import repack
 
@@ -27,19 +40,13 @@ def test_equals_the_exact_product(device, linears, kind, n, k):
     w, x = weight(kind, n, k, n + k), inputs(32, k)
     stack = linears.upload(repack(w))
     exact = expected(x, w)
-    scale = exact.abs().amax(1, keepdim=True)
     (wide,) = run(device, linears, stack, x, 32)
-    error = (wide.double() - exact).abs() - exact.abs() * 2.0**-8  # beyond half a BF16 step
-    assert (error / scale).max() < 2e-6
-    assert (ulps(wide, exact) > 0).double().mean() < 0.02
+    check_exact(wide, exact, 2e-6)
     (first,) = run(device, linears, stack, x[:16], 16)
     assert torch.equal(first, wide[:16])
     out = empty(device, 32, n)
     linears.tiles(stack, device.rows(x), [out], 32)
-    tiles = fetch(device, out, 32)
-    error = (tiles.double() - exact).abs() - exact.abs() * 2.0**-8
-    assert (error / scale).max() < 2e-5  # one long chain of sums
-    assert (ulps(tiles, exact) > 0).double().mean() < 0.02
+    check_exact(fetch(device, out, 32), exact, 2e-5)  # one long chain of sums
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -129,18 +136,7 @@ def test_greedy(device, linears, rows):
     w, x = weight("nvfp4", 50_000, 256, 3), inputs(rows, 256)
     w.packed[40_000:] = w.packed[:10_000]  # ties
     w.block_scale[40_000:] = w.block_scale[:10_000]
-    stack = linears.upload(repack(w))
-    ids = device.poisoned(4 * rows)
-    scratch = device.poisoned(linears.plan(stack.layout, rows).rank_bytes(rows))
-    logits = empty(device, rows, 50_000)
-    linears.greedy(stack, device.rows(x), ids, rows, scratch, logits)
-    stored = fetch(device, logits, rows)
-    assert torch.equal(stored, run(device, linears, stack, x, rows)[0])
-    want = torch.tensor([int((row == row.max()).nonzero()[0]) for row in stored.float()])
-    assert torch.equal(device.read(ids, (rows,), torch.int32).long(), want)
-    device.gpu.fill(ids, 0xFF)
-    linears.greedy(stack, device.rows(x), ids, rows, scratch)
-    assert torch.equal(device.read(ids, (rows,), torch.int32).long(), want)
+    check_greedy(device, linears, linears.upload(repack(w)), x, rows)
 
 
 def test_tiles_read_the_count_from_the_device(device, linears):
@@ -154,11 +150,4 @@ def test_tiles_read_the_count_from_the_device(device, linears):
 
 
 def test_a_slice_of_rows_is_accepted(device, linears):
-    k, n = 256, 64
-    x = inputs(16, 2 * k)
-    stack = linears.upload(repack(weight("fp8", n, k, 2)))
-    whole = device.rows(x)
-    part = Matrix(whole.pointer.at(2 * k, whole.pointer.nbytes - 2 * k), 2 * k)
-    out = empty(device, 16, n)
-    linears.linear(stack, part, [out], 16)
-    assert torch.equal(fetch(device, out, 16), run(device, linears, stack, x[:, k:], 16)[0])
+    check_slice(device, linears, 256, 64)

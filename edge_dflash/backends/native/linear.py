@@ -10,6 +10,7 @@ import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import partial
 
 from edge_dflash.backends.native import linear_tiles
 from edge_dflash.backends.native.driver import DevicePointer, Gpu, Kernel, Module
@@ -126,16 +127,16 @@ class Linears:
         key, gpu, most = (layout, row_tile(rows), may_split), self._gpu, self._most_rows
         if rows > most:
             raise ValueError(f"a pass of {rows} rows; these kernels were loaded for at most {most}")
-
-        def clusters(splits: int, teams: int, shared: int) -> int:
-            kernel = self._linear[layout.format, key[1], splits, teams]
-            return most_clusters(kernel, splits, 128 * teams or HOPPER_THREADS, shared)
-
         if key not in self._plans:
+            clusters = partial(self._clusters, layout.format, key[1])
             self._plans[key] = plan(
                 layout, rows, gpu.sm, gpu.sm_count, may_split=may_split, most_rows=most, clusters=clusters
             )
         return self._plans[key]
+
+    def _clusters(self, format: Format, tile: int, splits: int, teams: int, shared: int) -> int:
+        kernel = self._linear[format, tile, splits, teams]
+        return most_clusters(kernel, splits, 128 * teams or HOPPER_THREADS, shared)
 
     def linear(
         self,
