@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from edge_dflash.backends.base import PairShape, Snapshot
+from edge_dflash.backends.host_cycle import host_cycle
+from edge_dflash.spec.sampling import GREEDY
 
 SHAPE = PairShape(vocab_size=64, block_size=4, mask_token_id=63, max_context=64, prefill_chunk=8)
 
@@ -61,6 +63,9 @@ class FakeBackend:
         self.passes.append("prefill")
         self.committed = [*self.committed, *ids]
         return FakeRows([self._logits(self.committed)])
+
+    def cycle(self, anchor, sampling=GREEDY, *, steering=None, drafting=True):
+        return host_cycle(self, anchor, sampling, steering, drafting)
 
     def propose(self, anchor):
         self.passes.append("propose")

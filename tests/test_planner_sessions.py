@@ -16,7 +16,7 @@ from edge_dflash.errors import BackendError, BundleError, ContextError, RequestE
 from edge_dflash.planner import Planner
 from edge_dflash.text import Tokenizer
 
-TEXT_SHAPE = dataclasses.replace(SHAPE, vocab_size=258, max_context=512, mask_token_id=257)
+TEXT_SHAPE = dataclasses.replace(SHAPE, vocab_size=258, max_context=512, mask_token_id=257, prefill_chunk=64)
 SYSTEM = "You are the planner of a service robot. Answer with one JSON plan."
 TURNS = ("Bring the mug to the kitchen.", "Close the fridge.", "Go to the hall and wait there.")
 NEW = 24

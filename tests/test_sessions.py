@@ -50,7 +50,7 @@ def check(name, session, prompt, steps, temperature=0.0):
     """The finished steps, the session's tokens and its state are those of an unbroken run."""
     tokens, accept_lengths, state = unbroken(name, tuple(prompt), sum(len(s.tokens) for s in steps), temperature)
     assert tuple(t for step in steps for t in step.tokens) == tokens
-    assert tuple(len(step.tokens) for step in steps[1:] if step.tokens) == accept_lengths
+    assert tuple(len(step.tokens) for step in steps if step.tokens)[1:] == accept_lengths
     assert session.tokens == (*prompt, *tokens)
     assert same_bits(session.state().snapshot, state)
 
@@ -583,7 +583,8 @@ def test_any_history_of_sessions_gives_the_toy_targets_own_tokens(ops, parked, s
                 taken = None
             b.fail_at = None
             if taken is not None:
-                assert session.tokens == prompt + tuple(t for step in taken for t in step.tokens)
+                new = tuple(t for step in taken for t in step.tokens)
+                assert session.tokens == (prompt + new if new else history)  # parts of a prompt leave no trace
             history = session.tokens
             if history[: len(prompt)] == prompt and len(history) > len(prompt):
                 toy = generate(FakeBackend(), prompt, DecodeOptions(8)).tokens

@@ -7,12 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as stn
 
-from edge_dflash.backends.base import Choosing, Cycle, Cycling
-from edge_dflash.spec.accept import accepted
+from edge_dflash.backends.base import Choosing, Cycle
 from edge_dflash.spec.constraint import pack, packed, unpack
 from edge_dflash.spec.loop import Controls, DecodeOptions, generate
 from edge_dflash.spec.relaxed import Relaxation
-from edge_dflash.spec.sampling import Sampling, choose, choose_row, weights
+from edge_dflash.spec.sampling import GREEDY, Sampling, choose_row, weights
 from edge_dflash.spec.thinking import AfterThinking
 
 PROMPT = (3, 1, 4)
@@ -48,14 +47,11 @@ class ChoosingBackend(FakeBackend):
 class CyclingBackend(ChoosingBackend):
     """Runs the cycles that it is asked for, and notes how they were to choose."""
 
-    def cycle(self, anchor, sampling=None):
-        self.asked = [*getattr(self, "asked", []), sampling]
-        position = self.length + 1
-        drafts = choose(self.propose(anchor), sampling or Sampling(), position)
-        choices = choose(self.verify([anchor, *drafts]), sampling or Sampling(), position)
-        n = accepted(drafts, choices)
-        self._flight = [anchor, *drafts[:n]]
-        return Cycle((*drafts[:n], choices[n]), n, 0.25, 0.5)
+    def cycle(self, anchor, sampling=GREEDY, *, steering=None, drafting=True):
+        self.asked = [*getattr(self, "asked", []), (sampling, steering is None, drafting)]
+        cycle = super().cycle(anchor, sampling, steering=steering, drafting=drafting)
+        self._flight = [anchor, *cycle.tokens[:-1]]
+        return Cycle(cycle.tokens, cycle.accepted, 0.25 if drafting else 0.0, 0.5, cycle.relaxed)
 
 
 class Parity:
@@ -110,29 +106,21 @@ def test_the_largest_logits_are_not_chosen_twice():
 
 
 @pytest.mark.parametrize("options", [SAMPLED, DecodeOptions(max_new_tokens=30)], ids=["sampled", "greedy"])
-def test_a_free_request_runs_in_cycles_of_the_backend(options):
-    backend = CyclingBackend(right=right)
-    assert isinstance(backend, Cycling)
-    result = generate(backend, PROMPT, options)
-    assert result.tokens == generate(FakeBackend(right=right), PROMPT, options).tokens
-    assert backend.asked == [options.sampling] * len(result.accept_lengths)
-    assert result.timings.propose_seconds == pytest.approx(0.25 * len(backend.asked))
+@pytest.mark.parametrize("kind", ["free", "grammar", "relaxation", "plain"])
+def test_every_request_runs_in_cycles_of_the_backend(kind, options):
+    class Cycling(CyclingBackend):
+        if kind == "relaxation":  # reads logits
+            prefill, propose, verify = FakeBackend.prefill, FakeBackend.propose, FakeBackend.verify
 
-
-@pytest.mark.parametrize("options", [SAMPLED, DecodeOptions(max_new_tokens=30)], ids=["sampled", "greedy"])
-@pytest.mark.parametrize("kind", ["grammar", "relaxation", "plain"])
-def test_whatever_else_has_a_say_keeps_the_loop_on_the_host(kind, options):
-    class Reading(CyclingBackend):
-        prefill, propose, verify = FakeBackend.prefill, FakeBackend.propose, FakeBackend.verify
-
-    controls = {
-        "grammar": Controls(Parity()),
-        "relaxation": Controls(relaxation=Relaxation((60,))),
-        "plain": Controls(),
-    }[kind]
-    backend = Reading(right=right)
-    generate(backend, PROMPT, options, speculative=kind != "plain", controls=controls)
-    assert not hasattr(backend, "asked")
+    controls = {"grammar": lambda: Controls(Parity()), "relaxation": lambda: Controls(relaxation=Relaxation((60,)))}
+    backends, found = [Cycling(right=right), FakeBackend(right=right)], []
+    for backend in backends:
+        steering = controls.get(kind, Controls)()
+        found.append(generate(backend, PROMPT, options, speculative=kind != "plain", controls=steering))
+    assert found[0].tokens == found[1].tokens
+    asked, free = backends[0].asked, kind in ("free", "plain")
+    assert asked == [(options.sampling, free, kind != "plain")] * len(found[0].accept_lengths)
+    assert found[0].timings.propose_seconds == pytest.approx(0.25 * (kind != "plain") * len(asked))
 
 
 @given(stn.arrays(np.bool_, st.integers(1, 200)))

@@ -33,8 +33,8 @@ class Brittle:
 
     def push(self, token):
         self._check("push", [*self.path, token])
-        if token >= 60:
-            return False
+        if token >= 60 or (self.where == "forced" and self.path != list(self.wanted[: len(self.path)])):
+            return False  # and what is forced is asked for then
         self.path.append(token)
         return True
 

@@ -65,6 +65,30 @@ class Choosing(Protocol):
         ...
 
 
+class Steering(Protocol):
+    """What the host decides of a cycle between its passes: a grammar's part, or acceptance that is relaxed."""
+
+    @property
+    def tolerant(self) -> bool:
+        """Whether drafts may stand that differ from the choices (lossy): the target's logits are read for them."""
+        ...
+
+    def drafts(self, rows: Rows, position: int) -> list[int]:
+        """Tokens to verify, made of the drafter's ``rows``, which draft for ``position``, ...; at most as many."""
+        ...
+
+    def masks(self, drafts: Sequence[int]) -> list[Packed | None]:
+        """Tokens that may be chosen behind the anchor and behind each draft; None: every one may.
+
+        Fewer than drafts + 1 where the path ends: no draft beyond can be accepted. Asked while the verify pass runs.
+        """
+        ...
+
+    def tolerated(self, rows: Rows, drafts: Sequence[int], choices: Sequence[int]) -> list[bool]:
+        """For each draft, whether it may stand beside another choice; empty when none may."""
+        ...
+
+
 @dataclass(frozen=True)
 class Snapshot:
     """State of both models after ``length`` committed rows, flushed. Arrays by name; dtypes are the backend's own."""
@@ -75,12 +99,13 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Cycle:
-    """What one cycle on a device found."""
+    """What one propose-verify-accept found."""
 
     tokens: tuple[int, ...]  # accepted drafts and the target's own choice behind them
     accepted: int  # drafts among them
-    propose_seconds: float  # on the device's clock
+    propose_seconds: float  # 0 in plain decoding; on the device's clock, if it ran there whole
     verify_seconds: float
+    relaxed: tuple[bool, ...] = ()  # for each accepted draft, whether only relaxed acceptance let it stand
 
 
 class Backend(Protocol):
@@ -104,6 +129,17 @@ class Backend(Protocol):
         """Append ids (at least one) at ``length``, commit them and return the last row's logits (one row).
 
         Raises BackendError when ``length + len(ids)`` exceeds ``max_context``.
+        """
+        ...
+
+    def cycle(
+        self, anchor: int, sampling: Sampling = ..., *, steering: Steering | None = None, drafting: bool = True
+    ) -> Cycle:
+        """Propose from ``anchor``, verify, accept; ``commit`` follows, of as many rows as there are tokens, or fewer.
+
+        Accepted are the drafts that equal the target's choices. ``steering`` replaces drafts and masks choices on the
+        way. Without ``drafting`` it is one plain token: a verify pass of one row.
+        :func:`~edge_dflash.backends.host_cycle.host_cycle` is this for a backend that has the passes alone.
         """
         ...
 
@@ -140,16 +176,4 @@ class Backend(Protocol):
 
     def close(self) -> None:
         """Release the device."""
-        ...
-
-
-@runtime_checkable
-class Cycling(Protocol):
-    """What a backend may add: a whole cycle by itself, with the same result as propose, verify and accept."""
-
-    def cycle(self, anchor: int, sampling: Sampling | None = None) -> Cycle:
-        """Propose from ``anchor``, verify, accept drafts that equal the choices (None: the largest logits).
-
-        ``commit`` follows as after a verify of the tokens.
-        """
         ...

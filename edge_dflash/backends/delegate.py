@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from edge_dflash.backends.base import Backend, PairShape, Rows, Snapshot
+from edge_dflash.backends.base import Backend, Cycle, PairShape, Rows, Snapshot, Steering
+from edge_dflash.backends.host_cycle import host_cycle
+from edge_dflash.spec.sampling import GREEDY, Sampling
 
 
 class Delegate:
@@ -30,6 +32,12 @@ class Delegate:
     def prefill(self, ids: Sequence[int]) -> Rows:
         """See Backend."""
         return self._backend.prefill(ids)
+
+    def cycle(
+        self, anchor: int, sampling: Sampling = GREEDY, *, steering: Steering | None = None, drafting: bool = True
+    ) -> Cycle:
+        """See Backend. Made of this backend's own passes, so that a subclass may replace one."""
+        return host_cycle(self, anchor, sampling, steering, drafting)
 
     def propose(self, anchor: int) -> Rows:
         """See Backend."""

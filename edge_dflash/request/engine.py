@@ -67,7 +67,7 @@ class Engine:
         def cancel() -> None:
             job.cancelled = True
 
-        def run() -> Generator[Increment, Any, Plan]:
+        def run() -> Generator[Increment | None, Any, Plan]:
             if timer is not None:
                 timer.cancel()
             return job()
@@ -77,13 +77,18 @@ class Engine:
                 job.expired = True
                 ticket.cancel()
 
+        def ends() -> bool:
+            return request.deadline is not None and time.perf_counter() >= request.deadline
+
         options = request.options
         if request.deadline is not None:
             left = max(request.deadline - time.perf_counter(), 0.0)
             if left < threading.TIMEOUT_MAX:
                 timer = threading.Timer(left, expire)
                 timer.daemon = True
-        ticket = self._scheduler.submit(run, priority=options.priority, caller=options.caller, on_cancel=cancel)
+        ticket = self._scheduler.submit(
+            run, priority=options.priority, caller=options.caller, on_cancel=cancel, ends=ends
+        )
         if timer is not None and ticket.state == "queued":
             timer.start()
         return job, ticket

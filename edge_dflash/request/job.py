@@ -89,8 +89,8 @@ class Job:
         self._started = self._first_token = 0.0
         self._reused = 0
 
-    def __call__(self) -> Generator[Increment, Any, Plan]:
-        """Run on the worker. Every increment is committed before it is given."""
+    def __call__(self) -> Generator[Increment | None, Any, Plan]:
+        """Run on the worker. Every increment is committed before it is given; None between chunks of the prompt."""
         self._started = time.perf_counter()
         self._observer.started()
         try:
@@ -98,7 +98,7 @@ class Job:
         finally:
             self._observer.ended()
 
-    def _run(self) -> Generator[Increment, Any, Plan]:
+    def _run(self) -> Generator[Increment | None, Any, Plan]:
         request = self.request
         session, text = self._place.open(self._manager), self._text()
         try:
@@ -111,6 +111,9 @@ class Job:
             )
             for step in stream:
                 self._observer.step(step)
+                if step.chunk:
+                    yield None
+                    continue
                 if step.tokens and not self._first_token:
                     self._first_token, self._reused = time.perf_counter(), stream.reuse.tokens
                 yield self._increment(step, text)

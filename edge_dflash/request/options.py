@@ -12,7 +12,6 @@ from numbers import Integral, Real
 from typing import Any, TypeAlias, TypedDict
 
 from edge_dflash.backends.base import Backend
-from edge_dflash.backends.delegate import Delegate
 from edge_dflash.chat import Markers, thinking_is_open
 from edge_dflash.errors import RequestError
 from edge_dflash.spec.constraint import Constraint
@@ -148,21 +147,13 @@ class Request:
         )
 
 
-class _Empty(Delegate):
-    """The backend as a request finds it that names its whole sequence."""
-
-    @property
-    def length(self) -> int:
-        return 0
-
-
 def prepare(model: Model, options: Options, prompt: Sequence[int], began: float, keep: tuple[int, ...] = ()) -> Request:
     """Check a request. Raises RequestError and ContextError for what cannot run."""
     decode = DecodeOptions(
         options.max_new_tokens, options.temperature, options.top_k, options.top_p, options.seed, model.stop_token_ids
     )
     _ = decode.sampling  # refuse bad values now
-    admit(_Empty(model.backend), prompt, decode)
+    admit(model.backend.shape, 0, prompt, decode)
     if options.stops:
         model.need_tokenizer("stop texts cannot be found; leave stop out")
     return Request(

@@ -73,11 +73,12 @@ class FairQueue(Generic[T]):
             self._lines[key] = _Line(priority, caller, self._made)
         self._lines[key].items.append(item)
 
-    def pop(self) -> T:
-        """Take the next item. Raises IndexError when there is none."""
-        if not self._lines:
-            raise IndexError("the queue is empty")
-        line = max(self._lines.values(), key=self._precedence)
+    def pop(self, above: int | None = None) -> T:
+        """Take the next item, of those with a priority ``above`` that if it is given. Raises IndexError without one."""
+        lines = [line for line in self._lines.values() if above is None or line.priority > above]
+        if not lines:
+            raise IndexError("the queue is empty" if above is None else f"nothing waits with a priority above {above}")
+        line = max(lines, key=self._precedence)
         item = line.items.popleft()
         for other in self._lines.values():
             other.passed += 1

@@ -1,8 +1,9 @@
 """One worker thread that owns an engine, and the queue in front of it.
 
 A job is a function that returns a generator: each ``next`` does one step of work and yields what became final; the
-value that the generator returns is the request's result. Jobs run one after another on the worker thread, whole; a
-job's steps are the only places where it can be cancelled. Knows nothing of backends, sessions or plans.
+value that the generator returns is the request's result. Where it yields None nothing did, and the job may be
+interrupted: what waits with a higher priority runs there, whole. Else jobs run one after another on the worker thread;
+a job's steps are the only places where it can be cancelled. Knows nothing of backends, sessions or plans.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from edge_dflash.scheduler.ticket import Ticket
 
 T = TypeVar("T")
 R = TypeVar("R")
-Job: TypeAlias = Callable[[], Generator[T, Any, R]]
+Job: TypeAlias = Callable[[], Generator[T | None, Any, R]]
 
 QUEUE_LIMIT = 64
 CALLER_LIMIT = 16
@@ -29,6 +30,9 @@ class _Entry:
     job: Job[Any, Any]
     ticket: Ticket[Any, Any]
     tell: Callable[[], object] | None  # how a running job is asked to end; None: the worker closes it between steps
+    priority: int
+    ends: Callable[[], bool]  # whether an interrupted job's next step would end it, at once
+    steps: Generator[Any, Any, Any] | None = None  # of a running job
     cancelled: bool = False
 
 
@@ -54,7 +58,7 @@ class Scheduler:
         """
         self._queue: FairQueue[_Entry] = FairQueue(queue_limit, min(queue_limit, caller_limit), patience)
         self._changed = threading.Condition()
-        self._running: _Entry | None = None
+        self._running: list[_Entry] = []  # the last one runs, the others were interrupted
         self._closed = False
         self._worker = threading.Thread(target=self._work, name=name, daemon=True)
         self._worker.start()
@@ -78,19 +82,21 @@ class Scheduler:
         priority: int = 0,
         caller: str = "",
         on_cancel: Callable[[], object] | None = None,
+        ends: Callable[[], bool] = lambda: False,
     ) -> Ticket[T, R]:
         """Queue a job; it is called and stepped on the worker thread.
 
         Cancelling a running job closes its generator before the next step, and the ticket raises
         RequestCancelledError. With ``on_cancel`` (called once, on the canceller's thread) the job is told instead and
-        ends by itself with its own result. Raises QueueFullError when the queue or the caller's share of it is full,
+        ends by itself with its own result. ``ends`` is asked while the job is interrupted: True lets it take its next
+        step, which must be its last and quick (it was cancelled, or its time is over). Raises QueueFullError when the queue or the caller's share of it is full,
         RequestError after :meth:`close`.
         """
         ticket: Ticket[T, R] = Ticket(self._cancel, f"the request of {caller!r}" if caller else "the request")
         with self._changed:
             if self._closed:
                 raise RequestError("the engine is closed and takes no more requests; open it again")
-            self._queue.push(_Entry(job, ticket, on_cancel), priority, caller)
+            self._queue.push(_Entry(job, ticket, on_cancel, priority, ends), priority, caller)
             self._changed.notify_all()
         return ticket
 
@@ -111,7 +117,7 @@ class Scheduler:
 
     def _known(self) -> list[_Entry]:
         with self._changed:
-            return [*self._queue, *([self._running] if self._running else [])]
+            return [*self._queue, *self._running]
 
     def _cancel(self, ticket: Ticket[Any, Any]) -> bool:
         with self._changed:
@@ -128,34 +134,54 @@ class Scheduler:
 
     def _work(self) -> None:
         while (entry := self._next()) is not None:
-            try:
-                self._run(entry)
-            except BaseException as error:
-                entry.ticket._fail(error)
-            with self._changed:
-                self._running = None
+            self._run(entry)
             del entry
 
     def _next(self) -> _Entry | None:
         """The next job, once there is one; None when the scheduler is closed and nothing waits."""
         with self._changed:
             self._changed.wait_for(lambda: len(self._queue) > 0 or self._closed)
-            self._running = self._queue.pop() if len(self._queue) else None
-            if self._running is not None:
-                self._running.ticket._start()
-            return self._running
+            return self._start(None) if len(self._queue) else None
+
+    def _start(self, above: int | None) -> _Entry | None:
+        """Take the next job of the queue, of a priority ``above`` that if it is given; None when there is none."""
+        with self._changed:
+            try:
+                entry = self._queue.pop(above)
+            except IndexError:
+                return None
+            self._running.append(entry)
+            entry.ticket._start()
+            return entry
 
     def _run(self, entry: _Entry) -> None:
-        """Step through one job."""
-        steps = entry.job()
-        while True:
+        """Step through one job, and through more urgent ones where it may be interrupted."""
+        while not entry.ticket.done:
+            interruptible = self._step(entry)
+            for other in self._running[:-1]:
+                if not other.ticket.done and (other.cancelled or other.ends()):
+                    self._step(other)
+            while interruptible and not entry.ticket.done and (urgent := self._start(entry.priority)) is not None:
+                self._run(urgent)
+        with self._changed:
+            self._running.remove(entry)
+
+    def _step(self, entry: _Entry) -> bool:
+        """One step of a job; whether it may be interrupted behind it. Its error goes to its ticket."""
+        try:
             if entry.cancelled and entry.tell is None:
-                steps.close()
+                if entry.steps is not None:
+                    entry.steps.close()
                 entry.ticket._give_up()
-                return
-            try:
-                increment = next(steps)
-            except StopIteration as end:
-                entry.ticket._succeed(end.value)
-                return
+                return False
+            entry.steps = entry.steps or entry.job()
+            increment = next(entry.steps)
+        except StopIteration as end:
+            entry.ticket._succeed(end.value)
+        except BaseException as error:
+            entry.ticket._fail(error)
+        else:
+            if increment is None:
+                return True
             entry.ticket._add(increment)
+        return False

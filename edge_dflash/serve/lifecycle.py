@@ -2,9 +2,9 @@
 
 Knows times and states, nothing of HTTP, of systemd's protocol or of plans.
 
-The watchdog is fed from the work itself. While a request runs, only a step of the engine (the first token, then every
-cycle) feeds it; a timer that merely finds the process alive would keep a hung engine going. Without a request there is
-nothing that could step, and the timer feeds it. So the watchdog's limit must be longer than the longest prompt's pass.
+The watchdog is fed from the work itself. While a request runs, only a step of the engine (every chunk of the prompt,
+then every cycle) feeds it; a timer that merely finds the process alive would keep a hung engine going. Without a request
+nothing could step, and the timer feeds it. So the watchdog's limit must be longer than the longest pass.
 """
 
 from __future__ import annotations
@@ -61,41 +61,41 @@ class Progress:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._running = False
+        self._jobs = 0  # that have begun and not ended: one runs, those before it were interrupted
         self._last = clock()
         self._steps = self._fed = 0
 
     def started(self) -> None:
         """A request has begun to run."""
-        self._note(running=True)
+        self._note(1)
 
     def step(self, step: Step) -> None:
         """It committed something."""
-        self._note(running=True)
+        self._note(0)
 
     def ended(self) -> None:
         """It has ended."""
-        self._note(running=False)
+        self._note(-1)
 
-    def _note(self, *, running: bool) -> None:
+    def _note(self, jobs: int) -> None:
         with self._lock:
-            self._running, self._last = running, self._clock()
+            self._jobs, self._last = self._jobs + jobs, self._clock()
             self._steps += 1
 
     @property
     def running(self) -> bool:
         """Whether a request runs."""
-        return self._running
+        return self._jobs > 0
 
     def stalled_seconds(self, waiting: int) -> float:
         """Seconds since the engine last got on; 0 when it has nothing to do. ``waiting``: requests in the queue."""
         with self._lock:
-            return self._clock() - self._last if self._running or waiting else 0.0
+            return self._clock() - self._last if self._jobs or waiting else 0.0
 
     def feeds(self, waiting: int) -> bool:
         """Whether there is reason to feed the watchdog: a step since the last call, or nothing to do."""
         with self._lock:
             stepped, self._fed = self._steps != self._fed, self._steps
-            if idle := not (self._running or waiting):
+            if idle := not (self._jobs or waiting):
                 self._last = self._clock()  # time without work is not held against the request that ends it
             return stepped or idle

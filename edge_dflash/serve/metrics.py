@@ -81,12 +81,12 @@ class Metrics:
         for one in SELF_TEST:
             self.self_test.labels(one).set(one == state)
 
-    def step(self, step: Step, first: bool) -> None:
-        """Count a step of the engine. ``first``: it is a prompt's pass."""
+    def step(self, step: Step) -> None:
+        """Count a step of the engine."""
         count, seconds = len(step.tokens), step.propose_seconds + step.verify_seconds
         if count == 0:
             return
-        if first:
+        if step.first:
             self.prefill.observe(seconds)
             return
         drafted = step.propose_seconds > 0
@@ -120,16 +120,13 @@ class Meter:
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
-        self._first = True
 
     def started(self) -> None:
         """See Observer."""
-        self._first = True
 
     def step(self, step: Step) -> None:
         """See Observer."""
-        self._metrics.step(step, self._first)
-        self._first = False
+        self._metrics.step(step)
 
     def ended(self) -> None:
         """See Observer."""

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from edge_dflash.backends.base import Backend, Snapshot
 from edge_dflash.bundle.manifest import Manifest, dump_manifest
 from edge_dflash.errors import BundleError, ContextError, RequestError
-from edge_dflash.sessions.slot import Conversation, Reuse, SessionSlot, SlotView, frozen
+from edge_dflash.sessions.slot import Conversation, Reuse, SessionSlot, frozen
 from edge_dflash.sessions.store import PrefixStore
-from edge_dflash.spec.loop import NO_CONTROLS, Controls, DecodeOptions, Step, admit, stream
+from edge_dflash.spec.loop import NO_CONTROLS, Controls, DecodeOptions, Step, admit, decode
 
 __all__ = ["Reuse", "Session", "SessionManager", "SessionState", "SessionStream", "fingerprint"]
 
@@ -84,19 +84,20 @@ class Session:
         computed before the first step is asked for.
         """
         self._check_open()
-        prompt = tuple(prompt)
-        view = SlotView(self._slot, self._conversation, prompt, keep)
-        admit(view, prompt, options)
+        prompt, slot = tuple(prompt), self._slot
+        admitted = admit(slot.backend.shape, 0, prompt, options)
         _ = options.sampling  # refuse bad values now
         if odd := [at for at in keep if not 0 < at < len(prompt)]:
             raise RequestError(f"keep names length {odd[0]} of a prompt of {len(prompt)}; give 1 to {len(prompt) - 1}")
+        cuts = tuple(sorted(keep)) if slot.store.budget else ()
 
-        def begin() -> Iterator[Step]:
-            missing = prompt[view.choose().tokens :]
-            return stream(view, missing, options, speculative=speculative, controls=controls)
+        def begin(held: int, hold: Callable[[], None]) -> Iterator[Step]:
+            held_controls = replace(controls, hold=hold, cuts=cuts)
+            missing = prompt[held:]
+            return decode(slot.backend, missing, options, admitted, speculative=speculative, controls=held_controls)
 
         self._turn += 1
-        return SessionStream(self, view, prompt, begin)
+        return SessionStream(self, prompt, cuts, begin)
 
     def fork(self) -> Session:
         """Another session that goes on from here; the two share their state until one of them moves on."""
@@ -120,46 +121,83 @@ class Session:
 
 
 class SessionStream(Iterator[Step]):
-    """Steps of one request. It may be left at any step, and other sessions may run between two."""
+    """Steps of one request. It may be left at any step, and other sessions may run between two.
+
+    The loop works on the backend itself. Before a pass it has the state brought in, if it is not there any more.
+    """
 
     def __init__(
-        self, session: Session, view: SlotView, prompt: tuple[int, ...], begin: Callable[[], Iterator[Step]]
+        self,
+        session: Session,
+        prompt: tuple[int, ...],
+        cuts: tuple[int, ...],
+        begin: Callable[[int, Callable[[], None]], Iterator[Step]],
     ) -> None:
+        """``begin`` makes the steps, told how much of the prompt is held and what to call before a pass."""
         self._session = session
-        self._view = view
+        self._slot, self._conversation = session._slot, session._conversation
         self._prompt: tuple[int, ...] | None = prompt  # until the first tokens are delivered
+        self._rows: int | None = None  # of the prompt that were computed; None before its first chunk
+        self._cuts = cuts
         self._begin = begin
         self._steps: Iterator[Step] | None = None
         self._turn = session._turn
+        self._chosen: tuple[Reuse, Snapshot | None] = (Reuse(0, len(prompt), "nothing"), None)
 
     @property
     def reuse(self) -> Reuse:
         """What the prompt found; "nothing" before the first step."""
-        return self._view.reuse
+        return self._chosen[0]
 
     def __next__(self) -> Step:
-        session = self._session
-        if self._turn != session._turn:
+        if self._turn != self._session._turn:
             raise StopIteration
         try:
             if self._steps is None:
-                self._steps = self._begin()
+                assert self._prompt is not None
+                self._chosen = self._slot.choose(self._conversation, self._prompt)
+                self._steps = self._begin(self.reuse.tokens, self._hold)
             step = next(self._steps)
+            self._take(step)
         except StopIteration:
             raise
         except BaseException as error:
-            session._slot.failed(session._conversation, error)
+            self._slot.failed(self._conversation, error)
             self.close()
             raise
-        if step.tokens:
-            session._conversation.advance(self._prompt, step.tokens)
-            session._slot.occupy(session._conversation)
-            self._prompt = None
         return step
 
     def close(self) -> None:
         """Stop here; the session stays at the last step. Closing twice does no harm."""
         self._steps = iter(())
+
+    def _hold(self) -> None:
+        """Make the backend hold the state that the next pass goes on from."""
+        slot, conversation = self._slot, self._conversation
+        if self._prompt is not None and self._rows is None:
+            slot.load(conversation, *self._chosen)
+            self._chosen = (self.reuse, None)  # the snapshot may go now
+            return
+        if self._prompt is not None and conversation.prompt is not self._prompt:  # the tokens' own state was asked for
+            assert self._rows is not None
+            slot.release(conversation)
+            conversation.compute(self._prompt, self._rows)
+        slot.bring(conversation)
+
+    def _take(self, step: Step) -> None:
+        """Note what a step changed."""
+        slot, conversation = self._slot, self._conversation
+        if step.tokens:
+            conversation.advance(self._prompt, step.tokens)
+            self._prompt = None
+        elif step.chunk and self._prompt is not None:
+            self._rows = slot.backend.length
+            conversation.compute(self._prompt, self._rows)
+        else:
+            return
+        slot.occupy(conversation)
+        if step.chunk and self._rows in self._cuts and self._prompt is not None:
+            slot.keep(self._prompt[: self._rows])
 
 
 class SessionManager:
@@ -230,12 +268,14 @@ class SessionManager:
 
         Raises RequestError and ContextError for tokens that could not begin a prompt.
         """
-        tokens, conversation = tuple(tokens), self._slot.add((), None)
-        admit(SlotView(self._slot, conversation, tokens, ()), tokens, DecodeOptions())
+        tokens, slot = tuple(tokens), self._slot
+        admit(slot.backend.shape, 0, tokens, DecodeOptions())
         if tokens in self._store:
             return True
-        self._slot.prefill(conversation, tokens, self._slot.choose(conversation, tokens))
-        return self._store.put(tokens, frozen(self._slot.backend.snapshot()))
+        conversation = slot.add((), None)
+        slot.load(conversation, *slot.choose(conversation, tokens))
+        slot.backend.prefill(tokens[slot.backend.length :])
+        return slot.keep(tokens)
 
     def vacate(self) -> None:
         """Park the session that is in the backend, so that the backend may be used otherwise for a while."""

@@ -5,10 +5,10 @@ the backend, in a snapshot, or nowhere; losing it costs a prefill, never a token
 store, nothing of requests.
 
 Invariants, between any two steps of the loop:
-S1 the state of a conversation, where there is one, has ``len(tokens) - 1`` rows: all tokens but the last, which is the
-   next anchor and has no K/V yet. (Right after a prefill the backend has all of the prompt's rows, and it is nobody's
-   state until the first token is there.)
-S2 tokens change when a step is delivered, and by exactly that step (the first brings its prompt).
+S1 the state of a conversation, where there is one, has ``rows`` rows: of all tokens but the last, which is the next
+   anchor and has no K/V yet; or, between two chunks of a prompt, of that prompt's first. (Right after a prefill the
+   backend has all of the prompt's rows, and it is nobody's state until the first token is there.)
+S2 tokens change when a step is delivered, and by exactly that step (the first token brings its prompt).
 S3 at most one conversation is in the backend; it is moved out only when the place is needed.
 S4 the arrays of a snapshot are never written: forks, conversations and the prefix store share them.
 """
@@ -20,8 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from edge_dflash.backends.base import Backend, Rows, Snapshot
-from edge_dflash.backends.delegate import Delegate
+from edge_dflash.backends.base import Backend, Snapshot
 from edge_dflash.errors import BackendError, RequestError
 from edge_dflash.sessions.store import PrefixStore, snapshot_bytes
 
@@ -31,16 +30,35 @@ class Conversation:
     """Tokens, and their state when it is not in the backend."""
 
     tokens: list[int]
-    snapshot: Snapshot | None  # state after tokens[:-1]
+    snapshot: Snapshot | None  # the state
     used: int = 0  # when it last had the place, in the slot's count
     closed: bool = False
+    prompt: tuple[int, ...] | None = None  # of which the state holds a part, in the place of that of ``tokens``
+    rows: int = 0  # of the state
+
+    def __post_init__(self) -> None:
+        """Stand behind the tokens."""
+        self.rows = max(len(self.tokens) - 1, 0)
+
+    @property
+    def computed(self) -> Sequence[int]:
+        """The tokens that the state stands for, and more behind them."""
+        return self.tokens if self.prompt is None else self.prompt
 
     def advance(self, prompt: Sequence[int] | None, tokens: Sequence[int]) -> None:
-        """Take over a delivered step; ``prompt`` is given with the first one and replaces what was there."""
+        """Take over delivered tokens; ``prompt`` is given with the first and replaces what was there."""
         if prompt is not None:
             self.tokens = list(prompt)
         self.tokens.extend(tokens)
-        self.snapshot = None  # the state has moved on
+        self.settle()
+
+    def compute(self, prompt: tuple[int, ...], rows: int) -> None:
+        """The state is that of the first ``rows`` tokens of a prompt now."""
+        self.prompt, self.rows, self.snapshot = prompt, rows, None
+
+    def settle(self) -> None:
+        """The state is that of the tokens."""
+        self.prompt, self.rows, self.snapshot = None, len(self.tokens) - 1, None  # what was parked has moved on
 
 
 @dataclass(frozen=True)
@@ -90,29 +108,12 @@ class SessionSlot:
         the prefix store; a gated-delta state cannot be taken back to where a prompt parts from it.
         """
         present = conversation.snapshot is not None or self._occupant() is conversation
-        held = len(conversation.tokens) - 1 if present else 0
-        own = held if held < len(tokens) and conversation.tokens[:held] == list(tokens[:held]) else 0
+        held = conversation.rows if present else 0
+        own = held if held < len(tokens) and list(conversation.computed[:held]) == list(tokens[:held]) else 0
         stored = self.store.longest(tokens[:-1], longer_than=own)
         if stored is not None:
             return Reuse(stored.length, len(tokens), "store"), stored
         return Reuse(own, len(tokens), "session" if own else "nothing"), conversation.snapshot if own else None
-
-    def prefill(
-        self,
-        conversation: Conversation,
-        tokens: Sequence[int],
-        chosen: tuple[Reuse, Snapshot | None],
-        keep: Sequence[int] = (),
-    ) -> Rows:
-        """Make the backend hold all of ``tokens``; logits of the last. States at the lengths ``keep`` are stored."""
-        self._load(conversation, *chosen)
-        backend, store = self.backend, self.store
-        for at in sorted(
-            {at for at in keep if at > backend.length and store.budget}
-        ):  # earlier ones were found or lost
-            backend.prefill(tokens[backend.length : at])
-            store.put(tokens[:at], frozen(backend.snapshot()))
-        return backend.prefill(tokens[backend.length :])
 
     def occupy(self, conversation: Conversation) -> None:
         """Note that the backend holds this conversation's state (S1)."""
@@ -124,14 +125,21 @@ class SessionSlot:
         """Make the backend hold the conversation's state (S1), computing what is nowhere."""
         if self._occupant() is conversation:
             return
-        rows = len(conversation.tokens) - 1
-        self._load(conversation, *self.choose(conversation, conversation.tokens))
+        rows, tokens = conversation.rows, conversation.computed
+        self.load(conversation, *self.choose(conversation, tokens[: rows + 1]))
         if self.backend.length < rows:
-            self.backend.prefill(conversation.tokens[self.backend.length : rows])
+            self.backend.prefill(tokens[self.backend.length : rows])
         self.occupy(conversation)
 
+    def keep(self, tokens: Sequence[int]) -> bool:
+        """Store the backend's state, which is that of ``tokens``; False when it is larger than the store's budget."""
+        return self.store.put(tokens, frozen(self.backend.snapshot()))
+
     def snapshot_of(self, conversation: Conversation) -> Snapshot | None:
-        """State of a conversation; None when it has no tokens. Kept, within the budget, until it moves on."""
+        """State of a conversation's tokens; None when it has none. Kept, within the budget, until it moves on."""
+        if conversation.prompt is not None:
+            self.release(conversation)
+            conversation.settle()
         snapshot = conversation.snapshot
         if snapshot is None and conversation.tokens:
             self.bring(conversation)
@@ -146,6 +154,12 @@ class SessionSlot:
             conversation.snapshot = frozen(self.backend.snapshot())
             self._trim()
 
+    def release(self, conversation: Conversation) -> None:
+        """Give up a conversation's state, wherever it is."""
+        if self._occupant() is conversation:
+            self._resident = None
+        conversation.snapshot = None
+
     def failed(self, conversation: Conversation, error: BaseException) -> None:
         """Give up the state in the backend, unless the error says that no pass can have been cut short."""
         if not isinstance(error, RequestError) or self._occupant() is not conversation:
@@ -154,11 +168,11 @@ class SessionSlot:
     def _occupant(self) -> Conversation | None:
         """The conversation whose state the backend holds, if it still does."""
         conversation = self._resident() if self._resident is not None else None
-        if conversation is None or conversation.closed or self.backend.length != len(conversation.tokens) - 1:
+        if conversation is None or conversation.closed or self.backend.length != conversation.rows:
             return None
         return conversation
 
-    def _load(self, conversation: Conversation, reuse: Reuse, snapshot: Snapshot | None) -> None:
+    def load(self, conversation: Conversation, reuse: Reuse, snapshot: Snapshot | None) -> None:
         """Put a chosen state into the backend, where it is nobody's until somebody occupies it."""
         if self._occupant() is not conversation:
             self.vacate()
@@ -182,59 +196,6 @@ class SessionSlot:
         while self._parked_budget is not None and self.parked_bytes > self._parked_budget:
             parked = [conversation for conversation in self._conversations if conversation.snapshot is not None]
             min(parked, key=lambda conversation: conversation.used).snapshot = None
-
-
-class SlotView(Delegate):
-    """The backend as one request sees it: its conversation's state is brought in when a pass needs it."""
-
-    def __init__(
-        self, slot: SessionSlot, conversation: Conversation, prompt: Sequence[int], keep: Sequence[int]
-    ) -> None:
-        super().__init__(slot.backend)
-        self._slot = slot
-        self._conversation = conversation
-        self._prompt = prompt
-        self._keep = keep
-        self._rows = 0
-        self._chosen: tuple[Reuse, Snapshot | None] = (Reuse(0, len(prompt), "nothing"), None)
-
-    @property
-    def reuse(self) -> Reuse:
-        """What :meth:`choose` found."""
-        return self._chosen[0]
-
-    @property
-    def length(self) -> int:
-        """Rows of the request's sequence, wherever they are; before its prefill, those that it will find."""
-        return self._rows
-
-    def choose(self) -> Reuse:
-        """Decide what to reuse; to be followed by the request's first step."""
-        self._chosen = self._slot.choose(self._conversation, self._prompt)
-        self._rows = self.reuse.tokens
-        return self.reuse
-
-    def prefill(self, ids: Sequence[int]) -> Rows:
-        """Hold the whole prompt; ``ids`` is the part of it that was not found."""
-        rows = self._slot.prefill(self._conversation, self._prompt, self._chosen, self._keep)
-        self._chosen = (self.reuse, None)  # the snapshot may go now
-        self._rows = self._backend.length
-        return rows
-
-    def propose(self, anchor: int) -> Rows:
-        """See Backend."""
-        self._slot.bring(self._conversation)
-        return self._backend.propose(anchor)
-
-    def verify(self, ids: Sequence[int]) -> Rows:
-        """See Backend."""
-        self._slot.bring(self._conversation)
-        return self._backend.verify(ids)
-
-    def commit(self, rows: int) -> None:
-        """See Backend."""
-        self._backend.commit(rows)
-        self._rows = self._backend.length
 
 
 def frozen(snapshot: Snapshot) -> Snapshot:

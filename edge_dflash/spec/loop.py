@@ -8,12 +8,12 @@ and the Backend protocol, nothing of text, models or devices.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 
-from edge_dflash.backends.base import Backend, Cycling
+from edge_dflash.backends.base import Backend, PairShape, Rows
 from edge_dflash.errors import ContextError, RequestError
-from edge_dflash.spec.accept import FinishReason, accepted, cut
+from edge_dflash.spec.accept import FinishReason, cut
 from edge_dflash.spec.constraint import Constraint
 from edge_dflash.spec.pace import CycleTime, Pace
 from edge_dflash.spec.path import Path
@@ -57,6 +57,9 @@ class Controls:
     # Told all tokens in order, before they are committed: how many of them the answer still takes; None: it goes on.
     ends: Callable[[Sequence[int]], int | None] = _nowhere
     pace: Pace | None = None  # the engine's measured times; None: nothing is known, and drafting never rests
+    # Called before every pass: the backend must hold the sequence's state when it returns. None: it always does.
+    hold: Callable[[], None] | None = None
+    cuts: tuple[int, ...] = ()  # lengths of the sequence, ascending, at which a chunk of the prompt has to end
 
     def cut(
         self, tokens: Sequence[int], stop_token_ids: Sequence[int], budget: int, at_budget: FinishReason
@@ -82,23 +85,21 @@ NO_CONTROLS = Controls()
 class Step:
     """Tokens that became final together: the first token after prefill, then one Step per cycle.
 
-    A request that ends by its deadline or by being cancelled closes with a Step without tokens.
+    Between two chunks of a prompt there is a Step without tokens, and a request that ends by its deadline or by being
+    cancelled closes with one.
     """
 
     tokens: tuple[int, ...]
     finish_reason: FinishReason | None  # set on the last step
     propose_seconds: float  # 0 for the first step and in plain decoding
-    verify_seconds: float  # of the first step: prefill
+    verify_seconds: float  # of the first token: prefill; 0 between chunks
     relaxed: int = 0  # drafts that stand only because acceptance was relaxed
+    first: bool = False  # the token behind the prompt
 
-
-@dataclass(frozen=True)
-class Offer:
-    """What one propose-verify-accept found: n accepted drafts and the target's own choice after them."""
-
-    tokens: list[int]
-    relaxed: list[bool]  # for each token, whether it stands only because acceptance was relaxed
-    propose_seconds: float
+    @property
+    def chunk(self) -> bool:
+        """Whether a part of the prompt was computed, and more of it comes."""
+        return not self.tokens and self.finish_reason is None
 
 
 @dataclass(frozen=True)
@@ -141,56 +142,83 @@ def stream(
     the caches yet. A consumer may stop at any Step; the backend is then at that commit. Raises RequestError before
     the backend is touched.
     """
-    budget, at_budget = admit(backend, prompt, options)
+    yield from decode(
+        backend,
+        prompt,
+        options,
+        admit(backend.shape, backend.length, prompt, options),
+        speculative=speculative,
+        controls=controls,
+    )
+
+
+def decode(
+    backend: Backend,
+    prompt: Sequence[int],
+    options: DecodeOptions,
+    admitted: Admitted,
+    *,
+    speculative: bool = True,
+    controls: Controls = NO_CONTROLS,
+) -> Iterator[Step]:
+    """:func:`stream` for a request that was admitted: what of ``prompt`` the sequence lacks, then the cycles."""
     path = Path(options.sampling, controls.constraint, controls.relaxation, options.stop_token_ids)
     pace = controls.pace or Pace()
-    if reason := controls.refuse(pace.prefill_seconds(len(prompt))):
-        pace.record_refusal(reason)
-        yield Step((), reason, 0.0, 0.0)
+    budget, at_budget = admitted.budget, admitted.at_budget
+    rows, prefill_seconds = yield from _prefill(backend, prompt, controls, pace)
+    if rows is None:
         return
-
     began = time.perf_counter()
-    choices, _ = path.choices(backend.prefill(prompt), (), backend.length)
-    tokens, reason = controls.cut(choices, options.stop_token_ids, budget, at_budget)
+    tokens, reason = controls.cut([path.first(rows, backend.length)], options.stop_token_ids, budget, at_budget)
     path.commit(tokens)
-    step = Step(tuple(tokens), reason, 0.0, time.perf_counter() - began)
-    pace.record_prefill(len(prompt), step.verify_seconds)
-    yield step
+    yield Step(tuple(tokens), reason, 0.0, prefill_seconds + time.perf_counter() - began, first=True)
 
     while reason is None:
         drafting = speculative and (controls.pace is None or pace.drafting)
-        if reason := controls.refuse(pace.cycle_seconds(speculative=drafting)):
-            pace.record_refusal(reason)
-            yield Step((), reason, 0.0, 0.0)
+        if refused := controls.refuse(pace.cycle_seconds(speculative=drafting)):
+            pace.record_refusal(refused)
+            yield Step((), refused, 0.0, 0.0)
             return
+        if controls.hold is not None:
+            controls.hold()
         budget -= len(tokens)
         began = time.perf_counter()
-        offer = speculate(backend, path, tokens[-1], drafting=drafting)
-        tokens, reason = controls.cut(offer.tokens, options.stop_token_ids, budget, at_budget)
+        cycle = backend.cycle(tokens[-1], path.sampling, steering=path.steering, drafting=drafting)
+        tokens, reason = controls.cut(cycle.tokens, options.stop_token_ids, budget, at_budget)
         backend.commit(len(tokens))  # the anchor and all new tokens but the last
         path.commit(tokens)
-        verify_seconds = time.perf_counter() - began - offer.propose_seconds
-        pace.record(CycleTime(offer.propose_seconds, verify_seconds, len(tokens)))
-        relaxed = sum(offer.relaxed[: len(tokens)])
-        yield Step(tuple(tokens), reason, offer.propose_seconds, verify_seconds, relaxed)
+        verify_seconds = time.perf_counter() - began - cycle.propose_seconds
+        pace.record(CycleTime(cycle.propose_seconds, verify_seconds, len(tokens)))
+        yield Step(tuple(tokens), reason, cycle.propose_seconds, verify_seconds, sum(cycle.relaxed[: len(tokens)]))
 
 
-def speculate(backend: Backend, path: Path, anchor: int, *, drafting: bool) -> Offer:
-    """Propose, verify, accept: the tokens that may be committed behind ``anchor``. Commits nothing.
+def _prefill(
+    backend: Backend, prompt: Sequence[int], controls: Controls, pace: Pace
+) -> Generator[Step, None, tuple[Rows | None, float]]:
+    """Compute a prompt chunk by chunk, with a Step between two: logits of its last row, and seconds.
 
-    Where logits and sampling alone choose, a backend may run all three by itself.
+    None for the logits when it was refused: before the first chunk nothing is touched.
     """
-    if drafting and path.free and isinstance(backend, Cycling):
-        cycle = backend.cycle(anchor, path.sampling)
-        return Offer(list(cycle.tokens), [False] * len(cycle.tokens), cycle.propose_seconds)
-    position = backend.length + 1
-    began = time.perf_counter()
-    drafts = path.drafts(backend.propose(anchor), position) if drafting else []
-    propose_seconds = time.perf_counter() - began if drafting else 0.0
-    choices, tolerated = path.choices(backend.verify([anchor, *drafts]), drafts, position)
-    n = accepted(drafts[: len(choices) - 1], choices, tolerated)
-    relaxed = [draft != choice for draft, choice in zip(drafts[:n], choices, strict=False)]
-    return Offer([*drafts[:n], choices[n]], [*relaxed, False], propose_seconds)
+    done, seconds = 0, 0.0
+    while True:
+        if reason := controls.refuse(pace.prefill_seconds(len(prompt) - done, backend.shape.prefill_chunk)):
+            pace.record_refusal(reason)
+            yield Step((), reason, 0.0, seconds)
+            return None, seconds
+        if controls.hold is not None:
+            controls.hold()
+        length = backend.length
+        ends = [length + len(prompt) - done, length + backend.shape.prefill_chunk, *controls.cuts]
+        chunk = min(end for end in ends if end > length) - length
+        began = time.perf_counter()
+        rows = backend.prefill(prompt[done : done + chunk])
+        rows.argmax()  # wait: no more than one chunk is ever under way
+        took = time.perf_counter() - began
+        pace.record_prefill(chunk, took)
+        done, seconds = done + chunk, seconds + took
+        if done == len(prompt):
+            return rows, seconds
+        yield Step((), None, 0.0, 0.0)
 
 
 def generate(
@@ -210,25 +238,33 @@ def collect(steps: Sequence[Step]) -> Generation:
     reason = steps[-1].finish_reason
     if reason is None:
         raise ValueError("the stream was not finished: its last step has no finish reason")
-    prefill = steps[0].verify_seconds
-    propose = sum(step.propose_seconds for step in steps[1:])
-    verify = sum(step.verify_seconds for step in steps[1:])
+    first, *cycles = [step for step in steps if not step.chunk]
+    propose = sum(step.propose_seconds for step in cycles)
+    verify = sum(step.verify_seconds for step in cycles)
+    prefill = first.verify_seconds
     return Generation(
         tokens=tuple(token for step in steps for token in step.tokens),
         finish_reason=reason,
-        accept_lengths=tuple(len(step.tokens) for step in steps[1:] if step.tokens),
+        accept_lengths=tuple(len(step.tokens) for step in cycles if step.tokens),
         timings=Timings(prefill, propose, verify, prefill + propose + verify),
         relaxed=sum(step.relaxed for step in steps),
     )
 
 
-def admit(backend: Backend, prompt: Sequence[int], options: DecodeOptions) -> tuple[int, FinishReason]:
-    """Check a request; return its token budget and the reason to give when the budget is used up.
+@dataclass(frozen=True)
+class Admitted:
+    """What a request may generate."""
+
+    budget: int  # tokens
+    at_budget: FinishReason  # why it ends when they are used up
+
+
+def admit(shape: PairShape, length: int, prompt: Sequence[int], options: DecodeOptions) -> Admitted:
+    """Check a request whose ``prompt`` goes on behind ``length`` rows.
 
     Raises RequestError for an empty prompt or an id outside the vocabulary, ContextError when prompt and budget do
     not fit the usable context (maximum context minus one block).
     """
-    shape = backend.shape
     if not prompt:
         raise RequestError("the prompt has no tokens; give at least one")
     for token in prompt:
@@ -237,14 +273,14 @@ def admit(backend: Backend, prompt: Sequence[int], options: DecodeOptions) -> tu
     for token in options.stop_token_ids:
         if not 0 <= token < shape.vocab_size:
             raise RequestError(f"stop token id {token} is outside the vocabulary of {shape.vocab_size}")
-    used = backend.length + len(prompt)
+    used = length + len(prompt)
     room = shape.usable_context - used
     limits = f"{shape.usable_context} tokens (context {shape.max_context} minus block {shape.block_size})"
     if room < 1:
         raise ContextError(f"the prompt ends at token {used}, the usable context is {limits}; shorten the prompt")
     wanted = options.max_new_tokens
     if wanted is None:
-        return room, "context"
+        return Admitted(room, "context")
     if type(wanted) is not int or wanted < 1:
         raise RequestError(f"max_new_tokens is {wanted!r}; give a whole number of at least 1")
     if wanted > room:
@@ -252,4 +288,4 @@ def admit(backend: Backend, prompt: Sequence[int], options: DecodeOptions) -> tu
             f"{used} prompt tokens and {wanted} new tokens exceed the usable context of {limits}; "
             f"at most {room} new tokens fit"
         )
-    return wanted, "length"
+    return Admitted(wanted, "length")

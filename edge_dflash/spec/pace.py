@@ -52,17 +52,19 @@ class Pace:
         cycles = self._drafted if speculative else self._plain
         return max((cycle.seconds for cycle in cycles or self._drafted or self._plain), default=0.0)
 
-    def prefill_seconds(self, tokens: int) -> float:
-        """Estimate for a prompt of ``tokens``; 0 when nothing is known.
+    def prefill_seconds(self, tokens: int, chunk: int | None = None) -> float:
+        """Estimate for a prompt of ``tokens`` in passes of ``chunk`` (None: in one pass); 0 when nothing is known.
 
-        By the slowest rate of the recent ones, but for those of less than a quarter of the tokens: they are mostly the
-        fixed cost of a pass, and would have requests refused that could be served.
+        The next pass by the slowest rate of the recent ones, as it must end in time; those behind it by their mean.
+        Passes of less than a quarter of its tokens do not count: they are mostly the fixed cost of a pass, and would
+        have requests refused that could be served.
         """
-        known = [(n, seconds) for n, seconds in self._prefills if 4 * n >= tokens]
-        return max((seconds * tokens / n for n, seconds in known), default=0.0)
+        now = tokens if chunk is None else min(tokens, chunk)
+        rates = [seconds / n for n, seconds in self._prefills if 4 * n >= now]
+        return max(rates) * now + sum(rates) / len(rates) * (tokens - now) if rates else 0.0
 
     def record_prefill(self, tokens: int, seconds: float) -> None:
-        """Note a measured prefill."""
+        """Note a measured pass over a part of a prompt."""
         self._prefills.append((tokens, seconds))
 
     def record_refusal(self, reason: FinishReason) -> None:

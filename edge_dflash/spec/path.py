@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from edge_dflash.backends.base import Rows
+from edge_dflash.backends.base import Rows, Steering
 from edge_dflash.errors import RequestError
 from edge_dflash.spec.constraint import Constraint, Packed, packed
 from edge_dflash.spec.relaxed import Relaxation, ThinkingSpan
@@ -28,24 +28,29 @@ class Path:
         relaxation: Relaxation | None,
         stop_token_ids: Sequence[int],
     ) -> None:
-        self._sampling = sampling
+        self.sampling = sampling
         self._constraint = constraint
         self._stop = frozenset(stop_token_ids)
         self._thinking = ThinkingSpan(relaxation, stop_token_ids) if relaxation is not None else None
 
     @property
-    def free(self) -> bool:
-        """Whether logits and sampling alone make every choice, and a draft stands only where it equals it."""
-        return self._constraint is None and self._thinking is None
+    def steering(self) -> Steering | None:
+        """What a cycle asks the host; None where logits and sampling alone make every choice."""
+        return None if self._constraint is None and self._thinking is None else self
 
     @property
-    def sampling(self) -> Sampling:
-        """How tokens are chosen."""
-        return self._sampling
+    def tolerant(self) -> bool:
+        """Whether acceptance is relaxed."""
+        return self._thinking is not None
+
+    def first(self, rows: Rows, position: int) -> int:
+        """The choice behind the prompt, for ``position``; ``rows`` has one row."""
+        masks = self.masks(()) if self._constraint is not None else None
+        return choose(rows, self.sampling, position, masks)[0]
 
     def drafts(self, rows: Rows, position: int) -> list[int]:
         """Draft tokens for positions ``position``, ...; fewer than rows when the grammar ends or gives up before."""
-        free = choose(rows, self._sampling, position)
+        free = choose(rows, self.sampling, position)
         grammar = self._constraint
         if grammar is None:
             return free
@@ -62,41 +67,24 @@ class Path:
         """Push drafts that the grammar allows, made from the ``free`` ones, and append them to ``path``."""
         forced: list[int] = []
         for row, token in enumerate(free):
-            forced = forced or list(grammar.forced())
             token = forced.pop(0) if forced else token
             if not grammar.push(token):
-                token = choose(rows, self._sampling, position + row, [packed(grammar)], first=row)[0]
+                forced = list(grammar.forced()) or self._allowed(grammar, rows, row, position)
+                token = forced.pop(0)
                 grammar.push(token)
-                forced = []
             path.append(token)
             if token in self._stop:
                 break
 
-    def choices(self, rows: Rows, drafts: Sequence[int], position: int) -> tuple[list[int], list[bool]]:
-        """The target's choice after the anchor and after each draft, and which drafts are tolerated (lossy).
+    def _allowed(self, grammar: Constraint, rows: Rows, row: int, position: int) -> list[int]:
+        """The drafter's choice among what the grammar allows."""
+        return choose(rows, self.sampling, position + row, [packed(grammar)], first=row)
 
-        There are fewer choices where the grammar gave up along the drafts; those behind the last cannot be accepted.
-        The masks are computed before anything is asked of the rows: on a device, while the verify pass runs.
-        """
-        if self._constraint is None:
-            choices = choose(rows, self._sampling, position, None)
-        else:
-            masks = self._masks(self._constraint, drafts)
-            choices = choose(rows, self._sampling, position, masks)
-        if self._thinking is None or not drafts:
-            return choices, []
-        return choices, self._thinking.tolerated(rows.logits(), drafts, choices)
-
-    def commit(self, tokens: Sequence[int]) -> None:
-        """Walk over tokens that became final."""
-        if self._constraint is not None:
-            for token in tokens:
-                self._constraint.push(token)
-        if self._thinking is not None:
-            self._thinking.commit(tokens)
-
-    def _masks(self, grammar: Constraint, drafts: Sequence[int]) -> list[Packed | None]:
+    def masks(self, drafts: Sequence[int]) -> list[Packed | None]:
         """What may follow the anchor and each draft; fewer where the grammar gives up on the way."""
+        grammar = self._constraint
+        if grammar is None:
+            return [None] * (len(drafts) + 1)
         masks = [packed(grammar)]
         walked = 0
         try:
@@ -111,3 +99,15 @@ class Path:
         finally:
             grammar.pop(walked)
         return masks
+
+    def tolerated(self, rows: Rows, drafts: Sequence[int], choices: Sequence[int]) -> list[bool]:
+        """Which drafts are nearly as good as the choices (lossy)."""
+        return [] if self._thinking is None else self._thinking.tolerated(rows.logits(), drafts, choices)
+
+    def commit(self, tokens: Sequence[int]) -> None:
+        """Walk over tokens that became final."""
+        if self._constraint is not None:
+            for token in tokens:
+                self._constraint.push(token)
+        if self._thinking is not None:
+            self._thinking.commit(tokens)

@@ -57,6 +57,9 @@ class Sampling:
             raise RequestError(f"seed is {self.seed}; give 0 to 2**64 - 1")
 
 
+GREEDY = Sampling()
+
+
 def choose(
     rows: Rows, sampling: Sampling, position: int, masks: Sequence[Packed | None] | None = None, *, first: int = 0
 ) -> list[int]:

@@ -37,10 +37,12 @@ class AfterThinking:
         self._then = tuple(then)
         self._size = vocab_size
         self._thinking: Mask | None = None
+        self._words: Packed | None = None  # the same as words
         if stop_token_ids:
             self._thinking = np.ones(vocab_size, np.bool_)
             self._thinking[list(stop_token_ids)] = False
             self._thinking.flags.writeable = False
+            self._words = pack(self._thinking)
         self._before: list[int] = []  # tokens of the span, with the one that closes it
         self._between = 0  # tokens of ``then`` that were pushed
         self._after = 0  # tokens that the inner constraint took
@@ -62,7 +64,9 @@ class AfterThinking:
 
     def packed(self) -> Packed | None:
         """The same as words."""
-        if self.closed and self._between == len(self._then):
+        if not self.closed:
+            return self._words
+        if self._between == len(self._then):
             return packed(self._inner)
         mask = self.allowed()
         return None if mask is None else pack(mask)

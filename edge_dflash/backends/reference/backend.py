@@ -8,7 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from edge_dflash.backends.base import PairShape, Precision, Snapshot
+from edge_dflash.backends.base import Cycle, PairShape, Precision, Snapshot, Steering
+from edge_dflash.backends.host_cycle import host_cycle
 from edge_dflash.backends.reference.interpreter import Interpreter, Memory
 from edge_dflash.backends.reference.weights import TorchWeights
 from edge_dflash.checkpoint.specs import PairSpec
@@ -17,6 +18,7 @@ from edge_dflash.errors import BackendError
 from edge_dflash.graph.ops import GatedDelta
 from edge_dflash.graph.program import PairPrograms
 from edge_dflash.models import pair_programs
+from edge_dflash.spec.sampling import GREEDY, Sampling
 
 
 class TorchRows:
@@ -90,6 +92,12 @@ class ReferenceBackend:
             outputs = self._interpreter.run(self._programs.prefill, part, self._memory)
             self._memory.length += len(part)
         return TorchRows(outputs["logits"])
+
+    def cycle(
+        self, anchor: int, sampling: Sampling = GREEDY, *, steering: Steering | None = None, drafting: bool = True
+    ) -> Cycle:
+        """Propose, verify and accept; see Backend."""
+        return host_cycle(self, anchor, sampling, steering, drafting)
 
     def propose(self, anchor: int) -> TorchRows:
         """One drafter pass; row i is the draft for position length + 1 + i."""

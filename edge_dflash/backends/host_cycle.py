@@ -1,0 +1,27 @@
+"""A cycle decided on the host: for backends that have the passes alone, and for what no device decides."""
+
+from __future__ import annotations
+
+import time
+
+from edge_dflash.backends.base import Backend, Cycle, Steering
+from edge_dflash.spec.accept import accepted
+from edge_dflash.spec.sampling import Sampling, choose
+
+
+def host_cycle(backend: Backend, anchor: int, sampling: Sampling, steering: Steering | None, drafting: bool) -> Cycle:
+    """``Backend.cycle`` by ``propose`` and ``verify``; seconds are the host's."""
+    position = backend.length + 1
+    began = time.perf_counter()
+    drafts: list[int] = []
+    if drafting:
+        rows = backend.propose(anchor)
+        drafts = choose(rows, sampling, position) if steering is None else steering.drafts(rows, position)
+    proposed = time.perf_counter()
+    rows = backend.verify([anchor, *drafts])
+    choices = choose(rows, sampling, position, steering.masks(drafts) if steering is not None else None)
+    tolerated = steering.tolerated(rows, drafts, choices) if steering is not None and drafts else []
+    n = accepted(drafts[: len(choices) - 1], choices, tolerated)
+    relaxed = tuple(draft != choice for draft, choice in zip(drafts[:n], choices, strict=False))
+    propose_seconds = proposed - began if drafting else 0.0
+    return Cycle((*drafts[:n], choices[n]), n, propose_seconds, time.perf_counter() - proposed, relaxed)
