@@ -89,8 +89,8 @@ class Scheduler:
         Cancelling a running job closes its generator before the next step, and the ticket raises
         RequestCancelledError. With ``on_cancel`` (called once, on the canceller's thread) the job is told instead and
         ends by itself with its own result. ``ends`` is asked while the job is interrupted: True lets it take its next
-        step, which must be its last and quick (it was cancelled, or its time is over). Raises QueueFullError when the queue or the caller's share of it is full,
-        RequestError after :meth:`close`.
+        step, which must be its last and quick (it was cancelled, or its time is over). Raises QueueFullError when the
+        queue or the caller's share of it is full, RequestError after :meth:`close`.
         """
         ticket: Ticket[T, R] = Ticket(self._cancel, f"the request of {caller!r}" if caller else "the request")
         with self._changed:

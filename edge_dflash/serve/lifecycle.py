@@ -3,8 +3,8 @@
 Knows times and states, nothing of HTTP, of systemd's protocol or of plans.
 
 The watchdog is fed from the work itself. While a request runs, only a step of the engine (every chunk of the prompt,
-then every cycle) feeds it; a timer that merely finds the process alive would keep a hung engine going. Without a request
-nothing could step, and the timer feeds it. So the watchdog's limit must be longer than the longest pass.
+then every cycle) feeds it; a timer that merely finds the process alive would keep a hung engine going. Without a
+request nothing could step, and the timer feeds it. So the watchdog's limit must be longer than the longest pass.
 """
 
 from __future__ import annotations
