@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from native_support import NATIVE_PAIR, formats_of, random_store
 
-from edge_dflash.backends.base import Backend, Cycling, Precision
+from edge_dflash.backends.base import Backend, Precision
 from edge_dflash.backends.native import backend as native_backend
 from edge_dflash.backends.native import linear, loading
 from edge_dflash.backends.native.backend import NativeBackend
@@ -31,6 +31,21 @@ def load(monkeypatch, gpu, pair=NATIVE_PAIR, **options):
     weights = StoreWeights(random_store(formats_of()), formats_of())
     sizes = {"max_context": CONTEXT, "prefill_chunk": CHUNK} | options
     return NativeBackend(pair, weights, STATE, cubin=lambda unit: b"", **sizes)
+
+
+class Steered:
+    """Drafts so many tokens; with or without a mask for each row."""
+
+    tolerant = False
+
+    def __init__(self, drafts, masked):
+        self.count, self.mask = drafts, np.full((VOCABULARY + 31) // 32, 3, np.uint32) if masked else None
+
+    def drafts(self, rows, position):
+        return rows.argmax()[: self.count]
+
+    def masks(self, drafts):
+        return [self.mask] * (len(drafts) + 1)
 
 
 KEEP = st.none() | st.integers(0, BLOCK)
@@ -84,6 +99,22 @@ class Bookkeeping(RuleBasedStateMachine):
             self.gpu.accept = accept
             assert self.backend.cycle(anchor).tokens == tuple(range(accept + 1))
             self.leave_open(accept + 1, keep)
+
+    @rule(drafts=st.integers(0, BLOCK - 1), accept=st.integers(0, BLOCK - 1), masked=st.booleans(), keep=KEEP)
+    def steered(self, drafts, accept, masked, keep):
+        if self.length + BLOCK <= CONTEXT:
+            self.gpu.accept = accept = min(accept, drafts)
+            cycle = self.backend.cycle(5, steering=Steered(drafts, masked))
+            assert cycle.tokens == tuple(range(accept + 1))
+            self.leave_open(accept + 1, keep)
+
+    @rule(temperature=st.sampled_from([0.0, 0.7]), keep=KEEP)
+    def plain(self, temperature, keep):
+        if self.length < CONTEXT:
+            self.gpu.accept = 0
+            cycle = self.backend.cycle(7, Sampling(temperature), drafting=False)
+            assert (cycle.tokens, cycle.propose_seconds) == ((0,), 0.0)
+            self.leave_open(1, keep)
 
     def leave_open(self, rows, keep):
         """So many rows may be committed; commit ``keep`` of them at once, unless it is None."""
@@ -172,6 +203,35 @@ def test_cycles_that_are_committed_whole_need_nothing_from_the_host(monkeypatch)
     assert gpu.launches[loaded:].count("cycle_set") == 3  # fewer rows than the device had committed
 
 
+def test_plain_cycles_need_nothing_from_the_host_but_their_token(monkeypatch):
+    gpu = ControlGpu()
+    backend = load(monkeypatch, gpu)
+    backend.prefill([1] * 8)
+    loaded, gpu.accept = len(gpu.launches), 0
+    for _ in range(5):
+        anchor = backend.cycle(5, drafting=False).tokens[-1]
+        backend.commit(1)
+    assert anchor == 0
+    assert "cycle_set" not in gpu.launches[loaded:]
+    assert "sample_choose" not in gpu.launches[loaded:]
+
+
+def test_a_steered_cycle_computes_its_masks_while_the_verify_runs(monkeypatch):
+    backend = load(monkeypatch, gpu := ControlGpu())
+    backend.prefill([1] * 8)
+    seen, steering = [], Steered(3, masked=True)
+    steering.drafts = lambda rows, position: seen.append(len(gpu.launches)) or [4, 4, 4]
+    steering.masks = lambda drafts: seen.append(len(gpu.launches)) or [steering.mask] * 4
+    waited = []
+    monkeypatch.setattr(gpu, "synchronize", lambda *asked: waited.append(len(gpu.launches)))
+    backend.cycle(9, Sampling(0.7), steering=steering)
+    proposed, verified = seen
+    assert verified - proposed == len(backend.graphs.verify.calls)  # launched, and nobody has waited for it
+    assert not [at for at in waited if proposed < at < len(gpu.launches)]
+    names = gpu.launches[verified:]
+    assert (names[0], names[-1], names.count("cycle_accept")) == ("sample_count", "cycle_accept", 1)
+
+
 def test_nothing_is_allocated_loaded_or_captured_after_load(monkeypatch):
     gpu = ControlGpu()
     backend = load(monkeypatch, gpu)
@@ -186,8 +246,11 @@ def test_nothing_is_allocated_loaded_or_captured_after_load(monkeypatch):
     mask = np.full((VOCABULARY + 31) // 32, 3, np.uint32)
     backend.verify([1, 2]).choose(Sampling(0.7, 5, 0.9), backend.length + 1, [mask, None])
     backend.commit(1)
-    for sampling in (None, Sampling(0.7)):
+    for sampling in (Sampling(), Sampling(0.7)):
         backend.commit(len(backend.cycle(1, sampling).tokens))
+        backend.commit(len(backend.cycle(1, sampling, drafting=False).tokens))
+        for masked in (False, True):
+            backend.commit(len(backend.cycle(1, sampling, steering=Steered(3, masked)).tokens))
     saved = backend.snapshot()
     backend.reset()
     backend.restore(saved)
@@ -196,9 +259,8 @@ def test_nothing_is_allocated_loaded_or_captured_after_load(monkeypatch):
         backend.force([1])
 
 
-def test_it_is_a_backend_and_cycles(monkeypatch):
+def test_it_is_a_backend(monkeypatch):
     backend: Backend = load(monkeypatch, ControlGpu())
-    assert isinstance(backend, Cycling)
     assert backend.shape.usable_context == CONTEXT - BLOCK
 
 

@@ -155,7 +155,7 @@ def test_a_sampled_cycle_chooses_for_the_positions_of_its_rows():
         buffers=buffers, kernels=kernels, plan=SimpleNamespace(sizes=SimpleNamespace(rows=10)),
         passes={name: Calls(log, name) for name in ("propose", "verify")},
     )  # fmt: skip
-    capture = Capture(Calls(log, "gpu"), loaded, SimpleNamespace(result=None), mask=63)
+    capture = Capture(Calls(log, "gpu"), loaded, SimpleNamespace(result=None), None, mask=63)
     for sampled in (False, True):
         log.clear()
         capture.cycle(sampled=sampled)

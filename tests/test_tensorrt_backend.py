@@ -7,7 +7,7 @@ from control_gpu import ControlGpu
 from fake_tensorrt import SCRATCH, FakeTensorrt, write_plans
 from native_support import NATIVE_PAIR, formats_of, random_store
 
-from edge_dflash.backends.base import Backend, Cycling, Precision
+from edge_dflash.backends.base import Backend, Precision
 from edge_dflash.backends.native import backend as native_backend
 from edge_dflash.backends.native.backend import NativeBackend
 from edge_dflash.backends.native.schedule import Last, State
@@ -135,16 +135,15 @@ def test_a_graph_holds_embedding_plans_and_state_kernels_in_the_order_of_the_sch
 
 def test_a_cycle_is_one_graph_with_the_plans_of_both_passes(loaded):
     backend, _, _ = loaded
-    keys = [a.key for name, a in backend.graphs.cycle.calls if name == "plan"]
+    keys = [a.key for name, a in backend._cycles.greedy.calls if name == "plan"]
     assert keys == [run.key for which in ("propose", "verify") for run in runs_of(which)]
 
 
 def test_no_launch_of_the_native_linears_is_left(loaded):
     backend, _, _ = loaded
-    graphs = backend.graphs
-    names = {
-        n for g in (graphs.prefill, graphs.verify, graphs.propose, graphs.cycle, graphs.sampled) for n, _ in g.calls
-    }
+    graphs, cycles = backend.graphs, backend._cycles
+    every = (graphs.prefill, graphs.verify, graphs.propose, cycles.greedy, cycles.sampled, cycles.accept, cycles.choose)
+    names = {n for g in every for n, _ in g.calls}
     assert not any("linear" in name or "argmax" in name for name in names)
     assert backend.loaded.buffers.logits.stride == NATIVE_PAIR.target.vocab_size
 
@@ -174,7 +173,6 @@ def test_a_profile_names_the_plans(loaded):
 
 def test_it_is_a_backend_and_cycles(loaded):
     backend: Backend = loaded[0]
-    assert isinstance(backend, Cycling)
     backend.prefill([1] * 20)
     assert backend.cycle(3).tokens
     assert len(backend.verify([1, 2])) == 2

@@ -12,7 +12,7 @@ from itertools import pairwise
 from statistics import mean, median
 from typing import TYPE_CHECKING, Protocol, cast
 
-from edge_dflash.backends.base import Backend, Cycling
+from edge_dflash.backends.base import Backend
 from edge_dflash.benchmark.machine import ClockSample
 from edge_dflash.benchmark.result import Cycle, Decode, Memory, Part, Prefill
 from edge_dflash.benchmark.traffic import Costs
@@ -29,7 +29,7 @@ LONG_PROMPT = 2048  # tokens from which one batch, or one run, is enough: their 
 _LONGEST_PERIOD = 100  # cycles of an accept pattern
 
 
-class DeviceBackend(Backend, Cycling, Protocol):
+class DeviceBackend(Backend, Protocol):
     """A backend whose cycle is one graph on a GPU."""
 
     @property

@@ -6,17 +6,18 @@ two differ, so that cycle after cycle runs as one graph launch and one small rea
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from edge_dflash.backends.base import Cycle, PairShape, Precision, Snapshot
+from edge_dflash.backends.base import Cycle, PairShape, Precision, Snapshot, Steering
+from edge_dflash.backends.host_cycle import host_cycle
 from edge_dflash.backends.native.checks import check_ids, check_prompt, check_room
 from edge_dflash.backends.native.chooser import Chooser
 from edge_dflash.backends.native.cycle import Result
-from edge_dflash.backends.native.driver import Gpu
+from edge_dflash.backends.native.driver import Gpu, Graph
 from edge_dflash.backends.native.graphs import Capture, Graphs, host_memory
 from edge_dflash.backends.native.launches import Launches
 from edge_dflash.backends.native.loading import Dense, Loaded, load
@@ -26,10 +27,9 @@ from edge_dflash.backends.native.snapshots import read_states, write_states
 from edge_dflash.backends.native.states import Sizes
 from edge_dflash.backends.native.weights import NativeWeights
 from edge_dflash.checkpoint.specs import PairSpec
-from edge_dflash.checkpoint.weights import bf16_to_f32
 from edge_dflash.errors import BackendError
 from edge_dflash.models import pair_programs
-from edge_dflash.spec.sampling import Sampling, choose
+from edge_dflash.spec.sampling import GREEDY, Sampling, choose
 
 
 @dataclass(frozen=True)
@@ -69,12 +69,11 @@ class NativeBackend:
         try:
             self._loaded = load(self.gpu, plan, dense, weights, cubin)
             self._host = host_memory(self.gpu, self._loaded)
-            self._capture = Capture(self.gpu, self._loaded, self._host, drafter.mask_token_id)
-            self.graphs: Graphs = self._capture.all()
-            self.graphs.upload()
-            self._cycles = self.graphs.cycle, self.graphs.sampled
             buffers = self._loaded.buffers
             self.chooser = Chooser(self.gpu, self._loaded.kernels.sampler, buffers.sampling, buffers.logits)
+            self._capture = Capture(self.gpu, self._loaded, self._host, self.chooser, drafter.mask_token_id)
+            self.graphs: Graphs = self._capture.passes()
+            self._cycles = self._own_cycles = self._capture.cycles()
             self.passes = 0  # counts passes, so that rows know when they were replaced
             self._wanted = _Control()  # what the next pass has to find
             self._known: _Control | None = None  # what the device has; None: nothing is known
@@ -123,8 +122,7 @@ class NativeBackend:
             self._host.ids[: len(part)] = part
             self._write_control(rows=len(part))
             self.graphs.prefill.launch()
-            self._wanted = _Control(self.length + len(part), 0, self._wanted.anchor)
-            self._known = self._wanted
+            self._wanted = self._known = _Control(self.length + len(part), 0, self._wanted.anchor)
         return NativeRows(self, 1, 0, self._host.choices)
 
     def propose(self, anchor: int) -> NativeRows:
@@ -149,30 +147,61 @@ class NativeBackend:
         self._host.ids[len(ids) : self._shape.block_size] = ids[-1]
         self._write_control()
         self.graphs.verify.launch()
-        self._wanted = _Control(self.length, 0, self._wanted.anchor)  # the pass has replayed what was pending
-        self._known = self._wanted
+        self._wanted = self._known = _Control(self.length, 0, self._wanted.anchor)  # what was pending was replayed
         self._verified = len(ids)
         return NativeRows(self, len(ids), 0, self._host.choices)
 
-    def cycle(self, anchor: int, sampling: Sampling | None = None) -> Cycle:
-        """Propose, verify, accept and commit on the device; :meth:`commit` may then keep fewer rows."""
+    def cycle(
+        self, anchor: int, sampling: Sampling = GREEDY, *, steering: Steering | None = None, drafting: bool = True
+    ) -> Cycle:
+        """Propose, verify, accept and commit on the device; :meth:`commit` may then keep fewer rows.
+
+        One graph where logits and sampling alone decide. Plain and steered cycles are a verify and its end: masks are
+        computed while the verify runs. Only relaxed acceptance reads logits and is the host's.
+        """
+        if steering is not None and steering.tolerant:
+            return host_cycle(self, anchor, sampling, steering, drafting)
+        if steering is not None or not drafting:
+            return self._split(anchor, sampling, steering, drafting)
         check_ids(self._shape, [anchor])
         check_room(self._shape, self.length, self._shape.block_size)
         self._begin()
         self._wanted = _Control(self.length, self._wanted.pending, anchor)
         self._write_control()
-        graph, sampled = self._cycles
-        if sampling is not None and sampling.temperature > 0.0:
+        graph = self._cycles.greedy
+        if sampling.temperature > 0.0:
             self.chooser.prepare(sampling)
-            graph = sampled
+            graph = self._cycles.sampled
+        result = self._end(graph)
+        return self._cycle(result, result.propose_seconds, result.verify_seconds)
+
+    def _split(self, anchor: int, sampling: Sampling, steering: Steering | None, drafting: bool) -> Cycle:
+        """A cycle of separate passes, decided on the device; seconds are the host's."""
+        position, began = self.length + 1, time.perf_counter()
+        drafts: list[int] = []
+        if steering is not None and drafting:
+            drafts = steering.drafts(self.propose(anchor), position)
+        proposed = time.perf_counter()
+        self.verify([anchor, *drafts])
+        masks = [None] if steering is None else steering.masks(drafts)  # while it runs
+        self.chooser.write(sampling, position, masks)
+        free = sampling.temperature == 0.0 and all(mask is None for mask in masks)
+        result = self._end(self._cycles.accept if free else self._cycles.choose)
+        return self._cycle(result, proposed - began if drafting else 0.0, time.perf_counter() - proposed)
+
+    def _end(self, graph: Graph) -> Result:
+        """Launch what ends a cycle and wait for it."""
         graph.launch()
         self.gpu.synchronize()
-        result = Result.of(self._host.result, self._shape.block_size)
+        return Result.of(self._host.result, self._shape.block_size)
+
+    def _cycle(self, result: Result, propose_seconds: float, verify_seconds: float) -> Cycle:
+        """Note what the device has committed; it is real when :meth:`commit` has said so."""
         tokens = result.choices[: result.accepted + 1]
-        self._wanted = _Control(self.length, 0, anchor)  # until commit; the device has already committed all
+        self._wanted = _Control(self.length, 0, self._wanted.anchor)
         self._known = _Control(self.length + len(tokens), len(tokens), tokens[-1])
         self._verified = len(tokens)
-        return Cycle(tokens, result.accepted, result.propose_seconds, result.verify_seconds)
+        return Cycle(tokens, result.accepted, propose_seconds, verify_seconds)
 
     def commit(self, rows: int) -> None:
         """Make the first ``rows`` rows of the last verify or cycle real."""
@@ -185,7 +214,11 @@ class NativeBackend:
     def flush(self) -> None:
         """Replay pending rows into the recurrent state."""
         self._begin()
-        self._flush()
+        if self._wanted.pending:
+            self._write_control()
+            self.graphs.flush.launch()
+            self._wanted = self._known = _Control(self.length, 0, self._wanted.anchor)
+        self.gpu.synchronize()
 
     def snapshot(self) -> Snapshot:
         """Flush, then copy the state of both models."""
@@ -209,18 +242,12 @@ class NativeBackend:
     def force(self, accept: Sequence[int] | None) -> None:
         """Benchmarks: accept so many drafts a cycle, whatever the target says; None ends it. Captures graphs."""
         self.gpu.enter()
+        self._cycles = self._own_cycles
         if accept is None:
-            self._cycles = self.graphs.cycle, self.graphs.sampled
             return
         if not accept or not all(0 <= n < self._shape.block_size for n in accept):
             raise BackendError(f"accept pattern {list(accept)} is not made of 0 to {self._shape.block_size - 1} drafts")
-        pattern = self.gpu.upload(np.array(accept, np.int32))
-        self._cycles = (
-            self.gpu.capture(lambda: self._capture.cycle(pattern)),
-            self.gpu.capture(lambda: self._capture.cycle(pattern, sampled=True)),
-        )
-        for graph in self._cycles:
-            graph.upload()
+        self._cycles = self._capture.cycles(self.gpu.upload(np.array(accept, np.int32)))
 
     def profile(self, anchor: int = 0) -> list[StepTime]:
         """Time of each step of one cycle, on the device's clock; the steps do not overlap here.
@@ -242,26 +269,11 @@ class NativeBackend:
             raise BackendError("these rows were replaced by a later pass; read them before it")
         self.gpu.enter()
 
-    def read_logits(self, first: int, count: int) -> npt.NDArray[np.float32]:
-        """Rows of the logits buffer as float32 [count, V]."""
-        logits = self._loaded.buffers.logits
-        part = logits.pointer.at(2 * first * logits.stride, 2 * count * logits.stride)
-        bits = self.gpu.read(part, (count, logits.stride), np.uint16)
-        return bf16_to_f32(bits[:, : self._shape.vocab_size])
-
     def _begin(self) -> None:
         """A new pass: what lay open is dropped."""
         self.gpu.enter()
         self.passes += 1
         self._verified = None
-
-    def _flush(self) -> None:
-        if self._wanted.pending:
-            self._write_control()
-            self.graphs.flush.launch()
-            self._wanted = _Control(self.length, 0, self._wanted.anchor)
-            self._known = self._wanted
-        self.gpu.synchronize()
 
     def _write_control(self, rows: int = 0) -> None:
         """Tell the device what the host knows, if it does not know it."""
@@ -286,6 +298,8 @@ class NativeBackend:
             self.flush()
             self.cycle(0)
             self.cycle(0, Sampling(1.0, top_k=1))
-            choose(self.verify([0]), Sampling(1.0, top_p=0.5), 0)
+            self.cycle(0, drafting=False)
+            self.cycle(0, Sampling(1.0, top_p=0.5), drafting=False)
+            choose(self.verify([0]), Sampling(1.0), 0)
         self.reset()
         self.gpu.synchronize()

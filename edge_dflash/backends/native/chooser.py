@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from edge_dflash.backends.native import sample
-from edge_dflash.backends.native.driver import Gpu, Graph
+from edge_dflash.backends.native.driver import DevicePointer, Gpu, Graph
 from edge_dflash.backends.native.memory import Matrix
 from edge_dflash.spec.constraint import Packed
 from edge_dflash.spec.sampling import Sampling
@@ -22,13 +22,22 @@ class Chooser:
         self._masks = gpu.pinned((buffers.rows, sample.mask_words(buffers.columns)), np.uint32)
         self._chosen = gpu.pinned((buffers.rows,), np.int32)
         self._known: Sampling | None = None  # what the device's settings say
-        self._graph: Graph = gpu.capture(self.enqueue)
+        self._graph: Graph = gpu.capture(self._choose)
         self._graph.upload()
 
-    def enqueue(self) -> None:
-        """The settings up, the choice, the ids down."""
+    @property
+    def stop(self) -> DevicePointer:
+        """Where the device's settings say behind which row they end: int32."""
+        return self._buffers.settings.at(sample.SETTINGS.fields["stop"][1], 4)  # type: ignore[index]  # it has fields
+
+    def enqueue(self, ids: DevicePointer | None) -> None:
+        """The settings up, and the choices of their rows into ``ids`` [rows] int32; None: no choice."""
         self._gpu.write_from(self._buffers.settings, self._settings)
-        self._sampler.choose(self._buffers, self._logits, self._buffers.chosen)
+        if ids is not None:
+            self._sampler.choose(self._buffers, self._logits, ids)
+
+    def _choose(self) -> None:
+        self.enqueue(self._buffers.chosen)
         self._gpu.read_into(self._buffers.chosen, self._chosen)
 
     def prepare(self, sampling: Sampling) -> None:
@@ -38,8 +47,8 @@ class Chooser:
             self._gpu.write_from(self._buffers.settings, self._settings)
             self._known = sampling
 
-    def choose(self, sampling: Sampling, position: int, masks: Sequence[Packed | None], first: int) -> list[int]:
-        """Choices of rows first, first + 1, ... of the logits, one for each mask; waits for them."""
+    def write(self, sampling: Sampling, position: int, masks: Sequence[Packed | None], first: int = 0) -> None:
+        """Say what the next launch chooses: rows first, first + 1, ..., one for each mask, and enqueue the masks."""
         stop, settings = first + len(masks), self._settings
         there = [row for row, mask in enumerate(masks, first) if mask is not None]
         for row in there:
@@ -52,7 +61,11 @@ class Chooser:
         settings["position"], settings["first"], settings["stop"] = position, first, stop
         settings["masked"] = sum(1 << row for row in there)
         self._known = sampling
+
+    def choose(self, sampling: Sampling, position: int, masks: Sequence[Packed | None], first: int) -> list[int]:
+        """Choices of rows first, first + 1, ... of the logits, one for each mask; waits for them."""
+        self.write(sampling, position, masks, first)
         self._graph.launch()
         self._gpu.synchronize()
-        found: list[int] = self._chosen[first:stop].tolist()
+        found: list[int] = self._chosen[first : first + len(masks)].tolist()
         return found

@@ -63,10 +63,14 @@ class CycleKernels:
         result: DevicePointer,
         clock: DevicePointer,
         pattern: DevicePointer = NULL,
+        valid: DevicePointer = NULL,
     ) -> None:
-        """Accept greedily and commit; ``result`` [RESULT_WORDS]. ``pattern`` int32: accepted drafts a cycle instead."""
+        """Accept drafts that equal the choices and commit; ``result`` [RESULT_WORDS].
+
+        ``pattern`` int32: accepted drafts a cycle instead. ``valid`` int32: how many of the rows count; null: all.
+        """
         forced = pattern.nbytes // 4 if pattern.address else 0
-        self._launch("cycle_accept", 1, 32, drafts, choices, rows, control, result, clock, pattern, forced)
+        self._launch("cycle_accept", 1, 32, drafts, choices, rows, control, result, clock, pattern, forced, valid)
 
     def set(self, control: DevicePointer, *, length: int, pending: int, rows: int = 0, anchor: int = 0) -> None:
         """Write the control words."""

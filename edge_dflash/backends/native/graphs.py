@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from edge_dflash.backends.native.chooser import Chooser
 from edge_dflash.backends.native.cycle import RESULT_WORDS
 from edge_dflash.backends.native.driver import DevicePointer, Gpu, Graph
 from edge_dflash.backends.native.loading import Loaded
@@ -31,14 +32,27 @@ class Graphs:
 
     propose: Graph  # anchor in the control block -> drafts, logits
     verify: Graph  # ids on the host -> choices, logits
-    cycle: Graph  # propose, verify, accept and commit, without logits
-    sampled: Graph  # the same with sampled choices
     prefill: Graph  # ids on the host, ROWS of them -> choice of the last row, logits
     flush: Graph  # pending rows into the recurrent states
 
     def upload(self) -> None:
         """Bring all to the device."""
-        for graph in (self.propose, self.verify, self.cycle, self.sampled, self.prefill, self.flush):
+        for graph in (self.propose, self.verify, self.prefill, self.flush):
+            graph.upload()
+
+
+@dataclass(frozen=True)
+class Cycles:
+    """How a cycle ends on the device: accepted, committed, and its result read back."""
+
+    greedy: Graph  # a whole cycle: propose, verify, accept and commit, without logits
+    sampled: Graph  # the same with sampled choices
+    accept: Graph  # behind ``verify``: its choices decide
+    choose: Graph  # behind ``verify``: choices of its logits by the chooser's settings and masks decide
+
+    def upload(self) -> None:
+        """Bring all to the device."""
+        for graph in (self.greedy, self.sampled, self.accept, self.choose):
             graph.upload()
 
 
@@ -56,22 +70,29 @@ def host_memory(gpu: Gpu, loaded: Loaded) -> Host:
 class Capture:
     """What each graph enqueues."""
 
-    def __init__(self, gpu: Gpu, loaded: Loaded, host: Host, mask: int) -> None:
-        self._gpu, self._loaded, self._host, self._mask = gpu, loaded, host, mask
+    def __init__(self, gpu: Gpu, loaded: Loaded, host: Host, chooser: Chooser, mask: int) -> None:
+        self._gpu, self._loaded, self._host, self._chooser, self._mask = gpu, loaded, host, chooser, mask
         self._rows = loaded.plan.sizes.rows
         self._control = loaded.buffers.shared.control
 
-    def all(self) -> Graphs:
-        """Capture every graph."""
+    def passes(self) -> Graphs:
+        """Capture the passes."""
         capture = self._gpu.capture
-        return Graphs(
-            propose=capture(self.propose),
-            verify=capture(self.verify),
-            cycle=capture(self.cycle),
-            sampled=capture(lambda: self.cycle(sampled=True)),
-            prefill=capture(self.prefill),
-            flush=capture(self.flush),
+        graphs = Graphs(capture(self.propose), capture(self.verify), capture(self.prefill), capture(self.flush))
+        graphs.upload()
+        return graphs
+
+    def cycles(self, pattern: DevicePointer = NULL) -> Cycles:
+        """Capture how cycles end; ``pattern`` as in :meth:`~edge_dflash.backends.native.cycle.CycleKernels.accept`."""
+        capture = self._gpu.capture
+        cycles = Cycles(
+            greedy=capture(lambda: self.cycle(pattern)),
+            sampled=capture(lambda: self.cycle(pattern, sampled=True)),
+            accept=capture(lambda: self.end(pattern, choose=False)),
+            choose=capture(lambda: self.end(pattern, choose=True)),
         )
+        cycles.upload()
+        return cycles
 
     def propose(self) -> None:
         """One drafter pass over [anchor, mask, ...]."""
@@ -112,6 +133,15 @@ class Capture:
             self._sample(buffers.choices, offset=1, first=0)
         around(None)
         frame.accept(drafts, buffers.choices, self._rows, self._control, buffers.result, clock, pattern)
+        self._gpu.read_into(buffers.result, self._host.result)
+
+    def end(self, pattern: DevicePointer = NULL, *, choose: bool) -> None:
+        """Accept and commit what was verified: as many rows of the host's ids as the chooser's settings say."""
+        buffers, rows = self._loaded.buffers, self._rows
+        self._chooser.enqueue(buffers.choices if choose else None)
+        drafts, valid = buffers.ids.at(4, 4 * (rows - 1)), self._chooser.stop
+        clock, frame = buffers.clock, self._loaded.kernels.cycle
+        frame.accept(drafts, buffers.choices, rows, self._control, buffers.result, clock, pattern, valid)
         self._gpu.read_into(buffers.result, self._host.result)
 
     def _sample(self, ids: DevicePointer, *, offset: int, first: int) -> None:

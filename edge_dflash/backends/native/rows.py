@@ -10,6 +10,8 @@ import numpy.typing as npt
 
 from edge_dflash.backends.native.chooser import Chooser
 from edge_dflash.backends.native.driver import Gpu
+from edge_dflash.backends.native.loading import Loaded
+from edge_dflash.checkpoint.weights import bf16_to_f32
 from edge_dflash.spec.constraint import Packed
 from edge_dflash.spec.sampling import Sampling
 
@@ -20,12 +22,13 @@ class _Owner(Protocol):
     @property
     def chooser(self) -> Chooser: ...
 
+    @property
+    def loaded(self) -> Loaded: ...
+
     gpu: Gpu
     passes: int
 
     def enter(self, number: int) -> None: ...
-
-    def read_logits(self, first: int, count: int) -> npt.NDArray[np.float32]: ...
 
 
 class NativeRows:
@@ -53,7 +56,10 @@ class NativeRows:
         """Logits [rows, V] float32."""
         self._backend.enter(self._pass)
         self._backend.gpu.synchronize()
-        return self._backend.read_logits(self._first, self._count)
+        logits, columns = self._backend.loaded.buffers.logits, self._backend.loaded.plan.vocabulary
+        part = logits.pointer.at(2 * self._first * logits.stride, 2 * self._count * logits.stride)
+        bits = self._backend.gpu.read(part, (self._count, logits.stride), np.uint16)
+        return bf16_to_f32(bits[:, :columns])
 
     def choose(self, sampling: Sampling, position: int, masks: Sequence[Packed | None], first: int = 0) -> list[int]:
         """Choices of rows first, first + 1, ..., one for each mask; row first + i chooses for ``position + i``.

@@ -18,17 +18,18 @@ extern "C" __global__ void cycle_ids(const int* control, const int* drafts, int*
     if (threadIdx.x == 0 && clock) *clock = now();
 }
 
-// Greedy acceptance and commit of a block of ``rows`` <= 32. n is the longest prefix with drafts[i] == choices[i], or
-// pattern[cycle % patterns] when there is one (benchmarks). Commits n + 1 rows: LENGTH and PENDING move, choices[n]
-// becomes ANCHOR. result: n, cycle, 0, 0, the choices, and then the clocks of propose, verify and accept.
+// Acceptance and commit of a block of ``rows`` <= 32, of which the first *valid count, if it is given. n is the longest
+// prefix with drafts[i] == choices[i], or pattern[cycle % patterns] when there is one (benchmarks), but at most all
+// drafts. Commits n + 1 rows: LENGTH and PENDING move, choices[n] becomes ANCHOR. result: n, cycle, 0, 0, the choices,
+// and then the clocks of propose, verify and accept.
 extern "C" __global__ void cycle_accept(const int* drafts, const int* choices, int rows, int* control, int* result,
-                                        const u64* clock, const int* pattern, int patterns) {
+                                        const u64* clock, const int* pattern, int patterns, const int* valid) {
     pdl_wait();
     pdl_trigger();
-    const int lane = threadIdx.x;
-    const bool differs = lane >= rows - 1 || drafts[lane] != choices[lane];
+    const int lane = threadIdx.x, last = (valid ? *valid : rows) - 1;
+    const bool differs = lane >= last || drafts[lane] != choices[lane];
     const int cycle = result[1];
-    const int accepted = patterns ? pattern[cycle % patterns] : __ffs(__ballot_sync(ALL, differs)) - 1;
+    const int accepted = patterns ? min(pattern[cycle % patterns], last) : __ffs(__ballot_sync(ALL, differs)) - 1;
     if (lane < rows) result[4 + lane] = choices[lane];
     if (lane) return;
     control[LENGTH] += accepted + 1, control[PENDING] = accepted + 1, control[ANCHOR] = choices[accepted];
