@@ -31,7 +31,7 @@ class _Entry:
     ticket: Ticket[Any, Any]
     tell: Callable[[], object] | None  # how a running job is asked to end; None: the worker closes it between steps
     priority: int
-    ends: Callable[[], bool]  # whether an interrupted job's next step would end it, at once
+    ends: Callable[[], bool]  # whether an interrupted job would end now, without a pass
     steps: Generator[Any, Any, Any] | None = None  # of a running job
     cancelled: bool = False
 
@@ -88,8 +88,8 @@ class Scheduler:
 
         Cancelling a running job closes its generator before the next step, and the ticket raises
         RequestCancelledError. With ``on_cancel`` (called once, on the canceller's thread) the job is told instead and
-        ends by itself with its own result. ``ends`` is asked while the job is interrupted: True lets it take its next
-        step, which must be its last and quick (it was cancelled, or its time is over). Raises QueueFullError when the
+        ends by itself with its own result. ``ends`` is asked while the job is interrupted: True lets it end,
+        which must take no pass (it was cancelled, or its time is over). Raises QueueFullError when the
         queue or the caller's share of it is full, RequestError after :meth:`close`.
         """
         ticket: Ticket[T, R] = Ticket(self._cancel, f"the request of {caller!r}" if caller else "the request")
@@ -159,7 +159,7 @@ class Scheduler:
         while not entry.ticket.done:
             interruptible = self._step(entry)
             for other in self._running[:-1]:
-                if not other.ticket.done and (other.cancelled or other.ends()):
+                while not other.ticket.done and (other.cancelled or other.ends()):
                     self._step(other)
             while interruptible and not entry.ticket.done and (urgent := self._start(entry.priority)) is not None:
                 self._run(urgent)
