@@ -127,6 +127,7 @@ class AnswerStream:
         self._tokenizer = tokenizer
         self._markers = Markers.of(tokenizer)
         self._stop = frozenset(stop_token_ids)
+        self._special = self._stop.union(vars(self._markers).values())
         self._tools = tools
         self._seed = hashlib.sha256(",".join(map(str, prompt)).encode())
         self._calls = 0
@@ -141,10 +142,14 @@ class AnswerStream:
 
     def add(self, ids: Sequence[int]) -> Answer:
         """Take ids and return what is certain now."""
-        piece = Answer()
+        piece, run = Answer(), list[int]()
         for token in ids:
-            piece += self._step(token)
-        return piece
+            if token in self._special:
+                piece += self._words(run) + self._step(token)
+                run = []
+            else:
+                run.append(token)
+        return piece + self._words(run)
 
     def finish(self) -> Answer:
         """Return what is left when no more tokens come."""
@@ -154,12 +159,19 @@ class AnswerStream:
             return Answer(malformed=(MalformedToolCall(text, "the answer ended inside the call"),))
         return self._text(self._span.end(keep_newlines=not self._thinking))
 
+    def _words(self, tokens: Sequence[int]) -> Answer:
+        """Tokens that are no markers, at once: a decoder's call costs more than a token."""
+        if self._call is not None:
+            self._call.extend(tokens)
+            return Answer()
+        return self._text(self._span.add(tokens)) if tokens else Answer()
+
     def _step(self, token: int) -> Answer:
         markers = self._markers
         if token in self._stop:
             return Answer()
         if self._thinking:
-            return self._close_thinking() if token == markers.end_think else self._text(self._span.add(token))
+            return self._close_thinking() if token == markers.end_think else self._words([token])
         if self._call is not None:
             return self._step_call(token)
         if token == markers.tool_call:
@@ -173,7 +185,7 @@ class AnswerStream:
             return before
         if token == markers.end_think:  # closes nothing
             return Answer()
-        return self._text(self._span.add(token))
+        return self._words([token])
 
     def _close_thinking(self) -> Answer:
         rest = self._text(self._span.end(keep_newlines=False))
@@ -218,8 +230,8 @@ class _Span:
     def __post_init__(self) -> None:
         self.detokenizer = Detokenizer(self.decode)
 
-    def add(self, token: int) -> str:
-        return self._out(self.detokenizer.add([token]))
+    def add(self, tokens: Sequence[int]) -> str:
+        return self._out(self.detokenizer.add(tokens))
 
     def end(self, *, keep_newlines: bool) -> str:
         text = self._out(self.detokenizer.finish())

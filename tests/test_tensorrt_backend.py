@@ -218,7 +218,10 @@ def test_closing_lets_go_of_every_context_and_plan_before_the_device_is_closed(l
     backend, gpu, trt = loaded
     left = [weakref.ref(c) for c in trt.contexts] + [weakref.ref(c.engine) for c in trt.contexts]
     trt.contexts.clear()
-    for graph in vars(backend.graphs).values():  # of the device without kernels, which remembers what it is given
+    for graph in (
+        *vars(backend.graphs).values(),
+        *vars(backend._cycles).values(),
+    ):  # of the device without kernels, which remembers what it is given
         graph.calls.clear()
     assert all(ref() is not None for ref in left)
     there = []

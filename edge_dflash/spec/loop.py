@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from edge_dflash.backends.base import Backend, PairShape, Rows
 from edge_dflash.errors import ContextError, RequestError
@@ -69,11 +70,11 @@ class Controls:
         end = self.ends(kept)
         return (kept, reason) if end is None else (kept[:end], "stop")
 
-    def refuse(self, seconds: float) -> FinishReason | None:
-        """Why a pass of ``seconds`` must not start now; None when it may."""
+    def refuse(self, seconds: Callable[[], float]) -> FinishReason | None:
+        """Why a pass that is expected to take ``seconds`` must not start now; None when it may."""
         if self.cancelled():
             return "cancelled"
-        if self.deadline is not None and time.perf_counter() + seconds > self.deadline:
+        if self.deadline is not None and time.perf_counter() + seconds() > self.deadline:
             return "deadline"
         return None
 
@@ -175,7 +176,7 @@ def decode(
 
     while reason is None:
         drafting = speculative and (controls.pace is None or pace.drafting)
-        if refused := controls.refuse(pace.cycle_seconds(speculative=drafting)):
+        if refused := controls.refuse(partial(pace.cycle_seconds, speculative=drafting)):
             pace.record_refusal(refused)
             yield Step((), refused, 0.0, 0.0)
             return
@@ -201,7 +202,7 @@ def _prefill(
     """
     done, seconds = 0, 0.0
     while True:
-        if reason := controls.refuse(pace.prefill_seconds(len(prompt) - done, backend.shape.prefill_chunk)):
+        if reason := controls.refuse(partial(pace.prefill_seconds, len(prompt) - done, backend.shape.prefill_chunk)):
             pace.record_refusal(reason)
             yield Step((), reason, 0.0, seconds)
             return None, seconds

@@ -32,12 +32,43 @@ class CycleTime:
         return self.propose_seconds + self.verify_seconds
 
 
+class _Cycles:
+    """The last RECENT cycles of a kind, and their sums, which every cycle asks for."""
+
+    def __init__(self) -> None:
+        self._cycles: deque[CycleTime] = deque()
+        self.seconds = self.verify_seconds = 0.0
+        self.tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._cycles)
+
+    @property
+    def longest(self) -> CycleTime:
+        """The one that took longest."""
+        return max(self._cycles, key=lambda cycle: cycle.seconds)
+
+    def append(self, cycle: CycleTime) -> None:
+        self._cycles.append(cycle)
+        self._count(cycle, 1)
+        if len(self._cycles) > RECENT:
+            self._count(self._cycles.popleft(), -1)
+
+    def remove(self, cycle: CycleTime) -> None:
+        self._cycles.remove(cycle)
+        self._count(cycle, -1)
+
+    def _count(self, cycle: CycleTime, sign: int) -> None:
+        self.seconds += sign * cycle.seconds
+        self.verify_seconds += sign * cycle.verify_seconds
+        self.tokens += sign * cycle.tokens
+
+
 class Pace:
     """Recent cycle and prefill times. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._drafted: deque[CycleTime] = deque(maxlen=RECENT)
-        self._plain: deque[CycleTime] = deque(maxlen=RECENT)
+        self._drafted, self._plain = _Cycles(), _Cycles()
         self._prefills: deque[tuple[int, float]] = deque(maxlen=RECENT)  # tokens, seconds
         self._resting = 0  # plain cycles left before drafting is tried again
         self._rest = REST
@@ -49,8 +80,8 @@ class Pace:
 
     def cycle_seconds(self, *, speculative: bool) -> float:
         """Longest of the recent cycles of a kind; of the other kind when there is none; 0 when nothing is known."""
-        cycles = self._drafted if speculative else self._plain
-        return max((cycle.seconds for cycle in cycles or self._drafted or self._plain), default=0.0)
+        cycles = (self._drafted if speculative else self._plain) or self._drafted or self._plain
+        return cycles.longest.seconds if cycles else 0.0
 
     def prefill_seconds(self, tokens: int, chunk: int | None = None) -> float:
         """Estimate for a prompt of ``tokens`` in passes of ``chunk`` (None: in one pass); 0 when nothing is known.
@@ -77,7 +108,7 @@ class Pace:
             return
         for cycles in (self._drafted, self._plain):
             if len(cycles) > 1:
-                cycles.remove(max(cycles, key=lambda cycle: cycle.seconds))
+                cycles.remove(cycles.longest)
         if len(self._prefills) > 1:
             self._prefills.remove(max(self._prefills, key=lambda prefill: prefill[1] / prefill[0]))
 
@@ -92,7 +123,7 @@ class Pace:
             if self._resting:
                 self._resting -= 1
                 if self._resting == 0:
-                    self._drafted.clear()  # the new try is judged by itself
+                    self._drafted = _Cycles()  # the new try is judged by itself
             return
         self._drafted.append(cycle)
         if len(self._drafted) >= PROBE and not self._pays():
@@ -102,7 +133,6 @@ class Pace:
             self._rest = REST
 
     def _pays(self) -> bool:
-        drafted = sum(cycle.seconds for cycle in self._drafted) / sum(cycle.tokens for cycle in self._drafted)
         reference = self._plain or self._drafted
-        plain = sum(cycle.verify_seconds for cycle in reference) / len(reference)
-        return drafted < GAIN * plain
+        plain = reference.verify_seconds / len(reference)
+        return self._drafted.seconds / self._drafted.tokens < GAIN * plain
