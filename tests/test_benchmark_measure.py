@@ -16,6 +16,7 @@ from benchmark_support import (
     SHAPE,
     VERIFY,
     Clock,
+    SlowHost,
     TimedBackend,
     device,
     subject,
@@ -56,6 +57,21 @@ def test_tokens_per_second_is_measured_at_the_forced_accept_length(result):
     assert result.plain.tokens_per_second == pytest.approx(1 / PLAIN)
     assert result.plain.accept_length == 1
     assert result.to_json()["speed_up"] == pytest.approx(2.5 * PLAIN / WHOLE)
+
+
+def test_what_the_host_adds_to_a_cycle_stands_beside_the_raw_cycle(clock):
+    backend = TimedBackend(clock)
+    found = run(subject(backend, observer=SlowHost(clock, 0.0002)), device(), WORK, quiet)
+    assert found.raw.ms == pytest.approx(1e3 * WHOLE)
+    assert found.speculative.ms == pytest.approx(1e3 * WHOLE + 0.2)
+    assert found.speculative.tokens_per_second == pytest.approx(2.5 / (WHOLE + 0.0002))
+    assert found.raw.cycles == found.speculative.cycles
+    assert found.raw.accept_length == pytest.approx(2.5)
+    assert found.plain.ms == pytest.approx(1e3 * PLAIN + 0.2)
+    saved = found.to_json()
+    assert saved["host_ms"] == pytest.approx(0.2)
+    assert saved["host_share"] == pytest.approx(0.2 / (1e3 * WHOLE))
+    assert "host time a cycle: 0.200 ms, 4.4% of the raw cycle" in text_of(found)
 
 
 def test_the_parts_of_a_cycle_stand_against_their_own_floors(result):
