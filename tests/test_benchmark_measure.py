@@ -197,6 +197,10 @@ def test_accept_lengths_outside_the_block_are_refused(length):
         accept_pattern(length, 16)
 
 
+def test_work_without_prompts_and_contexts_needs_room_for_its_cycles():
+    assert Work(context=512, tokens=256, prefill=()).rows(16) == 1024
+
+
 def test_filler_is_as_long_as_asked():
     assert tiled([1, 2, 3], 7) == [1, 2, 3, 1, 2, 3, 1]
     assert tiled([1, 2, 3], 2) == [1, 2]

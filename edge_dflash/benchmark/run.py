@@ -59,7 +59,7 @@ class Work:
     def rows(self, block: int) -> int:
         """Context that all of it needs."""
         behind = max(self.drift(block), self.tokens + 2 * block, self.budget(block) + 2 * block)
-        most = max(self.context + behind, *self.prefill, *(c + self.drift(block) for c in self.contexts))
+        most = max((self.context + behind, *self.prefill, *(c + self.drift(block) for c in self.contexts)))
         return -(-(most + block) // 256) * 256
 
 
