@@ -28,6 +28,7 @@ from rich.console import Console
 
 from edge_dflash.benchmark.measure import accept_pattern
 from edge_dflash.benchmark.plot import svg
+from edge_dflash.benchmark.result import Formed
 from edge_dflash.benchmark.run import Device, Work, run, tiled
 from edge_dflash.benchmark.view import render
 from edge_dflash.errors import ContextError, RequestError
@@ -171,6 +172,21 @@ def test_tables_show_what_the_json_says(result):
     found = json.loads(json.dumps(result.to_json(), allow_nan=False))
     assert found["cycle"]["over_floor"] == pytest.approx(result.cycle.whole.over_floor)
     assert found["cycle"]["verify_traffic"]["weights"] == {"nvfp4": 1_500_000_000, "fp8": 500_000_000}
+
+
+def test_a_schema_is_named_with_what_it_costs(result):
+    formed = Formed(600.0, 2.5, 24, 1e3 * 2.5 / 600.0, schema="steps of a robot", replaced=0.125)
+    slower = replace(result, schema=formed, raw=replace(result.raw, ms=result.speculative.ms + 1))
+    shown = text_of(slower)
+    more = formed.ms / result.speculative.ms - 1
+    assert (
+        f"schema: steps of a robot; cycles take {more:+.1%}, 12.5% of the drafts were replaced by the grammar" in shown
+    )
+    assert "speculative, Planner.plan, schema" in shown
+    assert "host time a cycle: -1.000 ms" in shown
+    assert "(speculative minus raw; less than the noise here)" in shown
+    assert slower.to_json()["schema"]["replaced"] == 0.125
+    assert "prompts: a prompt of ones" in text_of(result)
 
 
 def test_the_drawing_is_well_formed_and_to_scale(result):
