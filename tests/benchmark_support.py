@@ -10,6 +10,7 @@ from fakes import FakeBackend, FakeRows
 
 from edge_dflash import planner
 from edge_dflash.backends.base import Cycle, PairShape
+from edge_dflash.backends.host_cycle import host_cycle
 from edge_dflash.benchmark import measure
 from edge_dflash.benchmark.run import Device, Subject
 from edge_dflash.benchmark.traffic import Traffic
@@ -17,6 +18,7 @@ from edge_dflash.planner import Planner
 from edge_dflash.request import job
 from edge_dflash.request.job import Unwatched
 from edge_dflash.spec import loop
+from edge_dflash.spec.sampling import GREEDY
 
 SHAPE = PairShape(vocab_size=64, block_size=4, mask_token_id=63, max_context=4096, prefill_chunk=64)
 PROPOSE, VERIFY, REST, PLAIN = 0.001, 0.003, 0.0005, 0.0025  # seconds
@@ -91,12 +93,9 @@ class TimedBackend(FakeBackend):
         self._flight = list(ids)
         return self._rows([1] * len(ids))
 
-    def cycle(self, anchor, sampling=None, *, steering=None, drafting=True):
-        assert steering is None
-        if not drafting:
-            self.clock.now += PLAIN
-            self._flight = [1]
-            return Cycle((1,), 0, 0.0, PLAIN)
+    def cycle(self, anchor, sampling=GREEDY, *, steering=None, drafting=True):
+        if steering is not None or not drafting:
+            return host_cycle(self, anchor, sampling, steering, drafting)
         accepted = self._begin_cycle()
         self.clock.now += self._slow * (PROPOSE + VERIFY + REST)
         self._flight = [1] * (accepted + 1)

@@ -109,5 +109,5 @@ def test_a_synthetic_pair_is_loaded_with_room_for_all_that_is_asked(monkeypatch)
     assert found.cycle.whole.bytes > 16e9
     assert found.prompts == "512 random ids"
     assert found.schema.schema == "endless steps of an action (8) and a target (24 names)"
-    assert 0 < found.schema.replaced < 1  # drafts of ones
+    assert found.schema.replaced > 0.9  # drafts of ones are none
     assert found.schema.accept_length >= 1

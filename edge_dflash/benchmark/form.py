@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import ne
 from typing import Any
 
+from edge_dflash.backends.base import Backend, Cycle, Rows, Steering
+from edge_dflash.backends.delegate import Delegate
+from edge_dflash.backends.host_cycle import host_cycle
 from edge_dflash.errors import RequestError
 from edge_dflash.planner import Planner
-from edge_dflash.spec.constraint import Constraint, Mask, Packed, packed
 from edge_dflash.spec.grammar import compile_schema
 from edge_dflash.spec.loop import Controls, DecodeOptions, stream
+from edge_dflash.spec.sampling import GREEDY, Sampling
 
 ACTIONS = ("navigate", "open", "close", "pick", "place", "inspect", "announce", "wait")
 _COLOURS = ("red", "blue", "green", "grey")
@@ -50,42 +54,41 @@ SCENE_STEPS = Form(
 )
 
 
-class _Counted:
-    """A constraint that counts the tokens it refuses."""
+class _Watched(Delegate):
+    """A backend whose cycles are decided on the host; counts drafts that are not verified as they were drafted."""
 
-    def __init__(self, constraint: Constraint) -> None:
-        self._constraint = constraint
-        self.refused = 0
+    def __init__(self, backend: Backend) -> None:
+        super().__init__(backend)
+        self._drafted: list[int] = []
+        self.verified = self.replaced = 0  # drafts
 
-    def allowed(self) -> Mask | None:
-        return self._constraint.allowed()
+    def cycle(
+        self, anchor: int, sampling: Sampling = GREEDY, *, steering: Steering | None = None, drafting: bool = True
+    ) -> Cycle:
+        return host_cycle(self, anchor, sampling, steering, drafting)
 
-    def packed(self) -> Packed | None:
-        return packed(self._constraint)
+    def propose(self, anchor: int) -> Rows:
+        rows = super().propose(anchor)
+        self._drafted = rows.argmax()
+        return rows
 
-    def push(self, token: int) -> bool:
-        taken = self._constraint.push(token)
-        self.refused += not taken
-        return taken
-
-    def pop(self, count: int) -> None:
-        self._constraint.pop(count)
-
-    def forced(self) -> tuple[int, ...]:
-        return self._constraint.forced()
+    def verify(self, ids: Sequence[int]) -> Rows:
+        self.verified += len(ids) - 1
+        self.replaced += sum(map(ne, ids[1:], self._drafted))
+        return super().verify(ids)
 
 
 def replaced_share(planner: Planner, form: Form, prompt: Sequence[int], tokens: int) -> float:
-    """Share of the drafts behind ``prompt`` that the grammar refuses, so that another token takes their place.
+    """Share of the drafts behind ``prompt`` in whose place the grammar puts another token, refused or forced.
 
     Raises RequestError without a tokenizer.
     """
-    backend, tokenizer, stop = planner.backend, planner.tokenizer, planner.stop_token_ids
+    backend, tokenizer, stop = _Watched(planner.backend), planner.tokenizer, planner.stop_token_ids
     if tokenizer is None:
         raise RequestError("a bundle without tokenizer takes no schema; leave it out")
-    counted = _Counted(compile_schema(form.schema, tokenizer, backend.shape.vocab_size, stop).constraint())
+    grammar = compile_schema(form.schema, tokenizer, backend.shape.vocab_size, stop)
     backend.reset()
     options = DecodeOptions(max_new_tokens=tokens, stop_token_ids=stop)
-    steps = list(stream(backend, prompt, options, controls=Controls(counted)))
-    cycles = sum(1 for step in steps if step.tokens) - 1  # the first tokens are the prompt's
-    return counted.refused / (max(cycles, 1) * (backend.shape.block_size - 1))
+    for _ in stream(backend, prompt, options, controls=Controls(grammar.constraint())):
+        pass
+    return backend.replaced / max(backend.verified, 1)

@@ -20,7 +20,6 @@ from edge_dflash.benchmark.traffic import Costs
 from edge_dflash.errors import BackendError, RequestError
 from edge_dflash.plan import Plan
 from edge_dflash.planner import Planner
-from edge_dflash.spec.accept import accepted
 
 if TYPE_CHECKING:  # importing them needs CUDA's bindings
     from edge_dflash.backends.native.driver import Gpu
@@ -129,7 +128,7 @@ class Meter:
         prefill = time.perf_counter() - began
         for _ in range(count):
             at, began = backend.length, time.perf_counter()
-            cycle = _cycle(backend, anchor)
+            cycle = backend.cycle(anchor)
             backend.commit(len(cycle.tokens))
             found.append(TimedCycle(at, time.perf_counter() - began, cycle))
             anchor = cycle.tokens[-1]
@@ -213,15 +212,3 @@ def memory(device: DeviceBackend, free_before: int, allocations: int) -> Memory:
 def _middle(rounds: Sequence[Decode]) -> Decode:
     """The round whose cycle took the middle time."""
     return sorted(rounds, key=lambda decode: decode.ms)[len(rounds) // 2]
-
-
-def _cycle(backend: Backend, anchor: int) -> base.Cycle:
-    """The backend's own cycle; of one without, its two passes and the rule of acceptance."""
-    if (own := getattr(backend, "cycle", None)) is not None:
-        return cast("base.Cycle", own(anchor))
-    began = time.perf_counter()
-    drafts = backend.propose(anchor).argmax()
-    drafted = time.perf_counter()
-    choices = backend.verify([anchor, *drafts]).argmax()
-    n = accepted(drafts, choices)
-    return base.Cycle((*drafts[:n], choices[n]), n, drafted - began, time.perf_counter() - drafted)

@@ -45,7 +45,7 @@ class Formed(Decode):
     """Decoding under a JSON Schema."""
 
     schema: str  # in words
-    replaced: float  # share of the drafts that the grammar forbade and replaced
+    replaced: float  # share of the drafts in whose place the grammar put another token
 
 
 @dataclass(frozen=True)
