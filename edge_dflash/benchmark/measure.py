@@ -142,7 +142,8 @@ class Meter:
             planned.append(decode)
             runs = [self.cycles(prompt, len(p.accept_lengths)) for prompt, p in zip(prompts, plans, strict=True)]
             timed = [cycle for run in runs for cycle in run.cycles]
-            raw.append(decoded(sum(c.seconds for c in timed), [len(c.found.tokens) for c in timed]))
+            kept = [n for plan in plans for n in plan.accept_lengths]  # a plan's last cycle may be cut
+            raw.append(decoded(sum(cycle.seconds for cycle in timed), kept))
             cycles += timed
             if schema is not None:
                 formed.append(self.decode(prompts, tokens, schema=schema)[0])

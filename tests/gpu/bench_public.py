@@ -62,7 +62,11 @@ def measure(subject, device, work):
     row |= {"raw": asdict(decodings.raw), "planner": asdict(decodings.planned)}
     row["schema"] = asdict(formed) if formed else why or "no tokenizer"
     row["passes_ms"] = {"propose": cycle.propose.ms, "verify": cycle.verify.ms, "floor": cycle.whole.floor_ms}
-    row["service"] = absent(*SERVING) or through_service(subject, work.budget(planner.shape.block_size))
+    why = absent(*SERVING)
+    try:
+        row["service"] = why or through_service(subject, work.budget(planner.shape.block_size))
+    except Exception as error:  # the other columns are there
+        row["service"] = f"failed: {error}"
     return row
 
 
@@ -148,10 +152,11 @@ def bundle_rows(path, work):
     from edge_dflash.cli.prompts import bench_prompts
 
     with bundle_subject(path, partial(bench_prompts, path, max_new_tokens=work.tokens), say) as subject:
-        return Device(), [measure(subject, Device(), work)]
+        return [measure(subject, Device(), work)]
 
 
-def pair_rows(names, work, folder):
+def pair_rows(names, work, folder, keep):
+    """A row for each pair; ``keep`` is told all of them after each, so that a run that is cut leaves something."""
     device, cubin = probe_device(folder, say)
     rows = []
     for name, _, kind in (name.partition(":") for name in names):
@@ -161,8 +166,9 @@ def pair_rows(names, work, folder):
                 rows.append(measure(subject, device, work))
         except EdgeDflashError as error:
             rows.append({"pair": name, "error": str(error)})
-        say(f"{name}: {time.perf_counter() - began:.1f} s")
-    return device, rows
+        say(f"{table(rows[-1:])}\n{name}: {time.perf_counter() - began:.1f} s")
+        keep(device, rows)
+    return rows
 
 
 def main():
@@ -184,18 +190,23 @@ def main():
     for name in pairs:
         synthetic_pair(name.partition(":")[0])
     work = Work(options.context, options.tokens, prefill=(), accept_length=options.accept_length)
-    began = time.perf_counter()
+    keep = partial(write, options, time.perf_counter())
     if options.bundle:
-        device, rows = bundle_rows(options.bundle, replace(work, accept_length=None))
+        rows = bundle_rows(options.bundle, replace(work, accept_length=None))
+        keep(Device(), rows)
     else:
-        device, rows = pair_rows(pairs, work, options.cubins)
+        rows = pair_rows(pairs, work, options.cubins, keep)
+    print(table(rows))
+    say(f"written: {options.output}")
+
+
+def write(options, began, device, rows):
+    """The JSON file, as far as it has come."""
     machine = {**describe(), **device.description} | ({"commit": options.commit} if options.commit else {})
     forced = None if options.bundle else options.accept_length
     found = {"machine": machine, "read_bandwidth": device.bandwidth, "forced_accept_length": forced}
     found |= {"context": options.context, "seconds": time.perf_counter() - began, "rows": rows}
     options.output.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    print(table(rows))
-    say(f"written: {options.output}")
 
 
 if __name__ == "__main__":
