@@ -5,13 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from types import SimpleNamespace
 
+import numpy as np
 from fakes import FakeBackend, FakeRows
 
+from edge_dflash import planner
 from edge_dflash.backends.base import Cycle, PairShape
+from edge_dflash.backends.host_cycle import host_cycle
 from edge_dflash.benchmark import measure
 from edge_dflash.benchmark.run import Device, Subject
 from edge_dflash.benchmark.traffic import Traffic
+from edge_dflash.planner import Planner
+from edge_dflash.request import job
+from edge_dflash.request.job import Unwatched
 from edge_dflash.spec import loop
+from edge_dflash.spec.sampling import GREEDY
 
 SHAPE = PairShape(vocab_size=64, block_size=4, mask_token_id=63, max_context=4096, prefill_chunk=64)
 PROPOSE, VERIFY, REST, PLAIN = 0.001, 0.003, 0.0005, 0.0025  # seconds
@@ -26,7 +33,7 @@ class Clock:
         return self.now
 
     def install(self, monkeypatch):
-        for module in (measure, loop):
+        for module in (measure, loop, planner, job):
             monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=self.perf_counter))
         return self
 
@@ -44,12 +51,25 @@ class FakeGpu:
 
 
 class TimedRows(FakeRows):
+    """Rows that choose these tokens."""
+
+    def __init__(self, tokens, vocab_size):
+        self.tokens, self.vocab_size = tokens, vocab_size
+
+    def __len__(self):
+        return len(self.tokens)
+
     def argmax(self):
-        return [1] * len(self)
+        return list(self.tokens)
+
+    def logits(self):
+        found = np.zeros((len(self.tokens), self.vocab_size), np.float32)
+        found[np.arange(len(self.tokens)), self.tokens] = 1.0
+        return found
 
 
 class TimedBackend(FakeBackend):
-    """Every token is 1. Accepts ``natural`` drafts until told otherwise."""
+    """Every token is 1. Accepts ``natural`` drafts until told otherwise. Two passes take as long as a whole cycle."""
 
     def __init__(self, clock, shape=SHAPE, natural=1, allocates=False):
         super().__init__(shape)
@@ -57,28 +77,39 @@ class TimedBackend(FakeBackend):
         self.budget = {"weights": 900, "kv": 100}
         self.pattern, self.cycles, self.lengths = None, 0, []
 
-    def _logits(self, context):
-        return [0.0]
-
     def prefill(self, ids):
         self.clock.now += PREFILL * len(ids)
         self.lengths.append(len(ids))
         self.committed = [*self.committed, *ids]
-        return TimedRows([[0.0]])
+        return self._rows([1])
+
+    def propose(self, anchor):
+        accepted = self._begin_cycle()
+        self.clock.now += self._slow * PROPOSE
+        return self._rows([1] * accepted + [0] * (self.shape.block_size - 1 - accepted))
 
     def verify(self, ids):
-        self.clock.now += PLAIN
+        self.clock.now += PLAIN if len(ids) == 1 else self._slow * (VERIFY + REST)
         self._flight = list(ids)
-        return TimedRows([[0.0]] * len(ids))
+        return self._rows([1] * len(ids))
 
-    def cycle(self, anchor, sampling=None):
-        slow = FIRST if self.cycles == 0 else 1.0
+    def cycle(self, anchor, sampling=GREEDY, *, steering=None, drafting=True):
+        if steering is not None or not drafting:
+            return host_cycle(self, anchor, sampling, steering, drafting)
+        accepted = self._begin_cycle()
+        self.clock.now += self._slow * (PROPOSE + VERIFY + REST)
+        self._flight = [1] * (accepted + 1)
+        return Cycle((1,) * (accepted + 1), accepted, PROPOSE, VERIFY)
+
+    def _begin_cycle(self):
+        self._slow = FIRST if self.cycles == 0 else 1.0
         accepted = self.pattern[self.cycles % len(self.pattern)] if self.pattern else self.natural
         self.cycles += 1
         self.gpu.allocations += self.allocates
-        self.clock.now += slow * (PROPOSE + VERIFY + REST)
-        self._flight = [1] * (accepted + 1)
-        return Cycle((1,) * (accepted + 1), accepted, PROPOSE, VERIFY)
+        return accepted
+
+    def _rows(self, tokens):
+        return TimedRows(tokens, self.shape.vocab_size)
 
     def force(self, accept):
         self.gpu.allocations += 1  # of the pattern: before counting begins
@@ -111,15 +142,27 @@ class FakeCosts:
 BANDWIDTH = 1e12
 
 
-def subject(backend, costs=True, prompt=100):
+class SlowHost(Unwatched):
+    """The host takes ``seconds`` a step."""
+
+    def __init__(self, clock, seconds):
+        self.clock, self.seconds = clock, seconds
+
+    def step(self, step):
+        self.clock.now += self.seconds
+
+
+def subject(backend, costs=True, prompt=100, observer=None):
     return Subject(
         title="a <fake> pair",
         kind="native",
         weights="nvfp4",
         kv="fp8",
-        backend=backend,
+        planner=Planner(backend, None, fallback=False, observer=observer),
         costs=FakeCosts() if costs else None,
+        source="a prompt of ones",
         prompts=([1] * prompt,),
+        form=None,
         filler=[1, 2, 3],
         load_seconds=12.5,
     )

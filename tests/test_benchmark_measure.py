@@ -16,6 +16,7 @@ from benchmark_support import (
     SHAPE,
     VERIFY,
     Clock,
+    SlowHost,
     TimedBackend,
     device,
     subject,
@@ -27,6 +28,7 @@ from rich.console import Console
 
 from edge_dflash.benchmark.measure import accept_pattern
 from edge_dflash.benchmark.plot import svg
+from edge_dflash.benchmark.result import Formed
 from edge_dflash.benchmark.run import Device, Work, run, tiled
 from edge_dflash.benchmark.view import render
 from edge_dflash.errors import ContextError, RequestError
@@ -56,6 +58,21 @@ def test_tokens_per_second_is_measured_at_the_forced_accept_length(result):
     assert result.plain.tokens_per_second == pytest.approx(1 / PLAIN)
     assert result.plain.accept_length == 1
     assert result.to_json()["speed_up"] == pytest.approx(2.5 * PLAIN / WHOLE)
+
+
+def test_what_the_host_adds_to_a_cycle_stands_beside_the_raw_cycle(clock):
+    backend = TimedBackend(clock)
+    found = run(subject(backend, observer=SlowHost(clock, 0.0002)), device(), WORK, quiet)
+    assert found.raw.ms == pytest.approx(1e3 * WHOLE)
+    assert found.speculative.ms == pytest.approx(1e3 * WHOLE + 0.2)
+    assert found.speculative.tokens_per_second == pytest.approx(2.5 / (WHOLE + 0.0002))
+    assert found.raw.cycles == found.speculative.cycles
+    assert found.raw.accept_length == pytest.approx(2.5)
+    assert found.plain.ms == pytest.approx(1e3 * PLAIN + 0.2)
+    saved = found.to_json()
+    assert saved["host_ms"] == pytest.approx(0.2)
+    assert saved["host_share"] == pytest.approx(0.2 / (1e3 * WHOLE))
+    assert "host time a cycle: 0.200 ms, 4.4% of the raw cycle" in text_of(found)
 
 
 def test_the_parts_of_a_cycle_stand_against_their_own_floors(result):
@@ -157,6 +174,21 @@ def test_tables_show_what_the_json_says(result):
     assert found["cycle"]["verify_traffic"]["weights"] == {"nvfp4": 1_500_000_000, "fp8": 500_000_000}
 
 
+def test_a_schema_is_named_with_what_it_costs(result):
+    formed = Formed(600.0, 2.5, 24, 1e3 * 2.5 / 600.0, schema="steps of a robot", replaced=0.125)
+    slower = replace(result, schema=formed, raw=replace(result.raw, ms=result.speculative.ms + 1))
+    shown = text_of(slower)
+    more = formed.ms / result.speculative.ms - 1
+    assert (
+        f"schema: steps of a robot; cycles take {more:+.1%}, 12.5% of the drafts were replaced by the grammar" in shown
+    )
+    assert "speculative, Planner.plan, schema" in shown
+    assert "host time a cycle: -1.000 ms" in shown
+    assert "(speculative minus raw; less than the noise here)" in shown
+    assert slower.to_json()["schema"]["replaced"] == 0.125
+    assert "prompts: a prompt of ones" in text_of(result)
+
+
 def test_the_drawing_is_well_formed_and_to_scale(result):
     drawing = ElementTree.fromstring(svg(result))
     texts = [element.text for element in drawing.iter("{http://www.w3.org/2000/svg}text")]
@@ -179,6 +211,10 @@ def test_patterns_have_the_mean_that_was_asked(length, block):
 def test_accept_lengths_outside_the_block_are_refused(length):
     with pytest.raises(RequestError, match=r"is outside 1\.\.16, the block size"):
         accept_pattern(length, 16)
+
+
+def test_work_without_prompts_and_contexts_needs_room_for_its_cycles():
+    assert Work(context=512, tokens=256, prefill=()).rows(16) == 1024
 
 
 def test_filler_is_as_long_as_asked():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -11,9 +10,10 @@ from benchmark_support import SHAPE, Clock, TimedBackend, device
 
 from edge_dflash.benchmark import subjects
 from edge_dflash.benchmark.run import Work
-from edge_dflash.benchmark.subjects import bench_bundle, bench_synthetic
+from edge_dflash.benchmark.subjects import Prompts, bench_bundle, bench_synthetic
 from edge_dflash.bundle.reader import read_manifest
 from edge_dflash.errors import BackendError, BuildError, RequestError
+from edge_dflash.planner import Planner
 
 WORK = Work(context=64, tokens=20, prefill=(32,))
 
@@ -24,10 +24,10 @@ def native(monkeypatch, ids_bundle):
     backend, said = TimedBackend(Clock().install(monkeypatch)), []
     manifest = replace(read_manifest(ids_bundle), backend="native", arch="sm90a")
 
-    @contextmanager
-    def opened(path, *, self_test):
+    def opened(path, *, self_test, fallback):
         assert self_test == "off"
-        yield SimpleNamespace(backend=backend, encode=lambda task: task)
+        assert not fallback  # cycles that draft are what is timed
+        return Planner(backend, None, fallback=fallback)
 
     monkeypatch.setattr(subjects, "read_manifest", lambda path: manifest)
     monkeypatch.setattr(subjects.Planner, "open", opened)
@@ -35,9 +35,15 @@ def native(monkeypatch, ids_bundle):
     return SimpleNamespace(backend=backend, said=said, path=ids_bundle)
 
 
+def asking(prompt):
+    return lambda planner: Prompts("a test", [prompt])
+
+
 def test_a_native_bundle_is_timed_against_its_own_bytes(native):
     prompts = [[1] * n for n in (10, 20, 30, 40, 50)]
-    found = bench_bundle(native.path, lambda planner: prompts, WORK, say=native.said.append)
+    found = bench_bundle(native.path, lambda planner: Prompts("a test", prompts), WORK, say=native.said.append)
+    assert found.prompts == "4 of a test"
+    assert found.schema is None  # no tokenizer
     assert found.backend == "native"
     assert found.pair == str(native.path)
     assert found.cycle.whole.floor_ms > 0
@@ -49,11 +55,11 @@ def test_a_native_bundle_is_timed_against_its_own_bytes(native):
 
 def test_an_accept_length_is_forced_on_a_native_bundle(native):
     work = replace(WORK, accept_length=3.0)
-    found = bench_bundle(native.path, lambda planner: [[1, 2, 3]], work, say=native.said.append)
+    found = bench_bundle(native.path, asking([1, 2, 3]), work, say=native.said.append)
     assert found.speculative.accept_length == pytest.approx(3.0)
     block = read_manifest(native.path).block_size
     with pytest.raises(RequestError, match=rf"is outside 1\.\.{block}"):
-        bench_bundle(native.path, lambda planner: [[1]], replace(WORK, accept_length=block + 1.0), say=print)
+        bench_bundle(native.path, asking([1]), replace(WORK, accept_length=block + 1.0), say=print)
 
 
 def test_without_a_compiler_a_native_bundle_is_timed_without_floors(native, monkeypatch):
@@ -61,7 +67,7 @@ def test_without_a_compiler_a_native_bundle_is_timed_without_floors(native, monk
         raise BuildError("compiling kernels needs cuda.core; install it")
 
     monkeypatch.setattr(subjects, "probe_device", no_compiler)
-    found = bench_bundle(native.path, lambda planner: [[1, 2, 3]], WORK, say=native.said.append)
+    found = bench_bundle(native.path, asking([1, 2, 3]), WORK, say=native.said.append)
     assert found.read_bandwidth is None
     assert found.cycle.whole.bytes > 0
     assert found.cycle.whole.over_floor is None
@@ -74,7 +80,7 @@ def test_without_a_gpu_the_bundle_is_named(native, monkeypatch):
 
     monkeypatch.setattr(subjects, "probe_device", no_driver)
     with pytest.raises(BackendError, match="bundle was built for sm90a: no NVIDIA driver was found"):
-        bench_bundle(native.path, lambda planner: [[1]], WORK, say=native.said.append)
+        bench_bundle(native.path, asking([1]), WORK, say=native.said.append)
 
 
 def test_a_synthetic_pair_is_loaded_with_room_for_all_that_is_asked(monkeypatch):
@@ -101,3 +107,7 @@ def test_a_synthetic_pair_is_loaded_with_room_for_all_that_is_asked(monkeypatch)
     assert made["kv"] == "fp8"
     assert set(made["formats"].values()) == {"bf16"}
     assert found.cycle.whole.bytes > 16e9
+    assert found.prompts == "512 random ids"
+    assert found.schema.schema == "endless steps of an action (8) and a target (24 names)"
+    assert found.schema.replaced > 0.9  # drafts of ones are none
+    assert found.schema.accept_length >= 1

@@ -29,13 +29,12 @@ def timed(monkeypatch):
     return calls
 
 
-def test_tables_then_one_json_line_with_progress_on_stderr(cli, timed):
+def test_tables_and_no_json_with_progress_on_stderr(cli, timed):
     code, out, err = cli("bench", "--synthetic", "qwen3.6-27b", "--tokens", 40, "--accept-length", 3, "--prefill", "64")
     assert code == 0
-    found = json.loads(out.splitlines()[-1])
-    assert found["speculative"]["accept_length"] == pytest.approx(3)
-    assert [row["tokens"] for row in found["prefill"]] == [64]
     assert "One steady cycle at" in out
+    assert "host time a cycle: " in out
+    assert "{" not in out
     assert "measuring the device" in err
     assert "measuring" not in out
     ((name, kind, work, folder),) = timed
@@ -46,12 +45,14 @@ def test_tables_then_one_json_line_with_progress_on_stderr(cli, timed):
 def test_json_alone_is_one_line_and_files_are_written(cli, timed, tmp_path):
     files = ("--plot", tmp_path / "plot.svg", "--record", tmp_path / "runs.json")
     for _ in range(2):
-        code, out, _ = cli(
+        code, out, err = cli(
             "bench", "--synthetic", "qwen3-8b", "--weights", "bf16", "--json", "--commit", "abc123", *files
         )
         assert code == 0
     found = last_json(out)
     assert found["machine"]["commit"] == "abc123"
+    assert f"drawing: {tmp_path / 'plot.svg'}\n" in err
+    assert f"recorded: {tmp_path / 'runs.json'}\n" in err
     assert json.loads((tmp_path / "runs.json").read_text())["runs"][1] == found
     assert len(json.loads((tmp_path / "runs.json").read_text())["runs"]) == 2
     ElementTree.parse(tmp_path / "plot.svg")
@@ -73,6 +74,26 @@ def test_a_reference_bundle_is_timed_without_floors(cli, ids_bundle):
     assert found["cycle"]["whole"]["floor_ms"] is None
     assert "no read bandwidth, no floors" in err
     assert "99999 tokens do not fit" in err
+
+
+def test_the_demo_pair_is_asked_what_it_was_trained_for(cli, demo_bundle):
+    code, out, _ = cli("bench", demo_bundle, "--tokens", 48, "--prefill", "8", "--json")
+    assert code == 0
+    found = last_json(out)
+    assert found["prompts"] == "4 of the demo pair's held-out tasks"
+    assert found["speculative"]["accept_length"] > 8  # with prompts that it does not know: 1.7
+    assert found["schema"]["accept_length"] > 8
+    assert found["schema"]["schema"] == "plans of the demo's actions"
+    assert found["schema"]["replaced"] < 0.05
+    assert found["raw"]["cycles"] == found["speculative"]["cycles"]
+
+
+def test_prompts_of_a_file_are_named(cli, demo_bundle, tmp_path):
+    file = tmp_path / "mine.jsonl"
+    file.write_text('{"text": "Close the fridge."}\n')
+    code, out, _ = cli("bench", demo_bundle, "--tokens", 8, "--prefill", "8", "--prompts", file, "--json")
+    assert code == 0
+    assert last_json(out)["prompts"] == f"1 of {file}"
 
 
 @pytest.mark.parametrize(

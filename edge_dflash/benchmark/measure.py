@@ -1,4 +1,4 @@
-"""Times a loaded backend: decoding through the loop, cycles on the device's clock, prompts, memory.
+"""Times a loaded pair: plans as a caller gets them, cycles called directly, prompts, memory.
 
 Every figure is measured, none computed from another. Works on any Backend; one on a GPU gives more.
 """
@@ -12,12 +12,14 @@ from itertools import pairwise
 from statistics import mean, median
 from typing import TYPE_CHECKING, Protocol, cast
 
+from edge_dflash.backends import base
 from edge_dflash.backends.base import Backend
 from edge_dflash.benchmark.machine import ClockSample
 from edge_dflash.benchmark.result import Cycle, Decode, Memory, Part, Prefill
 from edge_dflash.benchmark.traffic import Costs
 from edge_dflash.errors import BackendError, RequestError
-from edge_dflash.spec.loop import DecodeOptions, Step, stream
+from edge_dflash.plan import Plan
+from edge_dflash.planner import Planner
 
 if TYPE_CHECKING:  # importing them needs CUDA's bindings
     from edge_dflash.backends.native.driver import Gpu
@@ -26,11 +28,12 @@ if TYPE_CHECKING:  # importing them needs CUDA's bindings
 CYCLES, BATCHES, WARM = 20, 5, 2  # timed cycles behind a prefill, how often, and cycles before
 MOST_BATCHES = 40  # while nvidia-smi is waited for
 LONG_PROMPT = 2048  # tokens from which one batch, or one run, is enough: their prefill takes most of the time
+ROUNDS = 3  # plans and raw cycles take turns so often on a GPU; the middle round counts
 _LONGEST_PERIOD = 100  # cycles of an accept pattern
 
 
 class DeviceBackend(Backend, Protocol):
-    """A backend whose cycle is one graph on a GPU."""
+    """A backend on a GPU."""
 
     @property
     def gpu(self) -> Gpu:
@@ -69,73 +72,113 @@ def accept_pattern(accept_length: float, block: int) -> tuple[int, ...]:
     return tuple(b - a - 1 for a, b in pairwise(ends))
 
 
+@dataclass(frozen=True)
+class TimedCycle:
+    """One cycle called directly: from the call to its commit, on the host's clock."""
+
+    context: int  # committed tokens before it
+    seconds: float
+    found: base.Cycle
+
+
+@dataclass(frozen=True)
+class TimedRun:
+    """A prompt and the cycles behind it, called directly."""
+
+    prefill_seconds: float  # until the first token is known on the host
+    cycles: list[TimedCycle]
+
+
+@dataclass(frozen=True)
+class Decodings:
+    """Speculative decoding of the same prompts in the same minutes, each way the middle one of its rounds."""
+
+    planned: Decode  # Planner.plan
+    formed: Decode | None  # Planner.plan under a schema
+    raw: Decode  # backend.cycle and commit
+    cycles: list[TimedCycle]  # all raw ones
+
+
 @dataclass
 class Meter:
-    """Measures one backend. ``bandwidth`` and ``costs`` are None where floors are not known."""
+    """Measures one pair behind its planner. ``bandwidth`` and ``costs`` are None where floors are not known."""
 
-    backend: Backend
+    planner: Planner
     costs: Costs | None
     bandwidth: float | None
 
-    def steps(self, prompt: Sequence[int], tokens: int, *, speculative: bool) -> list[Step]:
-        """A whole generation, from an empty sequence; its first step is the prefill."""
-        self.backend.reset()
-        options = DecodeOptions(max_new_tokens=tokens)
-        return list(stream(self.backend, prompt, options, speculative=speculative))
-
-    def decode(self, prompts: Sequence[Sequence[int]], tokens: int, *, speculative: bool) -> tuple[Decode, list[Step]]:
-        """Tokens a second after the first token, wall clock around the loop; and the steps behind it."""
-        seconds, found = 0.0, list[Step]()
+    def decode(
+        self, prompts: Sequence[Sequence[int]], tokens: int, *, speculative: bool = True, schema: object = None
+    ) -> tuple[Decode, list[Plan]]:
+        """Plans of up to ``tokens``, and their time from the first token until the caller has the plan."""
+        seconds, plans = 0.0, list[Plan]()
         for prompt in prompts:
-            self.backend.reset()
-            steps = stream(self.backend, prompt, DecodeOptions(max_new_tokens=tokens), speculative=speculative)
-            next(steps)
             began = time.perf_counter()
-            found += list(steps)
-            seconds += time.perf_counter() - began
-        committed = sum(len(step.tokens) for step in found)
-        if not committed:
-            raise BackendError("no prompt led to a second token, so nothing was timed; give more tokens with --tokens")
-        return Decode(committed / seconds, committed / len(found), len(found), seconds / len(found) * 1e3), found
+            plan = self.planner.plan(prompt, max_new_tokens=tokens, speculative=speculative, schema=schema)
+            seconds += time.perf_counter() - began - plan.timings.first_token_seconds
+            plans.append(plan)
+        return decoded(seconds, [n for plan in plans for n in plan.accept_lengths]), plans
 
-    def loop_cycle(self, steps: Sequence[Step], context: int) -> Cycle:
-        """A cycle by the host's clock: all that is known of a backend without graphs."""
-        propose, verify = mean(s.propose_seconds for s in steps), mean(s.verify_seconds for s in steps)
-        whole = Part.of(propose + verify, None, None)
-        return Cycle(context, whole, Part.of(propose, None, None), Part.of(verify, None, None), None, None)
+    def cycles(self, prompt: Sequence[int], count: int) -> TimedRun:
+        """``count`` cycles behind ``prompt``, without the planner and the loop."""
+        backend, found = self.planner.backend, list[TimedCycle]()
+        backend.reset()
+        began = time.perf_counter()
+        anchor = backend.prefill(prompt).argmax()[0]
+        prefill = time.perf_counter() - began
+        for _ in range(count):
+            at, began = backend.length, time.perf_counter()
+            cycle = backend.cycle(anchor)
+            backend.commit(len(cycle.tokens))
+            found.append(TimedCycle(at, time.perf_counter() - began, cycle))
+            anchor = cycle.tokens[-1]
+        return TimedRun(prefill, found)
 
-    def device_cycle(self, device: DeviceBackend, prompt: Sequence[int], sample: ClockSample | None = None) -> Cycle:
+    def decodings(self, prompts: Sequence[Sequence[int]], tokens: int, rounds: int, schema: object = None) -> Decodings:
+        """Plans free and under ``schema``, and as many raw cycles as the free ones took, in turns."""
+        planned, formed, raw, cycles = list[Decode](), list[Decode](), list[Decode](), list[TimedCycle]()
+        for _ in range(rounds):
+            decode, plans = self.decode(prompts, tokens)
+            planned.append(decode)
+            runs = [self.cycles(prompt, len(p.accept_lengths)) for prompt, p in zip(prompts, plans, strict=True)]
+            timed = [cycle for run in runs for cycle in run.cycles]
+            kept = [n for plan in plans for n in plan.accept_lengths]  # a plan's last cycle may be cut
+            raw.append(decoded(sum(cycle.seconds for cycle in timed), kept))
+            cycles += timed
+            if schema is not None:
+                formed.append(self.decode(prompts, tokens, schema=schema)[0])
+        return Decodings(_middle(planned), _middle(formed) if formed else None, _middle(raw), cycles)
+
+    def host_cycle(self, timed: Sequence[TimedCycle]) -> Cycle:
+        """The mean cycle by the host's clock: all that is known of a backend without a device."""
+        return Cycle(
+            round(mean(c.context for c in timed)),
+            Part.of(mean(c.seconds for c in timed), None, None),
+            Part.of(mean(c.found.propose_seconds for c in timed), None, None),
+            Part.of(mean(c.found.verify_seconds for c in timed), None, None),
+            None,
+            None,
+        )
+
+    def device_cycle(self, prompt: Sequence[int], sample: ClockSample | None = None) -> Cycle:
         """A steady cycle behind ``prompt``: from call to committed tokens, its passes by the device's clock.
 
         Medians over batches of cycles, each behind a prefill of its own; batches go on until ``sample`` has its answer.
         """
-        whole, propose, verify = list[float](), list[float](), list[float]()
-        contexts, lengths, batch = list[int](), list[int](), 0
+        timed, batch = list[TimedCycle](), 0
         wanted = BATCHES if len(prompt) < LONG_PROMPT else 1
         while batch < wanted or (sample is not None and sample.pending and batch < MOST_BATCHES):
             batch += 1
-            device.reset()
-            anchor = device.prefill(prompt).argmax()[0]
-            for index in range(WARM + CYCLES):
-                at, began = device.length, time.perf_counter()
-                cycle = device.cycle(anchor)
-                device.commit(len(cycle.tokens))
-                seconds, anchor = time.perf_counter() - began, cycle.tokens[-1]
-                if index >= WARM:
-                    whole.append(seconds)
-                    propose.append(cycle.propose_seconds)
-                    verify.append(cycle.verify_seconds)
-                    contexts.append(at)
-                    lengths.append(len(cycle.tokens))
-        context, pending = round(mean(contexts)), round(mean(lengths))
+            timed += self.cycles(prompt, WARM + CYCLES).cycles[WARM:]
+        context, pending = round(mean(c.context for c in timed)), round(mean(len(c.found.tokens) for c in timed))
         draft = self.costs.propose(context) if self.costs else None
         check = self.costs.verify(context, pending) if self.costs else None
         both = draft.total + check.total if draft and check else None
         return Cycle(
             context,
-            Part.of(median(whole), both, self.bandwidth),
-            Part.of(median(propose), draft.total if draft else None, self.bandwidth),
-            Part.of(median(verify), check.total if check else None, self.bandwidth),
+            Part.of(median(c.seconds for c in timed), both, self.bandwidth),
+            Part.of(median(c.found.propose_seconds for c in timed), draft.total if draft else None, self.bandwidth),
+            Part.of(median(c.found.verify_seconds for c in timed), check.total if check else None, self.bandwidth),
             draft,
             check,
         )
@@ -144,13 +187,18 @@ class Meter:
         """A prompt until its first token is known on the host: the best of three behind a first one, of one if long."""
         seconds = list[float]()
         while len(seconds) < (2 if seconds and seconds[0] > 1 else 4):
-            self.backend.reset()
-            began = time.perf_counter()
-            self.backend.prefill(prompt).argmax()
-            seconds.append(time.perf_counter() - began)
+            seconds.append(self.cycles(prompt, 0).prefill_seconds)
         best = min(seconds[1:])
         rate = self.costs.prefill_operations(len(prompt)) / best if self.costs else None
         return Prefill(len(prompt), best * 1e3, rate, rate / matmul_rate if rate and matmul_rate else None)
+
+
+def decoded(seconds: float, accept_lengths: Sequence[int]) -> Decode:
+    """Cycles that took ``seconds`` together. Raises BackendError when there are none."""
+    if not accept_lengths:
+        raise BackendError("no prompt led to a second token, so nothing was timed; give more tokens with --tokens")
+    committed, cycles = sum(accept_lengths), len(accept_lengths)
+    return Decode(committed / seconds, committed / cycles, cycles, seconds / cycles * 1e3)
 
 
 def memory(device: DeviceBackend, free_before: int, allocations: int) -> Memory:
@@ -160,3 +208,8 @@ def memory(device: DeviceBackend, free_before: int, allocations: int) -> Memory:
     return Memory(
         dict(device.budget), device.gpu.allocated_bytes, free_before - free, total, device.gpu.allocations - allocations
     )
+
+
+def _middle(rounds: Sequence[Decode]) -> Decode:
+    """The round whose cycle took the middle time."""
+    return sorted(rounds, key=lambda decode: decode.ms)[len(rounds) // 2]

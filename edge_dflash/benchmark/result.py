@@ -32,12 +32,20 @@ class Part:
 
 @dataclass(frozen=True)
 class Decode:
-    """One way of decoding, timed as a caller sees it, through the loop."""
+    """One way of decoding by the wall clock, from the first token on."""
 
     tokens_per_second: float
     accept_length: float  # tokens committed per cycle, as counted
     cycles: int
     ms: float  # wall clock of a cycle
+
+
+@dataclass(frozen=True)
+class Formed(Decode):
+    """Decoding under a JSON Schema."""
+
+    schema: str  # in words
+    replaced: float  # share of the drafts in whose place the grammar put another token
 
 
 @dataclass(frozen=True)
@@ -119,15 +127,23 @@ class Result:
     read_bandwidth: float | None  # bytes a second
     matmul_rate: float | None  # operations a second
     matmul_by: str | None
-    plain: Decode
+    prompts: str  # what was decoded, in words
+    plain: Decode  # Planner.plan, without drafts
     plain_floor_ms: float | None
-    speculative: Decode
+    speculative: Decode  # Planner.plan
+    schema: Formed | None  # Planner.plan; None without a tokenizer
+    raw: Decode  # cycles of the speculative plans again, called directly
     cycle: Cycle
     cold: Cold
     prefill: tuple[Prefill, ...]
     contexts: tuple[Cycle, ...]
     memory: Memory | None
     profile: tuple[Step, ...]
+
+    @property
+    def host_ms(self) -> float:
+        """What a caller's cycle takes beyond the backend's own: loop, queue, text, on the host."""
+        return self.speculative.ms - self.raw.ms
 
     def to_json(self) -> dict[str, Any]:
         """Fields, and the ratios that follow from them."""
@@ -136,6 +152,8 @@ class Result:
         for cycle, entry in zip(self.contexts, found["contexts"], strict=True):
             entry |= _ratios(cycle)
         found["cold"]["over_steady"] = self.cold.over_steady
+        found["host_ms"] = self.host_ms
+        found["host_share"] = self.host_ms / self.raw.ms
         found["speed_up"] = self.speculative.tokens_per_second / self.plain.tokens_per_second
         return found
 

@@ -5,17 +5,27 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 from edge_dflash.backends.base import Backend
 from edge_dflash.benchmark import measure
+from edge_dflash.benchmark.form import Form, replaced_share
 from edge_dflash.benchmark.machine import ClockSample, describe
-from edge_dflash.benchmark.measure import CYCLES, WARM, DeviceBackend, Meter, accept_pattern, on_device
-from edge_dflash.benchmark.result import Cold, Cycle, Part, Prefill, Result, Step
+from edge_dflash.benchmark.measure import (
+    CYCLES,
+    ROUNDS,
+    WARM,
+    Decodings,
+    DeviceBackend,
+    Meter,
+    TimedRun,
+    accept_pattern,
+    on_device,
+)
+from edge_dflash.benchmark.result import Cold, Cycle, Formed, Part, Prefill, Result, Step
 from edge_dflash.benchmark.traffic import Costs
 from edge_dflash.errors import ContextError
-from edge_dflash.spec.loop import Step as LoopStep
+from edge_dflash.planner import Planner
 
 if TYPE_CHECKING:
     from edge_dflash.benchmark.probe import Matmul
@@ -49,7 +59,7 @@ class Work:
     def rows(self, block: int) -> int:
         """Context that all of it needs."""
         behind = max(self.drift(block), self.tokens + 2 * block, self.budget(block) + 2 * block)
-        most = max(self.context + behind, *self.prefill, *(c + self.drift(block) for c in self.contexts))
+        most = max((self.context + behind, *self.prefill, *(c + self.drift(block) for c in self.contexts)))
         return -(-(most + block) // 256) * 256
 
 
@@ -71,33 +81,35 @@ class Subject:
     kind: str  # of backend
     weights: str  # formats, in words
     kv: str
-    backend: Backend
+    planner: Planner
     costs: Costs | None
+    source: str  # of the prompts, in words
     prompts: Sequence[Sequence[int]]  # whose continuations are timed
+    form: Form | None  # None: there is no tokenizer
     filler: Sequence[int]  # ids that prompts of any length are made of
     load_seconds: float
 
 
 def run(subject: Subject, device: Device, work: Work, say: Say) -> Result:
     """Measure a loaded subject."""
-    backend, shape = subject.backend, subject.backend.shape
-    on_gpu = on_device(backend)
-    work = fitted(work, backend, say)
-    meter = Meter(backend, subject.costs, device.bandwidth)
+    planner, shape = subject.planner, subject.planner.shape
+    on_gpu = on_device(planner.backend)
+    work = fitted(work, planner.backend, say)
+    meter = Meter(planner, subject.costs, device.bandwidth)
     if on_gpu and work.accept_length is not None:
         on_gpu.force(accept_pattern(work.accept_length, shape.block_size))
     allocations = on_gpu.gpu.allocations if on_gpu else 0
-    first = meter.steps(subject.prompts[0], 2 * shape.block_size, speculative=True)
+    first = meter.cycles(subject.prompts[0], 1)
     say("timing plain decoding")
     plain, _ = meter.decode(subject.prompts, work.tokens, speculative=False)
     say("timing speculative decoding")
-    speculative, steps = meter.decode(subject.prompts, work.budget(shape.block_size), speculative=True)
+    decodings, formed = decode_all(meter, subject, work)
     say("timing the parts of a cycle")
     sample = ClockSample()
     if on_gpu is None:
-        cycle = meter.loop_cycle(steps, round(mean(map(len, subject.prompts))) + work.tokens // 2)
+        cycle = meter.host_cycle(decodings.cycles)
     else:
-        cycle = meter.device_cycle(on_gpu, tiled(subject.filler, work.context), sample)
+        cycle = meter.device_cycle(tiled(subject.filler, work.context), sample)
     clocks = sample.result()
     prefills = tuple(_prefill(meter, subject, device, tokens, say) for tokens in work.prefill)
     contexts = tuple(_context(meter, on_gpu, subject, context, say) for context in work.contexts)
@@ -116,16 +128,34 @@ def run(subject: Subject, device: Device, work: Work, say: Say) -> Result:
         read_bandwidth=device.bandwidth,
         matmul_rate=device.matmul.operations_per_second if device.matmul else None,
         matmul_by=device.matmul.by if device.matmul else None,
+        prompts=subject.source,
         plain=plain,
         plain_floor_ms=Part.of(0, floor, device.bandwidth).floor_ms,
-        speculative=speculative,
+        speculative=decodings.planned,
+        schema=formed,
+        raw=decodings.raw,
         cycle=cycle,
-        cold=_cold(subject, first, speculative.ms),
+        cold=_cold(subject, first, decodings.raw.ms),
         prefill=prefills,
         contexts=contexts,
         memory=held,
         profile=_profile(on_gpu, subject, work, say),
     )
+
+
+def decode_all(meter: Meter, subject: Subject, work: Work) -> tuple[Decodings, Formed | None]:
+    """Speculative decoding of the subject's prompts: by plans, by plans under its schema, by raw cycles."""
+    planner, form, prompt = subject.planner, subject.form, subject.prompts[0]
+    block = planner.shape.block_size
+    budget, schema = work.budget(block), form.schema if form else None
+    for each in (None,) if schema is None else (None, schema):  # the first time compiles
+        planner.plan(prompt, max_new_tokens=min(budget, 2 * block), schema=each)
+    rounds = ROUNDS if on_device(planner.backend) else 1
+    found = meter.decodings(subject.prompts, budget, rounds, schema)
+    if form is None or found.formed is None:
+        return found, None
+    replaced = replaced_share(planner, form, prompt, budget)
+    return found, Formed(**vars(found.formed), schema=form.what, replaced=replaced)
 
 
 def fitted(work: Work, backend: Backend, say: Say) -> Work:
@@ -159,17 +189,16 @@ def _context(meter: Meter, device: DeviceBackend | None, subject: Subject, conte
     say(f"timing cycles at {context:,} tokens")
     prompt = tiled(subject.filler, context)
     if device is not None:
-        return meter.device_cycle(device, prompt)
-    return meter.loop_cycle(meter.steps(prompt, 4 * meter.backend.shape.block_size, speculative=True)[1:], context)
+        return meter.device_cycle(prompt)
+    return meter.host_cycle(meter.cycles(prompt, 4).cycles)
 
 
-def _cold(subject: Subject, first: Sequence[LoopStep], steady_ms: float) -> Cold:
-    prefill, cycle = first[0], first[1]
+def _cold(subject: Subject, first: TimedRun, steady_ms: float) -> Cold:
     return Cold(
         load_seconds=subject.load_seconds,
         prefill_tokens=len(subject.prompts[0]),
-        prefill_ms=prefill.verify_seconds * 1e3,
-        cycle_ms=(cycle.propose_seconds + cycle.verify_seconds) * 1e3,
+        prefill_ms=first.prefill_seconds * 1e3,
+        cycle_ms=first.cycles[0].seconds * 1e3,
         steady_cycle_ms=steady_ms,
     )
 

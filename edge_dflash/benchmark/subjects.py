@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from edge_dflash.backends.base import Precision
+from edge_dflash.benchmark.form import SCENE_STEPS, STEPS, WORDS, Form
 from edge_dflash.benchmark.measure import accept_pattern
 from edge_dflash.benchmark.pairs import synthetic_pair
 from edge_dflash.benchmark.result import Result
 from edge_dflash.benchmark.run import Device, Say, Subject, Work, run, tiled
 from edge_dflash.benchmark.traffic import Costs
+from edge_dflash.benchmark.vocabulary import synthetic_tokenizer
 from edge_dflash.bundle.manifest import WeightFormat
 from edge_dflash.bundle.reader import read_manifest
 from edge_dflash.checkpoint.specs import PairSpec
@@ -62,37 +65,48 @@ def bench_synthetic(name: str, kind: Kind, work: Work, cubin_folder: Path = CUBI
     Raises RequestError for an unknown name or a bad accept length, BackendError without an NVIDIA GPU.
     """
     pair = synthetic_pair(name)
-    block = pair.drafter.block_size
     accept_length = _ACCEPT_LENGTH if work.accept_length is None else work.accept_length
-    accept_pattern(accept_length, block)
+    accept_pattern(accept_length, pair.drafter.block_size)
     work = replace(work, accept_length=accept_length)
     try:
         device, cubin = probe_device(cubin_folder, say)
     except BackendError as error:
         raise BackendError(f"edge-dflash bench --synthetic needs an NVIDIA GPU: {error}") from None
+    with synthetic_subject(name, kind, work, cubin, say) as subject:
+        return run(subject, device, work, say)
+
+
+@contextmanager
+def synthetic_subject(
+    name: str, kind: Kind, work: Work, cubin: Callable[[str], bytes], say: Say = print
+) -> Iterator[Subject]:
+    """A published pair with random weights on the GPU, room for ``work``, and a tokenizer of its vocabulary's size."""
     from edge_dflash.backends.native.backend import NativeBackend
     from edge_dflash.benchmark.weights import RandomWeights
 
+    pair = synthetic_pair(name)
+    tokenizer = synthetic_tokenizer(pair.target.vocab_size, WORDS)
     say(f"loading {name} with random {kind} weights")
     began = time.perf_counter()
     weights = RandomWeights(pair, kind, cubin)
     precision = Precision()
-    backend = NativeBackend(pair, weights, precision, cubin=cubin, max_context=work.rows(block))
-    subject = Subject(
-        title=f"{name}, random weights",
-        kind="native",
-        weights=kind,
-        kv=precision.kv,
-        backend=backend,
-        costs=_costs(pair, weights.formats, precision),
-        prompts=(tiled(_random_ids(pair), work.context),),
-        filler=_random_ids(pair),
-        load_seconds=time.perf_counter() - began,
-    )
-    try:
-        return run(subject, device, work, say)
-    finally:
-        backend.close()
+    backend = NativeBackend(pair, weights, precision, cubin=cubin, max_context=work.rows(pair.drafter.block_size))
+    loaded = time.perf_counter() - began
+    filler = _random_ids(pair)
+    with Planner(backend, tokenizer, (pair.target.vocab_size - 1,), fallback=False) as planner:
+        yield Subject(
+            title=f"{name}, random weights",
+            kind="native",
+            weights=kind,
+            kv=precision.kv,
+            planner=planner,
+            costs=_costs(pair, weights.formats, precision),
+            source=f"{work.context} random ids",
+            prompts=(tiled(filler, work.context),),
+            form=SCENE_STEPS,
+            filler=filler,
+            load_seconds=loaded,
+        )
 
 
 def _costs(pair: PairSpec, formats: Mapping[str, WeightFormat], precision: Precision) -> Costs:
@@ -104,14 +118,23 @@ def _random_ids(pair: PairSpec) -> list[int]:
     return found
 
 
+@dataclass(frozen=True)
+class Prompts:
+    """What a bundle is asked."""
+
+    source: str  # in words
+    tasks: Sequence[Task]
+    form: Form = STEPS
+
+
 def bench_bundle(
     path: Path,
-    tasks: Callable[[Planner], Sequence[Task]],
+    prompts: Callable[[Planner], Prompts],
     work: Work,
     cubin_folder: Path = CUBINS,
     say: Say = print,
 ) -> Result:
-    """Benchmark a bundle on its own backend with the first of ``tasks``.
+    """Benchmark a bundle on its own backend with the first of ``prompts``.
 
     Without NVRTC the device's read bandwidth, and with it every floor, is left out. Raises BundleError and BackendError
     as :meth:`Planner.open` does, RequestError for a forced accept length on the reference backend.
@@ -135,20 +158,31 @@ def bench_bundle(
             raise BackendError(f"{path} was built for {manifest.arch}: {error}") from None
     else:
         say(f"the {manifest.backend} backend is timed as it is: no read bandwidth, no floors, no device memory")
+    with bundle_subject(path, prompts, say) as subject:
+        return run(subject, device, work, say)
+
+
+@contextmanager
+def bundle_subject(path: Path, prompts: Callable[[Planner], Prompts], say: Say = print) -> Iterator[Subject]:
+    """An open bundle, which drafts whether it pays or not."""
+    manifest = read_manifest(path)
     say(f"loading {path}")
     began = time.perf_counter()
-    with Planner.open(path, self_test="off") as planner:
+    with Planner.open(path, self_test="off", fallback=False) as planner:
         loaded = time.perf_counter() - began
-        prompts = [planner.encode(task) for task in tasks(planner)[:_PROMPTS]]
-        subject = Subject(
+        asked = prompts(planner)
+        ids = [planner.encode(task) for task in asked.tasks[:_PROMPTS]]
+        on_device = manifest.backend != "reference"
+        yield Subject(
             title=str(path),
             kind=manifest.backend,
             weights=", ".join(f"{count} {name}" for name, count in manifest.weight_summary.items()),
             kv=manifest.precision.kv,
-            backend=planner.backend,
+            planner=planner,
             costs=_costs(manifest.pair, manifest.weights, manifest.precision) if on_device else None,
-            prompts=prompts,
-            filler=[token for prompt in prompts for token in prompt],
+            source=f"{len(ids)} of {asked.source}",
+            prompts=ids,
+            form=asked.form if planner.tokenizer is not None else None,
+            filler=[token for prompt in ids for token in prompt],
             load_seconds=loaded,
         )
-        return run(subject, device, work, say)

@@ -16,7 +16,7 @@ from edge_dflash.inspection.view import named_table
 
 def render(result: Result) -> RenderableType:
     """Tables of decoding, of a cycle's parts, of prompts, contexts, steps and memory."""
-    parts: list[RenderableType] = [_head(result), _decoding(result), _cold(result), _cycle(result)]
+    parts: list[RenderableType] = [_head(result), _decoding(result), _host(result), _cold(result), _cycle(result)]
     if result.prefill:
         parts.append(_prefill(result))
     if result.contexts:
@@ -54,14 +54,33 @@ def _head(result: Result) -> Text:
 
 def _decoding(result: Result) -> Table:
     forced = result.forced_accept_length is not None
-    title = "Decoding through the loop, wall clock" + (", accept length forced" if forced else "")
+    title = "Decoding, wall clock from the first token on" + (", accept length forced" if forced else "")
     table = named_table(title, "", right=("tokens/s", "accept length", "cycles", "ms a cycle", "floor", "x floor"))
-    floors = (result.plain_floor_ms, result.cycle.whole.floor_ms)
-    for name, decode, floor in zip(("plain", "speculative"), (result.plain, result.speculative), floors, strict=True):
+    ways = [("plain, Planner.plan", result.plain), ("speculative, Planner.plan", result.speculative)]
+    if result.schema is not None:
+        ways.append(("speculative, Planner.plan, schema", result.schema))
+    ways.append(("raw cycles: backend.cycle, commit", result.raw))
+    for name, decode in ways:
+        floor = result.plain_floor_ms if decode is result.plain else result.cycle.whole.floor_ms
         over = _ratio(decode.ms / floor) if floor else "-"
         row = (f"{decode.tokens_per_second:.1f}", f"{decode.accept_length:.2f}", str(decode.cycles), f"{decode.ms:.3f}")
         table.add_row(name, *row, _ms(floor), over)
     return table
+
+
+def _host(result: Result) -> Text:
+    """What the caller pays beyond the backend's cycle, and what was asked."""
+    lines = [
+        f"host time a cycle: {result.host_ms:.3f} ms, {result.host_ms / result.raw.ms:.1%} of the raw cycle "
+        f"(speculative minus raw{'; less than the noise here' if result.host_ms < 0 else ''})"
+    ]
+    if result.schema is not None:
+        more = result.schema.ms / result.speculative.ms - 1
+        lines.append(
+            f"schema: {result.schema.schema}; cycles take {more:+.1%}, "
+            f"{result.schema.replaced:.1%} of the drafts were replaced by the grammar"
+        )
+    return Text("\n".join([*lines, f"prompts: {result.prompts}"]) + "\n")
 
 
 def _cold(result: Result) -> Text:

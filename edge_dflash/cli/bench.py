@@ -17,9 +17,8 @@ from edge_dflash.benchmark.run import Work
 from edge_dflash.benchmark.subjects import CUBINS, bench_bundle, bench_synthetic
 from edge_dflash.benchmark.view import render
 from edge_dflash.cli.output import emit_json, say, show
-from edge_dflash.cli.prompts import default_prompts, read_prompts
+from edge_dflash.cli.prompts import bench_prompts
 from edge_dflash.errors import RequestError
-from edge_dflash.planner import Planner, Task
 
 if TYPE_CHECKING:
     from edge_dflash.benchmark.weights import Kind
@@ -39,7 +38,7 @@ def bench(
     context: Annotated[int, typer.Option(min=1, help="Committed tokens at which cycles are timed.")] = 512,
     tokens: Annotated[int, typer.Option(min=2, help="Tokens to generate for each way of decoding.")] = 256,
     prompts: Annotated[
-        Path | None, typer.Option(help="JSONL of prompts for BUNDLE, as verify takes it; default: some of calib/.")
+        Path | None, typer.Option(help="JSONL of prompts for BUNDLE, as verify takes it; default: see below.")
     ] = None,
     prefill: Annotated[str, typer.Option(help="Prompt lengths for the time to the first token.")] = "128,2048,8192",
     contexts: Annotated[str, typer.Option(help="More contexts at which a cycle is timed, such as 2048,32768.")] = "",
@@ -52,23 +51,26 @@ def bench(
     commit: Annotated[
         str | None, typer.Option(help="Commit to record for a copy of the sources that git does not know.")
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the JSON object only.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object in place of the tables.")] = False,
 ) -> None:
-    """Time a pair: plain and speculative decoding, the parts of a cycle, prompts, memory.
+    """Time a pair: plans as a caller gets them, the parts of a cycle, prompts, memory.
 
-    Give BUNDLE, or --synthetic, which needs an NVIDIA GPU and no download. Each part of a cycle is compared with its
-    floor: the bytes that it must read over the read bandwidth of the device, measured in the same run. A forced accept
-    length replaces the comparison of drafts and choices on the device and changes nothing else. The reference backend
-    is timed without floors.
+    Give BUNDLE, or --synthetic, which needs an NVIDIA GPU and no download. Decoding is timed through Planner.plan by
+    the wall clock, free and under a JSON Schema; the same cycles called directly stand beside, and the difference is
+    the host time a cycle. Each part of a cycle is compared with its floor: the bytes that it must read over the read
+    bandwidth of the device, measured in the same run. A forced accept length replaces the comparison of drafts and
+    choices on the device and changes nothing else. The reference backend is timed without floors.
 
-    Tables come first, one JSON object on the last line.
+    Without --prompts, the demo pair plans its held-out tasks, other bundles calib/robot_planning.jsonl.
 
     JSON keys: pair, backend, weights, kv, block_size, context, forced_accept_length, machine, read_bandwidth (bytes a
-    second), matmul_rate (operations a second), matmul_by, plain and speculative (tokens_per_second, accept_length,
-    cycles, ms), speed_up, plain_floor_ms, cycle (whole, propose, verify, each with ms, bytes, floor_ms; rest_ms,
-    over_floor, the bytes by kind), cold (load_seconds, prefill_ms, cycle_ms, over_steady), prefill (tokens, ms,
-    operations_per_second, share of matmul_rate), contexts (a cycle each), memory (budget, allocated, device_used,
-    device_total, allocations_after_load), profile.
+    second), matmul_rate (operations a second), matmul_by, prompts, plain and speculative (Planner.plan:
+    tokens_per_second, accept_length, cycles, ms), schema (the same under a schema, which it describes, and the share
+    of drafts that the grammar replaced; null without tokenizer), raw (cycles called directly), host_ms (speculative
+    minus raw), host_share (of raw), speed_up, plain_floor_ms, cycle (whole, propose, verify, each with ms, bytes,
+    floor_ms; rest_ms, over_floor, the bytes by kind), cold (load_seconds, prefill_ms, cycle_ms, over_steady), prefill
+    (tokens, ms, operations_per_second, share of matmul_rate), contexts (a cycle each), memory (budget, allocated,
+    device_used, device_total, allocations_after_load), profile.
     """
     kind = _checked(bundle, synthetic, weights, prompts)
     if plot is not None and not plot.parent.is_dir():
@@ -80,8 +82,9 @@ def bench(
     if synthetic is not None:
         result = bench_synthetic(synthetic, kind, work, folder, say)
     else:
-        tasks = partial(_tasks, prompts=prompts, tokens=tokens)
-        result = bench_bundle(cast("Path", bundle), tasks, work, folder, say)
+        path = cast("Path", bundle)
+        asked = partial(bench_prompts, path, max_new_tokens=tokens, file=prompts)
+        result = bench_bundle(path, asked, work, folder, say)
     if commit is not None:
         result = replace(result, machine={**result.machine, "commit": commit})
     _print(result, plot, record, json)
@@ -101,10 +104,6 @@ def _checked(bundle: Path | None, synthetic: str | None, weights: str | None, pr
     return cast("Kind", kind)
 
 
-def _tasks(planner: Planner, *, prompts: Path | None, tokens: int) -> list[Task]:
-    return default_prompts(planner, tokens) if prompts is None else read_prompts(prompts)
-
-
 def lengths(text: str, option: str) -> tuple[int, ...]:
     """Token counts from ``128,2048``. Raises RequestError naming the piece that is none."""
     pieces = [piece.strip() for piece in text.split(",") if piece.strip()]
@@ -115,10 +114,13 @@ def lengths(text: str, option: str) -> tuple[int, ...]:
 
 
 def _print(result: Result, plot: Path | None, record: Path | None, json: bool) -> None:
+    if json:
+        emit_json(result.to_json())
+    else:
+        show(render(result))
     if plot is not None:
         plot.write_text(svg(result), encoding="utf-8")
+        say(f"drawing: {plot}")
     if record is not None:
         append(record, result.to_json())
-    if not json:
-        show(render(result))
-    emit_json(result.to_json())
+        say(f"recorded: {record}")

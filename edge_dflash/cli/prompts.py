@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
 
+from edge_dflash.benchmark.form import Form
+from edge_dflash.benchmark.subjects import Prompts
+from edge_dflash.bundle.reader import read_manifest
+from edge_dflash.cli.demo import HELDOUT, MODELS
+from edge_dflash.demo.corpus import plan_schema
 from edge_dflash.errors import ContextError, RequestError
 from edge_dflash.planner import Planner, Task
 from edge_dflash.resources import directory
 
+_CALIBRATION = "robot_planning.jsonl"
 KEYS = ("ids", "messages", "text")
 RANDOM_PROMPTS, RANDOM_TOKENS = 4, 12  # for a bundle without tokenizer
 
@@ -37,15 +44,46 @@ def default_prompts(planner: Planner, max_new_tokens: int) -> list[Task]:
     if planner.tokenizer is None:
         rng = np.random.default_rng(0)
         return [rng.integers(0, planner.shape.vocab_size, RANDOM_TOKENS).tolist() for _ in range(RANDOM_PROMPTS)]
+    return _fitting(planner, directory("calib") / _CALIBRATION, max_new_tokens)
+
+
+def bench_prompts(bundle: Path, planner: Planner, max_new_tokens: int, file: Path | None = None) -> Prompts:
+    """What a bundle is timed with: ``file``; else tasks like those that its pair was trained for, where that is known.
+
+    Drafts are only as good as the prompts are familiar, so the demo pair gets its held-out tasks and its own schema.
+    """
+    if file is not None:
+        return Prompts(str(file), read_prompts(file))
+    if planner.tokenizer is None:
+        return Prompts("prompts of random ids (no tokenizer)", default_prompts(planner, max_new_tokens))
+    if _is_demo(bundle):
+        tasks = _fitting(planner, HELDOUT, max_new_tokens)
+        return Prompts("the demo pair's held-out tasks", tasks, Form("plans of the demo's actions", plan_schema()))
+    return Prompts(f"calib/{_CALIBRATION}", default_prompts(planner, max_new_tokens))
+
+
+def _fitting(planner: Planner, file: Path, max_new_tokens: int) -> list[Task]:
+    """The prompts of a shipped file that leave room for ``max_new_tokens``."""
     room = planner.shape.usable_context - max_new_tokens
-    tasks = read_prompts(directory("calib") / "robot_planning.jsonl")
-    fitting = [task for task in tasks if len(planner.encode(task)) <= room]
+    fitting = [task for task in read_prompts(file) if len(planner.encode(task)) <= room]
     if not fitting:
         raise ContextError(
-            f"no calibration prompt and {max_new_tokens} new tokens fit the usable context of "
+            f"no prompt of {file.name} and {max_new_tokens} new tokens fit the usable context of "
             f"{planner.shape.usable_context} tokens; give shorter ones with --prompts"
         )
     return fitting
+
+
+def _is_demo(bundle: Path) -> bool:
+    """Whether the shipped pair is in the bundle, by the size and the first MiB of each checkpoint file."""
+    for source in read_manifest(bundle).sources:
+        path = MODELS / source.model / source.file
+        if not path.is_file() or path.stat().st_size != source.size:
+            return False
+        with path.open("rb") as file:
+            if sha256(file.read(1 << 20)).hexdigest() != source.sha256:
+                return False
+    return True
 
 
 def _task(line: str, where: str) -> Task:

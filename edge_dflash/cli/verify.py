@@ -12,7 +12,7 @@ from edge_dflash.benchmark.run import Work
 from edge_dflash.benchmark.subjects import bench_bundle
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.cli.output import emit_json, progress, say, show
-from edge_dflash.cli.prompts import default_prompts, read_prompts
+from edge_dflash.cli.prompts import bench_prompts, default_prompts, read_prompts
 from edge_dflash.errors import RequestError, VerificationError
 from edge_dflash.planner import Planner
 from edge_dflash.selftest import SelfTestResult, replay
@@ -106,7 +106,7 @@ def _found(result: Verification, self_test: SelfTestResult | None) -> dict[str, 
 def _bench(bundle: Path) -> dict[str, Any]:
     """A short benchmark, with the bundle loaded anew."""
     work = Work(context=REPORT_CONTEXT, tokens=REPORT_TOKENS, prefill=(REPORT_CONTEXT,))
-    return bench_bundle(bundle, lambda planner: default_prompts(planner, REPORT_TOKENS), work, say=say).to_json()
+    return bench_bundle(bundle, lambda planner: bench_prompts(bundle, planner, REPORT_TOKENS), work, say=say).to_json()
 
 
 def _report_bundle(result: Verification, self_test: SelfTestResult | None, json: bool) -> None:

@@ -5,7 +5,7 @@
 Sizes of Qwen3-8B and its published drafter. transformers decodes greedily with generate() and its own cache, and runs a
 DFlash loop written here on plain torch: the target's forward over a block with its hidden states, a drafter with
 preallocated keys and values, a forced accept pattern. edge-dflash takes the same tensors, with BF16 keys and values,
-and is timed through its own loop. Both compute in BF16; sums are ordered differently, so tokens are compared position
+and is timed through Planner.plan. Both compute in BF16; sums are ordered differently, so tokens are compared position
 by position on one given text, with the logits' distance. Prints one JSON line last.
 """
 
@@ -27,6 +27,7 @@ from edge_dflash.benchmark.pairs import synthetic_pair
 from edge_dflash.benchmark.subjects import CUBINS
 from edge_dflash.benchmark.weights import RandomWeights
 from edge_dflash.checkpoint.weights import WideWeight
+from edge_dflash.planner import Planner
 
 
 class TorchWeights(RandomWeights):
@@ -119,20 +120,16 @@ def ours(hf, pair, prompt, pattern, tokens, most, cubins):
     cubin = Cubins(cubins, device_arch(device_sm()))
     weights = TorchWeights(pair, hf.tensors)
     backend = NativeBackend(pair, weights, Precision(kv="bfloat16"), cubin=cubin, max_context=most)
-    try:
-        same = agreement(hf, backend, prompt, hf.text)
-        meter = Meter(backend, None, None)
-        meter.steps(prompt, 32, speculative=True)
-        plain, steps = meter.decode([prompt], tokens, speculative=False)
-        same["equal_plain_prefix"] = prefix([t for step in steps for t in step.tokens], hf.text[1:])
+    with Planner(backend, None, fallback=False) as planner:
+        same = agreement(hf, planner.backend, prompt, hf.text)
+        meter = Meter(planner, None, None)
+        meter.decode([prompt], 32)
+        plain, plans = meter.decode([prompt], tokens, speculative=False)
+        same["equal_plain_prefix"] = prefix(plans[0].tokens, hf.text)
         backend.force(pattern)
-        speculative, _ = meter.decode(
-            [prompt], 1 + tokens * (sum(pattern) + len(pattern)) // len(pattern), speculative=True
-        )
-        cycle = meter.device_cycle(backend, prompt)
+        speculative, _ = meter.decode([prompt], 1 + tokens * (sum(pattern) + len(pattern)) // len(pattern))
+        cycle = meter.device_cycle(prompt)
         return plain, speculative, cycle, same
-    finally:
-        backend.close()
 
 
 def prefix(a, b):

@@ -46,6 +46,9 @@ def test_a_loaded_pair_allocates_nothing_and_starts_as_fast_as_it_goes_on():
     result = bench_synthetic("qwen3.5-4b", "nvfp4", work, CACHE, partial(print, flush=True))
     assert result.memory.allocations_after_load == 0
     assert result.speculative.accept_length == pytest.approx(4.5)
+    assert result.raw.accept_length == pytest.approx(4.5)
+    assert abs(result.host_ms) < 0.1 * result.raw.ms
+    assert result.schema.cycles > 10
     assert result.cold.over_steady < 2
     assert 1 < result.cycle.whole.over_floor < 10
     assert result.speculative.tokens_per_second > 1.5 * result.plain.tokens_per_second
