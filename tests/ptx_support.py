@@ -4,6 +4,7 @@ import re
 from collections import defaultdict
 from functools import cache
 
+from cubin_support import need_compiler
 from cuda.bindings import nvrtc
 
 from edge_dflash.backends.native.compile import KERNELS
@@ -15,6 +16,7 @@ _PRODUCT = re.compile(r"wgmma\.mma_async[^{]*\{[^}]*\}, \{([^}]*)\}")
 @cache
 def kernels_ptx(unit):
     """PTX of every kernel of a unit for sm90a, by name."""
+    need_compiler()
     source = (KERNELS / f"{unit}.cu").read_bytes()
     _, program = nvrtc.nvrtcCreateProgram(source, f"{unit}.cu".encode(), 0, [], [])
     options = [b"--gpu-architecture=compute_90a", b"--std=c++17", f"--include-path={KERNELS}".encode()]

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 from builder_support import config_of
+from cubin_support import need_compiler
 from native_support import NATIVE_PAIR, formats_of, random_store
 
 from edge_dflash.backends.native import compile as kernels
@@ -56,6 +57,7 @@ def test_a_missing_compiler_is_named_before_anything_is_written(tmp_path, monkey
 
 
 def test_what_does_not_compile_is_answered_with_the_first_error(tmp_path, monkeypatch):
+    need_compiler()
     (tmp_path / "a.cu").write_text('extern "C" __global__ void f() {}\nextern "C" __global__ void g() { h(); }\n')
     monkeypatch.setattr(kernels, "KERNELS", tmp_path)
     with pytest.raises(
