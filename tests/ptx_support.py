@@ -4,9 +4,10 @@ import re
 from collections import defaultdict
 from functools import cache
 
+from cubin_support import need_compiler
 from cuda.bindings import nvrtc
 
-from edge_dflash.backends.native.compile import KERNELS, include_paths
+from edge_dflash.backends.native.compile import KERNELS
 
 _DEFINED = re.compile(r"^\s*(?:@!?%p\d+ )?([a-z][\w.:]*)\s+(\{[^}]*\}|%r\d+(?:\|%\w+)?),", re.M)
 _PRODUCT = re.compile(r"wgmma\.mma_async[^{]*\{[^}]*\}, \{([^}]*)\}")
@@ -15,10 +16,10 @@ _PRODUCT = re.compile(r"wgmma\.mma_async[^{]*\{[^}]*\}, \{([^}]*)\}")
 @cache
 def kernels_ptx(unit):
     """PTX of every kernel of a unit for sm90a, by name."""
+    need_compiler()
     source = (KERNELS / f"{unit}.cu").read_bytes()
     _, program = nvrtc.nvrtcCreateProgram(source, f"{unit}.cu".encode(), 0, [], [])
-    folders = [f"--include-path={folder}".encode() for folder in (KERNELS, *include_paths())]
-    options = [b"--gpu-architecture=compute_90a", b"--std=c++17", *folders]
+    options = [b"--gpu-architecture=compute_90a", b"--std=c++17", f"--include-path={KERNELS}".encode()]
     assert nvrtc.nvrtcCompileProgram(program, len(options), options) == (nvrtc.nvrtcResult.NVRTC_SUCCESS,)
     ptx = b" " * nvrtc.nvrtcGetPTXSize(program)[1]
     nvrtc.nvrtcGetPTX(program, ptx)

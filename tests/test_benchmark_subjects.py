@@ -64,7 +64,7 @@ def test_an_accept_length_is_forced_on_a_native_bundle(native):
 
 def test_without_a_compiler_a_native_bundle_is_timed_without_floors(native, monkeypatch):
     def no_compiler(folder, say):
-        raise BuildError("compiling kernels needs cuda.core; install it")
+        raise BuildError("compiling kernels needs NVRTC; install it")
 
     monkeypatch.setattr(subjects, "probe_device", no_compiler)
     found = bench_bundle(native.path, asking([1, 2, 3]), WORK, say=native.said.append)

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 from builder_support import config_of
+from cubin_support import need_compiler
 from native_support import NATIVE_PAIR, formats_of, random_store
 
 from edge_dflash.backends.native import compile as kernels
@@ -40,12 +41,26 @@ def test_a_pair_without_kernels_is_refused_before_anything_is_written(tmp_path, 
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("missing", ["cuda.bindings", "cuda.core"])
+@pytest.mark.parametrize("missing", ["cuda.bindings", "NVRTC"])
 def test_a_missing_compiler_is_named_before_anything_is_written(tmp_path, monkeypatch, missing):
     if missing == "cuda.bindings":
         monkeypatch.setitem(sys.modules, "cuda.bindings", None)
-    else:
-        monkeypatch.setattr(kernels, "find_spec", lambda name: None)
-    with pytest.raises(BuildError, match=r"compiling kernels needs cuda\..*pip install 'edge-dflash\[cuda\]'"):
+    else:  # the robot's install: bindings without the library
+
+        def no_library():
+            raise RuntimeError("Failed to dlopen libnvrtc.so.13")
+
+        monkeypatch.setattr("cuda.bindings.nvrtc.nvrtcVersion", no_library)
+    with pytest.raises(BuildError, match=rf"compiling kernels needs {missing}.*pip install 'edge-dflash\[compile\]'"):
         build(config_of("qwen3", tmp_path / "out", arch="sm110a", backend="native"))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_does_not_compile_is_answered_with_the_first_error(tmp_path, monkeypatch):
+    need_compiler()
+    (tmp_path / "a.cu").write_text('extern "C" __global__ void f() {}\nextern "C" __global__ void g() { h(); }\n')
+    monkeypatch.setattr(kernels, "KERNELS", tmp_path)
+    with pytest.raises(
+        BuildError, match=r'a.cu does not compile for sm87: a.cu\(2\): error: identifier "h" is undefined'
+    ):
+        kernels.compile_cubin("a", "sm87")

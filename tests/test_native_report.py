@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 from cli_support import last_json
-from cubin_support import CACHE, cubin, kernel_use
+from cubin_support import CACHE, cubin, kernel_use, need_compiler
 from native_support import formats_of, write_native_bundle
 
 from edge_dflash.backends.native import compile as kernels
@@ -14,6 +14,7 @@ from edge_dflash.errors import BackendError
 
 
 def test_a_report_names_every_kernel_of_every_arch(capsys):
+    need_compiler()
     assert main(["--arch", "sm87", "sm121a", "--unit", "finish", "small", "--cache", str(CACHE)]) == 0
     out = capsys.readouterr().out
     for arch in ("sm87", "sm121a"):

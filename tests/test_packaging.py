@@ -45,6 +45,14 @@ def test_run_time_needs_no_torch():
     assert PROJECT["project"]["optional-dependencies"]["build"] == ["torch>=2.11,<2.14"]
 
 
+def test_a_robot_gets_the_bindings_of_the_driver_and_no_compiler():
+    extras = PROJECT["project"]["optional-dependencies"]
+    installed = [*PROJECT["project"]["dependencies"], *extras["cuda"], *extras["serve"], *extras["robot"]]
+    assert extras["robot"][0] == "edge-dflash[cuda,serve]"
+    assert [name for name in installed if name.startswith(("cuda", "nvidia"))] == ["cuda-bindings==13.*"]
+    assert extras["compile"] == ["edge-dflash[cuda]", "nvidia-cuda-nvrtc==13.*"]
+
+
 def test_licence_is_apache_2():
     assert PROJECT["project"]["license"] == "Apache-2.0"
     assert "Apache License" in (ROOT / "LICENSE").read_text()

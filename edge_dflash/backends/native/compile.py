@@ -1,7 +1,7 @@
-"""CUDA C++ to cubins, ahead of time, with NVRTC: needs pip packages only, no GPU and no driver.
+"""CUDA C++ to cubins, ahead of time, with NVRTC: needs the extra ``compile`` only, no GPU, driver or CUDA header.
 
 Build-time only; the run time loads the cubins. Kernel sources lie in ``kernels/``; each is one compilation unit with
-``extern "C"`` entry points.
+``extern "C"`` entry points. Every NVRTC of CUDA 13 takes them.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from importlib.util import find_spec
 from pathlib import Path
 from threading import Lock
+from typing import Any
 
 from edge_dflash.errors import BuildError
 
 KERNELS = Path(__file__).parent / "kernels"
 ARCHS = ("sm87", "sm89", "sm90a", "sm110a", "sm120a", "sm121a")
-_IMPORT = Lock()  # two threads that import cuda.core at once find it half made
+_LOADING = Lock()  # bindings of 13.0 find the library half loaded when two threads load it at once
 BENCH = "bench"  # kernels of benchmarks: no bundle holds them
 _INCLUDE = re.compile(r'^\s*#include "([^"]+)"', re.M)
 _COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.S)
@@ -58,20 +58,8 @@ def kernels_digest() -> str:
 
 
 def compiler_version() -> str:
-    """Version of the compiler, such as 13.1. Raises BuildError when it, or the CUDA headers, are missing."""
-    try:
-        from cuda.bindings import nvrtc
-
-        if find_spec("cuda.core") is None:
-            raise ModuleNotFoundError(name="cuda.core")
-        status, major, minor = nvrtc.nvrtcVersion()
-    except ModuleNotFoundError as error:
-        raise BuildError(_missing(error.name)) from None
-    except Exception as error:  # the bindings raise types of their own when there is no library
-        raise BuildError(_missing(f"NVRTC, which does not load ({type(error).__name__})")) from None
-    if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-        raise BuildError(_missing(f"NVRTC, which says {status.name}"))
-    include_paths()
+    """Version of the compiler, such as 13.1. Raises BuildError when it is missing."""
+    major, minor = _call(_nvrtc().nvrtcVersion(), "giving its version")
     return f"{major}.{minor}"
 
 
@@ -79,24 +67,23 @@ def compile_cubin(unit: str, arch: str) -> bytes:
     """Cubin of ``kernels/<unit>.cu`` for ``arch`` (``sm90a``). Raises BuildError with the compiler's first error."""
     if arch not in ARCHS:
         raise BuildError(f"arch is {arch!r}, wanted one of {', '.join(ARCHS)}")
+    nvrtc, path = _nvrtc(), KERNELS / f"{unit}.cu"
+    gpu = f"-arch=sm_{arch.removeprefix('sm')}"
+    options = [option.encode() for option in (gpu, "--std=c++17", "--fmad=true", f"--include-path={KERNELS}")]
+    program = _call(nvrtc.nvrtcCreateProgram(path.read_bytes(), path.name.encode(), 0, [], []), f"reading {path.name}")
     try:
-        with _IMPORT:
-            from cuda.core import Program, ProgramOptions
-    except ModuleNotFoundError as error:
-        raise BuildError(_missing(error.name)) from None
-    path = KERNELS / f"{unit}.cu"
-    options = ProgramOptions(
-        name=str(path.name),
-        arch="sm_" + arch.removeprefix("sm"),
-        std="c++17",
-        include_path=[str(KERNELS), *include_paths()],
-        fma=True,
-    )
-    try:
-        return bytes(Program(path.read_text(), "c++", options).compile("cubin").code)
-    except Exception as error:  # cuda-core raises a type of its own for a compile error
-        lines = [line for line in str(error).splitlines() if "error" in line.lower()]
-        raise BuildError(f"{path.name} does not compile for {arch}: {(lines or [str(error)])[0].strip()}") from error
+        (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+        if status.value:
+            log = bytearray(_call(nvrtc.nvrtcGetProgramLogSize(program), "measuring its log"))
+            _call(nvrtc.nvrtcGetProgramLog(program, log), "giving its log")
+            lines = log.decode(errors="replace").rstrip("\0").splitlines()
+            first = next((line for line in lines if "error" in line.lower()), status.name)
+            raise BuildError(f"{path.name} does not compile for {arch}: {first.strip()}")
+        cubin = bytearray(_call(nvrtc.nvrtcGetCUBINSize(program), "measuring a cubin"))
+        _call(nvrtc.nvrtcGetCUBIN(program, cubin), "giving a cubin")
+        return bytes(cubin)
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
 
 
 def cached_cubin(unit: str, arch: str, cache: Path) -> bytes:
@@ -111,18 +98,27 @@ def cached_cubin(unit: str, arch: str, cache: Path) -> bytes:
     return path.read_bytes()
 
 
-def include_paths() -> tuple[str, ...]:
-    """Directories of the CUDA headers: those of the nvidia-cuda-runtime and -crt packages."""
-    found = find_spec("nvidia")
-    for root in found.submodule_search_locations or () if found else ():
-        for include in Path(root).glob("cu*/include"):
-            if (include / "cuda_fp8.h").exists():
-                return (str(include), str(include / "cccl"))
-    raise BuildError(
-        "no CUDA headers were found; install them with: pip install 'edge-dflash[cuda]' "
-        "(nvidia-cuda-runtime and nvidia-cuda-crt)"
-    )
+def _nvrtc() -> Any:
+    """The compiler's bindings. Raises BuildError when they, or the library, are missing."""
+    try:
+        from cuda.bindings import nvrtc
+
+        with _LOADING:
+            nvrtc.nvrtcVersion()
+    except ModuleNotFoundError as error:
+        raise BuildError(_missing(str(error.name))) from None
+    except Exception as error:  # the bindings raise types of their own when there is no library
+        raise BuildError(_missing(f"NVRTC, which does not load ({type(error).__name__})")) from None
+    return nvrtc
 
 
-def _missing(name: str | None) -> str:
-    return f"compiling kernels needs {name}; install it with: pip install 'edge-dflash[cuda]'"
+def _call(result: tuple[Any, ...], doing: str) -> Any:
+    """Value of a call of NVRTC; raises BuildError when it failed."""
+    status, *values = result
+    if status.value:
+        raise BuildError(_missing(f"an NVRTC that works; {doing}, this one says {status.name}"))
+    return values[0] if len(values) == 1 else values
+
+
+def _missing(name: str) -> str:
+    return f"compiling kernels needs {name}; install it with: pip install 'edge-dflash[compile]'"

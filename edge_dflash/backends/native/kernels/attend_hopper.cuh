@@ -195,11 +195,6 @@ __device__ __forceinline__ int again(int x) {  // computed anew where it is used
     return x;
 }
 
-template <int n>
-struct Number {
-    static constexpr int value = n;
-};
-
 template <int D, int N>  // head dim, columns
 struct Geometry {
     static constexpr int TILES = D / 128, COLS = N / 8, SUMS = COLS / 4, BLOCKS = D / 64;
@@ -344,6 +339,19 @@ struct Block {
         return above_f16(most, MOST);
     }
 
+    // Each lane keeps the larger ones of half of the 2 n values, lower or upper by a bit of its number; returns where
+    // these began. (No generic lambda: NVRTC 13.0 takes it for a host function.)
+    template <int n>
+    static __device__ __forceinline__ int halve(float (&x)[2 * G::COLS], int bit) {
+        const bool upper = threadIdx.x % 32 & bit;
+#pragma unroll
+        for (int i = 0; i < n; i++) {
+            const float send = upper ? x[i] : x[i + n], mine = upper ? x[i + n] : x[i];
+            x[i] = fmaxf(mine, __shfl_xor_sync(ALL, send, bit));
+        }
+        return upper ? n : 0;
+    }
+
     // The largest score of every column over the keys of this warp, to shared memory.
     __device__ __forceinline__ void tops(const float (&s)[N / 2]) const {
         float x[2 * G::COLS];
@@ -351,18 +359,9 @@ struct Block {
         for (int j = 0; j < G::COLS; j++)
 #pragma unroll
             for (int e = 0; e < 2; e++) x[j * 2 + e] = fmaxf(s[j * 4 + e], s[j * 4 + 2 + e]);
-        const int lane = threadIdx.x % 32;
-        auto halve = [&](auto count, int bit) {  // each lane keeps half of what it has
-            constexpr int n = count.value;
-            const bool upper = lane & bit;
-#pragma unroll
-            for (int i = 0; i < n; i++) {
-                const float send = upper ? x[i] : x[i + n], mine = upper ? x[i + n] : x[i];
-                x[i] = fmaxf(mine, __shfl_xor_sync(ALL, send, bit));
-            }
-            return upper ? n : 0;
-        };
-        const int first = halve(Number<G::COLS>(), 16) + halve(Number<G::COLS / 2>(), 8) + halve(Number<G::COLS / 4>(), 4);
+        int first = halve<G::COLS>(x, 16);
+        first += halve<G::COLS / 2>(x, 8);
+        first += halve<G::COLS / 4>(x, 4);
 #pragma unroll
         for (int i = 0; i < G::COLS / 4; i++) {
             const int at = first + i;
