@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Unpack
 
 from edge_dflash.chat import Answer
 from edge_dflash.errors import RequestError
-from edge_dflash.plan import Increment, Plan
+from edge_dflash.plan import Plan
 from edge_dflash.request.conversation import Encoder, Prompt, as_message, as_said, next_turn
 from edge_dflash.request.engine import Engine
 from edge_dflash.request.job import Job
@@ -24,6 +24,7 @@ from edge_dflash.request.stream import AsyncPlanStream, PlanStream
 from edge_dflash.scheduler.ticket import Ticket
 from edge_dflash.sessions.saved import load_session, save_session
 from edge_dflash.sessions.session import Session, SessionManager
+from edge_dflash.spec.loop import Step
 from edge_dflash.text import Message
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ class PlannerSession:
         self._state: Session | None = None  # from the first turn on
         self._tools: str = ""  # that the conversation began with, as JSON
         self._thinking = False  # the last answer was cut inside a thinking span
-        self._turn: tuple[Job, Ticket[Increment, Plan]] | None = None  # the newest; its stream may be dropped
+        self._turn: tuple[Job, Ticket[Step, Plan]] | None = None  # the newest; its stream may be dropped
         self._closed = False
 
     def __enter__(self) -> PlannerSession:

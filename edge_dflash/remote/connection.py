@@ -207,6 +207,10 @@ class Asking:
         if wanted:
             self._cancel()
 
+    def reader(self) -> Callable[[Increment], Increment]:
+        """The server made the increments."""
+        return lambda increment: increment
+
     def unstarted(self) -> Plan:
         """The plan of a request of which nothing came."""
         return self.reading.plan(self.reason or "cancelled")

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from edge_dflash.chat import Answer, AnswerStream, Markers, thinking_is_open
+from edge_dflash.plan import Increment
+from edge_dflash.spec.loop import Step
 from edge_dflash.text import Detokenizer, Tokenizer
 from edge_dflash.tool_calls import Tool
 
@@ -94,6 +96,32 @@ class AnswerText:
         certain = min(found) if found else len(text) - held
         self._held = "" if found else text[certain:]
         return replace(piece, content=text[:certain])
+
+
+class Reader:
+    """Increments of the steps of an answer, in order, and the answer that they make. ``text`` None: tokens only.
+
+    Text is made where it is read, not on the engine's thread: a cycle does not wait for it.
+    """
+
+    def __init__(self, text: AnswerText | None) -> None:
+        self._text = text
+        self.answer = Answer()
+
+    @property
+    def thinking(self) -> bool:
+        """Whether the answer stands inside a thinking span."""
+        return self._text is not None and self._text.thinking
+
+    def __call__(self, step: Step) -> Increment:
+        """The increment of the next step."""
+        if self._text is None:
+            return Increment(None, step.tokens)
+        piece = self._text.add(step.tokens)
+        if step.finish_reason is not None:
+            piece += self._text.finish()
+        self.answer += piece
+        return Increment(piece.content, step.tokens, piece.thinking, piece.tool_calls)
 
 
 def _overlap(text: str, stop: str) -> int:

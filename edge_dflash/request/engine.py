@@ -11,13 +11,14 @@ from collections.abc import Callable, Generator
 from typing import Any, TypeVar
 
 from edge_dflash.backends.base import Backend
-from edge_dflash.plan import Increment, Plan
+from edge_dflash.plan import Plan
 from edge_dflash.request.job import Job, Observer, Place, Unwatched
 from edge_dflash.request.options import Request
 from edge_dflash.scheduler.ticket import Ticket
 from edge_dflash.scheduler.worker import Scheduler
 from edge_dflash.sessions.session import SessionManager
 from edge_dflash.sessions.store import PrefixStore
+from edge_dflash.spec.loop import Step
 from edge_dflash.spec.pace import Pace
 
 T = TypeVar("T")
@@ -59,7 +60,7 @@ class Engine:
         """Requests in the queue, the running one not counted."""
         return self._scheduler.waiting
 
-    def submit(self, request: Request, place: Place) -> tuple[Job, Ticket[Increment, Plan]]:
+    def submit(self, request: Request, place: Place) -> tuple[Job, Ticket[Step, Plan]]:
         """Queue a request. Raises QueueFullError, and RequestError after :meth:`close`."""
         job = Job(request, place, self.manager, self.pace, self._observer)
         timer: threading.Timer | None = None
@@ -67,7 +68,7 @@ class Engine:
         def cancel() -> None:
             job.cancelled = True
 
-        def run() -> Generator[Increment | None, Any, Plan]:
+        def run() -> Generator[Step | None, Any, Plan]:
             if timer is not None:
                 timer.cancel()
             return job()

@@ -10,8 +10,8 @@ from collections.abc import Generator
 from typing import Any, Protocol
 
 from edge_dflash.chat import Answer
-from edge_dflash.plan import Increment, Plan, PlanTimings, json_object, json_value
-from edge_dflash.request.answer import AnswerText, StopFinder
+from edge_dflash.plan import Plan, PlanTimings, json_object, json_value
+from edge_dflash.request.answer import AnswerText, Reader, StopFinder
 from edge_dflash.request.options import Request
 from edge_dflash.sessions.session import Session, SessionManager
 from edge_dflash.spec.loop import Step, collect
@@ -85,12 +85,11 @@ class Job:
         self._pace = pace
         self._observer = observer
         self._steps: list[Step] = []
-        self._answer = Answer()
         self._started = self._first_token = 0.0
         self._reused = 0
 
-    def __call__(self) -> Generator[Increment | None, Any, Plan]:
-        """Run on the worker. Every increment is committed before it is given; None between chunks of the prompt."""
+    def __call__(self) -> Generator[Step | None, Any, Plan]:
+        """Run on the worker. Every step is committed before it is given; None between chunks of the prompt."""
         self._started = time.perf_counter()
         self._observer.started()
         try:
@@ -98,9 +97,9 @@ class Job:
         finally:
             self._observer.ended()
 
-    def _run(self) -> Generator[Increment | None, Any, Plan]:
+    def _run(self) -> Generator[Step | None, Any, Plan]:
         request = self.request
-        session, text = self._place.open(self._manager), self._text()
+        session = self._place.open(self._manager)
         try:
             stream = session.stream(
                 request.prompt,
@@ -114,32 +113,33 @@ class Job:
                 if step.chunk:
                     yield None
                     continue
-                if step.tokens and not self._first_token:
+                if step.first:
                     self._first_token, self._reused = time.perf_counter(), stream.reuse.tokens
-                yield self._increment(step, text)
+                self._steps.append(step)
+                yield step
         finally:
-            committed = any(step.tokens for step in self._steps)
-            if text is not None and not (self._steps and self._steps[-1].finish_reason):
-                self._answer += text.finish()  # it failed: what was committed counts
-            thinking = text is not None and text.thinking
-            self._place.settle(session, self._answer, committed=committed, thinking=thinking)
-        return self._plan(collect_from=self._steps)
+            reader = self.reader()
+            tokens = tuple(token for step in self._steps for token in step.tokens)
+            reader(Step(tokens, "stop", 0.0, 0.0))  # also when it failed: what was committed counts
+            self._place.settle(session, reader.answer, committed=bool(tokens), thinking=reader.thinking)
+        return self._plan(self._steps, reader.answer)
+
+    def reader(self) -> Reader:
+        """Makes increments of the steps; each who reads them has one."""
+        request, tokenizer = self.request, self.request.model.tokenizer
+        if tokenizer is None:
+            return Reader(None)
+        options, stop = request.options, request.model.stop_token_ids
+        return Reader(AnswerText(tokenizer, request.prompt, stop, options.tools, options.stops))
 
     def unstarted(self) -> Plan:
         """The plan of a request that left the queue without having run."""
         self._started = time.perf_counter()
         step = Step((), "deadline", 0.0, 0.0) if self.expired else _UNSTARTED
-        return self._plan(collect_from=[step])
+        return self._plan([step], Answer())
 
     def _is_cancelled(self) -> bool:
         return self.cancelled and not self.expired
-
-    def _text(self) -> AnswerText | None:
-        request, tokenizer = self.request, self.request.model.tokenizer
-        if tokenizer is None:
-            return None
-        options, stop = request.options, request.model.stop_token_ids
-        return AnswerText(tokenizer, request.prompt, stop, options.tools, options.stops)
 
     def _finder(self) -> StopFinder | None:
         request, tokenizer = self.request, self.request.model.tokenizer
@@ -147,18 +147,8 @@ class Job:
             return None
         return StopFinder(tokenizer, request.prompt, request.options.stops)
 
-    def _increment(self, step: Step, text: AnswerText | None) -> Increment:
-        self._steps.append(step)
-        if text is None:
-            return Increment(None, step.tokens)
-        piece = text.add(step.tokens)
-        if step.finish_reason is not None:
-            piece += text.finish()
-        self._answer += piece
-        return Increment(piece.content, step.tokens, piece.thinking, piece.tool_calls)
-
-    def _plan(self, collect_from: list[Step]) -> Plan:
-        now, request, made = time.perf_counter(), self.request, collect(collect_from)
+    def _plan(self, steps: list[Step], answer: Answer) -> Plan:
+        now, request, made = time.perf_counter(), self.request, collect(steps)
         first = self._first_token
         timings = PlanTimings(
             queue_seconds=self._started - request.began,
@@ -167,7 +157,6 @@ class Job:
             decode_seconds=now - first if first else 0.0,
             total_seconds=now - request.began,
         )
-        answer = self._answer
         if request.options.schema is None:
             value = json_object(answer.content)
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 from edge_dflash.errors import RequestCancelledError, RequestError
 from edge_dflash.plan import Increment, Plan
@@ -20,6 +20,10 @@ class Asked(Protocol):
         """The plan of a request that ended before it began."""
         ...
 
+    def reader(self) -> Callable[[Any], Increment]:
+        """Makes increments of what the ticket gives, in order."""
+        ...
+
 
 class PlanStream(Iterator[Increment]):
     """Increments of one request, each given as soon as its tokens are final.
@@ -28,12 +32,12 @@ class PlanStream(Iterator[Increment]):
     Leaving the ``with`` block (or :meth:`close`) before the end cancels the request, and so does dropping the stream.
     """
 
-    def __init__(self, job: Asked, ticket: Ticket[Increment, Plan], owner: object) -> None:
+    def __init__(self, job: Asked, ticket: Ticket[Any, Plan], owner: object) -> None:
         """Read the ticket of a job; ``owner`` is kept alive meanwhile. Made by Planner.stream."""
         self._job = job
         self._ticket = ticket
         self._owner = owner
-        self._increments = iter(ticket)
+        self._increments = map(job.reader(), ticket)
         self._closed = False
 
     def __next__(self) -> Increment:
@@ -90,15 +94,15 @@ class AsyncPlanStream(AsyncIterator[Increment]):
         """``begin`` prepares and queues the request, on another thread. Made by Planner.astream."""
         self._begin = begin
         self._stream: PlanStream | None = None
-        self._increments: AsyncIterator[Increment] | None = None
+        self._read: Callable[[Any], Increment] | None = None
         self._cancelled = False
 
     async def __anext__(self) -> Increment:
         stream = await self._started()
-        if self._increments is None:
-            self._increments = aiter(stream._ticket)
+        if self._read is None:
+            self._read, self._given = stream._job.reader(), aiter(stream._ticket)
         try:
-            return await anext(self._increments)
+            return self._read(await anext(self._given))
         except RequestCancelledError:  # it never ran
             raise StopAsyncIteration from None
 
