@@ -18,6 +18,7 @@ from edge_dflash.demo.evaluate import heldout_tasks
 from edge_dflash.errors import RequestError
 from edge_dflash.spec import grammar as module
 from edge_dflash.spec.grammar import compile_lark, compile_regex, compile_schema, unpack
+from edge_dflash.spec.grammar_vocabulary import Vocabulary
 from edge_dflash.text import Tokenizer
 from tests.grammar_support import CASES, END, MARKERS, SCHEMAS, compact, satisfies, tokenizer, vocab_size
 
@@ -461,3 +462,21 @@ def test_the_library_is_imported_when_it_is_needed():
     code = "import edge_dflash, edge_dflash.spec.grammar, sys; print('llguidance' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_slices_of_the_vocabulary_change_no_mask():
+    """Pieces of strings are taken or left by length; the library's own, coarser slices are the reference."""
+    from llguidance import LLMatcher, LLTokenizer
+
+    from edge_dflash.benchmark.vocabulary import synthetic_tokenizer
+
+    words = synthetic_tokenizer(4096)
+    ours = Vocabulary(words, (words.eos_token_id,)).tokenizer
+    theirs = LLTokenizer(words.to_json(), eos_token=[words.eos_token_id])
+    schema = {"type": "object", "properties": {"a": {"type": "string", "maxLength": 24}}, "required": ["a"]}
+    source = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=module._json_options(False))
+    matchers = [LLMatcher(tokenizer, source, log_level=0) for tokenizer in (ours, theirs)]
+    for token in words.encode('{"a":"the red mug is on the big'):
+        masks = [np.frombuffer(matcher.compute_bitmask(), np.uint8) for matcher in matchers]
+        np.testing.assert_array_equal(*masks)
+        assert [matcher.try_consume_tokens([token]) for matcher in matchers] in ([1, 1], [0, 0])

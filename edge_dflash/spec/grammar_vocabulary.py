@@ -14,6 +14,14 @@ from edge_dflash.text import Tokenizer
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
+_STRING = r'[^"\\\x00-\x1F\x7F]'
+_LENGTHS = (*range(1, 11), 12, 14, 20, 30)
+SLICES = [*(f"{_STRING}{{1,{length}}}" for length in _LENGTHS), f"{_STRING}+"]
+"""Tokens that the library takes or leaves together: pieces of JSON strings of up to so many characters.
+
+Its own slices are of 10, 30 and any number; where a string's ``maxLength`` left room for fewer than 30, each of 150,000
+tokens was looked at: 0.6 ms a mask, with these 0.04 until about 14 characters are left. Masks are the same.
+"""
 _HIDDEN = "\U0010ffff\U0010fffe"  # noncharacters of Unicode: no text holds them
 
 
@@ -44,7 +52,7 @@ class Vocabulary:
                 f"structured output needs a stop token of the tokenizer, of {tokenizer.size} ids; got {stop_token_ids}"
             )
         try:
-            self.tokenizer: LLTokenizer = LLTokenizer(json.dumps(files), eos_token=known)
+            self.tokenizer: LLTokenizer = LLTokenizer(json.dumps(files), eos_token=known, slices=SLICES)
         except Exception as error:  # of what kind depends on what the tokenizer lacks
             raise RequestError(f"structured output does not know this kind of tokenizer ({one_line(error)})") from None
         for byte in (*range(0xC0), *range(0xC2, 0xF5)):  # those that UTF-8 uses

@@ -1,6 +1,7 @@
 """The native backend: close to the reference in every format, and bit-equal to itself at every accept length."""
 
 from functools import cache
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -214,12 +215,12 @@ def test_logits_of_a_row_are_those_of_a_pass_with_that_row_alone(name, kind):
 @pytest.mark.parametrize("name", PAIRS)
 def test_a_prompt_in_any_pieces_gives_the_same_bits(name):
     backend, ids = native(name), prompt(name, 90)
-    states = []
-    for cut in (90, 1, 64, 65, 33):
+    states, random = [], np.random.default_rng(1)
+    cuts = [(), (1,), (64,), (65,), (33,), *(random.choice(range(1, 90), 1 + i, replace=False) for i in range(8))]
+    for ends in cuts:
         backend.reset()
-        for part in (ids[:cut], ids[cut:]):
-            if part:
-                last = backend.prefill(part).logits()
+        for first, last in pairwise((0, *sorted(ends), 90)):
+            last = backend.prefill(ids[first:last]).logits()
         states.append((last.tobytes(), backend.snapshot()))
     assert all(logits == states[0][0] and same_bits(state, states[0][1]) for logits, state in states[1:])
 
