@@ -26,6 +26,11 @@ def test_weights_have_the_recipes_formats_and_are_the_same_every_time():
     assert linear.input_scale
     assert not ((linear.block_scale & 0x7F) == 0x7F).any()
     assert np.array_equal(linear.packed, PackedStore(PAIR, W4A4).get("target.layers.0.self_attn.k_proj").packed)
+    others = [
+        store.get(f"target.layers.{at}") for at in ("0.self_attn.q_proj", "0.self_attn.v_proj", "1.self_attn.k_proj")
+    ]
+    scales = [(weight.global_scale, weight.input_scale) for weight in (linear, *others)]
+    assert scales[0] == scales[1] == scales[2] != scales[3]  # as in a checkpoint, or no linears are stacked
     fc = store.get("drafter.fc")
     assert isinstance(fc, Fp8Weight)
     assert not ((fc.data & 0x7F) == 0x7F).any()
@@ -43,7 +48,11 @@ def test_equal_layers_are_of_one_kind():
 
 
 def test_a_row_sums_up_its_kind():
-    built = [Built("a", "x", 1.0, 100, 101), Built("b", "x", 3.0, 100, 103), Built("c", "y", 2.0, 10, 20)]
+    built = [
+        Built("a", "x", 1.0, 9.0, 9.0, 100, 101),
+        Built("b", "x", 3.0, 0, 0, 100, 103),
+        Built("c", "y", 2.0, 0, 0, 10, 20),
+    ]
     x, y = summary(built)
     assert (x["plans"], x["seconds"], x["weight_bytes"], x["plan_bytes"], x["ratio"]) == (2, 2.0, 200, 204, 1.02)
     assert y["ratio"] == 2

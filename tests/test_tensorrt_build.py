@@ -156,6 +156,21 @@ def test_a_refused_plan_stops_those_in_work(fake, tmp_path, monkeypatch):
     assert stopped == ["drafter-000"]
 
 
+def test_plans_are_hashed_and_written_side_by_side(fake, tmp_path, monkeypatch):
+    both, write = threading.Barrier(2, timeout=30), plans_module._write
+    assert len(KEYS) % 2 == 0
+
+    def meeting(plan, path):
+        both.wait()
+        return write(plan, path)
+
+    monkeypatch.setattr(plans_module, "workers", lambda arch: 2)
+    monkeypatch.setattr(plans_module, "_write", meeting)
+    result = build(config(tmp_path / "out"))
+    assert result.plans == NAMES
+    Bundle.open(result.bundle)
+
+
 def test_a_changed_plan_of_an_interrupted_build_is_built_again(fake, tmp_path):
     fake.fail = "target-008"
     with pytest.raises(BuildError):

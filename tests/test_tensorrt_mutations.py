@@ -8,6 +8,7 @@ from tensorrt_support import Formatted, judge, lowered, reference, tensorrt, uni
 from trt_interpreter import NetworkError, run
 
 from edge_dflash.backends.tensorrt import dense, linear
+from edge_dflash.backends.tensorrt import lower as lowering
 from edge_dflash.backends.tensorrt.net import Net
 from edge_dflash.backends.tensorrt.units import CHOICES, HEAD, HEAD_INPUT
 from edge_dflash.checkpoint.weights import Fp8Weight, Nvfp4Weight, WideWeight
@@ -156,6 +157,19 @@ def quantized_rows(original):
     return quantize
 
 
+def columns_late(original):
+    """Every part but the first begins a column too early."""
+
+    def split(net, x, counts):
+        firsts = [max(0, sum(counts[:i]) - 1) for i in range(len(counts))]
+        layers = [net.network.add_slice(x, (f,), (n,), (1,)) for f, n in zip(firsts, counts, strict=True)]
+        for layer in layers:
+            layer.axes = (1,)
+        return [layer.get_output(0) for layer in layers]
+
+    return split
+
+
 def rolled(array, by=1, along=0):
     return np.ascontiguousarray(np.roll(array, by, along))
 
@@ -199,6 +213,7 @@ MUTATIONS = {
     "fp8 sign bits lost": ("fp8", DELTA, weights(FP8, lambda w: replace(w, data=w.data & 0x7F))),
     "k and v exchanged": ("w4a16", "drafter-000", exchanged("k_proj", "v_proj")),
     "gate and up weights exchanged": ("w4a16", DELTA, exchanged("gate_proj", "up_proj")),
+    "gate and up weights exchanged, 4-bit activations": ("w4a4", DELTA, exchanged("gate_proj", "up_proj")),
     "a and b exchanged": ("bf16", DELTA, exchanged("in_proj_a", "in_proj_b")),
     "norms exchanged": ("bf16", DELTA, exchanged("target.layers.1.input", "target.layers.0.post_attention")),
     "embedding a row late": ("bf16", "embedding", weights(WIDE, lambda w: WideWeight(rolled(w.data)))),
@@ -240,6 +255,23 @@ MUTATIONS = {
     "channel scales along the inputs": ("fp8-channel", SQUARE, axis(0, 1)),
     "block scales dequantized by two": ("w4a16", DELTA, function(Net, "ones", lambda original: twos)),
     "scale after the product missing": ("w4a4", DELTA, function(linear, "scaled", no_rows_scale)),
+    "stacked in another order": (
+        *("w4a4", "drafter-000"),
+        function(linear, "_stacked", lambda original: lambda matrices: original(matrices[::-1])),
+    ),
+    "columns of a stack a column early": ("w4a4", DELTA, function(Net, "split_columns", columns_late)),
+    "one global scale for a stack": (
+        *("w4a4", DELTA),
+        function(
+            lowering,
+            "nvfp4",
+            lambda original: (
+                lambda net, x, weights: original(
+                    net, x, [replace(w, global_scale=weights[0].global_scale) for w in weights]
+                )
+            ),
+        ),
+    ),
     "activation block scales missing": (
         "w4a4",
         DELTA,

@@ -1,11 +1,14 @@
 """Real plans from the real compiler, on a machine without a GPU: the demo pair for SM121, and what it refuses."""
 
+import re
 from dataclasses import replace
 
 import pytest
 from tensorrt_support import reference, units
 
+from edge_dflash.backends.tensorrt import lower as lowering
 from edge_dflash.backends.tensorrt.compile import Compiler
+from edge_dflash.backends.tensorrt.linear import linear
 from edge_dflash.backends.tensorrt.net import Net
 from edge_dflash.backends.tensorrt.units import RowRange
 from edge_dflash.errors import BackendError, BuildError
@@ -23,6 +26,35 @@ def test_the_demo_pair_builds_for_sm121(kind):
         lowered = compiler.lower(unit, reference("demo", kind).store)
         plan = compiler.plan(lowered)
         assert lowered.weight_bytes < len(plan) < lowered.weight_bytes + PLAN_OVERHEAD * (1 + len(unit.ops)), unit.key
+
+
+def products(plan):
+    """The op names of each product in a plan, for each profile and kernel."""
+    names = re.findall(rb'fully_connected=\{ name="([^"]*)"', plan)
+    return sorted(sorted(set(re.split(rb"\+|#\d+ matmul(?: \[profile \d\])?", name)) - {b""}) for name in names)
+
+
+def kernels(plan):
+    """Kernels of a plan but products: what they fuse, and for those that read no slice also which they are."""
+    found = re.findall(rb"fqn=__myl_([A-Za-z]+)(\w+)", plan)
+    found = [(fused.replace(b"Slic", b""), which) for fused, which in found]
+    return sorted((fused, b"" if b"CastMulCast" in fused else which) for fused, which in found)
+
+
+@pytest.mark.parametrize("key", ["target-001", "target-007", "drafter-001"])
+def test_stacks_are_those_that_tensorrt_makes_by_itself(key, monkeypatch):
+    """With the same kernels; each elementwise kernel behind a stack reads its slice, and was handed a part before."""
+    compiler, unit, store = Compiler("sm121"), units("demo").units[key], reference("demo", "w4a4").store
+    ours = bytes(compiler.plan(compiler.lower(unit, store)))
+    assert not re.search(rb'fully_connected=\{ name="[^"]*matmul[^"]*\+', ours)  # none left to stack
+    monkeypatch.setattr(
+        lowering, "_linears", lambda net, op, unit, x, store: {op.output: linear(net, x, store.get(op.weight))}
+    )
+    theirs = bytes(compiler.plan(compiler.lower(unit, store)))
+    assert products(ours) == products(theirs)
+    assert kernels(ours) == kernels(theirs)
+    scratch = rb"region = \{ name=devmem\w* size=(\d+)"
+    assert re.findall(scratch, ours) == re.findall(scratch, theirs) != []
 
 
 @pytest.mark.parametrize(("kind", "arch"), [("fp8", "sm120"), ("fp8-channel", "sm121a"), ("bf16", "sm120a")])

@@ -1,4 +1,5 @@
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -50,6 +51,14 @@ def test_finished_files_are_taken_up_and_others_dropped(tmp_path):
         assert not (stage / "e").exists()
         assert not (stage / "f").is_symlink()
         assert work.warnings == []
+
+
+def test_threads_make_files_at_the_same_time(tmp_path):
+    names = [f"plans/{number}" for number in range(200)]
+    with WorkDir(tmp_path / "out", SAME, "resume me") as work, ThreadPoolExecutor(8) as pool:
+        entries = list(pool.map(lambda name: work.add(name, writer(name.encode())), names))
+    with WorkDir(tmp_path / "out", SAME, "resume me") as work:
+        assert [reuse(work, name) for name in names] == entries
 
 
 def test_a_torn_journal_line_is_dropped(tmp_path):

@@ -20,6 +20,7 @@ _CLASSES = {
     "REDUCE": "IReduceLayer",
     "SELECT": "ISelectLayer",
     "CONCATENATION": "IConcatenationLayer",
+    "SLICE": "ISliceLayer",
     "GATHER": "IGatherLayer",
     "MATRIX_MULTIPLY": "IMatrixMultiplyLayer",
     "DEQUANTIZE": "IDequantizeLayer",
@@ -231,6 +232,19 @@ def _concatenation(layer, inputs):
     return [np.concatenate([value.array for value in inputs], layer.axis)]
 
 
+def _slice(layer, inputs):
+    """Elements start, start + stride, ... along each of ``axes``; all of the others."""
+    array = inputs[0].array
+    if layer.mode.name != "STRICT_BOUNDS" or len(inputs) > 1:
+        raise NetworkError(f"{layer.name} slices in mode {layer.mode.name} by {len(inputs)} inputs")
+    for axis, start, size, stride in zip(layer.axes, layer.start, layer.shape, layer.stride, strict=True):
+        last = start + (size - 1) * stride
+        if not (0 <= start < array.shape[axis] and 0 <= last < array.shape[axis] and stride > 0):
+            raise NetworkError(f"{layer.name} takes {start} to {last} of {array.shape[axis]} along axis {axis}")
+        array = np.take(array, np.arange(start, last + 1, stride), axis)
+    return [array]
+
+
 def _gather(layer, inputs):
     return [np.take(inputs[0].array, inputs[1].array, layer.axis)]
 
@@ -292,6 +306,7 @@ _LAYERS = {
     "REDUCE": _reduce,
     "SELECT": _select,
     "CONCATENATION": _concatenation,
+    "SLICE": _slice,
     "GATHER": _gather,
     "MATRIX_MULTIPLY": _matrix_multiply,
     "DEQUANTIZE": _dequantize,

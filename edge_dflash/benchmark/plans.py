@@ -2,20 +2,23 @@
 
     python -m edge_dflash.benchmark.plans --synthetic qwen3.6-27b --arch sm121
 
-Weights are made when a plan asks for them and plans are counted and dropped, so nothing is read from or left on a disk.
-The last line is one JSON object.
+Weights are made when a plan asks for them and plans are hashed and dropped, so nothing is read from or left on a disk.
+The last line is one JSON object. Seconds follow what else the machine does; CPU seconds do so less.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
+import math
 import os
 import resource
 import sys
 import threading
 import time
 import zlib
+from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -29,12 +32,13 @@ from edge_dflash.backends.tensorrt.plans import bundle_units, planned
 from edge_dflash.backends.tensorrt.units import Unit
 from edge_dflash.benchmark.pairs import pair_names, synthetic_pair
 from edge_dflash.checkpoint.specs import PairSpec
-from edge_dflash.checkpoint.weights import Fp8Weight, Nvfp4Weight, Weight, WideWeight
+from edge_dflash.checkpoint.weights import Array, Fp8Weight, Nvfp4Weight, Weight, WideWeight
 from edge_dflash.errors import EdgeDflashError
 from edge_dflash.models import pair_programs
+from edge_dflash.quant.nvfp4 import fused_group
 from edge_dflash.quant.recipe import Recipe, default_recipe
 
-INPUT_SCALE = 1e-3  # of NVFP4 activations
+SCALE = 1e-3  # of weights and of NVFP4 activations: up to twice that
 
 
 class PackedStore:
@@ -43,23 +47,41 @@ class PackedStore:
     def __init__(self, pair: PairSpec, recipe: Recipe) -> None:
         self._specs, self._recipe = pair_programs(pair).weights, recipe
         self._formats = recipe.formats(self._specs)
+        self.seconds: defaultdict[int, float] = defaultdict(float)  # spent here, by thread
 
     def get(self, name: str) -> Weight:
-        """Random codes; scales are between 2^-7 and 2."""
+        """Random codes; block scales are below 2, others one for all linears of a fused group."""
+        began = time.perf_counter()
+        weight = self._random(name)
+        self.seconds[threading.get_ident()] += time.perf_counter() - began
+        return weight
+
+    def _random(self, name: str) -> Weight:
         spec, form = self._specs[name], self._formats[name]
         rng = np.random.default_rng(zlib.crc32(name.encode()))
         if form == "nvfp4":
             n, k = spec.shape
-            packed = np.frombuffer(rng.bytes(n * k // 2), np.uint8).reshape(n, k // 2)
-            scale = INPUT_SCALE if self._recipe.nvfp4_activations(spec, form) else None
-            return Nvfp4Weight(packed, rng.integers(0x01, 0x40, (n, k // 16), np.uint8), 0.01, scale)
+            packed, block_scale = _codes(rng, (n, k // 2)), _codes(rng, (n, k // 16), 0x3F)
+            group = np.random.default_rng(zlib.crc32(fused_group(name)[0].encode()))
+            scale, input_scale = (float(SCALE * (1 + group.random(dtype=np.float32))) for _ in range(2))
+            return Nvfp4Weight(
+                packed, block_scale, scale, input_scale if self._recipe.nvfp4_activations(spec, form) else None
+            )
         if form == "fp8":
-            return Fp8Weight(rng.integers(0, 0x70, spec.shape, np.uint8), np.array([0.01], np.float32))
+            return Fp8Weight(_codes(rng, spec.shape, 0x6F), np.array([0.01], np.float32))
         return WideWeight(rng.integers(0x3C00, 0x3F80, spec.shape, np.uint16))
 
     def kv_scale(self, state: str) -> tuple[float, float]:
         """No plan reads it."""
         return 1.0, 1.0
+
+
+def _codes(rng: np.random.Generator, shape: tuple[int, ...], mask: int = 0xFF) -> Array:
+    """Random bytes with the bits of ``mask``. As whole words: in bytes NumPy takes three times as long."""
+    count = math.prod(shape)
+    codes = rng.integers(0, 1 << 64, -(-count // 8), np.uint64).view(np.uint8)[:count].reshape(shape)
+    codes &= np.uint8(mask)
+    return codes
 
 
 @dataclass(frozen=True)
@@ -68,7 +90,9 @@ class Built:
 
     key: str
     kind: str  # its linears, by module
-    seconds: float  # of lowering and building
+    seconds: float  # of lowering and building, without making weights
+    weight_seconds: float  # of making weights
+    hash_seconds: float
     weight_bytes: int
     plan_bytes: int
 
@@ -89,11 +113,14 @@ def build_all(pair: PairSpec, recipe: Recipe, arch: str, workers: int, chunk: in
     def build(unit: Unit) -> Built:
         compiler = local.__dict__.setdefault("compiler", None) or Compiler(arch)
         local.compiler = compiler
-        began = time.perf_counter()
+        made, began = store.seconds[threading.get_ident()], time.perf_counter()
         lowered = compiler.lower(unit, store)
+        made = store.seconds[threading.get_ident()] - made
         plan = compiler.plan(lowered)
-        seconds = time.perf_counter() - began
-        built = Built(unit.key, kind_of(unit, pair), seconds, lowered.weight_bytes, len(plan))
+        seconds, began = time.perf_counter() - began - made, time.perf_counter()
+        hashlib.sha256(plan)
+        hashed = time.perf_counter() - began
+        built = Built(unit.key, kind_of(unit, pair), seconds, made, hashed, lowered.weight_bytes, len(plan))
         print(f"{unit.key}: {seconds:.1f} s, {len(plan) / 1e6:,.1f} MB", file=sys.stderr, flush=True)
         return built
 
@@ -124,14 +151,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = parser.parse_args(argv)
     default = default_recipe()
     recipe = Recipe("plans", target=default.target, drafter=default.drafter, activations=chosen.activations)
-    began = time.perf_counter()
+    began, cpu = time.perf_counter(), time.process_time()
     try:
         pair = synthetic_pair(chosen.synthetic)
         plans = build_all(pair, recipe, chosen.arch, chosen.workers, chosen.prefill_chunk)
     except EdgeDflashError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    seconds = time.perf_counter() - began
+    seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
     rows = summary(plans)
     print(f"{'plans':>5} {'s each':>7} {'weights MB':>11} {'plans MB':>9} {'ratio':>7}  kind")
     for row in rows:
@@ -140,6 +167,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     weights, size = sum(p.weight_bytes for p in plans), sum(p.plan_bytes for p in plans)
     total = {"pair": chosen.synthetic, "arch": chosen.arch, "activations": chosen.activations, "plans": len(plans)}
     total |= {"workers": chosen.workers, "seconds": round(seconds, 1), "weight_bytes": weights, "plan_bytes": size}
+    parts = {name: round(sum(getattr(p, name) for p in plans), 1) for name in ("weight_seconds", "hash_seconds")}
+    total |= {"cpu_seconds": round(cpu, 1), **parts}
     total |= {"tensorrt": version(load(flavour_of(chosen.arch))), "cores": os.cpu_count()}
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     total |= {"ratio": round(size / weights, 4), "largest_ratio": max(r["ratio"] for r in rows)}

@@ -99,8 +99,9 @@ def _build(work: _Work, name: str, unit: Unit) -> None:
         for array in lowered.net.held:
             forget_pages(array)
         del lowered
+        entry = work.directory.add(name, partial(_write, plan))
         with work.lock:
-            work.files[name] = work.directory.add(name, partial(_write, plan))
+            work.files[name] = entry
             if compiler.timing:
                 _save(work.directory.root / TIMING_CACHE, compiler.timing)
         work.shares[name] = 1.0

@@ -14,6 +14,7 @@ import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from edge_dflash.bundle.manifest import MANIFEST, FileEntry
@@ -81,6 +82,7 @@ class WorkDir:
         self._force = force
         self.warnings: list[str] = []
         self._entries: dict[str, FileEntry] = {}
+        self._logging = Lock()
         if self.root.is_dir() and any(self.root.iterdir()) and not (self.root / JOURNAL).is_file():
             raise BuildError(f"{self.root} exists and is not a build directory; move it away")
         self.root.mkdir(parents=True, exist_ok=True)
@@ -112,7 +114,10 @@ class WorkDir:
         return entry if hash_file(path, advance) == entry else None
 
     def add(self, name: str, write: Callable[[Path], FileEntry]) -> FileEntry:
-        """Make the file ``name``: ``write`` fills the path it is given and returns the entry."""
+        """Make the file ``name``: ``write`` fills the path it is given and returns the entry.
+
+        Threads may make different files at the same time.
+        """
         path = self.staging / name
         partial = path.with_name(path.name + ".partial")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -177,9 +182,10 @@ class WorkDir:
                 path.unlink()
 
     def _log(self, record: dict[str, Any]) -> None:
-        self._journal.write(json.dumps(record, separators=(",", ":")).encode() + b"\n")
-        self._journal.flush()
-        os.fsync(self._journal.fileno())
+        with self._logging:
+            self._journal.write(json.dumps(record, separators=(",", ":")).encode() + b"\n")
+            self._journal.flush()
+            os.fsync(self._journal.fileno())
 
 
 def _read_journal(path: Path) -> tuple[dict[str, Any] | None, dict[str, FileEntry], int]:

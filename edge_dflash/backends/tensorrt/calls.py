@@ -26,6 +26,7 @@ SINCE: dict[str, tuple[str, str]] = {
             "ILogger.ERROR ILogger.INTERNAL_ERROR NetworkDefinitionCreationFlag DataType Weights "
             "DataType.FLOAT DataType.INT32 INetworkDefinition.add_input INetworkDefinition.mark_output "
             "INetworkDefinition.num_layers ITensor.name ILayer.name ILayer.get_output ILayer.set_input "
+            "INetworkDefinition.add_slice "
             "INetworkDefinition.add_activation ActivationType ActivationType.SIGMOID "
             "INetworkDefinition.add_concatenation IConcatenationLayer.axis INetworkDefinition.add_constant "
             "INetworkDefinition.add_elementwise ElementWiseOperation ElementWiseOperation.SUM "
@@ -61,6 +62,7 @@ SINCE: dict[str, tuple[str, str]] = {
             "deprecation of the forms before",
             "IExecutionContext.set_device_memory ICudaEngine.device_memory_size_v2",
         ),
+        ("10.3", "reference of 10.3; not in that of 10.2", "ISliceLayer.axes"),
         (
             "10.7",
             "release notes of 10.7",

@@ -1,4 +1,7 @@
-"""One unit -> a strongly typed network definition, op by op. Asks for one weight at a time; builds nothing."""
+"""One unit -> a strongly typed network definition, op by op. Asks for the weights of one op at a time; builds nothing.
+
+Linears that multiply the same 4-bit activations are one op here.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from edge_dflash.backends.tensorrt import dense
-from edge_dflash.backends.tensorrt.linear import linear
+from edge_dflash.backends.tensorrt.linear import linear, nvfp4
 from edge_dflash.backends.tensorrt.net import DType, Net
 from edge_dflash.backends.tensorrt.units import CHOICES, LOGITS, Binding, Unit
-from edge_dflash.checkpoint.weights import WeightStore, WideWeight
+from edge_dflash.checkpoint.weights import Nvfp4Weight, WeightStore, WideWeight
 from edge_dflash.errors import BackendError
 from edge_dflash.graph.ops import Add, Concat, DenseOp, Embed, Linear, RmsNorm, SwiGlu
 
@@ -43,10 +46,17 @@ def lower(unit: Unit, store: WeightStore, trt: Any, builder: Any) -> Lowered:
     net = Net(trt, network)
     tensors = {b.name: net.input(b.name, DTYPES[b.dtype], _shape(b)) for b in unit.inputs}
     for op in unit.ops:
+        if op.output in tensors:  # made with a linear before it
+            continue
         net.scope = op.output
-        made = _op(net, op, [tensors[name] for name in op.inputs], store)
-        made.name = op.output
-        tensors[op.output] = made
+        inputs = [tensors[name] for name in op.inputs]
+        if isinstance(op, Linear):
+            made = _linears(net, op, unit, inputs[0], store)
+        else:
+            made = {op.output: _op(net, op, inputs, store)}
+        for name, tensor in made.items():
+            tensor.name = name
+        tensors |= made
     for binding in unit.outputs:
         if binding.name == CHOICES:
             net.scope = CHOICES
@@ -55,12 +65,25 @@ def lower(unit: Unit, store: WeightStore, trt: Any, builder: Any) -> Lowered:
     return Lowered(unit, net)
 
 
+def _linears(net: Net, op: Linear, unit: Unit, x: Any, store: WeightStore) -> dict[str, Any]:
+    """A linear, and with it those behind it that multiply the same 4-bit activations; results by tensor."""
+    weight = store.get(op.weight)
+    if not isinstance(weight, Nvfp4Weight) or weight.input_scale is None:
+        return {op.output: linear(net, x, weight)}
+    weights = {op.output: weight}
+    for other in unit.ops[unit.ops.index(op) + 1 :]:
+        if isinstance(other, Linear) and other.inputs == op.inputs:
+            found = store.get(other.weight)
+            if isinstance(found, Nvfp4Weight) and found.input_scale == weight.input_scale:
+                weights[other.output] = found
+    net.scope = "+".join(weights)
+    return dict(zip(weights, nvfp4(net, x, list(weights.values())), strict=True))
+
+
 def _op(net: Net, op: DenseOp, inputs: list[Any], store: WeightStore) -> Any:
     match op:
         case Embed():
             return dense.embed(net, inputs[0], _wide(store, op.weight))
-        case Linear():
-            return linear(net, inputs[0], store.get(op.weight))
         case RmsNorm():
             return dense.rms_norm(net, inputs[0], _wide(store, op.weight), op.eps, plus_one=op.plus_one)
         case Add():

@@ -7,6 +7,7 @@ copied: TensorRT reads them from the arrays' memory until the plan is built, and
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -103,6 +104,18 @@ class Net:
         layer = self._layer(self.network.add_concatenation(tensors), "concat")
         layer.axis = 1
         return layer.get_output(0)
+
+    def split_columns(self, x: Any, counts: Sequence[int]) -> list[Any]:
+        """The first ``counts[0]`` columns of a matrix, the next ``counts[1]`` and so on; one part is the matrix."""
+        if len(counts) == 1:
+            return [x]
+        parts, first = [], 0
+        for count in counts:
+            layer = self._layer(self.network.add_slice(x, (first,), (count,), (1,)), "slice")
+            layer.axes = (1,)
+            parts.append(layer.get_output(0))
+            first += count
+        return parts
 
     def gather_rows(self, table: Any, ids: Any) -> Any:
         """Rows of a table."""

@@ -7,7 +7,7 @@ from typing import Literal
 
 from edge_dflash.backends.native.compile import ARCHS as KERNEL_ARCHS
 from edge_dflash.backends.native.support import check_native
-from edge_dflash.backends.tensorrt.units import EMBEDDING, PairUnits, Unit, pair_units
+from edge_dflash.backends.tensorrt.units import EMBEDDING, HEAD, PairUnits, Unit, pair_units
 from edge_dflash.bundle.manifest import PLANS, WeightFormat
 from edge_dflash.checkpoint.specs import PairSpec
 from edge_dflash.errors import BackendError
@@ -29,8 +29,12 @@ def bundle_units(pair: PairSpec, prefill_chunk: int) -> PairUnits:
 
 
 def planned(units: Mapping[str, Unit]) -> dict[str, Unit]:
-    """Units that become plans, by path: all but the embedding, whose rows a kernel gathers."""
-    return {plan_name(key): unit for key, unit in units.items() if key != EMBEDDING}
+    """Units that become plans, by path: all but the embedding, whose rows a kernel gathers.
+
+    The head is first: its plan takes longest to build, and nothing should wait for it in the end.
+    """
+    found = {plan_name(key): unit for key, unit in units.items() if key != EMBEDDING}
+    return dict(sorted(found.items(), key=lambda item: item[1].key != HEAD))
 
 
 def kernel_arch(arch: str) -> str:
