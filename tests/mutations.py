@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import torch
 
+from edge_dflash.backends import host_cycle
 from edge_dflash.backends.reference import attention, delta, interpreter
 from edge_dflash.backends.reference.attention import KvMemory
 from edge_dflash.backends.reference.delta import DeltaMemory
@@ -11,7 +12,6 @@ from edge_dflash.backends.reference.interpreter import Interpreter
 from edge_dflash.graph.ops import Attend, KvAppend, SelectRows
 from edge_dflash.graph.program import PairPrograms
 from edge_dflash.quant.fp8 import from_e4m3, to_e4m3
-from edge_dflash.spec import loop, path
 
 PASSES = ("prefill", "verify", "propose")
 
@@ -251,10 +251,10 @@ def softmax_over_the_block(patch):
 
 
 def one_draft_too_many(patch):
-    original = loop.accepted
-    patch.setattr(loop, "accepted", lambda drafts, choices, _: min(len(drafts), original(drafts, choices) + 1))
+    original = host_cycle.accepted
+    patch.setattr(host_cycle, "accepted", lambda drafts, choices, _: min(len(drafts), original(drafts, choices) + 1))
 
 
 def noise_by_row(patch):
-    original = path.choose
-    patch.setattr(path, "choose", lambda rows, sampling, position, masks=None: original(rows, sampling, 0))
+    original = host_cycle.choose
+    patch.setattr(host_cycle, "choose", lambda rows, sampling, position, masks=None: original(rows, sampling, 0))
