@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Unpack
 from edge_dflash import selftest
 from edge_dflash.backends import load
 from edge_dflash.backends.base import Backend, PairShape
-from edge_dflash.bundle.reader import Bundle, Progress
+from edge_dflash.bundle.reader import Bundle
 from edge_dflash.plan import Plan
 from edge_dflash.planner_session import PlannerSession
+from edge_dflash.progress import CHECKING, LOADING, SELF_TEST, Progress, unheard
 from edge_dflash.request.conversation import Encoder
 from edge_dflash.request.engine import Engine
 from edge_dflash.request.job import Alone, Observer
@@ -79,7 +80,7 @@ class Planner:
         fallback: bool = True,
         check_hashes: bool = True,
         self_test: selftest.Mode = "refuse",
-        progress: Progress | None = None,
+        progress: Progress = unheard,
         observer: Observer | None = None,
     ) -> Planner:
         """Open the bundle at ``path`` and load it.
@@ -87,20 +88,23 @@ class Planner:
         ``queue`` requests may wait (one caller's share is at most 16); more are refused with QueueFullError.
         ``prefix_bytes`` bounds the states of system prompts that are kept for the next request. ``fallback`` lets
         requests decode plainly for a while when drafting was measured to cost more than it gives; the output is the
-        same. ``check_hashes=False`` skips the SHA-256 of the bundle's files (seconds for large models); ``progress`` is
-        told (bytes checked, bytes in all). ``self_test`` says what follows when the loaded pair does not repeat what
-        the build recorded: "refuse", "warn" (RuntimeWarning), or "off" to skip it (about a second on a CPU).
-        ``observer`` is told of every step on the worker's thread. Raises BundleError when the bundle is damaged or of
-        another version, BackendError when it cannot run here, VerificationError when the self-test fails.
+        same. ``check_hashes=False`` skips the SHA-256 of the bundle's files (seconds for large models). ``self_test``
+        says what follows when the loaded pair does not repeat what the build recorded: "refuse", "warn"
+        (RuntimeWarning), or "off" to skip it (about a second on a CPU). ``progress`` is told (stage, done, total): of
+        checking the files in bytes, of loading and the self-test that they begin. ``observer`` is told of every step
+        on the worker's thread. Raises BundleError when the bundle is damaged or of another version, BackendError when
+        it cannot run here, VerificationError when the self-test fails.
         """
-        bundle = Bundle.open(path, check_hashes=check_hashes, progress=progress)
+        bundle = Bundle.open(path, check_hashes=check_hashes, progress=partial(progress, CHECKING))
         manifest = bundle.manifest
         tokenizer = Tokenizer.open(bundle.path / "tokenizer") if manifest.tokenizer else None
         stop = list(manifest.pair.target.eos_token_ids)
         if tokenizer is not None and tokenizer.eos_token_id is not None:
             stop.append(tokenizer.eos_token_id)
+        progress(LOADING, 0, 0)
         backend = load(bundle)
         try:
+            progress(SELF_TEST, 0, 0)
             tested = selftest.check(bundle, backend, self_test)
         except BaseException:
             backend.close()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
-BuildProgress: TypeAlias = Callable[[str, int, int], None]  # (stage, bytes done, bytes in all)
+from edge_dflash.progress import Progress
+
+BuildProgress: TypeAlias = Progress
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class BuildResult:
 
 
 class Stage:
-    """Progress of one stage in bytes. The total is an estimate, so the bytes done are kept within it."""
+    """Progress of one stage, in bytes or as a share. The total is an estimate, so what is done is kept within it."""
 
     def __init__(self, report: BuildProgress, name: str, total: int) -> None:
         self._report, self._name, self._total, self._done = report, name, total, 0

@@ -56,8 +56,9 @@ def build(
     if target is None or drafter is None or output is None:
         missing = next(n for n, v in (("target", target), ("drafter", drafter), ("output", output)) if v is None)
         raise typer.BadParameter(f"Missing option '--{missing}' (or give --finish BUNDLE).")
-    from edge_dflash.build.builder import BuildConfig  # torch, only here
-    from edge_dflash.build.builder import build as build_bundle
+    with stages():  # torch takes seconds to import
+        from edge_dflash.build.builder import BuildConfig
+        from edge_dflash.build.builder import build as build_bundle
 
     config = BuildConfig(
         target=target,

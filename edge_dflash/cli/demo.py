@@ -13,7 +13,7 @@ import typer
 from rich.table import Table
 
 import edge_dflash
-from edge_dflash.cli.output import emit_json, progress, say, show, stages
+from edge_dflash.cli.output import emit_json, say, show, stages
 from edge_dflash.demo.actions import schema_problems
 from edge_dflash.demo.corpus import Task, check_plan, plan_schema, task_from_json
 from edge_dflash.errors import BundleError, RequestError, VerificationError
@@ -49,7 +49,8 @@ def demo(
     where = bundle if bundle is not None else default_bundle()
     with _open(where, ours=bundle is None) as planner:
         say(f"task: {request.title}")
-        planner.plan(request.messages, max_new_tokens=WARM_UP_TOKENS)
+        with stages("warming up"):
+            planner.plan(request.messages, max_new_tokens=WARM_UP_TOKENS)
         stream = planner.stream(request.messages)
         for part in stream:
             if not json:
@@ -57,7 +58,8 @@ def demo(
         if not json:
             print("\n")
         speculative = stream.plan
-        plain = planner.plan(request.messages, speculative=False)
+        with stages("the same without the drafter"):
+            plain = planner.plan(request.messages, speculative=False)
     problems = request.problems(speculative.text or "")
     if json:
         emit_json(_json(request, where, plain, speculative, problems))
@@ -113,7 +115,7 @@ def _open(where: Path, *, ours: bool) -> Planner:
     if not where.exists():
         _build(where)
     try:
-        with progress("checking the bundle") as report:
+        with stages("opening the bundle") as report:
             return Planner.open(where, progress=report)
     except BundleError as error:
         if not ours:
@@ -121,14 +123,15 @@ def _open(where: Path, *, ours: bool) -> Planner:
         say(f"warning: {error}; building the demo again")
         shutil.rmtree(where)
     _build(where)
-    return Planner.open(where)
+    with stages("opening the bundle") as report:
+        return Planner.open(where, progress=report)
 
 
 def _build(where: Path) -> None:
-    from edge_dflash.build.builder import BuildConfig, build  # torch, only here
-
     say(f"building the demo's bundle: {where}")
     with stages() as report:
+        from edge_dflash.build.builder import BuildConfig, build  # torch, only here, and it takes seconds
+
         result = build(
             BuildConfig(MODELS / "target", MODELS / "drafter", where, recipe=directory("engines") / RECIPE), report
         )

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from edge_dflash.cli.output import emit_json, progress, say
+from edge_dflash.cli.output import emit_json, say, stages
 from edge_dflash.errors import RequestError
 from edge_dflash.plan import Plan
 from edge_dflash.planner import Planner, Task
@@ -40,7 +40,7 @@ def generate(
     and memory as the board says them at the end; empty where it says nothing).
     """
     task = read_task(prompt, prompt_file, ids)
-    with progress("checking the bundle") as report:
+    with stages("opening the bundle") as report:
         planner = Planner.open(bundle, progress=report)
     with planner:
         if raw and isinstance(task, str):

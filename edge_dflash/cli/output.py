@@ -9,17 +9,18 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console, RenderableType
-from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, DownloadColumn, Task, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bars
+from rich.text import Text
+
+from edge_dflash.progress import IN_BYTES, Progress
 
 PLAIN_LINE_SECONDS = 10.0  # least time between two plain progress lines
-
-Report = Callable[[int, int], None]  # (done, in all), bytes
-StageReport = Callable[[str, int, int], None]  # (what is done, done, in all), bytes
 
 
 def emit_json(value: Mapping[str, Any]) -> None:
@@ -40,32 +41,40 @@ def show(*renderables: RenderableType) -> None:
 
 
 @contextmanager
-def stages() -> Iterator[StageReport]:
-    """Show how far a work of several named stages is."""
+def stages(first: str = "starting") -> Iterator[Progress]:
+    """Show how far a work of several stages is; on a terminal from now on: ``first`` says what precedes the first."""
     if not sys.stderr.isatty():
         yield _PlainLines()
         return
-    with _bar() as bars:
-        tasks: dict[str, TaskID] = {}
-
-        def report(stage: str, done: int, total: int) -> None:
-            if stage not in tasks:
-                tasks[stage] = bars.add_task(stage, total=total)
-            bars.update(tasks[stage], completed=done, total=total)
-
-        yield report
+    columns = (TextColumn("{task.description}"), BarColumn(), _Amount(), TimeElapsedColumn())
+    with Bars(*columns, console=Console(stderr=True), transient=True) as bars:
+        yield _Shown(bars, first)
 
 
-@contextmanager
-def progress(label: str) -> Iterator[Report]:
-    """Show how far one piece of work is."""
-    with stages() as report:
-        yield lambda done, total: report(label, done, total)
+class _Shown:
+    """Progress as bars, one for each stage; one whose length is not known moves to and fro."""
+
+    def __init__(self, bars: Bars, first: str) -> None:
+        self._bars = bars
+        self._tasks: dict[str, TaskID] = {}
+        self._endless = bars.add_task(first, total=None)
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        if stage not in self._tasks:
+            self._bars.update(self._endless, visible=False)
+            self._tasks[stage] = self._bars.add_task(stage, total=None)
+            if not total:
+                self._endless = self._tasks[stage]
+        self._bars.update(self._tasks[stage], completed=done, total=total or None)
 
 
-def _bar() -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=Console(stderr=True), transient=True)
+class _Amount(DownloadColumn):
+    """Bytes of a stage that counts bytes, the share of others."""
+
+    def render(self, task: Task) -> Text:
+        if task.total is None:
+            return Text("")
+        return super().render(task) if task.description in IN_BYTES else Text(f"{task.percentage:.0f} %")
 
 
 class _PlainLines:
@@ -77,4 +86,13 @@ class _PlainLines:
     def __call__(self, stage: str, done: int, total: int) -> None:
         if time.monotonic() >= self._next:
             self._next = time.monotonic() + PLAIN_LINE_SECONDS
-            say(f"{stage}: {done / 1e6:,.1f} of {total / 1e6:,.1f} MB")
+            say(amount(stage, done, total))
+
+
+def amount(stage: str, done: int, total: int) -> str:
+    """How far a stage is, in a line."""
+    if not total:
+        return stage
+    if stage in IN_BYTES:
+        return f"{stage}: {done / 1e6:,.1f} of {total / 1e6:,.1f} MB"
+    return f"{stage}: {100 * done // total} %"

@@ -11,7 +11,7 @@ from rich.table import Table
 from edge_dflash.benchmark.run import Work
 from edge_dflash.benchmark.subjects import bench_bundle
 from edge_dflash.bundle.reader import Bundle
-from edge_dflash.cli.output import emit_json, progress, say, show
+from edge_dflash.cli.output import emit_json, say, show, stages
 from edge_dflash.cli.prompts import bench_prompts, default_prompts, read_prompts
 from edge_dflash.errors import RequestError, VerificationError
 from edge_dflash.planner import Planner
@@ -81,7 +81,7 @@ def verify(
 def _verify_bundle(
     bundle: Path, prompts: Path | None, count: int, max_new_tokens: int
 ) -> tuple[Verification, SelfTestResult | None]:
-    with progress("checking the bundle") as report:
+    with stages("opening the bundle") as report:
         planner = Planner.open(bundle, self_test="off", progress=report)
     with planner:
         self_test = replay(Bundle.open(bundle, check_hashes=False), planner.backend)
