@@ -1,40 +1,41 @@
 """edge-dflash: lossless speculative decoding with DFlash drafters, for language models on robots.
 
 The names here are the public API of the runtime; building is :mod:`edge_dflash.build.builder`. Importing them does
-not import torch.
+not import torch, and a name is imported when it is used.
 """
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from edge_dflash.version import __version__
 
-# isort: split
-# (what follows may import the version from here)
-
-from edge_dflash.bundle.reader import Bundle
-from edge_dflash.errors import (
-    BackendError,
-    BuildError,
-    BundleError,
-    CheckpointError,
-    ConfigError,
-    ContextError,
-    EdgeDflashError,
-    QueueFullError,
-    RecipeError,
-    RequestCancelledError,
-    RequestError,
-    ServiceError,
-    UnsupportedModelError,
-    VerificationError,
-)
-from edge_dflash.plan import Increment, Plan, PlanTimings
-from edge_dflash.planner import Planner
-from edge_dflash.planner_session import PlannerSession
-from edge_dflash.remote.planner import RemotePlanner
-from edge_dflash.remote.session import RemoteSession
-from edge_dflash.request.options import PlanOptions
-from edge_dflash.request.stream import AsyncPlanStream, PlanStream
-from edge_dflash.spec.relaxed import Relaxation
-from edge_dflash.tool_calls import MalformedToolCall, ToolCall
+if TYPE_CHECKING:
+    from edge_dflash.bundle.reader import Bundle
+    from edge_dflash.errors import (
+        BackendError,
+        BuildError,
+        BundleError,
+        CheckpointError,
+        ConfigError,
+        ContextError,
+        EdgeDflashError,
+        QueueFullError,
+        RecipeError,
+        RequestCancelledError,
+        RequestError,
+        ServiceError,
+        UnsupportedModelError,
+        VerificationError,
+    )
+    from edge_dflash.plan import Increment, Plan, PlanTimings
+    from edge_dflash.planner import Planner
+    from edge_dflash.planner_session import PlannerSession
+    from edge_dflash.remote.planner import RemotePlanner
+    from edge_dflash.remote.session import RemoteSession
+    from edge_dflash.request.options import PlanOptions
+    from edge_dflash.request.stream import AsyncPlanStream, PlanStream
+    from edge_dflash.spec.relaxed import Relaxation
+    from edge_dflash.tool_calls import MalformedToolCall, ToolCall
 
 __all__ = [
     "AsyncPlanStream",
@@ -67,3 +68,25 @@ __all__ = [
     "VerificationError",
     "__version__",
 ]
+
+_MODULES = {
+    "bundle.reader": ("Bundle",),
+    "plan": ("Increment", "Plan", "PlanTimings"),
+    "planner": ("Planner",),
+    "planner_session": ("PlannerSession",),
+    "remote.planner": ("RemotePlanner",),
+    "remote.session": ("RemoteSession",),
+    "request.options": ("PlanOptions",),
+    "request.stream": ("AsyncPlanStream", "PlanStream"),
+    "spec.relaxed": ("Relaxation",),
+    "tool_calls": ("MalformedToolCall", "ToolCall"),
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_MODULE_OF.get(name, 'errors')}"), name)
+    globals()[name] = value
+    return value

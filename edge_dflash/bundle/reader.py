@@ -213,6 +213,7 @@ def _check_hashes(path: Path, manifest: Manifest, progress: Progress) -> None:
             done += count
             progress(done, total)
 
+    progress(done, total)
     names = sorted(manifest.files, key=lambda name: -manifest.files[name].size)
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         try:

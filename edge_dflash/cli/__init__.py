@@ -9,33 +9,82 @@ from __future__ import annotations
 import io
 import os
 import sys
-from collections.abc import Sequence
-from typing import Annotated
+from collections.abc import Iterator, MutableMapping, Sequence
+from importlib import import_module
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
-from edge_dflash import __version__
-from edge_dflash.cli import bench, build, demo, doctor, generate, inspect, serve, service, verify
 from edge_dflash.errors import BackendError, EdgeDflashError
+from edge_dflash.version import __version__
 
 INTERRUPTED = 130
 
+# A command is the function, or the typer app, of the module of its name; imported when it is called for.
+COMMANDS = {
+    "demo": "Make a robot plan with the shipped demo pair.",
+    "build": "Build an engine bundle from checkpoints.",
+    "generate": "Answer one prompt.",
+    "verify": "Check that a bundle is lossless here.",
+    "bench": "Time a pair against the speed of memory.",
+    "inspect": "Print bytes, memory and speed limits of a pair.",
+    "serve": "Answer the OpenAI API on a socket.",
+    "doctor": "Check that this machine can serve a bundle.",
+    "service": "Install, upgrade and remove the systemd service.",
+}
+
+
+class _Commands(MutableMapping[str, Any]):
+    """The commands by name."""
+
+    def __init__(self) -> None:
+        self._loaded: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._loaded:
+            if name not in COMMANDS:
+                raise KeyError(name)
+            module = import_module(f"edge_dflash.cli.{name}")
+            app = getattr(module, "app", None)
+            if app is None:
+                app = typer.Typer(add_completion=False, rich_markup_mode=None)
+                app.command(name)(getattr(module, name))
+            self._loaded[name] = typer.main.get_command(app)
+        return self._loaded[name]
+
+    def __setitem__(self, name: str, command: Any) -> None:
+        self._loaded[name] = command
+
+    def __delitem__(self, name: str) -> None:
+        del self._loaded[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(COMMANDS)
+
+    def __len__(self) -> int:
+        return len(COMMANDS)
+
+
+class _Group(TyperGroup):
+    """All commands; their list needs none of them."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**{**settings, "commands": _Commands()})
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
 app = typer.Typer(
+    cls=_Group,
     help="Lossless speculative decoding (DFlash) for language models on robots.",
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
-app.command(short_help="Make a robot plan with the shipped demo pair.")(demo.demo)
-app.command(short_help="Build an engine bundle from checkpoints.")(build.build)
-app.command(short_help="Answer one prompt.")(generate.generate)
-app.command(short_help="Check that a bundle is lossless here.")(verify.verify)
-app.command(short_help="Time a pair against the speed of memory.")(bench.bench)
-app.command(short_help="Print bytes, memory and speed limits of a pair.")(inspect.inspect)
-app.command(short_help="Answer the OpenAI API on a socket.")(serve.serve)
-app.command(short_help="Check that this machine can serve a bundle.")(doctor.doctor)
-app.add_typer(service.app, name="service", short_help="Install, upgrade and remove the systemd service.")
 
 
 def _print_version(wanted: bool) -> None:

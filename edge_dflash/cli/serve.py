@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from edge_dflash.cli.output import stages
 from edge_dflash.errors import ServiceError
 
 
@@ -28,12 +30,14 @@ def serve(
     """
     try:
         from edge_dflash.serve.config import ServeConfig, load_config
+        from edge_dflash.serve.lifecycle import logged
         from edge_dflash.serve.notify import SystemdNotifier, listen_sockets
         from edge_dflash.serve.server import run
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] not in ("starlette", "uvicorn", "prometheus_client"):
             raise
         raise ServiceError(f"{error.name} is missing; install it with: pip install 'edge-dflash[serve]'") from None
+    from edge_dflash.telemetry.energy import EnergyMeter
     from edge_dflash.telemetry.state import read_board_state
 
     chosen = load_config(config) if config is not None else ServeConfig()
@@ -47,4 +51,6 @@ def serve(
     )
     chosen = replace(chosen, service=service)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    run(chosen, SystemdNotifier.from_environment(), read_board_state, listen_sockets())
+    logging.getLogger("edge_dflash").setLevel(logging.INFO)
+    showing = stages if sys.stderr.isatty() else logged
+    run(chosen, SystemdNotifier.from_environment(), read_board_state, listen_sockets(), EnergyMeter(), showing)

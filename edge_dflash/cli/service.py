@@ -13,7 +13,7 @@ from edge_dflash.install.service import KEEP, Options, Outcome, install, remove,
 
 app = typer.Typer(
     help="Install, upgrade, roll back and remove the systemd service. docs/thor.md shows every step.",
-    no_args_is_help=True,
+    add_completion=False,
     rich_markup_mode=None,
 )
 
@@ -22,9 +22,15 @@ Start = Annotated[bool, typer.Option("--start/--no-start", help="Start the servi
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on the last line of stdout.")]
 
 
+@app.callback(invoke_without_command=True)
+def _root(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
 @app.command("install", short_help="Serve a bundle; again for an upgrade.")
 def install_command(
-    bundle: Annotated[Path, typer.Argument(help="Directory that a build made; it is copied.")],
+    bundle: Annotated[Path, typer.Argument(metavar="BUNDLE", help="Directory that a build made; it is copied.")],
     root: Root = Path("/"),
     program: Annotated[
         Path | None, typer.Option(help="The edge-dflash that serves; default: the one that runs now.")

@@ -1,6 +1,6 @@
 """Where the service stands, and what it tells who started it: loading, ready, at work, stopping; alive or hung.
 
-Knows times and states, nothing of HTTP, of systemd's protocol or of plans.
+Times and states; HTTP, systemd's protocol and plans are elsewhere.
 
 The watchdog is fed from the work itself. While a request runs, only a step of the engine (every chunk of the prompt,
 then every cycle) feeds it; a timer that merely finds the process alive would keep a hung engine going. Without a
@@ -9,21 +9,32 @@ request nothing could step, and the timer feeds it. So the watchdog's limit must
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from collections.abc import Callable
-from typing import Literal, Protocol
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Literal, Protocol, TypeAlias
 
+from edge_dflash.progress import IN_BYTES
+from edge_dflash.progress import Progress as Report
+from edge_dflash.request.job import Observer
 from edge_dflash.spec.loop import Step
 
+log = logging.getLogger("edge_dflash.serve")
+Showing: TypeAlias = Callable[[str], AbstractContextManager[Report]]  # shows the progress of what is named
 State = Literal["loading", "ready", "draining"]
 
 
 class Notifier(Protocol):
-    """Who started the service. Called from the loop's thread; must not block and must not raise."""
+    """Who started the service. Called from any thread; must not block and must not raise."""
 
     def ready(self) -> None:
-        """The pair is loaded, its self-test passed, and requests are answered."""
+        """The pair is loaded, its self-test passed, and requests are answered; or a :meth:`reloading` is over."""
+        ...
+
+    def reloading(self) -> None:
+        """What a reload asks for has begun; :meth:`ready` says that it is done."""
         ...
 
     def status(self, text: str) -> None:
@@ -45,6 +56,9 @@ class NullNotifier:
     def ready(self) -> None:
         """See Notifier."""
 
+    def reloading(self) -> None:
+        """See Notifier."""
+
     def status(self, text: str) -> None:
         """See Notifier."""
 
@@ -53,6 +67,42 @@ class NullNotifier:
 
     def stopping(self) -> None:
         """See Notifier."""
+
+
+@contextmanager
+def logged(what: str) -> Iterator[Report]:
+    """Progress as lines of the log: one when ``what`` begins, one for each of its stages."""
+    log.info("%s", what)
+    begun: set[str] = set()
+
+    def report(stage: str, done: int, total: int) -> None:
+        if stage not in begun:
+            begun.add(stage)
+            log.info("%s%s", stage, f", {total / 1e6:,.1f} MB" if stage in IN_BYTES else "")
+
+    yield report
+
+
+class Watchers:
+    """Several observers as one."""
+
+    def __init__(self, *observers: Observer) -> None:
+        self._observers = observers
+
+    def started(self) -> None:
+        """See Observer."""
+        for observer in self._observers:
+            observer.started()
+
+    def step(self, step: Step) -> None:
+        """See Observer."""
+        for observer in self._observers:
+            observer.step(step)
+
+    def ended(self) -> None:
+        """See Observer."""
+        for observer in self._observers:
+            observer.ended()
 
 
 class Progress:

@@ -16,11 +16,13 @@ from prometheus_client.registry import Collector
 
 from edge_dflash.plan import Plan
 from edge_dflash.spec.loop import Step
+from edge_dflash.telemetry.energy import EnergyMeter
 from edge_dflash.telemetry.state import BoardState
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SHORT = (0.001, 0.002, 0.004, 0.007, 0.01, 0.015, 0.02, 0.03, 0.045, 0.07, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
 _LONG = (0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.7, 1.0, 1.5, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0)
+_JOULES = (1, 2, 4, 7, 10, 20, 40, 70, 100, 200, 400, 700, 1000, 2000, 4000)
 _ACCEPT = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32)
 SELF_TEST = ("passed", "failed", "none")
 
@@ -69,6 +71,7 @@ class Metrics:
         self.inter_token = histogram("inter_token_seconds", "Time a token after the first, cycle by cycle.", _SHORT)
         self.cycle = histogram("cycle_seconds", "A cycle: propose, verify, accept, commit.", _SHORT, "kind")
         self.accept_length = histogram("accept_length", "Tokens that a drafting cycle committed.", _ACCEPT)
+        self.joules = histogram("plan_joules", "Energy of the board while a plan is made.", _JOULES, "rail")
         self._positions = 0
         registry.register(_BoardCollector(board))
 
@@ -130,6 +133,24 @@ class Meter:
 
     def ended(self) -> None:
         """See Observer."""
+
+
+class Sampling:
+    """Lets the board's power be sampled while the engine works; an observer."""
+
+    def __init__(self, power: EnergyMeter) -> None:
+        self._power = power
+
+    def started(self) -> None:
+        """See Observer."""
+        self._power.begin()
+
+    def step(self, step: Step) -> None:
+        """See Observer."""
+
+    def ended(self) -> None:
+        """See Observer."""
+        self._power.end()
 
 
 class _BoardCollector(Collector):

@@ -1,4 +1,4 @@
-"""What a service and systemd say to each other: READY, STATUS, WATCHDOG and STOPPING out, sockets and timeouts in.
+"""What a service and systemd say to each other: READY, RELOADING, STATUS, WATCHDOG, STOPPING; sockets and timeouts.
 
 The protocols are sd_notify(3), sd_watchdog_enabled(3) and sd_listen_fds(3) of systemd. They are made of environment
 variables, the only ones that edge-dflash reads; without them (not started by systemd) everything here does nothing.
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Mapping
 
 FIRST_LISTEN_FD = 3  # SD_LISTEN_FDS_START
@@ -40,6 +41,10 @@ class SystemdNotifier:
     def ready(self) -> None:
         """The service answers requests from now on."""
         self._send("READY=1")
+
+    def reloading(self) -> None:
+        """A reload begins; READY=1 ends it."""
+        self._send(f"RELOADING=1\nMONOTONIC_USEC={time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000}")
 
     def status(self, text: str) -> None:
         """One line for ``systemctl status``."""

@@ -9,9 +9,10 @@ import asyncio
 import contextlib
 import logging
 import os
+import signal
 import socket
 import stat
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -23,9 +24,10 @@ from edge_dflash.errors import EdgeDflashError, ServiceError
 from edge_dflash.serve.app import make_app
 from edge_dflash.serve.config import ServeConfig
 from edge_dflash.serve.connection import bounded_connection
-from edge_dflash.serve.lifecycle import Notifier
+from edge_dflash.serve.lifecycle import Notifier, Showing, logged
 from edge_dflash.serve.limits import read_key
 from edge_dflash.serve.service import Board, Service
+from edge_dflash.telemetry.energy import EnergyMeter
 from edge_dflash.telemetry.state import BoardState
 
 log = logging.getLogger("edge_dflash.serve")
@@ -37,8 +39,12 @@ def run(
     notifier: Notifier | None = None,
     board: Board = BoardState,
     inherited: Sequence[socket.socket] = (),
+    power: EnergyMeter | None = None,
+    showing: Showing = logged,
 ) -> None:
     """Serve until a signal stops it. ``inherited`` are sockets that listen already, in place of those of ``config``.
+
+    ``board`` and ``power`` are asked for the board's state and energy; ``showing`` shows how far loading is.
 
     Raises ConfigError for a key file that cannot be used, ServiceError when it cannot listen, and what Planner.open
     raises.
@@ -46,8 +52,8 @@ def run(
     key = read_key(config.service.api_key_file) if config.service.api_key_file else ""
     with contextlib.ExitStack() as stack:
         sockets = stack.enter_context(listening(config, inherited))
-        service = Service(config, notifier, board)
-        asyncio.run(_Process(service, key, stack.close).main(sockets))
+        service = Service(config, notifier, board, power)
+        asyncio.run(_Process(service, key, stack.close, showing).main(sockets))
 
 
 @contextmanager
@@ -128,6 +134,14 @@ def _remove(path: Path, inode: int) -> None:
             path.unlink()
 
 
+def address(one: socket.socket) -> str:
+    """Where a listening socket can be reached, as ``Planner.connect`` takes it."""
+    if one.family == socket.AF_UNIX:
+        return f"unix:{one.getsockname()}"
+    host, port = one.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
 def uvicorn_config(service: Service, key: str) -> uvicorn.Config:
     """How uvicorn is to serve a service."""
     limits, timeouts = service.config.limits, service.config.timeouts
@@ -163,27 +177,29 @@ class _Server(uvicorn.Server):
 class _Process:
     """One run of a service."""
 
-    def __init__(self, service: Service, key: str, put_away: Callable[[], None]) -> None:
+    def __init__(self, service: Service, key: str, put_away: Callable[[], None], showing: Showing) -> None:
         """``put_away`` closes the sockets, before the process is left without ceremony."""
         self._service = service
         self._key = key
         self._put_away = put_away
+        self._showing = showing
+        self._reloads: set[asyncio.Task[None]] = set()
 
-    async def main(self, sockets: Iterable[socket.socket]) -> None:
+    async def main(self, sockets: Sequence[socket.socket]) -> None:
         """Listen, load, serve, drain."""
         service, loop = self._service, asyncio.get_running_loop()
         stop = asyncio.Event()
+        loop.add_signal_handler(signal.SIGHUP, self._reload)
         loop.set_default_executor(service.threads)
         server = _Server(uvicorn_config(service, self._key), stop, loop)
         serving = asyncio.create_task(server.serve(list(sockets)))
         watching = asyncio.create_task(service.watch())
         stopping = asyncio.create_task(stop.wait())
-        loading = asyncio.create_task(asyncio.to_thread(service.load))
         try:
-            await self._until_loaded(loading, stopping)
+            await self._load(stopping)
             if not stop.is_set():
                 service.open_doors()
-                log.warning("serving %s", service.config.model)
+                log.info("serving %s on %s", service.config.model, ", ".join(map(address, sockets)))
                 await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
             await service.drain()
         finally:
@@ -197,16 +213,24 @@ class _Process:
             stopping.cancel()
             await asyncio.to_thread(service.close)
 
-    async def _until_loaded(self, loading: asyncio.Task[None], stopping: asyncio.Task[bool]) -> None:
-        self._service.notifier.status(f"loading {self._service.config.model}")
-        await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    async def _load(self, stopping: asyncio.Task[bool]) -> None:
+        service = self._service
+        service.notifier.status(f"loading {service.config.model}")
+        with self._showing(f"opening {service.config.service.bundle}") as show:
+            loading = asyncio.create_task(asyncio.to_thread(service.load, show))
+            await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if loading.done():
             try:
                 loading.result()
             except EdgeDflashError as error:
-                self._service.notifier.status(f"not started: {error}")
+                service.notifier.status(f"not started: {error}")
                 raise
             return
         log.warning("stopped while loading")
         self._put_away()
         os._exit(0)  # a load cannot be interrupted; nothing was begun that would have to be ended
+
+    def _reload(self) -> None:
+        task = asyncio.get_running_loop().create_task(self._service.reload())
+        self._reloads.add(task)
+        task.add_done_callback(self._reloads.discard)

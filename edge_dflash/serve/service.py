@@ -20,41 +20,24 @@ from edge_dflash.errors import ContextError, EdgeDflashError
 from edge_dflash.plan import Plan
 from edge_dflash.planner import Planner
 from edge_dflash.planner_session import PlannerSession
+from edge_dflash.progress import Progress as Report
+from edge_dflash.progress import unheard
 from edge_dflash.request.options import PlanOptions
 from edge_dflash.request.stream import AsyncPlanStream, PlanStream
 from edge_dflash.selftest import Mode
 from edge_dflash.serve.config import MIB, ServeConfig
-from edge_dflash.serve.lifecycle import Notifier, NullNotifier, Progress, State
-from edge_dflash.serve.metrics import Meter, Metrics
+from edge_dflash.serve.lifecycle import Notifier, NullNotifier, Progress, State, Watchers
+from edge_dflash.serve.metrics import Meter, Metrics, Sampling
 from edge_dflash.serve.openai import Call
 from edge_dflash.serve.refusal import Refusal
 from edge_dflash.serve.replies import Writer
 from edge_dflash.serve.sessions import Sessions
-from edge_dflash.spec.loop import Step
+from edge_dflash.telemetry.energy import EnergyMeter
 from edge_dflash.telemetry.state import BoardState
 
 log = logging.getLogger("edge_dflash.serve")
 Board = Callable[[], BoardState]
 TICK = 0.5  # seconds between two looks at the engine
-
-
-class _Watchers:
-    """Several observers as one."""
-
-    def __init__(self, *observers: Progress | Meter) -> None:
-        self._observers = observers
-
-    def started(self) -> None:
-        for observer in self._observers:
-            observer.started()
-
-    def step(self, step: Step) -> None:
-        for observer in self._observers:
-            observer.step(step)
-
-    def ended(self) -> None:
-        for observer in self._observers:
-            observer.ended()
 
 
 @dataclass(eq=False)
@@ -68,6 +51,7 @@ class Running:
     held: str | None = None  # its session, while it has it
     session_error: str | None = None  # why its session was not saved
     counted: bool = False
+    began: float = 0.0  # time.perf_counter() of its call to the planner
 
     def leave(self) -> None:
         """Its client is gone."""
@@ -78,10 +62,18 @@ class Running:
 class Service:
     """One bundle, served. Its methods are called on the loop's thread, if they do not say otherwise."""
 
-    def __init__(self, config: ServeConfig, notifier: Notifier | None = None, board: Board = BoardState) -> None:
+    def __init__(
+        self,
+        config: ServeConfig,
+        notifier: Notifier | None = None,
+        board: Board = BoardState,
+        power: EnergyMeter | None = None,
+    ) -> None:
+        """``board`` says its state, ``power`` its energy; without them they are unknown."""
         self.config = config
         self.notifier = notifier or NullNotifier()
         self.board = board
+        self.power = power or EnergyMeter(lambda: None)
         self.state: State = "loading"
         self.metrics = Metrics(board)
         self.progress = Progress()
@@ -93,9 +85,15 @@ class Service:
 
     # Loading ----------------------------------------------------------------------------------------------------------
 
-    def load(self) -> None:
-        """Open the bundle and go through its self-test. Blocks: called on a thread of its own."""
+    def load(self, show: Report = unheard) -> None:
+        """Open the bundle and go through its self-test; ``show`` is told how far it is. Blocks: called on a thread."""
         service, engine = self.config.service, self.config.engine
+
+        def report(stage: str, done: int, total: int) -> None:
+            if not done:
+                self.notifier.status(f"loading {self.config.model}: {stage}")
+            show(stage, done, total)
+
         planner = Planner.open(
             service.bundle,
             queue=engine.queue,
@@ -103,14 +101,15 @@ class Service:
             fallback=engine.fallback,
             check_hashes=service.check_hashes,
             self_test=cast(Mode, service.self_test),
+            progress=report,
             observer=self.observer,
         )
         self.take(planner)
 
     @property
-    def observer(self) -> _Watchers:
+    def observer(self) -> Watchers:
         """What the planner is to be opened with."""
-        return _Watchers(self.progress, Meter(self.metrics))
+        return Watchers(self.progress, Meter(self.metrics), Sampling(self.power))
 
     def take(self, planner: Planner) -> None:
         """Serve this planner, which was opened with :attr:`observer`; it is closed in the end."""
@@ -138,6 +137,17 @@ class Service:
         self.state = "ready"
         self.notifier.ready()
         self.notifier.status(f"serving {self.config.model}")
+
+    async def reload(self) -> None:
+        """Save the sessions; one whose turn runs is saved when it ends. A stop saves them anyway."""
+        if self.state != "ready" or self.sessions is None:
+            return
+        self.notifier.reloading()
+        for problem in await self.on_thread(self.sessions.save_soon):
+            log.error("not saved: %s", problem)
+        never = self.config.sessions.save == "never"
+        log.info("reload: sessions %s", 'are not saved, sessions.save is "never"' if never else "are saved")
+        self.notifier.ready()
 
     # Watching ---------------------------------------------------------------------------------------------------------
 
@@ -197,6 +207,7 @@ class Service:
             if call.session is not None:
                 session = sessions.acquire(call.session)
                 running.held = call.session
+            running.began = time.perf_counter()
             return self._queued(planner, session, call, arrived)
 
         running = Running(call, Writer(call, self.config.model, planner.fingerprint[:16]), AsyncPlanStream(begin))
@@ -237,12 +248,21 @@ class Service:
         if not running.counted:
             running.counted = True
             self.metrics.plan(plan)
+            if (joules := self._joules(running, plan)) is not None:
+                self.metrics.joules.labels(self.power.rail).observe(joules)
             self._seconds.append(plan.timings.total_seconds - plan.timings.queue_seconds)
+
+    def _joules(self, running: Running, plan: Plan) -> float | None:
+        """Energy of the board while a plan was made; None where it does not say its power."""
+        timings = plan.timings
+        return self.power.joules(running.began + timings.queue_seconds, running.began + timings.total_seconds)
 
     async def details(self, running: Running) -> dict[str, Any]:
         """What is told of a finished request beside its plan: the board, and what went wrong with its session."""
         state: BoardState = await self.on_thread(self.board)
-        found: dict[str, Any] = {"board": state.brief(), "session_error": running.session_error}
+        joules = self._joules(running, running.stream.plan)
+        board = state.brief() if joules is None else {**state.brief(), "joules": joules}
+        found: dict[str, Any] = {"board": board, "session_error": running.session_error}
         return {name: value for name, value in found.items() if value}
 
     async def end(self, running: Running) -> None:

@@ -6,6 +6,7 @@ engine, so none is called on the loop's thread. Knows nothing of HTTP.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import OrderedDict
@@ -19,6 +20,7 @@ from edge_dflash.planner_session import PlannerSession
 from edge_dflash.serve.openai import checked_name
 from edge_dflash.serve.refusal import Refusal
 
+log = logging.getLogger("edge_dflash.serve")
 SUFFIX = ".session"
 _LETS_GO = 5.0  # seconds that a request which has ended may take to let its session go
 
@@ -32,6 +34,7 @@ class _Slot:
     saved: int = 0  # tokens that the file holds
     users: int = 0  # who is about to hold it, or does
     held: bool = False  # by one request
+    due: bool = False  # to be saved when its turn has ended
 
 
 class Sessions:
@@ -65,10 +68,12 @@ class Sessions:
             raise
 
     def release(self, name: str) -> None:
-        """A request has no more to do with it."""
+        """A request has no more to do with it; it is saved if that was put off."""
         with self._lock:
             slot = self._slots[name]
-            slot.held = False
+            slot.held, due, slot.due = False, slot.due, False
+        if due and (problem := self._saved(name, slot)):
+            log.error("not saved: %s", problem)
         self._let_go(name, slot)
 
     def turned(self, name: str) -> None:
@@ -149,19 +154,29 @@ class Sessions:
 
     def save_all(self) -> list[str]:
         """Save what is not saved, unless that is never wanted; returns what went wrong."""
-        problems = []
         with self._lock:
-            slots = list(self._slots.items())
-        for name, slot in slots if self._save != "never" else ():
-            with slot.lock:
-                try:
-                    if _unsaved(slot):
-                        self._written(name, slot, name)
-                except (EdgeDflashError, OSError) as error:
-                    problems.append(f"session {name}: {error}")
-        return problems
+            slots = list(self._slots.items()) if self._save != "never" else []
+        return [problem for name, slot in slots if (problem := self._saved(name, slot))]
+
+    def save_soon(self) -> list[str]:
+        """:meth:`save_all`, but a session whose turn runs is saved when it ends; returns what went wrong until now."""
+        with self._lock:
+            for slot in self._slots.values():
+                slot.due = self._save != "never" and slot.session is not None and slot.session.busy
+            slots = [(name, slot) for name, slot in self._slots.items() if not slot.due and self._save != "never"]
+        return [problem for name, slot in slots if (problem := self._saved(name, slot))]
 
     # ------------------------------------------------------------------------------------------------------------------
+
+    def _saved(self, name: str, slot: _Slot) -> str:
+        """Save a session if it is not saved; returns what went wrong."""
+        with slot.lock:
+            try:
+                if _unsaved(slot):
+                    self._written(name, slot, name)
+            except (EdgeDflashError, OSError) as error:
+                return f"session {name}: {error}"
+        return ""
 
     def _known(self, name: str) -> bool:
         with self._lock:

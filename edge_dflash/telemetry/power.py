@@ -9,6 +9,7 @@ INA3221 and VIN on an INA238 that sees the whole board. NVIDIA forum thread 3664
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,6 +42,17 @@ def read_rails(root: Path) -> tuple[Rail, ...]:
             case "ina238":
                 rails.append(_ina238(device))
     return tuple(rails)
+
+
+def input_rail(rails: Iterable[Rail]) -> Rail | None:
+    """The rail of what flows into the whole board, if it says its power. Rails are never added up."""
+    found = {rail.name: rail for rail in rails if rail.watts is not None}
+    return next((found[name] for name in INPUT_RAILS if name in found), None)
+
+
+def read_input(root: Path = Path("/")) -> Rail | None:
+    """The rail of what flows into the whole board just now; None where none is known to be all of it."""
+    return input_rail(read_rails(root))
 
 
 def _ina3221(device: Path, channel: int) -> Rail | None:

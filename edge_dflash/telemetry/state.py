@@ -10,7 +10,7 @@ from typing import Any
 from edge_dflash.telemetry.clocks import Clock, Part, read_clocks
 from edge_dflash.telemetry.jetson import SetMode, read_model, read_power_mode, read_release
 from edge_dflash.telemetry.memory import MemoryState, read_memory
-from edge_dflash.telemetry.power import INPUT_RAILS, Rail, read_over_current, read_rails
+from edge_dflash.telemetry.power import Rail, input_rail, read_over_current, read_rails
 from edge_dflash.telemetry.thermal import read_temperatures, read_throttling
 
 
@@ -30,10 +30,9 @@ class BoardState:
 
     @property
     def watts(self) -> float | None:
-        """Power into the whole board; None where no rail is known to be all of it. Rails are never added up."""
-        return next(
-            (r.watts for name in INPUT_RAILS for r in self.rails if r.name == name and r.watts is not None), None
-        )
+        """Power into the whole board; None where no rail is known to be all of it."""
+        rail = input_rail(self.rails)
+        return None if rail is None else rail.watts
 
     @property
     def hottest(self) -> float | None:
