@@ -14,6 +14,10 @@ import yaml
 from edge_dflash.errors import RecipeError
 from edge_dflash.resources import directory
 
+# Bytes of a board's memory that a pair cannot have: about 1 GB for Linux and its services without a desktop, about 1 GB
+# for the driver, the CUDA context and this program. A desktop, ROS or cameras come on top.
+SYSTEM_BYTES = 2_000_000_000
+
 
 @dataclass(frozen=True)
 class PowerMode:

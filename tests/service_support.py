@@ -90,7 +90,7 @@ class Process:
     """``edge-dflash serve`` as a process."""
 
     def __init__(self, bundle: Path, directory: Path, *, tcp: bool = False, key: str = "", settings: str = ""):
-        self.directory = directory
+        self.bundle, self.directory = bundle, directory
         self.socket = directory / "api.sock"
         self.state = directory / "state"
         lines = [f'[service]\nbundle = "{bundle}"\nmodel = "demo"\nsocket = "{self.socket}"']

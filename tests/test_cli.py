@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 
@@ -156,15 +157,22 @@ def test_progress_is_a_bar_on_a_terminal_and_lines_in_a_file(monkeypatch, capsys
     monkeypatch.setattr(output, "PLAIN_LINE_SECONDS", 0.0)
     with output.stages() as report:
         report("weights", 1_500_000, 2_000_000)
-    assert capsys.readouterr() == ("", "weights: 1.5 of 2.0 MB\n")
+        report("self-test", 1_000_000, 4_000_000)
+        report("loading", 0, 0)
+    assert capsys.readouterr() == ("", "weights: 1.5 of 2.0 MB\nself-test: 25 %\nloading\n")
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    with output.progress("weights") as report:
-        report(1_500_000, 2_000_000)
-        report(2_000_000, 2_000_000)
+    with output.stages("opening the bundle") as report:
+        assert "opening the bundle" in capsys.readouterr().err  # at once
+        report("weights", 1_500_000, 2_000_000)
+        report("weights", 2_000_000, 2_000_000)
+        report("loading", 0, 0)
+        report("self-test", 1_000_000, 4_000_000)  # a share of its tokens
     out, err = capsys.readouterr()
     assert out == ""
     assert "2.0/2.0 MB" in err
+    assert re.search(r"self-test .* 25 %", err)
+    assert not re.search(r"(self-test|loading)[^\r\n]*MB", err)
 
 
 def test_a_difference_is_printed_and_fails(cli, golden, tmp_path):

@@ -63,6 +63,7 @@ def test_the_protocol_with_systemd(service):
     unit, run = service["Unit"], service["Service"]
     assert run["Type"] == ["notify"]
     assert run["NotifyAccess"] == ["main"]
+    assert run["ExecReload"] == ["/bin/kill -HUP $MAINPID"]
     assert run["WatchdogSec"] == ["120"]
     assert run["Restart"] == ["on-failure"]
     assert unit["StartLimitBurst"] == ["4"]
@@ -162,7 +163,7 @@ def test_systemd_finds_nothing_to_say(tmp_path):
     install(tmp_path / "bundle", root, Options(tcp=True, activation=True), program=program)
     shutil.copytree("/lib/systemd/system", root / "lib/systemd/system", symlinks=True)
     run = root / "opt/edge-dflash/current/run"
-    for path in (run, root / "usr/bin/touch"):
+    for path in (run, root / "usr/bin/touch", root / "bin/kill"):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)
         shutil.copy(program, path)

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from edge_dflash.bundle.manifest import Manifest
 from edge_dflash.checkpoint.config import match_pair, read_drafter_spec, read_target_spec
-from edge_dflash.device import load_board
+from edge_dflash.device import SYSTEM_BYTES, load_board
 from edge_dflash.errors import RequestError
 from edge_dflash.inspection.inspect import inspect_manifest, inspect_pair, inspect_recipe
 from edge_dflash.inspection.view import render
@@ -145,10 +145,31 @@ def test_groups_add_up_and_the_drafter_groups_are_separate():
 def test_memory_against_the_board(board, fits):
     found = inspected("qwen3.6-27b", board=board)
     assert (found.free_bytes >= 0) is fits
-    assert found.free_bytes == found.board.memory_bytes - found.total_bytes
+    assert found.free_bytes == found.board.memory_bytes - SYSTEM_BYTES - found.total_bytes
     assert found.total_bytes == sum(asdict(found.memory).values())
     text = shown(found)
     assert ("does not fit" in text) is not fits
+
+
+def test_a_shorter_context_is_advised_where_it_helps():
+    model, board = "qwen3.5-9b", load_board("orin-nx")
+    long = inspect_recipe(spec(model), ALL_NVFP4, board=board, max_context=262_144)
+    assert long.free_bytes < 0 < long.longest_context < 262_144
+    text = " ".join(shown(long).split())
+    assert f"with {long.longest_context:,} it does: give --max-context" in text
+    at_most = inspect_recipe(spec(model), ALL_NVFP4, board=board, max_context=long.longest_context)
+    more = inspect_recipe(spec(model), ALL_NVFP4, board=board, max_context=long.longest_context + 1)
+    assert more.free_bytes < 0 <= at_most.free_bytes
+    assert at_most.longest_context == long.longest_context
+
+
+def test_no_context_is_advised_where_the_weights_alone_are_too_large():
+    found = inspected("qwen3.6-27b", board="orin-nx")
+    assert found.stored_bytes > found.board.memory_bytes - SYSTEM_BYTES
+    assert (found.longest_context, found.to_json()["longest_context"], found.to_json()["fits"]) == (0, 0, False)
+    text = " ".join(shown(found).split())
+    assert "with any context: the weights alone are larger than the 14.0 GB beside the system" in text
+    assert "--max-context" not in text
 
 
 def shown(inspection):

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 import time
 
 import pytest
 from fakes import FakeBackend
 from planner_support import Gate, Slow
-from service_support import TEXT_SHAPE, client_of, fake_service
+from service_support import TEXT_SHAPE, client_of, config_for, fake_service
 
 from edge_dflash.serve import service as service_module
-from edge_dflash.serve.lifecycle import NullNotifier, Progress
+from edge_dflash.serve.lifecycle import NullNotifier, Progress, logged
+from edge_dflash.serve.service import Service
 from edge_dflash.spec.loop import Step
 
 CHAT = "/v1/chat/completions"
@@ -26,6 +28,9 @@ class Recorder(NullNotifier):
 
     def ready(self):
         self.said.append("READY")
+
+    def reloading(self):
+        self.said.append("RELOADING")
 
     def status(self, text):
         self.said.append(text)
@@ -173,3 +178,60 @@ def test_ready_is_said_once_the_doors_open(tmp_path):
     service.open_doors()
     assert notifier.said == ["READY", "serving fake"]
     service.close()
+
+
+def test_a_reload_saves_sessions_also_the_one_whose_turn_runs(tmp_path):
+    slow = Slow(FakeBackend(TEXT_SHAPE, right=lambda position: 0), 0.03)
+    service = fake_service(tmp_path, slow)
+    notifier = service.notifier = Recorder()
+    replies = []
+    with client_of(service) as client:
+        ask(client, replies, max_tokens=2, edge_dflash={"session": "hall"})
+        options = {"max_tokens": 20, "edge_dflash": {"session": "kitchen"}}
+        thread = threading.Thread(target=ask, args=(client, replies), kwargs=options)
+        thread.start()
+        while not service.progress.running:
+            time.sleep(0.005)
+        client.portal.call(service.reload)
+        thread.join()
+        until = time.monotonic() + 5
+        while len(list((tmp_path / "state" / "sessions").iterdir())) < 2 and time.monotonic() < until:
+            time.sleep(0.01)
+    assert [reply.status_code for reply in replies] == [200, 200]
+    assert sorted(path.name for path in (tmp_path / "state" / "sessions").iterdir()) == [
+        "hall.session",
+        "kitchen.session",
+    ]
+    assert [said for said in notifier.said if said.isupper()] == ["RELOADING", "READY"]
+    service.close()
+
+
+def test_a_reload_writes_nothing_where_nothing_may_be(tmp_path):
+    service = fake_service(tmp_path, sessions={"save": "never"})
+    notifier = service.notifier = Recorder()
+    with client_of(service) as client:
+        ask(client, [], max_tokens=2, edge_dflash={"session": "hall"})
+        client.portal.call(service.reload)
+    assert notifier.said == ["RELOADING", "READY"]
+    assert not (tmp_path / "state").exists()
+    service.close()
+
+
+def test_a_reload_while_it_loads_or_stops_says_nothing(tmp_path):
+    service = Service(config_for(tmp_path), Recorder())
+    asyncio.run(service.reload())
+    assert service.notifier.said == []
+
+
+def test_the_status_and_the_log_say_what_is_loaded(demo_bundle, tmp_path, caplog):
+    service = Service(config_for(tmp_path, service={"bundle": str(demo_bundle)}), Recorder())
+    with caplog.at_level("INFO", "edge_dflash.serve"), logged("opening it") as show:
+        service.load(show)
+    service.close()
+    assert service.notifier.said == [f"loading fake: {stage}" for stage in ("checking files", "loading", "self-test")]
+    assert [re.sub(r"[\d.]+ MB", "MB", line) for line in caplog.messages] == [
+        "opening it",
+        "checking files, MB",
+        "loading",
+        "self-test",
+    ]

@@ -57,12 +57,14 @@ def manager(request, tmp_path):
     made.socket.close()
 
 
-def test_states_arrive_as_systemd_reads_them(manager):
+def test_states_arrive_as_systemd_reads_them(manager, monkeypatch):
+    monkeypatch.setattr(time, "clock_gettime_ns", lambda clock: 7 * 10**9)
     notifier = SystemdNotifier.from_environment({"NOTIFY_SOCKET": manager.address})
     assert notifier.enabled
     for call, message in (
         (lambda: notifier.status("loading\nREADY=1  weights"), "STATUS=loading READY=1 weights"),
         (notifier.ready, "READY=1"),
+        (notifier.reloading, "RELOADING=1\nMONOTONIC_USEC=7000000"),
         (notifier.watchdog, "WATCHDOG=1"),
         (notifier.stopping, "STOPPING=1"),
     ):

@@ -54,6 +54,14 @@ def test_the_program_of_the_readme_runs_on_the_service_as_on_a_bundle(process, c
     assert lines[-1] == "16 tokens together"
 
 
+def test_the_log_says_what_is_loaded_and_where_it_is_served(process):
+    lines = (process.directory / "log").read_text().splitlines()[:5]
+    size = sum(path.stat().st_size for path in process.bundle.rglob("*") if path.name != "manifest.json")
+    said = [f"opening {process.bundle}", f"checking files, {size / 1e6:,.1f} MB", "loading", "self-test"]
+    said.append(f"serving demo on unix:{process.socket}, {process.tcp}")
+    assert lines == [f"INFO edge_dflash.serve: {line}" for line in said]
+
+
 def test_the_socket_is_for_its_user_and_group(process):
     assert stat.S_IMODE(process.socket.stat().st_mode) == 0o660
 

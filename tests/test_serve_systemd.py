@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -20,13 +21,13 @@ class Systemd:
     """Starts the service with a notify socket and a listening one, as the units ask for."""
 
     def __init__(self, bundle, directory):
-        self.api = directory / "api.sock"
+        self.api, self.state = directory / "api.sock", directory / "state"
         self.notify = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self.notify.bind(str(directory / "notify"))
         listening = socket.socket(socket.AF_UNIX)
         listening.bind(str(self.api))
         listening.listen()
-        command = [sys.executable, "-m", "edge_dflash", "serve", str(bundle), "--state-dir", str(directory / "state")]
+        command = [sys.executable, "-m", "edge_dflash", "serve", str(bundle), "--state-dir", str(self.state)]
         start = (
             "import os, sys; os.dup2(int(sys.argv[1]), 3); os.environ['LISTEN_PID'] = str(os.getpid()); "
             "os.execv(sys.argv[2], sys.argv[2:])"
@@ -90,6 +91,12 @@ def test_the_life_of_a_service(systemd):
         assert reply.status_code == 200
         systemd.heard.clear()
         systemd.until("WATCHDOG=1", 5.0)  # at work or idle, it is fed
+        saved = {**TASK, "edge_dflash": {"session": "hall"}}
+        assert client.post("/v1/chat/completions", json=saved).status_code == 200
+    systemd.process.send_signal(signal.SIGHUP)
+    assert re.fullmatch(r"RELOADING=1\nMONOTONIC_USEC=\d+", systemd.until("RELOADING=1", 10.0))
+    systemd.until("READY=1", 10.0)
+    assert (systemd.state / "sessions" / "hall.session").is_file()
     os.kill(systemd.process.pid, signal.SIGSTOP)
     assert systemd.silent(2.5)  # a process that stands still feeds nobody: systemd ends it
     os.kill(systemd.process.pid, signal.SIGCONT)

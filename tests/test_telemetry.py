@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from dataclasses import FrozenInstanceError
 
 import board_support
 import pytest
 from board_support import hwmon, write
 
+from edge_dflash.telemetry import energy
 from edge_dflash.telemetry.clocks import read_clocks
+from edge_dflash.telemetry.energy import EnergyMeter
 from edge_dflash.telemetry.files import numbered, read_int, read_text
 from edge_dflash.telemetry.jetson import SetMode, read_power_mode, read_release
 from edge_dflash.telemetry.memory import MemoryState, drop_page_cache, parse_meminfo
-from edge_dflash.telemetry.power import read_rails
+from edge_dflash.telemetry.power import Rail, read_input, read_rails
 from edge_dflash.telemetry.state import BoardState, read_board_state
 from edge_dflash.telemetry.thermal import read_temperatures, read_throttling
 
@@ -41,6 +44,7 @@ def test_thor(thor):
     ]
     assert [rail.watts for rail in state.rails] == pytest.approx([18.0, 6.48, 6.5, 39.9])
     assert (state.rails[0].volts, state.rails[0].amperes, state.rails[0].alarm) == (12.0, 1.5, False)
+    assert read_input(thor) == state.rails[3]
     assert state.rails[3].alarm is None
     assert state.watts == pytest.approx(39.9)
     assert state.temperatures == {"cpu": 53.7, "soc012": 55.1, "tj": 55.1}
@@ -212,3 +216,55 @@ def test_page_cache_is_dropped_for_files_only(tmp_path):
     os.mkfifo(tmp_path / "pipe")  # must not block
     (tmp_path / "link").symlink_to("/etc/passwd")
     assert drop_page_cache(tmp_path) == 10000 + 3
+
+
+def test_energy_is_the_integral_of_what_was_sampled():
+    read, ticks = iter([10.0, 20.0, 20.0, 10.0]), iter([0.0, 0.5, 1.0, 1.5])
+    meter = EnergyMeter(lambda: Rail("VIN", "ina238", next(read), None, None, None))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(energy.time, "perf_counter", lambda: next(ticks))
+        for _ in range(4):
+            meter._sample()
+    assert meter.rail == "VIN"
+    assert meter.joules(0.0, 1.5) == pytest.approx(7.5 + 10.0 + 7.5)
+    assert meter.joules(0.25, 1.0) == pytest.approx(0.25 * 17.5 + 10.0)
+    assert meter.joules(1.0, 2.0) == pytest.approx(7.5 + 5.0)  # held for a while after the last sample
+    assert meter.joules(1.4, 3.0) is None
+    assert meter.joules(5.0, 6.0) is None
+    assert meter.joules(1.0, 1.0) is None
+
+
+def test_energy_is_unknown_across_a_gap_and_without_a_rail():
+    ticks = iter([0.0, 0.5, 3.0])
+    meter = EnergyMeter(lambda: Rail("VIN", "ina238", 10.0, None, None, None))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(energy.time, "perf_counter", lambda: next(ticks))
+        for _ in range(3):
+            meter._sample()
+    assert meter.joules(0.0, 3.0) is None
+    assert meter.joules(0.0, 0.5) == pytest.approx(5.0)
+    for rail in (None, Rail("VIN", "ina238", None, None, None, None)):
+        unknown = EnergyMeter(lambda rail=rail: rail)
+        unknown._sample()
+        assert unknown.joules(0.0, 1e9) is None
+        assert unknown.rail is None
+
+
+def test_energy_is_sampled_only_between_begin_and_end():
+    calls = []
+    meter = EnergyMeter(lambda: calls.append(1) or Rail("VIN", "ina238", 10.0, None, None, None), period=0.01)
+    began = time.perf_counter()
+    meter.begin()
+    time.sleep(0.2)
+    meter.end()
+    ended = time.perf_counter()
+    time.sleep(0.1)
+    seen = len(calls)
+    assert seen >= 3
+    assert meter.joules(began, ended) == pytest.approx(10.0 * (ended - began), rel=1e-6)
+    time.sleep(0.1)
+    assert len(calls) == seen
+    meter.begin()
+    time.sleep(0.1)
+    meter.end()
+    assert len(calls) > seen

@@ -35,12 +35,15 @@ def inspect(
 
     Give BUNDLE, or --target and --drafter (their config.json is enough, weights are not read).
 
+    2 GB of the board are set aside: about 1 for Linux and its services without a desktop, about 1 for the driver, the
+    CUDA context and this program. What else the robot runs comes on top.
+
     JSON keys: verify_bytes, draft_bytes (drafter_bytes + lm_head_bytes), kv_bytes_per_token,
     drafter_kv_bytes_per_token, tape_bytes_per_row, state_bytes, cycle_weight_bytes, cycle_bytes, total_bytes,
-    free_bytes, fits, verify_floor_ms, draft_floor_ms, plain_floor_ms, floor_ms, break_even_accept_length,
-    architecture, block_size, context, max_context, prefill_chunk, kv_format, and the breakdowns cycle, memory,
-    weights, board. Of BUNDLE also: backend, arch, kernels (compilation units with kernels, registers, shared_bytes,
-    stack_bytes).
+    system_bytes (set aside), free_bytes, fits, longest_context (that fits; 0: none), verify_floor_ms, draft_floor_ms,
+    plain_floor_ms, floor_ms, break_even_accept_length, architecture, block_size, context, max_context, prefill_chunk,
+    kv_format, and the breakdowns cycle, memory, weights, board. Of BUNDLE also: backend, arch, kernels (compilation
+    units with kernels, registers, shared_bytes, stack_bytes).
     """
     profile = load_board(board)
     if bundle is not None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from edge_dflash.bundle.manifest import Manifest
 from edge_dflash.checkpoint.specs import PairSpec
-from edge_dflash.device import BoardProfile
+from edge_dflash.device import SYSTEM_BYTES, BoardProfile
 from edge_dflash.errors import RequestError
 from edge_dflash.graph.program import PairPrograms, WeightSpec
 from edge_dflash.inspection import footprint
@@ -79,8 +79,20 @@ class Inspection:
 
     @property
     def free_bytes(self) -> int:
-        """Board memory that is left; negative when the pair does not fit."""
-        return self.board.memory_bytes - self.total_bytes
+        """Board memory that is left beside the system; negative when the pair does not fit."""
+        return self.board.memory_bytes - SYSTEM_BYTES - self.total_bytes
+
+    @property
+    def stored_bytes(self) -> int:
+        """Weights of both models, embedding included."""
+        return self.memory.target_weights + self.memory.drafter_weights + self.memory.embedding
+
+    @property
+    def longest_context(self) -> int:
+        """Most tokens of context that fit on the board; 0 when not even a block and a token do."""
+        held = self.memory.target_kv + self.memory.drafter_kv
+        tokens = (self.free_bytes + held) * self.max_context // held
+        return tokens if tokens > self.block_size else 0
 
     @property
     def floor_ms(self) -> float:
@@ -112,8 +124,10 @@ class Inspection:
             "cycle_weight_bytes": self.verify_bytes + self.draft_bytes,
             "cycle_bytes": self.cycle_bytes,
             "total_bytes": self.total_bytes,
+            "system_bytes": SYSTEM_BYTES,
             "free_bytes": self.free_bytes,
             "fits": self.free_bytes >= 0,
+            "longest_context": self.longest_context,
             "verify_floor_ms": self.board.milliseconds(self.verify_bytes),
             "draft_floor_ms": self.board.milliseconds(self.draft_bytes),
             "plain_floor_ms": self.plain_floor_ms,

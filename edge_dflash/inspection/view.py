@@ -8,6 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from edge_dflash.device import SYSTEM_BYTES
 from edge_dflash.inspection.inspect import Inspection
 
 CYCLE_LABELS = {
@@ -61,6 +62,7 @@ def _memory(inspection: Inspection) -> Table:
         table.add_row(MEMORY_LABELS[key], f"{size:,}")
     table.add_section()
     table.add_row("total", f"{inspection.total_bytes:,}")
+    table.add_row("set aside: Linux, driver, CUDA, this program", f"{SYSTEM_BYTES:,}")
     table.add_row(f"memory of {inspection.board.title}", f"{inspection.board.memory_bytes:,}")
     table.add_row("free" if inspection.free_bytes >= 0 else "missing", f"{abs(inspection.free_bytes):,}")
     return table
@@ -77,8 +79,24 @@ def _summary(inspection: Inspection) -> Text:
         f" a drafter pays above an accept length of {inspection.break_even_accept_length:.2f}",
     ]
     if inspection.free_bytes < 0:
-        lines.append("does not fit: lower the maximum context or use a recipe with smaller formats")
+        lines.append(_advice(inspection))
     return Text("\n".join(lines))
+
+
+def _advice(inspection: Inspection) -> str:
+    """What to do about a pair that does not fit."""
+    if inspection.longest_context:
+        return (
+            f"does not fit with {inspection.max_context:,} tokens of context; with {inspection.longest_context:,} it "
+            "does: give --max-context, to build as well, or use a recipe with smaller formats"
+        )
+    room = inspection.board.memory_bytes - SYSTEM_BYTES
+    alone = inspection.stored_bytes > room
+    what = "the weights alone are" if alone else "weights, recurrent state and scratch are"
+    return (
+        f"does not fit with any context: {what} larger than the {room / 1e9:,.1f} GB beside the system; use a recipe "
+        "with smaller formats, a smaller pair or another board"
+    )
 
 
 def named_table(title: str, *left: str, right: tuple[str, ...]) -> Table:

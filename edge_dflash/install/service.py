@@ -41,8 +41,8 @@ class Outcome:
     release: str | None  # that is served
     previous: str | None  # where a rollback goes
     releases: tuple[str, ...]  # the newest last
-    written: tuple[str, ...]  # files that were made or changed
-    removed: tuple[str, ...]  # files and releases that went
+    written: tuple[str, ...]  # files that were made or changed, with the root that they lie below
+    removed: tuple[str, ...]  # files, likewise, and names of releases that went
     started: bool
 
 
@@ -108,7 +108,7 @@ def remove(root: Path, *, purge: bool = False, host: Host | None = None) -> Outc
     for path in (ENABLED, ACTIVATED, TCP, *FILES):
         if (root / path).is_symlink() or (root / path).is_file():
             (root / path).unlink()
-            gone.append(f"/{path}")
+            gone.append(str(root / path))
     trees = [layout.releases, layout.current, layout.history, layout.unserved]
     if purge:
         trees += [(root / CONFIG).parent, (root / TCP).parent, layout.state]
@@ -119,7 +119,7 @@ def remove(root: Path, *, purge: bool = False, host: Host | None = None) -> Outc
             shutil.rmtree(tree)
         else:
             continue
-        gone.append(f"/{tree.relative_to(root)}")
+        gone.append(str(tree))
     for folder in ((root / TCP).parent, layout.runtime, layout.base):
         with suppress(OSError):
             folder.rmdir()  # unless something else lies there
@@ -160,10 +160,10 @@ def _write_units(root: Path, options: Options) -> list[str]:
         wanted[TCP] = (deploy / "tcp.conf").read_bytes()
     elif (root / TCP).exists():
         (root / TCP).unlink()
-        changed.append(f"/{TCP}")
+        changed.append(str(root / TCP))
     for path, content in wanted.items():
         if _write(root / path, content):
-            changed.append(f"/{path}")
+            changed.append(str(root / path))
     links = {
         ENABLED: True,
         ACTIVATED: (root / ACTIVATED).is_symlink() if options.activation is None else options.activation,
@@ -173,10 +173,10 @@ def _write_units(root: Path, options: Options) -> list[str]:
         if on and not link.is_symlink():
             link.parent.mkdir(parents=True, exist_ok=True)
             link.symlink_to(Path("/etc/systemd/system") / path.name)
-            changed.append(f"/{path}")
+            changed.append(str(root / path))
         elif not on and link.is_symlink():
             link.unlink()
-            changed.append(f"/{path}")
+            changed.append(str(root / path))
     return changed
 
 
