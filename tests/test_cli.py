@@ -46,7 +46,7 @@ def test_generate_from_ids(cli, ids_bundle):
     code, out, _ = cli("generate", ids_bundle, "--ids", "1,2,3", "--max-new-tokens", 9, "--json")
     found = last_json(out)
     assert code == 0
-    assert (found["text"], found["json"], found["finish_reason"], found["prompt_tokens"]) == (None, None, "length", 3)
+    assert (found["text"], found["object"], found["finish_reason"], found["prompt_tokens"]) == (None, None, "length", 3)
     assert len(found["tokens"]) == 9 == 1 + sum(found["accept_lengths"])
     assert found["speculative"] is True
     plain = last_json(cli("generate", ids_bundle, "--ids", "1 2 3", "--max-new-tokens", 9, "--plain", "--json")[1])
@@ -80,8 +80,8 @@ def test_demo_compares_both_decodings(cli, demo_bundle):
     assert found["valid"] is True
     assert found["problems"] == []
     assert found["accept_length"] == pytest.approx(sum(found["accept_lengths"]) / len(found["accept_lengths"]))
-    assert json.loads(found["text"]) == found["plan"]
-    assert found["plan"]["steps"]
+    assert json.loads(found["text"]) == found["object"]
+    assert found["object"]["steps"]
     assert found["plain_seconds"] > 0
     assert found["ratio"] == pytest.approx(found["speculative_seconds"] / found["plain_seconds"])
     assert err.startswith("task: ")

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
 import edge_dflash
+from edge_dflash.cli.generate import WARM_UP_TOKENS, comparison, print_part, require_same, same_tokens, timed
 from edge_dflash.cli.output import emit_json, say, show, stages
 from edge_dflash.demo.actions import schema_problems
 from edge_dflash.demo.corpus import Task, check_plan, plan_schema, task_from_json
-from edge_dflash.errors import BundleError, RequestError, VerificationError
+from edge_dflash.errors import BundleError, RequestError
 from edge_dflash.plan import Plan, json_object
 from edge_dflash.planner import Planner
 from edge_dflash.resources import directory
@@ -24,7 +24,6 @@ from edge_dflash.resources import directory
 MODELS = Path(edge_dflash.__file__).parent / "demo" / "models"
 HELDOUT = MODELS.parent / "heldout.jsonl"
 RECIPE = "demo-cpu.yaml"
-WARM_UP_TOKENS = 8
 
 
 def demo(
@@ -41,7 +40,7 @@ def demo(
     on. Exit code 9 when the two outputs differ.
 
     JSON keys: identical (speculative output equals plain output), accept_length (mean tokens committed per verify),
-    valid (the plan fits the schema and names only what is in the scene), plan (the object, or null),
+    valid (the plan fits the schema and names only what is in the scene), object (the plan, or null),
     plain_seconds, speculative_seconds, ratio (speculative / plain), tokens, accept_lengths, text, task, problems,
     bundle.
     """
@@ -51,26 +50,18 @@ def demo(
         say(f"task: {request.title}")
         with stages("warming up"):
             planner.plan(request.messages, max_new_tokens=WARM_UP_TOKENS)
-        stream = planner.stream(request.messages)
-        for part in stream:
-            if not json:
-                print(part.text, end="", flush=True)
+        speculative, joules = timed(planner, request.messages, {}, None if json else print_part)
         if not json:
             print("\n")
-        speculative = stream.plan
         with stages("the same without the drafter"):
-            plain = planner.plan(request.messages, speculative=False)
+            plain, plain_joules = timed(planner, request.messages, {"speculative": False})
     problems = request.problems(speculative.text or "")
     if json:
         emit_json(_json(request, where, plain, speculative, problems))
     else:
-        show(_table(plain, speculative))
+        show(comparison(plain, plain_joules, speculative, joules))
         print("valid plan" if not problems else "not a valid plan: " + "; ".join(problems))
-    if plain.tokens != speculative.tokens:
-        raise VerificationError(
-            f"speculative and plain output differ from token {_first_difference(plain, speculative)} on; "
-            "see edge-dflash verify, and report it"
-        )
+    require_same(plain, speculative)
 
 
 @dataclass(frozen=True)
@@ -140,10 +131,10 @@ def _build(where: Path) -> None:
 
 def _json(request: _Request, where: Path, plain: Plan, speculative: Plan, problems: list[str]) -> dict[str, Any]:
     return {
-        "identical": plain.tokens == speculative.tokens,
+        "identical": same_tokens(plain, speculative),
         "accept_length": speculative.accept_length,
         "valid": not problems,
-        "plan": speculative.object,
+        "object": speculative.object,
         "plain_seconds": plain.timings.total_seconds,
         "speculative_seconds": speculative.timings.total_seconds,
         "ratio": speculative.timings.total_seconds / plain.timings.total_seconds,
@@ -154,24 +145,3 @@ def _json(request: _Request, where: Path, plain: Plan, speculative: Plan, proble
         "problems": problems,
         "bundle": str(where),
     }
-
-
-def _table(plain: Plan, speculative: Plan) -> Table:
-    same = "the same tokens" if plain.tokens == speculative.tokens else "DIFFERENT TOKENS"
-    table = Table(
-        title=f"{len(speculative.tokens)} tokens after {speculative.prompt_tokens} of prompt: {same}",
-        title_justify="left",
-    )
-    table.add_column("decoding")
-    for name in ("seconds", "first token", "tokens/s", "tokens per verify"):
-        table.add_column(name, justify="right")
-    for name, plan in (("plain", plain), ("speculative", speculative)):
-        t = plan.timings
-        rate, mean = f"{plan.tokens_per_second:.1f}", f"{plan.accept_length:.2f}"
-        table.add_row(name, f"{t.total_seconds:.2f}", f"{t.first_token_seconds:.2f}", rate, mean)
-    return table
-
-
-def _first_difference(a: Plan, b: Plan) -> int:
-    pairs = zip(a.tokens, b.tokens, strict=False)
-    return next((i for i, (x, y) in enumerate(pairs) if x != y), min(len(a.tokens), len(b.tokens)))

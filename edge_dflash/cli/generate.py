@@ -2,44 +2,102 @@
 
 from __future__ import annotations
 
+import math
+import os
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.table import Table
 
-from edge_dflash.cli.output import emit_json, say, stages
-from edge_dflash.errors import RequestError
-from edge_dflash.plan import Plan
+from edge_dflash.cli.output import emit_json, say, show, stages
+from edge_dflash.errors import RequestError, VerificationError
+from edge_dflash.plan import Increment, Plan
 from edge_dflash.planner import Planner, Task
+from edge_dflash.request.options import PlanOptions
+from edge_dflash.spec.schema_check import schema_text
+from edge_dflash.telemetry.energy import EnergyMeter
 from edge_dflash.telemetry.state import read_board_state
+
+WARM_UP_TOKENS = 8  # before two ways of decoding are compared
 
 
 def generate(
     bundle: Annotated[Path, typer.Argument(metavar="BUNDLE", help="Directory that a build made.")],
-    prompt: Annotated[str | None, typer.Option(help="The task as text.")] = None,
-    prompt_file: Annotated[Path | None, typer.Option(help="Read the task from a UTF-8 file; - is stdin.")] = None,
-    ids: Annotated[str | None, typer.Option(help="Prompt as token ids, such as 1,2,3; used as they are.")] = None,
+    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="The task as text.")] = None,
+    prompt_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Read the task from a UTF-8 file; - is stdin.")
+    ] = None,
+    ids: Annotated[
+        str | None, typer.Option(metavar="IDS", help="Prompt as token ids, such as 1,2,3; used as they are.")
+    ] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Do not put the text into the chat template.")] = False,
-    max_new_tokens: Annotated[int | None, typer.Option(help="Token budget; default: what the context holds.")] = None,
-    temperature: Annotated[float, typer.Option(help="0 takes the best token each time.")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="Draw from the k best tokens; 0: from all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Draw from the best tokens of this probability mass.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Makes a drawn answer repeatable.")] = 0,
+    schema: Annotated[
+        str | None,
+        typer.Option(metavar="FILE|JSON", help="The answer is JSON of this JSON Schema: a file, or the schema itself."),
+    ] = None,
+    regex: Annotated[
+        str | None, typer.Option(metavar="REGEX", help="The answer matches this regular expression as a whole.")
+    ] = None,
+    grammar: Annotated[
+        str | None,
+        typer.Option(metavar="FILE|TEXT", help="The answer matches this Lark grammar: a file, or 'start: ...'."),
+    ] = None,
+    deadline: Annotated[
+        float | None,
+        typer.Option(metavar="SECONDS", help="End in this time, with what is there by then; loading is not counted."),
+    ] = None,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(metavar="N", help="Token budget; default: what the context holds.")
+    ] = None,
+    temperature: Annotated[float, typer.Option(metavar="T", help="0 takes the best token each time.")] = 0.0,
+    top_k: Annotated[int, typer.Option(metavar="K", help="Draw from the K best tokens; 0: from all.")] = 0,
+    top_p: Annotated[
+        float, typer.Option(metavar="P", help="Draw from the best tokens of this probability mass.")
+    ] = 1.0,
+    seed: Annotated[int, typer.Option(metavar="N", help="Makes a drawn answer repeatable.")] = 0,
     thinking: Annotated[bool, typer.Option("--thinking", help="Let the chat template ask for thinking.")] = False,
     plain: Annotated[bool, typer.Option("--plain", help="Decode without the drafter: same tokens, slower.")] = False,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Decode with and without the drafter; one table of both.")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="One JSON object on the last line of stdout.")] = False,
 ) -> None:
     """Answer one prompt; the text appears as it is made.
 
-    Give one of --prompt, --prompt-file and --ids. A bundle without tokenizer takes and prints token ids.
+    Give one of --prompt, --prompt-file and --ids, and at most one of --schema, --regex and --grammar. An answer that
+    ends by itself (finish_reason stop) has the form that was asked for; one that is cut by --max-new-tokens or
+    --deadline is its beginning. A bundle without tokenizer takes and prints token ids.
 
-    JSON keys: text (null without tokenizer), tokens, finish_reason (stop, length or context), prompt_tokens,
-    accept_lengths, accept_length, speculative, json (the answer parsed, or null), prefill_seconds,
-    first_token_seconds, decode_seconds, total_seconds, tokens_per_second, board (power mode, watts, degrees, clocks
-    and memory as the board says them at the end; empty where it says nothing).
+    --compare decodes a few tokens to warm up, then with the drafter, then without. Exit code 9 when the tokens differ.
+
+    JSON keys: text (null without tokenizer), tokens, finish_reason (stop, length, context or deadline), prompt_tokens,
+    accept_lengths, accept_length, speculative, object (the answer parsed, or null), prefill_seconds,
+    first_token_seconds, decode_seconds, total_seconds, tokens_per_second, board (joules of this plan, null where the
+    board does not say its power; power mode, watts, degrees, clocks and memory at the end, as far as it says them),
+    plain (of --compare, else null: the same without the drafter), identical (of --compare, else null: the same tokens).
     """
-    task = read_task(prompt, prompt_file, ids)
+    if plain and compare:
+        raise RequestError("--plain and --compare are given; --compare decodes plainly beside it, leave --plain out")
+    if deadline is not None and not 0 < deadline < math.inf:
+        raise RequestError(f"--deadline is {deadline:g}; give seconds above 0")
+    task = read_task(prompt, prompt_file, ids, raw=raw)
+    options = PlanOptions(
+        schema=None if schema is None else read_schema(schema),
+        regex=regex,
+        grammar=None if grammar is None else read_grammar(grammar),
+        deadline=deadline,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        thinking=thinking,
+        speculative=not plain,
+    )
     with stages("opening the bundle") as report:
         planner = Planner.open(bundle, progress=report)
     with planner:
@@ -47,42 +105,141 @@ def generate(
             if planner.tokenizer is None:
                 raise RequestError(f"{bundle} has no tokenizer, --raw text cannot be read; give --ids")
             task = planner.tokenizer.encode(task)
-        stream = planner.stream(
-            task,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            seed=seed,
-            thinking=thinking,
-            speculative=not plain,
-        )
+        if compare:
+            short: PlanOptions = {**options, "max_new_tokens": WARM_UP_TOKENS}
+            with stages("warming up"):
+                planner.plan(task, **short)
+        plan, joules = timed(planner, task, options, None if json else print_part)
+        if not json:
+            print()
+        other = None
+        if compare:
+            with stages("the same without the drafter"):
+                other = timed(planner, task, {**options, "speculative": False})
+    _report(plan, joules, other, json)
+
+
+def timed(
+    planner: Planner, task: Task, options: PlanOptions, tell: Callable[[Increment], None] | None = None
+) -> tuple[Plan, float | None]:
+    """A plan and its joules, None where the board does not say its power; ``tell`` gets every increment."""
+    power = EnergyMeter()
+    power.begin()
+    began = time.perf_counter()
+    try:
+        stream = planner.stream(task, **options)
         for part in stream:
-            if not json:
-                print(part.text if part.text is not None else "".join(f"{i} " for i in part.tokens), end="", flush=True)
-        plan = stream.plan
+            if tell is not None:
+                tell(part)
+    finally:
+        power.end()
+    timings = stream.plan.timings
+    return stream.plan, power.joules(began + timings.queue_seconds, began + timings.total_seconds)
+
+
+def print_part(part: Increment) -> None:
+    """Print what is new of an answer: its text, or token ids without a tokenizer."""
+    print(part.text if part.text is not None else "".join(f"{i} " for i in part.tokens), end="", flush=True)
+
+
+def _report(plan: Plan, joules: float | None, other: tuple[Plan, float | None] | None, json: bool) -> None:
+    """Print what was made; ``other`` is the same without the drafter. Raises VerificationError when the two differ."""
     if json:
-        emit_json({**plan_json(plan), "board": read_board_state().brief()})
+        found = plan_json(plan)
+        found["board"] = {"joules": joules, **read_board_state().brief()}
+        found["plain"] = None if other is None else {**plan_json(other[0]), "joules": other[1]}
+        found["identical"] = None if other is None else same_tokens(other[0], plan)
+        emit_json(found)
+    elif other is None:
+        say(summary(plan, joules))
     else:
-        print()
-        say(summary(plan))
+        show(comparison(*other, plan, joules))
+    if other is not None:
+        require_same(other[0], plan)
 
 
-def read_task(prompt: str | None, prompt_file: Path | None, ids: str | None) -> Task:
-    """The one prompt that was given. Raises RequestError for none, several, or an unreadable one."""
+def comparison(plain: Plan, plain_joules: float | None, speculative: Plan, joules: float | None) -> Table:
+    """Both ways of decoding in one table."""
+    same = "the same tokens" if same_tokens(plain, speculative) else "DIFFERENT TOKENS"
+    table = Table(
+        title=f"{len(speculative.tokens)} tokens ({speculative.finish_reason}) after {speculative.prompt_tokens} of "
+        f"prompt: {same}",
+        title_justify="left",
+    )
+    table.add_column("decoding")
+    known = plain_joules is not None and joules is not None
+    for name in ("seconds", "first token", "tokens/s", "passes", "accept length", *(("joules",) if known else ())):
+        table.add_column(name, justify="right")
+    for name, plan, energy in (("plain", plain, plain_joules), ("speculative", speculative, joules)):
+        t = plan.timings
+        row = [f"{t.total_seconds:.2f}", f"{t.first_token_seconds:.2f}", f"{plan.tokens_per_second:.1f}"]
+        row += [str(len(plan.accept_lengths)), f"{plan.accept_length:.2f}"]
+        table.add_row(name, *row, *((f"{energy:.1f}",) if known else ()))
+    return table
+
+
+def same_tokens(plain: Plan, speculative: Plan) -> bool:
+    """Whether both made the same tokens; of one that its deadline cut, as far as it got."""
+    if "deadline" in (plain.finish_reason, speculative.finish_reason):
+        return all(a == b for a, b in zip(plain.tokens, speculative.tokens, strict=False))
+    return plain.tokens == speculative.tokens
+
+
+def require_same(plain: Plan, speculative: Plan) -> None:
+    """Raise VerificationError unless both made the same tokens."""
+    if not same_tokens(plain, speculative):
+        pairs = enumerate(zip(plain.tokens, speculative.tokens, strict=False))
+        shorter = min(len(plain.tokens), len(speculative.tokens))
+        first = next((at for at, (a, b) in pairs if a != b), shorter)
+        raise VerificationError(
+            f"speculative and plain output differ from token {first} on; see edge-dflash verify, and report it"
+        )
+
+
+def read_task(prompt: str | None, prompt_file: Path | None, ids: str | None, *, raw: bool = False) -> Task:
+    """The one prompt that was given. The line end that closes a file is no part of it, unless it is used ``raw``.
+
+    Raises RequestError for none, several, or an unreadable one.
+    """
     if sum(given is not None for given in (prompt, prompt_file, ids)) != 1:
         raise RequestError("give exactly one of --prompt, --prompt-file and --ids")
     if prompt is not None:
         return prompt
     if prompt_file is not None:
-        try:
-            data = sys.stdin.buffer.read() if str(prompt_file) == "-" else prompt_file.read_bytes()
-            return data.decode()
-        except OSError as error:
-            raise RequestError(f"cannot read {prompt_file}: {error.strerror}; give a readable file") from None
-        except UnicodeDecodeError as error:
-            raise RequestError(f"{prompt_file} is not UTF-8 text (byte {error.start}); convert it") from None
+        text = _read(prompt_file)
+        return text if raw else text.removesuffix("\n")
     return parse_ids(ids or "")
+
+
+def read_schema(given: str) -> str:
+    """A JSON Schema as text: what was given, or what the file holds. Raises RequestError when it cannot be used."""
+    if given.lstrip().startswith("{"):
+        return schema_text(given)
+    if not Path(given).is_file():
+        raise RequestError(f"--schema is {given[:60]!r}, neither a file nor a JSON object; give one of them")
+    return schema_text(_read(Path(given)))
+
+
+def read_grammar(given: str) -> str:
+    """A Lark grammar: what was given, when it holds a rule, or the file's text. Raises RequestError when it is neither.
+
+    A name of a file with a colon in it is read as a grammar, unless there is such a file.
+    """
+    if "\n" not in given and len(os.fsencode(given)) < 256 and Path(given).is_file():
+        return _read(Path(given))
+    if ":" not in given:
+        raise RequestError(f"--grammar is {given[:60]!r}, neither a file nor rules; give one of them: 'start: \"yes\"'")
+    return given
+
+
+def _read(path: Path) -> str:
+    try:
+        data = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
+        return data.decode()
+    except OSError as error:
+        raise RequestError(f"cannot read {path}: {error.strerror}; give a readable file") from None
+    except UnicodeDecodeError as error:
+        raise RequestError(f"{path} is not UTF-8 text (byte {error.start}); convert it") from None
 
 
 def parse_ids(text: str) -> tuple[int, ...]:
@@ -104,7 +261,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "accept_lengths": list(plan.accept_lengths),
         "accept_length": plan.accept_length,
         "speculative": plan.speculative,
-        "json": plan.object,
+        "object": plan.object,
         "prefill_seconds": plan.timings.prefill_seconds,
         "first_token_seconds": plan.timings.first_token_seconds,
         "decode_seconds": plan.timings.decode_seconds,
@@ -113,10 +270,11 @@ def plan_json(plan: Plan) -> dict[str, Any]:
     }
 
 
-def summary(plan: Plan) -> str:
+def summary(plan: Plan, joules: float | None) -> str:
     """One line about a plan for people."""
     how = f"accept length {plan.accept_length:.2f}" if plan.speculative else "plain decoding"
     return (
         f"{len(plan.tokens)} tokens ({plan.finish_reason}) after {plan.prompt_tokens} of prompt, {how}, "
         f"{plan.tokens_per_second:.1f} tokens/s, {plan.timings.total_seconds:.2f} s"
+        + (f", {joules:.1f} J" if joules is not None else "")
     )
