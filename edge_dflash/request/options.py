@@ -20,7 +20,7 @@ from edge_dflash.spec.loop import Controls, DecodeOptions, admit
 from edge_dflash.spec.pace import Pace
 from edge_dflash.spec.relaxed import Relaxation
 from edge_dflash.spec.thinking import AfterThinking
-from edge_dflash.text import Message, Tokenizer
+from edge_dflash.text import Message, Tokenizer, with_text
 from edge_dflash.tool_calls import Tool
 
 Task: TypeAlias = str | Sequence[Message] | Sequence[int]
@@ -178,7 +178,10 @@ def token_ids(task: Sequence[Any]) -> tuple[int, ...]:
 
 
 def as_messages(task: Task) -> list[Message] | None:
-    """The task as messages; None when it is token ids. Raises RequestError when it is of another kind, or empty."""
+    """The task as messages, each content one text; None when it is token ids.
+
+    Raises RequestError when it is of another kind, or empty.
+    """
     if isinstance(task, (bytes, bytearray, Mapping)):
         raise RequestError(f"the task is of type {type(task).__name__}; give text, a list of messages or token ids")
     if isinstance(task, str):
@@ -186,7 +189,7 @@ def as_messages(task: Task) -> list[Message] | None:
             raise RequestError("the task is empty; say what is to be done")
         return [{"role": "user", "content": task}]
     if len(task) and isinstance(task[0], Mapping):
-        return list(task)  # type: ignore[arg-type]  # ids are no mappings; the template checks each message
+        return [with_text(message, index) for index, message in enumerate(task)]  # type: ignore[arg-type]  # no ids
     return None
 
 

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from edge_dflash.errors import RequestError
 from edge_dflash.serve.fields import Fields
 from edge_dflash.serve.refusal import Refusal
-from edge_dflash.text import Message
+from edge_dflash.text import Message, content_text
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -30,7 +31,10 @@ def _message(given: Any, path: str) -> Message:
         fields.fail("role", role, f"accepted are {', '.join(_ROLES)}")
     made: dict[str, Any] = {"role": "system" if role == "developer" else role}
     calls = fields.array("tool_calls")
-    content = _content(fields, fields.take("content"))
+    try:
+        content = content_text(fields.take("content"), fields.name("content"))
+    except RequestError as error:
+        raise Refusal(str(error), param=fields.name("content")) from None
     if content is None and not (role == "assistant" and calls):
         raise Refusal(f"{path} has no content; give a text", param=f"{path}.content")
     made["content"] = content or ""
@@ -51,22 +55,6 @@ def _message(given: Any, path: str) -> Message:
         made["name"] = name
     fields.done()
     return made
-
-
-def _content(fields: Fields, content: Any) -> str | None:
-    """A message's content as one text: parts of type text are joined, others are refused."""
-    if content is None or isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        fields.fail("content", content, "give a text, or a list of parts of type text")
-    texts = []
-    for part in content:
-        kind = part.get("type") if isinstance(part, dict) else None
-        text = part.get("text") if isinstance(part, dict) else None
-        if kind != "text" or not isinstance(text, str):
-            fields.fail("content", part, "this model reads text only; give parts of type text")
-        texts.append(text)
-    return "".join(texts)
 
 
 def read_prompt(fields: Fields) -> str | tuple[int, ...]:
