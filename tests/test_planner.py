@@ -154,6 +154,36 @@ def test_text_becomes_one_user_message(tokenizer):
     assert planner.encode("go") == tokenizer.encode("<|start|>user\ngo<|end|><|start|>assistant\n")
 
 
+def test_content_may_be_parts_of_text(tokenizer):
+    planner = Planner(FakeBackend(TEXT_SHAPE), tokenizer)
+    parts = [{"type": "text", "text": "go "}, {"type": "text", "text": "home"}]
+    whole = [{"role": "system", "content": "Plan."}, {"role": "user", "content": "go home"}]
+    split = [{"role": "system", "content": "Plan."}, {"role": "user", "content": parts}]
+    assert planner.encode(split) == planner.encode(whole)
+    session = planner.session()
+    session.plan(split, max_new_tokens=2)
+    assert session.messages[:2] == tuple(whole)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (
+            [{"type": "text", "text": "x"}, {"type": "image_url", "image_url": {}}],
+            r"content of message 1\[1\] is .*image",
+        ),
+        (["x"], r"content of message 1\[0\] is 'x'"),
+        ([{"type": "text", "text": 5}], r"content of message 1\[0\] is "),
+        (5, "content of message 1 is 5; give a text, or a list of parts of type text"),
+    ],
+)
+def test_other_parts_are_refused_by_name(tokenizer, content, message):
+    planner = Planner(FakeBackend(TEXT_SHAPE), tokenizer)
+    with pytest.raises(RequestError, match=message) as refused:
+        planner.plan([{"role": "system", "content": "Plan."}, {"role": "user", "content": content}])
+    assert "text" in str(refused.value).partition(";")[2]
+
+
 def test_thinking_is_asked_of_the_template_and_off_by_default(tokenizer):
     planner = Planner(FakeBackend(TEXT_SHAPE), tokenizer)
     for task in ("go", [{"role": "user", "content": "go"}]):

@@ -56,7 +56,7 @@ def test_every_error_is_public():
 def imported(code: str) -> list[str]:
     code += "; import sys, json; print(json.dumps(sorted(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return json.loads(done.stdout)
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def test_importing_the_package_does_not_import_torch():
@@ -82,6 +82,22 @@ def test_a_missing_extra_is_named(missing, code, extra):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode != 0
     assert f"{missing} is missing; install it with: pip install 'edge-dflash[{extra}]'" in done.stderr
+
+
+def test_a_name_is_imported_when_it_is_used():
+    assert "edge_dflash.planner" not in imported("import edge_dflash")
+    assert "edge_dflash.planner" in imported("from edge_dflash import Planner")
+    with pytest.raises(AttributeError, match="module 'edge_dflash' has no attribute 'Planer'"):
+        _ = edge_dflash.Planer
+    found = {}
+    exec("from edge_dflash import *", found)
+    assert set(PUBLIC) <= set(found)
+
+
+@pytest.mark.parametrize("argv", [["--version"], ["--help"], []])
+def test_the_list_of_commands_needs_none_of_them(argv):
+    loaded = imported(f"import edge_dflash.cli as c; c.run({argv})")
+    assert not {"numpy", "rich.table", "edge_dflash.planner", "edge_dflash.cli.demo"} & set(loaded)
 
 
 def test_the_command_line_imports_torch_only_when_it_is_needed():

@@ -11,9 +11,11 @@ import pytest
 import typer
 
 import edge_dflash.cli
+from edge_dflash.demo.corpus import check_success, task_from_json
 from edge_dflash.device import board_profiles
 
 ROOT = Path(__file__).resolve().parent.parent
+DEMO = ROOT / "edge_dflash" / "demo"
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
 FIRST = BLOCKS[0][1].splitlines()
@@ -74,10 +76,27 @@ def test_commands_on_the_demo_bundle_run(argv, capsys):
 
 
 @pytest.mark.usefixtures("beside_demo_bundle")
+def test_the_first_plan_does_its_task(capsys):
+    """The example's task is a held-out one; its plan meets every precondition and rule, in few passes."""
+    argv = next(argv for argv in RUNNABLE if argv[0] == "generate")
+    assert edge_dflash.cli.run([*argv, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    tasks = map(task_from_json, map(json.loads, (DEMO / "heldout.jsonl").read_text().splitlines()))
+    text = (DEMO / "task.txt").read_text()
+    task = next(task for task in tasks if [message["content"] for message in task.messages] == [text.rstrip("\n")])
+    assert check_success(task, found["text"]) == []
+    assert found["object"]["steps"]
+    assert found["accept_length"] > 8
+
+
+@pytest.mark.usefixtures("beside_demo_bundle")
 @pytest.mark.parametrize("body", PYTHON, ids=lambda body: body.splitlines()[0])
 def test_python_runs(body, capsys):
     exec(compile(body, "README.md", "exec"), {})
-    assert capsys.readouterr().out.strip()
+    out = capsys.readouterr().out
+    assert out.strip()
+    if "planner.plan(" in body:
+        assert out.startswith("navigate storage_rack\nwait 60\npick black_vial storage_rack gentle\n")
 
 
 def test_every_board_profile_is_listed():
