@@ -80,6 +80,7 @@ class _Group(TyperGroup):
 app = typer.Typer(
     cls=_Group,
     help="Lossless speculative decoding (DFlash) for language models on robots.",
+    epilog="Start with: edge-dflash demo. Then: edge-dflash COMMAND --help.",
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -127,7 +128,9 @@ def run(argv: Sequence[str]) -> int:
         _print_error(str(error))
         return INTERRUPTED if isinstance(error.__context__, KeyboardInterrupt) else error.exit_code
     except typer.TyperException as error:
-        _print_error(f"{error.format_message()} (see edge-dflash --help)")
+        context = getattr(error, "ctx", None)  # of the command that was used wrongly
+        command = "edge-dflash" if context is None else context.command_path
+        _print_error(f"{error.format_message()} (see {command} --help)")
         return error.exit_code
     except ModuleNotFoundError as error:
         if error.name != "torch":

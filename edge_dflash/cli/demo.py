@@ -27,10 +27,17 @@ RECIPE = "demo-cpu.yaml"
 
 
 def demo(
-    task: Annotated[str | None, typer.Option(help="A task of your own instead of a held-out one.")] = None,
-    index: Annotated[int, typer.Option(min=0, help="Which of the held-out tasks.")] = 0,
+    task: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TEXT",
+            help="A task of your own: a scene and a goal as in edge_dflash/demo/task.txt, it knows no others.",
+        ),
+    ] = None,
+    index: Annotated[int, typer.Option(min=0, metavar="N", help="Which of the 64 held-out tasks, from 0.")] = 0,
     bundle: Annotated[
-        Path | None, typer.Option(help="Where the demo's bundle is or will be; default: ~/.cache/edge-dflash.")
+        Path | None,
+        typer.Option(metavar="DIR", help="Where the demo's bundle is or will be; default: ~/.cache/edge-dflash."),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object on the last line of stdout.")] = False,
 ) -> None:

@@ -14,7 +14,7 @@ from edge_dflash.doctor.facts import gather
 
 def doctor(
     bundle: Annotated[
-        Path | None, typer.Argument(metavar="[BUNDLE]", help="Directory that a build made; default: the installed one.")
+        Path | None, typer.Argument(metavar="BUNDLE", help="Directory that a build made; default: the installed one.")
     ] = None,
     hashes: Annotated[bool, typer.Option("--hash", help="Compare all files of the bundle with their hashes.")] = False,
     json: Annotated[bool, typer.Option("--json", help="One JSON object on the last line of stdout.")] = False,

@@ -19,16 +19,27 @@ from edge_dflash.inspection.kernels import bundle_kernels, kernels_table
 from edge_dflash.inspection.view import render
 from edge_dflash.quant.recipe import default_recipe
 from edge_dflash.quant.recipe_file import load_recipe
+from edge_dflash.resources import directory
+
+BOARDS = ", ".join(path.stem for path in sorted(directory("jetson").glob("*.yaml")))
 
 
 def inspect(
-    bundle: Annotated[Path | None, typer.Argument(metavar="[BUNDLE]", help="Directory that a build made.")] = None,
-    target: Annotated[Path | None, typer.Option(help="Directory with the target's config.json.")] = None,
-    drafter: Annotated[Path | None, typer.Option(help="Directory with the drafter's config.json.")] = None,
-    recipe: Annotated[Path | None, typer.Option(help="Recipe file or the name of one in engines/.")] = None,
-    board: Annotated[str, typer.Option(help="Board profile from jetson/.")] = "agx-thor",
-    max_context: Annotated[int | None, typer.Option(help="Tokens to keep room for; default: the recipe's.")] = None,
-    context: Annotated[int | None, typer.Option(help="Committed tokens at which a cycle is counted.")] = None,
+    bundle: Annotated[Path | None, typer.Argument(metavar="BUNDLE", help="Directory that a build made.")] = None,
+    target: Annotated[Path | None, typer.Option(metavar="DIR", help="Directory with the target's config.json.")] = None,
+    drafter: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Directory with the drafter's config.json.")
+    ] = None,
+    recipe: Annotated[
+        Path | None, typer.Option(metavar="NAME|FILE", help="A shipped recipe (a wrong name lists them), or a file.")
+    ] = None,
+    board: Annotated[str, typer.Option(metavar="NAME", help=f"One of {BOARDS}.")] = "agx-thor",
+    max_context: Annotated[
+        int | None, typer.Option(metavar="N", help="Tokens to keep room for; default: the recipe's.")
+    ] = None,
+    context: Annotated[
+        int | None, typer.Option(metavar="N", help="Tokens of context at which a cycle's bytes are counted.")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object on the last line of stdout.")] = False,
 ) -> None:
     """Print memory, bytes per cycle and the bandwidth floor of a bundle, or of checkpoints that are yet to be built.

@@ -16,17 +16,25 @@ from edge_dflash.errors import ServiceError
 
 def serve(
     bundle: Annotated[
-        Path | None, typer.Argument(metavar="[BUNDLE]", help="Directory that a build made, in place of the config's.")
+        Path | None, typer.Argument(metavar="BUNDLE", help="Directory that a build made, in place of the config's.")
     ] = None,
-    config: Annotated[Path | None, typer.Option(help="TOML file; deploy/config.toml explains every key.")] = None,
-    socket: Annotated[Path | None, typer.Option(help="Unix socket, in place of the config's.")] = None,
-    tcp: Annotated[str | None, typer.Option(help="HOST:PORT to listen on as well; loopback without a key.")] = None,
-    state_dir: Annotated[Path | None, typer.Option(help="Where sessions are saved, in place of the config's.")] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="TOML file of settings, each with a default; docs/service.md."),
+    ] = None,
+    socket: Annotated[Path | None, typer.Option(metavar="PATH", help="Unix socket, in place of the config's.")] = None,
+    tcp: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Listen there as well; loopback without a key.")
+    ] = None,
+    state_dir: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Where sessions are saved, in place of the config's.")
+    ] = None,
 ) -> None:
     """Serve a bundle over the OpenAI API, until SIGTERM or SIGINT.
 
     Chat and plain completions, streams, forms, tools, sessions, metrics; see docs/service.md. Listens on a Unix socket;
-    on TCP only when asked, and beyond this machine only with an API key. Under systemd it says when it is ready.
+    on TCP only when asked, and beyond this machine only with an API key. It says where it serves once it is loaded, and
+    under systemd that it is ready. SIGHUP saves the sessions.
     """
     try:
         from edge_dflash.serve.config import ServeConfig, load_config

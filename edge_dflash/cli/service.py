@@ -17,7 +17,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-Root = Annotated[Path, typer.Option(help="Directory to work below; another than / gets files only.")]
+Root = Annotated[Path, typer.Option(metavar="DIR", help="Directory to work below; another than / gets files only.")]
 Start = Annotated[bool, typer.Option("--start/--no-start", help="Start the service, and take a bad release back.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on the last line of stdout.")]
 
@@ -33,9 +33,9 @@ def install_command(
     bundle: Annotated[Path, typer.Argument(metavar="BUNDLE", help="Directory that a build made; it is copied.")],
     root: Root = Path("/"),
     program: Annotated[
-        Path | None, typer.Option(help="The edge-dflash that serves; default: the one that runs now.")
+        Path | None, typer.Option(metavar="FILE", help="The edge-dflash that serves; default: the one that runs now.")
     ] = None,
-    keep: Annotated[int, typer.Option(min=1, help="Releases to keep, the new one included.")] = KEEP,
+    keep: Annotated[int, typer.Option(min=1, metavar="N", help="Releases to keep, the new one included.")] = KEEP,
     tcp: Annotated[
         bool | None, typer.Option("--tcp/--no-tcp", help="Let the unit use TCP; where it listens is in config.toml.")
     ] = None,

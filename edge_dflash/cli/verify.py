@@ -24,7 +24,7 @@ REPORT_CONTEXT, REPORT_TOKENS = 128, 64  # of the benchmark in a report
 
 
 def verify(
-    bundle: Annotated[Path | None, typer.Argument(metavar="[BUNDLE]", help="Directory that a build made.")] = None,
+    bundle: Annotated[Path | None, typer.Argument(metavar="BUNDLE", help="Directory that a build made.")] = None,
     prompts: Annotated[
         Path | None,
         typer.Option(help="JSONL of prompts; default: some of calib/ (pseudo-random ids without tokenizer)."),

@@ -83,10 +83,12 @@ def _unix(path: Path, mode: int) -> socket.socket:
         path.parent.mkdir(mode=0o750, parents=True, exist_ok=True)
         if path.exists():
             if not stat.S_ISSOCK(path.stat().st_mode):
-                raise ServiceError(f"{path} is there and is no socket; give another service.socket")
+                raise ServiceError(f"{path} is there and is no socket; give another service.socket or --socket")
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
                 if probe.connect_ex(str(path)) == 0:
-                    raise ServiceError(f"another service listens on {path}; stop it, or give another service.socket")
+                    raise ServiceError(
+                        f"another service listens on {path}; stop it, or give another service.socket or --socket"
+                    )
             path.unlink()
         before = os.umask(0o177)  # nobody gets in before the mode is set
         try:
@@ -97,7 +99,9 @@ def _unix(path: Path, mode: int) -> socket.socket:
         one.listen(_BACKLOG)
     except OSError as error:
         one.close()
-        raise ServiceError(f"cannot listen on {path}: {error.strerror or error}; give another service.socket") from None
+        raise ServiceError(
+            f"cannot listen on {path}: {error.strerror or error}; give another service.socket or --socket"
+        ) from None
     except BaseException:
         one.close()
         raise
@@ -116,7 +120,9 @@ def _tcp(host: str, port: int) -> socket.socket:
             one.close()
             raise
     except OSError as error:
-        raise ServiceError(f"cannot listen on {host}:{port}: {error.strerror or error}; give another tcp") from None
+        raise ServiceError(
+            f"cannot listen on {host}:{port}: {error.strerror or error}; give another service.tcp or --tcp"
+        ) from None
     return one
 
 
