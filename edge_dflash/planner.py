@@ -104,7 +104,8 @@ class Planner:
         progress(LOADING, 0, 0)
         backend = load(bundle)
         try:
-            progress(SELF_TEST, 0, 0)
+            if self_test != "off":
+                progress(SELF_TEST, 0, 0)
             tested = selftest.check(bundle, backend, self_test)
         except BaseException:
             backend.close()

@@ -84,7 +84,8 @@ def _verify_bundle(
     with stages("opening the bundle") as report:
         planner = Planner.open(bundle, self_test="off", progress=report)
     with planner:
-        self_test = replay(Bundle.open(bundle, check_hashes=False), planner.backend)
+        with stages("self-test"):
+            self_test = replay(Bundle.open(bundle, check_hashes=False), planner.backend)
         tasks = read_prompts(prompts) if prompts is not None else default_prompts(planner, max_new_tokens)
         ids = [planner.encode(task) for task in tasks[:count]]
         verification = verify_lossless(
