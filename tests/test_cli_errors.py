@@ -26,7 +26,8 @@ def test_wrong_usage_is_one_line(refused, argv, message):
     code, line = refused(*argv)
     assert code == 2
     assert message in line
-    assert "edge-dflash --help" in line
+    command = "edge-dflash" if argv[0] == "fly" else f"edge-dflash {argv[0]}"
+    assert line.endswith(f"(see {command} --help)")
 
 
 @pytest.mark.parametrize(
