@@ -32,6 +32,7 @@ from edge_dflash.benchmark.result import Formed
 from edge_dflash.benchmark.run import Device, Work, run, tiled
 from edge_dflash.benchmark.view import render
 from edge_dflash.errors import ContextError, RequestError
+from edge_dflash.telemetry.energy import EnergyMeter
 
 WORK = Work(context=200, tokens=60, prefill=(32, 1000, 5000), contexts=(400, 4010), accept_length=2.5)
 WHOLE = PROPOSE + VERIFY + REST
@@ -187,6 +188,19 @@ def test_a_schema_is_named_with_what_it_costs(result):
     assert "(speculative minus raw; less than the noise here)" in shown
     assert slower.to_json()["schema"]["replaced"] == 0.125
     assert "prompts: a prompt of ones" in text_of(result)
+
+
+def test_joules_a_plan_stand_where_the_board_says_its_power(clock, monkeypatch, result):
+    assert result.speculative.joules is None
+    assert "joules" not in text_of(result)
+    monkeypatch.setattr(EnergyMeter, "joules", lambda self, begin, end: 30.0 * (end - begin))
+    known = run(subject(TimedBackend(clock)), device(), WORK, quiet)
+    plan_seconds = known.plain.cycles * known.plain.ms / 1e3 + PREFILL
+    assert known.plain.joules == pytest.approx(30.0 * plan_seconds, rel=0.2)
+    assert known.raw.joules is None
+    assert known.to_json()["speculative"]["joules"] < known.plain.joules
+    assert f"{known.plain.joules:.1f}" in text_of(known)
+    assert "joules a plan" in " ".join(text_of(known).split())
 
 
 def test_the_drawing_is_well_formed_and_to_scale(result):

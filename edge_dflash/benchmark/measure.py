@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import mean, median
 from typing import TYPE_CHECKING, Protocol, cast
@@ -20,6 +20,7 @@ from edge_dflash.benchmark.traffic import Costs
 from edge_dflash.errors import BackendError, RequestError
 from edge_dflash.plan import Plan
 from edge_dflash.planner import Planner
+from edge_dflash.telemetry.energy import EnergyMeter
 
 if TYPE_CHECKING:  # importing them needs CUDA's bindings
     from edge_dflash.backends.native.driver import Gpu
@@ -111,13 +112,18 @@ class Meter:
         self, prompts: Sequence[Sequence[int]], tokens: int, *, speculative: bool = True, schema: object = None
     ) -> tuple[Decode, list[Plan]]:
         """Plans of up to ``tokens``, and their time from the first token until the caller has the plan."""
-        seconds, plans = 0.0, list[Plan]()
+        seconds, plans, power = 0.0, list[Plan](), EnergyMeter()
+        power.begin()
+        start = time.perf_counter()
         for prompt in prompts:
             began = time.perf_counter()
             plan = self.planner.plan(prompt, max_new_tokens=tokens, speculative=speculative, schema=schema)
             seconds += time.perf_counter() - began - plan.timings.first_token_seconds
             plans.append(plan)
-        return decoded(seconds, [n for plan in plans for n in plan.accept_lengths]), plans
+        end = time.perf_counter()
+        power.end()
+        found, joules = decoded(seconds, [n for plan in plans for n in plan.accept_lengths]), power.joules(start, end)
+        return found if joules is None else replace(found, joules=joules / len(plans)), plans
 
     def cycles(self, prompt: Sequence[int], count: int) -> TimedRun:
         """``count`` cycles behind ``prompt``, without the planner and the loop."""

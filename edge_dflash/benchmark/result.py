@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from edge_dflash.benchmark.traffic import Traffic
@@ -38,6 +38,7 @@ class Decode:
     accept_length: float  # tokens committed per cycle, as counted
     cycles: int
     ms: float  # wall clock of a cycle
+    joules: float | None = field(default=None, kw_only=True)  # of a plan, its prompt included; None: not known
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,9 @@ def _head(result: Result) -> Text:
 def _decoding(result: Result) -> Table:
     forced = result.forced_accept_length is not None
     title = "Decoding, wall clock from the first token on" + (", accept length forced" if forced else "")
-    table = named_table(title, "", right=("tokens/s", "accept length", "cycles", "ms a cycle", "floor", "x floor"))
+    known = ("joules a plan",) if result.speculative.joules is not None else ()
+    columns = ("tokens/s", "accept length", "cycles", "ms a cycle", "floor", "x floor", *known)
+    table = named_table(title, "", right=columns)
     ways = [("plain, Planner.plan", result.plain), ("speculative, Planner.plan", result.speculative)]
     if result.schema is not None:
         ways.append(("speculative, Planner.plan, schema", result.schema))
@@ -64,7 +66,8 @@ def _decoding(result: Result) -> Table:
         floor = result.plain_floor_ms if decode is result.plain else result.cycle.whole.floor_ms
         over = _ratio(decode.ms / floor) if floor else "-"
         row = (f"{decode.tokens_per_second:.1f}", f"{decode.accept_length:.2f}", str(decode.cycles), f"{decode.ms:.3f}")
-        table.add_row(name, *row, _ms(floor), over)
+        energy = "-" if decode.joules is None else f"{decode.joules:.1f}"
+        table.add_row(name, *row, _ms(floor), over, *((energy,) if known else ()))
     return table
 
 

@@ -27,22 +27,24 @@ class EnergyMeter:
         self._period = period
         self._samples: deque[tuple[float, float]] = deque(maxlen=_KEPT)  # time.perf_counter(), watts
         self._lock = threading.Lock()
-        self._at_work = threading.Event()
+        self._at_work = False
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
         self.rail: str | None = None  # that was read last
 
     def begin(self) -> None:
         """Sample from now on."""
-        self._at_work.set()
+        with self._lock:
+            self._at_work = True
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="edge-dflash energy", daemon=True)
+                self._thread.start()
         self._wake.set()
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="edge-dflash energy", daemon=True)
-            self._thread.start()
 
     def end(self) -> None:
         """Sample once more, then no longer."""
-        self._at_work.clear()
+        with self._lock:
+            self._at_work = False
         self._wake.set()
 
     def joules(self, begin: float, end: float) -> float | None:
@@ -74,12 +76,16 @@ class EnergyMeter:
         while True:
             self._wake.clear()
             self._sample()
-            self._wake.wait(self._period if self._at_work.is_set() else None)
+            with self._lock:
+                if not self._at_work:
+                    self._thread = None
+                    return
+            self._wake.wait(self._period)
 
     def _sample(self) -> None:
-        rail, now = self._read(), time.perf_counter()
+        rail = self._read()
         if rail is None or rail.watts is None:
             return
         with self._lock:
             self.rail = rail.name
-            self._samples.append((now, rail.watts))
+            self._samples.append((time.perf_counter(), rail.watts))
