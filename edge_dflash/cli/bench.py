@@ -66,11 +66,11 @@ def bench(
     JSON keys: pair, backend, weights, kv, block_size, context, forced_accept_length, machine, read_bandwidth (bytes a
     second), matmul_rate (operations a second), matmul_by, prompts, plain and speculative (Planner.plan:
     tokens_per_second, accept_length, cycles, ms, joules of a plan or null), schema (the same under a schema, which it
-    describes, and the share of drafts that the grammar replaced; null without tokenizer), raw (cycles called directly), host_ms (speculative
-    minus raw), host_share (of raw), speed_up, plain_floor_ms, cycle (whole, propose, verify, each with ms, bytes,
-    floor_ms; rest_ms, over_floor, the bytes by kind), cold (load_seconds, prefill_ms, cycle_ms, over_steady), prefill
-    (tokens, ms, operations_per_second, share of matmul_rate), contexts (a cycle each), memory (budget, allocated,
-    device_used, device_total, allocations_after_load), profile.
+    describes, and the share of drafts that the grammar replaced; null without tokenizer), raw (cycles called directly),
+    host_ms (speculative minus raw), host_share (of raw), speed_up, plain_floor_ms, cycle (whole, propose, verify, each
+    with ms, bytes, floor_ms; rest_ms, over_floor, the bytes by kind), cold (load_seconds, prefill_ms, cycle_ms,
+    over_steady), prefill (tokens, ms, operations_per_second, share of matmul_rate), contexts (a cycle each), memory
+    (budget, allocated, device_used, device_total, allocations_after_load), profile.
     """
     kind = _checked(bundle, synthetic, weights, prompts)
     if plot is not None and not plot.parent.is_dir():
