@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib import import_module
 
 import pytest
 
@@ -98,6 +99,23 @@ def test_a_name_is_imported_when_it_is_used():
 def test_the_list_of_commands_needs_none_of_them(argv):
     loaded = imported(f"import edge_dflash.cli as c; c.run({argv})")
     assert not {"numpy", "rich.table", "edge_dflash.planner", "edge_dflash.cli.demo"} & set(loaded)
+
+
+def test_a_terminal_shows_that_a_command_starts_before_it_is_imported(monkeypatch, capsys):
+    from edge_dflash import cli
+
+    def load(name):
+        assert capsys.readouterr().err == "starting\r"
+        return import_module(name)
+
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setattr(cli, "import_module", load)
+    assert cli._Commands()["doctor"] is not None
+    assert capsys.readouterr().err == "        \r"
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: False)
+    monkeypatch.setattr(cli, "import_module", import_module)
+    assert cli._Commands()["doctor"] is not None
+    assert capsys.readouterr().err == ""
 
 
 def test_the_command_line_imports_torch_only_when_it_is_needed():

@@ -10,6 +10,7 @@ import io
 import os
 import sys
 from collections.abc import Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -45,7 +46,8 @@ class _Commands(MutableMapping[str, Any]):
         if name not in self._loaded:
             if name not in COMMANDS:
                 raise KeyError(name)
-            module = import_module(f"edge_dflash.cli.{name}")
+            with _starting():
+                module = import_module(f"edge_dflash.cli.{name}")
             app = getattr(module, "app", None)
             if app is None:
                 app = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -64,6 +66,17 @@ class _Commands(MutableMapping[str, Any]):
 
     def __len__(self) -> int:
         return len(COMMANDS)
+
+
+@contextmanager
+def _starting() -> Iterator[None]:
+    """A word on the terminal while imports take their half second (more on a board), wiped afterwards."""
+    word = "starting" if sys.stderr.isatty() else ""
+    print(word, end="\r" if word else "", file=sys.stderr, flush=True)
+    try:
+        yield
+    finally:
+        print(" " * len(word), end="\r" if word else "", file=sys.stderr, flush=True)
 
 
 class _Group(TyperGroup):
