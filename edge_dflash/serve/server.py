@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import stat
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -195,7 +196,8 @@ class _Process:
         """Listen, load, serve, drain."""
         service, loop = self._service, asyncio.get_running_loop()
         stop = asyncio.Event()
-        loop.add_signal_handler(signal.SIGHUP, self._reload)
+        closed = sys.stderr.isatty()  # then SIGHUP says that the terminal was closed
+        loop.add_signal_handler(signal.SIGHUP, stop.set if closed else self._reload)
         loop.set_default_executor(service.threads)
         server = _Server(uvicorn_config(service, self._key), stop, loop)
         serving = asyncio.create_task(server.serve(list(sockets)))

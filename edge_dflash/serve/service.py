@@ -147,7 +147,8 @@ class Service:
             log.error("not saved: %s", problem)
         never = self.config.sessions.save == "never"
         log.info("reload: sessions %s", 'are not saved, sessions.save is "never"' if never else "are saved")
-        self.notifier.ready()
+        if self.state == "ready":  # and not stopping meanwhile
+            self.notifier.ready()
 
     # Watching ---------------------------------------------------------------------------------------------------------
 
