@@ -24,6 +24,7 @@ from edge_dflash.request.engine import Engine
 from edge_dflash.request.job import Alone, Observer
 from edge_dflash.request.options import Model, Options, PlanOptions, Task, prepare
 from edge_dflash.request.stream import AsyncPlanStream, PlanStream
+from edge_dflash.selftest_result import SelfTestResult
 from edge_dflash.sessions.session import fingerprint
 from edge_dflash.sessions.store import PrefixStats
 from edge_dflash.text import Tokenizer
@@ -53,7 +54,7 @@ class Planner:
         queue: int = QUEUE,
         prefix_bytes: int = PREFIX_BYTES,
         fallback: bool = True,
-        self_test: selftest.SelfTestResult | None = None,
+        self_test: SelfTestResult | None = None,
         observer: Observer | None = None,
     ) -> None:
         """Take a loaded backend over (closed by :meth:`close`); most callers want :meth:`open`.
@@ -160,7 +161,7 @@ class Planner:
         return self._bundle
 
     @property
-    def self_test(self) -> selftest.SelfTestResult | None:
+    def self_test(self) -> SelfTestResult | None:
         """What the self-test gave at open; None when there was none."""
         return self._self_test
 
