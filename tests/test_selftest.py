@@ -19,12 +19,20 @@ from edge_dflash.build.builder import build
 from edge_dflash.bundle.manifest import dump_manifest
 from edge_dflash.bundle.parts import hash_file
 from edge_dflash.bundle.reader import Bundle
-from edge_dflash.bundle.selftest import SELFTEST, BestLogits, accept_floor, dump_selftest, load_selftest, parse_selftest
+from edge_dflash.bundle.selftest import (
+    SELFTEST,
+    BestLogits,
+    accept_floor,
+    bf16_step,
+    dump_selftest,
+    load_selftest,
+    parse_selftest,
+)
 from edge_dflash.checkpoint.weights import Nvfp4Weight
 from edge_dflash.errors import BackendError, BundleError, VerificationError
 from edge_dflash.planner import Planner
 from edge_dflash.selftest import check, promises_bits, replay
-from edge_dflash.selftest_result import DRAFT_FLOOR, SelfTestResult, TokenDifference, bf16_step
+from edge_dflash.selftest_result import DRAFT_FLOOR, SelfTestResult, TokenDifference
 from tests import mutations as m
 
 
@@ -163,7 +171,7 @@ def test_a_damaged_target(bundle, selftest, fault):
         for one in (result.first_difference, result.worst):
             assert selftest.tokens[one.position] == one.wanted != one.found
         worst = result.worst
-        assert result.moved > 8 * result.rounding  # twice the bound
+        assert max(result.moved / result.bound, result.moved_most / result.bound_most) > 1.4
         assert f"new token {worst.position} is {worst.found}, wanted {worst.wanted}" in result.diagnosis
         assert f"{worst.steps:.3g} BF16 steps behind; " in result.diagnosis
 
@@ -190,13 +198,14 @@ def test_what_is_excused_among_tokens():
         3.0,
         2.1,
         0.0,
-        moved=0.04,
-        moved_most=0.16,
+        moved=0.05,
+        moved_most=0.18,
         rounding=0.01,
         rounding_most=0.02,
+        resolution=0.02,
     )
     assert (result.verdict, result.diagnosis) == ("rounding", "")
-    assert "; 20 tokens differ by at most 8 BF16 steps, which rounding explains (logits moved by 4.00 %" in (
+    assert "; 20 tokens differ by at most 8 BF16 steps, which rounding explains (logits moved by 5.00 %" in (
         result.summary.replace("%", " %")
     )
     assert "; 1 token differs by 8 BF16 steps" in replace(result, differences=(near,)).summary
@@ -204,8 +213,8 @@ def test_what_is_excused_among_tokens():
     assert exact.verdict == "fault"
     assert "20 of 48 tokens differ" in exact.diagnosis
     assert "this backend promises the bits of the recording" in exact.diagnosis
-    assert not replace(result, moved=0.041).ok
-    assert not replace(result, moved_most=0.161).ok
+    assert not replace(result, moved=0.051).ok
+    assert not replace(result, moved_most=0.181).ok
     unseen = replace(result, differences=(), moved=0.5)  # a fault that changes no choice of the prompt
     assert unseen.verdict == "fault"
     assert "0 of 48 tokens differ; logits moved by 50.00%" in unseen.diagnosis

@@ -94,7 +94,7 @@ def test_a_damaged_target_of_flat_logits(hybrid, fault):
     _, rounded = outcome(hybrid, load_selftest(hybrid), store=Damaged(hybrid, **TARGET_STORES[fault]))
     assert rounded.verdict == "fault"
     assert not rounded.target_ok
-    assert rounded.moved > 1.25 * 4 * rounded.rounding
+    assert rounded.moved > 1.4 * rounded.bound
 
 
 def test_a_target_of_zeros(hybrid, loaded):
