@@ -19,10 +19,12 @@ from edge_dflash.backends.base import Backend, PairShape
 from edge_dflash.bundle.reader import Bundle, Progress
 from edge_dflash.plan import Plan
 from edge_dflash.planner_session import PlannerSession
+from edge_dflash.request import rules
 from edge_dflash.request.conversation import Encoder
 from edge_dflash.request.engine import Engine
 from edge_dflash.request.job import Alone, Observer
 from edge_dflash.request.options import Model, Options, PlanOptions, Task, prepare
+from edge_dflash.request.rules import Rule
 from edge_dflash.request.stream import AsyncPlanStream, PlanStream
 from edge_dflash.selftest_result import SelfTestResult
 from edge_dflash.sessions.session import fingerprint
@@ -36,6 +38,18 @@ __all__ = ["AsyncPlanStream", "PlanStream", "Planner", "Task"]
 
 QUEUE = 16  # requests that may wait
 PREFIX_BYTES = 512 << 20
+_ARGUMENTS = {
+    "path": Rule(rules.path, "the path of a directory or file"),
+    "queue": Rule(rules.whole(1), "a whole number of requests, at least 1"),
+    "prefix_bytes": Rule(rules.whole(0), "a whole number of bytes, at least 0"),
+    "fallback": Rule(rules.flag, "True or False"),
+    "check_hashes": Rule(rules.flag, "True or False"),
+    "self_test": Rule(rules.one_of(*selftest.MODES), f"one of {', '.join(selftest.MODES)}"),
+    "progress": Rule(rules.optional(rules.called), "a function of (bytes checked, bytes in all), or None"),
+    "observer": Rule(rules.optional(rules.having("started", "step", "ended")), "an Observer, or None"),
+    "session": Rule(rules.instance_of(PlannerSession), "one that session() of this planner made"),
+    "system": Rule(rules.optional(rules.text), "the text of a system prompt, or None"),
+}
 
 
 class Planner:
@@ -61,6 +75,8 @@ class Planner:
 
         ``bundle`` is the fingerprint that saved sessions are bound to, ``self_test`` what the self-test gave.
         """
+        given = {"queue": queue, "prefix_bytes": prefix_bytes, "fallback": fallback, "observer": observer}
+        rules.checked(_ARGUMENTS, given)
         self._bundle = bundle
         self._self_test = self_test
         self._model = Model(backend, tokenizer, tuple(dict.fromkeys(stop_token_ids)))
@@ -92,8 +108,22 @@ class Planner:
         told (bytes checked, bytes in all). ``self_test`` says what follows when the loaded pair does not repeat what
         the build recorded: "refuse", "warn" (RuntimeWarning), or "off" to skip it (about a second on a CPU).
         ``observer`` is told of every step on the worker's thread. Raises BundleError when the bundle is damaged or of
-        another version, BackendError when it cannot run here, VerificationError when the self-test fails.
+        another version, BackendError when it cannot run here, VerificationError when the self-test fails, and
+        RequestError for an argument of another type or range.
         """
+        rules.checked(
+            _ARGUMENTS,
+            {
+                "path": path,
+                "queue": queue,
+                "prefix_bytes": prefix_bytes,
+                "fallback": fallback,
+                "check_hashes": check_hashes,
+                "self_test": self_test,
+                "progress": progress,
+                "observer": observer,
+            },
+        )
         bundle = Bundle.open(path, check_hashes=check_hashes, progress=progress)
         manifest = bundle.manifest
         tokenizer = Tokenizer.open(bundle.path / "tokenizer") if manifest.tokenizer else None
@@ -217,8 +247,9 @@ class Planner:
         at the first increment.
         """
         began = time.perf_counter()
-        chosen = Options(**options)
+        chosen = Options.of(options)
         if session is not None:
+            rules.checked(_ARGUMENTS, {"session": session})
             return session._stream(self._engine, task, chosen, began)
         prompt = self._encoder.prompt(task, chosen)
         request = prepare(self._model, chosen, prompt.ids, began, (prompt.shared,))
@@ -240,6 +271,7 @@ class Planner:
 
     def session(self, system: str | None = None) -> PlannerSession:
         """A new conversation, with a system prompt if one is given."""
+        rules.checked(_ARGUMENTS, {"system": system})
         return PlannerSession(self, self._engine, self._model, self._encoder, system)
 
     def load_session(self, path: Path | str) -> PlannerSession:
@@ -247,4 +279,5 @@ class Planner:
 
         Raises BundleError when it was made with another bundle, RequestError when the file is missing or damaged.
         """
+        rules.checked(_ARGUMENTS, {"path": path})
         return PlannerSession._load(self, self._engine, self._model, self._encoder, path)
