@@ -201,6 +201,11 @@ class Planner:
         return self._engine.waiting
 
     @property
+    def failure(self) -> BaseException | None:
+        """What ended the engine's worker, and all requests with it; None while it works. Only a new planner helps."""
+        return self._engine.failure
+
+    @property
     def drafting(self) -> bool:
         """Whether cycles draft now; False while drafting rests because it was measured not to pay."""
         return self._engine.pace.drafting

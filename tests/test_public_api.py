@@ -19,6 +19,7 @@ PUBLIC = [
     "ConfigError",
     "ContextError",
     "EdgeDflashError",
+    "EngineFailedError",
     "Increment",
     "MalformedToolCall",
     "Plan",

@@ -134,8 +134,8 @@ def test_what_is_no_token_id_is_refused_at_the_call(planner, task):
 @pytest.mark.parametrize(
     "given",
     [
-        {"close_token_ids": ()}, {"close_token_ids": 5}, {"close_token_ids": ("x",)},
-        {"top_k": 0}, {"top_k": "3"}, {"top_k": True}, {"margin": NAN}, {"margin": -1}, {"margin": None}, {"margin": INF},
+        {"close_token_ids": ()}, {"close_token_ids": 5}, {"close_token_ids": ("x",)}, {"top_k": 0},
+        {"top_k": "3"}, {"top_k": True}, {"margin": NAN}, {"margin": -1}, {"margin": None}, {"margin": INF},
     ],
 )  # fmt: skip
 def test_a_bad_relaxation_is_refused(given):

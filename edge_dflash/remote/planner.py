@@ -116,6 +116,11 @@ class RemotePlanner:
         self._refuse("self_test")
 
     @property
+    def failure(self) -> Never:
+        """Raises RequestError: a service whose engine fails ends, and its requests fail with ServiceError."""
+        self._refuse("failure")
+
+    @property
     def drafting(self) -> Never:
         """Raises RequestError: the server's metrics say whether it drafts."""
         self._refuse("drafting")

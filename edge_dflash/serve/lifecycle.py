@@ -16,7 +16,7 @@ from typing import Literal, Protocol
 
 from edge_dflash.spec.loop import Step
 
-State = Literal["loading", "ready", "draining"]
+State = Literal["loading", "ready", "draining", "failed"]
 
 
 class Notifier(Protocol):
