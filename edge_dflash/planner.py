@@ -10,6 +10,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from functools import partial
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
@@ -39,6 +40,8 @@ __all__ = ["AsyncPlanStream", "PlanStream", "Planner", "Task"]
 QUEUE = 16  # requests that may wait
 PREFIX_BYTES = 512 << 20
 _ARGUMENTS = {
+    "stop_token_ids": Rule(rules.sequence_of(Integral), "a list of token ids"),
+    "bundle": Rule(rules.text, "the fingerprint of a bundle"),
     "path": Rule(rules.path, "the path of a directory or file"),
     "queue": Rule(rules.whole(1), "a whole number of requests, at least 1"),
     "prefix_bytes": Rule(rules.whole(0), "a whole number of bytes, at least 0"),
@@ -75,8 +78,17 @@ class Planner:
 
         ``bundle`` is the fingerprint that saved sessions are bound to, ``self_test`` what the self-test gave.
         """
-        given = {"queue": queue, "prefix_bytes": prefix_bytes, "fallback": fallback, "observer": observer}
-        rules.checked(_ARGUMENTS, given)
+        rules.checked(
+            _ARGUMENTS,
+            {
+                "stop_token_ids": stop_token_ids,
+                "bundle": bundle,
+                "queue": queue,
+                "prefix_bytes": prefix_bytes,
+                "fallback": fallback,
+                "observer": observer,
+            },
+        )
         self._bundle = bundle
         self._self_test = self_test
         self._model = Model(backend, tokenizer, tuple(dict.fromkeys(stop_token_ids)))

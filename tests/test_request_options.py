@@ -33,7 +33,7 @@ BAD = {
     "stop": (None, 5, "", ["a", ""], [1], {"a": 1}, b"a", {"a"}),
     "thinking": FLAG,
     "relaxed": (None, "yes", 1, {"top_k": 3}),
-    "tools": (5, "grasp", {"type": "function"}, [1], ["grasp"]),
+    "tools": (5, "grasp", {"type": "function"}, [1], ["grasp"], [{"function": object()}]),
     "speculative": FLAG,
     "priority": ("high", None, 1.5, True, -101, 101, NAN),
     "caller": (None, 5, [1], b"me"),
@@ -158,6 +158,12 @@ def test_a_bad_argument_is_refused_before_anything_is_opened(name, value):
     if name in ("queue", "prefix_bytes", "fallback", "observer"):
         with pytest.raises(RequestError, match=rf"^{name} is .*; give "):
             Planner(FakeBackend(), None, **{name: value})
+
+
+@pytest.mark.parametrize("given", [{"stop_token_ids": None}, {"stop_token_ids": ["</s>"]}, {"bundle": None}])
+def test_bad_arguments_of_a_planner(given):
+    with pytest.raises(RequestError, match=rf"^{next(iter(given))} is .*; give "):
+        Planner(FakeBackend(), None, **given)
 
 
 def test_bad_arguments_of_sessions_and_paths(planner, remote):

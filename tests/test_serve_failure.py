@@ -1,4 +1,4 @@
-"""A service whose engine fails: requests are answered, the watchdog is not fed, and the process ends to be restarted."""
+"""A service whose engine fails: requests are answered, no watchdog is fed, and the process ends to be restarted."""
 
 from __future__ import annotations
 

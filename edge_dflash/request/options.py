@@ -5,6 +5,7 @@ Everything that can be wrong with a request is found here, on the caller's threa
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from numbers import Integral
@@ -58,6 +59,12 @@ def _relaxed(value: Any) -> Any:
     return value if isinstance(value, Relaxation) else rules.flag(value)
 
 
+def _tools(value: Any) -> Any:
+    tools = rules.sequence_of(Mapping)(value)
+    json.dumps(tools, default=dict)  # templates write them
+    return tools
+
+
 def _schema(value: Any) -> Any:
     if not (isinstance(value, str | Mapping) or callable(getattr(value, "model_json_schema", None))):
         raise TypeError
@@ -82,7 +89,7 @@ OPTIONS = {
     "stop": Rule(rules.texts, "a text, or several, none of them empty; leave stop out for none"),
     "thinking": _FLAG,
     "relaxed": Rule(_relaxed, "True, False or a Relaxation"),
-    "tools": Rule(rules.optional(rules.sequence_of(Mapping)), "a list of tools in OpenAI form, or None"),
+    "tools": Rule(rules.optional(_tools), "a list of tools in OpenAI form, of plain JSON values, or None"),
     "speculative": _FLAG,
     "priority": Rule(rules.whole(*PRIORITIES), f"a whole number from {PRIORITIES[0]} to {PRIORITIES[1]}"),
     "caller": Rule(rules.text, "a text"),

@@ -42,7 +42,7 @@ def checked(rules: Mapping[str, Rule], values: Mapping[str, Any]) -> dict[str, A
     for name, value in values.items():
         try:
             taken[name] = rules[name].take(value)
-        except (TypeError, ValueError, OverflowError):
+        except (TypeError, ValueError, OverflowError, RecursionError):
             raise RequestError(f"{name} is {shown(value)}; give {rules[name].accepted}") from None
     return taken
 
