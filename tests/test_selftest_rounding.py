@@ -58,15 +58,21 @@ class Perturbed(Delegate):
         return FakeRows(logits + off)
 
 
-@pytest.mark.parametrize(("steps", "seed"), [(1, 1), (2, 1), (3, 1), (3, 5)])
+@pytest.mark.parametrize(("steps", "seed"), [(1, 1), (2, 1), (3, 1), (3, 4)])
 def test_flat_logits_that_are_some_steps_off_pass_as_rounding(hybrid, loaded, steps, seed):
     selftest = load_selftest(hybrid)
     result = run_selftest(Perturbed(loaded, steps, seed), selftest)
     assert result.differences
+    if steps == 3:
+        assert len(result.differences) * 16 > result.tokens  # no few exceptions
     assert 0 < result.worst.steps <= 2 * steps
     assert result.verdict == "rounding"
-    count, worst = len(result.differences), f"{result.worst.steps:.2g}"
-    assert f"{count} tokens differ by at most {worst} BF16 steps, which rounding explains" in result.summary
+    count, worst = (
+        len(result.differences),
+        f"{result.worst.steps:.2g} BF16 steps, which rounding explains (logits moved",
+    )
+    differ = "1 token differs by" if count == 1 else f"{count} tokens differ by at most"
+    assert f"; {differ} {worst}" in result.summary
 
 
 @pytest.mark.parametrize(
