@@ -11,6 +11,7 @@
     ├── RequestError        a request is invalid; the session is as it was
     │   ├── ContextError    the prompt and its budget do not fit the usable context
     │   ├── QueueFullError  the engine has as many requests waiting as it takes; try again later
+    │   ├── EngineFailedError       the engine's worker failed, and every request with it
     │   └── RequestCancelledError   the request was cancelled before it gave a result
     ├── VerificationError   speculative output differs from plain output, or a golden differs
     └── ServiceError        a service cannot start or stop here, cannot be reached, or answers with its own failure
@@ -80,6 +81,10 @@ class ContextError(RequestError):
 
 class QueueFullError(RequestError):
     """As many requests wait as the engine takes. Nothing was queued."""
+
+
+class EngineFailedError(RequestError):
+    """The engine's worker failed: its requests failed with it, and the planner is closed. ``__cause__`` says why."""
 
 
 class RequestCancelledError(RequestError):

@@ -10,6 +10,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from functools import partial
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
@@ -20,11 +21,14 @@ from edge_dflash.bundle.reader import Bundle
 from edge_dflash.plan import Plan
 from edge_dflash.planner_session import PlannerSession
 from edge_dflash.progress import CHECKING, LOADING, SELF_TEST, Progress, unheard
+from edge_dflash.request import rules
 from edge_dflash.request.conversation import Encoder
 from edge_dflash.request.engine import Engine
 from edge_dflash.request.job import Alone, Observer
 from edge_dflash.request.options import Model, Options, PlanOptions, Task, prepare
+from edge_dflash.request.rules import Rule
 from edge_dflash.request.stream import AsyncPlanStream, PlanStream
+from edge_dflash.selftest_result import SelfTestResult
 from edge_dflash.sessions.session import fingerprint
 from edge_dflash.sessions.store import PrefixStats
 from edge_dflash.text import Tokenizer
@@ -36,6 +40,20 @@ __all__ = ["AsyncPlanStream", "PlanStream", "Planner", "Task"]
 
 QUEUE = 16  # requests that may wait
 PREFIX_BYTES = 512 << 20
+_ARGUMENTS = {
+    "stop_token_ids": Rule(rules.sequence_of(Integral), "a list of token ids"),
+    "bundle": Rule(rules.text, "the fingerprint of a bundle"),
+    "path": Rule(rules.path, "the path of a directory or file"),
+    "queue": Rule(rules.whole(1), "a whole number of requests, at least 1"),
+    "prefix_bytes": Rule(rules.whole(0), "a whole number of bytes, at least 0"),
+    "fallback": Rule(rules.flag, "True or False"),
+    "check_hashes": Rule(rules.flag, "True or False"),
+    "self_test": Rule(rules.one_of(*selftest.MODES), f"one of {', '.join(selftest.MODES)}"),
+    "progress": Rule(rules.called, "a function of (stage, done, total)"),
+    "observer": Rule(rules.optional(rules.having("started", "step", "ended")), "an Observer, or None"),
+    "session": Rule(rules.instance_of(PlannerSession), "one that session() of this planner made"),
+    "system": Rule(rules.optional(rules.text), "the text of a system prompt, or None"),
+}
 
 
 class Planner:
@@ -54,13 +72,24 @@ class Planner:
         queue: int = QUEUE,
         prefix_bytes: int = PREFIX_BYTES,
         fallback: bool = True,
-        self_test: selftest.SelfTestResult | None = None,
+        self_test: SelfTestResult | None = None,
         observer: Observer | None = None,
     ) -> None:
         """Take a loaded backend over (closed by :meth:`close`); most callers want :meth:`open`.
 
         ``bundle`` is the fingerprint that saved sessions are bound to, ``self_test`` what the self-test gave.
         """
+        rules.checked(
+            _ARGUMENTS,
+            {
+                "stop_token_ids": stop_token_ids,
+                "bundle": bundle,
+                "queue": queue,
+                "prefix_bytes": prefix_bytes,
+                "fallback": fallback,
+                "observer": observer,
+            },
+        )
         self._bundle = bundle
         self._self_test = self_test
         self._model = Model(backend, tokenizer, tuple(dict.fromkeys(stop_token_ids)))
@@ -93,8 +122,22 @@ class Planner:
         (RuntimeWarning), or "off" to skip it (about a second on a CPU). ``progress`` is told (stage, done, total): of
         checking the files in bytes, of loading and the self-test that they begin. ``observer`` is told of every step
         on the worker's thread. Raises BundleError when the bundle is damaged or of another version, BackendError when
-        it cannot run here, VerificationError when the self-test fails.
+        it cannot run here, VerificationError when the self-test fails, RequestError for an argument of another type or
+        range.
         """
+        rules.checked(
+            _ARGUMENTS,
+            {
+                "path": path,
+                "queue": queue,
+                "prefix_bytes": prefix_bytes,
+                "fallback": fallback,
+                "check_hashes": check_hashes,
+                "self_test": self_test,
+                "progress": progress,
+                "observer": observer,
+            },
+        )
         bundle = Bundle.open(path, check_hashes=check_hashes, progress=partial(progress, CHECKING))
         manifest = bundle.manifest
         tokenizer = Tokenizer.open(bundle.path / "tokenizer") if manifest.tokenizer else None
@@ -165,7 +208,7 @@ class Planner:
         return self._bundle
 
     @property
-    def self_test(self) -> selftest.SelfTestResult | None:
+    def self_test(self) -> SelfTestResult | None:
         """What the self-test gave at open; None when there was none."""
         return self._self_test
 
@@ -173,6 +216,11 @@ class Planner:
     def waiting(self) -> int:
         """Requests in the queue, the running one not counted."""
         return self._engine.waiting
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What ended the engine's worker, and all requests with it; None while it works. Only a new planner helps."""
+        return self._engine.failure
 
     @property
     def drafting(self) -> bool:
@@ -221,8 +269,9 @@ class Planner:
         at the first increment.
         """
         began = time.perf_counter()
-        chosen = Options(**options)
+        chosen = Options.of(options)
         if session is not None:
+            rules.checked(_ARGUMENTS, {"session": session})
             return session._stream(self._engine, task, chosen, began)
         prompt = self._encoder.prompt(task, chosen)
         request = prepare(self._model, chosen, prompt.ids, began, (prompt.shared,))
@@ -244,6 +293,7 @@ class Planner:
 
     def session(self, system: str | None = None) -> PlannerSession:
         """A new conversation, with a system prompt if one is given."""
+        rules.checked(_ARGUMENTS, {"system": system})
         return PlannerSession(self, self._engine, self._model, self._encoder, system)
 
     def load_session(self, path: Path | str) -> PlannerSession:
@@ -251,4 +301,5 @@ class Planner:
 
         Raises BundleError when it was made with another bundle, RequestError when the file is missing or damaged.
         """
+        rules.checked(_ARGUMENTS, {"path": path})
         return PlannerSession._load(self, self._engine, self._model, self._encoder, path)

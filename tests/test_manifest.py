@@ -178,3 +178,11 @@ def test_schemas_and_keys_of_other_versions_are_refused(manifest):
 def test_summary_counts_weights_by_format(manifest):
     assert sum(manifest.weight_summary.values()) == len(manifest.weights)
     assert manifest.size == sum(entry.size for entry in manifest.files.values())
+
+
+def test_the_reason_for_no_selftest_is_kept_and_left_out_without_one(manifest):
+    assert b"no_self_test" not in dump_manifest(manifest)
+    reason = replace(manifest, no_self_test="the pair is too large")
+    assert parse_manifest(dump_manifest(reason)) == reason
+    with pytest.raises(BundleError, match=r"no_self_test: found 1, wanted str"):
+        parse_manifest(dump_manifest(reason).replace(b'"the pair is too large"', b"1"))

@@ -20,6 +20,7 @@ PUBLIC = [
     "ConfigError",
     "ContextError",
     "EdgeDflashError",
+    "EngineFailedError",
     "Increment",
     "MalformedToolCall",
     "Plan",

@@ -10,7 +10,7 @@ import weakref
 
 import pytest
 
-from edge_dflash.errors import QueueFullError, RequestCancelledError, RequestError
+from edge_dflash.errors import BackendError, QueueFullError, RequestCancelledError, RequestError
 from edge_dflash.scheduler.worker import Scheduler
 
 PATIENT = 10.0  # seconds after which a test that hangs fails
@@ -241,7 +241,7 @@ def test_cancelling_what_has_ended_changes_nothing(scheduler):
 # errors --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("error", [RequestError("bad"), ValueError("worse"), SystemExit(3), KeyboardInterrupt()])
+@pytest.mark.parametrize("error", [RequestError("bad"), BackendError("worse"), ValueError("odd")])
 @pytest.mark.parametrize("when", ["at the call", "in a step", "at the close"])
 def test_an_error_reaches_its_ticket_and_the_worker_goes_on(scheduler, error, when):
     gate = Gate()

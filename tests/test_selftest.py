@@ -9,35 +9,31 @@ import numpy as np
 import pytest
 import torch
 from builder_support import config_of
+from selftest_support import TARGET_STORES, Damaged, backend_of, outcome, shuffled
 
 from edge_dflash.backends import load
 from edge_dflash.backends.base import PairShape, Precision
 from edge_dflash.backends.reference import arithmetic
-from edge_dflash.backends.reference.backend import ReferenceBackend
 from edge_dflash.build import record
 from edge_dflash.build.builder import build
 from edge_dflash.bundle.manifest import dump_manifest
 from edge_dflash.bundle.parts import hash_file
 from edge_dflash.bundle.reader import Bundle
-from edge_dflash.bundle.selftest import SELFTEST, accept_floor, dump_selftest, load_selftest, parse_selftest
-from edge_dflash.checkpoint.weights import Fp8Weight, Nvfp4Weight, WideWeight
+from edge_dflash.bundle.selftest import (
+    SELFTEST,
+    BestLogits,
+    accept_floor,
+    bf16_step,
+    dump_selftest,
+    load_selftest,
+    parse_selftest,
+)
+from edge_dflash.checkpoint.weights import Nvfp4Weight
 from edge_dflash.errors import BackendError, BundleError, VerificationError
 from edge_dflash.planner import Planner
-from edge_dflash.selftest import DRAFT_FLOOR, SelfTestResult, TokenDifference, check, promises_bits, run_selftest
+from edge_dflash.selftest import check, promises_bits, replay
+from edge_dflash.selftest_result import DRAFT_FLOOR, SelfTestResult, TokenDifference
 from tests import mutations as m
-
-
-class Damaged:
-    """A bundle whose weights or KV scales are changed on the way."""
-
-    def __init__(self, bundle, weight=lambda name, weight: weight, scale=lambda state, scales: scales):
-        self._bundle, self._weight, self._scale = bundle, weight, scale
-
-    def get(self, name):
-        return self._weight(name, self._bundle.get(name))
-
-    def kv_scale(self, state):
-        return self._scale(state, self._bundle.kv_scale(state))
 
 
 @pytest.fixture(scope="module")
@@ -48,33 +44,6 @@ def bundle(demo_bundle):
 @pytest.fixture(scope="module")
 def selftest(bundle):
     return load_selftest(bundle)
-
-
-def backend_of(bundle, spec=None, store=None, precision=None):
-    manifest = bundle.manifest
-    return ReferenceBackend(
-        spec or bundle.pair,
-        store or bundle,
-        precision or manifest.precision,
-        max_context=manifest.max_context,
-        prefill_chunk=manifest.prefill_chunk,
-    )
-
-
-def shuffled(wanted):
-    """Rows of one matrix, or values of one vector, in another order."""
-
-    def change(name, weight):
-        if name != wanted:
-            return weight
-        order = np.random.default_rng(0).permutation(weight.shape[0])
-        if isinstance(weight, Nvfp4Weight):
-            return replace(weight, packed=weight.packed[order], block_scale=weight.block_scale[order])
-        if isinstance(weight, Fp8Weight):
-            return replace(weight, data=weight.data[order])
-        return WideWeight(weight.data[order])
-
-    return change
 
 
 def zero_drafter(name, weight):
@@ -133,17 +102,6 @@ SLIGHT_STORES = {
     "feature norm shuffled": {"weight": shuffled("drafter.hidden_norm")},
     "key norm shuffled": {"weight": shuffled("drafter.layers.1.self_attn.k_norm")},
 }
-TARGET_STORES = {
-    "rows of a down projection shuffled": {"weight": shuffled("target.layers.7.mlp.down_proj")},
-    "rows of a value projection shuffled": {"weight": shuffled("target.layers.3.self_attn.v_proj")},
-    "rows of the head shuffled": {"weight": shuffled("target.lm_head")},
-}
-
-
-def outcome(bundle, selftest, **changes):
-    """Results with and without the promise of bits; the passes are the same."""
-    exact = run_selftest(backend_of(bundle, **changes), selftest, exact=True)
-    return exact, replace(exact, exact=False)
 
 
 def test_a_healthy_bundle_passes_quickly(bundle, selftest):
@@ -155,6 +113,7 @@ def test_a_healthy_bundle_passes_quickly(bundle, selftest):
     assert result.ok
     assert result.exact
     assert result.identical
+    assert result.verdict == "identical"
     assert result.diagnosis == ""
     assert result.accept_length == result.accept_length_at_build == selftest.accept_length
     assert backend.length == 0
@@ -208,9 +167,13 @@ def test_a_slight_fault_is_seen_where_bits_are_promised(bundle, selftest, fault)
 def test_a_damaged_target(bundle, selftest, fault):
     for result in outcome(bundle, selftest, store=Damaged(bundle, **TARGET_STORES[fault])):
         assert not result.target_ok
-        first = result.first_difference
-        assert selftest.tokens[first.position] == first.wanted != first.found
-        assert f"new token {first.position} is {first.found}, wanted {first.wanted}" in result.diagnosis
+        assert result.verdict == "fault"
+        for one in (result.first_difference, result.worst):
+            assert selftest.tokens[one.position] == one.wanted != one.found
+        worst = result.worst
+        assert max(result.moved / result.bound, result.moved_most / result.bound_most) > 1.4
+        assert f"new token {worst.position} is {worst.found}, wanted {worst.wanted}" in result.diagnosis
+        assert f"{worst.steps:.3g} BF16 steps behind; " in result.diagnosis
 
 
 @pytest.mark.parametrize(
@@ -224,17 +187,59 @@ def test_another_rounding_passes_where_no_bits_are_promised(bundle, selftest, pr
 
 
 def test_what_is_excused_among_tokens():
-    near, far = TokenDifference(3, 1, 2, 0.4), TokenDifference(5, 1, 2, 0.6)
-    result = SelfTestResult(False, 48, (near,), 10, 10, 3.0, 3.0, 2.1, 0.0)
-    assert result.ok
-    assert not replace(result, exact=True).ok
-    assert not replace(result, differences=(near, far)).ok
-    assert not replace(result, differences=(replace(near, regret=float("nan")),)).ok
-    assert replace(result, differences=(near,) * 3).ok
-    assert not replace(result, differences=(near,) * 4).ok
+    near = TokenDifference(3, 1, 2, 0.25, 8.0)
+    result = SelfTestResult(
+        False,
+        48,
+        (near,) * 20,
+        10,
+        10,
+        3.0,
+        3.0,
+        2.1,
+        0.0,
+        moved=0.05,
+        moved_most=0.18,
+        rounding=0.01,
+        rounding_most=0.02,
+        resolution=0.02,
+    )
+    assert (result.verdict, result.diagnosis) == ("rounding", "")
+    assert "; 20 tokens differ by at most 8 BF16 steps, which rounding explains (logits moved by 5.00 %" in (
+        result.summary.replace("%", " %")
+    )
+    assert "; 1 token differs by 8 BF16 steps" in replace(result, differences=(near,)).summary
+    exact = replace(result, exact=True)
+    assert exact.verdict == "fault"
+    assert "20 of 48 tokens differ" in exact.diagnosis
+    assert "this backend promises the bits of the recording" in exact.diagnosis
+    assert not replace(result, moved=0.051).ok
+    assert not replace(result, moved_most=0.181).ok
+    assert "20 of 48 tokens differ; new token 3 is 1, wanted 2, 0.25 nats or 8 BF16 steps behind; logits moved by" in (
+        replace(result, moved=0.5).diagnosis
+    )
+    assert replace(result, differences=(), moved=0.5).verdict == "identical"  # a fault that changes no choice
     assert not replace(result, accept_length=2.0).ok
-    nan = replace(result, differences=(replace(near, regret=float("nan")),))
+    number = float("nan")
+    nan = replace(result, differences=(replace(near, regret=number, steps=number),), moved_most=number)
+    assert nan.verdict == "fault"
     assert nan.to_json()["first_difference"]["regret"] is None
+    assert nan.to_json()["moved_most"] is None
+
+
+def test_a_step_is_that_of_bf16():
+    assert [bf16_step(value) for value in (1.0, -1.99, 4.0, 7.9, 26.0)] == [2**-7, 2**-7, 2**-5, 2**-5, 2**-3]
+    assert np.isnan(bf16_step(float("inf")))
+
+
+def test_how_far_logits_moved():
+    row = np.array([1, 5, 3, 2, 5], np.float32)
+    best = BestLogits.of(row)
+    assert (best.ids, best.logits) == ((1, 4, 2, 3, 0), (5.0, 5.0, 3.0, 2.0, 1.0))
+    assert best.moved(row) == best.moved(row + 7) == 0.0
+    assert best.moved(row + np.array([0, 1, 0, 0, -1])) == pytest.approx((2 / 4) ** 0.5 / row.std())
+    assert np.isnan(best.moved(row * float("nan")))
+    assert BestLogits.of(np.zeros(4, np.float32)).moved(np.arange(4, dtype=np.float32)) == float("inf")
 
 
 def test_bits_are_promised_by_the_same_arithmetic_only(selftest, monkeypatch):
@@ -290,8 +295,8 @@ def test_verify_prints_a_failed_selftest_and_fails(cli, ids_bundle, monkeypatch)
     assert (found["self_test"]["ok"], found["self_test"]["tokens_equal"]) == (False, True)
 
 
-def rewrite(path, data):
-    """Give a bundle another selftest.json (None: none) and a manifest that agrees."""
+def rewrite(path, data, reason=None):
+    """Give a bundle another selftest.json (None: none, for a ``reason``) and a manifest that agrees."""
     manifest = Bundle.open(path, check_hashes=False).manifest
     files = dict(manifest.files)
     del files[SELFTEST]
@@ -299,19 +304,33 @@ def rewrite(path, data):
     if data is not None:
         (path / SELFTEST).write_bytes(data)
         files[SELFTEST] = hash_file(path / SELFTEST, lambda count: None)
-    (path / "manifest.json").write_bytes(dump_manifest(replace(manifest, files=files)))
+    (path / "manifest.json").write_bytes(dump_manifest(replace(manifest, files=files, no_self_test=reason)))
     return Bundle.open(path)
 
 
-def test_a_bundle_without_selftest_opens(demo_bundle, tmp_path):
+def test_a_bundle_whose_selftest_was_taken_out_is_refused(demo_bundle, tmp_path):
     bundle = rewrite(shutil.copytree(demo_bundle, tmp_path / "old"), None)
     assert load_selftest(bundle) is None
-    assert check(bundle, load(bundle)) is None
+    gone = "has no selftest.json, and its manifest does not say why: the file was taken out, or an older version"
+    for opened in (Planner.open, lambda path: replay(bundle, None)):
+        with pytest.raises(VerificationError, match=gone):
+            opened(bundle.path)
+    with pytest.warns(RuntimeWarning, match=gone) as caught:
+        Planner.open(bundle.path, self_test="warn").close()
+    assert caught[0].filename == __file__
+    Planner.open(bundle.path, self_test="off").close()
+
+
+def test_a_bundle_that_says_why_it_has_no_selftest_opens(demo_bundle, tmp_path):
+    bundle = rewrite(shutil.copytree(demo_bundle, tmp_path / "large"), None, "the pair is too large")
+    assert bundle.manifest.no_self_test == "the pair is too large"
+    with Planner.open(bundle.path) as planner:
+        assert planner.self_test is None
 
 
 def test_a_damaged_selftest_is_refused_before_it_runs(demo_bundle, tmp_path):
     bundle = rewrite(shutil.copytree(demo_bundle, tmp_path / "odd"), b"{}\n")
-    with pytest.raises(BundleError, match=r"selftest.json: schema is None, this version reads 1"):
+    with pytest.raises(BundleError, match=r"selftest.json: schema is None, this version reads 2"):
         check(bundle, load(bundle))
     file = tmp_path / "odd" / SELFTEST
     file.unlink()
@@ -321,7 +340,7 @@ def test_a_damaged_selftest_is_refused_before_it_runs(demo_bundle, tmp_path):
 
 SHAPE = PairShape(1024, 16, 5, 1024, 128)
 FIELDS = {
-    "schema": (2, "schema is 2, this version reads 1; update edge-dflash"),
+    "schema": (3, "schema is 3, this version reads 2; update edge-dflash"),
     "source": (1, ".source: found 1, wanted str"),
     "prompt": ([], "prompt is empty"),
     "tokens": ([1024], "tokens is token id 1024, wanted ids of the vocabulary of 1024"),
@@ -329,6 +348,9 @@ FIELDS = {
     "accept_lengths": ([3] * 16, r"accept_lengths\[1\] is 3, wanted 1"),
     "accept_length": (2.5, "accept_length is 2.5, wanted 3.0"),
     "accept_floor": (3.5, "accept_floor is 3.5, wanted 1 to 3.0"),
+    "best": ([], "best is of 0 tokens, wanted of 49, as many as tokens"),
+    "rounding": (-1.0, "rounding is -1.0, wanted 0 to "),
+    "rounding_most": (0.0, "rounding is .*, wanted 0 to 0.0"),
 }
 
 
@@ -340,6 +362,16 @@ def test_each_field_is_checked(selftest, field):
         parse_selftest(json.dumps({**body, field: value}).encode(), SHAPE, "here")
     del body[field]
     with pytest.raises(BundleError, match="schema is None" if field == "schema" else f"key '{field}' is missing"):
+        parse_selftest(json.dumps(body).encode(), SHAPE, "here")
+
+
+@pytest.mark.parametrize(
+    "changed", [{"ids": []}, {"ids": [1, 2]}, {"ids": [9999] * 8}, {"logits": [1.0]}, {"spread": -1.0}]
+)
+def test_the_best_logits_are_checked(selftest, changed):
+    body = json.loads(dump_selftest(selftest))
+    body["best"][7] |= changed
+    with pytest.raises(BundleError, match=rf"here: best\[7\] is .*, wanted .* token {selftest.tokens[7]} first"):
         parse_selftest(json.dumps(body).encode(), SHAPE, "here")
 
 
@@ -383,13 +415,15 @@ def test_a_pair_without_tokenizer_gets_pseudo_random_ids_and_a_warning(ids_bundl
 def test_no_selftest_for_a_large_pair_or_a_short_context(tmp_path, monkeypatch):
     result = build(config_of("qwen3", tmp_path / "short", max_context=64))
     assert any("max_context is 64, a self-test needs at least 65" in warning for warning in result.warnings)
-    assert load_selftest(Bundle.open(result.bundle)) is None
+    assert "needs at least 65" in Bundle.open(result.bundle).manifest.no_self_test
+    assert check(Bundle.open(result.bundle), None) is None
     result = build(config_of("qwen3", tmp_path / "least", max_context=65))
     assert check(Bundle.open(result.bundle), load(Bundle.open(result.bundle))).identical
     monkeypatch.setattr(record, "MAX_PARAMETERS", 1000)
     result = build(config_of("qwen3", tmp_path / "large"))
     assert any("parameters, the reference backend takes up to" in warning for warning in result.warnings)
     assert not (result.bundle / SELFTEST).exists()
+    assert Bundle.open(result.bundle).manifest.no_self_test in result.warnings
 
 
 def test_a_prompt_that_does_not_fit_keeps_its_end(bundle):

@@ -137,7 +137,7 @@ def _with_selftest(manifest: Manifest, plan: BuildPlan, work: WorkDir, report: B
     """Record the self-test, or find it recorded, and add it to the manifest; warn when there is none or it is bad."""
     if (reason := no_selftest(plan.pair, plan.max_context)) is not None:
         work.warnings.append(reason)
-        return manifest
+        return replace(manifest, no_self_test=reason)
     entry = work.reuse(SELFTEST, _ignore)
     if entry is None:
         stage = Stage(report, "self-test", plan.size)  # in bytes like the weights: the share of tokens that are done

@@ -3,21 +3,26 @@
 The weights are those that the build just wrote. The reference backend holds all of them as float32, so only pairs of
 up to ``MAX_PARAMETERS`` are recorded: a build must not need more memory than a few layers of a large model. The bytes
 depend on model, recipe and arithmetic, not on when or in how many runs the build was made.
+
+What rounding does to this pair is measured here, too: the target goes over the recorded tokens again with activations
+in float32, and how far its logits move is the scale by which another backend's logits are judged.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import numpy as np
 
-from edge_dflash.backends.base import Backend
+from edge_dflash.backends.base import Backend, Precision
 from edge_dflash.backends.reference.arithmetic import arithmetic
 from edge_dflash.backends.reference.backend import ReferenceBackend
 from edge_dflash.build.threads import one_thread
 from edge_dflash.bundle.reader import Bundle
-from edge_dflash.bundle.selftest import SCHEMA, SelfTest, accept_floor
+from edge_dflash.bundle.selftest import SCHEMA, BestLogits, SelfTest, accept_floor
 from edge_dflash.checkpoint.specs import PairSpec
 from edge_dflash.errors import BuildError, RequestError
 from edge_dflash.models import pair_programs
@@ -69,15 +74,16 @@ def record_selftest(bundle: Bundle, progress: Progress = lambda done, total: Non
     """
     manifest = bundle.manifest
     source, prompt = _prompt(bundle, _room(bundle.pair, manifest.max_context))
-    with one_thread():
-        backend = ReferenceBackend(
-            bundle.pair,
-            bundle,
-            manifest.precision,
-            max_context=len(prompt) + NEW_TOKENS + 2 * manifest.block_size,
-            prefill_chunk=manifest.prefill_chunk,
+
+    def load(precision: Precision) -> ReferenceBackend:
+        context = len(prompt) + NEW_TOKENS + 2 * manifest.block_size
+        return ReferenceBackend(
+            bundle.pair, bundle, precision, max_context=context, prefill_chunk=manifest.prefill_chunk
         )
-        tokens, drafts, lengths = _speculate(backend, prompt, progress)
+
+    with one_thread():
+        backend = load(manifest.precision)
+        tokens, drafts, lengths, best = _speculate(backend, prompt, progress)
         backend.reset()
         plain = generate(backend, prompt, DecodeOptions(max_new_tokens=len(tokens)), speculative=False).tokens
         if plain != tuple(tokens):
@@ -85,6 +91,8 @@ def record_selftest(bundle: Bundle, progress: Progress = lambda done, total: Non
                 f"the reference backend's speculative and plain tokens differ on {source}: this is a defect of "
                 "edge-dflash or of its PyTorch, please report it with the output of edge-dflash verify"
             )
+        del backend  # its float32 weights
+        moved = _moved(load(replace(manifest.precision, activations="float32")), prompt, plain, lengths, best)
         mean = sum(lengths) / len(lengths)
         return SelfTest(
             schema=SCHEMA,
@@ -96,26 +104,44 @@ def record_selftest(bundle: Bundle, progress: Progress = lambda done, total: Non
             accept_lengths=tuple(lengths),
             accept_length=mean,
             accept_floor=accept_floor(mean),
+            best=tuple(best),
+            rounding=statistics.median(moved),
+            rounding_most=max(moved),
         )
 
 
 def _speculate(
     backend: Backend, prompt: tuple[int, ...], progress: Progress
-) -> tuple[list[int], list[list[int]], list[int]]:
-    """Tokens, the drafts of each cycle and the tokens it committed; whole cycles, no stop tokens."""
-    tokens = backend.prefill(prompt).argmax()
+) -> tuple[list[int], list[list[int]], list[int], list[BestLogits]]:
+    """Tokens, the drafts of each cycle, the tokens it committed, the tokens' logits; whole cycles, no stop tokens."""
+    rows = backend.prefill(prompt)
+    tokens, best = rows.argmax(), [BestLogits.of(rows.logits()[0])]
     drafts: list[list[int]] = []
     lengths: list[int] = []
     while len(tokens) <= NEW_TOKENS:
         progress(len(tokens), NEW_TOKENS + 1)
         proposed = backend.propose(tokens[-1]).argmax()
-        choices = backend.verify([tokens[-1], *proposed]).argmax()
+        rows = backend.verify([tokens[-1], *proposed])
+        choices = rows.argmax()
         n = accepted(proposed, choices)
+        best += map(BestLogits.of, rows.logits()[: n + 1])
         tokens += [*proposed[:n], choices[n]]
         drafts.append(proposed)
         lengths.append(n + 1)
         backend.commit(n + 1)
-    return tokens, drafts, lengths
+    return tokens, drafts, lengths, best
+
+
+def _moved(
+    backend: Backend, prompt: tuple[int, ...], tokens: tuple[int, ...], lengths: list[int], best: list[BestLogits]
+) -> list[float]:
+    """How far the logits of each token move on another backend."""
+    logits, at = [backend.prefill(prompt).logits()[0]], 0
+    for length in lengths:
+        logits += list(backend.verify(tokens[at : at + length]).logits())
+        backend.commit(length)
+        at += length
+    return [one.moved(row) for one, row in zip(best, logits, strict=True)]
 
 
 def _room(pair: PairSpec, max_context: int) -> int:

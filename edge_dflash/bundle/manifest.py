@@ -84,6 +84,7 @@ class Manifest:
     weights: Mapping[str, WeightFormat]
     files: Mapping[str, FileEntry]  # every file of the bundle but manifest.json, by relative path
     plans: Plans | None = None  # of the tensorrt backend; the key is left out where there are none
+    no_self_test: str | None = None  # why selftest.json is not among the files; the key is left out where it is
 
     @property
     def weight_summary(self) -> dict[str, int]:
@@ -101,8 +102,9 @@ def dump_manifest(manifest: Manifest) -> bytes:
     """The one text that :func:`parse_manifest` accepts for this manifest."""
     exact = decode(Manifest, encode(manifest), MANIFEST)  # an int in a float's place becomes the float it stands for
     body: dict[str, Any] = {"schema": SCHEMA, **encode(exact)}
-    if exact.plans is None:
-        del body["plans"]
+    for optional in ("plans", "no_self_test"):
+        if body[optional] is None:
+            del body[optional]
     body["checksum"] = hashlib.sha256(_text(body)).hexdigest()
     return _text(body)
 
@@ -121,7 +123,7 @@ def parse_manifest(text: bytes, where: str = MANIFEST) -> Manifest:
         remedy = "update edge-dflash" if newer else "build the bundle again"
         raise BundleError(f"{where}: schema is {schema!r}, this version reads {SCHEMA}; {remedy}")
     body.pop("checksum", None)
-    body.setdefault("plans", None)
+    body = {"plans": None, "no_self_test": None, **body}
     manifest = decode(Manifest, body, where)
     check_manifest(manifest, where)
     if dump_manifest(manifest) != text:

@@ -7,7 +7,12 @@ Knows the file and how its fields hang together; running it is :mod:`edge_dflash
 from __future__ import annotations
 
 import json
+import math
+import statistics
 from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
 
 from edge_dflash.backends.base import PairShape
 from edge_dflash.bundle.codec import decode, encode
@@ -16,8 +21,38 @@ from edge_dflash.errors import BundleError
 from edge_dflash.spec.accept import accepted
 
 SELFTEST = "selftest.json"
-SCHEMA = 1
+SCHEMA = 2
 FLOOR_SHARE = 0.7  # of the accept length seen at build: the least that passes
+BEST = 8  # logits that are recorded of each row
+
+
+def bf16_step(value: float) -> float:
+    """Distance between BF16 numbers (8 bits of significand) of the magnitude of ``value``; NaN when it is no number."""
+    return math.ldexp(1.0, max(math.frexp(value)[1], -125) - 8) if math.isfinite(value) else math.nan
+
+
+@dataclass(frozen=True)
+class BestLogits:
+    """The largest logits of the row that chose a token."""
+
+    ids: tuple[int, ...]  # BEST of them, or all; the token first
+    logits: tuple[float, ...]
+    spread: float  # standard deviation of the whole row
+
+    @classmethod
+    def of(cls, row: npt.NDArray[np.float32]) -> BestLogits:
+        """Those of logits [V]."""
+        ids = np.argsort(-row, kind="stable")[:BEST]
+        return cls(tuple(ids.tolist()), tuple(row[ids].tolist()), float(row.std()))
+
+    def moved(self, row: npt.NDArray[np.float32]) -> float:
+        """How far these logits stand from each other's recorded distance in another row [V], as a share of the spread.
+
+        The root mean square of the differences, their mean taken off; NaN where logits are not numbers.
+        """
+        off = row[list(self.ids)].astype(np.float64) - np.array(self.logits)
+        rms = math.sqrt(np.square(off - off.mean()).sum() / max(1, len(off) - 1))
+        return rms / self.spread if self.spread > 0 else (math.inf if rms else 0.0)
 
 
 @dataclass(frozen=True)
@@ -33,6 +68,14 @@ class SelfTest:
     accept_lengths: tuple[int, ...]  # tokens committed by each cycle; the first token is the prefill's
     accept_length: float  # their mean
     accept_floor: float  # least mean that passes
+    best: tuple[BestLogits, ...]  # of each token
+    rounding: float  # how far the best logits move when activations are not rounded to BF16: of the median row
+    rounding_most: float  # and of the row where they move most; shares of the spread
+
+    @property
+    def resolution(self) -> float:
+        """One BF16 step of the best logit as a share of the spread, of the median row."""
+        return statistics.median(bf16_step(one.logits[0]) / one.spread if one.spread else 0.0 for one in self.best)
 
     @property
     def drafted(self) -> int:
@@ -117,3 +160,11 @@ def _check(test: SelfTest, shape: PairShape, where: str) -> None:
         raise refuse("accept_length", test.accept_length, f"{mean}, the mean of accept_lengths")
     if not 1.0 <= test.accept_floor <= mean:
         raise refuse("accept_floor", test.accept_floor, f"1 to {mean} (accept_length)")
+    if len(test.best) != len(test.tokens):
+        raise refuse("best", f"of {len(test.best)} tokens", f"of {len(test.tokens)}, as many as tokens")
+    for at, (best, token) in enumerate(zip(test.best, test.tokens, strict=True)):
+        known = len(best.ids) == len(best.logits) and all(0 <= one < shape.vocab_size for one in best.ids)
+        if not known or best.ids[:1] != (token,) or best.spread < 0:
+            raise refuse(f"best[{at}]", best.ids, f"ids of the vocabulary and their logits, token {token} first")
+    if not 0 <= test.rounding <= test.rounding_most:
+        raise refuse("rounding", test.rounding, f"0 to {test.rounding_most} (rounding_most)")

@@ -15,7 +15,8 @@ from edge_dflash.cli.output import emit_json, say, show, stages
 from edge_dflash.cli.prompts import bench_prompts, default_prompts, read_prompts
 from edge_dflash.errors import RequestError, VerificationError
 from edge_dflash.planner import Planner
-from edge_dflash.selftest import SelfTestResult, replay
+from edge_dflash.selftest import replay
+from edge_dflash.selftest_result import SelfTestResult
 from edge_dflash.verification.golden import GoldenReport, verify_golden
 from edge_dflash.verification.lossless import Verification, verify_lossless
 from edge_dflash.verification.report import check_report, write_report
@@ -56,9 +57,10 @@ def verify(
 
     JSON keys: ok, differences (of a bundle: a list; of a golden file: largest difference per key).
     Bundle also: accept_length, prompts, runs, tokens, block_size, accept_histogram, untried_accept_lengths, self_test
-    (what the build recorded, replayed here: an object with ok, exact, accept_length, accept_length_at_build, floor,
-    tokens, tokens_equal, first_difference, drafts, drafts_equal, diagnosis, seconds; null without one). Golden file
-    also: logits_difference, tokens_equal, failures, missing, skipped, unknown.
+    (what the build recorded, replayed here: an object with ok, verdict (identical, rounding or fault), exact,
+    accept_length, accept_length_at_build, floor, tokens, tokens_equal, first_difference, drafts, drafts_equal,
+    diagnosis, seconds; null without one). Golden file also: logits_difference, tokens_equal, failures, missing,
+    skipped, unknown.
     """
     given = (checkpoint, drafter, golden)
     if (bundle is None) == (golden is None) or (bundle is not None and any(given)):
@@ -117,7 +119,7 @@ def _report_bundle(result: Verification, self_test: SelfTestResult | None, json:
         emit_json(_found(result, self_test))
     else:
         show(_lossless_table(result))
-        print(f"self-test: {self_test.summary if self_test is not None else 'the bundle carries none'}")
+        print(f"self-test: {self_test.summary if self_test is not None else 'the build recorded none'}")
     result.check()
     if self_test is not None and failed:
         raise VerificationError(

@@ -22,9 +22,23 @@ from edge_dflash.remote.connection import GRACE, Connection
 from edge_dflash.remote.dialect import ask, pick
 from edge_dflash.remote.reading import Reading
 from edge_dflash.remote.session import RemoteSession
+from edge_dflash.request import rules
 from edge_dflash.request.options import Options, PlanOptions, Task, as_messages, token_ids
+from edge_dflash.request.rules import Rule
 from edge_dflash.request.stream import AsyncPlanStream, PlanStream
 from edge_dflash.text import Message
+
+_ARGUMENTS = {
+    "url": Rule(rules.text, "unix:/PATH, or http:// or https:// and the server's address"),
+    "model": Rule(rules.optional(rules.text), "the name of a model of the server, or None"),
+    "api_key": Rule(rules.optional(rules.text), "a text, or None"),
+    "timeout": Rule(rules.number(0.001), "seconds, more than 0"),
+}
+_SESSION = {
+    "session": Rule(rules.instance_of(RemoteSession), "one that session() of this planner made"),
+    "system": Rule(rules.optional(rules.text), "the text of a system prompt, or None"),
+    "path": Rule(rules.path, "the name under which the session was saved"),
+}
 
 
 class RemotePlanner:
@@ -34,6 +48,8 @@ class RemotePlanner:
         self, url: str, *, model: str | None = None, api_key: str | None = None, timeout: float = 600.0
     ) -> None:
         """Connect and ask what is served; see ``Planner.connect``."""
+        given = {"url": url, "model": model, "api_key": api_key, "timeout": timeout}
+        timeout = rules.checked(_ARGUMENTS, given)["timeout"]
         self._connection = Connection(url, api_key, timeout)
         try:
             self._server = pick(self._connection.call("GET", "/v1/models"), model, url)
@@ -100,6 +116,11 @@ class RemotePlanner:
         self._refuse("self_test")
 
     @property
+    def failure(self) -> Never:
+        """Raises RequestError: a service whose engine fails ends, and its requests fail with ServiceError."""
+        self._refuse("failure")
+
+    @property
     def drafting(self) -> Never:
         """Raises RequestError: the server's metrics say whether it drafts."""
         self._refuse("drafting")
@@ -115,8 +136,9 @@ class RemotePlanner:
         QueueFullError, and ServiceError when the server cannot be reached or fails. Cancelling leaves the connection:
         what came until then is the plan, and the server ends the request within a cycle.
         """
-        began, chosen = time.perf_counter(), Options(**options)
+        began, chosen = time.perf_counter(), Options.of(options)
         if session is not None:
+            rules.checked(_SESSION, {"session": session})
             return session._stream(self, task, chosen, began)
         return self._ask(task, chosen, began)
 
@@ -133,6 +155,7 @@ class RemotePlanner:
     def encode(self, task: Task, *, thinking: bool = False) -> tuple[int, ...]:
         """Token ids of a task. Raises RequestError where the server cannot tell them."""
         self._card("encode")
+        thinking = Options(thinking=thinking).thinking
         messages = as_messages(task)
         if messages is None:
             return token_ids(task)
@@ -141,6 +164,7 @@ class RemotePlanner:
 
     def session(self, system: str | None = None) -> RemoteSession:
         """A new conversation: kept by a service of this package, else sent whole with every turn."""
+        rules.checked(_SESSION, {"system": system})
         return RemoteSession(self, system)
 
     def load_session(self, path: Path | str) -> RemoteSession:
@@ -150,6 +174,7 @@ class RemotePlanner:
         with another bundle.
         """
         self._card("load_session")
+        rules.checked(_SESSION, {"path": path})
         return RemoteSession._load(self, str(path))
 
     # ------------------------------------------------------------------------------------------------------------------

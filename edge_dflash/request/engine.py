@@ -60,6 +60,11 @@ class Engine:
         """Requests in the queue, the running one not counted."""
         return self._scheduler.waiting
 
+    @property
+    def failure(self) -> BaseException | None:
+        """What ended the worker; None while it works, and when it was closed."""
+        return self._scheduler.failure
+
     def submit(self, request: Request, place: Place) -> tuple[Job, Ticket[Step, Plan]]:
         """Queue a request. Raises QueueFullError, and RequestError after :meth:`close`."""
         job = Job(request, place, self.manager, self.pace, self._observer)

@@ -5,20 +5,23 @@ Everything that can be wrong with a request is found here, on the caller's threa
 
 from __future__ import annotations
 
-import math
+import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from numbers import Integral, Real
+from dataclasses import dataclass, fields, replace
+from numbers import Integral
 from typing import Any, TypeAlias, TypedDict
 
 from edge_dflash.backends.base import Backend
 from edge_dflash.chat import Markers, thinking_is_open
 from edge_dflash.errors import RequestError
+from edge_dflash.request import rules
+from edge_dflash.request.rules import Rule
 from edge_dflash.spec.constraint import Constraint
 from edge_dflash.spec.grammar import Grammar, compile_lark, compile_regex, compile_schema
 from edge_dflash.spec.loop import Controls, DecodeOptions, admit
 from edge_dflash.spec.pace import Pace
 from edge_dflash.spec.relaxed import Relaxation
+from edge_dflash.spec.sampling import Sampling
 from edge_dflash.spec.thinking import AfterThinking
 from edge_dflash.text import Message, Tokenizer, with_text
 from edge_dflash.tool_calls import Tool
@@ -49,9 +52,56 @@ class PlanOptions(TypedDict, total=False):
     caller: str
 
 
+PRIORITIES = (-100, 100)  # lowest and highest
+
+
+def _relaxed(value: Any) -> Any:
+    return value if isinstance(value, Relaxation) else rules.flag(value)
+
+
+def _tools(value: Any) -> Any:
+    tools = rules.sequence_of(Mapping)(value)
+    json.dumps(tools, default=dict)  # templates write them
+    return tools
+
+
+def _schema(value: Any) -> Any:
+    if not (isinstance(value, str | Mapping) or callable(getattr(value, "model_json_schema", None))):
+        raise TypeError
+    return value
+
+
+_TEXT = Rule(rules.optional(rules.text), "a text, or None")
+_FLAG = Rule(rules.flag, "True or False")
+_NUMBER = Rule(rules.any_number, "a number")  # Sampling checks the ranges
+_WHOLE = Rule(rules.whole(), "a number without a fraction")
+OPTIONS = {
+    "schema": Rule(rules.optional(_schema), "a JSON object (mapping or text), a Pydantic model, or None"),
+    "regex": _TEXT,
+    "grammar": _TEXT,
+    "whitespace": _FLAG,
+    "deadline": Rule(rules.optional(rules.number()), "seconds from now, or None"),
+    "max_new_tokens": Rule(rules.optional(rules.whole(1)), "a whole number of at least 1, or None"),
+    "temperature": _NUMBER,
+    "top_k": _WHOLE,
+    "top_p": _NUMBER,
+    "seed": _WHOLE,
+    "stop": Rule(rules.texts, "a text, or several, none of them empty; leave stop out for none"),
+    "thinking": _FLAG,
+    "relaxed": Rule(_relaxed, "True, False or a Relaxation"),
+    "tools": Rule(rules.optional(_tools), "a list of tools in OpenAI form, of plain JSON values, or None"),
+    "speculative": _FLAG,
+    "priority": Rule(rules.whole(*PRIORITIES), f"a whole number from {PRIORITIES[0]} to {PRIORITIES[1]}"),
+    "caller": Rule(rules.text, "a text"),
+}
+
+
 @dataclass(frozen=True)
 class Options:
-    """Options of one request. Raises RequestError for values that contradict each other."""
+    """Options of one request, checked by OPTIONS.
+
+    Raises RequestError for values of another type or range, and for those that contradict each other.
+    """
 
     schema: object = None  # JSON Schema (text or mapping) or Pydantic model: the answer is JSON of it
     regex: str | None = None  # the answer matches it; syntax of Rust's regex crate
@@ -68,19 +118,24 @@ class Options:
     relaxed: bool | Relaxation = False  # lossy acceptance inside the thinking span; True: with the usual bounds
     tools: Sequence[Tool] | None = None  # in OpenAI form, for the chat template and the types of the arguments
     speculative: bool = True  # False decodes plainly: the same tokens, one by one
-    priority: int = 0  # higher ones go first
+    priority: int = 0  # of PRIORITIES; higher ones go first
     caller: str = ""  # callers of one priority take turns
 
     def __post_init__(self) -> None:
-        """Refuse what does not go together."""
+        """Take each value by its rule; refuse what does not go together."""
+        given_values = {field.name: getattr(self, field.name) for field in fields(self)}
+        for name, value in rules.checked(OPTIONS, given_values).items():
+            object.__setattr__(self, name, value)
+        Sampling(self.temperature, self.top_k, self.top_p, self.seed)
         if len(given := [name for name in ("schema", "regex", "grammar") if getattr(self, name) is not None]) > 1:
             raise RequestError(f"{' and '.join(given)} are given; give one of schema, regex and grammar")
         if given and self.stops:
             raise RequestError(f"{given[0]} and stop are given, but a cut answer would not match; give one of them")
-        if self.deadline is not None and (not isinstance(self.deadline, Real) or math.isnan(self.deadline)):
-            raise RequestError(f"deadline is {self.deadline!r}; give seconds from now, or None")
-        if not all(isinstance(text, str) and text for text in self.stops):
-            raise RequestError(f"stop is {self.stop!r}; give a text, or several, none of them empty")
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Options:
+        """Options by name. Raises RequestError also for a name that is unknown."""
+        return cls(**rules.checked(OPTIONS, given))
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -182,13 +237,17 @@ def as_messages(task: Task) -> list[Message] | None:
 
     Raises RequestError when it is of another kind, or empty.
     """
-    if isinstance(task, (bytes, bytearray, Mapping)):
-        raise RequestError(f"the task is of type {type(task).__name__}; give text, a list of messages or token ids")
     if isinstance(task, str):
         if not task.strip():
             raise RequestError("the task is empty; say what is to be done")
         return [{"role": "user", "content": task}]
-    if len(task) and isinstance(task[0], Mapping):
+    try:
+        first: Any = None if isinstance(task, bytes | bytearray | Mapping) else task[0] if len(task) else 0
+    except (TypeError, IndexError, KeyError):  # no sequence
+        first = None
+    if first is None:
+        raise RequestError(f"the task is of type {type(task).__name__}; give text, a list of messages or token ids")
+    if isinstance(first, Mapping):
         return [with_text(message, index) for index, message in enumerate(task)]  # type: ignore[arg-type]  # no ids
     return None
 

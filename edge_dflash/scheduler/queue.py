@@ -55,7 +55,12 @@ class FairQueue(Generic[T]):
         return (item for line in self._lines.values() for item in line.items)
 
     def push(self, item: T, priority: int, caller: str) -> None:
-        """Queue an item behind what its caller has waiting at its priority. Raises QueueFullError, naming the limit."""
+        """Queue an item behind what its caller has waiting at its priority.
+
+        Raises QueueFullError, naming the limit, and TypeError for a priority that lines cannot be ordered by.
+        """
+        if not isinstance(priority, int):
+            raise TypeError(f"priority is {priority!r}; wanted an int")
         own = sum(len(line.items) for line in self._lines.values() if line.caller == caller)
         if own >= self._limit_per_caller:
             raise QueueFullError(

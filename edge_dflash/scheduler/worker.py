@@ -8,15 +8,19 @@ a job's steps are the only places where it can be cancelled. Knows nothing of ba
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import threading
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
+from weakref import WeakSet
 
-from edge_dflash.errors import RequestError
+from edge_dflash.errors import EngineFailedError, RequestError
 from edge_dflash.scheduler.queue import PATIENCE, FairQueue
 from edge_dflash.scheduler.ticket import Ticket
 
+log = logging.getLogger("edge_dflash.scheduler")
 T = TypeVar("T")
 R = TypeVar("R")
 Job: TypeAlias = Callable[[], Generator[T | None, Any, R]]
@@ -40,7 +44,9 @@ class Scheduler:
     """Runs jobs one at a time in a fair order. All methods may be called from any thread.
 
     Higher priorities go first, callers of one priority take turns, and who waits long enough rises
-    (:mod:`edge_dflash.scheduler.queue`). An error of a job goes to its ticket; the worker goes on.
+    (:mod:`edge_dflash.scheduler.queue`). An error of a job goes to its ticket; the worker goes on. Whatever else goes
+    wrong on the worker (an error outside a job, no memory, an exit) ends it: every ticket fails with EngineFailedError,
+    and so does every later submission.
     """
 
     def __init__(
@@ -60,6 +66,8 @@ class Scheduler:
         self._changed = threading.Condition()
         self._running: list[_Entry] = []  # the last one runs, the others were interrupted
         self._closed = False
+        self._failure: BaseException | None = None
+        self._tickets: WeakSet[Ticket[Any, Any]] = WeakSet()  # whoever waits for one keeps it
         self._worker = threading.Thread(target=self._work, name=name, daemon=True)
         self._worker.start()
 
@@ -74,6 +82,11 @@ class Scheduler:
         """Number of queued jobs, the running one not counted."""
         with self._changed:
             return len(self._queue)
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What ended the worker; None while it works, and when it was closed."""
+        return self._failure
 
     def submit(
         self,
@@ -90,13 +103,17 @@ class Scheduler:
         RequestCancelledError. With ``on_cancel`` (called once, on the canceller's thread) the job is told instead and
         ends by itself with its own result. ``ends`` is asked while the job is interrupted: True lets it end,
         which must take no pass (it was cancelled, or its time is over). Raises QueueFullError when the
-        queue or the caller's share of it is full, RequestError after :meth:`close`.
+        queue or the caller's share of it is full, RequestError after :meth:`close`, EngineFailedError when the worker
+        has failed.
         """
         ticket: Ticket[T, R] = Ticket(self._cancel, f"the request of {caller!r}" if caller else "the request")
         with self._changed:
+            if self._failure is not None:
+                raise self._failed(self._failure)
             if self._closed:
                 raise RequestError("the engine is closed and takes no more requests; open it again")
             self._queue.push(_Entry(job, ticket, on_cancel, priority, ends), priority, caller)
+            self._tickets.add(ticket)
             self._changed.notify_all()
         return ticket
 
@@ -133,9 +150,33 @@ class Scheduler:
         return True
 
     def _work(self) -> None:
-        while (entry := self._next()) is not None:
-            self._run(entry)
-            del entry
+        try:
+            while (entry := self._next()) is not None:
+                self._run(entry)
+                del entry
+        except BaseException as error:  # nobody may wait for a worker that is gone
+            self._fail_all(error)
+
+    def _fail_all(self, error: BaseException) -> None:
+        """Close, and fail every ticket that has not ended, each with an error of its own."""
+        with self._changed:
+            self._failure, self._closed, self._running = error, True, []
+            self._queue = FairQueue(1, 1)
+            waiting = [ticket for ticket in self._tickets if not ticket.done]
+        log.critical("the engine's worker failed; %d requests fail with it", len(waiting), exc_info=error)
+        for ticket in waiting:
+            with contextlib.suppress(BaseException):  # the next one is waited for, too
+                ticket._fail(self._failed(error))
+
+    @staticmethod
+    def _failed(cause: BaseException) -> EngineFailedError:
+        """The error of a request that the worker's failure ends."""
+        reason = f"{type(cause).__name__}: {cause}".removesuffix(": ")
+        failed = EngineFailedError(
+            f"the engine failed ({reason}) and takes no more requests; close it and open it again"
+        )
+        failed.__cause__ = cause
+        return failed
 
     def _next(self) -> _Entry | None:
         """The next job, once there is one; None when the scheduler is closed and nothing waits."""
@@ -178,7 +219,9 @@ class Scheduler:
             increment = next(entry.steps)
         except StopIteration as end:
             entry.ticket._succeed(end.value)
-        except BaseException as error:
+        except MemoryError:
+            raise  # the worker's end, like all that is no Exception
+        except Exception as error:
             entry.ticket._fail(error)
         else:
             if increment is None:

@@ -23,7 +23,7 @@ from edge_dflash.spec.loop import Step
 
 log = logging.getLogger("edge_dflash.serve")
 Showing: TypeAlias = Callable[[str], AbstractContextManager[Report]]  # shows the progress of what is named
-State = Literal["loading", "ready", "draining"]
+State = Literal["loading", "ready", "draining", "failed"]
 
 
 class Notifier(Protocol):

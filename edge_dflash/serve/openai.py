@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from edge_dflash.request.options import PlanOptions
+from edge_dflash.request.options import PRIORITIES, PlanOptions
 from edge_dflash.serve.config import DefaultConfig, LimitConfig
 from edge_dflash.serve.fields import Fields
 from edge_dflash.serve.messages import read_messages, read_prompt
@@ -197,7 +197,7 @@ def _extension(extra: Fields, options: PlanOptions, defaults: DefaultConfig) -> 
     options["thinking"] = defaults.thinking if thinking is None else thinking
     if (top_k := extra.integer("top_k", 0, 2**31)) is not None:
         options["top_k"] = top_k
-    if (priority := extra.integer("priority", -100, 100)) is not None:
+    if (priority := extra.integer("priority", *PRIORITIES)) is not None:
         options["priority"] = priority
     if (caller := extra.text("caller")) is not None:
         options["caller"] = caller[:64]

@@ -12,6 +12,7 @@ from edge_dflash.errors import (
     BundleError,
     ContextError,
     EdgeDflashError,
+    EngineFailedError,
     QueueFullError,
     RequestCancelledError,
     RequestError,
@@ -51,6 +52,8 @@ def refusal(error: BaseException, *, retry_after: float = 1.0) -> Refusal:
         return Refusal(message, status=429, code="queue_full", retry_after=retry_after)
     if isinstance(error, ContextError):
         return Refusal(message, code="context_length_exceeded")
+    if isinstance(error, EngineFailedError):
+        return Refusal(message, status=503, code="engine_failed", retry_after=retry_after)
     if isinstance(error, RequestCancelledError):
         return Refusal(message, status=503, code="cancelled", retry_after=retry_after)
     if isinstance(error, RequestError):

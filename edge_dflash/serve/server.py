@@ -208,7 +208,10 @@ class _Process:
             if not stop.is_set():
                 service.open_doors()
                 log.info("serving %s on %s", service.config.model, ", ".join(map(address, sockets)))
-                await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({serving, stopping, watching}, return_when=asyncio.FIRST_COMPLETED)
+            if watching.done():
+                failure = watching.result()
+                raise ServiceError(f"the engine failed ({type(failure).__name__}: {failure}); start the service again")
             await service.drain()
         finally:
             server.should_exit = True

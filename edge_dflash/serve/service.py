@@ -159,19 +159,30 @@ class Service:
     def health(self) -> tuple[bool, dict[str, Any]]:
         """Whether the engine gets on, and what to say about it."""
         stalled = self.stalled_seconds()
-        good = stalled < self.config.timeouts.stall
+        good = stalled < self.config.timeouts.stall and self.state != "failed"
         waiting = self.planner.waiting if self.planner is not None else 0
-        said = {"status": "ok" if good else "hung", "state": self.state, "running": self.progress.running}
+        said = {
+            "status": "ok" if good else "failed" if self.state == "failed" else "hung",
+            "state": self.state,
+            "running": self.progress.running,
+        }
         return good, {**said, "waiting": waiting, "stalled_seconds": round(stalled, 3)}
 
-    async def watch(self) -> None:
-        """Feed the watchdog for as long as there is reason to, and say what goes on."""
+    async def watch(self) -> BaseException:
+        """Feed the watchdog for as long as there is reason to, and say what goes on.
+
+        Returns what ended the engine's worker: from then on nothing is answered, and the process should end.
+        """
         said = ""
         while True:
             await asyncio.sleep(TICK)
             planner = self.planner
             if planner is None:
                 continue
+            if (failure := planner.failure) is not None:
+                self.state = "failed"
+                self.notifier.status(f"failed: {type(failure).__name__}: {failure}")
+                return failure
             if self.progress.feeds(planner.waiting):
                 self.notifier.watchdog()
             if self.state == "ready":
@@ -184,7 +195,7 @@ class Service:
     def loaded(self) -> tuple[Planner, Sessions]:
         """The planner and its sessions. Raises Refusal when no requests are taken now."""
         if self.state != "ready" or self.planner is None or self.sessions is None:
-            why = "is loading" if self.state == "loading" else "is stopping"
+            why = {"loading": "is loading", "failed": "has failed"}.get(self.state, "is stopping")
             raise Refusal(f"the service {why}; try again soon", status=503, code=self.state, retry_after=5)
         return self.planner, self.sessions
 

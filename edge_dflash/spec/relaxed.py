@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 
 import numpy as np
 import numpy.typing as npt
@@ -19,17 +20,24 @@ from edge_dflash.errors import RequestError
 class Relaxation:
     """A draft is tolerated when it is among the ``top_k`` tokens and within ``margin`` logits of the best."""
 
-    close_token_ids: tuple[int, ...]  # tokens that close the thinking span
+    close_token_ids: tuple[int, ...] = ()  # tokens that close the thinking span; at least one
     top_k: int = 3
     margin: float = 1.0
 
     def __post_init__(self) -> None:
         """Raise RequestError on values that make no sense."""
-        if not self.close_token_ids:
-            raise RequestError("relaxed acceptance needs a token that closes thinking; this model's tokenizer has none")
-        if self.top_k < 1 or not 0.0 <= self.margin < float("inf"):
+        ids, top_k, margin = self.close_token_ids, self.top_k, self.margin
+        if not isinstance(ids, Sequence) or not all(isinstance(one, Integral) for one in ids):
+            raise RequestError(f"relaxed acceptance has close_token_ids {ids!r}; give a tuple of token ids")
+        if not ids:
             raise RequestError(
-                f"relaxed acceptance has top_k {self.top_k} and margin {self.margin}; "
+                "relaxed acceptance needs a token that closes thinking, and this model's tokenizer has none or "
+                "close_token_ids was left out; give close_token_ids, or relaxed=True for a model that thinks"
+            )
+        numbers = isinstance(top_k, Integral) and isinstance(margin, Real)
+        if not numbers or isinstance(top_k, bool) or top_k < 1 or not 0.0 <= margin < float("inf"):
+            raise RequestError(
+                f"relaxed acceptance has top_k {top_k!r} and margin {margin!r}; "
                 "give a top_k of at least 1 and a margin of at least 0 logits"
             )
 
