@@ -18,7 +18,8 @@ from typing import TypeAlias
 import numpy as np
 
 from edge_dflash.backends.native.stacks import Stack
-from edge_dflash.backends.native.weight_layout import Repacked, unpack
+from edge_dflash.backends.native.unpacking import unpack_matrix
+from edge_dflash.backends.native.weight_layout import Repacked
 from edge_dflash.build.workdir import resume_command
 from edge_dflash.bundle.manifest import MANIFEST, FileEntry, Manifest, parse_manifest
 from edge_dflash.bundle.parts import from_tensors, hash_file, weight_format
@@ -43,8 +44,7 @@ class Bundle:
         self._manifest = manifest
         self._weights = weights
         self._stacks = stacks
-        self._stack_of = {name: key for key, (stack, _) in stacks.items() for name in stack.names}
-        self._unpacked: tuple[str, dict[str, Weight]] = "", {}  # of the last stack that was asked for
+        self._stack_of = {name: (key, i) for key, (stack, _) in stacks.items() for i, name in enumerate(stack.names)}
         self._hashed = False  # whether all files were compared with their hashes
 
     @classmethod
@@ -86,15 +86,13 @@ class Bundle:
     def get(self, name: str) -> Weight:
         """Return a weight; its arrays are read-only. Raises KeyError for an unknown name.
 
-        They are views of the mapped file, but for the linears of a native bundle, which are unpacked: the same codes.
+        They are views of the mapped file, but for stacked linears, which are turned back: the same codes, in memory that
+        the caller alone holds. Several threads may ask.
         """
         if name in self._weights:
             return self._weights[name]
-        key = self._stack_of[name]
-        if self._unpacked[0] != key:
-            stack, packed = self._stacks[key]
-            self._unpacked = key, dict(zip(stack.names, map(_read_only, unpack(packed)), strict=True))
-        return self._unpacked[1][name]
+        key, index = self._stack_of[name]
+        return _read_only(unpack_matrix(self._stacks[key][1], index))
 
     def repacked(self, stack: Stack) -> Repacked:
         """A stack of a native bundle, as views of the mapped file. Raises BundleError when the bundle has no such."""

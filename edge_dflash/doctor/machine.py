@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from edge_dflash.backends.native.arch import arch_sm
-from edge_dflash.backends.native.compile import ARCHS
+from edge_dflash.archs import ARCHS_OF, arch_of_sm
 from edge_dflash.backends.tensorrt.api import FLAVOURS, TENSORRT
 from edge_dflash.device import JetPackVersion, PowerMode
 from edge_dflash.doctor.check import Check, fail, ok, warn
@@ -58,8 +57,8 @@ def gpu(facts: Facts) -> Check:
         return warn("D004", "no GPU", "see D003; a bundle of the reference backend needs none")
     where = "shares main memory" if device.integrated else "has memory of its own"
     found = f"{device.name}, SM {device.sm}, {where}"
-    if device.sm not in map(arch_sm, ARCHS):
-        return warn("D004", found, f"build for the CPU; there are kernels for {', '.join(ARCHS)}")
+    if arch_of_sm(device.sm) is None:
+        return warn("D004", found, f"build for the CPU; there are kernels for {', '.join(ARCHS_OF['native'])}")
     if facts.profile is not None and facts.profile.sm != device.sm:
         return warn(
             "D004", found, f"the profile {facts.profile.name} says SM {facts.profile.sm}: correct it in jetson/"
