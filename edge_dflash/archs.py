@@ -15,7 +15,7 @@ from edge_dflash.errors import BackendError
 
 CHUNK_SECONDS = 0.1  # that one prefill pass may take: deadlines, cancels and urgent requests wait for its end
 MOST_ROWS = 512  # of a prefill pass by default: a larger one is hardly faster
-_USED = 0.35  # part of a board's dense BF16 rate that our prefill is trusted with: an H200 was seen at 0.31 to 0.56 of cuBLAS
+_USED = 0.35  # of a dense BF16 rate, that our prefill is trusted with: on an H200 it was 0.31 to 0.56 of cuBLAS's
 _SPELLING = re.compile(r"(?:sm[_-]?)?(?:(\d{2,3})|(\d{1,2})\.(\d))a?")
 
 
@@ -48,8 +48,9 @@ class Arch:
 
 
 BACKENDS = ("reference", "native", "tensorrt")
-# Dense BF16 rates as NVIDIA publishes them, in FLOP/s; where only a rate with sparsity or of fewer bits is published, half of
-# it for each. The CPU: the demo pair on one thread of a cloud x86-64 at 64 and 128 rows did 16e9, halved for other work.
+# Dense BF16 rates as NVIDIA publishes them, in FLOP/s; of a rate with sparsity or of fewer bits a half for the one, and
+# for each halving of the bits. The CPU: the demo pair on one thread of a cloud x86-64 did 16e9 in passes of 64 and of
+# 128 rows; halved, for a machine with other work.
 ARCHS = (
     Arch("cpu", 0, None, None, 8e9, least_rows=32),
     Arch("sm87", 87, "sm87", "tensorrt", _USED * 42.5e12),  # AGX Orin 64GB: 170 INT8 TOPS sparse of the GPU

@@ -74,7 +74,8 @@ def tensorrt(facts: Facts) -> Check:
     if version is None:
         if plans:
             flavour = next(flavour for flavour in FLAVOURS if flavour.module == module)
-            return fail("D005", f"no {flavour.product}", flavour.install)
+            judge = fail if _backend(facts) == "tensorrt" else warn
+            return judge("D005", f"no {flavour.product}", flavour.install)
         return ok("D005", "none; only bundles of the tensorrt backend need it")
     if module == TENSORRT.module and jetpack is not None and not _same_release(version, jetpack.tensorrt):
         return warn(
@@ -139,7 +140,7 @@ def heat(facts: Facts) -> Check:
 
 
 def _backend(facts: Facts) -> str | None:
-    """What the bundle was built for."""
+    """What runs the bundle."""
     return facts.bundle.manifest.backend if facts.bundle and facts.bundle.manifest else None
 
 
