@@ -30,7 +30,7 @@ class Choice:
     @property
     def line(self) -> str:
         """For people: what was chosen and why."""
-        return f"backend {','.join(self.backends)} for {self.arch.name}: {self.why}"
+        return f"building for {self.arch.name}, backend {','.join(self.backends)}: {self.why}"
 
 
 def choose(arch: str, backend: str | None, recipe: Recipe) -> Choice:

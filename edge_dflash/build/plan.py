@@ -105,11 +105,11 @@ class BuildPlan:
     def lines(self) -> tuple[str, ...]:
         """What was chosen, for people."""
         rows, arch = self.prefill_chunk, self.choice.arch
-        seconds = arch.prefill_seconds(row_parameters(self.programs.prefill), rows)
+        ms = 1e3 * arch.prefill_seconds(row_parameters(self.programs.prefill), rows)
         return (
             self.choice.line,
-            f"recipe {self.recipe.name}: {self.recipe.description}",
-            f"context of {self.max_context} tokens; prefill by {rows}, some {1e3 * seconds:.3g} ms each on {arch.name}",
+            f"building with recipe {self.recipe.name}: {self.recipe.description}",
+            f"building for {self.max_context} tokens of context, prefill by {rows}: about {ms:.3g} ms a pass",
         )
 
 

@@ -111,7 +111,12 @@ class Manifest:
     @property
     def options(self) -> str:
         """How to build it again."""
-        return f"--backend {','.join(self.backends)} --arch {find_arch(self.arch).name}"
+        return f"--backend {','.join(self.backends)} --arch {self.arch}"
+
+    @property
+    def runs_without_plans(self) -> bool:
+        """Whether it can be served before its plans are there, or with plans of another TensorRT."""
+        return self.plans is None or (bool(self.standby) and self.backend != "tensorrt")
 
     @property
     def stacked(self) -> bool:

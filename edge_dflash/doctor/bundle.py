@@ -52,11 +52,11 @@ def plans(bundle: BundleFacts, manifest: Manifest, facts: Facts) -> Check:
     if (held := manifest.plans) is None:
         return ok("D017", "holds no plans")
     remedy = f"edge-dflash build --finish {bundle.path} on this board"
-    if manifest.backend == "tensorrt":
+    if manifest.runs_without_plans:
+        judge, runs = warn, f"; {manifest.backend} runs"
+    else:
         judge, runs = fail, ""
         remedy += "; the installed service does so when it starts"
-    else:
-        judge, runs = warn, f"; {manifest.backend} runs"
     if held.deferred:
         return judge("D017", f"{len(held.deferred)} of {len(held.names)} plans are yet to be built{runs}", remedy)
     count = f"{len(held.names)} plans of TensorRT {held.version}"

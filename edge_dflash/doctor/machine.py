@@ -68,13 +68,14 @@ def gpu(facts: Facts) -> Check:
 
 def tensorrt(facts: Facts) -> Check:
     """Whether TensorRT is there where it is needed, and is the one of the JetPack."""
-    plans = facts.bundle.manifest.plans if facts.bundle and facts.bundle.manifest else None
+    manifest = facts.bundle.manifest if facts.bundle else None
+    plans = manifest.plans if manifest else None
     module = plans.flavour if plans else TENSORRT.module
     version, jetpack = facts.tensorrt.get(module), _jetpack(facts)
     if version is None:
-        if plans:
+        if manifest and plans:
             flavour = next(flavour for flavour in FLAVOURS if flavour.module == module)
-            judge = fail if _backend(facts) == "tensorrt" else warn
+            judge = warn if manifest.runs_without_plans else fail
             return judge("D005", f"no {flavour.product}", flavour.install)
         return ok("D005", "none; only bundles of the tensorrt backend need it")
     if module == TENSORRT.module and jetpack is not None and not _same_release(version, jetpack.tensorrt):

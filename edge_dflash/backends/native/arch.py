@@ -68,6 +68,4 @@ def check_arch(arch: str, sm: int, where: str, backend: str = "native") -> None:
     if built.sm == sm:
         return
     remedy = f"build it again with --backend {backend} --arch {here.name}" if here else _REFERENCE
-    raise BackendError(
-        f"{where} was built for {built.name}, which runs on SM {built.sm}; this device is SM {sm}: {remedy}"
-    )
+    raise BackendError(f"{where} was built for {arch}, which runs on SM {built.sm}; this device is SM {sm}: {remedy}")
