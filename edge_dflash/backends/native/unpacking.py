@@ -32,7 +32,10 @@ def unpack(repacked: Repacked) -> tuple[Weight, ...]:
 
 
 def unpack_matrix(repacked: Repacked, index: int) -> Weight:
-    """Matrix ``index`` of a stack: the same codes and scales (NVFP4 blocks of scale zero come back as zero codes)."""
+    """Matrix ``index`` of a stack: the same codes and scales.
+
+    NVFP4 blocks of scale zero come back as zero codes, equal scales of all FP8 rows as one for the matrix.
+    """
     layout = repacked.layout
     n, halves = layout.columns[index], slice(index, index + 1) if layout.swiglu else slice(0, 2)
     first, last = (0, layout.units) if layout.swiglu else layout.starts[index : index + 2]
@@ -55,7 +58,7 @@ def unpack_matrix(repacked: Repacked, index: int) -> Weight:
         case "nvfp4":
             return Nvfp4Weight(codes, scales, float(np.ldexp(factor[0], -NVFP4_EXPONENT)))
         case "fp8":
-            return Fp8Weight(codes, factor)
+            return Fp8Weight(codes, factor[:1] if (factor == factor[0]).all() else factor)
         case "bf16":
             return WideWeight(codes.view(np.uint16))
 
