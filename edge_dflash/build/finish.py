@@ -49,7 +49,8 @@ def finish(path: Path, progress: BuildProgress | None = None) -> BuildResult:
     flavour = TENSORRT_RTX if plans.flavour == TENSORRT_RTX.module else TENSORRT
     tried = not manifest.standby or (manifest.trial is not None and not manifest.trial.failed)
     if flavour is TENSORRT or not tried:
-        check_device(manifest.arch, str(path))
+        what = "its plans are built" if flavour is TENSORRT else "its backends are timed"
+        check_device(manifest.arch, str(path), what)
     version = checked_version(flavour)
     if plans.version == version and tried:
         return _result(path, manifest, began, nothing=f"its engines are those of {flavour.product} {version}")

@@ -72,19 +72,19 @@ def checked_version(flavour: Flavour) -> str:
     return found
 
 
-def check_device(arch: str, where: str) -> None:
-    """Raise BackendError unless this machine's GPU is the one that TensorRT has to build on."""
+def check_device(arch: str, where: str, what: str) -> None:
+    """Raise BackendError unless this machine's GPU is the one for ``what``, such as "its plans are built"."""
     wanted = find_arch(arch).sm
     try:
         sm = device_sm()
     except BackendError as error:
         raise BackendError(
-            f"{where}: its plans are built on a device of SM {wanted}, and here is none ({error}); "
+            f"{where}: {what} on a device of SM {wanted}, and here is none ({error}); "
             f"copy the bundle to the board and run there: edge-dflash build --finish {where}"
         ) from None
     if sm != wanted:
         raise BackendError(
-            f"{where}: its plans are built on a device of SM {wanted}, this one is SM {sm}; "
+            f"{where}: {what} on a device of SM {wanted}, this one is SM {sm}; "
             f"copy the bundle to the board and run there: edge-dflash build --finish {where}"
         )
 
