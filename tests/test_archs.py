@@ -1,6 +1,7 @@
 """One table of architectures: every spelling means one board, everywhere, and others are answered with the accepted."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import yaml
@@ -16,6 +17,7 @@ from edge_dflash.backends.tensorrt import api
 from edge_dflash.build.choice import choose
 from edge_dflash.bundle.manifest import dump_manifest, parse_manifest
 from edge_dflash.bundle.reader import Bundle
+from edge_dflash.cli.recipes import find_recipe
 from edge_dflash.device import board_profiles, load_board, read_board
 from edge_dflash.errors import BackendError, BundleError, RecipeError
 from edge_dflash.inspection.footprint import row_parameters
@@ -95,6 +97,14 @@ def test_boards_are_found_by_arch_and_may_name_it(tmp_path):
     (tmp_path / "board.yaml").write_text(yaml.safe_dump({**document, "sm": "sm42"}))
     with pytest.raises(RecipeError, match=r"board.yaml: sm: arch is 'sm42'; accepted are"):
         read_board(tmp_path / "board.yaml")
+
+
+def test_recipes_are_found_by_either_spelling():
+    for name in ("qwen3.6-27b-sm110", "qwen3.6-27b-sm110-mixed", "qwen3.5-4b-sm87"):
+        spelled = name.replace("sm110", "sm110a").replace("sm87", "sm87a")
+        assert find_recipe(Path(spelled)) == find_recipe(Path(name))
+    with pytest.raises(RecipeError, match="no recipe file x-sm110a"):
+        find_recipe(Path("x-sm110a"))
 
 
 def test_every_board_has_an_architecture():
