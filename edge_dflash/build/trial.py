@@ -15,7 +15,6 @@ import numpy as np
 
 from edge_dflash import selftest
 from edge_dflash.backends import load
-from edge_dflash.backends.base import Backend, Cycling
 from edge_dflash.backends.native.arch import device_facts
 from edge_dflash.bundle.manifest import Manifest, Trial
 from edge_dflash.bundle.reader import Bundle
@@ -78,20 +77,13 @@ def _time(bundle: Bundle, name: str, ids: list[int], count: int, report: Callabl
         cycles = []
         for done, anchor in enumerate(anchors):
             began = time.perf_counter()
-            _cycle(backend, anchor)
+            backend.cycle(anchor)
             backend.commit(1)
             cycles.append(time.perf_counter() - began)
             report(done + 1)
         return 1e3 * median(cycles[WARM:] or cycles), 1e3 * prefill
     finally:
         backend.close()
-
-
-def _cycle(backend: Backend, anchor: int) -> None:
-    if isinstance(backend, Cycling):
-        backend.cycle(anchor)
-    else:
-        backend.verify([anchor, *backend.propose(anchor).argmax()]).argmax()
 
 
 def _shifted(progress: Progress, before: int, total: int) -> Callable[[int], None]:
