@@ -72,7 +72,7 @@ def test_nothing_but_the_arch_makes_a_bundle_that_runs_at_once(fake, tmp_path):
     assert manifest.precision.kv == "fp8"
     assert "selftest.json" in manifest.files
     assert said[0] == (
-        "building for sm110, backend native,tensorrt: kernels that run at once, and the networks of engines, which "
+        "building for sm110, backend native,tensorrt: kernels that run at once, and the networks of plans, which "
         "only the board can compile; build --finish on the board keeps the faster"
     )
     assert said[1].startswith("building with recipe default: wide linears to NVFP4")
@@ -129,7 +129,7 @@ def test_without_a_fit_tensorrt_for_rtx_there_are_kernels_alone(fake, tmp_path, 
     install(monkeypatch, version)
     plan = plan_build(config(tmp_path / "out", backend=None))
     assert plan.choice.backends == ("native",)
-    assert plan.lines[0].startswith(f"building for sm121, backend native: no engines, as {why}")
+    assert plan.lines[0].startswith(f"building for sm121, backend native: no plans, as {why}")
     assert plan.plans is None
     with pytest.raises(BackendError, match=why):
         plan_build(config(tmp_path / "out", backend="native,tensorrt"))

@@ -150,17 +150,17 @@ def test_a_second_finish_has_nothing_to_do(board, bundle, cli):
     assert "native 20 ms a cycle, tensorrt 15 ms a cycle: tensorrt runs it" in out
     found, made = digests(bundle), len(board.loaded)
     code, out, _ = cli("build", "--finish", bundle)
-    assert (code, out) == (0, f"nothing to do for {bundle}: its engines are those of TensorRT {JETPACK}\n")
+    assert (code, out) == (0, f"nothing to do for {bundle}: its plans are those of TensorRT {JETPACK}\n")
     _, out, _ = cli("build", "--finish", bundle, "--json")
-    assert last_json(out)["nothing_to_do"] == f"its engines are those of TensorRT {JETPACK}"
+    assert last_json(out)["nothing_to_do"] == f"its plans are those of TensorRT {JETPACK}"
     assert last_json(out)["active"] == "tensorrt"
     assert (digests(bundle), len(board.loaded)) == (found, made)
 
 
-def test_a_bundle_without_engines_says_that_there_is_nothing_to_do(fake, tmp_path, cli):
+def test_a_bundle_without_plans_says_that_there_is_nothing_to_do(fake, tmp_path, cli):
     made = build(config(tmp_path / "out", arch="sm87", backend=None)).bundle
     code, out, _ = cli("build", "--finish", made)
-    assert (code, out) == (0, f"nothing to do for {made}: native runs it, and there are no engines to build\n")
+    assert (code, out) == (0, f"nothing to do for {made}: native runs it, and there are no plans to build\n")
 
 
 def test_another_tensorrt_is_timed_again(board, bundle, monkeypatch):
@@ -209,7 +209,7 @@ def test_a_kill_while_the_figures_are_written_leaves_a_bundle(board, bundle, mon
 def test_inspect_shows_both_figures(board, bundle, cli):
     _, out, _ = cli("inspect", bundle)
     assert "built by edge-dflash 0.1.0 for --backend native,tensorrt --arch sm110" in out
-    assert f"native runs it; 14 engines are yet to be built: edge-dflash build --finish {bundle} on the board" in out
+    assert f"native runs it; 14 plans are yet to be built: edge-dflash build --finish {bundle} on the board" in out
     assert "memory of Jetson AGX Thor" in out
     finish(bundle)
     _, out, _ = cli("inspect", bundle)

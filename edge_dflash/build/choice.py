@@ -10,7 +10,7 @@ from edge_dflash.errors import BackendError
 from edge_dflash.quant.recipe import Recipe
 
 BOTH = ("native", "tensorrt")
-FIRST_FP4 = 110  # SM from which engines can read NVFP4 weights, among the archs with kernels of ours
+FIRST_FP4 = 110  # SM from which plans can read NVFP4 weights, among the archs with kernels of ours
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,9 @@ def choose(arch: str, backend: str | None, recipe: Recipe) -> Choice:
         why = f"recipe {recipe.name} has NVFP4 activations, which only TensorRT computes"
         return Choice(found, ("tensorrt",), why, given=False)
     if found.tensorrt == TENSORRT_RTX.module:
-        why = "kernels that run at once, and engines, as TensorRT for RTX is installed here"
+        why = "kernels that run at once, and plans, as TensorRT for RTX is installed here"
     else:
-        why = "kernels that run at once, and the networks of engines, which only the board can compile"
+        why = "kernels that run at once, and the networks of plans, which only the board can compile"
     return Choice(found, BOTH, f"{why}; build --finish on the board keeps the faster", given=False)
 
 

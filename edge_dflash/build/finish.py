@@ -45,7 +45,7 @@ def finish(path: Path, progress: BuildProgress | None = None) -> BuildResult:
     manifest = read_manifest(path)
     plans = manifest.plans
     if plans is None:
-        return _result(path, manifest, began, nothing=f"{manifest.backend} runs it, and there are no engines to build")
+        return _result(path, manifest, began, nothing=f"{manifest.backend} runs it, and there are no plans to build")
     flavour = TENSORRT_RTX if plans.flavour == TENSORRT_RTX.module else TENSORRT
     tried = not manifest.standby or (manifest.trial is not None and not manifest.trial.failed)
     if flavour is TENSORRT or not tried:
@@ -53,7 +53,7 @@ def finish(path: Path, progress: BuildProgress | None = None) -> BuildResult:
         check_device(manifest.arch, str(path), what)
     version = checked_version(flavour)
     if plans.version == version and tried:
-        return _result(path, manifest, began, nothing=f"its engines are those of {flavour.product} {version}")
+        return _result(path, manifest, began, nothing=f"its plans are those of {flavour.product} {version}")
     if (found := manifest.tools.get("kernels")) != (wanted := kernels_digest()):
         raise BuildError(
             f"{path} holds kernels {found} of {manifest.created_by}, this version launches {wanted}; "

@@ -138,7 +138,7 @@ def plan_build(config: BuildConfig) -> BuildPlan:
         except BackendError as error:
             if choice.given or choice.active == "tensorrt":
                 raise
-            choice = replace(choice, backends=("native",), why=f"no engines, as {error}")
+            choice = replace(choice, backends=("native",), why=f"no plans, as {error}")
     scales, more = plan_scales(recipe, pair, programs, store, formats, tokenizer, allowed=config.calibrate)
     store.release()
     parts = bundle_parts(programs, formats, stacked="native" in choice.backends)

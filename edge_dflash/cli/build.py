@@ -41,7 +41,7 @@ def build(
     force: Annotated[bool, typer.Option("--force", help="Replace the bundle that is at --output.")] = False,
     finish: Annotated[
         Path | None,
-        typer.Option(metavar="BUNDLE", help="Build the engines that this bundle lacks and time it, on its board."),
+        typer.Option(metavar="BUNDLE", help="Build the plans that this bundle lacks and time it, on its board."),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object on the last line of stdout.")] = False,
 ) -> None:
@@ -52,9 +52,9 @@ def build(
     sm110 gets TensorRT beside them, and so do sm120 and sm121 where TensorRT for RTX is installed (pip install
     'edge-dflash[tensorrt]'). Both read the same weights, which are stored once.
 
-    For sm110 only the board can build TensorRT's engines: edge-dflash build --finish BUNDLE does it there, times both
+    For sm110 only the board can build the plans of TensorRT: edge-dflash build --finish BUNDLE does it there, times both
     backends at the same work and keeps the faster active. Until then the kernels run it. A bundle that lacks nothing is
-    left as it is; one whose engines are of another TensorRT gets new ones.
+    left as it is; one whose plans are of another TensorRT gets new ones.
 
     A build that was stopped resumes when the same command is given again; a half-made bundle is never at --output.
 

@@ -116,5 +116,5 @@ def _both(bundle: Path, manifest: Manifest) -> str:
         failed = "".join(f"\n{name} failed: {why}" for name, why in trial.failed.items())
         return f"{manifest.backend} runs it: {trial.text} ({work}){failed}"
     plans = manifest.plans
-    missing = f"{len(plans.deferred)} engines are yet to be built" if plans and plans.deferred else "nothing was timed"
+    missing = f"{len(plans.deferred)} plans are yet to be built" if plans and plans.deferred else "nothing was timed"
     return f"{manifest.backend} runs it; {missing}: {finish_command(bundle)} on the board"
