@@ -52,7 +52,7 @@ def build(
     sm110 gets TensorRT beside them, and so do sm120 and sm121 where TensorRT for RTX is installed (pip install
     'edge-dflash[tensorrt]'). Both read the same weights, which are stored once.
 
-    For sm110 only the board can build the plans of TensorRT: edge-dflash build --finish BUNDLE does it there, times both
+    Only the board can build plans for sm110: edge-dflash build --finish BUNDLE does it there, times both
     backends at the same work and keeps the faster active. Until then the kernels run it. A bundle that lacks nothing is
     left as it is; one whose plans are of another TensorRT gets new ones.
 
