@@ -5,13 +5,15 @@ Knows the file format and the names of the boards. Does not look at the machine 
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from edge_dflash.errors import RecipeError
+from edge_dflash.archs import find_arch
+from edge_dflash.errors import BackendError, RecipeError
 from edge_dflash.resources import directory
 
 # Bytes of a board's memory that a pair cannot have: about 1 GB for Linux and its services without a desktop, about 1 GB
@@ -67,7 +69,7 @@ class BoardProfile:
 
 
 def load_board(name: str) -> BoardProfile:
-    """Return the profile whose name or alias is ``name``, in any case.
+    """Return the profile whose name or alias is ``name``, in any case, or the largest board of the arch ``name``.
 
     Raises RecipeError, listing the accepted names, when there is none, or when a profile is malformed.
     """
@@ -76,8 +78,16 @@ def load_board(name: str) -> BoardProfile:
     for board in boards:
         if wanted in (board.name, *board.aliases):
             return board
+    with suppress(BackendError):
+        if found := largest_board(find_arch(name).sm):
+            return found
     accepted = ", ".join(f"{b.name} (or {', '.join(b.aliases)})" if b.aliases else b.name for b in boards)
     raise RecipeError(f"unknown board {name!r}; accepted: {accepted}; or add a profile to jetson/")
+
+
+def largest_board(sm: int) -> BoardProfile | None:
+    """The profile with most memory among those of a compute capability."""
+    return max((board for board in board_profiles() if board.sm == sm), key=lambda b: b.memory_bytes, default=None)
 
 
 def match_board(model: str, memory_bytes: int | None) -> BoardProfile | None:
@@ -117,7 +127,7 @@ def read_board(path: Path) -> BoardProfile:
         title=table.text("title"),
         aliases=tuple(str(alias).lower() for alias in table.items("aliases")),
         models=tuple(str(model) for model in table.items("models")),
-        sm=table.positive("sm"),
+        sm=table.sm(),
         memory_bytes=table.positive("memory_bytes"),
         memory_bandwidth_bytes_per_s=table.positive("memory_bandwidth_bytes_per_s"),
         power_modes=tuple(
@@ -149,6 +159,15 @@ class _Table:
         if not isinstance(value, str) or not value.strip():
             raise self._wrong(key, "text in quotes")
         return value
+
+    def sm(self) -> int:
+        """Compute capability: a number such as 110, or an arch in any of its spellings."""
+        if not isinstance(self._value["sm"], str):
+            return self.positive("sm")
+        try:
+            return find_arch(self._value["sm"]).sm
+        except BackendError as error:
+            raise RecipeError(f"{self._where}: sm: {error}") from None
 
     def positive(self, key: str) -> int:
         value = self._value[key]

@@ -75,7 +75,7 @@ def write_native_bundle(path, formats, pair=NATIVE_PAIR, seed=0, **changes):
         (path / folder).mkdir(parents=True)
     arch = changes.get("arch", "sm90a")
     with ThreadPoolExecutor(1) as pool:
-        for name, part in bundle_parts(pair_programs(pair), formats, "native").items():
+        for name, part in bundle_parts(pair_programs(pair), formats, stacked=True).items():
             write_native_part(path / name, part, store, formats, pool, lambda count: None)
     for unit in bundled():
         (path / "kernels" / f"{unit}.cubin").write_bytes(fake_cubin(unit, arch))

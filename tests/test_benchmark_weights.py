@@ -9,7 +9,8 @@ import pytest
 
 from edge_dflash.backends.native.driver import DevicePointer
 from edge_dflash.backends.native.stacks import Stack, pair_stacks
-from edge_dflash.backends.native.weight_layout import UNIT_ROWS, Layout, Repacked, unpack
+from edge_dflash.backends.native.unpacking import unpack
+from edge_dflash.backends.native.weight_layout import UNIT_ROWS, Layout, Repacked
 from edge_dflash.benchmark.pairs import pair_names, synthetic_pair
 from edge_dflash.benchmark.weights import (
     KV_SCALE,

@@ -23,6 +23,7 @@ from builder_support import (
 )
 from safetensors.numpy import load_file
 
+from edge_dflash.archs import find_arch
 from edge_dflash.backends.base import Precision
 from edge_dflash.backends.reference.backend import ReferenceBackend
 from edge_dflash.build.builder import build
@@ -34,6 +35,7 @@ from edge_dflash.checkpoint.config import match_pair, read_drafter_spec, read_ta
 from edge_dflash.checkpoint.reader import PairCheckpoint
 from edge_dflash.checkpoint.weights import Nvfp4Weight, WideWeight, bf16_to_f32
 from edge_dflash.errors import BuildError, BundleError, CheckpointError, EdgeDflashError
+from edge_dflash.inspection.footprint import row_parameters
 from edge_dflash.models import pair_programs
 from edge_dflash.quant.nvfp4 import quantize_nvfp4
 from edge_dflash.quant.tensors import wide_tensor
@@ -88,7 +90,8 @@ def test_bundle_of_a_golden_pair(built, name):
     manifest = bundle.manifest
     assert (manifest.arch, manifest.backend, manifest.tokenizer) == ("cpu", "reference", False)
     assert (manifest.block_size, manifest.mask_token_id) == (8, 511)
-    assert (manifest.max_context, manifest.prefill_chunk) == (1024, 512)
+    rows = find_arch("cpu").prefill_rows(row_parameters(pair_programs(manifest.pair).prefill))
+    assert (manifest.max_context, manifest.prefill_chunk) == (1024, rows)
     assert manifest.precision == Precision("bfloat16", "fp8")
     for weight, form in manifest.weights.items():
         stored = source.get(weight)

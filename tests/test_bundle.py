@@ -174,8 +174,8 @@ def test_files_that_may_not_be_read_are_named(bundle, monkeypatch, opened):
 
 def test_newer_schema_is_refused(bundle):
     body = json.loads((bundle / "manifest.json").read_text())
-    (bundle / "manifest.json").write_text(json.dumps({**body, "schema": 2}))
-    refused(bundle, "schema is 2, this version reads 1; update edge-dflash")
+    (bundle / "manifest.json").write_text(json.dumps({**body, "schema": 3}))
+    refused(bundle, "schema is 3, this version reads 1 to 2; update edge-dflash")
 
 
 @pytest.fixture

@@ -34,7 +34,10 @@ def test_build_reports_the_bundle(cli, build_pair, tmp_path):
     code, out, err = cli(*build_pair, "--json")
     found = last_json(out)
     assert code == 0
-    assert set(found) == {"bundle", "bytes", "seconds", "plans", "deferred", "warnings"}
+    assert set(found) == {
+        *("bundle", "bytes", "seconds", "backends", "active", "recipe", "plans", "deferred", "trial"),
+        *("nothing_to_do", "warnings"),
+    }
     assert found["bundle"] == str(tmp_path / "out")
     assert found["bytes"] == sum(path.stat().st_size for path in (tmp_path / "out").rglob("*") if path.is_file())
     assert (found["plans"], found["deferred"]) == ([], [])

@@ -19,7 +19,8 @@ from native_support import (
 
 from edge_dflash.backends.native.bundle_weights import BundleWeights
 from edge_dflash.backends.native.stacks import pair_stacks
-from edge_dflash.backends.native.weight_layout import repack, unpack
+from edge_dflash.backends.native.unpacking import unpack
+from edge_dflash.backends.native.weight_layout import repack
 from edge_dflash.bundle.manifest import dump_manifest
 from edge_dflash.bundle.parts import hash_file
 from edge_dflash.bundle.reader import Bundle

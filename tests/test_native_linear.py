@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from edge_dflash.backends.native.linear import UNITS
 from edge_dflash.backends.native.linear_plan import plan
-from edge_dflash.backends.native.weight_layout import UNIT_BYTES, UNIT_ROWS, WINDOW, Layout, repack, unpack
+from edge_dflash.backends.native.unpacking import unpack
+from edge_dflash.backends.native.weight_layout import UNIT_BYTES, UNIT_ROWS, WINDOW, Layout, repack
 from edge_dflash.checkpoint.weights import Fp8Weight, Nvfp4Weight, WideWeight, bf16_to_f32
 from edge_dflash.errors import BackendError
 

@@ -38,8 +38,10 @@ def test_every_kernel_of_a_unit_is_loaded(unit, kernels_of):
 
 
 def test_a_report_of_an_unknown_arch_is_an_error(capsys):
-    assert main(["--arch", "sm42", "--unit", "finish"]) == 5
-    assert capsys.readouterr().err.startswith("error: arch is 'sm42', wanted one of sm87")
+    assert main(["--arch", "sm42", "--unit", "finish"]) == BackendError.exit_code
+    assert capsys.readouterr().err.startswith(
+        "error: arch is 'sm42', which the native backend does not run on; accepted are sm87"
+    )
 
 
 def test_cubins_are_compiled_once_for_each_state_of_their_sources(tmp_path, monkeypatch):

@@ -81,7 +81,7 @@ def test_a_format_without_kernels_is_named():
 
 def test_files_of_a_native_bundle_hold_every_weight_and_every_stack_once():
     formats = formats_of("nvfp4", target__lm_head="tied")
-    parts = bundle_parts(programs(), formats, "native")
+    parts = bundle_parts(programs(), formats, stacked=True)
     stacks = [stack for part in parts.values() for stack in part.stacks]
     assert sorted(s.key for s in stacks) == sorted(native_stacks(programs(), formats))
     assert "target.lm_head" not in {name for stack in stacks for name in stack.names}
@@ -95,6 +95,6 @@ def test_files_of_a_native_bundle_hold_every_weight_and_every_stack_once():
 
 
 def test_files_of_a_reference_bundle_hold_no_stacks():
-    parts = bundle_parts(programs(), formats_of("nvfp4"), "reference")
+    parts = bundle_parts(programs(), formats_of("nvfp4"), stacked=False)
     assert not any(part.stacks for part in parts.values())
     assert sorted(name for part in parts.values() for name in part.names) == sorted(programs().weights)

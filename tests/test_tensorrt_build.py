@@ -198,8 +198,8 @@ def test_another_tensorrt_does_not_take_up_an_unfinished_build(fake, tmp_path, m
 @pytest.mark.parametrize(
     ("changes", "error", "words"),
     [
-        ({"arch": "sm100a"}, BackendError, "--arch is 'sm100a', --backend tensorrt is built for sm87"),
-        ({"arch": "sm90a"}, BackendError, "is nvfp4, which TensorRT runs on SM 100 and later, not on sm90a"),
+        ({"arch": "sm100a"}, BackendError, "arch is 'sm100a'; accepted are cpu, sm87"),
+        ({"arch": "sm90a"}, BackendError, "is nvfp4, which TensorRT runs on SM 100 and later, not on sm90;"),
         ({"arch": "cpu"}, BackendError, "--arch is 'cpu', --backend tensorrt is built for sm87"),
     ],
 )

@@ -36,7 +36,7 @@ def test_a_deferred_bundle_says_how_to_finish_it(bundles, monkeypatch):
 
 def test_another_device_is_refused(bundles, monkeypatch):
     on(monkeypatch, 110)
-    with pytest.raises(BackendError, match=r"was built for sm121, .* is SM 110: .* --backend tensorrt --arch sm110a"):
+    with pytest.raises(BackendError, match=r"was built for sm121, .* is SM 110: .* --backend tensorrt --arch sm110"):
         backends.load(Bundle.open(bundles[0]))
 
 

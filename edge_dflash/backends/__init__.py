@@ -1,4 +1,4 @@
-"""Backends: everything that runs a Program. :func:`load` picks the one a bundle was built for."""
+"""Backends: everything that runs a Program. :func:`load` picks the active one of a bundle."""
 
 from __future__ import annotations
 
@@ -15,11 +15,20 @@ if TYPE_CHECKING:
     from edge_dflash.bundle.reader import Bundle
 
 
-def load(bundle: Bundle) -> Backend:
-    """Load an open bundle for one sequence. Raises BackendError when its backend cannot run here."""
+def load(bundle: Bundle, backend: str | None = None) -> Backend:
+    """Load an open bundle for one sequence, on its active backend or (``backend``) on another that is aboard.
+
+    Raises BackendError when that is not aboard or cannot run here.
+    """
     manifest = bundle.manifest
-    if manifest.backend != "reference":
-        return _device(bundle)
+    backend = backend or manifest.backend
+    if backend not in manifest.backends:
+        raise BackendError(
+            f"{bundle.path} was built for {', '.join(manifest.backends)}, not for {backend}; "
+            f"build it again with --backend {backend}"
+        )
+    if backend != "reference":
+        return _device(bundle, backend)
     try:
         import torch  # heavy and optional
 
@@ -39,7 +48,7 @@ def load(bundle: Bundle) -> Backend:
     )
 
 
-def _device(bundle: Bundle) -> Backend:
+def _device(bundle: Bundle, name: str) -> Backend:
     """Check that bundle, this version and this device belong together, then load. Never imports torch."""
     from edge_dflash.backends.native.arch import check_arch, device_sm, shares_memory
 
@@ -51,7 +60,7 @@ def _device(bundle: Bundle) -> Backend:
             f"{bundle.path} was built for {manifest.arch}: {error}; to run it on a CPU, build it with "
             "--backend reference --arch cpu"
         ) from None
-    check_arch(manifest.arch, sm, str(bundle.path), manifest.backend)
+    check_arch(manifest.arch, sm, str(bundle.path), name)
     from edge_dflash.backends.native.backend import NativeBackend
     from edge_dflash.backends.native.bundle_weights import BundleWeights
     from edge_dflash.backends.native.compile import kernels_digest
@@ -60,10 +69,10 @@ def _device(bundle: Bundle) -> Backend:
     if (found := manifest.tools.get("kernels")) != (wanted := kernels_digest()):
         raise BackendError(
             f"{bundle.path} holds kernels {found} of {manifest.created_by}, this version launches {wanted}; "
-            f"build it again with --backend {manifest.backend} --arch {manifest.arch}"
+            f"build it again with {manifest.options}"
         )
     dense: Dense | None = None  # the native backend's own launches
-    if manifest.backend == "tensorrt":
+    if name == "tensorrt":
         from edge_dflash.backends.tensorrt.backend import bundle_ops
 
         dense = bundle_ops(bundle)

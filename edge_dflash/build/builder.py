@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -38,8 +38,10 @@ from edge_dflash.errors import BuildError, CheckpointError
 __all__ = ["BuildConfig", "BuildProgress", "BuildResult", "build"]
 
 
-def build(config: BuildConfig, progress: BuildProgress | None = None) -> BuildResult:
-    """Build the bundle of ``config``.
+def build(
+    config: BuildConfig, progress: BuildProgress | None = None, say: Callable[[str], None] = lambda line: None
+) -> BuildResult:
+    """Build the bundle of ``config``. ``say`` is told what was chosen, before any work.
 
     Raises CheckpointError, RecipeError, BackendError or BuildError; an interrupted build keeps its finished files in
     ``OUTPUT.building`` and the error says how to resume.
@@ -48,6 +50,8 @@ def build(config: BuildConfig, progress: BuildProgress | None = None) -> BuildRe
     report = progress or (lambda stage, done, total: None)
     try:
         plan = plan_build(config)
+        for line in plan.lines:
+            say(line)
         with WorkDir(config.output, plan.fingerprint, config.command, force=config.force) as work:
             manifest = _with_plans(_fill(plan, work, report), plan, work, report)
             text = dump_manifest(_with_selftest(manifest, plan, work, report))
@@ -60,7 +64,17 @@ def build(config: BuildConfig, progress: BuildProgress | None = None) -> BuildRe
         raise _disk_error(error, config) from None
     deferred = plan.plans.deferred if plan.plans is not None else ()
     plans = plan.plans.names if plan.plans is not None and not deferred else ()
-    return BuildResult(config.output, size, time.monotonic() - began, plans, deferred, warnings)
+    return BuildResult(
+        config.output,
+        size,
+        time.monotonic() - began,
+        plans,
+        deferred,
+        warnings,
+        backends=plan.choice.backends,
+        active=plan.choice.active,
+        recipe=plan.recipe.name,
+    )
 
 
 def _fill(plan: BuildPlan, work: WorkDir, report: BuildProgress) -> Manifest:
@@ -76,13 +90,14 @@ def _fill(plan: BuildPlan, work: WorkDir, report: BuildProgress) -> Manifest:
             write = partial(_write_weights, plan, part, scales.inputs, pool, stage.advance)
             files[name] = work.reuse(name, stage.advance) or work.add(name, write)
     stage.finish()
-    if plan.config.backend != "reference":
+    if plan.choice.arch.sm:
         files.update(_kernels(plan, work, report))
     drafter = plan.pair.drafter
     return Manifest(
         created_by=f"edge-dflash {__version__}",
-        arch=plan.config.arch,
-        backend=plan.config.backend,
+        arch=plan.choice.arch.name,
+        backend=plan.choice.active,
+        standby=plan.choice.backends[1:],
         pair=plan.pair,
         block_size=drafter.block_size,
         mask_token_id=drafter.mask_token_id,
@@ -104,16 +119,18 @@ def _fill(plan: BuildPlan, work: WorkDir, report: BuildProgress) -> Manifest:
 def _kernels(plan: BuildPlan, work: WorkDir, report: BuildProgress) -> dict[str, FileEntry]:
     """Compile the kernels for the bundle's arch, or find them compiled."""
     stage = Stage(report, "kernels", plan.size)  # in bytes like the weights: the share of units
-    arch, units = plan.config.arch, bundled()
-    if plan.plans is not None:
-        from edge_dflash.backends.tensorrt.plans import STATE_UNITS, kernel_arch  # the bindings of CUDA, only here
+    units = bundled()
+    if "native" not in plan.choice.backends:
+        from edge_dflash.backends.tensorrt.plans import STATE_UNITS  # the bindings of CUDA, only here
 
-        arch, units = kernel_arch(arch), STATE_UNITS
+        units = STATE_UNITS
     files: dict[str, FileEntry] = {}
     for done, unit in enumerate(units):
         stage.share(done, len(units))
         name = f"kernels/{unit}.cubin"
-        files[name] = work.reuse(name, _ignore) or work.add(name, partial(_compile, unit, arch))
+        files[name] = work.reuse(name, _ignore) or work.add(
+            name, partial(_compile, unit, str(plan.choice.arch.kernels))
+        )
     stage.finish()
     return files
 
@@ -128,7 +145,7 @@ def _with_plans(manifest: Manifest, plan: BuildPlan, work: WorkDir, report: Buil
     stage = Stage(report, "plans", plan.size)  # in bytes like the weights: the share of plans
     units = planned(bundle_units(plan.pair, plan.prefill_chunk).units)
     store = Bundle.staged(work.staging, manifest)
-    files = build_plans(plan.config.arch, units, store, work, stage.share)
+    files = build_plans(plan.choice.arch.name, units, store, work, stage.share)
     stage.finish()
     return replace(manifest, files={**manifest.files, **files})
 
@@ -179,7 +196,7 @@ def _write_weights(
     path: Path,
 ) -> FileEntry:
     try:
-        if plan.config.backend == "native":
+        if "native" in plan.choice.backends:
             return write_native_part(path, part, plan.store, plan.formats, pool, advance)
         return write_part(path, convert(plan.store, part.names, plan.formats, input_scales, pool.map), advance)
     except CheckpointError as error:

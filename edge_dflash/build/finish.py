@@ -1,5 +1,7 @@
 """``build --finish``: the plans of a deferred bundle, built on its board; or built anew for another TensorRT.
 
+Where two backends are aboard, both are then timed, and the faster one runs the bundle from then on.
+
 The finished bundle is put together beside the deferred one, from links to its files and the new plans. Then the one is
 renamed away and the other takes its name: whoever opens the bundle finds the one or the other, or for an instant none.
 A kill at that instant is put right by the next ``--finish``.
@@ -20,8 +22,9 @@ from edge_dflash.backends.native.compile import kernels_digest
 from edge_dflash.backends.tensorrt.api import TENSORRT, TENSORRT_RTX
 from edge_dflash.build.result import BuildProgress, BuildResult, Stage
 from edge_dflash.build.tensorrt_plan import check_device, checked_version
-from edge_dflash.build.workdir import WorkDir, recover
+from edge_dflash.build.workdir import WorkDir, recover, sync_path
 from edge_dflash.bundle.manifest import MANIFEST, FileEntry, Manifest, Plans, dump_manifest
+from edge_dflash.bundle.parts import DurableFile
 from edge_dflash.bundle.reader import Bundle, read_manifest
 from edge_dflash.errors import BuildError
 
@@ -32,7 +35,7 @@ def finish_command(path: Path) -> str:
 
 
 def finish(path: Path, progress: BuildProgress | None = None) -> BuildResult:
-    """Build what a bundle lacks here; a bundle that lacks nothing is left as it is.
+    """Build what a bundle lacks here and time its backends; a bundle that lacks nothing is left as it is.
 
     Raises BundleError, BackendError (another SM, no TensorRT) or BuildError; plans that are there by then are kept in
     ``PATH.building`` and the bundle stays as it was.
@@ -42,30 +45,76 @@ def finish(path: Path, progress: BuildProgress | None = None) -> BuildResult:
     manifest = read_manifest(path)
     plans = manifest.plans
     if plans is None:
-        return BuildResult(path, manifest.size, 0.0, (), (), ())
+        return _result(path, manifest, began, nothing=f"{manifest.backend} runs it, and there are no plans to build")
     flavour = TENSORRT_RTX if plans.flavour == TENSORRT_RTX.module else TENSORRT
-    if flavour is TENSORRT:
-        check_device(manifest.arch, str(path))
+    tried = not manifest.standby or (manifest.trial is not None and not manifest.trial.failed)
+    if flavour is TENSORRT or not tried:
+        what = "its plans are built" if flavour is TENSORRT else "its backends are timed"
+        check_device(manifest.arch, str(path), what)
     version = checked_version(flavour)
-    if plans.version == version:
-        return BuildResult(path, manifest.size, time.monotonic() - began, plans.names, (), ())
+    if plans.version == version and tried:
+        return _result(path, manifest, began, nothing=f"its plans are those of {flavour.product} {version}")
     if (found := manifest.tools.get("kernels")) != (wanted := kernels_digest()):
         raise BuildError(
             f"{path} holds kernels {found} of {manifest.created_by}, this version launches {wanted}; "
-            f"build it again with --backend tensorrt --arch {manifest.arch}"
+            f"build it again with {manifest.options}"
         )
     report = progress or (lambda stage, done, total: None)
+    warnings: tuple[str, ...] = ()
     try:
-        size, warnings = _finish(path.resolve(), manifest, replace(plans, version=version, deferred=()), report)
+        if plans.version != version:
+            made = replace(plans, version=version, deferred=())
+            manifest, warnings = _finish(path.resolve(), replace(manifest, trial=None), made, report)
+        if manifest.standby:
+            manifest, more = _try_both(path.resolve(), report)
+            warnings = (*warnings, *more)
     except KeyboardInterrupt:
         raise BuildError(f"interrupted; finished plans are kept, resume with: {finish_command(path)}") from None
     except OSError as error:
         what = f"{error.strerror or error} ({error.filename or path})"
         raise BuildError(f"{what}; correct it and resume with: {finish_command(path)}") from None
-    return BuildResult(path, size, time.monotonic() - began, plans.names, (), warnings)
+    return _result(path, manifest, began, warnings)
 
 
-def _finish(path: Path, manifest: Manifest, plans: Plans, report: BuildProgress) -> tuple[int, tuple[str, ...]]:
+def _result(
+    path: Path, manifest: Manifest, began: float, warnings: tuple[str, ...] = (), nothing: str = ""
+) -> BuildResult:
+    return BuildResult(
+        path,
+        manifest.size + (path / MANIFEST).stat().st_size,
+        time.monotonic() - began,
+        manifest.plans.names if manifest.plans else (),
+        (),
+        warnings,
+        backends=manifest.backends,
+        active=manifest.backend,
+        recipe=manifest.recipe,
+        trial=manifest.trial,
+        nothing=nothing,
+    )
+
+
+def _try_both(path: Path, report: BuildProgress) -> tuple[Manifest, tuple[str, ...]]:
+    """Time the backends, make the faster one active; the manifest that says so, and warnings."""
+    from edge_dflash.build.trial import fastest, run_trial  # backends, only here
+
+    bundle = Bundle.open(path, check_hashes=False)
+    stage = Stage(report, "timing", bundle.manifest.size)  # in bytes like the plans: the share of cycles
+    trial = run_trial(bundle, stage.share)
+    stage.finish()
+    active = fastest(trial)
+    standby = tuple(name for name in bundle.manifest.backends if name != active)
+    manifest = replace(bundle.manifest, backend=active, standby=standby, trial=trial)
+    fresh = path.with_name(f"{path.name}.manifest")  # a file more inside would be refused
+    with DurableFile(fresh, lambda count: None) as file:
+        file.write(dump_manifest(manifest))
+    fresh.replace(path / MANIFEST)
+    sync_path(path)
+    return manifest, tuple(f"{name} is not used: {why}" for name, why in trial.failed.items())
+
+
+def _finish(path: Path, manifest: Manifest, plans: Plans, report: BuildProgress) -> tuple[Manifest, tuple[str, ...]]:
+    """Build the plans; the bundle with them takes the place of the one without."""
     from edge_dflash.backends.tensorrt.plans import bundle_units, planned  # the bindings of CUDA, only here
     from edge_dflash.build.plans import build_plans
 
@@ -87,9 +136,9 @@ def _finish(path: Path, manifest: Manifest, plans: Plans, report: BuildProgress)
         files |= build_plans(manifest.arch, units, bundle, work, stage.share)
         stage.finish()
         tools = {**manifest.tools, plans.flavour: str(plans.version)}
-        text = dump_manifest(replace(manifest, files=files, plans=plans, tools=tools))
-        work.finish(text)
-        return sum(entry.size for entry in files.values()) + len(text), tuple(work.warnings)
+        complete = replace(manifest, files=files, plans=plans, tools=tools)
+        work.finish(dump_manifest(complete))
+        return complete, tuple(work.warnings)
 
 
 def _linked(work: WorkDir, source: Path, name: str, entry: FileEntry) -> FileEntry:

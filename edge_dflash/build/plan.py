@@ -12,24 +12,28 @@ import os
 import platform
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
 from edge_dflash import __version__
+from edge_dflash.archs import MOST_ROWS
 from edge_dflash.backends.native.compile import compiler_version, kernels_digest
+from edge_dflash.build.choice import Choice, choose
 from edge_dflash.build.native_plan import plan_native
 from edge_dflash.build.scales import ScalesPlan, plan_scales
 from edge_dflash.build.tensorrt_plan import plan_tensorrt
 from edge_dflash.build.workdir import building_path, check_free
 from edge_dflash.bundle.codec import encode
-from edge_dflash.bundle.manifest import ARCHS_OF, BACKENDS, Plans, Source, WeightFormat
+from edge_dflash.bundle.manifest import Plans, Source, WeightFormat
 from edge_dflash.bundle.stored import Part, bundle_parts, stack_bytes, weight_bytes
 from edge_dflash.checkpoint.config import match_pair, read_drafter_spec, read_target_spec
 from edge_dflash.checkpoint.reader import PairCheckpoint
 from edge_dflash.checkpoint.specs import PairSpec
 from edge_dflash.errors import BackendError, BuildError, BundleError, CheckpointError
 from edge_dflash.graph.program import PairPrograms
+from edge_dflash.inspection.footprint import row_parameters
+from edge_dflash.inspection.inspect import default_chunk
 from edge_dflash.models import pair_programs
 from edge_dflash.quant.recipe import Recipe, default_recipe
 from edge_dflash.quant.recipe_file import load_recipe
@@ -49,8 +53,8 @@ class BuildConfig:
     target: Path
     drafter: Path
     output: Path
-    arch: str = "cpu"
-    backend: str = "reference"
+    arch: str = "cpu"  # in any of its spellings
+    backend: str | None = None  # "native", "native,tensorrt"; None: what suits the arch
     recipe: Path | None = None  # None: the default recipe
     max_context: int | None = None  # rows of every KV state
     prefill_chunk: int | None = None  # most rows of one prefill pass
@@ -61,8 +65,9 @@ class BuildConfig:
     def command(self) -> str:
         """The command line that runs this build, and resumes it."""
         words = ["edge-dflash", "build", "--target", str(self.target), "--drafter", str(self.drafter)]
-        words += ["--arch", self.arch, "--backend", self.backend]
+        words += ["--arch", self.arch]
         for flag, value in (
+            ("--backend", self.backend),
             ("--recipe", self.recipe),
             ("--max-context", self.max_context),
             ("--prefill-chunk", self.prefill_chunk),
@@ -78,6 +83,7 @@ class BuildPlan:
     """A build that was checked and can start."""
 
     config: BuildConfig
+    choice: Choice
     recipe: Recipe
     pair: PairSpec
     programs: PairPrograms
@@ -95,46 +101,63 @@ class BuildPlan:
     fingerprint: Mapping[str, str]
     warnings: tuple[str, ...]
 
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """What was chosen, for people."""
+        rows, arch = self.prefill_chunk, self.choice.arch
+        ms = 1e3 * arch.prefill_seconds(row_parameters(self.programs.prefill), rows)
+        return (
+            self.choice.line,
+            f"building with recipe {self.recipe.name}: {self.recipe.description}",
+            f"building for {self.max_context} tokens of context, prefill by {rows}: about {ms:.3g} ms a pass",
+        )
+
 
 def plan_build(config: BuildConfig) -> BuildPlan:
     """Check everything that can be checked before any work.
 
     Raises CheckpointError, RecipeError, BackendError or BuildError, naming what was found and what is wanted.
     """
-    check_backend(config.arch, config.backend)
+    recipe = load_recipe(config.recipe) if config.recipe is not None else default_recipe()
+    choice = choose(config.arch, config.backend, recipe)
     _check_output(config)
     pair = match_pair(read_target_spec(config.target), read_drafter_spec(config.drafter))
     programs = pair_programs(pair)
-    recipe = load_recipe(config.recipe) if config.recipe is not None else default_recipe()
-    max_context, prefill_chunk = _sizes(config, recipe, pair)
+    max_context, prefill_chunk = _sizes(config, recipe, pair, default_chunk(choice.arch, programs, MOST_ROWS))
     tokenizer, warnings = _tokenizer(config.target, pair)
     store = PairCheckpoint.open(config.target, config.drafter, programs.weights)
     formats = _formats(recipe, pair, programs, store)
-    if config.backend == "native":
-        formats, more = plan_native(config.arch, recipe, pair, store, formats)
+    if "native" in choice.backends:
+        formats, more = plan_native(choice.arch.name, recipe, pair, store, formats)
         warnings = (*warnings, *more)
     plans = None
-    if config.backend == "tensorrt":
-        formats, plans, more = plan_tensorrt(config.arch, recipe, pair, store, formats, prefill_chunk)
-        warnings = (*warnings, *more)
+    if "tensorrt" in choice.backends:
+        try:
+            formats, plans, more = plan_tensorrt(choice, recipe, pair, store, formats, prefill_chunk)
+            warnings = (*warnings, *more)
+        except BackendError as error:
+            if choice.given or choice.active == "tensorrt":
+                raise
+            choice = replace(choice, backends=("native",), why=f"no plans, as {error}")
     scales, more = plan_scales(recipe, pair, programs, store, formats, tokenizer, allowed=config.calibrate)
     store.release()
-    parts = bundle_parts(programs, formats, config.backend)
+    parts = bundle_parts(programs, formats, stacked="native" in choice.backends)
     size = sum(weight_bytes(programs.weights[n].shape, formats[n]) for part in parts.values() for n in part.names)
     size += sum(stack_bytes(stack) for part in parts.values() for stack in part.stacks)
     here = size if plans is not None and not plans.deferred else 0
-    _check_space(config.output, size + here + (_KERNELS if config.backend != "reference" else 0))
-    tools = _tools(config.backend) | ({plans.flavour: plans.version} if plans and plans.version else {})
+    _check_space(config.output, size + here + (_KERNELS if choice.arch.sm else 0))
+    tools = _tools(choice.active) | ({plans.flavour: plans.version} if plans and plans.version else {})
     sources, stamps = _sources(config)
     fingerprint = {
         **stamps,
-        "config": json.dumps([config.arch, config.backend, max_context, prefill_chunk]),
+        "config": json.dumps([choice.arch.name, choice.backends, max_context, prefill_chunk]),
         "recipe": json.dumps(encode(recipe), sort_keys=True),
         "scales": hashlib.sha256(json.dumps(encode(scales)).encode()).hexdigest(),
         "tools": json.dumps(tools, sort_keys=True),
     }
     return BuildPlan(
         config=config,
+        choice=choice,
         recipe=recipe,
         pair=pair,
         programs=programs,
@@ -154,17 +177,6 @@ def plan_build(config: BuildConfig) -> BuildPlan:
         fingerprint=fingerprint,
         warnings=(*warnings, *more),
     )
-
-
-def check_backend(arch: str, backend: str) -> None:
-    """Raise BackendError unless this version builds for ``arch`` and ``backend``."""
-    if backend not in BACKENDS:
-        raise BackendError(f"--backend is {backend!r}, accepted are {', '.join(BACKENDS)}")
-    if arch not in ARCHS_OF[backend]:
-        raise BackendError(
-            f"--arch is {arch!r}, --backend {backend} is built for {', '.join(ARCHS_OF[backend])}"
-            + ("; bundles for a GPU are built with --backend native or tensorrt" if backend == "reference" else "")
-        )
 
 
 def check_mask_token(tokenizer: Tokenizer, where: Path, pair: PairSpec) -> str | None:
@@ -200,8 +212,8 @@ def _check_output(config: BuildConfig) -> None:
     check_free(output, force=config.force)
 
 
-def _sizes(config: BuildConfig, recipe: Recipe, pair: PairSpec) -> tuple[int, int]:
-    """Context and prefill chunk: what is asked for must fit; what the recipe suggests is lowered until it fits."""
+def _sizes(config: BuildConfig, recipe: Recipe, pair: PairSpec, chunk: int) -> tuple[int, int]:
+    """Context and prefill chunk: what is asked for must fit; what recipe or arch suggest is lowered to fit."""
     limit, block = pair.target.max_position_embeddings, pair.drafter.block_size
     context = config.max_context if config.max_context is not None else min(recipe.context.max_context, limit)
     if not block < context <= limit:
@@ -209,7 +221,7 @@ def _sizes(config: BuildConfig, recipe: Recipe, pair: PairSpec) -> tuple[int, in
             f"max_context is {context}, accepted are {block + 1} (block size + 1) to {limit} (the target's)"
         )
     if config.prefill_chunk is None:
-        return context, min(recipe.context.prefill_chunk, context)
+        return context, min(recipe.context.prefill_chunk or chunk, context)
     if not 1 <= config.prefill_chunk <= context:
         raise BuildError(f"prefill_chunk is {config.prefill_chunk}, accepted are 1 to {context} (max_context)")
     return context, config.prefill_chunk

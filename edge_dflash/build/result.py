@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
+from edge_dflash.bundle.manifest import Trial
 from edge_dflash.progress import Progress
 
 BuildProgress: TypeAlias = Progress
@@ -18,9 +19,14 @@ class BuildResult:
     bundle: Path
     bytes: int  # of all files
     seconds: float
-    plans: tuple[str, ...]  # TensorRT plan files that are there; none for the other backends
+    plans: tuple[str, ...]  # TensorRT plan files that are there
     deferred: tuple[str, ...]  # plan files that the device has to build: edge-dflash build --finish
     warnings: tuple[str, ...]
+    backends: tuple[str, ...]  # aboard
+    active: str  # the one that runs it
+    recipe: str
+    trial: Trial | None = None  # of two backends, by build --finish
+    nothing: str = ""  # why there was nothing to do
 
 
 class Stage:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from edge_dflash.archs import find_arch
 from edge_dflash.backends.native.arch import device_sm
 from edge_dflash.backends.native.compile import compiler_version
 from edge_dflash.backends.tensorrt.api import TENSORRT_RTX, Flavour, flavour_of, load, version
+from edge_dflash.build.choice import Choice
 from edge_dflash.bundle.manifest import Plans, WeightFormat
 from edge_dflash.checkpoint.specs import PairSpec
 from edge_dflash.checkpoint.weights import WeightStore
@@ -16,7 +18,7 @@ from edge_dflash.quant.recipe import Recipe
 
 
 def plan_tensorrt(
-    arch: str, recipe: Recipe, pair: PairSpec, store: WeightStore, formats: Mapping[str, WeightFormat], chunk: int
+    choice: Choice, recipe: Recipe, pair: PairSpec, store: WeightStore, formats: Mapping[str, WeightFormat], chunk: int
 ) -> tuple[dict[str, WeightFormat], Plans, tuple[str, ...]]:
     """Formats of a TensorRT bundle; its plans, to be built here or deferred to the device; warnings.
 
@@ -27,6 +29,7 @@ def plan_tensorrt(
     from edge_dflash.backends.native.support import narrowed  # the bindings of CUDA, only here
     from edge_dflash.backends.tensorrt.plans import bundle_units, check_plans, planned
 
+    arch = choice.arch.name
     flavour = flavour_of(arch)
     check_plans(pair, formats, arch, "fp8" if recipe.kv == "fp8" else "bfloat16")
     names = tuple(sorted(planned(bundle_units(pair, chunk).units)))
@@ -34,7 +37,8 @@ def plan_tensorrt(
     plans = Plans(
         "tensorrt_rtx" if flavour is TENSORRT_RTX else "tensorrt", found, names, () if found is not None else names
     )
-    return narrowed(formats, pair_programs(pair), store), plans, _expanded(recipe, pair, formats)
+    warnings = () if "native" in choice.backends else _expanded(recipe, pair, formats)  # else the faster is kept
+    return narrowed(formats, pair_programs(pair), store), plans, warnings
 
 
 def _expanded(recipe: Recipe, pair: PairSpec, formats: Mapping[str, WeightFormat]) -> tuple[str, ...]:
@@ -55,7 +59,7 @@ def builder_version(arch: str, flavour: Flavour) -> str | None:
     if flavour is TENSORRT_RTX:
         return checked_version(flavour)
     try:
-        return checked_version(flavour) if device_sm() == _sm(arch) else None
+        return checked_version(flavour) if device_sm() == find_arch(arch).sm else None
     except BackendError:
         return None
 
@@ -68,25 +72,21 @@ def checked_version(flavour: Flavour) -> str:
     return found
 
 
-def check_device(arch: str, where: str) -> None:
-    """Raise BackendError unless this machine's GPU is the one that TensorRT has to build on."""
-    wanted = _sm(arch)
+def check_device(arch: str, where: str, what: str) -> None:
+    """Raise BackendError unless this machine's GPU is the one for ``what``, such as "its plans are built"."""
+    wanted = find_arch(arch).sm
     try:
         sm = device_sm()
     except BackendError as error:
         raise BackendError(
-            f"{where}: its plans are built on a device of SM {wanted}, and here is none ({error}); "
+            f"{where}: {what} on a device of SM {wanted}, and here is none ({error}); "
             f"copy the bundle to the board and run there: edge-dflash build --finish {where}"
         ) from None
     if sm != wanted:
         raise BackendError(
-            f"{where}: its plans are built on a device of SM {wanted}, this one is SM {sm}; "
+            f"{where}: {what} on a device of SM {wanted}, this one is SM {sm}; "
             f"copy the bundle to the board and run there: edge-dflash build --finish {where}"
         )
-
-
-def _sm(arch: str) -> int:
-    return int(arch.removeprefix("sm").removesuffix("a"))
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -14,23 +14,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from edge_dflash.archs import ARCHS_OF, BACKENDS, find_arch, ordered
 from edge_dflash.backends.base import Precision
-from edge_dflash.backends.native.compile import ARCHS as NATIVE_ARCHS
 from edge_dflash.bundle.codec import decode, encode
 from edge_dflash.checkpoint.specs import PairSpec
-from edge_dflash.errors import BundleError
+from edge_dflash.errors import BackendError, BundleError
 from edge_dflash.graph.program import KvState
 from edge_dflash.models import pair_programs
 
-SCHEMA = 1
+SCHEMA = 2  # of bundles with two backends; those with one are written as 1, which older versions read
 MANIFEST = "manifest.json"
 PLANS = "plans/"  # folder of TensorRT plans
-ARCHS = ("cpu", "sm87", "sm89", "sm90a", "sm100a", "sm110", "sm110a", "sm120", "sm120a", "sm121", "sm121a")
-BACKENDS = ("reference", "native", "tensorrt")
-ARCHS_OF = {"reference": ("cpu",), "native": NATIVE_ARCHS, "tensorrt": tuple(a for a in ARCHS[1:] if a != "sm100a")}
 
 WeightFormat = Literal["bf16", "f32", "fp8", "nvfp4", "tied"]  # tied: lm_head is read from the wide embedding
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*(/[A-Za-z0-9_-][A-Za-z0-9_.-]*)*")
+_OPTIONAL: Mapping[str, Any] = {"plans": None, "no_self_test": None, "standby": [], "trial": None}
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -63,12 +61,30 @@ class Plans:
 
 
 @dataclass(frozen=True)
+class Trial:
+    """Both backends at the same work on one device: what ``build --finish`` measured, and by which it chose."""
+
+    device: str
+    prompt_tokens: int
+    cycles: int  # behind the prompt
+    cycle_ms: Mapping[str, float]  # median, by backend
+    prefill_ms: Mapping[str, float]  # of the prompt
+    failed: Mapping[str, str]  # backends that could not run, and why
+
+    @property
+    def text(self) -> str:
+        """The figures in one line."""
+        figures = [f"{name} {ms:.3g} ms a cycle" for name, ms in sorted(self.cycle_ms.items())]
+        return ", ".join([*figures, *(f"{name} failed" for name in sorted(self.failed))])
+
+
+@dataclass(frozen=True)
 class Manifest:
     """All that a bundle says about itself, except the schema version and the checksum, which frame it."""
 
     created_by: str  # "edge-dflash 0.1.0"
     arch: str
-    backend: str
+    backend: str  # the one that runs it
     pair: PairSpec
     block_size: int
     mask_token_id: int
@@ -83,8 +99,30 @@ class Manifest:
     sources: tuple[Source, ...]
     weights: Mapping[str, WeightFormat]
     files: Mapping[str, FileEntry]  # every file of the bundle but manifest.json, by relative path
-    plans: Plans | None = None  # of the tensorrt backend; the key is left out where there are none
-    no_self_test: str | None = None  # why selftest.json is not among the files; the key is left out where it is
+    plans: Plans | None = None  # of the tensorrt backend
+    no_self_test: str | None = None  # why selftest.json is not among the files
+    standby: tuple[str, ...] = ()  # other backends that are aboard; they read the same weights
+    trial: Trial | None = None  # of two backends; these keys are left out where they say nothing
+
+    @property
+    def backends(self) -> tuple[str, ...]:
+        """All backends that are aboard."""
+        return ordered((self.backend, *self.standby))
+
+    @property
+    def options(self) -> str:
+        """How to build it again."""
+        return f"--backend {','.join(self.backends)} --arch {self.arch}"
+
+    @property
+    def runs_without_plans(self) -> bool:
+        """Whether it can be served before its plans are there, or with plans of another TensorRT."""
+        return self.plans is None or (bool(self.standby) and self.backend != "tensorrt")
+
+    @property
+    def stacked(self) -> bool:
+        """Whether linears lie in the order of the native kernels."""
+        return "native" in self.backends
 
     @property
     def weight_summary(self) -> dict[str, int]:
@@ -101,10 +139,9 @@ class Manifest:
 def dump_manifest(manifest: Manifest) -> bytes:
     """The one text that :func:`parse_manifest` accepts for this manifest."""
     exact = decode(Manifest, encode(manifest), MANIFEST)  # an int in a float's place becomes the float it stands for
-    body: dict[str, Any] = {"schema": SCHEMA, **encode(exact)}
-    for optional in ("plans", "no_self_test"):
-        if body[optional] is None:
-            del body[optional]
+    body: dict[str, Any] = {"schema": SCHEMA if exact.standby else 1, **encode(exact)}
+    for key in [key for key in _OPTIONAL if not body[key]]:
+        del body[key]
     body["checksum"] = hashlib.sha256(_text(body)).hexdigest()
     return _text(body)
 
@@ -118,13 +155,12 @@ def parse_manifest(text: bytes, where: str = MANIFEST) -> Manifest:
     if not isinstance(body, dict):
         raise BundleError(f"{where} holds {type(body).__name__}, wanted an object; build the bundle again")
     schema = body.pop("schema", None)
-    if type(schema) is not int or schema != SCHEMA:
+    if type(schema) is not int or not 1 <= schema <= SCHEMA:
         newer = type(schema) is int and schema > SCHEMA
         remedy = "update edge-dflash" if newer else "build the bundle again"
-        raise BundleError(f"{where}: schema is {schema!r}, this version reads {SCHEMA}; {remedy}")
+        raise BundleError(f"{where}: schema is {schema!r}, this version reads 1 to {SCHEMA}; {remedy}")
     body.pop("checksum", None)
-    body = {"plans": None, "no_self_test": None, **body}
-    manifest = decode(Manifest, body, where)
+    manifest = decode(Manifest, {**_OPTIONAL, **body}, where)
     check_manifest(manifest, where)
     if dump_manifest(manifest) != text:
         raise BundleError(f"{where}: checksum differs from the content; the file was changed after the build")
@@ -135,9 +171,7 @@ def check_manifest(manifest: Manifest, where: str = MANIFEST) -> None:
     """Compare the fields with each other and with the models' own shape. Raises BundleError by field."""
     drafter, target = manifest.pair.drafter, manifest.pair.target
     limit = target.max_position_embeddings
-    _member(where, "arch", manifest.arch, ARCHS)
-    _member(where, "backend", manifest.backend, BACKENDS)
-    _member(where, f"arch of a {manifest.backend} bundle", manifest.arch, ARCHS_OF[manifest.backend])
+    _check_backends(manifest, where)
     _equal(where, "block_size", manifest.block_size, drafter.block_size)
     _equal(where, "mask_token_id", manifest.mask_token_id, drafter.mask_token_id)
     _equal(where, "target_layer_ids", manifest.target_layer_ids, drafter.target_layer_ids)
@@ -158,6 +192,22 @@ def check_manifest(manifest: Manifest, where: str = MANIFEST) -> None:
             raise BundleError(f"{where}: files.{name} has no valid sha256 and size")
 
 
+def _check_backends(manifest: Manifest, where: str) -> None:
+    try:
+        arch = find_arch(manifest.arch).name
+    except BackendError as error:
+        raise BundleError(f"{where}: {error}") from None
+    for backend in (manifest.backend, *manifest.standby):
+        _member(where, "backend", backend, BACKENDS)
+        _member(where, f"arch of a {backend} bundle", arch, ARCHS_OF[backend])
+    if (manifest.standby and set(manifest.backends) != {"native", "tensorrt"}) or len(manifest.standby) > 1:
+        raise BundleError(
+            f"{where}: standby is {', '.join(manifest.standby)} beside {manifest.backend}; build it again"
+        )
+    if manifest.trial is not None and not (manifest.standby and manifest.backend in manifest.trial.cycle_ms):
+        raise BundleError(f"{where}: trial has no figure of {manifest.backend} among two backends; build it again")
+
+
 def _check_weights(manifest: Manifest, wanted: Any, where: str) -> None:
     if missing := sorted(wanted - manifest.weights.keys()):
         raise BundleError(f"{where}: weights lacks {missing[0]} ({len(missing)} missing), which the models need")
@@ -169,11 +219,13 @@ def _check_weights(manifest: Manifest, wanted: Any, where: str) -> None:
 
 
 def _check_plans(manifest: Manifest, where: str) -> None:
-    """Plans are those of a tensorrt bundle, and each is a file or deferred."""
+    """Plans are those of the tensorrt backend, and each is a file or deferred."""
     plans = manifest.plans
-    if (plans is None) == (manifest.backend == "tensorrt"):
+    if (plans is None) == ("tensorrt" in manifest.backends):
         found = "missing" if plans is None else "given"
         raise BundleError(f"{where}: plans is {found} for backend {manifest.backend!r}; build the bundle again")
+    if plans and plans.deferred and manifest.standby and manifest.backend == "tensorrt":
+        raise BundleError(f"{where}: backend is 'tensorrt', whose plans are deferred; build the bundle again")
     here = {name for name in manifest.files if name.startswith(PLANS)}
     names, deferred = (set(plans.names), set(plans.deferred)) if plans else (set(), set())
     if odd := sorted((here | deferred) ^ names or here & deferred):

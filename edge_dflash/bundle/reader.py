@@ -17,8 +17,10 @@ from typing import TypeAlias
 
 import numpy as np
 
+from edge_dflash.archs import find_arch
 from edge_dflash.backends.native.stacks import Stack
-from edge_dflash.backends.native.weight_layout import Repacked, unpack
+from edge_dflash.backends.native.unpacking import unpack_matrix
+from edge_dflash.backends.native.weight_layout import Repacked
 from edge_dflash.build.workdir import resume_command
 from edge_dflash.bundle.manifest import MANIFEST, FileEntry, Manifest, parse_manifest
 from edge_dflash.bundle.parts import from_tensors, hash_file, weight_format
@@ -43,8 +45,7 @@ class Bundle:
         self._manifest = manifest
         self._weights = weights
         self._stacks = stacks
-        self._stack_of = {name: key for key, (stack, _) in stacks.items() for name in stack.names}
-        self._unpacked: tuple[str, dict[str, Weight]] = "", {}  # of the last stack that was asked for
+        self._stack_of = {name: (key, i) for key, (stack, _) in stacks.items() for i, name in enumerate(stack.names)}
         self._hashed = False  # whether all files were compared with their hashes
 
     @classmethod
@@ -86,18 +87,16 @@ class Bundle:
     def get(self, name: str) -> Weight:
         """Return a weight; its arrays are read-only. Raises KeyError for an unknown name.
 
-        They are views of the mapped file, but for the linears of a native bundle, which are unpacked: the same codes.
+        They are views of the mapped file, but for stacked linears, which are turned back: the same codes, in new
+        memory. Several threads may ask.
         """
         if name in self._weights:
             return self._weights[name]
-        key = self._stack_of[name]
-        if self._unpacked[0] != key:
-            stack, packed = self._stacks[key]
-            self._unpacked = key, dict(zip(stack.names, map(_read_only, unpack(packed)), strict=True))
-        return self._unpacked[1][name]
+        key, index = self._stack_of[name]
+        return _read_only(unpack_matrix(self._stacks[key][1], index))
 
     def repacked(self, stack: Stack) -> Repacked:
-        """A stack of a native bundle, as views of the mapped file. Raises BundleError when the bundle has no such."""
+        """A stack as the native kernels read it: views of the mapped file. Raises BundleError when there is no such."""
         found, packed = self._stacks.get(stack.key, (None, None))
         if found != stack or packed is None:
             held = "no stack of this name" if found is None else f"{len(found.names)} matrices, {found.layout}"
@@ -146,12 +145,13 @@ class Bundle:
         return self._manifest.kv_scales.get(state, (1.0, 1.0))
 
     def require(self, *, backend: str, archs: Collection[str]) -> None:
-        """Raise BundleError unless the bundle was built for ``backend`` and one of ``archs``."""
-        for field, found, wanted in (
-            ("backend", self._manifest.backend, (backend,)),
-            ("arch", self._manifest.arch, archs),
+        """Raise BundleError unless ``backend`` is aboard and the bundle was built for one of ``archs``."""
+        held, arch = self._manifest.backends, self._manifest.arch
+        for field, found, wanted, fits in (
+            ("backend", ",".join(held), (backend,), backend in held),
+            ("arch", arch, archs, find_arch(arch) in map(find_arch, archs)),
         ):
-            if found not in wanted:
+            if not fits:
                 raise BundleError(
                     f"{self._path}: {field} is {found!r}, wanted {' or '.join(map(repr, wanted))} here; "
                     f"build again with --{field} {next(iter(wanted))}"
@@ -233,7 +233,7 @@ def _map_weights(path: Path, manifest: Manifest) -> tuple[dict[str, Weight], Sta
     """Every weight the models need, checked against its shape and its format in the manifest."""
     programs = pair_programs(manifest.pair)
     try:
-        parts = bundle_parts(programs, manifest.weights, manifest.backend)
+        parts = bundle_parts(programs, manifest.weights, stacked=manifest.stacked)
     except BackendError as error:
         raise BundleError(f"{path}: {error}; build the bundle again") from None
     stored = {name for name in manifest.files if name.startswith("weights/")}

@@ -1,7 +1,7 @@
 """Which file of a bundle holds what.
 
-A reference bundle holds every weight by itself; a native one holds its linears repacked as stacks, each as the tensors
-``KEY.data`` (bytes) and ``KEY.scale`` (FP32 factors of the rows' sums).
+A bundle that the native backend reads holds its linears repacked as stacks, whatever else is aboard: each as the
+tensors ``KEY.data`` (bytes) and ``KEY.scale`` (FP32 factors of the rows' sums). Others hold every weight by itself.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ class Part:
     stacks: tuple[Stack, ...] = ()
 
 
-def bundle_parts(programs: PairPrograms, formats: Mapping[str, WeightFormat], backend: str) -> dict[str, Part]:
+def bundle_parts(programs: PairPrograms, formats: Mapping[str, WeightFormat], *, stacked: bool) -> dict[str, Part]:
     """Weight files of a bundle, by path. A tied lm_head is in none: it is the embedding.
 
     Raises BackendError for a format that the native kernels do not take.
     """
-    stacks = native_stacks(programs, formats) if backend == "native" else {}
-    stacked = {name for stack in stacks.values() for name in stack.names}
+    stacks = native_stacks(programs, formats) if stacked else {}
+    inside = {name for stack in stacks.values() for name in stack.names}
     names: dict[str, list[str]] = {}
     held: dict[str, list[Stack]] = {}
-    for name in (name for name, form in formats.items() if form != "tied" and name not in stacked):
+    for name in (name for name, form in formats.items() if form != "tied" and name not in inside):
         names.setdefault(part_of(name), []).append(name)
     for stack in stacks.values():
         held.setdefault(stack_part(stack), []).append(stack)

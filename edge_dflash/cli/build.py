@@ -10,6 +10,7 @@ import typer
 from edge_dflash.build.finish import finish as finish_bundle
 from edge_dflash.build.finish import finish_command
 from edge_dflash.build.result import BuildResult
+from edge_dflash.bundle.codec import encode
 from edge_dflash.cli.output import emit_json, say, stages
 from edge_dflash.cli.recipes import find_recipe
 from edge_dflash.errors import RequestError
@@ -21,32 +22,45 @@ def build(
     output: Annotated[
         Path | None, typer.Option(help="Directory to make; the bundle appears there when complete.")
     ] = None,
-    arch: Annotated[str, typer.Option(help="What it runs on: cpu, or a GPU such as sm110a.")] = "cpu",
+    arch: Annotated[str, typer.Option(help="What it runs on: cpu, or a GPU such as sm110 (Thor).")] = "cpu",
     backend: Annotated[
-        str, typer.Option(help="What runs it: reference (cpu), native or tensorrt (GPUs).")
-    ] = "reference",
-    recipe: Annotated[Path | None, typer.Option(help="Recipe file or the name of one in engines/.")] = None,
+        str | None,
+        typer.Option(
+            help="What runs it: reference, native, tensorrt or native,tensorrt; default: what suits the arch."
+        ),
+    ] = None,
+    recipe: Annotated[
+        Path | None,
+        typer.Option(help="Recipe file or the name of one in engines/; default: NVFP4 weights, FP8 keys and values."),
+    ] = None,
     max_context: Annotated[int | None, typer.Option(help="Most tokens of a sequence; default: the recipe's.")] = None,
-    prefill_chunk: Annotated[int | None, typer.Option(help="Most prompt tokens of one pass.")] = None,
+    prefill_chunk: Annotated[
+        int | None, typer.Option(help="Most prompt tokens of one pass; default: 0.1 s on the arch.")
+    ] = None,
     calibrate: Annotated[bool, typer.Option(help="Measure the scales of FP8 keys and values on calib/.")] = True,
     force: Annotated[bool, typer.Option("--force", help="Replace the bundle that is at --output.")] = False,
     finish: Annotated[
-        Path | None, typer.Option(metavar="BUNDLE", help="Build the plans that this bundle lacks, on its board.")
+        Path | None,
+        typer.Option(metavar="BUNDLE", help="Build the plans that this bundle lacks and time it, on its board."),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object on the last line of stdout.")] = False,
 ) -> None:
     """Build an engine bundle: quantized weights, calibrated scales, tokenizer, kernels, all hashed.
 
-    --backend native takes --arch sm87 (Orin), sm89 (Ada), sm90a (Hopper), sm110a (Thor), sm120a or sm121a (Spark), on
-    any machine: a build needs no GPU. --backend tensorrt takes --arch sm120 or sm121 on any machine (pip install
-    'edge-dflash[tensorrt]'); for --arch sm110 everything but the plans is made, and
-    edge-dflash build --finish BUNDLE makes them on the board, with the TensorRT that is there. A bundle that lacks
-    nothing is left as it is; one whose plans are of another TensorRT gets new ones.
+    --arch is cpu, sm87 (Orin), sm89 (Ada), sm90 (Hopper), sm110 (Thor), sm120 or sm121 (Spark); sm110a, 110 and 11.0
+    are sm110 too. A build needs no GPU. Without --backend a CPU gets the reference backend and a GPU native kernels;
+    sm110 gets TensorRT beside them, and so do sm120 and sm121 where TensorRT for RTX is installed (pip install
+    'edge-dflash[tensorrt]'). Both read the same weights, which are stored once.
+
+    Only the board can build plans for sm110: edge-dflash build --finish BUNDLE does it there, times both
+    backends at the same work and keeps the faster active. Until then the kernels run it. A bundle that lacks nothing is
+    left as it is; one whose plans are of another TensorRT gets new ones.
 
     A build that was stopped resumes when the same command is given again; a half-made bundle is never at --output.
 
-    JSON keys: bundle (path), bytes, seconds, plans (TensorRT plans inside), deferred (work left for the device's
-    first start), warnings.
+    JSON keys: bundle (path), bytes, seconds, backends (aboard), active (the one that runs it), recipe, plans (TensorRT
+    plans inside), deferred (plans left to the board), trial (cycle_ms and prefill_ms of both backends, after --finish),
+    nothing_to_do (why --finish left it as it is), warnings.
     """
     if finish is not None:
         if target or drafter or output:
@@ -73,7 +87,7 @@ def build(
         force=force,
     )
     with stages() as report:
-        result = build_bundle(config, report)
+        result = build_bundle(config, report, say)
     _report(result, json)
 
 
@@ -87,15 +101,25 @@ def _report(result: BuildResult, json: bool) -> None:
                 "bundle": str(result.bundle),
                 "bytes": result.bytes,
                 "seconds": result.seconds,
+                "backends": list(result.backends),
+                "active": result.active,
+                "recipe": result.recipe,
                 "plans": list(result.plans),
                 "deferred": list(result.deferred),
+                "trial": None if result.trial is None else encode(result.trial),
+                "nothing_to_do": result.nothing,
                 "warnings": list(result.warnings),
             }
         )
+    elif result.nothing:
+        print(f"nothing to do for {result.bundle}: {result.nothing}")
     else:
         print(f"built {result.bundle}: {result.bytes / 1e6:,.1f} MB in {result.seconds:.1f} s")
         if result.plans:
             print(f"{len(result.plans)} TensorRT plans")
         if result.deferred:
             command = finish_command(result.bundle)
-            print(f"{len(result.deferred)} plans are left to the board; run there: {command}")
+            runs = f"; until then {result.active} runs it" if result.active != "tensorrt" else ""
+            print(f"{len(result.deferred)} plans are left to the board; run there: {command}{runs}")
+        if result.trial:
+            print(f"{result.trial.text}: {result.active} runs it")

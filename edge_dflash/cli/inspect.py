@@ -8,11 +8,14 @@ from typing import Annotated
 
 import typer
 
+from edge_dflash.archs import find_arch
+from edge_dflash.build.finish import finish_command
+from edge_dflash.bundle.manifest import Manifest
 from edge_dflash.bundle.reader import read_manifest
 from edge_dflash.checkpoint.config import match_pair, read_drafter_spec, read_target_spec
 from edge_dflash.cli.output import emit_json, show
 from edge_dflash.cli.recipes import find_recipe
-from edge_dflash.device import BoardProfile, load_board
+from edge_dflash.device import largest_board, load_board
 from edge_dflash.errors import RequestError
 from edge_dflash.inspection.inspect import inspect_manifest, inspect_recipe
 from edge_dflash.inspection.kernels import bundle_kernels, kernels_table
@@ -22,6 +25,8 @@ from edge_dflash.quant.recipe_file import load_recipe
 from edge_dflash.resources import directory
 
 BOARDS = ", ".join(path.stem for path in sorted(directory("jetson").glob("*.yaml")))
+
+DEFAULT_BOARD = "agx-thor"
 
 
 def inspect(
@@ -33,7 +38,10 @@ def inspect(
     recipe: Annotated[
         Path | None, typer.Option(metavar="NAME|FILE", help="A shipped recipe (a wrong name lists them), or a file.")
     ] = None,
-    board: Annotated[str, typer.Option(metavar="NAME", help=f"One of {BOARDS}.")] = "agx-thor",
+    board: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help=f"One of {BOARDS}, or an arch; default: by BUNDLE's arch, else agx-thor."),
+    ] = None,
     max_context: Annotated[
         int | None, typer.Option(metavar="N", help="Tokens to keep room for; default: the recipe's.")
     ] = None,
@@ -53,37 +61,60 @@ def inspect(
     drafter_kv_bytes_per_token, tape_bytes_per_row, state_bytes, cycle_weight_bytes, cycle_bytes, total_bytes,
     system_bytes (set aside), free_bytes, fits, longest_context (that fits; 0: none), verify_floor_ms, draft_floor_ms,
     plain_floor_ms, floor_ms, break_even_accept_length, architecture, block_size, context, max_context, prefill_chunk,
-    kv_format, and the breakdowns cycle, memory, weights, board. Of BUNDLE also: backend, arch, kernels (compilation
+    prefill_chunk_ms (an estimate), kv_format, and the breakdowns cycle, memory, weights, board. Of BUNDLE also: backend
+    (the one that runs it), backends (aboard), trial (what build --finish measured of them), arch, kernels (compilation
     units with kernels, registers, shared_bytes, stack_bytes).
     """
-    profile = load_board(board)
     if bundle is not None:
         if target or drafter or recipe or max_context is not None:
             raise RequestError(
                 "a bundle has its own models, recipe and sizes; give either BUNDLE or --target and --drafter"
             )
-        _show_bundle(bundle, profile, context, json)
+        _show_bundle(bundle, board, context, json)
         return
     if target is None or drafter is None:
         raise RequestError("give BUNDLE, or --target and --drafter with the directories of the two config.json")
     pair = match_pair(read_target_spec(target), read_drafter_spec(drafter))
     chosen = load_recipe(find_recipe(recipe)) if recipe is not None else default_recipe()
-    result = inspect_recipe(pair, chosen, board=profile, max_context=max_context, context=context)
+    result = inspect_recipe(
+        pair, chosen, board=load_board(board or DEFAULT_BOARD), max_context=max_context, context=context
+    )
     if json:
         emit_json(result.to_json())
     else:
         show(render(result))
 
 
-def _show_bundle(bundle: Path, board: BoardProfile, context: int | None, json: bool) -> None:
+def _show_bundle(bundle: Path, board: str | None, context: int | None, json: bool) -> None:
     manifest = read_manifest(bundle)
-    result = inspect_manifest(manifest, board=board, context=context)
+    profile = load_board(board) if board else largest_board(find_arch(manifest.arch).sm) or load_board(DEFAULT_BOARD)
+    result = inspect_manifest(manifest, board=profile, context=context)
     units = bundle_kernels(bundle, manifest)
     if json:
-        built = {"backend": manifest.backend, "arch": manifest.arch, "kernels": [asdict(unit) for unit in units]}
+        built = {
+            "backend": manifest.backend,
+            "backends": list(manifest.backends),
+            "trial": None if manifest.trial is None else asdict(manifest.trial),
+            "arch": manifest.arch,
+            "kernels": [asdict(unit) for unit in units],
+        }
         emit_json({**result.to_json(), **built})
         return
     show(render(result))
     if units:
         show(kernels_table(units, manifest))
-    print(f"built by {manifest.created_by} for --backend {manifest.backend} --arch {manifest.arch}")
+    print(f"built by {manifest.created_by} for {manifest.options}")
+    if manifest.standby:
+        print(_both(bundle, manifest))
+
+
+def _both(bundle: Path, manifest: Manifest) -> str:
+    """Which of two backends runs, and why."""
+    if manifest.trial is not None:
+        trial = manifest.trial
+        work = f"{trial.cycles} cycles behind {trial.prompt_tokens} tokens on {trial.device}"
+        failed = "".join(f"\n{name} failed: {why}" for name, why in trial.failed.items())
+        return f"{manifest.backend} runs it: {trial.text} ({work}){failed}"
+    plans = manifest.plans
+    missing = f"{len(plans.deferred)} plans are yet to be built" if plans and plans.deferred else "nothing was timed"
+    return f"{manifest.backend} runs it; {missing}: {finish_command(bundle)} on the board"

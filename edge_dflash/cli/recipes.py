@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from edge_dflash.errors import RecipeError
@@ -13,6 +14,7 @@ def find_recipe(given: Path) -> Path:
     if given.is_file():
         return given
     shipped = {path.stem: path for path in sorted(directory("engines").glob("*.yaml"))}
-    if str(given) in shipped:
-        return shipped[str(given)]
+    name = re.sub(r"(-sm\d+)a(?=-|$)", r"\1", str(given))  # sm110a is sm110
+    if name in shipped:
+        return shipped[name]
     raise RecipeError(f"no recipe file {given}, and none that ships is called so; shipped: {', '.join(shipped)}")

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from edge_dflash.backends.native.arch import arch_sm
-from edge_dflash.backends.native.compile import ARCHS
+from edge_dflash.archs import arch_of_sm, find_arch
 from edge_dflash.bundle.manifest import Manifest
-from edge_dflash.doctor.check import Check, fail, ok
+from edge_dflash.doctor.check import Check, fail, ok, warn
 from edge_dflash.doctor.facts import BundleFacts, Facts
 
 
@@ -20,17 +19,17 @@ def files(bundle: BundleFacts) -> Check:
 
 def architecture(manifest: Manifest, facts: Facts) -> Check:
     """Whether what was built runs on this device."""
-    built = f"built for {manifest.backend} on {manifest.arch}"
+    built = f"built for {' and '.join(manifest.backends)} on {manifest.arch}"
     if manifest.backend == "reference":
         return ok("D015", built)
-    sm = arch_sm(manifest.arch)
+    sm = find_arch(manifest.arch).sm
     if facts.device is None:
         return fail(
             "D015", f"{built}; there is no GPU here", "build with --backend reference --arch cpu for this machine"
         )
     if sm != facts.device.sm:
-        here = next((name for name in ARCHS if arch_sm(name) == facts.device.sm), None)
-        remedy = f"--backend {manifest.backend} --arch {here}" if here else "--backend reference --arch cpu"
+        here = arch_of_sm(facts.device.sm)
+        remedy = f"--backend {manifest.backend} --arch {here.name}" if here else "--backend reference --arch cpu"
         return fail("D015", f"{built}; this is SM {facts.device.sm}", f"build again with {remedy}")
     return ok("D015", built)
 
@@ -44,20 +43,28 @@ def kernels(manifest: Manifest, facts: Facts) -> Check:
     return fail(
         "D016",
         f"holds kernels {held} of {manifest.created_by}, this version launches {facts.kernels}",
-        f"install that version, or build again with --backend {manifest.backend} --arch {manifest.arch}",
+        f"install that version, or build again with {manifest.options}",
     )
 
 
 def plans(bundle: BundleFacts, manifest: Manifest, facts: Facts) -> Check:
-    """Whether the plans are there, and were built by the very TensorRT that is here."""
+    """Whether the plans are there, and were built by the very TensorRT that is here; which backend runs, and why."""
     if (held := manifest.plans) is None:
         return ok("D017", "holds no plans")
-    remedy = f"edge-dflash build --finish {bundle.path} on this board; the installed service does so when it starts"
+    remedy = f"edge-dflash build --finish {bundle.path} on this board"
+    if manifest.runs_without_plans:
+        judge, runs = warn, f"; {manifest.backend} runs"
+    else:
+        judge, runs = fail, ""
+        remedy += "; the installed service does so when it starts"
     if held.deferred:
-        return fail("D017", f"{len(held.deferred)} of {len(held.names)} plans are yet to be built", remedy)
+        return judge("D017", f"{len(held.deferred)} of {len(held.names)} plans are yet to be built{runs}", remedy)
+    count = f"{len(held.names)} plans of TensorRT {held.version}"
     here = facts.tensorrt.get(held.flavour)
     if here is None:
-        return fail("D017", f"{len(held.names)} plans of TensorRT {held.version}, none is here", "see D005")
+        return judge("D017", f"{count}, none is here{runs}", "see D005")
     if held.version != here and not f"{held.version}.".startswith(f"{here}."):
-        return fail("D017", f"{len(held.names)} plans of TensorRT {held.version}, here is {here}", remedy)
-    return ok("D017", f"{len(held.names)} plans of TensorRT {held.version}")
+        return judge("D017", f"{count}, here is {here}{runs}", remedy)
+    if manifest.standby and manifest.trial is None:
+        return warn("D017", f"{count}; the backends were not timed{runs}", remedy)
+    return ok("D017", count if manifest.trial is None else f"{count}; {manifest.trial.text}: {manifest.backend} runs")

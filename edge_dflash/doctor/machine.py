@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from edge_dflash.backends.native.arch import arch_sm
-from edge_dflash.backends.native.compile import ARCHS
+from edge_dflash.archs import ARCHS_OF, arch_of_sm
 from edge_dflash.backends.tensorrt.api import FLAVOURS, TENSORRT
 from edge_dflash.device import JetPackVersion, PowerMode
 from edge_dflash.doctor.check import Check, fail, ok, warn
@@ -58,8 +57,8 @@ def gpu(facts: Facts) -> Check:
         return warn("D004", "no GPU", "see D003; a bundle of the reference backend needs none")
     where = "shares main memory" if device.integrated else "has memory of its own"
     found = f"{device.name}, SM {device.sm}, {where}"
-    if device.sm not in map(arch_sm, ARCHS):
-        return warn("D004", found, f"build for the CPU; there are kernels for {', '.join(ARCHS)}")
+    if arch_of_sm(device.sm) is None:
+        return warn("D004", found, f"build for the CPU; there are kernels for {', '.join(ARCHS_OF['native'])}")
     if facts.profile is not None and facts.profile.sm != device.sm:
         return warn(
             "D004", found, f"the profile {facts.profile.name} says SM {facts.profile.sm}: correct it in jetson/"
@@ -69,13 +68,15 @@ def gpu(facts: Facts) -> Check:
 
 def tensorrt(facts: Facts) -> Check:
     """Whether TensorRT is there where it is needed, and is the one of the JetPack."""
-    plans = facts.bundle.manifest.plans if facts.bundle and facts.bundle.manifest else None
+    manifest = facts.bundle.manifest if facts.bundle else None
+    plans = manifest.plans if manifest else None
     module = plans.flavour if plans else TENSORRT.module
     version, jetpack = facts.tensorrt.get(module), _jetpack(facts)
     if version is None:
-        if plans:
+        if manifest and plans:
             flavour = next(flavour for flavour in FLAVOURS if flavour.module == module)
-            return fail("D005", f"no {flavour.product}", flavour.install)
+            judge = warn if manifest.runs_without_plans else fail
+            return judge("D005", f"no {flavour.product}", flavour.install)
         return ok("D005", "none; only bundles of the tensorrt backend need it")
     if module == TENSORRT.module and jetpack is not None and not _same_release(version, jetpack.tensorrt):
         return warn(
@@ -140,7 +141,7 @@ def heat(facts: Facts) -> Check:
 
 
 def _backend(facts: Facts) -> str | None:
-    """What the bundle was built for."""
+    """What runs the bundle."""
     return facts.bundle.manifest.backend if facts.bundle and facts.bundle.manifest else None
 
 

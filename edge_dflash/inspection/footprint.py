@@ -148,6 +148,18 @@ def _sum(size: Mapping[str, int], program: Program, prefix: str) -> int:
     return sum(size.get(n, 0) for n, w in weights if n.startswith(prefix) and w.kind != "embedding")
 
 
+def row_parameters(program: Program) -> int:
+    """Weights that each row of a pass is multiplied with: linears, but for those of selected rows (the head)."""
+    selected: set[str] = set()
+    total = 0
+    for op in program.ops:
+        if isinstance(op, SelectRows) or selected & set(op.inputs):
+            selected.add(op.output)
+        elif isinstance(op, Linear):
+            total += prod(program.weights[op.weight].shape)
+    return total
+
+
 def scratch_bytes(program: Program, rows: int) -> int:
     """Peak bytes of the tensors alive at once in a pass of ``rows`` rows, each freed after its last use."""
     last_use: dict[str, int] = {}

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any
 
+from edge_dflash.archs import MOST_ROWS, Arch, arch_of_sm
 from edge_dflash.bundle.manifest import Manifest
 from edge_dflash.checkpoint.specs import PairSpec
 from edge_dflash.device import SYSTEM_BYTES, BoardProfile
@@ -48,6 +49,7 @@ class Inspection:
     context: int  # committed tokens at which the cycle is costed
     max_context: int  # rows of every KV state
     prefill_chunk: int
+    row_parameters: int  # weights that a row of a prefill is multiplied with
     kv_format: KvFormat
     weights: tuple[WeightGroup, ...]
     kv_bytes_per_token: int  # target
@@ -100,6 +102,12 @@ class Inspection:
         return self.board.milliseconds(self.cycle_bytes)
 
     @property
+    def prefill_chunk_ms(self) -> float | None:
+        """Estimate of one prefill pass by the rate of the board's architecture; None where that is not known."""
+        arch = arch_of_sm(self.board.sm)
+        return None if arch is None else 1e3 * arch.prefill_seconds(self.row_parameters, self.prefill_chunk)
+
+    @property
     def plain_floor_ms(self) -> float:
         """Least time of a token without a drafter: a verify pass and the state it needs, one row."""
         c = self.cycle
@@ -138,6 +146,7 @@ class Inspection:
             "context": self.context,
             "max_context": self.max_context,
             "prefill_chunk": self.prefill_chunk,
+            "prefill_chunk_ms": self.prefill_chunk_ms,
             "kv_format": self.kv_format,
             "cycle": asdict(self.cycle),
             "memory": asdict(self.memory),
@@ -158,15 +167,19 @@ def inspect_pair(
     board: BoardProfile,
     max_context: int,
     context: int | None = None,
-    prefill_chunk: int = 512,
+    prefill_chunk: int | None = None,
     kv_format: KvFormat = "fp8",
 ) -> Inspection:
     """Cost a pair. ``formats``: storage of each weight by canonical name (a bundle's manifest), or a rule for it.
 
     ``context``: committed tokens at which a cycle is costed; None takes DEFAULT_CONTEXT or what ``max_context`` allows.
-    Raises RequestError when ``max_context`` or ``context`` leaves no room for a block.
+    ``prefill_chunk``: None takes the default of the board's architecture. Raises RequestError when ``max_context`` or
+    ``context`` leaves no room for a block.
     """
     block = spec.drafter.block_size
+    programs = pair_programs(spec)
+    if prefill_chunk is None:
+        prefill_chunk = default_chunk(arch_of_sm(board.sm), programs, max_context)
     if max_context <= block or prefill_chunk < 1:
         raise RequestError(
             f"maximum context {max_context} and prefill chunk {prefill_chunk} are given; wanted more than the block "
@@ -179,7 +192,6 @@ def inspect_pair(
             f"context {context} is outside 0..{max_context - block} (maximum - block); "
             "give a smaller --context, or a larger maximum"
         )
-    programs = pair_programs(spec)
     form = _formats(programs, formats)
     read = {name: footprint.weight_bytes(weight, form[name]) for name, weight in programs.weights.items()}
     stored = {name: size for name, size in read.items() if form[name] != "tied"}
@@ -192,6 +204,7 @@ def inspect_pair(
         context=context,
         max_context=max_context,
         prefill_chunk=prefill_chunk,
+        row_parameters=footprint.row_parameters(programs.prefill),
         kv_format=kv_format,
         weights=_groups(programs, form, read),
         kv_bytes_per_token=footprint.kv_bytes_per_token(target, kv_format),
@@ -201,6 +214,12 @@ def inspect_pair(
         cycle=footprint.cycle_bytes(programs, read, block, context, kv_format),
         memory=footprint.memory_bytes(programs, stored, block, max_context, prefill_chunk, kv_format),
     )
+
+
+def default_chunk(arch: Arch | None, programs: PairPrograms, max_context: int) -> int:
+    """Rows of a prefill pass when nobody says how many: no more than ``arch`` needs about a tenth of a second for."""
+    rows = MOST_ROWS if arch is None else arch.prefill_rows(footprint.row_parameters(programs.prefill))
+    return min(rows, max_context)
 
 
 def inspect_recipe(

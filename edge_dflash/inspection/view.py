@@ -70,6 +70,8 @@ def _memory(inspection: Inspection) -> Table:
 
 def _summary(inspection: Inspection) -> Text:
     board = inspection.board
+    chunk_ms = inspection.prefill_chunk_ms
+    estimate = "" if chunk_ms is None else f", about {chunk_ms:.3g} ms on SM {board.sm}"
     lines = [
         f"{board.title}: {board.memory_bandwidth_bytes_per_s / 1e9:g} GB/s peak",
         f"K/V per token ({inspection.kv_format}): {inspection.kv_bytes_per_token:,} B target,"
@@ -78,6 +80,7 @@ def _summary(inspection: Inspection) -> Text:
         f"floor: {inspection.floor_ms:.2f} ms a cycle, {inspection.plain_floor_ms:.2f} ms a token without drafter;"
         f" a drafter pays above an accept length of {inspection.break_even_accept_length:.2f}",
     ]
+    lines.append(f"prefill: at most {inspection.prefill_chunk} tokens a pass{estimate}")
     if inspection.free_bytes < 0:
         lines.append(_advice(inspection))
     return Text("\n".join(lines))

@@ -2,7 +2,7 @@
 
 /opt/edge-dflash/releases/ID/bundle     a link to the copied bundle beside it, which keeps its name
 /opt/edge-dflash/releases/ID/run        a link to the program that serves it
-/opt/edge-dflash/releases/ID/no-plans   there is nothing that this board would have to build
+/opt/edge-dflash/releases/ID/no-plans   nothing has to be built here before it is served
 /opt/edge-dflash/current                a link to the release that is served; /opt/edge-dflash/history: their order
 /opt/edge-dflash/unserved               the running service does not have the last change yet
 /etc/edge-dflash/config.toml            written once, then the administrator's

@@ -65,7 +65,7 @@ def add(layout: Layout, bundle: Path, program: Path) -> str:
         if folder != "bundle":
             (incoming / "bundle").symlink_to(folder)
         (incoming / "run").symlink_to(program)
-        if manifest.plans is None:
+        if manifest.runs_without_plans:
             (incoming / "no-plans").touch()
         incoming.chmod(0o755)
         incoming.rename(layout.releases / name)

@@ -64,7 +64,7 @@ class Context:
     """Defaults of a build that gives no sizes of its own, in tokens."""
 
     max_context: int = 8192
-    prefill_chunk: int = 512
+    prefill_chunk: int | None = None  # None: what the arch computes in a tenth of a second
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,7 @@ class Recipe:
     kv: Literal["fp8", "bf16"] = "fp8"
     calibration: Calibration = Calibration()
     context: Context = Context()
+    keeps: bool = False  # a quantized weight stays as it is stored, whatever is wished of it
 
     def choice(self, name: str, spec: WeightSpec, stored: Weight | None) -> StoredFormat:
         """Format that the weight gets in a bundle; equal to the stored format when it is to be copied as it is.
@@ -97,7 +98,7 @@ class Recipe:
                     "always stay wide: use keep, or a narrower match"
                 )
             return found
-        if wish == "keep" or wish == found:
+        if wish == "keep" or wish == found or (self.keeps and found in ("fp8", "nvfp4")):
             return found
         if found in ("fp8", "nvfp4"):
             raise RecipeError(
@@ -148,8 +149,12 @@ DEFAULT_DRAFTER: Mapping[str, Wish] = {"attention": "nvfp4", "mlp": "nvfp4", "fc
 
 
 def default_recipe() -> Recipe:
-    """All linears NVFP4, lm_head included; the drafter's fc FP8; FP8 KV; BF16 activations."""
-    return Recipe("default", "All linears NVFP4, the drafter's fc FP8, FP8 keys and values, BF16 activations.")
+    """All linears NVFP4, lm_head included; the drafter's fc FP8; FP8 KV; BF16 activations.
+
+    Linears that a checkpoint stores in FP8 or NVFP4 stay as they are: nobody asked for other formats.
+    """
+    text = "wide linears to NVFP4, the drafter's fc to FP8; quantized ones kept; FP8 keys and values, BF16 activations"
+    return Recipe("default", text, keeps=True)
 
 
 def stored_format(weight: Weight) -> StoredFormat:

@@ -84,6 +84,5 @@ def _calibration(table: Table) -> Calibration:
 
 def _context(table: Table) -> Context:
     default = Context()
-    return Context(
-        table.positive("max_context", default.max_context), table.positive("prefill_chunk", default.prefill_chunk)
-    )
+    chunk = table.positive("prefill_chunk", 1) if "prefill_chunk" in table.given else default.prefill_chunk
+    return Context(table.positive("max_context", default.max_context), chunk)

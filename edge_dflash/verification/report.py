@@ -55,6 +55,8 @@ def _bundle(path: Path, manifest: Manifest) -> dict[str, Any]:
         "path": str(path),
         "created_by": manifest.created_by,
         "backend": manifest.backend,
+        "backends": list(manifest.backends),
+        "trial": None if manifest.trial is None else encode(manifest.trial),
         "arch": manifest.arch,
         "architecture": manifest.pair.target.architecture,
         "recipe": manifest.recipe,

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from edge_dflash.backends.native.compile import ARCHS
+from edge_dflash.archs import arch_of_sm, find_arch
 from edge_dflash.errors import BackendError
 
 _REFERENCE = "build it with --backend reference --arch cpu to run it on a CPU"
-
-
-def arch_sm(arch: str) -> int:
-    """SM of one of :data:`~edge_dflash.backends.native.compile.ARCHS`: 90 for ``sm90a``."""
-    return int(arch.removeprefix("sm").removesuffix("a"))
 
 
 def device_sm(ordinal: int = 0) -> int:
@@ -69,10 +64,8 @@ def shares_memory(ordinal: int = 0) -> bool:
 
 def check_arch(arch: str, sm: int, where: str, backend: str = "native") -> None:
     """Raise BackendError unless kernels for ``arch`` run on a device of ``sm``: those of other SMs do not load."""
-    if arch_sm(arch) == sm:
+    built, here = find_arch(arch), arch_of_sm(sm)
+    if built.sm == sm:
         return
-    here = next((name for name in ARCHS if arch_sm(name) == sm), None)
-    remedy = f"build it again with --backend {backend} --arch {here}" if here else _REFERENCE
-    raise BackendError(
-        f"{where} was built for {arch}, which runs on SM {arch_sm(arch)}; this device is SM {sm}: {remedy}"
-    )
+    remedy = f"build it again with --backend {backend} --arch {here.name}" if here else _REFERENCE
+    raise BackendError(f"{where} was built for {arch}, which runs on SM {built.sm}; this device is SM {sm}: {remedy}")

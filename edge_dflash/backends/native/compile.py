@@ -13,10 +13,11 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
+from edge_dflash.archs import KERNEL_ARCHS, find_arch
 from edge_dflash.errors import BuildError
 
 KERNELS = Path(__file__).parent / "kernels"
-ARCHS = ("sm87", "sm89", "sm90a", "sm110a", "sm120a", "sm121a")
+ARCHS = KERNEL_ARCHS
 _LOADING = Lock()  # bindings of 13.0 find the library half loaded when two threads load it at once
 BENCH = "bench"  # kernels of benchmarks: no bundle holds them
 _INCLUDE = re.compile(r'^\s*#include "([^"]+)"', re.M)
@@ -64,9 +65,11 @@ def compiler_version() -> str:
 
 
 def compile_cubin(unit: str, arch: str) -> bytes:
-    """Cubin of ``kernels/<unit>.cu`` for ``arch`` (``sm90a``). Raises BuildError with the compiler's first error."""
-    if arch not in ARCHS:
-        raise BuildError(f"arch is {arch!r}, wanted one of {', '.join(ARCHS)}")
+    """Cubin of ``kernels/<unit>.cu`` for ``arch``.
+
+    Raises BackendError for an unknown arch, BuildError with the compiler's first error.
+    """
+    arch = _flag(arch)
     nvrtc, path = _nvrtc(), KERNELS / f"{unit}.cu"
     gpu = f"-arch=sm_{arch.removeprefix('sm')}"
     options = [option.encode() for option in (gpu, "--std=c++17", "--fmad=true", f"--include-path={KERNELS}")]
@@ -89,7 +92,7 @@ def compile_cubin(unit: str, arch: str) -> bytes:
 def cached_cubin(unit: str, arch: str, cache: Path) -> bytes:
     """:func:`compile_cubin`, once for each state of the unit's sources: kept in the folder ``cache``."""
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in unit_sources(unit))).hexdigest()[:16]
-    path = cache / f"{unit}-{arch}-{digest}.cubin"
+    path = cache / f"{unit}-{_flag(arch)}-{digest}.cubin"
     if not path.exists():
         cache.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f"{path.name}.{os.getpid()}")
@@ -118,6 +121,11 @@ def _call(result: tuple[Any, ...], doing: str) -> Any:
     if status.value:
         raise BuildError(_missing(f"an NVRTC that works; {doing}, this one says {status.name}"))
     return values[0] if len(values) == 1 else values
+
+
+def _flag(arch: str) -> str:
+    """What the compiler calls an arch: ``sm110a`` for sm110."""
+    return str(find_arch(arch, "native").kernels)
 
 
 def _missing(name: str) -> str:

@@ -21,7 +21,7 @@ COLUMNS = f"{'registers':>9} {'shared':>7} {'spilled':>7}  kernel (bytes; dynami
 def main(argv: Sequence[str] | None = None) -> int:
     """Compile all units for each arch; return 0, or an error's exit code after one line on stderr."""
     parser = argparse.ArgumentParser(prog="python -m edge_dflash.backends.native.report", description=__doc__)
-    parser.add_argument("--arch", nargs="+", default=list(ARCHS), help="architectures, such as sm110a; default: all")
+    parser.add_argument("--arch", nargs="+", default=list(ARCHS), help="architectures, such as sm110; default: all")
     parser.add_argument("--unit", nargs="+", default=list(bundled()), help="compilation units; default: all")
     parser.add_argument("--cache", type=Path, help="folder that keeps cubins for the next time")
     chosen = parser.parse_args(argv)

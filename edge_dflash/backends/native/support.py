@@ -10,7 +10,7 @@ from typing import Literal
 
 import numpy as np
 
-from edge_dflash.backends.native.arch import arch_sm
+from edge_dflash.archs import find_arch
 from edge_dflash.backends.native.attend import AttendShape
 from edge_dflash.backends.native.delta import DeltaShape
 from edge_dflash.backends.native.linear_plan import block_shared, plan
@@ -94,7 +94,7 @@ def _check_op(
 
 
 def _check_shared(name: str, layout: Layout, rows: int, arch: str) -> None:
-    sm = arch_sm(arch)
+    sm = find_arch(arch).sm
     needed, most = plan(layout, rows, sm, 1).shared_bytes, block_shared(sm)
     if needed > most:
         raise BackendError(

@@ -29,7 +29,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from edge_dflash.backends.native.nvfp4_words import E4M3_CODE, SCALE_CODE, WORD_BITS, word_bits
+from edge_dflash.backends.native.nvfp4_words import SCALE_CODE, WORD_BITS
 from edge_dflash.checkpoint.weights import Fp8Weight, Nvfp4Weight, Weight, WideWeight
 from edge_dflash.errors import BackendError
 
@@ -40,9 +40,9 @@ UNIT_ROWS = 32
 WINDOW: dict[Format, int] = {"nvfp4": 64, "fp8": 64, "bf16": 32}
 UNIT_BYTES: dict[Format, int] = {"nvfp4": 1152, "fp8": 2048, "bf16": 2048}
 BLOCK = 16  # K values of an NVFP4 block scale
-_NVFP4_EXPONENT = 19  # the kernel's products are 2^-19 times e2m1 * e4m3: the row scales carry 2^19
+NVFP4_EXPONENT = 19  # the kernel's products are 2^-19 times e2m1 * e4m3: the row scales carry 2^19
 
-_FP8_ORDER = (2, 0, 3, 1)  # code in byte 0, 1, 2, 3 of a word
+FP8_ORDER = (2, 0, 3, 1)  # code in byte 0, 1, 2, 3 of a word
 
 
 @dataclass(frozen=True)
@@ -110,24 +110,6 @@ def repack(weights: Weight | Sequence[Weight], *, swiglu: bool = False) -> Repac
     return Repacked(layout, data, np.ascontiguousarray(_stacked(scales, layout)[:, 0]))
 
 
-def unpack(repacked: Repacked) -> tuple[Weight, ...]:
-    """The matrices of a stack again: the same codes and scales (NVFP4 blocks of scale zero come back as zero codes)."""
-    layout = repacked.layout
-    codes, block_scales = _from_pieces(repacked.data, layout)
-    rows = _unstacked(repacked.scale[:, None], layout)
-    out: list[Weight] = []
-    for code, block, row in zip(_unstacked(codes, layout), _unstacked(block_scales, layout), rows, strict=True):
-        row = row[:, 0]
-        match layout.format:
-            case "nvfp4":
-                out.append(Nvfp4Weight(code, block, float(np.ldexp(row[0], -_NVFP4_EXPONENT))))
-            case "fp8":
-                out.append(Fp8Weight(code, row))
-            case "bf16":
-                out.append(WideWeight(code.view(np.uint16)))
-    return tuple(out)
-
-
 def _format(weight: Weight) -> Format:
     match weight:
         case Nvfp4Weight():
@@ -170,7 +152,7 @@ def _row_scale(weight: Weight) -> npt.NDArray[np.float32]:
     n = weight.shape[0]
     match weight:
         case Nvfp4Weight():
-            return np.full((n, 1), np.ldexp(np.float32(weight.global_scale), _NVFP4_EXPONENT), np.float32)
+            return np.full((n, 1), np.ldexp(np.float32(weight.global_scale), NVFP4_EXPONENT), np.float32)
         case Fp8Weight():
             return np.broadcast_to(np.asarray(weight.scale, np.float32).reshape(-1, 1), (n, 1))
         case WideWeight():
@@ -193,18 +175,6 @@ def _stacked(parts: Sequence[npt.NDArray[Any]], layout: Layout) -> npt.NDArray[A
     return out
 
 
-def _unstacked(rows: npt.NDArray[Any], layout: Layout) -> list[npt.NDArray[Any]]:
-    """Inverse of :func:`_stacked`."""
-    if layout.swiglu:
-        groups = -(-layout.columns[0] // 8)
-        pair = rows[: groups * 16].reshape(groups, 2, 8, rows.shape[1])
-        return [
-            np.ascontiguousarray(pair[:, i].reshape(groups * 8, rows.shape[1])[: layout.columns[0]]) for i in (0, 1)
-        ]
-    starts = zip(layout.starts, layout.columns, strict=False)
-    return [np.ascontiguousarray(rows[s * UNIT_ROWS : s * UNIT_ROWS + n]) for s, n in starts]
-
-
 def _in_lanes(rows: Bytes, layout: Layout, lane_bytes: int) -> Bytes:
     """[rows, bytes along K] -> [units, windows, tile, row g or g + 8, lane, lane_bytes]; ``rows`` is padded along K."""
     row_bytes = layout.windows * 4 * lane_bytes
@@ -216,19 +186,13 @@ def _in_lanes(rows: Bytes, layout: Layout, lane_bytes: int) -> Bytes:
     )
 
 
-def _from_lanes(lanes: Bytes, layout: Layout, row_bytes: int) -> Bytes:
-    """Inverse of :func:`_in_lanes`, cut to ``row_bytes``."""
-    split = lanes.reshape(layout.units, layout.windows, 2, 2, 8, 4, -1).transpose(0, 2, 3, 4, 1, 5, 6)
-    return np.ascontiguousarray(split.reshape(layout.units * UNIT_ROWS, -1)[:, :row_bytes])
-
-
 def _pieces(codes: Bytes, block_scales: Bytes, layout: Layout) -> Bytes:
     """All pieces, in order, as one array."""
     shape = (layout.units, layout.windows, UNIT_BYTES[layout.format])
     if layout.format != "nvfp4":
         lanes = _in_lanes(codes, layout, 16)
         if layout.format == "fp8":
-            lanes = lanes.reshape(-1, 4)[:, _FP8_ORDER]
+            lanes = lanes.reshape(-1, 4)[:, FP8_ORDER]
         return lanes.reshape(-1)
     out = np.empty(shape, np.uint8)
     lanes = _in_lanes(codes, layout, 8)  # 4 bytes of 2 codes: one word
@@ -240,23 +204,3 @@ def _pieces(codes: Bytes, block_scales: Bytes, layout: Layout) -> Bytes:
     scales = _in_lanes(block_scales, layout, 1)[..., 0]  # [u, v, tile, half, lane]
     out[..., 1024:] = scales.transpose(0, 1, 4, 2, 3).reshape(*shape[:2], 128)
     return out.reshape(-1)
-
-
-def _from_pieces(data: Bytes, layout: Layout) -> tuple[Bytes, Bytes]:
-    """Codes and block scales of :func:`_pieces`, rows still in streaming order."""
-    none = np.zeros((layout.units * UNIT_ROWS, 0), np.uint8)
-    pieces = data.reshape(layout.units, layout.windows, UNIT_BYTES[layout.format])
-    if layout.format == "fp8":
-        return _from_lanes(pieces.reshape(-1, 4)[:, np.argsort(_FP8_ORDER)], layout, layout.k), none
-    if layout.format == "bf16":
-        return _from_lanes(pieces, layout, layout.k * 2), none
-    stored = np.ascontiguousarray(pieces[..., :1024]).view(np.uint32)
-    words = stored.reshape(*pieces.shape[:2], 2, 32, 2, 2).transpose(0, 1, 2, 4, 3, 5)  # [u, v, tile, half, lane, word]
-    packed = np.zeros((*words.shape, 4), np.uint8)
-    for pair in range(4):
-        for odd in (0, 1):
-            for bit, place in zip((3, 2, 1, 0), word_bits(pair, odd), strict=True):
-                packed[..., pair] |= ((words >> place & 1) << (4 * odd + bit)).astype(np.uint8)
-    scales = pieces[..., 1024:].reshape(*pieces.shape[:2], 32, 2, 2).transpose(0, 1, 3, 4, 2)
-    codes = _from_lanes(packed, layout, layout.k // 2)
-    return codes, _from_lanes(E4M3_CODE[scales], layout, layout.k // BLOCK)

@@ -11,6 +11,7 @@ import importlib
 from dataclasses import dataclass
 from typing import Any
 
+from edge_dflash.archs import find_arch
 from edge_dflash.errors import BackendError
 
 
@@ -20,7 +21,6 @@ class Flavour:
 
     module: str  # what to import
     product: str
-    archs: tuple[str, ...]  # of manifests
     first: str  # version with all that we call: FP4, or building for a named GPU
     install: str  # what to do when the import fails
 
@@ -28,7 +28,6 @@ class Flavour:
 TENSORRT = Flavour(
     "tensorrt",
     "TensorRT",
-    ("sm87", "sm89", "sm90a", "sm100a", "sm110", "sm110a"),
     "10.8",  # JetPack 7.0 ships 10.13
     "on a Jetson make the virtual environment with --system-site-packages (JetPack ships it), "
     "elsewhere pip install tensorrt-cu13",
@@ -36,7 +35,6 @@ TENSORRT = Flavour(
 TENSORRT_RTX = Flavour(
     "tensorrt_rtx",
     "TensorRT for RTX",
-    ("sm120", "sm120a", "sm121", "sm121a"),
     "1.3",
     "pip install 'edge-dflash[tensorrt]'",
 )
@@ -45,11 +43,8 @@ FLAVOURS = (TENSORRT, TENSORRT_RTX)
 
 def flavour_of(arch: str) -> Flavour:
     """The flavour that builds for an architecture. Raises BackendError for one that neither serves."""
-    for flavour in FLAVOURS:
-        if arch in flavour.archs:
-            return flavour
-    known = ", ".join(arch for flavour in FLAVOURS for arch in flavour.archs)
-    raise BackendError(f"no TensorRT builds for {arch!r}, known are {known}: use the native or reference backend")
+    module = find_arch(arch, "tensorrt").tensorrt
+    return next(flavour for flavour in FLAVOURS if flavour.module == module)
 
 
 def load(flavour: Flavour) -> Any:
@@ -67,4 +62,4 @@ def version(trt: Any) -> str:
 
 def compute_capability(arch: str) -> str:
     """Name of an architecture among TensorRT's compute capabilities: sm121a is ``SM121``."""
-    return arch.removesuffix("a").upper()
+    return f"SM{find_arch(arch).sm}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
-from edge_dflash.backends.native.compile import ARCHS as KERNEL_ARCHS
+from edge_dflash.archs import find_arch
 from edge_dflash.backends.native.support import check_native
 from edge_dflash.backends.tensorrt.units import EMBEDDING, HEAD, PairUnits, Unit, pair_units
 from edge_dflash.bundle.manifest import PLANS, WeightFormat
@@ -37,20 +37,12 @@ def planned(units: Mapping[str, Unit]) -> dict[str, Unit]:
     return dict(sorted(found.items(), key=lambda item: item[1].key != HEAD))
 
 
-def kernel_arch(arch: str) -> str:
-    """Architecture of the kernels that run beside plans: those of sm121 are compiled for sm121a."""
-    found = next((name for name in (arch, f"{arch}a") if name in KERNEL_ARCHS), None)
-    if found is None:
-        raise BackendError(f"there are no kernels for {arch!r}, known are {', '.join(KERNEL_ARCHS)}")
-    return found
-
-
 def check_plans(
     pair: PairSpec, formats: Mapping[str, WeightFormat], arch: str, kv: Literal["fp8", "bfloat16"] = "fp8"
 ) -> None:
     """Raise BackendError, naming weight or op, unless plans and state kernels for ``arch`` run the pair."""
     check_native(pair, formats, kv=kv)
-    sm = int(kernel_arch(arch).removeprefix("sm").removesuffix("a"))
+    sm = find_arch(arch, "tensorrt").sm
     four_bit = next((name for name, form in formats.items() if form == "nvfp4"), None)
     if four_bit is not None and sm < FIRST_FP4:
         raise BackendError(
