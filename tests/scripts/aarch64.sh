@@ -39,7 +39,9 @@ leave() {
   rm -rf "$work"
 }
 trap leave EXIT
-inside() { chroot "$root" /usr/bin/env -i PATH=/robot/bin:/usr/bin:/bin HOME=/root LANG=C.UTF-8 "$@"; }
+inside() { # as an Orin's processor: what qemu calls `max` has instructions that no board has
+  chroot "$root" /usr/bin/env -i QEMU_CPU=cortex-a76 PATH=/robot/bin:/usr/bin:/bin HOME=/root LANG=C.UTF-8 "$@"
+}
 failures=0
 step() { # a name, then a command: what it says, its exit code and seconds are kept
   local name=$1 began=$SECONDS code=0
@@ -55,7 +57,7 @@ for glibc in $(seq 17 36); do platforms+=(--platform "manylinux_2_${glibc}_aarch
 
 # The system, with the files of a board's kernel that qemu-user does not show: which processor this is.
 [ -e "$root/usr/bin/python3" ] ||
-  debootstrap --arch=arm64 --variant=minbase --include=python3-venv bookworm "$root" http://deb.debian.org/debian >"$work/debootstrap" ||
+  debootstrap --arch=arm64 --variant=minbase --include=git,python3-venv bookworm "$root" http://deb.debian.org/debian >"$work/debootstrap" ||
   { tail -n 3 "$work/debootstrap" && skip "debootstrap could not fetch Debian 12 for arm64"; }
 mkdir -p "$root/dev/shm"
 mount -t proc proc "$root/proc" && mount -t tmpfs tmpfs "$root/sys" && mount -t tmpfs tmpfs "$root/dev/shm"
