@@ -31,6 +31,7 @@ entry=/proc/sys/fs/binfmt_misc/qemu-aarch64
   skip "no binfmt entry runs aarch64 here: apt install qemu-user-static binfmt-support; update-binfmts --enable qemu-aarch64"
 python3 -c 'import edge_dflash, pytest' 2>/dev/null || skip "python3 is not of an environment with '.[test]'"
 
+commit=$(git describe --always --dirty)
 work=$(mktemp -d)
 root=${root:-$work/root}
 leave() {
@@ -38,7 +39,9 @@ leave() {
   rm -rf "$work"
 }
 trap leave EXIT
-inside() { chroot "$root" /usr/bin/env -i PATH=/robot/bin:/usr/bin:/bin HOME=/root LANG=C.UTF-8 "$@"; }
+inside() { # as an Orin's processor: what qemu calls `max` has instructions that no board has
+  chroot "$root" /usr/bin/env -i QEMU_CPU=cortex-a76 PATH=/robot/bin:/usr/bin:/bin HOME=/root LANG=C.UTF-8 "$@"
+}
 failures=0
 step() { # a name, then a command: what it says, its exit code and seconds are kept
   local name=$1 began=$SECONDS code=0
@@ -54,7 +57,7 @@ for glibc in $(seq 17 36); do platforms+=(--platform "manylinux_2_${glibc}_aarch
 
 # The system, with the files of a board's kernel that qemu-user does not show: which processor this is.
 [ -e "$root/usr/bin/python3" ] ||
-  debootstrap --arch=arm64 --variant=minbase --include=python3-venv bookworm "$root" http://deb.debian.org/debian >"$work/debootstrap" ||
+  debootstrap --arch=arm64 --variant=minbase --include=git,python3-venv bookworm "$root" http://deb.debian.org/debian >"$work/debootstrap" ||
   { tail -n 3 "$work/debootstrap" && skip "debootstrap could not fetch Debian 12 for arm64"; }
 mkdir -p "$root/dev/shm"
 mount -t proc proc "$root/proc" && mount -t tmpfs tmpfs "$root/sys" && mount -t tmpfs tmpfs "$root/dev/shm"
@@ -63,7 +66,7 @@ echo 0-1 | tee "$root"/sys/devices/system/cpu/{possible,present,online} >/dev/nu
 for cpu in 0 1; do echo 0x00000000410fd420 >"$root/sys/devices/system/cpu/cpu$cpu/regs/identification/midr_el1"; done
 
 # The wheels, for this commit; the downloads and the builds need no emulation.
-rm -rf "$root"/{robot,wheels,checkout,tools,bundles}
+rm -rf "$root"/{robot,wheels,checkout,tools,bundles,tests.xml}
 mkdir -p "$root"/{wheels,checkout,bundles}
 git archive HEAD | tar -x -C "$root/checkout"
 python3 -m pip wheel -q --no-deps -w "$root/wheels" "$root/checkout"
@@ -82,17 +85,18 @@ inside python3 -m venv /robot
 step install inside pip install --no-index --find-links /wheels 'edge-dflash[robot]'
 step packages inside pip list --format json
 step check inside pip check
-du -sm "$root/robot" "$root"/robot/lib/python3.11/site-packages/* >"$work/sizes"
+du -sm "$root/robot" >"$work/sizes" # on its own line: du counts no file twice
+du -sm "$root"/robot/lib/python3.11/site-packages/* >>"$work/sizes"
 step version inside edge-dflash --version
 step inspect inside edge-dflash inspect --target /checkout/$models/target --drafter /checkout/$models/drafter --board agx-thor
 step inspect-sm110 inside edge-dflash inspect /bundles/sm110 --board agx-thor
 step doctor inside edge-dflash doctor
-step tests inside PYTHONPATH=/tools PYTHONDONTWRITEBYTECODE=1 sh -c \
-  'cd /checkout && python -m pytest -q -p no:cacheprovider --hypothesis-profile emulated --junitxml /tests.xml'
 if [ $reference ]; then
   [ -e "$root/torch" ] || python3 -m pip install -q "${platforms[@]}" --no-compile --target "$root/torch" torch==2.13.0
   step plan inside PYTHONPATH=/torch edge-dflash generate /bundles/cpu --prompt 'Close the fridge.' --max-new-tokens 12 --json
 fi
+step tests inside PYTHONPATH=/tools PYTHONDONTWRITEBYTECODE=1 sh -c \
+  'cd /checkout && python -m pytest -q -p no:cacheprovider --hypothesis-profile emulated --junitxml /tests.xml'
 
-python3 tests/scripts/aarch64_result.py "$work" "$root" "$(git describe --always --dirty)" ${result:+"$result"}
+python3 tests/scripts/aarch64_result.py "$work" "$root" "$commit" ${result:+"$result"}
 [ $failures = 0 ] || { echo "$failures steps failed" && exit 1; }
