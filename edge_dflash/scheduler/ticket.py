@@ -32,7 +32,9 @@ class Ticket(Generic[T_co, R_co]):
         """``cancel`` is what :meth:`cancel` calls; ``name`` is how messages call the request."""
         self._cancel = cancel
         self._name = name
-        self._changed = threading.Condition()
+        lock = threading.RLock()
+        self._changed = threading.Condition(lock)
+        self._ended = threading.Condition(lock)  # who waits for the end is not woken for every increment
         self._state: TicketState = "queued"
         self._increments: list[T_co] = []
         self._result: R_co | None = None
@@ -59,15 +61,15 @@ class Ticket(Generic[T_co, R_co]):
         Raises the request's error, RequestCancelledError when it was cancelled, TimeoutError after ``timeout``
         seconds (the request goes on).
         """
-        with self._changed:
-            if not self._changed.wait_for(lambda: self.done, timeout):
+        with self._ended:
+            if not self._ended.wait_for(lambda: self.done, timeout):
                 raise TimeoutError(f"{self._name} is {self._state} after {timeout} s; wait longer, or cancel it")
         return self._outcome()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait for the end and return the error that :meth:`result` would raise, or None."""
-        with self._changed:
-            if not self._changed.wait_for(lambda: self.done, timeout):
+        with self._ended:
+            if not self._ended.wait_for(lambda: self.done, timeout):
                 raise TimeoutError(f"{self._name} is {self._state} after {timeout} s; wait longer, or cancel it")
         return self._error
 
@@ -158,6 +160,8 @@ class Ticket(Generic[T_co, R_co]):
         with self._changed:
             self._state = state
             self._changed.notify_all()
+            if self.done:
+                self._ended.notify_all()
             for wake in self._wakers:
                 try:
                     wake()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -34,19 +34,14 @@ class Constraint(Protocol):
         ...
 
 
-@runtime_checkable
-class Packing(Protocol):
-    """What a constraint may add: its masks as the words that a device reads."""
-
-    def packed(self) -> Packed | None:
-        """Tokens that may come next, as words; None when every token may. Not written to later."""
-        ...
-
-
 def packed(constraint: Constraint) -> Packed | None:
-    """Tokens that may come next, as words; None when every token may."""
-    if isinstance(constraint, Packing):
-        return constraint.packed()
+    """Tokens that may come next, as words; None when every token may. Not written to later.
+
+    A constraint may have them as such: its ``packed()``.
+    """
+    if (own := getattr(constraint, "packed", None)) is not None:
+        words: Packed | None = own()
+        return words
     mask = constraint.allowed()
     return None if mask is None else pack(mask)
 

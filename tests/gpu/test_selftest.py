@@ -46,7 +46,9 @@ def test_a_right_bundle_opens(bundles, name):
 
 
 def theta(pair):
-    return replace(pair, target=replace(pair.target, rope=replace(pair.target.rope, theta=pair.target.rope.theta * 10)))
+    attention = pair.target.attention
+    changed = replace(attention, rope=replace(attention.rope, theta=100.0))
+    return replace(pair, target=replace(pair.target, attention=changed))
 
 
 def taps(pair):
@@ -59,6 +61,8 @@ def test_a_wrong_bundle_does_not(bundles, tmp_path, fault):
     path = tmp_path / "bundle"
     shutil.copytree(bundles["demo"], path)
     manifest = read_manifest(path)
-    (path / "manifest.json").write_bytes(dump_manifest(replace(manifest, pair=fault(manifest.pair))))
+    pair = fault(manifest.pair)
+    wrong = replace(manifest, pair=pair, target_layer_ids=pair.drafter.target_layer_ids)
+    (path / "manifest.json").write_bytes(dump_manifest(wrong))
     with pytest.raises(VerificationError, match="is not the one that was built"):
         Planner.open(path)
