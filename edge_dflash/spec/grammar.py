@@ -143,9 +143,12 @@ class GrammarConstraint:
         self._refuse_error()
         found = found[: self._matcher.validate_tokens(found)]
         if not found:
-            only = np.flatnonzero(self.packed())
-            bits = int(self.packed()[only[0]])
-            return (32 * int(only[0]) + bits.bit_length() - 1,) if len(only) == 1 and bits & (bits - 1) == 0 else ()
+            words = self.packed()
+            if np.count_nonzero(words) > 1:
+                return ()
+            only = int(words.argmax())
+            bits = int(words[only])
+            return (32 * only + bits.bit_length() - 1,) if bits & (bits - 1) == 0 else ()
         return tuple(found)
 
     def _compute(self) -> Packed:
