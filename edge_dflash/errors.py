@@ -8,6 +8,7 @@
     ├── BuildError          a build could not finish (disk, interruption, calibration)
     ├── BundleError         an engine bundle is damaged, newer than this runtime, or does not match
     ├── BackendError        a backend cannot load or run here
+    │   └── DeviceLostError         the device failed in a way that lasts until the process ends
     ├── RequestError        a request is invalid; the session is as it was
     │   ├── ContextError    the prompt and its budget do not fit the usable context
     │   ├── QueueFullError  the engine has as many requests waiting as it takes; try again later
@@ -67,6 +68,10 @@ class BackendError(EdgeDflashError):
     """A backend cannot be loaded or failed while running."""
 
     exit_code = 7
+
+
+class DeviceLostError(BackendError):
+    """The device failed, and every call after it will: only a new process can use it again."""
 
 
 class RequestError(EdgeDflashError):

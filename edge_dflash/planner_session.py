@@ -93,7 +93,7 @@ class PlannerSession:
             other = PlannerSession(self._planner, self._engine, self._model, self._encoder)
             other._messages, other._tools, other._thinking = list(self._messages), self._tools, self._thinking
             if self._state is not None:
-                other._state = self._engine.call(self._state.fork)
+                other._state = self._engine.work(self._state.fork_steps)
             return other
 
     def save(self, path: Path | str) -> int:
@@ -107,7 +107,7 @@ class PlannerSession:
             if self._state is None:
                 raise RequestError("the session has no turn yet, there is nothing to save; save it after the first")
             note = {"messages": self._messages, "tools": self._tools, "thinking": self._thinking}
-            state = self._engine.call(self._state.state)
+            state = self._engine.work(self._state.state_steps)
             return save_session(path, replace(state, note=json.dumps(note, default=dict)))
 
     def close(self) -> None:

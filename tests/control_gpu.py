@@ -29,7 +29,10 @@ class ControlGpu(FakeGpu):
         pass
 
     def pinned(self, shape, dtype):
-        return np.zeros(shape, dtype)
+        made = np.zeros(shape, dtype)
+        if made.dtype.names:  # the chooser's settings
+            self.settings = made
+        return made
 
     def load(self, cubin):
         return self
@@ -65,9 +68,11 @@ class ControlGpu(FakeGpu):
             words["length"], words["pending"] = words["length"] + words["rows"], 0
         elif name == "cycle_accept":
             self.rows += words["pending"]
-            words["length"], words["pending"] = words["length"] + self.accept + 1, self.accept + 1
-            words["anchor"] = self.accept  # choice i of the fake is i
-            self.result[0], self.result[4 : 4 + BLOCK] = self.accept, range(BLOCK)
+            valid = arguments[-1]  # how many rows count: behind a verify, as the chooser's settings say
+            accept = min(self.accept, (int(self.settings["stop"][0]) if valid.address else BLOCK) - 1)
+            words["length"], words["pending"] = words["length"] + accept + 1, accept + 1
+            words["anchor"] = accept  # choice i of the fake is i
+            self.result[0], self.result[4 : 4 + BLOCK] = accept, range(BLOCK)
 
     def read_into(self, pointer, out):
         if len(out) > 40:

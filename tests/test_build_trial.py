@@ -35,11 +35,15 @@ class Timed(FakeBackend):
     def __init__(self, board, name):
         super().__init__(SHAPE)
         self.board, self.name, self.asked = board, name, []
+        self.wrong = name in board.wrong
 
     def prefill(self, ids):
         self.asked.append(("prefill", tuple(ids)))
         self.board.now += 10 * self.board.seconds[self.name]
         return super().prefill(ids)
+
+    def _logits(self, context):
+        return super()._logits([*context, 7] if self.wrong else context)
 
     def propose(self, anchor):
         self.asked.append(("cycle", self.length, anchor))
@@ -55,6 +59,7 @@ class Board:
 
     def __init__(self):
         self.now, self.seconds, self.loaded, self.errors = 0.0, {"native": 0.020, "tensorrt": 0.015}, [], {}
+        self.wrong = set()  # names of backends that compute something else
 
     def load(self, bundle, name):
         if name in self.errors:
@@ -133,6 +138,14 @@ def test_a_backend_that_cannot_run_is_not_used_and_is_tried_again(board, bundle,
     assert (set(trial.cycle_ms), trial.failed) == ({"native"}, {"tensorrt": str(error)})
     board.errors.clear()
     assert finish(bundle).active == "tensorrt"
+
+
+def test_a_backend_with_other_tokens_is_not_taken_however_fast_it_is(board, bundle):
+    board.wrong.add("tensorrt")
+    finish(bundle)
+    manifest = Bundle.open(bundle).manifest
+    assert (manifest.backend, set(manifest.trial.cycle_ms)) == ("native", {"native"})
+    assert "of its tokens are those of the other backend" in manifest.trial.failed["tensorrt"]
 
 
 def test_when_none_runs_the_bundle_keeps_its_new_plans_and_the_figures_are_missing(board, bundle):

@@ -38,14 +38,15 @@ class Steered:
 
     tolerant = False
 
-    def __init__(self, drafts, masked):
+    def __init__(self, drafts, masked, ends=BLOCK):
+        self.ends = ends  # rows behind which the path ends
         self.count, self.mask = drafts, np.full((VOCABULARY + 31) // 32, 3, np.uint32) if masked else None
 
     def drafts(self, rows, position):
         return rows.argmax()[: self.count]
 
     def masks(self, drafts):
-        return [self.mask] * (len(drafts) + 1)
+        return [self.mask] * min(len(drafts) + 1, self.ends)
 
 
 KEEP = st.none() | st.integers(0, BLOCK)
@@ -100,18 +101,19 @@ class Bookkeeping(RuleBasedStateMachine):
             assert self.backend.cycle(anchor).tokens == tuple(range(accept + 1))
             self.leave_open(accept + 1, keep)
 
-    @rule(drafts=st.integers(0, BLOCK - 1), accept=st.integers(0, BLOCK - 1), masked=st.booleans(), keep=KEEP)
-    def steered(self, drafts, accept, masked, keep):
+    @rule(drafts=st.integers(0, BLOCK - 1), ends=st.integers(1, BLOCK), masked=st.booleans(), keep=KEEP)
+    def steered(self, drafts, ends, masked, keep):
         if self.length + BLOCK <= CONTEXT:
-            self.gpu.accept = accept = min(accept, drafts)
-            cycle = self.backend.cycle(5, steering=Steered(drafts, masked))
-            assert cycle.tokens == tuple(range(accept + 1))
-            self.leave_open(accept + 1, keep)
+            self.gpu.accept = BLOCK - 1  # as many as count
+            cycle = self.backend.cycle(5, steering=Steered(drafts, masked, ends))
+            assert cycle.accepted == min(drafts, ends - 1)
+            assert cycle.tokens == tuple(range(cycle.accepted + 1))
+            self.leave_open(cycle.accepted + 1, keep)
 
     @rule(temperature=st.sampled_from([0.0, 0.7]), keep=KEEP)
     def plain(self, temperature, keep):
         if self.length < CONTEXT:
-            self.gpu.accept = 0
+            self.gpu.accept = BLOCK - 1
             cycle = self.backend.cycle(7, Sampling(temperature), drafting=False)
             assert (cycle.tokens, cycle.propose_seconds) == ((0,), 0.0)
             self.leave_open(1, keep)

@@ -191,3 +191,34 @@ def test_a_fork_in_the_middle_of_a_prompt_starts_at_the_last_answer():
     assert fork.state().snapshot.length == len(known) - 1
     found = tuple(t for step in running for t in step.tokens)
     assert found == generate(FakeBackend(), (*known, *LONG[:30]), DecodeOptions(4)).tokens
+
+
+def test_an_interrupted_prompt_does_not_wait_for_ever():
+    """However many more urgent requests come, it rises as one that waits does."""
+    b = Chunked(0.001)
+    planner, served = Planner(b, None), []
+
+    def more():
+        if len(served) < 200 and slow and not slow[0]._ticket.done:
+            served.append(planner.stream(SHORT, max_new_tokens=1, priority=1))
+
+    slow = []
+    b.between = more
+    slow.append(planner.stream(LONG, max_new_tokens=1))
+    assert len(slow[0].plan.tokens) == 1
+    assert 0 < len(served) < 100
+
+
+def test_a_turn_that_was_cut_in_its_prompt_is_saved_chunk_by_chunk(tmp_path):
+    """Its own state is gone and is computed again; what runs beside it is not held up for longer than a chunk."""
+    b = Chunked(0.002)
+    planner = Planner(b, None)
+    session = planner.session()
+    session.plan(LONG[:20], max_new_tokens=3)
+    b.between = lambda: len(b.ends) == 4 and running.cancel()  # behind the first of its chunks
+    running = session.stream(LONG[:25])
+    assert running.plan.finish_reason == "cancelled"
+    b.between = lambda: None
+    assert session.save(tmp_path / "session") > 0  # Chunked refuses more than a chunk at once
+    again = planner.load_session(tmp_path / "session")
+    assert again.plan(SHORT, max_new_tokens=3).tokens == session.plan(SHORT, max_new_tokens=3).tokens

@@ -19,6 +19,7 @@ PUBLIC = [
     "CheckpointError",
     "ConfigError",
     "ContextError",
+    "DeviceLostError",
     "EdgeDflashError",
     "EngineFailedError",
     "Increment",

@@ -10,7 +10,14 @@ import weakref
 
 import pytest
 
-from edge_dflash.errors import BackendError, QueueFullError, RequestCancelledError, RequestError
+from edge_dflash.errors import (
+    BackendError,
+    DeviceLostError,
+    EngineFailedError,
+    QueueFullError,
+    RequestCancelledError,
+    RequestError,
+)
 from edge_dflash.scheduler.worker import Scheduler
 
 PATIENT = 10.0  # seconds after which a test that hangs fails
@@ -508,3 +515,21 @@ def test_ten_coroutines_share_the_engine(scheduler):
     began = time.perf_counter()
     asyncio.run(main())
     assert time.perf_counter() - began < PATIENT
+
+
+def test_a_lost_device_ends_the_worker_and_other_errors_of_a_backend_do_not():
+    def failing(error):
+        def job():
+            yield 1
+            raise error
+
+        return job
+
+    scheduler = Scheduler()
+    with pytest.raises(BackendError, match="no room"):
+        scheduler.submit(failing(BackendError("no room"))).result(PATIENT)
+    with pytest.raises(EngineFailedError, match="illegal address"):
+        scheduler.submit(failing(DeviceLostError("illegal address"))).result(PATIENT)
+    with pytest.raises(EngineFailedError, match="illegal address"):
+        scheduler.submit(failing(BackendError("no room")))
+    assert scheduler.close(timeout=PATIENT)

@@ -78,7 +78,8 @@ def generate(
     accept_lengths, accept_length, speculative, object (the answer parsed, or null), prefill_seconds,
     first_token_seconds, decode_seconds, total_seconds, tokens_per_second, board (joules of this plan, null where the
     board does not say its power; power mode, watts, degrees, clocks and memory at the end, as far as it says them),
-    plain (of --compare, else null: the same without the drafter), identical (of --compare, else null: the same tokens).
+    plain (of --compare, else null: the same without the drafter), identical (of --compare: the same
+    tokens; null without it, or when a deadline cut one shorter).
     """
     if plain and compare:
         raise RequestError("--plain and --compare are given; --compare decodes plainly beside it, leave --plain out")
@@ -148,7 +149,8 @@ def _report(plan: Plan, joules: float | None, other: tuple[Plan, float | None] |
         found = plan_json(plan)
         found["board"] = {"joules": joules, **read_board_state().brief()}
         found["plain"] = None if other is None else {**plan_json(other[0]), "joules": other[1]}
-        found["identical"] = None if other is None else same_tokens(other[0], plan)
+        cut = other is not None and len(other[0].tokens) != len(plan.tokens) and same_tokens(other[0], plan)
+        found["identical"] = None if other is None or cut else same_tokens(other[0], plan)
         emit_json(found)
     elif other is None:
         say(summary(plan, joules))
@@ -161,6 +163,8 @@ def _report(plan: Plan, joules: float | None, other: tuple[Plan, float | None] |
 def comparison(plain: Plan, plain_joules: float | None, speculative: Plan, joules: float | None) -> Table:
     """Both ways of decoding in one table."""
     same = "the same tokens" if same_tokens(plain, speculative) else "DIFFERENT TOKENS"
+    if len(plain.tokens) != len(speculative.tokens) and same_tokens(plain, speculative):
+        same = f"the first {min(len(plain.tokens), len(speculative.tokens))} tokens are the same"
     table = Table(
         title=f"{len(speculative.tokens)} tokens ({speculative.finish_reason}) after {speculative.prompt_tokens} of "
         f"prompt: {same}",

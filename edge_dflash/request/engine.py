@@ -23,6 +23,7 @@ from edge_dflash.spec.pace import Pace
 
 T = TypeVar("T")
 _SOON = 1_000_000  # priority of the engine's own small works
+_STEP = Step((), None, 0.0, 0.0)  # of a work
 _CLOSE_SECONDS = 10.0  # wait for the worker of a planner that was left without being closed
 
 
@@ -100,13 +101,29 @@ class Engine:
         return job, ticket
 
     def call(self, function: Callable[[], T]) -> T:
-        """Run a small work on the worker, between two requests, and wait for it."""
+        """Run a small work on the worker, between two requests or two chunks of a prompt, and wait for it."""
+
+        def steps() -> Generator[None, Any, T]:
+            yield
+            return function()
+
+        return self.work(steps)
+
+    def work(self, steps: Callable[[], Generator[None, Any, T]]) -> T:
+        """:meth:`call` for a work of several steps."""
 
         def job() -> Generator[None, Any, T]:
-            yield
             self._observer.started()  # it may hang in the driver as a request may
             try:
-                return function()
+                work = steps()
+                while True:
+                    try:
+                        next(work)
+                    except StopIteration as end:
+                        result: T = end.value
+                        return result
+                    self._observer.step(_STEP)
+                    yield
             finally:
                 self._observer.ended()
 

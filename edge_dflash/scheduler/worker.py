@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 from weakref import WeakSet
 
-from edge_dflash.errors import EngineFailedError, RequestError
+from edge_dflash.errors import DeviceLostError, EngineFailedError, RequestError
 from edge_dflash.scheduler.queue import PATIENCE, FairQueue
 from edge_dflash.scheduler.ticket import Ticket
 
@@ -38,6 +38,7 @@ class _Entry:
     ends: Callable[[], bool]  # whether an interrupted job would end now, without a pass
     steps: Generator[Any, Any, Any] | None = None  # of a running job
     cancelled: bool = False
+    passed: int = 0  # times that it was interrupted
 
 
 class Scheduler:
@@ -62,6 +63,7 @@ class Scheduler:
         At most ``queue_limit`` jobs wait, of one caller at most ``caller_limit``, so that no caller can keep the
         others out; after being passed over ``patience`` times, a job counts as one priority higher.
         """
+        self._patience = patience
         self._queue: FairQueue[_Entry] = FairQueue(queue_limit, min(queue_limit, caller_limit), patience)
         self._changed = threading.Condition()
         self._running: list[_Entry] = []  # the last one runs, the others were interrupted
@@ -163,7 +165,8 @@ class Scheduler:
             self._failure, self._closed, self._running = error, True, []
             self._queue = FairQueue(1, 1)
             waiting = [ticket for ticket in self._tickets if not ticket.done]
-        log.critical("the engine's worker failed; %d requests fail with it", len(waiting), exc_info=error)
+        with contextlib.suppress(BaseException):  # there may be no memory for it
+            log.critical("the engine's worker failed; %d requests fail with it", len(waiting), exc_info=error)
         for ticket in waiting:
             with contextlib.suppress(BaseException):  # the next one is waited for, too
                 ticket._fail(self._failed(error))
@@ -202,7 +205,10 @@ class Scheduler:
             for other in self._running[:-1]:
                 while not other.ticket.done and (other.cancelled or other.ends()):
                     self._step(other)
-            while interruptible and not entry.ticket.done and (urgent := self._start(entry.priority)) is not None:
+            while interruptible and not entry.ticket.done:
+                if (urgent := self._start(entry.priority + entry.passed // self._patience)) is None:
+                    break
+                entry.passed += 1  # it rises as one that waits
                 self._run(urgent)
         with self._changed:
             self._running.remove(entry)
@@ -219,7 +225,7 @@ class Scheduler:
             increment = next(entry.steps)
         except StopIteration as end:
             entry.ticket._succeed(end.value)
-        except MemoryError:
+        except (MemoryError, DeviceLostError):
             raise  # the worker's end, like all that is no Exception
         except Exception as error:
             entry.ticket._fail(error)

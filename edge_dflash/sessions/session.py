@@ -9,8 +9,9 @@ backend. How states move is :mod:`edge_dflash.sessions.slot`, with the invariant
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from edge_dflash.backends.base import Backend, Snapshot
 from edge_dflash.bundle.manifest import Manifest, dump_manifest
@@ -20,6 +21,17 @@ from edge_dflash.sessions.store import PrefixStore
 from edge_dflash.spec.loop import NO_CONTROLS, Controls, DecodeOptions, Step, admit, decode
 
 __all__ = ["Reuse", "Session", "SessionManager", "SessionState", "SessionStream", "fingerprint"]
+T = TypeVar("T")
+
+
+def to_end(steps: Generator[None, None, T]) -> T:
+    """What a generator returns."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            value: T = end.value
+            return value
 
 
 def fingerprint(manifest: Manifest) -> str:
@@ -101,13 +113,22 @@ class Session:
 
     def fork(self) -> Session:
         """Another session that goes on from here; the two share their state until one of them moves on."""
-        snapshot = self.state().snapshot
+        return to_end(self.fork_steps())
+
+    def fork_steps(self) -> Generator[None, None, Session]:
+        """:meth:`fork`, yielding between two chunks of what has to be computed; nothing may come in between."""
+        snapshot = (yield from self.state_steps()).snapshot
         return Session(self._slot, self._slot.add(self._conversation.tokens, snapshot), self._bundle)
 
     def state(self) -> SessionState:
         """All of the session, to be saved. Its state is computed if it was lost."""
+        return to_end(self.state_steps())
+
+    def state_steps(self) -> Generator[None, None, SessionState]:
+        """:meth:`state`, as :meth:`fork_steps`."""
         self._check_open()
-        return SessionState(self.tokens, self._slot.snapshot_of(self._conversation), self._bundle)
+        snapshot = yield from self._slot.snapshot_steps(self._conversation)
+        return SessionState(self.tokens, snapshot, self._bundle)
 
     def close(self) -> None:
         """Forget the session; its streams end. Closing twice does no harm."""

@@ -16,7 +16,7 @@ S4 the arrays of a snapshot are never written: forks, conversations and the pref
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -58,7 +58,7 @@ class Conversation:
 
     def settle(self) -> None:
         """The state is that of the tokens."""
-        self.prompt, self.rows, self.snapshot = None, len(self.tokens) - 1, None  # what was parked has moved on
+        self.prompt, self.rows, self.snapshot = None, max(len(self.tokens) - 1, 0), None  # what was parked moved on
 
 
 @dataclass(frozen=True)
@@ -123,26 +123,35 @@ class SessionSlot:
 
     def bring(self, conversation: Conversation) -> None:
         """Make the backend hold the conversation's state (S1), computing what is nowhere."""
+        for _ in self.bring_steps(conversation):
+            pass
+
+    def bring_steps(self, conversation: Conversation) -> Iterator[None]:
+        """:meth:`bring` chunk by chunk; no other session may be brought in between two."""
         if self._occupant() is conversation:
             return
-        rows, tokens = conversation.rows, conversation.computed
+        rows, tokens, backend = conversation.rows, conversation.computed, self.backend
         self.load(conversation, *self.choose(conversation, tokens[: rows + 1]))
-        if self.backend.length < rows:
-            self.backend.prefill(tokens[self.backend.length : rows])
+        while (at := backend.length) < rows:
+            backend.prefill(tokens[at : min(rows, at + backend.shape.prefill_chunk)]).argmax()  # wait for it
+            yield
         self.occupy(conversation)
 
     def keep(self, tokens: Sequence[int]) -> bool:
         """Store the backend's state, which is that of ``tokens``; False when it is larger than the store's budget."""
         return self.store.put(tokens, frozen(self.backend.snapshot()))
 
-    def snapshot_of(self, conversation: Conversation) -> Snapshot | None:
-        """State of a conversation's tokens; None when it has none. Kept, within the budget, until it moves on."""
+    def snapshot_steps(self, conversation: Conversation) -> Generator[None, None, Snapshot | None]:
+        """State of a conversation's tokens; None when it has none. Kept, within the budget, until it moves on.
+
+        Yields between two chunks of what has to be computed.
+        """
         if conversation.prompt is not None:
             self.release(conversation)
             conversation.settle()
         snapshot = conversation.snapshot
         if snapshot is None and conversation.tokens:
-            self.bring(conversation)
+            yield from self.bring_steps(conversation)
             conversation.snapshot = snapshot = frozen(self.backend.snapshot())
             self._trim()
         return snapshot

@@ -12,8 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from edge_dflash.backends.base import Backend, PairShape, Rows
+from edge_dflash.backends.base import Backend, Cycle, PairShape, Rows, Steering
 from edge_dflash.backends.delegate import Delegate
+from edge_dflash.backends.host_cycle import host_cycle
+from edge_dflash.spec.constraint import Packed
+from edge_dflash.spec.sampling import GREEDY, Sampling
 
 SURE = 1e30  # a logit that no temperature, filter or noise outvotes
 
@@ -51,14 +54,43 @@ class Adversary(Delegate):
         self._drafter = drafter
         self._cycle = 0
 
+    def cycle(
+        self, anchor: int, sampling: Sampling = GREEDY, *, steering: Steering | None = None, drafting: bool = True
+    ) -> Cycle:
+        """The backend's own cycle, with other drafts: what a device accepts and commits is tried, too."""
+        if steering is not None or not drafting:
+            return host_cycle(self, anchor, sampling, steering, drafting)
+        return self._backend.cycle(anchor, sampling, steering=_Drafts(self._next()))
+
     def propose(self, anchor: int) -> Rows:
+        """Rows that choose the adversary's drafts."""
+        return TokenRows(tuple(self._next()), self.shape.vocab_size)
+
+    def _next(self) -> list[int]:
         """Drafts of the adversary; past the known continuation the true token is taken to be 0."""
         shape, first = self.shape, self.length + 1
         truth = self._sequence[first : first + shape.block_size - 1]
         truth += [0] * (shape.block_size - 1 - len(truth))
         drafts = self._drafter(self._cycle, truth, shape)
         self._cycle += 1
-        return TokenRows(tuple(drafts), shape.vocab_size)
+        return drafts
+
+
+@dataclass(frozen=True)
+class _Drafts:
+    """Steers a cycle to given drafts, and nothing else."""
+
+    tokens: list[int]
+    tolerant: bool = False
+
+    def drafts(self, rows: Rows, position: int) -> list[int]:
+        return self.tokens
+
+    def masks(self, drafts: Sequence[int]) -> list[Packed | None]:
+        return [None] * (len(drafts) + 1)
+
+    def tolerated(self, rows: Rows, drafts: Sequence[int], choices: Sequence[int]) -> list[bool]:
+        return []
 
 
 def oracle_until(right: int) -> Drafter:

@@ -5,6 +5,7 @@ Where the board does not say its power there is no energy, never 0.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
@@ -27,7 +28,7 @@ class EnergyMeter:
         self._period = period
         self._samples: deque[tuple[float, float]] = deque(maxlen=_KEPT)  # time.perf_counter(), watts
         self._lock = threading.Lock()
-        self._at_work = False
+        self._at_work = 0  # begun and not ended: works may lie inside each other
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
         self.rail: str | None = None  # that was read last
@@ -35,16 +36,16 @@ class EnergyMeter:
     def begin(self) -> None:
         """Sample from now on."""
         with self._lock:
-            self._at_work = True
+            self._at_work += 1
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="edge-dflash energy", daemon=True)
                 self._thread.start()
         self._wake.set()
 
     def end(self) -> None:
-        """Sample once more, then no longer."""
+        """Sample once more, then no longer, if this was the last work."""
         with self._lock:
-            self._at_work = False
+            self._at_work = max(0, self._at_work - 1)
         self._wake.set()
 
     def joules(self, begin: float, end: float) -> float | None:
@@ -75,7 +76,8 @@ class EnergyMeter:
     def _run(self) -> None:
         while True:
             self._wake.clear()
-            self._sample()
+            with contextlib.suppress(OSError):  # a sensor that went away: what is not sampled is unknown
+                self._sample()
             with self._lock:
                 if not self._at_work:
                     self._thread = None

@@ -191,6 +191,7 @@ class NativeBackend:
 
     def _end(self, graph: Graph) -> Result:
         """Launch what ends a cycle and wait for it."""
+        self._known = None  # until it is known what it committed
         graph.launch()
         self.gpu.synchronize()
         return Result.of(self._host.result, self._shape.block_size)

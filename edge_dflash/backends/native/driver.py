@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from edge_dflash.errors import BackendError
+from edge_dflash.errors import BackendError, DeviceLostError
 from edge_dflash.telemetry.memory import read_memory
 
 try:
@@ -288,6 +288,17 @@ def _argument(value: Argument) -> tuple[Any, Any]:
             return value.value, type(value)
 
 
+_LASTING = frozenset(
+    f"CUDA_ERROR_{name}"
+    for name in (
+        *("ILLEGAL_ADDRESS", "LAUNCH_TIMEOUT", "ASSERT", "HARDWARE_STACK_ERROR", "ILLEGAL_INSTRUCTION", "INVALID_PC"),
+        *("MISALIGNED_ADDRESS", "INVALID_ADDRESS_SPACE", "LAUNCH_FAILED", "ECC_UNCORRECTABLE", "NVLINK_UNCORRECTABLE"),
+        *("CONTAINED", "CONTEXT_IS_DESTROYED", "DEVICE_UNAVAILABLE", "EXTERNAL_DEVICE", "UNKNOWN"),
+    )
+)
+"""Statuses after which a context is of no use any more."""
+
+
 def _check(result: tuple[Any, ...], doing: str) -> Any:
     """Value of a driver call; raises BackendError with the driver's words when it failed."""
     status, *values = result
@@ -295,5 +306,6 @@ def _check(result: tuple[Any, ...], doing: str) -> Any:
         _, name = cu.cuGetErrorName(status)
         _, text = cu.cuGetErrorString(status)
         words = " ".join(part.decode() for part in (name, text) if part)
-        raise BackendError(f"{doing} failed: {words or status}")
+        lost = getattr(status, "name", "") in _LASTING
+        raise (DeviceLostError if lost else BackendError)(f"{doing} failed: {words or status}")
     return values[0] if len(values) == 1 else tuple(values)
