@@ -193,7 +193,10 @@ class Planner:
 
     @property
     def backend(self) -> Backend:
-        """The loaded pair, for checks below the level of text, while no request runs. Sessions keep their state."""
+        """The loaded pair, for checks below the level of text, while no request runs.
+
+        Sessions keep their state. Nothing here waits for requests: one whose prompt is being computed goes on.
+        """
         self._engine.call(self._engine.manager.vacate)
         return self._engine.backend
 

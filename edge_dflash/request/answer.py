@@ -101,7 +101,7 @@ class AnswerText:
 class Reader:
     """Increments of the steps of an answer, in order, and the answer that they make. ``text`` None: tokens only.
 
-    Text is made where it is read, not on the engine's thread: a cycle does not wait for it.
+    Text is made where it is read, and at the end for the plan: a cycle does not wait for it.
     """
 
     def __init__(self, text: AnswerText | None) -> None:
