@@ -149,8 +149,7 @@ def _report(plan: Plan, joules: float | None, other: tuple[Plan, float | None] |
         found = plan_json(plan)
         found["board"] = {"joules": joules, **read_board_state().brief()}
         found["plain"] = None if other is None else {**plan_json(other[0]), "joules": other[1]}
-        cut = other is not None and len(other[0].tokens) != len(plan.tokens) and same_tokens(other[0], plan)
-        found["identical"] = None if other is None or cut else same_tokens(other[0], plan)
+        found["identical"] = None if other is None else identical(other[0], plan)
         emit_json(found)
     elif other is None:
         say(summary(plan, joules))
@@ -162,9 +161,9 @@ def _report(plan: Plan, joules: float | None, other: tuple[Plan, float | None] |
 
 def comparison(plain: Plan, plain_joules: float | None, speculative: Plan, joules: float | None) -> Table:
     """Both ways of decoding in one table."""
-    same = "the same tokens" if same_tokens(plain, speculative) else "DIFFERENT TOKENS"
-    if len(plain.tokens) != len(speculative.tokens) and same_tokens(plain, speculative):
-        same = f"the first {min(len(plain.tokens), len(speculative.tokens))} tokens are the same"
+    shorter = min(len(plain.tokens), len(speculative.tokens))
+    words = {True: "the same tokens", False: "DIFFERENT TOKENS", None: f"the first {shorter} tokens are the same"}
+    same = words[identical(plain, speculative)]
     table = Table(
         title=f"{len(speculative.tokens)} tokens ({speculative.finish_reason}) after {speculative.prompt_tokens} of "
         f"prompt: {same}",
@@ -187,6 +186,12 @@ def same_tokens(plain: Plan, speculative: Plan) -> bool:
     if "deadline" in (plain.finish_reason, speculative.finish_reason):
         return all(a == b for a, b in zip(plain.tokens, speculative.tokens, strict=False))
     return plain.tokens == speculative.tokens
+
+
+def identical(plain: Plan, speculative: Plan) -> bool | None:
+    """:func:`same_tokens`, but None when a deadline cut one shorter, so that not all of the other was compared."""
+    same = same_tokens(plain, speculative)
+    return None if same and len(plain.tokens) != len(speculative.tokens) else same
 
 
 def require_same(plain: Plan, speculative: Plan) -> None:
