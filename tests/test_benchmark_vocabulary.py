@@ -10,7 +10,7 @@ import pytest
 from edge_dflash.benchmark.form import SCENE_STEPS, STEPS, WORDS
 from edge_dflash.benchmark.vocabulary import LEAST, synthetic_tokenizer
 from edge_dflash.errors import RequestError
-from edge_dflash.spec.grammar import compile_schema
+from edge_dflash.grammar.compiled import compile_schema
 
 SIZE = 20_000
 

@@ -16,9 +16,9 @@ from edge_dflash import demo as demo_package
 from edge_dflash.demo.corpus import plan_schema
 from edge_dflash.demo.evaluate import heldout_tasks
 from edge_dflash.errors import RequestError
-from edge_dflash.spec import grammar as module
-from edge_dflash.spec.grammar import compile_lark, compile_regex, compile_schema, unpack
-from edge_dflash.spec.grammar_vocabulary import Vocabulary
+from edge_dflash.grammar import compiled as module
+from edge_dflash.grammar.compiled import compile_lark, compile_regex, compile_schema, unpack
+from edge_dflash.grammar.vocabulary import Vocabulary
 from edge_dflash.text import Tokenizer
 from tests.grammar_support import CASES, END, MARKERS, SCHEMAS, compact, satisfies, tokenizer, vocab_size
 
@@ -459,7 +459,7 @@ def test_packed_masks_are_unpacked_as_they_were_packed(flags):
 
 
 def test_the_library_is_imported_when_it_is_needed():
-    code = "import edge_dflash, edge_dflash.spec.grammar, sys; print('llguidance' in sys.modules)"
+    code = "import edge_dflash, edge_dflash.grammar.compiled, sys; print('llguidance' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from edge_dflash.spec.grammar import compile_regex
+from edge_dflash.grammar.compiled import compile_regex
 from edge_dflash.spec.thinking import AfterThinking
 from tests.grammar_support import END, tokenizer, vocab_size
 

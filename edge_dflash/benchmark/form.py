@@ -11,8 +11,8 @@ from edge_dflash.backends.base import Backend, Cycle, Rows, Steering
 from edge_dflash.backends.delegate import Delegate
 from edge_dflash.backends.host_cycle import host_cycle
 from edge_dflash.errors import RequestError
+from edge_dflash.grammar.compiled import compile_schema
 from edge_dflash.planner import Planner
-from edge_dflash.spec.grammar import compile_schema
 from edge_dflash.spec.loop import Controls, DecodeOptions, stream
 from edge_dflash.spec.sampling import GREEDY, Sampling
 

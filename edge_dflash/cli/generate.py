@@ -15,10 +15,10 @@ from rich.table import Table
 
 from edge_dflash.cli.output import emit_json, say, show, stages
 from edge_dflash.errors import RequestError, VerificationError
+from edge_dflash.grammar.schema_check import schema_text
 from edge_dflash.plan import Increment, Plan
 from edge_dflash.planner import Planner, Task
 from edge_dflash.request.options import PlanOptions
-from edge_dflash.spec.schema_check import schema_text
 from edge_dflash.telemetry.energy import EnergyMeter
 from edge_dflash.telemetry.state import read_board_state
 

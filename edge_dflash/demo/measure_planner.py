@@ -22,10 +22,10 @@ from edge_dflash.demo.actions import schema_problems
 from edge_dflash.demo.checking import scene_schema
 from edge_dflash.demo.corpus import Task, check_plan, plan_schema
 from edge_dflash.demo.evaluate import BUDGET, heldout_tasks
+from edge_dflash.grammar.compiled import Grammar, GrammarConstraint
 from edge_dflash.plan import Plan
 from edge_dflash.planner import Planner
 from edge_dflash.spec.constraint import Mask
-from edge_dflash.spec.grammar import Grammar, GrammarConstraint
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from edge_dflash.errors import RequestError, ServiceError
+from edge_dflash.grammar.schema_check import schema_text
 from edge_dflash.request.options import Options, Task, as_messages, token_ids
-from edge_dflash.spec.schema_check import schema_text
 from edge_dflash.text import Message
 
 Kind = Literal["edge-dflash", "vllm", "openai"]

@@ -14,10 +14,10 @@ from typing import Any, TypeAlias, TypedDict
 from edge_dflash.backends.base import Backend
 from edge_dflash.chat import Markers, thinking_is_open
 from edge_dflash.errors import RequestError
+from edge_dflash.grammar.compiled import Grammar, compile_lark, compile_regex, compile_schema
 from edge_dflash.request import rules
 from edge_dflash.request.rules import Rule
 from edge_dflash.spec.constraint import Constraint
-from edge_dflash.spec.grammar import Grammar, compile_lark, compile_regex, compile_schema
 from edge_dflash.spec.loop import Controls, DecodeOptions, admit
 from edge_dflash.spec.pace import Pace
 from edge_dflash.spec.relaxed import Relaxation

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 
 from edge_dflash.errors import RequestError
-from edge_dflash.spec.schema_check import check
+from edge_dflash.grammar.schema_check import check
 
 MAX_BYTES = 64 * 1024
 MAX_RULES = 500  # the library follows rules by recursion: a long chain of them would exhaust the stack

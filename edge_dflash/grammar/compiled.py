@@ -18,10 +18,10 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from edge_dflash.errors import RequestError
+from edge_dflash.grammar.lark_text import prepare
+from edge_dflash.grammar.schema_check import schema_text
+from edge_dflash.grammar.vocabulary import Vocabulary, one_line
 from edge_dflash.spec.constraint import Mask, Packed, unpack
-from edge_dflash.spec.grammar_vocabulary import Vocabulary, one_line
-from edge_dflash.spec.lark_text import prepare
-from edge_dflash.spec.schema_check import schema_text
 from edge_dflash.text import Tokenizer
 
 if TYPE_CHECKING:
