@@ -18,6 +18,7 @@ from edge_dflash import selftest
 from edge_dflash.backends import load
 from edge_dflash.backends.base import Backend, PairShape
 from edge_dflash.bundle.reader import Bundle
+from edge_dflash.grammar.compiled import hold, warm_up
 from edge_dflash.plan import Plan
 from edge_dflash.planner_session import PlannerSession
 from edge_dflash.progress import CHECKING, LOADING, SELF_TEST, Progress, unheard
@@ -98,6 +99,7 @@ class Planner:
             backend, bundle, queue=queue, prefix_bytes=prefix_bytes, fallback=fallback, observer=observer
         )
         weakref.finalize(self, self._engine.abandon)
+        self._end_forms = (lambda: None) if tokenizer is None else hold(self, tokenizer)
 
     @classmethod
     def open(
@@ -190,6 +192,15 @@ class Planner:
     def close(self) -> None:
         """Cancel all requests and release the device. Closing twice does no harm."""
         self._engine.close()
+        self._end_forms()
+
+    def warm_up(self) -> None:
+        """Begin to build what forms need, on other cores, so that the first one does not wait for it.
+
+        3 s and 220 MB with 248,000 tokens; without this, the first form does.
+        """
+        if self._model.tokenizer is not None and self._model.stop_token_ids:
+            warm_up(self._model.tokenizer, self._model.stop_token_ids)
 
     @property
     def backend(self) -> Backend:

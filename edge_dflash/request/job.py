@@ -78,7 +78,7 @@ class Job:
 
     def __init__(self, request: Request, place: Place, manager: SessionManager, pace: Pace, observer: Observer) -> None:
         self.request = request
-        self.cancelled = False  # asked to end at the next commit
+        self.cancelled = request.ended == "cancelled"  # asked to end at the next commit
         self.expired = False  # its deadline passed while it waited: not the user's cancelling
         self._place = place
         self._manager = manager

@@ -104,6 +104,7 @@ class Service:
             progress=report,
             observer=self.observer,
         )
+        planner.warm_up()
         self.take(planner)
 
     @property

@@ -15,7 +15,7 @@ from functools import partial
 from edge_dflash.backends.base import Backend, PairShape, Rows
 from edge_dflash.errors import ContextError, RequestError
 from edge_dflash.spec.accept import FinishReason, cut
-from edge_dflash.spec.constraint import Constraint
+from edge_dflash.spec.constraint import Constraint, Interrupted
 from edge_dflash.spec.pace import CycleTime, Pace
 from edge_dflash.spec.path import Path
 from edge_dflash.spec.relaxed import Relaxation
@@ -163,6 +163,20 @@ def decode(
     controls: Controls = NO_CONTROLS,
 ) -> Iterator[Step]:
     """:func:`stream` for a request that was admitted: what of ``prompt`` the sequence lacks, then the cycles."""
+    try:
+        yield from _decode(backend, prompt, options, admitted, speculative, controls)
+    except Interrupted as interrupted:  # while it waited for the grammar: nothing of this cycle was committed
+        yield Step((), interrupted.reason, 0.0, 0.0)
+
+
+def _decode(
+    backend: Backend,
+    prompt: Sequence[int],
+    options: DecodeOptions,
+    admitted: Admitted,
+    speculative: bool,
+    controls: Controls,
+) -> Iterator[Step]:
     path = Path(options.sampling, controls.constraint, controls.relaxation, options.stop_token_ids)
     pace = controls.pace or Pace()
     budget, at_budget = admitted.budget, admitted.at_budget
