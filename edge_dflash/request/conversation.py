@@ -44,7 +44,7 @@ class Encoder:
             return Prompt(token_ids(task))
         tokenizer = self._model.need_tokenizer("give token ids instead of text")
         if isinstance(task, str) and tokenizer.template is None:
-            return Prompt(tokenizer.encode(task))
+            return Prompt(tokenizer.encode_text(task))
         ids = encode_conversation(tokenizer, messages, tools=options.tools, enable_thinking=options.thinking)
         return Prompt(ids, self._shared(tokenizer, messages, ids, options))
 
@@ -78,17 +78,18 @@ def next_turn(
         return (*tokens, *token_ids(task))
     tokenizer = model.need_tokenizer("give token ids instead of text")
     if isinstance(task, str) and tokenizer.template is None:
-        return (*tokens, *tokenizer.encode(task))
+        return (*tokens, *tokenizer.encode_text(task))
     whole = [*messages[:-1], {"role": "assistant", "content": _MARK}, *new]
-    text = render_conversation(tokenizer, whole, tools=options.tools, enable_thinking=options.thinking)
-    _, mark, after = text.partition(_MARK)
-    if not mark or _MARK in after:
+    pieces = render_conversation(tokenizer, whole, tools=options.tools, enable_thinking=options.thinking)
+    places = [at for at, piece in enumerate(pieces) if _MARK in piece]
+    if len(places) != 1 or pieces[places[0]].count(_MARK) != 1:
         return None
-    if tokens[-1] in model.stop_token_ids:  # it is there already
-        after = after.removeprefix(tokenizer.token(tokens[-1]) or "")
+    after = [pieces[places[0]].partition(_MARK)[2], *pieces[places[0] + 1 :]]
+    if tokens[-1] in model.stop_token_ids and after[:2] == ["", tokenizer.token(tokens[-1])]:  # it is there already
+        after = after[2:]
     if thinking and Markers.of(tokenizer).end_think is not None:
-        after = "\n</think>\n\n" + after
-    return (*tokens, *tokenizer.encode(after))
+        after = ["\n", "</think>", "\n\n" + after[0], *after[1:]]
+    return (*tokens, *tokenizer.encode_pieces(after))
 
 
 def as_said(model: Model, task: Task) -> list[Message]:
