@@ -18,6 +18,8 @@ from tokenizers import Tokenizer as HfTokenizer
 from edge_dflash.errors import BundleError, RequestError
 from edge_dflash.template import BoundError, ChatTemplate, Message
 
+__all__ = ["TOKENIZER_FILES", "ChatTemplate", "Detokenizer", "Message", "Tokenizer", "content_text", "with_text"]
+
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 _REPLACEMENT = "\ufffd"  # what a decoder gives for bytes that are not (yet) a character
@@ -74,7 +76,9 @@ class Tokenizer:
         words = {number: token for number, token in added.items() if not _is_control(token)}
         self._words, self._moved = _without_controls(tokenizer, words)
         unknown = getattr(tokenizer.model, "unk_token", None)
-        self._forbidden = frozenset(number for name, (number, _) in self._controls.items() if name != unknown)
+        self._forbidden = frozenset(  # a single character (padding may be "!") has its id in texts, too
+            number for name, (number, _) in self._controls.items() if name != unknown and len(name) > 1
+        )
 
     @classmethod
     def open(cls, directory: Path) -> Tokenizer:
@@ -142,15 +146,14 @@ class Tokenizer:
                 texts[index] = texts[index].rstrip(_BLANKS)
             if token.rstrip:
                 texts[index + 1] = texts[index + 1].lstrip(_BLANKS)
-        found = _encoded(self._words, texts)
         ids = list[int]()
-        for index, words in enumerate(found):
-            if not self._forbidden.isdisjoint(words):
-                raise RequestError(
-                    "a text holds the spelling of a control token, which this tokenizer cannot spell out"
-                )
-            ids += [self._moved.get(word, word) for word in words] if self._moved else words
-            ids += [controls[index][0]] if index < len(controls) else []
+        for index, words in enumerate(_encoded(self._words, texts)):
+            found = [self._moved.get(word, word) for word in words] if self._moved else words
+            if not self._forbidden.isdisjoint(found):
+                raise RequestError("a text spells a control token that this tokenizer cannot tell from text; remove it")
+            ids += found
+            if index < len(controls):
+                ids.append(controls[index][0])
         return tuple(ids)
 
     def encode_chat(self, messages: Sequence[Message], **variables: object) -> tuple[int, ...]:
@@ -239,7 +242,8 @@ def _without_controls(tokenizer: HfTokenizer, words: Mapping[int, AddedToken]) -
     if tokenizer.pre_tokenizer is not None:
         plain.pre_tokenizer = tokenizer.pre_tokenizer
     plain.add_tokens(list(words.values()))
-    return plain, {plain.token_to_id(token.content): number for number, token in words.items()}
+    moved = ((plain.token_to_id(token.content), number) for number, token in words.items())
+    return plain, {there: here for there, here in moved if there is not None}
 
 
 def _encoded(tokenizer: HfTokenizer, texts: Sequence[str]) -> list[list[int]]:

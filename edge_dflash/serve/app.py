@@ -144,9 +144,9 @@ class Routes:
         fields = Fields(await self._body(request))
         text = fields.text("text")
         task: Any = read_messages(fields.array("messages")) if text is None else text
-        thinking = fields.flag("thinking") or False
+        thinking, raw = fields.flag("thinking") or False, fields.flag("raw") or False
         fields.done()
-        ids = await self._service.on_thread(partial(planner.encode, task, thinking=thinking))
+        ids = await self._service.on_thread(partial(planner.encode, task, thinking=thinking, raw=raw))
         return json_response({"tokens": list(ids)})
 
     async def models(self, request: Request) -> ASGIApp:

@@ -231,7 +231,8 @@ class Service:
         if isinstance(task, str):
             if planner.tokenizer is None:
                 raise Refusal("this model has no tokenizer; give token ids as the prompt", param="prompt")
-            task = planner.tokenizer.encode(task)
+            words = planner.tokenizer
+            task = words.encode(task) if call.options.get("raw") else words.encode_text(task)
         options = PlanOptions(**call.options)
         deadline = call.deadline if call.deadline is not None else self.config.timeouts.deadline or None
         if deadline is not None:
