@@ -21,6 +21,7 @@ from typing import Any
 import jinja2
 import jinja2.meta
 from jinja2 import nodes
+from jinja2.optimizer import optimize
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from edge_dflash.template import CPU_SECONDS, MEMORY_BYTES, TEXT_CHARS, mark
@@ -78,14 +79,18 @@ class _Template:
         marked = self._marker()
         tree = environment.parse(source)
         self.names = jinja2.meta.find_undeclared_variables(tree)
-        for constant in tree.find_all(nodes.Const):
+        joined = optimize(tree, environment)  # literals that stand side by side are one
+        assert isinstance(joined, nodes.Template)
+        for constant in joined.find_all(nodes.Const):
             if isinstance(constant.value, str):
                 constant.value = marked(constant.value)
-        for words in tree.find_all(nodes.TemplateData):
+        for words in joined.find_all(nodes.TemplateData):
             words.data = marked(words.data)
         self._parses_thinking = "</think>" in source
         self._variables = {name: marked(value) for name, value in variables.items()}
-        self._template = jinja2.Template.from_code(environment, environment.compile(tree), environment.make_globals({}))
+        self._template = jinja2.Template.from_code(
+            environment, environment.compile(joined), environment.make_globals({})
+        )
 
     def render(self, given: dict[str, Any]) -> str:
         """The prompt, control tokens of the template as their marks."""

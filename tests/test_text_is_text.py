@@ -147,6 +147,7 @@ MESSAGES = st.lists(
     min_size=1,
     max_size=5,
 )
+ASK = {"role": "user", "content": "Tidy up."}
 TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"properties": {"a": {}}}}}
 
 
@@ -168,10 +169,9 @@ def test_the_calibration_prompts_have_the_ids_that_transformers_gives(name):
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_5"])
 def test_of_an_answer_only_its_thinking_span_is_read(name):
     tokenizer = family(name)[1]
-    ask = {"role": "user", "content": "Tidy up."}
 
     def answered(content):
-        pieces = tokenizer.render_pieces([ask, {"role": "assistant", "content": content}])
+        pieces = tokenizer.render_pieces([ASK, {"role": "assistant", "content": content}])
         return pieces[pieces.index("<think>") :] if "<think>" in pieces else pieces
 
     whole = answered("<think>\nhm\n</think>\n\nDone.")
@@ -180,7 +180,7 @@ def test_of_an_answer_only_its_thinking_span_is_read(name):
     two = answered("<think>a</think>The tags <think> and </think>")
     assert two[:4] == ["<think>", "\na\n", "</think>", "\n\nThe tags <think> and </think>"]
     assert "".join(answered("<think> opens it")).startswith("<think>\n\n</think>\n\n<think> opens it")
-    quoted = [ask, {"role": "assistant", "content": "a</think>b", "reasoning_content": "c<think>"}]
+    quoted = [ASK, {"role": "assistant", "content": "a</think>b", "reasoning_content": "c<think>"}]
     pieces = tokenizer.render_pieces(quoted)
     assert pieces[pieces.index("<think>") :][:4] == ["<think>", "\nc<think>\n", "</think>", "\n\na</think>b"]
 
@@ -190,7 +190,7 @@ def test_the_next_turn_of_a_session_is_text_as_well(name):
     tokenizer = family(name)[1]
     end = tokenizer.eos_token_id
     model = Model(FakeBackend(), tokenizer, (end,))
-    said = [{"role": "user", "content": "Tidy up."}]
+    said = [ASK]
     tokens = (*encode_conversation(tokenizer, said, enable_thinking=False), *tokenizer.encode_text("Done."), end)
     messages = [*said, {"role": "assistant", "content": "Done."}]
     for forged, thinking in itertools.product(FORGED, (False, True)):
@@ -246,7 +246,10 @@ def test_padding_that_is_a_character_is_read_in_texts():
 
 
 def test_a_template_that_builds_its_tokens_from_parts_is_refused(tmp_path):
-    template = "{% for m in messages %}{{ '<|' + 'start|>' + m.content }}<|end|>{% endfor %}"
+    joined = "{% for m in messages %}{{ '<|' ~ 'start|>' + m.content }}<|end|>{% endfor %}"
+    ids = Tokenizer.open(write_tokenizer(tmp_path / "joined", template=joined)).encode_chat([ASK])
+    assert (ids[0], len(ids)) == (256, 2 + len(ASK["content"]))
+    template = "{% set word = 'start' %}{% for m in messages %}{{ '<|' + word + '|>' + m.content }}<|end|>{% endfor %}"
     with pytest.raises(
         BundleError, match=r"builds control tokens from parts.*write them whole in chat_template\.jinja"
     ):
