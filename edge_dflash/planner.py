@@ -264,6 +264,7 @@ class Planner:
         - bounds: ``deadline`` in seconds from now, waiting included: no pass starts that is not expected to end in
           time, and what was committed is the plan. ``max_new_tokens``. ``stop``: texts before which the answer ends.
         - choice: ``temperature``, ``top_k``, ``top_p``, ``seed``; ``speculative=False`` gives the same tokens, slower.
+          ``logprobs``: how likely the model held each token and so many others, before any of these options.
         - chat: ``thinking``, ``tools``. ``relaxed``: lossy acceptance, only inside a thinking span that the prompt
           opens; without one nothing is relaxed.
         - queue: ``priority``, ``caller``.

@@ -26,6 +26,16 @@ _REPLACEMENT = "\ufffd"  # what a decoder gives for bytes that are not (yet) a c
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
+def _byte_characters() -> dict[str, int]:
+    """The byte that each character of a byte-level vocabulary stands for: itself, or those from U+0100 on, in order."""
+    shown = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    hidden = [byte for byte in range(256) if byte not in shown]
+    return {chr(byte): byte for byte in shown} | {chr(0x100 + at): byte for at, byte in enumerate(hidden)}
+
+
+_BYTE_OF = _byte_characters()
+
+
 def content_text(content: object, where: str) -> str | None:
     """A message's content as one text: a list of ``{"type": "text", "text": ...}`` parts is joined; None stays None.
 
@@ -96,6 +106,7 @@ class Tokenizer:
         self._tokenizer = tokenizer
         self.template = template
         self.eos_token_id = eos
+        self._bytes: dict[int, bytes | None] = {}  # of tokens that were asked for
 
     @classmethod
     def open(cls, directory: Path) -> Tokenizer:
@@ -152,6 +163,20 @@ class Tokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ``ids``, without special tokens."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """Bytes of one token, which may be a part of a character; a special token's spelling, None without a token."""
+        if token_id not in self._bytes:
+            self._bytes[token_id] = self._bytes_of(token_id)
+        return self._bytes[token_id]
+
+    def _bytes_of(self, token_id: int) -> bytes | None:
+        spelled, text = self.token(token_id), self.decode([token_id])
+        if spelled is None or (text and _REPLACEMENT not in text):
+            return None if spelled is None else text.encode()
+        if all(char in _BYTE_OF for char in spelled):
+            return bytes(_BYTE_OF[char] for char in spelled)
+        return spelled.encode()
 
 
 class Detokenizer:

@@ -38,6 +38,7 @@ PUBLIC = [
     "RequestCancelledError",
     "RequestError",
     "ServiceError",
+    "TokenLogprob",
     "ToolCall",
     "UnsupportedModelError",
     "VerificationError",

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from edge_dflash.cli.logprobs import entry, logprob_table
 from edge_dflash.cli.output import emit_json, say, show, stages
 from edge_dflash.errors import RequestError, VerificationError
 from edge_dflash.grammar.schema_check import schema_text
@@ -59,6 +60,9 @@ def generate(
         float, typer.Option(metavar="P", help="Draw from the best tokens of this probability mass.")
     ] = 1.0,
     seed: Annotated[int, typer.Option(metavar="N", help="Makes a drawn answer repeatable.")] = 0,
+    logprobs: Annotated[
+        int | None, typer.Option(metavar="N", help="Show how likely each token was, beside N others; 0: it alone.")
+    ] = None,
     thinking: Annotated[bool, typer.Option("--thinking", help="Let the chat template ask for thinking.")] = False,
     plain: Annotated[bool, typer.Option("--plain", help="Decode without the drafter: same tokens, slower.")] = False,
     compare: Annotated[
@@ -74,7 +78,8 @@ def generate(
 
     --compare decodes a few tokens to warm up, then with the drafter, then without. Exit code 9 when the tokens differ.
 
-    JSON keys: text (null without tokenizer), tokens, finish_reason (stop, length, context or deadline), prompt_tokens,
+    JSON keys: text (null without tokenizer), tokens, logprobs (of --logprobs, for each token: token, logprob, text and
+    top, the likeliest tokens; else null), finish_reason (stop, length, context or deadline), prompt_tokens,
     accept_lengths, accept_length, speculative, object (the answer parsed, or null), prefill_seconds,
     first_token_seconds, decode_seconds, total_seconds, tokens_per_second, board (joules of this plan, null where the
     board does not say its power; power mode, watts, degrees, clocks and memory at the end, as far as it says them),
@@ -98,6 +103,7 @@ def generate(
         seed=seed,
         thinking=thinking,
         speculative=not plain,
+        logprobs=logprobs,
     )
     with stages("opening the bundle") as report:
         planner = Planner.open(bundle, progress=report)
@@ -155,6 +161,8 @@ def _report(plan: Plan, joules: float | None, other: tuple[Plan, float | None] |
         say(summary(plan, joules))
     else:
         show(comparison(*other, plan, joules))
+    if plan.logprobs and not json:
+        show(logprob_table(plan.logprobs))
     if other is not None:
         require_same(other[0], plan)
 
@@ -265,6 +273,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
     return {
         "text": plan.text,
         "tokens": list(plan.tokens),
+        "logprobs": [entry(one) for one in plan.logprobs] or None,
         "finish_reason": plan.finish_reason,
         "prompt_tokens": plan.prompt_tokens,
         "accept_lengths": list(plan.accept_lengths),

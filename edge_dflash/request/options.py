@@ -18,6 +18,7 @@ from edge_dflash.grammar.compiled import Grammar, compile_lark, compile_regex, c
 from edge_dflash.request import rules
 from edge_dflash.request.rules import Rule
 from edge_dflash.spec.constraint import Constraint
+from edge_dflash.spec.logprobs import MOST_ALTERNATIVES
 from edge_dflash.spec.loop import Controls, DecodeOptions, admit
 from edge_dflash.spec.pace import Pace
 from edge_dflash.spec.relaxed import Relaxation
@@ -48,6 +49,7 @@ class PlanOptions(TypedDict, total=False):
     relaxed: bool | Relaxation
     tools: Sequence[Tool] | None
     speculative: bool
+    logprobs: int | None
     priority: int
     caller: str
 
@@ -91,6 +93,10 @@ OPTIONS = {
     "relaxed": Rule(_relaxed, "True, False or a Relaxation"),
     "tools": Rule(rules.optional(_tools), "a list of tools in OpenAI form, of plain JSON values, or None"),
     "speculative": _FLAG,
+    "logprobs": Rule(
+        rules.optional(rules.whole(0, MOST_ALTERNATIVES)),
+        f"a whole number of alternatives from 0 to {MOST_ALTERNATIVES}, or None for no log-probabilities",
+    ),
     "priority": Rule(rules.whole(*PRIORITIES), f"a whole number from {PRIORITIES[0]} to {PRIORITIES[1]}"),
     "caller": Rule(rules.text, "a text"),
 }
@@ -118,6 +124,7 @@ class Options:
     relaxed: bool | Relaxation = False  # lossy acceptance inside the thinking span; True: with the usual bounds
     tools: Sequence[Tool] | None = None  # in OpenAI form, for the chat template and the types of the arguments
     speculative: bool = True  # False decodes plainly: the same tokens, one by one
+    logprobs: int | None = None  # log-probabilities of the tokens, each with so many alternatives; None: none
     priority: int = 0  # of PRIORITIES; higher ones go first
     caller: str = ""  # callers of one priority take turns
 
@@ -205,7 +212,13 @@ class Request:
 def prepare(model: Model, options: Options, prompt: Sequence[int], began: float, keep: tuple[int, ...] = ()) -> Request:
     """Check a request. Raises RequestError and ContextError for what cannot run."""
     decode = DecodeOptions(
-        options.max_new_tokens, options.temperature, options.top_k, options.top_p, options.seed, model.stop_token_ids
+        max_new_tokens=options.max_new_tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        seed=options.seed,
+        stop_token_ids=model.stop_token_ids,
+        logprobs=options.logprobs,
     )
     _ = decode.sampling  # refuse bad values now
     admit(model.backend.shape, 0, prompt, decode)
