@@ -119,7 +119,7 @@ class Options:
     tools: Sequence[Tool] | None = None  # in OpenAI form, for the chat template and the types of the arguments
     speculative: bool = True  # False decodes plainly: the same tokens, one by one
     priority: int = 0  # of PRIORITIES; higher ones go first
-    caller: str = ""  # callers of one priority take turns
+    caller: str = ""  # callers of one priority take turns; "account/name": so do accounts, and then their callers
 
     def __post_init__(self) -> None:
         """Take each value by its rule; refuse what does not go together."""
