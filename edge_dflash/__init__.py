@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         RequestCancelledError,
         RequestError,
         ServiceError,
+        StorageError,
         UnsupportedModelError,
         VerificationError,
     )
@@ -67,6 +68,7 @@ __all__ = [
     "RequestCancelledError",
     "RequestError",
     "ServiceError",
+    "StorageError",
     "ToolCall",
     "UnsupportedModelError",
     "VerificationError",

@@ -9,6 +9,7 @@ import asyncio
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from edge_dflash.serve.accounts import peer
 from edge_dflash.serve.refusal import Refusal, dump, error_json
 
 _PHRASES = {400: "Bad Request", 408: "Request Timeout", 503: "Service Unavailable"}
@@ -28,6 +29,7 @@ def bounded_connection(most: int, header_seconds: float, write_seconds: float) -
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
+            self.app_state = {**self.app_state, "peer": peer(transport.get_extra_info("socket"))}
             if sum(_local(one) == _local(self) for one in self.connections) > most:
                 self._refuse(Refusal(f"{most} connections are open, which is the limit", status=503, retry_after=1))
             else:
