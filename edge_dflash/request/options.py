@@ -126,7 +126,7 @@ class Options:
     speculative: bool = True  # False decodes plainly: the same tokens, one by one
     logprobs: int | None = None  # log-probabilities of the tokens, each with so many alternatives; None: none
     priority: int = 0  # of PRIORITIES; higher ones go first
-    caller: str = ""  # callers of one priority take turns
+    caller: str = ""  # callers of one priority take turns; "account/name": so do accounts, and then their callers
 
     def __post_init__(self) -> None:
         """Take each value by its rule; refuse what does not go together."""

@@ -23,6 +23,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from edge_dflash.serve.accounts import Keys
 from edge_dflash.serve.fields import Fields
 from edge_dflash.serve.limits import SMALL, authorise, bound_headers, parse_object, read_body
 from edge_dflash.serve.messages import read_messages
@@ -39,8 +40,8 @@ _Read = TypeVar("_Read")
 _Endpoint = Callable[[Request], Awaitable[ASGIApp]]
 
 
-def make_app(service: Service, key: str = "") -> Starlette:
-    """The ASGI application of a service. ``key``: what TCP callers must send; "": nothing."""
+def make_app(service: Service, keys: Keys | None = None) -> Starlette:
+    """The ASGI application of a service. ``keys``: one of which TCP callers must send, if there are any."""
     routes = Routes(service)
     sessions = "/v1/edge_dflash/sessions"
     table: list[tuple[str, str, _Endpoint]] = [
@@ -61,7 +62,7 @@ def make_app(service: Service, key: str = "") -> Starlette:
     app = Starlette(
         routes=[Route(path, _answering(service, endpoint), methods=[method]) for method, path, endpoint in table],
         exception_handlers={HTTPException: _http_error, Exception: _defect},
-        middleware=[Middleware(_Guard, key=key, header_bytes=service.config.limits.header_bytes)],
+        middleware=[Middleware(_Guard, keys=keys or {}, header_bytes=service.config.limits.header_bytes)],
     )
     app.router.redirect_slashes = False  # a path that does not exist is answered as such
     return app
@@ -110,16 +111,17 @@ async def _defect(request: Request, error: Exception) -> Response:
 class _Guard:
     """Lets in who may come in."""
 
-    def __init__(self, app: ASGIApp, key: str, header_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, keys: Keys, header_bytes: int) -> None:
         self._app = app
-        self._key = key
+        self._keys = keys
         self._header_bytes = header_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             try:
                 bound_headers(scope, self._header_bytes)
-                authorise(scope, Headers(scope=scope), self._key)
+                account = authorise(scope, Headers(scope=scope), self._keys)
+                scope["state"] = {**scope.get("state", {}), "account": account}
             except Refusal as refused:
                 await error_response(refused)(scope, receive, send)
                 return
@@ -177,31 +179,31 @@ class Routes:
 
     async def sessions(self, request: Request) -> ASGIApp:
         """``GET /v1/edge_dflash/sessions``."""
-        _, sessions = self._service.loaded()
+        _, sessions = self._service.loaded(request.state.account)
         return await self._made(lambda: {"object": "list", "data": sessions.entries()})
 
     async def session(self, request: Request) -> ASGIApp:
         """``GET /v1/edge_dflash/sessions/NAME``."""
-        _, sessions = self._service.loaded()
+        _, sessions = self._service.loaded(request.state.account)
         return await self._made(partial(sessions.info, _name(request)))
 
     async def delete_session(self, request: Request) -> ASGIApp:
         """``DELETE /v1/edge_dflash/sessions/NAME``."""
-        _, sessions = self._service.loaded()
+        _, sessions = self._service.loaded(request.state.account)
         name = _name(request)
         await self._service.on_thread(partial(sessions.delete, name))
         return json_response({"id": name, "object": "edge_dflash.session", "deleted": True})
 
     async def save_session(self, request: Request) -> ASGIApp:
         """``POST /v1/edge_dflash/sessions/NAME/save``, with ``to`` under another name."""
-        _, sessions = self._service.loaded()
+        _, sessions = self._service.loaded(request.state.account)
         name, to = _name(request), await self._body(request, _other_name)
         size = await self._service.on_thread(partial(sessions.save, name, to))
         return json_response({"id": to or name, "object": "edge_dflash.session", "saved": True, "bytes": size})
 
     async def fork_session(self, request: Request) -> ASGIApp:
         """``POST /v1/edge_dflash/sessions/NAME/fork`` to the name ``to``."""
-        _, sessions = self._service.loaded()
+        _, sessions = self._service.loaded(request.state.account)
         name, to = _name(request), await self._body(request, _other_name)
         if to is None:
             raise Refusal("to is missing; give the name of the new session", param="to")
@@ -257,7 +259,7 @@ class Routes:
             service.loaded()
             limits, defaults = service.config.limits, service.config.defaults
             call = await self._body(request, lambda body: read(body, limits, defaults))
-            running = service.start(call, arrived)
+            running = service.start(call, arrived, request.state.account)
         except Exception as error:
             refused = _refused(service, error)
             count(_outcome(refused.status))
