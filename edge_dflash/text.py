@@ -140,6 +140,12 @@ class Tokenizer:
         found = self._tokenizer.token_to_id(token)
         return None if found is None else int(found)
 
+    def is_ordinary(self, token_id: int) -> bool:
+        """Whether texts are written with this token: it is in the vocabulary, not added to it, and spells something."""
+        if not 0 <= token_id < self.size or token_id in self._tokenizer.get_added_tokens_decoder():
+            return False
+        return bool(self.decode([token_id]))
+
     def to_json(self) -> str:
         """Return the text of tokenizer.json."""
         return str(self._tokenizer.to_str())

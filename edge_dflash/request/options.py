@@ -12,6 +12,7 @@ from numbers import Integral
 from typing import Any, TypeAlias, TypedDict
 
 from edge_dflash.backends.base import Backend
+from edge_dflash.characters import refuse_surrogates
 from edge_dflash.chat import Markers, thinking_is_open
 from edge_dflash.errors import RequestError
 from edge_dflash.grammar.compiled import Grammar, compile_lark, compile_regex, compile_schema
@@ -211,13 +212,14 @@ class Request:
 
 def prepare(model: Model, options: Options, prompt: Sequence[int], began: float, keep: tuple[int, ...] = ()) -> Request:
     """Check a request. Raises RequestError and ContextError for what cannot run."""
+    stop = _ends_of_form(model) if options.constrained else model.stop_token_ids
     decode = DecodeOptions(
         max_new_tokens=options.max_new_tokens,
         temperature=options.temperature,
         top_k=options.top_k,
         top_p=options.top_p,
         seed=options.seed,
-        stop_token_ids=model.stop_token_ids,
+        stop_token_ids=stop,
         logprobs=options.logprobs,
     )
     _ = decode.sampling  # refuse bad values now
@@ -230,7 +232,7 @@ def prepare(model: Model, options: Options, prompt: Sequence[int], began: float,
         prompt=tuple(prompt),
         keep=tuple(at for at in keep if 0 < at < len(prompt)),
         decode=decode,
-        form=_form(model, options),
+        form=_form(model, options, stop),
         relaxation=_relaxation(model, options, prompt),
         began=began,
         deadline=None if options.deadline is None else began + options.deadline,
@@ -253,6 +255,7 @@ def as_messages(task: Task) -> list[Message] | None:
     if isinstance(task, str):
         if not task.strip():
             raise RequestError("the task is empty; say what is to be done")
+        refuse_surrogates(task, "the task")
         return [{"role": "user", "content": task}]
     try:
         first: Any = None if isinstance(task, bytes | bytearray | Mapping) else task[0] if len(task) else 0
@@ -261,17 +264,29 @@ def as_messages(task: Task) -> list[Message] | None:
     if first is None:
         raise RequestError(f"the task is of type {type(task).__name__}; give text, a list of messages or token ids")
     if isinstance(first, Mapping):
+        refuse_surrogates(task, "messages")
         return [with_text(message, index) for index, message in enumerate(task)]  # type: ignore[arg-type]  # no ids
     return None
 
 
-def _form(model: Model, options: Options) -> Grammar | None:
+def _ends_of_form(model: Model) -> tuple[int, ...]:
+    """The stop tokens that no text is written with: a comma that ends other answers is a comma inside a form."""
+    tokenizer = model.need_tokenizer("an answer cannot be given a form; leave schema, regex and grammar out")
+    stop = tuple(token for token in model.stop_token_ids if not tokenizer.is_ordinary(token))
+    if not stop:
+        found = f"; its stop tokens {list(model.stop_token_ids)} are ordinary text" if model.stop_token_ids else ""
+        raise RequestError(
+            f"this model has no end-of-text token, which a form needs{found}; leave schema, regex, grammar out"
+        )
+    return stop
+
+
+def _form(model: Model, options: Options, stop: tuple[int, ...]) -> Grammar | None:
+    """``stop`` ends the form."""
     if not options.constrained:
         return None
     tokenizer = model.need_tokenizer("an answer cannot be given a form; leave schema, regex and grammar out")
-    if not model.stop_token_ids:
-        raise RequestError("this model has no end-of-text token, which a form needs; leave schema, regex, grammar out")
-    size, stop = model.backend.shape.vocab_size, model.stop_token_ids
+    size = model.backend.shape.vocab_size
     if options.regex is not None:
         return compile_regex(options.regex, tokenizer, size, stop)
     if options.grammar is not None:

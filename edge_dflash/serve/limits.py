@@ -15,6 +15,7 @@ from typing import Any
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Scope
 
+from edge_dflash.characters import lone_surrogate, surrogate_message
 from edge_dflash.serve.accounts import Keys, own
 from edge_dflash.serve.refusal import Refusal
 
@@ -113,6 +114,8 @@ def parse_object(body: bytes, depth: int) -> dict[str, Any]:
         raise _too_deep(depth) from None
     if not isinstance(value, dict):
         raise Refusal(f"the body is of type {type(value).__name__}; send a JSON object", code="json")
+    if b"\\ud" in body.lower() and (place := lone_surrogate(value, "")) is not None:  # in UTF-8 only by an escape
+        raise Refusal(surrogate_message(place), param=place, code="json")
     level: list[Any] = [value]
     for _ in range(depth):
         level = [inner for outer in level for inner in (outer.values() if isinstance(outer, dict) else outer)]
