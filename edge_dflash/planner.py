@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from numbers import Integral
 from pathlib import Path
@@ -18,6 +19,7 @@ from edge_dflash import selftest
 from edge_dflash.backends import load
 from edge_dflash.backends.base import Backend, PairShape
 from edge_dflash.bundle.reader import Bundle
+from edge_dflash.errors import RequestError
 from edge_dflash.grammar.compiled import hold, warm_up
 from edge_dflash.plan import Plan
 from edge_dflash.planner_session import PlannerSession
@@ -26,7 +28,7 @@ from edge_dflash.request import rules
 from edge_dflash.request.conversation import Encoder
 from edge_dflash.request.engine import Engine
 from edge_dflash.request.job import Alone, Observer
-from edge_dflash.request.options import Model, Options, PlanOptions, Task, prepare
+from edge_dflash.request.options import Model, Options, PlanOptions, Task, ends_of_form, prepare
 from edge_dflash.request.rules import Rule
 from edge_dflash.request.stream import AsyncPlanStream, PlanStream
 from edge_dflash.selftest_result import SelfTestResult
@@ -116,7 +118,8 @@ class Planner:
     ) -> Planner:
         """Open the bundle at ``path`` and load it.
 
-        ``queue`` requests may wait (one caller's share is at most 16); more are refused with QueueFullError.
+        ``queue`` requests may wait, half of them of one caller; more are refused with QueueFullError, unless they are
+        more urgent than one that waits, which is refused in their place.
         ``prefix_bytes`` bounds the states of system prompts that are kept for the next request. ``fallback`` lets
         requests decode plainly for a while when drafting was measured to cost more than it gives; the output is the
         same. ``check_hashes=False`` skips the SHA-256 of the bundle's files (seconds for large models). ``self_test``
@@ -199,8 +202,9 @@ class Planner:
 
         3 s and 220 MB with 248,000 tokens; without this, the first form does.
         """
-        if self._model.tokenizer is not None and self._model.stop_token_ids:
-            warm_up(self._model.tokenizer, self._model.stop_token_ids)
+        if self._model.tokenizer is not None:
+            with suppress(RequestError):  # a model that takes no forms
+                warm_up(self._model.tokenizer, ends_of_form(self._model))
 
     @property
     def backend(self) -> Backend:
@@ -266,7 +270,8 @@ class Planner:
         """Queue a plan and return its increments.
 
         ``task`` is text (one user message when the model has a chat template), a list of messages with ``role`` and
-        ``content``, or token ids, used as they are. With ``session``, it is the next turn of that conversation.
+        ``content``, or token ids, used as they are. A control token (``<|im_end|>``) that a text spells stays text.
+        With ``session``, it is the next turn of that conversation.
 
         ``options`` (:class:`~edge_dflash.request.options.Options` lists them with their defaults):
 
@@ -275,12 +280,14 @@ class Planner:
         - bounds: ``deadline`` in seconds from now, waiting included: no pass starts that is not expected to end in
           time, and what was committed is the plan. ``max_new_tokens``. ``stop``: texts before which the answer ends.
         - choice: ``temperature``, ``top_k``, ``top_p``, ``seed``; ``speculative=False`` gives the same tokens, slower.
-        - chat: ``thinking``, ``tools``. ``relaxed``: lossy acceptance, only inside a thinking span that the prompt
-          opens; without one nothing is relaxed.
+          ``logprobs``: how likely the model held each token and so many others, before any of these options.
+        - chat: ``thinking``, ``tools``. ``raw``: the text as it is, without chat template, in which control tokens may
+          be spelled. ``relaxed``: lossy acceptance, only inside a thinking span that the prompt opens; without one
+          nothing is relaxed.
         - queue: ``priority``, ``caller``.
 
         Raises RequestError for bad input, ContextError for a prompt that does not fit and QueueFullError here, and not
-        at the first increment.
+        at the first increment; QueueFullError later for a request that a more urgent one displaced.
         """
         began = time.perf_counter()
         chosen = Options.of(options)
@@ -301,9 +308,9 @@ class Planner:
         """:meth:`stream` for ``async for`` and ``async with``; its errors come with the first ``await``."""
         return AsyncPlanStream(partial(self.stream, task, session=session, **options))
 
-    def encode(self, task: Task, *, thinking: bool = False) -> tuple[int, ...]:
+    def encode(self, task: Task, *, thinking: bool = False, raw: bool = False) -> tuple[int, ...]:
         """Token ids of a task. Raises RequestError when it is of another kind, empty, or cannot be turned into ids."""
-        return self._encoder.prompt(task, Options(thinking=thinking)).ids
+        return self._encoder.prompt(task, Options(thinking=thinking, raw=raw)).ids
 
     def session(self, system: str | None = None) -> PlannerSession:
         """A new conversation, with a system prompt if one is given."""

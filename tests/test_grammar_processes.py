@@ -28,10 +28,9 @@ from edge_dflash.grammar.child import Bounds
 from edge_dflash.grammar.compiled import Grammar, Grammars, compile_regex, compile_schema, hold
 from edge_dflash.grammar.schema_check import schema_json
 from edge_dflash.grammar.turns import Turns
-from edge_dflash.grammar.vocabulary import Vocabulary
-from edge_dflash.grammar.walker import Source, Walker, compiled
+from edge_dflash.grammar.walker import Source, Walker
 from edge_dflash.spec.constraint import ENDLESS, Interrupted, Patience
-from tests.grammar_support import END, SCHEMAS, tokenizer, vocab_size
+from tests.grammar_support import END, SCHEMAS, compiled_here, tokenizer, vocab_size
 
 ROOT = Path(__file__).resolve().parent.parent
 STOP = (tokenizer().token_id(END),)
@@ -82,8 +81,7 @@ class Direct(Stepped):
     """A grammar in this process."""
 
     def __init__(self, kind, text):
-        vocabulary = Vocabulary(tokenizer().to_json(), tokenizer().size, STOP)
-        super().__init__(Walker(compiled(source(kind, text), vocabulary, STOP)))
+        super().__init__(Walker(compiled_here(kind, text, STOP)))
 
     @property
     def ended(self):
@@ -316,6 +314,7 @@ def test_an_idle_process_that_is_gone_costs_no_drafts():
 def test_a_walk_is_bounded_and_obeys_its_deadline():
     with processes(step_seconds=0.2) as grammars:
         grammar = Grammar(grammars, source("regex", "(ab|b)*c"))
+        grammar.constraint().masks(())
         constraint = grammar.constraint(Patience(time.perf_counter() + 0.5))
         os.kill(only_child(grammars), signal.SIGSTOP)  # it hangs: no processor time, no answer
         with pytest.raises(Interrupted, match="deadline"):
@@ -372,12 +371,17 @@ def test_processes_end_with_their_last_owner():
 def test_nothing_outlives_the_planners_process(end):
     code = f"""if True:
         import os, signal, sys, threading, time
+        from contextlib import suppress
         sys.path[:0] = {[str(ROOT), str(ROOT / "tests")]}
         from tests.test_grammar_processes import *
         grammars = Grammars(tokenizer(), STOP)
         constraint = Grammar(grammars, source("regex", "a|b")).constraint()
-        bomb = threading.Thread(target=grammars.child, args=(source("grammar", ENDLESS_LARK), ENDLESS), daemon=True)
-        bomb.start()
+
+        def bomb():
+            with suppress(RequestError):
+                grammars.child(source("grammar", ENDLESS_LARK), ENDLESS)
+
+        threading.Thread(target=bomb, daemon=True).start()
         until(lambda: len(children(grammars)) == 2)
         print(grammars.start().pid, *children(grammars), flush=True)
         {end}

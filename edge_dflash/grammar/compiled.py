@@ -180,7 +180,7 @@ class Grammars:
         with self._starting:
             if self._zygote is None or not self._zygote.alive:
                 tokenizer = self._tokenizer()
-                if self._closed or tokenizer is None:
+                if self._closed or tokenizer is None or (self._zygote is not None and not self._zygote.close.alive):
                     raise RequestError("the planner of this grammar is closed; open it again")
                 self._zygote = Zygote(tokenizer, self.stop_token_ids)
             return self._zygote

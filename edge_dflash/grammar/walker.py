@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from edge_dflash.errors import RequestError
 from edge_dflash.grammar.lark_text import prepare
 from edge_dflash.grammar.schema_check import check
+from edge_dflash.grammar.schema_rewrite import rewrite
 from edge_dflash.grammar.vocabulary import Vocabulary, one_line
 
 if TYPE_CHECKING:
@@ -191,8 +192,10 @@ def _grammar_text(source: Source, vocabulary: Vocabulary) -> str:
 
     options = _json_options(source.whitespace)
     if source.kind == "schema":
-        check(json.loads(source.text))
-        return LLMatcher.grammar_from_json_schema(source.text, overrides=options)  # type: ignore[arg-type]
+        schema = json.loads(source.text)
+        check(schema)
+        text = json.dumps(rewrite(schema), ensure_ascii=False)
+        return LLMatcher.grammar_from_json_schema(text, overrides=options)  # type: ignore[arg-type]
     if source.kind == "regex":
         return LLMatcher.grammar_from_regex(source.text)
     return LLMatcher.grammar_from_lark(prepare(source.text, vocabulary.special.get, options))
