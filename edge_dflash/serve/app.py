@@ -23,11 +23,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from edge_dflash.serve.fields import Fields
 from edge_dflash.serve.limits import SMALL, authorise, bound_headers, parse_object, read_body
-from edge_dflash.serve.messages import read_messages
 from edge_dflash.serve.metrics import CONTENT_TYPE
-from edge_dflash.serve.openai import Call, chat_call, checked_name, completion_call
+from edge_dflash.serve.openai import Call, chat_call, checked_name, completion_call, encode_call, new_name, other_name
+from edge_dflash.serve.openapi import OPERATIONS, document
 from edge_dflash.serve.refusal import Refusal, dump, error_json, refusal
 from edge_dflash.serve.service import Service
 from edge_dflash.serve.stream import EventStream, watch_client
@@ -41,25 +40,12 @@ _Endpoint = Callable[[Request], Awaitable[ASGIApp]]
 
 def make_app(service: Service, key: str = "") -> Starlette:
     """The ASGI application of a service. ``key``: what TCP callers must send; "": nothing."""
-    routes = Routes(service)
-    sessions = "/v1/edge_dflash/sessions"
-    table: list[tuple[str, str, _Endpoint]] = [
-        ("POST", "/v1/chat/completions", routes.chat),
-        ("POST", "/v1/completions", routes.completions),
-        ("POST", "/v1/edge_dflash/encode", routes.encode),
-        ("GET", "/v1/models", routes.models),
-        ("GET", "/v1/models/{name:path}", routes.model),
-        ("GET", "/health", routes.health),
-        ("GET", "/ready", routes.ready),
-        ("GET", "/metrics", routes.metrics),
-        ("GET", sessions, routes.sessions),
-        ("GET", sessions + "/{name}", routes.session),
-        ("DELETE", sessions + "/{name}", routes.delete_session),
-        ("POST", sessions + "/{name}/save", routes.save_session),
-        ("POST", sessions + "/{name}/fork", routes.fork_session),
-    ]
+    routes = Routes(service, dump(document(service.config, key=bool(key))))
     app = Starlette(
-        routes=[Route(path, _answering(service, endpoint), methods=[method]) for method, path, endpoint in table],
+        routes=[
+            Route(one.path, _answering(service, getattr(routes, one.endpoint)), methods=[one.method])
+            for one in OPERATIONS
+        ],
         exception_handlers={HTTPException: _http_error, Exception: _defect},
         middleware=[Middleware(_Guard, key=key, header_bytes=service.config.limits.header_bytes)],
     )
@@ -129,8 +115,9 @@ class _Guard:
 class Routes:
     """The endpoints. Work that grows with a body or with an answer is done on threads: the loop serves everybody."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, document: bytes) -> None:
         self._service = service
+        self._document = document
         # large bodies are worked on two at a time, however many there are: the loop is one thread among those that run
         self._large = asyncio.Semaphore(2)
 
@@ -145,7 +132,7 @@ class Routes:
     async def encode(self, request: Request) -> ASGIApp:
         """``POST /v1/edge_dflash/encode``: the token ids of messages or of a text."""
         planner, _ = self._service.loaded()
-        task, thinking = await self._body(request, _encode_call)
+        task, thinking = await self._body(request, encode_call)
         async with self._turn(request):
             return await self._made(lambda: {"tokens": list(planner.encode(task, thinking=thinking))})
 
@@ -175,6 +162,10 @@ class Routes:
         text = await self._service.on_thread(self._service.metrics.text)
         return Response(text, headers={"content-type": CONTENT_TYPE})
 
+    async def openapi(self, request: Request) -> ASGIApp:
+        """``GET /openapi.json``."""
+        return Response(self._document, media_type="application/json")
+
     async def sessions(self, request: Request) -> ASGIApp:
         """``GET /v1/edge_dflash/sessions``."""
         _, sessions = self._service.loaded()
@@ -195,16 +186,14 @@ class Routes:
     async def save_session(self, request: Request) -> ASGIApp:
         """``POST /v1/edge_dflash/sessions/NAME/save``, with ``to`` under another name."""
         _, sessions = self._service.loaded()
-        name, to = _name(request), await self._body(request, _other_name)
+        name, to = _name(request), await self._body(request, other_name)
         size = await self._service.on_thread(partial(sessions.save, name, to))
         return json_response({"id": to or name, "object": "edge_dflash.session", "saved": True, "bytes": size})
 
     async def fork_session(self, request: Request) -> ASGIApp:
         """``POST /v1/edge_dflash/sessions/NAME/fork`` to the name ``to``."""
         _, sessions = self._service.loaded()
-        name, to = _name(request), await self._body(request, _other_name)
-        if to is None:
-            raise Refusal("to is missing; give the name of the new session", param="to")
+        name, to = _name(request), await self._body(request, new_name)
         await self._service.on_thread(partial(sessions.fork, name, to))
         return json_response({"id": to, "object": "edge_dflash.session"})
 
@@ -282,24 +271,6 @@ class Routes:
             watcher.cancel()
             if not streams:
                 await service.end(running)
-
-
-def _encode_call(body: dict[str, Any]) -> tuple[Any, bool]:
-    """What is to be encoded, and whether the template is to open thinking."""
-    fields = Fields(body)
-    text = fields.text("text")
-    task: Any = read_messages(fields.array("messages")) if text is None else text
-    thinking = fields.flag("thinking") or False
-    fields.done()
-    return task, thinking
-
-
-def _other_name(body: dict[str, Any]) -> str | None:
-    """The name of another session, ``to``."""
-    fields = Fields(body)
-    to = fields.text("to")
-    fields.done()
-    return None if to is None else checked_name(to, "to")
 
 
 def _name(request: Request) -> str:

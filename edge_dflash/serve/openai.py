@@ -22,6 +22,18 @@ from edge_dflash.text import Message
 
 DAY = 86400.0
 _SESSION_WHY = "give 1 to 64 of A-Z a-z 0-9 . _ -, beginning with a letter or digit"
+SESSION = {"pattern": "^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"}
+_STOP = {"type": "string", "minLength": 1, "maxLength": 999}
+_FUNCTION = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "parameters": {"type": ["object", "null"]}},
+    "required": ["name"],
+}
+_TOOL = {
+    "type": "object",
+    "properties": {"type": {"const": "function"}, "function": _FUNCTION},
+    "required": ["function"],
+}
 _ALNUM = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789")
 
 
@@ -44,7 +56,7 @@ class Call:
 def chat_call(body: dict[str, Any], limits: LimitConfig, defaults: DefaultConfig) -> Call:
     """Read the body of ``/v1/chat/completions``."""
     fields = Fields(body)
-    messages = read_messages(fields.array("messages"))
+    messages = read_messages(fields)
     options = PlanOptions()
     _tools(fields, options)
     _form(fields, options)
@@ -61,6 +73,37 @@ def completion_call(body: dict[str, Any], limits: LimitConfig, defaults: Default
     fields.only("best_of", 1, why="one answer is made; give 1")
     _form(fields, options)
     return _call(fields, prompt, options, limits, defaults, chat=False)
+
+
+def encode_call(body: dict[str, Any]) -> tuple[Any, bool]:
+    """Read the body of ``/v1/edge_dflash/encode``: what is to be encoded, and whether the template opens thinking."""
+    fields = Fields(body)
+    if (text := fields.text("text")) is None:
+        fields.also({"properties": {"text": {"type": "null"}}}, variant="messages")
+        task: Any = read_messages(fields, "give messages, or a text")
+    else:
+        fields.also({"required": ["text"], "properties": {"text": {"type": "string"}}}, variant="text")
+        fields.only("messages", why="text is given too; give one of them")
+        task = text
+    thinking = fields.flag("thinking") or False
+    fields.done()
+    return task, thinking
+
+
+def other_name(body: dict[str, Any]) -> str | None:
+    """Read the body of a save: the name of another session, ``to``."""
+    fields = Fields(body)
+    to = fields.text("to", facts=SESSION)
+    fields.done()
+    return None if to is None else checked_name(to, "to")
+
+
+def new_name(body: dict[str, Any]) -> str:
+    """Read the body of a fork: the name of the new session, ``to``."""
+    fields = Fields(body)
+    to = fields.text("to", facts=SESSION, needed="give the name of the new session")
+    fields.done()
+    return checked_name(to, "to")
 
 
 def _call(
@@ -89,14 +132,14 @@ def _call(
 
 
 def _tools(fields: Fields, options: PlanOptions) -> None:
-    tools = fields.array("tools")
+    tools = fields.array("tools", facts={"items": _TOOL})
     for index, tool in enumerate(tools or ()):
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or tool.get("type", "function") != "function":
             fields.fail(f"tools[{index}]", tool, 'give {"type": "function", "function": {"name": ...}}')
-        if not isinstance(function.get("name"), str) or not isinstance(function.get("parameters") or {}, dict):
+        if not isinstance(function.get("name"), str) or not isinstance(function.get("parameters"), dict | None):
             fields.fail(f"tools[{index}].function", function, "give it a name, and an object as parameters")
-    choice = fields.take("tool_choice")
+    choice = fields.take("tool_choice", {"enum": ["auto", "none"]})
     if choice not in (None, "auto", "none"):
         fields.fail("tool_choice", choice, "a call cannot be forced; give auto or none")
     if tools and choice != "none":
@@ -110,21 +153,18 @@ def _form(fields: Fields, options: PlanOptions) -> None:
     form = fields.inner("response_format")
     if form is None:
         return
-    kind = form.text("type")
+    kind = form.kind("type", "text", "json_object", "json_schema")
     if kind == "json_object":
         options["schema"] = {"type": "object"}
     elif kind == "json_schema":
-        inner = form.inner("json_schema")
-        schema = inner.mapping("schema") if inner is not None else None
-        if inner is None or schema is None:
-            form.fail("json_schema", None, 'give {"name": ..., "schema": {...}}')
+        wanted = 'give {"name": ..., "schema": {...}}'
+        inner = form.inner("json_schema", needed=wanted) or Fields({})
+        schema = inner.mapping("schema", needed=wanted)
         for known in ("name", "description"):
             inner.text(known)
         inner.flag("strict")  # a schema is always obeyed
         inner.done()
         options["schema"] = schema
-    elif kind != "text":
-        form.fail("type", kind, "accepted are text, json_object, json_schema")
     form.done()
 
 
@@ -172,7 +212,7 @@ def _budget(fields: Fields, options: PlanOptions, limits: LimitConfig) -> bool:
 
 
 def _stop(fields: Fields, options: PlanOptions) -> None:
-    stop = fields.take("stop")
+    stop = fields.take("stop", {"anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": 16}]})
     if stop is None:
         return
     texts = [stop] if isinstance(stop, str) else stop
@@ -201,7 +241,7 @@ def _extension(extra: Fields, options: PlanOptions, defaults: DefaultConfig) -> 
         options["priority"] = priority
     if (caller := extra.text("caller")) is not None:
         options["caller"] = caller[:64]
-    session = extra.text("session")
+    session = extra.text("session", facts=SESSION)
     if session is not None and not session_name(session):
         extra.fail("session", session, _SESSION_WHY)
     with_tokens = extra.flag("tokens") or False
@@ -225,7 +265,7 @@ def checked_name(name: object, param: str) -> str:
 
 def _fixed(fields: Fields) -> None:
     """Parameters of the OpenAI API with one meaning here, and those that say nothing about the answer."""
-    fields.only("n", 1, why="one answer is made; give 1")
+    fields.only("n", 1, why="one answer is made, and n above 1 is not supported yet; give 1")
     fields.only("logprobs", False, 0, why="probabilities are not given out; leave it out")
     fields.only("top_logprobs", 0, why="probabilities are not given out; leave it out")
     fields.only("logit_bias", {}, why="logits cannot be biased; leave it out")
