@@ -7,7 +7,8 @@ import re
 TYPES = {"string": str, "array": list, "object": dict, "boolean": bool, "null": type(None)}
 WORDS = {
     "type", "enum", "const", "anyOf", "oneOf", "allOf", "not", "minimum", "maximum", "minLength", "maxLength",
-    "pattern", "items", "minItems", "maxItems", "properties", "required", "additionalProperties", "$ref", "description", "default",
+    "pattern", "items", "minItems", "maxItems", "properties", "required", "additionalProperties", "$ref", "default",
+    "description",
 }  # fmt: skip
 
 
