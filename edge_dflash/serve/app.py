@@ -23,9 +23,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from edge_dflash.serve.accounts import Keys
 from edge_dflash.serve.limits import SMALL, authorise, bound_headers, parse_object, read_body
 from edge_dflash.serve.metrics import CONTENT_TYPE
-from edge_dflash.serve.openai import Call, chat_call, checked_name, completion_call, encode_call, new_name, other_name
+from edge_dflash.serve.names import checked_name, new_name, other_name
+from edge_dflash.serve.openai import Call, chat_call, completion_call, encode_call
 from edge_dflash.serve.openapi import OPERATIONS, document
 from edge_dflash.serve.refusal import Refusal, dump, error_json, refusal
 from edge_dflash.serve.service import Service
@@ -38,16 +40,16 @@ _Read = TypeVar("_Read")
 _Endpoint = Callable[[Request], Awaitable[ASGIApp]]
 
 
-def make_app(service: Service, key: str = "") -> Starlette:
-    """The ASGI application of a service. ``key``: what TCP callers must send; "": nothing."""
-    routes = Routes(service, dump(document(service.config, key=bool(key))))
+def make_app(service: Service, keys: Keys | None = None) -> Starlette:
+    """The ASGI application of a service. ``keys``: one of which TCP callers must send, if there are any."""
+    routes = Routes(service, dump(document(service.config, key=bool(keys))))
     app = Starlette(
         routes=[
             Route(one.path, _answering(service, getattr(routes, one.endpoint)), methods=[one.method])
             for one in OPERATIONS
         ],
         exception_handlers={HTTPException: _http_error, Exception: _defect},
-        middleware=[Middleware(_Guard, key=key, header_bytes=service.config.limits.header_bytes)],
+        middleware=[Middleware(_Guard, keys=keys or {}, header_bytes=service.config.limits.header_bytes)],
     )
     app.router.redirect_slashes = False  # a path that does not exist is answered as such
     return app
@@ -96,16 +98,17 @@ async def _defect(request: Request, error: Exception) -> Response:
 class _Guard:
     """Lets in who may come in."""
 
-    def __init__(self, app: ASGIApp, key: str, header_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, keys: Keys, header_bytes: int) -> None:
         self._app = app
-        self._key = key
+        self._keys = keys
         self._header_bytes = header_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             try:
                 bound_headers(scope, self._header_bytes)
-                authorise(scope, Headers(scope=scope), self._key)
+                account = authorise(scope, Headers(scope=scope), self._keys)
+                scope["state"] = {**scope.get("state", {}), "account": account}
             except Refusal as refused:
                 await error_response(refused)(scope, receive, send)
                 return
@@ -132,9 +135,9 @@ class Routes:
     async def encode(self, request: Request) -> ASGIApp:
         """``POST /v1/edge_dflash/encode``: the token ids of messages or of a text."""
         planner, _ = self._service.loaded()
-        task, thinking = await self._body(request, encode_call)
+        task, thinking, raw = await self._body(request, encode_call)
         async with self._turn(request):
-            return await self._made(lambda: {"tokens": list(planner.encode(task, thinking=thinking))})
+            return await self._made(lambda: {"tokens": list(planner.encode(task, thinking=thinking, raw=raw))})
 
     async def models(self, request: Request) -> ASGIApp:
         """``GET /v1/models``."""
@@ -168,31 +171,31 @@ class Routes:
 
     async def sessions(self, request: Request) -> ASGIApp:
         """``GET /v1/edge_dflash/sessions``."""
-        _, sessions = self._service.loaded()
+        _, sessions = self._service.loaded(request.state.account)
         return await self._made(lambda: {"object": "list", "data": sessions.entries()})
 
     async def session(self, request: Request) -> ASGIApp:
         """``GET /v1/edge_dflash/sessions/NAME``."""
-        _, sessions = self._service.loaded()
+        _, sessions = self._service.loaded(request.state.account)
         return await self._made(partial(sessions.info, _name(request)))
 
     async def delete_session(self, request: Request) -> ASGIApp:
         """``DELETE /v1/edge_dflash/sessions/NAME``."""
-        _, sessions = self._service.loaded()
+        _, sessions = self._service.loaded(request.state.account)
         name = _name(request)
         await self._service.on_thread(partial(sessions.delete, name))
         return json_response({"id": name, "object": "edge_dflash.session", "deleted": True})
 
     async def save_session(self, request: Request) -> ASGIApp:
         """``POST /v1/edge_dflash/sessions/NAME/save``, with ``to`` under another name."""
-        _, sessions = self._service.loaded()
+        _, sessions = self._service.loaded(request.state.account)
         name, to = _name(request), await self._body(request, other_name)
         size = await self._service.on_thread(partial(sessions.save, name, to))
         return json_response({"id": to or name, "object": "edge_dflash.session", "saved": True, "bytes": size})
 
     async def fork_session(self, request: Request) -> ASGIApp:
         """``POST /v1/edge_dflash/sessions/NAME/fork`` to the name ``to``."""
-        _, sessions = self._service.loaded()
+        _, sessions = self._service.loaded(request.state.account)
         name, to = _name(request), await self._body(request, new_name)
         await self._service.on_thread(partial(sessions.fork, name, to))
         return json_response({"id": to, "object": "edge_dflash.session"})
@@ -246,7 +249,7 @@ class Routes:
             service.loaded()
             limits, defaults = service.config.limits, service.config.defaults
             call = await self._body(request, lambda body: read(body, limits, defaults))
-            running = service.start(call, arrived)
+            running = service.start(call, arrived, request.state.account)
         except Exception as error:
             refused = _refused(service, error)
             count(_outcome(refused.status))

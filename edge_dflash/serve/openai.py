@@ -1,7 +1,7 @@
 """Bodies of the OpenAI API, read: what of a request becomes which option of a plan.
 
 Everything that is sent is used or refused by name. Parameters that OpenAI defines and that have one meaning here
-(``n``, ``logprobs``, penalties) are taken at that meaning only. What OpenAI does not define stands under
+(``n``, penalties) are taken at that meaning only. What OpenAI does not define stands under
 ``edge_dflash``. Knows nothing of HTTP, of queues or of models.
 """
 
@@ -17,12 +17,12 @@ from edge_dflash.request.options import PRIORITIES, PlanOptions
 from edge_dflash.serve.config import DefaultConfig, LimitConfig
 from edge_dflash.serve.fields import Fields
 from edge_dflash.serve.messages import read_messages, read_prompt
+from edge_dflash.serve.names import NAME, WHY, session_name
 from edge_dflash.serve.refusal import Refusal
+from edge_dflash.spec.logprobs import MOST_ALTERNATIVES
 from edge_dflash.text import Message
 
 DAY = 86400.0
-_SESSION_WHY = "give 1 to 64 of A-Z a-z 0-9 . _ -, beginning with a letter or digit"
-SESSION = {"pattern": "^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"}
 _STOP = {"type": "string", "minLength": 1, "maxLength": 999}
 _FUNCTION = {
     "type": "object",
@@ -34,7 +34,6 @@ _TOOL = {
     "properties": {"type": {"const": "function"}, "function": _FUNCTION},
     "required": ["function"],
 }
-_ALNUM = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789")
 
 
 @dataclass(frozen=True)
@@ -75,8 +74,11 @@ def completion_call(body: dict[str, Any], limits: LimitConfig, defaults: Default
     return _call(fields, prompt, options, limits, defaults, chat=False)
 
 
-def encode_call(body: dict[str, Any]) -> tuple[Any, bool]:
-    """Read the body of ``/v1/edge_dflash/encode``: what is to be encoded, and whether the template opens thinking."""
+def encode_call(body: dict[str, Any]) -> tuple[Any, bool, bool]:
+    """Read the body of ``/v1/edge_dflash/encode``.
+
+    Returns what is to be encoded, whether the template is to open thinking, and whether the text is used as it is.
+    """
     fields = Fields(body)
     if (text := fields.text("text")) is None:
         fields.also({"properties": {"text": {"type": "null"}}}, variant="messages")
@@ -85,25 +87,9 @@ def encode_call(body: dict[str, Any]) -> tuple[Any, bool]:
         fields.also({"required": ["text"], "properties": {"text": {"type": "string"}}}, variant="text")
         fields.only("messages", why="text is given too; give one of them")
         task = text
-    thinking = fields.flag("thinking") or False
+    thinking, raw = fields.flag("thinking") or False, fields.flag("raw") or False
     fields.done()
-    return task, thinking
-
-
-def other_name(body: dict[str, Any]) -> str | None:
-    """Read the body of a save: the name of another session, ``to``."""
-    fields = Fields(body)
-    to = fields.text("to", facts=SESSION)
-    fields.done()
-    return None if to is None else checked_name(to, "to")
-
-
-def new_name(body: dict[str, Any]) -> str:
-    """Read the body of a fork: the name of the new session, ``to``."""
-    fields = Fields(body)
-    to = fields.text("to", facts=SESSION, needed="give the name of the new session")
-    fields.done()
-    return checked_name(to, "to")
+    return task, thinking, raw
 
 
 def _call(
@@ -119,6 +105,7 @@ def _call(
     stream = fields.flag("stream") or False
     include_usage = _stream_options(fields, stream)
     _sampling(fields, options, defaults)
+    _logprobs(fields, options, chat=chat)
     budget_is_default = _budget(fields, options, limits)
     _stop(fields, options)
     user = fields.text("user")
@@ -194,20 +181,29 @@ def _sampling(fields: Fields, options: PlanOptions, defaults: DefaultConfig) -> 
         options["seed"] = secrets.randbits(32)  # drawn anew for each request, and told in the answer
 
 
+def _logprobs(fields: Fields, options: PlanOptions, *, chat: bool) -> None:
+    """A chat says whether, and how many alternatives; a completion says both in one number."""
+    if not chat:
+        options["logprobs"] = fields.integer("logprobs", 0, MOST_ALTERNATIVES)
+        fields.only("top_logprobs", 0, why="a completion has logprobs as a number of alternatives; leave it out")
+        return
+    wanted, alternatives = fields.flag("logprobs"), fields.integer("top_logprobs", 0, MOST_ALTERNATIVES)
+    if alternatives and not wanted:
+        fields.fail("top_logprobs", alternatives, "it needs logprobs: true")
+    options["logprobs"] = (alternatives or 0) if wanted else None
+
+
 def _budget(fields: Fields, options: PlanOptions, limits: LimitConfig) -> bool:
     """Set the budget; return whether it is the service's own."""
     names = ("max_completion_tokens", "max_tokens")
-    given = {name: fields.integer(name, 1, 2**31) for name in names}
+    given = {name: fields.integer(name, 1, limits.new_tokens or 2**31) for name in names}
     values = {value for value in given.values() if value is not None}
     if len(values) > 1:
         raise Refusal(f"{names[0]} and {names[1]} differ; give one of them", param=names[0])
     if not values:
         options["max_new_tokens"] = limits.new_tokens or None
         return True
-    options["max_new_tokens"] = wanted = values.pop()
-    if limits.new_tokens and wanted > limits.new_tokens:
-        name = next(name for name in names if given[name] is not None)
-        fields.fail(name, wanted, f"this service gives at most {limits.new_tokens}")
+    options["max_new_tokens"] = values.pop()
     return False
 
 
@@ -230,7 +226,7 @@ def _extension(extra: Fields, options: PlanOptions, defaults: DefaultConfig) -> 
     for form in ("regex", "grammar"):
         if (text := extra.text(form)) is not None:
             options[form] = text
-    for flag in ("whitespace", "relaxed", "speculative"):
+    for flag in ("whitespace", "relaxed", "speculative", "raw"):
         if (wanted := extra.flag(flag)) is not None:
             options[flag] = wanted
     thinking = extra.flag("thinking")
@@ -241,33 +237,18 @@ def _extension(extra: Fields, options: PlanOptions, defaults: DefaultConfig) -> 
         options["priority"] = priority
     if (caller := extra.text("caller")) is not None:
         options["caller"] = caller[:64]
-    session = extra.text("session", facts=SESSION)
+    session = extra.text("session", facts=NAME)
     if session is not None and not session_name(session):
-        extra.fail("session", session, _SESSION_WHY)
+        extra.fail("session", session, WHY)
     with_tokens = extra.flag("tokens") or False
     deadline = extra.number("deadline_s", 0.0, DAY)
     extra.done()
     return deadline, session, with_tokens
 
 
-def session_name(name: str) -> bool:
-    """Whether a session may have this name. What may, names one file of the state directory, and no path."""
-    return 1 <= len(name) <= 64 and name[0] in _ALNUM and all(c in _ALNUM or c in "._-" for c in name)
-
-
-def checked_name(name: object, param: str) -> str:
-    """The name of a session. Raises Refusal."""
-    if not isinstance(name, str) or not session_name(name):
-        shown = repr(name)[:60]
-        raise Refusal(f"{param} is {shown}; {_SESSION_WHY}", param=param)
-    return name
-
-
 def _fixed(fields: Fields) -> None:
     """Parameters of the OpenAI API with one meaning here, and those that say nothing about the answer."""
     fields.only("n", 1, why="one answer is made, and n above 1 is not supported yet; give 1")
-    fields.only("logprobs", False, 0, why="probabilities are not given out; leave it out")
-    fields.only("top_logprobs", 0, why="probabilities are not given out; leave it out")
     fields.only("logit_bias", {}, why="logits cannot be biased; leave it out")
     fields.only("store", False, why="nothing is stored; give false")
     fields.only("service_tier", "auto", "default", why="there is one tier; leave it out")

@@ -13,8 +13,9 @@ from typing import Any
 
 from edge_dflash.request.options import Options
 from edge_dflash.serve.answers import SCHEMAS
-from edge_dflash.serve.config import DefaultConfig, LimitConfig, ServeConfig
-from edge_dflash.serve.openai import SESSION, chat_call, completion_call, encode_call, new_name, other_name
+from edge_dflash.serve.config import DefaultConfig, ServeConfig
+from edge_dflash.serve.names import NAME, new_name, other_name
+from edge_dflash.serve.openai import chat_call, completion_call, encode_call
 from edge_dflash.serve.record import Schema, recorded
 
 _EVERYWHERE = {
@@ -33,7 +34,7 @@ _WITH_BODY = {
 _RUNS = {404: "There is no such model.", 409: "The session is in use.", 429: "The queue is full."}
 _NAMED = {400: "This is no name of a session.", 404: "There is no such session.", 409: "The session is in use."}
 _STORED = {507: "The disk is full."}
-_PARAMETERS: dict[str, Schema] = {"name": {"type": "string", **SESSION}, "name:path": {"type": "string"}}
+_PARAMETERS: dict[str, Schema] = {"name": {"type": "string", **NAME}, "name:path": {"type": "string"}}
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ def _operation(operation: Operation, config: ServeConfig) -> dict[str, Any]:
         place = {"name": "name", "in": "path", "required": True}
         made["parameters"] = [{**place, "schema": _PARAMETERS[name]}]
     if operation.read is not None:
-        schema = _with_defaults(_read(operation), config.defaults)
+        schema = _with_defaults(_read(operation, config), config.defaults)
         made["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
     made["responses"] = {"200": {"description": "Done.", "content": _content(operation)}}
     if operation.answer in ("Health", "Ready"):
@@ -153,11 +154,11 @@ def _named(name: str) -> Schema:
     return {"type": "object"} if name == "Document" else {"$ref": f"#/components/schemas/{name}"}
 
 
-def _read(operation: Operation) -> Schema:
+def _read(operation: Operation, config: ServeConfig) -> Schema:
     """The schema of a body, from reading the samples."""
     assert operation.read is not None
     generates = operation.read in (chat_call, completion_call)
-    settings = (LimitConfig(), DefaultConfig()) if generates else ()
+    settings = (config.limits, config.defaults) if generates else ()
     with recorded() as record:
         for sample in operation.samples:
             operation.read(sample, *settings)
