@@ -167,7 +167,9 @@ def test_one_of_text_and_messages_is_encoded(service, body, good):
         assert client.post("/v1/edge_dflash/encode", json=body).is_success == good
 
 
-@pytest.mark.parametrize("prompt", ["x", [1, 2], ["x"], [[1, 2]], [], "", [[]], [-1], [1.5], ["x", "y"], {}, None, 1])
+@pytest.mark.parametrize(
+    "prompt", ["x", [1, 2], [1.0], ["x"], [[1, 2]], [], "", [[]], [-1], [1.5], ["x", "y"], {}, None, 1]
+)
 def test_prompts(service, prompt):
     with client_of(service) as client:
         taken = client.post(COMPLETIONS, json={"prompt": prompt, "max_tokens": 2}).is_success
@@ -275,4 +277,6 @@ def test_head_is_answered_and_other_methods_are_refused(service):
                 assert refused.json()["error"]["message"]
         refused = client.request("OPTIONS", CHAT)
         assert (refused.status_code, refused.headers["allow"]) == (405, "POST")
+        refused = client.request("OPTIONS", SESSIONS + "/hall")
+        assert set(refused.headers["allow"].split(", ")) == {"GET", "HEAD", "DELETE"}
         assert client.request("OPTIONS", "/nothing").status_code == 404

@@ -44,10 +44,7 @@ def make_app(service: Service, keys: Keys | None = None) -> Starlette:
     """The ASGI application of a service. ``keys``: one of which TCP callers must send, if there are any."""
     routes = Routes(service, dump(document(service.config, key=bool(keys))))
     app = Starlette(
-        routes=[
-            Route(one.path, _answering(service, getattr(routes, one.endpoint)), methods=[one.method])
-            for one in OPERATIONS
-        ],
+        routes=[_route(service, routes, path) for path in dict.fromkeys(one.path for one in OPERATIONS)],
         exception_handlers={HTTPException: _http_error, Exception: _defect},
         middleware=[Middleware(_Guard, keys=keys or {}, header_bytes=service.config.limits.header_bytes)],
     )
@@ -65,16 +62,19 @@ def error_response(refused: Refusal) -> Response:
     return json_response(error_json(refused), refused.status, refused.headers)
 
 
-def _answering(service: Service, endpoint: _Endpoint) -> Callable[[Request], Awaitable[ASGIApp]]:
-    """The endpoint, with errors that it raises on purpose turned into answers."""
+def _route(service: Service, routes: Routes, path: str) -> Route:
+    """All methods of a path, so that a refusal of another names them all; errors raised on purpose become answers."""
+    endpoints: dict[str, _Endpoint] = {
+        one.method: getattr(routes, one.endpoint) for one in OPERATIONS if one.path == path
+    }
 
     async def answer(request: Request) -> ASGIApp:
         try:
-            return await endpoint(request)
+            return await endpoints["GET" if request.method == "HEAD" else request.method](request)
         except Exception as error:
             return error_response(_refused(service, error))
 
-    return answer
+    return Route(path, answer, methods=list(endpoints))
 
 
 def _refused(service: Service, error: Exception) -> Refusal:

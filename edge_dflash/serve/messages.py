@@ -78,6 +78,9 @@ def read_prompt(fields: Fields) -> str | tuple[int, ...]:
         prompt = prompt[0]  # a batch of one
     if isinstance(prompt, str) and prompt:
         return prompt
-    if not isinstance(prompt, list) or not prompt or not all(type(token) is int and token >= 0 for token in prompt):
+    if not isinstance(prompt, list) or not prompt:
         fields.fail("prompt", prompt, _PROMPT_WHY)
-    return tuple(prompt)
+    ids = tuple(int(token) if type(token) is float and token.is_integer() else token for token in prompt)
+    if not all(type(token) is int and token >= 0 for token in ids):
+        fields.fail("prompt", prompt, _PROMPT_WHY)
+    return ids

@@ -80,7 +80,7 @@ def encode_call(body: dict[str, Any]) -> tuple[Any, bool, bool]:
     Returns what is to be encoded, whether the template is to open thinking, and whether the text is used as it is.
     """
     fields = Fields(body)
-    if (text := fields.text("text")) is None:
+    if (text := fields.text("text", facts={"pattern": r"\S"})) is None:
         fields.also({"properties": {"text": {"type": "null"}}}, variant="messages")
         task: Any = read_messages(fields, "give messages, or a text")
     else:

@@ -13,7 +13,7 @@ from typing import Any
 
 from edge_dflash.request.options import Options
 from edge_dflash.serve.answers import SCHEMAS
-from edge_dflash.serve.config import DefaultConfig, ServeConfig
+from edge_dflash.serve.config import DefaultConfig, LimitConfig, ServeConfig
 from edge_dflash.serve.names import NAME, new_name, other_name
 from edge_dflash.serve.openai import chat_call, completion_call, encode_call
 from edge_dflash.serve.record import Schema, recorded
@@ -158,7 +158,8 @@ def _read(operation: Operation, config: ServeConfig) -> Schema:
     """The schema of a body, from reading the samples."""
     assert operation.read is not None
     generates = operation.read in (chat_call, completion_call)
-    settings = (config.limits, config.defaults) if generates else ()
+    limits = LimitConfig(new_tokens=config.limits.new_tokens)  # the samples need not fit into the others
+    settings = (limits, config.defaults) if generates else ()
     with recorded() as record:
         for sample in operation.samples:
             operation.read(sample, *settings)
