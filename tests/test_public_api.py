@@ -39,6 +39,7 @@ PUBLIC = [
     "RequestError",
     "ServiceError",
     "StorageError",
+    "TokenLogprob",
     "ToolCall",
     "UnsupportedModelError",
     "VerificationError",
