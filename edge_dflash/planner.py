@@ -264,7 +264,8 @@ class Planner:
         - bounds: ``deadline`` in seconds from now, waiting included: no pass starts that is not expected to end in
           time, and what was committed is the plan. ``max_new_tokens``. ``stop``: texts before which the answer ends.
         - choice: ``temperature``, ``top_k``, ``top_p``, ``seed``; ``speculative=False`` gives the same tokens, slower.
-        - chat: ``thinking``, ``tools``. ``relaxed``: lossy acceptance, only inside a thinking span that the prompt
+        - chat: ``thinking``, ``tools``; ``tool_choice``: "auto", "none", "required", or the name of the tool that must be
+          called. ``relaxed``: lossy acceptance, only inside a thinking span that the prompt
           opens; without one nothing is relaxed.
         - queue: ``priority``, ``caller``.
 

@@ -35,6 +35,7 @@ BAD = {
     "relaxed": (None, "yes", 1, {"top_k": 3}),
     "tools": (5, "grasp", {"type": "function"}, [1], ["grasp"], [{"function": object()}]),
     "speculative": FLAG,
+    "tool_choice": (None, 5, {"type": "function"}, b"auto"),
     "priority": ("high", None, 1.5, True, -101, 101, NAN),
     "caller": (None, 5, [1], b"me"),
 }

@@ -97,6 +97,9 @@ def _tools(fields: Fields, options: PlanOptions) -> None:
         if not isinstance(function.get("name"), str) or not isinstance(function.get("parameters") or {}, dict):
             fields.fail(f"tools[{index}].function", function, "give it a name, and an object as parameters")
     options["tool_choice"] = choice = _tool_choice(fields)
+    names = [tool["function"]["name"] for tool in tools or ()]
+    if choice not in ("auto", "none") and not (names if choice == "required" else choice in names):
+        fields.fail("tool_choice", choice, f"give auto, none, or the name of a tool that is given: {names}")
     if tools:
         options["tools"] = tools
     accepted = (True,) if choice in ("auto", "none") else (True, False)  # a forced call is one call
