@@ -59,7 +59,7 @@ def _written(tokenizer: Tokenizer) -> str:
         {"role": "assistant", "content": "", "tool_calls": [call]},
     ]
     tool = {"type": "function", "function": {"name": _OTHER, "description": "x", "parameters": {"type": "object"}}}
-    text = render_conversation(tokenizer, messages, tools=[tool])
+    text = "".join(render_conversation(tokenizer, messages, tools=[tool]))
     before, called, after = text.rpartition(_NAME)
     if not called or _OPENS not in before or _CLOSES not in after:
         return ""

@@ -20,6 +20,7 @@ from edge_dflash.grammar.tool_form import tool_grammar
 from edge_dflash.request import rules
 from edge_dflash.request.rules import Rule
 from edge_dflash.spec.constraint import Constraint
+from edge_dflash.spec.logprobs import MOST_ALTERNATIVES
 from edge_dflash.spec.loop import Controls, DecodeOptions, admit
 from edge_dflash.spec.pace import Pace
 from edge_dflash.spec.relaxed import Relaxation
@@ -48,10 +49,12 @@ class PlanOptions(TypedDict, total=False):
     seed: int
     stop: str | Sequence[str]
     thinking: bool
+    raw: bool
     relaxed: bool | Relaxation
     tools: Sequence[Tool] | None
     tool_choice: str
     speculative: bool
+    logprobs: int | None
     priority: int
     caller: str
 
@@ -92,10 +95,15 @@ OPTIONS = {
     "seed": _WHOLE,
     "stop": Rule(rules.texts, "a text, or several, none of them empty; leave stop out for none"),
     "thinking": _FLAG,
+    "raw": _FLAG,
     "relaxed": Rule(_relaxed, "True, False or a Relaxation"),
     "tools": Rule(rules.optional(_tools), "a list of tools in OpenAI form, of plain JSON values, or None"),
     "tool_choice": Rule(rules.text, "auto, none, required, or the name of one of the tools"),
     "speculative": _FLAG,
+    "logprobs": Rule(
+        rules.optional(rules.whole(0, MOST_ALTERNATIVES)),
+        f"a whole number of alternatives from 0 to {MOST_ALTERNATIVES}, or None for no log-probabilities",
+    ),
     "priority": Rule(rules.whole(*PRIORITIES), f"a whole number from {PRIORITIES[0]} to {PRIORITIES[1]}"),
     "caller": Rule(rules.text, "a text"),
 }
@@ -120,12 +128,14 @@ class Options:
     seed: int = 0  # makes a drawn answer repeatable
     stop: str | Sequence[str] = ()  # the answer ends before the first of these texts; thinking is not searched
     thinking: bool = False  # handed to the chat template as enable_thinking
+    raw: bool = False  # the task is one text that goes on as it is: no chat template, control tokens by their spelling
     relaxed: bool | Relaxation = False  # lossy acceptance inside the thinking span; True: with the usual bounds
     tools: Sequence[Tool] | None = None  # in OpenAI form, for the chat template and the types of the arguments
     tool_choice: str = "auto"  # "none": tools are not told of; "required": a call of one of them; a name: of this one
     speculative: bool = True  # False decodes plainly: the same tokens, one by one
+    logprobs: int | None = None  # log-probabilities of the tokens, each with so many alternatives; None: none
     priority: int = 0  # of PRIORITIES; higher ones go first
-    caller: str = ""  # callers of one priority take turns
+    caller: str = ""  # callers of one priority take turns; "account/name": so do accounts, and then their callers
 
     def __post_init__(self) -> None:
         """Take each value by its rule; refuse what does not go together."""
@@ -135,6 +145,8 @@ class Options:
         Sampling(self.temperature, self.top_k, self.top_p, self.seed)
         if len(given := [name for name in ("schema", "regex", "grammar") if getattr(self, name) is not None]) > 1:
             raise RequestError(f"{' and '.join(given)} are given; give one of schema, regex and grammar")
+        if self.raw and self.tools:
+            raise RequestError("raw and tools are given, but only a chat template describes tools; give one of them")
         if self.tool_choice == "none":
             object.__setattr__(self, "tools", None)
         if self.forced_tools:
@@ -235,7 +247,13 @@ def prepare(model: Model, options: Options, prompt: Sequence[int], began: float,
     """Check a request. Raises RequestError and ContextError for what cannot run."""
     stop = _ends_of_form(model) if options.constrained else model.stop_token_ids
     decode = DecodeOptions(
-        options.max_new_tokens, options.temperature, options.top_k, options.top_p, options.seed, stop
+        max_new_tokens=options.max_new_tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        seed=options.seed,
+        stop_token_ids=stop,
+        logprobs=options.logprobs,
     )
     _ = decode.sampling  # refuse bad values now
     admit(model.backend.shape, 0, prompt, decode)
