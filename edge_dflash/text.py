@@ -17,7 +17,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as HfTokenizer
 
 from edge_dflash.errors import BundleError, RequestError
+from edge_dflash.files import is_there, read_text
 
+MAX_TOKENIZER = 128 << 20  # bytes of tokenizer.json; the largest published ones have about 35 MB
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 Message = Mapping[str, Any]  # {"role": ..., "content": ...}, passed to the chat template as it is
@@ -113,7 +115,7 @@ class Tokenizer:
         """Read the tokenizer files of ``directory``. Raises BundleError when one is missing or malformed."""
         path = directory / "tokenizer.json"
         try:
-            tokenizer = HfTokenizer.from_str(path.read_text(encoding="utf-8"))
+            tokenizer = HfTokenizer.from_str(read_text(path, MAX_TOKENIZER))
         except Exception as error:  # the library raises bare Exception
             raise BundleError(f"cannot read {path} ({_line(error)}); build the bundle again") from None
         config = _read_config(directory / "tokenizer_config.json")
@@ -148,7 +150,8 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError:
             raise RequestError("the text holds a lone surrogate, which is no character; remove it") from None
-        return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        # the batch call lets other threads run meanwhile, which encode does not: a second for each MB
+        return tuple(self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids)
 
     def encode_chat(self, messages: Sequence[Message], **variables: object) -> tuple[int, ...]:
         """Ids of :meth:`render_chat`."""
@@ -217,11 +220,11 @@ class Detokenizer:
 
 def _read_config(path: Path) -> dict[str, Any]:
     """tokenizer_config.json as an object; a tokenizer without one is complete."""
-    if not path.is_file():
+    if not is_there(path):
         return {}
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        config = json.loads(read_text(path))
+    except (OSError, ValueError, RecursionError) as error:
         raise BundleError(f"cannot read {path} ({_line(error)}); build the bundle again") from None
     if not isinstance(config, dict):
         raise BundleError(f"{path} holds {type(config).__name__}, wanted an object; build the bundle again")
@@ -231,9 +234,9 @@ def _read_config(path: Path) -> dict[str, Any]:
 def _template_source(directory: Path, config: Mapping[str, Any]) -> str | None:
     """The template's text: a file of its own wins over tokenizer_config.json; a list of templates has a default."""
     path = directory / "chat_template.jinja"
-    if path.is_file():
+    if is_there(path):
         try:
-            return path.read_text(encoding="utf-8")
+            return read_text(path)
         except (OSError, ValueError) as error:
             raise BundleError(f"cannot read {path} ({_line(error)}); build the bundle again") from None
     found = config.get("chat_template")
@@ -260,7 +263,8 @@ def _raise_exception(message: str) -> None:
 
 def _line(error: BaseException) -> str:
     """The message of an error in one line."""
-    return " ".join(str(error).split()) or type(error).__name__
+    said = getattr(error, "strerror", None) or str(error)  # without the path, which is named beside it
+    return " ".join(said.split()) or type(error).__name__
 
 
 def _short(value: object) -> str:

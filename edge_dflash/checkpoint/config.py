@@ -10,10 +10,12 @@ from typing import cast
 
 from edge_dflash.checkpoint.fields import Fields
 from edge_dflash.checkpoint.files import read_json
+from edge_dflash.checkpoint.masks import drafter_masks
 from edge_dflash.checkpoint.rope import read_rope
 from edge_dflash.checkpoint.specs import (
+    MAX_BLOCK,
+    MAX_LAYERS,
     AttentionSpec,
-    DrafterLayerMask,
     DrafterSpec,
     GatedDeltaSpec,
     LayerType,
@@ -22,6 +24,7 @@ from edge_dflash.checkpoint.specs import (
 )
 from edge_dflash.checkpoint.support import check_drafter, target_architecture
 from edge_dflash.errors import CheckpointError
+from edge_dflash.files import is_there
 
 
 def read_target_spec(directory: Path) -> TargetSpec:
@@ -29,7 +32,7 @@ def read_target_spec(directory: Path) -> TargetSpec:
     outer = Fields(directory / "config.json", read_json(directory / "config.json"))
     text = outer.child("text_config") if outer.has("text_config") else outer
     architecture = target_architecture(outer, text)
-    layers = text.integer("num_hidden_layers")
+    layers = text.integer("num_hidden_layers", most=MAX_LAYERS)
     layer_types = _layer_types(text, architecture, layers)
     return TargetSpec(
         architecture=architecture,
@@ -51,14 +54,14 @@ def read_drafter_spec(directory: Path) -> DrafterSpec:
     fields = Fields(directory / "config.json", read_json(directory / "config.json"))
     dflash = fields.child("dflash_config")
     check_drafter(fields, dflash)
-    layers = fields.integer("num_hidden_layers")
-    target_layers = fields.integer("num_target_layers")
+    layers = fields.integer("num_hidden_layers", most=MAX_LAYERS)
+    target_layers = fields.integer("num_target_layers", most=MAX_LAYERS)
     source = _place("target_layer_ids", dflash, fields)
     taps = source.integers("target_layer_ids") if source.has("target_layer_ids") else _taps(layers, target_layers)
     if not taps:
         raise source.error("target_layer_ids", [], "at least one layer id")
     return DrafterSpec(
-        block_size=_place("block_size", fields, dflash).integer("block_size", least=2),
+        block_size=_place("block_size", fields, dflash).integer("block_size", least=2, most=MAX_BLOCK),
         mask_token_id=_place("mask_token_id", dflash, fields).integer("mask_token_id", least=0),
         target_layer_ids=taps,
         num_target_layers=target_layers,
@@ -67,7 +70,7 @@ def read_drafter_spec(directory: Path) -> DrafterSpec:
         intermediate_size=fields.integer("intermediate_size"),
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
         attention=_attention(fields, gated=False),
-        layers=_drafter_layers(fields, dflash, layers),
+        layers=drafter_masks(fields, dflash, layers),
     )
 
 
@@ -131,7 +134,7 @@ def _gated_delta(fields: Fields) -> GatedDeltaSpec:
 def _eos(directory: Path, text: Fields, outer: Fields) -> tuple[int, ...]:
     """Stop tokens of config.json and generation_config.json, in that order, without repeats."""
     sources = [text, outer]
-    if (directory / "generation_config.json").is_file():
+    if is_there(directory / "generation_config.json"):
         sources.append(Fields(directory / "generation_config.json", read_json(directory / "generation_config.json")))
     vocab, found = text.integer("vocab_size"), dict[int, None]()
     for fields in sources:
@@ -141,31 +144,6 @@ def _eos(directory: Path, text: Fields, outer: Fields) -> tuple[int, ...]:
                 raise fields.error("eos_token_id", value, f"a token id below vocab_size {vocab}, or a list of them")
             found[token] = None
     return tuple(found)
-
-
-def _drafter_layers(fields: Fields, dflash: Fields, layers: int) -> tuple[DrafterLayerMask, ...]:
-    """A sliding layer is causal inside the block unless is_causal says otherwise; a full layer is bidirectional.
-
-    ``use_sliding_window`` is not asked beside ``layer_types``: published drafters set it or leave it out. Without the
-    list it means what it means to transformers: layers from ``max_window_layers`` on slide.
-    """
-    full, sliding = "full_attention", "sliding_attention"
-    if fields.has("layer_types"):
-        types = fields.choices("layer_types", (full, sliding), layers)
-    elif fields.flag("use_sliding_window", False) and fields.has("sliding_window"):
-        first = fields.integer("max_window_layers", 0, least=0)
-        types = tuple(sliding if i >= first else full for i in range(layers))
-    else:
-        types = (full,) * layers
-    places = ((fields, "is_causal"), (dflash, "causal"), (dflash, "is_causal"))
-    flags = {place.flag(key, True) for place, key in places if place.has(key)}
-    if len(flags) > 1:
-        raise fields.error("is_causal", fields.values.get("is_causal"), "the same as dflash_config.causal")
-    causal = flags != {False}
-    masks = {"full_attention": DrafterLayerMask(bidirectional=True, window=None)}
-    if "sliding_attention" in types:
-        masks["sliding_attention"] = DrafterLayerMask(not causal, fields.integer("sliding_window"))
-    return tuple(masks[kind] for kind in types)
 
 
 def _place(name: str, first: Fields, second: Fields) -> Fields:

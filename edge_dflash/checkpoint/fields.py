@@ -8,6 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from edge_dflash.errors import CheckpointError
+from edge_dflash.files import short
+
+MOST = 1 << 30  # of an integer: sizes, ids and positions stay far from where 32 bits end
+_LONGEST = 1024  # entries of a list of layers
 
 _MISSING: Any = object()
 
@@ -24,11 +28,13 @@ class Fields:
         """Whether the field is there and not null."""
         return self.values.get(name) is not None
 
-    def integer(self, name: str, default: int = _MISSING, *, least: int = 1) -> int:
-        """Integer of at least ``least``."""
+    def integer(self, name: str, default: int = _MISSING, *, least: int = 1, most: int = MOST) -> int:
+        """Integer from ``least`` to ``most``."""
         value = self._value(name, default)
         if type(value) is not int or value < least:
             raise self.error(name, value, f"an integer of at least {least}")
+        if value > most:
+            raise self.error(name, value, f"an integer of at most {most}")
         return value
 
     def number(self, name: str, default: float = _MISSING) -> float:
@@ -53,8 +59,10 @@ class Fields:
         return value
 
     def integers(self, name: str) -> tuple[int, ...]:
-        """List of integers >= 0."""
+        """List of integers >= 0, of at most as many as a model may have layers."""
         value = self._value(name)
+        if isinstance(value, list) and len(value) > _LONGEST:
+            raise self.error(name, f"{len(value)} entries", f"at most {_LONGEST}")
         if not isinstance(value, list) or not all(type(item) is int and item >= 0 for item in value):
             raise self.error(name, value, "a list of integers of at least 0")
         return tuple(value)
@@ -79,9 +87,7 @@ class Fields:
 
     def error(self, name: str, found: object, wanted: str) -> CheckpointError:
         """An error about a field."""
-        text = repr(found)
-        text = text if len(text) <= 60 else f"{text[:57]}..."
-        return CheckpointError(f"{self.file}: {self._path}{name} is {text}, wanted {wanted}")
+        return CheckpointError(f"{self.file}: {self._path}{name} is {short(found)}, wanted {wanted}")
 
     def _value(self, name: str, default: Any = _MISSING) -> Any:
         value = self.values.get(name)

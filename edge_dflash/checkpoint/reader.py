@@ -76,7 +76,8 @@ class _Part:
 
     def check(self, expected: Mapping[str, WeightSpec]) -> None:
         """Compare the tensors with what is expected, and their storage with the configuration."""
-        declared = read_declared(self._directory)
+        linears = [self._module(name) for name, spec in expected.items() if spec.kind == "linear"]
+        declared = read_declared(self._directory, linears)
         used = {"lm_head.weight"} if "target.lm_head" in expected else set()
         missing: list[str] = []
         problems: list[str] = []

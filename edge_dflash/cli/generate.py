@@ -16,6 +16,7 @@ from rich.table import Table
 from edge_dflash.cli.logprobs import entry, logprob_table
 from edge_dflash.cli.output import emit_json, say, show, stages
 from edge_dflash.errors import RequestError, VerificationError
+from edge_dflash.files import LARGE, is_file, read_bytes
 from edge_dflash.grammar.schema_check import schema_text
 from edge_dflash.plan import Increment, Plan
 from edge_dflash.planner import Planner, Task
@@ -232,7 +233,7 @@ def read_schema(given: str) -> str:
     """A JSON Schema as text: what was given, or what the file holds. Raises RequestError when it cannot be used."""
     if given.lstrip().startswith("{"):
         return schema_text(given)
-    if not Path(given).is_file():
+    if not is_file(Path(given)):
         raise RequestError(f"--schema is {given[:60]!r}, neither a file nor a JSON object; give one of them")
     return schema_text(_read(Path(given)))
 
@@ -242,7 +243,7 @@ def read_grammar(given: str) -> str:
 
     A name of a file with a colon in it is read as a grammar, unless there is such a file.
     """
-    if "\n" not in given and len(os.fsencode(given)) < 256 and Path(given).is_file():
+    if "\n" not in given and len(os.fsencode(given)) < 256 and is_file(Path(given)):
         return _read(Path(given))
     if ":" not in given:
         raise RequestError(f"--grammar is {given[:60]!r}, neither a file nor rules; give one of them: 'start: \"yes\"'")
@@ -251,7 +252,7 @@ def read_grammar(given: str) -> str:
 
 def _read(path: Path) -> str:
     try:
-        data = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
+        data = sys.stdin.buffer.read() if str(path) == "-" else read_bytes(path, LARGE)
         return data.decode()
     except OSError as error:
         raise RequestError(f"cannot read {path}: {error.strerror}; give a readable file") from None

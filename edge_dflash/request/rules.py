@@ -50,7 +50,7 @@ def checked(rules: Mapping[str, Rule], values: Mapping[str, Any]) -> dict[str, A
 def shown(value: object) -> str:
     """A value for a message, shortened."""
     try:
-        text = repr(value)
+        text = repr(value[: _SHOWN + 1] if type(value) is str else value)
     except Exception:  # a caller's own class
         text = f"a {type(value).__name__}"
     return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."

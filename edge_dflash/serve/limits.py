@@ -20,6 +20,8 @@ from starlette.types import Scope
 from edge_dflash.errors import ConfigError
 from edge_dflash.serve.refusal import Refusal
 
+SMALL = 8192  # bytes of a body that is read on the loop: a millisecond or two
+CONTAINERS = 65536  # objects and arrays of a body. Parsing holds the interpreter: 25 ms for so many, 250 ms for a MB
 _LOCAL_NAMES = frozenset(("localhost", "127.0.0.1", "::1", "[::1]"))
 
 
@@ -72,15 +74,15 @@ def authorise(scope: Scope, headers: Mapping[str, str], key: str) -> None:
         raise Refusal(f"host {host[:60]!r} is not this machine; call it as 127.0.0.1", status=403, code="host")
 
 
-async def read_json(request: Request, *, limit: int, seconds: float, depth: int) -> dict[str, Any]:
-    """The JSON object that a request's body is. Raises Refusal for everything else."""
+async def read_body(request: Request, *, limit: int, seconds: float) -> bytes:
+    """The body of a request, which says that it is JSON. Raises Refusal for everything else."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise Refusal(f"content-type is {kind[:60]!r}; send application/json", status=415, code="content_type")
     if request.headers.get("content-encoding", "identity").lower() != "identity":
         raise Refusal("the body is compressed; send it as it is", status=415, code="content_encoding")
     try:
-        body = await asyncio.wait_for(_read(request, limit), seconds)
+        return await asyncio.wait_for(_read(request, limit), seconds)
     except TimeoutError:
         raise Refusal(
             f"the body did not end within {seconds:g} s; send it faster",
@@ -90,7 +92,6 @@ async def read_json(request: Request, *, limit: int, seconds: float, depth: int)
         ) from None
     except ClientDisconnect:
         raise Refusal("the client went away", status=408, code="disconnected") from None
-    return parse_object(body, depth)
 
 
 async def _read(request: Request, limit: int) -> bytes:
@@ -112,7 +113,12 @@ async def _read(request: Request, limit: int) -> bytes:
 
 
 def parse_object(body: bytes, depth: int) -> dict[str, Any]:
-    """Strict JSON: UTF-8, finite numbers, whole numbers of 64 bits, at most ``depth`` levels."""
+    """Strict JSON: UTF-8, finite numbers, whole numbers of 64 bits, at most ``depth`` levels and ``CONTAINERS``.
+
+    Its time grows with the body: one of more than ``SMALL`` bytes is parsed on a thread.
+    """
+    if body.count(b"[") + body.count(b"{") > CONTAINERS and _containers(body) > CONTAINERS:
+        raise Refusal(f"the body has more than {CONTAINERS} objects and arrays; send fewer", code="json")
     try:
         value = json.loads(body.decode(), parse_constant=_constant, parse_float=_float, parse_int=_int)
     except UnicodeDecodeError as error:
@@ -130,6 +136,12 @@ def parse_object(body: bytes, depth: int) -> dict[str, Any]:
         if not level:
             return value
     raise _too_deep(depth)
+
+
+def _containers(body: bytes) -> int:
+    """Objects and arrays of a JSON text: brackets outside strings."""
+    outside = body.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')[::2]
+    return sum(part.count(b"[") + part.count(b"{") for part in outside)
 
 
 def _too_deep(depth: int) -> Refusal:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -206,6 +207,8 @@ class _Process:
         try:
             await self._load(stopping)
             if not stop.is_set():
+                gc.collect()
+                gc.freeze()  # the collector need not walk the model's objects whenever a body makes many
                 service.open_doors()
                 log.info("serving %s on %s", service.config.model, ", ".join(map(address, sockets)))
                 await asyncio.wait({serving, stopping, watching}, return_when=asyncio.FIRST_COMPLETED)

@@ -22,6 +22,7 @@ from edge_dflash.backends.base import Snapshot
 from edge_dflash.checkpoint.files import DTYPES, TensorFiles
 from edge_dflash.checkpoint.weights import Array
 from edge_dflash.errors import BundleError, CheckpointError, RequestError
+from edge_dflash.files import is_file
 from edge_dflash.sessions.session import SessionState
 
 FORMAT = "edge-dflash-session"
@@ -64,7 +65,7 @@ def load_session(path: Path | str, fingerprint: str) -> SessionState:
     of another format or version, or damaged anywhere.
     """
     path = Path(path)
-    if not path.is_file():
+    if not is_file(path):
         raise RequestError(f"no session file at {path}; give the path that a session was saved to")
     try:
         tensors = TensorFiles.open([path])
