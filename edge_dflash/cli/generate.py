@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from edge_dflash.cli.logprobs import entry, logprob_table
 from edge_dflash.cli.output import emit_json, say, show, stages
 from edge_dflash.errors import RequestError, VerificationError
 from edge_dflash.files import LARGE, is_file, read_bytes
@@ -35,7 +36,9 @@ def generate(
     ids: Annotated[
         str | None, typer.Option(metavar="IDS", help="Prompt as token ids, such as 1,2,3; used as they are.")
     ] = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Do not put the text into the chat template.")] = False,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Use the text as it is: no chat template, control tokens by name.")
+    ] = False,
     schema: Annotated[
         str | None,
         typer.Option(metavar="FILE|JSON", help="The answer is JSON of this JSON Schema: a file, or the schema itself."),
@@ -60,6 +63,9 @@ def generate(
         float, typer.Option(metavar="P", help="Draw from the best tokens of this probability mass.")
     ] = 1.0,
     seed: Annotated[int, typer.Option(metavar="N", help="Makes a drawn answer repeatable.")] = 0,
+    logprobs: Annotated[
+        int | None, typer.Option(metavar="N", help="Show how likely each token was, beside N others; 0: it alone.")
+    ] = None,
     thinking: Annotated[bool, typer.Option("--thinking", help="Let the chat template ask for thinking.")] = False,
     plain: Annotated[bool, typer.Option("--plain", help="Decode without the drafter: same tokens, slower.")] = False,
     compare: Annotated[
@@ -75,7 +81,8 @@ def generate(
 
     --compare decodes a few tokens to warm up, then with the drafter, then without. Exit code 9 when the tokens differ.
 
-    JSON keys: text (null without tokenizer), tokens, finish_reason (stop, length, context or deadline), prompt_tokens,
+    JSON keys: text (null without tokenizer), tokens, logprobs (of --logprobs, for each token: token, logprob, text and
+    top, the likeliest tokens; else null), finish_reason (stop, length, context or deadline), prompt_tokens,
     accept_lengths, accept_length, speculative, object (the answer parsed, or null), prefill_seconds,
     first_token_seconds, decode_seconds, total_seconds, tokens_per_second, board (joules of this plan, null where the
     board does not say its power; power mode, watts, degrees, clocks and memory at the end, as far as it says them),
@@ -98,15 +105,15 @@ def generate(
         top_p=top_p,
         seed=seed,
         thinking=thinking,
+        raw=raw,
         speculative=not plain,
+        logprobs=logprobs,
     )
     with stages("opening the bundle") as report:
         planner = Planner.open(bundle, progress=report)
     with planner:
-        if raw and isinstance(task, str):
-            if planner.tokenizer is None:
-                raise RequestError(f"{bundle} has no tokenizer, --raw text cannot be read; give --ids")
-            task = planner.tokenizer.encode(task)
+        if raw and planner.tokenizer is None and isinstance(task, str):
+            raise RequestError(f"{bundle} has no tokenizer, --raw text cannot be read; give --ids")
         if compare:
             short: PlanOptions = {**options, "max_new_tokens": WARM_UP_TOKENS}
             with stages("warming up"):
@@ -156,6 +163,8 @@ def _report(plan: Plan, joules: float | None, other: tuple[Plan, float | None] |
         say(summary(plan, joules))
     else:
         show(comparison(*other, plan, joules))
+    if plan.logprobs and not json:
+        show(logprob_table(plan.logprobs))
     if other is not None:
         require_same(other[0], plan)
 
@@ -266,6 +275,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
     return {
         "text": plan.text,
         "tokens": list(plan.tokens),
+        "logprobs": [entry(one) for one in plan.logprobs] or None,
         "finish_reason": plan.finish_reason,
         "prompt_tokens": plan.prompt_tokens,
         "accept_lengths": list(plan.accept_lengths),

@@ -19,10 +19,10 @@ from edge_dflash.text import Message
 Kind = Literal["edge-dflash", "vllm", "openai"]
 
 # Beyond OpenAI's parameters; deadlines and sessions are emulated where they are unknown.
-_EXTRAS = ("regex", "grammar", "whitespace", "top_k", "thinking", "relaxed", "speculative", "priority", "caller")
+_EXTRAS = ("regex", "grammar", "whitespace", "top_k", "thinking", "raw", "relaxed", "speculative", "priority", "caller")
 _KNOWN: dict[Kind, frozenset[str]] = {
-    "edge-dflash": frozenset(_EXTRAS),
-    "vllm": frozenset(("regex", "top_k", "thinking")),
+    "edge-dflash": frozenset((*_EXTRAS, "logprobs")),
+    "vllm": frozenset(("regex", "top_k", "thinking", "raw")),
     "openai": frozenset(),
 }
 
@@ -91,6 +91,10 @@ def ask(
         if before:
             raise RequestError("token ids cannot follow messages on this server; give text or messages")
         path, body["prompt"] = "/v1/completions", list(token_ids(task))
+    elif options.raw:
+        if before or not isinstance(task, str):
+            raise RequestError("raw is given with messages; give one text, or leave raw out")
+        path, body["prompt"] = "/v1/completions", task
     elif isinstance(task, str) and not server.chats and not before:
         path, body["prompt"] = "/v1/completions", task
     else:
@@ -102,8 +106,13 @@ def ask(
         body["tools"] = list(options.tools)
     if server.own:
         body["edge_dflash"] = _extension(options, session)
+        if options.logprobs is not None:
+            alternatives = options.logprobs
+            body |= (
+                {"logprobs": True, "top_logprobs": alternatives} if "messages" in body else {"logprobs": alternatives}
+            )
     elif server.kind == "vllm":
-        _for_vllm(body, options, chat=messages is not None)
+        _for_vllm(body, options, chat="messages" in body)
     return Question(path, body)
 
 
@@ -139,7 +148,7 @@ def _for_vllm(body: dict[str, Any], options: Options, *, chat: bool) -> None:
 
 def _refuse_unknown(server: Server, options: Options) -> None:
     usual = Options()
-    for name in _EXTRAS:
+    for name in (*_EXTRAS, "logprobs"):  # other servers name tokens by their text, not by ids
         value = getattr(options, name)
         if name not in _KNOWN[server.kind] and value != getattr(usual, name):
             raise RequestError(f"{name} is {value!r}, and {server.describe()} has no word for it; leave {name} out")
