@@ -136,7 +136,7 @@ def test_rotary_settings_that_would_be_dropped_are_refused(target, changes, word
 
 def test_yarn_settings(target):
     yarn = {"type": "yarn", "factor": 2, "attention_factor": 1.5, "beta_fast": 16, "beta_slow": 2}
-    scaling = target("qwen3-tiny", rope_scaling=yarn).attention.rope.scaling
+    scaling = target("qwen3-tiny", rope_parameters=DELETE, rope_theta=1e6, rope_scaling=yarn).attention.rope.scaling
     assert scaling == YarnScaling(2.0, 1024, 1.5, 16.0, 2.0)  # 1024: max_position_embeddings
 
 
@@ -211,7 +211,7 @@ def test_taps_may_be_more_than_layers_or_follow_the_rule(drafter):
         ({"architectures": ["DSparkDraftModel"]}, UnsupportedModelError, "DSpark"),
         ({"architectures": ["Qwen3ForCausalLM"]}, UnsupportedModelError, "wanted DFlashDraftModel"),
         ({"sample_from_anchor": True}, UnsupportedModelError, "sample_from_anchor"),
-        ({"markov_rank": 0}, UnsupportedModelError, "markov_rank is set: a DSpark/DeepSpec drafter"),
+        ({"markov_rank": 0}, UnsupportedModelError, "markov_rank is 0: a DSpark/DeepSpec drafter"),
         ({"architectures": ["Qwen3DFlashModel"]}, UnsupportedModelError, "DSpark/DeepSpec"),
         ({"speculators_model_type": "dflash"}, UnsupportedModelError, "speculators format"),
         ({"model_type": "qwen3_moe"}, UnsupportedModelError, "mixture-of-experts"),

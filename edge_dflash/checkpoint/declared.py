@@ -10,10 +10,11 @@ import re
 from collections.abc import Callable
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from edge_dflash.checkpoint.fields import Fields
 from edge_dflash.checkpoint.files import read_json
+from edge_dflash.checkpoint.keys import COMPRESSED_TENSORS, HF_QUANT, MODELOPT
 from edge_dflash.errors import CheckpointError
 
 Storage = Literal["wide", "fp8", "nvfp4"]
@@ -31,38 +32,57 @@ _MODELOPT: dict[str, Storage] = {
 
 def read_declared(directory: Path) -> Declared:
     """Declared storage of the checkpoint in ``directory``. Raises CheckpointError for an unknown scheme."""
-    config = Fields(directory / "config.json", read_json(directory / "config.json"))
-    quantization = config.child("quantization_config")
-    if not quantization.values:
-        quantization = config.child("text_config").child("quantization_config")
-    method = quantization.text("quant_method", "")
+    file = directory / "config.json"
+    config = read_json(file)
+    places = [(path, part) for path, part in (("", config), ("text_config.", config.get("text_config"))) if part]
+    found = [(path, part["quantization_config"]) for path, part in places if part.get("quantization_config")]
+    path, values = found[0] if found else ("", {})
+    where = f"{path}quantization_config"
+    if any(other != values for _, other in found) or not isinstance(values, dict):
+        raise CheckpointError(f"{file}: {where} is {values!r:.60}, wanted one object, in one place")
+    method = values.get("quant_method", "")
     if method == "compressed-tensors":
-        return _compressed_tensors(quantization)
+        return _compressed_tensors(Fields(file, values, COMPRESSED_TENSORS, f"{where}."))
     if method not in ("", "modelopt"):
-        raise quantization.error("quant_method", method, "'modelopt' or 'compressed-tensors'")
-    file = directory / "hf_quant_config.json"
-    if file.is_file():
-        return _modelopt(Fields(file, read_json(file)).child("quantization"), "exclude_modules")
+        raise CheckpointError(f"{file}: {where}.quant_method is {method!r}, wanted 'modelopt' or 'compressed-tensors'")
+    mirror = Fields(file, values, MODELOPT, f"{where}.")
+    _check_kv_cache(mirror)
+    own = directory / "hf_quant_config.json"
+    if own.is_file():
+        scheme = Fields(own, read_json(own), HF_QUANT).child("quantization")
+        for key in ("quant_algo", "kv_cache_quant_algo"):
+            if mirror.has(key) and mirror.text(key) != scheme.text(key):
+                raise mirror.error(key, mirror.text(key), f"the same as in {own.name} ({scheme.text(key)!r})")
+        return _modelopt(scheme, "exclude_modules")
     if method:
-        return _modelopt(quantization, "ignore")
+        return _modelopt(mirror, "ignore")
+    if values:
+        raise mirror.lacks("quant_method")
     return lambda module: None
 
 
 def _modelopt(fields: Fields, exclude: str) -> Declared:
-    if (cache := fields.text("kv_cache_quant_algo", "FP8")) != "FP8":
-        raise fields.error("kv_cache_quant_algo", cache, "'FP8' or null: scales of another format would be misread")
-    algorithm = fields.text("quant_algo", "")
+    _check_kv_cache(fields)
+    algorithm = fields.text("quant_algo")
+    ignored = _patterns(fields, exclude)
+    layers = fields.child("quantized_layers")
+    storages = {name: _modelopt_storage(layers.child(name)) for name in layers.values}
     if not algorithm:
         return lambda module: None
-    ignored = _names(fields, exclude)
     if algorithm == "MIXED_PRECISION":
-        layers = fields.child("quantized_layers")
-        if not layers.values:  # config.json mirrors the scheme without the list
+        if not storages:  # config.json mirrors the scheme without the list
             return lambda module: None
-        storages = {name: _modelopt_storage(layers.child(name)) for name in layers.values}
         return lambda module: storages.get(module, "wide")
     default = _modelopt_storage(fields)
     return lambda module: "wide" if any(_glob(module, pattern) for pattern in ignored) else default
+
+
+def _check_kv_cache(fields: Fields) -> None:
+    """A stored scheme of the KV cache is 8-bit float with one scale a tensor: the table accepts no other."""
+    if fields.has("kv_cache_scheme"):
+        scheme = fields.child("kv_cache_scheme")
+        scheme.integer("num_bits")
+        scheme.text("type")
 
 
 def _modelopt_storage(fields: Fields) -> Storage:
@@ -78,12 +98,13 @@ def _glob(module: str, pattern: str) -> bool:
 
 
 def _compressed_tensors(fields: Fields) -> Declared:
+    _check_kv_cache(fields)
     groups = fields.child("config_groups")
-    ignored = _names(fields, "ignore")
-    rules: list[tuple[list[str], Storage]] = []
+    ignored = _patterns(fields, "ignore")
+    rules: list[tuple[tuple[str, ...], Storage]] = []
     for name in groups.values:
         group = groups.child(name)
-        rules.append((_names(group, "targets"), _ct_storage(group.child("weights"))))
+        rules.append((_patterns(group, "targets"), _ct_storage(group.child("weights"))))
 
     def declared(module: str) -> Storage | None:
         if any(_ct_match(module, pattern) for pattern in ignored):
@@ -103,7 +124,7 @@ def _ct_storage(weights: Fields) -> Storage:
     if not weights.values:  # a group that quantizes activations or the KV cache alone
         return "wide"
     bits, kind = weights.integer("num_bits"), weights.text("type")
-    if kind == "float" and bits == 4 and weights.integer("group_size", 16) == 16:
+    if kind == "float" and bits == 4 and weights.integer("group_size") == 16:
         return "nvfp4"
     if kind == "float" and bits == 8:
         return "fp8"
@@ -119,10 +140,8 @@ def _ct_match(module: str, pattern: str) -> bool:
     return module == pattern or module.endswith("." + pattern)
 
 
-def _names(fields: Fields, name: str) -> list[str]:
-    value: Any = fields.values.get(name) or []
-    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise fields.error(name, value, "a list of names or patterns")
+def _patterns(fields: Fields, name: str) -> tuple[str, ...]:
+    value = fields.names(name)
     for item in value:
         if item.startswith("re:"):
             try:
