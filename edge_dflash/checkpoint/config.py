@@ -99,7 +99,7 @@ def _attention(fields: Fields, *, gated: bool) -> AttentionSpec:
     dim = fields.integer("head_dim")
     if heads % kv_heads:
         raise fields.error("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads ({heads})")
-    return AttentionSpec(heads, kv_heads, dim, read_rope(fields, dim, 0.25 if gated else 1.0), gated)
+    return AttentionSpec(heads, kv_heads, dim, read_rope(fields, dim, whole=not gated), gated)
 
 
 def _layer_types(fields: Fields, architecture: str, layers: int) -> tuple[LayerType, ...]:

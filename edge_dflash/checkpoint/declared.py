@@ -40,13 +40,14 @@ def read_declared(directory: Path) -> Declared:
     where = f"{path}quantization_config"
     if any(other != values for _, other in found) or not isinstance(values, dict):
         raise CheckpointError(f"{file}: {where} is {values!r:.60}, wanted one object, in one place")
-    method = values.get("quant_method", "")
+    if values and "quant_method" not in values:
+        raise CheckpointError(f"{file} lacks the field {where}.quant_method; the checkpoint is incomplete")
+    method = values.get("quant_method")
     if method == "compressed-tensors":
         return _compressed_tensors(Fields(file, values, COMPRESSED_TENSORS, f"{where}."))
-    if method not in ("", "modelopt"):
+    if method not in (None, "modelopt"):
         raise CheckpointError(f"{file}: {where}.quant_method is {method!r}, wanted 'modelopt' or 'compressed-tensors'")
     mirror = Fields(file, values, MODELOPT, f"{where}.")
-    _check_kv_cache(mirror)
     own = directory / "hf_quant_config.json"
     if own.is_file():
         scheme = Fields(own, read_json(own), HF_QUANT).child("quantization")
@@ -56,13 +57,10 @@ def read_declared(directory: Path) -> Declared:
         return _modelopt(scheme, "exclude_modules")
     if method:
         return _modelopt(mirror, "ignore")
-    if values:
-        raise mirror.lacks("quant_method")
     return lambda module: None
 
 
 def _modelopt(fields: Fields, exclude: str) -> Declared:
-    _check_kv_cache(fields)
     algorithm = fields.text("quant_algo")
     ignored = _patterns(fields, exclude)
     layers = fields.child("quantized_layers")
@@ -75,14 +73,6 @@ def _modelopt(fields: Fields, exclude: str) -> Declared:
         return lambda module: storages.get(module, "wide")
     default = _modelopt_storage(fields)
     return lambda module: "wide" if any(_glob(module, pattern) for pattern in ignored) else default
-
-
-def _check_kv_cache(fields: Fields) -> None:
-    """A stored scheme of the KV cache is 8-bit float with one scale a tensor: the table accepts no other."""
-    if fields.has("kv_cache_scheme"):
-        scheme = fields.child("kv_cache_scheme")
-        scheme.integer("num_bits")
-        scheme.text("type")
 
 
 def _modelopt_storage(fields: Fields) -> Storage:
@@ -98,7 +88,6 @@ def _glob(module: str, pattern: str) -> bool:
 
 
 def _compressed_tensors(fields: Fields) -> Declared:
-    _check_kv_cache(fields)
     groups = fields.child("config_groups")
     ignored = _patterns(fields, "ignore")
     rules: list[tuple[tuple[str, ...], Storage]] = []
@@ -129,8 +118,8 @@ def _ct_storage(weights: Fields) -> Storage:
     if kind == "float" and bits == 8:
         return "fp8"
     raise CheckpointError(
-        f"{weights.file}: weights of {bits} bits and type {kind!r} are not supported, "
-        "wanted float 4 in groups of 16 (NVFP4) or float 8 (FP8)"
+        f"{weights.file}: weights of {bits} bits and type {kind!r} are not supported, wanted num_bits 4, type float and "
+        "group_size 16 (NVFP4), or num_bits 8 and type float (FP8)"
     )
 
 

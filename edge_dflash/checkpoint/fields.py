@@ -33,6 +33,9 @@ class Fields:
         for name, value in values.items():
             if (key := table.get(name, table.get(ANY))) is not None:
                 self._check(name, key, value)
+        for name, key in table.items():
+            if key.required and name not in values:
+                raise self.lacks(name)
         for name, value in values.items():
             if name not in table and ANY not in table:
                 raise self.error(name, value, "no such setting: this version does not know what it changes")
@@ -140,10 +143,9 @@ class Fields:
 def _wanted(key: Key, value: Any) -> str | None:
     """What a key of a plain kind wants, where ``value`` is not that."""
     if key.kind == "integer":
-        good = type(value) is int and key.least <= value <= key.most
-        if (type(value) is int and value > key.most) or key.least == key.most:
-            return None if good else f"an integer from {key.least} to {key.most}"
-        return None if good else f"an integer of at least {key.least}"
+        if type(value) is int and value > key.most:
+            return f"an integer of at most {key.most}"
+        return None if type(value) is int and value >= key.least else f"an integer of at least {key.least}"
     if key.kind == "number":
         good = type(value) in (int, float) and _LEAST <= value <= _MOST
         return None if good else "a positive number that float32 can hold"

@@ -32,6 +32,7 @@ class Key:
     accepted: tuple[Any, ...] = ()  # the values of a key refused unless one of them; of a text, empty: all
     null: bool = False  # null counts as missing; otherwise null is refused
     keys: Table | None = None  # of an object
+    required: bool = False  # of a key refused unless one of some values: whether it must be there
     why: str = ""  # it has no effect, or what another value would mean
     beside: str = ""  # when a key that is read does not count
 
@@ -66,9 +67,10 @@ def inner(keys: Table | None = None) -> Key:
     return Key("read", "object", keys=keys, null=True)
 
 
-def only(keys: str, *accepted: Any, why: str) -> Table:
-    """Words that are keys, each refused unless it is missing or one of ``accepted``."""
-    return dict.fromkeys(keys.split(), Key("refused unless", accepted=accepted, null=None in accepted, why=why))
+def only(keys: str, *accepted: Any, why: str, required: bool = False) -> Table:
+    """Words that are keys, each refused unless it is one of ``accepted``, or missing where it is not required."""
+    null = None in accepted
+    return dict.fromkeys(keys.split(), Key("refused unless", accepted=accepted, null=null, why=why, required=required))
 
 
 def free(why: str, keys: str) -> Table:
@@ -116,12 +118,11 @@ _LIBRARY: Table = {
     **only("cross_attention_hidden_size", None, why="a model with an encoder"),
     **only("per_layer_config pruned_heads", None, {}, why="layers that differ from each other"),
     "architectures": names(),
-    "model_type": text(default=""),
     "quantization_config": inner(),
 }
 ROPE: Table = {
-    "rope_type": text("default", "yarn", default=""),
-    "type": text("default", "yarn", default=""),
+    "rope_type": text("default", "yarn", default="default"),
+    "type": text("default", "yarn", default="default"),
     "rope_theta": number(),
     "partial_rotary_factor": number(),
     "factor": number(),
@@ -144,7 +145,7 @@ _DECODER: Table = {
     "rms_norm_eps": number(1e-6),
     "max_position_embeddings": integer(),
     "rope_theta": number(null=True, beside="rope_parameters or rope_scaling has it"),
-    "partial_rotary_factor": number(null=True, beside="rope_parameters or rope_scaling has it"),
+    "partial_rotary_factor": number(1.0, null=True, beside="rope_parameters or rope_scaling has it"),
     "rope_parameters": inner(ROPE),
     "rope_scaling": inner(ROPE),
     **only("attention_bias mlp_bias", False, why="biases of linears"),
@@ -161,6 +162,7 @@ _TARGET: Table = {
 }
 _QWEN3: Table = {
     **_TARGET,
+    **only("model_type", "qwen3", why="another model"),
     **free("no layer of a target slides", "sliding_window max_window_layers"),
     "layer_types": names("full_attention"),
     "use_sliding_window": flag(False, beside="layer_types is given"),
@@ -173,7 +175,9 @@ _ALL_FULL = "all layers are full_attention"
 _QWEN3_5: Table = {
     **_TARGET,
     **_IMAGES,
+    **only("model_type", "qwen3_5", "qwen3_5_text", why="another model"),
     "head_dim": integer(256),
+    "partial_rotary_factor": number(0.25, beside="rope_parameters or rope_scaling has it"),
     "layer_types": names("full_attention", "linear_attention"),
     "full_attention_interval": integer(4, beside="layer_types is given"),
     "linear_num_key_heads": integer(beside=_ALL_FULL),
@@ -191,6 +195,7 @@ _QWEN3_5: Table = {
         "mtp_num_hidden_layers mtp_use_dedicated_embeddings num_nextn_predict_layers",
     ),
 }
+QWEN3_5_NAMES = ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration")
 FLAT: Mapping[str, Table] = {"qwen3": _QWEN3, "qwen3_5": _QWEN3_5}
 """config.json of a target of text alone, by architecture."""
 
@@ -199,7 +204,13 @@ NESTED: Table = {
     **_IMAGES,
     **free("no image comes in", "vision_config"),
     **{key: _TARGET[key] for key in ("tie_word_embeddings", "eos_token_id", "is_causal")},
-    "text_config": inner(_QWEN3_5),
+    **only("model_type", "qwen3_5", "qwen3_5_text", why="another model"),
+    "text_config": inner(
+        {
+            **_QWEN3_5,
+            **only("architectures", None, [], *([name] for name in QWEN3_5_NAMES), why="another model"),
+        }
+    ),
 }
 """config.json of a Qwen3.5 target with ``text_config``."""
 
@@ -213,6 +224,7 @@ _BLOCK: Table = {
 DRAFTER: Table = {
     **_DECODER,
     **_BLOCK,
+    **only("model_type", "qwen3", why="another model"),
     **only("speculators_model_type transformer_layer_config", None, why="the speculators format, not z-lab's"),
     **free("embedding and head are the target's", "tie_word_embeddings"),
     **free("the target's stop tokens count", "eos_token_id"),
@@ -248,8 +260,8 @@ _SCALES: Table = {
 }
 _KV_CACHE: Table = {
     **_SCALES,
-    "num_bits": integer(least=8, most=8),
-    "type": text("float"),
+    **only("num_bits", 8, why="a KV cache of another format", required=True),
+    **only("type", "float", why="a KV cache of another format", required=True),
     **only("strategy", "tensor", None, why="not one scale a tensor"),
     **only("group_size", None, why="not one scale a tensor"),
 }
@@ -280,7 +292,7 @@ _GROUP: Table = {
 }
 COMPRESSED_TENSORS: Table = {
     **_FORMAT,
-    "quant_method": text(),
+    **only("quant_method", "compressed-tensors", why="another format"),
     "config_groups": inner({ANY: inner(_GROUP)}),
     "ignore": names(),
     "kv_cache_scheme": inner(_KV_CACHE),
@@ -298,7 +310,7 @@ _ALGORITHM: Table = {
 }
 MODELOPT: Table = {
     **_ALGORITHM,
-    "quant_method": text(default=""),
+    **only("quant_method", "modelopt", why="another format"),
     "kv_cache_quant_algo": text("FP8", default="FP8", null=True),
     "kv_cache_scheme": inner(_KV_CACHE),
     "ignore": names(),

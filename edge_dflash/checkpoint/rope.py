@@ -8,8 +8,8 @@ from edge_dflash.checkpoint.specs import RopeSpec, YarnScaling
 _YARN = ("factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "truncate")
 
 
-def read_rope(fields: Fields, head_dim: int, partial: float) -> RopeSpec:
-    """Rotary embedding of a model whose ``partial_rotary_factor`` is ``partial`` where the file has none.
+def read_rope(fields: Fields, head_dim: int, *, whole: bool) -> RopeSpec:
+    """Rotary embedding of a model; ``whole``: it rotates whole heads, whatever the file says.
 
     As in transformers, a key of ``rope_parameters`` wins over the flat key, and ``rope_scaling`` stands in the place of
     ``rope_parameters``; where a file has both, they must agree but for the scaling. Raises CheckpointError for settings
@@ -17,13 +17,13 @@ def read_rope(fields: Fields, head_dim: int, partial: float) -> RopeSpec:
     """
     old, new = (fields.child(name) for name in ("rope_scaling", "rope_parameters"))
     if not old.values:
-        return _rope(new, fields, head_dim, partial)
+        return _rope(new, fields, head_dim, whole)
     scaling = _scaling(old, fields)
     if new.has("rope_theta") and not old.has("rope_theta") and not fields.has("rope_theta"):
         raise fields.error("rope_scaling", old.values, "its own rope_theta: it stands in the place of rope_parameters")
-    rope = _rope(old, fields, head_dim, partial)
+    rope = _rope(old, fields, head_dim, whole)
     if new.values:
-        other = _rope(new, fields, head_dim, partial)
+        other = _rope(new, fields, head_dim, whole)
         if (rope.theta, rope.dims) != (other.theta, other.dims) or other.scaling not in (None, scaling):
             raise fields.error(
                 "rope_scaling", old.values, f"the same as rope_parameters ({dict(new.values)}); keep one"
@@ -31,18 +31,16 @@ def read_rope(fields: Fields, head_dim: int, partial: float) -> RopeSpec:
     return rope
 
 
-def _rope(rope: Fields, fields: Fields, head_dim: int, partial: float) -> RopeSpec:
+def _rope(rope: Fields, fields: Fields, head_dim: int, whole: bool) -> RopeSpec:
     """Rotary embedding by one object of settings, and by the flat keys where it lacks some."""
     scaling = _scaling(rope, fields)
     theta = (rope if rope.has("rope_theta") else fields).number("rope_theta")
     source = rope if rope.has("partial_rotary_factor") else fields
-    if "partial_rotary_factor" in source.values and not source.has("partial_rotary_factor") and partial != 1.0:
-        raise source.error("partial_rotary_factor", None, f"a number, or no such key for {partial}")
-    factor = source.number("partial_rotary_factor") if source.has("partial_rotary_factor") else partial
+    factor = source.number("partial_rotary_factor")
     dims = int(head_dim * factor)
     if dims % 2 or not 0 < dims <= head_dim or dims != head_dim * factor:
         raise source.error("partial_rotary_factor", factor, f"a share of head_dim {head_dim} that is an even number")
-    if partial == 1.0 and dims != head_dim:
+    if whole and dims != head_dim:
         raise source.error("partial_rotary_factor", factor, "1: this architecture rotates whole heads")
     if scaling is not None:
         if theta <= 1:
@@ -55,10 +53,10 @@ def _rope(rope: Fields, fields: Fields, head_dim: int, partial: float) -> RopeSp
 
 
 def _scaling(rope: Fields, fields: Fields) -> YarnScaling | None:
-    kind, legacy = rope.text("rope_type"), rope.text("type")
-    if kind and legacy and kind != legacy:
-        raise rope.error("type", legacy, f"the same as rope_type ({kind!r})")
-    if (kind or legacy) != "yarn":
+    kind = rope.text("rope_type" if rope.has("rope_type") else "type")
+    if rope.has("type") and rope.text("type") != kind:
+        raise rope.error("type", rope.text("type"), f"the same as rope_type ({kind!r})")
+    if kind != "yarn":
         for key in _YARN:
             if rope.has(key):
                 raise rope.error(key, rope.values[key], "no such setting without rope_type 'yarn'")
