@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         RequestCancelledError,
         RequestError,
         ServiceError,
+        StorageError,
         UnsupportedModelError,
         VerificationError,
     )
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from edge_dflash.remote.session import RemoteSession
     from edge_dflash.request.options import PlanOptions
     from edge_dflash.request.stream import AsyncPlanStream, PlanStream
+    from edge_dflash.spec.logprobs import TokenLogprob
     from edge_dflash.spec.relaxed import Relaxation
     from edge_dflash.tool_calls import MalformedToolCall, ToolCall
 
@@ -67,6 +69,8 @@ __all__ = [
     "RequestCancelledError",
     "RequestError",
     "ServiceError",
+    "StorageError",
+    "TokenLogprob",
     "ToolCall",
     "UnsupportedModelError",
     "VerificationError",
@@ -82,6 +86,7 @@ _MODULES = {
     "remote.session": ("RemoteSession",),
     "request.options": ("PlanOptions",),
     "request.stream": ("AsyncPlanStream", "PlanStream"),
+    "spec.logprobs": ("TokenLogprob",),
     "spec.relaxed": ("Relaxation",),
     "tool_calls": ("MalformedToolCall", "ToolCall"),
 }

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from edge_dflash.spec.accept import FinishReason
+from edge_dflash.spec.logprobs import TokenLogprob
 from edge_dflash.tool_calls import MalformedToolCall, ToolCall
 
 
@@ -45,6 +46,7 @@ class Plan:
     speculative: bool  # False: plain decoding was asked for, one token a verify
     lossy: bool  # whether acceptance was relaxed anywhere, whatever came of it: then speed may have changed the tokens
     relaxed_tokens: int  # tokens that the target itself would not have chosen; 0 unless lossy
+    logprobs: tuple[TokenLogprob, ...] = ()  # of each of the tokens, if they were asked for
 
     @property
     def tokens_per_second(self) -> float:
@@ -60,6 +62,7 @@ class Increment:
     tokens: tuple[int, ...]
     thinking: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()  # of the tokens, if they were asked for
 
 
 def json_object(text: str) -> dict[str, Any] | None:

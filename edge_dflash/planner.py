@@ -114,7 +114,8 @@ class Planner:
     ) -> Planner:
         """Open the bundle at ``path`` and load it.
 
-        ``queue`` requests may wait (one caller's share is at most 16); more are refused with QueueFullError.
+        ``queue`` requests may wait, half of them of one caller; more are refused with QueueFullError, unless they are
+        more urgent than one that waits, which is refused in their place.
         ``prefix_bytes`` bounds the states of system prompts that are kept for the next request. ``fallback`` lets
         requests decode plainly for a while when drafting was measured to cost more than it gives; the output is the
         same. ``check_hashes=False`` skips the SHA-256 of the bundle's files (seconds for large models). ``self_test``
@@ -264,12 +265,13 @@ class Planner:
         - bounds: ``deadline`` in seconds from now, waiting included: no pass starts that is not expected to end in
           time, and what was committed is the plan. ``max_new_tokens``. ``stop``: texts before which the answer ends.
         - choice: ``temperature``, ``top_k``, ``top_p``, ``seed``; ``speculative=False`` gives the same tokens, slower.
+          ``logprobs``: how likely the model held each token and so many others, before any of these options.
         - chat: ``thinking``, ``tools``. ``relaxed``: lossy acceptance, only inside a thinking span that the prompt
           opens; without one nothing is relaxed.
         - queue: ``priority``, ``caller``.
 
         Raises RequestError for bad input, ContextError for a prompt that does not fit and QueueFullError here, and not
-        at the first increment.
+        at the first increment; QueueFullError later for a request that a more urgent one displaced.
         """
         began = time.perf_counter()
         chosen = Options.of(options)

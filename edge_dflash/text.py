@@ -17,13 +17,25 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as HfTokenizer
 
 from edge_dflash.errors import BundleError, RequestError
+from edge_dflash.files import is_there, read_text
 
+MAX_TOKENIZER = 128 << 20  # bytes of tokenizer.json; the largest published ones have about 35 MB
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 Message = Mapping[str, Any]  # {"role": ..., "content": ...}, passed to the chat template as it is
 
 _REPLACEMENT = "\ufffd"  # what a decoder gives for bytes that are not (yet) a character
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+
+def _byte_characters() -> dict[str, int]:
+    """The byte that each character of a byte-level vocabulary stands for: itself, or those from U+0100 on, in order."""
+    shown = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    hidden = [byte for byte in range(256) if byte not in shown]
+    return {chr(byte): byte for byte in shown} | {chr(0x100 + at): byte for at, byte in enumerate(hidden)}
+
+
+_BYTE_OF = _byte_characters()
 
 
 def content_text(content: object, where: str) -> str | None:
@@ -96,13 +108,14 @@ class Tokenizer:
         self._tokenizer = tokenizer
         self.template = template
         self.eos_token_id = eos
+        self._bytes: dict[int, bytes | None] = {}  # of tokens that were asked for
 
     @classmethod
     def open(cls, directory: Path) -> Tokenizer:
         """Read the tokenizer files of ``directory``. Raises BundleError when one is missing or malformed."""
         path = directory / "tokenizer.json"
         try:
-            tokenizer = HfTokenizer.from_str(path.read_text(encoding="utf-8"))
+            tokenizer = HfTokenizer.from_str(read_text(path, MAX_TOKENIZER))
         except Exception as error:  # the library raises bare Exception
             raise BundleError(f"cannot read {path} ({_line(error)}); build the bundle again") from None
         config = _read_config(directory / "tokenizer_config.json")
@@ -127,6 +140,12 @@ class Tokenizer:
         found = self._tokenizer.token_to_id(token)
         return None if found is None else int(found)
 
+    def is_ordinary(self, token_id: int) -> bool:
+        """Whether texts are written with this token: it is in the vocabulary, not added to it, and spells something."""
+        if not 0 <= token_id < self.size or token_id in self._tokenizer.get_added_tokens_decoder():
+            return False
+        return bool(self.decode([token_id]))
+
     def to_json(self) -> str:
         """Return the text of tokenizer.json."""
         return str(self._tokenizer.to_str())
@@ -137,7 +156,8 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError:
             raise RequestError("the text holds a lone surrogate, which is no character; remove it") from None
-        return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        # the batch call lets other threads run meanwhile, which encode does not: a second for each MB
+        return tuple(self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids)
 
     def encode_chat(self, messages: Sequence[Message], **variables: object) -> tuple[int, ...]:
         """Ids of :meth:`render_chat`."""
@@ -152,6 +172,20 @@ class Tokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ``ids``, without special tokens."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """Bytes of one token, which may be a part of a character; a special token's spelling, None without a token."""
+        if token_id not in self._bytes:
+            self._bytes[token_id] = self._bytes_of(token_id)
+        return self._bytes[token_id]
+
+    def _bytes_of(self, token_id: int) -> bytes | None:
+        spelled, text = self.token(token_id), self.decode([token_id])
+        if spelled is None or (text and _REPLACEMENT not in text):
+            return None if spelled is None else text.encode()
+        if all(char in _BYTE_OF for char in spelled):
+            return bytes(_BYTE_OF[char] for char in spelled)
+        return spelled.encode()
 
 
 class Detokenizer:
@@ -192,11 +226,11 @@ class Detokenizer:
 
 def _read_config(path: Path) -> dict[str, Any]:
     """tokenizer_config.json as an object; a tokenizer without one is complete."""
-    if not path.is_file():
+    if not is_there(path):
         return {}
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        config = json.loads(read_text(path))
+    except (OSError, ValueError, RecursionError) as error:
         raise BundleError(f"cannot read {path} ({_line(error)}); build the bundle again") from None
     if not isinstance(config, dict):
         raise BundleError(f"{path} holds {type(config).__name__}, wanted an object; build the bundle again")
@@ -206,9 +240,9 @@ def _read_config(path: Path) -> dict[str, Any]:
 def _template_source(directory: Path, config: Mapping[str, Any]) -> str | None:
     """The template's text: a file of its own wins over tokenizer_config.json; a list of templates has a default."""
     path = directory / "chat_template.jinja"
-    if path.is_file():
+    if is_there(path):
         try:
-            return path.read_text(encoding="utf-8")
+            return read_text(path)
         except (OSError, ValueError) as error:
             raise BundleError(f"cannot read {path} ({_line(error)}); build the bundle again") from None
     found = config.get("chat_template")
@@ -235,7 +269,8 @@ def _raise_exception(message: str) -> None:
 
 def _line(error: BaseException) -> str:
     """The message of an error in one line."""
-    return " ".join(str(error).split()) or type(error).__name__
+    said = getattr(error, "strerror", None) or str(error)  # without the path, which is named beside it
+    return " ".join(said.split()) or type(error).__name__
 
 
 def _short(value: object) -> str:

@@ -93,9 +93,9 @@ class TimedBackend(FakeBackend):
         self._flight = list(ids)
         return self._rows([1] * len(ids))
 
-    def cycle(self, anchor, sampling=GREEDY, *, steering=None, drafting=True):
+    def cycle(self, anchor, sampling=GREEDY, *, steering=None, drafting=True, logits=False):
         if steering is not None or not drafting:
-            return host_cycle(self, anchor, sampling, steering, drafting)
+            return host_cycle(self, anchor, sampling, steering, drafting, logits)
         accepted = self._begin_cycle()
         self.clock.now += self._slow * (PROPOSE + VERIFY + REST)
         self._flight = [1] * (accepted + 1)

@@ -39,6 +39,7 @@ PARTNERS = {
     "rope_scaling": ("rope_theta", "rope_parameters"),
     "beta_slow": ("beta_fast",),
     "use_swa": ("sliding_window", "swa_window_size"),
+    "swa_window_size": ("sliding_window",),
     "dflash_config": ("mask_token_id",),
     "quantization": ("quant_algo",),
     "use_sliding_window": ("sliding_window",),
@@ -58,8 +59,8 @@ class Base:
         for name, content in (files or self.files).items():
             (directory / name).write_text(json.dumps(content))
         spec = (read_drafter_spec if self.drafter else read_target_spec)(directory)
-        declared = read_declared(directory)
         modules = dict.fromkeys((MIXED, *(name for content in self.files.values() for name in _modules(content))))
+        declared = read_declared(directory, tuple(modules))
         for name in files or self.files:
             (directory / name).unlink()
         return spec, tuple(declared(module) for module in modules)
@@ -146,7 +147,7 @@ def bases():
     nested["quantization_config"] |= {"kv_cache_scheme": scheme, "transform_config": {}, "version": "0.12"}
     interval = load("qwen3_5-tiny-nvfp4-modelopt")
     text = {k: v for k, v in interval["text_config"].items() if k not in ("layer_types", "rope_parameters")}
-    text |= {"full_attention_interval": 4, "rope_theta": 1e7, "partial_rotary_factor": 0.5, "eos_token_id": [9, 4]}
+    text |= {"full_attention_interval": 4, "rope_theta": 1e7, "partial_rotary_factor": 0.125, "eos_token_id": [9, 4]}
     interval["text_config"] = text | {"rope_scaling": yarn, "attn_output_gate": True, "mamba_ssm_dtype": "float32"}
     mixed = {
         "quant_method": "modelopt",
@@ -289,7 +290,7 @@ def judge(mutation, directory, before):
 
 
 def _meaning(entry, value):
-    """What a value of a key that is read means: its default where it is null or missing; lists of names have no order."""
+    """What a value of a key that is read means: its default where it is null or missing; names have no order."""
     if value in (None, [], {}):
         value = entry.default
     if value is keys.REQUIRED or value in (None, "", [], {}):

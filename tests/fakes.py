@@ -64,8 +64,8 @@ class FakeBackend:
         self.committed = [*self.committed, *ids]
         return FakeRows([self._logits(self.committed)])
 
-    def cycle(self, anchor, sampling=GREEDY, *, steering=None, drafting=True):
-        return host_cycle(self, anchor, sampling, steering, drafting)
+    def cycle(self, anchor, sampling=GREEDY, *, steering=None, drafting=True, logits=False):
+        return host_cycle(self, anchor, sampling, steering, drafting, logits)
 
     def propose(self, anchor):
         self.passes.append("propose")

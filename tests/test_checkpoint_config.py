@@ -176,10 +176,6 @@ def test_drafter_variants(drafter):
     assert drafter(block_size=DELETE, dflash_config=nested) == base
     assert drafter(use_sliding_window=False) == base  # the flag is not what decides
     assert drafter(use_sliding_window=DELETE) == base
-    assert drafter(is_causal=True) == base
-    assert drafter(is_causal=False).layers[0] == DrafterLayerMask(True, 24)
-    flag = {"mask_token_id": 511, "target_layer_ids": [1, 4, 6], "causal": False}
-    assert drafter(dflash_config=flag).layers[0] == DrafterLayerMask(True, 24)
     assert drafter(rope_theta=DELETE, rope_parameters={"rope_theta": 1e7, "rope_type": "default"}) == base
     assert drafter(layer_types=DELETE).layers == (DrafterLayerMask(True, None),) * 3
 
@@ -227,7 +223,7 @@ def test_taps_may_be_more_than_layers_or_follow_the_rule(drafter):
             CheckpointError,
             "block_size is 8, wanted the same",
         ),
-        ({"dflash_config": {"mask_token_id": 511, "causal": True}, "is_causal": False}, CheckpointError, "is_causal"),
+        ({"is_causal": 1}, CheckpointError, "is_causal is 1, wanted true or false"),
         ({"block_size": DELETE}, CheckpointError, "lacks the field"),
         ({"block_size": 1}, CheckpointError, "block_size is 1"),
         ({"sliding_window": None}, CheckpointError, "lacks the field sliding_window"),

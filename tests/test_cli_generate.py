@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from cli_support import last_json
@@ -60,6 +61,21 @@ def test_the_line_end_of_a_file_is_no_part_of_the_task(tmp_path):
     file.write_text("Close the fridge.\n\n")
     assert module.read_task(None, file, None) == "Close the fridge.\n"
     assert module.read_task(None, file, None, raw=True) == "Close the fridge.\n\n"
+
+
+def test_how_likely_each_token_was(cli, demo_bundle):
+    options = ("generate", demo_bundle, "--prompt", "Say hello.", "--max-new-tokens", 6)
+    code, out, _ = cli(*options, "--logprobs", 2, "--json")
+    made = last_json(out)
+    assert code == 0
+    assert [one["token"] for one in made["logprobs"]] == made["tokens"]
+    assert "".join(one["text"] for one in made["logprobs"]) == made["text"]
+    assert all(one["top"][0]["logprob"] == one["logprob"] <= 0 for one in made["logprobs"])  # greedy
+    assert {len(one["top"]) for one in made["logprobs"]} == {2}
+    code, out, _ = cli(*options, "--logprobs", 1)
+    first = made["logprobs"][0]
+    assert re.search(rf"{re.escape(repr(first['text']))} +│ +{first['logprob']:.3f} +│ ", out)
+    assert last_json(cli(*options, "--json")[1])["logprobs"] is None
 
 
 def test_compare_shows_both_ways(cli, demo_bundle):

@@ -42,9 +42,9 @@ class Counting:
         self.calls.append("verify")
         return self.inner.verify(ids)
 
-    def cycle(self, anchor, sampling=GREEDY, *, steering=None, drafting=True) -> Cycle:
+    def cycle(self, anchor, sampling=GREEDY, *, steering=None, drafting=True, logits=False) -> Cycle:
         self.calls.append("cycle" if drafting else "plain")
-        return host_cycle(self.inner, anchor, sampling, steering, drafting)
+        return host_cycle(self.inner, anchor, sampling, steering, drafting, logits)
 
     def only(self, plan, kind="cycle"):
         """One call a cycle since the last time, beside chunks of prompts and moves of state."""

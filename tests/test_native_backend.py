@@ -101,6 +101,15 @@ class Bookkeeping(RuleBasedStateMachine):
             assert self.backend.cycle(anchor).tokens == tuple(range(accept + 1))
             self.leave_open(accept + 1, keep)
 
+    @rule(accept=st.integers(0, BLOCK - 1), temperature=st.sampled_from([0.0, 0.7]), keep=KEEP)
+    def cycle_with_logits(self, accept, temperature, keep):
+        if self.length + BLOCK <= CONTEXT:
+            self.gpu.accept = accept
+            cycle = self.backend.cycle(3, Sampling(temperature), logits=True)
+            assert cycle.tokens == tuple(range(accept + 1))
+            self.leave_open(accept + 1, keep)
+            assert cycle.logits().shape == (accept + 1, VOCABULARY)
+
     @rule(drafts=st.integers(0, BLOCK - 1), ends=st.integers(1, BLOCK), masked=st.booleans(), keep=KEEP)
     def steered(self, drafts, ends, masked, keep):
         if self.length + BLOCK <= CONTEXT:
@@ -216,6 +225,25 @@ def test_plain_cycles_need_nothing_from_the_host_but_their_token(monkeypatch):
     assert anchor == 0
     assert "cycle_set" not in gpu.launches[loaded:]
     assert "sample_choose" not in gpu.launches[loaded:]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_logits_of_a_cycle_are_left_by_one_graph_and_read_on_demand(monkeypatch, temperature):
+    backend = load(monkeypatch, gpu := ControlGpu())
+    backend.prefill([1] * 8)
+    gpu.accept, read = 2, []
+    monkeypatch.setattr(gpu, "read", lambda pointer, shape, dtype: read.append(shape) or np.zeros(shape, dtype))
+    loaded = len(gpu.launches)
+    cycle = backend.cycle(5, Sampling(temperature), logits=True)
+    names = gpu.launches[loaded:]
+    assert (names.count("cycle_accept"), names.count("sample_choose")) == (1, 2)  # the greedy graph keeps no logits
+    assert read == []
+    backend.commit(3)
+    assert cycle.logits().shape == (3, VOCABULARY)
+    assert [rows for rows, _ in read] == [3]  # of those that were chosen, no more
+    assert backend.cycle(5, Sampling(temperature)).logits is None
+    with pytest.raises(BackendError, match="replaced by a later pass"):
+        cycle.logits()
 
 
 def test_a_steered_cycle_computes_its_masks_while_the_verify_runs(monkeypatch):

@@ -38,6 +38,8 @@ PUBLIC = [
     "RequestCancelledError",
     "RequestError",
     "ServiceError",
+    "StorageError",
+    "TokenLogprob",
     "ToolCall",
     "UnsupportedModelError",
     "VerificationError",

@@ -47,9 +47,9 @@ class ChoosingBackend(FakeBackend):
 class CyclingBackend(ChoosingBackend):
     """Runs the cycles that it is asked for, and notes how they were to choose."""
 
-    def cycle(self, anchor, sampling=GREEDY, *, steering=None, drafting=True):
+    def cycle(self, anchor, sampling=GREEDY, *, steering=None, drafting=True, logits=False):
         self.asked = [*getattr(self, "asked", []), (sampling, steering is None, drafting)]
-        cycle = super().cycle(anchor, sampling, steering=steering, drafting=drafting)
+        cycle = super().cycle(anchor, sampling, steering=steering, drafting=drafting, logits=logits)
         self._flight = [anchor, *cycle.tokens[:-1]]
         return Cycle(cycle.tokens, cycle.accepted, 0.25 if drafting else 0.0, 0.5, cycle.relaxed)
 

@@ -6,7 +6,7 @@ committed length, and ``commit(k)`` makes the first k of them real. Rolling back
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
@@ -106,6 +106,8 @@ class Cycle:
     propose_seconds: float  # 0 in plain decoding; on the device's clock, if it ran there whole
     verify_seconds: float
     relaxed: tuple[bool, ...] = ()  # for each accepted draft, whether only relaxed acceptance let it stand
+    # The target's logits [tokens, V], float32: row r is the distribution of token r. Until the next pass, if asked for.
+    logits: Callable[[], npt.NDArray[np.float32]] | None = None
 
 
 class Backend(Protocol):
@@ -133,12 +135,18 @@ class Backend(Protocol):
         ...
 
     def cycle(
-        self, anchor: int, sampling: Sampling = ..., *, steering: Steering | None = None, drafting: bool = True
+        self,
+        anchor: int,
+        sampling: Sampling = ...,
+        *,
+        steering: Steering | None = None,
+        drafting: bool = True,
+        logits: bool = False,
     ) -> Cycle:
         """Propose from ``anchor``, verify, accept; ``commit`` follows, of as many rows as there are tokens, or fewer.
 
         Accepted are the drafts that equal the target's choices. ``steering`` replaces drafts and masks choices on the
-        way. Without ``drafting`` it is one plain token: a verify pass of one row.
+        way. Without ``drafting`` it is one plain token: a verify pass of one row. ``logits`` asks for the Cycle's.
         :func:`~edge_dflash.backends.host_cycle.host_cycle` is this for a backend that has the passes alone.
         """
         ...

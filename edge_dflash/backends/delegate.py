@@ -34,10 +34,16 @@ class Delegate:
         return self._backend.prefill(ids)
 
     def cycle(
-        self, anchor: int, sampling: Sampling = GREEDY, *, steering: Steering | None = None, drafting: bool = True
+        self,
+        anchor: int,
+        sampling: Sampling = GREEDY,
+        *,
+        steering: Steering | None = None,
+        drafting: bool = True,
+        logits: bool = False,
     ) -> Cycle:
         """See Backend. Made of this backend's own passes, so that a subclass may replace one."""
-        return host_cycle(self, anchor, sampling, steering, drafting)
+        return host_cycle(self, anchor, sampling, steering, drafting, logits)
 
     def propose(self, anchor: int) -> Rows:
         """See Backend."""

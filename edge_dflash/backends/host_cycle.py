@@ -9,7 +9,14 @@ from edge_dflash.spec.accept import accepted
 from edge_dflash.spec.sampling import Sampling, choose
 
 
-def host_cycle(backend: Backend, anchor: int, sampling: Sampling, steering: Steering | None, drafting: bool) -> Cycle:
+def host_cycle(
+    backend: Backend,
+    anchor: int,
+    sampling: Sampling,
+    steering: Steering | None,
+    drafting: bool,
+    logits: bool = False,
+) -> Cycle:
     """``Backend.cycle`` by ``propose`` and ``verify``; seconds are the host's."""
     position = backend.length + 1
     began = time.perf_counter()
@@ -24,4 +31,6 @@ def host_cycle(backend: Backend, anchor: int, sampling: Sampling, steering: Stee
     n = accepted(drafts[: len(choices) - 1], choices, tolerated)
     relaxed = tuple(draft != choice for draft, choice in zip(drafts[:n], choices, strict=False))
     propose_seconds = proposed - began if drafting else 0.0
-    return Cycle((*drafts[:n], choices[n]), n, propose_seconds, time.perf_counter() - proposed, relaxed)
+    tokens, verify_seconds = (*drafts[:n], choices[n]), time.perf_counter() - proposed
+    left = (lambda: rows.logits()[: n + 1]) if logits else None
+    return Cycle(tokens, n, propose_seconds, verify_seconds, relaxed, left)

@@ -63,9 +63,15 @@ class _Watched(Delegate):
         self.verified = self.replaced = 0  # drafts
 
     def cycle(
-        self, anchor: int, sampling: Sampling = GREEDY, *, steering: Steering | None = None, drafting: bool = True
+        self,
+        anchor: int,
+        sampling: Sampling = GREEDY,
+        *,
+        steering: Steering | None = None,
+        drafting: bool = True,
+        logits: bool = False,
     ) -> Cycle:
-        return host_cycle(self, anchor, sampling, steering, drafting)
+        return host_cycle(self, anchor, sampling, steering, drafting, logits)
 
     def propose(self, anchor: int) -> Rows:
         rows = super().propose(anchor)

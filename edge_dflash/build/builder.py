@@ -34,6 +34,7 @@ from edge_dflash.bundle.reader import Bundle
 from edge_dflash.bundle.selftest import SELFTEST, dump_selftest, load_selftest
 from edge_dflash.bundle.stored import Part
 from edge_dflash.errors import BuildError, CheckpointError
+from edge_dflash.files import open_regular
 
 __all__ = ["BuildConfig", "BuildProgress", "BuildResult", "build"]
 
@@ -217,7 +218,7 @@ def _write(data: bytes, path: Path) -> FileEntry:
 
 
 def _copy(source: Path, path: Path) -> FileEntry:
-    with DurableFile(path, _ignore) as file, source.open("rb") as data:
+    with DurableFile(path, _ignore) as file, open_regular(source) as data:
         while chunk := data.read(CHUNK):
             file.write(chunk)
     return file.entry

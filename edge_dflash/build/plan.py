@@ -31,6 +31,7 @@ from edge_dflash.checkpoint.config import match_pair, read_drafter_spec, read_ta
 from edge_dflash.checkpoint.reader import PairCheckpoint
 from edge_dflash.checkpoint.specs import PairSpec
 from edge_dflash.errors import BackendError, BuildError, BundleError, CheckpointError
+from edge_dflash.files import is_there, open_regular
 from edge_dflash.graph.program import PairPrograms
 from edge_dflash.inspection.footprint import row_parameters
 from edge_dflash.inspection.inspect import default_chunk
@@ -121,7 +122,7 @@ def plan_build(config: BuildConfig) -> BuildPlan:
     recipe = load_recipe(config.recipe) if config.recipe is not None else default_recipe()
     choice = choose(config.arch, config.backend, recipe)
     _check_output(config)
-    pair = match_pair(read_target_spec(config.target), read_drafter_spec(config.drafter))
+    pair = recipe.masked(match_pair(read_target_spec(config.target), read_drafter_spec(config.drafter)))
     programs = pair_programs(pair)
     max_context, prefill_chunk = _sizes(config, recipe, pair, default_chunk(choice.arch, programs, MOST_ROWS))
     tokenizer, warnings = _tokenizer(config.target, pair)
@@ -168,7 +169,7 @@ def plan_build(config: BuildConfig) -> BuildPlan:
         max_context=max_context,
         prefill_chunk=prefill_chunk,
         scales=scales,
-        tokenizer_files=tuple(config.target / name for name in COPIED_FILES if (config.target / name).is_file())
+        tokenizer_files=tuple(config.target / name for name in COPIED_FILES if is_there(config.target / name))
         if tokenizer is not None
         else (),
         sources=sources,
@@ -230,7 +231,7 @@ def _sizes(config: BuildConfig, recipe: Recipe, pair: PairSpec, chunk: int) -> t
 def _tokenizer(target: Path, pair: PairSpec) -> tuple[Tokenizer | None, tuple[str, ...]]:
     """Return the target's tokenizer, if it has one, and warnings."""
     file = target / TOKENIZER_FILES[0]
-    if not file.is_file():
+    if not is_there(file):
         return None, (f"{target} has no {file.name}: the bundle takes and returns token ids only",)
     try:
         tokenizer = Tokenizer.open(target)
@@ -279,10 +280,10 @@ def _sources(config: BuildConfig) -> tuple[tuple[Source, ...], dict[str, str]]:
     sources: list[Source] = []
     stamps: dict[str, str] = {}
     for model, directory in (("target", config.target), ("drafter", config.drafter)):
-        names = [name for name in _CONFIG_FILES if (directory / name).is_file()]
+        names = [name for name in _CONFIG_FILES if is_there(directory / name)]
         names += sorted(path.name for path in directory.glob("*.safetensors"))
         for name in names:
-            with (directory / name).open("rb") as file:
+            with open_regular(directory / name) as file:
                 digest = hashlib.sha256(file.read(_HEAD)).hexdigest()
                 state = os.fstat(file.fileno())
             sources.append(Source("target" if model == "target" else "drafter", name, state.st_size, digest))

@@ -23,6 +23,7 @@ from edge_dflash.checkpoint.reader import PairCheckpoint
 from edge_dflash.checkpoint.specs import PairSpec
 from edge_dflash.checkpoint.weights import Nvfp4Weight, Weight
 from edge_dflash.errors import BuildError, RequestError
+from edge_dflash.files import LARGE, read_bytes
 from edge_dflash.graph.program import KvState, PairPrograms
 from edge_dflash.quant.calibrate import calibrate
 from edge_dflash.quant.prompts import calibration_ids, read_prompts
@@ -84,7 +85,7 @@ def plan_scales(
     if tokenizer is not None and allowed and (missing_kv or missing_inputs):
         limit = min(recipe.calibration.tokens, pair.target.max_position_embeddings - pair.drafter.block_size)
         ids = _prompt_ids(recipe.calibration.path, tokenizer, limit)
-        digest = hashlib.sha256(recipe.calibration.path.read_bytes()).hexdigest()
+        digest = hashlib.sha256(read_bytes(recipe.calibration.path, LARGE)).hexdigest()
         known = BuildScales(kv, inputs, stored, len(ids), digest, recipe.calibration.margin)
         return ScalesPlan(known, missing_kv, missing_inputs, ids), ()
     why = "the target has no tokenizer.json" if tokenizer is None else "calibration is switched off"

@@ -20,6 +20,7 @@ from typing import Any
 from edge_dflash.bundle.manifest import MANIFEST, FileEntry
 from edge_dflash.bundle.parts import Advance, DurableFile, hash_file
 from edge_dflash.errors import BuildError
+from edge_dflash.files import LARGE, read_bytes
 
 JOURNAL = "journal.jsonl"
 PREVIOUS = "previous"  # the output that is being replaced
@@ -194,7 +195,7 @@ def _read_journal(path: Path) -> tuple[dict[str, Any] | None, dict[str, FileEntr
     entries: dict[str, FileEntry] = {}
     whole = 0
     try:
-        lines = path.read_bytes().split(b"\n")[:-1]
+        lines = read_bytes(path, LARGE).split(b"\n")[:-1]
     except OSError:
         lines = []
     for line in lines:
@@ -206,7 +207,7 @@ def _read_journal(path: Path) -> tuple[dict[str, Any] | None, dict[str, FileEntr
                 header = {"resume": record["resume"], "fingerprint": record["fingerprint"]}
             else:
                 break
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             break
         whole += len(line) + 1
     return header, entries, whole

@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -17,8 +18,9 @@ from typing import Any, Literal
 from edge_dflash.archs import ARCHS_OF, BACKENDS, find_arch, ordered
 from edge_dflash.backends.base import Precision
 from edge_dflash.bundle.codec import decode, encode
-from edge_dflash.checkpoint.specs import PairSpec
+from edge_dflash.checkpoint.specs import MAX_BLOCK, MAX_LAYERS, PairSpec
 from edge_dflash.errors import BackendError, BundleError
+from edge_dflash.files import short
 from edge_dflash.graph.program import KvState
 from edge_dflash.models import pair_programs
 
@@ -175,6 +177,7 @@ def check_manifest(manifest: Manifest, where: str = MANIFEST) -> None:
     _equal(where, "block_size", manifest.block_size, drafter.block_size)
     _equal(where, "mask_token_id", manifest.mask_token_id, drafter.mask_token_id)
     _equal(where, "target_layer_ids", manifest.target_layer_ids, drafter.target_layer_ids)
+    _range(where, "block_size", manifest.block_size, 2, MAX_BLOCK)
     _range(where, "max_context", manifest.max_context, manifest.block_size + 1, limit)
     _range(where, "prefill_chunk", manifest.prefill_chunk, 1, manifest.max_context)
     programs = _programs(manifest.pair, where)
@@ -238,6 +241,10 @@ def _check_plans(manifest: Manifest, where: str) -> None:
 
 def _programs(pair: PairSpec, where: str) -> Any:
     """The passes of the pair; a spec that no model can be made of is the manifest's fault."""
+    if (most := max(pair.target.num_layers, pair.drafter.num_layers, len(pair.drafter.target_layer_ids))) > MAX_LAYERS:
+        raise BundleError(
+            f"{where}: pair has {most} layers or taps, wanted at most {MAX_LAYERS}; build the bundle again"
+        )
     try:
         return pair_programs(pair)
     except (ValueError, IndexError, KeyError) as error:
@@ -266,8 +273,8 @@ def _text(body: dict[str, Any]) -> bytes:
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"key {next(n for n in names if names.count(n) > 1)!r} appears twice")
+        name = Counter(name for name, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"key {short(name)} appears twice")
     return found
 
 

@@ -6,6 +6,7 @@ bundle is unpickled or executed here. Knows nothing of torch, checkpoints or dev
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import stat
@@ -29,12 +30,13 @@ from edge_dflash.checkpoint.files import TensorFiles
 from edge_dflash.checkpoint.specs import PairSpec
 from edge_dflash.checkpoint.weights import Array, Weight
 from edge_dflash.errors import BackendError, BundleError, CheckpointError
+from edge_dflash.files import LARGE, read_bytes
 from edge_dflash.graph.program import WeightSpec
 from edge_dflash.models import pair_programs
 
 Progress: TypeAlias = Callable[[int, int], None]  # (bytes done, bytes in all)
 Stacks: TypeAlias = dict[str, tuple[Stack, Repacked]]  # by key
-MAX_MANIFEST = 64 << 20  # bytes; a larger file is no manifest
+MAX_MANIFEST = LARGE  # bytes; a larger file is no manifest
 
 
 class Bundle:
@@ -110,7 +112,7 @@ class Bundle:
         name = f"kernels/{unit}.cubin"
         entry = self._entry(name)
         try:
-            data = (self._path / name).read_bytes()
+            data = read_bytes(self._path / name, entry.size)
         except OSError as error:
             raise BundleError(f"cannot read {self._path / name}: {error.strerror}; check its permissions") from None
         self._same(name, hashlib.sha256(data).hexdigest(), entry)
@@ -168,11 +170,10 @@ def read_manifest(path: Path) -> Manifest:
     if file.is_symlink() or not file.is_file():
         raise BundleError(f"{path} has no {MANIFEST}; wanted the directory that 'edge-dflash build --output' made")
     try:
-        if (size := file.stat().st_size) > MAX_MANIFEST:
-            raise BundleError(f"{file} has {size} bytes, wanted at most {MAX_MANIFEST}; it is no manifest")
-        return parse_manifest(file.read_bytes(), str(file))
+        return parse_manifest(read_bytes(file, MAX_MANIFEST), str(file))
     except OSError as error:
-        raise BundleError(f"cannot read {file}: {error.strerror}; check its permissions") from None
+        remedy = "it is no manifest" if error.errno == errno.EFBIG else "check its permissions"
+        raise BundleError(f"cannot read {file}: {error.strerror}; {remedy}") from None
 
 
 def check_files(path: Path, manifest: Manifest) -> None:

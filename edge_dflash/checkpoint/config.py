@@ -11,10 +11,10 @@ from typing import cast
 from edge_dflash.checkpoint.fields import Fields
 from edge_dflash.checkpoint.files import read_json
 from edge_dflash.checkpoint.keys import GENERATION
+from edge_dflash.checkpoint.masks import drafter_masks
 from edge_dflash.checkpoint.rope import read_rope
 from edge_dflash.checkpoint.specs import (
     AttentionSpec,
-    DrafterLayerMask,
     DrafterSpec,
     GatedDeltaSpec,
     LayerType,
@@ -23,6 +23,7 @@ from edge_dflash.checkpoint.specs import (
 )
 from edge_dflash.checkpoint.support import drafter_fields, target_fields
 from edge_dflash.errors import CheckpointError
+from edge_dflash.files import is_there
 
 
 def read_target_spec(directory: Path) -> TargetSpec:
@@ -67,7 +68,7 @@ def read_drafter_spec(directory: Path) -> DrafterSpec:
         intermediate_size=fields.integer("intermediate_size"),
         rms_norm_eps=fields.number("rms_norm_eps"),
         attention=_attention(fields, gated=False),
-        layers=_drafter_layers(fields, dflash, layers),
+        layers=drafter_masks(fields, dflash, layers),
     )
 
 
@@ -130,7 +131,7 @@ def _gated_delta(fields: Fields) -> GatedDeltaSpec:
 def _eos(directory: Path, text: Fields, outer: Fields) -> tuple[int, ...]:
     """Stop tokens of config.json and generation_config.json, in that order, without repeats."""
     sources = [text, outer]
-    if (file := directory / "generation_config.json").is_file():
+    if is_there(file := directory / "generation_config.json"):
         sources.append(Fields(file, read_json(file), GENERATION))
     vocab, found = text.integer("vocab_size"), dict[int, None]()
     for fields in sources:
@@ -140,31 +141,6 @@ def _eos(directory: Path, text: Fields, outer: Fields) -> tuple[int, ...]:
                 raise fields.error("eos_token_id", value, f"a token id below vocab_size {vocab}, or a list of them")
             found[token] = None
     return tuple(found)
-
-
-def _drafter_layers(fields: Fields, dflash: Fields, layers: int) -> tuple[DrafterLayerMask, ...]:
-    """A sliding layer is causal inside the block unless is_causal says otherwise; a full layer is bidirectional.
-
-    ``use_sliding_window`` is not asked beside ``layer_types``: published drafters set it or leave it out. Without the
-    list it means what it means to transformers: layers from ``max_window_layers`` on slide.
-    """
-    full, sliding = "full_attention", "sliding_attention"
-    if fields.has("layer_types"):
-        types = fields.choices("layer_types", layers)
-    elif fields.flag("use_sliding_window") and fields.has("sliding_window"):
-        first = fields.integer("max_window_layers")
-        types = tuple(sliding if i >= first else full for i in range(layers))
-    else:
-        types = (full,) * layers
-    places = ((fields, "is_causal"), (dflash, "causal"), (dflash, "is_causal"))
-    flags = {place.flag(key) for place, key in places if place.has(key)}
-    if len(flags) > 1:
-        raise fields.error("is_causal", fields.values.get("is_causal"), "the same as dflash_config.causal")
-    causal = flags != {False}
-    masks = {"full_attention": DrafterLayerMask(bidirectional=True, window=None)}
-    if "sliding_attention" in types:
-        masks["sliding_attention"] = DrafterLayerMask(not causal, fields.integer("sliding_window"))
-    return tuple(masks[kind] for kind in types)
 
 
 def _place(name: str, first: Fields, second: Fields) -> Fields:

@@ -6,8 +6,7 @@ and compressed-tensors (quantization_config) with exact names and ``re:`` patter
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Literal
@@ -15,11 +14,17 @@ from typing import Literal
 from edge_dflash.checkpoint.fields import Fields
 from edge_dflash.checkpoint.files import read_json
 from edge_dflash.checkpoint.keys import COMPRESSED_TENSORS, HF_QUANT, MODELOPT
+from edge_dflash.checkpoint.patterns import matching
 from edge_dflash.errors import CheckpointError
+from edge_dflash.files import is_there
 
 Storage = Literal["wide", "fp8", "nvfp4"]
 Declared = Callable[[str], Storage | None]
 """Module path as in the checkpoint -> declared storage; None when the configuration does not say."""
+
+MAX_PATTERNS, MAX_PATTERN = 512, 4096  # of a config, characters of one; published ones have a handful
+MAX_GROUPS = 64
+_RE = "re:"
 
 _MODELOPT: dict[str, Storage] = {
     "NVFP4": "nvfp4",
@@ -30,8 +35,11 @@ _MODELOPT: dict[str, Storage] = {
 }
 
 
-def read_declared(directory: Path) -> Declared:
-    """Declared storage of the checkpoint in ``directory``. Raises CheckpointError for an unknown scheme."""
+def read_declared(directory: Path, modules: Sequence[str]) -> Declared:
+    """Declared storage of these modules of the checkpoint in ``directory``. Raises CheckpointError.
+
+    That is for an unknown scheme, and for patterns that are none or take too long.
+    """
     file = directory / "config.json"
     config = read_json(file)
     places = [(path, part) for path, part in (("", config), ("text_config.", config.get("text_config"))) if part]
@@ -44,12 +52,12 @@ def read_declared(directory: Path) -> Declared:
         raise CheckpointError(f"{file} lacks the field {where}.quant_method; the checkpoint is incomplete")
     method = values.get("quant_method")
     if method == "compressed-tensors":
-        return _compressed_tensors(Fields(file, values, COMPRESSED_TENSORS, f"{where}."))
+        return _compressed_tensors(Fields(file, values, COMPRESSED_TENSORS, f"{where}."), modules)
     if method not in (None, "modelopt"):
         raise CheckpointError(f"{file}: {where}.quant_method is {method!r}, wanted 'modelopt' or 'compressed-tensors'")
     mirror = Fields(file, values, MODELOPT, f"{where}.")
     own = directory / "hf_quant_config.json"
-    if own.is_file():
+    if is_there(own):
         scheme = Fields(own, read_json(own), HF_QUANT).child("quantization")
         for key in ("quant_algo", "kv_cache_quant_algo"):
             if mirror.has(key) and mirror.text(key) != scheme.text(key):
@@ -62,7 +70,7 @@ def read_declared(directory: Path) -> Declared:
 
 def _modelopt(fields: Fields, exclude: str) -> Declared:
     algorithm = fields.text("quant_algo")
-    ignored = _patterns(fields, exclude)
+    ignored = _Globs(fields, exclude)
     layers = fields.child("quantized_layers")
     storages = {name: _modelopt_storage(layers.child(name)) for name in layers.values}
     if not algorithm:
@@ -72,7 +80,7 @@ def _modelopt(fields: Fields, exclude: str) -> Declared:
             return lambda module: None
         return lambda module: storages.get(module, "wide")
     default = _modelopt_storage(fields)
-    return lambda module: "wide" if any(_glob(module, pattern) for pattern in ignored) else default
+    return lambda module: "wide" if ignored.match(module) else default
 
 
 def _modelopt_storage(fields: Fields) -> Storage:
@@ -82,27 +90,56 @@ def _modelopt_storage(fields: Fields) -> Storage:
     return _MODELOPT[algorithm]
 
 
-def _glob(module: str, pattern: str) -> bool:
-    """ModelOpt excludes a module and everything below it."""
-    return fnmatchcase(module, pattern) or fnmatchcase(module, f"{pattern}.*")
+class _Globs:
+    """ModelOpt excludes a module and everything below it, by path or by shell glob."""
+
+    def __init__(self, fields: Fields, name: str) -> None:
+        names = fields.names(name)
+        self._globs = [pattern for pattern in names if any(sign in pattern for sign in "*?[")]
+        self._paths = frozenset(names).difference(self._globs)
+        _check_patterns(fields, name, self._globs)
+
+    def match(self, module: str) -> bool:
+        """Whether the module is excluded."""
+        parts = module.split(".")
+        if any(".".join(parts[:end]) in self._paths for end in range(1, len(parts) + 1)):
+            return True
+        return any(fnmatchcase(module, glob) or fnmatchcase(module, f"{glob}.*") for glob in self._globs)
 
 
-def _compressed_tensors(fields: Fields) -> Declared:
+class _CtNames:
+    """compressed-tensors names modules by the end of their path, or by ``re:`` and a pattern of its beginning."""
+
+    def __init__(self, names: Sequence[str], matched: Mapping[str, frozenset[str]]) -> None:
+        self._matched = frozenset[str]().union(*(matched.get(item, ()) for item in names))
+        self._ends = frozenset(item for item in names if not item.startswith(_RE))
+        self.linear = "Linear" in self._ends
+
+    def match(self, module: str) -> bool:
+        """Whether the module is named; "Linear" is a class, and no module is called so."""
+        parts = module.split(".")
+        return module in self._matched or any(".".join(parts[at:]) in self._ends for at in range(len(parts)))
+
+
+def _compressed_tensors(fields: Fields, modules: Sequence[str]) -> Declared:
     groups = fields.child("config_groups")
-    ignored = _patterns(fields, "ignore")
-    rules: list[tuple[tuple[str, ...], Storage]] = []
-    for name in groups.values:
-        group = groups.child(name)
-        rules.append((_patterns(group, "targets"), _ct_storage(group.child("weights"))))
+    if len(groups.values) > MAX_GROUPS:
+        raise fields.error("config_groups", f"{len(groups.values)} groups", f"at most {MAX_GROUPS}")
+    members = [groups.child(name) for name in groups.values]
+    lists = [fields.names("ignore"), *(group.names("targets") for group in members)]
+    matched = _matched(fields, [item for names in lists for item in names if item.startswith(_RE)], modules)
+    ignored, *targeted = (_CtNames(names, matched) for names in lists)
+    storages = [_ct_storage(group.child("weights")) for group in members]
+    rules = list(zip(targeted, storages, strict=True))
 
     def declared(module: str) -> Storage | None:
-        if any(_ct_match(module, pattern) for pattern in ignored):
+        if ignored.match(module):
             return "wide"
         for targets, storage in rules:  # named targets first: "Linear" is every linear module
-            if any(_ct_match(module, target) for target in targets if target != "Linear"):
+            if targets.match(module):
                 return storage
         for targets, storage in rules:
-            if "Linear" in targets:
+            if targets.linear:
                 return storage
         return "wide" if rules else None
 
@@ -118,23 +155,25 @@ def _ct_storage(weights: Fields) -> Storage:
     if kind == "float" and bits == 8:
         return "fp8"
     raise CheckpointError(
-        f"{weights.file}: weights of {bits} bits and type {kind!r} are not supported, wanted num_bits 4, type float and "
-        "group_size 16 (NVFP4), or num_bits 8 and type float (FP8)"
+        f"{weights.file}: weights of {bits} bits and type {kind!r} are not supported, "
+        "wanted num_bits 4, type float and group_size 16 (NVFP4), or num_bits 8 and type float (FP8)"
     )
 
 
-def _ct_match(module: str, pattern: str) -> bool:
-    if pattern.startswith("re:"):
-        return re.match(pattern[3:], module) is not None
-    return module == pattern or module.endswith("." + pattern)
+def _matched(fields: Fields, patterns: Sequence[str], modules: Sequence[str]) -> dict[str, frozenset[str]]:
+    """The modules that each ``re:`` pattern of ``ignore`` and ``config_groups`` matches."""
+    _check_patterns(fields, "ignore and config_groups", patterns)
+    try:
+        found = matching([pattern.removeprefix(_RE) for pattern in patterns], modules)
+    except ValueError as error:
+        pattern, wanted = error.args
+        raise fields.error("ignore or config_groups", f"{_RE}{pattern}", wanted) from None
+    return {f"{_RE}{pattern}": names for pattern, names in found.items()}
 
 
-def _patterns(fields: Fields, name: str) -> tuple[str, ...]:
-    value = fields.names(name)
-    for item in value:
-        if item.startswith("re:"):
-            try:
-                re.compile(item[3:])
-            except re.error as error:
-                raise fields.error(name, item, f"a valid pattern ({error})") from None
-    return value
+def _check_patterns(fields: Fields, name: str, patterns: Sequence[str]) -> None:
+    """Every pattern meets every module: what grows with both is bounded."""
+    if len(patterns) > MAX_PATTERNS:
+        raise fields.error(name, f"{len(patterns)} patterns", f"at most {MAX_PATTERNS} beside plain names")
+    if long := [pattern for pattern in patterns if len(pattern) > MAX_PATTERN]:
+        raise fields.error(name, long[0], f"patterns of at most {MAX_PATTERN} characters")

@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 
 from edge_dflash.checkpoint.keys import ANY, REQUIRED, Key, Table
+from edge_dflash.checkpoint.specs import MAX_LAYERS
 from edge_dflash.errors import CheckpointError, UnsupportedModelError
+from edge_dflash.files import short
 
 _LEAST, _MOST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
@@ -156,6 +158,8 @@ def _wanted(key: Key, value: Any) -> str | None:
             return None
         return " or ".join(map(repr, key.accepted)) or "a string"
     if key.kind == "integers":
+        if isinstance(value, list) and len(value) > MAX_LAYERS:
+            return f"at most {MAX_LAYERS} entries"
         good = isinstance(value, list) and all(type(item) is int and 0 <= item <= key.most for item in value)
         return None if good else "a list of integers of at least 0"
     return None  # token ids are checked against the vocabulary by their reader
@@ -163,5 +167,4 @@ def _wanted(key: Key, value: Any) -> str | None:
 
 def _short(value: object) -> str:
     """The value, cut to 60 characters; null, true and false as JSON has them."""
-    text = str(value).lower() if isinstance(value, bool) else "null" if value is None else repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return str(value).lower() if isinstance(value, bool) else "null" if value is None else short(value)

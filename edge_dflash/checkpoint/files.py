@@ -19,9 +19,13 @@ import numpy as np
 
 from edge_dflash.checkpoint.weights import Array
 from edge_dflash.errors import CheckpointError
+from edge_dflash.files import is_there, open_regular, read_bytes, short
 
-MAX_HEADER = 100 << 20  # bytes; the limit of the format's own reader
+MAX_HEADER = 32 << 20  # bytes; the format's own reader takes 100 MB, published models have a tenth of one
+MAX_NAME, MAX_DIMS = 512, 8  # characters of a tensor's name, dimensions of its shape
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+_MAX_FILE_NAME = 255  # bytes, on every file system of Linux
 
 DTYPES: Mapping[str, type[np.generic]] = {
     "BOOL": np.uint8,
@@ -76,7 +80,9 @@ class TensorFiles:
         if index is not None:
             for name, shard in index.items():
                 if name not in entries or entries[name].file.name != shard:
-                    raise CheckpointError(f"{INDEX} says that {name} is in {shard}, it is not; download it again")
+                    raise CheckpointError(
+                        f"{INDEX} says that {short(name)[1:-1]} is in {shard}, it is not; download it again"
+                    )
         return cls(entries)
 
     def names(self) -> tuple[str, ...]:
@@ -121,11 +127,11 @@ def drop_page_cache(file: Path) -> None:
 def read_json(file: Path) -> dict[str, Any]:
     """Read a JSON object. Raises CheckpointError when there is no file or no object in it."""
     try:
-        value = json.loads(file.read_bytes(), object_pairs_hook=_unique, parse_constant=_no_constant)
+        value = json.loads(read_bytes(file), object_pairs_hook=_unique, parse_constant=_no_constant)
     except FileNotFoundError:
         raise CheckpointError(f"no {file.name} in {file.parent}; give the directory of a checkpoint") from None
     except OSError as error:
-        raise CheckpointError(f"cannot read {file}: {error.strerror}; check its permissions") from None
+        raise CheckpointError(f"cannot read {file}: {error.strerror}; correct that or download it again") from None
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} is not valid JSON ({error}); download it again") from None
     if not isinstance(value, dict):
@@ -138,25 +144,25 @@ def _locate(directory: Path) -> tuple[tuple[Path, ...], dict[str, str] | None]:
     if not directory.is_dir():
         raise CheckpointError(f"no directory {directory}; give the directory of a checkpoint")
     single, index_file = directory / SINGLE, directory / INDEX
-    if index_file.exists():
+    if is_there(index_file):
         index = read_json(index_file).get("weight_map")
         if not isinstance(index, dict) or not all(isinstance(shard, str) for shard in index.values()):
             raise CheckpointError(f"{index_file} has no weight_map of names to files; download it again")
         shards = sorted(set(index.values()))
         for shard in shards:
-            if Path(shard).name != shard:
-                raise CheckpointError(f"{index_file} names {shard!r}, wanted a file of the same directory")
-            if not (directory / shard).is_file():
+            if Path(shard).name != shard or not shard.isprintable() or len(os.fsencode(shard)) > _MAX_FILE_NAME:
+                raise CheckpointError(f"{index_file} names {short(shard)}, wanted a file of the same directory")
+            if not is_there(directory / shard):
                 raise CheckpointError(f"shard {shard} named by {INDEX} is missing in {directory}; download it")
         return tuple(directory / shard for shard in shards), index
-    if single.is_file():
+    if is_there(single):
         return (single,), None
     raise CheckpointError(f"neither {SINGLE} nor {INDEX} in {directory}; give the directory of a checkpoint")
 
 
 def _read_header(file: Path) -> dict[str, Entry]:
     try:
-        with file.open("rb") as stream:
+        with open_regular(file) as stream:
             size = os.fstat(stream.fileno()).st_size
             prefix = stream.read(8)
             length = int.from_bytes(prefix, "little")
@@ -198,16 +204,21 @@ def _entries(file: Path, header: dict[str, Any], data: int, size: int) -> dict[s
     entries: dict[str, Entry] = {}
     spans: list[tuple[int, int, str]] = []
     for name, fields in header.items():
+        if len(name) > MAX_NAME or not name.isprintable():
+            raise CheckpointError(f"{file}: a tensor is called {short(name)}, wanted a name; download the file again")
         try:
             dtype, shape, (start, stop) = fields["dtype"], tuple(fields["shape"]), fields["data_offsets"]
             numbers = (*shape, start, stop)
-            valid = isinstance(dtype, str) and all(type(n) is int and n >= 0 for n in numbers)
+            valid = isinstance(dtype, str) and len(shape) <= MAX_DIMS
+            valid = valid and all(type(n) is int and 0 <= n < 1 << 63 for n in numbers)
         except (TypeError, KeyError, ValueError):
             valid = False
         if not valid:
             raise CheckpointError(f"{file}: tensor {name} has a damaged header entry; download the file again")
         if dtype not in DTYPES:
-            raise CheckpointError(f"{file}: tensor {name} has dtype {dtype}, wanted one of {', '.join(DTYPES)}")
+            raise CheckpointError(
+                f"{file}: tensor {name} has dtype {short(dtype)[1:-1]}, wanted one of {', '.join(DTYPES)}"
+            )
         wanted = prod(shape) * np.dtype(DTYPES[dtype]).itemsize
         if stop - start != wanted:
             raise CheckpointError(

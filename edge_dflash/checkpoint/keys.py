@@ -11,13 +11,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from edge_dflash.checkpoint.specs import MAX_BLOCK, MAX_LAYERS
+
 Use = Literal["read", "refused unless", "without effect"]
 Kind = Literal["integer", "number", "flag", "text", "integers", "names", "tokens", "object", "any"]
 Table = Mapping[str, "Key"]
 
 REQUIRED: Any = object()
 ANY = "*"  # the entry of a table for keys that it does not list
-MOST = 2**31 - 1  # of an integer, where nothing smaller is said
+MOST = 1 << 30  # of an integer: sizes, ids and positions stay far from where 32 bits end
 
 
 @dataclass(frozen=True)
@@ -138,7 +140,7 @@ _DECODER: Table = {
     "vocab_size": integer(),
     "hidden_size": integer(),
     "intermediate_size": integer(),
-    "num_hidden_layers": integer(most=1024),
+    "num_hidden_layers": integer(most=MAX_LAYERS),
     "num_attention_heads": integer(),
     "num_key_value_heads": integer(),
     "head_dim": integer(128),
@@ -215,7 +217,7 @@ NESTED: Table = {
 """config.json of a Qwen3.5 target with ``text_config``."""
 
 _BLOCK: Table = {
-    "block_size": integer(least=2, null=True),
+    "block_size": integer(least=2, most=MAX_BLOCK, null=True),
     "mask_token_id": integer(least=0, null=True),
     "target_layer_ids": Key("read", "integers", null=True),
     **only("sample_from_anchor shift_labels shifted", None, False, why="a DSpark/DeepSpec drafter: shifted rows"),
@@ -229,19 +231,19 @@ DRAFTER: Table = {
     **free("embedding and head are the target's", "tie_word_embeddings"),
     **free("the target's stop tokens count", "eos_token_id"),
     "max_position_embeddings": integer(beside="YaRN has original_max_position_embeddings, or there is no YaRN"),
-    "num_target_layers": integer(),
+    "num_target_layers": integer(most=MAX_LAYERS),
     "layer_types": names("full_attention", "sliding_attention"),
     "use_sliding_window": flag(False, null=True, beside="layer_types is given"),
-    "sliding_window": integer(null=True, beside="no layer slides"),
+    "sliding_window": integer(null=True, beside="no layer slides, or swa_window_size is given"),
     "max_window_layers": integer(0, least=0, null=True, beside="layer_types is given, or no layer slides"),
-    "is_causal": flag(null=True),
+    "is_causal": flag(null=True, beside="it says what layer_types say"),
     "dflash_config": inner(
         {
             **_BLOCK,
-            "causal": flag(null=True),
-            "is_causal": flag(null=True),
-            "use_swa": flag(False, null=True),
-            "swa_window_size": integer(null=True, beside="use_swa is not true"),
+            "causal": flag(null=True, beside="is_causal is given, or says what layer_types say"),
+            "is_causal": flag(null=True, beside="causal or the outer is_causal is given, or says what layer_types say"),
+            "use_swa": flag(False, null=True, beside="all layers slide"),
+            "swa_window_size": integer(null=True, beside="no layer slides"),
         }
     ),
 }

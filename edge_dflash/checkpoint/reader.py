@@ -77,7 +77,8 @@ class _Part:
 
     def check(self, expected: Mapping[str, WeightSpec]) -> None:
         """Compare the tensors with what is expected, and their storage with the configuration."""
-        declared = read_declared(self._directory)
+        linears = [self._module(name) for name, spec in expected.items() if spec.kind == "linear"]
+        declared = read_declared(self._directory, linears)
         if "target.lm_head" in expected and self._is_tied("target.lm_head") and "lm_head.weight" in self.tensors:
             self._check_copy(f"{self._prefix}embed_tokens.weight", "lm_head.weight")
         used = {"lm_head.weight"} if "target.lm_head" in expected else set()

@@ -11,6 +11,9 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+MAX_LAYERS = 1024  # of a model: deeper ones are not known, and all work on a model grows with its layers
+MAX_BLOCK = 512  # rows of a block
+
 LayerType = Literal["full_attention", "linear_attention"]
 
 

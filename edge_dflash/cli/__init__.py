@@ -21,6 +21,7 @@ from edge_dflash.errors import BackendError, EdgeDflashError
 from edge_dflash.version import __version__
 
 INTERRUPTED = 130
+LONGEST_ERROR = 2000  # characters
 
 # A command is the function, or the typer app, of the module of its name; imported when it is called for.
 COMMANDS = {
@@ -159,4 +160,8 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _print_error(message: str) -> None:
-    print("error: " + " ".join(message.split()), file=sys.stderr, flush=True)
+    """One line, which names from damaged files can neither break nor flood."""
+    line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in " ".join(message.split()))
+    if len(line) > LONGEST_ERROR:
+        line = f"{line[: LONGEST_ERROR // 2]} ... {line[-LONGEST_ERROR // 2 :]}"
+    print("error: " + line, file=sys.stderr, flush=True)

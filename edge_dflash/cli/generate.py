@@ -13,8 +13,10 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from edge_dflash.cli.logprobs import entry, logprob_table
 from edge_dflash.cli.output import emit_json, say, show, stages
 from edge_dflash.errors import RequestError, VerificationError
+from edge_dflash.files import LARGE, is_file, read_bytes
 from edge_dflash.grammar.schema_check import schema_text
 from edge_dflash.plan import Increment, Plan
 from edge_dflash.planner import Planner, Task
@@ -59,6 +61,9 @@ def generate(
         float, typer.Option(metavar="P", help="Draw from the best tokens of this probability mass.")
     ] = 1.0,
     seed: Annotated[int, typer.Option(metavar="N", help="Makes a drawn answer repeatable.")] = 0,
+    logprobs: Annotated[
+        int | None, typer.Option(metavar="N", help="Show how likely each token was, beside N others; 0: it alone.")
+    ] = None,
     thinking: Annotated[bool, typer.Option("--thinking", help="Let the chat template ask for thinking.")] = False,
     plain: Annotated[bool, typer.Option("--plain", help="Decode without the drafter: same tokens, slower.")] = False,
     compare: Annotated[
@@ -74,7 +79,8 @@ def generate(
 
     --compare decodes a few tokens to warm up, then with the drafter, then without. Exit code 9 when the tokens differ.
 
-    JSON keys: text (null without tokenizer), tokens, finish_reason (stop, length, context or deadline), prompt_tokens,
+    JSON keys: text (null without tokenizer), tokens, logprobs (of --logprobs, for each token: token, logprob, text and
+    top, the likeliest tokens; else null), finish_reason (stop, length, context or deadline), prompt_tokens,
     accept_lengths, accept_length, speculative, object (the answer parsed, or null), prefill_seconds,
     first_token_seconds, decode_seconds, total_seconds, tokens_per_second, board (joules of this plan, null where the
     board does not say its power; power mode, watts, degrees, clocks and memory at the end, as far as it says them),
@@ -98,6 +104,7 @@ def generate(
         seed=seed,
         thinking=thinking,
         speculative=not plain,
+        logprobs=logprobs,
     )
     with stages("opening the bundle") as report:
         planner = Planner.open(bundle, progress=report)
@@ -155,6 +162,8 @@ def _report(plan: Plan, joules: float | None, other: tuple[Plan, float | None] |
         say(summary(plan, joules))
     else:
         show(comparison(*other, plan, joules))
+    if plan.logprobs and not json:
+        show(logprob_table(plan.logprobs))
     if other is not None:
         require_same(other[0], plan)
 
@@ -224,7 +233,7 @@ def read_schema(given: str) -> str:
     """A JSON Schema as text: what was given, or what the file holds. Raises RequestError when it cannot be used."""
     if given.lstrip().startswith("{"):
         return schema_text(given)
-    if not Path(given).is_file():
+    if not is_file(Path(given)):
         raise RequestError(f"--schema is {given[:60]!r}, neither a file nor a JSON object; give one of them")
     return schema_text(_read(Path(given)))
 
@@ -234,7 +243,7 @@ def read_grammar(given: str) -> str:
 
     A name of a file with a colon in it is read as a grammar, unless there is such a file.
     """
-    if "\n" not in given and len(os.fsencode(given)) < 256 and Path(given).is_file():
+    if "\n" not in given and len(os.fsencode(given)) < 256 and is_file(Path(given)):
         return _read(Path(given))
     if ":" not in given:
         raise RequestError(f"--grammar is {given[:60]!r}, neither a file nor rules; give one of them: 'start: \"yes\"'")
@@ -243,7 +252,7 @@ def read_grammar(given: str) -> str:
 
 def _read(path: Path) -> str:
     try:
-        data = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
+        data = sys.stdin.buffer.read() if str(path) == "-" else read_bytes(path, LARGE)
         return data.decode()
     except OSError as error:
         raise RequestError(f"cannot read {path}: {error.strerror}; give a readable file") from None
@@ -265,6 +274,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
     return {
         "text": plan.text,
         "tokens": list(plan.tokens),
+        "logprobs": [entry(one) for one in plan.logprobs] or None,
         "finish_reason": plan.finish_reason,
         "prompt_tokens": plan.prompt_tokens,
         "accept_lengths": list(plan.accept_lengths),

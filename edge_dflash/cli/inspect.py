@@ -61,7 +61,8 @@ def inspect(
     drafter_kv_bytes_per_token, tape_bytes_per_row, state_bytes, cycle_weight_bytes, cycle_bytes, total_bytes,
     system_bytes (set aside), free_bytes, fits, longest_context (that fits; 0: none), verify_floor_ms, draft_floor_ms,
     plain_floor_ms, floor_ms, break_even_accept_length, architecture, block_size, context, max_context, prefill_chunk,
-    prefill_chunk_ms (an estimate), kv_format, and the breakdowns cycle, memory, weights, board. Of BUNDLE also: backend
+    prefill_chunk_ms (an estimate), kv_format, drafter_masks (bidirectional and window of each
+    drafter layer), and the breakdowns cycle, memory, weights, board. Of BUNDLE also: backend
     (the one that runs it), backends (aboard), trial (what build --finish measured of them), arch, kernels (compilation
     units with kernels, registers, shared_bytes, stack_bytes).
     """

@@ -14,6 +14,7 @@ from edge_dflash.bundle.reader import read_manifest
 from edge_dflash.cli.demo import HELDOUT, MODELS
 from edge_dflash.demo.corpus import plan_schema
 from edge_dflash.errors import ContextError, RequestError
+from edge_dflash.files import LARGE, read_text
 from edge_dflash.planner import Planner, Task
 from edge_dflash.resources import directory
 
@@ -28,7 +29,7 @@ def read_prompts(path: Path) -> list[Task]:
     Raises RequestError naming file and line.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = read_text(path, LARGE).splitlines()
     except OSError as error:
         raise RequestError(f"cannot read {path}: {error.strerror}; give a JSONL file of prompts") from None
     except UnicodeDecodeError as error:

@@ -6,12 +6,13 @@ import re
 from pathlib import Path
 
 from edge_dflash.errors import RecipeError
+from edge_dflash.files import is_file
 from edge_dflash.resources import directory
 
 
 def find_recipe(given: Path) -> Path:
     """Return the recipe file ``given``, or the shipped recipe of that name. Raises RecipeError listing the names."""
-    if given.is_file():
+    if is_file(given):
         return given
     shipped = {path.stem: path for path in sorted(directory("engines").glob("*.yaml"))}
     name = re.sub(r"(-sm\d+)a(?=-|$)", r"\1", str(given))  # sm110a is sm110

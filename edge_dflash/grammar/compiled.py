@@ -9,6 +9,7 @@ tokens pushed so far and of nothing else, and forced tokens are exactly those th
 
 from __future__ import annotations
 
+import json
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ import numpy as np
 from edge_dflash.errors import RequestError
 from edge_dflash.grammar.lark_text import prepare
 from edge_dflash.grammar.schema_check import schema_text
+from edge_dflash.grammar.schema_rewrite import rewrite
 from edge_dflash.grammar.vocabulary import Vocabulary, one_line
 from edge_dflash.spec.constraint import Mask, Packed, unpack
 from edge_dflash.text import Tokenizer
@@ -185,11 +187,12 @@ def compile_schema(
     enforced, or that nothing can satisfy.
     """
     text = schema_text(schema)
+    enforced = json.dumps(rewrite(json.loads(text)), ensure_ascii=False)
 
     def source(_: Vocabulary) -> str:
         from llguidance import LLMatcher
 
-        return LLMatcher.grammar_from_json_schema(text, overrides=_json_options(whitespace))  # type: ignore[arg-type]
+        return LLMatcher.grammar_from_json_schema(enforced, overrides=_json_options(whitespace))  # type: ignore[arg-type]
 
     return _compiled("schema", text, whitespace, tokenizer, vocab_size, stop_token_ids, source)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from edge_dflash.archs import MOST_ROWS, Arch, arch_of_sm
 from edge_dflash.bundle.manifest import Manifest
-from edge_dflash.checkpoint.specs import PairSpec
+from edge_dflash.checkpoint.specs import DrafterLayerMask, PairSpec
 from edge_dflash.device import SYSTEM_BYTES, BoardProfile
 from edge_dflash.errors import RequestError
 from edge_dflash.graph.program import PairPrograms, WeightSpec
@@ -51,6 +51,7 @@ class Inspection:
     prefill_chunk: int
     row_parameters: int  # weights that a row of a prefill is multiplied with
     kv_format: KvFormat
+    drafter_masks: tuple[DrafterLayerMask, ...]  # of each layer of the drafter
     weights: tuple[WeightGroup, ...]
     kv_bytes_per_token: int  # target
     drafter_kv_bytes_per_token: int
@@ -148,6 +149,7 @@ class Inspection:
             "prefill_chunk": self.prefill_chunk,
             "prefill_chunk_ms": self.prefill_chunk_ms,
             "kv_format": self.kv_format,
+            "drafter_masks": [asdict(mask) for mask in self.drafter_masks],
             "cycle": asdict(self.cycle),
             "memory": asdict(self.memory),
             "weights": [asdict(group) for group in self.weights],
@@ -206,6 +208,7 @@ def inspect_pair(
         prefill_chunk=prefill_chunk,
         row_parameters=footprint.row_parameters(programs.prefill),
         kv_format=kv_format,
+        drafter_masks=spec.drafter.layers,
         weights=_groups(programs, form, read),
         kv_bytes_per_token=footprint.kv_bytes_per_token(target, kv_format),
         drafter_kv_bytes_per_token=footprint.kv_bytes_per_token(drafter, kv_format),
@@ -235,6 +238,7 @@ def inspect_recipe(
 
     Raises RecipeError when the recipe does not fit the pair, RequestError as :func:`inspect_pair`.
     """
+    spec = recipe.masked(spec)
     formats: dict[str, WeightFormat] = {**recipe.formats(pair_programs(spec).weights)}
     if spec.target.tied and formats["target.lm_head"] == "bf16":
         formats["target.lm_head"] = "tied"

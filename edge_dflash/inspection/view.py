@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from itertools import groupby
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from edge_dflash.checkpoint.specs import DrafterLayerMask
 from edge_dflash.device import SYSTEM_BYTES
 from edge_dflash.inspection.inspect import Inspection
 
@@ -80,10 +82,22 @@ def _summary(inspection: Inspection) -> Text:
         f"floor: {inspection.floor_ms:.2f} ms a cycle, {inspection.plain_floor_ms:.2f} ms a token without drafter;"
         f" a drafter pays above an accept length of {inspection.break_even_accept_length:.2f}",
     ]
+    lines.append(f"drafter layers: {_masks(inspection.drafter_masks)}")
     lines.append(f"prefill: at most {inspection.prefill_chunk} tokens a pass{estimate}")
     if inspection.free_bytes < 0:
         lines.append(_advice(inspection))
     return Text("\n".join(lines))
+
+
+def _masks(masks: tuple[DrafterLayerMask, ...]) -> str:
+    """Neighbouring layers of one mask together: ``0-3 causal in the block, window 2048; 4 bidirectional``."""
+    parts = []
+    for mask, group in groupby(range(len(masks)), key=lambda index: masks[index]):
+        first, *rest = group
+        name = f"{first}-{rest[-1]}" if rest else str(first)
+        window = "" if mask.window is None else f", window {mask.window:,}"
+        parts.append(f"{name} {'bidirectional' if mask.bidirectional else 'causal'} in the block{window}")
+    return "; ".join(parts)
 
 
 def _advice(inspection: Inspection) -> str:

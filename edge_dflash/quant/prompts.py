@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from edge_dflash.errors import BuildError
+from edge_dflash.files import LARGE, read_text
 
 KEYS = ("id", "source", "licence", "messages")
 ROLES = ("system", "user", "assistant")
@@ -27,9 +28,11 @@ class Prompt:
 def read_prompts(path: Path) -> tuple[Prompt, ...]:
     """Read every line of a prompt file. Raises BuildError naming file, line, what was found and what is wanted."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = read_text(path, LARGE).splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise BuildError(f"{path}: not a readable text file ({error}); see calib/README.md") from error
+        raise BuildError(
+            f"{path}: not a readable text file ({getattr(error, 'strerror', error)}); see calib/README.md"
+        ) from error
     prompts = tuple(_prompt(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip())
     if not prompts:
         raise BuildError(f"{path} holds no prompt; wanted one JSON object a line, see calib/README.md")
@@ -51,7 +54,7 @@ def calibration_ids(
 def _prompt(line: str, where: str) -> Prompt:
     try:
         value = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BuildError(f"{where}: not JSON ({error}); see calib/README.md") from error
     if not isinstance(value, dict) or sorted(value) != sorted(KEYS):
         found = ", ".join(value) if isinstance(value, dict) else type(value).__name__

@@ -7,15 +7,17 @@ stores. Reading the YAML is :mod:`edge_dflash.quant.recipe_file`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
+from edge_dflash.checkpoint.specs import DrafterLayerMask, PairSpec
 from edge_dflash.checkpoint.weights import Nvfp4Weight, Weight, WideWeight
 from edge_dflash.errors import RecipeError
+from edge_dflash.files import is_file
 from edge_dflash.graph.program import WeightSpec
 from edge_dflash.resources import directory
 
@@ -39,6 +41,15 @@ class Override:
 
 
 @dataclass(frozen=True)
+class MaskOverride:
+    """What the block rows of all drafter layers whose name matches a glob see, in place of what their config says."""
+
+    match: str  # names are drafter.layers.0, drafter.layers.1, ...
+    block: Literal["config", "causal", "bidirectional"] = "config"
+    window: int | Literal["config", "none"] = "config"  # tokens
+
+
+@dataclass(frozen=True)
 class Calibration:
     """How KV and activation scales are measured: on up to ``tokens`` tokens of ``file``; KV scales get a ``margin``."""
 
@@ -52,7 +63,7 @@ class Calibration:
     def path(self) -> Path:
         """Where the prompts lie. Raises RecipeError when there is no such file."""
         path = directory("calib") / self.file  # an absolute path stays what it is
-        if path.is_file():
+        if is_file(path):
             return path
         raise RecipeError(
             f"calibration file {self.file!r} is neither in calib/ nor beside the recipe: correct the name"
@@ -76,6 +87,7 @@ class Recipe:
     target: Mapping[str, Wish] = field(default_factory=lambda: DEFAULT_TARGET)
     drafter: Mapping[str, Wish] = field(default_factory=lambda: DEFAULT_DRAFTER)
     overrides: tuple[Override, ...] = ()
+    masks: tuple[MaskOverride, ...] = ()
     activations: Literal["bf16", "nvfp4"] = "bf16"
     kv: Literal["fp8", "bf16"] = "fp8"
     calibration: Calibration = Calibration()
@@ -124,6 +136,26 @@ class Recipe:
                 )
         known = stored or {}
         return {name: self.choice(name, spec, known.get(name)) for name, spec in weights.items()}
+
+    def masked(self, pair: PairSpec) -> PairSpec:
+        """The pair with the drafter's masks as the recipe wants them. Raises RecipeError for one that matches none.
+
+        Masks change how many drafts are accepted, never the output.
+        """
+        layers = {f"drafter.layers.{i}": layer for i, layer in enumerate(pair.drafter.layers)}
+        for mask in self.masks:
+            found = [name for name in layers if fnmatchcase(name, mask.match)]
+            if not found:
+                raise RecipeError(
+                    f"recipe {self.name}: mask {mask.match!r} matches no layer of the drafter: correct the glob "
+                    f"(names are {', '.join(layers)})"
+                )
+            for name in found:
+                layers[name] = DrafterLayerMask(
+                    layers[name].bidirectional if mask.block == "config" else mask.block == "bidirectional",
+                    layers[name].window if mask.window == "config" else None if mask.window == "none" else mask.window,
+                )
+        return replace(pair, drafter=replace(pair.drafter, layers=tuple(layers.values())))
 
     def nvfp4_activations(self, spec: WeightSpec, chosen: StoredFormat) -> bool:
         """Whether the linear reads its input as dynamic NVFP4 (W4A4), so that it needs a calibrated input scale."""

@@ -6,7 +6,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
+from edge_dflash.files import is_file
 from edge_dflash.quant.recipe import (
     DEFAULT_DRAFTER,
     DEFAULT_TARGET,
@@ -16,6 +18,7 @@ from edge_dflash.quant.recipe import (
     WISHES,
     Calibration,
     Context,
+    MaskOverride,
     Override,
     Recipe,
     Wish,
@@ -30,6 +33,7 @@ KEYS = (
     "target",
     "drafter",
     "overrides",
+    "masks",
     "activations",
     "kv",
     "calibration",
@@ -55,13 +59,14 @@ def load_recipe(path: str | Path) -> Recipe:
             Override(entry.text("match", None), entry.one_of("format", WISHES, None))
             for entry in table.children("overrides", ("match", "format"))
         ),
+        masks=tuple(_mask(entry) for entry in table.children("masks", ("match", "block", "window"))),
         activations=table.one_of("activations", ("bf16", "nvfp4"), "bf16"),
         kv=table.one_of("kv", ("fp8", "bf16"), "fp8"),
         calibration=_calibration(table.child("calibration", ("file", "tokens", "margin"))),
         context=_context(table.child("context", ("max_context", "prefill_chunk"))),
     )
     beside = path.parent / recipe.calibration.file
-    if beside.is_file():
+    if is_file(beside):
         recipe = replace(recipe, calibration=replace(recipe.calibration, file=str(beside.resolve())))
     return recipe
 
@@ -72,6 +77,16 @@ def _modules(table: Table, default: Mapping[str, Wish]) -> dict[str, Wish]:
         accepted: tuple[Wish, ...] = ("bf16", "keep") if module in WIDE_MODULES else WISHES
         wishes[module] = table.one_of(module, accepted, None)
     return wishes
+
+
+def _mask(table: Table) -> MaskOverride:
+    words: tuple[Literal["config", "none"], ...] = ("config", "none")
+    named = isinstance(table.get("window", "config"), str)
+    return MaskOverride(
+        match=table.text("match", None),
+        block=table.one_of("block", ("config", "causal", "bidirectional"), "config"),
+        window=table.one_of("window", words, "config") if named else table.positive("window", 1),
+    )
 
 
 def _calibration(table: Table) -> Calibration:

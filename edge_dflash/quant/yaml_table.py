@@ -8,29 +8,40 @@ from typing import Any, TypeVar
 import yaml
 
 from edge_dflash.errors import RecipeError
+from edge_dflash.files import read_text, short
 
 Choice = TypeVar("Choice", bound=str)
+
+MOST = 1 << 16  # bytes of a file; those that ship have at most a few thousand
 
 
 def read_table(path: Path, accepted: tuple[str, ...], help_file: str) -> Table:
     """Read a file whose document is a mapping with some of the keys ``accepted``. Raises RecipeError."""
     try:
-        document = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeys)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        reason = " ".join(str(error).split())
-        raise RecipeError(f"{path}: not a readable YAML file ({reason}); see {help_file}") from error
+        document = yaml.load(read_text(path, MOST), Loader=_Plain)
+    except Exception as error:  # the library lets ValueError, KeyError and others out of tagged or odd scalars
+        deep = isinstance(error, RecursionError)
+        reason = "nested too deeply" if deep else getattr(error, "strerror", None) or " ".join(str(error).split())[:200]
+        raise RecipeError(f"{path}: not a readable YAML file ({reason}); see {help_file}") from None
     return Table(str(path), document, accepted)
 
 
-class _UniqueKeys(yaml.SafeLoader):
-    """A safe loader that refuses a key given twice instead of dropping the first value."""
+class _Plain(yaml.SafeLoader):
+    """A safe loader that refuses what a table has no use for: keys given twice, and aliases, which multiply."""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """Compose a node that is no alias."""
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.composer.ComposerError(None, None, "aliases are not accepted", self.get_mark())
+        return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """Build a mapping after checking that its keys differ."""
-        keys = [key.value for key, _ in node.value]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is given twice", node.start_mark)
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"key {key.value!r} is given twice", key.start_mark)
+            seen.add(str(key.value))
         return super().construct_mapping(node, deep)
 
 
@@ -41,7 +52,7 @@ class Table:
         if not isinstance(value, dict):
             raise RecipeError(f"{where}: found {type(value).__name__}, wanted a mapping of {', '.join(accepted)}")
         if unknown := [str(key) for key in value if key not in accepted]:
-            raise RecipeError(f"{where}: unknown key {', '.join(unknown)}; accepted: {', '.join(accepted)}")
+            raise RecipeError(f"{where}: unknown key {', '.join(unknown)[:200]}; accepted: {', '.join(accepted)}")
         self._where, self._value = where, value
 
     @property
@@ -88,4 +99,4 @@ class Table:
 
     def wrong(self, key: str, wanted: str) -> RecipeError:
         """Error that names file, key, value found and what is wanted."""
-        return RecipeError(f"{self._where}: {key} is {self.get(key)!r}; wanted {wanted}")
+        return RecipeError(f"{self._where}: {key} is {short(self.get(key))}; wanted {wanted}")

@@ -21,7 +21,7 @@ Kind = Literal["edge-dflash", "vllm", "openai"]
 # Beyond OpenAI's parameters; deadlines and sessions are emulated where they are unknown.
 _EXTRAS = ("regex", "grammar", "whitespace", "top_k", "thinking", "relaxed", "speculative", "priority", "caller")
 _KNOWN: dict[Kind, frozenset[str]] = {
-    "edge-dflash": frozenset(_EXTRAS),
+    "edge-dflash": frozenset((*_EXTRAS, "logprobs")),
     "vllm": frozenset(("regex", "top_k", "thinking")),
     "openai": frozenset(),
 }
@@ -102,6 +102,11 @@ def ask(
         body["tools"] = list(options.tools)
     if server.own:
         body["edge_dflash"] = _extension(options, session)
+        if options.logprobs is not None:
+            alternatives = options.logprobs
+            body |= (
+                {"logprobs": True, "top_logprobs": alternatives} if "messages" in body else {"logprobs": alternatives}
+            )
     elif server.kind == "vllm":
         _for_vllm(body, options, chat=messages is not None)
     return Question(path, body)
@@ -139,7 +144,7 @@ def _for_vllm(body: dict[str, Any], options: Options, *, chat: bool) -> None:
 
 def _refuse_unknown(server: Server, options: Options) -> None:
     usual = Options()
-    for name in _EXTRAS:
+    for name in (*_EXTRAS, "logprobs"):  # other servers name tokens by their text, not by ids
         value = getattr(options, name)
         if name not in _KNOWN[server.kind] and value != getattr(usual, name):
             raise RequestError(f"{name} is {value!r}, and {server.describe()} has no word for it; leave {name} out")

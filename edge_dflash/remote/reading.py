@@ -21,6 +21,7 @@ from edge_dflash.errors import (
 from edge_dflash.plan import Increment, Plan, PlanTimings, json_object, json_value
 from edge_dflash.request.options import Options
 from edge_dflash.spec.accept import FinishReason
+from edge_dflash.spec.logprobs import TokenLogprob
 from edge_dflash.tool_calls import MalformedToolCall, ToolCall
 
 _FINISH: dict[str, FinishReason] = {"stop": "stop", "tool_calls": "stop", "length": "length"}
@@ -37,6 +38,7 @@ class Reading:
         self._first = 0.0
         self._text = self._thinking = ""
         self._tokens: list[int] = []
+        self._logprobs: list[TokenLogprob] = []
         self._lengths: list[int] = []
         self._calls: dict[int, dict[str, str]] = {}  # by their index
         self._reason: str | None = None
@@ -80,7 +82,9 @@ class Reading:
         if tokens and self._tokens:
             self._lengths.append(len(tokens))
         self._tokens += tokens
-        return Increment(text, tokens, thinking, whole)
+        logprobs = tuple(_logprob(entry) for entry in (choice.get("logprobs") or {}).get("content") or ())
+        self._logprobs += logprobs
+        return Increment(text, tokens, thinking, whole, logprobs)
 
     def _tool_calls(self, deltas: Any) -> tuple[ToolCall, ...]:
         """Note pieces of calls. A service of this package sends calls whole; others in pieces, told at the end."""
@@ -130,6 +134,7 @@ class Reading:
             speculative=self._options.speculative,
             lossy=bool(extra.get("lossy", False)),
             relaxed_tokens=int(extra.get("relaxed_tokens", 0)),
+            logprobs=tuple(self._logprobs),
         )
 
     def nothing(self) -> Plan:
@@ -154,6 +159,13 @@ class Reading:
         """As seen from here: the server's queue is part of the first token's time."""
         first = self._first - self._began if self._first else 0.0
         return PlanTimings(0.0, first, first, now - self._first if self._first else 0.0, now - self._began)
+
+
+def _logprob(entry: Mapping[str, Any]) -> TokenLogprob:
+    """An entry that a service of this package wrote; no other is asked for them."""
+    top = tuple(map(_logprob, entry.get("top_logprobs", ())))
+    text = None if entry["bytes"] is None else bytes(entry["bytes"])
+    return TokenLogprob(entry["token_id"], entry["logprob"], top, text)
 
 
 def error_of(status: int, body: object) -> EdgeDflashError:

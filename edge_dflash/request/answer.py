@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from edge_dflash.chat import Answer, AnswerStream, Markers, thinking_is_open
 from edge_dflash.plan import Increment
+from edge_dflash.spec.logprobs import TokenLogprob
 from edge_dflash.spec.loop import Step
 from edge_dflash.text import Detokenizer, Tokenizer
 from edge_dflash.tool_calls import Tool
@@ -68,6 +69,7 @@ class AnswerText:
         tools: Sequence[Tool] | None,
         stops: Sequence[str],
     ) -> None:
+        self.tokenizer = tokenizer
         self._stream = AnswerStream(tokenizer, prompt, stop_token_ids=stop_token_ids, tools=tools)
         self._stops = stops
         self._held = ""  # the beginning of a stop text, perhaps
@@ -116,12 +118,19 @@ class Reader:
     def __call__(self, step: Step) -> Increment:
         """The increment of the next step."""
         if self._text is None:
-            return Increment(None, step.tokens)
+            return Increment(None, step.tokens, logprobs=step.logprobs)
         piece = self._text.add(step.tokens)
         if step.finish_reason is not None:
             piece += self._text.finish()
         self.answer += piece
-        return Increment(piece.content, step.tokens, piece.thinking, piece.tool_calls)
+        logprobs = tuple(_spelled(one, self._text.tokenizer) for one in step.logprobs)
+        return Increment(piece.content, step.tokens, piece.thinking, piece.tool_calls, logprobs)
+
+
+def _spelled(one: TokenLogprob, tokenizer: Tokenizer) -> TokenLogprob:
+    """With the bytes of its token, and of the alternatives."""
+    top = tuple(_spelled(other, tokenizer) for other in one.top)
+    return TokenLogprob(one.token, one.logprob, top, tokenizer.token_bytes(one.token))
 
 
 def _overlap(text: str, stop: str) -> int:

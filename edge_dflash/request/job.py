@@ -14,6 +14,7 @@ from edge_dflash.plan import Plan, PlanTimings, json_object, json_value
 from edge_dflash.request.answer import AnswerText, Reader, StopFinder
 from edge_dflash.request.options import Request
 from edge_dflash.sessions.session import Session, SessionManager
+from edge_dflash.spec.logprobs import TokenLogprob
 from edge_dflash.spec.loop import Step, collect
 from edge_dflash.spec.pace import Pace
 
@@ -120,16 +121,17 @@ class Job:
         finally:
             reader = self.reader()
             tokens = tuple(token for step in self._steps for token in step.tokens)
-            reader(Step(tokens, "stop", 0.0, 0.0))  # also when it failed: what was committed counts
+            logprobs = tuple(one for step in self._steps for one in step.logprobs)
+            whole = reader(Step(tokens, "stop", 0.0, 0.0, logprobs=logprobs))  # also when it failed: it was committed
             self._place.settle(session, reader.answer, committed=bool(tokens), thinking=reader.thinking)
-        return self._plan(self._steps, reader.answer)
+        return self._plan(self._steps, reader.answer, whole.logprobs)
 
     def reader(self) -> Reader:
         """Makes increments of the steps; each who reads them has one."""
         request, tokenizer = self.request, self.request.model.tokenizer
         if tokenizer is None:
             return Reader(None)
-        options, stop = request.options, request.model.stop_token_ids
+        options, stop = request.options, request.decode.stop_token_ids
         return Reader(AnswerText(tokenizer, request.prompt, stop, options.tools, options.stops))
 
     def unstarted(self) -> Plan:
@@ -147,7 +149,7 @@ class Job:
             return None
         return StopFinder(tokenizer, request.prompt, request.options.stops)
 
-    def _plan(self, steps: list[Step], answer: Answer) -> Plan:
+    def _plan(self, steps: list[Step], answer: Answer, logprobs: tuple[TokenLogprob, ...] = ()) -> Plan:
         now, request, made = time.perf_counter(), self.request, collect(steps)
         first = self._first_token
         timings = PlanTimings(
@@ -177,4 +179,5 @@ class Job:
             speculative=request.options.speculative,
             lossy=request.relaxation is not None,
             relaxed_tokens=made.relaxed,
+            logprobs=logprobs,
         )

@@ -12,12 +12,14 @@ from numbers import Integral
 from typing import Any, TypeAlias, TypedDict
 
 from edge_dflash.backends.base import Backend
+from edge_dflash.characters import refuse_surrogates
 from edge_dflash.chat import Markers, thinking_is_open
 from edge_dflash.errors import RequestError
 from edge_dflash.grammar.compiled import Grammar, compile_lark, compile_regex, compile_schema
 from edge_dflash.request import rules
 from edge_dflash.request.rules import Rule
 from edge_dflash.spec.constraint import Constraint
+from edge_dflash.spec.logprobs import MOST_ALTERNATIVES
 from edge_dflash.spec.loop import Controls, DecodeOptions, admit
 from edge_dflash.spec.pace import Pace
 from edge_dflash.spec.relaxed import Relaxation
@@ -48,6 +50,7 @@ class PlanOptions(TypedDict, total=False):
     relaxed: bool | Relaxation
     tools: Sequence[Tool] | None
     speculative: bool
+    logprobs: int | None
     priority: int
     caller: str
 
@@ -91,6 +94,10 @@ OPTIONS = {
     "relaxed": Rule(_relaxed, "True, False or a Relaxation"),
     "tools": Rule(rules.optional(_tools), "a list of tools in OpenAI form, of plain JSON values, or None"),
     "speculative": _FLAG,
+    "logprobs": Rule(
+        rules.optional(rules.whole(0, MOST_ALTERNATIVES)),
+        f"a whole number of alternatives from 0 to {MOST_ALTERNATIVES}, or None for no log-probabilities",
+    ),
     "priority": Rule(rules.whole(*PRIORITIES), f"a whole number from {PRIORITIES[0]} to {PRIORITIES[1]}"),
     "caller": Rule(rules.text, "a text"),
 }
@@ -118,8 +125,9 @@ class Options:
     relaxed: bool | Relaxation = False  # lossy acceptance inside the thinking span; True: with the usual bounds
     tools: Sequence[Tool] | None = None  # in OpenAI form, for the chat template and the types of the arguments
     speculative: bool = True  # False decodes plainly: the same tokens, one by one
+    logprobs: int | None = None  # log-probabilities of the tokens, each with so many alternatives; None: none
     priority: int = 0  # of PRIORITIES; higher ones go first
-    caller: str = ""  # callers of one priority take turns
+    caller: str = ""  # callers of one priority take turns; "account/name": so do accounts, and then their callers
 
     def __post_init__(self) -> None:
         """Take each value by its rule; refuse what does not go together."""
@@ -204,8 +212,15 @@ class Request:
 
 def prepare(model: Model, options: Options, prompt: Sequence[int], began: float, keep: tuple[int, ...] = ()) -> Request:
     """Check a request. Raises RequestError and ContextError for what cannot run."""
+    stop = _ends_of_form(model) if options.constrained else model.stop_token_ids
     decode = DecodeOptions(
-        options.max_new_tokens, options.temperature, options.top_k, options.top_p, options.seed, model.stop_token_ids
+        max_new_tokens=options.max_new_tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        seed=options.seed,
+        stop_token_ids=stop,
+        logprobs=options.logprobs,
     )
     _ = decode.sampling  # refuse bad values now
     admit(model.backend.shape, 0, prompt, decode)
@@ -217,7 +232,7 @@ def prepare(model: Model, options: Options, prompt: Sequence[int], began: float,
         prompt=tuple(prompt),
         keep=tuple(at for at in keep if 0 < at < len(prompt)),
         decode=decode,
-        form=_form(model, options),
+        form=_form(model, options, stop),
         relaxation=_relaxation(model, options, prompt),
         began=began,
         deadline=None if options.deadline is None else began + options.deadline,
@@ -240,6 +255,7 @@ def as_messages(task: Task) -> list[Message] | None:
     if isinstance(task, str):
         if not task.strip():
             raise RequestError("the task is empty; say what is to be done")
+        refuse_surrogates(task, "the task")
         return [{"role": "user", "content": task}]
     try:
         first: Any = None if isinstance(task, bytes | bytearray | Mapping) else task[0] if len(task) else 0
@@ -248,17 +264,29 @@ def as_messages(task: Task) -> list[Message] | None:
     if first is None:
         raise RequestError(f"the task is of type {type(task).__name__}; give text, a list of messages or token ids")
     if isinstance(first, Mapping):
+        refuse_surrogates(task, "messages")
         return [with_text(message, index) for index, message in enumerate(task)]  # type: ignore[arg-type]  # no ids
     return None
 
 
-def _form(model: Model, options: Options) -> Grammar | None:
+def _ends_of_form(model: Model) -> tuple[int, ...]:
+    """The stop tokens that no text is written with: a comma that ends other answers is a comma inside a form."""
+    tokenizer = model.need_tokenizer("an answer cannot be given a form; leave schema, regex and grammar out")
+    stop = tuple(token for token in model.stop_token_ids if not tokenizer.is_ordinary(token))
+    if not stop:
+        found = f"; its stop tokens {list(model.stop_token_ids)} are ordinary text" if model.stop_token_ids else ""
+        raise RequestError(
+            f"this model has no end-of-text token, which a form needs{found}; leave schema, regex, grammar out"
+        )
+    return stop
+
+
+def _form(model: Model, options: Options, stop: tuple[int, ...]) -> Grammar | None:
+    """``stop`` ends the form."""
     if not options.constrained:
         return None
     tokenizer = model.need_tokenizer("an answer cannot be given a form; leave schema, regex and grammar out")
-    if not model.stop_token_ids:
-        raise RequestError("this model has no end-of-text token, which a form needs; leave schema, regex, grammar out")
-    size, stop = model.backend.shape.vocab_size, model.stop_token_ids
+    size = model.backend.shape.vocab_size
     if options.regex is not None:
         return compile_regex(options.regex, tokenizer, size, stop)
     if options.grammar is not None:

@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from edge_dflash.characters import refuse_surrogates
 from edge_dflash.errors import RequestError
 
 Take: TypeAlias = Callable[[Any], Any]
@@ -37,6 +38,7 @@ def checked(rules: Mapping[str, Rule], values: Mapping[str, Any]) -> dict[str, A
     Also for a name without a rule, with the nearest one that has.
     """
     if unknown := next((name for name in values if name not in rules), None):
+        refuse_surrogates(unknown, "the name of an option")
         raise RequestError(_unknown(unknown, rules))
     taken = {}
     for name, value in values.items():
@@ -44,13 +46,15 @@ def checked(rules: Mapping[str, Rule], values: Mapping[str, Any]) -> dict[str, A
             taken[name] = rules[name].take(value)
         except (TypeError, ValueError, OverflowError, RecursionError):
             raise RequestError(f"{name} is {shown(value)}; give {rules[name].accepted}") from None
+        if rules[name].take is not path:  # a file's name may be any bytes
+            refuse_surrogates(value, name)
     return taken
 
 
 def shown(value: object) -> str:
     """A value for a message, shortened."""
     try:
-        text = repr(value)
+        text = repr(value[: _SHOWN + 1] if type(value) is str else value)
     except Exception:  # a caller's own class
         text = f"a {type(value).__name__}"
     return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."

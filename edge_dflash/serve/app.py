@@ -9,9 +9,10 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import asdict
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
@@ -22,8 +23,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from edge_dflash.serve.accounts import Keys
 from edge_dflash.serve.fields import Fields
-from edge_dflash.serve.limits import authorise, bound_headers, read_json
+from edge_dflash.serve.limits import SMALL, authorise, bound_headers, parse_object, read_body
 from edge_dflash.serve.messages import read_messages
 from edge_dflash.serve.metrics import CONTENT_TYPE
 from edge_dflash.serve.openai import Call, chat_call, checked_name, completion_call
@@ -34,11 +36,12 @@ from edge_dflash.serve.stream import EventStream, watch_client
 log = logging.getLogger("edge_dflash.serve")
 _STARTED = int(time.time())
 _Reader = Callable[..., Call]
+_Read = TypeVar("_Read")
 _Endpoint = Callable[[Request], Awaitable[ASGIApp]]
 
 
-def make_app(service: Service, key: str = "") -> Starlette:
-    """The ASGI application of a service. ``key``: what TCP callers must send; "": nothing."""
+def make_app(service: Service, keys: Keys | None = None) -> Starlette:
+    """The ASGI application of a service. ``keys``: one of which TCP callers must send, if there are any."""
     routes = Routes(service)
     sessions = "/v1/edge_dflash/sessions"
     table: list[tuple[str, str, _Endpoint]] = [
@@ -59,7 +62,7 @@ def make_app(service: Service, key: str = "") -> Starlette:
     app = Starlette(
         routes=[Route(path, _answering(service, endpoint), methods=[method]) for method, path, endpoint in table],
         exception_handlers={HTTPException: _http_error, Exception: _defect},
-        middleware=[Middleware(_Guard, key=key, header_bytes=service.config.limits.header_bytes)],
+        middleware=[Middleware(_Guard, keys=keys or {}, header_bytes=service.config.limits.header_bytes)],
     )
     app.router.redirect_slashes = False  # a path that does not exist is answered as such
     return app
@@ -108,16 +111,17 @@ async def _defect(request: Request, error: Exception) -> Response:
 class _Guard:
     """Lets in who may come in."""
 
-    def __init__(self, app: ASGIApp, key: str, header_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, keys: Keys, header_bytes: int) -> None:
         self._app = app
-        self._key = key
+        self._keys = keys
         self._header_bytes = header_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             try:
                 bound_headers(scope, self._header_bytes)
-                authorise(scope, Headers(scope=scope), self._key)
+                account = authorise(scope, Headers(scope=scope), self._keys)
+                scope["state"] = {**scope.get("state", {}), "account": account}
             except Refusal as refused:
                 await error_response(refused)(scope, receive, send)
                 return
@@ -125,10 +129,12 @@ class _Guard:
 
 
 class Routes:
-    """The endpoints."""
+    """The endpoints. Work that grows with a body or with an answer is done on threads: the loop serves everybody."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
+        # large bodies are worked on two at a time, however many there are: the loop is one thread among those that run
+        self._large = asyncio.Semaphore(2)
 
     async def chat(self, request: Request) -> ASGIApp:
         """``POST /v1/chat/completions``."""
@@ -141,13 +147,9 @@ class Routes:
     async def encode(self, request: Request) -> ASGIApp:
         """``POST /v1/edge_dflash/encode``: the token ids of messages or of a text."""
         planner, _ = self._service.loaded()
-        fields = Fields(await self._body(request))
-        text = fields.text("text")
-        task: Any = read_messages(fields.array("messages")) if text is None else text
-        thinking = fields.flag("thinking") or False
-        fields.done()
-        ids = await self._service.on_thread(partial(planner.encode, task, thinking=thinking))
-        return json_response({"tokens": list(ids)})
+        task, thinking = await self._body(request, _encode_call)
+        async with self._turn(request):
+            return await self._made(lambda: {"tokens": list(planner.encode(task, thinking=thinking))})
 
     async def models(self, request: Request) -> ASGIApp:
         """``GET /v1/models``."""
@@ -177,46 +179,56 @@ class Routes:
 
     async def sessions(self, request: Request) -> ASGIApp:
         """``GET /v1/edge_dflash/sessions``."""
-        _, sessions = self._service.loaded()
-        return json_response({"object": "list", "data": await self._service.on_thread(sessions.entries)})
+        _, sessions = self._service.loaded(request.state.account)
+        return await self._made(lambda: {"object": "list", "data": sessions.entries()})
 
     async def session(self, request: Request) -> ASGIApp:
         """``GET /v1/edge_dflash/sessions/NAME``."""
-        _, sessions = self._service.loaded()
-        return json_response(await self._service.on_thread(partial(sessions.info, _name(request))))
+        _, sessions = self._service.loaded(request.state.account)
+        return await self._made(partial(sessions.info, _name(request)))
 
     async def delete_session(self, request: Request) -> ASGIApp:
         """``DELETE /v1/edge_dflash/sessions/NAME``."""
-        _, sessions = self._service.loaded()
+        _, sessions = self._service.loaded(request.state.account)
         name = _name(request)
         await self._service.on_thread(partial(sessions.delete, name))
         return json_response({"id": name, "object": "edge_dflash.session", "deleted": True})
 
     async def save_session(self, request: Request) -> ASGIApp:
         """``POST /v1/edge_dflash/sessions/NAME/save``, with ``to`` under another name."""
-        _, sessions = self._service.loaded()
-        name, to = _name(request), await self._other_name(request)
+        _, sessions = self._service.loaded(request.state.account)
+        name, to = _name(request), await self._body(request, _other_name)
         size = await self._service.on_thread(partial(sessions.save, name, to))
         return json_response({"id": to or name, "object": "edge_dflash.session", "saved": True, "bytes": size})
 
     async def fork_session(self, request: Request) -> ASGIApp:
         """``POST /v1/edge_dflash/sessions/NAME/fork`` to the name ``to``."""
-        _, sessions = self._service.loaded()
-        name, to = _name(request), await self._other_name(request)
+        _, sessions = self._service.loaded(request.state.account)
+        name, to = _name(request), await self._body(request, _other_name)
         if to is None:
             raise Refusal("to is missing; give the name of the new session", param="to")
         await self._service.on_thread(partial(sessions.fork, name, to))
         return json_response({"id": to, "object": "edge_dflash.session"})
 
-    async def _other_name(self, request: Request) -> str | None:
-        fields = Fields(await self._body(request))
-        to = fields.text("to")
-        fields.done()
-        return None if to is None else checked_name(to, "to")
-
-    async def _body(self, request: Request) -> dict[str, Any]:
+    async def _body(self, request: Request, read: Callable[[dict[str, Any]], _Read]) -> _Read:
+        """The body, as ``read`` reads its JSON. Raises Refusal."""
         limits, timeouts = self._service.config.limits, self._service.config.timeouts
-        return await read_json(request, limit=limits.body_bytes, seconds=timeouts.body, depth=limits.json_depth)
+        body = await read_body(request, limit=limits.body_bytes, seconds=timeouts.body)
+        if len(body) <= SMALL:
+            return read(parse_object(body, limits.json_depth))
+        request.state.turn = self._large
+        async with self._large:
+            made: _Read = await self._service.on_thread(lambda: read(parse_object(body, limits.json_depth)))
+            return made
+
+    def _turn(self, request: Request) -> AbstractAsyncContextManager[None]:
+        """What is to be held while more is made of a request's body: its turn among the large ones."""
+        return getattr(request.state, "turn", nullcontext())
+
+    async def _made(self, make: Callable[[], dict[str, Any]]) -> Response:
+        """The response that ``make`` gives, made and written on a thread."""
+        body: bytes = await self._service.on_thread(lambda: dump(make()))
+        return Response(body, media_type="application/json")
 
     def _card(self) -> dict[str, Any]:
         service = self._service
@@ -245,8 +257,9 @@ class Routes:
 
         try:
             service.loaded()
-            call = read(await self._body(request), service.config.limits, service.config.defaults)
-            running = service.start(call, arrived)
+            limits, defaults = service.config.limits, service.config.defaults
+            call = await self._body(request, lambda body: read(body, limits, defaults))
+            running = service.start(call, arrived, request.state.account)
         except Exception as error:
             refused = _refused(service, error)
             count(_outcome(refused.status))
@@ -254,14 +267,15 @@ class Routes:
         watcher = asyncio.create_task(watch_client(request.receive, running))
         streams = False
         try:
-            await running.stream.__aenter__()  # admission: its errors have a status of their own
+            async with self._turn(request):
+                await running.stream.__aenter__()  # admission: its errors have a status of their own
             if call.stream:
                 streams = True
                 return EventStream(service, running, count)
             plan = await service.finish(running)
             details = await service.details(running)
             count("disconnected" if running.disconnected else plan.finish_reason)
-            return json_response(running.writer.whole(plan, details))
+            return await self._made(partial(running.writer.whole, plan, details))
         except Exception as error:
             refused = _refused(service, error)
             count("disconnected" if running.disconnected else _outcome(refused.status))
@@ -270,6 +284,24 @@ class Routes:
             watcher.cancel()
             if not streams:
                 await service.end(running)
+
+
+def _encode_call(body: dict[str, Any]) -> tuple[Any, bool]:
+    """What is to be encoded, and whether the template is to open thinking."""
+    fields = Fields(body)
+    text = fields.text("text")
+    task: Any = read_messages(fields.array("messages")) if text is None else text
+    thinking = fields.flag("thinking") or False
+    fields.done()
+    return task, thinking
+
+
+def _other_name(body: dict[str, Any]) -> str | None:
+    """The name of another session, ``to``."""
+    fields = Fields(body)
+    to = fields.text("to")
+    fields.done()
+    return None if to is None else checked_name(to, "to")
 
 
 def _name(request: Request) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from edge_dflash.errors import ConfigError
+from edge_dflash.files import read_text
 from edge_dflash.selftest import MODES
 
 SAVES = ("turn", "shutdown", "never")
@@ -167,11 +168,10 @@ def is_loopback(host: str) -> bool:
 def load_config(path: Path | str) -> ServeConfig:
     """Read a configuration file. Raises ConfigError when it is unreadable, has an unknown key or a bad value."""
     try:
-        text = Path(path).read_bytes().decode()
-        table = tomllib.loads(text)
+        table = tomllib.loads(read_text(Path(path)))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}; give the path of a configuration") from None
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(f"{path} is not TOML: {' '.join(str(error).split())}; correct it") from None
     return from_table(table, str(path))
 

@@ -7,10 +7,15 @@ from __future__ import annotations
 
 import asyncio
 
+import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from edge_dflash.serve.accounts import peer
 from edge_dflash.serve.refusal import Refusal, dump, error_json
 
+_READ = 65536  # bytes taken at a time: h11 is Python, and what it makes of a MB at once keeps everybody waiting
+_LINGER = 1.0  # seconds in which the rest of what is refused is thrown away: closing at once would undo the answer
+_CHUNKS, _CHUNK_BYTES = 512, 64  # a body may come in so many chunks, and in one more for each so many bytes
 _PHRASES = {400: "Bad Request", 408: "Request Timeout", 503: "Service Unavailable"}
 
 
@@ -21,13 +26,16 @@ def bounded_connection(most: int, header_seconds: float, write_seconds: float) -
     Connections of the Unix socket and of TCP are counted apart: a network must not keep this machine's programs out.
     """
 
-    class Bounded(H11Protocol):
+    class Bounded(H11Protocol, asyncio.BufferedProtocol):
         _timer: asyncio.TimerHandle | None = None
         _unread: asyncio.TimerHandle | None = None
         _refused = False
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            self._buffer = bytearray(_READ)
+            self.conn = _Connection(h11.SERVER, self.config.h11_max_incomplete_event_size or _READ)
             super().connection_made(transport)
+            self.app_state = {**self.app_state, "peer": peer(transport.get_extra_info("socket"))}
             if sum(_local(one) == _local(self) for one in self.connections) > most:
                 self._refuse(Refusal(f"{most} connections are open, which is the limit", status=503, retry_after=1))
             else:
@@ -46,6 +54,12 @@ def bounded_connection(most: int, header_seconds: float, write_seconds: float) -
             self._taken()
             super().resume_writing()
 
+        def get_buffer(self, sizehint: int) -> bytearray:
+            return self._buffer
+
+        def buffer_updated(self, nbytes: int) -> None:
+            self.data_received(bytes(self._buffer[:nbytes]))
+
         def data_received(self, data: bytes) -> None:
             if self._refused:
                 return
@@ -57,7 +71,11 @@ def bounded_connection(most: int, header_seconds: float, write_seconds: float) -
                 self._stop()
 
         def send_400_response(self, msg: str) -> None:
-            self._refuse(Refusal("this is no HTTP request, or its headers are too long"))
+            if isinstance(self.conn, _Connection) and self.conn.crumbled:
+                why = f"the body comes in {self.conn.chunks} tiny chunks; send larger ones"
+            else:
+                why = "this is no HTTP request, or its headers are too long"
+            self._refuse(Refusal(why), linger=True)
 
         def _taken(self) -> None:
             if self._unread is not None:
@@ -74,21 +92,49 @@ def bounded_connection(most: int, header_seconds: float, write_seconds: float) -
             if self.cycle is None or self.cycle.response_complete:
                 self._refuse(Refusal(f"the headers did not end within {header_seconds:g} s", status=408))
 
-        def _refuse(self, refused: Refusal) -> None:
-            """Answer without a request, and close."""
+        def _refuse(self, refused: Refusal, *, linger: bool = False) -> None:
+            """Answer without a request, and close; ``linger``: when the client has, or after a while."""
             self._refused = True
             self._stop()
             if self.transport.is_closing():
                 return
-            if self.cycle is None or self.cycle.response_complete:
+            if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
                 body = dump(error_json(refused))
                 head = f"HTTP/1.1 {refused.status} {_PHRASES[refused.status]}\r\ncontent-type: application/json\r\n"
                 head += "".join(f"{name}: {value}\r\n" for name, value in refused.headers.items())
                 head += f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
                 self.transport.write(head.encode("ascii") + body)
-            self.transport.close()
+            if linger and self.transport.can_write_eof():
+                if self.cycle is not None:
+                    self.cycle.disconnected = True
+                    self.cycle.message_event.set()
+                self.transport.write_eof()
+                self.transport.resume_reading()
+                self.loop.call_later(_LINGER, self.transport.close)
+            else:
+                self.transport.close()
 
     return Bounded
+
+
+class _Connection(h11.Connection):
+    """h11's state of a connection, which refuses a body in too many chunks."""
+
+    chunks = 0
+    _bytes = 0
+    crumbled = False
+
+    def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
+        event = super().next_event()
+        if isinstance(event, h11.Data):
+            self.chunks += event.chunk_start
+            self._bytes += len(event.data)
+            if self.chunks > _CHUNKS + self._bytes // _CHUNK_BYTES:
+                self.crumbled = True
+                raise h11.RemoteProtocolError("too many chunks")
+        elif isinstance(event, h11.Request):
+            self.chunks = self._bytes = 0
+        return event
 
 
 def _local(connection: object) -> bool:

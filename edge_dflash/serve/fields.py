@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Never
 
+from edge_dflash.request.rules import shown
 from edge_dflash.serve.refusal import Refusal
 
 
@@ -26,9 +27,7 @@ class Fields:
 
     def fail(self, key: str, value: object, wanted: str) -> Never:
         """Refuse a value."""
-        shown = repr(value)
-        shown = shown if len(shown) <= 60 else shown[:57] + "..."
-        raise Refusal(f"{self.name(key)} is {shown}; {wanted}", param=self.name(key))
+        raise Refusal(f"{self.name(key)} is {shown(value)}; {wanted}", param=self.name(key))
 
     def take(self, key: str) -> Any:
         """The field as it is; None when it is absent."""
@@ -95,9 +94,9 @@ class Fields:
     def done(self) -> None:
         """Refuse what was not taken."""
         for key in self._left:
-            shown = key if len(key) <= 60 else key[:57] + "..."
+            name = self.name(key if len(key) <= 60 else key[:57] + "...")
             raise Refusal(
-                f"{self.name(shown)} is unknown here; known are {', '.join(sorted(self._known))}",
-                param=self.name(shown),
+                f"{name} is unknown here; known are {', '.join(sorted(self._known))}",
+                param=name,
                 code="unknown_parameter",
             )

@@ -1,7 +1,7 @@
 """Bodies of the OpenAI API, read: what of a request becomes which option of a plan.
 
 Everything that is sent is used or refused by name. Parameters that OpenAI defines and that have one meaning here
-(``n``, ``logprobs``, penalties) are taken at that meaning only. What OpenAI does not define stands under
+(``n``, penalties) are taken at that meaning only. What OpenAI does not define stands under
 ``edge_dflash``. Knows nothing of HTTP, of queues or of models.
 """
 
@@ -18,6 +18,7 @@ from edge_dflash.serve.config import DefaultConfig, LimitConfig
 from edge_dflash.serve.fields import Fields
 from edge_dflash.serve.messages import read_messages, read_prompt
 from edge_dflash.serve.refusal import Refusal
+from edge_dflash.spec.logprobs import MOST_ALTERNATIVES
 from edge_dflash.text import Message
 
 DAY = 86400.0
@@ -76,6 +77,7 @@ def _call(
     stream = fields.flag("stream") or False
     include_usage = _stream_options(fields, stream)
     _sampling(fields, options, defaults)
+    _logprobs(fields, options, chat=chat)
     budget_is_default = _budget(fields, options, limits)
     _stop(fields, options)
     user = fields.text("user")
@@ -154,6 +156,18 @@ def _sampling(fields: Fields, options: PlanOptions, defaults: DefaultConfig) -> 
         options["seed"] = secrets.randbits(32)  # drawn anew for each request, and told in the answer
 
 
+def _logprobs(fields: Fields, options: PlanOptions, *, chat: bool) -> None:
+    """A chat says whether, and how many alternatives; a completion says both in one number."""
+    if not chat:
+        options["logprobs"] = fields.integer("logprobs", 0, MOST_ALTERNATIVES)
+        fields.only("top_logprobs", 0, why="a completion has logprobs as a number of alternatives; leave it out")
+        return
+    wanted, alternatives = fields.flag("logprobs"), fields.integer("top_logprobs", 0, MOST_ALTERNATIVES)
+    if alternatives and not wanted:
+        fields.fail("top_logprobs", alternatives, "it needs logprobs: true")
+    options["logprobs"] = (alternatives or 0) if wanted else None
+
+
 def _budget(fields: Fields, options: PlanOptions, limits: LimitConfig) -> bool:
     """Set the budget; return whether it is the service's own."""
     names = ("max_completion_tokens", "max_tokens")
@@ -226,8 +240,6 @@ def checked_name(name: object, param: str) -> str:
 def _fixed(fields: Fields) -> None:
     """Parameters of the OpenAI API with one meaning here, and those that say nothing about the answer."""
     fields.only("n", 1, why="one answer is made; give 1")
-    fields.only("logprobs", False, 0, why="probabilities are not given out; leave it out")
-    fields.only("top_logprobs", 0, why="probabilities are not given out; leave it out")
     fields.only("logit_bias", {}, why="logits cannot be biased; leave it out")
     fields.only("store", False, why="nothing is stored; give false")
     fields.only("service_tier", "auto", "default", why="there is one tier; leave it out")

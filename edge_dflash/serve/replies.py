@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from edge_dflash.plan import Increment, Plan
+from edge_dflash.serve.logprobs import LogprobWriter
 from edge_dflash.serve.openai import Call
 
 _FINISH = {"stop": "stop", "length": "length", "context": "length", "deadline": "length", "cancelled": "length"}
@@ -63,6 +64,10 @@ class Writer:
     fingerprint: str
     id: str = field(default_factory=lambda: secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))
+    _logprobs: LogprobWriter = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_logprobs", LogprobWriter(self.call))
 
     def _head(self, *, chunk: bool) -> dict[str, Any]:
         kind = ("chat.completion.chunk" if chunk else "chat.completion") if self.call.chat else "text_completion"
@@ -76,7 +81,8 @@ class Writer:
 
     def whole(self, plan: Plan, details: Mapping[str, Any]) -> dict[str, Any]:
         """A finished plan."""
-        choice: dict[str, Any] = {"index": 0, "finish_reason": finish_reason(plan), "logprobs": None}
+        logprobs = self._logprobs.add(plan.logprobs)
+        choice: dict[str, Any] = {"index": 0, "finish_reason": finish_reason(plan), "logprobs": logprobs}
         if self.call.chat:
             choice["message"] = self._message(plan)
         else:
@@ -112,6 +118,7 @@ class Writer:
             choice: dict[str, Any] = {"delta": delta}
         else:
             choice = {"text": part.text or ""}
+        choice["logprobs"] = self._logprobs.add(part.logprobs) if part.logprobs else None
         if not any(choice.values()) and not (self.call.with_tokens and part.tokens):
             return None
         made = self._chunk(choice)
@@ -130,7 +137,7 @@ class Writer:
     def _chunk(self, choice: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
         made = {
             **self._head(chunk=True),
-            "choices": [{"index": 0, **choice, "logprobs": None, "finish_reason": reason}],
+            "choices": [{"index": 0, "logprobs": None, **choice, "finish_reason": reason}],
         }
         if self.call.include_usage:
             made["usage"] = None

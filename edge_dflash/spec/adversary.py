@@ -55,12 +55,18 @@ class Adversary(Delegate):
         self._cycle = 0
 
     def cycle(
-        self, anchor: int, sampling: Sampling = GREEDY, *, steering: Steering | None = None, drafting: bool = True
+        self,
+        anchor: int,
+        sampling: Sampling = GREEDY,
+        *,
+        steering: Steering | None = None,
+        drafting: bool = True,
+        logits: bool = False,
     ) -> Cycle:
         """The backend's own cycle, with other drafts: what a device accepts and commits is tried, too."""
         if steering is not None or not drafting:
-            return host_cycle(self, anchor, sampling, steering, drafting)
-        return self._backend.cycle(anchor, sampling, steering=_Drafts(self._next()))
+            return host_cycle(self, anchor, sampling, steering, drafting, logits)
+        return self._backend.cycle(anchor, sampling, steering=_Drafts(self._next()), logits=logits)
 
     def propose(self, anchor: int) -> Rows:
         """Rows that choose the adversary's drafts."""

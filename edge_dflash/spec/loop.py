@@ -16,6 +16,7 @@ from edge_dflash.backends.base import Backend, PairShape, Rows
 from edge_dflash.errors import ContextError, RequestError
 from edge_dflash.spec.accept import FinishReason, cut
 from edge_dflash.spec.constraint import Constraint
+from edge_dflash.spec.logprobs import TokenLogprob, token_logprobs
 from edge_dflash.spec.pace import CycleTime, Pace
 from edge_dflash.spec.path import Path
 from edge_dflash.spec.relaxed import Relaxation
@@ -32,6 +33,7 @@ class DecodeOptions:
     top_p: float = 1.0  # 1: no limit
     seed: int = 0
     stop_token_ids: tuple[int, ...] = ()
+    logprobs: int | None = None  # so many alternatives of each token; None: no log-probabilities
 
     @property
     def sampling(self) -> Sampling:
@@ -96,6 +98,7 @@ class Step:
     verify_seconds: float  # of the first token: prefill; 0 between chunks
     relaxed: int = 0  # drafts that stand only because acceptance was relaxed
     first: bool = False  # the token behind the prompt
+    logprobs: tuple[TokenLogprob, ...] = ()  # of each token, if they were asked for
 
     @property
     def chunk(self) -> bool:
@@ -171,8 +174,10 @@ def decode(
         return
     began = time.perf_counter()
     tokens, reason = controls.cut([path.first(rows, backend.length)], options.stop_token_ids, budget, at_budget)
+    logprobs = token_logprobs(rows.logits, tokens, options.logprobs)
     path.commit(tokens)
-    yield Step(tuple(tokens), reason, 0.0, prefill_seconds + time.perf_counter() - began, first=True)
+    seconds = prefill_seconds + time.perf_counter() - began
+    yield Step(tuple(tokens), reason, 0.0, seconds, first=True, logprobs=logprobs)
 
     while reason is None:
         drafting = speculative and (controls.pace is None or pace.drafting)
@@ -184,13 +189,21 @@ def decode(
             controls.hold()
         budget -= len(tokens)
         began = time.perf_counter()
-        cycle = backend.cycle(tokens[-1], path.sampling, steering=path.steering, drafting=drafting)
+        cycle = backend.cycle(
+            tokens[-1],
+            path.sampling,
+            steering=path.steering,
+            drafting=drafting,
+            logits=options.logprobs is not None,
+        )
         tokens, reason = controls.cut(cycle.tokens, options.stop_token_ids, budget, at_budget)
+        logprobs = token_logprobs(cycle.logits, tokens, options.logprobs)
         backend.commit(len(tokens))  # the anchor and all new tokens but the last
         path.commit(tokens)
         verify_seconds = time.perf_counter() - began - cycle.propose_seconds
         pace.record(CycleTime(cycle.propose_seconds, verify_seconds, len(tokens)))
-        yield Step(tuple(tokens), reason, cycle.propose_seconds, verify_seconds, sum(cycle.relaxed[: len(tokens)]))
+        relaxed = sum(cycle.relaxed[: len(tokens)])
+        yield Step(tuple(tokens), reason, cycle.propose_seconds, verify_seconds, relaxed, logprobs=logprobs)
 
 
 def _prefill(

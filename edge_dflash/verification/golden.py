@@ -22,6 +22,7 @@ from edge_dflash.checkpoint.reader import PairCheckpoint
 from edge_dflash.checkpoint.specs import PairSpec
 from edge_dflash.checkpoint.weights import Array, Nvfp4Weight, Weight, WeightStore
 from edge_dflash.errors import VerificationError
+from edge_dflash.files import open_regular
 from edge_dflash.graph.program import PairPrograms
 from edge_dflash.models import pair_programs
 
@@ -115,7 +116,8 @@ def verify_golden(target: Path, drafter: Path, golden_file: Path) -> GoldenRepor
     programs = pair_programs(spec)
     store = PairCheckpoint.open(target, drafter, programs.weights)
     try:
-        golden = load_file(golden_file)
+        with open_regular(golden_file):  # what is no file would be waited for
+            golden = load_file(golden_file)
     except (OSError, SafetensorError, KeyError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise VerificationError(f"{golden_file}: not a readable safetensors file ({reason}); copy it again") from error

@@ -1,5 +1,6 @@
 """The native backend: close to the reference in every format, and bit-equal to itself at every accept length."""
 
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 
@@ -12,7 +13,7 @@ from edge_dflash.backends.base import Precision
 from edge_dflash.backends.delegate import Delegate
 from edge_dflash.errors import BackendError
 from edge_dflash.spec.adversary import Adversary, drafters, oracle_until
-from edge_dflash.spec.loop import Controls, DecodeOptions, generate
+from edge_dflash.spec.loop import Controls, DecodeOptions, generate, stream
 from edge_dflash.spec.sampling import Sampling, choose
 from tests.golden_pairs import same_bits
 
@@ -248,6 +249,51 @@ def test_a_cycle_on_the_device_is_propose_verify_accept_and_commit(name, samplin
         found.append((history, backend.snapshot()))
     assert found[0][0] == found[1][0]
     assert same_bits(found[0][1], found[1][1])
+
+
+@pytest.mark.parametrize("drafting", [True, False])
+@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8, 20, 0.9, 3)], ids=str)
+def test_a_cycle_leaves_the_logits_of_its_verify_bit_for_bit(name, sampling, drafting):
+    backend, ids = native(name), prompt(name, 30)
+    backend.reset()
+    anchor = backend.prefill(ids).argmax()[0]
+    for _ in range(6):
+        before = backend.snapshot()
+        quick = backend.cycle(anchor, sampling, drafting=drafting)
+        backend.restore(before)
+        cycle = backend.cycle(anchor, sampling, drafting=drafting, logits=True)
+        left = cycle.logits()
+        assert (quick.tokens, quick.logits) == (cycle.tokens, None)
+        assert left.shape == (len(cycle.tokens), backend.shape.vocab_size)
+        backend.restore(before)
+        with pytest.raises(BackendError, match="replaced by a later pass"):
+            cycle.logits()
+        backend.propose(anchor)
+        rows = backend.verify([anchor, *cycle.tokens[:-1]])
+        assert rows.logits().tobytes() == left.tobytes()
+        backend.commit(len(cycle.tokens))
+        anchor = cycle.tokens[-1]
+
+
+@pytest.mark.parametrize("mode", OPTIONS)
+@pytest.mark.parametrize("constrained", [False, True], ids=["free", "grammar"])
+@pytest.mark.parametrize("name", PAIRS)
+def test_log_probabilities_are_those_of_plain_decoding_at_every_accept_length(name, constrained, mode):
+    backend, ids, options = native(name), prompt(name, 25), replace(OPTIONS[mode], logprobs=5)
+
+    def run(place, **how):
+        place.reset()
+        controls = Controls(Rule(place.shape.vocab_size) if constrained else None)
+        steps = list(stream(place, ids, options, controls=controls, **how))
+        assert all(len(step.logprobs) == len(step.tokens) for step in steps)
+        return [one for step in steps for one in step.logprobs]
+
+    plain = run(backend, speculative=False)
+    assert run(backend) == plain
+    sequence = [*ids, *(one.token for one in plain)]
+    for name, drafter in drafters(0, 1, backend.shape.block_size).items():
+        assert run(Adversary(backend, sequence, drafter)) == plain, name
 
 
 @pytest.mark.parametrize("mode", OPTIONS)

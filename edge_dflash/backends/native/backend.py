@@ -152,30 +152,37 @@ class NativeBackend:
         return NativeRows(self, len(ids), 0, self._host.choices)
 
     def cycle(
-        self, anchor: int, sampling: Sampling = GREEDY, *, steering: Steering | None = None, drafting: bool = True
+        self,
+        anchor: int,
+        sampling: Sampling = GREEDY,
+        *,
+        steering: Steering | None = None,
+        drafting: bool = True,
+        logits: bool = False,
     ) -> Cycle:
         """Propose, verify, accept and commit on the device; :meth:`commit` may then keep fewer rows.
 
-        One graph where logits and sampling alone decide. Plain and steered cycles are a verify and its end: masks are
+        One graph where logits and sampling alone decide; with ``logits``, which a greedy cycle does not write, that of
+        a sampled one. Plain and steered cycles are a verify and its end: masks are
         computed while the verify runs. Only relaxed acceptance reads logits and is the host's.
         """
         if steering is not None and steering.tolerant:
-            return host_cycle(self, anchor, sampling, steering, drafting)
+            return host_cycle(self, anchor, sampling, steering, drafting, logits)
         if steering is not None or not drafting:
-            return self._split(anchor, sampling, steering, drafting)
+            return self._split(anchor, sampling, steering, drafting, logits)
         check_ids(self._shape, [anchor])
         check_room(self._shape, self.length, self._shape.block_size)
         self._begin()
         self._wanted = _Control(self.length, self._wanted.pending, anchor)
         self._write_control()
         graph = self._cycles.greedy
-        if sampling.temperature > 0.0:
+        if sampling.temperature > 0.0 or logits:
             self.chooser.prepare(sampling)
             graph = self._cycles.sampled
         result = self._end(graph)
-        return self._cycle(result, result.propose_seconds, result.verify_seconds)
+        return self._cycle(result, result.propose_seconds, result.verify_seconds, logits)
 
-    def _split(self, anchor: int, sampling: Sampling, steering: Steering | None, drafting: bool) -> Cycle:
+    def _split(self, anchor: int, sampling: Sampling, steering: Steering | None, drafting: bool, logits: bool) -> Cycle:
         """A cycle of separate passes, decided on the device; seconds are the host's."""
         position, began = self.length + 1, time.perf_counter()
         drafts: list[int] = []
@@ -187,7 +194,7 @@ class NativeBackend:
         self.chooser.write(sampling, position, masks)
         free = sampling.temperature == 0.0 and all(mask is None for mask in masks)
         result = self._end(self._cycles.accept if free else self._cycles.choose)
-        return self._cycle(result, proposed - began if drafting else 0.0, time.perf_counter() - proposed)
+        return self._cycle(result, proposed - began if drafting else 0.0, time.perf_counter() - proposed, logits)
 
     def _end(self, graph: Graph) -> Result:
         """Launch what ends a cycle and wait for it."""
@@ -196,13 +203,14 @@ class NativeBackend:
         self.gpu.synchronize()
         return Result.of(self._host.result, self._shape.block_size)
 
-    def _cycle(self, result: Result, propose_seconds: float, verify_seconds: float) -> Cycle:
+    def _cycle(self, result: Result, propose_seconds: float, verify_seconds: float, logits: bool) -> Cycle:
         """Note what the device has committed; it is real when :meth:`commit` has said so."""
         tokens = result.choices[: result.accepted + 1]
         self._wanted = _Control(self.length, 0, self._wanted.anchor)
         self._known = _Control(self.length + len(tokens), len(tokens), tokens[-1])
         self._verified = len(tokens)
-        return Cycle(tokens, result.accepted, propose_seconds, verify_seconds)
+        left = NativeRows(self, len(tokens), 0, self._host.choices).logits if logits else None
+        return Cycle(tokens, result.accepted, propose_seconds, verify_seconds, logits=left)
 
     def commit(self, rows: int) -> None:
         """Make the first ``rows`` rows of the last verify or cycle real."""

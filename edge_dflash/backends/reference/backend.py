@@ -94,10 +94,16 @@ class ReferenceBackend:
         return TorchRows(outputs["logits"])
 
     def cycle(
-        self, anchor: int, sampling: Sampling = GREEDY, *, steering: Steering | None = None, drafting: bool = True
+        self,
+        anchor: int,
+        sampling: Sampling = GREEDY,
+        *,
+        steering: Steering | None = None,
+        drafting: bool = True,
+        logits: bool = False,
     ) -> Cycle:
         """Propose, verify and accept; see Backend."""
-        return host_cycle(self, anchor, sampling, steering, drafting)
+        return host_cycle(self, anchor, sampling, steering, drafting, logits)
 
     def propose(self, anchor: int) -> TorchRows:
         """One drafter pass; row i is the draft for position length + 1 + i."""

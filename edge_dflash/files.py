@@ -1,0 +1,76 @@
+"""Files that others wrote, read whole: regular ones, no larger than a bound, named in one line when they are not.
+
+A model directory may hold anything under a known name: a FIFO that nobody writes to, a device without end, a link to
+itself. Nothing here waits, and nothing is read before its kind and size are known. What is wrong is an OSError whose
+``strerror`` says it, so that a caller adds file and remedy as it does for any other file that cannot be read.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+SMALL = 16 << 20  # bytes of a config, an index or a template: those of published models have at most a tenth of it
+LARGE = 64 << 20  # bytes of a set of prompts, a manifest or a journal
+_KINDS = {
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFDIR: "a directory",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def is_there(path: Path) -> bool:
+    """Whether the directory has an entry of this name, of whatever kind: what is not a file is refused when read."""
+    try:
+        return os.path.lexists(path)
+    except ValueError:  # a name with a NUL, which no file has
+        return False
+
+
+def is_file(path: Path) -> bool:
+    """Whether this is a regular file, or a link to one; False also for a path that no file system can have."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a regular file, or a link to one, for reading. Raises OSError for anything else, at once."""
+    try:  # O_NONBLOCK: a FIFO opens at once, and is refused below; regular files do not know it
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    except ValueError:
+        raise OSError(errno.EINVAL, "its name holds a NUL", str(path)) from None
+    try:
+        mode = os.fstat(descriptor).st_mode
+        if not stat.S_ISREG(mode):
+            kind = _KINDS.get(stat.S_IFMT(mode), "no file")
+            raise OSError(errno.EINVAL, f"it is {kind}, wanted a regular file", str(path))
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def read_bytes(path: Path, most: int = SMALL) -> bytes:
+    """All bytes of a regular file. Raises OSError; also when there are more than ``most``."""
+    with open_regular(path) as file:
+        if (size := os.fstat(file.fileno()).st_size) > most:
+            raise OSError(errno.EFBIG, f"it has {size} bytes, wanted at most {most}", str(path))
+        return file.read(most)
+
+
+def read_text(path: Path, most: int = SMALL) -> str:
+    """The text of a regular UTF-8 file, every line end as one newline. Raises OSError, and UnicodeDecodeError."""
+    return read_bytes(path, most).decode().replace("\r\n", "\n").replace("\r", "\n")
+
+
+def short(value: object) -> str:
+    """A value as a message shows it: one line of at most 60 characters."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
