@@ -256,7 +256,8 @@ class Planner:
         """Queue a plan and return its increments.
 
         ``task`` is text (one user message when the model has a chat template), a list of messages with ``role`` and
-        ``content``, or token ids, used as they are. With ``session``, it is the next turn of that conversation.
+        ``content``, or token ids, used as they are. A control token (``<|im_end|>``) that a text spells stays text.
+        With ``session``, it is the next turn of that conversation.
 
         ``options`` (:class:`~edge_dflash.request.options.Options` lists them with their defaults):
 
@@ -266,8 +267,9 @@ class Planner:
           time, and what was committed is the plan. ``max_new_tokens``. ``stop``: texts before which the answer ends.
         - choice: ``temperature``, ``top_k``, ``top_p``, ``seed``; ``speculative=False`` gives the same tokens, slower.
           ``logprobs``: how likely the model held each token and so many others, before any of these options.
-        - chat: ``thinking``, ``tools``. ``relaxed``: lossy acceptance, only inside a thinking span that the prompt
-          opens; without one nothing is relaxed.
+        - chat: ``thinking``, ``tools``. ``raw``: the text as it is, without chat template, in which control tokens may
+          be spelled. ``relaxed``: lossy acceptance, only inside a thinking span that the prompt opens; without one
+          nothing is relaxed.
         - queue: ``priority``, ``caller``.
 
         Raises RequestError for bad input, ContextError for a prompt that does not fit and QueueFullError here, and not
@@ -292,9 +294,9 @@ class Planner:
         """:meth:`stream` for ``async for`` and ``async with``; its errors come with the first ``await``."""
         return AsyncPlanStream(partial(self.stream, task, session=session, **options))
 
-    def encode(self, task: Task, *, thinking: bool = False) -> tuple[int, ...]:
+    def encode(self, task: Task, *, thinking: bool = False, raw: bool = False) -> tuple[int, ...]:
         """Token ids of a task. Raises RequestError when it is of another kind, empty, or cannot be turned into ids."""
-        return self._encoder.prompt(task, Options(thinking=thinking)).ids
+        return self._encoder.prompt(task, Options(thinking=thinking, raw=raw)).ids
 
     def session(self, system: str | None = None) -> PlannerSession:
         """A new conversation, with a system prompt if one is given."""

@@ -31,6 +31,7 @@ BAD = {
     "top_p": (*REAL, 0, 1.5, NAN, -1),
     "seed": (*REAL, -1, 2**64, 0.5),
     "stop": (None, 5, "", ["a", ""], [1], {"a": 1}, b"a", {"a"}),
+    "raw": ("yes", 1),
     "thinking": FLAG,
     "relaxed": (None, "yes", 1, {"top_k": 3}),
     "tools": (5, "grasp", {"type": "function"}, [1], ["grasp"], [{"function": object()}]),

@@ -47,6 +47,7 @@ class PlanOptions(TypedDict, total=False):
     seed: int
     stop: str | Sequence[str]
     thinking: bool
+    raw: bool
     relaxed: bool | Relaxation
     tools: Sequence[Tool] | None
     speculative: bool
@@ -91,6 +92,7 @@ OPTIONS = {
     "seed": _WHOLE,
     "stop": Rule(rules.texts, "a text, or several, none of them empty; leave stop out for none"),
     "thinking": _FLAG,
+    "raw": _FLAG,
     "relaxed": Rule(_relaxed, "True, False or a Relaxation"),
     "tools": Rule(rules.optional(_tools), "a list of tools in OpenAI form, of plain JSON values, or None"),
     "speculative": _FLAG,
@@ -122,6 +124,7 @@ class Options:
     seed: int = 0  # makes a drawn answer repeatable
     stop: str | Sequence[str] = ()  # the answer ends before the first of these texts; thinking is not searched
     thinking: bool = False  # handed to the chat template as enable_thinking
+    raw: bool = False  # the task is one text that goes on as it is: no chat template, control tokens by their spelling
     relaxed: bool | Relaxation = False  # lossy acceptance inside the thinking span; True: with the usual bounds
     tools: Sequence[Tool] | None = None  # in OpenAI form, for the chat template and the types of the arguments
     speculative: bool = True  # False decodes plainly: the same tokens, one by one
@@ -137,6 +140,8 @@ class Options:
         Sampling(self.temperature, self.top_k, self.top_p, self.seed)
         if len(given := [name for name in ("schema", "regex", "grammar") if getattr(self, name) is not None]) > 1:
             raise RequestError(f"{' and '.join(given)} are given; give one of schema, regex and grammar")
+        if self.raw and self.tools:
+            raise RequestError("raw and tools are given, but only a chat template describes tools; give one of them")
         if given and self.stops:
             raise RequestError(f"{given[0]} and stop are given, but a cut answer would not match; give one of them")
 

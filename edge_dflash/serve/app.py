@@ -147,9 +147,9 @@ class Routes:
     async def encode(self, request: Request) -> ASGIApp:
         """``POST /v1/edge_dflash/encode``: the token ids of messages or of a text."""
         planner, _ = self._service.loaded()
-        task, thinking = await self._body(request, _encode_call)
+        task, thinking, raw = await self._body(request, _encode_call)
         async with self._turn(request):
-            return await self._made(lambda: {"tokens": list(planner.encode(task, thinking=thinking))})
+            return await self._made(lambda: {"tokens": list(planner.encode(task, thinking=thinking, raw=raw))})
 
     async def models(self, request: Request) -> ASGIApp:
         """``GET /v1/models``."""
@@ -286,14 +286,14 @@ class Routes:
                 await service.end(running)
 
 
-def _encode_call(body: dict[str, Any]) -> tuple[Any, bool]:
-    """What is to be encoded, and whether the template is to open thinking."""
+def _encode_call(body: dict[str, Any]) -> tuple[Any, bool, bool]:
+    """What is to be encoded, whether the template is to open thinking, whether the text is used as it is."""
     fields = Fields(body)
     text = fields.text("text")
     task: Any = read_messages(fields.array("messages")) if text is None else text
-    thinking = fields.flag("thinking") or False
+    thinking, raw = fields.flag("thinking") or False, fields.flag("raw") or False
     fields.done()
-    return task, thinking
+    return task, thinking, raw
 
 
 def _other_name(body: dict[str, Any]) -> str | None:

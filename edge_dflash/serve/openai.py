@@ -204,7 +204,7 @@ def _extension(extra: Fields, options: PlanOptions, defaults: DefaultConfig) -> 
     for form in ("regex", "grammar"):
         if (text := extra.text(form)) is not None:
             options[form] = text
-    for flag in ("whitespace", "relaxed", "speculative"):
+    for flag in ("whitespace", "relaxed", "speculative", "raw"):
         if (wanted := extra.flag(flag)) is not None:
             options[flag] = wanted
     thinking = extra.flag("thinking")

@@ -249,7 +249,8 @@ class Service:
         if isinstance(task, str):
             if planner.tokenizer is None:
                 raise Refusal("this model has no tokenizer; give token ids as the prompt", param="prompt")
-            task = planner.tokenizer.encode(task)
+            words = planner.tokenizer
+            task = words.encode(task) if call.options.get("raw") else words.encode_text(task)
         options = PlanOptions(**call.options)
         named = options.get("caller", "")
         options["caller"] = f"{account}/{named}" if named else account
