@@ -303,7 +303,7 @@ def test_an_idle_process_that_is_gone_costs_no_drafts():
         grammars.child(source("regex", "(ab|b)*c"), ENDLESS)
         pid = only_child(grammars)
         os.kill(pid, signal.SIGKILL)
-        until(lambda: not running(pid))
+        until(lambda: not children(grammars))
         assert grammar.constraint().walk([B, A], lambda row, mask: None) == [B, A]
         zygote = grammars.start().pid
         os.kill(zygote, signal.SIGKILL)

@@ -110,6 +110,19 @@ def compile_lark(
     return _compiled(Source("grammar", grammar, whitespace, vocab_size), tokenizer, stop_token_ids, patience, caller)
 
 
+def compile_tools(
+    grammar: str,
+    tokenizer: Tokenizer,
+    vocab_size: int,
+    stop_token_ids: Sequence[int],
+    *,
+    patience: Patience = ENDLESS,
+    caller: str = "",
+) -> Grammar:
+    """Compile what :func:`~edge_dflash.grammar.tool_form.tool_grammar` made. Errors as for :func:`compile_schema`."""
+    return _compiled(Source("tools", grammar, False, vocab_size), tokenizer, stop_token_ids, patience, caller)
+
+
 def warm_up(tokenizer: Tokenizer, stop_token_ids: Sequence[int]) -> None:
     """Begin to build the vocabulary, in its process; what is wrong with it is said to the first that needs it."""
     _grammars(tokenizer, stop_token_ids).start()

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 MAX_FORCED = 4096  # tokens that a grammar may force in a row at its start; more is taken for a text that never ends
 MAX_LEXER_STATES = 50_000  # 1-2 kB each
+TOOL_JSON = {"item_separator": ", ", "key_separator": ": "}  # as chat templates write arguments
 _FORCED_AT_ONCE = 64  # tokens that forced() returns at most
 _WHITESPACE = r"[ \t\n\r]{1,64}"  # bounded, so that a model cannot go on with blanks for ever
 
@@ -29,7 +30,7 @@ _WHITESPACE = r"[ \t\n\r]{1,64}"  # bounded, so that a model cannot go on with b
 class Source:
     """What a grammar is made of."""
 
-    kind: str  # "schema", "regex" or "grammar" (Lark)
+    kind: str  # "schema", "regex", "grammar" (Lark) or "tools" (Lark that was made of them)
     text: str
     whitespace: bool
     vocab_size: int  # of the model
@@ -198,6 +199,8 @@ def _grammar_text(source: Source, vocabulary: Vocabulary) -> str:
         return LLMatcher.grammar_from_json_schema(text, overrides=options)  # type: ignore[arg-type]
     if source.kind == "regex":
         return LLMatcher.grammar_from_regex(source.text)
+    if source.kind == "tools":
+        options |= TOOL_JSON
     return LLMatcher.grammar_from_lark(prepare(source.text, vocabulary.special.get, options))
 
 
