@@ -20,6 +20,7 @@ import numpy as np
 
 from edge_dflash.errors import RequestError
 from edge_dflash.grammar.lark_text import prepare
+from edge_dflash.grammar.library_words import in_our_words
 from edge_dflash.grammar.schema_check import schema_text
 from edge_dflash.grammar.schema_rewrite import rewrite
 from edge_dflash.grammar.vocabulary import Vocabulary, one_line
@@ -173,7 +174,7 @@ class GrammarConstraint:
         if self._matcher.is_error():
             raise RequestError(
                 f"the grammar cannot go on after {len(self._pushed)} tokens "
-                f"({one_line(self._matcher.get_error())}); make it simpler"
+                f"({in_our_words('grammar', self._matcher.get_error())})"
             )
 
 
@@ -275,7 +276,7 @@ def _compiled(
             by_stop[stop] = (Vocabulary(tokenizer, stop), OrderedDict())
         vocabulary, grammars = by_stop[stop]
         if key not in grammars:
-            matcher = _matcher(kind, vocabulary.tokenizer, source(vocabulary))
+            matcher = _matcher(kind, vocabulary.tokenizer, source(vocabulary), text)
             grammars[key] = Grammar(matcher, vocabulary.size, vocab_size, stop)
         grammars.move_to_end(key)
         while len(grammars) > CACHED:
@@ -283,14 +284,14 @@ def _compiled(
         return grammars[key]
 
 
-def _matcher(kind: str, tokenizer: LLTokenizer, source: str) -> LLMatcher:
+def _matcher(kind: str, tokenizer: LLTokenizer, source: str, text: str = "") -> LLMatcher:
     """A matcher at the grammar's start. Raises RequestError when the grammar is invalid or nothing satisfies it."""
     from llguidance import LLMatcher, LLParserLimits
 
     limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
     matcher = LLMatcher(tokenizer, source, log_level=0, limits=limits)
     if matcher.is_error():
-        raise RequestError(f"the {kind} cannot be used: {one_line(matcher.get_error())}; change it there")
+        raise RequestError(f"the {kind} cannot be used: {in_our_words(kind, matcher.get_error(), text)}")
     if warnings := matcher.get_grammar_warnings():
         raise RequestError(
             f"the {kind} has parts that would not be enforced: {one_line('; '.join(warnings))}; remove them"
@@ -305,7 +306,7 @@ def _matcher(kind: str, tokenizer: LLTokenizer, source: str) -> LLMatcher:
     if not probe.is_error():
         probe.compute_bitmask()
     if probe.is_error():
-        raise RequestError(f"nothing satisfies the {kind} ({one_line(probe.get_error())}); make it less strict")
+        raise RequestError(f"nothing satisfies the {kind} ({in_our_words(kind, probe.get_error(), text)})")
     return matcher
 
 
