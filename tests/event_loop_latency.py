@@ -171,6 +171,7 @@ def kinds() -> dict[str, list[bytes]]:
         "tiny segments": [tiny[at : at + 1] for at in range(len(tiny))],
         "long header line": [line + b"x: " + b"a" * SIZE + b"\r\n\r\n"],
         "many headers": [line + b"x: y\r\n" * (SIZE // 6) + b"\r\n"],
+        "short headers": [line + b"x:\r\n" * 4000 + b"\r\n"],
     }
 
 
