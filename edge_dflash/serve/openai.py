@@ -126,14 +126,52 @@ def _tools(fields: Fields, options: PlanOptions) -> None:
             fields.fail(f"tools[{index}]", tool, 'give {"type": "function", "function": {"name": ...}}')
         if not isinstance(function.get("name"), str) or not isinstance(function.get("parameters"), dict | None):
             fields.fail(f"tools[{index}].function", function, "give it a name, and an object as parameters")
-    choice = fields.take("tool_choice", {"enum": ["auto", "none"]})
-    if choice not in (None, "auto", "none"):
-        fields.fail("tool_choice", choice, "a call cannot be forced; give auto or none")
-    if tools and choice != "none":
+    options["tool_choice"] = choice = _tool_choice(fields)
+    names = [tool["function"]["name"] for tool in tools or ()]
+    if choice not in ("auto", "none") and not (names if choice == "required" else choice in names):
+        fields.fail("tool_choice", choice, f"give auto, none, or the name of a tool that is given: {names}")
+    if tools:
         options["tools"] = tools
-    fields.only("parallel_tool_calls", True, why="the model decides how many tools it calls; leave it out")
+    accepted = (True,) if choice in ("auto", "none") else (True, False)  # a forced call is one call
+    fields.only("parallel_tool_calls", *accepted, why="the model decides how many tools it calls; leave it out")
     fields.only("functions", why="give tools instead")
     fields.only("function_call", why="give tool_choice instead")
+
+
+_TOOL_CHOICE = {
+    "anyOf": [
+        {"enum": ["auto", "none", "required"]},
+        {
+            "type": "object",
+            "properties": {
+                "type": {"const": "function"},
+                "function": {
+                    "type": "object",
+                    "properties": {"name": {"type": "string"}},
+                    "required": ["name"],
+                    "additionalProperties": False,
+                },
+            },
+            "required": ["type", "function"],
+            "additionalProperties": False,
+        },
+    ]
+}
+
+
+def _tool_choice(fields: Fields) -> str:
+    """A word of the API, or the name of a tool."""
+    choice = fields.take("tool_choice", _TOOL_CHOICE)
+    if choice is None or choice in ("auto", "none", "required"):
+        return choice or "auto"
+    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str) or choice != {"type": "function", "function": {"name": name}}:
+        wanted = 'give auto, none, required, or {"type": "function", "function": {"name": ...}}'
+        fields.fail("tool_choice", choice, wanted)
+    if name in ("auto", "none", "required"):
+        fields.fail("tool_choice", choice, "a tool of this name cannot be chosen; name it otherwise")
+    return name
 
 
 def _form(fields: Fields, options: PlanOptions) -> None:
