@@ -58,7 +58,7 @@ def main(program: str = "schemathesis", examples: str = "300") -> int:
             command += ["-H", f"Authorization: Bearer {KEY}", "--exclude-checks", "positive_data_acceptance"]
             command += ["--max-examples", examples, "--seed", "7", "--continue-on-failure", "--no-color"]
             command += ["--suppress-health-check", "all", "--phases", "examples,coverage,fuzzing"]
-            done = subprocess.run(command, env=environment, check=False)
+            done = subprocess.run(command, cwd=directory, env=environment, check=False)
         service.close()
     return done.returncode
 
