@@ -21,7 +21,8 @@ HOOKS = '''
 import json
 import schemathesis
 
-TOGETHER = ("needs stream: true", "differ; give one", "needs logprobs: true", "give one of", "forked to itself")
+TOGETHER = ("needs stream: true", "differ; give one", "needs logprobs: true", "give one of", "forked to itself",
+            "of a tool that is given", "tool of this name", "how many tools")
 
 @schemathesis.check
 def good_fields_are_taken(ctx, response, case):
