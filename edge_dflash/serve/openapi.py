@@ -52,7 +52,7 @@ class Operation:
     chunk: str = ""  # name in SCHEMAS of the events of a stream
 
 
-_CALLS = {"tools": [{"function": {"name": "f"}}], "tool_choice": "required"}
+_CALLS: dict[str, Any] = {"tools": [{"function": {"name": "f"}}], "tool_choice": "required"}
 _SESSIONS = "/v1/edge_dflash/sessions"
 _HELLO = [{"role": role, "content": "x"} for role in ("system", "developer", "user", "assistant", "tool")]
 _FORMS = ({"type": "text"}, {"type": "json_object"}, {"type": "json_schema", "json_schema": {"schema": {}}})
