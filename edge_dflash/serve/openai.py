@@ -7,6 +7,7 @@ Everything that is sent is used or refused by name. Parameters that OpenAI defin
 
 from __future__ import annotations
 
+import itertools
 import json
 import secrets
 from collections.abc import Sequence
@@ -236,12 +237,18 @@ def _fixed(fields: Fields) -> None:
 def _sizes(task: str | list[Message] | tuple[int, ...], options: PlanOptions, limits: LimitConfig) -> None:
     if limits.schema_bytes:
         for name in ("schema", "regex", "grammar"):
-            form = options.get(name)
-            size = len(form) if isinstance(form, str) else len(json.dumps(form)) if form is not None else 0
-            if size > limits.schema_bytes:
-                raise Refusal(f"{name} has {size} bytes, the limit is {limits.schema_bytes}; give a smaller one")
+            if _larger(options.get(name), limits.schema_bytes):
+                raise Refusal(f"{name} has more than {limits.schema_bytes} bytes, the limit; give a smaller one")
     if limits.prompt_chars and (size := _chars(task)) > limits.prompt_chars:
         raise Refusal(f"the texts have {size} characters, the limit is {limits.prompt_chars}; send less")
+
+
+def _larger(form: object, limit: int) -> bool:
+    """Whether a form has more characters, as JSON if it is no text; it is written no further than the limit."""
+    if form is None or isinstance(form, str):
+        return len(form or "") > limit
+    sizes = itertools.accumulate(len(part) for part in json.JSONEncoder().iterencode(form))
+    return any(size > limit for size in sizes)
 
 
 def _chars(task: str | Sequence[Any]) -> int:
