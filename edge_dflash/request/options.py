@@ -191,6 +191,8 @@ class Request:
     ) -> Controls:
         """Controls of a fresh run."""
         controls = Controls(self._constraint(), self.relaxation, self.deadline, cancelled, pace=pace)
+        if self.model.tokenizer is not None:
+            controls = replace(controls, spell=self.model.tokenizer.token_bytes)
         return controls if ends is None else replace(controls, ends=ends)
 
     def _constraint(self) -> Constraint | None:
