@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         RequestCancelledError,
         RequestError,
         ServiceError,
+        StorageError,
         UnsupportedModelError,
         VerificationError,
     )
@@ -68,6 +69,7 @@ __all__ = [
     "RequestCancelledError",
     "RequestError",
     "ServiceError",
+    "StorageError",
     "TokenLogprob",
     "ToolCall",
     "UnsupportedModelError",

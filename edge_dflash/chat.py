@@ -29,7 +29,7 @@ class Markers:
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> Markers:
         """Look the Qwen family's markers up."""
-        return cls(*(tokenizer.token_id(name) for name in ("<think>", "</think>", "<tool_call>", "</tool_call>")))
+        return cls(*(tokenizer.control_id(name) for name in ("<think>", "</think>", "<tool_call>", "</tool_call>")))
 
 
 @dataclass(frozen=True)
@@ -69,13 +69,13 @@ def encode_conversation(
     tokenizer: Tokenizer, messages: Sequence[Message], *, tools: Sequence[Tool] | None = None, **variables: object
 ) -> tuple[int, ...]:
     """Ids of :func:`render_conversation`."""
-    return tokenizer.encode(render_conversation(tokenizer, messages, tools=tools, **variables))
+    return tokenizer.encode_pieces(render_conversation(tokenizer, messages, tools=tools, **variables))
 
 
 def render_conversation(
     tokenizer: Tokenizer, messages: Sequence[Message], *, tools: Sequence[Tool] | None = None, **variables: object
-) -> str:
-    """Text of a conversation in OpenAI form, up to where the answer begins.
+) -> list[str]:
+    """A conversation in OpenAI form, up to where the answer begins: text, control token, text, ..., text.
 
     ``tools`` are handed to the chat template; so are ``variables`` (``enable_thinking``). Arguments of earlier tool
     calls, which OpenAI writes as JSON text, become objects, as templates want them. Raises RequestError when a tool has
@@ -83,7 +83,7 @@ def render_conversation(
     """
     prepared = [_prepared(message, index) for index, message in enumerate(messages)]
     if not tools:
-        return tokenizer.render_chat(prepared, **variables)
+        return tokenizer.render_pieces(prepared, **variables)
     for index, tool in enumerate(tools):
         inner = tool.get("function", tool) if isinstance(tool, Mapping) else None
         if not isinstance(inner, Mapping) or not isinstance(inner.get("name"), str):
@@ -92,7 +92,7 @@ def render_conversation(
             )
     if tokenizer.template is not None and "tools" not in tokenizer.template.names:
         raise RequestError("the chat template of this model takes no tools; describe them in a message instead")
-    return tokenizer.render_chat(prepared, tools=[dict(tool) for tool in tools], **variables)
+    return tokenizer.render_pieces(prepared, tools=[dict(tool) for tool in tools], **variables)
 
 
 def split_answer(

@@ -12,6 +12,7 @@
     ├── RequestError        a request is invalid; the session is as it was
     │   ├── ContextError    the prompt and its budget do not fit the usable context
     │   ├── QueueFullError  the engine has as many requests waiting as it takes; try again later
+    │   ├── StorageError    the disk refuses a session's file; the session is as it was
     │   ├── EngineFailedError       the engine's worker failed, and every request with it
     │   └── RequestCancelledError   the request was cancelled before it gave a result
     ├── VerificationError   speculative output differs from plain output, or a golden differs
@@ -22,6 +23,8 @@ message and exits with the class's ``exit_code``; a traceback from edge-dflash i
 """
 
 from __future__ import annotations
+
+import errno
 
 
 class EdgeDflashError(Exception):
@@ -86,6 +89,22 @@ class ContextError(RequestError):
 
 class QueueFullError(RequestError):
     """As many requests wait as the engine takes. Nothing was queued."""
+
+
+class StorageError(RequestError):
+    """A session's file cannot be written, read, found or removed. The session in memory is as it was."""
+
+    def __init__(self, message: str, *, full: bool = False) -> None:
+        """``full``: nothing but space is missing."""
+        super().__init__(message)
+        self.full = full
+
+    @classmethod
+    def of(cls, error: OSError, what: str, remedy: str) -> StorageError:
+        """``what`` failed with this error of the system."""
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        remedy = "make room on the disk" if full else remedy
+        return cls(f"{what}: {error.strerror or error}; {remedy}", full=full)
 
 
 class EngineFailedError(RequestError):

@@ -114,7 +114,8 @@ class Planner:
     ) -> Planner:
         """Open the bundle at ``path`` and load it.
 
-        ``queue`` requests may wait (one caller's share is at most 16); more are refused with QueueFullError.
+        ``queue`` requests may wait, half of them of one caller; more are refused with QueueFullError, unless they are
+        more urgent than one that waits, which is refused in their place.
         ``prefix_bytes`` bounds the states of system prompts that are kept for the next request. ``fallback`` lets
         requests decode plainly for a while when drafting was measured to cost more than it gives; the output is the
         same. ``check_hashes=False`` skips the SHA-256 of the bundle's files (seconds for large models). ``self_test``
@@ -255,7 +256,8 @@ class Planner:
         """Queue a plan and return its increments.
 
         ``task`` is text (one user message when the model has a chat template), a list of messages with ``role`` and
-        ``content``, or token ids, used as they are. With ``session``, it is the next turn of that conversation.
+        ``content``, or token ids, used as they are. A control token (``<|im_end|>``) that a text spells stays text.
+        With ``session``, it is the next turn of that conversation.
 
         ``options`` (:class:`~edge_dflash.request.options.Options` lists them with their defaults):
 
@@ -265,12 +267,13 @@ class Planner:
           time, and what was committed is the plan. ``max_new_tokens``. ``stop``: texts before which the answer ends.
         - choice: ``temperature``, ``top_k``, ``top_p``, ``seed``; ``speculative=False`` gives the same tokens, slower.
           ``logprobs``: how likely the model held each token and so many others, before any of these options.
-        - chat: ``thinking``, ``tools``. ``relaxed``: lossy acceptance, only inside a thinking span that the prompt
-          opens; without one nothing is relaxed.
+        - chat: ``thinking``, ``tools``; ``tool_choice``: "auto", "none", "required" or the name of the tool to call.
+          ``raw``: the text as it is, without chat template, in which control tokens may be spelled. ``relaxed``: lossy
+          acceptance, only inside a thinking span that the prompt opens; without one nothing is relaxed.
         - queue: ``priority``, ``caller``.
 
         Raises RequestError for bad input, ContextError for a prompt that does not fit and QueueFullError here, and not
-        at the first increment.
+        at the first increment; QueueFullError later for a request that a more urgent one displaced.
         """
         began = time.perf_counter()
         chosen = Options.of(options)
@@ -291,9 +294,9 @@ class Planner:
         """:meth:`stream` for ``async for`` and ``async with``; its errors come with the first ``await``."""
         return AsyncPlanStream(partial(self.stream, task, session=session, **options))
 
-    def encode(self, task: Task, *, thinking: bool = False) -> tuple[int, ...]:
+    def encode(self, task: Task, *, thinking: bool = False, raw: bool = False) -> tuple[int, ...]:
         """Token ids of a task. Raises RequestError when it is of another kind, empty, or cannot be turned into ids."""
-        return self._encoder.prompt(task, Options(thinking=thinking)).ids
+        return self._encoder.prompt(task, Options(thinking=thinking, raw=raw)).ids
 
     def session(self, system: str | None = None) -> PlannerSession:
         """A new conversation, with a system prompt if one is given."""

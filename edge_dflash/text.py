@@ -7,24 +7,31 @@ Knows nothing of models or of how tokens are made.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
-import jinja2.meta
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as HfTokenizer
 
 from edge_dflash.errors import BundleError, RequestError
 from edge_dflash.files import is_there, read_text
+from edge_dflash.template import BoundError, ChatTemplate, Message
+
+__all__ = ["TOKENIZER_FILES", "ChatTemplate", "Detokenizer", "Message", "Tokenizer", "content_text", "with_text"]
 
 MAX_TOKENIZER = 128 << 20  # bytes of tokenizer.json; the largest published ones have about 35 MB
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
-Message = Mapping[str, Any]  # {"role": ..., "content": ...}, passed to the chat template as it is
-
 _REPLACEMENT = "\ufffd"  # what a decoder gives for bytes that are not (yet) a character
+_BLANKS = "\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
+_HARMLESS = (
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Tidy up."},
+    {"role": "assistant", "content": "Done."},
+    {"role": "user", "content": "Thanks."},
+)
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
@@ -64,55 +71,35 @@ def with_text(message: Message, index: int) -> Message:
     return {**message, "content": content_text(message["content"], f"content of message {index}")}
 
 
-class ChatTemplate:
-    """A Jinja template that turns messages into the prompt text of a model, run in a sandbox.
-
-    The environment is the one that published templates are written for: blocks trimmed, loop controls,
-    ``raise_exception(message)`` and a ``tojson`` that does not escape HTML. ``names`` are the variables that it reads.
-    """
-
-    def __init__(self, source: str, variables: Mapping[str, str], where: str) -> None:
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
-        environment.filters["tojson"] = _tojson
-        environment.globals["raise_exception"] = _raise_exception
-        self._variables = dict(variables)
-        try:
-            self._template = environment.from_string(source)
-            self.names = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(source)))
-        except jinja2.TemplateError as error:
-            raise BundleError(f"{where}: the chat template is not valid Jinja ({_line(error)})") from None
-
-    def render(self, messages: Sequence[Message], **variables: object) -> str:
-        """Return the prompt text, up to where the model's answer begins.
-
-        ``variables`` are extra switches that the template may know (``enable_thinking=False``). Raises RequestError
-        when a message lacks role or content or the template refuses them.
-        """
-        for index, message in enumerate(messages):
-            if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
-                raise RequestError(f'message {index} is {_short(message)}; give {{"role": "user", "content": "..."}}')
-        try:
-            return self._template.render(
-                {**self._variables, "messages": list(messages), "add_generation_prompt": True, **variables}
-            )
-        except Exception as error:  # a template is a program of the bundle: whatever it raises is about this request
-            raise RequestError(f"the chat template refuses the messages: {_line(error)}") from None
-
-
 class Tokenizer:
-    """A tokenizer and, when the model has one, its chat template."""
+    """A tokenizer and, when the model has one, its chat template.
+
+    Control tokens are its added tokens (``<|im_end|>``, ``<think>``), but for those that are words: not special, and
+    made of letters, digits and blanks. What their spelling in a text means is the caller's choice: :meth:`encode` reads
+    them, :meth:`encode_text` does not, and in :meth:`encode_chat` only the template can write them.
+    """
 
     def __init__(self, tokenizer: HfTokenizer, template: ChatTemplate | None, eos: int | None) -> None:
         self._tokenizer = tokenizer
         self.template = template
         self.eos_token_id = eos
         self._bytes: dict[int, bytes | None] = {}  # of tokens that were asked for
+        added: dict[int, AddedToken] = tokenizer.get_added_tokens_decoder()
+        self._controls = {token.content: (number, token) for number, token in added.items() if _is_control(token)}
+        words = {number: token for number, token in added.items() if not _is_control(token)}
+        self._words, self._moved = _without_controls(tokenizer, words)
+        unknown = getattr(tokenizer.model, "unk_token", None)
+        self._forbidden = frozenset(  # a single character (padding may be "!") has its id in texts, too
+            number for name, (number, _) in self._controls.items() if name != unknown and len(name) > 1
+        )
 
     @classmethod
     def open(cls, directory: Path) -> Tokenizer:
-        """Read the tokenizer files of ``directory``. Raises BundleError when one is missing or malformed."""
+        """Read the tokenizer files of ``directory``, and render a conversation with the template if there is one.
+
+        Raises BundleError when a file is missing or malformed, and for a template that takes too much time or memory,
+        or builds its control tokens from parts: they would be text.
+        """
         path = directory / "tokenizer.json"
         try:
             tokenizer = HfTokenizer.from_str(read_text(path, MAX_TOKENIZER))
@@ -123,7 +110,9 @@ class Tokenizer:
         eos = tokenizer.token_to_id(special["eos_token"]) if "eos_token" in special else None
         source = _template_source(directory, config)
         template = ChatTemplate(source, special, str(directory)) if source is not None else None
-        return cls(tokenizer, template, eos)
+        opened = cls(tokenizer, template, eos)
+        opened._try_template(str(directory))
+        return opened
 
     @property
     def size(self) -> int:
@@ -140,28 +129,62 @@ class Tokenizer:
         found = self._tokenizer.token_to_id(token)
         return None if found is None else int(found)
 
+    def is_ordinary(self, token_id: int) -> bool:
+        """Whether texts are written with this token: it is in the vocabulary, not added to it, and spells something."""
+        if not 0 <= token_id < self.size or token_id in self._tokenizer.get_added_tokens_decoder():
+            return False
+        return bool(self.decode([token_id]))
+
+    def control_id(self, token: str) -> int | None:
+        """Return the id of this control token, or None when there is none: no text becomes it."""
+        return self._controls[token][0] if token in self._controls else None
+
     def to_json(self) -> str:
         """Return the text of tokenizer.json."""
         return str(self._tokenizer.to_str())
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Ids of ``text`` as it is: nothing is added. Special tokens written in it become their ids."""
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise RequestError("the text holds a lone surrogate, which is no character; remove it") from None
-        # the batch call lets other threads run meanwhile, which encode does not: a second for each MB
-        return tuple(self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids)
+        """Ids of ``text`` as it is: nothing is added. Control tokens written in it become their ids."""
+        return tuple(_encoded(self._tokenizer, [text])[0])
+
+    def encode_text(self, text: str) -> tuple[int, ...]:
+        """Ids of ``text`` as text: control tokens written in it are spelled out."""
+        return self.encode_pieces([text])
+
+    def encode_pieces(self, pieces: Sequence[str]) -> tuple[int, ...]:
+        """Ids of text, control token, text, ..., text, as :meth:`render_pieces` gives them.
+
+        The texts are encoded without the control tokens. Raises RequestError for a text that becomes one all the same,
+        which can be where the tokenizer's model holds them as words.
+        """
+        texts, controls = list(pieces[::2]), [self._controls[name] for name in pieces[1::2]]
+        for index, (_, token) in enumerate(controls):  # as the tokenizer does: blanks beside it belong to the token
+            if token.lstrip:
+                texts[index] = texts[index].rstrip(_BLANKS)
+            if token.rstrip:
+                texts[index + 1] = texts[index + 1].lstrip(_BLANKS)
+        ids = list[int]()
+        for index, words in enumerate(_encoded(self._words, texts)):
+            found = [self._moved.get(word, word) for word in words] if self._moved else words
+            if not self._forbidden.isdisjoint(found):
+                raise RequestError("a text spells a control token that this tokenizer cannot tell from text; remove it")
+            ids += found
+            if index < len(controls):
+                ids.append(controls[index][0])
+        return tuple(ids)
 
     def encode_chat(self, messages: Sequence[Message], **variables: object) -> tuple[int, ...]:
-        """Ids of :meth:`render_chat`."""
-        return self.encode(self.render_chat(messages, **variables))
+        """Ids of :meth:`render_pieces`."""
+        return self.encode_pieces(self.render_pieces(messages, **variables))
 
-    def render_chat(self, messages: Sequence[Message], **variables: object) -> str:
-        """Text of a conversation, up to where the answer begins. Raises RequestError without a chat template."""
+    def render_pieces(self, messages: Sequence[Message], **variables: object) -> list[str]:
+        """A conversation up to where the answer begins: text, control token of the template, text, ..., text.
+
+        Raises RequestError without a chat template.
+        """
         if self.template is None:
             raise RequestError("this model has no chat template; give plain text or token ids instead of messages")
-        return self.template.render(messages, **variables)
+        return self.template.pieces(tuple(self._controls), messages, **variables)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ``ids``, without special tokens."""
@@ -180,6 +203,22 @@ class Tokenizer:
         if all(char in _BYTE_OF for char in spelled):
             return bytes(_BYTE_OF[char] for char in spelled)
         return spelled.encode()
+
+    def _try_template(self, where: str) -> None:
+        """Raise BundleError for a template that harmless messages show to be unfit."""
+        for messages in (_HARMLESS, _HARMLESS[1:2]) if self.template is not None else ():
+            try:
+                pieces = self.render_pieces(messages)
+            except BoundError as error:
+                raise BundleError(f"{where}: {error}") from None
+            except RequestError:  # without system messages, for example
+                continue
+            if self.encode("".join(pieces)) != self.encode_pieces(pieces):
+                raise BundleError(
+                    f"{where}: the chat template builds control tokens from parts, so that they cannot be told from "
+                    "text; write them whole in chat_template.jinja"
+                )
+            return
 
 
 class Detokenizer:
@@ -218,6 +257,36 @@ class Detokenizer:
         return self._decode([*self._context, *self._pending])[before:]
 
 
+def _is_control(token: AddedToken) -> bool:
+    """Whether an added token is more than a word."""
+    return bool(token.special or re.search(r"[^\w\s]", token.content))
+
+
+def _without_controls(tokenizer: HfTokenizer, words: Mapping[int, AddedToken]) -> tuple[HfTokenizer, dict[int, int]]:
+    """The tokenizer with ``words`` as its only added tokens, and their ids where they have others there.
+
+    It shares the model, so it costs no memory.
+    """
+    plain = HfTokenizer(tokenizer.model)
+    if tokenizer.normalizer is not None:
+        plain.normalizer = tokenizer.normalizer
+    if tokenizer.pre_tokenizer is not None:
+        plain.pre_tokenizer = tokenizer.pre_tokenizer
+    plain.add_tokens(list(words.values()))
+    moved = ((plain.token_to_id(token.content), number) for number, token in words.items())
+    return plain, {there: here for there, here in moved if there is not None}
+
+
+def _encoded(tokenizer: HfTokenizer, texts: Sequence[str]) -> list[list[int]]:
+    """Ids of each text. Raises RequestError for a lone surrogate."""
+    try:
+        for text in texts:
+            text.encode()
+    except UnicodeEncodeError:
+        raise RequestError("the text holds a lone surrogate, which is no character; remove it") from None
+    return [found.ids for found in tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+
 def _read_config(path: Path) -> dict[str, Any]:
     """tokenizer_config.json as an object; a tokenizer without one is complete."""
     if not is_there(path):
@@ -249,16 +318,6 @@ def _template_source(directory: Path, config: Mapping[str, Any]) -> str | None:
 def _content(token: object) -> str:
     """A special token is a string or an object with its ``content``."""
     return str(token.get("content", "")) if isinstance(token, dict) else str(token)
-
-
-def _tojson(value: object, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    """JSON as templates expect it: Jinja's own filter would escape <, > and &."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
-
-
-def _raise_exception(message: str) -> None:
-    """What a template calls to refuse a conversation."""
-    raise jinja2.TemplateError(message)
 
 
 def _line(error: BaseException) -> str:

@@ -74,7 +74,9 @@ def tool_service(directory: Path) -> Service:
 
 def client_of(service: Service, key: str = "") -> TestClient:
     """A client of a service, in this process, as if over TCP from this machine."""
-    return TestClient(make_app(service, key), base_url="http://localhost", raise_server_exceptions=False)
+    return TestClient(
+        make_app(service, {key: "key"} if key else {}), base_url="http://localhost", raise_server_exceptions=False
+    )
 
 
 def thinking_service(directory: Path, answer: str) -> Service:
@@ -152,7 +154,7 @@ class Process:
 def live(app_or_service, directory: Path, key: str = "", tcp: bool = False):
     """A service, or any ASGI application, on a socket of this process; gives its address."""
     if isinstance(app_or_service, Service):
-        config = uvicorn_config(app_or_service, key)
+        config = uvicorn_config(app_or_service, {key: "key"} if key else {})
     else:
         config = uvicorn.Config(app_or_service, log_config=None, lifespan="off", ws="none")
     path = directory / "live.sock"

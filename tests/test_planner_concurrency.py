@@ -80,11 +80,11 @@ def test_callers_take_turns_and_priorities_go_first():
 
 def test_a_full_queue_is_refused_with_the_limit():
     gate = Gate()
-    planner = Planner(gate, None, queue=2)
+    planner = Planner(gate, None, queue=4)
     first = planner.stream(PROMPT, max_new_tokens=2)
     assert gate.reached.wait(10)
     waiting = [planner.stream(PROMPT, max_new_tokens=2) for _ in range(2)]
-    with pytest.raises(QueueFullError, match="2"):
+    with pytest.raises(QueueFullError, match="the limit for one caller is 2"):
         planner.plan(PROMPT)
     gate.open.set()
     assert {stream.plan.finish_reason for stream in (first, *waiting)} == {"length"}

@@ -119,6 +119,31 @@ def test_forms_are_refused_with_the_reason(planner):
         endless.plan("x", regex="a")
 
 
+# stop tokens that are ordinary text ----------------------------------------------------------------------------------
+
+
+def test_inside_a_form_only_its_end_ends_it(planner):
+    """Every token of the answer is a stop token, too."""
+    usual = planner.plan("Say hello.", schema=SMALL)
+    other = Planner(planner.backend, planner.tokenizer, sorted(set(usual.tokens)), fallback=False)
+    plan = other.plan("Say hello.", schema=SMALL)
+    assert plan.finish_reason == "stop"
+    assert plan.tokens == usual.tokens
+    assert plan.object == usual.object
+    assert set(plan.object) == {"ok", "n"}
+    assert other.plan("Say hello.", schema=SMALL, speculative=False).tokens == plan.tokens
+    free = other.plan(TASKS[0].messages, max_new_tokens=60)  # outside a form they end it as before
+    assert free.finish_reason == "stop"
+    assert len(free.tokens) < 10
+    assert other.plan(TASKS[0].messages, max_new_tokens=60, speculative=False).tokens == free.tokens
+
+
+def test_a_form_needs_an_end_that_is_no_text(planner):
+    commas = Planner(planner.backend, planner.tokenizer, planner.tokenizer.encode(","))
+    with pytest.raises(RequestError, match=r"no end-of-text token, .*its stop tokens \[\d+\] are ordinary text"):
+        commas.plan("x", schema=SMALL)
+
+
 # thinking ------------------------------------------------------------------------------------------------------------
 
 

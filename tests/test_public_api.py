@@ -38,6 +38,7 @@ PUBLIC = [
     "RequestCancelledError",
     "RequestError",
     "ServiceError",
+    "StorageError",
     "TokenLogprob",
     "ToolCall",
     "UnsupportedModelError",

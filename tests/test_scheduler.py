@@ -162,7 +162,7 @@ def test_a_full_queue_refuses_and_says_how_to_go_on():
         gate.hold(scheduler)
         tickets = [scheduler.submit(count(1), caller="a") for _ in range(3)]
         with pytest.raises(QueueFullError, match=r"caller 'a' has 3 requests waiting, the limit .* is 3; wait for one"):
-            scheduler.submit(count(1), caller="a", priority=9)
+            scheduler.submit(count(1), caller="a")
         tickets.append(scheduler.submit(count(1), caller="b"))
         with pytest.raises(QueueFullError, match=r"4 requests are waiting, the limit is 4; send this again when some"):
             scheduler.submit(count(1), caller="c")
@@ -171,6 +171,27 @@ def test_a_full_queue_refuses_and_says_how_to_go_on():
         tickets.append(scheduler.submit(count(1), caller="c"))
         gate.go.set()
         assert [ticket.exception(PATIENT) is None for ticket in tickets] == [False, True, True, True, True]
+
+
+def test_one_callers_flood_leaves_places_and_gives_way_to_what_is_urgent():
+    with Scheduler(queue_limit=16) as scheduler:
+        gate, floods, refused = Gate(1), [], 0
+        gate.hold(scheduler)
+        for _ in range(18):
+            try:
+                floods.append(scheduler.submit(count(1), caller="flood"))
+            except QueueFullError:
+                refused += 1
+        assert (len(floods), refused) == (8, 10)
+        own = scheduler.submit(count(1), caller="flood", priority=100)
+        with pytest.raises(QueueFullError, match=r"of priority 0, gave its place in the full queue to one of .* 100"):
+            floods[-1].result(PATIENT)
+        others = [scheduler.submit(count(1), caller=f"other {n}") for n in range(8)]
+        urgent = scheduler.submit(count(1), caller="robot", priority=100)
+        assert isinstance(floods[-2].exception(PATIENT), QueueFullError)  # the flood's, which has most
+        assert scheduler.waiting == 16
+        gate.go.set()
+        assert [ticket.result(PATIENT) for ticket in (own, urgent, *others, *floods[:-2])] == ["done"] * 16
 
 
 def test_a_closed_scheduler_refuses():

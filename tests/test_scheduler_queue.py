@@ -92,16 +92,66 @@ def test_limits():
     q.push(1, 0, "a")
     q.push(2, 5, "a")
     with pytest.raises(QueueFullError, match="caller 'a' has 2 requests waiting, the limit for one caller is 2"):
-        q.push(3, 9, "a")
+        q.push(3, 0, "a")
     q.push(3, 0, "b")
     with pytest.raises(QueueFullError, match="3 requests are waiting, the limit is 3"):
-        q.push(4, 9, "c")
+        q.push(4, 0, "c")
     q.pop()
-    q.push(4, 9, "c")
+    q.push(4, 0, "c")
     assert len(q) == 3
     for limits in ((0, 1, 1), (1, 0, 1), (1, 1, 0)):
         with pytest.raises(ValueError, match="wanted at least 1"):
             FairQueue(*limits)
+
+
+def test_an_urgent_item_displaces_the_youngest_of_the_lowest():
+    q = FairQueue(4, 3)
+    for item, priority in (("a1", 0), ("a2", 0), ("a3", -5), ("b1", -5)):
+        q.push(item, priority, item[0])
+    assert q.push("c1", 9, "c") == "a3"  # as low as b1, and a has more
+    assert q.push("c2", 9, "c") == "b1"
+    assert q.push("c3", 9, "c") == "a2"
+    with pytest.raises(QueueFullError, match="3 requests waiting, the limit for one caller is 3"):
+        q.push("c4", 9, "c")
+    assert q.push("c4", 10, "c") == "c3"  # its own, where its share is full
+    with pytest.raises(QueueFullError, match="4 requests are waiting, the limit is 4"):
+        q.push("d1", 0, "d")
+    assert drain(q) == ["c4", "c1", "c2", "a1"]
+
+
+def test_who_rose_by_waiting_is_displaced_by_what_goes_before_it_only():
+    q = FairQueue(2, 2, patience=2)
+    q.push("low", 0, "a")
+    for number in range(4):
+        q.push(number, 5, str(number))
+        assert q.pop() == number
+    q.push("low2", 0, "a")  # behind the head, it has not risen
+    assert q.push("two", 2, "b") == "low2"
+    with pytest.raises(QueueFullError):
+        q.push("two2", 2, "c")  # low counts as 2 now
+    assert q.push("three", 3, "c") == "two"
+    assert drain(q) == ["three", "low"]
+
+
+def test_an_account_has_a_share_and_its_turn_whatever_names_it_makes_up():
+    q = FairQueue(8, 4, per_account=6)
+    for number in range(6):
+        q.push(("x", number), 0, f"x/{number}")
+    with pytest.raises(QueueFullError, match="account 'x' has 6 requests waiting, the limit for one account is 6"):
+        q.push(("x", 6), 0, "x/6")
+    q.push(("y", 0), 0, "y")
+    q.push(("y", 1), 0, "y")
+    assert drain(q) == [("x", 0), ("y", 0), ("x", 1), ("y", 1), *(("x", number) for number in range(2, 6))]
+
+
+def test_work_of_the_engine_takes_no_place():
+    q = FairQueue(2, 1)
+    q.push("a", 0, "a")
+    q.push("b", 0, "b")
+    assert q.push("work", 100, None) is None
+    assert len(q) == 3
+    assert q.push("c", 50, "c") == "b"
+    assert drain(q) == ["work", "c", "a"]
 
 
 def test_turns_of_callers_that_are_gone_are_forgotten(monkeypatch):
@@ -113,7 +163,7 @@ def test_turns_of_callers_that_are_gone_are_forgotten(monkeypatch):
     assert len(q._turns) == 5
 
 
-OPS = st.lists(st.tuples(st.integers(0, 3), st.integers(-2, 2), st.integers(0, 9)), max_size=120)
+OPS = st.lists(st.tuples(st.sampled_from("abcd"), st.integers(-2, 2), st.integers(0, 9)), max_size=120)
 
 
 @settings(deadline=None)
@@ -147,3 +197,32 @@ def test_nothing_is_lost_lines_are_in_order_and_waiting_is_bounded(ops, patience
     while waiting:
         take()
     assert sorted(item[2] for item in taken) == list(range(1, number + 1))
+
+
+CALLERS = st.sampled_from(["a", "b", "x/1", "x/2", "x/3", "x/4"])
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(CALLERS, st.integers(-2, 2), st.integers(0, 9)), max_size=120))
+def test_every_bound_holds_and_what_gives_way_is_less_urgent(ops):
+    q, inside, number = FairQueue(8, 4, 3, per_account=6), set(), 0
+    for caller, priority, action in ops:
+        item = (caller, priority, number := number + 1)
+        if action > 7 and inside:
+            inside.remove(q.pop())
+            continue
+        try:
+            displaced = q.push(item, priority, caller)
+        except QueueFullError:
+            assert item not in set(q)
+        else:
+            inside.add(item)
+            if displaced is not None:
+                inside.remove(displaced)
+                assert displaced[1] < priority
+        assert set(q) == inside
+        assert len(inside) <= 8
+        assert sum(one[0].startswith("x/") for one in inside) <= 6
+        assert all(sum(one[0] == name for one in inside) <= 4 for name in "ab")
+    if len(inside) == 8:
+        assert q.push(("new", 100, 0), 100, "new") in inside

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from edge_dflash.errors import ConfigError, ServiceError
+from edge_dflash.serve.accounts import read_keys
 from edge_dflash.serve.config import ServeConfig, from_table, load_config
-from edge_dflash.serve.limits import read_key
 from edge_dflash.serve.server import listening
 
 FILE = Path(__file__).resolve().parent.parent / "deploy" / "config.toml"
@@ -83,20 +83,33 @@ def test_loopback_needs_no_key_and_others_do(tmp_path):
 def test_a_key_that_cannot_be_used_is_named(tmp_path):
     file = tmp_path / "key"
     with pytest.raises(ConfigError, match=f"cannot read the API key {file}: No such file"):
-        read_key(str(file))
+        read_keys(str(file))
     for data, mode, words in (
         ("schlüssel-für-alle".encode(), 0o600, "is not ASCII; write a new one"),
         (b"0123456789abcdef\n", 0o604, "everybody can read the API key .*; chmod o-rwx it"),
         (b"0123456789abcde\n", 0o600, "has 15 characters; give at least 16, without blanks"),
-        (b"0123456789 abcdef\n", 0o600, "has 17 characters; give at least 16, without blanks"),
+        (b"0123456789 abcdef\n", 0o600, "has 6 characters; give at least 16, without blanks"),
+        (b"a b 0123456789abcdef\n", 0o600, "line 1: give one key alone, or lines of NAME KEY"),
+        (b"0123456789abcdef\narm 0123456789abcdeg\n", 0o600, "line 1: give one key alone, or lines of NAME KEY"),
+        (b"../x 0123456789abcdef\n", 0o600, "line 1: give one key alone, or lines of NAME KEY"),
+        (b"arm 0123456789abcdef\nleg 0123456789abcdef\n", 0o600, "line 2: the key is there twice"),
+        (b"\n", 0o600, "has 0 characters; give at least 16"),
     ):
         file.write_bytes(data)
         file.chmod(mode)
         with pytest.raises(ConfigError, match=words):
-            read_key(str(file))
+            read_keys(str(file))
     file.write_text("0123456789abcdef\n")
     file.chmod(0o640)  # its group is the service's
-    assert read_key(str(file)) == "0123456789abcdef"
+    assert read_keys(str(file)) == {"0123456789abcdef": "key"}
+
+
+def test_a_key_file_names_accounts(tmp_path):
+    file = tmp_path / "key"
+    file.write_text("arm 0123456789abcdef\n\narm 0123456789abcdeg\ndesk-1 0123456789abcdeh\n")
+    file.chmod(0o600)
+    found = {"0123456789abcdef": "key-arm", "0123456789abcdeg": "key-arm", "0123456789abcdeh": "key-desk-1"}
+    assert read_keys(str(file)) == found
 
 
 def test_addresses_that_cannot_be_listened_on_are_named(tmp_path):

@@ -89,10 +89,11 @@ def test_a_state_directory_that_cannot_be_made_is_named(start, tmp_path):
     assert turn(client, "hall").is_success
     (tmp_path / "state").write_text("")
     refused = client.post(f"{SESSIONS}/hall/save", json={})
-    assert refused.status_code == 400
-    assert "cannot make the state directory: " in refused.json()["error"]["message"]
+    assert refused.status_code == 503
+    assert refused.json()["error"]["code"] == "storage_failed"
+    assert f"cannot make the state directory {tmp_path / 'state'}" in refused.json()["error"]["message"]
     (problem,) = service.sessions.save_all()
-    assert problem.startswith("session hall: cannot make the state directory: ")
+    assert problem.startswith("session hall: cannot make the state directory ")
 
 
 def test_nothing_is_written_where_nothing_may_be(start, tmp_path):

@@ -36,7 +36,9 @@ def generate(
     ids: Annotated[
         str | None, typer.Option(metavar="IDS", help="Prompt as token ids, such as 1,2,3; used as they are.")
     ] = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Do not put the text into the chat template.")] = False,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Use the text as it is: no chat template, control tokens by name.")
+    ] = False,
     schema: Annotated[
         str | None,
         typer.Option(metavar="FILE|JSON", help="The answer is JSON of this JSON Schema: a file, or the schema itself."),
@@ -103,16 +105,15 @@ def generate(
         top_p=top_p,
         seed=seed,
         thinking=thinking,
+        raw=raw,
         speculative=not plain,
         logprobs=logprobs,
     )
     with stages("opening the bundle") as report:
         planner = Planner.open(bundle, progress=report)
     with planner:
-        if raw and isinstance(task, str):
-            if planner.tokenizer is None:
-                raise RequestError(f"{bundle} has no tokenizer, --raw text cannot be read; give --ids")
-            task = planner.tokenizer.encode(task)
+        if raw and planner.tokenizer is None and isinstance(task, str):
+            raise RequestError(f"{bundle} has no tokenizer, --raw text cannot be read; give --ids")
         if compare:
             short: PlanOptions = {**options, "max_new_tokens": WARM_UP_TOKENS}
             with stages("warming up"):

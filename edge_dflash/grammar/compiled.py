@@ -9,6 +9,7 @@ tokens pushed so far and of nothing else, and forced tokens are exactly those th
 
 from __future__ import annotations
 
+import json
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ import numpy as np
 from edge_dflash.errors import RequestError
 from edge_dflash.grammar.lark_text import prepare
 from edge_dflash.grammar.schema_check import schema_text
+from edge_dflash.grammar.schema_rewrite import rewrite
 from edge_dflash.grammar.vocabulary import Vocabulary, one_line
 from edge_dflash.spec.constraint import Mask, Packed, unpack
 from edge_dflash.text import Tokenizer
@@ -33,6 +35,7 @@ MAX_FORCED = 4096  # tokens that a grammar may force in a row at its start; more
 MAX_LEXER_STATES = 50_000  # 1-2 kB each
 _Key = tuple[str, str, bool, int]  # kind, text, whitespace, vocabulary size
 _FORCED_AT_ONCE = 64  # tokens that forced() returns at most
+TOOL_JSON = {"item_separator": ", ", "key_separator": ": "}  # as chat templates write arguments
 _WHITESPACE = r"[ \t\n\r]{1,64}"  # bounded, so that a model cannot go on with blanks for ever
 
 
@@ -185,11 +188,12 @@ def compile_schema(
     enforced, or that nothing can satisfy.
     """
     text = schema_text(schema)
+    enforced = json.dumps(rewrite(json.loads(text)), ensure_ascii=False)
 
     def source(_: Vocabulary) -> str:
         from llguidance import LLMatcher
 
-        return LLMatcher.grammar_from_json_schema(text, overrides=_json_options(whitespace))  # type: ignore[arg-type]
+        return LLMatcher.grammar_from_json_schema(enforced, overrides=_json_options(whitespace))  # type: ignore[arg-type]
 
     return _compiled("schema", text, whitespace, tokenizer, vocab_size, stop_token_ids, source)
 
@@ -226,6 +230,19 @@ def compile_lark(
         return LLMatcher.grammar_from_lark(prepare(grammar, vocabulary.special.get, _json_options(whitespace)))
 
     return _compiled("grammar", grammar, whitespace, tokenizer, vocab_size, stop_token_ids, source)
+
+
+def compile_tools(grammar: str, tokenizer: Tokenizer, vocab_size: int, stop_token_ids: Sequence[int]) -> Grammar:
+    """Compile what :func:`~edge_dflash.grammar.tool_form.tool_grammar` made. Errors as for :func:`compile_schema`."""
+
+    def source(vocabulary: Vocabulary) -> str:
+        from llguidance import LLMatcher
+
+        return LLMatcher.grammar_from_lark(
+            prepare(grammar, vocabulary.special.get, {**_json_options(False), **TOOL_JSON})
+        )
+
+    return _compiled("tools", grammar, False, tokenizer, vocab_size, stop_token_ids, source)
 
 
 def _holds(words: Packed, token: int) -> bool:

@@ -10,8 +10,10 @@ import json
 import re
 from collections.abc import Callable, Mapping
 
+from edge_dflash.characters import refuse_surrogates
 from edge_dflash.errors import RequestError
 from edge_dflash.grammar.schema_check import check
+from edge_dflash.grammar.schema_rewrite import rewrite
 
 MAX_BYTES = 64 * 1024
 MAX_RULES = 500  # the library follows rules by recursion: a long chain of them would exhaust the stack
@@ -44,7 +46,7 @@ def prepare(text: str, token_id: Callable[[str], int | None], json_options: Mapp
         position = found.end()
         if found["json"] is not None:
             schema, position = _inline_schema(text, position)
-            parts.append(f"%json {json.dumps({**schema, 'x-guidance': dict(json_options)})}")
+            parts.append(f"%json {json.dumps({**rewrite(schema), 'x-guidance': dict(json_options)})}")
         elif found["name"] is not None:
             parts.append(_special(found["name"], token_id))
         elif found["option"] is not None:
@@ -65,6 +67,7 @@ def _inline_schema(text: str, start: int) -> tuple[dict[str, object], int]:
         schema, end = json.JSONDecoder().raw_decode(text, start)
     except (ValueError, RecursionError) as error:
         raise RequestError(f"the grammar's %json is no JSON ({error}); give a JSON object") from None
+    refuse_surrogates(schema, "the grammar's %json")
     check(schema)
     return schema, end
 

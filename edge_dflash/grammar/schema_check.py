@@ -13,7 +13,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
 from urllib.parse import unquote
 
+from edge_dflash.characters import refuse_surrogates
 from edge_dflash.errors import RequestError
+from edge_dflash.grammar.schema_values import check_values
 
 Node: TypeAlias = "dict[str, Any] | bool"
 
@@ -26,15 +28,15 @@ _SCHEMAS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
 _VALUES = (
     *("$ref", "const", "enum", "type", "required", "minProperties", "maxProperties", "minItems", "maxItems"),
-    *("minLength", "maxLength", "pattern", "format"),
+    *("minLength", "maxLength", "pattern", "format", "contentEncoding"),
     *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
 )
-_ANNOTATIONS = (  # of the standard, and Pydantic's discriminator, which repeats what oneOf says
+ANNOTATIONS = (  # of the standard, and OpenAPI's; its discriminator repeats what oneOf says
     *("$schema", "$id", "$comment", "title", "description", "default", "examples", "deprecated", "readOnly"),
-    *("writeOnly", "contentMediaType", "contentEncoding", "discriminator"),
+    *("writeOnly", "discriminator", "example", "externalDocs", "xml"),
 )
 ENFORCED = frozenset((*_SCHEMA, *_SCHEMAS, *_NAMED_SCHEMAS, *_VALUES))
-_KNOWN = ENFORCED | frozenset(_ANNOTATIONS)
+_KNOWN = ENFORCED | frozenset(ANNOTATIONS)
 _COMPOUND = frozenset(("array", "object"))
 
 
@@ -56,6 +58,7 @@ def schema_text(schema: object) -> str:
     if not isinstance(schema, Mapping):
         kind = type(schema).__name__
         raise RequestError(f"the schema is of type {kind}; give a JSON object (mapping or text) or a Pydantic model")
+    refuse_surrogates(schema, "schema")
     try:
         text = json.dumps(dict(schema), ensure_ascii=False, allow_nan=False)
         size = len(text.encode())
@@ -77,7 +80,7 @@ def check(root: dict[str, Any]) -> None:
             reference = node.get("$ref")
             if reference is None or reference in targets:
                 continue
-            targets[reference] = found = _resolve(root, reference)
+            targets[reference] = found = resolve(root, reference)
             levels += _walk(found, str(reference), 1)
             if isinstance(found, dict):
                 pending.append(found)
@@ -114,7 +117,7 @@ def _walk(node: object, where: str, depth: int) -> int:
 
 def _check_keywords(node: dict[str, Any], where: str) -> None:
     for key in node:
-        if key not in _KNOWN:
+        if key not in _KNOWN and (not key.startswith("x-") or key == "x-guidance"):  # x-guidance: the library's own
             close = difflib.get_close_matches(key, _KNOWN, 1)
             advice = f"did you mean {close[0]!r}? " if close else ""
             raise RequestError(
@@ -128,14 +131,8 @@ def _check_keywords(node: dict[str, Any], where: str) -> None:
         )
     if "$id" in node and where != "#":
         raise RequestError(f"$id at {where} would change what references mean; remove it")
-    kinds = _kinds(node)
-    if not all(isinstance(kind, str) for kind in kinds):
-        raise RequestError(f"type at {where} is {_short(node['type'])}; give a name of a type or a list of names")
-    if "format" in node and "type" in node and "string" not in kinds:
-        raise RequestError(
-            f"format {_short(node['format'])} at {where} would not be enforced on type {_short(node['type'])}; "
-            "use minimum and maximum"
-        )
+    kinds = kinds_of(node)
+    check_values(node, where, kinds)
 
 
 def _children(node: dict[str, Any], where: str) -> Iterator[tuple[str, object]]:
@@ -164,7 +161,7 @@ def _nodes(node: dict[str, Any]) -> Iterator[dict[str, Any]]:
             yield from _nodes(child)
 
 
-def _resolve(root: dict[str, Any], reference: str) -> Node:
+def resolve(root: dict[str, Any], reference: str) -> Node:
     """What a JSON pointer (RFC 6901) of this schema points to."""
     found: Any = root
     for part in unquote(reference).split("/")[1:]:
@@ -193,7 +190,7 @@ def _ends(node: Node, finite: set[str]) -> bool:
         return False
     if any(key in node and not any(_ends(child, finite) for child in node[key]) for key in ("anyOf", "oneOf")):
         return False
-    kinds = _kinds(node)
+    kinds = kinds_of(node)
     if "const" in node or "enum" in node or not kinds or not set(kinds) <= _COMPOUND:
         return True
     return ("array" in kinds and _array_ends(node, finite)) or ("object" in kinds and _object_ends(node, finite))
@@ -215,7 +212,7 @@ def _array_ends(node: dict[str, Any], finite: set[str]) -> bool:
     return all(_ends(child, finite) for child in first[:least]) and (least <= len(first) or _ends(rest, finite))
 
 
-def _kinds(node: dict[str, Any]) -> list[Any]:
+def kinds_of(node: dict[str, Any]) -> list[Any]:
     """Types that a schema names; empty when it names none."""
     kinds = node.get("type", [])
     return kinds if isinstance(kinds, list) else [kinds]

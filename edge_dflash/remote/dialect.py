@@ -19,10 +19,10 @@ from edge_dflash.text import Message
 Kind = Literal["edge-dflash", "vllm", "openai"]
 
 # Beyond OpenAI's parameters; deadlines and sessions are emulated where they are unknown.
-_EXTRAS = ("regex", "grammar", "whitespace", "top_k", "thinking", "relaxed", "speculative", "priority", "caller")
+_EXTRAS = ("regex", "grammar", "whitespace", "top_k", "thinking", "raw", "relaxed", "speculative", "priority", "caller")
 _KNOWN: dict[Kind, frozenset[str]] = {
     "edge-dflash": frozenset((*_EXTRAS, "logprobs")),
-    "vllm": frozenset(("regex", "top_k", "thinking")),
+    "vllm": frozenset(("regex", "top_k", "thinking", "raw")),
     "openai": frozenset(),
 }
 
@@ -91,6 +91,10 @@ def ask(
         if before:
             raise RequestError("token ids cannot follow messages on this server; give text or messages")
         path, body["prompt"] = "/v1/completions", list(token_ids(task))
+    elif options.raw:
+        if before or not isinstance(task, str):
+            raise RequestError("raw is given with messages; give one text, or leave raw out")
+        path, body["prompt"] = "/v1/completions", task
     elif isinstance(task, str) and not server.chats and not before:
         path, body["prompt"] = "/v1/completions", task
     else:
@@ -100,6 +104,9 @@ def ask(
         if messages is None:
             raise RequestError("tools are given with token ids; give messages, whose template describes the tools")
         body["tools"] = list(options.tools)
+        if options.forced_tools:
+            named = {"type": "function", "function": {"name": options.tool_choice}}
+            body["tool_choice"] = "required" if options.tool_choice == "required" else named
     if server.own:
         body["edge_dflash"] = _extension(options, session)
         if options.logprobs is not None:
@@ -108,7 +115,7 @@ def ask(
                 {"logprobs": True, "top_logprobs": alternatives} if "messages" in body else {"logprobs": alternatives}
             )
     elif server.kind == "vllm":
-        _for_vllm(body, options, chat=messages is not None)
+        _for_vllm(body, options, chat="messages" in body)
     return Question(path, body)
 
 

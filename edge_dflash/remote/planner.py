@@ -152,15 +152,16 @@ class RemotePlanner:
         """:meth:`stream` for ``async for`` and ``async with``; its errors come with the first ``await``."""
         return AsyncPlanStream(partial(self.stream, task, session=session, **options))
 
-    def encode(self, task: Task, *, thinking: bool = False) -> tuple[int, ...]:
+    def encode(self, task: Task, *, thinking: bool = False, raw: bool = False) -> tuple[int, ...]:
         """Token ids of a task. Raises RequestError where the server cannot tell them."""
         self._card("encode")
-        thinking = Options(thinking=thinking).thinking
+        chosen = Options(thinking=thinking, raw=raw)
         messages = as_messages(task)
         if messages is None:
             return token_ids(task)
         body: dict[str, Any] = {"text": task} if isinstance(task, str) else {"messages": messages}
-        return tuple(self._connection.call("POST", "/v1/edge_dflash/encode", {**body, "thinking": thinking})["tokens"])
+        body |= {"thinking": chosen.thinking, "raw": chosen.raw}
+        return tuple(self._connection.call("POST", "/v1/edge_dflash/encode", body)["tokens"])
 
     def session(self, system: str | None = None) -> RemoteSession:
         """A new conversation: kept by a service of this package, else sent whole with every turn."""

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from edge_dflash.chat import Answer, Markers, encode_conversation, render_conversation
+from edge_dflash.errors import RequestError
 from edge_dflash.request.options import Model, Options, Task, as_messages, token_ids
 from edge_dflash.text import Message, Tokenizer
 
@@ -43,8 +44,8 @@ class Encoder:
         if messages is None:
             return Prompt(token_ids(task))
         tokenizer = self._model.need_tokenizer("give token ids instead of text")
-        if isinstance(task, str) and tokenizer.template is None:
-            return Prompt(tokenizer.encode(task))
+        if (text := _without_template(tokenizer, task, options)) is not None:
+            return Prompt(text)
         ids = encode_conversation(tokenizer, messages, tools=options.tools, enable_thinking=options.thinking)
         return Prompt(ids, self._shared(tokenizer, messages, ids, options))
 
@@ -77,18 +78,28 @@ def next_turn(
     if new is None:
         return (*tokens, *token_ids(task))
     tokenizer = model.need_tokenizer("give token ids instead of text")
-    if isinstance(task, str) and tokenizer.template is None:
-        return (*tokens, *tokenizer.encode(task))
+    if (text := _without_template(tokenizer, task, options)) is not None:
+        return (*tokens, *text)
     whole = [*messages[:-1], {"role": "assistant", "content": _MARK}, *new]
-    text = render_conversation(tokenizer, whole, tools=options.tools, enable_thinking=options.thinking)
-    _, mark, after = text.partition(_MARK)
-    if not mark or _MARK in after:
+    pieces = render_conversation(tokenizer, whole, tools=options.tools, enable_thinking=options.thinking)
+    places = [at for at, piece in enumerate(pieces) if _MARK in piece]
+    if len(places) != 1 or pieces[places[0]].count(_MARK) != 1:
         return None
-    if tokens[-1] in model.stop_token_ids:  # it is there already
-        after = after.removeprefix(tokenizer.token(tokens[-1]) or "")
+    after = [pieces[places[0]].partition(_MARK)[2], *pieces[places[0] + 1 :]]
+    if tokens[-1] in model.stop_token_ids and after[:2] == ["", tokenizer.token(tokens[-1])]:  # it is there already
+        after = after[2:]
     if thinking and Markers.of(tokenizer).end_think is not None:
-        after = "\n</think>\n\n" + after
-    return (*tokens, *tokenizer.encode(after))
+        after = ["\n", "</think>", "\n\n" + after[0], *after[1:]]
+    return (*tokens, *tokenizer.encode_pieces(after))
+
+
+def _without_template(tokenizer: Tokenizer, task: Task, options: Options) -> tuple[int, ...] | None:
+    """Ids of a text that no chat template takes; None for a task that one does."""
+    if options.raw:
+        if not isinstance(task, str):
+            raise RequestError("raw is given with messages; give one text, or leave raw out")
+        return tokenizer.encode(task)
+    return tokenizer.encode_text(task) if isinstance(task, str) and tokenizer.template is None else None
 
 
 def as_said(model: Model, task: Task) -> list[Message]:

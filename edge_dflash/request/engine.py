@@ -127,7 +127,7 @@ class Engine:
             finally:
                 self._observer.ended()
 
-        return self._scheduler.submit(job, priority=_SOON).result()
+        return self._scheduler.submit(job, priority=_SOON, caller=None).result()
 
     def close(self) -> None:
         """Cancel everything, wait for the worker, release the backend. Closing twice does no harm."""

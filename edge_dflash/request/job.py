@@ -129,7 +129,7 @@ class Job:
         request, tokenizer = self.request, self.request.model.tokenizer
         if tokenizer is None:
             return Reader(None)
-        options, stop = request.options, request.model.stop_token_ids
+        options, stop = request.options, request.decode.stop_token_ids
         return Reader(AnswerText(tokenizer, request.prompt, stop, options.tools, options.stops))
 
     def unstarted(self) -> Plan:

@@ -12,9 +12,11 @@ from numbers import Integral
 from typing import Any, TypeAlias, TypedDict
 
 from edge_dflash.backends.base import Backend
+from edge_dflash.characters import refuse_surrogates
 from edge_dflash.chat import Markers, thinking_is_open
 from edge_dflash.errors import RequestError
-from edge_dflash.grammar.compiled import Grammar, compile_lark, compile_regex, compile_schema
+from edge_dflash.grammar.compiled import Grammar, compile_lark, compile_regex, compile_schema, compile_tools
+from edge_dflash.grammar.tool_form import tool_grammar
 from edge_dflash.request import rules
 from edge_dflash.request.rules import Rule
 from edge_dflash.spec.constraint import Constraint
@@ -25,7 +27,8 @@ from edge_dflash.spec.relaxed import Relaxation
 from edge_dflash.spec.sampling import Sampling
 from edge_dflash.spec.thinking import AfterThinking
 from edge_dflash.text import Message, Tokenizer, with_text
-from edge_dflash.tool_calls import Tool
+from edge_dflash.tool_calls import Tool, function_of
+from edge_dflash.tool_dialect import dialect_of
 
 Task: TypeAlias = str | Sequence[Message] | Sequence[int]
 _BEFORE_ANSWER = "\n\n"  # what the chat templates of the Qwen family write between thinking and answer
@@ -46,8 +49,10 @@ class PlanOptions(TypedDict, total=False):
     seed: int
     stop: str | Sequence[str]
     thinking: bool
+    raw: bool
     relaxed: bool | Relaxation
     tools: Sequence[Tool] | None
+    tool_choice: str
     speculative: bool
     logprobs: int | None
     priority: int
@@ -90,8 +95,10 @@ OPTIONS = {
     "seed": _WHOLE,
     "stop": Rule(rules.texts, "a text, or several, none of them empty; leave stop out for none"),
     "thinking": _FLAG,
+    "raw": _FLAG,
     "relaxed": Rule(_relaxed, "True, False or a Relaxation"),
     "tools": Rule(rules.optional(_tools), "a list of tools in OpenAI form, of plain JSON values, or None"),
+    "tool_choice": Rule(rules.text, "auto, none, required, or the name of one of the tools"),
     "speculative": _FLAG,
     "logprobs": Rule(
         rules.optional(rules.whole(0, MOST_ALTERNATIVES)),
@@ -121,12 +128,14 @@ class Options:
     seed: int = 0  # makes a drawn answer repeatable
     stop: str | Sequence[str] = ()  # the answer ends before the first of these texts; thinking is not searched
     thinking: bool = False  # handed to the chat template as enable_thinking
+    raw: bool = False  # the task is one text that goes on as it is: no chat template, control tokens by their spelling
     relaxed: bool | Relaxation = False  # lossy acceptance inside the thinking span; True: with the usual bounds
     tools: Sequence[Tool] | None = None  # in OpenAI form, for the chat template and the types of the arguments
+    tool_choice: str = "auto"  # "none": tools are not told of; "required": a call of one of them; a name: of this one
     speculative: bool = True  # False decodes plainly: the same tokens, one by one
     logprobs: int | None = None  # log-probabilities of the tokens, each with so many alternatives; None: none
     priority: int = 0  # of PRIORITIES; higher ones go first
-    caller: str = ""  # callers of one priority take turns
+    caller: str = ""  # callers of one priority take turns; "account/name": so do accounts, and then their callers
 
     def __post_init__(self) -> None:
         """Take each value by its rule; refuse what does not go together."""
@@ -136,6 +145,16 @@ class Options:
         Sampling(self.temperature, self.top_k, self.top_p, self.seed)
         if len(given := [name for name in ("schema", "regex", "grammar") if getattr(self, name) is not None]) > 1:
             raise RequestError(f"{' and '.join(given)} are given; give one of schema, regex and grammar")
+        if self.raw and self.tools:
+            raise RequestError("raw and tools are given, but only a chat template describes tools; give one of them")
+        if self.tool_choice == "none":
+            object.__setattr__(self, "tools", None)
+        if self.forced_tools:
+            given.append("tool_choice")
+        if len(given) > 1:
+            raise RequestError(
+                f"{given[0]} and tool_choice {self.tool_choice!r} are given; give one form of the answer"
+            )
         if given and self.stops:
             raise RequestError(f"{given[0]} and stop are given, but a cut answer would not match; give one of them")
 
@@ -150,9 +169,24 @@ class Options:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     @property
+    def forced_tools(self) -> tuple[Tool, ...]:
+        """Tools of which one must be called; none when the model is free. Raises RequestError for a choice of none."""
+        if self.tool_choice in ("auto", "none"):
+            return ()
+        if not self.tools:
+            raise RequestError(f"tool_choice is {self.tool_choice!r}, and there are no tools; give tools, or auto")
+        if self.tool_choice == "required":
+            return tuple(self.tools)
+        names = [str(function_of(tool).get("name")) for tool in self.tools]
+        if self.tool_choice not in names:
+            known = ", ".join(("auto", "none", "required", *names))
+            raise RequestError(f"tool_choice is {rules.shown(self.tool_choice)}; give one of {known}")
+        return (self.tools[names.index(self.tool_choice)],)
+
+    @property
     def constrained(self) -> bool:
         """Whether the answer has a form."""
-        return any(form is not None for form in (self.schema, self.regex, self.grammar))
+        return bool(self.forced_tools) or any(form is not None for form in (self.schema, self.regex, self.grammar))
 
 
 @dataclass(frozen=True)
@@ -213,13 +247,14 @@ class Request:
 
 def prepare(model: Model, options: Options, prompt: Sequence[int], began: float, keep: tuple[int, ...] = ()) -> Request:
     """Check a request. Raises RequestError and ContextError for what cannot run."""
+    stop = _ends_of_form(model) if options.constrained else model.stop_token_ids
     decode = DecodeOptions(
         max_new_tokens=options.max_new_tokens,
         temperature=options.temperature,
         top_k=options.top_k,
         top_p=options.top_p,
         seed=options.seed,
-        stop_token_ids=model.stop_token_ids,
+        stop_token_ids=stop,
         logprobs=options.logprobs,
     )
     _ = decode.sampling  # refuse bad values now
@@ -232,7 +267,7 @@ def prepare(model: Model, options: Options, prompt: Sequence[int], began: float,
         prompt=tuple(prompt),
         keep=tuple(at for at in keep if 0 < at < len(prompt)),
         decode=decode,
-        form=_form(model, options),
+        form=_form(model, options, stop),
         relaxation=_relaxation(model, options, prompt),
         began=began,
         deadline=None if options.deadline is None else began + options.deadline,
@@ -255,6 +290,7 @@ def as_messages(task: Task) -> list[Message] | None:
     if isinstance(task, str):
         if not task.strip():
             raise RequestError("the task is empty; say what is to be done")
+        refuse_surrogates(task, "the task")
         return [{"role": "user", "content": task}]
     try:
         first: Any = None if isinstance(task, bytes | bytearray | Mapping) else task[0] if len(task) else 0
@@ -263,17 +299,31 @@ def as_messages(task: Task) -> list[Message] | None:
     if first is None:
         raise RequestError(f"the task is of type {type(task).__name__}; give text, a list of messages or token ids")
     if isinstance(first, Mapping):
+        refuse_surrogates(task, "messages")
         return [with_text(message, index) for index, message in enumerate(task)]  # type: ignore[arg-type]  # no ids
     return None
 
 
-def _form(model: Model, options: Options) -> Grammar | None:
+def _ends_of_form(model: Model) -> tuple[int, ...]:
+    """The stop tokens that no text is written with: a comma that ends other answers is a comma inside a form."""
+    tokenizer = model.need_tokenizer("an answer cannot be given a form; leave schema, regex and grammar out")
+    stop = tuple(token for token in model.stop_token_ids if not tokenizer.is_ordinary(token))
+    if not stop:
+        found = f"; its stop tokens {list(model.stop_token_ids)} are ordinary text" if model.stop_token_ids else ""
+        raise RequestError(
+            f"this model has no end-of-text token, which a form needs{found}; leave schema, regex, grammar out"
+        )
+    return stop
+
+
+def _form(model: Model, options: Options, stop: tuple[int, ...]) -> Grammar | None:
+    """``stop`` ends the form."""
     if not options.constrained:
         return None
     tokenizer = model.need_tokenizer("an answer cannot be given a form; leave schema, regex and grammar out")
-    if not model.stop_token_ids:
-        raise RequestError("this model has no end-of-text token, which a form needs; leave schema, regex, grammar out")
-    size, stop = model.backend.shape.vocab_size, model.stop_token_ids
+    size = model.backend.shape.vocab_size
+    if tools := options.forced_tools:
+        return compile_tools(tool_grammar(tools, dialect_of(tokenizer)), tokenizer, size, stop)
     if options.regex is not None:
         return compile_regex(options.regex, tokenizer, size, stop)
     if options.grammar is not None:

@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from edge_dflash.characters import refuse_surrogates
 from edge_dflash.errors import RequestError
 
 Take: TypeAlias = Callable[[Any], Any]
@@ -37,6 +38,7 @@ def checked(rules: Mapping[str, Rule], values: Mapping[str, Any]) -> dict[str, A
     Also for a name without a rule, with the nearest one that has.
     """
     if unknown := next((name for name in values if name not in rules), None):
+        refuse_surrogates(unknown, "the name of an option")
         raise RequestError(_unknown(unknown, rules))
     taken = {}
     for name, value in values.items():
@@ -44,6 +46,8 @@ def checked(rules: Mapping[str, Rule], values: Mapping[str, Any]) -> dict[str, A
             taken[name] = rules[name].take(value)
         except (TypeError, ValueError, OverflowError, RecursionError):
             raise RequestError(f"{name} is {shown(value)}; give {rules[name].accepted}") from None
+        if rules[name].take is not path:  # a file's name may be any bytes
+            refuse_surrogates(value, name)
     return taken
 
 

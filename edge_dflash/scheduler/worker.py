@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 from weakref import WeakSet
 
-from edge_dflash.errors import DeviceLostError, EngineFailedError, RequestError
+from edge_dflash.errors import DeviceLostError, EngineFailedError, QueueFullError, RequestError
 from edge_dflash.scheduler.queue import PATIENCE, FairQueue
 from edge_dflash.scheduler.ticket import Ticket
 
@@ -26,7 +26,12 @@ R = TypeVar("R")
 Job: TypeAlias = Callable[[], Generator[T | None, Any, R]]
 
 QUEUE_LIMIT = 64
-CALLER_LIMIT = 16
+
+
+def shares(limit: int) -> tuple[int, int]:
+    """Of a queue of this length, the places that one caller can take, and one account: a half, and three quarters."""
+    caller = max(1, limit // 2)
+    return caller, max(caller, limit - max(1, limit // 4))
 
 
 @dataclass(eq=False)
@@ -39,6 +44,13 @@ class _Entry:
     steps: Generator[Any, Any, Any] | None = None  # of a running job
     cancelled: bool = False
     passed: int = 0  # times that it was interrupted
+
+
+def _displaced(entry: _Entry, priority: int) -> QueueFullError:
+    return QueueFullError(
+        f"this request, of priority {entry.priority}, gave its place in the full queue to one of priority {priority}; "
+        "send it again, or with a higher priority"
+    )
 
 
 class Scheduler:
@@ -54,17 +66,19 @@ class Scheduler:
         self,
         *,
         queue_limit: int = QUEUE_LIMIT,
-        caller_limit: int = CALLER_LIMIT,
+        caller_limit: int | None = None,
         patience: int = PATIENCE,
         name: str = "edge-dflash engine",
     ) -> None:
         """Start the worker.
 
-        At most ``queue_limit`` jobs wait, of one caller at most ``caller_limit``, so that no caller can keep the
-        others out; after being passed over ``patience`` times, a job counts as one priority higher.
+        At most ``queue_limit`` jobs wait, of one caller at most ``caller_limit`` (None: its share, and its account's,
+        by :func:`shares`), so that none keeps the others out. After being passed over ``patience`` times, a job counts
+        as one priority higher.
         """
         self._patience = patience
-        self._queue: FairQueue[_Entry] = FairQueue(queue_limit, min(queue_limit, caller_limit), patience)
+        caller, account = shares(queue_limit)
+        self._queue: FairQueue[_Entry] = FairQueue(queue_limit, caller_limit or caller, patience, account)
         self._changed = threading.Condition()
         self._running: list[_Entry] = []  # the last one runs, the others were interrupted
         self._closed = False
@@ -95,7 +109,7 @@ class Scheduler:
         job: Job[T, R],
         *,
         priority: int = 0,
-        caller: str = "",
+        caller: str | None = "",
         on_cancel: Callable[[], object] | None = None,
         ends: Callable[[], bool] = lambda: False,
     ) -> Ticket[T, R]:
@@ -104,9 +118,12 @@ class Scheduler:
         Cancelling a running job closes its generator before the next step, and the ticket raises
         RequestCancelledError. With ``on_cancel`` (called once, on the canceller's thread) the job is told instead and
         ends by itself with its own result. ``ends`` is asked while the job is interrupted: True lets it end,
-        which must take no pass (it was cancelled, or its time is over). Raises QueueFullError when the
-        queue or the caller's share of it is full, RequestError after :meth:`close`, EngineFailedError when the worker
-        has failed.
+        which must take no pass (it was cancelled, or its time is over). A job of the engine itself has no ``caller``
+        and takes no place in the queue.
+
+        Raises QueueFullError when the queue or the caller's share of it is full and all that waits there is as urgent;
+        else the job displaces a less urgent one, whose ticket raises it. RequestError after :meth:`close`,
+        EngineFailedError when the worker has failed.
         """
         ticket: Ticket[T, R] = Ticket(self._cancel, f"the request of {caller!r}" if caller else "the request")
         with self._changed:
@@ -114,7 +131,9 @@ class Scheduler:
                 raise self._failed(self._failure)
             if self._closed:
                 raise RequestError("the engine is closed and takes no more requests; open it again")
-            self._queue.push(_Entry(job, ticket, on_cancel, priority, ends), priority, caller)
+            displaced = self._queue.push(_Entry(job, ticket, on_cancel, priority, ends), priority, caller)
+            if displaced is not None:
+                displaced.ticket._fail(_displaced(displaced, priority))
             self._tickets.add(ticket)
             self._changed.notify_all()
         return ticket

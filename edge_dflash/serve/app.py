@@ -23,11 +23,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from edge_dflash.serve.fields import Fields
+from edge_dflash.serve.accounts import Keys
 from edge_dflash.serve.limits import SMALL, authorise, bound_headers, parse_object, read_body
-from edge_dflash.serve.messages import read_messages
 from edge_dflash.serve.metrics import CONTENT_TYPE
-from edge_dflash.serve.openai import Call, chat_call, checked_name, completion_call
+from edge_dflash.serve.names import checked_name, new_name, other_name
+from edge_dflash.serve.openai import Call, chat_call, completion_call, encode_call
+from edge_dflash.serve.openapi import OPERATIONS, document
 from edge_dflash.serve.refusal import Refusal, dump, error_json, refusal
 from edge_dflash.serve.service import Service
 from edge_dflash.serve.stream import EventStream, watch_client
@@ -39,29 +40,13 @@ _Read = TypeVar("_Read")
 _Endpoint = Callable[[Request], Awaitable[ASGIApp]]
 
 
-def make_app(service: Service, key: str = "") -> Starlette:
-    """The ASGI application of a service. ``key``: what TCP callers must send; "": nothing."""
-    routes = Routes(service)
-    sessions = "/v1/edge_dflash/sessions"
-    table: list[tuple[str, str, _Endpoint]] = [
-        ("POST", "/v1/chat/completions", routes.chat),
-        ("POST", "/v1/completions", routes.completions),
-        ("POST", "/v1/edge_dflash/encode", routes.encode),
-        ("GET", "/v1/models", routes.models),
-        ("GET", "/v1/models/{name:path}", routes.model),
-        ("GET", "/health", routes.health),
-        ("GET", "/ready", routes.ready),
-        ("GET", "/metrics", routes.metrics),
-        ("GET", sessions, routes.sessions),
-        ("GET", sessions + "/{name}", routes.session),
-        ("DELETE", sessions + "/{name}", routes.delete_session),
-        ("POST", sessions + "/{name}/save", routes.save_session),
-        ("POST", sessions + "/{name}/fork", routes.fork_session),
-    ]
+def make_app(service: Service, keys: Keys | None = None) -> Starlette:
+    """The ASGI application of a service. ``keys``: one of which TCP callers must send, if there are any."""
+    routes = Routes(service, dump(document(service.config, key=bool(keys))))
     app = Starlette(
-        routes=[Route(path, _answering(service, endpoint), methods=[method]) for method, path, endpoint in table],
+        routes=[_route(service, routes, path) for path in dict.fromkeys(one.path for one in OPERATIONS)],
         exception_handlers={HTTPException: _http_error, Exception: _defect},
-        middleware=[Middleware(_Guard, key=key, header_bytes=service.config.limits.header_bytes)],
+        middleware=[Middleware(_Guard, keys=keys or {}, header_bytes=service.config.limits.header_bytes)],
     )
     app.router.redirect_slashes = False  # a path that does not exist is answered as such
     return app
@@ -77,16 +62,19 @@ def error_response(refused: Refusal) -> Response:
     return json_response(error_json(refused), refused.status, refused.headers)
 
 
-def _answering(service: Service, endpoint: _Endpoint) -> Callable[[Request], Awaitable[ASGIApp]]:
-    """The endpoint, with errors that it raises on purpose turned into answers."""
+def _route(service: Service, routes: Routes, path: str) -> Route:
+    """All methods of a path, so that a refusal of another names them all; errors raised on purpose become answers."""
+    endpoints: dict[str, _Endpoint] = {
+        one.method: getattr(routes, one.endpoint) for one in OPERATIONS if one.path == path
+    }
 
     async def answer(request: Request) -> ASGIApp:
         try:
-            return await endpoint(request)
+            return await endpoints["GET" if request.method == "HEAD" else request.method](request)
         except Exception as error:
             return error_response(_refused(service, error))
 
-    return answer
+    return Route(path, answer, methods=list(endpoints))
 
 
 def _refused(service: Service, error: Exception) -> Refusal:
@@ -110,16 +98,17 @@ async def _defect(request: Request, error: Exception) -> Response:
 class _Guard:
     """Lets in who may come in."""
 
-    def __init__(self, app: ASGIApp, key: str, header_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, keys: Keys, header_bytes: int) -> None:
         self._app = app
-        self._key = key
+        self._keys = keys
         self._header_bytes = header_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             try:
                 bound_headers(scope, self._header_bytes)
-                authorise(scope, Headers(scope=scope), self._key)
+                account = authorise(scope, Headers(scope=scope), self._keys)
+                scope["state"] = {**scope.get("state", {}), "account": account}
             except Refusal as refused:
                 await error_response(refused)(scope, receive, send)
                 return
@@ -129,8 +118,9 @@ class _Guard:
 class Routes:
     """The endpoints. Work that grows with a body or with an answer is done on threads: the loop serves everybody."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, document: bytes) -> None:
         self._service = service
+        self._document = document
         # large bodies are worked on two at a time, however many there are: the loop is one thread among those that run
         self._large = asyncio.Semaphore(2)
 
@@ -145,9 +135,9 @@ class Routes:
     async def encode(self, request: Request) -> ASGIApp:
         """``POST /v1/edge_dflash/encode``: the token ids of messages or of a text."""
         planner, _ = self._service.loaded()
-        task, thinking = await self._body(request, _encode_call)
+        task, thinking, raw = await self._body(request, encode_call)
         async with self._turn(request):
-            return await self._made(lambda: {"tokens": list(planner.encode(task, thinking=thinking))})
+            return await self._made(lambda: {"tokens": list(planner.encode(task, thinking=thinking, raw=raw))})
 
     async def models(self, request: Request) -> ASGIApp:
         """``GET /v1/models``."""
@@ -175,36 +165,38 @@ class Routes:
         text = await self._service.on_thread(self._service.metrics.text)
         return Response(text, headers={"content-type": CONTENT_TYPE})
 
+    async def openapi(self, request: Request) -> ASGIApp:
+        """``GET /openapi.json``."""
+        return Response(self._document, media_type="application/json")
+
     async def sessions(self, request: Request) -> ASGIApp:
         """``GET /v1/edge_dflash/sessions``."""
-        _, sessions = self._service.loaded()
+        _, sessions = self._service.loaded(request.state.account)
         return await self._made(lambda: {"object": "list", "data": sessions.entries()})
 
     async def session(self, request: Request) -> ASGIApp:
         """``GET /v1/edge_dflash/sessions/NAME``."""
-        _, sessions = self._service.loaded()
+        _, sessions = self._service.loaded(request.state.account)
         return await self._made(partial(sessions.info, _name(request)))
 
     async def delete_session(self, request: Request) -> ASGIApp:
         """``DELETE /v1/edge_dflash/sessions/NAME``."""
-        _, sessions = self._service.loaded()
+        _, sessions = self._service.loaded(request.state.account)
         name = _name(request)
         await self._service.on_thread(partial(sessions.delete, name))
         return json_response({"id": name, "object": "edge_dflash.session", "deleted": True})
 
     async def save_session(self, request: Request) -> ASGIApp:
         """``POST /v1/edge_dflash/sessions/NAME/save``, with ``to`` under another name."""
-        _, sessions = self._service.loaded()
-        name, to = _name(request), await self._body(request, _other_name)
+        _, sessions = self._service.loaded(request.state.account)
+        name, to = _name(request), await self._body(request, other_name)
         size = await self._service.on_thread(partial(sessions.save, name, to))
         return json_response({"id": to or name, "object": "edge_dflash.session", "saved": True, "bytes": size})
 
     async def fork_session(self, request: Request) -> ASGIApp:
         """``POST /v1/edge_dflash/sessions/NAME/fork`` to the name ``to``."""
-        _, sessions = self._service.loaded()
-        name, to = _name(request), await self._body(request, _other_name)
-        if to is None:
-            raise Refusal("to is missing; give the name of the new session", param="to")
+        _, sessions = self._service.loaded(request.state.account)
+        name, to = _name(request), await self._body(request, new_name)
         await self._service.on_thread(partial(sessions.fork, name, to))
         return json_response({"id": to, "object": "edge_dflash.session"})
 
@@ -257,7 +249,7 @@ class Routes:
             service.loaded()
             limits, defaults = service.config.limits, service.config.defaults
             call = await self._body(request, lambda body: read(body, limits, defaults))
-            running = service.start(call, arrived)
+            running = service.start(call, arrived, request.state.account)
         except Exception as error:
             refused = _refused(service, error)
             count(_outcome(refused.status))
@@ -282,24 +274,6 @@ class Routes:
             watcher.cancel()
             if not streams:
                 await service.end(running)
-
-
-def _encode_call(body: dict[str, Any]) -> tuple[Any, bool]:
-    """What is to be encoded, and whether the template is to open thinking."""
-    fields = Fields(body)
-    text = fields.text("text")
-    task: Any = read_messages(fields.array("messages")) if text is None else text
-    thinking = fields.flag("thinking") or False
-    fields.done()
-    return task, thinking
-
-
-def _other_name(body: dict[str, Any]) -> str | None:
-    """The name of another session, ``to``."""
-    fields = Fields(body)
-    to = fields.text("to")
-    fields.done()
-    return None if to is None else checked_name(to, "to")
 
 
 def _name(request: Request) -> str:

@@ -10,6 +10,7 @@ import asyncio
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from edge_dflash.serve.accounts import peer
 from edge_dflash.serve.refusal import Refusal, dump, error_json
 
 _READ = 65536  # bytes taken at a time: h11 is Python, and what it makes of a MB at once keeps everybody waiting
@@ -34,6 +35,7 @@ def bounded_connection(most: int, header_seconds: float, write_seconds: float) -
             self._buffer = bytearray(_READ)
             self.conn = _Connection(h11.SERVER, self.config.h11_max_incomplete_event_size or _READ)
             super().connection_made(transport)
+            self.app_state = {**self.app_state, "peer": peer(transport.get_extra_info("socket"))}
             if sum(_local(one) == _local(self) for one in self.connections) > most:
                 self._refuse(Refusal(f"{most} connections are open, which is the limit", status=503, retry_after=1))
             else:

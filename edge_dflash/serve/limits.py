@@ -9,36 +9,19 @@ import asyncio
 import hmac
 import json
 import math
-import stat
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Scope
 
-from edge_dflash.errors import ConfigError
+from edge_dflash.characters import lone_surrogate, surrogate_message
+from edge_dflash.serve.accounts import Keys, own
 from edge_dflash.serve.refusal import Refusal
 
 SMALL = 8192  # bytes of a body that is read on the loop: a millisecond or two
 CONTAINERS = 65536  # objects and arrays of a body. Parsing holds the interpreter: 25 ms for so many, 250 ms for a MB
 _LOCAL_NAMES = frozenset(("localhost", "127.0.0.1", "::1", "[::1]"))
-
-
-def read_key(path: str) -> str:
-    """The key in a file. Raises ConfigError when it cannot be read, is too short, or everybody could read it."""
-    try:
-        mode = Path(path).stat().st_mode
-        text = Path(path).read_text(encoding="ascii").strip()
-    except OSError as error:
-        raise ConfigError(f"cannot read the API key {path}: {error.strerror}; give a readable file") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"the API key {path} is not ASCII; write a new one") from None
-    if mode & (stat.S_IROTH | stat.S_IWOTH):
-        raise ConfigError(f"everybody can read the API key {path}; chmod o-rwx it")
-    if len(text) < 16 or not text.isprintable() or " " in text:
-        raise ConfigError(f"the API key {path} has {len(text)} characters; give at least 16, without blanks")
-    return text
 
 
 def bound_headers(scope: Scope, limit: int) -> None:
@@ -49,29 +32,31 @@ def bound_headers(scope: Scope, limit: int) -> None:
         raise Refusal(f"the headers have {size} bytes, the limit is {limit} bytes; send less", status=431)
 
 
-def authorise(scope: Scope, headers: Mapping[str, str], key: str) -> None:
-    """Refuse a caller who may not come in. Whoever could open the Unix socket may.
+def authorise(scope: Scope, headers: Mapping[str, str], keys: Keys) -> str:
+    """The account of a caller. Raises Refusal for who may not come in. Whoever could open the Unix socket may.
 
     Over TCP with a key: the key. Without a key only loopback is listened on, and the request must name it as its host:
     a web page that a browser on this machine shows must not reach the service under another name.
     """
     server = scope.get("server")
     if server is None or server[1] is None:
-        return
-    if key:
-        kind, _, given = headers.get("authorization", "").partition(" ")
-        good = hmac.compare_digest(given.strip().encode("utf-8", "replace"), key.encode())
-        if not good or kind.lower() != "bearer":
+        return str(scope.get("state", {}).get("peer") or own())
+    if keys:
+        kind, _, text = headers.get("authorization", "").partition(" ")
+        given = text.strip().encode("utf-8", "replace")
+        found = [account for key, account in keys.items() if hmac.compare_digest(given, key.encode())]
+        if not found or kind.lower() != "bearer":
             raise Refusal(
                 "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'",
                 status=401,
                 code="invalid_api_key",
                 headers={"www-authenticate": "Bearer", "connection": "close"},
             )
-        return
+        return found[0]
     host = headers.get("host", "")
     if (host.rpartition(":")[0] or host) not in _LOCAL_NAMES and host not in _LOCAL_NAMES:
         raise Refusal(f"host {host[:60]!r} is not this machine; call it as 127.0.0.1", status=403, code="host")
+    return own()
 
 
 async def read_body(request: Request, *, limit: int, seconds: float) -> bytes:
@@ -129,6 +114,8 @@ def parse_object(body: bytes, depth: int) -> dict[str, Any]:
         raise _too_deep(depth) from None
     if not isinstance(value, dict):
         raise Refusal(f"the body is of type {type(value).__name__}; send a JSON object", code="json")
+    if b"\\ud" in body.lower() and (place := lone_surrogate(value, "")) is not None:  # in UTF-8 only by an escape
+        raise Refusal(surrogate_message(place), param=place, code="json")
     level: list[Any] = [value]
     for _ in range(depth):
         level = [inner for outer in level for inner in (outer.values() if isinstance(outer, dict) else outer)]

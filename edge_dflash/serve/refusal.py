@@ -6,6 +6,7 @@ Knows the error tree, nothing of requests or sockets.
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 from edge_dflash.errors import (
@@ -16,6 +17,7 @@ from edge_dflash.errors import (
     QueueFullError,
     RequestCancelledError,
     RequestError,
+    StorageError,
 )
 
 Headers = dict[str, str]
@@ -40,7 +42,7 @@ class Refusal(RequestError):
         self.param = param
         self.headers = dict(headers or {})
         if retry_after is not None:
-            self.headers["retry-after"] = str(max(1, round(retry_after)))
+            self.headers["retry-after"] = str(max(1, math.ceil(retry_after)))
 
 
 def refusal(error: BaseException, *, retry_after: float = 1.0) -> Refusal:
@@ -56,6 +58,10 @@ def refusal(error: BaseException, *, retry_after: float = 1.0) -> Refusal:
         return Refusal(message, status=503, code="engine_failed", retry_after=retry_after)
     if isinstance(error, RequestCancelledError):
         return Refusal(message, status=503, code="cancelled", retry_after=retry_after)
+    if isinstance(error, StorageError):
+        return Refusal(
+            message, status=507 if error.full else 503, code="storage_full" if error.full else "storage_failed"
+        )
     if isinstance(error, RequestError):
         return Refusal(message)
     if isinstance(error, BundleError):  # a saved session of another bundle

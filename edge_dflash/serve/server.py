@@ -23,12 +23,13 @@ from types import FrameType
 import uvicorn
 
 from edge_dflash.errors import EdgeDflashError, ServiceError
+from edge_dflash.serve.accounts import Keys, read_keys
 from edge_dflash.serve.app import make_app
 from edge_dflash.serve.config import ServeConfig
 from edge_dflash.serve.connection import bounded_connection
 from edge_dflash.serve.lifecycle import Notifier, Showing, logged
-from edge_dflash.serve.limits import read_key
 from edge_dflash.serve.service import Board, Service
+from edge_dflash.serve.state_dir import held
 from edge_dflash.telemetry.energy import EnergyMeter
 from edge_dflash.telemetry.state import BoardState
 
@@ -48,14 +49,15 @@ def run(
 
     ``board`` and ``power`` are asked for the board's state and energy; ``showing`` shows how far loading is.
 
-    Raises ConfigError for a key file that cannot be used, ServiceError when it cannot listen, and what Planner.open
-    raises.
+    Raises ConfigError for a key file that cannot be used, ServiceError when it cannot listen or another server has
+    the state directory, and what Planner.open raises.
     """
-    key = read_key(config.service.api_key_file) if config.service.api_key_file else ""
+    keys = read_keys(config.service.api_key_file) if config.service.api_key_file else {}
     with contextlib.ExitStack() as stack:
         sockets = stack.enter_context(listening(config, inherited))
+        stack.enter_context(held(Path(config.service.state_dir)))
         service = Service(config, notifier, board, power)
-        asyncio.run(_Process(service, key, stack.close, showing).main(sockets))
+        asyncio.run(_Process(service, keys, stack.close, showing).main(sockets))
 
 
 @contextmanager
@@ -150,11 +152,11 @@ def address(one: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def uvicorn_config(service: Service, key: str) -> uvicorn.Config:
+def uvicorn_config(service: Service, keys: Keys) -> uvicorn.Config:
     """How uvicorn is to serve a service."""
     limits, timeouts = service.config.limits, service.config.timeouts
     return uvicorn.Config(
-        make_app(service, key),
+        make_app(service, keys),
         http=bounded_connection(limits.connections, timeouts.header, timeouts.write),
         ws="none",
         loop="asyncio",
@@ -185,10 +187,10 @@ class _Server(uvicorn.Server):
 class _Process:
     """One run of a service."""
 
-    def __init__(self, service: Service, key: str, put_away: Callable[[], None], showing: Showing) -> None:
+    def __init__(self, service: Service, keys: Keys, put_away: Callable[[], None], showing: Showing) -> None:
         """``put_away`` closes the sockets, before the process is left without ceremony."""
         self._service = service
-        self._key = key
+        self._keys = keys
         self._put_away = put_away
         self._showing = showing
         self._reloads: set[asyncio.Task[None]] = set()
@@ -200,7 +202,7 @@ class _Process:
         closed = sys.stderr.isatty()  # then SIGHUP says that the terminal was closed
         loop.add_signal_handler(signal.SIGHUP, stop.set if closed else self._reload)
         loop.set_default_executor(service.threads)
-        server = _Server(uvicorn_config(service, self._key), stop, loop)
+        server = _Server(uvicorn_config(service, self._keys), stop, loop)
         serving = asyncio.create_task(server.serve(list(sockets)))
         watching = asyncio.create_task(service.watch())
         stopping = asyncio.create_task(stop.wait())

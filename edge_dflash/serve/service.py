@@ -25,10 +25,12 @@ from edge_dflash.progress import unheard
 from edge_dflash.request.options import PlanOptions
 from edge_dflash.request.stream import AsyncPlanStream, PlanStream
 from edge_dflash.selftest import Mode
+from edge_dflash.serve.accounts import own
 from edge_dflash.serve.config import MIB, ServeConfig
 from edge_dflash.serve.lifecycle import Notifier, NullNotifier, Progress, State, Watchers
 from edge_dflash.serve.metrics import Meter, Metrics, Sampling
 from edge_dflash.serve.openai import Call
+from edge_dflash.serve.owners import AllSessions
 from edge_dflash.serve.refusal import Refusal
 from edge_dflash.serve.replies import Writer
 from edge_dflash.serve.sessions import Sessions
@@ -37,6 +39,7 @@ from edge_dflash.telemetry.state import BoardState
 
 log = logging.getLogger("edge_dflash.serve")
 Board = Callable[[], BoardState]
+MOST_SECONDS = 600.0  # that a client is asked to wait before it tries again
 TICK = 0.5  # seconds between two looks at the engine
 
 
@@ -47,6 +50,7 @@ class Running:
     call: Call
     writer: Writer
     stream: AsyncPlanStream
+    sessions: Sessions  # its caller's
     disconnected: bool = False
     held: str | None = None  # its session, while it has it
     session_error: str | None = None  # why its session was not saved
@@ -78,9 +82,9 @@ class Service:
         self.metrics = Metrics(board)
         self.progress = Progress()
         self.planner: Planner | None = None
-        self.sessions: Sessions | None = None
+        self.sessions: AllSessions | None = None
         self._running: set[Running] = set()
-        self._seconds: deque[float] = deque([1.0], maxlen=16)  # of the last requests
+        self._seconds: deque[float] = deque(maxlen=16)  # of the last requests that ran
         self.threads = ThreadPoolExecutor(2 * config.limits.connections + 4, thread_name_prefix="edge-dflash request")
 
     # Loading ----------------------------------------------------------------------------------------------------------
@@ -115,7 +119,7 @@ class Service:
         """Serve this planner, which was opened with :attr:`observer`; it is closed in the end."""
         self.planner = planner
         limits = self.config.limits
-        self.sessions = Sessions(
+        self.sessions = AllSessions(
             planner,
             Path(self.config.service.state_dir) / "sessions",
             limit=limits.sessions,
@@ -143,12 +147,16 @@ class Service:
         if self.state != "ready" or self.sessions is None:
             return
         self.notifier.reloading()
-        for problem in await self.on_thread(self.sessions.save_soon):
-            log.error("not saved: %s", problem)
-        never = self.config.sessions.save == "never"
-        log.info("reload: sessions %s", 'are not saved, sessions.save is "never"' if never else "are saved")
-        if self.state == "ready":  # and not stopping meanwhile
-            self.notifier.ready()
+        try:
+            for problem in await self.on_thread(self.sessions.save_soon):
+                log.error("not saved: %s", problem)
+            never = self.config.sessions.save == "never"
+            log.info("reload: sessions %s", 'are not saved, sessions.save is "never"' if never else "are saved")
+        except Exception:
+            log.exception("reload: sessions are not saved")
+        finally:
+            if self.state == "ready":  # and not stopping meanwhile
+                self.notifier.ready()
 
     # Watching ---------------------------------------------------------------------------------------------------------
 
@@ -192,20 +200,27 @@ class Service:
 
     # Requests ---------------------------------------------------------------------------------------------------------
 
-    def loaded(self) -> tuple[Planner, Sessions]:
-        """The planner and its sessions. Raises Refusal when no requests are taken now."""
+    def loaded(self, account: str | None = None) -> tuple[Planner, Sessions]:
+        """The planner and the sessions of an account (None: the service's own user).
+
+        Raises Refusal when no requests are taken now.
+        """
         if self.state != "ready" or self.planner is None or self.sessions is None:
             why = {"loading": "is loading", "failed": "has failed"}.get(self.state, "is stopping")
             raise Refusal(f"the service {why}; try again soon", status=503, code=self.state, retry_after=5)
-        return self.planner, self.sessions
+        return self.planner, self.sessions.of(account or own())
 
     def retry_after(self) -> float:
-        """Seconds until a place in the queue may be free."""
-        return min(60.0, sum(self._seconds) / len(self._seconds))
+        """Seconds in which what waits now is served, at the pace of the last requests."""
+        pace = sum(self._seconds) / len(self._seconds) if self._seconds else 1.0
+        return min(MOST_SECONDS, pace * max(1, self.planner.waiting if self.planner is not None else 0))
 
-    def start(self, call: Call, arrived: float) -> Running:
-        """Admit a call; ``arrived``: time.perf_counter() of its arrival. Errors come as Planner.stream raises them."""
-        planner, sessions = self.loaded()
+    def start(self, call: Call, arrived: float, account: str | None = None) -> Running:
+        """Admit a call of an account (None: the service's own user); ``arrived``: time.perf_counter() of its arrival.
+
+        Errors come as Planner.stream raises them.
+        """
+        planner, sessions = self.loaded(account)
         if call.model is not None and call.model != self.config.model:
             raise Refusal(
                 f"there is no model {call.model[:60]!r}; this service has {self.config.model!r}",
@@ -220,19 +235,25 @@ class Service:
                 session = sessions.acquire(call.session)
                 running.held = call.session
             running.began = time.perf_counter()
-            return self._queued(planner, session, call, arrived)
+            return self._queued(planner, session, call, arrived, account or own())
 
-        running = Running(call, Writer(call, self.config.model, planner.fingerprint[:16]), AsyncPlanStream(begin))
+        writer = Writer(call, self.config.model, planner.fingerprint[:16])
+        running = Running(call, writer, AsyncPlanStream(begin), sessions)
         self._running.add(running)
         return running
 
-    def _queued(self, planner: Planner, session: PlannerSession | None, call: Call, arrived: float) -> PlanStream:
+    def _queued(
+        self, planner: Planner, session: PlannerSession | None, call: Call, arrived: float, account: str
+    ) -> PlanStream:
         task: Any = call.task
         if isinstance(task, str):
             if planner.tokenizer is None:
                 raise Refusal("this model has no tokenizer; give token ids as the prompt", param="prompt")
-            task = planner.tokenizer.encode(task)
+            words = planner.tokenizer
+            task = words.encode(task) if call.options.get("raw") else words.encode_text(task)
         options = PlanOptions(**call.options)
+        named = options.get("caller", "")
+        options["caller"] = f"{account}/{named}" if named else account
         deadline = call.deadline if call.deadline is not None else self.config.timeouts.deadline or None
         if deadline is not None:
             options["deadline"] = max(0.0, deadline - (time.perf_counter() - arrived))
@@ -248,9 +269,9 @@ class Service:
         """The plan of a request, counted; its session is saved if that is wanted after every turn."""
         plan = await running.stream.result()
         self._count(running, plan)
-        if (name := running.call.session) is not None and self.sessions is not None and plan.tokens:
+        if (name := running.call.session) is not None and plan.tokens:
             try:
-                await self.on_thread(partial(self.sessions.turned, name))
+                await self.on_thread(partial(running.sessions.turned, name))
             except EdgeDflashError as error:  # the answer is there all the same
                 log.error("session %s was not saved: %s", name, error)
                 running.session_error = str(error)
@@ -262,7 +283,8 @@ class Service:
             self.metrics.plan(plan)
             if (joules := self._joules(running, plan)) is not None:
                 self.metrics.joules.labels(self.power.rail).observe(joules)
-            self._seconds.append(plan.timings.total_seconds - plan.timings.queue_seconds)
+            if plan.tokens:
+                self._seconds.append(plan.timings.total_seconds - plan.timings.queue_seconds)
 
     def _joules(self, running: Running, plan: Plan) -> float | None:
         """Energy of the board while a plan was made; None where it does not say its power."""
@@ -286,8 +308,8 @@ class Service:
             log.debug("a request ended with %r", error)
         finally:
             self._running.discard(running)
-            if running.held is not None and self.sessions is not None:
-                await self.on_thread(partial(self.sessions.release, running.held))
+            if running.held is not None:
+                await self.on_thread(partial(running.sessions.release, running.held))
 
     async def on_thread(self, function: Callable[[], Any]) -> Any:
         """Run what may wait for the engine."""

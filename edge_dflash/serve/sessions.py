@@ -1,7 +1,8 @@
-"""The service's conversations, by name: open ones in memory, saved ones in one directory, opened again when asked for.
+"""One owner's conversations, by name: open ones in memory, saved ones in one directory, opened again when asked for.
 
-A name that may be used names one file of the directory and no path. Every method but the constructor may wait for the
-engine, so none is called on the loop's thread. Knows nothing of HTTP.
+Names were checked (:func:`edge_dflash.serve.names.session_name`). Every method but the constructor may wait for the
+engine, so none is called on the loop's thread. Where the disk fails, a session stays as it is in memory and is saved at
+the next occasion. Knows nothing of HTTP.
 """
 
 from __future__ import annotations
@@ -14,14 +15,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from edge_dflash.errors import EdgeDflashError, RequestError
+from edge_dflash.errors import EdgeDflashError
 from edge_dflash.planner import Planner
 from edge_dflash.planner_session import PlannerSession
-from edge_dflash.serve.openai import checked_name
 from edge_dflash.serve.refusal import Refusal
+from edge_dflash.serve.state_dir import SessionFiles
 
 log = logging.getLogger("edge_dflash.serve")
-SUFFIX = ".session"
 _LETS_GO = 5.0  # seconds that a request which has ended may take to let its session go
 
 
@@ -38,14 +38,13 @@ class _Slot:
 
 
 class Sessions:
-    """Named sessions of one planner. Used from any thread."""
+    """Named sessions of one owner, on one planner. Used from any thread."""
 
     def __init__(self, planner: Planner, directory: Path, *, limit: int, saved_limit: int, save: str) -> None:
         """Keep at most ``limit`` open and ``saved_limit`` files; ``save``: turn, shutdown or never."""
         self._planner = planner
-        self._directory = directory
+        self._files = SessionFiles(directory, saved_limit)
         self._limit = limit
-        self._saved_limit = saved_limit
         self._save = save
         self._lock = threading.Lock()
         self._slots: OrderedDict[str, _Slot] = OrderedDict()  # used longest ago first
@@ -72,9 +71,11 @@ class Sessions:
         with self._lock:
             slot = self._slots[name]
             slot.held, due, slot.due = False, slot.due, False
-        if due and (problem := self._saved(name, slot)):
-            log.error("not saved: %s", problem)
-        self._let_go(name, slot)
+        try:
+            if due and (problem := self._saved(name, slot)):
+                log.error("not saved: %s", problem)
+        finally:
+            self._let_go(name, slot)
 
     def turned(self, name: str) -> None:
         """A turn has ended: save it if that is wanted after every turn. Called before :meth:`release`."""
@@ -85,7 +86,7 @@ class Sessions:
         """All names, open and saved."""
         with self._lock:
             opened = {name: slot for name, slot in self._slots.items() if slot.session is not None}
-        names = sorted({*opened, *self._files()})
+        names = sorted({*opened, *self._files.names()})
         return [self._entry(name, opened.get(name)) for name in names]
 
     def info(self, name: str) -> dict[str, Any]:
@@ -98,7 +99,7 @@ class Sessions:
                 "messages": list(slot.session.messages),
                 "token_ids": list(slot.session.tokens),
             }
-        if not self._path(name).is_file():
+        if not self._files.has(name):
             raise _unknown(name)
         return self._entry(name, None)
 
@@ -125,7 +126,7 @@ class Sessions:
             target = self._slot(to)
             try:
                 with target.lock:
-                    if target.session is not None or self._path(to).is_file():
+                    if target.session is not None or self._files.has(to):
                         raise Refusal(f"session {to!r} exists; give a new name, or delete it", status=409, param="to")
                     target.session = source.fork()
             finally:
@@ -140,17 +141,16 @@ class Sessions:
             with self._lock:
                 slot = self._slots.get(name)
                 if slot is None or not slot.users:
+                    found = self._files.remove(name)  # first: where it fails nothing has changed
                     self._slots.pop(name, None)
                     break
             if slot.session is None or slot.session.busy or time.monotonic() > until:
                 raise _busy(name)
             time.sleep(0.005)  # the request that held it has ended, or was cancelled
-        path = self._path(name)
-        if slot is None and not path.is_file():
+        if slot is None and not found:
             raise _unknown(name)
         if slot is not None and slot.session is not None:
             slot.session.close()
-        path.unlink(missing_ok=True)
 
     def save_all(self) -> list[str]:
         """Save what is not saved, unless that is never wanted; returns what went wrong."""
@@ -174,14 +174,14 @@ class Sessions:
             try:
                 if _unsaved(slot):
                     self._written(name, slot, name)
-            except (EdgeDflashError, OSError) as error:
+            except EdgeDflashError as error:
                 return f"session {name}: {error}"
         return ""
 
     def _known(self, name: str) -> bool:
         with self._lock:
             slot = self._slots.get(name)
-        return (slot is not None and slot.session is not None) or self._path(name).is_file()
+        return (slot is not None and slot.session is not None) or self._files.has(name)
 
     def _slot(self, name: str) -> _Slot:
         """The slot of a name, with one more user; another one is closed if there are too many."""
@@ -216,6 +216,7 @@ class Sessions:
 
     def _evict(self) -> None:
         """Close the session that was used longest ago and is not in use. Nothing is lost: else it is refused."""
+        unsaved: EdgeDflashError | None = None
         for name, slot in self._slots.items():
             if slot.users or slot.session is None or not slot.lock.acquire(blocking=False):
                 continue
@@ -223,12 +224,18 @@ class Sessions:
                 if _unsaved(slot):
                     if self._save == "never":
                         continue
-                    self._written(name, slot, name)
+                    try:
+                        self._written(name, slot, name)
+                    except EdgeDflashError as error:
+                        unsaved = unsaved or error
+                        continue
                 slot.session.close()
                 del self._slots[name]
                 return
             finally:
                 slot.lock.release()
+        if unsaved is not None:
+            raise unsaved
         raise Refusal(
             f"{len(self._slots)} sessions are open, which is the limit, and none can be put away; delete one",
             status=429,
@@ -238,9 +245,8 @@ class Sessions:
 
     def _opened(self, name: str, slot: _Slot) -> PlannerSession:
         if slot.session is None:
-            path = self._path(name)
-            if path.is_file():
-                slot.session = self._planner.load_session(path)
+            if self._files.has(name):
+                slot.session = self._planner.load_session(self._files.path(name))
                 slot.saved = len(slot.session.tokens)
             else:
                 slot.session = self._planner.session()
@@ -251,33 +257,17 @@ class Sessions:
             raise _unknown(name)
         if slot.session.busy:
             raise _busy(name)
-        files = self._files()
-        if to not in files and len(files) >= self._saved_limit:
-            raise Refusal(
-                f"{len(files)} sessions are saved, the limit is {self._saved_limit}; delete one",
-                status=409,
-                code="session_limit",
-            )
-        try:
-            self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except OSError as error:
-            raise RequestError(f"cannot make the state directory: {error.strerror}; check its permissions") from None
-        size = slot.session.save(self._path(to))
+        self._files.make_room(to)
+        size = slot.session.save(self._files.path(to))
         if to == name:
             slot.saved = len(slot.session.tokens)
         return size
-
-    def _path(self, name: str) -> Path:
-        return self._directory / (checked_name(name, "session") + SUFFIX)
-
-    def _files(self) -> list[str]:
-        return [path.name.removesuffix(SUFFIX) for path in self._directory.glob("*" + SUFFIX)]
 
     def _entry(self, name: str, slot: _Slot | None) -> dict[str, Any]:
         session = slot.session if slot is not None else None
         entry: dict[str, Any] = {"id": name, "object": "edge_dflash.session", "open": session is not None}
         entry["tokens"] = len(session.tokens) if session is not None else None
-        entry["saved"] = self._path(name).is_file()
+        entry["saved"] = self._files.has(name)
         return entry
 
 

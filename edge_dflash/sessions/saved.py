@@ -11,18 +11,19 @@ import fcntl
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 
 from edge_dflash.backends.base import Snapshot
-from edge_dflash.checkpoint.files import DTYPES, TensorFiles
+from edge_dflash.checkpoint.files import DTYPES, Entry, TensorFiles
 from edge_dflash.checkpoint.weights import Array
-from edge_dflash.errors import BundleError, CheckpointError, RequestError
-from edge_dflash.files import is_file
+from edge_dflash.errors import BundleError, CheckpointError, RequestError, StorageError
 from edge_dflash.sessions.session import SessionState
 
 FORMAT = "edge-dflash-session"
@@ -35,7 +36,7 @@ _KINDS = {np.dtype(DTYPES[kind]): kind for kind in ("U8", "I8", "U16", "I16", "F
 def save_session(path: Path | str, state: SessionState) -> int:
     """Write a session durably and in one step: ``path`` holds the old file or the new one, whatever happens.
 
-    Returns the bytes of the file, which only its owner may read. Raises RequestError when it cannot be written.
+    Returns the bytes of the file, which only its owner may read. Raises StorageError when it cannot be written.
     """
     path = Path(path)
     arrays: dict[str, Array] = {_TOKENS: np.array(state.tokens, dtype=np.int32)}
@@ -54,34 +55,45 @@ def save_session(path: Path | str, state: SessionState) -> int:
             for part in parts:
                 file.write(part.data)
     except OSError as error:
-        raise RequestError(f"cannot write {path}: {error.strerror}; nothing was changed there") from None
+        remedy = "what was there is as it was; check the disk and its permissions"
+        raise StorageError.of(error, f"cannot write {path}", remedy) from None
     return len(header) + sum(part.size for part in parts)
 
 
 def load_session(path: Path | str, fingerprint: str) -> SessionState:
     """Read what :func:`save_session` wrote, whole, into memory of its own.
 
-    Raises BundleError when it belongs to another bundle than ``fingerprint`` says, RequestError when it is missing,
-    of another format or version, or damaged anywhere.
+    Raises BundleError when it belongs to another bundle than ``fingerprint`` says, StorageError when the disk does not
+    give it, RequestError when it is missing, of another format or version, or damaged anywhere.
     """
     path = Path(path)
-    if not is_file(path):
-        raise RequestError(f"no session file at {path}; give the path that a session was saved to")
     try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise FileNotFoundError
         tensors = TensorFiles.open([path])
-        header = _read_header(path)
-        arrays = {name: tensors.array(name)[1].copy() for name in tensors.names()}
+        with path.open("rb") as file:
+            prefix = file.read(8)
+            header = prefix + file.read(int.from_bytes(prefix, "little"))
+            arrays = {name: _array(file, tensors.entry(name)) for name in tensors.names()}
+    except (FileNotFoundError, NotADirectoryError):
+        raise RequestError(f"no session file at {path}; give the path that a session was saved to") from None
     except CheckpointError as error:
+        if isinstance(error.__context__, OSError):
+            raise _unread(path, error.__context__) from None
         reason = str(error).partition("; download")[0]  # a checkpoint's remedy
         raise RequestError(f"no session file, or damaged: {reason}{_REMEDY}") from None
     except OSError as error:
-        raise RequestError(f"cannot read {path}: {error.strerror}; check its permissions") from None
+        raise _unread(path, error) from None
     _check(path, header, fingerprint, arrays, sorted(arrays, key=lambda name: tensors.entry(name).offset))
     tokens = arrays.pop(_TOKENS)
     states = {name.removeprefix(_STATE): array for name, array in arrays.items()}
     snapshot = Snapshot(len(tokens) - 1, states) if states else None
     note = json.loads(header[8:])["__metadata__"].get("note", "")
     return SessionState(tuple(tokens.tolist()), snapshot, fingerprint, note)
+
+
+def _unread(path: Path, error: OSError) -> StorageError:
+    return StorageError.of(error, f"cannot read {path}", "check its permissions and the disk")
 
 
 _REMEDY = "; restore the file from a copy, or start a new session"
@@ -104,11 +116,12 @@ def _header(arrays: Mapping[str, Array], state: SessionState) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _read_header(path: Path) -> bytes:
-    """Length prefix and header, as they stand in a file whose header is sound."""
-    with path.open("rb") as file:
-        prefix = file.read(8)
-        return prefix + file.read(int.from_bytes(prefix, "little"))
+def _array(file: BufferedReader, entry: Entry) -> Array:
+    """A tensor of a file: read, not mapped, so that a disk that fails gives an error and no signal."""
+    array = np.zeros(entry.shape, DTYPES[entry.dtype])
+    file.seek(entry.offset)
+    file.readinto(array.reshape(-1).view(np.uint8).data)  # of a short one the checksum is wrong
+    return array
 
 
 def _check(path: Path, header: bytes, fingerprint: str, arrays: Mapping[str, Array], order: list[str]) -> None:
@@ -161,7 +174,8 @@ def _replacement(path: Path) -> Iterator[BinaryIO]:
             os.fsync(file.fileno())
             partial.replace(path)
         except BaseException:
-            partial.unlink(missing_ok=True)
+            with suppress(OSError):
+                partial.unlink()
             raise
     directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:

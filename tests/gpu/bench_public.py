@@ -97,7 +97,7 @@ def served(planner, folder):
     service.take(Planner(planner.backend, planner.tokenizer, stop, fallback=False, observer=service.observer))
     service.open_doors()
     with listening(service.config, ()) as sockets:
-        server = uvicorn.Server(uvicorn_config(service, ""))
+        server = uvicorn.Server(uvicorn_config(service, {}))
         thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets)))
         thread.start()
         try:

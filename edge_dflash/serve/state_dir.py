@@ -1,0 +1,127 @@
+"""The state directory: one server's at a time, with a file for each saved session.
+
+The disk may be full, read-only, failing or closed to this user at any time: all that is done here raises StorageError.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from edge_dflash.errors import ServiceError, StorageError
+from edge_dflash.serve.refusal import Refusal
+
+log = logging.getLogger("edge_dflash.serve")
+SUFFIX = ".session"
+LOCK = "lock"  # file in the state directory that a running server holds; it says its process
+_REMEDY = "check the disk and its permissions"
+
+
+@contextmanager
+def held(directory: Path) -> Iterator[None]:
+    """Keep other servers from this state directory. The kernel lets it go when the process ends, however it does.
+
+    Raises ServiceError while another has it. Where the disk gives no lock file, a warning says so: sessions live in
+    memory, and nothing can be saved there either.
+    """
+    made = not directory.exists()
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor = _locked(directory / LOCK)
+    except OSError as error:
+        log.warning("cannot lock the state directory %s: %s; sessions may not be saved", directory, error.strerror)
+        yield
+        return
+    try:
+        with suppress(OSError):  # a full disk: the lock holds all the same
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, b"%d\n" % os.getpid(), 0)
+        yield
+    finally:
+        with suppress(OSError):
+            (directory / LOCK).unlink()
+            if made:
+                directory.rmdir()  # if nothing was saved
+        os.close(descriptor)
+
+
+def _locked(path: Path) -> int:
+    """A descriptor that holds the lock file. Raises ServiceError while another process does, OSError."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(descriptor), path.stat()):
+                return descriptor
+        except BlockingIOError:
+            owner = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip() or "unknown"
+            os.close(descriptor)
+            raise ServiceError(
+                f"another server, process {owner}, has the state directory {path.parent}; "
+                "stop it, or give another service.state_dir or --state-dir"
+            ) from None
+        except FileNotFoundError:
+            pass
+        os.close(descriptor)  # its holder ended meanwhile and took the file away
+
+
+class SessionFiles:
+    """Files of one owner's sessions, at most ``limit``. A name that may be used names one file and no path."""
+
+    def __init__(self, directory: Path, limit: int) -> None:
+        self._directory = directory
+        self._limit = limit
+
+    def path(self, name: str) -> Path:
+        """Where a session is saved."""
+        return self._directory / (name + SUFFIX)
+
+    def has(self, name: str) -> bool:
+        """Whether it is saved."""
+        path = self.path(name)
+        try:
+            return stat.S_ISREG(path.stat().st_mode)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError as error:
+            raise StorageError.of(error, f"cannot read {path}", _REMEDY) from None
+
+    def names(self) -> list[str]:
+        """All that are saved."""
+        try:
+            with os.scandir(self._directory) as entries:
+                return [entry.name.removesuffix(SUFFIX) for entry in entries if entry.name.endswith(SUFFIX)]
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        except OSError as error:
+            raise StorageError.of(error, f"cannot list {self._directory}", _REMEDY) from None
+
+    def make_room(self, name: str) -> None:
+        """The directory is there and may hold this file. Raises Refusal where there are too many."""
+        names = self.names()
+        if name not in names and len(names) >= self._limit:
+            raise Refusal(
+                f"{len(names)} sessions are saved, the limit is {self._limit}; delete one",
+                status=409,
+                code="session_limit",
+            )
+        try:
+            self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise StorageError.of(error, f"cannot make the state directory {self._directory}", _REMEDY) from None
+
+    def remove(self, name: str) -> bool:
+        """Delete a file; False when there is none."""
+        path = self.path(name)
+        try:
+            path.unlink()
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError as error:
+            raise StorageError.of(error, f"cannot delete {path}", _REMEDY) from None
+        return True
