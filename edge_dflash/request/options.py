@@ -230,6 +230,8 @@ class Request:
         """Controls of a fresh run."""
         constraint = self._constraint(Patience(self.deadline, cancelled))
         controls = Controls(constraint, self.relaxation, self.deadline, cancelled, pace=pace)
+        if self.model.tokenizer is not None:
+            controls = replace(controls, spell=self.model.tokenizer.token_bytes)
         return controls if ends is None else replace(controls, ends=ends)
 
     def _constraint(self, patience: Patience) -> Constraint | None:
