@@ -8,13 +8,15 @@ itself. Nothing here waits, and nothing is read before its kind and size are kno
 from __future__ import annotations
 
 import errno
+import json
 import os
 import stat
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 SMALL = 16 << 20  # bytes of a config, an index or a template: those of published models have at most a tenth of it
 LARGE = 64 << 20  # bytes of a set of prompts, a manifest or a journal
+MOST_LISTS = 1 << 20  # and objects of a JSON text
 _KINDS = {
     stat.S_IFIFO: "a FIFO",
     stat.S_IFDIR: "a directory",
@@ -68,6 +70,16 @@ def read_bytes(path: Path, most: int = SMALL) -> bytes:
 def read_text(path: Path, most: int = SMALL) -> str:
     """The text of a regular UTF-8 file, every line end as one newline. Raises OSError, and UnicodeDecodeError."""
     return read_bytes(path, most).decode().replace("\r\n", "\n").replace("\r", "\n")
+
+
+def parse_json(data: bytes, **options: Any) -> Any:
+    """The JSON value of UTF-8 text; ``options`` are those of :func:`json.loads`. Raises ValueError, RecursionError.
+
+    Empty lists take twenty times their text in memory: more lists and objects than any model's file has are refused.
+    """
+    if (count := data.count(b"[") + data.count(b"{")) > MOST_LISTS:
+        raise ValueError(f"it holds {count} lists and objects, wanted at most {MOST_LISTS}")
+    return json.loads(data, **options)
 
 
 def short(value: object) -> str:

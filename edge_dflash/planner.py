@@ -267,9 +267,9 @@ class Planner:
           time, and what was committed is the plan. ``max_new_tokens``. ``stop``: texts before which the answer ends.
         - choice: ``temperature``, ``top_k``, ``top_p``, ``seed``; ``speculative=False`` gives the same tokens, slower.
           ``logprobs``: how likely the model held each token and so many others, before any of these options.
-        - chat: ``thinking``, ``tools``. ``raw``: the text as it is, without chat template, in which control tokens may
-          be spelled. ``relaxed``: lossy acceptance, only inside a thinking span that the prompt opens; without one
-          nothing is relaxed.
+        - chat: ``thinking``, ``tools``; ``tool_choice``: "auto", "none", "required" or the name of the tool to call.
+          ``raw``: the text as it is, without chat template, in which control tokens may be spelled. ``relaxed``: lossy
+          acceptance, only inside a thinking span that the prompt opens; without one nothing is relaxed.
         - queue: ``priority``, ``caller``.
 
         Raises RequestError for bad input, ContextError for a prompt that does not fit and QueueFullError here, and not

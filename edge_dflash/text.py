@@ -7,14 +7,13 @@ Knows nothing of models or of how tokens are made.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken
 from tokenizers import Tokenizer as HfTokenizer
 
+from edge_dflash.control_tokens import ControlTokens, encode_all
 from edge_dflash.errors import BundleError, RequestError
 from edge_dflash.files import is_there, read_text
 from edge_dflash.template import BoundError, ChatTemplate, Message
@@ -25,7 +24,6 @@ MAX_TOKENIZER = 128 << 20  # bytes of tokenizer.json; the largest published ones
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 _REPLACEMENT = "\ufffd"  # what a decoder gives for bytes that are not (yet) a character
-_BLANKS = "\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
 _HARMLESS = (
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "Tidy up."},
@@ -74,9 +72,8 @@ def with_text(message: Message, index: int) -> Message:
 class Tokenizer:
     """A tokenizer and, when the model has one, its chat template.
 
-    Control tokens are its added tokens (``<|im_end|>``, ``<think>``), but for those that are words: not special, and
-    made of letters, digits and blanks. What their spelling in a text means is the caller's choice: :meth:`encode` reads
-    them, :meth:`encode_text` does not, and in :meth:`encode_chat` only the template can write them.
+    What the spelling of a control token (``<|im_end|>``, ``<think>``) in a text means is the caller's choice:
+    :meth:`encode` reads it, :meth:`encode_text` does not, and in :meth:`encode_chat` only the template can write one.
     """
 
     def __init__(self, tokenizer: HfTokenizer, template: ChatTemplate | None, eos: int | None) -> None:
@@ -84,14 +81,7 @@ class Tokenizer:
         self.template = template
         self.eos_token_id = eos
         self._bytes: dict[int, bytes | None] = {}  # of tokens that were asked for
-        added: dict[int, AddedToken] = tokenizer.get_added_tokens_decoder()
-        self._controls = {token.content: (number, token) for number, token in added.items() if _is_control(token)}
-        words = {number: token for number, token in added.items() if not _is_control(token)}
-        self._words, self._moved = _without_controls(tokenizer, words)
-        unknown = getattr(tokenizer.model, "unk_token", None)
-        self._forbidden = frozenset(  # a single character (padding may be "!") has its id in texts, too
-            number for name, (number, _) in self._controls.items() if name != unknown and len(name) > 1
-        )
+        self._controls = ControlTokens(tokenizer)
 
     @classmethod
     def open(cls, directory: Path) -> Tokenizer:
@@ -137,7 +127,7 @@ class Tokenizer:
 
     def control_id(self, token: str) -> int | None:
         """Return the id of this control token, or None when there is none: no text becomes it."""
-        return self._controls[token][0] if token in self._controls else None
+        return self._controls.id(token)
 
     def to_json(self) -> str:
         """Return the text of tokenizer.json."""
@@ -145,7 +135,7 @@ class Tokenizer:
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Ids of ``text`` as it is: nothing is added. Control tokens written in it become their ids."""
-        return tuple(_encoded(self._tokenizer, [text])[0])
+        return tuple(encode_all(self._tokenizer, [text])[0])
 
     def encode_text(self, text: str) -> tuple[int, ...]:
         """Ids of ``text`` as text: control tokens written in it are spelled out."""
@@ -154,24 +144,9 @@ class Tokenizer:
     def encode_pieces(self, pieces: Sequence[str]) -> tuple[int, ...]:
         """Ids of text, control token, text, ..., text, as :meth:`render_pieces` gives them.
 
-        The texts are encoded without the control tokens. Raises RequestError for a text that becomes one all the same,
-        which can be where the tokenizer's model holds them as words.
+        Raises RequestError for a text that cannot be told from a control token.
         """
-        texts, controls = list(pieces[::2]), [self._controls[name] for name in pieces[1::2]]
-        for index, (_, token) in enumerate(controls):  # as the tokenizer does: blanks beside it belong to the token
-            if token.lstrip:
-                texts[index] = texts[index].rstrip(_BLANKS)
-            if token.rstrip:
-                texts[index + 1] = texts[index + 1].lstrip(_BLANKS)
-        ids = list[int]()
-        for index, words in enumerate(_encoded(self._words, texts)):
-            found = [self._moved.get(word, word) for word in words] if self._moved else words
-            if not self._forbidden.isdisjoint(found):
-                raise RequestError("a text spells a control token that this tokenizer cannot tell from text; remove it")
-            ids += found
-            if index < len(controls):
-                ids.append(controls[index][0])
-        return tuple(ids)
+        return self._controls.encode(pieces)
 
     def encode_chat(self, messages: Sequence[Message], **variables: object) -> tuple[int, ...]:
         """Ids of :meth:`render_pieces`."""
@@ -184,7 +159,7 @@ class Tokenizer:
         """
         if self.template is None:
             raise RequestError("this model has no chat template; give plain text or token ids instead of messages")
-        return self.template.pieces(tuple(self._controls), messages, **variables)
+        return self.template.pieces(self._controls.names, messages, **variables)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ``ids``, without special tokens."""
@@ -255,36 +230,6 @@ class Detokenizer:
         """Text of the pending ids."""
         before = len(self._decode(self._context)) if self._context else 0
         return self._decode([*self._context, *self._pending])[before:]
-
-
-def _is_control(token: AddedToken) -> bool:
-    """Whether an added token is more than a word."""
-    return bool(token.special or re.search(r"[^\w\s]", token.content))
-
-
-def _without_controls(tokenizer: HfTokenizer, words: Mapping[int, AddedToken]) -> tuple[HfTokenizer, dict[int, int]]:
-    """The tokenizer with ``words`` as its only added tokens, and their ids where they have others there.
-
-    It shares the model, so it costs no memory.
-    """
-    plain = HfTokenizer(tokenizer.model)
-    if tokenizer.normalizer is not None:
-        plain.normalizer = tokenizer.normalizer
-    if tokenizer.pre_tokenizer is not None:
-        plain.pre_tokenizer = tokenizer.pre_tokenizer
-    plain.add_tokens(list(words.values()))
-    moved = ((plain.token_to_id(token.content), number) for number, token in words.items())
-    return plain, {there: here for there, here in moved if there is not None}
-
-
-def _encoded(tokenizer: HfTokenizer, texts: Sequence[str]) -> list[list[int]]:
-    """Ids of each text. Raises RequestError for a lone surrogate."""
-    try:
-        for text in texts:
-            text.encode()
-    except UnicodeEncodeError:
-        raise RequestError("the text holds a lone surrogate, which is no character; remove it") from None
-    return [found.ids for found in tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
 
 
 def _read_config(path: Path) -> dict[str, Any]:

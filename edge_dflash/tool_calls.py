@@ -50,7 +50,7 @@ def parse_tool_call(text: str, call_id: str, tools: Sequence[Tool] | None = None
     body = text.strip()
     try:
         name, arguments = _json_call(body) if body.startswith("{") else _tagged_call(body, tools)
-        if tools is not None and name not in (names := [str(_function(tool).get("name")) for tool in tools]):
+        if tools is not None and name not in (names := [str(function_of(tool).get("name")) for tool in tools]):
             raise _MalformedError(f"there is no tool {name!r}; there are {', '.join(names)}")
         return ToolCall(call_id, name, json.dumps(arguments, ensure_ascii=False, allow_nan=False))
     except (_MalformedError, ValueError, RecursionError) as error:  # ValueError: NaN, or digits beyond Python's limit
@@ -85,7 +85,7 @@ def _tagged_call(body: str, tools: Sequence[Tool] | None) -> tuple[str, dict[str
     if found is None:
         raise _MalformedError("the call is neither a JSON object nor <function=...>...</function>")
     name, rest = found[1].strip(), found[2]
-    schemas = _parameter_schemas(name, tools)
+    schemas, shared = _parameter_schemas(name, tools)
     arguments: dict[str, Any] = {}
     while rest:
         match = _PARAMETER.match(rest)
@@ -95,13 +95,12 @@ def _tagged_call(body: str, tools: Sequence[Tool] | None) -> tuple[str, dict[str
         if key in arguments:
             raise _MalformedError(f"the parameter {key!r} comes twice")
         value = match[2].removeprefix("\n").removesuffix("\n")  # the newlines belong to the tags
-        arguments[key] = _typed(key, value, schemas.get(key))
+        arguments[key] = _typed(key, value, types_of(schemas.get(key), shared))
     return name, arguments
 
 
-def _typed(key: str, text: str, schema: object) -> Any:
+def _typed(key: str, text: str, kinds: set[str]) -> Any:
     """The value of a parameter written as plain text: strings as they are, everything else as JSON."""
-    kinds = _types(schema)
     if not kinds or kinds == {"string"}:
         return text
     try:
@@ -130,31 +129,64 @@ def _type_names(value: object) -> set[str]:
     return {names[type(value)]}
 
 
-def _types(schema: object) -> set[str]:
-    """Types that a parameter's schema names; empty when it names none."""
-    if not isinstance(schema, Mapping):
+def followed(schema: object, shared: Mapping[str, Any]) -> object:
+    """What a schema stands for that is only a reference, or an ``allOf`` of one; itself when it is neither.
+
+    ``shared`` holds ``$defs`` and ``definitions``.
+    """
+    for _ in range(64):
+        rules = set(schema) & _ASSERTIONS if isinstance(schema, Mapping) else set()
+        if not isinstance(schema, Mapping) or len(rules) != 1:
+            break
+        if rules == {"allOf"} and isinstance(schema["allOf"], list) and len(schema["allOf"]) == 1:
+            schema = schema["allOf"][0]
+        elif rules == {"$ref"}:
+            place, _, name = str(schema["$ref"]).removeprefix("#/").partition("/")
+            if name not in shared.get(place, {}):
+                break
+            schema = shared[place][name]
+        else:
+            break
+    return schema
+
+
+_ASSERTIONS = frozenset(("$ref", "allOf", "anyOf", "oneOf", "type", "enum", "const", "properties", "items"))
+
+
+def types_of(schema: object, shared: Mapping[str, Any], depth: int = 32) -> set[str]:
+    """Types that a value may have by its schema; empty when it names none."""
+    schema = followed(schema, shared)
+    if not isinstance(schema, Mapping) or not depth:
         return set()
+    if "enum" in schema or "const" in schema:
+        values = schema.get("enum", [schema.get("const")])
+        return set().union(*map(_type_names, values)) if isinstance(values, list) else set()
     named = schema.get("type", [])
-    kinds = {named} if isinstance(named, str) else {kind for kind in named if isinstance(kind, str)}
+    if kinds := {named} if isinstance(named, str) else {kind for kind in named if isinstance(kind, str)}:
+        return kinds
     for key in ("anyOf", "oneOf"):
-        for option in schema.get(key, ()):
-            kinds |= _types(option)
-    for value in schema.get("enum", ()):
-        kinds |= _type_names(value) if not named else set()
-    return kinds
+        if options := [types_of(option, shared, depth - 1) for option in schema.get(key, ())]:
+            return set().union(*options) if all(options) else set()
+    return next((kinds for part in schema.get("allOf", ()) if (kinds := types_of(part, shared, depth - 1))), set())
 
 
-def _parameter_schemas(name: str, tools: Sequence[Tool] | None) -> Mapping[str, Any]:
+def definitions_of(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """``$defs`` and ``definitions`` of a schema."""
+    return {key: parameters[key] for key in ("$defs", "definitions") if isinstance(parameters.get(key), Mapping)}
+
+
+def _parameter_schemas(name: str, tools: Sequence[Tool] | None) -> tuple[Mapping[str, Any], dict[str, Any]]:
+    """Schemas of a function's parameters by name, and the definitions that they refer to."""
     for tool in tools or ():
-        function = _function(tool)
+        function = function_of(tool)
         parameters = function.get("parameters")
         if function.get("name") == name and isinstance(parameters, Mapping):
             properties = parameters.get("properties")
-            return properties if isinstance(properties, Mapping) else {}
-    return {}
+            return properties if isinstance(properties, Mapping) else {}, definitions_of(parameters)
+    return {}, {}
 
 
-def _function(tool: Tool) -> Mapping[str, Any]:
+def function_of(tool: Tool) -> Mapping[str, Any]:
     """The description inside ``function``, or the tool itself when it is written without that level."""
     inner = tool.get("function")
     return inner if isinstance(inner, Mapping) else tool

@@ -109,6 +109,24 @@ def chat_stream(way: Way) -> None:
         assert chunks[-2].choices[0].finish_reason == "length"
 
 
+def logprobs(way: Way) -> None:
+    with way.openai() as client:
+        asked = {"model": "demo", "messages": TASK, "max_tokens": 12, "logprobs": True, "top_logprobs": 3}
+        found = []
+        for plain in ({}, PLAIN):
+            reply = client.chat.completions.create(**asked, extra_body=plain)
+            found.append(reply.choices[0].logprobs.content)
+        chunks = client.chat.completions.create(**asked, stream=True)
+        found.append([one for chunk in chunks if (part := chunk.choices[0].logprobs) for one in part.content])
+        assert found[0] == found[1] == found[2]
+        text = b"".join(bytes(one.bytes) for one in found[0]).decode()
+        assert text == reply.choices[0].message.content
+        assert all(one.top_logprobs[0].logprob == one.logprob <= 0 for one in found[0])  # greedy
+        listed = client.completions.create(model="demo", prompt="{", max_tokens=6, logprobs=2).choices[0].logprobs
+        assert {len(one) for one in (listed.tokens, listed.token_logprobs, listed.text_offset)} == {6}
+        refused(openai.BadRequestError, lambda: client.chat.completions.create(**asked | {"logprobs": False}))
+
+
 def json_schema(way: Way) -> None:
     with way.openai() as client:
         reply = client.chat.completions.create(model="demo", messages=TASK, response_format=FORM)
@@ -280,8 +298,8 @@ def curl_health(way: Way) -> None:
         assert way.curl(path)[0] == 200
 
 
-OPENAI = (models, chat, chat_stream, json_schema, json_schema_stream, sampling, stop, completions, conversation,
-          tools, cancel, bad_requests, wrong_key)  # fmt: skip
+OPENAI = (models, chat, chat_stream, logprobs, json_schema, json_schema_stream, sampling, stop, completions,
+          conversation, tools, cancel, bad_requests, wrong_key)  # fmt: skip
 CURL = (curl_chat, curl_stream, curl_json_schema, curl_cancel, curl_bad_requests, curl_health)
 CHECKS = OPENAI + CURL
 

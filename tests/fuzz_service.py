@@ -131,10 +131,18 @@ def streaming(bodies):
 
 chat = st.fixed_dictionaries(
     {"messages": messages},
-    optional={**COMMON, "tools": tools, "tool_choice": often(st.sampled_from(["auto", "none", "required"]))},
+    optional={
+        **COMMON,
+        "tools": tools,
+        "tool_choice": often(st.sampled_from(["auto", "none", "required"])),
+        "logprobs": often(st.just(True)),
+        "top_logprobs": often(st.integers(0, 20)),
+    },
 )
 prompts = often(st.one_of(texts, st.lists(st.integers(0, 257), max_size=9), st.lists(texts, max_size=2)))
-completion = st.fixed_dictionaries({"prompt": prompts}, optional={**COMMON, "echo": often(st.just(False))})
+completion = st.fixed_dictionaries(
+    {"prompt": prompts}, optional={**COMMON, "echo": often(st.just(False)), "logprobs": often(st.integers(0, 20))}
+)
 encode = st.fixed_dictionaries(
     {}, optional={"messages": messages, "text": often(texts), "thinking": often(st.booleans())}
 )

@@ -1,5 +1,6 @@
 import errno
 import json
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -161,14 +162,14 @@ def test_a_weight_file_whose_header_is_damaged_is_named(bundle):
 @pytest.mark.parametrize("opened", ["manifest.json", "weights/target-head.safetensors"])
 def test_files_that_may_not_be_read_are_named(bundle, monkeypatch, opened):
     """As for another user: root may read everything."""
-    real = Path.open
+    for place in (Path, os):
 
-    def refuse(path, *args, **kwargs):
-        if path == bundle / opened:
-            raise PermissionError(errno.EACCES, "Permission denied", str(path))
-        return real(path, *args, **kwargs)
+        def refuse(path, *args, real=place.open, **kwargs):
+            if path == bundle / opened:
+                raise PermissionError(errno.EACCES, "Permission denied", str(path))
+            return real(path, *args, **kwargs)
 
-    monkeypatch.setattr(Path, "open", refuse)
+        monkeypatch.setattr(place, "open", refuse)
     refused(bundle, f"cannot read {bundle / opened}: Permission denied; check its permissions")
 
 

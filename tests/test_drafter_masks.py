@@ -3,10 +3,15 @@
 import itertools
 import json
 import math
+import re
 from dataclasses import replace
 
 import pytest
+import test_native_backend
+import test_tensorrt_backend
 import torch
+from control_gpu import ControlGpu
+from native_support import NATIVE_PAIR
 
 from edge_dflash.backends.reference.attention import KvMemory, attend
 from edge_dflash.checkpoint.config import match_pair, read_drafter_spec, read_target_spec
@@ -77,6 +82,7 @@ def visible(op):
     return out[:ROWS, :keys] > 0
 
 
+MASKS = [DrafterLayerMask(both, window) for window in (None, 9, 24) for both in (False, True)]  # that come out of it
 ROWS_OF_THE_TABLE = list(itertools.product(FLAGS, FLAGS, TYPES, SWA, WINDOWS))
 
 
@@ -94,7 +100,7 @@ def test_every_row_of_the_table_reaches_the_reference(tmp_path):
             if mask not in known:
                 known[mask] = visible(op)
             assert torch.equal(known[mask], expected(layer, *row)), f"layer {layer} of {row}"
-    assert len(known) == 6  # causal and bidirectional, each with either window and without
+    assert known.keys() == set(MASKS)
 
 
 def test_a_window_without_a_size_is_refused(tmp_path):
@@ -174,3 +180,20 @@ def test_a_window_is_counted_in_what_a_cycle_reads():
     )
     assert windowed.cycle.drafter_kv < whole.cycle.drafter_kv
     assert math.isclose(windowed.cycle.target_kv, whole.cycle.target_kv)
+
+
+def launched_masks(backend):
+    """(bidirectional, window) that the attention kernels of a propose pass are launched with, layer by layer."""
+    calls = [
+        call for name, call in backend.graphs.propose.calls if re.match(r"attend_(fp8|bf16)_d|attend_wide_s", name)
+    ]
+    return [DrafterLayerMask(bool(call[16] & 1), call[15] or None) for call in calls]  # flags, window
+
+
+@pytest.mark.parametrize("masks", [MASKS[:2], MASKS[2:4], MASKS[4:]], ids=str)
+def test_masks_are_arguments_of_the_kernels_between_plans_and_without(monkeypatch, tmp_path, masks):
+    """What the kernels make of them is compared with the reference on a GPU."""
+    pair = replace(NATIVE_PAIR, drafter=replace(NATIVE_PAIR.drafter, layers=tuple(masks)))
+    assert launched_masks(test_native_backend.load(monkeypatch, ControlGpu(), pair)) == masks
+    monkeypatch.setattr(test_tensorrt_backend, "NATIVE_PAIR", pair)
+    assert launched_masks(test_tensorrt_backend.load(monkeypatch, tmp_path)[0]) == masks

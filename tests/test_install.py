@@ -5,8 +5,10 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import signal
 import stat
 import subprocess
+import sys
 
 import pytest
 from cli_support import flip_byte, last_json
@@ -220,6 +222,245 @@ def test_plans_that_are_left_to_build_leave_the_release_unfinished(root, program
     monkeypatch.setattr(releases, "read_manifest", with_plans)
     install(made / "two", root, program=program)
     assert not (root / "opt/edge-dflash/current/no-plans").exists()
+
+
+def release_of(root):
+    return (root / "opt/edge-dflash/current").resolve()
+
+
+def manifest_gone(bundle):
+    (bundle / "manifest.json").unlink()
+
+
+def file_gone(bundle):
+    max((bundle / "weights").iterdir(), key=lambda path: path.stat().st_size).unlink()
+
+
+def file_more(bundle):
+    (bundle / "weights" / "stray").write_text("x")
+
+
+def file_linked(bundle):
+    one = next((bundle / "weights").iterdir())
+    one.rename(bundle.parent.parent / "moved")
+    one.symlink_to(bundle.parent.parent / "moved")
+
+
+def folder_linked(bundle):
+    (bundle / "weights").rename(bundle.parent.parent / "moved")
+    (bundle / "weights").symlink_to(bundle.parent.parent / "moved")
+
+
+def manifest_spoiled(bundle):
+    (bundle / "manifest.json").write_text("{}")
+
+
+def links_wrong(bundle):
+    for name in ("run", "bundle", "no-plans"):
+        (bundle.parent / name).unlink()
+    (bundle.parent / "run").symlink_to("/bin/false")
+
+
+DAMAGES = [flip_byte, manifest_gone, manifest_spoiled, file_gone, file_more, file_linked, folder_linked, links_wrong]
+
+
+@pytest.mark.parametrize("damage", [*DAMAGES, shutil.rmtree], ids=lambda damage: damage.__name__)
+def test_a_damaged_release_is_repaired(root, made, program, machine, damage):
+    first = install(made / "one", root, program=program, host=machine)
+    whole = files(root)
+    damage(release_of(root) / "one")
+    again = install(made / "one", root, program=program, host=machine)
+    (root / "opt/edge-dflash/releases/moved").unlink(missing_ok=True)
+    assert (again.release, again.previous, again.releases) == (first.release, None, first.releases)
+    assert again.written
+    assert all(str(release_of(root)) in path for path in again.written)
+    assert files(root) == whole
+    assert machine.told[-1] == ("restart", "one", False)
+    assert install(made / "one", root, program=program, host=machine).written == ()
+    assert machine.told[-1] == ("start", "one", False)
+
+
+def test_a_repair_mends_the_releases_that_share_the_file(root, made, program, tmp_path):
+    install(made / "one", root, program=program)
+    newer = shutil.copytree(program.parent, tmp_path / "venv2") / "edge-dflash"
+    install(made / "one", root, program=newer)
+    flip_byte(release_of(root) / "one")  # both releases have it
+    install(made / "one", root, program=newer)
+    for release in (root / "opt/edge-dflash/releases").iterdir():
+        Bundle.open(release / "one")
+    weights = max((release_of(root) / "one" / "weights").iterdir(), key=lambda path: path.stat().st_size)
+    assert weights.stat().st_nlink == 2
+
+
+def test_nothing_is_linked_to_a_damaged_file(root, made, program, tmp_path):
+    install(made / "one", root, program=program)
+    flip_byte(release_of(root) / "one")
+    newer = shutil.copytree(program.parent, tmp_path / "venv2") / "edge-dflash"
+    install(made / "one", root, program=newer)
+    Bundle.open(release_of(root) / "one")
+
+
+def test_what_was_built_in_a_release_stays_when_it_is_repaired(root, made, program, tmp_path):
+    """A release whose bundle was finished has another manifest than its source."""
+    from edge_dflash.bundle.manifest import dump_manifest
+    from edge_dflash.bundle.reader import read_manifest
+
+    install(made / "one", root, program=program)
+    bundle = release_of(root) / "one"
+    finished = dump_manifest(type(m := read_manifest(bundle))(**{**vars(m), "created_by": "finished"}))
+    (bundle / "manifest.json").write_bytes(finished)
+    flip_byte(bundle)
+    assert len(install(made / "one", root, program=program).written) == 1
+    assert (bundle / "manifest.json").read_bytes() == finished
+    Bundle.open(bundle)
+
+
+def test_strange_files_among_releases_harm_nothing(root, made, program):
+    install(made / "one", root, program=program)
+    for name in ("notes.txt", ".incoming-file"):
+        (root / "opt/edge-dflash/releases" / name).write_text("x")
+    (root / "opt/edge-dflash/releases/link").symlink_to("nowhere")
+    outcome = install(made / "two", root, program=program)
+    assert outcome.release.startswith("two-")
+    assert rollback(root).release.startswith("one-")
+    assert (root / "opt/edge-dflash/releases/notes.txt").exists()
+    assert not (root / "opt/edge-dflash/releases/.incoming-file").exists()
+    remove(root)
+    assert not (root / "opt/edge-dflash").exists()
+
+
+def test_an_old_release_that_cannot_be_removed_is_no_failure(root, made, program, monkeypatch):
+    install(made / "one", root, program=program)
+    install(made / "two", root, program=program)
+    real = os.unlink
+
+    def refuse(path, *rest, **named):
+        raise PermissionError(1, "Operation not permitted", path)
+
+    with monkeypatch.context() as immutable:
+        immutable.setattr(os, "unlink", lambda *a, **k: refuse(*a, **k) if k.get("dir_fd") else real(*a, **k))
+        assert install(made / "three", root, program=program).release.startswith("three-")
+    assert len(list((root / "opt/edge-dflash/releases").iterdir())) == 3
+    install(made / "three", root, program=program)
+    assert len(list((root / "opt/edge-dflash/releases").iterdir())) == 2
+
+
+def test_a_removal_waits_for_no_change_and_spoils_none(root, made, program, machine):
+    install(made / "one", root, program=program)
+    before = files(root)
+    with releases.locked(Layout(root)), pytest.raises(EdgeDflashError, match=r"another change of .* is under way"):
+        remove(root, host=machine)
+    assert machine.told == []
+    assert files(root) == before
+
+    class Racing(Machine):
+        def stop(self):
+            with pytest.raises(EdgeDflashError, match=r"another change of .* is under way"):
+                install(made / "two", root, program=program)
+            super().stop()
+
+    assert remove(root, host=Racing(root)).removed
+    assert not (root / "opt/edge-dflash").exists()
+
+
+def kill_at(count, change):
+    """Run a change in a child that is killed at its ``count``-th change of the file system; whether it was."""
+    pid = os.fork()
+    if pid == 0:
+        left = [count]
+        watched = {"os.rename", "os.link", "os.symlink", "os.mkdir", "os.remove", "os.rmdir", "os.chmod", "open"}
+
+        def hook(event, arguments):
+            if event not in watched or (event == "open" and not (arguments[2] or 0) & (os.O_WRONLY | os.O_RDWR)):
+                return
+            left[0] -= 1
+            if left[0] < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        try:
+            sys.addaudithook(hook)
+            change()
+        finally:
+            os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+
+
+def served(root):
+    """Name of the release that is served, which is whole."""
+    if not (root / "opt/edge-dflash/current").is_symlink():
+        return None
+    Bundle.open(root / "opt/edge-dflash/current/bundle")
+    assert (root / "opt/edge-dflash/current/run").exists()
+    return releases.current(Layout(root))
+
+
+@pytest.mark.parametrize(
+    ("change", "stride"), [("install", 5), ("upgrade", 5), ("rollback", 1), ("repair", 1), ("remove", 1)]
+)
+def test_a_kill_at_any_step_leaves_a_whole_release_or_none_and_can_be_given_again(
+    root, made, program, tmp_path, monkeypatch, change, stride
+):
+    """``stride``: of the steps, every so many are tried."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # a kill does not show it
+    one = None if change == "install" else install(made / "one", root, program=program).release
+    if change == "rollback":
+        install(made / "two", root, program=program)
+    commands = {
+        "install": lambda: install(made / "one", root, program=program),
+        "upgrade": lambda: install(made / "two", root, Options(keep=1), program=program),
+        "rollback": lambda: rollback(root),
+        "repair": lambda: install(made / "one", root, program=program),
+        "remove": lambda: remove(root, purge=True),
+    }
+    start, kills = shutil.copytree(root, tmp_path / "start", symlinks=True), 0
+    for count in range(0, 400, stride):
+        shutil.rmtree(root)
+        shutil.copytree(start, root, symlinks=True)
+        if change == "repair":
+            flip_byte(release_of(root) / "one")
+        killed = kill_at(count, commands[change])
+        if change == "repair":
+            assert releases.current(Layout(root)) == one
+        else:
+            assert served(root) or change in ("install", "remove")
+        if not killed:
+            break
+        kills += 1
+        if change == "rollback" and releases.current(Layout(root)) == one:
+            continue
+        commands[change]()
+        if change == "remove":
+            assert not (root / "opt/edge-dflash").exists()
+            assert not (root / "etc/edge-dflash").exists()
+            assert not [name for name in files(root) if "edge-dflash" in name]
+        else:
+            assert served(root).startswith("two" if change == "upgrade" else "one")
+            assert not list((root / "opt/edge-dflash/releases").glob(".*"))
+    assert not killed
+    assert kills > (2 if change == "rollback" else 8)
+
+
+def test_plans_that_nobody_will_build_are_told_before_the_copy(made, cli, root, program, monkeypatch):
+    from edge_dflash.bundle.manifest import Plans
+    from edge_dflash.install import service
+
+    read = service.read_manifest
+    deferred = Plans("tensorrt", None, ("plans/a", "plans/b"), ("plans/a", "plans/b"))
+
+    def pending(backend, standby):
+        return lambda path: type(m := read(path))(
+            **{**vars(m), "plans": deferred, "backend": backend, "standby": standby}
+        )
+
+    assert service.left_to_build(made / "one") == ""
+    monkeypatch.setattr(service, "read_manifest", pending("tensorrt", ()))
+    assert "the service builds them before its first start" in service.left_to_build(made / "one")
+    monkeypatch.setattr(service, "read_manifest", pending("native", ("tensorrt",)))
+    _, _, err = cli("service", "install", made / "one", "--root", root, "--program", program)
+    assert err.splitlines()[0] == (
+        f"2 TensorRT plans of {made / 'one'} are not built, and the service will not build them: its native backend "
+        f"runs the bundle without; to try both, give first: edge-dflash build --finish {made / 'one'}"
+    )
 
 
 def test_a_damaged_bundle_changes_nothing(root, made, program):

@@ -50,15 +50,18 @@ def test_plans_are_of_the_schema(planner, index):
 @pytest.mark.parametrize("temperature", [0.0, 1.3])
 def test_constrained_speculative_equals_constrained_plain(demo_bundle, planner, temperature):
     """With a prompt that the model does not answer by the schema on its own."""
-    options = {"schema": plan_schema(), "temperature": temperature, "seed": 4, "max_new_tokens": 40}
+    options = {"schema": plan_schema(), "temperature": temperature, "seed": 4, "max_new_tokens": 40, "logprobs": 3}
     task = "Say hello."
     plain = planner.plan(task, speculative=False, **options)
-    assert planner.plan(task, **options).tokens == plain.tokens
+    assert [one.token for one in plain.logprobs] == list(plain.tokens)
+    assert any(one.token not in [other.token for other in one.top] for one in plain.logprobs)  # the form's, not its own
+    plan = planner.plan(task, **options)
+    assert (plan.tokens, plan.logprobs) == (plain.tokens, plain.logprobs)
     sequence = [*planner.encode(task), *plain.tokens]
     for name, drafter in drafters(0, 1, planner.shape.block_size).items():
         with adversarial(demo_bundle, planner, sequence, drafter) as other:
             plan = other.plan(task, **options)
-        assert plan.tokens == plain.tokens, name
+        assert (plan.tokens, plan.logprobs) == (plain.tokens, plain.logprobs), name
         if name == "oracle":
             assert plan.accept_length > 8
 

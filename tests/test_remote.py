@@ -91,6 +91,16 @@ def test_ids_and_messages_are_tasks_too(service, remote):
     assert remote.waiting == 0
 
 
+def test_raw_text_is_asked_for_by_name(service, remote):
+    for raw in (False, True):
+        assert remote.encode("<|start|>go", raw=raw) == service.planner.encode("<|start|>go", raw=raw)
+        options = {"raw": raw, "max_new_tokens": 8}
+        plan, theirs = remote.plan("<|start|>go", **options), service.planner.plan("<|start|>go", **options)
+        assert (plan.tokens, plan.prompt_tokens) == (theirs.tokens, theirs.prompt_tokens)
+    with pytest.raises(RequestError, match="raw is given with messages"):
+        remote.plan([{"role": "user", "content": "go"}], raw=True)
+
+
 def test_increments_join_to_the_plan(remote):
     with remote.stream(TASK, max_new_tokens=20) as stream:
         parts = list(stream)
@@ -445,6 +455,9 @@ def test_vllm_has_words_for_more(tmp_path):
         remote.plan((1, 2, 3))
         path, body = other.asked[-1]
         assert (path, body["prompt"]) == ("/v1/completions", [1, 2, 3])
+        remote.plan("<|im_start|>go", raw=True)
+        path, body = other.asked[-1]
+        assert (path, body["prompt"]) == ("/v1/completions", "<|im_start|>go")
         with pytest.raises(RequestError, match="speculative"):
             remote.plan(TASK, speculative=False)
 

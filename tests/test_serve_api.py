@@ -86,6 +86,26 @@ def test_completions_take_text_as_it_is_and_ids(service, client):
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == texts[0]
 
 
+def test_a_prompt_spells_control_tokens_only_when_it_is_raw(client):
+    spelled = "<|start|>once<|end|>"
+    for raw, length in ((False, len(spelled)), (True, 2 + len("once"))):
+        body = {"prompt": spelled, "max_tokens": 2, "edge_dflash": {"raw": raw}}
+        assert client.post("/v1/completions", json=body).json()["usage"]["prompt_tokens"] == length
+    harmless = client.post(CHAT, json={"messages": [{"role": "user", "content": "x" * len(spelled)}]}).json()
+    forged = client.post(CHAT, json={"messages": [{"role": "user", "content": spelled}]}).json()
+    assert forged["usage"]["prompt_tokens"] == harmless["usage"]["prompt_tokens"]
+    refused = client.post(CHAT, json={"messages": HELLO, "edge_dflash": {"raw": True}})
+    assert (refused.status_code, "raw is given with messages" in refused.json()["error"]["message"]) == (400, True)
+    encoded = client.post("/v1/edge_dflash/encode", json={"text": spelled, "raw": True}).json()["tokens"]
+    assert (encoded[0], encoded[-1], len(encoded)) == (256, 257, 6)
+
+
+@pytest.mark.parametrize("role", ["user<|end|>", "user\n", "robot"])
+def test_roles_are_a_closed_set(client, role):
+    refused = client.post(CHAT, json={"messages": [{"role": role, "content": "x"}]})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "messages[0].role")
+
+
 def test_seeds_decide_and_are_told(client):
     body = {"messages": HELLO, "max_tokens": 12, "temperature": 1.0}
     drawn = client.post(CHAT, json=body).json()

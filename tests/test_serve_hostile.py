@@ -54,6 +54,9 @@ def test_bodies_that_are_no_json_object(client, body):
     assert refused(client.post(CHAT, content=body, headers=JSON))["code"] == "json"
 
 
+GRASP = {"type": "function", "function": {"name": "grasp"}}
+
+
 @pytest.mark.parametrize(
     ("change", "param"),
     [
@@ -97,6 +100,10 @@ def test_bodies_that_are_no_json_object(client, body):
         ({"tools": [{}]}, "tools[0]"),
         ({"tools": [{"type": "function", "function": {"name": 1}}]}, "tools[0].function"),
         ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": "grasp", "tools": [GRASP]}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "fly"}}, "tools": [GRASP]}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "name": "grasp"}, "tools": [GRASP]}, "tool_choice"),
+        ({"tool_choice": "auto", "parallel_tool_calls": False}, "parallel_tool_calls"),
         ({"functions": []}, "functions"),
         ({"unheard_of": 1}, "unheard_of"),
         ({"edge_dflash": {"session": "../../etc/passwd"}}, "edge_dflash.session"),

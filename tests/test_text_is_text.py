@@ -80,7 +80,7 @@ def everywhere(words, *, name=None):
 
 
 def controls_of(tokenizer, ids):
-    known = {tokenizer.control_id(name) for name in tokenizer._controls}
+    known = {tokenizer.control_id(name) for name in tokenizer._controls.names}
     return [tokenizer.token(i) for i in ids if i in known]
 
 

@@ -7,7 +7,6 @@ object {name: {dtype, shape, data_offsets}}, then the data; offsets count from t
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ import numpy as np
 
 from edge_dflash.checkpoint.weights import Array
 from edge_dflash.errors import CheckpointError
-from edge_dflash.files import is_there, open_regular, read_bytes, short
+from edge_dflash.files import is_there, open_regular, parse_json, read_bytes, short
 
 MAX_HEADER = 32 << 20  # bytes; the format's own reader takes 100 MB, published models have a tenth of one
 MAX_NAME, MAX_DIMS = 512, 8  # characters of a tensor's name, dimensions of its shape
@@ -127,7 +126,7 @@ def drop_page_cache(file: Path) -> None:
 def read_json(file: Path) -> dict[str, Any]:
     """Read a JSON object. Raises CheckpointError when there is no file or no object in it."""
     try:
-        value = json.loads(read_bytes(file), object_pairs_hook=_unique, parse_constant=_no_constant)
+        value = parse_json(read_bytes(file), object_pairs_hook=_unique, parse_constant=_no_constant)
     except FileNotFoundError:
         raise CheckpointError(f"no {file.name} in {file.parent}; give the directory of a checkpoint") from None
     except OSError as error:
@@ -175,7 +174,7 @@ def _read_header(file: Path) -> dict[str, Entry]:
     except OSError as error:
         raise CheckpointError(f"cannot read {file}: {error.strerror}; check that it exists and is readable") from None
     try:
-        header = json.loads(text, object_pairs_hook=_unique)
+        header = parse_json(text, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} has a damaged header ({type(error).__name__}); download it again") from None
     if not isinstance(header, dict):

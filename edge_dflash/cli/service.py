@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from edge_dflash.cli.output import emit_json, say
-from edge_dflash.install.service import KEEP, Options, Outcome, install, remove, rollback
+from edge_dflash.install.service import KEEP, Options, Outcome, install, left_to_build, remove, rollback
 
 app = typer.Typer(
     help="Install, upgrade, roll back and remove the systemd service. docs/thor.md shows every step.",
@@ -49,10 +49,13 @@ def install_command(
     """Copy BUNDLE, install units and user, and serve it from now on and after every boot.
 
     Given again with another bundle or from another program, it upgrades: the copy is checked, one link is switched, and
-    a release that does not become ready is taken back. Needs no network.
+    a release that does not become ready is taken back. Given again with the same, it checks the copy that is there and
+    repairs it. Needs no network.
 
     JSON keys: release, previous, releases, written, removed, started.
     """
+    if line := left_to_build(bundle):
+        say(line)
     outcome = install(bundle, root, Options(keep, tcp, activation, start), program=program)
     _show(outcome, json, f"{outcome.release} is installed" + (" and ready" if outcome.started else ""))
 

@@ -35,6 +35,7 @@ MAX_FORCED = 4096  # tokens that a grammar may force in a row at its start; more
 MAX_LEXER_STATES = 50_000  # 1-2 kB each
 _Key = tuple[str, str, bool, int]  # kind, text, whitespace, vocabulary size
 _FORCED_AT_ONCE = 64  # tokens that forced() returns at most
+TOOL_JSON = {"item_separator": ", ", "key_separator": ": "}  # as chat templates write arguments
 _WHITESPACE = r"[ \t\n\r]{1,64}"  # bounded, so that a model cannot go on with blanks for ever
 
 
@@ -229,6 +230,19 @@ def compile_lark(
         return LLMatcher.grammar_from_lark(prepare(grammar, vocabulary.special.get, _json_options(whitespace)))
 
     return _compiled("grammar", grammar, whitespace, tokenizer, vocab_size, stop_token_ids, source)
+
+
+def compile_tools(grammar: str, tokenizer: Tokenizer, vocab_size: int, stop_token_ids: Sequence[int]) -> Grammar:
+    """Compile what :func:`~edge_dflash.grammar.tool_form.tool_grammar` made. Errors as for :func:`compile_schema`."""
+
+    def source(vocabulary: Vocabulary) -> str:
+        from llguidance import LLMatcher
+
+        return LLMatcher.grammar_from_lark(
+            prepare(grammar, vocabulary.special.get, {**_json_options(False), **TOOL_JSON})
+        )
+
+    return _compiled("tools", grammar, False, tokenizer, vocab_size, stop_token_ids, source)
 
 
 def _holds(words: Packed, token: int) -> bool:

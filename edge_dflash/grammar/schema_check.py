@@ -31,12 +31,12 @@ _VALUES = (
     *("minLength", "maxLength", "pattern", "format", "contentEncoding"),
     *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
 )
-_ANNOTATIONS = (  # of the standard, and OpenAPI's; its discriminator repeats what oneOf says
+ANNOTATIONS = (  # of the standard, and OpenAPI's; its discriminator repeats what oneOf says
     *("$schema", "$id", "$comment", "title", "description", "default", "examples", "deprecated", "readOnly"),
     *("writeOnly", "discriminator", "example", "externalDocs", "xml"),
 )
 ENFORCED = frozenset((*_SCHEMA, *_SCHEMAS, *_NAMED_SCHEMAS, *_VALUES))
-_KNOWN = ENFORCED | frozenset(_ANNOTATIONS)
+_KNOWN = ENFORCED | frozenset(ANNOTATIONS)
 _COMPOUND = frozenset(("array", "object"))
 
 

@@ -10,19 +10,18 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from edge_dflash.build.workdir import sync_path
 from edge_dflash.bundle.manifest import MANIFEST, Manifest
-from edge_dflash.bundle.reader import Bundle, check_files, read_manifest
-from edge_dflash.errors import BundleError, EdgeDflashError
+from edge_dflash.bundle.reader import check_files, read_manifest
+from edge_dflash.errors import EdgeDflashError
+from edge_dflash.install import copies
 from edge_dflash.install.layout import Layout
-from edge_dflash.telemetry.memory import drop_page_cache
 
 _INCOMING = ".incoming-"
-_SPARE = 64 << 20  # bytes of disk beside a copy
 _OWN = ("bundle", "run", "no-plans")  # names inside of a release
 _DIGITS = 12  # digits of a release's name that tell it from others
 
@@ -35,18 +34,21 @@ def locked(layout: Layout) -> Iterator[None]:
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise EdgeDflashError(f"another change of {layout.base} is under way; wait for its end") from None
+            free = os.path.samestat(os.fstat(descriptor), layout.releases.stat())  # not removed meanwhile
+        except (BlockingIOError, FileNotFoundError):
+            free = False
+        if not free:
+            raise EdgeDflashError(f"another change of {layout.base} is under way; wait for its end")
         yield
     finally:
         os.close(descriptor)
 
 
-def add(layout: Layout, bundle: Path, program: Path) -> str:
-    """Copy ``bundle`` into a release that ``program`` serves; its name. Nothing is done when there is one already.
+def add(layout: Layout, bundle: Path, program: Path) -> tuple[str, list[str]]:
+    """Copy ``bundle`` into a release that ``program`` serves; its name. One that is there is checked, and repaired.
 
-    Files that another release holds are linked to instead of copied. Raises BundleError when the bundle, or its copy,
-    is damaged, EdgeDflashError when the disk is too small.
+    Files that another release holds are linked to instead of copied. Returns also what was repaired. Raises BundleError
+    when the bundle, or its copy, is damaged, EdgeDflashError when the disk is too small.
     """
     bundle = bundle.resolve()
     manifest = read_manifest(bundle)
@@ -54,26 +56,42 @@ def add(layout: Layout, bundle: Path, program: Path) -> str:
     digest = hashlib.sha256((bundle / MANIFEST).read_bytes() + os.fsencode(program)).hexdigest()
     folder = re.sub(r"[^\w.-]", "_", bundle.name).lstrip(".-") or "bundle"
     name = f"{folder}-{digest[:_DIGITS]}"
+    folder = "bundle" if folder in _OWN else folder
     for leftover in layout.releases.glob(f"{_INCOMING}*"):
-        shutil.rmtree(leftover)
-    if (layout.releases / name).is_dir():
-        return name
-    incoming = layout.releases / (_INCOMING + name)
+        copies.discard(leftover)
+    release, incoming = layout.releases / name, layout.releases / (_INCOMING + name)
+    if release.is_dir():
+        repaired = copies.repair(bundle, release / folder, manifest, _bundles(layout))
+        return name, [*repaired, *_complete(release, folder, program, manifest)]
+    copies.discard(release)
     try:
-        folder = "bundle" if folder in _OWN else folder
-        _copy(layout, bundle, incoming / folder, manifest)
-        if folder != "bundle":
-            (incoming / "bundle").symlink_to(folder)
-        (incoming / "run").symlink_to(program)
-        if manifest.runs_without_plans:
-            (incoming / "no-plans").touch()
+        copies.copy(bundle, incoming / folder, manifest, _bundles(layout))
+        _complete(incoming, folder, program, manifest)
         incoming.chmod(0o755)
-        incoming.rename(layout.releases / name)
+        incoming.rename(release)
         sync_path(layout.releases)
     except BaseException:
         shutil.rmtree(incoming, ignore_errors=True)
         raise
-    return name
+    return name, []
+
+
+def _complete(release: Path, folder: str, program: Path, manifest: Manifest) -> list[str]:
+    """Bring what lies beside a release's bundle to what it should be; paths of what was changed."""
+    changed = []
+    for name, target in (("bundle", Path(folder)), ("run", program)):
+        link = release / name
+        if name != folder and not (link.is_symlink() and link.readlink() == target):
+            copies.discard(link)
+            link.symlink_to(target)
+            changed.append(str(link))
+    mark = release / "no-plans"
+    if manifest.runs_without_plans != mark.is_file():
+        copies.discard(mark)
+        if manifest.runs_without_plans:
+            mark.touch()
+        changed.append(str(mark))
+    return changed
 
 
 def current(layout: Layout) -> str | None:
@@ -116,55 +134,20 @@ def prune(layout: Layout, keep: int) -> list[str]:
     names, served = history(layout), current(layout)
     gone = [name for name in names[:-keep] if name != served]
     _write_history(layout, [name for name in names if name not in gone])
-    strange = {path.name for path in layout.releases.iterdir()} - set(names) - {served}
+    strange = {path.name for path in layout.releases.iterdir() if path.is_dir()} - set(names) - {served}
     for name in (*gone, *sorted(strange)):
-        shutil.rmtree(layout.releases / name)
+        shutil.rmtree(layout.releases / name, ignore_errors=True)  # what stays is strange to the next change
     return gone
+
+
+def _bundles(layout: Layout) -> list[Path]:
+    """The bundles of all releases."""
+    return [(layout.releases / name / "bundle").resolve() for name in history(layout)]
 
 
 def _write_history(layout: Layout, names: list[str]) -> None:
     fresh = layout.history.with_name(".history")
     fresh.write_text("".join(f"{name}\n" for name in names))
     fresh.chmod(0o644)
+    sync_path(fresh)
     fresh.replace(layout.history)
-
-
-def _copy(layout: Layout, source: Path, target: Path, manifest: Manifest) -> None:
-    held = _held(layout)
-    missing = sum(entry.size for entry in manifest.files.values() if (entry.sha256, entry.size) not in held)
-    if (free := shutil.disk_usage(layout.releases).free) < missing + _SPARE:
-        raise EdgeDflashError(
-            f"{layout.releases} has {free / 1e9:.2f} GB free, the bundle takes {missing / 1e9:.2f}; "
-            "free some, or remove old releases by installing with --keep 1"
-        )
-    target.mkdir(parents=True)
-    for name in (*manifest.files, MANIFEST):
-        file = target / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        entry = manifest.files.get(name)
-        known = held.get((entry.sha256, entry.size)) if entry else None
-        if known is not None:
-            os.link(known, file)
-            continue
-        shutil.copyfile(source / name, file)
-        file.chmod(0o644)
-        sync_path(file)
-    for folder in (target, *(path for path in target.rglob("*") if path.is_dir())):
-        folder.chmod(0o755)
-        sync_path(folder)
-    try:
-        Bundle.open(target)
-    except BundleError as error:
-        raise BundleError(f"the copy of {source} is not what it should be: {error}") from None
-    drop_page_cache(source)
-    drop_page_cache(target)
-
-
-def _held(layout: Layout) -> Mapping[tuple[str, int], Path]:
-    """Files of the releases by hash and size."""
-    found: dict[tuple[str, int], Path] = {}
-    for name in history(layout):
-        folder = layout.releases / name / "bundle"
-        with suppress(EdgeDflashError, OSError):
-            found |= {(e.sha256, e.size): folder / file for file, e in read_manifest(folder.resolve()).files.items()}
-    return {key: path for key, path in found.items() if path.is_file()}

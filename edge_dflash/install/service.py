@@ -7,12 +7,14 @@ is taken back by itself.
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import sys
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from edge_dflash.bundle.reader import read_manifest
 from edge_dflash.errors import EdgeDflashError
 from edge_dflash.install import releases
 from edge_dflash.install.host import Host, Offline, host_of
@@ -64,9 +66,9 @@ def install(
         check_visible(program)
     with releases.locked(layout):
         before = releases.current(layout)
-        name = releases.add(layout, bundle, program)
+        name, repaired = releases.add(layout, bundle, program)
         late = _begin(layout, host)
-        written = _write_units(root, options)
+        written = [*repaired, *_write_units(root, options)]
         if name != before:
             releases.record(layout, name)
             releases.switch(layout, name)
@@ -79,6 +81,20 @@ def install(
             layout.unserved.unlink(missing_ok=True)
         gone = releases.prune(layout, options.keep)
         return _outcome(layout, written, gone, started)
+
+
+def left_to_build(bundle: Path) -> str:
+    """What is to be said of a bundle's TensorRT plans before it is installed; "": nothing. Raises BundleError."""
+    manifest = read_manifest(bundle.resolve())
+    if manifest.plans is None or not manifest.plans.deferred:
+        return ""
+    plans = f"{len(manifest.plans.deferred)} TensorRT plans of {bundle} are not built"
+    if not manifest.runs_without_plans:
+        return f"{plans}; the service builds them before its first start, which takes minutes to an hour"
+    return (
+        f"{plans}, and the service will not build them: its {manifest.backend} backend runs the bundle without; "
+        f"to try both, give first: {shlex.join(['edge-dflash', 'build', '--finish', str(bundle)])}"
+    )
 
 
 def rollback(root: Path, *, start: bool = True, host: Host | None = None) -> Outcome:
@@ -103,13 +119,22 @@ def remove(root: Path, *, purge: bool = False, host: Host | None = None) -> Outc
     """Stop and remove the service with its releases; ``purge``: configuration, drop-ins and saved sessions too."""
     layout, host = Layout(root), host or host_of(root)
     _check_root(host)
+    with releases.locked(layout) if layout.releases.is_dir() else nullcontext():
+        return _remove(layout, host, purge)
+
+
+def _remove(layout: Layout, host: Host, purge: bool) -> Outcome:
+    root = layout.root
     host.stop()
     gone: list[str] = []
     for path in (ENABLED, ACTIVATED, TCP, *FILES):
+        _fresh(root / path).unlink(missing_ok=True)  # of a change that was cut short
         if (root / path).is_symlink() or (root / path).is_file():
             (root / path).unlink()
             gone.append(str(root / path))
-    trees = [layout.releases, layout.current, layout.history, layout.unserved]
+    trees = [layout.current, layout.history, layout.unserved, layout.releases]  # what the lock hangs on is last
+    for path in (layout.current, layout.history):
+        path.with_name(f".{path.name}").unlink(missing_ok=True)
     if purge:
         trees += [(root / CONFIG).parent, (root / TCP).parent, layout.state]
     for tree in trees:
@@ -185,11 +210,16 @@ def _write(path: Path, content: bytes) -> bool:
     if path.is_file() and path.read_bytes() == content:
         return False
     path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_name(f".{path.name}.new")
+    fresh = _fresh(path)
     fresh.write_bytes(content)
     fresh.chmod(0o644)
     fresh.replace(path)
     return True
+
+
+def _fresh(path: Path) -> Path:
+    """Where a file lies until all of it is there."""
+    return path.with_name(f".{path.name}.new")
 
 
 def _begin(layout: Layout, host: Host) -> bool:

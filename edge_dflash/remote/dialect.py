@@ -104,6 +104,9 @@ def ask(
         if messages is None:
             raise RequestError("tools are given with token ids; give messages, whose template describes the tools")
         body["tools"] = list(options.tools)
+        if options.forced_tools:
+            named = {"type": "function", "function": {"name": options.tool_choice}}
+            body["tool_choice"] = "required" if options.tool_choice == "required" else named
     if server.own:
         body["edge_dflash"] = _extension(options, session)
         if options.logprobs is not None:

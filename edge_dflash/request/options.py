@@ -15,7 +15,8 @@ from edge_dflash.backends.base import Backend
 from edge_dflash.characters import refuse_surrogates
 from edge_dflash.chat import Markers, thinking_is_open
 from edge_dflash.errors import RequestError
-from edge_dflash.grammar.compiled import Grammar, compile_lark, compile_regex, compile_schema
+from edge_dflash.grammar.compiled import Grammar, compile_lark, compile_regex, compile_schema, compile_tools
+from edge_dflash.grammar.tool_form import tool_grammar
 from edge_dflash.request import rules
 from edge_dflash.request.rules import Rule
 from edge_dflash.spec.constraint import Constraint
@@ -26,7 +27,8 @@ from edge_dflash.spec.relaxed import Relaxation
 from edge_dflash.spec.sampling import Sampling
 from edge_dflash.spec.thinking import AfterThinking
 from edge_dflash.text import Message, Tokenizer, with_text
-from edge_dflash.tool_calls import Tool
+from edge_dflash.tool_calls import Tool, function_of
+from edge_dflash.tool_dialect import dialect_of
 
 Task: TypeAlias = str | Sequence[Message] | Sequence[int]
 _BEFORE_ANSWER = "\n\n"  # what the chat templates of the Qwen family write between thinking and answer
@@ -50,6 +52,7 @@ class PlanOptions(TypedDict, total=False):
     raw: bool
     relaxed: bool | Relaxation
     tools: Sequence[Tool] | None
+    tool_choice: str
     speculative: bool
     logprobs: int | None
     priority: int
@@ -95,6 +98,7 @@ OPTIONS = {
     "raw": _FLAG,
     "relaxed": Rule(_relaxed, "True, False or a Relaxation"),
     "tools": Rule(rules.optional(_tools), "a list of tools in OpenAI form, of plain JSON values, or None"),
+    "tool_choice": Rule(rules.text, "auto, none, required, or the name of one of the tools"),
     "speculative": _FLAG,
     "logprobs": Rule(
         rules.optional(rules.whole(0, MOST_ALTERNATIVES)),
@@ -127,6 +131,7 @@ class Options:
     raw: bool = False  # the task is one text that goes on as it is: no chat template, control tokens by their spelling
     relaxed: bool | Relaxation = False  # lossy acceptance inside the thinking span; True: with the usual bounds
     tools: Sequence[Tool] | None = None  # in OpenAI form, for the chat template and the types of the arguments
+    tool_choice: str = "auto"  # "none": tools are not told of; "required": a call of one of them; a name: of this one
     speculative: bool = True  # False decodes plainly: the same tokens, one by one
     logprobs: int | None = None  # log-probabilities of the tokens, each with so many alternatives; None: none
     priority: int = 0  # of PRIORITIES; higher ones go first
@@ -142,6 +147,14 @@ class Options:
             raise RequestError(f"{' and '.join(given)} are given; give one of schema, regex and grammar")
         if self.raw and self.tools:
             raise RequestError("raw and tools are given, but only a chat template describes tools; give one of them")
+        if self.tool_choice == "none":
+            object.__setattr__(self, "tools", None)
+        if self.forced_tools:
+            given.append("tool_choice")
+        if len(given) > 1:
+            raise RequestError(
+                f"{given[0]} and tool_choice {self.tool_choice!r} are given; give one form of the answer"
+            )
         if given and self.stops:
             raise RequestError(f"{given[0]} and stop are given, but a cut answer would not match; give one of them")
 
@@ -156,9 +169,24 @@ class Options:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     @property
+    def forced_tools(self) -> tuple[Tool, ...]:
+        """Tools of which one must be called; none when the model is free. Raises RequestError for a choice of none."""
+        if self.tool_choice in ("auto", "none"):
+            return ()
+        if not self.tools:
+            raise RequestError(f"tool_choice is {self.tool_choice!r}, and there are no tools; give tools, or auto")
+        if self.tool_choice == "required":
+            return tuple(self.tools)
+        names = [str(function_of(tool).get("name")) for tool in self.tools]
+        if self.tool_choice not in names:
+            known = ", ".join(("auto", "none", "required", *names))
+            raise RequestError(f"tool_choice is {rules.shown(self.tool_choice)}; give one of {known}")
+        return (self.tools[names.index(self.tool_choice)],)
+
+    @property
     def constrained(self) -> bool:
         """Whether the answer has a form."""
-        return any(form is not None for form in (self.schema, self.regex, self.grammar))
+        return bool(self.forced_tools) or any(form is not None for form in (self.schema, self.regex, self.grammar))
 
 
 @dataclass(frozen=True)
@@ -292,6 +320,8 @@ def _form(model: Model, options: Options, stop: tuple[int, ...]) -> Grammar | No
         return None
     tokenizer = model.need_tokenizer("an answer cannot be given a form; leave schema, regex and grammar out")
     size = model.backend.shape.vocab_size
+    if tools := options.forced_tools:
+        return compile_tools(tool_grammar(tools, dialect_of(tokenizer)), tokenizer, size, stop)
     if options.regex is not None:
         return compile_regex(options.regex, tokenizer, size, stop)
     if options.grammar is not None:

@@ -24,11 +24,11 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from edge_dflash.serve.accounts import Keys
-from edge_dflash.serve.fields import Fields
 from edge_dflash.serve.limits import SMALL, authorise, bound_headers, parse_object, read_body
-from edge_dflash.serve.messages import read_messages
 from edge_dflash.serve.metrics import CONTENT_TYPE
-from edge_dflash.serve.openai import Call, chat_call, checked_name, completion_call
+from edge_dflash.serve.names import checked_name, new_name, other_name
+from edge_dflash.serve.openai import Call, chat_call, completion_call, encode_call
+from edge_dflash.serve.openapi import OPERATIONS, document
 from edge_dflash.serve.refusal import Refusal, dump, error_json, refusal
 from edge_dflash.serve.service import Service
 from edge_dflash.serve.stream import EventStream, watch_client
@@ -42,25 +42,9 @@ _Endpoint = Callable[[Request], Awaitable[ASGIApp]]
 
 def make_app(service: Service, keys: Keys | None = None) -> Starlette:
     """The ASGI application of a service. ``keys``: one of which TCP callers must send, if there are any."""
-    routes = Routes(service)
-    sessions = "/v1/edge_dflash/sessions"
-    table: list[tuple[str, str, _Endpoint]] = [
-        ("POST", "/v1/chat/completions", routes.chat),
-        ("POST", "/v1/completions", routes.completions),
-        ("POST", "/v1/edge_dflash/encode", routes.encode),
-        ("GET", "/v1/models", routes.models),
-        ("GET", "/v1/models/{name:path}", routes.model),
-        ("GET", "/health", routes.health),
-        ("GET", "/ready", routes.ready),
-        ("GET", "/metrics", routes.metrics),
-        ("GET", sessions, routes.sessions),
-        ("GET", sessions + "/{name}", routes.session),
-        ("DELETE", sessions + "/{name}", routes.delete_session),
-        ("POST", sessions + "/{name}/save", routes.save_session),
-        ("POST", sessions + "/{name}/fork", routes.fork_session),
-    ]
+    routes = Routes(service, dump(document(service.config, key=bool(keys))))
     app = Starlette(
-        routes=[Route(path, _answering(service, endpoint), methods=[method]) for method, path, endpoint in table],
+        routes=[_route(service, routes, path) for path in dict.fromkeys(one.path for one in OPERATIONS)],
         exception_handlers={HTTPException: _http_error, Exception: _defect},
         middleware=[Middleware(_Guard, keys=keys or {}, header_bytes=service.config.limits.header_bytes)],
     )
@@ -78,16 +62,19 @@ def error_response(refused: Refusal) -> Response:
     return json_response(error_json(refused), refused.status, refused.headers)
 
 
-def _answering(service: Service, endpoint: _Endpoint) -> Callable[[Request], Awaitable[ASGIApp]]:
-    """The endpoint, with errors that it raises on purpose turned into answers."""
+def _route(service: Service, routes: Routes, path: str) -> Route:
+    """All methods of a path, so that a refusal of another names them all; errors raised on purpose become answers."""
+    endpoints: dict[str, _Endpoint] = {
+        one.method: getattr(routes, one.endpoint) for one in OPERATIONS if one.path == path
+    }
 
     async def answer(request: Request) -> ASGIApp:
         try:
-            return await endpoint(request)
+            return await endpoints["GET" if request.method == "HEAD" else request.method](request)
         except Exception as error:
             return error_response(_refused(service, error))
 
-    return answer
+    return Route(path, answer, methods=list(endpoints))
 
 
 def _refused(service: Service, error: Exception) -> Refusal:
@@ -131,8 +118,9 @@ class _Guard:
 class Routes:
     """The endpoints. Work that grows with a body or with an answer is done on threads: the loop serves everybody."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, document: bytes) -> None:
         self._service = service
+        self._document = document
         # large bodies are worked on two at a time, however many there are: the loop is one thread among those that run
         self._large = asyncio.Semaphore(2)
 
@@ -147,7 +135,7 @@ class Routes:
     async def encode(self, request: Request) -> ASGIApp:
         """``POST /v1/edge_dflash/encode``: the token ids of messages or of a text."""
         planner, _ = self._service.loaded()
-        task, thinking, raw = await self._body(request, _encode_call)
+        task, thinking, raw = await self._body(request, encode_call)
         async with self._turn(request):
             return await self._made(lambda: {"tokens": list(planner.encode(task, thinking=thinking, raw=raw))})
 
@@ -177,6 +165,10 @@ class Routes:
         text = await self._service.on_thread(self._service.metrics.text)
         return Response(text, headers={"content-type": CONTENT_TYPE})
 
+    async def openapi(self, request: Request) -> ASGIApp:
+        """``GET /openapi.json``."""
+        return Response(self._document, media_type="application/json")
+
     async def sessions(self, request: Request) -> ASGIApp:
         """``GET /v1/edge_dflash/sessions``."""
         _, sessions = self._service.loaded(request.state.account)
@@ -197,16 +189,14 @@ class Routes:
     async def save_session(self, request: Request) -> ASGIApp:
         """``POST /v1/edge_dflash/sessions/NAME/save``, with ``to`` under another name."""
         _, sessions = self._service.loaded(request.state.account)
-        name, to = _name(request), await self._body(request, _other_name)
+        name, to = _name(request), await self._body(request, other_name)
         size = await self._service.on_thread(partial(sessions.save, name, to))
         return json_response({"id": to or name, "object": "edge_dflash.session", "saved": True, "bytes": size})
 
     async def fork_session(self, request: Request) -> ASGIApp:
         """``POST /v1/edge_dflash/sessions/NAME/fork`` to the name ``to``."""
         _, sessions = self._service.loaded(request.state.account)
-        name, to = _name(request), await self._body(request, _other_name)
-        if to is None:
-            raise Refusal("to is missing; give the name of the new session", param="to")
+        name, to = _name(request), await self._body(request, new_name)
         await self._service.on_thread(partial(sessions.fork, name, to))
         return json_response({"id": to, "object": "edge_dflash.session"})
 
@@ -284,24 +274,6 @@ class Routes:
             watcher.cancel()
             if not streams:
                 await service.end(running)
-
-
-def _encode_call(body: dict[str, Any]) -> tuple[Any, bool, bool]:
-    """What is to be encoded, whether the template is to open thinking, whether the text is used as it is."""
-    fields = Fields(body)
-    text = fields.text("text")
-    task: Any = read_messages(fields.array("messages")) if text is None else text
-    thinking, raw = fields.flag("thinking") or False, fields.flag("raw") or False
-    fields.done()
-    return task, thinking, raw
-
-
-def _other_name(body: dict[str, Any]) -> str | None:
-    """The name of another session, ``to``."""
-    fields = Fields(body)
-    to = fields.text("to")
-    fields.done()
-    return None if to is None else checked_name(to, "to")
 
 
 def _name(request: Request) -> str:

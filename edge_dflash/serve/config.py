@@ -29,7 +29,7 @@ class ServiceConfig:
     socket: str = "/run/edge-dflash/edge-dflash.sock"  # Unix socket; "": none
     socket_mode: str = "0660"  # octal
     tcp: str = ""  # HOST:PORT; "": no TCP. Without api_key_file only a loopback address
-    api_key_file: str = ""  # file with the key that TCP callers must send; "": no key
+    api_key_file: str = ""  # file with the keys of which TCP callers must send one; "": no key
     state_dir: str = "/var/lib/edge-dflash/state"  # where sessions are saved; nothing is written elsewhere
     self_test: str = "refuse"  # refuse, warn or off
     check_hashes: bool = True
@@ -55,8 +55,8 @@ class LimitConfig:
     schema_bytes: int = 65536  # of a schema, regex or grammar
     prompt_chars: int = 0  # all texts of a request together
     new_tokens: int = 0  # tokens of an answer; also what holds without max_tokens
-    sessions: int = 16  # open at a time; those used longest ago are saved and closed
-    saved_sessions: int = 64  # files in the state directory
+    sessions: int = 16  # of one owner, open at a time; those used longest ago are saved and closed
+    saved_sessions: int = 64  # of one owner, files in the state directory
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """The fields of a request's JSON, taken one by one: each has a type and a range, and none is left over unseen.
 
-Knows JSON values, nothing of what the fields mean.
+Knows JSON values, nothing of what the fields mean. What is asked for is also what ``/openapi.json`` says of a field:
+``facts`` are words of JSON Schema for what the reader checks itself.
 """
 
 from __future__ import annotations
@@ -9,17 +10,23 @@ from collections.abc import Mapping
 from typing import Any, Never
 
 from edge_dflash.request.rules import shown
+from edge_dflash.serve.record import RECORD, Schema
 from edge_dflash.serve.refusal import Refusal
 
 
 class Fields:
-    """A JSON object whose fields are taken. A field that is null counts as absent, as in the OpenAI API."""
+    """A JSON object whose fields are taken. A field that is null counts as absent, as in the OpenAI API.
+
+    ``needed`` says what to give for a field that may not be absent.
+    """
 
     def __init__(self, value: Mapping[str, Any], path: str = "") -> None:
         """``path`` is where the object stands in the body."""
         self._left = {key: item for key, item in value.items() if item is not None}
         self._path = path
         self._known: list[str] = []
+        record = RECORD.get()
+        self._noted = None if record is None else record.object(path)
 
     def name(self, key: str) -> str:
         """The field as messages name it."""
@@ -29,28 +36,48 @@ class Fields:
         """Refuse a value."""
         raise Refusal(f"{self.name(key)} is {shown(value)}; {wanted}", param=self.name(key))
 
-    def take(self, key: str) -> Any:
+    def take(self, key: str, facts: Schema | None = None, *, needed: str = "") -> Any:
         """The field as it is; None when it is absent."""
         self._known.append(key)
-        return self._left.pop(key, None)
+        if self._noted is not None:
+            self._noted.field(key, facts or {}, needed=bool(needed))
+        value = self._left.pop(key, None)
+        if value is None and needed:
+            raise Refusal(f"{self.name(key)} is missing; {needed}", param=self.name(key))
+        return value
 
-    def text(self, key: str) -> str | None:
+    def also(self, facts: Schema, *, variant: str = "") -> None:
+        """What holds of the fields together, checked by the reader; ``variant``: in an object of this kind."""
+        if self._noted is not None:
+            self._noted.also = facts
+            self._noted.tag = ("", variant) if variant else self._noted.tag
+
+    def text(self, key: str, *, needed: str = "", facts: Schema | None = None) -> str | None:
         """A text."""
-        value = self.take(key)
+        value = self.take(key, {"type": "string", **(facts or {})}, needed=needed)
         if value is not None and not isinstance(value, str):
             self.fail(key, value, "give a text")
         return value
 
+    def kind(self, key: str, *accepted: str) -> str:
+        """One of some texts; it decides which other fields the object has."""
+        value = self.take(key, {"enum": list(accepted)}, needed=f"accepted are {', '.join(accepted)}")
+        if not isinstance(value, str) or value not in accepted:
+            self.fail(key, value, f"accepted are {', '.join(accepted)}")
+        if self._noted is not None:
+            self._noted.tag = (key, value)
+        return value
+
     def flag(self, key: str) -> bool | None:
         """True or false."""
-        value = self.take(key)
+        value = self.take(key, {"type": "boolean"})
         if value is not None and not isinstance(value, bool):
             self.fail(key, value, "give true or false")
         return value
 
     def integer(self, key: str, low: int, high: int) -> int | None:
         """A whole number of a range; 3.0 is one."""
-        value = self.take(key)
+        value = self.take(key, {"type": "integer", "minimum": low, "maximum": high})
         if isinstance(value, float) and value.is_integer():
             value = int(value)
         if value is not None and (type(value) is not int or not low <= value <= high):
@@ -59,36 +86,36 @@ class Fields:
 
     def number(self, key: str, low: float, high: float) -> float | None:
         """A number of a range."""
-        value = self.take(key)
+        value = self.take(key, {"type": "number", "minimum": low, "maximum": high})
         if value is None:
             return None
         if type(value) not in (int, float) or not low <= value <= high:
             self.fail(key, value, f"give a number from {low:g} to {high:g}")
         return float(value)
 
-    def mapping(self, key: str) -> dict[str, Any] | None:
+    def mapping(self, key: str, *, needed: str = "") -> dict[str, Any] | None:
         """A JSON object."""
-        value = self.take(key)
+        value = self.take(key, {"type": "object"}, needed=needed)
         if value is not None and not isinstance(value, dict):
             self.fail(key, value, "give a JSON object")
         return value
 
-    def array(self, key: str) -> list[Any] | None:
+    def array(self, key: str, *, facts: Schema | None = None, needed: str = "") -> list[Any] | None:
         """A JSON array."""
-        value = self.take(key)
+        value = self.take(key, {"type": "array", **(facts or {})}, needed=needed)
         if value is not None and not isinstance(value, list):
             self.fail(key, value, "give a JSON array")
         return value
 
-    def inner(self, key: str) -> Fields | None:
+    def inner(self, key: str, *, needed: str = "") -> Fields | None:
         """A JSON object, to be taken apart in turn."""
-        value = self.mapping(key)
+        value = self.mapping(key, needed=needed)
         return None if value is None else Fields(value, self.name(key))
 
     def only(self, key: str, *accepted: object, why: str) -> None:
         """A field that is understood and has one meaning here: everything else is refused, not dropped."""
-        value = self.take(key)
-        if value is not None and not any(type(value) is type(one) and value == one for one in accepted):
+        value = self.take(key, {"enum": list(accepted), "description": why} if accepted else {"type": "null"})
+        if value is not None and not any(_same(value, one) for one in accepted):
             self.fail(key, value, why)
 
     def done(self) -> None:
@@ -100,3 +127,8 @@ class Fields:
                 param=name,
                 code="unknown_parameter",
             )
+
+
+def _same(value: object, other: object) -> bool:
+    """Whether two JSON values are equal: 1 and 1.0 are, 1 and true are not."""
+    return isinstance(value, bool) == isinstance(other, bool) and value == other

@@ -17,13 +17,23 @@ from edge_dflash.request.options import PRIORITIES, PlanOptions
 from edge_dflash.serve.config import DefaultConfig, LimitConfig
 from edge_dflash.serve.fields import Fields
 from edge_dflash.serve.messages import read_messages, read_prompt
+from edge_dflash.serve.names import NAME, WHY, session_name
 from edge_dflash.serve.refusal import Refusal
 from edge_dflash.spec.logprobs import MOST_ALTERNATIVES
 from edge_dflash.text import Message
 
 DAY = 86400.0
-_SESSION_WHY = "give 1 to 64 of A-Z a-z 0-9 . _ -, beginning with a letter or digit"
-_ALNUM = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789")
+_STOP = {"type": "string", "minLength": 1, "maxLength": 999}
+_FUNCTION = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "parameters": {"type": ["object", "null"]}},
+    "required": ["name"],
+}
+_TOOL = {
+    "type": "object",
+    "properties": {"type": {"const": "function"}, "function": _FUNCTION},
+    "required": ["function"],
+}
 
 
 @dataclass(frozen=True)
@@ -45,7 +55,7 @@ class Call:
 def chat_call(body: dict[str, Any], limits: LimitConfig, defaults: DefaultConfig) -> Call:
     """Read the body of ``/v1/chat/completions``."""
     fields = Fields(body)
-    messages = read_messages(fields.array("messages"))
+    messages = read_messages(fields)
     options = PlanOptions()
     _tools(fields, options)
     _form(fields, options)
@@ -62,6 +72,24 @@ def completion_call(body: dict[str, Any], limits: LimitConfig, defaults: Default
     fields.only("best_of", 1, why="one answer is made; give 1")
     _form(fields, options)
     return _call(fields, prompt, options, limits, defaults, chat=False)
+
+
+def encode_call(body: dict[str, Any]) -> tuple[Any, bool, bool]:
+    """Read the body of ``/v1/edge_dflash/encode``.
+
+    Returns what is to be encoded, whether the template is to open thinking, and whether the text is used as it is.
+    """
+    fields = Fields(body)
+    if (text := fields.text("text", facts={"pattern": r"\S"})) is None:
+        fields.also({"properties": {"text": {"type": "null"}}}, variant="messages")
+        task: Any = read_messages(fields, "give messages, or a text")
+    else:
+        fields.also({"required": ["text"], "properties": {"text": {"type": "string"}}}, variant="text")
+        fields.only("messages", why="text is given too; give one of them")
+        task = text
+    thinking, raw = fields.flag("thinking") or False, fields.flag("raw") or False
+    fields.done()
+    return task, thinking, raw
 
 
 def _call(
@@ -91,42 +119,77 @@ def _call(
 
 
 def _tools(fields: Fields, options: PlanOptions) -> None:
-    tools = fields.array("tools")
+    tools = fields.array("tools", facts={"items": _TOOL})
     for index, tool in enumerate(tools or ()):
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or tool.get("type", "function") != "function":
             fields.fail(f"tools[{index}]", tool, 'give {"type": "function", "function": {"name": ...}}')
-        if not isinstance(function.get("name"), str) or not isinstance(function.get("parameters") or {}, dict):
+        if not isinstance(function.get("name"), str) or not isinstance(function.get("parameters"), dict | None):
             fields.fail(f"tools[{index}].function", function, "give it a name, and an object as parameters")
-    choice = fields.take("tool_choice")
-    if choice not in (None, "auto", "none"):
-        fields.fail("tool_choice", choice, "a call cannot be forced; give auto or none")
-    if tools and choice != "none":
+    options["tool_choice"] = choice = _tool_choice(fields)
+    names = [tool["function"]["name"] for tool in tools or ()]
+    if choice not in ("auto", "none") and not (names if choice == "required" else choice in names):
+        fields.fail("tool_choice", choice, f"give auto, none, or the name of a tool that is given: {names}")
+    if tools:
         options["tools"] = tools
-    fields.only("parallel_tool_calls", True, why="the model decides how many tools it calls; leave it out")
+    accepted = (True,) if choice in ("auto", "none") else (True, False)  # a forced call is one call
+    fields.only("parallel_tool_calls", *accepted, why="the model decides how many tools it calls; leave it out")
     fields.only("functions", why="give tools instead")
     fields.only("function_call", why="give tool_choice instead")
+
+
+_TOOL_CHOICE = {
+    "anyOf": [
+        {"enum": ["auto", "none", "required"]},
+        {
+            "type": "object",
+            "properties": {
+                "type": {"const": "function"},
+                "function": {
+                    "type": "object",
+                    "properties": {"name": {"type": "string"}},
+                    "required": ["name"],
+                    "additionalProperties": False,
+                },
+            },
+            "required": ["type", "function"],
+            "additionalProperties": False,
+        },
+    ]
+}
+
+
+def _tool_choice(fields: Fields) -> str:
+    """A word of the API, or the name of a tool."""
+    choice = fields.take("tool_choice", _TOOL_CHOICE)
+    if choice is None or choice in ("auto", "none", "required"):
+        return choice or "auto"
+    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str) or choice != {"type": "function", "function": {"name": name}}:
+        wanted = 'give auto, none, required, or {"type": "function", "function": {"name": ...}}'
+        fields.fail("tool_choice", choice, wanted)
+    if name in ("auto", "none", "required"):
+        fields.fail("tool_choice", choice, "a tool of this name cannot be chosen; name it otherwise")
+    return name
 
 
 def _form(fields: Fields, options: PlanOptions) -> None:
     form = fields.inner("response_format")
     if form is None:
         return
-    kind = form.text("type")
+    kind = form.kind("type", "text", "json_object", "json_schema")
     if kind == "json_object":
         options["schema"] = {"type": "object"}
     elif kind == "json_schema":
-        inner = form.inner("json_schema")
-        schema = inner.mapping("schema") if inner is not None else None
-        if inner is None or schema is None:
-            form.fail("json_schema", None, 'give {"name": ..., "schema": {...}}')
+        wanted = 'give {"name": ..., "schema": {...}}'
+        inner = form.inner("json_schema", needed=wanted) or Fields({})
+        schema = inner.mapping("schema", needed=wanted)
         for known in ("name", "description"):
             inner.text(known)
         inner.flag("strict")  # a schema is always obeyed
         inner.done()
         options["schema"] = schema
-    elif kind != "text":
-        form.fail("type", kind, "accepted are text, json_object, json_schema")
     form.done()
 
 
@@ -171,22 +234,19 @@ def _logprobs(fields: Fields, options: PlanOptions, *, chat: bool) -> None:
 def _budget(fields: Fields, options: PlanOptions, limits: LimitConfig) -> bool:
     """Set the budget; return whether it is the service's own."""
     names = ("max_completion_tokens", "max_tokens")
-    given = {name: fields.integer(name, 1, 2**31) for name in names}
+    given = {name: fields.integer(name, 1, limits.new_tokens or 2**31) for name in names}
     values = {value for value in given.values() if value is not None}
     if len(values) > 1:
         raise Refusal(f"{names[0]} and {names[1]} differ; give one of them", param=names[0])
     if not values:
         options["max_new_tokens"] = limits.new_tokens or None
         return True
-    options["max_new_tokens"] = wanted = values.pop()
-    if limits.new_tokens and wanted > limits.new_tokens:
-        name = next(name for name in names if given[name] is not None)
-        fields.fail(name, wanted, f"this service gives at most {limits.new_tokens}")
+    options["max_new_tokens"] = values.pop()
     return False
 
 
 def _stop(fields: Fields, options: PlanOptions) -> None:
-    stop = fields.take("stop")
+    stop = fields.take("stop", {"anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": 16}]})
     if stop is None:
         return
     texts = [stop] if isinstance(stop, str) else stop
@@ -215,31 +275,18 @@ def _extension(extra: Fields, options: PlanOptions, defaults: DefaultConfig) -> 
         options["priority"] = priority
     if (caller := extra.text("caller")) is not None:
         options["caller"] = caller[:64]
-    session = extra.text("session")
+    session = extra.text("session", facts=NAME)
     if session is not None and not session_name(session):
-        extra.fail("session", session, _SESSION_WHY)
+        extra.fail("session", session, WHY)
     with_tokens = extra.flag("tokens") or False
     deadline = extra.number("deadline_s", 0.0, DAY)
     extra.done()
     return deadline, session, with_tokens
 
 
-def session_name(name: str) -> bool:
-    """Whether a session may have this name. What may, names one file of the state directory, and no path."""
-    return 1 <= len(name) <= 64 and name[0] in _ALNUM and all(c in _ALNUM or c in "._-" for c in name)
-
-
-def checked_name(name: object, param: str) -> str:
-    """The name of a session. Raises Refusal."""
-    if not isinstance(name, str) or not session_name(name):
-        shown = repr(name)[:60]
-        raise Refusal(f"{param} is {shown}; {_SESSION_WHY}", param=param)
-    return name
-
-
 def _fixed(fields: Fields) -> None:
     """Parameters of the OpenAI API with one meaning here, and those that say nothing about the answer."""
-    fields.only("n", 1, why="one answer is made; give 1")
+    fields.only("n", 1, why="one answer is made, and n above 1 is not supported yet; give 1")
     fields.only("logit_bias", {}, why="logits cannot be biased; leave it out")
     fields.only("store", False, why="nothing is stored; give false")
     fields.only("service_tier", "auto", "default", why="there is one tier; leave it out")

@@ -1,6 +1,6 @@
 """One owner's conversations, by name: open ones in memory, saved ones in one directory, opened again when asked for.
 
-Names were checked (:func:`edge_dflash.serve.openai.session_name`). Every method but the constructor may wait for the
+Names were checked (:func:`edge_dflash.serve.names.session_name`). Every method but the constructor may wait for the
 engine, so none is called on the loop's thread. Where the disk fails, a session stays as it is in memory and is saved at
 the next occasion. Knows nothing of HTTP.
 """

@@ -1,6 +1,7 @@
 """Pairs on the native backend for GPU tests: the demo pair and small random ones, in every weight format."""
 
 import tempfile
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from edge_dflash.backends.native.weights import StoreWeights, stored_formats
 from edge_dflash.backends.reference.backend import ReferenceBackend
 from edge_dflash.checkpoint.config import match_pair, read_drafter_spec, read_target_spec
 from edge_dflash.checkpoint.reader import PairCheckpoint
+from edge_dflash.checkpoint.specs import DrafterLayerMask
 from edge_dflash.checkpoint.weights import WideWeight
 from edge_dflash.models import pair_programs
 from edge_dflash.quant.fp8 import quantize_fp8
@@ -72,7 +74,13 @@ def small(name):
 
 @cache
 def checkpoint(name):
-    """(pair, programs, store) of a pair by name: demo, dense, hybrid."""
+    """(pair, programs, store) of a pair by name: demo, dense, hybrid; "dense causal 24": all layers with this mask."""
+    if " " in name:
+        base, block, window = name.split()
+        pair, _, held = checkpoint(base)
+        mask = DrafterLayerMask(block == "bidirectional", None if window == "None" else int(window))
+        pair = replace(pair, drafter=replace(pair.drafter, layers=(mask,) * pair.drafter.num_layers))
+        return pair, pair_programs(pair), held
     if name == "demo":
         target, drafter = DEMO / "target", DEMO / "drafter"
     else:

@@ -145,6 +145,17 @@ def test_every_pass_is_close_to_the_reference(name, kind):
     near.judge()
 
 
+@pytest.mark.parametrize("both", [False, True], ids=["causal", "bidirectional"])
+@pytest.mark.parametrize("window", [None, 9, 24])
+def test_drafts_are_close_to_the_reference_with_every_mask(both, window):
+    near = Nearness(f"dense {'bidirectional' if both else 'causal'} {window}", "bf16", ENGINE)
+    for seed in range(PROMPTS):
+        near.reset()
+        near("prefill", prompt("dense", 70, seed=seed))
+        near("propose", prompt("dense", 1, seed=100 + seed)[0])
+    near.judge()
+
+
 @pytest.mark.parametrize("name", PAIRS)
 def test_wide_kv_is_close_to_the_reference(name):
     near = Nearness(name, "bf16", WIDE_KV)

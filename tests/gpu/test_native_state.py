@@ -135,6 +135,17 @@ CASES = [
 ]
 
 
+# Every mask that a drafter's config can ask for (tests/test_drafter_masks.py), with windows below and above a block,
+# where the context is shorter than the window and where it is longer.
+CASES += [
+    ({"heads": 8, "kv_heads": 2, "dim": dim, "rope": dim, "rows": rows, "bidirectional": both, "window": window,
+      "context": 4000, "kv": kv}, length)
+    for both in (False, True)
+    for window in (None, 9, 24, 2048)
+    for dim, rows, kv, length in ((128, 16, "fp8", 20), (128, 8, "fp8", 2500), (64, 16, "bfloat16", 2500))
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(("changes", "length"), CASES)
 def test_attention_agrees_with_the_reference(device, changes, length):
     layer = Layer(device, shape_of(**changes), length)
