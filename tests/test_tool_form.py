@@ -10,12 +10,11 @@ import pytest
 
 from edge_dflash.chat import split_answer
 from edge_dflash.errors import RequestError
-from edge_dflash.grammar.compiled import compile_tools
 from edge_dflash.grammar.tool_form import tool_grammar
 from edge_dflash.request.options import Options
 from edge_dflash.text import ChatTemplate, Tokenizer
 from edge_dflash.tool_dialect import JsonCalls, TaggedCalls, dialect_of
-from tests.grammar_support import END, tokenizer, vocab_size
+from tests.grammar_support import END, Walk, compiled_here, tokenizer
 from tests.test_grammar import SPELLING, accepts
 
 JSON_TEMPLATE = """\
@@ -70,12 +69,13 @@ TOOLS = [GRASP, WAIT, tool('say "é"', {"text": {"type": "string"}}, ("text",))]
 
 
 def form(tools, words):
-    return compile_tools(tool_grammar(tools, dialect_of(words)), words, vocab_size(), STOP)
+    """A call of one of the tools, at its start; the tokenizers differ in their templates only."""
+    return Walk(compiled_here("tools", tool_grammar(tools, dialect_of(words)), STOP))
 
 
-def drawn(grammar, words, seed):
+def drawn(constraint, words, seed):
     """Tokens of a random call; texts are led to their end."""
-    rng, constraint, tokens = random.Random(seed), grammar.constraint(), []
+    rng, tokens = random.Random(seed), []
     while len(tokens) < 3000:
         ids = [int(i) for i in np.flatnonzero(constraint.allowed())]
         tail = b"".join(SPELLING[i] if i < len(SPELLING) else b"" for i in tokens[-20:])
@@ -109,10 +109,11 @@ def test_the_dialect_is_that_of_the_template():
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_a_forced_answer_is_one_call_whose_arguments_satisfy_the_schema(dialect):
     words = DIALECTS[dialect]
-    grammar = form(TOOLS, words)
+    constraint = form(TOOLS, words)
     seen = set()
     for seed in range(24):
-        tokens = drawn(grammar, words, seed)
+        tokens = drawn(constraint, words, seed)
+        constraint.pop(len(tokens) + 1)
         answer = split_answer(tokens, words, stop_token_ids=STOP, tools=TOOLS)
         assert not answer.malformed
         assert not answer.content
@@ -155,7 +156,7 @@ def test_what_the_template_writes_for_a_call_is_allowed(dialect):
     ids = words.encode_chat(messages, tools=TOOLS)
     opened, closed = (words.token_id(name) for name in ("<tool_call>", "</tool_call>"))
     start = len(ids) - 1 - ids[::-1].index(opened)
-    constraint = form(TOOLS, words).constraint()
+    constraint = form(TOOLS, words)
     for token in ids[start : ids.index(closed, start) + 1]:
         assert constraint.push(token), words.decode([token])
     assert constraint.complete
@@ -186,6 +187,14 @@ def test_rules_of_the_whole_are_refused_where_they_would_not_hold():
         tool_grammar([{"name": "f", "parameters": {"type": "array"}}], dialect_of(DIALECTS["json"]))
 
 
+def test_tools_that_are_too_many_or_alike_are_refused():
+    with pytest.raises(RequestError, match="two tools are called 'wait'"):
+        tool_grammar([WAIT, WAIT], dialect_of(DIALECTS["json"]))
+    many = [tool(f"t{index}", {"a": {"const": "x" * 1000}}) for index in range(80)]
+    with pytest.raises(RequestError, match="too large for a forced call: .* choose one by name, or give fewer"):
+        tool_grammar(many, dialect_of(DIALECTS["json"]))
+
+
 CHOICES = [
     ({"tool_choice": "required"}, "tool_choice is 'required', and there are no tools"),
     ({"tool_choice": "grasp"}, "tool_choice is 'grasp', and there are no tools"),
@@ -206,4 +215,4 @@ def test_a_choice_of_none_tells_of_no_tools():
     assert Options(tools=TOOLS, tool_choice="none").tools is None
     assert Options(tools=TOOLS, tool_choice="wait").forced_tools == (WAIT,)
     assert Options(tools=TOOLS).forced_tools == ()
-    assert accepts(form([WAIT], DIALECTS["json"]).constraint(), "") is False
+    assert accepts(form([WAIT], DIALECTS["json"]), "") is False

@@ -15,6 +15,7 @@ The schema was taken by :func:`edge_dflash.grammar.schema_check.check`.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from decimal import Decimal
 from math import prod
@@ -27,6 +28,7 @@ from edge_dflash.grammar.schema_check import ENFORCED, Node, kinds_of, resolve
 from edge_dflash.grammar.schema_values import LARGEST, is_number
 
 FRACTION_DIGITS = 10  # of the library's multipleOf: it takes no finer power of ten
+_NUMBERS = frozenset(("number", "integer"))
 _STEP = 1e-10
 _NARROW = 1e-6  # in a narrower range the library may find no multiple of the step, by rounding
 _APPLICATORS = frozenset(("$ref", "allOf", "anyOf", "oneOf", "const", "enum"))
@@ -56,23 +58,16 @@ class _Rewriting:
             raise RequestError("the values of multipleOf are too large to be combined; write one multipleOf of them")
         digits = all(_is_fine(number) for number in _numbers(root, (*_BOUNDS, "const", "enum")))
         self._fine = digits and not multiples and not (self._merged and _crossed(root))
-        taken = root.get("$defs", {})
-        self._any = next(name for name in _names() if name not in taken)
-        self._any_is_used = False
+        self._plain = not any("oneOf" in node for node in _all_nodes(root))  # of a reference nothing is known to differ
+        self._names = (name for name in _names() if name not in root.get("$defs", {}))
+        self._added: dict[str, Any] = {}  # definitions
+        self._shared: dict[str, str] = {}  # schema of a scalar as JSON: its definition
+        self._any = ""
 
     def root(self) -> dict[str, Any]:
         made = self._node(self._root, merged=False)
         assert isinstance(made, dict)
-        if self._any_is_used:
-            free = self._free()
-            any_value = [
-                {"type": ["null", "boolean", "string"]},
-                {"type": "number", "minimum": -LARGEST, "maximum": LARGEST, "multipleOf": _STEP},
-                {"type": "array", "items": free},
-                {"type": "object", "additionalProperties": free},
-            ]
-            made = {**made, "$defs": {**made.get("$defs", {}), self._any: {"anyOf": any_value}}}
-        return made
+        return {**made, "$defs": {**made.get("$defs", {}), **self._added}} if self._added else made
 
     def _mark(self, root: Node, *, merged: bool) -> None:
         pending = [(root, merged)]
@@ -89,8 +84,22 @@ class _Rewriting:
                 pending.append((resolve(self._root, node["$ref"]), inside))
 
     def _free(self) -> dict[str, Any]:
-        self._any_is_used = True
+        """A reference to any value."""
+        if not self._any:
+            self._any = next(self._names)
+            free, number = self._free(), {"type": "number"}
+            self._bound(number, merged=False)
+            options = [{"type": ["null", "boolean", "string"]}, number, {"type": "array", "items": free}]
+            self._added[self._any] = {"anyOf": [*options, {"type": "object", "additionalProperties": free}]}
         return {"$ref": f"#/$defs/{self._any}"}
+
+    def _share(self, made: dict[str, Any]) -> dict[str, Any]:
+        """A reference to a schema of numbers: the library takes milliseconds to compile the bounds of each."""
+        key = json.dumps(made)
+        if key not in self._shared:
+            self._shared[key] = next(self._names)
+            self._added[self._shared[key]] = made
+        return {"$ref": f"#/$defs/{self._shared[key]}"}
 
     def _node(self, node: Any, *, merged: bool) -> Any:
         if not isinstance(node, dict):
@@ -108,6 +117,8 @@ class _Rewriting:
             if not merged:
                 self._close(made)
             self._bound(made, merged=merged)
+            if self._plain and not merged and node is not self._root and _is_open(node):
+                return self._share(made)
         elif "type" in kept and not kept.keys() & {"const", "enum"}:
             self._bound(made, merged=True)
         return made
@@ -156,6 +167,17 @@ def _intersects(node: dict[str, Any]) -> bool:
     if len(node.get("allOf", ())) > 1:
         return True
     return (bool(applied) and len(enforced) > 1) or ("properties" in node and "patternProperties" in node)
+
+
+def _is_open(node: dict[str, Any]) -> bool:
+    """Whether a schema is one of numbers only, of which some satisfy it: what no number satisfies is left in place."""
+    kinds = kinds_of(node)
+    return (
+        bool(kinds)
+        and _NUMBERS.issuperset(kinds)
+        and "multipleOf" not in node
+        and (_limit(node, "minimum") is None or _limit(node, "maximum") is None)
+    )
 
 
 def _inner(node: dict[str, Any]) -> Iterator[Any]:
