@@ -298,8 +298,8 @@ def curl_health(way: Way) -> None:
         assert way.curl(path)[0] == 200
 
 
-OPENAI = (models, chat, chat_stream, logprobs, json_schema, json_schema_stream, sampling, stop, completions, conversation,
-          tools, cancel, bad_requests, wrong_key)  # fmt: skip
+OPENAI = (models, chat, chat_stream, logprobs, json_schema, json_schema_stream, sampling, stop, completions,
+          conversation, tools, cancel, bad_requests, wrong_key)  # fmt: skip
 CURL = (curl_chat, curl_stream, curl_json_schema, curl_cancel, curl_bad_requests, curl_health)
 CHECKS = OPENAI + CURL
 

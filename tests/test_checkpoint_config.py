@@ -92,7 +92,7 @@ def test_stop_tokens_of_both_files_are_joined(target):
         ({"architectures": []}, CheckpointError, "architectures is"),
         ({"attention_bias": True}, UnsupportedModelError, "attention_bias"),
         ({"attention_bias": "no"}, CheckpointError, "attention_bias is 'no', wanted true or false"),
-        ({"model_type": 5}, CheckpointError, "model_type is 5, wanted a string"),
+        ({"model_type": 5}, CheckpointError, "model_type is 5: another model, wanted 'qwen3_5'"),
         ({"hidden_act": "gelu"}, UnsupportedModelError, "hidden_act is 'gelu'"),
         ({"output_gate_type": "sigmoid"}, UnsupportedModelError, "output_gate_type"),
         ({"hidden_size": DELETE}, CheckpointError, "lacks the field hidden_size"),
@@ -105,7 +105,11 @@ def test_stop_tokens_of_both_files_are_joined(target):
         ({"rope_parameters": {"rope_theta": 1e7, "partial_rotary_factor": 0.3}}, CheckpointError, "partial_rotary"),
         ({"eos_token_id": "x"}, CheckpointError, "eos_token_id is 'x'"),
         ({"eos_token_id": [0, 512]}, CheckpointError, r"eos_token_id is \[0, 512\], wanted a token id below .* 512"),
-        ({"model_type": "qwen2"}, CheckpointError, "model_type is 'qwen2', wanted qwen3_5 or qwen3_5_text"),
+        (
+            {"model_type": "qwen2"},
+            CheckpointError,
+            "model_type is 'qwen2': another model, wanted 'qwen3_5' or 'qwen3_5_text'",
+        ),
         ({"num_experts": 64}, UnsupportedModelError, "num_experts is 64: a mixture-of-experts"),
         ({"architectures": ["Qwen3MoeForCausalLM"]}, UnsupportedModelError, "mixture-of-experts"),
         ({"rms_norm_eps": 10**400}, CheckpointError, "rms_norm_eps is 1000"),
@@ -136,7 +140,7 @@ def test_rotary_settings_that_would_be_dropped_are_refused(target, changes, word
 
 def test_yarn_settings(target):
     yarn = {"type": "yarn", "factor": 2, "attention_factor": 1.5, "beta_fast": 16, "beta_slow": 2}
-    scaling = target("qwen3-tiny", rope_scaling=yarn).attention.rope.scaling
+    scaling = target("qwen3-tiny", rope_parameters=DELETE, rope_theta=1e6, rope_scaling=yarn).attention.rope.scaling
     assert scaling == YarnScaling(2.0, 1024, 1.5, 16.0, 2.0)  # 1024: max_position_embeddings
 
 
@@ -207,11 +211,11 @@ def test_taps_may_be_more_than_layers_or_follow_the_rule(drafter):
         ({"architectures": ["DSparkDraftModel"]}, UnsupportedModelError, "DSpark"),
         ({"architectures": ["Qwen3ForCausalLM"]}, UnsupportedModelError, "wanted DFlashDraftModel"),
         ({"sample_from_anchor": True}, UnsupportedModelError, "sample_from_anchor"),
-        ({"markov_rank": 0}, UnsupportedModelError, "markov_rank is set: a DSpark/DeepSpec drafter"),
+        ({"markov_rank": 0}, UnsupportedModelError, "markov_rank is 0: a DSpark/DeepSpec drafter"),
         ({"architectures": ["Qwen3DFlashModel"]}, UnsupportedModelError, "DSpark/DeepSpec"),
         ({"speculators_model_type": "dflash"}, UnsupportedModelError, "speculators format"),
         ({"model_type": "qwen3_moe"}, UnsupportedModelError, "mixture-of-experts"),
-        ({"model_type": "llama"}, CheckpointError, "model_type is 'llama', wanted qwen3"),
+        ({"model_type": "llama"}, CheckpointError, "model_type is 'llama': another model, wanted 'qwen3'"),
         ({"attention_bias": True}, UnsupportedModelError, "attention_bias"),
         ({"rope_scaling": {"rope_type": "longrope"}}, CheckpointError, "rope_type is 'longrope'"),
         (

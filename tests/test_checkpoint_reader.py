@@ -210,13 +210,41 @@ def test_vectors_may_be_f32_or_f16(make):
         np.testing.assert_allclose(got.data, value, rtol=1e-3)
 
 
-def test_a_tied_head_is_the_embedding_whatever_its_copy_holds(make):
+def test_a_tied_head_that_differs_from_the_embedding_is_refused(make):
     c = make("qwen3-tiny")
     kind, embedding = c.tensors["model.embed_tokens.weight"]
     c.tensors["lm_head.weight"] = (kind, np.zeros_like(embedding))
-    assert np.array_equal(c.open().get("target.lm_head").data, embedding)
+    with pytest.raises(CheckpointError, match=r"tie_word_embeddings is true, but lm_head\.weight differs"):
+        c.open()
     c.config["tie_word_embeddings"] = False
     assert not c.open().get("target.lm_head").data.any()
+
+
+@pytest.mark.parametrize("byte", [0x80, 0x81, 0xB8, 0x7F, 0xFF])
+@pytest.mark.parametrize("name", ["qwen3_5-tiny-nvfp4-ct", "qwen3_5-tiny-nvfp4-modelopt"])
+def test_block_scales_that_are_negative_or_nan_are_refused(make, name, byte):
+    c = make(name)
+    c.tensors[f"model.language_model.{DOWN}.weight_scale"][1][3, 5] = byte
+    store = c.open()
+    with pytest.raises(CheckpointError, match=r"down_proj\.weight_scale is negative or NaN in some block"):
+        store.get(f"target.{DOWN}")
+    store.get("target.layers.0.mlp.up_proj")
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, np.nan, np.inf, 1e-30, 1e30, 5e3])
+@pytest.mark.parametrize("name", ["k_proj.k_scale", "v_proj.v_scale", "k_scale", "v_scale"])
+def test_kv_scales_that_no_cache_has_are_refused(make, name, scale):
+    c = make()
+    c.tensors[f"model.layers.3.self_attn.{name}"] = ("F32", np.array(scale, np.float32))
+    with pytest.raises(CheckpointError, match=rf"tensor model\.layers\.3\.self_attn\.{name} is .*, wanted a positive"):
+        c.open()
+
+
+def test_an_activation_scale_whose_reciprocal_is_infinite_is_refused(make):
+    c = make("qwen3_5-tiny-nvfp4-ct")
+    c.tensors[f"model.language_model.{DOWN}.input_global_scale"] = ("F32", np.array([1e-40], np.float32))
+    with pytest.raises(CheckpointError, match=r"input_global_scale is .*, wanted a positive number"):
+        c.open()
 
 
 def test_a_tied_head_may_have_a_quantized_tensor_of_its_own(make):

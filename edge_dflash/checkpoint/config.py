@@ -10,11 +10,10 @@ from typing import cast
 
 from edge_dflash.checkpoint.fields import Fields
 from edge_dflash.checkpoint.files import read_json
+from edge_dflash.checkpoint.keys import GENERATION
 from edge_dflash.checkpoint.masks import drafter_masks
 from edge_dflash.checkpoint.rope import read_rope
 from edge_dflash.checkpoint.specs import (
-    MAX_BLOCK,
-    MAX_LAYERS,
     AttentionSpec,
     DrafterSpec,
     GatedDeltaSpec,
@@ -22,28 +21,27 @@ from edge_dflash.checkpoint.specs import (
     PairSpec,
     TargetSpec,
 )
-from edge_dflash.checkpoint.support import check_drafter, target_architecture
+from edge_dflash.checkpoint.support import drafter_fields, target_fields
 from edge_dflash.errors import CheckpointError
 from edge_dflash.files import is_there
 
 
 def read_target_spec(directory: Path) -> TargetSpec:
     """Spec of the target in ``directory``. Raises CheckpointError, UnsupportedModelError for another architecture."""
-    outer = Fields(directory / "config.json", read_json(directory / "config.json"))
-    text = outer.child("text_config") if outer.has("text_config") else outer
-    architecture = target_architecture(outer, text)
-    layers = text.integer("num_hidden_layers", most=MAX_LAYERS)
+    file = directory / "config.json"
+    architecture, outer, text = target_fields(file, read_json(file))
+    layers = text.integer("num_hidden_layers")
     layer_types = _layer_types(text, architecture, layers)
     return TargetSpec(
         architecture=architecture,
         vocab_size=text.integer("vocab_size"),
         hidden_size=text.integer("hidden_size"),
         intermediate_size=text.integer("intermediate_size"),
-        rms_norm_eps=text.number("rms_norm_eps", 1e-6),
+        rms_norm_eps=text.number("rms_norm_eps"),
         attention=_attention(text, gated=architecture == "qwen3_5"),
         gated_delta=_gated_delta(text) if "linear_attention" in layer_types else None,
         layer_types=layer_types,
-        tied=text.flag("tie_word_embeddings", False) or outer.flag("tie_word_embeddings", False),
+        tied=text.flag("tie_word_embeddings") or outer.flag("tie_word_embeddings"),
         max_position_embeddings=text.integer("max_position_embeddings"),
         eos_token_ids=_eos(directory, text, outer),
     )
@@ -51,24 +49,24 @@ def read_target_spec(directory: Path) -> TargetSpec:
 
 def read_drafter_spec(directory: Path) -> DrafterSpec:
     """Spec of the DFlash drafter in ``directory``. Raises CheckpointError, UnsupportedModelError."""
-    fields = Fields(directory / "config.json", read_json(directory / "config.json"))
+    file = directory / "config.json"
+    fields = drafter_fields(file, read_json(file))
     dflash = fields.child("dflash_config")
-    check_drafter(fields, dflash)
-    layers = fields.integer("num_hidden_layers", most=MAX_LAYERS)
-    target_layers = fields.integer("num_target_layers", most=MAX_LAYERS)
+    layers = fields.integer("num_hidden_layers")
+    target_layers = fields.integer("num_target_layers")
     source = _place("target_layer_ids", dflash, fields)
     taps = source.integers("target_layer_ids") if source.has("target_layer_ids") else _taps(layers, target_layers)
     if not taps:
         raise source.error("target_layer_ids", [], "at least one layer id")
     return DrafterSpec(
-        block_size=_place("block_size", fields, dflash).integer("block_size", least=2, most=MAX_BLOCK),
-        mask_token_id=_place("mask_token_id", dflash, fields).integer("mask_token_id", least=0),
+        block_size=_place("block_size", fields, dflash).integer("block_size"),
+        mask_token_id=_place("mask_token_id", dflash, fields).integer("mask_token_id"),
         target_layer_ids=taps,
         num_target_layers=target_layers,
         vocab_size=fields.integer("vocab_size"),
         hidden_size=fields.integer("hidden_size"),
         intermediate_size=fields.integer("intermediate_size"),
-        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
+        rms_norm_eps=fields.number("rms_norm_eps"),
         attention=_attention(fields, gated=False),
         layers=drafter_masks(fields, dflash, layers),
     )
@@ -99,21 +97,20 @@ def match_pair(target: TargetSpec, drafter: DrafterSpec) -> PairSpec:
 
 def _attention(fields: Fields, *, gated: bool) -> AttentionSpec:
     heads, kv_heads = fields.integer("num_attention_heads"), fields.integer("num_key_value_heads")
-    dim = fields.integer("head_dim", 256 if gated else 128)
+    dim = fields.integer("head_dim")
     if heads % kv_heads:
         raise fields.error("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads ({heads})")
-    return AttentionSpec(heads, kv_heads, dim, read_rope(fields, dim, 0.25 if gated else 1.0), gated)
+    return AttentionSpec(heads, kv_heads, dim, read_rope(fields, dim, whole=not gated), gated)
 
 
 def _layer_types(fields: Fields, architecture: str, layers: int) -> tuple[LayerType, ...]:
-    accepted = ("full_attention", "linear_attention") if architecture == "qwen3_5" else ("full_attention",)
     if fields.has("layer_types"):
-        return cast("tuple[LayerType, ...]", fields.choices("layer_types", accepted, layers))
+        return cast("tuple[LayerType, ...]", fields.choices("layer_types", layers))
     if architecture == "qwen3":
-        if fields.flag("use_sliding_window", False):
+        if fields.flag("use_sliding_window"):
             raise fields.error("use_sliding_window", True, "false for a Qwen3 target")
         return tuple("full_attention" for _ in range(layers))
-    interval = fields.integer("full_attention_interval", 4)
+    interval = fields.integer("full_attention_interval")
     kinds: list[LayerType] = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(layers)]
     return tuple(kinds)
 
@@ -124,7 +121,7 @@ def _gated_delta(fields: Fields) -> GatedDeltaSpec:
         value_heads=fields.integer("linear_num_value_heads"),
         key_dim=fields.integer("linear_key_head_dim"),
         value_dim=fields.integer("linear_value_head_dim"),
-        conv_kernel=fields.integer("linear_conv_kernel_dim", 4, least=2),
+        conv_kernel=fields.integer("linear_conv_kernel_dim"),
     )
     if spec.value_heads % spec.key_heads:
         raise fields.error("linear_num_value_heads", spec.value_heads, f"a multiple of {spec.key_heads} key heads")
@@ -134,13 +131,13 @@ def _gated_delta(fields: Fields) -> GatedDeltaSpec:
 def _eos(directory: Path, text: Fields, outer: Fields) -> tuple[int, ...]:
     """Stop tokens of config.json and generation_config.json, in that order, without repeats."""
     sources = [text, outer]
-    if is_there(directory / "generation_config.json"):
-        sources.append(Fields(directory / "generation_config.json", read_json(directory / "generation_config.json")))
+    if is_there(file := directory / "generation_config.json"):
+        sources.append(Fields(file, read_json(file), GENERATION))
     vocab, found = text.integer("vocab_size"), dict[int, None]()
     for fields in sources:
-        value = fields.values.get("eos_token_id")
-        for token in value if isinstance(value, list) else [] if value is None else [value]:
+        for token in fields.tokens("eos_token_id"):
             if type(token) is not int or not 0 <= token < vocab:
+                value = fields.values["eos_token_id"]
                 raise fields.error("eos_token_id", value, f"a token id below vocab_size {vocab}, or a list of them")
             found[token] = None
     return tuple(found)

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from edge_dflash.checkpoint.fields import Fields
 from edge_dflash.checkpoint.files import read_json
+from edge_dflash.checkpoint.keys import COMPRESSED_TENSORS, HF_QUANT, MODELOPT
 from edge_dflash.checkpoint.patterns import matching
 from edge_dflash.errors import CheckpointError
 from edge_dflash.files import is_there
@@ -39,35 +40,44 @@ def read_declared(directory: Path, modules: Sequence[str]) -> Declared:
 
     That is for an unknown scheme, and for patterns that are none or take too long.
     """
-    config = Fields(directory / "config.json", read_json(directory / "config.json"))
-    quantization = config.child("quantization_config")
-    if not quantization.values:
-        quantization = config.child("text_config").child("quantization_config")
-    method = quantization.text("quant_method", "")
+    file = directory / "config.json"
+    config = read_json(file)
+    places = [(path, part) for path, part in (("", config), ("text_config.", config.get("text_config"))) if part]
+    found = [(path, part["quantization_config"]) for path, part in places if part.get("quantization_config")]
+    path, values = found[0] if found else ("", {})
+    where = f"{path}quantization_config"
+    if any(other != values for _, other in found) or not isinstance(values, dict):
+        raise CheckpointError(f"{file}: {where} is {values!r:.60}, wanted one object, in one place")
+    if values and "quant_method" not in values:
+        raise CheckpointError(f"{file} lacks the field {where}.quant_method; the checkpoint is incomplete")
+    method = values.get("quant_method")
     if method == "compressed-tensors":
-        return _compressed_tensors(quantization, modules)
-    if method not in ("", "modelopt"):
-        raise quantization.error("quant_method", method, "'modelopt' or 'compressed-tensors'")
-    file = directory / "hf_quant_config.json"
-    if is_there(file):
-        return _modelopt(Fields(file, read_json(file)).child("quantization"), "exclude_modules")
+        return _compressed_tensors(Fields(file, values, COMPRESSED_TENSORS, f"{where}."), modules)
+    if method not in (None, "modelopt"):
+        raise CheckpointError(f"{file}: {where}.quant_method is {method!r}, wanted 'modelopt' or 'compressed-tensors'")
+    mirror = Fields(file, values, MODELOPT, f"{where}.")
+    own = directory / "hf_quant_config.json"
+    if is_there(own):
+        scheme = Fields(own, read_json(own), HF_QUANT).child("quantization")
+        for key in ("quant_algo", "kv_cache_quant_algo"):
+            if mirror.has(key) and mirror.text(key) != scheme.text(key):
+                raise mirror.error(key, mirror.text(key), f"the same as in {own.name} ({scheme.text(key)!r})")
+        return _modelopt(scheme, "exclude_modules")
     if method:
-        return _modelopt(quantization, "ignore")
+        return _modelopt(mirror, "ignore")
     return lambda module: None
 
 
 def _modelopt(fields: Fields, exclude: str) -> Declared:
-    if (cache := fields.text("kv_cache_quant_algo", "FP8")) != "FP8":
-        raise fields.error("kv_cache_quant_algo", cache, "'FP8' or null: scales of another format would be misread")
-    algorithm = fields.text("quant_algo", "")
+    algorithm = fields.text("quant_algo")
+    ignored = _Globs(fields, exclude)
+    layers = fields.child("quantized_layers")
+    storages = {name: _modelopt_storage(layers.child(name)) for name in layers.values}
     if not algorithm:
         return lambda module: None
-    ignored = _Globs(fields, exclude)
     if algorithm == "MIXED_PRECISION":
-        layers = fields.child("quantized_layers")
-        if not layers.values:  # config.json mirrors the scheme without the list
+        if not storages:  # config.json mirrors the scheme without the list
             return lambda module: None
-        storages = {name: _modelopt_storage(layers.child(name)) for name in layers.values}
         return lambda module: storages.get(module, "wide")
     default = _modelopt_storage(fields)
     return lambda module: "wide" if ignored.match(module) else default
@@ -84,7 +94,7 @@ class _Globs:
     """ModelOpt excludes a module and everything below it, by path or by shell glob."""
 
     def __init__(self, fields: Fields, name: str) -> None:
-        names = _names(fields, name)
+        names = fields.names(name)
         self._globs = [pattern for pattern in names if any(sign in pattern for sign in "*?[")]
         self._paths = frozenset(names).difference(self._globs)
         _check_patterns(fields, name, self._globs)
@@ -116,7 +126,7 @@ def _compressed_tensors(fields: Fields, modules: Sequence[str]) -> Declared:
     if len(groups.values) > MAX_GROUPS:
         raise fields.error("config_groups", f"{len(groups.values)} groups", f"at most {MAX_GROUPS}")
     members = [groups.child(name) for name in groups.values]
-    lists = [_names(fields, "ignore"), *(_names(group, "targets") for group in members)]
+    lists = [fields.names("ignore"), *(group.names("targets") for group in members)]
     matched = _matched(fields, [item for names in lists for item in names if item.startswith(_RE)], modules)
     ignored, *targeted = (_CtNames(names, matched) for names in lists)
     storages = [_ct_storage(group.child("weights")) for group in members]
@@ -140,21 +150,14 @@ def _ct_storage(weights: Fields) -> Storage:
     if not weights.values:  # a group that quantizes activations or the KV cache alone
         return "wide"
     bits, kind = weights.integer("num_bits"), weights.text("type")
-    if kind == "float" and bits == 4 and weights.integer("group_size", 16) == 16:
+    if kind == "float" and bits == 4 and weights.integer("group_size") == 16:
         return "nvfp4"
     if kind == "float" and bits == 8:
         return "fp8"
     raise CheckpointError(
         f"{weights.file}: weights of {bits} bits and type {kind!r} are not supported, "
-        "wanted float 4 in groups of 16 (NVFP4) or float 8 (FP8)"
+        "wanted num_bits 4, type float and group_size 16 (NVFP4), or num_bits 8 and type float (FP8)"
     )
-
-
-def _names(fields: Fields, name: str) -> list[str]:
-    value: Any = fields.values.get(name) or []
-    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise fields.error(name, value, "a list of names or patterns")
-    return value
 
 
 def _matched(fields: Fields, patterns: Sequence[str], modules: Sequence[str]) -> dict[str, frozenset[str]]:

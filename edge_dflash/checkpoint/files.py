@@ -126,7 +126,7 @@ def drop_page_cache(file: Path) -> None:
 def read_json(file: Path) -> dict[str, Any]:
     """Read a JSON object. Raises CheckpointError when there is no file or no object in it."""
     try:
-        value = parse_json(read_bytes(file))
+        value = parse_json(read_bytes(file), object_pairs_hook=_unique, parse_constant=_no_constant)
     except FileNotFoundError:
         raise CheckpointError(f"no {file.name} in {file.parent}; give the directory of a checkpoint") from None
     except OSError as error:
@@ -187,8 +187,15 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """JSON object whose names are all different: a second entry of one name would hide the first."""
     value = dict(pairs)
     if len(value) != len(pairs):
-        raise ValueError("a name occurs twice")
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the name {twice[:60]!r} occurs twice in one object")
     return value
+
+
+def _no_constant(name: str) -> Any:
+    """JSON has no NaN and no infinity, though Python's reader takes them."""
+    raise ValueError(f"{name} is no number of JSON")
 
 
 def _entries(file: Path, header: dict[str, Any], data: int, size: int) -> dict[str, Entry]:

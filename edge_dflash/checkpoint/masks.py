@@ -28,9 +28,9 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 def drafter_masks(fields: Fields, dflash: Fields, layers: int) -> tuple[DrafterLayerMask, ...]:
     """Mask of each of ``layers`` layers; ``dflash`` is the object ``dflash_config``. Raises CheckpointError."""
     types = _layer_types(fields, layers)
-    windows = dflash.flag("use_swa", False)
+    windows = dflash.flag("use_swa")
     flags = ((fields, "is_causal"), (dflash, "causal"), (dflash, "is_causal"))
-    causal = next((place.flag(key, False) for place, key in flags if place.has(key)), None)
+    causal = next((place.flag(key) for place, key in flags if place.has(key)), None)
     size = None
     if windows or SLIDING in types:
         own = dflash.has("swa_window_size")
@@ -50,8 +50,8 @@ def _layer_types(fields: Fields, layers: int) -> tuple[str, ...]:
     Without the list it means what it means to transformers: layers from ``max_window_layers`` on slide.
     """
     if fields.has("layer_types"):
-        return fields.choices("layer_types", (FULL, SLIDING), layers)
-    if fields.flag("use_sliding_window", False) and fields.has("sliding_window"):
-        first = fields.integer("max_window_layers", 0, least=0)
+        return fields.choices("layer_types", layers)
+    if fields.flag("use_sliding_window") and fields.has("sliding_window"):
+        first = fields.integer("max_window_layers")
         return tuple(SLIDING if i >= first else FULL for i in range(layers))
     return (FULL,) * layers

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
+
 from edge_dflash.checkpoint.config import read_target_spec
 from edge_dflash.checkpoint.declared import Declared, read_declared
 from edge_dflash.checkpoint.files import TensorFiles, read_json
@@ -35,7 +37,7 @@ class PairCheckpoint:
         """Open both directories and compare their tensors with the weights that the pair's Programs need.
 
         Raises CheckpointError for missing, extra, misshaped or wrongly typed tensors, naming file, tensor, found and
-        wanted. Tensor values are not read.
+        wanted. Values are not read but scales, and the head of a tied model whose files have one.
         """
         parts = {"target": _Part("target", target), "drafter": _Part("drafter", drafter)}
         for name, part in parts.items():
@@ -43,9 +45,8 @@ class PairCheckpoint:
         return cls(parts, expected)
 
     def get(self, name: str) -> Weight:
-        """Return a weight. Raises KeyError for an unknown name."""
-        spec = self._expected[name]
-        return self._parts[name.partition(".")[0]].read(name, spec)
+        """Return a weight. Raises KeyError for an unknown name, CheckpointError for block scales that are no scales."""
+        return self._parts[name.partition(".")[0]].get(name, self._expected[name])
 
     def kv_scale(self, state: str) -> tuple[float, float]:
         """FP8 scales (k, v) that the checkpoint carries for a KV state; (1.0, 1.0) when it has none."""
@@ -78,6 +79,8 @@ class _Part:
         """Compare the tensors with what is expected, and their storage with the configuration."""
         linears = [self._module(name) for name, spec in expected.items() if spec.kind == "linear"]
         declared = read_declared(self._directory, linears)
+        if "target.lm_head" in expected and self._is_tied("target.lm_head") and "lm_head.weight" in self.tensors:
+            self._check_copy(f"{self._prefix}embed_tokens.weight", "lm_head.weight")
         used = {"lm_head.weight"} if "target.lm_head" in expected else set()
         missing: list[str] = []
         problems: list[str] = []
@@ -107,6 +110,16 @@ class _Part:
                 f"part of the {self._model} that config.json describes; the checkpoint is of another model"
             )
 
+    def _check_copy(self, embedding: str, head: str) -> None:
+        """A head that config.json ties may be in the files too, as a copy of the embedding."""
+        if embedding in self.tensors:
+            (one, matrix), (other, copy) = (self.tensors.array(name) for name in (embedding, head))
+            if one != other or matrix.shape != copy.shape or not np.array_equal(matrix, copy):
+                raise CheckpointError(
+                    f"{self._directory}: tie_word_embeddings is true, but {head} differs from {embedding}; "
+                    f"make it false in config.json, or remove {head}"
+                )
+
     def _check_storage(self, name: str, spec: WeightSpec, declared: Declared) -> None:
         """Read a weight's headers and small scales, and compare its form with the configuration."""
         storage = _storage(self.read(name, spec))
@@ -128,6 +141,12 @@ class _Part:
                 names |= {f"{prefix}.{scale}" for scales in _KV_SCALES for scale in scales}
         return names
 
+    def get(self, name: str, spec: WeightSpec) -> Weight:
+        """Read a weight that is present, and check its block scales."""
+        weight = self.read(name, spec)
+        self._reader.check_values(self._module(name), weight)
+        return weight
+
     def read(self, name: str, spec: WeightSpec) -> Weight:
         """Read a weight that is present."""
         module = self._module(name)
@@ -142,7 +161,7 @@ class _Part:
         k, v = (next((t for n in names if (t := f"{prefix}.{n}") in self.tensors), None) for names in _KV_SCALES)
         if k is None and v is None:
             return None
-        return (1.0 if k is None else self._reader.scalar(k), 1.0 if v is None else self._reader.scalar(v))
+        return (1.0 if k is None else self._reader.kv_scale(k), 1.0 if v is None else self._reader.kv_scale(v))
 
     def _module(self, name: str) -> str:
         """Path of a weight's module (or bare tensor) in this checkpoint."""

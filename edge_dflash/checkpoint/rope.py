@@ -1,51 +1,78 @@
-"""Rotary embedding of a config: flat fields (transformers 4), ``rope_parameters`` (transformers 5), YaRN scaling."""
+"""Rotary embedding of a config: flat keys (transformers 4), ``rope_parameters`` (transformers 5), YaRN scaling."""
 
 from __future__ import annotations
 
 from edge_dflash.checkpoint.fields import Fields
 from edge_dflash.checkpoint.specs import RopeSpec, YarnScaling
 
-_YARN = ("factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow")
-# Keys that do not change the scaling. M-RoPE of text alone is ordinary RoPE: a token's three positions are equal.
-_NEUTRAL = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
+_YARN = ("factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "truncate")
 
 
-def read_rope(fields: Fields, head_dim: int, partial: float) -> RopeSpec:
-    """Rotary embedding of a model whose ``partial_rotary_factor`` is ``partial`` where the file has none.
+def read_rope(fields: Fields, head_dim: int, *, whole: bool) -> RopeSpec:
+    """Rotary embedding of a model; ``whole``: it rotates whole heads, whatever the file says.
 
-    ``rope_parameters`` wins over ``rope_theta``; a YaRN ``rope_scaling``, which users add by hand, also counts beside
-    it. Raises CheckpointError for other kinds of scaling and for YaRN settings that this version does not know.
+    As in transformers, a key of ``rope_parameters`` wins over the flat key, and ``rope_scaling`` stands in the place of
+    ``rope_parameters``; where a file has both, they must agree but for the scaling. Raises CheckpointError for settings
+    that do not agree, for other kinds of scaling, and for a YaRN whose ramp would run backwards.
     """
-    rope = fields.child("rope_parameters")
-    theta = rope.number("rope_theta") if rope.has("rope_theta") else fields.number("rope_theta")
+    old, new = (fields.child(name) for name in ("rope_scaling", "rope_parameters"))
+    if not old.values:
+        return _rope(new, fields, head_dim, whole)
+    scaling = _scaling(old, fields)
+    if new.has("rope_theta") and not old.has("rope_theta") and not fields.has("rope_theta"):
+        raise fields.error("rope_scaling", old.values, "its own rope_theta: it stands in the place of rope_parameters")
+    rope = _rope(old, fields, head_dim, whole)
+    if new.values:
+        other = _rope(new, fields, head_dim, whole)
+        if (rope.theta, rope.dims) != (other.theta, other.dims) or other.scaling not in (None, scaling):
+            raise fields.error(
+                "rope_scaling", old.values, f"the same as rope_parameters ({dict(new.values)}); keep one"
+            )
+    return rope
+
+
+def _rope(rope: Fields, fields: Fields, head_dim: int, whole: bool) -> RopeSpec:
+    """Rotary embedding by one object of settings, and by the flat keys where it lacks some."""
+    scaling = _scaling(rope, fields)
+    theta = (rope if rope.has("rope_theta") else fields).number("rope_theta")
     source = rope if rope.has("partial_rotary_factor") else fields
-    factor = source.number("partial_rotary_factor", partial)
-    dims = round(head_dim * factor)
-    if dims % 2 or not 0 < dims <= head_dim or abs(dims - head_dim * factor) > 1e-6:
+    factor = source.number("partial_rotary_factor")
+    dims = int(head_dim * factor)
+    if dims % 2 or not 0 < dims <= head_dim or dims != head_dim * factor:
         raise source.error("partial_rotary_factor", factor, f"a share of head_dim {head_dim} that is an even number")
-    if partial == 1.0 and dims != head_dim:
+    if whole and dims != head_dim:
         raise source.error("partial_rotary_factor", factor, "1: this architecture rotates whole heads")
-    return RopeSpec(theta, dims, _scaling(rope, fields) or _scaling(fields.child("rope_scaling"), fields))
+    if scaling is not None:
+        if theta <= 1:
+            raise rope.error("rope_theta", theta, "more than 1 for YaRN")
+        low, high = scaling.ramp(theta, dims)
+        if low > high:
+            original = scaling.original_max_position_embeddings
+            raise rope.error("original_max_position_embeddings", original, f"a context that fits theta {theta:g}")
+    return RopeSpec(theta, dims, scaling)
 
 
 def _scaling(rope: Fields, fields: Fields) -> YarnScaling | None:
-    kind = rope.text("rope_type", rope.text("type", "default"))
-    if kind == "default":
-        return None
+    kind = rope.text("rope_type" if rope.has("rope_type") else "type")
+    if rope.has("type") and rope.text("type") != kind:
+        raise rope.error("type", rope.text("type"), f"the same as rope_type ({kind!r})")
     if kind != "yarn":
-        raise rope.error("rope_type", kind, "'default' or 'yarn'")
-    for key in sorted(rope.values):
-        if rope.has(key) and key not in (*_YARN, *_NEUTRAL):
-            raise rope.error(key, rope.values[key], f"no such setting; YaRN takes {', '.join(_YARN)}")
+        for key in _YARN:
+            if rope.has(key):
+                raise rope.error(key, rope.values[key], "no such setting without rope_type 'yarn'")
+        return None
     if (factor := rope.number("factor")) < 1:
         raise rope.error("factor", factor, "a number of at least 1")
-    original = _YARN[1]
-    return YarnScaling(
+    name = "original_max_position_embeddings"
+    yarn = YarnScaling(
         factor=factor,
         original_max_position_embeddings=(
-            rope.integer(original) if rope.has(original) else fields.integer("max_position_embeddings")
+            rope.integer(name) if rope.has(name) else fields.integer("max_position_embeddings")
         ),
         attention_factor=rope.number("attention_factor") if rope.has("attention_factor") else None,
-        beta_fast=rope.number("beta_fast", 32.0),
-        beta_slow=rope.number("beta_slow", 1.0),
+        beta_fast=rope.number("beta_fast"),
+        beta_slow=rope.number("beta_slow"),
     )
+    if yarn.beta_fast < yarn.beta_slow:
+        raise rope.error("beta_fast", yarn.beta_fast, f"at least beta_slow ({yarn.beta_slow})")
+    return yarn

@@ -7,6 +7,7 @@ intermediate size, L layers, Hq/Hkv query/key-value heads, D head dim, V vocabul
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,6 +26,16 @@ class YarnScaling:
     attention_factor: float | None = None  # None: 0.1 * ln(factor) + 1
     beta_fast: float = 32.0
     beta_slow: float = 1.0
+
+    def ramp(self, theta: float, dims: int) -> tuple[int, int]:
+        """Pairs of ``dims`` rotated dimensions between which the blend rises from 0 to 1; ``theta`` is above 1."""
+
+        def dimension(rotations: float) -> float:
+            span = self.original_max_position_embeddings / (rotations * 2 * math.pi)
+            return dims * math.log(span) / (2 * math.log(theta))
+
+        low = max(math.floor(dimension(self.beta_fast)), 0)
+        return low, min(math.ceil(dimension(self.beta_slow)), dims - 1)
 
 
 @dataclass(frozen=True)

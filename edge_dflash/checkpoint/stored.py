@@ -14,6 +14,8 @@ from edge_dflash.checkpoint.weights import Array, Fp8Weight, Nvfp4Weight, Weight
 from edge_dflash.errors import CheckpointError
 
 BLOCK = 16  # weights along the input dimension that share an NVFP4 block scale
+KV_SCALE = (1e-6, 1e3)  # outside, real keys and values would all be 0 or 448
+_NAN = 0x7F  # E4M3 byte; all negative numbers are above
 SUFFIXES = (
     "weight",
     "weight_packed",
@@ -58,14 +60,23 @@ class ModuleReader:
             return self._fp8(module, shape)
         return self.wide(f"{module}.weight", shape)
 
-    def scalar(self, tensor: str) -> float:
-        """Positive finite number stored as F32 or BF16, [] or [1]."""
+    def check_values(self, module: str, weight: Weight) -> None:
+        """Refuse NVFP4 block scales that are negative or NaN: tensor cores would drop the sign."""
+        if isinstance(weight, Nvfp4Weight) and (weight.block_scale >= _NAN).any():
+            raise self._error(f"{module}.weight_scale", "negative or NaN in some block", "E4M3 numbers of at least 0")
+
+    def kv_scale(self, tensor: str) -> float:
+        """FP8 scale of keys or values: their largest magnitude / 448."""
+        return self.scalar(tensor, *KV_SCALE)
+
+    def scalar(self, tensor: str, least: float = 1e-30, most: float = 1e30) -> float:
+        """Number from ``least`` to ``most`` stored as F32 or BF16, [] or [1]."""
         kind, data = self._tensors.array(tensor)
         if kind not in ("F32", "BF16") or data.size != 1:
             raise self._error(tensor, f"{kind} {list(data.shape)}", "F32 [] or [1]")
         value = float(_float(kind, data).reshape(()))
-        if not 0 < value < float("inf"):
-            raise self._error(tensor, value, "a positive number")
+        if not least <= value <= most:
+            raise self._error(tensor, value, f"a positive number, from {least:g} to {most:g}")
         return value
 
     def _form(self, module: str) -> tuple[str, tuple[str, ...]]:

@@ -56,13 +56,7 @@ def rope_table(rope: RopeSpec, capacity: int) -> tuple[torch.Tensor, torch.Tenso
     factor = 1.0
     if rope.scaling is not None:
         yarn = rope.scaling
-
-        def dimension(rotations: float) -> float:
-            span = yarn.original_max_position_embeddings / (rotations * 2 * math.pi)
-            return dims * math.log(span) / (2 * math.log(rope.theta))
-
-        low = max(math.floor(dimension(yarn.beta_fast)), 0)
-        high = min(math.ceil(dimension(yarn.beta_slow)), dims - 1)
+        low, high = yarn.ramp(rope.theta, dims)
         ramp = ((torch.arange(dims // 2, dtype=torch.float32) - low) / max(high - low, 1e-3)).clamp(0, 1)
         frequency = frequency * (1 - ramp) + frequency / yarn.factor * ramp
         given = yarn.attention_factor
