@@ -285,5 +285,5 @@ def _name(request: Request) -> str:
 
 def _outcome(status: int) -> str:
     """The outcome of a request that was not run, for the metrics."""
-    known = {429: "queue_full", 503: "unavailable", 500: "failed"}
+    known = {429: "queue_full", 503: "unavailable", 507: "unavailable", 500: "failed"}
     return known.get(status, "refused")
