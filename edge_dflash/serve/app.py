@@ -217,7 +217,7 @@ class Routes:
 
     async def _made(self, make: Callable[[], dict[str, Any]]) -> Response:
         """The response that ``make`` gives, made and written on a thread."""
-        body: bytes = await self._service.on_thread(lambda: dump(make()))
+        body: bytes = await self._service.on_thread(lambda: dump(make(), sharing=True))
         return Response(body, media_type="application/json")
 
     def _card(self) -> dict[str, Any]:
