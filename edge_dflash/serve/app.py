@@ -258,6 +258,8 @@ class Routes:
         streams = False
         try:
             async with self._turn(request):
+                if running.disconnected:
+                    raise Refusal("the client went away", status=408, code="disconnected")
                 await running.stream.__aenter__()  # admission: its errors have a status of their own
             if call.stream:
                 streams = True
@@ -265,7 +267,8 @@ class Routes:
             plan = await service.finish(running)
             details = await service.details(running)
             count("disconnected" if running.disconnected else plan.finish_reason)
-            return await self._made(partial(running.writer.whole, plan, details))
+            made = partial(running.writer.whole, plan, details)
+            return json_response(made()) if len(plan.tokens) < SMALL else await self._made(made)
         except Exception as error:
             refused = _refused(service, error)
             count("disconnected" if running.disconnected else _outcome(refused.status))

@@ -6,6 +6,7 @@ uvicorn bounds the bytes of headers and the time between requests; the rest is h
 from __future__ import annotations
 
 import asyncio
+import re
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -16,7 +17,14 @@ from edge_dflash.serve.refusal import Refusal, dump, error_json
 _READ = 65536  # bytes taken at a time: h11 is Python, and what it makes of a MB at once keeps everybody waiting
 _LINGER = 1.0  # seconds in which the rest of what is refused is thrown away: closing at once would undo the answer
 _CHUNKS, _CHUNK_BYTES = 512, 64  # a body may come in so many chunks, and in one more for each so many bytes
-_PHRASES = {400: "Bad Request", 408: "Request Timeout", 503: "Service Unavailable"}
+_LINES = 256  # of a request's headers
+_BLANK = re.compile(rb"\n\r?\n")
+_PHRASES = {
+    400: "Bad Request",
+    408: "Request Timeout",
+    431: "Request Header Fields Too Large",
+    503: "Service Unavailable",
+}
 
 
 def bounded_connection(most: int, header_seconds: float, write_seconds: float) -> type[H11Protocol]:
@@ -30,6 +38,8 @@ def bounded_connection(most: int, header_seconds: float, write_seconds: float) -
         _timer: asyncio.TimerHandle | None = None
         _unread: asyncio.TimerHandle | None = None
         _refused = False
+        _head = b""  # the last bytes of headers that go on
+        _lines = 0  # of them so far
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             self._buffer = bytearray(_READ)
@@ -66,9 +76,20 @@ def bounded_connection(most: int, header_seconds: float, write_seconds: float) -
             before, idle = self.cycle, self.cycle is None or self.cycle.response_complete
             if idle and self._timer is None:
                 self._timer = self.loop.call_later(header_seconds, self._late)
+            if self.conn.their_state is h11.IDLE and self._many_lines(data):
+                self._refuse(Refusal(f"there are more than {_LINES} headers; send fewer", status=431), linger=True)
+                return
             super().data_received(data)
             if self.cycle is not before:  # all headers are there
                 self._stop()
+                self._head, self._lines = b"", 0
+
+        def _many_lines(self, data: bytes) -> bool:
+            """Whether the headers have too many lines, for h11 takes its time with each."""
+            lines = _BLANK.split(self._head + data, maxsplit=1)[0].count(b"\n")
+            self._lines += lines - self._head.count(b"\n")
+            self._head = data[-3:]
+            return self._lines > _LINES
 
         def send_400_response(self, msg: str) -> None:
             if isinstance(self.conn, _Connection) and self.conn.crumbled:

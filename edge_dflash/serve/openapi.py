@@ -52,6 +52,7 @@ class Operation:
     chunk: str = ""  # name in SCHEMAS of the events of a stream
 
 
+_CALLS: dict[str, Any] = {"tools": [{"function": {"name": "f"}}], "tool_choice": "required"}
 _SESSIONS = "/v1/edge_dflash/sessions"
 _HELLO = [{"role": role, "content": "x"} for role in ("system", "developer", "user", "assistant", "tool")]
 _FORMS = ({"type": "text"}, {"type": "json_object"}, {"type": "json_schema", "json_schema": {"schema": {}}})
@@ -62,7 +63,7 @@ OPERATIONS = (
     Operation(
         "POST", "/v1/chat/completions", "chat", "Messages in, an answer out.", "ChatCompletion",
         {**_WITH_BODY, **_RUNS, **_STORED}, chat_call,
-        tuple({"messages": _HELLO, **body} for body in _GENERATES), "ChatCompletionChunk",
+        tuple({"messages": _HELLO, **body} for body in (*_GENERATES, _CALLS)), "ChatCompletionChunk",
     ),
     Operation(
         "POST", "/v1/completions", "completions", "A text or token ids, used as they are.", "Completion",
