@@ -11,6 +11,7 @@ Mutations of drafters and of quantization are judged by the parser alone: transf
 import datetime
 import json
 import logging
+import resource
 import subprocess
 import sys
 import tempfile
@@ -35,6 +36,7 @@ from tests.golden_pairs import GOLDEN
 PROMPT = [(37 * i + 11) % 512 for i in range(40)]
 TOLERANCE = 1e-3
 ASKED = {"refused": 2, "without effect": 1}  # values of a key that transformers is asked about; else all
+MEMORY = 6 << 30  # bytes: transformers allocates whatever a number says
 VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 128}
 
 
@@ -127,6 +129,7 @@ def compare(base, family, directory):
 def main():
     """Compare every base, and write the counts and what differs."""
     torch.set_num_threads(1)
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
     counts, notes, most = Counter(), {}, 0.0
