@@ -182,9 +182,16 @@ atexit.register(_process.stop)
 os.register_at_fork(after_in_child=_process.forget)
 
 
-def _json(value: object) -> str:
+def _json(value: Mapping[str, object]) -> str:
+    """One line of JSON; lists are written item by item, so that other threads run between."""
+
+    def written(item: object) -> str:
+        if isinstance(item, list):
+            return f"[{', '.join([json.dumps(one, default=_plain) for one in item])}]"
+        return json.dumps(item, default=_plain)
+
     try:
-        return json.dumps(value, default=_plain)
+        return f"{{{', '.join([f'{json.dumps(key)}: {written(item)}' for key, item in value.items()])}}}"
     except (TypeError, ValueError, RecursionError) as error:
         raise RequestError(f"the messages are no plain JSON values ({error}); give texts, numbers and lists") from None
 

@@ -71,7 +71,8 @@ def _relaxed(value: Any) -> Any:
 
 def _tools(value: Any) -> Any:
     tools = rules.sequence_of(Mapping)(value)
-    json.dumps(tools, default=dict)  # templates write them
+    for tool in tools:  # one by one, so that other threads run between
+        json.dumps(tool, default=dict)  # templates write them
     return tools
 
 
