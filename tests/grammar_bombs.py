@@ -2,8 +2,8 @@
 
 ``python tests/grammar_bombs.py BUNDLE`` sends each to a planner and prints how it ended, seconds, memory of its process
 and the longest delay of a thread that ticks every millisecond beside it, and of one in another process; then the worst
-of them together to a service, with ``/health`` asked beside them, a small form of another caller, and SIGTERM while they
-run. The last line is JSON.
+of them together to a service, with ``/health`` asked beside them, a small form of another caller, and SIGTERM while
+they run. The last line is JSON.
 """
 
 from __future__ import annotations
