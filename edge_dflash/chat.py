@@ -266,7 +266,7 @@ def _with_object(call: object, index: int) -> dict[str, Any]:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments or "{}")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise RequestError(f"arguments of a tool call of message {index} are no JSON: {error}") from None
     if not isinstance(arguments, Mapping):
         kind = type(arguments).__name__

@@ -23,7 +23,7 @@ from edge_dflash.errors import BundleError, RequestError
 Message = Mapping[str, Any]  # {"role": ..., "content": ...}, passed to the chat template as it is
 
 SOURCE_CHARS = 1 << 20  # of a template
-TEXT_CHARS = 16 << 20  # of a prompt
+TEXT_CHARS = 8 << 20  # of a prompt
 CPU_SECONDS = 2.0  # of one render, compiling included
 MEMORY_BYTES = 512 << 20  # address space of the process that renders
 _ROLE = re.compile(r"[A-Za-z0-9_-]+")
@@ -117,6 +117,7 @@ class _Process:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
+        self._answered = False
 
     def ask(self, head: bytes, body: bytes) -> dict[str, Any]:
         """Its answer. Raises BoundError when the template ended it, or took all of its memory."""
@@ -136,9 +137,11 @@ class _Process:
             if not line.endswith(b"\n"):
                 process.wait()
                 self.stop()
-                if process.returncode > 0:  # it ended by itself: Python or Jinja could not be loaded
+                if process.returncode > 0 and not self._answered:  # Python or Jinja could not be loaded
                     raise BundleError(f"the process that runs chat templates cannot start ({sys.executable})")
-        answer: dict[str, Any] = json.loads(line) if line else {"bound": ""}
+            else:
+                self._answered = True
+        answer: dict[str, Any] = json.loads(line) if line.endswith(b"\n") else {"bound": ""}
         if "bound" in answer:
             raise BoundError(f"the chat template takes {_BOUNDS} for these messages; give less, or correct it")
         return answer

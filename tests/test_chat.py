@@ -267,6 +267,7 @@ def test_tools_need_a_name(tool):
         ("move", "type str; give a list"),
         ([{"function": {}}], "no function with a name"),
         ([{"function": {"name": "f", "arguments": "{"}}], "are no JSON"),
+        ([{"function": {"name": "f", "arguments": "[" * 100_000}}], "are no JSON"),
         ([{"function": {"name": "f", "arguments": [1]}}], "type list; give an object"),
     ],
 )

@@ -246,7 +246,7 @@ REFUSED = [
     ({"type": "integer", "minimum": 1e19}, "minimum at # is 1e+19; numbers between"),
     ({"type": "number", "maximum": "5"}, "maximum at # is '5'; give a number"),
     ({"multipleOf": 0}, "multipleOf at # is 0; give a number above 0"),
-    ({"maxLength": -1}, "maxLength at # is -1; give a whole number of at least 0"),
+    ({"maxLength": -1}, "maxLength at # is -1; give a whole number from 0 to 2147483647"),
     ({"pattern": 5}, "pattern at # is 5; give a regular expression as a text"),
     ({"required": "a"}, "required at # is 'a'; give a list of names"),
 ]

@@ -81,7 +81,7 @@ def test_a_long_template_is_refused():
 
 
 def test_a_long_prompt_is_refused():
-    with pytest.raises(RequestError, match="at most 16777216 are taken"):
+    with pytest.raises(RequestError, match="at most 8388608 are taken"):
         ChatTemplate("{{ messages[0].content * 9 }}", {}, "here").render([{"role": "user", "content": "x" * (2 << 20)}])
 
 
@@ -107,13 +107,23 @@ def test_threads_get_their_own_answers():
     assert answers == {name: [f"{name} {i}" for i in range(50)] for name in "abcd"}
 
 
+FORK = """
+import os
+from edge_dflash.template import ChatTemplate
+
+made = ChatTemplate("{{ messages[0].content }}", {}, "here")
+works = lambda: made.render([{"role": "user", "content": "hi"}]) == "hi"
+assert works()
+child = os.fork()
+if child == 0:
+    os._exit(0 if works() else 1)
+assert os.waitpid(child, 0)[1] == 0
+assert works()
+"""
+
+
 def test_a_fork_has_its_own_process():
-    assert works()
-    child = os.fork()
-    if child == 0:
-        os._exit(0 if works() else 1)
-    assert os.waitpid(child, 0)[1] == 0
-    assert works()
+    assert subprocess.run([sys.executable, "-c", FORK], check=False, timeout=60).returncode == 0
 
 
 def test_the_planner_does_not_import_jinja():

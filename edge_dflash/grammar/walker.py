@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from edge_dflash.errors import RequestError
 from edge_dflash.grammar.lark_text import prepare
+from edge_dflash.grammar.library_words import in_our_words
 from edge_dflash.grammar.schema_check import check
 from edge_dflash.grammar.schema_rewrite import rewrite
 from edge_dflash.grammar.vocabulary import Vocabulary, one_line
@@ -156,7 +157,7 @@ class Walker:
         if self._matcher.is_error():
             raise RequestError(
                 f"the grammar cannot go on after {len(self._pushed)} tokens "
-                f"({one_line(self._matcher.get_error())}); make it simpler"
+                f"({in_our_words('grammar', self._matcher.get_error())})"
             )
 
 
@@ -168,7 +169,7 @@ def compiled(source: Source, vocabulary: Vocabulary, stop_token_ids: tuple[int, 
     limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
     matcher = LLMatcher(vocabulary.tokenizer, _grammar_text(source, vocabulary), log_level=0, limits=limits)
     if matcher.is_error():
-        raise RequestError(f"the {kind} cannot be used: {one_line(matcher.get_error())}; change it there")
+        raise RequestError(f"the {kind} cannot be used: {in_our_words(kind, matcher.get_error(), source.text)}")
     if warnings := matcher.get_grammar_warnings():
         raise RequestError(
             f"the {kind} has parts that would not be enforced: {one_line('; '.join(warnings))}; remove them"
@@ -183,7 +184,7 @@ def compiled(source: Source, vocabulary: Vocabulary, stop_token_ids: tuple[int, 
     if not probe.is_error():
         probe.compute_bitmask()
     if probe.is_error():
-        raise RequestError(f"nothing satisfies the {kind} ({one_line(probe.get_error())}); make it less strict")
+        raise RequestError(f"nothing satisfies the {kind} ({in_our_words(kind, probe.get_error(), source.text)})")
     return Compiled(matcher, vocabulary.size, source.vocab_size, stop_token_ids)
 
 

@@ -28,7 +28,7 @@ from edge_dflash.spec.relaxed import Relaxation
 from edge_dflash.spec.sampling import Sampling
 from edge_dflash.spec.thinking import AfterThinking
 from edge_dflash.text import Message, Tokenizer, with_text
-from edge_dflash.tool_calls import Tool, function_of
+from edge_dflash.tool_calls import Tool, chosen_tools
 from edge_dflash.tool_dialect import dialect_of
 
 Task: TypeAlias = str | Sequence[Message] | Sequence[int]
@@ -174,17 +174,7 @@ class Options:
     @property
     def forced_tools(self) -> tuple[Tool, ...]:
         """Tools of which one must be called; none when the model is free. Raises RequestError for a choice of none."""
-        if self.tool_choice in ("auto", "none"):
-            return ()
-        if not self.tools:
-            raise RequestError(f"tool_choice is {self.tool_choice!r}, and there are no tools; give tools, or auto")
-        if self.tool_choice == "required":
-            return tuple(self.tools)
-        names = [str(function_of(tool).get("name")) for tool in self.tools]
-        if self.tool_choice not in names:
-            known = ", ".join(("auto", "none", "required", *names))
-            raise RequestError(f"tool_choice is {rules.shown(self.tool_choice)}; give one of {known}")
-        return (self.tools[names.index(self.tool_choice)],)
+        return chosen_tools(self.tools or (), self.tool_choice)
 
     @property
     def constrained(self) -> bool:
@@ -230,6 +220,8 @@ class Request:
         """Controls of a fresh run."""
         constraint = self._constraint(Patience(self.deadline, cancelled))
         controls = Controls(constraint, self.relaxation, self.deadline, cancelled, pace=pace)
+        if self.model.tokenizer is not None:
+            controls = replace(controls, spell=self.model.tokenizer.token_bytes)
         return controls if ends is None else replace(controls, ends=ends)
 
     def _constraint(self, patience: Patience) -> Constraint | None:
