@@ -17,10 +17,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fakes import Stepped
+from fakes import FakeBackend, Stepped
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from edge_dflash.backends.base import PairShape
 from edge_dflash.benchmark.vocabulary import synthetic_tokenizer
 from edge_dflash.errors import RequestError
 from edge_dflash.grammar import compiled as module
@@ -30,6 +31,7 @@ from edge_dflash.grammar.schema_check import schema_json
 from edge_dflash.grammar.turns import Turns
 from edge_dflash.grammar.walker import Source, Walker
 from edge_dflash.spec.constraint import ENDLESS, Interrupted, Patience
+from edge_dflash.spec.loop import Controls, DecodeOptions, generate
 from tests.grammar_support import END, SCHEMAS, compiled_here, tokenizer, vocab_size
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -130,6 +132,23 @@ def test_a_process_gives_the_drafts_and_masks_of_the_library(pair, rng):
         there.advance(taken)
         if taken[-1] in STOP:
             return
+
+
+@settings(max_examples=20, deadline=None)
+@given(SCHEMAS, st.integers(0, 3), st.sampled_from([0.0, 1.5]))
+def test_random_schemas_give_the_same_tokens_with_and_without_drafts(pair, right, temperature):
+    grammar = compile_schema(pair[0], tokenizer(), vocab_size(), STOP)
+    shape = PairShape(vocab_size(), block_size=6, mask_token_id=0, max_context=120, prefill_chunk=8)
+    options = DecodeOptions(max_new_tokens=60, temperature=temperature, seed=right, stop_token_ids=STOP)
+    found = []
+    for speculative in (True, False):
+        backend = FakeBackend(shape, right=lambda position: right)
+        controls = Controls(grammar.constraint())
+        found.append(generate(backend, (3, 1, 4), options, speculative=speculative, controls=controls))
+    assert found[0].tokens == found[1].tokens
+    assert found[0].finish_reason == found[1].finish_reason
+    accepts = Direct("schema", schema_json(pair[0]))
+    accepts.advance(found[0].tokens)
 
 
 def test_masks_stay_while_the_next_ones_are_made():

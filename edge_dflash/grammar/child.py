@@ -35,7 +35,9 @@ class Bounds:
     """What one grammar may take."""
 
     compile_seconds: float = 5.0  # of one core; forms of robots take 0.01, the largest schemas that are taken 1
-    step_seconds: float = 1.0  # of a walk along drafts with its masks; 16 masks of the most fuel take 0.25
+    step_seconds: float = (
+        2.0  # of a walk along drafts with its masks; 16 masks of the most fuel take 0.25 on a fast core
+    )
     nbytes: int = 256 << 20  # beyond the vocabulary; forms of robots take 1 to 5 MB
 
 

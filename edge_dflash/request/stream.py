@@ -120,6 +120,11 @@ class AsyncPlanStream(AsyncIterator[Increment]):
         if self._stream is not None:
             self._stream.cancel()
 
+    @property
+    def queued(self) -> bool:
+        """Whether the request was prepared: it waits for the engine, runs, or has ended."""
+        return self._stream is not None
+
     async def aclose(self) -> None:
         """Cancel what is left and wait for the engine to let go of it."""
         self.cancel()

@@ -41,6 +41,7 @@ log = logging.getLogger("edge_dflash.serve")
 Board = Callable[[], BoardState]
 MOST_SECONDS = 600.0  # that a client is asked to wait before it tries again
 TICK = 0.5  # seconds between two looks at the engine
+PREPARE = 0.5  # seconds that a stop waits for requests that are not queued yet: their form is compiled
 
 
 @dataclass(eq=False)
@@ -325,9 +326,13 @@ class Service:
         self.state = "draining"
         self.notifier.stopping()
         self.notifier.status("stopping: waiting for the running request")
-        until = time.monotonic() + self.config.timeouts.drain
+        began = time.monotonic()
+        until = began + self.config.timeouts.drain
         while self._running and time.monotonic() < until:
             await asyncio.sleep(0.02)
+            if time.monotonic() > began + PREPARE:
+                for running in [one for one in self._running if not one.stream.queued]:
+                    running.stream.cancel()
         for running in list(self._running):
             running.stream.cancel()  # ends at its next commit, with what it has
         until = time.monotonic() + self.config.timeouts.write
