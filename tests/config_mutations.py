@@ -257,7 +257,7 @@ def _changes(value):
 
 def _added(key):
     """Values of a known key that a file lacks."""
-    for new in {"integer": (1, 3, -1), "number": (0.5, 2e6, -1), "flag": (True, False)}.get(key.kind, (True, 3, "x")):
+    for new in {"integer": (1, 3, -1), "number": (0.5, 3.0, -1), "flag": (True, False)}.get(key.kind, (True, 3, "x")):
         yield f"added {new!r}", new
     if key.accepted:
         yield f"added {key.accepted[0]!r}", key.accepted[0]

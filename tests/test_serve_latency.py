@@ -75,7 +75,7 @@ def test_large_bodies_take_turns_and_small_ones_do_not_wait(service):
     large = KINDS["many messages"]
 
     async def ask():
-        sending = [asyncio.create_task(asyncio.to_thread(send, service, large)) for _ in range(8)]
+        sending = [asyncio.create_task(asyncio.to_thread(send, service, large)) for _ in range(5)]
         await asyncio.sleep(0.1)
         small = await asyncio.to_thread(send, service, [chat()])
         late = sum(not one.done() for one in sending)
@@ -83,7 +83,7 @@ def test_large_bodies_take_turns_and_small_ones_do_not_wait(service):
 
     small, late, statuses = asyncio.run(ask())
     assert small == "200"
-    assert late >= 4
+    assert late >= 3
     assert set(statuses) == {"400"}  # of 512 tokens
 
 

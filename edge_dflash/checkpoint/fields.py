@@ -24,6 +24,7 @@ Table = Mapping[str, "Key"]
 REQUIRED: Any = object()
 ANY = "*"  # the entry of a table for keys that it does not list
 MOST = 1 << 30  # of an integer: sizes, ids and positions stay far from where 32 bits end
+_UNKNOWN = "this version does not know what it changes; remove it if that is nothing"
 _LEAST, _MOST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
 
@@ -106,7 +107,7 @@ class Fields:
                 raise self.lacks(name)
         for name, value in values.items():
             if name not in table and ANY not in table:
-                raise self.error(name, value, "no such setting: this version does not know what it changes")
+                raise self.error(name, value, f"no such setting: {_UNKNOWN}")
 
     def has(self, name: str) -> bool:
         """Whether the key is there and not null."""
@@ -202,10 +203,8 @@ class Fields:
     def _unsupported(self, name: str, key: Key, value: Any) -> CheckpointError:
         if all(isinstance(item, bool) for item in key.accepted) and not isinstance(value, bool):
             return self.error(name, value, "true or false")
-        wanted = " or ".join(_short(item) for item in key.accepted)
-        return UnsupportedModelError(
-            f"{self.file}: {self._path}{name} is {_short(value)}: {key.why}, wanted {wanted} or no such key"
-        )
+        wanted = " or ".join([*map(_short, key.accepted), *([] if key.required else ["no such key"])])
+        return UnsupportedModelError(f"{self.file}: {self._path}{name} is {_short(value)}: {key.why}, wanted {wanted}")
 
 
 def _wanted(key: Key, value: Any) -> str | None:

@@ -154,6 +154,11 @@ _BLOCK: Table = {
     "target_layer_ids": Key("read", "integers", null=True),
     **only("sample_from_anchor shift_labels shifted", None, False, why="a DSpark/DeepSpec drafter: shifted rows"),
     **only("markov_rank markov_head_type enable_confidence_head", None, why="a DSpark/DeepSpec drafter: shifted rows"),
+    # vLLM and SGLang read the style of the drafter's own rotation; all targets here rotate halves, and so do drafters.
+    **only("is_neox_style rope_is_neox_style", None, True, why="rotary pairs that are neighbours, not halves"),
+    **only("attention_sink_bias add_swa_attention_sink_bias", None, False, why="a learned sink in every softmax"),
+    **only("input_embedding_scale output_multiplier logit_scale", None, 1, 1.0, why="scaled embeddings or logits"),
+    **only("final_logit_softcapping", None, why="capped logits"),
 }
 DRAFTER: Table = {
     **_DECODER,

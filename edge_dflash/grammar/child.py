@@ -15,7 +15,7 @@ import select
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -24,7 +24,8 @@ from edge_dflash.grammar import stepping, wire
 from edge_dflash.grammar.vocabulary import Vocabulary, one_line
 from edge_dflash.grammar.walker import Compiled, Source, Walker, compiled
 
-NICE = 10  # of compiling: the loops of a robot and the planner come first
+PROMPT_SECONDS = 0.1  # a grammar that takes longer to compile gives way to others: the loops of a robot, the planner
+NICE = 10
 _STACK_BYTES = 16 << 20  # of the thread that compiles: the library follows rules by recursion
 _OOM_SCORE = 1000  # when memory runs out, this goes before anything else
 
@@ -62,17 +63,19 @@ class Page:
 
     @property
     def private_bytes(self) -> int:
-        """Memory of the child that no other process has, when it last looked."""
+        """Memory that the child took for itself, when it last looked."""
         return int.from_bytes(os.pread(self._fd, 8, 0), "little")
 
-    def note(self) -> None:
-        """Look, in the child."""
-        os.pwrite(self._fd, _private_bytes().to_bytes(8, "little"), 0)
+    def note(self, shared_bytes: int) -> None:
+        """Look, in the child, which began with so many bytes of its parent's."""
+        private = max(0, _resident_bytes() - shared_bytes)
+        os.pwrite(self._fd, private.to_bytes(8, "little"), 0)
 
 
 def live(control: socket.socket, page: Page, vocabulary: Vocabulary, stop_token_ids: tuple[int, ...]) -> None:
     """Compile the grammar of the page and serve its constraints, until the control socket is closed."""
     source, bounds = page.read()
+    shared = _resident_bytes()
     _limit(bounds)
     control.send(wire.BEGUN)
     try:
@@ -81,16 +84,16 @@ def live(control: socket.socket, page: Page, vocabulary: Vocabulary, stop_token_
     except RequestError as error:
         control.send(wire.REFUSED + str(error).encode(errors="replace"))
         return
-    page.note()
+    page.note(shared)
     control.send(wire.COMPILED)
-    _Server(control, page, grammar, bounds).run()
+    _Server(control, grammar, bounds, lambda: page.note(shared)).run()
 
 
 class _Server:
     """The grammar's constraints, each with its socket."""
 
-    def __init__(self, control: socket.socket, page: Page, grammar: Compiled, bounds: Bounds) -> None:
-        self._control, self._page, self._grammar, self._bounds = control, page, grammar, bounds
+    def __init__(self, control: socket.socket, grammar: Compiled, bounds: Bounds, note: Callable[[], None]) -> None:
+        self._control, self._grammar, self._bounds, self._note = control, grammar, bounds, note
         self._constraints: dict[int, _Constraint] = {}
         self._poll = select.poll()
         self._poll.register(control, select.POLLIN)
@@ -114,7 +117,7 @@ class _Server:
                     self._poll.unregister(fd)
                     del self._constraints[fd]
                     constraint.socket.close()
-                    self._page.note()
+                    self._note()
 
 
 class _Constraint:
@@ -205,13 +208,11 @@ class _Constraint:
 
 
 def _compile(source: Source, vocabulary: Vocabulary, stop_token_ids: tuple[int, ...]) -> Compiled:
-    """Compile on a thread that gives way to others: priority is a thread's, and cannot be raised again."""
+    """Compile on another thread, because priority is a thread's, and cannot be raised again."""
     found: list[Compiled | RequestError] = []
 
     def run() -> None:
         try:
-            with contextlib.suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
             found.append(compiled(source, vocabulary, stop_token_ids))
         except RequestError as error:
             found.append(error)
@@ -223,7 +224,11 @@ def _compile(source: Source, vocabulary: Vocabulary, stop_token_ids: tuple[int, 
     threading.stack_size(_STACK_BYTES)
     thread = threading.Thread(target=run)
     thread.start()
-    thread.join()
+    thread.join(PROMPT_SECONDS)
+    if thread.is_alive():
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, thread.native_id or 0, NICE)
+        thread.join()
     if isinstance(found[0], RequestError):
         raise found[0]
     return found[0]
@@ -256,10 +261,5 @@ def _limit(bounds: Bounds) -> None:
         Path("/proc/self/oom_score_adj").write_text(str(_OOM_SCORE))
 
 
-def _private_bytes() -> int:
-    """Memory of this process that no other has."""
-    try:
-        lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    except OSError:  # hidden: the most that it may be
-        return resource.getrlimit(resource.RLIMIT_AS)[0]
-    return sum(1024 * int(line.split()[1]) for line in lines if line.startswith("Private"))
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE

@@ -86,7 +86,8 @@ class Zygote:
         try:
             with open(text, "wb", closefd=False) as file:
                 file.write(tokenizer.to_json().encode())
-            arguments = f"{self._link.theirs.fileno()}, '/dev/fd/{text}', {tokenizer.size}, {stop_token_ids!r}"
+            os.lseek(text, 0, os.SEEK_SET)
+            arguments = f"{self._link.theirs.fileno()}, {text}, {tokenizer.size}, {stop_token_ids!r}"
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _START.format(path=sys.path, arguments=arguments)],
                 stdin=subprocess.DEVNULL,

@@ -29,7 +29,7 @@ _M_ARENA_MAX = -8
 def main(link: int, text: int, size: int, stop_token_ids: tuple[int, ...]) -> None:
     """Build the vocabulary and serve the planner.
 
-    ``link`` is a socket to it, ``text`` a file that holds tokenizer.json, of ``size`` ids. What is wrong with the
+    ``link`` is a socket to it, ``text`` an open file that holds tokenizer.json, of ``size`` ids. What is wrong with the
     tokenizer is said in place of the first message of every child.
     """
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # they are for the planner, which ends us

@@ -217,7 +217,7 @@ class Routes:
 
     async def _made(self, make: Callable[[], dict[str, Any]]) -> Response:
         """The response that ``make`` gives, made and written on a thread."""
-        body: bytes = await self._service.on_thread(lambda: dump(make()))
+        body: bytes = await self._service.on_thread(lambda: dump(make(), sharing=True))
         return Response(body, media_type="application/json")
 
     def _card(self) -> dict[str, Any]:
@@ -285,5 +285,5 @@ def _name(request: Request) -> str:
 
 def _outcome(status: int) -> str:
     """The outcome of a request that was not run, for the metrics."""
-    known = {429: "queue_full", 503: "unavailable", 500: "failed"}
+    known = {429: "queue_full", 503: "unavailable", 507: "unavailable", 500: "failed"}
     return known.get(status, "refused")

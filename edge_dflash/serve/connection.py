@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Callable
+from typing import Any, cast
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -44,7 +46,8 @@ def bounded_connection(most: int, header_seconds: float, write_seconds: float) -
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             self._buffer = bytearray(_READ)
             self.conn = _Connection(h11.SERVER, self.config.h11_max_incomplete_event_size or _READ)
-            super().connection_made(transport)
+            self._wire = transport
+            super().connection_made(cast(asyncio.Transport, _Gently(transport, self._close)))
             self.app_state = {**self.app_state, "peer": peer(transport.get_extra_info("socket"))}
             if sum(_local(one) == _local(self) for one in self.connections) > most:
                 self._refuse(Refusal(f"{most} connections are open, which is the limit", status=503, retry_after=1))
@@ -125,17 +128,43 @@ def bounded_connection(most: int, header_seconds: float, write_seconds: float) -
                 head += "".join(f"{name}: {value}\r\n" for name, value in refused.headers.items())
                 head += f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
                 self.transport.write(head.encode("ascii") + body)
-            if linger and self.transport.can_write_eof():
-                if self.cycle is not None:
-                    self.cycle.disconnected = True
-                    self.cycle.message_event.set()
-                self.transport.write_eof()
-                self.transport.resume_reading()
-                self.loop.call_later(_LINGER, self.transport.close)
-            else:
-                self.transport.close()
+            if not linger:
+                self._wire.close()
+                return
+            if self.cycle is not None:
+                self.cycle.disconnected = True
+                self.cycle.message_event.set()
+            self._linger()
+
+        def _close(self) -> None:
+            """What uvicorn does behind an answer that ends the connection."""
+            if self.conn.their_state is h11.SEND_BODY:
+                self._linger()
+            elif not self._refused:
+                self._wire.close()
+
+        def _linger(self) -> None:
+            """Close when the client has, or after a while: what it still sends is thrown away."""
+            self._refused = True
+            if self._wire.is_closing() or not self._wire.can_write_eof():
+                self._wire.close()
+                return
+            self._wire.write_eof()
+            self._wire.resume_reading()
+            self.loop.call_later(_LINGER, self._wire.close)
 
     return Bounded
+
+
+class _Gently:
+    """A transport whose closing is left to the connection."""
+
+    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
+        self._transport = transport
+        self.close = close
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
 
 
 class _Connection(h11.Connection):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from importlib.metadata import version
 from typing import Any
 
 from edge_dflash.request.options import Options
@@ -17,6 +16,7 @@ from edge_dflash.serve.config import DefaultConfig, LimitConfig, ServeConfig
 from edge_dflash.serve.names import NAME, new_name, other_name
 from edge_dflash.serve.openai import chat_call, completion_call, encode_call
 from edge_dflash.serve.record import Schema, recorded
+from edge_dflash.version import __version__
 
 _EVERYWHERE = {
     401: "The API key is missing or wrong.",
@@ -108,7 +108,7 @@ def document(config: ServeConfig, *, key: bool) -> dict[str, Any]:
         paths.setdefault(path, {})[operation.method.lower()] = _operation(operation, config)
     made: dict[str, Any] = {
         "openapi": "3.1.0",
-        "info": {"title": "edge-dflash", "version": version("edge-dflash")},
+        "info": {"title": "edge-dflash", "version": __version__},
         "paths": paths,
         "components": {"schemas": SCHEMAS},
     }
