@@ -191,7 +191,7 @@ def test_tools_that_are_too_many_or_alike_are_refused():
     with pytest.raises(RequestError, match="two tools are called 'wait'"):
         tool_grammar([WAIT, WAIT], dialect_of(DIALECTS["json"]))
     many = [tool(f"t{index}", {"a": {"const": "x" * 1000}}) for index in range(80)]
-    with pytest.raises(RequestError, match="too large for a forced call: .* choose one by name, or give fewer"):
+    with pytest.raises(RequestError, match=r"too large for a forced call: .* choose one by name, or give fewer"):
         tool_grammar(many, dialect_of(DIALECTS["json"]))
 
 
