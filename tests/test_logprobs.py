@@ -9,7 +9,7 @@ from itertools import zip_longest
 
 import numpy as np
 import pytest
-from fakes import SHAPE, FakeBackend
+from fakes import SHAPE, FakeBackend, Stepped
 from test_losslessness import CASES, OPTIONS, plain
 from test_spec_path import Brittle
 
@@ -127,7 +127,7 @@ class TestLoop:
         """Also where choices are masked: the values are those before the mask."""
         toy, runs = FakeBackend(), []
         for how in ({}, {"speculative": False}):
-            controls = Controls(Brittle((), None) if constrained else None)
+            controls = Controls(Stepped(Brittle((), None)) if constrained else None)
             tokens, logprobs, lengths = found(
                 FakeBackend(right=lambda position: right), options=options, controls=controls, **how
             )
@@ -219,7 +219,7 @@ def test_adversaries_and_grammars_on_a_pair_change_none(name, drafter):
             return np.arange(512) < 60
 
     def constrained(backend, **how):
-        return found(backend, prompt, options, controls=Controls(Wide((), None)), **how)
+        return found(backend, prompt, options, controls=Controls(Stepped(Wide((), None))), **how)
 
     tokens, logprobs, _ = constrained(BACKENDS["engine"](name), speculative=False)
     assert max(tokens) < 60

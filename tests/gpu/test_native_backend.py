@@ -296,7 +296,7 @@ def test_log_probabilities_are_those_of_plain_decoding_at_every_accept_length(na
 
     def run(place, **how):
         place.reset()
-        controls = Controls(Rule(place.shape.vocab_size) if constrained else None)
+        controls = Controls(Stepped(Rule(place.shape.vocab_size)) if constrained else None)
         steps = list(stream(place, ids, options, controls=controls, **how))
         assert all(len(step.logprobs) == len(step.tokens) for step in steps)
         return [one for step in steps for one in step.logprobs]
@@ -356,7 +356,7 @@ def test_nothing_is_allocated_after_load():
         backend.reset()
         generate(backend, prompt("demo", 10), mode, speculative=False)
         backend.reset()
-        generate(backend, prompt("demo", 10), mode, controls=Controls(Rule(backend.shape.vocab_size)))
+        generate(backend, prompt("demo", 10), mode, controls=Controls(Stepped(Rule(backend.shape.vocab_size))))
     assert (backend.gpu.allocations, torch.cuda.memory_allocated()) == before
 
 
