@@ -23,6 +23,9 @@ def test_no_key_is_ignored(tmp_path):
     counts = Counter(outcome for _, outcome in judged)
     assert sum(counts.values()) >= 1500
     assert min(counts[outcome] for outcome in OUTCOMES) > 0
+    for key in {mutation.key for mutation, outcome in judged if outcome == "overridden"}:  # it counts where it may
+        others = (mutation for mutation, outcome in judged if mutation.key == key and outcome == "read")
+        assert any(m.base.outcome(tmp_path, m.files()) != m.base.outcome(tmp_path) for m in others), key
 
 
 @pytest.fixture

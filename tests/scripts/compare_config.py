@@ -132,6 +132,7 @@ def main():
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     counts, notes, most = Counter(), {}, 0.0
     for base, family in targets():
         with tempfile.TemporaryDirectory() as directory:
@@ -148,9 +149,7 @@ def main():
     result = {
         "what": "One-key mutations of configurations, by tests/scripts/compare_config.py.",
         "date": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC",
-        "commit": subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
-        ).stdout.strip(),
+        "commit": commit,
         "transformers": transformers.__version__,
         "parsed": {"mutations": parsed.total(), **{outcome: parsed[outcome] for outcome in OUTCOMES}},
         "compared": counts.total(),
