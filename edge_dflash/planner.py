@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from numbers import Integral
 from pathlib import Path
@@ -18,6 +19,8 @@ from edge_dflash import selftest
 from edge_dflash.backends import load
 from edge_dflash.backends.base import Backend, PairShape
 from edge_dflash.bundle.reader import Bundle
+from edge_dflash.errors import RequestError
+from edge_dflash.grammar.compiled import hold, warm_up
 from edge_dflash.plan import Plan
 from edge_dflash.planner_session import PlannerSession
 from edge_dflash.progress import CHECKING, LOADING, SELF_TEST, Progress, unheard
@@ -25,7 +28,7 @@ from edge_dflash.request import rules
 from edge_dflash.request.conversation import Encoder
 from edge_dflash.request.engine import Engine
 from edge_dflash.request.job import Alone, Observer
-from edge_dflash.request.options import Model, Options, PlanOptions, Task, prepare
+from edge_dflash.request.options import Model, Options, PlanOptions, Task, ends_of_form, prepare
 from edge_dflash.request.rules import Rule
 from edge_dflash.request.stream import AsyncPlanStream, PlanStream
 from edge_dflash.selftest_result import SelfTestResult
@@ -98,6 +101,7 @@ class Planner:
             backend, bundle, queue=queue, prefix_bytes=prefix_bytes, fallback=fallback, observer=observer
         )
         weakref.finalize(self, self._engine.abandon)
+        self._end_forms = (lambda: None) if tokenizer is None else hold(self, tokenizer)
 
     @classmethod
     def open(
@@ -191,6 +195,16 @@ class Planner:
     def close(self) -> None:
         """Cancel all requests and release the device. Closing twice does no harm."""
         self._engine.close()
+        self._end_forms()
+
+    def warm_up(self) -> None:
+        """Begin to build what forms need, on other cores, so that the first one does not wait for it.
+
+        3 s and 220 MB with 248,000 tokens; without this, the first form does.
+        """
+        if self._model.tokenizer is not None:
+            with suppress(RequestError):  # a model that takes no forms
+                warm_up(self._model.tokenizer, ends_of_form(self._model))
 
     @property
     def backend(self) -> Backend:

@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from edge_dflash.errors import RequestError
+
 Tool = Mapping[str, Any]  # {"type": "function", "function": {"name": ..., "parameters": JSON Schema}}
 
 
@@ -190,3 +192,19 @@ def function_of(tool: Tool) -> Mapping[str, Any]:
     """The description inside ``function``, or the tool itself when it is written without that level."""
     inner = tool.get("function")
     return inner if isinstance(inner, Mapping) else tool
+
+
+def chosen_tools(tools: Sequence[Tool], choice: str) -> tuple[Tool, ...]:
+    """The tools of which one must be called: all for "required", one for a name, none for "auto" and "none".
+
+    Raises RequestError for another choice, and where there are no tools to choose from.
+    """
+    if choice in ("auto", "none"):
+        return ()
+    if not tools:
+        raise RequestError(f"tool_choice is {choice[:60]!r}, and there are no tools; give tools, or auto")
+    names = [str(function_of(tool).get("name")) for tool in tools]
+    if choice != "required" and choice not in names:
+        known = ", ".join(("auto", "none", "required", *names))
+        raise RequestError(f"tool_choice is {choice[:60]!r}; give one of {known}")
+    return tuple(tools) if choice == "required" else (tools[names.index(choice)],)

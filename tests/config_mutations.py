@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from edge_dflash.checkpoint import keys
 from edge_dflash.checkpoint.config import read_drafter_spec, read_target_spec
 from edge_dflash.checkpoint.declared import read_declared
+from edge_dflash.checkpoint.fields import ANY, REQUIRED
 from edge_dflash.errors import CheckpointError
 from tests.golden_pairs import GOLDEN
 
@@ -101,7 +102,7 @@ class Mutation:
         """The table's entry of a path of the mutated files; None: an unknown key."""
         table = root(self.base, self.file, files)
         for step in path:
-            key = (table or {}).get(step, (table or {}).get(keys.ANY))
+            key = (table or {}).get(step, (table or {}).get(ANY))
             if key is None:
                 return None
             table = key.keys
@@ -204,7 +205,7 @@ def mutations(base):
                     if near and key not in target and (*path, key) != other:
                         yield Mutation(base, file, (*path, key), "moved", into=other)
             for key in known:
-                if key not in values and key != keys.ANY:
+                if key not in values and key != ANY:
                     for how, new in _added(known[key]):
                         yield Mutation(base, file, (*path, key), how, new)
             yield Mutation(base, file, (*path, "no_such_key"), "added", 1)
@@ -214,7 +215,7 @@ def _objects(content, table, path):
     """Every object of a file, with its path and table."""
     yield path, content, table or {}
     for key, value in content.items():
-        entry = (table or {}).get(key, (table or {}).get(keys.ANY))
+        entry = (table or {}).get(key, (table or {}).get(ANY))
         inner = entry.keys if entry is not None else None
         if key == "quantization_config" and value:
             inner = dialect(value)
@@ -256,7 +257,7 @@ def _changes(value):
 
 def _added(key):
     """Values of a known key that a file lacks."""
-    for new in {"integer": (1, 3, -1), "number": (0.5, 2e6, -1), "flag": (True, False)}.get(key.kind, (True, 3, "x")):
+    for new in {"integer": (1, 3, -1), "number": (0.5, 3.0, -1), "flag": (True, False)}.get(key.kind, (True, 3, "x")):
         yield f"added {new!r}", new
     if key.accepted:
         yield f"added {key.accepted[0]!r}", key.accepted[0]
@@ -293,7 +294,7 @@ def _meaning(entry, value):
     """What a value of a key that is read means: its default where it is null or missing; names have no order."""
     if value in (None, [], {}):
         value = entry.default
-    if value is keys.REQUIRED or value in (None, "", [], {}):
+    if value is REQUIRED or value in (None, "", [], {}):
         return None
     return sorted(value) if entry.kind == "names" and not entry.accepted else value
 

@@ -7,6 +7,7 @@ of the loop (a task that sleeps 1 ms at a time) and of ``/health``. The last lin
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import socket
 import statistics
@@ -59,6 +60,8 @@ def serve(directory: Path) -> None:
             print(json.dumps(seen), flush=True)
 
     async def main() -> None:
+        gc.collect()
+        gc.freeze()  # as the server does
         ticking = asyncio.create_task(tick())
         one = socket.socket(socket.AF_UNIX)
         one.bind(str(directory / "live.sock"))
@@ -171,6 +174,7 @@ def kinds() -> dict[str, list[bytes]]:
         "tiny segments": [tiny[at : at + 1] for at in range(len(tiny))],
         "long header line": [line + b"x: " + b"a" * SIZE + b"\r\n\r\n"],
         "many headers": [line + b"x: y\r\n" * (SIZE // 6) + b"\r\n"],
+        "short headers": [line + b"x:\r\n" * 4000 + b"\r\n"],
     }
 
 

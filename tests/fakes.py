@@ -10,6 +10,9 @@ import numpy as np
 
 from edge_dflash.backends.base import PairShape, Snapshot
 from edge_dflash.backends.host_cycle import host_cycle
+from edge_dflash.errors import RequestError
+from edge_dflash.grammar import stepping
+from edge_dflash.spec.constraint import pack
 from edge_dflash.spec.sampling import GREEDY
 
 SHAPE = PairShape(vocab_size=64, block_size=4, mask_token_id=63, max_context=64, prefill_chunk=8)
@@ -109,3 +112,40 @@ class FakeBackend:
         if len(context) in self._script:
             row[self._script[len(context)]] = 20.0
         return row
+
+
+class Stepped:
+    """A constraint made of one that steps token by token: ``allowed``, ``push``, ``pop`` and ``forced``."""
+
+    ended = False
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def walk(self, free, ask):
+        return stepping.walk(self, free, lambda row: ask(row, self.packed()))
+
+    def masks(self, drafts):
+        masks = []
+        error = stepping.look(self, drafts, lambda row, mask: masks.append(mask))
+        if error is not None and not masks:
+            raise error
+        return masks
+
+    def advance(self, tokens):
+        for token in tokens:
+            if not self.inner.push(token):
+                raise RequestError(f"the grammar does not take token {token}")
+
+    def packed(self):
+        mask = self.inner.allowed()
+        return None if mask is None else pack(mask)
+
+    def push(self, token):
+        return self.inner.push(token)
+
+    def pop(self, count):
+        self.inner.pop(count)
+
+    def forced(self):
+        return self.inner.forced()

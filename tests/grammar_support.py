@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 from functools import cache
 
+import numpy as np
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as HfTokenizer
 
+from edge_dflash.grammar.vocabulary import Vocabulary
+from edge_dflash.grammar.walker import Compiled, Source, Walker, compiled
+from edge_dflash.spec.constraint import unpack
 from edge_dflash.text import ChatTemplate, Tokenizer
 
 END, TURN = "<|im_end|>", "<|im_start|>"
@@ -52,6 +56,23 @@ def tokenizer() -> Tokenizer:
 
 def vocab_size() -> int:
     return tokenizer().size + PADDING
+
+
+@cache
+def vocabulary(stop: tuple[int, ...]) -> Vocabulary:
+    return Vocabulary(tokenizer().to_json(), tokenizer().size, stop)
+
+
+def compiled_here(kind: str, text: str, stop: tuple[int, ...], whitespace: bool = False) -> Compiled:
+    """A grammar, compiled in this process."""
+    return compiled(Source(kind, text, whitespace, vocab_size()), vocabulary(stop), stop)
+
+
+class Walk(Walker):
+    """What runs in a grammar's process, here."""
+
+    def allowed(self):
+        return unpack(np.frombuffer(self.packed(), np.uint32), vocab_size())
 
 
 def compact(document: object) -> str:

@@ -11,6 +11,7 @@ from edge_dflash.benchmark.form import SCENE_STEPS, STEPS, WORDS
 from edge_dflash.benchmark.vocabulary import LEAST, synthetic_tokenizer
 from edge_dflash.errors import RequestError
 from edge_dflash.grammar.compiled import compile_schema
+from edge_dflash.spec.constraint import unpack
 
 SIZE = 20_000
 
@@ -50,10 +51,10 @@ def test_random_choices_make_steps_without_end(tokenizer):
     grammar = compile_schema(SCENE_STEPS.schema, tokenizer, SIZE, [SIZE - 1]).constraint()
     rng, tokens = np.random.default_rng(0), []
     for _ in range(500):
-        allowed = np.flatnonzero(grammar.allowed())
+        allowed = np.flatnonzero(unpack(grammar.masks(())[0], SIZE))
         assert SIZE - 1 not in allowed
         tokens.append(int(rng.choice(allowed)))
-        assert grammar.push(tokens[-1])
+        grammar.advance(tokens[-1:])
     text = tokenizer.decode(tokens)
     steps = json.loads(text[: text.rindex("},") + 1] + "]}")["steps"]
     assert len(steps) > 30
@@ -62,6 +63,6 @@ def test_random_choices_make_steps_without_end(tokenizer):
 
 def test_the_schema_of_bundles_takes_a_plan_and_ends(tokenizer):
     grammar = compile_schema(STEPS.schema, tokenizer, SIZE, [SIZE - 1]).constraint()
-    for token in tokenizer.encode('{"steps":[{"action":"open","target":"the fridge"}]}'):
-        assert grammar.push(token)
-    assert grammar.push(SIZE - 1)
+    grammar.advance(tokenizer.encode('{"steps":[{"action":"open","target":"the fridge"}]}'))
+    grammar.advance([SIZE - 1])
+    assert list(np.flatnonzero(unpack(grammar.masks(())[0], SIZE))) == [SIZE - 1]

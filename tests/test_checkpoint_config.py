@@ -250,3 +250,22 @@ def test_bad_drafter_configs_are_refused(drafter, changes, error, words):
 def test_pairs_that_do_not_match_are_refused(drafter, changes, words):
     with pytest.raises(CheckpointError, match=words):
         match_pair(read_target_spec(GOLDEN / "qwen3_5-tiny"), drafter(**changes))
+
+
+@pytest.mark.parametrize(
+    ("key", "neutral", "other"),
+    [
+        ("is_neox_style", True, False),
+        ("rope_is_neox_style", True, False),
+        ("attention_sink_bias", False, True),
+        ("input_embedding_scale", 1.0, 2.0),
+        ("output_multiplier", 1, 0.5),
+        ("final_logit_softcapping", None, 30.0),
+    ],
+)
+def test_keys_of_other_runtimes_that_change_a_drafters_maths_are_refused(drafter, key, neutral, other):
+    inner = {"mask_token_id": 511, "target_layer_ids": [1, 4, 6]}
+    assert drafter(**{key: neutral}) == drafter(dflash_config=inner | {key: neutral}) == drafter()
+    for changes in ({key: other}, {"dflash_config": inner | {key: other}}):
+        with pytest.raises(CheckpointError, match=f"{key} is {json.dumps(other)}"):
+            drafter(**changes)

@@ -48,6 +48,8 @@ def test_a_deadline_ends_it(cli, demo_bundle):
         (("--deadline", "0"), "--deadline is 0; give seconds above 0"),
         (("--deadline", "nan"), "--deadline is nan"),
         (("--plain", "--compare"), "leave --plain out"),
+        (("--top-p", "7"), "top_p is 7.0; give a value above 0 and at most 1"),
+        (("--max-new-tokens", "0"), "max_new_tokens is 0; give a whole number of at least 1"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_loaded(refused, options, message):

@@ -14,6 +14,7 @@ from control_gpu import ControlGpu
 from native_support import NATIVE_PAIR
 
 from edge_dflash.backends.reference.attention import KvMemory, attend
+from edge_dflash.bundle.reader import read_manifest
 from edge_dflash.checkpoint.config import match_pair, read_drafter_spec, read_target_spec
 from edge_dflash.checkpoint.specs import DrafterLayerMask
 from edge_dflash.device import load_board
@@ -197,3 +198,14 @@ def test_masks_are_arguments_of_the_kernels_between_plans_and_without(monkeypatc
     assert launched_masks(test_native_backend.load(monkeypatch, ControlGpu(), pair)) == masks
     monkeypatch.setattr(test_tensorrt_backend, "NATIVE_PAIR", pair)
     assert launched_masks(test_tensorrt_backend.load(monkeypatch, tmp_path)[0]) == masks
+
+
+def test_a_bundle_carries_the_masks_of_its_recipe(cli, build_pair, tmp_path):
+    (tmp_path / "r.yaml").write_text('schema: 1\nname: x\nmasks: [{match: "*.[02]", block: causal, window: 7}]')
+    assert cli(*build_pair, "--recipe", tmp_path / "r.yaml")[0] == 0
+    masks = (DrafterLayerMask(False, 7), DrafterLayerMask(False, 24), DrafterLayerMask(False, 7))
+    assert read_manifest(tmp_path / "out").pair.drafter.layers == masks
+    code, out, _ = cli("inspect", tmp_path / "out")
+    assert code == 0
+    line = "drafter layers: 0 causal in the block, window 7; 1 causal in the block, window 24; 2 causal in"
+    assert line in " ".join(out.split())

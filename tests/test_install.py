@@ -315,6 +315,20 @@ def test_what_was_built_in_a_release_stays_when_it_is_repaired(root, made, progr
     Bundle.open(bundle)
 
 
+def test_a_rollback_to_a_release_that_lacks_files_is_refused(root, made, program):
+    install(made / "one", root, program=program)
+    one = release_of(root)
+    two = install(made / "two", root, program=program).release
+    file_gone(one / "one")
+    with pytest.raises(
+        BundleError, match=r"the release one-\w+ cannot be served .*is missing.*; install its bundle again"
+    ):
+        rollback(root)
+    assert releases.current(Layout(root)) == two
+    install(made / "one", root, program=program)
+    assert rollback(root).release == two
+
+
 def test_strange_files_among_releases_harm_nothing(root, made, program):
     install(made / "one", root, program=program)
     for name in ("notes.txt", ".incoming-file"):

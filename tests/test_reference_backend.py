@@ -158,3 +158,8 @@ def test_a_draft_drops_an_open_verify(name):
     with pytest.raises(BackendError, match="no verify is open"):
         b.commit(2)
     assert same_bits(b.snapshot(), fresh.snapshot())
+
+
+def test_a_context_that_no_machine_holds_is_refused_by_name():
+    with pytest.raises(BackendError, match=r"keys and values of 1000000000000 tokens need .* GB, this machine has"):
+        backend("qwen3", max_context=10**12)

@@ -15,10 +15,9 @@ import numpy as np
 import pytest
 
 from edge_dflash.errors import RequestError
-from edge_dflash.grammar.compiled import compile_lark, compile_schema
-from edge_dflash.grammar.schema_check import check
+from edge_dflash.grammar.schema_check import check, schema_json
 from edge_dflash.grammar.schema_rewrite import LARGEST, rewrite
-from tests.grammar_support import END, tokenizer, vocab_size
+from tests.grammar_support import END, Walk, compiled_here, tokenizer
 from tests.test_grammar import SPELLING, accepts, lark, schema, text_of
 
 STOP = (tokenizer().token_id(END),)
@@ -43,8 +42,8 @@ def drawn(constraint, seed, digits=0.0, longest=400):
 
 
 def answers(source, count=20, digits=0.9):
-    grammar = compile_schema(source, tokenizer(), vocab_size(), STOP)
-    return [text for seed in range(count) if (text := drawn(grammar.constraint(), seed, digits)) is not None]
+    grammar = compiled_here("schema", schema_json(source), STOP)
+    return [text for seed in range(count) if (text := drawn(Walk(grammar), seed, digits)) is not None]
 
 
 # numbers --------------------------------------------------------------------------------------------------------------
@@ -86,9 +85,9 @@ def test_numbers_end_however_much_a_model_likes_digits(source):
 
 
 def test_numbers_inside_a_lark_grammar_end():
-    grammar = compile_lark('start: %json {"type": "number"}', tokenizer(), vocab_size(), STOP)
+    grammar = compiled_here("grammar", 'start: %json {"type": "number"}', STOP)
     for seed in range(8):
-        assert re.fullmatch(r"-?\d{1,19}(\.\d{1,10})?", drawn(grammar.constraint(), seed, 0.98))
+        assert re.fullmatch(r"-?\d{1,19}(\.\d{1,10})?", drawn(Walk(grammar), seed, 0.98))
 
 
 NAMED = [
@@ -247,7 +246,7 @@ REFUSED = [
     ({"type": "integer", "minimum": 1e19}, "minimum at # is 1e+19; numbers between"),
     ({"type": "number", "maximum": "5"}, "maximum at # is '5'; give a number"),
     ({"multipleOf": 0}, "multipleOf at # is 0; give a number above 0"),
-    ({"maxLength": -1}, "maxLength at # is -1; give a whole number of at least 0"),
+    ({"maxLength": -1}, "maxLength at # is -1; give a whole number from 0 to 2147483647"),
     ({"pattern": 5}, "pattern at # is 5; give a regular expression as a text"),
     ({"required": "a"}, "required at # is 'a'; give a list of names"),
 ]

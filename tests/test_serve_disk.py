@@ -11,11 +11,12 @@ import subprocess
 import sys
 
 import pytest
-from service_support import Process, client_of, fake_service
+from service_support import Process, client_of, fake_service, live
 from test_serve_lifecycle import Recorder
 from test_serve_sessions import SESSIONS, files, turn
 
 from edge_dflash.errors import ServiceError, StorageError
+from edge_dflash.planner import Planner
 from edge_dflash.serve.state_dir import LOCK, held
 from edge_dflash.sessions import saved
 
@@ -169,6 +170,21 @@ def test_python_is_told_what_the_disk_says(tmp_path, monkeypatch):
     assert full.value.full
     assert session.plan("go", max_new_tokens=2).tokens
     assert session.save(tmp_path / "s") > 0
+    service.close()
+
+
+def test_a_client_is_told_what_the_disk_says(tmp_path, monkeypatch):
+    service = fake_service(tmp_path)
+    with live(service, tmp_path) as url, Planner.connect(url) as remote:
+        session = remote.session()
+        assert session.plan("go", max_new_tokens=2).tokens
+        with monkeypatch.context() as broken:
+            for code in (errno.ENOSPC, errno.EROFS):
+                failing(broken, (os, "fsync"), code)
+                with pytest.raises(StorageError, match=os.strerror(code)) as refused:
+                    session.save("hall")
+                assert refused.value.full == (code in FULL)
+        assert session.save("hall") > 0
     service.close()
 
 

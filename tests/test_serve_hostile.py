@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import socket
 
 import pytest
-from service_support import client_of, fake_service
+from service_support import client_of, fake_service, live
 
 CHAT = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hello"}]
@@ -188,6 +189,21 @@ def test_a_key_is_asked_of_everyone_on_tcp(tmp_path):
             for wrong in ("", "Bearer", f"Bearer {key}x", f"Basic {key}", "Bearer \xff", key):
                 refused(client.get(path, headers={"authorization": wrong.encode("latin-1")}), 401)
         assert client.get("/v1/models", headers={"authorization": f"Bearer {key}"}).is_success
+    service.close()
+
+
+@pytest.mark.parametrize(("key", "length", "status"), [("wrong", 400_000, 401), ("k" * 20, 2_000_000, 413)])
+def test_an_answer_before_the_end_of_the_body_arrives(tmp_path, key, length, status):
+    service = fake_service(tmp_path)
+    start = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\nauthorization: Bearer {key}"
+    with live(service, tmp_path, "k" * 20, tcp=True) as address:
+        host, _, port = address.removeprefix("http://").partition(":")
+        for _ in range(5):
+            with socket.create_connection((host, int(port)), timeout=5) as one:
+                one.sendall(f"{start}\r\ncontent-length: {length}\r\n\r\n".encode() + b"x" * 400_000)
+                said = b"".join(iter(lambda: one.recv(65536), b""))
+            assert said.startswith(b"HTTP/1.1 %d" % status)
+            assert said.endswith(b"}")
     service.close()
 
 

@@ -53,6 +53,15 @@ def test_a_body_comes_in_few_chunks(service, length, size, status):
     assert (b"tiny chunks" in said) == (length == 5_000)
 
 
+@pytest.mark.parametrize(("lines", "status"), [(240, 200), (300, 431)])
+@pytest.mark.parametrize("cut", [0, 60, -1, -3])
+def test_a_request_has_few_headers(service, lines, status, cut):
+    data = b'{"prompt": "x",' + b"\n" * 500 + b'"max_tokens": 2}'
+    start = head(COMPLETIONS, f"content-length: {len(data)}", *["x: y"] * lines)
+    said = answer(service, [start[:cut], start[cut:] + data])
+    assert said.startswith(b"HTTP/1.1 %d" % status), said
+
+
 def test_a_body_has_a_bounded_number_of_objects():
     most = CONTAINERS - 2
     inside = b'"[[[\\"{{{\\\\"'  # brackets of a text do not count
@@ -66,7 +75,7 @@ def test_large_bodies_take_turns_and_small_ones_do_not_wait(service):
     large = KINDS["many messages"]
 
     async def ask():
-        sending = [asyncio.create_task(asyncio.to_thread(send, service, large)) for _ in range(8)]
+        sending = [asyncio.create_task(asyncio.to_thread(send, service, large)) for _ in range(5)]
         await asyncio.sleep(0.1)
         small = await asyncio.to_thread(send, service, [chat()])
         late = sum(not one.done() for one in sending)
@@ -74,7 +83,7 @@ def test_large_bodies_take_turns_and_small_ones_do_not_wait(service):
 
     small, late, statuses = asyncio.run(ask())
     assert small == "200"
-    assert late >= 4
+    assert late >= 3
     assert set(statuses) == {"400"}  # of 512 tokens
 
 

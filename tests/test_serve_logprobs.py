@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from text_support import thinking_tokenizer
 from edge_dflash import Planner, TokenLogprob
 from edge_dflash.errors import RequestError
 from edge_dflash.serve.logprobs import LEAST
+from edge_dflash.serve.refusal import dump
 
 HELLO = [{"role": "user", "content": "hello"}]
 PIECES = "grüße 🤖"  # characters of one, two and four tokens
@@ -173,6 +175,25 @@ class TestChat:
             else:
                 assert one["logprob"] == LEAST
             service.close()
+
+
+def test_megabytes_are_written_beside_other_threads():
+    """One call of the library's fast encoder holds all of them up."""
+    entry = {"token": "a", "logprob": -0.123456789, "bytes": [97], "top_logprobs": [{"logprob": -1.5}] * 20}
+    value = {"content": [entry] * 4000}
+    ticks, done = [], threading.Event()
+
+    def tick():
+        while not done.wait(0.001):
+            ticks.append(1)
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    written = dump(value, sharing=True)
+    done.set()
+    thread.join()
+    assert written == dump(value)
+    assert len(ticks) > 5
 
 
 class TestCompletions:

@@ -9,7 +9,7 @@ from itertools import zip_longest
 
 import pytest
 from bundle_support import random_weights, write_bundle
-from fakes import FakeBackend
+from fakes import FakeBackend, Stepped
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -286,7 +286,7 @@ def test_a_refusal_between_passes_costs_no_prefill():
     b, manager = watched("qwen3_5")
     session, prompt = manager.open(), prompt_of("qwen3_5")
     steps = []
-    stream = session.stream(prompt, DecodeOptions(20), controls=Controls(constraint=Broken()))
+    stream = session.stream(prompt, DecodeOptions(20), controls=Controls(constraint=Stepped(Broken())))
     with pytest.raises(RequestError, match="too large"):
         drain(stream, steps)
     assert steps

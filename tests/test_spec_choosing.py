@@ -2,13 +2,13 @@
 
 import numpy as np
 import pytest
-from fakes import SHAPE, FakeBackend, FakeRows
+from fakes import SHAPE, FakeBackend, FakeRows, Stepped
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as stn
 
 from edge_dflash.backends.base import Choosing, Cycle
-from edge_dflash.spec.constraint import pack, packed, unpack
+from edge_dflash.spec.constraint import pack, unpack
 from edge_dflash.spec.loop import Controls, DecodeOptions, generate
 from edge_dflash.spec.relaxed import Relaxation
 from edge_dflash.spec.sampling import GREEDY, Sampling, choose_row, weights
@@ -90,7 +90,7 @@ def right(position):
 def test_rows_that_choose_give_the_same_answer_without_their_logits(options, grammar, speculative):
     found = []
     for backend in (ChoosingBackend(right=right), FakeBackend(right=right)):
-        controls = Controls(grammar and grammar())
+        controls = Controls(grammar and Stepped(grammar()))
         found.append(generate(backend, PROMPT, options, speculative=speculative, controls=controls))
     assert found[0].tokens == found[1].tokens
     assert found[0].accept_lengths == found[1].accept_lengths
@@ -112,7 +112,10 @@ def test_every_request_runs_in_cycles_of_the_backend(kind, options):
         if kind == "relaxation":  # reads logits
             prefill, propose, verify = FakeBackend.prefill, FakeBackend.propose, FakeBackend.verify
 
-    controls = {"grammar": lambda: Controls(Parity()), "relaxation": lambda: Controls(relaxation=Relaxation((60,)))}
+    controls = {
+        "grammar": lambda: Controls(Stepped(Parity())),
+        "relaxation": lambda: Controls(relaxation=Relaxation((60,))),
+    }
     backends, found = [Cycling(right=right), FakeBackend(right=right)], []
     for backend in backends:
         steering = controls.get(kind, Controls)()
@@ -133,11 +136,18 @@ def test_packed_flags_are_unpacked_as_they_were(flags):
 
 
 def test_masks_behind_the_thinking_are_packed_as_they_are_allowed():
-    constraint = AfterThinking(Parity(), [50], SHAPE.vocab_size, then=[9], stop_token_ids=[63])
-    for token in (3, 50, 9, 2, 1, 4):
-        np.testing.assert_array_equal(unpack(packed(constraint), SHAPE.vocab_size), constraint.allowed())
-        assert constraint.push(token)
-    assert packed(AfterThinking(Parity(), [50], SHAPE.vocab_size)) is None
+    path, inner, ids = (3, 50, 9, 2, 1, 4), Parity(), np.arange(SHAPE.vocab_size)
+    expected = [ids != 63, ids != 63, ids == 9]
+    for token in (*path[3:], None):
+        expected.append(inner.allowed())
+        assert token is None or inner.push(token)
+    constraint = AfterThinking(Stepped(Parity()), [50], SHAPE.vocab_size, then=[9], stop_token_ids=[63])
+    for at, token in enumerate((*path, None)):
+        for mask, allowed in zip(constraint.masks(path[at:]), expected[at:], strict=True):
+            np.testing.assert_array_equal(unpack(mask, SHAPE.vocab_size), allowed)
+        if token is not None:
+            constraint.advance([token])
+    assert AfterThinking(Stepped(Parity()), [50], SHAPE.vocab_size).masks(()) == [None]
 
 
 @given(st.lists(st.floats(-60, 60), min_size=1, max_size=50), st.floats(1e-3, 100))

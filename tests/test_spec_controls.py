@@ -2,6 +2,7 @@ import time
 
 import numpy as np
 import pytest
+from fakes import Stepped
 
 from edge_dflash.spec.loop import Controls, DecodeOptions, generate, stream
 from edge_dflash.spec.pace import CycleTime, Pace
@@ -53,7 +54,7 @@ def test_constrained_speculative_equals_constrained_plain(name, temperature):
     results, states = [], []
     for speculative in (True, False):
         b, grammar = backend(name, ENGINE), Alternating()
-        result = generate(b, prompt, options, speculative=speculative, controls=Controls(constraint=grammar))
+        result = generate(b, prompt, options, speculative=speculative, controls=Controls(constraint=Stepped(grammar)))
         assert grammar.path == list(result.tokens)  # the grammar ends where the answer does
         results.append(result)
         states.append(b.snapshot())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from fakes import SHAPE, FakeBackend
+from fakes import SHAPE, FakeBackend, Stepped
 
 from edge_dflash.errors import RequestError
 from edge_dflash.spec.loop import Controls, DecodeOptions, generate, stream
@@ -48,7 +48,9 @@ class Brittle:
 
 
 def wanted():
-    return generate(FakeBackend(), PROMPT, OPTIONS, speculative=False, controls=Controls(Brittle((), None))).tokens
+    return generate(
+        FakeBackend(), PROMPT, OPTIONS, speculative=False, controls=Controls(Stepped(Brittle((), None)))
+    ).tokens
 
 
 @pytest.mark.parametrize("where", ["allowed", "push", "forced"])
@@ -57,7 +59,7 @@ def test_a_grammar_that_gives_up_beside_the_plain_path_changes_nothing(where, ri
     plain = wanted()
     grammar = Brittle(plain, where)
     backend = FakeBackend(right=lambda position: right)
-    result = generate(backend, PROMPT, OPTIONS, controls=Controls(grammar))
+    result = generate(backend, PROMPT, OPTIONS, controls=Controls(Stepped(grammar)))
     assert result.tokens == plain
     assert grammar.path == list(plain)
     assert (grammar.raised > 0) == (right < SHAPE.block_size - 1)
@@ -74,7 +76,10 @@ def test_a_grammar_that_gives_up_on_the_plain_path_fails_both_alike():
     for speculative in (True, False):
         grammar, seen = Brittle((*plain[:9], 61), "push"), []
         with pytest.raises(RequestError, match="cannot go on"):
-            drain(stream(FakeBackend(), PROMPT, OPTIONS, speculative=speculative, controls=Controls(grammar)), seen)
+            drain(
+                stream(FakeBackend(), PROMPT, OPTIONS, speculative=speculative, controls=Controls(Stepped(grammar))),
+                seen,
+            )
         assert tuple(seen) == plain[: len(seen)]
         assert len(seen) <= 9
 

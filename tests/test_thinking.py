@@ -4,8 +4,13 @@ import random
 
 import numpy as np
 import pytest
+from fakes import Stepped
 
+from edge_dflash.errors import RequestError
 from edge_dflash.grammar.compiled import compile_regex
+from edge_dflash.grammar.vocabulary import Vocabulary
+from edge_dflash.grammar.walker import Source, Walker, compiled
+from edge_dflash.spec.constraint import unpack
 from edge_dflash.spec.thinking import AfterThinking
 from tests.grammar_support import END, tokenizer, vocab_size
 
@@ -14,84 +19,111 @@ LINES = tokenizer().encode("\n\n")
 A, B = tokenizer().encode("a")[0], tokenizer().encode("b")[0]
 
 
-def after(pattern="ab", **options):
-    inner = compile_regex(pattern, tokenizer(), vocab_size(), (END_ID,)).constraint()
-    return AfterThinking(inner, (CLOSE,), vocab_size(), **options)
+class Direct(Stepped):
+    """The grammar in this process."""
+
+    def __init__(self, pattern):
+        vocabulary = Vocabulary(tokenizer().to_json(), tokenizer().size, (END_ID,))
+        super().__init__(Walker(compiled(Source("regex", pattern, False, vocab_size()), vocabulary, (END_ID,))))
+
+    def packed(self):
+        return np.frombuffer(self.inner.packed(), np.uint32)
 
 
-def allowed(constraint):
-    mask = constraint.allowed()
-    return None if mask is None else [int(i) for i in np.flatnonzero(mask)]
+def after(pattern="ab", inner=Direct, **options):
+    return AfterThinking(inner(pattern), (CLOSE,), vocab_size(), **options)
+
+
+def process(pattern):
+    return compile_regex(pattern, tokenizer(), vocab_size(), (END_ID,)).constraint()
+
+
+def allowed(mask):
+    return None if mask is None else [int(i) for i in np.flatnonzero(unpack(mask, vocab_size()))]
+
+
+def unasked(row, mask):
+    raise AssertionError(f"asked at row {row}")
+
+
+def best(row, mask):
+    return allowed(mask)[0]
+
+
+def forced(constraint, count):
+    """What comes whatever is drafted."""
+    return tuple(constraint.walk([vocab_size() - 1] * count, lambda row, mask: None))
 
 
 def test_everything_is_allowed_until_the_token_that_closes():
     constraint = after()
-    for token in (B, END_ID, vocab_size() - 1, *(i for c in "</think>" for i in tokenizer().encode(c))):
-        assert constraint.allowed() is None
-        assert constraint.forced() == ()
-        assert constraint.push(token)
-    assert not constraint.push(vocab_size())
+    span = (B, END_ID, vocab_size() - 1, *(i for c in "</think>" for i in tokenizer().encode(c)))
+    assert constraint.walk(span, unasked) == list(span)
+    assert constraint.masks(span) == [None] * (len(span) + 1)
+    constraint.advance(span)
     assert not constraint.closed
-    assert constraint.push(CLOSE)
+    constraint.advance([CLOSE])
     assert constraint.closed
-    assert constraint.forced()[0] in allowed(constraint)
-    assert not constraint.push(B)
-    assert constraint.push(A)
-    assert constraint.push(B)
-    assert constraint.push(END_ID)
+    assert allowed(constraint.masks(())[0])[0] == forced(constraint, 1)[0]
+    assert constraint.walk([B, B, B], unasked) == [A, B, END_ID]
+    constraint.advance([A, B, END_ID])
 
 
 def test_stop_tokens_can_be_kept_out_of_the_thinking():
     constraint = after(stop_token_ids=(END_ID,))
-    assert not constraint.push(END_ID)
-    assert len(allowed(constraint)) == vocab_size() - 1
-    assert END_ID not in allowed(constraint)
-    assert constraint.push(B)
+    found = allowed(constraint.masks(())[0])
+    assert len(found) == vocab_size() - 1
+    assert END_ID not in found
+    assert constraint.walk([B, END_ID, B], lambda row, mask: A) == [B, A, B]
+    assert constraint.walk([B, END_ID, B], lambda row, mask: None) == [B]
+    with pytest.raises(RequestError, match=f"does not take token {END_ID}"):
+        constraint.advance([B, END_ID])
 
 
 def test_what_the_template_writes_between_is_forced():
     constraint = after(then=LINES)
-    assert constraint.push(CLOSE)
-    assert constraint.forced()[: len(LINES)] == LINES
-    assert len(constraint.forced()) > len(LINES)
+    constraint.advance([CLOSE])
+    assert forced(constraint, 9)[: len(LINES)] == LINES
+    assert len(forced(constraint, 9)) > len(LINES)
     for token in LINES:
-        assert allowed(constraint) == [token]
-        assert not constraint.push(A)
-        assert constraint.push(token)
-    assert constraint.forced() == after_close().forced()
-    assert constraint.push(A)
+        assert allowed(constraint.masks(())[0]) == [token]
+        with pytest.raises(RequestError, match="does not take token"):
+            constraint.advance([A])
+        constraint.advance([token])
+    assert forced(constraint, 9) == forced(after_close(), 9)
+    constraint.advance([A])
 
 
 def after_close():
     constraint = after()
-    assert constraint.push(CLOSE)
+    constraint.advance([CLOSE])
     return constraint
 
 
+@pytest.mark.parametrize("inner", [Direct, process])
 @pytest.mark.parametrize("then", [(), LINES])
-def test_steps_back_cross_the_border(then):
+def test_drafts_and_masks_cross_the_border(then, inner):
     path = [B, A, END_ID, CLOSE, *then, A, B, A, END_ID]
-    walked = after("(ab?)+", then=then)
+    stepped = after("(ab?)+", then=then)
     expected = []
-    for token in path:
-        expected.append((allowed(walked), walked.forced(), walked.closed))
-        assert walked.push(token)
-    rng, here = random.Random(5), len(path)
-    for _ in range(200):
-        goal = rng.randrange(len(path))
-        if goal < here:
-            walked.pop(here - goal)
-        for token in path[here:goal]:
-            assert walked.push(token)
-        here = goal
-        assert (allowed(walked), walked.forced(), walked.closed) == expected[here]
-    walked.pop(here)
-    with pytest.raises(ValueError, match="cannot step back over 1 of 0"):
-        walked.pop(1)
+    for token in (*path, None):
+        expected.append(allowed(stepped.masks(())[0]))
+        if token is not None:
+            stepped.advance([token])
+    walked, rng, here = after("(ab?)+", inner, then=then), random.Random(5), 0
+    while here < len(path):
+        ahead = path[here:]
+        assert walked.walk(ahead, unasked) == ahead
+        assert [allowed(mask) for mask in walked.masks(ahead)] == expected[here:]
+        other = walked.walk([*ahead[:2], vocab_size() - 1], best)  # its masks are not looked at
+        assert other[: len(ahead[:2])] == ahead[:2]
+        steps = min(rng.randint(1, 4), len(ahead))
+        walked.advance(ahead[:steps])
+        here += steps
+    assert [allowed(mask) for mask in walked.masks(())] == expected[-1:]
 
 
 @pytest.mark.parametrize(("close", "stop"), [((), ()), ((CLOSE,), (CLOSE, END_ID))])
 def test_a_span_that_cannot_be_closed_is_an_error(close, stop):
-    inner = compile_regex("a", tokenizer(), vocab_size(), (END_ID,)).constraint()
     with pytest.raises(ValueError, match="the thinking span ends at"):
-        AfterThinking(inner, close, vocab_size(), stop_token_ids=stop)
+        AfterThinking(Direct("a"), close, vocab_size(), stop_token_ids=stop)

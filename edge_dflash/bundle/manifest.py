@@ -20,7 +20,7 @@ from edge_dflash.backends.base import Precision
 from edge_dflash.bundle.codec import decode, encode
 from edge_dflash.checkpoint.specs import MAX_BLOCK, MAX_LAYERS, PairSpec
 from edge_dflash.errors import BackendError, BundleError
-from edge_dflash.files import short
+from edge_dflash.files import parse_json, short
 from edge_dflash.graph.program import KvState
 from edge_dflash.models import pair_programs
 
@@ -151,7 +151,7 @@ def dump_manifest(manifest: Manifest) -> bytes:
 def parse_manifest(text: bytes, where: str = MANIFEST) -> Manifest:
     """Read and check a manifest against itself. Raises BundleError naming the field, found and wanted."""
     try:
-        body = json.loads(text.decode(), object_pairs_hook=_no_duplicates, parse_constant=_no_constants)
+        body = parse_json(text, object_pairs_hook=_no_duplicates, parse_constant=_no_constants)
     except (UnicodeDecodeError, ValueError, RecursionError) as error:
         raise BundleError(f"{where} is damaged ({error}); build the bundle again or copy it again") from None
     if not isinstance(body, dict):

@@ -18,7 +18,7 @@ from edge_dflash.backends.base import PairShape
 from edge_dflash.bundle.codec import decode, encode
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.errors import BundleError
-from edge_dflash.files import read_bytes
+from edge_dflash.files import LARGE, read_bytes
 from edge_dflash.spec.accept import accepted
 
 SELFTEST = "selftest.json"
@@ -121,7 +121,7 @@ def load_selftest(bundle: Bundle) -> SelfTest | None:
         return None
     file = bundle.path / SELFTEST
     try:
-        text = read_bytes(file, manifest.files[SELFTEST].size)
+        text = read_bytes(file, LARGE)
     except OSError as error:
         raise BundleError(f"cannot read {file}: {error.strerror}; check its permissions") from None
     vocabulary = manifest.pair.target.vocab_size

@@ -1,22 +1,89 @@
-"""Typed access to the keys of a config file: every key is checked against its table before one is read.
+"""Keys of a config file: how a table says what one is, and typed access to those of a file.
 
-Errors name file, key, the value found and what was wanted.
+The tables are in :mod:`edge_dflash.checkpoint.keys`. Every key of a file is checked before one is read. Errors name
+file, key, the value found and what was wanted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
-from edge_dflash.checkpoint.keys import ANY, REQUIRED, Key, Table
 from edge_dflash.checkpoint.specs import MAX_LAYERS
 from edge_dflash.errors import CheckpointError, UnsupportedModelError
 from edge_dflash.files import short
 
+Use = Literal["read", "refused unless", "without effect"]
+Kind = Literal["integer", "number", "flag", "text", "integers", "names", "tokens", "object", "any"]
+Table = Mapping[str, "Key"]
+
+REQUIRED: Any = object()
+ANY = "*"  # the entry of a table for keys that it does not list
+MOST = 1 << 30  # of an integer: sizes, ids and positions stay far from where 32 bits end
+_UNKNOWN = "this version does not know what it changes; remove it if that is nothing"
 _LEAST, _MOST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of a JSON object."""
+
+    use: Use
+    kind: Kind = "any"
+    default: Any = REQUIRED  # of a missing key that is read
+    least: int = 1  # of an integer
+    most: int = MOST
+    accepted: tuple[Any, ...] = ()  # the values of a key refused unless one of them; of a text, empty: all
+    null: bool = False  # null counts as missing; otherwise null is refused
+    keys: Table | None = None  # of an object
+    required: bool = False  # of a key refused unless one of some values: whether it must be there
+    why: str = ""  # it has no effect, or what another value would mean
+    beside: str = ""  # when a key that is read does not count
+
+
+def integer(default: Any = REQUIRED, least: int = 1, most: int = MOST, *, null: bool = False, beside: str = "") -> Key:
+    """An integer from ``least`` to ``most``."""
+    return Key("read", "integer", default, least, most, null=null, beside=beside)
+
+
+def number(default: Any = REQUIRED, *, null: bool = False, beside: str = "") -> Key:
+    """A positive number that float32 can hold."""
+    return Key("read", "number", default, null=null, beside=beside)
+
+
+def flag(default: Any = REQUIRED, *, null: bool = False, beside: str = "") -> Key:
+    """True or false."""
+    return Key("read", "flag", default, null=null, beside=beside)
+
+
+def text(*accepted: str, default: Any = REQUIRED, null: bool = False) -> Key:
+    """A string, one of ``accepted`` if some are given."""
+    return Key("read", "text", default, accepted=accepted, null=null)
+
+
+def names(*accepted: str) -> Key:
+    """A list of strings; null counts as missing."""
+    return Key("read", "names", accepted=accepted, null=True)
+
+
+def inner(keys: Table | None = None) -> Key:
+    """An object; null counts as missing. Without ``keys`` its reader brings the table."""
+    return Key("read", "object", keys=keys, null=True)
+
+
+def only(keys: str, *accepted: Any, why: str, required: bool = False) -> Table:
+    """Words that are keys, each refused unless it is one of ``accepted``, or missing where it is not required."""
+    null = None in accepted
+    return dict.fromkeys(keys.split(), Key("refused unless", accepted=accepted, null=null, why=why, required=required))
+
+
+def free(why: str, keys: str) -> Table:
+    """Words that are keys without effect, whatever they hold."""
+    return dict.fromkeys(keys.split(), Key("without effect", null=True, why=why))
 
 
 class Fields:
@@ -40,7 +107,7 @@ class Fields:
                 raise self.lacks(name)
         for name, value in values.items():
             if name not in table and ANY not in table:
-                raise self.error(name, value, "no such setting: this version does not know what it changes")
+                raise self.error(name, value, f"no such setting: {_UNKNOWN}")
 
     def has(self, name: str) -> bool:
         """Whether the key is there and not null."""
@@ -136,10 +203,8 @@ class Fields:
     def _unsupported(self, name: str, key: Key, value: Any) -> CheckpointError:
         if all(isinstance(item, bool) for item in key.accepted) and not isinstance(value, bool):
             return self.error(name, value, "true or false")
-        wanted = " or ".join(_short(item) for item in key.accepted)
-        return UnsupportedModelError(
-            f"{self.file}: {self._path}{name} is {_short(value)}: {key.why}, wanted {wanted} or no such key"
-        )
+        wanted = " or ".join([*map(_short, key.accepted), *([] if key.required else ["no such key"])])
+        return UnsupportedModelError(f"{self.file}: {self._path}{name} is {_short(value)}: {key.why}, wanted {wanted}")
 
 
 def _wanted(key: Key, value: Any) -> str | None:

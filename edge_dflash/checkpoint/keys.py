@@ -1,84 +1,16 @@
 """The table of configuration keys: what each key that a checkpoint's JSON files may hold means to this version.
 
 A key is read, refused unless it has a certain value, or without effect on the maths for the reason given. A key that
-is in no table is refused by name. Types, ranges and defaults stand here alone: ``fields.Fields`` checks every key of a
+is in no table is refused by name. Types, ranges and defaults stand here alone: :class:`Fields` checks every key of a
 file against its table before the first one is read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
 
+from edge_dflash.checkpoint.fields import ANY, Key, Table, flag, free, inner, integer, names, number, only, text
 from edge_dflash.checkpoint.specs import MAX_BLOCK, MAX_LAYERS
-
-Use = Literal["read", "refused unless", "without effect"]
-Kind = Literal["integer", "number", "flag", "text", "integers", "names", "tokens", "object", "any"]
-Table = Mapping[str, "Key"]
-
-REQUIRED: Any = object()
-ANY = "*"  # the entry of a table for keys that it does not list
-MOST = 1 << 30  # of an integer: sizes, ids and positions stay far from where 32 bits end
-
-
-@dataclass(frozen=True)
-class Key:
-    """One key of a JSON object."""
-
-    use: Use
-    kind: Kind = "any"
-    default: Any = REQUIRED  # of a missing key that is read
-    least: int = 1  # of an integer
-    most: int = MOST
-    accepted: tuple[Any, ...] = ()  # the values of a key refused unless one of them; of a text, empty: all
-    null: bool = False  # null counts as missing; otherwise null is refused
-    keys: Table | None = None  # of an object
-    required: bool = False  # of a key refused unless one of some values: whether it must be there
-    why: str = ""  # it has no effect, or what another value would mean
-    beside: str = ""  # when a key that is read does not count
-
-
-def integer(default: Any = REQUIRED, least: int = 1, most: int = MOST, *, null: bool = False, beside: str = "") -> Key:
-    """An integer from ``least`` to ``most``."""
-    return Key("read", "integer", default, least, most, null=null, beside=beside)
-
-
-def number(default: Any = REQUIRED, *, null: bool = False, beside: str = "") -> Key:
-    """A positive number that float32 can hold."""
-    return Key("read", "number", default, null=null, beside=beside)
-
-
-def flag(default: Any = REQUIRED, *, null: bool = False, beside: str = "") -> Key:
-    """True or false."""
-    return Key("read", "flag", default, null=null, beside=beside)
-
-
-def text(*accepted: str, default: Any = REQUIRED, null: bool = False) -> Key:
-    """A string, one of ``accepted`` if some are given."""
-    return Key("read", "text", default, accepted=accepted, null=null)
-
-
-def names(*accepted: str) -> Key:
-    """A list of strings; null counts as missing."""
-    return Key("read", "names", accepted=accepted, null=True)
-
-
-def inner(keys: Table | None = None) -> Key:
-    """An object; null counts as missing. Without ``keys`` its reader brings the table."""
-    return Key("read", "object", keys=keys, null=True)
-
-
-def only(keys: str, *accepted: Any, why: str, required: bool = False) -> Table:
-    """Words that are keys, each refused unless it is one of ``accepted``, or missing where it is not required."""
-    null = None in accepted
-    return dict.fromkeys(keys.split(), Key("refused unless", accepted=accepted, null=null, why=why, required=required))
-
-
-def free(why: str, keys: str) -> Table:
-    """Words that are keys without effect, whatever they hold."""
-    return dict.fromkeys(keys.split(), Key("without effect", null=True, why=why))
-
 
 _LIBRARY: Table = {
     **free(
@@ -222,6 +154,11 @@ _BLOCK: Table = {
     "target_layer_ids": Key("read", "integers", null=True),
     **only("sample_from_anchor shift_labels shifted", None, False, why="a DSpark/DeepSpec drafter: shifted rows"),
     **only("markov_rank markov_head_type enable_confidence_head", None, why="a DSpark/DeepSpec drafter: shifted rows"),
+    # vLLM and SGLang read the style of the drafter's own rotation; all targets here rotate halves, and so do drafters.
+    **only("is_neox_style rope_is_neox_style", None, True, why="rotary pairs that are neighbours, not halves"),
+    **only("attention_sink_bias add_swa_attention_sink_bias", None, False, why="a learned sink in every softmax"),
+    **only("input_embedding_scale output_multiplier logit_scale", None, 1, 1.0, why="scaled embeddings or logits"),
+    **only("final_logit_softcapping", None, why="capped logits"),
 }
 DRAFTER: Table = {
     **_DECODER,

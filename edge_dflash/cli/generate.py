@@ -20,7 +20,7 @@ from edge_dflash.files import LARGE, is_file, read_bytes
 from edge_dflash.grammar.schema_check import schema_text
 from edge_dflash.plan import Increment, Plan
 from edge_dflash.planner import Planner, Task
-from edge_dflash.request.options import PlanOptions
+from edge_dflash.request.options import Options, PlanOptions
 from edge_dflash.telemetry.energy import EnergyMeter
 from edge_dflash.telemetry.state import read_board_state
 
@@ -109,6 +109,7 @@ def generate(
         speculative=not plain,
         logprobs=logprobs,
     )
+    Options.of(options)  # what is wrong with them is said before a bundle is loaded
     with stages("opening the bundle") as report:
         planner = Planner.open(bundle, progress=report)
     with planner:

@@ -22,17 +22,18 @@ from edge_dflash.demo.actions import schema_problems
 from edge_dflash.demo.checking import scene_schema
 from edge_dflash.demo.corpus import Task, check_plan, plan_schema
 from edge_dflash.demo.evaluate import BUDGET, heldout_tasks
-from edge_dflash.grammar.compiled import Grammar, GrammarConstraint
+from edge_dflash.grammar.compiled import Grammar
+from edge_dflash.grammar.constraint import GrammarConstraint
 from edge_dflash.plan import Plan
 from edge_dflash.planner import Planner
-from edge_dflash.spec.constraint import Mask
+from edge_dflash.spec.constraint import Ask, Packed
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 class Timed:
-    """A constraint that adds up the seconds spent in it."""
+    """A constraint that adds up the seconds spent in it, waiting for its process and asking the drafter once more."""
 
     seconds = 0.0
 
@@ -40,21 +41,17 @@ class Timed:
         """Time ``inner``."""
         self._inner = inner
 
-    def allowed(self) -> Mask:
+    def walk(self, free: Sequence[int], ask: Ask) -> list[int]:
         """See Constraint."""
-        return self._timed(self._inner.allowed)
+        return self._timed(self._inner.walk, free, ask)
 
-    def push(self, token: int) -> bool:
+    def masks(self, drafts: Sequence[int]) -> list[Packed | None]:
         """See Constraint."""
-        return self._timed(self._inner.push, token)
+        return self._timed(self._inner.masks, drafts)
 
-    def pop(self, count: int) -> None:
+    def advance(self, tokens: Sequence[int]) -> None:
         """See Constraint."""
-        self._timed(self._inner.pop, count)
-
-    def forced(self) -> tuple[int, ...]:
-        """See Constraint."""
-        return self._timed(self._inner.forced)
+        self._timed(self._inner.advance, tokens)
 
     def _timed(self, function: Callable[P, R], *arguments: P.args, **keywords: P.kwargs) -> R:
         began = time.perf_counter()
@@ -80,7 +77,7 @@ def measure_form(planner: Planner, tasks: Sequence[Task]) -> dict[str, Any]:
     with patch.object(backend, "verify", timed_verify):
         free = [planner.plan(task.messages, max_new_tokens=BUDGET) for task in tasks]
     original, Timed.seconds = Grammar.constraint, 0.0
-    with patch.object(Grammar, "constraint", lambda grammar: Timed(original(grammar))):
+    with patch.object(Grammar, "constraint", lambda *arguments: Timed(original(*arguments))):
         bound = [planner.plan(task.messages, max_new_tokens=BUDGET, schema=schema) for task in tasks]
         in_scene = [planner.plan(t.messages, max_new_tokens=BUDGET, schema=scene_schema(t.scene)) for t in tasks]
     plain = [planner.plan(t.messages, max_new_tokens=BUDGET, schema=schema, speculative=False) for t in tasks[:8]]

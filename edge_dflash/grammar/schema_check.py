@@ -41,9 +41,16 @@ _COMPOUND = frozenset(("array", "object"))
 
 
 def schema_text(schema: object) -> str:
+    """:func:`schema_json` of a schema that :func:`check` takes."""
+    text = schema_json(schema)
+    check(json.loads(text))
+    return text
+
+
+def schema_json(schema: object) -> str:
     """JSON text of a schema given as JSON text, a mapping, or a class with ``model_json_schema()`` (Pydantic).
 
-    Raises RequestError when it is neither, is no JSON object, or :func:`check` refuses it.
+    Raises RequestError when it is neither, is no JSON object, or too big; nothing else of it is looked at.
     """
     model = getattr(schema, "model_json_schema", None)
     if callable(model):
@@ -66,7 +73,6 @@ def schema_text(schema: object) -> str:
         raise RequestError(f"the schema cannot be written as JSON ({error}); use plain JSON values") from None
     if size > MAX_BYTES:
         raise RequestError(_too_big(size))
-    check(json.loads(text))
     return text
 
 

@@ -15,15 +15,20 @@ The schema was taken by :func:`edge_dflash.grammar.schema_check.check`.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from decimal import Decimal
+from math import prod
 from typing import Any
+from urllib.parse import quote, unquote
 
+from edge_dflash.errors import RequestError
 from edge_dflash.grammar.formats import ENCODINGS, FORMATS
 from edge_dflash.grammar.schema_check import ENFORCED, Node, kinds_of, resolve
 from edge_dflash.grammar.schema_values import LARGEST, is_number
 
 FRACTION_DIGITS = 10  # of the library's multipleOf: it takes no finer power of ten
+_NUMBERS = frozenset(("number", "integer"))
 _STEP = 1e-10
 _NARROW = 1e-6  # in a narrower range the library may find no multiple of the step, by rounding
 _APPLICATORS = frozenset(("$ref", "allOf", "anyOf", "oneOf", "const", "enum"))
@@ -47,26 +52,22 @@ class _Rewriting:
         self._merged: set[int] = set()  # ids of nodes
         self._visited: set[tuple[int, bool]] = set()
         self._mark(root, merged=False)
-        self._literals = [abs(Decimal(str(number))) for number in _numbers(root)]
-        self._simple = all(_is_simple(number) for number in self._literals)
-        self._multiples = any("multipleOf" in node for node in _all_nodes(root))
-        taken = root.get("$defs", {})
-        self._any = next(name for name in _names() if name not in taken)
-        self._any_is_used = False
+        self._usual = all(abs(number) <= LARGEST for number in _numbers(root, ("const", "enum")))
+        multiples = set(_numbers(root, ("multipleOf",)))
+        if self._merged and len(multiples) > 1 and _overflow(multiples):
+            raise RequestError("the values of multipleOf are too large to be combined; write one multipleOf of them")
+        digits = all(_is_fine(number) for number in _numbers(root, (*_BOUNDS, "const", "enum")))
+        self._fine = digits and not multiples and not (self._merged and _crossed(root))
+        self._plain = not any("oneOf" in node for node in _all_nodes(root))  # of a reference nothing is known to differ
+        self._names = (name for name in _names() if name not in root.get("$defs", {}))
+        self._added: dict[str, Any] = {}  # definitions
+        self._shared: dict[str, str] = {}  # schema of a scalar as JSON: its definition
+        self._any = ""
 
     def root(self) -> dict[str, Any]:
         made = self._node(self._root, merged=False)
         assert isinstance(made, dict)
-        if self._any_is_used:
-            free = self._free()
-            any_value = [
-                {"type": ["null", "boolean", "string"]},
-                {"type": "number", "minimum": -LARGEST, "maximum": LARGEST, "multipleOf": _STEP},
-                {"type": "array", "items": free},
-                {"type": "object", "additionalProperties": free},
-            ]
-            made = {**made, "$defs": {**made.get("$defs", {}), self._any: {"anyOf": any_value}}}
-        return made
+        return {**made, "$defs": {**made.get("$defs", {}), **self._added}} if self._added else made
 
     def _mark(self, root: Node, *, merged: bool) -> None:
         pending = [(root, merged)]
@@ -83,8 +84,22 @@ class _Rewriting:
                 pending.append((resolve(self._root, node["$ref"]), inside))
 
     def _free(self) -> dict[str, Any]:
-        self._any_is_used = True
+        """A reference to any value."""
+        if not self._any:
+            self._any = next(self._names)
+            free, number = self._free(), {"type": "number"}
+            self._bound(number, merged=False)
+            options = [{"type": ["null", "boolean", "string"]}, number, {"type": "array", "items": free}]
+            self._added[self._any] = {"anyOf": [*options, {"type": "object", "additionalProperties": free}]}
         return {"$ref": f"#/$defs/{self._any}"}
+
+    def _share(self, made: dict[str, Any]) -> dict[str, Any]:
+        """A reference to a schema of numbers: the library takes milliseconds to compile the bounds of each."""
+        key = json.dumps(made)
+        if key not in self._shared:
+            self._shared[key] = next(self._names)
+            self._added[self._shared[key]] = made
+        return {"$ref": f"#/$defs/{self._shared[key]}"}
 
     def _node(self, node: Any, *, merged: bool) -> Any:
         if not isinstance(node, dict):
@@ -102,6 +117,8 @@ class _Rewriting:
             if not merged:
                 self._close(made)
             self._bound(made, merged=merged)
+            if self._plain and not merged and node is not self._root and _is_open(node):
+                return self._share(made)
         elif "type" in kept and not kept.keys() & {"const", "enum"}:
             self._bound(made, merged=True)
         return made
@@ -110,6 +127,8 @@ class _Rewriting:
         if key in _NAMED:
             free = merged or key in _DEFINITIONS
             return {name: self._node(child, merged=free) for name, child in value.items()}
+        if key == "$ref":  # as a URI, which the library wants
+            return "#" + quote(unquote(value[1:]), safe="/~!$&'()*+,;=:@")
         if key in _LISTS and isinstance(value, list):
             return [self._node(child, merged=merged) for child in value]
         return self._node(value, merged=merged) if key in _SINGLE else value
@@ -127,21 +146,17 @@ class _Rewriting:
         kinds = kinds_of(made)
         if kinds and not {"number", "integer"} & set(kinds):
             return
-        if merged:
-            if self._simple:
-                made.setdefault("minimum", -LARGEST)
-                made.setdefault("maximum", LARGEST)
-                if not self._multiples and (not kinds or "number" in kinds):
-                    made["multipleOf"] = _STEP
+        if merged and not self._usual:  # a larger value is named elsewhere
             return
         low, high = _limit(made, "minimum"), _limit(made, "maximum")
-        if low is None or (low < -LARGEST and (high is None or high > -LARGEST)):
-            _replace(made, "minimum", -LARGEST if high is None or high > -LARGEST else None)
-        if high is None or (high > LARGEST and (low is None or low < LARGEST)):
-            _replace(made, "maximum", LARGEST if low is None or low < LARGEST else None)
-        fine = all(_is_simple(abs(Decimal(str(value)))) for key in _BOUNDS if is_number(value := made.get(key)))
+        if low is None or low < -LARGEST:
+            _replace(made, "minimum", -LARGEST)
+        if high is None or high > LARGEST:
+            _replace(made, "maximum", LARGEST)
+        own = all(_is_fine(value) for key in _BOUNDS if is_number(value := made.get(key)))
+        fine = self._fine if merged else own and "multipleOf" not in made
         wide = low is None or high is None or high - low >= _NARROW
-        if "multipleOf" not in made and fine and wide and (not kinds or "number" in kinds):
+        if fine and wide and (not kinds or "number" in kinds):
             made["multipleOf"] = _STEP
 
 
@@ -152,6 +167,17 @@ def _intersects(node: dict[str, Any]) -> bool:
     if len(node.get("allOf", ())) > 1:
         return True
     return (bool(applied) and len(enforced) > 1) or ("properties" in node and "patternProperties" in node)
+
+
+def _is_open(node: dict[str, Any]) -> bool:
+    """Whether a schema is one of numbers only, of which some satisfy it: what no number satisfies is left in place."""
+    kinds = kinds_of(node)
+    return (
+        bool(kinds)
+        and _NUMBERS.issuperset(kinds)
+        and "multipleOf" not in node
+        and (_limit(node, "minimum") is None or _limit(node, "maximum") is None)
+    )
 
 
 def _inner(node: dict[str, Any]) -> Iterator[Any]:
@@ -176,9 +202,9 @@ def _all_nodes(node: Any) -> Iterator[dict[str, Any]]:
                 yield from _all_nodes(child)
 
 
-def _numbers(root: dict[str, Any]) -> Iterator[int | float]:
-    """Numbers that a schema names."""
-    pending = [node[key] for node in _all_nodes(root) for key in (*_BOUNDS, "const", "enum") if key in node]
+def _numbers(root: dict[str, Any], keys: tuple[str, ...]) -> Iterator[int | float]:
+    """Numbers that a schema names under some keywords."""
+    pending = [node[key] for node in _all_nodes(root) for key in keys if key in node]
     while pending:
         value = pending.pop()
         if isinstance(value, list):
@@ -189,10 +215,24 @@ def _numbers(root: dict[str, Any]) -> Iterator[int | float]:
             yield value
 
 
-def _is_simple(number: Decimal) -> bool:
-    """Whether a number lies in what is written here without being named."""
-    exponent = number.normalize().as_tuple().exponent
-    return number <= LARGEST and isinstance(exponent, int) and exponent >= -FRACTION_DIGITS
+def _is_fine(number: int | float) -> bool:
+    """Whether a number has no more digits behind the point than are written where none is named."""
+    exponent = Decimal(str(number)).normalize().as_tuple().exponent
+    return isinstance(exponent, int) and exponent >= -FRACTION_DIGITS
+
+
+def _overflow(multiples: set[int | float]) -> bool:
+    """Whether the library, which combines multiples as 32-bit integers, might not notice that one does not fit."""
+    exact = [abs(Decimal(str(number))).normalize() for number in multiples]
+    digits = max(-int(number.as_tuple().exponent) for number in exact)
+    return prod(int(number.scaleb(max(digits, 0))) for number in exact) >= 2**32
+
+
+def _crossed(root: dict[str, Any]) -> bool:
+    """Whether some lower and some upper bound are so near that there may be no multiple of the step between them."""
+    low = list(_numbers(root, ("minimum", "exclusiveMinimum")))
+    high = list(_numbers(root, ("maximum", "exclusiveMaximum")))
+    return len(low) * len(high) > 10_000 or any(abs(b - a) < _NARROW for a in low for b in high)
 
 
 def _limit(made: dict[str, Any], key: str) -> float | None:
@@ -202,10 +242,9 @@ def _limit(made: dict[str, Any], key: str) -> float | None:
     return None if not given else float(max(given) if key == "minimum" else min(given))
 
 
-def _replace(made: dict[str, Any], key: str, value: int | None) -> None:
-    if value is not None:
-        made[key] = value
-        made.pop(f"exclusive{key.capitalize()}", None)
+def _replace(made: dict[str, Any], key: str, value: int) -> None:
+    made[key] = value
+    made.pop(f"exclusive{key.capitalize()}", None)
 
 
 def _add_patterns(made: dict[str, Any], patterns: list[str]) -> None:

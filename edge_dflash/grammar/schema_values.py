@@ -13,11 +13,12 @@ from edge_dflash.errors import RequestError
 from edge_dflash.grammar.formats import ENCODINGS, FORMATS
 
 LARGEST = 2**63 - 1024  # the largest 64-bit integer that a double holds; the library reads numbers as doubles
+MOST = 2**31 - 1  # characters, items or properties
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 
 
 def _count(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value >= 0 and float(value).is_integer()
+    return is_number(value) and 0 <= value <= MOST and float(value).is_integer()
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
@@ -41,7 +42,7 @@ def _choices(value: Any) -> bool:
     return isinstance(value, list) and bool(value)
 
 
-_COUNT: tuple[Callable[[Any], bool], str] = (_count, "give a whole number of at least 0")
+_COUNT: tuple[Callable[[Any], bool], str] = (_count, f"give a whole number from 0 to {MOST}")
 _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"), _COUNT),
     "minimum": (is_number, "give a number"),
@@ -52,6 +53,9 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "pattern": (_text, "give a regular expression as a text"),
     "required": (_texts, "give a list of names"),
     "enum": (_choices, "give a list of at least one value"),
+    "type": (lambda value: value != [], f"give one or more of {', '.join(TYPES)}"),
+    "anyOf": (lambda value: value != [], "give a list of at least one schema"),
+    "oneOf": (lambda value: value != [], "give a list of at least one schema"),
     "format": (lambda value: value in FORMATS, f"enforced are {', '.join(FORMATS)}; remove it, or give a pattern"),
     "contentEncoding": (
         lambda value: value in ENCODINGS,

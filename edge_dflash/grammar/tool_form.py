@@ -13,6 +13,7 @@ from typing import Any
 
 from edge_dflash.errors import RequestError
 from edge_dflash.grammar.formats import ENCODINGS, FORMATS
+from edge_dflash.grammar.lark_text import MAX_BYTES, MAX_RULES
 from edge_dflash.grammar.schema_check import ANNOTATIONS, check
 from edge_dflash.tool_calls import Tool, definitions_of, followed, function_of, types_of
 from edge_dflash.tool_dialect import JsonCalls, TaggedCalls
@@ -26,8 +27,12 @@ _UNTYPED = frozenset(("type", "anyOf", *ANNOTATIONS))
 def tool_grammar(tools: Sequence[Tool], dialect: JsonCalls | TaggedCalls) -> str:
     """The grammar of one call of one of the tools. Raises RequestError for a schema that could not be enforced."""
     rules: list[str] = []
+    names: set[str] = set()
     for index, tool in enumerate(tools):
         name, parameters = _described(tool)
+        if name in names:
+            raise RequestError(f"two tools are called {name!r}, so a call could mean either; give each its own name")
+        names.add(name)
         try:
             if isinstance(dialect, JsonCalls):
                 check(parameters)
@@ -37,7 +42,13 @@ def tool_grammar(tools: Sequence[Tool], dialect: JsonCalls | TaggedCalls) -> str
         except RequestError as error:
             raise RequestError(f"a call of the tool {name!r} cannot be forced: {error}") from None
     calls = " | ".join(f"c{index}" for index in range(len(tools)))
-    return "\n".join((f"start: <tool_call> ({calls}) </tool_call>", *rules))
+    made = "\n".join((f"start: <tool_call> ({calls}) </tool_call>", *rules))
+    if len(made.encode()) > MAX_BYTES or len(rules) > MAX_RULES // 2:  # some are of two lines
+        raise RequestError(
+            f"the tools are too large for a forced call: {len(made.encode())} bytes and {len(rules)} rules, at most "
+            f"{MAX_BYTES} and {MAX_RULES // 2} are taken; choose one by name, or give fewer"
+        )
+    return made
 
 
 def _described(tool: Tool) -> tuple[str, dict[str, Any]]:

@@ -6,10 +6,10 @@ Knows the layout of tokenizer.json as far as added tokens go. Knows nothing of g
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from edge_dflash.errors import RequestError
-from edge_dflash.text import Tokenizer
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -28,14 +28,15 @@ _HIDDEN = "\U0010ffff\U0010fffe"  # noncharacters of Unicode: no text holds them
 class Vocabulary:
     """The library's tokenizer, and ``special``: the ids of the added tokens by name.
 
-    Added tokens (``<think>``, ``<|im_end|>``) are hidden behind names that no text holds. Else the library would read
-    their spelling inside a string as the token, force it there, and then refuse it.
+    ``text`` is tokenizer.json, ``size`` its number of ids. Added tokens (``<think>``, ``<|im_end|>``) are hidden behind
+    names that no text holds. Else the library would read their spelling inside a string as the token, force it there,
+    and then refuse it.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop_token_ids: tuple[int, ...]) -> None:
+    def __init__(self, text: str, size: int, stop_token_ids: Sequence[int]) -> None:
         from llguidance import LLTokenizer
 
-        files = json.loads(tokenizer.to_json())
+        files = json.loads(text)
         vocabulary = files["model"].get("vocab")
         self.special: dict[str, int] = {}
         for token in files.get("added_tokens", ()):
@@ -46,10 +47,10 @@ class Vocabulary:
                 vocabulary[_HIDDEN + name] = vocabulary.pop(name)
         for place in ("post_processor", "padding", "truncation"):  # they name added tokens, and nothing here uses them
             files[place] = None
-        known = [token for token in stop_token_ids if token < tokenizer.size]
+        known = [token for token in stop_token_ids if token < size]
         if not known:
             raise RequestError(
-                f"structured output needs a stop token of the tokenizer, of {tokenizer.size} ids; got {stop_token_ids}"
+                f"structured output needs a stop token of the tokenizer, of {size} ids; got {tuple(stop_token_ids)}"
             )
         try:
             self.tokenizer: LLTokenizer = LLTokenizer(json.dumps(files), eos_token=known, slices=SLICES)

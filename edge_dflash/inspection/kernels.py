@@ -10,7 +10,7 @@ from rich.table import Table
 from edge_dflash.backends.native.cubin import kernel_use
 from edge_dflash.bundle.manifest import Manifest
 from edge_dflash.errors import BackendError, BundleError
-from edge_dflash.files import read_bytes
+from edge_dflash.files import LARGE, read_bytes
 
 _FOLDER, _SUFFIX = "kernels/", ".cubin"
 
@@ -29,7 +29,7 @@ class UnitUse:
 def bundle_kernels(path: Path, manifest: Manifest) -> tuple[UnitUse, ...]:
     """Every unit of the bundle at ``path``; none for the reference backend. Raises BundleError for a damaged one."""
     names = sorted(name for name in manifest.files if name.startswith(_FOLDER) and name.endswith(_SUFFIX))
-    return tuple(_unit(path / name, manifest.files[name].size) for name in names)
+    return tuple(_unit(path / name) for name in names)
 
 
 def kernels_table(units: tuple[UnitUse, ...], manifest: Manifest) -> Table:
@@ -46,9 +46,9 @@ def kernels_table(units: tuple[UnitUse, ...], manifest: Manifest) -> Table:
     return table
 
 
-def _unit(file: Path, most: int) -> UnitUse:
+def _unit(file: Path) -> UnitUse:
     try:
-        uses = kernel_use(read_bytes(file, most)).values()
+        uses = kernel_use(read_bytes(file, LARGE)).values()
     except OSError as error:
         raise BundleError(f"cannot read {file}: {error.strerror}; copy or build the bundle again") from None
     except BackendError as error:

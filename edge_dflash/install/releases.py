@@ -17,7 +17,7 @@ from pathlib import Path
 from edge_dflash.build.workdir import sync_path
 from edge_dflash.bundle.manifest import MANIFEST, Manifest
 from edge_dflash.bundle.reader import check_files, read_manifest
-from edge_dflash.errors import EdgeDflashError
+from edge_dflash.errors import BundleError, EdgeDflashError
 from edge_dflash.install import copies
 from edge_dflash.install.layout import Layout
 
@@ -104,6 +104,15 @@ def history(layout: Layout) -> list[str]:
     with suppress(FileNotFoundError):
         return [name for name in layout.history.read_text().split() if (layout.releases / name).is_dir()]
     return []
+
+
+def check(layout: Layout, name: str) -> None:
+    """Raise BundleError for a release that lacks files; their content is compared when it is served."""
+    bundle = (layout.releases / name / "bundle").resolve()
+    try:
+        check_files(bundle, read_manifest(bundle))
+    except BundleError as error:
+        raise BundleError(f"the release {name} cannot be served ({error}); install its bundle again") from None
 
 
 def switch(layout: Layout, name: str) -> None:

@@ -98,13 +98,17 @@ def left_to_build(bundle: Path) -> str:
 
 
 def rollback(root: Path, *, start: bool = True, host: Host | None = None) -> Outcome:
-    """Serve the release before the current one. Raises EdgeDflashError when there is none, or it does not start."""
+    """Serve the release before the current one.
+
+    Raises EdgeDflashError when there is none, or it does not start, BundleError when it is visibly damaged.
+    """
     layout, host = Layout(root), host or host_of(root)
     _check_root(host)
     with releases.locked(layout):
         name = releases.previous(layout)
         if name is None:
             raise EdgeDflashError(f"{layout.base} has no release before the current one; install one")
+        releases.check(layout, name)
         _begin(layout, host)
         releases.switch(layout, name)
         started = start and host.start(activated=(root / ACTIVATED).is_symlink(), restart=True)

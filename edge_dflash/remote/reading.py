@@ -17,6 +17,7 @@ from edge_dflash.errors import (
     QueueFullError,
     RequestError,
     ServiceError,
+    StorageError,
 )
 from edge_dflash.plan import Increment, Plan, PlanTimings, json_object, json_value
 from edge_dflash.request.options import Options
@@ -180,6 +181,8 @@ def error_of(status: int, body: object) -> EdgeDflashError:
         return ContextError(message)
     if code == "session_mismatch":
         return BundleError(message)
+    if code in ("storage_full", "storage_failed"):
+        return StorageError(message, full=code == "storage_full")
     if status in (401, 403) or status >= 500:
         return ServiceError(message)
     return RequestError(message)

@@ -12,7 +12,6 @@ from dataclasses import replace
 
 from edge_dflash.chat import Answer, AnswerStream, Markers, thinking_is_open
 from edge_dflash.plan import Increment
-from edge_dflash.spec.logprobs import TokenLogprob
 from edge_dflash.spec.loop import Step
 from edge_dflash.text import Detokenizer, Tokenizer
 from edge_dflash.tool_calls import Tool
@@ -69,7 +68,6 @@ class AnswerText:
         tools: Sequence[Tool] | None,
         stops: Sequence[str],
     ) -> None:
-        self.tokenizer = tokenizer
         self._stream = AnswerStream(tokenizer, prompt, stop_token_ids=stop_token_ids, tools=tools)
         self._stops = stops
         self._held = ""  # the beginning of a stop text, perhaps
@@ -123,14 +121,7 @@ class Reader:
         if step.finish_reason is not None:
             piece += self._text.finish()
         self.answer += piece
-        logprobs = tuple(_spelled(one, self._text.tokenizer) for one in step.logprobs)
-        return Increment(piece.content, step.tokens, piece.thinking, piece.tool_calls, logprobs)
-
-
-def _spelled(one: TokenLogprob, tokenizer: Tokenizer) -> TokenLogprob:
-    """With the bytes of its token, and of the alternatives."""
-    top = tuple(_spelled(other, tokenizer) for other in one.top)
-    return TokenLogprob(one.token, one.logprob, top, tokenizer.token_bytes(one.token))
+        return Increment(piece.content, step.tokens, piece.thinking, piece.tool_calls, step.logprobs)
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -14,7 +14,6 @@ from edge_dflash.plan import Plan, PlanTimings, json_object, json_value
 from edge_dflash.request.answer import AnswerText, Reader, StopFinder
 from edge_dflash.request.options import Request
 from edge_dflash.sessions.session import Session, SessionManager
-from edge_dflash.spec.logprobs import TokenLogprob
 from edge_dflash.spec.loop import Step, collect
 from edge_dflash.spec.pace import Pace
 
@@ -79,7 +78,7 @@ class Job:
 
     def __init__(self, request: Request, place: Place, manager: SessionManager, pace: Pace, observer: Observer) -> None:
         self.request = request
-        self.cancelled = False  # asked to end at the next commit
+        self.cancelled = request.ended == "cancelled"  # asked to end at the next commit
         self.expired = False  # its deadline passed while it waited: not the user's cancelling
         self._place = place
         self._manager = manager
@@ -121,10 +120,9 @@ class Job:
         finally:
             reader = self.reader()
             tokens = tuple(token for step in self._steps for token in step.tokens)
-            logprobs = tuple(one for step in self._steps for one in step.logprobs)
-            whole = reader(Step(tokens, "stop", 0.0, 0.0, logprobs=logprobs))  # also when it failed: it was committed
+            reader(Step(tokens, "stop", 0.0, 0.0))  # also when it failed: what was committed counts
             self._place.settle(session, reader.answer, committed=bool(tokens), thinking=reader.thinking)
-        return self._plan(self._steps, reader.answer, whole.logprobs)
+        return self._plan(self._steps, reader.answer)
 
     def reader(self) -> Reader:
         """Makes increments of the steps; each who reads them has one."""
@@ -149,7 +147,7 @@ class Job:
             return None
         return StopFinder(tokenizer, request.prompt, request.options.stops)
 
-    def _plan(self, steps: list[Step], answer: Answer, logprobs: tuple[TokenLogprob, ...] = ()) -> Plan:
+    def _plan(self, steps: list[Step], answer: Answer) -> Plan:
         now, request, made = time.perf_counter(), self.request, collect(steps)
         first = self._first_token
         timings = PlanTimings(
@@ -179,5 +177,5 @@ class Job:
             speculative=request.options.speculative,
             lossy=request.relaxation is not None,
             relaxed_tokens=made.relaxed,
-            logprobs=logprobs,
+            logprobs=tuple(one for step in steps for one in step.logprobs),
         )

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, fields, replace
 from numbers import Integral
-from typing import Any, TypeAlias, TypedDict
+from typing import Any, Literal, TypeAlias, TypedDict
 
 from edge_dflash.backends.base import Backend
 from edge_dflash.characters import refuse_surrogates
@@ -19,7 +20,7 @@ from edge_dflash.grammar.compiled import Grammar, compile_lark, compile_regex, c
 from edge_dflash.grammar.tool_form import tool_grammar
 from edge_dflash.request import rules
 from edge_dflash.request.rules import Rule
-from edge_dflash.spec.constraint import Constraint
+from edge_dflash.spec.constraint import Constraint, Interrupted, Patience
 from edge_dflash.spec.logprobs import MOST_ALTERNATIVES
 from edge_dflash.spec.loop import Controls, DecodeOptions, admit
 from edge_dflash.spec.pace import Pace
@@ -27,10 +28,12 @@ from edge_dflash.spec.relaxed import Relaxation
 from edge_dflash.spec.sampling import Sampling
 from edge_dflash.spec.thinking import AfterThinking
 from edge_dflash.text import Message, Tokenizer, with_text
-from edge_dflash.tool_calls import Tool, function_of
+from edge_dflash.tool_calls import Tool, chosen_tools
 from edge_dflash.tool_dialect import dialect_of
 
 Task: TypeAlias = str | Sequence[Message] | Sequence[int]
+UNWANTED: ContextVar[Callable[[], bool]] = ContextVar("UNWANTED", default=lambda: False)
+"""Whether who asks has gone: set around a call that prepares a request on another thread."""
 _BEFORE_ANSWER = "\n\n"  # what the chat templates of the Qwen family write between thinking and answer
 
 
@@ -171,17 +174,7 @@ class Options:
     @property
     def forced_tools(self) -> tuple[Tool, ...]:
         """Tools of which one must be called; none when the model is free. Raises RequestError for a choice of none."""
-        if self.tool_choice in ("auto", "none"):
-            return ()
-        if not self.tools:
-            raise RequestError(f"tool_choice is {self.tool_choice!r}, and there are no tools; give tools, or auto")
-        if self.tool_choice == "required":
-            return tuple(self.tools)
-        names = [str(function_of(tool).get("name")) for tool in self.tools]
-        if self.tool_choice not in names:
-            known = ", ".join(("auto", "none", "required", *names))
-            raise RequestError(f"tool_choice is {rules.shown(self.tool_choice)}; give one of {known}")
-        return (self.tools[names.index(self.tool_choice)],)
+        return chosen_tools(self.tools or (), self.tool_choice)
 
     @property
     def constrained(self) -> bool:
@@ -219,18 +212,22 @@ class Request:
     relaxation: Relaxation | None  # None: strict
     began: float  # time.perf_counter() of the call
     deadline: float | None  # time.perf_counter()
+    ended: Literal["deadline", "cancelled"] | None = None  # while its form was compiled: nothing of it runs
 
     def controls(
         self, pace: Pace, cancelled: Callable[[], bool], ends: Callable[[Sequence[int]], int | None] | None
     ) -> Controls:
         """Controls of a fresh run."""
-        controls = Controls(self._constraint(), self.relaxation, self.deadline, cancelled, pace=pace)
+        constraint = self._constraint(Patience(self.deadline, cancelled))
+        controls = Controls(constraint, self.relaxation, self.deadline, cancelled, pace=pace)
+        if self.model.tokenizer is not None:
+            controls = replace(controls, spell=self.model.tokenizer.token_bytes)
         return controls if ends is None else replace(controls, ends=ends)
 
-    def _constraint(self) -> Constraint | None:
+    def _constraint(self, patience: Patience) -> Constraint | None:
         if self.form is None or self.model.tokenizer is None:
             return None
-        inner, tokenizer = self.form.constraint(), self.model.tokenizer
+        inner, tokenizer = self.form.constraint(patience), self.model.tokenizer
         if not thinking_is_open(self.prompt, tokenizer):
             return inner
         close = Markers.of(tokenizer).end_think
@@ -244,8 +241,8 @@ class Request:
 
 
 def prepare(model: Model, options: Options, prompt: Sequence[int], began: float, keep: tuple[int, ...] = ()) -> Request:
-    """Check a request. Raises RequestError and ContextError for what cannot run."""
-    stop = _ends_of_form(model) if options.constrained else model.stop_token_ids
+    """Check a request, and compile its form. Raises RequestError and ContextError for what cannot run."""
+    stop = ends_of_form(model) if options.constrained else model.stop_token_ids
     decode = DecodeOptions(
         max_new_tokens=options.max_new_tokens,
         temperature=options.temperature,
@@ -259,16 +256,23 @@ def prepare(model: Model, options: Options, prompt: Sequence[int], began: float,
     admit(model.backend.shape, 0, prompt, decode)
     if options.stops:
         model.need_tokenizer("stop texts cannot be found; leave stop out")
+    deadline = None if options.deadline is None else began + options.deadline
+    form, ended = None, None
+    try:
+        form = _form(model, options, stop, Patience(deadline, UNWANTED.get()))
+    except Interrupted as interrupted:
+        ended = interrupted.reason
     return Request(
         model=model,
         options=options,
         prompt=tuple(prompt),
         keep=tuple(at for at in keep if 0 < at < len(prompt)),
         decode=decode,
-        form=_form(model, options, stop),
+        form=form,
         relaxation=_relaxation(model, options, prompt),
         began=began,
-        deadline=None if options.deadline is None else began + options.deadline,
+        deadline=deadline,
+        ended=ended,
     )
 
 
@@ -302,7 +306,7 @@ def as_messages(task: Task) -> list[Message] | None:
     return None
 
 
-def _ends_of_form(model: Model) -> tuple[int, ...]:
+def ends_of_form(model: Model) -> tuple[int, ...]:
     """The stop tokens that no text is written with: a comma that ends other answers is a comma inside a form."""
     tokenizer = model.need_tokenizer("an answer cannot be given a form; leave schema, regex and grammar out")
     stop = tuple(token for token in model.stop_token_ids if not tokenizer.is_ordinary(token))
@@ -314,19 +318,21 @@ def _ends_of_form(model: Model) -> tuple[int, ...]:
     return stop
 
 
-def _form(model: Model, options: Options, stop: tuple[int, ...]) -> Grammar | None:
+def _form(model: Model, options: Options, stop: tuple[int, ...], patience: Patience) -> Grammar | None:
     """``stop`` ends the form."""
     if not options.constrained:
         return None
     tokenizer = model.need_tokenizer("an answer cannot be given a form; leave schema, regex and grammar out")
-    size = model.backend.shape.vocab_size
+    size, caller = model.backend.shape.vocab_size, options.caller
     if tools := options.forced_tools:
-        return compile_tools(tool_grammar(tools, dialect_of(tokenizer)), tokenizer, size, stop)
+        text = tool_grammar(tools, dialect_of(tokenizer))
+        return compile_tools(text, tokenizer, size, stop, patience=patience, caller=caller)
     if options.regex is not None:
-        return compile_regex(options.regex, tokenizer, size, stop)
+        return compile_regex(options.regex, tokenizer, size, stop, patience=patience, caller=caller)
+    blanks = options.whitespace
     if options.grammar is not None:
-        return compile_lark(options.grammar, tokenizer, size, stop, whitespace=options.whitespace)
-    return compile_schema(options.schema, tokenizer, size, stop, whitespace=options.whitespace)
+        return compile_lark(options.grammar, tokenizer, size, stop, whitespace=blanks, patience=patience, caller=caller)
+    return compile_schema(options.schema, tokenizer, size, stop, whitespace=blanks, patience=patience, caller=caller)
 
 
 def _relaxation(model: Model, options: Options, prompt: Sequence[int]) -> Relaxation | None:

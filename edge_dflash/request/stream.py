@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from edge_dflash.errors import RequestCancelledError, RequestError
 from edge_dflash.plan import Increment, Plan
+from edge_dflash.request.options import UNWANTED
 from edge_dflash.scheduler.ticket import Ticket
 
 
@@ -142,7 +143,14 @@ class AsyncPlanStream(AsyncIterator[Increment]):
 
     async def _started(self) -> PlanStream:
         if self._stream is None:
-            self._stream = await asyncio.to_thread(self._begin)
+            context = UNWANTED.set(lambda: self._cancelled)
+            try:
+                self._stream = await asyncio.to_thread(self._begin)
+            except asyncio.CancelledError:
+                self._cancelled = True
+                raise
+            finally:
+                UNWANTED.reset(context)
             if self._cancelled:
                 self._stream.cancel()
         return self._stream

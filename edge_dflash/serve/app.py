@@ -217,7 +217,7 @@ class Routes:
 
     async def _made(self, make: Callable[[], dict[str, Any]]) -> Response:
         """The response that ``make`` gives, made and written on a thread."""
-        body: bytes = await self._service.on_thread(lambda: dump(make()))
+        body: bytes = await self._service.on_thread(lambda: dump(make(), sharing=True))
         return Response(body, media_type="application/json")
 
     def _card(self) -> dict[str, Any]:
@@ -258,6 +258,8 @@ class Routes:
         streams = False
         try:
             async with self._turn(request):
+                if running.disconnected:
+                    raise Refusal("the client went away", status=408, code="disconnected")
                 await running.stream.__aenter__()  # admission: its errors have a status of their own
             if call.stream:
                 streams = True
@@ -265,7 +267,8 @@ class Routes:
             plan = await service.finish(running)
             details = await service.details(running)
             count("disconnected" if running.disconnected else plan.finish_reason)
-            return await self._made(partial(running.writer.whole, plan, details))
+            made = partial(running.writer.whole, plan, details)
+            return json_response(made()) if len(plan.tokens) < SMALL else await self._made(made)
         except Exception as error:
             refused = _refused(service, error)
             count("disconnected" if running.disconnected else _outcome(refused.status))
@@ -282,5 +285,5 @@ def _name(request: Request) -> str:
 
 def _outcome(status: int) -> str:
     """The outcome of a request that was not run, for the metrics."""
-    known = {429: "queue_full", 503: "unavailable", 500: "failed"}
+    known = {429: "queue_full", 503: "unavailable", 507: "unavailable", 500: "failed"}
     return known.get(status, "refused")

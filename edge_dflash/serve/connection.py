@@ -6,6 +6,9 @@ uvicorn bounds the bytes of headers and the time between requests; the rest is h
 from __future__ import annotations
 
 import asyncio
+import re
+from collections.abc import Callable
+from typing import Any, cast
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -16,7 +19,14 @@ from edge_dflash.serve.refusal import Refusal, dump, error_json
 _READ = 65536  # bytes taken at a time: h11 is Python, and what it makes of a MB at once keeps everybody waiting
 _LINGER = 1.0  # seconds in which the rest of what is refused is thrown away: closing at once would undo the answer
 _CHUNKS, _CHUNK_BYTES = 512, 64  # a body may come in so many chunks, and in one more for each so many bytes
-_PHRASES = {400: "Bad Request", 408: "Request Timeout", 503: "Service Unavailable"}
+_LINES = 256  # of a request's headers
+_BLANK = re.compile(rb"\n\r?\n")
+_PHRASES = {
+    400: "Bad Request",
+    408: "Request Timeout",
+    431: "Request Header Fields Too Large",
+    503: "Service Unavailable",
+}
 
 
 def bounded_connection(most: int, header_seconds: float, write_seconds: float) -> type[H11Protocol]:
@@ -30,11 +40,14 @@ def bounded_connection(most: int, header_seconds: float, write_seconds: float) -
         _timer: asyncio.TimerHandle | None = None
         _unread: asyncio.TimerHandle | None = None
         _refused = False
+        _head = b""  # the last bytes of headers that go on
+        _lines = 0  # of them so far
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             self._buffer = bytearray(_READ)
             self.conn = _Connection(h11.SERVER, self.config.h11_max_incomplete_event_size or _READ)
-            super().connection_made(transport)
+            self._wire = transport
+            super().connection_made(cast(asyncio.Transport, _Gently(transport, self._close)))
             self.app_state = {**self.app_state, "peer": peer(transport.get_extra_info("socket"))}
             if sum(_local(one) == _local(self) for one in self.connections) > most:
                 self._refuse(Refusal(f"{most} connections are open, which is the limit", status=503, retry_after=1))
@@ -66,9 +79,20 @@ def bounded_connection(most: int, header_seconds: float, write_seconds: float) -
             before, idle = self.cycle, self.cycle is None or self.cycle.response_complete
             if idle and self._timer is None:
                 self._timer = self.loop.call_later(header_seconds, self._late)
+            if self.conn.their_state is h11.IDLE and self._many_lines(data):
+                self._refuse(Refusal(f"there are more than {_LINES} headers; send fewer", status=431), linger=True)
+                return
             super().data_received(data)
             if self.cycle is not before:  # all headers are there
                 self._stop()
+                self._head, self._lines = b"", 0
+
+        def _many_lines(self, data: bytes) -> bool:
+            """Whether the headers have too many lines, for h11 takes its time with each."""
+            lines = _BLANK.split(self._head + data, maxsplit=1)[0].count(b"\n")
+            self._lines += lines - self._head.count(b"\n")
+            self._head = data[-3:]
+            return self._lines > _LINES
 
         def send_400_response(self, msg: str) -> None:
             if isinstance(self.conn, _Connection) and self.conn.crumbled:
@@ -104,17 +128,43 @@ def bounded_connection(most: int, header_seconds: float, write_seconds: float) -
                 head += "".join(f"{name}: {value}\r\n" for name, value in refused.headers.items())
                 head += f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
                 self.transport.write(head.encode("ascii") + body)
-            if linger and self.transport.can_write_eof():
-                if self.cycle is not None:
-                    self.cycle.disconnected = True
-                    self.cycle.message_event.set()
-                self.transport.write_eof()
-                self.transport.resume_reading()
-                self.loop.call_later(_LINGER, self.transport.close)
-            else:
-                self.transport.close()
+            if not linger:
+                self._wire.close()
+                return
+            if self.cycle is not None:
+                self.cycle.disconnected = True
+                self.cycle.message_event.set()
+            self._linger()
+
+        def _close(self) -> None:
+            """What uvicorn does behind an answer that ends the connection."""
+            if self.conn.their_state is h11.SEND_BODY:
+                self._linger()
+            elif not self._refused:
+                self._wire.close()
+
+        def _linger(self) -> None:
+            """Close when the client has, or after a while: what it still sends is thrown away."""
+            self._refused = True
+            if self._wire.is_closing() or not self._wire.can_write_eof():
+                self._wire.close()
+                return
+            self._wire.write_eof()
+            self._wire.resume_reading()
+            self.loop.call_later(_LINGER, self._wire.close)
 
     return Bounded
+
+
+class _Gently:
+    """A transport whose closing is left to the connection."""
+
+    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
+        self._transport = transport
+        self.close = close
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
 
 
 class _Connection(h11.Connection):

@@ -7,6 +7,7 @@ Everything that is sent is used or refused by name. Parameters that OpenAI defin
 
 from __future__ import annotations
 
+import itertools
 import json
 import secrets
 from collections.abc import Sequence
@@ -19,21 +20,12 @@ from edge_dflash.serve.fields import Fields
 from edge_dflash.serve.messages import read_messages, read_prompt
 from edge_dflash.serve.names import NAME, WHY, session_name
 from edge_dflash.serve.refusal import Refusal
+from edge_dflash.serve.tools import read_tools
 from edge_dflash.spec.logprobs import MOST_ALTERNATIVES
 from edge_dflash.text import Message
 
 DAY = 86400.0
 _STOP = {"type": "string", "minLength": 1, "maxLength": 999}
-_FUNCTION = {
-    "type": "object",
-    "properties": {"name": {"type": "string"}, "parameters": {"type": ["object", "null"]}},
-    "required": ["name"],
-}
-_TOOL = {
-    "type": "object",
-    "properties": {"type": {"const": "function"}, "function": _FUNCTION},
-    "required": ["function"],
-}
 
 
 @dataclass(frozen=True)
@@ -57,7 +49,7 @@ def chat_call(body: dict[str, Any], limits: LimitConfig, defaults: DefaultConfig
     fields = Fields(body)
     messages = read_messages(fields)
     options = PlanOptions()
-    _tools(fields, options)
+    read_tools(fields, options)
     _form(fields, options)
     return _call(fields, messages, options, limits, defaults, chat=True)
 
@@ -116,62 +108,6 @@ def _call(
     fields.done()
     _sizes(task, options, limits)
     return Call(task, options, chat, model, stream, include_usage, deadline, session, with_tokens, budget_is_default)
-
-
-def _tools(fields: Fields, options: PlanOptions) -> None:
-    tools = fields.array("tools", facts={"items": _TOOL})
-    for index, tool in enumerate(tools or ()):
-        function = tool.get("function") if isinstance(tool, dict) else None
-        if not isinstance(function, dict) or tool.get("type", "function") != "function":
-            fields.fail(f"tools[{index}]", tool, 'give {"type": "function", "function": {"name": ...}}')
-        if not isinstance(function.get("name"), str) or not isinstance(function.get("parameters"), dict | None):
-            fields.fail(f"tools[{index}].function", function, "give it a name, and an object as parameters")
-    options["tool_choice"] = choice = _tool_choice(fields)
-    names = [tool["function"]["name"] for tool in tools or ()]
-    if choice not in ("auto", "none") and not (names if choice == "required" else choice in names):
-        fields.fail("tool_choice", choice, f"give auto, none, or the name of a tool that is given: {names}")
-    if tools:
-        options["tools"] = tools
-    accepted = (True,) if choice in ("auto", "none") else (True, False)  # a forced call is one call
-    fields.only("parallel_tool_calls", *accepted, why="the model decides how many tools it calls; leave it out")
-    fields.only("functions", why="give tools instead")
-    fields.only("function_call", why="give tool_choice instead")
-
-
-_TOOL_CHOICE = {
-    "anyOf": [
-        {"enum": ["auto", "none", "required"]},
-        {
-            "type": "object",
-            "properties": {
-                "type": {"const": "function"},
-                "function": {
-                    "type": "object",
-                    "properties": {"name": {"type": "string"}},
-                    "required": ["name"],
-                    "additionalProperties": False,
-                },
-            },
-            "required": ["type", "function"],
-            "additionalProperties": False,
-        },
-    ]
-}
-
-
-def _tool_choice(fields: Fields) -> str:
-    """A word of the API, or the name of a tool."""
-    choice = fields.take("tool_choice", _TOOL_CHOICE)
-    if choice is None or choice in ("auto", "none", "required"):
-        return choice or "auto"
-    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
-    name = function.get("name") if isinstance(function, dict) else None
-    if not isinstance(name, str) or choice != {"type": "function", "function": {"name": name}}:
-        wanted = 'give auto, none, required, or {"type": "function", "function": {"name": ...}}'
-        fields.fail("tool_choice", choice, wanted)
-    if name in ("auto", "none", "required"):
-        fields.fail("tool_choice", choice, "a tool of this name cannot be chosen; name it otherwise")
-    return name
 
 
 def _form(fields: Fields, options: PlanOptions) -> None:
@@ -301,12 +237,18 @@ def _fixed(fields: Fields) -> None:
 def _sizes(task: str | list[Message] | tuple[int, ...], options: PlanOptions, limits: LimitConfig) -> None:
     if limits.schema_bytes:
         for name in ("schema", "regex", "grammar"):
-            form = options.get(name)
-            size = len(form) if isinstance(form, str) else len(json.dumps(form)) if form is not None else 0
-            if size > limits.schema_bytes:
-                raise Refusal(f"{name} has {size} bytes, the limit is {limits.schema_bytes}; give a smaller one")
+            if _larger(options.get(name), limits.schema_bytes):
+                raise Refusal(f"{name} has more than {limits.schema_bytes} bytes, the limit; give a smaller one")
     if limits.prompt_chars and (size := _chars(task)) > limits.prompt_chars:
         raise Refusal(f"the texts have {size} characters, the limit is {limits.prompt_chars}; send less")
+
+
+def _larger(form: object, limit: int) -> bool:
+    """Whether a form has more characters, as JSON if it is no text; it is written no further than the limit."""
+    if form is None or isinstance(form, str):
+        return len(form or "") > limit
+    sizes = itertools.accumulate(len(part) for part in json.JSONEncoder().iterencode(form))
+    return any(size > limit for size in sizes)
 
 
 def _chars(task: str | Sequence[Any]) -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from importlib.metadata import version
 from typing import Any
 
 from edge_dflash.request.options import Options
@@ -17,6 +16,7 @@ from edge_dflash.serve.config import DefaultConfig, LimitConfig, ServeConfig
 from edge_dflash.serve.names import NAME, new_name, other_name
 from edge_dflash.serve.openai import chat_call, completion_call, encode_call
 from edge_dflash.serve.record import Schema, recorded
+from edge_dflash.version import __version__
 
 _EVERYWHERE = {
     401: "The API key is missing or wrong.",
@@ -52,6 +52,7 @@ class Operation:
     chunk: str = ""  # name in SCHEMAS of the events of a stream
 
 
+_CALLS: dict[str, Any] = {"tools": [{"function": {"name": "f"}}], "tool_choice": "required"}
 _SESSIONS = "/v1/edge_dflash/sessions"
 _HELLO = [{"role": role, "content": "x"} for role in ("system", "developer", "user", "assistant", "tool")]
 _FORMS = ({"type": "text"}, {"type": "json_object"}, {"type": "json_schema", "json_schema": {"schema": {}}})
@@ -62,7 +63,7 @@ OPERATIONS = (
     Operation(
         "POST", "/v1/chat/completions", "chat", "Messages in, an answer out.", "ChatCompletion",
         {**_WITH_BODY, **_RUNS, **_STORED}, chat_call,
-        tuple({"messages": _HELLO, **body} for body in _GENERATES), "ChatCompletionChunk",
+        tuple({"messages": _HELLO, **body} for body in (*_GENERATES, _CALLS)), "ChatCompletionChunk",
     ),
     Operation(
         "POST", "/v1/completions", "completions", "A text or token ids, used as they are.", "Completion",
@@ -107,7 +108,7 @@ def document(config: ServeConfig, *, key: bool) -> dict[str, Any]:
         paths.setdefault(path, {})[operation.method.lower()] = _operation(operation, config)
     made: dict[str, Any] = {
         "openapi": "3.1.0",
-        "info": {"title": "edge-dflash", "version": version("edge-dflash")},
+        "info": {"title": "edge-dflash", "version": __version__},
         "paths": paths,
         "components": {"schemas": SCHEMAS},
     }

@@ -108,6 +108,7 @@ class Service:
             progress=report,
             observer=self.observer,
         )
+        planner.warm_up()
         self.take(planner)
 
     @property

@@ -34,7 +34,10 @@ def held(directory: Path) -> Iterator[None]:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor = _locked(directory / LOCK)
     except OSError as error:
-        log.warning("cannot lock the state directory %s: %s; sessions may not be saved", directory, error.strerror)
+        log.warning(
+            "cannot lock the state directory %s: %s; sessions may not be saved, another --state-dir may do",
+            directory, error.strerror,
+        )  # fmt: skip
         yield
         return
     try:

@@ -27,24 +27,31 @@ class TokenLogprob:
 
 
 def token_logprobs(
-    logits: Callable[[], npt.NDArray[np.float32]] | None, tokens: Sequence[int], alternatives: int | None
+    logits: Callable[[], npt.NDArray[np.float32]] | None,
+    tokens: Sequence[int],
+    alternatives: int | None,
+    spell: Callable[[int], bytes | None] = lambda token: None,
 ) -> tuple[TokenLogprob, ...]:
-    """Those of ``tokens``; row r of ``logits`` [at least len(tokens), V] is the distribution of ``tokens[r]``.
+    """Those of ``tokens``, with the text that ``spell`` gives each.
 
-    ``alternatives`` None: nothing was asked for, and ``logits`` is not called.
+    Row r of ``logits`` [at least len(tokens), V] is the distribution of ``tokens[r]``. ``alternatives`` None: nothing
+    was asked for, and ``logits`` is not called.
     """
     if alternatives is None or logits is None:
         return ()
-    return tuple(_of_row(row, token, alternatives) for row, token in zip(logits(), tokens, strict=False))
+    return tuple(_of_row(row, token, alternatives, spell) for row, token in zip(logits(), tokens, strict=False))
 
 
-def _of_row(row: npt.NDArray[np.float32], token: int, alternatives: int) -> TokenLogprob:
+def _of_row(
+    row: npt.NDArray[np.float32], token: int, alternatives: int, spell: Callable[[int], bytes | None]
+) -> TokenLogprob:
     """Terms of the sum are float32, everything else float64: an error below 1e-6 at any size of vocabulary."""
     best = row.max()
     with np.errstate(invalid="ignore"):  # a row that holds inf or NaN has no probabilities
         whole = float(best) + math.log(np.exp(row - best).sum(dtype=np.float64))
-        top = tuple(TokenLogprob(int(i), float(row[i]) - whole) for i in _largest(row, alternatives))
-        return TokenLogprob(token, float(row[token]) - whole, top)
+        ids = _largest(row, alternatives).tolist()
+        top = tuple(TokenLogprob(other, float(row[other]) - whole, (), spell(other)) for other in ids)
+        return TokenLogprob(token, float(row[token]) - whole, top, spell(token))
 
 
 def _largest(row: npt.NDArray[np.float32], count: int) -> npt.NDArray[np.intp]:

@@ -15,7 +15,7 @@ from functools import partial
 from edge_dflash.backends.base import Backend, PairShape, Rows
 from edge_dflash.errors import ContextError, RequestError
 from edge_dflash.spec.accept import FinishReason, cut
-from edge_dflash.spec.constraint import Constraint
+from edge_dflash.spec.constraint import Constraint, Interrupted
 from edge_dflash.spec.logprobs import TokenLogprob, token_logprobs
 from edge_dflash.spec.pace import CycleTime, Pace
 from edge_dflash.spec.path import Path
@@ -49,6 +49,10 @@ def _nowhere(tokens: Sequence[int]) -> int | None:
     return None
 
 
+def _unspelled(token: int) -> bytes | None:
+    return None
+
+
 @dataclass(frozen=True)
 class Controls:
     """What steers a running request. Only ``relaxation`` changes which tokens come; the rest decides when to end."""
@@ -63,6 +67,7 @@ class Controls:
     # Called before every pass: the backend must hold the sequence's state when it returns. None: it always does.
     hold: Callable[[], None] | None = None
     cuts: tuple[int, ...] = ()  # lengths of the sequence, ascending, at which a chunk of the prompt has to end
+    spell: Callable[[int], bytes | None] = _unspelled  # a token's text, for log-probabilities
 
     def cut(
         self, tokens: Sequence[int], stop_token_ids: Sequence[int], budget: int, at_budget: FinishReason
@@ -166,6 +171,20 @@ def decode(
     controls: Controls = NO_CONTROLS,
 ) -> Iterator[Step]:
     """:func:`stream` for a request that was admitted: what of ``prompt`` the sequence lacks, then the cycles."""
+    try:
+        yield from _decode(backend, prompt, options, admitted, speculative, controls)
+    except Interrupted as interrupted:  # while it waited for the grammar: nothing of this cycle was committed
+        yield Step((), interrupted.reason, 0.0, 0.0)
+
+
+def _decode(
+    backend: Backend,
+    prompt: Sequence[int],
+    options: DecodeOptions,
+    admitted: Admitted,
+    speculative: bool,
+    controls: Controls,
+) -> Iterator[Step]:
     path = Path(options.sampling, controls.constraint, controls.relaxation, options.stop_token_ids)
     pace = controls.pace or Pace()
     budget, at_budget = admitted.budget, admitted.at_budget
@@ -174,7 +193,7 @@ def decode(
         return
     began = time.perf_counter()
     tokens, reason = controls.cut([path.first(rows, backend.length)], options.stop_token_ids, budget, at_budget)
-    logprobs = token_logprobs(rows.logits, tokens, options.logprobs)
+    logprobs = token_logprobs(rows.logits, tokens, options.logprobs, controls.spell)
     path.commit(tokens)
     seconds = prefill_seconds + time.perf_counter() - began
     yield Step(tuple(tokens), reason, 0.0, seconds, first=True, logprobs=logprobs)
@@ -197,7 +216,7 @@ def decode(
             logits=options.logprobs is not None,
         )
         tokens, reason = controls.cut(cycle.tokens, options.stop_token_ids, budget, at_budget)
-        logprobs = token_logprobs(cycle.logits, tokens, options.logprobs)
+        logprobs = token_logprobs(cycle.logits, tokens, options.logprobs, controls.spell)
         backend.commit(len(tokens))  # the anchor and all new tokens but the last
         path.commit(tokens)
         verify_seconds = time.perf_counter() - began - cycle.propose_seconds

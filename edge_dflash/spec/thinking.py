@@ -9,7 +9,8 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from edge_dflash.spec.constraint import Constraint, Mask, Packed, pack, packed
+from edge_dflash.errors import RequestError
+from edge_dflash.spec.constraint import Ask, Constraint, Mask, Packed, pack
 
 
 class AfterThinking:
@@ -36,70 +37,72 @@ class AfterThinking:
         self._close = frozenset(close_ids)
         self._then = tuple(then)
         self._size = vocab_size
-        self._thinking: Mask | None = None
-        self._words: Packed | None = None  # the same as words
+        self._stop = frozenset(stop_token_ids)
+        self._words: Packed | None = None  # of the span
         if stop_token_ids:
-            self._thinking = np.ones(vocab_size, np.bool_)
-            self._thinking[list(stop_token_ids)] = False
-            self._thinking.flags.writeable = False
-            self._words = pack(self._thinking)
-        self._before: list[int] = []  # tokens of the span, with the one that closes it
-        self._between = 0  # tokens of ``then`` that were pushed
-        self._after = 0  # tokens that the inner constraint took
+            allowed = np.ones(vocab_size, np.bool_)
+            allowed[list(stop_token_ids)] = False
+            self._words = _read_only(allowed)
+        self._closed = False
+        self._between = 0  # tokens of ``then`` that came
 
     @property
     def closed(self) -> bool:
         """Whether the span was closed."""
-        return bool(self._before) and self._before[-1] in self._close
+        return self._closed
 
-    def allowed(self) -> Mask | None:
-        """Tokens that may come next, bool [vocab_size]; None when every token may."""
-        if not self.closed:
-            return self._thinking
-        if self._between == len(self._then):
-            return self._inner.allowed()
-        mask: Mask = np.zeros(self._size, np.bool_)
-        mask[self._then[self._between]] = True
-        return mask
+    def walk(self, free: Sequence[int], ask: Ask) -> list[int]:
+        """See Constraint."""
+        path: list[int] = []
+        closed, between = self._closed, self._between
+        for row, token in enumerate(free):
+            if closed and between == len(self._then):
+                return path + self._inner.walk(free[row:], lambda inner, mask: ask(len(path) + inner, mask))
+            if closed:
+                path.append(self._then[between])
+                between += 1
+                continue
+            chosen = ask(row, self._words) if token in self._stop else token
+            if chosen is None:
+                break
+            path.append(chosen)
+            closed = chosen in self._close
+        return path
 
-    def packed(self) -> Packed | None:
-        """The same as words."""
-        if not self.closed:
-            return self._words
-        if self._between == len(self._then):
-            return packed(self._inner)
-        mask = self.allowed()
-        return None if mask is None else pack(mask)
+    def masks(self, drafts: Sequence[int]) -> list[Packed | None]:
+        """See Constraint."""
+        masks: list[Packed | None] = []
+        closed, between = self._closed, self._between
+        for row in range(len(drafts) + 1):
+            if closed and between == len(self._then):
+                return masks + self._inner.masks(drafts[row:])
+            masks.append(self._only(self._then[between]) if closed else self._words)
+            if closed:
+                between += 1
+            elif row < len(drafts):
+                closed = drafts[row] in self._close
+        return masks
 
-    def push(self, token: int) -> bool:
-        """Step over a token. False, and no step, when it is not allowed."""
-        if not self.closed:
-            if not 0 <= token < self._size or (self._thinking is not None and not self._thinking[token]):
-                return False
-            self._before.append(token)
-        elif self._between < len(self._then):
-            if token != self._then[self._between]:
-                return False
-            self._between += 1
-        elif self._inner.push(token):
-            self._after += 1
-        else:
-            return False
-        return True
+    def advance(self, tokens: Sequence[int]) -> None:
+        """See Constraint."""
+        for row, token in enumerate(tokens):
+            if self._closed and self._between == len(self._then):
+                self._inner.advance(tokens[row:])
+                return
+            if token in self._stop or (self._closed and token != self._then[self._between]):
+                raise RequestError(f"the grammar does not take token {token}, which was chosen")
+            if self._closed:
+                self._between += 1
+            else:
+                self._closed = token in self._close
 
-    def pop(self, count: int) -> None:
-        """Step back over the last ``count`` tokens, across the border too. Raises ValueError when fewer were pushed."""
-        pushed = self._after + self._between + len(self._before)
-        if not 0 <= count <= pushed:
-            raise ValueError(f"cannot step back over {count} of {pushed} tokens")
-        inner = min(count, self._after)
-        self._inner.pop(inner)
-        self._after -= inner
-        between = min(count - inner, self._between)
-        self._between -= between
-        if before := count - inner - between:
-            del self._before[-before:]
+    def _only(self, token: int) -> Packed:
+        allowed = np.zeros(self._size, np.bool_)
+        allowed[token] = True
+        return _read_only(allowed)
 
-    def forced(self) -> tuple[int, ...]:
-        """Tokens that must come next, in order; none inside the span."""
-        return self._then[self._between :] + self._inner.forced() if self.closed else ()
+
+def _read_only(allowed: Mask) -> Packed:
+    words = pack(allowed)
+    words.flags.writeable = False
+    return words

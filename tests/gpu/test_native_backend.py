@@ -7,6 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from fakes import Stepped
 from native_backend_support import ENGINE, WIDE_KV, native, prompt, reference
 
 from edge_dflash.backends.base import Precision
@@ -315,7 +316,7 @@ def test_answers_under_a_grammar_are_those_of_plain_decoding_and_of_choices_on_t
     for place, speculative in ((backend, True), (backend, False), (HostChoice(backend), True)):
         place.reset()
         grammar = Rule(place.shape.vocab_size)
-        result = generate(place, ids, OPTIONS[mode], speculative=speculative, controls=Controls(grammar))
+        result = generate(place, ids, OPTIONS[mode], speculative=speculative, controls=Controls(Stepped(grammar)))
         assert grammar.path == list(result.tokens)
         found.append((result.tokens, place.snapshot()))
     assert [tokens for tokens, _ in found[1:]] == [found[0][0]] * 2

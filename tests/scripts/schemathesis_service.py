@@ -21,7 +21,8 @@ HOOKS = '''
 import json
 import schemathesis
 
-TOGETHER = ("needs stream: true", "differ; give one", "needs logprobs: true", "give one of", "forked to itself")
+TOGETHER = ("needs stream: true", "differ; give one", "needs logprobs: true", "give one of", "forked to itself",
+            "of a tool that is given", "tool of this name", "how many tools")
 
 @schemathesis.check
 def good_fields_are_taken(ctx, response, case):
@@ -58,7 +59,7 @@ def main(program: str = "schemathesis", examples: str = "300") -> int:
             command += ["-H", f"Authorization: Bearer {KEY}", "--exclude-checks", "positive_data_acceptance"]
             command += ["--max-examples", examples, "--seed", "7", "--continue-on-failure", "--no-color"]
             command += ["--suppress-health-check", "all", "--phases", "examples,coverage,fuzzing"]
-            done = subprocess.run(command, env=environment, check=False)
+            done = subprocess.run(command, cwd=directory, env=environment, check=False)
         service.close()
     return done.returncode
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -13,6 +14,7 @@ from edge_dflash.backends.reference.delta import DeltaMemory, DeltaWeights, gate
 from edge_dflash.backends.reference.dense import ROW_TILE, linear, pad, padded_rows, rms_norm, silu
 from edge_dflash.backends.reference.weights import TorchWeights
 from edge_dflash.checkpoint.specs import RopeSpec
+from edge_dflash.errors import BackendError
 from edge_dflash.graph.ops import (
     Add,
     Attend,
@@ -50,7 +52,17 @@ class Memory:
         precision: Precision,
         kv_scale: Callable[[str], tuple[float, float]],
     ) -> Memory:
-        """Allocate every state for ``capacity`` rows; ``kv_scale`` gives the FP8 scales (k, v) of a KV state."""
+        """Allocate every state for ``capacity`` rows; ``kv_scale`` gives the FP8 scales (k, v) of a KV state.
+
+        Raises BackendError when this machine cannot hold them.
+        """
+        width = {"fp8": 1, "bfloat16": 2, "float32": 4}[precision.kv]
+        row = sum(2 * width * s.kv_heads * s.head_dim for s in states.values() if isinstance(s, KvState))
+        if (needed := capacity * row) > (held := os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")):
+            raise BackendError(
+                f"keys and values of {capacity} tokens need {needed / 1e9:,.1f} GB, this machine has "
+                f"{held / 1e9:,.1f} GB; build with a smaller --max-context"
+            )
         kv = {n: KvMemory(s, capacity, precision, kv_scale(n)) for n, s in states.items() if isinstance(s, KvState)}
         delta = {n: DeltaMemory(s) for n, s in states.items() if not isinstance(s, KvState)}
         return cls(kv, delta, capacity)
