@@ -143,7 +143,8 @@ class _Process:
                     raise BundleError(f"the process that runs chat templates cannot start ({sys.executable})")
             else:
                 self._answered = True
-        answer: dict[str, Any] = json.loads(line) if line.endswith(b"\n") else {"bound": ""}
+        text = line.decode(errors="surrogatepass") if line.endswith(b"\n") else '{"bound": ""}'
+        answer: dict[str, Any] = json.loads(text)
         if "bound" in answer:
             raise BoundError(f"the chat template takes {_BOUNDS} for these messages; give less, or correct it")
         return answer
