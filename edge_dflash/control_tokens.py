@@ -15,6 +15,7 @@ from tokenizers import Tokenizer as HfTokenizer
 from edge_dflash.errors import RequestError
 
 _BLANKS = "\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
+_BATCH = 64  # texts a call: other threads wait while it takes texts and gives results
 
 
 class ControlTokens:
@@ -64,8 +65,14 @@ def encode_all(tokenizer: HfTokenizer, texts: Sequence[str]) -> list[list[int]]:
             text.encode()
     except UnicodeEncodeError:
         raise RequestError("the text holds a lone surrogate, which is no character; remove it") from None
-    # the batch call lets other threads run meanwhile, which encode does not: a second for each MB
-    return [found.ids for found in tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
+    each = list(dict.fromkeys(texts))  # what a template writes between messages comes often
+    ids = dict[str, list[int]]()
+    for at in range(0, len(each), _BATCH):
+        some = each[at : at + _BATCH]
+        # the batch call lets other threads run meanwhile, which encode does not: a second for each MB
+        found = tokenizer.encode_batch_fast(some, add_special_tokens=False)
+        ids.update(zip(some, (text.ids for text in found), strict=True))
+    return [ids[text] for text in texts]
 
 
 def _is_control(token: AddedToken) -> bool:

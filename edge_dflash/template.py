@@ -77,7 +77,8 @@ class ChatTemplate:
                 raise RequestError(
                     f"the role of message {index} is {_short(message['role'])}; use letters, digits, _ and -"
                 )
-        body = _json({"messages": list(messages), **variables})
+        given = {"messages": list(messages), **variables}
+        body = "{" + ",".join(f"{_json(name)}:{_json(value)}" for name, value in given.items()) + "}"
         marks = next((pair for pair in _MARKS if not any(rf"\u{ord(char):04x}" in body for char in pair)), None)
         if marks is None:
             raise RequestError("the messages hold every noncharacter of U+FDD0 to U+FDEF; remove them")
@@ -102,12 +103,13 @@ def mark(index: int, length: int, marks: str) -> str:
 
 def _unmarked(text: str, controls: Sequence[str], marks: str) -> list[str]:
     """Text, control token, text, ..., text."""
-    if not controls:
-        return [text]
-    pieces = re.split(f"{marks[0]}([{chr(_FIRST)}-{chr(_FIRST + len(controls) - 1)}]){marks[1]}*", text)
-    pieces[1::2] = [controls[ord(piece) - _FIRST] for piece in pieces[1::2]]
-    if any(char in piece for piece in pieces for char in marks):
-        raise RequestError("the chat template cuts a control token in two; correct chat_template.jinja")
+    first, *rest = text.split(marks[0])
+    pieces = [first]
+    for part in rest:
+        name = controls[index] if part and 0 <= (index := ord(part[0]) - _FIRST) < len(controls) else ""
+        if not name or not (marks[0] + part).startswith(mark(index, len(name), marks)):
+            raise RequestError("the chat template cuts a control token in two; correct chat_template.jinja")
+        pieces += (name, part[max(len(name), 2) - 1 :])
     return pieces
 
 
@@ -141,7 +143,8 @@ class _Process:
                     raise BundleError(f"the process that runs chat templates cannot start ({sys.executable})")
             else:
                 self._answered = True
-        answer: dict[str, Any] = json.loads(line) if line.endswith(b"\n") else {"bound": ""}
+        text = line.decode(errors="surrogatepass") if line.endswith(b"\n") else '{"bound": ""}'
+        answer: dict[str, Any] = json.loads(text)
         if "bound" in answer:
             raise BoundError(f"the chat template takes {_BOUNDS} for these messages; give less, or correct it")
         return answer
@@ -182,16 +185,12 @@ atexit.register(_process.stop)
 os.register_at_fork(after_in_child=_process.forget)
 
 
-def _json(value: Mapping[str, object]) -> str:
-    """One line of JSON; lists are written item by item, so that other threads run between."""
-
-    def written(item: object) -> str:
-        if isinstance(item, list):
-            return f"[{', '.join([json.dumps(one, default=_plain) for one in item])}]"
-        return json.dumps(item, default=_plain)
-
+def _json(value: object) -> str:
+    """A list comes item by item: other threads wait for as long as one call of the encoder takes."""
     try:
-        return f"{{{', '.join([f'{json.dumps(key)}: {written(item)}' for key, item in value.items()])}}}"
+        if isinstance(value, list):
+            return "[" + ",".join(map(_encoder.encode, value)) + "]"
+        return _encoder.encode(value)
     except (TypeError, ValueError, RecursionError) as error:
         raise RequestError(f"the messages are no plain JSON values ({error}); give texts, numbers and lists") from None
 
@@ -200,6 +199,9 @@ def _plain(value: object) -> object:
     if isinstance(value, Mapping):
         return dict(value)
     raise TypeError(f"a value is of type {type(value).__name__}")
+
+
+_encoder = json.JSONEncoder(default=_plain)
 
 
 def _short(value: object) -> str:

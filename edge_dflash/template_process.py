@@ -137,7 +137,7 @@ def _raise_exception(message: str) -> None:
 
 
 def _said(kind: str, value: object) -> bytes:
-    return json.dumps({kind: value}).encode()
+    return json.dumps({kind: value}, ensure_ascii=False).encode(errors="surrogatepass")
 
 
 def _line(error: BaseException) -> str:
