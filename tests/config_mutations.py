@@ -281,7 +281,7 @@ def judge(mutation, directory, before):
         return CHANGED if entry.use == "read" else "has an effect, though the table does not read it"
     new = at(files[mutation.file], place[:-1]).get(mutation.key)
     old = at(mutation.base.files[mutation.file], mutation.path[:-1]).get(mutation.key)
-    if entry.use == "refused unless":
+    if entry.use == "refused unless" or (entry.kind == "object" and entry.accepted and isinstance(new, str)):
         return "read" if new is None or new in entry.accepted else "is accepted with a value that is not"
     if _meaning(entry, new) == _meaning(entry, old):
         return "read"

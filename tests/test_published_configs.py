@@ -198,6 +198,14 @@ MODELOPT_NVFP4 = {
     "quant_algo": "NVFP4",
     "quant_method": "modelopt",
 }
+EARLY_FP8 = {
+    **MODELOPT_NVFP4,
+    "quant_algo": "FP8",
+    "kv_cache_scheme": "FP8",
+    "config_groups": {},
+    "ignore": ["lm_head"],
+}
+del EARLY_FP8["quant_method"]
 CT_NVFP4 = compressed(
     [group(scheme(4, 16), scheme(4, 16, dynamic="local", observer="static_minmax"), "nvfp4-pack-quantized")],
     "nvfp4-pack-quantized",
@@ -237,6 +245,7 @@ TARGETS = {
         WIDE,
     ),
     "qwen3-8b modelopt": (qwen3(4096, 12288, 36, 32, quantization_config=MODELOPT_NVFP4), ("nvfp4", "wide")),
+    "qwen3-32b early modelopt": (qwen3(5120, 25600, 64, 64, quantization_config=EARLY_FP8), ("fp8", "fp8")),
     "qwen3-32b compressed-tensors": (qwen3(5120, 25600, 64, 64, quantization_config=CT_NVFP4), ("nvfp4", "nvfp4")),
     "qwen3-8b fp8": (qwen3(4096, 12288, 36, 32, quantization_config=CT_FP8), ("fp8", "fp8")),
     "qwen3.5-4b": (wrapper(TEXT_4B), WIDE),
@@ -350,6 +359,12 @@ def test_a_quantized_drafter_of_modelopt_is_read(tmp_path, named, mirrored):
         (tmp_path / "hf_quant_config.json").write_text(json.dumps(scheme))
         with pytest.raises(CheckpointError, match=r"quantization\.quant_algo is 'NVFP4', wanted the same as"):
             read_declared(tmp_path, ())
+
+
+def test_another_kv_cache_of_early_modelopt_is_refused(tmp_path):
+    write(tmp_path, {"quantization_config": {**EARLY_FP8, "kv_cache_scheme": "NVFP4"}})
+    with pytest.raises(CheckpointError, match=r"kv_cache_scheme is 'NVFP4', wanted an object"):
+        read_declared(tmp_path, ())
 
 
 BLOCKS = scheme(8, strategy="block", block_structure=[128, 128])

@@ -49,7 +49,9 @@ def read_declared(directory: Path, modules: Sequence[str]) -> Declared:
     if any(other != values for _, other in found) or not isinstance(values, dict):
         raise CheckpointError(f"{file}: {where} is {values!r:.60}, wanted one object, in one place")
     method, nested = values.get("quant_method"), "quantization" in values  # as hf_quant_config.json has it
-    if values and method is None and not nested:
+    producer = values.get("producer")  # ModelOpt before 0.33 says its name here alone
+    by_modelopt = isinstance(producer, dict) and producer.get("name") == "modelopt"
+    if values and method is None and not nested and not by_modelopt:
         raise CheckpointError(f"{file} lacks the field {where}.quant_method; the checkpoint is incomplete")
     if method == "compressed-tensors":
         return _compressed_tensors(Fields(file, values, COMPRESSED_TENSORS, f"{where}."), modules)

@@ -37,7 +37,7 @@ class Key:
     default: Any = REQUIRED  # of a missing key that is read
     least: int = 1  # of an integer
     most: int = MOST
-    accepted: tuple[Any, ...] = ()  # the values of a key refused unless one of them; of a text, empty: all
+    accepted: tuple[Any, ...] = ()  # values of a key refused unless one of them; of a text, empty: all; of an object
     null: bool = False  # null counts as missing; otherwise null is refused
     keys: Table | None = None  # of an object
     late: bool = False  # the object's keys are checked when the object is read, if it ever is
@@ -71,9 +71,9 @@ def names(*accepted: str) -> Key:
     return Key("read", "names", accepted=accepted, null=True)
 
 
-def inner(keys: Table | None = None, *, late: bool = False) -> Key:
-    """An object; null counts as missing. Without ``keys`` its reader brings the table."""
-    return Key("read", "object", keys=keys, null=True, late=late)
+def inner(keys: Table | None = None, *accepted: str, late: bool = False) -> Key:
+    """An object, or a text of ``accepted``; null counts as missing. Without ``keys`` its reader brings the table."""
+    return Key("read", "object", keys=keys, null=True, late=late, accepted=accepted)
 
 
 def only(keys: str, *accepted: Any, why: str, required: bool = False) -> Table:
@@ -190,6 +190,8 @@ class Fields:
                 raise self._unsupported(name, key, value)
             return
         if key.kind == "object":
+            if value in key.accepted:
+                return
             if not isinstance(value, dict):
                 raise self.error(name, value, "an object")
             if key.keys is not None and not key.late:

@@ -259,7 +259,7 @@ MODELOPT: Table = {
     **_ALGORITHM,
     **only("quant_method", "modelopt", why="another format"),
     "kv_cache_quant_algo": text("FP8", default="FP8", null=True),
-    "kv_cache_scheme": inner(_KV_CACHE),
+    "kv_cache_scheme": inner(_KV_CACHE, "FP8"),  # the text: ModelOpt before 0.33
     "ignore": names(),
     "exclude_modules": names(),
     "quantized_layers": inner({ANY: inner(_ALGORITHM)}),
