@@ -17,7 +17,8 @@ from edge_dflash.grammar.compiled import Grammar, compile_lark, compile_regex, c
 from edge_dflash.grammar.tool_form import tool_grammar
 from edge_dflash.request.options import Options
 from edge_dflash.spec.constraint import Constraint, Interrupted, Patience
-from edge_dflash.spec.loop import Controls, DecodeOptions, admit
+from edge_dflash.spec.controls import Controls
+from edge_dflash.spec.loop import DecodeOptions, admit
 from edge_dflash.spec.pace import Pace
 from edge_dflash.spec.relaxed import Relaxation
 from edge_dflash.spec.thinking import AfterThinking
