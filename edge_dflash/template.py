@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from edge_dflash.errors import BundleError, RequestError
+from edge_dflash.interpreter import command
 
 Message = Mapping[str, Any]  # {"role": ..., "content": ...}, passed to the chat template as it is
 
@@ -167,10 +168,9 @@ class _Process:
         if self._process is not None and self._process.poll() is None:
             return self._process
         self.stop()
-        code = f"import sys; sys.path[:] = {sys.path!r}; from edge_dflash.template_process import main; main()"
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", code],
+                command("edge_dflash.template_process"),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,

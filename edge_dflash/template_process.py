@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import re
-import resource
 import signal
 import sys
 from collections.abc import Callable, Mapping
@@ -24,6 +23,7 @@ from jinja2 import nodes
 from jinja2.optimizer import optimize
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from edge_dflash.interpreter import limit_memory, limited_time
 from edge_dflash.template import CPU_SECONDS, MEMORY_BYTES, TEXT_CHARS, mark
 
 _TEMPLATES = 64  # compiled ones that are kept
@@ -32,14 +32,12 @@ _TEMPLATES = 64  # compiled ones that are kept
 def main() -> None:
     """Answer until the input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is for the process that asks
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    limit_memory(MEMORY_BYTES)
     compiled: dict[bytes, _Template] = {}
     while head := sys.stdin.buffer.readline():
         body = sys.stdin.buffer.readline()
-        signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)  # its signal ends the process
-        answer = _answer(compiled, head, body)
-        signal.setitimer(signal.ITIMER_PROF, 0)
+        with limited_time(CPU_SECONDS):
+            answer = _answer(compiled, head, body)
         sys.stdout.buffer.write(answer + b"\n")
         sys.stdout.buffer.flush()
 

@@ -194,7 +194,9 @@ class NativeBackend:
         self.chooser.write(sampling, position, masks)
         free = sampling.temperature == 0.0 and all(mask is None for mask in masks)
         result = self._end(self._cycles.accept if free else self._cycles.choose)
-        return self._cycle(result, proposed - began if drafting else 0.0, time.perf_counter() - proposed, logits, drafts)
+        return self._cycle(
+            result, proposed - began if drafting else 0.0, time.perf_counter() - proposed, logits, drafts
+        )
 
     def _end(self, graph: Graph) -> Result:
         """Launch what ends a cycle and wait for it."""
