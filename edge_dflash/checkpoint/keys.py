@@ -20,8 +20,8 @@ _LIBRARY: Table = {
     ),
     **free(
         "a note of the tool that wrote the file",
-        """_name_or_path name_or_path _commit_hash auto_map transformers_version tokenizer_class unsloth_fixed
-        unsloth_version _attn_implementation_autoset""",
+        """_name_or_path name_or_path model_name _commit_hash auto_map transformers_version tokenizer_class
+        unsloth_fixed unsloth_version _attn_implementation_autoset""",
     ),
     **free(
         "for other tasks than text",
@@ -146,7 +146,10 @@ NESTED: Table = {
         }
     ),
 }
-"""config.json of a Qwen3.5 target with ``text_config``."""
+"""config.json of a Qwen3.5 target with ``text_config``.
+
+Tools also write keys of ``text_config`` a second time beside it: those that say the same have no effect.
+"""
 
 _BLOCK: Table = {
     "block_size": integer(least=2, most=MAX_BLOCK, null=True),
@@ -159,6 +162,9 @@ _BLOCK: Table = {
     **only("attention_sink_bias add_swa_attention_sink_bias", None, False, why="a learned sink in every softmax"),
     **only("input_embedding_scale output_multiplier logit_scale", None, 1, 1.0, why="scaled embeddings or logits"),
     **only("final_logit_softcapping", None, why="capped logits"),
+    **only("projector_type", None, "dflash", why="another drafter design"),
+    **only("attention_mode", None, "gqa", why="another attention"),
+    **only("use_aux_hidden_state", None, True, why="a drafter that sees no hidden states of the target"),
 }
 DRAFTER: Table = {
     **_DECODER,
@@ -194,7 +200,8 @@ _SCALES: Table = {
     **free("how the scales were found", "observer observer_kwargs scale_dtype zp_dtype"),
     **only("symmetric", True, None, why="zero points"),
     **only("dynamic", False, None, why="scales that are not stored"),
-    **only("actorder", False, None, why="reordered groups"),
+    # "static" and "weight" are the order in which weights were rounded; they are stored in their own
+    **only("actorder", False, None, "static", "weight", why="reordered groups"),
     **only("block_structure", None, why="scales of another shape"),
 }
 _KV_CACHE: Table = {
@@ -235,7 +242,7 @@ COMPRESSED_TENSORS: Table = {
     "config_groups": inner({ANY: inner(_GROUP)}),
     "ignore": names(),
     "kv_cache_scheme": inner(_KV_CACHE),
-    **only("transform_config", None, {}, why="weights in another basis"),
+    **only("transform_config", None, {}, {"config_groups": {}}, why="weights in another basis"),
     "sparsity_config": inner({**only("format", "dense", None, why="sparse weights"), **free("dense weights", ANY)}),
     **free("the tensors show it", "quantization_status global_compression_ratio version run_compressed"),
 }
