@@ -80,9 +80,3 @@ def parse_json(data: bytes, **options: Any) -> Any:
     if (count := data.count(b"[") + data.count(b"{")) > MOST_LISTS:
         raise ValueError(f"it holds {count} lists and objects, wanted at most {MOST_LISTS}")
     return json.loads(data, **options)
-
-
-def short(value: object) -> str:
-    """A value as a message shows it: one line of at most 60 characters."""
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -23,6 +23,7 @@ from jinja2 import nodes
 from jinja2.optimizer import optimize
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from edge_dflash.errors import one_line
 from edge_dflash.interpreter import limit_memory, limited_time
 from edge_dflash.template import CPU_SECONDS, MEMORY_BYTES, TEXT_CHARS, mark
 
@@ -51,14 +52,14 @@ def _answer(compiled: dict[bytes, _Template], head: bytes, body: bytes) -> bytes
     except MemoryError:
         return _said("bound", "")
     except Exception as error:  # of Jinja's parser, or of Python's, which compiles what Jinja made
-        return _said("invalid", _line(error))
+        return _said("invalid", one_line(error))
     try:
         given = json.loads(body)
         return _said("names", sorted(template.names)) if given is None else _said("text", template.render(given))
     except MemoryError:
         return _said("bound", "")
     except Exception as error:  # whatever a template raises is about this request
-        return _said("refused", _line(error))
+        return _said("refused", one_line(error))
 
 
 class _Template:
@@ -136,9 +137,3 @@ def _raise_exception(message: str) -> None:
 
 def _said(kind: str, value: object) -> bytes:
     return json.dumps({kind: value}, ensure_ascii=False).encode(errors="surrogatepass")
-
-
-def _line(error: BaseException) -> str:
-    """The message of an error in one line, not too long."""
-    text = " ".join(str(error)[:1000].split()) or type(error).__name__
-    return text if len(text) <= 300 else text[:297] + "..."

@@ -14,8 +14,7 @@ from typing import Any, Literal
 import numpy as np
 
 from edge_dflash.checkpoint.specs import MAX_LAYERS
-from edge_dflash.errors import CheckpointError, UnsupportedModelError
-from edge_dflash.files import short
+from edge_dflash.errors import CheckpointError, UnsupportedModelError, short
 
 Use = Literal["read", "refused unless", "without effect"]
 Kind = Literal["integer", "number", "flag", "text", "integers", "names", "tokens", "object", "any"]

@@ -17,9 +17,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from edge_dflash.errors import RequestError
+from edge_dflash.errors import RequestError, one_line
 from edge_dflash.grammar import stepping, wire
-from edge_dflash.grammar.vocabulary import Vocabulary, one_line
+from edge_dflash.grammar.vocabulary import Vocabulary
 from edge_dflash.grammar.walker import Compiled, Source, Walker, compiled
 from edge_dflash.interpreter import limit_memory, limited_time
 

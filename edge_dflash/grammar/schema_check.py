@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 from urllib.parse import unquote
 
 from edge_dflash.characters import refuse_surrogates
-from edge_dflash.errors import RequestError
+from edge_dflash.errors import RequestError, short
 from edge_dflash.grammar.schema_values import check_values
 
 Node: TypeAlias = "dict[str, Any] | bool"
@@ -114,7 +114,7 @@ def _walk(node: object, where: str, depth: int) -> int:
     if isinstance(node, bool):
         return 1
     if not isinstance(node, dict):
-        raise RequestError(f"the schema at {where} is {_short(node)}; a schema is an object, true or false")
+        raise RequestError(f"the schema at {where} is {short(node)}; a schema is an object, true or false")
     if depth > MAX_DEPTH:
         raise RequestError(f"the schema is nested deeper than {MAX_DEPTH} levels at {where}; make it flatter")
     _check_keywords(node, where)
@@ -127,13 +127,13 @@ def _check_keywords(node: dict[str, Any], where: str) -> None:
             close = difflib.get_close_matches(key, _KNOWN, 1)
             advice = f"did you mean {close[0]!r}? " if close else ""
             raise RequestError(
-                f"the schema's keyword {_short(key)} at {where} would not be enforced; {advice}"
+                f"the schema's keyword {short(key)} at {where} would not be enforced; {advice}"
                 "remove it, or write the rule with other keywords"
             )
     reference = node.get("$ref", "#")
     if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
         raise RequestError(
-            f"$ref at {where} is {_short(reference)}; only references inside the schema (#/...) are taken"
+            f"$ref at {where} is {short(reference)}; only references inside the schema (#/...) are taken"
         )
     if "$id" in node and where != "#":
         raise RequestError(f"$id at {where} would change what references mean; remove it")
@@ -146,14 +146,14 @@ def _children(node: dict[str, Any], where: str) -> Iterator[tuple[str, object]]:
     for key in _NAMED_SCHEMAS:
         named = node.get(key, {})
         if not isinstance(named, dict):
-            raise RequestError(f"{key} at {where} is {_short(named)}; give an object of schemas")
+            raise RequestError(f"{key} at {where} is {short(named)}; give an object of schemas")
         yield from ((f"{key}/{name}", child) for name, child in named.items())
     for key in _SCHEMAS:
         several = node.get(key, [])
         if isinstance(several, list):
             yield from ((f"{key}/{index}", child) for index, child in enumerate(several))
         elif key not in _SCHEMA:
-            raise RequestError(f"{key} at {where} is {_short(several)}; give a list of schemas")
+            raise RequestError(f"{key} at {where} is {short(several)}; give a list of schemas")
     for key in _SCHEMA:
         if key in node and not isinstance(node[key], list):
             yield key, node[key]
@@ -177,9 +177,9 @@ def resolve(root: dict[str, Any], reference: str) -> Node:
         elif isinstance(found, list) and part.isdecimal() and int(part) < len(found):
             found = found[int(part)]
         else:
-            raise RequestError(f"$ref {_short(reference)} points to nothing in the schema; define it under $defs")
+            raise RequestError(f"$ref {short(reference)} points to nothing in the schema; define it under $defs")
     if not isinstance(found, (dict, bool)):
-        raise RequestError(f"$ref {_short(reference)} points to {_short(found)}, which is no schema")
+        raise RequestError(f"$ref {short(reference)} points to {short(found)}, which is no schema")
     return found
 
 
@@ -222,8 +222,3 @@ def kinds_of(node: dict[str, Any]) -> list[Any]:
     """Types that a schema names; empty when it names none."""
     kinds = node.get("type", [])
     return kinds if isinstance(kinds, list) else [kinds]
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

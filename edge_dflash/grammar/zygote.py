@@ -16,10 +16,10 @@ import signal
 import socket
 import struct
 
-from edge_dflash.errors import RequestError
+from edge_dflash.errors import RequestError, one_line
 from edge_dflash.grammar import wire
 from edge_dflash.grammar.child import Page, live
-from edge_dflash.grammar.vocabulary import Vocabulary, one_line
+from edge_dflash.grammar.vocabulary import Vocabulary
 
 _NUMBER = struct.Struct("=I")
 _PR_SET_PDEATHSIG = 1
