@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 from importlib.util import find_spec
@@ -33,6 +34,12 @@ else:
                 pytest.skip("needs torch", allow_module_level=True)
 
     sys.meta_path.insert(0, NoTorch)
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_xdist_auto_num_workers() -> int:
+    """One worker more than cores: tests of the service and of other processes mostly wait."""
+    return (os.cpu_count() or 1) + 1
 
 
 @pytest.fixture(scope="session")
