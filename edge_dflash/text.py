@@ -58,6 +58,8 @@ def content_text(content: object, where: str) -> str | None:
         if not isinstance(text, str):
             accepted = '{"type": "text", "text": "..."}'
             raise RequestError(f"{where}[{index}] is {short(part)}; this model reads text only, give parts {accepted}")
+        if unknown := [key for key in part if key not in ("type", "text")]:
+            raise RequestError(f"{where}[{index}].{unknown[0]!s:.60} is unknown here; known are text, type")
         texts.append(text)
     return "".join(texts)
 

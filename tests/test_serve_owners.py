@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
+import struct
 import threading
 import time
+from unittest.mock import MagicMock
 
 import httpx2
 import pytest
@@ -113,6 +115,9 @@ def test_the_socket_says_which_user_is_at_the_other_end(service, tmp_path, monke
         end.close()
     with socket.socket() as tcp:
         assert peer(tcp) == peer(None) == own()
+    distant = MagicMock(family=socket.AF_UNIX)
+    distant.getsockopt.return_value = struct.pack("iII", 7, 3_000_000_000, 7)  # a user of a container
+    assert peer(distant) == "uid-3000000000"
     found = []
 
     def seen(one):
