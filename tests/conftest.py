@@ -112,3 +112,13 @@ def ids_bundle(golden, tmp_path_factory):
     argv = ["build", "--target", target, "--drafter", drafter, "--no-calibrate", "--output", output]
     assert run([str(word) for word in argv]) == 0
     return output
+
+
+@pytest.fixture
+def service(tmp_path):
+    """A service that is ready, of a model that is a few lines of hashing."""
+    from service_support import fake_service
+
+    service = fake_service(tmp_path)
+    yield service
+    service.close()

@@ -26,13 +26,6 @@ KEYS = {"0123456789abcdef": "key-arm", "0123456789abcdeg": "key-desk"}
 MANY = 18
 
 
-@pytest.fixture
-def service(tmp_path):
-    service = fake_service(tmp_path)
-    yield service
-    service.close()
-
-
 def user(service, account):
     """A client at the Unix socket."""
     app = make_app(service)
