@@ -186,6 +186,27 @@ def test_a_long_history_is_replayed_and_long_drafts_are_cut():
         assert len(other.masks(path)) == len(path) + 1
 
 
+def test_wrong_drafts_do_not_use_the_grammar_up():
+    many_states = "start: X\nX: " + " & ".join(rf"/(.|\n)*[{c}](.|\n){{{n}}}/" for c, n in (("a-m", 12), ("e-z", 9)))
+    letters = [tokenizer().encode(letter)[0] for letter in "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLM"]
+    rng = random.Random(0)
+    with processes() as grammars:
+        constraint = Grammar(grammars, source("grammar", many_states)).constraint()
+        first = constraint.masks(())[0].copy()
+        path, masks = [], [first]
+        while len(masks) == len(path) + 1:  # until the library's limit of states is reached along the drafts
+            path = constraint.walk([rng.choice(letters) for _ in range(60)], lambda row, mask: None)
+            masks = constraint.masks(path)
+        np.testing.assert_array_equal(constraint.masks(())[0], first)
+        assert constraint.walk(letters[:4], lambda row, mask: None) == letters[:4]
+        other = Grammar(grammars, source("grammar", many_states)).constraint()
+        np.testing.assert_array_equal(other.masks(())[0], first)
+        for one in (constraint, other):
+            one.advance(path)
+        np.testing.assert_array_equal(constraint.masks(())[0], other.masks(())[0])
+        assert len(children(grammars)) == 1
+
+
 # Bounds ---------------------------------------------------------------------------------------------------------------
 
 
