@@ -32,6 +32,8 @@ _TEMPLATES = 64  # compiled ones that are kept
 def main() -> None:
     """Answer until the input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is for the process that asks
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # the bound of time, which whoever started us may have blocked
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     compiled: dict[bytes, _Template] = {}

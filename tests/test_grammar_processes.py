@@ -26,7 +26,7 @@ from edge_dflash.benchmark.vocabulary import synthetic_tokenizer
 from edge_dflash.errors import RequestError
 from edge_dflash.grammar import compiled as module
 from edge_dflash.grammar.child import Bounds
-from edge_dflash.grammar.compiled import Grammar, Grammars, compile_regex, compile_schema, hold
+from edge_dflash.grammar.compiled import Grammar, Grammars, compile_lark, compile_regex, compile_schema, hold
 from edge_dflash.grammar.schema_check import schema_json
 from edge_dflash.grammar.turns import Turns
 from edge_dflash.grammar.walker import Source, Walker
@@ -319,6 +319,32 @@ def test_what_is_kept_is_bounded(monkeypatch, bound):
         assert grammars.child(source("regex", "kept0"), ENDLESS) is not kept[0]
 
 
+def test_bounds_hold_whatever_signals_the_planners_thread_blocks(monkeypatch):
+    found = []
+
+    def run():
+        signal.pthread_sigmask(signal.SIG_SETMASK, signal.valid_signals())
+        with processes(compile_seconds=0.3) as grammars:
+            grammars.child(source("regex", "ab"), ENDLESS)  # the vocabulary is built
+            began = time.perf_counter()
+            with pytest.raises(RequestError, match=r"needs more than 0\.3 s"):
+                grammars.child(source("grammar", ENDLESS_LARK), ENDLESS)
+            found.append(time.perf_counter() - began)
+            until(lambda: len(children(grammars)) == 1)
+
+    monkeypatch.setattr("edge_dflash.grammar.process.WALL_SECONDS", 20.0)
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert found[0] < 5.0
+
+
+def test_what_is_wrong_is_said_shortly():
+    with pytest.raises(RequestError, match="names the token <é") as error:
+        compile_lark(f"start: <{'é' * 32700}>", tokenizer(), vocab_size(), STOP)
+    assert len(str(error.value)) < 300
+
+
 # Deaths ---------------------------------------------------------------------------------------------------------------
 
 
@@ -431,6 +457,24 @@ def test_nothing_outlives_the_planners_process(end):
     assert len(pids) == 3, done.stderr
     until(lambda: not any(map(running, pids)), 3.0)
     assert "Traceback" not in done.stderr
+
+
+def test_a_fork_of_the_planners_process_leaves_the_grammars_alone():
+    with processes() as grammars:
+        constraint = Grammar(grammars, source("regex", "(ab|b)*c")).constraint()
+        pid = only_child(grammars)
+        if not (fork := os.fork()):
+            try:
+                del constraint
+                grammars._kept.clear()
+                gc.collect()
+                grammars.close()
+            finally:
+                os._exit(0)
+        os.waitpid(fork, 0)
+        time.sleep(0.2)
+        assert only_child(grammars) == pid
+        assert constraint.walk([A, B], lambda row, mask: None) == [A, B]
 
 
 def test_signals_for_the_planner_leave_the_grammars_alone():

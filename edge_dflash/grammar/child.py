@@ -98,9 +98,9 @@ def live(control: socket.socket, page: Page, vocabulary: Vocabulary, stop_token_
 class _Grammar:
     """A grammar, which can be compiled again.
 
-    The library limits the states of its lexer, and all walks along a compiled grammar add to the same ones, wrong drafts
-    and other requests included. A mask that is refused may therefore be given by the grammar compiled anew, as a request
-    that is alone and decodes plainly has it.
+    The library limits the states of its lexer, and all walks along a compiled grammar add to the same ones: those of
+    wrong drafts and of other requests, too. A mask that is refused may be given by the grammar compiled anew, as to a
+    request that is alone and decodes plainly.
     """
 
     def __init__(self, make: Callable[[], Compiled], bounds: Bounds) -> None:

@@ -34,6 +34,8 @@ def main(link: int, text: int, size: int, stop_token_ids: tuple[int, ...]) -> No
     """
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # they are for the planner, which ends us
         signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # bounds need it, and whoever started us may have blocked it
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
     # One heap for all threads: a second one would take 128 MB of the address space that a child may use.
     _library().mallopt(_M_ARENA_MAX, 1)
     vocabulary: Vocabulary | str
