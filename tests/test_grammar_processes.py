@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from edge_dflash.errors import RequestError
 from edge_dflash.grammar import compiled as module
 from edge_dflash.grammar.child import Bounds
 from edge_dflash.grammar.compiled import Grammar, Grammars, compile_lark, compile_regex, compile_schema, hold
+from edge_dflash.grammar.process import OverBounds
 from edge_dflash.grammar.schema_check import schema_json
 from edge_dflash.grammar.turns import Turns
 from edge_dflash.grammar.walker import Source, Walker
@@ -227,6 +228,27 @@ def test_compiling_is_bounded_in_time_and_memory(kind, text, bounds, reason):
         assert "\n" not in str(refused.value)
         until(lambda: not children(grammars))
         grammars.child(source("regex", "ab"), ENDLESS)  # and others are taken after it
+
+
+def test_what_went_over_its_bounds_is_not_tried_again_at_once(monkeypatch):
+    with processes(compile_seconds=0.3) as grammars:
+        for _ in range(2):
+            began = time.perf_counter()
+            with pytest.raises(RequestError, match=r"needs more than 0\.3 s"):
+                grammars.child(source("grammar", ENDLESS_LARK), ENDLESS)
+        assert time.perf_counter() - began < 0.2
+        monkeypatch.setattr(module, "CACHED", 2)
+        for i in range(3):
+            grammars._finish(*refused(grammars, source("regex", f"a{i}")))
+        assert list(grammars._refused) == [source("regex", "a1"), source("regex", "a2")]
+        monkeypatch.setattr(module, "REFUSED_SECONDS", 0.0)
+        grammars._finish(*refused(grammars, source("regex", "ab")))
+        assert grammars.child(source("regex", "ab"), ENDLESS).alive
+
+
+def refused(grammars, one):
+    grammars._compiling[one] = Future()
+    return one, grammars._compiling[one], None, OverBounds("too much")
 
 
 def test_deadlines_and_cancelling_are_obeyed_while_a_grammar_compiles():
@@ -431,6 +453,23 @@ def test_processes_end_with_their_last_owner():
     del second
     gc.collect()
     until(lambda: not running(zygote))
+
+
+def test_an_owner_may_go_while_the_owners_are_counted():
+    class Owner:
+        pass
+
+    owner = Owner()
+    end = hold(owner, synthetic_tokenizer(2048))
+
+    def inside():  # as a collection of garbage does
+        with module._lock:
+            end()
+
+    thread = threading.Thread(target=inside, daemon=True)
+    thread.start()
+    thread.join(5.0)
+    assert not thread.is_alive()
 
 
 @pytest.mark.parametrize("end", ["sys.exit()", "os.kill(os.getpid(), signal.SIGKILL)", "os._exit(3)"])

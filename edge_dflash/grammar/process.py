@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
-from signal import SIGPROF
+from signal import SIGABRT, SIGPROF, SIGSEGV
 
 from edge_dflash.errors import RequestError
 from edge_dflash.grammar import wire
@@ -37,6 +37,10 @@ class Died(Exception):
     def __init__(self, signal: int | None) -> None:
         super().__init__(signal)
         self.signal = signal
+
+
+class OverBounds(RequestError):
+    """A grammar went over its bounds while it was compiled."""
 
 
 class Link:
@@ -158,7 +162,8 @@ class Child:
         if message[:1] == wire.REFUSED:
             raise RequestError(message[1:].decode(errors="replace"))
         if message[:1] == wire.DIED:
-            raise RequestError(why(message[1], f"the {source.kind}", bounds, bounds.compile_seconds, "to compile"))
+            kind = OverBounds if message[1] in (SIGPROF, SIGABRT, SIGSEGV) else RequestError  # else by another's hand
+            raise kind(why(message[1], f"the {source.kind}", bounds, bounds.compile_seconds, "to compile"))
 
     @property
     def alive(self) -> bool:
