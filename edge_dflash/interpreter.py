@@ -21,6 +21,12 @@ def limit_memory(nbytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
+def obey_timers() -> None:
+    """Let SIGPROF end this process, which whoever started it may have blocked."""
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
 @contextlib.contextmanager
 def limited_time(seconds: float) -> Iterator[None]:
     """Die by SIGPROF when the work inside takes more processor time."""
