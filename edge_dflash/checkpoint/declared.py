@@ -48,14 +48,15 @@ def read_declared(directory: Path, modules: Sequence[str]) -> Declared:
     where = f"{path}quantization_config"
     if any(other != values for _, other in found) or not isinstance(values, dict):
         raise CheckpointError(f"{file}: {where} is {values!r:.60}, wanted one object, in one place")
-    if values and "quant_method" not in values:
+    method, nested = values.get("quant_method"), "quantization" in values  # as hf_quant_config.json has it
+    if values and method is None and not nested:
         raise CheckpointError(f"{file} lacks the field {where}.quant_method; the checkpoint is incomplete")
-    method = values.get("quant_method")
     if method == "compressed-tensors":
         return _compressed_tensors(Fields(file, values, COMPRESSED_TENSORS, f"{where}."), modules)
     if method not in (None, "modelopt"):
         raise CheckpointError(f"{file}: {where}.quant_method is {method!r}, wanted 'modelopt' or 'compressed-tensors'")
-    mirror = Fields(file, values, MODELOPT, f"{where}.")
+    mirror = Fields(file, values, HF_QUANT if nested else MODELOPT, f"{where}.")
+    mirror = mirror.child("quantization") if nested else mirror
     own = directory / "hf_quant_config.json"
     if is_there(own):
         scheme = Fields(own, read_json(own), HF_QUANT).child("quantization")
@@ -63,9 +64,7 @@ def read_declared(directory: Path, modules: Sequence[str]) -> Declared:
             if mirror.has(key) and mirror.text(key) != scheme.text(key):
                 raise mirror.error(key, mirror.text(key), f"the same as in {own.name} ({scheme.text(key)!r})")
         return _modelopt(scheme, "exclude_modules")
-    if method:
-        return _modelopt(mirror, "ignore")
-    return lambda module: None
+    return _modelopt(mirror, "exclude_modules" if nested else "ignore")
 
 
 def _modelopt(fields: Fields, exclude: str) -> Declared:
