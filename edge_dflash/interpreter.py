@@ -16,7 +16,7 @@ def command(module: str, *arguments: object) -> list[str]:
 
 
 def limit_memory(nbytes: int) -> None:
-    """Of address space, for this process from now on: beyond it allocations fail. It leaves no core file."""
+    """Bound the address space of this process: beyond it allocations fail. It leaves no core file."""
     resource.setrlimit(resource.RLIMIT_AS, (nbytes, nbytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 

@@ -66,7 +66,7 @@ class Page:
         return int.from_bytes(os.pread(self._fd, 8, 0), "little")
 
     def note(self, shared_bytes: int) -> None:
-        """Look, in the child, which began with so many bytes of its parent's."""
+        """Measure it, in the child, which shares so many bytes with its parent."""
         private = max(0, _resident_bytes() - shared_bytes)
         os.pwrite(self._fd, private.to_bytes(8, "little"), 0)
 

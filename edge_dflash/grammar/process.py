@@ -198,7 +198,7 @@ class Child:
 
 
 def why(signal: int, what: str, bounds: Bounds, seconds: float, doing: str) -> str:
-    """What a grammar did whose process died of a signal, and the remedy."""
+    """Why the process of a grammar died, and the remedy."""
     if signal == SIGPROF:
         return f"{what} needs more than {seconds:g} s {doing}; make it simpler"
     if signal:
