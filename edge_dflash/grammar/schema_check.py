@@ -124,7 +124,7 @@ def _walk(node: object, where: str, depth: int) -> int:
 def _check_keywords(node: dict[str, Any], where: str) -> None:
     for key in node:
         if key not in _KNOWN and (not key.startswith("x-") or key == "x-guidance"):  # x-guidance: the library's own
-            close = difflib.get_close_matches(key, _KNOWN, 1)
+            close = difflib.get_close_matches(key, _KNOWN, 1, 0.8)  # a typo, not another keyword
             advice = f"did you mean {close[0]!r}? " if close else ""
             raise RequestError(
                 f"the schema's keyword {short(key)} at {where} would not be enforced; {advice}"
