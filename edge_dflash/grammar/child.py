@@ -11,6 +11,7 @@ import json
 import mmap
 import os
 import select
+import signal
 import socket
 import threading
 from collections.abc import Callable
