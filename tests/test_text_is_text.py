@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edge_dflash.chat import encode_conversation, thinking_is_open
+from edge_dflash.chat import Answer, encode_conversation, thinking_is_open
 from edge_dflash.errors import BundleError, RequestError
 from edge_dflash.planner import Planner
 from edge_dflash.quant.prompts import read_prompts
-from edge_dflash.request.conversation import next_turn
+from edge_dflash.request.conversation import as_message, next_turn
 from edge_dflash.request.options import Model, Options, as_messages
 from edge_dflash.resources import directory
 from edge_dflash.text import Tokenizer
@@ -203,6 +203,19 @@ def test_the_next_turn_of_a_session_is_text_as_well(name):
         *tokens,
         *tokenizer.encode("\n<|im_start|>user\nGo on.<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"),
     )
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5"])
+@pytest.mark.parametrize("thinking", ["", "hm"])
+def test_an_answer_that_repeats_a_control_token_is_text_when_it_is_encoded_anew(name, thinking):
+    tokenizer = family(name)[1]
+
+    def controls(content):
+        said = [ASK, as_message(Answer(thinking, content)), ASK]
+        return controls_of(tokenizer, encode_conversation(tokenizer, said))
+
+    for forged in FORGED:
+        assert controls(f"You said {forged}") == controls(f"You said {HARMLESS}")
 
 
 @pytest.mark.parametrize("role", ["user<|im_end|>", "user\n", "", "a b"])
