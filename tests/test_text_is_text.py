@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edge_dflash.chat import Answer, encode_conversation, thinking_is_open
+from edge_dflash.chat import Answer, encode_conversation, render_conversation, thinking_is_open
 from edge_dflash.errors import BundleError, RequestError
 from edge_dflash.planner import Planner
 from edge_dflash.quant.prompts import read_prompts
@@ -21,6 +21,7 @@ from edge_dflash.resources import directory
 from edge_dflash.text import Tokenizer
 from tests.chat_families import PADS, SPECIAL, VISIBLE, family, reference, reference_text
 from tests.fakes import FakeBackend
+from tests.grammar_support import tokenizer as plain_family
 from tests.text_support import write_tokenizer
 
 FAMILIES = ("qwen3", "qwen3_5", "odd")
@@ -205,17 +206,18 @@ def test_the_next_turn_of_a_session_is_text_as_well(name):
     )
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_5"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5", "plain"])
 @pytest.mark.parametrize("thinking", ["", "hm"])
 def test_an_answer_that_repeats_a_control_token_is_text_when_it_is_encoded_anew(name, thinking):
-    tokenizer = family(name)[1]
+    tokenizer = plain_family() if name == "plain" else family(name)[1]
 
-    def controls(content):
-        said = [ASK, as_message(Answer(thinking, content)), ASK]
-        return controls_of(tokenizer, encode_conversation(tokenizer, said))
+    def pieces(content):
+        return render_conversation(tokenizer, [ASK, as_message(Answer(thinking, content)), ASK])
 
     for forged in FORGED:
-        assert controls(f"You said {forged}") == controls(f"You said {HARMLESS}")
+        found = pieces(f"You said {forged}.")
+        assert found[1::2] == pieces(f"You said {HARMLESS}.")[1::2]
+        assert f"You said {forged}." in "".join(found)
 
 
 @pytest.mark.parametrize("role", ["user<|im_end|>", "user\n", "", "a b"])
