@@ -352,6 +352,19 @@ def test_a_quantized_drafter_of_modelopt_is_read(tmp_path, named, mirrored):
             read_declared(tmp_path, ())
 
 
+BLOCKS = scheme(8, strategy="block", block_structure=[128, 128])
+
+
+def test_what_a_group_says_of_modules_that_are_not_used_does_not_count(tmp_path):
+    mtp = group(BLOCKS, scheme(8, strategy="token", dynamic=True), "float-quantized", [r"re:^mtp\..*", "mtp.fc"])
+    mixed = {**CT_MIXED, "config_groups": {**CT_MIXED["config_groups"], "group_2": mtp}}
+    write(tmp_path, wrapper(TEXT_27B, quantization_config=mixed))
+    declared = read_declared(tmp_path, (MLP, QKV))
+    assert (declared(MLP), declared(QKV)) == ("nvfp4", "fp8")
+    with pytest.raises(UnsupportedModelError, match=r"group_2\.weights\..* scales of another shape"):
+        read_declared(tmp_path, (MLP, QKV, "mtp.fc"))
+
+
 def test_weights_in_reordered_groups_are_refused(tmp_path):
     weights = scheme(4, 16, actorder="group")
     config = {"quantization_config": compressed([group(weights, None, "nvfp4-pack-quantized")], "nvfp4-pack-quantized")}

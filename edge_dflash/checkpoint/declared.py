@@ -128,8 +128,11 @@ def _compressed_tensors(fields: Fields, modules: Sequence[str]) -> Declared:
     lists = [fields.names("ignore"), *(group.names("targets") for group in members)]
     matched = _matched(fields, [item for names in lists for item in names if item.startswith(_RE)], modules)
     ignored, *targeted = (_CtNames(names, matched) for names in lists)
-    storages = [_ct_storage(group.child("weights")) for group in members]
-    rules = list(zip(targeted, storages, strict=True))
+    rules = [
+        (targets, _ct_storage(group.child("weights")))
+        for targets, group, names in zip(targeted, members, lists[1:], strict=True)
+        if not names or targets.linear or any(map(targets.match, modules))  # the others are of parts that are not used
+    ]
 
     def declared(module: str) -> Storage | None:
         if ignored.match(module):
@@ -140,7 +143,7 @@ def _compressed_tensors(fields: Fields, modules: Sequence[str]) -> Declared:
         for targets, storage in rules:
             if targets.linear:
                 return storage
-        return "wide" if rules else None
+        return "wide" if members else None
 
     return declared
 

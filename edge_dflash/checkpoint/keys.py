@@ -233,7 +233,7 @@ _FORMAT = only(
 _GROUP: Table = {
     **_FORMAT,
     "targets": names(),
-    "weights": inner(_WEIGHTS),
+    "weights": inner(_WEIGHTS, late=True),  # of a group of modules that are not used, such as mtp.*, nothing counts
     "input_activations": inner(_ACTIVATIONS),
     **only("output_activations", None, why="quantized outputs"),
 }
