@@ -24,13 +24,6 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 FAULTS = (*FULL, errno.EROFS, errno.EIO, errno.EACCES)
 
 
-@pytest.fixture
-def service(tmp_path):
-    service = fake_service(tmp_path)
-    yield service
-    service.close()
-
-
 def failing(monkeypatch, where, code, part="state"):
     """Let a function of the system fail with this error for paths of the state directory, or for any descriptor."""
     owner, name = where

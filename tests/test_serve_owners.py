@@ -26,13 +26,6 @@ KEYS = {"0123456789abcdef": "key-arm", "0123456789abcdeg": "key-desk"}
 MANY = 18
 
 
-@pytest.fixture
-def service(tmp_path):
-    service = fake_service(tmp_path)
-    yield service
-    service.close()
-
-
 def user(service, account):
     """A client at the Unix socket."""
     app = make_app(service)
@@ -180,7 +173,7 @@ def test_one_callers_flood_leaves_places_and_gives_way_to_what_is_urgent(tmp_pat
         assert displaced.status_code == 429
         assert displaced.json()["error"]["code"] == "queue_full"
         assert int(displaced.headers["retry-after"]) >= 1
-        assert "gave its place in the full queue to one of priority 100" in displaced.text
+        assert "gave its place in the queue to one of priority 100" in displaced.text
         assert service.planner.waiting == 16
         backend.open.set()
         for thread in threads:

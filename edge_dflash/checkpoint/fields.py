@@ -6,6 +6,7 @@ file, key, the value found and what was wanted.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from edge_dflash.checkpoint.specs import MAX_LAYERS
-from edge_dflash.errors import CheckpointError, UnsupportedModelError
-from edge_dflash.files import short
+from edge_dflash.errors import CheckpointError, UnsupportedModelError, short
 
 Use = Literal["read", "refused unless", "without effect"]
 Kind = Literal["integer", "number", "flag", "text", "integers", "names", "tokens", "object", "any"]
@@ -44,6 +44,14 @@ class Key:
     required: bool = False  # of a key refused unless one of some values: whether it must be there
     why: str = ""  # it has no effect, or what another value would mean
     beside: str = ""  # when a key that is read does not count
+
+
+def _meant(name: str, table: Table) -> str:
+    """What an unknown key may be a misspelling of, or where it belongs; empty: neither."""
+    if outer := [key for key, known in table.items() if known.keys is not None and name in known.keys]:
+        return f" here (it is known inside {' and '.join(outer)})"
+    near = difflib.get_close_matches(name, table, 1, 0.8)
+    return f" (did you mean {near[0]}?)" if near else ""
 
 
 def integer(default: Any = REQUIRED, least: int = 1, most: int = MOST, *, null: bool = False, beside: str = "") -> Key:
@@ -108,7 +116,7 @@ class Fields:
                 raise self.lacks(name)
         for name, value in values.items():
             if name not in table and ANY not in table:
-                raise self.error(name, value, f"no such setting: {_UNKNOWN}")
+                raise self.error(name, value, f"no such setting{_meant(name, table)}: {_UNKNOWN}")
 
     def has(self, name: str) -> bool:
         """Whether the key is there and not null."""

@@ -10,19 +10,19 @@ import contextlib
 import json
 import mmap
 import os
-import resource
 import select
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from edge_dflash.errors import RequestError
+from edge_dflash.errors import RequestError, one_line
 from edge_dflash.grammar import stepping, wire
-from edge_dflash.grammar.vocabulary import Vocabulary, one_line
+from edge_dflash.grammar.vocabulary import Vocabulary
 from edge_dflash.grammar.walker import Compiled, Source, Walker, compiled
+from edge_dflash.interpreter import limit_memory, limited_time
 
 PROMPT_SECONDS = 0.1  # a grammar that takes longer to compile gives way to others: the loops of a robot, the planner
 NICE = 10
@@ -35,9 +35,7 @@ class Bounds:
     """What one grammar may take."""
 
     compile_seconds: float = 5.0  # of one core; forms of robots take 0.01, the largest schemas that are taken 1
-    step_seconds: float = (
-        2.0  # of a walk along drafts with its masks; 16 masks of the most fuel take 0.25 on a fast core
-    )
+    step_seconds: float = 2.0  # of a walk along drafts with its masks; 16 of the most fuel take 0.25 on a fast core
     nbytes: int = 256 << 20  # beyond the vocabulary; forms of robots take 1 to 5 MB
 
 
@@ -69,7 +67,7 @@ class Page:
         return int.from_bytes(os.pread(self._fd, 8, 0), "little")
 
     def note(self, shared_bytes: int) -> None:
-        """Look, in the child, which began with so many bytes of its parent's."""
+        """Measure it, in the child, which shares so many bytes with its parent."""
         private = max(0, _resident_bytes() - shared_bytes)
         os.pwrite(self._fd, private.to_bytes(8, "little"), 0)
 
@@ -80,9 +78,13 @@ def live(control: socket.socket, page: Page, vocabulary: Vocabulary, stop_token_
     shared = _resident_bytes()
     _limit(bounds)
     control.send(wire.BEGUN)
+
+    def make() -> Compiled:
+        with limited_time(bounds.compile_seconds):
+            return _compile(source, vocabulary, stop_token_ids)
+
     try:
-        with _timer(bounds.compile_seconds):
-            grammar = _compile(source, vocabulary, stop_token_ids)
+        grammar = _Grammar(make, bounds)
     except RequestError as error:
         control.send(wire.REFUSED + str(error).encode(errors="replace"))
         return
@@ -91,10 +93,31 @@ def live(control: socket.socket, page: Page, vocabulary: Vocabulary, stop_token_
     _Server(control, grammar, bounds, lambda: page.note(shared)).run()
 
 
+class _Grammar:
+    """A grammar, which can be compiled again.
+
+    The library limits the states of its lexer, and all walks along a compiled grammar add to the same ones: those of
+    wrong drafts and of other requests, too. A mask that is refused may be given by the grammar compiled anew, as to a
+    request that is alone and decodes plainly.
+    """
+
+    def __init__(self, make: Callable[[], Compiled], bounds: Bounds) -> None:
+        self._make, self._bounds = make, bounds
+        self.compiled = make()
+
+    def renew(self) -> Compiled:
+        """Compile it again, inside a step, for the constraints that begin from now on, too."""
+        try:
+            self.compiled = self._make()
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, self._bounds.step_seconds)  # of what the step still has to do
+        return self.compiled
+
+
 class _Server:
     """The grammar's constraints, each with its socket."""
 
-    def __init__(self, control: socket.socket, grammar: Compiled, bounds: Bounds, note: Callable[[], None]) -> None:
+    def __init__(self, control: socket.socket, grammar: _Grammar, bounds: Bounds, note: Callable[[], None]) -> None:
         self._control, self._grammar, self._bounds, self._note = control, grammar, bounds, note
         self._constraints: dict[int, _Constraint] = {}
         self._poll = select.poll()
@@ -107,13 +130,13 @@ class _Server:
                     message, fds, _, _ = socket.recv_fds(self._control, wire.MESSAGE_BYTES, 2)
                     if not message:
                         return
-                    with _timer(self._bounds.step_seconds):
+                    with limited_time(self._bounds.step_seconds):
                         self._constraints[fds[0]] = _Constraint(socket.socket(fileno=fds[0]), fds[1], self._grammar)
                     self._poll.register(fds[0], select.POLLIN)
                     continue
                 constraint = self._constraints[fd]
                 message = _received(constraint.socket)
-                with _timer(self._bounds.step_seconds):
+                with limited_time(self._bounds.step_seconds):
                     alive = bool(message) and constraint.answer(message)
                 if not alive:
                     self._poll.unregister(fd)
@@ -125,13 +148,16 @@ class _Server:
 class _Constraint:
     """The grammar behind the tokens of one request."""
 
-    def __init__(self, connection: socket.socket, memory: int, grammar: Compiled) -> None:
+    def __init__(self, connection: socket.socket, memory: int, grammar: _Grammar) -> None:
         self.socket = connection
-        self._layout = wire.Layout((grammar.vocab_size + 31) // 32)
+        self._grammar = grammar
+        self._layout = wire.Layout((grammar.compiled.vocab_size + 31) // 32)
         self._memory = mmap.mmap(memory, self._layout.nbytes)
         os.close(memory)
         self._half = self._received = 0  # messages
-        self._walker = Walker(grammar)
+        self._walker = Walker(grammar.compiled)
+        self._advanced: list[int] = []
+        self._refused = False  # the mask of this position, by the grammar compiled anew
         self._failure = ""  # why no token can be taken any more
         self._prepare()
 
@@ -156,19 +182,31 @@ class _Constraint:
         return True
 
     def _advance(self, tokens: list[int]) -> None:
-        try:
-            for token in tokens:
-                if not self._walker.push(token):
-                    self._failure = self._failure or f"the grammar does not take token {token}, which was chosen"
-                    return
-        except RequestError:  # asked for a mask there, it says so again
-            return
+        self._advanced += tokens
+        self._refused = False
+        with contextlib.suppress(RequestError):  # the mask is asked for next, and says it again
+            self._push(tokens)
         self._prepare()
 
+    def _push(self, tokens: list[int]) -> None:
+        for token in tokens:
+            if not self._walker.push(token):
+                self._failure = self._failure or f"the grammar does not take token {token}, which was chosen"
+                return
+
     def _prepare(self) -> None:
-        """The mask of this position, before anyone asks."""
+        """The mask of this position, before anyone asks; where it is refused, by the grammar compiled anew."""
+        if self._failure or self._refused:
+            return
         with contextlib.suppress(RequestError):
             self._walker.packed()
+            return
+        self._refused = True
+        with contextlib.suppress(RequestError):
+            self._walker = Walker(self._grammar.renew())
+            self._push(self._advanced)
+            self._walker.packed()
+            self._refused = False
 
     def _asking(self) -> stepping.Ask:
         """Asks the planner once: behind the first draft that is replaced the block has mostly parted from the text."""
@@ -190,6 +228,7 @@ class _Constraint:
         if self._failure:
             self.socket.send(wire.MASKS + wire.packed([0]) + self._failure.encode())
             return
+        self._prepare()
         count = 0
 
         def put(row: int, mask: bytes) -> None:
@@ -244,21 +283,9 @@ def _received(connection: socket.socket) -> bytes:
         return b""
 
 
-@contextlib.contextmanager
-def _timer(seconds: float) -> Iterator[None]:
-    """Die when the work inside takes more processor time: the default of SIGPROF."""
-    signal.setitimer(signal.ITIMER_PROF, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-
-
 def _limit(bounds: Bounds) -> None:
     pages = int(Path("/proc/self/statm").read_text().split()[0])
-    limit = pages * mmap.PAGESIZE + bounds.nbytes + _STACK_BYTES
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    limit_memory(pages * mmap.PAGESIZE + bounds.nbytes + _STACK_BYTES)
     with contextlib.suppress(OSError):  # where /proc is hidden
         Path("/proc/self/oom_score_adj").write_text(str(_OOM_SCORE))
 

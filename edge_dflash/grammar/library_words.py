@@ -11,7 +11,8 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-_LONGEST = 300
+from edge_dflash.errors import one_line
+
 _ASSERTIONS = {"Start": "^", "End": "$", "StartLF": "^", "EndLF": "$"}
 _Words = Callable[["re.Match[str]"], str]
 
@@ -82,7 +83,11 @@ _KNOWN: tuple[tuple[str, str | _Words, str], ...] = (  # pattern; our words; key
         "",
     ),
     (r"no start rule found", "it has no start rule; name the rule that the answer must match start", ""),
-    (r"lexer error", "a character stands where none of the language can; quote texts with double quotes", ""),
+    (
+        r"too many (?:states|expressions)|Current row has \d+ items",
+        "it leaves too many ways open at once; make it simpler",
+        "",
+    ),
     (r"too deeply nested", "it is nested too deeply; use more rules", ""),
     (r"NoExtension", "no text leads to its end; make it less strict", ""),
     (
@@ -90,6 +95,7 @@ _KNOWN: tuple[tuple[str, str | _Words, str], ...] = (  # pattern; our words; key
         "it is too complex; make it simpler",
         "",
     ),
+    (r"lexer error", "a character stands where none of the language can; quote texts with double quotes", ""),
 )
 _PLACE = re.compile(r"^(?:at )?(?P<line>\d+)\((?P<column>\d+)\): ", re.MULTILINE)
 _SOURCE = re.compile(r"^\s*(?:\d+ \| .*|\^+)\s*$", re.MULTILINE)  # lines of the grammar that the library repeats
@@ -109,9 +115,9 @@ def in_our_words(kind: str, message: str, text: str = "") -> str:
     for pattern, words, keywords in _KNOWN:
         if found := re.search(pattern, message):
             said = words if isinstance(words, str) else words(found)
-            return _short(f"{where}{said}{_places(kind, text, keywords)}")
+            return one_line(f"{where}{said}{_places(kind, text, keywords)}")
     plain = _OWN.sub("", _PLACE.sub("", _SOURCE.sub("", message)))
-    return _short(f"{where}{' '.join(plain.split()) or 'it cannot be used'}; change it there")
+    return one_line(f"{where}{' '.join(plain.split()) or 'it cannot be used'}; change it there")
 
 
 def _places(kind: str, text: str, keywords: str) -> str:
@@ -135,8 +141,3 @@ def _holding(node: Any, where: str, keywords: set[str]) -> Iterator[str]:
     elif isinstance(node, list):
         for index, child in enumerate(node):
             yield from _holding(child, f"{where}/{index}", keywords)
-
-
-def _short(text: str) -> str:
-    text = " ".join(text.split())
-    return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."

@@ -11,24 +11,23 @@ import itertools
 import os
 import socket
 import subprocess
-import sys
 import threading
 import time
 import weakref
 from collections.abc import Sequence
-from signal import SIGPROF
+from signal import SIGABRT, SIGPROF, SIGSEGV
 
 from edge_dflash.errors import RequestError
 from edge_dflash.grammar import wire
 from edge_dflash.grammar.child import Bounds, Page
 from edge_dflash.grammar.turns import SLICE
 from edge_dflash.grammar.walker import Source
+from edge_dflash.interpreter import command
 from edge_dflash.spec.constraint import Patience
 from edge_dflash.text import Tokenizer
 
 START_SECONDS = 120.0  # for the vocabulary: 3 s with 248,000 tokens on one core, more on a busy board
 WALL_SECONDS = 4.0  # of waiting for each second of processor time: others may keep the cores busy
-_START = "import sys; sys.path[:] = {path!r}; from edge_dflash.grammar.zygote import main; main({arguments})"
 
 
 class Died(Exception):
@@ -39,6 +38,10 @@ class Died(Exception):
         self.signal = signal
 
 
+class OverBounds(RequestError):
+    """A grammar went over its bounds while it was compiled."""
+
+
 class Link:
     """A socket to another process, and how to wait for it."""
 
@@ -46,6 +49,7 @@ class Link:
         self.socket, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.socket.settimeout(SLICE)
         weakref.finalize(self, _close, self.socket, self.theirs)
+        _links.add(self)
 
     def send(self, message: bytes, fds: Sequence[int] = ()) -> None:
         """Send a message. Raises Died when the other end is closed."""
@@ -87,13 +91,13 @@ class Zygote:
             with open(text, "wb", closefd=False) as file:
                 file.write(tokenizer.to_json().encode())
             os.lseek(text, 0, os.SEEK_SET)
-            arguments = f"{self._link.theirs.fileno()}, {text}, {tokenizer.size}, {stop_token_ids!r}"
+            theirs = self._link.theirs.fileno()
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _START.format(path=sys.path, arguments=arguments)],
+                command("edge_dflash.grammar.zygote", theirs, text, tokenizer.size, stop_token_ids),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                pass_fds=(self._link.theirs.fileno(), text),
+                pass_fds=(theirs, text),
             )
         finally:
             os.close(text)
@@ -155,9 +159,10 @@ class Child:
                 else:
                     raise
         if message[:1] == wire.REFUSED:
-            raise RequestError(message[1:].decode())
+            raise RequestError(message[1:].decode(errors="replace"))
         if message[:1] == wire.DIED:
-            raise RequestError(why(message[1], f"the {source.kind}", bounds, bounds.compile_seconds, "to compile"))
+            kind = OverBounds if message[1] in (SIGPROF, SIGABRT, SIGSEGV) else RequestError  # else by another's hand
+            raise kind(why(message[1], f"the {source.kind}", bounds, bounds.compile_seconds, "to compile"))
 
     @property
     def alive(self) -> bool:
@@ -193,12 +198,24 @@ class Child:
 
 
 def why(signal: int, what: str, bounds: Bounds, seconds: float, doing: str) -> str:
-    """What a grammar did whose process died of a signal, and the remedy."""
+    """Why the process of a grammar died, and the remedy."""
     if signal == SIGPROF:
         return f"{what} needs more than {seconds:g} s {doing}; make it simpler"
     if signal:
         return f"{what} needs more than {bounds.nbytes >> 20} MB {doing}, or is nested too deep; make it simpler"
     return f"the process of {what} has ended; try again"
+
+
+_links: weakref.WeakSet[Link] = weakref.WeakSet()
+
+
+def _forget() -> None:
+    """In a fork: the processes are the parent's."""
+    for link in tuple(_links):
+        _close(link.socket, link.theirs)
+
+
+os.register_at_fork(after_in_child=_forget)
 
 
 def _close(*sockets: socket.socket) -> None:

@@ -68,6 +68,9 @@ class RemotePlanner:
         """Cancel the requests of this planner. The server goes on. Closing twice does no harm."""
         self._connection.close()
 
+    def warm_up(self) -> None:
+        """Do nothing: a service begins to build what forms need when it starts."""
+
     @property
     def model(self) -> str:
         """Name of the model on the server."""

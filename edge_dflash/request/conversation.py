@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from edge_dflash.chat import Answer, Markers, encode_conversation, render_conversation
 from edge_dflash.errors import RequestError
-from edge_dflash.request.options import Model, Options, Task, as_messages, token_ids
+from edge_dflash.request.options import Options, Task, as_messages, token_ids
+from edge_dflash.request.prepare import Model
 from edge_dflash.text import Message, Tokenizer
 
 _PROBE = "\ue000"  # private use: no message begins with it
@@ -114,7 +115,7 @@ def as_said(model: Model, task: Task) -> list[Message]:
 def as_message(answer: Answer) -> Message:
     """An answer as the message that templates take back."""
     message: dict[str, object] = {"role": "assistant", "content": answer.content}
-    if answer.thinking:
+    if answer.thinking or "</think>" in answer.content:  # which stands behind the thinking, so it is text
         message["reasoning_content"] = answer.thinking
     if answer.tool_calls:
         message["tool_calls"] = [call.openai() for call in answer.tool_calls]
