@@ -129,7 +129,10 @@ class ServiceError(EdgeDflashError):
 
 def short(value: object) -> str:
     """A value as a message shows it, in at most 60 characters."""
-    text = repr(value)
+    try:
+        text = repr(value[:61] if type(value) is str else value)
+    except Exception:  # a caller's own class
+        text = f"a {type(value).__name__}"
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 

@@ -16,9 +16,15 @@ def command(module: str, *arguments: object) -> list[str]:
 
 
 def limit_memory(nbytes: int) -> None:
-    """Of address space, for this process from now on: beyond it allocations fail. It leaves no core file."""
+    """Bound the address space of this process: beyond it allocations fail. It leaves no core file."""
     resource.setrlimit(resource.RLIMIT_AS, (nbytes, nbytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def obey_timers() -> None:
+    """Let SIGPROF end this process, which whoever started it may have blocked."""
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
 @contextlib.contextmanager

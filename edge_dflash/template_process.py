@@ -24,7 +24,7 @@ from jinja2.optimizer import optimize
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from edge_dflash.errors import one_line
-from edge_dflash.interpreter import limit_memory, limited_time
+from edge_dflash.interpreter import limit_memory, limited_time, obey_timers
 from edge_dflash.template import CPU_SECONDS, MEMORY_BYTES, TEXT_CHARS, mark
 
 _TEMPLATES = 64  # compiled ones that are kept
@@ -33,6 +33,7 @@ _TEMPLATES = 64  # compiled ones that are kept
 def main() -> None:
     """Answer until the input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is for the process that asks
+    obey_timers()
     limit_memory(MEMORY_BYTES)
     compiled: dict[bytes, _Template] = {}
     while head := sys.stdin.buffer.readline():

@@ -496,3 +496,15 @@ def test_slices_of_the_vocabulary_change_no_mask():
         masks = [np.frombuffer(matcher.compute_bitmask(), np.uint8) for matcher in matchers]
         np.testing.assert_array_equal(*masks)
         assert [matcher.try_consume_tokens([token]) for matcher in matchers] in ([1, 1], [0, 0])
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("schema", json.dumps({"type": "object", "properties": {f"p{i}": {"type": "null"} for i in range(1000)}})),
+        ("grammar", "start: " + "x? " * 2000 + '\nx: "a" | "b"'),
+    ],
+)
+def test_a_grammar_that_fails_with_the_first_token_is_refused(kind, text):
+    with pytest.raises(RequestError, match=f"the {kind} cannot be used: .* too many ways open at once; make it simpl"):
+        compiled_here(kind, text, (END_ID,))

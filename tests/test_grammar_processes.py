@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -26,7 +26,8 @@ from edge_dflash.benchmark.vocabulary import synthetic_tokenizer
 from edge_dflash.errors import RequestError
 from edge_dflash.grammar import compiled as module
 from edge_dflash.grammar.child import Bounds
-from edge_dflash.grammar.compiled import Grammar, Grammars, compile_regex, compile_schema, hold
+from edge_dflash.grammar.compiled import Grammar, Grammars, compile_lark, compile_regex, compile_schema, hold
+from edge_dflash.grammar.process import OverBounds
 from edge_dflash.grammar.schema_check import schema_json
 from edge_dflash.grammar.turns import Turns
 from edge_dflash.grammar.walker import Source, Walker
@@ -187,6 +188,27 @@ def test_a_long_history_is_replayed_and_long_drafts_are_cut():
         assert len(other.masks(path)) == len(path) + 1
 
 
+def test_wrong_drafts_do_not_use_the_grammar_up():
+    many_states = "start: X\nX: " + " & ".join(rf"/(.|\n)*[{c}](.|\n){{{n}}}/" for c, n in (("a-m", 12), ("e-z", 9)))
+    letters = [tokenizer().encode(letter)[0] for letter in "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLM"]
+    rng = random.Random(0)
+    with processes() as grammars:
+        constraint = Grammar(grammars, source("grammar", many_states)).constraint()
+        first = constraint.masks(())[0].copy()
+        path, masks = [], [first]
+        while len(masks) == len(path) + 1:  # until the library's limit of states is reached along the drafts
+            path = constraint.walk([rng.choice(letters) for _ in range(60)], lambda row, mask: None)
+            masks = constraint.masks(path)
+        np.testing.assert_array_equal(constraint.masks(())[0], first)
+        assert constraint.walk(letters[:4], lambda row, mask: None) == letters[:4]
+        other = Grammar(grammars, source("grammar", many_states)).constraint()
+        np.testing.assert_array_equal(other.masks(())[0], first)
+        for one in (constraint, other):
+            one.advance(path)
+        np.testing.assert_array_equal(constraint.masks(())[0], other.masks(())[0])
+        assert len(children(grammars)) == 1
+
+
 # Bounds ---------------------------------------------------------------------------------------------------------------
 
 
@@ -207,6 +229,27 @@ def test_compiling_is_bounded_in_time_and_memory(kind, text, bounds, reason):
         assert "\n" not in str(refused.value)
         until(lambda: not children(grammars))
         grammars.child(source("regex", "ab"), ENDLESS)  # and others are taken after it
+
+
+def test_what_went_over_its_bounds_is_not_tried_again_at_once(monkeypatch):
+    with processes(compile_seconds=0.3) as grammars:
+        for _ in range(2):
+            began = time.perf_counter()
+            with pytest.raises(RequestError, match=r"needs more than 0\.3 s"):
+                grammars.child(source("grammar", ENDLESS_LARK), ENDLESS)
+        assert time.perf_counter() - began < 0.2
+        monkeypatch.setattr(module, "CACHED", 2)
+        for i in range(3):
+            grammars._finish(*refused(grammars, source("regex", f"a{i}")))
+        assert list(grammars._refused) == [source("regex", "a1"), source("regex", "a2")]
+        monkeypatch.setattr(module, "REFUSED_SECONDS", 0.0)
+        grammars._finish(*refused(grammars, source("regex", "ab")))
+        assert grammars.child(source("regex", "ab"), ENDLESS).alive
+
+
+def refused(grammars, one):
+    grammars._compiling[one] = Future()
+    return one, grammars._compiling[one], None, OverBounds("too much")
 
 
 def test_deadlines_and_cancelling_are_obeyed_while_a_grammar_compiles():
@@ -299,6 +342,32 @@ def test_what_is_kept_is_bounded(monkeypatch, bound):
         assert grammars.child(source("regex", "kept0"), ENDLESS) is not kept[0]
 
 
+def test_bounds_hold_whatever_signals_the_planners_thread_blocks(monkeypatch):
+    found = []
+
+    def run():
+        signal.pthread_sigmask(signal.SIG_SETMASK, signal.valid_signals())
+        with processes(compile_seconds=0.3) as grammars:
+            grammars.child(source("regex", "ab"), ENDLESS)  # the vocabulary is built
+            began = time.perf_counter()
+            with pytest.raises(RequestError, match=r"needs more than 0\.3 s"):
+                grammars.child(source("grammar", ENDLESS_LARK), ENDLESS)
+            found.append(time.perf_counter() - began)
+            until(lambda: len(children(grammars)) == 1)
+
+    monkeypatch.setattr("edge_dflash.grammar.process.WALL_SECONDS", 20.0)
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert found[0] < 5.0
+
+
+def test_what_is_wrong_is_said_shortly():
+    with pytest.raises(RequestError, match="names the token <é") as error:
+        compile_lark(f"start: <{'é' * 32700}>", tokenizer(), vocab_size(), STOP)
+    assert len(str(error.value)) < 300
+
+
 # Deaths ---------------------------------------------------------------------------------------------------------------
 
 
@@ -387,6 +456,23 @@ def test_processes_end_with_their_last_owner():
     until(lambda: not running(zygote))
 
 
+def test_an_owner_may_go_while_the_owners_are_counted():
+    class Owner:
+        pass
+
+    owner = Owner()
+    end = hold(owner, synthetic_tokenizer(2048))
+
+    def inside():  # as a collection of garbage does
+        with module._lock:
+            end()
+
+    thread = threading.Thread(target=inside, daemon=True)
+    thread.start()
+    thread.join(5.0)
+    assert not thread.is_alive()
+
+
 @pytest.mark.parametrize("end", ["sys.exit()", "os.kill(os.getpid(), signal.SIGKILL)", "os._exit(3)"])
 def test_nothing_outlives_the_planners_process(end):
     code = f"""if True:
@@ -411,6 +497,24 @@ def test_nothing_outlives_the_planners_process(end):
     assert len(pids) == 3, done.stderr
     until(lambda: not any(map(running, pids)), 3.0)
     assert "Traceback" not in done.stderr
+
+
+def test_a_fork_of_the_planners_process_leaves_the_grammars_alone():
+    with processes() as grammars:
+        constraint = Grammar(grammars, source("regex", "(ab|b)*c")).constraint()
+        pid = only_child(grammars)
+        if not (fork := os.fork()):
+            try:
+                del constraint
+                grammars._kept.clear()
+                gc.collect()
+                grammars.close()
+            finally:
+                os._exit(0)
+        os.waitpid(fork, 0)
+        time.sleep(0.2)
+        assert only_child(grammars) == pid
+        assert constraint.walk([A, B], lambda row, mask: None) == [A, B]
 
 
 def test_signals_for_the_planner_leave_the_grammars_alone():

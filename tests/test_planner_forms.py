@@ -96,3 +96,12 @@ def test_a_planner_that_is_dropped_leaves_no_process(demo_bundle):
     while Path(f"/proc/{zygote}").exists():
         assert time.monotonic() < end
         time.sleep(0.05)
+
+
+def test_a_closed_planner_starts_no_process(demo_bundle):
+    planner = Planner.open(demo_bundle, check_hashes=False, self_test="off")
+    planner.close()
+    planner.warm_up()
+    with pytest.raises(RequestError, match="is closed"):
+        planner.plan("Go.", schema=SMALL)
+    assert planner.tokenizer not in module._known

@@ -261,7 +261,7 @@ TARGETS = {
 SLIDING = ["sliding_attention"] * 4 + ["full_attention"]
 DRAFTERS = {
     "qwen3-4b": drafter(2560, 5, [1, 9, 17, 25, 33], 36, 151936),
-    "qwen3-8b": drafter(4096, 5, [1, 9, 17, 25, 33], 36, 151936),
+    "qwen3-8b": drafter(4096, 5, [1, 9, 17, 25, 33], 36, 151936, draft_vocab_size=151936, num_anchors=512),
     "qwen3.5-4b": drafter(
         *(2560, 5, [1, 8, 15, 22, 29], 32, 248320, SLIDING),
         sliding_window=4096,
@@ -326,6 +326,43 @@ def test_other_designs_under_the_name_of_a_dflash_drafter_are_refused(tmp_path, 
     config = {**config, "dflash_config": {**config["dflash_config"], **change}}
     with pytest.raises(UnsupportedModelError, match=rf"dflash_config\.{next(iter(change))}"):
         read_drafter_spec(write(tmp_path, config))
+
+
+def test_a_drafter_of_a_part_of_the_vocabulary_is_refused(tmp_path):
+    config = {**DRAFTERS["qwen3-8b"], "draft_vocab_size": 32000}
+    with pytest.raises(CheckpointError, match=r"draft_vocab_size is 32000, wanted vocab_size \(151936\)"):
+        read_drafter_spec(write(tmp_path, config))
+
+
+@pytest.mark.parametrize("named", [{}, {"quant_method": "modelopt"}])
+@pytest.mark.parametrize("mirrored", [True, False])
+def test_a_quantized_drafter_of_modelopt_is_read(tmp_path, named, mirrored):
+    quantization = {"quant_algo": "NVFP4", "kv_cache_quant_algo": None, "group_size": 16, "exclude_modules": ["fc"]}
+    scheme = {"producer": {"name": "modelopt", "version": "0.46.0"}, "quantization": quantization}
+    write(tmp_path, {**DRAFTERS["qwen3-8b"], "quantization_config": {**scheme, **named}})
+    if mirrored:
+        (tmp_path / "hf_quant_config.json").write_text(json.dumps(scheme))
+    assert read_drafter_spec(tmp_path).num_layers == 5
+    declared = read_declared(tmp_path, ())
+    assert (declared("layers.0.mlp.up_proj"), declared("fc")) == ("nvfp4", "wide")
+    if mirrored:
+        scheme["quantization"] = {**quantization, "quant_algo": "FP8"}
+        (tmp_path / "hf_quant_config.json").write_text(json.dumps(scheme))
+        with pytest.raises(CheckpointError, match=r"quantization\.quant_algo is 'NVFP4', wanted the same as"):
+            read_declared(tmp_path, ())
+
+
+BLOCKS = scheme(8, strategy="block", block_structure=[128, 128])
+
+
+def test_what_a_group_says_of_modules_that_are_not_used_does_not_count(tmp_path):
+    mtp = group(BLOCKS, scheme(8, strategy="token", dynamic=True), "float-quantized", [r"re:^mtp\..*", "mtp.fc"])
+    mixed = {**CT_MIXED, "config_groups": {**CT_MIXED["config_groups"], "group_2": mtp}}
+    write(tmp_path, wrapper(TEXT_27B, quantization_config=mixed))
+    declared = read_declared(tmp_path, (MLP, QKV))
+    assert (declared(MLP), declared(QKV)) == ("nvfp4", "fp8")
+    with pytest.raises(UnsupportedModelError, match=r"group_2\.weights\..* scales of another shape"):
+        read_declared(tmp_path, (MLP, QKV, "mtp.fc"))
 
 
 def test_weights_in_reordered_groups_are_refused(tmp_path):

@@ -217,7 +217,7 @@ def test_a_holder_that_was_killed_leaves_no_lock(tmp_path):
 
 
 def test_the_second_server_of_a_state_directory_is_refused_and_a_killed_one_makes_way(demo_bundle, tmp_path):
-    first = Process(demo_bundle, tmp_path).start()
+    first = Process(demo_bundle, tmp_path, settings='self_test = "off"\n').start()
     pid = first.process.pid
     command = [sys.executable, "-m", "edge_dflash", "serve", str(demo_bundle), "--socket", str(tmp_path / "two.sock")]
     command += ["--state-dir", str(first.state)]

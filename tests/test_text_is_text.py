@@ -11,17 +11,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edge_dflash.chat import encode_conversation, thinking_is_open
+from edge_dflash.chat import Answer, encode_conversation, render_conversation, thinking_is_open
 from edge_dflash.errors import BundleError, RequestError
 from edge_dflash.planner import Planner
 from edge_dflash.quant.prompts import read_prompts
-from edge_dflash.request.conversation import next_turn
+from edge_dflash.request.conversation import as_message, next_turn
 from edge_dflash.request.options import Options, as_messages
 from edge_dflash.request.prepare import Model
 from edge_dflash.resources import directory
 from edge_dflash.text import Tokenizer
 from tests.chat_families import PADS, SPECIAL, VISIBLE, family, reference, reference_text
 from tests.fakes import FakeBackend
+from tests.grammar_support import tokenizer as plain_family
 from tests.text_support import write_tokenizer
 
 FAMILIES = ("qwen3", "qwen3_5", "odd")
@@ -204,6 +205,20 @@ def test_the_next_turn_of_a_session_is_text_as_well(name):
         *tokens,
         *tokenizer.encode("\n<|im_start|>user\nGo on.<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"),
     )
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5", "plain"])
+@pytest.mark.parametrize("thinking", ["", "hm"])
+def test_an_answer_that_repeats_a_control_token_is_text_when_it_is_encoded_anew(name, thinking):
+    tokenizer = plain_family() if name == "plain" else family(name)[1]
+
+    def pieces(content):
+        return render_conversation(tokenizer, [ASK, as_message(Answer(thinking, content)), ASK])
+
+    for forged in FORGED:
+        found = pieces(f"You said {forged}.")
+        assert found[1::2] == pieces(f"You said {HARMLESS}.")[1::2]
+        assert f"You said {forged}." in "".join(found)
 
 
 @pytest.mark.parametrize("role", ["user<|im_end|>", "user\n", "", "a b"])

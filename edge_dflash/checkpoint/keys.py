@@ -175,6 +175,7 @@ DRAFTER: Table = {
     **free("the target's stop tokens count", "eos_token_id"),
     "max_position_embeddings": integer(beside="YaRN has original_max_position_embeddings, or there is no YaRN"),
     "num_target_layers": integer(most=MAX_LAYERS),
+    "draft_vocab_size": integer(null=True),
     "layer_types": names("full_attention", "sliding_attention"),
     "use_sliding_window": flag(False, null=True, beside="layer_types is given"),
     "sliding_window": integer(null=True, beside="no layer slides, or swa_window_size is given"),
@@ -232,7 +233,7 @@ _FORMAT = only(
 _GROUP: Table = {
     **_FORMAT,
     "targets": names(),
-    "weights": inner(_WEIGHTS),
+    "weights": inner(_WEIGHTS, late=True),  # of a group of modules that are not used, such as mtp.*, nothing counts
     "input_activations": inner(_ACTIVATIONS),
     **only("output_activations", None, why="quantized outputs"),
 }
@@ -267,5 +268,9 @@ MODELOPT: Table = {
 }
 """quantization_config of ModelOpt, and ``quantization`` of hf_quant_config.json."""
 
-HF_QUANT: Table = {"quantization": inner(MODELOPT), **free("a note of the tool that wrote the file", "producer")}
-"""hf_quant_config.json."""
+HF_QUANT: Table = {
+    "quantization": inner(MODELOPT),
+    **only("quant_method", "modelopt", None, why="another format"),
+    **free("a note of the tool that wrote the file", "producer"),
+}
+"""hf_quant_config.json, and quantization_config of drafters that ModelOpt writes."""

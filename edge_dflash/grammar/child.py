@@ -11,6 +11,7 @@ import json
 import mmap
 import os
 import select
+import signal
 import socket
 import threading
 from collections.abc import Callable
@@ -66,7 +67,7 @@ class Page:
         return int.from_bytes(os.pread(self._fd, 8, 0), "little")
 
     def note(self, shared_bytes: int) -> None:
-        """Look, in the child, which began with so many bytes of its parent's."""
+        """Measure it, in the child, which shares so many bytes with its parent."""
         private = max(0, _resident_bytes() - shared_bytes)
         os.pwrite(self._fd, private.to_bytes(8, "little"), 0)
 
@@ -77,9 +78,13 @@ def live(control: socket.socket, page: Page, vocabulary: Vocabulary, stop_token_
     shared = _resident_bytes()
     _limit(bounds)
     control.send(wire.BEGUN)
-    try:
+
+    def make() -> Compiled:
         with limited_time(bounds.compile_seconds):
-            grammar = _compile(source, vocabulary, stop_token_ids)
+            return _compile(source, vocabulary, stop_token_ids)
+
+    try:
+        grammar = _Grammar(make, bounds)
     except RequestError as error:
         control.send(wire.REFUSED + str(error).encode(errors="replace"))
         return
@@ -88,10 +93,31 @@ def live(control: socket.socket, page: Page, vocabulary: Vocabulary, stop_token_
     _Server(control, grammar, bounds, lambda: page.note(shared)).run()
 
 
+class _Grammar:
+    """A grammar, which can be compiled again.
+
+    The library limits the states of its lexer, and all walks along a compiled grammar add to the same ones: those of
+    wrong drafts and of other requests, too. A mask that is refused may be given by the grammar compiled anew, as to a
+    request that is alone and decodes plainly.
+    """
+
+    def __init__(self, make: Callable[[], Compiled], bounds: Bounds) -> None:
+        self._make, self._bounds = make, bounds
+        self.compiled = make()
+
+    def renew(self) -> Compiled:
+        """Compile it again, inside a step, for the constraints that begin from now on, too."""
+        try:
+            self.compiled = self._make()
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, self._bounds.step_seconds)  # of what the step still has to do
+        return self.compiled
+
+
 class _Server:
     """The grammar's constraints, each with its socket."""
 
-    def __init__(self, control: socket.socket, grammar: Compiled, bounds: Bounds, note: Callable[[], None]) -> None:
+    def __init__(self, control: socket.socket, grammar: _Grammar, bounds: Bounds, note: Callable[[], None]) -> None:
         self._control, self._grammar, self._bounds, self._note = control, grammar, bounds, note
         self._constraints: dict[int, _Constraint] = {}
         self._poll = select.poll()
@@ -122,13 +148,16 @@ class _Server:
 class _Constraint:
     """The grammar behind the tokens of one request."""
 
-    def __init__(self, connection: socket.socket, memory: int, grammar: Compiled) -> None:
+    def __init__(self, connection: socket.socket, memory: int, grammar: _Grammar) -> None:
         self.socket = connection
-        self._layout = wire.Layout((grammar.vocab_size + 31) // 32)
+        self._grammar = grammar
+        self._layout = wire.Layout((grammar.compiled.vocab_size + 31) // 32)
         self._memory = mmap.mmap(memory, self._layout.nbytes)
         os.close(memory)
         self._half = self._received = 0  # messages
-        self._walker = Walker(grammar)
+        self._walker = Walker(grammar.compiled)
+        self._advanced: list[int] = []
+        self._refused = False  # the mask of this position, by the grammar compiled anew
         self._failure = ""  # why no token can be taken any more
         self._prepare()
 
@@ -153,19 +182,31 @@ class _Constraint:
         return True
 
     def _advance(self, tokens: list[int]) -> None:
-        try:
-            for token in tokens:
-                if not self._walker.push(token):
-                    self._failure = self._failure or f"the grammar does not take token {token}, which was chosen"
-                    return
-        except RequestError:  # asked for a mask there, it says so again
-            return
+        self._advanced += tokens
+        self._refused = False
+        with contextlib.suppress(RequestError):  # the mask is asked for next, and says it again
+            self._push(tokens)
         self._prepare()
 
+    def _push(self, tokens: list[int]) -> None:
+        for token in tokens:
+            if not self._walker.push(token):
+                self._failure = self._failure or f"the grammar does not take token {token}, which was chosen"
+                return
+
     def _prepare(self) -> None:
-        """The mask of this position, before anyone asks."""
+        """The mask of this position, before anyone asks; where it is refused, by the grammar compiled anew."""
+        if self._failure or self._refused:
+            return
         with contextlib.suppress(RequestError):
             self._walker.packed()
+            return
+        self._refused = True
+        with contextlib.suppress(RequestError):
+            self._walker = Walker(self._grammar.renew())
+            self._push(self._advanced)
+            self._walker.packed()
+            self._refused = False
 
     def _asking(self) -> stepping.Ask:
         """Asks the planner once: behind the first draft that is replaced the block has mostly parted from the text."""
@@ -187,6 +228,7 @@ class _Constraint:
         if self._failure:
             self.socket.send(wire.MASKS + wire.packed([0]) + self._failure.encode())
             return
+        self._prepare()
         count = 0
 
         def put(row: int, mask: bytes) -> None:

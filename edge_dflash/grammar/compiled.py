@@ -8,6 +8,7 @@ memory there, and can be ended.
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ from weakref import WeakKeyDictionary
 from edge_dflash.errors import RequestError
 from edge_dflash.grammar.child import Bounds
 from edge_dflash.grammar.constraint import GrammarConstraint
-from edge_dflash.grammar.process import Child, Died, Zygote
+from edge_dflash.grammar.process import Child, Died, OverBounds, Zygote
 from edge_dflash.grammar.schema_check import schema_json
 from edge_dflash.grammar.turns import SLICE, Turns
 from edge_dflash.grammar.walker import Source
@@ -28,7 +29,9 @@ CACHED = 32  # compiled grammars kept for each tokenizer
 CACHED_BYTES = 512 << 20  # of memory that they take together, beyond the vocabulary
 MAX_REGEX_BYTES = 16 * 1024
 BOUNDS = Bounds()
+REFUSED_SECONDS = 60.0  # a grammar that went over its bounds is not tried again; later the board may be less busy
 TRIES = 3  # to compile, when the vocabulary's process ends meanwhile
+_CLOSED = "the planner of this grammar is closed; open it again"
 _TURNS = Turns(4, 2)  # of compiling: a board has 6 to 14 cores, and what compiles gives way to all else
 
 
@@ -155,11 +158,12 @@ class Grammars:
         self._tokenizer = weakref.ref(tokenizer)
         self._bounds = bounds
         self._lock = threading.Lock()
-        self._starting = threading.Lock()
+        self._starting = threading.RLock()  # a collection of garbage inside may call close
         self._zygote: Zygote | None = None
         self._closed = False
         self._kept: OrderedDict[Source, Child] = OrderedDict()  # the last used one at the end
         self._compiling: dict[Source, Future[None]] = {}
+        self._refused: OrderedDict[Source, tuple[float, str]] = OrderedDict()  # until when, and why
 
     def child(self, source: Source, patience: Patience, caller: str = "") -> Child:
         """The process of a grammar, one for all who ask. Raises RequestError, Interrupted."""
@@ -169,6 +173,9 @@ class Grammars:
                 if child is not None and child.alive:
                     self._kept.move_to_end(source)
                     return child
+                until, why = self._refused.get(source, (0.0, ""))
+                if time.monotonic() < until:
+                    raise RequestError(why)
                 other = self._compiling.get(source)
                 if other is None:
                     mine = self._compiling[source] = Future()
@@ -194,8 +201,10 @@ class Grammars:
             if self._zygote is None or not self._zygote.alive:
                 tokenizer = self._tokenizer()
                 if self._closed or tokenizer is None or (self._zygote is not None and not self._zygote.close.alive):
-                    raise RequestError("the planner of this grammar is closed; open it again")
+                    raise RequestError(_CLOSED)
                 self._zygote = Zygote(tokenizer, self.stop_token_ids)
+                if self._closed:  # meanwhile
+                    self._zygote.close()
             return self._zygote
 
     def close(self) -> None:
@@ -220,6 +229,11 @@ class Grammars:
                 self._kept[source] = child
                 self._kept.move_to_end(source)
                 self._evict(child)
+            if isinstance(error, OverBounds):  # it would be again
+                self._refused[source] = time.monotonic() + REFUSED_SECONDS, str(error)
+                self._refused.move_to_end(source)
+                while len(self._refused) > CACHED:
+                    self._refused.popitem(last=False)
             del self._compiling[source]
         if error is None:
             mine.set_result(None)
@@ -239,12 +253,14 @@ class Grammars:
 
 _known: WeakKeyDictionary[Tokenizer, dict[tuple[int, ...], Grammars]] = WeakKeyDictionary()
 _owners: WeakKeyDictionary[Tokenizer, int] = WeakKeyDictionary()
-_lock = threading.Lock()
+_lock = threading.RLock()  # a collection of garbage inside may call _release
 
 
 def _grammars(tokenizer: Tokenizer, stop_token_ids: Sequence[int]) -> Grammars:
     stop = tuple(sorted(set(stop_token_ids)))
     with _lock:
+        if _owners.get(tokenizer) == 0:  # no one would end them
+            raise RequestError(_CLOSED)
         by_stop = _known.setdefault(tokenizer, {})
         return by_stop.setdefault(stop, Grammars(tokenizer, stop))
 

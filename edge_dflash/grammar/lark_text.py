@@ -75,5 +75,7 @@ def _inline_schema(text: str, start: int) -> tuple[dict[str, object], int]:
 def _special(name: str, token_id: Callable[[str], int | None]) -> str:
     found = token_id(f"<{name}>")
     if found is None:
-        raise RequestError(f"the grammar names the token <{name}>, which the tokenizer lacks; write text in quotes")
+        raise RequestError(
+            f"the grammar names the token <{name[:40]}>, which the tokenizer lacks; write text in quotes"
+        )
     return f"<[{found}]>"

@@ -83,7 +83,11 @@ _KNOWN: tuple[tuple[str, str | _Words, str], ...] = (  # pattern; our words; key
         "",
     ),
     (r"no start rule found", "it has no start rule; name the rule that the answer must match start", ""),
-    (r"lexer error", "a character stands where none of the language can; quote texts with double quotes", ""),
+    (
+        r"too many (?:states|expressions)|Current row has \d+ items",
+        "it leaves too many ways open at once; make it simpler",
+        "",
+    ),
     (r"too deeply nested", "it is nested too deeply; use more rules", ""),
     (r"NoExtension", "no text leads to its end; make it less strict", ""),
     (
@@ -91,6 +95,7 @@ _KNOWN: tuple[tuple[str, str | _Words, str], ...] = (  # pattern; our words; key
         "it is too complex; make it simpler",
         "",
     ),
+    (r"lexer error", "a character stands where none of the language can; quote texts with double quotes", ""),
 )
 _PLACE = re.compile(r"^(?:at )?(?P<line>\d+)\((?P<column>\d+)\): ", re.MULTILINE)
 _SOURCE = re.compile(r"^\s*(?:\d+ \| .*|\^+)\s*$", re.MULTILINE)  # lines of the grammar that the library repeats

@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
-from signal import SIGPROF
+from signal import SIGABRT, SIGPROF, SIGSEGV
 
 from edge_dflash.errors import RequestError
 from edge_dflash.grammar import wire
@@ -38,6 +38,10 @@ class Died(Exception):
         self.signal = signal
 
 
+class OverBounds(RequestError):
+    """A grammar went over its bounds while it was compiled."""
+
+
 class Link:
     """A socket to another process, and how to wait for it."""
 
@@ -45,6 +49,7 @@ class Link:
         self.socket, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.socket.settimeout(SLICE)
         weakref.finalize(self, _close, self.socket, self.theirs)
+        _links.add(self)
 
     def send(self, message: bytes, fds: Sequence[int] = ()) -> None:
         """Send a message. Raises Died when the other end is closed."""
@@ -154,9 +159,10 @@ class Child:
                 else:
                     raise
         if message[:1] == wire.REFUSED:
-            raise RequestError(message[1:].decode())
+            raise RequestError(message[1:].decode(errors="replace"))
         if message[:1] == wire.DIED:
-            raise RequestError(why(message[1], f"the {source.kind}", bounds, bounds.compile_seconds, "to compile"))
+            kind = OverBounds if message[1] in (SIGPROF, SIGABRT, SIGSEGV) else RequestError  # else by another's hand
+            raise kind(why(message[1], f"the {source.kind}", bounds, bounds.compile_seconds, "to compile"))
 
     @property
     def alive(self) -> bool:
@@ -192,12 +198,24 @@ class Child:
 
 
 def why(signal: int, what: str, bounds: Bounds, seconds: float, doing: str) -> str:
-    """What a grammar did whose process died of a signal, and the remedy."""
+    """Why the process of a grammar died, and the remedy."""
     if signal == SIGPROF:
         return f"{what} needs more than {seconds:g} s {doing}; make it simpler"
     if signal:
         return f"{what} needs more than {bounds.nbytes >> 20} MB {doing}, or is nested too deep; make it simpler"
     return f"the process of {what} has ended; try again"
+
+
+_links: weakref.WeakSet[Link] = weakref.WeakSet()
+
+
+def _forget() -> None:
+    """In a fork: the processes are the parent's."""
+    for link in tuple(_links):
+        _close(link.socket, link.theirs)
+
+
+os.register_at_fork(after_in_child=_forget)
 
 
 def _close(*sockets: socket.socket) -> None:

@@ -23,9 +23,9 @@ MAX_BYTES = 256 * 1024
 MAX_DEPTH = 64  # levels of nesting
 MAX_LEVELS = 512  # levels of the schema and of all definitions that it refers to, one below the other
 
-_SCHEMA = ("additionalProperties", "items", "additionalItems")
-_SCHEMAS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
-_NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
+SINGLE = ("additionalProperties", "items", "additionalItems")
+LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+NAMED = ("properties", "patternProperties", "$defs", "definitions")
 _VALUES = (
     *("$ref", "const", "enum", "type", "required", "minProperties", "maxProperties", "minItems", "maxItems"),
     *("minLength", "maxLength", "pattern", "format", "contentEncoding"),
@@ -35,7 +35,7 @@ ANNOTATIONS = (  # of the standard, and OpenAPI's; its discriminator repeats wha
     *("$schema", "$id", "$comment", "title", "description", "default", "examples", "deprecated", "readOnly"),
     *("writeOnly", "discriminator", "example", "externalDocs", "xml"),
 )
-ENFORCED = frozenset((*_SCHEMA, *_SCHEMAS, *_NAMED_SCHEMAS, *_VALUES))
+ENFORCED = frozenset((*SINGLE, *LISTS, *NAMED, *_VALUES))
 _KNOWN = ENFORCED | frozenset(ANNOTATIONS)
 _COMPOUND = frozenset(("array", "object"))
 
@@ -143,18 +143,18 @@ def _check_keywords(node: dict[str, Any], where: str) -> None:
 
 def _children(node: dict[str, Any], where: str) -> Iterator[tuple[str, object]]:
     """Schemas directly inside ``node``, with their paths."""
-    for key in _NAMED_SCHEMAS:
+    for key in NAMED:
         named = node.get(key, {})
         if not isinstance(named, dict):
             raise RequestError(f"{key} at {where} is {short(named)}; give an object of schemas")
         yield from ((f"{key}/{name}", child) for name, child in named.items())
-    for key in _SCHEMAS:
+    for key in LISTS:
         several = node.get(key, [])
         if isinstance(several, list):
             yield from ((f"{key}/{index}", child) for index, child in enumerate(several))
-        elif key not in _SCHEMA:
+        elif key not in SINGLE:
             raise RequestError(f"{key} at {where} is {short(several)}; give a list of schemas")
-    for key in _SCHEMA:
+    for key in SINGLE:
         if key in node and not isinstance(node[key], list):
             yield key, node[key]
 

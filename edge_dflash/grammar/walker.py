@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 MAX_FORCED = 4096  # tokens that a grammar may force in a row at its start; more is taken for a text that never ends
 MAX_LEXER_STATES = 50_000  # 1-2 kB each
 TOOL_JSON = {"item_separator": ", ", "key_separator": ": "}  # as chat templates write arguments
+_TRIED = 4  # choices when a grammar is tried out; each takes a mask
 _FORCED_AT_ONCE = 64  # tokens that forced() returns at most
 _WHITESPACE = r"[ \t\n\r]{1,64}"  # bounded, so that a model cannot go on with blanks for ever
 
@@ -185,7 +186,26 @@ def compiled(source: Source, vocabulary: Vocabulary, stop_token_ids: tuple[int, 
         probe.compute_bitmask()
     if probe.is_error():
         raise RequestError(f"nothing satisfies the {kind} ({in_our_words(kind, probe.get_error(), source.text)})")
-    return Compiled(matcher, vocabulary.size, source.vocab_size, stop_token_ids)
+    grammar = Compiled(matcher, vocabulary.size, source.vocab_size, stop_token_ids)
+    _try_out(grammar, kind)
+    return grammar
+
+
+def _try_out(grammar: Compiled, kind: str) -> None:
+    """Take a few tokens. Raises RequestError for a grammar that is too complex for them: no request would get on."""
+    walker, stops = Walker(grammar), sum(1 << token for token in set(grammar.stop_token_ids))
+    try:
+        for _ in range(_TRIED):
+            tokens = walker.forced()
+            if not tokens:
+                bits = int.from_bytes(walker.packed(), "little") & ~stops
+                if not bits:
+                    return
+                tokens = ((bits & -bits).bit_length() - 1,)  # the first
+            if not all(map(walker.push, tokens)):
+                return
+    except RequestError as error:
+        raise RequestError(f"the {kind} cannot be used: {error}") from None
 
 
 def _grammar_text(source: Source, vocabulary: Vocabulary) -> str:

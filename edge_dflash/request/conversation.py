@@ -115,7 +115,7 @@ def as_said(model: Model, task: Task) -> list[Message]:
 def as_message(answer: Answer) -> Message:
     """An answer as the message that templates take back."""
     message: dict[str, object] = {"role": "assistant", "content": answer.content}
-    if answer.thinking:
+    if answer.thinking or "</think>" in answer.content:  # which stands behind the thinking, so it is text
         message["reasoning_content"] = answer.thinking
     if answer.tool_calls:
         message["tool_calls"] = [call.openai() for call in answer.tool_calls]
