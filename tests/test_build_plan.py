@@ -1,3 +1,4 @@
+import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -167,6 +168,13 @@ def test_tokenizers_without_the_mask_id_are_refused(tmp_path):
     refused(config, CheckpointError, "has 513 tokens, the target's vocabulary only 512")
     (target / "tokenizer.json").write_text("{")
     refused(config, CheckpointError, "cannot read", "download the tokenizer's files again")
+
+
+def test_chat_templates_that_are_no_jinja_are_refused(tmp_path):
+    target = add_tokenizer(copy_target("qwen3", tmp_path / "target"), 512)
+    file = target / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "chat_template": "{% for a in %}"}))
+    refused(config_of("qwen3", tmp_path / "out", target=target), CheckpointError, "is not valid Jinja (", "files again")
 
 
 def test_the_command_names_every_choice(tmp_path):

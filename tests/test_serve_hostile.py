@@ -164,6 +164,10 @@ def test_odd_requests(client):
         "no endpoint answers GET /nothing; GET /openapi.json lists" in refused(client.get("/nothing"), 404)["message"]
     )
     assert "this service has " in refused(client.get("/v1/models/gpt"), 404)["message"]
+    form = {"response_format": {"type": "json_object"}, "stop": "x"}
+    assert (
+        "leave stop or response_format out" in refused(client.post(CHAT, json={"messages": HELLO, **form}))["message"]
+    )
     forced = refused(client.post(CHAT, json={"messages": HELLO, "tool_choice": "required"}))
     assert forced["message"] == "tool_choice is 'required'; no tools are given: give tools, or auto"
     refused(client.get("/health/"), 404)

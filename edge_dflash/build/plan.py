@@ -236,7 +236,8 @@ def _tokenizer(target: Path, pair: PairSpec) -> tuple[Tokenizer | None, tuple[st
     try:
         tokenizer = Tokenizer.open(target)
     except BundleError as error:  # its remedies are those of a bundle
-        raise CheckpointError(str(error).rpartition(";")[0] + "; download the tokenizer's files again") from None
+        what = str(error).rpartition("; ")[0] or str(error)
+        raise CheckpointError(f"{what}; download the tokenizer's files again") from None
     warning = check_mask_token(tokenizer, file, pair)
     return tokenizer, (warning,) if warning else ()
 

@@ -192,6 +192,8 @@ def _stop(fields: Fields, options: PlanOptions) -> None:
         or not all(isinstance(t, str) and 0 < len(t) < 1000 for t in texts)
     ):
         fields.fail("stop", stop, "give a text or at most 16, each of 1 to 999 characters")
+    if texts and options.get("schema") is not None:
+        fields.fail("stop", stop, "only its own end ends a response_format: leave stop or response_format out")
     options["stop"] = tuple(texts)
 
 
