@@ -1,7 +1,7 @@
 """Control tokens of a tokenizer, and text encoded without them.
 
 Control tokens are the added tokens of ``tokenizer.json`` (``<|im_end|>``, ``<think>``), but for those that are words:
-not special, and made of letters, digits and blanks. Knows nothing of chat templates.
+not special, and made of letters, digits and blanks.
 """
 
 from __future__ import annotations

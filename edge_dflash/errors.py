@@ -125,3 +125,18 @@ class ServiceError(EdgeDflashError):
     """A service cannot be started here, or one elsewhere cannot be reached or failed."""
 
     exit_code = 10
+
+
+def short(value: object) -> str:
+    """A value as a message shows it, in at most 60 characters."""
+    try:
+        text = repr(value[:61] if type(value) is str else value)
+    except Exception:  # a caller's own class
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def one_line(said: object) -> str:
+    """A text, or what an error says, as a message quotes it: in one line of at most 300 characters."""
+    text = " ".join(str(said)[:1000].split()) or type(said).__name__
+    return text if len(text) <= 300 else f"{text[:297]}..."

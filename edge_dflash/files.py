@@ -44,7 +44,7 @@ def is_file(path: Path) -> bool:
 
 def open_regular(path: Path) -> BinaryIO:
     """Open a regular file, or a link to one, for reading. Raises OSError for anything else, at once."""
-    try:  # O_NONBLOCK: a FIFO opens at once, and is refused below; regular files do not know it
+    try:  # O_NONBLOCK: a FIFO opens at once, and is refused below; regular files ignore it
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     except ValueError:
         raise OSError(errno.EINVAL, "its name holds a NUL", str(path)) from None
@@ -80,9 +80,3 @@ def parse_json(data: bytes, **options: Any) -> Any:
     if (count := data.count(b"[") + data.count(b"{")) > MOST_LISTS:
         raise ValueError(f"it holds {count} lists and objects, wanted at most {MOST_LISTS}")
     return json.loads(data, **options)
-
-
-def short(value: object) -> str:
-    """A value as a message shows it: one line of at most 60 characters."""
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

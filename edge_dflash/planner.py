@@ -28,7 +28,8 @@ from edge_dflash.request import rules
 from edge_dflash.request.conversation import Encoder
 from edge_dflash.request.engine import Engine
 from edge_dflash.request.job import Alone, Observer
-from edge_dflash.request.options import Model, Options, PlanOptions, Task, ends_of_form, prepare
+from edge_dflash.request.options import Options, PlanOptions, Task
+from edge_dflash.request.prepare import Model, ends_of_form, prepare
 from edge_dflash.request.rules import Rule
 from edge_dflash.request.stream import AsyncPlanStream, PlanStream
 from edge_dflash.selftest_result import SelfTestResult

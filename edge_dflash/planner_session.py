@@ -19,7 +19,8 @@ from edge_dflash.plan import Plan
 from edge_dflash.request.conversation import Encoder, Prompt, as_message, as_said, next_turn
 from edge_dflash.request.engine import Engine
 from edge_dflash.request.job import Job
-from edge_dflash.request.options import Model, Options, PlanOptions, Task, prepare
+from edge_dflash.request.options import Options, PlanOptions, Task
+from edge_dflash.request.prepare import Model, prepare
 from edge_dflash.request.stream import AsyncPlanStream, PlanStream
 from edge_dflash.scheduler.ticket import Ticket
 from edge_dflash.sessions.saved import load_session, save_session

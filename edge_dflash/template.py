@@ -18,7 +18,8 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from edge_dflash.errors import BundleError, RequestError
+from edge_dflash.errors import BundleError, RequestError, short
+from edge_dflash.interpreter import command
 
 Message = Mapping[str, Any]  # {"role": ..., "content": ...}, passed to the chat template as it is
 
@@ -72,10 +73,10 @@ class ChatTemplate:
         """
         for index, message in enumerate(messages):
             if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
-                raise RequestError(f'message {index} is {_short(message)}; give {{"role": "user", "content": "..."}}')
+                raise RequestError(f'message {index} is {short(message)}; give {{"role": "user", "content": "..."}}')
             if not _ROLE.fullmatch(message["role"]):
                 raise RequestError(
-                    f"the role of message {index} is {_short(message['role'])}; use letters, digits, _ and -"
+                    f"the role of message {index} is {short(message['role'])}; use letters, digits, _ and -"
                 )
         given = {"messages": list(messages), **variables}
         body = "{" + ",".join(f"{_json(name)}:{_json(value)}" for name, value in given.items()) + "}"
@@ -167,10 +168,9 @@ class _Process:
         if self._process is not None and self._process.poll() is None:
             return self._process
         self.stop()
-        code = f"import sys; sys.path[:] = {sys.path!r}; from edge_dflash.template_process import main; main()"
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", code],
+                command("edge_dflash.template_process"),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
@@ -202,8 +202,3 @@ def _plain(value: object) -> object:
 
 
 _encoder = json.JSONEncoder(default=_plain)
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import re
-import resource
 import signal
 import sys
 from collections.abc import Callable, Mapping
@@ -24,6 +23,8 @@ from jinja2 import nodes
 from jinja2.optimizer import optimize
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from edge_dflash.errors import one_line
+from edge_dflash.interpreter import limit_memory, limited_time, obey_timers
 from edge_dflash.template import CPU_SECONDS, MEMORY_BYTES, TEXT_CHARS, mark
 
 _TEMPLATES = 64  # compiled ones that are kept
@@ -32,16 +33,13 @@ _TEMPLATES = 64  # compiled ones that are kept
 def main() -> None:
     """Answer until the input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is for the process that asks
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # the bound of time, which whoever started us may have blocked
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    obey_timers()
+    limit_memory(MEMORY_BYTES)
     compiled: dict[bytes, _Template] = {}
     while head := sys.stdin.buffer.readline():
         body = sys.stdin.buffer.readline()
-        signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)  # its signal ends the process
-        answer = _answer(compiled, head, body)
-        signal.setitimer(signal.ITIMER_PROF, 0)
+        with limited_time(CPU_SECONDS):
+            answer = _answer(compiled, head, body)
         sys.stdout.buffer.write(answer + b"\n")
         sys.stdout.buffer.flush()
 
@@ -55,14 +53,14 @@ def _answer(compiled: dict[bytes, _Template], head: bytes, body: bytes) -> bytes
     except MemoryError:
         return _said("bound", "")
     except Exception as error:  # of Jinja's parser, or of Python's, which compiles what Jinja made
-        return _said("invalid", _line(error))
+        return _said("invalid", one_line(error))
     try:
         given = json.loads(body)
         return _said("names", sorted(template.names)) if given is None else _said("text", template.render(given))
     except MemoryError:
         return _said("bound", "")
     except Exception as error:  # whatever a template raises is about this request
-        return _said("refused", _line(error))
+        return _said("refused", one_line(error))
 
 
 class _Template:
@@ -140,9 +138,3 @@ def _raise_exception(message: str) -> None:
 
 def _said(kind: str, value: object) -> bytes:
     return json.dumps({kind: value}, ensure_ascii=False).encode(errors="surrogatepass")
-
-
-def _line(error: BaseException) -> str:
-    """The message of an error in one line, not too long."""
-    text = " ".join(str(error)[:1000].split()) or type(error).__name__
-    return text if len(text) <= 300 else text[:297] + "..."

@@ -14,7 +14,7 @@ from typing import Any
 from tokenizers import Tokenizer as HfTokenizer
 
 from edge_dflash.control_tokens import ControlTokens, encode_all
-from edge_dflash.errors import BundleError, RequestError
+from edge_dflash.errors import BundleError, RequestError, one_line, short
 from edge_dflash.files import is_there, read_text
 from edge_dflash.template import BoundError, ChatTemplate, Message
 
@@ -51,13 +51,15 @@ def content_text(content: object, where: str) -> str | None:
     if content is None or isinstance(content, str):
         return content
     if not isinstance(content, list | tuple):
-        raise RequestError(f"{where} is {_short(content)}; give a text, or a list of parts of type text")
+        raise RequestError(f"{where} is {short(content)}; give a text, or a list of parts of type text")
     texts = []
     for index, part in enumerate(content):
         text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
         if not isinstance(text, str):
             accepted = '{"type": "text", "text": "..."}'
-            raise RequestError(f"{where}[{index}] is {_short(part)}; this model reads text only, give parts {accepted}")
+            raise RequestError(f"{where}[{index}] is {short(part)}; this model reads text only, give parts {accepted}")
+        if unknown := [key for key in part if key not in ("type", "text")]:
+            raise RequestError(f"{where}[{index}].{unknown[0]!s:.60} is unknown here; known are text, type")
         texts.append(text)
     return "".join(texts)
 
@@ -266,11 +268,4 @@ def _content(token: object) -> str:
 
 
 def _line(error: BaseException) -> str:
-    """The message of an error in one line."""
-    said = getattr(error, "strerror", None) or str(error)  # without the path, which is named beside it
-    return " ".join(said.split()) or type(error).__name__
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+    return one_line(getattr(error, "strerror", None) or error)  # without the path, which is named beside it

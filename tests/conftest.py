@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 from importlib.util import find_spec
@@ -33,6 +34,12 @@ else:
                 pytest.skip("needs torch", allow_module_level=True)
 
     sys.meta_path.insert(0, NoTorch)
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_xdist_auto_num_workers() -> int:
+    """One worker more than cores: tests of the service and of other processes mostly wait."""
+    return (os.cpu_count() or 1) + 1
 
 
 @pytest.fixture(scope="session")
@@ -105,3 +112,13 @@ def ids_bundle(golden, tmp_path_factory):
     argv = ["build", "--target", target, "--drafter", drafter, "--no-calibrate", "--output", output]
     assert run([str(word) for word in argv]) == 0
     return output
+
+
+@pytest.fixture
+def service(tmp_path):
+    """A service that is ready, of a model that is a few lines of hashing."""
+    from service_support import fake_service
+
+    service = fake_service(tmp_path)
+    yield service
+    service.close()

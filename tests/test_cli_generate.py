@@ -8,7 +8,9 @@ import re
 import pytest
 from cli_support import last_json
 
+from edge_dflash.cli import comparison
 from edge_dflash.cli import generate as module
+from edge_dflash.errors import VerificationError
 from edge_dflash.plan import Plan, PlanTimings
 from edge_dflash.telemetry.energy import EnergyMeter
 from edge_dflash.telemetry.power import Rail
@@ -103,21 +105,21 @@ def plan_of(tokens, finish="stop"):
 
 
 def test_tokens_that_differ_are_said_and_fail(capsys):
-    with pytest.raises(module.VerificationError, match="differ from token 1 on"):
+    with pytest.raises(VerificationError, match="differ from token 1 on"):
         module._report(plan_of((1, 2)), None, (plan_of((1, 3)), None), json=False)
     assert "DIFFERENT TOKENS" in capsys.readouterr().out
-    assert not module.same_tokens(plan_of((1, 2)), plan_of((1,)))
-    assert module.same_tokens(plan_of((1, 2)), plan_of((1,), "deadline"))
-    assert not module.same_tokens(plan_of((1, 2)), plan_of((3,), "deadline"))
+    assert not comparison.same_tokens(plan_of((1, 2)), plan_of((1,)))
+    assert comparison.same_tokens(plan_of((1, 2)), plan_of((1,), "deadline"))
+    assert not comparison.same_tokens(plan_of((1, 2)), plan_of((3,), "deadline"))
 
 
 def test_joules_of_a_plan_are_watts_over_its_time(cli, ids_bundle, monkeypatch):
     argv = ("generate", ids_bundle, "--ids", "1,2,3", "--max-new-tokens", 9)
-    monkeypatch.setattr(module, "EnergyMeter", lambda: EnergyMeter(lambda: None))
+    monkeypatch.setattr(comparison, "EnergyMeter", lambda: EnergyMeter(lambda: None))
     assert last_json(cli(*argv, "--json")[1])["board"]["joules"] is None
     assert not cli(*argv)[2].endswith(" J\n")
     monkeypatch.setattr(
-        module, "EnergyMeter", lambda: EnergyMeter(lambda: Rail("VIN", "ina238", 40.0, None, None, None))
+        comparison, "EnergyMeter", lambda: EnergyMeter(lambda: Rail("VIN", "ina238", 40.0, None, None, None))
     )
     found = last_json(cli(*argv, "--json")[1])
     assert found["board"]["joules"] == pytest.approx(40.0 * found["total_seconds"], rel=0.05)

@@ -86,6 +86,12 @@ def test_rope_scaling_beside_other_rope_parameters_is_refused(target, changes):
         ("qwen3-tiny", {"vocab_size": 1 << 40}, "vocab_size is 1099511627776, wanted an integer of at most"),
         ("qwen3-tiny", {"mlp_bias": True}, "mlp_bias is true: biases of linears"),
         ("qwen3-tiny", {"text_config": {}}, "text_config is {}"),
+        ("qwen3-tiny", {"rope_thetaa": 1e6}, r"wanted no such setting \(did you mean rope_theta\?\): this version"),
+        (
+            "qwen3-tiny",
+            {"beta_fast": 32},
+            r"no such setting here \(it is known inside rope_parameters and rope_scaling\)",
+        ),
         ("qwen3-tiny", {"linear_num_key_heads": 2}, "linear_num_key_heads is 2, wanted no such setting"),
         ("qwen3_5-tiny", {"attn_output_gate": False}, "attn_output_gate is false: attention without its gate"),
         ("qwen3_5-tiny", {"mamba_ssm_dtype": "bfloat16"}, "mamba_ssm_dtype is 'bfloat16'"),

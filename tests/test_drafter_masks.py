@@ -158,8 +158,8 @@ def test_a_recipe_sets_the_mask_of_each_layer(tmp_path):
     [
         ("{block: causal}", "match is None; wanted text"),
         ('{match: "*", block: full}', "block is 'full'; wanted one of config, causal, bidirectional"),
-        ('{match: "*", window: 0}', "window is 0; wanted a positive integer"),
-        ('{match: "*", window: all}', "window is 'all'; wanted one of config, none"),
+        ('{match: "*", window: 0}', "window is 0; wanted a positive integer, none or config"),
+        ('{match: "*", window: all}', "window is 'all'; wanted a positive integer, none or config"),
         ('{match: "*", sliding: 3}', "unknown key sliding; accepted: match, block, window"),
     ],
 )

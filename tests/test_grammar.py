@@ -288,7 +288,7 @@ def test_lark_grammars_may_name_special_tokens_and_hold_schemas():
 
 REFUSED_SCHEMAS = [
     ({"type": "string", "minLenght": 3}, "'minLenght' at # would not be enforced; did you mean 'minLength'"),
-    ({"properties": {"a": {"uniqueItems": True}}}, "'uniqueItems' at #/properties/a would not be enforced"),
+    ({"properties": {"a": {"uniqueItems": True}}}, "'uniqueItems' at #/properties/a would not be enforced; remove it"),
     ({"not": {"type": "string"}}, "'not' at # would not be enforced"),
     ({"if": {}, "then": {}}, "'if' at #"),
     ({"x-guidance": {"lenient": True}, "type": "string"}, "'x-guidance' at #"),

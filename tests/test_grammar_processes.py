@@ -32,7 +32,8 @@ from edge_dflash.grammar.schema_check import schema_json
 from edge_dflash.grammar.turns import Turns
 from edge_dflash.grammar.walker import Source, Walker
 from edge_dflash.spec.constraint import ENDLESS, Interrupted, Patience
-from edge_dflash.spec.loop import Controls, DecodeOptions, generate
+from edge_dflash.spec.controls import Controls
+from edge_dflash.spec.loop import DecodeOptions, generate
 from tests.grammar_support import END, SCHEMAS, compiled_here, tokenizer, vocab_size
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -17,8 +17,9 @@ from edge_dflash.backends.delegate import Delegate
 from edge_dflash.sessions.session import SessionManager
 from edge_dflash.sessions.store import PrefixStore
 from edge_dflash.spec.adversary import Adversary, drafters, oracle_until
+from edge_dflash.spec.controls import Controls
 from edge_dflash.spec.logprobs import TokenLogprob, token_logprobs
-from edge_dflash.spec.loop import Controls, DecodeOptions, stream
+from edge_dflash.spec.loop import DecodeOptions, stream
 from edge_dflash.spec.relaxed import Relaxation
 from tests.golden_pairs import NAMES, backend, golden
 from tests.verify_support import BACKENDS

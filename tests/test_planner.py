@@ -175,6 +175,10 @@ def test_content_may_be_parts_of_text(tokenizer):
         (["x"], r"content of message 1\[0\] is 'x'"),
         ([{"type": "text", "text": 5}], r"content of message 1\[0\] is "),
         (5, "content of message 1 is 5; give a text, or a list of parts of type text"),
+        (
+            [{"type": "text", "text": "x"}, {"type": "text", "text": "y", "cache_control": None}],
+            r"content of message 1\[1\]\.cache_control is unknown here; known are text, type",
+        ),
     ],
 )
 def test_other_parts_are_refused_by_name(tokenizer, content, message):

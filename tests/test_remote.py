@@ -25,13 +25,6 @@ TASK = "go to the hall"
 
 
 @pytest.fixture
-def service(tmp_path):
-    service = fake_service(tmp_path)
-    yield service
-    service.close()
-
-
-@pytest.fixture
 def remote(service, tmp_path):
     with live(service, tmp_path) as url, Planner.connect(url) as planner:
         yield planner

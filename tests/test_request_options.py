@@ -7,10 +7,9 @@ import pytest
 from fakes import FakeBackend
 from service_support import fake_service, live
 
-from edge_dflash.errors import RequestError
+from edge_dflash.errors import RequestError, short
 from edge_dflash.planner import Planner
 from edge_dflash.request.options import Options
-from edge_dflash.request.rules import shown
 from edge_dflash.spec.relaxed import Relaxation
 
 NAN, INF = float("nan"), float("inf")
@@ -197,6 +196,6 @@ def test_a_value_that_cannot_be_shown():
         def __repr__(self):
             raise ValueError
 
-    assert shown(Odd()) == "a Odd"
+    assert short(Odd()) == "a Odd"
     with pytest.raises(RequestError, match=r"^caller is a Odd; give a text"):
         Options(caller=Odd())

@@ -184,7 +184,7 @@ def test_one_callers_flood_leaves_places_and_gives_way_to_what_is_urgent():
                 refused += 1
         assert (len(floods), refused) == (8, 10)
         own = scheduler.submit(count(1), caller="flood", priority=100)
-        with pytest.raises(QueueFullError, match=r"of priority 0, gave its place in the full queue to one of .* 100"):
+        with pytest.raises(QueueFullError, match=r"of priority 0, gave its place in the queue to one of .* 100"):
             floods[-1].result(PATIENT)
         others = [scheduler.submit(count(1), caller=f"other {n}") for n in range(8)]
         urgent = scheduler.submit(count(1), caller="robot", priority=100)

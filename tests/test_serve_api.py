@@ -17,13 +17,6 @@ HELLO = [{"role": "user", "content": "hello"}]
 
 
 @pytest.fixture
-def service(tmp_path):
-    service = fake_service(tmp_path)
-    yield service
-    service.close()
-
-
-@pytest.fixture
 def client(service):
     with client_of(service) as client:
         yield client

@@ -24,13 +24,6 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 FAULTS = (*FULL, errno.EROFS, errno.EIO, errno.EACCES)
 
 
-@pytest.fixture
-def service(tmp_path):
-    service = fake_service(tmp_path)
-    yield service
-    service.close()
-
-
 def failing(monkeypatch, where, code, part="state"):
     """Let a function of the system fail with this error for paths of the state directory, or for any descriptor."""
     owner, name = where
@@ -224,7 +217,7 @@ def test_a_holder_that_was_killed_leaves_no_lock(tmp_path):
 
 
 def test_the_second_server_of_a_state_directory_is_refused_and_a_killed_one_makes_way(demo_bundle, tmp_path):
-    first = Process(demo_bundle, tmp_path).start()
+    first = Process(demo_bundle, tmp_path, settings='self_test = "off"\n').start()
     pid = first.process.pid
     command = [sys.executable, "-m", "edge_dflash", "serve", str(demo_bundle), "--socket", str(tmp_path / "two.sock")]
     command += ["--state-dir", str(first.state)]

@@ -158,9 +158,14 @@ def test_prompts_of_completions(client):
 def test_odd_requests(client):
     assert refused(client.post(CHAT, content=b"{}"), 415)["code"] == "content_type"
     refused(client.post(CHAT, content=b"{}", headers={**JSON, "content-encoding": "gzip"}), 415)
-    refused(client.get(CHAT), 405)
+    assert refused(client.get(CHAT), 405)["message"] == f"the method of {CHAT} is GET; it takes POST"
     refused(client.post("/metrics"), 405)
-    refused(client.get("/nothing"), 404)
+    assert (
+        "no endpoint answers GET /nothing; GET /openapi.json lists" in refused(client.get("/nothing"), 404)["message"]
+    )
+    assert "this service has " in refused(client.get("/v1/models/gpt"), 404)["message"]
+    forced = refused(client.post(CHAT, json={"messages": HELLO, "tool_choice": "required"}))
+    assert forced["message"] == "tool_choice is 'required'; no tools are given: give tools, or auto"
     refused(client.get("/health/"), 404)
     refused(client.get("/v1/models/..%2f..%2fetc"), 404)
     assert refused(client.post(CHAT, json={"model": "gpt", "messages": HELLO}), 404)["code"] == "model_not_found"

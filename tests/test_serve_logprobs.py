@@ -25,13 +25,6 @@ PIECES = "grüße 🤖"  # characters of one, two and four tokens
 
 
 @pytest.fixture
-def service(tmp_path):
-    service = fake_service(tmp_path)
-    yield service
-    service.close()
-
-
-@pytest.fixture
 def client(service):
     with client_of(service) as http:
         yield OpenAI(base_url="http://localhost/v1", api_key="none", http_client=http)

@@ -41,13 +41,6 @@ def keys_of(schema):
             yield from keys_of(inner)
 
 
-@pytest.fixture
-def service(tmp_path):
-    service = fake_service(tmp_path)
-    yield service
-    service.close()
-
-
 def test_it_is_served_and_every_route_is_in_it(service):
     with client_of(service) as client:
         served = client.get("/openapi.json").json()

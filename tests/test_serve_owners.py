@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
+import struct
 import threading
 import time
+from unittest.mock import MagicMock
 
 import httpx2
 import pytest
@@ -22,13 +24,6 @@ from edge_dflash.serve.app import make_app
 
 KEYS = {"0123456789abcdef": "key-arm", "0123456789abcdeg": "key-desk"}
 MANY = 18
-
-
-@pytest.fixture
-def service(tmp_path):
-    service = fake_service(tmp_path)
-    yield service
-    service.close()
 
 
 def user(service, account):
@@ -120,6 +115,9 @@ def test_the_socket_says_which_user_is_at_the_other_end(service, tmp_path, monke
         end.close()
     with socket.socket() as tcp:
         assert peer(tcp) == peer(None) == own()
+    distant = MagicMock(family=socket.AF_UNIX)
+    distant.getsockopt.return_value = struct.pack("iII", 7, 3_000_000_000, 7)  # a user of a container
+    assert peer(distant) == "uid-3000000000"
     found = []
 
     def seen(one):
@@ -175,7 +173,7 @@ def test_one_callers_flood_leaves_places_and_gives_way_to_what_is_urgent(tmp_pat
         assert displaced.status_code == 429
         assert displaced.json()["error"]["code"] == "queue_full"
         assert int(displaced.headers["retry-after"]) >= 1
-        assert "gave its place in the full queue to one of priority 100" in displaced.text
+        assert "gave its place in the queue to one of priority 100" in displaced.text
         assert service.planner.waiting == 16
         backend.open.set()
         for thread in threads:

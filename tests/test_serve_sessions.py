@@ -132,7 +132,7 @@ def test_forks_go_their_own_way(start):
     turn(client, "a")
     assert client.post(f"{SESSIONS}/a/fork", json={"to": "b"}).is_success
     assert client.post(f"{SESSIONS}/a/fork", json={"to": "b"}).status_code == 409
-    assert client.post(f"{SESSIONS}/a/fork", json={"to": "a"}).status_code == 400
+    assert client.post(f"{SESSIONS}/a/fork", json={"to": "a"}).status_code == 409
     assert client.post(f"{SESSIONS}/a/fork", json={}).status_code == 400
     assert client.post(f"{SESSIONS}/none/fork", json={"to": "c"}).status_code == 404
     assert client.post(f"{SESSIONS}/a/save", json={"to": "b"}).status_code == 409  # another one's file

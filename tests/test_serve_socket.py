@@ -249,6 +249,7 @@ def test_a_stop_finishes_what_runs_saves_sessions_and_leaves_no_socket(process):
     assert process.stop(signal.SIGTERM) == 0
     thread.join()
     assert replies[0]["usage"]["completion_tokens"] == 40
+    assert "stopping: what runs has 20 s to end" in (process.directory / "log").read_text()
     assert not process.socket.exists()
     saved = [path.name for path in process.state.rglob("*") if path.is_file()]
     assert "hall.session" in saved

@@ -18,7 +18,8 @@ from edge_dflash.errors import BackendError, BundleError, ContextError, RequestE
 from edge_dflash.sessions.session import SessionManager, SessionState, fingerprint
 from edge_dflash.sessions.slot import Reuse
 from edge_dflash.sessions.store import PrefixStore, snapshot_bytes
-from edge_dflash.spec.loop import Controls, DecodeOptions, generate
+from edge_dflash.spec.controls import Controls
+from edge_dflash.spec.loop import DecodeOptions, generate
 from tests.golden_pairs import ENGINE, NAMES, backend, golden, same_bits
 
 PLENTY = 1 << 30

@@ -9,7 +9,8 @@ from hypothesis.extra import numpy as stn
 
 from edge_dflash.backends.base import Choosing, Cycle
 from edge_dflash.spec.constraint import pack, unpack
-from edge_dflash.spec.loop import Controls, DecodeOptions, generate
+from edge_dflash.spec.controls import Controls
+from edge_dflash.spec.loop import DecodeOptions, generate
 from edge_dflash.spec.relaxed import Relaxation
 from edge_dflash.spec.sampling import GREEDY, Sampling, choose_row, weights
 from edge_dflash.spec.thinking import AfterThinking

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from fakes import Stepped
 
-from edge_dflash.spec.loop import Controls, DecodeOptions, generate, stream
+from edge_dflash.spec.controls import Controls
+from edge_dflash.spec.loop import DecodeOptions, generate, stream
 from edge_dflash.spec.pace import CycleTime, Pace
 from tests.golden_pairs import ENGINE, NAMES, backend, golden, same_bits
 

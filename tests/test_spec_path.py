@@ -8,7 +8,8 @@ from fakes import SHAPE, FakeBackend, Stepped
 
 from edge_dflash.errors import RequestError
 from edge_dflash.spec.constraint import Interrupted
-from edge_dflash.spec.loop import Controls, DecodeOptions, generate, stream
+from edge_dflash.spec.controls import Controls
+from edge_dflash.spec.loop import DecodeOptions, generate, stream
 
 PROMPT = (3, 1, 4)
 OPTIONS = DecodeOptions(max_new_tokens=20)

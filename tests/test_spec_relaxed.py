@@ -3,7 +3,8 @@ import pytest
 
 from edge_dflash.errors import RequestError
 from edge_dflash.spec.accept import accepted
-from edge_dflash.spec.loop import Controls, DecodeOptions, generate
+from edge_dflash.spec.controls import Controls
+from edge_dflash.spec.loop import DecodeOptions, generate
 from edge_dflash.spec.relaxed import Relaxation, ThinkingSpan
 from tests.golden_pairs import backend, golden
 

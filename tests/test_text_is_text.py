@@ -16,7 +16,8 @@ from edge_dflash.errors import BundleError, RequestError
 from edge_dflash.planner import Planner
 from edge_dflash.quant.prompts import read_prompts
 from edge_dflash.request.conversation import as_message, next_turn
-from edge_dflash.request.options import Model, Options, as_messages
+from edge_dflash.request.options import Options, as_messages
+from edge_dflash.request.prepare import Model
 from edge_dflash.resources import directory
 from edge_dflash.text import Tokenizer
 from tests.chat_families import PADS, SPECIAL, VISIBLE, family, reference, reference_text

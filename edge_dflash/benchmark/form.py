@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from operator import ne
 from typing import Any
 
-from edge_dflash.backends.base import Backend, Cycle, Rows, Steering
+from edge_dflash.backends.base import Backend, Rows
 from edge_dflash.backends.delegate import Delegate
-from edge_dflash.backends.host_cycle import host_cycle
 from edge_dflash.errors import RequestError
 from edge_dflash.grammar.compiled import compile_schema
 from edge_dflash.planner import Planner
-from edge_dflash.spec.loop import Controls, DecodeOptions, stream
-from edge_dflash.spec.sampling import GREEDY, Sampling
+from edge_dflash.spec.controls import Controls
+from edge_dflash.spec.loop import DecodeOptions, stream
 
 ACTIONS = ("navigate", "open", "close", "pick", "place", "inspect", "announce", "wait")
 _COLOURS = ("red", "blue", "green", "grey")
@@ -61,17 +60,6 @@ class _Watched(Delegate):
         super().__init__(backend)
         self._drafted: list[int] = []
         self.verified = self.replaced = 0  # drafts
-
-    def cycle(
-        self,
-        anchor: int,
-        sampling: Sampling = GREEDY,
-        *,
-        steering: Steering | None = None,
-        drafting: bool = True,
-        logits: bool = False,
-    ) -> Cycle:
-        return host_cycle(self, anchor, sampling, steering, drafting, logits)
 
     def propose(self, anchor: int) -> Rows:
         rows = super().propose(anchor)

@@ -14,7 +14,7 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-from edge_dflash.errors import BundleError
+from edge_dflash.errors import BundleError, short
 
 T = TypeVar("T")
 
@@ -111,5 +111,4 @@ def _hints(cls: Callable[..., object]) -> dict[str, Any]:
 
 
 def _mismatch(where: str, value: object, wanted: str) -> BundleError:
-    found = repr(value)
-    return BundleError(f"{where}: found {found if len(found) <= 60 else found[:57] + '...'}, wanted {wanted}")
+    return BundleError(f"{where}: found {short(value)}, wanted {wanted}")

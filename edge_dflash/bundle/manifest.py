@@ -19,8 +19,8 @@ from edge_dflash.archs import ARCHS_OF, BACKENDS, find_arch, ordered
 from edge_dflash.backends.base import Precision
 from edge_dflash.bundle.codec import decode, encode
 from edge_dflash.checkpoint.specs import MAX_BLOCK, MAX_LAYERS, PairSpec
-from edge_dflash.errors import BackendError, BundleError
-from edge_dflash.files import parse_json, short
+from edge_dflash.errors import BackendError, BundleError, short
+from edge_dflash.files import parse_json
 from edge_dflash.graph.program import KvState
 from edge_dflash.models import pair_programs
 

@@ -58,12 +58,15 @@ def read_drafter_spec(directory: Path) -> DrafterSpec:
     taps = source.integers("target_layer_ids") if source.has("target_layer_ids") else _taps(layers, target_layers)
     if not taps:
         raise source.error("target_layer_ids", [], "at least one layer id")
+    vocab = fields.integer("vocab_size")
+    if fields.has("draft_vocab_size") and (drafted := fields.integer("draft_vocab_size")) != vocab:
+        raise fields.error("draft_vocab_size", drafted, f"vocab_size ({vocab}): drafts come from the whole vocabulary")
     return DrafterSpec(
         block_size=_place("block_size", fields, dflash).integer("block_size"),
         mask_token_id=_place("mask_token_id", dflash, fields).integer("mask_token_id"),
         target_layer_ids=taps,
         num_target_layers=target_layers,
-        vocab_size=fields.integer("vocab_size"),
+        vocab_size=vocab,
         hidden_size=fields.integer("hidden_size"),
         intermediate_size=fields.integer("intermediate_size"),
         rms_norm_eps=fields.number("rms_norm_eps"),

@@ -48,14 +48,15 @@ def read_declared(directory: Path, modules: Sequence[str]) -> Declared:
     where = f"{path}quantization_config"
     if any(other != values for _, other in found) or not isinstance(values, dict):
         raise CheckpointError(f"{file}: {where} is {values!r:.60}, wanted one object, in one place")
-    if values and "quant_method" not in values:
+    method, nested = values.get("quant_method"), "quantization" in values  # as hf_quant_config.json has it
+    if values and method is None and not nested:
         raise CheckpointError(f"{file} lacks the field {where}.quant_method; the checkpoint is incomplete")
-    method = values.get("quant_method")
     if method == "compressed-tensors":
         return _compressed_tensors(Fields(file, values, COMPRESSED_TENSORS, f"{where}."), modules)
     if method not in (None, "modelopt"):
         raise CheckpointError(f"{file}: {where}.quant_method is {method!r}, wanted 'modelopt' or 'compressed-tensors'")
-    mirror = Fields(file, values, MODELOPT, f"{where}.")
+    mirror = Fields(file, values, HF_QUANT if nested else MODELOPT, f"{where}.")
+    mirror = mirror.child("quantization") if nested else mirror
     own = directory / "hf_quant_config.json"
     if is_there(own):
         scheme = Fields(own, read_json(own), HF_QUANT).child("quantization")
@@ -63,9 +64,7 @@ def read_declared(directory: Path, modules: Sequence[str]) -> Declared:
             if mirror.has(key) and mirror.text(key) != scheme.text(key):
                 raise mirror.error(key, mirror.text(key), f"the same as in {own.name} ({scheme.text(key)!r})")
         return _modelopt(scheme, "exclude_modules")
-    if method:
-        return _modelopt(mirror, "ignore")
-    return lambda module: None
+    return _modelopt(mirror, "exclude_modules" if nested else "ignore")
 
 
 def _modelopt(fields: Fields, exclude: str) -> Declared:
@@ -129,8 +128,11 @@ def _compressed_tensors(fields: Fields, modules: Sequence[str]) -> Declared:
     lists = [fields.names("ignore"), *(group.names("targets") for group in members)]
     matched = _matched(fields, [item for names in lists for item in names if item.startswith(_RE)], modules)
     ignored, *targeted = (_CtNames(names, matched) for names in lists)
-    storages = [_ct_storage(group.child("weights")) for group in members]
-    rules = list(zip(targeted, storages, strict=True))
+    rules = [
+        (targets, _ct_storage(group.child("weights")))
+        for targets, group, names in zip(targeted, members, lists[1:], strict=True)
+        if not names or targets.linear or any(map(targets.match, modules))  # the others are of parts that are not used
+    ]
 
     def declared(module: str) -> Storage | None:
         if ignored.match(module):
@@ -141,7 +143,7 @@ def _compressed_tensors(fields: Fields, modules: Sequence[str]) -> Declared:
         for targets, storage in rules:
             if targets.linear:
                 return storage
-        return "wide" if rules else None
+        return "wide" if members else None
 
     return declared
 

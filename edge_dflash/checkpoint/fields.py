@@ -6,6 +6,7 @@ file, key, the value found and what was wanted.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from edge_dflash.checkpoint.specs import MAX_LAYERS
-from edge_dflash.errors import CheckpointError, UnsupportedModelError
-from edge_dflash.files import short
+from edge_dflash.errors import CheckpointError, UnsupportedModelError, short
 
 Use = Literal["read", "refused unless", "without effect"]
 Kind = Literal["integer", "number", "flag", "text", "integers", "names", "tokens", "object", "any"]
@@ -40,9 +40,18 @@ class Key:
     accepted: tuple[Any, ...] = ()  # the values of a key refused unless one of them; of a text, empty: all
     null: bool = False  # null counts as missing; otherwise null is refused
     keys: Table | None = None  # of an object
+    late: bool = False  # the object's keys are checked when the object is read, if it ever is
     required: bool = False  # of a key refused unless one of some values: whether it must be there
     why: str = ""  # it has no effect, or what another value would mean
     beside: str = ""  # when a key that is read does not count
+
+
+def _meant(name: str, table: Table) -> str:
+    """What an unknown key may be a misspelling of, or where it belongs; empty: neither."""
+    if outer := [key for key, known in table.items() if known.keys is not None and name in known.keys]:
+        return f" here (it is known inside {' and '.join(outer)})"
+    near = difflib.get_close_matches(name, table, 1, 0.8)
+    return f" (did you mean {near[0]}?)" if near else ""
 
 
 def integer(default: Any = REQUIRED, least: int = 1, most: int = MOST, *, null: bool = False, beside: str = "") -> Key:
@@ -70,9 +79,9 @@ def names(*accepted: str) -> Key:
     return Key("read", "names", accepted=accepted, null=True)
 
 
-def inner(keys: Table | None = None) -> Key:
+def inner(keys: Table | None = None, *, late: bool = False) -> Key:
     """An object; null counts as missing. Without ``keys`` its reader brings the table."""
-    return Key("read", "object", keys=keys, null=True)
+    return Key("read", "object", keys=keys, null=True, late=late)
 
 
 def only(keys: str, *accepted: Any, why: str, required: bool = False) -> Table:
@@ -107,7 +116,7 @@ class Fields:
                 raise self.lacks(name)
         for name, value in values.items():
             if name not in table and ANY not in table:
-                raise self.error(name, value, f"no such setting: {_UNKNOWN}")
+                raise self.error(name, value, f"no such setting{_meant(name, table)}: {_UNKNOWN}")
 
     def has(self, name: str) -> bool:
         """Whether the key is there and not null."""
@@ -154,7 +163,9 @@ class Fields:
         key = self._table.get(name, self._table.get(ANY))
         if key is None or key.kind != "object" or key.keys is None:
             raise KeyError(f"{self._path}{name} has no table")
-        return self._children.get(name) or Fields(self.file, {}, key.keys, f"{self._path}{name}.")
+        if name not in self._children:
+            self._children[name] = Fields(self.file, self.values.get(name) or {}, key.keys, f"{self._path}{name}.")
+        return self._children[name]
 
     def error(self, name: str, found: object, wanted: str) -> CheckpointError:
         """An error about a key."""
@@ -189,8 +200,8 @@ class Fields:
         if key.kind == "object":
             if not isinstance(value, dict):
                 raise self.error(name, value, "an object")
-            if key.keys is not None:
-                self._children[name] = Fields(self.file, value, key.keys, f"{self._path}{name}.")
+            if key.keys is not None and not key.late:
+                self.child(name)
         elif key.kind == "names":
             if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
                 raise self.error(name, value, "a list of names" if key.accepted else "a list of names or patterns")

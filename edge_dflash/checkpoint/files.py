@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from edge_dflash.checkpoint.weights import Array
-from edge_dflash.errors import CheckpointError
-from edge_dflash.files import is_there, open_regular, parse_json, read_bytes, short
+from edge_dflash.errors import CheckpointError, short
+from edge_dflash.files import is_there, open_regular, parse_json, read_bytes
 
 MAX_HEADER = 32 << 20  # bytes; the format's own reader takes 100 MB, published models have a tenth of one
 MAX_NAME, MAX_DIMS = 512, 8  # characters of a tensor's name, dimensions of its shape

@@ -20,8 +20,8 @@ _LIBRARY: Table = {
     ),
     **free(
         "a note of the tool that wrote the file",
-        """_name_or_path name_or_path _commit_hash auto_map transformers_version tokenizer_class unsloth_fixed
-        unsloth_version _attn_implementation_autoset""",
+        """_name_or_path name_or_path model_name _commit_hash auto_map transformers_version tokenizer_class
+        unsloth_fixed unsloth_version _attn_implementation_autoset""",
     ),
     **free(
         "for other tasks than text",
@@ -146,7 +146,10 @@ NESTED: Table = {
         }
     ),
 }
-"""config.json of a Qwen3.5 target with ``text_config``."""
+"""config.json of a Qwen3.5 target with ``text_config``.
+
+Tools also write keys of ``text_config`` a second time beside it: those that say the same have no effect.
+"""
 
 _BLOCK: Table = {
     "block_size": integer(least=2, most=MAX_BLOCK, null=True),
@@ -159,6 +162,9 @@ _BLOCK: Table = {
     **only("attention_sink_bias add_swa_attention_sink_bias", None, False, why="a learned sink in every softmax"),
     **only("input_embedding_scale output_multiplier logit_scale", None, 1, 1.0, why="scaled embeddings or logits"),
     **only("final_logit_softcapping", None, why="capped logits"),
+    **only("projector_type", None, "dflash", why="another drafter design"),
+    **only("attention_mode", None, "gqa", why="another attention"),
+    **only("use_aux_hidden_state", None, True, why="a drafter that sees no hidden states of the target"),
 }
 DRAFTER: Table = {
     **_DECODER,
@@ -169,6 +175,7 @@ DRAFTER: Table = {
     **free("the target's stop tokens count", "eos_token_id"),
     "max_position_embeddings": integer(beside="YaRN has original_max_position_embeddings, or there is no YaRN"),
     "num_target_layers": integer(most=MAX_LAYERS),
+    "draft_vocab_size": integer(null=True),
     "layer_types": names("full_attention", "sliding_attention"),
     "use_sliding_window": flag(False, null=True, beside="layer_types is given"),
     "sliding_window": integer(null=True, beside="no layer slides, or swa_window_size is given"),
@@ -194,7 +201,8 @@ _SCALES: Table = {
     **free("how the scales were found", "observer observer_kwargs scale_dtype zp_dtype"),
     **only("symmetric", True, None, why="zero points"),
     **only("dynamic", False, None, why="scales that are not stored"),
-    **only("actorder", False, None, why="reordered groups"),
+    # "static" and "weight" are the order in which weights were rounded; they are stored in their own
+    **only("actorder", False, None, "static", "weight", why="reordered groups"),
     **only("block_structure", None, why="scales of another shape"),
 }
 _KV_CACHE: Table = {
@@ -225,7 +233,7 @@ _FORMAT = only(
 _GROUP: Table = {
     **_FORMAT,
     "targets": names(),
-    "weights": inner(_WEIGHTS),
+    "weights": inner(_WEIGHTS, late=True),  # of a group of modules that are not used, such as mtp.*, nothing counts
     "input_activations": inner(_ACTIVATIONS),
     **only("output_activations", None, why="quantized outputs"),
 }
@@ -235,7 +243,7 @@ COMPRESSED_TENSORS: Table = {
     "config_groups": inner({ANY: inner(_GROUP)}),
     "ignore": names(),
     "kv_cache_scheme": inner(_KV_CACHE),
-    **only("transform_config", None, {}, why="weights in another basis"),
+    **only("transform_config", None, {}, {"config_groups": {}}, why="weights in another basis"),
     "sparsity_config": inner({**only("format", "dense", None, why="sparse weights"), **free("dense weights", ANY)}),
     **free("the tensors show it", "quantization_status global_compression_ratio version run_compressed"),
 }
@@ -260,5 +268,9 @@ MODELOPT: Table = {
 }
 """quantization_config of ModelOpt, and ``quantization`` of hf_quant_config.json."""
 
-HF_QUANT: Table = {"quantization": inner(MODELOPT), **free("a note of the tool that wrote the file", "producer")}
-"""hf_quant_config.json."""
+HF_QUANT: Table = {
+    "quantization": inner(MODELOPT),
+    **only("quant_method", "modelopt", None, why="another format"),
+    **free("a note of the tool that wrote the file", "producer"),
+}
+"""hf_quant_config.json, and quantization_config of drafters that ModelOpt writes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -33,8 +34,12 @@ def target_fields(file: Path, config: Mapping[str, Any]) -> tuple[Architecture, 
         _refuse_experts(file, part)
     if name.endswith("ForConditionalGeneration") and not nested:
         raise CheckpointError(f"{file} lacks the field text_config, which {name} has; the checkpoint is incomplete")
-    fields = Fields(file, config, keys.NESTED if nested else keys.FLAT[architecture])
-    return architecture, fields, fields.child("text_config") if nested else fields
+    if not nested:
+        fields = Fields(file, config, keys.FLAT[architecture])
+        return architecture, fields, fields
+    repeated = [key for key in config if key not in keys.NESTED and _same(text, config, key)]
+    fields = Fields(file, {key: value for key, value in config.items() if key not in repeated}, keys.NESTED)
+    return architecture, fields, fields.child("text_config")
 
 
 def drafter_fields(file: Path, config: Mapping[str, Any]) -> Fields:
@@ -47,6 +52,11 @@ def drafter_fields(file: Path, config: Mapping[str, Any]) -> Fields:
         raise _unsupported(file, config, name, (DRAFTER,))
     _refuse_experts(file, config)
     return Fields(file, config, keys.DRAFTER)
+
+
+def _same(text: object, config: Mapping[str, Any], key: str) -> bool:
+    """Whether ``text`` is an object with the key and the value that ``config`` has."""
+    return isinstance(text, dict) and key in text and json.dumps(text[key]) == json.dumps(config[key])
 
 
 def _name(file: Path, config: Mapping[str, Any]) -> str:

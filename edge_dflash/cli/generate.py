@@ -5,26 +5,21 @@ from __future__ import annotations
 import math
 import os
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
+from edge_dflash.cli.comparison import WARM_UP_TOKENS, comparison, identical, print_part, require_same, timed
 from edge_dflash.cli.logprobs import entry, logprob_table
 from edge_dflash.cli.output import emit_json, say, show, stages
-from edge_dflash.errors import RequestError, VerificationError
+from edge_dflash.errors import RequestError
 from edge_dflash.files import LARGE, is_file, read_bytes
 from edge_dflash.grammar.schema_check import schema_text
-from edge_dflash.plan import Increment, Plan
+from edge_dflash.plan import Plan
 from edge_dflash.planner import Planner, Task
 from edge_dflash.request.options import Options, PlanOptions
-from edge_dflash.telemetry.energy import EnergyMeter
 from edge_dflash.telemetry.state import read_board_state
-
-WARM_UP_TOKENS = 8  # before two ways of decoding are compared
 
 
 def generate(
@@ -129,29 +124,6 @@ def generate(
     _report(plan, joules, other, json)
 
 
-def timed(
-    planner: Planner, task: Task, options: PlanOptions, tell: Callable[[Increment], None] | None = None
-) -> tuple[Plan, float | None]:
-    """A plan and its joules, None where the board does not say its power; ``tell`` gets every increment."""
-    power = EnergyMeter()
-    power.begin()
-    began = time.perf_counter()
-    try:
-        stream = planner.stream(task, **options)
-        for part in stream:
-            if tell is not None:
-                tell(part)
-    finally:
-        power.end()
-    timings = stream.plan.timings
-    return stream.plan, power.joules(began + timings.queue_seconds, began + timings.total_seconds)
-
-
-def print_part(part: Increment) -> None:
-    """Print what is new of an answer: its text, or token ids without a tokenizer."""
-    print(part.text if part.text is not None else "".join(f"{i} " for i in part.tokens), end="", flush=True)
-
-
 def _report(plan: Plan, joules: float | None, other: tuple[Plan, float | None] | None, json: bool) -> None:
     """Print what was made; ``other`` is the same without the drafter. Raises VerificationError when the two differ."""
     if json:
@@ -168,52 +140,6 @@ def _report(plan: Plan, joules: float | None, other: tuple[Plan, float | None] |
         show(logprob_table(plan.logprobs))
     if other is not None:
         require_same(other[0], plan)
-
-
-def comparison(plain: Plan, plain_joules: float | None, speculative: Plan, joules: float | None) -> Table:
-    """Both ways of decoding in one table."""
-    shorter = min(len(plain.tokens), len(speculative.tokens))
-    words = {True: "the same tokens", False: "DIFFERENT TOKENS", None: f"the first {shorter} tokens are the same"}
-    same = words[identical(plain, speculative)]
-    table = Table(
-        title=f"{len(speculative.tokens)} tokens ({speculative.finish_reason}) after {speculative.prompt_tokens} of "
-        f"prompt: {same}",
-        title_justify="left",
-    )
-    table.add_column("decoding")
-    known = plain_joules is not None and joules is not None
-    for name in ("seconds", "first token", "tokens/s", "passes", "accept length", *(("joules",) if known else ())):
-        table.add_column(name, justify="right")
-    for name, plan, energy in (("plain", plain, plain_joules), ("speculative", speculative, joules)):
-        t = plan.timings
-        row = [f"{t.total_seconds:.2f}", f"{t.first_token_seconds:.2f}", f"{plan.tokens_per_second:.1f}"]
-        row += [str(len(plan.accept_lengths)), f"{plan.accept_length:.2f}"]
-        table.add_row(name, *row, *((f"{energy:.1f}",) if known else ()))
-    return table
-
-
-def same_tokens(plain: Plan, speculative: Plan) -> bool:
-    """Whether both made the same tokens; of one that its deadline cut, as far as it got."""
-    if "deadline" in (plain.finish_reason, speculative.finish_reason):
-        return all(a == b for a, b in zip(plain.tokens, speculative.tokens, strict=False))
-    return plain.tokens == speculative.tokens
-
-
-def identical(plain: Plan, speculative: Plan) -> bool | None:
-    """:func:`same_tokens`, but None when a deadline cut one shorter, so that not all of the other was compared."""
-    same = same_tokens(plain, speculative)
-    return None if same and len(plain.tokens) != len(speculative.tokens) else same
-
-
-def require_same(plain: Plan, speculative: Plan) -> None:
-    """Raise VerificationError unless both made the same tokens."""
-    if not same_tokens(plain, speculative):
-        pairs = enumerate(zip(plain.tokens, speculative.tokens, strict=False))
-        shorter = min(len(plain.tokens), len(speculative.tokens))
-        first = next((at for at, (a, b) in pairs if a != b), shorter)
-        raise VerificationError(
-            f"speculative and plain output differ from token {first} on; see edge-dflash verify, and report it"
-        )
 
 
 def read_task(prompt: str | None, prompt_file: Path | None, ids: str | None, *, raw: bool = False) -> Task:

@@ -10,19 +10,19 @@ import contextlib
 import json
 import mmap
 import os
-import resource
 import select
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from edge_dflash.errors import RequestError
+from edge_dflash.errors import RequestError, one_line
 from edge_dflash.grammar import stepping, wire
-from edge_dflash.grammar.vocabulary import Vocabulary, one_line
+from edge_dflash.grammar.vocabulary import Vocabulary
 from edge_dflash.grammar.walker import Compiled, Source, Walker, compiled
+from edge_dflash.interpreter import limit_memory, limited_time
 
 PROMPT_SECONDS = 0.1  # a grammar that takes longer to compile gives way to others: the loops of a robot, the planner
 NICE = 10
@@ -35,9 +35,7 @@ class Bounds:
     """What one grammar may take."""
 
     compile_seconds: float = 5.0  # of one core; forms of robots take 0.01, the largest schemas that are taken 1
-    step_seconds: float = (
-        2.0  # of a walk along drafts with its masks; 16 masks of the most fuel take 0.25 on a fast core
-    )
+    step_seconds: float = 2.0  # of a walk along drafts with its masks; 16 of the most fuel take 0.25 on a fast core
     nbytes: int = 256 << 20  # beyond the vocabulary; forms of robots take 1 to 5 MB
 
 
@@ -69,7 +67,7 @@ class Page:
         return int.from_bytes(os.pread(self._fd, 8, 0), "little")
 
     def note(self, shared_bytes: int) -> None:
-        """Look, in the child, which began with so many bytes of its parent's."""
+        """Measure it, in the child, which shares so many bytes with its parent."""
         private = max(0, _resident_bytes() - shared_bytes)
         os.pwrite(self._fd, private.to_bytes(8, "little"), 0)
 
@@ -82,7 +80,7 @@ def live(control: socket.socket, page: Page, vocabulary: Vocabulary, stop_token_
     control.send(wire.BEGUN)
 
     def make() -> Compiled:
-        with _timer(bounds.compile_seconds):
+        with limited_time(bounds.compile_seconds):
             return _compile(source, vocabulary, stop_token_ids)
 
     try:
@@ -132,13 +130,13 @@ class _Server:
                     message, fds, _, _ = socket.recv_fds(self._control, wire.MESSAGE_BYTES, 2)
                     if not message:
                         return
-                    with _timer(self._bounds.step_seconds):
+                    with limited_time(self._bounds.step_seconds):
                         self._constraints[fds[0]] = _Constraint(socket.socket(fileno=fds[0]), fds[1], self._grammar)
                     self._poll.register(fds[0], select.POLLIN)
                     continue
                 constraint = self._constraints[fd]
                 message = _received(constraint.socket)
-                with _timer(self._bounds.step_seconds):
+                with limited_time(self._bounds.step_seconds):
                     alive = bool(message) and constraint.answer(message)
                 if not alive:
                     self._poll.unregister(fd)
@@ -285,21 +283,9 @@ def _received(connection: socket.socket) -> bytes:
         return b""
 
 
-@contextlib.contextmanager
-def _timer(seconds: float) -> Iterator[None]:
-    """Die when the work inside takes more processor time: the default of SIGPROF."""
-    signal.setitimer(signal.ITIMER_PROF, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-
-
 def _limit(bounds: Bounds) -> None:
     pages = int(Path("/proc/self/statm").read_text().split()[0])
-    limit = pages * mmap.PAGESIZE + bounds.nbytes + _STACK_BYTES
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    limit_memory(pages * mmap.PAGESIZE + bounds.nbytes + _STACK_BYTES)
     with contextlib.suppress(OSError):  # where /proc is hidden
         Path("/proc/self/oom_score_adj").write_text(str(_OOM_SCORE))
 

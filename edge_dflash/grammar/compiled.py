@@ -1,8 +1,8 @@
 """Constraints from a JSON Schema, a regular expression or a Lark grammar.
 
-Knows how a grammar is compiled once and walked by many requests, how many are kept, and who may compile at the same
-time. The library runs in other processes (:mod:`edge_dflash.grammar.child`): what a grammar can make it do is bounded
-in time and memory there, and can be ended.
+A grammar is compiled once and walked by many requests; CACHED of them are kept, and a few compile at a time. The
+library runs in other processes (:mod:`edge_dflash.grammar.child`): what a grammar can make it do is bounded in time and
+memory there, and can be ended.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def compile_regex(
 ) -> Grammar:
     """Compile a regular expression that the whole answer must match, in the syntax of Rust's regex crate.
 
-    Without look-around and back-references. Arguments and errors as for :func:`compile_schema`.
+    It has no look-around and no back-references. Arguments and errors as for :func:`compile_schema`.
     """
     size = len(pattern.encode(errors="replace"))
     if size > MAX_REGEX_BYTES:

@@ -11,7 +11,8 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-_LONGEST = 300
+from edge_dflash.errors import one_line
+
 _ASSERTIONS = {"Start": "^", "End": "$", "StartLF": "^", "EndLF": "$"}
 _Words = Callable[["re.Match[str]"], str]
 
@@ -114,9 +115,9 @@ def in_our_words(kind: str, message: str, text: str = "") -> str:
     for pattern, words, keywords in _KNOWN:
         if found := re.search(pattern, message):
             said = words if isinstance(words, str) else words(found)
-            return _short(f"{where}{said}{_places(kind, text, keywords)}")
+            return one_line(f"{where}{said}{_places(kind, text, keywords)}")
     plain = _OWN.sub("", _PLACE.sub("", _SOURCE.sub("", message)))
-    return _short(f"{where}{' '.join(plain.split()) or 'it cannot be used'}; change it there")
+    return one_line(f"{where}{' '.join(plain.split()) or 'it cannot be used'}; change it there")
 
 
 def _places(kind: str, text: str, keywords: str) -> str:
@@ -140,8 +141,3 @@ def _holding(node: Any, where: str, keywords: set[str]) -> Iterator[str]:
     elif isinstance(node, list):
         for index, child in enumerate(node):
             yield from _holding(child, f"{where}/{index}", keywords)
-
-
-def _short(text: str) -> str:
-    text = " ".join(text.split())
-    return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."

@@ -11,7 +11,6 @@ import itertools
 import os
 import socket
 import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -23,13 +22,13 @@ from edge_dflash.grammar import wire
 from edge_dflash.grammar.child import Bounds, Page
 from edge_dflash.grammar.turns import SLICE
 from edge_dflash.grammar.walker import Source
+from edge_dflash.interpreter import command
 from edge_dflash.spec.constraint import Patience
 from edge_dflash.text import Tokenizer
 
 START_SECONDS = 120.0  # for the vocabulary: 3 s with 248,000 tokens on one core, more on a busy board
 WALL_SECONDS = 4.0  # of waiting for each second of processor time: others may keep the cores busy
 SEND_SECONDS = 2.0  # while the buffer of a long history is full
-_START = "import sys; sys.path[:] = {path!r}; from edge_dflash.grammar.zygote import main; main({arguments})"
 
 
 class Died(Exception):
@@ -96,13 +95,13 @@ class Zygote:
             with open(text, "wb", closefd=False) as file:
                 file.write(tokenizer.to_json().encode())
             os.lseek(text, 0, os.SEEK_SET)
-            arguments = f"{self._link.theirs.fileno()}, {text}, {tokenizer.size}, {stop_token_ids!r}"
+            theirs = self._link.theirs.fileno()
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _START.format(path=sys.path, arguments=arguments)],
+                command("edge_dflash.grammar.zygote", theirs, text, tokenizer.size, stop_token_ids),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                pass_fds=(self._link.theirs.fileno(), text),
+                pass_fds=(theirs, text),
             )
         finally:
             os.close(text)
@@ -203,7 +202,7 @@ class Child:
 
 
 def why(signal: int, what: str, bounds: Bounds, seconds: float, doing: str) -> str:
-    """What a grammar did whose process died of a signal, and the remedy."""
+    """Why the process of a grammar died, and the remedy."""
     if signal == SIGPROF:
         return f"{what} needs more than {seconds:g} s {doing}; make it simpler"
     if signal:

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 from urllib.parse import unquote
 
 from edge_dflash.characters import refuse_surrogates
-from edge_dflash.errors import RequestError
+from edge_dflash.errors import RequestError, short
 from edge_dflash.grammar.schema_values import check_values
 
 Node: TypeAlias = "dict[str, Any] | bool"
@@ -23,9 +23,9 @@ MAX_BYTES = 256 * 1024
 MAX_DEPTH = 64  # levels of nesting
 MAX_LEVELS = 512  # levels of the schema and of all definitions that it refers to, one below the other
 
-_SCHEMA = ("additionalProperties", "items", "additionalItems")
-_SCHEMAS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
-_NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
+SINGLE = ("additionalProperties", "items", "additionalItems")
+LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+NAMED = ("properties", "patternProperties", "$defs", "definitions")
 _VALUES = (
     *("$ref", "const", "enum", "type", "required", "minProperties", "maxProperties", "minItems", "maxItems"),
     *("minLength", "maxLength", "pattern", "format", "contentEncoding"),
@@ -35,7 +35,7 @@ ANNOTATIONS = (  # of the standard, and OpenAPI's; its discriminator repeats wha
     *("$schema", "$id", "$comment", "title", "description", "default", "examples", "deprecated", "readOnly"),
     *("writeOnly", "discriminator", "example", "externalDocs", "xml"),
 )
-ENFORCED = frozenset((*_SCHEMA, *_SCHEMAS, *_NAMED_SCHEMAS, *_VALUES))
+ENFORCED = frozenset((*SINGLE, *LISTS, *NAMED, *_VALUES))
 _KNOWN = ENFORCED | frozenset(ANNOTATIONS)
 _COMPOUND = frozenset(("array", "object"))
 
@@ -114,7 +114,7 @@ def _walk(node: object, where: str, depth: int) -> int:
     if isinstance(node, bool):
         return 1
     if not isinstance(node, dict):
-        raise RequestError(f"the schema at {where} is {_short(node)}; a schema is an object, true or false")
+        raise RequestError(f"the schema at {where} is {short(node)}; a schema is an object, true or false")
     if depth > MAX_DEPTH:
         raise RequestError(f"the schema is nested deeper than {MAX_DEPTH} levels at {where}; make it flatter")
     _check_keywords(node, where)
@@ -124,16 +124,16 @@ def _walk(node: object, where: str, depth: int) -> int:
 def _check_keywords(node: dict[str, Any], where: str) -> None:
     for key in node:
         if key not in _KNOWN and (not key.startswith("x-") or key == "x-guidance"):  # x-guidance: the library's own
-            close = difflib.get_close_matches(key, _KNOWN, 1)
+            close = difflib.get_close_matches(key, _KNOWN, 1, 0.8)  # a typo, not another keyword
             advice = f"did you mean {close[0]!r}? " if close else ""
             raise RequestError(
-                f"the schema's keyword {_short(key)} at {where} would not be enforced; {advice}"
+                f"the schema's keyword {short(key)} at {where} would not be enforced; {advice}"
                 "remove it, or write the rule with other keywords"
             )
     reference = node.get("$ref", "#")
     if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
         raise RequestError(
-            f"$ref at {where} is {_short(reference)}; only references inside the schema (#/...) are taken"
+            f"$ref at {where} is {short(reference)}; only references inside the schema (#/...) are taken"
         )
     if "$id" in node and where != "#":
         raise RequestError(f"$id at {where} would change what references mean; remove it")
@@ -143,18 +143,18 @@ def _check_keywords(node: dict[str, Any], where: str) -> None:
 
 def _children(node: dict[str, Any], where: str) -> Iterator[tuple[str, object]]:
     """Schemas directly inside ``node``, with their paths."""
-    for key in _NAMED_SCHEMAS:
+    for key in NAMED:
         named = node.get(key, {})
         if not isinstance(named, dict):
-            raise RequestError(f"{key} at {where} is {_short(named)}; give an object of schemas")
+            raise RequestError(f"{key} at {where} is {short(named)}; give an object of schemas")
         yield from ((f"{key}/{name}", child) for name, child in named.items())
-    for key in _SCHEMAS:
+    for key in LISTS:
         several = node.get(key, [])
         if isinstance(several, list):
             yield from ((f"{key}/{index}", child) for index, child in enumerate(several))
-        elif key not in _SCHEMA:
-            raise RequestError(f"{key} at {where} is {_short(several)}; give a list of schemas")
-    for key in _SCHEMA:
+        elif key not in SINGLE:
+            raise RequestError(f"{key} at {where} is {short(several)}; give a list of schemas")
+    for key in SINGLE:
         if key in node and not isinstance(node[key], list):
             yield key, node[key]
 
@@ -177,9 +177,9 @@ def resolve(root: dict[str, Any], reference: str) -> Node:
         elif isinstance(found, list) and part.isdecimal() and int(part) < len(found):
             found = found[int(part)]
         else:
-            raise RequestError(f"$ref {_short(reference)} points to nothing in the schema; define it under $defs")
+            raise RequestError(f"$ref {short(reference)} points to nothing in the schema; define it under $defs")
     if not isinstance(found, (dict, bool)):
-        raise RequestError(f"$ref {_short(reference)} points to {_short(found)}, which is no schema")
+        raise RequestError(f"$ref {short(reference)} points to {short(found)}, which is no schema")
     return found
 
 
@@ -222,8 +222,3 @@ def kinds_of(node: dict[str, Any]) -> list[Any]:
     """Types that a schema names; empty when it names none."""
     kinds = node.get("type", [])
     return kinds if isinstance(kinds, list) else [kinds]
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -24,7 +24,7 @@ from urllib.parse import quote, unquote
 
 from edge_dflash.errors import RequestError
 from edge_dflash.grammar.formats import ENCODINGS, FORMATS
-from edge_dflash.grammar.schema_check import ENFORCED, Node, kinds_of, resolve
+from edge_dflash.grammar.schema_check import ENFORCED, LISTS, NAMED, SINGLE, Node, kinds_of, resolve
 from edge_dflash.grammar.schema_values import LARGEST, is_number
 
 FRACTION_DIGITS = 10  # of the library's multipleOf: it takes no finer power of ten
@@ -34,9 +34,6 @@ _NARROW = 1e-6  # in a narrower range the library may find no multiple of the st
 _APPLICATORS = frozenset(("$ref", "allOf", "anyOf", "oneOf", "const", "enum"))
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _DEFINITIONS = frozenset(("$defs", "definitions"))
-_NAMED = ("properties", "patternProperties", "$defs", "definitions")
-_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
-_SINGLE = ("additionalProperties", "items", "additionalItems")
 
 
 def rewrite(root: dict[str, Any]) -> dict[str, Any]:
@@ -124,14 +121,14 @@ class _Rewriting:
         return made
 
     def _value(self, key: str, value: Any, merged: bool) -> Any:
-        if key in _NAMED:
+        if key in NAMED:
             free = merged or key in _DEFINITIONS
             return {name: self._node(child, merged=free) for name, child in value.items()}
         if key == "$ref":  # as a URI, which the library wants
             return "#" + quote(unquote(value[1:]), safe="/~!$&'()*+,;=:@")
-        if key in _LISTS and isinstance(value, list):
+        if key in LISTS and isinstance(value, list):
             return [self._node(child, merged=merged) for child in value]
-        return self._node(value, merged=merged) if key in _SINGLE else value
+        return self._node(value, merged=merged) if key in SINGLE else value
 
     def _close(self, made: dict[str, Any]) -> None:
         """Name what the schema leaves free inside arrays and objects."""
@@ -184,10 +181,10 @@ def _inner(node: dict[str, Any]) -> Iterator[Any]:
     """Schemas directly inside a node; definitions are reached by their references."""
     for key in ("properties", "patternProperties"):
         yield from node.get(key, {}).values()
-    for key in _LISTS:
+    for key in LISTS:
         if isinstance(several := node.get(key), list):
             yield from several
-    for key in _SINGLE:
+    for key in SINGLE:
         if isinstance(one := node.get(key), dict):
             yield one
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeGuard
 
-from edge_dflash.errors import RequestError
+from edge_dflash.errors import RequestError, short
 from edge_dflash.grammar.formats import ENCODINGS, FORMATS
 
 LARGEST = 2**63 - 1024  # the largest 64-bit integer that a double holds; the library reads numbers as doubles
@@ -68,16 +68,16 @@ def check_values(node: dict[str, Any], where: str, kinds: list[Any]) -> None:
     """Raise RequestError for a value of a keyword that cannot be taken. ``kinds`` are the types that ``node`` names."""
     for kind in kinds:
         if kind not in TYPES:
-            raise RequestError(f"type at {where} is {_short(node['type'])}; give one or more of {', '.join(TYPES)}")
+            raise RequestError(f"type at {where} is {short(node['type'])}; give one or more of {', '.join(TYPES)}")
     for key in ("format", "contentEncoding"):
         if key in node and kinds and "string" not in kinds:
             raise RequestError(
-                f"{key} {_short(node[key])} at {where} would not be enforced on type {_short(node['type'])}; "
+                f"{key} {short(node[key])} at {where} would not be enforced on type {short(node['type'])}; "
                 "use minimum and maximum"
             )
     for key, (takes, remedy) in _RULES.items():
         if key in node and not _takes(takes, node[key]):
-            raise RequestError(f"{key} at {where} is {_short(node[key])}; {remedy}")
+            raise RequestError(f"{key} at {where} is {short(node[key])}; {remedy}")
     _check_items(node, where)
     _check_numbers(node, where)
 
@@ -111,17 +111,12 @@ def _check_numbers(node: dict[str, Any], where: str) -> None:
             pending += value if isinstance(value, list) else value.values() if isinstance(value, dict) else ()
             if type(value) is int and (abs(value) > LARGEST or int(float(value)) != value):
                 raise RequestError(
-                    f"{key} at {where} has {_short(value)}, which a double does not hold; give it as a text"
+                    f"{key} at {where} has {short(value)}, which a double does not hold; give it as a text"
                 )
     for key, beyond in (("minimum", 1), ("exclusiveMinimum", 1), ("maximum", -1), ("exclusiveMaximum", -1)):
         value = node.get(key)
         if is_number(value) and value * beyond >= LARGEST:
             raise RequestError(
-                f"{key} at {where} is {_short(value)}; numbers between -{LARGEST} and {LARGEST} are written, "
+                f"{key} at {where} is {short(value)}; numbers between -{LARGEST} and {LARGEST} are written, "
                 "give a bound within"
             )
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -9,7 +9,7 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from edge_dflash.errors import RequestError
+from edge_dflash.errors import RequestError, one_line
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -65,9 +65,3 @@ class Vocabulary:
     def size(self) -> int:
         """Number of ids that the library knows."""
         return int(self.tokenizer.vocab_size)
-
-
-def one_line(error: object) -> str:
-    """Message of the library, in one line and not too long."""
-    text = " ".join(str(error).split())
-    return text if len(text) <= 300 else text[:297] + "..."

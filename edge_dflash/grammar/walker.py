@@ -10,12 +10,12 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from edge_dflash.errors import RequestError
+from edge_dflash.errors import RequestError, one_line
 from edge_dflash.grammar.lark_text import prepare
 from edge_dflash.grammar.library_words import in_our_words
 from edge_dflash.grammar.schema_check import check
 from edge_dflash.grammar.schema_rewrite import rewrite
-from edge_dflash.grammar.vocabulary import Vocabulary, one_line
+from edge_dflash.grammar.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher

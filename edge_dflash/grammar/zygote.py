@@ -16,10 +16,11 @@ import signal
 import socket
 import struct
 
-from edge_dflash.errors import RequestError
+from edge_dflash.errors import RequestError, one_line
 from edge_dflash.grammar import wire
 from edge_dflash.grammar.child import Page, live
-from edge_dflash.grammar.vocabulary import Vocabulary, one_line
+from edge_dflash.grammar.vocabulary import Vocabulary
+from edge_dflash.interpreter import obey_timers
 
 _NUMBER = struct.Struct("=I")
 _PR_SET_PDEATHSIG = 1
@@ -34,8 +35,7 @@ def main(link: int, text: int, size: int, stop_token_ids: tuple[int, ...]) -> No
     """
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # they are for the planner, which ends us
         signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # bounds need it, and whoever started us may have blocked it
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    obey_timers()
     # One heap for all threads: a second one would take 128 MB of the address space that a child may use.
     _library().mallopt(_M_ARENA_MAX, 1)
     vocabulary: Vocabulary | str

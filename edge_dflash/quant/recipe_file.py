@@ -81,11 +81,13 @@ def _modules(table: Table, default: Mapping[str, Wish]) -> dict[str, Wish]:
 
 def _mask(table: Table) -> MaskOverride:
     words: tuple[Literal["config", "none"], ...] = ("config", "none")
-    named = isinstance(table.get("window", "config"), str)
+    window = table.get("window", "config")
+    if window not in words and (isinstance(window, bool) or not isinstance(window, int) or window <= 0):
+        raise table.wrong("window", "a positive integer, none or config")
     return MaskOverride(
         match=table.text("match", None),
         block=table.one_of("block", ("config", "causal", "bidirectional"), "config"),
-        window=table.one_of("window", words, "config") if named else table.positive("window", 1),
+        window=table.one_of("window", words, "config") if isinstance(window, str) else table.positive("window", 1),
     )
 
 

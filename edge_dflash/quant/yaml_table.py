@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 
 import yaml
 
-from edge_dflash.errors import RecipeError
-from edge_dflash.files import read_text, short
+from edge_dflash.errors import RecipeError, short
+from edge_dflash.files import read_text
 
 Choice = TypeVar("Choice", bound=str)
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from edge_dflash.chat import Answer, Markers, encode_conversation, render_conversation
 from edge_dflash.errors import RequestError
-from edge_dflash.request.options import Model, Options, Task, as_messages, token_ids
+from edge_dflash.request.options import Options, Task, as_messages, token_ids
+from edge_dflash.request.prepare import Model
 from edge_dflash.text import Message, Tokenizer
 
 _PROBE = "\ue000"  # private use: no message begins with it

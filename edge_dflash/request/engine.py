@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from edge_dflash.backends.base import Backend
 from edge_dflash.plan import Plan
 from edge_dflash.request.job import Job, Observer, Place, Unwatched
-from edge_dflash.request.options import Request
+from edge_dflash.request.prepare import Request
 from edge_dflash.scheduler.ticket import Ticket
 from edge_dflash.scheduler.worker import Scheduler
 from edge_dflash.sessions.session import SessionManager

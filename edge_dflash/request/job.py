@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from edge_dflash.chat import Answer
 from edge_dflash.plan import Plan, PlanTimings, json_object, json_value
 from edge_dflash.request.answer import AnswerText, Reader, StopFinder
-from edge_dflash.request.options import Request
+from edge_dflash.request.prepare import Request
 from edge_dflash.sessions.session import Session, SessionManager
 from edge_dflash.spec.loop import Step, collect
 from edge_dflash.spec.pace import Pace

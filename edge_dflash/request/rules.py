@@ -18,10 +18,9 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from edge_dflash.characters import refuse_surrogates
-from edge_dflash.errors import RequestError
+from edge_dflash.errors import RequestError, short
 
 Take: TypeAlias = Callable[[Any], Any]
-_SHOWN = 60  # most characters of a value in a message
 
 
 @dataclass(frozen=True)
@@ -45,19 +44,10 @@ def checked(rules: Mapping[str, Rule], values: Mapping[str, Any]) -> dict[str, A
         try:
             taken[name] = rules[name].take(value)
         except (TypeError, ValueError, OverflowError, RecursionError):
-            raise RequestError(f"{name} is {shown(value)}; give {rules[name].accepted}") from None
+            raise RequestError(f"{name} is {short(value)}; give {rules[name].accepted}") from None
         if rules[name].take is not path:  # a file's name may be any bytes
             refuse_surrogates(value, name)
     return taken
-
-
-def shown(value: object) -> str:
-    """A value for a message, shortened."""
-    try:
-        text = repr(value[: _SHOWN + 1] if type(value) is str else value)
-    except Exception:  # a caller's own class
-        text = f"a {type(value).__name__}"
-    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
 
 
 def _unknown(name: str, rules: Iterable[str]) -> str:

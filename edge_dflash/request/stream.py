@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from edge_dflash.errors import RequestCancelledError, RequestError
 from edge_dflash.plan import Increment, Plan
-from edge_dflash.request.options import UNWANTED
+from edge_dflash.request.prepare import UNWANTED
 from edge_dflash.scheduler.ticket import Ticket
 
 

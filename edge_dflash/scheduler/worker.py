@@ -48,7 +48,7 @@ class _Entry:
 
 def _displaced(entry: _Entry, priority: int) -> QueueFullError:
     return QueueFullError(
-        f"this request, of priority {entry.priority}, gave its place in the full queue to one of priority {priority}; "
+        f"this request, of priority {entry.priority}, gave its place in the queue to one of priority {priority}; "
         "send it again, or with a higher priority"
     )
 

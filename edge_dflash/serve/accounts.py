@@ -30,7 +30,7 @@ def peer(one: socket.socket | None) -> str:
     """The account at the other end of a connection: its user where that is known, else :func:`own`."""
     if one is None or one.family != socket.AF_UNIX:
         return own()
-    credentials = struct.Struct("3i")  # pid, uid, gid
+    credentials = struct.Struct("iII")  # pid, uid, gid
     _, uid, _ = credentials.unpack(one.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size))
     return f"uid-{uid}"
 

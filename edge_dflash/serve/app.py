@@ -88,8 +88,13 @@ def _refused(service: Service, error: Exception) -> Refusal:
 async def _http_error(request: Request, error: Exception) -> Response:
     """A path or a method that does not exist."""
     assert isinstance(error, HTTPException)
-    message = f"{request.method[:20]} {request.scope['path'][:80]}: {error.detail}"
-    return error_response(Refusal(message, status=error.status_code, headers=dict(error.headers or {})))
+    headers = dict(error.headers or {})
+    method, path = request.method[:20], request.scope["path"][:80]
+    if "Allow" in headers:  # 405
+        message = f"the method of {path} is {method}; it takes {headers['Allow']}"
+    else:
+        message = f"no endpoint answers {method} {path}; GET /openapi.json lists them all"
+    return error_response(Refusal(message, status=error.status_code, headers=headers))
 
 
 async def _defect(request: Request, error: Exception) -> Response:
@@ -149,7 +154,8 @@ class Routes:
         """``GET /v1/models/NAME``."""
         name = request.path_params["name"]
         if name != self._service.config.model:
-            raise Refusal(f"there is no model {name[:60]!r}", status=404, code="model_not_found")
+            message = f"there is no model {name[:60]!r}; this service has {self._service.config.model!r}"
+            raise Refusal(message, status=404, code="model_not_found")
         return json_response(self._card())
 
     async def health(self, request: Request) -> ASGIApp:

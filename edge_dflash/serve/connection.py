@@ -35,125 +35,131 @@ def bounded_connection(most: int, header_seconds: float, write_seconds: float) -
     One whose client takes nothing for ``write_seconds`` is cut, whatever it was sent.
     Connections of the Unix socket and of TCP are counted apart: a network must not keep this machine's programs out.
     """
+    bounds = {"most": most, "header_seconds": header_seconds, "write_seconds": write_seconds}
+    return type("Bounded", (_Bounded,), bounds)
 
-    class Bounded(H11Protocol, asyncio.BufferedProtocol):
-        _timer: asyncio.TimerHandle | None = None
-        _unread: asyncio.TimerHandle | None = None
-        _refused = False
-        _head = b""  # the last bytes of headers that go on
-        _lines = 0  # of them so far
 
-        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-            self._buffer = bytearray(_READ)
-            self.conn = _Connection(h11.SERVER, self.config.h11_max_incomplete_event_size or _READ)
-            self._wire = transport
-            super().connection_made(cast(asyncio.Transport, _Gently(transport, self._close)))
-            self.app_state = {**self.app_state, "peer": peer(transport.get_extra_info("socket"))}
-            if sum(_local(one) == _local(self) for one in self.connections) > most:
-                self._refuse(Refusal(f"{most} connections are open, which is the limit", status=503, retry_after=1))
-            else:
-                self._timer = self.loop.call_later(header_seconds, self._late)
+class _Bounded(H11Protocol, asyncio.BufferedProtocol):
+    """A connection with the bounds that :func:`bounded_connection` sets."""
 
-        def connection_lost(self, exc: Exception | None) -> None:
+    most: int
+    header_seconds: float
+    write_seconds: float
+    _timer: asyncio.TimerHandle | None = None
+    _unread: asyncio.TimerHandle | None = None
+    _refused = False
+    _head = b""  # the last bytes of headers that go on
+    _lines = 0  # of them so far
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self._buffer = bytearray(_READ)
+        self.conn = _Connection(h11.SERVER, self.config.h11_max_incomplete_event_size or _READ)
+        self._wire = transport
+        super().connection_made(cast(asyncio.Transport, _Gently(transport, self._close)))
+        self.app_state = {**self.app_state, "peer": peer(transport.get_extra_info("socket"))}
+        if sum(_local(one) == _local(self) for one in self.connections) > self.most:
+            self._refuse(Refusal(f"{self.most} connections are open, which is the limit", status=503, retry_after=1))
+        else:
+            self._timer = self.loop.call_later(self.header_seconds, self._late)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop()
+        self._taken()
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._unread = self.loop.call_later(self.write_seconds, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        self._taken()
+        super().resume_writing()
+
+    def get_buffer(self, sizehint: int) -> bytearray:
+        return self._buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self.data_received(bytes(self._buffer[:nbytes]))
+
+    def data_received(self, data: bytes) -> None:
+        if self._refused:
+            return
+        before, idle = self.cycle, self.cycle is None or self.cycle.response_complete
+        if idle and self._timer is None:
+            self._timer = self.loop.call_later(self.header_seconds, self._late)
+        if self.conn.their_state is h11.IDLE and self._many_lines(data):
+            self._refuse(Refusal(f"there are more than {_LINES} headers; send fewer", status=431), linger=True)
+            return
+        super().data_received(data)
+        if self.cycle is not before:  # all headers are there
             self._stop()
-            self._taken()
-            super().connection_lost(exc)
+            self._head, self._lines = b"", 0
 
-        def pause_writing(self) -> None:
-            super().pause_writing()
-            self._unread = self.loop.call_later(write_seconds, self.transport.abort)
+    def _many_lines(self, data: bytes) -> bool:
+        """Whether the headers have too many lines, for h11 takes its time with each."""
+        lines = _BLANK.split(self._head + data, maxsplit=1)[0].count(b"\n")
+        self._lines += lines - self._head.count(b"\n")
+        self._head = data[-3:]
+        return self._lines > _LINES
 
-        def resume_writing(self) -> None:
-            self._taken()
-            super().resume_writing()
+    def send_400_response(self, msg: str) -> None:
+        if isinstance(self.conn, _Connection) and self.conn.crumbled:
+            why = f"the body comes in {self.conn.chunks} tiny chunks; send larger ones"
+        else:
+            why = "this is no HTTP request, or its headers are too long"
+        self._refuse(Refusal(why), linger=True)
 
-        def get_buffer(self, sizehint: int) -> bytearray:
-            return self._buffer
+    def _taken(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
 
-        def buffer_updated(self, nbytes: int) -> None:
-            self.data_received(bytes(self._buffer[:nbytes]))
-
-        def data_received(self, data: bytes) -> None:
-            if self._refused:
-                return
-            before, idle = self.cycle, self.cycle is None or self.cycle.response_complete
-            if idle and self._timer is None:
-                self._timer = self.loop.call_later(header_seconds, self._late)
-            if self.conn.their_state is h11.IDLE and self._many_lines(data):
-                self._refuse(Refusal(f"there are more than {_LINES} headers; send fewer", status=431), linger=True)
-                return
-            super().data_received(data)
-            if self.cycle is not before:  # all headers are there
-                self._stop()
-                self._head, self._lines = b"", 0
-
-        def _many_lines(self, data: bytes) -> bool:
-            """Whether the headers have too many lines, for h11 takes its time with each."""
-            lines = _BLANK.split(self._head + data, maxsplit=1)[0].count(b"\n")
-            self._lines += lines - self._head.count(b"\n")
-            self._head = data[-3:]
-            return self._lines > _LINES
-
-        def send_400_response(self, msg: str) -> None:
-            if isinstance(self.conn, _Connection) and self.conn.crumbled:
-                why = f"the body comes in {self.conn.chunks} tiny chunks; send larger ones"
-            else:
-                why = "this is no HTTP request, or its headers are too long"
-            self._refuse(Refusal(why), linger=True)
-
-        def _taken(self) -> None:
-            if self._unread is not None:
-                self._unread.cancel()
-                self._unread = None
-
-        def _stop(self) -> None:
-            if self._timer is not None:
-                self._timer.cancel()
-                self._timer = None
-
-        def _late(self) -> None:
+    def _stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
             self._timer = None
-            if self.cycle is None or self.cycle.response_complete:
-                self._refuse(Refusal(f"the headers did not end within {header_seconds:g} s", status=408))
 
-        def _refuse(self, refused: Refusal, *, linger: bool = False) -> None:
-            """Answer without a request, and close; ``linger``: when the client has, or after a while."""
-            self._refused = True
-            self._stop()
-            if self.transport.is_closing():
-                return
-            if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
-                body = dump(error_json(refused))
-                head = f"HTTP/1.1 {refused.status} {_PHRASES[refused.status]}\r\ncontent-type: application/json\r\n"
-                head += "".join(f"{name}: {value}\r\n" for name, value in refused.headers.items())
-                head += f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
-                self.transport.write(head.encode("ascii") + body)
-            if not linger:
-                self._wire.close()
-                return
-            if self.cycle is not None:
-                self.cycle.disconnected = True
-                self.cycle.message_event.set()
+    def _late(self) -> None:
+        self._timer = None
+        if self.cycle is None or self.cycle.response_complete:
+            self._refuse(Refusal(f"the headers did not end within {self.header_seconds:g} s", status=408))
+
+    def _refuse(self, refused: Refusal, *, linger: bool = False) -> None:
+        """Answer without a request, and close; ``linger``: when the client has, or after a while."""
+        self._refused = True
+        self._stop()
+        if self.transport.is_closing():
+            return
+        if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
+            body = dump(error_json(refused))
+            head = f"HTTP/1.1 {refused.status} {_PHRASES[refused.status]}\r\ncontent-type: application/json\r\n"
+            head += "".join(f"{name}: {value}\r\n" for name, value in refused.headers.items())
+            head += f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+            self.transport.write(head.encode("ascii") + body)
+        if not linger:
+            self._wire.close()
+            return
+        if self.cycle is not None:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        self._linger()
+
+    def _close(self) -> None:
+        """What uvicorn does behind an answer that ends the connection."""
+        if self.conn.their_state is h11.SEND_BODY:
             self._linger()
+        elif not self._refused:
+            self._wire.close()
 
-        def _close(self) -> None:
-            """What uvicorn does behind an answer that ends the connection."""
-            if self.conn.their_state is h11.SEND_BODY:
-                self._linger()
-            elif not self._refused:
-                self._wire.close()
-
-        def _linger(self) -> None:
-            """Close when the client has, or after a while: what it still sends is thrown away."""
-            self._refused = True
-            if self._wire.is_closing() or not self._wire.can_write_eof():
-                self._wire.close()
-                return
-            self._wire.write_eof()
-            self._wire.resume_reading()
-            self.loop.call_later(_LINGER, self._wire.close)
-
-    return Bounded
+    def _linger(self) -> None:
+        """Close when the client has, or after a while: what it still sends is thrown away."""
+        self._refused = True
+        if self._wire.is_closing() or not self._wire.can_write_eof():
+            self._wire.close()
+            return
+        self._wire.write_eof()
+        self._wire.resume_reading()
+        self.loop.call_later(_LINGER, self._wire.close)
 
 
 class _Gently:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Never
 
-from edge_dflash.request.rules import shown
+from edge_dflash.errors import short
 from edge_dflash.serve.record import RECORD, Schema
 from edge_dflash.serve.refusal import Refusal
 
@@ -34,7 +34,7 @@ class Fields:
 
     def fail(self, key: str, value: object, wanted: str) -> Never:
         """Refuse a value."""
-        raise Refusal(f"{self.name(key)} is {shown(value)}; {wanted}", param=self.name(key))
+        raise Refusal(f"{self.name(key)} is {short(value)}; {wanted}", param=self.name(key))
 
     def take(self, key: str, facts: Schema | None = None, *, needed: str = "") -> Any:
         """The field as it is; None when it is absent."""

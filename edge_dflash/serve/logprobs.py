@@ -12,7 +12,7 @@ LEAST = -9999.0  # OpenAI's number for a token that is next to impossible; JSON 
 
 
 class LogprobWriter:
-    """Writes those of one answer, in order, whole or in pieces: a completion's say where in the text a token begins."""
+    """Writes the log-probabilities of one answer, in order. A completion's say where in the text a token begins."""
 
     def __init__(self, call: Call) -> None:
         self._call = call
@@ -49,12 +49,12 @@ class LogprobWriter:
 
 
 def _continues(byte: int) -> bool:
-    """Whether a byte of UTF-8 is a further one of its character."""
+    """Whether a byte of UTF-8 goes on with a character, and does not begin one."""
     return byte & 0xC0 == 0x80
 
 
 def _by_text(top: Sequence[TokenLogprob]) -> dict[str, float]:
-    """Of several tokens of the same text the likeliest."""
+    """The likeliest of several tokens that have the same text."""
     found: dict[str, float] = {}
     for one in top:
         found.setdefault(_text(one), _number(one))

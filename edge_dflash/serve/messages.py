@@ -17,6 +17,7 @@ _PART = {
     "type": "object",
     "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
     "required": ["type", "text"],
+    "additionalProperties": False,
 }
 _CONTENT = {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}]}
 _CALLS = {"description": "The calls of an earlier answer."}

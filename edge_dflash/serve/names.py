@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
+from edge_dflash.errors import short
 from edge_dflash.serve.fields import Fields
 from edge_dflash.serve.refusal import Refusal
 
-NAME = {"pattern": "^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"}  # JSON Schema
+_NAME = "[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
+NAME = {"pattern": f"^{_NAME}$"}  # JSON Schema
 WHY = "give 1 to 64 of A-Z a-z 0-9 . _ -, beginning with a letter or digit"
-_ALNUM = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789")
 
 
 def session_name(name: str) -> bool:
     """Whether a session may have this name. What may, names one file of the state directory, and no path."""
-    return 1 <= len(name) <= 64 and name[0] in _ALNUM and all(c in _ALNUM or c in "._-" for c in name)
+    return re.fullmatch(_NAME, name) is not None
 
 
 def checked_name(name: object, param: str) -> str:
     """The name of a session. Raises Refusal."""
     if not isinstance(name, str) or not session_name(name):
-        shown = repr(name)[:60]
-        raise Refusal(f"{param} is {shown}; {WHY}", param=param)
+        raise Refusal(f"{param} is {short(name)}; {WHY}", param=param)
     return name
 
 

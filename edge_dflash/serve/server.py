@@ -217,6 +217,7 @@ class _Process:
             if watching.done():
                 failure = watching.result()
                 raise ServiceError(f"the engine failed ({type(failure).__name__}: {failure}); start the service again")
+            log.info("stopping: what runs has %g s to end", service.config.timeouts.drain)
             await service.drain()
         finally:
             server.should_exit = True

@@ -11,18 +11,15 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from edge_dflash.errors import ContextError, EdgeDflashError
+from edge_dflash.errors import EdgeDflashError
 from edge_dflash.plan import Plan
 from edge_dflash.planner import Planner
-from edge_dflash.planner_session import PlannerSession
 from edge_dflash.progress import Progress as Report
 from edge_dflash.progress import unheard
-from edge_dflash.request.options import PlanOptions
 from edge_dflash.request.stream import AsyncPlanStream, PlanStream
 from edge_dflash.selftest import Mode
 from edge_dflash.serve.accounts import own
@@ -33,6 +30,7 @@ from edge_dflash.serve.openai import Call
 from edge_dflash.serve.owners import AllSessions
 from edge_dflash.serve.refusal import Refusal
 from edge_dflash.serve.replies import Writer
+from edge_dflash.serve.running import Running, queue
 from edge_dflash.serve.sessions import Sessions
 from edge_dflash.telemetry.energy import EnergyMeter
 from edge_dflash.telemetry.state import BoardState
@@ -42,26 +40,6 @@ Board = Callable[[], BoardState]
 MOST_SECONDS = 600.0  # that a client is asked to wait before it tries again
 TICK = 0.5  # seconds between two looks at the engine
 PREPARE = 0.5  # seconds that a stop waits for requests that are not queued yet: their form is compiled
-
-
-@dataclass(eq=False)
-class Running:
-    """A request that was admitted."""
-
-    call: Call
-    writer: Writer
-    stream: AsyncPlanStream
-    sessions: Sessions  # its caller's
-    disconnected: bool = False
-    held: str | None = None  # its session, while it has it
-    session_error: str | None = None  # why its session was not saved
-    counted: bool = False
-    began: float = 0.0  # time.perf_counter() of its call to the planner
-
-    def leave(self) -> None:
-        """Its client is gone."""
-        self.disconnected = True
-        self.stream.cancel()
 
 
 class Service:
@@ -237,35 +215,14 @@ class Service:
                 session = sessions.acquire(call.session)
                 running.held = call.session
             running.began = time.perf_counter()
-            return self._queued(planner, session, call, arrived, account or own())
+            seconds = call.deadline if call.deadline is not None else self.config.timeouts.deadline or None
+            until = None if seconds is None else arrived + seconds
+            return queue(planner, session, call, account=account or own(), until=until)
 
         writer = Writer(call, self.config.model, planner.fingerprint[:16])
         running = Running(call, writer, AsyncPlanStream(begin), sessions)
         self._running.add(running)
         return running
-
-    def _queued(
-        self, planner: Planner, session: PlannerSession | None, call: Call, arrived: float, account: str
-    ) -> PlanStream:
-        task: Any = call.task
-        if isinstance(task, str):
-            if planner.tokenizer is None:
-                raise Refusal("this model has no tokenizer; give token ids as the prompt", param="prompt")
-            words = planner.tokenizer
-            task = words.encode(task) if call.options.get("raw") else words.encode_text(task)
-        options = PlanOptions(**call.options)
-        named = options.get("caller", "")
-        options["caller"] = f"{account}/{named}" if named else account
-        deadline = call.deadline if call.deadline is not None else self.config.timeouts.deadline or None
-        if deadline is not None:
-            options["deadline"] = max(0.0, deadline - (time.perf_counter() - arrived))
-        try:
-            return planner.stream(task, session=session, **options)
-        except ContextError:
-            if not call.budget_is_default or options.get("max_new_tokens") is None:
-                raise
-        options["max_new_tokens"] = None
-        return planner.stream(task, session=session, **options)
 
     async def finish(self, running: Running) -> Plan:
         """The plan of a request, counted; its session is saved if that is wanted after every turn."""

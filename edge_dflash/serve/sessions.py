@@ -117,10 +117,11 @@ class Sessions:
 
     def fork(self, name: str, to: str) -> None:
         """Let the session ``to`` go on from where ``name`` stands."""
-        if to == name:
-            raise Refusal(f"session {name!r} cannot be forked to itself; give another name", param="to")
         if not self._known(name):
             raise _unknown(name)
+        if to == name:
+            why = f"session {name!r} cannot be forked to itself; give another name"
+            raise Refusal(why, status=409, param="to")
         source = self.acquire(name)
         try:
             target = self._slot(to)

@@ -13,7 +13,8 @@ from starlette.types import Receive, Scope, Send
 
 from edge_dflash.plan import Increment
 from edge_dflash.serve.refusal import dump, error_json, refusal
-from edge_dflash.serve.service import Running, Service, log
+from edge_dflash.serve.running import Running
+from edge_dflash.serve.service import Service, log
 
 ALIVE = 10.0  # seconds without an event after which a comment is sent: a client that died is found
 _HEADERS = [

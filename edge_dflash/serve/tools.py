@@ -47,8 +47,10 @@ def read_tools(fields: Fields, options: PlanOptions) -> None:
             fields.fail(f"tools[{index}].function", function, "give it a name, and an object as parameters")
     options["tool_choice"] = choice = _tool_choice(fields)
     names = [tool["function"]["name"] for tool in tools or ()]
-    if choice not in ("auto", "none") and not (names if choice == "required" else choice in names):
-        fields.fail("tool_choice", choice, f"give auto, none, or the name of a tool that is given: {names}")
+    if choice not in ("auto", "none") and not names:
+        fields.fail("tool_choice", choice, "no tools are given: give tools, or auto")
+    if choice not in ("auto", "none", "required") and choice not in names:
+        fields.fail("tool_choice", choice, f"give auto, none, required, or the name of a tool that is given: {names}")
     if tools:
         options["tools"] = tools
     accepted = (True,) if choice in ("auto", "none") else (True, False)  # a forced call is one call

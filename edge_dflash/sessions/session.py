@@ -18,7 +18,8 @@ from edge_dflash.bundle.manifest import Manifest, dump_manifest
 from edge_dflash.errors import BundleError, ContextError, RequestError
 from edge_dflash.sessions.slot import Conversation, Reuse, SessionSlot, frozen
 from edge_dflash.sessions.store import PrefixStore
-from edge_dflash.spec.loop import NO_CONTROLS, Controls, DecodeOptions, Step, admit, decode
+from edge_dflash.spec.controls import NO_CONTROLS, Controls
+from edge_dflash.spec.loop import DecodeOptions, Step, admit, decode
 
 __all__ = ["Reuse", "Session", "SessionManager", "SessionState", "SessionStream", "fingerprint"]
 T = TypeVar("T")

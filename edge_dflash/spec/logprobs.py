@@ -32,7 +32,7 @@ def token_logprobs(
     alternatives: int | None,
     spell: Callable[[int], bytes | None] = lambda token: None,
 ) -> tuple[TokenLogprob, ...]:
-    """Those of ``tokens``, with the text that ``spell`` gives each.
+    """Log-probabilities of ``tokens``, with the text that ``spell`` gives each.
 
     Row r of ``logits`` [at least len(tokens), V] is the distribution of ``tokens[r]``. ``alternatives`` None: nothing
     was asked for, and ``logits`` is not called.

@@ -14,7 +14,8 @@ from edge_dflash.backends.base import Precision
 from edge_dflash.backends.delegate import Delegate
 from edge_dflash.errors import BackendError
 from edge_dflash.spec.adversary import Adversary, drafters, oracle_until
-from edge_dflash.spec.loop import Controls, DecodeOptions, generate, stream
+from edge_dflash.spec.controls import Controls
+from edge_dflash.spec.loop import DecodeOptions, generate, stream
 from edge_dflash.spec.sampling import Sampling, choose
 from tests.golden_pairs import same_bits
 

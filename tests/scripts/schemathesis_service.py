@@ -21,7 +21,7 @@ HOOKS = '''
 import json
 import schemathesis
 
-TOGETHER = ("needs stream: true", "differ; give one", "needs logprobs: true", "give one of", "forked to itself",
+TOGETHER = ("needs stream: true", "differ; give one", "needs logprobs: true", "give one of",
             "of a tool that is given", "tool of this name", "how many tools")
 
 @schemathesis.check

@@ -194,7 +194,9 @@ class NativeBackend:
         self.chooser.write(sampling, position, masks)
         free = sampling.temperature == 0.0 and all(mask is None for mask in masks)
         result = self._end(self._cycles.accept if free else self._cycles.choose)
-        return self._cycle(result, proposed - began if drafting else 0.0, time.perf_counter() - proposed, logits)
+        return self._cycle(
+            result, proposed - began if drafting else 0.0, time.perf_counter() - proposed, logits, drafts
+        )
 
     def _end(self, graph: Graph) -> Result:
         """Launch what ends a cycle and wait for it."""
@@ -203,9 +205,13 @@ class NativeBackend:
         self.gpu.synchronize()
         return Result.of(self._host.result, self._shape.block_size)
 
-    def _cycle(self, result: Result, propose_seconds: float, verify_seconds: float, logits: bool) -> Cycle:
+    def _cycle(
+        self, result: Result, propose_seconds: float, verify_seconds: float, logits: bool, drafts: Sequence[int] = ()
+    ) -> Cycle:
         """Note what the device has committed; it is real when :meth:`commit` has said so."""
         tokens = result.choices[: result.accepted + 1]
+        if drafts and self._cycles is not self._own_cycles:  # forced: a grammar goes on behind the drafts that stand
+            tokens = (*drafts[: result.accepted], tokens[-1])
         self._wanted = _Control(self.length, 0, self._wanted.anchor)
         self._known = _Control(self.length + len(tokens), len(tokens), tokens[-1])
         self._verified = len(tokens)
