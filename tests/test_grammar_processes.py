@@ -209,6 +209,15 @@ def test_wrong_drafts_do_not_use_the_grammar_up():
         assert len(children(grammars)) == 1
 
 
+def test_a_history_may_be_longer_than_what_fits_on_the_way():
+    with processes() as grammars:
+        constraint = Grammar(grammars, source("regex", "(a|b)*")).constraint()
+        constraint.advance([A, B] * 60_000)
+        mask = constraint.masks(())[0].copy()
+        os.kill(only_child(grammars), signal.SIGKILL)
+        np.testing.assert_array_equal(constraint.masks(())[0], mask)
+
+
 # Bounds ---------------------------------------------------------------------------------------------------------------
 
 

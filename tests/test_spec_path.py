@@ -7,6 +7,7 @@ import pytest
 from fakes import SHAPE, FakeBackend, Stepped
 
 from edge_dflash.errors import RequestError
+from edge_dflash.spec.constraint import Interrupted
 from edge_dflash.spec.controls import Controls
 from edge_dflash.spec.loop import DecodeOptions, generate, stream
 
@@ -99,3 +100,31 @@ def test_an_answer_may_be_ended_at_any_token():
             result = generate(backend, PROMPT, OPTIONS, speculative=speculative, controls=Controls(ends=ends))
             assert (result.tokens, result.finish_reason) == (plain[:end], "stop")
             assert backend.committed == [*PROMPT, *plain[: end - 1]]
+
+
+@pytest.mark.parametrize("method", ["walk", "masks", "advance"])
+@pytest.mark.parametrize("call", [1, 2, 3])
+def test_a_step_that_is_interrupted_commits_nothing(method, call):
+    calls = []
+
+    class Constraint:
+        def _called(self, name):
+            calls.append(name)
+            if name == method and calls.count(method) == call:
+                raise Interrupted("cancelled")
+
+        def walk(self, free, ask):
+            self._called("walk")
+            return list(free)
+
+        def masks(self, drafts):
+            self._called("masks")
+            return [None] * (len(drafts) + 1)
+
+        def advance(self, tokens):
+            self._called("advance")
+
+    backend = FakeBackend()
+    done = generate(backend, (3, 1, 4), DecodeOptions(max_new_tokens=20), controls=Controls(Constraint()))
+    assert done.finish_reason == "cancelled"
+    assert backend.length == 3 + max(0, len(done.tokens) - 1)

@@ -28,6 +28,7 @@ from edge_dflash.text import Tokenizer
 
 START_SECONDS = 120.0  # for the vocabulary: 3 s with 248,000 tokens on one core, more on a busy board
 WALL_SECONDS = 4.0  # of waiting for each second of processor time: others may keep the cores busy
+SEND_SECONDS = 2.0  # while the buffer of a long history is full
 
 
 class Died(Exception):
@@ -53,13 +54,16 @@ class Link:
 
     def send(self, message: bytes, fds: Sequence[int] = ()) -> None:
         """Send a message. Raises Died when the other end is closed."""
-        try:
-            if fds:
+        until = time.monotonic() + SEND_SECONDS
+        while True:
+            try:
                 socket.send_fds(self.socket, [message], list(fds))
-            else:
-                self.socket.send(message)
-        except OSError:  # a buffer that stays full is no better
-            raise Died(0) from None
+                return
+            except TimeoutError:
+                if time.monotonic() > until:
+                    raise Died(0) from None
+            except OSError:
+                raise Died(0) from None
 
     def receive(self, patience: Patience, seconds: float) -> bytes:
         """The next message. Raises Died when there will be none or none came in time, Interrupted."""

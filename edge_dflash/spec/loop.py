@@ -169,8 +169,8 @@ def _decode(
         )
         tokens, reason = controls.cut(cycle.tokens, options.stop_token_ids, budget, at_budget)
         logprobs = token_logprobs(cycle.logits, tokens, options.logprobs, controls.spell)
+        path.commit(tokens)  # may be interrupted: then nothing of the cycle is committed
         backend.commit(len(tokens))  # the anchor and all new tokens but the last
-        path.commit(tokens)
         verify_seconds = time.perf_counter() - began - cycle.propose_seconds
         pace.record(CycleTime(cycle.propose_seconds, verify_seconds, len(tokens)))
         relaxed = sum(cycle.relaxed[: len(tokens)])
