@@ -25,6 +25,7 @@ from edge_dflash.backends.base import PairShape
 from edge_dflash.benchmark.vocabulary import synthetic_tokenizer
 from edge_dflash.errors import RequestError
 from edge_dflash.grammar import compiled as module
+from edge_dflash.grammar import wire
 from edge_dflash.grammar.child import Bounds
 from edge_dflash.grammar.compiled import Grammar, Grammars, compile_lark, compile_regex, compile_schema, hold
 from edge_dflash.grammar.process import OverBounds
@@ -393,6 +394,18 @@ def test_a_request_goes_on_when_its_process_dies_once():
         os.kill(only_child(grammars), signal.SIGKILL)
         with pytest.raises(RequestError, match="for the next token after 2"):
             constraint.masks(())
+
+
+def test_masks_that_were_made_before_a_death_are_as_many_as_are_asked_for():
+    with processes() as grammars:
+        constraint = Grammar(grammars, source("regex", "(ab|b)*c")).constraint()
+        path = constraint.walk([A, B, B, B], lambda row, mask: None)
+        until(lambda: len(constraint._channel.made()) == len(path) + 1)
+        constraint._channel.link.socket.recv(wire.MESSAGE_BYTES)  # as if it had died before it said so
+        os.kill(only_child(grammars), signal.SIGKILL)
+        masks = constraint.masks(path[:2])
+        assert len(masks) == 3
+        assert constraint._died
 
 
 def test_an_idle_process_that_is_gone_costs_no_drafts():

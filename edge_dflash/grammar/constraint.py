@@ -143,7 +143,7 @@ class GrammarConstraint:
             except Died as death:
                 self._lose(channel, death)
                 if made := channel.made():
-                    return [*made]
+                    return [*made[: len(drafts) + 1]]
             except BaseException:
                 self._channel = None
                 raise
