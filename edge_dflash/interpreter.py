@@ -17,6 +17,8 @@ def command(module: str, *arguments: object) -> list[str]:
 
 def limit_memory(nbytes: int) -> None:
     """Bound the address space of this process: beyond it allocations fail. It leaves no core file."""
+    most = resource.getrlimit(resource.RLIMIT_AS)[1]
+    nbytes = nbytes if most == resource.RLIM_INFINITY else min(nbytes, most)
     resource.setrlimit(resource.RLIMIT_AS, (nbytes, nbytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 

@@ -205,6 +205,8 @@ def why(signal: int, what: str, bounds: Bounds, seconds: float, doing: str) -> s
     """Why the process of a grammar died, and the remedy."""
     if signal == SIGPROF:
         return f"{what} needs more than {seconds:g} s {doing}; make it simpler"
+    if signal == SIGKILL:  # by the kernel, or by hand
+        return f"the process of {what} was killed: the machine may have run out of memory; try again"
     if signal:
         return f"{what} needs more than {bounds.nbytes >> 20} MB {doing}, or is nested too deep; make it simpler"
     return f"the process of {what} has ended; try again"
