@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
-from signal import SIGABRT, SIGPROF, SIGSEGV
+from signal import SIGABRT, SIGKILL, SIGPROF, SIGSEGV
 
 from edge_dflash.errors import RequestError
 from edge_dflash.grammar import wire
@@ -206,10 +206,10 @@ def why(signal: int, what: str, bounds: Bounds, seconds: float, doing: str) -> s
     if signal == SIGPROF:
         return f"{what} needs more than {seconds:g} s {doing}; make it simpler"
     if signal == SIGKILL:  # by the kernel, or by hand
-        return f"the process of {what} was killed: the machine may have run out of memory; try again"
+        return f"{what} needs its process {doing}, which was killed: memory may have run out; try again"
     if signal:
         return f"{what} needs more than {bounds.nbytes >> 20} MB {doing}, or is nested too deep; make it simpler"
-    return f"the process of {what} has ended; try again"
+    return f"{what} needs its process {doing}, which has ended; try again"
 
 
 _links: weakref.WeakSet[Link] = weakref.WeakSet()
