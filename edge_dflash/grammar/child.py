@@ -16,6 +16,7 @@ import socket
 import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 from edge_dflash.errors import RequestError, one_line
@@ -172,9 +173,7 @@ class _Constraint:
                 self._advance(tokens)
             elif kind == wire.WALK:
                 free = [] if self._failure else tokens[: wire.ROWS - 1]
-                path = stepping.walk(self._walker, free, self._asking())
-                self.socket.send(wire.PATH + wire.packed(path))
-                self._look(path)
+                self._look(stepping.walk(self._walker, free, self._asking(), self._tell))
             else:
                 self._look(tokens)
         except OSError:
@@ -219,10 +218,14 @@ class _Constraint:
             asked = True
             self._put(row, self._walker.packed())
             self.socket.send(wire.ASK + wire.packed([row]))
-            chosen = wire.unpacked(_received(self.socket)[1:])
+            answer = wire.soon(partial(self.socket.recv, wire.MESSAGE_BYTES, socket.MSG_DONTWAIT))
+            chosen = wire.unpacked((_received(self.socket) if answer is None else answer)[1:])
             return chosen[0] if chosen else None
 
         return ask
+
+    def _tell(self, path: list[int]) -> None:
+        self.socket.send(wire.PATH + wire.packed(path))
 
     def _look(self, drafts: list[int]) -> None:
         if self._failure:

@@ -15,6 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from signal import SIGABRT, SIGKILL, SIGPROF, SIGSEGV
 
 from edge_dflash.errors import RequestError
@@ -68,19 +69,20 @@ class Link:
     def receive(self, patience: Patience, seconds: float) -> bytes:
         """The next message. Raises Died when there will be none or none came in time, Interrupted."""
         until = time.monotonic() + seconds
-        while True:
-            try:
-                message = self.socket.recv(wire.MESSAGE_BYTES)
-            except TimeoutError:
-                patience.check()
-                if time.monotonic() > until:
-                    raise Died(None) from None
-                continue
-            except OSError:
-                raise Died(0) from None
-            if not message:
-                raise Died(0)
-            return message
+        try:
+            message = wire.soon(partial(os.read, self.socket.fileno(), wire.MESSAGE_BYTES))
+            while message is None:
+                try:
+                    message = self.socket.recv(wire.MESSAGE_BYTES)
+                except TimeoutError:
+                    patience.check()
+                    if time.monotonic() > until:
+                        raise Died(None) from None
+        except OSError:
+            raise Died(0) from None
+        if not message:
+            raise Died(0)
+        return message
 
 
 class Zygote:

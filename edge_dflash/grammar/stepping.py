@@ -5,6 +5,7 @@ Token ids and a grammar that can step forth and back; of no library and no proce
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
@@ -39,35 +40,43 @@ class Steps(Protocol[M]):
         ...
 
 
-def walk(grammar: Steps[M], free: Sequence[int], ask: Ask) -> list[int]:
+def walk(
+    grammar: Steps[M], free: Sequence[int], ask: Ask, tell: Callable[[list[int]], object] = lambda path: None
+) -> list[int]:
     """Drafts that the grammar allows, made from the ``free`` ones; the grammar is where it was afterwards.
 
     A draft that is refused is replaced by what is forced, and where nothing is, by what ``ask`` of its row gives, while
-    the grammar stands before it; None ends the path. So does a grammar that becomes too complex.
+    the grammar stands before it; None ends the path. So does a grammar that becomes too complex. ``tell`` is told the
+    path before the grammar goes back, which takes a while.
     """
     path: list[int] = []
-    forced: list[int] = []
     try:
-        for row, token in enumerate(free):
-            token = forced.pop(0) if forced else token
-            if not grammar.push(token):
-                forced = list(grammar.forced())
-                if not forced:
-                    chosen = ask(row)
-                    if chosen is None:
-                        break
-                    forced = [chosen]
-                token = forced.pop(0)
-                if not grammar.push(token):
-                    break
-            path.append(token)
-            if grammar.ended:
-                break
-    except RequestError:
-        pass
+        with contextlib.suppress(RequestError):
+            _along(grammar, free, ask, path)
+        tell(path)
     finally:
         grammar.pop(len(path))
     return path
+
+
+def _along(grammar: Steps[M], free: Sequence[int], ask: Ask, path: list[int]) -> None:
+    """Push what :func:`walk` gives, and append it to ``path``."""
+    forced: list[int] = []
+    for row, token in enumerate(free):
+        token = forced.pop(0) if forced else token
+        if not grammar.push(token):
+            forced = list(grammar.forced())
+            if not forced:
+                chosen = ask(row)
+                if chosen is None:
+                    return
+                forced = [chosen]
+            token = forced.pop(0)
+            if not grammar.push(token):
+                return
+        path.append(token)
+        if grammar.ended:
+            return
 
 
 def look(grammar: Steps[M], drafts: Sequence[int], put: Callable[[int, M], None]) -> RequestError | None:

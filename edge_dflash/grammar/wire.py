@@ -7,8 +7,10 @@ the masks.
 
 from __future__ import annotations
 
+import contextlib
+import time
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 # to the zygote
@@ -33,6 +35,9 @@ MASKS = b"m"  # how many lie in the memory, and why there are no more, if that i
 
 MESSAGE_BYTES = 64 * 1024  # longest datagram
 TOKENS_AT_ONCE = 4096  # of a long history
+SPIN_SECONDS = (
+    0.0004  # for which a wait looks again and again before it sleeps: to be woken takes 0.1 ms, thrice a cycle
+)
 ROWS = 64  # masks of one path; a longer one ends there
 _PAGE = 4096
 
@@ -59,6 +64,15 @@ class Layout:
     def row(self, half: int, row: int) -> int:
         """Offset of a mask."""
         return _PAGE + (half * ROWS + row) * self._stride
+
+
+def soon(receive: Callable[[], bytes]) -> bytes | None:
+    """What ``receive``, which does not wait, gives within SPIN_SECONDS; None when nothing came."""
+    until = time.perf_counter() + SPIN_SECONDS
+    while time.perf_counter() < until:
+        with contextlib.suppress(BlockingIOError):
+            return receive()
+    return None
 
 
 def packed(values: Iterable[int]) -> bytes:
