@@ -1,6 +1,6 @@
 """edge-dflash: lossless speculative decoding with DFlash drafters, for language models on robots.
 
-The names here are the public API of the runtime; building is :mod:`edge_dflash.build.builder`. Importing them does
+The names here are the public API of the runtime; building is :mod:`edge_dflash.builder.builder`. Importing them does
 not import torch, and a name is imported when it is used.
 """
 
@@ -11,6 +11,11 @@ from edge_dflash.version import __version__
 
 if TYPE_CHECKING:
     from edge_dflash.bundle.reader import Bundle
+    from edge_dflash.client.planner import RemotePlanner
+    from edge_dflash.client.session import RemoteSession
+    from edge_dflash.decode.logprobs import TokenLogprob
+    from edge_dflash.decode.options import PlanOptions
+    from edge_dflash.decode.relaxed import Relaxation
     from edge_dflash.errors import (
         BackendError,
         BuildError,
@@ -30,16 +35,11 @@ if TYPE_CHECKING:
         UnsupportedModelError,
         VerificationError,
     )
-    from edge_dflash.plan import Increment, Plan, PlanTimings
     from edge_dflash.planner import Planner
-    from edge_dflash.planner_session import PlannerSession
-    from edge_dflash.remote.planner import RemotePlanner
-    from edge_dflash.remote.session import RemoteSession
-    from edge_dflash.request.options import PlanOptions
-    from edge_dflash.request.stream import AsyncPlanStream, PlanStream
-    from edge_dflash.spec.logprobs import TokenLogprob
-    from edge_dflash.spec.relaxed import Relaxation
-    from edge_dflash.tool_calls import MalformedToolCall, ToolCall
+    from edge_dflash.result import Increment, Plan, PlanTimings
+    from edge_dflash.runner.stream import AsyncPlanStream, PlanStream
+    from edge_dflash.session import PlannerSession
+    from edge_dflash.text.tool_calls import MalformedToolCall, ToolCall
 
 __all__ = [
     "AsyncPlanStream",
@@ -79,16 +79,16 @@ __all__ = [
 
 _MODULES = {
     "bundle.reader": ("Bundle",),
-    "plan": ("Increment", "Plan", "PlanTimings"),
+    "result": ("Increment", "Plan", "PlanTimings"),
     "planner": ("Planner",),
-    "planner_session": ("PlannerSession",),
-    "remote.planner": ("RemotePlanner",),
-    "remote.session": ("RemoteSession",),
-    "request.options": ("PlanOptions",),
-    "request.stream": ("AsyncPlanStream", "PlanStream"),
-    "spec.logprobs": ("TokenLogprob",),
-    "spec.relaxed": ("Relaxation",),
-    "tool_calls": ("MalformedToolCall", "ToolCall"),
+    "session": ("PlannerSession",),
+    "client.planner": ("RemotePlanner",),
+    "client.session": ("RemoteSession",),
+    "decode.options": ("PlanOptions",),
+    "runner.stream": ("AsyncPlanStream", "PlanStream"),
+    "decode.logprobs": ("TokenLogprob",),
+    "decode.relaxed": ("Relaxation",),
+    "text.tool_calls": ("MalformedToolCall", "ToolCall"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -15,30 +15,29 @@ from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
-from edge_dflash import selftest
-from edge_dflash.backends import load
-from edge_dflash.backends.base import Backend, PairShape
+from edge_dflash.backends import load, selftest
+from edge_dflash.backends.selftest_result import SelfTestResult
 from edge_dflash.bundle.reader import Bundle
+from edge_dflash.common import rules
+from edge_dflash.common.progress import CHECKING, LOADING, SELF_TEST, Progress, unheard
+from edge_dflash.common.rules import Rule
+from edge_dflash.decode.backend import Backend, PairShape
+from edge_dflash.decode.grammar.compiled import hold, warm_up
+from edge_dflash.decode.options import Options, PlanOptions, Task
+from edge_dflash.decode.session import fingerprint
+from edge_dflash.decode.store import PrefixStats
 from edge_dflash.errors import RequestError
-from edge_dflash.grammar.compiled import hold, warm_up
-from edge_dflash.plan import Plan
-from edge_dflash.planner_session import PlannerSession
-from edge_dflash.progress import CHECKING, LOADING, SELF_TEST, Progress, unheard
-from edge_dflash.request import rules
-from edge_dflash.request.conversation import Encoder
-from edge_dflash.request.engine import Engine
-from edge_dflash.request.job import Alone, Observer
-from edge_dflash.request.options import Options, PlanOptions, Task
-from edge_dflash.request.prepare import Model, ends_of_form, prepare
-from edge_dflash.request.rules import Rule
-from edge_dflash.request.stream import AsyncPlanStream, PlanStream
-from edge_dflash.selftest_result import SelfTestResult
-from edge_dflash.sessions.session import fingerprint
-from edge_dflash.sessions.store import PrefixStats
-from edge_dflash.text import Tokenizer
+from edge_dflash.result import Plan
+from edge_dflash.runner.conversation import Encoder
+from edge_dflash.runner.engine import Engine
+from edge_dflash.runner.job import Alone, Observer
+from edge_dflash.runner.prepare import Model, ends_of_form, prepare
+from edge_dflash.runner.stream import AsyncPlanStream, PlanStream
+from edge_dflash.session import PlannerSession
+from edge_dflash.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from edge_dflash.remote.planner import RemotePlanner
+    from edge_dflash.client.planner import RemotePlanner
 
 __all__ = ["AsyncPlanStream", "PlanStream", "Planner", "Task"]
 
@@ -180,10 +179,10 @@ class Planner:
         ``url`` is ``unix:/PATH`` or ``http+unix://%2FPATH`` of ``edge-dflash serve``, or the address of any server that
         speaks the OpenAI API; ``model`` one of its models, where it has several; ``timeout`` the most seconds between
         two pieces of an answer. What a server cannot do is refused by name or emulated
-        (:mod:`edge_dflash.remote.planner`). Raises ServiceError when it cannot be reached or httpx2 (the extra
+        (:mod:`edge_dflash.client.planner`). Raises ServiceError when it cannot be reached or httpx2 (the extra
         ``client``) is missing.
         """
-        from edge_dflash.remote.planner import RemotePlanner
+        from edge_dflash.client.planner import RemotePlanner
 
         return RemotePlanner(url, model=model, api_key=api_key, timeout=timeout)
 
@@ -274,7 +273,7 @@ class Planner:
         ``content``, or token ids, used as they are. A control token (``<|im_end|>``) that a text spells stays text.
         With ``session``, it is the next turn of that conversation.
 
-        ``options`` (:class:`~edge_dflash.request.options.Options` lists them with their defaults):
+        ``options`` (:class:`~edge_dflash.decode.options.Options` lists them with their defaults):
 
         - form: ``schema`` (JSON Schema or Pydantic model), ``regex`` or ``grammar`` (Lark); at most one. An answer that
           ends by itself satisfies it. With thinking, the form begins behind it. ``whitespace``: blanks in JSON.

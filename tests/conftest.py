@@ -11,11 +11,9 @@ from pathlib import Path
 import pytest
 from cli_support import PAIR
 from hypothesis import HealthCheck, settings
+from paths import DEMO
 
-from edge_dflash.resources import directory
-
-ROOT = Path(__file__).resolve().parent.parent
-DEMO = ROOT / "edge_dflash" / "demo"
+from edge_dflash.common.resources import directory
 
 settings.register_profile("emulated", deadline=None, suppress_health_check=[HealthCheck.too_slow])  # scripts/aarch64.sh
 
@@ -51,7 +49,7 @@ def golden() -> Path:
 @pytest.fixture(scope="session")
 def demo_bundle(tmp_path_factory) -> Path:
     """The demo pair, built with its recipe."""
-    from edge_dflash.build.builder import BuildConfig, build
+    from edge_dflash.builder.builder import BuildConfig, build
 
     output = tmp_path_factory.mktemp("demo") / "demo-bundle"
     recipe = directory("engines") / "demo-cpu.yaml"

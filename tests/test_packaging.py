@@ -6,7 +6,7 @@ import tomllib
 from pathlib import Path
 
 import edge_dflash
-from edge_dflash import resources
+from edge_dflash.common import resources
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())

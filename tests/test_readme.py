@@ -5,17 +5,15 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from pathlib import Path
 
 import pytest
 import typer
+from paths import DEMO, ROOT
 
 import edge_dflash.cli
+from edge_dflash.board.profiles import board_profiles
 from edge_dflash.demo.corpus import check_success, task_from_json
-from edge_dflash.device import board_profiles
 
-ROOT = Path(__file__).resolve().parent.parent
-DEMO = ROOT / "edge_dflash" / "demo"
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
 FIRST = BLOCKS[0][1].splitlines()
@@ -81,7 +79,7 @@ def test_the_first_plan_does_its_task(capsys):
     argv = next(argv for argv in RUNNABLE if argv[0] == "generate")
     assert edge_dflash.cli.run([*argv, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    tasks = map(task_from_json, map(json.loads, (DEMO / "heldout.jsonl").read_text().splitlines()))
+    tasks = map(task_from_json, map(json.loads, (ROOT / "calib/demo/heldout.jsonl").read_text().splitlines()))
     text = (DEMO / "task.txt").read_text()
     task = next(task for task in tasks if [message["content"] for message in task.messages] == [text.rstrip("\n")])
     assert check_success(task, found["text"]) == []

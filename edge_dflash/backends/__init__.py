@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from edge_dflash.backends.base import Backend
+from edge_dflash.board.memory import drop_page_cache
+from edge_dflash.decode.backend import Backend
 from edge_dflash.errors import BackendError
-from edge_dflash.telemetry.memory import drop_page_cache
 
 SMALL_MODEL = 1024  # hidden size up to which torch runs on one thread: more would mostly wait for each other
 
 if TYPE_CHECKING:
-    from edge_dflash.backends.native.loading import Dense
+    from edge_dflash.backends.cuda.loading import Dense
     from edge_dflash.bundle.reader import Bundle
 
 
@@ -50,7 +50,7 @@ def load(bundle: Bundle, backend: str | None = None) -> Backend:
 
 def _device(bundle: Bundle, name: str) -> Backend:
     """Check that bundle, this version and this device belong together, then load. Never imports torch."""
-    from edge_dflash.backends.native.arch import check_arch, device_sm, shares_memory
+    from edge_dflash.backends.cuda.arch import check_arch, device_sm, shares_memory
 
     manifest = bundle.manifest
     try:
@@ -61,10 +61,10 @@ def _device(bundle: Bundle, name: str) -> Backend:
             "--backend reference --arch cpu"
         ) from None
     check_arch(manifest.arch, sm, str(bundle.path), name)
-    from edge_dflash.backends.native.backend import NativeBackend
-    from edge_dflash.backends.native.bundle_weights import BundleWeights
-    from edge_dflash.backends.native.compile import kernels_digest
-    from edge_dflash.backends.native.support import check_native
+    from edge_dflash.backends.cuda.backend import NativeBackend
+    from edge_dflash.backends.cuda.bundle_weights import BundleWeights
+    from edge_dflash.backends.cuda.compile import kernels_digest
+    from edge_dflash.backends.cuda.support import check_native
 
     if (found := manifest.tools.get("kernels")) != (wanted := kernels_digest()):
         raise BackendError(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from edge_dflash.backends.base import Backend, Cycle, PairShape, Rows, Snapshot, Steering
 from edge_dflash.backends.host_cycle import host_cycle
-from edge_dflash.spec.sampling import GREEDY, Sampling
+from edge_dflash.decode.backend import Backend, Cycle, PairShape, Rows, Snapshot, Steering
+from edge_dflash.decode.sampling import GREEDY, Sampling
 
 
 class Delegate:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 
-from edge_dflash.backends.base import Backend, Cycle, Steering
-from edge_dflash.spec.accept import accepted
-from edge_dflash.spec.sampling import Sampling, choose
+from edge_dflash.decode.accept import accepted
+from edge_dflash.decode.backend import Backend, Cycle, Steering
+from edge_dflash.decode.sampling import Sampling, choose
 
 
 def host_cycle(

@@ -15,14 +15,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from edge_dflash.archs import ARCHS_OF, BACKENDS, find_arch, ordered
-from edge_dflash.backends.base import Precision
-from edge_dflash.bundle.codec import decode, encode
-from edge_dflash.checkpoint.specs import MAX_BLOCK, MAX_LAYERS, PairSpec
+from edge_dflash.board.archs import ARCHS_OF, BACKENDS, find_arch, ordered
+from edge_dflash.common.codec import decode, encode
+from edge_dflash.common.files import parse_json
+from edge_dflash.decode.backend import Precision
 from edge_dflash.errors import BackendError, BundleError, short
-from edge_dflash.files import parse_json
-from edge_dflash.graph.program import KvState
-from edge_dflash.models import pair_programs
+from edge_dflash.model import pair_programs
+from edge_dflash.model.program import KvState
+from edge_dflash.model.specs import MAX_BLOCK, MAX_LAYERS, PairSpec
 
 SCHEMA = 2  # of bundles with two backends; those with one are written as 1, which older versions read
 MANIFEST = "manifest.json"

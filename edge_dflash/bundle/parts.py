@@ -20,9 +20,9 @@ from typing import BinaryIO
 import numpy as np
 
 from edge_dflash.bundle.manifest import FileEntry, WeightFormat
-from edge_dflash.bundle.mapped import forget_pages
-from edge_dflash.checkpoint.files import DTYPES
-from edge_dflash.checkpoint.weights import Array, Fp8Weight, Nvfp4Weight, Weight, WideWeight
+from edge_dflash.weights.mapped import forget_pages
+from edge_dflash.weights.safetensors import DTYPES
+from edge_dflash.weights.tensor import Array, Fp8Weight, Nvfp4Weight, Weight, WideWeight
 
 CHUNK = 8 << 20  # bytes read or written at once
 Advance = Callable[[int], None]  # told the number of bytes done since the last call

@@ -18,21 +18,21 @@ from typing import TypeAlias
 
 import numpy as np
 
-from edge_dflash.archs import find_arch
-from edge_dflash.backends.native.stacks import Stack
-from edge_dflash.backends.native.unpacking import unpack_matrix
-from edge_dflash.backends.native.weight_layout import Repacked
-from edge_dflash.build.workdir import resume_command
+from edge_dflash.board.archs import find_arch
+from edge_dflash.builder.journal import resume_command
 from edge_dflash.bundle.manifest import MANIFEST, FileEntry, Manifest, parse_manifest
 from edge_dflash.bundle.parts import from_tensors, hash_file, weight_format
 from edge_dflash.bundle.stored import Part, bundle_parts, repacked_of
-from edge_dflash.checkpoint.files import TensorFiles
-from edge_dflash.checkpoint.specs import PairSpec
-from edge_dflash.checkpoint.weights import Array, Weight
+from edge_dflash.common.files import LARGE, read_bytes
 from edge_dflash.errors import BackendError, BundleError, CheckpointError
-from edge_dflash.files import LARGE, read_bytes
-from edge_dflash.graph.program import WeightSpec
-from edge_dflash.models import pair_programs
+from edge_dflash.model import pair_programs
+from edge_dflash.model.program import WeightSpec
+from edge_dflash.model.specs import PairSpec
+from edge_dflash.weights.layout import Repacked
+from edge_dflash.weights.safetensors import TensorFiles
+from edge_dflash.weights.stacks import Stack
+from edge_dflash.weights.tensor import Array, Weight
+from edge_dflash.weights.unpacking import unpack_matrix
 
 Progress: TypeAlias = Callable[[int, int], None]  # (bytes done, bytes in all)
 Stacks: TypeAlias = dict[str, tuple[Stack, Repacked]]  # by key
@@ -40,7 +40,7 @@ MAX_MANIFEST = LARGE  # bytes; a larger file is no manifest
 
 
 class Bundle:
-    """An open bundle: a :class:`~edge_dflash.checkpoint.weights.WeightStore` over mapped files, and its manifest."""
+    """An open bundle: a :class:`~edge_dflash.weights.tensor.WeightStore` over mapped files, and its manifest."""
 
     def __init__(self, path: Path, manifest: Manifest, weights: Mapping[str, Weight], stacks: Stacks) -> None:
         self._path = path

@@ -1,7 +1,7 @@
 """selftest.json: a prompt, the target's plain tokens and the drafter's drafts as they were at build.
 
-Knows the file and how its fields hang together; running it is :mod:`edge_dflash.selftest`, recording it
-:mod:`edge_dflash.build.record`.
+Knows the file and how its fields hang together; running it is :mod:`edge_dflash.backends.selftest`, recording it
+:mod:`edge_dflash.builder.record`.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from edge_dflash.backends.base import PairShape
-from edge_dflash.bundle.codec import decode, encode
 from edge_dflash.bundle.reader import Bundle
+from edge_dflash.common.codec import decode, encode
+from edge_dflash.common.files import LARGE, read_bytes
+from edge_dflash.decode.accept import accepted
+from edge_dflash.decode.backend import PairShape
 from edge_dflash.errors import BundleError
-from edge_dflash.files import LARGE, read_bytes
-from edge_dflash.spec.accept import accepted
 
 SELFTEST = "selftest.json"
 SCHEMA = 2

@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 from rich.table import Table
 
+from edge_dflash.board.energy import EnergyMeter
+from edge_dflash.decode.options import PlanOptions
 from edge_dflash.errors import VerificationError
-from edge_dflash.plan import Increment, Plan
 from edge_dflash.planner import Planner, Task
-from edge_dflash.request.options import PlanOptions
-from edge_dflash.telemetry.energy import EnergyMeter
+from edge_dflash.result import Increment, Plan
 
 WARM_UP_TOKENS = 8  # before two ways of decoding are compared
 

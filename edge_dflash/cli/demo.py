@@ -14,12 +14,12 @@ import typer
 import edge_dflash
 from edge_dflash.cli.comparison import WARM_UP_TOKENS, comparison, print_part, require_same, same_tokens, timed
 from edge_dflash.cli.output import emit_json, say, show, stages
+from edge_dflash.common.resources import directory
 from edge_dflash.demo.actions import schema_problems
 from edge_dflash.demo.corpus import Task, check_plan, plan_schema, task_from_json
 from edge_dflash.errors import BundleError, RequestError
-from edge_dflash.plan import Plan, json_object
 from edge_dflash.planner import Planner
-from edge_dflash.resources import directory
+from edge_dflash.result import Plan, json_object
 
 MODELS = Path(edge_dflash.__file__).parent / "demo" / "models"
 HELDOUT = MODELS.parent / "heldout.jsonl"
@@ -128,7 +128,7 @@ def _open(where: Path, *, ours: bool) -> Planner:
 def _build(where: Path) -> None:
     say(f"building the demo's bundle: {where}")
     with stages() as report:
-        from edge_dflash.build.builder import BuildConfig, build  # torch, only here, and it takes seconds
+        from edge_dflash.builder.builder import BuildConfig, build  # torch, only here, and it takes seconds
 
         result = build(
             BuildConfig(MODELS / "target", MODELS / "drafter", where, recipe=directory("engines") / RECIPE), report

@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
+from edge_dflash.checks.doctor import examine, healthy, report, table
+from edge_dflash.checks.doctor_facts import gather
 from edge_dflash.cli.output import emit_json, show
-from edge_dflash.doctor.examine import examine, healthy, report, table
-from edge_dflash.doctor.facts import gather
 
 
 def doctor(

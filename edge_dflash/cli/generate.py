@@ -10,16 +10,16 @@ from typing import Annotated, Any
 
 import typer
 
+from edge_dflash.board.state import read_board_state
 from edge_dflash.cli.comparison import WARM_UP_TOKENS, comparison, identical, print_part, require_same, timed
 from edge_dflash.cli.logprobs import entry, logprob_table
 from edge_dflash.cli.output import emit_json, say, show, stages
+from edge_dflash.common.files import LARGE, is_file, read_bytes
+from edge_dflash.decode.grammar.schema_check import schema_text
+from edge_dflash.decode.options import Options, PlanOptions
 from edge_dflash.errors import RequestError
-from edge_dflash.files import LARGE, is_file, read_bytes
-from edge_dflash.grammar.schema_check import schema_text
-from edge_dflash.plan import Plan
 from edge_dflash.planner import Planner, Task
-from edge_dflash.request.options import Options, PlanOptions
-from edge_dflash.telemetry.state import read_board_state
+from edge_dflash.result import Plan
 
 
 def generate(

@@ -8,21 +8,21 @@ from typing import Annotated
 
 import typer
 
-from edge_dflash.archs import find_arch
-from edge_dflash.build.finish import finish_command
+from edge_dflash.board.archs import find_arch
+from edge_dflash.board.profiles import largest_board, load_board
+from edge_dflash.builder.finish import finish_command
 from edge_dflash.bundle.manifest import Manifest
 from edge_dflash.bundle.reader import read_manifest
-from edge_dflash.checkpoint.config import match_pair, read_drafter_spec, read_target_spec
+from edge_dflash.checks.inspect import inspect_manifest, inspect_recipe
+from edge_dflash.checks.inspect_view import render
+from edge_dflash.checks.kernels import bundle_kernels, kernels_table
 from edge_dflash.cli.output import emit_json, show
 from edge_dflash.cli.recipes import find_recipe
-from edge_dflash.device import largest_board, load_board
+from edge_dflash.common.resources import directory
 from edge_dflash.errors import RequestError
-from edge_dflash.inspection.inspect import inspect_manifest, inspect_recipe
-from edge_dflash.inspection.kernels import bundle_kernels, kernels_table
-from edge_dflash.inspection.view import render
-from edge_dflash.quant.recipe import default_recipe
-from edge_dflash.quant.recipe_file import load_recipe
-from edge_dflash.resources import directory
+from edge_dflash.model.config import match_pair, read_drafter_spec, read_target_spec
+from edge_dflash.weights.recipe import default_recipe
+from edge_dflash.weights.recipe_file import load_recipe
 
 BOARDS = ", ".join(path.stem for path in sorted(directory("jetson").glob("*.yaml")))
 

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, DownloadColumn, Task, TaskID, TextColumn, T
 from rich.progress import Progress as Bars
 from rich.text import Text
 
-from edge_dflash.progress import IN_BYTES, Progress
+from edge_dflash.common.progress import IN_BYTES, Progress
 
 PLAIN_LINE_SECONDS = 10.0  # least time between two plain progress lines
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from edge_dflash.common.files import is_file
+from edge_dflash.common.resources import directory
 from edge_dflash.errors import RecipeError
-from edge_dflash.files import is_file
-from edge_dflash.resources import directory
 
 
 def find_recipe(given: Path) -> Path:

@@ -8,18 +8,18 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from edge_dflash.benchmark.run import Work
-from edge_dflash.benchmark.subjects import bench_bundle
+from edge_dflash.backends.selftest import replay
+from edge_dflash.backends.selftest_result import SelfTestResult
 from edge_dflash.bundle.reader import Bundle
+from edge_dflash.checks.bench import Work
+from edge_dflash.checks.golden import GoldenReport, verify_golden
+from edge_dflash.checks.lossless import Verification, verify_lossless
+from edge_dflash.checks.report import check_report, write_report
+from edge_dflash.checks.subjects import bench_bundle
 from edge_dflash.cli.output import emit_json, say, show, stages
 from edge_dflash.cli.prompts import bench_prompts, default_prompts, read_prompts
 from edge_dflash.errors import RequestError, VerificationError
 from edge_dflash.planner import Planner
-from edge_dflash.selftest import replay
-from edge_dflash.selftest_result import SelfTestResult
-from edge_dflash.verification.golden import GoldenReport, verify_golden
-from edge_dflash.verification.lossless import Verification, verify_lossless
-from edge_dflash.verification.report import check_report, write_report
 
 REPORT_CONTEXT, REPORT_TOKENS = 128, 64  # of the benchmark in a report
 

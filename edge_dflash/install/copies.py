@@ -12,12 +12,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeAlias
 
-from edge_dflash.build.workdir import sync_path
+from edge_dflash.board.memory import drop_page_cache
+from edge_dflash.builder.journal import sync_path
 from edge_dflash.bundle.manifest import MANIFEST, FileEntry, Manifest
 from edge_dflash.bundle.parts import hash_file
 from edge_dflash.bundle.reader import Bundle, read_manifest
 from edge_dflash.errors import BundleError, EdgeDflashError
-from edge_dflash.telemetry.memory import drop_page_cache
 
 _SPARE = 64 << 20  # bytes of disk beside a copy
 _Held: TypeAlias = Mapping[tuple[str, int], Path]  # files by hash and size

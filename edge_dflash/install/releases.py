@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from edge_dflash.build.workdir import sync_path
+from edge_dflash.builder.journal import sync_path
 from edge_dflash.bundle.manifest import MANIFEST, Manifest
 from edge_dflash.bundle.reader import check_files, read_manifest
 from edge_dflash.errors import BundleError, EdgeDflashError

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from edge_dflash.bundle.reader import read_manifest
+from edge_dflash.common.resources import directory
 from edge_dflash.errors import EdgeDflashError
 from edge_dflash.install import releases
 from edge_dflash.install.host import Host, Offline, host_of
 from edge_dflash.install.layout import ACTIVATED, CONFIG, ENABLED, FILES, TCP, Layout
-from edge_dflash.resources import directory
 
 KEEP = 2  # releases: the one that is served and the one before
 LOG = "journalctl -b -u edge-dflash tells why"

@@ -8,11 +8,11 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any, get_args
 
-from edge_dflash.backends.base import PairShape
-from edge_dflash.plan import PlanTimings
+from edge_dflash.decode.accept import FinishReason
+from edge_dflash.decode.backend import PairShape
+from edge_dflash.result import PlanTimings
 from edge_dflash.serve.lifecycle import State
 from edge_dflash.serve.record import Schema
-from edge_dflash.spec.accept import FinishReason
 
 TEXT: Schema = {"type": "string"}
 FLAG: Schema = {"type": "boolean"}

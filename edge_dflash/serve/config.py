@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from edge_dflash.backends.selftest import MODES
+from edge_dflash.common.files import read_text
 from edge_dflash.errors import ConfigError
-from edge_dflash.files import read_text
-from edge_dflash.selftest import MODES
 
 SAVES = ("turn", "shutdown", "never")
 MIB = 1 << 20

@@ -14,10 +14,10 @@ from prometheus_client import (
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from edge_dflash.plan import Plan
-from edge_dflash.spec.loop import Step
-from edge_dflash.telemetry.energy import EnergyMeter
-from edge_dflash.telemetry.state import BoardState
+from edge_dflash.board.energy import EnergyMeter
+from edge_dflash.board.state import BoardState
+from edge_dflash.decode.loop import Step
+from edge_dflash.result import Plan
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SHORT = (0.001, 0.002, 0.004, 0.007, 0.01, 0.015, 0.02, 0.03, 0.045, 0.07, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)

@@ -14,15 +14,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from edge_dflash.request.options import PRIORITIES, PlanOptions
+from edge_dflash.decode.logprobs import MOST_ALTERNATIVES
+from edge_dflash.decode.options import PRIORITIES, PlanOptions
 from edge_dflash.serve.config import DefaultConfig, LimitConfig
 from edge_dflash.serve.fields import Fields
 from edge_dflash.serve.messages import read_messages, read_prompt
 from edge_dflash.serve.names import NAME, WHY, session_name
 from edge_dflash.serve.refusal import Refusal
 from edge_dflash.serve.tools import read_tools
-from edge_dflash.spec.logprobs import MOST_ALTERNATIVES
-from edge_dflash.text import Message
+from edge_dflash.text.tokenizer import Message
 
 DAY = 86400.0
 _STOP = {"type": "string", "minLength": 1, "maxLength": 999}

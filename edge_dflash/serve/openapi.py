@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from edge_dflash.request.options import Options
+from edge_dflash.decode.options import Options
 from edge_dflash.serve.answers import SCHEMAS
 from edge_dflash.serve.config import DefaultConfig, LimitConfig, ServeConfig
 from edge_dflash.serve.names import NAME, new_name, other_name
@@ -53,7 +53,7 @@ class Operation:
 
 
 _CALLS: dict[str, Any] = {"tools": [{"function": {"name": "f"}}], "tool_choice": "required"}
-_SESSIONS = "/v1/edge_dflash/sessions"
+_SESSIONS = "/v1/edge_dflash/decode"
 _HELLO = [{"role": role, "content": "x"} for role in ("system", "developer", "user", "assistant", "tool")]
 _FORMS = ({"type": "text"}, {"type": "json_object"}, {"type": "json_schema", "json_schema": {"schema": {}}})
 _GENERATES = tuple(

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from edge_dflash.plan import Increment, Plan
+from edge_dflash.result import Increment, Plan
 from edge_dflash.serve.logprobs import LogprobWriter
 from edge_dflash.serve.openai import Call
 

@@ -6,15 +6,15 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from edge_dflash.decode.options import PlanOptions
 from edge_dflash.errors import ContextError
 from edge_dflash.planner import Planner
-from edge_dflash.planner_session import PlannerSession
-from edge_dflash.request.options import PlanOptions
-from edge_dflash.request.stream import AsyncPlanStream, PlanStream
+from edge_dflash.runner.stream import AsyncPlanStream, PlanStream
 from edge_dflash.serve.openai import Call
 from edge_dflash.serve.refusal import Refusal
 from edge_dflash.serve.replies import Writer
 from edge_dflash.serve.sessions import Sessions
+from edge_dflash.session import PlannerSession
 
 
 @dataclass(eq=False)

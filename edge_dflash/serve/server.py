@@ -22,6 +22,8 @@ from types import FrameType
 
 import uvicorn
 
+from edge_dflash.board.energy import EnergyMeter
+from edge_dflash.board.state import BoardState
 from edge_dflash.errors import EdgeDflashError, ServiceError
 from edge_dflash.serve.accounts import Keys, read_keys
 from edge_dflash.serve.app import make_app
@@ -30,8 +32,6 @@ from edge_dflash.serve.connection import bounded_connection
 from edge_dflash.serve.lifecycle import Notifier, Showing, logged
 from edge_dflash.serve.service import Board, Service
 from edge_dflash.serve.state_dir import held
-from edge_dflash.telemetry.energy import EnergyMeter
-from edge_dflash.telemetry.state import BoardState
 
 log = logging.getLogger("edge_dflash.serve")
 _BACKLOG = 64

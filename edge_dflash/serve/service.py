@@ -15,13 +15,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+from edge_dflash.backends.selftest import Mode
+from edge_dflash.board.energy import EnergyMeter
+from edge_dflash.board.state import BoardState
+from edge_dflash.common.progress import Progress as Report
+from edge_dflash.common.progress import unheard
 from edge_dflash.errors import EdgeDflashError
-from edge_dflash.plan import Plan
 from edge_dflash.planner import Planner
-from edge_dflash.progress import Progress as Report
-from edge_dflash.progress import unheard
-from edge_dflash.request.stream import AsyncPlanStream, PlanStream
-from edge_dflash.selftest import Mode
+from edge_dflash.result import Plan
+from edge_dflash.runner.stream import AsyncPlanStream, PlanStream
 from edge_dflash.serve.accounts import own
 from edge_dflash.serve.config import MIB, ServeConfig
 from edge_dflash.serve.lifecycle import Notifier, NullNotifier, Progress, State, Watchers
@@ -32,8 +34,6 @@ from edge_dflash.serve.refusal import Refusal
 from edge_dflash.serve.replies import Writer
 from edge_dflash.serve.running import Running, queue
 from edge_dflash.serve.sessions import Sessions
-from edge_dflash.telemetry.energy import EnergyMeter
-from edge_dflash.telemetry.state import BoardState
 
 log = logging.getLogger("edge_dflash.serve")
 Board = Callable[[], BoardState]

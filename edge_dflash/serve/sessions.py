@@ -17,9 +17,9 @@ from typing import Any
 
 from edge_dflash.errors import EdgeDflashError
 from edge_dflash.planner import Planner
-from edge_dflash.planner_session import PlannerSession
 from edge_dflash.serve.refusal import Refusal
 from edge_dflash.serve.state_dir import SessionFiles
+from edge_dflash.session import PlannerSession
 
 log = logging.getLogger("edge_dflash.serve")
 _LETS_GO = 5.0  # seconds that a request which has ended may take to let its session go

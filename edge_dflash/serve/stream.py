@@ -11,7 +11,7 @@ from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
-from edge_dflash.plan import Increment
+from edge_dflash.result import Increment
 from edge_dflash.serve.refusal import dump, error_json, refusal
 from edge_dflash.serve.running import Running
 from edge_dflash.serve.service import Service, log

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from edge_dflash.request.options import PlanOptions
+from edge_dflash.decode.options import PlanOptions
 from edge_dflash.serve.fields import Fields
 
 _FUNCTION = {

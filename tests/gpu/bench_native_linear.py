@@ -14,11 +14,11 @@ import numpy as np
 from native_linear_support import cubin
 from native_state_support import Device
 
-from edge_dflash.backends.native.driver import DevicePointer
-from edge_dflash.backends.native.linear import Linears, LinearWeights, Norm
-from edge_dflash.backends.native.linear_plan import cluster_plan, hopper, hopper_plan, row_tile
-from edge_dflash.backends.native.memory import Matrix
-from edge_dflash.backends.native.weight_layout import Layout
+from edge_dflash.backends.cuda.driver import DevicePointer
+from edge_dflash.backends.cuda.linear import Linears, LinearWeights, Norm
+from edge_dflash.backends.cuda.linear_plan import cluster_plan, hopper, hopper_plan, row_tile
+from edge_dflash.backends.cuda.memory import Matrix
+from edge_dflash.weights.layout import Layout
 
 ARENA = 3 << 30
 PERIOD = 2304  # bytes: every stack starts where the arena's NVFP4 pattern starts, 256-byte aligned

@@ -8,12 +8,12 @@ from functools import partial
 from statistics import median
 
 import numpy as np
-from test_native_sample import choices, logits
 
-from edge_dflash.backends.native.memory import Control
-from edge_dflash.backends.native.sample import Block
-from edge_dflash.spec.constraint import pack
-from edge_dflash.spec.sampling import Sampling
+from edge_dflash.backends.cuda.memory import Control
+from edge_dflash.backends.cuda.sample import Block
+from edge_dflash.decode.constraint import pack
+from edge_dflash.decode.sampling import Sampling
+from tests.backends.test_native_sample import choices, logits
 
 PARTS = {
     "all": ("sample_count", "sample_cut", "sample_ties", "sample_choose"),

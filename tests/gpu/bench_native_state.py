@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from native_state_support import Device, bf16
 
-from edge_dflash.backends.native import attend, delta
-from edge_dflash.backends.native.attend import AttendShape, Attention, KvMemory
-from edge_dflash.backends.native.delta import DeltaLayer, DeltaShape, GatedDelta
-from edge_dflash.backends.native.memory import Control, Matrix
+from edge_dflash.backends.cuda import attend, delta
+from edge_dflash.backends.cuda.attend import AttendShape, Attention, KvMemory
+from edge_dflash.backends.cuda.delta import DeltaLayer, DeltaShape, GatedDelta
+from edge_dflash.backends.cuda.memory import Control, Matrix
 
 BANDWIDTH = 4.555e12  # bytes / s, best read bandwidth measured on an H200
 CONTEXT = 32768

@@ -22,11 +22,11 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
-from edge_dflash.benchmark.machine import ClockSample, describe
-from edge_dflash.benchmark.measure import ROUNDS, Meter, accept_pattern, decoded, on_device
-from edge_dflash.benchmark.pairs import synthetic_pair
-from edge_dflash.benchmark.run import Device, Work, decode_all, fitted
-from edge_dflash.benchmark.subjects import CUBINS, bundle_subject, probe_device, synthetic_subject
+from edge_dflash.checks.bench import Device, Work, decode_all, fitted
+from edge_dflash.checks.machine import ClockSample, describe
+from edge_dflash.checks.measure import ROUNDS, Meter, accept_pattern, decoded, on_device
+from edge_dflash.checks.pairs import synthetic_pair
+from edge_dflash.checks.subjects import CUBINS, bundle_subject, probe_device, synthetic_subject
 from edge_dflash.errors import EdgeDflashError
 from edge_dflash.planner import Planner
 

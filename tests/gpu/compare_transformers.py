@@ -17,17 +17,17 @@ import numpy as np
 import torch
 from transformers_pair import Transformers
 
-from edge_dflash.backends.base import Precision
-from edge_dflash.backends.native.driver import DevicePointer
-from edge_dflash.backends.native.linear import LinearWeights
-from edge_dflash.backends.native.weight_layout import UNIT_ROWS, WINDOW, repack
-from edge_dflash.benchmark.machine import describe
-from edge_dflash.benchmark.measure import Meter, accept_pattern
-from edge_dflash.benchmark.pairs import synthetic_pair
-from edge_dflash.benchmark.subjects import CUBINS
-from edge_dflash.benchmark.weights import RandomWeights
-from edge_dflash.checkpoint.weights import WideWeight
+from edge_dflash.backends.cuda.driver import DevicePointer
+from edge_dflash.backends.cuda.linear import LinearWeights
+from edge_dflash.checks.machine import describe
+from edge_dflash.checks.measure import Meter, accept_pattern
+from edge_dflash.checks.pairs import synthetic_pair
+from edge_dflash.checks.random_weights import RandomWeights
+from edge_dflash.checks.subjects import CUBINS
+from edge_dflash.decode.backend import Precision
 from edge_dflash.planner import Planner
+from edge_dflash.weights.layout import UNIT_ROWS, WINDOW, repack
+from edge_dflash.weights.tensor import WideWeight
 
 
 class TorchWeights(RandomWeights):
@@ -113,9 +113,9 @@ def agreement(hf, backend, prompt, text):
 
 def ours(hf, pair, prompt, pattern, tokens, most, cubins):
     """edge-dflash with the tensors of ``hf``: (plain, speculative) Decode, and the agreement."""
-    from edge_dflash.backends.native.arch import device_sm
-    from edge_dflash.backends.native.backend import NativeBackend
-    from edge_dflash.benchmark.cubins import Cubins, device_arch
+    from edge_dflash.backends.cuda.arch import device_sm
+    from edge_dflash.backends.cuda.backend import NativeBackend
+    from edge_dflash.checks.cubins import Cubins, device_arch
 
     cubin = Cubins(cubins, device_arch(device_sm()))
     weights = TorchWeights(pair, hf.tensors)

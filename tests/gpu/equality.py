@@ -13,13 +13,13 @@ from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(Path(__file__).parent)]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support"), str(Path(__file__).parent)]
 
 from native_backend_support import ENGINE, device_cubin, native, prompt  # noqa: E402
 
-from edge_dflash.backends.native.backend import NativeBackend  # noqa: E402
-from edge_dflash.benchmark.pairs import synthetic_pair  # noqa: E402
-from edge_dflash.benchmark.weights import RandomWeights  # noqa: E402
+from edge_dflash.backends.cuda.backend import NativeBackend  # noqa: E402
+from edge_dflash.checks.pairs import synthetic_pair  # noqa: E402
+from edge_dflash.checks.random_weights import RandomWeights  # noqa: E402
 
 NEW = 33  # tokens of a run
 

@@ -7,20 +7,20 @@ from pathlib import Path
 
 import torch
 from native_linear_support import cubin
+from synthetic import drafter_config, qwen3_5_config, qwen3_config, write_drafter, write_target
 
-from edge_dflash.backends.base import Precision
-from edge_dflash.backends.native.backend import NativeBackend
-from edge_dflash.backends.native.weights import StoreWeights, stored_formats
+from edge_dflash.backends.cuda.backend import NativeBackend
+from edge_dflash.backends.cuda.weights import StoreWeights, stored_formats
 from edge_dflash.backends.reference.backend import ReferenceBackend
-from edge_dflash.checkpoint.config import match_pair, read_drafter_spec, read_target_spec
-from edge_dflash.checkpoint.reader import PairCheckpoint
-from edge_dflash.checkpoint.specs import DrafterLayerMask
-from edge_dflash.checkpoint.weights import WideWeight
-from edge_dflash.models import pair_programs
-from edge_dflash.quant.fp8 import quantize_fp8
-from edge_dflash.quant.nvfp4 import quantize_nvfp4
-from edge_dflash.quant.tensors import wide_tensor
-from tests.synthetic import drafter_config, qwen3_5_config, qwen3_config, write_drafter, write_target
+from edge_dflash.decode.backend import Precision
+from edge_dflash.model import pair_programs
+from edge_dflash.model.config import match_pair, read_drafter_spec, read_target_spec
+from edge_dflash.model.specs import DrafterLayerMask
+from edge_dflash.weights.arrays import wide_tensor
+from edge_dflash.weights.checkpoint import PairCheckpoint
+from edge_dflash.weights.fp8 import quantize_fp8
+from edge_dflash.weights.nvfp4 import quantize_nvfp4
+from edge_dflash.weights.tensor import WideWeight
 
 DEMO = Path(__file__).parents[2] / "edge_dflash" / "demo" / "models"
 ENGINE = Precision("bfloat16", "fp8")

@@ -7,18 +7,18 @@ Blocks have 16 or 32 rows here, because these kernels write so many.
 
 from dataclasses import dataclass, field
 
-from edge_dflash.backends.native.backend import NativeBackend
-from edge_dflash.backends.native.linear import Linears
-from edge_dflash.backends.native.memory import aligned
-from edge_dflash.backends.native.passes import Pass
-from edge_dflash.backends.native.placement import PADDING, Place
-from edge_dflash.backends.native.schedule import Copy, Gate, Head, Multiply, Normalise, Schedule, Sum
-from edge_dflash.backends.native.stacks import FORMATS, Stack
-from edge_dflash.backends.native.weight_layout import Layout
+from edge_dflash.backends.cuda.backend import NativeBackend
+from edge_dflash.backends.cuda.linear import Linears
+from edge_dflash.backends.cuda.memory import aligned
+from edge_dflash.backends.cuda.passes import Pass
+from edge_dflash.backends.cuda.placement import PADDING, Place
+from edge_dflash.backends.cuda.schedule import Copy, Gate, Head, Multiply, Normalise, Schedule, Sum
 from edge_dflash.backends.tensorrt.passes import PlannedPass, plan_of, planned_passes
 from edge_dflash.backends.tensorrt.schedule import RunPlan
 from edge_dflash.backends.tensorrt.units import EMBEDDING, LOGITS, pair_units
-from edge_dflash.graph.ops import Add, Concat, Linear, RmsNorm, SwiGlu
+from edge_dflash.model.ops import Add, Concat, Linear, RmsNorm, SwiGlu
+from edge_dflash.weights.layout import Layout
+from edge_dflash.weights.stacks import FORMATS, Stack
 
 
 @dataclass

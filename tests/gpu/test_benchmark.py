@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from native_linear_support import CACHE
 
-from edge_dflash.backends.native.driver import Gpu
-from edge_dflash.benchmark.cubins import Cubins, device_arch
-from edge_dflash.benchmark.probe import read_bandwidth
-from edge_dflash.benchmark.run import Work
-from edge_dflash.benchmark.subjects import bench_synthetic
-from edge_dflash.benchmark.weights import random_words
+from edge_dflash.backends.cuda.driver import Gpu
+from edge_dflash.checks.bench import Work
+from edge_dflash.checks.cubins import Cubins, device_arch
+from edge_dflash.checks.probe import read_bandwidth
+from edge_dflash.checks.random_weights import random_words
+from edge_dflash.checks.subjects import bench_synthetic
 
 pytestmark = pytest.mark.gpu
 

@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 import torch
 from fakes import Stepped
+from golden_pairs import same_bits
 from native_backend_support import ENGINE, WIDE_KV, native, prompt, reference
 
-from edge_dflash.backends.base import Precision
 from edge_dflash.backends.delegate import Delegate
+from edge_dflash.checks.adversary import Adversary, drafters, oracle_until
+from edge_dflash.decode.backend import Precision
+from edge_dflash.decode.controls import Controls
+from edge_dflash.decode.loop import DecodeOptions, generate, stream
+from edge_dflash.decode.sampling import Sampling, choose
 from edge_dflash.errors import BackendError
-from edge_dflash.spec.adversary import Adversary, drafters, oracle_until
-from edge_dflash.spec.controls import Controls
-from edge_dflash.spec.loop import DecodeOptions, generate, stream
-from edge_dflash.spec.sampling import Sampling, choose
-from tests.golden_pairs import same_bits
 
 pytestmark = pytest.mark.gpu
 

@@ -7,14 +7,14 @@ import pytest
 import torch
 from native_state_support import Device, bf16
 
-from edge_dflash.backends.native import delta as native_delta
-from edge_dflash.backends.native import small as native_small
-from edge_dflash.backends.native.delta import DeltaLayer, DeltaShape, GatedDelta
-from edge_dflash.backends.native.memory import NULL, Control, Matrix
-from edge_dflash.backends.native.small import Small
+from edge_dflash.backends.cuda import delta as native_delta
+from edge_dflash.backends.cuda import small as native_small
+from edge_dflash.backends.cuda.delta import DeltaLayer, DeltaShape, GatedDelta
+from edge_dflash.backends.cuda.memory import NULL, Control, Matrix
+from edge_dflash.backends.cuda.small import Small
 from edge_dflash.backends.reference.delta import DeltaMemory, DeltaWeights, gated_delta
-from edge_dflash.graph.ops import GatedDelta as DeltaOp
-from edge_dflash.graph.program import DeltaState
+from edge_dflash.model.ops import GatedDelta as DeltaOp
+from edge_dflash.model.program import DeltaState
 
 pytestmark = pytest.mark.gpu
 SHAPES = {

@@ -6,19 +6,19 @@ import pytest
 import torch
 from native_state_support import Device, bf16
 
-from edge_dflash.backends.base import Precision
-from edge_dflash.backends.native import attend as native_attend
-from edge_dflash.backends.native import small as native_small
-from edge_dflash.backends.native.attend import AttendShape, Attention
-from edge_dflash.backends.native.attend import KvMemory as DeviceKv
-from edge_dflash.backends.native.memory import NULL, Control, Matrix
-from edge_dflash.backends.native.small import Small
+from edge_dflash.backends.cuda import attend as native_attend
+from edge_dflash.backends.cuda import small as native_small
+from edge_dflash.backends.cuda.attend import AttendShape, Attention
+from edge_dflash.backends.cuda.attend import KvMemory as DeviceKv
+from edge_dflash.backends.cuda.memory import NULL, Control, Matrix
+from edge_dflash.backends.cuda.small import Small
 from edge_dflash.backends.reference.attention import KvMemory, attend, rope_table, store_context
 from edge_dflash.backends.reference.dense import rms_norm
-from edge_dflash.checkpoint.specs import RopeSpec
-from edge_dflash.graph.ops import Attend
-from edge_dflash.graph.program import KvState
-from edge_dflash.quant.fp8 import to_e4m3
+from edge_dflash.decode.backend import Precision
+from edge_dflash.model.ops import Attend
+from edge_dflash.model.program import KvState
+from edge_dflash.model.specs import RopeSpec
+from edge_dflash.weights.fp8 import to_e4m3
 
 pytestmark = pytest.mark.gpu
 SCALES = (0.0131, 0.0077)  # K, V
@@ -135,8 +135,8 @@ CASES = [
 ]
 
 
-# Every mask that a drafter's config can ask for (tests/test_drafter_masks.py), with windows below and above a block,
-# where the context is shorter than the window and where it is longer.
+# Every mask that a drafter's config can ask for (tests/model/test_drafter_masks.py), with windows below and above a
+# block, where the context is shorter than the window and where it is longer.
 CASES += [
     ({"heads": 8, "kv_heads": 2, "dim": dim, "rope": dim, "rows": rows, "bidirectional": both, "window": window,
       "context": 4000, "kv": kv}, length)

@@ -5,10 +5,10 @@ import torch
 from native_linear_support import cubin, empty, expected, fetch, ulps, weight
 from native_state_support import Device, bf16
 
-from edge_dflash.backends.native.linear import Linears
-from edge_dflash.backends.native.linear_tiles import Tiles
-from edge_dflash.backends.native.memory import NULL, Matrix
-from edge_dflash.backends.native.weight_layout import repack
+from edge_dflash.backends.cuda.linear import Linears
+from edge_dflash.backends.cuda.linear_tiles import Tiles
+from edge_dflash.backends.cuda.memory import NULL, Matrix
+from edge_dflash.weights.layout import repack
 
 pytestmark = pytest.mark.gpu
 

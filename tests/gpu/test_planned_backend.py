@@ -7,9 +7,9 @@ import pytest
 from native_backend_support import ENGINE, checkpoint, device_cubin, native, prompt, store
 from planned_support import planned_backend
 
-from edge_dflash.backends.native.weights import StoreWeights, stored_formats
-from edge_dflash.spec.loop import DecodeOptions, generate
-from edge_dflash.verification.lossless import verify_lossless
+from edge_dflash.backends.cuda.weights import StoreWeights, stored_formats
+from edge_dflash.checks.lossless import verify_lossless
+from edge_dflash.decode.loop import DecodeOptions, generate
 
 pytestmark = pytest.mark.gpu
 

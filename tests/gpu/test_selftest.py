@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 from native_backend_support import DEMO, small
 from native_linear_support import cubin
+from synthetic import write_drafter, write_target
 
 from edge_dflash import Planner, VerificationError
-from edge_dflash.build import builder
-from edge_dflash.build.builder import BuildConfig, build
+from edge_dflash.builder import builder
+from edge_dflash.builder.builder import BuildConfig, build
 from edge_dflash.bundle.manifest import dump_manifest
 from edge_dflash.bundle.reader import read_manifest
-from tests.synthetic import write_drafter, write_target
 
 pytestmark = pytest.mark.gpu
 NAMES = ("demo", "hybrid", "dense")

@@ -7,7 +7,7 @@ from statistics import median
 import torch
 import torch.nn.functional as F
 
-from edge_dflash.models import pair_programs
+from edge_dflash.model import pair_programs
 
 BRANCHES = ("o_proj", "down_proj")
 

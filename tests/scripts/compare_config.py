@@ -22,16 +22,16 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
+from config_mutations import CONFIG, OUTCOMES, Base, bases, load, verdicts
+from golden_pairs import GOLDEN
 from safetensors.torch import load_file, save_file
 
 from edge_dflash.backends.reference.backend import ReferenceBackend
-from edge_dflash.backends.reference.observe import FLOAT32
-from edge_dflash.checkpoint.config import match_pair, read_drafter_spec, read_target_spec
-from edge_dflash.checkpoint.reader import PairCheckpoint
+from edge_dflash.checks.observe import FLOAT32
 from edge_dflash.errors import CheckpointError
-from edge_dflash.models import pair_programs
-from tests.config_mutations import CONFIG, OUTCOMES, Base, bases, load, verdicts
-from tests.golden_pairs import GOLDEN
+from edge_dflash.model import pair_programs
+from edge_dflash.model.config import match_pair, read_drafter_spec, read_target_spec
+from edge_dflash.weights.checkpoint import PairCheckpoint
 
 PROMPT = [(37 * i + 11) % 512 for i in range(40)]
 TOLERANCE = 1e-3

@@ -14,16 +14,16 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import load_file
 
-from edge_dflash.backends.base import Precision
+from calib.demo.evaluate import heldout_tasks
 from edge_dflash.backends.reference.backend import ReferenceBackend
-from edge_dflash.checkpoint.config import match_pair, read_drafter_spec, read_target_spec
-from edge_dflash.checkpoint.reader import PairCheckpoint
 from edge_dflash.cli.demo import MODELS
-from edge_dflash.demo.evaluate import heldout_tasks
-from edge_dflash.models import pair_programs
-from edge_dflash.quant.recipe import MaskOverride, Recipe
-from edge_dflash.spec.loop import DecodeOptions, generate
-from edge_dflash.text import Tokenizer
+from edge_dflash.decode.backend import Precision
+from edge_dflash.decode.loop import DecodeOptions, generate
+from edge_dflash.model import pair_programs
+from edge_dflash.model.config import match_pair, read_drafter_spec, read_target_spec
+from edge_dflash.text.tokenizer import Tokenizer
+from edge_dflash.weights.checkpoint import PairCheckpoint
+from edge_dflash.weights.recipe import MaskOverride, Recipe
 
 
 def readings(pair):

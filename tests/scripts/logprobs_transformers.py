@@ -15,14 +15,15 @@ import torch
 import transformers
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
+
+from golden_pairs import FLOAT32, GOLDEN  # noqa: E402
 
 from edge_dflash.backends.reference.backend import ReferenceBackend  # noqa: E402  # found by the path above
-from edge_dflash.checkpoint.config import match_pair, read_drafter_spec, read_target_spec  # noqa: E402
-from edge_dflash.checkpoint.reader import PairCheckpoint  # noqa: E402
-from edge_dflash.models import pair_programs  # noqa: E402
-from edge_dflash.spec.loop import DecodeOptions, stream  # noqa: E402
-from tests.golden_pairs import FLOAT32, GOLDEN  # noqa: E402
+from edge_dflash.decode.loop import DecodeOptions, stream  # noqa: E402
+from edge_dflash.model import pair_programs  # noqa: E402
+from edge_dflash.model.config import match_pair, read_drafter_spec, read_target_spec  # noqa: E402
+from edge_dflash.weights.checkpoint import PairCheckpoint  # noqa: E402
 
 DEMO = ROOT / "edge_dflash" / "demo" / "models"
 PAIRS = {name: (GOLDEN / f"{name}-tiny", GOLDEN / f"{name}-tiny-dflash") for name in ("qwen3", "qwen3_5")}

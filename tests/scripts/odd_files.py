@@ -1,4 +1,4 @@
-"""What every odd file of tests/odd_files.py costs: exit code, seconds and memory of the command that meets it.
+"""What every odd file of tests/support/odd_files.py costs: exit code, seconds and memory of the command that meets it.
 
     python tests/scripts/odd_files.py [WORDS...]
 
@@ -16,7 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from odd_files import BUNDLES, CONFIGS, RECIPES, TENSORS
 
 GOLDEN = Path(__file__).parents[1] / "golden"

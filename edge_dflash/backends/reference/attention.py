@@ -10,13 +10,13 @@ import math
 
 import torch
 
-from edge_dflash.backends.base import Precision
 from edge_dflash.backends.reference.dense import ROW_TILE, pointwise, rms_norm, sigmoid
-from edge_dflash.checkpoint.specs import RopeSpec
+from edge_dflash.decode.backend import Precision
 from edge_dflash.errors import BackendError
-from edge_dflash.graph.ops import Attend, KvAppend
-from edge_dflash.graph.program import KvState
-from edge_dflash.quant.fp8 import from_e4m3, to_e4m3
+from edge_dflash.model.ops import Attend, KvAppend
+from edge_dflash.model.program import KvState
+from edge_dflash.model.specs import RopeSpec
+from edge_dflash.weights.fp8 import from_e4m3, to_e4m3
 
 KEY_TILE = 64  # absolute positions
 

@@ -8,17 +8,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from edge_dflash.backends.base import Cycle, PairShape, Precision, Snapshot, Steering
 from edge_dflash.backends.host_cycle import host_cycle
 from edge_dflash.backends.reference.interpreter import Interpreter, Memory
 from edge_dflash.backends.reference.weights import TorchWeights
-from edge_dflash.checkpoint.specs import PairSpec
-from edge_dflash.checkpoint.weights import WeightStore
+from edge_dflash.decode.backend import Cycle, PairShape, Precision, Snapshot, Steering
+from edge_dflash.decode.sampling import GREEDY, Sampling
 from edge_dflash.errors import BackendError
-from edge_dflash.graph.ops import GatedDelta
-from edge_dflash.graph.program import PairPrograms
-from edge_dflash.models import pair_programs
-from edge_dflash.spec.sampling import GREEDY, Sampling
+from edge_dflash.model import pair_programs
+from edge_dflash.model.ops import GatedDelta
+from edge_dflash.model.program import PairPrograms
+from edge_dflash.model.specs import PairSpec
+from edge_dflash.weights.tensor import WeightStore
 
 
 class TorchRows:
@@ -40,7 +40,7 @@ class TorchRows:
 
 
 class ReferenceBackend:
-    """Interprets a pair's Programs in torch on the CPU. See :class:`edge_dflash.backends.base.Backend`."""
+    """Interprets a pair's Programs in torch on the CPU. See :class:`edge_dflash.decode.backend.Backend`."""
 
     def __init__(
         self,

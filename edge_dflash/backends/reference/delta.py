@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 
 from edge_dflash.backends.reference.dense import pointwise, rms_norm, sigmoid, silu
-from edge_dflash.graph.ops import GatedDelta
-from edge_dflash.graph.program import DeltaState
+from edge_dflash.model.ops import GatedDelta
+from edge_dflash.model.program import DeltaState
 
 _L2_EPS = 1e-6  # inside the root of the q/k normalisation; fixed by the architecture
 

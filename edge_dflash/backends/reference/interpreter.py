@@ -8,14 +8,13 @@ from dataclasses import dataclass, field
 
 import torch
 
-from edge_dflash.backends.base import Precision
 from edge_dflash.backends.reference.attention import KvMemory, attend, rope_table, store_context
 from edge_dflash.backends.reference.delta import DeltaMemory, DeltaWeights, gated_delta
 from edge_dflash.backends.reference.dense import ROW_TILE, linear, pad, padded_rows, rms_norm, silu
 from edge_dflash.backends.reference.weights import TorchWeights
-from edge_dflash.checkpoint.specs import RopeSpec
+from edge_dflash.decode.backend import Precision
 from edge_dflash.errors import BackendError
-from edge_dflash.graph.ops import (
+from edge_dflash.model.ops import (
     Add,
     Attend,
     Concat,
@@ -28,7 +27,8 @@ from edge_dflash.graph.ops import (
     SelectRows,
     SwiGlu,
 )
-from edge_dflash.graph.program import KvState, Program, State
+from edge_dflash.model.program import KvState, Program, State
+from edge_dflash.model.specs import RopeSpec
 
 Observer = Callable[[Op, str, torch.Tensor], None]
 """Called with (op, role, values): role "x" for a Linear's input, "k"/"v" for the rows that a KV state stores."""

@@ -11,7 +11,7 @@ import importlib
 from dataclasses import dataclass
 from typing import Any
 
-from edge_dflash.archs import find_arch
+from edge_dflash.board.archs import find_arch
 from edge_dflash.errors import BackendError
 
 

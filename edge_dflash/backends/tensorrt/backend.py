@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from edge_dflash.backends.base import Precision
-from edge_dflash.backends.native.driver import Gpu
-from edge_dflash.backends.native.loading import Common, Plan
-from edge_dflash.backends.native.memory import Memory
-from edge_dflash.backends.native.passes import Frame
-from edge_dflash.backends.native.states import Sizes
+from edge_dflash.backends.cuda.driver import Gpu
+from edge_dflash.backends.cuda.loading import Common, Plan
+from edge_dflash.backends.cuda.memory import Memory
+from edge_dflash.backends.cuda.passes import Frame
+from edge_dflash.backends.cuda.states import Sizes
 from edge_dflash.backends.tensorrt.api import TENSORRT, TENSORRT_RTX, Flavour, load, version
 from edge_dflash.backends.tensorrt.passes import Enqueue, PlannedPass, addresses, plan_of, planned_passes
 from edge_dflash.backends.tensorrt.plans import check_plans, plan_name, planned
@@ -18,12 +17,13 @@ from edge_dflash.backends.tensorrt.runtime import Engines
 from edge_dflash.backends.tensorrt.schedule import RunPlan
 from edge_dflash.backends.tensorrt.units import EMBEDDING, pair_units
 from edge_dflash.bundle.reader import Bundle
+from edge_dflash.decode.backend import Precision
 from edge_dflash.errors import BackendError
-from edge_dflash.graph.program import PairPrograms
+from edge_dflash.model.program import PairPrograms
 
 
 class PlannedOps:
-    """:class:`~edge_dflash.backends.native.loading.Dense` of plans in files, by path in the bundle."""
+    """:class:`~edge_dflash.backends.cuda.loading.Dense` of plans in files, by path in the bundle."""
 
     def __init__(self, flavour: Flavour, files: Mapping[str, Path]) -> None:
         self._flavour, self._files = flavour, files

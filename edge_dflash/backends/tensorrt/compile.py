@@ -9,8 +9,8 @@ from edge_dflash.backends.tensorrt.api import TENSORRT_RTX, compute_capability, 
 from edge_dflash.backends.tensorrt.lower import Lowered, lower
 from edge_dflash.backends.tensorrt.monitor import monitor
 from edge_dflash.backends.tensorrt.units import Binding, RowRange, Unit
-from edge_dflash.checkpoint.weights import WeightStore
 from edge_dflash.errors import BackendError, BuildError
+from edge_dflash.weights.tensor import WeightStore
 
 
 class Compiler:

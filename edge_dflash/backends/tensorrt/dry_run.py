@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NoReturn
 
-from edge_dflash.backends.native.schedule import Last, State
+from edge_dflash.backends.cuda.schedule import Last, State
 from edge_dflash.backends.tensorrt.schedule import Address, PlanPass, RunPlan
 from edge_dflash.backends.tensorrt.units import CHOICES, LOGITS, Binding, Run, Unit
 from edge_dflash.errors import BackendError
-from edge_dflash.graph.ops import SelectRows
+from edge_dflash.model.ops import SelectRows
 
 ALIGNMENT = 256  # bytes; what TensorRT asks of an address
 

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 from edge_dflash.backends.tensorrt.net import BLOCK, Net
-from edge_dflash.bundle.mapped import forget_pages
-from edge_dflash.checkpoint.weights import Array, Fp8Weight, Nvfp4Weight, Weight, WideWeight
 from edge_dflash.errors import BackendError
+from edge_dflash.weights.mapped import forget_pages
+from edge_dflash.weights.tensor import Array, Fp8Weight, Nvfp4Weight, Weight, WideWeight
 
 
 def linear(net: Net, x: Any, weight: Weight) -> Any:

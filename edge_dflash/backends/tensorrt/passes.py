@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from edge_dflash.backends.base import Precision
-from edge_dflash.backends.native.driver import DevicePointer
-from edge_dflash.backends.native.loading import Common, Plan
-from edge_dflash.backends.native.memory import NULL
-from edge_dflash.backends.native.passes import Frame
-from edge_dflash.backends.native.schedule import Step
-from edge_dflash.backends.native.states import Sizes
+from edge_dflash.backends.cuda.driver import DevicePointer
+from edge_dflash.backends.cuda.loading import Common, Plan
+from edge_dflash.backends.cuda.memory import NULL
+from edge_dflash.backends.cuda.passes import Frame
+from edge_dflash.backends.cuda.schedule import Step
+from edge_dflash.backends.cuda.states import Sizes
 from edge_dflash.backends.tensorrt.dry_run import dry_run
 from edge_dflash.backends.tensorrt.schedule import PlanPass, RunPlan, plan_pass
 from edge_dflash.backends.tensorrt.units import EMBEDDING, PairUnits
+from edge_dflash.decode.backend import Precision
 from edge_dflash.errors import BackendError
-from edge_dflash.graph.ops import Embed
-from edge_dflash.graph.program import PairPrograms
+from edge_dflash.model.ops import Embed
+from edge_dflash.model.program import PairPrograms
 
 Enqueue = Callable[[], None]
 

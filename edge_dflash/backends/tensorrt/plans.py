@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
-from edge_dflash.archs import find_arch
-from edge_dflash.backends.native.support import check_native
+from edge_dflash.backends.cuda.support import check_native
 from edge_dflash.backends.tensorrt.units import EMBEDDING, HEAD, PairUnits, Unit, pair_units
+from edge_dflash.board.archs import find_arch
 from edge_dflash.bundle.manifest import PLANS, WeightFormat
-from edge_dflash.checkpoint.specs import PairSpec
 from edge_dflash.errors import BackendError
-from edge_dflash.models import pair_programs
+from edge_dflash.model import pair_programs
+from edge_dflash.model.specs import PairSpec
 
 STATE_UNITS = ("attend", "cycle", "delta", "sample", "small")  # compilation units of kernels that run between plans
 FIRST_FP4 = 100  # SM whose tensor cores read NVFP4

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from edge_dflash.errors import BackendError
-from edge_dflash.graph.ops import (
+from edge_dflash.model.ops import (
     Attend,
     Concat,
     DenseOp,
@@ -26,8 +26,8 @@ from edge_dflash.graph.ops import (
     SelectRows,
     StateOp,
 )
-from edge_dflash.graph.program import PairPrograms, Program
-from edge_dflash.graph.segments import segments
+from edge_dflash.model.program import PairPrograms, Program
+from edge_dflash.model.segments import segments
 
 EMBEDDING, HEAD = "embedding", "head"
 HEAD_INPUT, LOGITS, CHOICES = "rows", "logits", "choices"

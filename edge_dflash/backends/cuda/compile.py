@@ -1,0 +1,132 @@
+"""CUDA C++ to cubins, ahead of time, with NVRTC: needs the extra ``compile`` only, no GPU, driver or CUDA header.
+
+Build-time only; the run time loads the cubins. Kernel sources lie in ``kernels/``; each is one compilation unit with
+``extern "C"`` entry points. Every NVRTC of CUDA 13 takes them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from edge_dflash.board.archs import KERNEL_ARCHS, find_arch
+from edge_dflash.errors import BuildError
+
+KERNELS = Path(__file__).parent / "kernels"
+ARCHS = KERNEL_ARCHS
+_LOADING = Lock()  # bindings of 13.0 find the library half loaded when two threads load it at once
+BENCH = "bench"  # kernels of benchmarks: no bundle holds them
+_INCLUDE = re.compile(r'^\s*#include "([^"]+)"', re.M)
+_COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.S)
+
+
+def sources() -> tuple[str, ...]:
+    """Names of the compilation units, without ``.cu``."""
+    return tuple(sorted(path.stem for path in KERNELS.glob("*.cu")))
+
+
+def bundled() -> tuple[str, ...]:
+    """Compilation units that a bundle holds."""
+    return tuple(unit for unit in sources() if unit != BENCH)
+
+
+def unit_sources(unit: str) -> tuple[Path, ...]:
+    """The files that a unit is compiled from: its own and those it includes from ``kernels/``, in order of use."""
+    found: list[Path] = []
+    pending = [KERNELS / f"{unit}.cu"]
+    while pending:
+        path = pending.pop(0)
+        if path not in found and path.exists():
+            found.append(path)
+            pending += [KERNELS / name for name in _INCLUDE.findall(path.read_text())]
+    return tuple(found)
+
+
+def kernels_digest() -> str:
+    """SHA-256 (16 hex digits) of what the bundled units compute, comments and blanks left out.
+
+    Kernels and the code that launches them must be of one version: a bundle records this.
+    """
+    digest = hashlib.sha256()
+    for path in sorted({path for unit in bundled() for path in unit_sources(unit)}):
+        words = " ".join(_COMMENT.sub(" ", path.read_text()).split())
+        digest.update(f"{path.name}\0{words}\0".encode())
+    return digest.hexdigest()[:16]
+
+
+def compiler_version() -> str:
+    """Version of the compiler, such as 13.1. Raises BuildError when it is missing."""
+    major, minor = _call(_nvrtc().nvrtcVersion(), "giving its version")
+    return f"{major}.{minor}"
+
+
+def compile_cubin(unit: str, arch: str) -> bytes:
+    """Cubin of ``kernels/<unit>.cu`` for ``arch``.
+
+    Raises BackendError for an unknown arch, BuildError with the compiler's first error.
+    """
+    arch = _flag(arch)
+    nvrtc, path = _nvrtc(), KERNELS / f"{unit}.cu"
+    gpu = f"-arch=sm_{arch.removeprefix('sm')}"
+    options = [option.encode() for option in (gpu, "--std=c++17", "--fmad=true", f"--include-path={KERNELS}")]
+    program = _call(nvrtc.nvrtcCreateProgram(path.read_bytes(), path.name.encode(), 0, [], []), f"reading {path.name}")
+    try:
+        (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+        if status.value:
+            log = bytearray(_call(nvrtc.nvrtcGetProgramLogSize(program), "measuring its log"))
+            _call(nvrtc.nvrtcGetProgramLog(program, log), "giving its log")
+            lines = log.decode(errors="replace").rstrip("\0").splitlines()
+            first = next((line for line in lines if "error" in line.lower()), status.name)
+            raise BuildError(f"{path.name} does not compile for {arch}: {first.strip()}")
+        cubin = bytearray(_call(nvrtc.nvrtcGetCUBINSize(program), "measuring a cubin"))
+        _call(nvrtc.nvrtcGetCUBIN(program, cubin), "giving a cubin")
+        return bytes(cubin)
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+
+
+def cached_cubin(unit: str, arch: str, cache: Path) -> bytes:
+    """:func:`compile_cubin`, once for each state of the unit's sources: kept in the folder ``cache``."""
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in unit_sources(unit))).hexdigest()[:16]
+    path = cache / f"{unit}-{_flag(arch)}-{digest}.cubin"
+    if not path.exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f"{path.name}.{os.getpid()}")
+        partial.write_bytes(compile_cubin(unit, arch))
+        partial.replace(path)
+    return path.read_bytes()
+
+
+def _nvrtc() -> Any:
+    """The compiler's bindings. Raises BuildError when they, or the library, are missing."""
+    try:
+        from cuda.bindings import nvrtc
+
+        with _LOADING:
+            nvrtc.nvrtcVersion()
+    except ModuleNotFoundError as error:
+        raise BuildError(_missing(str(error.name))) from None
+    except Exception as error:  # the bindings raise types of their own when there is no library
+        raise BuildError(_missing(f"NVRTC, which does not load ({type(error).__name__})")) from None
+    return nvrtc
+
+
+def _call(result: tuple[Any, ...], doing: str) -> Any:
+    """Value of a call of NVRTC; raises BuildError when it failed."""
+    status, *values = result
+    if status.value:
+        raise BuildError(_missing(f"an NVRTC that works; {doing}, this one says {status.name}"))
+    return values[0] if len(values) == 1 else values
+
+
+def _flag(arch: str) -> str:
+    """What the compiler calls an arch: ``sm110a`` for sm110."""
+    return str(find_arch(arch, "native").kernels)
+
+
+def _missing(name: str) -> str:
+    return f"compiling kernels needs {name}; install it with: pip install 'edge-dflash[compile]'"

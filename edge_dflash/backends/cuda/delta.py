@@ -1,0 +1,248 @@
+"""The gated delta layer on the device: geometry, memory sizes and launches of kernels/delta.cu.
+
+S is [Hv, Dk, Dv] FP32, value dims contiguous. A prefill pass is three kernels; verify, plain decoding and flush are
+one where the device has clusters and the shape is the one built for them, the same three elsewhere. Both give the same
+bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from edge_dflash.backends.cuda.driver import DevicePointer, Gpu, Kernel, Module
+from edge_dflash.backends.cuda.memory import NULL, Matrix, aligned
+from edge_dflash.errors import BackendError
+
+UNIT = "delta"
+TAPS = 4  # longest convolution of the kernels
+_PREPARE_WARPS, _PREPARE_ROWS, _THREADS, _COLUMNS = 8, 4, 128, 16
+_CLUSTER, _CLUSTER_ROWS, _CLUSTER_DIM = 2, 16, 128  # blocks of a head; most rows and dims of its kernel
+_CLUSTER_THREADS, _CLUSTER_SHARED = 512, 91216
+
+
+@dataclass(frozen=True)
+class DeltaShape:
+    """One gated delta layer and the passes over it."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_kernel: int
+    eps: float
+    rows: int  # of a verify pass: most rows of the tape
+    prefill_rows: int = 0  # most rows of a prefill pass; 0 when there is none
+
+    def __post_init__(self) -> None:
+        for name, dim in (("key_dim", self.key_dim), ("value_dim", self.value_dim)):
+            if dim not in (32, 64, 128):
+                raise BackendError(f"{name} is {dim}; the gated delta kernels take 32, 64 or 128")
+        if not 2 <= self.conv_kernel <= TAPS or self.value_heads % self.key_heads:
+            raise BackendError(
+                f"conv_kernel is {self.conv_kernel}, value heads {self.value_heads}, key heads {self.key_heads}; "
+                f"the gated delta kernels take 2 to {TAPS} taps and a multiple of key heads"
+            )
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution: query, key, value."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of S."""
+        return 4 * self.value_heads * self.key_dim * self.value_dim
+
+    @property
+    def history_bytes(self) -> int:
+        """Bytes of the convolution's history [K-1, C] BF16, oldest row first."""
+        return 2 * (self.conv_kernel - 1) * self.channels
+
+    @property
+    def tape_bytes(self) -> tuple[int, int]:
+        """Bytes of u [rows, C] BF16, and of g (and of beta) [rows, Hv] FP32."""
+        return 2 * self.rows * self.channels, 4 * self.rows * self.value_heads
+
+    @property
+    def most_rows(self) -> int:
+        """Pending and own rows of the largest pass."""
+        return self.rows + max(self.rows, self.prefill_rows)
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes of the scratch buffer; layers may share one."""
+        values = self.value_heads * self.value_dim
+        return aligned(4 * self.most_rows * (2 * values + 2 * self.key_heads * self.key_dim)) + (
+            16 * self.most_rows * self.value_heads
+        )
+
+    @property
+    def counter_bytes(self) -> int:
+        """Bytes of the arrival counters; zero them once, every pass leaves them zero. Layers may share them."""
+        return 4 * self.key_heads
+
+    @property
+    def clusters(self) -> bool:
+        """Whether a verify or flush of this shape can be one kernel, on a device that has clusters (SM90 and later)."""
+        dims = (self.key_dim, self.value_dim, self.conv_kernel)
+        return dims == (_CLUSTER_DIM, _CLUSTER_DIM, TAPS) and self.rows <= _CLUSTER_ROWS
+
+    def pass_bytes(self, pending: int, rows: int, *, commits: bool = False) -> int:
+        """Fewest bytes of a pass: S in and out, tape in and out, own rows in and out, convolution and norm."""
+        writes = 1 if pending or commits else 0
+        values = 2 * self.value_heads * self.value_dim
+        tape_row = 2 * self.channels + 8 * self.value_heads
+        own = rows * (2 * self.channels + 2 * values + 4 * self.value_heads + (0 if commits else tape_row))
+        vectors = 4 * (TAPS * self.channels + 2 * self.value_heads + self.value_dim)
+        return (1 + writes) * self.state_bytes + pending * tape_row + own + 2 * self.history_bytes + vectors
+
+    def packed_conv(self, conv: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        """Convolution weight [C, K] as the kernels read it: [TAPS, C], leading zeros for a shorter kernel."""
+        packed = np.zeros((TAPS, self.channels), np.float32)
+        packed[TAPS - self.conv_kernel :] = conv.reshape(self.channels, self.conv_kernel).T
+        return packed
+
+
+@dataclass(frozen=True)
+class DeltaLayer:
+    """State and FP32 parameters of one layer on the device."""
+
+    state: DevicePointer  # S [Hv, Dk, Dv] FP32
+    history: DevicePointer  # [K-1, C] BF16, oldest first
+    tape_u: DevicePointer  # [rows, C] BF16
+    tape_g: DevicePointer  # [rows, Hv] FP32, log decay
+    tape_beta: DevicePointer  # [rows, Hv] FP32
+    conv: DevicePointer  # packed_conv
+    a_log: DevicePointer  # [Hv]
+    dt_bias: DevicePointer  # [Hv]
+    norm: DevicePointer  # [Dv]
+
+
+class GatedDelta:
+    """Loaded kernels for one shape. ``pending`` and ``rows`` are control words in device memory.
+
+    Between two passes of one layer at least one other kernel must run that waits before it triggers (any of Small):
+    S and the tape are read before the kernel right before has ended. ``clusters`` False keeps to three kernels.
+    """
+
+    def __init__(self, gpu: Gpu, module: Module, shape: DeltaShape, *, clusters: bool = True) -> None:
+        self._gpu, self.shape = gpu, shape
+        self.clusters = clusters and shape.clusters and gpu.sm >= 90
+        self._prepare = module.kernel("delta_prepare")
+        self._recurrence = module.kernel(f"delta_recurrence_k{shape.key_dim}")
+        self._norm = module.kernel("delta_norm")
+        self._verify = module.kernel("delta_verify", shared_bytes=_CLUSTER_SHARED) if self.clusters else None
+
+    def run(
+        self,
+        qkv: Matrix,
+        z: Matrix,
+        a: Matrix,
+        b: Matrix,
+        out: Matrix,
+        layer: DeltaLayer,
+        scratch: DevicePointer,
+        counters: DevicePointer,
+        pending: DevicePointer,
+        rows: DevicePointer = NULL,
+    ) -> None:
+        """One pass: qkv [R, C], z [R, Hv*Dv], a, b [R, Hv] -> out [R, Hv*Dv], all BF16, row strides multiples of 4.
+
+        Replays ``pending`` tape rows into S. Without ``rows`` the own rows go to the tape (verify); with it the pass
+        has so many rows and commits them (prefill). The caller resets ``pending`` after the last layer.
+        """
+        if rows == NULL and self._verify:
+            self._enqueue_verify(self._verify, qkv, z, a, b, out, layer, counters, pending, self.shape.rows)
+            return
+        own = self.shape.rows if rows == NULL else self.shape.prefill_rows
+        self._enqueue(qkv, z, a, b, out, layer, scratch, pending, rows, own)
+
+    def flush(self, layer: DeltaLayer, scratch: DevicePointer, counters: DevicePointer, pending: DevicePointer) -> None:
+        """Replay pending rows without own rows. The caller resets ``pending`` after the last layer."""
+        none = Matrix(NULL, 0)
+        if self._verify:
+            self._enqueue_verify(self._verify, none, none, none, none, none, layer, counters, pending, 0)
+        else:
+            self._enqueue(none, none, none, none, none, layer, scratch, pending, NULL, 0)
+
+    def _enqueue_verify(
+        self,
+        kernel: Kernel,
+        qkv: Matrix,
+        z: Matrix,
+        a: Matrix,
+        b: Matrix,
+        out: Matrix,
+        layer: DeltaLayer,
+        counters: DevicePointer,
+        pending: DevicePointer,
+        own: int,
+    ) -> None:
+        s = self.shape
+        self._gpu.launch(
+            kernel,
+            (s.value_heads, _CLUSTER, 1),
+            _CLUSTER_THREADS,
+            (
+                *(qkv.pointer, z.pointer, a.pointer, b.pointer, qkv.stride, z.stride, a.stride, b.stride),
+                *(layer.conv, layer.a_log, layer.dt_bias, layer.norm, layer.state, layer.history),
+                *(layer.tape_u, layer.tape_g, layer.tape_beta, counters, out.pointer, pending),
+                *(own, s.key_heads, s.value_heads, out.stride, s.eps),
+            ),
+            shared_bytes=_CLUSTER_SHARED,
+            overlap=True,
+        )
+
+    def _enqueue(
+        self,
+        qkv: Matrix,
+        z: Matrix,
+        a: Matrix,
+        b: Matrix,
+        out: Matrix,
+        layer: DeltaLayer,
+        scratch: DevicePointer,
+        pending: DevicePointer,
+        rows: DevicePointer,
+        own: int,
+    ) -> None:
+        s = self.shape
+        heads = (s.key_heads, s.value_heads)
+        self._gpu.launch(
+            self._prepare,
+            (-(-(s.key_heads + sum(heads)) // _PREPARE_WARPS), -(-(s.rows + own) // _PREPARE_ROWS), 1),
+            _PREPARE_WARPS * 32,
+            (
+                *(qkv.pointer, a.pointer, b.pointer, qkv.stride, a.stride, b.stride),
+                *(layer.conv, layer.a_log, layer.dt_bias, layer.history),
+                *(layer.tape_u, layer.tape_g, layer.tape_beta, scratch, pending, rows),
+                *(own, s.most_rows, *heads, s.key_dim, s.value_dim, s.conv_kernel),
+            ),
+            overlap=True,
+        )
+        self._gpu.launch(
+            self._recurrence,
+            (s.value_heads, s.value_dim // _COLUMNS + 1, 1),  # the last row writes the tape
+            _THREADS,
+            (
+                *(layer.state, layer.history, layer.tape_u, layer.tape_g, layer.tape_beta, scratch),
+                *(qkv.pointer, pending, rows, own, s.most_rows, *heads),
+                *(s.value_dim, s.conv_kernel, qkv.stride, int(rows != NULL)),
+            ),
+            overlap=True,
+        )
+        if own == 0:
+            return
+        self._gpu.launch(
+            self._norm,
+            (-(-s.value_heads // _PREPARE_WARPS), own, 1),
+            _PREPARE_WARPS * 32,
+            (
+                *(scratch, z.pointer, layer.norm, out.pointer, rows, own, s.most_rows, *heads),
+                *(s.key_dim, s.value_dim, z.stride, out.stride, s.eps),
+            ),
+            overlap=True,
+        )

@@ -1,0 +1,311 @@
+"""A thin face of the CUDA driver: device, memory, modules, launches, graphs, events. Knows no kernel and no model.
+
+Everything goes through ``cuda.bindings`` (no torch, no run-time compiler). One :class:`Gpu` owns one stream; memory is
+allocated at load and freed together by :meth:`Gpu.close`. Every driver error becomes a BackendError.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from edge_dflash.board.memory import read_memory
+from edge_dflash.errors import BackendError, DeviceLostError
+
+try:
+    from cuda.bindings import driver as cu
+except ModuleNotFoundError as missing:  # pragma: no cover - depends on the installation
+    raise BackendError(
+        f"the native backend needs {missing.name}; install it with: pip install 'edge-dflash[cuda]'"
+    ) from None
+
+
+@dataclass(frozen=True)
+class DevicePointer:
+    """An address in device memory and the bytes that belong to it."""
+
+    address: int
+    nbytes: int
+
+    def at(self, offset: int, nbytes: int) -> DevicePointer:
+        """A part of this memory; raises ValueError when it does not lie inside."""
+        if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
+            raise ValueError(f"bytes {offset}..{offset + nbytes} do not lie inside {self.nbytes} bytes")
+        return DevicePointer(self.address + offset, nbytes)
+
+
+# Quoted, because only type checkers know the subscript.
+Argument: TypeAlias = "DevicePointer | int | float | ctypes._SimpleCData[Any] | ctypes.Structure"
+"""A kernel argument: a pointer, an int (passed as int32), a float (float32), a ctypes scalar of any other type, or a
+ctypes structure, passed by value."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A loaded kernel function."""
+
+    handle: Any
+    name: str
+
+
+class Graph:
+    """A captured, instantiated sequence of launches."""
+
+    def __init__(self, gpu: Gpu, handle: Any) -> None:
+        self._gpu = gpu
+        self._handle = handle
+
+    def launch(self) -> None:
+        """Enqueue the whole sequence."""
+        _check(cu.cuGraphLaunch(self._handle, self._gpu.stream), "launching a graph")
+
+    def upload(self) -> None:
+        """Bring the sequence to the device, so that the first launch is as fast as the others."""
+        _check(cu.cuGraphUpload(self._handle, self._gpu.stream), "uploading a graph")
+
+
+class Gpu:
+    """One device with its primary context, one stream and all memory that was allocated through it."""
+
+    def __init__(self, ordinal: int = 0) -> None:
+        try:
+            _check(cu.cuInit(0), "initialising CUDA")
+        except BackendError:
+            raise
+        except Exception as error:  # the bindings raise their own types when there is no driver library
+            raise BackendError(f"no NVIDIA driver was found ({type(error).__name__}); install the driver") from None
+        count = _check(cu.cuDeviceGetCount(), "counting devices")
+        if ordinal >= count:
+            raise BackendError(f"CUDA device {ordinal} was asked for, this machine has {count}")
+        self._device = _check(cu.cuDeviceGet(ordinal), "opening the device")
+        self._context = _check(cu.cuDevicePrimaryCtxRetain(self._device), "creating a context")
+        _check(cu.cuCtxSetCurrent(self._context), "entering the context")
+        flags = cu.CUstream_flags.CU_STREAM_NON_BLOCKING
+        self.stream = _check(cu.cuStreamCreate(flags), "creating a stream")
+        self._memory: list[Any] = []
+        self._host: list[Any] = []
+        self._closed = False
+        self.allocated_bytes = 0
+        self.allocations = 0  # counts every allocation, so that a test can see that none happens after load
+        major, minor = (self._attribute(f"COMPUTE_CAPABILITY_{part}") for part in ("MAJOR", "MINOR"))
+        self.sm = major * 10 + minor  # 90 for Hopper
+        self.sm_count = self._attribute("MULTIPROCESSOR_COUNT")
+        self.name = str(_check(cu.cuDeviceGetName(128, self._device), "reading the name").split(b"\0")[0].decode())
+
+    def enter(self) -> None:
+        """Make the device current in this thread, which may not have opened it. Cheap; BackendError after a close."""
+        if self._closed:
+            raise BackendError(f"{self.name} was closed; load the pair again")
+        _check(cu.cuCtxSetCurrent(self._context), "entering the context")
+
+    def allocate(self, nbytes: int) -> DevicePointer:
+        """Device memory, 256-byte aligned, not initialised."""
+        handle = _check(cu.cuMemAlloc(max(nbytes, 1)), f"allocating {nbytes} bytes of device memory")
+        self._memory.append(handle)
+        self.allocated_bytes += nbytes
+        self.allocations += 1
+        return DevicePointer(int(handle), nbytes)
+
+    def pinned(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        """A page-locked host array for read-backs."""
+        nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        address = _check(cu.cuMemAllocHost(nbytes), f"allocating {nbytes} bytes of page-locked memory")
+        self._host.append(address)
+        self.allocations += 1
+        raw = memoryview((ctypes.c_uint8 * nbytes).from_address(int(address)))
+        return np.frombuffer(raw, np.uint8).view(dtype).reshape(shape)
+
+    def upload(self, array: npt.NDArray[Any]) -> DevicePointer:
+        """Allocate and fill from a host array."""
+        pointer = self.allocate(array.nbytes)
+        self.write(pointer, array)
+        return pointer
+
+    def write(self, pointer: DevicePointer, array: npt.NDArray[Any]) -> None:
+        """Copy a host array to the start of ``pointer`` and wait."""
+        array = np.ascontiguousarray(array)
+        self.write_from(pointer, array)
+        self.synchronize()
+
+    def read(self, pointer: DevicePointer, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        """Copy from device memory to a new host array and wait."""
+        out = np.empty(shape, dtype)
+        self.read_into(pointer, out)
+        self.synchronize()
+        return out
+
+    def read_into(self, pointer: DevicePointer, out: npt.NDArray[Any]) -> None:
+        """Enqueue a copy to a host array (page-locked inside a graph)."""
+        if out.nbytes > pointer.nbytes:
+            raise ValueError(f"{out.nbytes} bytes were asked for, the memory has {pointer.nbytes}")
+        _check(cu.cuMemcpyDtoHAsync(out.ctypes.data, pointer.address, out.nbytes, self.stream), "reading back")
+
+    def write_from(self, pointer: DevicePointer, array: npt.NDArray[Any]) -> None:
+        """Enqueue a copy from a page-locked host array, which must stay as it is until the copy has run."""
+        if array.nbytes > pointer.nbytes:
+            raise ValueError(f"{array.nbytes} bytes do not fit into {pointer.nbytes}")
+        _check(cu.cuMemcpyHtoDAsync(pointer.address, array.ctypes.data, array.nbytes, self.stream), "uploading")
+
+    def copy(self, to: DevicePointer, source: DevicePointer, nbytes: int) -> None:
+        """Enqueue a copy inside device memory."""
+        if nbytes > min(to.nbytes, source.nbytes):
+            raise ValueError(f"{nbytes} bytes do not fit from {source.nbytes} into {to.nbytes}")
+        _check(cu.cuMemcpyDtoDAsync(to.address, source.address, nbytes, self.stream), "copying")
+
+    def fill(self, pointer: DevicePointer, byte: int = 0) -> None:
+        """Enqueue setting every byte."""
+        if pointer.nbytes:
+            _check(cu.cuMemsetD8Async(pointer.address, byte, pointer.nbytes, self.stream), "filling memory")
+
+    def load(self, cubin: bytes) -> Module:
+        """Load a cubin."""
+        return Module(_check(cu.cuModuleLoadData(cubin), f"loading a cubin on {self.name} (SM{self.sm})"))
+
+    def launch(
+        self,
+        kernel: Kernel,
+        grid: tuple[int, int, int],
+        block: int,
+        arguments: Sequence[Argument],
+        *,
+        shared_bytes: int = 0,
+        overlap: bool = False,
+    ) -> None:
+        """Enqueue a kernel.
+
+        ``overlap`` is programmatic dependent launch (SM90 and later): the kernel may start while the one before it
+        ends, and must call griddepcontrol.wait before it reads what that one wrote.
+        """
+        config = cu.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid
+        config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
+        config.sharedMemBytes = shared_bytes
+        config.hStream = self.stream
+        if overlap and self.sm >= 90:
+            attribute = cu.CUlaunchAttribute()
+            attribute.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attribute.value.programmaticStreamSerializationAllowed = 1
+            config.attrs, config.numAttrs = [attribute], 1
+        else:
+            config.attrs, config.numAttrs = [], 0
+        values, types = zip(*(_argument(a) for a in arguments), strict=True) if arguments else ((), ())
+        _check(cu.cuLaunchKernelEx(config, kernel.handle, (values, types), 0), f"launching {kernel.name}")
+
+    def capture(self, enqueue: Callable[[], None]) -> Graph:
+        """Record what ``enqueue`` launches into a graph without running it."""
+        mode = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+        _check(cu.cuStreamBeginCapture(self.stream, mode), "starting a capture")
+        try:
+            enqueue()
+        finally:
+            captured = cu.cuStreamEndCapture(self.stream)
+        graph = _check(captured, "ending a capture")
+        return Graph(self, _check(cu.cuGraphInstantiate(graph, 0), "instantiating a graph"))
+
+    def synchronize(self) -> None:
+        """Wait for everything enqueued."""
+        _check(cu.cuStreamSynchronize(self.stream), "waiting for the device")
+
+    def seconds(self, enqueue: Callable[[], None]) -> float:
+        """Device time between two events around what ``enqueue`` enqueues, in seconds."""
+        flags = cu.CUevent_flags.CU_EVENT_DEFAULT
+        start, stop = (_check(cu.cuEventCreate(flags), "creating an event") for _ in range(2))
+        _check(cu.cuEventRecord(start, self.stream), "recording an event")
+        enqueue()
+        _check(cu.cuEventRecord(stop, self.stream), "recording an event")
+        _check(cu.cuEventSynchronize(stop), "waiting for an event")
+        elapsed = float(_check(cu.cuEventElapsedTime(start, stop), "reading a time")) / 1e3
+        for event in (start, stop):
+            _check(cu.cuEventDestroy(event), "freeing an event")
+        return elapsed
+
+    def free_bytes(self) -> tuple[int, int]:
+        """Free and total device memory.
+
+        Where CPU and GPU share memory (Jetson), the driver counts the page cache as used; the kernel's MemAvailable,
+        which does not, is taken there.
+        """
+        free, total = (int(x) for x in _check(cu.cuMemGetInfo(), "reading free memory"))
+        if self._attribute("INTEGRATED"):
+            memory = read_memory(Path("/"))
+            free = max(free, memory.available if memory else 0)
+        return free, total
+
+    def close(self) -> None:
+        """Free all memory and leave the device, from any thread; twice without harm.
+
+        A driver that refuses, as after an error of the device, stops nothing here and raises nothing.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        cu.cuCtxSetCurrent(self._context)
+        cu.cuStreamSynchronize(self.stream)
+        for handle in self._memory:
+            cu.cuMemFree(handle)
+        for handle in self._host:
+            cu.cuMemFreeHost(handle)
+        cu.cuStreamDestroy(self.stream)
+        cu.cuDevicePrimaryCtxRelease(self._device)
+
+    def _attribute(self, name: str) -> int:
+        attribute = getattr(cu.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+        return int(_check(cu.cuDeviceGetAttribute(attribute, self._device), f"reading {name}"))
+
+
+class Module:
+    """A loaded cubin."""
+
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+
+    def kernel(self, name: str, *, shared_bytes: int = 0) -> Kernel:
+        """A kernel by its ``extern "C"`` name; dynamic shared memory above 48 KiB has to be named here."""
+        function = _check(cu.cuModuleGetFunction(self._handle, name.encode()), f"finding kernel {name}")
+        if shared_bytes > 48 * 1024:
+            attribute = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            _check(cu.cuFuncSetAttribute(function, attribute, shared_bytes), f"giving {name} {shared_bytes} bytes")
+        return Kernel(function, name)
+
+
+def _argument(value: Argument) -> tuple[Any, Any]:
+    match value:
+        case DevicePointer():
+            return value.address, ctypes.c_void_p
+        case int():
+            return int(value), ctypes.c_int32
+        case float():
+            return value, ctypes.c_float
+        case ctypes.Structure():
+            return value, None
+        case _:
+            return value.value, type(value)
+
+
+_LASTING = frozenset(
+    f"CUDA_ERROR_{name}"
+    for name in (
+        *("ILLEGAL_ADDRESS", "LAUNCH_TIMEOUT", "ASSERT", "HARDWARE_STACK_ERROR", "ILLEGAL_INSTRUCTION", "INVALID_PC"),
+        *("MISALIGNED_ADDRESS", "INVALID_ADDRESS_SPACE", "LAUNCH_FAILED", "ECC_UNCORRECTABLE", "NVLINK_UNCORRECTABLE"),
+        *("CONTAINED", "CONTEXT_IS_DESTROYED", "DEVICE_UNAVAILABLE", "EXTERNAL_DEVICE", "UNKNOWN"),
+    )
+)
+"""Statuses after which a context is of no use any more."""
+
+
+def _check(result: tuple[Any, ...], doing: str) -> Any:
+    """Value of a driver call; raises BackendError with the driver's words when it failed."""
+    status, *values = result
+    if status != cu.CUresult.CUDA_SUCCESS:
+        _, name = cu.cuGetErrorName(status)
+        _, text = cu.cuGetErrorString(status)
+        words = " ".join(part.decode() for part in (name, text) if part)
+        lost = getattr(status, "name", "") in _LASTING
+        raise (DeviceLostError if lost else BackendError)(f"{doing} failed: {words or status}")
+    return values[0] if len(values) == 1 else tuple(values)

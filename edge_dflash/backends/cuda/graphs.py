@@ -1,0 +1,166 @@
+"""The CUDA graphs of a loaded pair: one of each kind, for every position. Captured at load, uploaded, never again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from edge_dflash.backends.cuda.chooser import Chooser
+from edge_dflash.backends.cuda.cycle import RESULT_WORDS
+from edge_dflash.backends.cuda.driver import DevicePointer, Gpu, Graph
+from edge_dflash.backends.cuda.loading import Loaded
+from edge_dflash.backends.cuda.memory import NULL, Array, Control, control_word
+from edge_dflash.backends.cuda.sample import Block
+from edge_dflash.backends.cuda.schedule import Step
+
+
+@dataclass(frozen=True)
+class Host:
+    """Page-locked memory that the graphs read and write."""
+
+    ids: Array  # int32 [max(B, prefill rows)]
+    drafts: Array  # int32 [row tile], row 0 is no draft
+    choices: Array  # int32 [row tile]
+    result: Array  # int32 [RESULT_WORDS]
+
+
+@dataclass(frozen=True)
+class Graphs:
+    """Everything that runs in a cycle."""
+
+    propose: Graph  # anchor in the control block -> drafts, logits
+    verify: Graph  # ids on the host -> choices, logits
+    prefill: Graph  # ids on the host, ROWS of them -> choice of the last row, logits
+    flush: Graph  # pending rows into the recurrent states
+
+    def upload(self) -> None:
+        """Bring all to the device."""
+        for graph in (self.propose, self.verify, self.prefill, self.flush):
+            graph.upload()
+
+
+@dataclass(frozen=True)
+class Cycles:
+    """How a cycle ends on the device: accepted, committed, and its result read back."""
+
+    greedy: Graph  # a whole cycle: propose, verify, accept and commit, without logits
+    sampled: Graph  # the same with sampled choices
+    accept: Graph  # behind ``verify``: its choices decide
+    choose: Graph  # behind ``verify``: choices of its logits by the chooser's settings and masks decide
+
+    def upload(self) -> None:
+        """Bring all to the device."""
+        for graph in (self.greedy, self.sampled, self.accept, self.choose):
+            graph.upload()
+
+
+def host_memory(gpu: Gpu, loaded: Loaded) -> Host:
+    """Allocate what the graphs exchange with the host."""
+    buffers = loaded.buffers
+    return Host(
+        ids=gpu.pinned((buffers.ids.nbytes // 4,), np.int32),
+        drafts=gpu.pinned((buffers.drafts.nbytes // 4,), np.int32),
+        choices=gpu.pinned((buffers.choices.nbytes // 4,), np.int32),
+        result=gpu.pinned((RESULT_WORDS,), np.int32),
+    )
+
+
+class Capture:
+    """What each graph enqueues."""
+
+    def __init__(self, gpu: Gpu, loaded: Loaded, host: Host, chooser: Chooser, mask: int) -> None:
+        self._gpu, self._loaded, self._host, self._chooser, self._mask = gpu, loaded, host, chooser, mask
+        self._rows = loaded.plan.sizes.rows
+        self._control = loaded.buffers.shared.control
+
+    def passes(self) -> Graphs:
+        """Capture the passes."""
+        capture = self._gpu.capture
+        graphs = Graphs(capture(self.propose), capture(self.verify), capture(self.prefill), capture(self.flush))
+        graphs.upload()
+        return graphs
+
+    def cycles(self, pattern: DevicePointer = NULL) -> Cycles:
+        """Capture how cycles end; ``pattern`` as in :meth:`~edge_dflash.backends.cuda.cycle.CycleKernels.accept`."""
+        capture = self._gpu.capture
+        cycles = Cycles(
+            greedy=capture(lambda: self.cycle(pattern)),
+            sampled=capture(lambda: self.cycle(pattern, sampled=True)),
+            accept=capture(lambda: self.end(pattern, choose=False)),
+            choose=capture(lambda: self.end(pattern, choose=True)),
+        )
+        cycles.upload()
+        return cycles
+
+    def propose(self) -> None:
+        """One drafter pass over [anchor, mask, ...]."""
+        buffers, loaded = self._loaded.buffers, self._loaded
+        loaded.kernels.cycle.ids(self._control, buffers.ids, self._rows, mask=self._mask)
+        loaded.passes["propose"].enqueue(logits=True)
+        self._gpu.read_into(buffers.drafts, self._host.drafts)
+
+    def verify(self) -> None:
+        """One target pass over the host's ids."""
+        buffers, loaded = self._loaded.buffers, self._loaded
+        self._gpu.write_from(buffers.ids, self._host.ids[: self._rows])
+        loaded.passes["verify"].enqueue(logits=True)
+        loaded.kernels.small.replayed(self._control)
+        self._gpu.read_into(buffers.choices, self._host.choices)
+
+    def cycle(
+        self,
+        pattern: DevicePointer = NULL,
+        around: Callable[[Step | None], None] = lambda step: None,
+        *,
+        sampled: bool = False,
+    ) -> None:
+        """Propose, verify, accept, commit; ``around`` is told each step before it and None at the end.
+
+        Choices are the largest logits, or ``sampled``. Row r of the drafter is the draft for position length + r, row r
+        of the target chooses for the position behind.
+        """
+        buffers, loaded = self._loaded.buffers, self._loaded
+        frame, clock, drafts = loaded.kernels.cycle, buffers.clock, buffers.drafts.at(4, buffers.drafts.nbytes - 4)
+        frame.ids(self._control, buffers.ids, self._rows, mask=self._mask, clock=clock.at(0, 8))
+        loaded.passes["propose"].enqueue(logits=sampled, around=around)
+        if sampled:
+            self._sample(buffers.drafts, offset=0, first=1)
+        frame.ids(self._control, buffers.ids, self._rows, drafts=drafts, clock=clock.at(8, 8))
+        loaded.passes["verify"].enqueue(logits=sampled, around=around)
+        if sampled:
+            self._sample(buffers.choices, offset=1, first=0)
+        around(None)
+        frame.accept(drafts, buffers.choices, self._rows, self._control, buffers.result, clock, pattern)
+        self._gpu.read_into(buffers.result, self._host.result)
+
+    def end(self, pattern: DevicePointer = NULL, *, choose: bool) -> None:
+        """Accept and commit what was verified: as many rows of the host's ids as the chooser's settings say."""
+        buffers, rows = self._loaded.buffers, self._rows
+        self._chooser.enqueue(buffers.choices if choose else None)
+        drafts, valid = buffers.ids.at(4, 4 * (rows - 1)), self._chooser.stop
+        clock, frame = buffers.clock, self._loaded.kernels.cycle
+        frame.accept(drafts, buffers.choices, rows, self._control, buffers.result, clock, pattern, valid)
+        self._gpu.read_into(buffers.result, self._host.result)
+
+    def _sample(self, ids: DevicePointer, *, offset: int, first: int) -> None:
+        buffers = self._loaded.buffers
+        block = Block(control_word(self._control, Control.LENGTH), offset, first, self._rows)
+        self._loaded.kernels.sampler.choose(buffers.sampling, buffers.logits, ids, block)
+
+    def prefill(self) -> None:
+        """One chunk."""
+        buffers, loaded = self._loaded.buffers, self._loaded
+        self._gpu.write_from(buffers.ids, self._host.ids)
+        loaded.passes["prefill"].enqueue(logits=True)
+        loaded.kernels.small.commit_prefill(self._control)
+        self._gpu.read_into(buffers.choices, self._host.choices)
+
+    def flush(self) -> None:
+        """Replay pending rows."""
+        loaded, shared = self._loaded, self._loaded.buffers.shared
+        pending = control_word(self._control, Control.PENDING)
+        for name, kernels in loaded.kernels.delta.items():
+            kernels.flush(loaded.states.delta[name], shared.delta, shared.counters, pending)
+        loaded.kernels.small.replayed(self._control)

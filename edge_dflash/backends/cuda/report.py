@@ -1,0 +1,56 @@
+"""``python -m edge_dflash.backends.cuda.report``: compile the kernels and print what each needs. Needs no GPU."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+from pathlib import Path
+
+from edge_dflash.backends.cuda.compile import ARCHS, bundled, cached_cubin, compile_cubin
+from edge_dflash.backends.cuda.cubin import KernelUse, kernel_use
+from edge_dflash.errors import EdgeDflashError
+
+COLUMNS = f"{'registers':>9} {'shared':>7} {'spilled':>7}  kernel (bytes; dynamic shared memory not counted)"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compile all units for each arch; return 0, or an error's exit code after one line on stderr."""
+    parser = argparse.ArgumentParser(prog="python -m edge_dflash.backends.cuda.report", description=__doc__)
+    parser.add_argument("--arch", nargs="+", default=list(ARCHS), help="architectures, such as sm110; default: all")
+    parser.add_argument("--unit", nargs="+", default=list(bundled()), help="compilation units; default: all")
+    parser.add_argument("--cache", type=Path, help="folder that keeps cubins for the next time")
+    chosen = parser.parse_args(argv)
+    try:
+        pairs = list(product(chosen.arch, chosen.unit))
+        with ThreadPoolExecutor(os.cpu_count() or 1) as pool:  # the compiler leaves the interpreter free
+            made = pool.map(lambda pair: _compiled(pair[0], pair[1], chosen.cache), pairs)
+            for (arch, unit), (cubin, seconds) in zip(pairs, made, strict=True):
+                print(f"{arch} {unit}: {len(cubin):,} bytes, {seconds:.1f} s\n{COLUMNS}")
+                print("\n".join(lines(kernel_use(cubin))), flush=True)
+    except EdgeDflashError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def _compiled(arch: str, unit: str, cache: Path | None) -> tuple[bytes, float]:
+    """A cubin, and the seconds that it took."""
+    began = time.perf_counter()
+    cubin = cached_cubin(unit, arch, cache) if cache else compile_cubin(unit, arch)
+    return cubin, time.perf_counter() - began
+
+
+def lines(kernels: dict[str, KernelUse]) -> list[str]:
+    """One line for each kernel, under :data:`COLUMNS`. Spilled registers are counted with arrays in local memory."""
+    return [
+        f"{use.registers:9} {use.shared_bytes:7,} {use.stack_bytes:7,}  {name}" for name, use in sorted(kernels.items())
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,149 @@
+"""Device memory of one sequence: K and V, gated delta states and tapes, rotary tables; and the kernels bound to each.
+
+Knows the state ops of a pair's Programs. Rows past the committed length are garbage; resetting a sequence zeroes the
+recurrent states only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from edge_dflash.backends.cuda.attend import AttendShape, KvMemory
+from edge_dflash.backends.cuda.delta import DeltaLayer, DeltaShape
+from edge_dflash.backends.cuda.driver import DevicePointer
+from edge_dflash.backends.cuda.memory import Array, Memory
+from edge_dflash.backends.cuda.rope import rope_table
+from edge_dflash.decode.backend import Precision
+from edge_dflash.errors import BackendError
+from edge_dflash.model.ops import Attend, GatedDelta, KvAppend
+from edge_dflash.model.program import PairPrograms
+from edge_dflash.model.specs import RopeSpec
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What passes there are."""
+
+    rows: int  # B, of a verify or propose pass
+    prefill_rows: int  # most rows of a prefill pass
+    max_context: int
+
+
+class States:
+    """K and V, and gated delta layers, by the state's name."""
+
+    def __init__(
+        self,
+        programs: PairPrograms,
+        precision: Precision,
+        sizes: Sizes,
+        vector: Callable[[str], Array],
+        kv_scale: Callable[[str], tuple[float, float]],
+        memory: Memory,
+    ) -> None:
+        self._precision, self._sizes, self._memory, self._vector = precision, sizes, memory, vector
+        self._ropes: dict[RopeSpec, tuple[DevicePointer, DevicePointer]] = {}
+        self.norms: dict[tuple[str, bool], DevicePointer] = {}
+        self.shapes: dict[str, AttendShape] = {}
+        self.kv: dict[str, KvMemory] = {}
+        self.delta_shapes: dict[str, DeltaShape] = {}
+        self.delta: dict[str, DeltaLayer] = {}
+        for op in (*programs.verify.ops, *programs.propose.ops):
+            if isinstance(op, Attend):
+                self._add_attention(op, kv_scale(op.state))
+            elif isinstance(op, GatedDelta):
+                self._add_delta(op)
+        orphans = [op.state for op in programs.verify.ops if isinstance(op, KvAppend) and op.state not in self.kv]
+        if orphans:
+            raise BackendError(f"{orphans[0]} is appended to and never read")
+
+    def norm(self, name: str, *, plus_one: bool) -> DevicePointer:
+        """A norm's weight as FP32 on the device: w or 1 + w."""
+        key = (name, plus_one)
+        if key not in self.norms:
+            self.norms[key] = self._memory.put("vectors", self._vector(name) + np.float32(plus_one))
+        return self.norms[key]
+
+    @property
+    def attention_scratch(self) -> int:
+        """Bytes that the attention layers share."""
+        return max((shape.scratch_bytes for shape in self.shapes.values()), default=0)
+
+    @property
+    def delta_scratch(self) -> tuple[int, int]:
+        """Bytes of scratch and of counters that the gated delta layers share."""
+        shapes = self.delta_shapes.values()
+        return max((s.scratch_bytes for s in shapes), default=0), max((s.counter_bytes for s in shapes), default=0)
+
+    def zero(self, fill: Callable[[DevicePointer], None]) -> None:
+        """Empty recurrent states."""
+        for layer in self.delta.values():
+            fill(layer.state)
+            fill(layer.history)
+
+    def _add_attention(self, op: Attend, scales: tuple[float, float]) -> None:
+        kv = self._precision.kv
+        if kv == "float32":
+            raise BackendError("kv is 'float32'; the native backend stores fp8 or bfloat16")
+        shape = AttendShape(
+            heads=op.heads,
+            kv_heads=op.kv_heads,
+            head_dim=op.head_dim,
+            rope_dims=op.rope.dims,
+            eps=op.eps,
+            max_context=self._sizes.max_context,
+            rows=self._sizes.rows,
+            prefill_rows=self._sizes.prefill_rows,
+            gated=op.gated,
+            bidirectional=op.bidirectional,
+            window=op.window,
+            kv=kv,
+        )
+        cosine, sine = self._rope(op.rope, shape.kv_rows)
+        k_scale, v_scale = scales if kv == "fp8" else (1.0, 1.0)
+        self.shapes[op.state] = shape
+        self.kv[op.state] = KvMemory(
+            k=self._memory.take("kv", shape.kv_bytes),
+            v=self._memory.take("kv", shape.kv_bytes),
+            k_scale=k_scale,
+            v_scale=v_scale,
+            k_norm=self.norm(op.k_norm, plus_one=op.plus_one),
+            q_norm=self.norm(op.q_norm, plus_one=op.plus_one),
+            cosine=cosine,
+            sine=sine,
+        )
+
+    def _add_delta(self, op: GatedDelta) -> None:
+        shape = DeltaShape(
+            key_heads=op.key_heads,
+            value_heads=op.value_heads,
+            key_dim=op.key_dim,
+            value_dim=op.value_dim,
+            conv_kernel=op.conv_kernel,
+            eps=op.eps,
+            rows=self._sizes.rows,
+            prefill_rows=self._sizes.prefill_rows,
+        )
+        tape_u, tape_gates = shape.tape_bytes
+        memory = self._memory
+        self.delta_shapes[op.state] = shape
+        self.delta[op.state] = DeltaLayer(
+            state=memory.take("gated delta states", shape.state_bytes),
+            history=memory.take("gated delta states", shape.history_bytes),
+            tape_u=memory.take("tapes", tape_u),
+            tape_g=memory.take("tapes", tape_gates),
+            tape_beta=memory.take("tapes", tape_gates),
+            conv=memory.put("vectors", shape.packed_conv(self._vector(op.conv))),
+            a_log=memory.put("vectors", self._vector(op.a_log)),
+            dt_bias=memory.put("vectors", self._vector(op.dt_bias)),
+            norm=self.norm(op.norm, plus_one=False),
+        )
+
+    def _rope(self, spec: RopeSpec, positions: int) -> tuple[DevicePointer, DevicePointer]:
+        if spec not in self._ropes:
+            cosine, sine = rope_table(spec, positions)
+            self._ropes[spec] = self._memory.put("rotary tables", cosine), self._memory.put("rotary tables", sine)
+        return self._ropes[spec]

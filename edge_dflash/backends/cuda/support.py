@@ -1,0 +1,114 @@
+"""Whether the native kernels take a pair: checked by a build before it writes a byte, and by a start before it loads.
+
+Knows no kernel itself: attention, gated delta and linears are asked in their own terms, op by op.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+import numpy as np
+
+from edge_dflash.backends.cuda.attend import AttendShape
+from edge_dflash.backends.cuda.delta import DeltaShape
+from edge_dflash.backends.cuda.linear_plan import block_shared, plan
+from edge_dflash.board.archs import find_arch
+from edge_dflash.bundle.manifest import WeightFormat
+from edge_dflash.errors import BackendError
+from edge_dflash.model import pair_programs
+from edge_dflash.model.ops import Attend, Embed, GatedDelta, KvAppend, Linear, Op
+from edge_dflash.model.program import PairPrograms, Program
+from edge_dflash.model.specs import PairSpec
+from edge_dflash.weights.layout import BLOCK, Layout
+from edge_dflash.weights.mapped import forget_pages
+from edge_dflash.weights.stacks import pair_stacks
+from edge_dflash.weights.tensor import WeightStore, WideWeight
+
+REMEDY = "build it with --backend reference --arch cpu"
+_BLOCK_BYTES = 8 << 20  # of float32 values that are looked at together
+
+
+def check_native(
+    pair: PairSpec,
+    formats: Mapping[str, WeightFormat],
+    *,
+    arch: str | None = None,
+    kv: Literal["fp8", "bfloat16"] = "fp8",
+) -> None:
+    """Raise BackendError, naming op or weight, what was found and what is taken, unless native kernels run the pair.
+
+    ``formats`` names every weight. ``arch`` adds the limits of one architecture (shared memory of a block).
+    """
+    programs, rows = pair_programs(pair), pair.drafter.block_size
+    for program in (programs.verify, programs.propose, programs.prefill):
+        for op in program.ops:
+            try:
+                _check_op(op, program, formats, rows, kv)
+            except BackendError as error:
+                raise BackendError(f"{op.output}: {error}; {REMEDY}") from None
+    for stack in pair_stacks(programs, formats).values():
+        if arch is not None:
+            _check_shared(stack.names[0], stack.layout, rows, arch)
+
+
+def narrowed(
+    formats: Mapping[str, WeightFormat], programs: PairPrograms, store: WeightStore
+) -> dict[str, WeightFormat]:
+    """Formats of a native bundle: linears and the embedding in float32 become BF16, which must hold their values.
+
+    Raises BackendError naming the weight.
+    """
+    found = dict(formats)
+    for name, spec in programs.weights.items():
+        if spec.kind in ("linear", "embedding") and found[name] == "f32":
+            weight = store.get(name)
+            if not isinstance(weight, WideWeight) or not _fits_bf16(weight):
+                raise BackendError(
+                    f"{name} holds float32 values that BF16 cannot hold, the native kernels take BF16; "
+                    "convert the checkpoint to bfloat16, or " + REMEDY
+                )
+            found[name] = "bf16"
+    return found
+
+
+def _check_op(
+    op: Op, program: Program, formats: Mapping[str, WeightFormat], rows: int, kv: Literal["fp8", "bfloat16"]
+) -> None:
+    match op:
+        case Linear():
+            inputs = program.weights[op.weight].shape[1]
+            if inputs % BLOCK:
+                raise BackendError(f"a linear has {inputs} inputs; the native kernels take multiples of {BLOCK}")
+        case Embed():
+            if formats[op.weight] not in ("bf16", "f32"):
+                raise BackendError(f"the embedding is {formats[op.weight]}; the native kernels gather BF16 rows")
+        case Attend():
+            AttendShape(op.heads, op.kv_heads, op.head_dim, op.rope.dims, op.eps, 0, rows, kv=kv)
+        case KvAppend():
+            AttendShape(op.kv_heads, op.kv_heads, op.head_dim, op.rope.dims, op.eps, 0, rows, kv=kv)
+        case GatedDelta():
+            DeltaShape(op.key_heads, op.value_heads, op.key_dim, op.value_dim, op.conv_kernel, op.eps, rows)
+        case _:
+            pass
+
+
+def _check_shared(name: str, layout: Layout, rows: int, arch: str) -> None:
+    sm = find_arch(arch).sm
+    needed, most = plan(layout, rows, sm, 1).shared_bytes, block_shared(sm)
+    if needed > most:
+        raise BackendError(
+            f"{name}: {layout.format} linears with blocks of {rows} rows need {needed} bytes of shared memory, {arch} "
+            f"has {most}; use another format there, a drafter with blocks of at most 16, or {REMEDY}"
+        )
+
+
+def _fits_bf16(weight: WideWeight) -> bool:
+    """Whether the low 16 bits of all values are zero."""
+    flat = weight.data.reshape(-1)
+    for start in range(0, flat.size, _BLOCK_BYTES // 4):
+        block = flat[start : start + _BLOCK_BYTES // 4]
+        if (np.ascontiguousarray(block, np.float32).view(np.uint32) & 0xFFFF).any():
+            return False
+        forget_pages(block)
+    return True

@@ -1,1 +1,0 @@
-"""What a loaded pair reaches here: times, bytes and memory, against the read bandwidth measured in the same run."""

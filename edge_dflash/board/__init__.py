@@ -1,0 +1,1 @@
+"""The machine: architectures, profiles of boards, and what a board says of itself while it works."""

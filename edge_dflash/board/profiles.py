@@ -1,0 +1,199 @@
+"""Board profiles: what a Jetson (or DGX Spark) offers, read from the YAML files in ``jetson/``.
+
+Knows the file format and the names of the boards. Does not look at the machine it runs on and knows nothing of models.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from edge_dflash.board.archs import find_arch
+from edge_dflash.common.resources import directory
+from edge_dflash.errors import BackendError, RecipeError
+
+# Bytes of a board's memory that a pair cannot have: about 1 GB for Linux and its services without a desktop, about 1 GB
+# for the driver, the CUDA context and this program. A desktop, ROS or cameras come on top.
+SYSTEM_BYTES = 2_000_000_000
+
+
+@dataclass(frozen=True)
+class PowerMode:
+    """One nvpmodel mode. ``id`` None: not confirmed; ``watts`` None: no budget is stated."""
+
+    id: int | None
+    name: str
+    watts: int | None
+
+
+@dataclass(frozen=True)
+class JetPackVersion:
+    """Versions that one JetPack release carries."""
+
+    jetpack: str
+    jetson_linux: str
+    cuda: str
+    tensorrt: str
+
+
+@dataclass(frozen=True)
+class Note:
+    """A fact about the board and where it is from."""
+
+    fact: str
+    source: str
+
+
+@dataclass(frozen=True)
+class BoardProfile:
+    """A board. Memory is shared by CPU and GPU; bandwidth is the theoretical DRAM peak."""
+
+    name: str
+    title: str
+    aliases: tuple[str, ...]
+    models: tuple[str, ...]  # beginnings of the device tree's model
+    sm: int  # compute capability without the dot: 110 is 11.0
+    memory_bytes: int
+    memory_bandwidth_bytes_per_s: int
+    power_modes: tuple[PowerMode, ...]
+    jetpacks: tuple[JetPackVersion, ...]
+    notes: tuple[Note, ...]
+
+    def milliseconds(self, nbytes: int) -> float:
+        """Least time to move ``nbytes`` between memory and processor, in ms: bytes / bandwidth."""
+        return nbytes / self.memory_bandwidth_bytes_per_s * 1e3
+
+
+def load_board(name: str) -> BoardProfile:
+    """Return the profile whose name or alias is ``name``, in any case, or the largest board of the arch ``name``.
+
+    Raises RecipeError, listing the accepted names, when there is none, or when a profile is malformed.
+    """
+    boards = board_profiles()
+    wanted = name.strip().lower()
+    for board in boards:
+        if wanted in (board.name, *board.aliases):
+            return board
+    with suppress(BackendError):
+        if found := largest_board(find_arch(name).sm):
+            return found
+    accepted = ", ".join(f"{b.name} (or {', '.join(b.aliases)})" if b.aliases else b.name for b in boards)
+    raise RecipeError(f"unknown board {name!r}; accepted: {accepted}; or add a profile to jetson/")
+
+
+def largest_board(sm: int) -> BoardProfile | None:
+    """The profile with most memory among those of a compute capability."""
+    return max((board for board in board_profiles() if board.sm == sm), key=lambda b: b.memory_bytes, default=None)
+
+
+def match_board(model: str, memory_bytes: int | None) -> BoardProfile | None:
+    """The profile of a board by its device tree's ``model`` and its memory as the kernel counts it; None for others.
+
+    Modules that differ in memory alone have one model text. The kernel finds more than the profile's 10^9 bytes a GB,
+    and less than the chips hold.
+    """
+    for board in board_profiles():
+        fits = memory_bytes is None or 0.8 < memory_bytes / board.memory_bytes < 1.1
+        if fits and any(model.startswith(beginning) for beginning in board.models):
+            return board
+    return None
+
+
+def board_profiles() -> tuple[BoardProfile, ...]:
+    """All profiles in ``jetson/``, by name. Raises RecipeError when one is malformed or a name is used twice."""
+    boards = [read_board(path) for path in sorted(directory("jetson").glob("*.yaml"))]
+    owner: dict[str, str] = {}
+    for board in boards:
+        for name in (board.name, *board.aliases):
+            if owner.setdefault(name, board.name) != board.name:
+                raise RecipeError(f"board name {name!r} is used by {owner[name]} and {board.name}; rename one of them")
+    return tuple(sorted(boards, key=lambda b: b.name))
+
+
+def read_board(path: Path) -> BoardProfile:
+    """Read one profile. Raises RecipeError naming file, key, value found and what is accepted."""
+    try:
+        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise RecipeError(f"{path}: not a readable YAML file ({reason}); see jetson/README.md") from error
+    table = _Table(str(path), document, set(BoardProfile.__dataclass_fields__))
+    return BoardProfile(
+        name=table.text("name").lower(),
+        title=table.text("title"),
+        aliases=tuple(str(alias).lower() for alias in table.items("aliases")),
+        models=tuple(str(model) for model in table.items("models")),
+        sm=table.sm(),
+        memory_bytes=table.positive("memory_bytes"),
+        memory_bandwidth_bytes_per_s=table.positive("memory_bandwidth_bytes_per_s"),
+        power_modes=tuple(
+            PowerMode(mode.optional_int("id"), mode.text("name"), mode.optional_int("watts"))
+            for mode in table.tables("power_modes", PowerMode)
+        ),
+        jetpacks=tuple(
+            JetPackVersion(*(version.text(key) for key in JetPackVersion.__dataclass_fields__))
+            for version in table.tables("jetpacks", JetPackVersion)
+        ),
+        notes=tuple(Note(note.text("fact"), note.text("source")) for note in table.tables("notes", Note)),
+    )
+
+
+class _Table:
+    """A YAML mapping with exactly the keys given; every reader checks the value's type."""
+
+    def __init__(self, where: str, value: Any, keys: set[str]) -> None:
+        if not isinstance(value, dict):
+            raise RecipeError(f"{where}: found {type(value).__name__}, wanted a mapping of {_list(keys)}")
+        if unknown := set(map(str, value)) - keys:
+            raise RecipeError(f"{where}: unknown key {_list(unknown)}; accepted: {_list(keys)}")
+        if missing := keys - set(value):
+            raise RecipeError(f"{where}: missing key {_list(missing)}; add it, see jetson/README.md")
+        self._where, self._value = where, value
+
+    def text(self, key: str) -> str:
+        value = self._value[key]
+        if not isinstance(value, str) or not value.strip():
+            raise self._wrong(key, "text in quotes")
+        return value
+
+    def sm(self) -> int:
+        """Compute capability: a number such as 110, or an arch in any of its spellings."""
+        if not isinstance(self._value["sm"], str):
+            return self.positive("sm")
+        try:
+            return find_arch(self._value["sm"]).sm
+        except BackendError as error:
+            raise RecipeError(f"{self._where}: sm: {error}") from None
+
+    def positive(self, key: str) -> int:
+        value = self._value[key]
+        if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+            raise self._wrong(key, "a positive integer")
+        return value
+
+    def optional_int(self, key: str) -> int | None:
+        value = self._value[key]
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
+            raise self._wrong(key, "an integer from 0, or null")
+        return value
+
+    def items(self, key: str) -> list[Any]:
+        value = self._value[key]
+        if not isinstance(value, list):
+            raise self._wrong(key, "a list")
+        return value
+
+    def tables(self, key: str, kind: type[Any]) -> list[_Table]:
+        keys = set(kind.__dataclass_fields__)
+        return [_Table(f"{self._where}: {key}[{i}]", value, keys) for i, value in enumerate(self.items(key))]
+
+    def _wrong(self, key: str, wanted: str) -> RecipeError:
+        return RecipeError(f"{self._where}: {key} is {self._value[key]!r}; wanted {wanted}")
+
+
+def _list(keys: set[str]) -> str:
+    return ", ".join(sorted(keys))

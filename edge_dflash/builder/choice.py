@@ -1,0 +1,71 @@
+"""Which backends a bundle is built for: those that were asked for, or those that suit the arch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from edge_dflash.backends.tensorrt.api import TENSORRT_RTX
+from edge_dflash.board.archs import ARCHS_OF, BACKENDS, Arch, find_arch, ordered
+from edge_dflash.errors import BackendError
+from edge_dflash.weights.recipe import Recipe
+
+BOTH = ("native", "tensorrt")
+FIRST_FP4 = 110  # SM from which plans can read NVFP4 weights, among the archs with kernels of ours
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The backends of a build."""
+
+    arch: Arch
+    backends: tuple[str, ...]  # in the order of BACKENDS
+    why: str
+    given: bool  # asked for by name: what stands in the way of one is an error
+
+    @property
+    def active(self) -> str:
+        """The backend that runs the bundle until two were timed: native kernels run at once."""
+        return self.backends[0]
+
+    @property
+    def line(self) -> str:
+        """For people: what was chosen and why."""
+        return f"building for {self.arch.name}, backend {','.join(self.backends)}: {self.why}"
+
+
+def choose(arch: str, backend: str | None, recipe: Recipe) -> Choice:
+    """Decide by ``backend`` ("native", "native,tensorrt"), or by the arch when it is None.
+
+    Raises BackendError for unknown names and for pairs that are not built together.
+    """
+    found = find_arch(arch)
+    if backend is not None:
+        return Choice(found, _named(arch, found, backend), "as asked for", given=True)
+    if not found.sm:
+        return Choice(found, ("reference",), "a CPU runs the reference backend alone", given=False)
+    if found.sm < FIRST_FP4:
+        return Choice(found, ("native",), "our kernels read every format there", given=False)
+    if recipe.activations == "nvfp4":
+        why = f"recipe {recipe.name} has NVFP4 activations, which only TensorRT computes"
+        return Choice(found, ("tensorrt",), why, given=False)
+    if found.tensorrt == TENSORRT_RTX.module:
+        why = "kernels that run at once, and plans, as TensorRT for RTX is installed here"
+    else:
+        why = "kernels that run at once, and the networks of plans, which only the board can compile"
+    return Choice(found, BOTH, f"{why}; build --finish on the board keeps the faster", given=False)
+
+
+def _named(arch: str, found: Arch, backend: str) -> tuple[str, ...]:
+    """The backends of ``--backend``. Raises BackendError."""
+    names = [name.strip() for name in backend.split(",")]
+    if any(name not in BACKENDS for name in names):
+        raise BackendError(f"--backend is {backend!r}, accepted are {', '.join(BACKENDS)} and {','.join(BOTH)}")
+    if len(set(names)) > 1 and ordered(names) != BOTH:
+        raise BackendError(f"--backend is {backend!r}; only native and tensorrt share a bundle: build the other apart")
+    for name in names:
+        if name not in found.backends:
+            raise BackendError(
+                f"--arch is {arch!r}, --backend {name} is built for {', '.join(ARCHS_OF[name])}; "
+                "leave --backend out for what suits the arch"
+            )
+    return ordered(names)

@@ -1,0 +1,133 @@
+"""Weights of a checkpoint in the formats that a recipe chose: checked, copied as they are, or quantized.
+
+Works on the weights of one file of the bundle at a time; linears that a kernel reads together share one NVFP4 global
+scale. Knows nothing about files.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TypeAlias
+
+import numpy as np
+import torch
+
+from edge_dflash.bundle.manifest import WeightFormat
+from edge_dflash.bundle.parts import CHUNK, weight_format
+from edge_dflash.errors import BuildError, CheckpointError
+from edge_dflash.weights.arrays import absmax, wide_tensor
+from edge_dflash.weights.fp8 import quantize_fp8
+from edge_dflash.weights.mapped import forget_pages
+from edge_dflash.weights.nvfp4 import BLOCK, fused_group, quantize_nvfp4
+from edge_dflash.weights.tensor import Array, Fp8Weight, Nvfp4Weight, Weight, WeightStore, WideWeight
+
+ROW_BLOCK = 8 << 20  # bytes of a wide matrix that one call reads
+Run: TypeAlias = Callable[[Callable[[slice], float], Iterable[slice]], Iterable[float]]
+_E4M3_NAN = 0x7F  # without the sign bit
+
+
+def convert(
+    store: WeightStore,
+    names: Sequence[str],
+    formats: Mapping[str, WeightFormat],
+    input_scales: Mapping[str, float],
+    run: Run = map,
+) -> dict[str, Weight]:
+    """Weights ``names`` in their formats, in the order given; all members of a fused group must be among the names.
+
+    ``input_scales`` are the W4A4 activation scales; other NVFP4 weights lose theirs, so that their inputs stay wide.
+    ``run`` is :func:`map` or the ``map`` of an executor; its calls work on different rows.
+    Raises CheckpointError for NaN and infinity and BuildError for what cannot be quantized, naming the weight.
+    """
+    stored = {name: store.get(name) for name in names}
+    largest = {name: check_finite(name, weight, run) for name, weight in stored.items()}
+    weights: dict[str, Weight] = {}
+    for name, weight in stored.items():
+        try:
+            if weight_format(weight) != formats[name]:
+                weight = _quantized(weight, formats[name], _group_amax(name, stored, formats, largest), run)
+        except BuildError as error:
+            raise BuildError(f"{name}: {error}") from None
+        if isinstance(weight, Nvfp4Weight):
+            weight = replace(weight, input_scale=input_scales.get(name))
+        weights[name] = weight
+    return weights
+
+
+def check_finite(name: str, weight: Weight, run: Run = map) -> float:
+    """Return the largest magnitude of a wide weight (0.0 for others). Raises CheckpointError for NaN and infinity."""
+    if isinstance(weight, WideWeight):
+        matrix = weight.data.reshape(-1, weight.data.shape[-1])
+
+        def block_amax(rows: slice) -> float:
+            found = absmax(wide_tensor(WideWeight(matrix[rows])))
+            forget_pages(matrix[rows])
+            return found
+
+        largest = 0.0
+        for found in run(block_amax, _row_blocks(matrix)):
+            if not math.isfinite(found):
+                raise _not_finite(name, "NaN or infinity")
+            largest = max(largest, found)
+        return largest
+    codes = weight.data if isinstance(weight, Fp8Weight) else weight.block_scale
+    scales = weight.scale if isinstance(weight, Fp8Weight) else np.array([weight.global_scale])
+    if _has_nan_code(codes) or not (np.isfinite(scales).all() and (scales > 0).all()):
+        raise _not_finite(name, "an FP8 NaN or a scale that is not a positive number")
+    return 0.0
+
+
+def _group_amax(
+    name: str, stored: Mapping[str, Weight], formats: Mapping[str, WeightFormat], largest: Mapping[str, float]
+) -> float:
+    """max|W| over the linears of the fused group that are quantized here, those stored as NVFP4 left out."""
+    members = [member for member in fused_group(name) if member in stored and formats[member] == "nvfp4"]
+    return max((largest[m] for m in members if isinstance(stored[m], WideWeight)), default=0.0)
+
+
+def _quantized(weight: Weight, form: WeightFormat, amax: float, run: Run) -> Weight:
+    if not isinstance(weight, WideWeight):
+        raise BuildError(f"stored as {weight_format(weight)}, wanted {form}: a quantized weight is not converted")
+    tensor = wide_tensor(weight)
+    match form:
+        case "nvfp4":
+            return _nvfp4(weight, amax, run)
+        case "fp8":
+            return quantize_fp8(tensor)
+        case "bf16":
+            return WideWeight(tensor.to(torch.bfloat16).view(torch.uint16).numpy())
+        case _:
+            raise BuildError(f"stored as {weight_format(weight)}, which is not converted to {form}")
+
+
+def _nvfp4(weight: WideWeight, amax: float, run: Run) -> Nvfp4Weight:
+    """NVFP4 in blocks of rows: with a given amax a row's codes depend on that row only."""
+    n, k = weight.shape
+    packed, block_scale = np.empty((n, k // 2), np.uint8), np.empty((n, k // BLOCK), np.uint8)
+
+    def block(rows: slice) -> float:
+        part = quantize_nvfp4(wide_tensor(WideWeight(weight.data[rows])), amax)
+        packed[rows], block_scale[rows] = part.packed, part.block_scale
+        forget_pages(weight.data[rows])
+        return part.global_scale
+
+    global_scales = list(run(block, _row_blocks(weight.data)))  # all equal: they depend on amax only
+    return Nvfp4Weight(packed, block_scale, global_scales[0])
+
+
+def _row_blocks(matrix: Array) -> Iterator[slice]:
+    """Slices of consecutive rows of about ROW_BLOCK bytes, so that a mapped matrix is never in memory as a whole."""
+    step = max(1, ROW_BLOCK // max(1, matrix.shape[-1] * matrix.itemsize))
+    for first in range(0, matrix.shape[0], step):
+        yield slice(first, first + step)
+
+
+def _has_nan_code(codes: Array) -> bool:
+    flat = codes.reshape(-1)
+    return any(((flat[i : i + CHUNK] & _E4M3_NAN) == _E4M3_NAN).any() for i in range(0, flat.size, CHUNK))
+
+
+def _not_finite(name: str, what: str) -> CheckpointError:
+    return CheckpointError(f"{name} holds {what}; the checkpoint is damaged, download it again")

@@ -1,0 +1,292 @@
+"""Everything a build decides and checks before it writes a byte.
+
+Reads configs, headers and the recipe; weights are only asked how they are stored. Knows which weight gets which format
+and lies in which file, how much space that takes, and the fingerprint by which an interrupted build knows its own work.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+
+from edge_dflash import __version__
+from edge_dflash.backends.cuda.compile import compiler_version, kernels_digest
+from edge_dflash.board.archs import MOST_ROWS
+from edge_dflash.builder.choice import Choice, choose
+from edge_dflash.builder.journal import building_path, check_free
+from edge_dflash.builder.native_plan import plan_native
+from edge_dflash.builder.scales import ScalesPlan, plan_scales
+from edge_dflash.builder.tensorrt_plan import plan_tensorrt
+from edge_dflash.bundle.manifest import Plans, Source, WeightFormat
+from edge_dflash.bundle.stored import Part, bundle_parts, stack_bytes, weight_bytes
+from edge_dflash.checks.footprint import row_parameters
+from edge_dflash.checks.inspect import default_chunk
+from edge_dflash.common.codec import encode
+from edge_dflash.common.files import is_there, open_regular
+from edge_dflash.errors import BackendError, BuildError, BundleError, CheckpointError
+from edge_dflash.model import pair_programs
+from edge_dflash.model.config import match_pair, read_drafter_spec, read_target_spec
+from edge_dflash.model.program import PairPrograms
+from edge_dflash.model.specs import PairSpec
+from edge_dflash.text.tokenizer import TOKENIZER_FILES, Tokenizer
+from edge_dflash.weights.checkpoint import PairCheckpoint
+from edge_dflash.weights.recipe import Recipe, default_recipe
+from edge_dflash.weights.recipe_file import load_recipe
+
+COPIED_FILES = (*TOKENIZER_FILES, "generation_config.json")  # into tokenizer/ of the bundle
+_CONFIG_FILES = ("config.json", "hf_quant_config.json", "model.safetensors.index.json", *COPIED_FILES)
+_HEAD = 1 << 20  # bytes of a file that its fingerprint covers, besides its size: configs whole, shards their header
+_SLACK = 1 << 20  # bytes for headers, manifest and file system blocks
+_KERNELS = 16 << 20  # bytes of the cubins of a native bundle, at most
+
+
+@dataclass(frozen=True)
+class BuildConfig:
+    """What to build. Sizes that are None come from the recipe and are lowered to what the model allows."""
+
+    target: Path
+    drafter: Path
+    output: Path
+    arch: str = "cpu"  # in any of its spellings
+    backend: str | None = None  # "native", "native,tensorrt"; None: what suits the arch
+    recipe: Path | None = None  # None: the default recipe
+    max_context: int | None = None  # rows of every KV state
+    prefill_chunk: int | None = None  # most rows of one prefill pass
+    calibrate: bool = True  # False: KV scales of the checkpoint, or 1.0
+    force: bool = False  # replace a bundle that is already at ``output``
+
+    @property
+    def command(self) -> str:
+        """The command line that runs this build, and resumes it."""
+        words = ["edge-dflash", "build", "--target", str(self.target), "--drafter", str(self.drafter)]
+        words += ["--arch", self.arch]
+        for flag, value in (
+            ("--backend", self.backend),
+            ("--recipe", self.recipe),
+            ("--max-context", self.max_context),
+            ("--prefill-chunk", self.prefill_chunk),
+        ):
+            words += [flag, str(value)] if value is not None else []
+        words += [] if self.calibrate else ["--no-calibrate"]
+        words += ["--output", str(self.output)] + (["--force"] if self.force else [])
+        return shlex.join(words)
+
+
+@dataclass(frozen=True)
+class BuildPlan:
+    """A build that was checked and can start."""
+
+    config: BuildConfig
+    choice: Choice
+    recipe: Recipe
+    pair: PairSpec
+    programs: PairPrograms
+    store: PairCheckpoint
+    formats: Mapping[str, WeightFormat]
+    parts: Mapping[str, Part]  # weight file -> what lies in it
+    size: int  # bytes of all weights in the bundle, about
+    max_context: int
+    prefill_chunk: int
+    scales: ScalesPlan
+    tokenizer_files: tuple[Path, ...]  # empty without tokenizer.json
+    sources: tuple[Source, ...]
+    tools: Mapping[str, str]
+    plans: Plans | None  # of the tensorrt backend
+    fingerprint: Mapping[str, str]
+    warnings: tuple[str, ...]
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """What was chosen, for people."""
+        rows, arch = self.prefill_chunk, self.choice.arch
+        ms = 1e3 * arch.prefill_seconds(row_parameters(self.programs.prefill), rows)
+        return (
+            self.choice.line,
+            f"building with recipe {self.recipe.name}: {self.recipe.description}",
+            f"building for {self.max_context} tokens of context, prefill by {rows}: about {ms:.3g} ms a pass",
+        )
+
+
+def plan_build(config: BuildConfig) -> BuildPlan:
+    """Check everything that can be checked before any work.
+
+    Raises CheckpointError, RecipeError, BackendError or BuildError, naming what was found and what is wanted.
+    """
+    recipe = load_recipe(config.recipe) if config.recipe is not None else default_recipe()
+    choice = choose(config.arch, config.backend, recipe)
+    _check_output(config)
+    pair = recipe.masked(match_pair(read_target_spec(config.target), read_drafter_spec(config.drafter)))
+    programs = pair_programs(pair)
+    max_context, prefill_chunk = _sizes(config, recipe, pair, default_chunk(choice.arch, programs, MOST_ROWS))
+    tokenizer, warnings = _tokenizer(config.target, pair)
+    store = PairCheckpoint.open(config.target, config.drafter, programs.weights)
+    formats = _formats(recipe, pair, programs, store)
+    if "native" in choice.backends:
+        formats, more = plan_native(choice.arch.name, recipe, pair, store, formats)
+        warnings = (*warnings, *more)
+    plans = None
+    if "tensorrt" in choice.backends:
+        try:
+            formats, plans, more = plan_tensorrt(choice, recipe, pair, store, formats, prefill_chunk)
+            warnings = (*warnings, *more)
+        except BackendError as error:
+            if choice.given or choice.active == "tensorrt":
+                raise
+            choice = replace(choice, backends=("native",), why=f"no plans, as {error}")
+    scales, more = plan_scales(recipe, pair, programs, store, formats, tokenizer, allowed=config.calibrate)
+    store.release()
+    parts = bundle_parts(programs, formats, stacked="native" in choice.backends)
+    size = sum(weight_bytes(programs.weights[n].shape, formats[n]) for part in parts.values() for n in part.names)
+    size += sum(stack_bytes(stack) for part in parts.values() for stack in part.stacks)
+    here = size if plans is not None and not plans.deferred else 0
+    _check_space(config.output, size + here + (_KERNELS if choice.arch.sm else 0))
+    tools = _tools(choice.active) | ({plans.flavour: plans.version} if plans and plans.version else {})
+    sources, stamps = _sources(config)
+    fingerprint = {
+        **stamps,
+        "config": json.dumps([choice.arch.name, choice.backends, max_context, prefill_chunk]),
+        "recipe": json.dumps(encode(recipe), sort_keys=True),
+        "scales": hashlib.sha256(json.dumps(encode(scales)).encode()).hexdigest(),
+        "tools": json.dumps(tools, sort_keys=True),
+    }
+    return BuildPlan(
+        config=config,
+        choice=choice,
+        recipe=recipe,
+        pair=pair,
+        programs=programs,
+        store=store,
+        formats=formats,
+        parts=parts,
+        size=size,
+        max_context=max_context,
+        prefill_chunk=prefill_chunk,
+        scales=scales,
+        tokenizer_files=tuple(config.target / name for name in COPIED_FILES if is_there(config.target / name))
+        if tokenizer is not None
+        else (),
+        sources=sources,
+        tools=tools,
+        plans=plans,
+        fingerprint=fingerprint,
+        warnings=(*warnings, *more),
+    )
+
+
+def check_mask_token(tokenizer: Tokenizer, where: Path, pair: PairSpec) -> str | None:
+    """Check that the tokenizer and the drafter's mask token belong to the same vocabulary; return a warning or None.
+
+    Published pairs put the mask token either on a named special token or on the first id after the tokenizer's last
+    one, which is a padding row of the embedding (Qwen3: 151669 behind 0..151668). Both are accepted, the second with a
+    warning. Any other id without a token means that the tokenizer is of another model or lost its added tokens.
+    """
+    mask, vocabulary, size = pair.drafter.mask_token_id, pair.target.vocab_size, tokenizer.size
+    if size > vocabulary:
+        raise CheckpointError(
+            f"{where} has {size} tokens, the target's vocabulary only {vocabulary}; "
+            "use the tokenizer.json of this target"
+        )
+    if tokenizer.token(mask) is not None:
+        return None
+    if mask == size:
+        return f"mask token id {mask} has no token in {where.name}: it is the first id after its last"
+    raise CheckpointError(
+        f"{where} has no token with the drafter's mask id {mask} (it has {size} tokens); use the "
+        "tokenizer.json of this target, or move it away to build a bundle that takes token ids"
+    )
+
+
+def _check_output(config: BuildConfig) -> None:
+    output = config.output
+    if not output.name:
+        raise BuildError(f"--output {str(output)!r} names no directory to make; give a path that ends in a name")
+    for source in (config.target, config.drafter):
+        if output.resolve() == source.resolve():
+            raise BuildError(f"--output {output} is a checkpoint of this build; choose another directory")
+    check_free(output, force=config.force)
+
+
+def _sizes(config: BuildConfig, recipe: Recipe, pair: PairSpec, chunk: int) -> tuple[int, int]:
+    """Context and prefill chunk: what is asked for must fit; what recipe or arch suggest is lowered to fit."""
+    limit, block = pair.target.max_position_embeddings, pair.drafter.block_size
+    context = config.max_context if config.max_context is not None else min(recipe.context.max_context, limit)
+    if not block < context <= limit:
+        raise BuildError(
+            f"max_context is {context}, accepted are {block + 1} (block size + 1) to {limit} (the target's)"
+        )
+    if config.prefill_chunk is None:
+        return context, min(recipe.context.prefill_chunk or chunk, context)
+    if not 1 <= config.prefill_chunk <= context:
+        raise BuildError(f"prefill_chunk is {config.prefill_chunk}, accepted are 1 to {context} (max_context)")
+    return context, config.prefill_chunk
+
+
+def _tokenizer(target: Path, pair: PairSpec) -> tuple[Tokenizer | None, tuple[str, ...]]:
+    """Return the target's tokenizer, if it has one, and warnings."""
+    file = target / TOKENIZER_FILES[0]
+    if not is_there(file):
+        return None, (f"{target} has no {file.name}: the bundle takes and returns token ids only",)
+    try:
+        tokenizer = Tokenizer.open(target)
+    except BundleError as error:  # its remedies are those of a bundle
+        what = str(error).rpartition("; ")[0] or str(error)
+        raise CheckpointError(f"{what}; download the tokenizer's files again") from None
+    warning = check_mask_token(tokenizer, file, pair)
+    return tokenizer, (warning,) if warning else ()
+
+
+def _formats(recipe: Recipe, pair: PairSpec, programs: PairPrograms, store: PairCheckpoint) -> dict[str, WeightFormat]:
+    """Return the format of every weight in the bundle; a wide lm_head of a tied target is not stored twice."""
+    stored = {name: store.get(name) for name in programs.weights}
+    formats: dict[str, WeightFormat] = dict(recipe.formats(programs.weights, stored))
+    if pair.target.tied and formats["target.lm_head"] in ("bf16", "f32"):
+        formats["target.lm_head"] = "tied"
+    return formats
+
+
+def _tools(backend: str) -> dict[str, str]:
+    """Versions of what takes part in a build."""
+    tools = {
+        "edge-dflash": __version__,
+        "numpy": version("numpy"),
+        "python": platform.python_version(),
+        "torch": version("torch"),
+    }
+    return {**tools, "kernels": kernels_digest(), "nvrtc": compiler_version()} if backend != "reference" else tools
+
+
+def _check_space(output: Path, size: int) -> None:
+    """Compare the bundle's size with the free space of the disk it goes to, less what an earlier run left there."""
+    staging = building_path(output) / "bundle"
+    done = sum(path.stat().st_size for path in staging.rglob("*") if path.is_file()) if staging.is_dir() else 0
+    place = next(parent for parent in output.absolute().parents if parent.exists())
+    state = os.statvfs(place)
+    free, needed = state.f_bavail * state.f_frsize, max(0, size + _SLACK - done)
+    if free < needed:
+        raise BuildError(
+            f"the bundle needs {needed / 1e6:,.1f} MB more in {place}, which has {free / 1e6:,.1f} MB free; "
+            "free some space or choose another --output"
+        )
+
+
+def _sources(config: BuildConfig) -> tuple[tuple[Source, ...], dict[str, str]]:
+    """Fingerprints of the checkpoint files: those for the manifest, and those with times for the journal."""
+    sources: list[Source] = []
+    stamps: dict[str, str] = {}
+    for model, directory in (("target", config.target), ("drafter", config.drafter)):
+        names = [name for name in _CONFIG_FILES if is_there(directory / name)]
+        names += sorted(path.name for path in directory.glob("*.safetensors"))
+        for name in names:
+            with open_regular(directory / name) as file:
+                digest = hashlib.sha256(file.read(_HEAD)).hexdigest()
+                state = os.fstat(file.fileno())
+            sources.append(Source("target" if model == "target" else "drafter", name, state.st_size, digest))
+            stamps[f"{model}/{name}"] = f"{state.st_size} {state.st_mtime_ns} {digest}"
+    return tuple(sources), stamps

@@ -1,0 +1,177 @@
+"""The recording of a bundle's self-test: its prompt, the tokens and drafts of the reference backend, warnings.
+
+The weights are those that the build just wrote. The reference backend holds all of them as float32, so only pairs of
+up to ``MAX_PARAMETERS`` are recorded: a build must not need more memory than a few layers of a large model. The bytes
+depend on model, recipe and arithmetic, not on when or in how many runs the build was made.
+
+What rounding does to this pair is measured here, too: the target goes over the recorded tokens again with activations
+in float32, and how far its logits move is the scale by which another backend's logits are judged.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from edge_dflash.backends.reference.arithmetic import arithmetic
+from edge_dflash.backends.reference.backend import ReferenceBackend
+from edge_dflash.builder.prompts import read_prompts
+from edge_dflash.builder.threads import one_thread
+from edge_dflash.bundle.reader import Bundle
+from edge_dflash.bundle.selftest import SCHEMA, BestLogits, SelfTest, accept_floor
+from edge_dflash.common.resources import directory
+from edge_dflash.decode.accept import accepted
+from edge_dflash.decode.backend import Backend, Precision
+from edge_dflash.decode.loop import DecodeOptions, generate
+from edge_dflash.errors import BuildError, RequestError
+from edge_dflash.model import pair_programs
+from edge_dflash.model.specs import PairSpec
+from edge_dflash.text.tokenizer import Tokenizer
+
+MAX_PARAMETERS = 600_000_000  # of target and drafter: 2.4 GB as float32
+NEW_TOKENS = 48  # at least; the last cycle is recorded whole
+PROMPTS = "robot_planning.jsonl"  # in calib/
+PROMPT_TOKENS = 512  # at most
+RANDOM_TOKENS = 32  # prompt of a pair without tokenizer
+LOW_ACCEPT_LENGTH = 1.2  # below, drafting costs more than it gives on any machine
+
+Progress = Callable[[int, int], None]  # (tokens done, tokens in all)
+
+
+def no_selftest(pair: PairSpec, max_context: int) -> str | None:
+    """Why a pair gets no self-test, as a warning; None when it gets one."""
+    size = sum(math.prod(weight.shape) for weight in pair_programs(pair).weights.values())
+    if size > MAX_PARAMETERS:
+        return (
+            f"no self-test is recorded: the pair has {size / 1e6:,.0f} M parameters, the reference backend takes up to "
+            f"{MAX_PARAMETERS / 1e6:,.0f} M in a build; check the bundle with edge-dflash verify"
+        )
+    if _room(pair, max_context) < 1:
+        least = NEW_TOKENS + 2 * pair.drafter.block_size + 1
+        return f"no self-test is recorded: max_context is {max_context}, a self-test needs at least {least}"
+    return None
+
+
+def fit_warning(test: SelfTest) -> str | None:
+    """What to tell when the drafter does not seem to fit the target; None when it does."""
+    if test.accept_length >= LOW_ACCEPT_LENGTH:
+        return None
+    return (
+        f"the drafter does not fit the target: accept length {test.accept_length:.2f} on the self-test's prompt, "
+        f"wanted at least {LOW_ACCEPT_LENGTH}; usual causes: a drafter of another target or version, a wrong "
+        "mask_token_id or target_layer_ids in its config.json, weights that were renamed or quantized twice"
+    )
+
+
+def record_selftest(bundle: Bundle, progress: Progress = lambda done, total: None) -> SelfTest:
+    """Decode the self-test's prompt with the reference backend, with the pair's drafter and plainly.
+
+    Only for pairs for which :func:`no_selftest` is None. Raises BuildError when the two disagree.
+    """
+    manifest = bundle.manifest
+    source, prompt = _prompt(bundle, _room(bundle.pair, manifest.max_context))
+
+    def load(precision: Precision) -> ReferenceBackend:
+        context = len(prompt) + NEW_TOKENS + 2 * manifest.block_size
+        return ReferenceBackend(
+            bundle.pair, bundle, precision, max_context=context, prefill_chunk=manifest.prefill_chunk
+        )
+
+    with one_thread():
+        backend = load(manifest.precision)
+        tokens, drafts, lengths, best = _speculate(backend, prompt, progress)
+        backend.reset()
+        plain = generate(backend, prompt, DecodeOptions(max_new_tokens=len(tokens)), speculative=False).tokens
+        if plain != tuple(tokens):
+            raise BuildError(
+                f"the reference backend's speculative and plain tokens differ on {source}: this is a defect of "
+                "edge-dflash or of its PyTorch, please report it with the output of edge-dflash verify"
+            )
+        del backend  # its float32 weights
+        moved = _moved(load(replace(manifest.precision, activations="float32")), prompt, plain, lengths, best)
+        mean = sum(lengths) / len(lengths)
+        return SelfTest(
+            schema=SCHEMA,
+            source=source,
+            arithmetic=arithmetic(),
+            prompt=prompt,
+            tokens=plain,
+            drafts=tuple(map(tuple, drafts)),
+            accept_lengths=tuple(lengths),
+            accept_length=mean,
+            accept_floor=accept_floor(mean),
+            best=tuple(best),
+            rounding=statistics.median(moved),
+            rounding_most=max(moved),
+        )
+
+
+def _speculate(
+    backend: Backend, prompt: tuple[int, ...], progress: Progress
+) -> tuple[list[int], list[list[int]], list[int], list[BestLogits]]:
+    """Tokens, the drafts of each cycle, the tokens it committed, the tokens' logits; whole cycles, no stop tokens."""
+    rows = backend.prefill(prompt)
+    tokens, best = rows.argmax(), [BestLogits.of(rows.logits()[0])]
+    drafts: list[list[int]] = []
+    lengths: list[int] = []
+    while len(tokens) <= NEW_TOKENS:
+        progress(len(tokens), NEW_TOKENS + 1)
+        proposed = backend.propose(tokens[-1]).argmax()
+        rows = backend.verify([tokens[-1], *proposed])
+        choices = rows.argmax()
+        n = accepted(proposed, choices)
+        best += map(BestLogits.of, rows.logits()[: n + 1])
+        tokens += [*proposed[:n], choices[n]]
+        drafts.append(proposed)
+        lengths.append(n + 1)
+        backend.commit(n + 1)
+    return tokens, drafts, lengths, best
+
+
+def _moved(
+    backend: Backend, prompt: tuple[int, ...], tokens: tuple[int, ...], lengths: list[int], best: list[BestLogits]
+) -> list[float]:
+    """How far the logits of each token move on another backend."""
+    logits, at = [backend.prefill(prompt).logits()[0]], 0
+    for length in lengths:
+        logits += list(backend.verify(tokens[at : at + length]).logits())
+        backend.commit(length)
+        at += length
+    return [one.moved(row) for one, row in zip(best, logits, strict=True)]
+
+
+def _room(pair: PairSpec, max_context: int) -> int:
+    """Most tokens of a prompt: the recorded cycles and one block must fit behind it."""
+    return min(PROMPT_TOKENS, max_context - NEW_TOKENS - 2 * pair.drafter.block_size)
+
+
+def _prompt(bundle: Bundle, room: int) -> tuple[str, tuple[int, ...]]:
+    """Where the prompt is from and its ids: the first calibration prompt that fits, or the end of the first one."""
+    first: tuple[str, tuple[int, ...]] | None = None
+    for name, ids in _calibration_prompts(bundle) if bundle.manifest.tokenizer else ():
+        if len(ids) <= room:
+            return f"{name} of {PROMPTS}", ids
+        first = first or (name, ids)
+    if first is not None:
+        return f"end of {first[0]} of {PROMPTS}", first[1][-room:]
+    random = np.random.default_rng(0).integers(0, bundle.pair.target.vocab_size, min(RANDOM_TOKENS, room))
+    return "pseudo-random ids", tuple(random.tolist())
+
+
+def _calibration_prompts(bundle: Bundle) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Name and ids of the calibration prompts that the chat template takes."""
+    tokenizer = Tokenizer.open(bundle.path / "tokenizer")
+    for prompt in read_prompts(directory("calib") / PROMPTS):
+        try:
+            if tokenizer.template is None:
+                ids = tokenizer.encode("\n\n".join(message["content"] for message in prompt.messages))
+            else:
+                ids = tokenizer.encode_chat(prompt.messages)
+        except RequestError:  # a template without system messages, for example
+            continue
+        if ids:
+            yield prompt.id, ids

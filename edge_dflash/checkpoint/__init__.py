@@ -1,1 +1,0 @@
-"""Model and drafter checkpoints: reading, validation, specs. No torch."""

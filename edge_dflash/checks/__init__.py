@@ -1,0 +1,1 @@
+"""What a loaded pair is measured and judged by: bench, inspect, verify, doctor."""

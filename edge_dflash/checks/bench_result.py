@@ -1,0 +1,168 @@
+"""What a benchmark found, as frozen values that become its JSON. Times are milliseconds, sizes bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from edge_dflash.checks.traffic import Traffic
+from edge_dflash.common.codec import encode
+
+
+@dataclass(frozen=True)
+class Part:
+    """A pass or a whole cycle against its floor: its bytes over the measured read bandwidth."""
+
+    ms: float
+    bytes: int | None = None  # None: not known (reference backend)
+    floor_ms: float | None = None
+
+    @classmethod
+    def of(cls, seconds: float, nbytes: int | None, bandwidth: float | None) -> Part:
+        """From seconds; without a bandwidth there is no floor."""
+        floor = nbytes / bandwidth * 1e3 if nbytes is not None and bandwidth is not None else None
+        return cls(seconds * 1e3, nbytes, floor)
+
+    @property
+    def over_floor(self) -> float | None:
+        """Measured over floor; 1 is as fast as memory allows."""
+        return self.ms / self.floor_ms if self.floor_ms else None
+
+
+@dataclass(frozen=True)
+class Decode:
+    """One way of decoding by the wall clock, from the first token on."""
+
+    tokens_per_second: float
+    accept_length: float  # tokens committed per cycle, as counted
+    cycles: int
+    ms: float  # wall clock of a cycle
+    joules: float | None = field(default=None, kw_only=True)  # of a plan, its prompt included; None: not known
+
+
+@dataclass(frozen=True)
+class Formed(Decode):
+    """Decoding under a JSON Schema."""
+
+    schema: str  # in words
+    replaced: float  # share of the drafts in whose place the grammar put another token
+
+
+@dataclass(frozen=True)
+class Cycle:
+    """A steady cycle, on the device's own clock."""
+
+    context: int  # committed tokens, mean over the timed cycles
+    whole: Part
+    propose: Part
+    verify: Part
+    propose_traffic: Traffic | None
+    verify_traffic: Traffic | None
+
+    @property
+    def rest_ms(self) -> float:
+        """Accept, commit and what lies between the passes."""
+        return self.whole.ms - self.propose.ms - self.verify.ms
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """A prompt until its first token, warm."""
+
+    tokens: int
+    ms: float
+    operations_per_second: float | None
+    share: float | None  # of the matrix product rate measured in the same run
+
+
+@dataclass(frozen=True)
+class Cold:
+    """The first work after loading."""
+
+    load_seconds: float
+    prefill_tokens: int
+    prefill_ms: float
+    cycle_ms: float
+    steady_cycle_ms: float  # timed the same way
+
+    @property
+    def over_steady(self) -> float:
+        """First cycle over steady cycle."""
+        return self.cycle_ms / self.steady_cycle_ms
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Device memory. ``allocations_after_load`` must be 0."""
+
+    budget: Mapping[str, int]  # by purpose
+    allocated: int
+    device_used: int  # free memory before load minus after
+    device_total: int
+    allocations_after_load: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """One kind of step in a cycle, all layers together."""
+
+    name: str
+    count: int
+    ms: float
+    bytes: int  # of weights
+
+
+@dataclass(frozen=True)
+class Result:
+    """A whole run."""
+
+    pair: str
+    backend: str
+    weights: str
+    kv: str
+    block_size: int
+    context: int
+    forced_accept_length: float | None
+    machine: Mapping[str, Any]
+    read_bandwidth: float | None  # bytes a second
+    matmul_rate: float | None  # operations a second
+    matmul_by: str | None
+    prompts: str  # what was decoded, in words
+    plain: Decode  # Planner.plan, without drafts
+    plain_floor_ms: float | None
+    speculative: Decode  # Planner.plan
+    schema: Formed | None  # Planner.plan; None without a tokenizer
+    raw: Decode  # cycles of the speculative plans again, called directly
+    cycle: Cycle
+    cold: Cold
+    prefill: tuple[Prefill, ...]
+    contexts: tuple[Cycle, ...]
+    memory: Memory | None
+    profile: tuple[Step, ...]
+
+    @property
+    def host_ms(self) -> float:
+        """What a caller's cycle takes beyond the backend's own: loop, queue, text, on the host."""
+        return self.speculative.ms - self.raw.ms
+
+    def to_json(self) -> dict[str, Any]:
+        """Fields, and the ratios that follow from them."""
+        found: dict[str, Any] = encode(self)
+        found["cycle"] |= _ratios(self.cycle)
+        for cycle, entry in zip(self.contexts, found["contexts"], strict=True):
+            entry |= _ratios(cycle)
+        found["cold"]["over_steady"] = self.cold.over_steady
+        found["host_ms"] = self.host_ms
+        found["host_share"] = self.host_ms / self.raw.ms
+        found["speed_up"] = self.speculative.tokens_per_second / self.plain.tokens_per_second
+        return found
+
+
+def _ratios(cycle: Cycle) -> dict[str, float | None]:
+    return {
+        "over_floor": cycle.whole.over_floor,
+        "propose_over_floor": cycle.propose.over_floor,
+        "verify_over_floor": cycle.verify.over_floor,
+        "rest_ms": cycle.rest_ms,
+    }

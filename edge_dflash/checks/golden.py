@@ -1,0 +1,248 @@
+"""Compares the reference with a golden file: arrays that an independent implementation wrote for the same checkpoint.
+
+A golden file is a safetensors file with keys ``p{n}.{key}`` for prompts n = 0, 1, ...; any dimensions, block size and
+number of prompts. What is compared is in :data:`TOLERANCE`'s groups. Keys that the file lacks are listed and skipped.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load_file
+
+from edge_dflash.common.files import open_regular
+from edge_dflash.errors import VerificationError
+from edge_dflash.model import pair_programs
+from edge_dflash.model.config import match_pair, read_drafter_spec, read_target_spec
+from edge_dflash.model.program import PairPrograms
+from edge_dflash.model.specs import PairSpec
+from edge_dflash.weights.checkpoint import PairCheckpoint
+from edge_dflash.weights.tensor import Array, Nvfp4Weight, Weight, WeightStore
+
+TOLERANCE = 1e-3  # absolute, of logits; other arrays: relative to the golden's largest value where that is above 1
+INFORMATIVE = ("prefill_logits_bf16run",)  # another library in BF16: shows the scale of rounding, decides nothing
+NVFP4 = ("nvfp4_w4a16_prefill_logits", "nvfp4_w4a16_greedy_tokens")  # of a checkpoint that stores NVFP4
+PROMPT_KEY = re.compile(r"p\d+\.")
+FIRST_CYCLES = ("cycle_start", "cycle_accepted", "cycle_draft_tokens", "cycle_draft_logits")  # as many as both have
+
+
+@dataclass(frozen=True)
+class KeyResult:
+    """One array of the golden file against ours."""
+
+    key: str
+    difference: float  # largest absolute difference; number of wrong entries for integers; inf: shapes differ
+    tolerance: float | None  # None: informative
+
+    @property
+    def ok(self) -> bool:
+        """True within the tolerance."""
+        return self.tolerance is None or self.difference <= self.tolerance
+
+
+@dataclass(frozen=True)
+class GoldenReport:
+    """What was compared and what was not."""
+
+    results: tuple[KeyResult, ...]
+    missing: tuple[str, ...]  # keys that the format has and the file has not
+    skipped: tuple[str, ...]  # keys of the file for other weights: NVFP4 keys with a wide checkpoint, or the reverse
+    unknown: tuple[str, ...]  # keys of the file that the format has not, or of a prompt that is not given
+
+    @property
+    def ok(self) -> bool:
+        """True when at least one array decides and all that decide are within their tolerance."""
+        return any(r.tolerance is not None for r in self.results) and all(r.ok for r in self.results)
+
+    @property
+    def failures(self) -> tuple[KeyResult, ...]:
+        """Results out of tolerance."""
+        return tuple(r for r in self.results if not r.ok)
+
+    @property
+    def tokens_equal(self) -> bool:
+        """True when every token sequence is the golden's."""
+        return all(r.ok for r in self.results if r.key.endswith("_tokens"))
+
+    @property
+    def logits_difference(self) -> float:
+        """Largest difference of logits that decide; 0 when there are none."""
+        return max((r.difference for r in self.results if _is_logits(r.key) and r.tolerance is not None), default=0.0)
+
+    def to_json(self) -> dict[str, Any]:
+        """One object with stable keys; a difference of null means different shapes."""
+        return {
+            "ok": self.ok,
+            "differences": {r.key: _finite(r.difference) for r in self.results},
+            "logits_difference": _finite(self.logits_difference),
+            "tokens_equal": self.tokens_equal,
+            "failures": [r.key for r in self.failures],
+            "missing": list(self.missing),
+            "skipped": list(self.skipped),
+            "unknown": list(self.unknown),
+        }
+
+    def check(self) -> None:
+        """Raise VerificationError naming the worst array unless all is within tolerance."""
+        if not self.results:
+            raise VerificationError("the golden file holds nothing that can be compared; wanted keys p0.prompt, ...")
+        if self.failures:
+            worst = max(self.failures, key=lambda r: r.difference)
+            raise VerificationError(
+                f"{len(self.failures)} of {len(self.results)} golden arrays differ; worst: {worst.key} by "
+                f"{worst.difference:.3g}, accepted {worst.tolerance:.3g}; give the checkpoint the file was made from"
+            )
+        if not self.ok:
+            raise VerificationError(
+                "the golden file holds no array that decides (logits, states or tokens), only informative ones; "
+                "give one with more of the keys of the format"
+            )
+
+
+def verify_golden(target: Path, drafter: Path, golden_file: Path) -> GoldenReport:
+    """Run the unquantized reference in float32 and compare it with a golden file.
+
+    Raises CheckpointError for the checkpoints and VerificationError when the golden file cannot be read or is of
+    another vocabulary.
+    """
+    spec = match_pair(read_target_spec(target), read_drafter_spec(drafter))
+    programs = pair_programs(spec)
+    store = PairCheckpoint.open(target, drafter, programs.weights)
+    try:
+        with open_regular(golden_file):  # what is no file would be waited for
+            golden = load_file(golden_file)
+    except (OSError, SafetensorError, KeyError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise VerificationError(f"{golden_file}: not a readable safetensors file ({reason}); copy it again") from error
+    return check_golden(spec, store, golden, programs)
+
+
+def check_golden(
+    spec: PairSpec, store: WeightStore, golden: Mapping[str, Array], programs: PairPrograms | None = None
+) -> GoldenReport:
+    """Compare in memory; ``programs`` replaces the pair's own."""
+    from edge_dflash.checks.observe import Observer  # torch, only here
+
+    programs = programs or pair_programs(spec)
+    observer = Observer(spec, _WeightOnly(store), programs)
+    quantized = any(isinstance(store.get(n), Nvfp4Weight) for n, w in programs.weights.items() if w.kind == "linear")
+    collected = _Collected()
+    for name, given in _prompts(golden):
+        if "prompt" not in given:
+            collected.missing.append(f"{name}.prompt")
+            collected.unknown += [f"{name}.{key}" for key in given]
+            continue
+        prompt, block = given["prompt"].reshape(-1).tolist(), _first_block(given)
+        if not prompt or not all(0 <= token < spec.target.vocab_size for token in (*prompt, *(block or ()))):
+            raise VerificationError(
+                f"golden {name}: the prompt is empty or ids are outside the vocabulary of {spec.target.vocab_size}; "
+                f"give the golden file of this checkpoint"
+            )
+        if quantized:  # activations stay wide, whatever the checkpoint calibrated
+            tokens, logits = observer.tokens_and_logits(prompt, len(given.get("nvfp4_w4a16_greedy_tokens", ())))
+            collected.compare(name, given, dict(zip(NVFP4, (logits, tokens), strict=True)))
+        else:
+            ours = observer.prompt(prompt, _new_tokens(given), block)
+            ours["prefill_logits_bf16run"] = ours["prefill_logits"]
+            collected.compare(name, given, ours)
+    stray = [key for key in golden if not PROMPT_KEY.match(key)]
+    return GoldenReport(
+        tuple(collected.results), tuple(collected.missing), tuple(collected.skipped), (*collected.unknown, *stray)
+    )
+
+
+@dataclass(frozen=True)
+class _WeightOnly:
+    """A store without activation scales: NVFP4 is a way to store weights, activations are float32."""
+
+    store: WeightStore
+
+    def get(self, name: str) -> Weight:
+        """Return the weight."""
+        weight = self.store.get(name)
+        return replace(weight, input_scale=None) if isinstance(weight, Nvfp4Weight) else weight
+
+    def kv_scale(self, state: str) -> tuple[float, float]:
+        """Return the FP8 scales of a KV state."""
+        return self.store.kv_scale(state)
+
+
+@dataclass
+class _Collected:
+    """Results while they grow."""
+
+    results: list[KeyResult] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+
+    def compare(self, prompt: str, given: Mapping[str, Array], ours: Mapping[str, Array]) -> None:
+        """Compare the keys that both have; list the others."""
+        for key, found in ours.items():
+            if key in given:
+                self.results.append(_compare(f"{prompt}.{key}", key, given[key], found))
+            else:
+                self.missing.append(f"{prompt}.{key}")
+        for key in given.keys() - ours.keys() - {"prompt"}:
+            of_other_weights = key in NVFP4 or NVFP4[0] in ours
+            (self.skipped if of_other_weights else self.unknown).append(f"{prompt}.{key}")
+
+
+def _compare(name: str, key: str, wanted: Array, found: Array) -> KeyResult:
+    if key in FIRST_CYCLES:
+        cycles = min(len(wanted), len(found))
+        wanted, found = wanted[:cycles], found[:cycles]
+    exact = np.issubdtype(wanted.dtype, np.integer)
+    if wanted.shape != found.shape:
+        return KeyResult(name, math.inf, None if key in INFORMATIVE else 0.0)
+    if exact:
+        return KeyResult(name, float(np.count_nonzero(wanted != found)), 0.0)
+    difference = float(np.abs(wanted.astype(np.float64) - found).max(initial=0.0))
+    if math.isnan(difference):
+        difference = math.inf
+    scale = 1.0 if _is_logits(key) else max(1.0, float(np.abs(wanted).max(initial=0.0)))
+    return KeyResult(name, difference, None if key in INFORMATIVE else TOLERANCE * scale)
+
+
+def _prompts(golden: Mapping[str, Array]) -> Iterator[tuple[str, dict[str, Array]]]:
+    """Prompt names in order, each with its keys."""
+    names = {key.split(".", 1)[0] for key in golden if PROMPT_KEY.match(key)}
+    for name in sorted(names, key=lambda n: int(n[1:])):
+        yield name, {key[len(name) + 1 :]: array for key, array in golden.items() if key.startswith(f"{name}.")}
+
+
+def _new_tokens(given: Mapping[str, Array]) -> int:
+    """How many tokens the golden generated: as many as are needed to compare all of its keys."""
+    for key in ("greedy_tokens", "dflash_tokens", "greedy_top2_margin"):
+        if key in given:
+            return len(given[key])
+    if "teacher_forced_logits" in given:
+        return len(given["teacher_forced_logits"]) - len(given["prompt"])
+    if "cycle_accepted" in given:
+        return 1 + int((given["cycle_accepted"] + 1).sum())
+    return 0
+
+
+def _first_block(given: Mapping[str, Array]) -> list[int] | None:
+    """Tokens of the first verify block, when the golden has them and states after its rows."""
+    tokens, drafts = given.get("greedy_tokens", given.get("dflash_tokens")), given.get("cycle_draft_tokens")
+    if tokens is None or drafts is None or not (len(tokens) and len(drafts)):
+        return None
+    if not any(re.search(r"\.after[1-9]", key) for key in given):
+        return None
+    return [int(tokens[0]), *(int(token) for token in drafts[0])]
+
+
+def _is_logits(key: str) -> bool:
+    return "logits" in key.rsplit(".", 1)[-1]
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,0 +1,286 @@
+"""What a pair costs on a board, before anything is loaded: bytes per cycle, resident memory, the bandwidth floor.
+
+All numbers follow from the pair's Programs and a storage format per weight, by the same arithmetic for every
+architecture. No weights, no torch. A cycle is one propose pass and one verify pass, each reading every weight once;
+the replay of the previous cycle's rows happens in the verify pass, so recurrent state is read and written once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from math import prod
+from typing import Any
+
+from edge_dflash.board.archs import MOST_ROWS, Arch, arch_of_sm
+from edge_dflash.board.profiles import SYSTEM_BYTES, BoardProfile
+from edge_dflash.bundle.manifest import Manifest
+from edge_dflash.checks import footprint
+from edge_dflash.checks.footprint import CycleBytes, KvFormat, MemoryBytes, WeightFormat
+from edge_dflash.errors import RequestError
+from edge_dflash.model import pair_programs
+from edge_dflash.model.program import PairPrograms, WeightSpec
+from edge_dflash.model.specs import DrafterLayerMask, PairSpec
+from edge_dflash.weights.recipe import Recipe
+
+DEFAULT_CONTEXT = 4096  # committed tokens at which a cycle is costed, unless the maximum is smaller
+
+FormatOf = Callable[[str, WeightSpec], WeightFormat]
+
+
+@dataclass(frozen=True)
+class WeightGroup:
+    """Weights of one model, module and storage format."""
+
+    model: str  # "target" or "drafter"
+    module: str  # as in recipes: attention, mlp, ...
+    format: WeightFormat
+    parameters: int
+    bytes: int  # of one read; "tied" stores nothing of its own
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """The arithmetic of one pair on one board. Bytes are integers, times are milliseconds."""
+
+    architecture: str
+    board: BoardProfile
+    block_size: int
+    context: int  # committed tokens at which the cycle is costed
+    max_context: int  # rows of every KV state
+    prefill_chunk: int
+    row_parameters: int  # weights that a row of a prefill is multiplied with
+    kv_format: KvFormat
+    drafter_masks: tuple[DrafterLayerMask, ...]  # of each layer of the drafter
+    weights: tuple[WeightGroup, ...]
+    kv_bytes_per_token: int  # target
+    drafter_kv_bytes_per_token: int
+    tape_bytes_per_row: int
+    state_bytes: int  # one slot: S in FP32 and conv history in BF16
+    cycle: CycleBytes
+    memory: MemoryBytes
+
+    @property
+    def verify_bytes(self) -> int:
+        """Bytes of weights that a verify pass reads of the target."""
+        return self.cycle.target_weights
+
+    @property
+    def draft_bytes(self) -> int:
+        """Bytes of weights that drafting reads: the drafter once and the lm_head again."""
+        return self.cycle.drafter_weights + self.cycle.drafter_lm_head
+
+    @property
+    def cycle_bytes(self) -> int:
+        """All bytes of a cycle."""
+        return sum(asdict(self.cycle).values())
+
+    @property
+    def total_bytes(self) -> int:
+        """All resident bytes."""
+        return sum(asdict(self.memory).values())
+
+    @property
+    def free_bytes(self) -> int:
+        """Board memory that is left beside the system; negative when the pair does not fit."""
+        return self.board.memory_bytes - SYSTEM_BYTES - self.total_bytes
+
+    @property
+    def stored_bytes(self) -> int:
+        """Weights of both models, embedding included."""
+        return self.memory.target_weights + self.memory.drafter_weights + self.memory.embedding
+
+    @property
+    def longest_context(self) -> int:
+        """Most tokens of context that fit on the board; 0 when not even a block and a token do."""
+        held = self.memory.target_kv + self.memory.drafter_kv
+        tokens = (self.free_bytes + held) * self.max_context // held
+        return tokens if tokens > self.block_size else 0
+
+    @property
+    def floor_ms(self) -> float:
+        """Least time of a cycle: all its bytes over the board's bandwidth."""
+        return self.board.milliseconds(self.cycle_bytes)
+
+    @property
+    def prefill_chunk_ms(self) -> float | None:
+        """Estimate of one prefill pass by the rate of the board's architecture; None where that is not known."""
+        arch = arch_of_sm(self.board.sm)
+        return None if arch is None else 1e3 * arch.prefill_seconds(self.row_parameters, self.prefill_chunk)
+
+    @property
+    def plain_floor_ms(self) -> float:
+        """Least time of a token without a drafter: a verify pass and the state it needs, one row."""
+        c = self.cycle
+        return self.board.milliseconds(c.target_weights + c.delta_state + c.target_kv)
+
+    @property
+    def break_even_accept_length(self) -> float:
+        """Accept length above which a cycle beats plain decoding, both at their floors."""
+        return self.floor_ms / self.plain_floor_ms
+
+    def to_json(self) -> dict[str, Any]:
+        """One flat object with stable keys; ``cycle``, ``memory``, ``weights`` and ``board`` are the breakdowns."""
+        return {
+            "verify_bytes": self.verify_bytes,
+            "draft_bytes": self.draft_bytes,
+            "drafter_bytes": self.cycle.drafter_weights,
+            "lm_head_bytes": self.cycle.drafter_lm_head,
+            "kv_bytes_per_token": self.kv_bytes_per_token,
+            "drafter_kv_bytes_per_token": self.drafter_kv_bytes_per_token,
+            "tape_bytes_per_row": self.tape_bytes_per_row,
+            "state_bytes": self.state_bytes,
+            "cycle_weight_bytes": self.verify_bytes + self.draft_bytes,
+            "cycle_bytes": self.cycle_bytes,
+            "total_bytes": self.total_bytes,
+            "system_bytes": SYSTEM_BYTES,
+            "free_bytes": self.free_bytes,
+            "fits": self.free_bytes >= 0,
+            "longest_context": self.longest_context,
+            "verify_floor_ms": self.board.milliseconds(self.verify_bytes),
+            "draft_floor_ms": self.board.milliseconds(self.draft_bytes),
+            "plain_floor_ms": self.plain_floor_ms,
+            "floor_ms": self.floor_ms,
+            "break_even_accept_length": self.break_even_accept_length,
+            "architecture": self.architecture,
+            "block_size": self.block_size,
+            "context": self.context,
+            "max_context": self.max_context,
+            "prefill_chunk": self.prefill_chunk,
+            "prefill_chunk_ms": self.prefill_chunk_ms,
+            "kv_format": self.kv_format,
+            "drafter_masks": [asdict(mask) for mask in self.drafter_masks],
+            "cycle": asdict(self.cycle),
+            "memory": asdict(self.memory),
+            "weights": [asdict(group) for group in self.weights],
+            "board": {
+                "name": self.board.name,
+                "sm": self.board.sm,
+                "memory_bytes": self.board.memory_bytes,
+                "memory_bandwidth_bytes_per_s": self.board.memory_bandwidth_bytes_per_s,
+            },
+        }
+
+
+def inspect_pair(
+    spec: PairSpec,
+    formats: Mapping[str, WeightFormat] | FormatOf,
+    *,
+    board: BoardProfile,
+    max_context: int,
+    context: int | None = None,
+    prefill_chunk: int | None = None,
+    kv_format: KvFormat = "fp8",
+) -> Inspection:
+    """Cost a pair. ``formats``: storage of each weight by canonical name (a bundle's manifest), or a rule for it.
+
+    ``context``: committed tokens at which a cycle is costed; None takes DEFAULT_CONTEXT or what ``max_context`` allows.
+    ``prefill_chunk``: None takes the default of the board's architecture. Raises RequestError when ``max_context`` or
+    ``context`` leaves no room for a block.
+    """
+    block = spec.drafter.block_size
+    programs = pair_programs(spec)
+    if prefill_chunk is None:
+        prefill_chunk = default_chunk(arch_of_sm(board.sm), programs, max_context)
+    if max_context <= block or prefill_chunk < 1:
+        raise RequestError(
+            f"maximum context {max_context} and prefill chunk {prefill_chunk} are given; wanted more than the block "
+            f"size {block} and at least 1; raise them"
+        )
+    if context is None:
+        context = min(DEFAULT_CONTEXT, max_context - block)
+    if not 0 <= context <= max_context - block:
+        raise RequestError(
+            f"context {context} is outside 0..{max_context - block} (maximum - block); "
+            "give a smaller --context, or a larger maximum"
+        )
+    form = _formats(programs, formats)
+    read = {name: footprint.weight_bytes(weight, form[name]) for name, weight in programs.weights.items()}
+    stored = {name: size for name, size in read.items() if form[name] != "tied"}
+    target = [state for name, state in programs.states.items() if name.startswith("target.")]
+    drafter = [state for name, state in programs.states.items() if name.startswith("drafter.")]
+    return Inspection(
+        architecture=spec.target.architecture,
+        board=board,
+        block_size=block,
+        context=context,
+        max_context=max_context,
+        prefill_chunk=prefill_chunk,
+        row_parameters=footprint.row_parameters(programs.prefill),
+        kv_format=kv_format,
+        drafter_masks=spec.drafter.layers,
+        weights=_groups(programs, form, read),
+        kv_bytes_per_token=footprint.kv_bytes_per_token(target, kv_format),
+        drafter_kv_bytes_per_token=footprint.kv_bytes_per_token(drafter, kv_format),
+        tape_bytes_per_row=footprint.tape_bytes_per_row(target),
+        state_bytes=footprint.delta_bytes(target),
+        cycle=footprint.cycle_bytes(programs, read, block, context, kv_format),
+        memory=footprint.memory_bytes(programs, stored, block, max_context, prefill_chunk, kv_format),
+    )
+
+
+def default_chunk(arch: Arch | None, programs: PairPrograms, max_context: int) -> int:
+    """Rows of a prefill pass when nobody says how many: no more than ``arch`` needs about a tenth of a second for."""
+    rows = MOST_ROWS if arch is None else arch.prefill_rows(footprint.row_parameters(programs.prefill))
+    return min(rows, max_context)
+
+
+def inspect_recipe(
+    spec: PairSpec,
+    recipe: Recipe,
+    *,
+    board: BoardProfile,
+    max_context: int | None = None,
+    context: int | None = None,
+    prefill_chunk: int | None = None,
+) -> Inspection:
+    """Cost a pair that is to be built with ``recipe`` from wide checkpoints; sizes default to the recipe's.
+
+    Raises RecipeError when the recipe does not fit the pair, RequestError as :func:`inspect_pair`.
+    """
+    spec = recipe.masked(spec)
+    formats: dict[str, WeightFormat] = {**recipe.formats(pair_programs(spec).weights)}
+    if spec.target.tied and formats["target.lm_head"] == "bf16":
+        formats["target.lm_head"] = "tied"
+    return inspect_pair(
+        spec,
+        formats,
+        board=board,
+        max_context=recipe.context.max_context if max_context is None else max_context,
+        context=context,
+        prefill_chunk=recipe.context.prefill_chunk if prefill_chunk is None else prefill_chunk,
+        kv_format="fp8" if recipe.kv == "fp8" else "bfloat16",
+    )
+
+
+def inspect_manifest(manifest: Manifest, *, board: BoardProfile, context: int | None = None) -> Inspection:
+    """Cost a built bundle. Raises RequestError when ``context`` leaves no room for a block."""
+    return inspect_pair(
+        manifest.pair,
+        manifest.weights,
+        board=board,
+        max_context=manifest.max_context,
+        context=context,
+        prefill_chunk=manifest.prefill_chunk,
+        kv_format=manifest.precision.kv,
+    )
+
+
+def _formats(programs: PairPrograms, formats: Mapping[str, WeightFormat] | FormatOf) -> dict[str, WeightFormat]:
+    if isinstance(formats, Mapping):
+        if missing := sorted(programs.weights.keys() - formats.keys()):
+            raise RequestError(f"no format is given for {missing[0]} ({len(missing)} missing); name every weight")
+        return {name: formats[name] for name in programs.weights}
+    return {name: formats(name, weight) for name, weight in programs.weights.items()}
+
+
+def _groups(
+    programs: PairPrograms, form: Mapping[str, WeightFormat], read: Mapping[str, int]
+) -> tuple[WeightGroup, ...]:
+    """Weights by model, module and format, in order of first use."""
+    groups: dict[tuple[str, str, WeightFormat], list[int]] = {}
+    for name, weight in programs.weights.items():
+        group = groups.setdefault((name.split(".")[0], weight.module, form[name]), [0, 0])
+        group[0] += prod(weight.shape)
+        group[1] += read[name]
+    return tuple(WeightGroup(*key, parameters=values, bytes=size) for key, (values, size) in groups.items())

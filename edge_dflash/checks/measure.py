@@ -1,0 +1,221 @@
+"""Times a loaded pair: plans as a caller gets them, cycles called directly, prompts, memory.
+
+Every figure is measured, none computed from another. Works on any Backend; one on a GPU gives more.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from statistics import mean, median
+from typing import TYPE_CHECKING, Protocol, cast
+
+from edge_dflash.board.energy import EnergyMeter
+from edge_dflash.checks.bench_result import Cycle, Decode, Memory, Part, Prefill
+from edge_dflash.checks.machine import ClockSample
+from edge_dflash.checks.traffic import Costs
+from edge_dflash.decode import backend as base
+from edge_dflash.decode.backend import Backend
+from edge_dflash.errors import BackendError, RequestError
+from edge_dflash.planner import Planner
+from edge_dflash.result import Plan
+
+if TYPE_CHECKING:  # importing them needs CUDA's bindings
+    from edge_dflash.backends.cuda.driver import Gpu
+    from edge_dflash.backends.cuda.profile import StepTime
+
+CYCLES, BATCHES, WARM = 20, 5, 2  # timed cycles behind a prefill, how often, and cycles before
+MOST_BATCHES = 40  # while nvidia-smi is waited for
+LONG_PROMPT = 2048  # tokens from which one batch, or one run, is enough: their prefill takes most of the time
+ROUNDS = 3  # plans and raw cycles take turns so often on a GPU; the middle round counts
+_LONGEST_PERIOD = 100  # cycles of an accept pattern
+
+
+class DeviceBackend(Backend, Protocol):
+    """A backend on a GPU."""
+
+    @property
+    def gpu(self) -> Gpu:
+        """The device."""
+        ...
+
+    @property
+    def budget(self) -> Mapping[str, int]:
+        """Bytes by purpose."""
+        ...
+
+    def force(self, accept: Sequence[int] | None) -> None:
+        """Accept so many drafts in the cycles to come, over and over, whatever the target chose; None: no more."""
+        ...
+
+    def profile(self, anchor: int = 0) -> Sequence[StepTime]:
+        """Time of each step of one cycle, on the device's clock."""
+        ...
+
+
+def on_device(backend: Backend) -> DeviceBackend | None:
+    """The backend, if it is one on a GPU."""
+    return cast("DeviceBackend", backend) if hasattr(backend, "gpu") else None
+
+
+def accept_pattern(accept_length: float, block: int) -> tuple[int, ...]:
+    """Accepted drafts of each cycle, so that the mean of committed tokens (drafts + 1) is ``accept_length``.
+
+    Only the two nearest lengths occur, evenly mixed; the mean is exact to 0.005. Raises RequestError outside 1..block.
+    """
+    if not 1 <= accept_length <= block:
+        raise RequestError(f"accept length {accept_length:g} is outside 1..{block}, the block size; give one inside")
+    periods = range(1, _LONGEST_PERIOD + 1)
+    period = next(n for n in periods if abs(round(n * accept_length) / n - accept_length) <= 0.005)
+    ends = [round(i * round(period * accept_length) / period) for i in range(period + 1)]
+    return tuple(b - a - 1 for a, b in pairwise(ends))
+
+
+@dataclass(frozen=True)
+class TimedCycle:
+    """One cycle called directly: from the call to its commit, on the host's clock."""
+
+    context: int  # committed tokens before it
+    seconds: float
+    found: base.Cycle
+
+
+@dataclass(frozen=True)
+class TimedRun:
+    """A prompt and the cycles behind it, called directly."""
+
+    prefill_seconds: float  # until the first token is known on the host
+    cycles: list[TimedCycle]
+
+
+@dataclass(frozen=True)
+class Decodings:
+    """Speculative decoding of the same prompts in the same minutes, each way the middle one of its rounds."""
+
+    planned: Decode  # Planner.plan
+    formed: Decode | None  # Planner.plan under a schema
+    raw: Decode  # backend.cycle and commit
+    cycles: list[TimedCycle]  # all raw ones
+
+
+@dataclass
+class Meter:
+    """Measures one pair behind its planner. ``bandwidth`` and ``costs`` are None where floors are not known."""
+
+    planner: Planner
+    costs: Costs | None
+    bandwidth: float | None
+
+    def decode(
+        self, prompts: Sequence[Sequence[int]], tokens: int, *, speculative: bool = True, schema: object = None
+    ) -> tuple[Decode, list[Plan]]:
+        """Plans of up to ``tokens``, and their time from the first token until the caller has the plan."""
+        seconds, plans, power = 0.0, list[Plan](), EnergyMeter()
+        power.begin()
+        start = time.perf_counter()
+        for prompt in prompts:
+            began = time.perf_counter()
+            plan = self.planner.plan(prompt, max_new_tokens=tokens, speculative=speculative, schema=schema)
+            seconds += time.perf_counter() - began - plan.timings.first_token_seconds
+            plans.append(plan)
+        end = time.perf_counter()
+        power.end()
+        found, joules = decoded(seconds, [n for plan in plans for n in plan.accept_lengths]), power.joules(start, end)
+        return found if joules is None else replace(found, joules=joules / len(plans)), plans
+
+    def cycles(self, prompt: Sequence[int], count: int) -> TimedRun:
+        """``count`` cycles behind ``prompt``, without the planner and the loop."""
+        backend, found = self.planner.backend, list[TimedCycle]()
+        backend.reset()
+        began = time.perf_counter()
+        anchor = backend.prefill(prompt).argmax()[0]
+        prefill = time.perf_counter() - began
+        for _ in range(count):
+            at, began = backend.length, time.perf_counter()
+            cycle = backend.cycle(anchor)
+            backend.commit(len(cycle.tokens))
+            found.append(TimedCycle(at, time.perf_counter() - began, cycle))
+            anchor = cycle.tokens[-1]
+        return TimedRun(prefill, found)
+
+    def decodings(self, prompts: Sequence[Sequence[int]], tokens: int, rounds: int, schema: object = None) -> Decodings:
+        """Plans free and under ``schema``, and as many raw cycles as the free ones took, in turns."""
+        planned, formed, raw, cycles = list[Decode](), list[Decode](), list[Decode](), list[TimedCycle]()
+        for _ in range(rounds):
+            decode, plans = self.decode(prompts, tokens)
+            planned.append(decode)
+            runs = [self.cycles(prompt, len(p.accept_lengths)) for prompt, p in zip(prompts, plans, strict=True)]
+            timed = [cycle for run in runs for cycle in run.cycles]
+            kept = [n for plan in plans for n in plan.accept_lengths]  # a plan's last cycle may be cut
+            raw.append(decoded(sum(cycle.seconds for cycle in timed), kept))
+            cycles += timed
+            if schema is not None:
+                formed.append(self.decode(prompts, tokens, schema=schema)[0])
+        return Decodings(_middle(planned), _middle(formed) if formed else None, _middle(raw), cycles)
+
+    def host_cycle(self, timed: Sequence[TimedCycle]) -> Cycle:
+        """The mean cycle by the host's clock: all that is known of a backend without a device."""
+        return Cycle(
+            round(mean(c.context for c in timed)),
+            Part.of(mean(c.seconds for c in timed), None, None),
+            Part.of(mean(c.found.propose_seconds for c in timed), None, None),
+            Part.of(mean(c.found.verify_seconds for c in timed), None, None),
+            None,
+            None,
+        )
+
+    def device_cycle(self, prompt: Sequence[int], sample: ClockSample | None = None) -> Cycle:
+        """A steady cycle behind ``prompt``: from call to committed tokens, its passes by the device's clock.
+
+        Medians over batches of cycles, each behind a prefill of its own; batches go on until ``sample`` has its answer.
+        """
+        timed, batch = list[TimedCycle](), 0
+        wanted = BATCHES if len(prompt) < LONG_PROMPT else 1
+        while batch < wanted or (sample is not None and sample.pending and batch < MOST_BATCHES):
+            batch += 1
+            timed += self.cycles(prompt, WARM + CYCLES).cycles[WARM:]
+        context, pending = round(mean(c.context for c in timed)), round(mean(len(c.found.tokens) for c in timed))
+        draft = self.costs.propose(context) if self.costs else None
+        check = self.costs.verify(context, pending) if self.costs else None
+        both = draft.total + check.total if draft and check else None
+        return Cycle(
+            context,
+            Part.of(median(c.seconds for c in timed), both, self.bandwidth),
+            Part.of(median(c.found.propose_seconds for c in timed), draft.total if draft else None, self.bandwidth),
+            Part.of(median(c.found.verify_seconds for c in timed), check.total if check else None, self.bandwidth),
+            draft,
+            check,
+        )
+
+    def prefill(self, prompt: Sequence[int], matmul_rate: float | None) -> Prefill:
+        """A prompt until its first token is known on the host: the best of three behind a first one, of one if long."""
+        seconds = list[float]()
+        while len(seconds) < (2 if seconds and seconds[0] > 1 else 4):
+            seconds.append(self.cycles(prompt, 0).prefill_seconds)
+        best = min(seconds[1:])
+        rate = self.costs.prefill_operations(len(prompt)) / best if self.costs else None
+        return Prefill(len(prompt), best * 1e3, rate, rate / matmul_rate if rate and matmul_rate else None)
+
+
+def decoded(seconds: float, accept_lengths: Sequence[int]) -> Decode:
+    """Cycles that took ``seconds`` together. Raises BackendError when there are none."""
+    if not accept_lengths:
+        raise BackendError("no prompt led to a second token, so nothing was timed; give more tokens with --tokens")
+    committed, cycles = sum(accept_lengths), len(accept_lengths)
+    return Decode(committed / seconds, committed / cycles, cycles, seconds / cycles * 1e3)
+
+
+def memory(device: DeviceBackend, free_before: int, allocations: int) -> Memory:
+    """Memory of a loaded backend; ``allocations`` is their count when loading had ended."""
+    device.gpu.enter()
+    free, total = device.gpu.free_bytes()
+    return Memory(
+        dict(device.budget), device.gpu.allocated_bytes, free_before - free, total, device.gpu.allocations - allocations
+    )
+
+
+def _middle(rounds: Sequence[Decode]) -> Decode:
+    """The round whose cycle took the middle time."""
+    return sorted(rounds, key=lambda decode: decode.ms)[len(rounds) // 2]

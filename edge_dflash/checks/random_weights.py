@@ -1,0 +1,174 @@
+"""Random weights of a pair, made on the device in streaming form: seconds for a model of any size, and no torch.
+
+Scales keep activations of about RMS 1 from layer to layer, so that benchmarks run on plausible numbers: a linear gives
+its input's RMS, a residual branch a quarter of it, norms are neutral.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from edge_dflash.backends.cuda.driver import DevicePointer, Gpu, Kernel
+from edge_dflash.backends.cuda.linear import LinearWeights
+from edge_dflash.bundle.manifest import WeightFormat
+from edge_dflash.errors import BackendError
+from edge_dflash.model import pair_programs
+from edge_dflash.model.ops import Attend, KvAppend, RmsNorm
+from edge_dflash.model.specs import PairSpec
+from edge_dflash.weights.layout import UNIT_ROWS, WINDOW, Format, Layout, repack
+from edge_dflash.weights.recipe import Recipe, default_recipe
+from edge_dflash.weights.stacks import Stack
+from edge_dflash.weights.tensor import WideWeight
+
+Kind = Literal["nvfp4", "fp8", "bf16"]
+
+KV_SCALE = 0.03  # keys and values of about RMS 1 reach 448 x 0.03 = 13
+_BITS: dict[Format, int] = {"nvfp4": 4, "fp8": 8, "bf16": 16}
+_FP8_EXPONENT = 6  # fields 6..9: 2^-1 to 2^2
+# RMS of bench_weights' values. NVFP4: E2M1 codes and block scales, both uniform; FP8, BF16: four exponents from 2^0.
+_NVFP4_RMS = math.sqrt(8.5625) * math.sqrt(0.625 * 2.1484375)
+_FP8_RMS = math.sqrt(21.25 * 2.1484375)
+_BF16_RMS = math.sqrt(21.25 * 7 / 3)
+_NVFP4_SCALE = 2.0**19  # of a row's sum, see weight_layout.py
+_BRANCHES = ("o_proj", "out_proj", "down_proj")  # their outputs are added to the residual stream
+
+
+def kind_recipe(kind: Kind) -> Recipe:
+    """The default recipe with every linear in ``kind``; the drafter's fc is FP8 when the others are NVFP4."""
+    default = default_recipe()
+    if kind == "nvfp4":
+        return default
+    return Recipe(
+        f"all {kind}", target=dict.fromkeys(default.target, kind), drafter=dict.fromkeys(default.drafter, kind)
+    )
+
+
+def random_words(first: int, count: int, seed: int, format: Format, exponent: int) -> npt.NDArray[np.uint32]:
+    """Words ``first`` .. ``first + count - 1`` that bench_weights (kernels/bench.cu) writes."""
+    index = np.arange(first, first + count, dtype=np.uint64)
+    z = (index + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    word = (z >> np.uint64(32)).astype(np.uint32)
+    if format == "nvfp4":
+        scales = (word & np.uint32(0x0F0F0F0F)) + np.uint32(0x48484848)
+        return np.where(index % np.uint64(288) >= 256, scales, word).astype(np.uint32)
+    each = 0x01010101 if format == "fp8" else 0x00010001
+    keep, place = (0x87878787, 3) if format == "fp8" else (0x807F807F, 7)
+    field = ((word >> np.uint32(place)) & np.uint32(3 * each)) + np.uint32(exponent * each)
+    return np.asarray((word & np.uint32(keep)) | (field << np.uint32(place)), np.uint32)
+
+
+@dataclass(frozen=True)
+class Making:
+    """How the words of a matrix are made: exponent field of bench_weights, and the factor of each row's sum."""
+
+    exponent: int
+    row_scale: float
+
+    @classmethod
+    def of(cls, format: Format, rms: float) -> Making:
+        """Values of about ``rms``: exact for NVFP4 and FP8, within a factor of 1.5 for BF16, which has no scale."""
+        match format:
+            case "nvfp4":
+                return cls(0, rms / _NVFP4_RMS * _NVFP4_SCALE)
+            case "fp8":
+                return cls(_FP8_EXPONENT, rms / (_FP8_RMS * 2.0 ** (_FP8_EXPONENT - 7)))
+            case "bf16":
+                return cls(127 + round(math.log2(rms / _BF16_RMS)), 1.0)
+
+
+def stack_rms(stack: Stack) -> float:
+    """RMS of a stack's weights: the output of a linear has its input's RMS, a residual branch a quarter of it."""
+    gain = 0.25 if stack.names[0].rsplit(".", 1)[-1] in _BRANCHES else 1.0
+    return gain / math.sqrt(stack.layout.k)
+
+
+class RandomWeights:
+    """:class:`~edge_dflash.backends.cuda.weights.NativeWeights` of a pair, the same bytes every time.
+
+    ``cubin`` gives the cubin of a compilation unit for the device.
+    """
+
+    def __init__(self, pair: PairSpec, kind: Kind, cubin: Callable[[str], bytes]) -> None:
+        programs = pair_programs(pair)
+        self._weights, self._cubin = programs.weights, cubin
+        self._formats: dict[str, WeightFormat] = {**kind_recipe(kind).formats(programs.weights)}
+        self._plus_one: set[str] = set()
+        for op in (*programs.verify.ops, *programs.propose.ops):
+            if isinstance(op, RmsNorm | Attend | KvAppend) and op.plus_one:
+                self._plus_one |= set(op.weights)
+        self._loaded: tuple[Gpu, Kernel] | None = None
+
+    @property
+    def formats(self) -> Mapping[str, WeightFormat]:
+        """Format of every weight."""
+        return self._formats
+
+    def stack(self, gpu: Gpu, stack: Stack) -> LinearWeights:
+        """Allocate and fill a stack."""
+        layout = stack.layout
+        if not _full(layout):
+            return _small_stack(gpu, stack)
+        making = Making.of(layout.format, stack_rms(stack))
+        data = self._random(gpu, layout.nbytes, stack.key, layout.format, making.exponent)
+        scale = gpu.upload(np.full(layout.units * UNIT_ROWS, making.row_scale, np.float32))
+        return LinearWeights(layout, data, scale)
+
+    def embedding(self, gpu: Gpu, name: str) -> DevicePointer:
+        """Allocate and fill a BF16 matrix of RMS 1."""
+        return self._random(
+            gpu, 2 * math.prod(self._weights[name].shape), name, "bf16", Making.of("bf16", 1.0).exponent
+        )
+
+    def vector(self, name: str) -> npt.NDArray[np.float32]:
+        """Neutral norms; a plausible convolution, and decays between about 0.5 and 1 a token."""
+        shape = self._weights[name].shape
+        rng = np.random.default_rng(zlib.crc32(name.encode()))
+        if name.endswith("conv1d"):
+            return (rng.standard_normal(shape) / math.sqrt(shape[-1])).astype(np.float32)
+        if name.endswith("A_log"):
+            return np.log(rng.uniform(1, 16, shape)).astype(np.float32)
+        if name.endswith("dt_bias"):
+            return rng.uniform(-6, -2, shape).astype(np.float32)
+        return np.full(shape, 0.0 if name in self._plus_one else 1.0, np.float32)
+
+    def kv_scale(self, state: str) -> tuple[float, float]:
+        """Scales that hold keys and values of RMS 1."""
+        return KV_SCALE, KV_SCALE
+
+    def _random(self, gpu: Gpu, nbytes: int, name: str, format: Format, exponent: int) -> DevicePointer:
+        if nbytes % 4:
+            raise BackendError(f"{name} has {nbytes} bytes; random weights are made in words of 4")
+        if self._loaded is None or self._loaded[0] is not gpu:
+            self._loaded = gpu, gpu.load(self._cubin("bench")).kernel("bench_weights")
+        pointer = gpu.allocate(nbytes)
+        words, seed = ctypes.c_longlong(nbytes // 4), ctypes.c_uint32(zlib.crc32(name.encode()))
+        kernel = self._loaded[1]
+        gpu.launch(kernel, (8 * gpu.sm_count, 1, 1), 256, (pointer, words, seed, _BITS[format], exponent))
+        return pointer
+
+
+def _full(layout: Layout) -> bool:
+    """Whether every row and column of every piece is a weight, so that no padding has to be zero."""
+    rows = UNIT_ROWS // 2 if layout.swiglu else UNIT_ROWS
+    return not any(n % rows for n in layout.columns) and layout.k % WINDOW[layout.format] == 0
+
+
+def _small_stack(gpu: Gpu, stack: Stack) -> LinearWeights:
+    """A padded stack (the gates of gated delta layers), made on the host."""
+    layout = stack.layout
+    if layout.format != "bf16" or layout.nbytes > 64 << 20:
+        raise BackendError(f"{stack.key} is {layout}; random weights of this size need whole units and windows")
+    rng = np.random.default_rng(zlib.crc32(stack.key.encode()))
+    values = [rng.standard_normal((n, layout.k), np.float32) * np.float32(stack_rms(stack)) for n in layout.columns]
+    repacked = repack([WideWeight((v.view(np.uint32) >> 16).astype(np.uint16)) for v in values], swiglu=layout.swiglu)
+    return LinearWeights(layout, gpu.upload(repacked.data), gpu.upload(repacked.scale))

@@ -1,0 +1,188 @@
+"""What can be benchmarked: a published pair with random weights, or a bundle. Probes the device, loads, hands over."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from edge_dflash.bundle.manifest import WeightFormat
+from edge_dflash.bundle.reader import read_manifest
+from edge_dflash.checks.bench import Device, Say, Subject, Work, run, tiled
+from edge_dflash.checks.bench_result import Result
+from edge_dflash.checks.form import SCENE_STEPS, STEPS, WORDS, Form
+from edge_dflash.checks.measure import accept_pattern
+from edge_dflash.checks.pairs import synthetic_pair
+from edge_dflash.checks.traffic import Costs
+from edge_dflash.checks.vocabulary import synthetic_tokenizer
+from edge_dflash.decode.backend import Precision
+from edge_dflash.errors import BackendError, BuildError, RequestError
+from edge_dflash.model import pair_programs
+from edge_dflash.model.specs import PairSpec
+from edge_dflash.planner import Planner, Task
+
+if TYPE_CHECKING:
+    from edge_dflash.checks.random_weights import Kind
+
+CUBINS = Path.home() / ".cache" / "edge-dflash" / "cubins"
+_PROMPTS = 4  # that a bundle is timed with
+_ACCEPT_LENGTH = 5.0  # of synthetic pairs, whose drafts are never right
+
+
+def probe_device(cubin_folder: Path, say: Say) -> tuple[Device, Callable[[str], bytes]]:
+    """Read bandwidth and matrix rate of the GPU, and where its cubins come from. Raises BackendError without a GPU."""
+    from edge_dflash.backends.cuda.arch import device_sm
+    from edge_dflash.checks.cubins import Cubins, device_arch
+
+    cubin = Cubins(cubin_folder, device_arch(device_sm()))
+    from edge_dflash.backends.cuda.driver import Gpu
+    from edge_dflash.checks.probe import matmul_rate, read_bandwidth
+
+    say("measuring the device")
+    matmul = matmul_rate()
+    gpu = Gpu()
+    try:
+        bandwidth = read_bandwidth(gpu, cubin)
+        description = {"device": gpu.name, "sm": gpu.sm, "multiprocessors": gpu.sm_count}
+    finally:
+        gpu.close()
+    gpu = Gpu()
+    try:
+        free, _ = gpu.free_bytes()
+    finally:
+        gpu.close()
+    return Device(description, free, bandwidth, matmul), cubin
+
+
+def bench_synthetic(name: str, kind: Kind, work: Work, cubin_folder: Path = CUBINS, say: Say = print) -> Result:
+    """Benchmark a published pair with random weights. ``accept_length`` None takes 5.
+
+    Raises RequestError for an unknown name or a bad accept length, BackendError without an NVIDIA GPU.
+    """
+    pair = synthetic_pair(name)
+    accept_length = _ACCEPT_LENGTH if work.accept_length is None else work.accept_length
+    accept_pattern(accept_length, pair.drafter.block_size)
+    work = replace(work, accept_length=accept_length)
+    try:
+        device, cubin = probe_device(cubin_folder, say)
+    except BackendError as error:
+        raise BackendError(f"edge-dflash bench --synthetic needs an NVIDIA GPU: {error}") from None
+    with synthetic_subject(name, kind, work, cubin, say) as subject:
+        return run(subject, device, work, say)
+
+
+@contextmanager
+def synthetic_subject(
+    name: str, kind: Kind, work: Work, cubin: Callable[[str], bytes], say: Say = print
+) -> Iterator[Subject]:
+    """A published pair with random weights on the GPU, room for ``work``, and a tokenizer of its vocabulary's size."""
+    from edge_dflash.backends.cuda.backend import NativeBackend
+    from edge_dflash.checks.random_weights import RandomWeights
+
+    pair = synthetic_pair(name)
+    tokenizer = synthetic_tokenizer(pair.target.vocab_size, WORDS)
+    say(f"loading {name} with random {kind} weights")
+    began = time.perf_counter()
+    weights = RandomWeights(pair, kind, cubin)
+    precision = Precision()
+    backend = NativeBackend(pair, weights, precision, cubin=cubin, max_context=work.rows(pair.drafter.block_size))
+    loaded = time.perf_counter() - began
+    filler = _random_ids(pair)
+    with Planner(backend, tokenizer, (pair.target.vocab_size - 1,), fallback=False) as planner:
+        yield Subject(
+            title=f"{name}, random weights",
+            kind="native",
+            weights=kind,
+            kv=precision.kv,
+            planner=planner,
+            costs=_costs(pair, weights.formats, precision),
+            source=f"{work.context} random ids",
+            prompts=(tiled(filler, work.context),),
+            form=SCENE_STEPS,
+            filler=filler,
+            load_seconds=loaded,
+        )
+
+
+def _costs(pair: PairSpec, formats: Mapping[str, WeightFormat], precision: Precision) -> Costs:
+    return Costs(pair_programs(pair), formats, precision.kv, pair.drafter.block_size)
+
+
+def _random_ids(pair: PairSpec) -> list[int]:
+    found: list[int] = np.random.default_rng(0).integers(0, pair.target.vocab_size, 1 << 16).tolist()
+    return found
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """What a bundle is asked."""
+
+    source: str  # in words
+    tasks: Sequence[Task]
+    form: Form = STEPS
+
+
+def bench_bundle(
+    path: Path,
+    prompts: Callable[[Planner], Prompts],
+    work: Work,
+    cubin_folder: Path = CUBINS,
+    say: Say = print,
+) -> Result:
+    """Benchmark a bundle on its own backend with the first of ``prompts``.
+
+    Without NVRTC the device's read bandwidth, and with it every floor, is left out. Raises BundleError and BackendError
+    as :meth:`Planner.open` does, RequestError for a forced accept length on the reference backend.
+    """
+    manifest = read_manifest(path)
+    device = Device()
+    if work.accept_length is not None:
+        accept_pattern(work.accept_length, manifest.block_size)
+    on_device = manifest.backend != "reference"
+    if not on_device and (work.accept_length is not None or work.profile):
+        raise RequestError(
+            f"{path} was built for the {manifest.backend!r} backend; --accept-length and --profile need a GPU: "
+            "leave them out, or build it again with --backend native"
+        )
+    if on_device:
+        try:
+            device, _ = probe_device(cubin_folder, say)
+        except BuildError as error:
+            say(f"no floors: the device's read bandwidth cannot be measured: {error}")
+        except BackendError as error:
+            raise BackendError(f"{path} was built for {manifest.arch}: {error}") from None
+    else:
+        say(f"the {manifest.backend} backend is timed as it is: no read bandwidth, no floors, no device memory")
+    with bundle_subject(path, prompts, say) as subject:
+        return run(subject, device, work, say)
+
+
+@contextmanager
+def bundle_subject(path: Path, prompts: Callable[[Planner], Prompts], say: Say = print) -> Iterator[Subject]:
+    """An open bundle, which drafts whether it pays or not."""
+    manifest = read_manifest(path)
+    say(f"loading {path}")
+    began = time.perf_counter()
+    with Planner.open(path, self_test="off", fallback=False) as planner:
+        loaded = time.perf_counter() - began
+        asked = prompts(planner)
+        ids = [planner.encode(task) for task in asked.tasks[:_PROMPTS]]
+        on_device = manifest.backend != "reference"
+        yield Subject(
+            title=str(path),
+            kind=manifest.backend,
+            weights=", ".join(f"{count} {name}" for name, count in manifest.weight_summary.items()),
+            kv=manifest.precision.kv,
+            planner=planner,
+            costs=_costs(manifest.pair, manifest.weights, manifest.precision) if on_device else None,
+            source=f"{len(ids)} of {asked.source}",
+            prompts=ids,
+            form=asked.form if planner.tokenizer is not None else None,
+            filler=[token for prompt in ids for token in prompt],
+            load_seconds=loaded,
+        )

@@ -1,0 +1,178 @@
+"""Values that callers give, checked one by one against a table: what each may be, and what it becomes.
+
+A rule takes a value as the rest of the program uses it (numbers of NumPy become Python's) or refuses it. The tables
+stand where the values are used: options of a request in :mod:`edge_dflash.decode.options`, arguments of a planner in
+:mod:`edge_dflash.planner`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from numbers import Integral, Real
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from edge_dflash.common.characters import refuse_surrogates
+from edge_dflash.errors import RequestError, short
+
+Take: TypeAlias = Callable[[Any], Any]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a value may be. ``take`` returns it as it is used; it raises ValueError or TypeError to refuse."""
+
+    take: Take
+    accepted: str  # for messages, after "give"
+
+
+def checked(rules: Mapping[str, Rule], values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values as their rules take them. Raises RequestError naming the value and what is accepted.
+
+    Also for a name without a rule, with the nearest one that has.
+    """
+    if unknown := next((name for name in values if name not in rules), None):
+        refuse_surrogates(unknown, "the name of an option")
+        raise RequestError(_unknown(unknown, rules))
+    taken = {}
+    for name, value in values.items():
+        try:
+            taken[name] = rules[name].take(value)
+        except (TypeError, ValueError, OverflowError, RecursionError):
+            raise RequestError(f"{name} is {short(value)}; give {rules[name].accepted}") from None
+        if rules[name].take is not path:  # a file's name may be any bytes
+            refuse_surrogates(value, name)
+    return taken
+
+
+def _unknown(name: str, rules: Iterable[str]) -> str:
+    near = get_close_matches(name, rules, 1)
+    hint = f"did you mean {near[0]}? " if near else ""
+    return f"{name} is unknown; {hint}known are {', '.join(rules)}"
+
+
+# What a value may be --------------------------------------------------------------------------------------------------
+
+
+def flag(value: Any) -> bool:
+    """True or False."""
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError
+    return bool(value)
+
+
+def whole(low: float = -math.inf, high: float = math.inf) -> Take:
+    """A whole number of a range."""
+
+    def take(value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, Integral) or not low <= int(value) <= high:
+            raise ValueError
+        return int(value)
+
+    return take
+
+
+def number(low: float = -math.inf) -> Take:
+    """A number that is at least ``low``; infinity is one."""
+
+    def take(value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, Real) or not float(value) >= low:
+            raise ValueError
+        return float(value)
+
+    return take
+
+
+def any_number(value: Any) -> float:
+    """A number, NaN too, for a check of its range that comes later."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError
+    return float(value)
+
+
+def text(value: Any) -> str:
+    """A text."""
+    if not isinstance(value, str):
+        raise TypeError
+    return value
+
+
+def path(value: Any) -> Any:
+    """A path, as text or as a path object."""
+    if not isinstance(value, str | os.PathLike):
+        raise TypeError
+    return value
+
+
+def texts(value: Any) -> Any:
+    """A text, or a sequence of texts; none is empty."""
+    if isinstance(value, str):
+        found: Any = value
+    else:
+        found = sequence_of(str)(value)
+    if not all([found] if isinstance(found, str) else found):
+        raise ValueError
+    return found
+
+
+def sequence_of(kind: type) -> Take:
+    """A sequence of values of a type; text is none."""
+
+    def take(value: Any) -> tuple[Any, ...]:
+        if isinstance(value, str | bytes | bytearray) or not isinstance(value, Sequence):
+            raise TypeError
+        if not all(isinstance(item, kind) for item in value):
+            raise TypeError
+        return tuple(value)
+
+    return take
+
+
+def one_of(*accepted: str) -> Take:
+    """One of some texts."""
+
+    def take(value: Any) -> str:
+        if not isinstance(value, str) or value not in accepted:
+            raise ValueError
+        return value
+
+    return take
+
+
+def instance_of(kind: type) -> Take:
+    """An object of a class."""
+
+    def take(value: Any) -> Any:
+        if not isinstance(value, kind):
+            raise TypeError
+        return value
+
+    return take
+
+
+def having(*methods: str) -> Take:
+    """An object with these methods."""
+
+    def take(value: Any) -> Any:
+        if not all(callable(getattr(value, method, None)) for method in methods):
+            raise TypeError
+        return value
+
+    return take
+
+
+def optional(take: Take) -> Take:
+    """None, or what ``take`` takes."""
+    return lambda value: None if value is None else take(value)
+
+
+def called(value: Any) -> Any:
+    """A function."""
+    if not callable(value):
+        raise TypeError
+    return value

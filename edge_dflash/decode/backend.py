@@ -1,0 +1,187 @@
+"""The one seam to the hardware: what the spec loop asks of a backend.
+
+A backend holds one loaded pair and the state of one sequence. Its state is optimistic: a pass writes rows past the
+committed length, and ``commit(k)`` makes the first k of them real. Rolling back is not committing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from edge_dflash.decode.constraint import Packed
+    from edge_dflash.decode.sampling import Sampling
+
+
+@dataclass(frozen=True)
+class PairShape:
+    """What the loop needs to know of a loaded pair."""
+
+    vocab_size: int
+    block_size: int  # B: rows of a verify pass
+    mask_token_id: int
+    max_context: int  # rows of every KV state
+    prefill_chunk: int  # most rows of one prefill pass
+
+    @property
+    def usable_context(self) -> int:
+        """Most tokens a sequence may hold: the last block must fit behind it."""
+        return self.max_context - self.block_size
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Arithmetic of a loaded pair besides its weights."""
+
+    activations: Literal["float32", "bfloat16"] = "bfloat16"  # rounding of every op's output
+    kv: Literal["float32", "bfloat16", "fp8"] = "fp8"  # storage of keys and values
+
+
+class Rows(Protocol):
+    """Logits of the rows of one pass, left on the device until they are asked for."""
+
+    def __len__(self) -> int: ...
+
+    def argmax(self) -> list[int]:
+        """Return the id of the largest logit of each row; the lowest id on a tie."""
+        ...
+
+    def logits(self) -> npt.NDArray[np.float32]:
+        """Return logits [rows, V] as float32."""
+        ...
+
+
+@runtime_checkable
+class Choosing(Protocol):
+    """What rows may add: choosing tokens where the logits lie, as spec/sampling.choose_row does."""
+
+    def choose(self, sampling: Sampling, position: int, masks: Sequence[Packed | None], first: int = 0) -> list[int]:
+        """Tokens of rows first, first + 1, ..., one for each mask; row first + i chooses for ``position + i``."""
+        ...
+
+
+class Steering(Protocol):
+    """What the host decides of a cycle between its passes: a grammar's part, or acceptance that is relaxed."""
+
+    @property
+    def tolerant(self) -> bool:
+        """Whether drafts may stand that differ from the choices (lossy): the target's logits are read for them."""
+        ...
+
+    def drafts(self, rows: Rows, position: int) -> list[int]:
+        """Tokens to verify, made of the drafter's ``rows``, which draft for ``position``, ...; at most as many."""
+        ...
+
+    def masks(self, drafts: Sequence[int]) -> list[Packed | None]:
+        """Tokens that may be chosen behind the anchor and behind each draft; None: every one may.
+
+        Fewer than drafts + 1 where the path ends: no draft beyond can be accepted. Asked while the verify pass runs.
+        """
+        ...
+
+    def tolerated(self, rows: Rows, drafts: Sequence[int], choices: Sequence[int]) -> list[bool]:
+        """For each draft, whether it may stand beside another choice; empty when none may."""
+        ...
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """State of both models after ``length`` committed rows, flushed. Arrays by name; dtypes are the backend's own."""
+
+    length: int
+    arrays: Mapping[str, npt.NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class Cycle:
+    """What one propose-verify-accept found."""
+
+    tokens: tuple[int, ...]  # accepted drafts and the target's own choice behind them
+    accepted: int  # drafts among them
+    propose_seconds: float  # 0 in plain decoding; on the device's clock, if it ran there whole
+    verify_seconds: float
+    relaxed: tuple[bool, ...] = ()  # for each accepted draft, whether only relaxed acceptance let it stand
+    # The target's logits [tokens, V], float32: row r is the distribution of token r. Until the next pass, if asked for.
+    logits: Callable[[], npt.NDArray[np.float32]] | None = None
+
+
+class Backend(Protocol):
+    """One target and drafter, loaded, with the state of one sequence. Not thread-safe."""
+
+    @property
+    def shape(self) -> PairShape:
+        """Sizes of the loaded pair."""
+        ...
+
+    @property
+    def length(self) -> int:
+        """Number of committed rows."""
+        ...
+
+    def reset(self) -> None:
+        """Forget the sequence: length 0."""
+        ...
+
+    def prefill(self, ids: Sequence[int]) -> Rows:
+        """Append ids (at least one) at ``length``, commit them and return the last row's logits (one row).
+
+        Raises BackendError when ``length + len(ids)`` exceeds ``max_context``.
+        """
+        ...
+
+    def cycle(
+        self,
+        anchor: int,
+        sampling: Sampling = ...,
+        *,
+        steering: Steering | None = None,
+        drafting: bool = True,
+        logits: bool = False,
+    ) -> Cycle:
+        """Propose from ``anchor``, verify, accept; ``commit`` follows, of as many rows as there are tokens, or fewer.
+
+        Accepted are the drafts that equal the target's choices. ``steering`` replaces drafts and masks choices on the
+        way. Without ``drafting`` it is one plain token: a verify pass of one row. ``logits`` asks for the Cycle's.
+        :func:`~edge_dflash.backends.host_cycle.host_cycle` is this for a backend that has the passes alone.
+        """
+        ...
+
+    def propose(self, anchor: int) -> Rows:
+        """Draft: one drafter pass over [anchor, mask x (B-1)]; row i is the draft for position length + 1 + i.
+
+        Its scratch lies where a verify has put the drafter's context, so an open verify is dropped: it cannot be
+        committed any more.
+        """
+        ...
+
+    def verify(self, ids: Sequence[int]) -> Rows:
+        """Run 1..B rows at positions length, length + 1, ...; row r is the choice for position length + r + 1.
+
+        Replaces the rows of an earlier verify that were not committed.
+        """
+        ...
+
+    def commit(self, rows: int) -> None:
+        """Make the first ``rows`` rows of the last verify real (0 <= rows <= rows verified); at most once a verify."""
+        ...
+
+    def flush(self) -> None:
+        """Replay pending rows into the recurrent state, so that state bytes are those after ``length`` tokens."""
+        ...
+
+    def snapshot(self) -> Snapshot:
+        """Flush, then copy the state of both models."""
+        ...
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Replace the state. Raises BackendError when the snapshot is of another pair."""
+        ...
+
+    def close(self) -> None:
+        """Release the device."""
+        ...

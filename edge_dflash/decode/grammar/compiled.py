@@ -1,0 +1,276 @@
+"""Constraints from a JSON Schema, a regular expression or a Lark grammar.
+
+A grammar is compiled once and walked by many requests; CACHED of them are kept, and a few compile at a time. The
+library runs in other processes (:mod:`edge_dflash.decode.grammar.child`): what a grammar can make it do is bounded in
+time and memory there, and can be ended.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from weakref import WeakKeyDictionary
+
+from edge_dflash.decode.constraint import ENDLESS, Patience
+from edge_dflash.decode.grammar.child import Bounds
+from edge_dflash.decode.grammar.constraint import GrammarConstraint
+from edge_dflash.decode.grammar.process import Child, Died, OverBounds, Zygote
+from edge_dflash.decode.grammar.schema_check import schema_json
+from edge_dflash.decode.grammar.turns import SLICE, Turns
+from edge_dflash.decode.grammar.walker import Source
+from edge_dflash.errors import RequestError
+from edge_dflash.text.tokenizer import Tokenizer
+
+CACHED = 32  # compiled grammars kept for each tokenizer
+CACHED_BYTES = 512 << 20  # of memory that they take together, beyond the vocabulary
+MAX_REGEX_BYTES = 16 * 1024
+BOUNDS = Bounds()
+REFUSED_SECONDS = 60.0  # a grammar that went over its bounds is not tried again; later the board may be less busy
+TRIES = 3  # to compile, when the vocabulary's process ends meanwhile
+_CLOSED = "the planner of this grammar is closed; open it again"
+_TURNS = Turns(4, 2)  # of compiling: a board has 6 to 14 cores, and what compiles gives way to all else
+
+
+class Grammar:
+    """A grammar that was compiled. :meth:`constraint` gives each request its own state; for any thread."""
+
+    def __init__(self, grammars: Grammars, source: Source) -> None:
+        """``source`` was compiled by ``grammars``, and is again where its process ended."""
+        self._grammars = grammars
+        self._source = source
+        self.vocab_size = source.vocab_size
+        self.stop_token_ids = grammars.stop_token_ids
+
+    def constraint(self, patience: Patience = ENDLESS) -> GrammarConstraint:
+        """A fresh constraint, at the grammar's start, for a request of this patience."""
+
+        def child(patience: Patience) -> Child:
+            return self._grammars.child(self._source, patience)
+
+        return GrammarConstraint((self.vocab_size + 31) // 32, child, patience)
+
+
+def compile_schema(
+    schema: object,
+    tokenizer: Tokenizer,
+    vocab_size: int,
+    stop_token_ids: Sequence[int],
+    *,
+    whitespace: bool = False,
+    patience: Patience = ENDLESS,
+    caller: str = "",
+) -> Grammar:
+    """Compile a JSON Schema: JSON text, a mapping, or a class with ``model_json_schema()`` (Pydantic).
+
+    ``vocab_size`` is the model's, ``stop_token_ids`` end an answer. Properties come in the order in which the schema
+    names them. ``whitespace`` False gives compact JSON, without blanks outside strings; True allows up to 64 in a row.
+    ``caller`` has a share of the processes that compile at the same time. Raises RequestError, naming the reason, for
+    a schema that is invalid, too big, has a keyword that would not be enforced, that nothing can satisfy, or that takes
+    more time or memory than BOUNDS; Interrupted when ``patience`` is over before.
+    """
+    source = Source("schema", schema_json(schema), whitespace, vocab_size)
+    return _compiled(source, tokenizer, stop_token_ids, patience, caller)
+
+
+def compile_regex(
+    pattern: str,
+    tokenizer: Tokenizer,
+    vocab_size: int,
+    stop_token_ids: Sequence[int],
+    *,
+    patience: Patience = ENDLESS,
+    caller: str = "",
+) -> Grammar:
+    """Compile a regular expression that the whole answer must match, in the syntax of Rust's regex crate.
+
+    It has no look-around and no back-references. Arguments and errors as for :func:`compile_schema`.
+    """
+    size = len(pattern.encode(errors="replace"))
+    if size > MAX_REGEX_BYTES:
+        raise RequestError(f"the regex has {size} bytes, at most {MAX_REGEX_BYTES} are taken; make it smaller")
+    return _compiled(Source("regex", pattern, False, vocab_size), tokenizer, stop_token_ids, patience, caller)
+
+
+def compile_lark(
+    grammar: str,
+    tokenizer: Tokenizer,
+    vocab_size: int,
+    stop_token_ids: Sequence[int],
+    *,
+    whitespace: bool = False,
+    patience: Patience = ENDLESS,
+    caller: str = "",
+) -> Grammar:
+    """Compile a Lark grammar in the dialect of llguidance; the answer must match its rule ``start``.
+
+    ``<name>`` is a special token, ``%json {...}`` a JSON Schema, to which ``whitespace`` applies. Arguments and errors
+    as for :func:`compile_schema`. A grammar whose choices never lead to an end is not always found out here.
+    """
+    return _compiled(Source("grammar", grammar, whitespace, vocab_size), tokenizer, stop_token_ids, patience, caller)
+
+
+def compile_tools(
+    grammar: str,
+    tokenizer: Tokenizer,
+    vocab_size: int,
+    stop_token_ids: Sequence[int],
+    *,
+    patience: Patience = ENDLESS,
+    caller: str = "",
+) -> Grammar:
+    """Compile what ``tool_form.tool_grammar`` made. Errors as for :func:`compile_schema`."""
+    return _compiled(Source("tools", grammar, False, vocab_size), tokenizer, stop_token_ids, patience, caller)
+
+
+def warm_up(tokenizer: Tokenizer, stop_token_ids: Sequence[int]) -> None:
+    """Begin to build the vocabulary, in its process; what is wrong with it is said to the first that needs it."""
+    _grammars(tokenizer, stop_token_ids).start()
+
+
+def hold(owner: object, tokenizer: Tokenizer) -> Callable[[], object]:
+    """The processes of a tokenizer belong to ``owner``, too: they end when it calls what is returned, or is gone.
+
+    With the last owner, that is; without one they end with the tokenizer.
+    """
+    with _lock:
+        _owners[tokenizer] = _owners.get(tokenizer, 0) + 1
+    return weakref.finalize(owner, _release, tokenizer)
+
+
+def _release(tokenizer: Tokenizer) -> None:
+    with _lock:
+        _owners[tokenizer] -= 1
+        known = _known.pop(tokenizer, {}) if not _owners[tokenizer] else {}
+    for grammars in known.values():
+        grammars.close()
+
+
+class Grammars:
+    """The grammars of one vocabulary: compiled once, kept within bounds. For any thread."""
+
+    def __init__(self, tokenizer: Tokenizer, stop_token_ids: tuple[int, ...], bounds: Bounds = BOUNDS) -> None:
+        """``bounds`` of each grammar."""
+        self.stop_token_ids = stop_token_ids
+        self._tokenizer = weakref.ref(tokenizer)
+        self._bounds = bounds
+        self._lock = threading.Lock()
+        self._starting = threading.RLock()  # a collection of garbage inside may call close
+        self._zygote: Zygote | None = None
+        self._closed = False
+        self._kept: OrderedDict[Source, Child] = OrderedDict()  # the last used one at the end
+        self._compiling: dict[Source, Future[None]] = {}
+        self._refused: OrderedDict[Source, tuple[float, str]] = OrderedDict()  # until when, and why
+
+    def child(self, source: Source, patience: Patience, caller: str = "") -> Child:
+        """The process of a grammar, one for all who ask. Raises RequestError, Interrupted."""
+        while True:
+            with self._lock:
+                child = self._kept.get(source)
+                if child is not None and child.alive:
+                    self._kept.move_to_end(source)
+                    return child
+                until, why = self._refused.get(source, (0.0, ""))
+                if time.monotonic() < until:
+                    raise RequestError(why)
+                other = self._compiling.get(source)
+                if other is None:
+                    mine = self._compiling[source] = Future()
+                    break
+            while not wait((other,), SLICE).done:
+                patience.check()
+            if (error := other.exception()) is not None:
+                raise error
+        try:
+            child = self._compiled(source, patience, caller)
+        except RequestError as error:
+            self._finish(source, mine, None, error)
+            raise
+        except BaseException:  # only this one gave up: who waits for it compiles it itself
+            self._finish(source, mine, None, None)
+            raise
+        self._finish(source, mine, child, None)
+        return child
+
+    def start(self) -> Zygote:
+        """The vocabulary's process, which begins if it does not run."""
+        with self._starting:
+            if self._zygote is None or not self._zygote.alive:
+                tokenizer = self._tokenizer()
+                if self._closed or tokenizer is None or (self._zygote is not None and not self._zygote.close.alive):
+                    raise RequestError(_CLOSED)
+                self._zygote = Zygote(tokenizer, self.stop_token_ids)
+                if self._closed:  # meanwhile
+                    self._zygote.close()
+            return self._zygote
+
+    def close(self) -> None:
+        """End all processes, for good."""
+        with self._starting:
+            self._closed = True
+            if self._zygote is not None:
+                self._zygote.close()
+
+    def _compiled(self, source: Source, patience: Patience, caller: str) -> Child:
+        with _TURNS.place(caller, patience):
+            for _ in range(TRIES):
+                try:
+                    return Child(self.start(), source, self._bounds, patience)
+                except Died:  # with its zygote
+                    continue
+        raise RequestError(f"the process that compiles the {source.kind} ended {TRIES} times; look for who ends it")
+
+    def _finish(self, source: Source, mine: Future[None], child: Child | None, error: RequestError | None) -> None:
+        with self._lock:
+            if child is not None:
+                self._kept[source] = child
+                self._kept.move_to_end(source)
+                self._evict(child)
+            if isinstance(error, OverBounds):  # it would be again
+                self._refused[source] = time.monotonic() + REFUSED_SECONDS, str(error)
+                self._refused.move_to_end(source)
+                while len(self._refused) > CACHED:
+                    self._refused.popitem(last=False)
+            del self._compiling[source]
+        if error is None:
+            mine.set_result(None)
+        else:
+            mine.set_exception(error)
+
+    def _evict(self, new: Child) -> None:
+        """End the processes that were not used for longest and that nobody uses, until the others are few enough."""
+        for source, child in tuple(self._kept.items()):
+            used = sum(one.private_bytes for one in self._kept.values())
+            if len(self._kept) <= CACHED and used <= CACHED_BYTES:
+                return
+            if child is not new and not child.channels:
+                del self._kept[source]
+                child.end()
+
+
+_known: WeakKeyDictionary[Tokenizer, dict[tuple[int, ...], Grammars]] = WeakKeyDictionary()
+_owners: WeakKeyDictionary[Tokenizer, int] = WeakKeyDictionary()
+_lock = threading.RLock()  # a collection of garbage inside may call _release
+
+
+def _grammars(tokenizer: Tokenizer, stop_token_ids: Sequence[int]) -> Grammars:
+    stop = tuple(sorted(set(stop_token_ids)))
+    with _lock:
+        if _owners.get(tokenizer) == 0:  # no one would end them
+            raise RequestError(_CLOSED)
+        by_stop = _known.setdefault(tokenizer, {})
+        return by_stop.setdefault(stop, Grammars(tokenizer, stop))
+
+
+def _compiled(
+    source: Source, tokenizer: Tokenizer, stop_token_ids: Sequence[int], patience: Patience, caller: str
+) -> Grammar:
+    for token in stop_token_ids:
+        if not 0 <= token < source.vocab_size:
+            raise RequestError(f"stop token id {token} is outside the vocabulary of {source.vocab_size}")
+    grammars = _grammars(tokenizer, stop_token_ids)
+    grammars.child(source, patience, caller)
+    return Grammar(grammars, source)

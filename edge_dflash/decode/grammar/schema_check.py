@@ -1,0 +1,224 @@
+"""Which JSON Schemas are taken: one is refused here, with the place and the reason, before a grammar is made of it.
+
+Knows the keywords that the grammar enforces, the limits on a schema's size, and which references never end. Knows
+nothing of tokens. JSON Schema lets a validator ignore what it does not know; here a keyword that would not be enforced
+is an error, because the caller wrote it to be obeyed.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeAlias
+from urllib.parse import unquote
+
+from edge_dflash.common.characters import refuse_surrogates
+from edge_dflash.decode.grammar.schema_values import check_values
+from edge_dflash.errors import RequestError, short
+
+Node: TypeAlias = "dict[str, Any] | bool"
+
+MAX_BYTES = 256 * 1024
+MAX_DEPTH = 64  # levels of nesting
+MAX_LEVELS = 512  # levels of the schema and of all definitions that it refers to, one below the other
+
+SINGLE = ("additionalProperties", "items", "additionalItems")
+LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+NAMED = ("properties", "patternProperties", "$defs", "definitions")
+_VALUES = (
+    *("$ref", "const", "enum", "type", "required", "minProperties", "maxProperties", "minItems", "maxItems"),
+    *("minLength", "maxLength", "pattern", "format", "contentEncoding"),
+    *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
+)
+ANNOTATIONS = (  # of the standard, and OpenAPI's; its discriminator repeats what oneOf says
+    *("$schema", "$id", "$comment", "title", "description", "default", "examples", "deprecated", "readOnly"),
+    *("writeOnly", "discriminator", "example", "externalDocs", "xml"),
+)
+ENFORCED = frozenset((*SINGLE, *LISTS, *NAMED, *_VALUES))
+_KNOWN = ENFORCED | frozenset(ANNOTATIONS)
+_COMPOUND = frozenset(("array", "object"))
+
+
+def schema_text(schema: object) -> str:
+    """:func:`schema_json` of a schema that :func:`check` takes."""
+    text = schema_json(schema)
+    check(json.loads(text))
+    return text
+
+
+def schema_json(schema: object) -> str:
+    """JSON text of a schema given as JSON text, a mapping, or a class with ``model_json_schema()`` (Pydantic).
+
+    Raises RequestError when it is neither, is no JSON object, or too big; nothing else of it is looked at.
+    """
+    model = getattr(schema, "model_json_schema", None)
+    if callable(model):
+        schema = model()
+    if isinstance(schema, str):
+        if len(schema.encode(errors="replace")) > MAX_BYTES:
+            raise RequestError(_too_big(len(schema.encode(errors="replace"))))
+        try:
+            schema = json.loads(schema)
+        except (ValueError, RecursionError) as error:
+            raise RequestError(f"the schema is no JSON ({error}); give a JSON object") from None
+    if not isinstance(schema, Mapping):
+        kind = type(schema).__name__
+        raise RequestError(f"the schema is of type {kind}; give a JSON object (mapping or text) or a Pydantic model")
+    refuse_surrogates(schema, "schema")
+    try:
+        text = json.dumps(dict(schema), ensure_ascii=False, allow_nan=False)
+        size = len(text.encode())
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RequestError(f"the schema cannot be written as JSON ({error}); use plain JSON values") from None
+    if size > MAX_BYTES:
+        raise RequestError(_too_big(size))
+    return text
+
+
+def check(root: dict[str, Any]) -> None:
+    """Raise RequestError when a keyword would not be enforced, or the schema is too deep or has no finite document."""
+    targets: dict[str, Node] = {}
+    levels = _walk(root, "#", 1)
+    pending = [root]
+    while pending:
+        for node in _nodes(pending.pop()):
+            reference = node.get("$ref")
+            if reference is None or reference in targets:
+                continue
+            targets[reference] = found = resolve(root, reference)
+            levels += _walk(found, str(reference), 1)
+            if isinstance(found, dict):
+                pending.append(found)
+    if levels > MAX_LEVELS:
+        raise RequestError(
+            f"the schema and the definitions that it refers to are {levels} levels deep in all, "
+            f"at most {MAX_LEVELS} are taken; use fewer definitions"
+        )
+    finite: set[str] = set()
+    while fresh := {name for name, node in targets.items() if name not in finite and _ends(node, finite)}:
+        finite |= fresh
+    if not _ends(root, finite):
+        raise RequestError(
+            "no finite document satisfies the schema: a required part contains itself; "
+            "make that property optional, or allow null or an empty array"
+        )
+
+
+def _too_big(size: int) -> str:
+    return f"the schema has {size} bytes, at most {MAX_BYTES} are taken; make it smaller"
+
+
+def _walk(node: object, where: str, depth: int) -> int:
+    """Check one schema and those inside; return how many levels there are."""
+    if isinstance(node, bool):
+        return 1
+    if not isinstance(node, dict):
+        raise RequestError(f"the schema at {where} is {short(node)}; a schema is an object, true or false")
+    if depth > MAX_DEPTH:
+        raise RequestError(f"the schema is nested deeper than {MAX_DEPTH} levels at {where}; make it flatter")
+    _check_keywords(node, where)
+    return 1 + max((_walk(child, f"{where}/{path}", depth + 1) for path, child in _children(node, where)), default=0)
+
+
+def _check_keywords(node: dict[str, Any], where: str) -> None:
+    for key in node:
+        if key not in _KNOWN and (not key.startswith("x-") or key == "x-guidance"):  # x-guidance: the library's own
+            close = difflib.get_close_matches(key, _KNOWN, 1, 0.8)  # a typo, not another keyword
+            advice = f"did you mean {close[0]!r}? " if close else ""
+            raise RequestError(
+                f"the schema's keyword {short(key)} at {where} would not be enforced; {advice}"
+                "remove it, or write the rule with other keywords"
+            )
+    reference = node.get("$ref", "#")
+    if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
+        raise RequestError(
+            f"$ref at {where} is {short(reference)}; only references inside the schema (#/...) are taken"
+        )
+    if "$id" in node and where != "#":
+        raise RequestError(f"$id at {where} would change what references mean; remove it")
+    kinds = kinds_of(node)
+    check_values(node, where, kinds)
+
+
+def _children(node: dict[str, Any], where: str) -> Iterator[tuple[str, object]]:
+    """Schemas directly inside ``node``, with their paths."""
+    for key in NAMED:
+        named = node.get(key, {})
+        if not isinstance(named, dict):
+            raise RequestError(f"{key} at {where} is {short(named)}; give an object of schemas")
+        yield from ((f"{key}/{name}", child) for name, child in named.items())
+    for key in LISTS:
+        several = node.get(key, [])
+        if isinstance(several, list):
+            yield from ((f"{key}/{index}", child) for index, child in enumerate(several))
+        elif key not in SINGLE:
+            raise RequestError(f"{key} at {where} is {short(several)}; give a list of schemas")
+    for key in SINGLE:
+        if key in node and not isinstance(node[key], list):
+            yield key, node[key]
+
+
+def _nodes(node: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """``node`` and all schema objects inside it, definitions left out: they count when they are referred to."""
+    yield node
+    for path, child in _children(node, "#"):
+        if isinstance(child, dict) and not path.startswith(("$defs/", "definitions/")):
+            yield from _nodes(child)
+
+
+def resolve(root: dict[str, Any], reference: str) -> Node:
+    """What a JSON pointer (RFC 6901) of this schema points to."""
+    found: Any = root
+    for part in unquote(reference).split("/")[1:]:
+        part = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, dict) and part in found:
+            found = found[part]
+        elif isinstance(found, list) and part.isdecimal() and int(part) < len(found):
+            found = found[int(part)]
+        else:
+            raise RequestError(f"$ref {short(reference)} points to nothing in the schema; define it under $defs")
+    if not isinstance(found, (dict, bool)):
+        raise RequestError(f"$ref {short(reference)} points to {short(found)}, which is no schema")
+    return found
+
+
+def _ends(node: Node, finite: set[str]) -> bool:
+    """Whether some finite document may satisfy ``node``, when of the references only ``finite`` have one.
+
+    Least fixed point of the schema as a grammar; True when in doubt.
+    """
+    if isinstance(node, bool):  # the library tells what a false schema makes impossible
+        return True
+    if "$ref" in node and node["$ref"] not in finite:
+        return False
+    if not all(_ends(child, finite) for child in node.get("allOf", ())):
+        return False
+    if any(key in node and not any(_ends(child, finite) for child in node[key]) for key in ("anyOf", "oneOf")):
+        return False
+    kinds = kinds_of(node)
+    if "const" in node or "enum" in node or not kinds or not set(kinds) <= _COMPOUND:
+        return True
+    return ("array" in kinds and _array_ends(node, finite)) or ("object" in kinds and _object_ends(node, finite))
+
+
+def _object_ends(node: dict[str, Any], finite: set[str]) -> bool:
+    properties, rest = node.get("properties", {}), node.get("additionalProperties", True)
+    required = node.get("required", ())
+    return not isinstance(required, list) or all(_ends(properties.get(str(name), rest), finite) for name in required)
+
+
+def _array_ends(node: dict[str, Any], finite: set[str]) -> bool:
+    items = node.get("items", True)
+    first = items if isinstance(items, list) else node.get("prefixItems", [])
+    rest = node.get("additionalItems", True) if isinstance(items, list) else items
+    least = node.get("minItems", 0)
+    if not isinstance(least, int):
+        return True
+    return all(_ends(child, finite) for child in first[:least]) and (least <= len(first) or _ends(rest, finite))
+
+
+def kinds_of(node: dict[str, Any]) -> list[Any]:
+    """Types that a schema names; empty when it names none."""
+    kinds = node.get("type", [])
+    return kinds if isinstance(kinds, list) else [kinds]

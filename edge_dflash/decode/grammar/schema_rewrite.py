@@ -1,0 +1,262 @@
+"""A schema as the grammar library is given it: the same documents, but numbers end and formats mean what they say.
+
+- Numbers are those of a 64-bit integer's range with at most 10 digits behind the point. The library's own have no
+  bound, so a model could write digits until its budget is used up. Values that the schema names (``const``, ``enum``,
+  bounds, ``multipleOf``) stay possible, whatever their digits. The bounds are written as ``minimum``, ``maximum`` and
+  ``multipleOf``: the automaton then knows where a number can still end, which no count of digits from outside does.
+- Where a schema leaves a value free, it becomes a reference to a definition of any JSON value with such numbers. Not
+  where schemas are intersected (``allOf``, keywords beside ``anyOf`` or ``$ref``): the library cannot intersect what
+  refers to itself, and free values there have numbers without bound.
+- ``format`` and ``contentEncoding`` become the patterns of :mod:`edge_dflash.decode.grammar.formats`.
+- Keywords that only describe (``title``, ``x-...``, ``$schema``) are left out.
+
+The schema was taken by :func:`edge_dflash.decode.grammar.schema_check.check`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from decimal import Decimal
+from math import prod
+from typing import Any
+from urllib.parse import quote, unquote
+
+from edge_dflash.decode.grammar.formats import ENCODINGS, FORMATS
+from edge_dflash.decode.grammar.schema_check import ENFORCED, LISTS, NAMED, SINGLE, Node, kinds_of, resolve
+from edge_dflash.decode.grammar.schema_values import LARGEST, is_number
+from edge_dflash.errors import RequestError
+
+FRACTION_DIGITS = 10  # of the library's multipleOf: it takes no finer power of ten
+_NUMBERS = frozenset(("number", "integer"))
+_STEP = 1e-10
+_NARROW = 1e-6  # in a narrower range the library may find no multiple of the step, by rounding
+_APPLICATORS = frozenset(("$ref", "allOf", "anyOf", "oneOf", "const", "enum"))
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_DEFINITIONS = frozenset(("$defs", "definitions"))
+
+
+def rewrite(root: dict[str, Any]) -> dict[str, Any]:
+    """The schema for the library. ``root`` is not changed."""
+    return _Rewriting(root).root()
+
+
+class _Rewriting:
+    """One schema. A node is *merged* when the library may intersect what is at its place with something else."""
+
+    def __init__(self, root: dict[str, Any]) -> None:
+        self._root = root
+        self._merged: set[int] = set()  # ids of nodes
+        self._visited: set[tuple[int, bool]] = set()
+        self._mark(root, merged=False)
+        self._usual = all(abs(number) <= LARGEST for number in _numbers(root, ("const", "enum")))
+        multiples = set(_numbers(root, ("multipleOf",)))
+        if self._merged and len(multiples) > 1 and _overflow(multiples):
+            raise RequestError("the values of multipleOf are too large to be combined; write one multipleOf of them")
+        digits = all(_is_fine(number) for number in _numbers(root, (*_BOUNDS, "const", "enum")))
+        self._fine = digits and not multiples and not (self._merged and _crossed(root))
+        self._plain = not any("oneOf" in node for node in _all_nodes(root))  # of a reference nothing is known to differ
+        self._names = (name for name in _names() if name not in root.get("$defs", {}))
+        self._added: dict[str, Any] = {}  # definitions
+        self._shared: dict[str, str] = {}  # schema of a scalar as JSON: its definition
+        self._any = ""
+
+    def root(self) -> dict[str, Any]:
+        made = self._node(self._root, merged=False)
+        assert isinstance(made, dict)
+        return {**made, "$defs": {**made.get("$defs", {}), **self._added}} if self._added else made
+
+    def _mark(self, root: Node, *, merged: bool) -> None:
+        pending = [(root, merged)]
+        while pending:
+            node, merged = pending.pop()
+            if not isinstance(node, dict) or (id(node), merged) in self._visited:
+                continue
+            self._visited.add((id(node), merged))
+            if merged:
+                self._merged.add(id(node))
+            inside = merged or _intersects(node)
+            pending += ((child, inside) for child in _inner(node))
+            if "$ref" in node:
+                pending.append((resolve(self._root, node["$ref"]), inside))
+
+    def _free(self) -> dict[str, Any]:
+        """A reference to any value."""
+        if not self._any:
+            self._any = next(self._names)
+            free, number = self._free(), {"type": "number"}
+            self._bound(number, merged=False)
+            options = [{"type": ["null", "boolean", "string"]}, number, {"type": "array", "items": free}]
+            self._added[self._any] = {"anyOf": [*options, {"type": "object", "additionalProperties": free}]}
+        return {"$ref": f"#/$defs/{self._any}"}
+
+    def _share(self, made: dict[str, Any]) -> dict[str, Any]:
+        """A reference to a schema of numbers: the library takes milliseconds to compile the bounds of each."""
+        key = json.dumps(made)
+        if key not in self._shared:
+            self._shared[key] = next(self._names)
+            self._added[self._shared[key]] = made
+        return {"$ref": f"#/$defs/{self._shared[key]}"}
+
+    def _node(self, node: Any, *, merged: bool) -> Any:
+        if not isinstance(node, dict):
+            return self._free() if node is True and not merged else node
+        merged = id(node) in self._merged  # a definition's place says nothing; its references do
+        kept = {key: value for key, value in node.items() if key in ENFORCED}
+        if not kept.keys() - _DEFINITIONS and not merged:
+            kept |= self._free()
+        made = {key: self._value(key, value, merged or _intersects(node)) for key, value in kept.items()}
+        encoding = made.pop("contentEncoding", None)
+        patterns = [*FORMATS.get(made.pop("format", ""), ()), *ENCODINGS.get(encoding or "", ())]
+        if patterns:
+            _add_patterns(made, patterns)
+        if not kept.keys() & _APPLICATORS and kept.keys() - _DEFINITIONS:
+            if not merged:
+                self._close(made)
+            self._bound(made, merged=merged)
+            if self._plain and not merged and node is not self._root and _is_open(node):
+                return self._share(made)
+        elif "type" in kept and not kept.keys() & {"const", "enum"}:
+            self._bound(made, merged=True)
+        return made
+
+    def _value(self, key: str, value: Any, merged: bool) -> Any:
+        if key in NAMED:
+            free = merged or key in _DEFINITIONS
+            return {name: self._node(child, merged=free) for name, child in value.items()}
+        if key == "$ref":  # as a URI, which the library wants
+            return "#" + quote(unquote(value[1:]), safe="/~!$&'()*+,;=:@")
+        if key in LISTS and isinstance(value, list):
+            return [self._node(child, merged=merged) for child in value]
+        return self._node(value, merged=merged) if key in SINGLE else value
+
+    def _close(self, made: dict[str, Any]) -> None:
+        """Name what the schema leaves free inside arrays and objects."""
+        kinds = kinds_of(made)
+        if not kinds or "array" in kinds:
+            made.setdefault("additionalItems" if isinstance(made.get("items"), list) else "items", self._free())
+        if not kinds or "object" in kinds:
+            made.setdefault("additionalProperties", self._free())
+
+    def _bound(self, made: dict[str, Any], *, merged: bool) -> None:
+        """Let numbers end."""
+        kinds = kinds_of(made)
+        if kinds and not {"number", "integer"} & set(kinds):
+            return
+        if merged and not self._usual:  # a larger value is named elsewhere
+            return
+        low, high = _limit(made, "minimum"), _limit(made, "maximum")
+        if low is None or low < -LARGEST:
+            _replace(made, "minimum", -LARGEST)
+        if high is None or high > LARGEST:
+            _replace(made, "maximum", LARGEST)
+        own = all(_is_fine(value) for key in _BOUNDS if is_number(value := made.get(key)))
+        fine = self._fine if merged else own and "multipleOf" not in made
+        wide = low is None or high is None or high - low >= _NARROW
+        if fine and wide and (not kinds or "number" in kinds):
+            made["multipleOf"] = _STEP
+
+
+def _intersects(node: dict[str, Any]) -> bool:
+    """Whether the library intersects what is inside ``node``."""
+    enforced = [key for key in node if key in ENFORCED and key not in _DEFINITIONS]
+    applied = [key for key in enforced if key in _APPLICATORS]
+    if len(node.get("allOf", ())) > 1:
+        return True
+    return (bool(applied) and len(enforced) > 1) or ("properties" in node and "patternProperties" in node)
+
+
+def _is_open(node: dict[str, Any]) -> bool:
+    """Whether a schema is one of numbers only, of which some satisfy it: what no number satisfies is left in place."""
+    kinds = kinds_of(node)
+    return (
+        bool(kinds)
+        and _NUMBERS.issuperset(kinds)
+        and "multipleOf" not in node
+        and (_limit(node, "minimum") is None or _limit(node, "maximum") is None)
+    )
+
+
+def _inner(node: dict[str, Any]) -> Iterator[Any]:
+    """Schemas directly inside a node; definitions are reached by their references."""
+    for key in ("properties", "patternProperties"):
+        yield from node.get(key, {}).values()
+    for key in LISTS:
+        if isinstance(several := node.get(key), list):
+            yield from several
+    for key in SINGLE:
+        if isinstance(one := node.get(key), dict):
+            yield one
+
+
+def _all_nodes(node: Any) -> Iterator[dict[str, Any]]:
+    if isinstance(node, dict):
+        yield node
+        for child in _inner(node):
+            yield from _all_nodes(child)
+        for key in _DEFINITIONS:
+            for child in node.get(key, {}).values():
+                yield from _all_nodes(child)
+
+
+def _numbers(root: dict[str, Any], keys: tuple[str, ...]) -> Iterator[int | float]:
+    """Numbers that a schema names under some keywords."""
+    pending = [node[key] for node in _all_nodes(root) for key in keys if key in node]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, list):
+            pending += value
+        elif isinstance(value, dict):
+            pending += value.values()
+        elif is_number(value):
+            yield value
+
+
+def _is_fine(number: int | float) -> bool:
+    """Whether a number has no more digits behind the point than are written where none is named."""
+    exponent = Decimal(str(number)).normalize().as_tuple().exponent
+    return isinstance(exponent, int) and exponent >= -FRACTION_DIGITS
+
+
+def _overflow(multiples: set[int | float]) -> bool:
+    """Whether the library, which combines multiples as 32-bit integers, might not notice that one does not fit."""
+    exact = [abs(Decimal(str(number))).normalize() for number in multiples]
+    digits = max(-int(number.as_tuple().exponent) for number in exact)
+    return prod(int(number.scaleb(max(digits, 0))) for number in exact) >= 2**32
+
+
+def _crossed(root: dict[str, Any]) -> bool:
+    """Whether some lower and some upper bound are so near that there may be no multiple of the step between them."""
+    low = list(_numbers(root, ("minimum", "exclusiveMinimum")))
+    high = list(_numbers(root, ("maximum", "exclusiveMaximum")))
+    return len(low) * len(high) > 10_000 or any(abs(b - a) < _NARROW for a in low for b in high)
+
+
+def _limit(made: dict[str, Any], key: str) -> float | None:
+    """The bound on one side, inclusive or not; None when the schema has none."""
+    inclusive, exclusive = made.get(key), made.get(f"exclusive{key.capitalize()}")
+    given = [value for value in (inclusive, exclusive) if is_number(value)]
+    return None if not given else float(max(given) if key == "minimum" else min(given))
+
+
+def _replace(made: dict[str, Any], key: str, value: int) -> None:
+    made[key] = value
+    made.pop(f"exclusive{key.capitalize()}", None)
+
+
+def _add_patterns(made: dict[str, Any], patterns: list[str]) -> None:
+    """Let strings match the patterns as a whole, besides what they must already."""
+    anchored = [f"^(?:{pattern})$" for pattern in patterns]
+    if "pattern" not in made:
+        made["pattern"] = anchored.pop(0)
+    same_type = {"type": made["type"]} if "type" in made else {}
+    if anchored:
+        made["allOf"] = [*made.get("allOf", ()), *({**same_type, "pattern": pattern} for pattern in anchored)]
+
+
+def _names() -> Iterator[str]:
+    yield "any"
+    number = 0
+    while True:
+        number += 1
+        yield f"any{number}"

@@ -1,0 +1,136 @@
+"""The process that has built one vocabulary, and forks a process for each grammar.
+
+Started anew (``python -c``), so that a fork copies neither a device nor threads: this process has one thread and
+imports the library and little else. It compiles nothing itself. It ends when the planner's end of its socket is closed,
+by whatever that was, and its children end with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import os
+import select
+import signal
+import socket
+import struct
+
+from edge_dflash.common.interpreter import obey_timers
+from edge_dflash.decode.grammar import wire
+from edge_dflash.decode.grammar.child import Page, live
+from edge_dflash.decode.grammar.vocabulary import Vocabulary
+from edge_dflash.errors import RequestError, one_line
+
+_NUMBER = struct.Struct("=I")
+_PR_SET_PDEATHSIG = 1
+_M_ARENA_MAX = -8
+
+
+def main(link: int, text: int, size: int, stop_token_ids: tuple[int, ...]) -> None:
+    """Build the vocabulary and serve the planner.
+
+    ``link`` is a socket to it, ``text`` an open file that holds tokenizer.json, of ``size`` ids. What is wrong with the
+    tokenizer is said in place of the first message of every child.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # they are for the planner, which ends us
+        signal.signal(number, signal.SIG_IGN)
+    obey_timers()
+    # One heap for all threads: a second one would take 128 MB of the address space that a child may use.
+    _library().mallopt(_M_ARENA_MAX, 1)
+    vocabulary: Vocabulary | str
+    try:
+        with open(text, encoding="utf-8") as file:
+            vocabulary = Vocabulary(file.read(), size, stop_token_ids)
+    except RequestError as error:
+        vocabulary = str(error)
+    except Exception as error:  # a library that cannot be imported, or a file that it does not read
+        vocabulary = f"structured output does not work here ({type(error).__name__}: {one_line(error)})"
+    gc.collect()
+    gc.freeze()
+    _library().malloc_trim(0)
+    _Zygote(socket.socket(fileno=link), vocabulary, stop_token_ids).run()
+
+
+class _Zygote:
+    def __init__(self, link: socket.socket, vocabulary: Vocabulary | str, stop_token_ids: tuple[int, ...]) -> None:
+        self._link = link
+        self._vocabulary = vocabulary
+        self._stop = stop_token_ids
+        self._children: dict[int, tuple[int, socket.socket]] = {}  # pid: its number, the control socket's child end
+        self._woken, self._wake = socket.socketpair()
+        self._wake.setblocking(False)
+
+    def run(self) -> None:
+        signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        poll = select.poll()
+        poll.register(self._link, select.POLLIN)
+        poll.register(self._woken, select.POLLIN)
+        while True:
+            for fd, _ in poll.poll():
+                if fd == self._woken.fileno():
+                    self._woken.recv(4096)
+                    self._reap()
+                    continue
+                message, fds, _, _ = socket.recv_fds(self._link, wire.MESSAGE_BYTES, 2)
+                if not message:
+                    return
+                (number,) = _NUMBER.unpack(message[1:])
+                if message[:1] == wire.FORK:
+                    self._fork(number, socket.socket(fileno=fds[0]), fds[1])
+                else:
+                    self._kill(number)
+
+    def _fork(self, number: int, control: socket.socket, page: int) -> None:
+        if isinstance(self._vocabulary, str):
+            _tell(control, wire.REFUSED + self._vocabulary.encode())
+            os.close(page)
+            return
+        parent = os.getpid()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            _tell(control, wire.REFUSED + f"the grammar cannot be compiled now ({error.strerror}); try again".encode())
+            os.close(page)
+            return
+        if pid:
+            self._children[pid] = (number, control)
+            os.close(page)
+            return
+        code = 1
+        try:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for one in (self._link, self._woken, self._wake, *(other for _, other in self._children.values())):
+                one.close()
+            _library().prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            if os.getppid() == parent:
+                live(control, Page(page), self._vocabulary, self._stop)
+            code = 0
+        finally:
+            os._exit(code)
+
+    def _kill(self, number: int) -> None:
+        for pid, (other, _) in self._children.items():
+            if other == number:
+                os.kill(pid, signal.SIGKILL)  # not reaped: it is that process
+
+    def _reap(self) -> None:
+        while self._children:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if not pid:
+                return
+            _, control = self._children.pop(pid)
+            _tell(control, wire.DIED + bytes([os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0]))
+
+
+def _tell(control: socket.socket, message: bytes) -> None:
+    """The last message of a child, in its place."""
+    with contextlib.suppress(OSError):  # nobody listens any more
+        control.send(message, socket.MSG_DONTWAIT)
+    control.close()
+
+
+def _library() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)

@@ -1,0 +1,130 @@
+"""Snapshots of token sequences that many requests begin with (system prompts, turns of a chat), within a byte budget.
+
+A snapshot stands for exactly the tokens that it is stored under: a gated-delta state cannot be taken back to an
+earlier position, so a lookup finds the longest stored sequence that the wanted one begins with. Knows nothing of
+sessions or backends. Thread-safe.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from edge_dflash.decode.backend import Snapshot
+
+
+@dataclass(frozen=True)
+class PrefixStats:
+    """What a store holds and how it served."""
+
+    entries: int
+    bytes: int  # of the snapshots and their keys
+    budget: int  # bytes
+    hits: int  # lookups that found something
+    misses: int  # lookups that found nothing, by requests that had nothing else either
+    tokens: int  # found by all hits together
+    evicted: int  # entries dropped for newer ones
+    refused: int  # snapshots larger than the whole budget
+
+
+class PrefixStore:
+    """Snapshots by their tokens; the least recently used go when the budget is short."""
+
+    def __init__(self, budget: int) -> None:
+        """Hold at most ``budget`` bytes; 0 stores nothing."""
+        if budget < 0:
+            raise ValueError(f"the budget is {budget} bytes, wanted 0 or more")
+        self._budget = budget
+        self._lock = threading.Lock()
+        self._entries: OrderedDict[bytes, Snapshot] = OrderedDict()  # least recently used first
+        self._bytes = self._hits = self._misses = self._tokens = self._evicted = self._refused = 0
+
+    @property
+    def budget(self) -> int:
+        """Most bytes that it holds."""
+        return self._budget
+
+    def put(self, tokens: Sequence[int], snapshot: Snapshot) -> bool:
+        """Store the state after ``tokens``; the caller must not write to its arrays any more.
+
+        False, and nothing stored or dropped, when it is larger than the budget. Raises ValueError when the snapshot
+        holds another number of tokens.
+        """
+        if snapshot.length != len(tokens) or not tokens:
+            raise ValueError(f"a snapshot of {snapshot.length} tokens cannot stand for a prefix of {len(tokens)}")
+        key, size = _key(tokens), _entry_bytes(len(tokens), snapshot)
+        with self._lock:
+            if size > self._budget:
+                self._refused += 1
+                return False
+            self._drop(key)
+            while self._bytes + size > self._budget:
+                self._drop(next(iter(self._entries)))
+                self._evicted += 1
+            self._entries[key] = snapshot
+            self._bytes += size
+            return True
+
+    def longest(self, tokens: Sequence[int], *, longer_than: int = 0) -> Snapshot | None:
+        """The snapshot of the longest stored prefix of ``tokens`` (up to all of them), or None.
+
+        With ``longer_than``, only a prefix of more tokens is of use.
+        """
+        wanted = _key(tokens)
+        with self._lock:
+            found = (key for key, entry in self._entries.items() if entry.length > longer_than)
+            key = max((key for key in found if wanted.startswith(key)), key=len, default=None)
+            if key is None:
+                self._misses += longer_than == 0
+                return None
+            self._entries.move_to_end(key)
+            self._hits += 1
+            self._tokens += self._entries[key].length
+            return self._entries[key]
+
+    def __contains__(self, tokens: Sequence[int]) -> bool:
+        with self._lock:
+            return _key(tokens) in self._entries
+
+    def clear(self) -> None:
+        """Drop all snapshots."""
+        with self._lock:
+            self._entries.clear()
+            self._bytes = 0
+
+    @property
+    def stats(self) -> PrefixStats:
+        """Figures of this moment."""
+        with self._lock:
+            return PrefixStats(
+                entries=len(self._entries),
+                bytes=self._bytes,
+                budget=self._budget,
+                hits=self._hits,
+                misses=self._misses,
+                tokens=self._tokens,
+                evicted=self._evicted,
+                refused=self._refused,
+            )
+
+    def _drop(self, key: bytes) -> None:
+        if (snapshot := self._entries.pop(key, None)) is not None:
+            self._bytes -= _entry_bytes(snapshot.length, snapshot)
+
+
+def snapshot_bytes(snapshot: Snapshot) -> int:
+    """Bytes of a snapshot's arrays."""
+    return sum(array.nbytes for array in snapshot.arrays.values())
+
+
+def _key(tokens: Sequence[int]) -> bytes:
+    """Token ids as int64: one sequence begins with another exactly when its bytes do."""
+    return np.asarray(tokens, dtype=np.int64).tobytes()
+
+
+def _entry_bytes(length: int, snapshot: Snapshot) -> int:
+    return 8 * length + snapshot_bytes(snapshot)

@@ -1,1 +1,0 @@
-"""The op set and the Program: what a forward pass is, independent of any backend."""

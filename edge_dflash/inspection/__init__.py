@@ -1,1 +1,0 @@
-"""Bytes per cycle, memory and speed limits of a pair on a board, by arithmetic."""

@@ -1,0 +1,199 @@
+"""Writing a Program: a model file calls these methods in the order of its equations.
+
+The builder names tensors, collects the weights and states an architecture needs, and checks column counts while it
+goes, so that a wrong model file fails here and not in a kernel.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from edge_dflash.model.ops import (
+    Add,
+    Attend,
+    Concat,
+    Embed,
+    GatedDelta,
+    KvAppend,
+    Linear,
+    Op,
+    RmsNorm,
+    SelectRows,
+    SwiGlu,
+)
+from edge_dflash.model.program import DeltaState, KvState, Program, State, WeightKind, WeightSpec
+from edge_dflash.model.specs import AttentionSpec, GatedDeltaSpec
+
+
+class GraphBuilder:
+    """Collects the ops of one pass. Methods return the name of the tensor they produce."""
+
+    def __init__(self, name: str, *, commits: bool) -> None:
+        self._name = name
+        self._commits = commits
+        self._ops: list[Op] = []
+        self._columns: dict[str, int] = {"ids": 1}
+        self._weights: dict[str, WeightSpec] = {}
+        self._states: dict[str, State] = {}
+
+    def program(self, **outputs: str) -> Program:
+        """Finish. ``outputs`` maps roles to tensor names."""
+        return Program(self._name, tuple(self._ops), self._weights, self._states, outputs, self._commits)
+
+    def columns(self, tensor: str) -> int:
+        """Columns of a tensor made earlier."""
+        return self._columns[tensor]
+
+    def embed(self, ids: str, weight: str, vocab: int, hidden: int, out: str) -> str:
+        """Rows of the embedding matrix."""
+        self._weight(weight, (vocab, hidden), "embedding", "embedding")
+        return self._emit(Embed(inputs=(ids,), output=out, weight=weight), hidden)
+
+    def linear(self, x: str, weight: str, columns: int, module: str, out: str) -> str:
+        """Linear layer of ``columns`` outputs; ``module`` is its class in recipes."""
+        self._weight(weight, (columns, self._columns[x]), "linear", module)
+        return self._emit(Linear(inputs=(x,), output=out, weight=weight), columns)
+
+    def rms_norm(self, x: str, weight: str, eps: float, out: str, *, plus_one: bool) -> str:
+        """RMS norm over the columns."""
+        self._weight(weight, (self._columns[x],), "vector", "norm")
+        op = RmsNorm(inputs=(x,), output=out, weight=weight, eps=eps, plus_one=plus_one)
+        return self._emit(op, self._columns[x])
+
+    def add(self, a: str, b: str, out: str) -> str:
+        """Residual sum."""
+        self._same(a, b)
+        return self._emit(Add(inputs=(a, b), output=out), self._columns[a])
+
+    def swiglu(self, gate: str, up: str, out: str) -> str:
+        """silu(gate) * up."""
+        self._same(gate, up)
+        return self._emit(SwiGlu(inputs=(gate, up), output=out), self._columns[gate])
+
+    def concat(self, tensors: tuple[str, ...], out: str) -> str:
+        """Concatenate columns in the order given."""
+        return self._emit(Concat(inputs=tensors, output=out), sum(self._columns[t] for t in tensors))
+
+    def select_rows(self, x: str, which: Literal["last", "drafts"], out: str) -> str:
+        """Keep the last row, or all rows but the first."""
+        return self._emit(SelectRows(inputs=(x,), output=out, which=which), self._columns[x])
+
+    def attend(
+        self,
+        q: str,
+        k: str,
+        v: str,
+        prefix: str,
+        spec: AttentionSpec,
+        eps: float,
+        out: str,
+        *,
+        plus_one: bool,
+        bidirectional: bool = False,
+        window: int | None = None,
+    ) -> str:
+        """Attention of the layer ``prefix`` (for example ``target.layers.3``) over its KV state."""
+        q_norm, k_norm = (f"{prefix}.self_attn.{n}_norm" for n in "qk")
+        state = self._kv_state(prefix, spec)
+        for norm in (q_norm, k_norm):
+            self._weight(norm, (spec.head_dim,), "vector", "norm")
+        self._expect(q, spec.heads * spec.head_dim * (2 if spec.gated else 1))
+        self._expect(k, spec.kv_heads * spec.head_dim)
+        self._same(k, v)
+        op = Attend(
+            inputs=(q, k, v),
+            output=out,
+            state=state,
+            q_norm=q_norm,
+            k_norm=k_norm,
+            eps=eps,
+            plus_one=plus_one,
+            rope=spec.rope,
+            heads=spec.heads,
+            kv_heads=spec.kv_heads,
+            head_dim=spec.head_dim,
+            gated=spec.gated,
+            bidirectional=bidirectional,
+            window=window,
+        )
+        return self._emit(op, spec.heads * spec.head_dim)
+
+    def kv_append(self, k: str, v: str, prefix: str, spec: AttentionSpec, eps: float, out: str) -> str:
+        """Store context K/V of the drafter layer ``prefix``."""
+        k_norm = f"{prefix}.self_attn.k_norm"
+        self._weight(k_norm, (spec.head_dim,), "vector", "norm")
+        self._expect(k, spec.kv_heads * spec.head_dim)
+        self._same(k, v)
+        op = KvAppend(
+            inputs=(k, v),
+            output=out,
+            state=self._kv_state(prefix, spec),
+            k_norm=k_norm,
+            eps=eps,
+            plus_one=False,
+            rope=spec.rope,
+            kv_heads=spec.kv_heads,
+            head_dim=spec.head_dim,
+        )
+        return self._emit(op, 0)
+
+    def gated_delta(
+        self, qkv: str, z: str, a: str, b: str, prefix: str, spec: GatedDeltaSpec, eps: float, out: str
+    ) -> str:
+        """Gated delta rule of the layer ``prefix``."""
+        name = f"{prefix}.linear_attn"
+        width = spec.value_heads * spec.value_dim
+        self._expect(qkv, spec.conv_channels)
+        self._expect(z, width)
+        self._expect(a, spec.value_heads)
+        self._expect(b, spec.value_heads)
+        self._weight(f"{name}.conv1d", (spec.conv_channels, 1, spec.conv_kernel), "conv", "conv")
+        self._weight(f"{name}.A_log", (spec.value_heads,), "vector", "norm")
+        self._weight(f"{name}.dt_bias", (spec.value_heads,), "vector", "norm")
+        self._weight(f"{name}.norm", (spec.value_dim,), "vector", "norm")
+        state = f"{prefix}.delta"
+        self._states[state] = DeltaState(
+            spec.value_heads, spec.key_dim, spec.value_dim, spec.conv_channels, spec.conv_kernel
+        )
+        op = GatedDelta(
+            inputs=(qkv, z, a, b),
+            output=out,
+            state=state,
+            conv=f"{name}.conv1d",
+            a_log=f"{name}.A_log",
+            dt_bias=f"{name}.dt_bias",
+            norm=f"{name}.norm",
+            eps=eps,
+            key_heads=spec.key_heads,
+            value_heads=spec.value_heads,
+            key_dim=spec.key_dim,
+            value_dim=spec.value_dim,
+            conv_kernel=spec.conv_kernel,
+        )
+        return self._emit(op, width)
+
+    def _emit(self, op: Op, columns: int) -> str:
+        for tensor in op.inputs:
+            if tensor not in self._columns:
+                raise ValueError(f"{self._name}: {type(op).__name__} reads {tensor!r}, which no earlier op produced")
+        if op.output in self._columns:
+            raise ValueError(f"{self._name}: tensor {op.output!r} is produced twice")
+        self._ops.append(op)
+        self._columns[op.output] = columns
+        return op.output
+
+    def _weight(self, name: str, shape: tuple[int, ...], kind: WeightKind, module: str) -> None:
+        spec = WeightSpec(shape, kind, module)
+        if self._weights.setdefault(name, spec).shape != shape:
+            raise ValueError(f"{self._name}: weight {name} is used as {self._weights[name].shape} and as {shape}")
+
+    def _kv_state(self, prefix: str, spec: AttentionSpec) -> str:
+        self._states[f"{prefix}.kv"] = KvState(spec.kv_heads, spec.head_dim)
+        return f"{prefix}.kv"
+
+    def _expect(self, tensor: str, columns: int) -> None:
+        if self._columns[tensor] != columns:
+            raise ValueError(f"{self._name}: {tensor} has {self._columns[tensor]} columns, {columns} wanted")
+
+    def _same(self, a: str, b: str) -> None:
+        self._expect(b, self._columns[a])

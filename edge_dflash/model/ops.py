@@ -1,0 +1,176 @@
+"""The op set: what a backend has to be able to do, and nothing about how.
+
+Every tensor is ``[rows, columns]``; ``rows`` (tokens in this pass) is the only free dimension. An op names its input
+tensors, its output tensor, its weights and, for state ops, the state it touches. Row r of a pass is the token at
+absolute position ``length + r``, where ``length`` is the number of committed rows, kept by the backend.
+
+Dense ops are pure and row-wise. State ops read and write memory that outlives the pass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from edge_dflash.model.specs import RopeSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Op:
+    """Base of all ops."""
+
+    inputs: tuple[str, ...]
+    output: str
+
+    @property
+    def weights(self) -> tuple[str, ...]:
+        """Canonical names of the weights this op reads."""
+        return ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenseOp(Op):
+    """Pure and row-wise: output row r depends on input row r alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateOp(Op):
+    """Reads or writes memory that outlives the pass."""
+
+    state: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Embed(DenseOp):
+    """ids [rows] -> rows of ``weight`` [V, H]."""
+
+    weight: str
+
+    @property
+    def weights(self) -> tuple[str, ...]:
+        """See :class:`Op`."""
+        return (self.weight,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Linear(DenseOp):
+    """y = x W^T; ``weight`` [N, K] is BF16, FP8 or NVFP4. FP32 accumulation, one rounding of the output.
+
+    The output head is no exception: logits are BF16 when activations are, so ties occur and the lowest id wins.
+    """
+
+    weight: str
+
+    @property
+    def weights(self) -> tuple[str, ...]:
+        """See :class:`Op`."""
+        return (self.weight,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RmsNorm(DenseOp):
+    """y = w' x / sqrt(mean(x^2) + eps), in FP32 with one rounding; w' = w, or 1 + w when ``plus_one``."""
+
+    weight: str
+    eps: float
+    plus_one: bool
+
+    @property
+    def weights(self) -> tuple[str, ...]:
+        """See :class:`Op`."""
+        return (self.weight,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Add(DenseOp):
+    """y = a + b (residual)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwiGlu(DenseOp):
+    """y = silu(gate) * up; inputs (gate, up)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Concat(DenseOp):
+    """Concatenation along columns, in the order of ``inputs`` (taps)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelectRows(DenseOp):
+    """``last``: the last valid row only (prefill logits). ``drafts``: every row but row 0 (invariant I4)."""
+
+    which: Literal["last", "drafts"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class KvAppend(StateOp):
+    """Inputs (k, v) [rows, Hkv*D]: k-norm, RoPE at the rows' own positions, store K and V in ``state``.
+
+    The output is an empty marker tensor: the op is run for its effect.
+    """
+
+    k_norm: str
+    eps: float
+    plus_one: bool
+    rope: RopeSpec
+    kv_heads: int
+    head_dim: int
+
+    @property
+    def weights(self) -> tuple[str, ...]:
+        """See :class:`Op`."""
+        return (self.k_norm,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attend(StateOp):
+    """Inputs (q, k, v): QK-norm, RoPE, append K/V to ``state``, attention over all stored rows, output gate.
+
+    q is [rows, Hq*D], or [rows, Hq*2*D] with query and gate interleaved per head when ``gated``. The row at position
+    p sees key position j iff j is committed or in the block, and (``bidirectional`` or j <= p), and, with a
+    ``window`` S, p - S < j and (causal or j < p + S). Output [rows, Hq*D]. Scale 1/sqrt(D), softmax in FP32. K and V
+    are read back as stored, so a row sees what a later pass will see (invariant I5).
+    """
+
+    q_norm: str
+    k_norm: str
+    eps: float
+    plus_one: bool
+    rope: RopeSpec
+    heads: int
+    kv_heads: int
+    head_dim: int
+    gated: bool
+    bidirectional: bool
+    window: int | None
+
+    @property
+    def weights(self) -> tuple[str, ...]:
+        """See :class:`Op`."""
+        return (self.q_norm, self.k_norm)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatedDelta(StateOp):
+    """Inputs (qkv, z, a, b): causal conv + SiLU, L2 norm, gated delta rule, gated RMS norm (plain weight).
+
+    First replays the ``pending`` rows of the tape into S, then runs its own rows without writing S (a pass that
+    commits writes S after its last row instead). Output [rows, Hv*Dv].
+    """
+
+    conv: str  # [C, 1, K]
+    a_log: str  # [Hv]
+    dt_bias: str  # [Hv]
+    norm: str  # [Dv]
+    eps: float
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_kernel: int
+
+    @property
+    def weights(self) -> tuple[str, ...]:
+        """See :class:`Op`."""
+        return (self.conv, self.a_log, self.dt_bias, self.norm)

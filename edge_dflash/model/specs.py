@@ -1,0 +1,137 @@
+"""What a model is, as frozen values: dimensions, rotary embedding, layer kinds, drafter geometry.
+
+These are made from ``config.json`` by :mod:`edge_dflash.model.config` and read by everything after it. They know
+nothing about files, weights or backends. Symbols in brackets are those of the model papers: H hidden size, I
+intermediate size, L layers, Hq/Hkv query/key-value heads, D head dim, V vocabulary, B block size.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+MAX_LAYERS = 1024  # of a model: deeper ones are not known, and all work on a model grows with its layers
+MAX_BLOCK = 512  # rows of a block
+
+LayerType = Literal["full_attention", "linear_attention"]
+
+
+@dataclass(frozen=True)
+class YarnScaling:
+    """YaRN context extension: inverse frequencies are blended and cos/sin multiplied by ``attention_factor``."""
+
+    factor: float
+    original_max_position_embeddings: int
+    attention_factor: float | None = None  # None: 0.1 * ln(factor) + 1
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+
+    def ramp(self, theta: float, dims: int) -> tuple[int, int]:
+        """Pairs of ``dims`` rotated dimensions between which the blend rises from 0 to 1; ``theta`` is above 1."""
+
+        def dimension(rotations: float) -> float:
+            span = self.original_max_position_embeddings / (rotations * 2 * math.pi)
+            return dims * math.log(span) / (2 * math.log(theta))
+
+        low = max(math.floor(dimension(self.beta_fast)), 0)
+        return low, min(math.ceil(dimension(self.beta_slow)), dims - 1)
+
+
+@dataclass(frozen=True)
+class RopeSpec:
+    """Rotary embedding over the first ``dims`` of each head, halves convention: pairs (j, j + dims/2)."""
+
+    theta: float
+    dims: int
+    scaling: YarnScaling | None = None
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """Softmax attention of one model: every attention layer has the same geometry."""
+
+    heads: int  # Hq
+    kv_heads: int  # Hkv
+    head_dim: int  # D
+    rope: RopeSpec
+    gated: bool  # Qwen3.5: q_proj yields [query | gate] per head; output is multiplied by sigmoid(gate)
+
+
+@dataclass(frozen=True)
+class GatedDeltaSpec:
+    """Gated DeltaNet layer: value head j reads key head j // (value_heads // key_heads)."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_kernel: int
+
+    @property
+    def conv_channels(self) -> int:
+        """Channels of the causal convolution: query, key and value, each head-major."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+
+@dataclass(frozen=True)
+class TargetSpec:
+    """A target language model (text part)."""
+
+    architecture: Literal["qwen3", "qwen3_5"]
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    rms_norm_eps: float
+    attention: AttentionSpec
+    gated_delta: GatedDeltaSpec | None  # None when no layer is "linear_attention"
+    layer_types: tuple[LayerType, ...]
+    tied: bool  # lm_head shares the embedding matrix
+    max_position_embeddings: int
+    eos_token_ids: tuple[int, ...]  # from config.json and generation_config.json, may be empty
+
+    @property
+    def num_layers(self) -> int:
+        """L, the number of decoder layers."""
+        return len(self.layer_types)
+
+
+@dataclass(frozen=True)
+class DrafterLayerMask:
+    """What a block row of one drafter layer may see besides the committed context.
+
+    ``bidirectional``: rows of the block see each other in both directions; otherwise the row sees positions up to its
+    own. ``window`` S: only keys with abs(q - k) < S (bidirectional) or 0 <= q - k < S (causal) are seen; None: all.
+    """
+
+    bidirectional: bool
+    window: int | None
+
+
+@dataclass(frozen=True)
+class DrafterSpec:
+    """A DFlash block-diffusion drafter. Embedding and lm_head are the target's."""
+
+    block_size: int  # B: one anchor and B - 1 drafts
+    mask_token_id: int
+    target_layer_ids: tuple[int, ...]  # taps, in concatenation order; id i is the output of target layer i
+    num_target_layers: int
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    rms_norm_eps: float
+    attention: AttentionSpec  # gated is False
+    layers: tuple[DrafterLayerMask, ...]
+
+    @property
+    def num_layers(self) -> int:
+        """Number of drafter layers."""
+        return len(self.layers)
+
+
+@dataclass(frozen=True)
+class PairSpec:
+    """A target and its drafter, checked to belong together."""
+
+    target: TargetSpec
+    drafter: DrafterSpec

@@ -1,5 +1,0 @@
-"""Model architectures, each written once as a Program."""
-
-from edge_dflash.models.pair import pair_programs
-
-__all__ = ["pair_programs"]

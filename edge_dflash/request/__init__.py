@@ -1,1 +1,0 @@
-"""How a request becomes a job on the engine, and its tokens an answer."""

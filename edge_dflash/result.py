@@ -1,0 +1,93 @@
+"""What a request gives: the plan, its parts as they become final, its timings. Values only."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from edge_dflash.decode.accept import FinishReason
+from edge_dflash.decode.logprobs import TokenLogprob
+from edge_dflash.text.tool_calls import MalformedToolCall, ToolCall
+
+
+@dataclass(frozen=True)
+class PlanTimings:
+    """Wall-clock seconds of one request."""
+
+    queue_seconds: float  # from the call to the start on the engine
+    prefill_seconds: float  # the prompt's pass and the choice of the first token
+    first_token_seconds: float  # from the call to the first token, queue and text handling included; 0 without one
+    decode_seconds: float  # from the first token to the end
+    total_seconds: float  # from the call to the end
+
+    def rate(self, tokens: int) -> float:
+        """Tokens a second after the first token; 0 when there is only one."""
+        return (tokens - 1) / self.decode_seconds if tokens > 1 and self.decode_seconds > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A finished request."""
+
+    object: Any  # the answer's JSON: of a schema, whenever it ended by itself; else an object, or None if it is none
+    text: str | None  # the answer, without thinking and special tokens; None when the bundle has no tokenizer
+    thinking: str
+    tool_calls: tuple[ToolCall, ...]
+    malformed: tuple[MalformedToolCall, ...]  # tool calls that cannot be run
+    tokens: tuple[int, ...]  # all of them, thinking too; a stop token, if one ended the plan, is the last
+    finish_reason: FinishReason  # stop (a stop token or text), length, context, deadline or cancelled
+    prompt_tokens: int
+    reused_tokens: int  # of the prompt, not computed again: the session's own or a known prefix
+    accept_lengths: tuple[int, ...]  # tokens committed by each verify, bonus token included
+    accept_length: float  # their mean; 0 when no verify was needed
+    timings: PlanTimings
+    speculative: bool  # False: plain decoding was asked for, one token a verify
+    lossy: bool  # whether acceptance was relaxed anywhere, whatever came of it: then speed may have changed the tokens
+    relaxed_tokens: int  # tokens that the target itself would not have chosen; 0 unless lossy
+    logprobs: tuple[TokenLogprob, ...] = ()  # of each of the tokens, if they were asked for
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Decoding speed, without the prompt."""
+        return self.timings.rate(len(self.tokens))
+
+
+@dataclass(frozen=True)
+class Increment:
+    """What became final together in a stream: the tokens of one commit, and the text that is certain with them."""
+
+    text: str | None  # of the answer; may be "" while a character is incomplete; None without a tokenizer
+    tokens: tuple[int, ...]
+    thinking: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()  # of the tokens, if they were asked for
+
+
+def json_object(text: str) -> dict[str, Any] | None:
+    """The JSON object that ``text`` is, after a closed thinking span and inside an optional code fence; else None."""
+    body = text.rpartition("</think>")[2].strip()
+    if body.startswith("```") and body.endswith("```"):
+        body = body[3:-3].removeprefix("json").strip()
+    value = json_value(body)
+    return value if isinstance(value, dict) else None
+
+
+def json_value(text: str) -> Any:
+    """The JSON value that ``text`` is, or None. NaN, Infinity and numbers beyond a float's range are not JSON."""
+    try:
+        return json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is too large")
+    return value

@@ -1,0 +1,1 @@
+"""One worker that owns the engine: its queue, its requests, their answers."""

@@ -1,0 +1,192 @@
+"""A conversation with the planner: messages for people, tokens for the engine, and the state that both stand for.
+
+A turn that committed tokens is part of the conversation, however it ended: cancelled, at its deadline, or by an error,
+the text that was committed stays as the partial answer. A turn that committed none leaves no trace.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Unpack
+
+from edge_dflash.decode.loop import Step
+from edge_dflash.decode.options import Options, PlanOptions, Task
+from edge_dflash.decode.saved import load_session, save_session
+from edge_dflash.decode.session import Session, SessionManager
+from edge_dflash.errors import RequestError
+from edge_dflash.result import Plan
+from edge_dflash.runner.conversation import Encoder, Prompt, as_message, as_said, next_turn
+from edge_dflash.runner.engine import Engine
+from edge_dflash.runner.job import Job
+from edge_dflash.runner.prepare import Model, prepare
+from edge_dflash.runner.stream import AsyncPlanStream, PlanStream
+from edge_dflash.runner.ticket import Ticket
+from edge_dflash.text.chat import Answer
+from edge_dflash.text.tokenizer import Message
+
+if TYPE_CHECKING:
+    from edge_dflash.planner import Planner
+
+
+class PlannerSession:
+    """One conversation; its turns come one after another. Made by ``Planner.session``; used from any thread."""
+
+    def __init__(
+        self, planner: Planner, engine: Engine, model: Model, encoder: Encoder, system: str | None = None
+    ) -> None:
+        self._planner = planner
+        self._engine = engine
+        self._model = model
+        self._encoder = encoder
+        self._lock = threading.Lock()
+        self._messages: list[Message] = [{"role": "system", "content": system}] if system is not None else []
+        self._state: Session | None = None  # from the first turn on
+        self._tools: str = ""  # that the conversation began with, as JSON
+        self._thinking = False  # the last answer was cut inside a thinking span
+        self._turn: tuple[Job, Ticket[Step, Plan]] | None = None  # the newest; its stream may be dropped
+        self._closed = False
+
+    def __enter__(self) -> PlannerSession:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """The conversation in OpenAI form, up to the last turn that ended."""
+        return tuple(self._messages)
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """All its tokens, up to the last commit."""
+        return self._state.tokens if self._state is not None else ()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a turn waits or runs, and was not cancelled: another one would be refused."""
+        return self._turn is not None and not (self._turn[1].done or self._turn[0].cancelled)
+
+    def plan(self, task: Task, **options: Unpack[PlanOptions]) -> Plan:
+        """Answer the next turn; see ``Planner.stream``. A turn that is still running is refused a successor."""
+        return self._planner.plan(task, session=self, **options)
+
+    def stream(self, task: Task, **options: Unpack[PlanOptions]) -> PlanStream:
+        """Increments of the next turn; see ``Planner.stream``."""
+        return self._planner.stream(task, session=self, **options)
+
+    async def aplan(self, task: Task, **options: Unpack[PlanOptions]) -> Plan:
+        """:meth:`plan` for asyncio."""
+        return await self._planner.aplan(task, session=self, **options)
+
+    def astream(self, task: Task, **options: Unpack[PlanOptions]) -> AsyncPlanStream:
+        """:meth:`stream` for asyncio."""
+        return self._planner.astream(task, session=self, **options)
+
+    def fork(self) -> PlannerSession:
+        """Another conversation that goes on from here, without computing anything again."""
+        with self._lock:
+            self._wait_for_turn()
+            other = PlannerSession(self._planner, self._engine, self._model, self._encoder)
+            other._messages, other._tools, other._thinking = list(self._messages), self._tools, self._thinking
+            if self._state is not None:
+                other._state = self._engine.work(self._state.fork_steps)
+            return other
+
+    def save(self, path: Path | str) -> int:
+        """Write the conversation with its state to a file, whole or not at all; returns its bytes.
+
+        Only its owner may read it, and only the bundle that made it can load it. Raises StorageError when it cannot be
+        written.
+        """
+        with self._lock:
+            self._wait_for_turn()
+            if self._state is None:
+                raise RequestError("the session has no turn yet, there is nothing to save; save it after the first")
+            note = {"messages": self._messages, "tools": self._tools, "thinking": self._thinking}
+            state = self._engine.work(self._state.state_steps)
+            return save_session(path, replace(state, note=json.dumps(note, default=dict)))
+
+    def close(self) -> None:
+        """Cancel its turn and give its memory back. Closing twice does no harm."""
+        with self._lock:
+            if self._turn is not None:
+                job, ticket = self._turn
+                job.cancelled = True
+                ticket.cancel()
+                ticket.exception()
+            self._closed = True
+            if self._state is not None:
+                self._state.close()
+
+    @classmethod
+    def _load(
+        cls, planner: Planner, engine: Engine, model: Model, encoder: Encoder, path: Path | str
+    ) -> PlannerSession:
+        state = load_session(path, engine.manager.fingerprint)
+        session = cls(planner, engine, model, encoder)
+        try:
+            note = json.loads(state.note)
+            session._messages, session._tools = list(note["messages"]), str(note["tools"])
+            session._thinking = bool(note["thinking"])
+        except (ValueError, KeyError, TypeError):
+            raise RequestError(f"{path} holds no conversation of a planner; give a file that save() wrote") from None
+        session._state = engine.call(lambda: engine.manager.adopt(state))
+        return session
+
+    def _stream(self, engine: Engine, task: Task, options: Options, began: float) -> PlanStream:
+        if engine is not self._engine:
+            raise RequestError("the session belongs to another planner; use the one that made it")
+        with self._lock:
+            self._wait_for_turn()
+            said, tools = as_said(self._model, task), json.dumps(options.tools or [], default=dict)
+            prompt = self._prompt(task, said, options, tools)
+            request = prepare(self._model, options, prompt.ids, began, (prompt.shared,))
+            self._turn = engine.submit(request, _Turn(self, said, tools))
+            return PlanStream(*self._turn, owner=self._planner)
+
+    def _prompt(self, task: Task, said: Sequence[Message], options: Options, tools: str) -> Prompt:
+        """The whole conversation with one more turn, its end as it was generated if that can be."""
+        if self._state is not None and self._state.tokens and tools == self._tools:
+            ids = next_turn(self._model, self._state.tokens, self._messages, task, options, thinking=self._thinking)
+            if ids is not None:
+                return Prompt(ids)
+        if not self._messages:
+            return self._encoder.prompt(task, options)
+        return self._encoder.prompt([*self._messages, *said], options)
+
+    def _wait_for_turn(self) -> None:
+        """Wait for a cancelled turn to let go. Raises RequestError while another one runs, or when closed."""
+        if self._closed:
+            raise RequestError("the session is closed; open a new one")
+        if self._turn is None:
+            return
+        job, ticket = self._turn
+        if not (ticket.done or job.cancelled):
+            raise RequestError("a turn of this session is still running; wait for its end, or cancel it")
+        ticket.exception()
+
+
+class _Turn:
+    """The place of a turn: its session, which takes it over when it has ended."""
+
+    def __init__(self, session: PlannerSession, said: Sequence[Message], tools: str) -> None:
+        self._session = session
+        self._said = said
+        self._tools = tools
+
+    def open(self, manager: SessionManager) -> Session:
+        session = self._session
+        if session._state is None:
+            session._state = manager.open()
+        return session._state
+
+    def settle(self, state: Session, answer: Answer, *, committed: bool, thinking: bool) -> None:
+        session = self._session
+        if committed:
+            session._messages = [*session._messages, *self._said, as_message(answer)]
+            session._tools, session._thinking = self._tools, thinking

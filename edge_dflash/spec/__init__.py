@@ -1,1 +1,0 @@
-"""The speculative loop and its rules."""

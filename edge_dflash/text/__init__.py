@@ -1,0 +1,1 @@
+"""Text on both sides of the tokens: templates, tokenizer, answers taken apart, tool calls."""

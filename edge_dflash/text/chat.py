@@ -1,0 +1,275 @@
+"""What a chat model answered, taken apart: thinking, content and tool calls, whole or as the tokens come.
+
+Spans are found by the ids of the tokens that open and close them, never by text: an answer may quote ``<think>``. Knows
+the tokenizer and the ids of the prompt; knows nothing of how tokens are made.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from edge_dflash.errors import RequestError
+from edge_dflash.text.tokenizer import Detokenizer, Message, Tokenizer
+from edge_dflash.text.tool_calls import MalformedToolCall, Tool, ToolCall, parse_tool_call
+
+
+@dataclass(frozen=True)
+class Markers:
+    """Ids of the tokens that bound spans; None when the tokenizer has no such token."""
+
+    think: int | None
+    end_think: int | None
+    tool_call: int | None
+    end_tool_call: int | None
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> Markers:
+        """Look the Qwen family's markers up."""
+        return cls(*(tokenizer.control_id(name) for name in ("<think>", "</think>", "<tool_call>", "</tool_call>")))
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer, or a piece of one: pieces joined with ``+`` give the whole."""
+
+    thinking: str = ""
+    content: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    malformed: tuple[MalformedToolCall, ...] = ()  # calls that cannot be run; none is dropped
+
+    def __add__(self, other: Answer) -> Answer:
+        return Answer(
+            self.thinking + other.thinking,
+            self.content + other.content,
+            self.tool_calls + other.tool_calls,
+            self.malformed + other.malformed,
+        )
+
+
+def thinking_is_open(prompt: Sequence[int], tokenizer: Tokenizer) -> bool:
+    """Whether the prompt leaves the model inside a thinking span.
+
+    It does when the last marker of the prompt opens one and only blanks follow it. A template that answers without
+    thinking writes an empty span, whose last marker closes; a ``<think>`` inside a message is followed by text.
+    """
+    markers = Markers.of(tokenizer)
+    for index in range(len(prompt) - 1, -1, -1):
+        if prompt[index] == markers.think:
+            return not tokenizer.decode(prompt[index + 1 :]).strip()
+        if prompt[index] == markers.end_think:
+            return False
+    return False
+
+
+def encode_conversation(
+    tokenizer: Tokenizer, messages: Sequence[Message], *, tools: Sequence[Tool] | None = None, **variables: object
+) -> tuple[int, ...]:
+    """Ids of :func:`render_conversation`."""
+    return tokenizer.encode_pieces(render_conversation(tokenizer, messages, tools=tools, **variables))
+
+
+def render_conversation(
+    tokenizer: Tokenizer, messages: Sequence[Message], *, tools: Sequence[Tool] | None = None, **variables: object
+) -> list[str]:
+    """A conversation in OpenAI form, up to where the answer begins: text, control token, text, ..., text.
+
+    ``tools`` are handed to the chat template; so are ``variables`` (``enable_thinking``). Arguments of earlier tool
+    calls, which OpenAI writes as JSON text, become objects, as templates want them. Raises RequestError when a tool has
+    no name, the template takes no tools, or it refuses the messages.
+    """
+    prepared = [_prepared(message, index) for index, message in enumerate(messages)]
+    if not tools:
+        return tokenizer.render_pieces(prepared, **variables)
+    for index, tool in enumerate(tools):
+        inner = tool.get("function", tool) if isinstance(tool, Mapping) else None
+        if not isinstance(inner, Mapping) or not isinstance(inner.get("name"), str):
+            raise RequestError(
+                f'tool {index} has no name; give {{"type": "function", "function": {{"name": ..., "parameters": ...}}}}'
+            )
+    if tokenizer.template is not None and "tools" not in tokenizer.template.names:
+        raise RequestError("the chat template of this model takes no tools; describe them in a message instead")
+    return tokenizer.render_pieces(prepared, tools=[dict(tool) for tool in tools], **variables)
+
+
+def split_answer(
+    ids: Sequence[int],
+    tokenizer: Tokenizer,
+    prompt: Sequence[int] = (),
+    *,
+    stop_token_ids: Sequence[int] = (),
+    tools: Sequence[Tool] | None = None,
+) -> Answer:
+    """Take a finished answer apart; see :class:`AnswerStream`."""
+    stream = AnswerStream(tokenizer, prompt, stop_token_ids=stop_token_ids, tools=tools)
+    return stream.add(ids) + stream.finish()
+
+
+class AnswerStream:
+    """Takes an answer apart as its tokens come.
+
+    ``prompt`` tells whether the answer begins inside a thinking span. Newlines around the thinking and before a tool
+    call belong to the template and are left out. A tool call comes whole, once it is closed; one that is never closed
+    is reported as malformed by :meth:`finish`. Inside the thinking the markers of tool calls are text.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int] = (),
+        *,
+        stop_token_ids: Sequence[int] = (),
+        tools: Sequence[Tool] | None = None,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._markers = Markers.of(tokenizer)
+        self._stop = frozenset(stop_token_ids)
+        self._special = self._stop.union(vars(self._markers).values())
+        self._tools = tools
+        self._seed = hashlib.sha256(",".join(map(str, prompt)).encode())
+        self._calls = 0
+        self._call: list[int] | None = None  # ids of the tool call that is open
+        self._thinking = thinking_is_open(prompt, tokenizer)
+        self._span = _Span(tokenizer.decode, trim_start=self._thinking)
+
+    @property
+    def thinking(self) -> bool:
+        """Whether the answer stands inside a thinking span."""
+        return self._thinking
+
+    def add(self, ids: Sequence[int]) -> Answer:
+        """Take ids and return what is certain now."""
+        piece, run = Answer(), list[int]()
+        for token in ids:
+            if token in self._special:
+                piece += self._words(run) + self._step(token)
+                run = []
+            else:
+                run.append(token)
+        return piece + self._words(run)
+
+    def finish(self) -> Answer:
+        """Return what is left when no more tokens come."""
+        if self._call is not None:
+            text = self._tokenizer.decode(self._call)
+            self._call = None
+            return Answer(malformed=(MalformedToolCall(text, "the answer ended inside the call"),))
+        return self._text(self._span.end(keep_newlines=not self._thinking))
+
+    def _words(self, tokens: Sequence[int]) -> Answer:
+        """Tokens that are no markers, at once: a decoder's call costs more than a token."""
+        if self._call is not None:
+            self._call.extend(tokens)
+            return Answer()
+        return self._text(self._span.add(tokens)) if tokens else Answer()
+
+    def _step(self, token: int) -> Answer:
+        markers = self._markers
+        if token in self._stop:
+            return Answer()
+        if self._thinking:
+            return self._close_thinking() if token == markers.end_think else self._words([token])
+        if self._call is not None:
+            return self._step_call(token)
+        if token == markers.tool_call:
+            before = self._text(self._span.end(keep_newlines=False))
+            self._call = []
+            return before
+        if token == markers.think:
+            before = self._text(self._span.end(keep_newlines=False))
+            self._thinking = True
+            self._span = _Span(self._tokenizer.decode, trim_start=True)
+            return before
+        if token == markers.end_think:  # closes nothing
+            return Answer()
+        return self._words([token])
+
+    def _close_thinking(self) -> Answer:
+        rest = self._text(self._span.end(keep_newlines=False))
+        self._thinking = False
+        self._span = _Span(self._tokenizer.decode, trim_start=True)
+        return rest
+
+    def _step_call(self, token: int) -> Answer:
+        assert self._call is not None
+        if token not in (self._markers.end_tool_call, self._markers.tool_call):
+            self._call.append(token)
+            return Answer()
+        text = self._tokenizer.decode(self._call)
+        if token == self._markers.tool_call:  # another begins
+            self._call = []
+            return Answer(malformed=(MalformedToolCall(text, "another call begins inside the call"),))
+        self._call = None
+        self._span = _Span(self._tokenizer.decode, trim_start=True)
+        call = parse_tool_call(text, self._call_id(text), self._tools)
+        return Answer(tool_calls=(call,)) if isinstance(call, ToolCall) else Answer(malformed=(call,))
+
+    def _call_id(self, text: str) -> str:
+        """The same plan gives the same ids; calls of other prompts or places have others."""
+        digest = self._seed.copy()
+        digest.update(f"|{self._calls}|{text}".encode())
+        self._calls += 1
+        return f"call_{digest.hexdigest()[:24]}"
+
+    def _text(self, text: str) -> Answer:
+        return Answer(thinking=text) if self._thinking else Answer(content=text)
+
+
+@dataclass
+class _Span:
+    """Text of one span: newlines at its start may be dropped, those at its end are held back until it is known."""
+
+    decode: Callable[[Sequence[int]], str]
+    trim_start: bool
+    held: str = ""
+    detokenizer: Detokenizer = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.detokenizer = Detokenizer(self.decode)
+
+    def add(self, tokens: Sequence[int]) -> str:
+        return self._out(self.detokenizer.add(tokens))
+
+    def end(self, *, keep_newlines: bool) -> str:
+        text = self._out(self.detokenizer.finish())
+        held, self.held = self.held, ""
+        return text + held if keep_newlines and not self.trim_start else text
+
+    def _out(self, text: str) -> str:
+        if self.trim_start:
+            text = text.lstrip("\n")
+            self.trim_start = not text
+        text = self.held + text
+        certain = text.rstrip("\n")
+        self.held = text[len(certain) :]
+        return certain
+
+
+def _prepared(message: Message, index: int) -> Message:
+    """A message as templates want it: ``content`` is there, and arguments of tool calls are objects."""
+    calls = message.get("tool_calls") if isinstance(message, Mapping) else None
+    if not calls:
+        return message
+    if not isinstance(calls, Sequence) or isinstance(calls, str):
+        raise RequestError(f"tool_calls of message {index} is of type {type(calls).__name__}; give a list")
+    return {**message, "content": message.get("content") or "", "tool_calls": [_with_object(c, index) for c in calls]}
+
+
+def _with_object(call: object, index: int) -> dict[str, Any]:
+    inner = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(call, Mapping) or not isinstance(inner, Mapping) or not isinstance(inner.get("name"), str):
+        raise RequestError(f"a tool call of message {index} has no function with a name; give the call as it came")
+    arguments = inner.get("arguments", {})
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError) as error:
+            raise RequestError(f"arguments of a tool call of message {index} are no JSON: {error}") from None
+    if not isinstance(arguments, Mapping):
+        kind = type(arguments).__name__
+        raise RequestError(f"arguments of a tool call of message {index} are of type {kind}; give an object")
+    function = {**inner, "arguments": arguments}
+    return {**call, "function": function} if "function" in call else function

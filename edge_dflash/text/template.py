@@ -1,0 +1,204 @@
+"""Chat templates: messages to the text of a prompt, in which the template's control tokens are told from text.
+
+A template writes the control tokens of its model (``<|im_start|>``) as literals. Those alone are control tokens; the
+same spelling in a message, a tool or an argument is text, wherever it stands and whatever the template puts beside it.
+Templates come with models and are not trusted: another process runs them within bounds of time and memory
+(:mod:`edge_dflash.text.template_process`).
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from edge_dflash.common.interpreter import command
+from edge_dflash.errors import BundleError, RequestError, short
+
+Message = Mapping[str, Any]  # {"role": ..., "content": ...}, passed to the chat template as it is
+
+SOURCE_CHARS = 1 << 20  # of a template
+TEXT_CHARS = 8 << 20  # of a prompt
+CPU_SECONDS = 2.0  # of one render, compiling included
+MEMORY_BYTES = 512 << 20  # address space of the process that renders
+_ROLE = re.compile(r"[A-Za-z0-9_-]+")
+# Noncharacters of Unicode, two by two: marks are made of two that the messages do not hold.
+_MARKS = tuple(chr(code) + chr(code + 1) for code in range(0xFDD0, 0xFDF0, 2))
+_FIRST = 0xF0000  # private use: the second character of a mark says which token it is
+_BOUNDS = f"more than {CPU_SECONDS:g} s or {MEMORY_BYTES >> 20} MiB"
+
+
+class BoundError(RequestError):
+    """A chat template takes more time or memory than it may."""
+
+
+class ChatTemplate:
+    """A Jinja template that turns messages into the prompt text of a model, run in a sandbox.
+
+    The environment is the one that published templates are written for: blocks trimmed, loop controls,
+    ``raise_exception(message)`` and a ``tojson`` that does not escape HTML. ``names`` are the variables that it reads.
+    """
+
+    def __init__(self, source: str, variables: Mapping[str, str], where: str) -> None:
+        """Raise BundleError when it is no valid Jinja, or too large."""
+        if len(source) > SOURCE_CHARS:
+            raise BundleError(f"{where}: the chat template has {len(source)} characters, at most {SOURCE_CHARS}")
+        self._definition = {"source": source, "variables": dict(variables)}
+        self._heads: dict[tuple[tuple[str, ...], str], bytes] = {}
+        try:
+            answer = _process.ask(self._head((), _MARKS[0]), b"null\n")
+        except BoundError:
+            raise BundleError(f"{where}: the chat template takes {_BOUNDS} to compile; correct it") from None
+        if "names" not in answer:
+            raise BundleError(f"{where}: the chat template is not valid Jinja ({answer.get('invalid')})")
+        self.names = frozenset(answer["names"])
+
+    def render(self, messages: Sequence[Message], **variables: object) -> str:
+        """The text of :meth:`pieces`."""
+        return "".join(self.pieces((), messages, **variables))
+
+    def pieces(self, controls: Sequence[str], messages: Sequence[Message], /, **variables: object) -> list[str]:
+        """The prompt up to where the model's answer begins: text, control token, text, ..., text.
+
+        ``controls`` are the control tokens' spellings. ``variables`` are extra switches that the template may know
+        (``enable_thinking=False``). An assistant's content may hold its thinking span, which templates take apart: its
+        ends are control tokens as well. Raises RequestError when a message lacks role or content, when the template
+        refuses the messages, and when it takes too long or too much memory (BoundError).
+        """
+        for index, message in enumerate(messages):
+            if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
+                raise RequestError(f'message {index} is {short(message)}; give {{"role": "user", "content": "..."}}')
+            if not _ROLE.fullmatch(message["role"]):
+                raise RequestError(
+                    f"the role of message {index} is {short(message['role'])}; use letters, digits, _ and -"
+                )
+        given = {"messages": list(messages), **variables}
+        body = "{" + ",".join(f"{_json(name)}:{_json(value)}" for name, value in given.items()) + "}"
+        marks = next((pair for pair in _MARKS if not any(rf"\u{ord(char):04x}" in body for char in pair)), None)
+        if marks is None:
+            raise RequestError("the messages hold every noncharacter of U+FDD0 to U+FDEF; remove them")
+        answer = _process.ask(self._head(tuple(controls), marks), body.encode() + b"\n")
+        if "text" not in answer:
+            why = answer.get("refused", answer.get("invalid"))
+            raise RequestError(f"the chat template refuses the messages: {why}")
+        return _unmarked(answer["text"], controls, marks)
+
+    def _head(self, controls: tuple[str, ...], marks: str) -> bytes:
+        """The template as the process takes it."""
+        if (head := self._heads.get((controls, marks))) is None:
+            head = json.dumps({**self._definition, "tokens": controls, "marks": marks}).encode() + b"\n"
+            self._heads[controls, marks] = head
+        return head
+
+
+def mark(index: int, length: int, marks: str) -> str:
+    """What stands for control token ``index``: as long as the token, because templates may cut by its length."""
+    return (marks[0] + chr(_FIRST + index)).ljust(length, marks[1])
+
+
+def _unmarked(text: str, controls: Sequence[str], marks: str) -> list[str]:
+    """Text, control token, text, ..., text."""
+    first, *rest = text.split(marks[0])
+    pieces = [first]
+    for part in rest:
+        name = controls[index] if part and 0 <= (index := ord(part[0]) - _FIRST) < len(controls) else ""
+        if not name or not (marks[0] + part).startswith(mark(index, len(name), marks)):
+            raise RequestError("the chat template cuts a control token in two; correct chat_template.jinja")
+        pieces += (name, part[max(len(name), 2) - 1 :])
+    return pieces
+
+
+class _Process:
+    """The one process that runs templates; started when it is needed, and again after a template ended it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._answered = False
+
+    def ask(self, head: bytes, body: bytes) -> dict[str, Any]:
+        """Its answer. Raises BoundError when the template ended it, or took all of its memory."""
+        with self._lock:
+            process = self._running()
+            assert process.stdin is not None
+            assert process.stdout is not None
+            try:
+                process.stdin.write(head + body)
+                process.stdin.flush()
+                line = process.stdout.readline()
+            except BrokenPipeError:
+                line = b""
+            except BaseException:  # an interrupt: what it answers now belongs to nobody
+                self.stop()
+                raise
+            if not line.endswith(b"\n"):
+                process.wait()
+                self.stop()
+                if process.returncode > 0 and not self._answered:  # Python or Jinja could not be loaded
+                    raise BundleError(f"the process that runs chat templates cannot start ({sys.executable})")
+            else:
+                self._answered = True
+        text = line.decode(errors="surrogatepass") if line.endswith(b"\n") else '{"bound": ""}'
+        answer: dict[str, Any] = json.loads(text)
+        if "bound" in answer:
+            raise BoundError(f"the chat template takes {_BOUNDS} for these messages; give less, or correct it")
+        return answer
+
+    def stop(self) -> None:
+        """End it."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.communicate()
+
+    def forget(self) -> None:
+        """In a fork: it is the parent's."""
+        self._lock = threading.Lock()
+        if self._process is not None:
+            self._process.returncode = 0
+            self._process = None
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self._process is not None and self._process.poll() is None:
+            return self._process
+        self.stop()
+        try:
+            self._process = subprocess.Popen(
+                command("edge_dflash.text.template_process"),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+            )
+        except OSError as error:
+            raise BundleError(f"the process that runs chat templates cannot start ({error.strerror})") from None
+        return self._process
+
+
+_process = _Process()
+atexit.register(_process.stop)
+os.register_at_fork(after_in_child=_process.forget)
+
+
+def _json(value: object) -> str:
+    """A list comes item by item: other threads wait for as long as one call of the encoder takes."""
+    try:
+        if isinstance(value, list):
+            return "[" + ",".join(map(_encoder.encode, value)) + "]"
+        return _encoder.encode(value)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RequestError(f"the messages are no plain JSON values ({error}); give texts, numbers and lists") from None
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"a value is of type {type(value).__name__}")
+
+
+_encoder = json.JSONEncoder(default=_plain)

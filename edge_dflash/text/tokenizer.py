@@ -1,0 +1,271 @@
+"""Text to token ids and back: the tokenizer, the chat template, and text that streams without broken characters.
+
+Reads the Hugging Face files ``tokenizer.json``, ``tokenizer_config.json`` and ``chat_template.jinja`` of a directory.
+Knows nothing of models or of how tokens are made.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as HfTokenizer
+
+from edge_dflash.common.files import is_there, read_text
+from edge_dflash.errors import BundleError, RequestError, one_line, short
+from edge_dflash.text.control_tokens import ControlTokens, encode_all
+from edge_dflash.text.template import BoundError, ChatTemplate, Message
+
+__all__ = ["TOKENIZER_FILES", "ChatTemplate", "Detokenizer", "Message", "Tokenizer", "content_text", "with_text"]
+
+MAX_TOKENIZER = 128 << 20  # bytes of tokenizer.json; the largest published ones have about 35 MB
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
+_REPLACEMENT = "\ufffd"  # what a decoder gives for bytes that are not (yet) a character
+_HARMLESS = (
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Tidy up."},
+    {"role": "assistant", "content": "Done."},
+    {"role": "user", "content": "Thanks."},
+)
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+
+def _byte_characters() -> dict[str, int]:
+    """The byte that each character of a byte-level vocabulary stands for: itself, or those from U+0100 on, in order."""
+    shown = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    hidden = [byte for byte in range(256) if byte not in shown]
+    return {chr(byte): byte for byte in shown} | {chr(0x100 + at): byte for at, byte in enumerate(hidden)}
+
+
+_BYTE_OF = _byte_characters()
+
+
+def content_text(content: object, where: str) -> str | None:
+    """A message's content as one text: a list of ``{"type": "text", "text": ...}`` parts is joined; None stays None.
+
+    Raises RequestError, naming ``where``, for content of another type and for parts that are no text.
+    """
+    if content is None or isinstance(content, str):
+        return content
+    if not isinstance(content, list | tuple):
+        raise RequestError(f"{where} is {short(content)}; give a text, or a list of parts of type text")
+    texts = []
+    for index, part in enumerate(content):
+        text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
+        if not isinstance(text, str):
+            accepted = '{"type": "text", "text": "..."}'
+            raise RequestError(f"{where}[{index}] is {short(part)}; this model reads text only, give parts {accepted}")
+        if unknown := [key for key in part if key not in ("type", "text")]:
+            raise RequestError(f"{where}[{index}].{unknown[0]!s:.60} is unknown here; known are text, type")
+        texts.append(text)
+    return "".join(texts)
+
+
+def with_text(message: Message, index: int) -> Message:
+    """The message with its content as one text; what else is wrong with it is found when it is rendered."""
+    if not isinstance(message, Mapping) or isinstance(message.get("content"), str | None):
+        return message
+    return {**message, "content": content_text(message["content"], f"content of message {index}")}
+
+
+class Tokenizer:
+    """A tokenizer and, when the model has one, its chat template.
+
+    What the spelling of a control token (``<|im_end|>``, ``<think>``) in a text means is the caller's choice:
+    :meth:`encode` reads it, :meth:`encode_text` does not, and in :meth:`encode_chat` only the template can write one.
+    """
+
+    def __init__(self, tokenizer: HfTokenizer, template: ChatTemplate | None, eos: int | None) -> None:
+        self._tokenizer = tokenizer
+        self.template = template
+        self.eos_token_id = eos
+        self._bytes: dict[int, bytes | None] = {}  # of tokens that were asked for
+        self._controls = ControlTokens(tokenizer)
+
+    @classmethod
+    def open(cls, directory: Path) -> Tokenizer:
+        """Read the tokenizer files of ``directory``, and render a conversation with the template if there is one.
+
+        Raises BundleError when a file is missing or malformed, and for a template that takes too much time or memory,
+        or builds its control tokens from parts: they would be text.
+        """
+        path = directory / "tokenizer.json"
+        try:
+            tokenizer = HfTokenizer.from_str(read_text(path, MAX_TOKENIZER))
+        except Exception as error:  # the library raises bare Exception
+            raise BundleError(f"cannot read {path} ({_line(error)}); build the bundle again") from None
+        config = _read_config(directory / "tokenizer_config.json")
+        special = {name: _content(config[name]) for name in _SPECIAL_TOKENS if config.get(name)}
+        eos = tokenizer.token_to_id(special["eos_token"]) if "eos_token" in special else None
+        source = _template_source(directory, config)
+        template = ChatTemplate(source, special, str(directory)) if source is not None else None
+        opened = cls(tokenizer, template, eos)
+        opened._try_template(str(directory))
+        return opened
+
+    @property
+    def size(self) -> int:
+        """Number of ids, added tokens included; a model's vocabulary may be padded beyond it."""
+        return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
+
+    def token(self, token_id: int) -> str | None:
+        """Return the token with this id, or None when there is none."""
+        found = self._tokenizer.id_to_token(token_id)
+        return None if found is None else str(found)
+
+    def token_id(self, token: str) -> int | None:
+        """Return the id of this token, spelled as the vocabulary spells it, or None when there is none."""
+        found = self._tokenizer.token_to_id(token)
+        return None if found is None else int(found)
+
+    def is_ordinary(self, token_id: int) -> bool:
+        """Whether texts are written with this token: it is in the vocabulary, not added to it, and spells something."""
+        if not 0 <= token_id < self.size or token_id in self._tokenizer.get_added_tokens_decoder():
+            return False
+        return bool(self.decode([token_id]))
+
+    def control_id(self, token: str) -> int | None:
+        """Return the id of this control token, or None when there is none: no text becomes it."""
+        return self._controls.id(token)
+
+    def to_json(self) -> str:
+        """Return the text of tokenizer.json."""
+        return str(self._tokenizer.to_str())
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Ids of ``text`` as it is: nothing is added. Control tokens written in it become their ids."""
+        return tuple(encode_all(self._tokenizer, [text])[0])
+
+    def encode_text(self, text: str) -> tuple[int, ...]:
+        """Ids of ``text`` as text: control tokens written in it are spelled out."""
+        return self.encode_pieces([text])
+
+    def encode_pieces(self, pieces: Sequence[str]) -> tuple[int, ...]:
+        """Ids of text, control token, text, ..., text, as :meth:`render_pieces` gives them.
+
+        Raises RequestError for a text that cannot be told from a control token.
+        """
+        return self._controls.encode(pieces)
+
+    def encode_chat(self, messages: Sequence[Message], **variables: object) -> tuple[int, ...]:
+        """Ids of :meth:`render_pieces`."""
+        return self.encode_pieces(self.render_pieces(messages, **variables))
+
+    def render_pieces(self, messages: Sequence[Message], **variables: object) -> list[str]:
+        """A conversation up to where the answer begins: text, control token of the template, text, ..., text.
+
+        Raises RequestError without a chat template.
+        """
+        if self.template is None:
+            raise RequestError("this model has no chat template; give plain text or token ids instead of messages")
+        return self.template.pieces(self._controls.names, messages, **variables)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ``ids``, without special tokens."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """Bytes of one token, which may be a part of a character; a special token's spelling, None without a token."""
+        if token_id not in self._bytes:
+            self._bytes[token_id] = self._bytes_of(token_id)
+        return self._bytes[token_id]
+
+    def _bytes_of(self, token_id: int) -> bytes | None:
+        spelled, text = self.token(token_id), self.decode([token_id])
+        if spelled is None or (text and _REPLACEMENT not in text):
+            return None if spelled is None else text.encode()
+        if all(char in _BYTE_OF for char in spelled):
+            return bytes(_BYTE_OF[char] for char in spelled)
+        return spelled.encode()
+
+    def _try_template(self, where: str) -> None:
+        """Raise BundleError for a template that harmless messages show to be unfit."""
+        for messages in (_HARMLESS, _HARMLESS[1:2]) if self.template is not None else ():
+            try:
+                pieces = self.render_pieces(messages)
+            except BoundError as error:
+                raise BundleError(f"{where}: {error}") from None
+            except RequestError:  # without system messages, for example
+                continue
+            if self.encode("".join(pieces)) != self.encode_pieces(pieces):
+                raise BundleError(
+                    f"{where}: the chat template builds control tokens from parts, so that they cannot be told from "
+                    "text; write them whole in chat_template.jinja"
+                )
+            return
+
+
+class Detokenizer:
+    """Text of a stream of ids, piece by piece, holding back bytes that are not a whole character yet.
+
+    The pieces, with :meth:`finish` at the end, join to what the decoder gives for all ids at once.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        self._decode = decode
+        self._context: list[int] = []  # ids before the pending ones: decoders may treat the first id of a text apart
+        self._pending: list[int] = []  # ids whose text is not all out
+        self._sent = 0  # characters of the pending ids that are out
+
+    def add(self, ids: Sequence[int]) -> str:
+        """Take ids and return the text that is certain now."""
+        self._pending.extend(ids)
+        fresh = self._fresh()
+        certain = fresh.rstrip(_REPLACEMENT)  # more bytes may turn the end into a character
+        piece = certain[self._sent :]
+        if certain == fresh and fresh:
+            self._context, self._pending, self._sent = self._pending, [], 0
+        else:
+            self._sent = max(self._sent, len(certain))
+        return piece
+
+    def finish(self) -> str:
+        """Return what is left: a character that never became whole comes as U+FFFD."""
+        rest = self._fresh()[self._sent :]
+        self._context, self._pending, self._sent = [], [], 0
+        return rest
+
+    def _fresh(self) -> str:
+        """Text of the pending ids."""
+        before = len(self._decode(self._context)) if self._context else 0
+        return self._decode([*self._context, *self._pending])[before:]
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    """tokenizer_config.json as an object; a tokenizer without one is complete."""
+    if not is_there(path):
+        return {}
+    try:
+        config = json.loads(read_text(path))
+    except (OSError, ValueError, RecursionError) as error:
+        raise BundleError(f"cannot read {path} ({_line(error)}); build the bundle again") from None
+    if not isinstance(config, dict):
+        raise BundleError(f"{path} holds {type(config).__name__}, wanted an object; build the bundle again")
+    return config
+
+
+def _template_source(directory: Path, config: Mapping[str, Any]) -> str | None:
+    """The template's text: a file of its own wins over tokenizer_config.json; a list of templates has a default."""
+    path = directory / "chat_template.jinja"
+    if is_there(path):
+        try:
+            return read_text(path)
+        except (OSError, ValueError) as error:
+            raise BundleError(f"cannot read {path} ({_line(error)}); build the bundle again") from None
+    found = config.get("chat_template")
+    if isinstance(found, list):
+        named = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
+        found = named.get("default")
+    return found if isinstance(found, str) else None
+
+
+def _content(token: object) -> str:
+    """A special token is a string or an object with its ``content``."""
+    return str(token.get("content", "")) if isinstance(token, dict) else str(token)
+
+
+def _line(error: BaseException) -> str:
+    return one_line(getattr(error, "strerror", None) or error)  # without the path, which is named beside it

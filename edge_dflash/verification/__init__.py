@@ -1,1 +1,0 @@
-"""Checks of outputs: speculative against plain, and against golden files."""

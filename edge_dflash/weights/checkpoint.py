@@ -1,0 +1,212 @@
+"""A pair of checkpoints as one WeightStore: names mapped, storage recognised, everything checked at open."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from edge_dflash.errors import CheckpointError
+from edge_dflash.model.config import read_target_spec
+from edge_dflash.model.program import WeightSpec
+from edge_dflash.weights.declared import Declared, read_declared
+from edge_dflash.weights.safetensors import TensorFiles, read_json
+from edge_dflash.weights.storage import SUFFIXES, ModuleReader
+from edge_dflash.weights.tensor import Fp8Weight, Nvfp4Weight, Weight
+
+_PREFIXES = ("model.language_model.", "model.", "")
+_SKIPPED = ("model.visual.", "visual.", "mtp.", "model.mtp.")  # vision tower and multi-token-prediction head
+_KV_SCALES = (("self_attn.k_proj.k_scale", "self_attn.k_scale"), ("self_attn.v_proj.v_scale", "self_attn.v_scale"))
+_ROWS = 4096  # of two matrices that are compared at a time
+_SHOWN = 3  # problems of one kind that a message lists
+
+
+class PairCheckpoint:
+    """Weights of a target and a drafter checkpoint by canonical name.
+
+    See :class:`edge_dflash.weights.tensor.WeightStore`. Arrays are views of the mapped files.
+    """
+
+    def __init__(self, parts: Mapping[str, _Part], expected: Mapping[str, WeightSpec]) -> None:
+        self._parts = parts
+        self._expected = expected
+
+    @classmethod
+    def open(cls, target: Path, drafter: Path, expected: Mapping[str, WeightSpec]) -> PairCheckpoint:
+        """Open both directories and compare their tensors with the weights that the pair's Programs need.
+
+        Raises CheckpointError for missing, extra, misshaped or wrongly typed tensors, naming file, tensor, found and
+        wanted. Values are not read but scales, and the head of a tied model whose files have one.
+        """
+        parts = {"target": _Part("target", target), "drafter": _Part("drafter", drafter)}
+        for name, part in parts.items():
+            part.check({n: spec for n, spec in expected.items() if n.startswith(f"{name}.")})
+        return cls(parts, expected)
+
+    def get(self, name: str) -> Weight:
+        """Return a weight. Raises KeyError for an unknown name, CheckpointError for block scales that are no scales."""
+        return self._parts[name.partition(".")[0]].get(name, self._expected[name])
+
+    def kv_scale(self, state: str) -> tuple[float, float]:
+        """FP8 scales (k, v) that the checkpoint carries for a KV state; (1.0, 1.0) when it has none."""
+        return self.stored_kv_scale(state) or (1.0, 1.0)
+
+    def stored_kv_scale(self, state: str) -> tuple[float, float] | None:
+        """FP8 scales (k, v) of a KV state, or None when the checkpoint carries none for it."""
+        return self._parts[state.partition(".")[0]].kv_scale(state)
+
+    def release(self) -> None:
+        """Drop the files' pages from memory and the page cache; the next access reads them again."""
+        for part in self._parts.values():
+            part.tensors.release()
+
+
+class _Part:
+    """One checkpoint directory."""
+
+    def __init__(self, model: Literal["target", "drafter"], directory: Path) -> None:
+        self._model = model
+        self._directory = directory
+        self.tensors = TensorFiles.open(directory)
+        self._reader = ModuleReader(self.tensors)
+        names = self.tensors.names()
+        self._tied = model == "target" and read_target_spec(directory).tied
+        self._untied = model == "target" and not self._tied and _says_untied(directory)
+        self._prefix = next(p for p in _PREFIXES if not p or any(n.startswith(p) for n in names if not _skipped(n)))
+
+    def check(self, expected: Mapping[str, WeightSpec]) -> None:
+        """Compare the tensors with what is expected, and their storage with the configuration."""
+        linears = [self._module(name) for name, spec in expected.items() if spec.kind == "linear"]
+        declared = read_declared(self._directory, linears)
+        if "target.lm_head" in expected and self._is_tied("target.lm_head") and "lm_head.weight" in self.tensors:
+            self._check_copy(f"{self._prefix}embed_tokens.weight", "lm_head.weight")
+        used = {"lm_head.weight"} if "target.lm_head" in expected else set()
+        missing: list[str] = []
+        problems: list[str] = []
+        for name, spec in expected.items():
+            tensors = self._tensors_of(name, spec)
+            used |= tensors
+            if not tensors:
+                missing.append(self._module(name) + ("" if _bare(name) else ".weight"))
+                continue
+            try:
+                self._check_storage(name, spec, declared)
+            except CheckpointError as error:
+                problems.append(str(error))
+        if missing:
+            raise CheckpointError(
+                f"{self._directory} lacks {len(missing)} tensors of the {self._model}, the first is "
+                f"{', then '.join(missing[:_SHOWN])}; the checkpoint is incomplete or of another model"
+            )
+        if problems:
+            more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+            raise CheckpointError("; ".join(problems[:_SHOWN]) + more)
+        used |= self._kv_scale_tensors(expected)
+        extra = [n for n in self.tensors.names() if n not in used and not _skipped(n)]
+        if extra:
+            raise CheckpointError(
+                f"{self.tensors.entry(extra[0]).file}: tensor {', '.join(extra[:_SHOWN])} ({len(extra)} such) is not "
+                f"part of the {self._model} that config.json describes; the checkpoint is of another model"
+            )
+
+    def _check_copy(self, embedding: str, head: str) -> None:
+        """A head that config.json ties may be in the files too, as a copy of the embedding."""
+        if embedding in self.tensors:
+            (one, matrix), (other, copy) = (self.tensors.array(name) for name in (embedding, head))
+            parts = range(0, max(len(matrix), 1), _ROWS)
+            equal = one == other and matrix.shape == copy.shape
+            if not (equal and all(np.array_equal(matrix[i : i + _ROWS], copy[i : i + _ROWS]) for i in parts)):
+                raise CheckpointError(
+                    f"{self._directory}: tie_word_embeddings is true, but {head} differs from {embedding}; "
+                    f"make it false in config.json, or remove {head}"
+                )
+
+    def _check_storage(self, name: str, spec: WeightSpec, declared: Declared) -> None:
+        """Read a weight's headers and small scales, and compare its form with the configuration."""
+        storage = _storage(self.read(name, spec))
+        wanted = declared(self._module(name)) if spec.kind == "linear" and not self._is_tied(name) else None
+        if wanted is not None and wanted != storage:
+            raise CheckpointError(
+                f"{self._directory}: module {self._module(name)} is stored as {storage}, "
+                f"its quantization config says {wanted}; the files do not belong together"
+            )
+
+    def _kv_scale_tensors(self, expected: Mapping[str, WeightSpec]) -> set[str]:
+        """Names that KV scales of the attention layers may have; those that are there are checked."""
+        names: set[str] = set()
+        for name in expected:
+            layer, found, _ = name.partition(".self_attn.k_proj")
+            if found:
+                self.kv_scale(f"{layer}.kv")
+                prefix = self._prefix + layer.partition(".")[2]
+                names |= {f"{prefix}.{scale}" for scales in _KV_SCALES for scale in scales}
+        return names
+
+    def get(self, name: str, spec: WeightSpec) -> Weight:
+        """Read a weight that is present, and check its block scales."""
+        weight = self.read(name, spec)
+        self._reader.check_values(self._module(name), weight)
+        return weight
+
+    def read(self, name: str, spec: WeightSpec) -> Weight:
+        """Read a weight that is present."""
+        module = self._module(name)
+        if spec.kind == "linear" and not self._is_tied(name):
+            return self._reader.linear(module, spec.shape)
+        tensor = module if _bare(name) else f"{module}.weight"
+        return self._reader.wide(tensor, spec.shape, half=spec.kind in ("vector", "conv"))
+
+    def kv_scale(self, state: str) -> tuple[float, float] | None:
+        """FP8 scales (k, v) of ``<model>.layers.<i>.kv``, 1.0 for one that is missing beside the other."""
+        prefix = self._prefix + state.removeprefix(f"{self._model}.").removesuffix(".kv")
+        k, v = (next((t for n in names if (t := f"{prefix}.{n}") in self.tensors), None) for names in _KV_SCALES)
+        if k is None and v is None:
+            return None
+        return (1.0 if k is None else self._reader.kv_scale(k), 1.0 if v is None else self._reader.kv_scale(v))
+
+    def _module(self, name: str) -> str:
+        """Path of a weight's module (or bare tensor) in this checkpoint."""
+        rest = name.partition(".")[2]
+        if rest == "lm_head":
+            return f"{self._prefix}embed_tokens" if self._is_tied(name) else "lm_head"
+        return self._prefix + rest
+
+    def _is_tied(self, name: str) -> bool:
+        """Whether this is an lm_head that reads the embedding: it has no tensor, or a copy that config.json ties."""
+        if name != "target.lm_head" or self._untied or "lm_head.weight_packed" in self.tensors:
+            return False
+        return "lm_head.weight" not in self.tensors or (
+            self._tied and self.tensors.entry("lm_head.weight").dtype in ("BF16", "F32", "F16")
+        )
+
+    def _tensors_of(self, name: str, spec: WeightSpec) -> set[str]:
+        module = self._module(name)
+        if spec.kind != "linear" or self._is_tied(name):
+            tensor = module if _bare(name) else f"{module}.weight"
+            return {tensor} if tensor in self.tensors else set()
+        present = {t for s in SUFFIXES if (t := f"{module}.{s}") in self.tensors}
+        return present if present & {f"{module}.weight", f"{module}.weight_packed"} else set()
+
+
+def _says_untied(directory: Path) -> bool:
+    """Whether config.json says that the head is its own matrix; files that do not say it leave it to the tensors."""
+    config = read_json(directory / "config.json")
+    levels = (config, config.get("text_config") or {})
+    return any(level.get("tie_word_embeddings") is False for level in levels)
+
+
+def _storage(weight: Weight) -> str:
+    if isinstance(weight, Nvfp4Weight):
+        return "nvfp4"
+    return "fp8" if isinstance(weight, Fp8Weight) else "wide"
+
+
+def _bare(name: str) -> bool:
+    """Whether the tensor's name has no ``.weight``."""
+    return name.endswith((".A_log", ".dt_bias"))
+
+
+def _skipped(tensor: str) -> bool:
+    return tensor.startswith(_SKIPPED)

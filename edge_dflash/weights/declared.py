@@ -1,0 +1,183 @@
+"""What a checkpoint's configuration says about the storage of each module, to be compared with the tensors.
+
+Two dialects: ModelOpt (hf_quant_config.json, or quantization_config with quant_method "modelopt") with shell globs,
+and compressed-tensors (quantization_config) with exact names and ``re:`` patterns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Literal
+
+from edge_dflash.common.files import is_there
+from edge_dflash.errors import CheckpointError
+from edge_dflash.model.fields import Fields
+from edge_dflash.model.keys import COMPRESSED_TENSORS, HF_QUANT, MODELOPT
+from edge_dflash.weights.patterns import matching
+from edge_dflash.weights.safetensors import read_json
+
+Storage = Literal["wide", "fp8", "nvfp4"]
+Declared = Callable[[str], Storage | None]
+"""Module path as in the checkpoint -> declared storage; None when the configuration does not say."""
+
+MAX_PATTERNS, MAX_PATTERN = 512, 4096  # of a config, characters of one; published ones have a handful
+MAX_GROUPS = 64
+_RE = "re:"
+
+_MODELOPT: dict[str, Storage] = {
+    "NVFP4": "nvfp4",
+    "W4A16_NVFP4": "nvfp4",
+    "NVFP4_AWQ": "nvfp4",
+    "FP8": "fp8",
+    "FP8_PER_CHANNEL_PER_TOKEN": "fp8",
+}
+
+
+def read_declared(directory: Path, modules: Sequence[str]) -> Declared:
+    """Declared storage of these modules of the checkpoint in ``directory``. Raises CheckpointError.
+
+    That is for an unknown scheme, and for patterns that are none or take too long.
+    """
+    file = directory / "config.json"
+    config = read_json(file)
+    places = [(path, part) for path, part in (("", config), ("text_config.", config.get("text_config"))) if part]
+    found = [(path, part["quantization_config"]) for path, part in places if part.get("quantization_config")]
+    path, values = found[0] if found else ("", {})
+    where = f"{path}quantization_config"
+    if any(other != values for _, other in found) or not isinstance(values, dict):
+        raise CheckpointError(f"{file}: {where} is {values!r:.60}, wanted one object, in one place")
+    method, nested = values.get("quant_method"), "quantization" in values  # as hf_quant_config.json has it
+    producer = values.get("producer")  # ModelOpt before 0.33 says its name here alone
+    by_modelopt = isinstance(producer, dict) and producer.get("name") == "modelopt"
+    if values and method is None and not nested and not by_modelopt:
+        raise CheckpointError(f"{file} lacks the field {where}.quant_method; the checkpoint is incomplete")
+    if method == "compressed-tensors":
+        return _compressed_tensors(Fields(file, values, COMPRESSED_TENSORS, f"{where}."), modules)
+    if method not in (None, "modelopt"):
+        raise CheckpointError(f"{file}: {where}.quant_method is {method!r}, wanted 'modelopt' or 'compressed-tensors'")
+    mirror = Fields(file, values, HF_QUANT if nested else MODELOPT, f"{where}.")
+    mirror = mirror.child("quantization") if nested else mirror
+    own = directory / "hf_quant_config.json"
+    if is_there(own):
+        scheme = Fields(own, read_json(own), HF_QUANT).child("quantization")
+        for key in ("quant_algo", "kv_cache_quant_algo"):
+            if mirror.has(key) and mirror.text(key) != scheme.text(key):
+                raise mirror.error(key, mirror.text(key), f"the same as in {own.name} ({scheme.text(key)!r})")
+        return _modelopt(scheme, "exclude_modules")
+    return _modelopt(mirror, "exclude_modules" if nested else "ignore")
+
+
+def _modelopt(fields: Fields, exclude: str) -> Declared:
+    algorithm = fields.text("quant_algo")
+    ignored = _Globs(fields, exclude)
+    layers = fields.child("quantized_layers")
+    storages = {name: _modelopt_storage(layers.child(name)) for name in layers.values}
+    if not algorithm:
+        return lambda module: None
+    if algorithm == "MIXED_PRECISION":
+        if not storages:  # config.json mirrors the scheme without the list
+            return lambda module: None
+        return lambda module: storages.get(module, "wide")
+    default = _modelopt_storage(fields)
+    return lambda module: "wide" if ignored.match(module) else default
+
+
+def _modelopt_storage(fields: Fields) -> Storage:
+    algorithm = fields.text("quant_algo")
+    if algorithm not in _MODELOPT:
+        raise fields.error("quant_algo", algorithm, f"one of {', '.join(_MODELOPT)}")
+    return _MODELOPT[algorithm]
+
+
+class _Globs:
+    """ModelOpt excludes a module and everything below it, by path or by shell glob."""
+
+    def __init__(self, fields: Fields, name: str) -> None:
+        names = fields.names(name)
+        self._globs = [pattern for pattern in names if any(sign in pattern for sign in "*?[")]
+        self._paths = frozenset(names).difference(self._globs)
+        _check_patterns(fields, name, self._globs)
+
+    def match(self, module: str) -> bool:
+        """Whether the module is excluded."""
+        parts = module.split(".")
+        if any(".".join(parts[:end]) in self._paths for end in range(1, len(parts) + 1)):
+            return True
+        return any(fnmatchcase(module, glob) or fnmatchcase(module, f"{glob}.*") for glob in self._globs)
+
+
+class _CtNames:
+    """compressed-tensors names modules by the end of their path, or by ``re:`` and a pattern of its beginning."""
+
+    def __init__(self, names: Sequence[str], matched: Mapping[str, frozenset[str]]) -> None:
+        self._matched = frozenset[str]().union(*(matched.get(item, ()) for item in names))
+        self._ends = frozenset(item for item in names if not item.startswith(_RE))
+        self.linear = "Linear" in self._ends
+
+    def match(self, module: str) -> bool:
+        """Whether the module is named; "Linear" is a class, and no module is called so."""
+        parts = module.split(".")
+        return module in self._matched or any(".".join(parts[at:]) in self._ends for at in range(len(parts)))
+
+
+def _compressed_tensors(fields: Fields, modules: Sequence[str]) -> Declared:
+    groups = fields.child("config_groups")
+    if len(groups.values) > MAX_GROUPS:
+        raise fields.error("config_groups", f"{len(groups.values)} groups", f"at most {MAX_GROUPS}")
+    members = [groups.child(name) for name in groups.values]
+    lists = [fields.names("ignore"), *(group.names("targets") for group in members)]
+    matched = _matched(fields, [item for names in lists for item in names if item.startswith(_RE)], modules)
+    ignored, *targeted = (_CtNames(names, matched) for names in lists)
+    rules = [
+        (targets, _ct_storage(group.child("weights")))
+        for targets, group, names in zip(targeted, members, lists[1:], strict=True)
+        if not names or targets.linear or any(map(targets.match, modules))  # the others are of parts that are not used
+    ]
+
+    def declared(module: str) -> Storage | None:
+        if ignored.match(module):
+            return "wide"
+        for targets, storage in rules:  # named targets first: "Linear" is every linear module
+            if targets.match(module):
+                return storage
+        for targets, storage in rules:
+            if targets.linear:
+                return storage
+        return "wide" if members else None
+
+    return declared
+
+
+def _ct_storage(weights: Fields) -> Storage:
+    if not weights.values:  # a group that quantizes activations or the KV cache alone
+        return "wide"
+    bits, kind = weights.integer("num_bits"), weights.text("type")
+    if kind == "float" and bits == 4 and weights.integer("group_size") == 16:
+        return "nvfp4"
+    if kind == "float" and bits == 8:
+        return "fp8"
+    raise CheckpointError(
+        f"{weights.file}: weights of {bits} bits and type {kind!r} are not supported, "
+        "wanted num_bits 4, type float and group_size 16 (NVFP4), or num_bits 8 and type float (FP8)"
+    )
+
+
+def _matched(fields: Fields, patterns: Sequence[str], modules: Sequence[str]) -> dict[str, frozenset[str]]:
+    """The modules that each ``re:`` pattern of ``ignore`` and ``config_groups`` matches."""
+    _check_patterns(fields, "ignore and config_groups", patterns)
+    try:
+        found = matching([pattern.removeprefix(_RE) for pattern in patterns], modules)
+    except ValueError as error:
+        pattern, wanted = error.args
+        raise fields.error("ignore or config_groups", f"{_RE}{pattern}", wanted) from None
+    return {f"{_RE}{pattern}": names for pattern, names in found.items()}
+
+
+def _check_patterns(fields: Fields, name: str, patterns: Sequence[str]) -> None:
+    """Every pattern meets every module: what grows with both is bounded."""
+    if len(patterns) > MAX_PATTERNS:
+        raise fields.error(name, f"{len(patterns)} patterns", f"at most {MAX_PATTERNS} beside plain names")
+    if long := [pattern for pattern in patterns if len(pattern) > MAX_PATTERN]:
+        raise fields.error(name, long[0], f"patterns of at most {MAX_PATTERN} characters")

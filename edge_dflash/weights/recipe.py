@@ -1,0 +1,196 @@
+"""A recipe: which number format each weight, the activations and the KV cache of a bundle get. No torch.
+
+Knows the module classes of :class:`edge_dflash.model.program.WeightSpec` and how a wish meets what a checkpoint
+stores. Reading the YAML is :mod:`edge_dflash.weights.recipe_file`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from edge_dflash.common.files import is_file
+from edge_dflash.common.resources import directory
+from edge_dflash.errors import RecipeError
+from edge_dflash.model.program import WeightSpec
+from edge_dflash.model.specs import DrafterLayerMask, PairSpec
+from edge_dflash.weights.tensor import Nvfp4Weight, Weight, WideWeight
+
+Wish = Literal["bf16", "fp8", "nvfp4", "keep"]
+StoredFormat = Literal["bf16", "f32", "fp8", "nvfp4"]
+
+WISHES: tuple[Wish, ...] = ("bf16", "fp8", "nvfp4", "keep")
+TARGET_MODULES = ("attention", "gated_delta", "mlp", "lm_head", "gates", "embedding", "norm", "conv")
+DRAFTER_MODULES = ("attention", "mlp", "fc", "norm")
+WIDE_MODULES = ("gates", "embedding", "norm", "conv")  # small or sensitive: never quantized
+W4A4_MODULES = ("attention", "gated_delta", "mlp")  # lm_head and fc always read wide activations
+BLOCK = 16  # values along the input dimension that share an NVFP4 block scale
+
+
+@dataclass(frozen=True)
+class Override:
+    """A wish for all weights whose canonical name matches a glob (``*``, ``?``, ``[0-9]``, case-sensitive)."""
+
+    match: str
+    format: Wish
+
+
+@dataclass(frozen=True)
+class MaskOverride:
+    """What the block rows of all drafter layers whose name matches a glob see, in place of what their config says."""
+
+    match: str  # names are drafter.layers.0, drafter.layers.1, ...
+    block: Literal["config", "causal", "bidirectional"] = "config"
+    window: int | Literal["config", "none"] = "config"  # tokens
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """How KV and activation scales are measured: on up to ``tokens`` tokens of ``file``; KV scales get a ``margin``."""
+
+    file: str = (
+        "robot_planning.jsonl"  # in calib/, or an absolute path: what a recipe file names beside itself becomes one
+    )
+    tokens: int = 2048
+    margin: float = 1.25  # >= 1: KV scale = amax * margin / 448, for values beyond the calibration set's
+
+    @property
+    def path(self) -> Path:
+        """Where the prompts lie. Raises RecipeError when there is no such file."""
+        path = directory("calib") / self.file  # an absolute path stays what it is
+        if is_file(path):
+            return path
+        raise RecipeError(
+            f"calibration file {self.file!r} is neither in calib/ nor beside the recipe: correct the name"
+        )
+
+
+@dataclass(frozen=True)
+class Context:
+    """Defaults of a build that gives no sizes of its own, in tokens."""
+
+    max_context: int = 8192
+    prefill_chunk: int | None = None  # None: what the arch computes in a tenth of a second
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """All choices of a build. The field defaults are the default recipe; :meth:`choice` decides a weight's format."""
+
+    name: str
+    description: str = ""
+    target: Mapping[str, Wish] = field(default_factory=lambda: DEFAULT_TARGET)
+    drafter: Mapping[str, Wish] = field(default_factory=lambda: DEFAULT_DRAFTER)
+    overrides: tuple[Override, ...] = ()
+    masks: tuple[MaskOverride, ...] = ()
+    activations: Literal["bf16", "nvfp4"] = "bf16"
+    kv: Literal["fp8", "bf16"] = "fp8"
+    calibration: Calibration = Calibration()
+    context: Context = Context()
+    keeps: bool = False  # a quantized weight stays as it is stored, whatever is wished of it
+
+    def choice(self, name: str, spec: WeightSpec, stored: Weight | None) -> StoredFormat:
+        """Format that the weight gets in a bundle; equal to the stored format when it is to be copied as it is.
+
+        ``stored`` is the checkpoint's weight; None (its file is not at hand) is taken as BF16. Weights other than
+        linears, and gates, are always copied. Raises RecipeError, naming the weight, when the recipe asks for another
+        format than a quantized checkpoint has, quantizes what must stay wide, or asks NVFP4 of an odd input dimension.
+        """
+        wish, origin = self._wish(name, spec)
+        found: StoredFormat = "bf16" if stored is None else stored_format(stored)
+        if spec.kind != "linear" or spec.module in WIDE_MODULES:
+            if wish in ("fp8", "nvfp4"):
+                raise RecipeError(
+                    f"recipe {self.name}: {origin} asks for {wish} of {name}, but {spec.module} weights "
+                    "always stay wide: use keep, or a narrower match"
+                )
+            return found
+        if wish == "keep" or wish == found or (self.keeps and found in ("fp8", "nvfp4")):
+            return found
+        if found in ("fp8", "nvfp4"):
+            raise RecipeError(
+                f"recipe {self.name}: {origin} asks for {wish} of {name}, which the checkpoint stores as {found}; "
+                f"a quantized weight is not converted: use keep or {found}, or a checkpoint in BF16"
+            )
+        if wish == "nvfp4" and spec.shape[-1] % BLOCK:
+            raise RecipeError(
+                f"recipe {self.name}: {origin} asks for nvfp4 of {name}, whose input dimension {spec.shape[-1]} "
+                f"is not a multiple of {BLOCK}: use fp8 or bf16"
+            )
+        return wish
+
+    def formats(
+        self, weights: Mapping[str, WeightSpec], stored: Mapping[str, Weight] | None = None
+    ) -> dict[str, StoredFormat]:
+        """Return the choice for every weight of a pair. Raises RecipeError also for an override that matches none."""
+        for override in self.overrides:
+            if not any(fnmatchcase(name, override.match) for name in weights):
+                raise RecipeError(
+                    f"recipe {self.name}: override {override.match!r} matches no weight of this pair: correct the glob "
+                    f"(names look like {next(iter(weights), 'target.layers.0.mlp.gate_proj')})"
+                )
+        known = stored or {}
+        return {name: self.choice(name, spec, known.get(name)) for name, spec in weights.items()}
+
+    def masked(self, pair: PairSpec) -> PairSpec:
+        """The pair with the drafter's masks as the recipe wants them. Raises RecipeError for one that matches none.
+
+        Masks change how many drafts are accepted, never the output.
+        """
+        layers = {f"drafter.layers.{i}": layer for i, layer in enumerate(pair.drafter.layers)}
+        for mask in self.masks:
+            found = [name for name in layers if fnmatchcase(name, mask.match)]
+            if not found:
+                raise RecipeError(
+                    f"recipe {self.name}: mask {mask.match!r} matches no layer of the drafter: correct the glob "
+                    f"(names are {', '.join(layers)})"
+                )
+            for name in found:
+                layers[name] = DrafterLayerMask(
+                    layers[name].bidirectional if mask.block == "config" else mask.block == "bidirectional",
+                    layers[name].window if mask.window == "config" else None if mask.window == "none" else mask.window,
+                )
+        return replace(pair, drafter=replace(pair.drafter, layers=tuple(layers.values())))
+
+    def nvfp4_activations(self, spec: WeightSpec, chosen: StoredFormat) -> bool:
+        """Whether the linear reads its input as dynamic NVFP4 (W4A4), so that it needs a calibrated input scale."""
+        return self.activations == "nvfp4" and chosen == "nvfp4" and spec.module in W4A4_MODULES
+
+    def _wish(self, name: str, spec: WeightSpec) -> tuple[Wish, str]:
+        """The wish for a weight and the key it comes from: the last matching override, or the module class."""
+        for override in reversed(self.overrides):
+            if fnmatchcase(name, override.match):
+                return override.format, f"override {override.match!r}"
+        model = name.split(".", 1)[0]
+        modules = self.target if model == "target" else self.drafter
+        return modules.get(spec.module, "keep"), f"{model}.{spec.module}"
+
+
+DEFAULT_TARGET: Mapping[str, Wish] = {
+    "attention": "nvfp4",
+    "gated_delta": "nvfp4",
+    "mlp": "nvfp4",
+    "lm_head": "nvfp4",
+}
+DEFAULT_DRAFTER: Mapping[str, Wish] = {"attention": "nvfp4", "mlp": "nvfp4", "fc": "fp8"}
+
+
+def default_recipe() -> Recipe:
+    """All linears NVFP4, lm_head included; the drafter's fc FP8; FP8 KV; BF16 activations.
+
+    Linears that a checkpoint stores in FP8 or NVFP4 stay as they are: nobody asked for other formats.
+    """
+    text = "wide linears to NVFP4, the drafter's fc to FP8; quantized ones kept; FP8 keys and values, BF16 activations"
+    return Recipe("default", text, keeps=True)
+
+
+def stored_format(weight: Weight) -> StoredFormat:
+    """Format of a weight as it is stored."""
+    if isinstance(weight, WideWeight):
+        return "bf16" if weight.data.dtype == np.uint16 else "f32"
+    return "nvfp4" if isinstance(weight, Nvfp4Weight) else "fp8"

@@ -1,0 +1,56 @@
+"""What kernels of linears and the code that launches them must both know: names, and shared memory."""
+
+import re
+from types import SimpleNamespace
+
+import pytest
+from cubin_support import cubin, kernel_use
+
+from edge_dflash.backends.cuda import linear, linear_plan
+from edge_dflash.backends.cuda.compile import KERNELS
+from edge_dflash.backends.cuda.linear import Linears
+from edge_dflash.weights.layout import Layout
+
+
+@pytest.mark.parametrize(
+    ("sm", "rows", "units"),
+    [(87, 16, ("linear",)), (110, 32, ("linear_cluster",)), (90, 32, ("linear_cluster",)), (90, 16, None)],
+)
+def test_every_kernel_that_a_device_has_is_loaded(monkeypatch, sm, rows, units):
+    loaded = {}
+
+    def load(unit):
+        names = loaded.setdefault(unit, [])
+        return SimpleNamespace(kernel=lambda name, **_: names.append(name))
+
+    monkeypatch.setattr(linear, "prefer_shared", lambda kernel: None)
+    Linears(SimpleNamespace(sm=sm, load=load), lambda unit: unit, most_rows=rows)
+    arch = f"sm{sm}" + ("a" if sm >= 90 else "")
+    units = units or ("linear_cluster", "linear_hopper")
+    assert set(loaded) - {"linear_tiles", "finish"} == set(units)
+    for unit in (*units, "finish"):
+        assert sorted(loaded[unit]) == sorted(kernel_use(cubin(unit, arch)))
+
+
+def test_shared_memory_on_hopper_is_what_the_kernel_lays_out():
+    """Offsets and rings of kernels/linear_hopper.cu, from its source."""
+    source = (KERNELS / "linear_hopper.cu").read_text()
+
+    def constant(name):
+        return int(re.search(rf"\b{name} = (\d+)[,;]", source)[1])
+
+    warps, sums = constant("SLICES") * constant("QUAD"), constant("SUMS")
+    assert 32 * warps + constant("FINISHERS") == linear_plan.HOPPER_THREADS
+    assert constant("ROWS") == linear_plan.HOPPER_ROWS
+    assert constant("BEST") + 8 * constant("ROWS") == constant("EXCHANGE")
+    units = {"nvfp4": 1152, "fp8": 2048, "bf16": 2048}
+    depths = dict(re.findall(r"^LINEAR_FORMAT\((\w+), \w+, (\d+)\)", source, re.M))
+    assert set(depths) == set(units)
+    for kind, depth in depths.items():
+        for splits in (1, 2, 4, 8):
+            blocks = 5120 // constant("BLOCK_K") // splits
+            slots = constant("SLOTS") * constant("QUAD") * sums if splits > 1 else 0
+            x = blocks * constant("BLOCK_K") * constant("ROWS") * 2
+            ring = warps * int(depth) * units[kind]
+            found = linear_plan.hopper_plan(Layout(kind, (640,), 5120), 132, None, splits)
+            assert found.shared_bytes == constant("EXCHANGE") + warps * sums + slots + x + ring

@@ -1,0 +1,172 @@
+"""The choice kernels without a GPU: they compile for every arch, and both sides have the same sizes."""
+
+import re
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from cubin_support import cubin, kernel_use
+
+from edge_dflash.backends.cuda import sample
+from edge_dflash.backends.cuda.chooser import Chooser
+from edge_dflash.backends.cuda.compile import KERNELS
+from edge_dflash.backends.cuda.driver import DevicePointer
+from edge_dflash.backends.cuda.graphs import Capture
+from edge_dflash.backends.cuda.memory import Control, Memory, aligned
+from edge_dflash.backends.cuda.rows import NativeRows
+from edge_dflash.decode.sampling import Sampling
+from edge_dflash.errors import BackendError
+
+SOURCE = (KERNELS / "sample.cu").read_text()
+
+
+@pytest.mark.parametrize("arch", ["sm87", "sm90a", "sm110a", "sm121a"])
+def test_the_unit_compiles_with_few_spills(arch):
+    kernels = kernel_use(cubin(sample.UNIT, arch))
+    print(arch, {name: (use.registers, use.stack_bytes) for name, use in kernels.items()})
+    assert kernels.keys() == set(sample._KERNELS)
+    assert all(0 < use.registers <= 128 and use.stack_bytes <= 32 for use in kernels.values())
+    assert all(use.shared_bytes <= 48 << 10 for use in kernels.values())
+
+
+def test_sizes_are_those_of_the_kernel():
+    found = dict(re.findall(r"(\w+) = (\d+)[,;]", SOURCE))
+    ours = {"BINS": sample._BINS, "SLICE": sample._SLICE, "THREADS": sample._THREADS}
+    assert {name: int(found[name]) for name in ours} == ours
+    assert int(found["COUNT_THREADS"]) == sample._COUNT_THREADS
+    assert sample._BINS // int(found["CHUNK"]) == sample._CHUNKS
+    assert "CUT_THREADS = CHUNKS" in SOURCE
+
+
+def test_settings_have_the_fields_of_the_kernel():
+    body = re.search(r"struct Settings \{(.*?)\n\};", SOURCE, re.S)[1]
+    sizes = {"double": 8, "u64": 8, "int": 4, "u32": 4}
+    fields = [
+        (name.strip(), sizes[kind])
+        for kind, names in re.findall(r"^\s*(double|u64|int|u32) ([\w, ]+);", body, re.M)
+        for name in names.split(",")
+    ]
+    assert fields == [(name, sample.SETTINGS[name].itemsize) for name in sample.SETTINGS.names]
+    job = re.search(r"struct Job \{(.*?)\n\};", SOURCE, re.S)[1]
+    names = [n.strip() for line in re.findall(r"^\s*(?:const )?\w+\*? ([\w, ]+);", job, re.M) for n in line.split(",")]
+    assert names == [name for name, _ in sample._Job._fields_]
+
+
+def test_the_device_holds_what_a_vocabulary_needs():
+    memory = Memory(None)
+    buffers = sample.Buffers.take(memory, 16, 248_320)
+    assert (buffers.masks.nbytes, buffers.bins.nbytes) == (16 * 7760 * 4, 16 * 65536 * 4)
+    assert (buffers.ties.nbytes, buffers.bests.nbytes) == (16 * 31 * 4, 16 * 31 * 16)
+    assert aligned(memory.total) < 5 << 20
+
+
+def test_settings_of_a_request_are_written_as_they_are():
+    settings = np.zeros(1, sample.SETTINGS)
+    sample.write_sampling(settings, Sampling(0.7, 10**12, 0.9, 2**64 - 1))
+    assert settings.itemsize == 48
+    assert settings[0].tolist() == (0.7, 0.9, 2**64 - 1, 2**31 - 1, 0, 0, 0, 0, 0)
+
+
+class Recorder:
+    """A Gpu that keeps what is enqueued."""
+
+    def __init__(self):
+        self.log = []
+
+    def pinned(self, shape, dtype):
+        return np.zeros(shape, dtype)
+
+    def capture(self, enqueue):
+        self.log.append("capture")
+        return self
+
+    def upload(self):
+        pass
+
+    def write_from(self, pointer, array):
+        self.log.append((pointer, array.copy()))
+
+    def launch(self):
+        self.log.append("launch")
+
+    def synchronize(self):
+        self.log.append("wait")
+
+
+class Owner:
+    def __init__(self, columns):
+        self.gpu, self.passes = Recorder(), 5
+        self.buffers = sample.Buffers.take(Memory(None), 16, columns)
+        self.chooser = Chooser(self.gpu, None, self.buffers, None)
+        self.chooser._chosen[:] = np.arange(100, 116)
+
+    def enter(self, number):
+        if number != self.passes:
+            raise BackendError("replaced")
+
+
+def test_rows_ask_for_their_own_part_of_the_buffer():
+    owner, masks = Owner(70), [None, np.array([1, 2, 3], np.uint32), None, np.array([7, 8, 9], np.uint32), None]
+    rows = NativeRows(owner, 15, 1, np.zeros(16, np.int32))
+    assert rows.choose(Sampling(0.5, 3, 0.9, 2**63), 40, masks, first=2) == [103, 104, 105, 106, 107]
+    capture, (pointer, sent), launch, wait = owner.gpu.log
+    assert (capture, launch, wait) == ("capture", "launch", "wait")
+    assert (pointer.address, pointer.nbytes) == (4 * 12, 3 * 12)  # rows 4 to 6 of the masks
+    assert sent[[0, 2]].tolist() == [[1, 2, 3], [7, 8, 9]]
+    assert owner.chooser._settings[0].tolist() == (0.5, 0.9, 2**63, 3, 40, 3, 8, 1 << 4 | 1 << 6, 0)
+    with pytest.raises(ValueError, match="5 choices from row 11"):
+        rows.choose(Sampling(), 0, [None] * 5, first=11)
+    owner.passes += 1
+    with pytest.raises(BackendError, match="replaced"):
+        rows.choose(Sampling(), 0, [None])
+
+
+def test_settings_go_to_the_device_only_when_they_change():
+    owner = Owner(70)
+    for sampling in (Sampling(1.0), Sampling(1.0), Sampling(1.0, seed=3), Sampling(1.0, seed=3)):
+        owner.chooser.prepare(sampling)
+    assert len(owner.gpu.log) == 1 + 2
+    owner.chooser.choose(Sampling(0.7), 0, [None], 0)
+    before = len(owner.gpu.log)
+    owner.chooser.prepare(Sampling(0.7))  # the choice has brought them
+    assert len(owner.gpu.log) == before
+
+
+class Calls:
+    """Notes the name and the arguments of every method that is called."""
+
+    def __init__(self, log, name):
+        self._log, self._name = log, name
+
+    def __getattr__(self, method):
+        return lambda *arguments, **named: self._log.append((f"{self._name}.{method}", arguments, named))
+
+
+def test_a_sampled_cycle_chooses_for_the_positions_of_its_rows():
+    log, memory = [], Memory(None)
+    at = [DevicePointer(address, 1024) for address in (1 << 20, 2 << 20, 3 << 20, 4 << 20, 5 << 20)]
+    control, ids, drafts, choices, other = at
+    buffers = SimpleNamespace(
+        shared=SimpleNamespace(control=control), ids=ids, drafts=drafts, choices=choices, clock=other, result=other,
+        logits="logits", sampling=sample.Buffers.take(memory, 16, 100),
+    )  # fmt: skip
+    kernels = SimpleNamespace(cycle=Calls(log, "frame"), sampler=Calls(log, "sampler"))
+    loaded = SimpleNamespace(
+        buffers=buffers, kernels=kernels, plan=SimpleNamespace(sizes=SimpleNamespace(rows=10)),
+        passes={name: Calls(log, name) for name in ("propose", "verify")},
+    )  # fmt: skip
+    capture = Capture(Calls(log, "gpu"), loaded, SimpleNamespace(result=None), None, mask=63)
+    for sampled in (False, True):
+        log.clear()
+        capture.cycle(sampled=sampled)
+        names = [name for name, _, _ in log]
+        own = ["sampler.choose"] * sampled
+        passes = ["frame.ids", "propose.enqueue", *own, "frame.ids", "verify.enqueue", *own]
+        assert names == [*passes, "frame.accept", "gpu.read_into"]
+        assert [named["logits"] for name, _, named in log if name.endswith("enqueue")] == [sampled] * 2
+    length = DevicePointer(control.address + 4 * Control.LENGTH, 4)
+    found = [arguments for name, arguments, _ in log if name == "sampler.choose"]
+    assert found == [
+        (buffers.sampling, "logits", drafts, sample.Block(length, 0, 1, 10)),  # row 0 is the anchor's: no draft
+        (buffers.sampling, "logits", choices, sample.Block(length, 1, 0, 10)),
+    ]

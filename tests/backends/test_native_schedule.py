@@ -1,0 +1,155 @@
+"""The schedule of native passes, the placement of their tensors, rotary tables, and what a cycle reads back."""
+
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from edge_dflash.backends.cuda.cycle import RESULT_WORDS, Result
+from edge_dflash.backends.cuda.placement import place
+from edge_dflash.backends.cuda.rope import rope_table
+from edge_dflash.backends.cuda.schedule import Copy, Gate, Head, Multiply, Normalise, Project, State, Sum, schedule
+from edge_dflash.backends.reference.attention import rope_table as torch_rope_table
+from edge_dflash.model import pair_programs
+from edge_dflash.model.config import match_pair, read_drafter_spec, read_target_spec
+from edge_dflash.model.ops import Concat, StateOp
+from edge_dflash.model.specs import RopeSpec, YarnScaling
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+MODELS = ("qwen3.6-27b", "qwen3.5-4b", "qwen3-8b")
+PASSES = [(m, p) for m in MODELS for p in ("prefill", "verify", "propose")]
+
+
+@cache
+def programs(model):
+    folder = CONFIGS / model
+    return pair_programs(match_pair(read_target_spec(folder / "target"), read_drafter_spec(folder / "drafter")))
+
+
+def formats(model, linear="nvfp4", **changes):
+    found = {
+        n: linear if s.kind == "linear" and s.module != "gates" else "bf16" for n, s in programs(model).weights.items()
+    }
+    return found | changes
+
+
+def lowered(model, name, form=None):
+    return schedule(getattr(programs(model), name), form or formats(model), wide=name == "prefill")
+
+
+@pytest.mark.parametrize(("model", "name"), PASSES)
+def test_every_weight_of_a_pass_is_read_once_and_every_state_op_runs_once(model, name):
+    plan, program = lowered(model, name), getattr(programs(model), name)
+    read = []
+    for step in plan.steps:
+        match step:
+            case Multiply():
+                read += [*step.stack.names, *(step.side.names if step.side else ())]
+            case Project() | Head():
+                read += step.stack.names
+    linear = [weight for weight, spec in program.weights.items() if spec.kind == "linear"]
+    assert sorted(read) == sorted(linear)
+    found, wanted = (
+        (s.op for s in plan.steps if isinstance(s, State)),
+        (o for o in program.ops if isinstance(o, StateOp)),
+    )
+    assert sorted(found, key=lambda op: op.output) == sorted(wanted, key=lambda op: op.output)
+
+
+@pytest.mark.parametrize(("model", "name"), PASSES)
+def test_every_tensor_is_written_before_it_is_read(model, name):
+    plan = lowered(model, name)
+    there = set()
+    for step in plan.steps:
+        for tensor in step.reads:
+            root = plan.place(tensor)[0]
+            assert tensor in there or root in there or root == "taps", f"{tensor} is read before it is written"
+        there |= {*step.writes, *(plan.place(tensor)[0] for tensor in step.writes)}
+
+
+@pytest.mark.parametrize(("model", "name"), PASSES)
+def test_tensors_that_live_together_do_not_share_memory(model, name):
+    plan = lowered(model, name)
+    places, size = place(plan, 16)
+    lives = {}
+    for index, step in enumerate(plan.steps):
+        for tensor in (*step.reads, *step.writes):
+            root = plan.place(tensor)[0]
+            lives[root] = (lives.get(root, (index,))[0], index)
+    lives.pop("logits")
+    assert places.keys() == lives.keys()
+    for a in places:
+        assert places[a].offset % 256 == 0
+        assert places[a].offset + places[a].nbytes <= size
+        assert places[a].stride >= plan.columns[a]
+        for b in places:
+            together = lives[a][0] <= lives[b][1] and lives[b][0] <= lives[a][1]
+            apart = (
+                places[a].offset + places[a].nbytes <= places[b].offset
+                or places[b].offset + places[b].nbytes <= places[a].offset
+            )
+            assert a == b or apart or not together
+    assert size < 0.2 * sum(p.nbytes for p in places.values())  # memory is used again
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_narrow_passes_fuse_residuals_and_norms(model):
+    plan = lowered(model, "verify")
+    assert not [s for s in plan.steps if isinstance(s, Sum | Gate)]
+    assert len([s for s in plan.steps if isinstance(s, Normalise)]) == 1  # the first layer's
+    taps = [plan.slices[s.writes[0]] for s in plan.steps if isinstance(s, Copy)]
+    hidden = plan.widths["embedding"]
+    assert taps == [("taps", i * hidden) for i in range(len(taps))]
+    assert [s.reads[0] for s in plan.steps if isinstance(s, Copy)] == list(
+        next(op for op in programs(model).verify.ops if isinstance(op, Concat)).inputs
+    )
+
+
+@pytest.mark.parametrize(("model", "name"), PASSES)
+def test_a_residual_and_what_it_is_added_to_lie_in_rows_of_one_stride(model, name):
+    plan = lowered(model, name)
+    places, _ = place(plan, 16)
+    for step in plan.steps:
+        if isinstance(step, Project) and len(step.reads) > 1:
+            residual, out = plan.place(step.reads[1]), plan.place(step.writes[0])
+            assert places[residual[0]].stride == places[out[0]].stride
+            assert residual[1] == out[1] == 0
+
+
+def test_gates_of_a_gated_delta_layer_go_along_with_its_large_stack():
+    steps = [s for s in lowered("qwen3.6-27b", "verify").steps if isinstance(s, Multiply) and s.side]
+    assert len(steps) == 48
+    assert all(s.side.names[0].endswith("in_proj_a") and s.stack.names[0].endswith("in_proj_qkv") for s in steps)
+
+
+def test_gate_and_up_of_two_formats_are_gated_apart():
+    form = formats("qwen3-8b", **{"target.layers.0.mlp.up_proj": "bf16"})
+    plan = lowered("qwen3-8b", "verify", form)
+    assert [s.writes for s in plan.steps if isinstance(s, Gate)] == [("target.layers.0.swiglu",)]
+
+
+def test_prefill_runs_its_head_on_one_row():
+    plan = lowered("qwen3.6-27b", "prefill")
+    assert plan.single == {"last_row", "hidden"}
+    assert isinstance(plan.steps[-1], Head)
+
+
+YARN = YarnScaling(4.0, 4096)
+
+
+@pytest.mark.parametrize("rope", [RopeSpec(1e6, 128), RopeSpec(1e7, 64), RopeSpec(1e6, 64, YARN)])
+def test_rotary_tables_are_those_of_the_reference(rope):
+    for found, wanted in zip(rope_table(rope, 5000), torch_rope_table(rope, 5000), strict=True):
+        assert found.dtype == np.float32
+        np.testing.assert_allclose(found, wanted.numpy(), atol=5e-4)  # angles of 5,000 rad have 3e-4 between floats
+        np.testing.assert_allclose(found[:100], wanted[:100].numpy(), atol=1e-5)
+
+
+def test_a_cycle_is_read_from_its_words():
+    words = np.zeros(RESULT_WORDS, np.int32)
+    words[0], words[4:20] = 3, np.arange(100, 116)
+    words[36:] = np.array([5_000, 12_000, 40_000], np.uint64).view(np.int32)
+    result = Result.of(words, 16)
+    assert (result.accepted, result.choices) == (3, tuple(range(100, 116)))
+    assert (result.propose_seconds, result.verify_seconds) == (pytest.approx(7e-6), pytest.approx(28e-6))

@@ -1,0 +1,264 @@
+"""The run time on a fake TensorRT and a device without kernels: addresses, order, memory, refusals, bookkeeping."""
+
+import weakref
+
+import pytest
+from control_gpu import ControlGpu
+from fake_tensorrt import SCRATCH, FakeTensorrt, write_plans
+from native_support import NATIVE_PAIR, formats_of, random_store
+
+from edge_dflash.backends.cuda import backend as native_backend
+from edge_dflash.backends.cuda.backend import NativeBackend
+from edge_dflash.backends.cuda.schedule import Last, State
+from edge_dflash.backends.cuda.weights import StoreWeights
+from edge_dflash.backends.tensorrt import reader, runtime
+from edge_dflash.backends.tensorrt.api import TENSORRT, TENSORRT_RTX
+from edge_dflash.backends.tensorrt.backend import PlannedOps
+from edge_dflash.backends.tensorrt.plans import bundle_units
+from edge_dflash.backends.tensorrt.schedule import RunPlan, plan_pass
+from edge_dflash.backends.tensorrt.units import EMBEDDING, HEAD, Run
+from edge_dflash.decode.backend import Backend, Precision
+from edge_dflash.errors import BackendError
+
+CONTEXT, CHUNK, STATE = 128, 16, Precision("bfloat16", "fp8")
+UNITS = bundle_units(NATIVE_PAIR, CHUNK)
+BLOCK = NATIVE_PAIR.drafter.block_size
+ROWS = {"prefill": CHUNK, "verify": BLOCK, "propose": BLOCK}
+KERNELS = {"Attend": "attend_prepare_fp8", "KvAppend": "attend_prepare_fp8", "GatedDelta": "delta_prepare"}
+
+
+class PlannedGpu(ControlGpu):
+    stream = 7
+
+
+def load(patch, folder, gpu=None, trt=None, flavour=TENSORRT, precision=STATE, **changes):
+    """A loaded backend; ``changes`` are of plans."""
+    gpu = gpu or PlannedGpu()
+    trt = trt or FakeTensorrt(gpu, rtx=flavour is TENSORRT_RTX)
+    patch.setattr(native_backend, "Gpu", lambda: gpu)
+    patch.setattr(runtime, "load", lambda flavour: trt)
+    files = write_plans(folder, UNITS.units, **changes)
+    backend = NativeBackend(
+        NATIVE_PAIR,
+        StoreWeights(random_store(formats_of()), formats_of()),
+        precision,
+        cubin=lambda unit: b"",
+        max_context=CONTEXT,
+        prefill_chunk=CHUNK,
+        dense=PlannedOps(flavour, files),
+    )
+    return backend, gpu, trt
+
+
+@pytest.fixture
+def loaded(monkeypatch, tmp_path):
+    return load(monkeypatch, tmp_path)
+
+
+def runs_of(which):
+    return [step for step in UNITS.passes[which] if isinstance(step, Run) and step.key != EMBEDDING]
+
+
+@pytest.mark.parametrize("flavour", [TENSORRT, TENSORRT_RTX], ids=lambda flavour: flavour.module)
+def test_each_plan_is_loaded_once_and_has_a_context_for_each_use(monkeypatch, tmp_path, flavour):
+    _, _, trt = load(monkeypatch, tmp_path, flavour=flavour)
+    assert sorted(trt.loaded) == sorted(key for key in UNITS.units if key != EMBEDDING)
+    assert [c.key for c in trt.contexts] == [run.key for which in ROWS for run in runs_of(which)]
+    assert len(trt.caches) == (flavour is TENSORRT_RTX)
+
+
+def test_pages_of_plans_are_given_back_when_they_are_loaded(monkeypatch, tmp_path):
+    given = []
+    monkeypatch.setattr(reader.os, "posix_fadvise", lambda fd, *range_and_advice: given.append(range_and_advice))
+    load(monkeypatch, tmp_path)
+    assert given == [(0, 0, reader.os.POSIX_FADV_DONTNEED)] * (len(UNITS.units) - 1)
+
+
+def test_contexts_share_one_scratch_block_of_the_largest_need(loaded):
+    backend, _, trt = loaded
+    (scratch,) = {context.scratch for context in trt.contexts}
+    assert scratch
+    assert backend.budget["plans' scratch"] == max(engine_scratch(c) for c in trt.contexts)
+    assert backend.budget["plans' scratch"] > SCRATCH
+
+
+def engine_scratch(context):
+    return context.engine.device_memory_size_v2
+
+
+def test_shapes_profiles_and_addresses_are_those_of_the_pass(loaded):
+    backend, _, trt = loaded
+    buffers = backend.loaded.buffers
+    contexts = iter(trt.contexts)
+    for which, rows in ROWS.items():
+        each = plan_pass(UNITS, which, rows)
+        places = {
+            "arena": buffers.shared.arena.address,
+            "logits": buffers.logits.pointer.address,
+            "choices": (buffers.drafts if which == "propose" else buffers.choices).address,
+        }
+        for step in (s for s in each.schedule.steps if isinstance(s, RunPlan) and s.run.key != EMBEDDING):
+            context, bound, unit = next(contexts), each.bound(step), UNITS.units[step.run.key]
+            assert (context.key, context.profile) == (bound.key, bound.profile)
+            assert context.addresses == {n: places[a.buffer] + a.offset for n, a in bound.addresses}
+            count = BLOCK if step.run.key == HEAD else rows
+            assert context.shapes == {b.name: (count, b.columns) for b in unit.inputs}
+    assert next(contexts, None) is None
+
+
+def test_every_context_runs_once_before_anything_is_captured(monkeypatch, tmp_path):
+    gpu, ran = PlannedGpu(), []
+    trt = FakeTensorrt(gpu)
+    capture = gpu.capture
+    gpu.capture = lambda enqueue: (ran.append([c.ran for c in trt.contexts]), capture(enqueue))[1]
+    load(monkeypatch, tmp_path, gpu, trt)
+    assert set(ran[0]) == {1}
+
+
+@pytest.mark.parametrize("which", ["prefill", "verify", "propose"])
+def test_a_graph_holds_embedding_plans_and_state_kernels_in_the_order_of_the_schedule(loaded, which):
+    backend, _, _ = loaded
+    calls = getattr(backend.graphs, which).calls
+    found = [call.key if name == "plan" else name for name, call in calls]
+    wanted = []
+    for step in plan_pass(UNITS, which, ROWS[which]).schedule.steps:
+        match step:
+            case RunPlan():
+                wanted.append("gather_rows" if step.run.key == EMBEDDING else step.run.key)
+            case State():
+                wanted.append(KERNELS[type(step.op).__name__])
+            case Last():
+                wanted.append("last_row")
+    marks = {*wanted}
+    assert [name for name in found if name in marks] == wanted
+
+
+def test_a_cycle_is_one_graph_with_the_plans_of_both_passes(loaded):
+    backend, _, _ = loaded
+    keys = [a.key for name, a in backend._cycles.greedy.calls if name == "plan"]
+    assert keys == [run.key for which in ("propose", "verify") for run in runs_of(which)]
+
+
+def test_no_launch_of_the_native_linears_is_left(loaded):
+    backend, _, _ = loaded
+    graphs, cycles = backend.graphs, backend._cycles
+    every = (graphs.prefill, graphs.verify, graphs.propose, cycles.greedy, cycles.sampled, cycles.accept, cycles.choose)
+    names = {n for g in every for n, _ in g.calls}
+    assert not any("linear" in name or "argmax" in name for name in names)
+    assert backend.loaded.buffers.logits.stride == NATIVE_PAIR.target.vocab_size
+
+
+def test_plans_count_in_the_budget_before_anything_is_loaded(monkeypatch, tmp_path):
+    gpu = PlannedGpu()
+    trt = FakeTensorrt(gpu)
+    gpu.free = 1 << 28
+    with pytest.raises(BackendError, match=r"the pair needs .* GB \(.*\), a device without kernels has 0.27 GB free"):
+        load(monkeypatch, tmp_path, gpu, trt)
+    assert (trt.loaded, gpu.allocations, gpu.closed) == ([], 0, 1)
+
+
+def test_the_budget_names_the_plans_of_both_models(loaded, tmp_path):
+    backend, _, _ = loaded
+    sizes = {path.stem: path.stat().st_size for path in (tmp_path / "plans").iterdir()}
+    assert backend.budget["drafter weights"] == sum(n for key, n in sizes.items() if key.startswith("drafter-"))
+    assert backend.budget["target weights"] == sum(n for key, n in sizes.items() if not key.startswith("drafter-"))
+
+
+def test_a_profile_names_the_plans(loaded):
+    names = [step.name for step in loaded[0].profile()]
+    assert [name for name in names if name.startswith("plan ")] == [
+        f"plan {run.key}" for which in ("propose", "verify") for run in runs_of(which)
+    ]
+
+
+def test_it_is_a_backend_and_cycles(loaded):
+    backend: Backend = loaded[0]
+    backend.prefill([1] * 20)
+    assert backend.cycle(3).tokens
+    assert len(backend.verify([1, 2])) == 2
+
+
+REFUSALS = [
+    (("Runtime", None), "TensorRT does not start here: .*Failed to open cuda driver"),
+    (
+        ("deserialize_cuda_engine", "head"),
+        "plan .*head.plan cannot be loaded; build it again .* TensorRT 10.13",
+    ),
+    (("create_execution_context", "head"), "plan head gives no execution context"),
+    (("profile", "target-001"), "plan target-001 does not take profile 1"),
+    (("set_input_shape", "target-001"), f"plan target-001 does not take {CHUNK} rows of"),
+    (("set_tensor_address", "head"), "plan head does not take an address for rows"),
+    (("infer_shapes", "head"), "plan head lacks the shape or address of rows"),
+    (("execute_async_v3", "head"), "plan head cannot be enqueued; .* says execute_async_v3: Error Code 4: no"),
+]
+
+
+@pytest.mark.parametrize(("refuse", "words"), REFUSALS, ids=lambda value: value[0] if isinstance(value, tuple) else "")
+def test_what_tensorrt_refuses_names_the_plan_and_closes_the_device(monkeypatch, tmp_path, refuse, words):
+    gpu = PlannedGpu()
+    trt = FakeTensorrt(gpu)
+    trt.refuse = refuse
+    with pytest.raises(BackendError, match=words):
+        load(monkeypatch, tmp_path, gpu, trt)
+    assert gpu.closed == 1
+
+
+def test_a_driver_that_is_missed_only_when_a_plan_is_read_is_named(monkeypatch, tmp_path):
+    def no_driver(self, reader):
+        raise RuntimeError("[ERROR] Failed to open cuda driver.")
+
+    monkeypatch.setattr(FakeTensorrt, "deserialize_cuda_engine", no_driver)
+    gpu = PlannedGpu()
+    with pytest.raises(BackendError, match=r"\.plan: TensorRT does not start here: .*cuda driver.*; check the driver"):
+        load(monkeypatch, tmp_path, gpu)
+    assert gpu.closed == 1
+
+
+def test_closing_lets_go_of_every_context_and_plan_before_the_device_is_closed(loaded):
+    backend, gpu, trt = loaded
+    left = [weakref.ref(c) for c in trt.contexts] + [weakref.ref(c.engine) for c in trt.contexts]
+    trt.contexts.clear()
+    for graph in (
+        *vars(backend.graphs).values(),
+        *vars(backend._cycles).values(),
+    ):  # of the device without kernels, which remembers what it is given
+        graph.calls.clear()
+    assert all(ref() is not None for ref in left)
+    there = []
+    close = gpu.close
+    gpu.close = lambda: (there.append([ref for ref in left if ref() is not None]), close())
+    backend.close()
+    assert there == [[]]
+    backend.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"tensors": {"rows": ["BF16", 32]}}, "plan head and this version disagree on choices"),
+        ({"tensors": {"rows": ["BF16", 64], "logits": ["BF16", 48], "choices": ["INT32", None]}}, "head: rows is BF16"),
+        ({"tensors": {"rows": ["FLOAT", 32], "logits": ["BF16", 48], "choices": ["INT32", None]}}, "rows is FLOAT"),
+        ({"tensors": {"rows": ["BF16", 32], "logits": ["BF16", 48], "choices": ["INT32", 1]}}, "choices is INT32"),
+        ({"profiles": 3}, "plan head has 3 profiles, wanted 1"),
+    ],
+)
+def test_plans_of_another_pair_are_found(monkeypatch, tmp_path, change, words):
+    with pytest.raises(BackendError, match=words):
+        load(monkeypatch, tmp_path, head=change)
+
+
+def test_a_missing_plan_is_named(monkeypatch, tmp_path):
+    files = write_plans(tmp_path, {k: u for k, u in UNITS.units.items() if k != "target-002"})
+    with pytest.raises(BackendError, match=r"plans/target-002\.plan is missing; build the bundle again"):
+        NativeBackend(
+            *(NATIVE_PAIR, StoreWeights(random_store(formats_of()), formats_of()), STATE),
+            cubin=lambda unit: b"",
+            max_context=CONTEXT,
+            prefill_chunk=CHUNK,
+            dense=PlannedOps(TENSORRT, files),
+        )
+
+
+def test_other_arithmetic_is_refused(monkeypatch, tmp_path):
+    with pytest.raises(BackendError, match="activations are 'float32'; plans compute in bfloat16"):
+        load(monkeypatch, tmp_path, precision=Precision("float32", "fp8"))

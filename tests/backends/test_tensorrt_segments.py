@@ -1,0 +1,44 @@
+"""Our kernels in the place of plans (tests/gpu/planned_support.py) enqueue every op once, on the plans' addresses."""
+
+import pytest
+from control_gpu import ControlGpu
+from planned_support import planned_backend
+from tensorrt_support import Formatted, spec, units
+
+from edge_dflash.backends.cuda import backend as native_backend
+from edge_dflash.backends.cuda import linear
+from edge_dflash.backends.cuda.weights import StoreWeights, stored_formats
+from edge_dflash.backends.tensorrt.schedule import RunPlan
+from edge_dflash.decode.backend import Precision
+from edge_dflash.model import pair_programs
+from edge_dflash.model.ops import Add, Linear, RmsNorm, SwiGlu
+
+LAUNCHES = {RmsNorm: "rms_norm", Add: "add_columns", SwiGlu: "gate_columns"}
+
+
+@pytest.fixture
+def backend(monkeypatch):
+    gpu = ControlGpu()
+    monkeypatch.setattr(native_backend, "Gpu", lambda: gpu)
+    monkeypatch.setattr(linear, "prefer_shared", lambda kernel: None)
+    store, pair = Formatted("demo", "w4a16"), spec("demo")
+    weights = StoreWeights(store, stored_formats(store, pair_programs(pair).weights))
+    return planned_backend(pair, weights, Precision(), lambda unit: b"", max_context=256, prefill_chunk=64)
+
+
+@pytest.mark.parametrize("which", ["prefill", "verify", "propose"])
+def test_every_dense_op_is_launched_once(backend, which):
+    names = [name for name, _ in getattr(backend.graphs, which).calls]
+    ops = units("demo").programs[which].ops
+    for kind, launch in LAUNCHES.items():
+        assert names.count(launch) == sum(isinstance(op, kind) for op in ops)
+    linears = [name for name in names if name.startswith("linear_") and not name.endswith("greedy")]
+    assert len(linears) == sum(isinstance(op, Linear) for op in ops)
+
+
+def test_plans_run_in_the_order_of_the_tensorrt_schedule(backend):
+    for which, each in backend.loaded.passes.items():
+        steps = [step for step in units("demo").passes[which] if hasattr(step, "key")]
+        runs = [step.run for step in each.plan.steps if isinstance(step, RunPlan)]
+        assert runs == steps
+        assert len(each.runs) == len(steps) - 1  # the embedding is gathered

@@ -1,0 +1,159 @@
+"""One table of architectures: every spelling means one board, everywhere, and others are answered with the accepted."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+from cubin_support import CACHE, cubin
+from native_support import NATIVE_PAIR, formats_of, write_native_bundle
+
+from edge_dflash.backends.cuda import arch as devices
+from edge_dflash.backends.cuda.report import main
+from edge_dflash.backends.cuda.support import check_native
+from edge_dflash.backends.tensorrt import api
+from edge_dflash.board.archs import ARCHS, BACKENDS, CHUNK_SECONDS, arch_of_sm, find_arch
+from edge_dflash.board.profiles import board_profiles, load_board, read_board
+from edge_dflash.builder.choice import choose
+from edge_dflash.bundle.manifest import dump_manifest, parse_manifest
+from edge_dflash.bundle.reader import Bundle
+from edge_dflash.checks.footprint import row_parameters
+from edge_dflash.checks.inspect import inspect_recipe
+from edge_dflash.cli.recipes import find_recipe
+from edge_dflash.common.resources import directory
+from edge_dflash.errors import BackendError, BundleError, RecipeError
+from edge_dflash.model import pair_programs
+from edge_dflash.weights.recipe import default_recipe
+from tests.checks.test_inspection import MODELS, spec
+
+GPUS = [arch for arch in ARCHS if arch.sm]
+
+
+def spellings(sm):
+    return (f"sm{sm}", f"sm{sm}a", f"SM{sm}", f"sm_{sm}", f"sm_{sm}a", f"{sm}", f"{sm}a", f"{sm / 10:.1f}", f" sm{sm} ")
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory):
+    path = tmp_path_factory.mktemp("archs") / "bundle"
+    write_native_bundle(path, formats_of("nvfp4"))
+    return Bundle.open(path)
+
+
+@pytest.mark.parametrize("arch", GPUS, ids=lambda arch: arch.name)
+def test_every_spelling_means_one_architecture(arch, bundle):
+    for word in spellings(arch.sm):
+        assert find_arch(word) is arch
+        for backend in (None, "native"):
+            assert choose(word, backend, default_recipe()).arch is arch
+        assert api.flavour_of(word).module == arch.tensorrt
+        assert api.compute_capability(word) == f"SM{arch.sm}"
+        devices.check_arch(word, arch.sm, "b")
+        check_native(NATIVE_PAIR, formats_of("nvfp4"), arch=word)
+        text = dump_manifest(replace(bundle.manifest, arch=word))  # as earlier versions wrote it
+        assert parse_manifest(text).arch == word
+        bundle.require(backend="native", archs=(word, "sm90a"))
+    assert arch_of_sm(arch.sm) is arch
+    assert arch.kernels in (arch.name, f"{arch.name}a")
+
+
+@pytest.mark.parametrize("word", ["sm42", "sm100a", "", "sm", "a", "cuda", "sm1100", "1.10", "11.00", "sm110b", "thor"])
+def test_an_unknown_architecture_is_answered_with_the_accepted_ones(word, refused, tmp_path):
+    with pytest.raises(BackendError, match="accepted are cpu, sm87, sm89, sm90, sm110, sm120, sm121"):
+        find_arch(word)
+    code, line = refused("build", "--target", "t", "--drafter", "d", "--output", tmp_path / "o", "--arch", word)
+    assert code == BackendError.exit_code
+    assert f"arch is {word!r}; accepted are cpu, sm87" in line
+
+
+def test_the_cpu_runs_no_kernels():
+    assert find_arch("CPU").backends == ("reference",)
+    for backend in BACKENDS[1:]:
+        with pytest.raises(
+            BackendError, match=f"'cpu', which the {backend} backend does not run on; accepted are sm87"
+        ):
+            find_arch("cpu", backend)
+
+
+def test_kernels_are_compiled_for_every_spelling(capsys):
+    for word in ("110", "sm110", "sm110a"):
+        assert cubin("finish", word) == cubin("finish", "sm110a")
+        assert main(["--arch", word, "--unit", "finish", "--cache", str(CACHE)]) == 0
+    assert not list(CACHE.glob("finish-sm110-*.cubin"))  # one file, named as the compiler names the arch
+    capsys.readouterr()
+
+
+def test_boards_are_found_by_arch_and_may_name_it(tmp_path):
+    for word in spellings(110):
+        assert load_board(word).name == "agx-thor"
+    assert load_board("sm87a").name == "orin-agx-64"
+    assert load_board("12.1").name == "dgx-spark"
+    with pytest.raises(RecipeError, match="unknown board 'sm90'"):
+        load_board("sm90")
+    document = yaml.safe_load((directory("jetson") / "agx-thor.yaml").read_text())
+    for word in (*spellings(110), 110):
+        (tmp_path / "board.yaml").write_text(yaml.safe_dump({**document, "sm": word}))
+        assert read_board(tmp_path / "board.yaml").sm == 110
+    (tmp_path / "board.yaml").write_text(yaml.safe_dump({**document, "sm": "sm42"}))
+    with pytest.raises(RecipeError, match=r"board.yaml: sm: arch is 'sm42'; accepted are"):
+        read_board(tmp_path / "board.yaml")
+
+
+def test_recipes_are_found_by_either_spelling():
+    for name in ("qwen3.6-27b-sm110", "qwen3.6-27b-sm110-mixed", "qwen3.5-4b-sm87"):
+        spelled = name.replace("sm110", "sm110a").replace("sm87", "sm87a")
+        assert find_recipe(Path(spelled)) == find_recipe(Path(name))
+    with pytest.raises(RecipeError, match="no recipe file x-sm110a"):
+        find_recipe(Path("x-sm110a"))
+
+
+def test_every_board_has_an_architecture():
+    assert all(arch_of_sm(board.sm) is not None for board in board_profiles())
+
+
+def test_a_manifest_of_an_unknown_architecture_is_refused(bundle):
+    with pytest.raises(BundleError, match="m: arch is 'sm42'; accepted are cpu, sm87"):
+        parse_manifest(dump_manifest(replace(bundle.manifest, arch="sm42")), "m")
+
+
+def test_a_prefill_pass_takes_a_tenth_of_a_second_at_most():
+    for model in MODELS:
+        parameters = row_parameters(pair_programs(spec(model)).prefill)
+        for arch in GPUS:
+            rows = arch.prefill_rows(parameters)
+            assert rows in (64, 128, 256, 512)
+            assert rows == 64 or arch.prefill_seconds(parameters, rows) <= CHUNK_SECONDS
+            assert rows == 512 or arch.prefill_seconds(parameters, 2 * rows) > CHUNK_SECONDS
+
+
+@pytest.mark.parametrize(
+    ("model", "arch", "rows"),
+    [
+        ("qwen3.6-27b", "sm110", 128),
+        ("qwen3.6-27b", "sm90", 512),
+        ("qwen3.5-4b", "sm110", 512),
+        ("qwen3.5-4b", "sm87", 128),
+        ("qwen3.6-27b", "cpu", 32),
+    ],
+)
+def test_chunks_by_model_and_architecture(model, arch, rows):
+    assert find_arch(arch).prefill_rows(row_parameters(pair_programs(spec(model)).prefill)) == rows
+
+
+def test_the_head_is_not_multiplied_with_every_row_of_a_prefill():
+    programs = pair_programs(spec("qwen3.6-27b"))
+    linears = [w for name, w in programs.prefill.weights.items() if w.kind == "linear"]
+    every = sum(w.shape[0] * w.shape[1] for w in linears)
+    head = programs.weights["target.lm_head"].shape
+    assert row_parameters(programs.prefill) == every - head[0] * head[1]
+
+
+def test_inspect_takes_the_chunk_of_the_board():
+    found = {
+        name: inspect_recipe(spec("qwen3.6-27b"), default_recipe(), board=load_board(name))
+        for name in ("sm110", "sm87")
+    }
+    assert (found["sm110"].prefill_chunk, found["sm87"].prefill_chunk) == (128, 64)
+    assert found["sm110"].to_json()["prefill_chunk_ms"] == pytest.approx(71.8, abs=0.1)
+    given = inspect_recipe(spec("qwen3.6-27b"), default_recipe(), board=load_board("sm110"), prefill_chunk=17)
+    assert given.prefill_chunk == 17

@@ -1,0 +1,217 @@
+"""A build that is told nothing but the arch: which backends it takes, and two of them over one copy of the weights."""
+
+from dataclasses import replace
+
+import pytest
+from builder_support import TARGETS, config_of
+from native_support import fake_cubin, same
+from paths import DEMO
+from tensorrt_build_support import VERSION, config, fake, fake_tools, install, on
+
+from edge_dflash import backends
+from edge_dflash.backends.cuda import arch
+from edge_dflash.backends.cuda.compile import bundled
+from edge_dflash.backends.tensorrt import backend
+from edge_dflash.builder.builder import BuildConfig, build
+from edge_dflash.builder.choice import choose
+from edge_dflash.builder.decide import plan_build
+from edge_dflash.bundle.manifest import dump_manifest
+from edge_dflash.bundle.reader import Bundle
+from edge_dflash.errors import BackendError, BundleError
+from edge_dflash.weights.recipe import default_recipe
+
+__all__ = ["fake"]
+MODELS = DEMO / "models"
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """Bundles of the demo pair for sm110: by the arch alone, native alone, TensorRT alone."""
+    folder = tmp_path_factory.mktemp("both")
+    with pytest.MonkeyPatch.context() as patch:
+        fake_tools(patch)
+        return {
+            name: build(config(folder / str(name), arch="sm110", backend=name)).bundle
+            for name in (None, "native", "tensorrt")
+        }
+
+
+@pytest.fixture
+def both(built):
+    return Bundle.open(built[None])
+
+
+def weights_of(path):
+    return {file.name: file.read_bytes() for file in (path / "weights").iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("word", "names"),
+    [
+        ("cpu", ("reference",)),
+        ("sm87", ("native",)),
+        ("sm89", ("native",)),
+        ("sm90a", ("native",)),
+        ("sm110", ("native", "tensorrt")),
+        ("sm120", ("native", "tensorrt")),
+        ("121", ("native", "tensorrt")),
+    ],
+)
+def test_the_arch_says_what_runs_it(word, names):
+    choice = choose(word, None, default_recipe())
+    assert (choice.backends, choice.active) == (names, names[0])
+    assert choice.line.startswith(f"building for {choice.arch.name}, backend {','.join(names)}: ")
+
+
+def test_nothing_but_the_arch_makes_a_bundle_that_runs_at_once(fake, tmp_path):
+    said = []
+    result = build(BuildConfig(MODELS / "target", MODELS / "drafter", tmp_path / "out", arch="sm110a"), say=said.append)
+    manifest = Bundle.open(result.bundle).manifest
+    assert (manifest.arch, manifest.backend, manifest.standby) == ("sm110", "native", ("tensorrt",))
+    assert manifest.weights["target.lm_head"] == "nvfp4"
+    assert manifest.precision.kv == "fp8"
+    assert "selftest.json" in manifest.files
+    assert said[0] == (
+        "building for sm110, backend native,tensorrt: kernels that run at once, and the networks of plans, which "
+        "only the board can compile; build --finish on the board keeps the faster"
+    )
+    assert said[1].startswith("building with recipe default: wide linears to NVFP4")
+    assert said[2].startswith("building for 2048 tokens of context, prefill by 512: about 0.0")
+    assert len(result.deferred) == 14
+    assert result.warnings == ()
+
+
+def test_the_weights_lie_there_once_as_the_kernels_read_them(built, both):
+    assert weights_of(built[None]) == weights_of(built["native"])
+    assert {n for n in both.manifest.files if n.startswith("kernels/")} == {f"kernels/{u}.cubin" for u in bundled()}
+    assert both.cubin("attend") == fake_cubin("attend", "sm110a")
+    size = {name: sum(f.stat().st_size for f in path.rglob("*") if f.is_file()) for name, path in built.items()}
+    assert 0 < size[None] - size["native"] < 3000  # the names of the plans in the manifest
+
+
+def test_both_backends_get_the_same_weights(built, both):
+    other = Bundle.open(built["tensorrt"])
+    assert both.manifest.weights == other.manifest.weights
+    for name in both.manifest.weights:
+        same(other.get(name), both.get(name))
+
+
+def test_native_kernels_run_it_before_any_plan_is_there(both, monkeypatch):
+    monkeypatch.setattr(arch, "device_sm", lambda: 110)
+    monkeypatch.setattr("edge_dflash.backends.cuda.backend.NativeBackend", lambda *pair, **rest: rest["dense"])
+    assert backends.load(both) is None  # its own launches
+    with pytest.raises(BackendError, match=f"lacks 14 plans, .* build: edge-dflash build --finish {both.path}"):
+        backends.load(both, "tensorrt")
+    with pytest.raises(
+        BackendError, match="was built for native, tensorrt, not for reference; build it again with --b"
+    ):
+        backends.load(both, "reference")
+
+
+def test_a_finished_bundle_loads_either(fake, tmp_path, monkeypatch):
+    bundle = Bundle.open(build(config(tmp_path / "out", backend=None)).bundle)
+    assert (bundle.manifest.backends, bundle.manifest.plans.version) == (("native", "tensorrt"), VERSION)
+    monkeypatch.setattr(arch, "device_sm", lambda: 121)
+    monkeypatch.setattr(backend, "load", lambda flavour: type("Trt", (), {"__version__": VERSION}))
+    monkeypatch.setattr("edge_dflash.backends.cuda.backend.NativeBackend", lambda *pair, **rest: rest["dense"])
+    assert backends.load(bundle) is None
+    assert backends.load(bundle, "tensorrt")._files.keys() == set(bundle.manifest.plans.names)
+
+
+@pytest.mark.parametrize(
+    ("version", "why"),
+    [
+        (None, "TensorRT for RTX is not installed: pip install"),
+        ("1.2.0.54", "TensorRT for RTX is 1.2.0.54, plans need"),
+    ],
+)
+def test_without_a_fit_tensorrt_for_rtx_there_are_kernels_alone(fake, tmp_path, monkeypatch, version, why):
+    install(monkeypatch, version)
+    plan = plan_build(config(tmp_path / "out", backend=None))
+    assert plan.choice.backends == ("native",)
+    assert plan.lines[0].startswith(f"building for sm121, backend native: no plans, as {why}")
+    assert plan.plans is None
+    with pytest.raises(BackendError, match=why):
+        plan_build(config(tmp_path / "out", backend="native,tensorrt"))
+
+
+def test_activations_of_four_bits_are_for_tensorrt_alone(fake, tmp_path):
+    recipe = tmp_path / "w4a4.yaml"
+    recipe.write_text("schema: 1\nname: w4a4\nactivations: nvfp4\ncalibration: {tokens: 64, margin: 1.25}\n")
+    made = config(tmp_path / "out", arch="sm110", backend=None, recipe=recipe, calibrate=True)
+    assert plan_build(made).choice.backends == ("tensorrt",)
+    with pytest.raises(BackendError, match="the native backend computes with bf16; set activations: bf16"):
+        plan_build(replace(made, backend="native,tensorrt"))
+
+
+@pytest.mark.parametrize("word", ["native,tensorrt", "tensorrt,native", " native , tensorrt "])
+def test_both_may_be_asked_for_by_name(fake, tmp_path, word):
+    assert plan_build(config(tmp_path / "out", arch="110", backend=word)).choice.backends == ("native", "tensorrt")
+
+
+def test_quantized_checkpoints_build_without_a_recipe(tmp_path):
+    for name in ("modelopt", "ct"):
+        plan = plan_build(config_of(name, tmp_path / "out", target=TARGETS[name]))
+        assert set(plan.formats.values()) >= {"nvfp4", "bf16"}
+    recipe = default_recipe()
+    assert recipe.keeps
+    assert not replace(recipe, keeps=False).keeps
+
+
+def test_an_interrupted_build_says_the_command_that_was_given(fake, tmp_path):
+    made = config(tmp_path / "out", arch="sm110a", backend=None)
+    assert "--arch sm110a --recipe" in made.command
+    assert "--backend" not in made.command
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"standby": ("reference",)}, "arch of a reference bundle is 'sm110', wanted one of cpu"),
+        ({"standby": ("native",)}, "standby is native beside native"),
+        ({"standby": ("tensorrt", "tensorrt")}, "standby is tensorrt, tensorrt beside native"),
+        ({"backend": "tensorrt", "standby": ("native",)}, "backend is 'tensorrt', whose plans are deferred"),
+        ({"standby": ()}, "plans is given for backend 'native'"),
+    ],
+)
+def test_backends_that_contradict_each_other_are_refused(both, changes, words):
+    from edge_dflash.bundle.manifest import parse_manifest
+
+    with pytest.raises(BundleError, match=words):
+        parse_manifest(dump_manifest(replace(both.manifest, **changes)))
+
+
+def test_one_backend_is_written_as_before_there_were_two(built):
+    import json
+
+    for name, schema in ((None, 2), ("native", 1), ("tensorrt", 1)):
+        body = json.loads((built[name] / "manifest.json").read_text())
+        assert body["schema"] == schema
+        assert ("standby" in body) == (name is None)
+        assert "trial" not in body
+
+
+def test_a_build_on_the_board_itself_builds_the_plans_at_once(fake, tmp_path, monkeypatch):
+    on(monkeypatch, 110)
+    install(monkeypatch, "10.13.3.9")
+    result = build(config(tmp_path / "out", arch="sm110", backend=None))
+    assert len(result.plans) == 14
+    assert (result.active, result.backends, result.trial) == ("native", ("native", "tensorrt"), None)
+
+
+@pytest.mark.tensorrt
+def test_networks_of_weights_that_were_turned_back_are_those_of_checkpoint_order(built):
+    from edge_dflash.backends.tensorrt.compile import Compiler
+    from edge_dflash.backends.tensorrt.plans import bundle_units
+
+    stores = [Bundle.open(built[name]) for name in (None, "tensorrt")]
+    compiler = Compiler("sm121")
+    for unit in bundle_units(stores[0].pair, stores[0].manifest.prefill_chunk).units.values():
+        a, b = (compiler.lower(unit, store) for store in stores)
+        assert a.network.num_layers == b.network.num_layers
+        for i in range(a.network.num_layers):
+            one, two = a.network.get_layer(i), b.network.get_layer(i)
+            assert (one.name, one.type) == (two.name, two.type)
+        assert len(a.net.held) == len(b.net.held)
+        for one, two in zip(a.net.held, b.net.held, strict=True):
+            assert (one.dtype, one.shape, one.tobytes()) == (two.dtype, two.shape, two.tobytes())

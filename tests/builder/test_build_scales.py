@@ -1,0 +1,85 @@
+import pytest
+from builder_support import add_scalars, add_tokenizer, config_of, copy_target, recipe
+
+from edge_dflash.builder.builder import build
+from edge_dflash.builder.decide import plan_build
+from edge_dflash.builder.scales import BuildScales, dump_scales, load_scales
+from edge_dflash.bundle.reader import Bundle
+from edge_dflash.errors import BuildError
+
+W4A4 = """
+schema: 1
+name: w4a4
+target: {attention: keep, gated_delta: keep, mlp: keep, lm_head: keep}
+drafter: {attention: keep, mlp: keep, fc: keep}
+activations: nvfp4
+kv: KV
+calibration: {tokens: 32}
+"""
+GATE = "model.language_model.layers.0.mlp.gate_proj"
+
+
+def w4a4(directory, kv="fp8"):
+    return recipe(directory, W4A4.replace("KV", kv))
+
+
+def test_calibration_json_round_trip():
+    scales = BuildScales({"a.kv": (0.1, 1 / 3)}, {"b": 1e-7}, ("a.kv",), 64, "0" * 64, 1.25)
+    assert load_scales(dump_scales(scales)) == scales
+
+
+def test_nvfp4_activations_are_calibrated_and_stored_with_the_weights(tmp_path):
+    target = add_tokenizer(copy_target("modelopt", tmp_path / "target"), 512)
+    add_scalars(target, {f"{GATE}.input_scale": 0.125})
+    bundle = Bundle.open(build(config_of("modelopt", tmp_path / "out", target=target, recipe=w4a4(tmp_path))).bundle)
+    scales = load_scales((bundle.path / "calibration.json").read_bytes())
+    assert scales.stored == ("target.layers.0.mlp.gate_proj",)
+    linears = {name for name, form in bundle.manifest.weights.items() if form == "nvfp4"}
+    assert scales.inputs.keys() == linears
+    assert all(bundle.get(name).input_scale == scale for name, scale in scales.inputs.items())
+    assert scales.inputs["target.layers.0.mlp.gate_proj"] == 0.125
+
+
+def test_stored_input_scales_are_dropped_when_activations_stay_wide(tmp_path):
+    target = copy_target("modelopt", tmp_path / "target")
+    add_scalars(target, {f"{GATE}.input_scale": 0.125})
+    bundle = Bundle.open(build(config_of("modelopt", tmp_path / "out", target=target)).bundle)
+    assert bundle.get("target.layers.0.mlp.gate_proj").input_scale is None
+
+
+def test_nvfp4_activations_without_calibration_are_refused(tmp_path):
+    config = config_of("modelopt", tmp_path / "out", recipe=w4a4(tmp_path))
+    with pytest.raises(
+        BuildError, match=r"measured scale for target.layers.0.*has no tokenizer.json; calibrate, or set"
+    ):
+        plan_build(config)
+    target = add_tokenizer(copy_target("modelopt", tmp_path / "target"), 512)
+    config = config_of("modelopt", tmp_path / "out", target=target, recipe=w4a4(tmp_path), calibrate=False)
+    with pytest.raises(BuildError, match="but calibration is switched off"):
+        plan_build(config)
+
+
+def test_calibration_can_be_switched_off_and_is_not_run_without_need(tmp_path):
+    target = add_tokenizer(copy_target("qwen3", tmp_path / "target"), 512)
+    plan = plan_build(config_of("qwen3", tmp_path / "out", target=target, calibrate=False))
+    assert plan.scales.ids == ()
+    assert plan.warnings == ("FP8 scale 1.0 for the keys and values of 9 layers: calibration is switched off",)
+    wide = recipe(tmp_path, "schema: 1\nname: x\nkv: bf16\n")
+    plan = plan_build(config_of("qwen3", tmp_path / "out", target=target, recipe=wide))
+    assert (plan.scales.ids, plan.warnings) == ((), ())
+
+
+def test_a_tokenizer_without_a_chat_template_calibrates_on_the_text(tmp_path):
+    target = add_tokenizer(copy_target("qwen3", tmp_path / "target"), 512)
+    plain = plan_build(config_of("qwen3", tmp_path / "out", target=target)).scales.ids
+    (target / "tokenizer_config.json").write_text("{}")
+    ids = plan_build(config_of("qwen3", tmp_path / "out", target=target)).scales.ids
+    assert len(ids) == len(plain) == 1016
+    assert ids != plain
+
+
+def test_a_template_that_refuses_the_prompts_is_named(tmp_path):
+    target = add_tokenizer(copy_target("qwen3", tmp_path / "target"), 512)
+    (target / "chat_template.jinja").write_text("{{ raise_exception('no system role') }}")
+    with pytest.raises(BuildError, match=r"robot_planning.jsonl: .*no system role; correct the prompts, or build with"):
+        plan_build(config_of("qwen3", tmp_path / "out", target=target))

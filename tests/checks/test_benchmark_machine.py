@@ -1,0 +1,138 @@
+"""What a benchmark says of its machine, its kernels and its results file."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from edge_dflash.backends.cuda import compile as kernels
+from edge_dflash.backends.cuda.compile import ARCHS, KERNELS
+from edge_dflash.checks import machine
+from edge_dflash.checks.cubins import Cubins, device_arch
+from edge_dflash.checks.results_file import append, check_record
+from edge_dflash.errors import BackendError, RequestError
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_clocks_are_read_from_nvidia_smi():
+    line = "NVIDIA H200, 580.65.06, 1980, 3201, 1980, 356.71, 700.00\n"
+    assert machine.parse_clocks(line) == {
+        "name": "NVIDIA H200",
+        "driver": "580.65.06",
+        "sm_mhz": 1980.0,
+        "memory_mhz": 3201.0,
+        "most_sm_mhz": 1980.0,
+        "watts": 356.71,
+        "watt_limit": 700.0,
+    }
+
+
+def test_what_a_board_does_not_report_is_left_out():
+    assert machine.parse_clocks("Orin (nvgpu), 540.4.0, [N/A], [N/A], [N/A], [N/A], [Not Supported]") == {
+        "name": "Orin (nvgpu)",
+        "driver": "540.4.0",
+    }
+    assert machine.parse_clocks("") == {}
+    assert machine.parse_clocks("\n") == {}
+
+
+def test_without_nvidia_smi_there_are_no_clocks(monkeypatch):
+    def missing(*args, **kwargs):
+        raise FileNotFoundError("nvidia-smi")
+
+    monkeypatch.setattr(machine.subprocess, "Popen", missing)
+    sample = machine.ClockSample()
+    assert not sample.pending
+    assert sample.result() == {}
+
+
+def test_power_mode_of_a_jetson():
+    assert machine.power_mode("NV Power Mode: MAXN\n0\n") == "MAXN"
+    assert machine.power_mode("NVPM ERROR: no such mode\n") is None
+    assert machine.power_mode(None) is None
+
+
+def test_the_commit_says_when_files_were_changed(tmp_path):
+    def git(*words):
+        names = ("-c", "user.name=a", "-c", "user.email=a@b.example")
+        subprocess.run(["git", "-C", str(tmp_path), *names, *words], check=True, capture_output=True)
+
+    assert machine.commit(tmp_path) is None
+    git("init")
+    (tmp_path / "file").write_text("1")
+    git("add", "file")
+    git("commit", "-m", "first")
+    clean = machine.commit(tmp_path)
+    (tmp_path / "file").write_text("2")
+    assert clean.isalnum()
+    assert machine.commit(tmp_path) == clean + "+"
+    assert {"date", "edge_dflash", "python", "system"} <= machine.describe().keys()
+
+
+def test_every_arch_has_a_device_and_others_are_refused():
+    for arch in ARCHS:
+        assert device_arch(int(arch.removeprefix("sm").removesuffix("a"))) == arch
+    with pytest.raises(BackendError, match="this GPU is SM75; the kernels are built for sm87, sm89"):
+        device_arch(75)
+
+
+def test_a_cubin_is_compiled_once_and_again_when_its_source_changes(monkeypatch, tmp_path):
+    compiled, sources = [], tmp_path / "kernels"
+    sources.mkdir()
+    (sources / "bench.cu").write_bytes((KERNELS / "bench.cu").read_bytes())
+    monkeypatch.setattr(kernels, "compile_cubin", lambda unit, arch: compiled.append((unit, arch)) or b"cubin")
+    monkeypatch.setattr(kernels, "unit_sources", lambda unit: (sources / f"{unit}.cu",))
+    for _ in range(2):
+        assert Cubins(tmp_path / "cache", "sm90a")("bench") == b"cubin"
+    assert compiled == [("bench", "sm90a")]
+    (sources / "bench.cu").write_text("// another")
+    Cubins(tmp_path / "cache", "sm90a")("bench")
+    Cubins(tmp_path / "cache", "sm87")("bench")
+    assert compiled == [("bench", "sm90a")] * 2 + [("bench", "sm87")]
+    assert all(file.suffix == ".cubin" for file in (tmp_path / "cache").iterdir())
+
+
+def test_results_files_grow_by_one_run_a_line(tmp_path):
+    file = tmp_path / "results.json"
+    check_record(file)
+    append(file, {"pair": "a"})
+    append(file, {"pair": "b"})
+    assert json.loads(file.read_text())["runs"] == [{"pair": "a"}, {"pair": "b"}]
+    assert len(file.read_text().splitlines()) == 7
+    assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
+
+
+def test_what_a_results_file_says_besides_its_runs_stays(tmp_path):
+    file = tmp_path / "results.json"
+    file.write_text('{"what": "runs of a rainy day", "runs": [{"pair": "a"}], "note": "by hand"}')
+    append(file, {"pair": "b"})
+    found = json.loads(file.read_text())
+    assert found == {"what": "runs of a rainy day", "note": "by hand", "runs": [{"pair": "a"}, {"pair": "b"}]}
+
+
+def test_the_runs_of_record_are_what_their_file_says():
+    text = (ROOT / "docs" / "results" / "bench-h200.json").read_text()
+    runs = json.loads(text)["runs"]
+    dates = [run["machine"]["date"] for run in runs]
+    assert "oldest first, one a line" in text
+    assert dates == sorted(dates)
+    assert len(text.splitlines()) == len(runs) + 5
+    assert all(run["machine"][key] for run in runs for key in ("device", "commit", "clocks"))
+
+
+@pytest.mark.parametrize("text", ["", "[1]", '{"runs": 3}', "\xff"])
+def test_other_files_are_not_written_over(tmp_path, text):
+    file = tmp_path / "other.json"
+    file.write_bytes(text.encode("latin-1"))
+    with pytest.raises(RequestError, match="give another --record"):
+        append(file, {})
+    assert file.read_bytes() == text.encode("latin-1")
+
+
+def test_a_results_file_in_no_directory_is_refused(tmp_path):
+    with pytest.raises(RequestError, match="is no directory; make it first"):
+        check_record(tmp_path / "no" / "file.json")

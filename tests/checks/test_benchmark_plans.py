@@ -1,0 +1,89 @@
+"""The benchmark of plans: every plan once, weights of the recipe's formats, one JSON object last."""
+
+import json
+
+import numpy as np
+import pytest
+from tensorrt_build_support import VERSION, FakeCompiler
+
+from edge_dflash.backends.tensorrt.plans import bundle_units, planned
+from edge_dflash.checks import tensorrt_plans as plans
+from edge_dflash.checks.pairs import synthetic_pair
+from edge_dflash.checks.tensorrt_plans import Built, PackedStore, kind_of, summary
+from edge_dflash.model import pair_programs
+from edge_dflash.weights.recipe import Recipe, default_recipe
+from edge_dflash.weights.tensor import Fp8Weight, Nvfp4Weight, WideWeight
+
+PAIR = synthetic_pair("qwen3-8b")
+W4A4 = Recipe("plans", target=default_recipe().target, drafter=default_recipe().drafter, activations="nvfp4")
+
+
+def test_weights_have_the_recipes_formats_and_are_the_same_every_time():
+    store = PackedStore(PAIR, W4A4)
+    linear = store.get("target.layers.0.self_attn.k_proj")
+    assert isinstance(linear, Nvfp4Weight)
+    assert linear.shape == pair_programs(PAIR).weights["target.layers.0.self_attn.k_proj"].shape
+    assert linear.input_scale
+    assert not ((linear.block_scale & 0x7F) == 0x7F).any()
+    assert np.array_equal(linear.packed, PackedStore(PAIR, W4A4).get("target.layers.0.self_attn.k_proj").packed)
+    others = [
+        store.get(f"target.layers.{at}") for at in ("0.self_attn.q_proj", "0.self_attn.v_proj", "1.self_attn.k_proj")
+    ]
+    scales = [(weight.global_scale, weight.input_scale) for weight in (linear, *others)]
+    assert scales[0] == scales[1] == scales[2] != scales[3]  # as in a checkpoint, or no linears are stacked
+    fc = store.get("drafter.fc")
+    assert isinstance(fc, Fp8Weight)
+    assert not ((fc.data & 0x7F) == 0x7F).any()
+    assert isinstance(store.get("target.norm"), WideWeight)
+    wide = PackedStore(PAIR, default_recipe()).get("target.layers.0.self_attn.k_proj")
+    assert wide.input_scale is None
+
+
+def test_equal_layers_are_of_one_kind():
+    units = planned(bundle_units(PAIR, 64).units).values()
+    kinds = {kind_of(unit, PAIR) for unit in units}
+    assert len(units) > 36
+    assert len(kinds) < 10
+    assert sum(kind.startswith("head") for kind in kinds) == 1
+
+
+def test_a_row_sums_up_its_kind():
+    built = [
+        Built("a", "x", 1.0, 9.0, 9.0, 100, 101),
+        Built("b", "x", 3.0, 0, 0, 100, 103),
+        Built("c", "y", 2.0, 0, 0, 10, 20),
+    ]
+    x, y = summary(built)
+    assert (x["plans"], x["seconds"], x["weight_bytes"], x["plan_bytes"], x["ratio"]) == (2, 2.0, 200, 204, 1.02)
+    assert y["ratio"] == 2
+
+
+class Compiler(FakeCompiler):
+    def lower(self, unit, store):
+        made = super().lower(unit, type("None", (), {"get": lambda self, name: np.zeros(4, np.uint8)})())
+        made.weight_bytes = 1000
+        return made
+
+    def plan(self, lowered, advance=None):
+        return super().plan(lowered, lambda share: True)
+
+
+@pytest.mark.parametrize("pair", ["qwen3-8b", "qwen3.6-27b"])
+def test_every_plan_is_built_once_and_the_last_line_is_json(monkeypatch, capsys, pair):
+    monkeypatch.setattr(plans, "Compiler", Compiler)
+    monkeypatch.setattr(plans, "load", lambda flavour: type("Module", (), {"__version__": VERSION}))
+    FakeCompiler.made, FakeCompiler.fail = [], ""
+    assert plans.main(["--synthetic", pair, "--workers", "3"]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    wanted = planned(bundle_units(synthetic_pair(pair), 512).units)
+    assert sorted(FakeCompiler.made) == sorted(unit.key for unit in wanted.values())
+    assert (found["plans"], found["weight_bytes"], found["tensorrt"]) == (len(wanted), 1000 * len(wanted), VERSION)
+    assert sum(row["plans"] for row in found["kinds"]) == len(found["built"]) == len(wanted)
+
+
+def test_a_plan_that_is_refused_is_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(plans, "Compiler", Compiler)
+    FakeCompiler.made, FakeCompiler.fail = [], "head"
+    assert plans.main(["--synthetic", "qwen3-8b"]) == 5
+    assert "error: plan head for sm121" in capsys.readouterr().err
+    FakeCompiler.fail = ""

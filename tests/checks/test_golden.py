@@ -1,0 +1,149 @@
+import json
+import math
+
+import numpy as np
+import pytest
+from golden_pairs import GOLDEN, NAMES, golden, pair, store
+from safetensors.numpy import save_file
+from verify_support import short_golden
+
+from edge_dflash.checks.golden import GoldenReport, KeyResult, check_golden, verify_golden
+from edge_dflash.errors import CheckpointError, VerificationError
+
+
+def run(name, keys):
+    return check_golden(pair(name), store(name), keys)
+
+
+def key_of(result):
+    return result.key.split(".", 1)[1]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_reference_agrees_with_every_array_of_the_golden_file(name):
+    path = GOLDEN / f"golden_{name}.safetensors"
+    report = verify_golden(GOLDEN / f"{name}-tiny", GOLDEN / f"{name}-tiny-dflash", path)
+    report.check()
+    assert report.ok
+    assert report.tokens_equal
+    assert report.logits_difference <= 1e-4
+    assert max(r.difference for r in report.results if r.tolerance is not None) <= 1e-4
+    assert report.missing == report.unknown == ()
+    compared = {r.key for r in report.results} | set(report.skipped)
+    assert compared == {key for key in golden(name) if not key.endswith(".prompt")}
+    assert report.skipped == () or all("nvfp4" in key for key in report.skipped)
+    bf16 = [r.difference for r in report.results if r.key.endswith("bf16run")]
+    assert len(bf16) == 3
+    assert 1e-3 < max(bf16) <= 0.15  # informative: the scale of BF16 rounding
+
+
+@pytest.mark.parametrize("form", ["modelopt", "ct"])
+def test_an_nvfp4_checkpoint_is_compared_with_the_nvfp4_arrays(form):
+    path = GOLDEN / "golden_qwen3_5.safetensors"
+    report = verify_golden(GOLDEN / f"qwen3_5-tiny-nvfp4-{form}", GOLDEN / "qwen3_5-tiny-dflash", path)
+    report.check()
+    assert {r.key for r in report.results} == {
+        "p1.nvfp4_w4a16_prefill_logits",
+        "p1.nvfp4_w4a16_greedy_tokens",
+    }
+    assert report.logits_difference <= 1e-4
+    assert "p1.prefill_logits" in report.skipped
+    assert report.unknown == ()
+
+
+def test_the_json_form_has_the_documented_keys():
+    data = json.loads(json.dumps(run("qwen3", short_golden("qwen3", "p0", 4)).to_json()))
+    assert {"ok", "differences", "missing", "unknown", "skipped", "failures", "tokens_equal"} <= data.keys()
+    assert data["ok"] is True
+    assert 0 < data["differences"]["p0.prefill_logits"] < 1e-4
+
+
+def test_missing_keys_are_listed_and_unknown_keys_too():
+    keys = short_golden("qwen3_5", "p0", 4)
+    del keys["p0.prefill_hidden"], keys["p0.kv.3.k"]
+    keys |= {"p0.surprise": np.zeros(3), "comment": np.zeros(1), "p7.prefill_logits": np.zeros((1, 2))}
+    report = run("qwen3_5", keys)
+    assert report.ok
+    assert set(report.missing) == {"p0.prefill_hidden", "p0.kv.3.k", "p7.prompt"}
+    assert set(report.unknown) == {"p0.surprise", "comment", "p7.prefill_logits"}
+
+
+@pytest.mark.parametrize("kept", ["prefill_logits", "cycle_accepted", "teacher_forced_logits", "dflash_tokens"])
+def test_a_file_with_a_prompt_and_one_array_is_enough(kept):
+    keys = {key: golden("qwen3")[key] for key in ("p0.prompt", f"p0.{kept}")}
+    report = run("qwen3", keys)
+    assert report.ok
+    assert [key_of(r) for r in report.results] == [kept]
+    assert "p0.kv.0.k" in report.missing
+
+
+def test_nothing_to_compare_is_not_a_pass():
+    for keys in ({}, {"p0.prompt": golden("qwen3")["p0.prompt"]}):
+        report = run("qwen3", keys)
+        assert not report.ok
+        with pytest.raises(VerificationError, match="nothing that can be compared"):
+            report.check()
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["greedy_tokens", "prefill_logits", "kv.3.v", "gdn.0.conv.after0", "cycle_draft_logits", "cycle_accepted"],
+)
+def test_one_wrong_number_is_found(key):
+    keys = short_golden("qwen3_5", "p0", 6)
+    wrong = keys[f"p0.{key}"].copy()
+    wrong.flat[wrong.size // 2 if key == "prefill_logits" else 0] += 1
+    report = run("qwen3_5", keys | {f"p0.{key}": wrong})
+    assert [key_of(r) for r in report.failures] == [key]
+    assert not report.ok
+    with pytest.raises(VerificationError, match=rf"1 of \d+ golden arrays differ; worst: p0\.{key} by"):
+        report.check()
+
+
+def test_other_shapes_and_nan_are_failures():
+    keys = short_golden("qwen3", "p0", 4)
+    logits = keys["p0.prefill_logits"].copy()
+    logits[0, 0] = np.nan
+    report = run("qwen3", keys | {"p0.prefill_taps": keys["p0.prefill_taps"][:, :7], "p0.prefill_logits": logits})
+    assert {key_of(r) for r in report.failures} == {"prefill_taps", "prefill_logits"}
+    assert report.logits_difference == math.inf
+    assert report.to_json()["differences"]["p0.prefill_logits"] is None
+
+
+def test_tolerances_are_absolute_for_logits_and_relative_for_large_arrays():
+    keys = short_golden("qwen3", "p0", 4)
+    by_key = {key_of(r): r.tolerance for r in run("qwen3", keys).results}
+    assert by_key["prefill_logits"] == by_key["cycle0_verify_logits"] == 1e-3
+    assert by_key["prefill_taps"] == pytest.approx(1e-3 * max(1, np.abs(keys["p0.prefill_taps"]).max()))
+    assert by_key["greedy_tokens"] == 0
+    assert by_key["prefill_logits_bf16run"] is None
+
+
+def test_ids_outside_the_vocabulary_are_refused():
+    with pytest.raises(VerificationError, match=r"p0: the prompt is empty or ids are outside the vocabulary of 512"):
+        run("qwen3", {"p0.prompt": np.array([1, 512])})
+    with pytest.raises(VerificationError, match="is empty"):
+        run("qwen3", {"p0.prompt": np.array([], np.int64)})
+    keys = short_golden("qwen3_5", "p1", 4)
+    with pytest.raises(VerificationError, match="outside the vocabulary"):
+        run("qwen3_5", keys | {"p1.cycle_draft_tokens": keys["p1.cycle_draft_tokens"] + 512})
+
+
+def test_an_unreadable_golden_file_and_a_wrong_pair_are_refused(tmp_path):
+    path = tmp_path / "golden.safetensors"
+    target, drafter = GOLDEN / "qwen3-tiny", GOLDEN / "qwen3-tiny-dflash"
+    path.write_bytes(b"\x00" * 4)
+    with pytest.raises(VerificationError, match="not a readable safetensors file") as caught:
+        verify_golden(target, drafter, path)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(VerificationError, match="not a readable"):
+        verify_golden(target, drafter, tmp_path / "absent.safetensors")
+    save_file({"p0.prompt": np.array([1])}, path)
+    with pytest.raises(CheckpointError):
+        verify_golden(target, GOLDEN / "qwen3_5-tiny-dflash", path)
+
+
+def test_a_report_decides_only_by_what_decides():
+    fine = KeyResult("p0.prefill_logits_bf16run", 9.0, None)
+    assert not GoldenReport((fine,), (), (), ()).ok
+    assert GoldenReport((fine, KeyResult("p0.greedy_tokens", 0.0, 0.0)), (), (), ()).ok

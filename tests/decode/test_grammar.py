@@ -1,0 +1,510 @@
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from grammar_support import (
+    CASES,
+    END,
+    MARKERS,
+    SCHEMAS,
+    Walk,
+    compact,
+    compiled_here,
+    satisfies,
+    tokenizer,
+    vocab_size,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from calib.demo.evaluate import heldout_tasks
+from edge_dflash import demo as demo_package
+from edge_dflash.decode.constraint import unpack
+from edge_dflash.decode.grammar import walker as module
+from edge_dflash.decode.grammar.compiled import compile_lark, compile_regex, compile_schema
+from edge_dflash.decode.grammar.schema_check import schema_json
+from edge_dflash.decode.grammar.vocabulary import Vocabulary
+from edge_dflash.decode.grammar.walker import Source, Walker, compiled
+from edge_dflash.demo.corpus import plan_schema
+from edge_dflash.errors import RequestError
+from edge_dflash.text.tokenizer import Tokenizer
+
+END_ID = tokenizer().token_id(END)
+OTHER_STOP = vocab_size() - 1  # a padded id: a model may name one that the tokenizer lacks
+STOP = (END_ID, OTHER_STOP)
+PLAN = {
+    "type": "object",
+    "properties": {"goal": {"type": "string", "maxLength": 12}, "action": {"enum": ["go", "pick"]}},
+    "required": ["goal", "action"],
+    "additionalProperties": False,
+}
+
+
+def schema(source, stop=STOP, **options):
+    return Walk(compiled_here("schema", schema_json(source), stop, **options))
+
+
+def regex(source, stop=STOP):
+    return Walk(compiled_here("regex", source, stop))
+
+
+def lark(source, **options):
+    return Walk(compiled_here("grammar", source, STOP, **options))
+
+
+def accepts(constraint, text):
+    """Whether some tokens that spell ``text`` lead to a whole answer: at each place the longest that is allowed."""
+    rest = text.encode()
+    pushed = 0
+    while rest:
+        allowed = [int(i) for i in np.flatnonzero(constraint.allowed()) if i < len(SPELLING)]
+        fitting = [i for i in allowed if SPELLING[i] and rest.startswith(SPELLING[i])]
+        if not fitting:
+            break
+        token = max(fitting, key=lambda i: len(SPELLING[i]))
+        assert constraint.push(token)
+        pushed += 1
+        rest = rest[len(SPELLING[token]) :]
+    whole = not rest and constraint.complete
+    constraint.pop(pushed)
+    return whole
+
+
+def spelling():
+    """Bytes of each id, of the byte-level alphabet; added tokens spell nothing."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [b for b in range(256) if b not in printable]
+    table = {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+    added = {tokenizer().token_id(name) for name in (END, "<|im_start|>", *MARKERS)}
+    texts = (b"" if i in added else bytes(table[c] for c in tokenizer().token(i)) for i in range(tokenizer().size))
+    return list(texts)
+
+
+SPELLING = spelling()
+
+
+def walk(constraint, rng, longest=600):
+    """Random allowed tokens until one ends the answer; returns those before it."""
+    tokens = []
+    while len(tokens) < longest:
+        ids = np.flatnonzero(constraint.allowed())
+        assert len(ids), "a place with no allowed token"
+        token = int(rng.choice(list(ids)))
+        assert constraint.push(token)
+        if token in STOP:
+            return tokens
+        tokens.append(token)
+    raise AssertionError("the walk did not end")
+
+
+class Stepper:
+    """A constraint, token by token."""
+
+    def __init__(self, constraint):
+        self.constraint = constraint
+
+    def allowed(self):
+        return unpack(self.constraint.masks(())[0], vocab_size())
+
+    def push(self, token):
+        self.constraint.advance([token])
+        return True
+
+
+def text_of(tokens):
+    return b"".join(SPELLING[token] for token in tokens).decode()
+
+
+@settings(max_examples=60, deadline=None)
+@given(CASES)
+def test_documents_that_satisfy_a_schema_are_accepted_token_by_token(case):
+    source, document = case
+    assert accepts(schema(source), compact(document))
+
+
+@settings(max_examples=60, deadline=None)
+@given(SCHEMAS, st.randoms(use_true_random=False))
+def test_a_random_walk_along_allowed_tokens_ends_in_a_document_that_satisfies_the_schema(pair, rng):
+    text = text_of(walk(schema(pair[0]), rng))
+    document = json.loads(text)
+    assert satisfies(pair[0], document)
+    assert not any(blank in text.replace(" ", "") for blank in "\n\t\r")
+
+
+@settings(max_examples=40, deadline=None)
+@given(SCHEMAS, st.randoms(use_true_random=False))
+def test_stepping_forth_and_back_leaves_the_mask_and_the_mask_depends_on_the_tokens_alone(pair, rng):
+    """The probing of drafts must not change what is allowed later."""
+    plain, probed = schema(pair[0]), schema(pair[0])
+    for token in [*walk(schema(pair[0]), rng), END_ID]:
+        before, forced = probed.allowed().copy(), probed.forced()
+        steps = 0
+        for _ in range(rng.randint(1, 8)):
+            steps += probed.push(int(rng.choice(list(np.flatnonzero(probed.allowed())))))
+            if rng.random() < 0.3:
+                probed.forced()
+            assert not probed.push(vocab_size() - 2)
+        probed.pop(steps)
+        np.testing.assert_array_equal(probed.allowed(), before)
+        np.testing.assert_array_equal(plain.allowed(), before)
+        assert probed.forced() == forced
+        assert plain.push(token)
+        assert probed.push(token)
+
+
+@settings(max_examples=60, deadline=None)
+@given(SCHEMAS, st.randoms(use_true_random=False))
+def test_forced_tokens_are_the_only_allowed_ones(pair, rng):
+    constraint = schema(pair[0], stop=(END_ID,))
+    for token in [*walk(schema(pair[0]), rng), END_ID]:
+        forced = constraint.forced()
+        for follower in forced:
+            assert list(np.flatnonzero(constraint.allowed())) == [follower]
+            assert constraint.push(follower)
+        if forced:
+            constraint.pop(len(forced))
+        elif constraint.allowed().sum() == 1:
+            raise AssertionError("the only token is not reported as forced")
+        assert constraint.push(token)
+
+
+def test_forced_tokens_are_those_of_the_tokenizer():
+    assert schema(PLAN).forced() == tokenizer().encode('{"goal":"')[: len(schema(PLAN).forced())]
+    assert len(schema(PLAN).forced()) >= 2
+
+
+def test_a_very_deep_walk_can_be_taken_back():
+    constraint = regex("(ab|c){3000}")
+    start = constraint.allowed().copy()
+    rng = random.Random(7)
+    for _ in range(2000):
+        assert constraint.push(int(rng.choice(list(np.flatnonzero(constraint.allowed())))))
+    constraint.pop(1999)
+    assert constraint.push(int(np.flatnonzero(constraint.allowed())[0]))
+    constraint.pop(2)
+    np.testing.assert_array_equal(constraint.allowed(), start)
+
+
+def test_stop_tokens_come_when_the_text_is_whole_and_nothing_after_them():
+    constraint = regex("ab?")
+    assert not constraint.push(END_ID)
+    assert not constraint.complete
+    assert constraint.push(SPELLING.index(b"a"))
+    assert constraint.complete
+    assert constraint.allowed()[list(STOP)].all()
+    assert constraint.push(OTHER_STOP)
+    assert list(np.flatnonzero(constraint.allowed())) == sorted(STOP)
+    assert constraint.forced() == ()
+    assert not constraint.push(SPELLING.index(b"b"))
+    assert constraint.push(END_ID)
+    constraint.pop(2)
+    assert constraint.push(SPELLING.index(b"b"))
+    assert list(np.flatnonzero(constraint.allowed())) == sorted(STOP)
+
+
+def test_the_stop_token_is_forced_when_it_is_the_only_one():
+    constraint = regex("a", stop=(END_ID,))
+    assert constraint.push(SPELLING.index(b"a"))
+    assert constraint.forced() == (END_ID,)
+
+
+def test_padded_and_special_ids_are_never_allowed():
+    constraint = schema({"type": "string"})
+    assert constraint.push(SPELLING.index(b'"'))
+    allowed = constraint.allowed()
+    assert allowed.shape == (vocab_size(),)
+    assert not allowed[tokenizer().size :].any()
+    assert not any(allowed[tokenizer().token_id(name)] for name in (END, "<|im_start|>", *MARKERS))
+    for token in (*(tokenizer().token_id(name) for name in MARKERS), tokenizer().size, vocab_size(), -1):
+        assert not constraint.push(token)
+
+
+def test_masks_are_read_only():
+    with pytest.raises(ValueError, match="read-only"):
+        compile_schema(PLAN, tokenizer(), vocab_size(), STOP).constraint().masks(())[0][0] = 1
+
+
+def test_a_step_back_beyond_the_start_is_an_error():
+    constraint = regex("ab")
+    constraint.pop(0)
+    with pytest.raises(ValueError, match="cannot step back over 1 of 0 tokens"):
+        constraint.pop(1)
+
+
+def test_compact_json_is_the_default_and_blanks_are_bounded():
+    spaced = '{ "goal": "x",\n "action": "go" }'
+    assert not accepts(schema(PLAN), spaced)
+    assert accepts(schema(PLAN, whitespace=True), spaced)
+    assert accepts(schema(PLAN, whitespace=True), compact({"goal": "x", "action": "go"}))
+    assert accepts(schema(PLAN, whitespace=True), "{" + " " * 64 + '"goal":"x","action":"go"}')
+    assert not accepts(schema(PLAN, whitespace=True), "{" + " " * 65 + '"goal":"x","action":"go"}')
+
+
+def test_schemas_come_as_text_as_mappings_and_as_pydantic_models():
+    class Model:
+        @classmethod
+        def model_json_schema(cls):
+            return PLAN
+
+    for source in (PLAN, json.dumps(PLAN), Model):
+        assert accepts(schema(source), '{"goal":"x","action":"pick"}')
+        assert not accepts(schema(source), '{"goal":"x","action":"fly"}')
+
+
+def test_a_recursive_schema_that_can_end_is_taken():
+    tree = {"$ref": "#/$defs/t", "$defs": {"t": {"type": "array", "items": {"$ref": "#/$defs/t"}, "maxItems": 3}}}
+    assert accepts(schema(tree), "[[],[[[]]]]")
+
+
+def test_regexes_match_the_whole_answer():
+    assert accepts(regex("[a-z]+/\\d{2}"), "mug/42")
+    assert not accepts(regex("[a-z]+/\\d{2}"), "mug/4")
+    assert accepts(regex("^a|b$"), "b")
+    assert accepts(regex("é中+"), "é中中")
+
+
+def test_lark_grammars_may_name_special_tokens_and_hold_schemas():
+    call = lark('start: <tool_call> body </tool_call> // "<nothing>"\nbody: %json {"const":"<think>"}')
+    opened, closed = tokenizer().token_id("<tool_call>"), tokenizer().token_id("</tool_call>")
+    assert call.forced()[0] == opened
+    assert call.push(opened)
+    for token in call.forced():
+        assert call.push(token)
+    assert text_of(call._pushed) == '"<think>"'
+    assert call._pushed[-1] == closed
+    assert call.complete
+    assert accepts(lark('start: "<x>" /[<>]+/'), "<x><><>")
+    spaced = 'start: %json {"type":"array","items":{"type":"null"},"minItems":1}'
+    assert accepts(lark(spaced, whitespace=True), "[ null]")
+    assert not accepts(lark(spaced), "[ null]")
+
+
+REFUSED_SCHEMAS = [
+    ({"type": "string", "minLenght": 3}, "'minLenght' at # would not be enforced; did you mean 'minLength'"),
+    ({"properties": {"a": {"uniqueItems": True}}}, "'uniqueItems' at #/properties/a would not be enforced; remove it"),
+    ({"not": {"type": "string"}}, "'not' at # would not be enforced"),
+    ({"if": {}, "then": {}}, "'if' at #"),
+    ({"x-guidance": {"lenient": True}, "type": "string"}, "'x-guidance' at #"),
+    ({"type": "string", "nullable": True}, "'nullable'"),
+    ({"type": "integer", "format": "int32"}, "format 'int32' at # would not be enforced on type 'integer'"),
+    ({"type": "string", "format": "shoe-size"}, "format at # is 'shoe-size'; enforced are date-time, date,"),
+    ({"type": "string", "pattern": "a(?=b)"}, "look-around"),
+    ({"type": "strin"}, "type at # is 'strin'; give one or more of null, boolean"),
+    ({"type": 5}, "type at # is 5"),
+    ({"properties": []}, "properties at # is [];"),
+    ({"properties": {"a": 5}}, "the schema at #/properties/a is 5"),
+    ({"anyOf": {"type": "string"}}, "anyOf at # is {'type': 'string'}"),
+    ({"$ref": "#/$defs/none"}, "points to nothing"),
+    ({"$ref": "#/enum/1", "enum": [1, "go"]}, "points to 'go', which is no schema"),
+    ({"properties": {"a": {"$id": "x", "type": "null"}}}, "$id at #/properties/a would change what references mean"),
+    ({"$ref": "https://example.org/schema"}, "only references inside the schema"),
+    ({"oneOf": [{"type": "string"}, {"maxLength": 3}]}, "that only one option of a oneOf holds would not be enforced"),
+    # nothing satisfies them
+    ({"type": "integer", "minimum": 5, "maximum": 3}, "minimum (5) is greater than maximum (3)"),
+    ({"allOf": [{"type": "string"}, {"type": "integer"}]}, "incompatible types"),
+    ({"enum": []}, "enum at # is []; give a list of at least one value"),
+    ({"required": ["a"], "type": "object", "additionalProperties": False}, "required property 'a' is unsatisfiable"),
+    ({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}, "no finite document"),
+    ({"type": "array", "items": {"$ref": "#"}, "minItems": 1}, "no finite document"),
+    ({"$ref": "#/$defs/a", "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}]}}}, "no finite document"),
+    # too big
+    ({"enum": ["x" * 300_000]}, "bytes, at most 262144 are taken"),
+    ('{"const": "' + "x" * 300_000 + '"}', "bytes, at most 262144 are taken"),
+    ('{"items":' * 5000 + "{}" + "}" * 5000, "the schema is no JSON"),
+    ({"const": "x" * 100_000}, "leaves no choice for more than 4096 tokens"),
+    ({"type": "string", "pattern": "^(a{1000}){100}$"}, "leaves no choice for more than 4096 tokens"),
+    # no schema
+    ("[]", "the schema is of type list"),
+    (True, "the schema is of type bool"),
+    ('{"type": ', "the schema is no JSON"),
+    ({"const": {1, 2}}, "cannot be written as JSON"),
+    ({"maximum": float("nan")}, "cannot be written as JSON"),
+]
+
+
+@pytest.mark.parametrize(("source", "reason"), REFUSED_SCHEMAS, ids=lambda value: str(value)[:40])
+def test_schemas_are_refused_with_the_reason(source, reason):
+    with pytest.raises(RequestError) as refused:
+        compile_schema(source, tokenizer(), vocab_size(), STOP)
+    assert reason in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def nested(levels):
+    source = {"type": "null"}
+    for _ in range(levels):
+        source = {"type": "array", "items": source}
+    return source
+
+
+def chain(length):
+    links = {f"d{i}": {"properties": {"x": {"$ref": f"#/$defs/d{i + 1}"}}} for i in range(length)}
+    return {"$ref": "#/$defs/d0", "$defs": {**links, f"d{length}": {"type": "null"}}}
+
+
+def test_nesting_is_limited_before_the_library_would_exhaust_the_stack():
+    assert accepts(schema(nested(60)), "[" * 30 + "]" * 30)
+    with pytest.raises(RequestError, match="nested deeper than 64 levels"):
+        schema(nested(65))
+    assert accepts(schema(chain(150)), '{"x":{"x":{}}}')
+    with pytest.raises(RequestError, match="levels deep in all, at most 512"):
+        schema(chain(300))
+    rules = "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(400)) + 'r400: "a"'
+    assert accepts(lark(rules), "a")
+
+
+REFUSED_LARK = [
+    ('start: "a" start', "leaves no choice for more than 4096 tokens"),
+    ('x: "a"', "no start rule"),
+    ("start: <nope>", "names the token <nope>, which the tokenizer lacks"),
+    ('start: r "b"\nr[max_tokens=3]: /a+/', "sets max_tokens, which would not be enforced"),
+    ('start: r "b"\nr[temperature=0.5]: /a+/', "sets temperature"),
+    ('start: %json {"type": "string", "not": {}}', "'not' at # would not be enforced"),
+    ('start: %json {"type": ', "%json is no JSON"),
+    ("start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(600)) + 'r600: "a"', "has 602 rules, at most 500"),
+    ("start: " + '"a" ' * 20_000, "bytes, at most 65536"),
+    ("start: /(/", "unclosed group"),
+]
+
+
+@pytest.mark.parametrize(("source", "reason"), REFUSED_LARK, ids=lambda value: str(value)[:30])
+def test_lark_grammars_are_refused_with_the_reason(source, reason):
+    with pytest.raises(RequestError) as refused:
+        compile_lark(source, tokenizer(), vocab_size(), STOP)
+    assert reason in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("a(?=b)", "look-around"),
+        ("(ab", "unclosed group"),
+        ("[^\\s\\S]", "nothing satisfies the regex"),
+        ("a{100000}", "leaves no choice"),
+        ("a" * 20_000, "bytes, at most 16384"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_regexes_are_refused_with_the_reason(source, reason):
+    with pytest.raises(RequestError) as refused:
+        compile_regex(source, tokenizer(), vocab_size(), STOP)
+    assert reason in str(refused.value)
+
+
+def test_stop_tokens_must_be_there():
+    with pytest.raises(RequestError, match="needs a stop token"):
+        compile_schema(PLAN, tokenizer(), vocab_size(), ())
+    with pytest.raises(RequestError, match="outside the vocabulary"):
+        compile_schema(PLAN, tokenizer(), vocab_size(), (vocab_size(),))
+
+
+def test_masks_do_not_depend_on_paths_that_were_left():
+    """Found with this schema: behind the library's rollback, the end of an object of the wrong branch is allowed."""
+    demo = Tokenizer.open(Path(demo_package.__file__).parent / "models" / "target")
+    ids = Vocabulary(demo.to_json(), demo.size, (2,))
+    grammar = compiled(Source("schema", json.dumps(plan_schema()), False, demo.size), ids, (2,))
+    answers = [demo.encode(task.answer) for task in heldout_tasks()[:12]]
+    for seed in range(12):
+        rng = random.Random(seed)
+        answer, constraint, straight = answers[seed], Walker(grammar), Walker(grammar)
+        for token in answer:
+            assert constraint.push(token)
+            assert straight.push(token)
+            if rng.random() < 0.7:
+                continue
+            steps = 0
+            for _ in range(rng.randrange(1, 16)):
+                allowed = unpack(np.frombuffer(constraint.packed(), np.uint32), demo.size)
+                allowed = [int(i) for i in np.flatnonzero(allowed) if i != 2]
+                if not allowed:
+                    break
+                steps += constraint.push(rng.choice(allowed))
+            constraint.pop(steps)
+            assert constraint.packed() == straight.packed()
+
+
+def test_a_grammar_that_turns_out_too_complex_is_an_error_from_which_one_can_step_back():
+    constraint = regex("(a|b)*c(a|b){14}")
+    rng = random.Random(3)
+    pushed = 0
+    for _ in range(40):
+        pushed += constraint.push(SPELLING.index(rng.choice([b"a", b"b"])))
+    constraint._matcher.consume_token(END_ID)  # what an error of the library looks like: it does not leave it
+    constraint._words = None
+    with pytest.raises(RequestError, match="cannot go on after 40 tokens"):
+        constraint.allowed()
+    with pytest.raises(RequestError, match="cannot go on"):
+        constraint.push(SPELLING.index(b"a"))
+    constraint.pop(0)  # no step back: to where it stands, without the error
+    assert constraint.allowed()[SPELLING.index(b"c")]
+    constraint._matcher.consume_token(END_ID)
+    constraint.pop(1)
+    assert constraint.push(SPELLING.index(b"c"))
+    assert pushed == 40
+
+
+def test_requests_of_one_grammar_do_not_disturb_each_other():
+    grammar = compile_schema(PLAN, tokenizer(), vocab_size(), STOP)
+    expected = [walk(schema(PLAN), random.Random(seed)) for seed in range(4)]
+    found = [None] * 4
+
+    def run(seed):
+        found[seed] = walk(Stepper(grammar.constraint()), random.Random(seed))
+
+    threads = [threading.Thread(target=run, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == expected
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=200))
+def test_packed_masks_are_unpacked_as_they_were_packed(flags):
+    words = np.zeros((len(flags) + 31) // 32, np.uint32)
+    for token, flag in enumerate(flags):
+        words[token // 32] |= np.uint32(flag) << np.uint32(token % 32)
+    np.testing.assert_array_equal(unpack(words, len(flags)), flags)
+
+
+def test_the_library_is_imported_when_it_is_needed():
+    code = "import edge_dflash, edge_dflash.decode.grammar.compiled, sys; print('llguidance' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_slices_of_the_vocabulary_change_no_mask():
+    """Pieces of strings are taken or left by length; the library's own, coarser slices are the reference."""
+    from llguidance import LLMatcher, LLTokenizer
+
+    from edge_dflash.checks.vocabulary import synthetic_tokenizer
+
+    words = synthetic_tokenizer(4096)
+    ours = Vocabulary(words.to_json(), words.size, (words.eos_token_id,)).tokenizer
+    theirs = LLTokenizer(words.to_json(), eos_token=[words.eos_token_id])
+    schema = {"type": "object", "properties": {"a": {"type": "string", "maxLength": 24}}, "required": ["a"]}
+    source = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=module._json_options(False))
+    matchers = [LLMatcher(tokenizer, source, log_level=0) for tokenizer in (ours, theirs)]
+    for token in words.encode('{"a":"the red mug is on the big'):
+        masks = [np.frombuffer(matcher.compute_bitmask(), np.uint8) for matcher in matchers]
+        np.testing.assert_array_equal(*masks)
+        assert [matcher.try_consume_tokens([token]) for matcher in matchers] in ([1, 1], [0, 0])
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("schema", json.dumps({"type": "object", "properties": {f"p{i}": {"type": "null"} for i in range(1000)}})),
+        ("grammar", "start: " + "x? " * 2000 + '\nx: "a" | "b"'),
+    ],
+)
+def test_a_grammar_that_fails_with_the_first_token_is_refused(kind, text):
+    with pytest.raises(RequestError, match=f"the {kind} cannot be used: .* too many ways open at once; make it simpl"):
+        compiled_here(kind, text, (END_ID,))

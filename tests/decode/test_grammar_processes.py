@@ -1,0 +1,554 @@
+"""Grammars run in processes that can be ended: bounds, deadlines, deaths, and what is left behind by them."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fakes import FakeBackend, Stepped
+from grammar_support import END, SCHEMAS, compiled_here, tokenizer, vocab_size
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edge_dflash.checks.vocabulary import synthetic_tokenizer
+from edge_dflash.decode.backend import PairShape
+from edge_dflash.decode.constraint import ENDLESS, Interrupted, Patience
+from edge_dflash.decode.controls import Controls
+from edge_dflash.decode.grammar import compiled as module
+from edge_dflash.decode.grammar import wire
+from edge_dflash.decode.grammar.child import Bounds
+from edge_dflash.decode.grammar.compiled import Grammar, Grammars, compile_lark, compile_regex, compile_schema, hold
+from edge_dflash.decode.grammar.process import OverBounds
+from edge_dflash.decode.grammar.schema_check import schema_json
+from edge_dflash.decode.grammar.turns import Turns
+from edge_dflash.decode.grammar.walker import Source, Walker
+from edge_dflash.decode.loop import DecodeOptions, generate
+from edge_dflash.errors import RequestError
+
+ROOT = Path(__file__).resolve().parents[2]
+STOP = (tokenizer().token_id(END),)
+A, B = tokenizer().encode("a")[0], tokenizer().encode("b")[0]
+ENDLESS_LARK = "start: X\nX: " + " & ".join(f"/(.{{{n}}})*/" for n in (7, 11, 13, 17, 19, 23, 29, 31))
+GREEDY = "((a{100}){100}){100}"
+MULTIPLE = json.dumps({"type": "integer", "multipleOf": 999983})
+
+
+def source(kind, text):
+    return Source(kind, text, False, vocab_size())
+
+
+@contextmanager
+def processes(**bounds):
+    grammars = Grammars(tokenizer(), STOP, Bounds(**bounds))
+    try:
+        yield grammars
+    finally:
+        grammars.close()
+
+
+def children(grammars):
+    path = Path(f"/proc/{grammars.start().pid}/task/{grammars.start().pid}/children")
+    return [int(pid) for pid in path.read_text().split()]
+
+
+def only_child(grammars):
+    (pid,) = children(grammars)
+    return pid
+
+
+def running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def until(condition, seconds=20.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+class Direct(Stepped):
+    """A grammar in this process."""
+
+    def __init__(self, kind, text):
+        super().__init__(Walker(compiled_here(kind, text, STOP)))
+
+    @property
+    def ended(self):
+        return self.inner.ended
+
+    def packed(self):
+        return np.frombuffer(self.inner.packed(), np.uint32)
+
+
+def best(mask, rng):
+    bits = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+    return int(rng.choice(list(bits)))
+
+
+# What runs in the process is what would run here ----------------------------------------------------------------------
+
+
+@settings(max_examples=25, deadline=None)
+@given(SCHEMAS, st.randoms(use_true_random=False))
+def test_a_process_gives_the_drafts_and_masks_of_the_library(pair, rng):
+    here = Direct("schema", schema_json(pair[0]))
+    there = compile_schema(pair[0], tokenizer(), vocab_size(), STOP).constraint()
+    for _ in range(60):
+        free = [rng.randrange(vocab_size()) for _ in range(rng.randint(0, 8))]
+        if rng.random() < 0.7:  # some right ones
+            free = [best(here.masks(())[0], rng), *free]
+        seed = rng.random()
+
+        def ask(walk_asked, seed=seed):
+            def asked(row, mask):
+                walk_asked.append((row, mask.tobytes()))
+                return best(mask, random.Random(seed)) if len(walk_asked) == 1 else None
+
+            return asked
+
+        asked_here, asked_there = [], []
+        path = here.walk(free, ask(asked_here))
+        assert there.walk(free, ask(asked_there)) == path
+        assert asked_there == asked_here[:1]
+        masks = here.masks(path)
+        for one, other in zip(there.masks(path), masks, strict=True):
+            assert not one.flags.writeable
+            np.testing.assert_array_equal(one, other)
+        taken = path[: rng.randint(0, len(path))] or [best(masks[0], rng)]
+        here.advance(taken)
+        there.advance(taken)
+        if taken[-1] in STOP:
+            return
+
+
+@settings(max_examples=20, deadline=None)
+@given(SCHEMAS, st.integers(0, 3), st.sampled_from([0.0, 1.5]))
+def test_random_schemas_give_the_same_tokens_with_and_without_drafts(pair, right, temperature):
+    grammar = compile_schema(pair[0], tokenizer(), vocab_size(), STOP)
+    shape = PairShape(vocab_size(), block_size=6, mask_token_id=0, max_context=120, prefill_chunk=8)
+    options = DecodeOptions(max_new_tokens=60, temperature=temperature, seed=right, stop_token_ids=STOP)
+    found = []
+    for speculative in (True, False):
+        backend = FakeBackend(shape, right=lambda position: right)
+        controls = Controls(grammar.constraint())
+        found.append(generate(backend, (3, 1, 4), options, speculative=speculative, controls=controls))
+    assert found[0].tokens == found[1].tokens
+    assert found[0].finish_reason == found[1].finish_reason
+    accepts = Direct("schema", schema_json(pair[0]))
+    accepts.advance(found[0].tokens)
+
+
+def test_masks_stay_while_the_next_ones_are_made():
+    constraint = compile_regex("(ab|ba)*", tokenizer(), vocab_size(), STOP).constraint()
+    path = constraint.walk([A, B, B], lambda row, mask: None)
+    assert path == [A, B, B]
+    masks = constraint.masks(path)
+    copies = [mask.copy() for mask in masks]
+    constraint.advance(path)
+    constraint.walk([A, B, A], lambda row, mask: None)
+    constraint.masks(())
+    np.testing.assert_array_equal(masks, copies)
+
+
+def test_a_token_that_is_not_allowed_is_an_error():
+    constraint = compile_regex("ab", tokenizer(), vocab_size(), STOP).constraint()
+    constraint.advance([B])
+    assert constraint.walk([A], lambda row, mask: None) == []
+    with pytest.raises(RequestError, match=f"the grammar does not take token {B}, which was chosen"):
+        constraint.masks(())
+
+
+def test_a_long_history_is_replayed_and_long_drafts_are_cut():
+    with processes() as grammars:
+        constraint = Grammar(grammars, source("regex", "(a|b){1,20000}")).constraint()
+        history = [A, B] * 5000
+        constraint.advance(history)
+        mask = constraint.masks(())[0].copy()
+        os.kill(only_child(grammars), signal.SIGKILL)
+        np.testing.assert_array_equal(constraint.masks(())[0], mask)
+        assert constraint.walk([A] * 200, lambda row, mask: None) == []  # it died: no more drafts
+        other = Grammar(grammars, source("regex", "(a|b){1,20000}")).constraint()
+        path = other.walk([A] * 200, lambda row, mask: None)
+        assert 30 < len(path) < 200
+        assert len(other.masks(path)) == len(path) + 1
+
+
+def test_wrong_drafts_do_not_use_the_grammar_up():
+    many_states = "start: X\nX: " + " & ".join(rf"/(.|\n)*[{c}](.|\n){{{n}}}/" for c, n in (("a-m", 12), ("e-z", 9)))
+    letters = [tokenizer().encode(letter)[0] for letter in "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLM"]
+    rng = random.Random(0)
+    with processes() as grammars:
+        constraint = Grammar(grammars, source("grammar", many_states)).constraint()
+        first = constraint.masks(())[0].copy()
+        path, masks = [], [first]
+        while len(masks) == len(path) + 1:  # until the library's limit of states is reached along the drafts
+            path = constraint.walk([rng.choice(letters) for _ in range(60)], lambda row, mask: None)
+            masks = constraint.masks(path)
+        np.testing.assert_array_equal(constraint.masks(())[0], first)
+        assert constraint.walk(letters[:4], lambda row, mask: None) == letters[:4]
+        other = Grammar(grammars, source("grammar", many_states)).constraint()
+        np.testing.assert_array_equal(other.masks(())[0], first)
+        for one in (constraint, other):
+            one.advance(path)
+        np.testing.assert_array_equal(constraint.masks(())[0], other.masks(())[0])
+        assert len(children(grammars)) == 1
+
+
+def test_a_history_may_be_longer_than_what_fits_on_the_way():
+    with processes() as grammars:
+        constraint = Grammar(grammars, source("regex", "(a|b)*")).constraint()
+        constraint.advance([A, B] * 60_000)
+        mask = constraint.masks(())[0].copy()
+        os.kill(only_child(grammars), signal.SIGKILL)
+        np.testing.assert_array_equal(constraint.masks(())[0], mask)
+
+
+# Bounds ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "bounds", "reason"),
+    [
+        ("grammar", ENDLESS_LARK, {"compile_seconds": 0.3}, "the grammar needs more than 0.3 s to compile"),
+        ("regex", GREEDY, {"compile_seconds": 0.3}, "the regex needs more than 0.3 s to compile"),
+        ("schema", MULTIPLE, {"compile_seconds": 0.3}, "the schema needs more than 0.3 s to compile"),
+        ("regex", GREEDY, {"nbytes": 24 << 20}, "the regex needs more than 24 MB to compile, or is nested too deep"),
+    ],
+)
+def test_compiling_is_bounded_in_time_and_memory(kind, text, bounds, reason):
+    with processes(**bounds) as grammars:
+        with pytest.raises(RequestError, match=reason) as refused:
+            grammars.child(source(kind, text), ENDLESS)
+        assert "; " in str(refused.value)
+        assert "\n" not in str(refused.value)
+        until(lambda: not children(grammars))
+        grammars.child(source("regex", "ab"), ENDLESS)  # and others are taken after it
+
+
+def test_what_went_over_its_bounds_is_not_tried_again_at_once(monkeypatch):
+    with processes(compile_seconds=0.3) as grammars:
+        for _ in range(2):
+            began = time.perf_counter()
+            with pytest.raises(RequestError, match=r"needs more than 0\.3 s"):
+                grammars.child(source("grammar", ENDLESS_LARK), ENDLESS)
+        assert time.perf_counter() - began < 0.2
+        monkeypatch.setattr(module, "CACHED", 2)
+        for i in range(3):
+            grammars._finish(*refused(grammars, source("regex", f"a{i}")))
+        assert list(grammars._refused) == [source("regex", "a1"), source("regex", "a2")]
+        monkeypatch.setattr(module, "REFUSED_SECONDS", 0.0)
+        grammars._finish(*refused(grammars, source("regex", "ab")))
+        assert grammars.child(source("regex", "ab"), ENDLESS).alive
+
+
+def refused(grammars, one):
+    grammars._compiling[one] = Future()
+    return one, grammars._compiling[one], None, OverBounds("too much")
+
+
+def test_deadlines_and_cancelling_are_obeyed_while_a_grammar_compiles():
+    with processes() as grammars:
+        grammars.child(source("regex", "warm"), ENDLESS)
+        began = time.perf_counter()
+        with pytest.raises(Interrupted, match="deadline"):
+            grammars.child(source("grammar", ENDLESS_LARK), Patience(began + 0.2))
+        assert time.perf_counter() - began < 0.5
+        with pytest.raises(Interrupted, match="cancelled"):
+            grammars.child(source("grammar", ENDLESS_LARK), Patience(None, lambda: time.perf_counter() > began + 0.4))
+        assert time.perf_counter() - began < 0.9
+        until(lambda: len(children(grammars)) == 1)
+
+
+def test_nothing_waits_for_anothers_compiling():
+    ticks, done = [], threading.Event()
+
+    def tick():
+        while not done.is_set():
+            ticks.append(time.perf_counter())
+            time.sleep(0.001)
+
+    with processes(compile_seconds=1.0) as grammars, ThreadPoolExecutor(8) as pool:
+        grammars.child(source("regex", "warm"), ENDLESS)
+        ticker = threading.Thread(target=tick)
+        ticker.start()
+        texts = [("grammar", ENDLESS_LARK), ("regex", GREEDY), ("schema", MULTIPLE)]
+        bombs = [pool.submit(grammars.child, source(*text), ENDLESS, "bomber") for text in texts]
+        began = time.perf_counter()
+        grammars.child(source("regex", "small"), ENDLESS, "other")
+        took = time.perf_counter() - began
+        for bomb in bombs:
+            assert isinstance(bomb.exception(), RequestError)
+        done.set()
+        ticker.join()
+    assert took < 1.0
+    assert np.median(np.diff(ticks)) < 0.05
+
+
+def test_one_caller_does_not_take_all_places():
+    turns, order, go = Turns(2, 1), [], threading.Event()
+
+    def hold_place(caller):
+        with turns.place(caller, ENDLESS):
+            order.append(caller)
+            assert go.wait(10)
+
+    threads = [threading.Thread(target=hold_place, args=(caller,)) for caller in ("a", "a", "b")]
+    for thread in threads:
+        thread.start()
+    until(lambda: sorted(order) == ["a", "b"])
+    with pytest.raises(Interrupted, match="deadline"), turns.place("c", Patience(time.perf_counter() + 0.05)):
+        pass
+    go.set()
+    for thread in threads:
+        thread.join()
+    assert sorted(order) == ["a", "a", "b"]
+
+
+def test_equal_grammars_are_compiled_once_also_at_the_same_time():
+    with processes() as grammars, ThreadPoolExecutor(8) as pool:
+        same = list(pool.map(lambda _: grammars.child(source("regex", "ab"), ENDLESS), range(8)))
+        assert len(set(map(id, same))) == 1
+        assert len(children(grammars)) == 1
+
+
+def test_who_gives_up_does_not_end_it_for_the_others():
+    with processes(compile_seconds=0.5) as grammars, ThreadPoolExecutor(2) as pool:
+        grammars.child(source("regex", "warm"), ENDLESS)
+        impatient = pool.submit(grammars.child, source("grammar", ENDLESS_LARK), Patience(time.perf_counter() + 0.1))
+        patient = pool.submit(grammars.child, source("grammar", ENDLESS_LARK), ENDLESS)
+        assert isinstance(impatient.exception(), Interrupted)
+        assert "needs more than 0.5 s" in str(patient.exception())
+
+
+@pytest.mark.parametrize("bound", ["CACHED", "CACHED_BYTES"])
+def test_what_is_kept_is_bounded(monkeypatch, bound):
+    with processes() as grammars:
+        used = grammars.child(source("regex", "used"), ENDLESS)
+        constraint = Grammar(grammars, source("regex", "used")).constraint()
+        assert 0 < used.private_bytes < 64 << 20
+        monkeypatch.setattr(module, bound, 3 if bound == "CACHED" else 3 * used.private_bytes + 1000)
+        kept = [grammars.child(source("regex", f"kept{i}"), ENDLESS) for i in range(6)]
+        until(lambda: len(children(grammars)) <= 3)
+        assert used.alive  # somebody walks along it
+        assert kept[-1].alive
+        assert not kept[0].alive
+        assert len(constraint.masks(())) == 1
+        assert grammars.child(source("regex", "kept0"), ENDLESS) is not kept[0]
+
+
+def test_bounds_hold_whatever_signals_the_planners_thread_blocks(monkeypatch):
+    found = []
+
+    def run():
+        signal.pthread_sigmask(signal.SIG_SETMASK, signal.valid_signals())
+        with processes(compile_seconds=0.3) as grammars:
+            grammars.child(source("regex", "ab"), ENDLESS)  # the vocabulary is built
+            began = time.perf_counter()
+            with pytest.raises(RequestError, match=r"needs more than 0\.3 s"):
+                grammars.child(source("grammar", ENDLESS_LARK), ENDLESS)
+            found.append(time.perf_counter() - began)
+            until(lambda: len(children(grammars)) == 1)
+
+    monkeypatch.setattr("edge_dflash.decode.grammar.process.WALL_SECONDS", 20.0)
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert found[0] < 5.0
+
+
+def test_what_is_wrong_is_said_shortly():
+    with pytest.raises(RequestError, match="names the token <é") as error:
+        compile_lark(f"start: <{'é' * 32700}>", tokenizer(), vocab_size(), STOP)
+    assert len(str(error.value)) < 300
+
+
+# Deaths ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_request_goes_on_when_its_process_dies_once():
+    with processes() as grammars:
+        constraint = Grammar(grammars, source("regex", "(ab|b)*c")).constraint()
+        constraint.advance([A])
+        os.kill(only_child(grammars), signal.SIGKILL)
+        assert constraint.walk([B, A], lambda row, mask: None) == []
+        direct = Direct("regex", "(ab|b)*c")
+        direct.advance([A])
+        np.testing.assert_array_equal(constraint.masks(())[0], direct.masks(())[0])
+        constraint.advance([B])
+        os.kill(only_child(grammars), signal.SIGKILL)
+        with pytest.raises(RequestError, match="for the next token after 2"):
+            constraint.masks(())
+
+
+def test_masks_that_were_made_before_a_death_are_as_many_as_are_asked_for():
+    with processes() as grammars:
+        constraint = Grammar(grammars, source("regex", "(ab|b)*c")).constraint()
+        path = constraint.walk([A, B, B, B], lambda row, mask: None)
+        until(lambda: len(constraint._channel.made()) == len(path) + 1)
+        constraint._channel.link.socket.recv(wire.MESSAGE_BYTES)  # as if it had died before it said so
+        os.kill(only_child(grammars), signal.SIGKILL)
+        masks = constraint.masks(path[:2])
+        assert len(masks) == 3
+        assert constraint._died
+
+
+def test_an_idle_process_that_is_gone_costs_no_drafts():
+    with processes() as grammars:
+        grammar = Grammar(grammars, source("regex", "(ab|b)*c"))
+        grammars.child(source("regex", "(ab|b)*c"), ENDLESS)
+        pid = only_child(grammars)
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: not children(grammars))
+        assert grammar.constraint().walk([B, A], lambda row, mask: None) == [B, A]
+        zygote = grammars.start().pid
+        os.kill(zygote, signal.SIGKILL)
+        until(lambda: not running(zygote))
+        assert grammar.constraint().walk([B, A], lambda row, mask: None) == [B, A]
+
+
+def test_a_walk_is_bounded_and_obeys_its_deadline():
+    with processes(step_seconds=0.2) as grammars:
+        grammar = Grammar(grammars, source("regex", "(ab|b)*c"))
+        grammar.constraint().masks(())
+        constraint = grammar.constraint(Patience(time.perf_counter() + 0.5))
+        os.kill(only_child(grammars), signal.SIGSTOP)  # it hangs: no processor time, no answer
+        with pytest.raises(Interrupted, match="deadline"):
+            constraint.masks(())
+        other = grammar.constraint()
+        began = time.perf_counter()
+        assert other.walk([B], lambda row, mask: None) == []
+        assert 0.5 < time.perf_counter() - began < 5.0
+        assert len(other.masks(())) == 1
+
+
+# What is left behind --------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_left_of_grammars_that_are_gone():
+    def descriptors():
+        gc.collect()
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    before = descriptors()
+    with processes() as grammars:
+        zygote = grammars.start().pid
+        for i in range(4):
+            constraint = Grammar(grammars, source("regex", f"a{{1,{i + 3}}}")).constraint()
+            constraint.walk([A], lambda row, mask: None)
+            masks = constraint.masks([A])
+        pids = children(grammars)
+        assert len(pids) == 4
+    until(lambda: not any(map(running, (zygote, *pids))))
+    assert masks[1].any()  # what was given stays
+    del constraint, grammars, masks
+    assert descriptors() <= before
+
+
+def test_processes_end_with_their_last_owner():
+    class Owner:
+        pass
+
+    words = synthetic_tokenizer(2048)
+    first, second = Owner(), Owner()
+    end = hold(first, words)
+    hold(second, words)
+    compile_regex("a", words, 2048, (2047,))
+    zygote = module._grammars(words, (2047,)).start().pid
+    end()
+    end()
+    assert running(zygote)
+    del second
+    gc.collect()
+    until(lambda: not running(zygote))
+
+
+def test_an_owner_may_go_while_the_owners_are_counted():
+    class Owner:
+        pass
+
+    owner = Owner()
+    end = hold(owner, synthetic_tokenizer(2048))
+
+    def inside():  # as a collection of garbage does
+        with module._lock:
+            end()
+
+    thread = threading.Thread(target=inside, daemon=True)
+    thread.start()
+    thread.join(5.0)
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("end", ["sys.exit()", "os.kill(os.getpid(), signal.SIGKILL)", "os._exit(3)"])
+def test_nothing_outlives_the_planners_process(end):
+    code = f"""if True:
+        import os, signal, sys, threading, time
+        from contextlib import suppress
+        sys.path[:0] = {[str(ROOT), str(ROOT / "tests")]}
+        from tests.decode.test_grammar_processes import *
+        grammars = Grammars(tokenizer(), STOP)
+        constraint = Grammar(grammars, source("regex", "a|b")).constraint()
+
+        def bomb():
+            with suppress(RequestError):
+                grammars.child(source("grammar", ENDLESS_LARK), ENDLESS)
+
+        threading.Thread(target=bomb, daemon=True).start()
+        until(lambda: len(children(grammars)) == 2)
+        print(grammars.start().pid, *children(grammars), flush=True)
+        {end}
+        """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    pids = [int(pid) for pid in done.stdout.split()]
+    assert len(pids) == 3, done.stderr
+    until(lambda: not any(map(running, pids)), 3.0)
+    assert "Traceback" not in done.stderr
+
+
+def test_a_fork_of_the_planners_process_leaves_the_grammars_alone():
+    with processes() as grammars:
+        constraint = Grammar(grammars, source("regex", "(ab|b)*c")).constraint()
+        pid = only_child(grammars)
+        if not (fork := os.fork()):
+            try:
+                del constraint
+                grammars._kept.clear()
+                gc.collect()
+                grammars.close()
+            finally:
+                os._exit(0)
+        os.waitpid(fork, 0)
+        time.sleep(0.2)
+        assert only_child(grammars) == pid
+        assert constraint.walk([A, B], lambda row, mask: None) == [A, B]
+
+
+def test_signals_for_the_planner_leave_the_grammars_alone():
+    with processes() as grammars:
+        constraint = Grammar(grammars, source("regex", "a|b")).constraint()
+        for pid in (grammars.start().pid, only_child(grammars)):
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                os.kill(pid, number)
+        assert len(constraint.masks([A])) == 2
+        assert constraint.walk([A], lambda row, mask: None) == [A]
+
+
+def test_a_tokenizer_that_is_not_known_says_so():
+    with pytest.raises(RequestError, match="needs a stop token of the tokenizer"):
+        compile_regex("a", tokenizer(), vocab_size(), (vocab_size() - 1,))

@@ -1,0 +1,224 @@
+"""A prompt is computed in chunks; between two of them requests end, and urgent ones run."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+
+import pytest
+from fakes import SHAPE, FakeBackend
+from golden_pairs import ENGINE, NAMES, backend, golden, same_bits
+
+from edge_dflash.backends.delegate import Delegate
+from edge_dflash.decode.loop import DecodeOptions, generate, stream
+from edge_dflash.decode.session import SessionManager
+from edge_dflash.decode.store import PrefixStore
+from edge_dflash.planner import Planner
+
+CHUNK = SHAPE.prefill_chunk
+LONG = tuple(range(1, 51))  # 7 chunks
+SHORT = (3, 1, 4)
+SECONDS = 0.03  # of a chunk
+
+
+class Chunked(Delegate):
+    """Each chunk takes its time; ``ends`` notes when each pass ended, and ``between`` is called before each chunk."""
+
+    def __init__(self, seconds=SECONDS, inner=None):
+        super().__init__(inner or FakeBackend())
+        self.seconds, self.ends, self.between = seconds, [], lambda: None
+        self.restored = 0
+
+    def prefill(self, ids):
+        self.between()
+        assert len(ids) <= self.shape.prefill_chunk
+        rows = super().prefill(ids)
+        time.sleep(self.seconds)
+        self.ends.append(time.perf_counter())
+        return rows
+
+    def restore(self, snapshot):
+        self.restored += 1
+        super().restore(snapshot)
+
+
+def test_there_is_a_step_between_two_chunks_and_the_first_token_has_the_time_of_all():
+    b = Chunked(0.001)
+    steps = list(stream(b, LONG, DecodeOptions(5)))
+    assert [step.chunk for step in steps[:7]] == [True] * 6 + [False]
+    assert [step.first for step in steps] == [False] * 6 + [True] + [False] * (len(steps) - 7)
+    assert steps[6].verify_seconds >= 7 * 0.001
+    assert generate(FakeBackend(), LONG, DecodeOptions(5)).tokens == tuple(t for s in steps for t in s.tokens)
+
+
+@pytest.mark.parametrize("kind", ["deadline", "cancel"])
+def test_a_prompt_ends_within_a_chunk_of_its_deadline_or_of_its_cancel(kind):
+    """Against an unknown engine and one whose times are known."""
+    b = Chunked()
+    planner, chance, told = Planner(b, None), random.Random(5), []
+    for _ in range(12):
+        b.ends.clear()
+        after = chance.uniform(0.0, 5 * SECONDS)
+        until = time.perf_counter() + after
+        if kind == "deadline":
+            plan = planner.plan(LONG, deadline=after)
+        else:
+            with planner.stream(LONG) as running:
+                timer = threading.Timer(
+                    after, lambda running=running: (running.cancel(), told.append(time.perf_counter()))
+                )
+                timer.start()
+                plan = running.plan
+                timer.join()
+                until = told[-1]
+        assert (plan.finish_reason, plan.tokens) == ({"deadline": "deadline", "cancel": "cancelled"}[kind], ())
+        assert sum(end > until for end in b.ends) <= 1
+    assert planner.plan(LONG, max_new_tokens=3).tokens == generate(FakeBackend(), LONG, DecodeOptions(3)).tokens
+
+
+def test_an_urgent_request_runs_between_two_chunks():
+    b = Chunked()
+    planner, urgent = Planner(b, None), []
+    sent = []
+
+    def send():
+        if len(b.ends) == 2:
+            sent.append(time.perf_counter())
+            urgent.append(planner.stream(SHORT, max_new_tokens=4, priority=100))
+
+    b.between = send
+    slow = planner.stream(LONG, max_new_tokens=6)
+    plan = slow.plan
+    assert plan.tokens == generate(FakeBackend(), LONG, DecodeOptions(6)).tokens
+    fast = urgent[0].plan
+    assert fast.tokens == generate(FakeBackend(), SHORT, DecodeOptions(4)).tokens
+    assert sum(end < sent[0] + fast.timings.queue_seconds for end in b.ends) <= 2 + 1
+    assert len(b.ends) == 7 + 1  # nothing was computed twice
+    assert b.restored == 1
+
+
+def test_a_request_of_the_same_priority_waits():
+    b = Chunked(0.005)
+    planner, other = Planner(b, None), []
+    b.between = lambda: len(b.ends) == 2 and other.append(planner.stream(SHORT, max_new_tokens=4))
+    assert planner.plan(LONG, max_new_tokens=6).timings.queue_seconds < other[0].plan.timings.queue_seconds
+    assert b.restored == 0
+
+
+@pytest.mark.parametrize("kind", ["deadline", "cancel"])
+def test_an_interrupted_request_need_not_wait_to_end(kind):
+    b = Chunked()
+    planner, urgent, told = Planner(b, None), [], []
+
+    def send():
+        if len(b.ends) == 2:
+            urgent.append(planner.stream(LONG[::-1], max_new_tokens=4, priority=1))
+            if kind == "cancel":
+                threading.Timer(2 * SECONDS, lambda: (slow.cancel(), told.append(time.perf_counter()))).start()
+
+    b.between = send
+    began = time.perf_counter()
+    slow = planner.stream(LONG, deadline=8.5 * SECONDS if kind == "deadline" else None)
+    plan = slow.plan
+    ended = began + plan.timings.total_seconds
+    assert (plan.finish_reason, plan.tokens) == ("deadline" if kind == "deadline" else "cancelled", ())
+    until = began + 8.5 * SECONDS if kind == "deadline" else told[0]
+    assert sum(until < end < ended for end in b.ends) <= 1
+    assert len(urgent[0].plan.tokens) == 4
+    assert urgent[0].plan.timings.total_seconds > 7 * SECONDS  # it ended behind the one that it had interrupted
+
+
+def test_urgent_requests_interrupt_urgent_ones_and_all_get_their_own_plans():
+    b = Chunked(0.002)
+    planner, asked = Planner(b, None), []
+
+    def send():
+        if len(b.ends) in (2, 4, 6):
+            prompt = tuple(t + len(b.ends) for t in LONG)
+            asked.append((prompt, planner.stream(prompt, max_new_tokens=5, priority=len(b.ends))))
+
+    b.between = send
+    assert planner.plan(LONG, max_new_tokens=5).tokens == generate(FakeBackend(), LONG, DecodeOptions(5)).tokens
+    for prompt, running in asked:
+        assert running.plan.tokens == generate(FakeBackend(), prompt, DecodeOptions(5)).tokens
+    assert len(asked) == 3
+
+
+def test_a_turn_that_ends_inside_its_prompt_leaves_no_trace_and_its_state_serves_the_next():
+    b = Chunked(0.002)
+    planner = Planner(b, None)
+    session = planner.session()
+    first = session.plan(SHORT, max_new_tokens=4)
+    known = session.tokens
+    b.ends.clear()
+    b.between = lambda: len(b.ends) == 3 and running.cancel()
+    running = session.stream(LONG[:40])
+    assert running.plan.finish_reason == "cancelled"
+    assert session.tokens == known == (*SHORT, *first.tokens)
+    b.ends.clear()
+    b.between = lambda: None
+    again = session.plan(LONG[:40], max_new_tokens=4)
+    assert again.reused_tokens == len(known) - 1 + 4 * CHUNK
+    assert again.tokens == generate(FakeBackend(), (*known, *LONG[:40]), DecodeOptions(4)).tokens
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_interrupted_prompt_has_the_bits_of_an_unbroken_one(name):
+    options, prompt = {"prefill_chunk": 5}, tuple(golden(name)["p1.prompt"].tolist())
+    alone = backend(name, ENGINE, **options)
+    truth = generate(alone, prompt, DecodeOptions(9))
+    manager = SessionManager(backend(name, ENGINE, **options), "bundle", store=PrefixStore(0))
+    one, other = manager.open(), manager.open()
+    steps = []
+    for index, step in enumerate(one.stream(prompt, DecodeOptions(9))):
+        steps.append(step)
+        if index % 2 == 0:
+            list(other.stream(prompt[3 + index :], DecodeOptions(2)))
+    assert tuple(t for step in steps for t in step.tokens) == truth.tokens
+    assert same_bits(one.state().snapshot, alone.snapshot())
+
+
+def test_a_fork_in_the_middle_of_a_prompt_starts_at_the_last_answer():
+    manager = SessionManager(FakeBackend(), "bundle", store=PrefixStore(0))
+    session = manager.open()
+    list(session.stream(SHORT, DecodeOptions(4)))
+    known = session.tokens
+    running = session.stream((*known, *LONG[:30]), DecodeOptions(4))
+    assert next(running).chunk
+    fork = session.fork()
+    assert fork.tokens == known
+    assert fork.state().snapshot.length == len(known) - 1
+    found = tuple(t for step in running for t in step.tokens)
+    assert found == generate(FakeBackend(), (*known, *LONG[:30]), DecodeOptions(4)).tokens
+
+
+def test_an_interrupted_prompt_does_not_wait_for_ever():
+    """However many more urgent requests come, it rises as one that waits does."""
+    b = Chunked(0.001)
+    planner, served = Planner(b, None), []
+
+    def more():
+        if len(served) < 200 and slow and not slow[0]._ticket.done:
+            served.append(planner.stream(SHORT, max_new_tokens=1, priority=1))
+
+    slow = []
+    b.between = more
+    slow.append(planner.stream(LONG, max_new_tokens=1))
+    assert len(slow[0].plan.tokens) == 1
+    assert 0 < len(served) < 100
+
+
+def test_a_turn_that_was_cut_in_its_prompt_is_saved_chunk_by_chunk(tmp_path):
+    """Its own state is gone and is computed again; what runs beside it is not held up for longer than a chunk."""
+    b = Chunked(0.002)
+    planner = Planner(b, None)
+    session = planner.session()
+    session.plan(LONG[:20], max_new_tokens=3)
+    b.between = lambda: len(b.ends) == 4 and running.cancel()  # behind the first of its chunks
+    running = session.stream(LONG[:25])
+    assert running.plan.finish_reason == "cancelled"
+    b.between = lambda: None
+    assert session.save(tmp_path / "session") > 0  # Chunked refuses more than a chunk at once
+    again = planner.load_session(tmp_path / "session")
+    assert again.plan(SHORT, max_new_tokens=3).tokens == session.plan(SHORT, max_new_tokens=3).tokens

@@ -1,0 +1,246 @@
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import stat
+
+import numpy as np
+import pytest
+from golden_pairs import ENGINE, NAMES, backend, golden, same_bits
+from safetensors.numpy import load_file, save_file
+
+from edge_dflash.decode.backend import Precision, Snapshot
+from edge_dflash.decode.loop import DecodeOptions
+from edge_dflash.decode.saved import load_session, save_session
+from edge_dflash.decode.session import SessionManager, SessionState
+from edge_dflash.errors import BundleError, RequestError
+
+BF16 = Precision("bfloat16", "bfloat16")
+SMALL = SessionState((3, 1, 4), Snapshot(2, {"s": np.arange(6, dtype=np.float32).reshape(2, 3)}), "bundle")
+
+
+def talk(manager, tokens, new=8):
+    session = manager.open()
+    steps = list(session.stream(tokens, DecodeOptions(new)))
+    return session, [len(step.tokens) for step in steps]
+
+
+def header_of(path):
+    data = path.read_bytes()
+    return json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+
+
+def forge(path, **changes):
+    """Write the file again with other metadata, its length kept honest."""
+    data = path.read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:end])
+    header["__metadata__"] |= changes
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[end:])
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("precision", [ENGINE, BF16])
+def test_a_loaded_session_goes_on_with_the_same_tokens_and_accept_lengths(tmp_path, name, precision):
+    prompt = golden(name)["p1.prompt"].tolist()
+    managers = [SessionManager(backend(name, precision), "bundle") for _ in range(2)]
+    session, _ = talk(managers[0], prompt)
+    state = session.state()
+    size = save_session(tmp_path / "robot.session", state)
+    assert size == (tmp_path / "robot.session").stat().st_size
+    loaded = load_session(tmp_path / "robot.session", "bundle")
+    assert loaded.tokens == state.tokens
+    assert same_bits(loaded.snapshot, state.snapshot)
+    assert all(array.flags.owndata for array in loaded.snapshot.arrays.values())  # nothing of it lives in the file
+    there = managers[1].adopt(loaded)
+    results = []
+    for s in (session, there):
+        steps = list(s.stream((*s.tokens, 7, 8), DecodeOptions(14)))
+        results.append(([step.tokens for step in steps], s.tokens))
+    assert results[0] == results[1]
+    assert same_bits(session.state().snapshot, there.state().snapshot)
+
+
+def test_every_dtype_comes_back(tmp_path):
+    kinds = (np.uint8, np.int8, np.int16, np.uint16, np.float16, np.int32, np.uint32, np.float32, np.int64, np.float64)
+    arrays = {np.dtype(k).name: np.arange(12).astype(k).reshape(3, 4) for k in kinds}
+    arrays |= {"empty": np.zeros((0, 2), np.float32), "scalar": np.array(2.5), "strided": np.arange(9)[::2]}
+    save_session(tmp_path / "s", SessionState((1, 2), Snapshot(1, arrays), "bundle"))
+    found = load_session(tmp_path / "s", "bundle").snapshot.arrays
+    assert found.keys() == arrays.keys()
+    for name, array in arrays.items():
+        assert (found[name].dtype, found[name].shape) == (array.dtype, array.shape)
+        assert found[name].tobytes() == array.tobytes()
+
+
+def test_a_session_without_a_state_can_be_saved(tmp_path):
+    for tokens in ((), (5,), (5, 6)):
+        save_session(tmp_path / "s", SessionState(tokens, None, "bundle"))
+        assert load_session(tmp_path / "s", "bundle") == SessionState(tokens, None, "bundle")
+
+
+def test_the_file_is_plain_safetensors_that_only_the_owner_reads(tmp_path):
+    path = tmp_path / "s"
+    save_session(path, SMALL)
+    tensors = load_file(path)
+    assert tensors["tokens"].tolist() == [3, 1, 4]
+    assert tensors["state.s"].tobytes() == SMALL.snapshot.arrays["s"].tobytes()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert header_of(path)["__metadata__"]["version"] == "1"
+
+
+def test_a_dtype_that_the_format_lacks_is_refused(tmp_path):
+    with pytest.raises(RequestError, match=r"state.c has dtype complex64, a session file stores U8"):
+        save_session(tmp_path / "s", SessionState((1, 2), Snapshot(1, {"c": np.zeros(2, np.complex64)}), "bundle"))
+    assert list(tmp_path.iterdir()) == []
+
+
+# what is refused -----------------------------------------------------------------------------------------------------
+
+
+def test_every_changed_byte_is_refused(tmp_path):
+    path = tmp_path / "s"
+    save_session(path, SMALL)
+    data = path.read_bytes()
+    for at in range(len(data)):
+        for flip in (1, 0x80):
+            path.write_bytes(data[:at] + bytes([data[at] ^ flip]) + data[at + 1 :])
+            with pytest.raises((RequestError, BundleError), match=str(path)):
+                load_session(path, "bundle")
+    path.write_bytes(data)
+    load_session(path, "bundle")
+
+
+def test_every_truncation_and_extension_is_refused(tmp_path):
+    path = tmp_path / "s"
+    save_session(path, SMALL)
+    data = path.read_bytes()
+    for size in range(len(data)):
+        path.write_bytes(data[:size])
+        with pytest.raises(RequestError, match=r"no session file, or damaged: .*; restore the file from a copy, or"):
+            load_session(path, "bundle")
+    path.write_bytes(data + b"\0")
+    with pytest.raises(RequestError, match="1 bytes after"):
+        load_session(path, "bundle")
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "text"),
+    [
+        ({"format": "pt"}, RequestError, "format is 'pt', wanted 'edge-dflash-session'"),
+        ({"version": "2"}, RequestError, "version is '2', this edge-dflash reads '1'; update edge-dflash"),
+        ({"version": "0"}, RequestError, "version is '0', this edge-dflash reads '1'; start a new session"),
+        ({"version": "x"}, RequestError, "version is 'x'"),
+        ({"sha256": ""}, RequestError, "sha256 is "),
+        ({"sha256": "1" * 64}, RequestError, "sha256 is 1111111111111111..., the content has"),
+        ({"fingerprint": "other"}, RequestError, "sha256 is"),
+    ],
+)
+def test_forged_metadata_is_refused(tmp_path, changes, error, text):
+    path = tmp_path / "s"
+    save_session(path, SMALL)
+    forge(path, **changes)
+    with pytest.raises(error, match=text):
+        load_session(path, "bundle")
+
+
+def test_another_bundle_is_refused(tmp_path):
+    save_session(tmp_path / "s", SMALL)
+    with pytest.raises(BundleError, match=r"fingerprint is 'bundle', this bundle's is 'other'; open the bundle that"):
+        load_session(tmp_path / "s", "other")
+
+
+def test_foreign_files_are_refused(tmp_path):
+    path = tmp_path / "s"
+    with pytest.raises(RequestError, match="no session file at"):
+        load_session(path, "bundle")
+    with pytest.raises(RequestError, match="no session file at"):
+        load_session(tmp_path, "bundle")
+    save_file({"tokens": np.arange(3, dtype=np.int32)}, path)
+    with pytest.raises(RequestError, match="format is None, wanted 'edge-dflash-session'; give the file of a session"):
+        load_session(path, "bundle")
+    path.write_bytes(b"\x80\x04cposix\nsystem\n")
+    with pytest.raises(RequestError, match="no session file, or damaged"):
+        load_session(path, "bundle")
+
+
+def test_a_file_that_may_not_be_read_is_named(tmp_path, monkeypatch):
+    save_session(tmp_path / "s", SMALL)
+
+    def refuse(paths):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr("edge_dflash.decode.saved.TensorFiles.open", refuse)
+    with pytest.raises(RequestError, match=r"cannot read .*/s: Permission denied; check its permissions"):
+        load_session(tmp_path / "s", "bundle")
+
+
+@pytest.mark.parametrize("name", ["weights", "tokens"])
+def test_tensors_that_no_session_has_are_refused(tmp_path, monkeypatch, name):
+    """A file whose checksum is right and whose content is not."""
+    monkeypatch.setattr("edge_dflash.decode.saved._STATE", "" if name == "weights" else "state.")
+    arrays = {"weights": np.zeros(3, np.int64)} if name == "weights" else {}
+    state = SessionState((1, 2), Snapshot(1, arrays), "bundle")
+    if name == "tokens":
+        monkeypatch.setattr("edge_dflash.decode.saved._TOKENS", "state.tokens")
+    save_session(tmp_path / "s", state)
+    monkeypatch.undo()
+    with pytest.raises(RequestError, match=f"tensor {name} is not as a session's"):
+        load_session(tmp_path / "s", "bundle")
+
+
+# atomic --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step", ["fsync", "replace", "interrupt"])
+def test_a_save_that_fails_leaves_the_old_file(tmp_path, monkeypatch, step):
+    path = tmp_path / "s"
+    save_session(path, SMALL)
+
+    def fail(*_):
+        raise KeyboardInterrupt if step == "interrupt" else OSError(errno.ENOSPC, "No space left on device")
+
+    target = "pathlib.Path.replace" if step == "replace" else "os.fsync"
+    monkeypatch.setattr(target, fail)
+    expected = KeyboardInterrupt if step == "interrupt" else RequestError
+    text = None if step == "interrupt" else r"cannot write .*: No space left on device"
+    with pytest.raises(expected, match=text):
+        save_session(path, SessionState((9, 9), None, "bundle"))
+    monkeypatch.undo()
+    assert load_session(path, "bundle").tokens == SMALL.tokens
+    assert [entry.name for entry in tmp_path.iterdir()] == ["s"]
+
+
+def test_what_a_kill_left_is_written_over(tmp_path):
+    (tmp_path / "s.partial").write_bytes(b"x" * 100_000)
+    save_session(tmp_path / "s", SMALL)
+    assert load_session(tmp_path / "s", "bundle").tokens == SMALL.tokens
+    assert [entry.name for entry in tmp_path.iterdir()] == ["s"]
+
+
+def test_two_savers_do_not_mix(tmp_path):
+    with (tmp_path / "s.partial").open("wb") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(RequestError, match="is being written by another process; wait for it"):
+            save_session(tmp_path / "s", SMALL)
+    assert not (tmp_path / "s").exists()
+    save_session(tmp_path / "s", SMALL)
+
+
+def test_no_link_is_followed_when_writing(tmp_path):
+    (tmp_path / "victim").write_text("precious")
+    (tmp_path / "s.partial").symlink_to(tmp_path / "victim")
+    with pytest.raises(RequestError, match="cannot write"):
+        save_session(tmp_path / "s", SMALL)
+    assert (tmp_path / "victim").read_text() == "precious"
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path):
+    with pytest.raises(RequestError, match=r"cannot write .*nowhere/s: No such file or directory"):
+        save_session(tmp_path / "nowhere" / "s", SMALL)
+    (tmp_path / "d").mkdir()
+    with pytest.raises(RequestError, match=r"cannot write .*: Is a directory"):
+        save_session(tmp_path / "d", SMALL)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["d"]

@@ -1,0 +1,169 @@
+"""Rows that choose by themselves, packed masks, and what the loop leaves to a backend that runs whole cycles."""
+
+import numpy as np
+import pytest
+from fakes import SHAPE, FakeBackend, FakeRows, Stepped
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as stn
+
+from edge_dflash.decode.backend import Choosing, Cycle
+from edge_dflash.decode.constraint import pack, unpack
+from edge_dflash.decode.controls import Controls
+from edge_dflash.decode.loop import DecodeOptions, generate
+from edge_dflash.decode.relaxed import Relaxation
+from edge_dflash.decode.sampling import GREEDY, Sampling, choose_row, weights
+from edge_dflash.decode.thinking import AfterThinking
+
+PROMPT = (3, 1, 4)
+SAMPLED = DecodeOptions(max_new_tokens=30, temperature=1.5, top_k=30, top_p=0.9, seed=5)
+
+
+class ChoosingRows(FakeRows):
+    """Chooses, and does not give its logits away."""
+
+    calls = 0
+
+    def choose(self, sampling, position, masks, first=0):
+        ChoosingRows.calls += 1
+        assert 0 <= first <= first + len(masks) <= len(self)
+        assert all(mask is None or (mask.dtype, mask.shape) == (np.uint32, (2,)) for mask in masks)
+        return [choose_row(self._logits[first + i], sampling, position + i, mask) for i, mask in enumerate(masks)]
+
+    def logits(self):
+        raise AssertionError("logits were read although the rows choose by themselves")
+
+
+class ChoosingBackend(FakeBackend):
+    def prefill(self, ids):
+        return ChoosingRows(super().prefill(ids).logits())
+
+    def propose(self, anchor):
+        return ChoosingRows(super().propose(anchor).logits())
+
+    def verify(self, ids):
+        return ChoosingRows(super().verify(ids).logits())
+
+
+class CyclingBackend(ChoosingBackend):
+    """Runs the cycles that it is asked for, and notes how they were to choose."""
+
+    def cycle(self, anchor, sampling=GREEDY, *, steering=None, drafting=True, logits=False):
+        self.asked = [*getattr(self, "asked", []), (sampling, steering is None, drafting)]
+        cycle = super().cycle(anchor, sampling, steering=steering, drafting=drafting, logits=logits)
+        self._flight = [anchor, *cycle.tokens[:-1]]
+        return Cycle(cycle.tokens, cycle.accepted, 0.25 if drafting else 0.0, 0.5, cycle.relaxed)
+
+
+class Parity:
+    """Even ids behind an even number of tokens, else odd ones below 40; 7 is forced behind five."""
+
+    def __init__(self):
+        self.path = []
+
+    def allowed(self):
+        ids = np.arange(SHAPE.vocab_size)
+        if len(self.path) % 6 == 5:
+            return ids == 7
+        return None if len(self.path) % 6 == 4 else (ids % 2 == len(self.path) % 2) & (ids < 40)
+
+    def push(self, token):
+        mask = self.allowed()
+        if mask is not None and not mask[token]:
+            return False
+        self.path.append(token)
+        return True
+
+    def pop(self, count):
+        del self.path[len(self.path) - count :]
+
+    def forced(self):
+        return (7,) if len(self.path) % 6 == 5 else ()
+
+
+def right(position):
+    return position % SHAPE.block_size
+
+
+@pytest.mark.parametrize("speculative", [True, False])
+@pytest.mark.parametrize("grammar", [None, Parity])
+@pytest.mark.parametrize("options", [SAMPLED, DecodeOptions(max_new_tokens=30)], ids=["sampled", "greedy"])
+def test_rows_that_choose_give_the_same_answer_without_their_logits(options, grammar, speculative):
+    found = []
+    for backend in (ChoosingBackend(right=right), FakeBackend(right=right)):
+        controls = Controls(grammar and Stepped(grammar()))
+        found.append(generate(backend, PROMPT, options, speculative=speculative, controls=controls))
+    assert found[0].tokens == found[1].tokens
+    assert found[0].accept_lengths == found[1].accept_lengths
+
+
+def test_the_largest_logits_are_not_chosen_twice():
+    ChoosingRows.calls = 0
+    generate(ChoosingBackend(), PROMPT, DecodeOptions(max_new_tokens=9))
+    assert ChoosingRows.calls == 0
+    generate(ChoosingBackend(), PROMPT, SAMPLED)
+    assert ChoosingRows.calls > 0
+    assert not isinstance(FakeRows([[0.0]]), Choosing)
+
+
+@pytest.mark.parametrize("options", [SAMPLED, DecodeOptions(max_new_tokens=30)], ids=["sampled", "greedy"])
+@pytest.mark.parametrize("kind", ["free", "grammar", "relaxation", "plain"])
+def test_every_request_runs_in_cycles_of_the_backend(kind, options):
+    class Cycling(CyclingBackend):
+        if kind == "relaxation":  # reads logits
+            prefill, propose, verify = FakeBackend.prefill, FakeBackend.propose, FakeBackend.verify
+
+    controls = {
+        "grammar": lambda: Controls(Stepped(Parity())),
+        "relaxation": lambda: Controls(relaxation=Relaxation((60,))),
+    }
+    backends, found = [Cycling(right=right), FakeBackend(right=right)], []
+    for backend in backends:
+        steering = controls.get(kind, Controls)()
+        found.append(generate(backend, PROMPT, options, speculative=kind != "plain", controls=steering))
+    assert found[0].tokens == found[1].tokens
+    asked, free = backends[0].asked, kind in ("free", "plain")
+    assert asked == [(options.sampling, free, kind != "plain")] * len(found[0].accept_lengths)
+    assert found[0].timings.propose_seconds == pytest.approx(0.25 * (kind != "plain") * len(asked))
+
+
+@given(stn.arrays(np.bool_, st.integers(1, 200)))
+def test_packed_flags_are_unpacked_as_they_were(flags):
+    words = pack(flags)
+    assert (words.dtype, words.shape) == (np.uint32, ((len(flags) + 31) // 32,))
+    assert [int(words[t // 32]) >> t % 32 & 1 for t in range(len(flags))] == flags.tolist()
+    assert int(words[-1]) >> ((len(flags) - 1) % 32 + 1) == 0
+    np.testing.assert_array_equal(unpack(words, len(flags)), flags)
+
+
+def test_masks_behind_the_thinking_are_packed_as_they_are_allowed():
+    path, inner, ids = (3, 50, 9, 2, 1, 4), Parity(), np.arange(SHAPE.vocab_size)
+    expected = [ids != 63, ids != 63, ids == 9]
+    for token in (*path[3:], None):
+        expected.append(inner.allowed())
+        assert token is None or inner.push(token)
+    constraint = AfterThinking(Stepped(Parity()), [50], SHAPE.vocab_size, then=[9], stop_token_ids=[63])
+    for at, token in enumerate((*path, None)):
+        for mask, allowed in zip(constraint.masks(path[at:]), expected[at:], strict=True):
+            np.testing.assert_array_equal(unpack(mask, SHAPE.vocab_size), allowed)
+        if token is not None:
+            constraint.advance([token])
+    assert AfterThinking(Stepped(Parity()), [50], SHAPE.vocab_size).masks(()) == [None]
+
+
+@given(st.lists(st.floats(-60, 60), min_size=1, max_size=50), st.floats(1e-3, 100))
+def test_weights_are_the_exponentials_in_whole_units(logits, temperature):
+    row = np.sort(np.array(logits))[::-1]
+    found = weights(row, temperature)
+    wanted = np.exp((row - row[0]) / temperature) * 2.0**40
+    assert found[0] == 2**40
+    np.testing.assert_allclose(found.astype(np.float64), wanted, rtol=1e-14, atol=0.51)
+    assert (np.diff(found.astype(np.int64)) <= 0).all()
+
+
+def test_the_cut_of_equal_tokens_is_exact():
+    row = np.zeros(1000, np.float32)
+    for top_p, kept in ((0.25, 250), (0.2505, 251), (1e-9, 1), (1 - 2**-53, 1000)):
+        seen = {choose_row(row, Sampling(1.0, top_p=top_p, seed=seed), 0) for seed in range(200)}
+        assert max(seen) < kept
+        assert kept < 1000 or max(seen) > 900

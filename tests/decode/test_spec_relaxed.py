@@ -1,0 +1,62 @@
+import numpy as np
+import pytest
+from golden_pairs import backend, golden
+
+from edge_dflash.decode.accept import accepted
+from edge_dflash.decode.controls import Controls
+from edge_dflash.decode.loop import DecodeOptions, generate
+from edge_dflash.decode.relaxed import Relaxation, ThinkingSpan
+from edge_dflash.errors import RequestError
+
+CLOSE, STOP = 7, 9
+LOGITS = np.array([[5.0, 4.5, 4.2, 3.0, 0.0, 0.0, 0.0, 4.9, 0.0, 4.8]] * 3, np.float32)
+
+
+def span(**changes):
+    return ThinkingSpan(Relaxation((CLOSE,), **changes), (STOP,))
+
+
+def test_a_draft_near_the_best_is_tolerated():
+    assert span(top_k=5).tolerated(LOGITS, [1, 2, 3], [0, 0, 0, 0]) == [True, True, False]
+    assert span(top_k=4).tolerated(LOGITS, [1, 2, 3], [0, 0, 0, 0]) == [True, False, False]
+    assert span(top_k=9, margin=0.6).tolerated(LOGITS, [1, 2, 3], [0, 0, 0, 0]) == [True, False, False]
+
+
+def test_stop_and_closing_tokens_are_strict_on_both_sides():
+    assert span().tolerated(LOGITS, [CLOSE, STOP, 0], [0, 0, 1, 0]) == [False, False, False]  # nothing after CLOSE
+    assert span(top_k=9).tolerated(LOGITS, [1, 1, 1], [CLOSE, STOP, 0, 0]) == [False, False, True]
+
+
+def test_acceptance_is_strict_once_the_span_is_closed():
+    thinking = span(top_k=9)
+    thinking.commit([1, 2])
+    assert thinking.tolerated(LOGITS, [1], [0, 0]) == [True]
+    thinking.commit([CLOSE])
+    thinking.commit([1])
+    assert thinking.tolerated(LOGITS, [1], [0, 0]) == [False]
+
+
+def test_accepted_lets_tolerated_drafts_pass():
+    assert accepted([1, 2, 3], [0, 2, 0, 4], [True, False, False]) == 2
+    assert accepted([1, 2, 3], [0, 2, 0, 4], [False, False, False]) == 0
+
+
+@pytest.mark.parametrize("bad", [{"top_k": 0}, {"margin": -1.0}, {"margin": float("nan")}])
+def test_bad_settings_are_refused(bad):
+    with pytest.raises(RequestError, match="relaxed acceptance"):
+        Relaxation((CLOSE,), **bad)
+    with pytest.raises(RequestError, match="closes thinking"):
+        Relaxation(())
+
+
+def test_relaxed_output_says_so_and_costs_fewer_cycles():
+    prompt = golden("qwen3")["p0.prompt"].tolist()
+    options = DecodeOptions(max_new_tokens=48)
+    strict = generate(backend("qwen3"), prompt, options)
+    lossy = generate(backend("qwen3"), prompt, options, controls=Controls(relaxation=Relaxation((500,), 400, 1e6)))
+    assert strict.relaxed == 0
+    assert lossy.relaxed > 0
+    assert len(lossy.accept_lengths) < len(strict.accept_lengths)
+    exact = Controls(relaxation=Relaxation((500,), 1, 0.0))  # only the best itself: nothing changes
+    same = generate(backend("qwen3"), prompt, options, controls=exact)
+    assert (same.tokens, same.relaxed) == (strict.tokens, 0)

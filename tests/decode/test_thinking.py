@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from fakes import Stepped
+from grammar_support import END, tokenizer, vocab_size
+
+from edge_dflash.decode.constraint import unpack
+from edge_dflash.decode.grammar.compiled import compile_regex
+from edge_dflash.decode.grammar.vocabulary import Vocabulary
+from edge_dflash.decode.grammar.walker import Source, Walker, compiled
+from edge_dflash.decode.thinking import AfterThinking
+from edge_dflash.errors import RequestError
+
+CLOSE, END_ID = tokenizer().token_id("</think>"), tokenizer().token_id(END)
+LINES = tokenizer().encode("\n\n")
+A, B = tokenizer().encode("a")[0], tokenizer().encode("b")[0]
+
+
+class Direct(Stepped):
+    """The grammar in this process."""
+
+    def __init__(self, pattern):
+        vocabulary = Vocabulary(tokenizer().to_json(), tokenizer().size, (END_ID,))
+        super().__init__(Walker(compiled(Source("regex", pattern, False, vocab_size()), vocabulary, (END_ID,))))
+
+    def packed(self):
+        return np.frombuffer(self.inner.packed(), np.uint32)
+
+
+def after(pattern="ab", inner=Direct, **options):
+    return AfterThinking(inner(pattern), (CLOSE,), vocab_size(), **options)
+
+
+def process(pattern):
+    return compile_regex(pattern, tokenizer(), vocab_size(), (END_ID,)).constraint()
+
+
+def allowed(mask):
+    return None if mask is None else [int(i) for i in np.flatnonzero(unpack(mask, vocab_size()))]
+
+
+def unasked(row, mask):
+    raise AssertionError(f"asked at row {row}")
+
+
+def best(row, mask):
+    return allowed(mask)[0]
+
+
+def forced(constraint, count):
+    """What comes whatever is drafted."""
+    return tuple(constraint.walk([vocab_size() - 1] * count, lambda row, mask: None))
+
+
+def test_everything_is_allowed_until_the_token_that_closes():
+    constraint = after()
+    span = (B, END_ID, vocab_size() - 1, *(i for c in "</think>" for i in tokenizer().encode(c)))
+    assert constraint.walk(span, unasked) == list(span)
+    assert constraint.masks(span) == [None] * (len(span) + 1)
+    constraint.advance(span)
+    assert not constraint.closed
+    constraint.advance([CLOSE])
+    assert constraint.closed
+    assert allowed(constraint.masks(())[0])[0] == forced(constraint, 1)[0]
+    assert constraint.walk([B, B, B], unasked) == [A, B, END_ID]
+    constraint.advance([A, B, END_ID])
+
+
+def test_stop_tokens_can_be_kept_out_of_the_thinking():
+    constraint = after(stop_token_ids=(END_ID,))
+    found = allowed(constraint.masks(())[0])
+    assert len(found) == vocab_size() - 1
+    assert END_ID not in found
+    assert constraint.walk([B, END_ID, B], lambda row, mask: A) == [B, A, B]
+    assert constraint.walk([B, END_ID, B], lambda row, mask: None) == [B]
+    with pytest.raises(RequestError, match=f"does not take token {END_ID}"):
+        constraint.advance([B, END_ID])
+
+
+def test_what_the_template_writes_between_is_forced():
+    constraint = after(then=LINES)
+    constraint.advance([CLOSE])
+    assert forced(constraint, 9)[: len(LINES)] == LINES
+    assert len(forced(constraint, 9)) > len(LINES)
+    for token in LINES:
+        assert allowed(constraint.masks(())[0]) == [token]
+        with pytest.raises(RequestError, match="does not take token"):
+            constraint.advance([A])
+        constraint.advance([token])
+    assert forced(constraint, 9) == forced(after_close(), 9)
+    constraint.advance([A])
+
+
+def after_close():
+    constraint = after()
+    constraint.advance([CLOSE])
+    return constraint
+
+
+@pytest.mark.parametrize("inner", [Direct, process])
+@pytest.mark.parametrize("then", [(), LINES])
+def test_drafts_and_masks_cross_the_border(then, inner):
+    path = [B, A, END_ID, CLOSE, *then, A, B, A, END_ID]
+    stepped = after("(ab?)+", then=then)
+    expected = []
+    for token in (*path, None):
+        expected.append(allowed(stepped.masks(())[0]))
+        if token is not None:
+            stepped.advance([token])
+    walked, rng, here = after("(ab?)+", inner, then=then), random.Random(5), 0
+    while here < len(path):
+        ahead = path[here:]
+        assert walked.walk(ahead, unasked) == ahead
+        assert [allowed(mask) for mask in walked.masks(ahead)] == expected[here:]
+        other = walked.walk([*ahead[:2], vocab_size() - 1], best)  # its masks are not looked at
+        assert other[: len(ahead[:2])] == ahead[:2]
+        steps = min(rng.randint(1, 4), len(ahead))
+        walked.advance(ahead[:steps])
+        here += steps
+    assert [allowed(mask) for mask in walked.masks(())] == expected[-1:]
+
+
+@pytest.mark.parametrize(("close", "stop"), [((), ()), ((CLOSE,), (CLOSE, END_ID))])
+def test_a_span_that_cannot_be_closed_is_an_error(close, stop):
+    with pytest.raises(ValueError, match="the thinking span ends at"):
+        AfterThinking(Direct("a"), close, vocab_size(), stop_token_ids=stop)

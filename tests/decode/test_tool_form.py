@@ -1,0 +1,218 @@
+"""Forced calls: always a call of an allowed tool, whose arguments satisfy its schema, in either dialect."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import numpy as np
+import pytest
+from grammar_support import END, Walk, compiled_here, tokenizer
+
+from edge_dflash.decode.grammar.tool_form import tool_grammar
+from edge_dflash.decode.options import Options
+from edge_dflash.errors import RequestError
+from edge_dflash.text.chat import split_answer
+from edge_dflash.text.tokenizer import ChatTemplate, Tokenizer
+from edge_dflash.text.tool_dialect import JsonCalls, TaggedCalls, dialect_of
+from tests.decode.test_grammar import SPELLING, accepts
+
+JSON_TEMPLATE = """\
+{%- for tool in tools or [] %}{{ tool | tojson }}{% endfor %}
+{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' + message.content }}
+{%- for call in message.tool_calls or [] %}
+{{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' + (call.function.arguments | tojson) }}
+{{- '}\\n</tool_call>' }}
+{%- endfor %}{{- '<|im_end|>\\n' }}{%- endfor %}"""
+STOP = (tokenizer().token_id(END),)
+CLOSE = "\n</parameter>"
+
+
+def with_template(source):
+    return Tokenizer(tokenizer()._tokenizer, ChatTemplate(source, {}, "test"), STOP[0])
+
+
+DIALECTS = {"tagged": tokenizer(), "json": with_template(JSON_TEMPLATE)}
+
+
+def tool(name, properties=None, required=(), **rest):
+    given = {"properties": properties or {}, "required": list(required), "additionalProperties": False}
+    parameters = {"type": "object", **given, **rest}
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+CHOICE = {"enum": ["near", "far", None], "description": "where"}
+GRASP = tool(
+    "grasp",
+    {
+        "object": {"type": "string", "title": "Object"},
+        "force": {"type": "number", "minimum": 0},
+        "day": {"type": "string", "format": "date"},
+        "code": {"type": "string", "pattern": "^[a-z]\\d/x$"},
+        "tags": {"type": "array", "items": {"type": "string", "maxLength": 2}, "maxItems": 2},
+        "place": {"$ref": "#/$defs/Place"},
+        "choice": {"anyOf": [{"$ref": "#/$defs/Choice"}, {"type": "null"}]},
+        "note": {"anyOf": [{"type": "string"}, {"type": "null"}], "default": None},
+        "short": {"type": "string", "minLength": 2, "maxLength": 4},
+        "gently": {"type": "boolean"},
+    },
+    ("object", "place"),
+    **{
+        "$defs": {
+            "Place": {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]},
+            "Choice": CHOICE,
+        }
+    },
+)
+WAIT = {"type": "function", "function": {"name": "wait"}}
+TOOLS = [GRASP, WAIT, tool('say "é"', {"text": {"type": "string"}}, ("text",))]
+
+
+def form(tools, words):
+    """A call of one of the tools, at its start; the tokenizers differ in their templates only."""
+    return Walk(compiled_here("tools", tool_grammar(tools, dialect_of(words)), STOP))
+
+
+def drawn(constraint, words, seed):
+    """Tokens of a random call; texts are led to their end."""
+    rng, tokens = random.Random(seed), []
+    while len(tokens) < 3000:
+        ids = [int(i) for i in np.flatnonzero(constraint.allowed())]
+        tail = b"".join(SPELLING[i] if i < len(SPELLING) else b"" for i in tokens[-20:])
+        begun = next((n for n in range(len(CLOSE), 0, -1) if tail.endswith(CLOSE[:n].encode())), 0)
+        rest = CLOSE[begun:].encode()
+        ending = [i for i in ids if i < len(SPELLING) and SPELLING[i] and rest.startswith(SPELLING[i])]
+        quotes = [i for i in ids if i < len(SPELLING) and SPELLING[i][:1] in (b'"', b"}", b"]")]
+        pool = ending if ending and rng.random() < 0.8 else quotes if quotes and rng.random() < 0.3 else ids
+        token = rng.choice(pool)
+        assert constraint.push(token)
+        if token in STOP:
+            return tokens
+        tokens.append(token)
+    raise AssertionError(f"it does not end: {words.decode(tokens)[:300]}")
+
+
+def test_the_dialect_is_that_of_the_template():
+    assert isinstance(dialect_of(DIALECTS["tagged"]), TaggedCalls)
+    assert dialect_of(DIALECTS["json"]) == JsonCalls('\n{"name": ', ', "arguments": ', "}\n")
+    silent = with_template("{% if tools %}{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}")
+    with pytest.raises(RequestError, match="writes tool calls in a form that is not known; give tool_choice auto"):
+        dialect_of(silent)
+    python = with_template(
+        "{% if tools %}{% endif %}{% for m in messages %}{% for c in m.tool_calls or [] %}"
+        "<tool_call>{{ c.function.name }}(zqone)</tool_call>{% endfor %}{% endfor %}"
+    )
+    with pytest.raises(RequestError, match="form that is not known"):
+        dialect_of(python)
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_a_forced_answer_is_one_call_whose_arguments_satisfy_the_schema(dialect):
+    words = DIALECTS[dialect]
+    constraint = form(TOOLS, words)
+    seen = set()
+    for seed in range(24):
+        tokens = drawn(constraint, words, seed)
+        constraint.pop(len(tokens) + 1)
+        answer = split_answer(tokens, words, stop_token_ids=STOP, tools=TOOLS)
+        assert not answer.malformed
+        assert not answer.content
+        (call,) = answer.tool_calls
+        arguments = json.loads(call.arguments)
+        seen.add(call.name)
+        if call.name == "wait":
+            assert arguments == {}
+        elif call.name == "grasp":
+            check_grasp(arguments)
+        else:
+            assert set(arguments) == {"text"}
+            assert isinstance(arguments["text"], str)
+    assert seen == {"grasp", "wait", 'say "é"'}
+
+
+def check_grasp(arguments):
+    assert {"object", "place"} <= set(arguments) <= set(GRASP["function"]["parameters"]["properties"])
+    assert isinstance(arguments["object"], str)
+    assert type(arguments["place"]["x"]) is int
+    assert arguments.get("force", 0) >= 0
+    assert arguments.get("choice") in CHOICE["enum"]
+    assert isinstance(arguments.get("note"), str | None)
+    assert 2 <= len(arguments.get("short", "ab")) <= 4
+    assert arguments.get("gently", True) in (True, False)
+    assert all(isinstance(tag, str) for tag in arguments.get("tags", []))
+    assert accepts_text(arguments.get("code", "a1/x"))
+
+
+def accepts_text(code):
+    return len(code) == 4 and code[0].islower() and code[1].isdigit() and code[2:] == "/x"
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_what_the_template_writes_for_a_call_is_allowed(dialect):
+    words = DIALECTS[dialect]
+    arguments = {"object": 'a "red" mug\n</b>', "force": 2.5, "place": {"x": 3}, "gently": False}
+    call = {"type": "function", "function": {"name": "grasp", "arguments": arguments}}
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    ids = words.encode_chat(messages, tools=TOOLS)
+    opened, closed = (words.token_id(name) for name in ("<tool_call>", "</tool_call>"))
+    start = len(ids) - 1 - ids[::-1].index(opened)
+    constraint = form(TOOLS, words)
+    for token in ids[start : ids.index(closed, start) + 1]:
+        assert constraint.push(token), words.decode([token])
+    assert constraint.complete
+
+
+REFUSED = [
+    ({"a": {"type": ["string", "integer"], "minimum": 3}}, "may be a text or something else, with rules that cannot"),
+    ({"a": {"type": "string", "pattern": "^a|b$"}}, "pattern of parameter 'a' has an anchor inside or beside |"),
+    ({"a": {"type": "string", "allOf": [{"maxLength": 3}, {"minLength": 1}]}}, "'allOf' of parameter 'a' would not be"),
+    ({"a>b": {"type": "string"}}, "which cannot stand in a tag"),
+    ({"a": {"enum": ["x</parameter>"]}}, "holds a closing tag"),
+    ({"a": {"type": "integer", "uniqueItems": True}}, "'uniqueItems' at #/properties/a would not be enforced"),
+]
+
+
+@pytest.mark.parametrize(("properties", "reason"), REFUSED, ids=lambda value: str(value)[:40])
+def test_what_the_tags_cannot_hold_is_refused_by_name(properties, reason):
+    with pytest.raises(RequestError) as refused:
+        tool_grammar([tool("f", properties)], dialect_of(DIALECTS["tagged"]))
+    assert str(refused.value).startswith("a call of the tool 'f' cannot be forced: ")
+    assert reason in str(refused.value)
+
+
+def test_rules_of_the_whole_are_refused_where_they_would_not_hold():
+    with pytest.raises(RequestError, match="'minProperties' of its parameters would not be enforced"):
+        tool_grammar([tool("f", {"a": {}}, minProperties=1)], dialect_of(DIALECTS["tagged"]))
+    with pytest.raises(RequestError, match="its parameters are not of type object"):
+        tool_grammar([{"name": "f", "parameters": {"type": "array"}}], dialect_of(DIALECTS["json"]))
+
+
+def test_tools_that_are_too_many_or_alike_are_refused():
+    with pytest.raises(RequestError, match="two tools are called 'wait'"):
+        tool_grammar([WAIT, WAIT], dialect_of(DIALECTS["json"]))
+    many = [tool(f"t{index}", {"a": {"const": "x" * 1000}}) for index in range(80)]
+    with pytest.raises(RequestError, match=r"too large for a forced call: .* choose one by name, or give fewer"):
+        tool_grammar(many, dialect_of(DIALECTS["json"]))
+
+
+CHOICES = [
+    ({"tool_choice": "required"}, "tool_choice is 'required', and there are no tools"),
+    ({"tool_choice": "grasp"}, "tool_choice is 'grasp', and there are no tools"),
+    ({"tool_choice": "fly", "tools": TOOLS}, "tool_choice is 'fly'; give one of auto, none, required, grasp, wait"),
+    ({"tool_choice": "required", "tools": TOOLS, "regex": "a"}, "regex and tool_choice 'required' are given"),
+    ({"tool_choice": "wait", "tools": TOOLS, "stop": "x"}, "tool_choice and stop are given"),
+]
+
+
+@pytest.mark.parametrize(("given", "reason"), CHOICES, ids=lambda value: str(value)[:40])
+def test_choices_that_cannot_be_are_refused(given, reason):
+    with pytest.raises(RequestError) as refused:
+        Options.of(given)
+    assert reason in str(refused.value)
+
+
+def test_a_choice_of_none_tells_of_no_tools():
+    assert Options(tools=TOOLS, tool_choice="none").tools is None
+    assert Options(tools=TOOLS, tool_choice="wait").forced_tools == (WAIT,)
+    assert Options(tools=TOOLS).forced_tools == ()
+    assert accepts(form([WAIT], DIALECTS["json"]), "") is False

@@ -1,0 +1,271 @@
+import json
+
+import pytest
+from golden_pairs import GOLDEN
+from synthetic import CONFIGS
+
+from edge_dflash.errors import CheckpointError, UnsupportedModelError
+from edge_dflash.model.config import match_pair, read_drafter_spec, read_target_spec
+from edge_dflash.model.specs import DrafterLayerMask, YarnScaling
+
+DELETE = object()
+
+
+def config(name, **changes):
+    fields = json.loads((GOLDEN / name / "config.json").read_text())
+    for key, value in changes.items():
+        if value is DELETE:
+            del fields[key]
+        else:
+            fields[key] = value
+    return fields
+
+
+@pytest.fixture
+def target(tmp_path):
+    def read(name="qwen3_5-tiny", generation=None, **changes):
+        (tmp_path / "config.json").write_text(json.dumps(config(name, **changes)))
+        if generation is not None:
+            (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+        return read_target_spec(tmp_path)
+
+    return read
+
+
+@pytest.fixture
+def drafter(tmp_path):
+    def read(name="qwen3_5-tiny-dflash", **changes):
+        (tmp_path / "config.json").write_text(json.dumps(config(name, **changes)))
+        return read_drafter_spec(tmp_path)
+
+    return read
+
+
+def test_nested_and_flat_text_configs_give_one_spec():
+    flat = read_target_spec(GOLDEN / "qwen3_5-tiny")
+    assert read_target_spec(GOLDEN / "qwen3_5-tiny-nvfp4-ct") == flat
+    assert (flat.attention.rope.dims, flat.attention.rope.theta) == (16, 1e7)
+    assert flat.gated_delta is not None
+    assert flat.gated_delta.conv_channels == 320
+    assert not flat.tied
+
+
+def test_tied_at_either_level(target):
+    nested = config("qwen3_5-tiny-nvfp4-ct")
+    assert target("qwen3_5-tiny-nvfp4-ct", tie_word_embeddings=True).tied
+    text = {**nested["text_config"], "tie_word_embeddings": True}
+    assert target("qwen3_5-tiny-nvfp4-ct", text_config=text).tied
+    assert read_target_spec(GOLDEN / "qwen3-tiny").tied
+
+
+def test_layer_types_follow_the_interval_when_missing(target):
+    assert target(layer_types=DELETE).layer_types == target().layer_types
+    spec = target(layer_types=DELETE, full_attention_interval=2)
+    assert [kind == "full_attention" for kind in spec.layer_types] == [False, True] * 4
+
+
+def test_rope_theta_flat_or_in_rope_parameters(target):
+    assert target("qwen3-tiny", rope_parameters=DELETE, rope_theta=5e5).attention.rope.theta == 5e5
+    both = target("qwen3-tiny", rope_parameters={"rope_theta": 7.0, "rope_type": "default"}, rope_theta=5e5)
+    assert both.attention.rope.theta == 7.0  # rope_parameters wins
+
+
+@pytest.mark.parametrize("place", ["rope_scaling", "rope_parameters"])
+def test_yarn(target, place):
+    yarn = {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 256, "rope_theta": 1e6}
+    spec = target("qwen3-tiny", **{place: yarn})
+    assert spec.attention.rope.scaling == YarnScaling(4.0, 256)
+
+
+def test_stop_tokens_of_both_files_are_joined(target):
+    assert target(eos_token_id=5, generation={"eos_token_id": [7, 5]}).eos_token_ids == (5, 7)
+    assert target(eos_token_id=None).eos_token_ids == (7, 5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"architectures": ["Qwen3_5MoeForCausalLM"]}, UnsupportedModelError, "mixture-of-experts"),
+        ({"model_type": "qwen3_5_moe_text"}, UnsupportedModelError, "mixture-of-experts"),
+        ({"architectures": ["LlamaForCausalLM"]}, UnsupportedModelError, "architecture LlamaForCausalLM"),
+        ({"architectures": ["DFlashDraftModel"]}, UnsupportedModelError, "give it as the drafter"),
+        ({"architectures": []}, CheckpointError, "architectures is"),
+        ({"attention_bias": True}, UnsupportedModelError, "attention_bias"),
+        ({"attention_bias": "no"}, CheckpointError, "attention_bias is 'no', wanted true or false"),
+        ({"model_type": 5}, CheckpointError, "model_type is 5: another model, wanted 'qwen3_5'"),
+        ({"hidden_act": "gelu"}, UnsupportedModelError, "hidden_act is 'gelu'"),
+        ({"output_gate_type": "sigmoid"}, UnsupportedModelError, "output_gate_type"),
+        ({"hidden_size": DELETE}, CheckpointError, "lacks the field hidden_size"),
+        ({"hidden_size": "128"}, CheckpointError, "hidden_size is '128', wanted an integer"),
+        ({"num_hidden_layers": 7}, CheckpointError, "layer_types is 8, wanted a list of 7"),
+        ({"num_key_value_heads": 3}, CheckpointError, "num_key_value_heads is 3"),
+        ({"linear_num_value_heads": 5}, CheckpointError, "linear_num_value_heads is 5"),
+        ({"rms_norm_eps": -1}, CheckpointError, "rms_norm_eps is -1"),
+        ({"rope_parameters": {"rope_theta": 1e7, "rope_type": "llama3"}}, CheckpointError, "rope_type is 'llama3'"),
+        ({"rope_parameters": {"rope_theta": 1e7, "partial_rotary_factor": 0.3}}, CheckpointError, "partial_rotary"),
+        ({"eos_token_id": "x"}, CheckpointError, "eos_token_id is 'x'"),
+        ({"eos_token_id": [0, 512]}, CheckpointError, r"eos_token_id is \[0, 512\], wanted a token id below .* 512"),
+        (
+            {"model_type": "qwen2"},
+            CheckpointError,
+            "model_type is 'qwen2': another model, wanted 'qwen3_5' or 'qwen3_5_text'",
+        ),
+        ({"num_experts": 64}, UnsupportedModelError, "num_experts is 64: a mixture-of-experts"),
+        ({"architectures": ["Qwen3MoeForCausalLM"]}, UnsupportedModelError, "mixture-of-experts"),
+        ({"rms_norm_eps": 10**400}, CheckpointError, "rms_norm_eps is 1000"),
+        ({"rope_parameters": []}, CheckpointError, r"rope_parameters is \[\], wanted an object"),
+    ],
+)
+def test_bad_target_configs_are_refused(target, changes, error, words):
+    with pytest.raises(error, match=words) as caught:
+        target(**changes)
+    assert "config.json" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rope_scaling": {"type": "yarn"}}, "lacks the field rope_scaling.factor"),
+        ({"rope_scaling": {"type": "yarn", "factor": 0.5}}, r"rope_scaling\.factor is 0\.5"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2, "mscale": 1.0}}, "mscale is 1.0, wanted no such setting"),
+        ({"rope_scaling": {"type": "linear", "factor": 2}}, "wanted 'default' or 'yarn'"),
+        ({"partial_rotary_factor": 0.5}, "wanted 1: this architecture rotates whole heads"),
+    ],
+)
+def test_rotary_settings_that_would_be_dropped_are_refused(target, changes, words):
+    with pytest.raises(CheckpointError, match=words):
+        target("qwen3-tiny", **changes)
+
+
+def test_yarn_settings(target):
+    yarn = {"type": "yarn", "factor": 2, "attention_factor": 1.5, "beta_fast": 16, "beta_slow": 2}
+    scaling = target("qwen3-tiny", rope_parameters=DELETE, rope_theta=1e6, rope_scaling=yarn).attention.rope.scaling
+    assert scaling == YarnScaling(2.0, 1024, 1.5, 16.0, 2.0)  # 1024: max_position_embeddings
+
+
+def test_sliding_windows_of_a_target_are_refused(target):
+    with pytest.raises(CheckpointError, match="layer_types is 'sliding_attention'"):
+        target("qwen3-tiny", layer_types=["sliding_attention"] * 6)
+    with pytest.raises(CheckpointError, match="use_sliding_window"):
+        target("qwen3-tiny", layer_types=DELETE, use_sliding_window=True, sliding_window=8)
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in CONFIGS.iterdir() if path.is_dir()))
+def test_published_configs_are_pairs(name):
+    pair = match_pair(read_target_spec(CONFIGS / name / "target"), read_drafter_spec(CONFIGS / name / "drafter"))
+    assert pair.drafter.block_size == 16
+    assert len(pair.drafter.target_layer_ids) == 5
+
+
+def test_unreadable_configs_are_refused(tmp_path):
+    with pytest.raises(CheckpointError, match=r"no config\.json"):
+        read_target_spec(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match="not valid JSON"):
+        read_target_spec(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(CheckpointError, match="wanted an object"):
+        read_target_spec(tmp_path)
+
+
+def test_drafter_variants(drafter):
+    base = drafter()
+    assert base.layers == (DrafterLayerMask(False, 24),) * 2 + (DrafterLayerMask(True, None),)
+    nested = {"mask_token_id": 511, "target_layer_ids": [1, 4, 6], "block_size": 8}
+    assert drafter(block_size=DELETE, dflash_config=nested) == base
+    assert drafter(use_sliding_window=False) == base  # the flag is not what decides
+    assert drafter(use_sliding_window=DELETE) == base
+    assert drafter(rope_theta=DELETE, rope_parameters={"rope_theta": 1e7, "rope_type": "default"}) == base
+    assert drafter(layer_types=DELETE).layers == (DrafterLayerMask(True, None),) * 3
+
+
+def test_without_layer_types_a_window_counts_when_it_is_used(drafter):
+    masks = (DrafterLayerMask(True, None), DrafterLayerMask(False, 24), DrafterLayerMask(False, 24))
+    assert drafter(layer_types=DELETE, max_window_layers=1).layers == masks
+    assert drafter(layer_types=DELETE, max_window_layers=1, use_sliding_window=False).layers == masks[:1] * 3
+
+
+def test_yarn_of_a_drafter(drafter):
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    assert drafter(rope_scaling=yarn).attention.rope.scaling == YarnScaling(4.0, 32768)
+
+
+def test_taps_may_be_more_than_layers_or_follow_the_rule(drafter):
+    five = {"mask_token_id": 511, "target_layer_ids": [0, 1, 2, 3, 4]}
+    assert drafter(dflash_config=five).target_layer_ids == (0, 1, 2, 3, 4)
+    rule = {"mask_token_id": 511}
+    published = {(5, 36): (1, 9, 17, 25, 33), (5, 32): (1, 8, 15, 22, 29), (5, 64): (1, 16, 31, 46, 61)}
+    for (layers, depth), taps in published.items():
+        kinds = ["full_attention"] * layers
+        spec = drafter(dflash_config=rule, num_hidden_layers=layers, layer_types=kinds, num_target_layers=depth)
+        assert spec.target_layer_ids == taps
+    one = drafter(dflash_config=rule, num_hidden_layers=1, layer_types=["full_attention"], num_target_layers=9)
+    assert one.target_layer_ids == (4,)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"architectures": ["DFlash2DraftModel"]}, UnsupportedModelError, "DFlash2"),
+        ({"architectures": ["DSparkDraftModel"]}, UnsupportedModelError, "DSpark"),
+        ({"architectures": ["Qwen3ForCausalLM"]}, UnsupportedModelError, "wanted DFlashDraftModel"),
+        ({"sample_from_anchor": True}, UnsupportedModelError, "sample_from_anchor"),
+        ({"markov_rank": 0}, UnsupportedModelError, "markov_rank is 0: a DSpark/DeepSpec drafter"),
+        ({"architectures": ["Qwen3DFlashModel"]}, UnsupportedModelError, "DSpark/DeepSpec"),
+        ({"speculators_model_type": "dflash"}, UnsupportedModelError, "speculators format"),
+        ({"model_type": "qwen3_moe"}, UnsupportedModelError, "mixture-of-experts"),
+        ({"model_type": "llama"}, CheckpointError, "model_type is 'llama': another model, wanted 'qwen3'"),
+        ({"attention_bias": True}, UnsupportedModelError, "attention_bias"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, CheckpointError, "rope_type is 'longrope'"),
+        (
+            {"dflash_config": {"mask_token_id": 511, "block_size": 16}},
+            CheckpointError,
+            "block_size is 8, wanted the same",
+        ),
+        ({"is_causal": 1}, CheckpointError, "is_causal is 1, wanted true or false"),
+        ({"block_size": DELETE}, CheckpointError, "lacks the field"),
+        ({"block_size": 1}, CheckpointError, "block_size is 1"),
+        ({"sliding_window": None}, CheckpointError, "lacks the field sliding_window"),
+        ({"layer_types": ["full_attention", "x", "full_attention"]}, CheckpointError, "layer_types is 'x'"),
+        ({"dflash_config": {"target_layer_ids": [1]}}, CheckpointError, "mask_token_id"),
+        ({"dflash_config": {"mask_token_id": 1, "target_layer_ids": []}}, CheckpointError, "at least one layer"),
+    ],
+)
+def test_bad_drafter_configs_are_refused(drafter, changes, error, words):
+    with pytest.raises(error, match=words):
+        drafter(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_target_layers": 9}, "num_target_layers is 9, the target's is 8"),
+        ({"hidden_size": 64}, "hidden_size is 64"),
+        ({"vocab_size": 500}, "vocab_size is 500"),
+        ({"dflash_config": {"mask_token_id": 511, "target_layer_ids": [1, 7]}}, "hold 7, wanted 0 to 6"),
+        ({"dflash_config": {"mask_token_id": 512, "target_layer_ids": [1]}}, "outside the vocabulary of 512"),
+    ],
+)
+def test_pairs_that_do_not_match_are_refused(drafter, changes, words):
+    with pytest.raises(CheckpointError, match=words):
+        match_pair(read_target_spec(GOLDEN / "qwen3_5-tiny"), drafter(**changes))
+
+
+@pytest.mark.parametrize(
+    ("key", "neutral", "other"),
+    [
+        ("is_neox_style", True, False),
+        ("rope_is_neox_style", True, False),
+        ("attention_sink_bias", False, True),
+        ("input_embedding_scale", 1.0, 2.0),
+        ("output_multiplier", 1, 0.5),
+        ("final_logit_softcapping", None, 30.0),
+    ],
+)
+def test_keys_of_other_runtimes_that_change_a_drafters_maths_are_refused(drafter, key, neutral, other):
+    inner = {"mask_token_id": 511, "target_layer_ids": [1, 4, 6]}
+    assert drafter(**{key: neutral}) == drafter(dflash_config=inner | {key: neutral}) == drafter()
+    for changes in ({key: other}, {"dflash_config": inner | {key: other}}):
+        with pytest.raises(CheckpointError, match=f"{key} is {json.dumps(other)}"):
+            drafter(**changes)

@@ -1,0 +1,387 @@
+"""Configurations as published checkpoints have them: every key that their tools write is known."""
+
+import json
+
+import pytest
+
+from edge_dflash.errors import CheckpointError, UnsupportedModelError
+from edge_dflash.model.config import match_pair, read_drafter_spec, read_target_spec
+from edge_dflash.weights.declared import read_declared
+
+MLP, QKV = "model.layers.0.mlp.down_proj", "model.layers.0.self_attn.q_proj"
+
+
+def hybrid(layers):
+    return ["linear_attention" if (i + 1) % 4 else "full_attention" for i in range(layers)]
+
+
+def qwen3(hidden, inner, layers, heads, tied=False, **more):
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 151643,
+        "eos_token_id": 151645,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": hidden,
+        "initializer_range": 0.02,
+        "intermediate_size": inner,
+        "max_position_embeddings": 40960,
+        "max_window_layers": layers,
+        "model_type": "qwen3",
+        "num_attention_heads": heads,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "sliding_window": None,
+        "tie_word_embeddings": tied,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.51.0",
+        "use_cache": True,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+        **more,
+    }
+
+
+def qwen3_5_text(hidden, inner, layers, heads, kv_heads, values, tied=False, **more):
+    return {
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "attn_output_gate": True,
+        "dtype": "bfloat16",
+        "eos_token_id": 248044,
+        "full_attention_interval": 4,
+        "head_dim": 256,
+        "hidden_act": "silu",
+        "hidden_size": hidden,
+        "initializer_range": 0.02,
+        "intermediate_size": inner,
+        "layer_types": hybrid(layers),
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": values,
+        "linear_value_head_dim": 128,
+        "mamba_ssm_dtype": "float32",
+        "max_position_embeddings": 262144,
+        "mlp_only_layers": [],
+        "model_type": "qwen3_5_text",
+        "mtp_num_hidden_layers": 1,
+        "mtp_use_dedicated_embeddings": False,
+        "num_attention_heads": heads,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": kv_heads,
+        "rms_norm_eps": 1e-06,
+        "rope_parameters": {
+            "mrope_interleaved": True,
+            "mrope_section": [11, 11, 10],
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 10000000,
+            "rope_type": "default",
+        },
+        "tie_word_embeddings": tied,
+        "use_cache": True,
+        "vocab_size": 248320,
+        **more,
+    }
+
+
+def wrapper(text, **more):
+    return {
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "image_token_id": 248056,
+        "model_type": "qwen3_5",
+        "text_config": text,
+        "tie_word_embeddings": text["tie_word_embeddings"],
+        "transformers_version": "4.57.0.dev0",
+        "video_token_id": 248057,
+        "vision_config": {"depth": 27, "hidden_size": 1152, "model_type": "qwen3_5"},
+        "vision_end_token_id": 248054,
+        "vision_start_token_id": 248053,
+        **more,
+    }
+
+
+def drafter(hidden, layers, taps, target_layers, vocab, kinds=None, **more):
+    return {
+        "architectures": ["DFlashDraftModel"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
+        "block_size": 16,
+        "bos_token_id": 151643,
+        "dflash_config": {"mask_token_id": vocab - 5, "target_layer_ids": taps},
+        "dtype": "bfloat16",
+        "eos_token_id": 151645,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": hidden,
+        "initializer_range": 0.02,
+        "intermediate_size": 12288,
+        "layer_types": kinds or ["full_attention"] * layers,
+        "max_position_embeddings": 262144,
+        "max_window_layers": layers,
+        "model_type": "qwen3",
+        "num_attention_heads": 32,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": 8,
+        "num_target_layers": target_layers,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "sliding_window": None,
+        "tie_word_embeddings": True,
+        "transformers_version": "4.57.1",
+        "use_cache": True,
+        "use_sliding_window": False,
+        "vocab_size": vocab,
+        **more,
+    }
+
+
+def scheme(bits, group=None, **more):
+    strategy = "tensor_group" if group else "channel"
+    scale = "torch.float8_e4m3fn" if group else None
+    return {
+        "actorder": None,
+        "block_structure": None,
+        "dynamic": False,
+        "group_size": group,
+        "num_bits": bits,
+        "observer": "memoryless_minmax",
+        "observer_kwargs": {},
+        "scale_dtype": scale,
+        "strategy": strategy,
+        "symmetric": True,
+        "type": "float",
+        "zp_dtype": scale,
+        **more,
+    }
+
+
+def compressed(groups, form, **more):
+    return {
+        "config_groups": {f"group_{i}": group for i, group in enumerate(groups)},
+        "format": form,
+        "global_compression_ratio": None,
+        "ignore": ["lm_head", "re:.*visual.*"],
+        "kv_cache_scheme": None,
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+        "sparsity_config": {},
+        "transform_config": {},
+        "version": "0.13.0",
+        **more,
+    }
+
+
+def group(weights, inputs, form, targets=("Linear",)):
+    inputs = {"format": form, "input_activations": inputs, "output_activations": None}
+    return {**inputs, "targets": list(targets), "weights": weights}
+
+
+MODELOPT_NVFP4 = {
+    "config_groups": {
+        "group_0": {
+            "input_activations": {"dynamic": False, "group_size": 16, "num_bits": 4, "type": "float"},
+            "targets": ["Linear"],
+            "weights": {"dynamic": False, "group_size": 16, "num_bits": 4, "type": "float"},
+        }
+    },
+    "ignore": ["lm_head", "model.layers.0.self_attn*"],
+    "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
+    "producer": {"name": "modelopt", "version": "0.39.0"},
+    "quant_algo": "NVFP4",
+    "quant_method": "modelopt",
+}
+EARLY_FP8 = {
+    **MODELOPT_NVFP4,
+    "quant_algo": "FP8",
+    "kv_cache_scheme": "FP8",
+    "config_groups": {},
+    "ignore": ["lm_head"],
+}
+del EARLY_FP8["quant_method"]
+CT_NVFP4 = compressed(
+    [group(scheme(4, 16), scheme(4, 16, dynamic="local", observer="static_minmax"), "nvfp4-pack-quantized")],
+    "nvfp4-pack-quantized",
+)
+CT_FP8 = compressed(
+    [group(scheme(8), scheme(8, strategy="token", dynamic=True, observer=None), "float-quantized")], "float-quantized"
+)
+CT_MIXED = compressed(
+    [
+        group(
+            scheme(8), scheme(8, strategy="token", dynamic=True), "float-quantized", [r"re:.*self_attn\.[qkvo]_proj$"]
+        ),
+        group(
+            scheme(4, 16, actorder="static"),
+            scheme(4, 16, dynamic="local"),
+            "nvfp4-pack-quantized",
+            [r"re:.*mlp\.(gate|up|down)_proj$"],
+        ),
+    ],
+    "mixed-precision",
+    kv_cache_scheme=scheme(8, strategy="tensor", observer="static_minmax"),
+    transform_config={"config_groups": {}},
+)
+TEXT_27B = qwen3_5_text(5120, 17408, 64, 24, 4, 48, bos_token_id=248044, pad_token_id=None, partial_rotary_factor=0.25)
+TEXT_4B = qwen3_5_text(2560, 9216, 32, 16, 4, 32, tied=True)
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+WIDE = (None, None)
+TARGETS = {
+    "qwen3-4b": (qwen3(2560, 9728, 36, 32, tied=True), WIDE),
+    "qwen3-8b": (qwen3(4096, 12288, 36, 32), WIDE),
+    "qwen3-32b": (qwen3(5120, 25600, 64, 64), WIDE),
+    "qwen3-8b with yarn": (qwen3(4096, 12288, 36, 32, rope_scaling=YARN), WIDE),
+    "qwen3-4b as tuned": (
+        qwen3(
+            2560, 9728, 36, 32, tied=True, pad_token_id=151654, unsloth_fixed=True, layer_types=["full_attention"] * 36
+        ),
+        WIDE,
+    ),
+    "qwen3-8b modelopt": (qwen3(4096, 12288, 36, 32, quantization_config=MODELOPT_NVFP4), ("nvfp4", "wide")),
+    "qwen3-32b early modelopt": (qwen3(5120, 25600, 64, 64, quantization_config=EARLY_FP8), ("fp8", "fp8")),
+    "qwen3-32b compressed-tensors": (qwen3(5120, 25600, 64, 64, quantization_config=CT_NVFP4), ("nvfp4", "nvfp4")),
+    "qwen3-8b fp8": (qwen3(4096, 12288, 36, 32, quantization_config=CT_FP8), ("fp8", "fp8")),
+    "qwen3.5-4b": (wrapper(TEXT_4B), WIDE),
+    "qwen3.5-4b of text alone": ({**TEXT_4B, "architectures": ["Qwen3_5ForCausalLM"]}, WIDE),
+    "qwen3.6-27b": (wrapper({**TEXT_27B, "output_gate_type": "swish"}, language_model_only=False), WIDE),
+    "qwen3.6-27b as tuned": (
+        wrapper(TEXT_27B, model_name="x/Qwen3.6-27B", unsloth_version="2026.4.2", use_cache=False, bos_token_id=None),
+        WIDE,
+    ),
+    "qwen3.6-27b mixed": (
+        wrapper(
+            TEXT_27B,
+            dtype="bfloat16",
+            head_dim=256,
+            num_attention_heads=24,
+            num_key_value_heads=4,
+            quantization_config=CT_MIXED,
+        ),
+        ("nvfp4", "fp8"),
+    ),
+}
+SLIDING = ["sliding_attention"] * 4 + ["full_attention"]
+DRAFTERS = {
+    "qwen3-4b": drafter(2560, 5, [1, 9, 17, 25, 33], 36, 151936),
+    "qwen3-8b": drafter(4096, 5, [1, 9, 17, 25, 33], 36, 151936, draft_vocab_size=151936, num_anchors=512),
+    "qwen3.5-4b": drafter(
+        *(2560, 5, [1, 8, 15, 22, 29], 32, 248320, SLIDING),
+        sliding_window=4096,
+        use_sliding_window=True,
+        rope_parameters={"rope_theta": 10000000, "rope_type": "default"},
+        rope_theta=...,
+        block_size=...,
+        dflash_config={"block_size": 16, "mask_token_id": 248070, "target_layer_ids": [1, 8, 15, 22, 29]},
+    ),
+    "qwen3.6-27b": drafter(
+        *(5120, 5, [1, 16, 31, 46, 61], 64, 248320),
+        dflash_config={
+            "mask_token_id": 248070,
+            "target_layer_ids": [1, 16, 31, 46, 61],
+            "projector_type": "dflash",
+            "attention_mode": "gqa",
+            "use_aux_hidden_state": True,
+            "causal": False,
+        },
+    ),
+}
+
+
+def write(directory, config):
+    (directory / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not ...}))
+    return directory
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_a_published_target_is_read(tmp_path, name):
+    config, storages = TARGETS[name]
+    spec = read_target_spec(write(tmp_path, config))
+    assert spec.num_layers == config.get("text_config", config)["num_hidden_layers"]
+    declared = read_declared(tmp_path, (MLP, QKV))
+    assert (declared(MLP), declared(QKV)) == storages
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_a_published_drafter_is_read_and_fits_its_target(tmp_path, name):
+    target = read_target_spec(write(tmp_path, TARGETS[name][0]))
+    match_pair(target, read_drafter_spec(write(tmp_path, DRAFTERS[name])))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"head_dim": 128}, "head_dim is 128, wanted no such setting"),
+        ({"num_attention_heads": 24.0}, r"num_attention_heads is 24\.0, wanted no such setting"),
+        ({"linear_gate": 1}, "linear_gate is 1, wanted no such setting"),
+    ],
+)
+def test_a_key_beside_text_config_that_says_something_else_is_refused(tmp_path, change, words):
+    with pytest.raises(CheckpointError, match=words):
+        read_target_spec(write(tmp_path, wrapper(TEXT_27B, **change)))
+
+
+@pytest.mark.parametrize(
+    "change", [{"projector_type": "domino"}, {"attention_mode": "mla"}, {"use_aux_hidden_state": False}]
+)
+def test_other_designs_under_the_name_of_a_dflash_drafter_are_refused(tmp_path, change):
+    config = DRAFTERS["qwen3-8b"]
+    config = {**config, "dflash_config": {**config["dflash_config"], **change}}
+    with pytest.raises(UnsupportedModelError, match=rf"dflash_config\.{next(iter(change))}"):
+        read_drafter_spec(write(tmp_path, config))
+
+
+def test_a_drafter_of_a_part_of_the_vocabulary_is_refused(tmp_path):
+    config = {**DRAFTERS["qwen3-8b"], "draft_vocab_size": 32000}
+    with pytest.raises(CheckpointError, match=r"draft_vocab_size is 32000, wanted vocab_size \(151936\)"):
+        read_drafter_spec(write(tmp_path, config))
+
+
+@pytest.mark.parametrize("named", [{}, {"quant_method": "modelopt"}])
+@pytest.mark.parametrize("mirrored", [True, False])
+def test_a_quantized_drafter_of_modelopt_is_read(tmp_path, named, mirrored):
+    quantization = {"quant_algo": "NVFP4", "kv_cache_quant_algo": None, "group_size": 16, "exclude_modules": ["fc"]}
+    scheme = {"producer": {"name": "modelopt", "version": "0.46.0"}, "quantization": quantization}
+    write(tmp_path, {**DRAFTERS["qwen3-8b"], "quantization_config": {**scheme, **named}})
+    if mirrored:
+        (tmp_path / "hf_quant_config.json").write_text(json.dumps(scheme))
+    assert read_drafter_spec(tmp_path).num_layers == 5
+    declared = read_declared(tmp_path, ())
+    assert (declared("layers.0.mlp.up_proj"), declared("fc")) == ("nvfp4", "wide")
+    if mirrored:
+        scheme["quantization"] = {**quantization, "quant_algo": "FP8"}
+        (tmp_path / "hf_quant_config.json").write_text(json.dumps(scheme))
+        with pytest.raises(CheckpointError, match=r"quantization\.quant_algo is 'NVFP4', wanted the same as"):
+            read_declared(tmp_path, ())
+
+
+def test_another_kv_cache_of_early_modelopt_is_refused(tmp_path):
+    write(tmp_path, {"quantization_config": {**EARLY_FP8, "kv_cache_scheme": "NVFP4"}})
+    with pytest.raises(CheckpointError, match=r"kv_cache_scheme is 'NVFP4', wanted an object"):
+        read_declared(tmp_path, ())
+
+
+BLOCKS = scheme(8, strategy="block", block_structure=[128, 128])
+
+
+def test_what_a_group_says_of_modules_that_are_not_used_does_not_count(tmp_path):
+    mtp = group(BLOCKS, scheme(8, strategy="token", dynamic=True), "float-quantized", [r"re:^mtp\..*", "mtp.fc"])
+    mixed = {**CT_MIXED, "config_groups": {**CT_MIXED["config_groups"], "group_2": mtp}}
+    write(tmp_path, wrapper(TEXT_27B, quantization_config=mixed))
+    declared = read_declared(tmp_path, (MLP, QKV))
+    assert (declared(MLP), declared(QKV)) == ("nvfp4", "fp8")
+    with pytest.raises(UnsupportedModelError, match=r"group_2\.weights\..* scales of another shape"):
+        read_declared(tmp_path, (MLP, QKV, "mtp.fc"))
+
+
+def test_weights_in_reordered_groups_are_refused(tmp_path):
+    weights = scheme(4, 16, actorder="group")
+    config = {"quantization_config": compressed([group(weights, None, "nvfp4-pack-quantized")], "nvfp4-pack-quantized")}
+    with pytest.raises(UnsupportedModelError, match="actorder is 'group': reordered groups"):
+        read_declared(write(tmp_path, config), ())

@@ -1,0 +1,237 @@
+"""When the watchdog is fed, what a stop does, and what a service says of itself meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import threading
+import time
+
+import pytest
+from fakes import FakeBackend
+from planner_support import Gate, Slow
+from service_support import TEXT_SHAPE, client_of, config_for, fake_service
+
+from edge_dflash.decode.loop import Step
+from edge_dflash.serve import service as service_module
+from edge_dflash.serve.lifecycle import NullNotifier, Progress, logged
+from edge_dflash.serve.service import Service
+
+CHAT = "/v1/chat/completions"
+HELLO = [{"role": "user", "content": "hello"}]
+STEP = Step((1,), None, 0.0, 0.0)
+
+
+class Recorder(NullNotifier):
+    def __init__(self):
+        self.said = []
+
+    def ready(self):
+        self.said.append("READY")
+
+    def reloading(self):
+        self.said.append("RELOADING")
+
+    def status(self, text):
+        self.said.append(text)
+
+    def watchdog(self):
+        self.said.append("FED")
+
+    def stopping(self):
+        self.said.append("STOPPING")
+
+    def fed(self):
+        return self.said.count("FED")
+
+
+def test_an_idle_engine_feeds_and_a_hung_one_does_not():
+    now = [0.0]
+    progress = Progress(lambda: now[0])
+    assert progress.feeds(0)
+    assert progress.feeds(0)  # idle: every time
+    assert not progress.feeds(1)  # a request waits and nothing takes it
+    progress.started()
+    assert progress.feeds(0)
+    assert not progress.feeds(0)  # it runs and does not get on
+    now[0] = 7.0
+    assert progress.stalled_seconds(0) == 7.0
+    progress.step(STEP)
+    assert progress.feeds(3)
+    assert not progress.feeds(3)
+    progress.ended()
+    assert progress.feeds(0)
+    assert progress.feeds(0)
+    now[0] = 20.0
+    assert progress.stalled_seconds(0) == 0.0
+    assert progress.stalled_seconds(1) == 13.0
+    assert progress.feeds(0)
+    now[0] = 21.0
+    assert progress.stalled_seconds(1) == 1.0  # of work; before there was none
+
+
+def test_work_on_a_session_that_hangs_does_not_feed(tmp_path):
+    service, begun, go_on = fake_service(tmp_path), threading.Event(), threading.Event()
+    thread = threading.Thread(target=lambda: service.planner._engine.call(lambda: begun.set() or go_on.wait(20)))
+    thread.start()
+    assert begun.wait(5)
+    assert service.progress.running
+    service.progress.feeds(0)
+    assert not service.progress.feeds(0)
+    go_on.set()
+    thread.join()
+    assert service.progress.feeds(0)
+    service.close()
+
+
+@pytest.fixture
+def fast_ticks(monkeypatch):
+    monkeypatch.setattr(service_module, "TICK", 0.02)
+
+
+async def watched(service, seconds, meanwhile=None):
+    watching = asyncio.create_task(service.watch())
+    if meanwhile is not None:
+        await asyncio.to_thread(meanwhile)
+    await asyncio.sleep(seconds)
+    watching.cancel()
+
+
+@pytest.mark.usefixtures("fast_ticks")
+def test_the_watchdog_goes_hungry_with_a_hung_engine_only(tmp_path):
+    backend = Gate(FakeBackend(TEXT_SHAPE))
+    service = fake_service(tmp_path, backend, timeouts={"stall": 0.1})
+    notifier = service.notifier = Recorder()
+    asyncio.run(watched(service, 0.2))
+    assert notifier.fed() >= 3  # idle
+    stream = service.planner.stream(HELLO, max_new_tokens=2)
+    assert backend.reached.wait(10)
+    asyncio.run(watched(service, 0.1))
+    fed = notifier.fed()
+    asyncio.run(watched(service, 0.2))
+    assert notifier.fed() == fed  # hung
+    with client_of(service) as client:
+        reply = client.get("/health")
+        assert reply.status_code == 503
+        assert reply.json()["status"] == "hung"
+        backend.open.set()
+        assert stream.plan.finish_reason == "length"
+        assert client.get("/health").status_code == 200
+    asyncio.run(watched(service, 0.1))
+    assert notifier.fed() > fed
+    service.close()
+
+
+@pytest.mark.usefixtures("fast_ticks")
+def test_slow_cycles_feed_it(tmp_path):
+    service = fake_service(tmp_path, Slow(FakeBackend(TEXT_SHAPE, right=lambda position: 0), 0.05))
+    notifier = service.notifier = Recorder()
+    asyncio.run(watched(service, 0.0, lambda: service.planner.plan(HELLO, max_new_tokens=12)))
+    assert notifier.fed() >= 8
+    assert any(said == "serving fake: 1 running, 0 waiting" for said in notifier.said)
+    service.close()
+
+
+def ask(client, replies, **body):
+    replies.append(client.post(CHAT, json={"messages": HELLO, **body}))
+
+
+def draining(tmp_path, drain, **options):
+    """Stop a service while a request of 20 slow cycles runs; returns its reply and the notifier."""
+    slow = Slow(FakeBackend(TEXT_SHAPE, right=lambda position: 0), 0.03)
+    service = fake_service(tmp_path, slow, timeouts={"drain": drain})
+    notifier = service.notifier = Recorder()
+    replies = []
+    with client_of(service) as client:
+        thread = threading.Thread(target=ask, args=(client, replies), kwargs={"max_tokens": 20, **options})
+        thread.start()
+        while not service.progress.running:
+            time.sleep(0.005)
+        stopping = threading.Thread(target=client.portal.call, args=(service.drain,))
+        stopping.start()
+        while service.state != "draining":
+            time.sleep(0.001)
+        assert client.post(CHAT, json={"messages": HELLO}).status_code == 503
+        thread.join()
+        stopping.join()
+    service.close()
+    return replies[0], notifier
+
+
+def test_a_stop_lets_the_running_request_end(tmp_path):
+    reply, notifier = draining(tmp_path, 20.0)
+    assert reply.json()["edge_dflash"]["finish_reason"] == "length"
+    assert notifier.said[0] == "STOPPING"
+
+
+def test_a_stop_cuts_what_takes_too_long_and_saves_its_session(tmp_path):
+    reply, _ = draining(tmp_path, 0.1, edge_dflash={"session": "hall"})
+    body = reply.json()
+    assert body["edge_dflash"]["finish_reason"] == "cancelled"
+    assert 1 <= body["usage"]["completion_tokens"] < 20
+    assert [path.name for path in (tmp_path / "state" / "sessions").iterdir()] == ["hall.session"]
+
+
+def test_ready_is_said_once_the_doors_open(tmp_path):
+    service = fake_service(tmp_path)
+    notifier = service.notifier = Recorder()
+    service.open_doors()
+    assert notifier.said == ["READY", "serving fake"]
+    service.close()
+
+
+def test_a_reload_saves_sessions_also_the_one_whose_turn_runs(tmp_path):
+    slow = Slow(FakeBackend(TEXT_SHAPE, right=lambda position: 0), 0.03)
+    service = fake_service(tmp_path, slow)
+    notifier = service.notifier = Recorder()
+    replies = []
+    with client_of(service) as client:
+        ask(client, replies, max_tokens=2, edge_dflash={"session": "hall"})
+        options = {"max_tokens": 20, "edge_dflash": {"session": "kitchen"}}
+        thread = threading.Thread(target=ask, args=(client, replies), kwargs=options)
+        thread.start()
+        while not service.progress.running:
+            time.sleep(0.005)
+        client.portal.call(service.reload)
+        thread.join()
+        until = time.monotonic() + 5
+        while len(list((tmp_path / "state" / "sessions").iterdir())) < 2 and time.monotonic() < until:
+            time.sleep(0.01)
+    assert [reply.status_code for reply in replies] == [200, 200]
+    assert sorted(path.name for path in (tmp_path / "state" / "sessions").iterdir()) == [
+        "hall.session",
+        "kitchen.session",
+    ]
+    assert [said for said in notifier.said if said.isupper()] == ["RELOADING", "READY"]
+    service.close()
+
+
+def test_a_reload_writes_nothing_where_nothing_may_be(tmp_path):
+    service = fake_service(tmp_path, sessions={"save": "never"})
+    notifier = service.notifier = Recorder()
+    with client_of(service) as client:
+        ask(client, [], max_tokens=2, edge_dflash={"session": "hall"})
+        client.portal.call(service.reload)
+    assert notifier.said == ["RELOADING", "READY"]
+    assert not (tmp_path / "state").exists()
+    service.close()
+
+
+def test_a_reload_while_it_loads_or_stops_says_nothing(tmp_path):
+    service = Service(config_for(tmp_path), Recorder())
+    asyncio.run(service.reload())
+    assert service.notifier.said == []
+
+
+def test_the_status_and_the_log_say_what_is_loaded(demo_bundle, tmp_path, caplog):
+    service = Service(config_for(tmp_path, service={"bundle": str(demo_bundle)}), Recorder())
+    with caplog.at_level("INFO", "edge_dflash.serve"), logged("opening it") as show:
+        service.load(show)
+    service.close()
+    assert service.notifier.said == [f"loading fake: {stage}" for stage in ("checking files", "loading", "self-test")]
+    assert [re.sub(r"[\d.]+ MB", "MB", line) for line in caplog.messages] == [
+        "opening it",
+        "checking files, MB",
+        "loading",
+        "self-test",
+    ]

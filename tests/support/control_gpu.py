@@ -1,0 +1,105 @@
+"""A device that keeps only its control block and remembers what was enqueued."""
+
+import numpy as np
+from native_support import NATIVE_PAIR, FakeGpu
+
+from edge_dflash.backends.cuda.driver import Kernel
+
+BLOCK = NATIVE_PAIR.drafter.block_size
+
+
+class ControlGpu(FakeGpu):
+    """Runs the kernels that move the control block; ``rows`` counts those that are in the recurrent states."""
+
+    sm, sm_count, name = 87, 16, "a device without kernels"
+
+    def __init__(self):
+        super().__init__()
+        self.words = dict.fromkeys(("length", "pending", "rows", "anchor"), -1)
+        self.rows, self.accept, self.enqueued, self.allocations = 0, 0, None, 0
+        self.free, self.launches, self.closed = 1 << 40, [], 0
+        self.sizes = []  # bytes of every allocation
+
+    def allocate(self, nbytes):
+        self.allocations += 1
+        self.sizes.append(nbytes)
+        return super().allocate(min(nbytes, 1 << 16)).__class__((self.allocated << 40), nbytes)
+
+    def write(self, pointer, array):
+        pass
+
+    def pinned(self, shape, dtype):
+        made = np.zeros(shape, dtype)
+        if made.dtype.names:  # the chooser's settings
+            self.settings = made
+        return made
+
+    def load(self, cubin):
+        return self
+
+    def kernel(self, name, *, shared_bytes=0):
+        return Kernel(None, name)
+
+    def occupancy(self, *args, **options):
+        return 2
+
+    def capture(self, enqueue):
+        self.enqueued = []
+        enqueue()
+        graph, self.enqueued = ReplayedGraph(self, self.enqueued), None
+        return graph
+
+    def launch(self, kernel, grid, block, arguments, **options):
+        if self.enqueued is not None:
+            self.enqueued.append((kernel.name, arguments))
+        else:
+            self.run(kernel.name, arguments)
+
+    def run(self, name, arguments):
+        words = self.words
+        self.launches.append(name)
+        if name == "cycle_set":
+            words.update(zip(("length", "pending", "rows", "anchor"), arguments[1:], strict=True))
+        elif name == "commit_rows":
+            assert arguments[1] == -1
+            self.rows, words["pending"] = self.rows + words["pending"], 0
+        elif name == "commit_prefill":
+            self.rows += words["pending"] + words["rows"]
+            words["length"], words["pending"] = words["length"] + words["rows"], 0
+        elif name == "cycle_accept":
+            self.rows += words["pending"]
+            valid = arguments[-1]  # how many rows count: behind a verify, as the chooser's settings say
+            accept = min(self.accept, (int(self.settings["stop"][0]) if valid.address else BLOCK) - 1)
+            words["length"], words["pending"] = words["length"] + accept + 1, accept + 1
+            words["anchor"] = accept  # choice i of the fake is i
+            self.result[0], self.result[4 : 4 + BLOCK] = accept, range(BLOCK)
+
+    def read_into(self, pointer, out):
+        if len(out) > 40:
+            self.result = out
+
+    def free_bytes(self):
+        return self.free, 1 << 40
+
+    def close(self):
+        self.closed += 1
+
+    def enter(self, *args):
+        pass
+
+    fill = write_from = copy = synchronize = enter
+
+    def read(self, pointer, shape, dtype):
+        return np.zeros(shape, dtype)
+
+
+class ReplayedGraph:
+    def __init__(self, gpu, calls):
+        self.gpu, self.calls = gpu, calls
+
+    def launch(self):
+        for name, arguments in self.calls:
+            self.gpu.run(name, arguments)
+
+    def upload(self):
+        pass

@@ -1,0 +1,151 @@
+"""A backend of a few lines: a toy target whose next token is a hash of all tokens before it, and a drafter that is
+right for as long as it is told. It checks the protocol as it goes, so a loop that misuses it fails here."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from edge_dflash.backends.host_cycle import host_cycle
+from edge_dflash.decode.backend import PairShape, Snapshot
+from edge_dflash.decode.constraint import pack
+from edge_dflash.decode.grammar import stepping
+from edge_dflash.decode.sampling import GREEDY
+from edge_dflash.errors import RequestError
+
+SHAPE = PairShape(vocab_size=64, block_size=4, mask_token_id=63, max_context=64, prefill_chunk=8)
+
+
+class FakeRows:
+    def __init__(self, logits):
+        self._logits = np.asarray(logits, dtype=np.float32)
+
+    def __len__(self):
+        return len(self._logits)
+
+    def argmax(self):
+        return [int(i) for i in self._logits.argmax(axis=-1)]
+
+    def logits(self):
+        return self._logits
+
+
+class FakeBackend:
+    """``right(position)`` says how many drafts of the block at that position are the target's own (default: all).
+
+    ``script`` maps a context length to the token that must come next, whatever the hash says.
+    """
+
+    def __init__(
+        self,
+        shape: PairShape = SHAPE,
+        right: Callable[[int], int] = lambda position: SHAPE.block_size - 1,
+        script: Sequence[int] = (),
+        script_at: int = 0,
+    ):
+        self.shape = shape
+        self.closed = False
+        self.passes = []  # names of the passes, in order
+        self._right = right
+        self._script = {script_at + i: token for i, token in enumerate(script)}
+        self.committed = []
+        self._flight = None
+
+    @property
+    def length(self):
+        return len(self.committed)
+
+    def reset(self):
+        self.committed, self._flight = [], None
+
+    def prefill(self, ids):
+        assert len(ids) > 0
+        assert not self.closed
+        self.passes.append("prefill")
+        self.committed = [*self.committed, *ids]
+        return FakeRows([self._logits(self.committed)])
+
+    def cycle(self, anchor, sampling=GREEDY, *, steering=None, drafting=True, logits=False):
+        return host_cycle(self, anchor, sampling, steering, drafting, logits)
+
+    def propose(self, anchor):
+        self.passes.append("propose")
+        context = [*self.committed, anchor]
+        right, rows = self._right(len(self.committed)), []
+        for i in range(self.shape.block_size - 1):
+            row = self._logits(context)
+            if i >= right:
+                row = np.roll(row, 1)
+            rows.append(row)
+            context.append(int(row.argmax()))
+        return FakeRows(rows)
+
+    def verify(self, ids):
+        assert 1 <= len(ids) <= self.shape.block_size
+        assert len(self.committed) + len(ids) <= self.shape.max_context
+        self.passes.append("verify")
+        self._flight = list(ids)
+        return FakeRows([self._logits([*self.committed, *ids[: r + 1]]) for r in range(len(ids))])
+
+    def commit(self, rows):
+        assert self._flight is not None
+        assert 0 <= rows <= len(self._flight)
+        self.committed, self._flight = [*self.committed, *self._flight[:rows]], None
+
+    def flush(self):
+        pass
+
+    def snapshot(self):
+        return Snapshot(self.length, {"committed": np.array(self.committed)})
+
+    def restore(self, snapshot):
+        self.committed, self._flight = snapshot.arrays["committed"].tolist(), None
+
+    def close(self):
+        self.closed = True
+
+    def _logits(self, context):
+        seed = zlib.crc32(np.array(context, dtype=np.int64).tobytes())
+        row = np.random.default_rng(seed).standard_normal(self.shape.vocab_size).astype(np.float32)
+        if len(context) in self._script:
+            row[self._script[len(context)]] = 20.0
+        return row
+
+
+class Stepped:
+    """A constraint made of one that steps token by token: ``allowed``, ``push``, ``pop`` and ``forced``."""
+
+    ended = False
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def walk(self, free, ask):
+        return stepping.walk(self, free, lambda row: ask(row, self.packed()))
+
+    def masks(self, drafts):
+        masks = []
+        error = stepping.look(self, drafts, lambda row, mask: masks.append(mask))
+        if error is not None and not masks:
+            raise error
+        return masks
+
+    def advance(self, tokens):
+        for token in tokens:
+            if not self.inner.push(token):
+                raise RequestError(f"the grammar does not take token {token}")
+
+    def packed(self):
+        mask = self.inner.allowed()
+        return None if mask is None else pack(mask)
+
+    def push(self, token):
+        return self.inner.push(token)
+
+    def pop(self, count):
+        self.inner.pop(count)
+
+    def forced(self):
+        return self.inner.forced()

@@ -1,0 +1,293 @@
+"""Requests that nobody should send, by the thousand: none may give a 500 or touch a file outside the state directory.
+
+Bodies are drawn near what is valid (every field with right, nearly right and absurd values), as any JSON, and as bytes.
+They go to the ASGI application of a service with a fake model. ``python tests/support/fuzz_service.py 100000`` runs
+many and prints a line of JSON; the tests run a few hundred.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import json
+import resource
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+from service_support import fake_service
+
+from edge_dflash.serve.app import make_app
+
+TRICKS = [
+    *(
+        "../../etc/passwd",
+        "/etc/passwd",
+        "..",
+        ".",
+        "a/b",
+        "a\\b",
+        "\x00",
+        "a\x00b",
+        "%2e%2e%2f",
+        "~",
+        "x" * 300,
+        "CON",
+    ),
+    *("\ud800", "\u202e", "a\nb", "<think>", "<|end|>", "{{ 7*7 }}", "{% for x in range(9**9) %}", "$ref"),
+]
+NUMBERS = [0, -1, 1, 2**31, 2**63, -(2**63), 2**64 - 1, 0.5, 1e308, -0.0, 1e-320]
+texts = st.one_of(st.text(max_size=40), st.sampled_from(TRICKS))
+scalars = st.one_of(
+    st.none(), st.booleans(), st.integers(-(2**64), 2**64), st.floats(), texts, st.sampled_from(NUMBERS)
+)
+values = st.recursive(
+    scalars,
+    lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(texts, inner, max_size=4)),
+    max_leaves=8,
+)
+
+
+def often(good, junk=values):
+    """Mostly what is right, for else nothing gets past the first check."""
+    return st.integers(0, 30).flatmap(lambda draw: junk if draw == 30 else good)
+
+
+names = often(st.sampled_from(["a", "b", "hall", "x.y"]), texts)
+parts = st.lists(st.fixed_dictionaries({"type": st.sampled_from(["text", "image_url"]), "text": texts}), max_size=3)
+calls = st.lists(
+    often(st.fixed_dictionaries({"id": texts, "function": st.fixed_dictionaries({"name": texts, "arguments": texts})})),
+    max_size=2,
+)
+plain = st.fixed_dictionaries(
+    {"role": st.sampled_from(["user", "system", "assistant"]), "content": st.text(max_size=40)}
+)
+strange = st.fixed_dictionaries(
+    {
+        "role": often(st.sampled_from(["system", "user", "assistant", "tool", "developer"])),
+        "content": often(st.one_of(texts, parts, st.none())),
+    },
+    optional={"name": often(texts), "tool_calls": often(calls), "tool_call_id": often(texts)},
+)
+messages = often(st.lists(st.one_of(plain, plain, plain, plain, often(strange)), min_size=1, max_size=4))
+KEYWORDS = [
+    "type",
+    "properties",
+    "items",
+    "enum",
+    "required",
+    "$ref",
+    "anyOf",
+    "pattern",
+    "minimum",
+    "additionalProperties",
+]
+schemas = st.recursive(
+    st.one_of(values, st.sampled_from([{"type": "object"}, {"type": "integer"}, {"enum": [1, "a"]}, {"$ref": "#"}])),
+    lambda inner: st.dictionaries(st.sampled_from(KEYWORDS), st.one_of(inner, st.lists(inner, max_size=3)), max_size=4),
+    max_leaves=6,
+)
+forms = st.one_of(
+    st.sampled_from([{"type": "text"}, {"type": "json_object"}]),
+    st.builds(lambda schema: {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}, schemas),
+)
+extension = st.fixed_dictionaries(
+    {},
+    optional={
+        "session": names,
+        "deadline_s": often(st.sampled_from([0, 0.001, 5, 1e9])),
+        "regex": often(st.sampled_from(["[ab]+", "(", "a{1,9}", ""]), texts),
+        "grammar": often(st.sampled_from(['start: "a"', "start: start", "", "%import x"]), texts),
+        "whitespace": often(st.booleans()), "thinking": often(st.booleans()), "speculative": often(st.booleans()),
+        "relaxed": often(st.booleans()), "tokens": often(st.booleans()), "top_k": often(st.integers(0, 300)),
+        "priority": often(st.integers(-9, 9)), "caller": often(texts), "unknown": values,
+    },
+)  # fmt: skip
+COMMON = {
+    "model": often(st.just("fake"), texts),
+    "stream": often(st.booleans()),
+    "temperature": often(st.sampled_from([0, 0.5, 1, 2])),
+    "top_p": often(st.sampled_from([0, 0.1, 1])),
+    "seed": often(st.integers(-(2**63), 2**64 - 1)),
+    "max_tokens": often(st.integers(1, 8)),
+    "stop": often(st.one_of(st.text(min_size=1, max_size=4), st.lists(st.text(min_size=1, max_size=3), max_size=3))),
+    "response_format": often(forms),
+    "n": often(st.just(1)),
+    "user": often(texts),
+    "edge_dflash": often(extension),
+}
+tools = often(st.lists(often(st.just({"type": "function", "function": {"name": "f", "parameters": {}}})), max_size=2))
+streams = st.one_of(
+    st.just({}), st.just({"stream": True, "stream_options": {"include_usage": True}}), st.just({"stream_options": {}})
+)
+
+
+def streaming(bodies):
+    return st.builds(lambda body, more: {**body, **more} if isinstance(body, dict) else body, bodies, streams)
+
+
+chat = st.fixed_dictionaries(
+    {"messages": messages},
+    optional={
+        **COMMON,
+        "tools": tools,
+        "tool_choice": often(st.sampled_from(["auto", "none", "required"])),
+        "logprobs": often(st.just(True)),
+        "top_logprobs": often(st.integers(0, 20)),
+    },
+)
+prompts = often(st.one_of(texts, st.lists(st.integers(0, 257), max_size=9), st.lists(texts, max_size=2)))
+completion = st.fixed_dictionaries(
+    {"prompt": prompts}, optional={**COMMON, "echo": often(st.just(False)), "logprobs": often(st.integers(0, 20))}
+)
+encode = st.fixed_dictionaries(
+    {}, optional={"messages": messages, "text": often(texts), "thinking": often(st.booleans())}
+)
+other_name = st.fixed_dictionaries({}, optional={"to": names})
+SESSIONS = "/v1/edge_dflash/decode"
+
+
+def as_bytes(value) -> bytes:
+    return json.dumps(value).encode()
+
+
+@st.composite
+def mangled(draw, bodies):
+    """Valid JSON with some bytes changed."""
+    body = bytearray(draw(bodies))
+    for _ in range(draw(st.integers(1, 4))):
+        at = draw(st.integers(0, len(body)))
+        body[at : at + draw(st.integers(0, 2))] = draw(st.binary(max_size=3))
+    return bytes(body)
+
+
+def posts(path, value):
+    good = st.builds(as_bytes, value)
+    return st.tuples(st.just("POST"), st.just(path), st.one_of(good, good, good, good, good, mangled(good)))
+
+
+def escaped(name: str) -> str:
+    return name.encode("utf-8", "replace").decode("latin-1")
+
+
+on_sessions = st.builds(
+    lambda name, method, end, body: (method, f"{SESSIONS}/{escaped(name)}{end}", as_bytes(body)),
+    names, st.sampled_from(["GET", "DELETE", "POST", "POST"]), st.sampled_from(["", "/save", "/fork", "/x"]),
+    other_name,
+)  # fmt: skip
+odd = st.tuples(
+    st.sampled_from(["GET", "POST", "PUT", "HEAD", "OPTIONS", "DELETE", "X"]),
+    st.one_of(
+        st.sampled_from(["/", "/health", "/ready", "/metrics", "/v1/models", SESSIONS, "/v1/chat/completions"]),
+        st.builds(lambda text: "/" + escaped(text), texts),
+        st.builds(lambda text: "/v1/models/" + escaped(text), texts),
+    ),
+    st.one_of(st.binary(max_size=60), st.builds(as_bytes, values)),
+)
+requests = st.one_of(
+    posts("/v1/chat/completions", streaming(chat)),
+    posts("/v1/chat/completions", streaming(chat)),
+    posts("/v1/chat/completions", streaming(chat)),
+    posts("/v1/completions", streaming(completion)),
+    posts("/v1/edge_dflash/encode", encode),
+    on_sessions,
+    odd,
+)
+
+
+async def send(app, method: str, path: str, body: bytes) -> tuple[int, bytes]:
+    """One request to an ASGI application."""
+    status, received, sent = 0, bytearray(), False
+
+    async def receive():
+        nonlocal sent
+        if sent:
+            await asyncio.Event().wait()
+        sent = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def reply(message):
+        nonlocal status
+        status = message.get("status", status)
+        received.extend(message.get("body", b""))
+
+    headers = [(b"content-type", b"application/json"), (b"host", b"x"), (b"content-length", str(len(body)).encode())]
+    scope = {"type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "scheme": "http"}
+    scope |= {"method": method, "path": path, "raw_path": path.encode("utf-8"), "query_string": b"", "root_path": ""}
+    scope |= {"headers": headers, "server": ("/run/api.sock", None), "client": None}
+    await app(scope, receive, reply)
+    return status, bytes(received)
+
+
+class Fuzz:
+    """A service to be fuzzed, and what came of it."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.statuses: collections.Counter[int] = collections.Counter()
+        limits = {"new_tokens": 8, "sessions": 4, "saved_sessions": 8}
+        self.service = fake_service(directory, limits=limits, timeouts={"deadline": 5.0})
+        self.app = make_app(self.service)
+        self.before = self.outside()
+        self.runner = asyncio.Runner()
+
+    def outside(self) -> list[str]:
+        """Files that are not of the state directory, there or beside it."""
+        state = self.directory / "state"
+        found = [path for path in self.directory.rglob("*") if path.is_file() and state not in path.parents]
+        return sorted(map(str, [*found, *(path for path in state.rglob("*") if odd_file(path))]))
+
+    def one(self, request: tuple[str, str, bytes]) -> None:
+        status, body = self.runner.run(send(self.app, *request))
+        self.statuses[status] += 1
+        assert 200 <= status < 600, request
+        assert status != 500, (request, body)
+        if status >= 400:
+            assert request[0] == "HEAD" or json.loads(body)["error"]["message"], request
+        assert b"internal_error" not in body, request
+
+    def run(self, examples: int, number: int) -> None:
+        """Send ``examples`` requests drawn with a seed."""
+
+        @seed(number)
+        @settings(
+            max_examples=examples, deadline=None, database=None, phases=[Phase.generate],
+            suppress_health_check=list(HealthCheck),
+        )  # fmt: skip
+        @given(requests)
+        def each(request):
+            self.one(request)
+
+        each()
+        assert self.outside() == self.before
+        assert self.service.health()[0]
+
+    def close(self) -> None:
+        self.runner.close()
+        self.service.close()
+
+
+def odd_file(path: Path) -> bool:
+    """Whether a file of the state directory is none that a session makes."""
+    return path.is_file() and (path.parent.name != "sessions" or path.suffix != ".session")
+
+
+def main() -> None:
+    wanted, chunk, began = int(sys.argv[1]), 2000, time.perf_counter()
+    with tempfile.TemporaryDirectory() as directory:
+        fuzz = Fuzz(Path(directory))
+        for number in range(-(-wanted // chunk)):
+            fuzz.run(chunk, int(sys.argv[2]) + number if len(sys.argv) > 2 else number)
+            print(f"{fuzz.statuses.total()} requests, {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
+        fuzz.close()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    statuses = {str(status): count for status, count in sorted(fuzz.statuses.items())}
+    seconds = round(time.perf_counter() - began, 1)
+    print(json.dumps({"requests": fuzz.statuses.total(), "statuses": statuses, "seconds": seconds, "peak_rss": peak}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,263 @@
+"""A service under load: clients that ask one after another, for some minutes; and one that is killed again and again.
+
+``python tests/support/load_service.py BUNDLE --minutes 5 --clients 4`` prints requests, failures, times to the first
+token and the growth of memory after the first tenth. ``--kill 50`` kills the service in the middle of requests that
+often, starts it again, and checks that sessions saved before load and that no half file is left. ``--flood 18`` lets
+one caller send that many at once, and meanwhile another one an ordinary and an urgent request. Each prints a line of
+JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import random
+import signal
+import statistics
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import httpx2
+from service_support import Process
+
+CHAT = "/v1/chat/completions"
+SESSIONS = "/v1/edge_dflash/decode"
+TASKS = (
+    "Bring the red mug to the kitchen table.",
+    "Close the fridge.",
+    "Go to the hall and wait.",
+    "Put the plate into the cabinet.",
+)
+SCHEMA = {
+    "type": "object",
+    "properties": {"goal": {"type": "string", "maxLength": 40}},
+    "required": ["goal"],
+    "additionalProperties": False,
+}
+FORM = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+
+
+def body(draw: random.Random, number: int) -> dict:
+    """A request of one of several kinds."""
+    made = {"messages": [{"role": "user", "content": draw.choice(TASKS)}], "max_tokens": draw.choice((8, 24, 64))}
+    made["stream"] = draw.random() < 0.7
+    kind = draw.random()
+    if kind < 0.2:
+        made["response_format"] = FORM
+        made["max_tokens"] = 200
+    elif kind < 0.4:
+        made |= {"temperature": 0.8, "seed": draw.randrange(1000)}
+    elif kind < 0.5:
+        made["edge_dflash"] = {"deadline_s": 0.5}
+    elif kind < 0.6:
+        made["edge_dflash"] = {"session": f"load-{number}-{draw.randrange(10_000)}"}
+    return made
+
+
+class Client(threading.Thread):
+    """Asks until it is told to stop."""
+
+    def __init__(self, process: Process, number: int, until: float) -> None:
+        super().__init__()
+        self.process = process
+        self.number = number
+        self.until = until
+        self.first: list[float] = []  # seconds to the first piece of streams
+        self.requests = self.cancelled = 0
+        self.failures: list[str] = []
+
+    def run(self) -> None:
+        draw = random.Random(self.number)
+        with self.process.client() as client:
+            while time.monotonic() < self.until:
+                self.requests += 1
+                try:
+                    request = body(draw, self.number)
+                    self.ask(client, draw, request)
+                    if (name := request.get("edge_dflash", {}).get("session")) is not None:
+                        assert client.delete(f"{SESSIONS}/{name}").status_code in (200, 404)  # 404: nothing came of it
+                except (httpx2.HTTPError, AssertionError, ValueError) as error:
+                    self.failures.append(f"{type(error).__name__}: {error}")
+
+    def ask(self, client: httpx2.Client, draw: random.Random, request: dict) -> None:
+        began = time.perf_counter()
+        with client.stream("POST", CHAT, json=request) as response:
+            if not request["stream"]:
+                reply = json.loads(response.read())
+                assert response.status_code == 200, reply
+                assert reply["choices"][0]["finish_reason"], reply
+                return
+            assert response.status_code == 200, response.read()
+            leave, lines = draw.random() < 0.05, 0
+            for line in response.iter_lines():
+                if not line.startswith("data: "):
+                    continue
+                lines += 1
+                if lines == 2:  # the first says only whose turn it is
+                    self.first.append(time.perf_counter() - began)
+                    if leave:
+                        self.cancelled += 1
+                        return
+                assert '"error"' not in line, line
+            assert line == "" or line == "data: [DONE]", line
+
+
+def load(bundle: Path, minutes: float, clients: int) -> dict:
+    """The figures of a run."""
+    with tempfile.TemporaryDirectory() as directory, Process(bundle, Path(directory)) as process:
+        seconds = minutes * 60
+        crowd = [Client(process, number, time.monotonic() + seconds) for number in range(clients)]
+        for client in crowd:
+            client.start()
+        time.sleep(seconds / 10)
+        before, peak = process.rss(), 0
+        while any(client.is_alive() for client in crowd):
+            time.sleep(0.5)
+            peak = max(peak, process.rss())
+        after = process.rss()
+        metrics = process.client().get("/metrics").text
+    first = sorted(value for client in crowd for value in client.first)
+    failures = [failure for client in crowd for failure in client.failures]
+    return {
+        "minutes": minutes,
+        "clients": clients,
+        "requests": sum(client.requests for client in crowd),
+        "left": sum(client.cancelled for client in crowd),
+        "failures": len(failures),
+        "first_failures": failures[:3],
+        "first_token_p50": round(statistics.median(first), 4),
+        "first_token_p99": round(first[int(len(first) * 0.99)], 4),
+        "rss_after_tenth": before,
+        "rss_end": after,
+        "rss_growth": after - before,
+        "outcomes": {line.split('outcome="')[1].split('"')[0]: float(line.split()[1])
+                     for line in metrics.splitlines() if line.startswith("edge_dflash_requests_total{")},
+    }  # fmt: skip
+
+
+def kill(bundle: Path, times: int) -> dict:
+    """Kill the service ``times`` times while it answers and saves."""
+    draw, half, loaded, torn = random.Random(0), 0, 0, 0
+    asked: list[int] = []
+    with tempfile.TemporaryDirectory() as directory:
+        process = Process(bundle, Path(directory), settings='[sessions]\nsave = "never"\n').start()
+        turn(process, "kept")
+        with process.client() as client:
+            assert client.post(f"{SESSIONS}/kept/save", json={}).status_code == 200
+        kept = (process.state / "sessions" / "kept.session").read_bytes()
+        for _ in range(times):
+            busy = Busy(process)
+            busy.start()
+            time.sleep(draw.uniform(0.1, 0.8))
+            process.stop(signal.SIGKILL)
+            busy.join()
+            asked.append(busy.turns)
+            files = {path.name: path for path in (process.state / "sessions").iterdir()}
+            torn += sum(name.endswith(".partial") for name in files)  # it has no session's name: the next save takes it
+            assert files["kept.session"].read_bytes() == kept
+            process.start()
+            with process.client() as client:
+                names = [entry["id"] for entry in client.get(SESSIONS).json()["data"]]
+                assert "kept" in names
+                for name in names:
+                    target = f"again-{draw.randrange(10**9)}"
+                    answer = client.post(f"{SESSIONS}/{name}/fork", json={"to": target})
+                    half += answer.status_code != 200
+                    client.delete(f"{SESSIONS}/{target}")
+            loaded += turn(process, "kept")["edge_dflash"]["reused_tokens"] > 0
+        assert process.stop() == 0
+    return {
+        "kills": times,
+        "turns_before_kills": sum(asked),
+        "half_files": half,
+        "left_partials": torn,
+        "saved_session_loaded": loaded,
+    }
+
+
+def flood(bundle: Path, count: int, rounds: int = 5) -> dict:
+    """One caller fills its share of the queue; what becomes of it, and of another caller's requests."""
+    statuses, retries, urgent, ordinary = collections.Counter(), [], [], []
+
+    def ask(caller: str, priority: int, seconds: list[float]) -> None:
+        began = time.perf_counter()
+        with process.client() as client:
+            request = {"messages": [{"role": "user", "content": TASKS[0]}], "max_tokens": 48}
+            reply = client.post(CHAT, json={**request, "edge_dflash": {"caller": caller, "priority": priority}})
+        seconds.append(time.perf_counter() - began)
+        statuses[f"{caller} {priority}: {reply.status_code}"] += 1
+        if reply.status_code == 429:
+            retries.append(int(reply.headers["retry-after"]))
+
+    with tempfile.TemporaryDirectory() as folder, Process(bundle, Path(folder)) as process:
+        for _ in range(rounds):
+            flooding = [threading.Thread(target=ask, args=("flood", 0, [])) for _ in range(count)]
+            others = [threading.Thread(target=ask, args=("arm", 0, ordinary))]
+            others.append(threading.Thread(target=ask, args=("arm", 100, urgent)))
+            for thread in flooding:
+                thread.start()
+            time.sleep(0.3)
+            for thread in others:
+                thread.start()
+            for thread in (*flooding, *others):
+                thread.join()
+    return {
+        "rounds": rounds,
+        "statuses": dict(sorted(statuses.items())),
+        "retry_after": [min(retries, default=0), max(retries, default=0)],
+        "urgent_seconds": round(statistics.median(urgent), 2),
+        "ordinary_seconds": round(statistics.median(ordinary), 2),
+    }
+
+
+def turn(process: Process, name: str) -> dict:
+    """One turn of a session."""
+    with process.client() as client:
+        request = {"messages": [{"role": "user", "content": "Close the fridge."}], "max_tokens": 16}
+        reply = client.post(CHAT, json={**request, "edge_dflash": {"session": name}})
+        assert reply.status_code == 200, reply.text
+        return reply.json()
+
+
+class Busy(threading.Thread):
+    """Asks and saves until the service dies."""
+
+    def __init__(self, process: Process) -> None:
+        super().__init__()
+        self.process = process
+        self.turns = 0
+
+    def run(self) -> None:
+        try:
+            while True:
+                name = f"busy-{self.turns % 3}"
+                turn(self.process, name)
+                self.turns += 1
+                with self.process.client() as client:
+                    client.post(f"{SESSIONS}/{name}/save", json={})
+                    if self.turns % 12 < 3:  # before its context is full
+                        client.delete(f"{SESSIONS}/{name}")
+        except (httpx2.HTTPError, OSError):
+            return
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("bundle", type=Path)
+    parser.add_argument("--minutes", type=float, default=5.0)
+    parser.add_argument("--clients", type=int, default=4)
+    parser.add_argument("--kill", type=int, default=0)
+    parser.add_argument("--flood", type=int, default=0)
+    given = parser.parse_args()
+    bundle = given.bundle.resolve()
+    if given.flood:
+        print(json.dumps(flood(bundle, given.flood)))
+    else:
+        print(json.dumps(kill(bundle, given.kill) if given.kill else load(bundle, given.minutes, given.clients)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,35 @@
+"""What PTX says of the left operands of warpgroup products. Needs NVRTC, and no GPU."""
+
+import re
+from collections import defaultdict
+from functools import cache
+
+from cubin_support import need_compiler
+from cuda.bindings import nvrtc
+
+from edge_dflash.backends.cuda.compile import KERNELS
+
+_DEFINED = re.compile(r"^\s*(?:@!?%p\d+ )?([a-z][\w.:]*)\s+(\{[^}]*\}|%r\d+(?:\|%\w+)?),", re.M)
+_PRODUCT = re.compile(r"wgmma\.mma_async[^{]*\{[^}]*\}, \{([^}]*)\}")
+
+
+@cache
+def kernels_ptx(unit):
+    """PTX of every kernel of a unit for sm90a, by name."""
+    need_compiler()
+    source = (KERNELS / f"{unit}.cu").read_bytes()
+    _, program = nvrtc.nvrtcCreateProgram(source, f"{unit}.cu".encode(), 0, [], [])
+    options = [b"--gpu-architecture=compute_90a", b"--std=c++17", f"--include-path={KERNELS}".encode()]
+    assert nvrtc.nvrtcCompileProgram(program, len(options), options) == (nvrtc.nvrtcResult.NVRTC_SUCCESS,)
+    ptx = b" " * nvrtc.nvrtcGetPTXSize(program)[1]
+    nvrtc.nvrtcGetPTX(program, ptx)
+    return {body.split("(")[0].strip(): body for body in ptx.decode().split(".entry ")[1:]}
+
+
+def left_operands(ptx):
+    """For each register of a left operand of each product: the instructions that define it."""
+    definitions = defaultdict(list)
+    for operation, registers in _DEFINED.findall(ptx):
+        for register in re.findall(r"%r\d+", registers):
+            definitions[register].append(operation)
+    return [tuple(definitions[r]) for product in _PRODUCT.findall(ptx) for r in product.split(",")]

@@ -1,0 +1,265 @@
+"""Recipes: defaults, the rules of choice, refusals, and every recipe file that ships."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edge_dflash.checks.footprint import weight_bytes
+from edge_dflash.common.resources import directory
+from edge_dflash.errors import RecipeError
+from edge_dflash.model import pair_programs
+from edge_dflash.model.program import WeightSpec
+from edge_dflash.model.specs import (
+    AttentionSpec,
+    DrafterLayerMask,
+    DrafterSpec,
+    GatedDeltaSpec,
+    PairSpec,
+    RopeSpec,
+    TargetSpec,
+)
+from edge_dflash.weights.fp8 import quantize_fp8
+from edge_dflash.weights.nvfp4 import quantize_nvfp4
+from edge_dflash.weights.recipe import Override, Recipe, default_recipe
+from edge_dflash.weights.recipe_file import load_recipe
+from edge_dflash.weights.tensor import WideWeight
+
+SHIPPED = sorted(directory("engines").glob("*.yaml"))
+ROPE = RopeSpec(1e7, 64)
+
+
+def pair_27b() -> PairSpec:
+    """Dimensions of Qwen3.6-27B and its drafter."""
+    target = TargetSpec(
+        "qwen3_5",
+        248320,
+        5120,
+        17408,
+        1e-6,
+        AttentionSpec(24, 4, 256, ROPE, gated=True),
+        GatedDeltaSpec(16, 48, 128, 128, 4),
+        ("linear_attention", "linear_attention", "linear_attention", "full_attention") * 16,
+        False,
+        262144,
+        (248044,),
+    )
+    masks = (DrafterLayerMask(False, 2048),) * 4 + (DrafterLayerMask(True, None),)
+    attention = AttentionSpec(32, 8, 128, RopeSpec(1e7, 128), gated=False)
+    taps = (1, 16, 31, 46, 61)
+    return PairSpec(target, DrafterSpec(16, 248070, taps, 64, 248320, 5120, 17408, 1e-6, attention, masks))
+
+
+WEIGHTS = pair_programs(pair_27b()).weights
+MLP = "target.layers.0.mlp.gate_proj"
+GATE = "target.layers.0.linear_attn.in_proj_a"
+WIDE = WideWeight(np.zeros((4, 32), dtype=np.uint16))
+WIDE32 = WideWeight(np.zeros((4, 32), dtype=np.float32))
+FP8 = quantize_fp8(torch.ones(4, 32))
+NVFP4 = quantize_nvfp4(torch.ones(4, 32))
+
+
+def read(tmp_path: Path, text: str) -> Recipe:
+    path = tmp_path / "r.yaml"
+    path.write_text("schema: 1\nname: test\n" + text)
+    return load_recipe(path)
+
+
+def read_bytes(recipe: Recipe, model: str) -> int:
+    """Bytes of one read of a model's weights, embedding excluded."""
+    formats = recipe.formats(WEIGHTS)
+    return sum(
+        weight_bytes(spec, formats[name])
+        for name, spec in WEIGHTS.items()
+        if name.startswith(model) and spec.module != "embedding"
+    )
+
+
+def test_default_recipe_meets_the_published_budget():
+    recipe = default_recipe()
+    formats = recipe.formats(WEIGHTS)
+    assert formats["target.lm_head"] == formats[MLP] == "nvfp4"
+    assert formats[GATE] == formats["target.embed_tokens"] == formats["target.layers.0.linear_attn.A_log"] == "bf16"
+    assert formats["drafter.fc"] == "fp8"
+    assert read_bytes(recipe, "target.") == pytest.approx(14.452e9, rel=1e-3)
+    assert read_bytes(recipe, "drafter.") == pytest.approx(1.03e9, rel=5e-3)
+    assert (recipe.kv, recipe.activations) == ("fp8", "bf16")
+
+
+def test_mixed_recipe_reads_what_nvidias_checkpoint_reads():
+    recipe = load_recipe(directory("engines") / "qwen3.6-27b-sm110-mixed.yaml")
+    assert read_bytes(recipe, "target.") == pytest.approx(17.608e9, rel=1e-3)
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_shipped_recipe_loads_and_applies(path):
+    recipe = load_recipe(path)
+    assert recipe.name == path.stem
+    assert recipe.description
+    assert recipe.calibration.path.is_file()
+    formats = recipe.formats(WEIGHTS)
+    quantized = {WEIGHTS[name].module for name, form in formats.items() if form in ("fp8", "nvfp4")}
+    assert quantized <= {"attention", "gated_delta", "mlp", "lm_head", "fc"}
+    assert f"| `{path.stem}`" in (readme := (path.parent / "README.md").read_text()) or f"`{path.stem}` |" in readme
+
+
+def test_the_pairs_of_the_first_release_are_covered():
+    stems = {path.stem for path in SHIPPED}
+    assert stems >= {"demo-cpu"} | {
+        f"{pair}-sm110" for pair in ("qwen3-4b", "qwen3-8b", "qwen3.5-4b", "qwen3.5-9b", "qwen3.6-27b")
+    }
+
+
+def test_every_key_is_explained():
+    readme = (directory("engines") / "README.md").read_text()
+    for key in ("schema", "name", "description", "overrides", "activations", "kv", "target.gates", "drafter.fc"):
+        assert f"`{key}`" in readme
+    for key in ("calibration.file", "calibration.tokens", "calibration.margin", "context.max_context"):
+        assert f"`{key}`" in readme
+
+
+def test_left_out_keys_are_the_defaults(tmp_path):
+    recipe, default = read(tmp_path, ""), default_recipe()
+    assert (recipe.target, recipe.drafter, recipe.context) == (default.target, default.drafter, default.context)
+    assert recipe.calibration == default.calibration
+    assert read(tmp_path, "target: {mlp: fp8}").target == {**default.target, "mlp": "fp8"}
+
+
+@pytest.mark.parametrize(
+    ("wish", "stored", "result"),
+    [
+        ("nvfp4", WIDE, "nvfp4"),
+        ("nvfp4", WIDE32, "nvfp4"),
+        ("nvfp4", NVFP4, "nvfp4"),
+        ("nvfp4", FP8, None),
+        ("fp8", WIDE, "fp8"),
+        ("fp8", FP8, "fp8"),
+        ("fp8", NVFP4, None),
+        ("bf16", WIDE, "bf16"),
+        ("bf16", WIDE32, "bf16"),
+        ("bf16", FP8, None),
+        ("bf16", NVFP4, None),
+        ("keep", WIDE, "bf16"),
+        ("keep", WIDE32, "f32"),
+        ("keep", FP8, "fp8"),
+        ("keep", NVFP4, "nvfp4"),
+        ("keep", None, "bf16"),
+        ("nvfp4", None, "nvfp4"),
+    ],
+)
+def test_choice(wish, stored, result):
+    recipe = Recipe("r", target={"mlp": wish})
+    spec = WeightSpec((4, 32), "linear", "mlp")
+    if result is None:
+        with pytest.raises(RecipeError, match=f"target.mlp asks for {wish} of {MLP}, which the checkpoint stores as"):
+            recipe.choice(MLP, spec, stored)
+    else:
+        assert recipe.choice(MLP, spec, stored) == result
+
+
+@given(st.sampled_from(sorted(WEIGHTS)), st.sampled_from(["bf16", "keep", "fp8", "nvfp4"]))
+def test_what_must_stay_wide_stays_wide(name, wish):
+    spec = WEIGHTS[name]
+    recipe = Recipe("r", overrides=(Override(name, wish),))
+    wide = spec.kind != "linear" or spec.module == "gates"
+    if wide and wish in ("fp8", "nvfp4"):
+        with pytest.raises(RecipeError, match="always stay wide"):
+            recipe.choice(name, spec, None)
+    else:
+        assert recipe.choice(name, spec, None) == ("bf16" if wish == "keep" else wish)
+        if wide:
+            assert recipe.choice(name, spec, WIDE32) == "f32"
+
+
+def test_input_dimension_must_be_a_multiple_of_16():
+    spec = WeightSpec((32, 24), "linear", "mlp")
+    with pytest.raises(RecipeError, match=f"{MLP}, whose input dimension 24 is not a multiple of 16"):
+        default_recipe().choice(MLP, spec, None)
+    assert Recipe("r", target={"mlp": "fp8"}).choice(MLP, spec, None) == "fp8"
+
+
+def test_last_matching_override_wins(tmp_path):
+    recipe = read(
+        tmp_path,
+        'overrides:\n- {match: "target.layers.*.mlp.*", format: fp8}\n'
+        '- {match: "target.layers.6[23].mlp.down_proj", format: bf16}\n',
+    )
+    formats = recipe.formats(WEIGHTS)
+    assert formats["target.layers.61.mlp.down_proj"] == formats["target.layers.63.mlp.up_proj"] == "fp8"
+    assert formats["target.layers.62.mlp.down_proj"] == "bf16"
+    assert formats["drafter.layers.0.mlp.down_proj"] == "nvfp4"
+
+
+def test_override_that_matches_nothing_is_refused(tmp_path):
+    recipe = read(tmp_path, 'overrides: [{match: "model.layers.*", format: fp8}]')
+    with pytest.raises(RecipeError, match=r"'model.layers.\*' matches no weight"):
+        recipe.formats(WEIGHTS)
+
+
+def test_w4a4_reaches_nvfp4_linears_but_not_head_and_fc():
+    recipe = Recipe("r", drafter={"fc": "nvfp4"}, activations="nvfp4")
+    used = {
+        spec.module for name, spec in WEIGHTS.items() if recipe.nvfp4_activations(spec, recipe.choice(name, spec, None))
+    }
+    assert used == {"attention", "gated_delta", "mlp"}
+    assert not any(default_recipe().nvfp4_activations(s, "nvfp4") for s in WEIGHTS.values())
+    assert not recipe.nvfp4_activations(WEIGHTS[MLP], "fp8")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("weights: {}", "unknown key weights; accepted: schema, name, description, target"),
+        ("target: {experts: fp8}", "target: unknown key experts; accepted: attention, gated_delta"),
+        ("drafter: {lm_head: fp8}", "drafter: unknown key lm_head; accepted: attention, mlp, fc, norm"),
+        ("target: {mlp: int4}", "mlp is 'int4'; wanted one of bf16, fp8, nvfp4, keep"),
+        ("target: {gates: nvfp4}", "gates is 'nvfp4'; wanted one of bf16, keep"),
+        ("target: {norm: fp8}", "norm is 'fp8'; wanted one of bf16, keep"),
+        ("target: [mlp]", "target: found list, wanted a mapping"),
+        ("overrides: {a: b}", "overrides is .*; wanted a list"),
+        ("overrides: [{match: x}]", r"overrides\[0\]: format is None; wanted one of"),
+        ("overrides: [{match: '', format: fp8}]", r"overrides\[0\]: match is ''; wanted text"),
+        ("activations: fp8", "activations is 'fp8'; wanted one of bf16, nvfp4"),
+        ("kv: nvfp4", "kv is 'nvfp4'; wanted one of fp8, bf16"),
+        ("kv: true", "kv is True; wanted one of fp8, bf16"),
+        ("calibration: {tokens: 0}", "tokens is 0; wanted a positive integer"),
+        ("calibration: {tokens: true}", "tokens is True; wanted a positive integer"),
+        ("calibration: {margin: 0.9}", "margin is 0.9; wanted a number from 1"),
+        ("calibration: {margin: .nan}", "margin is nan"),
+        ("context: {max_context: 1.5}", "max_context is 1.5"),
+        ("context: {window: 5}", "unknown key window; accepted: max_context, prefill_chunk"),
+        ("kv: fp8\nkv: bf16", "key 'kv' is given twice"),
+        ("kv: [", "not a readable YAML file"),
+    ],
+)
+def test_bad_recipes_are_refused(tmp_path, text, message):
+    with pytest.raises(RecipeError, match=message) as caught:
+        read(tmp_path, text)
+    assert "r.yaml" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_schema_name_and_file(tmp_path):
+    path = tmp_path / "r.yaml"
+    for text, message in (
+        ("name: x", "schema is None; wanted 1"),
+        ("schema: 2\nname: x", "schema is 2; wanted 1"),
+        ("schema: 1", "name is None; wanted text"),
+        ("", "found NoneType, wanted a mapping"),
+    ):
+        path.write_text(text)
+        with pytest.raises(RecipeError, match=message):
+            load_recipe(path)
+    with pytest.raises(RecipeError, match="not a readable YAML file"):
+        load_recipe(tmp_path / "absent.yaml")
+
+
+def test_calibration_file_is_found_beside_the_recipe_then_in_calib(tmp_path):
+    (tmp_path / "own.jsonl").write_text("{}\n")
+    assert read(tmp_path, "calibration: {file: own.jsonl}").calibration.path == tmp_path / "own.jsonl"
+    assert read(tmp_path, "").calibration.path == directory("calib") / "robot_planning.jsonl"
+    with pytest.raises(RecipeError, match=r"'absent.jsonl' is neither in calib/ nor"):
+        _ = read(tmp_path, "calibration: {file: absent.jsonl}").calibration.path
