@@ -11,7 +11,7 @@ from native_support import formats_of, same, write_native_bundle
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.weights import unpacking
 from edge_dflash.weights.layout import repack
-from edge_dflash.weights.unpacking import AT_ONCE, unpack_matrix
+from edge_dflash.weights.packing import AT_ONCE, unpack_matrix
 
 
 @pytest.mark.parametrize("form", ["nvfp4", "fp8", "bf16"])
