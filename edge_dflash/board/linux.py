@@ -54,7 +54,7 @@ def read_scaled(path: Path, scale: float) -> float | None:
 def entries(folder: Path) -> list[str]:
     """Names in a folder, sorted; empty when it cannot be read."""
     try:
-        return sorted(os.listdir(folder))
+        return sorted(entry.name for entry in folder.iterdir())
     except OSError:
         return []
 
