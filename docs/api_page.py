@@ -4,6 +4,7 @@ Reads the sources with griffe and renders them with griffe2md (the extra ``dev``
 """
 
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -57,7 +58,9 @@ def page() -> str:
     package = griffe.load("edge_dflash", search_paths=[str(ROOT)], allow_inspection=False)
     names = [str(name) for name in package.exports or () if str(name) != "__version__"]
     names += [name.removeprefix("edge_dflash.") for name in BUILD]
-    return HEAD + "".join("\n" + re.sub(r"\n{3,}", "\n\n", described(package, name)).strip() + "\n" for name in names)
+    text = HEAD + "".join("\n" + re.sub(r"\n{3,}", "\n\n", described(package, name)).strip() + "\n" for name in names)
+    command = [sys.executable, "-m", "ruff", "format", "--stdin-filename", str(PAGE), "-"]
+    return subprocess.run(command, input=text, stdout=subprocess.PIPE, text=True, check=True).stdout
 
 
 def main() -> int:
