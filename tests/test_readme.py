@@ -79,7 +79,7 @@ def test_the_first_plan_does_its_task(capsys):
     argv = next(argv for argv in RUNNABLE if argv[0] == "generate")
     assert edge_dflash.cli.run([*argv, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    tasks = map(task_from_json, map(json.loads, (ROOT / "calib/demo/heldout.jsonl").read_text().splitlines()))
+    tasks = map(task_from_json, map(json.loads, (ROOT / "edge_dflash/demo/heldout.jsonl").read_text().splitlines()))
     text = (DEMO / "task.txt").read_text()
     task = next(task for task in tasks if [message["content"] for message in task.messages] == [text.rstrip("\n")])
     assert check_success(task, found["text"]) == []

@@ -12,7 +12,7 @@ from itertools import pairwise
 from statistics import mean, median
 from typing import TYPE_CHECKING, Protocol, cast
 
-from edge_dflash.board.energy import EnergyMeter
+from edge_dflash.board.power import EnergyMeter
 from edge_dflash.checks.bench_result import Cycle, Decode, Memory, Part, Prefill
 from edge_dflash.checks.machine import ClockSample
 from edge_dflash.checks.traffic import Costs
