@@ -83,6 +83,7 @@ class Program:
     ops: tuple[Op, ...]
     weights: Mapping[str, WeightSpec]
     states: Mapping[str, State]
+    columns: Mapping[str, int]  # of every tensor, ``ids`` included; 0: an op run for its effect
     outputs: Mapping[str, str]
     commits: bool
 
