@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from edge_dflash.backends.delegate import Delegate
-from edge_dflash.backends.host_cycle import host_cycle
+from edge_dflash.backends.host import Delegate, host_cycle
 from edge_dflash.decode.backend import Backend, Cycle, PairShape, Rows, Steering
 from edge_dflash.decode.constraint import Packed
 from edge_dflash.decode.sampling import GREEDY, Sampling

@@ -147,7 +147,7 @@ class Backend(Protocol):
 
         Accepted are the drafts that equal the target's choices. ``steering`` replaces drafts and masks choices on the
         way. Without ``drafting`` it is one plain token: a verify pass of one row. ``logits`` asks for the Cycle's.
-        :func:`~edge_dflash.backends.host_cycle.host_cycle` is this for a backend that has the passes alone.
+        :func:`~edge_dflash.backends.host.host_cycle` is this for a backend that has the passes alone.
         """
         ...
 

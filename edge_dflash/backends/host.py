@@ -1,12 +1,40 @@
-"""A backend in front of another: the base of everything that watches or replaces single calls."""
+"""A cycle decided on the host, for backends that have the passes alone; and the base of a backend around another."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
-from edge_dflash.backends.host_cycle import host_cycle
+from edge_dflash.decode.accept import accepted
 from edge_dflash.decode.backend import Backend, Cycle, PairShape, Rows, Snapshot, Steering
-from edge_dflash.decode.sampling import GREEDY, Sampling
+from edge_dflash.decode.sampling import GREEDY, Sampling, choose
+
+
+def host_cycle(
+    backend: Backend,
+    anchor: int,
+    sampling: Sampling,
+    steering: Steering | None,
+    drafting: bool,
+    logits: bool = False,
+) -> Cycle:
+    """``Backend.cycle`` by ``propose`` and ``verify``; seconds are the host's."""
+    position = backend.length + 1
+    began = time.perf_counter()
+    drafts: list[int] = []
+    if drafting:
+        rows = backend.propose(anchor)
+        drafts = choose(rows, sampling, position) if steering is None else steering.drafts(rows, position)
+    proposed = time.perf_counter()
+    rows = backend.verify([anchor, *drafts])
+    choices = choose(rows, sampling, position, steering.masks(drafts) if steering is not None else None)
+    tolerated = steering.tolerated(rows, drafts, choices) if steering is not None and drafts else []
+    n = accepted(drafts[: len(choices) - 1], choices, tolerated)
+    relaxed = tuple(draft != choice for draft, choice in zip(drafts[:n], choices, strict=False))
+    propose_seconds = proposed - began if drafting else 0.0
+    tokens, verify_seconds = (*drafts[:n], choices[n]), time.perf_counter() - proposed
+    left = (lambda: rows.logits()[: n + 1]) if logits else None
+    return Cycle(tokens, n, propose_seconds, verify_seconds, relaxed, left)
 
 
 class Delegate:
