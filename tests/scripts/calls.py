@@ -28,7 +28,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 PACKAGE = str(Path(importlib.util.find_spec("edge_dflash").origin).resolve().parent)
-NATIVE_MODULES = ("notify", "notify_all", "start")  # of threading: they wake a thread or begin one
+WAKING = ("notify", "notify_all", "start")  # of threading: they wake a thread or begin one
 
 
 class Trace:
@@ -62,7 +62,7 @@ class Trace:
         waited = event == "return" and name == "wait" and frame.f_code.co_filename == threading.__file__
         if waited or (event == "c_return" and isinstance(getattr(argument, "__self__", None), queue.SimpleQueue)):
             self._woken[thread] = next(self._count)
-        wakes = event == "call" and name in NATIVE_MODULES and frame.f_code.co_filename == threading.__file__
+        wakes = event == "call" and name in WAKING and frame.f_code.co_filename == threading.__file__
         if wakes or (event == "c_call" and getattr(argument, "__name__", "") == "put"):
             self._handed.append((next(self._count), thread, stack(frame)))
         if self.armed and self.ends(frame, event, argument):
@@ -176,10 +176,10 @@ def plan(options):
                 left[0] -= 1
             return left[0] < 0
 
-        with Trace(options.start or "plan", ends).installed() as trace:
-            with Planner.open(options.bundle, self_test="off") as planner:
-                trace.armed = True
-                planner.plan([5, 6, 7], max_new_tokens=8)
+        trace = Trace(options.start or "plan", ends)
+        with trace.installed(), Planner.open(options.bundle, self_test="off") as planner:
+            trace.armed = True
+            planner.plan([5, 6, 7], max_new_tokens=8)
         print(f"Planner.plan to the launch of the {what}:")
         found[what] = report(trace.chain)
     return found
@@ -224,7 +224,7 @@ def build(options):
     def ends(frame, event, argument):
         if event != "c_call" or getattr(argument, "__name__", "") not in ("write", "pwrite"):
             return False
-        return str(getattr(getattr(argument, "__self__", None), "name", "")).endswith(".safetensors")
+        return ".safetensors" in str(getattr(getattr(argument, "__self__", None), "name", ""))
 
     trace = Trace(options.start or "build", ends)
     trace.armed = True

@@ -21,6 +21,8 @@ import time
 from collections import Counter
 from pathlib import Path
 
+from bits_cases import demo_cases, tiny_cases
+
 TREE = Path(importlib.util.find_spec("edge_dflash").origin).resolve().parents[1]  # PYTHONPATH decides which
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 DEMO = TREE / "edge_dflash" / "demo" / "models"
@@ -46,28 +48,6 @@ BUNDLES = {  # name: (kind, target, drafter, options of the build)
     "native-mixed": ("native", DEMO / "target", DEMO / "drafter", (*GPU, "--recipe", "MIXED")),
 }
 VERSIONED = ("schema", "created_by", "checksum", "tools", "files")  # of a manifest: what may change with the version
-FORMS = {
-    "schema": {
-        "type": "object",
-        "properties": {
-            "goal": {"type": "string", "maxLength": 60},
-            "steps": {"type": "array", "maxItems": 6, "items": {"enum": ["go", "pick", "place", "wait", "say"]}},
-            "seconds": {"type": "integer", "minimum": 3, "maximum": 250},
-        },
-        "required": ["goal", "steps", "seconds"],
-        "additionalProperties": False,
-    },
-    "regex": r"(go|pick|place) to [a-z]{3,12}, [0-9]{2,4} s(, then (stop|wait))?\.",
-    "lark": 'start: "plan:" (" " VERB " " NAME ";")+ "end"\nVERB: "pick" | "place"\nNAME: /[a-z]{2,8}(_[a-z]{2,8})?/',
-}
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "grasp",
-        "description": "Take an object.",
-        "parameters": {"type": "object", "properties": {"object": {"type": "string"}}, "required": ["object"]},
-    },
-}
 
 
 def build(folder, name):
@@ -80,121 +60,10 @@ def build(folder, name):
     if "--prefill-chunk" not in words:
         words += ["--prefill-chunk", str(CHUNK)]
     command = ["build", "--target", target, "--drafter", drafter, "--output", folder / name, "--force", *words]
-    child = [sys.executable, __file__, str(folder / "cubins"), "--cli", *map(str, command)]
+    child = [sys.executable, Path(__file__).with_name("kept_cubins.py"), folder / "cubins", *command]
     began = time.perf_counter()
-    subprocess.run(child, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(list(map(str, child)), check=True, stdout=subprocess.DEVNULL)
     say(f"built {name} in {time.perf_counter() - began:.1f} s")
-
-
-def command_line(cubins, words):
-    """``edge-dflash`` with these words, NVRTC's cubins kept by the sources and options that they come from."""
-    if importlib.util.find_spec("cuda") is not None:
-        from cuda.bindings import nvrtc
-
-        keep_cubins(nvrtc, cubins)
-    sys.argv = ["edge-dflash", *words]
-    import runpy
-
-    runpy.run_module("edge_dflash", run_name="__main__")
-
-
-def keep_cubins(nvrtc, cubins):
-    """Wrap four functions of NVRTC: a program that was compiled before is not compiled again."""
-    make, run, size, take = (
-        getattr(nvrtc, f"nvrtc{name}") for name in ("CreateProgram", "CompileProgram", "GetCUBINSize", "GetCUBIN")
-    )
-    sources, found = {}, {}
-
-    def create(source, *rest):
-        status, program = make(source, *rest)
-        sources[int(program)] = source
-        return status, program
-
-    def compile_program(program, count, options):
-        digest = hashlib.sha256(sources[int(program)])
-        for option in options:
-            if option.startswith(b"--include-path="):
-                headers = Path(option.partition(b"=")[2].decode())
-                for path in sorted(path for path in headers.rglob("*") if path.suffix in (".cuh", ".h")):
-                    digest.update(path.name.encode() + path.read_bytes())
-            else:
-                digest.update(option)
-        found[int(program)] = path = cubins / f"{digest.hexdigest()[:24]}.cubin"
-        if path.exists():
-            return (nvrtc.nvrtcResult.NVRTC_SUCCESS,)
-        status = run(program, count, options)
-        if not status[0].value:
-            data = bytearray(size(program)[1])
-            take(program, data)
-            cubins.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(data)
-        return status
-
-    def give(program, data):
-        data[:] = found[int(program)].read_bytes()
-        return (nvrtc.nvrtcResult.NVRTC_SUCCESS,)
-
-    nvrtc.nvrtcCreateProgram, nvrtc.nvrtcCompileProgram, nvrtc.nvrtcGetCUBIN = create, compile_program, give
-    nvrtc.nvrtcGetCUBINSize = lambda program: (nvrtc.nvrtcResult.NVRTC_SUCCESS, found[int(program)].stat().st_size)
-
-
-def demo_cases(closing):
-    """Tasks of the demo pair with their options, by name; ``closing`` are the ids that close its thinking."""
-    from edge_dflash import Relaxation
-
-    package = TREE / "edge_dflash"
-    task = next(package.rglob("task.txt")).read_text(encoding="utf-8")
-    heldout = next(path for place in (package, TREE / "calib") for path in place.rglob("heldout.jsonl"))
-    known = [json.loads(line) for line in heldout.read_text(encoding="utf-8").splitlines()]
-    chats = [one["messages"] for one in known]
-    system = [{"role": "system", "content": "You are a careful household robot."}, {"role": "user", "content": task}]
-    long = [system[0]]
-    for one in sorted(known, key=lambda one: len(str(one["messages"])))[:2]:
-        long += [one["messages"][-1], {"role": "assistant", "content": one["answer"]}]
-    long.append({"role": "user", "content": task})
-    drawn = {"temperature": 0.9, "seed": 7}
-    return {
-        "task": (task, {}),
-        "system prompt": (system, {}),
-        **{f"held-out {index}": (chats[index], {}) for index in (0, 1, 2, 5, 11, 23)},
-        "thinking": (task, {"thinking": True}),
-        "thinking, relaxed": (chats[3], {"thinking": True, "relaxed": True}),
-        "thinking, relaxed far": (chats[3], {"thinking": True, "relaxed": Relaxation(closing, 50, 20.0)}),
-        "thinking, schema": (chats[4], {"thinking": True, "schema": FORMS["schema"]}),
-        "schema": (task, {"schema": FORMS["schema"]}),
-        "schema, blanks": (chats[6], {"schema": FORMS["schema"], "whitespace": True}),
-        "schema, drawn": (chats[7], {"schema": FORMS["schema"], **drawn}),
-        "regex": (task, {"regex": FORMS["regex"]}),
-        "lark": (task, {"grammar": FORMS["lark"], "max_new_tokens": 64}),
-        "lark, drawn": (chats[8], {"grammar": FORMS["lark"], "max_new_tokens": 64, **drawn}),
-        "drawn": (task, drawn),
-        "drawn, hot": (chats[9], {"temperature": 1.6, "seed": 3, "max_new_tokens": 128}),
-        "drawn, top_k, top_p": (chats[10], {"temperature": 1.3, "top_k": 40, "top_p": 0.9, "seed": 11}),
-        "stop text": (task, {"stop": ["pick", "}]"]}),
-        "budget of one": (task, {"max_new_tokens": 1}),
-        "raw": ("<|im_start|>user\nGoal: Tidy the", {"raw": True, "max_new_tokens": 48}),
-        "ids": ([1 + 37 * i % 900 for i in range(100)], {"max_new_tokens": 48}),
-        "long": (long, {"max_new_tokens": 96}),
-        "tools": (chats[12], {"tools": [TOOL]}),
-        "tool required": (chats[13], {"tools": [TOOL], "tool_choice": "required"}),
-    }
-
-
-def tiny_cases(vocabulary):
-    """Token ids with their options: for pairs without a tokenizer."""
-
-    def ids(count, step):
-        return [1 + step * (i + 3) * (i + 1) % (vocabulary - 8) for i in range(count)]
-
-    some = {"max_new_tokens": 40}
-    return {
-        **{f"{count} ids": (ids(count, 7 + count), some) for count in (1, 12, 31, 32, 33, 64, 150)},
-        "drawn": (ids(20, 5), {**some, "temperature": 0.8, "seed": 1}),
-        "drawn, hot": (ids(21, 11), {**some, "temperature": 2.0, "seed": 2}),
-        "drawn, top_k": (ids(22, 13), {**some, "temperature": 1.5, "top_k": 12, "seed": 3}),
-        "drawn, top_p": (ids(23, 17), {**some, "temperature": 1.5, "top_p": 0.7, "seed": 4}),
-        "to the context's end": (ids(100, 3), {}),
-    }
 
 
 def record(path, scratch):
@@ -203,9 +72,13 @@ def record(path, scratch):
 
     found = {}
     with Planner.open(path, fallback=False) as planner:  # fallback depends on measured times
-        cases = demo_cases(tuple(planner.encode("</think>", raw=True))) if planner.tokenizer is not None else tiny_cases(planner.shape.vocab_size)
+        if planner.tokenizer is None:
+            cases = tiny_cases(planner.shape.vocab_size)
+        else:
+            cases = demo_cases(TREE, planner.encode("</think>", raw=True))
         for name, (task, options) in cases.items():
-            found[f"{name}: speculative"] = case = caught(lambda s, t, o: turn(s, t, o), planner.session(), task, options)
+            with planner.session() as session:
+                found[f"{name}: speculative"] = case = caught(turn, session, task, options)
             if "tokens" in case:
                 found[f"{name}: plain"] = plan_of(planner.plan(task, speculative=False, logprobs=20, **options))
         found |= conversation(planner, cases, scratch / "session")
@@ -338,8 +211,6 @@ def say(text):
 
 
 def main():
-    if sys.argv[2:3] == ["--cli"]:  # a build's own process
-        return command_line(Path(sys.argv[1]), sys.argv[3:])
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("bundles", type=Path, nargs="?", help="directory of the bundles")
     kinds = {"nargs": "+", "choices": ["reference", "native", *BUNDLES], "default": [], "metavar": "KIND"}
