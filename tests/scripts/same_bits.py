@@ -14,6 +14,7 @@ import dataclasses
 import hashlib
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -197,7 +198,11 @@ def compare(first, second, allowed):
             equal[kind_of(where)] += 1
         else:
             different[kind_of(where)] += 1
-            lines.append(f"{' / '.join(where)}\n  {str(values[0])[:300]}\n  {str(values[1])[:300]}")
+            texts = [str(value) for value in values]
+            at = max(0, len(os.path.commonprefix(texts)) - 20)
+            lines.append(
+                f"{' / '.join(where)}, from character {at}:" + "".join(f"\n  {t[at : at + 200]}" for t in texts)
+            )
     for kind in sorted({*equal, *different}):
         note = " (allowed)" if different[kind] and kind in allowed else ""
         print(f"{kind:16} equal {equal[kind]:6}  different {different[kind]:6}{note}")
