@@ -14,7 +14,6 @@ import dataclasses
 import hashlib
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -199,7 +198,8 @@ def compare(first, second, allowed):
         else:
             different[kind_of(where)] += 1
             texts = [str(value) for value in values]
-            at = max(0, len(os.path.commonprefix(texts)) - 20)
+            begin = next((i for i, (a, b) in enumerate(zip(*texts, strict=False)) if a != b), min(map(len, texts)))
+            at = max(0, begin - 20)
             lines.append(
                 f"{' / '.join(where)}, from character {at}:" + "".join(f"\n  {t[at : at + 200]}" for t in texts)
             )
