@@ -6,34 +6,28 @@ import time
 from collections.abc import Sequence
 
 from edge_dflash.decode.accept import accepted
-from edge_dflash.decode.backend import Backend, Cycle, PairShape, Rows, Snapshot, Steering
-from edge_dflash.decode.sampling import GREEDY, Sampling, choose
+from edge_dflash.decode.backend import Asked, Backend, Cycle, PairShape, Rows, Snapshot
+from edge_dflash.decode.sampling import choose
 
 
-def host_cycle(
-    backend: Backend,
-    anchor: int,
-    sampling: Sampling,
-    steering: Steering | None,
-    drafting: bool,
-    logits: bool = False,
-) -> Cycle:
+def host_cycle(backend: Backend, asked: Asked) -> Cycle:
     """``Backend.cycle`` by ``propose`` and ``verify``; seconds are the host's."""
-    position = backend.length + 1
+    sampling, steering, lane = asked.sampling, asked.steering, asked.lane
+    position = backend.length(lane) + 1
     began = time.perf_counter()
     drafts: list[int] = []
-    if drafting:
-        rows = backend.propose(anchor)
+    if asked.drafting:
+        rows = backend.propose(asked.anchor, lane)
         drafts = choose(rows, sampling, position) if steering is None else steering.drafts(rows, position)
     proposed = time.perf_counter()
-    rows = backend.verify([anchor, *drafts])
+    rows = backend.verify([asked.anchor, *drafts], lane)
     choices = choose(rows, sampling, position, steering.masks(drafts) if steering is not None else None)
     tolerated = steering.tolerated(rows, drafts, choices) if steering is not None and drafts else []
     n = accepted(drafts[: len(choices) - 1], choices, tolerated)
     relaxed = tuple(draft != choice for draft, choice in zip(drafts[:n], choices, strict=False))
-    propose_seconds = proposed - began if drafting else 0.0
+    propose_seconds = proposed - began if asked.drafting else 0.0
     tokens, verify_seconds = (*drafts[:n], choices[n]), time.perf_counter() - proposed
-    left = (lambda: rows.logits()[: n + 1]) if logits else None
+    left = (lambda: rows.logits()[: n + 1]) if asked.logits else None
     return Cycle(tokens, n, propose_seconds, verify_seconds, relaxed, left)
 
 
@@ -48,54 +42,45 @@ class Delegate:
         """Sizes of the loaded pair."""
         return self._backend.shape
 
-    @property
-    def length(self) -> int:
+    def length(self, lane: int = 0) -> int:
         """Number of committed rows."""
-        return self._backend.length
+        return self._backend.length(lane)
 
-    def reset(self) -> None:
+    def reset(self, lane: int = 0) -> None:
         """Forget the sequence."""
-        self._backend.reset()
+        self._backend.reset(lane)
 
-    def prefill(self, ids: Sequence[int]) -> Rows:
+    def prefill(self, ids: Sequence[int], lane: int = 0) -> Rows:
         """See Backend."""
-        return self._backend.prefill(ids)
+        return self._backend.prefill(ids, lane)
 
-    def cycle(
-        self,
-        anchor: int,
-        sampling: Sampling = GREEDY,
-        *,
-        steering: Steering | None = None,
-        drafting: bool = True,
-        logits: bool = False,
-    ) -> Cycle:
+    def cycle(self, asked: Asked) -> Cycle:
         """See Backend. Made of this backend's own passes, so that a subclass may replace one."""
-        return host_cycle(self, anchor, sampling, steering, drafting, logits)
+        return host_cycle(self, asked)
 
-    def propose(self, anchor: int) -> Rows:
+    def propose(self, anchor: int, lane: int = 0) -> Rows:
         """See Backend."""
-        return self._backend.propose(anchor)
+        return self._backend.propose(anchor, lane)
 
-    def verify(self, ids: Sequence[int]) -> Rows:
+    def verify(self, ids: Sequence[int], lane: int = 0) -> Rows:
         """See Backend."""
-        return self._backend.verify(ids)
+        return self._backend.verify(ids, lane)
 
-    def commit(self, rows: int) -> None:
+    def commit(self, rows: int, lane: int = 0) -> None:
         """See Backend."""
-        self._backend.commit(rows)
+        self._backend.commit(rows, lane)
 
-    def flush(self) -> None:
+    def flush(self, lane: int = 0) -> None:
         """See Backend."""
-        self._backend.flush()
+        self._backend.flush(lane)
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self, lane: int = 0) -> Snapshot:
         """See Backend."""
-        return self._backend.snapshot()
+        return self._backend.snapshot(lane)
 
-    def restore(self, snapshot: Snapshot) -> None:
+    def restore(self, snapshot: Snapshot, lane: int = 0) -> None:
         """See Backend."""
-        self._backend.restore(snapshot)
+        self._backend.restore(snapshot, lane)
 
     def close(self) -> None:
         """See Backend."""

@@ -16,6 +16,7 @@ from edge_dflash.errors import BackendError
 if TYPE_CHECKING:
     from edge_dflash.backends.cuda.driver import Gpu, Kernel, Module
 
+
 _WIDE_THREADS = 256
 _KEYS = 128  # of a chunk
 _BLOCKS = 128  # that a pass spreads over: one on each multiprocessor of a Hopper

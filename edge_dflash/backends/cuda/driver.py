@@ -17,7 +17,7 @@ import numpy.typing as npt
 from cuda.bindings import driver as cu
 
 from edge_dflash.backends.cuda.memory import DevicePointer
-from edge_dflash.board.memory import read_memory
+from edge_dflash.board.linux import read_memory
 from edge_dflash.errors import BackendError, DeviceLostError
 
 try:

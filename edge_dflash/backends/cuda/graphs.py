@@ -20,9 +20,8 @@ from edge_dflash.backends.cuda.sample import Block, Chooser
 from edge_dflash.backends.cuda.schedule import Head, Multiply, Project, Step
 from edge_dflash.backends.cuda.schedule import State as StateStep
 from edge_dflash.backends.cuda.small import RESULT_WORDS
-from edge_dflash.decode.constraint import Packed
-from edge_dflash.decode.sampling import Sampling
-from edge_dflash.weights.tensor import bf16_to_f32
+from edge_dflash.decode.sampling import Packed, Sampling
+from edge_dflash.weights.formats import bf16_to_f32
 
 
 class _Owner(Protocol):

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from edge_dflash.backends.cuda.driver import Gpu
     from edge_dflash.backends.cuda.schedule import Schedule
 
+
 Array: TypeAlias = npt.NDArray[Any]
 
 

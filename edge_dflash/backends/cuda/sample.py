@@ -10,8 +10,7 @@ import numpy as np
 
 from edge_dflash.backends.cuda.driver import Gpu, Graph, Module
 from edge_dflash.backends.cuda.memory import NULL, Array, DevicePointer, Matrix, Memory
-from edge_dflash.decode.constraint import Packed
-from edge_dflash.decode.sampling import Sampling
+from edge_dflash.decode.sampling import Packed, Sampling
 
 UNIT = "sample"
 SETTINGS = np.dtype(

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
-from edge_dflash.weights.nvfp4 import dequantize, quantize_activations, unscaled
-from edge_dflash.weights.tensor import Nvfp4Weight, WeightStore, WideWeight
+from edge_dflash.weights.formats import Nvfp4Weight, WeightStore, WideWeight
+from edge_dflash.weights.quantize import dequantize, quantize_activations, unscaled
 
 ROW_TILE = 16
 _LANES = 64  # elements; a multiple of two SIMD vectors on every CPU
