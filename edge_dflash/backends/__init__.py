@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from edge_dflash.board.memory import drop_page_cache
+from edge_dflash.board.linux import drop_page_cache
 from edge_dflash.decode.backend import Backend
 from edge_dflash.errors import BackendError
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from edge_dflash.backends.host_cycle import host_cycle
-from edge_dflash.decode.backend import Backend, Cycle, PairShape, Rows, Snapshot, Steering
-from edge_dflash.decode.sampling import GREEDY, Sampling
+from edge_dflash.decode.backend import Asked, Backend, Cycle, PairShape, Rows, Snapshot
 
 
 class Delegate:
@@ -20,54 +19,45 @@ class Delegate:
         """Sizes of the loaded pair."""
         return self._backend.shape
 
-    @property
-    def length(self) -> int:
+    def length(self, lane: int = 0) -> int:
         """Number of committed rows."""
-        return self._backend.length
+        return self._backend.length(lane)
 
-    def reset(self) -> None:
+    def reset(self, lane: int = 0) -> None:
         """Forget the sequence."""
-        self._backend.reset()
+        self._backend.reset(lane)
 
-    def prefill(self, ids: Sequence[int]) -> Rows:
+    def prefill(self, ids: Sequence[int], lane: int = 0) -> Rows:
         """See Backend."""
-        return self._backend.prefill(ids)
+        return self._backend.prefill(ids, lane)
 
-    def cycle(
-        self,
-        anchor: int,
-        sampling: Sampling = GREEDY,
-        *,
-        steering: Steering | None = None,
-        drafting: bool = True,
-        logits: bool = False,
-    ) -> Cycle:
+    def cycle(self, asked: Asked) -> Cycle:
         """See Backend. Made of this backend's own passes, so that a subclass may replace one."""
-        return host_cycle(self, anchor, sampling, steering, drafting, logits)
+        return host_cycle(self, asked)
 
-    def propose(self, anchor: int) -> Rows:
+    def propose(self, anchor: int, lane: int = 0) -> Rows:
         """See Backend."""
-        return self._backend.propose(anchor)
+        return self._backend.propose(anchor, lane)
 
-    def verify(self, ids: Sequence[int]) -> Rows:
+    def verify(self, ids: Sequence[int], lane: int = 0) -> Rows:
         """See Backend."""
-        return self._backend.verify(ids)
+        return self._backend.verify(ids, lane)
 
-    def commit(self, rows: int) -> None:
+    def commit(self, rows: int, lane: int = 0) -> None:
         """See Backend."""
-        self._backend.commit(rows)
+        self._backend.commit(rows, lane)
 
-    def flush(self) -> None:
+    def flush(self, lane: int = 0) -> None:
         """See Backend."""
-        self._backend.flush()
+        self._backend.flush(lane)
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self, lane: int = 0) -> Snapshot:
         """See Backend."""
-        return self._backend.snapshot()
+        return self._backend.snapshot(lane)
 
-    def restore(self, snapshot: Snapshot) -> None:
+    def restore(self, snapshot: Snapshot, lane: int = 0) -> None:
         """See Backend."""
-        self._backend.restore(snapshot)
+        self._backend.restore(snapshot, lane)
 
     def close(self) -> None:
         """See Backend."""

@@ -61,15 +61,15 @@ class _Watched(Delegate):
         self._drafted: list[int] = []
         self.verified = self.replaced = 0  # drafts
 
-    def propose(self, anchor: int) -> Rows:
-        rows = super().propose(anchor)
+    def propose(self, anchor: int, lane: int = 0) -> Rows:
+        rows = super().propose(anchor, lane)
         self._drafted = rows.argmax()
         return rows
 
-    def verify(self, ids: Sequence[int]) -> Rows:
+    def verify(self, ids: Sequence[int], lane: int = 0) -> Rows:
         self.verified += len(ids) - 1
         self.replaced += sum(map(ne, ids[1:], self._drafted))
-        return super().verify(ids)
+        return super().verify(ids, lane)
 
 
 def replaced_share(planner: Planner, form: Form, prompt: Sequence[int], tokens: int) -> float:

@@ -34,17 +34,17 @@ class Recorder(Delegate):
         self.accepted: list[int] = []
         self.verify_logits: list[Array] = []
 
-    def propose(self, anchor: int) -> Rows:
+    def propose(self, anchor: int, lane: int = 0) -> Rows:
         """Record position, logits and tokens of the drafts."""
-        rows = super().propose(anchor)
-        self.starts.append(self.length)
+        rows = super().propose(anchor, lane)
+        self.starts.append(self.length(lane))
         self.draft_logits.append(rows.logits())
         self.drafts.append(rows.argmax())
         return rows
 
-    def verify(self, ids: Sequence[int]) -> Rows:
+    def verify(self, ids: Sequence[int], lane: int = 0) -> Rows:
         """Record logits and the number of drafts that they accept."""
-        rows = super().verify(ids)
+        rows = super().verify(ids, lane)
         self.verify_logits.append(rows.logits())
         self.accepted.append(accepted(list(ids[1:]), rows.argmax()))
         return rows

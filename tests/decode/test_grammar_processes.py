@@ -24,8 +24,7 @@ from hypothesis import strategies as st
 
 from edge_dflash.checks.vocabulary import synthetic_tokenizer
 from edge_dflash.decode.backend import PairShape
-from edge_dflash.decode.constraint import ENDLESS, Interrupted, Patience
-from edge_dflash.decode.controls import Controls
+from edge_dflash.decode.controls import ENDLESS, Controls, Interrupted, Patience
 from edge_dflash.decode.grammar import compiled as module
 from edge_dflash.decode.grammar import wire
 from edge_dflash.decode.grammar.child import Bounds

@@ -9,8 +9,7 @@ import numpy as np
 from edge_dflash.backends.cuda import sample
 from edge_dflash.backends.cuda.driver import DevicePointer, Gpu, Graph
 from edge_dflash.backends.cuda.memory import Matrix
-from edge_dflash.decode.constraint import Packed
-from edge_dflash.decode.sampling import Sampling
+from edge_dflash.decode.sampling import Packed, Sampling
 
 
 class Chooser:

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from edge_dflash.board.memory import read_memory
+from edge_dflash.board.linux import read_memory
 from edge_dflash.errors import BackendError, DeviceLostError
 
 try:

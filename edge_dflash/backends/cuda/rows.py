@@ -11,8 +11,7 @@ import numpy.typing as npt
 from edge_dflash.backends.cuda.chooser import Chooser
 from edge_dflash.backends.cuda.driver import Gpu
 from edge_dflash.backends.cuda.loading import Loaded
-from edge_dflash.decode.constraint import Packed
-from edge_dflash.decode.sampling import Sampling
+from edge_dflash.decode.sampling import Packed, Sampling
 from edge_dflash.weights.tensor import bf16_to_f32
 
 
