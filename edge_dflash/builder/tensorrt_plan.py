@@ -13,8 +13,8 @@ from edge_dflash.bundle.manifest import Plans, WeightFormat
 from edge_dflash.errors import BackendError
 from edge_dflash.model import pair_programs
 from edge_dflash.model.specs import PairSpec
+from edge_dflash.weights.formats import WeightStore
 from edge_dflash.weights.recipe import Recipe
-from edge_dflash.weights.tensor import WeightStore
 
 
 def plan_tensorrt(

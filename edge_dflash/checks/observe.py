@@ -18,7 +18,7 @@ from edge_dflash.decode.backend import Precision, Rows
 from edge_dflash.decode.loop import DecodeOptions, generate
 from edge_dflash.model.program import PairPrograms
 from edge_dflash.model.specs import PairSpec
-from edge_dflash.weights.tensor import Array, WeightStore
+from edge_dflash.weights.formats import Array, WeightStore
 
 FLOAT32 = Precision("float32", "float32")
 

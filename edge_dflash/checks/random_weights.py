@@ -23,10 +23,10 @@ from edge_dflash.errors import BackendError
 from edge_dflash.model import pair_programs
 from edge_dflash.model.ops import Attend, KvAppend, RmsNorm
 from edge_dflash.model.specs import PairSpec
+from edge_dflash.weights.formats import WideWeight
 from edge_dflash.weights.layout import UNIT_ROWS, WINDOW, Format, Layout, repack
 from edge_dflash.weights.recipe import Recipe, default_recipe
 from edge_dflash.weights.stacks import Stack
-from edge_dflash.weights.tensor import WideWeight
 
 Kind = Literal["nvfp4", "fp8", "bf16"]
 

@@ -24,8 +24,8 @@ from edge_dflash.bundle.reader import Bundle
 from edge_dflash.errors import BundleError
 from edge_dflash.model import pair_programs
 from edge_dflash.weights.layout import repack
+from edge_dflash.weights.packing import unpack
 from edge_dflash.weights.stacks import pair_stacks
-from edge_dflash.weights.unpacking import unpack
 
 MIXED = {"k_proj": "fp8", "down_proj": "bf16", "drafter__fc": "fp8", "A_log": "f32", "target__norm": "f32"}
 

@@ -14,7 +14,7 @@ from edge_dflash.errors import BackendError
 from edge_dflash.model.ops import Attend, GatedDelta
 from edge_dflash.model.program import DeltaState, KvState
 from edge_dflash.model.specs import RopeSpec, YarnScaling
-from edge_dflash.weights.nvfp4 import quantize_activations
+from edge_dflash.weights.quantize import quantize_activations
 
 FLOAT32 = Precision("float32", "float32")
 

@@ -33,7 +33,7 @@ from edge_dflash.bundle.selftest import (
 from edge_dflash.decode.backend import PairShape, Precision
 from edge_dflash.errors import BackendError, BundleError, VerificationError
 from edge_dflash.planner import Planner
-from edge_dflash.weights.tensor import Nvfp4Weight
+from edge_dflash.weights.formats import Nvfp4Weight
 
 
 @pytest.fixture(scope="module")

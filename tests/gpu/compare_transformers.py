@@ -26,8 +26,8 @@ from edge_dflash.checks.random_weights import RandomWeights
 from edge_dflash.checks.subjects import CUBINS
 from edge_dflash.decode.backend import Precision
 from edge_dflash.planner import Planner
+from edge_dflash.weights.formats import WideWeight
 from edge_dflash.weights.layout import UNIT_ROWS, WINDOW, repack
-from edge_dflash.weights.tensor import WideWeight
 
 
 class TorchWeights(RandomWeights):

@@ -4,8 +4,7 @@ import pytest
 from golden_pairs import NAMES, pair, programs
 
 from edge_dflash.model.ops import Add, Attend, GatedDelta, KvAppend, Op, StateOp
-from edge_dflash.model.program import Program
-from edge_dflash.model.segments import outputs, segments
+from edge_dflash.model.program import Program, outputs, segments
 
 PASSES = ("prefill", "verify", "propose")
 

@@ -17,7 +17,7 @@ from edge_dflash.bundle.stored import bundle_parts
 from edge_dflash.decode.backend import Precision
 from edge_dflash.model import pair_programs
 from edge_dflash.model.specs import AttentionSpec, GatedDeltaSpec, RopeSpec
-from edge_dflash.weights.tensor import Nvfp4Weight
+from edge_dflash.weights.formats import Nvfp4Weight
 
 NATIVE_PAIR = replace(
     PAIR,

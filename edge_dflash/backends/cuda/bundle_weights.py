@@ -13,8 +13,8 @@ from edge_dflash.backends.cuda.weights import embedding_bits, upload, vector
 from edge_dflash.bundle.manifest import WeightFormat
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.weights.layout import UNIT_ROWS, Repacked
-from edge_dflash.weights.mapped import forget_pages
 from edge_dflash.weights.packing import pack, row_blocks
+from edge_dflash.weights.safetensors import forget_pages
 from edge_dflash.weights.stacks import Stack
 
 

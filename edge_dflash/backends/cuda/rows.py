@@ -12,7 +12,7 @@ from edge_dflash.backends.cuda.chooser import Chooser
 from edge_dflash.backends.cuda.driver import Gpu
 from edge_dflash.backends.cuda.loading import Loaded
 from edge_dflash.decode.sampling import Packed, Sampling
-from edge_dflash.weights.tensor import bf16_to_f32
+from edge_dflash.weights.formats import bf16_to_f32
 
 
 class _Owner(Protocol):

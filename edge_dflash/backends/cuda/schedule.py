@@ -28,8 +28,7 @@ from edge_dflash.model.ops import (
     StateOp,
     SwiGlu,
 )
-from edge_dflash.model.program import Program
-from edge_dflash.model.segments import Segment, segments
+from edge_dflash.model.program import Program, Segment, segments
 from edge_dflash.weights.stacks import Stack, program_stacks
 
 

@@ -20,10 +20,10 @@ from edge_dflash.model import pair_programs
 from edge_dflash.model.ops import Attend, Embed, GatedDelta, KvAppend, Linear, Op
 from edge_dflash.model.program import PairPrograms, Program
 from edge_dflash.model.specs import PairSpec
+from edge_dflash.weights.formats import WeightStore, WideWeight
 from edge_dflash.weights.layout import BLOCK, Layout
-from edge_dflash.weights.mapped import forget_pages
+from edge_dflash.weights.safetensors import forget_pages
 from edge_dflash.weights.stacks import pair_stacks
-from edge_dflash.weights.tensor import WeightStore, WideWeight
 
 REMEDY = "build it with --backend reference --arch cpu"
 _BLOCK_BYTES = 8 << 20  # of float32 values that are looked at together

@@ -16,9 +16,9 @@ from edge_dflash.backends.cuda.driver import DevicePointer, Gpu
 from edge_dflash.backends.cuda.linear import LinearWeights
 from edge_dflash.bundle.manifest import WeightFormat
 from edge_dflash.errors import BackendError
+from edge_dflash.weights.formats import Fp8Weight, Nvfp4Weight, WeightStore, WideWeight, bf16_to_f32
 from edge_dflash.weights.layout import Repacked, repack
 from edge_dflash.weights.stacks import Stack
-from edge_dflash.weights.tensor import Fp8Weight, Nvfp4Weight, WeightStore, WideWeight, bf16_to_f32
 
 
 class NativeWeights(Protocol):
@@ -47,7 +47,7 @@ class NativeWeights(Protocol):
 
 
 class StoreWeights:
-    """Weights of any :class:`~edge_dflash.weights.tensor.WeightStore`, repacked one stack at a time."""
+    """Weights of any :class:`~edge_dflash.weights.formats.WeightStore`, repacked one stack at a time."""
 
     def __init__(self, store: WeightStore, formats: Mapping[str, WeightFormat]) -> None:
         self._store, self._formats = store, formats

@@ -17,7 +17,7 @@ from edge_dflash.model import pair_programs
 from edge_dflash.model.ops import GatedDelta
 from edge_dflash.model.program import PairPrograms
 from edge_dflash.model.specs import PairSpec
-from edge_dflash.weights.tensor import WeightStore
+from edge_dflash.weights.formats import WeightStore
 
 
 class TorchRows:

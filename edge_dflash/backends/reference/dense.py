@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 
 from edge_dflash.backends.reference.weights import LinearWeight
-from edge_dflash.weights.nvfp4 import quantize_activations
+from edge_dflash.weights.quantize import quantize_activations
 
 ROW_TILE = 16
 _LANES = 64  # elements; a multiple of two SIMD vectors on every CPU

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from edge_dflash.weights.nvfp4 import dequantize, unscaled
-from edge_dflash.weights.tensor import Nvfp4Weight, WeightStore, WideWeight
+from edge_dflash.weights.formats import Nvfp4Weight, WeightStore, WideWeight
+from edge_dflash.weights.quantize import dequantize, unscaled
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,7 @@ from edge_dflash.model.ops import (
     SelectRows,
     StateOp,
 )
-from edge_dflash.model.program import PairPrograms, Program
-from edge_dflash.model.segments import segments
+from edge_dflash.model.program import PairPrograms, Program, segments
 
 EMBEDDING, HEAD = "embedding", "head"
 HEAD_INPUT, LOGITS, CHOICES = "rows", "logits", "choices"
