@@ -16,8 +16,8 @@ from typing import Literal
 import numpy as np
 import torch
 
+from edge_dflash.backends.reference.dense import TorchWeights
 from edge_dflash.backends.reference.interpreter import Interpreter, Memory
-from edge_dflash.backends.reference.weights import TorchWeights
 from edge_dflash.decode.backend import Precision
 from edge_dflash.errors import BuildError
 from edge_dflash.model import pair_programs

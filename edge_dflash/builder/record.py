@@ -17,8 +17,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from edge_dflash.backends.reference.arithmetic import arithmetic
 from edge_dflash.backends.reference.backend import ReferenceBackend
+from edge_dflash.backends.reference.dense import arithmetic
 from edge_dflash.builder.prompts import read_prompts
 from edge_dflash.builder.threads import one_thread
 from edge_dflash.bundle.reader import Bundle

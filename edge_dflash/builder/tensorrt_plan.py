@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from edge_dflash.backends.cuda.arch import device_sm
 from edge_dflash.backends.cuda.compile import compiler_version
+from edge_dflash.backends.cuda.support import device_sm
 from edge_dflash.backends.tensorrt.api import TENSORRT_RTX, Flavour, flavour_of, load, version
 from edge_dflash.board.archs import find_arch
 from edge_dflash.builder.choice import Choice

@@ -16,8 +16,9 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from edge_dflash.backends.cuda.driver import DevicePointer, Gpu, Kernel
+from edge_dflash.backends.cuda.driver import Gpu, Kernel
 from edge_dflash.backends.cuda.linear import LinearWeights
+from edge_dflash.backends.cuda.memory import DevicePointer
 from edge_dflash.bundle.manifest import WeightFormat
 from edge_dflash.errors import BackendError
 from edge_dflash.model import pair_programs

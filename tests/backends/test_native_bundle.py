@@ -17,7 +17,7 @@ from native_support import (
 )
 from paths import DEMO
 
-from edge_dflash.backends.cuda.bundle_weights import BundleWeights
+from edge_dflash.backends.cuda.weights import BundleWeights
 from edge_dflash.bundle.manifest import dump_manifest
 from edge_dflash.bundle.parts import hash_file
 from edge_dflash.bundle.reader import Bundle
@@ -165,7 +165,7 @@ def test_a_tied_head_is_made_of_the_embedding_in_blocks(tmp_path, monkeypatch):
     target = replace(NATIVE_PAIR.target, vocab_size=1000)
     pair = replace(NATIVE_PAIR, target=target, drafter=replace(NATIVE_PAIR.drafter, vocab_size=1000))
     weights = write_native_bundle(tmp_path / "bundle", formats_of("fp8", pair, target__lm_head="tied"), pair)
-    monkeypatch.setattr("edge_dflash.backends.cuda.bundle_weights.row_blocks", small_blocks)
+    monkeypatch.setattr("edge_dflash.backends.cuda.weights.row_blocks", small_blocks)
     source, gpu = BundleWeights(Bundle.open(tmp_path / "bundle")), FakeGpu()
     stack = pair_stacks(pair_programs(pair), source.formats)["target.lm_head+0"]
     loaded = source.stack(gpu, stack)

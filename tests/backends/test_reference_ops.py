@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from edge_dflash.backends.reference import dense
 from edge_dflash.backends.reference.attention import KvMemory, attend, rope_table, rotate
 from edge_dflash.backends.reference.delta import DeltaMemory, DeltaWeights, gated_delta
-from edge_dflash.backends.reference.weights import LinearWeight
+from edge_dflash.backends.reference.dense import LinearWeight
 from edge_dflash.decode.backend import Precision
 from edge_dflash.errors import BackendError
 from edge_dflash.model.ops import Attend, GatedDelta

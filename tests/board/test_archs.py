@@ -8,7 +8,7 @@ import yaml
 from cubin_support import CACHE, cubin
 from native_support import NATIVE_PAIR, formats_of, write_native_bundle
 
-from edge_dflash.backends.cuda import arch as devices
+from edge_dflash.backends.cuda import support as devices
 from edge_dflash.backends.cuda.report import main
 from edge_dflash.backends.cuda.support import check_native
 from edge_dflash.backends.tensorrt import api

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from synthetic import CONFIGS
 
-from edge_dflash.backends.cuda.driver import DevicePointer
+from edge_dflash.backends.cuda.memory import DevicePointer
 from edge_dflash.checks.pairs import pair_names, synthetic_pair
 from edge_dflash.checks.random_weights import KV_SCALE, Making, RandomWeights, kind_recipe, random_words, stack_rms
 from edge_dflash.errors import RequestError

@@ -10,8 +10,8 @@ from golden_pairs import pair as golden_pair
 from golden_pairs import store as golden_store
 from trt_interpreter import run
 
+from edge_dflash.backends.reference.dense import TorchWeights
 from edge_dflash.backends.reference.interpreter import Interpreter, Memory
-from edge_dflash.backends.reference.weights import TorchWeights
 from edge_dflash.backends.tensorrt.api import TENSORRT_RTX, load
 from edge_dflash.backends.tensorrt.lower import lower
 from edge_dflash.backends.tensorrt.units import CHOICES, Run, pair_units

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from edge_dflash.backends.cuda.placement import Place, place
+from edge_dflash.backends.cuda.memory import Place, place
 from edge_dflash.backends.cuda.schedule import Last, Schedule, State, Step
 from edge_dflash.backends.tensorrt.units import CHOICES, EMBEDDING, HEAD, LOGITS, PairUnits, Run, widths
 from edge_dflash.model.ops import KvAppend, SelectRows
