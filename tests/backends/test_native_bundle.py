@@ -189,16 +189,16 @@ sys.path.insert(0, {str(DEMO.parents[1] / "tests")!r})
 import edge_dflash, edge_dflash.planner
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.backends import load
-from edge_dflash.backends.native.bundle_weights import BundleWeights
-from edge_dflash.backends.native.stacks import pair_stacks
+from edge_dflash.backends.cuda.bundle_weights import BundleWeights
+from edge_dflash.weights.stacks import pair_stacks
 from edge_dflash.errors import BackendError
-from edge_dflash.models import pair_programs
+from edge_dflash.model import pair_programs
 
 class Gpu:
     def upload(self, array):
         return array
     def allocate(self, nbytes):
-        from edge_dflash.backends.native.driver import DevicePointer
+        from edge_dflash.backends.cuda.driver import DevicePointer
         return DevicePointer(0, nbytes)
     def write(self, pointer, array):
         assert array.nbytes <= pointer.nbytes
