@@ -11,22 +11,30 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, TypeAlias
 
 import numpy as np
 
 from edge_dflash.bundle.manifest import FileEntry, WeightFormat
+from edge_dflash.common.files import LARGE, read_bytes
 from edge_dflash.weights.formats import Array, Fp8Weight, Nvfp4Weight, Weight, WideWeight
 from edge_dflash.weights.safetensors import DTYPES, forget_pages
 
 CHUNK = 8 << 20  # bytes read or written at once
+JOURNAL = "journal.jsonl"  # of a build, in its working directory
+JOURNAL_SCHEMA = 1
 Advance = Callable[[int], None]  # told the number of bytes done since the last call
+Piece: TypeAlias = "bytes | memoryview | Array"  # of a file's content
 
 _WIDE = {"BF16": np.uint16, "F32": np.float32}
+
+
+def uncounted(count: int) -> None:
+    """The progress of a file that is too small to show."""
 
 
 def part_of(name: str) -> str:
@@ -117,94 +125,57 @@ def whole(name: str, weight: Weight) -> list[Tensor]:
     ]
 
 
-def write_part(path: Path, weights: Mapping[str, Weight], advance: Advance) -> FileEntry:
-    """Write weights as one safetensors file, durably, and return its hash and size.
-
-    Bytes depend on the weights alone. Raises OSError; the caller removes what was begun.
-    """
-    tensors = [tensor for name, weight in weights.items() for tensor in whole(name, weight)]
-    return write_tensors(path, sorted(tensors, key=wide_first), advance)
-
-
 def wide_first(tensor: Tensor) -> tuple[int, str]:
     """Order in a file: wide types first keep views aligned."""
     return -np.dtype(DTYPES[tensor.kind]).itemsize, tensor.name
 
 
-def write_tensors(path: Path, tensors: Sequence[Tensor], advance: Advance) -> FileEntry:
-    """Write tensors in the order given, as :func:`write_part` does."""
+def tensor_file(tensors: Sequence[Tensor]) -> Iterator[Piece]:
+    """A safetensors file of tensors in the order given; its bytes depend on them alone."""
     header, end = {}, 0
     for tensor in tensors:
         start, end = end, end + tensor.nbytes
         header[tensor.name] = {"dtype": tensor.kind, "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with DurableFile(path, advance) as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for tensor in tensors:
-            end = file.entry.size + tensor.nbytes
-            for array in tensor.chunks():
-                file.write_array(array)
-            if file.entry.size != end:
-                raise ValueError(
-                    f"{tensor.name} came to {file.entry.size - end + tensor.nbytes} of {tensor.nbytes} bytes"
-                )
-    return file.entry
+    yield len(text).to_bytes(8, "little") + text
+    for tensor in tensors:
+        size = 0
+        for array in tensor.chunks():
+            size += array.nbytes
+            yield array
+        if size != tensor.nbytes:
+            raise ValueError(f"{tensor.name} came to {size} of {tensor.nbytes} bytes")
 
 
-class DurableFile:
-    """A file being written: hashed on the way, flushed to the disk at the end, and not kept in the page cache."""
+def write_file(path: Path, pieces: Iterable[Piece], advance: Advance = uncounted) -> FileEntry:
+    """Write a file to the disk, hashed on the way and not kept in the page cache; its hash and size.
 
-    def __init__(self, path: Path, advance: Advance) -> None:
-        self._path = path
-        self._advance = advance
-        self._hash = hashlib.sha256()
-        self._size = 0
-        self._file: BinaryIO | None = None
-
-    def __enter__(self) -> DurableFile:
-        self._file = self._path.open("wb")
-        return self
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        file = self._file
-        if file is None:
-            return
-        self._file = None
-        with file:
-            if kind is None:
-                file.flush()
-                os.fsync(file.fileno())
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-    def write(self, data: bytes | memoryview) -> None:
-        """Append bytes."""
-        if self._file is None:
-            raise ValueError(f"{self._path} is not open")
-        write_bytes(self._file, data)
-        self._hash.update(data)
-        self._size += len(data)
-        self._advance(len(data))
-
-    def write_array(self, array: Array) -> None:
-        """Append an array's bytes in C order, a chunk at a time, and forget the pages of a mapped array."""
-        flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        for start in range(0, flat.size, CHUNK):
-            self.write(flat[start : start + CHUNK].data)
-            forget_pages(flat[start : start + CHUNK])
-
-    @property
-    def entry(self) -> FileEntry:
-        """Hash and size of what was written."""
-        return FileEntry(self._hash.hexdigest(), self._size)
+    The pages of mapped arrays are forgotten. Raises OSError; the caller removes what was begun.
+    """
+    digest, size = hashlib.sha256(), 0
+    with path.open("wb") as file:
+        for piece in pieces:
+            flat = _flat(piece)
+            for start in range(0, flat.size, CHUNK):
+                chunk = flat[start : start + CHUNK]
+                write_bytes(file, chunk.data)
+                digest.update(chunk.data)
+                size += chunk.size
+                advance(chunk.size)
+                forget_pages(chunk)
+        file.flush()
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return FileEntry(digest.hexdigest(), size)
 
 
-def write_bytes(file: BinaryIO, data: bytes | memoryview) -> None:
+def write_bytes(file: BinaryIO, data: memoryview) -> None:
     """The one place where a build writes file contents."""
     file.write(data)
 
 
-def hash_file(path: Path, advance: Advance) -> FileEntry:
+def hash_file(path: Path, advance: Advance = uncounted) -> FileEntry:
     """SHA-256 and size of a file, streamed. Raises OSError."""
     digest, size = hashlib.sha256(), 0
     buffer = memoryview(bytearray(CHUNK))
@@ -230,3 +201,49 @@ def _scalar(found: dict[str, tuple[str, Array]], key: str) -> float:
 
 def _once(array: Array) -> tuple[Array, ...]:
     return (array,)
+
+
+def _flat(piece: Piece) -> Array:
+    """Bytes of a piece, of an array in C order."""
+    if isinstance(piece, np.ndarray):
+        return np.ascontiguousarray(piece).reshape(-1).view(np.uint8)
+    return np.frombuffer(piece, np.uint8)
+
+
+def building_path(output: Path) -> Path:
+    """Where the build of ``output`` works."""
+    return output.with_name(output.name + ".building")
+
+
+def resume_command(path: Path) -> str | None:
+    """The command that resumes the build of the bundle ``path``, or of which ``path`` is a working directory."""
+    for root in (path, path.parent, building_path(path)):
+        if root != path.parent or path.name == "bundle":
+            header = read_journal(root / JOURNAL)[0]
+            if header is not None:
+                return str(header["resume"])
+    return None
+
+
+def read_journal(path: Path) -> tuple[dict[str, Any] | None, dict[str, FileEntry], int]:
+    """Header, entries and length in bytes of the part before the first line that is not whole."""
+    header: dict[str, Any] | None = None
+    entries: dict[str, FileEntry] = {}
+    whole = 0
+    try:
+        lines = read_bytes(path, LARGE).split(b"\n")[:-1]
+    except OSError:
+        lines = []
+    for line in lines:
+        try:
+            record = json.loads(line)
+            if header is not None:
+                entries[record["file"]] = FileEntry(record["sha256"], record["size"])
+            elif record["schema"] == JOURNAL_SCHEMA and isinstance(record["fingerprint"], dict):
+                header = {"resume": record["resume"], "fingerprint": record["fingerprint"]}
+            else:
+                break
+        except (ValueError, KeyError, TypeError, RecursionError):
+            break
+        whole += len(line) + 1
+    return header, entries, whole
