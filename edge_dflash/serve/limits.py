@@ -24,7 +24,7 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from edge_dflash.common.characters import lone_surrogate, surrogate_message
+from edge_dflash.common.rules import lone_surrogate, surrogate_message
 from edge_dflash.errors import ConfigError
 from edge_dflash.serve.fields import Refusal
 from edge_dflash.serve.openapi import Read

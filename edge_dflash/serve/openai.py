@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from edge_dflash.client.dialect import WORDS
-from edge_dflash.decode.logprobs import MOST_ALTERNATIVES
 from edge_dflash.decode.options import PlanOptions
+from edge_dflash.decode.sampling import MOST_ALTERNATIVES
 from edge_dflash.serve.config import ServeConfig
 from edge_dflash.serve.fields import Fields, Refusal, session_name
 from edge_dflash.serve.messages import Prompt, read_messages, read_prompt, read_tools

@@ -12,7 +12,7 @@ from dataclasses import asdict, fields
 from typing import Any, get_args
 
 from edge_dflash.decode.accept import FinishReason
-from edge_dflash.decode.logprobs import TokenLogprob
+from edge_dflash.decode.sampling import TokenLogprob
 from edge_dflash.result import Increment, Plan, PlanTimings
 from edge_dflash.serve.openai import Call
 from edge_dflash.serve.openapi import COUNT, FLAG, IDS, NUMBER, TEXT, Schema, exactly, list_of, or_null, ref

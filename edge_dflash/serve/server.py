@@ -20,7 +20,7 @@ from typing import TypeAlias
 
 import uvicorn
 
-from edge_dflash.board.energy import EnergyMeter
+from edge_dflash.board.power import EnergyMeter
 from edge_dflash.board.state import BoardState
 from edge_dflash.common.progress import IN_BYTES, Progress
 from edge_dflash.errors import EdgeDflashError, ServiceError

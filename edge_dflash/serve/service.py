@@ -14,7 +14,7 @@ from typing import Any, Literal, cast
 from starlette.responses import Response
 
 from edge_dflash.backends.selftest import Mode
-from edge_dflash.board.energy import EnergyMeter
+from edge_dflash.board.power import EnergyMeter
 from edge_dflash.board.state import BoardState
 from edge_dflash.common import progress
 from edge_dflash.planner import Planner
