@@ -34,7 +34,7 @@ from edge_dflash.decode.grammar.schema_check import schema_json
 from edge_dflash.decode.grammar.vocabulary import Vocabulary
 from edge_dflash.decode.grammar.walker import Source, Walker, compiled
 from edge_dflash.decode.sampling import unpack
-from edge_dflash.demo.corpus import plan_schema
+from edge_dflash.demo.actions import plan_schema
 from edge_dflash.errors import RequestError
 from edge_dflash.text.tokenizer import Tokenizer
 
