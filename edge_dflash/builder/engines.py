@@ -1,9 +1,9 @@
 """The TensorRT engines of a bundle (its *plans*): what is decided of them, and how they are built.
 
-Several are built at a time, each kept as soon as it is there, so that a build resumes. TensorRT releases the interpreter's
-lock while it builds (measured), so threads are enough. A thread holds one unit's weights as views of the mapped files, and
-its engine; there are a few threads. TensorRT for a Jetson times kernels on the GPU while it builds, so there engines are
-built one by one, with a timing cache that lies beside the journal.
+Several are built at a time, each kept as soon as it is there, so that a build resumes. TensorRT releases the
+interpreter's lock while it builds (measured), so threads are enough. A thread holds one unit's weights as views of the
+mapped files, and its engine. TensorRT for a Jetson times kernels on the GPU while it builds, so there engines are built
+one by one, with a timing cache that lies beside the journal.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from queue import SimpleQueue
 from threading import Event, Lock
 from typing import TYPE_CHECKING
 
-from edge_dflash.backends.cuda.arch import device_sm
 from edge_dflash.backends.cuda.compile import compiler_version
+from edge_dflash.backends.cuda.support import device_sm
 from edge_dflash.backends.tensorrt.api import TENSORRT_RTX, Flavour, flavour_of, load, version
 from edge_dflash.board.archs import find_arch
 from edge_dflash.board.linux import read_memory
 from edge_dflash.builder.journal import WorkDir
-from edge_dflash.bundle.manifest import FileEntry, Plans, WeightFormat
+from edge_dflash.bundle.manifest import FileEntry, Plans
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.errors import BackendError
 from edge_dflash.model import pair_programs
 from edge_dflash.model.specs import PairSpec
-from edge_dflash.weights.formats import WeightStore
+from edge_dflash.weights.formats import WeightFormat, WeightStore
 from edge_dflash.weights.recipe import Recipe
 from edge_dflash.weights.safetensors import forget_pages
 
@@ -158,9 +158,7 @@ def workers(arch: str) -> int:
 class _Engines:
     """Engines in work: what the threads share."""
 
-    def __init__(
-        self, arch: str, store: WeightStore, directory: WorkDir, count: int, shares: dict[str, float]
-    ) -> None:
+    def __init__(self, arch: str, store: WeightStore, directory: WorkDir, count: int, shares: dict[str, float]) -> None:
         from edge_dflash.backends.tensorrt.compile import Compiler  # the bindings of CUDA, only here
 
         self._store, self._directory, self._shares = store, directory, shares

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from edge_dflash.backends.cuda.compile import kernels_digest
 from edge_dflash.backends.tensorrt.api import TENSORRT, TENSORRT_RTX
-from edge_dflash.builder.journal import WorkDir, recover, sync_path
 from edge_dflash.builder.engines import build_engines, bundle_engines, check_device, checked_version
+from edge_dflash.builder.journal import WorkDir, recover, sync_path
 from edge_dflash.bundle.manifest import MANIFEST, Manifest, Plans, Trial, dump_manifest
 from edge_dflash.bundle.parts import write_file
 from edge_dflash.bundle.reader import Bundle, read_manifest

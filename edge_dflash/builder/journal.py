@@ -19,7 +19,15 @@ from typing import Any
 
 from edge_dflash.bundle.manifest import MANIFEST, FileEntry
 from edge_dflash.bundle.parts import (
-    JOURNAL, JOURNAL_SCHEMA, Advance, Piece, building_path, hash_file, read_journal, uncounted, write_file
+    JOURNAL,
+    JOURNAL_SCHEMA,
+    Advance,
+    Piece,
+    building_path,
+    hash_file,
+    read_journal,
+    uncounted,
+    write_file,
 )
 from edge_dflash.errors import BuildError
 

@@ -1,7 +1,7 @@
 """Checkpoints to bundle: file by file, resumable, and all or nothing.
 
-What is built is decided by :mod:`edge_dflash.builder.decide`. Nothing that depends on when or where a build ran gets into
-the bundle, so a build that was killed and resumed has the bytes of one that was not.
+What is built is decided by :mod:`edge_dflash.builder.decide`. Nothing that depends on when or where a build ran gets
+into the bundle, so a build that was killed and resumed has the bytes of one that was not.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ from edge_dflash.builder.journal import WorkDir
 from edge_dflash.builder.record import fit_warning, no_selftest, record_selftest
 from edge_dflash.builder.scales import CALIBRATION, dump_scales, load_scales, measure_scales
 from edge_dflash.bundle.manifest import FileEntry, Manifest, dump_manifest
-from edge_dflash.bundle.parts import CHUNK, Piece, tensor_file
+from edge_dflash.bundle.parts import CHUNK, Part, Piece, tensor_file
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.bundle.selftest import SELFTEST, dump_selftest, load_selftest
-from edge_dflash.bundle.stored import Part
 from edge_dflash.common.files import open_regular
 from edge_dflash.common.progress import Progress, Stage, unheard
 from edge_dflash.decode.backend import Precision

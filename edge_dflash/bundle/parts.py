@@ -1,8 +1,9 @@
-"""The weight files of a bundle: which weight lies in which file, what its tensors are called, how a file is written.
+"""The files of a bundle: which weight lies in which, what its tensors are called, how they are written and hashed.
 
 A weight ``target.layers.3.mlp.gate_proj`` is stored as tensors named by it and ModelOpt's suffixes: ``.weight`` (BF16,
-F32, F8_E4M3, or U8 for packed E2M1 pairs), ``.weight_scale``, ``.weight_scale_2``, ``.input_scale``. Knows nothing of
-checkpoints, recipes or manifests.
+F32, F8_E4M3, or U8 for packed E2M1 pairs), ``.weight_scale``, ``.weight_scale_2``, ``.input_scale``. A bundle that the
+native backend reads holds its linears repacked as stacks instead, whatever else is aboard: each as the tensors
+``KEY.data`` (bytes) and ``KEY.scale`` (FP32 factors of the rows' sums).
 """
 
 from __future__ import annotations
@@ -19,22 +20,32 @@ from typing import Any, BinaryIO, TypeAlias
 
 import numpy as np
 
-from edge_dflash.bundle.manifest import FileEntry, WeightFormat
+from edge_dflash.bundle.manifest import FileEntry
 from edge_dflash.common.files import LARGE, read_bytes
-from edge_dflash.weights.formats import Array, Fp8Weight, Nvfp4Weight, Weight, WideWeight
+from edge_dflash.model.program import PairPrograms
+from edge_dflash.weights.formats import TIED, Array, Weight, WeightFormat, to_tensors
+from edge_dflash.weights.layout import UNIT_ROWS, Repacked
 from edge_dflash.weights.safetensors import DTYPES, forget_pages
+from edge_dflash.weights.stacks import Stack, pair_stacks
 
 CHUNK = 8 << 20  # bytes read or written at once
+DATA, SCALE = "data", "scale"  # tensors of a stack
 JOURNAL = "journal.jsonl"  # of a build, in its working directory
 JOURNAL_SCHEMA = 1
 Advance = Callable[[int], None]  # told the number of bytes done since the last call
 Piece: TypeAlias = "bytes | memoryview | Array"  # of a file's content
 
-_WIDE = {"BF16": np.uint16, "F32": np.float32}
-
 
 def uncounted(count: int) -> None:
     """The progress of a file that is too small to show."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Contents of one weight file."""
+
+    names: tuple[str, ...] = ()  # weights that are stored by themselves
+    stacks: tuple[Stack, ...] = ()
 
 
 def part_of(name: str) -> str:
@@ -46,61 +57,54 @@ def part_of(name: str) -> str:
     return f"weights/{model}-{group}.safetensors"
 
 
-def weight_format(weight: Weight) -> WeightFormat:
-    """Name of the weight's format in a manifest."""
-    if isinstance(weight, Nvfp4Weight):
-        return "nvfp4"
-    if isinstance(weight, Fp8Weight):
-        return "fp8"
-    return "bf16" if weight.data.dtype == np.uint16 else "f32"
+def bundle_parts(programs: PairPrograms, formats: Mapping[str, WeightFormat], *, stacked: bool) -> dict[str, Part]:
+    """Weight files of a bundle, by path. A tied lm_head is in none: it is the embedding.
 
-
-def to_tensors(name: str, weight: Weight) -> dict[str, tuple[str, Array]]:
-    """Tensors that store a weight: name -> (safetensors dtype, array)."""
-    tensors: dict[str, tuple[str, Array]]
-    if isinstance(weight, WideWeight):
-        return {f"{name}.weight": ("BF16" if weight.data.dtype == np.uint16 else "F32", weight.data)}
-    if isinstance(weight, Fp8Weight):
-        tensors = {
-            f"{name}.weight": ("F8_E4M3", weight.data),
-            f"{name}.weight_scale": ("F32", weight.scale),
-        }
-    else:
-        tensors = {
-            f"{name}.weight": ("U8", weight.packed),
-            f"{name}.weight_scale": ("F8_E4M3", weight.block_scale),
-            f"{name}.weight_scale_2": ("F32", np.array(weight.global_scale, dtype=np.float32)),
-        }
-    if weight.input_scale is not None:
-        tensors[f"{name}.input_scale"] = ("F32", np.array(weight.input_scale, dtype=np.float32))
-    return tensors
-
-
-def from_tensors(name: str, tensors: Mapping[str, tuple[str, Array]], shape: tuple[int, ...]) -> Weight:
-    """Undo :func:`to_tensors`, with views of the same bytes.
-
-    ``tensors`` are all tensors whose name starts with ``name.``; ``shape`` is the logical shape. Raises ValueError
-    saying what was found and what is wanted.
+    Raises BackendError for a format that the native kernels do not take.
     """
-    found = {key.removeprefix(f"{name}."): value for key, value in tensors.items()}
-    kind, data = found.pop("weight", ("nothing", np.empty(0)))
-    input_scale = _scalar(found, "input_scale") if "input_scale" in found and kind in ("U8", "F8_E4M3") else None
-    weight: Weight
-    if kind in _WIDE:
-        weight = WideWeight(data)
-    elif kind == "F8_E4M3":
-        scale = _take(found, "weight_scale", "F32", ((1,), (shape[0],)))
-        weight = Fp8Weight(data, scale, input_scale)
-    elif kind == "U8":
-        blocks = _take(found, "weight_scale", "F8_E4M3", ((shape[0], shape[-1] // 16),))
-        weight = Nvfp4Weight(data, blocks, _scalar(found, "weight_scale_2"), input_scale)
-    else:
-        raise ValueError(f"{name}.weight is {kind}, wanted BF16, F32, F8_E4M3 or U8")
-    if found:
-        raise ValueError(f"{name}.{sorted(found)[0]} is not part of a weight stored as {kind}")
-    if weight.shape != shape:
-        raise ValueError(f"{name} has shape {list(weight.shape)}, wanted {list(shape)}")
-    return weight
+    stacks = native_stacks(programs, formats) if stacked else {}
+    inside = {name for stack in stacks.values() for name in stack.names}
+    names: dict[str, list[str]] = {}
+    held: dict[str, list[Stack]] = {}
+    for name in (name for name, form in formats.items() if form != TIED and name not in inside):
+        names.setdefault(part_of(name), []).append(name)
+    for stack in stacks.values():
+        held.setdefault(stack_part(stack), []).append(stack)
+    return {path: Part(tuple(names.get(path, ())), tuple(held.get(path, ()))) for path in (names | held)}
+
+
+def native_stacks(programs: PairPrograms, formats: Mapping[str, WeightFormat]) -> dict[str, Stack]:
+    """Stacks that a native bundle stores, by key: all but that of a tied lm_head. Raises BackendError."""
+    stacks = pair_stacks(programs, formats)
+    return {key: stack for key, stack in stacks.items() if all(formats[name] != TIED for name in stack.names)}
+
+
+def stack_part(stack: Stack) -> str:
+    """File of a stack: that of its weights, or the model's context file when they are of several layers."""
+    parts = {part_of(name) for name in stack.names}
+    return parts.pop() if len(parts) == 1 else part_of(f"{stack.names[0].partition('.')[0]}.hidden_norm")
+
+
+def stack_bytes(stack: Stack) -> int:
+    """Bytes of a stack in its file."""
+    return stack.layout.nbytes + 4 * stack.layout.units * UNIT_ROWS
+
+
+def repacked_of(stack: Stack, tensors: Mapping[str, tuple[str, Array]]) -> Repacked:
+    """A stack over the tensors of its file, as views. Raises ValueError saying what was found and what is wanted."""
+    wanted = {
+        f"{stack.key}.{DATA}": ("U8", (stack.layout.nbytes,)),
+        f"{stack.key}.{SCALE}": ("F32", (stack.layout.units * UNIT_ROWS,)),
+    }
+    for name, (kind, shape) in wanted.items():
+        found, array = tensors.get(name, ("nothing", None))
+        size = list(array.shape) if array is not None else []
+        if (found, size) != (kind, list(shape)):
+            raise ValueError(f"{name} is {found} {size}, wanted {kind} {list(shape)}")
+    if extra := sorted(tensors.keys() - wanted.keys()):
+        raise ValueError(f"{extra[0]} is not part of a stack")
+    data, scale = (tensors[name][1] for name in wanted)
+    return Repacked(stack.layout, data, scale)
 
 
 @dataclass(frozen=True)
@@ -185,18 +189,6 @@ def hash_file(path: Path, advance: Advance = uncounted) -> FileEntry:
             size += count
             advance(count)
     return FileEntry(digest.hexdigest(), size)
-
-
-def _take(found: dict[str, tuple[str, Array]], key: str, kind: str, shapes: tuple[tuple[int, ...], ...]) -> Array:
-    got, array = found.pop(key, ("nothing", np.empty(0)))
-    if got != kind or array.shape not in shapes:
-        wanted = " or ".join(str(list(shape)) for shape in shapes)
-        raise ValueError(f"{key} is {got} {list(array.shape)}, wanted {kind} {wanted}")
-    return array
-
-
-def _scalar(found: dict[str, tuple[str, Array]], key: str) -> float:
-    return float(_take(found, key, "F32", ((),)))
 
 
 def _once(array: Array) -> tuple[Array, ...]:

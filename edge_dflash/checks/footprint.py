@@ -8,15 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Literal
 
 from edge_dflash.model.ops import Attend, Linear, SelectRows
 from edge_dflash.model.program import DeltaState, KvState, PairPrograms, Program, State, WeightSpec
+from edge_dflash.weights.formats import KV_BYTES, KvFormat, WeightFormat, read_as
 
-WeightFormat = Literal["bf16", "f32", "fp8", "nvfp4", "tied"]  # tied: lm_head is read from the wide embedding
-KvFormat = Literal["float32", "bfloat16", "fp8"]  # as in backends.base.Precision
-
-KV_BYTES: Mapping[KvFormat, int] = {"fp8": 1, "bfloat16": 2, "float32": 4}
 ACTIVATION_BYTES = 2  # BF16
 LOGIT_BYTES = 4  # logits leave a pass as FP32
 
@@ -51,17 +47,8 @@ class MemoryBytes:
 
 
 def weight_bytes(spec: WeightSpec, form: WeightFormat) -> int:
-    """Bytes that one read of a weight [out, in] costs.
-
-    bf16, tied: 2 a value. f32: 4. fp8: 1 a value and one FP32 scale per output channel. nvfp4: half a byte a value, one
-    E4M3 scale per 16 values of a row, one FP32 scale per tensor.
-    """
-    values = prod(spec.shape)
-    if form == "nvfp4":
-        return values // 2 + values // 16 + 4
-    if form == "fp8":
-        return values + 4 * spec.shape[0]
-    return values * (4 if form == "f32" else 2)
+    """Bytes that one read of a weight [out, in] costs."""
+    return read_as(form).nbytes(spec.shape)
 
 
 def kv_bytes_per_token(states: Iterable[State], kv: KvFormat) -> int:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from edge_dflash.bundle.manifest import WeightFormat
 from edge_dflash.bundle.reader import read_manifest
 from edge_dflash.checks.bench import Device, Say, Subject, Work, run, tiled
 from edge_dflash.checks.bench_result import Result
@@ -25,6 +24,7 @@ from edge_dflash.errors import BackendError, BuildError, RequestError
 from edge_dflash.model import pair_programs
 from edge_dflash.model.specs import PairSpec
 from edge_dflash.planner import Planner, Task
+from edge_dflash.weights.formats import WeightFormat
 
 if TYPE_CHECKING:
     from edge_dflash.checks.random_weights import Kind

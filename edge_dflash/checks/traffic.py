@@ -10,10 +10,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 
-from edge_dflash.bundle.manifest import WeightFormat
-from edge_dflash.checks.footprint import KvFormat, kv_bytes_per_token, kv_read_bytes
+from edge_dflash.checks.footprint import kv_bytes_per_token, kv_read_bytes
 from edge_dflash.model.ops import Attend, KvAppend, Linear, StateOp
 from edge_dflash.model.program import DeltaState, KvState, PairPrograms, Program
+from edge_dflash.weights.formats import KvFormat, WeightFormat
 from edge_dflash.weights.layout import UNIT_ROWS
 from edge_dflash.weights.stacks import program_stacks
 

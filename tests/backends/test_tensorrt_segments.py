@@ -7,7 +7,7 @@ from tensorrt_support import Formatted, spec, units
 
 from edge_dflash.backends.cuda import backend as native_backend
 from edge_dflash.backends.cuda import linear
-from edge_dflash.backends.cuda.weights import StoreWeights, stored_formats
+from edge_dflash.backends.cuda.weights import StoreWeights
 from edge_dflash.backends.tensorrt.schedule import RunPlan
 from edge_dflash.decode.backend import Precision
 from edge_dflash.model import pair_programs
@@ -22,7 +22,7 @@ def backend(monkeypatch):
     monkeypatch.setattr(native_backend, "Gpu", lambda: gpu)
     monkeypatch.setattr(linear, "prefer_shared", lambda kernel: None)
     store, pair = Formatted("demo", "w4a16"), spec("demo")
-    weights = StoreWeights(store, stored_formats(store, pair_programs(pair).weights))
+    weights = StoreWeights(store, {name: store.get(name).format for name in pair_programs(pair).weights})
     return planned_backend(pair, weights, Precision(), lambda unit: b"", max_context=256, prefill_chunk=64)
 
 
