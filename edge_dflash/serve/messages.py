@@ -10,7 +10,7 @@ from typing import Any
 from edge_dflash.errors import RequestError
 from edge_dflash.serve.fields import Fields
 from edge_dflash.serve.refusal import Refusal
-from edge_dflash.text.tokenizer import Message, content_text
+from edge_dflash.text.template import Message, content_text
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _PART = {
