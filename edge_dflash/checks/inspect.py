@@ -14,9 +14,9 @@ from typing import Any
 
 from edge_dflash.board.archs import MOST_ROWS, Arch, arch_of_sm
 from edge_dflash.board.profiles import SYSTEM_BYTES, BoardProfile
-from edge_dflash.bundle.manifest import Manifest
+from edge_dflash.bundle.manifest import Manifest, WeightFormat
 from edge_dflash.checks import footprint
-from edge_dflash.checks.footprint import CycleBytes, KvFormat, MemoryBytes, WeightFormat
+from edge_dflash.checks.footprint import CycleBytes, KvFormat, MemoryBytes
 from edge_dflash.errors import RequestError
 from edge_dflash.model import pair_programs
 from edge_dflash.model.program import PairPrograms, WeightSpec

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import groupby
 
@@ -116,7 +117,7 @@ def _advice(inspection: Inspection) -> str:
     )
 
 
-def named_table(title: str, *left: str, right: tuple[str, ...]) -> Table:
+def named_table(title: str, *left: str, right: Sequence[str]) -> Table:
     """An empty table with a title; columns of words, then of numbers."""
     table = Table(title=title, title_justify="left", title_style="bold")
     for name in left:

@@ -22,7 +22,7 @@ from grammar_support import END, SCHEMAS, compiled_here, tokenizer, vocab_size
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edge_dflash.checks.vocabulary import synthetic_tokenizer
+from edge_dflash.checks.random_pair import synthetic_tokenizer
 from edge_dflash.decode.backend import PairShape
 from edge_dflash.decode.constraint import ENDLESS, Interrupted, Patience
 from edge_dflash.decode.controls import Controls
