@@ -29,6 +29,15 @@ class Arch:
     tensorrt: Literal["tensorrt", "tensorrt_rtx"] | None  # module that builds plans for it
     flops: float  # of prefill, to be relied on: multiplications and additions a second
     least_rows: int = 64  # of a prefill pass by default: fewer leave the tensor cores idle
+    block_shared: int = 227 << 10  # bytes of shared memory that a block of a kernel may have
+    clusters: bool = False  # blocks in clusters, and kernels that start before the one before them ends
+    wgmma: bool = False  # warpgroup products
+    fp4: bool = False  # engines of TensorRT read NVFP4 weights
+
+    @property
+    def capability(self) -> str:
+        """Its name among TensorRT's compute capabilities."""
+        return f"SM{self.sm}"
 
     @property
     def backends(self) -> tuple[str, ...]:
@@ -53,12 +62,18 @@ BACKENDS = ("reference", "native", "tensorrt")
 # 128 rows; halved, for a machine with other work.
 ARCHS = (
     Arch("cpu", 0, None, None, 8e9, least_rows=32),
-    Arch("sm87", 87, "sm87", "tensorrt", _USED * 42.5e12),  # AGX Orin 64GB: 170 INT8 TOPS sparse of the GPU
-    Arch("sm89", 89, "sm89", "tensorrt", _USED * 60.5e12),  # L4, the smallest of the data center: 121 sparse
-    Arch("sm90", 90, "sm90a", "tensorrt", _USED * 989e12),  # H100 SXM and H200: 1,979 sparse
-    Arch("sm110", 110, "sm110a", "tensorrt", _USED * 250e12),  # Thor T5000: 2,070 FP4 sparse
-    Arch("sm120", 120, "sm120a", "tensorrt_rtx", _USED * 61.7e12),  # RTX 5070, FP32 sums: 123.5 sparse
-    Arch("sm121", 121, "sm121a", "tensorrt_rtx", _USED * 125e12),  # GB10: 1,000 FP4 sparse
+    # AGX Orin 64GB: 170 INT8 TOPS sparse of the GPU
+    Arch("sm87", 87, "sm87", "tensorrt", _USED * 42.5e12, block_shared=163 << 10),
+    # L4, the smallest of the data center: 121 sparse
+    Arch("sm89", 89, "sm89", "tensorrt", _USED * 60.5e12, block_shared=99 << 10),
+    # H100 SXM and H200: 1,979 sparse
+    Arch("sm90", 90, "sm90a", "tensorrt", _USED * 989e12, clusters=True, wgmma=True),
+    # Thor T5000: 2,070 FP4 sparse
+    Arch("sm110", 110, "sm110a", "tensorrt", _USED * 250e12, clusters=True, fp4=True),
+    # RTX 5070, FP32 sums: 123.5 sparse
+    Arch("sm120", 120, "sm120a", "tensorrt_rtx", _USED * 61.7e12, block_shared=99 << 10, clusters=True, fp4=True),
+    # GB10: 1,000 FP4 sparse
+    Arch("sm121", 121, "sm121a", "tensorrt_rtx", _USED * 125e12, block_shared=99 << 10, clusters=True, fp4=True),
 )
 ARCHS_OF = {backend: tuple(arch.name for arch in ARCHS if backend in arch.backends) for backend in BACKENDS}
 KERNEL_ARCHS = tuple(arch.kernels for arch in ARCHS if arch.kernels is not None)

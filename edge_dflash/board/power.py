@@ -1,4 +1,4 @@
-"""Power rails and over-current counters of the hwmon class.
+"""Power rails and over-current counters of the hwmon class, and the energy of a stretch of time from them.
 
 Files and units are those of the kernel's documents Documentation/hwmon/ina3221.rst and ina238.rst; that Jetson boards
 put labels on the channels, and which, is in the Jetson Linux Developer Guide, Platform Power and Performance, chapters
@@ -9,12 +9,20 @@ INA3221 and VIN on an INA238 that sees the whole board. NVIDIA forum thread 3664
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
-from edge_dflash.board.sysfs import numbered, read_int, read_text
+from edge_dflash.board.linux import numbered, read_int, read_scaled, read_text
 
+PERIOD = 0.1  # seconds between two samples: the power monitors of Jetson boards average over about as long
+GAP = 1.0  # seconds without a sample after which the power is unknown
+_KEPT = 36_000  # samples: an hour of work
 INPUT_RAILS = ("VDD_IN", "VIN")  # labels of what flows into the whole module or board
 _UNUSED = "NC"  # label of a channel with nothing behind it
 _HWMON = Path("sys/class/hwmon")
@@ -60,7 +68,7 @@ def _ina3221(device: Path, channel: int) -> Rail | None:
     label = read_text(device / f"in{channel}_label")
     if label is None or label == _UNUSED or read_int(device / f"in{channel}_enable") == 0:
         return None
-    volts, amperes = _milli(device / f"in{channel}_input"), _milli(device / f"curr{channel}_input")
+    volts, amperes = (read_scaled(device / f"{kind}{channel}_input", 1e3) for kind in ("in", "curr"))
     watts = None if volts is None or amperes is None else volts * amperes
     return Rail(label, "ina3221", watts, volts, amperes, _flag(device / f"curr{channel}_crit_alarm"))
 
@@ -68,9 +76,8 @@ def _ina3221(device: Path, channel: int) -> Rail | None:
 def _ina238(device: Path) -> Rail:
     """Bus voltage in mV, current in mA, power in microwatts; the driver has no labels, boards may add one."""
     label = read_text(device / "in1_label") or read_text(device / "label") or "VIN"
-    power = read_int(device / "power1_input")
-    volts, amperes = _milli(device / "in1_input"), _milli(device / "curr1_input")
-    watts = None if power is None else power / 1e6
+    volts, amperes = read_scaled(device / "in1_input", 1e3), read_scaled(device / "curr1_input", 1e3)
+    watts = read_scaled(device / "power1_input", 1e6)
     return Rail(label, "ina238", watts, volts, amperes, _flag(device / "power1_max_alarm"))
 
 
@@ -81,19 +88,88 @@ def read_over_current(root: Path) -> dict[str, int]:
     ``oc<n>_event_cnt``; its driver has them for each event that the board's device tree enables. Boards without the
     device give an empty dict.
     """
-    found: dict[str, int] = {}
-    for device in numbered(root / _HWMON, "hwmon"):
-        for number in range(1, 7):
-            if (count := read_int(device / f"oc{number}_event_cnt")) is not None:
-                found[f"oc{number}"] = count
-    return found
-
-
-def _milli(path: Path) -> float | None:
-    value = read_int(path)
-    return None if value is None else value / 1e3
+    names = [f"oc{number}" for number in range(1, 7)]
+    files = ((name, device / f"{name}_event_cnt") for device in numbered(root / _HWMON, "hwmon") for name in names)
+    return {name: count for name, file in files if (count := read_int(file)) is not None}
 
 
 def _flag(path: Path) -> bool | None:
     value = read_int(path)
     return None if value is None else value != 0
+
+
+class EnergyMeter:
+    """Samples the board's power between :meth:`begin` and :meth:`end`, on a thread. Used from any thread.
+
+    Where the board does not say its power the energy is None, never 0.
+    """
+
+    def __init__(self, read: Callable[[], Rail | None] = read_input, period: float = PERIOD) -> None:
+        """``read`` gives the rail that feeds the whole board, or None; it may take milliseconds."""
+        self._read = read
+        self._period = period
+        self._samples: deque[tuple[float, float]] = deque(maxlen=_KEPT)  # time.perf_counter(), watts
+        self._lock = threading.Lock()
+        self._at_work = 0  # begun and not ended: works may lie inside each other
+        self._wake = threading.Event()
+        self._thread: threading.Thread | None = None
+        self.rail: str | None = None  # that was read last
+
+    def begin(self) -> None:
+        """Sample from now on."""
+        with self._lock:
+            self._at_work += 1
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="edge-dflash energy", daemon=True)
+                self._thread.start()
+        self._wake.set()
+
+    def end(self) -> None:
+        """Sample once more, then no longer, if this was the last work."""
+        with self._lock:
+            self._at_work = max(0, self._at_work - 1)
+        self._wake.set()
+
+    def joules(self, begin: float, end: float) -> float | None:
+        """Energy between two times of time.perf_counter(): the trapezoids of the samples.
+
+        None when nothing was read in it, or for longer than GAP seconds. Before the first sample and after the last one
+        the power is taken to be that of the sample.
+        """
+        with self._lock:
+            known = [sample for sample in self._samples if begin - GAP <= sample[0] <= end + GAP]
+        if not known or end <= begin:
+            return None
+        if known[0][0] > begin:
+            known.insert(0, (begin, known[0][1]))
+        if known[-1][0] < end:
+            known.append((end, known[-1][1]))
+        total = 0.0
+        for (t0, w0), (t1, w1) in pairwise(known):
+            left, right = max(t0, begin), min(t1, end)
+            if right <= left:
+                continue
+            if t1 - t0 > GAP:
+                return None
+            slope = (w1 - w0) / (t1 - t0)
+            total += (right - left) * (w0 + slope * ((left + right) / 2 - t0))
+        return total
+
+    def _run(self) -> None:
+        while True:
+            self._wake.clear()
+            with contextlib.suppress(OSError):  # a sensor that went away: what is not sampled is unknown
+                self._sample()
+            with self._lock:
+                if not self._at_work:
+                    self._thread = None
+                    return
+            self._wake.wait(self._period)
+
+    def _sample(self) -> None:
+        rail = self._read()
+        if rail is None or rail.watts is None:
+            return
+        with self._lock:
+            self.rail = rail.name
+            self._samples.append((time.perf_counter(), rail.watts))

@@ -10,7 +10,6 @@ from edge_dflash.errors import BackendError
 from edge_dflash.weights.recipe import Recipe
 
 BOTH = ("native", "tensorrt")
-FIRST_FP4 = 110  # SM from which plans can read NVFP4 weights, among the archs with kernels of ours
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ def choose(arch: str, backend: str | None, recipe: Recipe) -> Choice:
         return Choice(found, _named(arch, found, backend), "as asked for", given=True)
     if not found.sm:
         return Choice(found, ("reference",), "a CPU runs the reference backend alone", given=False)
-    if found.sm < FIRST_FP4:
+    if not found.fp4:
         return Choice(found, ("native",), "our kernels read every format there", given=False)
     if recipe.activations == "nvfp4":
         why = f"recipe {recipe.name} has NVFP4 activations, which only TensorRT computes"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from operator import ne
 from typing import TYPE_CHECKING, Any
 
-from edge_dflash.backends.delegate import Delegate
+from edge_dflash.backends.host import Delegate
 from edge_dflash.checks.bench_result import Cold, Cycle, Formed, Part, Result, Step
 from edge_dflash.checks.footprint import Costs
 from edge_dflash.checks.measure import (
@@ -182,15 +182,15 @@ class _Watched(Delegate):
         self._drafted: list[int] = []
         self.verified = self.replaced = 0  # drafts
 
-    def propose(self, anchor: int) -> Rows:
-        rows = super().propose(anchor)
+    def propose(self, anchor: int, lane: int = 0) -> Rows:
+        rows = super().propose(anchor, lane)
         self._drafted = rows.argmax()
         return rows
 
-    def verify(self, ids: Sequence[int]) -> Rows:
+    def verify(self, ids: Sequence[int], lane: int = 0) -> Rows:
         self.verified += len(ids) - 1
         self.replaced += sum(map(ne, ids[1:], self._drafted))
-        return super().verify(ids)
+        return super().verify(ids, lane)
 
 
 def replaced_share(planner: Planner, form: Form, prompt: Sequence[int], tokens: int) -> float:

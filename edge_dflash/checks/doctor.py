@@ -16,10 +16,10 @@ from typing import Any, Literal
 from rich.markup import escape
 from rich.table import Table
 
-from edge_dflash.backends.cuda.arch import DeviceFacts, device_facts
 from edge_dflash.backends.cuda.compile import kernels_digest
+from edge_dflash.backends.cuda.support import DeviceFacts, device_facts
 from edge_dflash.backends.tensorrt.api import TENSORRT, TENSORRT_RTX
-from edge_dflash.board.memory import drop_page_cache
+from edge_dflash.board.linux import drop_page_cache
 from edge_dflash.board.profiles import BoardProfile, JetPackVersion, load_board, match_board
 from edge_dflash.board.state import BoardState, read_board_state
 from edge_dflash.bundle.manifest import Manifest

@@ -16,14 +16,12 @@ from zlib import crc32
 import numpy as np
 import numpy.typing as npt
 
-from edge_dflash.backends.delegate import Delegate
-from edge_dflash.backends.host_cycle import host_cycle
-from edge_dflash.decode.backend import Backend, Cycle, PairShape, Rows, Snapshot, Steering
-from edge_dflash.decode.constraint import Packed
+from edge_dflash.backends.host import Delegate, host_cycle
+from edge_dflash.decode.backend import Asked, Backend, Cycle, PairShape, Rows, Snapshot
 from edge_dflash.decode.loop import DecodeOptions, Generation, generate
-from edge_dflash.decode.sampling import GREEDY, Sampling
+from edge_dflash.decode.sampling import Packed
 from edge_dflash.errors import RequestError, VerificationError
-from edge_dflash.weights.tensor import Array
+from edge_dflash.weights.formats import Array
 
 OWN = "own"  # the pair's drafter, among the names of adversaries
 SAMPLED = DecodeOptions(temperature=4.0, top_k=50, top_p=0.95, seed=1)  # hot: most choices are not the argmax
@@ -63,27 +61,19 @@ class Adversary(Delegate):
         self._drafter = drafter
         self._cycle = 0
 
-    def cycle(
-        self,
-        anchor: int,
-        sampling: Sampling = GREEDY,
-        *,
-        steering: Steering | None = None,
-        drafting: bool = True,
-        logits: bool = False,
-    ) -> Cycle:
+    def cycle(self, asked: Asked) -> Cycle:
         """The backend's own cycle, with other drafts: what a device accepts and commits is tried, too."""
-        if steering is not None or not drafting:
-            return host_cycle(self, anchor, sampling, steering, drafting, logits)
-        return self._backend.cycle(anchor, sampling, steering=_Drafts(self._next()), logits=logits)
+        if asked.steering is not None or not asked.drafting:
+            return host_cycle(self, asked)
+        return self._backend.cycle(replace(asked, steering=_Drafts(self._next(asked.lane))))
 
-    def propose(self, anchor: int) -> Rows:
+    def propose(self, anchor: int, lane: int = 0) -> Rows:
         """Rows that choose the adversary's drafts."""
-        return TokenRows(tuple(self._next()), self.shape.vocab_size)
+        return TokenRows(tuple(self._next(lane)), self.shape.vocab_size)
 
-    def _next(self) -> list[int]:
+    def _next(self, lane: int) -> list[int]:
         """Drafts of the adversary; past the known continuation the true token is taken to be 0."""
-        first, count = self.length + 1, self.shape.block_size - 1
+        first, count = self.length(lane) + 1, self.shape.block_size - 1
         truth = [*self._sequence[first : first + count], *[0] * count][:count]
         self._cycle += 1
         return self._drafter(self._cycle - 1, truth, self.shape)

@@ -15,12 +15,12 @@ from itertools import pairwise
 from statistics import mean, median
 from typing import TYPE_CHECKING, cast
 
-from edge_dflash.board.energy import EnergyMeter
+from edge_dflash.board.power import EnergyMeter
 from edge_dflash.checks.bench_result import Cycle, Decode, Memory, Part, Prefill
 from edge_dflash.checks.footprint import Costs
 from edge_dflash.checks.record import ClockSample
 from edge_dflash.decode import backend as base
-from edge_dflash.decode.backend import Backend
+from edge_dflash.decode.backend import Asked, Backend
 from edge_dflash.errors import BackendError, RequestError
 from edge_dflash.planner import Planner
 from edge_dflash.result import Plan
@@ -117,8 +117,8 @@ class Meter:
         anchor = backend.prefill(prompt).argmax()[0]
         prefill = time.perf_counter() - began
         for _ in range(count):
-            at, began = backend.length, time.perf_counter()
-            cycle = backend.cycle(anchor)
+            at, began = backend.length(), time.perf_counter()
+            cycle = backend.cycle(Asked(anchor))
             backend.commit(len(cycle.tokens))
             found.append(TimedCycle(at, time.perf_counter() - began, cycle))
             anchor = cycle.tokens[-1]

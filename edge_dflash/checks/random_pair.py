@@ -27,20 +27,21 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as HfTokenizer
 
 from edge_dflash.bundle.manifest import WeightFormat
-from edge_dflash.common.codec import decode
+from edge_dflash.common.tables import decode
 from edge_dflash.errors import BackendError, RequestError
 from edge_dflash.model import pair_programs
 from edge_dflash.model.ops import Attend, KvAppend, RmsNorm
 from edge_dflash.model.specs import PairSpec
 from edge_dflash.text.tokenizer import Tokenizer
+from edge_dflash.weights.formats import WideWeight
 from edge_dflash.weights.layout import UNIT_ROWS, WINDOW, Format, Layout, repack
 from edge_dflash.weights.recipe import Recipe, default_recipe
 from edge_dflash.weights.stacks import Stack
-from edge_dflash.weights.tensor import WideWeight
 
 if TYPE_CHECKING:  # importing them needs CUDA's bindings
-    from edge_dflash.backends.cuda.driver import DevicePointer, Gpu, Kernel
+    from edge_dflash.backends.cuda.driver import Gpu, Kernel
     from edge_dflash.backends.cuda.linear import LinearWeights
+    from edge_dflash.backends.cuda.memory import DevicePointer
 
 Kind = Literal["nvfp4", "fp8", "bf16"]
 

@@ -18,7 +18,7 @@ from edge_dflash.bundle.manifest import Manifest
 from edge_dflash.bundle.reader import read_manifest
 from edge_dflash.checks.doctor import gather, report
 from edge_dflash.checks.doctor_checks import examine
-from edge_dflash.common.codec import encode
+from edge_dflash.common.tables import encode
 from edge_dflash.errors import RequestError
 from edge_dflash.version import __version__
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from edge_dflash.backends.cuda.arch import device_sm
 from edge_dflash.backends.cuda.compile import ARCHS, cached_cubin
+from edge_dflash.backends.cuda.support import device_sm
 from edge_dflash.board.archs import arch_of_sm
 from edge_dflash.bundle.reader import read_manifest
 from edge_dflash.checks.bench import Device, Form, Say, Subject, Work, run, tiled

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from rich.table import Table
 
-from edge_dflash.board.energy import EnergyMeter
+from edge_dflash.board.power import EnergyMeter
 from edge_dflash.decode.options import PlanOptions
 from edge_dflash.errors import VerificationError
 from edge_dflash.planner import Planner, Task

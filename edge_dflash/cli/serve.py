@@ -45,7 +45,7 @@ def serve(
         if error.name is None or error.name.partition(".")[0] not in ("starlette", "uvicorn", "prometheus_client"):
             raise
         raise ServiceError(f"{error.name} is missing; install it with: pip install 'edge-dflash[serve]'") from None
-    from edge_dflash.board.energy import EnergyMeter
+    from edge_dflash.board.power import EnergyMeter
     from edge_dflash.board.state import read_board_state
 
     chosen = load_config(config) if config is not None else ServeConfig()

@@ -24,7 +24,7 @@ from edge_dflash.text.tokenizer import Message
 if TYPE_CHECKING:
     from edge_dflash.client.planner import RemotePlanner
 
-_PATH = "/v1/edge_dflash/decode"
+_PATH = "/v1/edge_dflash/sessions"
 
 
 class RemoteSession:

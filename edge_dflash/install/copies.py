@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeAlias
 
-from edge_dflash.board.memory import drop_page_cache
+from edge_dflash.board.linux import drop_page_cache
 from edge_dflash.builder.journal import sync_path
 from edge_dflash.bundle.manifest import MANIFEST, FileEntry, Manifest
 from edge_dflash.bundle.parts import hash_file

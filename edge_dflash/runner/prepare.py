@@ -10,16 +10,14 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from edge_dflash.decode.accept import Relaxation
 from edge_dflash.decode.backend import Backend
-from edge_dflash.decode.constraint import Constraint, Interrupted, Patience
-from edge_dflash.decode.controls import Controls
+from edge_dflash.decode.controls import Controls, Interrupted, Pace, Patience
 from edge_dflash.decode.grammar.compiled import Grammar, compile_lark, compile_regex, compile_schema, compile_tools
 from edge_dflash.decode.grammar.tool_form import tool_grammar
 from edge_dflash.decode.loop import DecodeOptions, admit
 from edge_dflash.decode.options import Options
-from edge_dflash.decode.pace import Pace
-from edge_dflash.decode.relaxed import Relaxation
-from edge_dflash.decode.thinking import AfterThinking
+from edge_dflash.decode.steering import AfterThinking, Constraint
 from edge_dflash.errors import RequestError
 from edge_dflash.text.chat import Markers, thinking_is_open
 from edge_dflash.text.tokenizer import Tokenizer

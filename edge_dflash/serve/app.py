@@ -178,31 +178,31 @@ class Routes:
         return Response(self._document, media_type="application/json")
 
     async def sessions(self, request: Request) -> ASGIApp:
-        """``GET /v1/edge_dflash/decode``."""
+        """``GET /v1/edge_dflash/sessions``."""
         _, sessions = self._service.loaded(request.state.account)
         return await self._made(lambda: {"object": "list", "data": sessions.entries()})
 
     async def session(self, request: Request) -> ASGIApp:
-        """``GET /v1/edge_dflash/decode/NAME``."""
+        """``GET /v1/edge_dflash/sessions/NAME``."""
         _, sessions = self._service.loaded(request.state.account)
         return await self._made(partial(sessions.info, _name(request)))
 
     async def delete_session(self, request: Request) -> ASGIApp:
-        """``DELETE /v1/edge_dflash/decode/NAME``."""
+        """``DELETE /v1/edge_dflash/sessions/NAME``."""
         _, sessions = self._service.loaded(request.state.account)
         name = _name(request)
         await self._service.on_thread(partial(sessions.delete, name))
         return json_response({"id": name, "object": "edge_dflash.session", "deleted": True})
 
     async def save_session(self, request: Request) -> ASGIApp:
-        """``POST /v1/edge_dflash/decode/NAME/save``, with ``to`` under another name."""
+        """``POST /v1/edge_dflash/sessions/NAME/save``, with ``to`` under another name."""
         _, sessions = self._service.loaded(request.state.account)
         name, to = _name(request), await self._body(request, other_name)
         size = await self._service.on_thread(partial(sessions.save, name, to))
         return json_response({"id": to or name, "object": "edge_dflash.session", "saved": True, "bytes": size})
 
     async def fork_session(self, request: Request) -> ASGIApp:
-        """``POST /v1/edge_dflash/decode/NAME/fork`` to the name ``to``."""
+        """``POST /v1/edge_dflash/sessions/NAME/fork`` to the name ``to``."""
         _, sessions = self._service.loaded(request.state.account)
         name, to = _name(request), await self._body(request, new_name)
         await self._service.on_thread(partial(sessions.fork, name, to))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from edge_dflash.decode.logprobs import TokenLogprob
+from edge_dflash.decode.sampling import TokenLogprob
 from edge_dflash.serve.openai import Call
 
 LEAST = -9999.0  # OpenAI's number for a token that is next to impossible; JSON has no infinity

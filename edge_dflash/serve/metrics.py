@@ -14,7 +14,7 @@ from prometheus_client import (
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from edge_dflash.board.energy import EnergyMeter
+from edge_dflash.board.power import EnergyMeter
 from edge_dflash.board.state import BoardState
 from edge_dflash.decode.loop import Step
 from edge_dflash.result import Plan

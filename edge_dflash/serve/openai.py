@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from edge_dflash.decode.logprobs import MOST_ALTERNATIVES
 from edge_dflash.decode.options import PRIORITIES, PlanOptions
+from edge_dflash.decode.sampling import MOST_ALTERNATIVES
 from edge_dflash.serve.config import DefaultConfig, LimitConfig
 from edge_dflash.serve.fields import Fields
 from edge_dflash.serve.messages import read_messages, read_prompt

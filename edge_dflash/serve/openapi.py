@@ -53,7 +53,7 @@ class Operation:
 
 
 _CALLS: dict[str, Any] = {"tools": [{"function": {"name": "f"}}], "tool_choice": "required"}
-_SESSIONS = "/v1/edge_dflash/decode"
+_SESSIONS = "/v1/edge_dflash/sessions"
 _HELLO = [{"role": role, "content": "x"} for role in ("system", "developer", "user", "assistant", "tool")]
 _FORMS = ({"type": "text"}, {"type": "json_object"}, {"type": "json_schema", "json_schema": {"schema": {}}})
 _GENERATES = tuple(

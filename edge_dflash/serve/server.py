@@ -22,7 +22,7 @@ from types import FrameType
 
 import uvicorn
 
-from edge_dflash.board.energy import EnergyMeter
+from edge_dflash.board.power import EnergyMeter
 from edge_dflash.board.state import BoardState
 from edge_dflash.errors import EdgeDflashError, ServiceError
 from edge_dflash.serve.accounts import Keys, read_keys

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from edge_dflash.backends.selftest import Mode
-from edge_dflash.board.energy import EnergyMeter
+from edge_dflash.board.power import EnergyMeter
 from edge_dflash.board.state import BoardState
 from edge_dflash.common.progress import Progress as Report
 from edge_dflash.common.progress import unheard

@@ -11,15 +11,20 @@ import board_support
 import pytest
 from board_support import hwmon, write
 
-from edge_dflash.board import energy
-from edge_dflash.board.clocks import read_clocks
-from edge_dflash.board.energy import EnergyMeter
-from edge_dflash.board.jetson import SetMode, read_power_mode, read_release
-from edge_dflash.board.memory import MemoryState, drop_page_cache, parse_meminfo
-from edge_dflash.board.power import Rail, read_input, read_rails
-from edge_dflash.board.state import BoardState, read_board_state
-from edge_dflash.board.sysfs import numbered, read_int, read_text
-from edge_dflash.board.thermal import read_temperatures, read_throttling
+from edge_dflash.board import power
+from edge_dflash.board.linux import (
+    MemoryState,
+    SetMode,
+    drop_page_cache,
+    numbered,
+    read_int,
+    read_memory,
+    read_power_mode,
+    read_release,
+    read_text,
+)
+from edge_dflash.board.power import EnergyMeter, Rail, read_input, read_rails
+from edge_dflash.board.state import BoardState, read_board_state, read_clocks, read_temperatures, read_throttling
 
 
 @pytest.fixture
@@ -201,9 +206,11 @@ def test_the_mode_has_its_name_from_the_table_and_not_from_a_comment(tmp_path):
     assert read_power_mode(write(tmp_path, files)) == SetMode(9, None)
 
 
-def test_meminfo_without_a_line_is_none():
-    assert parse_meminfo("MemTotal: 1 kB\nMemAvailable: x kB\nSwapTotal: 0 kB\nSwapFree: 0 kB") is None
-    assert parse_meminfo(board_support.MEMINFO.format(total=4, available=2, swap=3, swap_free=1)).swap_used == 2048
+def test_meminfo_without_a_line_is_none(tmp_path):
+    lacking = "MemTotal: 1 kB\nMemAvailable: x kB\nSwapTotal: 0 kB\nSwapFree: 0 kB"
+    assert read_memory(write(tmp_path, {"proc/meminfo": lacking})) is None
+    whole = board_support.MEMINFO.format(total=4, available=2, swap=3, swap_free=1)
+    assert read_memory(write(tmp_path, {"proc/meminfo": whole})).swap_used == 2048
 
 
 def test_thermal_without_names_is_empty(tmp_path):
@@ -222,7 +229,7 @@ def test_energy_is_the_integral_of_what_was_sampled():
     read, ticks = iter([10.0, 20.0, 20.0, 10.0]), iter([0.0, 0.5, 1.0, 1.5])
     meter = EnergyMeter(lambda: Rail("VIN", "ina238", next(read), None, None, None))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(energy.time, "perf_counter", lambda: next(ticks))
+        patch.setattr(power.time, "perf_counter", lambda: next(ticks))
         for _ in range(4):
             meter._sample()
     assert meter.rail == "VIN"
@@ -238,7 +245,7 @@ def test_energy_is_unknown_across_a_gap_and_without_a_rail():
     ticks = iter([0.0, 0.5, 3.0])
     meter = EnergyMeter(lambda: Rail("VIN", "ina238", 10.0, None, None, None))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(energy.time, "perf_counter", lambda: next(ticks))
+        patch.setattr(power.time, "perf_counter", lambda: next(ticks))
         for _ in range(3):
             meter._sample()
     assert meter.joules(0.0, 3.0) is None

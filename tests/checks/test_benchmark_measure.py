@@ -26,7 +26,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from edge_dflash.board.energy import EnergyMeter
+from edge_dflash.board.power import EnergyMeter
 from edge_dflash.checks.bench import Device, Work, run, tiled
 from edge_dflash.checks.bench_result import Formed
 from edge_dflash.checks.bench_view import render, svg

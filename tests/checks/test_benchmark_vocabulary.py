@@ -9,8 +9,8 @@ import pytest
 
 from edge_dflash.checks.random_pair import LEAST, synthetic_tokenizer
 from edge_dflash.checks.subjects import SCENE_STEPS, STEPS, WORDS
-from edge_dflash.decode.constraint import unpack
 from edge_dflash.decode.grammar.compiled import compile_schema
+from edge_dflash.decode.sampling import unpack
 from edge_dflash.errors import RequestError
 
 SIZE = 20_000

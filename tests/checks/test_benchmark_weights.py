@@ -9,7 +9,7 @@ import pytest
 from random_words import random_words
 from synthetic import CONFIGS
 
-from edge_dflash.backends.cuda.driver import DevicePointer
+from edge_dflash.backends.cuda.memory import DevicePointer
 from edge_dflash.checks.random_pair import (
     KV_SCALE,
     Making,
@@ -22,10 +22,10 @@ from edge_dflash.checks.random_pair import (
 from edge_dflash.errors import RequestError
 from edge_dflash.model import pair_programs
 from edge_dflash.model.config import match_pair, read_drafter_spec, read_target_spec
+from edge_dflash.weights.formats import Fp8Weight, Nvfp4Weight, WideWeight, bf16_to_f32
 from edge_dflash.weights.layout import UNIT_ROWS, Layout, Repacked
+from edge_dflash.weights.packing import unpack
 from edge_dflash.weights.stacks import Stack, pair_stacks
-from edge_dflash.weights.tensor import Fp8Weight, Nvfp4Weight, WideWeight, bf16_to_f32
-from edge_dflash.weights.unpacking import unpack
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 KINDS = ("nvfp4", "fp8", "bf16")

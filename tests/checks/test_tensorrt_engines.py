@@ -9,8 +9,8 @@ from tensorrt_build_support import VERSION, FakeCompiler
 from edge_dflash.backends.tensorrt.plans import bundle_units, planned
 from edge_dflash.checks.random_pair import synthetic_pair
 from edge_dflash.model import pair_programs
+from edge_dflash.weights.formats import Fp8Weight, Nvfp4Weight, WideWeight
 from edge_dflash.weights.recipe import Recipe, default_recipe
-from edge_dflash.weights.tensor import Fp8Weight, Nvfp4Weight, WideWeight
 from tests.scripts import tensorrt_engines
 from tests.scripts.tensorrt_engines import Built, PackedStore, kind_of, summary
 

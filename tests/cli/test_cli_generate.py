@@ -8,8 +8,7 @@ import re
 import pytest
 from cli_support import last_json
 
-from edge_dflash.board.energy import EnergyMeter
-from edge_dflash.board.power import Rail
+from edge_dflash.board.power import EnergyMeter, Rail
 from edge_dflash.cli import comparison
 from edge_dflash.cli import generate as module
 from edge_dflash.errors import VerificationError

@@ -173,7 +173,7 @@ def test_a_first_turn_that_comes_to_nothing_keeps_the_system_prompt(service, rem
         assert there.plan("two", max_new_tokens=4).tokens == expected
         assert there.messages == here.messages
         there.close()
-    assert remote._connection.call("GET", "/v1/edge_dflash/decode")["data"] == []
+    assert remote._connection.call("GET", "/v1/edge_dflash/sessions")["data"] == []
 
 
 def test_sessions_go_on_fork_and_are_saved_on_the_server(service, remote):
@@ -201,7 +201,7 @@ def test_sessions_go_on_fork_and_are_saved_on_the_server(service, remote):
             new.save("new")
     for session in (there, fork, restored):
         session.close()
-    left = remote._connection.call("GET", "/v1/edge_dflash/decode")["data"]
+    left = remote._connection.call("GET", "/v1/edge_dflash/sessions")["data"]
     assert [(entry["id"], entry["open"]) for entry in left] == [("hall.session", True)]
     with pytest.raises(RequestError, match="closed"):
         there.plan("more")
@@ -221,7 +221,7 @@ def test_a_cancelled_turn_lets_its_successor_in(tmp_path):
         next(stream)
         stream.cancel()
         session.close()  # nothing of it stays there
-        assert remote._connection.call("GET", "/v1/edge_dflash/decode")["data"] == []
+        assert remote._connection.call("GET", "/v1/edge_dflash/sessions")["data"] == []
     service.close()
 
 

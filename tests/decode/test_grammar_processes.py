@@ -24,8 +24,7 @@ from hypothesis import strategies as st
 
 from edge_dflash.checks.random_pair import synthetic_tokenizer
 from edge_dflash.decode.backend import PairShape
-from edge_dflash.decode.constraint import ENDLESS, Interrupted, Patience
-from edge_dflash.decode.controls import Controls
+from edge_dflash.decode.controls import ENDLESS, Controls, Interrupted, Patience
 from edge_dflash.decode.grammar import compiled as module
 from edge_dflash.decode.grammar import wire
 from edge_dflash.decode.grammar.child import Bounds
@@ -500,7 +499,7 @@ def test_nothing_outlives_the_planners_process(end):
     code = f"""if True:
         import os, signal, sys, threading, time
         from contextlib import suppress
-        sys.path[:0] = {[str(ROOT), str(ROOT / "tests")]}
+        sys.path[:0] = {[str(ROOT), str(ROOT / "tests" / "support")]}
         from tests.decode.test_grammar_processes import *
         grammars = Grammars(tokenizer(), STOP)
         constraint = Grammar(grammars, source("regex", "a|b")).constraint()

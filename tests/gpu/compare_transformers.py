@@ -17,16 +17,16 @@ import numpy as np
 import torch
 from transformers_pair import Transformers
 
-from edge_dflash.backends.cuda.driver import DevicePointer
 from edge_dflash.backends.cuda.linear import LinearWeights
+from edge_dflash.backends.cuda.memory import DevicePointer
 from edge_dflash.checks.measure import Meter, accept_pattern
 from edge_dflash.checks.random_pair import RandomWeights, synthetic_pair
 from edge_dflash.checks.record import describe
 from edge_dflash.checks.subjects import CUBINS
 from edge_dflash.decode.backend import Precision
 from edge_dflash.planner import Planner
+from edge_dflash.weights.formats import WideWeight
 from edge_dflash.weights.layout import UNIT_ROWS, WINDOW, repack
-from edge_dflash.weights.tensor import WideWeight
 
 
 class TorchWeights(RandomWeights):
@@ -112,8 +112,8 @@ def agreement(hf, backend, prompt, text):
 
 def ours(hf, pair, prompt, pattern, tokens, most, folder):
     """edge-dflash with the tensors of ``hf``: (plain, speculative) Decode, and the agreement."""
-    from edge_dflash.backends.cuda.arch import device_sm
     from edge_dflash.backends.cuda.backend import NativeBackend
+    from edge_dflash.backends.cuda.support import device_sm
     from edge_dflash.checks.subjects import cubins
 
     cubin = cubins(folder, device_sm())

@@ -268,10 +268,10 @@ def test_an_engine_that_fails_is_503_and_the_next_request_runs(tmp_path):
     class Failing(FakeBackend):
         failing = True
 
-        def verify(self, ids):
+        def verify(self, ids, lane=0):
             if self.failing:
                 raise BackendError("the device is gone; restart the service")
-            return super().verify(ids)
+            return super().verify(ids, lane)
 
     backend = Failing(TEXT_SHAPE)
     service = fake_service(tmp_path, backend)

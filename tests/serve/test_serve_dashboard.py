@@ -11,7 +11,7 @@ from fakes import FakeBackend
 from planner_support import Slow
 from service_support import TEXT_SHAPE, client_of, fake_service
 
-from edge_dflash.board.memory import MemoryState
+from edge_dflash.board.linux import MemoryState
 from edge_dflash.board.power import Rail
 from edge_dflash.board.state import BoardState
 from edge_dflash.serve.metrics import BOARD, Metrics

@@ -151,8 +151,8 @@ class TestChat:
                 return row
 
         class Broken(FakeBackend):
-            def prefill(self, ids):
-                super().prefill(ids)
+            def prefill(self, ids, lane=0):
+                super().prefill(ids, lane)
                 return FakeRows([[math.nan] * self.shape.vocab_size])
 
         for kind in (Sure, Broken):

@@ -162,12 +162,12 @@ class StuckBackend(FakeBackend):
         super().__init__(TEXT_SHAPE, right=lambda position: 1)
         self.hang, self.stuck, self.freed = threading.Event(), threading.Event(), threading.Event()
 
-    def verify(self, tokens):
+    def verify(self, tokens, lane=0):
         time.sleep(0.01)
         if self.hang.is_set():
             self.stuck.set()
             self.freed.wait(30)
-        return super().verify(tokens)
+        return super().verify(tokens, lane)
 
 
 def test_a_service_whose_engine_hangs_in_a_request_is_caught(manager, tmp_path, monkeypatch):

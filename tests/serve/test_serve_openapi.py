@@ -19,7 +19,7 @@ from edge_dflash.serve.openapi import OPERATIONS, document
 SERVE = Path(openapi.__file__).parent
 DOCUMENT = document(ServeConfig(), key=True)
 HELLO = [{"role": "user", "content": "hello"}]
-CHAT, COMPLETIONS, SESSIONS = "/v1/chat/completions", "/v1/completions", "/v1/edge_dflash/decode"
+CHAT, COMPLETIONS, SESSIONS = "/v1/chat/completions", "/v1/completions", "/v1/edge_dflash/sessions"
 
 
 def body_schema(path):

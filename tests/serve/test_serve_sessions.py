@@ -8,7 +8,7 @@ from planner_support import Gate
 from service_support import TEXT_SHAPE, client_of, fake_service
 
 CHAT = "/v1/chat/completions"
-SESSIONS = "/v1/edge_dflash/decode"
+SESSIONS = "/v1/edge_dflash/sessions"
 
 
 @pytest.fixture

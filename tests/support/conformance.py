@@ -287,7 +287,7 @@ def curl_bad_requests(way: Way) -> None:
         status, text, _ = way.curl(CHAT, body)
         assert status == wanted, (body[:20], status)
         assert json.loads(text)["error"]["message"]
-    for path, wanted in (("/v1/nothing", 404), (CHAT, 405), ("/v1/edge_dflash/decode/..%2f..%2fetc", 404)):
+    for path, wanted in (("/v1/nothing", 404), (CHAT, 405), ("/v1/edge_dflash/sessions/..%2f..%2fetc", 404)):
         status, text, _ = way.curl(path, None, "--path-as-is")
         assert status == wanted, (path, status)
         assert json.loads(text)["error"]

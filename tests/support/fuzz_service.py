@@ -147,7 +147,7 @@ encode = st.fixed_dictionaries(
     {}, optional={"messages": messages, "text": often(texts), "thinking": often(st.booleans())}
 )
 other_name = st.fixed_dictionaries({}, optional={"to": names})
-SESSIONS = "/v1/edge_dflash/decode"
+SESSIONS = "/v1/edge_dflash/sessions"
 
 
 def as_bytes(value) -> bytes:

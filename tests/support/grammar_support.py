@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as HfTokenizer
 
-from edge_dflash.decode.constraint import unpack
 from edge_dflash.decode.grammar.vocabulary import Vocabulary
 from edge_dflash.decode.grammar.walker import Compiled, Source, Walker, compiled
+from edge_dflash.decode.sampling import unpack
 from edge_dflash.text.tokenizer import ChatTemplate, Tokenizer
 
 END, TURN = "<|im_end|>", "<|im_start|>"

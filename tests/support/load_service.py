@@ -24,7 +24,7 @@ import httpx2
 from service_support import Process
 
 CHAT = "/v1/chat/completions"
-SESSIONS = "/v1/edge_dflash/decode"
+SESSIONS = "/v1/edge_dflash/sessions"
 TASKS = (
     "Bring the red mug to the kitchen table.",
     "Close the fridge.",

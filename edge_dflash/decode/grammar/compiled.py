@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from weakref import WeakKeyDictionary
 
-from edge_dflash.decode.constraint import ENDLESS, Patience
+from edge_dflash.decode.controls import ENDLESS, Patience
 from edge_dflash.decode.grammar.child import Bounds
 from edge_dflash.decode.grammar.constraint import GrammarConstraint
 from edge_dflash.decode.grammar.process import Child, Died, OverBounds, Zygote
