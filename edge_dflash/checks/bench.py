@@ -26,7 +26,9 @@ from edge_dflash.checks.measure import (
 from edge_dflash.checks.record import ClockSample, describe
 from edge_dflash.decode.backend import Backend, Rows
 from edge_dflash.decode.controls import Controls
-from edge_dflash.decode.grammar.compiled import compile_schema
+from edge_dflash.decode.grammar.compiled import compile_form
+from edge_dflash.decode.grammar.schema_check import schema_json
+from edge_dflash.decode.grammar.walker import Source
 from edge_dflash.decode.loop import DecodeOptions, stream
 from edge_dflash.errors import ContextError, RequestError
 from edge_dflash.planner import Planner
@@ -201,7 +203,8 @@ def replaced_share(planner: Planner, form: Form, prompt: Sequence[int], tokens: 
     backend, tokenizer, stop = _Watched(planner.backend), planner.tokenizer, planner.stop_token_ids
     if tokenizer is None:
         raise RequestError("a bundle without tokenizer takes no schema; leave it out")
-    grammar = compile_schema(form.schema, tokenizer, backend.shape.vocab_size, stop)
+    source = Source("schema", schema_json(form.schema), False, backend.shape.vocab_size)
+    grammar = compile_form(source, tokenizer, stop)
     backend.reset()
     options = DecodeOptions(max_new_tokens=tokens, stop_token_ids=stop)
     for _ in stream(backend, prompt, options, controls=Controls(grammar.constraint())):
