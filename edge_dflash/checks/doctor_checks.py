@@ -1,7 +1,4 @@
-"""The doctor's checks: D001 to D013 judge the machine, D014 to D017 a bundle on it.
-
-docs/troubleshooting.md has a section for each code; a test compares the two.
-"""
+"""The doctor's checks, D001 to D013 of the machine, D014 to D017 of a bundle: docs/troubleshooting.md has them all."""
 
 from __future__ import annotations
 

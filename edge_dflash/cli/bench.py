@@ -73,19 +73,15 @@ def bench(
     (budget, allocated, device_used, device_total, allocations_after_load), profile.
     """
     kind = _checked(bundle, synthetic, weights, prompts)
-    if plot is not None and not plot.parent.is_dir():
-        raise RequestError(f"{plot.parent} is no directory; make it first or give another --plot")
-    if record is not None:
-        check_record(record)
+    _check_files(plot, record)
     work = Work(context, tokens, lengths(prefill, "--prefill"), lengths(contexts, "--contexts"), accept_length, profile)
     folder = cubins or CUBINS
     if synthetic is not None:
         result = bench_synthetic(synthetic, kind, work, folder, say)
     else:
         path = cast("Path", bundle)
-        result = bench_bundle(
-            path, partial(bench_prompts, path, max_new_tokens=tokens, file=prompts), work, folder, say
-        )
+        asked = partial(bench_prompts, path, max_new_tokens=tokens, file=prompts)
+        result = bench_bundle(path, asked, work, folder, say)
     if commit is not None:
         result = replace(result, machine={**result.machine, "commit": commit})
     _print(result, plot, record, json)
@@ -103,6 +99,14 @@ def _checked(bundle: Path | None, synthetic: str | None, weights: str | None, pr
     if kind not in KINDS:
         raise RequestError(f"--weights is {kind!r}; give one of {', '.join(KINDS)}")
     return cast("Kind", kind)
+
+
+def _check_files(plot: Path | None, record: Path | None) -> None:
+    """Raise RequestError, before any work, for files that cannot be written."""
+    if plot is not None and not plot.parent.is_dir():
+        raise RequestError(f"{plot.parent} is no directory; make it first or give another --plot")
+    if record is not None:
+        check_record(record)
 
 
 def lengths(text: str, option: str) -> tuple[int, ...]:
