@@ -35,7 +35,7 @@ from edge_dflash.decode.grammar.schema_check import schema_json
 from edge_dflash.decode.grammar.walker import Walker, compiled
 from edge_dflash.decode.grammar.wire import Source
 from edge_dflash.decode.sampling import unpack
-from edge_dflash.demo.corpus import plan_schema
+from edge_dflash.demo.actions import plan_schema
 from edge_dflash.errors import RequestError
 from edge_dflash.text.tokenizer import Tokenizer
 
@@ -487,7 +487,7 @@ def test_slices_of_the_vocabulary_change_no_mask():
     """Pieces of strings are taken or left by length; the library's own, coarser slices are the reference."""
     from llguidance import LLMatcher, LLTokenizer
 
-    from edge_dflash.checks.vocabulary import synthetic_tokenizer
+    from edge_dflash.checks.random_pair import synthetic_tokenizer
 
     words = synthetic_tokenizer(4096)
     ours = Vocabulary(words.to_json(), words.size, (words.eos_token_id,)).tokenizer
