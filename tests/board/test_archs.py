@@ -24,7 +24,7 @@ from edge_dflash.common.files import directory
 from edge_dflash.errors import BackendError, BundleError, RecipeError
 from edge_dflash.model import pair_programs
 from edge_dflash.weights.recipe import default_recipe
-from tests.checks.test_inspection import MODELS, spec
+from tests.checks.test_inspect import MODELS, spec
 
 GPUS = [arch for arch in ARCHS if arch.sm]
 
@@ -155,5 +155,6 @@ def test_inspect_takes_the_chunk_of_the_board():
     }
     assert (found["sm110"].prefill_chunk, found["sm87"].prefill_chunk) == (128, 64)
     assert found["sm110"].to_json()["prefill_chunk_ms"] == pytest.approx(71.8, abs=0.1)
-    given = inspect_recipe(spec("qwen3.6-27b"), default_recipe(), board=load_board("sm110"), prefill_chunk=17)
+    recipe = replace(default_recipe(), context=replace(default_recipe().context, prefill_chunk=17))
+    given = inspect_recipe(spec("qwen3.6-27b"), recipe, board=load_board("sm110"))
     assert given.prefill_chunk == 17

@@ -59,7 +59,7 @@ class NativeSegments:
     def open(self, gpu, plan):
         self._gpu, self._linears = gpu, Linears(gpu, self._cubin)
         (head,) = [s for s in self._stacks.values() if s.names == ("target.lm_head",)]
-        return self._linears.plan(head.layout, plan.sizes.rows).rank_bytes(plan.sizes.rows)
+        return self._linears.choose(head.layout, plan.sizes.rows).rank_bytes
 
     def close(self):
         pass

@@ -13,7 +13,7 @@ import numpy as np
 
 from edge_dflash.backends.cuda.attend import AttendShape
 from edge_dflash.backends.cuda.delta import DeltaShape
-from edge_dflash.backends.cuda.splits import block_shared, plan
+from edge_dflash.backends.cuda.splits import block_shared, choose_splits
 from edge_dflash.board.archs import arch_of_sm, find_arch
 from edge_dflash.errors import BackendError
 from edge_dflash.model import pair_programs
@@ -95,7 +95,7 @@ def _check_op(
 
 def _check_shared(name: str, layout: Layout, rows: int, arch: str) -> None:
     sm = find_arch(arch).sm
-    needed, most = plan(layout, rows, sm, 1).shared_bytes, block_shared(sm)
+    needed, most = choose_splits(layout, rows, sm, 1).shared_bytes, block_shared(sm)
     if needed > most:
         raise BackendError(
             f"{name}: {layout.format} linears with blocks of {rows} rows need {needed} bytes of shared memory, {arch} "
