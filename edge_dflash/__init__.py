@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from edge_dflash.bundle.reader import Bundle
     from edge_dflash.client.planner import RemotePlanner
     from edge_dflash.client.session import RemoteSession
-    from edge_dflash.decode.logprobs import TokenLogprob
+    from edge_dflash.decode.accept import Relaxation
     from edge_dflash.decode.options import PlanOptions
-    from edge_dflash.decode.relaxed import Relaxation
+    from edge_dflash.decode.sampling import TokenLogprob
     from edge_dflash.errors import (
         BackendError,
         BuildError,
@@ -86,8 +86,8 @@ _MODULES = {
     "client.session": ("RemoteSession",),
     "decode.options": ("PlanOptions",),
     "runner.stream": ("AsyncPlanStream", "PlanStream"),
-    "decode.logprobs": ("TokenLogprob",),
-    "decode.relaxed": ("Relaxation",),
+    "decode.sampling": ("TokenLogprob",),
+    "decode.accept": ("Relaxation",),
     "text.tool_calls": ("MalformedToolCall", "ToolCall"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}

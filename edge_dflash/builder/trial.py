@@ -15,9 +15,10 @@ from statistics import mean, median
 import numpy as np
 
 from edge_dflash.backends import load, selftest
-from edge_dflash.backends.cuda.arch import device_facts
+from edge_dflash.backends.cuda.support import device_facts
 from edge_dflash.bundle.manifest import Manifest, Trial
 from edge_dflash.bundle.reader import Bundle
+from edge_dflash.decode.backend import Asked
 from edge_dflash.errors import BackendError, VerificationError
 
 PROMPT = 512  # tokens, at most
@@ -88,7 +89,7 @@ def _time(
         cycles = []
         for done, anchor in enumerate(anchors):
             began = time.perf_counter()
-            found = backend.cycle(anchor)
+            found = backend.cycle(Asked(anchor))
             backend.commit(1)
             cycles.append(time.perf_counter() - began)
             choices.append(found.tokens[0])

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from edge_dflash.board.archs import ARCHS_OF, BACKENDS, find_arch, ordered
-from edge_dflash.common.codec import decode, encode
 from edge_dflash.common.files import parse_json
+from edge_dflash.common.tables import decode, encode
 from edge_dflash.decode.backend import Precision
 from edge_dflash.errors import BackendError, BundleError, short
 from edge_dflash.model import pair_programs

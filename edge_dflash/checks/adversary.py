@@ -7,16 +7,14 @@ that goes wrong after j drafts (the same j in every cycle, or another one each t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from edge_dflash.backends.delegate import Delegate
-from edge_dflash.backends.host_cycle import host_cycle
-from edge_dflash.decode.backend import Backend, Cycle, PairShape, Rows, Steering
-from edge_dflash.decode.constraint import Packed
-from edge_dflash.decode.sampling import GREEDY, Sampling
+from edge_dflash.backends.host import Delegate, host_cycle
+from edge_dflash.decode.backend import Asked, Backend, Cycle, PairShape, Rows
+from edge_dflash.decode.sampling import Packed
 
 SURE = 1e30  # a logit that no temperature, filter or noise outvotes
 
@@ -54,27 +52,19 @@ class Adversary(Delegate):
         self._drafter = drafter
         self._cycle = 0
 
-    def cycle(
-        self,
-        anchor: int,
-        sampling: Sampling = GREEDY,
-        *,
-        steering: Steering | None = None,
-        drafting: bool = True,
-        logits: bool = False,
-    ) -> Cycle:
+    def cycle(self, asked: Asked) -> Cycle:
         """The backend's own cycle, with other drafts: what a device accepts and commits is tried, too."""
-        if steering is not None or not drafting:
-            return host_cycle(self, anchor, sampling, steering, drafting, logits)
-        return self._backend.cycle(anchor, sampling, steering=_Drafts(self._next()), logits=logits)
+        if asked.steering is not None or not asked.drafting:
+            return host_cycle(self, asked)
+        return self._backend.cycle(replace(asked, steering=_Drafts(self._next(asked.lane))))
 
-    def propose(self, anchor: int) -> Rows:
+    def propose(self, anchor: int, lane: int = 0) -> Rows:
         """Rows that choose the adversary's drafts."""
-        return TokenRows(tuple(self._next()), self.shape.vocab_size)
+        return TokenRows(tuple(self._next(lane)), self.shape.vocab_size)
 
-    def _next(self) -> list[int]:
+    def _next(self, lane: int) -> list[int]:
         """Drafts of the adversary; past the known continuation the true token is taken to be 0."""
-        shape, first = self.shape, self.length + 1
+        shape, first = self.shape, self.length(lane) + 1
         truth = self._sequence[first : first + shape.block_size - 1]
         truth += [0] * (shape.block_size - 1 - len(truth))
         drafts = self._drafter(self._cycle, truth, shape)

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from operator import ne
 from typing import Any
 
-from edge_dflash.backends.delegate import Delegate
+from edge_dflash.backends.host import Delegate
 from edge_dflash.decode.backend import Backend, Rows
 from edge_dflash.decode.controls import Controls
-from edge_dflash.decode.grammar.compiled import compile_schema
+from edge_dflash.decode.grammar.compiled import compile_form
+from edge_dflash.decode.grammar.schema_check import schema_json
+from edge_dflash.decode.grammar.walker import Source
 from edge_dflash.decode.loop import DecodeOptions, stream
 from edge_dflash.errors import RequestError
 from edge_dflash.planner import Planner
@@ -61,15 +63,15 @@ class _Watched(Delegate):
         self._drafted: list[int] = []
         self.verified = self.replaced = 0  # drafts
 
-    def propose(self, anchor: int) -> Rows:
-        rows = super().propose(anchor)
+    def propose(self, anchor: int, lane: int = 0) -> Rows:
+        rows = super().propose(anchor, lane)
         self._drafted = rows.argmax()
         return rows
 
-    def verify(self, ids: Sequence[int]) -> Rows:
+    def verify(self, ids: Sequence[int], lane: int = 0) -> Rows:
         self.verified += len(ids) - 1
         self.replaced += sum(map(ne, ids[1:], self._drafted))
-        return super().verify(ids)
+        return super().verify(ids, lane)
 
 
 def replaced_share(planner: Planner, form: Form, prompt: Sequence[int], tokens: int) -> float:
@@ -80,7 +82,8 @@ def replaced_share(planner: Planner, form: Form, prompt: Sequence[int], tokens: 
     backend, tokenizer, stop = _Watched(planner.backend), planner.tokenizer, planner.stop_token_ids
     if tokenizer is None:
         raise RequestError("a bundle without tokenizer takes no schema; leave it out")
-    grammar = compile_schema(form.schema, tokenizer, backend.shape.vocab_size, stop)
+    source = Source("schema", schema_json(form.schema), False, backend.shape.vocab_size)
+    grammar = compile_form(source, tokenizer, stop)
     backend.reset()
     options = DecodeOptions(max_new_tokens=tokens, stop_token_ids=stop)
     for _ in stream(backend, prompt, options, controls=Controls(grammar.constraint())):

@@ -17,14 +17,14 @@ from edge_dflash.checks.bench_result import Cycle, Decode, Memory, Part, Prefill
 from edge_dflash.checks.machine import ClockSample
 from edge_dflash.checks.traffic import Costs
 from edge_dflash.decode import backend as base
-from edge_dflash.decode.backend import Backend
+from edge_dflash.decode.backend import Asked, Backend
 from edge_dflash.errors import BackendError, RequestError
 from edge_dflash.planner import Planner
 from edge_dflash.result import Plan
 
 if TYPE_CHECKING:  # importing them needs CUDA's bindings
     from edge_dflash.backends.cuda.driver import Gpu
-    from edge_dflash.backends.cuda.profile import StepTime
+    from edge_dflash.backends.cuda.graphs import StepTime
 
 CYCLES, BATCHES, WARM = 20, 5, 2  # timed cycles behind a prefill, how often, and cycles before
 MOST_BATCHES = 40  # while nvidia-smi is waited for
@@ -133,8 +133,8 @@ class Meter:
         anchor = backend.prefill(prompt).argmax()[0]
         prefill = time.perf_counter() - began
         for _ in range(count):
-            at, began = backend.length, time.perf_counter()
-            cycle = backend.cycle(anchor)
+            at, began = backend.length(), time.perf_counter()
+            cycle = backend.cycle(Asked(anchor))
             backend.commit(len(cycle.tokens))
             found.append(TimedCycle(at, time.perf_counter() - began, cycle))
             anchor = cycle.tokens[-1]

@@ -9,16 +9,16 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from edge_dflash.backends.delegate import Delegate
+from edge_dflash.backends.host import Delegate
 from edge_dflash.backends.reference.backend import ReferenceBackend
+from edge_dflash.backends.reference.dense import TorchWeights
 from edge_dflash.backends.reference.interpreter import Interpreter, Memory
-from edge_dflash.backends.reference.weights import TorchWeights
 from edge_dflash.decode.accept import accepted
 from edge_dflash.decode.backend import Precision, Rows
 from edge_dflash.decode.loop import DecodeOptions, generate
 from edge_dflash.model.program import PairPrograms
 from edge_dflash.model.specs import PairSpec
-from edge_dflash.weights.tensor import Array, WeightStore
+from edge_dflash.weights.formats import Array, WeightStore
 
 FLOAT32 = Precision("float32", "float32")
 
@@ -34,17 +34,17 @@ class Recorder(Delegate):
         self.accepted: list[int] = []
         self.verify_logits: list[Array] = []
 
-    def propose(self, anchor: int) -> Rows:
+    def propose(self, anchor: int, lane: int = 0) -> Rows:
         """Record position, logits and tokens of the drafts."""
-        rows = super().propose(anchor)
-        self.starts.append(self.length)
+        rows = super().propose(anchor, lane)
+        self.starts.append(self.length(lane))
         self.draft_logits.append(rows.logits())
         self.drafts.append(rows.argmax())
         return rows
 
-    def verify(self, ids: Sequence[int]) -> Rows:
+    def verify(self, ids: Sequence[int], lane: int = 0) -> Rows:
         """Record logits and the number of drafts that they accept."""
-        rows = super().verify(ids)
+        rows = super().verify(ids, lane)
         self.verify_logits.append(rows.logits())
         self.accepted.append(accepted(list(ids[1:]), rows.argmax()))
         return rows

@@ -9,7 +9,7 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from edge_dflash.decode.logprobs import TokenLogprob
+from edge_dflash.decode.sampling import TokenLogprob
 
 
 def entry(one: TokenLogprob) -> dict[str, Any]:

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from edge_dflash.decode.accept import FinishReason
-from edge_dflash.decode.logprobs import TokenLogprob
 from edge_dflash.decode.options import Options
+from edge_dflash.decode.sampling import TokenLogprob
 from edge_dflash.errors import (
     BundleError,
     ContextError,

@@ -1,21 +1,20 @@
-"""The one seam to the hardware: what the spec loop asks of a backend.
+"""The one seam to the hardware: what the loop asks of a backend.
 
-A backend holds one loaded pair and the state of one sequence. Its state is optimistic: a pass writes rows past the
-committed length, and ``commit(k)`` makes the first k of them real. Rolling back is not committing.
+A backend holds one loaded pair and the state of one sequence in each of its lanes. State is optimistic: a pass writes
+rows past the committed length, and ``commit(k)`` makes the first k of them real. Rolling back is not committing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-if TYPE_CHECKING:
-    from edge_dflash.decode.constraint import Packed
-    from edge_dflash.decode.sampling import Sampling
+from edge_dflash.decode.sampling import GREEDY, Packed, Sampling
+from edge_dflash.errors import BackendError
 
 
 @dataclass(frozen=True)
@@ -27,6 +26,7 @@ class PairShape:
     mask_token_id: int
     max_context: int  # rows of every KV state
     prefill_chunk: int  # most rows of one prefill pass
+    lanes: int = 1  # sequences whose state is held at once; each has a lane, counted from 0
 
     @property
     def usable_context(self) -> int:
@@ -53,15 +53,6 @@ class Rows(Protocol):
 
     def logits(self) -> npt.NDArray[np.float32]:
         """Return logits [rows, V] as float32."""
-        ...
-
-
-@runtime_checkable
-class Choosing(Protocol):
-    """What rows may add: choosing tokens where the logits lie, as spec/sampling.choose_row does."""
-
-    def choose(self, sampling: Sampling, position: int, masks: Sequence[Packed | None], first: int = 0) -> list[int]:
-        """Tokens of rows first, first + 1, ..., one for each mask; row first + i chooses for ``position + i``."""
         ...
 
 
@@ -110,48 +101,53 @@ class Cycle:
     logits: Callable[[], npt.NDArray[np.float32]] | None = None
 
 
+@dataclass(frozen=True)
+class Asked:
+    """What one cycle is asked: from which token, and how its tokens are chosen."""
+
+    anchor: int  # the last committed token: its row is the first of the verify pass
+    sampling: Sampling = GREEDY
+    steering: Steering | None = None  # None: logits and sampling alone choose
+    drafting: bool = True  # False: one plain token, a verify pass of one row
+    logits: bool = False  # whether the Cycle gives its logits
+    lane: int = 0
+
+
 class Backend(Protocol):
-    """One target and drafter, loaded, with the state of one sequence. Not thread-safe."""
+    """One target and drafter, loaded, with the state of a sequence in each lane. Not thread-safe.
+
+    Every method raises BackendError for a lane that is not one of ``shape.lanes``.
+    """
 
     @property
     def shape(self) -> PairShape:
         """Sizes of the loaded pair."""
         ...
 
-    @property
-    def length(self) -> int:
+    def length(self, lane: int = 0) -> int:
         """Number of committed rows."""
         ...
 
-    def reset(self) -> None:
+    def reset(self, lane: int = 0) -> None:
         """Forget the sequence: length 0."""
         ...
 
-    def prefill(self, ids: Sequence[int]) -> Rows:
+    def prefill(self, ids: Sequence[int], lane: int = 0) -> Rows:
         """Append ids (at least one) at ``length``, commit them and return the last row's logits (one row).
 
         Raises BackendError when ``length + len(ids)`` exceeds ``max_context``.
         """
         ...
 
-    def cycle(
-        self,
-        anchor: int,
-        sampling: Sampling = ...,
-        *,
-        steering: Steering | None = None,
-        drafting: bool = True,
-        logits: bool = False,
-    ) -> Cycle:
-        """Propose from ``anchor``, verify, accept; ``commit`` follows, of as many rows as there are tokens, or fewer.
+    def cycle(self, asked: Asked) -> Cycle:
+        """Propose from the anchor, verify, accept; ``commit`` follows, of as many rows as there are tokens, or fewer.
 
-        Accepted are the drafts that equal the target's choices. ``steering`` replaces drafts and masks choices on the
-        way. Without ``drafting`` it is one plain token: a verify pass of one row. ``logits`` asks for the Cycle's.
-        :func:`~edge_dflash.backends.host_cycle.host_cycle` is this for a backend that has the passes alone.
+        Accepted are the drafts that equal the target's choices. Steering replaces drafts and masks choices on the way.
+        :func:`~edge_dflash.backends.host.host_cycle` is this for a backend that has the passes alone.
         """
         ...
 
-    def propose(self, anchor: int) -> Rows:
+    def propose(self, anchor: int, lane: int = 0) -> Rows:
         """Draft: one drafter pass over [anchor, mask x (B-1)]; row i is the draft for position length + 1 + i.
 
         Its scratch lies where a verify has put the drafter's context, so an open verify is dropped: it cannot be
@@ -159,29 +155,35 @@ class Backend(Protocol):
         """
         ...
 
-    def verify(self, ids: Sequence[int]) -> Rows:
+    def verify(self, ids: Sequence[int], lane: int = 0) -> Rows:
         """Run 1..B rows at positions length, length + 1, ...; row r is the choice for position length + r + 1.
 
         Replaces the rows of an earlier verify that were not committed.
         """
         ...
 
-    def commit(self, rows: int) -> None:
+    def commit(self, rows: int, lane: int = 0) -> None:
         """Make the first ``rows`` rows of the last verify real (0 <= rows <= rows verified); at most once a verify."""
         ...
 
-    def flush(self) -> None:
+    def flush(self, lane: int = 0) -> None:
         """Replay pending rows into the recurrent state, so that state bytes are those after ``length`` tokens."""
         ...
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self, lane: int = 0) -> Snapshot:
         """Flush, then copy the state of both models."""
         ...
 
-    def restore(self, snapshot: Snapshot) -> None:
+    def restore(self, snapshot: Snapshot, lane: int = 0) -> None:
         """Replace the state. Raises BackendError when the snapshot is of another pair."""
         ...
 
     def close(self) -> None:
         """Release the device."""
         ...
+
+
+def check_lane(shape: PairShape, lane: int) -> None:
+    """Raise BackendError for a lane that the backend does not have."""
+    if not 0 <= lane < shape.lanes:
+        raise BackendError(f"lane {lane} is outside the {shape.lanes} of this backend; give one from 0 on")

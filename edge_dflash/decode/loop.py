@@ -13,13 +13,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from edge_dflash.decode.accept import FinishReason
-from edge_dflash.decode.backend import Backend, PairShape, Rows
-from edge_dflash.decode.constraint import Interrupted
-from edge_dflash.decode.controls import NO_CONTROLS, Controls
-from edge_dflash.decode.logprobs import TokenLogprob, token_logprobs
-from edge_dflash.decode.pace import CycleTime, Pace
-from edge_dflash.decode.path import Path
-from edge_dflash.decode.sampling import Sampling
+from edge_dflash.decode.backend import Asked, Backend, PairShape, Rows
+from edge_dflash.decode.controls import NO_CONTROLS, Controls, CycleTime, Interrupted, Pace
+from edge_dflash.decode.sampling import Sampling, TokenLogprob, token_logprobs
+from edge_dflash.decode.steering import Path
 from edge_dflash.errors import ContextError, RequestError
 
 
@@ -107,7 +104,7 @@ def stream(
         backend,
         prompt,
         options,
-        admit(backend.shape, backend.length, prompt, options),
+        admit(backend.shape, backend.length(), prompt, options),
         speculative=speculative,
         controls=controls,
     )
@@ -144,7 +141,7 @@ def _decode(
     if rows is None:
         return
     began = time.perf_counter()
-    tokens, reason = controls.cut([path.first(rows, backend.length)], options.stop_token_ids, budget, at_budget)
+    tokens, reason = controls.cut([path.first(rows, backend.length())], options.stop_token_ids, budget, at_budget)
     logprobs = token_logprobs(rows.logits, tokens, options.logprobs, controls.spell)
     path.commit(tokens)
     seconds = prefill_seconds + time.perf_counter() - began
@@ -161,11 +158,7 @@ def _decode(
         budget -= len(tokens)
         began = time.perf_counter()
         cycle = backend.cycle(
-            tokens[-1],
-            path.sampling,
-            steering=path.steering,
-            drafting=drafting,
-            logits=options.logprobs is not None,
+            Asked(tokens[-1], path.sampling, path.steering, drafting=drafting, logits=options.logprobs is not None)
         )
         tokens, reason = controls.cut(cycle.tokens, options.stop_token_ids, budget, at_budget)
         logprobs = token_logprobs(cycle.logits, tokens, options.logprobs, controls.spell)
@@ -192,7 +185,7 @@ def _prefill(
             return None, seconds
         if controls.hold is not None:
             controls.hold()
-        length = backend.length
+        length = backend.length()
         ends = [length + len(prompt) - done, length + backend.shape.prefill_chunk, *controls.cuts]
         chunk = min(end for end in ends if end > length) - length
         began = time.perf_counter()

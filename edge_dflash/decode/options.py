@@ -9,11 +9,9 @@ from numbers import Integral
 from typing import Any, TypeAlias, TypedDict
 
 from edge_dflash.common import rules
-from edge_dflash.common.characters import refuse_surrogates
-from edge_dflash.common.rules import Rule
-from edge_dflash.decode.logprobs import MOST_ALTERNATIVES
-from edge_dflash.decode.relaxed import Relaxation
-from edge_dflash.decode.sampling import Sampling
+from edge_dflash.common.rules import Rule, refuse_surrogates
+from edge_dflash.decode.accept import Relaxation
+from edge_dflash.decode.sampling import MOST_ALTERNATIVES, Sampling
 from edge_dflash.errors import RequestError
 from edge_dflash.text.tokenizer import Message, with_text
 from edge_dflash.text.tool_calls import Tool, chosen_tools

@@ -9,18 +9,28 @@ noise at the same positions, so its drafts agree with the target's choice more o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import factorial
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
-from edge_dflash.decode.backend import Choosing, Rows
-from edge_dflash.decode.constraint import Packed, unpack
 from edge_dflash.errors import RequestError
 
+if TYPE_CHECKING:
+    from edge_dflash.decode.backend import Rows
+
+
 Floats = npt.NDArray[np.float64]
+
+Mask = npt.NDArray[np.bool_]
+"""One flag for each token id: whether it may come next."""
+
+Packed = npt.NDArray[np.uint32]
+"""The same in ceil(V / 32) words: bit t % 32 of word t // 32 is token t, bits past the last token are 0."""
 
 
 MIN_TEMPERATURE = 1e-4  # below, logits divided by it leave the range in which noise is of any effect
@@ -58,6 +68,15 @@ class Sampling:
 
 
 GREEDY = Sampling()
+
+
+@runtime_checkable
+class Choosing(Protocol):
+    """What rows may add: choosing tokens where the logits lie, as :func:`choose_row` does."""
+
+    def choose(self, sampling: Sampling, position: int, masks: Sequence[Packed | None], first: int = 0) -> list[int]:
+        """Tokens of rows first, first + 1, ..., one for each mask; row first + i chooses for ``position + i``."""
+        ...
 
 
 def choose(
@@ -152,3 +171,73 @@ def _sample(row: npt.NDArray[np.float32], sampling: Sampling, position: int) -> 
     score = wide[ids] / sampling.temperature + gumbel(sampling.seed, position, ids)
     best = ids[score == score.max()]
     return int(best.min())
+
+
+def pack(mask: Mask) -> Packed:
+    """Words of flags [V]."""
+    words = np.zeros((len(mask) + 31) // 32, "<u4")
+    little = np.packbits(mask, bitorder="little")
+    words.view(np.uint8)[: len(little)] = little
+    return words.astype(np.uint32, copy=False)
+
+
+def unpack(words: Packed, count: int) -> Mask:
+    """The first ``count`` flags of words."""
+    little = words.astype("<u4", copy=False).view(np.uint8)
+    return np.unpackbits(little, count=count, bitorder="little").view(np.bool_)
+
+
+# Log-probabilities ----------------------------------------------------------------------------------------------------
+
+
+MOST_ALTERNATIVES = 20
+_GROUPS = 64  # of a row, of whose largest logits one bounds the search for alternatives
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """How likely a token was, and which were likelier: natural logarithms, -inf for a token of logit -inf."""
+
+    token: int
+    logprob: float
+    top: tuple[TokenLogprob, ...] = ()  # the most likely tokens, the best first, the lower id first on a tie
+    text: bytes | None = None  # of the token: UTF-8, perhaps a part of a character; None without a tokenizer
+
+
+def token_logprobs(
+    logits: Callable[[], npt.NDArray[np.float32]] | None,
+    tokens: Sequence[int],
+    alternatives: int | None,
+    spell: Callable[[int], bytes | None] = lambda token: None,
+) -> tuple[TokenLogprob, ...]:
+    """Log-probabilities of ``tokens``, with the text that ``spell`` gives each.
+
+    Row r of ``logits`` [at least len(tokens), V] is the distribution of ``tokens[r]``. ``alternatives`` None: nothing
+    was asked for, and ``logits`` is not called.
+    """
+    if alternatives is None or logits is None:
+        return ()
+    return tuple(_of_row(row, token, alternatives, spell) for row, token in zip(logits(), tokens, strict=False))
+
+
+def _of_row(
+    row: npt.NDArray[np.float32], token: int, alternatives: int, spell: Callable[[int], bytes | None]
+) -> TokenLogprob:
+    """Terms of the sum are float32, everything else float64: an error below 1e-6 at any size of vocabulary."""
+    best = row.max()
+    with np.errstate(invalid="ignore"):  # a row that holds inf or NaN has no probabilities
+        whole = float(best) + math.log(np.exp(row - best).sum(dtype=np.float64))
+        ids = _largest(row, alternatives).tolist()
+        top = tuple(TokenLogprob(other, float(row[other]) - whole, (), spell(other)) for other in ids)
+        return TokenLogprob(token, float(row[token]) - whole, top, spell(token))
+
+
+def _largest(row: npt.NDArray[np.float32], count: int) -> npt.NDArray[np.intp]:
+    """Ids of the ``count`` largest logits, as a stable sort of the whole row has them, but 20 times as fast."""
+    if count == 0:
+        return np.empty(0, np.intp)
+    width = len(row) // _GROUPS
+    groups = row[: width * _GROUPS].reshape(_GROUPS, width).max(axis=0) if width >= count else row
+    bound = np.partition(groups, -min(count, len(groups)))[-min(count, len(groups))]  # as many are at least as large
+    ids = np.flatnonzero(row >= bound)
+    return ids[np.argsort(-row[ids], kind="stable")][:count]

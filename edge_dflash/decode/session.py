@@ -213,7 +213,7 @@ class SessionStream(Iterator[Step]):
             conversation.advance(self._prompt, step.tokens)
             self._prompt = None
         elif step.chunk and self._prompt is not None:
-            self._rows = slot.backend.length
+            self._rows = slot.backend.length()
             conversation.compute(self._prompt, self._rows)
         else:
             return
@@ -296,7 +296,7 @@ class SessionManager:
             return True
         conversation = slot.add((), None)
         slot.load(conversation, *slot.choose(conversation, tokens))
-        slot.backend.prefill(tokens[slot.backend.length :])
+        slot.backend.prefill(tokens[slot.backend.length() :])
         return slot.keep(tokens)
 
     def vacate(self) -> None:

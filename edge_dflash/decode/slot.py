@@ -132,7 +132,7 @@ class SessionSlot:
             return
         rows, tokens, backend = conversation.rows, conversation.computed, self.backend
         self.load(conversation, *self.choose(conversation, tokens[: rows + 1]))
-        while (at := backend.length) < rows:
+        while (at := backend.length()) < rows:
             backend.prefill(tokens[at : min(rows, at + backend.shape.prefill_chunk)]).argmax()  # wait for it
             yield
         self.occupy(conversation)
@@ -177,7 +177,7 @@ class SessionSlot:
     def _occupant(self) -> Conversation | None:
         """The conversation whose state the backend holds, if it still does."""
         conversation = self._resident() if self._resident is not None else None
-        if conversation is None or conversation.closed or self.backend.length != conversation.rows:
+        if conversation is None or conversation.closed or self.backend.length() != conversation.rows:
             return None
         return conversation
 

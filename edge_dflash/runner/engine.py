@@ -11,8 +11,8 @@ from collections.abc import Callable, Generator
 from typing import Any, TypeVar
 
 from edge_dflash.decode.backend import Backend
+from edge_dflash.decode.controls import Pace
 from edge_dflash.decode.loop import Step
-from edge_dflash.decode.pace import Pace
 from edge_dflash.decode.session import SessionManager
 from edge_dflash.decode.store import PrefixStore
 from edge_dflash.result import Plan

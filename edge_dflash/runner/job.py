@@ -9,8 +9,8 @@ import time
 from collections.abc import Generator
 from typing import Any, Protocol
 
+from edge_dflash.decode.controls import Pace
 from edge_dflash.decode.loop import Step, collect
-from edge_dflash.decode.pace import Pace
 from edge_dflash.decode.session import Session, SessionManager
 from edge_dflash.result import Plan, PlanTimings, json_object, json_value
 from edge_dflash.runner.answer import AnswerText, Reader, StopFinder

@@ -9,10 +9,9 @@ from fakes import FakeBackend
 from service_support import TEXT_SHAPE, client_of, fake_service
 from text_support import thinking_tokenizer
 
-from edge_dflash.backends.host_cycle import host_cycle
+from edge_dflash.backends.host import host_cycle
+from edge_dflash.decode.accept import Relaxation
 from edge_dflash.decode.backend import Cycle
-from edge_dflash.decode.relaxed import Relaxation
-from edge_dflash.decode.sampling import GREEDY
 from edge_dflash.planner import Planner
 
 NEW = 24
@@ -30,21 +29,21 @@ class Counting:
     def __getattr__(self, name):
         return getattr(self.inner, name)
 
-    def prefill(self, ids):
+    def prefill(self, ids, lane=0):
         self.calls.append("prefill")
         return self.inner.prefill(ids)
 
-    def propose(self, anchor):
+    def propose(self, anchor, lane=0):
         self.calls.append("propose")
         return self.inner.propose(anchor)
 
-    def verify(self, ids):
+    def verify(self, ids, lane=0):
         self.calls.append("verify")
         return self.inner.verify(ids)
 
-    def cycle(self, anchor, sampling=GREEDY, *, steering=None, drafting=True, logits=False) -> Cycle:
-        self.calls.append("cycle" if drafting else "plain")
-        return host_cycle(self.inner, anchor, sampling, steering, drafting, logits)
+    def cycle(self, asked) -> Cycle:
+        self.calls.append("cycle" if asked.drafting else "plain")
+        return host_cycle(self.inner, asked)
 
     def only(self, plan, kind="cycle"):
         """One call a cycle since the last time, beside chunks of prompts and moves of state."""

@@ -14,9 +14,9 @@ from native_support import NATIVE_PAIR, formats_of, random_store
 from edge_dflash.backends.cuda import backend as native_backend
 from edge_dflash.backends.cuda import linear, loading
 from edge_dflash.backends.cuda.backend import NativeBackend
-from edge_dflash.backends.cuda.profile import REPEATS
+from edge_dflash.backends.cuda.graphs import REPEATS
 from edge_dflash.backends.cuda.weights import StoreWeights
-from edge_dflash.decode.backend import Backend, Precision
+from edge_dflash.decode.backend import Asked, Backend, Precision
 from edge_dflash.decode.sampling import Sampling
 from edge_dflash.errors import BackendError
 
@@ -98,14 +98,14 @@ class Bookkeeping(RuleBasedStateMachine):
     def cycle(self, accept, anchor, keep):
         if self.length + BLOCK <= CONTEXT:
             self.gpu.accept = accept
-            assert self.backend.cycle(anchor).tokens == tuple(range(accept + 1))
+            assert self.backend.cycle(Asked(anchor)).tokens == tuple(range(accept + 1))
             self.leave_open(accept + 1, keep)
 
     @rule(accept=st.integers(0, BLOCK - 1), temperature=st.sampled_from([0.0, 0.7]), keep=KEEP)
     def cycle_with_logits(self, accept, temperature, keep):
         if self.length + BLOCK <= CONTEXT:
             self.gpu.accept = accept
-            cycle = self.backend.cycle(3, Sampling(temperature), logits=True)
+            cycle = self.backend.cycle(Asked(3, Sampling(temperature), logits=True))
             assert cycle.tokens == tuple(range(accept + 1))
             self.leave_open(accept + 1, keep)
             assert cycle.logits().shape == (accept + 1, VOCABULARY)
@@ -114,7 +114,7 @@ class Bookkeeping(RuleBasedStateMachine):
     def steered(self, drafts, ends, masked, keep):
         if self.length + BLOCK <= CONTEXT:
             self.gpu.accept = BLOCK - 1  # as many as count
-            cycle = self.backend.cycle(5, steering=Steered(drafts, masked, ends))
+            cycle = self.backend.cycle(Asked(5, steering=Steered(drafts, masked, ends)))
             assert cycle.accepted == min(drafts, ends - 1)
             assert cycle.tokens == tuple(range(cycle.accepted + 1))
             self.leave_open(cycle.accepted + 1, keep)
@@ -123,7 +123,7 @@ class Bookkeeping(RuleBasedStateMachine):
     def plain(self, temperature, keep):
         if self.length < CONTEXT:
             self.gpu.accept = BLOCK - 1
-            cycle = self.backend.cycle(7, Sampling(temperature), drafting=False)
+            cycle = self.backend.cycle(Asked(7, Sampling(temperature), drafting=False))
             assert (cycle.tokens, cycle.propose_seconds) == ((0,), 0.0)
             self.leave_open(1, keep)
 
@@ -165,7 +165,7 @@ class Bookkeeping(RuleBasedStateMachine):
     @invariant()
     def rows_add_up(self):
         """What is in the states and what is pending make the committed rows, once the next pass has been told."""
-        assert self.backend.length == self.length
+        assert self.backend.length() == self.length
         before = len(self.gpu.launches)
         self.backend._write_control()
         assert len(self.gpu.launches) - before <= 1
@@ -187,7 +187,7 @@ TestBookkeeping = Bookkeeping.TestCase
 )
 def test_every_launch_of_every_pass_is_accepted_on_every_kind_of_device(monkeypatch, sm, rows, linears):
     monkeypatch.setattr("edge_dflash.backends.cuda.linear.most_clusters", lambda *asked: 8)
-    monkeypatch.setattr("edge_dflash.backends.cuda.linear_tiles.bf16_map", lambda *asked: None)  # asks a driver
+    monkeypatch.setattr("edge_dflash.backends.cuda.tiles.bf16_map", lambda *asked: None)  # asks a driver
     gpu = ControlGpu()
     gpu.sm = sm
     pair = replace(NATIVE_PAIR, drafter=replace(NATIVE_PAIR.drafter, block_size=rows))
@@ -205,12 +205,12 @@ def test_cycles_that_are_committed_whole_need_nothing_from_the_host(monkeypatch)
     loaded, anchor, gpu.accept = len(gpu.launches), 5, 2
     backend.prefill([1] * 8)
     for _ in range(5):
-        anchor = backend.cycle(anchor).tokens[-1]
+        anchor = backend.cycle(Asked(anchor)).tokens[-1]
         backend.commit(3)
     assert gpu.launches[loaded:].count("cycle_set") == 2  # for the prompt's chunk and for the first anchor
-    backend.cycle(anchor)
+    backend.cycle(Asked(anchor))
     backend.commit(2)
-    backend.cycle(anchor)
+    backend.cycle(Asked(anchor))
     assert gpu.launches[loaded:].count("cycle_set") == 3  # fewer rows than the device had committed
 
 
@@ -220,7 +220,7 @@ def test_plain_cycles_need_nothing_from_the_host_but_their_token(monkeypatch):
     backend.prefill([1] * 8)
     loaded, gpu.accept = len(gpu.launches), 0
     for _ in range(5):
-        anchor = backend.cycle(5, drafting=False).tokens[-1]
+        anchor = backend.cycle(Asked(5, drafting=False)).tokens[-1]
         backend.commit(1)
     assert anchor == 0
     assert "cycle_set" not in gpu.launches[loaded:]
@@ -234,14 +234,14 @@ def test_logits_of_a_cycle_are_left_by_one_graph_and_read_on_demand(monkeypatch,
     gpu.accept, read = 2, []
     monkeypatch.setattr(gpu, "read", lambda pointer, shape, dtype: read.append(shape) or np.zeros(shape, dtype))
     loaded = len(gpu.launches)
-    cycle = backend.cycle(5, Sampling(temperature), logits=True)
+    cycle = backend.cycle(Asked(5, Sampling(temperature), logits=True))
     names = gpu.launches[loaded:]
     assert (names.count("cycle_accept"), names.count("sample_choose")) == (1, 2)  # the greedy graph keeps no logits
     assert read == []
     backend.commit(3)
     assert cycle.logits().shape == (3, VOCABULARY)
     assert [rows for rows, _ in read] == [3]  # of those that were chosen, no more
-    assert backend.cycle(5, Sampling(temperature)).logits is None
+    assert backend.cycle(Asked(5, Sampling(temperature))).logits is None
     with pytest.raises(BackendError, match="replaced by a later pass"):
         cycle.logits()
 
@@ -254,7 +254,7 @@ def test_a_steered_cycle_computes_its_masks_while_the_verify_runs(monkeypatch):
     steering.masks = lambda drafts: seen.append(len(gpu.launches)) or [steering.mask] * 4
     waited = []
     monkeypatch.setattr(gpu, "synchronize", lambda *asked: waited.append(len(gpu.launches)))
-    backend.cycle(9, Sampling(0.7), steering=steering)
+    backend.cycle(Asked(9, Sampling(0.7), steering=steering))
     proposed, verified = seen
     assert verified - proposed == len(backend.graphs.verify.calls)  # launched, and nobody has waited for it
     assert not [at for at in waited if proposed < at < len(gpu.launches)]
@@ -274,13 +274,13 @@ def test_nothing_is_allocated_loaded_or_captured_after_load(monkeypatch):
     backend.prefill([1] * 2 * CHUNK).argmax()
     backend.propose(1).logits()
     mask = np.full((VOCABULARY + 31) // 32, 3, np.uint32)
-    backend.verify([1, 2]).choose(Sampling(0.7, 5, 0.9), backend.length + 1, [mask, None])
+    backend.verify([1, 2]).choose(Sampling(0.7, 5, 0.9), backend.length() + 1, [mask, None])
     backend.commit(1)
     for sampling in (Sampling(), Sampling(0.7)):
-        backend.commit(len(backend.cycle(1, sampling).tokens))
-        backend.commit(len(backend.cycle(1, sampling, drafting=False).tokens))
+        backend.commit(len(backend.cycle(Asked(1, sampling)).tokens))
+        backend.commit(len(backend.cycle(Asked(1, sampling, drafting=False)).tokens))
         for masked in (False, True):
-            backend.commit(len(backend.cycle(1, sampling, steering=Steered(3, masked)).tokens))
+            backend.commit(len(backend.cycle(Asked(1, sampling, steering=Steered(3, masked))).tokens))
     saved = backend.snapshot()
     backend.reset()
     backend.restore(saved)
@@ -325,7 +325,7 @@ def test_a_profile_starts_at_its_anchor_and_leaves_an_empty_sequence(monkeypatch
     seen = []
     monkeypatch.setattr(native_backend, "profile_cycle", lambda *on: seen.append(dict(gpu.words)) or [])
     backend.profile(7)
-    assert (seen[0]["anchor"], seen[0]["length"], backend.length) == (7, 8, 0)
+    assert (seen[0]["anchor"], seen[0]["length"], backend.length()) == (7, 8, 0)
     backend.prefill([1] * (CONTEXT - BLOCK))
     with pytest.raises(BackendError, match="do not fit the context"):
         backend.profile()
@@ -335,7 +335,12 @@ def test_ids_outside_the_vocabulary_never_reach_the_device(monkeypatch):
     gpu = ControlGpu()
     backend = load(monkeypatch, gpu)
     before = len(gpu.launches)
-    for call in (backend.propose, backend.cycle, lambda token: backend.verify([token]), lambda t: backend.prefill([t])):
+    for call in (
+        backend.propose,
+        lambda token: backend.cycle(Asked(token)),
+        lambda token: backend.verify([token]),
+        lambda token: backend.prefill([token]),
+    ):
         for token in (-1, VOCABULARY):
             with pytest.raises(BackendError, match=f"token id {token} is outside the vocabulary"):
                 call(token)
@@ -352,3 +357,26 @@ def test_other_arithmetic_is_refused(monkeypatch):
     ):
         with pytest.raises(BackendError, match=words):
             NativeBackend(NATIVE_PAIR, weights, precision, cubin=lambda unit: b"", max_context=CONTEXT)
+
+
+def test_a_lane_that_is_not_there_is_refused_before_the_device_is_touched(monkeypatch):
+    gpu = ControlGpu()
+    backend = load(monkeypatch, gpu)
+    saved, before = backend.snapshot(), len(gpu.launches)
+    for call in (
+        backend.length,
+        backend.reset,
+        backend.flush,
+        backend.snapshot,
+        lambda lane: backend.prefill([1], lane),
+        lambda lane: backend.propose(1, lane),
+        lambda lane: backend.verify([1], lane),
+        lambda lane: backend.commit(0, lane),
+        lambda lane: backend.restore(saved, lane),
+        lambda lane: backend.cycle(Asked(1, lane=lane)),
+        lambda lane: backend.cycle(Asked(1, drafting=False, lane=lane)),
+    ):
+        for lane in (-1, 1):
+            with pytest.raises(BackendError, match=f"lane {lane} is outside the 1 of this backend"):
+                call(lane)
+    assert len(gpu.launches) == before

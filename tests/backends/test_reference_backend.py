@@ -4,7 +4,7 @@ from golden_pairs import ENGINE, FLOAT32, NAMES, backend, golden, same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edge_dflash.decode.backend import Precision, Snapshot
+from edge_dflash.decode.backend import Asked, Precision, Snapshot
 from edge_dflash.decode.loop import DecodeOptions, generate
 from edge_dflash.errors import BackendError
 
@@ -112,7 +112,7 @@ def test_reset_forgets_everything(name):
     used.verify([1, 2])
     used.commit(1)
     used.reset()
-    assert used.length == 0
+    assert used.length() == 0
     assert np.array_equal(fresh.prefill(PROMPT).logits(), used.prefill(PROMPT).logits())
 
 
@@ -133,7 +133,7 @@ def test_misuse_is_refused_with_the_numbers(name):
     b.commit(2)
     with pytest.raises(BackendError, match="no verify is open"):
         b.commit(0)
-    assert b.length == 4
+    assert b.length() == 4
 
 
 def test_a_snapshot_of_another_pair_or_precision_is_refused():
@@ -146,7 +146,7 @@ def test_a_snapshot_of_another_pair_or_precision_is_refused():
         fp8.restore(a.snapshot())
     with pytest.raises(BackendError, match="holds 900 tokens"):
         a.restore(Snapshot(900, {}))
-    assert a.length == 3
+    assert a.length() == 3
 
 
 def test_a_draft_drops_an_open_verify(name):
@@ -163,3 +163,22 @@ def test_a_draft_drops_an_open_verify(name):
 def test_a_context_that_no_machine_holds_is_refused_by_name():
     with pytest.raises(BackendError, match=r"keys and values of 1000000000000 tokens need .* GB, this machine has"):
         backend("qwen3", max_context=10**12)
+
+
+def test_a_lane_that_is_not_there_is_refused():
+    b = backend("qwen3", FLOAT32)
+    saved = b.snapshot()
+    for call in (
+        b.length,
+        b.reset,
+        b.flush,
+        b.snapshot,
+        lambda lane: b.prefill([1], lane),
+        lambda lane: b.propose(1, lane),
+        lambda lane: b.verify([1], lane),
+        lambda lane: b.commit(0, lane),
+        lambda lane: b.restore(saved, lane),
+        lambda lane: b.cycle(Asked(1, lane=lane)),
+    ):
+        with pytest.raises(BackendError, match="lane 1 is outside the 1 of this backend; give one from 0 on"):
+            call(1)

@@ -13,9 +13,8 @@ from builder_support import config_of
 from selftest_support import TARGET_STORES, Damaged, backend_of, outcome, shuffled
 
 from edge_dflash.backends import load
-from edge_dflash.backends.reference import arithmetic
-from edge_dflash.backends.selftest import check, promises_bits, replay
-from edge_dflash.backends.selftest_result import DRAFT_FLOOR, SelfTestResult, TokenDifference
+from edge_dflash.backends.reference import dense
+from edge_dflash.backends.selftest import DRAFT_FLOOR, SelfTestResult, TokenDifference, check, promises_bits, replay
 from edge_dflash.builder import record
 from edge_dflash.builder.builder import build
 from edge_dflash.bundle.manifest import dump_manifest
@@ -33,7 +32,7 @@ from edge_dflash.bundle.selftest import (
 from edge_dflash.decode.backend import PairShape, Precision
 from edge_dflash.errors import BackendError, BundleError, VerificationError
 from edge_dflash.planner import Planner
-from edge_dflash.weights.tensor import Nvfp4Weight
+from edge_dflash.weights.formats import Nvfp4Weight
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +115,7 @@ def test_a_healthy_bundle_passes_quickly(bundle, selftest):
     assert result.verdict == "identical"
     assert result.diagnosis == ""
     assert result.accept_length == result.accept_length_at_build == selftest.accept_length
-    assert backend.length == 0
+    assert backend.length() == 0
     assert json.loads(json.dumps(result.to_json(), allow_nan=False))["ok"] is True
 
 
@@ -245,7 +244,7 @@ def test_how_far_logits_moved():
 def test_bits_are_promised_by_the_same_arithmetic_only(selftest, monkeypatch):
     assert promises_bits(selftest, "reference")
     assert not promises_bits(selftest, "native")
-    monkeypatch.setattr(arithmetic, "_maker", lambda: "another")
+    monkeypatch.setattr(dense, "_maker", lambda: "another")
     assert not promises_bits(selftest, "reference")
 
 
@@ -257,7 +256,7 @@ def test_a_failure_refuses_warns_or_is_not_looked_for(bundle):
     assert "\n" not in message
     for word in (str(bundle.path), "mask token id", "at build 3.00", "self_test='warn'"):
         assert word in message
-    assert backend.length == 0
+    assert backend.length() == 0
     with pytest.warns(RuntimeWarning, match="mask token id"):
         assert not check(bundle, backend, "warn").ok
     assert check(bundle, backend, "off") is None

@@ -6,7 +6,7 @@ from fakes import FakeRows
 from selftest_support import TARGET_STORES, Damaged, backend_of, outcome
 from synthetic import drafter_config, qwen3_5_config, write_drafter, write_target
 
-from edge_dflash.backends.delegate import Delegate
+from edge_dflash.backends.host import Delegate
 from edge_dflash.backends.reference import interpreter
 from edge_dflash.backends.selftest import run_selftest
 from edge_dflash.builder.builder import BuildConfig, build
@@ -42,14 +42,14 @@ class Perturbed(Delegate):
         super().__init__(backend)
         self._steps, self._chance = steps, np.random.default_rng(seed)
 
-    def prefill(self, ids):
-        return self._rows(super().prefill(ids))
+    def prefill(self, ids, lane=0):
+        return self._rows(super().prefill(ids, lane))
 
-    def propose(self, anchor):
-        return self._rows(super().propose(anchor))
+    def propose(self, anchor, lane=0):
+        return self._rows(super().propose(anchor, lane))
 
-    def verify(self, ids):
-        return self._rows(super().verify(ids))
+    def verify(self, ids, lane=0):
+        return self._rows(super().verify(ids, lane))
 
     def _rows(self, rows):
         logits = rows.logits()
@@ -105,11 +105,11 @@ def test_a_damaged_target_of_flat_logits(hybrid, fault):
 
 def test_a_target_of_zeros(hybrid, loaded):
     class Zeros(Delegate):
-        def prefill(self, ids):
-            return FakeRows(0 * super().prefill(ids).logits())
+        def prefill(self, ids, lane=0):
+            return FakeRows(0 * super().prefill(ids, lane).logits())
 
-        def verify(self, ids):
-            return FakeRows(0 * super().verify(ids).logits())
+        def verify(self, ids, lane=0):
+            return FakeRows(0 * super().verify(ids, lane).logits())
 
     result = run_selftest(Zeros(loaded), load_selftest(hybrid))
     assert result.worst.steps == 0  # all tokens are equally good

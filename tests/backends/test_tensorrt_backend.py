@@ -17,7 +17,7 @@ from edge_dflash.backends.tensorrt.backend import PlannedOps
 from edge_dflash.backends.tensorrt.plans import bundle_units
 from edge_dflash.backends.tensorrt.schedule import RunPlan, plan_pass
 from edge_dflash.backends.tensorrt.units import EMBEDDING, HEAD, Run
-from edge_dflash.decode.backend import Backend, Precision
+from edge_dflash.decode.backend import Asked, Backend, Precision
 from edge_dflash.errors import BackendError
 
 CONTEXT, CHUNK, STATE = 128, 16, Precision("bfloat16", "fp8")
@@ -174,7 +174,7 @@ def test_a_profile_names_the_plans(loaded):
 def test_it_is_a_backend_and_cycles(loaded):
     backend: Backend = loaded[0]
     backend.prefill([1] * 20)
-    assert backend.cycle(3).tokens
+    assert backend.cycle(Asked(3)).tokens
     assert len(backend.verify([1, 2])) == 2
 
 

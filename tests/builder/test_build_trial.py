@@ -11,7 +11,7 @@ from cli_support import last_json
 from fakes import FakeBackend
 from tensorrt_build_support import config, fake, fake_tools, install, on
 
-from edge_dflash.backends.cuda.arch import DeviceFacts
+from edge_dflash.backends.cuda.support import DeviceFacts
 from edge_dflash.builder import finish as finish_module
 from edge_dflash.builder import trial as trial_module
 from edge_dflash.builder.builder import build
@@ -37,21 +37,21 @@ class Timed(FakeBackend):
         self.board, self.name, self.asked = board, name, []
         self.wrong = name in board.wrong
 
-    def prefill(self, ids):
+    def prefill(self, ids, lane=0):
         self.asked.append(("prefill", tuple(ids)))
         self.board.now += 10 * self.board.seconds[self.name]
-        return super().prefill(ids)
+        return super().prefill(ids, lane)
 
     def _logits(self, context):
         return super()._logits([*context, 7] if self.wrong else context)
 
-    def propose(self, anchor):
-        self.asked.append(("cycle", self.length, anchor))
-        return super().propose(anchor)
+    def propose(self, anchor, lane=0):
+        self.asked.append(("cycle", self.length(), anchor))
+        return super().propose(anchor, lane)
 
-    def verify(self, ids):
+    def verify(self, ids, lane=0):
         self.board.now += self.board.seconds[self.name]
-        return super().verify(ids)
+        return super().verify(ids, lane)
 
 
 class Board:

@@ -5,7 +5,7 @@ import pytest
 from golden_pairs import NAMES, golden
 from verify_support import BACKENDS, engine, exact
 
-from edge_dflash.backends.delegate import Delegate
+from edge_dflash.backends.host import Delegate
 from edge_dflash.checks.adversary import Adversary, TokenRows, drafters, noise, oracle
 from edge_dflash.checks.lossless import OWN, verify_lossless
 from edge_dflash.decode.backend import Snapshot
@@ -48,8 +48,8 @@ def test_the_json_form_has_the_documented_keys():
 class RowsDecide(Delegate):
     """Breaks row invariance: a verify of more than one row chooses another token in its second row."""
 
-    def verify(self, ids):
-        tokens = super().verify(ids).argmax()
+    def verify(self, ids, lane=0):
+        tokens = super().verify(ids, lane).argmax()
         if len(tokens) > 1:
             tokens[1] = (tokens[1] + 1) % 512
         return TokenRows(tuple(tokens), 512)
@@ -74,16 +74,16 @@ def test_a_state_that_differs_only_in_its_bits_is_caught():
             super().__init__(backend)
             self.verifies = 0
 
-        def reset(self):
+        def reset(self, lane=0):
             self.verifies = 0
-            super().reset()
+            super().reset(lane)
 
-        def verify(self, ids):
+        def verify(self, ids, lane=0):
             self.verifies += 1
-            return super().verify(ids)
+            return super().verify(ids, lane)
 
-        def snapshot(self):
-            state = super().snapshot()
+        def snapshot(self, lane=0):
+            state = super().snapshot(lane)
             arrays = dict(state.arrays)
             arrays["target.layers.0.delta.state"].view(np.int32).flat[3] ^= self.verifies & 1
             return Snapshot(state.length, arrays)
@@ -119,11 +119,11 @@ def test_an_adversary_changes_nothing_but_the_drafts():
     wrapped.commit(1)
     wrapped.flush()
     saved = wrapped.snapshot()
-    assert wrapped.length == saved.length == backend.length == 3
+    assert wrapped.length() == saved.length == backend.length() == 3
     wrapped.reset()
-    assert backend.length == 0
+    assert backend.length() == 0
     wrapped.restore(saved)
-    assert backend.length == 3
+    assert backend.length() == 3
     wrapped.close()
 
 

@@ -16,6 +16,9 @@ from grammar_support import (
     SCHEMAS,
     Walk,
     compact,
+    compile_lark,
+    compile_regex,
+    compile_schema,
     compiled_here,
     satisfies,
     tokenizer,
@@ -26,13 +29,12 @@ from hypothesis import strategies as st
 
 from calib.demo.evaluate import heldout_tasks
 from edge_dflash import demo as demo_package
-from edge_dflash.decode.constraint import unpack
 from edge_dflash.decode.grammar import walker as module
-from edge_dflash.decode.grammar.compiled import compile_lark, compile_regex, compile_schema
 from edge_dflash.decode.grammar.schema_check import schema_json
 from edge_dflash.decode.grammar.vocabulary import Vocabulary
 from edge_dflash.decode.grammar.walker import Source, Walker, compiled
-from edge_dflash.demo.corpus import plan_schema
+from edge_dflash.decode.sampling import unpack
+from edge_dflash.demo.actions import plan_schema
 from edge_dflash.errors import RequestError
 from edge_dflash.text.tokenizer import Tokenizer
 

@@ -13,12 +13,12 @@ from fakes import SHAPE, FakeBackend, Stepped
 from golden_pairs import NAMES, backend, golden
 from verify_support import BACKENDS
 
-from edge_dflash.backends.delegate import Delegate
+from edge_dflash.backends.host import Delegate
 from edge_dflash.checks.adversary import Adversary, drafters, oracle_until
+from edge_dflash.decode.accept import Relaxation
 from edge_dflash.decode.controls import Controls
-from edge_dflash.decode.logprobs import TokenLogprob, token_logprobs
 from edge_dflash.decode.loop import DecodeOptions, stream
-from edge_dflash.decode.relaxed import Relaxation
+from edge_dflash.decode.sampling import TokenLogprob, token_logprobs
 from edge_dflash.decode.session import SessionManager
 from edge_dflash.decode.store import PrefixStore
 from tests.decode.test_losslessness import CASES, OPTIONS, plain
@@ -108,9 +108,9 @@ class Noting(Delegate):
         super().__init__(backend)
         self.asked = []
 
-    def cycle(self, anchor, sampling=None, *, steering=None, drafting=True, logits=False):
-        self.asked.append(logits)
-        return self._backend.cycle(anchor, sampling, steering=steering, drafting=drafting, logits=logits)
+    def cycle(self, asked):
+        self.asked.append(asked.logits)
+        return self._backend.cycle(asked)
 
 
 class TestLoop:

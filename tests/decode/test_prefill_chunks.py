@@ -10,7 +10,7 @@ import pytest
 from fakes import SHAPE, FakeBackend
 from golden_pairs import ENGINE, NAMES, backend, golden, same_bits
 
-from edge_dflash.backends.delegate import Delegate
+from edge_dflash.backends.host import Delegate
 from edge_dflash.decode.loop import DecodeOptions, generate, stream
 from edge_dflash.decode.session import SessionManager
 from edge_dflash.decode.store import PrefixStore
@@ -30,17 +30,17 @@ class Chunked(Delegate):
         self.seconds, self.ends, self.between = seconds, [], lambda: None
         self.restored = 0
 
-    def prefill(self, ids):
+    def prefill(self, ids, lane=0):
         self.between()
         assert len(ids) <= self.shape.prefill_chunk
-        rows = super().prefill(ids)
+        rows = super().prefill(ids, lane)
         time.sleep(self.seconds)
         self.ends.append(time.perf_counter())
         return rows
 
-    def restore(self, snapshot):
+    def restore(self, snapshot, lane=0):
         self.restored += 1
-        super().restore(snapshot)
+        super().restore(snapshot, lane)
 
 
 def test_there_is_a_step_between_two_chunks_and_the_first_token_has_the_time_of_all():

@@ -14,7 +14,7 @@ from golden_pairs import ENGINE, NAMES, backend, golden, same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edge_dflash.backends.delegate import Delegate
+from edge_dflash.backends.host import Delegate
 from edge_dflash.decode.controls import Controls
 from edge_dflash.decode.loop import DecodeOptions, generate
 from edge_dflash.decode.session import SessionManager, SessionState, fingerprint
@@ -78,33 +78,33 @@ class Watched(Delegate):
             self.fail_at = (name, left - 1, error) if left else None
             if not left:
                 if not isinstance(error, RequestError):  # the pass was cut short: its state cannot be trusted
-                    rows = self.length
+                    rows = self.length()
                     self._backend.reset()
                     self._backend.prefill([7] * rows)
                 raise error
 
-    def prefill(self, ids):
-        rows = super().prefill(ids)  # the failure comes after the work: the worst moment
+    def prefill(self, ids, lane=0):
+        rows = super().prefill(ids, lane)  # the failure comes after the work: the worst moment
         self._pass("prefill")
         self.prefilled += len(ids)
         return rows
 
-    def propose(self, anchor):
+    def propose(self, anchor, lane=0):
         self._pass("propose")
-        return super().propose(anchor)
+        return super().propose(anchor, lane)
 
-    def verify(self, ids):
-        rows = super().verify(ids)
+    def verify(self, ids, lane=0):
+        rows = super().verify(ids, lane)
         self._pass("verify")
         return rows
 
-    def commit(self, rows):
-        super().commit(rows)
+    def commit(self, rows, lane=0):
+        super().commit(rows, lane)
         self._pass("commit")
 
-    def restore(self, snapshot):
+    def restore(self, snapshot, lane=0):
         self.restores += 1
-        super().restore(snapshot)
+        super().restore(snapshot, lane)
 
 
 def watched(name, store=0, **options):
@@ -125,7 +125,7 @@ def test_turns_go_on_where_the_last_ended(name, temperature):
         stream = session.stream(prompt, DecodeOptions(new, temperature, seed=5))
         steps = list(stream)
         assert stream.reuse == Reuse(held, len(prompt), "session" if held else "nothing")
-        assert b.length == len(session.tokens) - 1  # the last token is the next anchor
+        assert b.length() == len(session.tokens) - 1  # the last token is the next anchor
         check(name, session, prompt, steps, temperature)
         prompt = (*session.tokens, *user(turn, more))
     assert b.prefilled == len(session.tokens) - sum(new for _, new in TURNS) + len(TURNS) - 1  # anchors once more
@@ -213,7 +213,7 @@ def test_a_request_that_ends_early_leaves_the_session_at_its_last_step(name, way
         stream.close()
         assert list(stream) == []
     check(name, session, prompt, seen)
-    assert b.length == len(session.tokens) - 1
+    assert b.length() == len(session.tokens) - 1
     before = b.prefilled
     longer = (*session.tokens, *user(1, 2))
     check(name, session, longer, list(session.stream(longer, DecodeOptions(8))))

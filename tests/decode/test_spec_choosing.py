@@ -7,13 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as stn
 
-from edge_dflash.decode.backend import Choosing, Cycle
-from edge_dflash.decode.constraint import pack, unpack
+from edge_dflash.decode.accept import Relaxation
+from edge_dflash.decode.backend import Cycle
 from edge_dflash.decode.controls import Controls
 from edge_dflash.decode.loop import DecodeOptions, generate
-from edge_dflash.decode.relaxed import Relaxation
-from edge_dflash.decode.sampling import GREEDY, Sampling, choose_row, weights
-from edge_dflash.decode.thinking import AfterThinking
+from edge_dflash.decode.sampling import Choosing, Sampling, choose_row, pack, unpack, weights
+from edge_dflash.decode.steering import AfterThinking
 
 PROMPT = (3, 1, 4)
 SAMPLED = DecodeOptions(max_new_tokens=30, temperature=1.5, top_k=30, top_p=0.9, seed=5)
@@ -35,24 +34,24 @@ class ChoosingRows(FakeRows):
 
 
 class ChoosingBackend(FakeBackend):
-    def prefill(self, ids):
-        return ChoosingRows(super().prefill(ids).logits())
+    def prefill(self, ids, lane=0):
+        return ChoosingRows(super().prefill(ids, lane).logits())
 
-    def propose(self, anchor):
-        return ChoosingRows(super().propose(anchor).logits())
+    def propose(self, anchor, lane=0):
+        return ChoosingRows(super().propose(anchor, lane).logits())
 
-    def verify(self, ids):
-        return ChoosingRows(super().verify(ids).logits())
+    def verify(self, ids, lane=0):
+        return ChoosingRows(super().verify(ids, lane).logits())
 
 
 class CyclingBackend(ChoosingBackend):
     """Runs the cycles that it is asked for, and notes how they were to choose."""
 
-    def cycle(self, anchor, sampling=GREEDY, *, steering=None, drafting=True, logits=False):
-        self.asked = [*getattr(self, "asked", []), (sampling, steering is None, drafting)]
-        cycle = super().cycle(anchor, sampling, steering=steering, drafting=drafting, logits=logits)
-        self._flight = [anchor, *cycle.tokens[:-1]]
-        return Cycle(cycle.tokens, cycle.accepted, 0.25 if drafting else 0.0, 0.5, cycle.relaxed)
+    def cycle(self, asked):
+        self.noted = [*getattr(self, "noted", []), (asked.sampling, asked.steering is None, asked.drafting)]
+        cycle = super().cycle(asked)
+        self._flight = [asked.anchor, *cycle.tokens[:-1]]
+        return Cycle(cycle.tokens, cycle.accepted, 0.25 if asked.drafting else 0.0, 0.5, cycle.relaxed)
 
 
 class Parity:
@@ -122,7 +121,7 @@ def test_every_request_runs_in_cycles_of_the_backend(kind, options):
         steering = controls.get(kind, Controls)()
         found.append(generate(backend, PROMPT, options, speculative=kind != "plain", controls=steering))
     assert found[0].tokens == found[1].tokens
-    asked, free = backends[0].asked, kind in ("free", "plain")
+    asked, free = backends[0].noted, kind in ("free", "plain")
     assert asked == [(options.sampling, free, kind != "plain")] * len(found[0].accept_lengths)
     assert found[0].timings.propose_seconds == pytest.approx(0.25 * (kind != "plain") * len(asked))
 

@@ -5,9 +5,8 @@ import pytest
 from fakes import Stepped
 from golden_pairs import ENGINE, NAMES, backend, golden, same_bits
 
-from edge_dflash.decode.controls import Controls
+from edge_dflash.decode.controls import Controls, CycleTime, Pace
 from edge_dflash.decode.loop import DecodeOptions, generate, stream
-from edge_dflash.decode.pace import CycleTime, Pace
 
 PROMPT = golden("qwen3_5")["p1.prompt"].tolist()
 FULL = golden("qwen3_5")["p1.dflash_tokens"].tolist()
@@ -77,14 +76,14 @@ def test_a_cancelled_request_ends_at_a_commit():
     assert (step.tokens, step.finish_reason) == ((), "cancelled")
     assert seen == FULL[: len(seen)]
     assert 9 <= len(seen) <= 9 + 8
-    assert b.length == len(PROMPT) + len(seen) - 1
+    assert b.length() == len(PROMPT) + len(seen) - 1
 
 
 def test_a_request_cancelled_before_it_starts_touches_nothing():
     b = backend("qwen3_5")
     result = generate(b, PROMPT, OPTIONS, controls=Controls(cancelled=lambda: True))
     assert (result.tokens, result.finish_reason, result.accept_lengths) == ((), "cancelled", ())
-    assert b.length == 0
+    assert b.length() == 0
 
 
 def test_a_deadline_that_the_prefill_cannot_meet_starts_nothing():
@@ -92,7 +91,7 @@ def test_a_deadline_that_the_prefill_cannot_meet_starts_nothing():
     pace.record_prefill(10, 10.0)  # 1 s a token
     controls = Controls(deadline=time.perf_counter() + 5.0, pace=pace)
     assert generate(b, PROMPT, OPTIONS, controls=controls).finish_reason == "deadline"
-    assert b.length == 0
+    assert b.length() == 0
 
 
 def test_no_cycle_starts_that_cannot_end_in_time():

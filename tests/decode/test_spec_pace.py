@@ -1,4 +1,4 @@
-from edge_dflash.decode.pace import PROBE, RECENT, REST, CycleTime, Pace
+from edge_dflash.decode.controls import PROBE, RECENT, REST, CycleTime, Pace
 
 GOOD = CycleTime(0.2, 1.0, 4)  # 0.3 s a token against 1.0 s plain
 BAD = CycleTime(0.2, 1.0, 1)

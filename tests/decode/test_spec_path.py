@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from fakes import SHAPE, FakeBackend, Stepped
 
-from edge_dflash.decode.constraint import Interrupted
-from edge_dflash.decode.controls import Controls
+from edge_dflash.decode.controls import Controls, Interrupted
 from edge_dflash.decode.loop import DecodeOptions, generate, stream
 from edge_dflash.errors import RequestError
 
@@ -127,4 +126,4 @@ def test_a_step_that_is_interrupted_commits_nothing(method, call):
     backend = FakeBackend()
     done = generate(backend, (3, 1, 4), DecodeOptions(max_new_tokens=20), controls=Controls(Constraint()))
     assert done.finish_reason == "cancelled"
-    assert backend.length == 3 + max(0, len(done.tokens) - 1)
+    assert backend.length() == 3 + max(0, len(done.tokens) - 1)

@@ -2,10 +2,9 @@ import numpy as np
 import pytest
 from golden_pairs import backend, golden
 
-from edge_dflash.decode.accept import accepted
+from edge_dflash.decode.accept import Relaxation, ThinkingSpan, accepted
 from edge_dflash.decode.controls import Controls
 from edge_dflash.decode.loop import DecodeOptions, generate
-from edge_dflash.decode.relaxed import Relaxation, ThinkingSpan
 from edge_dflash.errors import RequestError
 
 CLOSE, STOP = 7, 9

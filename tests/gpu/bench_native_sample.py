@@ -11,8 +11,7 @@ import numpy as np
 
 from edge_dflash.backends.cuda.memory import Control
 from edge_dflash.backends.cuda.sample import Block
-from edge_dflash.decode.constraint import pack
-from edge_dflash.decode.sampling import Sampling
+from edge_dflash.decode.sampling import Sampling, pack
 from tests.backends.test_native_sample import choices, logits
 
 PARTS = {

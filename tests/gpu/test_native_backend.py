@@ -11,9 +11,9 @@ from fakes import Stepped
 from golden_pairs import same_bits
 from native_backend_support import ENGINE, WIDE_KV, native, prompt, reference
 
-from edge_dflash.backends.delegate import Delegate
+from edge_dflash.backends.host import Delegate
 from edge_dflash.checks.adversary import Adversary, drafters, oracle_until
-from edge_dflash.decode.backend import Precision
+from edge_dflash.decode.backend import Asked, Precision
 from edge_dflash.decode.controls import Controls
 from edge_dflash.decode.loop import DecodeOptions, generate, stream
 from edge_dflash.decode.sampling import Sampling, choose
@@ -44,14 +44,14 @@ class HostRows:
 class HostChoice(Delegate):
     """The backend without choices on the device."""
 
-    def prefill(self, ids):
-        return HostRows(super().prefill(ids))
+    def prefill(self, ids, lane=0):
+        return HostRows(super().prefill(ids, lane))
 
-    def propose(self, anchor):
-        return HostRows(super().propose(anchor))
+    def propose(self, anchor, lane=0):
+        return HostRows(super().propose(anchor, lane))
 
-    def verify(self, ids):
-        return HostRows(super().verify(ids))
+    def verify(self, ids, lane=0):
+        return HostRows(super().verify(ids, lane))
 
 
 class Rule:
@@ -102,7 +102,7 @@ class Nearness:
         self.exact = reference(name, kind, Precision("float32", precision.kv))
         self.squares = {}
 
-    def reset(self):
+    def reset(self, lane=0):
         for backend in (self.ours, self.theirs, self.exact):
             backend.reset()
 
@@ -111,7 +111,7 @@ class Nearness:
         kept = self.squares.setdefault(method, [])
         kept.append([rms(a - b) ** 2 for a, b in ((found, rounded), (found, exact), (rounded, exact))])
 
-    def commit(self, rows):
+    def commit(self, rows, lane=0):
         for backend in (self.ours, self.theirs, self.exact):
             backend.commit(rows)
 
@@ -143,7 +143,7 @@ def test_every_pass_is_close_to_the_reference(name, kind):
             near("propose", block[0])
             near("verify", block)
             near.commit(3 * cycle % len(block))
-        assert near.ours.length == near.theirs.length
+        assert near.ours.length() == near.theirs.length()
     near.judge()
 
 
@@ -249,10 +249,10 @@ def test_a_cycle_on_the_device_is_propose_verify_accept_and_commit(name, samplin
         anchor, history = backend.prefill(ids).argmax()[0], []
         for cycle in range(6):
             if whole:
-                tokens = list(backend.cycle(anchor, sampling).tokens)
+                tokens = list(backend.cycle(Asked(anchor, sampling)).tokens)
             else:
-                drafts = choose(HostRows(backend.propose(anchor)), sampling, backend.length + 1)
-                choices = choose(HostRows(backend.verify([anchor, *drafts])), sampling, backend.length + 1)
+                drafts = choose(HostRows(backend.propose(anchor)), sampling, backend.length() + 1)
+                choices = choose(HostRows(backend.verify([anchor, *drafts])), sampling, backend.length() + 1)
                 n = next((i for i, d in enumerate(drafts) if d != choices[i]), len(drafts))
                 tokens = choices[: n + 1]
             keep = max(1, len(tokens) - cycle % 2)  # a consumer may take fewer
@@ -273,9 +273,9 @@ def test_a_cycle_leaves_the_logits_of_its_verify_bit_for_bit(name, sampling, dra
     anchor = backend.prefill(ids).argmax()[0]
     for _ in range(6):
         before = backend.snapshot()
-        quick = backend.cycle(anchor, sampling, drafting=drafting)
+        quick = backend.cycle(Asked(anchor, sampling, drafting=drafting))
         backend.restore(before)
-        cycle = backend.cycle(anchor, sampling, drafting=drafting, logits=True)
+        cycle = backend.cycle(Asked(anchor, sampling, drafting=drafting, logits=True))
         left = cycle.logits()
         assert (quick.tokens, quick.logits) == (cycle.tokens, None)
         assert left.shape == (len(cycle.tokens), backend.shape.vocab_size)
@@ -340,10 +340,10 @@ def test_a_cycle_that_is_not_committed_leaves_nothing():
     for dropped in (0, 1):
         backend.reset()
         anchor = backend.prefill(ids).argmax()[0]
-        backend.cycle(anchor)
+        backend.cycle(Asked(anchor))
         backend.commit(1)
         for _ in range(dropped):
-            backend.cycle(anchor)
+            backend.cycle(Asked(anchor))
         states.append(backend.snapshot())
     assert same_bits(*states)
 
@@ -374,7 +374,7 @@ def test_a_restored_snapshot_goes_on_with_the_same_bits(name):
     backend.reset()
     backend.prefill(ids[:7])
     backend.restore(saved)
-    assert backend.length == saved.length
+    assert backend.length() == saved.length
     found = backend.verify(ids[:4]).logits(), backend.propose(ids[0]).logits()
     assert [x.tobytes() for x in found] == [x.tobytes() for x in wanted]
     assert same_bits(backend.snapshot(), saved)
@@ -429,14 +429,14 @@ def test_a_forced_pattern_accepts_as_told():
     try:
         found = []
         for _ in range(6):
-            cycle = backend.cycle(anchor)
+            cycle = backend.cycle(Asked(anchor))
             backend.commit(len(cycle.tokens))
             found.append(cycle.accepted)
             anchor = cycle.tokens[-1]
     finally:
         backend.force(None)
     assert sorted(found) == [0, 0, 3, 3, 15, 15]
-    assert backend.length == 20 + 6 + 36
+    assert backend.length() == 20 + 6 + 36
 
 
 def test_the_profile_names_every_step_of_a_cycle():

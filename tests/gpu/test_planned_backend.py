@@ -9,6 +9,7 @@ from planned_support import planned_backend
 
 from edge_dflash.backends.cuda.weights import StoreWeights, stored_formats
 from edge_dflash.checks.lossless import verify_lossless
+from edge_dflash.decode.backend import Asked
 from edge_dflash.decode.loop import DecodeOptions, generate
 
 pytestmark = pytest.mark.gpu
@@ -49,7 +50,7 @@ def test_a_cycle_on_the_device_is_propose_verify_and_accept():
     backend.reset()
     anchor = backend.prefill(ids).argmax()[0]
     before = backend.snapshot()
-    cycle = backend.cycle(anchor)
+    cycle = backend.cycle(Asked(anchor))
     backend.restore(before)
     drafts = backend.propose(anchor).argmax()
     choices = backend.verify([anchor, *drafts]).argmax()

@@ -143,9 +143,9 @@ def test_a_result_can_be_waited_for_a_while():
 class Costly(Slow):
     """Drafting takes time and is never right."""
 
-    def propose(self, anchor):
+    def propose(self, anchor, lane=0):
         time.sleep(self.seconds)
-        return super().propose(anchor)
+        return super().propose(anchor, lane)
 
 
 @pytest.mark.parametrize("fallback", [True, False])

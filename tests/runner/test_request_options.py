@@ -7,8 +7,8 @@ import pytest
 from fakes import FakeBackend
 from service_support import fake_service, live
 
+from edge_dflash.decode.accept import Relaxation
 from edge_dflash.decode.options import Options
-from edge_dflash.decode.relaxed import Relaxation
 from edge_dflash.errors import RequestError, short
 from edge_dflash.planner import Planner
 

@@ -9,7 +9,7 @@ import pytest
 from fakes import FakeBackend
 from service_support import TEXT_SHAPE
 
-from edge_dflash.backends.delegate import Delegate
+from edge_dflash.backends.host import Delegate
 from edge_dflash.errors import BackendError, EngineFailedError, RequestError
 from edge_dflash.planner import Planner
 from edge_dflash.runner.worker import Scheduler
@@ -159,12 +159,12 @@ class Failing(Delegate):
         self.error, self.tokens = error, tokens
         self.inside, self.go = threading.Event(), threading.Event()
 
-    def prefill(self, ids):
+    def prefill(self, ids, lane=0):
         if len(ids) == self.tokens:
             self.inside.set()
             assert self.go.wait(PATIENT)
             raise self.error
-        return super().prefill(ids)
+        return super().prefill(ids, lane)
 
 
 def test_a_planner_whose_worker_failed_says_so_to_everybody():

@@ -9,13 +9,12 @@ import numpy as np
 from fakes import FakeBackend, FakeRows
 
 from edge_dflash import planner
-from edge_dflash.backends.host_cycle import host_cycle
+from edge_dflash.backends.host import host_cycle
 from edge_dflash.checks import measure
 from edge_dflash.checks.bench import Device, Subject
 from edge_dflash.checks.traffic import Traffic
 from edge_dflash.decode import loop
 from edge_dflash.decode.backend import Cycle, PairShape
-from edge_dflash.decode.sampling import GREEDY
 from edge_dflash.planner import Planner
 from edge_dflash.runner import job
 from edge_dflash.runner.job import Unwatched
@@ -77,25 +76,25 @@ class TimedBackend(FakeBackend):
         self.budget = {"weights": 900, "kv": 100}
         self.pattern, self.cycles, self.lengths = None, 0, []
 
-    def prefill(self, ids):
+    def prefill(self, ids, lane=0):
         self.clock.now += PREFILL * len(ids)
         self.lengths.append(len(ids))
         self.committed = [*self.committed, *ids]
         return self._rows([1])
 
-    def propose(self, anchor):
+    def propose(self, anchor, lane=0):
         accepted = self._begin_cycle()
         self.clock.now += self._slow * PROPOSE
         return self._rows([1] * accepted + [0] * (self.shape.block_size - 1 - accepted))
 
-    def verify(self, ids):
+    def verify(self, ids, lane=0):
         self.clock.now += PLAIN if len(ids) == 1 else self._slow * (VERIFY + REST)
         self._flight = list(ids)
         return self._rows([1] * len(ids))
 
-    def cycle(self, anchor, sampling=GREEDY, *, steering=None, drafting=True, logits=False):
-        if steering is not None or not drafting:
-            return host_cycle(self, anchor, sampling, steering, drafting, logits)
+    def cycle(self, asked):
+        if asked.steering is not None or not asked.drafting:
+            return host_cycle(self, asked)
         accepted = self._begin_cycle()
         self.clock.now += self._slow * (PROPOSE + VERIFY + REST)
         self._flight = [1] * (accepted + 1)

@@ -8,11 +8,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from edge_dflash.backends.host_cycle import host_cycle
+from edge_dflash.backends.host import host_cycle
 from edge_dflash.decode.backend import PairShape, Snapshot
-from edge_dflash.decode.constraint import pack
 from edge_dflash.decode.grammar import stepping
-from edge_dflash.decode.sampling import GREEDY
+from edge_dflash.decode.sampling import pack
 from edge_dflash.errors import RequestError
 
 SHAPE = PairShape(vocab_size=64, block_size=4, mask_token_id=63, max_context=64, prefill_chunk=8)
@@ -53,24 +52,23 @@ class FakeBackend:
         self.committed = []
         self._flight = None
 
-    @property
-    def length(self):
+    def length(self, lane=0):
         return len(self.committed)
 
-    def reset(self):
+    def reset(self, lane=0):
         self.committed, self._flight = [], None
 
-    def prefill(self, ids):
+    def prefill(self, ids, lane=0):
         assert len(ids) > 0
         assert not self.closed
         self.passes.append("prefill")
         self.committed = [*self.committed, *ids]
         return FakeRows([self._logits(self.committed)])
 
-    def cycle(self, anchor, sampling=GREEDY, *, steering=None, drafting=True, logits=False):
-        return host_cycle(self, anchor, sampling, steering, drafting, logits)
+    def cycle(self, asked):
+        return host_cycle(self, asked)
 
-    def propose(self, anchor):
+    def propose(self, anchor, lane=0):
         self.passes.append("propose")
         context = [*self.committed, anchor]
         right, rows = self._right(len(self.committed)), []
@@ -82,25 +80,25 @@ class FakeBackend:
             context.append(int(row.argmax()))
         return FakeRows(rows)
 
-    def verify(self, ids):
+    def verify(self, ids, lane=0):
         assert 1 <= len(ids) <= self.shape.block_size
         assert len(self.committed) + len(ids) <= self.shape.max_context
         self.passes.append("verify")
         self._flight = list(ids)
         return FakeRows([self._logits([*self.committed, *ids[: r + 1]]) for r in range(len(ids))])
 
-    def commit(self, rows):
+    def commit(self, rows, lane=0):
         assert self._flight is not None
         assert 0 <= rows <= len(self._flight)
         self.committed, self._flight = [*self.committed, *self._flight[:rows]], None
 
-    def flush(self):
+    def flush(self, lane=0):
         pass
 
-    def snapshot(self):
-        return Snapshot(self.length, {"committed": np.array(self.committed)})
+    def snapshot(self, lane=0):
+        return Snapshot(self.length(), {"committed": np.array(self.committed)})
 
-    def restore(self, snapshot):
+    def restore(self, snapshot, lane=0):
         self.committed, self._flight = snapshot.arrays["committed"].tolist(), None
 
     def close(self):

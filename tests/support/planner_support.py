@@ -7,7 +7,7 @@ import time
 
 from fakes import FakeBackend
 
-from edge_dflash.backends.delegate import Delegate
+from edge_dflash.backends.host import Delegate
 
 
 class Gate(Delegate):
@@ -27,13 +27,13 @@ class Gate(Delegate):
         self.reached.set()
         assert self.open.wait(30)
 
-    def prefill(self, ids):
+    def prefill(self, ids, lane=0):
         self._wait()
-        return super().prefill(ids)
+        return super().prefill(ids, lane)
 
-    def verify(self, ids):
+    def verify(self, ids, lane=0):
         self._wait()
-        return super().verify(ids)
+        return super().verify(ids, lane)
 
 
 class Slow(Delegate):
@@ -43,6 +43,6 @@ class Slow(Delegate):
         super().__init__(backend)
         self.seconds = seconds
 
-    def verify(self, ids):
+    def verify(self, ids, lane=0):
         time.sleep(self.seconds)
-        return super().verify(ids)
+        return super().verify(ids, lane)

@@ -12,24 +12,42 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from edge_dflash.backends.cuda.checks import check_ids, check_prompt, check_room
-from edge_dflash.backends.cuda.chooser import Chooser
-from edge_dflash.backends.cuda.cycle import Result
 from edge_dflash.backends.cuda.driver import Gpu, Graph
-from edge_dflash.backends.cuda.graphs import Capture, Graphs, host_memory
-from edge_dflash.backends.cuda.launches import Launches
-from edge_dflash.backends.cuda.loading import Dense, Loaded, load
-from edge_dflash.backends.cuda.profile import REPEATS, StepTime, profile_cycle
-from edge_dflash.backends.cuda.rows import NativeRows
-from edge_dflash.backends.cuda.snapshots import read_states, write_states
-from edge_dflash.backends.cuda.states import Sizes
+from edge_dflash.backends.cuda.graphs import REPEATS, Capture, Graphs, NativeRows, StepTime, host_memory, profile_cycle
+from edge_dflash.backends.cuda.loading import Dense, Launches, Loaded, load
+from edge_dflash.backends.cuda.sample import Chooser
+from edge_dflash.backends.cuda.small import Result
+from edge_dflash.backends.cuda.states import Sizes, read_states, write_states
 from edge_dflash.backends.cuda.weights import NativeWeights
-from edge_dflash.backends.host_cycle import host_cycle
-from edge_dflash.decode.backend import Cycle, PairShape, Precision, Snapshot, Steering
-from edge_dflash.decode.sampling import GREEDY, Sampling, choose
+from edge_dflash.backends.host import host_cycle
+from edge_dflash.decode.backend import Asked, Cycle, PairShape, Precision, Snapshot, check_lane
+from edge_dflash.decode.sampling import Sampling, choose
 from edge_dflash.errors import BackendError
 from edge_dflash.model import pair_programs
 from edge_dflash.model.specs import PairSpec
+
+
+def check_ids(shape: PairShape, ids: Sequence[int]) -> None:
+    """Raise BackendError for an id that no row of the embedding belongs to; ``ids`` has at least one."""
+    low, high = min(ids), max(ids)
+    if low < 0 or high >= shape.vocab_size:
+        odd = low if low < 0 else high
+        raise BackendError(f"token id {odd} is outside the vocabulary of {shape.vocab_size}")
+
+
+def check_prompt(shape: PairShape, length: int, ids: Sequence[int]) -> None:
+    """Raise BackendError unless ``ids``, at least one, can be appended behind ``length`` rows."""
+    if not ids or length + len(ids) > shape.max_context:
+        raise BackendError(
+            f"cannot prefill {len(ids)} tokens at {length}: the context holds {shape.max_context} tokens"
+        )
+    check_ids(shape, ids)
+
+
+def check_room(shape: PairShape, length: int, rows: int) -> None:
+    """Raise BackendError unless ``rows`` rows fit behind ``length``."""
+    if length + rows > shape.max_context:
+        raise BackendError(f"rows {length}..{length + rows - 1} do not fit the context of {shape.max_context} tokens")
 
 
 @dataclass(frozen=True)
@@ -89,9 +107,9 @@ class NativeBackend:
         """Sizes of the loaded pair."""
         return self._shape
 
-    @property
-    def length(self) -> int:
+    def length(self, lane: int = 0) -> int:
         """Number of committed rows."""
+        check_lane(self._shape, lane)
         return self._wanted.length
 
     @property
@@ -104,16 +122,17 @@ class NativeBackend:
         """What is on the device."""
         return self._loaded
 
-    def reset(self) -> None:
+    def reset(self, lane: int = 0) -> None:
         """Forget the sequence."""
+        check_lane(self._shape, lane)
         self.gpu.enter()
         self._loaded.states.zero(self.gpu.fill)
         self._wanted, self._known = _Control(), None
         self._verified = None
 
-    def prefill(self, ids: Sequence[int]) -> NativeRows:
+    def prefill(self, ids: Sequence[int], lane: int = 0) -> NativeRows:
         """Append and commit ids chunk by chunk; logits of the last row."""
-        check_prompt(self._shape, self.length, ids)
+        check_prompt(self._shape, self.length(lane), ids)
         self._begin()
         chunk = self._shape.prefill_chunk
         for first in range(0, len(ids), chunk):
@@ -122,80 +141,75 @@ class NativeBackend:
             self._host.ids[: len(part)] = part
             self._write_control(rows=len(part))
             self.graphs.prefill.launch()
-            self._wanted = self._known = _Control(self.length + len(part), 0, self._wanted.anchor)
+            self._wanted = self._known = _Control(self._wanted.length + len(part), 0, self._wanted.anchor)
         return NativeRows(self, 1, 0, self._host.choices)
 
-    def propose(self, anchor: int) -> NativeRows:
+    def propose(self, anchor: int, lane: int = 0) -> NativeRows:
         """One drafter pass; row i is the draft for position length + 1 + i. Drops an open verify."""
         check_ids(self._shape, [anchor])
-        check_room(self._shape, self.length, self._shape.block_size)
+        length = self.length(lane)
+        check_room(self._shape, length, self._shape.block_size)
         self._begin()
-        self._wanted = _Control(self.length, self._wanted.pending, anchor)
+        self._wanted = _Control(length, self._wanted.pending, anchor)
         self._write_control()
         self.graphs.propose.launch()
         return NativeRows(self, self._shape.block_size - 1, 1, self._host.drafts)
 
-    def verify(self, ids: Sequence[int]) -> NativeRows:
+    def verify(self, ids: Sequence[int], lane: int = 0) -> NativeRows:
         """Run rows at length, length + 1, ... without committing them."""
         if not 1 <= len(ids) <= self._shape.block_size:
             raise BackendError(f"verify takes 1 to {self._shape.block_size} rows, not {len(ids)}")
         check_ids(self._shape, ids)
-        check_room(self._shape, self.length, len(ids))
+        check_room(self._shape, self.length(lane), len(ids))
         self._begin()
         self.gpu.synchronize()
         self._host.ids[: len(ids)] = ids
         self._host.ids[len(ids) : self._shape.block_size] = ids[-1]
         self._write_control()
         self.graphs.verify.launch()
-        self._wanted = self._known = _Control(self.length, 0, self._wanted.anchor)  # what was pending was replayed
+        self._wanted = self._known = _Control(self._wanted.length, 0, self._wanted.anchor)  # pending rows were replayed
         self._verified = len(ids)
         return NativeRows(self, len(ids), 0, self._host.choices)
 
-    def cycle(
-        self,
-        anchor: int,
-        sampling: Sampling = GREEDY,
-        *,
-        steering: Steering | None = None,
-        drafting: bool = True,
-        logits: bool = False,
-    ) -> Cycle:
+    def cycle(self, asked: Asked) -> Cycle:
         """Propose, verify, accept and commit on the device; :meth:`commit` may then keep fewer rows.
 
         One graph where logits and sampling alone decide; with ``logits``, which a greedy cycle does not write, that of
         a sampled one. Plain and steered cycles are a verify and its end: masks are
         computed while the verify runs. Only relaxed acceptance reads logits and is the host's.
         """
-        if steering is not None and steering.tolerant:
-            return host_cycle(self, anchor, sampling, steering, drafting, logits)
-        if steering is not None or not drafting:
-            return self._split(anchor, sampling, steering, drafting, logits)
+        if asked.steering is not None and asked.steering.tolerant:
+            return host_cycle(self, asked)
+        if asked.steering is not None or not asked.drafting:
+            return self._split(asked)
+        anchor, length = asked.anchor, self.length(asked.lane)
         check_ids(self._shape, [anchor])
-        check_room(self._shape, self.length, self._shape.block_size)
+        check_room(self._shape, length, self._shape.block_size)
         self._begin()
-        self._wanted = _Control(self.length, self._wanted.pending, anchor)
+        self._wanted = _Control(self._wanted.length, self._wanted.pending, anchor)
         self._write_control()
         graph = self._cycles.greedy
-        if sampling.temperature > 0.0 or logits:
-            self.chooser.prepare(sampling)
+        if asked.sampling.temperature > 0.0 or asked.logits:
+            self.chooser.prepare(asked.sampling)
             graph = self._cycles.sampled
         result = self._end(graph)
-        return self._cycle(result, result.propose_seconds, result.verify_seconds, logits)
+        return self._cycle(result, result.propose_seconds, result.verify_seconds, asked.logits)
 
-    def _split(self, anchor: int, sampling: Sampling, steering: Steering | None, drafting: bool, logits: bool) -> Cycle:
+    def _split(self, asked: Asked) -> Cycle:
         """A cycle of separate passes, decided on the device; seconds are the host's."""
-        position, began = self.length + 1, time.perf_counter()
+        sampling, steering, drafting = asked.sampling, asked.steering, asked.drafting
+        position, began = self.length(asked.lane) + 1, time.perf_counter()
         drafts: list[int] = []
         if steering is not None and drafting:
-            drafts = steering.drafts(self.propose(anchor), position)
+            drafts = steering.drafts(self.propose(asked.anchor, asked.lane), position)
         proposed = time.perf_counter()
-        self.verify([anchor, *drafts])
+        self.verify([asked.anchor, *drafts], asked.lane)
         masks = [None] if steering is None else steering.masks(drafts)  # while it runs
         self.chooser.write(sampling, position, masks)
         free = sampling.temperature == 0.0 and all(mask is None for mask in masks)
         result = self._end(self._cycles.accept if free else self._cycles.choose)
         return self._cycle(
-            result, proposed - began if drafting else 0.0, time.perf_counter() - proposed, logits, drafts
+            result, proposed - began if drafting else 0.0, time.perf_counter() - proposed, asked.logits, drafts
         )
 
     def _end(self, graph: Graph) -> Result:
@@ -212,36 +226,40 @@ class NativeBackend:
         tokens = result.choices[: result.accepted + 1]
         if drafts and self._cycles is not self._own_cycles:  # forced: a grammar goes on behind the drafts that stand
             tokens = (*drafts[: result.accepted], tokens[-1])
-        self._wanted = _Control(self.length, 0, self._wanted.anchor)
-        self._known = _Control(self.length + len(tokens), len(tokens), tokens[-1])
+        self._wanted = _Control(self._wanted.length, 0, self._wanted.anchor)
+        self._known = _Control(self._wanted.length + len(tokens), len(tokens), tokens[-1])
         self._verified = len(tokens)
         left = NativeRows(self, len(tokens), 0, self._host.choices).logits if logits else None
         return Cycle(tokens, result.accepted, propose_seconds, verify_seconds, logits=left)
 
-    def commit(self, rows: int) -> None:
+    def commit(self, rows: int, lane: int = 0) -> None:
         """Make the first ``rows`` rows of the last verify or cycle real."""
+        length = self.length(lane)
         if self._verified is None or not 0 <= rows <= self._verified:
             state = "no verify is open" if self._verified is None else f"the last verify had {self._verified} rows"
             raise BackendError(f"cannot commit {rows} rows: {state}")
-        self._wanted = _Control(self.length + rows, rows, self._wanted.anchor)
+        self._wanted = _Control(length + rows, rows, self._wanted.anchor)
         self._verified = None
 
-    def flush(self) -> None:
+    def flush(self, lane: int = 0) -> None:
         """Replay pending rows into the recurrent state."""
+        check_lane(self._shape, lane)
         self._begin()
         if self._wanted.pending:
             self._write_control()
             self.graphs.flush.launch()
-            self._wanted = self._known = _Control(self.length, 0, self._wanted.anchor)
+            self._wanted = self._known = _Control(self._wanted.length, 0, self._wanted.anchor)
         self.gpu.synchronize()
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self, lane: int = 0) -> Snapshot:
         """Flush, then copy the state of both models."""
-        self.flush()
-        return Snapshot(self.length, read_states(self.gpu, self._loaded.states, self.length))
+        self.flush(lane)
+        length = self.length(lane)
+        return Snapshot(length, read_states(self.gpu, self._loaded.states, length))
 
-    def restore(self, snapshot: Snapshot) -> None:
+    def restore(self, snapshot: Snapshot, lane: int = 0) -> None:
         """Replace the state by a snapshot of the same pair and precision."""
+        check_lane(self._shape, lane)
         if snapshot.length > self._shape.max_context:
             most = self._shape.max_context
             raise BackendError(f"the snapshot holds {snapshot.length} tokens, the context only {most}")
@@ -270,9 +288,9 @@ class NativeBackend:
         Captures a graph and runs REPEATS cycles from ``anchor``, of which it leaves an empty sequence.
         """
         check_ids(self._shape, [anchor])
-        check_room(self._shape, self.length, REPEATS * self._shape.block_size)
+        check_room(self._shape, self._wanted.length, REPEATS * self._shape.block_size)
         self._begin()
-        self._wanted = _Control(self.length, self._wanted.pending, anchor)
+        self._wanted = _Control(self._wanted.length, self._wanted.pending, anchor)
         self._write_control()
         times = profile_cycle(self.gpu, self._loaded, self._capture)
         self.reset()
@@ -311,10 +329,10 @@ class NativeBackend:
             self.verify([0])
             self.commit(1)
             self.flush()
-            self.cycle(0)
-            self.cycle(0, Sampling(1.0, top_k=1))
-            self.cycle(0, drafting=False)
-            self.cycle(0, Sampling(1.0, top_p=0.5), drafting=False)
+            self.cycle(Asked(0))
+            self.cycle(Asked(0, Sampling(1.0, top_k=1)))
+            self.cycle(Asked(0, drafting=False))
+            self.cycle(Asked(0, Sampling(1.0, top_p=0.5), drafting=False))
             choose(self.verify([0]), Sampling(1.0), 0)
         self.reset()
         self.gpu.synchronize()

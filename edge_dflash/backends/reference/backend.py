@@ -8,17 +8,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from edge_dflash.backends.host_cycle import host_cycle
+from edge_dflash.backends.host import host_cycle
+from edge_dflash.backends.reference.dense import TorchWeights
 from edge_dflash.backends.reference.interpreter import Interpreter, Memory
-from edge_dflash.backends.reference.weights import TorchWeights
-from edge_dflash.decode.backend import Cycle, PairShape, Precision, Snapshot, Steering
-from edge_dflash.decode.sampling import GREEDY, Sampling
+from edge_dflash.decode.backend import Asked, Cycle, PairShape, Precision, Snapshot, check_lane
 from edge_dflash.errors import BackendError
 from edge_dflash.model import pair_programs
 from edge_dflash.model.ops import GatedDelta
 from edge_dflash.model.program import PairPrograms
 from edge_dflash.model.specs import PairSpec
-from edge_dflash.weights.tensor import WeightStore
+from edge_dflash.weights.formats import WeightStore
 
 
 class TorchRows:
@@ -68,22 +67,24 @@ class ReferenceBackend:
         """Sizes of the loaded pair."""
         return self._shape
 
-    @property
-    def length(self) -> int:
+    def length(self, lane: int = 0) -> int:
         """Number of committed rows."""
+        check_lane(self._shape, lane)
         return self._memory.length
 
-    def reset(self) -> None:
+    def reset(self, lane: int = 0) -> None:
         """Forget the sequence."""
+        check_lane(self._shape, lane)
         self._memory = self._allocate()
         self._verified = None
 
-    def prefill(self, ids: Sequence[int]) -> TorchRows:
+    def prefill(self, ids: Sequence[int], lane: int = 0) -> TorchRows:
         """Append and commit ids chunk by chunk; logits of the last row."""
-        stop = self.length + len(ids)
+        length = self.length(lane)
+        stop = length + len(ids)
         if not ids or stop > self._shape.max_context:
             raise BackendError(
-                f"cannot prefill {len(ids)} tokens at {self.length}: the context holds {self._shape.max_context} tokens"
+                f"cannot prefill {len(ids)} tokens at {length}: the context holds {self._shape.max_context} tokens"
             )
         self._verified = None
         chunk = self._shape.prefill_chunk
@@ -93,34 +94,29 @@ class ReferenceBackend:
             self._memory.length += len(part)
         return TorchRows(outputs["logits"])
 
-    def cycle(
-        self,
-        anchor: int,
-        sampling: Sampling = GREEDY,
-        *,
-        steering: Steering | None = None,
-        drafting: bool = True,
-        logits: bool = False,
-    ) -> Cycle:
+    def cycle(self, asked: Asked) -> Cycle:
         """Propose, verify and accept; see Backend."""
-        return host_cycle(self, anchor, sampling, steering, drafting, logits)
+        return host_cycle(self, asked)
 
-    def propose(self, anchor: int) -> TorchRows:
+    def propose(self, anchor: int, lane: int = 0) -> TorchRows:
         """One drafter pass; row i is the draft for position length + 1 + i."""
+        check_lane(self._shape, lane)
         self._drop_verify()
         block = [anchor] + [self._shape.mask_token_id] * (self._shape.block_size - 1)
         return TorchRows(self._interpreter.run(self._programs.propose, block, self._memory)["logits"])
 
-    def verify(self, ids: Sequence[int]) -> TorchRows:
+    def verify(self, ids: Sequence[int], lane: int = 0) -> TorchRows:
         """Run rows at length, length + 1, ... without committing them."""
+        check_lane(self._shape, lane)
         if not 1 <= len(ids) <= self._shape.block_size:
             raise BackendError(f"verify takes 1 to {self._shape.block_size} rows, not {len(ids)}")
         outputs = self._interpreter.run(self._programs.verify, ids, self._memory)
         self._verified = len(ids)
         return TorchRows(outputs["logits"])
 
-    def commit(self, rows: int) -> None:
+    def commit(self, rows: int, lane: int = 0) -> None:
         """Make the first ``rows`` rows of the last verify real."""
+        check_lane(self._shape, lane)
         if self._verified is None or not 0 <= rows <= self._verified:
             state = "no verify is open" if self._verified is None else f"the last verify had {self._verified} rows"
             raise BackendError(f"cannot commit {rows} rows: {state}")
@@ -130,28 +126,31 @@ class ReferenceBackend:
         self._verified = None
 
     @torch.inference_mode()
-    def flush(self) -> None:
+    def flush(self, lane: int = 0) -> None:
         """Replay pending rows into the recurrent state."""
+        check_lane(self._shape, lane)
         for op in self._deltas:
             self._memory.delta[op.state].replay(op, self._interpreter.delta_weights(op))
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self, lane: int = 0) -> Snapshot:
         """Copy the state of both models, flushed."""
-        self.flush()
+        self.flush(lane)
+        length = self.length(lane)
         arrays: dict[str, npt.NDArray[np.generic]] = {}
         for name, kv in self._memory.kv.items():
             for role, stored in zip("kv", kv.stored, strict=True):
-                rows = stored[: self.length]
+                rows = stored[:length]
                 raw = rows.view(torch.int16) if rows.dtype == torch.bfloat16 else rows
                 arrays[f"{name}.{role}"] = raw.numpy().copy()
         for name, delta in self._memory.delta.items():
             arrays[f"{name}.state"] = delta.state.numpy().copy()
             arrays[f"{name}.conv"] = delta.history.numpy().copy()
-        return Snapshot(self.length, arrays)
+        return Snapshot(length, arrays)
 
     @torch.inference_mode()
-    def restore(self, snapshot: Snapshot) -> None:
+    def restore(self, snapshot: Snapshot, lane: int = 0) -> None:
         """Replace the state by a snapshot of the same pair and precision."""
+        check_lane(self._shape, lane)
         memory = self._allocate()
         if snapshot.length > self._shape.max_context:
             raise BackendError(

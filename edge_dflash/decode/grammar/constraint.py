@@ -13,9 +13,11 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from edge_dflash.decode.constraint import Ask, Interrupted, Packed, Patience
+from edge_dflash.decode.controls import Interrupted, Patience
 from edge_dflash.decode.grammar import wire
 from edge_dflash.decode.grammar.process import WALL_SECONDS, Child, Died, Link, why
+from edge_dflash.decode.sampling import Packed
+from edge_dflash.decode.steering import Ask
 from edge_dflash.errors import RequestError
 
 _TRIES = 3  # to open a process that was alive when it was last looked at
@@ -101,7 +103,7 @@ class _Channel:
 
 
 class GrammarConstraint:
-    """A :class:`~edge_dflash.decode.constraint.Constraint` at the start of a grammar.
+    """A :class:`~edge_dflash.decode.steering.Constraint` at the start of a grammar.
 
     Stop tokens are allowed where the text so far is whole, and nothing but them after one. Special tokens are never
     allowed, unless a Lark grammar names them. When the process dies below it, by its bounds or by accident, another one

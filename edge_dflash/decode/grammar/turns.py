@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from edge_dflash.decode.constraint import Patience
+from edge_dflash.decode.controls import Patience
 
 SLICE = 0.02  # seconds between two looks at whether somebody still waits
 

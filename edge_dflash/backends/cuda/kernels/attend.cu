@@ -137,8 +137,8 @@ __device__ __forceinline__ void copy_chunk(u8* shared, const u8* head, int first
 #pragma unroll
   for (int i = 0; i < CHUNK * PIECES / G::threads; i++) {
     const int piece = i * G::threads + threadIdx.x, r = piece / PIECES;
-    copy16_or_zero(shared_address(shared + r * G::kv_stride + piece % PIECES * 16),
-                   head + ((u64)first * PIECES + piece) * 16, first + r < stop);
+    copy16_or_zero(shared + r * G::kv_stride + piece % PIECES * 16, head + ((u64)first * PIECES + piece) * 16,
+                   first + r < stop);
   }
 }
 

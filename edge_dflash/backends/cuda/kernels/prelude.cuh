@@ -126,6 +126,9 @@ __device__ __forceinline__ void copy4(u32 to, const void* from) {
 __device__ __forceinline__ void copy16_or_zero(u32 to, const void* from, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
 }
+__device__ __forceinline__ void copy16_or_zero(void* to, const void* from, bool valid) {
+  copy16_or_zero(shared_address(to), from, valid);
+}
 // Through L1, for what several warps or passes read again.
 __device__ __forceinline__ void copy16_or_zero_cached(u32 to, const void* from, bool valid) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");

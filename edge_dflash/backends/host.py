@@ -1,0 +1,87 @@
+"""A cycle decided on the host, for backends that have the passes alone; and the base of a backend around another."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from edge_dflash.decode.accept import accepted
+from edge_dflash.decode.backend import Asked, Backend, Cycle, PairShape, Rows, Snapshot
+from edge_dflash.decode.sampling import choose
+
+
+def host_cycle(backend: Backend, asked: Asked) -> Cycle:
+    """``Backend.cycle`` by ``propose`` and ``verify``; seconds are the host's."""
+    sampling, steering, lane = asked.sampling, asked.steering, asked.lane
+    position = backend.length(lane) + 1
+    began = time.perf_counter()
+    drafts: list[int] = []
+    if asked.drafting:
+        rows = backend.propose(asked.anchor, lane)
+        drafts = choose(rows, sampling, position) if steering is None else steering.drafts(rows, position)
+    proposed = time.perf_counter()
+    rows = backend.verify([asked.anchor, *drafts], lane)
+    choices = choose(rows, sampling, position, steering.masks(drafts) if steering is not None else None)
+    tolerated = steering.tolerated(rows, drafts, choices) if steering is not None and drafts else []
+    n = accepted(drafts[: len(choices) - 1], choices, tolerated)
+    relaxed = tuple(draft != choice for draft, choice in zip(drafts[:n], choices, strict=False))
+    propose_seconds = proposed - began if asked.drafting else 0.0
+    tokens, verify_seconds = (*drafts[:n], choices[n]), time.perf_counter() - proposed
+    left = (lambda: rows.logits()[: n + 1]) if asked.logits else None
+    return Cycle(tokens, n, propose_seconds, verify_seconds, relaxed, left)
+
+
+class Delegate:
+    """A backend that passes every call on to another; subclasses replace some of them."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+
+    @property
+    def shape(self) -> PairShape:
+        """Sizes of the loaded pair."""
+        return self._backend.shape
+
+    def length(self, lane: int = 0) -> int:
+        """Number of committed rows."""
+        return self._backend.length(lane)
+
+    def reset(self, lane: int = 0) -> None:
+        """Forget the sequence."""
+        self._backend.reset(lane)
+
+    def prefill(self, ids: Sequence[int], lane: int = 0) -> Rows:
+        """See Backend."""
+        return self._backend.prefill(ids, lane)
+
+    def cycle(self, asked: Asked) -> Cycle:
+        """See Backend. Made of this backend's own passes, so that a subclass may replace one."""
+        return host_cycle(self, asked)
+
+    def propose(self, anchor: int, lane: int = 0) -> Rows:
+        """See Backend."""
+        return self._backend.propose(anchor, lane)
+
+    def verify(self, ids: Sequence[int], lane: int = 0) -> Rows:
+        """See Backend."""
+        return self._backend.verify(ids, lane)
+
+    def commit(self, rows: int, lane: int = 0) -> None:
+        """See Backend."""
+        self._backend.commit(rows, lane)
+
+    def flush(self, lane: int = 0) -> None:
+        """See Backend."""
+        self._backend.flush(lane)
+
+    def snapshot(self, lane: int = 0) -> Snapshot:
+        """See Backend."""
+        return self._backend.snapshot(lane)
+
+    def restore(self, snapshot: Snapshot, lane: int = 0) -> None:
+        """See Backend."""
+        self._backend.restore(snapshot, lane)
+
+    def close(self) -> None:
+        """See Backend."""
+        self._backend.close()

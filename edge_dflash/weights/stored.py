@@ -1,0 +1,162 @@
+"""How one module of a checkpoint is stored: recognises wide, FP8 and NVFP4 tensors of ModelOpt and compressed-tensors.
+
+The tensors that are present decide; the configuration only has to agree (:mod:`edge_dflash.weights.declared`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from edge_dflash.errors import CheckpointError
+from edge_dflash.weights.formats import Array, Fp8Weight, Nvfp4Weight, Weight, WideWeight
+from edge_dflash.weights.safetensors import TensorFiles
+
+BLOCK = 16  # weights along the input dimension that share an NVFP4 block scale
+KV_SCALE = (1e-6, 1e3)  # outside, real keys and values would all be 0 or 448
+_NAN = 0x7F  # E4M3 byte; all negative numbers are above
+SUFFIXES = (
+    "weight",
+    "weight_packed",
+    "weight_scale",
+    "weight_scale_2",
+    "weight_global_scale",
+    "input_scale",
+    "input_global_scale",
+)
+"""Tensors that together store a linear module; each follows the module's path and a dot."""
+
+
+class ModuleReader:
+    """Reads modules of one checkpoint by the path that they have in its files."""
+
+    def __init__(self, tensors: TensorFiles) -> None:
+        self._tensors = tensors
+
+    def wide(self, tensor: str, shape: tuple[int, ...], *, half: bool = False) -> WideWeight:
+        """Unquantized tensor; ``half`` accepts F16 (small tensors only: it is widened to float32 in memory).
+
+        Raises CheckpointError for another shape or dtype.
+        """
+        kind, data = self._array(tensor, shape)
+        if half and kind == "F16":
+            return WideWeight(data.astype(np.float32))
+        if kind not in ("BF16", "F32"):
+            raise self._error(tensor, f"dtype {kind}", f"BF16{', F32 or F16' if half else ' or F32'}")
+        return WideWeight(data)
+
+    def linear(self, module: str, shape: tuple[int, ...]) -> Weight:
+        """Linear weight [out, in] in whichever form it is stored. Raises CheckpointError for tensors of two forms."""
+        form, suffixes = self._form(module)
+        for suffix in SUFFIXES:
+            if suffix not in suffixes and f"{module}.{suffix}" in self._tensors:
+                raise self._error(f"{module}.{suffix}", "there", f"only {' and '.join(suffixes)} beside {form} weights")
+        if form == "compressed-tensors NVFP4":
+            return self._nvfp4(module, shape, "weight_packed", "weight_global_scale", "input_global_scale")
+        if form == "ModelOpt NVFP4":
+            return self._nvfp4(module, shape, "weight", "weight_scale_2", "input_scale")
+        if form == "FP8":
+            return self._fp8(module, shape)
+        return self.wide(f"{module}.weight", shape)
+
+    def check_values(self, module: str, weight: Weight) -> None:
+        """Refuse NVFP4 block scales that are negative or NaN: tensor cores would drop the sign."""
+        if isinstance(weight, Nvfp4Weight) and (weight.block_scale >= _NAN).any():
+            raise self._error(f"{module}.weight_scale", "negative or NaN in some block", "E4M3 numbers of at least 0")
+
+    def kv_scale(self, tensor: str) -> float:
+        """FP8 scale of keys or values: their largest magnitude / 448."""
+        return self.scalar(tensor, *KV_SCALE)
+
+    def scalar(self, tensor: str, least: float = 1e-30, most: float = 1e30) -> float:
+        """Number from ``least`` to ``most`` stored as F32 or BF16, [] or [1]."""
+        kind, data = self._tensors.array(tensor)
+        if kind not in ("F32", "BF16") or data.size != 1:
+            raise self._error(tensor, f"{kind} {list(data.shape)}", "F32 [] or [1]")
+        value = float(_float(kind, data).reshape(()))
+        if not least <= value <= most:
+            raise self._error(tensor, value, f"a positive number, from {least:g} to {most:g}")
+        return value
+
+    def _form(self, module: str) -> tuple[str, tuple[str, ...]]:
+        """Name of the form that the module's weight has, and the tensors that this form may have."""
+        if f"{module}.weight_packed" in self._tensors:
+            return "compressed-tensors NVFP4", (
+                "weight_packed",
+                "weight_scale",
+                "weight_global_scale",
+                "input_global_scale",
+            )
+        kind = self._tensors.entry(f"{module}.weight").dtype
+        if kind == "U8":
+            return "ModelOpt NVFP4", ("weight", "weight_scale", "weight_scale_2", "input_scale")
+        if kind == "F8_E4M3":
+            return "FP8", ("weight", "weight_scale", "input_scale")
+        return kind, ("weight",)
+
+    def _nvfp4(self, module: str, shape: tuple[int, ...], packed: str, scale: str, input_scale: str) -> Nvfp4Weight:
+        rows, columns = shape
+        if columns % BLOCK:
+            raise self._error(f"{module}.{packed}", f"{columns} inputs", f"a multiple of {BLOCK} for NVFP4")
+        kind, codes = self._array(f"{module}.{packed}", (rows, columns // 2))
+        if kind != "U8":
+            raise self._error(f"{module}.{packed}", f"dtype {kind}", "U8")
+        kind, blocks = self._array(f"{module}.weight_scale", (rows, columns // BLOCK))
+        if kind != "F8_E4M3":
+            raise self._error(f"{module}.weight_scale", f"dtype {kind}", "F8_E4M3")
+        reciprocal = scale == "weight_global_scale"  # compressed-tensors stores 2688 / amax, ModelOpt amax / 2688
+        value = self._multiplier(f"{module}.{scale}", reciprocal=reciprocal)
+        activations = None
+        if f"{module}.{input_scale}" in self._tensors:
+            stored = self.scalar(f"{module}.{input_scale}")
+            activations = _reciprocal(stored) if reciprocal else stored
+        return Nvfp4Weight(codes, blocks, value, activations)
+
+    def _multiplier(self, tensor: str, *, reciprocal: bool) -> float:
+        """Global scale as a multiplier; real weights have max|W| < 2688, so it is below 1."""
+        value = self.scalar(tensor)
+        multiplier = _reciprocal(value) if reciprocal else value
+        if multiplier >= 1.0 and value != 1.0:  # exactly 1 is what a tensor of zeros gets
+            wanted = "the reciprocal, above 1 (compressed-tensors)" if reciprocal else "a multiplier below 1 (ModelOpt)"
+            raise self._error(tensor, value, wanted)
+        return multiplier
+
+    def _fp8(self, module: str, shape: tuple[int, ...]) -> Fp8Weight:
+        _, codes = self._array(f"{module}.weight", shape)
+        name = f"{module}.weight_scale"
+        kind, scale = self._array(name, None)
+        if kind not in ("F32", "BF16") or scale.shape not in ((), (1,), (shape[0],), (shape[0], 1)):
+            raise self._error(name, f"{kind} {list(scale.shape)}", f"F32 [], [1], [{shape[0]}] or [{shape[0]}, 1]")
+        values = _float(kind, scale).reshape(-1)
+        if not ((values > 0) & np.isfinite(values)).all():
+            raise self._error(name, "not positive everywhere", "positive numbers")
+        activations = f"{module}.input_scale"
+        return Fp8Weight(
+            codes,
+            values,
+            self.scalar(activations) if activations in self._tensors else None,
+        )
+
+    def _array(self, tensor: str, shape: tuple[int, ...] | None) -> tuple[str, Array]:
+        if tensor not in self._tensors:
+            raise self._error(tensor, "missing", "a tensor of this name beside its module's others")
+        kind, data = self._tensors.array(tensor)
+        if shape is not None and data.shape != shape:
+            raise self._error(tensor, f"shape {list(data.shape)}", list(shape))
+        return kind, data
+
+    def _error(self, tensor: str, found: object, wanted: object) -> CheckpointError:
+        file: Path | str = self._tensors.entry(tensor).file if tensor in self._tensors else "checkpoint"
+        return CheckpointError(f"{file}: tensor {tensor} is {found}, wanted {wanted}")
+
+
+def _float(kind: str, data: Array) -> Array:
+    if kind == "BF16":
+        widened: Array = (data.astype(np.uint32) << 16).view(np.float32)
+        return widened
+    return data.astype(np.float32)
+
+
+def _reciprocal(value: float) -> float:
+    return float(np.float32(1.0) / np.float32(value))
