@@ -9,8 +9,7 @@ from native_support import fake_cubin
 from tensorrt_build_support import VERSION, FakeCompiler, config, fake, fake_tools, install, on
 from tensorrt_support import units
 
-from edge_dflash.backends.tensorrt.plans import STATE_UNITS
-from edge_dflash.backends.tensorrt.units import EMBEDDING
+from edge_dflash.backends.tensorrt.units import EMBEDDING, STATE_UNITS
 from edge_dflash.builder import plans as plans_module
 from edge_dflash.builder.builder import build
 from edge_dflash.builder.journal import building_path
