@@ -19,15 +19,14 @@ from edge_dflash.backends.tensorrt.runs import EnginePass, RunEngine, dry_run, e
 from edge_dflash.backends.tensorrt.runtime import Engines
 from edge_dflash.backends.tensorrt.units import EMBEDDING, PairUnits, engine_file, engine_units, pair_units
 from edge_dflash.board.archs import find_arch
-from edge_dflash.bundle.manifest import WeightFormat
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.decode.backend import Precision
 from edge_dflash.errors import BackendError
 from edge_dflash.model.ops import Embed
 from edge_dflash.model.program import PairPrograms
 from edge_dflash.model.specs import PairSpec
+from edge_dflash.weights.formats import WeightFormat, read_as
 
-FIRST_FP4 = 100  # SM whose tensor cores read NVFP4
 WORD = 16  # rows of logits lie behind each other without gaps, and start on so many
 
 Enqueue = Callable[[], None]
@@ -186,12 +185,12 @@ def check_engines(
     """Raise BackendError, naming weight or op, unless engines and state kernels for ``arch`` run the pair."""
     check_native(pair, formats, kv=kv)
     sm = find_arch(arch, "tensorrt").sm
-    four_bit = next((name for name, form in formats.items() if form == "nvfp4"), None)
-    if four_bit is not None and sm < FIRST_FP4:
-        raise BackendError(
-            f"{four_bit} is nvfp4, which TensorRT runs on SM {FIRST_FP4} and later, not on {arch}; "
-            "build it with --backend native, or choose fp8 in the recipe"
-        )
+    for name, word in formats.items():
+        if sm < (first := read_as(word).tensorrt):
+            raise BackendError(
+                f"{name} is {word}, which TensorRT runs on SM {first} and later, not on {arch}; "
+                "build it with --backend native, or choose fp8 in the recipe"
+            )
     if pair.target.vocab_size % WORD:
         raise BackendError(
             f"the vocabulary has {pair.target.vocab_size} tokens, plans need a multiple of {WORD}; "

@@ -19,11 +19,20 @@ from typing import Any
 
 import numpy as np
 
-from edge_dflash.backends.tensorrt.net import BLOCK, DType, Net
+from edge_dflash.backends.tensorrt.net import DType, Net
 from edge_dflash.backends.tensorrt.units import CHOICES, LOGITS, Binding, Unit
 from edge_dflash.errors import BackendError
 from edge_dflash.model.ops import Add, Concat, DenseOp, Embed, Linear, RmsNorm, SwiGlu
-from edge_dflash.weights.formats import Array, Fp8Weight, Nvfp4Weight, Weight, WeightStore, WideWeight, bf16_to_f32
+from edge_dflash.weights.formats import (
+    BLOCK,
+    Array,
+    Fp8Weight,
+    Nvfp4Weight,
+    Weight,
+    WeightStore,
+    WideWeight,
+    bf16_to_f32,
+)
 from edge_dflash.weights.safetensors import forget_pages
 
 DTYPES: dict[str, DType] = {"bf16": "BF16", "int32": "INT32"}
