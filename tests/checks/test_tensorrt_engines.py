@@ -64,8 +64,8 @@ class Compiler(FakeCompiler):
         made.weight_bytes = 1000
         return made
 
-    def plan(self, lowered, advance=None):
-        return super().plan(lowered, lambda share: True)
+    def build(self, lowered, advance=None):
+        return super().build(lowered, lambda share: True)
 
 
 @pytest.mark.parametrize("pair", ["qwen3-8b", "qwen3.6-27b"])
