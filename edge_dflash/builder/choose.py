@@ -11,7 +11,7 @@ from edge_dflash.board.archs import ARCHS_OF, BACKENDS, Arch, find_arch, ordered
 from edge_dflash.errors import BackendError
 from edge_dflash.model import pair_programs
 from edge_dflash.model.specs import PairSpec
-from edge_dflash.weights.formats import Nvfp4Weight, WeightFormat, WeightStore
+from edge_dflash.weights.formats import Nvfp4Weight, WeightFormat, WeightStore, read_as
 from edge_dflash.weights.recipe import Recipe
 
 BOTH = ("native", "tensorrt")
@@ -47,7 +47,7 @@ def choose(arch: str, backend: str | None, recipe: Recipe) -> Choice:
         return Choice(found, _named(arch, found, backend), "as asked for", given=True)
     if not found.sm:
         return Choice(found, ("reference",), "a CPU runs the reference backend alone", given=False)
-    if not found.fp4:
+    if found.sm < read_as("nvfp4").tensorrt:
         return Choice(found, ("native",), "our kernels read every format there", given=False)
     if recipe.activations == "nvfp4":
         why = f"recipe {recipe.name} has NVFP4 activations, which only TensorRT computes"

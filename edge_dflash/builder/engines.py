@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from edge_dflash.backends.cuda.compile import compiler_version
 from edge_dflash.backends.cuda.support import device_sm
 from edge_dflash.backends.tensorrt.api import TENSORRT_RTX, Flavour, flavour_of, load, version
+from edge_dflash.backends.tensorrt.units import Unit, bundle_units, engine_units
 from edge_dflash.board.archs import find_arch
 from edge_dflash.board.linux import read_memory
 from edge_dflash.builder.journal import WorkDir
@@ -33,7 +34,6 @@ from edge_dflash.weights.safetensors import forget_pages
 
 if TYPE_CHECKING:
     from edge_dflash.backends.tensorrt.compile import Compiler
-    from edge_dflash.backends.tensorrt.units import Unit
 
 TIMING_CACHE = "timing.cache"  # in the working directory
 AT_ONCE = 4  # most engines in work
@@ -51,10 +51,10 @@ def decide_engines(
     """
     compiler_version()
     from edge_dflash.backends.cuda.support import narrowed  # the bindings of CUDA, only here
-    from edge_dflash.backends.tensorrt.plans import check_plans
+    from edge_dflash.backends.tensorrt.backend import check_engines
 
     flavour = flavour_of(arch)
-    check_plans(pair, formats, arch, "fp8" if recipe.kv == "fp8" else "bfloat16")
+    check_engines(pair, formats, arch, "fp8" if recipe.kv == "fp8" else "bfloat16")
     names = tuple(sorted(bundle_engines(pair, chunk)))
     found = _builder_version(arch, flavour)
     engines = Plans(
@@ -78,9 +78,7 @@ def expanded_weights(recipe: Recipe, pair: PairSpec, formats: Mapping[str, Weigh
 
 def bundle_engines(pair: PairSpec, chunk: int) -> Mapping[str, Unit]:
     """What each engine of a bundle computes, by its file."""
-    from edge_dflash.backends.tensorrt.plans import bundle_units, planned  # the bindings of CUDA, only here
-
-    return planned(bundle_units(pair, chunk).units)
+    return engine_units(bundle_units(pair, chunk).units)
 
 
 def _builder_version(arch: str, flavour: Flavour) -> str | None:
@@ -180,7 +178,7 @@ class _Engines:
 
         try:
             lowered = compiler.lower(unit, self._store)
-            engine = compiler.plan(lowered, advance)
+            engine = compiler.build(lowered, advance)
             for array in lowered.net.held:
                 forget_pages(array)
             del lowered

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from edge_dflash.backends.cuda.compile import bundled, compile_cubin
+from edge_dflash.backends.tensorrt.units import STATE_UNITS
 from edge_dflash.builder.convert import one_thread, weight_tensors
 from edge_dflash.builder.decide import BuildConfig, Decisions, decide
 from edge_dflash.builder.engines import build_engines
@@ -131,8 +132,6 @@ def _kernels(decided: Decisions, work: WorkDir, progress: Progress) -> dict[str,
     stage = Stage(progress, "kernels", decided.size)  # in bytes like the weights: the share of units
     units = bundled()
     if "native" not in decided.choice.backends:
-        from edge_dflash.backends.tensorrt.plans import STATE_UNITS  # the bindings of CUDA, only here
-
         units = STATE_UNITS
 
     def compiled(unit: str) -> Iterator[Piece]:
