@@ -16,14 +16,15 @@ from rich.text import Text
 from edge_dflash.checks.bench import Work
 from edge_dflash.checks.bench_result import Cycle, Part, Result, svg
 from edge_dflash.checks.footprint import Traffic
-from edge_dflash.checks.random_pair import Kind, pair_names
+from edge_dflash.checks.random_pair import pair_names
 from edge_dflash.checks.record import append, check_record
 from edge_dflash.checks.subjects import CUBINS, bench_bundle, bench_synthetic
 from edge_dflash.cli.output import emit_json, named_table, say, show
 from edge_dflash.cli.prompts import bench_prompts
 from edge_dflash.errors import RequestError
+from edge_dflash.weights.layout import Format
 
-KINDS = get_args(Kind)
+KINDS = get_args(Format)
 
 
 def bench(
@@ -87,7 +88,7 @@ def bench(
     _print(result, plot, record, json)
 
 
-def _checked(bundle: Path | None, synthetic: str | None, weights: str | None, prompts: Path | None) -> Kind:
+def _checked(bundle: Path | None, synthetic: str | None, weights: str | None, prompts: Path | None) -> Format:
     """Format of a synthetic pair's weights. Raises RequestError for options that do not go together."""
     if (bundle is None) == (synthetic is None):
         raise RequestError("give BUNDLE or --synthetic NAME")
@@ -98,7 +99,7 @@ def _checked(bundle: Path | None, synthetic: str | None, weights: str | None, pr
     kind = weights or KINDS[0]
     if kind not in KINDS:
         raise RequestError(f"--weights is {kind!r}; give one of {', '.join(KINDS)}")
-    return cast("Kind", kind)
+    return cast("Format", kind)
 
 
 def _check_files(plot: Path | None, record: Path | None) -> None:
