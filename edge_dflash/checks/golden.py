@@ -21,8 +21,8 @@ from safetensors.numpy import load_file
 from edge_dflash.common.files import open_regular
 from edge_dflash.errors import VerificationError
 from edge_dflash.model import pair_programs
-from edge_dflash.model.config import match_pair, read_drafter_spec, read_target_spec
 from edge_dflash.model.program import PairPrograms
+from edge_dflash.model.registry import match_pair, read_drafter_spec, read_target_spec
 from edge_dflash.model.specs import PairSpec
 from edge_dflash.weights.checkpoint import PairCheckpoint
 from edge_dflash.weights.formats import Array, Nvfp4Weight, Weight, WeightStore
