@@ -170,6 +170,11 @@ class Table:
         self._where, self._value = where, value
 
     @property
+    def where(self) -> str:
+        """File, and the keys on the way to this table."""
+        return self._where
+
+    @property
     def given(self) -> list[str]:
         """Keys that the file gives."""
         return list(self._value)
