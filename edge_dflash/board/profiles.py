@@ -1,26 +1,24 @@
 """Board profiles: what a Jetson (or DGX Spark) offers, read from the YAML files in ``jetson/``.
 
-The machine that this runs on is not looked at.
+Knows the file format and the names of the boards. Does not look at the machine it runs on and knows nothing of models.
 """
 
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from edge_dflash.board.archs import find_arch
 from edge_dflash.common.files import directory
 from edge_dflash.common.tables import Table, read_table
 from edge_dflash.errors import BackendError, RecipeError
 
-T = TypeVar("T")
-
-HELP = "jetson/README.md"
 # Bytes of a board's memory that a pair cannot have: about 1 GB for Linux and its services without a desktop, about 1 GB
 # for the driver, the CUDA context and this program. A desktop, ROS or cameras come on top.
 SYSTEM_BYTES = 2_000_000_000
+_TEXT = "text in quotes"
 
 
 @dataclass(frozen=True)
@@ -118,71 +116,39 @@ def board_profiles() -> tuple[BoardProfile, ...]:
 
 def read_board(path: Path) -> BoardProfile:
     """Read one profile. Raises RecipeError naming file, key, value found and what is accepted."""
-    table = _whole(read_table(path, _keys(BoardProfile), HELP), BoardProfile)
+    table = read_table(path, _keys(BoardProfile), "jetson/README.md", complete=True)
     return BoardProfile(
-        name=_text(table, "name").lower(),
-        title=_text(table, "title"),
-        aliases=tuple(str(alias).lower() for alias in _items(table, "aliases")),
-        models=tuple(str(model) for model in _items(table, "models")),
-        sm=_sm(table, path),
-        memory_bytes=table.positive("memory_bytes", 0),
-        memory_bandwidth_bytes_per_s=table.positive("memory_bandwidth_bytes_per_s", 0),
+        name=table.text("name", None, _TEXT).lower(),
+        title=table.text("title", None, _TEXT),
+        aliases=tuple(str(alias).lower() for alias in table.items("aliases")),
+        models=tuple(str(model) for model in table.items("models")),
+        sm=_sm(table),
+        memory_bytes=table.positive("memory_bytes"),
+        memory_bandwidth_bytes_per_s=table.positive("memory_bandwidth_bytes_per_s"),
         power_modes=tuple(
-            PowerMode(_count(mode, "id"), _text(mode, "name"), _count(mode, "watts"))
-            for mode in _tables(table, "power_modes", PowerMode)
+            PowerMode(mode.optional_int("id"), mode.text("name", None, _TEXT), mode.optional_int("watts"))
+            for mode in table.children("power_modes", _keys(PowerMode))
         ),
-        jetpacks=_of_texts(table, "jetpacks", JetPackVersion),
-        notes=_of_texts(table, "notes", Note),
+        jetpacks=tuple(
+            JetPackVersion(*(version.text(key, None, _TEXT) for key in JetPackVersion.__dataclass_fields__))
+            for version in table.children("jetpacks", _keys(JetPackVersion))
+        ),
+        notes=tuple(
+            Note(note.text("fact", None, _TEXT), note.text("source", None, _TEXT))
+            for note in table.children("notes", _keys(Note))
+        ),
     )
 
 
-def _sm(table: Table, path: Path) -> int:
-    """Compute capability: a number such as 110, or an arch in any of its spellings."""
-    word = table.get("sm")
-    if not isinstance(word, str):
-        return table.positive("sm", 0)
-    try:
-        return find_arch(word).sm
-    except BackendError as error:
-        raise RecipeError(f"{path}: sm: {error}") from None
-
-
 def _keys(kind: type[Any]) -> tuple[str, ...]:
-    return tuple(sorted(field.name for field in fields(kind)))
+    return tuple(sorted(kind.__dataclass_fields__))
 
 
-def _whole(table: Table, kind: type[Any]) -> Table:
-    """The table, when it gives every key."""
-    if missing := sorted(set(_keys(kind)) - set(table.given)):
-        raise RecipeError(f"{table.where}: missing key {', '.join(missing)}; add it, see {HELP}")
-    return table
-
-
-def _tables(table: Table, key: str, kind: type[Any]) -> list[Table]:
-    return [_whole(child, kind) for child in table.children(key, _keys(kind))]
-
-
-def _of_texts(table: Table, key: str, kind: type[T]) -> tuple[T, ...]:
-    rows = _tables(table, key, kind)
-    return tuple(kind(**{name: _text(row, name) for name in _keys(kind)}) for row in rows)
-
-
-def _text(table: Table, key: str) -> str:
-    value = table.get(key)
-    if not isinstance(value, str) or not value.strip():
-        raise table.wrong(key, "text in quotes")
-    return value
-
-
-def _items(table: Table, key: str) -> list[Any]:
-    value = table.get(key)
-    if not isinstance(value, list):
-        raise table.wrong(key, "a list")
-    return value
-
-
-def _count(table: Table, key: str) -> int | None:
-    value = table.get(key)
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
-        raise table.wrong(key, "an integer from 0, or null")
-    return value
+def _sm(table: Table) -> int:
+    """Compute capability: a number such as 110, or an arch in any of its spellings."""
+    if not isinstance(table.get("sm"), str):
+        return table.positive("sm")
+    try:
+        return find_arch(table.get("sm")).sm
+    except BackendError as error:
+        raise RecipeError(f"{table.where}: sm: {error}") from None
