@@ -11,6 +11,9 @@ from rich.table import Table
 from edge_dflash.backends.selftest import SelfTestResult, replay
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.checks.bench import Work
+from edge_dflash.checks.doctor import gather
+from edge_dflash.checks.doctor import report as doctor_report
+from edge_dflash.checks.doctor_checks import examine
 from edge_dflash.checks.golden import GoldenComparison, verify_golden
 from edge_dflash.checks.lossless import Verification, verify_lossless
 from edge_dflash.checks.provenance import check_report, write_report
@@ -72,7 +75,9 @@ def verify(
         result, self_test = _verify_bundle(bundle, prompts, count, max_new_tokens)
         found = _found(result, self_test)
         if report is not None:
-            write_report(report, bundle, found, _bench(bundle) if found["ok"] else None)
+            bench = _bench(bundle) if found["ok"] else None
+            facts = gather(bundle)
+            write_report(report, bundle, found, bench, doctor_report(examine(facts), facts))
         if json:
             emit_json(found)
         _judge(result, self_test, quiet=json)
