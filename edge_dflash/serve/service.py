@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -117,7 +118,7 @@ class Service:
             return
         self.notifier.reloading()
         try:
-            for problem in await self.on_thread(self.sessions.save_soon):
+            for problem in await self.on_thread(partial(self.sessions.save_all, soon=True)):
                 log.error("not saved: %s", problem)
             never = self.config.sessions.save == "never"
             log.info("reload: sessions %s", 'are not saved, sessions.save is "never"' if never else "are saved")
