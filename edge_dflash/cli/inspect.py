@@ -24,7 +24,7 @@ from edge_dflash.cli.output import emit_json, named_table, show
 from edge_dflash.cli.recipes import find_recipe
 from edge_dflash.common.files import LARGE, directory, read_bytes
 from edge_dflash.errors import BackendError, BundleError, RequestError
-from edge_dflash.model.config import match_pair, read_drafter_spec, read_target_spec
+from edge_dflash.model.registry import match_pair, read_drafter_spec, read_target_spec
 from edge_dflash.model.specs import DrafterLayerMask
 from edge_dflash.weights.recipe import default_recipe, load_recipe
 

@@ -1,24 +1,22 @@
 """Text to token ids and back: the tokenizer, the chat template, and text that streams without broken characters.
 
-Reads the Hugging Face files ``tokenizer.json``, ``tokenizer_config.json`` and ``chat_template.jinja`` of a directory.
-Knows nothing of models or of how tokens are made.
+Read from the Hugging Face files ``tokenizer.json``, ``tokenizer_config.json`` and ``chat_template.jinja``.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as HfTokenizer
 
-from edge_dflash.common.files import is_there, read_text
-from edge_dflash.errors import BundleError, RequestError, one_line, short
-from edge_dflash.text.control_tokens import ControlTokens, encode_all
+from edge_dflash.common.files import SMALL, is_there, read_text
+from edge_dflash.errors import BundleError, RequestError, one_line
 from edge_dflash.text.template import BoundError, ChatTemplate, Message
-
-__all__ = ["TOKENIZER_FILES", "ChatTemplate", "Detokenizer", "Message", "Tokenizer", "content_text", "with_text"]
 
 MAX_TOKENIZER = 128 << 20  # bytes of tokenizer.json; the largest published ones have about 35 MB
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -30,6 +28,8 @@ _HARMLESS = (
     {"role": "assistant", "content": "Done."},
     {"role": "user", "content": "Thanks."},
 )
+_BLANKS = "\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
+_BATCH = 64  # texts a call: other threads wait while it takes texts and gives results
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
@@ -41,34 +41,6 @@ def _byte_characters() -> dict[str, int]:
 
 
 _BYTE_OF = _byte_characters()
-
-
-def content_text(content: object, where: str) -> str | None:
-    """A message's content as one text: a list of ``{"type": "text", "text": ...}`` parts is joined; None stays None.
-
-    Raises RequestError, naming ``where``, for content of another type and for parts that are no text.
-    """
-    if content is None or isinstance(content, str):
-        return content
-    if not isinstance(content, list | tuple):
-        raise RequestError(f"{where} is {short(content)}; give a text, or a list of parts of type text")
-    texts = []
-    for index, part in enumerate(content):
-        text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
-        if not isinstance(text, str):
-            accepted = '{"type": "text", "text": "..."}'
-            raise RequestError(f"{where}[{index}] is {short(part)}; this model reads text only, give parts {accepted}")
-        if unknown := [key for key in part if key not in ("type", "text")]:
-            raise RequestError(f"{where}[{index}].{unknown[0]!s:.60} is unknown here; known are text, type")
-        texts.append(text)
-    return "".join(texts)
-
-
-def with_text(message: Message, index: int) -> Message:
-    """The message with its content as one text; what else is wrong with it is found when it is rendered."""
-    if not isinstance(message, Mapping) or isinstance(message.get("content"), str | None):
-        return message
-    return {**message, "content": content_text(message["content"], f"content of message {index}")}
 
 
 class Tokenizer:
@@ -83,7 +55,7 @@ class Tokenizer:
         self.template = template
         self.eos_token_id = eos
         self._bytes: dict[int, bytes | None] = {}  # of tokens that were asked for
-        self._controls = ControlTokens(tokenizer)
+        self._controls = _ControlTokens(tokenizer)
 
     @classmethod
     def open(cls, directory: Path) -> Tokenizer:
@@ -92,12 +64,11 @@ class Tokenizer:
         Raises BundleError when a file is missing or malformed, and for a template that takes too much time or memory,
         or builds its control tokens from parts: they would be text.
         """
-        path = directory / "tokenizer.json"
-        try:
-            tokenizer = HfTokenizer.from_str(read_text(path, MAX_TOKENIZER))
-        except Exception as error:  # the library raises bare Exception
-            raise BundleError(f"cannot read {path} ({_line(error)}); build the bundle again") from None
-        config = _read_config(directory / "tokenizer_config.json")
+        tokenizer: HfTokenizer = _read(directory / "tokenizer.json", HfTokenizer.from_str, MAX_TOKENIZER)
+        path = directory / "tokenizer_config.json"
+        config = _read(path, json.loads) if is_there(path) else {}
+        if not isinstance(config, dict):
+            raise BundleError(f"{path} holds {type(config).__name__}, wanted an object; build the bundle again")
         special = {name: _content(config[name]) for name in _SPECIAL_TOKENS if config.get(name)}
         eos = tokenizer.token_to_id(special["eos_token"]) if "eos_token" in special else None
         source = _template_source(directory, config)
@@ -116,11 +87,6 @@ class Tokenizer:
         found = self._tokenizer.id_to_token(token_id)
         return None if found is None else str(found)
 
-    def token_id(self, token: str) -> int | None:
-        """Return the id of this token, spelled as the vocabulary spells it, or None when there is none."""
-        found = self._tokenizer.token_to_id(token)
-        return None if found is None else int(found)
-
     def is_ordinary(self, token_id: int) -> bool:
         """Whether texts are written with this token: it is in the vocabulary, not added to it, and spells something."""
         if not 0 <= token_id < self.size or token_id in self._tokenizer.get_added_tokens_decoder():
@@ -129,7 +95,7 @@ class Tokenizer:
 
     def control_id(self, token: str) -> int | None:
         """Return the id of this control token, or None when there is none: no text becomes it."""
-        return self._controls.id(token)
+        return self._controls.ids.get(token)
 
     def to_json(self) -> str:
         """Return the text of tokenizer.json."""
@@ -137,7 +103,7 @@ class Tokenizer:
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Ids of ``text`` as it is: nothing is added. Control tokens written in it become their ids."""
-        return tuple(encode_all(self._tokenizer, [text])[0])
+        return tuple(_encode_all(self._tokenizer, [text])[0])
 
     def encode_text(self, text: str) -> tuple[int, ...]:
         """Ids of ``text`` as text: control tokens written in it are spelled out."""
@@ -161,7 +127,7 @@ class Tokenizer:
         """
         if self.template is None:
             raise RequestError("this model has no chat template; give plain text or token ids instead of messages")
-        return self.template.pieces(self._controls.names, messages, **variables)
+        return self.template.pieces(tuple(self._controls.ids), messages, **variables)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ``ids``, without special tokens."""
@@ -170,16 +136,14 @@ class Tokenizer:
     def token_bytes(self, token_id: int) -> bytes | None:
         """Bytes of one token, which may be a part of a character; a special token's spelling, None without a token."""
         if token_id not in self._bytes:
-            self._bytes[token_id] = self._bytes_of(token_id)
+            spelled, text = self.token(token_id), self.decode([token_id])
+            made = None if spelled is None else spelled.encode()
+            if spelled is not None and text and _REPLACEMENT not in text:
+                made = text.encode()
+            elif spelled is not None and all(char in _BYTE_OF for char in spelled):
+                made = bytes(_BYTE_OF[char] for char in spelled)
+            self._bytes[token_id] = made
         return self._bytes[token_id]
-
-    def _bytes_of(self, token_id: int) -> bytes | None:
-        spelled, text = self.token(token_id), self.decode([token_id])
-        if spelled is None or (text and _REPLACEMENT not in text):
-            return None if spelled is None else text.encode()
-        if all(char in _BYTE_OF for char in spelled):
-            return bytes(_BYTE_OF[char] for char in spelled)
-        return spelled.encode()
 
     def _try_template(self, where: str) -> None:
         """Raise BundleError for a template that harmless messages show to be unfit."""
@@ -196,6 +160,78 @@ class Tokenizer:
                     "text; write them whole in chat_template.jinja"
                 )
             return
+
+
+class _ControlTokens:
+    """The control tokens of ``tokenizer``, by their spelling, and text encoded without them.
+
+    They are the added tokens of ``tokenizer.json`` (``<|im_end|>``, ``<think>``), but for those that are words: not
+    special, and made of letters, digits and blanks.
+    """
+
+    def __init__(self, tokenizer: HfTokenizer) -> None:
+        added: dict[int, AddedToken] = tokenizer.get_added_tokens_decoder()
+        words = {at: one for at, one in added.items() if not one.special and not re.search(r"[^\w\s]", one.content)}
+        self._tokens = {token.content: (number, token) for number, token in added.items() if number not in words}
+        self._words, self._moved = _without_controls(tokenizer, words)
+        unknown = getattr(tokenizer.model, "unk_token", None)
+        self._forbidden = frozenset(  # a single character (padding may be "!") has its id in texts, too
+            number for name, (number, _) in self._tokens.items() if name != unknown and len(name) > 1
+        )
+        self.ids = {name: number for name, (number, _) in self._tokens.items()}
+
+    def encode(self, pieces: Sequence[str]) -> tuple[int, ...]:
+        """Ids of text, control token, text, ..., text; each text as if there were no control tokens.
+
+        Raises RequestError for a text that becomes one all the same: the tokenizer's model may hold it as a word.
+        """
+        texts, controls = list(pieces[::2]), [self._tokens[name] for name in pieces[1::2]]
+        for index, (_, token) in enumerate(controls):  # as the tokenizer does: blanks beside it belong to the token
+            if token.lstrip:
+                texts[index] = texts[index].rstrip(_BLANKS)
+            if token.rstrip:
+                texts[index + 1] = texts[index + 1].lstrip(_BLANKS)
+        ids = list[int]()
+        for index, words in enumerate(_encode_all(self._words, texts)):
+            found = [self._moved.get(word, word) for word in words] if self._moved else words
+            if not self._forbidden.isdisjoint(found):
+                raise RequestError("a text spells a control token that this tokenizer cannot tell from text; remove it")
+            ids += found
+            if index < len(controls):
+                ids.append(controls[index][0])
+        return tuple(ids)
+
+
+def _encode_all(tokenizer: HfTokenizer, texts: Sequence[str]) -> list[list[int]]:
+    """Ids of each text as ``tokenizer`` makes them; nothing is added. Raises RequestError for a lone surrogate."""
+    try:
+        for text in texts:
+            text.encode()
+    except UnicodeEncodeError:
+        raise RequestError("the text holds a lone surrogate, which is no character; remove it") from None
+    each = list(dict.fromkeys(texts))  # what a template writes between messages comes often
+    ids = dict[str, list[int]]()
+    for at in range(0, len(each), _BATCH):
+        some = each[at : at + _BATCH]
+        # the batch call lets other threads run meanwhile, which encode does not: a second for each MB
+        found = tokenizer.encode_batch_fast(some, add_special_tokens=False)
+        ids.update(zip(some, (text.ids for text in found), strict=True))
+    return [ids[text] for text in texts]
+
+
+def _without_controls(tokenizer: HfTokenizer, words: Mapping[int, AddedToken]) -> tuple[HfTokenizer, dict[int, int]]:
+    """The tokenizer with ``words`` as its only added tokens, and their ids by those that they have there.
+
+    It shares the model, so it costs no memory.
+    """
+    plain = HfTokenizer(tokenizer.model)
+    if tokenizer.normalizer is not None:
+        plain.normalizer = tokenizer.normalizer
+    if tokenizer.pre_tokenizer is not None:
+        plain.pre_tokenizer = tokenizer.pre_tokenizer
+    plain.add_tokens(list(words.values()))
+    moved = ((plain.token_to_id(token.content), number) for number, token in words.items())
+    return plain, {there: here for there, here in moved if there is not None}
 
 
 class Detokenizer:
@@ -234,27 +270,19 @@ class Detokenizer:
         return self._decode([*self._context, *self._pending])[before:]
 
 
-def _read_config(path: Path) -> dict[str, Any]:
-    """tokenizer_config.json as an object; a tokenizer without one is complete."""
-    if not is_there(path):
-        return {}
+def _read(path: Path, parse: Callable[[str], Any], most: int = SMALL) -> Any:
     try:
-        config = json.loads(read_text(path))
-    except (OSError, ValueError, RecursionError) as error:
-        raise BundleError(f"cannot read {path} ({_line(error)}); build the bundle again") from None
-    if not isinstance(config, dict):
-        raise BundleError(f"{path} holds {type(config).__name__}, wanted an object; build the bundle again")
-    return config
+        return parse(read_text(path, most))
+    except Exception as error:  # the library of tokenizers raises bare Exception
+        why = error.strerror if isinstance(error, OSError) else None  # without the path, which is named beside it
+        raise BundleError(f"cannot read {path} ({one_line(why or error)}); build the bundle again") from None
 
 
 def _template_source(directory: Path, config: Mapping[str, Any]) -> str | None:
-    """The template's text: a file of its own wins over tokenizer_config.json; a list of templates has a default."""
+    """The template's text: its own file wins over tokenizer_config.json; a list of templates has a default."""
     path = directory / "chat_template.jinja"
     if is_there(path):
-        try:
-            return read_text(path)
-        except (OSError, ValueError) as error:
-            raise BundleError(f"cannot read {path} ({_line(error)}); build the bundle again") from None
+        return str(_read(path, str))
     found = config.get("chat_template")
     if isinstance(found, list):
         named = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
@@ -265,7 +293,3 @@ def _template_source(directory: Path, config: Mapping[str, Any]) -> str | None:
 def _content(token: object) -> str:
     """A special token is a string or an object with its ``content``."""
     return str(token.get("content", "")) if isinstance(token, dict) else str(token)
-
-
-def _line(error: BaseException) -> str:
-    return one_line(getattr(error, "strerror", None) or error)  # without the path, which is named beside it

@@ -15,7 +15,7 @@ from edge_dflash.checks.inspect import inspect_manifest, inspect_pair, inspect_r
 from edge_dflash.cli.inspect import render
 from edge_dflash.errors import RequestError
 from edge_dflash.model import pair_programs
-from edge_dflash.model.config import match_pair, read_drafter_spec, read_target_spec
+from edge_dflash.model.registry import match_pair, read_drafter_spec, read_target_spec
 from edge_dflash.weights.recipe import Recipe
 
 CONFIGS = Path(__file__).parents[1] / "configs"
