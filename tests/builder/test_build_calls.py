@@ -26,7 +26,15 @@ def test_few_calls_lead_from_the_command_to_the_bytes_of_a_weight(tmp_path):
                 frame = frame.f_back
             raise Written
 
-    argv = ["--target", TARGETS["qwen3"], "--drafter", DRAFTERS["qwen3"], "--output", tmp_path / "out", "--no-calibrate"]
+    argv = [
+        "--target",
+        TARGETS["qwen3"],
+        "--drafter",
+        DRAFTERS["qwen3"],
+        "--output",
+        tmp_path / "out",
+        "--no-calibrate",
+    ]
     sys.setprofile(watch)
     try:
         run(["build", *map(str, argv)])

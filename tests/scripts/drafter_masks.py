@@ -16,9 +16,9 @@ from safetensors.numpy import load_file
 
 from calib.demo.evaluate import heldout_tasks
 from edge_dflash.backends.reference.backend import ReferenceBackend
-from edge_dflash.cli.demo import MODELS
 from edge_dflash.decode.backend import Precision
 from edge_dflash.decode.loop import DecodeOptions, generate
+from edge_dflash.demo.tasks import MODELS
 from edge_dflash.model import pair_programs
 from edge_dflash.model.registry import match_pair, read_drafter_spec, read_target_spec
 from edge_dflash.text.tokenizer import Tokenizer
