@@ -26,7 +26,7 @@ from edge_dflash.runner.prepare import Model, prepare
 from edge_dflash.runner.stream import AsyncPlanStream, PlanStream
 from edge_dflash.runner.ticket import Ticket
 from edge_dflash.text.chat import Answer
-from edge_dflash.text.tokenizer import Message
+from edge_dflash.text.template import Message
 
 if TYPE_CHECKING:
     from edge_dflash.planner import Planner

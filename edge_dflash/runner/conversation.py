@@ -14,7 +14,8 @@ from edge_dflash.decode.options import Options, Task, as_messages, token_ids
 from edge_dflash.errors import RequestError
 from edge_dflash.runner.prepare import Model
 from edge_dflash.text.chat import Answer, Markers, encode_conversation, render_conversation
-from edge_dflash.text.tokenizer import Message, Tokenizer
+from edge_dflash.text.template import Message
+from edge_dflash.text.tokenizer import Tokenizer
 
 _PROBE = "\ue000"  # private use: no message begins with it
 _MARK = "\ue000\ue001\ue002"  # stands for an answer when the text behind it is looked for
