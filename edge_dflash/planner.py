@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
 from edge_dflash.backends import load, selftest
-from edge_dflash.backends.selftest_result import SelfTestResult
+from edge_dflash.backends.selftest import SelfTestResult
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.common import rules
 from edge_dflash.common.progress import CHECKING, LOADING, SELF_TEST, Progress, unheard

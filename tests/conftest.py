@@ -13,7 +13,7 @@ from cli_support import PAIR
 from hypothesis import HealthCheck, settings
 from paths import DEMO
 
-from edge_dflash.common.resources import directory
+from edge_dflash.common.files import directory
 
 settings.register_profile("emulated", deadline=None, suppress_health_check=[HealthCheck.too_slow])  # scripts/aarch64.sh
 

@@ -6,7 +6,7 @@ import tomllib
 from pathlib import Path
 
 import edge_dflash
-from edge_dflash.common import resources
+from edge_dflash.common import files
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -15,12 +15,12 @@ SETUPTOOLS = PROJECT["tool"]["setuptools"]
 
 def test_every_package_of_the_tree_is_shipped():
     tree = {".".join(path.parent.relative_to(ROOT).parts) for path in (ROOT / "edge_dflash").rglob("__init__.py")}
-    data = {f"edge_dflash._data.{name}" for name in resources.FOLDERS}
+    data = {f"edge_dflash._data.{name}" for name in files.FOLDERS}
     assert set(SETUPTOOLS["packages"]) == tree | data
 
 
 def test_every_data_folder_is_shipped_from_the_root():
-    assert SETUPTOOLS["package-dir"] == {f"edge_dflash._data.{name}": name for name in resources.FOLDERS}
+    assert SETUPTOOLS["package-dir"] == {f"edge_dflash._data.{name}": name for name in files.FOLDERS}
 
 
 def test_every_file_that_is_not_code_matches_a_pattern():

@@ -1,10 +1,12 @@
-"""What the README says can be done, is done."""
+"""What the README and the pages behind it say can be done, is done."""
 
 from __future__ import annotations
 
 import json
 import re
 import shlex
+import subprocess
+import sys
 
 import pytest
 import typer
@@ -15,16 +17,23 @@ from edge_dflash.board.profiles import board_profiles
 from edge_dflash.demo.corpus import check_success, task_from_json
 
 README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
+CLI = (ROOT / "docs" / "cli.md").read_text()
+PAGES = [ROOT / "README.md", *(ROOT / "docs" / name for name in ("backends.md", "cli.md", "python.md", "results.md"))]
+BLOCKS = [
+    block
+    for page in PAGES
+    for block in re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+]
 FIRST = BLOCKS[0][1].splitlines()
 PYTHON = [body for language, body in BLOCKS if language == "python"]
-COMMANDS = [
-    shlex.split(line.strip(), comments=True)[1:]
+LINES = [
+    line.strip()
     for language, body in BLOCKS
     if language == "sh"
     for line in body.splitlines()
     if line.strip().startswith("edge-dflash ")
 ]
+COMMANDS = [shlex.split(line, comments=True)[1:] for line in dict.fromkeys(LINES)]
 RUNNABLE = [argv for argv in COMMANDS if "demo-bundle" in argv and argv[0] != "build" and "task.txt" not in argv]
 
 
@@ -93,7 +102,7 @@ def test_python_runs(body, capsys):
     exec(compile(body, "README.md", "exec"), {})
     out = capsys.readouterr().out
     assert out.strip()
-    if "planner.plan(" in body:
+    if "SCENE" in body:
         assert out.startswith("navigate storage_rack\nwait 60\npick black_vial storage_rack gentle\n")
 
 
@@ -102,26 +111,22 @@ def test_every_board_profile_is_listed():
         assert f"`{board.name}`" in README
 
 
-def test_paths_of_links_exist():
-    for target in re.findall(r"\]\((?!https?:)([^)#]+)", README):
-        assert (ROOT / target).exists()
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_paths_of_links_exist(page):
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
+        assert (page.parent / target).exists(), target
 
 
-def test_the_tree_names_what_is_there():
-    tree = next(body for language, body in BLOCKS if language == "" and body.startswith("edge_dflash/"))
-    for line in tree.splitlines():
-        name = line.split()[0]
-        folder = ROOT / "edge_dflash" if line.startswith("  ") else ROOT
-        assert (folder / name).exists(), line
-    for path in (ROOT / "edge_dflash").iterdir():
-        if path.is_dir() and (path / "__init__.py").exists():
-            assert re.search(rf"\b{path.name}/", tree), path.name
+def test_the_readme_is_short_and_its_pictures_are_those_of_the_code():
+    assert len(README.splitlines()) <= 180
+    drawn = subprocess.run([sys.executable, ROOT / "docs" / "draw.py", "--check"], capture_output=True, text=True)
+    assert drawn.returncode == 0, drawn.stderr
 
 
 def test_json_keys_of_the_readme_are_those_of_the_help(capsys):
     """The table's row of a command names every key that the help names, and no other (inspect refers to its help)."""
     for name in ("demo", "build", "generate", "verify"):
-        row = re.search(rf"^\| `{name}` \| (.*) \|$", README, flags=re.MULTILINE).group(1)
+        row = re.search(rf"^\| `{name}` \| (.*) \|$", CLI, flags=re.MULTILINE).group(1)
         listed = set(re.findall(r"`(\w+)`", row))
         assert edge_dflash.cli.run([name, "--help"]) == 0
         text = re.split(r"JSON keys:|\n(?:Arguments|Options):", capsys.readouterr().out)[1]

@@ -1,6 +1,6 @@
 """Fake quantization for training: NVFP4 weights and FP8 keys and values, with gradients that pass straight through.
 
-Equal to :func:`edge_dflash.weights.nvfp4.quantize_nvfp4` followed by dequantization, computed for all linears of
+Equal to :func:`edge_dflash.weights.quantize.quantize_nvfp4` followed by dequantization, computed for all linears of
 a model at once on any device. Knows the linears of the demo models only through their names.
 """
 
@@ -9,8 +9,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from edge_dflash.weights.fp8 import E4M3_MAX, E4M3_TINY
-from edge_dflash.weights.nvfp4 import BLOCK, E2M1, E2M1_MAX, GLOBAL_DIVISOR, fused_group
+from edge_dflash.weights.quantize import BLOCK, E2M1, E2M1_MAX, E4M3_MAX, E4M3_TINY, GLOBAL_DIVISOR, fused_group
 
 _DECISIONS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 KV_MARGIN = 1.25  # the largest key or value is this far below the largest FP8 code

@@ -50,7 +50,7 @@ def load(bundle: Bundle, backend: str | None = None) -> Backend:
 
 def _device(bundle: Bundle, name: str) -> Backend:
     """Check that bundle, this version and this device belong together, then load. Never imports torch."""
-    from edge_dflash.backends.cuda.arch import check_arch, device_sm, shares_memory
+    from edge_dflash.backends.cuda.support import check_arch, device_sm, shares_memory
 
     manifest = bundle.manifest
     try:
@@ -62,9 +62,9 @@ def _device(bundle: Bundle, name: str) -> Backend:
         ) from None
     check_arch(manifest.arch, sm, str(bundle.path), name)
     from edge_dflash.backends.cuda.backend import NativeBackend
-    from edge_dflash.backends.cuda.bundle_weights import BundleWeights
     from edge_dflash.backends.cuda.compile import kernels_digest
     from edge_dflash.backends.cuda.support import check_native
+    from edge_dflash.backends.cuda.weights import BundleWeights
 
     if (found := manifest.tools.get("kernels")) != (wanted := kernels_digest()):
         raise BackendError(

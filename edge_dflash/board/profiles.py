@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from edge_dflash.board.archs import find_arch
-from edge_dflash.common.resources import directory
+from edge_dflash.common.files import directory
 from edge_dflash.errors import BackendError, RecipeError
 
 # Bytes of a board's memory that a pair cannot have: about 1 GB for Linux and its services without a desktop, about 1 GB

@@ -16,17 +16,16 @@ from typing import Literal
 import numpy as np
 import torch
 
+from edge_dflash.backends.reference.dense import TorchWeights
 from edge_dflash.backends.reference.interpreter import Interpreter, Memory
-from edge_dflash.backends.reference.weights import TorchWeights
 from edge_dflash.decode.backend import Precision
 from edge_dflash.errors import BuildError
 from edge_dflash.model import pair_programs
 from edge_dflash.model.ops import Attend, Embed, KvAppend, Linear, Op
 from edge_dflash.model.program import KvState, Program
 from edge_dflash.model.specs import PairSpec
-from edge_dflash.weights.fp8 import E4M3_MAX
-from edge_dflash.weights.nvfp4 import GLOBAL_DIVISOR
-from edge_dflash.weights.tensor import Fp8Weight, Nvfp4Weight, Weight, WeightStore, WideWeight
+from edge_dflash.weights.formats import Fp8Weight, Nvfp4Weight, Weight, WeightStore, WideWeight
+from edge_dflash.weights.quantize import E4M3_MAX, GLOBAL_DIVISOR
 
 PROPOSALS = 4  # propose passes, spread over the context
 Progress = Callable[[int, int], None]  # (linear layers done, linear layers in all)

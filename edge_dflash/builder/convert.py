@@ -17,11 +17,9 @@ import torch
 from edge_dflash.bundle.manifest import WeightFormat
 from edge_dflash.bundle.parts import CHUNK, weight_format
 from edge_dflash.errors import BuildError, CheckpointError
-from edge_dflash.weights.arrays import absmax, wide_tensor
-from edge_dflash.weights.fp8 import quantize_fp8
-from edge_dflash.weights.mapped import forget_pages
-from edge_dflash.weights.nvfp4 import BLOCK, fused_group, quantize_nvfp4
-from edge_dflash.weights.tensor import Array, Fp8Weight, Nvfp4Weight, Weight, WeightStore, WideWeight
+from edge_dflash.weights.formats import Array, Fp8Weight, Nvfp4Weight, Weight, WeightStore, WideWeight
+from edge_dflash.weights.quantize import BLOCK, absmax, fused_group, quantize_fp8, quantize_nvfp4, wide_tensor
+from edge_dflash.weights.safetensors import forget_pages
 
 ROW_BLOCK = 8 << 20  # bytes of a wide matrix that one call reads
 Run: TypeAlias = Callable[[Callable[[slice], float], Iterable[slice]], Iterable[float]]

@@ -28,8 +28,8 @@ from edge_dflash.bundle.manifest import Plans, Source, WeightFormat
 from edge_dflash.bundle.stored import Part, bundle_parts, stack_bytes, weight_bytes
 from edge_dflash.checks.footprint import row_parameters
 from edge_dflash.checks.inspect import default_chunk
-from edge_dflash.common.codec import encode
 from edge_dflash.common.files import is_there, open_regular
+from edge_dflash.common.tables import encode
 from edge_dflash.errors import BackendError, BuildError, BundleError, CheckpointError
 from edge_dflash.model import pair_programs
 from edge_dflash.model.config import match_pair, read_drafter_spec, read_target_spec
@@ -37,8 +37,7 @@ from edge_dflash.model.program import PairPrograms
 from edge_dflash.model.specs import PairSpec
 from edge_dflash.text.tokenizer import TOKENIZER_FILES, Tokenizer
 from edge_dflash.weights.checkpoint import PairCheckpoint
-from edge_dflash.weights.recipe import Recipe, default_recipe
-from edge_dflash.weights.recipe_file import load_recipe
+from edge_dflash.weights.recipe import Recipe, default_recipe, load_recipe
 
 COPIED_FILES = (*TOKENIZER_FILES, "generation_config.json")  # into tokenizer/ of the bundle
 _CONFIG_FILES = ("config.json", "hf_quant_config.json", "model.safetensors.index.json", *COPIED_FILES)

@@ -17,11 +17,11 @@ from edge_dflash.bundle.manifest import FileEntry, WeightFormat
 from edge_dflash.bundle.parts import Advance, Tensor, whole, wide_first, write_tensors
 from edge_dflash.bundle.stored import DATA, SCALE, Part
 from edge_dflash.errors import BackendError, CheckpointError
+from edge_dflash.weights.formats import Array, Weight, WeightStore
 from edge_dflash.weights.layout import UNIT_ROWS
-from edge_dflash.weights.nvfp4 import fused_group
 from edge_dflash.weights.packing import pack, row_blocks
+from edge_dflash.weights.quantize import fused_group
 from edge_dflash.weights.stacks import Stack
-from edge_dflash.weights.tensor import Array, Weight, WeightStore
 
 AT_ONCE = 4  # blocks of rows that are repacked before the first of them is written
 

@@ -10,8 +10,8 @@ from edge_dflash.errors import BackendError
 from edge_dflash.model import pair_programs
 from edge_dflash.model.program import PairPrograms
 from edge_dflash.model.specs import PairSpec
+from edge_dflash.weights.formats import Nvfp4Weight, WeightStore
 from edge_dflash.weights.recipe import Recipe
-from edge_dflash.weights.tensor import Nvfp4Weight, WeightStore
 
 
 def plan_native(

@@ -23,8 +23,8 @@ from edge_dflash.board.linux import read_memory
 from edge_dflash.builder.journal import WorkDir
 from edge_dflash.bundle.manifest import FileEntry
 from edge_dflash.bundle.parts import DurableFile
-from edge_dflash.weights.mapped import forget_pages
-from edge_dflash.weights.tensor import WeightStore
+from edge_dflash.weights.formats import WeightStore
+from edge_dflash.weights.safetensors import forget_pages
 
 TIMING_CACHE = "timing.cache"  # in the working directory
 AT_ONCE = 4  # most plans in work

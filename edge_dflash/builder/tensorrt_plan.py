@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from edge_dflash.backends.cuda.arch import device_sm
 from edge_dflash.backends.cuda.compile import compiler_version
+from edge_dflash.backends.cuda.support import device_sm
 from edge_dflash.backends.tensorrt.api import TENSORRT_RTX, Flavour, flavour_of, load, version
 from edge_dflash.board.archs import find_arch
 from edge_dflash.builder.choice import Choice
@@ -13,8 +13,8 @@ from edge_dflash.bundle.manifest import Plans, WeightFormat
 from edge_dflash.errors import BackendError
 from edge_dflash.model import pair_programs
 from edge_dflash.model.specs import PairSpec
+from edge_dflash.weights.formats import WeightStore
 from edge_dflash.weights.recipe import Recipe
-from edge_dflash.weights.tensor import WeightStore
 
 
 def plan_tensorrt(

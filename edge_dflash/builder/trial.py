@@ -15,7 +15,7 @@ from statistics import mean, median
 import numpy as np
 
 from edge_dflash.backends import load, selftest
-from edge_dflash.backends.cuda.arch import device_facts
+from edge_dflash.backends.cuda.support import device_facts
 from edge_dflash.bundle.manifest import Manifest, Trial
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.decode.backend import Asked

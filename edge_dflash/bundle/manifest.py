@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from edge_dflash.board.archs import ARCHS_OF, BACKENDS, find_arch, ordered
-from edge_dflash.common.codec import decode, encode
 from edge_dflash.common.files import parse_json
+from edge_dflash.common.tables import decode, encode
 from edge_dflash.decode.backend import Precision
 from edge_dflash.errors import BackendError, BundleError, short
 from edge_dflash.model import pair_programs
@@ -146,6 +146,11 @@ def dump_manifest(manifest: Manifest) -> bytes:
         del body[key]
     body["checksum"] = hashlib.sha256(_text(body)).hexdigest()
     return _text(body)
+
+
+def fingerprint(manifest: Manifest) -> str:
+    """What binds states to a bundle: the checksum of its manifest, which covers the hashes of all its files."""
+    return str(json.loads(dump_manifest(manifest))["checksum"])
 
 
 def parse_manifest(text: bytes, where: str = MANIFEST) -> Manifest:

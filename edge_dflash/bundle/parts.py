@@ -20,9 +20,8 @@ from typing import BinaryIO
 import numpy as np
 
 from edge_dflash.bundle.manifest import FileEntry, WeightFormat
-from edge_dflash.weights.mapped import forget_pages
-from edge_dflash.weights.safetensors import DTYPES
-from edge_dflash.weights.tensor import Array, Fp8Weight, Nvfp4Weight, Weight, WideWeight
+from edge_dflash.weights.formats import Array, Fp8Weight, Nvfp4Weight, Weight, WideWeight
+from edge_dflash.weights.safetensors import DTYPES, forget_pages
 
 CHUNK = 8 << 20  # bytes read or written at once
 Advance = Callable[[int], None]  # told the number of bytes done since the last call

@@ -28,11 +28,11 @@ from edge_dflash.errors import BackendError, BundleError, CheckpointError
 from edge_dflash.model import pair_programs
 from edge_dflash.model.program import WeightSpec
 from edge_dflash.model.specs import PairSpec
+from edge_dflash.weights.formats import Array, Weight
 from edge_dflash.weights.layout import Repacked
+from edge_dflash.weights.packing import unpack_matrix
 from edge_dflash.weights.safetensors import TensorFiles
 from edge_dflash.weights.stacks import Stack
-from edge_dflash.weights.tensor import Array, Weight
-from edge_dflash.weights.unpacking import unpack_matrix
 
 Progress: TypeAlias = Callable[[int, int], None]  # (bytes done, bytes in all)
 Stacks: TypeAlias = dict[str, tuple[Stack, Repacked]]  # by key
@@ -40,7 +40,7 @@ MAX_MANIFEST = LARGE  # bytes; a larger file is no manifest
 
 
 class Bundle:
-    """An open bundle: a :class:`~edge_dflash.weights.tensor.WeightStore` over mapped files, and its manifest."""
+    """An open bundle: a :class:`~edge_dflash.weights.formats.WeightStore` over mapped files, and its manifest."""
 
     def __init__(self, path: Path, manifest: Manifest, weights: Mapping[str, Weight], stacks: Stacks) -> None:
         self._path = path

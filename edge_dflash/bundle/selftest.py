@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from edge_dflash.bundle.reader import Bundle
-from edge_dflash.common.codec import decode, encode
 from edge_dflash.common.files import LARGE, read_bytes
+from edge_dflash.common.tables import decode, encode
 from edge_dflash.decode.accept import accepted
 from edge_dflash.decode.backend import PairShape
 from edge_dflash.errors import BundleError

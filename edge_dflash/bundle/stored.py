@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from edge_dflash.bundle.manifest import WeightFormat
 from edge_dflash.bundle.parts import part_of
 from edge_dflash.model.program import PairPrograms
+from edge_dflash.weights.formats import Array
 from edge_dflash.weights.layout import UNIT_ROWS, Repacked
 from edge_dflash.weights.stacks import Stack, pair_stacks
-from edge_dflash.weights.tensor import Array
 
 DATA, SCALE = "data", "scale"
 

@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from edge_dflash.backends.delegate import Delegate
-from edge_dflash.backends.host_cycle import host_cycle
+from edge_dflash.backends.host import Delegate, host_cycle
 from edge_dflash.decode.backend import Asked, Backend, Cycle, PairShape, Rows
 from edge_dflash.decode.sampling import Packed
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from edge_dflash.checks.traffic import Traffic
-from edge_dflash.common.codec import encode
+from edge_dflash.common.tables import encode
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from edge_dflash.backends.cuda.arch import DeviceFacts, device_facts
 from edge_dflash.backends.cuda.compile import kernels_digest
+from edge_dflash.backends.cuda.support import DeviceFacts, device_facts
 from edge_dflash.backends.tensorrt.api import TENSORRT, TENSORRT_RTX
 from edge_dflash.board.linux import drop_page_cache
 from edge_dflash.board.profiles import BoardProfile, load_board, match_board

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
-from edge_dflash.model.ops import Attend, Concat, Embed, GatedDelta, KvAppend, Linear, Op, SelectRows
+from edge_dflash.model.ops import Attend, Linear, SelectRows
 from edge_dflash.model.program import DeltaState, KvState, PairPrograms, Program, State, WeightSpec
 
 WeightFormat = Literal["bf16", "f32", "fp8", "nvfp4", "tied"]  # tied: lm_head is read from the wide embedding
@@ -169,34 +169,13 @@ def scratch_bytes(program: Program, rows: int) -> int:
     for tensor in program.outputs.values():
         last_use[tensor] = len(program.ops)
     size: dict[str, int] = {}
-    shape: dict[str, tuple[int, int]] = {"ids": (rows, 1)}
+    counts = {"ids": rows}
     live = peak = 0
     for index, op in enumerate(program.ops):
-        shape[op.output] = _shape(op, shape, program)
-        size[op.output] = prod(shape[op.output]) * (
-            LOGIT_BYTES if op.output == program.outputs.get("logits") else ACTIVATION_BYTES
-        )
+        counts[op.output] = op.rows(counts[op.inputs[0]])
+        width = LOGIT_BYTES if op.output == program.outputs.get("logits") else ACTIVATION_BYTES
+        size[op.output] = counts[op.output] * program.columns[op.output] * width
         live += size[op.output]
         peak = max(peak, live)
         live -= sum(size.pop(t) for t in {op.output, *op.inputs} if last_use[t] == index and t in size)
     return peak
-
-
-def _shape(op: Op, shape: Mapping[str, tuple[int, int]], program: Program) -> tuple[int, int]:
-    """(rows, columns) of an op's output."""
-    rows, columns = shape[op.inputs[0]]
-    if isinstance(op, Linear):
-        return rows, program.weights[op.weight].shape[0]
-    if isinstance(op, Embed):
-        return rows, program.weights[op.weight].shape[1]
-    if isinstance(op, Concat):
-        return rows, sum(shape[t][1] for t in op.inputs)
-    if isinstance(op, SelectRows):
-        return (1 if op.which == "last" else rows - 1), columns
-    if isinstance(op, KvAppend):
-        return rows, 0
-    if isinstance(op, Attend):
-        return rows, op.heads * op.head_dim
-    if isinstance(op, GatedDelta):
-        return rows, op.value_heads * op.value_dim
-    return rows, columns

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from operator import ne
 from typing import Any
 
-from edge_dflash.backends.delegate import Delegate
+from edge_dflash.backends.host import Delegate
 from edge_dflash.decode.backend import Backend, Rows
 from edge_dflash.decode.controls import Controls
 from edge_dflash.decode.grammar.compiled import compile_schema

@@ -24,7 +24,7 @@ from edge_dflash.model.config import match_pair, read_drafter_spec, read_target_
 from edge_dflash.model.program import PairPrograms
 from edge_dflash.model.specs import PairSpec
 from edge_dflash.weights.checkpoint import PairCheckpoint
-from edge_dflash.weights.tensor import Array, Nvfp4Weight, Weight, WeightStore
+from edge_dflash.weights.formats import Array, Nvfp4Weight, Weight, WeightStore
 
 TOLERANCE = 1e-3  # absolute, of logits; other arrays: relative to the golden's largest value where that is above 1
 INFORMATIVE = ("prefill_logits_bf16run",)  # another library in BF16: shows the scale of rounding, decides nothing

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from edge_dflash.backends.cuda.cubin import kernel_use
+from edge_dflash.backends.cuda.compile import kernel_use
 from edge_dflash.bundle.manifest import Manifest
 from edge_dflash.common.files import LARGE, read_bytes
 from edge_dflash.errors import BackendError, BundleError

@@ -16,7 +16,7 @@ from edge_dflash.checks.adversary import Adversary, drafters
 from edge_dflash.decode.backend import Backend, Snapshot
 from edge_dflash.decode.loop import DecodeOptions, Generation, generate
 from edge_dflash.errors import RequestError, VerificationError
-from edge_dflash.weights.tensor import Array
+from edge_dflash.weights.formats import Array
 
 OWN = "own"  # the pair's drafter, among the names of adversaries
 SAMPLED = DecodeOptions(temperature=4.0, top_k=50, top_p=0.95, seed=1)  # hot: most choices are not the argmax

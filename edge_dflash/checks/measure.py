@@ -24,7 +24,7 @@ from edge_dflash.result import Plan
 
 if TYPE_CHECKING:  # importing them needs CUDA's bindings
     from edge_dflash.backends.cuda.driver import Gpu
-    from edge_dflash.backends.cuda.profile import StepTime
+    from edge_dflash.backends.cuda.graphs import StepTime
 
 CYCLES, BATCHES, WARM = 20, 5, 2  # timed cycles behind a prefill, how often, and cycles before
 MOST_BATCHES = 40  # while nvidia-smi is waited for

@@ -9,16 +9,16 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from edge_dflash.backends.delegate import Delegate
+from edge_dflash.backends.host import Delegate
 from edge_dflash.backends.reference.backend import ReferenceBackend
+from edge_dflash.backends.reference.dense import TorchWeights
 from edge_dflash.backends.reference.interpreter import Interpreter, Memory
-from edge_dflash.backends.reference.weights import TorchWeights
 from edge_dflash.decode.accept import accepted
 from edge_dflash.decode.backend import Precision, Rows
 from edge_dflash.decode.loop import DecodeOptions, generate
 from edge_dflash.model.program import PairPrograms
 from edge_dflash.model.specs import PairSpec
-from edge_dflash.weights.tensor import Array, WeightStore
+from edge_dflash.weights.formats import Array, WeightStore
 
 FLOAT32 = Precision("float32", "float32")
 

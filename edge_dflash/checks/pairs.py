@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from edge_dflash.common.codec import decode
+from edge_dflash.common.tables import decode
 from edge_dflash.errors import RequestError
 from edge_dflash.model.specs import PairSpec
 

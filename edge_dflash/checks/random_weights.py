@@ -16,17 +16,18 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from edge_dflash.backends.cuda.driver import DevicePointer, Gpu, Kernel
+from edge_dflash.backends.cuda.driver import Gpu, Kernel
 from edge_dflash.backends.cuda.linear import LinearWeights
+from edge_dflash.backends.cuda.memory import DevicePointer
 from edge_dflash.bundle.manifest import WeightFormat
 from edge_dflash.errors import BackendError
 from edge_dflash.model import pair_programs
 from edge_dflash.model.ops import Attend, KvAppend, RmsNorm
 from edge_dflash.model.specs import PairSpec
+from edge_dflash.weights.formats import WideWeight
 from edge_dflash.weights.layout import UNIT_ROWS, WINDOW, Format, Layout, repack
 from edge_dflash.weights.recipe import Recipe, default_recipe
 from edge_dflash.weights.stacks import Stack
-from edge_dflash.weights.tensor import WideWeight
 
 Kind = Literal["nvfp4", "fp8", "bf16"]
 

@@ -13,7 +13,7 @@ from edge_dflash.checks.doctor import examine
 from edge_dflash.checks.doctor import report as doctor_report
 from edge_dflash.checks.doctor_facts import gather
 from edge_dflash.checks.machine import describe
-from edge_dflash.common.codec import encode
+from edge_dflash.common.tables import encode
 from edge_dflash.errors import RequestError
 
 

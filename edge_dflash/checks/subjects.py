@@ -36,7 +36,7 @@ _ACCEPT_LENGTH = 5.0  # of synthetic pairs, whose drafts are never right
 
 def probe_device(cubin_folder: Path, say: Say) -> tuple[Device, Callable[[str], bytes]]:
     """Read bandwidth and matrix rate of the GPU, and where its cubins come from. Raises BackendError without a GPU."""
-    from edge_dflash.backends.cuda.arch import device_sm
+    from edge_dflash.backends.cuda.support import device_sm
     from edge_dflash.checks.cubins import Cubins, device_arch
 
     cubin = Cubins(cubin_folder, device_arch(device_sm()))

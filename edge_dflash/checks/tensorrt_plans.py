@@ -34,9 +34,9 @@ from edge_dflash.checks.pairs import pair_names, synthetic_pair
 from edge_dflash.errors import EdgeDflashError
 from edge_dflash.model import pair_programs
 from edge_dflash.model.specs import PairSpec
-from edge_dflash.weights.nvfp4 import fused_group
+from edge_dflash.weights.formats import Array, Fp8Weight, Nvfp4Weight, Weight, WideWeight
+from edge_dflash.weights.quantize import fused_group
 from edge_dflash.weights.recipe import Recipe, default_recipe
-from edge_dflash.weights.tensor import Array, Fp8Weight, Nvfp4Weight, Weight, WideWeight
 
 SCALE = 1e-3  # of weights and of NVFP4 activations: up to twice that
 

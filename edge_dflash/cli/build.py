@@ -12,7 +12,7 @@ from edge_dflash.builder.finish import finish_command
 from edge_dflash.builder.result import BuildResult
 from edge_dflash.cli.output import emit_json, say, stages
 from edge_dflash.cli.recipes import find_recipe
-from edge_dflash.common.codec import encode
+from edge_dflash.common.tables import encode
 from edge_dflash.errors import RequestError
 
 

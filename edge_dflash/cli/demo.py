@@ -14,7 +14,7 @@ import typer
 import edge_dflash
 from edge_dflash.cli.comparison import WARM_UP_TOKENS, comparison, print_part, require_same, same_tokens, timed
 from edge_dflash.cli.output import emit_json, say, show, stages
-from edge_dflash.common.resources import directory
+from edge_dflash.common.files import directory
 from edge_dflash.demo.actions import schema_problems
 from edge_dflash.demo.corpus import Task, check_plan, plan_schema, task_from_json
 from edge_dflash.errors import BundleError, RequestError

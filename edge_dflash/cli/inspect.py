@@ -18,11 +18,10 @@ from edge_dflash.checks.inspect_view import render
 from edge_dflash.checks.kernels import bundle_kernels, kernels_table
 from edge_dflash.cli.output import emit_json, show
 from edge_dflash.cli.recipes import find_recipe
-from edge_dflash.common.resources import directory
+from edge_dflash.common.files import directory
 from edge_dflash.errors import RequestError
 from edge_dflash.model.config import match_pair, read_drafter_spec, read_target_spec
-from edge_dflash.weights.recipe import default_recipe
-from edge_dflash.weights.recipe_file import load_recipe
+from edge_dflash.weights.recipe import default_recipe, load_recipe
 
 BOARDS = ", ".join(path.stem for path in sorted(directory("jetson").glob("*.yaml")))
 

@@ -12,8 +12,7 @@ from edge_dflash.bundle.reader import read_manifest
 from edge_dflash.checks.form import Form
 from edge_dflash.checks.subjects import Prompts
 from edge_dflash.cli.demo import HELDOUT, MODELS
-from edge_dflash.common.files import LARGE, read_text
-from edge_dflash.common.resources import directory
+from edge_dflash.common.files import LARGE, directory, read_text
 from edge_dflash.demo.corpus import plan_schema
 from edge_dflash.errors import ContextError, RequestError
 from edge_dflash.planner import Planner, Task

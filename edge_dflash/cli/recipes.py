@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from edge_dflash.common.files import is_file
-from edge_dflash.common.resources import directory
+from edge_dflash.common.files import directory, is_file
 from edge_dflash.errors import RecipeError
 
 

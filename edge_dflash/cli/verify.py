@@ -8,8 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from edge_dflash.backends.selftest import replay
-from edge_dflash.backends.selftest_result import SelfTestResult
+from edge_dflash.backends.selftest import SelfTestResult, replay
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.checks.bench import Work
 from edge_dflash.checks.golden import GoldenReport, verify_golden

@@ -1,1 +1,1 @@
-"""What every part may use: bounded reading, strict tables, rules for values, other interpreters, progress."""
+"""What every part may use: bounded reading, strict tables, rules for values, other processes, progress."""

@@ -3,6 +3,9 @@
 A model directory may hold anything under a known name: a FIFO that nobody writes to, a device without end, a link to
 itself. Nothing here waits, and nothing is read before its kind and size are known. What is wrong is an OSError whose
 ``strerror`` says it, so that a caller adds file and remedy as it does for any other file that cannot be read.
+
+Also where the data folders of edge-dflash lie: ``calib``, ``deploy``, ``engines`` and ``jetson``, at the root of a
+checkout and part of the package once installed.
 """
 
 from __future__ import annotations
@@ -13,6 +16,8 @@ import os
 import stat
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from edge_dflash.errors import EdgeDflashError
 
 SMALL = 16 << 20  # bytes of a config, an index or a template: those of published models have at most a tenth of it
 LARGE = 64 << 20  # bytes of a set of prompts, a manifest or a journal
@@ -80,3 +85,24 @@ def parse_json(data: bytes, **options: Any) -> Any:
     if (count := data.count(b"[") + data.count(b"{")) > MOST_LISTS:
         raise ValueError(f"it holds {count} lists and objects, wanted at most {MOST_LISTS}")
     return json.loads(data, **options)
+
+
+FOLDERS = ("calib", "deploy", "engines", "jetson")
+
+
+def directory(name: str) -> Path:
+    """Return the data folder ``name``, from the installed package or, in a checkout, from its root.
+
+    Raises EdgeDflashError when the folder is not one of ``FOLDERS`` or was lost from the installation.
+    """
+    return find(name, Path(__file__).resolve().parents[1])
+
+
+def find(name: str, package: Path) -> Path:
+    """Like :func:`directory`, for a package that lies at ``package``."""
+    if name not in FOLDERS:
+        raise EdgeDflashError(f"no data folder is called {name!r}; there are {', '.join(FOLDERS)}")
+    for candidate in (package / "_data" / name, package.parent / name):
+        if candidate.is_dir():
+            return candidate
+    raise EdgeDflashError(f"data folder {name!r} is missing from {package}; install edge-dflash again")

@@ -9,8 +9,7 @@ from numbers import Integral
 from typing import Any, TypeAlias, TypedDict
 
 from edge_dflash.common import rules
-from edge_dflash.common.characters import refuse_surrogates
-from edge_dflash.common.rules import Rule
+from edge_dflash.common.rules import Rule, refuse_surrogates
 from edge_dflash.decode.accept import FinishReason, Relaxation
 from edge_dflash.decode.backend import PairShape
 from edge_dflash.decode.sampling import MOST_ALTERNATIVES, Sampling

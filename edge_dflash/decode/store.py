@@ -26,8 +26,8 @@ import numpy as np
 
 from edge_dflash.decode.backend import Snapshot
 from edge_dflash.errors import BundleError, CheckpointError, RequestError, StorageError
+from edge_dflash.weights.formats import Array
 from edge_dflash.weights.safetensors import DTYPES, Entry, TensorFiles
-from edge_dflash.weights.tensor import Array
 
 FORMAT = "edge-dflash-session"
 VERSION = 1

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from edge_dflash.bundle.reader import read_manifest
-from edge_dflash.common.resources import directory
+from edge_dflash.common.files import directory
 from edge_dflash.errors import EdgeDflashError
 from edge_dflash.install import releases
 from edge_dflash.install.host import Host, Offline, host_of

@@ -38,7 +38,7 @@ class GraphBuilder:
 
     def program(self, **outputs: str) -> Program:
         """Finish. ``outputs`` maps roles to tensor names."""
-        return Program(self._name, tuple(self._ops), self._weights, self._states, outputs, self._commits)
+        return Program(self._name, tuple(self._ops), self._weights, self._states, self._columns, outputs, self._commits)
 
     def columns(self, tensor: str) -> int:
         """Columns of a tensor made earlier."""

@@ -27,6 +27,10 @@ class Op:
         """Canonical names of the weights this op reads."""
         return ()
 
+    def rows(self, rows: int) -> int:
+        """Rows of the output, by rows of the first input."""
+        return rows
+
 
 @dataclass(frozen=True, kw_only=True)
 class DenseOp(Op):
@@ -101,6 +105,10 @@ class SelectRows(DenseOp):
     """``last``: the last valid row only (prefill logits). ``drafts``: every row but row 0 (invariant I4)."""
 
     which: Literal["last", "drafts"]
+
+    def rows(self, rows: int) -> int:
+        """See :class:`Op`."""
+        return 1 if self.which == "last" else rows - 1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from typing import Any
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Scope
 
-from edge_dflash.common.characters import lone_surrogate, surrogate_message
+from edge_dflash.common.rules import lone_surrogate, surrogate_message
 from edge_dflash.serve.accounts import Keys, own
 from edge_dflash.serve.refusal import Refusal
 

@@ -18,7 +18,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from edge_dflash.common.interpreter import command
+from edge_dflash.common.processes import command
 from edge_dflash.errors import BundleError, RequestError, short
 
 Message = Mapping[str, Any]  # {"role": ..., "content": ...}, passed to the chat template as it is

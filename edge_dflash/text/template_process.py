@@ -23,7 +23,7 @@ from jinja2 import nodes
 from jinja2.optimizer import optimize
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from edge_dflash.common.interpreter import limit_memory, limited_time, obey_timers
+from edge_dflash.common.processes import limit_memory, limited_time, obey_timers
 from edge_dflash.errors import one_line
 from edge_dflash.text.template import CPU_SECONDS, MEMORY_BYTES, TEXT_CHARS, mark
 

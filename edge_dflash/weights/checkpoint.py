@@ -12,9 +12,9 @@ from edge_dflash.errors import CheckpointError
 from edge_dflash.model.config import read_target_spec
 from edge_dflash.model.program import WeightSpec
 from edge_dflash.weights.declared import Declared, read_declared
+from edge_dflash.weights.formats import Fp8Weight, Nvfp4Weight, Weight
 from edge_dflash.weights.safetensors import TensorFiles, read_json
-from edge_dflash.weights.storage import SUFFIXES, ModuleReader
-from edge_dflash.weights.tensor import Fp8Weight, Nvfp4Weight, Weight
+from edge_dflash.weights.stored import SUFFIXES, ModuleReader
 
 _PREFIXES = ("model.language_model.", "model.", "")
 _SKIPPED = ("model.visual.", "visual.", "mtp.", "model.mtp.")  # vision tower and multi-token-prediction head
@@ -26,7 +26,7 @@ _SHOWN = 3  # problems of one kind that a message lists
 class PairCheckpoint:
     """Weights of a target and a drafter checkpoint by canonical name.
 
-    See :class:`edge_dflash.weights.tensor.WeightStore`. Arrays are views of the mapped files.
+    See :class:`edge_dflash.weights.formats.WeightStore`. Arrays are views of the mapped files.
     """
 
     def __init__(self, parts: Mapping[str, _Part], expected: Mapping[str, WeightSpec]) -> None:

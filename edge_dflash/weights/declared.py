@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Literal
 
 from edge_dflash.common.files import is_there
+from edge_dflash.common.processes import matching
 from edge_dflash.errors import CheckpointError
 from edge_dflash.model.fields import Fields
 from edge_dflash.model.keys import COMPRESSED_TENSORS, HF_QUANT, MODELOPT
-from edge_dflash.weights.patterns import matching
 from edge_dflash.weights.safetensors import read_json
 
 Storage = Literal["wide", "fp8", "nvfp4"]

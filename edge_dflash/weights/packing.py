@@ -1,6 +1,8 @@
-"""A stack repacked a block of rows at a time, so that neither a build nor a start holds a large one several times.
+"""Stacks packed and unpacked a block of rows at a time, so that no build and no start holds a large one several times.
 
-Units are independent of each other: the streaming form of a stack is that of its row blocks, one behind the other.
+Units are independent of each other: the streaming form of a stack is that of its row blocks, one behind the other. Back
+goes one matrix at a time, in checkpoint order: it has whole units, or, gate and up, every other group of 8 rows of each
+unit; so no matrix is read for another.
 """
 
 from __future__ import annotations
@@ -8,9 +10,23 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from edge_dflash.weights.layout import UNIT_ROWS, Layout, Repacked, repack
-from edge_dflash.weights.mapped import forget_pages
-from edge_dflash.weights.tensor import Fp8Weight, Nvfp4Weight, Weight, WideWeight
+import numpy as np
+
+from edge_dflash.weights.formats import Fp8Weight, Nvfp4Weight, Weight, WideWeight
+from edge_dflash.weights.layout import (
+    BLOCK,
+    E4M3_CODE,
+    FP8_ORDER,
+    NVFP4_EXPONENT,
+    UNIT_BYTES,
+    UNIT_ROWS,
+    Bytes,
+    Layout,
+    Repacked,
+    repack,
+    word_bits,
+)
+from edge_dflash.weights.safetensors import forget_pages
 
 BLOCK_BYTES = 8 << 20  # of source rows in a block
 
@@ -49,3 +65,82 @@ def _rows(weight: Weight, rows: slice) -> Weight:
             )
         case WideWeight():
             return WideWeight(weight.data[rows])
+
+
+AT_ONCE = 1 << 20  # bytes of pieces: what a cache holds, several times over
+_CODES = 1024  # bytes of a piece of NVFP4 before its scales
+
+
+def unpack(repacked: Repacked) -> tuple[Weight, ...]:
+    """All matrices of a stack. See :func:`unpack_matrix`."""
+    return tuple(unpack_matrix(repacked, index) for index in range(len(repacked.layout.columns)))
+
+
+def unpack_matrix(repacked: Repacked, index: int) -> Weight:
+    """Matrix ``index`` of a stack: the same codes and scales.
+
+    NVFP4 blocks of scale zero come back as zero codes, equal scales of all FP8 rows as one for the matrix.
+    """
+    layout = repacked.layout
+    n, halves = layout.columns[index], slice(index, index + 1) if layout.swiglu else slice(0, 2)
+    first, last = (0, layout.units) if layout.swiglu else layout.starts[index : index + 2]
+    values = layout.k * {"nvfp4": 4, "fp8": 8, "bf16": 16}[layout.format] // 8  # bytes of a row
+    codes = np.empty((n, values), np.uint8)
+    scales = np.empty((n, layout.k // BLOCK if layout.format == "nvfp4" else 0), np.uint8)
+    pieces = repacked.data.reshape(layout.units, layout.windows, UNIT_BYTES[layout.format])
+    step = max(1, AT_ONCE // (layout.windows * UNIT_BYTES[layout.format]))
+    rows = UNIT_ROWS // 2 if layout.swiglu else UNIT_ROWS  # of this matrix in a unit
+    for unit in range(first, last, step):
+        block = pieces[unit : min(unit + step, last)]
+        out = slice((unit - first) * rows, min((unit - first + len(block)) * rows, n))
+        count = out.stop - out.start
+        codes[out] = _codes(block, layout, halves)[:count, :values]
+        if layout.format == "nvfp4":
+            scales[out] = _scales(block, halves)[:count, : scales.shape[1]]
+        forget_pages(block)
+    factor = repacked.scale.reshape(layout.units, 2, 2, 8)[first:last, :, halves].reshape(-1)[:n]
+    match layout.format:
+        case "nvfp4":
+            return Nvfp4Weight(codes, scales, float(np.ldexp(factor[0], -NVFP4_EXPONENT)))
+        case "fp8":
+            return Fp8Weight(codes, factor[:1] if (factor == factor[0]).all() else factor)
+        case "bf16":
+            return WideWeight(codes.view(np.uint16))
+
+
+def _codes(pieces: Bytes, layout: Layout, halves: slice) -> Bytes:
+    """Bytes along K of the rows of some units: packed pairs, codes, or BF16."""
+    if layout.format != "nvfp4":
+        lanes = pieces.reshape(*pieces.shape[:2], 2, 2, 8, 4, 16)[:, :, :, halves]  # unit, window, tile, half, g, t
+        if layout.format == "fp8":
+            lanes = lanes.reshape(*lanes.shape[:-1], 4, 4)[..., np.argsort(FP8_ORDER)].reshape(lanes.shape)
+        return _unlaned(lanes)
+    stored = pieces.view(np.uint32)[..., : _CODES // 4].reshape(*pieces.shape[:2], 2, 8, 4, 2, 2)
+    words = stored[..., halves, :].transpose(0, 1, 2, 5, 3, 4, 6)  # unit, window, tile, half, g, t, word
+    return _unlaned(_LOW[words & 0xFFFF] | _HIGH[words >> 16]).view(np.uint8)
+
+
+def _scales(pieces: Bytes, halves: slice) -> Bytes:
+    """E4M3 block scales of the rows of some units."""
+    stored = pieces[..., _CODES:].reshape(*pieces.shape[:2], 8, 4, 2, 2)[..., halves]  # unit, window, g, t, tile, half
+    return _unlaned(E4M3_CODE[stored.transpose(0, 1, 4, 5, 2, 3)][..., None])
+
+
+def _unlaned(lanes: Bytes) -> Bytes:
+    """[unit, window, tile, half, g, t, x] -> [rows, x along K]."""
+    units, _, tiles, halves, groups, *_ = lanes.shape
+    return np.ascontiguousarray(lanes.transpose(0, 2, 3, 4, 1, 5, 6)).reshape(units * tiles * halves * groups, -1)
+
+
+def _halves() -> tuple[Bytes, Bytes]:
+    """What the low and the high half of a word (two bytes each) give of its four bytes of packed pairs, as uint32."""
+    value = np.arange(1 << 16, dtype=np.uint32)
+    tables = np.zeros((2, 1 << 16), np.uint32)
+    for pair in range(4):
+        for odd in (0, 1):
+            for bit, place in zip((3, 2, 1, 0), word_bits(pair, odd), strict=True):
+                tables[place // 16] |= (value >> np.uint32(place % 16) & 1) << np.uint32(8 * pair + 4 * odd + bit)
+    return tables[0], tables[1]
+
+
+_LOW, _HIGH = _halves()

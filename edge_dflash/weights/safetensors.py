@@ -7,6 +7,7 @@ object {name: {dtype, shape, data_offsets}}, then the data; offsets count from t
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ import numpy as np
 
 from edge_dflash.common.files import is_there, open_regular, parse_json, read_bytes
 from edge_dflash.errors import CheckpointError, short
-from edge_dflash.weights.tensor import Array
+from edge_dflash.weights.formats import Array
 
 MAX_HEADER = 32 << 20  # bytes; the format's own reader takes 100 MB, published models have a tenth of one
 MAX_NAME, MAX_DIMS = 512, 8  # characters of a tensor's name, dimensions of its shape
@@ -240,3 +241,24 @@ def _entries(file: Path, header: dict[str, Any], data: int, size: int) -> dict[s
     if data + end != size:
         raise CheckpointError(f"{file}: {size - data - end} bytes after {last}, the last tensor; download it again")
     return entries
+
+
+def forget_pages(array: Array) -> None:
+    """Drop the whole pages under a C-contiguous view of a mapped file from this process; it stays readable.
+
+    An array that is not mapped, or not contiguous, is left alone.
+    """
+    owner: object = array
+    while getattr(owner, "base", None) is not None:
+        parent = owner
+        owner = parent.base  # type: ignore[attr-defined]
+        if isinstance(owner, mmap.mmap) and array.flags.c_contiguous:
+            offset = _address(array) - _address(parent) // mmap.PAGESIZE * mmap.PAGESIZE  # a map starts on a page
+            start = -(-offset // mmap.PAGESIZE) * mmap.PAGESIZE
+            stop = (offset + array.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+            if stop > start:
+                owner.madvise(mmap.MADV_DONTNEED, start, stop - start)
+
+
+def _address(array: object) -> int:
+    return int(array.__array_interface__["data"][0])  # type: ignore[attr-defined]

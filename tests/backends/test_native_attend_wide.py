@@ -8,8 +8,8 @@ from native_support import FakeGpu
 from ptx_support import kernels_ptx
 
 from edge_dflash.backends.cuda.attend import AttendShape, Attention, KvMemory
-from edge_dflash.backends.cuda.driver import DevicePointer, Kernel
-from edge_dflash.backends.cuda.memory import NULL, Matrix
+from edge_dflash.backends.cuda.driver import Kernel
+from edge_dflash.backends.cuda.memory import NULL, DevicePointer, Matrix
 
 SIZES = {"u64": (DevicePointer,), "u32": (int,), "f32": (float,)}
 SHAPE = AttendShape(24, 4, 256, 64, 1e-6, 32768, 16, 512, gated=True)

@@ -14,7 +14,7 @@ from native_support import NATIVE_PAIR, formats_of, random_store
 from edge_dflash.backends.cuda import backend as native_backend
 from edge_dflash.backends.cuda import linear, loading
 from edge_dflash.backends.cuda.backend import NativeBackend
-from edge_dflash.backends.cuda.profile import REPEATS
+from edge_dflash.backends.cuda.graphs import REPEATS
 from edge_dflash.backends.cuda.weights import StoreWeights
 from edge_dflash.decode.backend import Asked, Backend, Precision
 from edge_dflash.decode.sampling import Sampling
@@ -187,7 +187,7 @@ TestBookkeeping = Bookkeeping.TestCase
 )
 def test_every_launch_of_every_pass_is_accepted_on_every_kind_of_device(monkeypatch, sm, rows, linears):
     monkeypatch.setattr("edge_dflash.backends.cuda.linear.most_clusters", lambda *asked: 8)
-    monkeypatch.setattr("edge_dflash.backends.cuda.linear_tiles.bf16_map", lambda *asked: None)  # asks a driver
+    monkeypatch.setattr("edge_dflash.backends.cuda.tiles.bf16_map", lambda *asked: None)  # asks a driver
     gpu = ControlGpu()
     gpu.sm = sm
     pair = replace(NATIVE_PAIR, drafter=replace(NATIVE_PAIR.drafter, block_size=rows))

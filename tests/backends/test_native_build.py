@@ -19,7 +19,7 @@ from edge_dflash.builder.journal import building_path
 from edge_dflash.builder.native import write_native_part
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.bundle.stored import Part
-from edge_dflash.common.resources import directory
+from edge_dflash.common.files import directory
 from edge_dflash.errors import BuildError
 from edge_dflash.weights.layout import Layout
 from edge_dflash.weights.safetensors import TensorFiles

@@ -17,15 +17,15 @@ from native_support import (
 )
 from paths import DEMO
 
-from edge_dflash.backends.cuda.bundle_weights import BundleWeights
+from edge_dflash.backends.cuda.weights import BundleWeights
 from edge_dflash.bundle.manifest import dump_manifest
 from edge_dflash.bundle.parts import hash_file
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.errors import BundleError
 from edge_dflash.model import pair_programs
 from edge_dflash.weights.layout import repack
+from edge_dflash.weights.packing import unpack
 from edge_dflash.weights.stacks import pair_stacks
-from edge_dflash.weights.unpacking import unpack
 
 MIXED = {"k_proj": "fp8", "down_proj": "bf16", "drafter__fc": "fp8", "A_log": "f32", "target__norm": "f32"}
 
@@ -165,7 +165,7 @@ def test_a_tied_head_is_made_of_the_embedding_in_blocks(tmp_path, monkeypatch):
     target = replace(NATIVE_PAIR.target, vocab_size=1000)
     pair = replace(NATIVE_PAIR, target=target, drafter=replace(NATIVE_PAIR.drafter, vocab_size=1000))
     weights = write_native_bundle(tmp_path / "bundle", formats_of("fp8", pair, target__lm_head="tied"), pair)
-    monkeypatch.setattr("edge_dflash.backends.cuda.bundle_weights.row_blocks", small_blocks)
+    monkeypatch.setattr("edge_dflash.backends.cuda.weights.row_blocks", small_blocks)
     source, gpu = BundleWeights(Bundle.open(tmp_path / "bundle")), FakeGpu()
     stack = pair_stacks(pair_programs(pair), source.formats)["target.lm_head+0"]
     loaded = source.stack(gpu, stack)
@@ -189,16 +189,16 @@ sys.path.insert(0, {str(DEMO.parents[1] / "tests")!r})
 import edge_dflash, edge_dflash.planner
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.backends import load
-from edge_dflash.backends.native.bundle_weights import BundleWeights
-from edge_dflash.backends.native.stacks import pair_stacks
+from edge_dflash.backends.cuda.bundle_weights import BundleWeights
+from edge_dflash.weights.stacks import pair_stacks
 from edge_dflash.errors import BackendError
-from edge_dflash.models import pair_programs
+from edge_dflash.model import pair_programs
 
 class Gpu:
     def upload(self, array):
         return array
     def allocate(self, nbytes):
-        from edge_dflash.backends.native.driver import DevicePointer
+        from edge_dflash.backends.cuda.driver import DevicePointer
         return DevicePointer(0, nbytes)
     def write(self, pointer, array):
         assert array.nbytes <= pointer.nbytes

@@ -5,11 +5,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edge_dflash.backends.cuda.linear import UNITS
-from edge_dflash.backends.cuda.linear_plan import plan
+from edge_dflash.backends.cuda.splits import plan
 from edge_dflash.errors import BackendError
+from edge_dflash.weights.formats import Fp8Weight, Nvfp4Weight, WideWeight, bf16_to_f32
 from edge_dflash.weights.layout import UNIT_BYTES, UNIT_ROWS, WINDOW, Layout, repack
-from edge_dflash.weights.tensor import Fp8Weight, Nvfp4Weight, WideWeight, bf16_to_f32
-from edge_dflash.weights.unpacking import unpack
+from edge_dflash.weights.packing import unpack
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 

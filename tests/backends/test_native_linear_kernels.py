@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from cubin_support import cubin, kernel_use
 
-from edge_dflash.backends.cuda import linear, linear_plan
+from edge_dflash.backends.cuda import linear, splits
 from edge_dflash.backends.cuda.compile import KERNELS
 from edge_dflash.backends.cuda.linear import Linears
 from edge_dflash.weights.layout import Layout
@@ -40,17 +40,17 @@ def test_shared_memory_on_hopper_is_what_the_kernel_lays_out():
         return int(re.search(rf"\b{name} = (\d+)[,;]", source)[1])
 
     warps, sums = constant("SLICES") * constant("QUAD"), constant("SUMS")
-    assert 32 * warps + constant("FINISHERS") == linear_plan.HOPPER_THREADS
-    assert constant("ROWS") == linear_plan.HOPPER_ROWS
+    assert 32 * warps + constant("FINISHERS") == splits.HOPPER_THREADS
+    assert constant("ROWS") == splits.HOPPER_ROWS
     assert constant("BEST") + 8 * constant("ROWS") == constant("EXCHANGE")
     units = {"nvfp4": 1152, "fp8": 2048, "bf16": 2048}
     depths = dict(re.findall(r"^LINEAR_FORMAT\((\w+), \w+, (\d+)\)", source, re.M))
     assert set(depths) == set(units)
     for kind, depth in depths.items():
-        for splits in (1, 2, 4, 8):
-            blocks = 5120 // constant("BLOCK_K") // splits
-            slots = constant("SLOTS") * constant("QUAD") * sums if splits > 1 else 0
+        for count in (1, 2, 4, 8):
+            blocks = 5120 // constant("BLOCK_K") // count
+            slots = constant("SLOTS") * constant("QUAD") * sums if count > 1 else 0
             x = blocks * constant("BLOCK_K") * constant("ROWS") * 2
             ring = warps * int(depth) * units[kind]
-            found = linear_plan.hopper_plan(Layout(kind, (640,), 5120), 132, None, splits)
+            found = splits.hopper_plan(Layout(kind, (640,), 5120), 132, None, count)
             assert found.shared_bytes == constant("EXCHANGE") + warps * sums + slots + x + ring

@@ -7,7 +7,7 @@ import pytest
 from native_support import NATIVE_PAIR, FakeGpu, formats_of, write_native_bundle
 
 from edge_dflash import backends
-from edge_dflash.backends.cuda import arch, backend
+from edge_dflash.backends.cuda import backend, support
 from edge_dflash.backends.cuda.compile import ARCHS, kernels_digest
 from edge_dflash.backends.selftest import promises_bits
 from edge_dflash.bundle.reader import Bundle
@@ -28,16 +28,16 @@ def bundle(path):
 
 
 def on(monkeypatch, sm):
-    monkeypatch.setattr(arch, "device_sm", lambda: sm)
+    monkeypatch.setattr(support, "device_sm", lambda: sm)
 
 
 @pytest.mark.parametrize("name", ARCHS)
 def test_an_arch_runs_on_its_own_sm_only(name):
     sm = int("".join(filter(str.isdigit, name)))
-    arch.check_arch(name, sm, "b")
+    support.check_arch(name, sm, "b")
     for other in {87, 89, 90, 110, 120, 121} - {sm}:
         with pytest.raises(BackendError) as error:
-            arch.check_arch(name, other, "b")
+            support.check_arch(name, other, "b")
         assert f"b was built for {name}, which runs on SM {sm}; this device is SM {other}" in str(error.value)
         assert f"build it again with --backend native --arch sm{other}" in str(error.value)
 
@@ -76,7 +76,7 @@ def test_a_driver_that_does_not_start_is_told(monkeypatch):
     driver = SimpleNamespace(cuInit=lambda flags: (status,), CUresult=SimpleNamespace(CUDA_SUCCESS=0))
     monkeypatch.setitem(sys.modules, "cuda.bindings", SimpleNamespace(driver=driver))
     with pytest.raises(BackendError, match="no usable device \\(CUDA_ERROR_NO_DEVICE\\)"):
-        arch.device_sm()
+        support.device_sm()
 
 
 def test_kernels_of_another_version_are_refused(tmp_path, monkeypatch):

@@ -8,12 +8,10 @@ import pytest
 from cubin_support import cubin, kernel_use
 
 from edge_dflash.backends.cuda import sample
-from edge_dflash.backends.cuda.chooser import Chooser
 from edge_dflash.backends.cuda.compile import KERNELS
-from edge_dflash.backends.cuda.driver import DevicePointer
-from edge_dflash.backends.cuda.graphs import Capture
-from edge_dflash.backends.cuda.memory import Control, Memory, aligned
-from edge_dflash.backends.cuda.rows import NativeRows
+from edge_dflash.backends.cuda.graphs import Capture, NativeRows
+from edge_dflash.backends.cuda.memory import Control, DevicePointer, Memory, aligned
+from edge_dflash.backends.cuda.sample import Chooser
 from edge_dflash.decode.sampling import Sampling
 from edge_dflash.errors import BackendError
 

@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edge_dflash.backends.cuda.cycle import RESULT_WORDS, Result
-from edge_dflash.backends.cuda.placement import place
-from edge_dflash.backends.cuda.rope import rope_table
+from edge_dflash.backends.cuda.memory import place
 from edge_dflash.backends.cuda.schedule import Copy, Gate, Head, Multiply, Normalise, Project, State, Sum, schedule
+from edge_dflash.backends.cuda.small import RESULT_WORDS, Result
+from edge_dflash.backends.cuda.states import rope_table
 from edge_dflash.backends.reference.attention import rope_table as torch_rope_table
 from edge_dflash.model import pair_programs
 from edge_dflash.model.config import match_pair, read_drafter_spec, read_target_spec

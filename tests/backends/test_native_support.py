@@ -10,7 +10,7 @@ from native_support import NATIVE_PAIR, formats_of, programs, random_store
 from edge_dflash.backends.cuda.compile import ARCHS
 from edge_dflash.backends.cuda.support import check_native, narrowed
 from edge_dflash.errors import BackendError
-from edge_dflash.weights.tensor import WideWeight
+from edge_dflash.weights.formats import WideWeight
 
 
 def drafter(**changes):

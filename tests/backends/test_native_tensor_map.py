@@ -1,8 +1,7 @@
 import pytest
 
-from edge_dflash.backends.cuda.driver import DevicePointer
-from edge_dflash.backends.cuda.memory import Matrix
-from edge_dflash.backends.cuda.tensor_map import bf16_map
+from edge_dflash.backends.cuda.memory import DevicePointer, Matrix
+from edge_dflash.backends.cuda.tiles import bf16_map
 from edge_dflash.errors import BackendError
 
 

@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 from edge_dflash.backends.reference import dense
 from edge_dflash.backends.reference.attention import KvMemory, attend, rope_table, rotate
 from edge_dflash.backends.reference.delta import DeltaMemory, DeltaWeights, gated_delta
-from edge_dflash.backends.reference.weights import LinearWeight
+from edge_dflash.backends.reference.dense import LinearWeight
 from edge_dflash.decode.backend import Precision
 from edge_dflash.errors import BackendError
 from edge_dflash.model.ops import Attend, GatedDelta
 from edge_dflash.model.program import DeltaState, KvState
 from edge_dflash.model.specs import RopeSpec, YarnScaling
-from edge_dflash.weights.nvfp4 import quantize_activations
+from edge_dflash.weights.quantize import quantize_activations
 
 FLOAT32 = Precision("float32", "float32")
 

@@ -13,9 +13,8 @@ from builder_support import config_of
 from selftest_support import TARGET_STORES, Damaged, backend_of, outcome, shuffled
 
 from edge_dflash.backends import load
-from edge_dflash.backends.reference import arithmetic
-from edge_dflash.backends.selftest import check, promises_bits, replay
-from edge_dflash.backends.selftest_result import DRAFT_FLOOR, SelfTestResult, TokenDifference
+from edge_dflash.backends.reference import dense
+from edge_dflash.backends.selftest import DRAFT_FLOOR, SelfTestResult, TokenDifference, check, promises_bits, replay
 from edge_dflash.builder import record
 from edge_dflash.builder.builder import build
 from edge_dflash.bundle.manifest import dump_manifest
@@ -33,7 +32,7 @@ from edge_dflash.bundle.selftest import (
 from edge_dflash.decode.backend import PairShape, Precision
 from edge_dflash.errors import BackendError, BundleError, VerificationError
 from edge_dflash.planner import Planner
-from edge_dflash.weights.tensor import Nvfp4Weight
+from edge_dflash.weights.formats import Nvfp4Weight
 
 
 @pytest.fixture(scope="module")
@@ -245,7 +244,7 @@ def test_how_far_logits_moved():
 def test_bits_are_promised_by_the_same_arithmetic_only(selftest, monkeypatch):
     assert promises_bits(selftest, "reference")
     assert not promises_bits(selftest, "native")
-    monkeypatch.setattr(arithmetic, "_maker", lambda: "another")
+    monkeypatch.setattr(dense, "_maker", lambda: "another")
     assert not promises_bits(selftest, "reference")
 
 

@@ -7,7 +7,7 @@ from native_support import FakeGpu
 from tensorrt_build_support import VERSION, config, fake_tools
 
 from edge_dflash import backends
-from edge_dflash.backends.cuda import arch
+from edge_dflash.backends.cuda import support
 from edge_dflash.backends.tensorrt import backend
 from edge_dflash.builder.builder import build
 from edge_dflash.bundle.reader import Bundle
@@ -24,7 +24,7 @@ def bundles(tmp_path_factory):
 
 
 def on(patch, sm, version=VERSION):
-    patch.setattr(arch, "device_sm", lambda: sm)
+    patch.setattr(support, "device_sm", lambda: sm)
     patch.setattr(backend, "load", lambda flavour: SimpleNamespace(__version__=version))
 
 
@@ -48,7 +48,7 @@ def test_another_tensorrt_is_refused_with_the_command_that_builds_new_plans(bund
 
 
 def test_a_missing_tensorrt_is_named(bundles, monkeypatch):
-    monkeypatch.setattr(arch, "device_sm", lambda: 121)
+    monkeypatch.setattr(support, "device_sm", lambda: 121)
 
     def missing(flavour):
         raise BackendError(f"{flavour.product} is not installed")

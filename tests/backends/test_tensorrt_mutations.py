@@ -13,9 +13,8 @@ from edge_dflash.backends.tensorrt.net import Net
 from edge_dflash.backends.tensorrt.units import CHOICES, HEAD, HEAD_INPUT
 from edge_dflash.errors import BackendError
 from edge_dflash.model.ops import Add, Concat, RmsNorm, SwiGlu
-from edge_dflash.weights.fp8 import quantize_fp8
-from edge_dflash.weights.nvfp4 import dequantize, quantize_nvfp4
-from edge_dflash.weights.tensor import Fp8Weight, Nvfp4Weight, WideWeight
+from edge_dflash.weights.formats import Fp8Weight, Nvfp4Weight, WideWeight
+from edge_dflash.weights.quantize import dequantize, quantize_fp8, quantize_nvfp4
 
 pytestmark = pytest.mark.tensorrt
 

@@ -13,8 +13,8 @@ from edge_dflash.backends.tensorrt.net import Net
 from edge_dflash.backends.tensorrt.units import EMBEDDING, HEAD
 from edge_dflash.errors import BackendError
 from edge_dflash.model.ops import SelectRows
-from edge_dflash.weights.nvfp4 import quantize_nvfp4
-from edge_dflash.weights.tensor import Nvfp4Weight, WideWeight
+from edge_dflash.weights.formats import Nvfp4Weight, WideWeight
+from edge_dflash.weights.quantize import quantize_nvfp4
 
 needs_tensorrt = pytest.mark.tensorrt
 

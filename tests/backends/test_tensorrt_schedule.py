@@ -9,8 +9,8 @@ from golden_pairs import ENGINE
 from tensorrt_support import CHUNK, PAIRS, PASSES, checkpoint, spec, units
 
 from edge_dflash.backends.cuda.schedule import Last, State
+from edge_dflash.backends.reference.dense import TorchWeights
 from edge_dflash.backends.reference.interpreter import Interpreter, Memory
-from edge_dflash.backends.reference.weights import TorchWeights
 from edge_dflash.backends.tensorrt.dry_run import dry_run
 from edge_dflash.backends.tensorrt.schedule import RunPlan, plan_pass
 from edge_dflash.backends.tensorrt.units import (

@@ -8,7 +8,7 @@ import yaml
 from cubin_support import CACHE, cubin
 from native_support import NATIVE_PAIR, formats_of, write_native_bundle
 
-from edge_dflash.backends.cuda import arch as devices
+from edge_dflash.backends.cuda import support as devices
 from edge_dflash.backends.cuda.report import main
 from edge_dflash.backends.cuda.support import check_native
 from edge_dflash.backends.tensorrt import api
@@ -20,7 +20,7 @@ from edge_dflash.bundle.reader import Bundle
 from edge_dflash.checks.footprint import row_parameters
 from edge_dflash.checks.inspect import inspect_recipe
 from edge_dflash.cli.recipes import find_recipe
-from edge_dflash.common.resources import directory
+from edge_dflash.common.files import directory
 from edge_dflash.errors import BackendError, BundleError, RecipeError
 from edge_dflash.model import pair_programs
 from edge_dflash.weights.recipe import default_recipe

@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from edge_dflash.board.profiles import BoardProfile, board_profiles, load_board, match_board, read_board
-from edge_dflash.common.resources import directory
+from edge_dflash.common.files import directory
 from edge_dflash.errors import RecipeError
 
 

@@ -9,9 +9,9 @@ import pytest
 from native_support import formats_of, write_native_bundle
 
 from edge_dflash import backends
-from edge_dflash.backends.cuda import arch, backend
-from edge_dflash.backends.cuda.arch import DeviceFacts, device_facts, shares_memory
+from edge_dflash.backends.cuda import backend, support
 from edge_dflash.backends.cuda.compile import kernels_digest
+from edge_dflash.backends.cuda.support import DeviceFacts, device_facts, shares_memory
 from edge_dflash.bundle.reader import Bundle
 
 
@@ -45,7 +45,7 @@ def board(monkeypatch):
 def test_facts(board):
     board(integrated=1)
     assert device_facts() == DeviceFacts("NVIDIA Thor", 110, (13, 2), True)
-    assert arch.device_sm() == 110
+    assert support.device_sm() == 110
     board(integrated=0, major=9, version=12060)
     assert device_facts() == DeviceFacts("NVIDIA Thor", 90, (12, 6), False)
 

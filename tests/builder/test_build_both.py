@@ -9,7 +9,7 @@ from paths import DEMO
 from tensorrt_build_support import VERSION, config, fake, fake_tools, install, on
 
 from edge_dflash import backends
-from edge_dflash.backends.cuda import arch
+from edge_dflash.backends.cuda import support
 from edge_dflash.backends.cuda.compile import bundled
 from edge_dflash.backends.tensorrt import backend
 from edge_dflash.builder.builder import BuildConfig, build
@@ -97,7 +97,7 @@ def test_both_backends_get_the_same_weights(built, both):
 
 
 def test_native_kernels_run_it_before_any_plan_is_there(both, monkeypatch):
-    monkeypatch.setattr(arch, "device_sm", lambda: 110)
+    monkeypatch.setattr(support, "device_sm", lambda: 110)
     monkeypatch.setattr("edge_dflash.backends.cuda.backend.NativeBackend", lambda *pair, **rest: rest["dense"])
     assert backends.load(both) is None  # its own launches
     with pytest.raises(BackendError, match=f"lacks 14 plans, .* build: edge-dflash build --finish {both.path}"):
@@ -111,7 +111,7 @@ def test_native_kernels_run_it_before_any_plan_is_there(both, monkeypatch):
 def test_a_finished_bundle_loads_either(fake, tmp_path, monkeypatch):
     bundle = Bundle.open(build(config(tmp_path / "out", backend=None)).bundle)
     assert (bundle.manifest.backends, bundle.manifest.plans.version) == (("native", "tensorrt"), VERSION)
-    monkeypatch.setattr(arch, "device_sm", lambda: 121)
+    monkeypatch.setattr(support, "device_sm", lambda: 121)
     monkeypatch.setattr(backend, "load", lambda flavour: type("Trt", (), {"__version__": VERSION}))
     monkeypatch.setattr("edge_dflash.backends.cuda.backend.NativeBackend", lambda *pair, **rest: rest["dense"])
     assert backends.load(bundle) is None

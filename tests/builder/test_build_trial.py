@@ -11,7 +11,7 @@ from cli_support import last_json
 from fakes import FakeBackend
 from tensorrt_build_support import config, fake, fake_tools, install, on
 
-from edge_dflash.backends.cuda.arch import DeviceFacts
+from edge_dflash.backends.cuda.support import DeviceFacts
 from edge_dflash.builder import finish as finish_module
 from edge_dflash.builder import trial as trial_module
 from edge_dflash.builder.builder import build

@@ -35,10 +35,9 @@ from edge_dflash.decode.backend import Precision
 from edge_dflash.errors import BuildError, BundleError, CheckpointError, EdgeDflashError
 from edge_dflash.model import pair_programs
 from edge_dflash.model.config import match_pair, read_drafter_spec, read_target_spec
-from edge_dflash.weights.arrays import wide_tensor
 from edge_dflash.weights.checkpoint import PairCheckpoint
-from edge_dflash.weights.nvfp4 import quantize_nvfp4
-from edge_dflash.weights.tensor import Nvfp4Weight, WideWeight, bf16_to_f32
+from edge_dflash.weights.formats import Nvfp4Weight, WideWeight, bf16_to_f32
+from edge_dflash.weights.quantize import quantize_nvfp4, wide_tensor
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from edge_dflash.builder.prompts import calibration_ids, read_prompts
-from edge_dflash.common.resources import directory
+from edge_dflash.common.files import directory
 from edge_dflash.errors import BuildError
 
 FILE = directory("calib") / "robot_planning.jsonl"

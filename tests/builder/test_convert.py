@@ -4,8 +4,8 @@ import torch
 
 from edge_dflash.builder.convert import check_finite, convert
 from edge_dflash.errors import BuildError, CheckpointError
-from edge_dflash.weights.nvfp4 import quantize_nvfp4
-from edge_dflash.weights.tensor import Fp8Weight, Nvfp4Weight, WideWeight
+from edge_dflash.weights.formats import Fp8Weight, Nvfp4Weight, WideWeight
+from edge_dflash.weights.quantize import quantize_nvfp4
 
 GATE, UP, DOWN = (f"target.layers.0.mlp.{part}_proj" for part in ("gate", "up", "down"))
 NAN = 0x7FC0

@@ -5,14 +5,14 @@ import pytest
 import torch
 from golden_pairs import FLOAT32, NAMES, golden, pair, programs, store
 
+from edge_dflash.backends.reference.dense import TorchWeights
 from edge_dflash.backends.reference.interpreter import Interpreter, Memory
-from edge_dflash.backends.reference.weights import TorchWeights
 from edge_dflash.builder.calibrate import calibrate
 from edge_dflash.decode.backend import Precision
 from edge_dflash.errors import BuildError
 from edge_dflash.model.ops import Attend, KvAppend, Linear
-from edge_dflash.weights.nvfp4 import dequantize, quantize_nvfp4
-from edge_dflash.weights.tensor import WideWeight
+from edge_dflash.weights.formats import WideWeight
+from edge_dflash.weights.quantize import dequantize, quantize_nvfp4
 
 IDS = tuple(int(i) for i in np.random.default_rng(0).integers(0, 511, 40))
 

@@ -16,7 +16,7 @@ from edge_dflash.bundle.manifest import dump_manifest
 from edge_dflash.bundle.parts import hash_file, write_part
 from edge_dflash.bundle.reader import MAX_MANIFEST, Bundle
 from edge_dflash.errors import BundleError
-from edge_dflash.weights.tensor import Fp8Weight, Nvfp4Weight, WideWeight
+from edge_dflash.weights.formats import Fp8Weight, Nvfp4Weight, WideWeight
 
 
 def same(a, b):

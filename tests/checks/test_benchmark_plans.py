@@ -11,8 +11,8 @@ from edge_dflash.checks import tensorrt_plans as plans
 from edge_dflash.checks.pairs import synthetic_pair
 from edge_dflash.checks.tensorrt_plans import Built, PackedStore, kind_of, summary
 from edge_dflash.model import pair_programs
+from edge_dflash.weights.formats import Fp8Weight, Nvfp4Weight, WideWeight
 from edge_dflash.weights.recipe import Recipe, default_recipe
-from edge_dflash.weights.tensor import Fp8Weight, Nvfp4Weight, WideWeight
 
 PAIR = synthetic_pair("qwen3-8b")
 W4A4 = Recipe("plans", target=default_recipe().target, drafter=default_recipe().drafter, activations="nvfp4")

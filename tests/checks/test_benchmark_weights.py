@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 from synthetic import CONFIGS
 
-from edge_dflash.backends.cuda.driver import DevicePointer
+from edge_dflash.backends.cuda.memory import DevicePointer
 from edge_dflash.checks.pairs import pair_names, synthetic_pair
 from edge_dflash.checks.random_weights import KV_SCALE, Making, RandomWeights, kind_recipe, random_words, stack_rms
 from edge_dflash.errors import RequestError
 from edge_dflash.model import pair_programs
 from edge_dflash.model.config import match_pair, read_drafter_spec, read_target_spec
+from edge_dflash.weights.formats import Fp8Weight, Nvfp4Weight, WideWeight, bf16_to_f32
 from edge_dflash.weights.layout import UNIT_ROWS, Layout, Repacked
+from edge_dflash.weights.packing import unpack
 from edge_dflash.weights.stacks import Stack, pair_stacks
-from edge_dflash.weights.tensor import Fp8Weight, Nvfp4Weight, WideWeight, bf16_to_f32
-from edge_dflash.weights.unpacking import unpack
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 KINDS = ("nvfp4", "fp8", "bf16")

@@ -12,8 +12,8 @@ import pytest
 from cli_support import flip_byte, last_json
 from native_support import formats_of, write_native_bundle
 
-from edge_dflash.backends.cuda.arch import DeviceFacts
 from edge_dflash.backends.cuda.compile import kernels_digest
+from edge_dflash.backends.cuda.support import DeviceFacts
 from edge_dflash.board.linux import MemoryState
 from edge_dflash.board.profiles import load_board
 from edge_dflash.board.state import BoardState, read_board_state

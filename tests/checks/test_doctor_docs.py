@@ -11,7 +11,7 @@ import typer
 
 import edge_dflash.cli
 from edge_dflash.checks.doctor_check import CODES
-from edge_dflash.common.resources import directory
+from edge_dflash.common.files import directory
 
 DOCS = directory("deploy").parent / "docs"
 TROUBLES = (DOCS / "troubleshooting.md").read_text()

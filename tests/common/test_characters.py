@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from edge_dflash.common.characters import lone_surrogate
+from edge_dflash.common.rules import lone_surrogate
 from edge_dflash.errors import RequestError
 from edge_dflash.planner import Planner
 from edge_dflash.serve.limits import parse_object

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edge_dflash.common.codec import decode, encode
+from edge_dflash.common.tables import decode, encode
 from edge_dflash.errors import BundleError
 
 

@@ -499,7 +499,7 @@ def test_nothing_outlives_the_planners_process(end):
     code = f"""if True:
         import os, signal, sys, threading, time
         from contextlib import suppress
-        sys.path[:0] = {[str(ROOT), str(ROOT / "tests")]}
+        sys.path[:0] = {[str(ROOT), str(ROOT / "tests" / "support")]}
         from tests.decode.test_grammar_processes import *
         grammars = Grammars(tokenizer(), STOP)
         constraint = Grammar(grammars, source("regex", "a|b")).constraint()

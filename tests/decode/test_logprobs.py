@@ -13,7 +13,7 @@ from fakes import SHAPE, FakeBackend, Stepped
 from golden_pairs import NAMES, backend, golden
 from verify_support import BACKENDS
 
-from edge_dflash.backends.delegate import Delegate
+from edge_dflash.backends.host import Delegate
 from edge_dflash.checks.adversary import Adversary, drafters, oracle_until
 from edge_dflash.decode.accept import Relaxation
 from edge_dflash.decode.controls import Controls

@@ -10,7 +10,7 @@ import pytest
 from fakes import SHAPE, FakeBackend
 from golden_pairs import ENGINE, NAMES, backend, golden, same_bits
 
-from edge_dflash.backends.delegate import Delegate
+from edge_dflash.backends.host import Delegate
 from edge_dflash.decode.loop import DecodeOptions, generate, stream
 from edge_dflash.decode.session import SessionManager
 from edge_dflash.decode.store import PrefixStore

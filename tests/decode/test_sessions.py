@@ -14,7 +14,7 @@ from golden_pairs import ENGINE, NAMES, backend, golden, same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edge_dflash.backends.delegate import Delegate
+from edge_dflash.backends.host import Delegate
 from edge_dflash.decode.controls import Controls
 from edge_dflash.decode.loop import DecodeOptions, generate
 from edge_dflash.decode.session import SessionManager, SessionState, fingerprint

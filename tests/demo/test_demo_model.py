@@ -11,7 +11,7 @@ from calib.demo.generate import acceptance, greedy
 from calib.demo.model import Target, TargetConfig
 from calib.demo.storage import load_drafter, load_target, save_model
 from calib.demo.tokenizer import Sample
-from edge_dflash.weights.nvfp4 import dequantize, fused_group, quantize_nvfp4
+from edge_dflash.weights.quantize import dequantize, fused_group, quantize_nvfp4
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 TAPS = (1, 4, 6)

@@ -14,10 +14,9 @@ import numpy as np
 from native_linear_support import cubin
 from native_state_support import Device
 
-from edge_dflash.backends.cuda.driver import DevicePointer
 from edge_dflash.backends.cuda.linear import Linears, LinearWeights, Norm
-from edge_dflash.backends.cuda.linear_plan import cluster_plan, hopper, hopper_plan, row_tile
-from edge_dflash.backends.cuda.memory import Matrix
+from edge_dflash.backends.cuda.memory import DevicePointer, Matrix
+from edge_dflash.backends.cuda.splits import cluster_plan, hopper, hopper_plan, row_tile
 from edge_dflash.weights.layout import Layout
 
 ARENA = 3 << 30

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from transformers_pair import Transformers
 
-from edge_dflash.backends.cuda.driver import DevicePointer
 from edge_dflash.backends.cuda.linear import LinearWeights
+from edge_dflash.backends.cuda.memory import DevicePointer
 from edge_dflash.checks.machine import describe
 from edge_dflash.checks.measure import Meter, accept_pattern
 from edge_dflash.checks.pairs import synthetic_pair
@@ -26,8 +26,8 @@ from edge_dflash.checks.random_weights import RandomWeights
 from edge_dflash.checks.subjects import CUBINS
 from edge_dflash.decode.backend import Precision
 from edge_dflash.planner import Planner
+from edge_dflash.weights.formats import WideWeight
 from edge_dflash.weights.layout import UNIT_ROWS, WINDOW, repack
-from edge_dflash.weights.tensor import WideWeight
 
 
 class TorchWeights(RandomWeights):
@@ -113,8 +113,8 @@ def agreement(hf, backend, prompt, text):
 
 def ours(hf, pair, prompt, pattern, tokens, most, cubins):
     """edge-dflash with the tensors of ``hf``: (plain, speculative) Decode, and the agreement."""
-    from edge_dflash.backends.cuda.arch import device_sm
     from edge_dflash.backends.cuda.backend import NativeBackend
+    from edge_dflash.backends.cuda.support import device_sm
     from edge_dflash.checks.cubins import Cubins, device_arch
 
     cubin = Cubins(cubins, device_arch(device_sm()))

@@ -16,11 +16,9 @@ from edge_dflash.decode.backend import Precision
 from edge_dflash.model import pair_programs
 from edge_dflash.model.config import match_pair, read_drafter_spec, read_target_spec
 from edge_dflash.model.specs import DrafterLayerMask
-from edge_dflash.weights.arrays import wide_tensor
 from edge_dflash.weights.checkpoint import PairCheckpoint
-from edge_dflash.weights.fp8 import quantize_fp8
-from edge_dflash.weights.nvfp4 import quantize_nvfp4
-from edge_dflash.weights.tensor import WideWeight
+from edge_dflash.weights.formats import WideWeight
+from edge_dflash.weights.quantize import quantize_fp8, quantize_nvfp4, wide_tensor
 
 DEMO = Path(__file__).parents[2] / "edge_dflash" / "demo" / "models"
 ENGINE = Precision("bfloat16", "fp8")

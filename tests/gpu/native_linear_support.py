@@ -10,8 +10,8 @@ from native_state_support import CACHE, Device, bf16
 
 from edge_dflash.backends.cuda.compile import KERNELS, compile_cubin
 from edge_dflash.backends.cuda.memory import Matrix
+from edge_dflash.weights.formats import Fp8Weight, Nvfp4Weight, WideWeight
 from edge_dflash.weights.layout import repack
-from edge_dflash.weights.tensor import Fp8Weight, Nvfp4Weight, WideWeight
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
 

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from edge_dflash.backends.cuda.compile import compile_cubin, unit_sources
-from edge_dflash.backends.cuda.driver import DevicePointer, Gpu, Module
-from edge_dflash.backends.cuda.memory import CONTROL_BYTES, Control, Matrix, control_word
+from edge_dflash.backends.cuda.driver import Gpu, Module
+from edge_dflash.backends.cuda.memory import CONTROL_BYTES, Control, DevicePointer, Matrix, control_word
 
 CACHE = Path(__file__).parents[2] / "build" / "cubins"  # git-ignored
 

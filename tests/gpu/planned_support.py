@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 
 from edge_dflash.backends.cuda.backend import NativeBackend
 from edge_dflash.backends.cuda.linear import Linears
-from edge_dflash.backends.cuda.memory import aligned
+from edge_dflash.backends.cuda.memory import PADDING, Place, aligned
 from edge_dflash.backends.cuda.passes import Pass
-from edge_dflash.backends.cuda.placement import PADDING, Place
 from edge_dflash.backends.cuda.schedule import Copy, Gate, Head, Multiply, Normalise, Schedule, Sum
 from edge_dflash.backends.tensorrt.passes import PlannedPass, plan_of, planned_passes
 from edge_dflash.backends.tensorrt.schedule import RunPlan

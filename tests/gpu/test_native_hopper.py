@@ -20,8 +20,8 @@ from native_linear_support import (
 from native_state_support import Device
 
 from edge_dflash.backends.cuda.linear import Linears, Norm
-from edge_dflash.backends.cuda.linear_plan import hopper, hopper_plan
 from edge_dflash.backends.cuda.small import Small
+from edge_dflash.backends.cuda.splits import hopper, hopper_plan
 from edge_dflash.weights.layout import repack
 
 pytestmark = pytest.mark.gpu

@@ -7,10 +7,10 @@ import pytest
 from native_state_support import Device
 
 from edge_dflash.backends.cuda import sample
-from edge_dflash.backends.cuda.chooser import Chooser
 from edge_dflash.backends.cuda.memory import Control, Matrix, Memory
+from edge_dflash.backends.cuda.sample import Chooser
 from edge_dflash.decode.sampling import Sampling, choose_row, pack
-from edge_dflash.weights.tensor import bf16_to_f32
+from edge_dflash.weights.formats import bf16_to_f32
 
 pytestmark = pytest.mark.gpu
 

@@ -6,8 +6,8 @@ from native_linear_support import cubin, empty, expected, fetch, ulps, weight
 from native_state_support import Device, bf16
 
 from edge_dflash.backends.cuda.linear import Linears
-from edge_dflash.backends.cuda.linear_tiles import Tiles
 from edge_dflash.backends.cuda.memory import NULL, Matrix
+from edge_dflash.backends.cuda.tiles import Tiles
 from edge_dflash.weights.layout import repack
 
 pytestmark = pytest.mark.gpu

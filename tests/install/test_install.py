@@ -15,7 +15,7 @@ from cli_support import flip_byte, last_json
 from native_support import formats_of, write_native_bundle
 
 from edge_dflash.bundle.reader import Bundle
-from edge_dflash.common.resources import directory
+from edge_dflash.common.files import directory
 from edge_dflash.errors import BundleError, EdgeDflashError
 from edge_dflash.install import host as hosts
 from edge_dflash.install import releases

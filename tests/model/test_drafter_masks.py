@@ -23,8 +23,7 @@ from edge_dflash.model.config import match_pair, read_drafter_spec, read_target_
 from edge_dflash.model.ops import Attend
 from edge_dflash.model.program import KvState
 from edge_dflash.model.specs import DrafterLayerMask
-from edge_dflash.weights.recipe import MaskOverride, Recipe
-from edge_dflash.weights.recipe_file import load_recipe
+from edge_dflash.weights.recipe import MaskOverride, Recipe, load_recipe
 from tests.backends import test_tensorrt_backend
 
 S, F = "sliding_attention", "full_attention"

@@ -4,8 +4,7 @@ import pytest
 from golden_pairs import NAMES, pair, programs
 
 from edge_dflash.model.ops import Add, Attend, GatedDelta, KvAppend, Op, StateOp
-from edge_dflash.model.program import Program
-from edge_dflash.model.segments import outputs, segments
+from edge_dflash.model.program import Program, outputs, segments
 
 PASSES = ("prefill", "verify", "propose")
 
@@ -75,7 +74,7 @@ def test_levels_count_the_state_ops_of_the_longest_path():
     s = KvAppend(inputs=("a", "a"), output="s", state="x", **append)
     late = Add(inputs=("s", "ids"), output="late")
     early = Add(inputs=("a", "ids"), output="early")  # listed behind the state op, does not wait for it
-    program = Program("p", (a, s, late, early), {}, {}, {"logits": "late"}, commits=False)
+    program = Program("p", (a, s, late, early), {}, {}, {}, {"logits": "late"}, commits=False)
     first, second = segments(program)
     assert (first.dense, first.state) == ((a, early), (s,))
     assert (second.dense, second.state, second.inputs) == ((late,), (), ("s", "ids"))
@@ -83,6 +82,6 @@ def test_levels_count_the_state_ops_of_the_longest_path():
 
 
 def test_an_op_of_neither_kind_is_refused():
-    program = Program("p", (Op(inputs=("ids",), output="a"),), {}, {}, {}, commits=False)
+    program = Program("p", (Op(inputs=("ids",), output="a"),), {}, {}, {}, {}, commits=False)
     with pytest.raises(TypeError, match="p: Op is neither a dense nor a state op"):
         segments(program)

@@ -19,7 +19,7 @@ from edge_dflash.model.specs import (
     TargetSpec,
     YarnScaling,
 )
-from edge_dflash.weights.tensor import Fp8Weight, Nvfp4Weight, Weight, WideWeight
+from edge_dflash.weights.formats import Fp8Weight, Nvfp4Weight, Weight, WideWeight
 
 PAIR = PairSpec(
     TargetSpec(

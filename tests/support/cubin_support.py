@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from edge_dflash.backends.cuda.compile import cached_cubin, compiler_version
-from edge_dflash.backends.cuda.cubin import kernel_use
+from edge_dflash.backends.cuda.compile import cached_cubin, compiler_version, kernel_use
 from edge_dflash.errors import BuildError
 
 __all__ = ["cubin", "kernel_use", "need_compiler"]

@@ -9,7 +9,7 @@ from bundle_support import PAIR, random_weight
 from cubin_support import cubin
 
 from edge_dflash.backends.cuda.compile import bundled, kernels_digest
-from edge_dflash.backends.cuda.driver import DevicePointer
+from edge_dflash.backends.cuda.memory import DevicePointer
 from edge_dflash.builder.native import write_native_part
 from edge_dflash.bundle.manifest import MANIFEST, Manifest, dump_manifest
 from edge_dflash.bundle.parts import hash_file
@@ -17,7 +17,7 @@ from edge_dflash.bundle.stored import bundle_parts
 from edge_dflash.decode.backend import Precision
 from edge_dflash.model import pair_programs
 from edge_dflash.model.specs import AttentionSpec, GatedDeltaSpec, RopeSpec
-from edge_dflash.weights.tensor import Nvfp4Weight
+from edge_dflash.weights.formats import Nvfp4Weight
 
 NATIVE_PAIR = replace(
     PAIR,

@@ -7,7 +7,7 @@ import time
 
 from fakes import FakeBackend
 
-from edge_dflash.backends.delegate import Delegate
+from edge_dflash.backends.host import Delegate
 
 
 class Gate(Delegate):

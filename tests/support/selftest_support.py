@@ -6,7 +6,7 @@ import numpy as np
 
 from edge_dflash.backends.reference.backend import ReferenceBackend
 from edge_dflash.backends.selftest import run_selftest
-from edge_dflash.weights.tensor import Fp8Weight, Nvfp4Weight, WideWeight
+from edge_dflash.weights.formats import Fp8Weight, Nvfp4Weight, WideWeight
 
 
 class Damaged:

@@ -11,9 +11,8 @@ from tensorrt_support import CHUNK, Formatted, lowered, spec, tensorrt, units
 from trt_interpreter import run as interpret
 
 from edge_dflash.backends.cuda.schedule import Last, State
-from edge_dflash.backends.reference.dense import pad, padded_rows
+from edge_dflash.backends.reference.dense import TorchWeights, pad, padded_rows
 from edge_dflash.backends.reference.interpreter import Interpreter, Memory, _Pass
-from edge_dflash.backends.reference.weights import TorchWeights
 from edge_dflash.backends.tensorrt.schedule import RunPlan, plan_pass
 from edge_dflash.backends.tensorrt.units import CHOICES
 from edge_dflash.model import pair_programs

@@ -13,7 +13,7 @@ from edge_dflash.backends.tensorrt.api import flavour_of
 from edge_dflash.builder import builder, plans, tensorrt_plan
 from edge_dflash.builder import decide as plan
 from edge_dflash.builder.builder import BuildConfig
-from edge_dflash.common.resources import directory
+from edge_dflash.common.files import directory
 from edge_dflash.errors import BackendError, BuildError
 
 DIGEST = kernels_digest()

@@ -10,19 +10,17 @@ from golden_pairs import pair as golden_pair
 from golden_pairs import store as golden_store
 from trt_interpreter import run
 
+from edge_dflash.backends.reference.dense import TorchWeights
 from edge_dflash.backends.reference.interpreter import Interpreter, Memory
-from edge_dflash.backends.reference.weights import TorchWeights
 from edge_dflash.backends.tensorrt.api import TENSORRT_RTX, load
 from edge_dflash.backends.tensorrt.lower import lower
 from edge_dflash.backends.tensorrt.units import CHOICES, Run, pair_units
 from edge_dflash.model import pair_programs
 from edge_dflash.model.config import match_pair, read_drafter_spec, read_target_spec
 from edge_dflash.model.ops import Linear
-from edge_dflash.weights.arrays import wide_tensor
 from edge_dflash.weights.checkpoint import PairCheckpoint
-from edge_dflash.weights.fp8 import quantize_fp8
-from edge_dflash.weights.nvfp4 import quantize_nvfp4
-from edge_dflash.weights.tensor import Nvfp4Weight, WideWeight
+from edge_dflash.weights.formats import Nvfp4Weight, WideWeight
+from edge_dflash.weights.quantize import quantize_fp8, quantize_nvfp4, wide_tensor
 
 DEMO = Path(__file__).resolve().parents[2] / "edge_dflash" / "demo" / "models"
 PAIRS = ("demo", *NAMES)

@@ -5,8 +5,7 @@ from functools import cache
 from golden_pairs import ENGINE, FLOAT32, golden, pair, programs, store
 
 from edge_dflash.backends.reference.backend import ReferenceBackend
-from edge_dflash.weights.arrays import wide_tensor
-from edge_dflash.weights.nvfp4 import quantize_nvfp4
+from edge_dflash.weights.quantize import quantize_nvfp4, wide_tensor
 
 GENERATED = ("greedy_tokens", "dflash_tokens", "greedy_top2_margin")
 

@@ -109,7 +109,7 @@ def test_threads_get_their_own_answers():
 
 FORK = """
 import os
-from edge_dflash.template import ChatTemplate
+from edge_dflash.text.template import ChatTemplate
 
 made = ChatTemplate("{{ messages[0].content }}", {}, "here")
 works = lambda: made.render([{"role": "user", "content": "hi"}]) == "hi"

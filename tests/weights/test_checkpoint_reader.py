@@ -11,10 +11,9 @@ from edge_dflash.errors import CheckpointError
 from edge_dflash.model import pair_programs
 from edge_dflash.model.config import match_pair, read_drafter_spec, read_target_spec
 from edge_dflash.weights.checkpoint import PairCheckpoint
-from edge_dflash.weights.fp8 import quantize_fp8
-from edge_dflash.weights.nvfp4 import dequantize
+from edge_dflash.weights.formats import Fp8Weight, Nvfp4Weight, WideWeight, bf16_to_f32
+from edge_dflash.weights.quantize import dequantize, quantize_fp8
 from edge_dflash.weights.safetensors import DTYPES, TensorFiles
-from edge_dflash.weights.tensor import Fp8Weight, Nvfp4Weight, WideWeight, bf16_to_f32
 
 DOWN = "layers.0.mlp.down_proj"
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from edge_dflash.weights.mapped import forget_pages
+from edge_dflash.weights.safetensors import forget_pages
 
 
 def resident(path):

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edge_dflash.errors import BuildError
-from edge_dflash.weights.fp8 import from_e4m3, quantize_fp8, to_e4m3
-from edge_dflash.weights.nvfp4 import dequantize, unscaled
+from edge_dflash.weights.quantize import dequantize, from_e4m3, quantize_fp8, to_e4m3, unscaled
 
 
 def e4m3_value(code: int) -> float:
@@ -83,7 +82,7 @@ def test_tensor_and_channel_scales():
 def test_row_chunks_change_nothing(monkeypatch):
     w = torch.randn(37, 48, generator=torch.Generator().manual_seed(1))
     whole = quantize_fp8(w, per_channel=True)
-    monkeypatch.setattr("edge_dflash.weights.arrays.CHUNK_ELEMENTS", 100)
+    monkeypatch.setattr("edge_dflash.weights.quantize.CHUNK_ELEMENTS", 100)
     chunked = quantize_fp8(w, per_channel=True)
     assert (whole.data.tobytes(), whole.scale.tobytes()) == (chunked.data.tobytes(), chunked.scale.tobytes())
 

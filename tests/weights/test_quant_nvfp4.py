@@ -12,9 +12,16 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from edge_dflash.errors import BuildError
-from edge_dflash.weights.fp8 import from_e4m3
-from edge_dflash.weights.nvfp4 import E2M1, dequantize, fused_group, quantize_activations, quantize_nvfp4, unscaled
-from edge_dflash.weights.tensor import Nvfp4Weight, WideWeight
+from edge_dflash.weights.formats import Nvfp4Weight, WideWeight
+from edge_dflash.weights.quantize import (
+    E2M1,
+    dequantize,
+    from_e4m3,
+    fused_group,
+    quantize_activations,
+    quantize_nvfp4,
+    unscaled,
+)
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
@@ -149,7 +156,7 @@ def test_row_chunks_change_nothing(monkeypatch):
     w = torch.randn(70, 64, generator=torch.Generator().manual_seed(2), dtype=torch.bfloat16)
     whole = quantize_nvfp4(w)
     values = dequantize(whole)
-    monkeypatch.setattr("edge_dflash.weights.arrays.CHUNK_ELEMENTS", 200)
+    monkeypatch.setattr("edge_dflash.weights.quantize.CHUNK_ELEMENTS", 200)
     chunked = quantize_nvfp4(w)
     assert (whole.packed.tobytes(), whole.block_scale.tobytes()) == (
         chunked.packed.tobytes(),

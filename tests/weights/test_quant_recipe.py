@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edge_dflash.checks.footprint import weight_bytes
-from edge_dflash.common.resources import directory
+from edge_dflash.common.files import directory
 from edge_dflash.errors import RecipeError
 from edge_dflash.model import pair_programs
 from edge_dflash.model.program import WeightSpec
@@ -22,11 +22,9 @@ from edge_dflash.model.specs import (
     RopeSpec,
     TargetSpec,
 )
-from edge_dflash.weights.fp8 import quantize_fp8
-from edge_dflash.weights.nvfp4 import quantize_nvfp4
-from edge_dflash.weights.recipe import Override, Recipe, default_recipe
-from edge_dflash.weights.recipe_file import load_recipe
-from edge_dflash.weights.tensor import WideWeight
+from edge_dflash.weights.formats import WideWeight
+from edge_dflash.weights.quantize import quantize_fp8, quantize_nvfp4
+from edge_dflash.weights.recipe import Override, Recipe, default_recipe, load_recipe
 
 SHIPPED = sorted(directory("engines").glob("*.yaml"))
 ROPE = RopeSpec(1e7, 64)

@@ -12,24 +12,42 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from edge_dflash.backends.cuda.checks import check_ids, check_prompt, check_room
-from edge_dflash.backends.cuda.chooser import Chooser
-from edge_dflash.backends.cuda.cycle import Result
 from edge_dflash.backends.cuda.driver import Gpu, Graph
-from edge_dflash.backends.cuda.graphs import Capture, Graphs, host_memory
-from edge_dflash.backends.cuda.launches import Launches
-from edge_dflash.backends.cuda.loading import Dense, Loaded, load
-from edge_dflash.backends.cuda.profile import REPEATS, StepTime, profile_cycle
-from edge_dflash.backends.cuda.rows import NativeRows
-from edge_dflash.backends.cuda.snapshots import read_states, write_states
-from edge_dflash.backends.cuda.states import Sizes
+from edge_dflash.backends.cuda.graphs import REPEATS, Capture, Graphs, NativeRows, StepTime, host_memory, profile_cycle
+from edge_dflash.backends.cuda.loading import Dense, Launches, Loaded, load
+from edge_dflash.backends.cuda.sample import Chooser
+from edge_dflash.backends.cuda.small import Result
+from edge_dflash.backends.cuda.states import Sizes, read_states, write_states
 from edge_dflash.backends.cuda.weights import NativeWeights
-from edge_dflash.backends.host_cycle import host_cycle
+from edge_dflash.backends.host import host_cycle
 from edge_dflash.decode.backend import Asked, Cycle, PairShape, Precision, Snapshot, check_lane
 from edge_dflash.decode.sampling import Sampling, choose
 from edge_dflash.errors import BackendError
 from edge_dflash.model import pair_programs
 from edge_dflash.model.specs import PairSpec
+
+
+def check_ids(shape: PairShape, ids: Sequence[int]) -> None:
+    """Raise BackendError for an id that no row of the embedding belongs to; ``ids`` has at least one."""
+    low, high = min(ids), max(ids)
+    if low < 0 or high >= shape.vocab_size:
+        odd = low if low < 0 else high
+        raise BackendError(f"token id {odd} is outside the vocabulary of {shape.vocab_size}")
+
+
+def check_prompt(shape: PairShape, length: int, ids: Sequence[int]) -> None:
+    """Raise BackendError unless ``ids``, at least one, can be appended behind ``length`` rows."""
+    if not ids or length + len(ids) > shape.max_context:
+        raise BackendError(
+            f"cannot prefill {len(ids)} tokens at {length}: the context holds {shape.max_context} tokens"
+        )
+    check_ids(shape, ids)
+
+
+def check_room(shape: PairShape, length: int, rows: int) -> None:
+    """Raise BackendError unless ``rows`` rows fit behind ``length``."""
+    if length + rows > shape.max_context:
+        raise BackendError(f"rows {length}..{length + rows - 1} do not fit the context of {shape.max_context} tokens")
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,16 @@ bits.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from edge_dflash.backends.cuda.driver import DevicePointer, Gpu, Kernel, Module
-from edge_dflash.backends.cuda.memory import NULL, Matrix, aligned
+from edge_dflash.backends.cuda.memory import NULL, DevicePointer, Matrix, aligned
 from edge_dflash.errors import BackendError
+
+if TYPE_CHECKING:
+    from edge_dflash.backends.cuda.driver import Gpu, Kernel, Module
 
 UNIT = "delta"
 TAPS = 4  # longest convolution of the kernels

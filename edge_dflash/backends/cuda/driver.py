@@ -14,7 +14,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from cuda.bindings import driver as cu
 
+from edge_dflash.backends.cuda.memory import DevicePointer
 from edge_dflash.board.linux import read_memory
 from edge_dflash.errors import BackendError, DeviceLostError
 
@@ -24,20 +26,6 @@ except ModuleNotFoundError as missing:  # pragma: no cover - depends on the inst
     raise BackendError(
         f"the native backend needs {missing.name}; install it with: pip install 'edge-dflash[cuda]'"
     ) from None
-
-
-@dataclass(frozen=True)
-class DevicePointer:
-    """An address in device memory and the bytes that belong to it."""
-
-    address: int
-    nbytes: int
-
-    def at(self, offset: int, nbytes: int) -> DevicePointer:
-        """A part of this memory; raises ValueError when it does not lie inside."""
-        if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
-            raise ValueError(f"bytes {offset}..{offset + nbytes} do not lie inside {self.nbytes} bytes")
-        return DevicePointer(self.address + offset, nbytes)
 
 
 # Quoted, because only type checkers know the subscript.
@@ -309,3 +297,33 @@ def _check(result: tuple[Any, ...], doing: str) -> Any:
         lost = getattr(status, "name", "") in _LASTING
         raise (DeviceLostError if lost else BackendError)(f"{doing} failed: {words or status}")
     return values[0] if len(values) == 1 else tuple(values)
+
+
+def most_clusters(kernel: Kernel, blocks: int, threads: int, shared_bytes: int) -> int:
+    """Clusters of ``blocks`` blocks of ``kernel`` that run at the same time; 0: not even one.
+
+    ``threads`` and ``shared_bytes`` (dynamic) are a block's. Raises BackendError when the driver refuses to say.
+    """
+    config = cu.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+    config.sharedMemBytes = shared_bytes
+    attribute = cu.CUlaunchAttribute()
+    attribute.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+    attribute.value.clusterDim.x, attribute.value.clusterDim.y, attribute.value.clusterDim.z = blocks, 1, 1
+    config.attrs, config.numAttrs = [attribute], 1
+    status, count = cu.cuOccupancyMaxActiveClusters(kernel.handle, config)
+    if status != cu.CUresult.CUDA_SUCCESS:
+        raise BackendError(f"asking how many clusters of {blocks} blocks of {kernel.name} fit failed: {status.name}")
+    return int(count)
+
+
+def prefer_shared(kernel: Kernel) -> None:
+    """Run ``kernel`` with as much of the L1 cache as possible made shared memory.
+
+    A multiprocessor must be empty to change that division: kernels that ask for the same one can overlap.
+    """
+    attribute = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+    (status,) = cu.cuFuncSetAttribute(kernel.handle, attribute, 100)
+    if status != cu.CUresult.CUDA_SUCCESS:
+        raise BackendError(f"asking for shared memory for {kernel.name} failed: {status.name}")

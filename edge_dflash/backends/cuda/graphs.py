@@ -1,19 +1,83 @@
-"""The CUDA graphs of a loaded pair: one of each kind, for every position. Captured at load, uploaded, never again."""
+"""The CUDA graphs of a loaded pair, the rows they leave, and the times of their steps.
+
+One graph of each kind, for every position. Captured at load, uploaded, never again.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import median
+from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
-from edge_dflash.backends.cuda.chooser import Chooser
-from edge_dflash.backends.cuda.cycle import RESULT_WORDS
-from edge_dflash.backends.cuda.driver import DevicePointer, Gpu, Graph
+from edge_dflash.backends.cuda.driver import Gpu, Graph
 from edge_dflash.backends.cuda.loading import Loaded
-from edge_dflash.backends.cuda.memory import NULL, Array, Control, control_word
-from edge_dflash.backends.cuda.sample import Block
-from edge_dflash.backends.cuda.schedule import Step
+from edge_dflash.backends.cuda.memory import NULL, Array, Control, DevicePointer, control_word
+from edge_dflash.backends.cuda.sample import Block, Chooser
+from edge_dflash.backends.cuda.schedule import Head, Multiply, Project, Step
+from edge_dflash.backends.cuda.schedule import State as StateStep
+from edge_dflash.backends.cuda.small import RESULT_WORDS
+from edge_dflash.decode.sampling import Packed, Sampling
+from edge_dflash.weights.formats import bf16_to_f32
+
+
+class _Owner(Protocol):
+    """What rows ask of their backend."""
+
+    @property
+    def chooser(self) -> Chooser: ...
+
+    @property
+    def loaded(self) -> Loaded: ...
+
+    gpu: Gpu
+    passes: int
+
+    def enter(self, number: int) -> None: ...
+
+
+class NativeRows:
+    """Logits of one pass, on the device until they are asked for; the next pass replaces them.
+
+    Everything raises BackendError after a later pass.
+    """
+
+    def __init__(self, backend: _Owner, count: int, first: int, ids: npt.NDArray[np.int32]) -> None:
+        """``ids`` [all rows]: largest logit of each row, there when the pass has run; ours begin at ``first``."""
+        self._backend, self._count, self._first, self._ids = backend, count, first, ids
+        self._pass = backend.passes
+
+    def __len__(self) -> int:
+        return self._count
+
+    def argmax(self) -> list[int]:
+        """Id of the largest logit of each row, the lowest on a tie."""
+        self._backend.enter(self._pass)
+        self._backend.gpu.synchronize()
+        found: list[int] = self._ids[self._first : self._first + self._count].tolist()
+        return found
+
+    def logits(self) -> npt.NDArray[np.float32]:
+        """Logits [rows, V] float32."""
+        self._backend.enter(self._pass)
+        self._backend.gpu.synchronize()
+        logits, columns = self._backend.loaded.buffers.logits, self._backend.loaded.plan.vocabulary
+        part = logits.pointer.at(2 * self._first * logits.stride, 2 * self._count * logits.stride)
+        bits = self._backend.gpu.read(part, (self._count, logits.stride), np.uint16)
+        return bf16_to_f32(bits[:, :columns])
+
+    def choose(self, sampling: Sampling, position: int, masks: Sequence[Packed | None], first: int = 0) -> list[int]:
+        """Choices of rows first, first + 1, ..., one for each mask; row first + i chooses for ``position + i``.
+
+        Raises ValueError when there are not as many rows.
+        """
+        if not 0 <= first <= first + len(masks) <= self._count:
+            raise ValueError(f"{len(masks)} choices from row {first} on were asked of {self._count} rows")
+        self._backend.enter(self._pass)
+        return self._backend.chooser.choose(sampling, position, masks, self._first + first)
 
 
 @dataclass(frozen=True)
@@ -83,7 +147,7 @@ class Capture:
         return graphs
 
     def cycles(self, pattern: DevicePointer = NULL) -> Cycles:
-        """Capture how cycles end; ``pattern`` as in :meth:`~edge_dflash.backends.cuda.cycle.CycleKernels.accept`."""
+        """Capture how cycles end; ``pattern`` as in :meth:`~edge_dflash.backends.cuda.small.CycleKernels.accept`."""
         capture = self._gpu.capture
         cycles = Cycles(
             greedy=capture(lambda: self.cycle(pattern)),
@@ -164,3 +228,56 @@ class Capture:
         for name, kernels in loaded.kernels.delta.items():
             kernels.flush(loaded.states.delta[name], shared.delta, shared.counters, pending)
         loaded.kernels.small.replayed(self._control)
+
+
+REPEATS = 5  # cycles that are timed
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """One step of a cycle."""
+
+    name: str  # what it is: the weights of a linear, or the op
+    seconds: float  # median, a launch's latency included
+    weight_bytes: int  # that it reads
+
+
+def profile_cycle(gpu: Gpu, loaded: Loaded, capture: Capture) -> list[StepTime]:
+    """Times of all steps of propose and verify, in order. Runs REPEATS cycles that the host keeps no count of."""
+    steps: list[Step] = []
+    count = sum(len(loaded.passes[name].plan.steps) for name in ("propose", "verify")) + 1
+    stamps = gpu.allocate(8 * count)
+
+    def around(step: Step | None) -> None:
+        loaded.kernels.cycle.stamp(stamps.at(8 * len(steps), 8))
+        if step is not None:
+            steps.append(step)
+
+    graph = gpu.capture(lambda: capture.cycle(around=around))
+    graph.upload()
+    readings = []
+    for _ in range(REPEATS):
+        graph.launch()
+        readings.append(np.diff(gpu.read(stamps, (count,), np.uint64).astype(np.int64)))
+    times = [median(values) * 1e-9 for values in zip(*(r.tolist() for r in readings), strict=True)]
+    return [StepTime(_name(step), time, _weight_bytes(step)) for step, time in zip(steps, times, strict=True)]
+
+
+def _name(step: Step) -> str:
+    match step:
+        case Multiply() | Project() | Head():
+            return f"{step.stack.names[0]} {step.stack.layout.format}"
+        case StateStep():
+            return f"{type(step.op).__name__} {step.op.state}"
+        case _:
+            return step.label
+
+
+def _weight_bytes(step: Step) -> int:
+    match step:
+        case Multiply():
+            return step.stack.layout.nbytes + (step.side.layout.nbytes if step.side else 0)
+        case Project() | Head():
+            return step.stack.layout.nbytes
+        case _:
+            return 0

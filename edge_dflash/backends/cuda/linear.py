@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
 
-from edge_dflash.backends.cuda import linear_tiles
-from edge_dflash.backends.cuda.driver import DevicePointer, Gpu, Kernel, Module
-from edge_dflash.backends.cuda.linear_plan import (
+from edge_dflash.backends.cuda.driver import Gpu, Kernel, Module, most_clusters, prefer_shared
+from edge_dflash.backends.cuda.memory import NULL, DevicePointer, Matrix
+from edge_dflash.backends.cuda.splits import (
     CLUSTER_SPLITS,
     CLUSTER_TEAMS,
     HOPPER_ROWS,
@@ -29,12 +29,12 @@ from edge_dflash.backends.cuda.linear_plan import (
     row_tile,
     shared_bytes,
 )
-from edge_dflash.backends.cuda.memory import NULL, Matrix
-from edge_dflash.backends.cuda.occupancy import most_clusters, prefer_shared
+from edge_dflash.backends.cuda.tiles import UNIT as TILES_UNIT
+from edge_dflash.backends.cuda.tiles import Tiles
 from edge_dflash.errors import BackendError
 from edge_dflash.weights.layout import UNIT_ROWS, Format, Layout, Repacked
 
-UNITS = ("linear", "linear_cluster", "linear_hopper", linear_tiles.UNIT, "finish")  # compilation units of these kernels
+UNITS = ("linear", "linear_cluster", "linear_hopper", TILES_UNIT, "finish")  # compilation units of these kernels
 _FINISH_THREADS, _NORM_THREADS, _NORM_COLUMNS, _PARTS = 1024, 256, (5120, 8192), 4
 
 
@@ -103,7 +103,7 @@ class Linears:
         if hopper(gpu.sm, most_rows):
             self._load("linear_hopper", cubin, {f"{s}": (HOPPER_ROWS, s, 0) for s in CLUSTER_SPLITS})
         self._plans: dict[tuple[Layout, int, bool], Plan] = {}
-        self._tiles = linear_tiles.Tiles(gpu, cubin)
+        self._tiles = Tiles(gpu, cubin)
         finish = gpu.load(cubin("finish"))
         self._finish = finish.kernel("linear_finish")
         self._norms = {n: finish.kernel(f"linear_norm_{n}") for n in _NORM_COLUMNS}

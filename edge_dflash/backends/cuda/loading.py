@@ -10,19 +10,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from edge_dflash.backends.cuda import attend, cycle, delta, sample, small
-from edge_dflash.backends.cuda.driver import DevicePointer, Gpu
-from edge_dflash.backends.cuda.linear_plan import row_tile
-from edge_dflash.backends.cuda.memory import CONTROL_BYTES, Matrix, Memory
-from edge_dflash.backends.cuda.passes import Frame, Kernels, Shared
-from edge_dflash.backends.cuda.placement import Place
-from edge_dflash.backends.cuda.schedule import Schedule
+from edge_dflash.backends.cuda import attend, delta, sample, small
+from edge_dflash.backends.cuda.driver import Gpu
+from edge_dflash.backends.cuda.linear import Linears
+from edge_dflash.backends.cuda.memory import CONTROL_BYTES, DevicePointer, Matrix, Memory, Place, place
+from edge_dflash.backends.cuda.passes import Frame, Kernels, Pass, Shared
+from edge_dflash.backends.cuda.schedule import Head, Project, Schedule, schedule
+from edge_dflash.backends.cuda.splits import row_tile
 from edge_dflash.backends.cuda.states import Sizes, States
 from edge_dflash.backends.cuda.weights import NativeWeights
 from edge_dflash.decode.backend import Precision
 from edge_dflash.errors import BackendError
 from edge_dflash.model.ops import Embed
 from edge_dflash.model.program import PairPrograms
+from edge_dflash.weights.stacks import Stack, pair_stacks
 
 _SLACK = 512 << 20  # bytes left to the driver for code and graphs: 345 MB for a pair of 27B on an H200
 
@@ -130,7 +131,7 @@ def load(gpu: Gpu, plan: Plan, dense: Dense, weights: NativeWeights, cubin: Call
     states = _states(plan, weights, memory)
     kernels = Kernels(
         small=small.Small(gpu, gpu.load(cubin(small.UNIT))),
-        cycle=cycle.CycleKernels(gpu, gpu.load(cubin(cycle.UNIT))),
+        cycle=small.CycleKernels(gpu, gpu.load(cubin(small.CYCLE_UNIT))),
         sampler=sample.Sampler(gpu, gpu.load(cubin(sample.UNIT))),
         attention=_attention(gpu, states, cubin),
         delta=_delta(gpu, states, cubin),
@@ -212,8 +213,8 @@ def _buffers(plan: Plan, states: States, scratch: int, memory: Memory) -> Buffer
         drafts=memory.take("cycle", 4 * tile),
         choices=memory.take("cycle", 4 * tile),
         logits=Matrix(memory.take("logits", 2 * tile * stride), stride),
-        clock=memory.take("cycle", cycle.CLOCK_BYTES),
-        result=memory.take("cycle", 4 * cycle.RESULT_WORDS),
+        clock=memory.take("cycle", small.CLOCK_BYTES),
+        result=memory.take("cycle", 4 * small.RESULT_WORDS),
         sampling=sample.Buffers.take(memory, tile, plan.vocabulary),
     )
 
@@ -222,3 +223,71 @@ def _embedded(plan: Plan) -> list[str]:
     programs = plan.programs
     ops = (*programs.prefill.ops, *programs.verify.ops, *programs.propose.ops)
     return sorted({op.weight for op in ops if isinstance(op, Embed)})
+
+
+class Launches:
+    """:class:`~edge_dflash.backends.cuda.loading.Dense` of the native backend; ``cubin`` as there."""
+
+    def __init__(self, weights: NativeWeights, cubin: Callable[[str], bytes]) -> None:
+        self._weights, self._cubin = weights, cubin
+
+    def plan(self, programs: PairPrograms, precision: Precision, sizes: Sizes) -> Plan:
+        """Stacks, steps and places. Raises BackendError for what has no kernel."""
+        if precision.activations != "bfloat16":
+            raise BackendError(f"activations are {precision.activations!r}; the native backend computes in bfloat16")
+        formats = self._weights.formats
+        self._stacks: Mapping[str, Stack] = pair_stacks(programs, formats)
+        schedules = {
+            "prefill": schedule(programs.prefill, formats, wide=True),
+            "verify": schedule(programs.verify, formats, wide=False),
+            "propose": schedule(programs.propose, formats, wide=False),
+        }
+        tile = row_tile(sizes.rows)
+        placed = {
+            name: place(steps, max(sizes.prefill_rows, tile) if name == "prefill" else tile)
+            for name, steps in schedules.items()
+        }
+        arena = max(size for _, size in placed.values())
+        return Plan(
+            programs, precision, sizes, schedules, {name: places for name, (places, _) in placed.items()}, arena
+        )
+
+    def open(self, gpu: Gpu, plan: Plan) -> int:
+        """Load the kernels of linears."""
+        self._gpu, self._plan = gpu, plan
+        self._linears = Linears(gpu, self._cubin, most_rows=row_tile(plan.sizes.rows))
+        return self._scratch_bytes()
+
+    def count(self, memory: Memory) -> None:
+        """Count all stacks."""
+        for stack in self._stacks.values():
+            memory.count(_purpose(stack), stack.layout.nbytes + 128 * stack.layout.units)
+
+    def load(self, memory: Memory, common: Common) -> dict[str, Frame]:
+        """Bring the stacks to the device."""
+        loaded = {}
+        for key, stack in self._stacks.items():
+            loaded[key] = self._weights.stack(self._gpu, stack)
+            memory.count(_purpose(stack), stack.layout.nbytes + loaded[key].scale.nbytes)
+        return {
+            name: Pass(**common.frame(self._plan, name), linears=self._linears, weights=loaded)
+            for name in self._plan.schedules
+        }
+
+    def close(self) -> None:
+        """All its memory is the device's own."""
+
+    def _scratch_bytes(self) -> int:
+        rows, most, linears = self._plan.sizes.rows, 0, self._linears
+        for steps in self._plan.schedules.values():
+            for step in steps.steps:
+                if isinstance(step, Project):
+                    layout = step.stack.layout
+                    most = max(most, linears.plan(layout, rows, may_split=True).sum_bytes(layout, rows))
+                elif isinstance(step, Head):
+                    most = max(most, linears.plan(step.stack.layout, rows).rank_bytes(rows))
+        return most
+
+
+def _purpose(stack: Stack) -> str:
+    return f"{stack.names[0].partition('.')[0]} weights"

@@ -1,17 +1,40 @@
-"""Device memory as the backend sees it: matrices with a row stride, the control block, a ledger of purposes."""
+"""Device memory as the backend sees it: matrices, the control block, a ledger of purposes, the arena of a pass.
+
+Memory of a tensor is used again when its last reader has run. Kernels may start early but touch nothing but weights
+before all earlier ones have ended, so reuse by the order of the steps is safe.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from edge_dflash.backends.cuda.driver import DevicePointer, Gpu
+if TYPE_CHECKING:
+    from edge_dflash.backends.cuda.driver import Gpu
+    from edge_dflash.backends.cuda.schedule import Schedule
+
 
 Array: TypeAlias = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class DevicePointer:
+    """An address in device memory and the bytes that belong to it."""
+
+    address: int
+    nbytes: int
+
+    def at(self, offset: int, nbytes: int) -> DevicePointer:
+        """A part of this memory; raises ValueError when it does not lie inside."""
+        if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
+            raise ValueError(f"bytes {offset}..{offset + nbytes} do not lie inside {self.nbytes} bytes")
+        return DevicePointer(self.address + offset, nbytes)
+
+
 NULL = DevicePointer(0, 0)
 
 
@@ -72,3 +95,53 @@ class Memory:
     def total(self) -> int:
         """All bytes."""
         return sum(self.bytes.values())
+
+
+PADDING = 16  # elements: rows start on 32 bytes, whatever the columns
+
+
+@dataclass(frozen=True)
+class Place:
+    """A tensor with memory of its own: bytes from the arena's start, elements between rows."""
+
+    offset: int
+    stride: int
+    nbytes: int
+
+
+def place(plan: Schedule, rows: int) -> tuple[dict[str, Place], int]:
+    """Places of all tensors with memory of their own, for passes of ``rows`` (as allocated), and the arena's size."""
+    lives = _lives(plan)
+    places: dict[str, Place] = {}
+    size = 0
+    for name in sorted(lives, key=lambda n: lives[n]):
+        stride = -(-plan.columns[name] // PADDING) * PADDING
+        nbytes = aligned(2 * rows * stride)
+        taken = sorted(
+            (p.offset, p.offset + p.nbytes) for other, p in places.items() if _meet(lives[name], lives[other])
+        )
+        offset = 0
+        for first, stop in taken:
+            if offset + nbytes <= first:
+                break
+            offset = max(offset, stop)
+        places[name] = Place(offset, stride, nbytes)
+        size = max(size, offset + nbytes)
+    return places, size
+
+
+def _lives(plan: Schedule) -> dict[str, tuple[int, int]]:
+    """First and last step that touches each tensor; logits lie elsewhere."""
+    lives: dict[str, tuple[int, int]] = {}
+    logits = plan.program.outputs.get("logits")
+    for index, step in enumerate(plan.steps):
+        for name in (*step.reads, *step.writes):
+            root, _ = plan.place(name)
+            if root != logits:
+                first, _ = lives.get(root, (index, index))
+                lives[root] = (first, index)
+    return lives
+
+
+def _meet(a: tuple[int, int], b: tuple[int, int]) -> bool:
+    return a[0] <= b[1] and b[0] <= a[1]

@@ -11,12 +11,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from edge_dflash.backends.cuda.attend import Attention
-from edge_dflash.backends.cuda.cycle import CycleKernels
 from edge_dflash.backends.cuda.delta import GatedDelta
-from edge_dflash.backends.cuda.driver import DevicePointer
 from edge_dflash.backends.cuda.linear import Linears, LinearWeights, Norm
-from edge_dflash.backends.cuda.memory import NULL, Control, Matrix, control_word
-from edge_dflash.backends.cuda.placement import Place
+from edge_dflash.backends.cuda.memory import NULL, Control, DevicePointer, Matrix, Place, control_word
 from edge_dflash.backends.cuda.sample import Sampler
 from edge_dflash.backends.cuda.schedule import (
     Copy,
@@ -32,7 +29,7 @@ from edge_dflash.backends.cuda.schedule import (
     Step,
     Sum,
 )
-from edge_dflash.backends.cuda.small import Small
+from edge_dflash.backends.cuda.small import CycleKernels, Small
 from edge_dflash.backends.cuda.states import States
 from edge_dflash.model.ops import Attend, KvAppend
 from edge_dflash.model.ops import GatedDelta as GatedDeltaOp

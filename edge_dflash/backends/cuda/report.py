@@ -11,8 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
 
-from edge_dflash.backends.cuda.compile import ARCHS, bundled, cached_cubin, compile_cubin
-from edge_dflash.backends.cuda.cubin import KernelUse, kernel_use
+from edge_dflash.backends.cuda.compile import ARCHS, KernelUse, bundled, cached_cubin, compile_cubin, kernel_use
 from edge_dflash.errors import EdgeDflashError
 
 COLUMNS = f"{'registers':>9} {'shared':>7} {'spilled':>7}  kernel (bytes; dynamic shared memory not counted)"

@@ -12,15 +12,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from edge_dflash.bundle.manifest import WeightFormat
-from edge_dflash.errors import BackendError
 from edge_dflash.model.ops import (
     Add,
-    Attend,
     Concat,
     DenseOp,
     Embed,
-    GatedDelta,
-    KvAppend,
     Linear,
     Op,
     RmsNorm,
@@ -28,8 +24,7 @@ from edge_dflash.model.ops import (
     StateOp,
     SwiGlu,
 )
-from edge_dflash.model.program import Program
-from edge_dflash.model.segments import Segment, segments
+from edge_dflash.model.program import Program, Segment, segments
 from edge_dflash.weights.stacks import Stack, program_stacks
 
 
@@ -138,7 +133,7 @@ def schedule(program: Program, formats: Mapping[str, WeightFormat], *, wide: boo
 class _Lowering:
     def __init__(self, program: Program, formats: Mapping[str, WeightFormat], wide: bool) -> None:
         self._program, self._wide = program, wide
-        self._out = Schedule(program)
+        self._out = Schedule(program, widths=dict(program.columns))
         self._stacks = {name: stack for stack in program_stacks(program, formats) for name in stack.names}
         self._readers: dict[str, list[Op]] = {}
         for op in program.ops:
@@ -165,28 +160,27 @@ class _Lowering:
                 self._state(state)
         return self._out
 
-    def _emit(self, step: Step, *columns: int) -> None:
-        """Append a step; ``columns`` of its outputs, which then exist."""
+    def _emit(self, step: Step) -> None:
+        """Append a step, whose outputs then exist."""
         self._out.steps.append(step)
-        for name, count in zip(step.writes, columns, strict=True):
-            self._made(name, count)
+        for name in step.writes:
+            self._made(name)
 
-    def _made(self, name: str, columns: int) -> None:
-        self._columns[name] = columns
+    def _made(self, name: str) -> None:
         self._done.add(name)
         if name not in self._out.slices:
-            self._out.columns[name] = columns
+            self._out.columns[name] = self._columns[name]
 
     def _embed(self, op: Embed, segment: Segment) -> None:
-        self._emit(Gather((), (op.output,), op.weight), self._program.weights[op.weight].shape[1])
+        self._emit(Gather((), (op.output,), op.weight))
 
     def _linear(self, op: Linear, segment: Segment) -> None:
         stack = self._stacks[op.weight]
         if op.output == self._program.outputs.get("logits"):
-            self._emit(Head((op.inputs[0],), (op.output,), stack), stack.layout.columns[0])
+            self._emit(Head((op.inputs[0],), (op.output,), stack))
         elif stack.layout.swiglu:
             gate = next(r for r in self._readers[op.output] if isinstance(r, SwiGlu))
-            self._emit(Multiply((op.inputs[0],), (gate.output,), stack), stack.layout.columns[0])
+            self._emit(Multiply((op.inputs[0],), (gate.output,), stack))
             self._done |= set(gate.inputs)
         elif len(stack.names) == 1 and self._project(op, stack):
             return
@@ -209,12 +203,11 @@ class _Lowering:
             reads, y = (op.inputs[0],), op.output
         else:
             return False
-        n = stack.layout.columns[0]
         norms = [r for r in self._readers.get(y, ()) if isinstance(r, RmsNorm)]
-        if self._wide or len(norms) != 1 or n % 2:
-            self._emit(Project(reads, (y,), stack), n)
+        if self._wide or len(norms) != 1 or self._columns[y] % 2:
+            self._emit(Project(reads, (y,), stack))
         else:
-            self._emit(Project(reads, (y, norms[0].output), stack, norms[0]), n, n)
+            self._emit(Project(reads, (y, norms[0].output), stack, norms[0]))
         self._done.add(op.output)
         return True
 
@@ -231,7 +224,7 @@ class _Lowering:
             side = small[0] if len(small) == 1 and small[0].key != stack.key else None
         parts = (stack,) if side is None else (stack, side)
         written = [name for part in parts for name in self._outputs(part, op.inputs[0], segment)]
-        self._emit(Multiply(op.inputs, tuple(written), stack, side), *(self._columns[name] for name in written))
+        self._emit(Multiply(op.inputs, tuple(written), stack, side))
 
     def _outputs(self, stack: Stack, x: str, segment: Segment) -> list[str]:
         """Tensors that a stack's launch writes: its own outputs, or one tensor of which they are slices."""
@@ -241,58 +234,43 @@ class _Lowering:
             column = 0
             for name, width in zip(names, stack.layout.columns, strict=True):
                 self._out.slices[name] = (stack.key, column)
-                self._made(name, width)
+                self._made(name)
                 column += width
             self._columns[stack.key] = column
             return [stack.key]
-        self._columns.update(zip(names, stack.layout.columns, strict=True))
         return names
 
     def _module(self, stack: Stack) -> str:
         return self._program.weights[stack.names[0]].module
 
     def _norm(self, op: RmsNorm, segment: Segment) -> None:
-        self._emit(Normalise(op.inputs, (op.output,), op), self._columns[op.inputs[0]])
+        self._emit(Normalise(op.inputs, (op.output,), op))
         if op.inputs[0] in self._out.single:
             self._out.single.add(op.output)
 
     def _add(self, op: Add, segment: Segment) -> None:
-        self._emit(Sum(op.inputs, (op.output,)), self._columns[op.inputs[0]])
+        self._emit(Sum(op.inputs, (op.output,)))
 
     def _swiglu(self, op: SwiGlu, segment: Segment) -> None:
-        self._emit(Gate(op.inputs, (op.output,)), self._columns[op.inputs[0]])
+        self._emit(Gate(op.inputs, (op.output,)))
 
     def _concat(self, op: Concat, segment: Segment) -> None:
-        total = sum(self._columns[name] for name in op.inputs)
-        if self._out.columns.get(op.output) != total:
-            column = 0
-            self._out.columns[op.output] = total
-            for name in op.inputs:
-                part = f"{op.output}[{column}]"
-                self._out.slices[part] = (op.output, column)
-                self._emit(Copy((name,), (part,)), self._columns[name])
-                column += self._columns[name]
-        self._made(op.output, total)
+        self._made(op.output)
+        column = 0
+        for name in op.inputs:
+            part = f"{op.output}[{column}]"
+            self._out.slices[part], self._columns[part] = (op.output, column), self._columns[name]
+            self._emit(Copy((name,), (part,)))
+            column += self._columns[name]
 
     def _select(self, op: SelectRows, segment: Segment) -> None:
-        columns = self._columns[op.inputs[0]]
         if op.which == "last":
             self._out.single.add(op.output)
-            self._emit(Last(op.inputs, (op.output,)), columns)
+            self._emit(Last(op.inputs, (op.output,)))
         else:  # every row goes through the head; row 0 is left out when the result is read (invariant I4)
             self._out.slices[op.output] = (op.inputs[0], 0)
-            self._made(op.output, columns)
+            self._made(op.output)
 
     def _state(self, op: StateOp) -> None:
-        match op:
-            case Attend():
-                columns = op.heads * op.head_dim
-            case GatedDelta():
-                columns = op.value_heads * op.value_dim
-            case KvAppend():
-                self._out.steps.append(State(op.inputs, (), op))
-                self._done.add(op.output)
-                return
-            case _:
-                raise BackendError(f"the native backend has no kernel for op {type(op).__name__}")
-        self._emit(State(op.inputs, (op.output,), op), columns)
+        self._emit(State(op.inputs, (op.output,) if self._columns[op.output] else (), op))
+        self._done.add(op.output)

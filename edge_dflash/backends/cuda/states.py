@@ -1,26 +1,49 @@
-"""Device memory of one sequence: K and V, gated delta states and tapes, rotary tables; and the kernels bound to each.
+"""Device memory of one sequence: K and V, gated delta states and tapes, rotary tables; and its copies on the host.
 
-Knows the state ops of a pair's Programs. Rows past the committed length are garbage; resetting a sequence zeroes the
-recurrent states only.
+Rows past the committed length are garbage; resetting a sequence zeroes the recurrent states only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from edge_dflash.backends.cuda.attend import AttendShape, KvMemory
 from edge_dflash.backends.cuda.delta import DeltaLayer, DeltaShape
-from edge_dflash.backends.cuda.driver import DevicePointer
-from edge_dflash.backends.cuda.memory import Array, Memory
-from edge_dflash.backends.cuda.rope import rope_table
-from edge_dflash.decode.backend import Precision
+from edge_dflash.backends.cuda.driver import Gpu
+from edge_dflash.backends.cuda.memory import Array, DevicePointer, Memory
+from edge_dflash.decode.backend import Precision, Snapshot
 from edge_dflash.errors import BackendError
 from edge_dflash.model.ops import Attend, GatedDelta, KvAppend
 from edge_dflash.model.program import PairPrograms
 from edge_dflash.model.specs import RopeSpec
+
+Table = npt.NDArray[np.float32]
+
+
+def rope_table(rope: RopeSpec, positions: int) -> tuple[Table, Table]:
+    """Cosine and sine [positions, dims / 2] float32; YaRN blending after arXiv 2309.00071 when the spec has scaling.
+
+    Angles are float32 products as in the models' own code: at position 32,000 a wider product would be a different
+    angle from the one the weights were trained with.
+    """
+    dims = rope.dims
+    exponent = np.arange(0, dims, 2, dtype=np.float32) / np.float32(dims)
+    frequency = (1.0 / np.power(rope.theta, exponent.astype(np.float64))).astype(np.float32)
+    factor = 1.0
+    if rope.scaling is not None:
+        yarn = rope.scaling
+        low, high = yarn.ramp(rope.theta, dims)
+        ramp = ((np.arange(dims // 2, dtype=np.float32) - low) / max(high - low, 1e-3)).clip(0, 1)
+        frequency = (frequency * (1 - ramp) + frequency / yarn.factor * ramp).astype(np.float32)
+        given = yarn.attention_factor
+        factor = (0.1 * math.log(yarn.factor) + 1.0 if yarn.factor > 1 else 1.0) if given is None else given
+    angles = (np.arange(positions, dtype=np.float32)[:, None] * frequency[None, :]).astype(np.float64)
+    return (np.cos(angles) * factor).astype(np.float32), (np.sin(angles) * factor).astype(np.float32)
 
 
 @dataclass(frozen=True)
@@ -147,3 +170,59 @@ class States:
             cosine, sine = rope_table(spec, positions)
             self._ropes[spec] = self._memory.put("rotary tables", cosine), self._memory.put("rotary tables", sine)
         return self._ropes[spec]
+
+
+def read_states(gpu: Gpu, states: States, length: int) -> dict[str, Array]:
+    """Copies of everything that ``length`` committed rows left; nothing may be pending."""
+    arrays: dict[str, Array] = {}
+    for name, pointer, kv_rows, empty in _kv(states, length):
+        rows = [gpu.read(pointer.at(*part), empty.shape[::2], empty.dtype) for part in _heads(empty, kv_rows)]
+        arrays[name] = np.ascontiguousarray(np.stack(rows, axis=1)) if rows else empty
+    for name, pointer, empty in _recurrent(states):
+        arrays[name] = gpu.read(pointer, empty.shape, empty.dtype)
+    return arrays
+
+
+def write_states(gpu: Gpu, states: States, snapshot: Snapshot) -> None:
+    """Put a snapshot's arrays back. Raises BackendError, before anything is written, when it is of another pair."""
+    length = snapshot.length
+    wanted = {name: empty for name, _, _, empty in _kv(states, length)}
+    wanted |= {name: empty for name, _, empty in _recurrent(states)}
+    if wanted.keys() != snapshot.arrays.keys():
+        differing = sorted(wanted.keys() ^ snapshot.arrays.keys())
+        raise BackendError(f"the snapshot is of another pair: states differ in {', '.join(differing[:3])}")
+    for name, empty in wanted.items():
+        array = snapshot.arrays[name]
+        if (array.shape, array.dtype) != (empty.shape, empty.dtype):
+            raise BackendError(
+                f"the snapshot's {name} is {array.dtype} {tuple(array.shape)}, "
+                f"this pair stores {empty.dtype} {tuple(empty.shape)}"
+            )
+    for name, pointer, kv_rows, empty in _kv(states, length):
+        for head, part in enumerate(_heads(empty, kv_rows)):
+            gpu.write(pointer.at(*part), np.ascontiguousarray(snapshot.arrays[name][:, head]))
+    for name, pointer, _ in _recurrent(states):
+        gpu.write(pointer, np.ascontiguousarray(snapshot.arrays[name]))
+
+
+def _kv(states: States, length: int) -> Iterator[tuple[str, DevicePointer, int, Array]]:
+    """Name, memory, rows of the memory, and an array of the stored shape and type."""
+    for name, memory in states.kv.items():
+        shape = states.shapes[name]
+        empty = np.empty((length, shape.kv_heads, shape.head_dim), np.uint8 if shape.kv == "fp8" else np.int16)
+        yield f"{name}.k", memory.k, shape.kv_rows, empty
+        yield f"{name}.v", memory.v, shape.kv_rows, empty
+
+
+def _heads(array: Array, kv_rows: int) -> list[tuple[int, int]]:
+    """Offset and bytes of each head's rows in memory [Hkv, kv_rows, D]."""
+    length, heads, dim = array.shape
+    row = dim * array.itemsize
+    return [(head * kv_rows * row, length * row) for head in range(heads)] if length else []
+
+
+def _recurrent(states: States) -> Iterator[tuple[str, DevicePointer, Array]]:
+    for name, layer in states.delta.items():
+        s = states.delta_shapes[name]
+        yield f"{name}.state", layer.state, np.empty((s.value_heads, s.key_dim, s.value_dim), np.float32)
+        yield f"{name}.conv", layer.history, np.empty((s.conv_kernel - 1, s.channels), np.uint16)

@@ -1,29 +1,30 @@
-"""Whether the native kernels take a pair: checked by a build before it writes a byte, and by a start before it loads.
+"""Whether a device runs a bundle and the native kernels take a pair: asked before a byte is written or loaded.
 
-Knows no kernel itself: attention, gated delta and linears are asked in their own terms, op by op.
+Attention, gated delta and linears are asked in their own terms, op by op.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
 from edge_dflash.backends.cuda.attend import AttendShape
 from edge_dflash.backends.cuda.delta import DeltaShape
-from edge_dflash.backends.cuda.linear_plan import block_shared, plan
-from edge_dflash.board.archs import find_arch
+from edge_dflash.backends.cuda.splits import block_shared, plan
+from edge_dflash.board.archs import arch_of_sm, find_arch
 from edge_dflash.bundle.manifest import WeightFormat
 from edge_dflash.errors import BackendError
 from edge_dflash.model import pair_programs
 from edge_dflash.model.ops import Attend, Embed, GatedDelta, KvAppend, Linear, Op
 from edge_dflash.model.program import PairPrograms, Program
 from edge_dflash.model.specs import PairSpec
+from edge_dflash.weights.formats import WeightStore, WideWeight
 from edge_dflash.weights.layout import BLOCK, Layout
-from edge_dflash.weights.mapped import forget_pages
+from edge_dflash.weights.safetensors import forget_pages
 from edge_dflash.weights.stacks import pair_stacks
-from edge_dflash.weights.tensor import WeightStore, WideWeight
 
 REMEDY = "build it with --backend reference --arch cpu"
 _BLOCK_BYTES = 8 << 20  # of float32 values that are looked at together
@@ -112,3 +113,67 @@ def _fits_bf16(weight: WideWeight) -> bool:
             return False
         forget_pages(block)
     return True
+
+
+_REFERENCE = "build it with --backend reference --arch cpu to run it on a CPU"
+
+
+def device_sm(ordinal: int = 0) -> int:
+    """SM of a device, 90 for Hopper; makes no context. Raises BackendError without bindings, driver or device."""
+    return device_facts(ordinal).sm
+
+
+@dataclass(frozen=True)
+class DeviceFacts:
+    """What the driver says of a device before anything is loaded."""
+
+    name: str
+    sm: int  # 90 for Hopper
+    cuda: tuple[int, int]  # newest CUDA that the driver serves
+    integrated: bool  # shares main memory with the CPU
+
+
+def device_facts(ordinal: int = 0) -> DeviceFacts:
+    """Facts of a device; makes no context. Raises BackendError without bindings, driver or device."""
+    try:
+        from cuda.bindings import driver as cu
+    except ModuleNotFoundError as error:
+        raise BackendError(
+            f"the native backend needs {error.name}; install it with: pip install 'edge-dflash[cuda]'"
+        ) from None
+    try:
+        status, *_ = cu.cuInit(0)
+    except Exception as error:  # the bindings raise types of their own when there is no driver library
+        raise BackendError(f"no NVIDIA driver was found ({type(error).__name__}); install the driver") from None
+    if status != cu.CUresult.CUDA_SUCCESS:
+        raise BackendError(f"the NVIDIA driver found no usable device ({status.name}); check nvidia-smi")
+    attributes = cu.CUdevice_attribute
+    parts = (
+        attributes.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
+        attributes.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
+        attributes.CU_DEVICE_ATTRIBUTE_INTEGRATED,
+    )
+    status, device = cu.cuDeviceGet(ordinal)
+    if status != cu.CUresult.CUDA_SUCCESS:
+        raise BackendError(f"CUDA device {ordinal} cannot be opened ({status.name}); check nvidia-smi")
+    major, minor, integrated = (int(cu.cuDeviceGetAttribute(part, device)[1]) for part in parts)
+    version = int(cu.cuDriverGetVersion()[1])  # 13020 for 13.2
+    name = str(cu.cuDeviceGetName(128, device)[1].split(b"\0")[0].decode())
+    return DeviceFacts(name, 10 * major + minor, (version // 1000, version % 1000 // 10), bool(integrated))
+
+
+def shares_memory(ordinal: int = 0) -> bool:
+    """Whether a device works in the CPU's memory, as those of Jetsons do; False without a device."""
+    try:
+        return device_facts(ordinal).integrated
+    except BackendError:
+        return False
+
+
+def check_arch(arch: str, sm: int, where: str, backend: str = "native") -> None:
+    """Raise BackendError unless kernels for ``arch`` run on a device of ``sm``: those of other SMs do not load."""
+    built, here = find_arch(arch), arch_of_sm(sm)
+    if built.sm == sm:
+        return
+    remedy = f"build it again with --backend {backend} --arch {here.name}" if here else _REFERENCE
+    raise BackendError(f"{where} was built for {arch}, which runs on SM {built.sm}; this device is SM {sm}: {remedy}")

@@ -12,13 +12,17 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from edge_dflash.backends.cuda.driver import DevicePointer, Gpu
+from edge_dflash.backends.cuda.driver import Gpu
 from edge_dflash.backends.cuda.linear import LinearWeights
+from edge_dflash.backends.cuda.memory import DevicePointer
 from edge_dflash.bundle.manifest import WeightFormat
+from edge_dflash.bundle.reader import Bundle
 from edge_dflash.errors import BackendError
-from edge_dflash.weights.layout import Repacked, repack
+from edge_dflash.weights.formats import Fp8Weight, Nvfp4Weight, WeightStore, WideWeight, bf16_to_f32
+from edge_dflash.weights.layout import UNIT_ROWS, Repacked, repack
+from edge_dflash.weights.packing import pack, row_blocks
+from edge_dflash.weights.safetensors import forget_pages
 from edge_dflash.weights.stacks import Stack
-from edge_dflash.weights.tensor import Fp8Weight, Nvfp4Weight, WeightStore, WideWeight, bf16_to_f32
 
 
 class NativeWeights(Protocol):
@@ -47,7 +51,7 @@ class NativeWeights(Protocol):
 
 
 class StoreWeights:
-    """Weights of any :class:`~edge_dflash.weights.tensor.WeightStore`, repacked one stack at a time."""
+    """Weights of any :class:`~edge_dflash.weights.formats.WeightStore`, repacked one stack at a time."""
 
     def __init__(self, store: WeightStore, formats: Mapping[str, WeightFormat]) -> None:
         self._store, self._formats = store, formats
@@ -112,3 +116,59 @@ def vector(store: WeightStore, name: str) -> npt.NDArray[np.float32]:
     if not isinstance(weight, WideWeight):
         raise BackendError(f"{name} is quantized; norms, gates and convolutions stay wide")
     return bf16_to_f32(weight.data) if weight.data.dtype == np.uint16 else np.asarray(weight.data, np.float32)
+
+
+class BundleWeights:
+    """:class:`~edge_dflash.backends.cuda.weights.NativeWeights` of an open native bundle.
+
+    Pages of the mapped files are given back as soon as the device has their bytes.
+    """
+
+    def __init__(self, bundle: Bundle) -> None:
+        self._bundle = bundle
+
+    @property
+    def formats(self) -> Mapping[str, WeightFormat]:
+        """Format of every weight of the pair."""
+        return self._bundle.manifest.weights
+
+    def stack(self, gpu: Gpu, stack: Stack) -> LinearWeights:
+        """Allocate and fill a stack. Raises BundleError when the bundle lacks it, BackendError from the device."""
+        if any(self.formats[name] == "tied" for name in stack.names):
+            return self._tied(gpu, stack)
+        packed = self._bundle.repacked(stack)
+        loaded = upload(gpu, packed)
+        _forget(packed)
+        return loaded
+
+    def embedding(self, gpu: Gpu, name: str) -> DevicePointer:
+        """Allocate and fill a BF16 matrix [V, H]."""
+        bits = embedding_bits(self._bundle, name)
+        pointer = gpu.upload(bits)
+        forget_pages(bits)
+        return pointer
+
+    def vector(self, name: str) -> npt.NDArray[np.float32]:
+        """A norm, gate or convolution weight as float32 on the host, in its own shape."""
+        return vector(self._bundle, name)
+
+    def kv_scale(self, state: str) -> tuple[float, float]:
+        """FP8 scales (k, v) of a KV state."""
+        return self._bundle.kv_scale(state)
+
+    def _tied(self, gpu: Gpu, stack: Stack) -> LinearWeights:
+        """The output head of a tied target: the embedding, repacked a few MB at a time on its way to the device."""
+        layout = stack.layout
+        data, scale = gpu.allocate(layout.nbytes), np.empty(layout.units * UNIT_ROWS, np.float32)
+        offset = row = 0
+        for block in row_blocks([self._bundle.get(name) for name in stack.names], layout):
+            packed = pack(block)
+            gpu.write(data.at(offset, packed.data.nbytes), packed.data)
+            scale[row : row + packed.scale.size] = packed.scale
+            offset, row = offset + packed.data.nbytes, row + packed.scale.size
+        return LinearWeights(layout, data, gpu.upload(scale))
+
+
+def _forget(packed: Repacked) -> None:
+    forget_pages(packed.data)
+    forget_pages(packed.scale)

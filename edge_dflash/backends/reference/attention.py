@@ -16,7 +16,7 @@ from edge_dflash.errors import BackendError
 from edge_dflash.model.ops import Attend, KvAppend
 from edge_dflash.model.program import KvState
 from edge_dflash.model.specs import RopeSpec
-from edge_dflash.weights.fp8 import from_e4m3, to_e4m3
+from edge_dflash.weights.quantize import from_e4m3, to_e4m3
 
 KEY_TILE = 64  # absolute positions
 

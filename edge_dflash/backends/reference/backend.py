@@ -8,16 +8,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from edge_dflash.backends.host_cycle import host_cycle
+from edge_dflash.backends.host import host_cycle
+from edge_dflash.backends.reference.dense import TorchWeights
 from edge_dflash.backends.reference.interpreter import Interpreter, Memory
-from edge_dflash.backends.reference.weights import TorchWeights
 from edge_dflash.decode.backend import Asked, Cycle, PairShape, Precision, Snapshot, check_lane
 from edge_dflash.errors import BackendError
 from edge_dflash.model import pair_programs
 from edge_dflash.model.ops import GatedDelta
 from edge_dflash.model.program import PairPrograms
 from edge_dflash.model.specs import PairSpec
-from edge_dflash.weights.tensor import WeightStore
+from edge_dflash.weights.formats import WeightStore
 
 
 class TorchRows:

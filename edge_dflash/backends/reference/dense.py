@@ -8,12 +8,15 @@ whose last bit differs. Add, multiply, divide and square root are exactly rounde
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
-from edge_dflash.backends.reference.weights import LinearWeight
-from edge_dflash.weights.nvfp4 import quantize_activations
+from edge_dflash.weights.formats import Nvfp4Weight, WeightStore, WideWeight
+from edge_dflash.weights.quantize import dequantize, quantize_activations, unscaled
 
 ROW_TILE = 16
 _LANES = 64  # elements; a multiple of two SIMD vectors on every CPU
@@ -72,3 +75,68 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, plus_one: boo
     """RMS norm over the last dimension, unrounded float32."""
     inverse = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
     return x * inverse * (1.0 + weight if plus_one else weight)
+
+
+@dataclass(frozen=True)
+class LinearWeight:
+    """A linear layer ready to multiply: y = (x @ matrix^T) * scale."""
+
+    matrix: torch.Tensor  # [N, K] float32: e2m1 * e4m3 block scale, e4m3 codes, or the wide values
+    scale: torch.Tensor | None  # [] or [N] float32; None when it is 1
+    input_scale: float | None  # W4A4: global scale of the dynamic NVFP4 activations
+
+
+class TorchWeights:
+    """Converts weights of a store to torch. ``cache`` False reads anew on each use: a pass then streams the model."""
+
+    def __init__(self, store: WeightStore, *, cache: bool = True) -> None:
+        self._store = store
+        self._cache = cache
+        self._linears: dict[str, LinearWeight] = {}
+        self._tensors: dict[str, torch.Tensor] = {}
+
+    def linear(self, name: str) -> LinearWeight:
+        """Return a linear layer's weight."""
+        if name in self._linears:
+            return self._linears[name]
+        weight = self._store.get(name)
+        matrix, scale = unscaled(weight)
+        linear = LinearWeight(
+            matrix,
+            None if isinstance(weight, WideWeight) else scale,
+            weight.input_scale if isinstance(weight, Nvfp4Weight) else None,
+        )
+        if self._cache:
+            self._linears[name] = linear
+        return linear
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return a vector, convolution or embedding as float32."""
+        if name in self._tensors:
+            return self._tensors[name]
+        tensor = dequantize(self._store.get(name))
+        if self._cache:
+            self._tensors[name] = tensor
+        return tensor
+
+
+_CPU_INFO = Path("/proc/cpuinfo")
+
+
+def arithmetic() -> str:
+    """Library, processor, instruction set and threads in one line: where it is the same, results are equal bit for bit.
+
+    Matrix products sum in another order with other vector widths or threads, and libraries pick kernels by maker.
+    """
+    processor = " ".join([platform.machine(), _maker(), torch.backends.cpu.get_cpu_capability()])
+    return f"torch {torch.__version__}, {processor}, threads: {torch.get_num_threads()}"
+
+
+def _maker() -> str:
+    """Maker of the processor as Linux names it; empty when it does not."""
+    try:
+        lines = _CPU_INFO.read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return ""
+    found = [line.partition(":")[2].strip() for line in lines if line.startswith(("vendor_id", "CPU implementer"))]
+    return found[0] if found else ""

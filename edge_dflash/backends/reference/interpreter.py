@@ -10,8 +10,7 @@ import torch
 
 from edge_dflash.backends.reference.attention import KvMemory, attend, rope_table, store_context
 from edge_dflash.backends.reference.delta import DeltaMemory, DeltaWeights, gated_delta
-from edge_dflash.backends.reference.dense import ROW_TILE, linear, pad, padded_rows, rms_norm, silu
-from edge_dflash.backends.reference.weights import TorchWeights
+from edge_dflash.backends.reference.dense import ROW_TILE, TorchWeights, linear, pad, padded_rows, rms_norm, silu
 from edge_dflash.decode.backend import Precision
 from edge_dflash.errors import BackendError
 from edge_dflash.model.ops import (

@@ -10,7 +10,7 @@ from edge_dflash.backends.tensorrt.lower import Lowered, lower
 from edge_dflash.backends.tensorrt.monitor import monitor
 from edge_dflash.backends.tensorrt.units import Binding, RowRange, Unit
 from edge_dflash.errors import BackendError, BuildError
-from edge_dflash.weights.tensor import WeightStore
+from edge_dflash.weights.formats import WeightStore
 
 
 class Compiler:

@@ -8,7 +8,7 @@ import numpy as np
 
 from edge_dflash.backends.tensorrt.linear import bf16_bits
 from edge_dflash.backends.tensorrt.net import Net
-from edge_dflash.weights.tensor import Array, WideWeight, bf16_to_f32
+from edge_dflash.weights.formats import Array, WideWeight, bf16_to_f32
 
 
 def embed(net: Net, ids: Any, weight: WideWeight) -> Any:

@@ -19,8 +19,8 @@ import numpy as np
 
 from edge_dflash.backends.tensorrt.net import BLOCK, Net
 from edge_dflash.errors import BackendError
-from edge_dflash.weights.mapped import forget_pages
-from edge_dflash.weights.tensor import Array, Fp8Weight, Nvfp4Weight, Weight, WideWeight
+from edge_dflash.weights.formats import Array, Fp8Weight, Nvfp4Weight, Weight, WideWeight
+from edge_dflash.weights.safetensors import forget_pages
 
 
 def linear(net: Net, x: Any, weight: Weight) -> Any:

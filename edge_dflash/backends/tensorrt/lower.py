@@ -14,7 +14,7 @@ from edge_dflash.backends.tensorrt.net import DType, Net
 from edge_dflash.backends.tensorrt.units import CHOICES, LOGITS, Binding, Unit
 from edge_dflash.errors import BackendError
 from edge_dflash.model.ops import Add, Concat, DenseOp, Embed, Linear, RmsNorm, SwiGlu
-from edge_dflash.weights.tensor import Nvfp4Weight, WeightStore, WideWeight
+from edge_dflash.weights.formats import Nvfp4Weight, WeightStore, WideWeight
 
 DTYPES: dict[str, DType] = {"bf16": "BF16", "int32": "INT32"}
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from edge_dflash.errors import BackendError
-from edge_dflash.weights.tensor import Array
+from edge_dflash.weights.formats import Array
 
 DType = Literal["FLOAT", "BF16", "FP8", "FP4", "INT32"]
 BLOCK = 16  # values that share an NVFP4 block scale

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from edge_dflash.backends.cuda.driver import DevicePointer
 from edge_dflash.backends.cuda.loading import Common, Plan
-from edge_dflash.backends.cuda.memory import NULL
+from edge_dflash.backends.cuda.memory import NULL, DevicePointer
 from edge_dflash.backends.cuda.passes import Frame
 from edge_dflash.backends.cuda.schedule import Step
 from edge_dflash.backends.cuda.states import Sizes

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from edge_dflash.backends.cuda.driver import DevicePointer, Gpu
-from edge_dflash.backends.cuda.memory import Memory
+from edge_dflash.backends.cuda.driver import Gpu
+from edge_dflash.backends.cuda.memory import DevicePointer, Memory
 from edge_dflash.backends.tensorrt.api import TENSORRT_RTX, Flavour, load
 from edge_dflash.backends.tensorrt.compile import error_log
 from edge_dflash.backends.tensorrt.lower import DTYPES

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from edge_dflash.backends.cuda.placement import Place, place
+from edge_dflash.backends.cuda.memory import Place, place
 from edge_dflash.backends.cuda.schedule import Last, Schedule, State, Step
-from edge_dflash.backends.tensorrt.units import CHOICES, EMBEDDING, HEAD, LOGITS, PairUnits, Run, widths
-from edge_dflash.model.ops import KvAppend, SelectRows
+from edge_dflash.backends.tensorrt.units import CHOICES, EMBEDDING, HEAD, LOGITS, PairUnits, Run
+from edge_dflash.model.ops import SelectRows
 
 Buffer = Literal["arena", "ids", "logits", "choices"]
 
@@ -93,7 +93,7 @@ def plan_pass(pair: PairUnits, which: str, rows: int) -> PlanPass:
 def schedule(pair: PairUnits, which: str) -> Schedule:
     """Steps of a pass in order."""
     program = pair.programs[which]
-    made = Schedule(program, widths=widths(program))
+    made = Schedule(program, widths=dict(program.columns))
     for step in pair.passes[which]:
         if isinstance(step, Run):
             reads = tuple(tensor for _, tensor in step.reads if tensor != "ids")
@@ -107,7 +107,7 @@ def schedule(pair: PairUnits, which: str) -> Schedule:
             made.single.add(step.output)
             made.steps.append(Last(step.inputs, writes))
         else:
-            writes = () if isinstance(step, KvAppend) else (step.output,)
+            writes = (step.output,) if program.columns[step.output] else ()
             made.steps.append(State(step.inputs, writes, step))
         made.columns |= {name: made.widths[name] for name in writes}
     return made

@@ -15,19 +15,13 @@ from typing import Literal
 
 from edge_dflash.errors import BackendError
 from edge_dflash.model.ops import (
-    Attend,
-    Concat,
     DenseOp,
     Embed,
-    GatedDelta,
-    KvAppend,
-    Linear,
     RmsNorm,
     SelectRows,
     StateOp,
 )
-from edge_dflash.model.program import PairPrograms, Program
-from edge_dflash.model.segments import segments
+from edge_dflash.model.program import PairPrograms, Program, segments
 
 EMBEDDING, HEAD = "embedding", "head"
 HEAD_INPUT, LOGITS, CHOICES = "rows", "logits", "choices"
@@ -132,30 +126,7 @@ def norms_before_rows(program: Program) -> Program:
     return replace(program, ops=tuple(ops), outputs=outputs)
 
 
-def widths(program: Program) -> dict[str, int]:
-    """Columns of every tensor of a pass but ``ids``."""
-    found: dict[str, int] = {}
-    for op in program.ops:
-        match op:
-            case Embed():
-                found[op.output] = program.weights[op.weight].shape[1]
-            case Linear():
-                found[op.output] = program.weights[op.weight].shape[0]
-            case Attend():
-                found[op.output] = op.heads * op.head_dim
-            case GatedDelta():
-                found[op.output] = op.value_heads * op.value_dim
-            case KvAppend():
-                found[op.output] = 0
-            case Concat():
-                found[op.output] = sum(found[name] for name in op.inputs)
-            case _:
-                found[op.output] = found[op.inputs[0]]
-    return found
-
-
 def _cut(program: Program, profiles: tuple[RowRange, ...]) -> tuple[list[Unit], tuple[PassStep, ...]]:
-    columns = widths(program)
     units: list[Unit] = []
     steps: list[PassStep] = []
     model = "drafter" if program.name == "propose" else "target"
@@ -164,17 +135,17 @@ def _cut(program: Program, profiles: tuple[RowRange, ...]) -> tuple[list[Unit], 
         behind: list[PassStep] = []
         for op in segment.dense:
             if isinstance(op, Embed):
-                units.append(_embedding(op, columns, profiles))
+                units.append(_embedding(op, program.columns, profiles))
                 steps.append(Run(EMBEDDING, (("ids", "ids"),), ((units[-1].outputs[0].name, op.output),)))
             elif isinstance(op, SelectRows):
                 behind.append(op)
             elif op.output == program.outputs.get("logits"):
-                units.append(_head(op, columns, profiles[0]))
+                units.append(_head(op, program.columns, profiles[0]))
                 behind.append(Run(HEAD, ((HEAD_INPUT, op.inputs[0]),), ((LOGITS, op.output), (CHOICES, CHOICES))))
             else:
                 body.append(op)
         if body:
-            units.append(_body(f"{model}-{level:03d}", body, program, columns, profiles))
+            units.append(_body(f"{model}-{level:03d}", body, program, profiles))
             names = [tuple((b.name, b.name) for b in side) for side in (units[-1].inputs, units[-1].outputs)]
             steps.append(Run(units[-1].key, names[0], names[1]))
         steps += [*behind, *segment.state]
@@ -195,16 +166,14 @@ def _head(op: DenseOp, columns: Mapping[str, int], block: RowRange) -> Unit:
     return Unit(HEAD, (own,), (Binding(HEAD_INPUT, "bf16", columns[op.inputs[0]]),), outputs, (block,))
 
 
-def _body(
-    key: str, ops: list[DenseOp], program: Program, columns: Mapping[str, int], profiles: tuple[RowRange, ...]
-) -> Unit:
+def _body(key: str, ops: list[DenseOp], program: Program, profiles: tuple[RowRange, ...]) -> Unit:
     made = [op.output for op in ops]
     inside = {id(op) for op in ops}
     read = dict.fromkeys(name for op in ops for name in op.inputs if name not in made)
     outside = {name for op in program.ops if id(op) not in inside for name in op.inputs}
 
     def bindings(names: list[str]) -> tuple[Binding, ...]:
-        return tuple(Binding(name, "bf16", columns[name]) for name in names)
+        return tuple(Binding(name, "bf16", program.columns[name]) for name in names)
 
     return Unit(key, tuple(ops), bindings(list(read)), bindings([n for n in made if n in outside]), profiles)
 

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-from edge_dflash.common.interpreter import limit_memory, limited_time
+from edge_dflash.common.processes import limit_memory, limited_time
 from edge_dflash.decode.grammar import stepping, wire
 from edge_dflash.decode.grammar.vocabulary import Vocabulary
 from edge_dflash.decode.grammar.walker import Compiled, Source, Walker, compiled

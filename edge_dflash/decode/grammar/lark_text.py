@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 
-from edge_dflash.common.characters import refuse_surrogates
+from edge_dflash.common.rules import refuse_surrogates
 from edge_dflash.decode.grammar.schema_check import check
 from edge_dflash.decode.grammar.schema_rewrite import rewrite
 from edge_dflash.errors import RequestError

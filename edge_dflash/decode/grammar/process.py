@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from functools import partial
 from signal import SIGABRT, SIGKILL, SIGPROF, SIGSEGV
 
-from edge_dflash.common.interpreter import command
+from edge_dflash.common.processes import command
 from edge_dflash.decode.controls import Patience
 from edge_dflash.decode.grammar import wire
 from edge_dflash.decode.grammar.child import Bounds, Page

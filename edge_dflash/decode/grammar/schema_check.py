@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
 from urllib.parse import unquote
 
-from edge_dflash.common.characters import refuse_surrogates
+from edge_dflash.common.rules import refuse_surrogates
 from edge_dflash.decode.grammar.schema_values import check_values
 from edge_dflash.errors import RequestError, short
 

@@ -16,7 +16,7 @@ import signal
 import socket
 import struct
 
-from edge_dflash.common.interpreter import obey_timers
+from edge_dflash.common.processes import obey_timers
 from edge_dflash.decode.grammar import wire
 from edge_dflash.decode.grammar.child import Page, live
 from edge_dflash.decode.grammar.vocabulary import Vocabulary

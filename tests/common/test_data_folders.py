@@ -2,14 +2,14 @@ from __future__ import annotations
 
 import pytest
 
-from edge_dflash.common import resources
+from edge_dflash.common import files
 from edge_dflash.errors import EdgeDflashError
 
 
 def test_folders_of_the_checkout_are_found():
-    for name in resources.FOLDERS:
-        assert resources.directory(name).is_dir()
-    assert (resources.directory("jetson") / "agx-thor.yaml").is_file()
+    for name in files.FOLDERS:
+        assert files.directory(name).is_dir()
+    assert (files.directory("jetson") / "agx-thor.yaml").is_file()
 
 
 def test_an_installed_package_has_its_own_copy_and_prefers_it(tmp_path):
@@ -17,14 +17,14 @@ def test_an_installed_package_has_its_own_copy_and_prefers_it(tmp_path):
     inside = package / "_data" / "jetson"
     inside.mkdir(parents=True)
     (package.parent / "jetson").mkdir()  # of somebody else
-    assert resources.find("jetson", package) == inside
+    assert files.find("jetson", package) == inside
 
 
 def test_an_unknown_folder_is_refused_with_the_names():
     with pytest.raises(EdgeDflashError, match="'boards'; there are calib, deploy, engines, jetson"):
-        resources.directory("boards")
+        files.directory("boards")
 
 
 def test_a_lost_folder_names_the_remedy(tmp_path):
     with pytest.raises(EdgeDflashError, match="install edge-dflash again"):
-        resources.find("calib", tmp_path / "edge_dflash")
+        files.find("calib", tmp_path / "edge_dflash")

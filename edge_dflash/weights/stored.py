@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from edge_dflash.errors import CheckpointError
+from edge_dflash.weights.formats import Array, Fp8Weight, Nvfp4Weight, Weight, WideWeight
 from edge_dflash.weights.safetensors import TensorFiles
-from edge_dflash.weights.tensor import Array, Fp8Weight, Nvfp4Weight, Weight, WideWeight
 
 BLOCK = 16  # weights along the input dimension that share an NVFP4 block scale
 KV_SCALE = (1e-6, 1e3)  # outside, real keys and values would all be 0 or 448

@@ -1,4 +1,10 @@
-"""NVFP4: 4-bit E2M1 codes, one E4M3 scale for 16 values along K, one float32 scale for the matrix.
+"""FP8 and NVFP4 in torch: codes of wide matrices, and their float32 values.
+
+FP8 E4M3 (``float8_e4m3fn``): 1 sign, 4 exponent (bias 7) and 3 mantissa bits; largest magnitude 448, smallest 2^-9, no
+infinity, NaN 0x7F. Formulas: OCP 8-bit Floating Point Specification 1.0 and the ModelOpt convention scale = max|x| /
+448 (a multiplier). Backends must divide by the scale (not multiply by its reciprocal) to give the same bytes.
+
+NVFP4: 4-bit E2M1 codes, one E4M3 scale for 16 values along K, one float32 scale for the matrix.
 
 value[o, i] = e2m1(code[o, i]) * e4m3(block_scale[o, i // 16]) * global_scale. Codes are packed two to a byte, low
 nibble first; bit 3 is the sign. Conventions and bytes are those of NVIDIA's ModelOpt: global_scale = max|W| / 2688,
@@ -9,13 +15,103 @@ and apply global_scale to the float32 result.
 
 from __future__ import annotations
 
+import math
+import warnings
+from collections.abc import Iterator
+
 import numpy as np
 import torch
 
 from edge_dflash.errors import BuildError
-from edge_dflash.weights.arrays import absmax, as_tensor, row_chunks, wide_tensor
-from edge_dflash.weights.fp8 import E4M3_MAX, E4M3_TINY, SMALLEST_SCALE, from_e4m3, require_finite, to_e4m3
-from edge_dflash.weights.tensor import Fp8Weight, Nvfp4Weight, Weight, WideWeight
+from edge_dflash.weights.formats import Array, Fp8Weight, Nvfp4Weight, Weight, WideWeight
+
+CHUNK_ELEMENTS = 1 << 19  # 2 MiB of float32: temporaries of a chunk stay in or near the last-level cache
+
+
+def as_tensor(array: Array) -> torch.Tensor:
+    """View an array as a tensor of the same dtype. A view of a read-only file mapping must not be written to."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return torch.from_numpy(np.ascontiguousarray(array))
+
+
+def wide_tensor(weight: WideWeight) -> torch.Tensor:
+    """View a wide weight as bfloat16 (stored as uint16) or float32, same shape."""
+    tensor = as_tensor(weight.data)
+    return tensor.view(torch.bfloat16) if weight.data.dtype == np.uint16 else tensor
+
+
+def row_chunks(rows: int, columns: int) -> Iterator[slice]:
+    """Slices of consecutive rows, each of at most CHUNK_ELEMENTS elements (at least one row)."""
+    step = max(1, CHUNK_ELEMENTS // max(1, columns))
+    for first in range(0, rows, step):
+        yield slice(first, min(rows, first + step))
+
+
+def absmax(w: torch.Tensor) -> float:
+    """Largest magnitude of a matrix [N, K], 0.0 when it is empty; NaN or infinity when it holds one."""
+    largest = 0.0
+    for rows in row_chunks(*w.shape):
+        part = torch.stack(torch.aminmax(w[rows])).float().abs().max().item()
+        if not part <= largest:  # also true for NaN
+            largest = part
+        if part != part:
+            return part
+    return largest
+
+
+E4M3_MAX = 448.0
+E4M3_TINY = 2.0**-9  # smallest positive value, a subnormal
+SMALLEST_SCALE = 2.0**-126  # a smaller float32 scale is subnormal: some processors flush it to zero
+_NAN = 0x7F
+
+
+def to_e4m3(x: torch.Tensor, scale: float | torch.Tensor = 1.0) -> torch.Tensor:
+    """E4M3 codes (uint8, shape of ``x``) of x / scale: nearest, ties to even, saturating at +-448; NaN gives 0x7F.
+
+    ``x`` is float32; ``scale`` is a positive float (taken as float32) or a float32 tensor that broadcasts.
+    """
+    y = x / torch.as_tensor(scale, dtype=torch.float32, device=x.device)
+    codes = y.clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
+    return codes.masked_fill_(y.isnan(), _NAN)
+
+
+def from_e4m3(codes: torch.Tensor, scale: float | torch.Tensor = 1.0) -> torch.Tensor:
+    """Float32 values e4m3(codes) * scale with one rounding; 0x7F and 0xFF are NaN. ``codes`` is uint8, any shape."""
+    values = codes.view(torch.float8_e4m3fn).float()
+    if isinstance(scale, float) and scale == 1.0:
+        return values
+    return values.mul_(torch.as_tensor(scale, dtype=torch.float32, device=codes.device))
+
+
+def quantize_fp8(w: torch.Tensor, *, per_channel: bool = False) -> Fp8Weight:
+    """FP8 of a matrix [N, K] (bfloat16 or float32): scale = max|w| / 448 over the tensor, or over each row.
+
+    A tensor or row of zeros gets scale 1. Raises BuildError when ``w`` holds NaN or infinity.
+    """
+    if per_channel:
+        parts = [w[rows].float().abs().amax(-1) for rows in row_chunks(*w.shape)]
+        amax = torch.cat(parts) if parts else torch.zeros(0)
+    else:
+        amax = torch.tensor([absmax(w)], dtype=torch.float32)
+    require_finite(float(amax.max()) if amax.numel() else 0.0)
+    scale = amax / E4M3_MAX
+    scale = torch.where(scale < SMALLEST_SCALE, 1.0, scale)
+    data = np.empty(tuple(w.shape), dtype=np.uint8)
+    for rows in row_chunks(*w.shape):
+        divisor = scale[rows, None] if per_channel else scale
+        data[rows] = to_e4m3(w[rows].float(), divisor).numpy()
+    return Fp8Weight(data, scale.numpy())
+
+
+def require_finite(amax: float) -> None:
+    """Raise BuildError when the largest magnitude of a weight shows that it holds NaN or infinity."""
+    if not math.isfinite(amax):
+        raise BuildError(
+            f"cannot quantize a weight whose largest magnitude is {amax}: finite values are accepted; "
+            "the checkpoint is damaged, download it again"
+        )
+
 
 BLOCK = 16  # values along K that share a block scale
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # magnitude of codes 0..7

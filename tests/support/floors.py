@@ -1,0 +1,27 @@
+"""The order of the package's rooms (its folders and top files), lowest first. A room imports only lower ones."""
+
+FLOORS = (
+    "errors",
+    "version",
+    "common",
+    "board",
+    "model",
+    "weights",
+    "text",
+    "decode",
+    "bundle",
+    "backends",
+    "result",
+    "runner",
+    "client",
+    "session",
+    "planner",
+    "checks",
+    "builder",
+    "serve",
+    "install",
+    "demo",
+    "cli",
+    "__main__",
+    "__init__",
+)

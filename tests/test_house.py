@@ -1,0 +1,65 @@
+"""Rooms import only lower ones, files and functions stay small, and the package's face is for users."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from floors import FLOORS
+from paths import ROOT
+
+PACKAGE = ROOT / "edge_dflash"
+FILES = sorted(PACKAGE.rglob("*.py"))
+RANK = {room: i for i, room in enumerate(FLOORS)}
+LINES, FUNCTION = 300, 60
+
+
+def room(module: str) -> str:
+    return module.split(".")[1] if "." in module else "__init__"
+
+
+def imports(tree: ast.Module) -> Iterator[str]:
+    """Modules of the package that a file imports at any time; those for type checkers alone are left out."""
+    typing = {
+        id(node)
+        for test in ast.walk(tree)
+        if isinstance(test, ast.If) and "TYPE_CHECKING" in ast.dump(test.test)
+        for node in ast.walk(test)
+    }
+    for node in ast.walk(tree):
+        if id(node) in typing:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (name.name for name in node.names if name.name.split(".")[0] == "edge_dflash")
+        elif isinstance(node, ast.ImportFrom) and node.module == "edge_dflash":
+            yield from (f"edge_dflash.{name.name}" if name.name in RANK else "edge_dflash" for name in node.names)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("edge_dflash."):
+            yield node.module
+
+
+def test_every_room_has_its_floor():
+    found = {path.name if path.is_dir() else path.stem for path in PACKAGE.iterdir() if path.suffix in ("", ".py")}
+    assert found - {"__pycache__"} == set(FLOORS)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_rooms_import_only_lower_ones(path: Path):
+    me = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    for module in imports(ast.parse(path.read_text())):
+        assert room(module) == me or RANK[room(module)] < RANK[me], f"{path} imports {module}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_files_and_functions_are_small(path: Path):
+    text = path.read_text()
+    assert len(text.splitlines()) <= LINES
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert node.end_lineno - node.lineno < FUNCTION, node.name
+
+
+def test_an_import_that_goes_up_is_found():
+    tree = ast.parse("def late():\n    from edge_dflash.cli import run\n    from edge_dflash import planner, Planner\n")
+    assert list(imports(tree)) == ["edge_dflash.cli", "edge_dflash.planner", "edge_dflash"]
