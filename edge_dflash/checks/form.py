@@ -11,7 +11,8 @@ from edge_dflash.backends.host import Delegate
 from edge_dflash.decode.backend import Backend, Rows
 from edge_dflash.decode.controls import Controls
 from edge_dflash.decode.grammar.compiled import compile_schema
-from edge_dflash.decode.loop import DecodeOptions, stream
+from edge_dflash.decode.loop import stream
+from edge_dflash.decode.options import Options
 from edge_dflash.errors import RequestError
 from edge_dflash.planner import Planner
 
@@ -82,7 +83,7 @@ def replaced_share(planner: Planner, form: Form, prompt: Sequence[int], tokens: 
         raise RequestError("a bundle without tokenizer takes no schema; leave it out")
     grammar = compile_schema(form.schema, tokenizer, backend.shape.vocab_size, stop)
     backend.reset()
-    options = DecodeOptions(max_new_tokens=tokens, stop_token_ids=stop)
-    for _ in stream(backend, prompt, options, controls=Controls(grammar.constraint())):
+    options = Options(max_new_tokens=tokens)
+    for _ in stream(backend, prompt, options, stop_token_ids=stop, controls=Controls(constraint=grammar.constraint())):
         pass
     return backend.replaced / max(backend.verified, 1)

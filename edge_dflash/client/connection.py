@@ -19,7 +19,7 @@ from edge_dflash.client.reading import Reading, error_of
 from edge_dflash.decode.accept import FinishReason
 from edge_dflash.errors import EdgeDflashError, RequestError, ServiceError
 from edge_dflash.result import Increment, Plan
-from edge_dflash.runner.ticket import Ticket
+from edge_dflash.runner.queue import Ticket
 
 T = TypeVar("T")
 _CONNECT_SECONDS = 10.0
@@ -191,7 +191,7 @@ class Asking:
         self.question = question
         self.reading = reading
         self.admitted: Future[None] = Future()
-        self.ticket: Ticket[Increment, Plan] = Ticket(lambda ticket: self._cancel())
+        self.ticket: Ticket[Increment, Plan] = Ticket(asked=lambda ticket: self._cancel())
         self.task: asyncio.Task[None] | None = None
         self.reason: FinishReason | None = None  # why it was cut
         self._loop = loop

@@ -11,7 +11,6 @@ from typing import Literal
 from edge_dflash.decode.accept import FinishReason, Relaxation
 from edge_dflash.decode.steering import Constraint
 
-
 RECENT = 32  # cycles that an estimate looks back on
 PROBE = 4  # speculative cycles of a new try after plain decoding
 REST = 32  # plain cycles before drafting is tried again; doubles up to REST_LIMIT while it does not pay

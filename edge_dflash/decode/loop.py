@@ -54,7 +54,7 @@ def decode(session: Session, request: Request, controls: Controls = NO_CONTROLS)
     backend, options, pace = session.backend, request.options, controls.pace or Pace(fallback=False)
     path = Path(options.sampling, controls.constraint, controls.relaxation, request.stop_token_ids)
     prompt, chunk, seconds = request.prompt, backend.shape.prefill_chunk, 0.0
-    done = session.begin(request)
+    read_logits, done = options.logprobs is not None, session.begin(request)
     try:
         while True:
             if refused := pace.refuse(controls, partial(pace.prefill_seconds, len(prompt) - done, chunk)):
@@ -86,7 +86,7 @@ def decode(session: Session, request: Request, controls: Controls = NO_CONTROLS)
                 yield Step((), refused)
                 return
             lane, began = session.enter(), time.perf_counter()
-                        cycle = backend.cycle(Asked(tokens[-1], path.sampling, path.steering, drafting, wanted, lane))
+            cycle = backend.cycle(Asked(tokens[-1], path.sampling, path.steering, drafting, read_logits, lane))
             budget -= len(tokens)
             tokens, reason = _kept(cycle.tokens, budget, request, controls)
             logprobs = token_logprobs(cycle.logits, tokens, options.logprobs, controls.spell)

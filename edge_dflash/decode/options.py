@@ -215,7 +215,11 @@ class Request:
 
 
 def admit(
-    shape: PairShape, prompt: Sequence[int], options: Options, stop_token_ids: Sequence[int] = (), keep: Sequence[int] = ()
+    shape: PairShape,
+    prompt: Sequence[int],
+    options: Options,
+    stop_token_ids: Sequence[int] = (),
+    keep: Sequence[int] = (),
 ) -> Request:
     """Check a request against the pair that is to run it.
 
@@ -244,5 +248,5 @@ def admit(
             f"{used} prompt tokens and {wanted} new tokens exceed the usable context of {limits}; "
             f"at most {room} new tokens fit"
         )
-    budget, at_budget = (room, "context") if wanted is None else (wanted, "length")
-    return Request(tuple(prompt), options, tuple(stop_token_ids), budget, at_budget, tuple(sorted(keep)))
+    at_budget: FinishReason = "context" if wanted is None else "length"
+    return Request(tuple(prompt), options, tuple(stop_token_ids), wanted or room, at_budget, tuple(sorted(keep)))

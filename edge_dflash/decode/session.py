@@ -52,8 +52,9 @@ class Session:
         self._request: Request | None = None  # the newest; older ones have ended
         self._found: tuple[Snapshot | None] | None = None  # what the newest begins with, until its first pass
         self._chunked = 0  # rows of its prompt that were computed, until its first token
-        self._settle()
-        self.snapshot = snapshot
+        self._prompt: tuple[int, ...] | None = None  # of which the state holds a part, instead of the tokens
+        self.rows = max(len(tokens) - 1, 0)  # of the state
+        self.snapshot = snapshot  # the state, where no lane holds it
 
     def __enter__(self) -> Session:
         return self
@@ -151,9 +152,7 @@ class Session:
 
     def _settle(self) -> None:
         """The state is that of the tokens; what was parked moved on."""
-        self._prompt: tuple[int, ...] | None = None  # of which the state holds a part, instead of the tokens
-        self.rows = max(len(self._tokens) - 1, 0)  # of the state
-        self.snapshot: Snapshot | None = None  # the state, where no lane holds it
+        self._prompt, self.rows, self.snapshot = None, max(len(self._tokens) - 1, 0), None
 
     def _check_open(self) -> None:
         if self.closed:

@@ -19,7 +19,7 @@ from typing import Literal, Protocol, TypeAlias
 from edge_dflash.common.progress import IN_BYTES
 from edge_dflash.common.progress import Progress as Report
 from edge_dflash.decode.loop import Step
-from edge_dflash.runner.job import Observer
+from edge_dflash.runner.worker import Observer
 
 log = logging.getLogger("edge_dflash.serve")
 Showing: TypeAlias = Callable[[str], AbstractContextManager[Report]]  # shows the progress of what is named
