@@ -14,7 +14,7 @@ from paths import DEMO, ROOT
 
 import edge_dflash.cli
 from edge_dflash.board.profiles import board_profiles
-from edge_dflash.demo.corpus import check_success, task_from_json
+from edge_dflash.demo.tasks import check_success, task_from_json
 
 README = (ROOT / "README.md").read_text()
 CLI = (ROOT / "docs" / "cli.md").read_text()

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
+from calib.demo.corpus import heldout_keys, tasks
 from calib.demo.tokenizer import Sample, encode_tasks
-from edge_dflash.demo.corpus import heldout_keys, tasks
 
 LONGEST = 448  # ids of a prompt and its answer; the few longer tasks are left out
 _PORTION = 1000  # tasks made by a process at a time

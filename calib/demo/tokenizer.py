@@ -14,7 +14,8 @@ from pathlib import Path
 import jinja2
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from edge_dflash.demo.corpus import Message, Task, tasks
+from calib.demo.corpus import tasks
+from edge_dflash.demo.tasks import Message, Task
 
 VOCABULARY = 1024
 END_OF_TEXT, TURN, END_OF_TURN = "<|endoftext|>", "<|im_start|>", "<|im_end|>"

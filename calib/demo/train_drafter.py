@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer
 
+from calib.demo.corpus import HELDOUT_TASKS, tasks
 from calib.demo.data import LONGEST, Dataset, batches, pack, training_set
 from calib.demo.drafter import Drafter, DrafterConfig
 from calib.demo.fakequant import WeightQuantizer
@@ -36,7 +37,6 @@ from calib.demo.training import (
     update,
     write_record,
 )
-from edge_dflash.demo.corpus import HELDOUT_TASKS, tasks
 
 DECAY = 7.0  # row r of a block weighs exp(-(r - 1) / DECAY)
 

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer
 
+from calib.demo.corpus import HELDOUT_TASKS, tasks
 from calib.demo.data import LONGEST, Dataset, batches, training_set
 from calib.demo.fakequant import WeightQuantizer
 from calib.demo.generate import greedy
@@ -33,7 +34,7 @@ from calib.demo.training import (
     update,
     write_record,
 )
-from edge_dflash.demo.corpus import HELDOUT_TASKS, check_plan, check_success, tasks
+from edge_dflash.demo.tasks import check_plan, check_success
 
 Log = Callable[[str], None]
 

@@ -5,30 +5,37 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import ne
 from typing import TYPE_CHECKING, Any
 
-from edge_dflash.checks import measure
-from edge_dflash.checks.bench_result import Cold, Cycle, Formed, Part, Prefill, Result, Step
-from edge_dflash.checks.form import Form, replaced_share
-from edge_dflash.checks.machine import ClockSample, describe
+from edge_dflash.backends.host import Delegate
+from edge_dflash.checks.bench_result import Cold, Cycle, Formed, Part, Result, Step
+from edge_dflash.checks.footprint import Costs
 from edge_dflash.checks.measure import (
     CYCLES,
     ROUNDS,
     WARM,
     Decodings,
-    DeviceBackend,
     Meter,
     TimedRun,
     accept_pattern,
+    host_cycle,
+    memory,
     on_device,
 )
-from edge_dflash.checks.traffic import Costs
-from edge_dflash.decode.backend import Backend
-from edge_dflash.errors import ContextError
+from edge_dflash.checks.record import ClockSample, describe
+from edge_dflash.decode.backend import Backend, Rows
+from edge_dflash.decode.controls import Controls
+from edge_dflash.decode.grammar.compiled import compile_form
+from edge_dflash.decode.grammar.schema_check import schema_json
+from edge_dflash.decode.grammar.walker import Source
+from edge_dflash.decode.loop import stream
+from edge_dflash.decode.options import Options
+from edge_dflash.errors import ContextError, RequestError
 from edge_dflash.planner import Planner
 
-if TYPE_CHECKING:
-    from edge_dflash.checks.probe import Matmul
+if TYPE_CHECKING:  # importing it needs CUDA's bindings
+    from edge_dflash.backends.cuda.backend import NativeBackend
 
 Say = Callable[[str], None]
 
@@ -69,8 +76,17 @@ class Device:
 
     description: Mapping[str, Any] = field(default_factory=dict)
     free_bytes: int = 0
-    bandwidth: float | None = None
-    matmul: Matmul | None = None
+    bandwidth: float | None = None  # bytes a second
+    matmul_rate: float | None = None  # operations a second of a BF16 product
+    matmul_by: str | None = None
+
+
+@dataclass(frozen=True)
+class Form:
+    """A JSON Schema for plans."""
+
+    what: str  # in words
+    schema: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -85,7 +101,7 @@ class Subject:
     costs: Costs | None
     source: str  # of the prompts, in words
     prompts: Sequence[Sequence[int]]  # whose continuations are timed
-    form: Form | None  # None: there is no tokenizer
+    form: Form | None  # None: the bundle has no tokenizer
     filler: Sequence[int]  # ids that prompts of any length are made of
     load_seconds: float
 
@@ -107,13 +123,16 @@ def run(subject: Subject, device: Device, work: Work, say: Say) -> Result:
     say("timing the parts of a cycle")
     sample = ClockSample()
     if on_gpu is None:
-        cycle = meter.host_cycle(decodings.cycles)
+        cycle = host_cycle(decodings.cycles)
     else:
         cycle = meter.device_cycle(tiled(subject.filler, work.context), sample)
     clocks = sample.result()
-    prefills = tuple(_prefill(meter, subject, device, tokens, say) for tokens in work.prefill)
-    contexts = tuple(_context(meter, on_gpu, subject, context, say) for context in work.contexts)
-    held = measure.memory(on_gpu, device.free_bytes, allocations) if on_gpu else None
+    prefills = []
+    for tokens in work.prefill:
+        say(f"timing a prompt of {tokens:,} tokens")
+        prefills.append(meter.prefill(tiled(subject.filler, tokens), device.matmul_rate))
+    contexts = tuple(_context(meter, subject, context, say) for context in work.contexts)
+    held = memory(on_gpu, device.free_bytes, allocations) if on_gpu else None
     middle = len(subject.prompts[0]) + work.tokens // 2
     floor = subject.costs.verify(middle, 1, 1).total if subject.costs else None
     return Result(
@@ -126,8 +145,8 @@ def run(subject: Subject, device: Device, work: Work, say: Say) -> Result:
         forced_accept_length=work.accept_length,
         machine={**describe(), **device.description, "clocks": clocks},
         read_bandwidth=device.bandwidth,
-        matmul_rate=device.matmul.operations_per_second if device.matmul else None,
-        matmul_by=device.matmul.by if device.matmul else None,
+        matmul_rate=device.matmul_rate,
+        matmul_by=device.matmul_by,
         prompts=subject.source,
         plain=plain,
         plain_floor_ms=Part.of(0, floor, device.bandwidth).floor_ms,
@@ -136,10 +155,10 @@ def run(subject: Subject, device: Device, work: Work, say: Say) -> Result:
         raw=decodings.raw,
         cycle=cycle,
         cold=_cold(subject, first, decodings.raw.ms),
-        prefill=prefills,
+        prefill=tuple(prefills),
         contexts=contexts,
         memory=held,
-        profile=_profile(on_gpu, subject, work, say),
+        profile=_profile(on_gpu, subject, work, say) if on_gpu and work.profile else (),
     )
 
 
@@ -158,6 +177,42 @@ def decode_all(meter: Meter, subject: Subject, work: Work) -> tuple[Decodings, F
     return found, Formed(**vars(found.formed), schema=form.what, replaced=replaced)
 
 
+class _Watched(Delegate):
+    """A backend whose cycles are decided on the host; counts drafts that are not verified as they were drafted."""
+
+    def __init__(self, backend: Backend) -> None:
+        super().__init__(backend)
+        self._drafted: list[int] = []
+        self.verified = self.replaced = 0  # drafts
+
+    def propose(self, anchor: int, lane: int = 0) -> Rows:
+        rows = super().propose(anchor, lane)
+        self._drafted = rows.argmax()
+        return rows
+
+    def verify(self, ids: Sequence[int], lane: int = 0) -> Rows:
+        self.verified += len(ids) - 1
+        self.replaced += sum(map(ne, ids[1:], self._drafted))
+        return super().verify(ids, lane)
+
+
+def replaced_share(planner: Planner, form: Form, prompt: Sequence[int], tokens: int) -> float:
+    """Share of the drafts behind ``prompt`` in whose place the grammar puts another token, refused or forced.
+
+    Raises RequestError without a tokenizer.
+    """
+    backend, tokenizer, stop = _Watched(planner.backend), planner.tokenizer, planner.stop_token_ids
+    if tokenizer is None:
+        raise RequestError("a bundle without tokenizer takes no schema; leave it out")
+    source = Source("schema", schema_json(form.schema), False, backend.shape.vocab_size)
+    grammar = compile_form(source, tokenizer, stop)
+    backend.reset()
+    options = Options(max_new_tokens=tokens)
+    for _ in stream(backend, prompt, options, stop_token_ids=stop, controls=Controls(constraint=grammar.constraint())):
+        pass
+    return backend.replaced / max(backend.verified, 1)
+
+
 def fitted(work: Work, backend: Backend, say: Say) -> Work:
     """The work without what the loaded context cannot hold. Raises ContextError when nothing is left."""
     shape = backend.shape
@@ -167,8 +222,8 @@ def fitted(work: Work, backend: Backend, say: Say) -> Work:
             f"the context of {shape.max_context} tokens is too small to time cycles in; build the bundle with "
             f"--max-context {work.rows(shape.block_size)}"
         )
-    prefill, contexts = (tuple(n for n in wanted if n <= most) for wanted, most in (
-        (work.prefill, shape.usable_context), (work.contexts, room)))  # fmt: skip
+    prefill = tuple(n for n in work.prefill if n <= shape.usable_context)
+    contexts = tuple(n for n in work.contexts if n <= room)
     for tokens in (*(set(work.prefill) - set(prefill)), *(set(work.contexts) - set(contexts))):
         say(f"{tokens} tokens do not fit the context of {shape.max_context} and are left out")
     return replace(work, context=min(work.context, room), prefill=prefill, contexts=contexts)
@@ -179,18 +234,12 @@ def tiled(ids: Sequence[int], length: int) -> list[int]:
     return [*ids] * (length // len(ids)) + [*ids][: length % len(ids)]
 
 
-def _prefill(meter: Meter, subject: Subject, device: Device, tokens: int, say: Say) -> Prefill:
-    say(f"timing a prompt of {tokens:,} tokens")
-    rate = device.matmul.operations_per_second if device.matmul else None
-    return meter.prefill(tiled(subject.filler, tokens), rate)
-
-
-def _context(meter: Meter, device: DeviceBackend | None, subject: Subject, context: int, say: Say) -> Cycle:
+def _context(meter: Meter, subject: Subject, context: int, say: Say) -> Cycle:
     say(f"timing cycles at {context:,} tokens")
     prompt = tiled(subject.filler, context)
-    if device is not None:
+    if on_device(subject.planner.backend):
         return meter.device_cycle(prompt)
-    return meter.host_cycle(meter.cycles(prompt, 4).cycles)
+    return host_cycle(meter.cycles(prompt, 4).cycles)
 
 
 def _cold(subject: Subject, first: TimedRun, steady_ms: float) -> Cold:
@@ -203,10 +252,8 @@ def _cold(subject: Subject, first: TimedRun, steady_ms: float) -> Cold:
     )
 
 
-def _profile(device: DeviceBackend | None, subject: Subject, work: Work, say: Say) -> tuple[Step, ...]:
+def _profile(device: NativeBackend, subject: Subject, work: Work, say: Say) -> tuple[Step, ...]:
     """Steps of a cycle by kind (layer numbers left out), the longest first."""
-    if device is None or not work.profile:
-        return ()
     say("timing every step of a cycle")
     device.reset()
     anchor = device.prefill(tiled(subject.filler, work.context)).argmax()[0]

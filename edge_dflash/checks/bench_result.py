@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from edge_dflash.checks.traffic import Traffic
+from edge_dflash.checks.footprint import Traffic
 from edge_dflash.common.tables import encode
 
 
@@ -57,13 +57,18 @@ class Cycle:
     whole: Part
     propose: Part
     verify: Part
-    propose_traffic: Traffic | None
-    verify_traffic: Traffic | None
+    propose_traffic: Traffic | None = None
+    verify_traffic: Traffic | None = None
 
     @property
     def rest_ms(self) -> float:
         """Accept, commit and what lies between the passes."""
         return self.whole.ms - self.propose.ms - self.verify.ms
+
+    def ratios(self) -> dict[str, float | None]:
+        """What follows from the fields, by its JSON key."""
+        parts = {"over_floor": self.whole, "propose_over_floor": self.propose, "verify_over_floor": self.verify}
+        return {**{name: part.over_floor for name, part in parts.items()}, "rest_ms": self.rest_ms}
 
 
 @dataclass(frozen=True)
@@ -149,20 +154,10 @@ class Result:
     def to_json(self) -> dict[str, Any]:
         """Fields, and the ratios that follow from them."""
         found: dict[str, Any] = encode(self)
-        found["cycle"] |= _ratios(self.cycle)
-        for cycle, entry in zip(self.contexts, found["contexts"], strict=True):
-            entry |= _ratios(cycle)
+        for cycle, entry in zip((self.cycle, *self.contexts), (found["cycle"], *found["contexts"]), strict=True):
+            entry |= cycle.ratios()
         found["cold"]["over_steady"] = self.cold.over_steady
         found["host_ms"] = self.host_ms
         found["host_share"] = self.host_ms / self.raw.ms
         found["speed_up"] = self.speculative.tokens_per_second / self.plain.tokens_per_second
         return found
-
-
-def _ratios(cycle: Cycle) -> dict[str, float | None]:
-    return {
-        "over_floor": cycle.whole.over_floor,
-        "propose_over_floor": cycle.propose.over_floor,
-        "verify_over_floor": cycle.verify.over_floor,
-        "rest_ms": cycle.rest_ms,
-    }

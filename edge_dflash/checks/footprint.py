@@ -1,67 +1,124 @@
-"""Bytes of Programs by arithmetic: weights in a storage format, keys and values, gated-delta state, scratch.
+"""Bytes of Programs by arithmetic: what a pass moves, what a loaded pair holds, and operations of a prefill.
 
-Pure functions of :mod:`edge_dflash.model.program`; nothing here knows a model, a board or a file.
+Pure functions of :mod:`edge_dflash.model.program` and a format per weight. A cycle is one propose pass and one verify
+pass, each reading every weight once; the replay of the previous cycle's rows happens in the verify pass.
+:class:`CycleBytes` counts weights as a bundle stores them, :class:`Costs` as the native kernels read them: in streaming
+form with their scales. Activations stay in caches and are not counted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
-from typing import Literal
+from typing import Any
 
-from edge_dflash.model.ops import Attend, Linear, SelectRows
+from edge_dflash.bundle.stored import stack_bytes
+from edge_dflash.model.ops import Attend, KvAppend, Linear, SelectRows, StateOp
 from edge_dflash.model.program import DeltaState, KvState, PairPrograms, Program, State, WeightSpec
+from edge_dflash.weights.formats import KV_BYTES, KvFormat, WeightFormat, read_as
+from edge_dflash.weights.stacks import program_stacks
 
-WeightFormat = Literal["bf16", "f32", "fp8", "nvfp4", "tied"]  # tied: lm_head is read from the wide embedding
-KvFormat = Literal["float32", "bfloat16", "fp8"]  # as in backends.base.Precision
-
-KV_BYTES: Mapping[KvFormat, int] = {"fp8": 1, "bfloat16": 2, "float32": 4}
 ACTIVATION_BYTES = 2  # BF16
 LOGIT_BYTES = 4  # logits leave a pass as FP32
+
+
+def _label(text: str) -> Any:
+    """A field of bytes, and what tables call it."""
+    return field(metadata={"label": text})
 
 
 @dataclass(frozen=True)
 class CycleBytes:
     """Bytes that one cycle moves between memory and processor, with some number of tokens committed."""
 
-    target_weights: int  # verify: every target weight, lm_head included, embedding excluded
-    drafter_weights: int  # fc, context K/V, block: every drafter weight once
-    drafter_lm_head: int  # the target's head, read again for the drafts
-    drafter_kv_projections: int  # read a second time: once for the context rows, once for the block
-    embedding_rows: int  # gather: B rows each for verify and propose
-    delta_state: int  # S and conv history of all layers, read and written
-    tape: int  # B rows written by verify, B rows read by the next replay
-    target_kv: int  # context rows read, B rows written
-    drafter_kv: int  # visible context rows read, B rows written
+    target_weights: int = _label("verify: target weights, lm_head included")  # the embedding is only gathered from
+    drafter_weights: int = _label("draft: drafter weights")  # fc, context K/V, block: every weight once
+    drafter_lm_head: int = _label("draft: lm_head again")
+    drafter_kv_projections: int = _label("drafter K/V projections again (context rows)")
+    embedding_rows: int = _label("embedding rows")  # B rows each for verify and propose
+    delta_state: int = _label("gated delta state, read and written")  # S and conv history of all layers
+    tape: int = _label("replay tape, written and read")  # B rows each: by verify, and by the next replay
+    target_kv: int = _label("target K/V")  # context rows read, B rows written
+    drafter_kv: int = _label("drafter K/V")  # visible context rows read, B rows written
 
 
 @dataclass(frozen=True)
 class MemoryBytes:
     """Bytes resident while a pair is loaded, without operating system, driver context and libraries."""
 
-    target_weights: int
-    drafter_weights: int
-    embedding: int  # wide rows for the gather
-    target_kv: int  # max_context rows
-    drafter_kv: int  # max_context rows
-    delta_state: int  # one slot
-    tape: int  # B rows
-    scratch: int  # peak of tensors alive in a prefill chunk or a block
+    target_weights: int = _label("target weights")
+    drafter_weights: int = _label("drafter weights")
+    embedding: int = _label("embedding")  # wide rows for the gather
+    target_kv: int = _label("target K/V")  # max_context rows
+    drafter_kv: int = _label("drafter K/V")  # max_context rows
+    delta_state: int = _label("gated delta state, one slot")
+    tape: int = _label("replay tape, one block")
+    scratch: int = _label("scratch")  # peak of tensors alive in a prefill chunk or a block
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that one pass of the native kernels moves."""
+
+    weights: Mapping[str, int]  # by format, row scales included
+    embedding: int  # gathered rows
+    kv: int  # keys and values, read and written
+    state: int  # recurrent state and convolution history, read and written
+    tape: int  # rows of the replay tape, read and written
+
+    @property
+    def total(self) -> int:
+        """All bytes."""
+        return sum(self.weights.values()) + self.embedding + self.kv + self.state + self.tape
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What decides the bytes of a pair's passes on the native kernels."""
+
+    programs: PairPrograms
+    formats: Mapping[str, WeightFormat]
+    kv: KvFormat
+    block: int  # B
+
+    def propose(self, context: int) -> Traffic:
+        """A propose pass at ``context`` committed tokens."""
+        return self._pass(self.programs.propose, context, self.block, 0)
+
+    def verify(self, context: int, pending: int, rows: int | None = None) -> Traffic:
+        """A verify pass of ``rows`` (a block) that first replays ``pending`` rows; 0 leaves the state unwritten."""
+        return self._pass(self.programs.verify, context, rows or self.block, pending)
+
+    def prefill_operations(self, tokens: int) -> int:
+        """Multiplications and additions of the linears and of attention for a prompt of ``tokens``.
+
+        The head runs on one row. Attention counts the visible half of the scores and of the weighted sums.
+        """
+        program = self.programs.prefill
+        every_row = row_parameters(program)
+        linears = sum(prod(program.weights[op.weight].shape) for op in program.ops if isinstance(op, Linear))
+        heads = sum(op.heads * op.head_dim for op in program.ops if isinstance(op, Attend))
+        return 2 * (tokens * every_row + linears - every_row) + 4 * heads * tokens * (tokens + 1) // 2
+
+    def _pass(self, program: Program, context: int, rows: int, pending: int) -> Traffic:
+        weights: dict[str, int] = {}
+        for stack in program_stacks(program, self.formats):
+            weights[stack.layout.format] = weights.get(stack.layout.format, 0) + stack_bytes(stack)
+        tables = [spec.shape[1] for spec in program.weights.values() if spec.kind == "embedding"]
+        deltas = [state for state in program.states.values() if isinstance(state, DeltaState)]
+        return Traffic(
+            weights=weights,
+            embedding=2 * rows * sum(tables),
+            kv=_kv_bytes(program, context, rows, self.kv, Attend, KvAppend),
+            state=sum((2 if pending else 1) * state.state_bytes + 2 * state.conv_bytes for state in deltas),
+            tape=(rows + pending) * tape_bytes_per_row(deltas),
+        )
 
 
 def weight_bytes(spec: WeightSpec, form: WeightFormat) -> int:
-    """Bytes that one read of a weight [out, in] costs.
-
-    bf16, tied: 2 a value. f32: 4. fp8: 1 a value and one FP32 scale per output channel. nvfp4: half a byte a value, one
-    E4M3 scale per 16 values of a row, one FP32 scale per tensor.
-    """
-    values = prod(spec.shape)
-    if form == "nvfp4":
-        return values // 2 + values // 16 + 4
-    if form == "fp8":
-        return values + 4 * spec.shape[0]
-    return values * (4 if form == "f32" else 2)
+    """Bytes that one read of a weight [out, in] costs; a tied one is read from the BF16 embedding."""
+    return read_as(form).nbytes(spec.shape)
 
 
 def kv_bytes_per_token(states: Iterable[State], kv: KvFormat) -> int:
@@ -94,52 +151,45 @@ def tape_bytes_per_row(states: Iterable[State]) -> int:
 
 def cycle_bytes(programs: PairPrograms, read: Mapping[str, int], block: int, context: int, kv: KvFormat) -> CycleBytes:
     """Cost of a propose and a verify pass of ``block`` rows; ``read`` is the bytes that one read of a weight costs."""
-    states = programs.verify.states.values()
-    both = programs.verify.weights.keys() & programs.propose.weights.keys()
+    verify, propose, states = programs.verify, programs.propose, programs.verify.states.values()
+    both = verify.weights.keys() & propose.weights.keys()
     shared = sum(read[name] for name in both if name.startswith("drafter."))
-    context_rows, block_rows = (_sum(read, p, "drafter.") for p in (programs.verify, programs.propose))
-    target_kv, drafter_kv = (
-        kv_read_bytes(p, context, kv) + block * kv_bytes_per_token(_attended(p), kv)
-        for p in (programs.verify, programs.propose)
-    )
-    tables = [(w, read[n]) for n, w in programs.verify.weights.items() if w.kind == "embedding"]
+    tables = [read[name] // weight.shape[0] for name, weight in verify.weights.items() if weight.kind == "embedding"]
     return CycleBytes(
-        target_weights=_sum(read, programs.verify, "target."),
-        drafter_weights=context_rows + block_rows - shared,
-        drafter_lm_head=_sum(read, programs.propose, "target."),
+        target_weights=_sum(read, verify, "target."),
+        drafter_weights=_sum(read, verify, "drafter.") + _sum(read, propose, "drafter.") - shared,
+        drafter_lm_head=_sum(read, propose, "target."),
         drafter_kv_projections=shared,
-        embedding_rows=2 * block * sum(size // weight.shape[0] for weight, size in tables),
+        embedding_rows=2 * block * sum(tables),
         delta_state=2 * delta_bytes(states),
         tape=2 * block * tape_bytes_per_row(states),
-        target_kv=target_kv,
-        drafter_kv=drafter_kv,
+        target_kv=_kv_bytes(verify, context, block, kv, Attend),
+        drafter_kv=_kv_bytes(propose, context, block, kv, Attend),
     )
 
 
 def memory_bytes(
     programs: PairPrograms, stored: Mapping[str, int], block: int, max_context: int, chunk: int, kv: KvFormat
 ) -> MemoryBytes:
-    """Resident bytes; ``stored`` is the bytes of each weight that has storage of its own."""
+    """Resident bytes; ``stored`` is the bytes of each weight that is not read from another's."""
     states = programs.states.values()
-    target_kv, drafter_kv = (
-        max_context * kv_bytes_per_token(_attended(p), kv) for p in (programs.verify, programs.propose)
-    )
     passes = ((programs.prefill, min(chunk, max_context)), (programs.verify, block), (programs.propose, block))
     return MemoryBytes(
         target_weights=_sum(stored, programs.verify, "target."),
         drafter_weights=sum(size for name, size in stored.items() if name.startswith("drafter.")),
         embedding=sum(size for name, size in stored.items() if programs.weights[name].kind == "embedding"),
-        target_kv=target_kv,
-        drafter_kv=drafter_kv,
+        target_kv=_kv_bytes(programs.verify, 0, max_context, kv, Attend),
+        drafter_kv=_kv_bytes(programs.propose, 0, max_context, kv, Attend),
         delta_state=delta_bytes(states),
         tape=block * tape_bytes_per_row(states),
         scratch=max(scratch_bytes(program, rows) for program, rows in passes),
     )
 
 
-def _attended(program: Program) -> list[State]:
-    """The KV states that a pass attends over: the target's in verify, the drafter's in propose."""
-    return [program.states[op.state] for op in program.ops if isinstance(op, Attend)]
+def _kv_bytes(program: Program, context: int, rows: int, kv: KvFormat, *writers: type[StateOp]) -> int:
+    """Bytes of ``context`` rows read by attention and of ``rows`` rows written by the ops of the types ``writers``."""
+    written = [program.states[op.state] for op in program.ops if isinstance(op, writers)]
+    return kv_read_bytes(program, context, kv) + rows * kv_bytes_per_token(written, kv)
 
 
 def _sum(size: Mapping[str, int], program: Program, prefix: str) -> int:

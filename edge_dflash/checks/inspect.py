@@ -7,7 +7,7 @@ the replay of the previous cycle's rows happens in the verify pass, so recurrent
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any
@@ -16,16 +16,15 @@ from edge_dflash.board.archs import MOST_ROWS, Arch, arch_of_sm
 from edge_dflash.board.profiles import SYSTEM_BYTES, BoardProfile
 from edge_dflash.bundle.manifest import Manifest
 from edge_dflash.checks import footprint
-from edge_dflash.checks.footprint import CycleBytes, KvFormat, MemoryBytes, WeightFormat
+from edge_dflash.checks.footprint import CycleBytes, MemoryBytes
 from edge_dflash.errors import RequestError
 from edge_dflash.model import pair_programs
-from edge_dflash.model.program import PairPrograms, WeightSpec
+from edge_dflash.model.program import PairPrograms
 from edge_dflash.model.specs import DrafterLayerMask, PairSpec
+from edge_dflash.weights.formats import TIED, KvFormat, WeightFormat
 from edge_dflash.weights.recipe import Recipe
 
 DEFAULT_CONTEXT = 4096  # committed tokens at which a cycle is costed, unless the maximum is smaller
-
-FormatOf = Callable[[str, WeightSpec], WeightFormat]
 
 
 @dataclass(frozen=True)
@@ -121,6 +120,7 @@ class Inspection:
 
     def to_json(self) -> dict[str, Any]:
         """One flat object with stable keys; ``cycle``, ``memory``, ``weights`` and ``board`` are the breakdowns."""
+        of_board = ("name", "sm", "memory_bytes", "memory_bandwidth_bytes_per_s")
         return {
             "verify_bytes": self.verify_bytes,
             "draft_bytes": self.draft_bytes,
@@ -153,18 +153,13 @@ class Inspection:
             "cycle": asdict(self.cycle),
             "memory": asdict(self.memory),
             "weights": [asdict(group) for group in self.weights],
-            "board": {
-                "name": self.board.name,
-                "sm": self.board.sm,
-                "memory_bytes": self.board.memory_bytes,
-                "memory_bandwidth_bytes_per_s": self.board.memory_bandwidth_bytes_per_s,
-            },
+            "board": {name: getattr(self.board, name) for name in of_board},
         }
 
 
 def inspect_pair(
     spec: PairSpec,
-    formats: Mapping[str, WeightFormat] | FormatOf,
+    formats: Mapping[str, WeightFormat],
     *,
     board: BoardProfile,
     max_context: int,
@@ -172,7 +167,7 @@ def inspect_pair(
     prefill_chunk: int | None = None,
     kv_format: KvFormat = "fp8",
 ) -> Inspection:
-    """Cost a pair. ``formats``: storage of each weight by canonical name (a bundle's manifest), or a rule for it.
+    """Cost a pair. ``formats``: storage of each weight by canonical name.
 
     ``context``: committed tokens at which a cycle is costed; None takes DEFAULT_CONTEXT or what ``max_context`` allows.
     ``prefill_chunk``: None takes the default of the board's architecture. Raises RequestError when ``max_context`` or
@@ -194,9 +189,8 @@ def inspect_pair(
             f"context {context} is outside 0..{max_context - block} (maximum - block); "
             "give a smaller --context, or a larger maximum"
         )
-    form = _formats(programs, formats)
-    read = {name: footprint.weight_bytes(weight, form[name]) for name, weight in programs.weights.items()}
-    stored = {name: size for name, size in read.items() if form[name] != "tied"}
+    read = {name: footprint.weight_bytes(weight, formats[name]) for name, weight in programs.weights.items()}
+    stored = {name: size for name, size in read.items() if formats[name] != TIED}
     target = [state for name, state in programs.states.items() if name.startswith("target.")]
     drafter = [state for name, state in programs.states.items() if name.startswith("drafter.")]
     return Inspection(
@@ -209,7 +203,7 @@ def inspect_pair(
         row_parameters=footprint.row_parameters(programs.prefill),
         kv_format=kv_format,
         drafter_masks=spec.drafter.layers,
-        weights=_groups(programs, form, read),
+        weights=_groups(programs, formats, read),
         kv_bytes_per_token=footprint.kv_bytes_per_token(target, kv_format),
         drafter_kv_bytes_per_token=footprint.kv_bytes_per_token(drafter, kv_format),
         tape_bytes_per_row=footprint.tape_bytes_per_row(target),
@@ -226,13 +220,7 @@ def default_chunk(arch: Arch | None, programs: PairPrograms, max_context: int) -
 
 
 def inspect_recipe(
-    spec: PairSpec,
-    recipe: Recipe,
-    *,
-    board: BoardProfile,
-    max_context: int | None = None,
-    context: int | None = None,
-    prefill_chunk: int | None = None,
+    spec: PairSpec, recipe: Recipe, *, board: BoardProfile, max_context: int | None = None, context: int | None = None
 ) -> Inspection:
     """Cost a pair that is to be built with ``recipe`` from wide checkpoints; sizes default to the recipe's.
 
@@ -241,14 +229,14 @@ def inspect_recipe(
     spec = recipe.masked(spec)
     formats: dict[str, WeightFormat] = {**recipe.formats(pair_programs(spec).weights)}
     if spec.target.tied and formats["target.lm_head"] == "bf16":
-        formats["target.lm_head"] = "tied"
+        formats["target.lm_head"] = TIED
     return inspect_pair(
         spec,
         formats,
         board=board,
         max_context=recipe.context.max_context if max_context is None else max_context,
         context=context,
-        prefill_chunk=recipe.context.prefill_chunk if prefill_chunk is None else prefill_chunk,
+        prefill_chunk=recipe.context.prefill_chunk,
         kv_format="fp8" if recipe.kv == "fp8" else "bfloat16",
     )
 
@@ -266,21 +254,14 @@ def inspect_manifest(manifest: Manifest, *, board: BoardProfile, context: int | 
     )
 
 
-def _formats(programs: PairPrograms, formats: Mapping[str, WeightFormat] | FormatOf) -> dict[str, WeightFormat]:
-    if isinstance(formats, Mapping):
-        if missing := sorted(programs.weights.keys() - formats.keys()):
-            raise RequestError(f"no format is given for {missing[0]} ({len(missing)} missing); name every weight")
-        return {name: formats[name] for name in programs.weights}
-    return {name: formats(name, weight) for name, weight in programs.weights.items()}
-
-
 def _groups(
-    programs: PairPrograms, form: Mapping[str, WeightFormat], read: Mapping[str, int]
+    programs: PairPrograms, formats: Mapping[str, WeightFormat], read: Mapping[str, int]
 ) -> tuple[WeightGroup, ...]:
     """Weights by model, module and format, in order of first use."""
-    groups: dict[tuple[str, str, WeightFormat], list[int]] = {}
+    groups: dict[tuple[str, str, WeightFormat], list[str]] = {}
     for name, weight in programs.weights.items():
-        group = groups.setdefault((name.split(".")[0], weight.module, form[name]), [0, 0])
-        group[0] += prod(weight.shape)
-        group[1] += read[name]
-    return tuple(WeightGroup(*key, parameters=values, bytes=size) for key, (values, size) in groups.items())
+        groups.setdefault((name.split(".")[0], weight.module, formats[name]), []).append(name)
+    return tuple(
+        WeightGroup(*key, sum(prod(programs.weights[name].shape) for name in names), sum(read[name] for name in names))
+        for key, names in groups.items()
+    )

@@ -1,39 +1,26 @@
-"""An Inspection as tables for people. Knows no arithmetic; ``Inspection.to_json`` is the form for machines."""
+"""An Inspection and the kernels of a bundle as tables for people; ``Inspection.to_json`` is the form for machines."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, fields
+from fnmatch import fnmatchcase
 from itertools import groupby
+from pathlib import Path
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from edge_dflash.backends.cuda.compile import kernel_use
 from edge_dflash.board.profiles import SYSTEM_BYTES
+from edge_dflash.bundle.manifest import Manifest
 from edge_dflash.checks.inspect import Inspection
+from edge_dflash.common.files import LARGE, read_bytes
+from edge_dflash.errors import BackendError, BundleError
 from edge_dflash.model.specs import DrafterLayerMask
 
-CYCLE_LABELS = {
-    "target_weights": "verify: target weights, lm_head included",
-    "drafter_weights": "draft: drafter weights",
-    "drafter_lm_head": "draft: lm_head again",
-    "drafter_kv_projections": "drafter K/V projections again (context rows)",
-    "embedding_rows": "embedding rows",
-    "delta_state": "gated delta state, read and written",
-    "tape": "replay tape, written and read",
-    "target_kv": "target K/V",
-    "drafter_kv": "drafter K/V",
-}
-MEMORY_LABELS = {
-    "target_weights": "target weights",
-    "drafter_weights": "drafter weights",
-    "embedding": "embedding",
-    "target_kv": "target K/V",
-    "drafter_kv": "drafter K/V",
-    "delta_state": "gated delta state, one slot",
-    "tape": "replay tape, one block",
-    "scratch": "scratch",
-}
+_KERNELS = "kernels/*.cubin"  # in a bundle
 
 
 def render(inspection: Inspection) -> RenderableType:
@@ -51,8 +38,9 @@ def _weights(inspection: Inspection) -> Table:
 def _cycle(inspection: Inspection) -> Table:
     title = f"One cycle at {inspection.context:,} tokens, block {inspection.block_size}"
     table = named_table(title, "what is moved", right=("bytes", "ms at least"))
-    for key, size in asdict(inspection.cycle).items():
-        table.add_row(CYCLE_LABELS[key], f"{size:,}", f"{inspection.board.milliseconds(size):.3f}")
+    for part in fields(inspection.cycle):
+        size = getattr(inspection.cycle, part.name)
+        table.add_row(part.metadata["label"], f"{size:,}", f"{inspection.board.milliseconds(size):.3f}")
     table.add_section()
     table.add_row("cycle", f"{inspection.cycle_bytes:,}", f"{inspection.floor_ms:.3f}")
     return table
@@ -60,8 +48,8 @@ def _cycle(inspection: Inspection) -> Table:
 
 def _memory(inspection: Inspection) -> Table:
     table = named_table(f"Memory for {inspection.max_context:,} tokens of context", "what is held", right=("bytes",))
-    for key, size in asdict(inspection.memory).items():
-        table.add_row(MEMORY_LABELS[key], f"{size:,}")
+    for part in fields(inspection.memory):
+        table.add_row(part.metadata["label"], f"{getattr(inspection.memory, part.name):,}")
     table.add_section()
     table.add_row("total", f"{inspection.total_bytes:,}")
     table.add_row("set aside: Linux, driver, CUDA, this program", f"{SYSTEM_BYTES:,}")
@@ -116,7 +104,7 @@ def _advice(inspection: Inspection) -> str:
     )
 
 
-def named_table(title: str, *left: str, right: tuple[str, ...]) -> Table:
+def named_table(title: str, *left: str, right: Sequence[str]) -> Table:
     """An empty table with a title; columns of words, then of numbers."""
     table = Table(title=title, title_justify="left", title_style="bold")
     for name in left:
@@ -124,3 +112,46 @@ def named_table(title: str, *left: str, right: tuple[str, ...]) -> Table:
     for name in right:
         table.add_column(name, justify="right")
     return table
+
+
+@dataclass(frozen=True)
+class UnitUse:
+    """One compilation unit; the figures are the largest of its kernels."""
+
+    unit: str
+    kernels: int
+    registers: int  # of a thread
+    shared_bytes: int  # static, of a block
+    stack_bytes: int  # of a thread: arrays and spilled registers
+
+
+def bundle_kernels(path: Path, manifest: Manifest) -> tuple[UnitUse, ...]:
+    """Every unit of the bundle at ``path``; none for the reference backend. Raises BundleError for a damaged one."""
+    names = sorted(name for name in manifest.files if fnmatchcase(name, _KERNELS))
+    return tuple(_unit(path / name) for name in names)
+
+
+def kernels_table(units: tuple[UnitUse, ...], manifest: Manifest) -> Table:
+    """For people."""
+    columns = ("kernels", "registers", "shared bytes", "spilled bytes")
+    table = named_table(f"Kernels for {manifest.arch}, largest of each unit", "unit", right=columns)
+    for unit, *figures in map(astuple, units):
+        if figures[0]:  # a unit of another architecture has no kernels
+            table.add_row(unit, *(f"{figure:,}" for figure in figures))
+    return table
+
+
+def _unit(file: Path) -> UnitUse:
+    try:
+        uses = kernel_use(read_bytes(file, LARGE)).values()
+    except OSError as error:
+        raise BundleError(f"cannot read {file}: {error.strerror}; copy or build the bundle again") from None
+    except BackendError as error:
+        raise BundleError(f"{file}: {error}; copy or build the bundle again") from None
+    return UnitUse(
+        file.stem,
+        len(uses),
+        max((use.registers for use in uses), default=0),
+        max((use.shared_bytes for use in uses), default=0),
+        max((use.stack_bytes for use in uses), default=0),
+    )

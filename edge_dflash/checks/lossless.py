@@ -1,7 +1,8 @@
 """Does a backend keep its promise: speculative tokens and state equal plain decoding's, whatever the drafter does.
 
-Plain decoding is the reference for each prompt; the pair's own drafter and the adversaries of
-:mod:`edge_dflash.checks.adversary` then decode the same prompt. Knows the Backend protocol only, no model and no torch.
+Plain decoding is the reference for each prompt; the pair's own drafter and adversaries then decode the same prompt. An
+adversary is a Backend whose ``propose`` is replaced and nothing else. With the plain continuation known, it can force
+every accept length on demand: always wrong, an oracle, an oracle that goes wrong after j drafts, and noise.
 """
 
 from __future__ import annotations
@@ -12,15 +13,127 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 from zlib import crc32
 
-from edge_dflash.checks.adversary import Adversary, drafters
-from edge_dflash.decode.backend import Backend, Snapshot
+import numpy as np
+import numpy.typing as npt
+
+from edge_dflash.backends.host import Delegate, host_cycle
+from edge_dflash.decode.backend import Asked, Backend, Cycle, PairShape, Rows, Snapshot
 from edge_dflash.decode.loop import Generation, generate
 from edge_dflash.decode.options import Options
+from edge_dflash.decode.sampling import Packed
 from edge_dflash.errors import RequestError, VerificationError
 from edge_dflash.weights.formats import Array
 
 OWN = "own"  # the pair's drafter, among the names of adversaries
 SAMPLED = Options(temperature=4.0, top_k=50, top_p=0.95, seed=1)  # hot: most choices are not the argmax
+SURE = 1e30  # a logit that no temperature, filter or noise outvotes
+
+Drafter = Callable[[int, Sequence[int], PairShape], list[int]]
+"""(cycle, the true next B - 1 tokens, shape) -> B - 1 drafts."""
+
+
+@dataclass(frozen=True)
+class TokenRows:
+    """Rows that choose the given tokens at any temperature."""
+
+    tokens: tuple[int, ...]
+    vocab_size: int
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def argmax(self) -> list[int]:
+        """Return the tokens."""
+        return list(self.tokens)
+
+    def logits(self) -> npt.NDArray[np.float32]:
+        """Logits [rows, V] float32: SURE for the token, 0 for all others."""
+        rows = np.zeros((len(self.tokens), self.vocab_size), np.float32)
+        rows[np.arange(len(self.tokens)), self.tokens] = SURE
+        return rows
+
+
+class Adversary(Delegate):
+    """``backend`` with its drafter replaced. ``sequence`` is the prompt followed by the plain continuation."""
+
+    def __init__(self, backend: Backend, sequence: Sequence[int], drafter: Drafter) -> None:
+        super().__init__(backend)
+        self._sequence = list(sequence)
+        self._drafter = drafter
+        self._cycle = 0
+
+    def cycle(self, asked: Asked) -> Cycle:
+        """The backend's own cycle, with other drafts: what a device accepts and commits is tried, too."""
+        if asked.steering is not None or not asked.drafting:
+            return host_cycle(self, asked)
+        return self._backend.cycle(replace(asked, steering=_Drafts(self._next(asked.lane))))
+
+    def propose(self, anchor: int, lane: int = 0) -> Rows:
+        """Rows that choose the adversary's drafts."""
+        return TokenRows(tuple(self._next(lane)), self.shape.vocab_size)
+
+    def _next(self, lane: int) -> list[int]:
+        """Drafts of the adversary; past the known continuation the true token is taken to be 0."""
+        first, count = self.length(lane) + 1, self.shape.block_size - 1
+        truth = [*self._sequence[first : first + count], *[0] * count][:count]
+        self._cycle += 1
+        return self._drafter(self._cycle - 1, truth, self.shape)
+
+
+@dataclass(frozen=True)
+class _Drafts:
+    """Steers a cycle to given drafts, and nothing else."""
+
+    tokens: list[int]
+    tolerant: bool = False
+
+    def drafts(self, rows: Rows, position: int) -> list[int]:
+        return self.tokens
+
+    def masks(self, drafts: Sequence[int]) -> list[Packed | None]:
+        return [None] * (len(drafts) + 1)
+
+    def tolerated(self, rows: Rows, drafts: Sequence[int], choices: Sequence[int]) -> list[bool]:
+        return []
+
+
+def oracle_until(right: int) -> Drafter:
+    """The first ``right`` drafts are true and the next is not: every cycle commits ``right`` + 1 tokens."""
+
+    def drafts(cycle: int, truth: Sequence[int], shape: PairShape) -> list[int]:
+        return [*truth[:right], *((token + 1) % shape.vocab_size for token in truth[right:])]
+
+    return drafts
+
+
+def oracle(cycle: int, truth: Sequence[int], shape: PairShape) -> list[int]:
+    """Every draft is accepted."""
+    return list(truth)
+
+
+def staircase(start: int = 0) -> Drafter:
+    """Cycle c accepts (start + c) mod B drafts, so B cycles go through every accept length."""
+    return lambda cycle, truth, shape: oracle_until((start + cycle) % shape.block_size)(cycle, truth, shape)
+
+
+def noise(seed: int = 0) -> Drafter:
+    """Half of the drafts true, half random, drawn anew for every cycle."""
+
+    def drafts(cycle: int, truth: Sequence[int], shape: PairShape) -> list[int]:
+        random = np.random.default_rng((seed, cycle))
+        return [true if random.random() < 0.5 else int(random.integers(shape.vocab_size)) for true in truth]
+
+    return drafts
+
+
+def drafters(run: int, runs: int, block_size: int) -> dict[str, Drafter]:
+    """Adversaries for one of ``runs`` generations; the staircases of all of them together start all over the block."""
+    return {
+        "always_wrong": oracle_until(0),
+        "oracle": oracle,
+        "staircase": staircase(run * block_size // runs),
+        "noise": noise(run),
+    }
 
 
 @dataclass(frozen=True)
@@ -38,7 +151,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Run:
-    """One speculative generation that was compared with plain decoding."""
+    """One speculative generation, compared with plain decoding."""
 
     prompt: int
     drafter: str
@@ -64,8 +177,7 @@ class Verification:
     @property
     def accept_length(self) -> float:
         """Mean tokens committed per verify, greedily and with the pair's own drafter; 0 without such a cycle."""
-        own = [run for run in self.runs if run.drafter == OWN and run.temperature == 0]
-        lengths = [n for run in own for n in run.accept_lengths]
+        lengths = [n for run in self.runs if (run.drafter, run.temperature) == (OWN, 0) for n in run.accept_lengths]
         return sum(lengths) / len(lengths) if lengths else 0.0
 
     @property
@@ -129,21 +241,20 @@ def verify_lossless(
     runs: list[Run] = []
     differences: list[Difference] = []
     modes = [Options(), *([sampled] if sampled else [])]
-    runs_of_plain = [(index, mode) for index in range(len(prompts)) for mode in modes]
-    for number, (index, mode) in enumerate(runs_of_plain):
+    work = [(index, mode) for index in range(len(prompts)) for mode in modes]
+    for number, (index, mode) in enumerate(work):
         options = replace(mode, max_new_tokens=max_new_tokens)
         prompt = prompts[index]
         backend.reset()
         plain = generate(backend, prompt, replace(options, speculative=False), stop_token_ids=stop_token_ids)
         state = backend.snapshot()
-        adversaries = drafters(number, len(runs_of_plain), backend.shape.block_size)
-        for name, drafter in {OWN: None, **adversaries}.items():
+        for name, drafter in {OWN: None, **drafters(number, len(work), backend.shape.block_size)}.items():
             backend.reset()
             drafting = backend if drafter is None else Adversary(backend, [*prompt, *plain.tokens], drafter)
             found = generate(drafting, prompt, options, stop_token_ids=stop_token_ids)
             runs.append(Run(index, name, options.temperature, len(found.tokens), found.accept_lengths))
-            for difference in (*_compare(plain, found), *_compare_states(state, backend.snapshot())):
-                differences.append(Difference(index, name, options.temperature, *difference))
+            unlike = (*_compare(plain, found), *_compare_states(state, backend.snapshot()))
+            differences += [Difference(index, name, options.temperature, *what) for what in unlike]
         progress(f"prompt {index + 1} of {len(prompts)}, temperature {options.temperature:g}")
     backend.reset()
     return Verification(backend.shape.block_size, len(prompts), tuple(runs), tuple(differences))
@@ -167,15 +278,15 @@ def _compare_states(plain: Snapshot, found: Snapshot) -> list[_Found]:
     """Names of the state arrays whose bits differ."""
     if plain.length != found.length:
         return [("length", -1, plain.length, found.length)]
-    found_names = sorted(plain.arrays.keys() | found.arrays.keys())
-    pairs = [(name, plain.arrays.get(name), found.arrays.get(name)) for name in found_names]
+    names = sorted(plain.arrays.keys() | found.arrays.keys())
+    pairs = [(name, plain.arrays.get(name), found.arrays.get(name)) for name in names]
     return [(name, -1, _describe(a), _describe(b)) for name, a, b in pairs if not _same_bits(a, b)]
 
 
 def _same_bits(a: Array | None, b: Array | None) -> bool:
     if a is None or b is None:
         return a is b
-    return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+    return (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes())
 
 
 def _describe(array: Array | None) -> str | None:

@@ -1,21 +1,24 @@
-"""Times a loaded pair: plans as a caller gets them, cycles called directly, prompts, memory.
+"""Times a device and a loaded pair: plans as a caller gets them, cycles called directly, prompts, memory, bandwidth.
 
 Every figure is measured, none computed from another. Works on any Backend; one on a GPU gives more.
 """
 
 from __future__ import annotations
 
+import ctypes
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from importlib.util import find_spec
 from itertools import pairwise
 from statistics import mean, median
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 from edge_dflash.board.power import EnergyMeter
 from edge_dflash.checks.bench_result import Cycle, Decode, Memory, Part, Prefill
-from edge_dflash.checks.machine import ClockSample
-from edge_dflash.checks.traffic import Costs
+from edge_dflash.checks.footprint import Costs
+from edge_dflash.checks.record import ClockSample
 from edge_dflash.decode import backend as base
 from edge_dflash.decode.backend import Asked, Backend
 from edge_dflash.errors import BackendError, RequestError
@@ -23,41 +26,22 @@ from edge_dflash.planner import Planner
 from edge_dflash.result import Plan
 
 if TYPE_CHECKING:  # importing them needs CUDA's bindings
+    from edge_dflash.backends.cuda.backend import NativeBackend
     from edge_dflash.backends.cuda.driver import Gpu
-    from edge_dflash.backends.cuda.graphs import StepTime
 
 CYCLES, BATCHES, WARM = 20, 5, 2  # timed cycles behind a prefill, how often, and cycles before
 MOST_BATCHES = 40  # while nvidia-smi is waited for
 LONG_PROMPT = 2048  # tokens from which one batch, or one run, is enough: their prefill takes most of the time
 ROUNDS = 3  # plans and raw cycles take turns so often on a GPU; the middle round counts
 _LONGEST_PERIOD = 100  # cycles of an accept pattern
+_READ_BYTES, _LEAST_BYTES = 4 << 30, 256 << 20  # of the bandwidth probe; the least is far more than any L2 cache
+_REPEATS = 12  # of a probe
+_SIDE = 8192  # of the matrices of the matmul probe
 
 
-class DeviceBackend(Backend, Protocol):
-    """A backend on a GPU."""
-
-    @property
-    def gpu(self) -> Gpu:
-        """The device."""
-        ...
-
-    @property
-    def budget(self) -> Mapping[str, int]:
-        """Bytes by purpose."""
-        ...
-
-    def force(self, accept: Sequence[int] | None) -> None:
-        """Accept so many drafts in the cycles to come, over and over, whatever the target chose; None: no more."""
-        ...
-
-    def profile(self, anchor: int = 0) -> Sequence[StepTime]:
-        """Time of each step of one cycle, on the device's clock."""
-        ...
-
-
-def on_device(backend: Backend) -> DeviceBackend | None:
+def on_device(backend: Backend) -> NativeBackend | None:
     """The backend, if it is one on a GPU."""
-    return cast("DeviceBackend", backend) if hasattr(backend, "gpu") else None
+    return cast("NativeBackend", backend) if hasattr(backend, "gpu") else None
 
 
 def accept_pattern(accept_length: float, block: int) -> tuple[int, ...]:
@@ -106,7 +90,7 @@ class Meter:
 
     planner: Planner
     costs: Costs | None
-    bandwidth: float | None
+    bandwidth: float | None  # bytes a second
 
     def decode(
         self, prompts: Sequence[Sequence[int]], tokens: int, *, speculative: bool = True, schema: object = None
@@ -155,21 +139,10 @@ class Meter:
                 formed.append(self.decode(prompts, tokens, schema=schema)[0])
         return Decodings(_middle(planned), _middle(formed) if formed else None, _middle(raw), cycles)
 
-    def host_cycle(self, timed: Sequence[TimedCycle]) -> Cycle:
-        """The mean cycle by the host's clock: all that is known of a backend without a device."""
-        return Cycle(
-            round(mean(c.context for c in timed)),
-            Part.of(mean(c.seconds for c in timed), None, None),
-            Part.of(mean(c.found.propose_seconds for c in timed), None, None),
-            Part.of(mean(c.found.verify_seconds for c in timed), None, None),
-            None,
-            None,
-        )
-
     def device_cycle(self, prompt: Sequence[int], sample: ClockSample | None = None) -> Cycle:
         """A steady cycle behind ``prompt``: from call to committed tokens, its passes by the device's clock.
 
-        Medians over batches of cycles, each behind a prefill of its own; batches go on until ``sample`` has its answer.
+        Medians over batches of cycles, each behind its prefill; batches go on until ``sample`` has its answer.
         """
         timed, batch = list[TimedCycle](), 0
         wanted = BATCHES if len(prompt) < LONG_PROMPT else 1
@@ -199,6 +172,13 @@ class Meter:
         return Prefill(len(prompt), best * 1e3, rate, rate / matmul_rate if rate and matmul_rate else None)
 
 
+def host_cycle(timed: Sequence[TimedCycle]) -> Cycle:
+    """The mean cycle by the host's clock: all that is known of a backend without a device."""
+    rows = [(c.context, c.seconds, c.found.propose_seconds, c.found.verify_seconds) for c in timed]
+    context, whole, propose, verify = (mean(column) for column in zip(*rows, strict=True))
+    return Cycle(round(context), Part(whole * 1e3), Part(propose * 1e3), Part(verify * 1e3))
+
+
 def decoded(seconds: float, accept_lengths: Sequence[int]) -> Decode:
     """Cycles that took ``seconds`` together. Raises BackendError when there are none."""
     if not accept_lengths:
@@ -207,7 +187,7 @@ def decoded(seconds: float, accept_lengths: Sequence[int]) -> Decode:
     return Decode(committed / seconds, committed / cycles, cycles, seconds / cycles * 1e3)
 
 
-def memory(device: DeviceBackend, free_before: int, allocations: int) -> Memory:
+def memory(device: NativeBackend, free_before: int, allocations: int) -> Memory:
     """Memory of a loaded backend; ``allocations`` is their count when loading had ended."""
     device.gpu.enter()
     free, total = device.gpu.free_bytes()
@@ -219,3 +199,45 @@ def memory(device: DeviceBackend, free_before: int, allocations: int) -> Memory:
 def _middle(rounds: Sequence[Decode]) -> Decode:
     """The round whose cycle took the middle time."""
     return sorted(rounds, key=lambda decode: decode.ms)[len(rounds) // 2]
+
+
+def read_bandwidth(gpu: Gpu, cubin: Callable[[str], bytes]) -> float:
+    """Bytes a second of a kernel that only reads, over 4 GiB or an eighth of free memory: the best of several runs.
+
+    Allocates; the memory is the device's until ``gpu`` is closed.
+    """
+    free, _ = gpu.free_bytes()
+    nbytes = max(min(_READ_BYTES, free // 8), _LEAST_BYTES) // 16 * 16
+    module = gpu.load(cubin("bench"))
+    read, fill = module.kernel("bench_read"), module.kernel("bench_weights")
+    memory, sink = gpu.allocate(nbytes), gpu.allocate(4)
+    gpu.launch(fill, (8 * gpu.sm_count, 1, 1), 256, (memory, ctypes.c_longlong(nbytes // 4), ctypes.c_uint32(1), 4, 0))
+    arguments = (memory, ctypes.c_longlong(nbytes // 16), sink)
+    best = 0.0
+    for blocks in (2, 3, 4, 6):
+        graph = gpu.capture(partial(gpu.launch, read, (blocks * gpu.sm_count, 1, 1), 512, arguments))
+        for _ in range(3):  # clocks rise
+            graph.launch()
+        best = max(best, *(nbytes / gpu.seconds(graph.launch) for _ in range(_REPEATS)))
+    return best
+
+
+def matmul_rate() -> tuple[float, str] | tuple[None, None]:
+    """Operations a second of a large BF16 product, and who did it: cuBLAS through torch. None without torch's CUDA."""
+    if find_spec("torch") is None:
+        return None, None
+    import torch
+
+    if not torch.cuda.is_available():
+        return None, None
+    a, b = (torch.randn(_SIDE, _SIDE, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    best = 0.0
+    for _ in range(_REPEATS):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        torch.matmul(a, b)
+        torch.cuda.synchronize()
+        best = max(best, 2 * _SIDE**3 / (time.perf_counter() - began))
+    del a, b
+    torch.cuda.empty_cache()
+    return best, f"cuBLAS through torch {torch.__version__}, {_SIDE} x {_SIDE} x {_SIDE}"

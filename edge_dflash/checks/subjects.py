@@ -4,59 +4,85 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
-from edge_dflash.bundle.manifest import WeightFormat
+from edge_dflash.backends.cuda.compile import ARCHS, cached_cubin
+from edge_dflash.backends.cuda.support import device_sm
+from edge_dflash.board.archs import arch_of_sm
 from edge_dflash.bundle.reader import read_manifest
-from edge_dflash.checks.bench import Device, Say, Subject, Work, run, tiled
+from edge_dflash.checks.bench import Device, Form, Say, Subject, Work, run, tiled
 from edge_dflash.checks.bench_result import Result
-from edge_dflash.checks.form import SCENE_STEPS, STEPS, WORDS, Form
-from edge_dflash.checks.measure import accept_pattern
-from edge_dflash.checks.pairs import synthetic_pair
-from edge_dflash.checks.traffic import Costs
-from edge_dflash.checks.vocabulary import synthetic_tokenizer
+from edge_dflash.checks.footprint import Costs
+from edge_dflash.checks.measure import accept_pattern, matmul_rate, read_bandwidth
+from edge_dflash.checks.random_pair import Kind, RandomWeights, synthetic_pair, synthetic_tokenizer
 from edge_dflash.decode.backend import Precision
 from edge_dflash.errors import BackendError, BuildError, RequestError
 from edge_dflash.model import pair_programs
-from edge_dflash.model.specs import PairSpec
 from edge_dflash.planner import Planner, Task
-
-if TYPE_CHECKING:
-    from edge_dflash.checks.random_weights import Kind
 
 CUBINS = Path.home() / ".cache" / "edge-dflash" / "cubins"
 _PROMPTS = 4  # that a bundle is timed with
 _ACCEPT_LENGTH = 5.0  # of synthetic pairs, whose drafts are never right
+ACTIONS = ("navigate", "open", "close", "pick", "place", "inspect", "announce", "wait")
+_COLOURS = ("red", "blue", "green", "grey")
+_THINGS = ("mug", "toolbox", "helmet", "sensor", "wrench", "cable")
+WORDS = ("steps", "action", "target", *ACTIONS, *_COLOURS, *(f"_{thing}" for thing in _THINGS))
+_ENDLESS = 4096  # steps, more than are ever generated
+
+
+def _steps(target: Mapping[str, Any], **items: int) -> dict[str, Any]:
+    step = {
+        "type": "object",
+        "properties": {"action": {"enum": list(ACTIONS)}, "target": target},
+        "required": ["action", "target"],
+        "additionalProperties": False,
+    }
+    steps = {"type": "array", "items": step, **items}
+    return {"type": "object", "properties": {"steps": steps}, "required": ["steps"], "additionalProperties": False}
+
+
+STEPS = Form(
+    f"steps of an action ({len(ACTIONS)}) and a target (text)",
+    _steps({"type": "string", "maxLength": 64}, minItems=1, maxItems=16),
+)
+# For random weights. Targets are the names of a scene: text would always run to its longest, where masks cost most.
+# It never ends, so that as many tokens come as were asked for.
+SCENE_STEPS = Form(
+    f"endless steps of an action ({len(ACTIONS)}) and a target ({len(_COLOURS) * len(_THINGS)} names)",
+    _steps({"enum": [f"{colour}_{thing}" for colour in _COLOURS for thing in _THINGS]}, minItems=_ENDLESS),
+)
 
 
 def probe_device(cubin_folder: Path, say: Say) -> tuple[Device, Callable[[str], bytes]]:
     """Read bandwidth and matrix rate of the GPU, and where its cubins come from. Raises BackendError without a GPU."""
-    from edge_dflash.backends.cuda.support import device_sm
-    from edge_dflash.checks.cubins import Cubins, device_arch
-
-    cubin = Cubins(cubin_folder, device_arch(device_sm()))
-    from edge_dflash.backends.cuda.driver import Gpu
-    from edge_dflash.checks.probe import matmul_rate, read_bandwidth
+    cubin = cubins(cubin_folder, device_sm())
+    from edge_dflash.backends.cuda.driver import Gpu  # needs CUDA's bindings
 
     say("measuring the device")
-    matmul = matmul_rate()
-    gpu = Gpu()
-    try:
+    rate, by = matmul_rate()
+    with closing(Gpu()) as gpu:
         bandwidth = read_bandwidth(gpu, cubin)
         description = {"device": gpu.name, "sm": gpu.sm, "multiprocessors": gpu.sm_count}
-    finally:
-        gpu.close()
-    gpu = Gpu()
-    try:
+    with closing(Gpu()) as gpu:  # without the memory of the probe
         free, _ = gpu.free_bytes()
-    finally:
-        gpu.close()
-    return Device(description, free, bandwidth, matmul), cubin
+    return Device(description, free, bandwidth, rate, by), cubin
+
+
+def cubins(folder: Path, sm: int) -> Callable[[str], bytes]:
+    """Cubins of compilation units for a device of SM ``sm`` (90 for 9.0): compiled once and kept in ``folder``.
+
+    Raises BackendError for a device without kernels; the result raises BuildError when it has to compile and cannot.
+    """
+    arch = arch_of_sm(sm)
+    if arch is None or arch.kernels is None:
+        raise BackendError(f"this GPU is SM{sm}; the kernels are built for {', '.join(ARCHS)}")
+    return partial(cached_cubin, arch=arch.kernels, cache=folder)
 
 
 def bench_synthetic(name: str, kind: Kind, work: Work, cubin_folder: Path = CUBINS, say: Say = print) -> Result:
@@ -82,7 +108,6 @@ def synthetic_subject(
 ) -> Iterator[Subject]:
     """A published pair with random weights on the GPU, room for ``work``, and a tokenizer of its vocabulary's size."""
     from edge_dflash.backends.cuda.backend import NativeBackend
-    from edge_dflash.checks.random_weights import RandomWeights
 
     pair = synthetic_pair(name)
     tokenizer = synthetic_tokenizer(pair.target.vocab_size, WORDS)
@@ -92,7 +117,7 @@ def synthetic_subject(
     precision = Precision()
     backend = NativeBackend(pair, weights, precision, cubin=cubin, max_context=work.rows(pair.drafter.block_size))
     loaded = time.perf_counter() - began
-    filler = _random_ids(pair)
+    filler = np.random.default_rng(0).integers(0, pair.target.vocab_size, 1 << 16).tolist()
     with Planner(backend, tokenizer, (pair.target.vocab_size - 1,), fallback=False) as planner:
         yield Subject(
             title=f"{name}, random weights",
@@ -100,22 +125,13 @@ def synthetic_subject(
             weights=kind,
             kv=precision.kv,
             planner=planner,
-            costs=_costs(pair, weights.formats, precision),
+            costs=Costs(pair_programs(pair), weights.formats, precision.kv, pair.drafter.block_size),
             source=f"{work.context} random ids",
             prompts=(tiled(filler, work.context),),
             form=SCENE_STEPS,
             filler=filler,
             load_seconds=loaded,
         )
-
-
-def _costs(pair: PairSpec, formats: Mapping[str, WeightFormat], precision: Precision) -> Costs:
-    return Costs(pair_programs(pair), formats, precision.kv, pair.drafter.block_size)
-
-
-def _random_ids(pair: PairSpec) -> list[int]:
-    found: list[int] = np.random.default_rng(0).integers(0, pair.target.vocab_size, 1 << 16).tolist()
-    return found
 
 
 @dataclass(frozen=True)
@@ -172,14 +188,14 @@ def bundle_subject(path: Path, prompts: Callable[[Planner], Prompts], say: Say =
         loaded = time.perf_counter() - began
         asked = prompts(planner)
         ids = [planner.encode(task) for task in asked.tasks[:_PROMPTS]]
-        on_device = manifest.backend != "reference"
+        costs = Costs(pair_programs(manifest.pair), manifest.weights, manifest.precision.kv, manifest.block_size)
         yield Subject(
             title=str(path),
             kind=manifest.backend,
             weights=", ".join(f"{count} {name}" for name, count in manifest.weight_summary.items()),
             kv=manifest.precision.kv,
             planner=planner,
-            costs=_costs(manifest.pair, manifest.weights, manifest.precision) if on_device else None,
+            costs=costs if manifest.backend != "reference" else None,
             source=f"{len(ids)} of {asked.source}",
             prompts=ids,
             form=asked.form if planner.tokenizer is not None else None,

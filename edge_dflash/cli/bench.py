@@ -11,17 +11,16 @@ import typer
 
 from edge_dflash.checks.bench import Work
 from edge_dflash.checks.bench_result import Result
-from edge_dflash.checks.bench_view import render
-from edge_dflash.checks.pairs import pair_names
-from edge_dflash.checks.plot import svg
-from edge_dflash.checks.results_file import append, check_record
+from edge_dflash.checks.bench_view import render, svg
+from edge_dflash.checks.random_pair import pair_names
+from edge_dflash.checks.record import append, check_record
 from edge_dflash.checks.subjects import CUBINS, bench_bundle, bench_synthetic
 from edge_dflash.cli.output import emit_json, say, show
 from edge_dflash.cli.prompts import bench_prompts
 from edge_dflash.errors import RequestError
 
 if TYPE_CHECKING:
-    from edge_dflash.checks.random_weights import Kind
+    from edge_dflash.checks.random_pair import Kind
 
 KINDS = ("nvfp4", "fp8", "bf16")
 

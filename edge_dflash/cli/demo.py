@@ -15,8 +15,8 @@ import edge_dflash
 from edge_dflash.cli.comparison import WARM_UP_TOKENS, comparison, print_part, require_same, same_tokens, timed
 from edge_dflash.cli.output import emit_json, say, show, stages
 from edge_dflash.common.files import directory
-from edge_dflash.demo.actions import schema_problems
-from edge_dflash.demo.corpus import Task, check_plan, plan_schema, task_from_json
+from edge_dflash.demo.actions import plan_schema, schema_problems
+from edge_dflash.demo.tasks import Task, check_plan, task_from_json
 from edge_dflash.errors import BundleError, RequestError
 from edge_dflash.planner import Planner
 from edge_dflash.result import Plan, json_object

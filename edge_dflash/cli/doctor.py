@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from edge_dflash.checks.doctor import examine, healthy, report, table
-from edge_dflash.checks.doctor_facts import gather
+from edge_dflash.checks.doctor import gather, healthy, report, table
+from edge_dflash.checks.doctor_checks import examine
 from edge_dflash.cli.output import emit_json, show
 
 

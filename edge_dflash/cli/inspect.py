@@ -14,8 +14,7 @@ from edge_dflash.builder.finish import finish_command
 from edge_dflash.bundle.manifest import Manifest
 from edge_dflash.bundle.reader import read_manifest
 from edge_dflash.checks.inspect import inspect_manifest, inspect_recipe
-from edge_dflash.checks.inspect_view import render
-from edge_dflash.checks.kernels import bundle_kernels, kernels_table
+from edge_dflash.checks.inspect_view import bundle_kernels, kernels_table, render
 from edge_dflash.cli.output import emit_json, show
 from edge_dflash.cli.recipes import find_recipe
 from edge_dflash.common.files import directory

@@ -38,9 +38,8 @@ def serve(
     """
     try:
         from edge_dflash.serve.config import ServeConfig, load_config
-        from edge_dflash.serve.lifecycle import logged
         from edge_dflash.serve.notify import SystemdNotifier, listen_sockets
-        from edge_dflash.serve.server import run
+        from edge_dflash.serve.server import logged, run
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] not in ("starlette", "uvicorn", "prometheus_client"):
             raise

@@ -8,18 +8,30 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from edge_dflash.decode.grammar.schema_check import schema_text
-from edge_dflash.decode.options import Options, Task, as_messages, token_ids
+from edge_dflash.decode.options import PRIORITIES, Options, Task, as_messages, token_ids
 from edge_dflash.errors import RequestError, ServiceError
 from edge_dflash.text.tokenizer import Message
 
 Kind = Literal["edge-dflash", "vllm", "openai"]
 
-# Beyond OpenAI's parameters; deadlines and sessions are emulated where they are unknown.
-_EXTRAS = ("regex", "grammar", "whitespace", "top_k", "thinking", "raw", "relaxed", "speculative", "priority", "caller")
+# Options that stand under "edge_dflash" of a request by their own names: the type of each, or its range.
+WORDS: dict[str, type | tuple[int, int]] = {
+    "regex": str,
+    "grammar": str,
+    "whitespace": bool,
+    "relaxed": bool,
+    "speculative": bool,
+    "raw": bool,
+    "thinking": bool,
+    "top_k": (0, 2**31),
+    "priority": PRIORITIES,
+    "caller": str,
+}
+_EXTRAS = tuple(one.name for one in fields(Options) if one.name in WORDS)
 _KNOWN: dict[Kind, frozenset[str]] = {
     "edge-dflash": frozenset((*_EXTRAS, "logprobs")),
     "vllm": frozenset(("regex", "top_k", "thinking", "raw")),

@@ -1,6 +1,6 @@
 """The fixed action schema of plans: JSON Schema, and a validator for the part of JSON Schema that it uses.
 
-Knows nothing of scenes; which names exist is checked in :mod:`edge_dflash.demo.checking`.
+Which names exist in a scene is checked in :mod:`edge_dflash.demo.checking`.
 """
 
 from __future__ import annotations

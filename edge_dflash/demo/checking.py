@@ -10,8 +10,7 @@ import json
 from typing import Any
 
 from edge_dflash.demo.actions import Step, plan_schema, schema_problems
-from edge_dflash.demo.planning import COOLING_SECONDS, Goal, Rule, subjects
-from edge_dflash.demo.world import DOCK, LOW_BATTERY, Scene, Thing, door_name
+from edge_dflash.demo.world import COOLING_SECONDS, DOCK, LOW_BATTERY, Goal, Rule, Scene, Thing, door_name, subjects
 
 _SCHEMA = plan_schema()
 

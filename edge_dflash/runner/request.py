@@ -15,8 +15,10 @@ from typing import Literal
 from edge_dflash.decode.accept import Relaxation
 from edge_dflash.decode.backend import Backend
 from edge_dflash.decode.controls import Controls, Interrupted, Pace, Patience
-from edge_dflash.decode.grammar.compiled import Grammar, compile_lark, compile_regex, compile_schema, compile_tools
+from edge_dflash.decode.grammar.compiled import Grammar, compile_form
+from edge_dflash.decode.grammar.schema_check import schema_json
 from edge_dflash.decode.grammar.tool_form import tool_grammar
+from edge_dflash.decode.grammar.walker import Source
 from edge_dflash.decode.options import Options, Request, Task, admit, as_messages, token_ids
 from edge_dflash.decode.steering import AfterThinking, Constraint
 from edge_dflash.errors import RequestError
@@ -220,16 +222,16 @@ def _form(model: Model, options: Options, stop: tuple[int, ...], patience: Patie
     if not options.constrained:
         return None
     tokenizer = model.need_tokenizer("an answer cannot be given a form; leave schema, regex and grammar out")
-    size, caller = model.backend.shape.vocab_size, options.caller
+    size = model.backend.shape.vocab_size
     if tools := options.forced_tools:
-        text = tool_grammar(tools, dialect_of(tokenizer))
-        return compile_tools(text, tokenizer, size, stop, patience=patience, caller=caller)
-    if options.regex is not None:
-        return compile_regex(options.regex, tokenizer, size, stop, patience=patience, caller=caller)
-    blanks = options.whitespace
-    if options.grammar is not None:
-        return compile_lark(options.grammar, tokenizer, size, stop, whitespace=blanks, patience=patience, caller=caller)
-    return compile_schema(options.schema, tokenizer, size, stop, whitespace=blanks, patience=patience, caller=caller)
+        source = Source("tools", tool_grammar(tools, dialect_of(tokenizer)), False, size)
+    elif options.regex is not None:
+        source = Source("regex", options.regex, False, size)
+    elif options.grammar is not None:
+        source = Source("grammar", options.grammar, options.whitespace, size)
+    else:
+        source = Source("schema", schema_json(options.schema), options.whitespace, size)
+    return compile_form(source, tokenizer, stop, patience, options.caller)
 
 
 def _relaxation(model: Model, options: Options, prompt: Sequence[int]) -> Relaxation | None:

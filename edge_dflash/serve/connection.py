@@ -13,8 +13,8 @@ from typing import Any, cast
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from edge_dflash.serve.accounts import peer
-from edge_dflash.serve.refusal import Refusal, dump, error_json
+from edge_dflash.serve.fields import Refusal, dump
+from edge_dflash.serve.limits import peer
 
 _READ = 65536  # bytes taken at a time: h11 is Python, and what it makes of a MB at once keeps everybody waiting
 _LINGER = 1.0  # seconds in which the rest of what is refused is thrown away: closing at once would undo the answer
@@ -131,7 +131,7 @@ class _Bounded(H11Protocol, asyncio.BufferedProtocol):
         if self.transport.is_closing():
             return
         if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
-            body = dump(error_json(refused))
+            body = dump(refused.body)
             head = f"HTTP/1.1 {refused.status} {_PHRASES[refused.status]}\r\ncontent-type: application/json\r\n"
             head += "".join(f"{name}: {value}\r\n" for name, value in refused.headers.items())
             head += f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"

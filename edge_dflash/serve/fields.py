@@ -1,17 +1,104 @@
-"""The fields of a request's JSON, taken one by one: each has a type and a range, and none is left over unseen.
+"""The fields of a request's JSON, taken one by one, and the refusal of what cannot be taken, in the OpenAI API's form.
 
-Knows JSON values, nothing of what the fields mean. What is asked for is also what ``/openapi.json`` says of a field:
-``facts`` are words of JSON Schema for what the reader checks itself.
+Each field has a type and a range, and none is left over unseen. What is asked for is also what ``/openapi.json`` says
+of a field: ``facts`` are words of JSON Schema for what the reader checks itself.
 """
 
 from __future__ import annotations
 
+import json
+import math
+import re
 from collections.abc import Mapping
 from typing import Any, Never
 
-from edge_dflash.errors import short
-from edge_dflash.serve.record import RECORD, Schema
-from edge_dflash.serve.refusal import Refusal
+from starlette.responses import Response
+
+from edge_dflash.errors import (
+    BundleError,
+    ContextError,
+    EdgeDflashError,
+    EngineFailedError,
+    QueueFullError,
+    RequestCancelledError,
+    RequestError,
+    StorageError,
+    short,
+)
+from edge_dflash.serve.openapi import NAME, RECORD, Schema
+
+_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+_JSON = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
+
+
+class Refusal(RequestError):
+    """A request that is answered with an HTTP error. ``param`` names the part of the body that is at fault."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        code: str | None = None,
+        param: str | None = None,
+        retry_after: float | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.param = param
+        self.headers = dict(headers or {})
+        if retry_after is not None:
+            self.headers["retry-after"] = str(max(1, math.ceil(retry_after)))
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The error in OpenAI's form."""
+        kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> Response:
+        """The answer to the request."""
+        return json_response(self.body, self.status, self.headers)
+
+
+# Class of errors: status, code, whether the request may be sent again after a while. The first that fits.
+_REFUSALS: tuple[tuple[type[Exception], int, str | None, bool], ...] = (
+    (QueueFullError, 429, "queue_full", True),
+    (ContextError, 400, "context_length_exceeded", False),
+    (EngineFailedError, 503, "engine_failed", True),
+    (RequestCancelledError, 503, "cancelled", True),
+    (StorageError, 503, "storage_failed", False),
+    (RequestError, 400, None, False),
+    (BundleError, 409, "session_mismatch", False),  # a saved session of another bundle
+    (EdgeDflashError, 503, "engine_failed", False),
+)
+
+
+def refusal(error: BaseException, *, retry_after: float = 1.0) -> Refusal:
+    """The refusal that an error becomes. ``retry_after`` is for those that pass: a full queue, an engine that stops."""
+    if isinstance(error, Refusal):
+        return error
+    if isinstance(error, StorageError) and error.full:
+        return Refusal(str(error), status=507, code="storage_full")
+    for kind, status, code, passes in _REFUSALS:
+        if isinstance(error, kind):
+            return Refusal(str(error), status=status, code=code, retry_after=retry_after if passes else None)
+    return Refusal(f"the service failed ({type(error).__name__}); its log says more", status=500, code="internal_error")
+
+
+def dump(value: object, *, sharing: bool = False) -> bytes:
+    """JSON as it is sent: ASCII, so that a lone surrogate that a client sent can be named.
+
+    ``sharing`` lets other threads run meanwhile, for five times the work: an answer may have megabytes.
+    """
+    return ("".join(_JSON.iterencode(value)) if sharing else _JSON.encode(value)).encode("ascii")
+
+
+def json_response(value: dict[str, Any], status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """A response with a JSON body."""
+    return Response(dump(value), status, headers, "application/json")
 
 
 class Fields:
@@ -25,8 +112,7 @@ class Fields:
         self._left = {key: item for key, item in value.items() if item is not None}
         self._path = path
         self._known: list[str] = []
-        record = RECORD.get()
-        self._noted = None if record is None else record.object(path)
+        self._noted = record.object(path) if (record := RECORD.get()) is not None else None
 
     def name(self, key: str) -> str:
         """The field as messages name it."""
@@ -40,7 +126,7 @@ class Fields:
         """The field as it is; None when it is absent."""
         self._known.append(key)
         if self._noted is not None:
-            self._noted.field(key, facts or {}, needed=bool(needed))
+            self._noted.note(key, facts or {}, needed=bool(needed))
         value = self._left.pop(key, None)
         if value is None and needed:
             raise Refusal(f"{self.name(key)} is missing; {needed}", param=self.name(key))
@@ -132,3 +218,11 @@ class Fields:
 def _same(value: object, other: object) -> bool:
     """Whether two JSON values are equal: 1 and 1.0 are, 1 and true are not."""
     return isinstance(value, bool) == isinstance(other, bool) and value == other
+
+
+def session_name(name: object, param: str) -> str:
+    """The name of a session. Raises Refusal."""
+    if not isinstance(name, str) or re.fullmatch(NAME["pattern"], name) is None:
+        wanted = "give 1 to 64 of A-Z a-z 0-9 . _ -, beginning with a letter or digit"
+        raise Refusal(f"{param} is {short(name)}; {wanted}", param=param)
+    return name

@@ -1,6 +1,7 @@
-"""What comes in is bounded here, before anything is made of it: bytes, seconds, nesting, numbers; and who may come in.
+"""What comes in is bounded here, before anything is made of it: who, bytes, seconds, nesting, numbers.
 
-Knows HTTP and JSON, nothing of plans.
+An account owns its sessions and has a share of the queue. At the Unix socket it is the user at the other end, over TCP
+a key of the key file. Callers over TCP without a key cannot be told apart: they count as the service's own user.
 """
 
 from __future__ import annotations
@@ -9,22 +10,99 @@ import asyncio
 import hmac
 import json
 import math
+import os
+import re
+import socket
+import stat
+import struct
 from collections.abc import Mapping
-from typing import Any
+from contextlib import AbstractAsyncContextManager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
-from starlette.types import Scope
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from edge_dflash.common.rules import lone_surrogate, surrogate_message
-from edge_dflash.serve.accounts import Keys, own
-from edge_dflash.serve.refusal import Refusal
+from edge_dflash.errors import ConfigError
+from edge_dflash.serve.fields import Refusal
+from edge_dflash.serve.openapi import Read
 
+if TYPE_CHECKING:
+    from edge_dflash.serve.service import Service
+
+Keys: TypeAlias = Mapping[str, str]  # account by API key
 SMALL = 8192  # bytes of a body that is read on the loop: a millisecond or two
 CONTAINERS = 65536  # objects and arrays of a body. Parsing holds the interpreter: 25 ms for so many, 250 ms for a MB
 _LOCAL_NAMES = frozenset(("localhost", "127.0.0.1", "::1", "[::1]"))
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,32}")
 
 
-def bound_headers(scope: Scope, limit: int) -> None:
+def own() -> str:
+    """The account of the service's own user."""
+    return f"uid-{os.geteuid()}"
+
+
+def peer(one: socket.socket | None) -> str:
+    """The account at the other end of a connection: its user where that is known, else :func:`own`."""
+    if one is None or one.family != socket.AF_UNIX:
+        return own()
+    credentials = struct.Struct("iII")  # pid, uid, gid
+    _, uid, _ = credentials.unpack(one.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size))
+    return f"uid-{uid}"
+
+
+def read_keys(path: str) -> Keys:
+    """The keys in a file: one alone, or a line ``NAME KEY`` for each account. Two keys of a name are one account's.
+
+    Raises ConfigError when it cannot be read, holds a key that is too short, or everybody could read it.
+    """
+    try:
+        mode = Path(path).stat().st_mode
+        text = Path(path).read_text(encoding="ascii").strip()
+    except OSError as error:
+        raise ConfigError(f"cannot read the API key {path}: {error.strerror}; give a readable file") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"the API key {path} is not ASCII; write a new one") from None
+    if mode & (stat.S_IROTH | stat.S_IWOTH):
+        raise ConfigError(f"everybody can read the API key {path}; chmod o-rwx it")
+    keys: dict[str, str] = {}
+    lines = [line.split() for line in text.splitlines() if line.strip()] or [[""]]
+    for number, words in enumerate(lines, 1):
+        *names, key = words
+        if len(names) > 1 or (len(lines) > 1 and not names) or not all(map(_NAME.fullmatch, names)):
+            raise ConfigError(f"the API key {path}, line {number}: give one key alone, or lines of NAME KEY")
+        if len(key) < 16 or not key.isprintable():
+            raise ConfigError(f"the API key {path} has {len(key)} characters; give at least 16, without blanks")
+        if key in keys:
+            raise ConfigError(f"the API key {path}, line {number}: the key is there twice; give each account its own")
+        keys[key] = f"key-{names[0]}" if names else "key"
+    return keys
+
+
+class Guard:
+    """Lets in who may come in (ASGI); puts the account into the request's state."""
+
+    def __init__(self, app: ASGIApp, keys: Keys, header_bytes: int) -> None:
+        self._app = app
+        self._keys = keys
+        self._header_bytes = header_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a refusal, or go on (ASGI)."""
+        if scope["type"] == "http":
+            try:
+                _bound_headers(scope, self._header_bytes)
+                account = _authorise(scope, Headers(scope=scope), self._keys)
+                scope["state"] = {**scope.get("state", {}), "account": account}
+            except Refusal as refused:
+                await refused.response()(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def _bound_headers(scope: Scope, limit: int) -> None:
     """Refuse a request whose line and headers are too long; the connection bounds only what it has to wait for."""
     size = len(scope.get("raw_path") or b"") + len(scope.get("query_string") or b"")
     size += sum(len(name) + len(value) for name, value in scope["headers"])
@@ -32,7 +110,7 @@ def bound_headers(scope: Scope, limit: int) -> None:
         raise Refusal(f"the headers have {size} bytes, the limit is {limit} bytes; send less", status=431)
 
 
-def authorise(scope: Scope, headers: Mapping[str, str], keys: Keys) -> str:
+def _authorise(scope: Scope, headers: Mapping[str, str], keys: Keys) -> str:
     """The account of a caller. Raises Refusal for who may not come in. Whoever could open the Unix socket may.
 
     Over TCP with a key: the key. Without a key only loopback is listened on, and the request must name it as its host:
@@ -59,15 +137,16 @@ def authorise(scope: Scope, headers: Mapping[str, str], keys: Keys) -> str:
     return own()
 
 
-async def read_body(request: Request, *, limit: int, seconds: float) -> bytes:
-    """The body of a request, which says that it is JSON. Raises Refusal for everything else."""
+async def read_body(service: Service, request: Request, read: Read) -> Any:
+    """The body of a request, which says that it is JSON, as ``read`` takes it. Raises Refusal for everything else."""
+    limits, seconds = service.config.limits, service.config.timeouts.body
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise Refusal(f"content-type is {kind[:60]!r}; send application/json", status=415, code="content_type")
     if request.headers.get("content-encoding", "identity").lower() != "identity":
         raise Refusal("the body is compressed; send it as it is", status=415, code="content_encoding")
     try:
-        return await asyncio.wait_for(_read(request, limit), seconds)
+        body = await asyncio.wait_for(_bytes(request, limits.body_bytes), seconds)
     except TimeoutError:
         raise Refusal(
             f"the body did not end within {seconds:g} s; send it faster",
@@ -77,9 +156,19 @@ async def read_body(request: Request, *, limit: int, seconds: float) -> bytes:
         ) from None
     except ClientDisconnect:
         raise Refusal("the client went away", status=408, code="disconnected") from None
+    if len(body) <= SMALL:
+        return read(parse_object(body, limits.json_depth), service.config)
+    request.state.turn = service.large
+    async with service.large:
+        return await service.on_thread(lambda: read(parse_object(body, limits.json_depth), service.config))
 
 
-async def _read(request: Request, limit: int) -> bytes:
+def turn(request: Request) -> AbstractAsyncContextManager[None]:
+    """What is to be held while more is made of a request's body: its turn among the large ones."""
+    return getattr(request.state, "turn", nullcontext())
+
+
+async def _bytes(request: Request, limit: int) -> bytes:
     body = bytearray()
     too_large = Refusal(
         f"the body has more than {limit} bytes, which is the limit; send less",

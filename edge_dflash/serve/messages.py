@@ -1,25 +1,24 @@
-"""Messages and prompts of the OpenAI API, read: one text a message, roles that templates know, nothing dropped.
-
-Knows nothing of the other parameters of a request.
-"""
+"""Messages, prompts and tools of the OpenAI API, read: one text a message, roles that templates know."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
+from edge_dflash.decode.options import PlanOptions
 from edge_dflash.errors import RequestError
-from edge_dflash.serve.fields import Fields
-from edge_dflash.serve.refusal import Refusal
+from edge_dflash.serve.fields import Fields, Refusal
+from edge_dflash.serve.openapi import TEXT
 from edge_dflash.text.tokenizer import Message, content_text
 
+Prompt: TypeAlias = str | list[Message] | tuple[int, ...]
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _PART = {
     "type": "object",
-    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "properties": {"type": {"const": "text"}, "text": TEXT},
     "required": ["type", "text"],
     "additionalProperties": False,
 }
-_CONTENT = {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}]}
+_CONTENT = {"anyOf": [TEXT, {"type": "array", "items": _PART}]}
 _CALLS = {"description": "The calls of an earlier answer."}
 _SAID = {"required": ["role", "content"], "properties": {"content": {"not": {"type": "null"}}}}
 _CALLED = {"required": ["role", "tool_calls"], "properties": {"tool_calls": {"type": "array", "minItems": 1}}}
@@ -27,6 +26,35 @@ _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems":
 _ONE = {"anyOf": [{"type": "string", "minLength": 1}, _IDS]}
 _PROMPT = {"anyOf": [*_ONE["anyOf"], {"type": "array", "items": _ONE, "minItems": 1, "maxItems": 1}]}
 _PROMPT_WHY = "give one text, or one list of token ids"
+_FUNCTION = {
+    "type": "object",
+    "properties": {"name": TEXT, "parameters": {"type": ["object", "null"]}},
+    "required": ["name"],
+}
+_TOOL = {
+    "type": "object",
+    "properties": {"type": {"const": "function"}, "function": _FUNCTION},
+    "required": ["function"],
+}
+_TOOL_CHOICE = {
+    "anyOf": [
+        {"enum": ["auto", "none", "required"]},
+        {
+            "type": "object",
+            "properties": {
+                "type": {"const": "function"},
+                "function": {
+                    "type": "object",
+                    "properties": {"name": TEXT},
+                    "required": ["name"],
+                    "additionalProperties": False,
+                },
+            },
+            "required": ["type", "function"],
+            "additionalProperties": False,
+        },
+    ]
+}
 
 
 def read_messages(fields: Fields, needed: str = "give at least one message") -> list[Message]:
@@ -85,3 +113,40 @@ def read_prompt(fields: Fields) -> str | tuple[int, ...]:
     if not all(type(token) is int and token >= 0 for token in ids):
         fields.fail("prompt", prompt, _PROMPT_WHY)
     return ids
+
+
+def read_tools(fields: Fields) -> PlanOptions:
+    """The options that ``tools`` and ``tool_choice`` mean. Raises Refusal."""
+    tools = fields.array("tools", facts={"items": _TOOL})
+    for index, tool in enumerate(tools or ()):
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or tool.get("type", "function") != "function":
+            fields.fail(f"tools[{index}]", tool, 'give {"type": "function", "function": {"name": ...}}')
+        if not isinstance(function.get("name"), str) or not isinstance(function.get("parameters"), dict | None):
+            fields.fail(f"tools[{index}].function", function, "give it a name, and an object as parameters")
+    choice = _tool_choice(fields)
+    names = [tool["function"]["name"] for tool in tools or ()]
+    if choice not in ("auto", "none") and not names:
+        fields.fail("tool_choice", choice, "no tools are given: give tools, or auto")
+    if choice not in ("auto", "none", "required") and choice not in names:
+        fields.fail("tool_choice", choice, f"give auto, none, required, or the name of a tool that is given: {names}")
+    accepted = (True,) if choice in ("auto", "none") else (True, False)  # a forced call is one call
+    fields.only("parallel_tool_calls", *accepted, why="the model decides how many tools it calls; leave it out")
+    fields.only("functions", why="give tools instead")
+    fields.only("function_call", why="give tool_choice instead")
+    return PlanOptions(tools=tools or None, tool_choice=choice)
+
+
+def _tool_choice(fields: Fields) -> str:
+    """A word of the API, or the name of a tool."""
+    choice = fields.take("tool_choice", _TOOL_CHOICE)
+    if choice is None or choice in ("auto", "none", "required"):
+        return choice or "auto"
+    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str) or choice != {"type": "function", "function": {"name": name}}:
+        wanted = 'give auto, none, required, or {"type": "function", "function": {"name": ...}}'
+        fields.fail("tool_choice", choice, wanted)
+    if name in ("auto", "none", "required"):
+        fields.fail("tool_choice", choice, "a tool of this name cannot be chosen; name it otherwise")
+    return name

@@ -1,16 +1,17 @@
-"""What the service counts, in Prometheus' form. Knows steps and plans, nothing of HTTP or of boards."""
+"""What is seen of the engine at work: figures in Prometheus' form, and whether it gets on.
+
+The watchdog is fed from the work itself. While a request runs, only a step of the engine (every chunk of the prompt,
+then every cycle) feeds it; a timer that merely finds the process alive would keep a hung engine going. Without a
+request nothing could step, and the timer feeds it. So the watchdog's limit must be longer than the longest pass.
+"""
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    Histogram,
-    generate_latest,
-)
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
@@ -38,7 +39,7 @@ BOARD = {
 
 
 class Metrics:
-    """All metrics of one service, in a registry of their own. Counted from any thread."""
+    """All metrics of one service, in one registry. Counted from any thread."""
 
     def __init__(self, board: Callable[[], BoardState]) -> None:
         """``board`` is asked at each scrape."""
@@ -103,6 +104,12 @@ class Metrics:
             for position in range(count - 1):
                 self.accepted.labels(str(position + 1)).inc()
 
+    def ended(self, endpoint: str, outcome: str) -> None:
+        """Count a request that ended."""
+        self.requests.labels(endpoint, outcome).inc()
+        if outcome == "disconnected":
+            self.disconnects.inc()
+
     def plan(self, plan: Plan) -> None:
         """Count a finished plan."""
         self.queue_wait.observe(plan.timings.queue_seconds)
@@ -116,41 +123,6 @@ class Metrics:
         """All of it, as Prometheus reads it."""
         lines = generate_latest(self.registry).splitlines(keepends=True)
         return b"".join(line for line in lines if b"_created" not in line)  # a series with each one's time of birth
-
-
-class Meter:
-    """Counts the steps of an engine; an observer."""
-
-    def __init__(self, metrics: Metrics) -> None:
-        self._metrics = metrics
-
-    def started(self) -> None:
-        """See Observer."""
-
-    def step(self, step: Step) -> None:
-        """See Observer."""
-        self._metrics.step(step)
-
-    def ended(self) -> None:
-        """See Observer."""
-
-
-class Sampling:
-    """Lets the board's power be sampled while the engine works; an observer."""
-
-    def __init__(self, power: EnergyMeter) -> None:
-        self._power = power
-
-    def started(self) -> None:
-        """See Observer."""
-        self._power.begin()
-
-    def step(self, step: Step) -> None:
-        """See Observer."""
-
-    def ended(self) -> None:
-        """See Observer."""
-        self._power.end()
 
 
 class _BoardCollector(Collector):
@@ -181,3 +153,63 @@ class _BoardCollector(Collector):
 
 def _families() -> dict[str, GaugeMetricFamily]:
     return {key: GaugeMetricFamily(metric, text, labels=[label]) for key, (metric, label, text) in BOARD.items()}
+
+
+class Pulse:
+    """Whether the engine gets on. Told by its worker, asked by the loop."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._jobs = 0  # that have begun and not ended: one runs, those before it were interrupted
+        self._last = clock()
+        self._steps = self._fed = 0
+
+    def note(self, jobs: int = 0) -> None:
+        """So many more jobs run (-1: one has ended); 0: the one that runs committed something."""
+        with self._lock:
+            self._jobs, self._last = self._jobs + jobs, self._clock()
+            self._steps += 1
+
+    @property
+    def running(self) -> bool:
+        """Whether a request runs."""
+        return self._jobs > 0
+
+    def stalled_seconds(self, waiting: int) -> float:
+        """Seconds since the engine last got on; 0 when it has nothing to do. ``waiting``: requests in the queue."""
+        with self._lock:
+            return self._clock() - self._last if self._jobs or waiting else 0.0
+
+    def feeds(self, waiting: int) -> bool:
+        """Whether there is reason to feed the watchdog: a step since the last call, or nothing to do."""
+        with self._lock:
+            stepped, self._fed = self._steps != self._fed, self._steps
+            if idle := not (self._jobs or waiting):
+                self._last = self._clock()  # time without work is not held against the request that ends it
+            return stepped or idle
+
+
+class Watcher:
+    """Watches the engine at work, for the planner that is opened with it (an Observer of the runner)."""
+
+    def __init__(self, pulse: Pulse, metrics: Metrics, power: EnergyMeter) -> None:
+        """``power`` is sampled while the engine works."""
+        self._pulse = pulse
+        self._metrics = metrics
+        self._power = power
+
+    def started(self) -> None:
+        """A request, or a small work between two, begins to run."""
+        self._pulse.note(1)
+        self._power.begin()
+
+    def step(self, step: Step) -> None:
+        """Tokens were committed, or the request ends."""
+        self._pulse.note()
+        self._metrics.step(step)
+
+    def ended(self) -> None:
+        """It runs no more, however it ended."""
+        self._pulse.note(-1)
+        self._power.end()

@@ -2,7 +2,7 @@
 
 The protocols are sd_notify(3), sd_watchdog_enabled(3) and sd_listen_fds(3) of systemd. They are made of environment
 variables, the only ones that edge-dflash reads; without them (not started by systemd) everything here does nothing.
-Knows neither engine nor server; when the watchdog is fed is decided by :mod:`edge_dflash.serve.lifecycle`.
+When the watchdog is fed is decided by :class:`~edge_dflash.serve.metrics.Pulse`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ FIRST_LISTEN_FD = 3  # SD_LISTEN_FDS_START
 
 
 class SystemdNotifier:
-    """A :class:`~edge_dflash.serve.lifecycle.Notifier`: sends the states of a service to the socket of its manager.
+    """Sends the states of a service to the socket of its manager. Used from any thread.
 
     Neither blocks nor raises: a message that cannot be sent at once is lost.
     """

@@ -1,8 +1,7 @@
 """Bodies of the OpenAI API, read: what of a request becomes which option of a plan.
 
 Everything that is sent is used or refused by name. Parameters that OpenAI defines and that have one meaning here
-(``n``, penalties) are taken at that meaning only. What OpenAI does not define stands under
-``edge_dflash``. Knows nothing of HTTP, of queues or of models.
+(``n``, penalties) are taken at that meaning only. What OpenAI does not define stands under ``edge_dflash``.
 """
 
 from __future__ import annotations
@@ -10,19 +9,17 @@ from __future__ import annotations
 import itertools
 import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from edge_dflash.decode.options import PRIORITIES, PlanOptions
+from edge_dflash.client.dialect import WORDS
+from edge_dflash.decode.options import PlanOptions
 from edge_dflash.decode.sampling import MOST_ALTERNATIVES
-from edge_dflash.serve.config import DefaultConfig, LimitConfig
-from edge_dflash.serve.fields import Fields
-from edge_dflash.serve.messages import read_messages, read_prompt
-from edge_dflash.serve.names import NAME, WHY, session_name
-from edge_dflash.serve.refusal import Refusal
-from edge_dflash.serve.tools import read_tools
-from edge_dflash.text.tokenizer import Message
+from edge_dflash.serve.config import ServeConfig
+from edge_dflash.serve.fields import Fields, Refusal, session_name
+from edge_dflash.serve.messages import Prompt, read_messages, read_prompt, read_tools
+from edge_dflash.serve.openapi import NAME
 
 DAY = 86400.0
 _STOP = {"type": "string", "minLength": 1, "maxLength": 999}
@@ -32,82 +29,52 @@ _STOP = {"type": "string", "minLength": 1, "maxLength": 999}
 class Call:
     """A request of the API, read."""
 
-    task: str | list[Message] | tuple[int, ...]  # a text is a completion's prompt, used as it is
-    options: PlanOptions  # without deadline, which counts from the request's arrival
+    task: Prompt  # a text is a completion's prompt, used as it is
+    options: PlanOptions  # its deadline counts from the request's arrival
     chat: bool
     model: str | None
     stream: bool
     include_usage: bool
-    deadline: float | None
     session: str | None
     with_tokens: bool  # token ids in every piece
     budget_is_default: bool  # max_new_tokens is the service's own: less will do where the context holds less
 
 
-def chat_call(body: dict[str, Any], limits: LimitConfig, defaults: DefaultConfig) -> Call:
-    """Read the body of ``/v1/chat/completions``."""
+def chat_call(body: Mapping[str, Any], config: ServeConfig) -> Call:
+    """Read the body of ``/v1/chat/completions``. Raises Refusal."""
     fields = Fields(body)
     messages = read_messages(fields)
-    options = PlanOptions()
-    read_tools(fields, options)
-    _form(fields, options)
-    return _call(fields, messages, options, limits, defaults, chat=True)
+    options = read_tools(fields)
+    return _call(fields, messages, options, config, chat=True)
 
 
-def completion_call(body: dict[str, Any], limits: LimitConfig, defaults: DefaultConfig) -> Call:
-    """Read the body of ``/v1/completions``."""
+def completion_call(body: Mapping[str, Any], config: ServeConfig) -> Call:
+    """Read the body of ``/v1/completions``. Raises Refusal."""
     fields = Fields(body)
     prompt = read_prompt(fields)
-    options = PlanOptions()
     fields.only("suffix", "", why="text behind the answer cannot be given")
     fields.only("echo", False, why="the prompt cannot be echoed; leave echo out")
     fields.only("best_of", 1, why="one answer is made; give 1")
+    return _call(fields, prompt, PlanOptions(), config, chat=False)
+
+
+def _call(fields: Fields, task: Prompt, options: PlanOptions, config: ServeConfig, *, chat: bool) -> Call:
     _form(fields, options)
-    return _call(fields, prompt, options, limits, defaults, chat=False)
-
-
-def encode_call(body: dict[str, Any]) -> tuple[Any, bool, bool]:
-    """Read the body of ``/v1/edge_dflash/encode``.
-
-    Returns what is to be encoded, whether the template is to open thinking, and whether the text is used as it is.
-    """
-    fields = Fields(body)
-    if (text := fields.text("text", facts={"pattern": r"\S"})) is None:
-        fields.also({"properties": {"text": {"type": "null"}}}, variant="messages")
-        task: Any = read_messages(fields, "give messages, or a text")
-    else:
-        fields.also({"required": ["text"], "properties": {"text": {"type": "string"}}}, variant="text")
-        fields.only("messages", why="text is given too; give one of them")
-        task = text
-    thinking, raw = fields.flag("thinking") or False, fields.flag("raw") or False
-    fields.done()
-    return task, thinking, raw
-
-
-def _call(
-    fields: Fields,
-    task: str | list[Message] | tuple[int, ...],
-    options: PlanOptions,
-    limits: LimitConfig,
-    defaults: DefaultConfig,
-    *,
-    chat: bool,
-) -> Call:
     model = fields.text("model")
     stream = fields.flag("stream") or False
     include_usage = _stream_options(fields, stream)
-    _sampling(fields, options, defaults)
+    _sampling(fields, options, config.defaults.temperature)
     _logprobs(fields, options, chat=chat)
-    budget_is_default = _budget(fields, options, limits)
+    budget_is_default = _budget(fields, options, config.limits.new_tokens)
     _stop(fields, options)
     user = fields.text("user")
     extra = fields.inner("edge_dflash") or Fields({}, "edge_dflash")
-    deadline, session, with_tokens = _extension(extra, options, defaults)
-    options.setdefault("caller", (user or "")[:64])
+    session, with_tokens = _extension(extra, options, config)
+    options["caller"] = (options.get("caller", user) or "")[:64]
     _fixed(fields)
     fields.done()
-    _sizes(task, options, limits)
-    return Call(task, options, chat, model, stream, include_usage, deadline, session, with_tokens, budget_is_default)
+    _bounded(task, options, config)
+    return Call(task, options, chat, model, stream, include_usage, session, with_tokens, budget_is_default)
 
 
 def _form(fields: Fields, options: PlanOptions) -> None:
@@ -120,16 +87,16 @@ def _form(fields: Fields, options: PlanOptions) -> None:
     elif kind == "json_schema":
         wanted = 'give {"name": ..., "schema": {...}}'
         inner = form.inner("json_schema", needed=wanted) or Fields({})
-        schema = inner.mapping("schema", needed=wanted)
+        options["schema"] = inner.mapping("schema", needed=wanted)
         for known in ("name", "description"):
             inner.text(known)
         inner.flag("strict")  # a schema is always obeyed
         inner.done()
-        options["schema"] = schema
     form.done()
 
 
 def _stream_options(fields: Fields, stream: bool) -> bool:
+    """Whether the usage is wanted."""
     given = fields.inner("stream_options")
     if given is None:
         return False
@@ -141,9 +108,9 @@ def _stream_options(fields: Fields, stream: bool) -> bool:
     return usage
 
 
-def _sampling(fields: Fields, options: PlanOptions, defaults: DefaultConfig) -> None:
+def _sampling(fields: Fields, options: PlanOptions, default: float) -> None:
     temperature = fields.number("temperature", 0.0, 2.0)
-    options["temperature"] = defaults.temperature if temperature is None else temperature
+    options["temperature"] = default if temperature is None else temperature
     if (top_p := fields.number("top_p", 0.0, 1.0)) is not None:
         options["top_p"] = top_p
         if top_p == 0.0:  # the smallest set of tokens: the best one
@@ -167,18 +134,15 @@ def _logprobs(fields: Fields, options: PlanOptions, *, chat: bool) -> None:
     options["logprobs"] = (alternatives or 0) if wanted else None
 
 
-def _budget(fields: Fields, options: PlanOptions, limits: LimitConfig) -> bool:
-    """Set the budget; return whether it is the service's own."""
+def _budget(fields: Fields, options: PlanOptions, most: int) -> bool:
+    """Set the budget, at most ``most`` tokens if that is not 0; return whether it is the service's own."""
     names = ("max_completion_tokens", "max_tokens")
-    given = {name: fields.integer(name, 1, limits.new_tokens or 2**31) for name in names}
+    given = {name: fields.integer(name, 1, most or 2**31) for name in names}
     values = {value for value in given.values() if value is not None}
     if len(values) > 1:
         raise Refusal(f"{names[0]} and {names[1]} differ; give one of them", param=names[0])
-    if not values:
-        options["max_new_tokens"] = limits.new_tokens or None
-        return True
-    options["max_new_tokens"] = values.pop()
-    return False
+    options["max_new_tokens"] = values.pop() if (asked := bool(values)) else most or None
+    return not asked
 
 
 def _stop(fields: Fields, options: PlanOptions) -> None:
@@ -186,40 +150,32 @@ def _stop(fields: Fields, options: PlanOptions) -> None:
     if stop is None:
         return
     texts = [stop] if isinstance(stop, str) else stop
-    if (
-        not isinstance(texts, list)
-        or len(texts) > 16
-        or not all(isinstance(t, str) and 0 < len(t) < 1000 for t in texts)
-    ):
+    good = isinstance(texts, list) and len(texts) <= 16
+    if not good or not all(isinstance(text, str) and 0 < len(text) < 1000 for text in texts):
         fields.fail("stop", stop, "give a text or at most 16, each of 1 to 999 characters")
     if texts and options.get("schema") is not None:
         fields.fail("stop", stop, "only its own end ends a response_format: leave stop or response_format out")
     options["stop"] = tuple(texts)
 
 
-def _extension(extra: Fields, options: PlanOptions, defaults: DefaultConfig) -> tuple[float | None, str | None, bool]:
-    """Read what stands under ``edge_dflash``; return deadline, session and whether token ids are wanted."""
-    for form in ("regex", "grammar"):
-        if (text := extra.text(form)) is not None:
-            options[form] = text
-    for flag in ("whitespace", "relaxed", "speculative", "raw"):
-        if (wanted := extra.flag(flag)) is not None:
-            options[flag] = wanted
-    thinking = extra.flag("thinking")
-    options["thinking"] = defaults.thinking if thinking is None else thinking
-    if (top_k := extra.integer("top_k", 0, 2**31)) is not None:
-        options["top_k"] = top_k
-    if (priority := extra.integer("priority", *PRIORITIES)) is not None:
-        options["priority"] = priority
-    if (caller := extra.text("caller")) is not None:
-        options["caller"] = caller[:64]
+def _extension(extra: Fields, options: PlanOptions, config: ServeConfig) -> tuple[str | None, bool]:
+    """Read what stands under ``edge_dflash``; return the session and whether token ids are wanted."""
+    options["thinking"] = config.defaults.thinking
+    for name, kind in WORDS.items():
+        if isinstance(kind, tuple):
+            value: Any = extra.integer(name, *kind)
+        else:
+            value = extra.flag(name) if kind is bool else extra.text(name)
+        if value is not None:
+            options[name] = value  # type: ignore[literal-required]
     session = extra.text("session", facts=NAME)
-    if session is not None and not session_name(session):
-        extra.fail("session", session, WHY)
+    if session is not None:
+        session_name(session, extra.name("session"))
     with_tokens = extra.flag("tokens") or False
-    deadline = extra.number("deadline_s", 0.0, DAY)
+    if (deadline := extra.number("deadline_s", 0.0, DAY)) is not None:
+        options["deadline"] = deadline
     extra.done()
-    return deadline, session, with_tokens
+    return session, with_tokens
 
 
 def _fixed(fields: Fields) -> None:
@@ -236,13 +192,15 @@ def _fixed(fields: Fields) -> None:
         fields.text(name)
 
 
-def _sizes(task: str | list[Message] | tuple[int, ...], options: PlanOptions, limits: LimitConfig) -> None:
-    if limits.schema_bytes:
-        for name in ("schema", "regex", "grammar"):
-            if _larger(options.get(name), limits.schema_bytes):
-                raise Refusal(f"{name} has more than {limits.schema_bytes} bytes, the limit; give a smaller one")
-    if limits.prompt_chars and (size := _chars(task)) > limits.prompt_chars:
-        raise Refusal(f"the texts have {size} characters, the limit is {limits.prompt_chars}; send less")
+def _bounded(task: Prompt, options: PlanOptions, config: ServeConfig) -> None:
+    """Refuse forms and texts that are larger than the service takes."""
+    most = config.limits.schema_bytes
+    for name in ("schema", "regex", "grammar") if most else ():
+        if _larger(options.get(name), most):
+            raise Refusal(f"{name} has more than {most} bytes, the limit; give a smaller one")
+    most = config.limits.prompt_chars
+    if most and (size := _chars(task)) > most:
+        raise Refusal(f"the texts have {size} characters, the limit is {most}; send less")
 
 
 def _larger(form: object, limit: int) -> bool:
@@ -253,7 +211,7 @@ def _larger(form: object, limit: int) -> bool:
     return any(size > limit for size in sizes)
 
 
-def _chars(task: str | Sequence[Any]) -> int:
+def _chars(task: Prompt) -> int:
     if isinstance(task, str):
         return len(task)
-    return sum(len(json.dumps(item)) if isinstance(item, dict) else 1 for item in task)
+    return sum(len(json.dumps(item)) if isinstance(item, Mapping) else 1 for item in task)

@@ -1,23 +1,59 @@
 """The document of the API (OpenAPI 3.1), made of what the code itself goes by.
 
-The routes are those that the application has (OPERATIONS); what a body may be is what its reader asks for while it
-reads samples (:mod:`edge_dflash.serve.record`); answers are in :mod:`edge_dflash.serve.answers`.
+A route is declared where it is handled (:class:`Operations`). What its body may be is what its reader asks for while it
+reads samples: :class:`~edge_dflash.serve.fields.Fields` notes that in a :class:`Record`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypeAlias
 
 from edge_dflash.decode.options import Options
-from edge_dflash.serve.answers import SCHEMAS
 from edge_dflash.serve.config import DefaultConfig, LimitConfig, ServeConfig
-from edge_dflash.serve.names import NAME, new_name, other_name
-from edge_dflash.serve.openai import chat_call, completion_call, encode_call
-from edge_dflash.serve.record import Schema, recorded
 from edge_dflash.version import __version__
 
+Schema: TypeAlias = dict[str, Any]
+TEXT: Schema = {"type": "string"}
+FLAG: Schema = {"type": "boolean"}
+COUNT: Schema = {"type": "integer", "minimum": 0}
+NUMBER: Schema = {"type": "number"}
+IDS: Schema = {"type": "array", "items": COUNT}
+NAME: Schema = {"pattern": "^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"}  # of a session: a file of the state directory, no path
+
+
+def ref(name: str) -> Schema:
+    """A schema of the document's components."""
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+def list_of(items: Schema) -> Schema:
+    """A list."""
+    return {"type": "array", "items": items}
+
+
+def or_null(schema: Schema) -> Schema:
+    """A value, or null."""
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
+def exactly(optional: Schema | None = None, **properties: Any) -> Schema:
+    """An object that has these properties, perhaps the optional ones, and no others."""
+    return {
+        "type": "object",
+        "properties": {**properties, **(optional or {})},
+        "required": sorted(properties),
+        "additionalProperties": False,
+    }
+
+
+ERROR = exactly(error=exactly(message=TEXT, type=TEXT, param=or_null(TEXT), code=or_null(TEXT)))
+
+# Statuses of a refusal, and why: of every route, and of kinds of routes.
 _EVERYWHERE = {
     401: "The API key is missing or wrong.",
     403: "The request names another machine as its host.",
@@ -25,146 +61,190 @@ _EVERYWHERE = {
     500: "A defect of the service.",
     503: "The service is loading, is stopping, has failed, or has too many connections.",
 }
-_WITH_BODY = {
+WITH_BODY = {
     400: "The body, or a part of it, cannot be taken.",
     408: "The body came too slowly.",
     413: "The body is too large.",
     415: "The body is not application/json.",
 }
-_RUNS = {404: "There is no such model.", 409: "The session is in use.", 429: "The queue is full."}
-_NAMED = {400: "This is no name of a session.", 404: "There is no such session.", 409: "The session is in use."}
-_STORED = {507: "The disk is full."}
-_PARAMETERS: dict[str, Schema] = {"name": {"type": "string", **NAME}, "name:path": {"type": "string"}}
+RUNS = {404: "There is no such model.", 409: "The session is in use.", 429: "The queue is full."}
+NAMED = {400: "This is no name of a session.", 404: "There is no such session.", 409: "The session is in use."}
+STORED = {507: "The disk is full."}
+
+
+# Bodies ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class ObjectRecord:
+    """One object that was read."""
+
+    fields: dict[str, list[Schema]] = field(default_factory=dict)
+    needed: set[str] = field(default_factory=set)
+    tag: tuple[str, str] | None = None  # field and value that decide which others there are; "": its mere presence
+    also: Schema = field(default_factory=dict)
+
+    def note(self, key: str, schema: Schema, *, needed: bool) -> None:
+        """A field was asked for."""
+        found = self.fields.setdefault(key, [])
+        if schema not in found:
+            found.append(schema)
+        if needed:
+            self.needed.add(key)
+
+    def add(self, other: ObjectRecord) -> None:
+        """What was asked of another object of the same kind."""
+        for key, schemas in other.fields.items():
+            for schema in schemas:
+                self.note(key, schema, needed=key in other.needed)
+        self.also |= other.also
+
+
+class Record:
+    """All objects that were read, by their paths without indexes (``messages[].content``), and their kinds."""
+
+    def __init__(self) -> None:
+        self._objects: dict[str, list[ObjectRecord]] = {}
+
+    def object(self, path: str) -> ObjectRecord:
+        """Begin an object."""
+        one = ObjectRecord()
+        self._objects.setdefault(re.sub(r"\[\d+\]", "[]", path), []).append(one)
+        return one
+
+    def schema(self, path: str = "") -> Schema:
+        """The schema of the objects at a path."""
+        kinds: dict[tuple[str, str] | None, ObjectRecord] = {}
+        for one in self._objects[path]:
+            kinds.setdefault(one.tag, ObjectRecord()).add(one)
+        made = [self._kind(path, tag, kind) for tag, kind in kinds.items()]
+        return made[0] if len(made) == 1 else {"oneOf": made}
+
+    def _kind(self, path: str, tag: tuple[str, str] | None, kind: ObjectRecord) -> Schema:
+        properties = {key: self._field(path, key, kind) for key in kind.fields}
+        if tag is not None and tag[0]:
+            properties[tag[0]] = {"type": "string", "const": tag[1]}
+        made: Schema = {"type": "object", "properties": properties}
+        if kind.needed:
+            made["required"] = sorted(kind.needed)
+        if kind.also:
+            made["allOf"] = [kind.also]
+        return {**made, "additionalProperties": False}
+
+    def _field(self, path: str, key: str, kind: ObjectRecord) -> Schema:
+        inner = f"{path}.{key}" if path else key
+        if inner in self._objects:
+            made = self.schema(inner)
+        else:
+            schemas = kind.fields[key]
+            made = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
+            if f"{inner}[]" in self._objects:
+                made = {**made, "items": self.schema(f"{inner}[]")}
+        null = {"type": "null"}  # counts as absent
+        return made if key in kind.needed or made in ({}, null) else or_null(made)
+
+
+RECORD: ContextVar[Record | None] = ContextVar("record", default=None)
+
+
+@contextmanager
+def recorded() -> Iterator[Record]:
+    """Note what is asked of the bodies that are read inside the block."""
+    token = RECORD.set(record := Record())
+    try:
+        yield record
+    finally:
+        RECORD.reset(token)
+
+
+# Routes ---------------------------------------------------------------------------------------------------------------
+
+Read: TypeAlias = Callable[[dict[str, Any], ServeConfig], Any]  # what a body says. Raises Refusal
 
 
 @dataclass(frozen=True)
 class Operation:
-    """A route. ``samples``: bodies whose reading goes through everything that ``read`` may ask for."""
+    """A method of a path, and what the document says of it."""
 
     method: str
     path: str
-    endpoint: str  # method of Routes, and the operation's id
     summary: str
-    answer: str  # name in SCHEMAS; "": text of Prometheus
+    answer: Schema | None  # JSON; None: text
+    handler: Callable[..., Any]  # (Service, Request) to an ASGI response; its name is the operation's id
     refusals: Mapping[int, str]
-    read: Callable[..., object] | None = None
-    samples: tuple[dict[str, Any], ...] = ()
-    chunk: str = ""  # name in SCHEMAS of the events of a stream
+    read: Read | None = None  # the reader of its body
+    samples: tuple[dict[str, Any], ...] = ()  # bodies whose reading goes through everything that it may ask for
+    event: Schema | None = None  # of a stream
+    unready: bool = False  # the answer comes with 503, too
 
 
-_CALLS: dict[str, Any] = {"tools": [{"function": {"name": "f"}}], "tool_choice": "required"}
-_SESSIONS = "/v1/edge_dflash/sessions"
-_HELLO = [{"role": role, "content": "x"} for role in ("system", "developer", "user", "assistant", "tool")]
-_FORMS = ({"type": "text"}, {"type": "json_object"}, {"type": "json_schema", "json_schema": {"schema": {}}})
-_GENERATES = tuple(
-    {"stream": True, "stream_options": {}, "edge_dflash": {}, "response_format": form} for form in _FORMS
-)
-OPERATIONS = (
-    Operation(
-        "POST", "/v1/chat/completions", "chat", "Messages in, an answer out.", "ChatCompletion",
-        {**_WITH_BODY, **_RUNS, **_STORED}, chat_call,
-        tuple({"messages": _HELLO, **body} for body in (*_GENERATES, _CALLS)), "ChatCompletionChunk",
-    ),
-    Operation(
-        "POST", "/v1/completions", "completions", "A text or token ids, used as they are.", "Completion",
-        {**_WITH_BODY, **_RUNS, **_STORED}, completion_call,
-        tuple({"prompt": "x", **body} for body in _GENERATES), "CompletionChunk",
-    ),
-    Operation(
-        "POST", "/v1/edge_dflash/encode", "encode", "Token ids of messages or of a text.", "Tokens",
-        _WITH_BODY, encode_call, ({"messages": _HELLO}, {"text": "x"}),
-    ),
-    Operation("GET", "/v1/models", "models", "The one model.", "ModelList", {}),
-    Operation(
-        "GET", "/v1/models/{name:path}", "model", "The model, with its sizes.", "Model",
-        {404: "There is no such model."},
-    ),
-    Operation("GET", "/health", "health", "Whether the engine gets on.", "Health", {}),
-    Operation("GET", "/ready", "ready", "Whether requests are taken.", "Ready", {}),
-    Operation("GET", "/metrics", "metrics", "Figures for Prometheus.", "", {}),
-    Operation("GET", "/openapi.json", "openapi", "This document.", "Document", {}),
-    Operation("GET", _SESSIONS, "sessions", "All sessions, open and saved.", "SessionList", {}),
-    Operation("GET", _SESSIONS + "/{name}", "session", "One session.", "Session", _NAMED),
-    Operation(
-        "DELETE", _SESSIONS + "/{name}", "delete_session", "Forget a session and its file.", "SessionDeleted",
-        {**_NAMED, **_STORED},
-    ),
-    Operation(
-        "POST", _SESSIONS + "/{name}/save", "save_session", "Write a session.", "SessionSaved",
-        {**_WITH_BODY, **_NAMED, **_STORED}, other_name, ({},),
-    ),
-    Operation(
-        "POST", _SESSIONS + "/{name}/fork", "fork_session", "Another session that goes on from here.",
-        "SessionForked", {**_WITH_BODY, **_NAMED, **_RUNS, **_STORED}, new_name, ({"to": "x"},),
-    ),
-)  # fmt: skip
+class Operations(list[Operation]):
+    """The operations of a module; called, it declares that of the handler below it."""
+
+    def __call__(
+        self,
+        method: str,
+        path: str,
+        summary: str,
+        answer: Schema | None,
+        refusals: Mapping[int, str] | None = None,
+        **more: Any,
+    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """See the fields of :class:`Operation`."""
+
+        def declare(handler: Callable[..., Any]) -> Callable[..., Any]:
+            self.append(Operation(method, path, summary, answer, handler, refusals or {}, **more))
+            return handler
+
+        return declare
 
 
-def document(config: ServeConfig, *, key: bool) -> dict[str, Any]:
+def document(
+    operations: Iterable[Operation], schemas: Mapping[str, Schema], config: ServeConfig, *, key: bool
+) -> dict[str, Any]:
     """The document of a service. ``key``: whether TCP callers must send one."""
     paths: dict[str, dict[str, Any]] = {}
-    for operation in OPERATIONS:
-        path = operation.path.replace(":path", "")
-        paths.setdefault(path, {})[operation.method.lower()] = _operation(operation, config)
+    for one in operations:
+        paths.setdefault(one.path.replace(":path", ""), {})[one.method.lower()] = _described(one, config)
     made: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {"title": "edge-dflash", "version": __version__},
         "paths": paths,
-        "components": {"schemas": SCHEMAS},
+        "components": {"schemas": {"Error": ERROR, **schemas}},
     }
     if key:
-        made["components"] = {**made["components"], "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}}
+        made["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         made["security"] = [{"key": []}]
     return made
 
 
-def _operation(operation: Operation, config: ServeConfig) -> dict[str, Any]:
-    made: dict[str, Any] = {"operationId": operation.endpoint, "summary": operation.summary}
-    if "{" in operation.path:
-        name = operation.path.partition("{")[2].partition("}")[0]
-        place = {"name": "name", "in": "path", "required": True}
-        made["parameters"] = [{**place, "schema": _PARAMETERS[name]}]
-    if operation.read is not None:
-        schema = _with_defaults(_read(operation, config), config.defaults)
-        made["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
-    made["responses"] = {"200": {"description": "Done.", "content": _content(operation)}}
-    if operation.answer in ("Health", "Ready"):
-        kinds = [_named(operation.answer), _named("Error")]
-        made["responses"]["503"] = {"description": "No.", "content": {"application/json": {"schema": {"anyOf": kinds}}}}
-    refused = {"application/json": {"schema": _named("Error")}}
-    for status, why in sorted((_EVERYWHERE | dict(operation.refusals)).items()):
-        made["responses"].setdefault(str(status), {"description": why, "content": refused})
+def _described(one: Operation, config: ServeConfig) -> dict[str, Any]:
+    made: dict[str, Any] = {"operationId": one.handler.__name__, "summary": one.summary}
+    if "{" in one.path:
+        schema = TEXT if ":path}" in one.path else {**TEXT, **NAME}
+        made["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": schema}]
+    if one.read is not None:
+        limits = LimitConfig(new_tokens=config.limits.new_tokens)  # the samples need not fit into the others
+        with recorded() as record:
+            for sample in one.samples:
+                one.read(sample, replace(config, limits=limits))
+        schema = _with_defaults(record.schema(), config.defaults)
+        made["requestBody"] = {"required": True, "content": _json(schema)}
+    content = {"text/plain": {"schema": TEXT}} if one.answer is None else _json(one.answer)
+    if one.event is not None:
+        events = "data: and one of these objects each, then data: [DONE]; an error is the last but one."
+        kinds = {"anyOf": [one.event, ref("Error")]}
+        content["text/event-stream"] = {"schema": {**TEXT, "description": events}, "x-event": kinds}
+    made["responses"] = {"200": {"description": "Done.", "content": content}}
+    if one.unready:
+        made["responses"]["503"] = {"description": "No.", "content": _json({"anyOf": [one.answer, ref("Error")]})}
+    for status, why in sorted({**_EVERYWHERE, **one.refusals}.items()):
+        made["responses"].setdefault(str(status), {"description": why, "content": _json(ref("Error"))})
     return made
 
 
-def _content(operation: Operation) -> dict[str, Any]:
-    if not operation.answer:
-        return {"text/plain": {"schema": {"type": "string"}}}
-    content: dict[str, Any] = {"application/json": {"schema": _named(operation.answer)}}
-    if operation.chunk:
-        events = "data: and one of these objects each, then data: [DONE]; an error is the last but one."
-        kinds = [_named(operation.chunk), _named("Error")]
-        content["text/event-stream"] = {
-            "schema": {"type": "string", "description": events},
-            "x-event": {"anyOf": kinds},
-        }
-    return content
-
-
-def _named(name: str) -> Schema:
-    return {"type": "object"} if name == "Document" else {"$ref": f"#/components/schemas/{name}"}
-
-
-def _read(operation: Operation, config: ServeConfig) -> Schema:
-    """The schema of a body, from reading the samples."""
-    assert operation.read is not None
-    generates = operation.read in (chat_call, completion_call)
-    limits = LimitConfig(new_tokens=config.limits.new_tokens)  # the samples need not fit into the others
-    settings = (limits, config.defaults) if generates else ()
-    with recorded() as record:
-        for sample in operation.samples:
-            operation.read(sample, *settings)
-    return record.schema()
+def _json(schema: Schema) -> dict[str, Any]:
+    return {"application/json": {"schema": schema}}
 
 
 def _with_defaults(schema: Schema, defaults: DefaultConfig) -> Schema:
@@ -173,10 +253,9 @@ def _with_defaults(schema: Schema, defaults: DefaultConfig) -> Schema:
     known |= {one.name: getattr(defaults, one.name) for one in fields(defaults)}
     known |= {"stream": False, "tokens": False}
     del known["seed"]  # drawn anew for each request that samples
-    properties = schema.get("properties", {})
-    for key, field in properties.items():
+    for key, found in schema.get("properties", {}).items():
         if key in known:
-            field["default"] = known[key]
+            found["default"] = known[key]
         if key == "edge_dflash":
-            _with_defaults(field["anyOf"][0], defaults)
+            _with_defaults(found["anyOf"][0], defaults)
     return schema

@@ -1,36 +1,127 @@
 """Bodies of the OpenAI API, written: plans as completions, increments as chunks, and what OpenAI has no field for.
 
-Knows plans and JSON, nothing of HTTP.
+SCHEMAS says so to the document of the API; tests compare it with answers, in both directions.
 """
 
 from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
+from typing import Any, get_args
 
-from edge_dflash.result import Increment, Plan
-from edge_dflash.serve.logprobs import LogprobWriter
+from edge_dflash.decode.accept import FinishReason
+from edge_dflash.decode.sampling import TokenLogprob
+from edge_dflash.result import Increment, Plan, PlanTimings
 from edge_dflash.serve.openai import Call
+from edge_dflash.serve.openapi import COUNT, FLAG, IDS, NUMBER, TEXT, Schema, exactly, list_of, or_null, ref
 
+LEAST = -9999.0  # OpenAI's number for a token that is next to impossible; JSON has no infinity
 _FINISH = {"stop": "stop", "length": "length", "context": "length", "deadline": "length", "cancelled": "length"}
+
+
+class Writer:
+    """Writes the answer to one request: whole, or its pieces in order."""
+
+    def __init__(self, call: Call, model: str, fingerprint: str) -> None:
+        self._call = call
+        self._head = {
+            "id": ("chatcmpl-" if call.chat else "cmpl-") + secrets.token_hex(12),
+            "object": "chat.completion" if call.chat else "text_completion",
+            "created": int(time.time()),
+            "model": model,
+            "system_fingerprint": fingerprint,
+        }
+        self._calls = 0  # tool calls so far
+        self._characters = 0  # begun by the tokens so far, whose log-probabilities were written
+
+    def whole(self, plan: Plan, details: Mapping[str, Any]) -> dict[str, Any]:
+        """A finished plan."""
+        choice: dict[str, Any] = {
+            "index": 0,
+            "finish_reason": finish_reason(plan),
+            "logprobs": self._logprobs(plan.logprobs),
+        }
+        if self._call.chat:
+            choice["message"] = _message(plan)
+        else:
+            choice["text"] = plan.text or ""
+        extra = extension(self._call, plan, details)
+        return {**self._head, "choices": [choice], "usage": _usage(plan), "edge_dflash": extra}
+
+    def opening(self) -> dict[str, Any] | None:
+        """The first chunk of a chat; a completion has none."""
+        return self._chunk({"delta": {"role": "assistant", "content": ""}}) if self._call.chat else None
+
+    def piece(self, part: Increment) -> dict[str, Any] | None:
+        """The chunk of an increment; None when there is nothing to say."""
+        first, self._calls = self._calls, self._calls + len(part.tool_calls)
+        if self._call.chat:
+            delta: dict[str, Any] = {"content": part.text} if part.text else {}
+            if part.thinking:
+                delta["reasoning_content"] = part.thinking
+            if part.tool_calls:
+                delta["tool_calls"] = [
+                    {"index": index, **call.openai()} for index, call in enumerate(part.tool_calls, first)
+                ]
+            choice: dict[str, Any] = {"delta": delta}
+        else:
+            choice = {"text": part.text or ""}
+        choice["logprobs"] = self._logprobs(part.logprobs) if part.logprobs else None
+        if not any(choice.values()) and not (self._call.with_tokens and part.tokens):
+            return None
+        made = self._chunk(choice)
+        if self._call.with_tokens:
+            made["edge_dflash"] = {"tokens": list(part.tokens)}
+        return made
+
+    def closing(self, plan: Plan, details: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """The last chunks: the end and its details, then the usage if it was asked for."""
+        last = self._chunk({"delta": {}} if self._call.chat else {"text": ""}, finish_reason(plan))
+        last["edge_dflash"] = extension(self._call, plan, details)
+        if not self._call.include_usage:
+            return [last]
+        return [last, {**self._chunk({}), "choices": [], "usage": _usage(plan)}]
+
+    def _chunk(self, choice: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
+        kind = {"object": "chat.completion.chunk"} if self._call.chat else {}
+        choices = [{"index": 0, "logprobs": None, **choice, "finish_reason": reason}]
+        return {**self._head, **kind, "choices": choices, **({"usage": None} if self._call.include_usage else {})}
+
+    def _logprobs(self, found: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+        """The field ``logprobs`` for the next tokens; None when they were not asked for.
+
+        Where token ids are wanted, entries have them, and a completion has entries, too.
+        """
+        if self._call.options.get("logprobs") is None:
+            return None
+        entries = [{**self._entry(one), "top_logprobs": [self._entry(other) for other in one.top]} for one in found]
+        if self._call.chat:
+            return {"content": entries, "refusal": None}
+        lists = {
+            "tokens": [_text(one) for one in found],
+            "token_logprobs": [_number(one) for one in found],
+            "top_logprobs": [_by_text(one.top) for one in found],
+            "text_offset": [self._offset(one) for one in found],
+        }
+        return {**lists, "content": entries} if self._call.with_tokens else lists
+
+    def _entry(self, one: TokenLogprob) -> dict[str, Any]:
+        entry = {"token": _text(one), "logprob": _number(one), "bytes": None if one.text is None else list(one.text)}
+        return {**entry, "token_id": one.token} if self._call.with_tokens else entry
+
+    def _offset(self, one: TokenLogprob) -> int:
+        """Characters before the one that the token begins, or of which it is a further part."""
+        text = one.text or b""
+        before = self._characters - (1 if text and _continues(text[0]) else 0)
+        self._characters += sum(not _continues(byte) for byte in text)
+        return max(before, 0)
 
 
 def finish_reason(plan: Plan) -> str:
     """OpenAI's word for the end of a plan; ``edge_dflash.finish_reason`` has ours."""
     return "tool_calls" if plan.tool_calls and plan.finish_reason == "stop" else _FINISH[plan.finish_reason]
-
-
-def usage(plan: Plan) -> dict[str, Any]:
-    """Tokens of a request."""
-    return {
-        "prompt_tokens": plan.prompt_tokens,
-        "completion_tokens": len(plan.tokens),
-        "total_tokens": plan.prompt_tokens + len(plan.tokens),
-        "prompt_tokens_details": {"cached_tokens": plan.reused_tokens},
-    }
 
 
 def extension(call: Call, plan: Plan, details: Mapping[str, Any]) -> dict[str, Any]:
@@ -55,90 +146,127 @@ def extension(call: Call, plan: Plan, details: Mapping[str, Any]) -> dict[str, A
     return {**extra, **details}
 
 
-@dataclass(frozen=True)
-class Writer:
-    """Writes the answers to one request."""
+def _usage(plan: Plan) -> dict[str, Any]:
+    return {
+        "prompt_tokens": plan.prompt_tokens,
+        "completion_tokens": len(plan.tokens),
+        "total_tokens": plan.prompt_tokens + len(plan.tokens),
+        "prompt_tokens_details": {"cached_tokens": plan.reused_tokens},
+    }
 
-    call: Call
-    model: str
-    fingerprint: str
-    id: str = field(default_factory=lambda: secrets.token_hex(12))
-    created: int = field(default_factory=lambda: int(time.time()))
-    _logprobs: LogprobWriter = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_logprobs", LogprobWriter(self.call))
+def _message(plan: Plan) -> dict[str, Any]:
+    calls = [call.openai() for call in plan.tool_calls]
+    message: dict[str, Any] = {"role": "assistant", "content": None if calls and not plan.text else plan.text or ""}
+    message["refusal"] = None
+    if plan.thinking:
+        message["reasoning_content"] = plan.thinking
+    if calls:
+        message["tool_calls"] = calls
+    return message
 
-    def _head(self, *, chunk: bool) -> dict[str, Any]:
-        kind = ("chat.completion.chunk" if chunk else "chat.completion") if self.call.chat else "text_completion"
-        return {
-            "id": ("chatcmpl-" if self.call.chat else "cmpl-") + self.id,
-            "object": kind,
-            "created": self.created,
-            "model": self.model,
-            "system_fingerprint": self.fingerprint,
-        }
 
-    def whole(self, plan: Plan, details: Mapping[str, Any]) -> dict[str, Any]:
-        """A finished plan."""
-        logprobs = self._logprobs.add(plan.logprobs)
-        choice: dict[str, Any] = {"index": 0, "finish_reason": finish_reason(plan), "logprobs": logprobs}
-        if self.call.chat:
-            choice["message"] = self._message(plan)
-        else:
-            choice["text"] = plan.text or ""
-        extra = extension(self.call, plan, details)
-        return {**self._head(chunk=False), "choices": [choice], "usage": usage(plan), "edge_dflash": extra}
+def _continues(byte: int) -> bool:
+    """Whether a byte of UTF-8 goes on with a character, and does not begin one."""
+    return byte & 0xC0 == 0x80
 
-    def _message(self, plan: Plan) -> dict[str, Any]:
-        calls = [call.openai() for call in plan.tool_calls]
-        content = plan.text or ""
-        message: dict[str, Any] = {"role": "assistant", "content": None if calls and not content else content}
-        message["refusal"] = None
-        if plan.thinking:
-            message["reasoning_content"] = plan.thinking
-        if calls:
-            message["tool_calls"] = calls
-        return message
 
-    def opening(self) -> dict[str, Any] | None:
-        """The first chunk of a chat; a completion has none."""
-        return self._chunk({"delta": {"role": "assistant", "content": ""}}) if self.call.chat else None
+def _by_text(top: Sequence[TokenLogprob]) -> dict[str, float]:
+    """The likeliest of several tokens that have the same text."""
+    found: dict[str, float] = {}
+    for one in top:
+        found.setdefault(_text(one), _number(one))
+    return found
 
-    def piece(self, part: Increment, calls_before: int) -> dict[str, Any] | None:
-        """The chunk of an increment; None when there is nothing to say. ``calls_before``: tool calls already sent."""
-        if self.call.chat:
-            delta: dict[str, Any] = {"content": part.text} if part.text else {}
-            if part.thinking:
-                delta["reasoning_content"] = part.thinking
-            if part.tool_calls:
-                delta["tool_calls"] = [
-                    {"index": index, **call.openai()} for index, call in enumerate(part.tool_calls, calls_before)
-                ]
-            choice: dict[str, Any] = {"delta": delta}
-        else:
-            choice = {"text": part.text or ""}
-        choice["logprobs"] = self._logprobs.add(part.logprobs) if part.logprobs else None
-        if not any(choice.values()) and not (self.call.with_tokens and part.tokens):
-            return None
-        made = self._chunk(choice)
-        if self.call.with_tokens:
-            made["edge_dflash"] = {"tokens": list(part.tokens)}
-        return made
 
-    def closing(self, plan: Plan, details: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """The last chunks: the end and its details, then the usage if it was asked for."""
-        last = self._chunk({"delta": {}} if self.call.chat else {"text": ""}, finish_reason(plan))
-        last["edge_dflash"] = extension(self.call, plan, details)
-        if not self.call.include_usage:
-            return [last]
-        return [last, {**self._head(chunk=True), "choices": [], "usage": usage(plan)}]
+def _text(one: TokenLogprob) -> str:
+    return f"token_id:{one.token}" if one.text is None else one.text.decode(errors="replace")
 
-    def _chunk(self, choice: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
-        made = {
-            **self._head(chunk=True),
-            "choices": [{"index": 0, "logprobs": None, **choice, "finish_reason": reason}],
-        }
-        if self.call.include_usage:
-            made["usage"] = None
-        return made
+
+def _number(one: TokenLogprob) -> float:
+    return one.logprob if one.logprob >= LEAST else LEAST  # NaN, too
+
+
+# Schemas --------------------------------------------------------------------------------------------------------------
+
+_USAGE = exactly(
+    prompt_tokens=COUNT,
+    completion_tokens=COUNT,
+    total_tokens=COUNT,
+    prompt_tokens_details=exactly(cached_tokens=COUNT),
+)
+_EXTENSION = exactly(
+    {"board": {"type": "object"}, "session_error": TEXT, "tokens": IDS},
+    finish_reason={"enum": list(get_args(FinishReason))},
+    accept_length=NUMBER,
+    accept_lengths=IDS,
+    timings=exactly(**{one.name: NUMBER for one in fields(PlanTimings)}),
+    tokens_per_second=NUMBER,
+    speculative=FLAG,
+    lossy=FLAG,
+    relaxed_tokens=COUNT,
+    reused_tokens=COUNT,
+    prompt_tokens=COUNT,
+    seed=COUNT,
+    session=or_null(TEXT),
+    malformed=list_of(exactly(text=TEXT, reason=TEXT)),
+)
+
+
+def _tool_call(**more: Schema) -> Schema:
+    return exactly(id=TEXT, type={"const": "function"}, function=exactly(name=TEXT, arguments=TEXT), **more)
+
+
+_MESSAGE = exactly(
+    {"reasoning_content": TEXT, "tool_calls": list_of(_tool_call())},
+    role={"const": "assistant"},
+    content=or_null(TEXT),
+    refusal={"type": "null"},
+)
+_DELTA: Schema = {
+    "type": "object",
+    "properties": {
+        "role": {"const": "assistant"},
+        "content": TEXT,
+        "reasoning_content": TEXT,
+        "tool_calls": list_of(_tool_call(index=COUNT)),
+    },
+    "additionalProperties": False,
+}
+_TOKEN: Schema = {"token": TEXT, "logprob": NUMBER, "bytes": or_null(IDS)}
+_ENTRY = exactly({"token_id": COUNT}, **_TOKEN, top_logprobs=list_of(exactly({"token_id": COUNT}, **_TOKEN)))
+_CHAT_LOGPROBS = exactly(content=list_of(_ENTRY), refusal={"type": "null"})
+_LOGPROBS = exactly(
+    {"content": list_of(_ENTRY)},
+    tokens=list_of(TEXT),
+    token_logprobs=list_of(NUMBER),
+    top_logprobs=list_of({"type": "object", "additionalProperties": NUMBER}),
+    text_offset=IDS,
+)
+
+
+def _completion(kind: str, choice: Schema, optional: Schema | None = None, **more: Schema) -> Schema:
+    """An answer, or a chunk of one."""
+    logprobs = or_null(_LOGPROBS if kind == "text_completion" else _CHAT_LOGPROBS)
+    said = exactly(index={"const": 0}, logprobs=logprobs, **choice)
+    head = {"id": TEXT, "object": {"const": kind}, "created": COUNT, "model": TEXT, "system_fingerprint": TEXT}
+    return exactly(optional, **head, choices={**list_of(said), "maxItems": 1}, **more)
+
+
+def _chunk(kind: str, choice: Schema) -> Schema:
+    """A chunk: a piece, the end, or the usage."""
+    extra = {"anyOf": [exactly({"tokens": IDS}), ref("Extension")]}
+    choice = {**choice, "finish_reason": or_null(_REASON)}
+    return _completion(kind, choice, {"usage": or_null(ref("Usage")), "edge_dflash": extra})
+
+
+_REASON: Schema = {"enum": ["stop", "length", "tool_calls"]}
+_WHOLE = {"usage": ref("Usage"), "edge_dflash": ref("Extension")}
+SCHEMAS: dict[str, Schema] = {
+    "Usage": _USAGE,
+    "Extension": _EXTENSION,
+    "ChatCompletion": _completion("chat.completion", {"message": _MESSAGE, "finish_reason": _REASON}, **_WHOLE),
+    "ChatCompletionChunk": _chunk("chat.completion.chunk", {"delta": _DELTA}),
+    "Completion": _completion("text_completion", {"text": TEXT, "finish_reason": _REASON}, **_WHOLE),
+    "CompletionChunk": _chunk("text_completion", {"text": TEXT}),
+}

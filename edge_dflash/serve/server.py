@@ -1,7 +1,4 @@
-"""The process: sockets, signals, connections. Starts a service, and stops it when asked.
-
-Knows uvicorn; what is answered is :mod:`edge_dflash.serve.app`.
-"""
+"""The process: sockets, signals, connections. Starts a service on uvicorn, and stops it when asked."""
 
 from __future__ import annotations
 
@@ -15,31 +12,48 @@ import socket
 import stat
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import TypeAlias
 
 import uvicorn
 
 from edge_dflash.board.power import EnergyMeter
 from edge_dflash.board.state import BoardState
+from edge_dflash.common.progress import IN_BYTES, Progress
 from edge_dflash.errors import EdgeDflashError, ServiceError
-from edge_dflash.serve.accounts import Keys, read_keys
 from edge_dflash.serve.app import make_app
-from edge_dflash.serve.config import ServeConfig
+from edge_dflash.serve.config import ServeConfig, is_loopback
 from edge_dflash.serve.connection import bounded_connection
-from edge_dflash.serve.lifecycle import Notifier, Showing, logged
+from edge_dflash.serve.limits import Keys, read_keys
+from edge_dflash.serve.notify import SystemdNotifier
 from edge_dflash.serve.service import Board, Service
 from edge_dflash.serve.state_dir import held
 
 log = logging.getLogger("edge_dflash.serve")
+Showing: TypeAlias = Callable[[str], AbstractContextManager[Progress]]  # shows the progress of what is named
 _BACKLOG = 64
+
+
+@contextmanager
+def logged(what: str) -> Iterator[Progress]:
+    """Progress as lines of the log: one when ``what`` begins, one for each of its stages."""
+    log.info("%s", what)
+    begun: set[str] = set()
+
+    def report(stage: str, done: int, total: int) -> None:
+        if stage not in begun:
+            begun.add(stage)
+            log.info("%s%s", stage, f", {total / 1e6:,.1f} MB" if stage in IN_BYTES else "")
+
+    yield report
 
 
 def run(
     config: ServeConfig,
-    notifier: Notifier | None = None,
+    notifier: SystemdNotifier | None = None,
     board: Board = BoardState,
     inherited: Sequence[socket.socket] = (),
     power: EnergyMeter | None = None,
@@ -132,8 +146,6 @@ def _tcp(host: str, port: int) -> socket.socket:
 
 def _reachable(one: socket.socket) -> bool:
     """Whether others than this machine can reach a socket."""
-    from edge_dflash.serve.config import is_loopback
-
     return one.family != socket.AF_UNIX and not is_loopback(str(one.getsockname()[0]))
 
 

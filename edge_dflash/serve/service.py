@@ -1,7 +1,4 @@
-"""The service without HTTP: a planner that is loaded, asked, watched and stopped.
-
-Knows calls, plans and sessions. What is sent, and how, is :mod:`edge_dflash.serve.app`.
-"""
+"""The service without HTTP: a planner that is loaded, watched and stopped, its sessions and its threads."""
 
 from __future__ import annotations
 
@@ -11,32 +8,27 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
+
+from starlette.responses import Response
 
 from edge_dflash.backends.selftest import Mode
 from edge_dflash.board.power import EnergyMeter
 from edge_dflash.board.state import BoardState
-from edge_dflash.common.progress import Progress as Report
-from edge_dflash.common.progress import unheard
-from edge_dflash.errors import EdgeDflashError
+from edge_dflash.common import progress
 from edge_dflash.planner import Planner
-from edge_dflash.result import Plan
-from edge_dflash.runner.stream import AsyncPlanStream, PlanStream
-from edge_dflash.serve.accounts import own
+from edge_dflash.runner.stream import AsyncPlanStream
 from edge_dflash.serve.config import MIB, ServeConfig
-from edge_dflash.serve.lifecycle import Notifier, NullNotifier, Progress, State, Watchers
-from edge_dflash.serve.metrics import Meter, Metrics, Sampling
-from edge_dflash.serve.openai import Call
-from edge_dflash.serve.owners import AllSessions
-from edge_dflash.serve.refusal import Refusal
-from edge_dflash.serve.replies import Writer
-from edge_dflash.serve.running import Running, queue
-from edge_dflash.serve.sessions import Sessions
+from edge_dflash.serve.fields import Refusal, dump, refusal
+from edge_dflash.serve.limits import own
+from edge_dflash.serve.metrics import Metrics, Pulse, Watcher
+from edge_dflash.serve.notify import SystemdNotifier
+from edge_dflash.serve.sessions import AllSessions, Sessions
 
 log = logging.getLogger("edge_dflash.serve")
 Board = Callable[[], BoardState]
+State = Literal["loading", "ready", "draining", "failed"]
 MOST_SECONDS = 600.0  # that a client is asked to wait before it tries again
 TICK = 0.5  # seconds between two looks at the engine
 PREPARE = 0.5  # seconds that a stop waits for requests that are not queued yet: their form is compiled
@@ -48,27 +40,29 @@ class Service:
     def __init__(
         self,
         config: ServeConfig,
-        notifier: Notifier | None = None,
+        notifier: SystemdNotifier | None = None,
         board: Board = BoardState,
         power: EnergyMeter | None = None,
     ) -> None:
         """``board`` says its state, ``power`` its energy; without them they are unknown."""
         self.config = config
-        self.notifier = notifier or NullNotifier()
+        self.notifier = notifier or SystemdNotifier()
         self.board = board
         self.power = power or EnergyMeter(lambda: None)
         self.state: State = "loading"
         self.metrics = Metrics(board)
-        self.progress = Progress()
+        self.pulse = Pulse()
+        self.observer = Watcher(self.pulse, self.metrics, self.power)  # what the planner is to be opened with
         self.planner: Planner | None = None
         self.sessions: AllSessions | None = None
-        self._running: set[Running] = set()
-        self._seconds: deque[float] = deque(maxlen=16)  # of the last requests that ran
+        self.streams: set[AsyncPlanStream] = set()  # of admitted requests
+        self.seconds: deque[float] = deque(maxlen=16)  # that the last requests ran
+        self.large = asyncio.Semaphore(2)  # large bodies are worked on two at a time: the loop is one thread among many
         self.threads = ThreadPoolExecutor(2 * config.limits.connections + 4, thread_name_prefix="edge-dflash request")
 
     # Loading ----------------------------------------------------------------------------------------------------------
 
-    def load(self, show: Report = unheard) -> None:
+    def load(self, show: progress.Progress = progress.unheard) -> None:
         """Open the bundle and go through its self-test; ``show`` is told how far it is. Blocks: called on a thread."""
         service, engine = self.config.service, self.config.engine
 
@@ -90,11 +84,6 @@ class Service:
         planner.warm_up()
         self.take(planner)
 
-    @property
-    def observer(self) -> Watchers:
-        """What the planner is to be opened with."""
-        return Watchers(self.progress, Meter(self.metrics), Sampling(self.power))
-
     def take(self, planner: Planner) -> None:
         """Serve this planner, which was opened with :attr:`observer`; it is closed in the end."""
         self.planner = planner
@@ -110,7 +99,7 @@ class Service:
         metrics.size(planner.shape.block_size)
         metrics.tested("none" if tested is None else "passed" if tested.ok else "failed")
         metrics.queue_depth.set_function(lambda: planner.waiting)
-        metrics.running.set_function(lambda: self.progress.running)
+        metrics.running.set_function(lambda: self.pulse.running)
         metrics.drafting.set_function(lambda: planner.drafting)
         metrics.stalled.set_function(self.stalled_seconds)
         metrics.ready.set_function(lambda: self.state == "ready")
@@ -142,7 +131,7 @@ class Service:
 
     def stalled_seconds(self) -> float:
         """Seconds since the engine last got on; 0 when it has nothing to do. From any thread."""
-        return self.progress.stalled_seconds(self.planner.waiting if self.planner is not None else 0)
+        return self.pulse.stalled_seconds(self.planner.waiting if self.planner is not None else 0)
 
     def health(self) -> tuple[bool, dict[str, Any]]:
         """Whether the engine gets on, and what to say about it."""
@@ -152,7 +141,7 @@ class Service:
         said = {
             "status": "ok" if good else "failed" if self.state == "failed" else "hung",
             "state": self.state,
-            "running": self.progress.running,
+            "running": self.pulse.running,
         }
         return good, {**said, "waiting": waiting, "stalled_seconds": round(stalled, 3)}
 
@@ -171,10 +160,10 @@ class Service:
                 self.state = "failed"
                 self.notifier.status(f"failed: {type(failure).__name__}: {failure}")
                 return failure
-            if self.progress.feeds(planner.waiting):
+            if self.pulse.feeds(planner.waiting):
                 self.notifier.watchdog()
             if self.state == "ready":
-                what = f"serving {self.config.model}: {int(self.progress.running)} running, {planner.waiting} waiting"
+                what = f"serving {self.config.model}: {int(self.pulse.running)} running, {planner.waiting} waiting"
                 if what != said:
                     self.notifier.status(said := what)
 
@@ -192,87 +181,30 @@ class Service:
 
     def retry_after(self) -> float:
         """Seconds in which what waits now is served, at the pace of the last requests."""
-        pace = sum(self._seconds) / len(self._seconds) if self._seconds else 1.0
+        pace = sum(self.seconds) / len(self.seconds) if self.seconds else 1.0
         return min(MOST_SECONDS, pace * max(1, self.planner.waiting if self.planner is not None else 0))
 
-    def start(self, call: Call, arrived: float, account: str | None = None) -> Running:
-        """Admit a call of an account (None: the service's own user); ``arrived``: time.perf_counter() of its arrival.
+    def check_model(self, name: str | None, param: str | None = None) -> None:
+        """Refuse the name of another model; None is none."""
+        if name is not None and name != self.config.model:
+            message = f"there is no model {name[:60]!r}; this service has {self.config.model!r}"
+            raise Refusal(message, status=404, code="model_not_found", param=param)
 
-        Errors come as Planner.stream raises them.
-        """
-        planner, sessions = self.loaded(account)
-        if call.model is not None and call.model != self.config.model:
-            raise Refusal(
-                f"there is no model {call.model[:60]!r}; this service has {self.config.model!r}",
-                status=404,
-                code="model_not_found",
-                param="model",
-            )
-
-        def begin() -> PlanStream:  # on a thread: opening a session may wait for the engine
-            session = None
-            if call.session is not None:
-                session = sessions.acquire(call.session)
-                running.held = call.session
-            running.began = time.perf_counter()
-            seconds = call.deadline if call.deadline is not None else self.config.timeouts.deadline or None
-            until = None if seconds is None else arrived + seconds
-            return queue(planner, session, call, account=account or own(), until=until)
-
-        writer = Writer(call, self.config.model, planner.fingerprint[:16])
-        running = Running(call, writer, AsyncPlanStream(begin), sessions)
-        self._running.add(running)
-        return running
-
-    async def finish(self, running: Running) -> Plan:
-        """The plan of a request, counted; its session is saved if that is wanted after every turn."""
-        plan = await running.stream.result()
-        self._count(running, plan)
-        if (name := running.call.session) is not None and plan.tokens:
-            try:
-                await self.on_thread(partial(running.sessions.turned, name))
-            except EdgeDflashError as error:  # the answer is there all the same
-                log.error("session %s was not saved: %s", name, error)
-                running.session_error = str(error)
-        return plan
-
-    def _count(self, running: Running, plan: Plan) -> None:
-        if not running.counted:
-            running.counted = True
-            self.metrics.plan(plan)
-            if (joules := self._joules(running, plan)) is not None:
-                self.metrics.joules.labels(self.power.rail).observe(joules)
-            if plan.tokens:
-                self._seconds.append(plan.timings.total_seconds - plan.timings.queue_seconds)
-
-    def _joules(self, running: Running, plan: Plan) -> float | None:
-        """Energy of the board while a plan was made; None where it does not say its power."""
-        timings = plan.timings
-        return self.power.joules(running.began + timings.queue_seconds, running.began + timings.total_seconds)
-
-    async def details(self, running: Running) -> dict[str, Any]:
-        """What is told of a finished request beside its plan: the board, and what went wrong with its session."""
-        state: BoardState = await self.on_thread(self.board)
-        joules = self._joules(running, running.stream.plan)
-        board = state.brief() if joules is None else {**state.brief(), "joules": joules}
-        found: dict[str, Any] = {"board": board, "session_error": running.session_error}
-        return {name: value for name, value in found.items() if value}
-
-    async def end(self, running: Running) -> None:
-        """A request is over, however: nothing of it stays on the engine."""
-        try:
-            await running.stream.aclose()
-            self._count(running, running.stream.plan)  # of a client that left: its tokens were made all the same
-        except Exception as error:
-            log.debug("a request ended with %r", error)
-        finally:
-            self._running.discard(running)
-            if running.held is not None:
-                await self.on_thread(partial(running.sessions.release, running.held))
+    def refusal(self, error: Exception) -> Refusal:
+        """The refusal that an error of a request becomes; a defect is logged."""
+        refused = refusal(error, retry_after=self.retry_after())
+        if refused.status == 500:
+            log.error("a request failed", exc_info=error)
+        return refused
 
     async def on_thread(self, function: Callable[[], Any]) -> Any:
         """Run what may wait for the engine."""
         return await asyncio.get_running_loop().run_in_executor(self.threads, function)
+
+    async def written(self, make: Callable[[], dict[str, Any]]) -> Response:
+        """The response that ``make`` gives, made and written on a thread."""
+        body: bytes = await self.on_thread(lambda: dump(make(), sharing=True))
+        return Response(body, media_type="application/json")
 
     # Stopping ---------------------------------------------------------------------------------------------------------
 
@@ -285,15 +217,15 @@ class Service:
         self.notifier.status("stopping: waiting for the running request")
         began = time.monotonic()
         until = began + self.config.timeouts.drain
-        while self._running and time.monotonic() < until:
+        while self.streams and time.monotonic() < until:
             await asyncio.sleep(0.02)
             if time.monotonic() > began + PREPARE:
-                for running in [one for one in self._running if not one.stream.queued]:
-                    running.stream.cancel()
-        for running in list(self._running):
-            running.stream.cancel()  # ends at its next commit, with what it has
+                for stream in [one for one in self.streams if not one.queued]:
+                    stream.cancel()
+        for stream in list(self.streams):
+            stream.cancel()  # ends at its next commit, with what it has
         until = time.monotonic() + self.config.timeouts.write
-        while self._running and time.monotonic() < until:
+        while self.streams and time.monotonic() < until:
             await asyncio.sleep(0.02)
         if self.sessions is not None and not self.stalled_seconds():
             self.notifier.status("stopping: saving sessions")

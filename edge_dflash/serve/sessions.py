@@ -1,8 +1,8 @@
-"""One owner's conversations, by name: open ones in memory, saved ones in one directory, opened again when asked for.
+"""Conversations by owner and name: open ones in memory, saved ones in directories, opened again when asked for.
 
-Names were checked (:func:`edge_dflash.serve.names.session_name`). Every method but the constructor may wait for the
-engine, so none is called on the loop's thread. Where the disk fails, a session stays as it is in memory and is saved at
-the next occasion. Knows nothing of HTTP.
+An owner is an account; what others have is not there for it. Names were checked. Every method but the constructors may
+wait for the engine, so none is called on the loop's thread. Where the disk fails, a session stays as it is in memory
+and is saved at the next occasion.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ import threading
 import time
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from edge_dflash.errors import EdgeDflashError
 from edge_dflash.planner import Planner
-from edge_dflash.serve.refusal import Refusal
+from edge_dflash.serve.fields import Refusal
+from edge_dflash.serve.limits import own
 from edge_dflash.serve.state_dir import SessionFiles
 from edge_dflash.session import PlannerSession
 
@@ -282,3 +284,40 @@ def _unknown(name: str) -> Refusal:
 
 def _busy(name: str) -> Refusal:
     return Refusal(f"session {name!r} is in use; wait for its turn to end", status=409, code="session_busy")
+
+
+class AllSessions:
+    """The sessions of all owners, by owner. Used from any thread.
+
+    Files of the service's own user lie in the directory itself, as those of versions without owners; files of any other
+    account lie in a directory of its name.
+    """
+
+    def __init__(self, planner: Planner, directory: Path, *, limit: int, saved_limit: int, save: str) -> None:
+        """The limits are those of one owner; see :class:`Sessions`."""
+        self._make = partial(Sessions, planner, limit=limit, saved_limit=saved_limit, save=save)
+        self._directory = directory
+        self._lock = threading.Lock()
+        self._owners: dict[str, Sessions] = {}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._all()))
+
+    def of(self, owner: str) -> Sessions:
+        """The sessions of one owner."""
+        with self._lock:
+            if owner not in self._owners:
+                self._owners[owner] = self._make(self._directory if owner == own() else self._directory / owner)
+            return self._owners[owner]
+
+    def save_all(self) -> list[str]:
+        """See Sessions."""
+        return [problem for sessions in self._all() for problem in sessions.save_all()]
+
+    def save_soon(self) -> list[str]:
+        """See Sessions."""
+        return [problem for sessions in self._all() for problem in sessions.save_soon()]
+
+    def _all(self) -> list[Sessions]:
+        with self._lock:
+            return list(self._owners.values())

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from edge_dflash.errors import ServiceError, StorageError
-from edge_dflash.serve.refusal import Refusal
+from edge_dflash.serve.fields import Refusal
 
 log = logging.getLogger("edge_dflash.serve")
 SUFFIX = ".session"

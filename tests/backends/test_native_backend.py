@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from native_support import NATIVE_PAIR, formats_of, random_store
 
 from edge_dflash.backends.cuda import backend as native_backend
-from edge_dflash.backends.cuda import linear, loading
+from edge_dflash.backends.cuda import loading
 from edge_dflash.backends.cuda.backend import NativeBackend
 from edge_dflash.backends.cuda.graphs import REPEATS
 from edge_dflash.backends.cuda.weights import StoreWeights
@@ -27,7 +27,6 @@ STATE = Precision("bfloat16", "fp8")
 
 def load(monkeypatch, gpu, pair=NATIVE_PAIR, **options):
     monkeypatch.setattr(native_backend, "Gpu", lambda: gpu)
-    monkeypatch.setattr(linear, "prefer_shared", lambda kernel: None)
     weights = StoreWeights(random_store(formats_of()), formats_of())
     sizes = {"max_context": CONTEXT, "prefill_chunk": CHUNK} | options
     return NativeBackend(pair, weights, STATE, cubin=lambda unit: b"", **sizes)
@@ -186,8 +185,7 @@ TestBookkeeping = Bookkeeping.TestCase
     ],
 )
 def test_every_launch_of_every_pass_is_accepted_on_every_kind_of_device(monkeypatch, sm, rows, linears):
-    monkeypatch.setattr("edge_dflash.backends.cuda.linear.most_clusters", lambda *asked: 8)
-    monkeypatch.setattr("edge_dflash.backends.cuda.tiles.bf16_map", lambda *asked: None)  # asks a driver
+    monkeypatch.setattr("edge_dflash.backends.cuda.linear.bf16_map", lambda *asked: None)  # asks a driver
     gpu = ControlGpu()
     gpu.sm = sm
     pair = replace(NATIVE_PAIR, drafter=replace(NATIVE_PAIR.drafter, block_size=rows))
@@ -350,7 +348,6 @@ def test_ids_outside_the_vocabulary_never_reach_the_device(monkeypatch):
 def test_other_arithmetic_is_refused(monkeypatch):
     weights = StoreWeights(random_store(formats_of()), formats_of())
     monkeypatch.setattr(native_backend, "Gpu", ControlGpu)
-    monkeypatch.setattr(linear, "prefer_shared", lambda kernel: None)
     for precision, words in (
         (Precision("float32", "fp8"), "activations are 'float32'"),
         (Precision(kv="float32"), "kv"),

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edge_dflash.backends.cuda.linear import UNITS
-from edge_dflash.backends.cuda.splits import plan
+from edge_dflash.backends.cuda.splits import ClusterSplits, HopperSplits, StreamSplits, choose_splits
 from edge_dflash.errors import BackendError
 from edge_dflash.weights.formats import Fp8Weight, Nvfp4Weight, WideWeight, bf16_to_f32
 from edge_dflash.weights.layout import UNIT_BYTES, UNIT_ROWS, WINDOW, Layout, repack
@@ -215,7 +215,7 @@ def test_an_uneven_gated_pair_is_refused():
         repack((nvfp4(8, 64), nvfp4(16, 64)), swiglu=True)
 
 
-# -- plans -----------------------------------------------------------------------------------------------------------
+# -- splits ----------------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=200, deadline=None)
@@ -226,15 +226,16 @@ def test_an_uneven_gated_pair_is_refused():
     st.sampled_from(((87, 16), (89, 58), (90, 132), (110, 20), (121, 48))),
     st.booleans(),
 )
-def test_a_plan_fits_the_device_and_does_not_depend_on_the_rows(kind, n, blocks, device, split):
+def test_splits_fit_the_device_and_do_not_depend_on_the_rows(kind, n, blocks, device, split):
     layout = Layout(kind, (n,), 16 * blocks)
-    small, large = (plan(layout, rows, *device, may_split=split) for rows in (16, 32))
+    small, large = (choose_splits(layout, rows, *device, may_split=split) for rows in (16, 32))
     assert small.splits == large.splits
-    assert small.clustered or small.groups == large.groups
+    streams = isinstance(small, StreamSplits)
+    assert not streams or small.groups == large.groups
     assert small.blocks <= max(2 * device[1], small.splits)
-    assert 1 <= small.groups <= (2 * layout.units + 3 if small.clustered else layout.units)
-    assert small.clustered == (device[0] in (90, 110))
-    if small.clustered:  # K too large even for the most splits: refused at the launch
+    assert 1 <= small.groups <= (layout.units if streams else 2 * layout.units + 3)
+    assert isinstance(small, ClusterSplits) == (device[0] in (90, 110))
+    if not streams:  # K too large even for the most splits: refused at the launch
         assert small.shared_bytes <= 227 << 10 or small.splits == 8
         return
     assert small.splits <= layout.windows
@@ -244,37 +245,36 @@ def test_a_plan_fits_the_device_and_does_not_depend_on_the_rows(kind, n, blocks,
 
 def test_small_outputs_are_split_on_a_large_device_only():
     down = Layout("nvfp4", (5120,), 17408)
-    assert plan(down, 16, 87, 132, may_split=True).splits > 1
-    assert plan(Layout("nvfp4", (248_320,), 5120), 16, 87, 132, may_split=True).splits == 1
+    assert choose_splits(down, 16, 87, 132, may_split=True).splits > 1
+    assert choose_splits(Layout("nvfp4", (248_320,), 5120), 16, 87, 132, may_split=True).splits == 1
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.sampled_from(sorted(MAKE)), st.integers(1, 40_000), st.integers(1, 1200), st.sampled_from((78, 132)))
 def test_sixteen_rows_on_hopper_have_a_kernel_of_their_own_where_x_leaves_room(kind, n, blocks, sm_count):
     layout = Layout(kind, (n,), 16 * blocks)
-    found, other = (plan(layout, 16, 90, sm_count, most_rows=rows) for rows in (16, 32))
-    assert other == plan(layout, 16, 90, sm_count)
-    assert found.clustered
-    assert not other.hopper
-    if not found.hopper:
+    found, other = (choose_splits(layout, 16, 90, sm_count, most_rows=rows) for rows in (16, 32))
+    assert other == choose_splits(layout, 16, 90, sm_count)
+    assert isinstance(other, ClusterSplits)
+    if not isinstance(found, HopperSplits):
         assert found == other
         return
     assert found.shared_bytes <= 227 << 10
     assert 1 <= found.groups <= min(sm_count // found.splits, -(-layout.units // 4))
     assert (found.blocks, found.threads) == (found.groups * found.splits, 640)
-    assert found.sum_bytes(layout, 16) == 0
-    assert found.rank_bytes(16) == 128 * found.blocks
+    assert found.rank_bytes == 128 * found.blocks
 
 
 @pytest.mark.parametrize(("sm", "rows"), [(110, 16), (121, 16), (90, 17), (90, 32)])
 def test_hopper_kernels_are_for_hopper_and_sixteen_rows(sm, rows):
-    assert not plan(Layout("nvfp4", (5120,), 6144), rows, sm, 132, most_rows=rows).hopper
+    found = choose_splits(Layout("nvfp4", (5120,), 6144), rows, sm, 132, most_rows=rows)
+    assert not isinstance(found, HopperSplits)
 
 
 def test_shapes_of_qwen_on_hopper():
     """What was measured to be best, or within 2 % of it; the drafter's wide input does not fit."""
-    plans = {
-        name: plan(Layout("nvfp4", columns, k, name == "gate up"), 16, 90, 132, most_rows=16)
+    chosen = {
+        name: choose_splits(Layout("nvfp4", columns, k, name == "gate up"), 16, 90, 132, most_rows=16)
         for name, columns, k in (
             ("qkv z", (10240, 6144), 5120),
             ("out", (5120,), 6144),
@@ -284,7 +284,7 @@ def test_shapes_of_qwen_on_hopper():
             ("fc", (5120,), 25_600),
         )
     }
-    splits = {name: found.splits for name, found in plans.items() if found.hopper}
+    splits = {name: found.splits for name, found in chosen.items() if isinstance(found, HopperSplits)}
     assert splits == {"qkv z": 2, "out": 8, "gate up": 2, "down": 8, "lm_head": 2}
 
 
@@ -292,23 +292,23 @@ def test_no_more_clusters_than_the_device_holds():
     layout = Layout("bf16", (16384,), 5120)
     asked = []
 
-    def clusters(splits, teams, shared):
-        asked.append((splits, teams, shared))
+    def clusters(*block):
+        asked.append(block)
         return 62
 
-    held, free = plan(layout, 16, 90, 132, clusters=clusters), plan(layout, 16, 90, 132)
-    assert asked == [(held.splits, held.teams, held.shared_bytes)]
+    held, free = choose_splits(layout, 16, 90, 132, clusters=clusters), choose_splits(layout, 16, 90, 132)
+    assert asked == [(held.kernel, held.splits, held.threads, held.shared_bytes)]
     assert (held.splits, held.groups, held.blocks) == (4, 124, 248)
     assert free.blocks == 264
-    assert held.threads == 32 * 4 * held.teams
+    assert held.kernel == f"linear_cluster_bf16_16_4_{held.threads // (32 * 4)}"
     for rows in (16, 32):
         with pytest.raises(BackendError, match=r"no room for a cluster of \d blocks with \d+ bytes"):
-            plan(layout, 16, 90, 132, most_rows=rows, clusters=lambda splits, teams, shared: 0)
+            choose_splits(layout, 16, 90, 132, most_rows=rows, clusters=lambda *block: 0)
 
 
 def test_too_many_rows_are_refused():
     with pytest.raises(BackendError, match="33 rows"):
-        plan(Layout("nvfp4", (32,), 64), 33, 90, 132)
+        choose_splits(Layout("nvfp4", (32,), 64), 33, 90, 132)
 
 
 # -- compilation -----------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from cubin_support import cubin, kernel_use
 
-from edge_dflash.backends.cuda import linear, splits
+from edge_dflash.backends.cuda import splits
 from edge_dflash.backends.cuda.compile import KERNELS
 from edge_dflash.backends.cuda.linear import Linears
 from edge_dflash.weights.layout import Layout
@@ -16,15 +16,14 @@ from edge_dflash.weights.layout import Layout
     ("sm", "rows", "units"),
     [(87, 16, ("linear",)), (110, 32, ("linear_cluster",)), (90, 32, ("linear_cluster",)), (90, 16, None)],
 )
-def test_every_kernel_that_a_device_has_is_loaded(monkeypatch, sm, rows, units):
+def test_every_kernel_that_a_device_has_is_loaded(sm, rows, units):
     loaded = {}
 
     def load(unit):
         names = loaded.setdefault(unit, [])
         return SimpleNamespace(kernel=lambda name, **_: names.append(name))
 
-    monkeypatch.setattr(linear, "prefer_shared", lambda kernel: None)
-    Linears(SimpleNamespace(sm=sm, load=load), lambda unit: unit, most_rows=rows)
+    Linears(SimpleNamespace(sm=sm, load=load, prefer_shared=lambda kernel: None), lambda unit: unit, most_rows=rows)
     arch = f"sm{sm}" + ("a" if sm >= 90 else "")
     units = units or ("linear_cluster", "linear_hopper")
     assert set(loaded) - {"linear_tiles", "finish"} == set(units)
@@ -52,5 +51,5 @@ def test_shared_memory_on_hopper_is_what_the_kernel_lays_out():
             slots = constant("SLOTS") * constant("QUAD") * sums if count > 1 else 0
             x = blocks * constant("BLOCK_K") * constant("ROWS") * 2
             ring = warps * int(depth) * units[kind]
-            found = splits.hopper_plan(Layout(kind, (640,), 5120), 132, None, count)
+            found = splits.HopperSplits.of(Layout(kind, (640,), 5120), count, 132, None)
             assert found.shared_bytes == constant("EXCHANGE") + warps * sums + slots + x + ring

@@ -6,8 +6,7 @@ from planned_support import planned_backend
 from tensorrt_support import Formatted, spec, units
 
 from edge_dflash.backends.cuda import backend as native_backend
-from edge_dflash.backends.cuda import linear
-from edge_dflash.backends.cuda.weights import StoreWeights, stored_formats
+from edge_dflash.backends.cuda.weights import StoreWeights
 from edge_dflash.backends.tensorrt.schedule import RunPlan
 from edge_dflash.decode.backend import Precision
 from edge_dflash.model import pair_programs
@@ -20,9 +19,8 @@ LAUNCHES = {RmsNorm: "rms_norm", Add: "add_columns", SwiGlu: "gate_columns"}
 def backend(monkeypatch):
     gpu = ControlGpu()
     monkeypatch.setattr(native_backend, "Gpu", lambda: gpu)
-    monkeypatch.setattr(linear, "prefer_shared", lambda kernel: None)
     store, pair = Formatted("demo", "w4a16"), spec("demo")
-    weights = StoreWeights(store, stored_formats(store, pair_programs(pair).weights))
+    weights = StoreWeights(store, {name: store.get(name).format for name in pair_programs(pair).weights})
     return planned_backend(pair, weights, Precision(), lambda unit: b"", max_context=256, prefill_chunk=64)
 
 

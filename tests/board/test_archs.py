@@ -155,5 +155,6 @@ def test_inspect_takes_the_chunk_of_the_board():
     }
     assert (found["sm110"].prefill_chunk, found["sm87"].prefill_chunk) == (128, 64)
     assert found["sm110"].to_json()["prefill_chunk_ms"] == pytest.approx(71.8, abs=0.1)
-    given = inspect_recipe(spec("qwen3.6-27b"), default_recipe(), board=load_board("sm110"), prefill_chunk=17)
+    recipe = replace(default_recipe(), context=replace(default_recipe().context, prefill_chunk=17))
+    given = inspect_recipe(spec("qwen3.6-27b"), recipe, board=load_board("sm110"))
     assert given.prefill_chunk == 17

@@ -18,9 +18,9 @@ from edge_dflash.builder.builder import build
 from edge_dflash.builder.finish import finish
 from edge_dflash.bundle.manifest import Trial, dump_manifest, parse_manifest
 from edge_dflash.bundle.reader import Bundle, read_manifest
-from edge_dflash.checks import doctor_bundle as doctor
-from edge_dflash.checks.doctor_facts import BundleFacts, Facts
-from edge_dflash.checks.report import _bundle
+from edge_dflash.checks.doctor import BundleFacts, Facts
+from edge_dflash.checks.doctor_checks import plans
+from edge_dflash.checks.record import identity
 from edge_dflash.decode.backend import PairShape
 from edge_dflash.errors import BackendError, BuildError, BundleError, VerificationError
 
@@ -237,11 +237,9 @@ def test_inspect_shows_both_figures(board, bundle, cli):
 
 
 def test_doctor_and_report_carry_the_figures(board, bundle):
-    facts = Facts(tensorrt={"tensorrt": "10.13.3"})
-
     def judged():
-        manifest = read_manifest(bundle)
-        return doctor.plans(BundleFacts(bundle, manifest, None, 0, False), manifest, facts)
+        held = BundleFacts(bundle, read_manifest(bundle), None, 0, False)
+        return plans(Facts(tensorrt={"tensorrt": "10.13.3"}, bundle=held))
 
     check = judged()
     assert (check.status, check.found) == ("warn", "14 of 14 plans are yet to be built; native runs")
@@ -250,7 +248,7 @@ def test_doctor_and_report_carry_the_figures(board, bundle):
     check = judged()
     assert check.status == "ok"
     assert check.found.endswith("native 20 ms a cycle, tensorrt 15 ms a cycle: tensorrt runs")
-    report = json.loads(json.dumps(_bundle(bundle, read_manifest(bundle))))
+    report = json.loads(json.dumps(identity(bundle, read_manifest(bundle))))
     assert (report["backend"], report["backends"]) == ("tensorrt", ["native", "tensorrt"])
     assert report["trial"]["cycle_ms"]["native"] == pytest.approx(20)
 

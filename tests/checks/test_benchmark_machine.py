@@ -10,9 +10,9 @@ import pytest
 
 from edge_dflash.backends.cuda import compile as kernels
 from edge_dflash.backends.cuda.compile import ARCHS, KERNELS
-from edge_dflash.checks import machine
-from edge_dflash.checks.cubins import Cubins, device_arch
-from edge_dflash.checks.results_file import append, check_record
+from edge_dflash.checks import record as machine
+from edge_dflash.checks.record import append, check_record
+from edge_dflash.checks.subjects import cubins
 from edge_dflash.errors import BackendError, RequestError
 
 ROOT = Path(__file__).parents[2]
@@ -75,9 +75,9 @@ def test_the_commit_says_when_files_were_changed(tmp_path):
 
 def test_every_arch_has_a_device_and_others_are_refused():
     for arch in ARCHS:
-        assert device_arch(int(arch.removeprefix("sm").removesuffix("a"))) == arch
+        assert cubins(ROOT, int(arch.removeprefix("sm").removesuffix("a"))).keywords["arch"] == arch
     with pytest.raises(BackendError, match="this GPU is SM75; the kernels are built for sm87, sm89"):
-        device_arch(75)
+        cubins(ROOT, 75)
 
 
 def test_a_cubin_is_compiled_once_and_again_when_its_source_changes(monkeypatch, tmp_path):
@@ -87,11 +87,11 @@ def test_a_cubin_is_compiled_once_and_again_when_its_source_changes(monkeypatch,
     monkeypatch.setattr(kernels, "compile_cubin", lambda unit, arch: compiled.append((unit, arch)) or b"cubin")
     monkeypatch.setattr(kernels, "unit_sources", lambda unit: (sources / f"{unit}.cu",))
     for _ in range(2):
-        assert Cubins(tmp_path / "cache", "sm90a")("bench") == b"cubin"
+        assert cubins(tmp_path / "cache", 90)("bench") == b"cubin"
     assert compiled == [("bench", "sm90a")]
     (sources / "bench.cu").write_text("// another")
-    Cubins(tmp_path / "cache", "sm90a")("bench")
-    Cubins(tmp_path / "cache", "sm87")("bench")
+    cubins(tmp_path / "cache", 90)("bench")
+    cubins(tmp_path / "cache", 87)("bench")
     assert compiled == [("bench", "sm90a")] * 2 + [("bench", "sm87")]
     assert all(file.suffix == ".cubin" for file in (tmp_path / "cache").iterdir())
 

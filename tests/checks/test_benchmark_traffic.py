@@ -6,9 +6,8 @@ from math import prod
 
 import pytest
 
-from edge_dflash.checks.pairs import synthetic_pair
-from edge_dflash.checks.random_weights import kind_recipe
-from edge_dflash.checks.traffic import Costs
+from edge_dflash.checks.footprint import Costs
+from edge_dflash.checks.random_pair import kind_recipe, synthetic_pair
 from edge_dflash.model import pair_programs
 
 BYTES = {"nvfp4": 0.5625, "fp8": 1, "bf16": 2}

@@ -6,11 +6,19 @@ import math
 
 import numpy as np
 import pytest
+from random_words import random_words
 from synthetic import CONFIGS
 
 from edge_dflash.backends.cuda.memory import DevicePointer
-from edge_dflash.checks.pairs import pair_names, synthetic_pair
-from edge_dflash.checks.random_weights import KV_SCALE, Making, RandomWeights, kind_recipe, random_words, stack_rms
+from edge_dflash.checks.random_pair import (
+    KV_SCALE,
+    Making,
+    RandomWeights,
+    kind_recipe,
+    pair_names,
+    stack_rms,
+    synthetic_pair,
+)
 from edge_dflash.errors import RequestError
 from edge_dflash.model import pair_programs
 from edge_dflash.model.config import match_pair, read_drafter_spec, read_target_spec

@@ -18,11 +18,18 @@ from edge_dflash.board.linux import MemoryState
 from edge_dflash.board.profiles import load_board
 from edge_dflash.board.state import BoardState, read_board_state
 from edge_dflash.bundle.manifest import Plans
-from edge_dflash.checks import doctor_facts as gathering
-from edge_dflash.checks.doctor import examine, healthy, report
-from edge_dflash.checks.doctor_bundle import architecture, kernels, plans
-from edge_dflash.checks.doctor_check import CODES
-from edge_dflash.checks.doctor_facts import BundleFacts, Facts, gather, look_at, parse_properties, tensorrt_versions
+from edge_dflash.checks import doctor as gathering
+from edge_dflash.checks.doctor import (
+    BundleFacts,
+    Facts,
+    gather,
+    healthy,
+    look_at,
+    parse_properties,
+    report,
+    tensorrt_versions,
+)
+from edge_dflash.checks.doctor_checks import CODES, examine
 
 THOR = DeviceFacts("NVIDIA Thor", 110, (13, 0), True)
 RUNNING = {"LoadState": "loaded", "ActiveState": "active", "SubState": "running", "NRestarts": "0"}
@@ -270,9 +277,3 @@ def test_nothing_at_all_is_no_failure():
     broken = BundleFacts("b", None, "gone", None, False)
     assert not healthy(examine(Facts(bundle=broken)))
     assert Facts().board == BoardState()
-
-
-def test_checks_of_bundles_use_the_codes_of_their_table(thor):
-    made = thor.bundle.manifest
-    assert [check(made, thor).code for check in (architecture, kernels)] == ["D015", "D016"]
-    assert plans(thor.bundle, made, thor).code == "D017"

@@ -42,6 +42,11 @@ def inspected(model, recipe=ALL_NVFP4, board="agx-thor", **options):
     return inspect_recipe(spec(model), recipe, board=load_board(board), max_context=32768, **options)
 
 
+def wide(model):
+    """BF16 for every weight."""
+    return dict.fromkeys(pair_programs(spec(model)).weights, "bf16")
+
+
 def close(value, gigabytes):
     """Within 2 % of a published figure."""
     return value == pytest.approx(gigabytes * GB, rel=0.02)
@@ -107,7 +112,7 @@ STATE = {  # KV per token FP8, state slot, tape per row; bytes
 def test_state_bytes_are_exact(model):
     found = inspected(model)
     assert (found.kv_bytes_per_token, found.state_bytes, found.tape_bytes_per_row) == STATE[model]
-    wide_kv = inspect_pair(spec(model), lambda n, w: "bf16", board=found.board, max_context=64, kv_format="bfloat16")
+    wide_kv = inspect_pair(spec(model), wide(model), board=found.board, max_context=64, kv_format="bfloat16")
     assert wide_kv.kv_bytes_per_token == 2 * found.kv_bytes_per_token
     assert wide_kv.drafter_kv_bytes_per_token == 5 * 4096
     assert found.cycle.delta_state == 2 * found.state_bytes
@@ -211,7 +216,7 @@ def test_a_bundle_manifest_gives_the_same_numbers_as_its_recipe():
 
 
 def test_bad_sizes_are_refused_with_the_numbers():
-    pair, board = spec("qwen3-4b"), load_board("thor")
+    pair, formats, board = spec("qwen3-4b"), wide("qwen3-4b"), load_board("thor")
     for options, message in (
         ({"max_context": 16}, "maximum context 16"),
         ({"max_context": 64, "prefill_chunk": 0}, "prefill chunk 0"),
@@ -219,7 +224,5 @@ def test_bad_sizes_are_refused_with_the_numbers():
         ({"max_context": 64, "context": -1}, "context -1"),
     ):
         with pytest.raises(RequestError, match=message):
-            inspect_pair(pair, lambda n, w: "bf16", board=board, **options)
-    with pytest.raises(RequestError, match="no format is given for"):
-        inspect_pair(pair, {}, board=board, max_context=64)
-    assert inspect_pair(pair, lambda n, w: "bf16", board=board, max_context=64).context == 48
+            inspect_pair(pair, formats, board=board, **options)
+    assert inspect_pair(pair, formats, board=board, max_context=64).context == 48

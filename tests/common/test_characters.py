@@ -9,8 +9,8 @@ import pytest
 from edge_dflash.common.rules import lone_surrogate
 from edge_dflash.errors import RequestError
 from edge_dflash.planner import Planner
+from edge_dflash.serve.fields import Refusal
 from edge_dflash.serve.limits import parse_object
-from edge_dflash.serve.refusal import Refusal
 
 BAD = "a\ud800b"
 

@@ -16,6 +16,9 @@ from grammar_support import (
     SCHEMAS,
     Walk,
     compact,
+    compile_lark,
+    compile_regex,
+    compile_schema,
     compiled_here,
     satisfies,
     tokenizer,
@@ -27,12 +30,11 @@ from hypothesis import strategies as st
 from calib.demo.evaluate import heldout_tasks
 from edge_dflash import demo as demo_package
 from edge_dflash.decode.grammar import walker as module
-from edge_dflash.decode.grammar.compiled import compile_lark, compile_regex, compile_schema
 from edge_dflash.decode.grammar.schema_check import schema_json
 from edge_dflash.decode.grammar.vocabulary import Vocabulary
 from edge_dflash.decode.grammar.walker import Source, Walker, compiled
 from edge_dflash.decode.sampling import unpack
-from edge_dflash.demo.corpus import plan_schema
+from edge_dflash.demo.actions import plan_schema
 from edge_dflash.errors import RequestError
 from edge_dflash.text.tokenizer import Tokenizer
 
@@ -484,7 +486,7 @@ def test_slices_of_the_vocabulary_change_no_mask():
     """Pieces of strings are taken or left by length; the library's own, coarser slices are the reference."""
     from llguidance import LLMatcher, LLTokenizer
 
-    from edge_dflash.checks.vocabulary import synthetic_tokenizer
+    from edge_dflash.checks.random_pair import synthetic_tokenizer
 
     words = synthetic_tokenizer(4096)
     ours = Vocabulary(words.to_json(), words.size, (words.eos_token_id,)).tokenizer

@@ -19,17 +19,26 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fakes import FakeBackend, Stepped
-from grammar_support import END, SCHEMAS, compiled_here, tokenizer, vocab_size
+from grammar_support import (
+    END,
+    SCHEMAS,
+    compile_lark,
+    compile_regex,
+    compile_schema,
+    compiled_here,
+    tokenizer,
+    vocab_size,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edge_dflash.checks.vocabulary import synthetic_tokenizer
+from edge_dflash.checks.random_pair import synthetic_tokenizer
 from edge_dflash.decode.backend import PairShape
 from edge_dflash.decode.controls import ENDLESS, Controls, Interrupted, Patience
 from edge_dflash.decode.grammar import compiled as module
 from edge_dflash.decode.grammar import wire
 from edge_dflash.decode.grammar.child import Bounds
-from edge_dflash.decode.grammar.compiled import Grammar, Grammars, compile_lark, compile_regex, compile_schema, hold
+from edge_dflash.decode.grammar.compiled import Grammar, Grammars, hold
 from edge_dflash.decode.grammar.process import OverBounds
 from edge_dflash.decode.grammar.schema_check import schema_json
 from edge_dflash.decode.grammar.turns import Turns

@@ -15,7 +15,7 @@ from session_support import answer, forked
 from verify_support import BACKENDS
 
 from edge_dflash.backends.host import Delegate
-from edge_dflash.checks.adversary import Adversary, drafters, oracle_until
+from edge_dflash.checks.lossless import Adversary, drafters, oracle_until
 from edge_dflash.decode.accept import Relaxation
 from edge_dflash.decode.controls import Controls
 from edge_dflash.decode.loop import stream

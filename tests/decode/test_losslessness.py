@@ -7,7 +7,7 @@ import pytest
 from golden_pairs import NAMES, golden, same_bits
 from verify_support import BACKENDS
 
-from edge_dflash.checks.adversary import Adversary, oracle_until
+from edge_dflash.checks.lossless import Adversary, oracle_until
 from edge_dflash.decode.loop import generate
 from edge_dflash.decode.options import Options
 

@@ -5,9 +5,8 @@ import random
 import numpy as np
 import pytest
 from fakes import Stepped
-from grammar_support import END, tokenizer, vocab_size
+from grammar_support import END, compile_regex, tokenizer, vocab_size
 
-from edge_dflash.decode.grammar.compiled import compile_regex
 from edge_dflash.decode.grammar.vocabulary import Vocabulary
 from edge_dflash.decode.grammar.walker import Source, Walker, compiled
 from edge_dflash.decode.sampling import unpack

@@ -2,12 +2,14 @@ import json
 
 import pytest
 
-from edge_dflash.demo import corpus
-from edge_dflash.demo.actions import schema_problems, step
+from calib.demo import corpus
+from calib.demo.corpus import make_task, task_json, task_key, tasks
+from calib.demo.planning import derive
+from calib.demo.scenes import scene_json, scene_text
+from edge_dflash.demo.actions import plan_schema, schema_problems, step
 from edge_dflash.demo.checking import goal_problems, scene_schema
-from edge_dflash.demo.corpus import check_plan, check_success, make_task, plan_schema, task_from_json, tasks
-from edge_dflash.demo.planning import Goal, derive
-from edge_dflash.demo.world import DOCK, Place, Room, Scene, Thing, scene_text
+from edge_dflash.demo.tasks import check_plan, check_success, task_from_json
+from edge_dflash.demo.world import DOCK, Goal, Place, Room, Scene, Thing
 
 
 def scene(**changes):
@@ -50,7 +52,7 @@ def test_a_task_is_made_from_its_number_alone():
 def test_a_task_survives_json():
     for seed in range(20):
         task = make_task(seed)
-        assert task_from_json(json.loads(json.dumps(task.to_json()))) == task
+        assert task_from_json(json.loads(json.dumps(task_json(task)))) == task
 
 
 def test_tasks_are_of_all_kinds():
@@ -67,7 +69,7 @@ def test_held_out_tasks_ask_for_plans_without_thinking():
 
 def test_training_leaves_out_the_scenes_and_goals_of_held_out_tasks():
     made = list(tasks("train", 0, 20))
-    kept = list(tasks("train", 0, 20, exclude=frozenset({made[3].key})))
+    kept = list(tasks("train", 0, 20, exclude=frozenset({task_key(made[3])})))
     assert [task.seed for task in kept] == [task.seed for task in made if task != made[3]]
 
 
@@ -130,7 +132,7 @@ def test_scene_text_tells_doors_locks_and_traits():
     ],
 )
 def test_invalid_plans_are_told(text, problem):
-    task = task_from_json({**make_task(0, plain=True).to_json(), "scene": scene().to_json()})
+    task = task_from_json({**task_json(make_task(0, plain=True)), "scene": scene_json(scene())})
     assert problem in " ".join(check_plan(task, text))
 
 

@@ -6,9 +6,9 @@ from tokenizers import Tokenizer
 
 import edge_dflash.demo
 from calib.demo import evaluate as module
+from calib.demo.corpus import heldout_keys, task_key, tasks
 from calib.demo.evaluate import Answer, evaluate, heldout_tasks, planner_generate
 from calib.demo.tokenizer import MASK_ID, train_tokenizer
-from edge_dflash.demo.corpus import heldout_keys, tasks
 from edge_dflash.errors import BundleError
 from edge_dflash.model.config import match_pair, read_drafter_spec, read_target_spec
 
@@ -55,7 +55,7 @@ def test_a_path_that_is_no_bundle_is_refused(monkeypatch, tmp_path):
 
 def test_shipped_tasks_are_those_of_the_generator():
     assert heldout_tasks() == tuple(tasks("heldout", 0, 64))
-    assert {task.key for task in heldout_tasks()} <= heldout_keys()
+    assert {task_key(task) for task in heldout_tasks()} <= heldout_keys()
 
 
 def test_shipped_tokenizer_is_what_training_makes():

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 
+from calib.demo.corpus import make_task, tasks
 from calib.demo.data import batches, pack, training_set
 from calib.demo.drafter import Drafter, DrafterConfig
 from calib.demo.model import Target, TargetConfig
@@ -23,7 +24,6 @@ from calib.demo.tokenizer import (
 from calib.demo.train_drafter import DrafterRun, block_loss, own_answers, train_drafter
 from calib.demo.train_target import TargetRun, language_loss, train_target
 from calib.demo.training import learning_rate
-from edge_dflash.demo.corpus import make_task, tasks
 from edge_dflash.text.tokenizer import Tokenizer
 
 SMALL = {"hidden_size": 32, "intermediate_size": 32, "head_dim": 16}

@@ -16,7 +16,7 @@ from native_state_support import Device
 
 from edge_dflash.backends.cuda.linear import Linears, LinearWeights, Norm
 from edge_dflash.backends.cuda.memory import DevicePointer, Matrix
-from edge_dflash.backends.cuda.splits import cluster_plan, hopper, hopper_plan, row_tile
+from edge_dflash.backends.cuda.splits import ClusterSplits, HopperSplits, StreamSplits, hopper, row_tile
 from edge_dflash.weights.layout import Layout
 
 ARENA = 3 << 30
@@ -46,21 +46,22 @@ MODEL_4B = {
 
 
 class Tuned(Linears):
-    """Linears whose plans can be bent: another number of blocks in a cluster."""
+    """Linears whose launches can be bent: another number of blocks in a cluster."""
 
     splits = None
 
-    def plan(self, layout, rows, *, may_split=False):
-        plan = super().plan(layout, rows, may_split=may_split)
-        if self.splits and plan.clustered:
-            tile = row_tile(rows)
-            clusters = partial(self._clusters, layout.format, tile)
-            if hopper(self._gpu.sm, self._most_rows):
-                bent = hopper_plan(layout, self._gpu.sm_count, clusters, self.splits)
-            else:
-                bent = cluster_plan(layout, tile, self._gpu.sm_count, self.splits, clusters)
-            plan = bent if bent.shared_bytes <= 227 << 10 else plan
-        return plan
+    def choose(self, layout, rows, *, may_split=False):
+        chosen, gpu = super().choose(layout, rows, may_split=may_split), self._gpu
+        if self.splits and not isinstance(chosen, StreamSplits):
+            if hopper(gpu.sm, self._most_rows):
+                if self.splits in HopperSplits.counts(layout):
+                    return HopperSplits.of(layout, self.splits, gpu.sm_count, self._clusters)
+            elif self.splits in ClusterSplits.counts(layout):
+                return ClusterSplits.of(layout, row_tile(rows), self.splits, gpu.sm_count, self._clusters)
+        return chosen
+
+    def _clusters(self, name, *block):
+        return self._gpu.most_clusters(self._kernels[name], *block)
 
 
 class Bench:
@@ -185,8 +186,8 @@ def main():
                 if variant != "base" and (name in ("z", "qkv", "q k v") or "unsplit" in name):
                     continue
                 layout = Layout("nvfp4", columns, k, gated)
-                plan = linears.plan(layout, ROWS, may_split=split)
-                title_here = f"{title} {name} {plan.splits}x{plan.groups} t{plan.teams}"
+                splits = linears.choose(layout, ROWS, may_split=split)
+                title_here = f"{title} {name} {splits.splits}x{splits.groups} t{splits.threads}"
                 line(variant, title_here, bench.shape(linears, layout, split), layout.nbytes)
             line(variant, f"{title} layer", *bench.layers(linears, "nvfp4", model))
         if variant in ("base", "32 rows"):

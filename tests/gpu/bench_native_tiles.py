@@ -16,9 +16,8 @@ import torch
 from native_linear_support import cubin
 from native_state_support import Device
 
-from edge_dflash.backends.cuda.linear import Linears, LinearWeights
+from edge_dflash.backends.cuda.linear import Linears, LinearWeights, Tiles
 from edge_dflash.backends.cuda.memory import DevicePointer, Matrix
-from edge_dflash.backends.cuda.tiles import Tiles
 from edge_dflash.weights.layout import Layout
 
 ARENA = 1 << 30

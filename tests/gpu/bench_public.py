@@ -23,9 +23,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from edge_dflash.checks.bench import Device, Work, decode_all, fitted
-from edge_dflash.checks.machine import ClockSample, describe
-from edge_dflash.checks.measure import ROUNDS, Meter, accept_pattern, decoded, on_device
-from edge_dflash.checks.pairs import synthetic_pair
+from edge_dflash.checks.measure import ROUNDS, Meter, accept_pattern, decoded, host_cycle, on_device
+from edge_dflash.checks.random_pair import synthetic_pair
+from edge_dflash.checks.record import ClockSample, describe
 from edge_dflash.checks.subjects import CUBINS, bundle_subject, probe_device, synthetic_subject
 from edge_dflash.errors import EdgeDflashError
 from edge_dflash.planner import Planner
@@ -56,7 +56,7 @@ def measure(subject, device, work):
     if on_device(planner.backend):
         cycle = meter.device_cycle(subject.prompts[0], sample)
     else:
-        cycle = meter.host_cycle(decodings.cycles)
+        cycle = host_cycle(decodings.cycles)
     row = {"pair": subject.title, "weights": subject.weights, "prompts": subject.source, "load_s": subject.load_seconds}
     row["clocks"] = sample.result()
     row |= {"raw": asdict(decodings.raw), "planner": asdict(decodings.planned)}

@@ -19,10 +19,9 @@ from transformers_pair import Transformers
 
 from edge_dflash.backends.cuda.linear import LinearWeights
 from edge_dflash.backends.cuda.memory import DevicePointer
-from edge_dflash.checks.machine import describe
 from edge_dflash.checks.measure import Meter, accept_pattern
-from edge_dflash.checks.pairs import synthetic_pair
-from edge_dflash.checks.random_weights import RandomWeights
+from edge_dflash.checks.random_pair import RandomWeights, synthetic_pair
+from edge_dflash.checks.record import describe
 from edge_dflash.checks.subjects import CUBINS
 from edge_dflash.decode.backend import Precision
 from edge_dflash.planner import Planner
@@ -111,13 +110,13 @@ def agreement(hf, backend, prompt, text):
     return found
 
 
-def ours(hf, pair, prompt, pattern, tokens, most, cubins):
+def ours(hf, pair, prompt, pattern, tokens, most, folder):
     """edge-dflash with the tensors of ``hf``: (plain, speculative) Decode, and the agreement."""
     from edge_dflash.backends.cuda.backend import NativeBackend
     from edge_dflash.backends.cuda.support import device_sm
-    from edge_dflash.checks.cubins import Cubins, device_arch
+    from edge_dflash.checks.subjects import cubins
 
-    cubin = Cubins(cubins, device_arch(device_sm()))
+    cubin = cubins(folder, device_sm())
     weights = TorchWeights(pair, hf.tensors)
     backend = NativeBackend(pair, weights, Precision(kv="bfloat16"), cubin=cubin, max_context=most)
     with Planner(backend, None, fallback=False) as planner:

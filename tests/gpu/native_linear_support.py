@@ -9,6 +9,7 @@ import torch
 from native_state_support import CACHE, Device, bf16
 
 from edge_dflash.backends.cuda.compile import KERNELS, compile_cubin
+from edge_dflash.backends.cuda.linear import LinearWeights
 from edge_dflash.backends.cuda.memory import Matrix
 from edge_dflash.weights.formats import Fp8Weight, Nvfp4Weight, WideWeight
 from edge_dflash.weights.layout import repack
@@ -113,7 +114,7 @@ def check_greedy(device, linears, stack, x, rows):
     """The ids are the first of each row's largest stored logits, which are those of ``linear``; returns them."""
     (n,) = stack.layout.columns
     ids = device.poisoned(4 * rows)
-    scratch = device.poisoned(linears.plan(stack.layout, rows).rank_bytes(rows))
+    scratch = device.poisoned(linears.choose(stack.layout, rows).rank_bytes)
     logits = empty(device, rows, n)
     linears.greedy(stack, device.rows(x), ids, rows, scratch, logits)
     stored = fetch(device, logits, rows)
@@ -129,7 +130,7 @@ def check_greedy(device, linears, stack, x, rows):
 def check_slice(device, linears, k, n):
     """Columns k .. 2 k of wider rows give what the same values in rows of their own give."""
     x = inputs(16, 2 * k)
-    stack, whole = linears.upload(repack(weight("fp8", n, k, 2))), device.rows(x)
+    stack, whole = LinearWeights.of(device.gpu, repack(weight("fp8", n, k, 2))), device.rows(x)
     part, out = Matrix(whole.pointer.at(2 * k, whole.pointer.nbytes - 2 * k), 2 * k), empty(device, 16, n)
     linears.linear(stack, part, [out], 16)
     assert torch.equal(fetch(device, out, 16), run(device, linears, stack, x[:, k:], 16)[0])

@@ -6,13 +6,12 @@ from functools import partial
 import numpy as np
 import pytest
 from native_linear_support import CACHE
+from random_words import random_words
 
 from edge_dflash.backends.cuda.driver import Gpu
 from edge_dflash.checks.bench import Work
-from edge_dflash.checks.cubins import Cubins, device_arch
-from edge_dflash.checks.probe import read_bandwidth
-from edge_dflash.checks.random_weights import random_words
-from edge_dflash.checks.subjects import bench_synthetic
+from edge_dflash.checks.measure import read_bandwidth
+from edge_dflash.checks.subjects import bench_synthetic, cubins
 
 pytestmark = pytest.mark.gpu
 
@@ -27,7 +26,7 @@ def gpu():
 @pytest.mark.parametrize(("form", "bits", "exponent"), [("nvfp4", 4, 0), ("fp8", 8, 6), ("bf16", 16, 117)])
 def test_random_weights_are_those_of_the_mirror(gpu, form, bits, exponent):
     words = 3 * 288 * 1000 + 17
-    kernel = gpu.load(Cubins(CACHE, device_arch(gpu.sm))("bench")).kernel("bench_weights")
+    kernel = gpu.load(cubins(CACHE, gpu.sm)("bench")).kernel("bench_weights")
     memory = gpu.allocate(4 * words)
     gpu.fill(memory, 0xFF)
     arguments = (memory, ctypes.c_longlong(words), ctypes.c_uint32(0xDEADBEEF), bits, exponent)
@@ -37,7 +36,7 @@ def test_random_weights_are_those_of_the_mirror(gpu, form, bits, exponent):
 
 
 def test_the_read_bandwidth_is_steady(gpu):
-    first, again = (read_bandwidth(gpu, Cubins(CACHE, device_arch(gpu.sm))) for _ in range(2))
+    first, again = (read_bandwidth(gpu, cubins(CACHE, gpu.sm)) for _ in range(2))
     assert abs(first / again - 1) < 0.05
 
 

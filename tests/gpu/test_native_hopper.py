@@ -19,9 +19,9 @@ from native_linear_support import (
 )
 from native_state_support import Device
 
-from edge_dflash.backends.cuda.linear import Linears, Norm
+from edge_dflash.backends.cuda.linear import Linears, LinearWeights, Norm
 from edge_dflash.backends.cuda.small import Small
-from edge_dflash.backends.cuda.splits import hopper, hopper_plan
+from edge_dflash.backends.cuda.splits import HopperSplits, hopper
 from edge_dflash.weights.layout import repack
 
 pytestmark = pytest.mark.gpu
@@ -32,8 +32,10 @@ class Split(Linears):
 
     splits, most = None, 1 << 30
 
-    def plan(self, layout, rows, *, may_split=False):
-        return hopper_plan(layout, self._gpu.sm_count, lambda s, _, __: min(self.most, 120 // s), self.splits)
+    def choose(self, layout, rows, *, may_split=False):
+        count = self._gpu.sm_count
+        best = self.splits or min(HopperSplits.counts(layout), key=lambda s: HopperSplits.cost(layout, s, count))
+        return HopperSplits.of(layout, best, count, lambda _, s, *block: min(self.most, 120 // s))
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +58,7 @@ def as_planned(linears):
 @pytest.mark.parametrize(("kind", "n", "k"), [*SHAPES, *((f, 72, 352) for f in FORMATS)])  # 352: half a block of 64
 def test_equals_the_exact_product(device, linears, kind, n, k):
     w, x = weight(kind, n, k, n + k), inputs(16, k)
-    stack = linears.upload(repack(w))
+    stack = LinearWeights.of(device.gpu, repack(w))
     (found,) = run(device, linears, stack, x, 16)
     check_exact(found, expected(x, w), 2e-6)
 
@@ -66,7 +68,7 @@ def test_equals_the_exact_product(device, linears, kind, n, k):
 def test_every_split_and_any_number_of_clusters(device, linears, kind, splits):
     n, k = 1000, 1600  # 8 quads, the last with no rows of its own unit 3; 25 blocks of 64 k
     w, x = weight(kind, n, k, 5), inputs(16, k)
-    stack, exact, seen = linears.upload(repack(w)), expected(x, w), []
+    stack, exact, seen = LinearWeights.of(device.gpu, repack(w)), expected(x, w), []
     for most in (1, 3, 8):
         linears.splits, linears.most = splits, most
         seen.append(run(device, linears, stack, x, 16)[0])
@@ -77,7 +79,7 @@ def test_every_split_and_any_number_of_clusters(device, linears, kind, splits):
 @pytest.mark.parametrize("kind", FORMATS)
 def test_a_row_never_depends_on_other_rows_or_its_place(device, linears, kind):
     k = 1600
-    stack = linears.upload(repack(weight(kind, 600, k, 1)))
+    stack = LinearWeights.of(device.gpu, repack(weight(kind, 600, k, 1)))
     row = inputs(1, k, seed=7)
     seen = []
     for rows in (1, 7, 16):
@@ -93,12 +95,12 @@ def test_residual_and_gate(device, linears, kind):
     n, k = 344, 256
     gate, up = (weight(kind, n, k, seed) for seed in (3, 4))
     x = inputs(16, k)
-    g, u = (p.float() for p in run(device, linears, linears.upload(repack((gate, up))), x, 16))
+    g, u = (p.float() for p in run(device, linears, LinearWeights.of(device.gpu, repack((gate, up))), x, 16))
     res = inputs(16, n, seed=5)
     out = empty(device, 16, n)
-    linears.linear(linears.upload(repack((gate, up), swiglu=True)), device.rows(x), [out], 16)
+    linears.linear(LinearWeights.of(device.gpu, repack((gate, up), swiglu=True)), device.rows(x), [out], 16)
     assert ulps(fetch(device, out, 16), (torch.nn.functional.silu(g) * u).double()).max() <= 1
-    linears.linear(linears.upload(repack(gate)), device.rows(x), [out], 16, residual=device.rows(res))
+    linears.linear(LinearWeights.of(device.gpu, repack(gate)), device.rows(x), [out], 16, residual=device.rows(res))
     assert torch.equal(fetch(device, out, 16), (res + g).bfloat16())
 
 
@@ -106,7 +108,7 @@ def test_residual_and_gate(device, linears, kind):
 @pytest.mark.parametrize(("n", "k"), [(256, 768), (2560, 4096), (5120, 17408), (6, 64)])
 def test_split_over_blocks(device, linears, kind, n, k):
     w, x = weight(kind, n, k, 9), inputs(16, k)
-    stack, scratch = linears.upload(repack(w)), device.poisoned(16)
+    stack, scratch = LinearWeights.of(device.gpu, repack(w)), device.poisoned(16)
     res, norm = inputs(16, n, seed=5), torch.rand(n) + 0.5
     out, normal, again = (empty(device, 16, n) for _ in range(3))
     norms = Norm(device.up(norm), 1e-6, normal)
@@ -125,7 +127,7 @@ def test_a_stack_with_a_side_stack(device, linears, splits, kind):
     parts = [weight(kind, n, k, n) for n in (512, 96, 100)]
     gates = [weight("bf16", 48, k, s) for s in (1, 2)]
     x = inputs(16, k)
-    stack, side = linears.upload(repack(parts)), linears.upload(repack(gates))
+    stack, side = LinearWeights.of(device.gpu, repack(parts)), LinearWeights.of(device.gpu, repack(gates))
     outs, side_outs = [empty(device, 16, n) for n in (512, 96, 100)], [empty(device, 16, 48) for _ in gates]
     linears.splits = splits
     for most in (1, 8):
@@ -146,7 +148,7 @@ def test_greedy(device, linears, splits, n, low, high):
     w.packed[high:] = w.packed[low : low + n - high]  # ties
     w.block_scale[high:] = w.block_scale[low : low + n - high]
     linears.splits = splits
-    assert check_greedy(device, linears, linears.upload(repack(w)), x, 16).min() >= low
+    assert check_greedy(device, linears, LinearWeights.of(device.gpu, repack(w)), x, 16).min() >= low
 
 
 def test_a_slice_of_columns_is_accepted(device, linears):
@@ -163,7 +165,7 @@ def test_the_same_bits_every_time(device, linears, kind, splits):
     n, k = 4096, 2560
     w, x = weight(kind, n, k, 3), inputs(16, k)
     repacked = repack(w)
-    stacks = [linears.upload(repacked) for _ in range(4)]
+    stacks = [LinearWeights.of(device.gpu, repacked) for _ in range(4)]
     outs = [empty(device, 16, n) for _ in range(40)]
     rows = device.rows(x)
     linears.splits, linears.most = splits, 3
@@ -176,4 +178,4 @@ def test_the_same_bits_every_time(device, linears, kind, splits):
 
 def test_more_rows_than_the_kernels_take_are_refused(device, linears):
     with pytest.raises(ValueError, match="17 rows"):
-        Linears.plan(linears, repack(weight("fp8", 64, 64, 1)).layout, 17)
+        Linears.choose(linears, repack(weight("fp8", 64, 64, 1)).layout, 17)

@@ -17,11 +17,17 @@ from native_linear_support import (
 )
 from native_state_support import Device
 
-from edge_dflash.backends.cuda.linear import Linears, Norm
+from edge_dflash.backends.cuda.linear import Linears, LinearWeights, Norm
 from edge_dflash.backends.cuda.small import Small
+from edge_dflash.backends.cuda.splits import StreamSplits
 from edge_dflash.weights.layout import repack
 
 pytestmark = pytest.mark.gpu
+
+
+def _sum_bytes(linears, layout):
+    splits = linears.choose(layout, 32, may_split=True)
+    return splits.sum_bytes(layout) if isinstance(splits, StreamSplits) else 0
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +44,7 @@ def linears(device):
 @pytest.mark.parametrize(("kind", "n", "k"), SHAPES)
 def test_equals_the_exact_product(device, linears, kind, n, k):
     w, x = weight(kind, n, k, n + k), inputs(32, k)
-    stack = linears.upload(repack(w))
+    stack = LinearWeights.of(device.gpu, repack(w))
     exact = expected(x, w)
     (wide,) = run(device, linears, stack, x, 32)
     check_exact(wide, exact, 2e-6)
@@ -52,7 +58,7 @@ def test_equals_the_exact_product(device, linears, kind, n, k):
 @pytest.mark.parametrize("kind", FORMATS)
 def test_a_row_never_depends_on_other_rows_or_its_place(device, linears, kind):
     k = 1600
-    stack = linears.upload(repack(weight(kind, 600, k, 1)))
+    stack = LinearWeights.of(device.gpu, repack(weight(kind, 600, k, 1)))
     row = inputs(1, k, seed=7)
     seen = []
     for rows, tile in ((1, 16), (16, 16), (17, 32), (32, 32)):
@@ -76,9 +82,12 @@ def test_residual_and_gate(device, linears, kind):
     n, k = 344, 256  # at most one window a warp: then every block sums in the same order
     gate, up = (weight(kind, n, k, seed) for seed in (3, 4))
     x = inputs(16, k)
-    g, u = (p.float() for p in run(device, linears, linears.upload(repack((gate, up))), x, 16))
+    g, u = (p.float() for p in run(device, linears, LinearWeights.of(device.gpu, repack((gate, up))), x, 16))
     res = inputs(16, n, seed=5)
-    pair, single = linears.upload(repack((gate, up), swiglu=True)), linears.upload(repack(gate))
+    pair, single = (
+        LinearWeights.of(device.gpu, repack((gate, up), swiglu=True)),
+        LinearWeights.of(device.gpu, repack(gate)),
+    )
     out = empty(device, 16, n)
     linears.linear(pair, device.rows(x), [out], 16)
     gated = (torch.nn.functional.silu(g) * u).double()
@@ -95,8 +104,8 @@ def test_residual_and_gate(device, linears, kind):
 @pytest.mark.parametrize(("n", "k"), [(256, 768), (2560, 4096), (5120, 17408), (6, 64)])
 def test_split_over_blocks(device, linears, kind, n, k):
     w, x = weight(kind, n, k, 9), inputs(32, k)
-    stack = linears.upload(repack(w))
-    scratch = device.poisoned(linears.plan(stack.layout, 32, may_split=True).sum_bytes(stack.layout, 32))
+    stack = LinearWeights.of(device.gpu, repack(w))
+    scratch = device.poisoned(_sum_bytes(linears, stack.layout))
     res, norm = inputs(32, n, seed=5), torch.rand(n) + 0.5
     out, normal, again = (empty(device, 32, n) for _ in range(3))
     norms = Norm(device.up(norm), 1e-6, normal)
@@ -117,15 +126,15 @@ def test_a_stack_with_a_side_stack(device, linears):
     parts = [weight("nvfp4", n, k, n) for n in (512, 96, 100)]
     gates = [weight("bf16", 48, k, s) for s in (1, 2)]
     x = inputs(16, k)
-    stack, side = linears.upload(repack(parts)), linears.upload(repack(gates))
+    stack, side = LinearWeights.of(device.gpu, repack(parts)), LinearWeights.of(device.gpu, repack(gates))
     outs, side_outs = [empty(device, 16, n) for n in (512, 96, 100)], [empty(device, 16, 48) for _ in gates]
     linears.linear(stack, device.rows(x), outs, 16, side=side, side_out=side_outs)
     for w, out in zip((*parts, *gates), (*outs, *side_outs), strict=True):
-        (alone,) = run(device, linears, linears.upload(repack(w)), x, 16)
+        (alone,) = run(device, linears, LinearWeights.of(device.gpu, repack(w)), x, 16)
         near = (alone.float() - fetch(device, out, 16).float()).abs() / alone.float().abs().amax()
         assert near.max() < 2.0**-8  # other blocks sum in another order
     whole = empty(device, 16, 1024)
-    two = linears.upload(repack(parts[:2]))
+    two = LinearWeights.of(device.gpu, repack(parts[:2]))
     linears.linear(two, device.rows(x), [whole], 16)
     linears.linear(two, device.rows(x), outs[:2], 16)
     assert torch.equal(fetch(device, whole, 16)[:, :608], torch.cat([fetch(device, o, 16) for o in outs[:2]], 1))
@@ -136,13 +145,13 @@ def test_greedy(device, linears, rows):
     w, x = weight("nvfp4", 50_000, 256, 3), inputs(rows, 256)
     w.packed[40_000:] = w.packed[:10_000]  # ties
     w.block_scale[40_000:] = w.block_scale[:10_000]
-    check_greedy(device, linears, linears.upload(repack(w)), x, rows)
+    check_greedy(device, linears, LinearWeights.of(device.gpu, repack(w)), x, rows)
 
 
 def test_tiles_read_the_count_from_the_device(device, linears):
     k, n, rows = 512, 300, 384
     w, x = weight("nvfp4", n, k, 3), inputs(rows, k)
-    stack, out = linears.upload(repack(w)), empty(device, rows, n)
+    stack, out = LinearWeights.of(device.gpu, repack(w)), empty(device, rows, n)
     linears.tiles(stack, device.rows(x), [out], rows, valid=device.up(torch.tensor([200], dtype=torch.int32)))
     found = fetch(device, out, rows)
     assert (ulps(found[:200], expected(x[:200], w)) > 0).double().mean() < 0.02

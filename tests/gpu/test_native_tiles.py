@@ -5,9 +5,8 @@ import torch
 from native_linear_support import cubin, empty, expected, fetch, ulps, weight
 from native_state_support import Device, bf16
 
-from edge_dflash.backends.cuda.linear import Linears
+from edge_dflash.backends.cuda.linear import Linears, LinearWeights, Tiles
 from edge_dflash.backends.cuda.memory import NULL, Matrix
-from edge_dflash.backends.cuda.tiles import Tiles
 from edge_dflash.weights.layout import repack
 
 pytestmark = pytest.mark.gpu
@@ -54,7 +53,7 @@ def run(device, linears, stack, x, **options):
 @pytest.mark.parametrize(("n", "k", "rows"), SHAPES)
 def test_equals_the_exact_product(device, linears, kind, n, k, rows):
     w, x = weight(kind, n, k, n + k), inputs(rows, k)
-    (found,) = run(device, linears, linears.upload(repack(w)), x)
+    (found,) = run(device, linears, LinearWeights.of(device.gpu, repack(w)), x)
     exact = expected(x, w)
     error = (found.double() - exact).abs() - exact.abs() * 2.0**-8  # beyond half a BF16 step
     assert (error / exact.abs().amax(1, keepdim=True)).max() < 2e-5  # one long chain of sums
@@ -64,7 +63,7 @@ def test_equals_the_exact_product(device, linears, kind, n, k, rows):
 @pytest.mark.parametrize("kind", FORMATS)
 def test_a_row_never_depends_on_other_rows_or_on_their_number(device, linears, kind):
     k = 1600
-    stack = linears.upload(repack(weight(kind, 600, k, 1)))
+    stack = LinearWeights.of(device.gpu, repack(weight(kind, 600, k, 1)))
     row, seen = inputs(1, k, seed=7), []
     for rows in ROWS:
         for place in {0, rows // 2, rows - 1}:
@@ -88,7 +87,7 @@ def test_a_row_of_weights_never_depends_on_the_other_weights(device, linears, ki
     small = type(large)(**{**vars(large), **cut})
     for rows in (20, 128, 700):
         x = inputs(rows, k)
-        (few,), (many,) = (run(device, linears, linears.upload(repack(w)), x) for w in (small, large))
+        (few,), (many,) = (run(device, linears, LinearWeights.of(device.gpu, repack(w)), x) for w in (small, large))
         assert torch.equal(few, many[:, :200])
 
 
@@ -98,9 +97,9 @@ def test_residual_gate_and_several_outputs(device, linears, kind, rows):
     n, k = 344, 256
     gate, up = (weight(kind, n, k, seed) for seed in (3, 4))
     x, res = inputs(rows, k), inputs(rows, n, seed=5)
-    single = linears.upload(repack(gate))
-    g, u = (run(device, linears, linears.upload(repack(w)), x)[0] for w in (gate, up))
-    (gated,) = run(device, linears, linears.upload(repack((gate, up), swiglu=True)), x)
+    single = LinearWeights.of(device.gpu, repack(gate))
+    g, u = (run(device, linears, LinearWeights.of(device.gpu, repack(w)), x)[0] for w in (gate, up))
+    (gated,) = run(device, linears, LinearWeights.of(device.gpu, repack((gate, up), swiglu=True)), x)
     assert ulps(gated, (torch.nn.functional.silu(g.float()) * u.float()).double()).max() <= 1
     into = device.rows(res)
     linears.tiles(single, device.rows(x), [into], rows, residual=into)
@@ -113,9 +112,9 @@ def test_residual_gate_and_several_outputs(device, linears, kind, rows):
     assert torch.equal(found[:, :n], (res + g.float()).bfloat16())
     assert found[:, n:].isnan().all()
     parts = [weight(kind, m, k, m) for m in (512, 96, 100)]
-    together = run(device, linears, linears.upload(repack(parts)), x)
+    together = run(device, linears, LinearWeights.of(device.gpu, repack(parts)), x)
     for part, out in zip(parts, together, strict=True):
-        assert torch.equal(out, run(device, linears, linears.upload(repack(part)), x)[0])
+        assert torch.equal(out, run(device, linears, LinearWeights.of(device.gpu, repack(part)), x)[0])
 
 
 @pytest.mark.parametrize("count", [0, 1, 128, 200, 384, 1000])
@@ -123,7 +122,7 @@ def test_reads_the_count_from_the_device(device, linears, count):
     k, n, rows = 512, 300, 384
     w, x = weight("nvfp4", n, k, 3), inputs(rows, k)
     x[count:] = float("nan")
-    stack = linears.upload(repack(w))
+    stack = LinearWeights.of(device.gpu, repack(w))
     (found,) = run(device, linears, stack, x, valid=device.up(torch.tensor([count], dtype=torch.int32)))
     there = min(count, rows)
     if there:
@@ -136,7 +135,7 @@ def test_reads_the_count_from_the_device(device, linears, count):
 def test_launches_in_a_row_give_the_same_bits_again(device, linears, kind, rows):
     k = 1024
     w = weight(kind, k, k, 2)
-    stack = linears.upload(repack(w))
+    stack = LinearWeights.of(device.gpu, repack(w))
     buffers = [device.rows(inputs(rows, k)), *(empty(device, rows, k) for _ in range(4))]
 
     def chain():

@@ -7,7 +7,7 @@ import pytest
 from native_backend_support import ENGINE, checkpoint, device_cubin, native, prompt, store
 from planned_support import planned_backend
 
-from edge_dflash.backends.cuda.weights import StoreWeights, stored_formats
+from edge_dflash.backends.cuda.weights import StoreWeights
 from edge_dflash.checks.lossless import verify_lossless
 from edge_dflash.decode.backend import Asked
 from edge_dflash.decode.loop import generate
@@ -22,7 +22,7 @@ NEW = 40
 @cache
 def planned(name, kind):
     pair, programs, _ = checkpoint(name)
-    weights = StoreWeights(store(name, kind), stored_formats(store(name, kind), programs.weights))
+    weights = StoreWeights(store(name, kind), {n: store(name, kind).get(n).format for n in programs.weights})
     return planned_backend(pair, weights, ENGINE, device_cubin, max_context=256, prefill_chunk=64)
 
 

@@ -11,7 +11,7 @@ import pytest
 from native_support import formats_of, write_native_bundle
 
 from edge_dflash import errors
-from edge_dflash.checks.doctor_facts import INSTALLED, SERVICE
+from edge_dflash.checks.doctor import INSTALLED, SERVICE
 from edge_dflash.common.files import directory
 from edge_dflash.install.layout import FILES, UNIT
 from edge_dflash.install.service import Options, install

@@ -7,7 +7,6 @@ import re
 from dataclasses import replace
 
 import pytest
-import test_native_backend
 import torch
 from control_gpu import ControlGpu
 from golden_pairs import FLOAT32, GOLDEN
@@ -24,7 +23,7 @@ from edge_dflash.model.ops import Attend
 from edge_dflash.model.program import KvState
 from edge_dflash.model.specs import DrafterLayerMask
 from edge_dflash.weights.recipe import MaskOverride, Recipe, load_recipe
-from tests.backends import test_tensorrt_backend
+from tests.backends import test_native_backend, test_tensorrt_backend
 
 S, F = "sliding_attention", "full_attention"
 ABSENT = object()

@@ -10,10 +10,9 @@ import pytest
 from calib.demo.evaluate import heldout_tasks
 from edge_dflash.backends import load
 from edge_dflash.bundle.reader import Bundle
-from edge_dflash.checks.adversary import Adversary, drafters, oracle
+from edge_dflash.checks.lossless import Adversary, drafters, oracle
 from edge_dflash.decode.accept import Relaxation
-from edge_dflash.demo.actions import schema_problems
-from edge_dflash.demo.corpus import plan_schema
+from edge_dflash.demo.actions import plan_schema, schema_problems
 from edge_dflash.errors import RequestError
 from edge_dflash.planner import Planner
 from edge_dflash.text.tokenizer import Tokenizer

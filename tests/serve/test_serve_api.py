@@ -9,7 +9,7 @@ from fakes import FakeBackend
 from planner_support import Gate, Slow
 from service_support import TEXT_SHAPE, TOOL_TASK, client_of, events, fake_service, thinking_service
 
-from edge_dflash.serve import stream as stream_module
+from edge_dflash.serve import completions as completions_module
 from edge_dflash.serve.app import make_app
 
 CHAT = "/v1/chat/completions"
@@ -305,7 +305,7 @@ def test_a_client_that_takes_nothing_is_left(tmp_path, failing):
 
     asyncio.run(asked(make_app(service), body, send))
     assert len(sent) == 4
-    assert not service.progress.running
+    assert not service.pulse.running
     value = service.metrics.registry.get_sample_value
     assert value("edge_dflash_requests_total", {"endpoint": "chat", "outcome": "disconnected"}) == 1
     assert value("edge_dflash_disconnects_total") == 1
@@ -329,7 +329,7 @@ async def asked(app, body, send):
 
 
 def test_comments_are_sent_while_nothing_comes(tmp_path, monkeypatch):
-    monkeypatch.setattr(stream_module, "ALIVE", 0.05)
+    monkeypatch.setattr(completions_module, "ALIVE", 0.05)
     service = fake_service(tmp_path, Slow(FakeBackend(TEXT_SHAPE, right=lambda position: 0), 0.2))
     sent = []
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from edge_dflash.errors import ConfigError, ServiceError
-from edge_dflash.serve.accounts import read_keys
 from edge_dflash.serve.config import ServeConfig, from_table, load_config
+from edge_dflash.serve.limits import read_keys
 from edge_dflash.serve.server import listening
 
 FILE = Path(__file__).resolve().parents[2] / "deploy" / "config.toml"

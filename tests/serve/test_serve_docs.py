@@ -11,9 +11,9 @@ from service_support import config_for, fake_service, live
 
 from edge_dflash.result import PlanTimings
 from edge_dflash.serve.app import make_app
-from edge_dflash.serve.config import DefaultConfig, LimitConfig
+from edge_dflash.serve.config import ServeConfig
+from edge_dflash.serve.fields import Refusal
 from edge_dflash.serve.openai import chat_call, completion_call
-from edge_dflash.serve.refusal import Refusal
 from edge_dflash.serve.replies import extension
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "service.md").read_text()
@@ -27,7 +27,7 @@ def named(text):
 def known(read, body):
     """The parameters that a refusal of an unknown one lists."""
     with pytest.raises(Refusal) as caught:
-        read(body, LimitConfig(), DefaultConfig())
+        read(body, ServeConfig())
     return set(str(caught.value).partition("known are ")[2].split(", "))
 
 
@@ -57,9 +57,7 @@ def test_every_parameter_is_named():
 
 def test_every_key_of_an_answer_is_named(tmp_path):
     service = fake_service(tmp_path)
-    call = chat_call(
-        {"messages": HELLO, "max_tokens": 2, "edge_dflash": {"tokens": True}}, LimitConfig(), DefaultConfig()
-    )
+    call = chat_call({"messages": HELLO, "max_tokens": 2, "edge_dflash": {"tokens": True}}, ServeConfig())
     keys = set(extension(call, service.planner.plan(HELLO, max_new_tokens=2), {"board": {}, "session_error": ""}))
     timings = set(asdict(PlanTimings(0, 0, 0, 0, 0)))
     service.close()

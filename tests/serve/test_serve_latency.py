@@ -8,8 +8,8 @@ import os
 import pytest
 from event_loop_latency import COMPLETIONS, chat, head, kinds, measure, send, served
 
+from edge_dflash.serve.fields import Refusal
 from edge_dflash.serve.limits import CONTAINERS, parse_object
-from edge_dflash.serve.refusal import Refusal
 
 KINDS = kinds()
 

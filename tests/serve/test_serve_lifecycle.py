@@ -12,9 +12,13 @@ from fakes import FakeBackend
 from planner_support import Gate, Slow
 from service_support import TEXT_SHAPE, client_of, config_for, fake_service
 
+from edge_dflash.board.power import EnergyMeter
+from edge_dflash.board.state import BoardState
 from edge_dflash.decode.loop import Step
 from edge_dflash.serve import service as service_module
-from edge_dflash.serve.lifecycle import NullNotifier, Progress, logged
+from edge_dflash.serve.metrics import Metrics, Pulse, Watcher
+from edge_dflash.serve.notify import SystemdNotifier
+from edge_dflash.serve.server import logged
 from edge_dflash.serve.service import Service
 
 CHAT = "/v1/chat/completions"
@@ -22,8 +26,9 @@ HELLO = [{"role": "user", "content": "hello"}]
 STEP = Step((1,), None, 0.0, 0.0)
 
 
-class Recorder(NullNotifier):
+class Recorder(SystemdNotifier):
     def __init__(self):
+        super().__init__()
         self.said = []
 
     def ready(self):
@@ -47,19 +52,20 @@ class Recorder(NullNotifier):
 
 def test_an_idle_engine_feeds_and_a_hung_one_does_not():
     now = [0.0]
-    progress = Progress(lambda: now[0])
+    progress = Pulse(lambda: now[0])
+    watcher = Watcher(progress, Metrics(BoardState), EnergyMeter(lambda: None))
     assert progress.feeds(0)
     assert progress.feeds(0)  # idle: every time
     assert not progress.feeds(1)  # a request waits and nothing takes it
-    progress.started()
+    watcher.started()
     assert progress.feeds(0)
     assert not progress.feeds(0)  # it runs and does not get on
     now[0] = 7.0
     assert progress.stalled_seconds(0) == 7.0
-    progress.step(STEP)
+    watcher.step(STEP)
     assert progress.feeds(3)
     assert not progress.feeds(3)
-    progress.ended()
+    watcher.ended()
     assert progress.feeds(0)
     assert progress.feeds(0)
     now[0] = 20.0
@@ -75,12 +81,12 @@ def test_work_on_a_session_that_hangs_does_not_feed(tmp_path):
     thread = threading.Thread(target=lambda: service.planner._engine.call(lambda: begun.set() or go_on.wait(20)))
     thread.start()
     assert begun.wait(5)
-    assert service.progress.running
-    service.progress.feeds(0)
-    assert not service.progress.feeds(0)
+    assert service.pulse.running
+    service.pulse.feeds(0)
+    assert not service.pulse.feeds(0)
     go_on.set()
     thread.join()
-    assert service.progress.feeds(0)
+    assert service.pulse.feeds(0)
     service.close()
 
 
@@ -145,7 +151,7 @@ def draining(tmp_path, drain, **options):
     with client_of(service) as client:
         thread = threading.Thread(target=ask, args=(client, replies), kwargs={"max_tokens": 20, **options})
         thread.start()
-        while not service.progress.running:
+        while not service.pulse.running:
             time.sleep(0.005)
         stopping = threading.Thread(target=client.portal.call, args=(service.drain,))
         stopping.start()
@@ -190,7 +196,7 @@ def test_a_reload_saves_sessions_also_the_one_whose_turn_runs(tmp_path):
         options = {"max_tokens": 20, "edge_dflash": {"session": "kitchen"}}
         thread = threading.Thread(target=ask, args=(client, replies), kwargs=options)
         thread.start()
-        while not service.progress.running:
+        while not service.pulse.running:
             time.sleep(0.005)
         client.portal.call(service.reload)
         thread.join()

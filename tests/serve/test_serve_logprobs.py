@@ -15,8 +15,8 @@ from text_support import thinking_tokenizer
 
 from edge_dflash import Planner, TokenLogprob
 from edge_dflash.errors import RequestError
-from edge_dflash.serve.logprobs import LEAST
-from edge_dflash.serve.refusal import dump
+from edge_dflash.serve.fields import dump
+from edge_dflash.serve.replies import LEAST
 from tests.client.test_remote import ANSWER, Other
 from tests.decode.test_logprobs import log_softmax
 

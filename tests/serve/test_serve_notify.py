@@ -15,9 +15,8 @@ import pytest
 from fakes import FakeBackend
 from service_support import TEXT_SHAPE, fake_service
 
-from edge_dflash.decode.loop import Step
 from edge_dflash.serve import service as serve_service
-from edge_dflash.serve.lifecycle import NullNotifier, Progress
+from edge_dflash.serve.metrics import Pulse
 from edge_dflash.serve.notify import SystemdNotifier, listen_sockets
 
 PERIOD = 1.0  # seconds of the watchdog in these tests, and of patience with a busy machine
@@ -106,7 +105,7 @@ class Service:
     """Feeds the watchdog by the engine's progress in a thread, as the server's loop does; an engine that may hang."""
 
     def __init__(self, notifier):
-        self.progress, self.hung = Progress(), threading.Event()
+        self.pulse, self.hung = Pulse(), threading.Event()
         self._notifier, self._ended = notifier, threading.Event()
         self._loop = threading.Thread(target=self._feed)
 
@@ -121,19 +120,19 @@ class Service:
 
     def _feed(self):
         while not self._ended.wait(LOOK):
-            if self.progress.feeds(waiting=0):
+            if self.pulse.feeds(waiting=0):
                 self._notifier.watchdog()
 
     def decode(self, seconds):
         """A request that commits something every 5 ms until it is through or the engine hangs in the middle."""
         until = time.monotonic() + seconds
-        self.progress.started()
+        self.pulse.note(1)
         while time.monotonic() < until:
             if self.hung.is_set():
                 return  # as good as hung: neither another step nor an end
-            self.progress.step(Step((1,), None, 0.001, 0.004))
+            self.pulse.note()
             time.sleep(0.005)
-        self.progress.ended()
+        self.pulse.note(-1)
 
 
 def test_an_idle_engine_is_fed_and_so_is_one_that_decodes(manager):
@@ -201,11 +200,6 @@ def test_a_service_whose_engine_hangs_in_a_request_is_caught(manager, tmp_path, 
         stream.cancel()
         service.planner.close()
         service.threads.shutdown()
-
-
-def test_the_notifier_is_what_the_lifecycle_asks_for():
-    wanted = {name for name in vars(NullNotifier) if not name.startswith("_")}
-    assert wanted <= set(dir(SystemdNotifier))
 
 
 def test_sockets_of_activation_are_taken_over(tmp_path):

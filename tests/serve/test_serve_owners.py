@@ -17,8 +17,8 @@ from service_support import TEXT_SHAPE, client_of, fake_service, live
 from starlette.testclient import TestClient
 
 from edge_dflash.serve import connection
-from edge_dflash.serve.accounts import own, peer
 from edge_dflash.serve.app import make_app
+from edge_dflash.serve.limits import own, peer
 from tests.serve.test_serve_lifecycle import CHAT, HELLO
 from tests.serve.test_serve_sessions import SESSIONS, turn
 
@@ -215,6 +215,6 @@ def test_retry_after_is_the_time_in_which_what_waits_is_served(service, monkeypa
         ([90.0], 16, 600.0),
     ):
         monkeypatch.setattr(type(service.planner), "waiting", waiting)
-        service._seconds.clear()
-        service._seconds.extend(seconds)
+        service.seconds.clear()
+        service.seconds.extend(seconds)
         assert service.retry_after() == pytest.approx(expected)

@@ -12,7 +12,7 @@ from edge_dflash import planner
 from edge_dflash.backends.host import host_cycle
 from edge_dflash.checks import measure
 from edge_dflash.checks.bench import Device, Subject
-from edge_dflash.checks.traffic import Traffic
+from edge_dflash.checks.footprint import Traffic
 from edge_dflash.decode import loop
 from edge_dflash.decode.backend import Cycle, PairShape
 from edge_dflash.planner import Planner
@@ -168,6 +168,5 @@ def subject(backend, costs=True, prompt=100, observer=None):
 
 
 def device():
-    rate = SimpleNamespace(operations_per_second=2e13, by="a slide rule")
     description = {"device": "Fake GPU", "sm": 90, "multiprocessors": 132}
-    return Device(description, 9000, BANDWIDTH, rate)
+    return Device(description, 9000, BANDWIDTH, 2e13, "a slide rule")

@@ -40,8 +40,11 @@ class ControlGpu(FakeGpu):
     def kernel(self, name, *, shared_bytes=0):
         return Kernel(None, name)
 
-    def occupancy(self, *args, **options):
-        return 2
+    def most_clusters(self, kernel, *block):
+        return 8
+
+    def prefer_shared(self, kernel):
+        pass
 
     def capture(self, enqueue):
         self.enqueued = []

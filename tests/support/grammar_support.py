@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-from functools import cache
+from collections.abc import Sequence
+from functools import cache, partial
 
 import numpy as np
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as HfTokenizer
 
+from edge_dflash.decode.grammar.compiled import Grammar, compile_form
+from edge_dflash.decode.grammar.schema_check import schema_json
 from edge_dflash.decode.grammar.vocabulary import Vocabulary
 from edge_dflash.decode.grammar.walker import Compiled, Source, Walker, compiled
 from edge_dflash.decode.sampling import unpack
@@ -66,6 +69,17 @@ def vocabulary(stop: tuple[int, ...]) -> Vocabulary:
 def compiled_here(kind: str, text: str, stop: tuple[int, ...], whitespace: bool = False) -> Compiled:
     """A grammar, compiled in this process."""
     return compiled(Source(kind, text, whitespace, vocab_size()), vocabulary(stop), stop)
+
+
+def compile_there(kind: str, form: object, words: Tokenizer, size: int, stop: Sequence[int]) -> Grammar:
+    """A form compiled in its process, without blanks; ``form`` is a text, or a schema of any type."""
+    text = schema_json(form) if kind == "schema" else form
+    return compile_form(Source(kind, text, False, size), words, stop)
+
+
+compile_schema = partial(compile_there, "schema")
+compile_regex = partial(compile_there, "regex")
+compile_lark = partial(compile_there, "grammar")
 
 
 class Walk(Walker):

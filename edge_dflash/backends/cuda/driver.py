@@ -170,20 +170,33 @@ class Gpu:
         ``overlap`` is programmatic dependent launch (SM90 and later): the kernel may start while the one before it
         ends, and must call griddepcontrol.wait before it reads what that one wrote.
         """
-        config = cu.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = grid
-        config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
-        config.sharedMemBytes = shared_bytes
+        config = _launch_config(grid, block, shared_bytes)
         config.hStream = self.stream
         if overlap and self.sm >= 90:
             attribute = cu.CUlaunchAttribute()
             attribute.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
             attribute.value.programmaticStreamSerializationAllowed = 1
             config.attrs, config.numAttrs = [attribute], 1
-        else:
-            config.attrs, config.numAttrs = [], 0
         values, types = zip(*(_argument(a) for a in arguments), strict=True) if arguments else ((), ())
         _check(cu.cuLaunchKernelEx(config, kernel.handle, (values, types), 0), f"launching {kernel.name}")
+
+    def most_clusters(self, kernel: Kernel, blocks: int, threads: int, shared_bytes: int) -> int:
+        """Clusters of so many blocks that run at the same time; ``threads`` and dynamic shared memory are a block's."""
+        config = _launch_config((blocks, 1, 1), threads, shared_bytes)
+        attribute = cu.CUlaunchAttribute()
+        attribute.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        attribute.value.clusterDim.x, attribute.value.clusterDim.y, attribute.value.clusterDim.z = blocks, 1, 1
+        config.attrs, config.numAttrs = [attribute], 1
+        doing = f"asking how many clusters of {blocks} blocks of {kernel.name} fit"
+        return int(_check(cu.cuOccupancyMaxActiveClusters(kernel.handle, config), doing))
+
+    def prefer_shared(self, kernel: Kernel) -> None:
+        """Run ``kernel`` with as much of the L1 cache as possible made shared memory.
+
+        A multiprocessor must be empty to change that division: kernels that ask for the same one can overlap.
+        """
+        attribute = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+        _check(cu.cuFuncSetAttribute(kernel.handle, attribute, 100), f"asking for shared memory for {kernel.name}")
 
     def capture(self, enqueue: Callable[[], None]) -> Graph:
         """Record what ``enqueue`` launches into a graph without running it."""
@@ -262,6 +275,15 @@ class Module:
         return Kernel(function, name)
 
 
+def _launch_config(grid: tuple[int, int, int], block: int, shared_bytes: int) -> Any:
+    config = cu.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = grid
+    config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
+    config.sharedMemBytes = shared_bytes
+    config.attrs, config.numAttrs = [], 0
+    return config
+
+
 def _argument(value: Argument) -> tuple[Any, Any]:
     match value:
         case DevicePointer():
@@ -297,33 +319,3 @@ def _check(result: tuple[Any, ...], doing: str) -> Any:
         lost = getattr(status, "name", "") in _LASTING
         raise (DeviceLostError if lost else BackendError)(f"{doing} failed: {words or status}")
     return values[0] if len(values) == 1 else tuple(values)
-
-
-def most_clusters(kernel: Kernel, blocks: int, threads: int, shared_bytes: int) -> int:
-    """Clusters of ``blocks`` blocks of ``kernel`` that run at the same time; 0: not even one.
-
-    ``threads`` and ``shared_bytes`` (dynamic) are a block's. Raises BackendError when the driver refuses to say.
-    """
-    config = cu.CUlaunchConfig()
-    config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
-    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
-    config.sharedMemBytes = shared_bytes
-    attribute = cu.CUlaunchAttribute()
-    attribute.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-    attribute.value.clusterDim.x, attribute.value.clusterDim.y, attribute.value.clusterDim.z = blocks, 1, 1
-    config.attrs, config.numAttrs = [attribute], 1
-    status, count = cu.cuOccupancyMaxActiveClusters(kernel.handle, config)
-    if status != cu.CUresult.CUDA_SUCCESS:
-        raise BackendError(f"asking how many clusters of {blocks} blocks of {kernel.name} fit failed: {status.name}")
-    return int(count)
-
-
-def prefer_shared(kernel: Kernel) -> None:
-    """Run ``kernel`` with as much of the L1 cache as possible made shared memory.
-
-    A multiprocessor must be empty to change that division: kernels that ask for the same one can overlap.
-    """
-    attribute = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
-    (status,) = cu.cuFuncSetAttribute(kernel.handle, attribute, 100)
-    if status != cu.CUresult.CUDA_SUCCESS:
-        raise BackendError(f"asking for shared memory for {kernel.name} failed: {status.name}")

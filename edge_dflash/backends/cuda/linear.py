@@ -1,7 +1,7 @@
-"""Linear layers on the device: plans, launches and buffers of kernels/linear*.cu and finish.cu.
+"""Linear layers on the device: jobs, launches and buffers of kernels/linear*.cu and finish.cu.
 
-Weights come from weight_layout.py. Knows no model. Activations are BF16 rows; outputs are rounded once. A row's bits
-depend on its own values, the weights and the plan (splits, blocks): never on other rows or on how many there are.
+Activations are BF16 rows; outputs are rounded once. A row's bits depend on its own values, the weights and the splits:
+never on other rows or on how many there are.
 """
 
 from __future__ import annotations
@@ -10,32 +10,24 @@ import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import partial
 
-from edge_dflash.backends.cuda.driver import Gpu, Kernel, Module, most_clusters, prefer_shared
-from edge_dflash.backends.cuda.memory import NULL, DevicePointer, Matrix
+from edge_dflash.backends.cuda.driver import Gpu, Kernel
+from edge_dflash.backends.cuda.memory import EMPTY, NULL, DevicePointer, Matrix, bf16_map
 from edge_dflash.backends.cuda.splits import (
-    CLUSTER_SPLITS,
-    CLUSTER_TEAMS,
-    HOPPER_ROWS,
-    HOPPER_THREADS,
     MOST_ROWS,
-    MOST_UNITS,
-    Plan,
+    Splits,
+    StreamSplits,
     block_shared,
-    clustered,
-    hopper,
-    plan,
+    choose_splits,
+    kernel_names,
     row_tile,
-    shared_bytes,
 )
-from edge_dflash.backends.cuda.tiles import UNIT as TILES_UNIT
-from edge_dflash.backends.cuda.tiles import Tiles
 from edge_dflash.errors import BackendError
-from edge_dflash.weights.layout import UNIT_ROWS, Format, Layout, Repacked
+from edge_dflash.weights.layout import UNIT_BYTES, UNIT_ROWS, WINDOW, Format, Layout, Repacked
 
-UNITS = ("linear", "linear_cluster", "linear_hopper", TILES_UNIT, "finish")  # compilation units of these kernels
+UNITS = ("linear", "linear_cluster", "linear_hopper", "linear_tiles", "finish")  # compilation units of these kernels
 _FINISH_THREADS, _NORM_THREADS, _NORM_COLUMNS, _PARTS = 1024, 256, (5120, 8192), 4
+_GREEDY_THREADS = {"linear": 32, "linear_cluster": 256}  # by compilation unit
 
 
 class Mode(IntEnum):
@@ -74,6 +66,11 @@ class LinearWeights:
     data: DevicePointer
     scale: DevicePointer
 
+    @classmethod
+    def of(cls, gpu: Gpu, repacked: Repacked) -> LinearWeights:
+        """Allocate and fill."""
+        return cls(repacked.layout, gpu.upload(repacked.data), gpu.upload(repacked.scale))
+
 
 @dataclass(frozen=True)
 class Norm:
@@ -93,50 +90,33 @@ class Linears:
 
     def __init__(self, gpu: Gpu, cubin: Callable[[str], bytes], *, most_rows: int = MOST_ROWS) -> None:
         self._gpu, self._most_rows = gpu, most_rows
-        self._linear: dict[tuple[Format, int, int, int], Kernel] = {}  # by format, rows, splits and teams (kernel's)
-        if clustered(gpu.sm):
-            forms = [(r, s, t) for r, teams in CLUSTER_TEAMS.items() for t in teams for s in CLUSTER_SPLITS]
-            module = self._load("linear_cluster", cubin, {f"{r}_{s}_{t}": (r, s, t) for r, s, t in forms})
-        else:
-            module = self._load("linear", cubin, {f"{r}": (r, 0, 0) for r in CLUSTER_TEAMS})
-        self._greedy = module.kernel("linear_cluster_greedy" if clustered(gpu.sm) else "linear_greedy")
-        if hopper(gpu.sm, most_rows):
-            self._load("linear_hopper", cubin, {f"{s}": (HOPPER_ROWS, s, 0) for s in CLUSTER_SPLITS})
-        self._plans: dict[tuple[Layout, int, bool], Plan] = {}
+        names = kernel_names(gpu.sm, most_rows)
+        modules = {unit: gpu.load(cubin(unit)) for unit in names}
+        most = block_shared(gpu.sm)
+        self._kernels = {n: modules[unit].kernel(n, shared_bytes=most) for unit in names for n in names[unit]}
+        unit = next(iter(names))
+        self._greedy, self._greedy_threads = modules[unit].kernel(f"{unit}_greedy"), _GREEDY_THREADS[unit]
+        self._chosen: dict[tuple[Layout, int, bool], Splits] = {}
         self._tiles = Tiles(gpu, cubin)
         finish = gpu.load(cubin("finish"))
         self._finish = finish.kernel("linear_finish")
         self._norms = {n: finish.kernel(f"linear_norm_{n}") for n in _NORM_COLUMNS}
-        for kernel in (*self._linear.values(), self._greedy, self._finish, *self._norms.values()):
-            prefer_shared(kernel)
+        for kernel in (*self._kernels.values(), self._greedy, self._finish, *self._norms.values()):
+            gpu.prefer_shared(kernel)
 
-    def _load(self, unit: str, cubin: Callable[[str], bytes], forms: dict[str, tuple[int, int, int]]) -> Module:
-        """Load a unit's kernels, of every format and form by its name."""
-        module = self._gpu.load(cubin(unit))
-        for f in sorted({f for f, _ in MOST_UNITS}):
-            for name, form in forms.items():
-                self._linear[f, *form] = module.kernel(f"{unit}_{f}_{name}", shared_bytes=block_shared(self._gpu.sm))
-        return module
-
-    def upload(self, repacked: Repacked) -> LinearWeights:
-        """Put a stack on the device."""
-        return LinearWeights(repacked.layout, self._gpu.upload(repacked.data), self._gpu.upload(repacked.scale))
-
-    def plan(self, layout: Layout, rows: int, *, may_split: bool = False) -> Plan:
-        """Plan for this device."""
+    def choose(self, layout: Layout, rows: int, *, may_split: bool = False) -> Splits:
+        """How a stack is launched on this device."""
         key, gpu, most = (layout, row_tile(rows), may_split), self._gpu, self._most_rows
         if rows > most:
             raise ValueError(f"a pass of {rows} rows; these kernels were loaded for at most {most}")
-        if key not in self._plans:
-            clusters = partial(self._clusters, layout.format, key[1])
-            self._plans[key] = plan(
-                layout, rows, gpu.sm, gpu.sm_count, may_split=may_split, most_rows=most, clusters=clusters
+        if key not in self._chosen:
+            self._chosen[key] = choose_splits(
+                *(layout, rows, gpu.sm, gpu.sm_count),
+                may_split=may_split,
+                most_rows=most,
+                clusters=lambda name, *block: gpu.most_clusters(self._kernels[name], *block),
             )
-        return self._plans[key]
-
-    def _clusters(self, format: Format, tile: int, splits: int, teams: int, shared: int) -> int:
-        kernel = self._linear[format, tile, splits, teams]
-        return most_clusters(kernel, splits, 128 * teams or HOPPER_THREADS, shared)
+        return self._chosen[key]
 
     def linear(
         self,
@@ -153,14 +133,12 @@ class Linears:
 
         x and out have 16 rows for ``rows`` up to 16, else 32. ``side``: a BF16 stack on the same x in the same launch.
         """
-        mode = Mode.SWIGLU if weights.layout.swiglu else Mode.RESIDUAL if residual is not None else Mode.STORE
-        plan = self.plan(weights.layout, rows)
-        job = _job(weights, x, out, plan, mode)
-        if residual is not None:
-            if len(out) != 1 or residual.stride != out[0].stride:
-                raise ValueError(f"a residual of stride {residual.stride} needs one output of the same stride")
-            job.residual = residual.pointer.address
-        self._launch(weights.layout.format, plan, rows, job, self._side(side, job.k, x, side_out))
+        splits, beside = self.choose(weights.layout, rows), None
+        if side is not None:
+            if side.layout.format != "bf16" or side.layout.swiglu or side.layout.k != weights.layout.k:
+                raise ValueError(f"a side stack is plain BF16 on {weights.layout.k} inputs, found {side.layout}")
+            beside = _job(side, x, side_out, (1, side.layout.units, 1))
+        self._launch(splits, rows, _job(weights, x, out, splits.shares, residual=residual), beside)
 
     def split_linear(
         self,
@@ -175,24 +153,25 @@ class Linears:
     ) -> None:
         """Out = [residual +] x W^T of one matrix, K split over blocks, and optionally the norm of the result.
 
-        Two launches. ``scratch`` has plan(may_split=True).sum_bytes(layout, rows) bytes.
+        Two launches. ``scratch`` has the ``sum_bytes`` of choose(may_split=True), where those are StreamSplits.
         """
-        layout, tile = weights.layout, row_tile(rows)
-        plan = self.plan(layout, rows, may_split=True)
-        if plan.clustered:
+        layout, columns = weights.layout, weights.layout.columns[0]
+        splits = self.choose(layout, rows, may_split=True)
+        if not isinstance(splits, StreamSplits):
             self.linear(weights, x, [out], rows, residual=residual)
             if norm is not None:
-                self._normalise(out, layout.columns[0], tile, norm)
+                self._normalise(out, columns, splits.tile, norm)
             return
-        self._partial_sums(weights, x, rows, plan, scratch)
-        columns = layout.columns[0]
-        added, normal = residual or Matrix(NULL, 0), norm or Norm(NULL, 0.0, Matrix(NULL, 0))
+        job = _job(weights, x, (), splits.shares, mode=Mode.PARTIAL)
+        job.partial = _room(scratch, splits.sum_bytes(layout)).address
+        self._launch(splits, rows, job)
+        added, normal = residual or EMPTY, norm or Norm(NULL, 0.0, EMPTY)
         self._gpu.launch(
             self._finish,
-            (tile, 1, 1),
+            (splits.tile, 1, 1),
             _FINISH_THREADS,
             (
-                *(scratch, plan.splits, layout.units * UNIT_ROWS, weights.scale, added.pointer, added.stride),
+                *(scratch, splits.splits, layout.units * UNIT_ROWS, weights.scale, added.pointer, added.stride),
                 *(out.pointer, out.stride, columns, normal.weight, normal.eps, normal.out.pointer, normal.out.stride),
             ),
             shared_bytes=-(-columns // 2) * 4,
@@ -208,16 +187,6 @@ class Linears:
         arguments = (x.pointer, x.stride, columns, norm.weight, norm.eps, norm.out.pointer, norm.out.stride)
         self._gpu.launch(self._norms[most], (rows, 1, 1), _NORM_THREADS, arguments, overlap=True)
 
-    def _partial_sums(self, weights: LinearWeights, x: Matrix, rows: int, plan: Plan, scratch: DevicePointer) -> None:
-        layout = weights.layout
-        job = _job(weights, x, (), plan, Mode.PARTIAL)
-        if scratch.nbytes < plan.sum_bytes(layout, rows):
-            raise ValueError(
-                f"the scratch buffer has {scratch.nbytes} bytes, {plan.sum_bytes(layout, rows)} are needed"
-            )
-        job.partial = scratch.address
-        self._launch(layout.format, plan, rows, job, _Job())
-
     def greedy(
         self,
         weights: LinearWeights,
@@ -228,14 +197,12 @@ class Linears:
         logits: Matrix | None = None,
     ) -> None:
         """ids[r] (int32) = column of row r's largest BF16 logit, the lowest on a tie; stores ``logits`` if given."""
-        plan, tile = self.plan(weights.layout, rows), row_tile(rows)
-        if scratch.nbytes < plan.rank_bytes(rows):
-            raise ValueError(f"the scratch buffer has {scratch.nbytes} bytes, {plan.rank_bytes(rows)} are needed")
-        job = _job(weights, x, (logits or Matrix(NULL, 0),), plan, Mode.GREEDY)
-        job.best = scratch.address
-        self._launch(weights.layout.format, plan, rows, job, _Job())
-        threads, parts = (256, plan.blocks) if plan.clustered else (32, plan.groups)
-        self._gpu.launch(self._greedy, (tile, 1, 1), threads, (scratch, ids, parts, tile), overlap=True)
+        splits = self.choose(weights.layout, rows)
+        job = _job(weights, x, (logits or EMPTY,), splits.shares, mode=Mode.GREEDY)
+        job.best = _room(scratch, splits.rank_bytes).address
+        self._launch(splits, rows, job)
+        arguments = (scratch, ids, splits.blocks, splits.tile)
+        self._gpu.launch(self._greedy, (splits.tile, 1, 1), self._greedy_threads, arguments, overlap=True)
 
     def tiles(
         self,
@@ -248,36 +215,74 @@ class Linears:
         valid: DevicePointer = NULL,
     ) -> None:
         """:meth:`linear` for many rows (a prefill chunk); skips tiles of 128 rows past the device count ``valid``."""
-        mode = Mode.SWIGLU if weights.layout.swiglu else Mode.RESIDUAL if residual is not None else Mode.STORE
-        job = _job(weights, x, out, Plan(1, 1, 1, 0), mode)
-        if residual is not None:
-            job.residual = residual.pointer.address
-        self._tiles.launch(weights.layout, job, x, rows, valid)
+        self._tiles.launch(weights.layout, _job(weights, x, out, residual=residual), x, rows, valid)
 
-    def _side(self, side: LinearWeights | None, k: int, x: Matrix, out: Sequence[Matrix]) -> _Job:
-        if side is None:
-            return _Job()
-        if side.layout.format != "bf16" or side.layout.swiglu or side.layout.k != k:
-            raise ValueError(f"a side stack is plain BF16 on the same {k} inputs, found {side.layout}")
-        return _job(side, x, out, Plan(1, side.layout.units, 1, 0), Mode.STORE)
-
-    def _launch(self, format: Format, plan: Plan, rows: int, job: _Job, side: _Job) -> None:
-        tile, shared, blocks = row_tile(rows), plan.shared_bytes, plan.blocks
-        if side.groups and not plan.clustered:
-            shared, blocks = max(shared, shared_bytes("bf16", tile, 1)), blocks + side.groups
-        if shared > block_shared(self._gpu.sm):
+    def _launch(self, splits: Splits, rows: int, job: _Job, side: _Job | None = None) -> None:
+        shared, blocks, most, side = splits.shared_bytes, splits.blocks, block_shared(self._gpu.sm), side or _Job()
+        if side.groups and isinstance(splits, StreamSplits):  # a unit of the side stack has a block to itself
+            shared, blocks = max(shared, splits.shared("bf16", splits.tile, 1)), blocks + side.groups
+        if shared > most:
             raise BackendError(
-                f"a {format} linear of {rows} rows and {job.k} inputs needs {shared} bytes of shared memory a block, "
-                f"SM{self._gpu.sm} has {block_shared(self._gpu.sm)}: use blocks of at most 16 rows"
+                f"a {splits.format} linear of {rows} rows and {job.k} inputs needs {shared} bytes of shared memory a "
+                f"block, SM{self._gpu.sm} has {most}: use blocks of at most 16 rows"
             )
-        kernel = self._linear[format, tile, plan.splits if plan.clustered else 0, plan.teams]
-        self._gpu.launch(kernel, (blocks, 1, 1), plan.threads, (job, side), shared_bytes=shared, overlap=True)
+        kernel, grid = self._kernels[splits.kernel], (blocks, 1, 1)
+        self._gpu.launch(kernel, grid, splits.threads, (job, side), shared_bytes=shared, overlap=True)
 
 
-def _job(weights: LinearWeights, x: Matrix, out: Sequence[Matrix], plan: Plan, mode: Mode) -> _Job:
+class Tiles:
+    """Loaded kernels of kernels/linear_tiles.cu. ``hopper``: those with warpgroup products, which SM90 has."""
+
+    _THREADS, _ROWS, _UNITS, _STAGES = 256, 128, 4, 3
+    _HOPPER_THREADS, _HOPPER_SHARED, _CLUSTER, _BOX = 384, 232448, 2, (32, 64)  # as kernels/tiles_hopper.cuh
+
+    def __init__(self, gpu: Gpu, cubin: Callable[[str], bytes], *, hopper: bool | None = None) -> None:
+        self._gpu, self._hopper = gpu, gpu.sm == 90 if hopper is None else hopper
+        module, name = gpu.load(cubin("linear_tiles")), "hopper_tiles" if self._hopper else "linear_tiles"
+        self._kernels: dict[Format, Kernel] = {
+            f: module.kernel(f"{name}_{f}", shared_bytes=self._shared(f)) for f in UNIT_BYTES
+        }
+
+    def launch(self, layout: Layout, job: ctypes.Structure, x: Matrix, rows: int, valid: DevicePointer) -> None:
+        """Enqueue ``job`` over ``rows`` rows of x; tiles past the device count ``valid`` (unless null) are skipped."""
+        kernel, shared = self._kernels[layout.format], self._shared(layout.format)
+        if self._hopper:
+            grid = (self._gpu.sm_count // self._CLUSTER * self._CLUSTER, 1, 1)
+            arguments = (job, bf16_map(x, rows, layout.k, self._BOX), rows, valid)
+            self._gpu.launch(kernel, grid, self._HOPPER_THREADS, arguments, shared_bytes=shared, overlap=True)
+        else:
+            grid = (-(-rows // self._ROWS), -(-layout.units // self._UNITS), 1)
+            self._gpu.launch(kernel, grid, self._THREADS, (job, rows, valid), shared_bytes=shared, overlap=True)
+
+    def _shared(self, format: Format) -> int:
+        if self._hopper:
+            return self._HOPPER_SHARED
+        return self._STAGES * (self._UNITS * UNIT_BYTES[format] + self._ROWS * WINDOW[format] * 2)
+
+
+def _room(scratch: DevicePointer, needed: int) -> DevicePointer:
+    if scratch.nbytes < needed:
+        raise ValueError(f"the scratch buffer has {scratch.nbytes} bytes, {needed} are needed")
+    return scratch
+
+
+def _job(
+    weights: LinearWeights,
+    x: Matrix,
+    out: Sequence[Matrix],
+    shares: tuple[int, int, int] = (1, 1, 1),
+    *,
+    mode: Mode = Mode.STORE,
+    residual: Matrix | None = None,
+) -> _Job:
+    """A job; ``mode`` STORE becomes that of a gated pair or of a residual."""
     layout = weights.layout
     parts = 1 if layout.swiglu else len(layout.columns)
     columns, starts = layout.columns, layout.starts
+    if mode == Mode.STORE:
+        mode = Mode.SWIGLU if layout.swiglu else Mode.STORE if residual is None else Mode.RESIDUAL
+    if residual is not None and (len(out) != 1 or residual.stride != out[0].stride):
+        raise ValueError(f"a residual of stride {residual.stride} needs one output of the same stride")
     if mode == Mode.PARTIAL:
         if parts != 1:
             raise ValueError(f"only one matrix can be split over blocks, found a stack of {parts}")
@@ -289,8 +294,9 @@ def _job(weights: LinearWeights, x: Matrix, out: Sequence[Matrix], plan: Plan, m
         raise ValueError(f"activations have row stride {x.stride}; a multiple of 8 is needed")
     job = _Job(
         *(weights.data.address, weights.scale.address, x.pointer.address),
-        *(layout.k, x.stride, layout.units, layout.windows, plan.splits, plan.groups, plan.per_pass),
+        *(layout.k, x.stride, layout.units, layout.windows, *shares),
         mode=mode,
+        residual=residual.pointer.address if residual else None,
     )
     for i in range(_PARTS):
         inside = i < len(out)

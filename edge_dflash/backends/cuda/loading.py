@@ -16,7 +16,7 @@ from edge_dflash.backends.cuda.linear import Linears
 from edge_dflash.backends.cuda.memory import CONTROL_BYTES, DevicePointer, Matrix, Memory, Place, place
 from edge_dflash.backends.cuda.passes import Frame, Kernels, Pass, Shared
 from edge_dflash.backends.cuda.schedule import Head, Project, Schedule, schedule
-from edge_dflash.backends.cuda.splits import row_tile
+from edge_dflash.backends.cuda.splits import StreamSplits, row_tile
 from edge_dflash.backends.cuda.states import Sizes, States
 from edge_dflash.backends.cuda.weights import NativeWeights
 from edge_dflash.decode.backend import Precision
@@ -283,9 +283,10 @@ class Launches:
             for step in steps.steps:
                 if isinstance(step, Project):
                     layout = step.stack.layout
-                    most = max(most, linears.plan(layout, rows, may_split=True).sum_bytes(layout, rows))
+                    splits = linears.choose(layout, rows, may_split=True)
+                    most = max(most, splits.sum_bytes(layout) if isinstance(splits, StreamSplits) else 0)
                 elif isinstance(step, Head):
-                    most = max(most, linears.plan(step.stack.layout, rows).rank_bytes(rows))
+                    most = max(most, linears.choose(step.stack.layout, rows).rank_bytes)
         return most
 
 

@@ -13,16 +13,15 @@ import numpy as np
 
 from edge_dflash.backends.cuda.attend import AttendShape
 from edge_dflash.backends.cuda.delta import DeltaShape
-from edge_dflash.backends.cuda.splits import block_shared, plan
+from edge_dflash.backends.cuda.splits import block_shared, choose_splits
 from edge_dflash.board.archs import arch_of_sm, find_arch
-from edge_dflash.bundle.manifest import WeightFormat
 from edge_dflash.errors import BackendError
 from edge_dflash.model import pair_programs
 from edge_dflash.model.ops import Attend, Embed, GatedDelta, KvAppend, Linear, Op
 from edge_dflash.model.program import PairPrograms, Program
 from edge_dflash.model.specs import PairSpec
-from edge_dflash.weights.formats import WeightStore, WideWeight
-from edge_dflash.weights.layout import BLOCK, Layout
+from edge_dflash.weights.formats import BLOCK, FORMATS, WeightFormat, WeightStore, WideWeight
+from edge_dflash.weights.layout import Layout
 from edge_dflash.weights.safetensors import forget_pages
 from edge_dflash.weights.stacks import pair_stacks
 
@@ -82,7 +81,7 @@ def _check_op(
             if inputs % BLOCK:
                 raise BackendError(f"a linear has {inputs} inputs; the native kernels take multiples of {BLOCK}")
         case Embed():
-            if formats[op.weight] not in ("bf16", "f32"):
+            if FORMATS[formats[op.weight]].quantized:
                 raise BackendError(f"the embedding is {formats[op.weight]}; the native kernels gather BF16 rows")
         case Attend():
             AttendShape(op.heads, op.kv_heads, op.head_dim, op.rope.dims, op.eps, 0, rows, kv=kv)
@@ -96,7 +95,7 @@ def _check_op(
 
 def _check_shared(name: str, layout: Layout, rows: int, arch: str) -> None:
     sm = find_arch(arch).sm
-    needed, most = plan(layout, rows, sm, 1).shared_bytes, block_shared(sm)
+    needed, most = choose_splits(layout, rows, sm, 1).shared_bytes, block_shared(sm)
     if needed > most:
         raise BackendError(
             f"{name}: {layout.format} linears with blocks of {rows} rows need {needed} bytes of shared memory, {arch} "

@@ -15,10 +15,9 @@ import numpy.typing as npt
 from edge_dflash.backends.cuda.driver import Gpu
 from edge_dflash.backends.cuda.linear import LinearWeights
 from edge_dflash.backends.cuda.memory import DevicePointer
-from edge_dflash.bundle.manifest import WeightFormat
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.errors import BackendError
-from edge_dflash.weights.formats import Fp8Weight, Nvfp4Weight, WeightStore, WideWeight, bf16_to_f32
+from edge_dflash.weights.formats import WeightFormat, WeightStore, WideWeight
 from edge_dflash.weights.layout import UNIT_ROWS, Repacked, repack
 from edge_dflash.weights.packing import pack, row_blocks
 from edge_dflash.weights.safetensors import forget_pages
@@ -78,20 +77,6 @@ class StoreWeights:
         return self._store.kv_scale(state)
 
 
-def stored_formats(store: WeightStore, names: Mapping[str, object]) -> dict[str, WeightFormat]:
-    """Formats of a store's weights as they are."""
-    found: dict[str, WeightFormat] = {}
-    for name in names:
-        match store.get(name):
-            case Nvfp4Weight():
-                found[name] = "nvfp4"
-            case Fp8Weight():
-                found[name] = "fp8"
-            case WideWeight() as wide:
-                found[name] = "bf16" if wide.data.dtype == np.uint16 else "f32"
-    return found
-
-
 def upload(gpu: Gpu, repacked: Repacked) -> LinearWeights:
     """Put a stack on the device."""
     return LinearWeights(repacked.layout, gpu.upload(repacked.data), gpu.upload(repacked.scale))
@@ -102,12 +87,9 @@ def embedding_bits(store: WeightStore, name: str) -> npt.NDArray[np.uint16]:
     weight = store.get(name)
     if not isinstance(weight, WideWeight):
         raise BackendError(f"{name} is quantized; the native backend gathers BF16 rows: build it as bf16")
-    if weight.data.dtype == np.uint16:
-        return np.ascontiguousarray(weight.data)
-    bits = np.ascontiguousarray(weight.data, np.float32).view(np.uint32)
-    if (bits & 0xFFFF).any():
+    if (bits := weight.bf16()) is None:
         raise BackendError(f"{name} holds float32 values that BF16 cannot hold; build it as bf16")
-    return (bits >> 16).astype(np.uint16)
+    return bits
 
 
 def vector(store: WeightStore, name: str) -> npt.NDArray[np.float32]:
@@ -115,7 +97,7 @@ def vector(store: WeightStore, name: str) -> npt.NDArray[np.float32]:
     weight = store.get(name)
     if not isinstance(weight, WideWeight):
         raise BackendError(f"{name} is quantized; norms, gates and convolutions stay wide")
-    return bf16_to_f32(weight.data) if weight.data.dtype == np.uint16 else np.asarray(weight.data, np.float32)
+    return weight.float32()
 
 
 class BundleWeights:

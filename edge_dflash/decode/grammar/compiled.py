@@ -19,7 +19,6 @@ from edge_dflash.decode.controls import ENDLESS, Patience
 from edge_dflash.decode.grammar.child import Bounds
 from edge_dflash.decode.grammar.constraint import GrammarConstraint
 from edge_dflash.decode.grammar.process import Child, Died, OverBounds, Zygote
-from edge_dflash.decode.grammar.schema_check import schema_json
 from edge_dflash.decode.grammar.turns import SLICE, Turns
 from edge_dflash.decode.grammar.walker import Source
 from edge_dflash.errors import RequestError
@@ -54,76 +53,29 @@ class Grammar:
         return GrammarConstraint((self.vocab_size + 31) // 32, child, patience)
 
 
-def compile_schema(
-    schema: object,
+def compile_form(
+    source: Source,
     tokenizer: Tokenizer,
-    vocab_size: int,
     stop_token_ids: Sequence[int],
-    *,
-    whitespace: bool = False,
     patience: Patience = ENDLESS,
     caller: str = "",
 ) -> Grammar:
-    """Compile a JSON Schema: JSON text, a mapping, or a class with ``model_json_schema()`` (Pydantic).
+    """Compile a form that an answer must have; ``stop_token_ids`` end the answer.
 
-    ``vocab_size`` is the model's, ``stop_token_ids`` end an answer. Properties come in the order in which the schema
-    names them. ``whitespace`` False gives compact JSON, without blanks outside strings; True allows up to 64 in a row.
     ``caller`` has a share of the processes that compile at the same time. Raises RequestError, naming the reason, for
-    a schema that is invalid, too big, has a keyword that would not be enforced, that nothing can satisfy, or that takes
-    more time or memory than BOUNDS; Interrupted when ``patience`` is over before.
+    a form that is invalid, too big, has a part that would not be enforced, that nothing can satisfy, or that takes more
+    time or memory than BOUNDS; Interrupted when ``patience`` is over before. A Lark grammar whose choices never lead to
+    an end is not always found out here.
     """
-    source = Source("schema", schema_json(schema), whitespace, vocab_size)
-    return _compiled(source, tokenizer, stop_token_ids, patience, caller)
-
-
-def compile_regex(
-    pattern: str,
-    tokenizer: Tokenizer,
-    vocab_size: int,
-    stop_token_ids: Sequence[int],
-    *,
-    patience: Patience = ENDLESS,
-    caller: str = "",
-) -> Grammar:
-    """Compile a regular expression that the whole answer must match, in the syntax of Rust's regex crate.
-
-    It has no look-around and no back-references. Arguments and errors as for :func:`compile_schema`.
-    """
-    size = len(pattern.encode(errors="replace"))
+    size = len(source.text.encode(errors="replace")) if source.kind == "regex" else 0
     if size > MAX_REGEX_BYTES:
         raise RequestError(f"the regex has {size} bytes, at most {MAX_REGEX_BYTES} are taken; make it smaller")
-    return _compiled(Source("regex", pattern, False, vocab_size), tokenizer, stop_token_ids, patience, caller)
-
-
-def compile_lark(
-    grammar: str,
-    tokenizer: Tokenizer,
-    vocab_size: int,
-    stop_token_ids: Sequence[int],
-    *,
-    whitespace: bool = False,
-    patience: Patience = ENDLESS,
-    caller: str = "",
-) -> Grammar:
-    """Compile a Lark grammar in the dialect of llguidance; the answer must match its rule ``start``.
-
-    ``<name>`` is a special token, ``%json {...}`` a JSON Schema, to which ``whitespace`` applies. Arguments and errors
-    as for :func:`compile_schema`. A grammar whose choices never lead to an end is not always found out here.
-    """
-    return _compiled(Source("grammar", grammar, whitespace, vocab_size), tokenizer, stop_token_ids, patience, caller)
-
-
-def compile_tools(
-    grammar: str,
-    tokenizer: Tokenizer,
-    vocab_size: int,
-    stop_token_ids: Sequence[int],
-    *,
-    patience: Patience = ENDLESS,
-    caller: str = "",
-) -> Grammar:
-    """Compile what ``tool_form.tool_grammar`` made. Errors as for :func:`compile_schema`."""
-    return _compiled(Source("tools", grammar, False, vocab_size), tokenizer, stop_token_ids, patience, caller)
+    for token in stop_token_ids:
+        if not 0 <= token < source.vocab_size:
+            raise RequestError(f"stop token id {token} is outside the vocabulary of {source.vocab_size}")
+    grammars = _grammars(tokenizer, stop_token_ids)
+    grammars.child(source, patience, caller)
+    return Grammar(grammars, source)
 
 
 def warm_up(tokenizer: Tokenizer, stop_token_ids: Sequence[int]) -> None:
@@ -263,14 +215,3 @@ def _grammars(tokenizer: Tokenizer, stop_token_ids: Sequence[int]) -> Grammars:
             raise RequestError(_CLOSED)
         by_stop = _known.setdefault(tokenizer, {})
         return by_stop.setdefault(stop, Grammars(tokenizer, stop))
-
-
-def _compiled(
-    source: Source, tokenizer: Tokenizer, stop_token_ids: Sequence[int], patience: Patience, caller: str
-) -> Grammar:
-    for token in stop_token_ids:
-        if not 0 <= token < source.vocab_size:
-            raise RequestError(f"stop token id {token} is outside the vocabulary of {source.vocab_size}")
-    grammars = _grammars(tokenizer, stop_token_ids)
-    grammars.child(source, patience, caller)
-    return Grammar(grammars, source)

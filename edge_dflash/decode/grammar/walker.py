@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from edge_dflash.decode.grammar.lark_text import prepare
 from edge_dflash.decode.grammar.library_words import in_our_words
@@ -30,12 +30,20 @@ _WHITESPACE = r"[ \t\n\r]{1,64}"  # bounded, so that a model cannot go on with b
 
 @dataclass(frozen=True)
 class Source:
-    """What a grammar is made of."""
+    """A form that an answer must have as a whole, for a model of ``vocab_size`` ids.
 
-    kind: str  # "schema", "regex", "grammar" (Lark) or "tools" (Lark that was made of them)
+    - "schema": JSON text. Properties come in the order in which it names them. ``whitespace`` False: no blanks outside
+      strings; True: up to 64 in a row.
+    - "regex": in the syntax of Rust's regex crate, without look-around and back-references.
+    - "grammar": Lark in the dialect of llguidance, from its rule ``start``. ``<name>`` is a special token,
+      ``%json {...}`` a JSON Schema, to which ``whitespace`` applies.
+    - "tools": Lark, made by ``tool_grammar``.
+    """
+
+    kind: Literal["schema", "regex", "grammar", "tools"]
     text: str
     whitespace: bool
-    vocab_size: int  # of the model
+    vocab_size: int
 
 
 @dataclass(frozen=True)

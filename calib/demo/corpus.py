@@ -8,32 +8,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache
 from random import Random
 from typing import Any, Literal
 
-from edge_dflash.demo.actions import Step, plan_schema
-from edge_dflash.demo.checking import goal_problems, validity_problems
-from edge_dflash.demo.goals import goal_text, listing, random_goal, rules_text
-from edge_dflash.demo.planning import RULES, Derivation, Goal, Rule, derive, subjects
-from edge_dflash.demo.world import Scene, random_scene, scene_from_json, scene_text
+from calib.demo.goals import goal_text, listing, random_goal, rules_text
+from calib.demo.planning import RULES, Derivation, derive
+from calib.demo.scenes import random_scene, scene_json, scene_text
+from edge_dflash.demo.actions import Step
+from edge_dflash.demo.tasks import Kind, Task
+from edge_dflash.demo.world import Goal, Scene, subjects
 
-__all__ = [
-    "HELDOUT_TASKS",
-    "Message",
-    "Task",
-    "check_plan",
-    "check_success",
-    "heldout_keys",
-    "make_task",
-    "plan_schema",
-    "task_from_json",
-    "tasks",
-]
-
-Kind = Literal["plan", "prose"]
-Message = dict[str, str]
 Split = Literal["train", "heldout"]
 
 HELDOUT_TASKS = 1024  # seeds 0..1023; the first 64 plan tasks are shipped
@@ -48,57 +33,25 @@ _ASK_PLAN = ("", "", "Answer with a JSON plan.", "Give the plan as JSON.")
 _ASK_PROSE = ("Explain in words how you would do it.", "Do not give JSON: tell me in plain words what you would do.")
 
 
-@dataclass(frozen=True)
-class Task:
-    """One request and its right answer."""
-
-    seed: int
-    kind: Kind
-    scene: Scene
-    goal: Goal
-    rules: tuple[Rule, ...]
-    goal_text: str
-    messages: tuple[Message, ...]
-    thinking: str  # what stands in the thinking span; "" when thinking is off
-    answer: str
-    refusal: bool  # the goal cannot be reached
-
-    @property
-    def key(self) -> str:
-        """Equal for tasks of equal scene and goal."""
-        return json.dumps([self.scene.to_json(), self.goal.kind, self.goal.things, self.goal.to])
-
-    def to_json(self) -> dict[str, Any]:
-        """A JSON object that :func:`task_from_json` reads."""
-        return {
-            "seed": self.seed,
-            "kind": self.kind,
-            "messages": list(self.messages),
-            "scene": self.scene.to_json(),
-            "goal": {"kind": self.goal.kind, "things": list(self.goal.things), "to": self.goal.to},
-            "rules": list(self.rules),
-            "goal_text": self.goal_text,
-            "thinking": self.thinking,
-            "answer": self.answer,
-            "refusal": self.refusal,
-        }
+def task_key(task: Task) -> str:
+    """Equal for tasks of equal scene and goal."""
+    return json.dumps([scene_json(task.scene), task.goal.kind, task.goal.things, task.goal.to])
 
 
-def task_from_json(value: dict[str, Any]) -> Task:
-    """The task that :meth:`Task.to_json` wrote."""
-    goal = value["goal"]
-    return Task(
-        seed=value["seed"],
-        kind=value["kind"],
-        scene=scene_from_json(value["scene"]),
-        goal=Goal(goal["kind"], tuple(goal["things"]), goal["to"]),
-        rules=tuple(value["rules"]),
-        goal_text=value["goal_text"],
-        messages=tuple(value["messages"]),
-        thinking=value["thinking"],
-        answer=value["answer"],
-        refusal=value["refusal"],
-    )
+def task_json(task: Task) -> dict[str, Any]:
+    """A JSON object that :func:`~edge_dflash.demo.tasks.task_from_json` reads."""
+    return {
+        "seed": task.seed,
+        "kind": task.kind,
+        "messages": list(task.messages),
+        "scene": scene_json(task.scene),
+        "goal": {"kind": task.goal.kind, "things": list(task.goal.things), "to": task.goal.to},
+        "rules": list(task.rules),
+        "goal_text": task.goal_text,
+        "thinking": task.thinking,
+        "answer": task.answer,
+        "refusal": task.refusal,
+    }
 
 
 def make_task(seed: int, *, plain: bool = False) -> Task:
@@ -138,7 +91,7 @@ def make_task(seed: int, *, plain: bool = False) -> Task:
 @cache
 def heldout_keys() -> frozenset[str]:
     """Keys of all held-out tasks."""
-    return frozenset(make_task(seed, plain=plain).key for seed in range(HELDOUT_TASKS) for plain in (True, False))
+    return frozenset(task_key(make_task(seed, plain=plain)) for seed in range(HELDOUT_TASKS) for plain in (True, False))
 
 
 def tasks(split: Split, start: int, count: int, *, exclude: frozenset[str] = frozenset()) -> Iterator[Task]:
@@ -148,18 +101,8 @@ def tasks(split: Split, start: int, count: int, *, exclude: frozenset[str] = fro
     """
     for index in range(start, start + count):
         task = make_task(index, plain=True) if split == "heldout" else make_task(_TRAIN_BASE + index)
-        if task.key not in exclude:
+        if task_key(task) not in exclude:
             yield task
-
-
-def check_plan(task: Task, text: str) -> list[str]:
-    """Problems of ``text`` as a plan for the task: not JSON, not of the schema, names that are not in the scene."""
-    return validity_problems(task.scene, text)
-
-
-def check_success(task: Task, text: str) -> list[str]:
-    """Why a valid plan does not do the task: a step whose precondition fails, a broken rule, a goal not reached."""
-    return goal_problems(task.scene, task.goal, task.rules, task.refusal, text)
 
 
 def _plan_json(goal: str, derivation: Derivation) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from random import Random
 
-from edge_dflash.demo.planning import Goal, Rule, subjects
-from edge_dflash.demo.world import COLOURS, DOCK, KEYS, NOUNS, Scene
+from calib.demo.scenes import COLOURS, NOUNS
+from edge_dflash.demo.world import DOCK, KEYS, Goal, Rule, Scene, subjects
 
 _WORDING: dict[str, tuple[str, ...]] = {
     "put": ("Put {things} on {to}.", "Move {things} to {to}.", "Please place {things} at {to}."),

@@ -1,4 +1,4 @@
-"""The benchmark of plans: every plan once, weights of the recipe's formats, one JSON object last."""
+"""The measurement of TensorRT engines: every engine once, weights of the recipe's formats, one JSON object last."""
 
 import json
 
@@ -7,12 +7,12 @@ import pytest
 from tensorrt_build_support import VERSION, FakeCompiler
 
 from edge_dflash.backends.tensorrt.plans import bundle_units, planned
-from edge_dflash.checks import tensorrt_plans as plans
-from edge_dflash.checks.pairs import synthetic_pair
-from edge_dflash.checks.tensorrt_plans import Built, PackedStore, kind_of, summary
+from edge_dflash.checks.random_pair import synthetic_pair
 from edge_dflash.model import pair_programs
 from edge_dflash.weights.formats import Fp8Weight, Nvfp4Weight, WideWeight
 from edge_dflash.weights.recipe import Recipe, default_recipe
+from tests.scripts import tensorrt_engines
+from tests.scripts.tensorrt_engines import Built, PackedStore, kind_of, summary
 
 PAIR = synthetic_pair("qwen3-8b")
 W4A4 = Recipe("plans", target=default_recipe().target, drafter=default_recipe().drafter, activations="nvfp4")
@@ -70,10 +70,10 @@ class Compiler(FakeCompiler):
 
 @pytest.mark.parametrize("pair", ["qwen3-8b", "qwen3.6-27b"])
 def test_every_plan_is_built_once_and_the_last_line_is_json(monkeypatch, capsys, pair):
-    monkeypatch.setattr(plans, "Compiler", Compiler)
-    monkeypatch.setattr(plans, "load", lambda flavour: type("Module", (), {"__version__": VERSION}))
+    monkeypatch.setattr(tensorrt_engines, "Compiler", Compiler)
+    monkeypatch.setattr(tensorrt_engines, "load", lambda flavour: type("Module", (), {"__version__": VERSION}))
     FakeCompiler.made, FakeCompiler.fail = [], ""
-    assert plans.main(["--synthetic", pair, "--workers", "3"]) == 0
+    assert tensorrt_engines.main(["--synthetic", pair, "--workers", "3"]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     wanted = planned(bundle_units(synthetic_pair(pair), 512).units)
     assert sorted(FakeCompiler.made) == sorted(unit.key for unit in wanted.values())
@@ -82,8 +82,8 @@ def test_every_plan_is_built_once_and_the_last_line_is_json(monkeypatch, capsys,
 
 
 def test_a_plan_that_is_refused_is_one_line(monkeypatch, capsys):
-    monkeypatch.setattr(plans, "Compiler", Compiler)
+    monkeypatch.setattr(tensorrt_engines, "Compiler", Compiler)
     FakeCompiler.made, FakeCompiler.fail = [], "head"
-    assert plans.main(["--synthetic", "qwen3-8b"]) == 5
+    assert tensorrt_engines.main(["--synthetic", "qwen3-8b"]) == 5
     assert "error: plan head for sm121" in capsys.readouterr().err
     FakeCompiler.fail = ""

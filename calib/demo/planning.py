@@ -7,29 +7,11 @@ text, tokens or models.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from edge_dflash.demo.actions import Step, step
-from edge_dflash.demo.world import DOCK, KEYS, LOW_BATTERY, Scene, door_name
+from edge_dflash.demo.world import COOLING_SECONDS, DOCK, LOW_BATTERY, Goal, Rule, Scene, door_name, subjects
 
-GoalKind = Literal["put", "bring", "tidy", "gather", "check", "swap", "close"]
-Rule = Literal["close", "inspect", "announce", "gentle", "report"]
 RULES: tuple[Rule, ...] = ("close", "inspect", "announce", "gentle", "report")
-COOLING_SECONDS = 60
-
-
-@dataclass(frozen=True)
-class Goal:
-    """What is wanted.
-
-    put: ``things`` to place ``to``. bring: ``things`` to person ``to``. tidy: everything on place ``things[0]`` to
-    ``to``. gather: every object of noun ``things[0]`` to ``to``. check: inspect ``things`` (objects or places). swap:
-    the two ``things``. close: every open container of room ``to``.
-    """
-
-    kind: GoalKind
-    things: tuple[str, ...]
-    to: str = ""
 
 
 @dataclass(frozen=True)
@@ -53,17 +35,6 @@ def derive(scene: Scene, goal: Goal, rules: tuple[Rule, ...]) -> Derivation:
     except CannotPlan as reason:
         return Derivation((step("say", f"I cannot do this: {reason}."),), ("Refused.",), refused=True)
     return Derivation(tuple(robot.steps), tuple(robot.notes))
-
-
-def subjects(scene: Scene, goal: Goal) -> tuple[str, ...]:
-    """Names of the objects (or places) that a goal is about, in the order in which they are handled."""
-    if goal.kind == "tidy":
-        return tuple(t.name for t in scene.things if t.place == goal.things[0] and t.name not in KEYS)
-    if goal.kind == "gather":
-        return tuple(t.name for t in scene.things if t.noun == goal.things[0] and t.place != goal.to)
-    if goal.kind == "close":
-        return tuple(p.name for p in scene.places if p.container and p.room == goal.to and p.state == "open")
-    return goal.things
 
 
 class _Robot:

@@ -1,38 +1,50 @@
-"""Random weights of a pair, made on the device in streaming form: seconds for a model of any size, and no torch.
+"""Published pairs with no download: their dimensions, random weights made on the device, a tokenizer made in code.
 
-Scales keep activations of about RMS 1 from layer to layer, so that benchmarks run on plausible numbers: a linear gives
-its input's RMS, a residual branch a quarter of it, norms are neutral.
+Weights take seconds for a model of any size. They keep activations of about RMS 1 from layer to layer, so that
+benchmarks run on plausible numbers: a linear gives its input's RMS, a residual branch a quarter of it; norms are
+neutral.
+
+The tokenizer is byte-level BPE as published models have it: every byte, JSON punctuation, runs of letters with and
+without a space before them, one end-of-text token. The words are random letters; how many tokens there are and how long
+they are is what the cost of a grammar's masks depends on.
 """
 
 from __future__ import annotations
 
 import ctypes
+import json
 import math
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import numpy.typing as npt
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as HfTokenizer
 
-from edge_dflash.backends.cuda.driver import Gpu, Kernel
-from edge_dflash.backends.cuda.linear import LinearWeights
-from edge_dflash.backends.cuda.memory import DevicePointer
-from edge_dflash.bundle.manifest import WeightFormat
-from edge_dflash.errors import BackendError
+from edge_dflash.common.tables import decode
+from edge_dflash.errors import BackendError, RequestError
 from edge_dflash.model import pair_programs
 from edge_dflash.model.ops import Attend, KvAppend, RmsNorm
 from edge_dflash.model.specs import PairSpec
-from edge_dflash.weights.formats import WideWeight
+from edge_dflash.text.tokenizer import Tokenizer
+from edge_dflash.weights.formats import FORMATS, WeightFormat, WideWeight
 from edge_dflash.weights.layout import UNIT_ROWS, WINDOW, Format, Layout, repack
 from edge_dflash.weights.recipe import Recipe, default_recipe
 from edge_dflash.weights.stacks import Stack
 
+if TYPE_CHECKING:  # importing them needs CUDA's bindings
+    from edge_dflash.backends.cuda.driver import Gpu, Kernel
+    from edge_dflash.backends.cuda.linear import LinearWeights
+    from edge_dflash.backends.cuda.memory import DevicePointer
+
 Kind = Literal["nvfp4", "fp8", "bf16"]
 
 KV_SCALE = 0.03  # keys and values of about RMS 1 reach 448 x 0.03 = 13
-_BITS: dict[Format, int] = {"nvfp4": 4, "fp8": 8, "bf16": 16}
 _FP8_EXPONENT = 6  # fields 6..9: 2^-1 to 2^2
 # RMS of bench_weights' values. NVFP4: E2M1 codes and block scales, both uniform; FP8, BF16: four exponents from 2^0.
 _NVFP4_RMS = math.sqrt(8.5625) * math.sqrt(0.625 * 2.1484375)
@@ -40,6 +52,28 @@ _FP8_RMS = math.sqrt(21.25 * 2.1484375)
 _BF16_RMS = math.sqrt(21.25 * 7 / 3)
 _NVFP4_SCALE = 2.0**19  # of a row's sum, see weight_layout.py
 _BRANCHES = ("o_proj", "out_proj", "down_proj")  # their outputs are added to the residual stream
+FILE = Path(__file__).parent / "pairs.json"  # PairSpec by name, as read from the published config.json files
+END_OF_TEXT = "<|endoftext|>"
+LEAST = 2048  # ids
+_LETTERS = "etaoinshrdlucmfwypvbgkjqxz"
+_LENGTHS = (6, 12, 15, 16, 14, 11, 9, 7, 4, 3, 2, 1)  # weights of words of 3, 4, ... letters, a space counted
+_SPACE = "\u0120"  # how byte-level BPE spells a space
+_PUNCTUATION = '{" ": ":" "," "} "}, "},{" ":[{" "}] "}]} ", "] }, }] [{ ["'
+# As in Qwen's tokenizers: a run of letters takes one character before it, digits stand alone.
+_SPLIT = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+"
+
+
+def pair_names() -> tuple[str, ...]:
+    """Names of the pairs, the largest first."""
+    return tuple(json.loads(FILE.read_text()))
+
+
+def synthetic_pair(name: str) -> PairSpec:
+    """Dimensions of a published pair. Raises RequestError listing the names."""
+    found = json.loads(FILE.read_text())
+    if name not in found:
+        raise RequestError(f"no synthetic pair is called {name!r}; there are {', '.join(found)}")
+    return decode(PairSpec, found[name], f"{FILE.name}: {name}")
 
 
 def kind_recipe(kind: Kind) -> Recipe:
@@ -50,22 +84,6 @@ def kind_recipe(kind: Kind) -> Recipe:
     return Recipe(
         f"all {kind}", target=dict.fromkeys(default.target, kind), drafter=dict.fromkeys(default.drafter, kind)
     )
-
-
-def random_words(first: int, count: int, seed: int, format: Format, exponent: int) -> npt.NDArray[np.uint32]:
-    """Words ``first`` .. ``first + count - 1`` that bench_weights (kernels/bench.cu) writes."""
-    index = np.arange(first, first + count, dtype=np.uint64)
-    z = (index + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    word = (z >> np.uint64(32)).astype(np.uint32)
-    if format == "nvfp4":
-        scales = (word & np.uint32(0x0F0F0F0F)) + np.uint32(0x48484848)
-        return np.where(index % np.uint64(288) >= 256, scales, word).astype(np.uint32)
-    each = 0x01010101 if format == "fp8" else 0x00010001
-    keep, place = (0x87878787, 3) if format == "fp8" else (0x807F807F, 7)
-    field = ((word >> np.uint32(place)) & np.uint32(3 * each)) + np.uint32(exponent * each)
-    return np.asarray((word & np.uint32(keep)) | (field << np.uint32(place)), np.uint32)
 
 
 @dataclass(frozen=True)
@@ -116,6 +134,8 @@ class RandomWeights:
 
     def stack(self, gpu: Gpu, stack: Stack) -> LinearWeights:
         """Allocate and fill a stack."""
+        from edge_dflash.backends.cuda.linear import LinearWeights
+
         layout = stack.layout
         if not _full(layout):
             return _small_stack(gpu, stack)
@@ -154,7 +174,7 @@ class RandomWeights:
         pointer = gpu.allocate(nbytes)
         words, seed = ctypes.c_longlong(nbytes // 4), ctypes.c_uint32(zlib.crc32(name.encode()))
         kernel = self._loaded[1]
-        gpu.launch(kernel, (8 * gpu.sm_count, 1, 1), 256, (pointer, words, seed, _BITS[format], exponent))
+        gpu.launch(kernel, (8 * gpu.sm_count, 1, 1), 256, (pointer, words, seed, FORMATS[format].bits, exponent))
         return pointer
 
 
@@ -166,6 +186,8 @@ def _full(layout: Layout) -> bool:
 
 def _small_stack(gpu: Gpu, stack: Stack) -> LinearWeights:
     """A padded stack (the gates of gated delta layers), made on the host."""
+    from edge_dflash.backends.cuda.linear import LinearWeights
+
     layout = stack.layout
     if layout.format != "bf16" or layout.nbytes > 64 << 20:
         raise BackendError(f"{stack.key} is {layout}; random weights of this size need whole units and windows")
@@ -173,3 +195,56 @@ def _small_stack(gpu: Gpu, stack: Stack) -> LinearWeights:
     values = [rng.standard_normal((n, layout.k), np.float32) * np.float32(stack_rms(stack)) for n in layout.columns]
     repacked = repack([WideWeight((v.view(np.uint32) >> 16).astype(np.uint16)) for v in values], swiglu=layout.swiglu)
     return LinearWeights(layout, gpu.upload(repacked.data), gpu.upload(repacked.scale))
+
+
+def synthetic_tokenizer(size: int, words: Iterable[str] = ()) -> Tokenizer:
+    """A tokenizer of exactly ``size`` ids, the last of which ends a text; the same every time, in seconds.
+
+    ``words`` are ASCII texts that get a token each, where the split leaves them whole. Raises RequestError below
+    ``LEAST`` ids.
+    """
+    if size < LEAST:
+        raise RequestError(f"a synthetic tokenizer of {size} ids is too small; give at least {LEAST}")
+    vocabulary, merges = _merged((*_PUNCTUATION.split(), *words), size - 1)
+    tokenizer = HfTokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    split = pre_tokenizers.Split(Regex(_SPLIT), behavior="isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(END_OF_TEXT, special=True)])
+    return Tokenizer(tokenizer, None, size - 1)
+
+
+def _merged(texts: Iterable[str], size: int) -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """``size`` tokens and the merges that make them: bytes, ``texts`` (merged first), letter pairs, random words."""
+    vocabulary = {token: index for index, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    merges: list[tuple[str, str]] = []
+
+    def add(left: str, right: str) -> bool:
+        if left + right in vocabulary:
+            return False
+        vocabulary[left + right] = len(vocabulary)
+        merges.append((left, right))
+        return True
+
+    for text in texts:
+        for end in range(1, len(text)):
+            add(text[:end], text[end])
+    spaced = [_SPACE + letter for letter in _LETTERS]
+    pairs = [a + b for a in _LETTERS for b in _LETTERS]
+    for token in (*spaced, *pairs):
+        add(token[:-1], token[-1])
+    starts, ends = {2: pairs + spaced}, {1: list(_LETTERS), 2: pairs}  # what words begin and end with, by length
+    random, lengths = Random(size), range(3, 3 + len(_LENGTHS))
+    while len(vocabulary) < size:
+        (length,) = random.choices(lengths, _LENGTHS)
+        cut = random.randint(2, length - 1)
+        if cut not in starts or length - cut not in ends:
+            continue
+        left, right = random.choice(starts[cut]), random.choice(ends[length - cut])
+        if add(left, right):
+            starts.setdefault(length, []).append(left + right)
+            if not left.startswith(_SPACE):
+                ends.setdefault(length, []).append(left + right)
+    return vocabulary, merges

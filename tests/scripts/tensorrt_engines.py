@@ -1,8 +1,8 @@
-"""Builds every TensorRT plan of a published pair from random packed weights: seconds, bytes and memory. Needs no GPU.
+"""Builds every TensorRT engine of a published pair from random packed weights: seconds, bytes and memory. Needs no GPU.
 
-    python -m edge_dflash.checks.tensorrt_plans --synthetic qwen3.6-27b --arch sm121
+    python -m tests.scripts.tensorrt_engines --synthetic qwen3.6-27b --arch sm121
 
-Weights are made when a plan asks for them and plans are hashed and dropped, so nothing is read from or left on a disk.
+Weights are made when an engine asks for them and engines are hashed and dropped, so no disk is read or written.
 The last line is one JSON object. Seconds follow what else the machine does; CPU seconds do so less.
 """
 
@@ -30,7 +30,7 @@ from edge_dflash.backends.tensorrt.api import flavour_of, load, version
 from edge_dflash.backends.tensorrt.compile import Compiler
 from edge_dflash.backends.tensorrt.plans import bundle_units, planned
 from edge_dflash.backends.tensorrt.units import Unit
-from edge_dflash.checks.pairs import pair_names, synthetic_pair
+from edge_dflash.checks.random_pair import pair_names, synthetic_pair
 from edge_dflash.errors import EdgeDflashError
 from edge_dflash.model import pair_programs
 from edge_dflash.model.specs import PairSpec
@@ -72,7 +72,7 @@ class PackedStore:
         return WideWeight(rng.integers(0x3C00, 0x3F80, spec.shape, np.uint16))
 
     def kv_scale(self, state: str) -> tuple[float, float]:
-        """No plan reads it."""
+        """No engine reads it."""
         return 1.0, 1.0
 
 
@@ -86,7 +86,7 @@ def _codes(rng: np.random.Generator, shape: tuple[int, ...], mask: int = 0xFF) -
 
 @dataclass(frozen=True)
 class Built:
-    """One plan."""
+    """One engine."""
 
     key: str
     kind: str  # its linears, by module
@@ -107,7 +107,7 @@ def kind_of(unit: Unit, pair: PairSpec) -> str:
 
 
 def build_all(pair: PairSpec, recipe: Recipe, arch: str, workers: int, chunk: int) -> list[Built]:
-    """Build every plan once, ``workers`` at a time. Raises BackendError and BuildError."""
+    """Build every engine once, ``workers`` at a time. Raises BackendError and BuildError."""
     units, store, local = planned(bundle_units(pair, chunk).units), PackedStore(pair, recipe), threading.local()
 
     def build(unit: Unit) -> Built:
@@ -142,12 +142,12 @@ def summary(plans: Sequence[Built]) -> list[dict[str, Any]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Build, print a table and one JSON line; return 0, or an error's exit code after one line on stderr."""
-    parser = argparse.ArgumentParser(prog="python -m edge_dflash.checks.tensorrt_plans", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.scripts.tensorrt_engines", description=__doc__)
     parser.add_argument("--synthetic", default="qwen3.6-27b", choices=pair_names())
     parser.add_argument("--arch", default="sm121", help="sm120 or sm121")
     parser.add_argument("--activations", default="nvfp4", choices=("nvfp4", "bf16"))
     parser.add_argument("--prefill-chunk", type=int, default=512)
-    parser.add_argument("--workers", type=int, default=2, help="plans in work at a time")
+    parser.add_argument("--workers", type=int, default=2, help="engines in work at a time")
     chosen = parser.parse_args(argv)
     default = default_recipe()
     recipe = Recipe("plans", target=default.target, drafter=default.drafter, activations=chosen.activations)

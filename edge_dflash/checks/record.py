@@ -1,20 +1,31 @@
-"""Which machine, driver, clocks and version a benchmark ran with, by asking other programs; answers may be missing."""
+"""What is written down of a run: the machine that it ran on, a line of a results file, the report of ``verify``.
+
+The machine is described by asking other programs; answers may be missing.
+"""
 
 from __future__ import annotations
 
+import json
 import platform
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from edge_dflash.board.state import read_board_state
+from edge_dflash.bundle.manifest import Manifest
+from edge_dflash.bundle.reader import read_manifest
+from edge_dflash.checks.doctor import gather, report
+from edge_dflash.checks.doctor_checks import examine
+from edge_dflash.common.tables import encode
+from edge_dflash.errors import RequestError
 from edge_dflash.version import __version__
 
 _QUERY = ("name", "driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "power.draw", "power.limit")
 _KEYS = ("name", "driver", "sm_mhz", "memory_mhz", "most_sm_mhz", "watts", "watt_limit")
 _MODEL = Path("/proc/device-tree/model")  # of a Jetson or another board
+_WHAT = "Runs of edge-dflash bench, oldest first, one a line"
 
 
 class ClockSample:
@@ -100,3 +111,84 @@ def _answer(command: Sequence[str]) -> str | None:
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return None
+
+
+def check_record(file: Path) -> None:
+    """Raise RequestError unless results can be added to ``file``, which need not exist."""
+    _read(file)
+
+
+def append(file: Path, result: Mapping[str, Any]) -> None:
+    """Add a result; what else the file says stays. Raises RequestError as :func:`check_record`."""
+    found = _read(file)
+    runs = ",\n".join("  " + json.dumps(run, allow_nan=False) for run in (*found.pop("runs"), result))
+    head = "".join(f" {json.dumps(key)}: {json.dumps(value)},\n" for key, value in found.items())
+    _replace(file, f'{{\n{head} "runs": [\n{runs}\n ]\n}}\n')
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        if file.parent.is_dir():
+            return {"what": _WHAT, "runs": []}
+        raise RequestError(f"{file.parent} is no directory; make it first or give another --record") from None
+    except (OSError, ValueError) as error:
+        raise RequestError(f"{file} cannot be read as JSON ({error}); give another --record") from None
+    if not isinstance(found, dict) or not isinstance(found.get("runs"), list):
+        raise RequestError(f"{file} holds no object with a list of runs; give another --record")
+    return found
+
+
+def check_report(file: Path) -> None:
+    """Raise RequestError, before any work, unless a report can be written to ``file``."""
+    if file.is_dir() or not file.parent.is_dir():
+        raise RequestError(f"--report {file} is no file in a directory that exists; give another name")
+
+
+def write_report(file: Path, bundle: Path, found: Mapping[str, Any], bench: Mapping[str, Any] | None) -> None:
+    """Write what ``verify`` found, the doctor's checks, the benchmark (None: it was not run) and what ran it.
+
+    Raises OSError.
+    """
+    facts = gather(bundle)
+    text = {
+        "what": "Report of edge-dflash verify",
+        "ok": found["ok"],
+        "machine": describe(),
+        "bundle": identity(bundle, read_manifest(bundle)),
+        "verify": found,
+        "bench": bench,
+        "doctor": report(examine(facts), facts),
+    }
+    _replace(file, json.dumps(text, indent=1, allow_nan=False) + "\n")
+
+
+def identity(path: Path, manifest: Manifest) -> dict[str, Any]:
+    """What identifies a bundle, without its thousands of names."""
+    plans = manifest.plans
+    return {
+        "path": str(path),
+        "created_by": manifest.created_by,
+        "backend": manifest.backend,
+        "backends": list(manifest.backends),
+        "trial": encode(manifest.trial),
+        "arch": manifest.arch,
+        "architecture": manifest.pair.target.architecture,
+        "recipe": manifest.recipe,
+        "precision": encode(manifest.precision),
+        "weights": manifest.weight_summary,
+        "block_size": manifest.block_size,
+        "max_context": manifest.max_context,
+        "prefill_chunk": manifest.prefill_chunk,
+        "bytes": manifest.size,
+        "tools": dict(manifest.tools),
+        "plans": plans and {"flavour": plans.flavour, "version": plans.version, "count": len(plans.names)},
+    }
+
+
+def _replace(file: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    fresh = file.with_name(file.name + ".new")
+    fresh.write_text(text, encoding="utf-8")
+    fresh.replace(file)

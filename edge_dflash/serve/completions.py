@@ -1,0 +1,270 @@
+"""Chats and completions: one request from its body to the last byte of its answer, whole or as server-sent events.
+
+A client that leaves, or takes nothing for too long, ends its request at the next commit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from functools import partial
+from typing import Any
+
+from starlette.requests import Request
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from edge_dflash.board.state import BoardState
+from edge_dflash.errors import ContextError, EdgeDflashError
+from edge_dflash.result import Increment, Plan
+from edge_dflash.runner.stream import AsyncPlanStream, PlanStream
+from edge_dflash.serve.fields import Refusal, dump, json_response
+from edge_dflash.serve.limits import SMALL, read_body, turn
+from edge_dflash.serve.openai import Call, chat_call, completion_call
+from edge_dflash.serve.openapi import RUNS, STORED, WITH_BODY, Operations, Read, ref
+from edge_dflash.serve.replies import Writer
+from edge_dflash.serve.service import Service, log
+
+ALIVE = 10.0  # seconds without an event after which a comment is sent: a client that died is found
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+_OUTCOMES = {429: "queue_full", 503: "unavailable", 507: "unavailable", 500: "failed"}  # of requests that did not run
+operations = Operations()
+
+
+class Running:
+    """A request that was admitted. Called (ASGI), it sends its answer as events and ends."""
+
+    def __init__(self, service: Service, call: Call, arrived: float, account: str) -> None:
+        """``arrived``: time.perf_counter() of its arrival. Raises Refusal when it cannot be taken now."""
+        planner, self._sessions = service.loaded(account)
+        service.check_model(call.model, "model")
+        self.call = call
+        self.disconnected = False
+        self._service = service
+        self._arrived = arrived
+        self._account = account
+        self._planner = planner
+        self._held: str | None = None  # its session, while it has it
+        self._session_error: str | None = None  # why its session was not saved
+        self._counted = False
+        self._began = 0.0  # time.perf_counter() of its call to the planner
+        self.writer = Writer(call, service.config.model, planner.fingerprint[:16])
+        self.stream = AsyncPlanStream(self._begin)
+        service.streams.add(self.stream)
+
+    def _begin(self) -> PlanStream:
+        """Hand the request to the planner. On a thread: opening a session may wait for the engine."""
+        call, planner, session = self.call, self._planner, None
+        if call.session is not None:
+            session = self._sessions.acquire(call.session)
+            self._held = call.session
+        self._began = time.perf_counter()
+        task: Any = call.task
+        if isinstance(task, str):
+            if (tokenizer := planner.tokenizer) is None:
+                raise Refusal("this model has no tokenizer; give token ids as the prompt", param="prompt")
+            task = tokenizer.encode(task) if call.options.get("raw") else tokenizer.encode_text(task)
+        options = call.options.copy()
+        caller = options.get("caller")
+        options["caller"] = f"{self._account}/{caller}" if caller else self._account
+        if (seconds := options.get("deadline", self._service.config.timeouts.deadline or None)) is not None:
+            options["deadline"] = max(0.0, self._arrived + seconds - time.perf_counter())
+        try:
+            return planner.stream(task, session=session, **options)
+        except ContextError:
+            if not call.budget_is_default or options["max_new_tokens"] is None:
+                raise
+        options["max_new_tokens"] = None
+        return planner.stream(task, session=session, **options)
+
+    async def watch(self, receive: Receive) -> None:
+        """End the request when its client leaves."""
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._leave()
+
+    def _leave(self) -> None:
+        self.disconnected = True
+        self.stream.cancel()
+
+    async def finish(self) -> tuple[Plan, dict[str, Any]]:
+        """The plan, counted and its session saved if that is wanted after every turn; what is told beside it."""
+        service, plan = self._service, await self.stream.result()
+        self._count(plan)
+        if self.call.session is not None and plan.tokens:
+            try:
+                await service.on_thread(partial(self._sessions.turned, self.call.session))
+            except EdgeDflashError as error:  # the answer is there all the same
+                log.error("session %s was not saved: %s", self.call.session, error)
+                self._session_error = str(error)
+        state: BoardState = await service.on_thread(service.board)
+        joules = self._joules(plan)
+        board = state.brief() if joules is None else {**state.brief(), "joules": joules}
+        details = {"board": board, "session_error": self._session_error}
+        return plan, {name: value for name, value in details.items() if value}
+
+    def _count(self, plan: Plan) -> None:
+        if self._counted:
+            return
+        self._counted = True
+        self._service.metrics.plan(plan)
+        if (joules := self._joules(plan)) is not None:
+            self._service.metrics.joules.labels(self._service.power.rail).observe(joules)
+        if plan.tokens:
+            self._service.seconds.append(plan.timings.total_seconds - plan.timings.queue_seconds)
+
+    def _joules(self, plan: Plan) -> float | None:
+        """Energy of the board while a plan was made; None where it does not say its power."""
+        queued, total = plan.timings.queue_seconds, plan.timings.total_seconds
+        return self._service.power.joules(self._began + queued, self._began + total)
+
+    async def end(self) -> None:
+        """The request is over, however: nothing of it stays on the engine."""
+        try:
+            await self.stream.aclose()
+            self._count(self.stream.plan)  # of a client that left: its tokens were made all the same
+        except Exception as error:
+            log.debug("a request ended with %r", error)
+        finally:
+            self._service.streams.discard(self.stream)
+            if self._held is not None:
+                await self._service.on_thread(partial(self._sessions.release, self._held))
+
+    # Events -----------------------------------------------------------------------------------------------------------
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send all events (ASGI)."""
+        watcher = asyncio.create_task(self.watch(receive))
+        outcome = "disconnected"
+        try:
+            await self._send(send, {"type": "http.response.start", "status": 200, "headers": _HEADERS})
+            ended = await self._events(send)
+            outcome = outcome if self.disconnected else ended  # asked now: the end itself looks like leaving
+            await self._send(send, {"type": "http.response.body", "body": b"", "more_body": False})
+        except _GoneError:
+            self._leave()
+        finally:
+            self._service.metrics.ended(self.endpoint, outcome)
+            watcher.cancel()
+            await self.end()
+
+    @property
+    def endpoint(self) -> str:
+        """Its name in the metrics."""
+        return "chat" if self.call.chat else "completions"
+
+    async def _events(self, send: Send) -> str:
+        """Send them; returns the outcome."""
+        try:
+            await self._event(send, self.writer.opening())
+            increments = aiter(self.stream)
+            while (part := await self._next(increments, send)) is not None:
+                piece = self.writer.piece(part)
+                await self._event(send, None if self.disconnected else piece)
+            plan, details = await self.finish()
+            for chunk in self.writer.closing(plan, details):
+                await self._event(send, chunk)
+            outcome: str = plan.finish_reason
+        except _GoneError:
+            raise
+        except Exception as error:
+            refused = self._service.refusal(error)
+            await self._event(send, refused.body)
+            outcome = refused.code or "refused"
+        await self._data(send, b"data: [DONE]\n\n")
+        return outcome
+
+    async def _next(self, increments: AsyncIterator[Increment], send: Send) -> Increment | None:
+        """The next increment, None at the end; a comment is sent whenever none came for a while."""
+        following: asyncio.Future[Increment] = asyncio.ensure_future(anext(increments))
+        try:
+            while not following.done():
+                done, _ = await asyncio.wait({following}, timeout=ALIVE)
+                if not done:
+                    await self._data(send, b": working\n\n")
+            return following.result()
+        except StopAsyncIteration:
+            return None
+        finally:
+            following.cancel()
+
+    async def _event(self, send: Send, value: dict[str, Any] | None) -> None:
+        if value is not None:
+            await self._data(send, b"data: " + dump(value) + b"\n\n")
+
+    async def _data(self, send: Send, data: bytes) -> None:
+        await self._send(send, {"type": "http.response.body", "body": data, "more_body": True})
+
+    async def _send(self, send: Send, message: dict[str, Any]) -> None:
+        try:
+            await asyncio.wait_for(send(message), self._service.config.timeouts.write)
+        except (TimeoutError, OSError):
+            raise _GoneError from None
+
+
+class _GoneError(Exception):
+    """The client takes nothing, or is gone."""
+
+
+# Routes ---------------------------------------------------------------------------------------------------------------
+
+HELLO = [{"role": role, "content": "x"} for role in ("system", "developer", "user", "assistant", "tool")]
+_CALLS: dict[str, Any] = {"tools": [{"function": {"name": "f"}}], "tool_choice": "required"}
+_FORMS = ({"type": "text"}, {"type": "json_object"}, {"type": "json_schema", "json_schema": {"schema": {}}})
+_SAMPLES = tuple({"stream": True, "stream_options": {}, "edge_dflash": {}, "response_format": form} for form in _FORMS)
+_REFUSALS = {**WITH_BODY, **RUNS, **STORED}
+
+
+@operations(
+    "POST", "/v1/chat/completions", "Messages in, an answer out.", ref("ChatCompletion"), _REFUSALS,
+    event=ref("ChatCompletionChunk"), read=chat_call,
+    samples=tuple({"messages": HELLO, **body} for body in (*_SAMPLES, _CALLS)),
+)  # fmt: skip
+async def chat(service: Service, request: Request) -> ASGIApp:
+    """Answer messages."""
+    return await _generate(service, request, chat_call, "chat")
+
+
+@operations(
+    "POST", "/v1/completions", "A text or token ids, used as they are.", ref("Completion"), _REFUSALS,
+    event=ref("CompletionChunk"), read=completion_call, samples=tuple({"prompt": "x", **body} for body in _SAMPLES),
+)  # fmt: skip
+async def completions(service: Service, request: Request) -> ASGIApp:
+    """Go on with a text."""
+    return await _generate(service, request, completion_call, "completions")
+
+
+async def _generate(service: Service, request: Request, read: Read, endpoint: str) -> ASGIApp:
+    """The response to a request; a streaming one takes the request over, and ends it."""
+    arrived = time.perf_counter()
+    running = watcher = None
+    try:
+        service.loaded()
+        call = await read_body(service, request, read)
+        running = Running(service, call, arrived, request.state.account)
+        watcher = asyncio.create_task(running.watch(request.receive))
+        async with turn(request):
+            if running.disconnected:
+                raise Refusal("the client went away", status=408, code="disconnected")
+            await running.stream.__aenter__()  # admission: its errors have a status of their own
+        if call.stream:
+            streaming, running = running, None
+            return streaming
+        plan, details = await running.finish()
+        service.metrics.ended(endpoint, "disconnected" if running.disconnected else plan.finish_reason)
+        made = partial(running.writer.whole, plan, details)
+        return json_response(made()) if len(plan.tokens) < SMALL else await service.written(made)
+    except Exception as error:
+        refused = service.refusal(error)
+        gone = running is not None and running.disconnected
+        service.metrics.ended(endpoint, "disconnected" if gone else _OUTCOMES.get(refused.status, "refused"))
+        return refused.response()
+    finally:
+        if watcher is not None:
+            watcher.cancel()
+        if running is not None:
+            await running.end()
