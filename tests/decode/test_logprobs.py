@@ -39,9 +39,9 @@ def log_softmax(rows):
     return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
 
 
-def found(backend, prompt=PROMPT, options=ASKED, **how):
+def found(backend, prompt=PROMPT, options=ASKED, speculative=True, **how):
     """Tokens of a run, their log-probabilities, and accept lengths."""
-    steps = list(stream(backend, prompt, options, **how))
+    steps = list(stream(backend, prompt, replace(options, speculative=speculative), **how))
     for step in steps:
         assert [one.token for one in step.logprobs] == list(step.tokens)
     tokens = [token for step in steps for token in step.tokens]
@@ -196,7 +196,7 @@ class TestGoldens:
 @cache
 def plain_logprobs(name, kind, mode):
     prompt, tokens, _ = plain(name, kind, mode)
-    made = found(BACKENDS[kind](name), prompt, replace(OPTIONS[mode], logprobs=4, speculative=False))
+    made = found(BACKENDS[kind](name), prompt, replace(OPTIONS[mode], logprobs=4), speculative=False)
     assert made[0] == list(tokens)
     return prompt, tokens, made[1]
 
@@ -221,8 +221,7 @@ def test_adversaries_and_grammars_on_a_pair_change_none(name, drafter):
             return np.arange(512) < 60
 
     def constrained(backend, **how):
-        asked = replace(options, **how)
-        return found(backend, prompt, asked, controls=Controls(constraint=Stepped(Wide((), None))))
+        return found(backend, prompt, options, controls=Controls(constraint=Stepped(Wide((), None))), **how)
 
     tokens, logprobs, _ = constrained(BACKENDS["engine"](name), speculative=False)
     assert max(tokens) < 60
