@@ -28,7 +28,7 @@ from edge_dflash.decode.backend import Backend, Rows
 from edge_dflash.decode.controls import Controls
 from edge_dflash.decode.grammar.compiled import compile_form
 from edge_dflash.decode.grammar.schema_check import schema_json
-from edge_dflash.decode.grammar.walker import Source
+from edge_dflash.decode.grammar.wire import Source
 from edge_dflash.decode.loop import stream
 from edge_dflash.decode.options import Options
 from edge_dflash.errors import ContextError, RequestError

@@ -100,7 +100,7 @@ class Observer:
             found["teacher_forced_logits"] = out["logits"]
             found["greedy_top2_margin"] = top[:, -1] - top[:, -2]
             memory.length = rows  # rows past the prompt are garbage that the block overwrites
-            draft = [greedy[0]] + [self._spec.drafter.mask_token_id] * (block - 1)
+            draft = self._spec.drafter.block(greedy[0])
             found["cycle0_draft_hidden"] = self._interpreter.run(self._programs.propose, draft, memory)[
                 "hidden"
             ].numpy()

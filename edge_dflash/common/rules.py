@@ -18,8 +18,6 @@ from difflib import get_close_matches
 from numbers import Integral, Real
 from typing import Any, TypeAlias
 
-import numpy as np
-
 from edge_dflash.errors import RequestError, short
 
 
@@ -111,8 +109,11 @@ def refuse_unknown(rules: Mapping[str, Rule], names: Iterable[str]) -> None:
 
 def flag(value: Any) -> bool:
     """True or False."""
-    if not isinstance(value, bool | np.bool_):
-        raise TypeError
+    if not isinstance(value, bool):
+        from numpy import bool_  # here, because a grammar's process imports this module, and little else
+
+        if not isinstance(value, bool_):
+            raise TypeError
     return bool(value)
 
 

@@ -15,16 +15,23 @@ from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get
 
 import yaml
 
-from edge_dflash.common.files import read_text
-from edge_dflash.errors import BundleError, RecipeError, short
+from edge_dflash.common.files import parse_json, read_bytes, read_text
+from edge_dflash.errors import BundleError, CheckpointError, RecipeError, short
 
 T = TypeVar("T")
+
+UNWRITTEN: Mapping[str, Any] = {"unwritten": True}  # metadata of a field that is left out where it has its default
 
 
 def encode(value: object) -> Any:
     """Turn a dataclass (or a value such as one may hold) into what :mod:`json` writes."""
     if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: encode(getattr(value, field.name)) for field in fields(value)}
+        found = {field.name: (field, getattr(value, field.name)) for field in fields(value)}
+        return {
+            name: encode(item)
+            for name, (field, item) in found.items()
+            if field.metadata != UNWRITTEN or item != field.default
+        }
     if isinstance(value, Mapping):
         return {str(key): encode(item) for key, item in value.items()}
     if isinstance(value, (tuple, list)):
@@ -100,9 +107,10 @@ def _decode_dataclass(cls: Callable[..., object], value: object, where: str) -> 
     hints = _hints(cls)
     if unknown := sorted(value.keys() - hints.keys()):
         raise BundleError(f"{where}: unknown key {unknown[0]!r}; accepted keys are {', '.join(hints)}")
-    if missing := sorted(hints.keys() - value.keys()):
+    unwritten = {field.name for field in fields(cast(Any, cls)) if field.metadata == UNWRITTEN}
+    if missing := sorted(hints.keys() - value.keys() - unwritten):
         raise BundleError(f"{where}: key {missing[0]!r} is missing")
-    return cls(**{name: _decode(kind, value[name], f"{where}.{name}") for name, kind in hints.items()})
+    return cls(**{k: _decode(kind, value[k], f"{where}.{k}") for k, kind in hints.items() if k in value})
 
 
 @cache
@@ -206,3 +214,33 @@ class Table:
     def wrong(self, key: str, wanted: str) -> RecipeError:
         """Error that names file, key, value found and what is wanted."""
         return RecipeError(f"{self._where}: {key} is {short(self.get(key))}; wanted {wanted}")
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Read a JSON object. Raises CheckpointError when there is no file or no object in it."""
+    try:
+        value = parse_json(read_bytes(file), object_pairs_hook=unique_keys, parse_constant=_no_constant)
+    except FileNotFoundError:
+        raise CheckpointError(f"no {file.name} in {file.parent}; give the directory of a checkpoint") from None
+    except OSError as error:
+        raise CheckpointError(f"cannot read {file}: {error.strerror}; correct that or download it again") from None
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file} is not valid JSON ({error}); download it again") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{file} holds a JSON {type(value).__name__}, wanted an object; download it again")
+    return value
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """JSON object whose names are all different: a second entry of one name would hide the first."""
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the name {twice[:60]!r} occurs twice in one object")
+    return value
+
+
+def _no_constant(name: str) -> Any:
+    """JSON has no NaN and no infinity, though Python's reader takes them."""
+    raise ValueError(f"{name} is no number of JSON")

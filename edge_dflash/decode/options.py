@@ -14,7 +14,7 @@ from edge_dflash.decode.accept import FinishReason, Relaxation
 from edge_dflash.decode.backend import PairShape
 from edge_dflash.decode.sampling import MOST_ALTERNATIVES, Sampling
 from edge_dflash.errors import ContextError, RequestError
-from edge_dflash.text.tokenizer import Message, with_text
+from edge_dflash.text.template import Message, with_text
 from edge_dflash.text.tool_calls import Tool, chosen_tools
 
 Task: TypeAlias = str | Sequence[Message] | Sequence[int]

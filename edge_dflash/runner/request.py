@@ -16,16 +16,22 @@ from edge_dflash.decode.accept import Relaxation
 from edge_dflash.decode.backend import Backend
 from edge_dflash.decode.controls import Controls, Interrupted, Pace, Patience
 from edge_dflash.decode.grammar.compiled import Grammar, compile_form
+from edge_dflash.decode.grammar.lark_text import tool_grammar
 from edge_dflash.decode.grammar.schema_check import schema_json
-from edge_dflash.decode.grammar.tool_form import tool_grammar
-from edge_dflash.decode.grammar.walker import Source
+from edge_dflash.decode.grammar.wire import Source
 from edge_dflash.decode.options import Options, Request, Task, admit, as_messages, token_ids
 from edge_dflash.decode.steering import AfterThinking, Constraint
 from edge_dflash.errors import RequestError
 from edge_dflash.runner.stream import UNWANTED, StopFinder
-from edge_dflash.text.chat import Answer, Markers, encode_conversation, render_conversation, thinking_is_open
+from edge_dflash.text.chat import (
+    Answer,
+    Markers,
+    dialect_of,
+    encode_conversation,
+    render_conversation,
+    thinking_is_open,
+)
 from edge_dflash.text.tokenizer import Message, Tokenizer
-from edge_dflash.text.tool_dialect import dialect_of
 
 _PROBE = "\ue000"  # private use: no message begins with it
 _MARK = "\ue000\ue001\ue002"  # stands for an answer when the text behind it is looked for

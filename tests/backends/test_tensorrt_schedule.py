@@ -25,8 +25,8 @@ from edge_dflash.backends.tensorrt.units import (
 )
 from edge_dflash.errors import BackendError
 from edge_dflash.model import pair_programs
-from edge_dflash.model.config import match_pair, read_drafter_spec, read_target_spec
 from edge_dflash.model.ops import Add, SelectRows, StateOp
+from edge_dflash.model.registry import match_pair, read_drafter_spec, read_target_spec
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 MODELS = ("qwen3.6-27b", "qwen3.5-4b", "qwen3-8b")

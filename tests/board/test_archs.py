@@ -24,7 +24,7 @@ from edge_dflash.common.files import directory
 from edge_dflash.errors import BackendError, BundleError, RecipeError
 from edge_dflash.model import pair_programs
 from edge_dflash.weights.recipe import default_recipe
-from tests.checks.test_inspection import MODELS, spec
+from tests.checks.test_inspect import MODELS, spec
 
 GPUS = [arch for arch in ARCHS if arch.sm]
 
