@@ -18,7 +18,7 @@ _MEASURED, _FLOOR, _INK = "#4c78a8", "#1b2a3a", "#222222"
 
 
 @dataclass(frozen=True)
-class Part:
+class PassTime:
     """A pass or a whole cycle against its floor: its bytes over the measured read bandwidth."""
 
     ms: float
@@ -26,7 +26,7 @@ class Part:
     floor_ms: float | None = None
 
     @classmethod
-    def of(cls, seconds: float, nbytes: int | None, bandwidth: float | None) -> Part:
+    def of(cls, seconds: float, nbytes: int | None, bandwidth: float | None) -> PassTime:
         """From seconds; without a bandwidth there is no floor."""
         floor = nbytes / bandwidth * 1e3 if nbytes is not None and bandwidth is not None else None
         return cls(seconds * 1e3, nbytes, floor)
@@ -57,13 +57,13 @@ class Formed(Decode):
 
 
 @dataclass(frozen=True)
-class Cycle:
+class CycleTimes:
     """A steady cycle, on the device's own clock."""
 
     context: int  # committed tokens, mean over the timed cycles
-    whole: Part
-    propose: Part
-    verify: Part
+    whole: PassTime
+    propose: PassTime
+    verify: PassTime
     propose_traffic: Traffic | None = None
     verify_traffic: Traffic | None = None
 
@@ -105,7 +105,7 @@ class Cold:
 
 
 @dataclass(frozen=True)
-class Memory:
+class DeviceMemory:
     """Device memory. ``allocations_after_load`` must be 0."""
 
     budget: Mapping[str, int]  # by purpose
@@ -116,7 +116,7 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Step:
+class StepKind:
     """One kind of step in a cycle, all layers together."""
 
     name: str
@@ -126,7 +126,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Result:
+class BenchResult:
     """A whole run."""
 
     pair: str
@@ -146,12 +146,12 @@ class Result:
     speculative: Decode  # Planner.plan
     schema: Formed | None  # Planner.plan; None without a tokenizer
     raw: Decode  # cycles of the speculative plans again, called directly
-    cycle: Cycle
+    cycle: CycleTimes
     cold: Cold
     prefill: tuple[Prefill, ...]
-    contexts: tuple[Cycle, ...]
-    memory: Memory | None
-    profile: tuple[Step, ...]
+    contexts: tuple[CycleTimes, ...]
+    memory: DeviceMemory | None
+    profile: tuple[StepKind, ...]
 
     @property
     def host_ms(self) -> float:
@@ -170,7 +170,7 @@ class Result:
         return found
 
 
-def svg(result: Result) -> str:
+def svg(result: BenchResult) -> str:
     """Bars in milliseconds, each with its floor as a dark inner bar; then bars of tokens a second."""
     cycle = result.cycle
     times = [

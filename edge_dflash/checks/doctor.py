@@ -82,7 +82,7 @@ class BundleFacts:
 
 @dataclass(frozen=True)
 class Facts:
-    """What was found. None and empty: there is none here."""
+    """What was found. None and empty: not found here."""
 
     board: BoardState = field(default_factory=BoardState)
     profile: BoardProfile | None = None
@@ -116,7 +116,7 @@ def is_release(found: str, wanted: str) -> bool:
 def gather(bundle: Path | None = None, *, hashes: bool = False, root: Path = Path("/")) -> Facts:
     """Look at the machine. Raises nothing for what is missing.
 
-    ``bundle`` None takes the installed one, if there is any. ``hashes`` reads all of its files.
+    ``bundle`` None takes the installed one. ``hashes`` reads all of its files.
     """
     board = read_board_state(root)
     profile = match_board(board.model, board.memory.total if board.memory else None) if board.model else None

@@ -79,7 +79,7 @@ class GoldenComparison:
 
     @property
     def logits_difference(self) -> float:
-        """Largest difference of logits that decide; 0 when there are none."""
+        """Largest difference of logits that decide; 0 without any."""
         return max((r.difference for r in self.results if _is_logits(r.key) and r.tolerance is not None), default=0.0)
 
     def to_json(self) -> dict[str, Any]:
@@ -134,10 +134,10 @@ def check_golden(
     spec: PairSpec, store: WeightStore, golden: Mapping[str, Array], programs: PairPrograms | None = None
 ) -> GoldenComparison:
     """Compare in memory; ``programs`` replaces the pair's own."""
-    from edge_dflash.checks.observe import Observer  # torch, only here
+    from edge_dflash.checks.observe import GoldenObserver  # torch, only here
 
     programs = programs or pair_programs(spec)
-    observer = Observer(spec, _WeightOnly(store), programs)
+    observer = GoldenObserver(spec, _WeightOnly(store), programs)
     quantized = any(isinstance(store.get(n), Nvfp4Weight) for n, w in programs.weights.items() if w.kind == "linear")
     found = list[GoldenComparison]()
     for name, given in _prompts(golden):

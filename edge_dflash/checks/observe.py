@@ -51,7 +51,7 @@ class Recorder(Delegate):
         return rows
 
 
-class Observer:
+class GoldenObserver:
     """The reference in float32 on one pair; ``programs`` replaces the pair's own (tests of mutations)."""
 
     def __init__(self, spec: PairSpec, store: WeightStore, programs: PairPrograms) -> None:

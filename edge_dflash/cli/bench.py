@@ -14,16 +14,17 @@ from rich.table import Table
 from rich.text import Text
 
 from edge_dflash.checks.bench import Work
-from edge_dflash.checks.bench_result import Cycle, Part, Result, svg
+from edge_dflash.checks.bench_result import BenchResult, CycleTimes, PassTime, svg
 from edge_dflash.checks.footprint import Traffic
-from edge_dflash.checks.random_pair import Kind, pair_names
-from edge_dflash.checks.record import append, check_record
+from edge_dflash.checks.provenance import append, check_record
+from edge_dflash.checks.random_pair import pair_names
 from edge_dflash.checks.subjects import CUBINS, bench_bundle, bench_synthetic
 from edge_dflash.cli.output import emit_json, named_table, say, show
 from edge_dflash.cli.prompts import bench_prompts
 from edge_dflash.errors import RequestError
+from edge_dflash.weights.layout import Format
 
-KINDS = get_args(Kind)
+KINDS = get_args(Format)
 
 
 def bench(
@@ -87,7 +88,7 @@ def bench(
     _print(result, plot, record, json)
 
 
-def _checked(bundle: Path | None, synthetic: str | None, weights: str | None, prompts: Path | None) -> Kind:
+def _checked(bundle: Path | None, synthetic: str | None, weights: str | None, prompts: Path | None) -> Format:
     """Format of a synthetic pair's weights. Raises RequestError for options that do not go together."""
     if (bundle is None) == (synthetic is None):
         raise RequestError("give BUNDLE or --synthetic NAME")
@@ -98,7 +99,7 @@ def _checked(bundle: Path | None, synthetic: str | None, weights: str | None, pr
     kind = weights or KINDS[0]
     if kind not in KINDS:
         raise RequestError(f"--weights is {kind!r}; give one of {', '.join(KINDS)}")
-    return cast("Kind", kind)
+    return cast("Format", kind)
 
 
 def _check_files(plot: Path | None, record: Path | None) -> None:
@@ -118,7 +119,7 @@ def lengths(text: str, option: str) -> tuple[int, ...]:
     return tuple(sorted({int(piece) for piece in pieces}))
 
 
-def _print(result: Result, plot: Path | None, record: Path | None, json: bool) -> None:
+def _print(result: BenchResult, plot: Path | None, record: Path | None, json: bool) -> None:
     if json:
         emit_json(result.to_json())
     else:
@@ -131,14 +132,14 @@ def _print(result: Result, plot: Path | None, record: Path | None, json: bool) -
         say(f"recorded: {record}")
 
 
-def render(result: Result) -> RenderableType:
+def render(result: BenchResult) -> RenderableType:
     """Tables of decoding, of a cycle's parts, of prompts, contexts, steps and memory."""
     parts: list[RenderableType] = [_head(result), _decoding(result), _host(result), _cold(result), _cycle(result)]
     further = {_prefill: result.prefill, _contexts: result.contexts, _profile: result.profile, _memory: result.memory}
     return Group(*parts, *(table(result) for table, there in further.items() if there))
 
 
-def _head(result: Result) -> Text:
+def _head(result: BenchResult) -> Text:
     machine = result.machine
     clocks = machine.get("clocks") or {}
     lines = [f"{result.pair}; weights {result.weights}, keys and values {result.kv}, {result.backend} backend"]
@@ -162,7 +163,7 @@ def _head(result: Result) -> Text:
     return Text("\n".join(lines) + "\n")
 
 
-def _decoding(result: Result) -> Table:
+def _decoding(result: BenchResult) -> Table:
     forced = result.forced_accept_length is not None
     title = "Decoding, wall clock from the first token on" + (", accept length forced" if forced else "")
     columns = ["tokens/s", "accept length", "cycles", "ms a cycle", "floor", "x floor"]
@@ -176,14 +177,14 @@ def _decoding(result: Result) -> Table:
     ):
         if decode is not None:
             floor = result.plain_floor_ms if decode is result.plain else result.cycle.whole.floor_ms
-            part = Part(decode.ms, None, floor)
+            part = PassTime(decode.ms, None, floor)
             row = [f"{decode.tokens_per_second:.1f}", f"{decode.accept_length:.2f}", str(decode.cycles)]
             row += [f"{part.ms:.3f}", _number(floor, ".3f"), _number(part.over_floor, ".2f")]
             table.add_row(name, *row, *([_number(decode.joules, ".1f")] if known else []))
     return table
 
 
-def _host(result: Result) -> Text:
+def _host(result: BenchResult) -> Text:
     """What the caller pays beyond the backend's cycle, and what was asked."""
     lines = [
         f"host time a cycle: {result.host_ms:.3f} ms, {result.host_ms / result.raw.ms:.1%} of the raw cycle "
@@ -198,7 +199,7 @@ def _host(result: Result) -> Text:
     return Text("\n".join([*lines, f"prompts: {result.prompts}"]) + "\n")
 
 
-def _cold(result: Result) -> Text:
+def _cold(result: BenchResult) -> Text:
     cold = result.cold
     return Text(
         f"cold: load {cold.load_seconds:.1f} s, first prompt of {cold.prefill_tokens} tokens {cold.prefill_ms:.1f} ms, "
@@ -206,7 +207,7 @@ def _cold(result: Result) -> Text:
     )
 
 
-def _cycle(result: Result) -> Table:
+def _cycle(result: BenchResult) -> Table:
     cycle = result.cycle
     title = f"One steady cycle at {cycle.context:,} tokens, block {result.block_size}"
     table = named_table(title, "part", right=("ms", "MB", "floor ms", "x floor", "TB/s", "of which, MB"))
@@ -218,7 +219,7 @@ def _cycle(result: Result) -> Table:
     return table
 
 
-def _prefill(result: Result) -> Table:
+def _prefill(result: BenchResult) -> Table:
     table = named_table("Time to the first token", "prompt", right=("ms", "tokens/s", "TFLOP/s", "of matrix rate"))
     for row in result.prefill:
         rate = _number(row.operations_per_second, ".0f", 1e12)
@@ -227,14 +228,14 @@ def _prefill(result: Result) -> Table:
     return table
 
 
-def _contexts(result: Result) -> Table:
+def _contexts(result: BenchResult) -> Table:
     table = named_table("Cycle by context", "tokens", right=("ms", "MB", "floor ms", "x floor", "TB/s", "K/V, MB"))
     for cycle in (result.cycle, *result.contexts):
         table.add_row(f"{cycle.context:,}", *_part(cycle.whole), _kv(cycle))
     return table
 
 
-def _profile(result: Result) -> Table:
+def _profile(result: BenchResult) -> Table:
     table = named_table("Steps of a cycle, one after the other", "step", right=("times", "ms", "MB", "TB/s"))
     for step in result.profile:
         rate = f"{step.bytes / step.ms / 1e9:.2f}" if step.bytes else "-"
@@ -244,7 +245,7 @@ def _profile(result: Result) -> Table:
     return table
 
 
-def _memory(result: Result) -> Table:
+def _memory(result: BenchResult) -> Table:
     table = named_table("Device memory", "what is held", right=("MB",))
     if (memory := result.memory) is not None:
         for purpose, size in sorted(memory.budget.items(), key=lambda entry: -entry[1]):
@@ -257,7 +258,7 @@ def _memory(result: Result) -> Table:
     return table
 
 
-def _part(part: Part) -> Sequence[str]:
+def _part(part: PassTime) -> Sequence[str]:
     rate = None if part.bytes is None else part.bytes / part.ms
     floor, over = _number(part.floor_ms, ".3f"), _number(part.over_floor, ".2f")
     return f"{part.ms:.3f}", _number(part.bytes, ",.1f", 1e6), floor, over, _number(rate, ".2f", 1e9)
@@ -270,7 +271,7 @@ def _traffic(traffic: Traffic | None) -> str:
     return ", ".join(f"{name} {size / 1e6:,.0f}" for name, size in parts.items() if size >= 5e5)
 
 
-def _kv(cycle: Cycle) -> str:
+def _kv(cycle: CycleTimes) -> str:
     parts = [t.kv for t in (cycle.propose_traffic, cycle.verify_traffic) if t is not None]
     return f"{sum(parts) / 1e6:,.1f}" if parts else "-"
 

@@ -13,7 +13,7 @@ from edge_dflash.bundle.reader import Bundle
 from edge_dflash.checks.bench import Work
 from edge_dflash.checks.golden import GoldenComparison, verify_golden
 from edge_dflash.checks.lossless import Verification, verify_lossless
-from edge_dflash.checks.record import check_report, write_report
+from edge_dflash.checks.provenance import check_report, write_report
 from edge_dflash.checks.subjects import bench_bundle
 from edge_dflash.cli.output import emit_json, say, show, stages
 from edge_dflash.cli.prompts import bench_prompts, default_prompts, read_prompts

@@ -20,7 +20,7 @@ from edge_dflash.bundle.manifest import Trial, dump_manifest, parse_manifest
 from edge_dflash.bundle.reader import Bundle, read_manifest
 from edge_dflash.checks.doctor import BundleFacts, Facts
 from edge_dflash.checks.doctor_checks import engines
-from edge_dflash.checks.record import identity
+from edge_dflash.checks.provenance import identity
 from edge_dflash.decode.backend import PairShape
 from edge_dflash.errors import BackendError, BuildError, BundleError, VerificationError
 

@@ -9,8 +9,9 @@ from edge_dflash.checks.footprint import Costs
 from edge_dflash.checks.random_pair import kind_recipe, synthetic_pair
 from edge_dflash.model import pair_programs
 from edge_dflash.model.builder import GraphBuilder
-from edge_dflash.model.program import DeltaState, KvState, WeightSpec
+from edge_dflash.model.program import DeltaState, KvState
 from edge_dflash.model.specs import AttentionSpec, RopeSpec
+from edge_dflash.weights.formats import read_as
 
 
 @pytest.mark.parametrize(
@@ -24,7 +25,7 @@ from edge_dflash.model.specs import AttentionSpec, RopeSpec
     ],
 )
 def test_weight_bytes_of_each_format(form, size):
-    assert footprint.weight_bytes(WeightSpec((32, 64), "linear", "mlp"), form) == size
+    assert read_as(form).nbytes((32, 64)) == size
 
 
 def test_state_bytes_by_hand():

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from edge_dflash.checks import record
-from edge_dflash.checks.record import append, check_record
+from edge_dflash.checks import provenance
+from edge_dflash.checks.provenance import append, check_record
 from edge_dflash.errors import RequestError
 
 ROOT = Path(__file__).parents[2]
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 def test_clocks_are_read_from_nvidia_smi():
     line = "NVIDIA H200, 580.65.06, 1980, 3201, 1980, 356.71, 700.00\n"
-    assert record.parse_clocks(line) == {
+    assert provenance.parse_clocks(line) == {
         "name": "NVIDIA H200",
         "driver": "580.65.06",
         "sm_mhz": 1980.0,
@@ -29,28 +29,28 @@ def test_clocks_are_read_from_nvidia_smi():
 
 
 def test_what_a_board_does_not_report_is_left_out():
-    assert record.parse_clocks("Orin (nvgpu), 540.4.0, [N/A], [N/A], [N/A], [N/A], [Not Supported]") == {
+    assert provenance.parse_clocks("Orin (nvgpu), 540.4.0, [N/A], [N/A], [N/A], [N/A], [Not Supported]") == {
         "name": "Orin (nvgpu)",
         "driver": "540.4.0",
     }
-    assert record.parse_clocks("") == {}
-    assert record.parse_clocks("\n") == {}
+    assert provenance.parse_clocks("") == {}
+    assert provenance.parse_clocks("\n") == {}
 
 
 def test_without_nvidia_smi_there_are_no_clocks(monkeypatch):
     def missing(*args, **kwargs):
         raise FileNotFoundError("nvidia-smi")
 
-    monkeypatch.setattr(record.subprocess, "Popen", missing)
-    sample = record.ClockSample()
+    monkeypatch.setattr(provenance.subprocess, "Popen", missing)
+    sample = provenance.ClockSample()
     assert not sample.pending
     assert sample.result() == {}
 
 
 def test_power_mode_of_a_jetson():
-    assert record.power_mode("NV Power Mode: MAXN\n0\n") == "MAXN"
-    assert record.power_mode("NVPM ERROR: no such mode\n") is None
-    assert record.power_mode(None) is None
+    assert provenance.power_mode("NV Power Mode: MAXN\n0\n") == "MAXN"
+    assert provenance.power_mode("NVPM ERROR: no such mode\n") is None
+    assert provenance.power_mode(None) is None
 
 
 def test_the_commit_says_when_files_were_changed(tmp_path):
@@ -58,16 +58,16 @@ def test_the_commit_says_when_files_were_changed(tmp_path):
         names = ("-c", "user.name=a", "-c", "user.email=a@b.example")
         subprocess.run(["git", "-C", str(tmp_path), *names, *words], check=True, capture_output=True)
 
-    assert record.commit(tmp_path) is None
+    assert provenance.commit(tmp_path) is None
     git("init")
     (tmp_path / "file").write_text("1")
     git("add", "file")
     git("commit", "-m", "first")
-    clean = record.commit(tmp_path)
+    clean = provenance.commit(tmp_path)
     (tmp_path / "file").write_text("2")
     assert clean.isalnum()
-    assert record.commit(tmp_path) == clean + "+"
-    assert {"date", "edge_dflash", "python", "system"} <= record.describe().keys()
+    assert provenance.commit(tmp_path) == clean + "+"
+    assert {"date", "edge_dflash", "python", "system"} <= provenance.describe().keys()
 
 
 def test_results_files_grow_by_one_run_a_line(tmp_path):
