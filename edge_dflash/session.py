@@ -23,7 +23,7 @@ from edge_dflash.runner.request import Encoder, Model, Prompt, as_message, as_sa
 from edge_dflash.runner.stream import AsyncPlanStream, PlanStream
 from edge_dflash.runner.worker import Engine
 from edge_dflash.text.chat import Answer
-from edge_dflash.text.tokenizer import Message
+from edge_dflash.text.template import Message
 
 if TYPE_CHECKING:
     from edge_dflash.planner import Planner

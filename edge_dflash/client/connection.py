@@ -17,7 +17,7 @@ from edge_dflash.decode.options import Options, Task
 from edge_dflash.errors import EdgeDflashError, RequestError, ServiceError
 from edge_dflash.result import Increment, Plan
 from edge_dflash.runner.queue import Ticket
-from edge_dflash.text.tokenizer import Message
+from edge_dflash.text.template import Message
 
 T = TypeVar("T")
 _CONNECT_SECONDS = 10.0

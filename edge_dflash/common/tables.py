@@ -129,15 +129,15 @@ Choice = TypeVar("Choice", bound=str)
 MOST = 1 << 16  # bytes of a file; those that ship have at most a few thousand
 
 
-def read_table(path: Path, accepted: tuple[str, ...], help_file: str) -> Table:
-    """Read a file whose document is a mapping with some of the keys ``accepted``. Raises RecipeError."""
+def read_table(path: Path, accepted: tuple[str, ...], help_file: str, *, complete: bool = False) -> Table:
+    """Read a file whose document is a mapping with some of the keys ``accepted``, or all. Raises RecipeError."""
     try:
         document = yaml.load(read_text(path, MOST), Loader=_Plain)
     except Exception as error:  # the library lets ValueError, KeyError and others out of tagged or odd scalars
         deep = isinstance(error, RecursionError)
         reason = "nested too deeply" if deep else getattr(error, "strerror", None) or " ".join(str(error).split())[:200]
         raise RecipeError(f"{path}: not a readable YAML file ({reason}); see {help_file}") from None
-    return Table(str(path), document, accepted)
+    return Table(str(path), document, accepted, help_file if complete else None)
 
 
 class _Plain(yaml.SafeLoader):
@@ -160,14 +160,19 @@ class _Plain(yaml.SafeLoader):
 
 
 class Table:
-    """A YAML mapping; every reader checks the value's type. A default of None makes a key required."""
+    """A YAML mapping; every reader checks the value's type. A default of None makes a key required.
 
-    def __init__(self, where: str, value: Any, accepted: tuple[str, ...]) -> None:
+    ``complete``: all keys must be given, here and in the tables inside; the file that explains them.
+    """
+
+    def __init__(self, where: str, value: Any, accepted: tuple[str, ...], complete: str | None = None) -> None:
         if not isinstance(value, dict):
             raise RecipeError(f"{where}: found {type(value).__name__}, wanted a mapping of {', '.join(accepted)}")
         if unknown := [str(key) for key in value if key not in accepted]:
             raise RecipeError(f"{where}: unknown key {', '.join(unknown)[:200]}; accepted: {', '.join(accepted)}")
-        self._where, self._value = where, value
+        if complete is not None and (missing := [key for key in accepted if key not in value]):
+            raise RecipeError(f"{where}: missing key {', '.join(missing)}; add it, see {complete}")
+        self.where, self._value, self._complete = where, value, complete
 
     @property
     def given(self) -> list[str]:
@@ -178,18 +183,32 @@ class Table:
         """Value of any type."""
         return self._value.get(key, default)
 
-    def text(self, key: str, default: str | None) -> str:
+    def text(self, key: str, default: str | None, wanted: str = "text") -> str:
         """Text; not blank when required."""
         value = self.get(key, default)
         if not isinstance(value, str) or (default is None and not value.strip()):
-            raise self.wrong(key, "text")
+            raise self.wrong(key, wanted)
         return value
 
-    def positive(self, key: str, default: int) -> int:
+    def positive(self, key: str, default: int | None = None) -> int:
         """Return an integer above 0."""
         value = self.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
             raise self.wrong(key, "a positive integer")
+        return value
+
+    def optional_int(self, key: str) -> int | None:
+        """Return an integer from 0, or None."""
+        value = self.get(key)
+        if value is not None and (type(value) is not int or value < 0):
+            raise self.wrong(key, "an integer from 0, or null")
+        return value
+
+    def items(self, key: str) -> list[Any]:
+        """A list; empty when the file does not give it."""
+        value = self.get(key, [])
+        if not isinstance(value, list):
+            raise self.wrong(key, "a list")
         return value
 
     def one_of(self, key: str, accepted: tuple[Choice, ...], default: Choice | None) -> Choice:
@@ -202,18 +221,16 @@ class Table:
 
     def child(self, key: str, accepted: tuple[str, ...]) -> Table:
         """Mapping under a key; empty when the file does not give it."""
-        return Table(f"{self._where}: {key}", self.get(key, {}), accepted)
+        return Table(f"{self.where}: {key}", self.get(key, {}), accepted, self._complete)
 
     def children(self, key: str, accepted: tuple[str, ...]) -> list[Table]:
         """List of mappings under a key; empty when the file does not give it."""
-        value = self.get(key, [])
-        if not isinstance(value, list):
-            raise self.wrong(key, "a list")
-        return [Table(f"{self._where}: {key}[{i}]", entry, accepted) for i, entry in enumerate(value)]
+        entries = enumerate(self.items(key))
+        return [Table(f"{self.where}: {key}[{i}]", entry, accepted, self._complete) for i, entry in entries]
 
     def wrong(self, key: str, wanted: str) -> RecipeError:
         """Error that names file, key, value found and what is wanted."""
-        return RecipeError(f"{self._where}: {key} is {short(self.get(key))}; wanted {wanted}")
+        return RecipeError(f"{self.where}: {key} is {short(self.get(key))}; wanted {wanted}")
 
 
 def read_json(file: Path) -> dict[str, Any]:

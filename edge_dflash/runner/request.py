@@ -31,7 +31,8 @@ from edge_dflash.text.chat import (
     render_conversation,
     thinking_is_open,
 )
-from edge_dflash.text.tokenizer import Message, Tokenizer
+from edge_dflash.text.template import Message
+from edge_dflash.text.tokenizer import Tokenizer
 
 _PROBE = "\ue000"  # private use: no message begins with it
 _MARK = "\ue000\ue001\ue002"  # stands for an answer when the text behind it is looked for

@@ -48,7 +48,7 @@ from edge_dflash.decode.options import Options
 from edge_dflash.errors import RequestError
 
 ROOT = Path(__file__).resolve().parents[2]
-STOP = (tokenizer().token_id(END),)
+STOP = (tokenizer().control_id(END),)
 A, B = tokenizer().encode("a")[0], tokenizer().encode("b")[0]
 ENDLESS_LARK = "start: X\nX: " + " & ".join(f"/(.{{{n}}})*/" for n in (7, 11, 13, 17, 19, 23, 29, 31))
 GREEDY = "((a{100}){100}){100}"
