@@ -143,11 +143,11 @@ def test_a_turn_whose_session_is_not_saved_is_answered_and_says_so(tmp_path, mon
 
 
 def test_a_reload_ends_with_ready_whatever_a_save_raises(service, monkeypatch):
-    def defect():
+    def defect(**options):
         raise RuntimeError("a defect")
 
     service.notifier = recorder = Recorder()
-    monkeypatch.setattr(service.sessions, "save_soon", defect)
+    monkeypatch.setattr(service.sessions, "save_all", defect)
     asyncio.run(service.reload())
     assert recorder.said == ["RELOADING", "READY"]
 
