@@ -81,7 +81,7 @@ def everywhere(words, *, name=None):
 
 
 def controls_of(tokenizer, ids):
-    known = {tokenizer.control_id(name) for name in tokenizer._controls.names}
+    known = set(tokenizer._controls.ids.values())
     return [tokenizer.token(i) for i in ids if i in known]
 
 
