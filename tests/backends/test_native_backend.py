@@ -10,12 +10,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from native_support import NATIVE_PAIR, formats_of, random_store
+from store_weights import StoreWeights
 
 from edge_dflash.backends.cuda import backend as native_backend
 from edge_dflash.backends.cuda import loading
 from edge_dflash.backends.cuda.backend import NativeBackend
 from edge_dflash.backends.cuda.graphs import REPEATS
-from edge_dflash.backends.cuda.weights import StoreWeights
 from edge_dflash.decode.backend import Asked, Backend, Precision
 from edge_dflash.decode.sampling import Sampling
 from edge_dflash.errors import BackendError

@@ -6,11 +6,11 @@ import pytest
 from control_gpu import ControlGpu
 from fake_tensorrt import SCRATCH, FakeTensorrt, write_plans
 from native_support import NATIVE_PAIR, formats_of, random_store
+from store_weights import StoreWeights
 
 from edge_dflash.backends.cuda import backend as native_backend
 from edge_dflash.backends.cuda.backend import NativeBackend
 from edge_dflash.backends.cuda.schedule import Last, State
-from edge_dflash.backends.cuda.weights import StoreWeights
 from edge_dflash.backends.tensorrt import reader, runtime
 from edge_dflash.backends.tensorrt.api import TENSORRT, TENSORRT_RTX
 from edge_dflash.backends.tensorrt.backend import PlannedOps

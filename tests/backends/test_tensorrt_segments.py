@@ -3,10 +3,10 @@
 import pytest
 from control_gpu import ControlGpu
 from planned_support import planned_backend
+from store_weights import StoreWeights, stored_formats
 from tensorrt_support import Formatted, spec, units
 
 from edge_dflash.backends.cuda import backend as native_backend
-from edge_dflash.backends.cuda.weights import StoreWeights, stored_formats
 from edge_dflash.backends.tensorrt.schedule import RunPlan
 from edge_dflash.decode.backend import Precision
 from edge_dflash.model import pair_programs
