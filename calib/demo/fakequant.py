@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from edge_dflash.weights.quantize import BLOCK, E2M1, E2M1_MAX, E4M3_MAX, E4M3_TINY, GLOBAL_DIVISOR, fused_group
+from edge_dflash.weights.formats import BLOCK
+from edge_dflash.weights.quantize import E2M1, E2M1_MAX, E4M3_MAX, E4M3_TINY, GLOBAL_DIVISOR, fused_group
 
 _DECISIONS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 KV_MARGIN = 1.25  # the largest key or value is this far below the largest FP8 code

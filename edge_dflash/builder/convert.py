@@ -12,18 +12,14 @@ from dataclasses import replace
 from typing import TypeAlias
 
 import numpy as np
-import torch
 
-from edge_dflash.bundle.manifest import WeightFormat
-from edge_dflash.bundle.parts import CHUNK, weight_format
 from edge_dflash.errors import BuildError, CheckpointError
-from edge_dflash.weights.formats import Array, Fp8Weight, Nvfp4Weight, Weight, WeightStore, WideWeight
-from edge_dflash.weights.quantize import BLOCK, absmax, fused_group, quantize_fp8, quantize_nvfp4, wide_tensor
+from edge_dflash.weights.formats import BLOCK, Array, Nvfp4Weight, Weight, WeightFormat, WeightStore, WideWeight
+from edge_dflash.weights.quantize import ENCODERS, absmax, fused_group, quantize_nvfp4, wide_tensor
 from edge_dflash.weights.safetensors import forget_pages
 
 ROW_BLOCK = 8 << 20  # bytes of a wide matrix that one call reads
 Run: TypeAlias = Callable[[Callable[[slice], float], Iterable[slice]], Iterable[float]]
-_E4M3_NAN = 0x7F  # without the sign bit
 
 
 def convert(
@@ -44,7 +40,7 @@ def convert(
     weights: dict[str, Weight] = {}
     for name, weight in stored.items():
         try:
-            if weight_format(weight) != formats[name]:
+            if weight.format != formats[name]:
                 weight = _quantized(weight, formats[name], _group_amax(name, stored, formats, largest), run)
         except BuildError as error:
             raise BuildError(f"{name}: {error}") from None
@@ -70,9 +66,7 @@ def check_finite(name: str, weight: Weight, run: Run = map) -> float:
                 raise _not_finite(name, "NaN or infinity")
             largest = max(largest, found)
         return largest
-    codes = weight.data if isinstance(weight, Fp8Weight) else weight.block_scale
-    scales = weight.scale if isinstance(weight, Fp8Weight) else np.array([weight.global_scale])
-    if _has_nan_code(codes) or not (np.isfinite(scales).all() and (scales > 0).all()):
+    if weight.damaged():
         raise _not_finite(name, "an FP8 NaN or a scale that is not a positive number")
     return 0.0
 
@@ -87,17 +81,12 @@ def _group_amax(
 
 def _quantized(weight: Weight, form: WeightFormat, amax: float, run: Run) -> Weight:
     if not isinstance(weight, WideWeight):
-        raise BuildError(f"stored as {weight_format(weight)}, wanted {form}: a quantized weight is not converted")
-    tensor = wide_tensor(weight)
-    match form:
-        case "nvfp4":
-            return _nvfp4(weight, amax, run)
-        case "fp8":
-            return quantize_fp8(tensor)
-        case "bf16":
-            return WideWeight(tensor.to(torch.bfloat16).view(torch.uint16).numpy())
-        case _:
-            raise BuildError(f"stored as {weight_format(weight)}, which is not converted to {form}")
+        raise BuildError(f"stored as {weight.format}, wanted {form}: a quantized weight is not converted")
+    if form == "nvfp4":
+        return _nvfp4(weight, amax, run)
+    if form not in ENCODERS:
+        raise BuildError(f"stored as {weight.format}, which is not converted to {form}")
+    return ENCODERS[form](wide_tensor(weight))
 
 
 def _nvfp4(weight: WideWeight, amax: float, run: Run) -> Nvfp4Weight:
@@ -120,11 +109,6 @@ def _row_blocks(matrix: Array) -> Iterator[slice]:
     step = max(1, ROW_BLOCK // max(1, matrix.shape[-1] * matrix.itemsize))
     for first in range(0, matrix.shape[0], step):
         yield slice(first, first + step)
-
-
-def _has_nan_code(codes: Array) -> bool:
-    flat = codes.reshape(-1)
-    return any(((flat[i : i + CHUNK] & _E4M3_NAN) == _E4M3_NAN).any() for i in range(0, flat.size, CHUNK))
 
 
 def _not_finite(name: str, what: str) -> CheckpointError:

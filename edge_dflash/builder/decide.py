@@ -24,7 +24,7 @@ from edge_dflash.builder.journal import building_path, check_free
 from edge_dflash.builder.native_plan import plan_native
 from edge_dflash.builder.scales import ScalesPlan, plan_scales
 from edge_dflash.builder.tensorrt_plan import plan_tensorrt
-from edge_dflash.bundle.manifest import Plans, Source, WeightFormat
+from edge_dflash.bundle.manifest import Plans, Source
 from edge_dflash.bundle.stored import Part, bundle_parts, stack_bytes, weight_bytes
 from edge_dflash.checks.footprint import row_parameters
 from edge_dflash.checks.inspect import default_chunk
@@ -37,6 +37,7 @@ from edge_dflash.model.program import PairPrograms
 from edge_dflash.model.specs import PairSpec
 from edge_dflash.text.tokenizer import TOKENIZER_FILES, Tokenizer
 from edge_dflash.weights.checkpoint import PairCheckpoint
+from edge_dflash.weights.formats import WeightFormat
 from edge_dflash.weights.recipe import Recipe, default_recipe, load_recipe
 
 COPIED_FILES = (*TOKENIZER_FILES, "generation_config.json")  # into tokenizer/ of the bundle

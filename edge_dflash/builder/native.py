@@ -13,11 +13,11 @@ from pathlib import Path
 import numpy as np
 
 from edge_dflash.builder.convert import convert
-from edge_dflash.bundle.manifest import FileEntry, WeightFormat
+from edge_dflash.bundle.manifest import FileEntry
 from edge_dflash.bundle.parts import Advance, Tensor, whole, wide_first, write_tensors
 from edge_dflash.bundle.stored import DATA, SCALE, Part
 from edge_dflash.errors import BackendError, CheckpointError
-from edge_dflash.weights.formats import Array, Weight, WeightStore
+from edge_dflash.weights.formats import Array, Weight, WeightFormat, WeightStore
 from edge_dflash.weights.layout import UNIT_ROWS
 from edge_dflash.weights.packing import pack, row_blocks
 from edge_dflash.weights.quantize import fused_group

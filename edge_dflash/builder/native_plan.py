@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from edge_dflash.backends.cuda.compile import compiler_version
-from edge_dflash.bundle.manifest import WeightFormat
 from edge_dflash.errors import BackendError
 from edge_dflash.model import pair_programs
 from edge_dflash.model.program import PairPrograms
 from edge_dflash.model.specs import PairSpec
-from edge_dflash.weights.formats import Nvfp4Weight, WeightStore
+from edge_dflash.weights.formats import Nvfp4Weight, WeightFormat, WeightStore
 from edge_dflash.weights.recipe import Recipe
 
 

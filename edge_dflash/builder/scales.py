@@ -18,7 +18,6 @@ from edge_dflash.backends import SMALL_MODEL
 from edge_dflash.builder.calibrate import calibrate
 from edge_dflash.builder.prompts import calibration_ids, read_prompts
 from edge_dflash.builder.threads import one_thread
-from edge_dflash.bundle.manifest import WeightFormat
 from edge_dflash.bundle.parts import part_of
 from edge_dflash.common.files import LARGE, read_bytes
 from edge_dflash.common.tables import decode, encode
@@ -27,7 +26,7 @@ from edge_dflash.model.program import KvState, PairPrograms
 from edge_dflash.model.specs import PairSpec
 from edge_dflash.text.tokenizer import Tokenizer
 from edge_dflash.weights.checkpoint import PairCheckpoint
-from edge_dflash.weights.formats import Nvfp4Weight, Weight
+from edge_dflash.weights.formats import Nvfp4Weight, Weight, WeightFormat
 from edge_dflash.weights.recipe import Recipe
 
 Progress = Callable[[int, int], None]  # (linear layers done, linear layers in all)

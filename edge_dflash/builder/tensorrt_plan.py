@@ -9,11 +9,11 @@ from edge_dflash.backends.cuda.support import device_sm
 from edge_dflash.backends.tensorrt.api import TENSORRT_RTX, Flavour, flavour_of, load, version
 from edge_dflash.board.archs import find_arch
 from edge_dflash.builder.choice import Choice
-from edge_dflash.bundle.manifest import Plans, WeightFormat
+from edge_dflash.bundle.manifest import Plans
 from edge_dflash.errors import BackendError
 from edge_dflash.model import pair_programs
 from edge_dflash.model.specs import PairSpec
-from edge_dflash.weights.formats import WeightStore
+from edge_dflash.weights.formats import WeightFormat, WeightStore
 from edge_dflash.weights.recipe import Recipe
 
 

@@ -23,12 +23,12 @@ from edge_dflash.errors import BackendError, BundleError, short
 from edge_dflash.model import pair_programs
 from edge_dflash.model.program import KvState
 from edge_dflash.model.specs import MAX_BLOCK, MAX_LAYERS, PairSpec
+from edge_dflash.weights.formats import TIED, WeightFormat
 
 SCHEMA = 2  # of bundles with two backends; those with one are written as 1, which older versions read
 MANIFEST = "manifest.json"
 PLANS = "plans/"  # folder of TensorRT plans
 
-WeightFormat = Literal["bf16", "f32", "fp8", "nvfp4", "tied"]  # tied: lm_head is read from the wide embedding
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*(/[A-Za-z0-9_-][A-Za-z0-9_.-]*)*")
 _OPTIONAL: Mapping[str, Any] = {"plans": None, "no_self_test": None, "standby": [], "trial": None}
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -217,7 +217,7 @@ def _check_weights(manifest: Manifest, wanted: Any, where: str) -> None:
     if extra := sorted(manifest.weights.keys() - wanted):
         raise BundleError(f"{where}: weights names {extra[0]}, which the models do not have")
     for name, form in manifest.weights.items():
-        if form == "tied" and (name != "target.lm_head" or not manifest.pair.target.tied):
+        if form == TIED and (name != "target.lm_head" or not manifest.pair.target.tied):
             raise BundleError(f"{where}: weights.{name} is 'tied'; only the lm_head of a tied target can be")
 
 

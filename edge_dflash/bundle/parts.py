@@ -19,14 +19,12 @@ from typing import BinaryIO
 
 import numpy as np
 
-from edge_dflash.bundle.manifest import FileEntry, WeightFormat
-from edge_dflash.weights.formats import Array, Fp8Weight, Nvfp4Weight, Weight, WideWeight
+from edge_dflash.bundle.manifest import FileEntry
+from edge_dflash.weights.formats import Array, Weight, to_tensors
 from edge_dflash.weights.safetensors import DTYPES, forget_pages
 
 CHUNK = 8 << 20  # bytes read or written at once
 Advance = Callable[[int], None]  # told the number of bytes done since the last call
-
-_WIDE = {"BF16": np.uint16, "F32": np.float32}
 
 
 def part_of(name: str) -> str:
@@ -36,63 +34,6 @@ def part_of(name: str) -> str:
         return f"weights/{model}-layer-{int(rest.split('.')[1]):03d}.safetensors"
     group = {"embed_tokens": "embed", "fc": "context", "hidden_norm": "context"}.get(rest, "head")
     return f"weights/{model}-{group}.safetensors"
-
-
-def weight_format(weight: Weight) -> WeightFormat:
-    """Name of the weight's format in a manifest."""
-    if isinstance(weight, Nvfp4Weight):
-        return "nvfp4"
-    if isinstance(weight, Fp8Weight):
-        return "fp8"
-    return "bf16" if weight.data.dtype == np.uint16 else "f32"
-
-
-def to_tensors(name: str, weight: Weight) -> dict[str, tuple[str, Array]]:
-    """Tensors that store a weight: name -> (safetensors dtype, array)."""
-    tensors: dict[str, tuple[str, Array]]
-    if isinstance(weight, WideWeight):
-        return {f"{name}.weight": ("BF16" if weight.data.dtype == np.uint16 else "F32", weight.data)}
-    if isinstance(weight, Fp8Weight):
-        tensors = {
-            f"{name}.weight": ("F8_E4M3", weight.data),
-            f"{name}.weight_scale": ("F32", weight.scale),
-        }
-    else:
-        tensors = {
-            f"{name}.weight": ("U8", weight.packed),
-            f"{name}.weight_scale": ("F8_E4M3", weight.block_scale),
-            f"{name}.weight_scale_2": ("F32", np.array(weight.global_scale, dtype=np.float32)),
-        }
-    if weight.input_scale is not None:
-        tensors[f"{name}.input_scale"] = ("F32", np.array(weight.input_scale, dtype=np.float32))
-    return tensors
-
-
-def from_tensors(name: str, tensors: Mapping[str, tuple[str, Array]], shape: tuple[int, ...]) -> Weight:
-    """Undo :func:`to_tensors`, with views of the same bytes.
-
-    ``tensors`` are all tensors whose name starts with ``name.``; ``shape`` is the logical shape. Raises ValueError
-    saying what was found and what is wanted.
-    """
-    found = {key.removeprefix(f"{name}."): value for key, value in tensors.items()}
-    kind, data = found.pop("weight", ("nothing", np.empty(0)))
-    input_scale = _scalar(found, "input_scale") if "input_scale" in found and kind in ("U8", "F8_E4M3") else None
-    weight: Weight
-    if kind in _WIDE:
-        weight = WideWeight(data)
-    elif kind == "F8_E4M3":
-        scale = _take(found, "weight_scale", "F32", ((1,), (shape[0],)))
-        weight = Fp8Weight(data, scale, input_scale)
-    elif kind == "U8":
-        blocks = _take(found, "weight_scale", "F8_E4M3", ((shape[0], shape[-1] // 16),))
-        weight = Nvfp4Weight(data, blocks, _scalar(found, "weight_scale_2"), input_scale)
-    else:
-        raise ValueError(f"{name}.weight is {kind}, wanted BF16, F32, F8_E4M3 or U8")
-    if found:
-        raise ValueError(f"{name}.{sorted(found)[0]} is not part of a weight stored as {kind}")
-    if weight.shape != shape:
-        raise ValueError(f"{name} has shape {list(weight.shape)}, wanted {list(shape)}")
-    return weight
 
 
 @dataclass(frozen=True)
@@ -214,18 +155,6 @@ def hash_file(path: Path, advance: Advance) -> FileEntry:
             size += count
             advance(count)
     return FileEntry(digest.hexdigest(), size)
-
-
-def _take(found: dict[str, tuple[str, Array]], key: str, kind: str, shapes: tuple[tuple[int, ...], ...]) -> Array:
-    got, array = found.pop(key, ("nothing", np.empty(0)))
-    if got != kind or array.shape not in shapes:
-        wanted = " or ".join(str(list(shape)) for shape in shapes)
-        raise ValueError(f"{key} is {got} {list(array.shape)}, wanted {kind} {wanted}")
-    return array
-
-
-def _scalar(found: dict[str, tuple[str, Array]], key: str) -> float:
-    return float(_take(found, key, "F32", ((),)))
 
 
 def _once(array: Array) -> tuple[Array, ...]:

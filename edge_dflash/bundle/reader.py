@@ -21,14 +21,14 @@ import numpy as np
 from edge_dflash.board.archs import find_arch
 from edge_dflash.builder.journal import resume_command
 from edge_dflash.bundle.manifest import MANIFEST, FileEntry, Manifest, parse_manifest
-from edge_dflash.bundle.parts import from_tensors, hash_file, weight_format
+from edge_dflash.bundle.parts import hash_file
 from edge_dflash.bundle.stored import Part, bundle_parts, repacked_of
 from edge_dflash.common.files import LARGE, read_bytes
 from edge_dflash.errors import BackendError, BundleError, CheckpointError
 from edge_dflash.model import pair_programs
 from edge_dflash.model.program import WeightSpec
 from edge_dflash.model.specs import PairSpec
-from edge_dflash.weights.formats import Array, Weight
+from edge_dflash.weights.formats import FORMATS, TIED, Array, Weight, from_tensors
 from edge_dflash.weights.layout import Repacked
 from edge_dflash.weights.packing import unpack_matrix
 from edge_dflash.weights.safetensors import TensorFiles
@@ -252,7 +252,7 @@ def _map_weights(path: Path, manifest: Manifest) -> tuple[dict[str, Weight], Sta
                 raise BundleError(f"{path / name}: {error}; build the bundle again") from None
         specs = {name: programs.weights[name] for name in part.names}
         weights.update(_map_part(path / name, specs, groups, manifest))
-    if manifest.weights["target.lm_head"] == "tied":
+    if manifest.weights["target.lm_head"] == TIED:
         weights["target.lm_head"] = weights["target.embed_tokens"]
     return weights, stacks
 
@@ -286,9 +286,9 @@ def _map_part(
             weight = from_tensors(name, groups[name], spec.shape)
         except ValueError as error:
             raise BundleError(f"{file}: {error}; build the bundle again") from None
-        if (found := weight_format(weight)) != manifest.weights[name]:
+        if (found := weight.format) != manifest.weights[name]:
             raise BundleError(f"{file}: {name} is stored as {found}, the manifest says {manifest.weights[name]}")
-        if spec.kind != "linear" and found not in ("bf16", "f32"):
+        if spec.kind != "linear" and FORMATS[found].quantized:
             raise BundleError(f"{file}: {name} is stored as {found}; only linear weights may be quantized")
         weights[name] = weight
     return weights

@@ -6,14 +6,12 @@ tensors ``KEY.data`` (bytes) and ``KEY.scale`` (FP32 factors of the rows' sums).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from edge_dflash.bundle.manifest import WeightFormat
 from edge_dflash.bundle.parts import part_of
 from edge_dflash.model.program import PairPrograms
-from edge_dflash.weights.formats import Array
+from edge_dflash.weights.formats import FORMATS, TIED, Array, WeightFormat
 from edge_dflash.weights.layout import UNIT_ROWS, Repacked
 from edge_dflash.weights.stacks import Stack, pair_stacks
 
@@ -37,7 +35,7 @@ def bundle_parts(programs: PairPrograms, formats: Mapping[str, WeightFormat], *,
     inside = {name for stack in stacks.values() for name in stack.names}
     names: dict[str, list[str]] = {}
     held: dict[str, list[Stack]] = {}
-    for name in (name for name, form in formats.items() if form != "tied" and name not in inside):
+    for name in (name for name, form in formats.items() if form != TIED and name not in inside):
         names.setdefault(part_of(name), []).append(name)
     for stack in stacks.values():
         held.setdefault(stack_part(stack), []).append(stack)
@@ -47,7 +45,7 @@ def bundle_parts(programs: PairPrograms, formats: Mapping[str, WeightFormat], *,
 def native_stacks(programs: PairPrograms, formats: Mapping[str, WeightFormat]) -> dict[str, Stack]:
     """Stacks that a native bundle stores, by key: all but that of a tied lm_head. Raises BackendError."""
     stacks = pair_stacks(programs, formats)
-    return {key: stack for key, stack in stacks.items() if all(formats[name] != "tied" for name in stack.names)}
+    return {key: stack for key, stack in stacks.items() if all(formats[name] != TIED for name in stack.names)}
 
 
 def stack_part(stack: Stack) -> str:
@@ -63,16 +61,7 @@ def stack_bytes(stack: Stack) -> int:
 
 def weight_bytes(shape: tuple[int, ...], form: WeightFormat) -> int:
     """Bytes of a weight that is stored by itself."""
-    elements = math.prod(shape)
-    match form:
-        case "tied":
-            return 0
-        case "nvfp4":
-            return elements // 2 + elements // 16 + 4
-        case "fp8":
-            return elements + 4 * shape[0]
-        case _:
-            return elements * (4 if form == "f32" else 2)
+    return 0 if form == TIED else FORMATS[form].nbytes(shape)
 
 
 def repacked_of(stack: Stack, tensors: Mapping[str, tuple[str, Array]]) -> Repacked:

@@ -11,18 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, Literal
+from typing import Any
 
-from edge_dflash.bundle.manifest import WeightFormat
 from edge_dflash.bundle.stored import stack_bytes
-from edge_dflash.bundle.stored import weight_bytes as stored_bytes
 from edge_dflash.model.ops import Attend, KvAppend, Linear, SelectRows, StateOp
 from edge_dflash.model.program import DeltaState, KvState, PairPrograms, Program, State, WeightSpec
+from edge_dflash.weights.formats import KV_BYTES, KvFormat, WeightFormat, read_as
 from edge_dflash.weights.stacks import program_stacks
 
-KvFormat = Literal["float32", "bfloat16", "fp8"]  # as in Precision
-
-KV_BYTES: Mapping[KvFormat, int] = {"fp8": 1, "bfloat16": 2, "float32": 4}
 ACTIVATION_BYTES = 2  # BF16
 LOGIT_BYTES = 4  # logits leave a pass as FP32
 
@@ -122,7 +118,7 @@ class Costs:
 
 def weight_bytes(spec: WeightSpec, form: WeightFormat) -> int:
     """Bytes that one read of a weight [out, in] costs; a tied one is read from the BF16 embedding."""
-    return stored_bytes(spec.shape, "bf16" if form == "tied" else form)
+    return read_as(form).nbytes(spec.shape)
 
 
 def kv_bytes_per_token(states: Iterable[State], kv: KvFormat) -> int:

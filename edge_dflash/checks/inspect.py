@@ -14,13 +14,14 @@ from typing import Any
 
 from edge_dflash.board.archs import MOST_ROWS, Arch, arch_of_sm
 from edge_dflash.board.profiles import SYSTEM_BYTES, BoardProfile
-from edge_dflash.bundle.manifest import Manifest, WeightFormat
+from edge_dflash.bundle.manifest import Manifest
 from edge_dflash.checks import footprint
-from edge_dflash.checks.footprint import CycleBytes, KvFormat, MemoryBytes
+from edge_dflash.checks.footprint import CycleBytes, MemoryBytes
 from edge_dflash.errors import RequestError
 from edge_dflash.model import pair_programs
 from edge_dflash.model.program import PairPrograms
 from edge_dflash.model.specs import DrafterLayerMask, PairSpec
+from edge_dflash.weights.formats import TIED, KvFormat, WeightFormat
 from edge_dflash.weights.recipe import Recipe
 
 DEFAULT_CONTEXT = 4096  # committed tokens at which a cycle is costed, unless the maximum is smaller
@@ -189,7 +190,7 @@ def inspect_pair(
             "give a smaller --context, or a larger maximum"
         )
     read = {name: footprint.weight_bytes(weight, formats[name]) for name, weight in programs.weights.items()}
-    stored = {name: size for name, size in read.items() if formats[name] != "tied"}
+    stored = {name: size for name, size in read.items() if formats[name] != TIED}
     target = [state for name, state in programs.states.items() if name.startswith("target.")]
     drafter = [state for name, state in programs.states.items() if name.startswith("drafter.")]
     return Inspection(
@@ -228,7 +229,7 @@ def inspect_recipe(
     spec = recipe.masked(spec)
     formats: dict[str, WeightFormat] = {**recipe.formats(pair_programs(spec).weights)}
     if spec.target.tied and formats["target.lm_head"] == "bf16":
-        formats["target.lm_head"] = "tied"
+        formats["target.lm_head"] = TIED
     return inspect_pair(
         spec,
         formats,

@@ -26,14 +26,13 @@ import numpy.typing as npt
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as HfTokenizer
 
-from edge_dflash.bundle.manifest import WeightFormat
 from edge_dflash.common.tables import decode
 from edge_dflash.errors import BackendError, RequestError
 from edge_dflash.model import pair_programs
 from edge_dflash.model.ops import Attend, KvAppend, RmsNorm
 from edge_dflash.model.specs import PairSpec
 from edge_dflash.text.tokenizer import Tokenizer
-from edge_dflash.weights.formats import WideWeight
+from edge_dflash.weights.formats import FORMATS, WeightFormat, WideWeight
 from edge_dflash.weights.layout import UNIT_ROWS, WINDOW, Format, Layout, repack
 from edge_dflash.weights.recipe import Recipe, default_recipe
 from edge_dflash.weights.stacks import Stack
@@ -46,7 +45,6 @@ if TYPE_CHECKING:  # importing them needs CUDA's bindings
 Kind = Literal["nvfp4", "fp8", "bf16"]
 
 KV_SCALE = 0.03  # keys and values of about RMS 1 reach 448 x 0.03 = 13
-_BITS: dict[Format, int] = {"nvfp4": 4, "fp8": 8, "bf16": 16}
 _FP8_EXPONENT = 6  # fields 6..9: 2^-1 to 2^2
 # RMS of bench_weights' values. NVFP4: E2M1 codes and block scales, both uniform; FP8, BF16: four exponents from 2^0.
 _NVFP4_RMS = math.sqrt(8.5625) * math.sqrt(0.625 * 2.1484375)
@@ -176,7 +174,7 @@ class RandomWeights:
         pointer = gpu.allocate(nbytes)
         words, seed = ctypes.c_longlong(nbytes // 4), ctypes.c_uint32(zlib.crc32(name.encode()))
         kernel = self._loaded[1]
-        gpu.launch(kernel, (8 * gpu.sm_count, 1, 1), 256, (pointer, words, seed, _BITS[format], exponent))
+        gpu.launch(kernel, (8 * gpu.sm_count, 1, 1), 256, (pointer, words, seed, FORMATS[format].bits, exponent))
         return pointer
 
 

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from edge_dflash.decode.sampling import GREEDY, Packed, Sampling
 from edge_dflash.errors import BackendError
+from edge_dflash.weights.formats import KvFormat
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Precision:
     """Arithmetic of a loaded pair besides its weights."""
 
     activations: Literal["float32", "bfloat16"] = "bfloat16"  # rounding of every op's output
-    kv: Literal["float32", "bfloat16", "fp8"] = "fp8"  # storage of keys and values
+    kv: KvFormat = "fp8"  # storage of keys and values
 
 
 class Rows(Protocol):

@@ -11,8 +11,8 @@ import numpy as np
 from edge_dflash.errors import CheckpointError
 from edge_dflash.model.config import read_target_spec
 from edge_dflash.model.program import WeightSpec
-from edge_dflash.weights.declared import Declared, read_declared
-from edge_dflash.weights.formats import Fp8Weight, Nvfp4Weight, Weight
+from edge_dflash.weights.declared import WIDE, Declared, read_declared
+from edge_dflash.weights.formats import FORMATS, Weight
 from edge_dflash.weights.safetensors import TensorFiles, read_json
 from edge_dflash.weights.stored import SUFFIXES, ModuleReader
 
@@ -125,7 +125,8 @@ class _Part:
 
     def _check_storage(self, name: str, spec: WeightSpec, declared: Declared) -> None:
         """Read a weight's headers and small scales, and compare its form with the configuration."""
-        storage = _storage(self.read(name, spec))
+        form = FORMATS[self.read(name, spec).format]
+        storage = form.name if form.quantized else WIDE
         wanted = declared(self._module(name)) if spec.kind == "linear" and not self._is_tied(name) else None
         if wanted is not None and wanted != storage:
             raise CheckpointError(
@@ -195,12 +196,6 @@ def _says_untied(directory: Path) -> bool:
     config = read_json(directory / "config.json")
     levels = (config, config.get("text_config") or {})
     return any(level.get("tie_word_embeddings") is False for level in levels)
-
-
-def _storage(weight: Weight) -> str:
-    if isinstance(weight, Nvfp4Weight):
-        return "nvfp4"
-    return "fp8" if isinstance(weight, Fp8Weight) else "wide"
 
 
 def _bare(name: str) -> bool:

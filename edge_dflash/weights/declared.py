@@ -9,30 +9,24 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Literal
 
 from edge_dflash.common.files import is_there
 from edge_dflash.common.processes import matching
 from edge_dflash.errors import CheckpointError
 from edge_dflash.model.fields import Fields
 from edge_dflash.model.keys import COMPRESSED_TENSORS, HF_QUANT, MODELOPT
+from edge_dflash.weights.formats import QUANTIZED
 from edge_dflash.weights.safetensors import read_json
 
-Storage = Literal["wide", "fp8", "nvfp4"]
-Declared = Callable[[str], Storage | None]
-"""Module path as in the checkpoint -> declared storage; None when the configuration does not say."""
+WIDE = "wide"
+Declared = Callable[[str], str | None]
+"""Module path as in the checkpoint -> WIDE or the declared format; None when the configuration does not say."""
 
 MAX_PATTERNS, MAX_PATTERN = 512, 4096  # of a config, characters of one; published ones have a handful
 MAX_GROUPS = 64
 _RE = "re:"
 
-_MODELOPT: dict[str, Storage] = {
-    "NVFP4": "nvfp4",
-    "W4A16_NVFP4": "nvfp4",
-    "NVFP4_AWQ": "nvfp4",
-    "FP8": "fp8",
-    "FP8_PER_CHANNEL_PER_TOKEN": "fp8",
-}
+_MODELOPT = {word: form.name for form in reversed(QUANTIZED) for word in form.modelopt}
 
 
 def read_declared(directory: Path, modules: Sequence[str]) -> Declared:
@@ -79,12 +73,12 @@ def _modelopt(fields: Fields, exclude: str) -> Declared:
     if algorithm == "MIXED_PRECISION":
         if not storages:  # config.json mirrors the scheme without the list
             return lambda module: None
-        return lambda module: storages.get(module, "wide")
+        return lambda module: storages.get(module, WIDE)
     default = _modelopt_storage(fields)
-    return lambda module: "wide" if ignored.match(module) else default
+    return lambda module: WIDE if ignored.match(module) else default
 
 
-def _modelopt_storage(fields: Fields) -> Storage:
+def _modelopt_storage(fields: Fields) -> str:
     algorithm = fields.text("quant_algo")
     if algorithm not in _MODELOPT:
         raise fields.error("quant_algo", algorithm, f"one of {', '.join(_MODELOPT)}")
@@ -136,31 +130,30 @@ def _compressed_tensors(fields: Fields, modules: Sequence[str]) -> Declared:
         if not names or targets.linear or any(map(targets.match, modules))  # the others are of parts that are not used
     ]
 
-    def declared(module: str) -> Storage | None:
+    def declared(module: str) -> str | None:
         if ignored.match(module):
-            return "wide"
+            return WIDE
         for targets, storage in rules:  # named targets first: "Linear" is every linear module
             if targets.match(module):
                 return storage
         for targets, storage in rules:
             if targets.linear:
                 return storage
-        return "wide" if members else None
+        return WIDE if members else None
 
     return declared
 
 
-def _ct_storage(weights: Fields) -> Storage:
+def _ct_storage(weights: Fields) -> str:
     if not weights.values:  # a group that quantizes activations or the KV cache alone
-        return "wide"
+        return WIDE
     bits, kind = weights.integer("num_bits"), weights.text("type")
-    if kind == "float" and bits == 4 and weights.integer("group_size") == 16:
-        return "nvfp4"
-    if kind == "float" and bits == 8:
-        return "fp8"
+    for form in QUANTIZED:
+        if (bits, kind) == form.compressed[:2] and form.compressed[2] in (None, weights.integer("group_size")):
+            return form.name
     raise CheckpointError(
         f"{weights.file}: weights of {bits} bits and type {kind!r} are not supported, "
-        "wanted num_bits 4, type float and group_size 16 (NVFP4), or num_bits 8 and type float (FP8)"
+        f"wanted {', or '.join(form.spelled for form in reversed(QUANTIZED))}"
     )
 
 

@@ -1,38 +1,111 @@
-"""One weight tensor as stored: wide (BF16/FP32), FP8 or NVFP4. NumPy arrays over file bytes, no torch.
+"""Number formats of weights: the one table of them, and a tensor in each. NumPy arrays over file bytes, no torch.
 
-Arrays hold raw codes: ``uint16`` for BF16, ``uint8`` for E4M3 and for packed E2M1 pairs (low nibble first).
+Arrays hold raw codes: ``uint16`` for BF16, ``uint8`` for E4M3 and for packed E2M1 pairs (low nibble first). What makes
+the codes of wide matrices, and values of codes, is :mod:`edge_dflash.weights.quantize`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[Any]
+Take = Callable[[str, str, tuple[tuple[int, ...], ...]], Array]
+"""Gives the tensor with a suffix, which must have a safetensors dtype and one of some shapes; ValueError if not."""
+
+BLOCK = 16  # values along K that share an NVFP4 block scale
+E4M3_NAN = 0x7F  # E4M3 byte without its sign; as bytes, all negative numbers are above
+NEVER = 1 << 30
+_SCALAR: tuple[tuple[int, ...], ...] = ((),)
 
 
-@dataclass(frozen=True)
-class WideWeight:
-    """An unquantized tensor. ``data`` is float32, or uint16 holding BF16 bit patterns."""
+class Weight(ABC):
+    """One weight tensor as stored."""
 
-    data: Array
+    input_scale: float | None = None  # W4A4: factor of NVFP4 activations; None: the linear reads wide ones
 
     @property
+    @abstractmethod
+    def format(self) -> WeightFormat:
+        """Name of its number format."""
+
+    @property
+    @abstractmethod
     def shape(self) -> tuple[int, ...]:
-        """Logical shape."""
-        return self.data.shape
+        """Logical shape, [out, in] of a linear."""
+
+    @abstractmethod
+    def parts(self) -> dict[str, tuple[str, Array]]:
+        """What a bundle stores, by the suffix of ModelOpt's names: safetensors dtype and values."""
+
+    @classmethod
+    @abstractmethod
+    def of(cls, data: Array, shape: tuple[int, ...], take: Take) -> Weight:
+        """Undo :meth:`parts`: ``data`` is that of the suffix ``weight``, ``take`` gives the others."""
+
+    @abstractmethod
+    def rows(self, rows: slice) -> Weight:
+        """Views of some rows."""
 
     @property
     def nbytes(self) -> int:
         """Bytes that one read of the weight costs."""
-        return int(self.data.nbytes)
+        return sum(array.nbytes for _, array in self.parts().values())
+
+    def damaged(self) -> bool:
+        """Whether a code or a scale is no finite number that its format may have; wide values are not looked at."""
+        return False
 
 
 @dataclass(frozen=True)
-class Fp8Weight:
+class WideWeight(Weight):
+    """An unquantized tensor of any shape. ``data`` is float32, or uint16 holding BF16 bit patterns."""
+
+    data: Array
+
+    @property
+    def format(self) -> WeightFormat:
+        """See :class:`Weight`."""
+        return "bf16" if self.data.dtype == np.uint16 else "f32"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """See :class:`Weight`."""
+        return self.data.shape
+
+    def parts(self) -> dict[str, tuple[str, Array]]:
+        """See :class:`Weight`."""
+        return {"weight": (FORMATS[self.format].dtype, self.data)}
+
+    @classmethod
+    def of(cls, data: Array, shape: tuple[int, ...], take: Take) -> WideWeight:
+        """See :class:`Weight`."""
+        return cls(data)
+
+    def rows(self, rows: slice) -> WideWeight:
+        """See :class:`Weight`."""
+        return WideWeight(self.data[rows])
+
+    def bf16(self) -> npt.NDArray[np.uint16] | None:
+        """BF16 bit patterns; None: they cannot hold the values."""
+        if self.data.dtype == np.uint16:
+            return np.ascontiguousarray(self.data)
+        bits = np.ascontiguousarray(self.data, np.float32).view(np.uint32)
+        return None if (bits & 0xFFFF).any() else (bits >> 16).astype(np.uint16)
+
+    def float32(self) -> npt.NDArray[np.float32]:
+        """The values."""
+        return bf16_to_f32(self.data) if self.data.dtype == np.uint16 else np.asarray(self.data, np.float32)
+
+
+@dataclass(frozen=True)
+class Fp8Weight(Weight):
     """E4M3 linear [out, in]; value = e4m3(data) * scale. ``scale`` is float32 [1] (tensor) or [out] (channel)."""
 
     data: Array
@@ -40,18 +113,35 @@ class Fp8Weight:
     input_scale: float | None = None  # static activation scale of the checkpoint; kept, not needed for W8A16
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """Logical shape [out, in]."""
-        return self.data.shape
+    def format(self) -> WeightFormat:
+        """See :class:`Weight`."""
+        return "fp8"
 
     @property
-    def nbytes(self) -> int:
-        """Bytes that one read of the weight costs."""
-        return int(self.data.nbytes + self.scale.nbytes)
+    def shape(self) -> tuple[int, ...]:
+        """See :class:`Weight`."""
+        return self.data.shape
+
+    def parts(self) -> dict[str, tuple[str, Array]]:
+        """See :class:`Weight`."""
+        return {"weight": ("F8_E4M3", self.data), "weight_scale": ("F32", self.scale)}
+
+    @classmethod
+    def of(cls, data: Array, shape: tuple[int, ...], take: Take) -> Fp8Weight:
+        """See :class:`Weight`."""
+        return cls(data, take("weight_scale", "F32", ((1,), (shape[0],))))
+
+    def rows(self, rows: slice) -> Fp8Weight:
+        """See :class:`Weight`."""
+        return replace(self, data=self.data[rows], scale=self.scale[rows] if self.scale.size > 1 else self.scale)
+
+    def damaged(self) -> bool:
+        """See :class:`Weight`."""
+        return _has_nan(self.data) or not _positive(self.scale)
 
 
 @dataclass(frozen=True)
-class Nvfp4Weight:
+class Nvfp4Weight(Weight):
     """NVFP4 linear; value[o, i] = e2m1(packed) * e4m3(block_scale[o, i // 16]) * global_scale."""
 
     packed: Array  # uint8 [out, in / 2]
@@ -60,17 +150,119 @@ class Nvfp4Weight:
     input_scale: float | None = None  # W4A4: sx, a multiplier; None: activations stay wide
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """Logical shape [out, in]."""
-        return (self.packed.shape[0], self.packed.shape[1] * 2)
+    def format(self) -> WeightFormat:
+        """See :class:`Weight`."""
+        return "nvfp4"
 
     @property
-    def nbytes(self) -> int:
-        """Bytes that one read of the weight costs."""
-        return int(self.packed.nbytes + self.block_scale.nbytes + 4)
+    def shape(self) -> tuple[int, ...]:
+        """See :class:`Weight`."""
+        return (self.packed.shape[0], self.packed.shape[1] * 2)
+
+    def parts(self) -> dict[str, tuple[str, Array]]:
+        """See :class:`Weight`."""
+        return {
+            "weight": ("U8", self.packed),
+            "weight_scale": ("F8_E4M3", self.block_scale),
+            "weight_scale_2": ("F32", np.array(self.global_scale, dtype=np.float32)),
+        }
+
+    @classmethod
+    def of(cls, data: Array, shape: tuple[int, ...], take: Take) -> Nvfp4Weight:
+        """See :class:`Weight`."""
+        blocks = take("weight_scale", "F8_E4M3", ((shape[0], shape[-1] // BLOCK),))
+        return cls(data, blocks, float(take("weight_scale_2", "F32", _SCALAR)))
+
+    def rows(self, rows: slice) -> Nvfp4Weight:
+        """See :class:`Weight`."""
+        return replace(self, packed=self.packed[rows], block_scale=self.block_scale[rows])
+
+    def damaged(self) -> bool:
+        """See :class:`Weight`."""
+        return _has_nan(self.block_scale) or not _positive(np.array([self.global_scale]))
 
 
-Weight = WideWeight | Fp8Weight | Nvfp4Weight
+@dataclass(frozen=True, kw_only=True)
+class Format:
+    """A number format: all that is said of it outside the code that computes with it."""
+
+    name: str  # in recipes, manifests and reports
+    weight: type[Weight]
+    dtype: str  # safetensors dtype of the codes in a bundle
+    bits: int  # of a value
+    block: int = 0  # values along K that share a block scale; 0: no block scales
+    block_scale_bytes: int = 0
+    scales: Literal["none", "tensor", "channel"] = "none"  # FP32 factors beside them; at most so many
+    wished: bool = True  # a recipe may ask for it
+    streamed: str | None = None  # form in which the native kernels read it; None: they do not take it
+    tensorrt: int = 0  # first SM on which TensorRT takes it; NEVER: on none
+    modelopt: tuple[str, ...] = ()  # quant_algo of checkpoints
+    compressed: tuple[object, ...] = ()  # num_bits, type and group size (None: any) of compressed-tensors
+    spelled: str = ""  # the same for messages
+
+    @property
+    def quantized(self) -> bool:
+        """Whether values are codes with scales; only linears may be."""
+        return self.weight is not WideWeight
+
+    def row_bytes(self, values: int) -> int:
+        """Bytes of so many values of a row with their block scales."""
+        scales = values // self.block * self.block_scale_bytes if self.block else 0
+        return values * self.bits // 8 + scales
+
+    def nbytes(self, shape: tuple[int, ...]) -> int:
+        """Bytes that one read of a weight [out, in] costs."""
+        return self.row_bytes(prod(shape)) + 4 * {"none": 0, "tensor": 1, "channel": shape[0]}[self.scales]
+
+
+FORMATS: dict[str, Format] = {
+    form.name: form
+    for form in (
+        Format(name="bf16", weight=WideWeight, dtype="BF16", bits=16, streamed="bf16"),
+        Format(name="f32", weight=WideWeight, dtype="F32", bits=32, streamed="bf16", wished=False),
+        Format(
+            name="fp8",
+            weight=Fp8Weight,
+            dtype="F8_E4M3",
+            bits=8,
+            scales="channel",
+            streamed="fp8",
+            modelopt=("FP8", "FP8_PER_CHANNEL_PER_TOKEN"),
+            compressed=(8, "float", None),
+            spelled="num_bits 8 and type float (FP8)",
+        ),
+        Format(
+            name="nvfp4",
+            weight=Nvfp4Weight,
+            dtype="U8",
+            bits=4,
+            block=BLOCK,
+            block_scale_bytes=1,
+            scales="tensor",
+            streamed="nvfp4",
+            tensorrt=100,  # tensor cores that read it
+            modelopt=("NVFP4", "W4A16_NVFP4", "NVFP4_AWQ"),
+            compressed=(4, "float", BLOCK),
+            spelled="num_bits 4, type float and group_size 16 (NVFP4)",
+        ),
+    )
+}
+QUANTIZED = tuple(form for form in FORMATS.values() if form.quantized)
+TIED = "tied"  # an lm_head without a tensor: it is read from the embedding
+
+if TYPE_CHECKING:
+    WeightFormat = str
+else:  # what manifests are read against
+    WeightFormat = Literal[(*FORMATS, TIED)]
+
+
+def read_as(word: WeightFormat) -> Format:
+    """The format that a manifest's word means: a tied head is read from an embedding, in BF16 as a rule."""
+    return FORMATS["bf16" if word == TIED else word]
+
+
+KvFormat = Literal["float32", "bfloat16", "fp8"]  # of stored keys and values
+KV_BYTES: Mapping[KvFormat, int] = {"fp8": 1, "bfloat16": 2, "float32": 4}
 
 
 class WeightStore(Protocol):
@@ -90,6 +282,54 @@ class WeightStore(Protocol):
         ...
 
 
+def to_tensors(name: str, weight: Weight) -> dict[str, tuple[str, Array]]:
+    """Tensors that store a weight in a bundle: name -> (safetensors dtype, array)."""
+    parts = weight.parts()
+    if weight.input_scale is not None:
+        parts["input_scale"] = ("F32", np.array(weight.input_scale, dtype=np.float32))
+    return {f"{name}.{suffix}": part for suffix, part in parts.items()}
+
+
+def from_tensors(name: str, tensors: Mapping[str, tuple[str, Array]], shape: tuple[int, ...]) -> Weight:
+    """Undo :func:`to_tensors`, with views of the same bytes.
+
+    ``tensors`` are all tensors whose name starts with ``name.``; ``shape`` is the logical shape. Raises ValueError
+    saying what was found and what is wanted.
+    """
+    found = {key.removeprefix(f"{name}."): value for key, value in tensors.items()}
+
+    def take(suffix: str, kind: str, shapes: Iterable[tuple[int, ...]]) -> Array:
+        got, array = found.pop(suffix, ("nothing", np.empty(0)))
+        if got != kind or array.shape not in shapes:
+            wanted = " or ".join(str(list(shape)) for shape in shapes)
+            raise ValueError(f"{suffix} is {got} {list(array.shape)}, wanted {kind} {wanted}")
+        return array
+
+    kind, data = found.pop("weight", ("nothing", np.empty(0)))
+    form = next((form for form in FORMATS.values() if form.dtype == kind), None)
+    if form is None:
+        *others, last = (form.dtype for form in FORMATS.values())
+        raise ValueError(f"{name}.weight is {kind}, wanted {', '.join(others)} or {last}")
+    weight = form.weight.of(data, shape, take)
+    if form.quantized and "input_scale" in found:
+        weight = replace(weight, input_scale=float(take("input_scale", "F32", _SCALAR)))  # type: ignore[type-var]
+    if found:
+        raise ValueError(f"{name}.{sorted(found)[0]} is not part of a weight stored as {kind}")
+    if weight.shape != shape:
+        raise ValueError(f"{name} has shape {list(weight.shape)}, wanted {list(shape)}")
+    return weight
+
+
 def bf16_to_f32(bits: Array) -> npt.NDArray[np.float32]:
     """Widen BF16 bit patterns (uint16) to float32, exactly."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def _has_nan(codes: Array, at_once: int = 8 << 20) -> bool:
+    """Whether an E4M3 byte is NaN; mapped codes are looked at a few MB at a time."""
+    flat = codes.reshape(-1)
+    return any(((flat[i : i + at_once] & E4M3_NAN) == E4M3_NAN).any() for i in range(0, flat.size, at_once))
+
+
+def _positive(scales: Array) -> bool:
+    return bool(np.isfinite(scales).all() and (scales > 0).all())

@@ -37,13 +37,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from edge_dflash.errors import BackendError
-from edge_dflash.weights.formats import Fp8Weight, Nvfp4Weight, Weight, WideWeight
+from edge_dflash.weights.formats import BLOCK, E4M3_NAN, FORMATS, Fp8Weight, Nvfp4Weight, Weight, WideWeight
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -85,12 +85,11 @@ WORD_BITS = _table()
 SCALE_CODE, E4M3_CODE = _scale_codes()
 
 
-Format = Literal["nvfp4", "fp8", "bf16"]
+Format = Literal["nvfp4", "fp8", "bf16"]  # those that kernels stream
 
 UNIT_ROWS = 32
 WINDOW: dict[Format, int] = {"nvfp4": 64, "fp8": 64, "bf16": 32}
-UNIT_BYTES: dict[Format, int] = {"nvfp4": 1152, "fp8": 2048, "bf16": 2048}
-BLOCK = 16  # K values of an NVFP4 block scale
+UNIT_BYTES: dict[Format, int] = {form: FORMATS[form].row_bytes(window) * UNIT_ROWS for form, window in WINDOW.items()}
 NVFP4_EXPONENT = 19  # the kernel's products are 2^-19 times e2m1 * e4m3: the row scales carry 2^19
 
 FP8_ORDER = (2, 0, 3, 1)  # code in byte 0, 1, 2, 3 of a word
@@ -145,12 +144,12 @@ def repack(weights: Weight | Sequence[Weight], *, swiglu: bool = False) -> Repac
     Exact and deterministic. Raises BackendError for a mixed stack, a K that is not a multiple of 16, wide values that
     are not BF16, NVFP4 weights that want NVFP4 activations, and scales that are negative or not a number.
     """
-    stack = (weights,) if isinstance(weights, WideWeight | Fp8Weight | Nvfp4Weight) else tuple(weights)
-    formats = {_format(w) for w in stack}
+    stack = (weights,) if isinstance(weights, Weight) else tuple(weights)
+    formats = {FORMATS[w.format].streamed or w.format for w in stack}
     if len(formats) != 1 or len({w.shape[1] for w in stack}) != 1:
-        found = ", ".join(f"{_format(w)} {list(w.shape)}" for w in stack)
+        found = ", ".join(f"{FORMATS[w.format].streamed or w.format} {list(w.shape)}" for w in stack)
         raise BackendError(f"a stack of linears needs one format and one input size, found {found}: launch them apart")
-    layout = Layout(formats.pop(), tuple(w.shape[0] for w in stack), stack[0].shape[1], swiglu)
+    layout = Layout(cast(Format, formats.pop()), tuple(w.shape[0] for w in stack), stack[0].shape[1], swiglu)
     if layout.k % BLOCK:
         raise BackendError(f"a linear has {layout.k} inputs; the native kernels need a multiple of {BLOCK}")
     if swiglu and (len(stack) != 2 or len(set(layout.columns)) != 1):
@@ -159,16 +158,6 @@ def repack(weights: Weight | Sequence[Weight], *, swiglu: bool = False) -> Repac
     scales = [_row_scale(w) for w in stack]
     data = _pieces(_stacked(codes, layout), _stacked(block_scales, layout), layout)
     return Repacked(layout, data, np.ascontiguousarray(_stacked(scales, layout)[:, 0]))
-
-
-def _format(weight: Weight) -> Format:
-    match weight:
-        case Nvfp4Weight():
-            return "nvfp4"
-        case Fp8Weight():
-            return "fp8"
-        case WideWeight():
-            return "bf16"
 
 
 def _codes(weight: Weight) -> tuple[Bytes, Bytes]:
@@ -181,7 +170,7 @@ def _codes(weight: Weight) -> tuple[Bytes, Bytes]:
                     f"an NVFP4 linear {list(weight.shape)} wants NVFP4 activations; the native backend keeps them "
                     "BF16: build with a recipe that drops the input scale"
                 )
-            if weight.block_scale.size and int(weight.block_scale.max()) >= 0x7F:
+            if weight.block_scale.size and int(weight.block_scale.max()) >= E4M3_NAN:
                 raise BackendError("an NVFP4 block scale is negative or not a number: the checkpoint is damaged")
             zero = np.repeat(weight.block_scale == 0, BLOCK // 2, axis=1)
             packed = np.where(zero, np.uint8(0), weight.packed) if zero.any() else weight.packed
@@ -189,13 +178,11 @@ def _codes(weight: Weight) -> tuple[Bytes, Bytes]:
         case Fp8Weight():
             return weight.data, none
         case WideWeight():
-            data = weight.data
-            if data.dtype != np.uint16:
-                bits = np.ascontiguousarray(data, np.float32).view(np.uint32)
-                if (bits & 0xFFFF).any():
-                    raise BackendError(f"a linear {list(data.shape)} holds float32 values that BF16 cannot hold")
-                data = (bits >> 16).astype(np.uint16)
-            return np.ascontiguousarray(data).view(np.uint8), none
+            if (data := weight.bf16()) is None:
+                raise BackendError(f"a linear {list(weight.shape)} holds float32 values that BF16 cannot hold")
+            return data.view(np.uint8), none
+        case _:
+            raise BackendError(f"a linear is {weight.format}; the native kernels do not take it")
 
 
 def _row_scale(weight: Weight) -> npt.NDArray[np.float32]:
@@ -206,7 +193,7 @@ def _row_scale(weight: Weight) -> npt.NDArray[np.float32]:
             return np.full((n, 1), np.ldexp(np.float32(weight.global_scale), NVFP4_EXPONENT), np.float32)
         case Fp8Weight():
             return np.broadcast_to(np.asarray(weight.scale, np.float32).reshape(-1, 1), (n, 1))
-        case WideWeight():
+        case _:
             return np.ones((n, 1), np.float32)
 
 

@@ -8,18 +8,17 @@ unit; so no matrix is read for another.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 import numpy as np
 
-from edge_dflash.weights.formats import Fp8Weight, Nvfp4Weight, Weight, WideWeight
+from edge_dflash.weights.formats import BLOCK, FORMATS, Fp8Weight, Nvfp4Weight, Weight, WideWeight
 from edge_dflash.weights.layout import (
-    BLOCK,
     E4M3_CODE,
     FP8_ORDER,
     NVFP4_EXPONENT,
     UNIT_BYTES,
     UNIT_ROWS,
+    WINDOW,
     Bytes,
     Layout,
     Repacked,
@@ -42,33 +41,20 @@ def row_blocks(weights: Sequence[Weight], layout: Layout, nbytes: int = BLOCK_BY
         unit = UNIT_ROWS // len(group)  # rows of each matrix in a unit
         step = max(1, nbytes * rows // max(1, size) // unit) * unit
         for first in range(0, rows, step):
-            yield tuple(_rows(weight, slice(first, first + step)) for weight in group)
+            yield tuple(weight.rows(slice(first, first + step)) for weight in group)
 
 
 def pack(block: tuple[Weight, ...]) -> Repacked:
     """Streaming form of one of :func:`row_blocks`; drops the mapped pages under it. Raises BackendError."""
     packed = repack(block, swiglu=len(block) == 2)
     for weight in block:
-        for array in vars(weight).values():
-            if hasattr(array, "nbytes"):
-                forget_pages(array)
+        for _, array in weight.parts().values():
+            forget_pages(array)
     return packed
 
 
-def _rows(weight: Weight, rows: slice) -> Weight:
-    match weight:
-        case Nvfp4Weight():
-            return replace(weight, packed=weight.packed[rows], block_scale=weight.block_scale[rows])
-        case Fp8Weight():
-            return replace(
-                weight, data=weight.data[rows], scale=weight.scale[rows] if weight.scale.size > 1 else weight.scale
-            )
-        case WideWeight():
-            return WideWeight(weight.data[rows])
-
-
 AT_ONCE = 1 << 20  # bytes of pieces: what a cache holds, several times over
-_CODES = 1024  # bytes of a piece of NVFP4 before its scales
+_CODES = UNIT_ROWS * WINDOW["nvfp4"] // 2  # bytes of a piece of NVFP4 before its scales
 
 
 def unpack(repacked: Repacked) -> tuple[Weight, ...]:
@@ -84,7 +70,7 @@ def unpack_matrix(repacked: Repacked, index: int) -> Weight:
     layout = repacked.layout
     n, halves = layout.columns[index], slice(index, index + 1) if layout.swiglu else slice(0, 2)
     first, last = (0, layout.units) if layout.swiglu else layout.starts[index : index + 2]
-    values = layout.k * {"nvfp4": 4, "fp8": 8, "bf16": 16}[layout.format] // 8  # bytes of a row
+    values = layout.k * FORMATS[layout.format].bits // 8  # bytes of a row
     codes = np.empty((n, values), np.uint8)
     scales = np.empty((n, layout.k // BLOCK if layout.format == "nvfp4" else 0), np.uint8)
     pieces = repacked.data.reshape(layout.units, layout.windows, UNIT_BYTES[layout.format])

@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 import torch
 
 from edge_dflash.errors import BuildError
-from edge_dflash.weights.formats import Array, Fp8Weight, Nvfp4Weight, Weight, WideWeight
+from edge_dflash.weights.formats import BLOCK, E4M3_NAN, Array, Fp8Weight, Nvfp4Weight, Weight, WideWeight
 
 CHUNK_ELEMENTS = 1 << 19  # 2 MiB of float32: temporaries of a chunk stay in or near the last-level cache
 
@@ -63,7 +63,6 @@ def absmax(w: torch.Tensor) -> float:
 E4M3_MAX = 448.0
 E4M3_TINY = 2.0**-9  # smallest positive value, a subnormal
 SMALLEST_SCALE = 2.0**-126  # a smaller float32 scale is subnormal: some processors flush it to zero
-_NAN = 0x7F
 
 
 def to_e4m3(x: torch.Tensor, scale: float | torch.Tensor = 1.0) -> torch.Tensor:
@@ -73,7 +72,7 @@ def to_e4m3(x: torch.Tensor, scale: float | torch.Tensor = 1.0) -> torch.Tensor:
     """
     y = x / torch.as_tensor(scale, dtype=torch.float32, device=x.device)
     codes = y.clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
-    return codes.masked_fill_(y.isnan(), _NAN)
+    return codes.masked_fill_(y.isnan(), E4M3_NAN)
 
 
 def from_e4m3(codes: torch.Tensor, scale: float | torch.Tensor = 1.0) -> torch.Tensor:
@@ -113,7 +112,6 @@ def require_finite(amax: float) -> None:
         )
 
 
-BLOCK = 16  # values along K that share a block scale
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # magnitude of codes 0..7
 E2M1_MAX = 6.0
 GLOBAL_DIVISOR = E2M1_MAX * E4M3_MAX  # 2688: the largest value is code 7 in a block of scale 448
@@ -187,6 +185,18 @@ def _magnitude_codes(a: torch.Tensor) -> torch.Tensor:
     return torch.minimum(code, (a / 2).round_().add_(4)).clamp_(max=7)
 
 
+def _bf16(w: torch.Tensor) -> WideWeight:
+    return WideWeight(w.to(torch.bfloat16).view(torch.uint16).numpy())
+
+
+ENCODERS: Mapping[str, Callable[[torch.Tensor], Weight]] = {
+    "bf16": _bf16,
+    "fp8": quantize_fp8,
+    "nvfp4": quantize_nvfp4,
+}
+"""What makes a format's codes of a wide matrix. Raises BuildError."""
+
+
 def unscaled(weight: Weight) -> tuple[torch.Tensor, torch.Tensor]:
     """Matrix [N, K] (float32) without its global scale, and the float32 scale ([] or [N]) to apply after the product.
 
@@ -201,6 +211,8 @@ def unscaled(weight: Weight) -> tuple[torch.Tensor, torch.Tensor]:
             return from_e4m3(as_tensor(weight.data)), (scale[0] if scale.numel() == 1 else scale).clone()
         case Nvfp4Weight():
             return _codes_times_block_scales(weight), torch.tensor(weight.global_scale, dtype=torch.float32)
+        case _:
+            raise TypeError(f"no values are made of {weight.format} codes")
 
 
 def _codes_times_block_scales(weight: Nvfp4Weight) -> torch.Tensor:

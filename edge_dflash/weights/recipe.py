@@ -13,24 +13,20 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
-
 from edge_dflash.common.files import directory, is_file
 from edge_dflash.common.tables import Table, read_table
 from edge_dflash.errors import RecipeError
 from edge_dflash.model.program import WeightSpec
 from edge_dflash.model.specs import DrafterLayerMask, PairSpec
-from edge_dflash.weights.formats import Nvfp4Weight, Weight, WideWeight
+from edge_dflash.weights.formats import FORMATS, QUANTIZED, Weight, WeightFormat
 
-Wish = Literal["bf16", "fp8", "nvfp4", "keep"]
-StoredFormat = Literal["bf16", "f32", "fp8", "nvfp4"]
-
-WISHES: tuple[Wish, ...] = ("bf16", "fp8", "nvfp4", "keep")
+Wish = str  # one of WISHES
+WISHES: tuple[Wish, ...] = (*(form.name for form in FORMATS.values() if form.wished), "keep")
+_QUANTIZED = tuple(form.name for form in QUANTIZED)
 TARGET_MODULES = ("attention", "gated_delta", "mlp", "lm_head", "gates", "embedding", "norm", "conv")
 DRAFTER_MODULES = ("attention", "mlp", "fc", "norm")
 WIDE_MODULES = ("gates", "embedding", "norm", "conv")  # small or sensitive: never quantized
 W4A4_MODULES = ("attention", "gated_delta", "mlp")  # lm_head and fc always read wide activations
-BLOCK = 16  # values along the input dimension that share an NVFP4 block scale
 
 
 @dataclass(frozen=True)
@@ -95,7 +91,7 @@ class Recipe:
     context: Context = Context()
     keeps: bool = False  # a quantized weight stays as it is stored, whatever is wished of it
 
-    def choice(self, name: str, spec: WeightSpec, stored: Weight | None) -> StoredFormat:
+    def choice(self, name: str, spec: WeightSpec, stored: Weight | None) -> WeightFormat:
         """Format that the weight gets in a bundle; equal to the stored format when it is to be copied as it is.
 
         ``stored`` is the checkpoint's weight; None (its file is not at hand) is taken as BF16. Weights other than
@@ -103,31 +99,31 @@ class Recipe:
         format than a quantized checkpoint has, quantizes what must stay wide, or asks NVFP4 of an odd input dimension.
         """
         wish, origin = self._wish(name, spec)
-        found: StoredFormat = "bf16" if stored is None else stored_format(stored)
+        found: WeightFormat = "bf16" if stored is None else stored.format
         if spec.kind != "linear" or spec.module in WIDE_MODULES:
-            if wish in ("fp8", "nvfp4"):
+            if wish in _QUANTIZED:
                 raise RecipeError(
                     f"recipe {self.name}: {origin} asks for {wish} of {name}, but {spec.module} weights "
                     "always stay wide: use keep, or a narrower match"
                 )
             return found
-        if wish == "keep" or wish == found or (self.keeps and found in ("fp8", "nvfp4")):
+        if wish == "keep" or wish == found or (self.keeps and found in _QUANTIZED):
             return found
-        if found in ("fp8", "nvfp4"):
+        if found in _QUANTIZED:
             raise RecipeError(
                 f"recipe {self.name}: {origin} asks for {wish} of {name}, which the checkpoint stores as {found}; "
                 f"a quantized weight is not converted: use keep or {found}, or a checkpoint in BF16"
             )
-        if wish == "nvfp4" and spec.shape[-1] % BLOCK:
+        if (block := FORMATS[wish].block) and spec.shape[-1] % block:
             raise RecipeError(
-                f"recipe {self.name}: {origin} asks for nvfp4 of {name}, whose input dimension {spec.shape[-1]} "
-                f"is not a multiple of {BLOCK}: use fp8 or bf16"
+                f"recipe {self.name}: {origin} asks for {wish} of {name}, whose input dimension {spec.shape[-1]} "
+                f"is not a multiple of {block}: use fp8 or bf16"
             )
         return wish
 
     def formats(
         self, weights: Mapping[str, WeightSpec], stored: Mapping[str, Weight] | None = None
-    ) -> dict[str, StoredFormat]:
+    ) -> dict[str, WeightFormat]:
         """Return the choice for every weight of a pair. Raises RecipeError also for an override that matches none."""
         for override in self.overrides:
             if not any(fnmatchcase(name, override.match) for name in weights):
@@ -158,7 +154,7 @@ class Recipe:
                 )
         return replace(pair, drafter=replace(pair.drafter, layers=tuple(layers.values())))
 
-    def nvfp4_activations(self, spec: WeightSpec, chosen: StoredFormat) -> bool:
+    def nvfp4_activations(self, spec: WeightSpec, chosen: WeightFormat) -> bool:
         """Whether the linear reads its input as dynamic NVFP4 (W4A4), so that it needs a calibrated input scale."""
         return self.activations == "nvfp4" and chosen == "nvfp4" and spec.module in W4A4_MODULES
 
@@ -188,13 +184,6 @@ def default_recipe() -> Recipe:
     """
     text = "wide linears to NVFP4, the drafter's fc to FP8; quantized ones kept; FP8 keys and values, BF16 activations"
     return Recipe("default", text, keeps=True)
-
-
-def stored_format(weight: Weight) -> StoredFormat:
-    """Format of a weight as it is stored."""
-    if isinstance(weight, WideWeight):
-        return "bf16" if weight.data.dtype == np.uint16 else "f32"
-    return "nvfp4" if isinstance(weight, Nvfp4Weight) else "fp8"
 
 
 SCHEMA = 1

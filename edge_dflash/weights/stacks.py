@@ -8,15 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import cast
 
-from edge_dflash.bundle.manifest import WeightFormat
 from edge_dflash.errors import BackendError
 from edge_dflash.model.ops import Linear, SwiGlu
 from edge_dflash.model.program import PairPrograms, Program, WeightSpec
+from edge_dflash.weights.formats import FORMATS, TIED, WeightFormat, read_as
 from edge_dflash.weights.layout import UNIT_ROWS, Format, Layout
 
 PARTS = 4  # most matrices of a stack with an output each; more need one output for all
-FORMATS: dict[WeightFormat, Format] = {"nvfp4": "nvfp4", "fp8": "fp8", "bf16": "bf16", "f32": "bf16", "tied": "bf16"}
+STREAMED: Mapping[WeightFormat, Format] = {
+    word: cast(Format, read_as(word).streamed) for word in (*reversed(FORMATS), TIED) if read_as(word).streamed
+}
 
 
 @dataclass(frozen=True)
@@ -78,9 +81,9 @@ def _alike(ops: list[Linear], weights: Mapping[str, WeightSpec], formats: Mappin
 
 
 def _form(name: str, formats: Mapping[str, WeightFormat]) -> Format:
-    form = FORMATS.get(formats[name])
+    form = STREAMED.get(formats[name])
     if form is None:
-        raise BackendError(f"{name} is stored as {formats[name]!r}, the native kernels take {', '.join(FORMATS)}")
+        raise BackendError(f"{name} is stored as {formats[name]!r}, the native kernels take {', '.join(STREAMED)}")
     return form
 
 

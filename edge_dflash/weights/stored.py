@@ -10,12 +10,10 @@ from pathlib import Path
 import numpy as np
 
 from edge_dflash.errors import CheckpointError
-from edge_dflash.weights.formats import Array, Fp8Weight, Nvfp4Weight, Weight, WideWeight
+from edge_dflash.weights.formats import BLOCK, E4M3_NAN, Array, Fp8Weight, Nvfp4Weight, Weight, WideWeight, bf16_to_f32
 from edge_dflash.weights.safetensors import TensorFiles
 
-BLOCK = 16  # weights along the input dimension that share an NVFP4 block scale
 KV_SCALE = (1e-6, 1e3)  # outside, real keys and values would all be 0 or 448
-_NAN = 0x7F  # E4M3 byte; all negative numbers are above
 SUFFIXES = (
     "weight",
     "weight_packed",
@@ -62,7 +60,7 @@ class ModuleReader:
 
     def check_values(self, module: str, weight: Weight) -> None:
         """Refuse NVFP4 block scales that are negative or NaN: tensor cores would drop the sign."""
-        if isinstance(weight, Nvfp4Weight) and (weight.block_scale >= _NAN).any():
+        if isinstance(weight, Nvfp4Weight) and (weight.block_scale >= E4M3_NAN).any():
             raise self._error(f"{module}.weight_scale", "negative or NaN in some block", "E4M3 numbers of at least 0")
 
     def kv_scale(self, tensor: str) -> float:
@@ -152,10 +150,7 @@ class ModuleReader:
 
 
 def _float(kind: str, data: Array) -> Array:
-    if kind == "BF16":
-        widened: Array = (data.astype(np.uint32) << 16).view(np.float32)
-        return widened
-    return data.astype(np.float32)
+    return bf16_to_f32(data) if kind == "BF16" else data.astype(np.float32)
 
 
 def _reciprocal(value: float) -> float:

@@ -3,7 +3,7 @@
 import pytest
 from control_gpu import ControlGpu
 from planned_support import planned_backend
-from store_weights import StoreWeights, stored_formats
+from store_weights import StoreWeights
 from tensorrt_support import Formatted, spec, units
 
 from edge_dflash.backends.cuda import backend as native_backend
@@ -20,7 +20,7 @@ def backend(monkeypatch):
     gpu = ControlGpu()
     monkeypatch.setattr(native_backend, "Gpu", lambda: gpu)
     store, pair = Formatted("demo", "w4a16"), spec("demo")
-    weights = StoreWeights(store, stored_formats(store, pair_programs(pair).weights))
+    weights = StoreWeights(store, {name: store.get(name).format for name in pair_programs(pair).weights})
     return planned_backend(pair, weights, Precision(), lambda unit: b"", max_context=256, prefill_chunk=64)
 
 

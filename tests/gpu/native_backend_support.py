@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 from native_linear_support import cubin
-from store_weights import StoreWeights, stored_formats
+from store_weights import StoreWeights
 from synthetic import drafter_config, qwen3_5_config, qwen3_config, write_drafter, write_target
 
 from edge_dflash.backends.cuda.backend import NativeBackend
@@ -102,7 +102,7 @@ def store(name, kind):
 def native(name, kind="nvfp4", precision=ENGINE, max_context=256, prefill_chunk=64):
     """The pair on the GPU, loaded once for all tests."""
     pair, programs, _ = checkpoint(name)
-    weights = StoreWeights(store(name, kind), stored_formats(store(name, kind), programs.weights))
+    weights = StoreWeights(store(name, kind), {n: store(name, kind).get(n).format for n in programs.weights})
     return NativeBackend(
         pair, weights, precision, cubin=device_cubin, max_context=max_context, prefill_chunk=prefill_chunk
     )

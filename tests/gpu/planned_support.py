@@ -17,7 +17,7 @@ from edge_dflash.backends.tensorrt.schedule import RunPlan
 from edge_dflash.backends.tensorrt.units import EMBEDDING, LOGITS, pair_units
 from edge_dflash.model.ops import Add, Concat, Linear, RmsNorm, SwiGlu
 from edge_dflash.weights.layout import Layout
-from edge_dflash.weights.stacks import FORMATS, Stack
+from edge_dflash.weights.stacks import STREAMED, Stack
 
 
 @dataclass
@@ -134,7 +134,7 @@ class NativeSegments:
 
     def _stack(self, weight):
         n, k = self._specs[weight].shape
-        stack = Stack((weight,), Layout(FORMATS[self._weights.formats[weight]], (n,), k, False))
+        stack = Stack((weight,), Layout(STREAMED[self._weights.formats[weight]], (n,), k, False))
         return self._stacks.setdefault(stack.key, stack)
 
 

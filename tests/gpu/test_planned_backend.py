@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from native_backend_support import ENGINE, checkpoint, device_cubin, native, prompt, store
 from planned_support import planned_backend
-from store_weights import StoreWeights, stored_formats
+from store_weights import StoreWeights
 
 from edge_dflash.checks.lossless import verify_lossless
 from edge_dflash.decode.backend import Asked
@@ -21,7 +21,7 @@ NEW = 40
 @cache
 def planned(name, kind):
     pair, programs, _ = checkpoint(name)
-    weights = StoreWeights(store(name, kind), stored_formats(store(name, kind), programs.weights))
+    weights = StoreWeights(store(name, kind), {n: store(name, kind).get(n).format for n in programs.weights})
     return planned_backend(pair, weights, ENGINE, device_cubin, max_context=256, prefill_chunk=64)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from edge_dflash.bundle.manifest import MANIFEST, Manifest, Source, dump_manifest
-from edge_dflash.bundle.parts import hash_file, part_of, weight_format, write_part
+from edge_dflash.bundle.parts import hash_file, part_of, write_part
 from edge_dflash.decode.backend import Precision
 from edge_dflash.model import pair_programs
 from edge_dflash.model.specs import (
@@ -88,7 +88,7 @@ def write_bundle(path: Path, weights: dict[str, Weight], pair: PairSpec = PAIR, 
         write_part(path / part, members, lambda count: None)
     (path / "calibration.json").write_text("{}\n")
     files = {str(f.relative_to(path)): hash_file(f, lambda count: None) for f in path.rglob("*") if f.is_file()}
-    forms = {name: weight_format(weight) for name, weight in weights.items()}
+    forms = {name: weight.format for name, weight in weights.items()}
     if "target.lm_head" not in weights:
         forms["target.lm_head"] = "tied"
     drafter = pair.drafter

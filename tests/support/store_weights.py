@@ -3,7 +3,6 @@
 from edge_dflash.backends.cuda.linear import LinearWeights
 from edge_dflash.backends.cuda.weights import embedding_bits, vector
 from edge_dflash.weights.layout import repack
-from edge_dflash.weights.recipe import stored_format
 
 
 class StoreWeights:
@@ -25,8 +24,3 @@ class StoreWeights:
 
     def kv_scale(self, state):
         return self._store.kv_scale(state)
-
-
-def stored_formats(store, names):
-    """Formats of a store's weights as they are."""
-    return {name: stored_format(store.get(name)) for name in names}

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from edge_dflash.bundle.manifest import WeightFormat
 from edge_dflash.model.ops import (
     Add,
     Concat,
@@ -25,6 +24,7 @@ from edge_dflash.model.ops import (
     SwiGlu,
 )
 from edge_dflash.model.program import Program, Segment, segments
+from edge_dflash.weights.formats import WeightFormat
 from edge_dflash.weights.stacks import Stack, program_stacks
 
 

@@ -15,14 +15,13 @@ from edge_dflash.backends.cuda.attend import AttendShape
 from edge_dflash.backends.cuda.delta import DeltaShape
 from edge_dflash.backends.cuda.splits import block_shared, choose_splits
 from edge_dflash.board.archs import arch_of_sm, find_arch
-from edge_dflash.bundle.manifest import WeightFormat
 from edge_dflash.errors import BackendError
 from edge_dflash.model import pair_programs
 from edge_dflash.model.ops import Attend, Embed, GatedDelta, KvAppend, Linear, Op
 from edge_dflash.model.program import PairPrograms, Program
 from edge_dflash.model.specs import PairSpec
-from edge_dflash.weights.formats import WeightStore, WideWeight
-from edge_dflash.weights.layout import BLOCK, Layout
+from edge_dflash.weights.formats import BLOCK, FORMATS, WeightFormat, WeightStore, WideWeight
+from edge_dflash.weights.layout import Layout
 from edge_dflash.weights.safetensors import forget_pages
 from edge_dflash.weights.stacks import pair_stacks
 
@@ -82,7 +81,7 @@ def _check_op(
             if inputs % BLOCK:
                 raise BackendError(f"a linear has {inputs} inputs; the native kernels take multiples of {BLOCK}")
         case Embed():
-            if formats[op.weight] not in ("bf16", "f32"):
+            if FORMATS[formats[op.weight]].quantized:
                 raise BackendError(f"the embedding is {formats[op.weight]}; the native kernels gather BF16 rows")
         case Attend():
             AttendShape(op.heads, op.kv_heads, op.head_dim, op.rope.dims, op.eps, 0, rows, kv=kv)

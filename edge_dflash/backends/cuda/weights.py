@@ -14,10 +14,9 @@ import numpy.typing as npt
 from edge_dflash.backends.cuda.driver import Gpu
 from edge_dflash.backends.cuda.linear import LinearWeights
 from edge_dflash.backends.cuda.memory import DevicePointer
-from edge_dflash.bundle.manifest import WeightFormat
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.errors import BackendError
-from edge_dflash.weights.formats import WeightStore, WideWeight, bf16_to_f32
+from edge_dflash.weights.formats import WeightFormat, WeightStore, WideWeight
 from edge_dflash.weights.layout import UNIT_ROWS
 from edge_dflash.weights.packing import pack, row_blocks
 from edge_dflash.weights.safetensors import forget_pages
@@ -106,12 +105,9 @@ def embedding_bits(store: WeightStore, name: str) -> npt.NDArray[np.uint16]:
     weight = store.get(name)
     if not isinstance(weight, WideWeight):
         raise BackendError(f"{name} is quantized; the native backend gathers BF16 rows: build it as bf16")
-    if weight.data.dtype == np.uint16:
-        return np.ascontiguousarray(weight.data)
-    bits = np.ascontiguousarray(weight.data, np.float32).view(np.uint32)
-    if (bits & 0xFFFF).any():
+    if (bits := weight.bf16()) is None:
         raise BackendError(f"{name} holds float32 values that BF16 cannot hold; build it as bf16")
-    return (bits >> 16).astype(np.uint16)
+    return bits
 
 
 def vector(store: WeightStore, name: str) -> npt.NDArray[np.float32]:
@@ -119,4 +115,4 @@ def vector(store: WeightStore, name: str) -> npt.NDArray[np.float32]:
     weight = store.get(name)
     if not isinstance(weight, WideWeight):
         raise BackendError(f"{name} is quantized; norms, gates and convolutions stay wide")
-    return bf16_to_f32(weight.data) if weight.data.dtype == np.uint16 else np.asarray(weight.data, np.float32)
+    return weight.float32()

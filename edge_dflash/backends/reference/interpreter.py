@@ -28,6 +28,7 @@ from edge_dflash.model.ops import (
 )
 from edge_dflash.model.program import KvState, Program, State
 from edge_dflash.model.specs import RopeSpec
+from edge_dflash.weights.formats import KV_BYTES
 
 Observer = Callable[[Op, str, torch.Tensor], None]
 """Called with (op, role, values): role "x" for a Linear's input, "k"/"v" for the rows that a KV state stores."""
@@ -55,7 +56,7 @@ class Memory:
 
         Raises BackendError when this machine cannot hold them.
         """
-        width = {"fp8": 1, "bfloat16": 2, "float32": 4}[precision.kv]
+        width = KV_BYTES[precision.kv]
         row = sum(2 * width * s.kv_heads * s.head_dim for s in states.values() if isinstance(s, KvState))
         if (needed := capacity * row) > (held := os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")):
             raise BackendError(

@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from edge_dflash.backends.tensorrt.net import BLOCK, Net
+from edge_dflash.backends.tensorrt.net import Net
 from edge_dflash.errors import BackendError
-from edge_dflash.weights.formats import Array, Fp8Weight, Nvfp4Weight, Weight, WideWeight
+from edge_dflash.weights.formats import BLOCK, Array, Fp8Weight, Nvfp4Weight, Weight, WideWeight
 from edge_dflash.weights.safetensors import forget_pages
 
 

@@ -13,10 +13,9 @@ from typing import Any, Literal
 import numpy as np
 
 from edge_dflash.errors import BackendError
-from edge_dflash.weights.formats import Array
+from edge_dflash.weights.formats import BLOCK, Array
 
 DType = Literal["FLOAT", "BF16", "FP8", "FP4", "INT32"]
-BLOCK = 16  # values that share an NVFP4 block scale
 _STORAGE: dict[DType, type[np.generic]] = {
     "FLOAT": np.float32,
     "BF16": np.uint16,

@@ -8,13 +8,13 @@ from typing import Literal
 from edge_dflash.backends.cuda.support import check_native
 from edge_dflash.backends.tensorrt.units import EMBEDDING, HEAD, PairUnits, Unit, pair_units
 from edge_dflash.board.archs import find_arch
-from edge_dflash.bundle.manifest import PLANS, WeightFormat
+from edge_dflash.bundle.manifest import PLANS
 from edge_dflash.errors import BackendError
 from edge_dflash.model import pair_programs
 from edge_dflash.model.specs import PairSpec
+from edge_dflash.weights.formats import WeightFormat, read_as
 
 STATE_UNITS = ("attend", "cycle", "delta", "sample", "small")  # compilation units of kernels that run between plans
-FIRST_FP4 = 100  # SM whose tensor cores read NVFP4
 WORD = 16  # rows of logits lie behind each other without gaps, and start on so many
 
 
@@ -43,12 +43,12 @@ def check_plans(
     """Raise BackendError, naming weight or op, unless plans and state kernels for ``arch`` run the pair."""
     check_native(pair, formats, kv=kv)
     sm = find_arch(arch, "tensorrt").sm
-    four_bit = next((name for name, form in formats.items() if form == "nvfp4"), None)
-    if four_bit is not None and sm < FIRST_FP4:
-        raise BackendError(
-            f"{four_bit} is nvfp4, which TensorRT runs on SM {FIRST_FP4} and later, not on {arch}; "
-            "build it with --backend native, or choose fp8 in the recipe"
-        )
+    for name, word in formats.items():
+        if sm < (first := read_as(word).tensorrt):
+            raise BackendError(
+                f"{name} is {word}, which TensorRT runs on SM {first} and later, not on {arch}; "
+                "build it with --backend native, or choose fp8 in the recipe"
+            )
     if pair.target.vocab_size % WORD:
         raise BackendError(
             f"the vocabulary has {pair.target.vocab_size} tokens, plans need a multiple of {WORD}; "
