@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from edge_dflash.backends.cuda.driver import Gpu
-from edge_dflash.backends.cuda.loading import Common, Plan
 from edge_dflash.backends.cuda.memory import Memory
-from edge_dflash.backends.cuda.passes import Frame
+from edge_dflash.backends.cuda.passes import Common, DeviceLayout, Frame
 from edge_dflash.backends.cuda.states import Sizes
 from edge_dflash.backends.tensorrt.api import TENSORRT, TENSORRT_RTX, Flavour, load, version
 from edge_dflash.backends.tensorrt.passes import Enqueue, PlannedPass, addresses, plan_of, planned_passes
@@ -29,7 +28,7 @@ class PlannedOps:
         self._flavour, self._files = flavour, files
         self._engines: Engines | None = None
 
-    def plan(self, programs: PairPrograms, precision: Precision, sizes: Sizes) -> Plan:
+    def lay_out(self, programs: PairPrograms, precision: Precision, sizes: Sizes) -> DeviceLayout:
         """Steps and places of all passes, checked. Raises BackendError."""
         self._pair = pair_units(programs, sizes.rows, sizes.prefill_rows)
         if missing := sorted(planned(self._pair.units).keys() - self._files.keys()):
@@ -37,9 +36,8 @@ class PlannedOps:
         self._passes = planned_passes(self._pair, sizes)
         return plan_of(programs, precision, sizes, self._passes)
 
-    def open(self, gpu: Gpu, plan: Plan) -> int:
+    def open(self, gpu: Gpu, layout: DeviceLayout) -> int:
         """Start TensorRT. Passes share no scratch but that of the contexts, which is known when plans are loaded."""
-        self._plan = plan
         self._engines = Engines(gpu, self._flavour)
         return 0
 
@@ -73,7 +71,7 @@ class PlannedOps:
                     runs[step] = engines.context(bound.key, bound.profile, rows, where).enqueue
             for enqueue in runs.values():  # over whatever lies in the arena
                 enqueue()
-            passes[name] = PlannedPass(**common.frame(self._plan, name), pair=self._pair, runs=runs)
+            passes[name] = PlannedPass(common, name, self._pair, runs)
         return passes
 
 

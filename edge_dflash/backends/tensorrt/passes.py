@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
-from edge_dflash.backends.cuda.loading import Common, Plan
 from edge_dflash.backends.cuda.memory import NULL, DevicePointer
-from edge_dflash.backends.cuda.passes import Frame
+from edge_dflash.backends.cuda.passes import Common, DeviceLayout, Frame
 from edge_dflash.backends.cuda.schedule import Step
 from edge_dflash.backends.cuda.states import Sizes
 from edge_dflash.backends.tensorrt.dry_run import dry_run
@@ -21,12 +19,12 @@ from edge_dflash.model.program import PairPrograms
 Enqueue = Callable[[], None]
 
 
-@dataclass(frozen=True, kw_only=True)
 class PlannedPass(Frame):
     """``runs``: for each step that runs a plan, what enqueues it."""
 
-    pair: PairUnits
-    runs: Mapping[RunPlan, Enqueue]
+    def __init__(self, common: Common, name: str, pair: PairUnits, runs: Mapping[RunPlan, Enqueue]) -> None:
+        super().__init__(common, name)
+        self.pair, self.runs = pair, runs
 
     def _dense(self, step: Step, logits: bool) -> None:
         """Plans always leave logits."""
@@ -57,11 +55,11 @@ def planned_passes(pair: PairUnits, sizes: Sizes) -> dict[str, PlanPass]:
     return passes
 
 
-def plan_of(programs: PairPrograms, precision: Precision, sizes: Sizes, passes: Mapping[str, PlanPass]) -> Plan:
+def plan_of(programs: PairPrograms, precision: Precision, sizes: Sizes, passes: Mapping[str, PlanPass]) -> DeviceLayout:
     """The native backend's plan with these passes. Raises BackendError for other arithmetic than theirs."""
     if precision.activations != "bfloat16":
         raise BackendError(f"activations are {precision.activations!r}; plans compute in bfloat16")
-    return Plan(
+    return DeviceLayout(
         programs,
         precision,
         sizes,
@@ -75,7 +73,7 @@ def addresses(each: PlanPass, name: str, step: RunPlan, common: Common) -> dict[
     """Where the inputs and outputs of one run lie on the device."""
     buffers = common.buffers
     places = {
-        "arena": buffers.shared.arena,
+        "arena": buffers.arena,
         "ids": buffers.ids,
         "logits": buffers.logits.pointer,
         "choices": buffers.drafts if name == "propose" else buffers.choices,
