@@ -11,8 +11,7 @@ from edge_dflash.version import __version__
 
 if TYPE_CHECKING:
     from edge_dflash.bundle.reader import Bundle
-    from edge_dflash.client.planner import RemotePlanner
-    from edge_dflash.client.session import RemoteSession
+    from edge_dflash.client.planner import RemotePlanner, RemoteSession
     from edge_dflash.decode.accept import Relaxation
     from edge_dflash.decode.options import PlanOptions
     from edge_dflash.decode.sampling import TokenLogprob
@@ -82,8 +81,7 @@ _MODULES = {
     "result": ("Increment", "Plan", "PlanTimings"),
     "planner": ("Planner",),
     "session": ("PlannerSession",),
-    "client.planner": ("RemotePlanner",),
-    "client.session": ("RemoteSession",),
+    "client.planner": ("RemotePlanner", "RemoteSession"),
     "decode.options": ("PlanOptions",),
     "runner.stream": ("AsyncPlanStream", "PlanStream"),
     "decode.sampling": ("TokenLogprob",),

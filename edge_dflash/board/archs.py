@@ -32,7 +32,6 @@ class Arch:
     block_shared: int = 227 << 10  # bytes of shared memory that a block of a kernel may have
     clusters: bool = False  # blocks in clusters, and kernels that start before the one before them ends
     wgmma: bool = False  # warpgroup products
-    fp4: bool = False  # engines of TensorRT read NVFP4 weights
 
     @property
     def capability(self) -> str:
@@ -69,11 +68,11 @@ ARCHS = (
     # H100 SXM and H200: 1,979 sparse
     Arch("sm90", 90, "sm90a", "tensorrt", _USED * 989e12, clusters=True, wgmma=True),
     # Thor T5000: 2,070 FP4 sparse
-    Arch("sm110", 110, "sm110a", "tensorrt", _USED * 250e12, clusters=True, fp4=True),
+    Arch("sm110", 110, "sm110a", "tensorrt", _USED * 250e12, clusters=True),
     # RTX 5070, FP32 sums: 123.5 sparse
-    Arch("sm120", 120, "sm120a", "tensorrt_rtx", _USED * 61.7e12, block_shared=99 << 10, clusters=True, fp4=True),
+    Arch("sm120", 120, "sm120a", "tensorrt_rtx", _USED * 61.7e12, block_shared=99 << 10, clusters=True),
     # GB10: 1,000 FP4 sparse
-    Arch("sm121", 121, "sm121a", "tensorrt_rtx", _USED * 125e12, block_shared=99 << 10, clusters=True, fp4=True),
+    Arch("sm121", 121, "sm121a", "tensorrt_rtx", _USED * 125e12, block_shared=99 << 10, clusters=True),
 )
 ARCHS_OF = {backend: tuple(arch.name for arch in ARCHS if backend in arch.backends) for backend in BACKENDS}
 KERNEL_ARCHS = tuple(arch.kernels for arch in ARCHS if arch.kernels is not None)

@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from edge_dflash.board.archs import find_arch
 from edge_dflash.common.files import directory
+from edge_dflash.common.tables import Table, read_table
 from edge_dflash.errors import BackendError, RecipeError
 
 # Bytes of a board's memory that a pair cannot have: about 1 GB for Linux and its services without a desktop, about 1 GB
 # for the driver, the CUDA context and this program. A desktop, ROS or cameras come on top.
 SYSTEM_BYTES = 2_000_000_000
+_TEXT = "text in quotes"
 
 
 @dataclass(frozen=True)
@@ -116,84 +116,39 @@ def board_profiles() -> tuple[BoardProfile, ...]:
 
 def read_board(path: Path) -> BoardProfile:
     """Read one profile. Raises RecipeError naming file, key, value found and what is accepted."""
-    try:
-        document = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        reason = " ".join(str(error).split())
-        raise RecipeError(f"{path}: not a readable YAML file ({reason}); see jetson/README.md") from error
-    table = _Table(str(path), document, set(BoardProfile.__dataclass_fields__))
+    table = read_table(path, _keys(BoardProfile), "jetson/README.md", complete=True)
     return BoardProfile(
-        name=table.text("name").lower(),
-        title=table.text("title"),
+        name=table.text("name", None, _TEXT).lower(),
+        title=table.text("title", None, _TEXT),
         aliases=tuple(str(alias).lower() for alias in table.items("aliases")),
         models=tuple(str(model) for model in table.items("models")),
-        sm=table.sm(),
+        sm=_sm(table),
         memory_bytes=table.positive("memory_bytes"),
         memory_bandwidth_bytes_per_s=table.positive("memory_bandwidth_bytes_per_s"),
         power_modes=tuple(
-            PowerMode(mode.optional_int("id"), mode.text("name"), mode.optional_int("watts"))
-            for mode in table.tables("power_modes", PowerMode)
+            PowerMode(mode.optional_int("id"), mode.text("name", None, _TEXT), mode.optional_int("watts"))
+            for mode in table.children("power_modes", _keys(PowerMode))
         ),
         jetpacks=tuple(
-            JetPackVersion(*(version.text(key) for key in JetPackVersion.__dataclass_fields__))
-            for version in table.tables("jetpacks", JetPackVersion)
+            JetPackVersion(*(version.text(key, None, _TEXT) for key in JetPackVersion.__dataclass_fields__))
+            for version in table.children("jetpacks", _keys(JetPackVersion))
         ),
-        notes=tuple(Note(note.text("fact"), note.text("source")) for note in table.tables("notes", Note)),
+        notes=tuple(
+            Note(note.text("fact", None, _TEXT), note.text("source", None, _TEXT))
+            for note in table.children("notes", _keys(Note))
+        ),
     )
 
 
-class _Table:
-    """A YAML mapping with exactly the keys given; every reader checks the value's type."""
-
-    def __init__(self, where: str, value: Any, keys: set[str]) -> None:
-        if not isinstance(value, dict):
-            raise RecipeError(f"{where}: found {type(value).__name__}, wanted a mapping of {_list(keys)}")
-        if unknown := set(map(str, value)) - keys:
-            raise RecipeError(f"{where}: unknown key {_list(unknown)}; accepted: {_list(keys)}")
-        if missing := keys - set(value):
-            raise RecipeError(f"{where}: missing key {_list(missing)}; add it, see jetson/README.md")
-        self._where, self._value = where, value
-
-    def text(self, key: str) -> str:
-        value = self._value[key]
-        if not isinstance(value, str) or not value.strip():
-            raise self._wrong(key, "text in quotes")
-        return value
-
-    def sm(self) -> int:
-        """Compute capability: a number such as 110, or an arch in any of its spellings."""
-        if not isinstance(self._value["sm"], str):
-            return self.positive("sm")
-        try:
-            return find_arch(self._value["sm"]).sm
-        except BackendError as error:
-            raise RecipeError(f"{self._where}: sm: {error}") from None
-
-    def positive(self, key: str) -> int:
-        value = self._value[key]
-        if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-            raise self._wrong(key, "a positive integer")
-        return value
-
-    def optional_int(self, key: str) -> int | None:
-        value = self._value[key]
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
-            raise self._wrong(key, "an integer from 0, or null")
-        return value
-
-    def items(self, key: str) -> list[Any]:
-        value = self._value[key]
-        if not isinstance(value, list):
-            raise self._wrong(key, "a list")
-        return value
-
-    def tables(self, key: str, kind: type[Any]) -> list[_Table]:
-        keys = set(kind.__dataclass_fields__)
-        return [_Table(f"{self._where}: {key}[{i}]", value, keys) for i, value in enumerate(self.items(key))]
-
-    def _wrong(self, key: str, wanted: str) -> RecipeError:
-        return RecipeError(f"{self._where}: {key} is {self._value[key]!r}; wanted {wanted}")
+def _keys(kind: type[Any]) -> tuple[str, ...]:
+    return tuple(sorted(kind.__dataclass_fields__))
 
 
-def _list(keys: set[str]) -> str:
-    return ", ".join(sorted(keys))
+def _sm(table: Table) -> int:
+    """Compute capability: a number such as 110, or an arch in any of its spellings."""
+    if not isinstance(table.get("sm"), str):
+        return table.positive("sm")
+    try:
+        return find_arch(table.get("sm")).sm
+    except BackendError as error:
+        raise RecipeError(f"{table.where}: sm: {error}") from None

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from edge_dflash import __version__
 from edge_dflash.backends.cuda.compile import bundled, compile_cubin
+from edge_dflash.backends.tensorrt.units import STATE_UNITS, bundle_units, engine_units
 from edge_dflash.builder.convert import convert
 from edge_dflash.builder.decide import BuildConfig, BuildPlan, plan_build
 from edge_dflash.builder.journal import WorkDir
@@ -122,8 +123,6 @@ def _kernels(plan: BuildPlan, work: WorkDir, report: BuildProgress) -> dict[str,
     stage = Stage(report, "kernels", plan.size)  # in bytes like the weights: the share of units
     units = bundled()
     if "native" not in plan.choice.backends:
-        from edge_dflash.backends.tensorrt.plans import STATE_UNITS  # the bindings of CUDA, only here
-
         units = STATE_UNITS
     files: dict[str, FileEntry] = {}
     for done, unit in enumerate(units):
@@ -140,11 +139,10 @@ def _with_plans(manifest: Manifest, plan: BuildPlan, work: WorkDir, report: Buil
     """Build the plans that can be built here, from the weights that lie in the bundle."""
     if plan.plans is None or plan.plans.deferred:
         return manifest
-    from edge_dflash.backends.tensorrt.plans import bundle_units, planned  # the bindings of CUDA, only here
     from edge_dflash.builder.plans import build_plans
 
     stage = Stage(report, "plans", plan.size)  # in bytes like the weights: the share of plans
-    units = planned(bundle_units(plan.pair, plan.prefill_chunk).units)
+    units = engine_units(bundle_units(plan.pair, plan.prefill_chunk).units)
     store = Bundle.staged(work.staging, manifest)
     files = build_plans(plan.choice.arch.name, units, store, work, stage.share)
     stage.finish()

@@ -70,7 +70,7 @@ def calibrate(
     meter.total = _linears(prefill) + len(starts) * _linears(propose)
 
     rows = _EmbeddingRows(
-        store, [op.weight for op in prefill.ops if isinstance(op, Embed)], [*ids, block.mask_token_id]
+        store, [op.weight for op in prefill.ops if isinstance(op, Embed)], [*ids, *block.block(ids[0])]
     )
     precision = Precision(activations, kv=activations)
     interpreter = Interpreter(TorchWeights(rows, cache=False), precision, row_tile=None)
@@ -78,7 +78,7 @@ def calibrate(
     interpreter.run(prefill, rows.compact(ids), memory, observer=meter)
     for start in starts:  # from the end, since a block overwrites the context rows behind its start
         memory.length = start
-        draft = [ids[start]] + [block.mask_token_id] * (block.block_size - 1)
+        draft = block.block(ids[start])
         interpreter.run(propose, rows.compact(draft), memory, observer=meter)
 
     states = [name for name, state in programs.states.items() if isinstance(state, KvState)]

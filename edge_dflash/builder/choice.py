@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from edge_dflash.backends.tensorrt.api import TENSORRT_RTX
 from edge_dflash.board.archs import ARCHS_OF, BACKENDS, Arch, find_arch, ordered
 from edge_dflash.errors import BackendError
+from edge_dflash.weights.formats import read_as
 from edge_dflash.weights.recipe import Recipe
 
 BOTH = ("native", "tensorrt")
@@ -42,7 +43,7 @@ def choose(arch: str, backend: str | None, recipe: Recipe) -> Choice:
         return Choice(found, _named(arch, found, backend), "as asked for", given=True)
     if not found.sm:
         return Choice(found, ("reference",), "a CPU runs the reference backend alone", given=False)
-    if not found.fp4:
+    if found.sm < read_as("nvfp4").tensorrt:
         return Choice(found, ("native",), "our kernels read every format there", given=False)
     if recipe.activations == "nvfp4":
         why = f"recipe {recipe.name} has NVFP4 activations, which only TensorRT computes"

@@ -32,8 +32,8 @@ from edge_dflash.common.files import is_there, open_regular
 from edge_dflash.common.tables import encode
 from edge_dflash.errors import BackendError, BuildError, BundleError, CheckpointError
 from edge_dflash.model import pair_programs
-from edge_dflash.model.config import match_pair, read_drafter_spec, read_target_spec
 from edge_dflash.model.program import PairPrograms
+from edge_dflash.model.registry import match_pair, read_drafter_spec, read_target_spec
 from edge_dflash.model.specs import PairSpec
 from edge_dflash.text.tokenizer import TOKENIZER_FILES, Tokenizer
 from edge_dflash.weights.checkpoint import PairCheckpoint

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from edge_dflash.backends.cuda.compile import kernels_digest
 from edge_dflash.backends.tensorrt.api import TENSORRT, TENSORRT_RTX
+from edge_dflash.backends.tensorrt.units import bundle_units, engine_units
 from edge_dflash.builder.journal import WorkDir, recover, sync_path
 from edge_dflash.builder.result import BuildProgress, BuildResult, Stage
 from edge_dflash.builder.tensorrt_plan import check_device, checked_version
@@ -115,14 +116,13 @@ def _try_both(path: Path, report: BuildProgress) -> tuple[Manifest, tuple[str, .
 
 def _finish(path: Path, manifest: Manifest, plans: Plans, report: BuildProgress) -> tuple[Manifest, tuple[str, ...]]:
     """Build the plans; the bundle with them takes the place of the one without."""
-    from edge_dflash.backends.tensorrt.plans import bundle_units, planned  # the bindings of CUDA, only here
     from edge_dflash.builder.plans import build_plans
 
     stage = Stage(report, "checking", manifest.size)
     bundle = Bundle.open(path, progress=stage.share)
     stage.finish()
     others = {name: entry for name, entry in manifest.files.items() if name not in plans.names}
-    units = planned(bundle_units(manifest.pair, manifest.prefill_chunk).units)
+    units = engine_units(bundle_units(manifest.pair, manifest.prefill_chunk).units)
     if sorted(units) != sorted(plans.names):
         raise BuildError(f"{path} names other plans than this version makes; build the bundle again")
     fingerprint = {

@@ -95,7 +95,7 @@ def _build(work: _Work, name: str, unit: Unit) -> None:
 
     try:
         lowered = compiler.lower(unit, work.store)
-        plan = compiler.plan(lowered, advance)
+        plan = compiler.build(lowered, advance)
         for array in lowered.net.held:
             forget_pages(array)
         del lowered

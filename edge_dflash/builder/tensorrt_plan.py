@@ -27,12 +27,13 @@ def plan_tensorrt(
     """
     compiler_version()
     from edge_dflash.backends.cuda.support import narrowed  # the bindings of CUDA, only here
-    from edge_dflash.backends.tensorrt.plans import bundle_units, check_plans, planned
+    from edge_dflash.backends.tensorrt.backend import check_engines
+    from edge_dflash.backends.tensorrt.units import bundle_units, engine_units
 
     arch = choice.arch.name
     flavour = flavour_of(arch)
-    check_plans(pair, formats, arch, "fp8" if recipe.kv == "fp8" else "bfloat16")
-    names = tuple(sorted(planned(bundle_units(pair, chunk).units)))
+    check_engines(pair, formats, arch, "fp8" if recipe.kv == "fp8" else "bfloat16")
+    names = tuple(sorted(engine_units(bundle_units(pair, chunk).units)))
     found = builder_version(arch, flavour)
     plans = Plans(
         "tensorrt_rtx" if flavour is TENSORRT_RTX else "tensorrt", found, names, () if found is not None else names

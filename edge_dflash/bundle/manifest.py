@@ -20,8 +20,8 @@ from edge_dflash.common.files import parse_json
 from edge_dflash.common.tables import decode, encode
 from edge_dflash.decode.backend import Precision
 from edge_dflash.errors import BackendError, BundleError, short
-from edge_dflash.model import pair_programs
 from edge_dflash.model.program import KvState
+from edge_dflash.model.registry import DRAFTERS, TARGETS, pair_programs
 from edge_dflash.model.specs import MAX_BLOCK, MAX_LAYERS, PairSpec
 from edge_dflash.weights.formats import TIED, WeightFormat
 
@@ -173,6 +173,12 @@ def check_manifest(manifest: Manifest, where: str = MANIFEST) -> None:
     """Compare the fields with each other and with the models' own shape. Raises BundleError by field."""
     drafter, target = manifest.pair.drafter, manifest.pair.target
     limit = target.max_position_embeddings
+    for field, found, accepted in (
+        ("target.architecture", target.architecture, TARGETS),
+        ("drafter.kind", drafter.kind, DRAFTERS),
+    ):
+        if found not in accepted:
+            raise BundleError(f"{where}.pair.{field}: found {found!r}, wanted one of {', '.join(map(repr, accepted))}")
     _check_backends(manifest, where)
     _equal(where, "block_size", manifest.block_size, drafter.block_size)
     _equal(where, "mask_token_id", manifest.mask_token_id, drafter.mask_token_id)

@@ -12,7 +12,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO
@@ -20,7 +20,7 @@ from typing import BinaryIO
 import numpy as np
 
 from edge_dflash.bundle.manifest import FileEntry
-from edge_dflash.weights.formats import Array, Weight, to_tensors
+from edge_dflash.weights.formats import FORMATS, SCALAR, Array, Weight
 from edge_dflash.weights.safetensors import DTYPES, forget_pages
 
 CHUNK = 8 << 20  # bytes read or written at once
@@ -34,6 +34,44 @@ def part_of(name: str) -> str:
         return f"weights/{model}-layer-{int(rest.split('.')[1]):03d}.safetensors"
     group = {"embed_tokens": "embed", "fc": "context", "hidden_norm": "context"}.get(rest, "head")
     return f"weights/{model}-{group}.safetensors"
+
+
+def to_tensors(name: str, weight: Weight) -> dict[str, tuple[str, Array]]:
+    """Tensors that store a weight in a bundle: name -> (safetensors dtype, array)."""
+    parts = weight.parts()
+    if weight.input_scale is not None:
+        parts["input_scale"] = ("F32", np.array(weight.input_scale, dtype=np.float32))
+    return {f"{name}.{suffix}": part for suffix, part in parts.items()}
+
+
+def from_tensors(name: str, tensors: Mapping[str, tuple[str, Array]], shape: tuple[int, ...]) -> Weight:
+    """Undo :func:`to_tensors`, with views of the same bytes.
+
+    ``tensors`` are all tensors whose name starts with ``name.``; ``shape`` is the logical shape. Raises ValueError
+    saying what was found and what is wanted.
+    """
+    found = {key.removeprefix(f"{name}."): value for key, value in tensors.items()}
+
+    def take(suffix: str, kind: str, shapes: Iterable[tuple[int, ...]]) -> Array:
+        got, array = found.pop(suffix, ("nothing", np.empty(0)))
+        if got != kind or array.shape not in shapes:
+            wanted = " or ".join(str(list(shape)) for shape in shapes)
+            raise ValueError(f"{suffix} is {got} {list(array.shape)}, wanted {kind} {wanted}")
+        return array
+
+    kind, data = found.pop("weight", ("nothing", np.empty(0)))
+    form = next((form for form in FORMATS.values() if form.dtype == kind), None)
+    if form is None:
+        *others, last = (form.dtype for form in FORMATS.values())
+        raise ValueError(f"{name}.weight is {kind}, wanted {', '.join(others)} or {last}")
+    weight = form.weight.of(data, shape, take)
+    if form.quantized and "input_scale" in found:
+        weight = replace(weight, input_scale=float(take("input_scale", "F32", SCALAR)))  # type: ignore[type-var]
+    if found:
+        raise ValueError(f"{name}.{sorted(found)[0]} is not part of a weight stored as {kind}")
+    if weight.shape != shape:
+        raise ValueError(f"{name} has shape {list(weight.shape)}, wanted {list(shape)}")
+    return weight
 
 
 @dataclass(frozen=True)

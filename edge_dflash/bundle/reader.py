@@ -21,14 +21,14 @@ import numpy as np
 from edge_dflash.board.archs import find_arch
 from edge_dflash.builder.journal import resume_command
 from edge_dflash.bundle.manifest import MANIFEST, FileEntry, Manifest, parse_manifest
-from edge_dflash.bundle.parts import hash_file
+from edge_dflash.bundle.parts import from_tensors, hash_file
 from edge_dflash.bundle.stored import Part, bundle_parts, repacked_of
 from edge_dflash.common.files import LARGE, read_bytes
 from edge_dflash.errors import BackendError, BundleError, CheckpointError
 from edge_dflash.model import pair_programs
 from edge_dflash.model.program import WeightSpec
 from edge_dflash.model.specs import PairSpec
-from edge_dflash.weights.formats import FORMATS, TIED, Array, Weight, from_tensors
+from edge_dflash.weights.formats import FORMATS, TIED, Array, Weight
 from edge_dflash.weights.layout import Repacked
 from edge_dflash.weights.packing import unpack_matrix
 from edge_dflash.weights.safetensors import TensorFiles

@@ -9,7 +9,7 @@ from operator import ne
 from typing import TYPE_CHECKING, Any
 
 from edge_dflash.backends.host import Delegate
-from edge_dflash.checks.bench_result import Cold, Cycle, Formed, Part, Result, Step
+from edge_dflash.checks.bench_result import BenchResult, Cold, CycleTimes, Formed, PassTime, StepKind
 from edge_dflash.checks.footprint import Costs
 from edge_dflash.checks.measure import (
     CYCLES,
@@ -23,18 +23,19 @@ from edge_dflash.checks.measure import (
     memory,
     on_device,
 )
-from edge_dflash.checks.record import ClockSample, describe
+from edge_dflash.checks.provenance import ClockSample, describe
 from edge_dflash.decode.backend import Backend, Rows
 from edge_dflash.decode.controls import Controls
 from edge_dflash.decode.grammar.compiled import compile_form
 from edge_dflash.decode.grammar.schema_check import schema_json
-from edge_dflash.decode.grammar.walker import Source
+from edge_dflash.decode.grammar.wire import Source
 from edge_dflash.decode.loop import DecodeOptions, stream
 from edge_dflash.errors import ContextError, RequestError
 from edge_dflash.planner import Planner
 
-if TYPE_CHECKING:  # importing it needs CUDA's bindings
+if TYPE_CHECKING:  # importing them needs CUDA's bindings
     from edge_dflash.backends.cuda.backend import NativeBackend
+    from edge_dflash.backends.cuda.graphs import StepTime
 
 Say = Callable[[str], None]
 
@@ -105,7 +106,7 @@ class Subject:
     load_seconds: float
 
 
-def run(subject: Subject, device: Device, work: Work, say: Say) -> Result:
+def run(subject: Subject, device: Device, work: Work, say: Say) -> BenchResult:
     """Measure a loaded subject."""
     planner, shape = subject.planner, subject.planner.shape
     on_gpu = on_device(planner.backend)
@@ -134,7 +135,7 @@ def run(subject: Subject, device: Device, work: Work, say: Say) -> Result:
     held = memory(on_gpu, device.free_bytes, allocations) if on_gpu else None
     middle = len(subject.prompts[0]) + work.tokens // 2
     floor = subject.costs.verify(middle, 1, 1).total if subject.costs else None
-    return Result(
+    return BenchResult(
         pair=subject.title,
         backend=subject.kind,
         weights=subject.weights,
@@ -148,7 +149,7 @@ def run(subject: Subject, device: Device, work: Work, say: Say) -> Result:
         matmul_by=device.matmul_by,
         prompts=subject.source,
         plain=plain,
-        plain_floor_ms=Part.of(0, floor, device.bandwidth).floor_ms,
+        plain_floor_ms=PassTime.of(0, floor, device.bandwidth).floor_ms,
         speculative=decodings.planned,
         schema=formed,
         raw=decodings.raw,
@@ -233,7 +234,7 @@ def tiled(ids: Sequence[int], length: int) -> list[int]:
     return [*ids] * (length // len(ids)) + [*ids][: length % len(ids)]
 
 
-def _context(meter: Meter, subject: Subject, context: int, say: Say) -> Cycle:
+def _context(meter: Meter, subject: Subject, context: int, say: Say) -> CycleTimes:
     say(f"timing cycles at {context:,} tokens")
     prompt = tiled(subject.filler, context)
     if on_device(subject.planner.backend):
@@ -251,17 +252,17 @@ def _cold(subject: Subject, first: TimedRun, steady_ms: float) -> Cold:
     )
 
 
-def _profile(device: NativeBackend, subject: Subject, work: Work, say: Say) -> tuple[Step, ...]:
+def _profile(device: NativeBackend, subject: Subject, work: Work, say: Say) -> tuple[StepKind, ...]:
     """Steps of a cycle by kind (layer numbers left out), the longest first."""
     say("timing every step of a cycle")
     device.reset()
     anchor = device.prefill(tiled(subject.filler, work.context)).argmax()[0]
-    kinds: dict[str, list[Step]] = {}
+    kinds: dict[str, list[StepTime]] = {}
     for step in device.profile(anchor):
-        kind = re.sub(r"layers\.\d+", "layers.*", step.name)
-        kinds.setdefault(kind, []).append(Step(kind, 1, step.seconds * 1e3, step.weight_bytes))
+        kinds.setdefault(re.sub(r"layers\.\d+", "layers.*", step.name), []).append(step)
     device.reset()
-    sums = [
-        Step(kind, len(steps), sum(s.ms for s in steps), sum(s.bytes for s in steps)) for kind, steps in kinds.items()
-    ]
-    return tuple(sorted(sums, key=lambda step: -step.ms))
+    found = (
+        StepKind(kind, len(steps), 1e3 * sum(s.seconds for s in steps), sum(s.weight_bytes for s in steps))
+        for kind, steps in kinds.items()
+    )
+    return tuple(sorted(found, key=lambda step: -step.ms))

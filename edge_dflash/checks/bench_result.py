@@ -1,17 +1,24 @@
-"""What a benchmark found, as frozen values that become its JSON. Times are milliseconds, sizes bytes."""
+"""What a benchmark found, as frozen values that become its JSON and one SVG drawing.
+
+Times are milliseconds, sizes bytes.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from xml.sax.saxutils import escape
 
 from edge_dflash.checks.footprint import Traffic
 from edge_dflash.common.tables import encode
 
+_WIDTH, _LEFT, _BAR, _GAP, _TOP = 760, 130, 22, 12, 74  # of the drawing, in pixels
+_MEASURED, _FLOOR, _INK = "#4c78a8", "#1b2a3a", "#222222"
+
 
 @dataclass(frozen=True)
-class Part:
+class PassTime:
     """A pass or a whole cycle against its floor: its bytes over the measured read bandwidth."""
 
     ms: float
@@ -19,7 +26,7 @@ class Part:
     floor_ms: float | None = None
 
     @classmethod
-    def of(cls, seconds: float, nbytes: int | None, bandwidth: float | None) -> Part:
+    def of(cls, seconds: float, nbytes: int | None, bandwidth: float | None) -> PassTime:
         """From seconds; without a bandwidth there is no floor."""
         floor = nbytes / bandwidth * 1e3 if nbytes is not None and bandwidth is not None else None
         return cls(seconds * 1e3, nbytes, floor)
@@ -50,13 +57,13 @@ class Formed(Decode):
 
 
 @dataclass(frozen=True)
-class Cycle:
+class CycleTimes:
     """A steady cycle, on the device's own clock."""
 
     context: int  # committed tokens, mean over the timed cycles
-    whole: Part
-    propose: Part
-    verify: Part
+    whole: PassTime
+    propose: PassTime
+    verify: PassTime
     propose_traffic: Traffic | None = None
     verify_traffic: Traffic | None = None
 
@@ -98,7 +105,7 @@ class Cold:
 
 
 @dataclass(frozen=True)
-class Memory:
+class DeviceMemory:
     """Device memory. ``allocations_after_load`` must be 0."""
 
     budget: Mapping[str, int]  # by purpose
@@ -109,7 +116,7 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Step:
+class StepKind:
     """One kind of step in a cycle, all layers together."""
 
     name: str
@@ -119,7 +126,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Result:
+class BenchResult:
     """A whole run."""
 
     pair: str
@@ -139,12 +146,12 @@ class Result:
     speculative: Decode  # Planner.plan
     schema: Formed | None  # Planner.plan; None without a tokenizer
     raw: Decode  # cycles of the speculative plans again, called directly
-    cycle: Cycle
+    cycle: CycleTimes
     cold: Cold
     prefill: tuple[Prefill, ...]
-    contexts: tuple[Cycle, ...]
-    memory: Memory | None
-    profile: tuple[Step, ...]
+    contexts: tuple[CycleTimes, ...]
+    memory: DeviceMemory | None
+    profile: tuple[StepKind, ...]
 
     @property
     def host_ms(self) -> float:
@@ -161,3 +168,56 @@ class Result:
         found["host_share"] = self.host_ms / self.raw.ms
         found["speed_up"] = self.speculative.tokens_per_second / self.plain.tokens_per_second
         return found
+
+
+def svg(result: BenchResult) -> str:
+    """Bars in milliseconds, each with its floor as a dark inner bar; then bars of tokens a second."""
+    cycle = result.cycle
+    times = [
+        ("propose", cycle.propose.ms, cycle.propose.floor_ms),
+        ("verify", cycle.verify.ms, cycle.verify.floor_ms),
+        ("cycle", cycle.whole.ms, cycle.whole.floor_ms),
+        ("plain token", result.plain.ms, result.plain_floor_ms),
+    ]
+    rates = [("plain", result.plain.tokens_per_second), ("speculative", result.speculative.tokens_per_second)]
+    longest, fastest = max(ms for _, ms, _ in times), max(rate for _, rate in rates)
+    body, y = [], _TOP
+    for name, ms, floor in times:
+        over = f", {ms / floor:.2f} x floor" if floor else ""
+        body += _bar(y, name, ms / longest, f"{ms:.3f} ms{over}", floor / longest if floor else 0.0)
+        y += _BAR + _GAP
+    y += 34
+    body.append(_text(16, y - 12, "Tokens a second", bold=True))
+    for name, rate in rates:
+        body += _bar(y, name, rate / fastest, f"{rate:.1f}", 0.0)
+        y += _BAR + _GAP
+    device = result.machine.get("device", result.machine.get("system", ""))
+    bandwidth = f", read bandwidth {result.read_bandwidth / 1e12:.2f} TB/s" if result.read_bandwidth else ""
+    where = f"{cycle.context} tokens, accept length {result.speculative.accept_length:.2f}"
+    head = [
+        _text(16, 24, f"{result.pair}; weights {result.weights}", bold=True),
+        _text(16, 44, f"{device}{bandwidth}; {where}"),
+        _text(16, 64, "Milliseconds; dark: bytes / read bandwidth"),
+    ]
+    style = f'font-family="sans-serif" font-size="13" fill="{_INK}"'
+    size = f'width="{_WIDTH}" height="{y + 8}" viewBox="0 0 {_WIDTH} {y + 8}"'
+    paper = '<rect width="100%" height="100%" fill="#ffffff"/>'
+    lines = [f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}>', paper, *head, *body, "</svg>"]
+    return "\n".join(lines) + "\n"
+
+
+def _bar(y: int, name: str, share: float, label: str, floor: float) -> list[str]:
+    room = _WIDTH - _LEFT - 190
+    found = [
+        _text(16, y + 16, name),
+        f'<rect x="{_LEFT}" y="{y}" width="{room * share:.1f}" height="{_BAR}" fill="{_MEASURED}"/>',
+        _text(round(_LEFT + room * share) + 8, y + 16, label),
+    ]
+    if floor:
+        found.append(f'<rect x="{_LEFT}" y="{y + 7}" width="{room * floor:.1f}" height="{_BAR - 14}" fill="{_FLOOR}"/>')
+    return found
+
+
+def _text(x: int, y: int, text: str, *, bold: bool = False) -> str:
+    weight = ' font-weight="bold"' if bold else ""
+    return f'<text x="{x}" y="{y}"{weight}>{escape(text)}</text>'

@@ -11,10 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
-
-from rich.markup import escape
-from rich.table import Table
+from typing import Any, Literal, get_args
 
 from edge_dflash.backends.cuda.compile import kernels_digest
 from edge_dflash.backends.cuda.support import DeviceFacts, device_facts
@@ -35,7 +32,6 @@ _LIBRARIES = ("usr/lib/aarch64-linux-gnu", "usr/lib/x86_64-linux-gnu")
 _PROPERTIES = ("LoadState", "ActiveState", "SubState", "Result", "NRestarts", "StatusText")
 
 Status = Literal["ok", "warn", "fail"]
-STYLES: Mapping[Status, str] = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
 @dataclass(frozen=True)
@@ -86,7 +82,7 @@ class BundleFacts:
 
 @dataclass(frozen=True)
 class Facts:
-    """What was found. None and empty: there is none here."""
+    """What was found. None and empty: not found here."""
 
     board: BoardState = field(default_factory=BoardState)
     profile: BoardProfile | None = None
@@ -120,7 +116,7 @@ def is_release(found: str, wanted: str) -> bool:
 def gather(bundle: Path | None = None, *, hashes: bool = False, root: Path = Path("/")) -> Facts:
     """Look at the machine. Raises nothing for what is missing.
 
-    ``bundle`` None takes the installed one, if there is any. ``hashes`` reads all of its files.
+    ``bundle`` None takes the installed one. ``hashes`` reads all of its files.
     """
     board = read_board_state(root)
     profile = match_board(board.model, board.memory.total if board.memory else None) if board.model else None
@@ -210,20 +206,9 @@ def report(checks: Sequence[Check], facts: Facts) -> dict[str, Any]:
     """The one object of ``--json``."""
     return {
         "ok": healthy(checks),
-        "counts": {status: sum(check.status == status for check in checks) for status in STYLES},
+        "counts": {status: sum(check.status == status for check in checks) for status in get_args(Status)},
         "checks": [asdict(check) for check in checks],
         "bundle": None if facts.bundle is None else str(facts.bundle.path),
         "profile": None if facts.profile is None else facts.profile.name,
         "board": facts.board.to_json(),
     }
-
-
-def table(checks: Sequence[Check]) -> Table:
-    """For people: a line for each check, its remedy below what was found."""
-    shown = Table("code", "", "about", "found", box=None, pad_edge=False)
-    for column in shown.columns:
-        column.overflow = "fold"
-    for check in checks:
-        text = check.found + (f"\n-> {check.remedy}" if check.remedy else "")
-        shown.add_row(check.code, f"[{STYLES[check.status]}]{check.status}[/]", check.name, escape(text))
-    return shown

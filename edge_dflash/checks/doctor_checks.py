@@ -1,7 +1,4 @@
-"""The doctor's checks: D001 to D013 judge the machine, D014 to D017 a bundle on it.
-
-docs/troubleshooting.md has a section for each code; a test compares the two.
-"""
+"""The doctor's checks, D001 to D013 of the machine, D014 to D017 of a bundle: docs/troubleshooting.md has them all."""
 
 from __future__ import annotations
 
@@ -247,8 +244,8 @@ def kernels(facts: Facts) -> Finding | None:
     return fail(found, f"install that version, or build again with {manifest.options}")
 
 
-def plans(facts: Facts) -> Finding | None:
-    """Whether the plans are there, and were built by the very TensorRT that is here; which backend runs, and why."""
+def engines(facts: Facts) -> Finding | None:
+    """Whether the engines are there, and were built by the very TensorRT that is here; which backend runs, and why."""
     if facts.bundle is None or (manifest := facts.manifest) is None:
         return None
     if (held := manifest.plans) is None:
@@ -290,7 +287,7 @@ _CHECKS: dict[str, tuple[str, Callable[[Facts], Finding | None]]] = {
     "D014": ("bundle files", files),
     "D015": ("bundle architecture", architecture),
     "D016": ("bundle kernels", kernels),
-    "D017": ("bundle TensorRT", plans),
+    "D017": ("bundle TensorRT", engines),
 }
 CODES = {code: name for code, (name, _) in _CHECKS.items()}
 

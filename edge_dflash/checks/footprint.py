@@ -15,8 +15,8 @@ from typing import Any
 
 from edge_dflash.bundle.stored import stack_bytes
 from edge_dflash.model.ops import Attend, KvAppend, Linear, SelectRows, StateOp
-from edge_dflash.model.program import DeltaState, KvState, PairPrograms, Program, State, WeightSpec
-from edge_dflash.weights.formats import KV_BYTES, KvFormat, WeightFormat, read_as
+from edge_dflash.model.program import DeltaState, KvState, PairPrograms, Program, State
+from edge_dflash.weights.formats import KV_BYTES, KvFormat, WeightFormat
 from edge_dflash.weights.stacks import program_stacks
 
 ACTIVATION_BYTES = 2  # BF16
@@ -114,11 +114,6 @@ class Costs:
             state=sum((2 if pending else 1) * state.state_bytes + 2 * state.conv_bytes for state in deltas),
             tape=(rows + pending) * tape_bytes_per_row(deltas),
         )
-
-
-def weight_bytes(spec: WeightSpec, form: WeightFormat) -> int:
-    """Bytes that one read of a weight [out, in] costs; a tied one is read from the BF16 embedding."""
-    return read_as(form).nbytes(spec.shape)
 
 
 def kv_bytes_per_token(states: Iterable[State], kv: KvFormat) -> int:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ from safetensors.numpy import load_file
 from edge_dflash.common.files import open_regular
 from edge_dflash.errors import VerificationError
 from edge_dflash.model import pair_programs
-from edge_dflash.model.config import match_pair, read_drafter_spec, read_target_spec
 from edge_dflash.model.program import PairPrograms
+from edge_dflash.model.registry import match_pair, read_drafter_spec, read_target_spec
 from edge_dflash.model.specs import PairSpec
 from edge_dflash.weights.checkpoint import PairCheckpoint
 from edge_dflash.weights.formats import Array, Nvfp4Weight, Weight, WeightStore
@@ -34,7 +35,7 @@ FIRST_CYCLES = ("cycle_start", "cycle_accepted", "cycle_draft_tokens", "cycle_dr
 
 
 @dataclass(frozen=True)
-class KeyResult:
+class ArrayDifference:
     """One array of the golden file against ours."""
 
     key: str
@@ -48,13 +49,18 @@ class KeyResult:
 
 
 @dataclass(frozen=True)
-class GoldenReport:
+class GoldenComparison:
     """What was compared and what was not."""
 
-    results: tuple[KeyResult, ...]
+    results: tuple[ArrayDifference, ...]
     missing: tuple[str, ...]  # keys that the format has and the file has not
     skipped: tuple[str, ...]  # keys of the file for other weights: NVFP4 keys with a wide checkpoint, or the reverse
     unknown: tuple[str, ...]  # keys of the file that the format has not, or of a prompt that is not given
+
+    @classmethod
+    def joined(cls, parts: Sequence[GoldenComparison]) -> GoldenComparison:
+        """What was found of several prompts together."""
+        return cls(*(tuple(chain.from_iterable(getattr(p, one.name) for p in parts)) for one in fields(cls)))
 
     @property
     def ok(self) -> bool:
@@ -62,7 +68,7 @@ class GoldenReport:
         return any(r.tolerance is not None for r in self.results) and all(r.ok for r in self.results)
 
     @property
-    def failures(self) -> tuple[KeyResult, ...]:
+    def failures(self) -> tuple[ArrayDifference, ...]:
         """Results out of tolerance."""
         return tuple(r for r in self.results if not r.ok)
 
@@ -73,7 +79,7 @@ class GoldenReport:
 
     @property
     def logits_difference(self) -> float:
-        """Largest difference of logits that decide; 0 when there are none."""
+        """Largest difference of logits that decide; 0 without any."""
         return max((r.difference for r in self.results if _is_logits(r.key) and r.tolerance is not None), default=0.0)
 
     def to_json(self) -> dict[str, Any]:
@@ -106,7 +112,7 @@ class GoldenReport:
             )
 
 
-def verify_golden(target: Path, drafter: Path, golden_file: Path) -> GoldenReport:
+def verify_golden(target: Path, drafter: Path, golden_file: Path) -> GoldenComparison:
     """Run the unquantized reference in float32 and compare it with a golden file.
 
     Raises CheckpointError for the checkpoints and VerificationError when the golden file cannot be read or is of
@@ -126,18 +132,17 @@ def verify_golden(target: Path, drafter: Path, golden_file: Path) -> GoldenRepor
 
 def check_golden(
     spec: PairSpec, store: WeightStore, golden: Mapping[str, Array], programs: PairPrograms | None = None
-) -> GoldenReport:
+) -> GoldenComparison:
     """Compare in memory; ``programs`` replaces the pair's own."""
-    from edge_dflash.checks.observe import Observer  # torch, only here
+    from edge_dflash.checks.observe import GoldenObserver  # torch, only here
 
     programs = programs or pair_programs(spec)
-    observer = Observer(spec, _WeightOnly(store), programs)
+    observer = GoldenObserver(spec, _WeightOnly(store), programs)
     quantized = any(isinstance(store.get(n), Nvfp4Weight) for n, w in programs.weights.items() if w.kind == "linear")
-    collected = _Collected()
+    found = list[GoldenComparison]()
     for name, given in _prompts(golden):
         if "prompt" not in given:
-            collected.missing.append(f"{name}.prompt")
-            collected.unknown += [f"{name}.{key}" for key in given]
+            found.append(GoldenComparison((), (f"{name}.prompt",), (), tuple(f"{name}.{key}" for key in given)))
             continue
         prompt, block = given["prompt"].reshape(-1).tolist(), _first_block(given)
         if not prompt or not all(0 <= token < spec.target.vocab_size for token in (*prompt, *(block or ()))):
@@ -147,15 +152,13 @@ def check_golden(
             )
         if quantized:  # activations stay wide, whatever the checkpoint calibrated
             tokens, logits = observer.tokens_and_logits(prompt, len(given.get("nvfp4_w4a16_greedy_tokens", ())))
-            collected.compare(name, given, dict(zip(NVFP4, (logits, tokens), strict=True)))
+            found.append(_compare_keys(name, given, dict(zip(NVFP4, (logits, tokens), strict=True))))
         else:
             ours = observer.prompt(prompt, _new_tokens(given), block)
             ours["prefill_logits_bf16run"] = ours["prefill_logits"]
-            collected.compare(name, given, ours)
-    stray = [key for key in golden if not PROMPT_KEY.match(key)]
-    return GoldenReport(
-        tuple(collected.results), tuple(collected.missing), tuple(collected.skipped), (*collected.unknown, *stray)
-    )
+            found.append(_compare_keys(name, given, ours))
+    found.append(GoldenComparison((), (), (), tuple(key for key in golden if not PROMPT_KEY.match(key))))
+    return GoldenComparison.joined(found)
 
 
 @dataclass(frozen=True)
@@ -174,41 +177,32 @@ class _WeightOnly:
         return self.store.kv_scale(state)
 
 
-@dataclass
-class _Collected:
-    """Results while they grow."""
-
-    results: list[KeyResult] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)
-    skipped: list[str] = field(default_factory=list)
-    unknown: list[str] = field(default_factory=list)
-
-    def compare(self, prompt: str, given: Mapping[str, Array], ours: Mapping[str, Array]) -> None:
-        """Compare the keys that both have; list the others."""
-        for key, found in ours.items():
-            if key in given:
-                self.results.append(_compare(f"{prompt}.{key}", key, given[key], found))
-            else:
-                self.missing.append(f"{prompt}.{key}")
-        for key in given.keys() - ours.keys() - {"prompt"}:
-            of_other_weights = key in NVFP4 or NVFP4[0] in ours
-            (self.skipped if of_other_weights else self.unknown).append(f"{prompt}.{key}")
+def _compare_keys(prompt: str, given: Mapping[str, Array], ours: Mapping[str, Array]) -> GoldenComparison:
+    """Compare the keys that both have; list the others."""
+    others = [key for key in given if key not in ours and key != "prompt"]
+    skipped = [key for key in others if key in NVFP4 or NVFP4[0] in ours]  # they are of other weights
+    return GoldenComparison(
+        tuple(_compare(f"{prompt}.{key}", key, given[key], found) for key, found in ours.items() if key in given),
+        tuple(f"{prompt}.{key}" for key in ours if key not in given),
+        tuple(f"{prompt}.{key}" for key in skipped),
+        tuple(f"{prompt}.{key}" for key in others if key not in skipped),
+    )
 
 
-def _compare(name: str, key: str, wanted: Array, found: Array) -> KeyResult:
+def _compare(name: str, key: str, wanted: Array, found: Array) -> ArrayDifference:
     if key in FIRST_CYCLES:
         cycles = min(len(wanted), len(found))
         wanted, found = wanted[:cycles], found[:cycles]
     exact = np.issubdtype(wanted.dtype, np.integer)
     if wanted.shape != found.shape:
-        return KeyResult(name, math.inf, None if key in INFORMATIVE else 0.0)
+        return ArrayDifference(name, math.inf, None if key in INFORMATIVE else 0.0)
     if exact:
-        return KeyResult(name, float(np.count_nonzero(wanted != found)), 0.0)
+        return ArrayDifference(name, float(np.count_nonzero(wanted != found)), 0.0)
     difference = float(np.abs(wanted.astype(np.float64) - found).max(initial=0.0))
     if math.isnan(difference):
         difference = math.inf
     scale = 1.0 if _is_logits(key) else max(1.0, float(np.abs(wanted).max(initial=0.0)))
-    return KeyResult(name, difference, None if key in INFORMATIVE else TOLERANCE * scale)
+    return ArrayDifference(name, difference, None if key in INFORMATIVE else TOLERANCE * scale)
 
 
 def _prompts(golden: Mapping[str, Array]) -> Iterator[tuple[str, dict[str, Array]]]:

@@ -21,7 +21,7 @@ from edge_dflash.errors import RequestError
 from edge_dflash.model import pair_programs
 from edge_dflash.model.program import PairPrograms
 from edge_dflash.model.specs import DrafterLayerMask, PairSpec
-from edge_dflash.weights.formats import TIED, KvFormat, WeightFormat
+from edge_dflash.weights.formats import TIED, KvFormat, WeightFormat, read_as
 from edge_dflash.weights.recipe import Recipe
 
 DEFAULT_CONTEXT = 4096  # committed tokens at which a cycle is costed, unless the maximum is smaller
@@ -189,7 +189,7 @@ def inspect_pair(
             f"context {context} is outside 0..{max_context - block} (maximum - block); "
             "give a smaller --context, or a larger maximum"
         )
-    read = {name: footprint.weight_bytes(weight, formats[name]) for name, weight in programs.weights.items()}
+    read = {name: read_as(formats[name]).nbytes(weight.shape) for name, weight in programs.weights.items()}
     stored = {name: size for name, size in read.items() if formats[name] != TIED}
     target = [state for name, state in programs.states.items() if name.startswith("target.")]
     drafter = [state for name, state in programs.states.items() if name.startswith("drafter.")]

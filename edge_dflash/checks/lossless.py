@@ -149,7 +149,7 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Run:
+class SpeculativeRun:
     """One speculative generation, compared with plain decoding."""
 
     prompt: int
@@ -165,7 +165,7 @@ class Verification:
 
     block_size: int
     prompts: int
-    runs: tuple[Run, ...]
+    runs: tuple[SpeculativeRun, ...]
     differences: tuple[Difference, ...]
 
     @property
@@ -237,7 +237,7 @@ def verify_lossless(
     """
     if not prompts:
         raise RequestError("no prompts are given to verify; give at least one")
-    runs: list[Run] = []
+    runs: list[SpeculativeRun] = []
     differences: list[Difference] = []
     modes = [DecodeOptions(), *([sampled] if sampled else [])]
     work = [(index, mode) for index in range(len(prompts)) for mode in modes]
@@ -251,7 +251,7 @@ def verify_lossless(
             backend.reset()
             drafting = backend if drafter is None else Adversary(backend, [*prompt, *plain.tokens], drafter)
             found = generate(drafting, prompt, options)
-            runs.append(Run(index, name, options.temperature, len(found.tokens), found.accept_lengths))
+            runs.append(SpeculativeRun(index, name, options.temperature, len(found.tokens), found.accept_lengths))
             unlike = (*_compare(plain, found), *_compare_states(state, backend.snapshot()))
             differences += [Difference(index, name, options.temperature, *what) for what in unlike]
         progress(f"prompt {index + 1} of {len(prompts)}, temperature {options.temperature:g}")

@@ -16,9 +16,9 @@ from statistics import mean, median
 from typing import TYPE_CHECKING, cast
 
 from edge_dflash.board.power import EnergyMeter
-from edge_dflash.checks.bench_result import Cycle, Decode, Memory, Part, Prefill
+from edge_dflash.checks.bench_result import CycleTimes, Decode, DeviceMemory, PassTime, Prefill
 from edge_dflash.checks.footprint import Costs
-from edge_dflash.checks.record import ClockSample
+from edge_dflash.checks.provenance import ClockSample
 from edge_dflash.decode import backend as base
 from edge_dflash.decode.backend import Asked, Backend
 from edge_dflash.errors import BackendError, RequestError
@@ -139,7 +139,7 @@ class Meter:
                 formed.append(self.decode(prompts, tokens, schema=schema)[0])
         return Decodings(_middle(planned), _middle(formed) if formed else None, _middle(raw), cycles)
 
-    def device_cycle(self, prompt: Sequence[int], sample: ClockSample | None = None) -> Cycle:
+    def device_cycle(self, prompt: Sequence[int], sample: ClockSample | None = None) -> CycleTimes:
         """A steady cycle behind ``prompt``: from call to committed tokens, its passes by the device's clock.
 
         Medians over batches of cycles, each behind its prefill; batches go on until ``sample`` has its answer.
@@ -153,11 +153,11 @@ class Meter:
         draft = self.costs.propose(context) if self.costs else None
         check = self.costs.verify(context, pending) if self.costs else None
         both = draft.total + check.total if draft and check else None
-        return Cycle(
+        return CycleTimes(
             context,
-            Part.of(median(c.seconds for c in timed), both, self.bandwidth),
-            Part.of(median(c.found.propose_seconds for c in timed), draft.total if draft else None, self.bandwidth),
-            Part.of(median(c.found.verify_seconds for c in timed), check.total if check else None, self.bandwidth),
+            PassTime.of(median(c.seconds for c in timed), both, self.bandwidth),
+            PassTime.of(median(c.found.propose_seconds for c in timed), draft.total if draft else None, self.bandwidth),
+            PassTime.of(median(c.found.verify_seconds for c in timed), check.total if check else None, self.bandwidth),
             draft,
             check,
         )
@@ -172,26 +172,26 @@ class Meter:
         return Prefill(len(prompt), best * 1e3, rate, rate / matmul_rate if rate and matmul_rate else None)
 
 
-def host_cycle(timed: Sequence[TimedCycle]) -> Cycle:
+def host_cycle(timed: Sequence[TimedCycle]) -> CycleTimes:
     """The mean cycle by the host's clock: all that is known of a backend without a device."""
     rows = [(c.context, c.seconds, c.found.propose_seconds, c.found.verify_seconds) for c in timed]
     context, whole, propose, verify = (mean(column) for column in zip(*rows, strict=True))
-    return Cycle(round(context), Part(whole * 1e3), Part(propose * 1e3), Part(verify * 1e3))
+    return CycleTimes(round(context), PassTime(whole * 1e3), PassTime(propose * 1e3), PassTime(verify * 1e3))
 
 
 def decoded(seconds: float, accept_lengths: Sequence[int]) -> Decode:
-    """Cycles that took ``seconds`` together. Raises BackendError when there are none."""
+    """Cycles that took ``seconds`` together. Raises BackendError without any."""
     if not accept_lengths:
         raise BackendError("no prompt led to a second token, so nothing was timed; give more tokens with --tokens")
     committed, cycles = sum(accept_lengths), len(accept_lengths)
     return Decode(committed / seconds, committed / cycles, cycles, seconds / cycles * 1e3)
 
 
-def memory(device: NativeBackend, free_before: int, allocations: int) -> Memory:
+def memory(device: NativeBackend, free_before: int, allocations: int) -> DeviceMemory:
     """Memory of a loaded backend; ``allocations`` is their count when loading had ended."""
     device.gpu.enter()
     free, total = device.gpu.free_bytes()
-    return Memory(
+    return DeviceMemory(
         dict(device.budget), device.gpu.allocated_bytes, free_before - free, total, device.gpu.allocations - allocations
     )
 

@@ -50,7 +50,7 @@ class Recorder(Delegate):
         return rows
 
 
-class Observer:
+class GoldenObserver:
     """The reference in float32 on one pair; ``programs`` replaces the pair's own (tests of mutations)."""
 
     def __init__(self, spec: PairSpec, store: WeightStore, programs: PairPrograms) -> None:
@@ -99,7 +99,7 @@ class Observer:
             found["teacher_forced_logits"] = out["logits"]
             found["greedy_top2_margin"] = top[:, -1] - top[:, -2]
             memory.length = rows  # rows past the prompt are garbage that the block overwrites
-            draft = [greedy[0]] + [self._spec.drafter.mask_token_id] * (block - 1)
+            draft = self._spec.drafter.block(greedy[0])
             found["cycle0_draft_hidden"] = self._interpreter.run(self._programs.propose, draft, memory)[
                 "hidden"
             ].numpy()

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -41,8 +41,6 @@ if TYPE_CHECKING:  # importing them needs CUDA's bindings
     from edge_dflash.backends.cuda.driver import Gpu, Kernel
     from edge_dflash.backends.cuda.linear import LinearWeights
     from edge_dflash.backends.cuda.memory import DevicePointer
-
-Kind = Literal["nvfp4", "fp8", "bf16"]
 
 KV_SCALE = 0.03  # keys and values of about RMS 1 reach 448 x 0.03 = 13
 _FP8_EXPONENT = 6  # fields 6..9: 2^-1 to 2^2
@@ -76,7 +74,7 @@ def synthetic_pair(name: str) -> PairSpec:
     return decode(PairSpec, found[name], f"{FILE.name}: {name}")
 
 
-def kind_recipe(kind: Kind) -> Recipe:
+def kind_recipe(kind: Format) -> Recipe:
     """The default recipe with every linear in ``kind``; the drafter's fc is FP8 when the others are NVFP4."""
     default = default_recipe()
     if kind == "nvfp4":
@@ -117,7 +115,7 @@ class RandomWeights:
     ``cubin`` gives the cubin of a compilation unit for the device.
     """
 
-    def __init__(self, pair: PairSpec, kind: Kind, cubin: Callable[[str], bytes]) -> None:
+    def __init__(self, pair: PairSpec, kind: Format, cubin: Callable[[str], bytes]) -> None:
         programs = pair_programs(pair)
         self._weights, self._cubin = programs.weights, cubin
         self._formats: dict[str, WeightFormat] = {**kind_recipe(kind).formats(programs.weights)}

@@ -17,14 +17,15 @@ from edge_dflash.backends.cuda.support import device_sm
 from edge_dflash.board.archs import arch_of_sm
 from edge_dflash.bundle.reader import read_manifest
 from edge_dflash.checks.bench import Device, Form, Say, Subject, Work, run, tiled
-from edge_dflash.checks.bench_result import Result
+from edge_dflash.checks.bench_result import BenchResult
 from edge_dflash.checks.footprint import Costs
 from edge_dflash.checks.measure import accept_pattern, matmul_rate, read_bandwidth
-from edge_dflash.checks.random_pair import Kind, RandomWeights, synthetic_pair, synthetic_tokenizer
+from edge_dflash.checks.random_pair import RandomWeights, synthetic_pair, synthetic_tokenizer
 from edge_dflash.decode.backend import Precision
 from edge_dflash.errors import BackendError, BuildError, RequestError
 from edge_dflash.model import pair_programs
 from edge_dflash.planner import Planner, Task
+from edge_dflash.weights.layout import Format
 
 CUBINS = Path.home() / ".cache" / "edge-dflash" / "cubins"
 _PROMPTS = 4  # that a bundle is timed with
@@ -85,7 +86,7 @@ def cubins(folder: Path, sm: int) -> Callable[[str], bytes]:
     return partial(cached_cubin, arch=arch.kernels, cache=folder)
 
 
-def bench_synthetic(name: str, kind: Kind, work: Work, cubin_folder: Path = CUBINS, say: Say = print) -> Result:
+def bench_synthetic(name: str, kind: Format, work: Work, cubin_folder: Path = CUBINS, say: Say = print) -> BenchResult:
     """Benchmark a published pair with random weights. ``accept_length`` None takes 5.
 
     Raises RequestError for an unknown name or a bad accept length, BackendError without an NVIDIA GPU.
@@ -104,7 +105,7 @@ def bench_synthetic(name: str, kind: Kind, work: Work, cubin_folder: Path = CUBI
 
 @contextmanager
 def synthetic_subject(
-    name: str, kind: Kind, work: Work, cubin: Callable[[str], bytes], say: Say = print
+    name: str, kind: Format, work: Work, cubin: Callable[[str], bytes], say: Say = print
 ) -> Iterator[Subject]:
     """A published pair with random weights on the GPU, room for ``work``, and a tokenizer of its vocabulary's size."""
     from edge_dflash.backends.cuda.backend import NativeBackend
@@ -149,7 +150,7 @@ def bench_bundle(
     work: Work,
     cubin_folder: Path = CUBINS,
     say: Say = print,
-) -> Result:
+) -> BenchResult:
     """Benchmark a bundle on its own backend with the first of ``prompts``.
 
     Without NVRTC the device's read bandwidth, and with it every floor, is left out. Raises BundleError and BackendError

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.markup import escape
+from rich.table import Table
 
-from edge_dflash.checks.doctor import gather, healthy, report, table
+from edge_dflash.checks.doctor import Check, gather, healthy, report
 from edge_dflash.checks.doctor_checks import examine
 from edge_dflash.cli.output import emit_json, show
+
+_STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
 def doctor(
@@ -31,5 +36,16 @@ def doctor(
     if json:
         emit_json(report(checks, facts))
     else:
-        show(table(checks))
+        show(_table(checks))
     return 0 if healthy(checks) else 1
+
+
+def _table(checks: Sequence[Check]) -> Table:
+    """For people: a line for each check, its remedy below what was found."""
+    shown = Table("code", "", "about", "found", box=None, pad_edge=False)
+    for column in shown.columns:
+        column.overflow = "fold"
+    for check in checks:
+        text = check.found + (f"\n-> {check.remedy}" if check.remedy else "")
+        shown.add_row(check.code, f"[{_STYLES[check.status]}]{check.status}[/]", check.name, escape(text))
+    return shown

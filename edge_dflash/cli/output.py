@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, DownloadColumn, Task, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
+from rich.table import Table
 from rich.text import Text
 
 from edge_dflash.common.progress import IN_BYTES, Progress
@@ -38,6 +39,16 @@ def show(*renderables: RenderableType) -> None:
     console = Console() if sys.stdout.isatty() else Console(width=120)
     for renderable in renderables:
         console.print(renderable)
+
+
+def named_table(title: str, *left: str, right: Sequence[str]) -> Table:
+    """An empty table with a title; columns of words, then of numbers."""
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for name in left:
+        table.add_column(name)
+    for name in right:
+        table.add_column(name, justify="right")
+    return table
 
 
 @contextmanager

@@ -11,9 +11,9 @@ from rich.table import Table
 from edge_dflash.backends.selftest import SelfTestResult, replay
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.checks.bench import Work
-from edge_dflash.checks.golden import GoldenReport, verify_golden
+from edge_dflash.checks.golden import GoldenComparison, verify_golden
 from edge_dflash.checks.lossless import Verification, verify_lossless
-from edge_dflash.checks.record import check_report, write_report
+from edge_dflash.checks.provenance import check_report, write_report
 from edge_dflash.checks.subjects import bench_bundle
 from edge_dflash.cli.output import emit_json, say, show, stages
 from edge_dflash.cli.prompts import bench_prompts, default_prompts, read_prompts
@@ -126,7 +126,7 @@ def _report_bundle(result: Verification, self_test: SelfTestResult | None, json:
         )
 
 
-def _report_golden(result: GoldenReport, json: bool) -> None:
+def _report_golden(result: GoldenComparison, json: bool) -> None:
     """Print the outcome, then raise VerificationError unless it is good."""
     if json:
         emit_json(result.to_json())
@@ -155,7 +155,7 @@ def _lossless_table(result: Verification) -> Table:
     return table
 
 
-def _golden_table(result: GoldenReport) -> Table:
+def _golden_table(result: GoldenComparison) -> Table:
     table = Table(title="Largest difference per key", title_justify="left")
     for name in ("key", "difference", "accepted", ""):
         table.add_column(name)

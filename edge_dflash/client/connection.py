@@ -1,7 +1,4 @@
-"""A connection to a server: one loop on a thread of its own, requests as tickets that any thread waits for.
-
-Knows addresses and bytes; what is asked and read is in the other files.
-"""
+"""A connection to a server: one loop on its thread, requests as tickets that any thread waits for."""
 
 from __future__ import annotations
 
@@ -9,17 +6,18 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
-from edge_dflash.client.dialect import Question
-from edge_dflash.client.reading import Reading, error_of
+from edge_dflash.client.api import Reading, Server, ask, error_of
 from edge_dflash.decode.accept import FinishReason
+from edge_dflash.decode.options import Options, Task
 from edge_dflash.errors import EdgeDflashError, RequestError, ServiceError
 from edge_dflash.result import Increment, Plan
 from edge_dflash.runner.ticket import Ticket
+from edge_dflash.text.tokenizer import Message
 
 T = TypeVar("T")
 _CONNECT_SECONDS = 10.0
@@ -116,32 +114,49 @@ class Connection:
             raise ServiceError(f"{self.url} answered {path} with no JSON object; give the address of an OpenAI API")
         return value
 
-    def submit(
-        self, question: Question, reading: Reading, *, deadline: float | None, ended: Callable[[Plan], None]
-    ) -> tuple[Asking, Ticket[Increment, Plan]]:
-        """Send a request; returns when the server took it. ``deadline``: time.perf_counter(); ``ended`` gets the plan.
+    def session(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        """:meth:`call` of a session of a service of this package; ``path`` begins with its name."""
+        return self.call(method, f"/v1/edge_dflash/sessions/{path}", body)
 
-        Raises what the server refuses it with.
+    def ask(
+        self,
+        server: Server,
+        task: Task,
+        options: Options,
+        began: float,
+        *,
+        before: Sequence[Message] = (),
+        session: str | None = None,
+        ended: Callable[[Plan], None] = lambda plan: None,
+    ) -> Asking:
+        """Send a request of ``began`` (time.perf_counter()); returns when the server took it. ``ended`` gets the plan.
+
+        ``session`` is the server's; ``before``: messages of a conversation kept here. Raises what refuses it.
         """
+        path, body = ask(server, task, options, before, session=session)
         self._check_open()
-        asking = Asking(self._loop, question, reading, ended)
-        future = asyncio.run_coroutine_threadsafe(self._ask(asking, deadline), self._loop)
+        deadline = None if options.deadline is None else began + options.deadline
+        if server.own and deadline is not None:
+            body["edge_dflash"]["deadline_s"] = max(0.0, deadline - time.perf_counter())
+            deadline += GRACE
+        asking = Asking(self._loop, Reading(options, began, server.own), ended)
+        future = asyncio.run_coroutine_threadsafe(self._ask(asking, path, body, deadline), self._loop)
         try:
             asking.admitted.result()
         except BaseException:
             asking.cancelled = True
             future.cancel()
             raise
-        return asking, asking.ticket
+        return asking
 
-    async def _ask(self, asking: Asking, deadline: float | None) -> None:
+    async def _ask(self, asking: Asking, path: str, body: dict[str, Any], deadline: float | None) -> None:
         asking.task = asyncio.current_task()
         timer = None
         if deadline is not None:
             timer = self._loop.call_later(max(0.0, deadline - time.perf_counter()), asking.cut, "deadline")
         try:
             if asking.reason is None:
-                await self._read(asking)
+                await self._read(asking, path, body)
             elif (task := asyncio.current_task()) is not None:
                 task.cancel()
                 await asyncio.sleep(0)
@@ -160,9 +175,8 @@ class Connection:
             if timer is not None:
                 timer.cancel()
 
-    async def _read(self, asking: Asking) -> None:
-        question = asking.question
-        async with self._client.stream("POST", question.path, json=question.body) as response:
+    async def _read(self, asking: Asking, path: str, body: dict[str, Any]) -> None:
+        async with self._client.stream("POST", path, json=body) as response:
             if response.status_code != 200:
                 raise error_of(response.status_code, _json(await response.aread()))
             asking.admit()
@@ -183,12 +197,9 @@ class Connection:
 
 
 class Asking:
-    """One request on its way: what a stream knows of it (``cancelled``, ``unstarted``)."""
+    """One request on its way: what a stream asks of it (``cancelled``, ``unstarted``)."""
 
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, question: Question, reading: Reading, ended: Callable[[Plan], None]
-    ) -> None:
-        self.question = question
+    def __init__(self, loop: asyncio.AbstractEventLoop, reading: Reading, ended: Callable[[Plan], None]) -> None:
         self.reading = reading
         self.admitted: Future[None] = Future()
         self.ticket: Ticket[Increment, Plan] = Ticket(lambda ticket: self._cancel())
@@ -257,7 +268,7 @@ class Asking:
         try:
             plan = self.reading.plan("cancelled")
         except Exception:  # what came is what cannot be read
-            plan = self.reading.nothing()
+            plan = Reading(self.reading.options, self.reading.began, self.reading.own).plan("cancelled")
         self._ended(plan)
         self.ticket._fail(error)
         if not self.admitted.done():

@@ -7,25 +7,28 @@ cannot do is refused by name. Tokens and accept lengths are empty where a server
 
 from __future__ import annotations
 
+import secrets
+import threading
 import time
 import weakref
-from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import Any, Never, Unpack
+from typing import Any, Unpack
+from urllib.parse import quote
 
-from edge_dflash.client.connection import GRACE, Connection
-from edge_dflash.client.dialect import ask, pick
-from edge_dflash.client.reading import Reading
-from edge_dflash.client.session import RemoteSession
+from edge_dflash.client.api import pick
+from edge_dflash.client.connection import Asking, Connection
 from edge_dflash.common import rules
 from edge_dflash.common.rules import Rule
 from edge_dflash.decode.backend import PairShape
 from edge_dflash.decode.options import Options, PlanOptions, Task, as_messages, token_ids
-from edge_dflash.errors import RequestError
+from edge_dflash.errors import EdgeDflashError, RequestError
 from edge_dflash.result import Plan
+from edge_dflash.runner.conversation import as_message
 from edge_dflash.runner.stream import AsyncPlanStream, PlanStream
+from edge_dflash.text.chat import Answer
 from edge_dflash.text.tokenizer import Message
 
 _ARGUMENTS = {
@@ -33,15 +36,21 @@ _ARGUMENTS = {
     "model": Rule(rules.optional(rules.text), "the name of a model of the server, or None"),
     "api_key": Rule(rules.optional(rules.text), "a text, or None"),
     "timeout": Rule(rules.number(0.001), "seconds, more than 0"),
-}
-_SESSION = {
-    "session": Rule(rules.instance_of(RemoteSession), "one that session() of this planner made"),
     "system": Rule(rules.optional(rules.text), "the text of a system prompt, or None"),
     "path": Rule(rules.path, "the name under which the session was saved"),
 }
 
 
-class RemotePlanner:
+def _kept_there(name: str) -> Any:
+    """A property that a planner somewhere else cannot have."""
+
+    def refuse(self: object) -> None:
+        raise RequestError(f"{name} belongs to the process that serves the model; open the bundle to use it")
+
+    return property(refuse, doc="Raises RequestError.")
+
+
+class RemotePlanner(AbstractContextManager["RemotePlanner"]):
     """A pair that another process serves. Made by ``Planner.connect``; all methods may be called from any thread."""
 
     def __init__(
@@ -57,9 +66,6 @@ class RemotePlanner:
             self._connection.close()
             raise
         weakref.finalize(self, self._connection.abandon)
-
-    def __enter__(self) -> RemotePlanner:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
@@ -79,54 +85,32 @@ class RemotePlanner:
     @property
     def shape(self) -> PairShape:
         """Sizes of the pair. Raises RequestError where the server does not tell them."""
-        card = self._card("shape")
-        return PairShape(**{field.name: card[field.name] for field in fields(PairShape)})
+        card = self._server.needs("shape")
+        return PairShape(**{field.name: card[field.name] for field in fields(PairShape) if field.name in card})
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
         """Ids that end a plan. Raises RequestError where the server does not tell them."""
-        return tuple(self._card("stop_token_ids")["stop_token_ids"])
+        return tuple(self._server.needs("stop_token_ids")["stop_token_ids"])
 
     @property
     def fingerprint(self) -> str:
         """Of the bundle. Raises RequestError where the server has none."""
-        return str(self._card("fingerprint")["fingerprint"])
+        return str(self._server.needs("fingerprint")["fingerprint"])
 
     @property
     def waiting(self) -> int:
         """Requests in the server's queue. Raises RequestError where the server does not tell."""
-        self._card("waiting")
+        self._server.needs("waiting")
         return int(self._connection.call("GET", "/health")["waiting"])
 
-    @property
-    def backend(self) -> Never:
-        """Raises RequestError: a backend is used where it runs."""
-        self._refuse("backend")
-
-    @property
-    def tokenizer(self) -> Never:
-        """Raises RequestError: the server keeps its tokenizer; see :meth:`encode`."""
-        self._refuse("tokenizer")
-
-    @property
-    def prefixes(self) -> Never:
-        """Raises RequestError: the server keeps its prefixes."""
-        self._refuse("prefixes")
-
-    @property
-    def self_test(self) -> Never:
-        """Raises RequestError: the server tested itself before it answered; its metrics say how."""
-        self._refuse("self_test")
-
-    @property
-    def failure(self) -> Never:
-        """Raises RequestError: a service whose engine fails ends, and its requests fail with ServiceError."""
-        self._refuse("failure")
-
-    @property
-    def drafting(self) -> Never:
-        """Raises RequestError: the server's metrics say whether it drafts."""
-        self._refuse("drafting")
+    # what only the process that serves has
+    backend = _kept_there("backend")
+    tokenizer = _kept_there("tokenizer")
+    prefixes = _kept_there("prefixes")
+    self_test = _kept_there("self_test")
+    failure = _kept_there("failure")
+    drafting = _kept_there("drafting")
 
     def plan(self, task: Task, *, session: RemoteSession | None = None, **options: Unpack[PlanOptions]) -> Plan:
         """Make the whole plan; see :meth:`stream`."""
@@ -140,10 +124,12 @@ class RemotePlanner:
         what came until then is the plan, and the server ends the request within a cycle.
         """
         began, chosen = time.perf_counter(), Options.of(options)
-        if session is not None:
+        if session is None:
+            asking = self._connection.ask(self._server, task, chosen, began)
+        else:
             rules.checked(_SESSION, {"session": session})
-            return session._stream(self, task, chosen, began)
-        return self._ask(task, chosen, began)
+            asking = session._ask(self, task, chosen, began)
+        return PlanStream(asking, asking.ticket, owner=self)
 
     async def aplan(self, task: Task, *, session: RemoteSession | None = None, **options: Unpack[PlanOptions]) -> Plan:
         """Make the whole plan without blocking the loop; see :meth:`stream`."""
@@ -157,10 +143,9 @@ class RemotePlanner:
 
     def encode(self, task: Task, *, thinking: bool = False, raw: bool = False) -> tuple[int, ...]:
         """Token ids of a task. Raises RequestError where the server cannot tell them."""
-        self._card("encode")
+        self._server.needs("encode")
         chosen = Options(thinking=thinking, raw=raw)
-        messages = as_messages(task)
-        if messages is None:
+        if (messages := as_messages(task)) is None:
             return token_ids(task)
         body: dict[str, Any] = {"text": task} if isinstance(task, str) else {"messages": messages}
         body |= {"thinking": chosen.thinking, "raw": chosen.raw}
@@ -168,7 +153,7 @@ class RemotePlanner:
 
     def session(self, system: str | None = None) -> RemoteSession:
         """A new conversation: kept by a service of this package, else sent whole with every turn."""
-        rules.checked(_SESSION, {"system": system})
+        rules.checked(_ARGUMENTS, {"system": system})
         return RemoteSession(self, system)
 
     def load_session(self, path: Path | str) -> RemoteSession:
@@ -177,36 +162,139 @@ class RemotePlanner:
         It lies on the server: the name is no path. Raises RequestError when there is none, BundleError when it was made
         with another bundle.
         """
-        self._card("load_session")
-        rules.checked(_SESSION, {"path": path})
-        return RemoteSession._load(self, str(path))
+        self._server.needs("load_session")
+        rules.checked(_ARGUMENTS, {"path": path})
+        return RemoteSession(self)._continue(quote(str(path), safe=""))
 
-    # ------------------------------------------------------------------------------------------------------------------
 
-    def _ask(
-        self,
-        task: Task,
-        options: Options,
-        began: float,
-        before: tuple[Message, ...] = (),
-        name: str | None = None,
-        ended: Callable[[Plan], None] = lambda plan: None,
-    ) -> PlanStream:
-        """Send a request. ``name``: the server's session; ``before``: messages of a conversation kept here."""
-        server = self._server
-        question = ask(server, task, options, before, session=name)
-        deadline = None if options.deadline is None else began + options.deadline
-        if server.own and options.deadline is not None:
-            question.body["edge_dflash"]["deadline_s"] = max(0.0, began + options.deadline - time.perf_counter())
-            deadline = began + options.deadline + GRACE
-        reading = Reading(options, began, own=server.own)
-        asking, ticket = self._connection.submit(question, reading, deadline=deadline, ended=ended)
-        return PlanStream(asking, ticket, owner=self)
+class RemoteSession(AbstractContextManager["RemoteSession"]):
+    """One conversation, with the interface of ``PlannerSession``. Made by ``RemotePlanner.session``.
 
-    def _card(self, what: str) -> dict[str, Any]:
-        if not self._server.own:
-            raise RequestError(f"{self._server.describe()} does not offer {what}; it needs a service of edge-dflash")
-        return dict(self._server.card)
+    On a service of this package it lies there, under a name that nobody else has; saved copies have names that the
+    caller gives. Elsewhere the messages are kept here and sent whole with every turn. Its turns come one after another.
+    """
 
-    def _refuse(self, what: str) -> Never:
-        raise RequestError(f"{what} belongs to the process that serves the model; open the bundle to use it")
+    def __init__(self, planner: RemotePlanner, system: str | None = None) -> None:
+        self._planner = planner
+        self._connection = planner._connection
+        self._name = secrets.token_hex(16) if planner._server.own else None  # on the server
+        self._lock = threading.Lock()
+        self._messages: list[Message] = [{"role": "system", "content": system}] if system is not None else []
+        self._begun = False  # the server knows it
+        self._stale: str | None = None  # the name under which a first turn came to nothing
+        self._busy = False
+        self._closed = False
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """The conversation in OpenAI form, up to the last turn that ended."""
+        return tuple(self._connection.session("GET", f"{self._name}")["messages"] if self._begun else self._messages)
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """All its tokens. Raises RequestError where the server does not tell them."""
+        self._planner._server.needs("tokens")
+        return tuple(self._connection.session("GET", f"{self._name}")["token_ids"]) if self._begun else ()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a turn is under way: another one would be refused."""
+        return self._busy
+
+    def plan(self, task: Task, **options: Unpack[PlanOptions]) -> Plan:
+        """Answer the next turn; see ``Planner.stream``. A turn that is still running is refused a successor."""
+        return self._planner.plan(task, session=self, **options)
+
+    def stream(self, task: Task, **options: Unpack[PlanOptions]) -> PlanStream:
+        """Increments of the next turn; see ``Planner.stream``."""
+        return self._planner.stream(task, session=self, **options)
+
+    async def aplan(self, task: Task, **options: Unpack[PlanOptions]) -> Plan:
+        """:meth:`plan` for asyncio."""
+        return await self._planner.aplan(task, session=self, **options)
+
+    def astream(self, task: Task, **options: Unpack[PlanOptions]) -> AsyncPlanStream:
+        """:meth:`stream` for asyncio."""
+        return self._planner.astream(task, session=self, **options)
+
+    def fork(self) -> RemoteSession:
+        """Another conversation that goes on from here."""
+        other = RemoteSession(self._planner)
+        with self._lock:
+            self._check()
+            other._messages = list(self._messages)
+            return other._continue(f"{self._name}") if self._begun else other
+
+    def _continue(self, name: str) -> RemoteSession:
+        """Go on from a session on the server."""
+        self._connection.session("POST", f"{name}/fork", {"to": self._name})
+        self._begun = True
+        return self
+
+    def save(self, path: Path | str) -> int:
+        """Save the conversation on the server, under a name that is no path; returns its bytes.
+
+        Raises RequestError where the server keeps no conversations, and for a name with other characters than letters,
+        digits and ``. _ -``.
+        """
+        self._planner._server.needs("save")
+        with self._lock:
+            self._check()
+            if not self._begun:
+                raise RequestError("the session has no turn yet, there is nothing to save; save it after the first")
+            return int(self._connection.session("POST", f"{self._name}/save", {"to": str(path)})["bytes"])
+
+    def close(self) -> None:
+        """Forget it, on the server too; saved copies stay. Closing twice does no harm."""
+        if not self._closed:
+            self._closed = True
+            self._forget(self._stale)
+            self._forget(self._name if self._begun else None)
+
+    def _forget(self, name: str | None) -> None:
+        if name is not None:
+            with suppress(EdgeDflashError):
+                self._connection.session("DELETE", name)
+
+    def _ask(self, planner: RemotePlanner, task: Task, options: Options, began: float) -> Asking:
+        if planner is not self._planner:
+            raise RequestError("the session belongs to another planner; use the one that made it")
+        with self._lock:
+            self._check()
+            self._busy = True
+        said, first = as_messages(task), self._name is not None and not self._begun
+
+        def ended(plan: Plan) -> None:
+            if self._name is None and said is not None and (plan.text or plan.thinking or plan.tool_calls):
+                answer = Answer(plan.thinking, plan.text or "", plan.tool_calls)
+                self._messages = [*self._messages, *said, as_message(answer)]
+            if first and not plan.tokens:  # it begins anew with the next turn, and with its system prompt
+                self._begun, self._stale, self._name = False, self._name, secrets.token_hex(16)
+            self._busy = False
+
+        ask = partial(planner._connection.ask, planner._server)
+        try:
+            if self._name is None:
+                return ask(task, options, began, before=self._messages, ended=ended)
+            self._forget(self._stale)
+            self._begun, self._stale = True, None
+            if first and self._messages and said is not None:  # behind the system prompt
+                task = [*self._messages, *said]
+            return ask(task, options, began, session=self._name, ended=ended)
+        except BaseException:
+            if first:
+                self._begun, self._stale = False, None  # it was not taken
+            self._busy = False
+            raise
+
+    def _check(self) -> None:
+        if self._closed:
+            raise RequestError("the session is closed; open a new one")
+        if self._busy:
+            raise RequestError("a turn of this session is still running; wait for its end, or cancel it")
+
+
+_SESSION = {"session": Rule(rules.instance_of(RemoteSession), "one that session() of this planner made")}

@@ -12,7 +12,6 @@ import json
 import re
 import resource
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 
@@ -70,6 +69,8 @@ def matching(patterns: Sequence[str], names: Sequence[str]) -> dict[str, frozens
 
     Raises ValueError(pattern, wanted) for one that is no pattern, or takes too long.
     """
+    import subprocess  # here, because a grammar's process imports this module, and little else
+
     patterns = list(dict.fromkeys(patterns))
     if not patterns:
         return {}

@@ -18,8 +18,6 @@ from difflib import get_close_matches
 from numbers import Integral, Real
 from typing import Any, TypeAlias
 
-import numpy as np
-
 from edge_dflash.errors import RequestError, short
 
 
@@ -110,8 +108,11 @@ def _unknown(name: str, rules: Iterable[str]) -> str:
 
 def flag(value: Any) -> bool:
     """True or False."""
-    if not isinstance(value, bool | np.bool_):
-        raise TypeError
+    if not isinstance(value, bool):
+        from numpy import bool_  # here, because a grammar's process imports this module, and little else
+
+        if not isinstance(value, bool_):
+            raise TypeError
     return bool(value)
 
 

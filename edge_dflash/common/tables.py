@@ -15,16 +15,23 @@ from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get
 
 import yaml
 
-from edge_dflash.common.files import read_text
-from edge_dflash.errors import BundleError, RecipeError, short
+from edge_dflash.common.files import parse_json, read_bytes, read_text
+from edge_dflash.errors import BundleError, CheckpointError, RecipeError, short
 
 T = TypeVar("T")
+
+UNWRITTEN: Mapping[str, Any] = {"unwritten": True}  # metadata of a field that is left out where it has its default
 
 
 def encode(value: object) -> Any:
     """Turn a dataclass (or a value such as one may hold) into what :mod:`json` writes."""
     if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: encode(getattr(value, field.name)) for field in fields(value)}
+        found = {field.name: (field, getattr(value, field.name)) for field in fields(value)}
+        return {
+            name: encode(item)
+            for name, (field, item) in found.items()
+            if field.metadata != UNWRITTEN or item != field.default
+        }
     if isinstance(value, Mapping):
         return {str(key): encode(item) for key, item in value.items()}
     if isinstance(value, (tuple, list)):
@@ -100,9 +107,10 @@ def _decode_dataclass(cls: Callable[..., object], value: object, where: str) -> 
     hints = _hints(cls)
     if unknown := sorted(value.keys() - hints.keys()):
         raise BundleError(f"{where}: unknown key {unknown[0]!r}; accepted keys are {', '.join(hints)}")
-    if missing := sorted(hints.keys() - value.keys()):
+    unwritten = {field.name for field in fields(cast(Any, cls)) if field.metadata == UNWRITTEN}
+    if missing := sorted(hints.keys() - value.keys() - unwritten):
         raise BundleError(f"{where}: key {missing[0]!r} is missing")
-    return cls(**{name: _decode(kind, value[name], f"{where}.{name}") for name, kind in hints.items()})
+    return cls(**{k: _decode(kind, value[k], f"{where}.{k}") for k, kind in hints.items() if k in value})
 
 
 @cache
@@ -121,15 +129,15 @@ Choice = TypeVar("Choice", bound=str)
 MOST = 1 << 16  # bytes of a file; those that ship have at most a few thousand
 
 
-def read_table(path: Path, accepted: tuple[str, ...], help_file: str) -> Table:
-    """Read a file whose document is a mapping with some of the keys ``accepted``. Raises RecipeError."""
+def read_table(path: Path, accepted: tuple[str, ...], help_file: str, *, complete: bool = False) -> Table:
+    """Read a file whose document is a mapping with some of the keys ``accepted``, or all. Raises RecipeError."""
     try:
         document = yaml.load(read_text(path, MOST), Loader=_Plain)
     except Exception as error:  # the library lets ValueError, KeyError and others out of tagged or odd scalars
         deep = isinstance(error, RecursionError)
         reason = "nested too deeply" if deep else getattr(error, "strerror", None) or " ".join(str(error).split())[:200]
         raise RecipeError(f"{path}: not a readable YAML file ({reason}); see {help_file}") from None
-    return Table(str(path), document, accepted)
+    return Table(str(path), document, accepted, help_file if complete else None)
 
 
 class _Plain(yaml.SafeLoader):
@@ -152,14 +160,19 @@ class _Plain(yaml.SafeLoader):
 
 
 class Table:
-    """A YAML mapping; every reader checks the value's type. A default of None makes a key required."""
+    """A YAML mapping; every reader checks the value's type. A default of None makes a key required.
 
-    def __init__(self, where: str, value: Any, accepted: tuple[str, ...]) -> None:
+    ``complete``: all keys must be given, here and in the tables inside; the file that explains them.
+    """
+
+    def __init__(self, where: str, value: Any, accepted: tuple[str, ...], complete: str | None = None) -> None:
         if not isinstance(value, dict):
             raise RecipeError(f"{where}: found {type(value).__name__}, wanted a mapping of {', '.join(accepted)}")
         if unknown := [str(key) for key in value if key not in accepted]:
             raise RecipeError(f"{where}: unknown key {', '.join(unknown)[:200]}; accepted: {', '.join(accepted)}")
-        self._where, self._value = where, value
+        if complete is not None and (missing := [key for key in accepted if key not in value]):
+            raise RecipeError(f"{where}: missing key {', '.join(missing)}; add it, see {complete}")
+        self.where, self._value, self._complete = where, value, complete
 
     @property
     def given(self) -> list[str]:
@@ -170,18 +183,32 @@ class Table:
         """Value of any type."""
         return self._value.get(key, default)
 
-    def text(self, key: str, default: str | None) -> str:
+    def text(self, key: str, default: str | None, wanted: str = "text") -> str:
         """Text; not blank when required."""
         value = self.get(key, default)
         if not isinstance(value, str) or (default is None and not value.strip()):
-            raise self.wrong(key, "text")
+            raise self.wrong(key, wanted)
         return value
 
-    def positive(self, key: str, default: int) -> int:
+    def positive(self, key: str, default: int | None = None) -> int:
         """Return an integer above 0."""
         value = self.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
             raise self.wrong(key, "a positive integer")
+        return value
+
+    def optional_int(self, key: str) -> int | None:
+        """Return an integer from 0, or None."""
+        value = self.get(key)
+        if value is not None and (type(value) is not int or value < 0):
+            raise self.wrong(key, "an integer from 0, or null")
+        return value
+
+    def items(self, key: str) -> list[Any]:
+        """A list; empty when the file does not give it."""
+        value = self.get(key, [])
+        if not isinstance(value, list):
+            raise self.wrong(key, "a list")
         return value
 
     def one_of(self, key: str, accepted: tuple[Choice, ...], default: Choice | None) -> Choice:
@@ -194,15 +221,43 @@ class Table:
 
     def child(self, key: str, accepted: tuple[str, ...]) -> Table:
         """Mapping under a key; empty when the file does not give it."""
-        return Table(f"{self._where}: {key}", self.get(key, {}), accepted)
+        return Table(f"{self.where}: {key}", self.get(key, {}), accepted, self._complete)
 
     def children(self, key: str, accepted: tuple[str, ...]) -> list[Table]:
         """List of mappings under a key; empty when the file does not give it."""
-        value = self.get(key, [])
-        if not isinstance(value, list):
-            raise self.wrong(key, "a list")
-        return [Table(f"{self._where}: {key}[{i}]", entry, accepted) for i, entry in enumerate(value)]
+        entries = enumerate(self.items(key))
+        return [Table(f"{self.where}: {key}[{i}]", entry, accepted, self._complete) for i, entry in entries]
 
     def wrong(self, key: str, wanted: str) -> RecipeError:
         """Error that names file, key, value found and what is wanted."""
-        return RecipeError(f"{self._where}: {key} is {short(self.get(key))}; wanted {wanted}")
+        return RecipeError(f"{self.where}: {key} is {short(self.get(key))}; wanted {wanted}")
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Read a JSON object. Raises CheckpointError when there is no file or no object in it."""
+    try:
+        value = parse_json(read_bytes(file), object_pairs_hook=unique_keys, parse_constant=_no_constant)
+    except FileNotFoundError:
+        raise CheckpointError(f"no {file.name} in {file.parent}; give the directory of a checkpoint") from None
+    except OSError as error:
+        raise CheckpointError(f"cannot read {file}: {error.strerror}; correct that or download it again") from None
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file} is not valid JSON ({error}); download it again") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{file} holds a JSON {type(value).__name__}, wanted an object; download it again")
+    return value
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """JSON object whose names are all different: a second entry of one name would hide the first."""
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the name {twice[:60]!r} occurs twice in one object")
+    return value
+
+
+def _no_constant(name: str) -> Any:
+    """JSON has no NaN and no infinity, though Python's reader takes them."""
+    raise ValueError(f"{name} is no number of JSON")

@@ -13,7 +13,7 @@ from edge_dflash.common.rules import Rule, refuse_surrogates
 from edge_dflash.decode.accept import Relaxation
 from edge_dflash.decode.sampling import MOST_ALTERNATIVES, Sampling
 from edge_dflash.errors import RequestError
-from edge_dflash.text.tokenizer import Message, with_text
+from edge_dflash.text.template import Message, with_text
 from edge_dflash.text.tool_calls import Tool, chosen_tools
 
 Task: TypeAlias = str | Sequence[Message] | Sequence[int]

@@ -1,97 +1,131 @@
-"""config.json to frozen specs, by our own parsing: library config classes drop or default fields that matter here.
+"""What configurations share: the keys that most have, attention with its rotary embedding, stop tokens.
 
-Knows the field variants of published Qwen3, Qwen3.5/3.6 and DFlash checkpoints. Reads config files only, no weights.
+A key is read, refused unless it has a certain value, or without effect on the maths for the reason given. A key that
+is in no table is refused by name. Types, ranges and defaults stand in the tables alone: :class:`Fields` checks every
+key of a file against its table before the first one is read. What only one architecture has stands in its own file.
+Library config classes drop or default fields that matter here, so config.json is read by our own parsing.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import cast
-
 from edge_dflash.common.files import is_there
-from edge_dflash.errors import CheckpointError
-from edge_dflash.model.fields import Fields
-from edge_dflash.model.keys import GENERATION
-from edge_dflash.model.masks import drafter_masks
-from edge_dflash.model.rope import read_rope
-from edge_dflash.model.specs import AttentionSpec, DrafterSpec, GatedDeltaSpec, LayerType, PairSpec, TargetSpec
-from edge_dflash.model.support import drafter_fields, target_fields
-from edge_dflash.weights.safetensors import read_json
+from edge_dflash.common.tables import read_json
+from edge_dflash.model.fields import ANY, Fields, Key, Table, flag, free, inner, integer, names, number, only, text
+from edge_dflash.model.specs import MAX_LAYERS, AttentionSpec, LayerType, RopeSpec, TargetSpec, YarnScaling
+
+LIBRARY: Table = {
+    **free(
+        "how a library returns its results",
+        """output_hidden_states output_attentions output_scores output_router_logits return_dict use_return_dict
+        return_dict_in_generate tie_last_hidden_states""",
+    ),
+    **free(
+        "a note of the tool that wrote the file",
+        """_name_or_path name_or_path model_name _commit_hash auto_map transformers_version tokenizer_class
+        unsloth_fixed unsloth_version _attn_implementation_autoset""",
+    ),
+    **free(
+        "for other tasks than text",
+        "id2label label2id num_labels problem_type finetuning_task task_specific_params prefix",
+    ),
+    **free(
+        "used in training alone",
+        """attention_dropout gradient_checkpointing hidden_dropout initializer_range num_anchors pretraining_tp
+        router_aux_loss_coef""",
+    ),
+    **free(
+        "a library's choice of kernels and memory",
+        """attn_implementation _attn_implementation chunk_size_feed_forward experts_implementation tf_legacy_loss
+        torchscript use_bfloat16 use_cache""",
+    ),
+    **free("each tensor says how it is stored", "dtype torch_dtype"),
+    **free("a prompt is tokens", "bos_token_id pad_token_id sep_token_id decoder_start_token_id is_decoder"),
+    **free(
+        "a request says how its tokens are chosen",
+        """assistant_confidence_threshold assistant_lookbehind bad_words_ids begin_suppress_tokens diversity_penalty
+        do_sample early_stopping encoder_no_repeat_ngram_size encoder_repetition_penalty epsilon_cutoff eta_cutoff
+        exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id length_penalty max_length min_length
+        min_p no_repeat_ngram_size num_assistant_tokens num_assistant_tokens_schedule num_beam_groups num_beams
+        num_return_sequences presence_penalty remove_invalid_values repetition_penalty suppress_tokens
+        target_lookbehind temperature top_k top_p typical_p""",
+    ),
+    **only("is_encoder_decoder add_cross_attention tie_encoder_decoder", False, why="a model with an encoder"),
+    **only("cross_attention_hidden_size", None, why="a model with an encoder"),
+    **only("per_layer_config pruned_heads", None, {}, why="layers that differ from each other"),
+    "architectures": names(),
+    "quantization_config": inner(),
+}
+ROPE: Table = {
+    "rope_type": text("default", "yarn", default="default"),
+    "type": text("default", "yarn", default="default"),
+    "rope_theta": number(),
+    "partial_rotary_factor": number(),
+    "factor": number(),
+    "original_max_position_embeddings": integer(),
+    "attention_factor": number(None, null=True),
+    "beta_fast": number(32.0, null=True),
+    "beta_slow": number(1.0, null=True),
+    **only("truncate", True, why="YaRN with bounds that are not rounded"),
+    **free("the three positions of a text token are equal", "mrope_section mrope_interleaved"),
+}
+DECODER: Table = {
+    **LIBRARY,
+    "vocab_size": integer(),
+    "hidden_size": integer(),
+    "intermediate_size": integer(),
+    "num_hidden_layers": integer(most=MAX_LAYERS),
+    "num_attention_heads": integer(),
+    "num_key_value_heads": integer(),
+    "head_dim": integer(128),
+    "rms_norm_eps": number(1e-6),
+    "max_position_embeddings": integer(),
+    "rope_theta": number(null=True, beside="rope_parameters or rope_scaling has it"),
+    "partial_rotary_factor": number(1.0, null=True, beside="rope_parameters or rope_scaling has it"),
+    "rope_parameters": inner(ROPE),
+    "rope_scaling": inner(ROPE),
+    **only("attention_bias mlp_bias", False, why="biases of linears"),
+    **only("hidden_act", "silu", why="another activation"),
+    **only("num_experts num_local_experts num_experts_per_tok", None, 0, why="a mixture-of-experts model"),
+    **only("mlp_only_layers", None, [], why="a mixture-of-experts model"),
+}
+TARGET: Table = {
+    **DECODER,
+    "tie_word_embeddings": flag(False),
+    "eos_token_id": Key("read", "tokens", null=True),
+    **only("is_causal", True, why="a target that sees ahead"),
+    **only("text_config", None, why="the text part of another architecture"),
+}
+GENERATION: Table = {
+    "eos_token_id": Key("read", "tokens", null=True),
+    **free("a request says how its tokens are chosen", ANY),
+}
+"""generation_config.json."""
 
 
-def read_target_spec(directory: Path) -> TargetSpec:
-    """Spec of the target in ``directory``. Raises CheckpointError, UnsupportedModelError for another architecture."""
-    file = directory / "config.json"
-    architecture, outer, text = target_fields(file, read_json(file))
-    layers = text.integer("num_hidden_layers")
-    layer_types = _layer_types(text, architecture, layers)
+def read_target(
+    text: Fields, outer: Fields, architecture: str, layers: tuple[LayerType, ...], *, gated: bool
+) -> TargetSpec:
+    """Spec of a target by the fields that all have; ``outer``: those around the part about text.
+
+    ``gated``: attention has output gates, and may rotate a part of each head. Raises CheckpointError.
+    """
     return TargetSpec(
         architecture=architecture,
         vocab_size=text.integer("vocab_size"),
         hidden_size=text.integer("hidden_size"),
         intermediate_size=text.integer("intermediate_size"),
         rms_norm_eps=text.number("rms_norm_eps"),
-        attention=_attention(text, gated=architecture == "qwen3_5"),
-        gated_delta=_gated_delta(text) if "linear_attention" in layer_types else None,
-        layer_types=layer_types,
+        attention=read_attention(text, gated=gated),
+        gated_delta=None,
+        layer_types=layers,
         tied=text.flag("tie_word_embeddings") or outer.flag("tie_word_embeddings"),
         max_position_embeddings=text.integer("max_position_embeddings"),
-        eos_token_ids=_eos(directory, text, outer),
+        eos_token_ids=_eos(text, outer),
     )
 
 
-def read_drafter_spec(directory: Path) -> DrafterSpec:
-    """Spec of the DFlash drafter in ``directory``. Raises CheckpointError, UnsupportedModelError."""
-    file = directory / "config.json"
-    fields = drafter_fields(file, read_json(file))
-    dflash = fields.child("dflash_config")
-    layers = fields.integer("num_hidden_layers")
-    target_layers = fields.integer("num_target_layers")
-    source = _place("target_layer_ids", dflash, fields)
-    taps = source.integers("target_layer_ids") if source.has("target_layer_ids") else _taps(layers, target_layers)
-    if not taps:
-        raise source.error("target_layer_ids", [], "at least one layer id")
-    vocab = fields.integer("vocab_size")
-    if fields.has("draft_vocab_size") and (drafted := fields.integer("draft_vocab_size")) != vocab:
-        raise fields.error("draft_vocab_size", drafted, f"vocab_size ({vocab}): drafts come from the whole vocabulary")
-    return DrafterSpec(
-        block_size=_place("block_size", fields, dflash).integer("block_size"),
-        mask_token_id=_place("mask_token_id", dflash, fields).integer("mask_token_id"),
-        target_layer_ids=taps,
-        num_target_layers=target_layers,
-        vocab_size=vocab,
-        hidden_size=fields.integer("hidden_size"),
-        intermediate_size=fields.integer("intermediate_size"),
-        rms_norm_eps=fields.number("rms_norm_eps"),
-        attention=_attention(fields, gated=False),
-        layers=drafter_masks(fields, dflash, layers),
-    )
-
-
-def match_pair(target: TargetSpec, drafter: DrafterSpec) -> PairSpec:
-    """Check that a drafter was made for a target of these dimensions. Raises CheckpointError naming the field."""
-    for field, found, wanted in (
-        ("num_target_layers", drafter.num_target_layers, target.num_layers),
-        ("hidden_size", drafter.hidden_size, target.hidden_size),
-        ("vocab_size", drafter.vocab_size, target.vocab_size),
-    ):
-        if found != wanted:
-            raise CheckpointError(
-                f"the drafter's {field} is {found}, the target's is {wanted}; use the drafter trained for this target"
-            )
-    for tap in drafter.target_layer_ids:
-        if not 0 <= tap <= target.num_layers - 2:  # the last layer's output is only seen after the final norm
-            raise CheckpointError(
-                f"the drafter's target_layer_ids hold {tap}, wanted 0 to {target.num_layers - 2} for this target"
-            )
-    if drafter.mask_token_id >= target.vocab_size:
-        raise CheckpointError(
-            f"the drafter's mask_token_id is {drafter.mask_token_id}, outside the vocabulary of {target.vocab_size}"
-        )
-    return PairSpec(target, drafter)
-
-
-def _attention(fields: Fields, *, gated: bool) -> AttentionSpec:
+def read_attention(fields: Fields, *, gated: bool) -> AttentionSpec:
+    """Softmax attention. Raises CheckpointError."""
     heads, kv_heads = fields.integer("num_attention_heads"), fields.integer("num_key_value_heads")
     dim = fields.integer("head_dim")
     if heads % kv_heads:
@@ -99,35 +133,92 @@ def _attention(fields: Fields, *, gated: bool) -> AttentionSpec:
     return AttentionSpec(heads, kv_heads, dim, read_rope(fields, dim, whole=not gated), gated)
 
 
-def _layer_types(fields: Fields, architecture: str, layers: int) -> tuple[LayerType, ...]:
-    if fields.has("layer_types"):
-        return cast("tuple[LayerType, ...]", fields.choices("layer_types", layers))
-    if architecture == "qwen3":
-        if fields.flag("use_sliding_window"):
-            raise fields.error("use_sliding_window", True, "false for a Qwen3 target")
-        return tuple("full_attention" for _ in range(layers))
-    interval = fields.integer("full_attention_interval")
-    kinds: list[LayerType] = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(layers)]
-    return tuple(kinds)
+_YARN = ("factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "truncate")
 
 
-def _gated_delta(fields: Fields) -> GatedDeltaSpec:
-    spec = GatedDeltaSpec(
-        key_heads=fields.integer("linear_num_key_heads"),
-        value_heads=fields.integer("linear_num_value_heads"),
-        key_dim=fields.integer("linear_key_head_dim"),
-        value_dim=fields.integer("linear_value_head_dim"),
-        conv_kernel=fields.integer("linear_conv_kernel_dim"),
+def read_rope(fields: Fields, head_dim: int, *, whole: bool) -> RopeSpec:
+    """Rotary embedding of a model; ``whole``: it rotates whole heads, whatever the file says.
+
+    As in transformers, a key of ``rope_parameters`` wins over the flat key, and ``rope_scaling`` stands in the place of
+    ``rope_parameters``; where a file has both, they must agree but for the scaling. Raises CheckpointError for settings
+    that do not agree, for other kinds of scaling, and for a YaRN whose ramp would run backwards.
+    """
+    old, new = (fields.child(name) for name in ("rope_scaling", "rope_parameters"))
+    if not old.values:
+        return _rope(new, fields, head_dim, whole)
+    scaling = _scaling(old, fields)
+    if new.has("rope_theta") and not old.has("rope_theta") and not fields.has("rope_theta"):
+        raise fields.error("rope_scaling", old.values, "its own rope_theta: it stands in the place of rope_parameters")
+    rope = _rope(old, fields, head_dim, whole)
+    if new.values:
+        other = _rope(new, fields, head_dim, whole)
+        if (rope.theta, rope.dims) != (other.theta, other.dims) or other.scaling not in (None, scaling):
+            raise fields.error(
+                "rope_scaling", old.values, f"the same as rope_parameters ({dict(new.values)}); keep one"
+            )
+    return rope
+
+
+def _rope(rope: Fields, fields: Fields, head_dim: int, whole: bool) -> RopeSpec:
+    """Rotary embedding by one object of settings, and by the flat keys where it lacks some."""
+    scaling = _scaling(rope, fields)
+    theta = (rope if rope.has("rope_theta") else fields).number("rope_theta")
+    source = rope if rope.has("partial_rotary_factor") else fields
+    factor = source.number("partial_rotary_factor")
+    dims = int(head_dim * factor)
+    if dims % 2 or not 0 < dims <= head_dim or dims != head_dim * factor:
+        raise source.error("partial_rotary_factor", factor, f"a share of head_dim {head_dim} that is an even number")
+    if whole and dims != head_dim:
+        raise source.error("partial_rotary_factor", factor, "1: this architecture rotates whole heads")
+    if scaling is not None:
+        if theta <= 1:
+            raise rope.error("rope_theta", theta, "more than 1 for YaRN")
+        low, high = scaling.ramp(theta, dims)
+        if low > high:
+            original = scaling.original_max_position_embeddings
+            raise rope.error("original_max_position_embeddings", original, f"a context that fits theta {theta:g}")
+    return RopeSpec(theta, dims, scaling)
+
+
+def _scaling(rope: Fields, fields: Fields) -> YarnScaling | None:
+    kind = rope.text("rope_type" if rope.has("rope_type") else "type")
+    if rope.has("type") and rope.text("type") != kind:
+        raise rope.error("type", rope.text("type"), f"the same as rope_type ({kind!r})")
+    if kind != "yarn":
+        for key in _YARN:
+            if rope.has(key):
+                raise rope.error(key, rope.values[key], "no such setting without rope_type 'yarn'")
+        return None
+    if (factor := rope.number("factor")) < 1:
+        raise rope.error("factor", factor, "a number of at least 1")
+    name = "original_max_position_embeddings"
+    yarn = YarnScaling(
+        factor=factor,
+        original_max_position_embeddings=(
+            rope.integer(name) if rope.has(name) else fields.integer("max_position_embeddings")
+        ),
+        attention_factor=rope.number("attention_factor") if rope.has("attention_factor") else None,
+        beta_fast=rope.number("beta_fast"),
+        beta_slow=rope.number("beta_slow"),
     )
-    if spec.value_heads % spec.key_heads:
-        raise fields.error("linear_num_value_heads", spec.value_heads, f"a multiple of {spec.key_heads} key heads")
-    return spec
+    if yarn.beta_fast < yarn.beta_slow:
+        raise rope.error("beta_fast", yarn.beta_fast, f"at least beta_slow ({yarn.beta_slow})")
+    return yarn
 
 
-def _eos(directory: Path, text: Fields, outer: Fields) -> tuple[int, ...]:
+def either(name: str, first: Fields, second: Fields) -> Fields:
+    """Which of two objects holds a field that files keep in either; where both do, they must agree."""
+    if not first.has(name):
+        return second
+    if second.has(name) and first.values[name] != second.values[name]:
+        raise first.error(name, first.values[name], f"the same as elsewhere in the file ({second.values[name]!r})")
+    return first
+
+
+def _eos(text: Fields, outer: Fields) -> tuple[int, ...]:
     """Stop tokens of config.json and generation_config.json, in that order, without repeats."""
     sources = [text, outer]
-    if is_there(file := directory / "generation_config.json"):
+    if is_there(file := text.file.parent / "generation_config.json"):
         sources.append(Fields(file, read_json(file), GENERATION))
     vocab, found = text.integer("vocab_size"), dict[int, None]()
     for fields in sources:
@@ -137,19 +228,3 @@ def _eos(directory: Path, text: Fields, outer: Fields) -> tuple[int, ...]:
                 raise fields.error("eos_token_id", value, f"a token id below vocab_size {vocab}, or a list of them")
             found[token] = None
     return tuple(found)
-
-
-def _place(name: str, first: Fields, second: Fields) -> Fields:
-    """Which of two objects holds a field that files keep in either; where both do, they must agree."""
-    if not first.has(name):
-        return second
-    if second.has(name) and first.values[name] != second.values[name]:
-        raise first.error(name, first.values[name], f"the same as elsewhere in the file ({second.values[name]!r})")
-    return first
-
-
-def _taps(drafter_layers: int, target_layers: int) -> tuple[int, ...]:
-    """The published default of target_layer_ids: the middle layer, or evenly from 1 to L - 3."""
-    if drafter_layers == 1:
-        return (target_layers // 2,)
-    return tuple(round(1 + i * (target_layers - 4) / (drafter_layers - 1)) for i in range(drafter_layers))

@@ -2,13 +2,143 @@
 
 Paper: DFlash, arXiv 2602.06036. All norms use the plain weight; rotary embedding covers the whole head with the
 drafter's own theta; embedding and output head are the target's.
+
+What a block row of each drafter layer sees of its block and of the context, by the drafter's config.json.
+
+    inside the block   is_causal, else dflash_config.causal: one answer for all layers, full ones included
+                       neither: layers that layer_types calls sliding are causal, the others bidirectional
+    window             layers that layer_types calls sliding; all layers with dflash_config.use_swa
+    its size           dflash_config.swa_window_size, else sliding_window
+
+That is vLLM's order (vllm/model_executor/models/qwen3_dflash.py at 036a00d, pull request 52816). z-lab's
+model.py agrees since commit 10129599: it reads is_causal, and without it a sliding layer is causal. Its older releases
+(44947fb, e763f230) pass is_causal=False to every layer: the window was lost in their eager and SDPA paths and symmetric
+in FlashAttention's, and the argument went when masks were built layer by layer. SGLang (python/sglang/srt/models/
+dflash.py at 003b23d) reads layer_types alone, which gives the same where no flag is set. A window over a bidirectional
+layer is symmetric (vLLM pull request 46104: drafters of MiMo).
+
+They differ in one row: use_swa beside layer_types that name full and sliding layers, which no published drafter has.
+vLLM and TensorRT-LLM leave the full ones without a window; here use_swa means every layer. A recipe's ``masks`` sets
+any layer's otherwise.
 """
 
 from __future__ import annotations
 
-from edge_dflash.model.blocks import attention, mlp
+from edge_dflash.model.blocks import attention, embed, logits, mlp
 from edge_dflash.model.builder import GraphBuilder
-from edge_dflash.model.specs import DrafterSpec
+from edge_dflash.model.config import DECODER, either, read_attention
+from edge_dflash.model.fields import Fields, Key, Table, flag, free, inner, integer, names, only
+from edge_dflash.model.program import Program
+from edge_dflash.model.specs import MAX_BLOCK, MAX_LAYERS, DrafterLayerMask, DrafterSpec, PairSpec
+
+NAME = "DFlashDraftModel"
+FULL, SLIDING = "full_attention", "sliding_attention"
+_BLOCK: Table = {
+    "block_size": integer(least=2, most=MAX_BLOCK, null=True),
+    "mask_token_id": integer(least=0, null=True),
+    "target_layer_ids": Key("read", "integers", null=True),
+    **only("sample_from_anchor shift_labels shifted", None, False, why="a DSpark/DeepSpec drafter: shifted rows"),
+    **only("markov_rank markov_head_type enable_confidence_head", None, why="a DSpark/DeepSpec drafter: shifted rows"),
+    # vLLM and SGLang read the style of the drafter's own rotation; all targets here rotate halves, and so do drafters.
+    **only("is_neox_style rope_is_neox_style", None, True, why="rotary pairs that are neighbours, not halves"),
+    **only("attention_sink_bias add_swa_attention_sink_bias", None, False, why="a learned sink in every softmax"),
+    **only("input_embedding_scale output_multiplier logit_scale", None, 1, 1.0, why="scaled embeddings or logits"),
+    **only("final_logit_softcapping", None, why="capped logits"),
+    **only("projector_type", None, "dflash", why="another drafter design"),
+    **only("attention_mode", None, "gqa", why="another attention"),
+    **only("use_aux_hidden_state", None, True, why="a drafter that sees no hidden states of the target"),
+}
+TABLE: Table = {
+    **DECODER,
+    **_BLOCK,
+    **only("model_type", "qwen3", why="another model"),
+    **only("speculators_model_type transformer_layer_config", None, why="the speculators format, not z-lab's"),
+    **free("embedding and head are the target's", "tie_word_embeddings"),
+    **free("the target's stop tokens count", "eos_token_id"),
+    "max_position_embeddings": integer(beside="YaRN has original_max_position_embeddings, or there is no YaRN"),
+    "num_target_layers": integer(most=MAX_LAYERS),
+    "draft_vocab_size": integer(null=True),
+    "layer_types": names("full_attention", "sliding_attention"),
+    "use_sliding_window": flag(False, null=True, beside="layer_types is given"),
+    "sliding_window": integer(null=True, beside="no layer slides, or swa_window_size is given"),
+    "max_window_layers": integer(0, least=0, null=True, beside="layer_types is given, or no layer slides"),
+    "is_causal": flag(null=True, beside="it says what layer_types say"),
+    "dflash_config": inner(
+        {
+            **_BLOCK,
+            "causal": flag(null=True, beside="is_causal is given, or says what layer_types say"),
+            "is_causal": flag(null=True, beside="causal or the outer is_causal is given, or says what layer_types say"),
+            "use_swa": flag(False, null=True, beside="all layers slide"),
+            "swa_window_size": integer(null=True, beside="no layer slides"),
+        }
+    ),
+}
+"""config.json."""
+
+
+def read(fields: Fields) -> DrafterSpec:
+    """Spec of a drafter. Raises CheckpointError."""
+    dflash = fields.child("dflash_config")
+    layers = fields.integer("num_hidden_layers")
+    target_layers = fields.integer("num_target_layers")
+    source = either("target_layer_ids", dflash, fields)
+    taps = source.integers("target_layer_ids") if source.has("target_layer_ids") else _taps(layers, target_layers)
+    if not taps:
+        raise source.error("target_layer_ids", [], "at least one layer id")
+    vocab = fields.integer("vocab_size")
+    if fields.has("draft_vocab_size") and (drafted := fields.integer("draft_vocab_size")) != vocab:
+        raise fields.error("draft_vocab_size", drafted, f"vocab_size ({vocab}): drafts come from the whole vocabulary")
+    return DrafterSpec(
+        block_size=either("block_size", fields, dflash).integer("block_size"),
+        mask_token_id=either("mask_token_id", dflash, fields).integer("mask_token_id"),
+        target_layer_ids=taps,
+        num_target_layers=target_layers,
+        vocab_size=vocab,
+        hidden_size=fields.integer("hidden_size"),
+        intermediate_size=fields.integer("intermediate_size"),
+        rms_norm_eps=fields.number("rms_norm_eps"),
+        attention=read_attention(fields, gated=False),
+        layers=read_masks(fields, dflash, layers),
+    )
+
+
+def read_masks(fields: Fields, dflash: Fields, layers: int) -> tuple[DrafterLayerMask, ...]:
+    """Mask of each of ``layers`` layers; ``dflash`` is the object ``dflash_config``. Raises CheckpointError."""
+    types = _layer_types(fields, layers)
+    windows = dflash.flag("use_swa")
+    flags = ((fields, "is_causal"), (dflash, "causal"), (dflash, "is_causal"))
+    causal = next((place.flag(key) for place, key in flags if place.has(key)), None)
+    size = None
+    if windows or SLIDING in types:
+        own = dflash.has("swa_window_size")
+        size = dflash.integer("swa_window_size") if own else fields.integer("sliding_window")
+    return tuple(
+        DrafterLayerMask(
+            bidirectional=kind == FULL if causal is None else not causal,
+            window=size if windows or kind == SLIDING else None,
+        )
+        for kind in types
+    )
+
+
+def _layer_types(fields: Fields, layers: int) -> tuple[str, ...]:
+    """``use_sliding_window`` is not asked beside ``layer_types``: published drafters set it or leave it out.
+
+    Without the list it means what it means to transformers: layers from ``max_window_layers`` on slide.
+    """
+    if fields.has("layer_types"):
+        return fields.choices("layer_types", layers)
+    if fields.flag("use_sliding_window") and fields.has("sliding_window"):
+        first = fields.integer("max_window_layers")
+        return tuple(SLIDING if i >= first else FULL for i in range(layers))
+    return (FULL,) * layers
+
+
+def _taps(drafter_layers: int, target_layers: int) -> tuple[int, ...]:
+    """The published default of target_layer_ids: the middle layer, or evenly from 1 to L - 3."""
+    if drafter_layers == 1:
+        return (target_layers // 2,)
+    return tuple(round(1 + i * (target_layers - 4) / (drafter_layers - 1)) for i in range(drafter_layers))
 
 
 def append_context(g: GraphBuilder, taps: str, spec: DrafterSpec) -> None:
@@ -23,7 +153,7 @@ def append_context(g: GraphBuilder, taps: str, spec: DrafterSpec) -> None:
         g.kv_append(k, v, prefix, spec.attention, spec.rms_norm_eps, f"{prefix}.ctx")
 
 
-def block(g: GraphBuilder, x: str, spec: DrafterSpec) -> str:
+def _block(g: GraphBuilder, x: str, spec: DrafterSpec) -> str:
     """Final hidden rows of the block [anchor, mask, ...]; row r proposes the token at position length + r."""
     for index, mask in enumerate(spec.layers):
         prefix = f"drafter.layers.{index}"
@@ -39,3 +169,10 @@ def block(g: GraphBuilder, x: str, spec: DrafterSpec) -> str:
         )
         x = mlp(g, x, prefix, spec.intermediate_size, spec.rms_norm_eps, plus_one=False)
     return g.rms_norm(x, "drafter.norm", spec.rms_norm_eps, "drafter.hidden", plus_one=False)
+
+
+def propose(g: GraphBuilder, spec: PairSpec) -> Program:
+    """[anchor, mask x (B-1)] -> logits of the B-1 draft rows."""
+    x = _block(g, embed(g, spec.target), spec.drafter)
+    drafts = g.select_rows(x, "drafts", "draft_rows")  # row 0 is the anchor, never a draft (invariant I4)
+    return g.program(logits=logits(g, drafts, spec.target), hidden=x)

@@ -1,6 +1,6 @@
 """Keys of a config file: how a table says what one is, and typed access to those of a file.
 
-The tables are in :mod:`edge_dflash.model.keys`. Every key of a file is checked before one is read. Errors name
+Every key of a file is checked before one is read. Errors name
 file, key, the value found and what was wanted.
 """
 
@@ -96,7 +96,7 @@ def free(why: str, keys: str) -> Table:
 
 
 class Fields:
-    """A JSON object of a config file, checked against ``table`` (see :mod:`edge_dflash.model.keys`).
+    """A JSON object of a config file, checked against ``table``.
 
     Raises CheckpointError for a key that the table does not have and for a value that it does not accept;
     UnsupportedModelError where the value is that of a model that this version does not run.

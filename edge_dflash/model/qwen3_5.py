@@ -5,11 +5,85 @@ RMSNorm uses 1 + w everywhere but inside the gated delta layer, whose own norm u
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, cast
+
 from edge_dflash.model.blocks import attention, mlp
 from edge_dflash.model.builder import GraphBuilder
-from edge_dflash.model.specs import TargetSpec
+from edge_dflash.model.config import LIBRARY, TARGET, read_target
+from edge_dflash.model.fields import Fields, Table, free, inner, integer, names, number, only
+from edge_dflash.model.specs import GatedDeltaSpec, LayerType, TargetSpec
 
 NORM_PLUS_ONE = True
+NAMES = ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration")
+_IMAGES = free(
+    "no image comes in",
+    "image_token_id video_token_id vision_start_token_id vision_end_token_id language_model_only",
+)
+_ALL_FULL = "all layers are full_attention"
+TABLE: Table = {
+    **TARGET,
+    **_IMAGES,
+    **only("model_type", "qwen3_5", "qwen3_5_text", why="another model"),
+    "head_dim": integer(256),
+    "partial_rotary_factor": number(0.25, beside="rope_parameters or rope_scaling has it"),
+    "layer_types": names("full_attention", "linear_attention"),
+    "full_attention_interval": integer(4, beside="layer_types is given"),
+    "linear_num_key_heads": integer(beside=_ALL_FULL),
+    "linear_num_value_heads": integer(beside=_ALL_FULL),
+    "linear_key_head_dim": integer(beside=_ALL_FULL),
+    "linear_value_head_dim": integer(beside=_ALL_FULL),
+    "linear_conv_kernel_dim": integer(4, least=2, beside=_ALL_FULL),
+    **only("attn_output_gate", True, why="attention without its gate"),
+    **only("output_gate_type", "swish", "silu", why="another gate"),
+    **only("mamba_ssm_dtype", "float32", None, why="a rounded state of gated delta layers"),
+    **only("use_sliding_window", False, None, why="a target with sliding layers"),
+    **only("sliding_window", None, why="a target with sliding layers"),
+    **free(
+        "the multi-token-prediction head is not used",
+        "mtp_num_hidden_layers mtp_use_dedicated_embeddings num_nextn_predict_layers",
+    ),
+}
+"""config.json of text alone."""
+
+NESTED: Table = {
+    **LIBRARY,
+    **_IMAGES,
+    **free("no image comes in", "vision_config"),
+    **{key: TARGET[key] for key in ("tie_word_embeddings", "eos_token_id", "is_causal")},
+    **only("model_type", "qwen3_5", "qwen3_5_text", why="another model"),
+    "text_config": inner(
+        {
+            **TABLE,
+            **only("architectures", None, [], *([name] for name in NAMES), why="another model"),
+        }
+    ),
+}
+"""config.json of a Qwen3.5 target with ``text_config``.
+
+Tools also write keys of ``text_config`` a second time beside it: those that say the same have no effect.
+"""
+
+
+def nested(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """config.json without the keys beside ``text_config`` that say what it says."""
+    text = config["text_config"]
+    return {key: value for key, value in config.items() if key in NESTED or not _same(text, config, key)}
+
+
+def read(config: Fields) -> TargetSpec:
+    """Spec of a target, by a file of text alone or by one with ``text_config``. Raises CheckpointError."""
+    text = config.child("text_config") if config.has("text_config") else config
+    layers = text.integer("num_hidden_layers")
+    if text.has("layer_types"):
+        kinds = text.choices("layer_types", layers)
+    else:
+        interval = text.integer("full_attention_interval")
+        kinds = tuple("linear_attention" if (i + 1) % interval else "full_attention" for i in range(layers))
+    spec = read_target(text, config, "qwen3_5", cast("tuple[LayerType, ...]", kinds), gated=True)
+    return replace(spec, gated_delta=_read_gated_delta(text)) if "linear_attention" in kinds else spec
 
 
 def layer(g: GraphBuilder, x: str, spec: TargetSpec, index: int) -> str:
@@ -36,3 +110,21 @@ def _gated_delta(g: GraphBuilder, x: str, prefix: str, spec: TargetSpec) -> str:
     o = g.gated_delta(qkv, z, a, b, prefix, delta, spec.rms_norm_eps, f"{prefix}.delta")
     o = g.linear(o, f"{name}.out_proj", g.columns(x), "gated_delta", f"{prefix}.delta_out")
     return g.add(x, o, f"{prefix}.mid")
+
+
+def _read_gated_delta(fields: Fields) -> GatedDeltaSpec:
+    spec = GatedDeltaSpec(
+        key_heads=fields.integer("linear_num_key_heads"),
+        value_heads=fields.integer("linear_num_value_heads"),
+        key_dim=fields.integer("linear_key_head_dim"),
+        value_dim=fields.integer("linear_value_head_dim"),
+        conv_kernel=fields.integer("linear_conv_kernel_dim"),
+    )
+    if spec.value_heads % spec.key_heads:
+        raise fields.error("linear_num_value_heads", spec.value_heads, f"a multiple of {spec.key_heads} key heads")
+    return spec
+
+
+def _same(text: object, config: Mapping[str, Any], key: str) -> bool:
+    """Whether ``text`` is an object with the key and the value that ``config`` has."""
+    return isinstance(text, dict) and key in text and json.dumps(text[key]) == json.dumps(config[key])

@@ -1,15 +1,17 @@
 """What a model is, as frozen values: dimensions, rotary embedding, layer kinds, drafter geometry.
 
-These are made from ``config.json`` by :mod:`edge_dflash.model.config` and read by everything after it. They know
-nothing about files, weights or backends. Symbols in brackets are those of the model papers: H hidden size, I
-intermediate size, L layers, Hq/Hkv query/key-value heads, D head dim, V vocabulary, B block size.
+These are made from ``config.json`` by :mod:`edge_dflash.model.registry` and read by everything after it. Symbols in
+brackets are those of the model papers: H hidden size, I intermediate size, L layers, Hq/Hkv query/key-value heads, D
+head dim, V vocabulary, B block size.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
+
+from edge_dflash.common.tables import UNWRITTEN
 
 MAX_LAYERS = 1024  # of a model: deeper ones are not known, and all work on a model grows with its layers
 MAX_BLOCK = 512  # rows of a block
@@ -78,7 +80,7 @@ class GatedDeltaSpec:
 class TargetSpec:
     """A target language model (text part)."""
 
-    architecture: Literal["qwen3", "qwen3_5"]
+    architecture: str  # a name of the registry
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -122,11 +124,16 @@ class DrafterSpec:
     rms_norm_eps: float
     attention: AttentionSpec  # gated is False
     layers: tuple[DrafterLayerMask, ...]
+    kind: str = field(default="dflash", metadata=UNWRITTEN)  # a name of the registry
 
     @property
     def num_layers(self) -> int:
         """Number of drafter layers."""
         return len(self.layers)
+
+    def block(self, anchor: int) -> list[int]:
+        """Ids of a propose pass: the anchor, and masks in the place of the drafts."""
+        return [anchor] + [self.mask_token_id] * (self.block_size - 1)
 
 
 @dataclass(frozen=True)

@@ -14,16 +14,15 @@ from edge_dflash.decode.accept import Relaxation
 from edge_dflash.decode.backend import Backend
 from edge_dflash.decode.controls import Controls, Interrupted, Pace, Patience
 from edge_dflash.decode.grammar.compiled import Grammar, compile_form
+from edge_dflash.decode.grammar.lark_text import tool_grammar
 from edge_dflash.decode.grammar.schema_check import schema_json
-from edge_dflash.decode.grammar.tool_form import tool_grammar
-from edge_dflash.decode.grammar.walker import Source
+from edge_dflash.decode.grammar.wire import Source
 from edge_dflash.decode.loop import DecodeOptions, admit
 from edge_dflash.decode.options import Options
 from edge_dflash.decode.steering import AfterThinking, Constraint
 from edge_dflash.errors import RequestError
-from edge_dflash.text.chat import Markers, thinking_is_open
+from edge_dflash.text.chat import Markers, dialect_of, thinking_is_open
 from edge_dflash.text.tokenizer import Tokenizer
-from edge_dflash.text.tool_dialect import dialect_of
 
 UNWANTED: ContextVar[Callable[[], bool]] = ContextVar("UNWANTED", default=lambda: False)
 """Whether who asks has gone: set around a call that prepares a request on another thread."""

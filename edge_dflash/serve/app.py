@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import fields
 from functools import partial
 from typing import Any, get_args
 
@@ -52,6 +52,7 @@ from edge_dflash.serve.service import Service, State
 
 _PIECE = 8192  # token ids that are written at once
 _STARTED = int(time.time())
+_SIZES = [one.name for one in fields(PairShape) if one.name != "lanes"]  # of the model, as the API tells them
 _SESSIONS = "/v1/edge_dflash/sessions"
 operation = Operations()
 
@@ -155,7 +156,7 @@ def _card(service: Service) -> dict[str, Any]:
     if (planner := service.planner) is not None:
         tokenizer = planner.tokenizer
         card["edge_dflash"] = {
-            **asdict(planner.shape),
+            **{name: getattr(planner.shape, name) for name in _SIZES},
             "stop_token_ids": list(planner.stop_token_ids),
             "tokenizer": tokenizer is not None,
             "chat": tokenizer is not None and tokenizer.template is not None,
@@ -263,7 +264,6 @@ def _session(optional: Schema | None = None, **more: Schema) -> Schema:
     return exactly(optional, id=TEXT, object={"const": "edge_dflash.session"}, **more)
 
 
-_MODEL = {**dict.fromkeys([one.name for one in fields(PairShape)], COUNT), "stop_token_ids": IDS}
 SCHEMAS: dict[str, Schema] = {
     **replies.SCHEMAS,
     "Session": _session(
@@ -275,7 +275,11 @@ SCHEMAS: dict[str, Schema] = {
     "SessionDeleted": _session(deleted={"const": True}),
     "Tokens": exactly(tokens=IDS),
     "Model": exactly(
-        {"edge_dflash": exactly(**_MODEL, tokenizer=FLAG, chat=FLAG, fingerprint=TEXT)},
+        {
+            "edge_dflash": exactly(
+                **dict.fromkeys(_SIZES, COUNT), stop_token_ids=IDS, tokenizer=FLAG, chat=FLAG, fingerprint=TEXT
+            )
+        },
         id=TEXT,
         object={"const": "model"},
         created=COUNT,

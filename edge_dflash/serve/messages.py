@@ -8,7 +8,7 @@ from edge_dflash.decode.options import PlanOptions
 from edge_dflash.errors import RequestError
 from edge_dflash.serve.fields import Fields, Refusal
 from edge_dflash.serve.openapi import TEXT
-from edge_dflash.text.tokenizer import Message, content_text
+from edge_dflash.text.template import Message, content_text
 
 Prompt: TypeAlias = str | list[Message] | tuple[int, ...]
 _ROLES = ("system", "developer", "user", "assistant", "tool")

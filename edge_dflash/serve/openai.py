@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from edge_dflash.client.dialect import WORDS
+from edge_dflash.client.api import WORDS
 from edge_dflash.decode.options import PlanOptions
 from edge_dflash.decode.sampling import MOST_ALTERNATIVES
 from edge_dflash.serve.config import ServeConfig

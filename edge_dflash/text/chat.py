@@ -14,7 +14,17 @@ from typing import Any
 
 from edge_dflash.errors import RequestError
 from edge_dflash.text.tokenizer import Detokenizer, Message, Tokenizer
-from edge_dflash.text.tool_calls import MalformedToolCall, Tool, ToolCall, parse_tool_call
+from edge_dflash.text.tool_calls import (
+    PROBE,
+    PROBE_ARGUMENTS,
+    JsonCalls,
+    MalformedToolCall,
+    TaggedCalls,
+    Tool,
+    ToolCall,
+    dialect_in,
+    parse_tool_call,
+)
 
 
 @dataclass(frozen=True)
@@ -95,17 +105,29 @@ def render_conversation(
     return tokenizer.render_pieces(prepared, tools=[dict(tool) for tool in tools], **variables)
 
 
-def split_answer(
-    ids: Sequence[int],
-    tokenizer: Tokenizer,
-    prompt: Sequence[int] = (),
-    *,
-    stop_token_ids: Sequence[int] = (),
-    tools: Sequence[Tool] | None = None,
-) -> Answer:
-    """Take a finished answer apart; see :class:`AnswerStream`."""
-    stream = AnswerStream(tokenizer, prompt, stop_token_ids=stop_token_ids, tools=tools)
-    return stream.add(ids) + stream.finish()
+def dialect_of(tokenizer: Tokenizer) -> JsonCalls | TaggedCalls:
+    """How a model writes tool calls: found from what its chat template writes for one, never from the model's name.
+
+    Raises RequestError when it writes none, or in an unknown dialect.
+    """
+    markers = Markers.of(tokenizer)
+    if markers.tool_call is None or markers.end_tool_call is None:
+        raise RequestError(
+            "this tokenizer has no tokens <tool_call> and </tool_call>, so no call can be forced; give auto"
+        )
+    call = {"type": "function", "function": {"name": PROBE, "arguments": PROBE_ARGUMENTS}}
+    messages: list[Message] = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+    ]
+    tool = {"type": "function", "function": {"name": "zqlisted", "description": "x", "parameters": {"type": "object"}}}
+    text = "".join(render_conversation(tokenizer, messages, tools=[tool]))
+    before, called, after = text.rpartition(PROBE)
+    written = called and "<tool_call>" in before and "</tool_call>" in after
+    body = before.rpartition("<tool_call>")[2] + called + after.partition("</tool_call>")[0] if written else ""
+    if (found := dialect_in(body)) is None:
+        raise RequestError("the chat template writes tool calls in a form that is not known; give tool_choice auto")
+    return found
 
 
 class AnswerStream:

@@ -34,6 +34,34 @@ _FIRST = 0xF0000  # private use: the second character of a mark says which token
 _BOUNDS = f"more than {CPU_SECONDS:g} s or {MEMORY_BYTES >> 20} MiB"
 
 
+def content_text(content: object, where: str) -> str | None:
+    """A message's content as one text: a list of ``{"type": "text", "text": ...}`` parts is joined; None stays None.
+
+    Raises RequestError, naming ``where``, for content of another type and for parts that are no text.
+    """
+    if content is None or isinstance(content, str):
+        return content
+    if not isinstance(content, list | tuple):
+        raise RequestError(f"{where} is {short(content)}; give a text, or a list of parts of type text")
+    texts = []
+    for index, part in enumerate(content):
+        text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
+        if not isinstance(text, str):
+            accepted = '{"type": "text", "text": "..."}'
+            raise RequestError(f"{where}[{index}] is {short(part)}; this model reads text only, give parts {accepted}")
+        if unknown := [key for key in part if key not in ("type", "text")]:
+            raise RequestError(f"{where}[{index}].{unknown[0]!s:.60} is unknown here; known are text, type")
+        texts.append(text)
+    return "".join(texts)
+
+
+def with_text(message: Message, index: int) -> Message:
+    """The message with its content as one text; what else is wrong with it is found when it is rendered."""
+    if not isinstance(message, Mapping) or isinstance(message.get("content"), str | None):
+        return message
+    return {**message, "content": content_text(message["content"], f"content of message {index}")}
+
+
 class BoundError(RequestError):
     """A chat template takes more time or memory than it may."""
 

@@ -7,18 +7,19 @@ Knows nothing of models or of how tokens are made.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as HfTokenizer
 
 from edge_dflash.common.files import is_there, read_text
-from edge_dflash.errors import BundleError, RequestError, one_line, short
-from edge_dflash.text.control_tokens import ControlTokens, encode_all
+from edge_dflash.errors import BundleError, RequestError, one_line
 from edge_dflash.text.template import BoundError, ChatTemplate, Message
 
-__all__ = ["TOKENIZER_FILES", "ChatTemplate", "Detokenizer", "Message", "Tokenizer", "content_text", "with_text"]
+__all__ = ["TOKENIZER_FILES", "ChatTemplate", "Detokenizer", "Message", "Tokenizer"]
 
 MAX_TOKENIZER = 128 << 20  # bytes of tokenizer.json; the largest published ones have about 35 MB
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -30,6 +31,8 @@ _HARMLESS = (
     {"role": "assistant", "content": "Done."},
     {"role": "user", "content": "Thanks."},
 )
+_BLANKS = "\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
+_BATCH = 64  # texts a call: other threads wait while it takes texts and gives results
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
@@ -41,34 +44,6 @@ def _byte_characters() -> dict[str, int]:
 
 
 _BYTE_OF = _byte_characters()
-
-
-def content_text(content: object, where: str) -> str | None:
-    """A message's content as one text: a list of ``{"type": "text", "text": ...}`` parts is joined; None stays None.
-
-    Raises RequestError, naming ``where``, for content of another type and for parts that are no text.
-    """
-    if content is None or isinstance(content, str):
-        return content
-    if not isinstance(content, list | tuple):
-        raise RequestError(f"{where} is {short(content)}; give a text, or a list of parts of type text")
-    texts = []
-    for index, part in enumerate(content):
-        text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
-        if not isinstance(text, str):
-            accepted = '{"type": "text", "text": "..."}'
-            raise RequestError(f"{where}[{index}] is {short(part)}; this model reads text only, give parts {accepted}")
-        if unknown := [key for key in part if key not in ("type", "text")]:
-            raise RequestError(f"{where}[{index}].{unknown[0]!s:.60} is unknown here; known are text, type")
-        texts.append(text)
-    return "".join(texts)
-
-
-def with_text(message: Message, index: int) -> Message:
-    """The message with its content as one text; what else is wrong with it is found when it is rendered."""
-    if not isinstance(message, Mapping) or isinstance(message.get("content"), str | None):
-        return message
-    return {**message, "content": content_text(message["content"], f"content of message {index}")}
 
 
 class Tokenizer:
@@ -83,7 +58,7 @@ class Tokenizer:
         self.template = template
         self.eos_token_id = eos
         self._bytes: dict[int, bytes | None] = {}  # of tokens that were asked for
-        self._controls = ControlTokens(tokenizer)
+        self._controls = _ControlTokens(tokenizer)
 
     @classmethod
     def open(cls, directory: Path) -> Tokenizer:
@@ -137,7 +112,7 @@ class Tokenizer:
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Ids of ``text`` as it is: nothing is added. Control tokens written in it become their ids."""
-        return tuple(encode_all(self._tokenizer, [text])[0])
+        return tuple(_encode_all(self._tokenizer, [text])[0])
 
     def encode_text(self, text: str) -> tuple[int, ...]:
         """Ids of ``text`` as text: control tokens written in it are spelled out."""
@@ -196,6 +171,87 @@ class Tokenizer:
                     "text; write them whole in chat_template.jinja"
                 )
             return
+
+
+class _ControlTokens:
+    """The control tokens of ``tokenizer``, by their spelling, and text encoded without them.
+
+    They are the added tokens of ``tokenizer.json`` (``<|im_end|>``, ``<think>``), but for those that are words: not
+    special, and made of letters, digits and blanks.
+    """
+
+    def __init__(self, tokenizer: HfTokenizer) -> None:
+        added: dict[int, AddedToken] = tokenizer.get_added_tokens_decoder()
+        self._tokens = {token.content: (number, token) for number, token in added.items() if _is_control(token)}
+        words = {number: token for number, token in added.items() if not _is_control(token)}
+        self._words, self._moved = _without_controls(tokenizer, words)
+        unknown = getattr(tokenizer.model, "unk_token", None)
+        self._forbidden = frozenset(  # a single character (padding may be "!") has its id in texts, too
+            number for name, (number, _) in self._tokens.items() if name != unknown and len(name) > 1
+        )
+        self.names = tuple(self._tokens)
+
+    def id(self, name: str) -> int | None:
+        """Its id, or None for a text that is no control token."""
+        return self._tokens[name][0] if name in self._tokens else None
+
+    def encode(self, pieces: Sequence[str]) -> tuple[int, ...]:
+        """Ids of text, control token, text, ..., text; each text as if there were no control tokens.
+
+        Raises RequestError for a text that becomes one all the same: the tokenizer's model may hold it as a word.
+        """
+        texts, controls = list(pieces[::2]), [self._tokens[name] for name in pieces[1::2]]
+        for index, (_, token) in enumerate(controls):  # as the tokenizer does: blanks beside it belong to the token
+            if token.lstrip:
+                texts[index] = texts[index].rstrip(_BLANKS)
+            if token.rstrip:
+                texts[index + 1] = texts[index + 1].lstrip(_BLANKS)
+        ids = list[int]()
+        for index, words in enumerate(_encode_all(self._words, texts)):
+            found = [self._moved.get(word, word) for word in words] if self._moved else words
+            if not self._forbidden.isdisjoint(found):
+                raise RequestError("a text spells a control token that this tokenizer cannot tell from text; remove it")
+            ids += found
+            if index < len(controls):
+                ids.append(controls[index][0])
+        return tuple(ids)
+
+
+def _encode_all(tokenizer: HfTokenizer, texts: Sequence[str]) -> list[list[int]]:
+    """Ids of each text as ``tokenizer`` makes them; nothing is added. Raises RequestError for a lone surrogate."""
+    try:
+        for text in texts:
+            text.encode()
+    except UnicodeEncodeError:
+        raise RequestError("the text holds a lone surrogate, which is no character; remove it") from None
+    each = list(dict.fromkeys(texts))  # what a template writes between messages comes often
+    ids = dict[str, list[int]]()
+    for at in range(0, len(each), _BATCH):
+        some = each[at : at + _BATCH]
+        # the batch call lets other threads run meanwhile, which encode does not: a second for each MB
+        found = tokenizer.encode_batch_fast(some, add_special_tokens=False)
+        ids.update(zip(some, (text.ids for text in found), strict=True))
+    return [ids[text] for text in texts]
+
+
+def _is_control(token: AddedToken) -> bool:
+    """Whether an added token is more than a word."""
+    return bool(token.special or re.search(r"[^\w\s]", token.content))
+
+
+def _without_controls(tokenizer: HfTokenizer, words: Mapping[int, AddedToken]) -> tuple[HfTokenizer, dict[int, int]]:
+    """The tokenizer with ``words`` as its only added tokens, and their ids by those that they have there.
+
+    It shares the model, so it costs no memory.
+    """
+    plain = HfTokenizer(tokenizer.model)
+    if tokenizer.normalizer is not None:
+        plain.normalizer = tokenizer.normalizer
+    if tokenizer.pre_tokenizer is not None:
+        plain.pre_tokenizer = tokenizer.pre_tokenizer
+    plain.add_tokens(list(words.values()))
+    moved = ((plain.token_to_id(token.content), number) for number, token in words.items())
+    return plain, {there: here for there, here in moved if there is not None}
 
 
 class Detokenizer:

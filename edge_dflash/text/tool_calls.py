@@ -1,8 +1,8 @@
-"""Tool calls that a model wrote, in the form of the OpenAI API.
+"""Tool calls that a model wrote, in the form of the OpenAI API, and the dialect in which its template writes them.
 
-Knows the two forms of the Qwen family between ``<tool_call>`` and ``</tool_call>``: a JSON object with ``name`` and
+Two dialects of the Qwen family stand between ``<tool_call>`` and ``</tool_call>``: a JSON object with ``name`` and
 ``arguments`` (Qwen2.5, Qwen3), and ``<function=name>`` with ``<parameter=name>`` blocks (Qwen3-Coder, Qwen3.5,
-Qwen3.6), as their chat templates write them. Knows nothing of tokens.
+Qwen3.6). What stands between their parts is the chat template's. Text only, no tokens.
 """
 
 from __future__ import annotations
@@ -208,3 +208,63 @@ def chosen_tools(tools: Sequence[Tool], choice: str) -> tuple[Tool, ...]:
         known = ", ".join(("auto", "none", "required", *names))
         raise RequestError(f"tool_choice is {choice[:60]!r}; give one of {known}")
     return tuple(tools) if choice == "required" else (tools[names.index(choice)],)
+
+
+# The dialect of a chat template --------------------------------------------------------------------------------------
+
+PROBE = "zqcall"  # name of the call that a template is made to write
+PROBE_ARGUMENTS = {"zqfirst": "zqone", "zqsecond": "zqtwo"}
+
+
+@dataclass(frozen=True)
+class JsonCalls:
+    """``head NAME middle ARGUMENTS tail``, with both as JSON."""
+
+    head: str
+    middle: str
+    tail: str
+
+
+@dataclass(frozen=True)
+class TaggedCalls:
+    """``head NAME opened``, for each parameter ``<parameter=KEY key_end VALUE </parameter> gap``, then ``tail``."""
+
+    head: str
+    opened: str
+    key_end: str
+    value_end: str  # before </parameter>
+    gap: str  # behind </parameter>
+    tail: str
+
+
+def dialect_in(body: str) -> JsonCalls | TaggedCalls | None:
+    """The dialect in which a template wrote the probe between the markers of a call; None for an unknown one."""
+    return _json_dialect(body) if body.strip().startswith("{") else _tagged_dialect(body)
+
+
+def _json_dialect(body: str) -> JsonCalls | None:
+    head, _, rest = body.partition(json.dumps(PROBE))
+    start = rest.find("{")
+    try:
+        arguments, end = json.JSONDecoder().raw_decode(rest, max(start, 0))
+        call = json.loads(body)
+    except ValueError:
+        return None
+    if arguments != PROBE_ARGUMENTS or call != {"name": PROBE, "arguments": PROBE_ARGUMENTS}:
+        return None
+    return JsonCalls(head, rest[:start], rest[end:])
+
+
+def _tagged_dialect(body: str) -> TaggedCalls | None:
+    head, _, rest = body.partition(PROBE)
+    opened, first, rest = rest.partition("<parameter=zqfirst")
+    key_end, one, rest = rest.partition("zqone")
+    value_end, closed, rest = rest.partition("</parameter>")
+    gap, second, rest = rest.partition("<parameter=zqsecond")
+    _, two, rest = rest.partition("zqtwo")
+    tail = rest.removeprefix(f"{value_end}</parameter>{gap}")
+    if not (first and one and closed and second and two) or tail == rest:
+        return None
+    if head.strip() != "<function=" or not key_end.startswith(">") or tail.strip() != "</function>":
+        return None
+    return TaggedCalls(head, opened, key_end, value_end, gap, tail)

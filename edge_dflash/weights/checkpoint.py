@@ -8,17 +8,15 @@ from typing import Literal
 
 import numpy as np
 
+from edge_dflash.common.tables import read_json
 from edge_dflash.errors import CheckpointError
-from edge_dflash.model.config import read_target_spec
 from edge_dflash.model.program import WeightSpec
+from edge_dflash.model.registry import DRAFTERS, TARGETS, read_drafter_spec, read_target_spec
 from edge_dflash.weights.declared import WIDE, Declared, read_declared
 from edge_dflash.weights.formats import FORMATS, Weight
-from edge_dflash.weights.safetensors import TensorFiles, read_json
+from edge_dflash.weights.safetensors import TensorFiles
 from edge_dflash.weights.stored import SUFFIXES, ModuleReader
 
-_PREFIXES = ("model.language_model.", "model.", "")
-_SKIPPED = ("model.visual.", "visual.", "mtp.", "model.mtp.")  # vision tower and multi-token-prediction head
-_KV_SCALES = (("self_attn.k_proj.k_scale", "self_attn.k_scale"), ("self_attn.v_proj.v_scale", "self_attn.v_scale"))
 _ROWS = 4096  # of two matrices that are compared at a time
 _SHOWN = 3  # problems of one kind that a message lists
 
@@ -71,10 +69,14 @@ class _Part:
         self._directory = directory
         self.tensors = TensorFiles.open(directory)
         self._reader = ModuleReader(self.tensors)
-        names = self.tensors.names()
-        self._tied = model == "target" and read_target_spec(directory).tied
+        if model == "target":
+            spec = read_target_spec(directory)
+            self._tied, self._names = spec.tied, TARGETS[spec.architecture].names
+        else:
+            self._tied, self._names = False, DRAFTERS[read_drafter_spec(directory).kind].names
         self._untied = model == "target" and not self._tied and _says_untied(directory)
-        self._prefix = next(p for p in _PREFIXES if not p or any(n.startswith(p) for n in names if not _skipped(n)))
+        used = [name for name in self.tensors.names() if not self._skipped(name)]
+        self._prefix = next(p for p in self._names.prefixes if not p or any(n.startswith(p) for n in used))
 
     def check(self, expected: Mapping[str, WeightSpec]) -> None:
         """Compare the tensors with what is expected, and their storage with the configuration."""
@@ -89,7 +91,7 @@ class _Part:
             tensors = self._tensors_of(name, spec)
             used |= tensors
             if not tensors:
-                missing.append(self._module(name) + ("" if _bare(name) else ".weight"))
+                missing.append(self._module(name) + ("" if self._bare(name) else ".weight"))
                 continue
             try:
                 self._check_storage(name, spec, declared)
@@ -104,7 +106,7 @@ class _Part:
             more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
             raise CheckpointError("; ".join(problems[:_SHOWN]) + more)
         used |= self._kv_scale_tensors(expected)
-        extra = [n for n in self.tensors.names() if n not in used and not _skipped(n)]
+        extra = [n for n in self.tensors.names() if n not in used and not self._skipped(n)]
         if extra:
             raise CheckpointError(
                 f"{self.tensors.entry(extra[0]).file}: tensor {', '.join(extra[:_SHOWN])} ({len(extra)} such) is not "
@@ -142,7 +144,7 @@ class _Part:
             if found:
                 self.kv_scale(f"{layer}.kv")
                 prefix = self._prefix + layer.partition(".")[2]
-                names |= {f"{prefix}.{scale}" for scales in _KV_SCALES for scale in scales}
+                names |= {f"{prefix}.{scale}" for scale in (*self._names.k_scales, *self._names.v_scales)}
         return names
 
     def get(self, name: str, spec: WeightSpec) -> Weight:
@@ -156,13 +158,14 @@ class _Part:
         module = self._module(name)
         if spec.kind == "linear" and not self._is_tied(name):
             return self._reader.linear(module, spec.shape)
-        tensor = module if _bare(name) else f"{module}.weight"
+        tensor = module if self._bare(name) else f"{module}.weight"
         return self._reader.wide(tensor, spec.shape, half=spec.kind in ("vector", "conv"))
 
     def kv_scale(self, state: str) -> tuple[float, float] | None:
         """FP8 scales (k, v) of ``<model>.layers.<i>.kv``, 1.0 for one that is missing beside the other."""
         prefix = self._prefix + state.removeprefix(f"{self._model}.").removesuffix(".kv")
-        k, v = (next((t for n in names if (t := f"{prefix}.{n}") in self.tensors), None) for names in _KV_SCALES)
+        scales = (self._names.k_scales, self._names.v_scales)
+        k, v = (next((t for n in names if (t := f"{prefix}.{n}") in self.tensors), None) for names in scales)
         if k is None and v is None:
             return None
         return (1.0 if k is None else self._reader.kv_scale(k), 1.0 if v is None else self._reader.kv_scale(v))
@@ -185,10 +188,17 @@ class _Part:
     def _tensors_of(self, name: str, spec: WeightSpec) -> set[str]:
         module = self._module(name)
         if spec.kind != "linear" or self._is_tied(name):
-            tensor = module if _bare(name) else f"{module}.weight"
+            tensor = module if self._bare(name) else f"{module}.weight"
             return {tensor} if tensor in self.tensors else set()
         present = {t for s in SUFFIXES if (t := f"{module}.{s}") in self.tensors}
         return present if present & {f"{module}.weight", f"{module}.weight_packed"} else set()
+
+    def _bare(self, name: str) -> bool:
+        """Whether the tensor's name has no ``.weight``."""
+        return name.endswith(self._names.bare)
+
+    def _skipped(self, tensor: str) -> bool:
+        return tensor.startswith(self._names.skipped)
 
 
 def _says_untied(directory: Path) -> bool:
@@ -196,12 +206,3 @@ def _says_untied(directory: Path) -> bool:
     config = read_json(directory / "config.json")
     levels = (config, config.get("text_config") or {})
     return any(level.get("tie_word_embeddings") is False for level in levels)
-
-
-def _bare(name: str) -> bool:
-    """Whether the tensor's name has no ``.weight``."""
-    return name.endswith((".A_log", ".dt_bias"))
-
-
-def _skipped(tensor: str) -> bool:
-    return tensor.startswith(_SKIPPED)

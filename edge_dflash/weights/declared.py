@@ -12,15 +12,92 @@ from pathlib import Path
 
 from edge_dflash.common.files import is_there
 from edge_dflash.common.processes import matching
+from edge_dflash.common.tables import read_json
 from edge_dflash.errors import CheckpointError
-from edge_dflash.model.fields import Fields
-from edge_dflash.model.keys import COMPRESSED_TENSORS, HF_QUANT, MODELOPT
+from edge_dflash.model.fields import ANY, Fields, Table, free, inner, integer, names, only, text
 from edge_dflash.weights.formats import QUANTIZED
-from edge_dflash.weights.safetensors import read_json
 
 WIDE = "wide"
 Declared = Callable[[str], str | None]
 """Module path as in the checkpoint -> WIDE or the declared format; None when the configuration does not say."""
+
+_SCALES: Table = {
+    **free("how the scales were found", "observer observer_kwargs scale_dtype zp_dtype"),
+    **only("symmetric", True, None, why="zero points"),
+    **only("dynamic", False, None, why="scales that are not stored"),
+    # "static" and "weight" are the order in which weights were rounded; they are stored in their own
+    **only("actorder", False, None, "static", "weight", why="reordered groups"),
+    **only("block_structure", None, why="scales of another shape"),
+}
+_KV_CACHE: Table = {
+    **_SCALES,
+    **only("num_bits", 8, why="a KV cache of another format", required=True),
+    **only("type", "float", why="a KV cache of another format", required=True),
+    **only("strategy", "tensor", None, why="not one scale a tensor"),
+    **only("group_size", None, why="not one scale a tensor"),
+}
+_WEIGHTS: Table = {
+    **_SCALES,
+    "num_bits": integer(),
+    "type": text(),
+    "group_size": integer(16, null=True),
+    **only("strategy", "tensor", "channel", "tensor_group", None, why="scales of another shape"),
+}
+_ACTIVATIONS: Table = {
+    **only("num_bits", 4, 8, why="another format of activations"),
+    **only("type", "float", why="another format of activations"),
+    **only("symmetric", True, None, why="zero points"),
+    **free("the recipe and the stored input scales say how activations are rounded", ANY),
+}
+_FORMAT = only(
+    "format",
+    *("nvfp4-pack-quantized", "float-quantized", "naive-quantized", "mixed-precision", "dense", None),
+    why="another format of weights",
+)
+_GROUP: Table = {
+    **_FORMAT,
+    "targets": names(),
+    "weights": inner(_WEIGHTS, late=True),  # of a group of modules that are not used, such as mtp.*, nothing counts
+    "input_activations": inner(_ACTIVATIONS),
+    **only("output_activations", None, why="quantized outputs"),
+}
+COMPRESSED_TENSORS: Table = {
+    **_FORMAT,
+    **only("quant_method", "compressed-tensors", why="another format"),
+    "config_groups": inner({ANY: inner(_GROUP)}),
+    "ignore": names(),
+    "kv_cache_scheme": inner(_KV_CACHE),
+    **only("transform_config", None, {}, {"config_groups": {}}, why="weights in another basis"),
+    "sparsity_config": inner({**only("format", "dense", None, why="sparse weights"), **free("dense weights", ANY)}),
+    **free("the tensors show it", "quantization_status global_compression_ratio version run_compressed"),
+}
+"""quantization_config of compressed-tensors."""
+
+_ALGORITHM: Table = {
+    "quant_algo": text(default="", null=True),
+    **only("group_size", 16, None, why="NVFP4 has groups of 16"),
+    **only("has_zero_point", False, None, why="zero points"),
+    **free("such scales are tensors, which are refused", "pre_quant_scale awq_block_size"),
+}
+MODELOPT: Table = {
+    **_ALGORITHM,
+    **only("quant_method", "modelopt", why="another format"),
+    "kv_cache_quant_algo": text("FP8", default="FP8", null=True),
+    "kv_cache_scheme": inner(_KV_CACHE, "FP8"),  # the text: ModelOpt before 0.33
+    "ignore": names(),
+    "exclude_modules": names(),
+    "quantized_layers": inner({ANY: inner(_ALGORITHM)}),
+    **free("quant_algo and quantized_layers say the same", "config_groups"),
+    **free("a note of the tool that wrote the file", "producer"),
+}
+"""quantization_config of ModelOpt, and ``quantization`` of hf_quant_config.json."""
+
+HF_QUANT: Table = {
+    "quantization": inner(MODELOPT),
+    **only("quant_method", "modelopt", None, why="another format"),
+    **free("a note of the tool that wrote the file", "producer"),
+}
+"""hf_quant_config.json, and quantization_config of drafters that ModelOpt writes."""
 
 MAX_PATTERNS, MAX_PATTERN = 512, 4096  # of a config, characters of one; published ones have a handful
 MAX_GROUPS = 64

@@ -7,7 +7,7 @@ the codes of wide matrices, and values of codes, is :mod:`edge_dflash.weights.qu
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -22,7 +22,7 @@ Take = Callable[[str, str, tuple[tuple[int, ...], ...]], Array]
 BLOCK = 16  # values along K that share an NVFP4 block scale
 E4M3_NAN = 0x7F  # E4M3 byte without its sign; as bytes, all negative numbers are above
 NEVER = 1 << 30
-_SCALAR: tuple[tuple[int, ...], ...] = ((),)
+SCALAR: tuple[tuple[int, ...], ...] = ((),)
 
 
 class Weight(ABC):
@@ -171,7 +171,7 @@ class Nvfp4Weight(Weight):
     def of(cls, data: Array, shape: tuple[int, ...], take: Take) -> Nvfp4Weight:
         """See :class:`Weight`."""
         blocks = take("weight_scale", "F8_E4M3", ((shape[0], shape[-1] // BLOCK),))
-        return cls(data, blocks, float(take("weight_scale_2", "F32", _SCALAR)))
+        return cls(data, blocks, float(take("weight_scale_2", "F32", SCALAR)))
 
     def rows(self, rows: slice) -> Nvfp4Weight:
         """See :class:`Weight`."""
@@ -280,44 +280,6 @@ class WeightStore(Protocol):
     def kv_scale(self, state: str) -> tuple[float, float]:
         """Return the FP8 scales (k, v) of a KV state such as ``target.layers.3.kv``; (1.0, 1.0) when unknown."""
         ...
-
-
-def to_tensors(name: str, weight: Weight) -> dict[str, tuple[str, Array]]:
-    """Tensors that store a weight in a bundle: name -> (safetensors dtype, array)."""
-    parts = weight.parts()
-    if weight.input_scale is not None:
-        parts["input_scale"] = ("F32", np.array(weight.input_scale, dtype=np.float32))
-    return {f"{name}.{suffix}": part for suffix, part in parts.items()}
-
-
-def from_tensors(name: str, tensors: Mapping[str, tuple[str, Array]], shape: tuple[int, ...]) -> Weight:
-    """Undo :func:`to_tensors`, with views of the same bytes.
-
-    ``tensors`` are all tensors whose name starts with ``name.``; ``shape`` is the logical shape. Raises ValueError
-    saying what was found and what is wanted.
-    """
-    found = {key.removeprefix(f"{name}."): value for key, value in tensors.items()}
-
-    def take(suffix: str, kind: str, shapes: Iterable[tuple[int, ...]]) -> Array:
-        got, array = found.pop(suffix, ("nothing", np.empty(0)))
-        if got != kind or array.shape not in shapes:
-            wanted = " or ".join(str(list(shape)) for shape in shapes)
-            raise ValueError(f"{suffix} is {got} {list(array.shape)}, wanted {kind} {wanted}")
-        return array
-
-    kind, data = found.pop("weight", ("nothing", np.empty(0)))
-    form = next((form for form in FORMATS.values() if form.dtype == kind), None)
-    if form is None:
-        *others, last = (form.dtype for form in FORMATS.values())
-        raise ValueError(f"{name}.weight is {kind}, wanted {', '.join(others)} or {last}")
-    weight = form.weight.of(data, shape, take)
-    if form.quantized and "input_scale" in found:
-        weight = replace(weight, input_scale=float(take("input_scale", "F32", _SCALAR)))  # type: ignore[type-var]
-    if found:
-        raise ValueError(f"{name}.{sorted(found)[0]} is not part of a weight stored as {kind}")
-    if weight.shape != shape:
-        raise ValueError(f"{name} has shape {list(weight.shape)}, wanted {list(shape)}")
-    return weight
 
 
 def bf16_to_f32(bits: Array) -> npt.NDArray[np.float32]:

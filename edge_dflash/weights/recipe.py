@@ -17,6 +17,7 @@ from edge_dflash.common.files import directory, is_file
 from edge_dflash.common.tables import Table, read_table
 from edge_dflash.errors import RecipeError
 from edge_dflash.model.program import WeightSpec
+from edge_dflash.model.registry import DRAFTERS
 from edge_dflash.model.specs import DrafterLayerMask, PairSpec
 from edge_dflash.weights.formats import FORMATS, QUANTIZED, Weight, WeightFormat
 
@@ -24,7 +25,7 @@ Wish = str  # one of WISHES
 WISHES: tuple[Wish, ...] = (*(form.name for form in FORMATS.values() if form.wished), "keep")
 _QUANTIZED = tuple(form.name for form in QUANTIZED)
 TARGET_MODULES = ("attention", "gated_delta", "mlp", "lm_head", "gates", "embedding", "norm", "conv")
-DRAFTER_MODULES = ("attention", "mlp", "fc", "norm")
+DRAFTER_MODULES = tuple(dict.fromkeys(module for drafter in DRAFTERS.values() for module in drafter.modules))
 WIDE_MODULES = ("gates", "embedding", "norm", "conv")  # small or sensitive: never quantized
 W4A4_MODULES = ("attention", "gated_delta", "mlp")  # lm_head and fc always read wide activations
 

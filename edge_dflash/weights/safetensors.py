@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from edge_dflash.common.files import is_there, open_regular, parse_json, read_bytes
+from edge_dflash.common.files import is_there, open_regular, parse_json
+from edge_dflash.common.tables import read_json, unique_keys
 from edge_dflash.errors import CheckpointError, short
 from edge_dflash.weights.formats import Array
 
@@ -124,21 +125,6 @@ def drop_page_cache(file: Path) -> None:
         os.close(descriptor)
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """Read a JSON object. Raises CheckpointError when there is no file or no object in it."""
-    try:
-        value = parse_json(read_bytes(file), object_pairs_hook=_unique, parse_constant=_no_constant)
-    except FileNotFoundError:
-        raise CheckpointError(f"no {file.name} in {file.parent}; give the directory of a checkpoint") from None
-    except OSError as error:
-        raise CheckpointError(f"cannot read {file}: {error.strerror}; correct that or download it again") from None
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file} is not valid JSON ({error}); download it again") from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{file} holds a JSON {type(value).__name__}, wanted an object; download it again")
-    return value
-
-
 def _locate(directory: Path) -> tuple[tuple[Path, ...], dict[str, str] | None]:
     """Shards of a checkpoint directory, and the index's tensor -> shard when there is one."""
     if not directory.is_dir():
@@ -175,28 +161,13 @@ def _read_header(file: Path) -> dict[str, Entry]:
     except OSError as error:
         raise CheckpointError(f"cannot read {file}: {error.strerror}; check that it exists and is readable") from None
     try:
-        header = parse_json(text, object_pairs_hook=_unique)
+        header = parse_json(text, object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} has a damaged header ({type(error).__name__}); download it again") from None
     if not isinstance(header, dict):
         raise CheckpointError(f"{file} has a damaged header (no JSON object); download it again")
     header.pop("__metadata__", None)
     return _entries(file, header, 8 + length, size)
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """JSON object whose names are all different: a second entry of one name would hide the first."""
-    value = dict(pairs)
-    if len(value) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the name {twice[:60]!r} occurs twice in one object")
-    return value
-
-
-def _no_constant(name: str) -> Any:
-    """JSON has no NaN and no infinity, though Python's reader takes them."""
-    raise ValueError(f"{name} is no number of JSON")
 
 
 def _entries(file: Path, header: dict[str, Any], data: int, size: int) -> dict[str, Entry]:

@@ -12,8 +12,8 @@ from edge_dflash.backends.cuda.small import RESULT_WORDS, Result
 from edge_dflash.backends.cuda.states import rope_table
 from edge_dflash.backends.reference.attention import rope_table as torch_rope_table
 from edge_dflash.model import pair_programs
-from edge_dflash.model.config import match_pair, read_drafter_spec, read_target_spec
 from edge_dflash.model.ops import Concat, StateOp
+from edge_dflash.model.registry import match_pair, read_drafter_spec, read_target_spec
 from edge_dflash.model.specs import RopeSpec, YarnScaling
 
 CONFIGS = Path(__file__).parents[1] / "configs"

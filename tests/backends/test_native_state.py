@@ -146,7 +146,7 @@ def test_a_short_convolution_gets_leading_zeros():
 
 
 def test_control_words_are_those_of_the_kernels():
-    source = (KERNELS / "state.cuh").read_text()
+    source = (KERNELS / "control.cuh").read_text()
     for word in memory.Control:
         assert f"{word.name} = {word.value}" in source
         assert 4 * word.value < memory.CONTROL_BYTES

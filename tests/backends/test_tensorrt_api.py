@@ -31,7 +31,3 @@ def test_a_missing_tensorrt_says_how_to_get_it(monkeypatch):
         api.load(api.TENSORRT_RTX)
     with pytest.raises(BackendError, match=r"TensorRT is not installed .*--system-site-packages"):
         api.load(api.TENSORRT)
-
-
-def test_compute_capabilities_are_named_as_tensorrt_does():
-    assert [api.compute_capability(arch) for arch in ("sm120", "sm121a")] == ["SM120", "SM121"]

@@ -11,12 +11,11 @@ from store_weights import StoreWeights
 from edge_dflash.backends.cuda import backend as native_backend
 from edge_dflash.backends.cuda.backend import NativeBackend
 from edge_dflash.backends.cuda.schedule import Last, State
-from edge_dflash.backends.tensorrt import reader, runtime
+from edge_dflash.backends.tensorrt import runtime
 from edge_dflash.backends.tensorrt.api import TENSORRT, TENSORRT_RTX
-from edge_dflash.backends.tensorrt.backend import PlannedOps
-from edge_dflash.backends.tensorrt.plans import bundle_units
-from edge_dflash.backends.tensorrt.schedule import RunPlan, plan_pass
-from edge_dflash.backends.tensorrt.units import EMBEDDING, HEAD, Run
+from edge_dflash.backends.tensorrt.backend import EngineOps
+from edge_dflash.backends.tensorrt.runs import RunEngine, engine_pass
+from edge_dflash.backends.tensorrt.units import EMBEDDING, HEAD, Run, bundle_units
 from edge_dflash.decode.backend import Asked, Backend, Precision
 from edge_dflash.errors import BackendError
 
@@ -45,7 +44,7 @@ def load(patch, folder, gpu=None, trt=None, flavour=TENSORRT, precision=STATE, *
         cubin=lambda unit: b"",
         max_context=CONTEXT,
         prefill_chunk=CHUNK,
-        dense=PlannedOps(flavour, files),
+        dense=EngineOps(flavour, files),
     )
     return backend, gpu, trt
 
@@ -69,9 +68,9 @@ def test_each_plan_is_loaded_once_and_has_a_context_for_each_use(monkeypatch, tm
 
 def test_pages_of_plans_are_given_back_when_they_are_loaded(monkeypatch, tmp_path):
     given = []
-    monkeypatch.setattr(reader.os, "posix_fadvise", lambda fd, *range_and_advice: given.append(range_and_advice))
+    monkeypatch.setattr(runtime.os, "posix_fadvise", lambda fd, *range_and_advice: given.append(range_and_advice))
     load(monkeypatch, tmp_path)
-    assert given == [(0, 0, reader.os.POSIX_FADV_DONTNEED)] * (len(UNITS.units) - 1)
+    assert given == [(0, 0, runtime.os.POSIX_FADV_DONTNEED)] * (len(UNITS.units) - 1)
 
 
 def test_contexts_share_one_scratch_block_of_the_largest_need(loaded):
@@ -91,13 +90,13 @@ def test_shapes_profiles_and_addresses_are_those_of_the_pass(loaded):
     buffers = backend.loaded.buffers
     contexts = iter(trt.contexts)
     for which, rows in ROWS.items():
-        each = plan_pass(UNITS, which, rows)
+        each = engine_pass(UNITS, which, rows)
         places = {
             "arena": buffers.shared.arena.address,
             "logits": buffers.logits.pointer.address,
             "choices": (buffers.drafts if which == "propose" else buffers.choices).address,
         }
-        for step in (s for s in each.schedule.steps if isinstance(s, RunPlan) and s.run.key != EMBEDDING):
+        for step in (s for s in each.schedule.steps if isinstance(s, RunEngine) and s.run.key != EMBEDDING):
             context, bound, unit = next(contexts), each.bound(step), UNITS.units[step.run.key]
             assert (context.key, context.profile) == (bound.key, bound.profile)
             assert context.addresses == {n: places[a.buffer] + a.offset for n, a in bound.addresses}
@@ -121,9 +120,9 @@ def test_a_graph_holds_embedding_plans_and_state_kernels_in_the_order_of_the_sch
     calls = getattr(backend.graphs, which).calls
     found = [call.key if name == "plan" else name for name, call in calls]
     wanted = []
-    for step in plan_pass(UNITS, which, ROWS[which]).schedule.steps:
+    for step in engine_pass(UNITS, which, ROWS[which]).schedule.steps:
         match step:
-            case RunPlan():
+            case RunEngine():
                 wanted.append("gather_rows" if step.run.key == EMBEDDING else step.run.key)
             case State():
                 wanted.append(KERNELS[type(step.op).__name__])
@@ -255,7 +254,7 @@ def test_a_missing_plan_is_named(monkeypatch, tmp_path):
             cubin=lambda unit: b"",
             max_context=CONTEXT,
             prefill_chunk=CHUNK,
-            dense=PlannedOps(TENSORRT, files),
+            dense=EngineOps(TENSORRT, files),
         )
 
 

@@ -9,8 +9,7 @@ from native_support import fake_cubin
 from tensorrt_build_support import VERSION, FakeCompiler, config, fake, fake_tools, install, on
 from tensorrt_support import units
 
-from edge_dflash.backends.tensorrt.plans import STATE_UNITS
-from edge_dflash.backends.tensorrt.units import EMBEDDING
+from edge_dflash.backends.tensorrt.units import EMBEDDING, STATE_UNITS
 from edge_dflash.builder import plans as plans_module
 from edge_dflash.builder.builder import build
 from edge_dflash.builder.journal import building_path
@@ -86,8 +85,8 @@ def test_on_a_board_plans_are_timed_one_by_one_with_one_cache(fake, tmp_path, mo
     on(monkeypatch, 110)
     install(monkeypatch, "10.13.3.9")
     threads = set()
-    plan = fake.plan
-    monkeypatch.setattr(fake, "plan", lambda *a: (threads.add(threading.get_ident()), plan(*a))[1])
+    plan = fake.build
+    monkeypatch.setattr(fake, "build", lambda *a: (threads.add(threading.get_ident()), plan(*a))[1])
 
     def interrupt(stage, done, total):
         if stage == "plans" and done > total / 2:
@@ -130,7 +129,7 @@ def test_a_refused_plan_names_op_and_plan_and_keeps_the_others(fake, tmp_path):
 
 def test_a_refused_plan_stops_those_in_work(fake, tmp_path, monkeypatch):
     begun, stopped = threading.Event(), []
-    plan = fake.plan
+    plan = fake.build
 
     def slow(self, lowered, advance):
         if lowered.unit.key != "drafter-000":
@@ -150,7 +149,7 @@ def test_a_refused_plan_stops_those_in_work(fake, tmp_path, monkeypatch):
         return slow(self, lowered, advance)
 
     monkeypatch.setattr(plans_module, "workers", lambda arch: 2)
-    monkeypatch.setattr(fake, "plan", failing)
+    monkeypatch.setattr(fake, "build", failing)
     with pytest.raises(BuildError, match="plan drafter-001: no"):
         build(config(tmp_path / "out"))
     assert stopped == ["drafter-000"]
@@ -268,7 +267,7 @@ def test_the_fake_and_the_compiler_have_one_face():
 
     from edge_dflash.backends.tensorrt.compile import Compiler
 
-    for name in ("__init__", "lower", "plan"):
+    for name in ("__init__", "lower", "build"):
         assert list(signature(getattr(Compiler, name)).parameters) == list(
             signature(getattr(FakeCompiler, name)).parameters
         )

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from edge_dflash.backends.tensorrt.api import TENSORRT, TENSORRT_RTX, load
-from edge_dflash.backends.tensorrt.calls import SINCE, calls, used
+from tests.scripts.tensorrt_calls import SINCE, calls, used
 
 
 def number(release):
@@ -29,7 +29,7 @@ def test_nothing_is_newer_than_the_first_version_that_we_run_on():
 
 
 def test_the_table_is_printed():
-    command = [sys.executable, "-m", "edge_dflash.backends.tensorrt.calls"]
+    command = [sys.executable, "tests/scripts/tensorrt_calls.py"]
     lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     assert len(lines) == len(SINCE) + 2
     assert "| INetworkDefinition.add_dynamic_quantize | 10.8 | release notes of 10.8 | net.py |" in lines

@@ -6,7 +6,7 @@ from tensorrt_build_support import config
 
 from edge_dflash.backends.tensorrt.compile import Compiler
 from edge_dflash.backends.tensorrt.net import Net
-from edge_dflash.backends.tensorrt.plans import bundle_units, planned
+from edge_dflash.backends.tensorrt.units import bundle_units, engine_units
 from edge_dflash.builder import builder
 from edge_dflash.builder.builder import build
 from edge_dflash.builder.journal import building_path
@@ -40,7 +40,7 @@ def test_a_build_that_is_stopped_inside_plans_resumes(tmp_path):
     result = build(config(tmp_path / "out"))
     bundle = Bundle.open(result.bundle)
     assert {name: (result.bundle / "plans" / name).stat().st_mtime_ns for name in kept} == kept
-    for name, unit in planned(bundle_units(bundle.pair, bundle.manifest.prefill_chunk).units).items():
+    for name, unit in engine_units(bundle_units(bundle.pair, bundle.manifest.prefill_chunk).units).items():
         weights = sum(bundle.get(weight).nbytes for weight in unit.weights)
         size = bundle.plan(name).stat().st_size
         assert weights < size < weights + (1 + len(unit.ops)) * (1 << 20), name
@@ -61,10 +61,10 @@ def test_a_build_is_stopped_by_its_progress():
     head = head_of_the_demo()
     seen = []
     with pytest.raises(BuildError, match=r"plan head for sm121: .*[Cc]ancel"):
-        compiler.plan(compiler.lower(*head), lambda share: seen.append(share) or False)
+        compiler.build(compiler.lower(*head), lambda share: seen.append(share) or False)
     assert len(seen) == 1
     seen.clear()
-    assert compiler.plan(compiler.lower(*head), lambda share: seen.append(share) or True)
+    assert compiler.build(compiler.lower(*head), lambda share: seen.append(share) or True)
     assert seen == sorted(seen)
     assert seen[-1] > 0.8
 

@@ -7,7 +7,6 @@ import pytest
 from tensorrt_support import Formatted, judge, lowered, reference, tensorrt, unit_network, units
 from trt_interpreter import NetworkError, run
 
-from edge_dflash.backends.tensorrt import dense, linear
 from edge_dflash.backends.tensorrt import lower as lowering
 from edge_dflash.backends.tensorrt.net import Net
 from edge_dflash.backends.tensorrt.units import CHOICES, HEAD, HEAD_INPUT
@@ -93,7 +92,7 @@ def no_rows_scale(original):
 
 def norm(changed):
     """rms_norm with something changed in the network methods that it calls."""
-    return function(dense, "rms_norm", lambda original: lambda net, *args, **kw: original(changed(net), *args, **kw))
+    return function(lowering, "rms_norm", lambda original: lambda net, *args, **kw: original(changed(net), *args, **kw))
 
 
 class Other:
@@ -227,14 +226,14 @@ MUTATIONS = {
     "residual dropped": (
         "w4a16",
         DELTA,
-        function(dense, "add", lambda original: lambda net, a, b: net.cast(b, "BF16")),
+        function(lowering, "add", lambda original: lambda net, a, b: net.cast(b, "BF16")),
     ),
     "residual multiplied": (
         *("w4a16", DELTA),
-        function(dense, "add", lambda original: lambda net, a, b: net.elementwise(a, b, "PROD")),
+        function(lowering, "add", lambda original: lambda net, a, b: net.elementwise(a, b, "PROD")),
     ),
-    "sigmoid for silu": ("w4a16", DELTA, function(dense, "swiglu", lambda original: without_sigmoid)),
-    "up forgotten": ("w4a16", DELTA, function(dense, "swiglu", lambda original: relu_like)),
+    "sigmoid for silu": ("w4a16", DELTA, function(lowering, "swiglu", lambda original: without_sigmoid)),
+    "up forgotten": ("w4a16", DELTA, function(lowering, "swiglu", lambda original: relu_like)),
     "norm by the largest": (
         *("bf16", DELTA),
         norm(lambda net: Other(net, reduce=lambda x, _, keep: net.reduce(x, "MAX", keep=keep))),
@@ -253,10 +252,10 @@ MUTATIONS = {
     "activation scales along the rows": ("w4a4", DELTA, function(Net, "quantize_blocks", quantized_rows)),
     "channel scales along the inputs": ("fp8-channel", SQUARE, axis(0, 1)),
     "block scales dequantized by two": ("w4a16", DELTA, function(Net, "ones", lambda original: twos)),
-    "scale after the product missing": ("w4a4", DELTA, function(linear, "scaled", no_rows_scale)),
+    "scale after the product missing": ("w4a4", DELTA, function(lowering, "scaled", no_rows_scale)),
     "stacked in another order": (
         *("w4a4", "drafter-000"),
-        function(linear, "_stacked", lambda original: lambda matrices: original(matrices[::-1])),
+        function(lowering, "_stacked", lambda original: lambda matrices: original(matrices[::-1])),
     ),
     "columns of a stack a column early": ("w4a4", DELTA, function(Net, "split_columns", columns_late)),
     "one global scale for a stack": (
@@ -274,7 +273,7 @@ MUTATIONS = {
     "activation block scales missing": (
         "w4a4",
         DELTA,
-        function(linear, "activations", block_scales_of_activations_lost),
+        function(lowering, "activations", block_scales_of_activations_lost),
     ),
 }
 

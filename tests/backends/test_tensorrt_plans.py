@@ -8,7 +8,7 @@ from tensorrt_support import reference, units
 
 from edge_dflash.backends.tensorrt import lower as lowering
 from edge_dflash.backends.tensorrt.compile import Compiler
-from edge_dflash.backends.tensorrt.linear import linear
+from edge_dflash.backends.tensorrt.lower import linear
 from edge_dflash.backends.tensorrt.net import Net
 from edge_dflash.backends.tensorrt.units import RowRange
 from edge_dflash.errors import BackendError, BuildError
@@ -24,7 +24,7 @@ def test_the_demo_pair_builds_for_sm121(kind):
     compiler = Compiler("sm121")
     for unit in units("demo").units.values():
         lowered = compiler.lower(unit, reference("demo", kind).store)
-        plan = compiler.plan(lowered)
+        plan = compiler.build(lowered)
         assert lowered.weight_bytes < len(plan) < lowered.weight_bytes + PLAN_OVERHEAD * (1 + len(unit.ops)), unit.key
 
 
@@ -45,12 +45,12 @@ def kernels(plan):
 def test_stacks_are_those_that_tensorrt_makes_by_itself(key, monkeypatch):
     """With the same kernels; each elementwise kernel behind a stack reads its slice, and was handed a part before."""
     compiler, unit, store = Compiler("sm121"), units("demo").units[key], reference("demo", "w4a4").store
-    ours = bytes(compiler.plan(compiler.lower(unit, store)))
+    ours = bytes(compiler.build(compiler.lower(unit, store)))
     assert not re.search(rb'fully_connected=\{ name="[^"]*matmul[^"]*\+', ours)  # none left to stack
     monkeypatch.setattr(
         lowering, "_linears", lambda net, op, unit, x, store: {op.output: linear(net, x, store.get(op.weight))}
     )
-    theirs = bytes(compiler.plan(compiler.lower(unit, store)))
+    theirs = bytes(compiler.build(compiler.lower(unit, store)))
     assert products(ours) == products(theirs)
     assert kernels(ours) == kernels(theirs)
     scratch = rb"region = \{ name=devmem\w* size=(\d+)"
@@ -62,7 +62,7 @@ def test_other_formats_and_architectures_build(kind, arch):
     compiler = Compiler(arch)
     for key in ("target-007", "head"):  # the context's fc among them
         lowered = compiler.lower(units("demo").units[key], reference("demo", kind).store)
-        assert len(compiler.plan(lowered)) > lowered.weight_bytes
+        assert len(compiler.build(lowered)) > lowered.weight_bytes
 
 
 def test_the_compilers_words_and_the_plan_are_in_the_error(monkeypatch):
@@ -74,7 +74,7 @@ def test_the_compilers_words_and_the_plan_are_in_the_error(monkeypatch):
     compiler = Compiler("sm121")
     lowered = compiler.lower(units("demo").units["head"], reference("demo", "w4a16").store)
     with pytest.raises(BuildError, match=r"plan head for sm121: TensorRT 1\.\d.* says .*logits#"):
-        compiler.plan(lowered)
+        compiler.build(lowered)
 
 
 def test_the_compilers_words_are_in_the_refusal_of_a_layer(monkeypatch):
@@ -89,11 +89,11 @@ def test_a_profile_that_makes_no_sense_is_the_builders_error():
     compiler = Compiler("sm121")
     unit = replace(units("demo").units["head"], profiles=(RowRange(16, 8, 4),))
     with pytest.raises(BuildError, match="plan head for sm121"):
-        compiler.plan(compiler.lower(unit, reference("demo", "bf16").store))
+        compiler.build(compiler.lower(unit, reference("demo", "bf16").store))
 
 
 def test_plans_differ_by_weights_and_are_the_same_twice():
     compiler, unit = Compiler("sm121"), units("demo").units["drafter-001"]
-    one, same, other = (bytes(compiler.plan(compiler.lower(unit, reference("demo", k).store))) for k in TWICE)
+    one, same, other = (bytes(compiler.build(compiler.lower(unit, reference("demo", k).store))) for k in TWICE)
     assert len(one) == len(same)
     assert one != other

@@ -8,7 +8,7 @@ import torch
 from tensorrt_arena import widened
 from tensorrt_support import Formatted, lowered, tensorrt, units
 
-from edge_dflash.backends.tensorrt.linear import bf16_bits
+from edge_dflash.backends.tensorrt.lower import bf16_bits
 from edge_dflash.backends.tensorrt.net import Net
 from edge_dflash.backends.tensorrt.units import EMBEDDING, HEAD
 from edge_dflash.errors import BackendError

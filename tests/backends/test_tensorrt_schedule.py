@@ -11,8 +11,7 @@ from tensorrt_support import CHUNK, PAIRS, PASSES, checkpoint, spec, units
 from edge_dflash.backends.cuda.schedule import Last, State
 from edge_dflash.backends.reference.dense import TorchWeights
 from edge_dflash.backends.reference.interpreter import Interpreter, Memory
-from edge_dflash.backends.tensorrt.dry_run import dry_run
-from edge_dflash.backends.tensorrt.schedule import RunPlan, plan_pass
+from edge_dflash.backends.tensorrt.runs import RunEngine, dry_run, engine_pass
 from edge_dflash.backends.tensorrt.units import (
     CHOICES,
     EMBEDDING,
@@ -25,8 +24,8 @@ from edge_dflash.backends.tensorrt.units import (
 )
 from edge_dflash.errors import BackendError
 from edge_dflash.model import pair_programs
-from edge_dflash.model.config import match_pair, read_drafter_spec, read_target_spec
 from edge_dflash.model.ops import Add, SelectRows, StateOp
+from edge_dflash.model.registry import match_pair, read_drafter_spec, read_target_spec
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 MODELS = ("qwen3.6-27b", "qwen3.5-4b", "qwen3-8b")
@@ -42,13 +41,13 @@ def cut(name):
     return pair_units(pair_programs(pair), pair.drafter.block_size, CHUNK)
 
 
-def planned(name, which):
-    return plan_pass(cut(name), which, CHUNK if which == "prefill" else cut(name).units[HEAD].profiles[0].high)
+def placed(name, which):
+    return engine_pass(cut(name), which, CHUNK if which == "prefill" else cut(name).units[HEAD].profiles[0].high)
 
 
 @pytest.mark.parametrize(("name", "which"), ALL)
 def test_a_dry_run_binds_every_tensor_to_a_live_address(name, which):
-    plan = planned(name, which)
+    plan = placed(name, which)
     report = dry_run(cut(name).units, plan)
     runs = [s for s in cut(name).passes[which] if isinstance(s, Run)]
     assert report.plans == len(runs)
@@ -102,6 +101,10 @@ def first(plan, kind, skip=0):
     return [i for i, step in enumerate(plan.schedule.steps) if isinstance(step, kind)][skip]
 
 
+def nth_run(plan, number):
+    return first(plan, RunEngine, number)
+
+
 def with_steps(plan, change):
     return replace(plan, schedule=replace(plan.schedule, steps=change(list(plan.schedule.steps))))
 
@@ -113,10 +116,10 @@ def exchange(steps, a, b):
 
 def rebound(plan, **changes):
     """The second plan's bindings changed: ``reads`` or ``writes`` as a function of the pairs."""
-    index = first(plan, RunPlan, 2)
+    index = nth_run(plan, 2)
     step = plan.schedule.steps[index]
     run = replace(step.run, **{side: change(getattr(step.run, side)) for side, change in changes.items()})
-    step = RunPlan(tuple(t for _, t in run.reads), tuple(t for _, t in run.writes), run)
+    step = RunEngine(tuple(t for _, t in run.reads), tuple(t for _, t in run.writes), run)
     return with_steps(plan, lambda steps: [*steps[:index], step, *steps[index + 1 :]])
 
 
@@ -138,13 +141,13 @@ def over(plan):
 
 
 WRONG = {
-    "a plan missing": lambda p: with_steps(p, lambda s: without(s, first(p, RunPlan, 3))),
-    "a plan run twice": lambda p: with_steps(p, lambda s: [*s, s[first(p, RunPlan, 3)]]),
+    "a plan missing": lambda p: with_steps(p, lambda s: without(s, nth_run(p, 3))),
+    "a plan run twice": lambda p: with_steps(p, lambda s: [*s, s[nth_run(p, 3)]]),
     "a state op missing": lambda p: with_steps(p, lambda s: without(s, first(p, State, 1))),
     "the last context append missing": lambda p: with_steps(p, lambda s: without(s, first(p, State, -1))),
     "the last row missing": lambda p: with_steps(p, lambda s: without(s, first(p, Last))),
-    "two plans exchanged": lambda p: with_steps(p, lambda s: exchange(s, first(p, RunPlan, 2), first(p, RunPlan, 3))),
-    "a state op before its plan": lambda p: with_steps(p, lambda s: exchange(s, first(p, State), first(p, RunPlan, 1))),
+    "two plans exchanged": lambda p: with_steps(p, lambda s: exchange(s, nth_run(p, 2), nth_run(p, 3))),
+    "a state op before its plan": lambda p: with_steps(p, lambda s: exchange(s, first(p, State), nth_run(p, 1))),
     "inputs exchanged": lambda p: rebound(p, reads=swapped),
     "outputs exchanged": lambda p: rebound(p, writes=swapped),
     "an input not bound": lambda p: rebound(p, reads=lambda pairs: pairs[1:]),
@@ -164,7 +167,7 @@ WRONG = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_schedule_is_found(name):
-    plan = planned("demo", "prefill")
+    plan = placed("demo", "prefill")
     with pytest.raises(BackendError, match="the schedule is wrong"):
         dry_run(cut("demo").units, WRONG[name](plan))
 
@@ -188,20 +191,20 @@ def changed_binding(unit, **changes):
 def test_a_plan_of_another_program_is_found(change):
     found = {**cut("demo").units, "target-002": change(cut("demo").units["target-002"])}
     with pytest.raises(BackendError, match="the schedule is wrong"):
-        dry_run(found, planned("demo", "prefill"))
+        dry_run(found, placed("demo", "prefill"))
 
 
 def test_a_missing_plan_is_found():
     found = {key: unit for key, unit in cut("demo").units.items() if key != HEAD}
     with pytest.raises(BackendError, match="there is no plan head"):
-        dry_run(found, planned("demo", "verify"))
+        dry_run(found, placed("demo", "verify"))
 
 
 @pytest.mark.parametrize("chunk", [8, 64])
 def test_the_head_runs_on_a_block_in_every_pass(chunk):
     pair = pair_units(pair_programs(spec("demo")), 16, chunk)
     for which, rows in (("prefill", chunk), ("verify", 16), ("propose", 16)):
-        plan = plan_pass(pair, which, rows)
+        plan = engine_pass(pair, which, rows)
         dry_run(pair.units, plan)
         bound = plan.bound(plan.schedule.steps[-1])
         assert (bound.key, bound.profile, bound.rows) == (HEAD, 0, 16)

@@ -7,7 +7,7 @@ from store_weights import StoreWeights
 from tensorrt_support import Formatted, spec, units
 
 from edge_dflash.backends.cuda import backend as native_backend
-from edge_dflash.backends.tensorrt.schedule import RunPlan
+from edge_dflash.backends.tensorrt.runs import RunEngine
 from edge_dflash.decode.backend import Precision
 from edge_dflash.model import pair_programs
 from edge_dflash.model.ops import Add, Linear, RmsNorm, SwiGlu
@@ -37,6 +37,6 @@ def test_every_dense_op_is_launched_once(backend, which):
 def test_plans_run_in_the_order_of_the_tensorrt_schedule(backend):
     for which, each in backend.loaded.passes.items():
         steps = [step for step in units("demo").passes[which] if hasattr(step, "key")]
-        runs = [step.run for step in each.plan.steps if isinstance(step, RunPlan)]
+        runs = [step.run for step in each.plan.steps if isinstance(step, RunEngine)]
         assert runs == steps
         assert len(each.runs) == len(steps) - 1  # the embedding is gathered

@@ -81,14 +81,14 @@ def board(monkeypatch):
 )
 def test_a_cache_grows_and_one_that_does_not_fit_is_begun_anew(board, before, after):
     compiler = Compiler("sm110", before)
-    assert bytes(compiler.plan(LOWERED)) == b"plan"
+    assert bytes(compiler.build(LOWERED)) == b"plan"
     assert compiler.timing == after
-    compiler.plan(LOWERED)
+    compiler.build(LOWERED)
     assert compiler.timing == after + b"t"
 
 
 def test_a_plan_has_a_profile_for_each_range_of_rows_and_one_stream(board):
-    Compiler("sm110").plan(LOWERED)
+    Compiler("sm110").build(LOWERED)
     assert Builder.config.profiles == [{"rows": ((4, 8), (4, 8), (4, 8))}, {"rows": ((1, 8), (32, 8), (32, 8))}]
     assert Builder.config.max_aux_streams == 0
 
@@ -97,5 +97,5 @@ def test_what_was_timed_before_a_refusal_is_kept(board, monkeypatch):
     monkeypatch.setattr(Builder, "said", "Error Code 10:\n  no tactic for logits#3 matmul")
     compiler = Compiler("sm110")
     with pytest.raises(BuildError, match=r"plan head for sm110: TensorRT 10.13.3.9 says Error Code 10: no tactic for"):
-        compiler.plan(LOWERED)
+        compiler.build(LOWERED)
     assert compiler.timing == HERE + b"t"

@@ -23,7 +23,7 @@ from edge_dflash.common.files import directory
 from edge_dflash.errors import BackendError, BundleError, RecipeError
 from edge_dflash.model import pair_programs
 from edge_dflash.weights.recipe import default_recipe
-from tests.checks.test_inspection import MODELS, spec
+from tests.checks.test_inspect import MODELS, spec
 from tests.scripts.kernels import main
 
 GPUS = [arch for arch in ARCHS if arch.sm]
@@ -47,7 +47,7 @@ def test_every_spelling_means_one_architecture(arch, bundle):
         for backend in (None, "native"):
             assert choose(word, backend, default_recipe()).arch is arch
         assert api.flavour_of(word).module == arch.tensorrt
-        assert api.compute_capability(word) == f"SM{arch.sm}"
+        assert find_arch(word).capability == f"SM{arch.sm}"
         devices.check_arch(word, arch.sm, "b")
         check_native(NATIVE_PAIR, formats_of("nvfp4"), arch=word)
         text = dump_manifest(replace(bundle.manifest, arch=word))  # as earlier versions wrote it

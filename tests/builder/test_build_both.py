@@ -202,7 +202,7 @@ def test_a_build_on_the_board_itself_builds_the_plans_at_once(fake, tmp_path, mo
 @pytest.mark.tensorrt
 def test_networks_of_weights_that_were_turned_back_are_those_of_checkpoint_order(built):
     from edge_dflash.backends.tensorrt.compile import Compiler
-    from edge_dflash.backends.tensorrt.plans import bundle_units
+    from edge_dflash.backends.tensorrt.units import bundle_units
 
     stores = [Bundle.open(built[name]) for name in (None, "tensorrt")]
     compiler = Compiler("sm121")

@@ -19,8 +19,8 @@ from edge_dflash.builder.finish import finish
 from edge_dflash.bundle.manifest import Trial, dump_manifest, parse_manifest
 from edge_dflash.bundle.reader import Bundle, read_manifest
 from edge_dflash.checks.doctor import BundleFacts, Facts
-from edge_dflash.checks.doctor_checks import plans
-from edge_dflash.checks.record import identity
+from edge_dflash.checks.doctor_checks import engines
+from edge_dflash.checks.provenance import identity
 from edge_dflash.decode.backend import PairShape
 from edge_dflash.errors import BackendError, BuildError, BundleError, VerificationError
 
@@ -239,7 +239,7 @@ def test_inspect_shows_both_figures(board, bundle, cli):
 def test_doctor_and_report_carry_the_figures(board, bundle):
     def judged():
         held = BundleFacts(bundle, read_manifest(bundle), None, 0, False)
-        return plans(Facts(tensorrt={"tensorrt": "10.13.3"}, bundle=held))
+        return engines(Facts(tensorrt={"tensorrt": "10.13.3"}, bundle=held))
 
     check = judged()
     assert (check.status, check.found) == ("warn", "14 of 14 plans are yet to be built; native runs")

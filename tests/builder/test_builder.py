@@ -34,7 +34,7 @@ from edge_dflash.checks.footprint import row_parameters
 from edge_dflash.decode.backend import Precision
 from edge_dflash.errors import BuildError, BundleError, CheckpointError, EdgeDflashError
 from edge_dflash.model import pair_programs
-from edge_dflash.model.config import match_pair, read_drafter_spec, read_target_spec
+from edge_dflash.model.registry import match_pair, read_drafter_spec, read_target_spec
 from edge_dflash.weights.checkpoint import PairCheckpoint
 from edge_dflash.weights.formats import Nvfp4Weight, WideWeight, bf16_to_f32
 from edge_dflash.weights.quantize import quantize_nvfp4, wide_tensor

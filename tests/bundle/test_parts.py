@@ -3,9 +3,9 @@ import pytest
 from bundle_support import PAIR, random_weights
 from safetensors import safe_open
 
-from edge_dflash.bundle.parts import CHUNK, hash_file, part_of, write_part
+from edge_dflash.bundle.parts import CHUNK, from_tensors, hash_file, part_of, to_tensors, write_part
 from edge_dflash.model import pair_programs
-from edge_dflash.weights.formats import Fp8Weight, Nvfp4Weight, WideWeight, from_tensors, to_tensors
+from edge_dflash.weights.formats import Fp8Weight, Nvfp4Weight, WideWeight
 
 
 def test_every_weight_has_a_file_of_its_layer():

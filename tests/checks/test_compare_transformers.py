@@ -11,7 +11,7 @@ from golden_pairs import GOLDEN
 from edge_dflash.backends.reference.backend import ReferenceBackend
 from edge_dflash.decode.backend import Precision
 from edge_dflash.model import pair_programs
-from edge_dflash.model.config import match_pair, read_drafter_spec, read_target_spec
+from edge_dflash.model.registry import match_pair, read_drafter_spec, read_target_spec
 from edge_dflash.weights.checkpoint import PairCheckpoint
 from edge_dflash.weights.quantize import wide_tensor
 

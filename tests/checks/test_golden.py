@@ -7,7 +7,7 @@ from golden_pairs import GOLDEN, NAMES, golden, pair, store
 from safetensors.numpy import save_file
 from verify_support import short_golden
 
-from edge_dflash.checks.golden import GoldenReport, KeyResult, check_golden, verify_golden
+from edge_dflash.checks.golden import ArrayDifference, GoldenComparison, check_golden, verify_golden
 from edge_dflash.errors import CheckpointError, VerificationError
 
 
@@ -144,6 +144,6 @@ def test_an_unreadable_golden_file_and_a_wrong_pair_are_refused(tmp_path):
 
 
 def test_a_report_decides_only_by_what_decides():
-    fine = KeyResult("p0.prefill_logits_bf16run", 9.0, None)
-    assert not GoldenReport((fine,), (), (), ()).ok
-    assert GoldenReport((fine, KeyResult("p0.greedy_tokens", 0.0, 0.0)), (), (), ()).ok
+    fine = ArrayDifference("p0.prefill_logits_bf16run", 9.0, None)
+    assert not GoldenComparison((fine,), (), (), ()).ok
+    assert GoldenComparison((fine, ArrayDifference("p0.greedy_tokens", 0.0, 0.0)), (), (), ()).ok

@@ -30,9 +30,10 @@ from hypothesis import strategies as st
 from calib.demo.evaluate import heldout_tasks
 from edge_dflash import demo as demo_package
 from edge_dflash.decode.grammar import walker as module
+from edge_dflash.decode.grammar.library import Vocabulary
 from edge_dflash.decode.grammar.schema_check import schema_json
-from edge_dflash.decode.grammar.vocabulary import Vocabulary
-from edge_dflash.decode.grammar.walker import Source, Walker, compiled
+from edge_dflash.decode.grammar.walker import Walker, compiled
+from edge_dflash.decode.grammar.wire import Source
 from edge_dflash.decode.sampling import unpack
 from edge_dflash.demo.actions import plan_schema
 from edge_dflash.errors import RequestError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import json
 import os
@@ -36,12 +37,11 @@ from edge_dflash.decode.backend import PairShape
 from edge_dflash.decode.controls import ENDLESS, Controls, Interrupted, Patience
 from edge_dflash.decode.grammar import compiled as module
 from edge_dflash.decode.grammar import wire
-from edge_dflash.decode.grammar.child import Bounds
-from edge_dflash.decode.grammar.compiled import Grammar, Grammars, hold
+from edge_dflash.decode.grammar.compiled import Grammar, Grammars, Turns, hold
 from edge_dflash.decode.grammar.process import OverBounds
 from edge_dflash.decode.grammar.schema_check import schema_json
-from edge_dflash.decode.grammar.turns import Turns
-from edge_dflash.decode.grammar.walker import Source, Walker
+from edge_dflash.decode.grammar.walker import Walker
+from edge_dflash.decode.grammar.wire import Bounds, Source
 from edge_dflash.decode.loop import DecodeOptions, generate
 from edge_dflash.errors import RequestError
 
@@ -555,6 +555,36 @@ def test_signals_for_the_planner_leave_the_grammars_alone():
                 os.kill(pid, number)
         assert len(constraint.masks([A])) == 2
         assert constraint.walk([A], lambda row, mask: None) == [A]
+
+
+@pytest.mark.parametrize("what", ["subprocess.Popen", "os.memfd_create", "socket.socketpair"])
+def test_no_process_or_file_left_is_said_and_tried_again(monkeypatch, what):
+    def refuse(*arguments, **options):
+        raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    words = synthetic_tokenizer(2048)
+    with monkeypatch.context() as patched:
+        patched.setattr(what, refuse)
+        with pytest.raises(RequestError) as refused:
+            compile_regex("a", words, 2048, (2047,))
+    assert str(refused.value) == "the grammar cannot be compiled now (Resource temporarily unavailable); try again"
+    compile_regex("a", words, 2048, (2047,))
+
+
+def test_a_constraint_without_a_file_left_is_opened_with_its_first_mask(monkeypatch):
+    grammar = compile_regex("ab", tokenizer(), vocab_size(), STOP)
+    with monkeypatch.context() as patched:
+        patched.setattr("os.memfd_create", lambda name: os.open("/nowhere", os.O_RDONLY))
+        constraint = grammar.constraint()
+        with pytest.raises(RequestError, match="No such file"):
+            constraint.masks(())
+    assert len(constraint.masks(())) == 1
+
+
+def test_a_grammars_process_imports_little():
+    code = "import sys, edge_dflash.decode.grammar.zygote; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not {"numpy", "torch", "tokenizers", "subprocess", "asyncio", "jinja2"}.intersection(done.stdout.split())
 
 
 def test_a_tokenizer_that_is_not_known_says_so():

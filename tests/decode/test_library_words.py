@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from edge_dflash.decode.grammar.library_words import in_our_words
+from edge_dflash.decode.grammar.library import in_our_words
 from edge_dflash.errors import RequestError
 from tests.decode.test_grammar import lark, regex, schema
 

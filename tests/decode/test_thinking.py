@@ -7,8 +7,9 @@ import pytest
 from fakes import Stepped
 from grammar_support import END, compile_regex, tokenizer, vocab_size
 
-from edge_dflash.decode.grammar.vocabulary import Vocabulary
-from edge_dflash.decode.grammar.walker import Source, Walker, compiled
+from edge_dflash.decode.grammar.library import Vocabulary
+from edge_dflash.decode.grammar.walker import Walker, compiled
+from edge_dflash.decode.grammar.wire import Source
 from edge_dflash.decode.sampling import unpack
 from edge_dflash.decode.steering import AfterThinking
 from edge_dflash.errors import RequestError

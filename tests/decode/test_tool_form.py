@@ -7,14 +7,14 @@ import random
 
 import numpy as np
 import pytest
-from grammar_support import END, Walk, compiled_here, tokenizer
+from grammar_support import END, Walk, compiled_here, split_answer, tokenizer
 
-from edge_dflash.decode.grammar.tool_form import tool_grammar
+from edge_dflash.decode.grammar.lark_text import tool_grammar
 from edge_dflash.decode.options import Options
 from edge_dflash.errors import RequestError
-from edge_dflash.text.chat import split_answer
+from edge_dflash.text.chat import dialect_of
 from edge_dflash.text.tokenizer import ChatTemplate, Tokenizer
-from edge_dflash.text.tool_dialect import JsonCalls, TaggedCalls, dialect_of
+from edge_dflash.text.tool_calls import JsonCalls, TaggedCalls
 from tests.decode.test_grammar import SPELLING, accepts
 
 JSON_TEMPLATE = """\

@@ -10,7 +10,7 @@ from calib.demo.corpus import heldout_keys, task_key, tasks
 from calib.demo.evaluate import Answer, evaluate, heldout_tasks, planner_generate
 from calib.demo.tokenizer import MASK_ID, train_tokenizer
 from edge_dflash.errors import BundleError
-from edge_dflash.model.config import match_pair, read_drafter_spec, read_target_spec
+from edge_dflash.model.registry import match_pair, read_drafter_spec, read_target_spec
 
 MODELS = Path(edge_dflash.demo.__file__).parent / "models"
 

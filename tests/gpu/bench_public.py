@@ -24,8 +24,8 @@ from pathlib import Path
 
 from edge_dflash.checks.bench import Device, Work, decode_all, fitted
 from edge_dflash.checks.measure import ROUNDS, Meter, accept_pattern, decoded, host_cycle, on_device
+from edge_dflash.checks.provenance import ClockSample, describe
 from edge_dflash.checks.random_pair import synthetic_pair
-from edge_dflash.checks.record import ClockSample, describe
 from edge_dflash.checks.subjects import CUBINS, bundle_subject, probe_device, synthetic_subject
 from edge_dflash.errors import EdgeDflashError
 from edge_dflash.planner import Planner

@@ -20,8 +20,8 @@ from transformers_pair import Transformers
 
 from edge_dflash.backends.cuda.linear import LinearWeights
 from edge_dflash.checks.measure import Meter, accept_pattern
+from edge_dflash.checks.provenance import describe
 from edge_dflash.checks.random_pair import RandomWeights, synthetic_pair
-from edge_dflash.checks.record import describe
 from edge_dflash.checks.subjects import CUBINS
 from edge_dflash.decode.backend import Precision
 from edge_dflash.planner import Planner

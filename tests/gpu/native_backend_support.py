@@ -14,7 +14,7 @@ from edge_dflash.backends.cuda.backend import NativeBackend
 from edge_dflash.backends.reference.backend import ReferenceBackend
 from edge_dflash.decode.backend import Precision
 from edge_dflash.model import pair_programs
-from edge_dflash.model.config import match_pair, read_drafter_spec, read_target_spec
+from edge_dflash.model.registry import match_pair, read_drafter_spec, read_target_spec
 from edge_dflash.model.specs import DrafterLayerMask
 from edge_dflash.weights.checkpoint import PairCheckpoint
 from edge_dflash.weights.formats import WideWeight

@@ -12,8 +12,8 @@ from edge_dflash.backends.cuda.linear import Linears
 from edge_dflash.backends.cuda.memory import PADDING, Place, aligned
 from edge_dflash.backends.cuda.passes import Pass
 from edge_dflash.backends.cuda.schedule import Copy, Gate, Head, Multiply, Normalise, Schedule, Sum
-from edge_dflash.backends.tensorrt.passes import PlannedPass, plan_of, planned_passes
-from edge_dflash.backends.tensorrt.schedule import RunPlan
+from edge_dflash.backends.tensorrt.backend import EngineFrame, engine_passes, layout_of
+from edge_dflash.backends.tensorrt.runs import RunEngine
 from edge_dflash.backends.tensorrt.units import EMBEDDING, LOGITS, pair_units
 from edge_dflash.model.ops import Add, Concat, Linear, RmsNorm, SwiGlu
 from edge_dflash.weights.layout import Layout
@@ -28,7 +28,7 @@ class Expanded:
     places: dict[str, Place]
     end: int  # of the arena
     rows: int
-    steps: dict[RunPlan, list] = field(default_factory=dict)
+    steps: dict[RunEngine, list] = field(default_factory=dict)
 
     def inside(self, name, columns):
         """Memory behind the arena for a tensor of its own."""
@@ -40,7 +40,7 @@ class Expanded:
 
 
 class NativeSegments:
-    """Takes the place of PlannedOps."""
+    """Takes the place of EngineOps."""
 
     def __init__(self, weights, cubin):
         self._weights, self._cubin = weights, cubin
@@ -49,11 +49,11 @@ class NativeSegments:
         assert sizes.rows in (16, 32)
         self._pair = pair_units(programs, sizes.rows, sizes.prefill_rows)
         self._specs, self._stacks = programs.weights, {}
-        self.passes = planned_passes(self._pair, sizes)
-        plan = plan_of(programs, precision, sizes, self.passes)
+        self.passes = engine_passes(self._pair, sizes)
+        layout = layout_of(programs, precision, sizes, self.passes)
         self._expanded = {name: self._expand(each, name) for name, each in self.passes.items()}
         arena = max(each.end for each in self._expanded.values())
-        return replace(plan, arena_bytes=arena)
+        return replace(layout, arena_bytes=arena)
 
     def open(self, gpu, layout):
         self._gpu, self._linears = gpu, Linears(gpu, self._cubin)
@@ -85,14 +85,14 @@ class NativeSegments:
             return lambda: [launches._dense(step, True) for step in steps]
 
         runs = {step: enqueue(steps) for step, steps in each.steps.items()}
-        return PlannedPass(common, name, self._pair, runs)
+        return EngineFrame(common, name, self._pair, runs)
 
     def _expand(self, each, name):
         old = each.schedule
         schedule = Schedule(old.program, [], dict(old.columns), dict(old.widths), dict(old.slices), set(old.single))
         found = Expanded(schedule, dict(each.places), each.arena, max(each.rows, each.block))
         for step in old.steps:
-            if isinstance(step, RunPlan) and step.run.key != EMBEDDING:
+            if isinstance(step, RunEngine) and step.run.key != EMBEDDING:
                 names = dict((*step.run.reads, *step.run.writes))
                 found.steps[step] = []
                 for op in self._pair.units[step.run.key].ops:

@@ -5,7 +5,7 @@ from golden_pairs import GOLDEN
 from synthetic import CONFIGS
 
 from edge_dflash.errors import CheckpointError, UnsupportedModelError
-from edge_dflash.model.config import match_pair, read_drafter_spec, read_target_spec
+from edge_dflash.model.registry import match_pair, read_drafter_spec, read_target_spec
 from edge_dflash.model.specs import DrafterLayerMask, YarnScaling
 
 DELETE = object()

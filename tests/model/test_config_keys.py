@@ -9,7 +9,7 @@ from config_mutations import OUTCOMES, bases, load, verdicts
 from golden_pairs import GOLDEN
 
 from edge_dflash.errors import CheckpointError, UnsupportedModelError
-from edge_dflash.model.config import read_drafter_spec, read_target_spec
+from edge_dflash.model.registry import read_drafter_spec, read_target_spec
 from edge_dflash.model.specs import RopeSpec, YarnScaling
 from edge_dflash.weights.declared import read_declared
 from edge_dflash.weights.safetensors import TensorFiles

@@ -18,9 +18,9 @@ from edge_dflash.bundle.reader import read_manifest
 from edge_dflash.checks.inspect import inspect_recipe
 from edge_dflash.errors import CheckpointError, RecipeError
 from edge_dflash.model import pair_programs
-from edge_dflash.model.config import match_pair, read_drafter_spec, read_target_spec
 from edge_dflash.model.ops import Attend
 from edge_dflash.model.program import KvState
+from edge_dflash.model.registry import match_pair, read_drafter_spec, read_target_spec
 from edge_dflash.model.specs import DrafterLayerMask
 from edge_dflash.weights.recipe import MaskOverride, Recipe, load_recipe
 from tests.backends import test_native_backend, test_tensorrt_backend

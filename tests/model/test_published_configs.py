@@ -5,7 +5,7 @@ import json
 import pytest
 
 from edge_dflash.errors import CheckpointError, UnsupportedModelError
-from edge_dflash.model.config import match_pair, read_drafter_spec, read_target_spec
+from edge_dflash.model.registry import match_pair, read_drafter_spec, read_target_spec
 from edge_dflash.weights.declared import read_declared
 
 MLP, QKV = "model.layers.0.mlp.down_proj", "model.layers.0.self_attn.q_proj"

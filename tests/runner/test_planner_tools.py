@@ -10,7 +10,7 @@ from fakes import SHAPE, FakeBackend
 from grammar_support import END, tokenizer, vocab_size
 from service_support import client_of, events, fake_service
 
-from edge_dflash.client.dialect import Server, ask
+from edge_dflash.client.api import Server, ask
 from edge_dflash.decode.options import Options
 from edge_dflash.errors import RequestError
 from edge_dflash.planner import Planner
@@ -127,8 +127,8 @@ def test_the_service_forces_calls(tmp_path):
 @pytest.mark.parametrize("kind", ["edge-dflash", "vllm", "openai"])
 def test_a_remote_planner_sends_the_choice(kind):
     server = Server(kind, "m", {})
-    assert ask(server, TASK, Options(tools=TOOLS, tool_choice="required")).body["tool_choice"] == "required"
+    assert ask(server, TASK, Options(tools=TOOLS, tool_choice="required"))[1]["tool_choice"] == "required"
     named = {"type": "function", "function": {"name": "wait"}}
-    assert ask(server, TASK, Options(tools=TOOLS, tool_choice="wait")).body["tool_choice"] == named
-    assert "tool_choice" not in ask(server, TASK, Options(tools=TOOLS)).body
-    assert "tools" not in ask(server, TASK, Options(tools=TOOLS, tool_choice="none")).body
+    assert ask(server, TASK, Options(tools=TOOLS, tool_choice="wait"))[1]["tool_choice"] == named
+    assert "tool_choice" not in ask(server, TASK, Options(tools=TOOLS))[1]
+    assert "tools" not in ask(server, TASK, Options(tools=TOOLS, tool_choice="none"))[1]

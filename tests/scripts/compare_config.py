@@ -30,7 +30,7 @@ from edge_dflash.backends.reference.backend import ReferenceBackend
 from edge_dflash.checks.observe import FLOAT32
 from edge_dflash.errors import CheckpointError
 from edge_dflash.model import pair_programs
-from edge_dflash.model.config import match_pair, read_drafter_spec, read_target_spec
+from edge_dflash.model.registry import match_pair, read_drafter_spec, read_target_spec
 from edge_dflash.weights.checkpoint import PairCheckpoint
 
 PROMPT = [(37 * i + 11) % 512 for i in range(40)]

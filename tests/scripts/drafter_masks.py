@@ -20,7 +20,7 @@ from edge_dflash.cli.demo import MODELS
 from edge_dflash.decode.backend import Precision
 from edge_dflash.decode.loop import DecodeOptions, generate
 from edge_dflash.model import pair_programs
-from edge_dflash.model.config import match_pair, read_drafter_spec, read_target_spec
+from edge_dflash.model.registry import match_pair, read_drafter_spec, read_target_spec
 from edge_dflash.text.tokenizer import Tokenizer
 from edge_dflash.weights.checkpoint import PairCheckpoint
 from edge_dflash.weights.recipe import MaskOverride, Recipe

@@ -22,7 +22,7 @@ from golden_pairs import FLOAT32, GOLDEN  # noqa: E402
 from edge_dflash.backends.reference.backend import ReferenceBackend  # noqa: E402  # found by the path above
 from edge_dflash.decode.loop import DecodeOptions, stream  # noqa: E402
 from edge_dflash.model import pair_programs  # noqa: E402
-from edge_dflash.model.config import match_pair, read_drafter_spec, read_target_spec  # noqa: E402
+from edge_dflash.model.registry import match_pair, read_drafter_spec, read_target_spec  # noqa: E402
 from edge_dflash.weights.checkpoint import PairCheckpoint  # noqa: E402
 
 DEMO = ROOT / "edge_dflash" / "demo" / "models"

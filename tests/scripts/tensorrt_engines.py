@@ -28,8 +28,7 @@ import numpy as np
 
 from edge_dflash.backends.tensorrt.api import flavour_of, load, version
 from edge_dflash.backends.tensorrt.compile import Compiler
-from edge_dflash.backends.tensorrt.plans import bundle_units, planned
-from edge_dflash.backends.tensorrt.units import Unit
+from edge_dflash.backends.tensorrt.units import Unit, bundle_units, engine_units
 from edge_dflash.checks.random_pair import pair_names, synthetic_pair
 from edge_dflash.errors import EdgeDflashError
 from edge_dflash.model import pair_programs
@@ -108,7 +107,7 @@ def kind_of(unit: Unit, pair: PairSpec) -> str:
 
 def build_all(pair: PairSpec, recipe: Recipe, arch: str, workers: int, chunk: int) -> list[Built]:
     """Build every engine once, ``workers`` at a time. Raises BackendError and BuildError."""
-    units, store, local = planned(bundle_units(pair, chunk).units), PackedStore(pair, recipe), threading.local()
+    units, store, local = engine_units(bundle_units(pair, chunk).units), PackedStore(pair, recipe), threading.local()
 
     def build(unit: Unit) -> Built:
         compiler = local.__dict__.setdefault("compiler", None) or Compiler(arch)
@@ -116,7 +115,7 @@ def build_all(pair: PairSpec, recipe: Recipe, arch: str, workers: int, chunk: in
         made, began = store.seconds[threading.get_ident()], time.perf_counter()
         lowered = compiler.lower(unit, store)
         made = store.seconds[threading.get_ident()] - made
-        plan = compiler.plan(lowered)
+        plan = compiler.build(lowered)
         seconds, began = time.perf_counter() - began - made, time.perf_counter()
         hashlib.sha256(plan)
         hashed = time.perf_counter() - began

@@ -11,7 +11,7 @@ import pytest
 from json_schema import faults
 from service_support import TOOL, TOOL_TASK, client_of, events, fake_service, thinking_service, tool_service
 
-from edge_dflash.client.dialect import WORDS
+from edge_dflash.client.api import WORDS
 from edge_dflash.serve import openapi
 from edge_dflash.serve.app import OPERATIONS, SCHEMAS, make_app
 from edge_dflash.serve.config import DefaultConfig, ServeConfig

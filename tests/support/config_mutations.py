@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from golden_pairs import GOLDEN
 
 from edge_dflash.errors import CheckpointError
-from edge_dflash.model import keys
-from edge_dflash.model.config import read_drafter_spec, read_target_spec
+from edge_dflash.model import config, dflash
 from edge_dflash.model.fields import ANY, REQUIRED
+from edge_dflash.model.registry import TARGETS, read_drafter_spec, read_target_spec
+from edge_dflash.weights import declared
 from edge_dflash.weights.declared import read_declared
 
 DROP = object()
@@ -115,20 +116,20 @@ class Mutation:
 def root(base, file, files):
     """The table of a whole file."""
     if file == GENERATION:
-        return keys.GENERATION
+        return config.GENERATION
     if file == HF_QUANT:
-        return keys.HF_QUANT
+        return declared.HF_QUANT
     if base.drafter:
-        return keys.DRAFTER
+        return dflash.TABLE
     if files[CONFIG].get("text_config") is not None:
-        return keys.NESTED
-    return keys.FLAT["qwen3_5" if "qwen3_5" in str(base.files[CONFIG]["model_type"]) else "qwen3"]
+        return TARGETS["qwen3_5"].nested
+    return TARGETS["qwen3_5" if "qwen3_5" in str(base.files[CONFIG]["model_type"]) else "qwen3"].table
 
 
 def dialect(quantization):
     """The table of a quantization_config."""
     compressed = (quantization or {}).get("quant_method") == "compressed-tensors"
-    return keys.COMPRESSED_TENSORS if compressed else keys.MODELOPT
+    return declared.COMPRESSED_TENSORS if compressed else declared.MODELOPT
 
 
 def at(content, path):

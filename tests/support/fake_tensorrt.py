@@ -5,8 +5,7 @@ from enum import IntEnum
 from types import SimpleNamespace
 
 from edge_dflash.backends.tensorrt.lower import DTYPES
-from edge_dflash.backends.tensorrt.plans import plan_name
-from edge_dflash.backends.tensorrt.units import EMBEDDING
+from edge_dflash.backends.tensorrt.units import EMBEDDING, engine_file
 
 SCRATCH = 4096
 
@@ -35,10 +34,10 @@ def write_plans(folder, units, **changes):
             inputs = [b.name for b in unit.inputs]
             said = {"key": key, "tensors": tensors, "inputs": inputs, "profiles": len(unit.profiles)}
             said |= {"scratch": SCRATCH + 256 * number} | changes.get(key, {})
-            path = folder / plan_name(key)
+            path = folder / engine_file(key)
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(said))
-            files[plan_name(key)] = path
+            files[engine_file(key)] = path
     return files
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from edge_dflash.backends.host import host_cycle
 from edge_dflash.decode.backend import PairShape, Snapshot
-from edge_dflash.decode.grammar import stepping
+from edge_dflash.decode.grammar.child import look, walk
 from edge_dflash.decode.sampling import pack
 from edge_dflash.errors import RequestError
 
@@ -121,11 +121,11 @@ class Stepped:
         self.inner = inner
 
     def walk(self, free, ask):
-        return stepping.walk(self, free, lambda row: ask(row, self.packed()))
+        return walk(self, free, lambda row: ask(row, self.packed()))
 
     def masks(self, drafts):
         masks = []
-        error = stepping.look(self, drafts, lambda row, mask: masks.append(mask))
+        error = look(self, drafts, lambda row, mask: masks.append(mask))
         if error is not None and not masks:
             raise error
         return masks

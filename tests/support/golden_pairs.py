@@ -8,7 +8,7 @@ from safetensors.numpy import load_file
 from edge_dflash.backends.reference.backend import ReferenceBackend
 from edge_dflash.decode.backend import Precision
 from edge_dflash.model import pair_programs
-from edge_dflash.model.config import match_pair, read_drafter_spec, read_target_spec
+from edge_dflash.model.registry import match_pair, read_drafter_spec, read_target_spec
 from edge_dflash.weights.checkpoint import PairCheckpoint
 
 GOLDEN = Path(__file__).parents[1] / "golden"

@@ -12,11 +12,14 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as HfTokenizer
 
 from edge_dflash.decode.grammar.compiled import Grammar, compile_form
+from edge_dflash.decode.grammar.library import Vocabulary
 from edge_dflash.decode.grammar.schema_check import schema_json
-from edge_dflash.decode.grammar.vocabulary import Vocabulary
-from edge_dflash.decode.grammar.walker import Compiled, Source, Walker, compiled
+from edge_dflash.decode.grammar.walker import Compiled, Walker, compiled
+from edge_dflash.decode.grammar.wire import Source
 from edge_dflash.decode.sampling import unpack
+from edge_dflash.text.chat import Answer, AnswerStream
 from edge_dflash.text.tokenizer import ChatTemplate, Tokenizer
+from edge_dflash.text.tool_calls import Tool
 
 END, TURN = "<|im_end|>", "<|im_start|>"
 MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>")  # added, but not special: as in Qwen3
@@ -82,8 +85,26 @@ compile_regex = partial(compile_there, "regex")
 compile_lark = partial(compile_there, "grammar")
 
 
+def split_answer(
+    ids: Sequence[int],
+    words: Tokenizer,
+    prompt: Sequence[int] = (),
+    *,
+    stop_token_ids: Sequence[int] = (),
+    tools: Sequence[Tool] | None = None,
+) -> Answer:
+    """A finished answer, taken apart."""
+    stream = AnswerStream(words, prompt, stop_token_ids=stop_token_ids, tools=tools)
+    return stream.add(ids) + stream.finish()
+
+
 class Walk(Walker):
     """What runs in a grammar's process, here."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether the text so far is whole: the grammar may end here."""
+        return bool(self.allowed()[self._grammar.stop_token_ids[0]])
 
     def allowed(self):
         return unpack(np.frombuffer(self.packed(), np.uint32), vocab_size())

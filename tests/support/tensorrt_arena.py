@@ -13,7 +13,7 @@ from trt_interpreter import run as interpret
 from edge_dflash.backends.cuda.schedule import Last, State
 from edge_dflash.backends.reference.dense import TorchWeights, pad, padded_rows
 from edge_dflash.backends.reference.interpreter import Interpreter, Memory, _Pass
-from edge_dflash.backends.tensorrt.schedule import RunPlan, plan_pass
+from edge_dflash.backends.tensorrt.runs import RunEngine, engine_pass
 from edge_dflash.backends.tensorrt.units import CHOICES
 from edge_dflash.model import pair_programs
 from edge_dflash.model.ops import KvAppend
@@ -30,7 +30,7 @@ class ArenaBackend:
         self.plans = {key: lowered(unit, store) for key, unit in self.pair.units.items()}
         self.constants = {key: {} for key in self.plans}
         rows = {"prefill": CHUNK, "verify": self.block, "propose": self.block}
-        self.passes = {which: plan_pass(self.pair, which, most) for which, most in rows.items()}
+        self.passes = {which: engine_pass(self.pair, which, most) for which, most in rows.items()}
         self.interpreter = Interpreter(TorchWeights(store), ENGINE)
         self.memory = Memory.allocate(pair_programs(spec(name)).states, capacity, ENGINE, store.kv_scale)
 
@@ -47,7 +47,7 @@ class ArenaBackend:
         }
         for step in plan.schedule.steps:
             match step:
-                case RunPlan():
+                case RunEngine():
                     self._plan(plan, step, rows)
                 case State():
                     self._state(plan, step, rows)

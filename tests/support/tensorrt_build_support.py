@@ -35,7 +35,7 @@ class FakeCompiler:
         held = [store.get(name) for name in unit.weights]
         return SimpleNamespace(unit=unit, net=SimpleNamespace(held=[]), size=sum(w.nbytes for w in held))
 
-    def plan(self, lowered, advance=None):
+    def build(self, lowered, advance=None):
         key = lowered.unit.key
         for share in (0.25, 0.5):
             if not advance(share):

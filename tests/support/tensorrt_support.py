@@ -16,8 +16,8 @@ from edge_dflash.backends.tensorrt.api import TENSORRT_RTX, load
 from edge_dflash.backends.tensorrt.lower import lower
 from edge_dflash.backends.tensorrt.units import CHOICES, Run, pair_units
 from edge_dflash.model import pair_programs
-from edge_dflash.model.config import match_pair, read_drafter_spec, read_target_spec
 from edge_dflash.model.ops import Linear
+from edge_dflash.model.registry import match_pair, read_drafter_spec, read_target_spec
 from edge_dflash.weights.checkpoint import PairCheckpoint
 from edge_dflash.weights.formats import Nvfp4Weight, WideWeight
 from edge_dflash.weights.quantize import quantize_fp8, quantize_nvfp4, wide_tensor

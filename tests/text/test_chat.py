@@ -3,12 +3,12 @@ from __future__ import annotations
 import json
 
 import pytest
-from grammar_support import END, tokenizer
+from grammar_support import END, split_answer, tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 
 from edge_dflash.errors import RequestError
-from edge_dflash.text.chat import Answer, AnswerStream, Markers, encode_conversation, split_answer, thinking_is_open
+from edge_dflash.text.chat import Answer, AnswerStream, Markers, encode_conversation, thinking_is_open
 from edge_dflash.text.tokenizer import ChatTemplate, Tokenizer
 
 ASK = [{"role": "user", "content": "tidy up"}]

@@ -9,7 +9,7 @@ from synthetic import drafter_config, qwen3_5_config, write_drafter, write_targe
 
 from edge_dflash.errors import CheckpointError
 from edge_dflash.model import pair_programs
-from edge_dflash.model.config import match_pair, read_drafter_spec, read_target_spec
+from edge_dflash.model.registry import match_pair, read_drafter_spec, read_target_spec
 from edge_dflash.weights.checkpoint import PairCheckpoint
 from edge_dflash.weights.formats import Fp8Weight, Nvfp4Weight, WideWeight, bf16_to_f32
 from edge_dflash.weights.quantize import dequantize, quantize_fp8

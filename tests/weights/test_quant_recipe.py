@@ -8,7 +8,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edge_dflash.checks.footprint import weight_bytes
 from edge_dflash.common.files import directory
 from edge_dflash.errors import RecipeError
 from edge_dflash.model import pair_programs
@@ -22,7 +21,7 @@ from edge_dflash.model.specs import (
     RopeSpec,
     TargetSpec,
 )
-from edge_dflash.weights.formats import WideWeight
+from edge_dflash.weights.formats import WideWeight, read_as
 from edge_dflash.weights.quantize import quantize_fp8, quantize_nvfp4
 from edge_dflash.weights.recipe import Override, Recipe, default_recipe, load_recipe
 
@@ -70,7 +69,7 @@ def read_bytes(recipe: Recipe, model: str) -> int:
     """Bytes of one read of a model's weights, embedding excluded."""
     formats = recipe.formats(WEIGHTS)
     return sum(
-        weight_bytes(spec, formats[name])
+        read_as(formats[name]).nbytes(spec.shape)
         for name, spec in WEIGHTS.items()
         if name.startswith(model) and spec.module != "embedding"
     )

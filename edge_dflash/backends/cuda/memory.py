@@ -53,7 +53,7 @@ EMPTY = Matrix(NULL, 0)
 
 
 class Control(IntEnum):
-    """Words (int32) of the control block in device memory, as in kernels/state.cuh."""
+    """Words (int32) of the control block in device memory, as in kernels/control.cuh."""
 
     LENGTH = 0  # committed rows
     PENDING = 1  # rows of the tape that are committed but not in the recurrent state

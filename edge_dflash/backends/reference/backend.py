@@ -52,6 +52,7 @@ class ReferenceBackend:
         programs: PairPrograms | None = None,
     ) -> None:
         self._programs = programs or pair_programs(spec)
+        self._drafter = spec.drafter
         self._shape = PairShape(
             spec.target.vocab_size, spec.drafter.block_size, spec.drafter.mask_token_id, max_context, prefill_chunk
         )
@@ -102,7 +103,7 @@ class ReferenceBackend:
         """One drafter pass; row i is the draft for position length + 1 + i."""
         check_lane(self._shape, lane)
         self._drop_verify()
-        block = [anchor] + [self._shape.mask_token_id] * (self._shape.block_size - 1)
+        block = self._drafter.block(anchor)
         return TorchRows(self._interpreter.run(self._programs.propose, block, self._memory)["logits"])
 
     def verify(self, ids: Sequence[int], lane: int = 0) -> TorchRows:

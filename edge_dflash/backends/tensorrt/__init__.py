@@ -1,1 +1,1 @@
-"""TensorRT: the dense ops of a pair as plans made of standard layers; state stays with the native kernels."""
+"""TensorRT: the dense ops of a pair as engines made of standard layers; state stays with the native kernels."""

@@ -56,10 +56,5 @@ def load(flavour: Flavour) -> Any:
 
 
 def version(trt: Any) -> str:
-    """Full version of a loaded flavour, to which plans are bound: ``1.7.1.116``."""
+    """Full version of a loaded flavour, to which engines are bound: ``1.7.1.116``."""
     return str(trt.__version__)
-
-
-def compute_capability(arch: str) -> str:
-    """Name of an architecture among TensorRT's compute capabilities: sm121a is ``SM121``."""
-    return f"SM{find_arch(arch).sm}"

@@ -1,28 +1,106 @@
-"""The TensorRT backend: the native backend with plans in the place of its launches for dense ops."""
+"""The TensorRT backend: the native backend with engines in the place of its launches for dense ops."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Literal
 
 from edge_dflash.backends.cuda.driver import Gpu
-from edge_dflash.backends.cuda.memory import Memory
+from edge_dflash.backends.cuda.memory import NULL, DevicePointer, Memory
 from edge_dflash.backends.cuda.passes import Common, DeviceLayout, Frame
+from edge_dflash.backends.cuda.schedule import Step
 from edge_dflash.backends.cuda.states import Sizes
+from edge_dflash.backends.cuda.support import check_native
 from edge_dflash.backends.tensorrt.api import TENSORRT, TENSORRT_RTX, Flavour, load, version
-from edge_dflash.backends.tensorrt.passes import Enqueue, PlannedPass, addresses, plan_of, planned_passes
-from edge_dflash.backends.tensorrt.plans import check_plans, plan_name, planned
+from edge_dflash.backends.tensorrt.runs import EnginePass, RunEngine, dry_run, engine_pass
 from edge_dflash.backends.tensorrt.runtime import Engines
-from edge_dflash.backends.tensorrt.schedule import RunPlan
-from edge_dflash.backends.tensorrt.units import EMBEDDING, pair_units
+from edge_dflash.backends.tensorrt.units import EMBEDDING, PairUnits, engine_file, engine_units, pair_units
+from edge_dflash.board.archs import find_arch
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.decode.backend import Precision
 from edge_dflash.errors import BackendError
+from edge_dflash.model.ops import Embed
 from edge_dflash.model.program import PairPrograms
+from edge_dflash.model.specs import PairSpec
+from edge_dflash.weights.formats import WeightFormat, read_as
+
+WORD = 16  # rows of logits lie behind each other without gaps, and start on so many
+
+Enqueue = Callable[[], None]
 
 
-class PlannedOps:
-    """:class:`~edge_dflash.backends.cuda.loading.Dense` of plans in files, by path in the bundle."""
+class EngineFrame(Frame):
+    """``runs``: for each step that runs an engine, what enqueues it."""
+
+    def __init__(self, common: Common, name: str, pair: PairUnits, runs: Mapping[RunEngine, Enqueue]) -> None:
+        super().__init__(common, name)
+        self.pair, self.runs = pair, runs
+
+    def _dense(self, step: Step, logits: bool) -> None:
+        """Engines always leave logits."""
+        if not isinstance(step, RunEngine):
+            raise TypeError(f"{type(step).__name__} is no step of a TensorRT pass")
+        if step.run.key == EMBEDDING:
+            ((_, out),) = step.run.writes
+            self._gather(embedding_weight(self.pair), out)
+        else:
+            self.runs[step]()
+
+
+def embedding_weight(pair: PairUnits) -> str:
+    """The table that both models gather from."""
+    (op,) = pair.units[EMBEDDING].ops
+    assert isinstance(op, Embed)
+    return op.weight
+
+
+def engine_passes(pair: PairUnits, sizes: Sizes) -> dict[str, EnginePass]:
+    """All passes by name, each walked once before it is trusted. Raises BackendError."""
+    passes = {
+        name: engine_pass(pair, name, sizes.prefill_rows if name == "prefill" else sizes.rows)
+        for name in ("prefill", "verify", "propose")
+    }
+    for each in passes.values():
+        dry_run(pair.units, each)
+    return passes
+
+
+def layout_of(
+    programs: PairPrograms, precision: Precision, sizes: Sizes, passes: Mapping[str, EnginePass]
+) -> DeviceLayout:
+    """The native backend's layout with these passes. Raises BackendError for other arithmetic than theirs."""
+    if precision.activations != "bfloat16":
+        raise BackendError(f"activations are {precision.activations!r}; plans compute in bfloat16")
+    return DeviceLayout(
+        programs,
+        precision,
+        sizes,
+        {name: each.schedule for name, each in passes.items()},
+        {name: each.places for name, each in passes.items()},
+        max(each.arena for each in passes.values()),
+    )
+
+
+def addresses(each: EnginePass, name: str, step: RunEngine, common: Common) -> dict[str, DevicePointer]:
+    """Where the inputs and outputs of one run lie on the device."""
+    buffers = common.buffers
+    places = {
+        "arena": buffers.arena,
+        "ids": buffers.ids,
+        "logits": buffers.logits.pointer,
+        "choices": buffers.drafts if name == "propose" else buffers.choices,
+    }
+    found = {}
+    for tensor, address in each.bound(step).addresses:
+        memory = places[address.buffer]
+        found[tensor] = memory.at(address.offset, memory.nbytes - address.offset)
+    assert NULL not in found.values()
+    return found
+
+
+class EngineOps:
+    """:class:`~edge_dflash.backends.cuda.loading.Dense` of engines in files, by path in the bundle."""
 
     def __init__(self, flavour: Flavour, files: Mapping[str, Path]) -> None:
         self._flavour, self._files = flavour, files
@@ -31,52 +109,52 @@ class PlannedOps:
     def lay_out(self, programs: PairPrograms, precision: Precision, sizes: Sizes) -> DeviceLayout:
         """Steps and places of all passes, checked. Raises BackendError."""
         self._pair = pair_units(programs, sizes.rows, sizes.prefill_rows)
-        if missing := sorted(planned(self._pair.units).keys() - self._files.keys()):
+        if missing := sorted(engine_units(self._pair.units).keys() - self._files.keys()):
             raise BackendError(f"{missing[0]} is missing; build the bundle again")
-        self._passes = planned_passes(self._pair, sizes)
-        return plan_of(programs, precision, sizes, self._passes)
+        self._passes = engine_passes(self._pair, sizes)
+        return layout_of(programs, precision, sizes, self._passes)
 
     def open(self, gpu: Gpu, layout: DeviceLayout) -> int:
-        """Start TensorRT. Passes share no scratch but that of the contexts, which is known when plans are loaded."""
+        """Start TensorRT. Passes share no scratch but that of the contexts, which is known when engines are loaded."""
         self._engines = Engines(gpu, self._flavour)
         return 0
 
     def close(self) -> None:
-        """Give the plans' memory back."""
+        """Give the engines' memory back."""
         if self._engines is not None:
             self._engines.close()
 
     def count(self, memory: Memory) -> None:
-        """A plan's weights on the device are about its file."""
+        """An engine's weights on the device are about its file."""
         for name, path in self._files.items():
             model = "drafter" if "/drafter-" in name else "target"
             memory.count(f"{model} weights", path.stat().st_size)
 
     def load(self, memory: Memory, common: Common) -> dict[str, Frame]:
-        """Read all plans, bind a context for each use of one and enqueue each once."""
+        """Read all engines, bind a context for each use of one and enqueue each once."""
         units = {key: unit for key, unit in self._pair.units.items() if key != EMBEDDING}
         engines = self._engines
         assert engines is not None
-        engines.load(units, {key: self._files[plan_name(key)] for key in units})
+        engines.load(units, {key: self._files[engine_file(key)] for key in units})
         self.count(memory)
         engines.share_scratch(memory)
         passes: dict[str, Frame] = {}
         for name, each in self._passes.items():
-            runs: dict[RunPlan, Enqueue] = {}
+            runs: dict[RunEngine, Enqueue] = {}
             for step in each.schedule.steps:
-                if isinstance(step, RunPlan) and step.run.key != EMBEDDING:
+                if isinstance(step, RunEngine) and step.run.key != EMBEDDING:
                     bound = each.bound(step)
                     where = {tensor: p.address for tensor, p in addresses(each, name, step, common).items()}
                     rows = each.rows if bound.rows is None else bound.rows
                     runs[step] = engines.context(bound.key, bound.profile, rows, where).enqueue
             for enqueue in runs.values():  # over whatever lies in the arena
                 enqueue()
-            passes[name] = PlannedPass(common, name, self._pair, runs)
+            passes[name] = EngineFrame(common, name, self._pair, runs)
         return passes
 
 
-def check_plans_here(bundle: Bundle) -> Flavour:
-    """The TensorRT that runs the bundle's plans. Raises BackendError unless they are there and it is theirs."""
+def installed_flavour(bundle: Bundle) -> Flavour:
+    """The TensorRT that runs the bundle's engines. Raises BackendError unless they are there and it is theirs."""
     plans = bundle.manifest.plans
     command = f"edge-dflash build --finish {bundle.path}"
     if plans is None or plans.deferred:
@@ -91,10 +169,29 @@ def check_plans_here(bundle: Bundle) -> Flavour:
     return flavour
 
 
-def bundle_ops(bundle: Bundle) -> PlannedOps:
-    """The plans of a finished bundle. Raises BackendError when they are not for this TensorRT or not all there."""
+def bundle_ops(bundle: Bundle) -> EngineOps:
+    """The engines of a finished bundle. Raises BackendError when they are not for this TensorRT or not all there."""
     manifest = bundle.manifest
-    flavour = check_plans_here(bundle)
+    flavour = installed_flavour(bundle)
     assert manifest.plans is not None
-    check_plans(bundle.pair, manifest.weights, manifest.arch)
-    return PlannedOps(flavour, {name: bundle.plan(name) for name in manifest.plans.names})
+    check_engines(bundle.pair, manifest.weights, manifest.arch)
+    return EngineOps(flavour, {name: bundle.plan(name) for name in manifest.plans.names})
+
+
+def check_engines(
+    pair: PairSpec, formats: Mapping[str, WeightFormat], arch: str, kv: Literal["fp8", "bfloat16"] = "fp8"
+) -> None:
+    """Raise BackendError, naming weight or op, unless engines and state kernels for ``arch`` run the pair."""
+    check_native(pair, formats, kv=kv)
+    sm = find_arch(arch, "tensorrt").sm
+    for name, word in formats.items():
+        if sm < (first := read_as(word).tensorrt):
+            raise BackendError(
+                f"{name} is {word}, which TensorRT runs on SM {first} and later, not on {arch}; "
+                "build it with --backend native, or choose fp8 in the recipe"
+            )
+    if pair.target.vocab_size % WORD:
+        raise BackendError(
+            f"the vocabulary has {pair.target.vocab_size} tokens, plans need a multiple of {WORD}; "
+            "build it with --backend native"
+        )

@@ -1,22 +1,25 @@
-"""A network -> a plan for one architecture. TensorRT's messages become ours, with the op's name in them."""
+"""A network -> an engine for one architecture. TensorRT's messages become ours, with the op's name in them.
+
+TensorRT's progress becomes one number: phases nest, and how many there are is TensorRT's own affair.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from edge_dflash.backends.tensorrt.api import TENSORRT_RTX, compute_capability, flavour_of, load
+from edge_dflash.backends.tensorrt.api import TENSORRT_RTX, flavour_of, load
 from edge_dflash.backends.tensorrt.lower import Lowered, lower
-from edge_dflash.backends.tensorrt.monitor import monitor
 from edge_dflash.backends.tensorrt.units import Binding, RowRange, Unit
+from edge_dflash.board.archs import find_arch
 from edge_dflash.errors import BackendError, BuildError
 from edge_dflash.weights.formats import WeightStore
 
 
 class Compiler:
-    """Builds plans for ``arch``. Raises BackendError when no TensorRT that builds for it is installed.
+    """Builds engines for ``arch``. Raises BackendError when no TensorRT that builds for it is installed.
 
-    ``timing`` is the timing cache of earlier plans; it grows with each. TensorRT for RTX times nothing and has none.
+    ``timing`` is the timing cache of earlier engines; it grows with each. TensorRT for RTX times nothing and has none.
     """
 
     def __init__(self, arch: str, timing: bytes = b"") -> None:
@@ -38,8 +41,8 @@ class Compiler:
             first = self._log.errors[0]  # behind it, without a GPU, comes one about the driver
             raise BackendError(f"{error}; TensorRT says {' '.join(first.split())[:400]}") from None
 
-    def plan(self, lowered: Lowered, advance: Callable[[float], bool] | None = None) -> memoryview:
-        """Build a plan; profile i is ``profiles[i]`` of the unit. Raises BuildError with what TensorRT said.
+    def build(self, lowered: Lowered, advance: Callable[[float], bool] | None = None) -> memoryview:
+        """Build an engine; profile i is ``profiles[i]`` of the unit. Raises BuildError with what TensorRT said.
 
         The bytes are TensorRT's own memory, not copied: write them out and let go of them. ``advance`` is told the
         share that is done, and stops the build by returning False.
@@ -77,7 +80,7 @@ class Compiler:
         config.max_aux_streams = 0  # one stream: a pass is one CUDA graph of one stream
         if self._named:
             config.num_compute_capabilities = 1
-            capability = getattr(self.trt.ComputeCapability, compute_capability(self.arch))
+            capability = getattr(self.trt.ComputeCapability, find_arch(self.arch).capability)
             config.set_compute_capability(capability, 0)
         return config
 
@@ -105,3 +108,60 @@ def error_log(trt: Any) -> Any:
                 self.errors.append(message)
 
     return Log()
+
+
+class Phases:
+    """Phases that run, innermost last. A step of a phase counts as an equal share of it."""
+
+    def __init__(self) -> None:
+        self._open: list[tuple[str, int, int]] = []  # name, steps done, steps
+        self._most = 0.0
+
+    def start(self, name: str, steps: int) -> None:
+        """A phase inside those that run."""
+        self._open.append((name, 0, max(1, steps)))
+
+    def step(self, name: str, step: int) -> None:
+        """Step ``step`` of a phase is done, counted from 0."""
+        for index in reversed(range(len(self._open))):
+            if self._open[index][0] == name:
+                self._open[index] = (name, step + 1, self._open[index][2])
+                return
+
+    def finish(self, name: str) -> None:
+        """The innermost phase of this name is done."""
+        for index in reversed(range(len(self._open))):
+            if self._open[index][0] == name:
+                del self._open[index]
+                return
+
+    @property
+    def share(self) -> float:
+        """Share of the build that is done; never falls."""
+        done, width = 0.0, 1.0
+        for _, steps_done, steps in self._open:
+            done += width * min(steps_done, steps) / steps
+            width /= steps
+        self._most = max(self._most, min(done, 1.0))
+        return self._most
+
+
+def monitor(trt: Any, advance: Callable[[float], bool]) -> Any:
+    """A progress monitor. ``advance`` is told the share that is done and returns False to stop the build."""
+
+    class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
+        def __init__(self) -> None:
+            trt.IProgressMonitor.__init__(self)
+            self._phases = Phases()
+
+        def phase_start(self, phase_name: str, parent_phase: str | None, num_steps: int) -> None:
+            self._phases.start(phase_name, num_steps)
+
+        def phase_finish(self, phase_name: str) -> None:
+            self._phases.finish(phase_name)
+
+        def step_complete(self, phase_name: str, step: int) -> bool:
+            self._phases.step(phase_name, step)
+            return advance(self._phases.share)
+
+    return Monitor()

@@ -1,20 +1,39 @@
 """One unit -> a strongly typed network definition, op by op. Asks for the weights of one op at a time; builds nothing.
 
-Linears that multiply the same 4-bit activations are one op here.
+Each op has the arithmetic of the reference, with one BF16 rounding. Linears sum exact products, then scale: a quantized
+matrix is dequantized with a global scale of one, which is exact in BF16, and the FP32 global scale is applied to the
+product; so the result has two BF16 roundings where the reference has one. FP8 weights get a scale for each channel even
+where all are one: TensorRT for RTX 1.7 multiplies such a matrix from its codes, but expands one with a single scale to
+BF16 in scratch memory first. It does the same to NVFP4 weights whose input is not NVFP4 (W4A16).
+
+W4A4 weights that multiply the same codes are stacked into one matrix, whose product is cut into theirs: they are one op
+here. TensorRT for RTX 1.7 would do that itself while it builds, with the same kernels for products and quantization,
+but in a way that takes three quarters of the build.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from edge_dflash.backends.tensorrt import dense
-from edge_dflash.backends.tensorrt.linear import linear, nvfp4
+import numpy as np
+
 from edge_dflash.backends.tensorrt.net import DType, Net
 from edge_dflash.backends.tensorrt.units import CHOICES, LOGITS, Binding, Unit
 from edge_dflash.errors import BackendError
 from edge_dflash.model.ops import Add, Concat, DenseOp, Embed, Linear, RmsNorm, SwiGlu
-from edge_dflash.weights.formats import Nvfp4Weight, WeightStore, WideWeight
+from edge_dflash.weights.formats import (
+    BLOCK,
+    Array,
+    Fp8Weight,
+    Nvfp4Weight,
+    Weight,
+    WeightStore,
+    WideWeight,
+    bf16_to_f32,
+)
+from edge_dflash.weights.safetensors import forget_pages
 
 DTYPES: dict[str, DType] = {"bf16": "BF16", "int32": "INT32"}
 
@@ -60,7 +79,7 @@ def lower(unit: Unit, store: WeightStore, trt: Any, builder: Any) -> Lowered:
     for binding in unit.outputs:
         if binding.name == CHOICES:
             net.scope = CHOICES
-            tensors[CHOICES] = dense.argmax(net, tensors[LOGITS], _columns(unit, LOGITS))
+            tensors[CHOICES] = argmax(net, tensors[LOGITS], _columns(unit, LOGITS))
         net.output(tensors[binding.name], binding.name)
     return Lowered(unit, net)
 
@@ -83,15 +102,15 @@ def _linears(net: Net, op: Linear, unit: Unit, x: Any, store: WeightStore) -> di
 def _op(net: Net, op: DenseOp, inputs: list[Any], store: WeightStore) -> Any:
     match op:
         case Embed():
-            return dense.embed(net, inputs[0], _wide(store, op.weight))
+            return embed(net, inputs[0], _wide(store, op.weight))
         case RmsNorm():
-            return dense.rms_norm(net, inputs[0], _wide(store, op.weight), op.eps, plus_one=op.plus_one)
+            return rms_norm(net, inputs[0], _wide(store, op.weight), op.eps, plus_one=op.plus_one)
         case Add():
-            return dense.add(net, *inputs)
+            return add(net, *inputs)
         case SwiGlu():
-            return dense.swiglu(net, *inputs)
+            return swiglu(net, *inputs)
         case Concat():
-            return dense.concat(net, inputs)
+            return net.concat(inputs)
         case _:
             raise BackendError(f"{op.output}: {type(op).__name__} has no TensorRT lowering; run it beside the plans")
 
@@ -109,3 +128,123 @@ def _shape(binding: Binding) -> tuple[int, ...]:
 
 def _columns(unit: Unit, name: str) -> int:
     return next(b.columns for b in unit.outputs if b.name == name and b.columns is not None)
+
+
+def embed(net: Net, ids: Any, weight: WideWeight) -> Any:
+    """ids [rows] int32 -> rows of the table [V, H] BF16."""
+    return net.gather_rows(net.constant(bf16_bits(weight.data), "BF16"), ids)
+
+
+def rms_norm(net: Net, x: Any, weight: WideWeight, eps: float, *, plus_one: bool) -> Any:
+    """w' x / sqrt(mean(x^2) + eps) in FP32; w' = w, or 1 + w."""
+    factor = float32(weight)
+    wide = net.cast(x, "FLOAT")
+    mean = net.reduce(net.elementwise(wide, wide, "PROD"), "AVG", keep=True)
+    root = net.unary(net.elementwise(mean, net.constant(np.full((1, 1), eps, np.float32), "FLOAT"), "SUM"), "SQRT")
+    normed = net.elementwise(wide, net.unary(root, "RECIP"), "PROD")
+    factor = (np.float32(1) + factor if plus_one else factor).reshape(1, -1)
+    return net.cast(net.elementwise(normed, net.constant(factor, "FLOAT"), "PROD"), "BF16")
+
+
+def add(net: Net, a: Any, b: Any) -> Any:
+    """a + b."""
+    return net.elementwise(a, b, "SUM")
+
+
+def swiglu(net: Net, gate: Any, up: Any) -> Any:
+    """silu(gate) * up in FP32."""
+    gate, up = net.cast(gate, "FLOAT"), net.cast(up, "FLOAT")
+    silu = net.elementwise(gate, net.sigmoid(gate), "PROD")
+    return net.cast(net.elementwise(silu, up, "PROD"), "BF16")
+
+
+def argmax(net: Net, logits: Any, columns: int) -> Any:
+    """Lowest id of each row's largest logit, int32 [rows]. TopK promises no order among equals; BF16 logits tie."""
+    largest = net.reduce(logits, "MAX", keep=True)
+    ids = net.constant(np.arange(columns, dtype=np.int32).reshape(1, -1), "INT32")
+    none = net.constant(np.full((1, 1), columns, np.int32), "INT32")
+    return net.reduce(net.select(net.elementwise(logits, largest, "EQUAL"), ids, none), "MIN", keep=False)
+
+
+def float32(weight: WideWeight) -> Array:
+    """Values of a wide weight."""
+    return bf16_to_f32(weight.data) if weight.data.dtype == np.uint16 else weight.data
+
+
+def linear(net: Net, x: Any, weight: Weight) -> Any:
+    """x [rows, K] BF16 times the weight [N, K] transposed: [rows, N] BF16. Raises BackendError."""
+    match weight:
+        case WideWeight():
+            _check(net, x, weight)
+            return net.times_transposed(x, net.constant(bf16_bits(weight.data), "BF16"))
+        case Fp8Weight():
+            return fp8(net, x, weight)
+        case Nvfp4Weight():
+            return nvfp4(net, x, [weight])[0]
+
+
+def fp8(net: Net, x: Any, weight: Fp8Weight) -> Any:
+    """W8A16: scale of the tensor [1] or of each channel [N] after the product."""
+    _check(net, x, weight)
+    n = weight.shape[0]
+    codes = net.constant(weight.data, "FP8")
+    product = net.times_transposed(x, net.dequantize(codes, net.ones(n), axis=0))
+    return scaled(net, product, np.asarray(weight.scale, np.float32).reshape(1, -1))
+
+
+def nvfp4(net: Net, x: Any, weights: Sequence[Nvfp4Weight]) -> list[Any]:
+    """x times each weight: W4A4 when they have an input scale, else W4A16. Several must have the same input scale."""
+    for weight in weights:
+        _check(net, x, weight)
+        if weight.shape[1] % BLOCK:
+            raise BackendError(
+                f"{net.scope}: an NVFP4 weight with {weight.shape[1]} inputs, wanted a multiple of {BLOCK}"
+            )
+    rows = [weight.shape[0] for weight in weights]
+    codes = net.constant(_stacked([w.packed for w in weights]), "FP4", (sum(rows), weights[0].shape[1]))
+    scales = net.dequantize(net.constant(_stacked([w.block_scale for w in weights]), "FP8"), net.ones())
+    matrix = net.dequantize(codes, scales, axis=1)
+    factors = [np.float32(weight.global_scale) for weight in weights]
+    if (input_scale := weights[0].input_scale) is not None:
+        x = activations(net, x, np.float32(input_scale))
+        factors = [factor * np.float32(input_scale) for factor in factors]
+    products = net.split_columns(net.times_transposed(x, matrix), rows)
+    return [scaled(net, p, np.full((1, 1), f, np.float32)) for p, f in zip(products, factors, strict=True)]
+
+
+def activations(net: Net, x: Any, input_scale: np.float32) -> Any:
+    """Code times block scale of dynamic NVFP4 activations, without ``input_scale``; exact in BF16."""
+    codes, scales = net.quantize_blocks(x, net.constant(np.full((), input_scale, np.float32), "FLOAT"))
+    return net.dequantize(codes, net.dequantize(scales, net.ones()), axis=1)
+
+
+def scaled(net: Net, x: Any, factor: Array) -> Any:
+    """BF16 x times FP32 factors [1, 1] or [1, N], in FP32, rounded to BF16; nothing when all are one."""
+    if (factor == 1).all():
+        return x
+    product = net.elementwise(net.cast(x, "FLOAT"), net.constant(factor, "FLOAT"), "PROD")
+    return net.cast(product, "BF16")
+
+
+def bf16_bits(data: Array) -> Array:
+    """BF16 bits of a wide weight; float32 is rounded to nearest, ties to even."""
+    if data.dtype == np.uint16:
+        return data
+    bits = np.ascontiguousarray(data, np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def _stacked(matrices: Sequence[Array]) -> Array:
+    """Matrices below each other. A copy is made of several only, and the pages of mapped ones are given back."""
+    if len(matrices) == 1:
+        return matrices[0]
+    whole = np.concatenate(matrices)
+    for matrix in matrices:
+        forget_pages(matrix)
+    return whole
+
+
+def _check(net: Net, x: Any, weight: Weight) -> None:
+    columns = net.columns(x)
+    if len(weight.shape) != 2 or weight.shape[1] != columns:
+        raise BackendError(f"{net.scope}: a weight {list(weight.shape)} for {columns} inputs; it is another model's")

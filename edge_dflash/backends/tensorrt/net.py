@@ -1,7 +1,7 @@
 """A strongly typed TensorRT network under construction: one method for each kind of layer that the lowering emits.
 
 Layers are named ``op output#number``, so that TensorRT's own messages say which op they are about. Weights are not
-copied: TensorRT reads them from the arrays' memory until the plan is built, and this object keeps them alive.
+copied: TensorRT reads them from the arrays' memory until the engine is built, and this object keeps them alive.
 """
 
 from __future__ import annotations

@@ -1,31 +1,32 @@
-"""Plans on a device: engines, and for each use of one a context whose shapes and addresses are set once.
+"""Engines on a device: engines, and for each use of one a context whose shapes and addresses are set once.
 
-All contexts work in one block of scratch, because plans run one behind the other on one stream. A context is enqueued
+All contexts work in one block of scratch, because engines run one behind the other on one stream. A context is enqueued
 once before anything is captured: only then does TensorRT have nothing left to set up. The calls of TensorRT that need
 a GPU are all here, and ``execute_async_v3`` is the only one that runs after the load.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import io
+import os
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from edge_dflash.backends.cuda.driver import Gpu
 from edge_dflash.backends.cuda.memory import DevicePointer, Memory
 from edge_dflash.backends.tensorrt.api import TENSORRT_RTX, Flavour, load
 from edge_dflash.backends.tensorrt.compile import error_log
 from edge_dflash.backends.tensorrt.lower import DTYPES
-from edge_dflash.backends.tensorrt.reader import read_plan
 from edge_dflash.backends.tensorrt.units import Binding, Unit
 from edge_dflash.errors import BackendError
 
 
 @dataclass(frozen=True)
 class Engine:
-    """A plan on the device."""
+    """An engine on the device."""
 
     unit: Unit
     engine: Any
@@ -33,7 +34,7 @@ class Engine:
 
 
 class Engines:
-    """Plans by their unit's key, and what they share."""
+    """Engines by their unit's key, and what they share."""
 
     def __init__(self, gpu: Gpu, flavour: Flavour) -> None:
         """Raises BackendError without TensorRT, or when it does not start here."""
@@ -49,10 +50,10 @@ class Engines:
         self._scratch = DevicePointer(0, 0)
 
     def load(self, units: Mapping[str, Unit], files: Mapping[str, Path]) -> None:
-        """Read the plans in ``files`` (by key). Raises BackendError naming the plan."""
+        """Read the engines in ``files`` (by key). Raises BackendError naming the engine."""
         for key, path in files.items():
             try:
-                engine = read_plan(self._trt, path, self._runtime.deserialize_cuda_engine)
+                engine = read_engine(self._trt, path, self._runtime.deserialize_cuda_engine)
             except RuntimeError as error:  # TensorRT for RTX 1.7 finds only here that there is no driver (measured)
                 product = self._flavour.product
                 raise BackendError(f"{path}: {product} does not start here: {error}; check the driver") from None
@@ -67,7 +68,7 @@ class Engines:
         self._scratch = memory.take("plans' scratch", size)
 
     def context(self, key: str, profile: int, rows: int, addresses: Mapping[str, int]) -> Context:
-        """A context of a plan for ``rows``, bound to device addresses. Raises BackendError."""
+        """A context of an engine for ``rows``, bound to device addresses. Raises BackendError."""
         engine = self._engines[key]
         made = self._make(engine.engine)
         if made is None:
@@ -119,7 +120,7 @@ class Engines:
 
 @dataclass(frozen=True)
 class Context:
-    """One use of a plan: a profile, shapes and addresses that stay."""
+    """One use of an engine: a profile, shapes and addresses that stay."""
 
     engines: Engines
     key: str
@@ -131,7 +132,7 @@ class Context:
 
 
 def _check(trt: Any, unit: Unit, engine: Any) -> None:
-    """Raise BackendError unless a plan has the inputs and outputs, types and profiles of its unit."""
+    """Raise BackendError unless an engine has the inputs and outputs, types and profiles of its unit."""
     found = {engine.get_tensor_name(index) for index in range(engine.num_io_tensors)}
     wanted = {binding.name: binding for binding in (*unit.inputs, *unit.outputs)}
     remedy = "it is not of this version: build it again with edge-dflash build --finish"
@@ -152,3 +153,59 @@ def _check(trt: Any, unit: Unit, engine: Any) -> None:
 
 def _shape(binding: Binding, rows: int) -> tuple[int, ...]:
     return (rows,) if binding.columns is None else (rows, binding.columns)
+
+
+Made = TypeVar("Made")
+
+
+class EngineFile:
+    """An open engine. The pages that were read are given back when it is closed."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("rb", buffering=0)
+
+    def read(self, count: int) -> bytes:
+        """Up to ``count`` bytes from where it stands; fewer only at the end."""
+        parts = []
+        while count > 0 and (part := self._file.read(count)):
+            parts.append(part)
+            count -= len(part)
+        return b"".join(parts) if len(parts) != 1 else parts[0]
+
+    def seek(self, offset: int, whence: int) -> bool:
+        """Move; ``whence`` as in :mod:`os`. False when there is no such place."""
+        try:
+            self._file.seek(offset, whence)
+        except (OSError, ValueError):
+            return False
+        return True
+
+    def close(self) -> None:
+        """Give the pages back: the weights are on the device now, which on a Jetson is the same memory."""
+        os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        self._file.close()
+
+
+def read_engine(trt: Any, path: Path, make: Callable[[Any], Made]) -> Made:
+    """What ``make`` makes of a stream reader over ``path``. Raises OSError."""
+    places = {int(getattr(trt.SeekPosition, name)): w for name, w in _WHENCE.items()}
+
+    class Reader(trt.IStreamReaderV2):  # type: ignore[misc]
+        def __init__(self, file: EngineFile) -> None:
+            trt.IStreamReaderV2.__init__(self)
+            self._file = file
+
+        def read(self, num_bytes: int, stream: int) -> bytes:
+            return self._file.read(num_bytes)
+
+        def seek(self, offset: int, where: Any) -> bool:
+            return self._file.seek(offset, places[int(where)])
+
+    file = EngineFile(path)
+    try:
+        return make(Reader(file))
+    finally:
+        file.close()
+
+
+_WHENCE = {"SET": io.SEEK_SET, "CUR": io.SEEK_CUR, "END": io.SEEK_END}

@@ -1,8 +1,8 @@
-"""Which dense ops become one plan, and the order of plans and state ops in a pass. Pure; knows no TensorRT.
+"""Which dense ops become one engine, and the order of engines and state ops in a pass. Pure; knows no TensorRT.
 
-A segment becomes one plan, except that the embedding and the output head are plans of their own, because all passes
+A segment becomes one engine, except that the embedding and the output head are engines of their own, because all passes
 and both models read them: no weight but the drafter's k and v (which two passes use with different neighbours) is in
-two plans. Prefill and verify share plans; to that end the final norm of a prefill runs before its last row is
+two engines. Prefill and verify share engines; to that end the final norm of a prefill runs before its last row is
 selected, which for an op that works row by row is the same. SelectRows is no layer: the run time copies the last row,
 and drafts are read from the second row on. So the head always runs on as many rows as a block has, by one kernel.
 """
@@ -13,7 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from edge_dflash.bundle.manifest import PLANS
 from edge_dflash.errors import BackendError
+from edge_dflash.model import pair_programs
 from edge_dflash.model.ops import (
     DenseOp,
     Embed,
@@ -22,14 +24,16 @@ from edge_dflash.model.ops import (
     StateOp,
 )
 from edge_dflash.model.program import PairPrograms, Program, segments
+from edge_dflash.model.specs import PairSpec
 
 EMBEDDING, HEAD = "embedding", "head"
+STATE_UNITS = ("attend", "cycle", "delta", "sample", "small")  # compilation units of kernels that run between engines
 HEAD_INPUT, LOGITS, CHOICES = "rows", "logits", "choices"
 
 
 @dataclass(frozen=True)
 class Binding:
-    """An input or output of a plan. ``columns`` None is a vector [rows]; else [rows, columns], rows without gaps."""
+    """An input or output of an engine. ``columns`` None is a vector [rows]; else [rows, columns], rows without gaps."""
 
     name: str
     dtype: Literal["bf16", "int32"]
@@ -52,7 +56,7 @@ class RowRange:
 
 @dataclass(frozen=True)
 class Unit:
-    """Dense ops of one plan, what goes in and out, and the rows it runs with. Profile 0 is that of a block."""
+    """Dense ops of one engine, what goes in and out, and the rows it runs with. Profile 0 is that of a block."""
 
     key: str
     ops: tuple[DenseOp, ...]
@@ -62,16 +66,16 @@ class Unit:
 
     @property
     def weights(self) -> tuple[str, ...]:
-        """Canonical names of the weights in the plan."""
+        """Canonical names of the weights in the engine."""
         return tuple(dict.fromkeys(name for op in self.ops for name in op.weights))
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a plan: the tensor of the pass that each input and output of the plan is bound to."""
+    """One run of an engine: the tensor of the pass that each input and output of the engine is bound to."""
 
     key: str
-    reads: tuple[tuple[str, str], ...]  # (name in the plan, tensor)
+    reads: tuple[tuple[str, str], ...]  # (name in the engine, tensor)
     writes: tuple[tuple[str, str], ...]
 
 
@@ -80,7 +84,7 @@ PassStep = Run | SelectRows | StateOp
 
 @dataclass(frozen=True)
 class PairUnits:
-    """Plans of a pair by key, and of each pass (by name) what runs in which order."""
+    """Engines of a pair by key, and of each pass (by name) what runs in which order."""
 
     units: Mapping[str, Unit]
     passes: Mapping[str, tuple[PassStep, ...]]
@@ -88,7 +92,7 @@ class PairUnits:
 
 
 def pair_units(programs: PairPrograms, block_rows: int, prefill_chunk: int) -> PairUnits:
-    """Cut a pair into plans. ``block_rows``: rows of a verify or propose pass. Raises BackendError."""
+    """Cut a pair into engines. ``block_rows``: rows of a verify or propose pass. Raises BackendError."""
     block, chunk = RowRange(block_rows, block_rows, block_rows), RowRange(1, prefill_chunk, prefill_chunk)
     units: dict[str, Unit] = {}
     passes: dict[str, tuple[PassStep, ...]] = {}
@@ -107,6 +111,25 @@ def pair_units(programs: PairPrograms, block_rows: int, prefill_chunk: int) -> P
                 raise BackendError(f"{program.name}: plan {unit.key} differs from that of another pass; make it two")
         passes[program.name], run[program.name] = steps, program
     return PairUnits(units, passes, run)
+
+
+def engine_file(key: str) -> str:
+    """Path of an engine in a bundle."""
+    return f"{PLANS}{key}.plan"
+
+
+def bundle_units(pair: PairSpec, prefill_chunk: int) -> PairUnits:
+    """Dense ops of a pair as units. Raises BackendError."""
+    return pair_units(pair_programs(pair), pair.drafter.block_size, prefill_chunk)
+
+
+def engine_units(units: Mapping[str, Unit]) -> dict[str, Unit]:
+    """Units that become engines, by path: all but the embedding, whose rows a kernel gathers.
+
+    The head is first: its engine takes longest to build, and nothing should wait for it in the end.
+    """
+    found = {engine_file(key): unit for key, unit in units.items() if key != EMBEDDING}
+    return dict(sorted(found.items(), key=lambda item: item[1].key != HEAD))
 
 
 def norms_before_rows(program: Program) -> Program:

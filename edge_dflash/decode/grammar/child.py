@@ -1,162 +1,83 @@
-"""The process of one grammar: compiles it within bounds, then walks along it for each constraint.
+"""What the process of one grammar does: it walks along the grammar for each constraint.
 
-It may die at any moment, by its own limits or because the planner no longer waits: nothing else is lost with it. Every
-piece of work runs under a timer of processor time that kills, so that it is bounded even if nobody looks.
+Every piece of work runs under a timer of processor time that kills, so that it is bounded even if nobody looks.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import mmap
 import os
 import select
 import signal
 import socket
-import threading
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 
-from edge_dflash.common.processes import limit_memory, limited_time
-from edge_dflash.decode.grammar import stepping, wire
-from edge_dflash.decode.grammar.vocabulary import Vocabulary
-from edge_dflash.decode.grammar.walker import Compiled, Source, Walker, compiled
-from edge_dflash.errors import RequestError, one_line
-
-PROMPT_SECONDS = 0.1  # a grammar that takes longer to compile gives way to others: the loops of a robot, the planner
-NICE = 10
-_STACK_BYTES = 16 << 20  # of the thread that compiles: the library follows rules by recursion
-_OOM_SCORE = 1000  # when memory runs out, this goes before anything else
+from edge_dflash.common.processes import limited_time
+from edge_dflash.decode.grammar import wire
+from edge_dflash.decode.grammar.walker import Compiled, Walker
+from edge_dflash.errors import RequestError
 
 
-@dataclass(frozen=True)
-class Bounds:
-    """What one grammar may take."""
-
-    compile_seconds: float = 5.0  # of one core; forms of robots take 0.01, the largest schemas that are taken 1
-    step_seconds: float = 2.0  # of a walk along drafts with its masks; 16 of the most fuel take 0.25 on a fast core
-    nbytes: int = 256 << 20  # beyond the vocabulary; forms of robots take 1 to 5 MB
-
-
-class Page:
-    """Memory that a child shares with the planner: the source until it is compiled, then how large the child is."""
-
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-
-    @classmethod
-    def of(cls, source: Source, bounds: Bounds) -> Page:
-        """A new page."""
-        page = cls(os.memfd_create("grammar"))
-        os.pwrite(page._fd, json.dumps([asdict(source), asdict(bounds)]).encode(), 0)
-        return page
-
-    def fileno(self) -> int:
-        """Its file."""
-        return self._fd
-
-    def read(self) -> tuple[Source, Bounds]:
-        """What :meth:`of` wrote."""
-        source, bounds = json.loads(os.pread(self._fd, os.fstat(self._fd).st_size, 0))
-        return Source(**source), Bounds(**bounds)
-
-    @property
-    def private_bytes(self) -> int:
-        """Memory that the child took for itself, when it last looked."""
-        return int.from_bytes(os.pread(self._fd, 8, 0), "little")
-
-    def note(self, shared_bytes: int) -> None:
-        """Measure it, in the child, which shares so many bytes with its parent."""
-        private = max(0, _resident_bytes() - shared_bytes)
-        os.pwrite(self._fd, private.to_bytes(8, "little"), 0)
-
-
-def live(control: socket.socket, page: Page, vocabulary: Vocabulary, stop_token_ids: tuple[int, ...]) -> None:
-    """Compile the grammar of the page and serve its constraints, until the control socket is closed."""
-    source, bounds = page.read()
-    shared = _resident_bytes()
-    _limit(bounds)
-    control.send(wire.BEGUN)
-
-    def make() -> Compiled:
-        with limited_time(bounds.compile_seconds):
-            return _compile(source, vocabulary, stop_token_ids)
-
-    try:
-        grammar = _Grammar(make, bounds)
-    except RequestError as error:
-        control.send(wire.REFUSED + str(error).encode(errors="replace"))
-        return
-    page.note(shared)
-    control.send(wire.COMPILED)
-    _Server(control, grammar, bounds, lambda: page.note(shared)).run()
-
-
-class _Grammar:
-    """A grammar, which can be compiled again.
+class Server:
+    """A grammar, which can be compiled again, and its constraints, each with its socket.
 
     The library limits the states of its lexer, and all walks along a compiled grammar add to the same ones: those of
     wrong drafts and of other requests, too. A mask that is refused may be given by the grammar compiled anew, as to a
     request that is alone and decodes plainly.
     """
 
-    def __init__(self, make: Callable[[], Compiled], bounds: Bounds) -> None:
-        self._make, self._bounds = make, bounds
-        self.compiled = make()
+    def __init__(
+        self, control: socket.socket, make: Callable[[], Compiled], step_seconds: float, note: Callable[[], None]
+    ) -> None:
+        """``make`` compiles the grammar; ``note`` is called when a constraint has ended. Raises RequestError."""
+        self.grammar = make()
+        self._control, self._make, self._step_seconds, self._note = control, make, step_seconds, note
 
     def renew(self) -> Compiled:
-        """Compile it again, inside a step, for the constraints that begin from now on, too."""
+        """Compile the grammar again, inside a step, for the constraints that begin from now on, too."""
         try:
-            self.compiled = self._make()
+            self.grammar = self._make()
         finally:
-            signal.setitimer(signal.ITIMER_PROF, self._bounds.step_seconds)  # of what the step still has to do
-        return self.compiled
-
-
-class _Server:
-    """The grammar's constraints, each with its socket."""
-
-    def __init__(self, control: socket.socket, grammar: _Grammar, bounds: Bounds, note: Callable[[], None]) -> None:
-        self._control, self._grammar, self._bounds, self._note = control, grammar, bounds, note
-        self._constraints: dict[int, _Constraint] = {}
-        self._poll = select.poll()
-        self._poll.register(control, select.POLLIN)
+            signal.setitimer(signal.ITIMER_PROF, self._step_seconds)  # of what the step still has to do
+        return self.grammar
 
     def run(self) -> None:
+        """Serve until the control socket is closed."""
+        constraints: dict[int, _Constraint] = {}
+        poll = select.poll()
+        poll.register(self._control, select.POLLIN)
         while True:
-            for fd, _ in self._poll.poll():
+            for fd, _ in poll.poll():
                 if fd == self._control.fileno():
                     message, fds, _, _ = socket.recv_fds(self._control, wire.MESSAGE_BYTES, 2)
                     if not message:
                         return
-                    with limited_time(self._bounds.step_seconds):
-                        self._constraints[fds[0]] = _Constraint(socket.socket(fileno=fds[0]), fds[1], self._grammar)
-                    self._poll.register(fds[0], select.POLLIN)
+                    with limited_time(self._step_seconds):
+                        constraints[fds[0]] = _Constraint(socket.socket(fileno=fds[0]), fds[1], self)
+                    poll.register(fds[0], select.POLLIN)
                     continue
-                constraint = self._constraints[fd]
-                message = _received(constraint.socket)
-                with limited_time(self._bounds.step_seconds):
-                    alive = bool(message) and constraint.answer(message)
+                message = _received(constraints[fd].socket)
+                with limited_time(self._step_seconds):
+                    alive = bool(message) and constraints[fd].answer(message)
                 if not alive:
-                    self._poll.unregister(fd)
-                    del self._constraints[fd]
-                    constraint.socket.close()
+                    poll.unregister(fd)
+                    constraints.pop(fd).socket.close()
                     self._note()
 
 
 class _Constraint:
     """The grammar behind the tokens of one request."""
 
-    def __init__(self, connection: socket.socket, memory: int, grammar: _Grammar) -> None:
+    def __init__(self, connection: socket.socket, memory: int, server: Server) -> None:
         self.socket = connection
-        self._grammar = grammar
-        self._layout = wire.Layout((grammar.compiled.vocab_size + 31) // 32)
+        self._server = server
+        self._layout = wire.Layout((server.grammar.vocab_size + 31) // 32)
         self._memory = mmap.mmap(memory, self._layout.nbytes)
         os.close(memory)
         self._half = self._received = 0  # messages
-        self._walker = Walker(grammar.compiled)
+        self._walker = Walker(server.grammar)
         self._advanced: list[int] = []
         self._refused = False  # the mask of this position, by the grammar compiled anew
         self._failure = ""  # why no token can be taken any more
@@ -173,7 +94,7 @@ class _Constraint:
                 self._advance(tokens)
             elif kind == wire.WALK:
                 free = [] if self._failure else tokens[: wire.ROWS - 1]
-                self._look(stepping.walk(self._walker, free, self._asking(), self._tell))
+                self._look(walk(self._walker, free, self._asking(), self._tell))
             else:
                 self._look(tokens)
         except OSError:
@@ -202,12 +123,12 @@ class _Constraint:
             return
         self._refused = True
         with contextlib.suppress(RequestError):
-            self._walker = Walker(self._grammar.renew())
+            self._walker = Walker(self._server.renew())
             self._push(self._advanced)
             self._walker.packed()
             self._refused = False
 
-    def _asking(self) -> stepping.Ask:
+    def _asking(self) -> Callable[[int], int | None]:
         """Asks the planner once: behind the first draft that is replaced the block has mostly parted from the text."""
         asked = False
 
@@ -240,7 +161,7 @@ class _Constraint:
             count = row + 1
             self._count(count)
 
-        error = stepping.look(self._walker, drafts[: wire.ROWS - 1], put)
+        error = look(self._walker, drafts[: wire.ROWS - 1], put)
         self.socket.send(wire.MASKS + wire.packed([count]) + ("" if error is None else str(error)).encode())
 
     def _count(self, rows: int) -> None:
@@ -251,31 +172,74 @@ class _Constraint:
         self._memory[at : at + len(mask)] = mask
 
 
-def _compile(source: Source, vocabulary: Vocabulary, stop_token_ids: tuple[int, ...]) -> Compiled:
-    """Compile on another thread, because priority is a thread's, and cannot be raised again."""
-    found: list[Compiled | RequestError] = []
+def walk(
+    walker: Walker,
+    free: Sequence[int],
+    ask: Callable[[int], int | None],
+    tell: Callable[[list[int]], object] = lambda path: None,
+) -> list[int]:
+    """Drafts that the grammar allows, made from the ``free`` ones; the walker is where it was afterwards.
 
-    def run() -> None:
-        try:
-            found.append(compiled(source, vocabulary, stop_token_ids))
-        except RequestError as error:
-            found.append(error)
-        except MemoryError:
-            os.abort()  # as the library does
-        except BaseException as error:  # a panic of the library is no Exception
-            found.append(RequestError(f"the {source.kind} cannot be used ({one_line(error)}); change it"))
+    A draft that is refused is replaced by what is forced, and where nothing is, by what ``ask`` of its row gives, while
+    the walker stands before it; None ends the path. So does a grammar that becomes too complex. ``tell`` is told the
+    path before the walker goes back, which takes a while.
+    """
 
-    threading.stack_size(_STACK_BYTES)
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join(PROMPT_SECONDS)
-    if thread.is_alive():
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, thread.native_id or 0, NICE)
-        thread.join()
-    if isinstance(found[0], RequestError):
-        raise found[0]
-    return found[0]
+    def instead(row: int) -> Sequence[int]:
+        if forced := walker.forced():
+            return forced
+        chosen = ask(row)
+        return () if chosen is None else (chosen,)
+
+    path: list[int] = []
+    try:
+        with contextlib.suppress(RequestError):
+            _along(walker, free, path, instead, lambda: None)
+        tell(path)
+    finally:
+        walker.pop(len(path))
+    return path
+
+
+def look(walker: Walker, drafts: Sequence[int], put: Callable[[int, bytes], None]) -> RequestError | None:
+    """Give ``put`` the masks before the first draft, behind it, ...; the walker is where it was afterwards.
+
+    Returns why it gave up on the way, if it did. It also ends, without a reason, at a draft that is not allowed.
+    """
+    path: list[int] = []
+    try:
+        _along(walker, drafts, path, lambda row: (), lambda: put(len(path), walker.packed()))
+    except RequestError as error:
+        return error
+    finally:
+        walker.pop(len(path))
+    return None
+
+
+def _along(
+    walker: Walker,
+    drafts: Sequence[int],
+    path: list[int],
+    instead: Callable[[int], Sequence[int]],
+    here: Callable[[], None],
+) -> None:
+    """Push drafts and append them to ``path``; call ``here`` before the first and behind each.
+
+    In place of a refused draft, and of those behind it, come the tokens that ``instead`` gives for its row; without
+    any the walk ends.
+    """
+    others: list[int] = []
+    here()
+    for row, draft in enumerate(drafts):
+        token = others.pop(0) if others else draft
+        if not walker.push(token):
+            others = [*instead(row)]
+            if not others or not walker.push(token := others.pop(0)):
+                return
+        path.append(token)
+        here()
+        if walker.ended:
+            return
 
 
 def _received(connection: socket.socket) -> bytes:
@@ -284,14 +248,3 @@ def _received(connection: socket.socket) -> bytes:
         return connection.recv(wire.MESSAGE_BYTES)
     except OSError:
         return b""
-
-
-def _limit(bounds: Bounds) -> None:
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    limit_memory(pages * mmap.PAGESIZE + bounds.nbytes + _STACK_BYTES)
-    with contextlib.suppress(OSError):  # where /proc is hidden
-        Path("/proc/self/oom_score_adj").write_text(str(_OOM_SCORE))
-
-
-def _resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE

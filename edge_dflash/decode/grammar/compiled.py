@@ -10,17 +10,17 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
+from contextlib import contextmanager
+from functools import partial
 from weakref import WeakKeyDictionary
 
 from edge_dflash.decode.controls import ENDLESS, Patience
-from edge_dflash.decode.grammar.child import Bounds
 from edge_dflash.decode.grammar.constraint import GrammarConstraint
-from edge_dflash.decode.grammar.process import Child, Died, OverBounds, Zygote
-from edge_dflash.decode.grammar.turns import SLICE, Turns
-from edge_dflash.decode.grammar.walker import Source
+from edge_dflash.decode.grammar.process import SLICE, Child, Died, OverBounds, Zygote
+from edge_dflash.decode.grammar.wire import Bounds, Source
 from edge_dflash.errors import RequestError
 from edge_dflash.text.tokenizer import Tokenizer
 
@@ -31,6 +31,32 @@ BOUNDS = Bounds()
 REFUSED_SECONDS = 60.0  # a grammar that went over its bounds is not tried again; later the board may be less busy
 TRIES = 3  # to compile, when the vocabulary's process ends meanwhile
 _CLOSED = "the planner of this grammar is closed; open it again"
+
+
+class Turns:
+    """Who may do something now: ``places`` in all, ``share`` of them for each caller."""
+
+    def __init__(self, places: int, share: int) -> None:
+        self._places, self._share = places, share
+        self._taken: Counter[str] = Counter()
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def place(self, caller: str, patience: Patience) -> Iterator[None]:
+        """Hold a place, once there is one. Raises Interrupted when ``patience`` is over before."""
+        with self._changed:
+            while self._taken.total() >= self._places or self._taken[caller] >= self._share:
+                patience.check()
+                self._changed.wait(SLICE)
+            self._taken[caller] += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._taken[caller] -= 1
+                self._changed.notify_all()
+
+
 _TURNS = Turns(4, 2)  # of compiling: a board has 6 to 14 cores, and what compiles gives way to all else
 
 
@@ -46,10 +72,7 @@ class Grammar:
 
     def constraint(self, patience: Patience = ENDLESS) -> GrammarConstraint:
         """A fresh constraint, at the grammar's start, for a request of this patience."""
-
-        def child(patience: Patience) -> Child:
-            return self._grammars.child(self._source, patience)
-
+        child = partial(self._grammars.child, self._source)
         return GrammarConstraint((self.vocab_size + 31) // 32, child, patience)
 
 

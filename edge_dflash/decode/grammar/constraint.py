@@ -15,7 +15,7 @@ import numpy as np
 
 from edge_dflash.decode.controls import Interrupted, Patience
 from edge_dflash.decode.grammar import wire
-from edge_dflash.decode.grammar.process import WALL_SECONDS, Child, Died, Link, why
+from edge_dflash.decode.grammar.process import WALL_SECONDS, Child, Died, Link, room, why
 from edge_dflash.decode.sampling import Packed
 from edge_dflash.decode.steering import Ask
 from edge_dflash.errors import RequestError
@@ -27,17 +27,16 @@ class _Channel:
     """A child's constraint: a socket and memory that both see."""
 
     def __init__(self, child: Child, layout: wire.Layout) -> None:
-        """Raises Died."""
+        """Raises Died, RequestError."""
         self.child = child
-        self.link = Link()
         self._layout = layout
-        memory = os.memfd_create("masks")
-        try:
-            os.ftruncate(memory, layout.nbytes)
-            self._memory = mmap.mmap(memory, layout.nbytes, prot=mmap.PROT_READ)
-            child.open(self.link.theirs, memory)
-        finally:
-            os.close(memory)
+        with room():
+            self.link = Link()
+            with os.fdopen(os.memfd_create("masks"), "rb") as memory:
+                memory_fd = memory.fileno()
+                os.ftruncate(memory_fd, layout.nbytes)
+                self._memory = mmap.mmap(memory_fd, layout.nbytes, prot=mmap.PROT_READ)
+                child.open(self.link.theirs, memory_fd)
         self.link.theirs.close()
         child.channels.add(self)
         self._half = self._sent = 0  # messages

@@ -14,19 +14,18 @@ import subprocess
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from signal import SIGABRT, SIGKILL, SIGPROF, SIGSEGV
 
 from edge_dflash.common.processes import command
 from edge_dflash.decode.controls import Patience
 from edge_dflash.decode.grammar import wire
-from edge_dflash.decode.grammar.child import Bounds, Page
-from edge_dflash.decode.grammar.turns import SLICE
-from edge_dflash.decode.grammar.walker import Source
+from edge_dflash.decode.grammar.wire import Bounds, Page, Source
 from edge_dflash.errors import RequestError
 from edge_dflash.text.tokenizer import Tokenizer
 
+SLICE = 0.02  # seconds between two looks at whether somebody still waits
 START_SECONDS = 120.0  # for the vocabulary: 3 s with 248,000 tokens on one core, more on a busy board
 WALL_SECONDS = 4.0  # of waiting for each second of processor time: others may keep the cores busy
 SEND_SECONDS = 2.0  # while the buffer of a long history is full
@@ -42,6 +41,15 @@ class Died(Exception):
 
 class OverBounds(RequestError):
     """A grammar went over its bounds while it was compiled."""
+
+
+@contextlib.contextmanager
+def room() -> Iterator[None]:
+    """Raise RequestError where the system has no process, file or memory left for what is done inside."""
+    try:
+        yield
+    except OSError as error:
+        raise RequestError(f"the grammar cannot be compiled now ({error.strerror}); try again") from None
 
 
 class Link:
@@ -89,24 +97,22 @@ class Zygote:
     """The process that has built a vocabulary. Starting it does not wait for that."""
 
     def __init__(self, tokenizer: Tokenizer, stop_token_ids: tuple[int, ...]) -> None:
-        self.stop_token_ids = stop_token_ids
-        self._link = Link()
+        """Raise RequestError when no process can be started now."""
         self._numbers = itertools.count()
-        text = os.memfd_create("tokenizer")
-        try:
-            with open(text, "wb", closefd=False) as file:
-                file.write(tokenizer.to_json().encode())
-            os.lseek(text, 0, os.SEEK_SET)
-            theirs = self._link.theirs.fileno()
-            self._process = subprocess.Popen(
-                command("edge_dflash.decode.grammar.zygote", theirs, text, tokenizer.size, stop_token_ids),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                pass_fds=(theirs, text),
-            )
-        finally:
-            os.close(text)
+        with room():
+            self._link = Link()
+            with os.fdopen(os.memfd_create("tokenizer"), "wb") as text:
+                text.write(tokenizer.to_json().encode())
+                text.flush()
+                text.seek(0)
+                fds = (self._link.theirs.fileno(), text.fileno())
+                self._process = subprocess.Popen(
+                    command("edge_dflash.decode.grammar.zygote", *fds, tokenizer.size, stop_token_ids),
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    pass_fds=fds,
+                )
         self._link.theirs.close()
         self.close = weakref.finalize(self, _end, self._process)  # with all its children; again: does nothing
 
@@ -138,8 +144,9 @@ class Child:
     def __init__(self, zygote: Zygote, source: Source, bounds: Bounds, patience: Patience) -> None:
         """Compile. Raises RequestError, which names a bound, Died when it can be tried again, Interrupted."""
         self._zygote = zygote
-        self._link = Link()
-        self._page = Page.of(source, bounds)
+        with room():
+            self._link = Link()
+            self._page = Page.of(source, bounds)
         weakref.finalize(self, os.close, self._page.fileno())
         self._lock = threading.Lock()
         self._cause: int | None = None

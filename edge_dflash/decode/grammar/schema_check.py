@@ -1,8 +1,8 @@
 """Which JSON Schemas are taken: one is refused here, with the place and the reason, before a grammar is made of it.
 
-Knows the keywords that the grammar enforces, the limits on a schema's size, and which references never end. Knows
-nothing of tokens. JSON Schema lets a validator ignore what it does not know; here a keyword that would not be enforced
-is an error, because the caller wrote it to be obeyed.
+JSON Schema lets a validator ignore what it does not know; here a keyword that would not be enforced is an error,
+because the caller wrote it to be obeyed. Schemas have limits on their size,
+and a document that ends must satisfy one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 from urllib.parse import unquote
 
 from edge_dflash.common.rules import refuse_surrogates
-from edge_dflash.decode.grammar.schema_values import check_values
+from edge_dflash.decode.grammar.schema_keywords import KNOWN, LISTS, NAMED, SINGLE, check_values, kinds_of
 from edge_dflash.errors import RequestError, short
 
 Node: TypeAlias = "dict[str, Any] | bool"
@@ -22,22 +22,6 @@ Node: TypeAlias = "dict[str, Any] | bool"
 MAX_BYTES = 256 * 1024
 MAX_DEPTH = 64  # levels of nesting
 MAX_LEVELS = 512  # levels of the schema and of all definitions that it refers to, one below the other
-
-SINGLE = ("additionalProperties", "items", "additionalItems")
-LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
-NAMED = ("properties", "patternProperties", "$defs", "definitions")
-_VALUES = (
-    *("$ref", "const", "enum", "type", "required", "minProperties", "maxProperties", "minItems", "maxItems"),
-    *("minLength", "maxLength", "pattern", "format", "contentEncoding"),
-    *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
-)
-ANNOTATIONS = (  # of the standard, and OpenAPI's; its discriminator repeats what oneOf says
-    *("$schema", "$id", "$comment", "title", "description", "default", "examples", "deprecated", "readOnly"),
-    *("writeOnly", "discriminator", "example", "externalDocs", "xml"),
-)
-ENFORCED = frozenset((*SINGLE, *LISTS, *NAMED, *_VALUES))
-_KNOWN = ENFORCED | frozenset(ANNOTATIONS)
-_COMPOUND = frozenset(("array", "object"))
 
 
 def schema_text(schema: object) -> str:
@@ -56,23 +40,20 @@ def schema_json(schema: object) -> str:
     if callable(model):
         schema = model()
     if isinstance(schema, str):
-        if len(schema.encode(errors="replace")) > MAX_BYTES:
-            raise RequestError(_too_big(len(schema.encode(errors="replace"))))
+        _check_size(schema)
         try:
             schema = json.loads(schema)
         except (ValueError, RecursionError) as error:
             raise RequestError(f"the schema is no JSON ({error}); give a JSON object") from None
     if not isinstance(schema, Mapping):
-        kind = type(schema).__name__
-        raise RequestError(f"the schema is of type {kind}; give a JSON object (mapping or text) or a Pydantic model")
+        given = f"the schema is of type {type(schema).__name__}"
+        raise RequestError(f"{given}; give a JSON object (mapping or text) or a Pydantic model")
     refuse_surrogates(schema, "schema")
     try:
         text = json.dumps(dict(schema), ensure_ascii=False, allow_nan=False)
-        size = len(text.encode())
     except (TypeError, ValueError, RecursionError) as error:
         raise RequestError(f"the schema cannot be written as JSON ({error}); use plain JSON values") from None
-    if size > MAX_BYTES:
-        raise RequestError(_too_big(size))
+    _check_size(text)
     return text
 
 
@@ -105,8 +86,10 @@ def check(root: dict[str, Any]) -> None:
         )
 
 
-def _too_big(size: int) -> str:
-    return f"the schema has {size} bytes, at most {MAX_BYTES} are taken; make it smaller"
+def _check_size(text: str) -> None:
+    size = len(text.encode(errors="replace"))
+    if size > MAX_BYTES:
+        raise RequestError(f"the schema has {size} bytes, at most {MAX_BYTES} are taken; make it smaller")
 
 
 def _walk(node: object, where: str, depth: int) -> int:
@@ -123,8 +106,8 @@ def _walk(node: object, where: str, depth: int) -> int:
 
 def _check_keywords(node: dict[str, Any], where: str) -> None:
     for key in node:
-        if key not in _KNOWN and (not key.startswith("x-") or key == "x-guidance"):  # x-guidance: the library's own
-            close = difflib.get_close_matches(key, _KNOWN, 1, 0.8)  # a typo, not another keyword
+        if key not in KNOWN and (not key.startswith("x-") or key == "x-guidance"):  # x-guidance: the library's own
+            close = difflib.get_close_matches(key, KNOWN, 1, 0.8)  # a typo, not another keyword
             advice = f"did you mean {close[0]!r}? " if close else ""
             raise RequestError(
                 f"the schema's keyword {short(key)} at {where} would not be enforced; {advice}"
@@ -137,8 +120,7 @@ def _check_keywords(node: dict[str, Any], where: str) -> None:
         )
     if "$id" in node and where != "#":
         raise RequestError(f"$id at {where} would change what references mean; remove it")
-    kinds = kinds_of(node)
-    check_values(node, where, kinds)
+    check_values(node, where, kinds_of(node))
 
 
 def _children(node: dict[str, Any], where: str) -> Iterator[tuple[str, object]]:
@@ -192,20 +174,20 @@ def _ends(node: Node, finite: set[str]) -> bool:
         return True
     if "$ref" in node and node["$ref"] not in finite:
         return False
+    choices = [node[key] for key in ("anyOf", "oneOf") if key in node]
+    if not all(any(_ends(child, finite) for child in several) for several in choices):
+        return False
     if not all(_ends(child, finite) for child in node.get("allOf", ())):
         return False
-    if any(key in node and not any(_ends(child, finite) for child in node[key]) for key in ("anyOf", "oneOf")):
-        return False
     kinds = kinds_of(node)
-    if "const" in node or "enum" in node or not kinds or not set(kinds) <= _COMPOUND:
+    if "const" in node or "enum" in node or not kinds or not set(kinds) <= {"array", "object"}:
         return True
     return ("array" in kinds and _array_ends(node, finite)) or ("object" in kinds and _object_ends(node, finite))
 
 
 def _object_ends(node: dict[str, Any], finite: set[str]) -> bool:
     properties, rest = node.get("properties", {}), node.get("additionalProperties", True)
-    required = node.get("required", ())
-    return not isinstance(required, list) or all(_ends(properties.get(str(name), rest), finite) for name in required)
+    return all(_ends(properties.get(name, rest), finite) for name in node.get("required", ()))
 
 
 def _array_ends(node: dict[str, Any], finite: set[str]) -> bool:
@@ -216,9 +198,3 @@ def _array_ends(node: dict[str, Any], finite: set[str]) -> bool:
     if not isinstance(least, int):
         return True
     return all(_ends(child, finite) for child in first[:least]) and (least <= len(first) or _ends(rest, finite))
-
-
-def kinds_of(node: dict[str, Any]) -> list[Any]:
-    """Types that a schema names; empty when it names none."""
-    kinds = node.get("type", [])
-    return kinds if isinstance(kinds, list) else [kinds]

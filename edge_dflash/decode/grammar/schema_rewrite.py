@@ -7,7 +7,7 @@
 - Where a schema leaves a value free, it becomes a reference to a definition of any JSON value with such numbers. Not
   where schemas are intersected (``allOf``, keywords beside ``anyOf`` or ``$ref``): the library cannot intersect what
   refers to itself, and free values there have numbers without bound.
-- ``format`` and ``contentEncoding`` become the patterns of :mod:`edge_dflash.decode.grammar.formats`.
+- ``format`` and ``contentEncoding`` become the patterns of :mod:`edge_dflash.decode.grammar.schema_keywords`.
 - Keywords that only describe (``title``, ``x-...``, ``$schema``) are left out.
 
 The schema was taken by :func:`edge_dflash.decode.grammar.schema_check.check`.
@@ -22,9 +22,19 @@ from math import prod
 from typing import Any
 from urllib.parse import quote, unquote
 
-from edge_dflash.decode.grammar.formats import ENCODINGS, FORMATS
-from edge_dflash.decode.grammar.schema_check import ENFORCED, LISTS, NAMED, SINGLE, Node, kinds_of, resolve
-from edge_dflash.decode.grammar.schema_values import LARGEST, is_number
+from edge_dflash.decode.grammar.schema_check import Node, resolve
+from edge_dflash.decode.grammar.schema_keywords import (
+    ENCODINGS,
+    ENFORCED,
+    FORMATS,
+    LARGEST,
+    LISTS,
+    NAMED,
+    SINGLE,
+    is_number,
+    kinds_of,
+    numbers_in,
+)
 from edge_dflash.errors import RequestError
 
 FRACTION_DIGITS = 10  # of the library's multipleOf: it takes no finer power of ten
@@ -201,15 +211,7 @@ def _all_nodes(node: Any) -> Iterator[dict[str, Any]]:
 
 def _numbers(root: dict[str, Any], keys: tuple[str, ...]) -> Iterator[int | float]:
     """Numbers that a schema names under some keywords."""
-    pending = [node[key] for node in _all_nodes(root) for key in keys if key in node]
-    while pending:
-        value = pending.pop()
-        if isinstance(value, list):
-            pending += value
-        elif isinstance(value, dict):
-            pending += value.values()
-        elif is_number(value):
-            yield value
+    return numbers_in(*(node[key] for node in _all_nodes(root) for key in keys if key in node))
 
 
 def _is_fine(number: int | float) -> bool:

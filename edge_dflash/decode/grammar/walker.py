@@ -1,4 +1,4 @@
-"""A compiled grammar and walks along it, by way of the llguidance library. Runs in a process of the grammar's.
+"""A grammar that the llguidance library compiled, and steps along it. Runs in a process of the grammar's.
 
 Two properties make constrained speculative decoding equal to constrained plain decoding: a mask is a function of the
 tokens pushed so far and of nothing else, and forced tokens are exactly those that the masks along them leave.
@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from edge_dflash.decode.grammar.lark_text import prepare
-from edge_dflash.decode.grammar.library_words import in_our_words
+from edge_dflash.decode.grammar.library import Vocabulary, in_our_words
 from edge_dflash.decode.grammar.schema_check import check
 from edge_dflash.decode.grammar.schema_rewrite import rewrite
-from edge_dflash.decode.grammar.vocabulary import Vocabulary
+from edge_dflash.decode.grammar.wire import Source
 from edge_dflash.errors import RequestError, one_line
 
 if TYPE_CHECKING:
@@ -22,28 +22,9 @@ if TYPE_CHECKING:
 
 MAX_FORCED = 4096  # tokens that a grammar may force in a row at its start; more is taken for a text that never ends
 MAX_LEXER_STATES = 50_000  # 1-2 kB each
-TOOL_JSON = {"item_separator": ", ", "key_separator": ": "}  # as chat templates write arguments
 _TRIED = 4  # choices when a grammar is tried out; each takes a mask
 _FORCED_AT_ONCE = 64  # tokens that forced() returns at most
 _WHITESPACE = r"[ \t\n\r]{1,64}"  # bounded, so that a model cannot go on with blanks for ever
-
-
-@dataclass(frozen=True)
-class Source:
-    """A form that an answer must have as a whole, for a model of ``vocab_size`` ids.
-
-    - "schema": JSON text. Properties come in the order in which it names them. ``whitespace`` False: no blanks outside
-      strings; True: up to 64 in a row.
-    - "regex": in the syntax of Rust's regex crate, without look-around and back-references.
-    - "grammar": Lark in the dialect of llguidance, from its rule ``start``. ``<name>`` is a special token,
-      ``%json {...}`` a JSON Schema, to which ``whitespace`` applies.
-    - "tools": Lark, made by ``tool_grammar``.
-    """
-
-    kind: Literal["schema", "regex", "grammar", "tools"]
-    text: str
-    whitespace: bool
-    vocab_size: int
 
 
 @dataclass(frozen=True)
@@ -57,7 +38,7 @@ class Compiled:
 
 
 class Walker:
-    """The grammar behind the tokens of one request (:class:`~edge_dflash.decode.grammar.stepping.Steps`).
+    """The grammar behind the tokens of one request.
 
     Stop tokens are allowed where the text so far is whole, and nothing but them after one. Special tokens are never
     allowed, unless a Lark grammar names them. ``packed``, ``push`` and ``forced`` raise RequestError when the grammar
@@ -77,13 +58,8 @@ class Walker:
         """Whether a stop token was pushed."""
         return self._stopped > 0
 
-    @property
-    def complete(self) -> bool:
-        """Whether the text so far is whole: the grammar may end here."""
-        return _holds(self.packed(), self._grammar.stop_token_ids[0])
-
     def packed(self) -> bytes:
-        """Tokens that may come next, as ceil(vocab_size / 32) words: spec/constraint's Packed as bytes."""
+        """Tokens that may come next, as ceil(vocab_size / 32) words of 32 bits."""
         if self._words is None:
             self._words = self._compute()
         return self._words
@@ -229,7 +205,7 @@ def _grammar_text(source: Source, vocabulary: Vocabulary) -> str:
     if source.kind == "regex":
         return LLMatcher.grammar_from_regex(source.text)
     if source.kind == "tools":
-        options |= TOOL_JSON
+        options |= {"item_separator": ", ", "key_separator": ": "}  # as chat templates write arguments
     return LLMatcher.grammar_from_lark(prepare(source.text, vocabulary.special.get, options))
 
 

@@ -1,8 +1,9 @@
-"""The process that has built one vocabulary, and forks a process for each grammar.
+"""The process that has built one vocabulary, and forks a process for each grammar, which it compiles within bounds.
 
 Started anew (``python -c``), so that a fork copies neither a device nor threads: this process has one thread and
 imports the library and little else. It compiles nothing itself. It ends when the planner's end of its socket is closed,
-by whatever that was, and its children end with it.
+by whatever that was, and its children end with it. A child may die at any moment, by its own limits or because the
+planner no longer waits: nothing else is lost with it.
 """
 
 from __future__ import annotations
@@ -10,19 +11,25 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import mmap
 import os
 import select
 import signal
 import socket
-import struct
+import threading
+from pathlib import Path
 
-from edge_dflash.common.processes import obey_timers
+from edge_dflash.common.processes import limit_memory, limited_time, obey_timers
 from edge_dflash.decode.grammar import wire
-from edge_dflash.decode.grammar.child import Page, live
-from edge_dflash.decode.grammar.vocabulary import Vocabulary
+from edge_dflash.decode.grammar.child import Server
+from edge_dflash.decode.grammar.library import Vocabulary
+from edge_dflash.decode.grammar.walker import Compiled, compiled
 from edge_dflash.errors import RequestError, one_line
 
-_NUMBER = struct.Struct("=I")
+PROMPT_SECONDS = 0.1  # a grammar that takes longer to compile gives way to others: the loops of a robot, the planner
+NICE = 10
+_STACK_BYTES = 16 << 20  # of the thread that compiles: the library follows rules by recursion
+_OOM_SCORE = 1000  # when memory runs out, a child goes before anything else
 _PR_SET_PDEATHSIG = 1
 _M_ARENA_MAX = -8
 
@@ -37,7 +44,7 @@ def main(link: int, text: int, size: int, stop_token_ids: tuple[int, ...]) -> No
         signal.signal(number, signal.SIG_IGN)
     obey_timers()
     # One heap for all threads: a second one would take 128 MB of the address space that a child may use.
-    _library().mallopt(_M_ARENA_MAX, 1)
+    _libc().mallopt(_M_ARENA_MAX, 1)
     vocabulary: Vocabulary | str
     try:
         with open(text, encoding="utf-8") as file:
@@ -48,7 +55,7 @@ def main(link: int, text: int, size: int, stop_token_ids: tuple[int, ...]) -> No
         vocabulary = f"structured output does not work here ({type(error).__name__}: {one_line(error)})"
     gc.collect()
     gc.freeze()
-    _library().malloc_trim(0)
+    _libc().malloc_trim(0)
     _Zygote(socket.socket(fileno=link), vocabulary, stop_token_ids).run()
 
 
@@ -76,7 +83,7 @@ class _Zygote:
                 message, fds, _, _ = socket.recv_fds(self._link, wire.MESSAGE_BYTES, 2)
                 if not message:
                     return
-                (number,) = _NUMBER.unpack(message[1:])
+                (number,) = wire.unpacked(message[1:])
                 if message[:1] == wire.FORK:
                     self._fork(number, socket.socket(fileno=fds[0]), fds[1])
                 else:
@@ -104,9 +111,9 @@ class _Zygote:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             for one in (self._link, self._woken, self._wake, *(other for _, other in self._children.values())):
                 one.close()
-            _library().prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            _libc().prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
             if os.getppid() == parent:
-                live(control, Page(page), self._vocabulary, self._stop)
+                _live(control, wire.Page(page), self._vocabulary, self._stop)
             code = 0
         finally:
             os._exit(code)
@@ -125,6 +132,56 @@ class _Zygote:
             _tell(control, wire.DIED + bytes([os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0]))
 
 
+def _live(control: socket.socket, page: wire.Page, vocabulary: Vocabulary, stop_token_ids: tuple[int, ...]) -> None:
+    """A child: compile the grammar of the page and serve its constraints, until the control socket is closed."""
+    source, bounds = page.read()
+    shared = wire.resident_bytes()
+    limit_memory(int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE + bounds.nbytes + _STACK_BYTES)
+    with contextlib.suppress(OSError):  # where /proc is hidden
+        Path("/proc/self/oom_score_adj").write_text(str(_OOM_SCORE))
+    control.send(wire.BEGUN)
+
+    def make() -> Compiled:
+        with limited_time(bounds.compile_seconds):
+            return _compile(source, vocabulary, stop_token_ids)
+
+    try:
+        server = Server(control, make, bounds.step_seconds, lambda: page.note(shared))
+    except RequestError as error:
+        control.send(wire.REFUSED + str(error).encode(errors="replace"))
+        return
+    page.note(shared)
+    control.send(wire.COMPILED)
+    server.run()
+
+
+def _compile(source: wire.Source, vocabulary: Vocabulary, stop_token_ids: tuple[int, ...]) -> Compiled:
+    """Compile on another thread, because priority is a thread's, and cannot be raised again."""
+    found: list[Compiled | RequestError] = []
+
+    def run() -> None:
+        try:
+            found.append(compiled(source, vocabulary, stop_token_ids))
+        except RequestError as error:
+            found.append(error)
+        except MemoryError:
+            os.abort()  # as the library does
+        except BaseException as error:  # a panic of the library is no Exception
+            found.append(RequestError(f"the {source.kind} cannot be used ({one_line(error)}); change it"))
+
+    threading.stack_size(_STACK_BYTES)
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(PROMPT_SECONDS)
+    if thread.is_alive():
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, thread.native_id or 0, NICE)
+        thread.join()
+    if isinstance(found[0], RequestError):
+        raise found[0]
+    return found[0]
+
+
 def _tell(control: socket.socket, message: bytes) -> None:
     """The last message of a child, in its place."""
     with contextlib.suppress(OSError):  # nobody listens any more
@@ -132,5 +189,5 @@ def _tell(control: socket.socket, message: bytes) -> None:
     control.close()
 
 
-def _library() -> ctypes.CDLL:
+def _libc() -> ctypes.CDLL:
     return ctypes.CDLL(None, use_errno=True)

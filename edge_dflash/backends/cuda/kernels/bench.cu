@@ -1,5 +1,5 @@
 // Kernels of benchmarks: read memory as fast as the device can, and fill memory with weights that no cache compresses.
-#include "tensor_core.cuh"
+#include "prelude.cuh"
 
 // Reads ``vectors`` pieces of 16 bytes; the sum keeps the loads alive.
 extern "C" __global__ void __launch_bounds__(512) bench_read(const uint4* from, long long vectors, u32* sink) {
@@ -17,27 +17,29 @@ extern "C" __global__ void __launch_bounds__(512) bench_read(const uint4* from, 
   if (sum == 0x12345678u) *sink = sum;
 }
 
-// Random words; the last 32 words of every 288 are NVFP4 scale bytes around 1 (weight_layout.py).
+// Splitmix64 of a place, its high half.
+__device__ __forceinline__ u32 random_word(long long i, u32 seed) {
+  u64 z = (i + 1) * 0x9E3779B97F4A7C15ull + seed;
+  z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
+  z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
+  return static_cast<u32>(z >> 32);
+}
+
+// Random words; the last 32 words of every 288 are NVFP4 scale bytes around 1 (weights/layout.py).
 extern "C" __global__ void bench_fill(u32* to, long long words, u32 seed) {
   const long long step = static_cast<long long>(gridDim.x) * blockDim.x;
   for (long long i = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x; i < words; i += step) {
-    u64 z = (i + 1) * 0x9E3779B97F4A7C15ull + seed;
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
-    const u32 word = static_cast<u32>(z >> 32);
+    const u32 word = random_word(i, seed);
     to[i] = i % 288 < 256 ? word : (word & 0x0F0F0F0Fu) + 0x48484848u;
   }
 }
 
-// Random weights that are legal in a stack (weight_layout.py; benchmark/weights.py computes the same words): NVFP4 codes
+// Random weights that are legal in a stack (weights/layout.py; its users compute the same words): NVFP4 codes
 // with scale bytes from 0.5 to 1.875, or FP8 or BF16 values with exponent fields ``exponent`` to ``exponent`` + 3.
 extern "C" __global__ void bench_weights(u32* to, long long words, u32 seed, int value_bits, u32 exponent) {
   const long long step = static_cast<long long>(gridDim.x) * blockDim.x;
   for (long long i = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x; i < words; i += step) {
-    u64 z = (i + 1) * 0x9E3779B97F4A7C15ull + seed;
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
-    u32 word = static_cast<u32>(z >> 32);
+    u32 word = random_word(i, seed);
     if (value_bits == 4 && i % 288 >= 256) word = (word & 0x0F0F0F0Fu) + 0x48484848u;
     if (value_bits == 8) word = (word & 0x87878787u) | ((((word >> 3) & 0x03030303u) + exponent * 0x01010101u) << 3);
     if (value_bits == 16) word = (word & 0x807F807Fu) | ((((word >> 7) & 0x00030003u) + exponent * 0x00010001u) << 7);

@@ -13,9 +13,9 @@
 //   BF16, WINDOW 32: the same four parts, 32 lanes x 8 values                                                2048 bytes
 //
 // ``fetch`` and ``read`` take addresses that include 16 * lane. A tile is 16 rows of the unit. The Python side
-// (nvfp4_words.py) draws the bits inside a word.
+// (weights/layout.py) draws the bits inside a word.
 #pragma once
-#include "tensor_core.cuh"
+#include "prelude.cuh"
 
 // The four BF16 pairs of a word of eight E2M1 codes, each times 2^-126, in nine integer operations. A pair's sign and
 // magnitude bits land at 15 and 8..6 of each half: E2M1's subnormal 0.5 becomes BF16's, so no case is special.

@@ -1,7 +1,7 @@
 // What follows a linear whose K was split over blocks: the sum of the splits, the residual, and the next RMS norm.
-#include "state.cuh"
+#include "norm.cuh"
 
-static constexpr int THREADS = 1024, NORM_THREADS = 256;  // the latter as in the kernel rms_norm: it fixes a sum's order
+static constexpr int THREADS = 1024;
 
 // One block a row. y = bf16(scale * sum over splits, in order); out = bf16(residual + y) or y; and, when norm_weight is
 // given, norm_out = bf16(out / sqrt(mean(out^2) + eps) * norm_weight), in the order of the kernel rms_norm, bit for bit.
@@ -10,52 +10,41 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     linear_finish(const float* partial, int splits, int width, const float* scale, const u16* residual,
                   int residual_stride, u16* out, int out_stride, int columns, const float* norm_weight, float eps,
                   u16* norm_out, int norm_stride) {
-    extern __shared__ u32 kept[];
-    __shared__ float sums[NORM_THREADS / 32];
-    pdl_trigger();
-    pdl_wait();
-    const u32* extra = residual ? (const u32*)(residual + (u64)blockIdx.x * residual_stride) : nullptr;
-    u32* to = (u32*)(out + (u64)blockIdx.x * out_stride);
-    const float* from = partial + (u64)blockIdx.x * width;
-    const u64 plane = (u64)gridDim.x * width;
-    for (int i = threadIdx.x; i < columns / 2; i += THREADS) {
-        const float2 w = *(const float2*)(scale + 2 * i);
-        const u32 before = extra ? extra[i] : 0;
-        float2 total = *(const float2*)(from + 2 * i);
+  extern __shared__ u32 kept[];
+  __shared__ float sums[NORM_THREADS / 32];
+  pdl_trigger();
+  pdl_wait();
+  const u32* extra = residual ? (const u32*)(residual + (u64)blockIdx.x * residual_stride) : nullptr;
+  u32* to = (u32*)(out + (u64)blockIdx.x * out_stride);
+  const float* from = partial + (u64)blockIdx.x * width;
+  const u64 plane = (u64)gridDim.x * width;
+  for (int i = threadIdx.x; i < columns / 2; i += THREADS) {
+    const float2 w = *(const float2*)(scale + 2 * i);
+    const u32 before = extra ? extra[i] : 0;
+    float2 total = *(const float2*)(from + 2 * i);
 #pragma unroll 4
-        for (int s = 1; s < splits; s++) {
-            const float2 more = *(const float2*)(from + s * plane + 2 * i);
-            total.x = __fadd_rn(total.x, more.x), total.y = __fadd_rn(total.y, more.y);
-        }
-        u32 y = pack_bf16(__fmul_rn(total.x, w.x), __fmul_rn(total.y, w.y));
-        if (extra)
-            y = pack_bf16(__fadd_rn(bf16_low(before), bf16_low(y)), __fadd_rn(bf16_high(before), bf16_high(y)));
-        to[i] = y;
-        kept[i] = y;
+    for (int s = 1; s < splits; s++) {
+      const float2 more = *(const float2*)(from + s * plane + 2 * i);
+      total.x = __fadd_rn(total.x, more.x), total.y = __fadd_rn(total.y, more.y);
     }
-    if (!norm_weight) return;
-    __syncthreads();
-    if (threadIdx.x < NORM_THREADS) {
-        float squares = 0.0f;
+    u32 y = pack_bf16(__fmul_rn(total.x, w.x), __fmul_rn(total.y, w.y));
+    if (extra) y = pack_bf16(__fadd_rn(bf16_low(before), bf16_low(y)), __fadd_rn(bf16_high(before), bf16_high(y)));
+    to[i] = y;
+    kept[i] = y;
+  }
+  if (!norm_weight) return;
+  __syncthreads();
+  if (threadIdx.x < NORM_THREADS) {
+    float squares = 0.0f;
 #pragma unroll 4
-        for (int i = threadIdx.x; i < columns / 2; i += NORM_THREADS) {
-            squares = __fmaf_rn(bf16_low(kept[i]), bf16_low(kept[i]), squares);
-            squares = __fmaf_rn(bf16_high(kept[i]), bf16_high(kept[i]), squares);
-        }
-        squares = lane_sum<32>(squares);
-        if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = squares;
-    }
-    __syncthreads();
-    float all = 0.0f;
-#pragma unroll
-    for (int i = 0; i < NORM_THREADS / 32; i++) all = __fadd_rn(all, sums[i]);
-    const float inverse = __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(__fdiv_rn(all, (float)columns), eps)));
-    u32* normal = (u32*)(norm_out + (u64)blockIdx.x * norm_stride);
-    for (int i = threadIdx.x; i < columns / 2; i += THREADS) {
-        const float2 w = *(const float2*)(norm_weight + 2 * i);
-        normal[i] = pack_bf16(__fmul_rn(__fmul_rn(bf16_low(kept[i]), inverse), w.x),
-                              __fmul_rn(__fmul_rn(bf16_high(kept[i]), inverse), w.y));
-    }
+    for (int i = threadIdx.x; i < columns / 2; i += NORM_THREADS) squares = add_squares(squares, kept[i]);
+    leave_squares(sums, squares);
+  }
+  __syncthreads();
+  const float inverse = inverse_root_mean(sums, columns, eps);
+  u32* normal = (u32*)(norm_out + (u64)blockIdx.x * norm_stride);
+  for (int i = threadIdx.x; i < columns / 2; i += THREADS)
+    normal[i] = normed(kept[i], inverse, *(const float2*)(norm_weight + 2 * i));
 }
 
 // norm_out = bf16(x / sqrt(mean(x^2) + eps) * norm_weight), in the order of the kernel rms_norm, bit for bit; x is read
@@ -63,54 +52,45 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 template <int PAIRS>
 __device__ __forceinline__ void norm_row(const u16* x, int x_stride, int columns, const float* norm_weight, float eps,
                                          u16* norm_out, int norm_stride) {
-    __shared__ float sums[NORM_THREADS / 32];
-    float2 w[PAIRS];
-    u32 kept[PAIRS];
-    const int pairs = columns / 2;
+  __shared__ float sums[NORM_THREADS / 32];
+  float2 w[PAIRS];
+  u32 kept[PAIRS];
+  const int pairs = columns / 2;
 #pragma unroll
-    for (int k = 0; k < PAIRS; k++) {
-        const int i = threadIdx.x + k * NORM_THREADS;
-        w[k] = i < pairs ? *(const float2*)(norm_weight + 2 * i) : make_float2(0.0f, 0.0f);
-    }
-    pdl_trigger();
-    pdl_wait();
-    const u32* from = (const u32*)(x + (u64)blockIdx.x * x_stride);
+  for (int k = 0; k < PAIRS; k++) {
+    const int i = threadIdx.x + k * NORM_THREADS;
+    w[k] = i < pairs ? *(const float2*)(norm_weight + 2 * i) : make_float2(0.0f, 0.0f);
+  }
+  pdl_trigger();
+  pdl_wait();
+  const u32* from = (const u32*)(x + (u64)blockIdx.x * x_stride);
 #pragma unroll
-    for (int k = 0; k < PAIRS; k++) {
-        const int i = threadIdx.x + k * NORM_THREADS;
-        kept[k] = i < pairs ? from[i] : 0;
-    }
-    float squares = 0.0f;
+  for (int k = 0; k < PAIRS; k++) {
+    const int i = threadIdx.x + k * NORM_THREADS;
+    kept[k] = i < pairs ? from[i] : 0;
+  }
+  float squares = 0.0f;
 #pragma unroll
-    for (int k = 0; k < PAIRS; k++) {  // zeros beyond the row change nothing
-        squares = __fmaf_rn(bf16_low(kept[k]), bf16_low(kept[k]), squares);
-        squares = __fmaf_rn(bf16_high(kept[k]), bf16_high(kept[k]), squares);
-    }
-    squares = lane_sum<32>(squares);
-    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = squares;
-    __syncthreads();
-    float all = 0.0f;
+  for (int k = 0; k < PAIRS; k++) squares = add_squares(squares, kept[k]);  // zeros beyond the row change nothing
+  leave_squares(sums, squares);
+  __syncthreads();
+  const float inverse = inverse_root_mean(sums, columns, eps);
+  u32* normal = (u32*)(norm_out + (u64)blockIdx.x * norm_stride);
 #pragma unroll
-    for (int i = 0; i < NORM_THREADS / 32; i++) all = __fadd_rn(all, sums[i]);
-    const float inverse = __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(__fdiv_rn(all, (float)columns), eps)));
-    u32* normal = (u32*)(norm_out + (u64)blockIdx.x * norm_stride);
-#pragma unroll
-    for (int k = 0; k < PAIRS; k++) {
-        const int i = threadIdx.x + k * NORM_THREADS;
-        if (i < pairs)
-            normal[i] = pack_bf16(__fmul_rn(__fmul_rn(bf16_low(kept[k]), inverse), w[k].x),
-                                  __fmul_rn(__fmul_rn(bf16_high(kept[k]), inverse), w[k].y));
-    }
+  for (int k = 0; k < PAIRS; k++) {
+    const int i = threadIdx.x + k * NORM_THREADS;
+    if (i < pairs) normal[i] = normed(kept[k], inverse, w[k]);
+  }
 }
 
 extern "C" __global__ void __launch_bounds__(NORM_THREADS)
     linear_norm_5120(const u16* x, int x_stride, int columns, const float* norm_weight, float eps, u16* norm_out,
                      int norm_stride) {
-    norm_row<10>(x, x_stride, columns, norm_weight, eps, norm_out, norm_stride);
+  norm_row<10>(x, x_stride, columns, norm_weight, eps, norm_out, norm_stride);
 }
 
 extern "C" __global__ void __launch_bounds__(NORM_THREADS)
     linear_norm_8192(const u16* x, int x_stride, int columns, const float* norm_weight, float eps, u16* norm_out,
                      int norm_stride) {
-    norm_row<16>(x, x_stride, columns, norm_weight, eps, norm_out, norm_stride);
+  norm_row<16>(x, x_stride, columns, norm_weight, eps, norm_out, norm_stride);
 }

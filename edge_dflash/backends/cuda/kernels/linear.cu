@@ -20,16 +20,10 @@ __device__ __forceinline__ int first_unit(const Job& job, int group) {
   return static_cast<int>(static_cast<long long>(group) * job.units / job.groups);
 }
 
-// Order of BF16 logits as unsigned integers above 0.
-__device__ __forceinline__ u32 order_of(u16 logit) {
-  const u32 bits = logit == 0x8000u ? 0u : logit;  // -0 equals 0
-  return bits & 0x8000u ? ~bits & 0xFFFFu : bits | 0x8000u;
-}
-
 // Where a lane's next copies come from: one unit count and window of the warp's list (pass after pass).
 struct Cursor {
-  const u8* weights;  // this lane's bytes of the pass's first unit
-  int x;              // elements from job.x
+  const u8* weights;              // this lane's bytes of the pass's first unit
+  int x;                          // elements from job.x
   int unit, count, window, left;  // first unit and number of units of the pass; steps left
 };
 
@@ -80,8 +74,8 @@ struct Stream {
     const u16* from = job.x + load.x;
 #pragma unroll
     for (int i = 0; i < ROWS / ROWS_AT_ONCE; ++i)
-      copy16_or_zero(to + i * ROWS_AT_ONCE / 8 * PER_LANE * 512 + i * ROWS_AT_ONCE % 8 * 64,
-                     from + i * ROWS_AT_ONCE * job.x_stride, inside);
+      copy16_or_zero_cached(to + i * ROWS_AT_ONCE / 8 * PER_LANE * 512 + i * ROWS_AT_ONCE % 8 * 64,
+                            from + i * ROWS_AT_ONCE * job.x_stride, inside);
   }
 
   __device__ __forceinline__ void advance(Cursor& c) const {
@@ -105,7 +99,8 @@ struct Stream {
     Cursor c = load;
     for (int s = 0; s < STAGES; ++s) {
       for (int p = 0; p < UNITS; ++p)
-        if (c.left > 0 && p < c.count) F::fetch(ring + s * stage_bytes + p * F::UNIT + lane * 16, c.weights + p * unit_stride, lane);
+        if (c.left > 0 && p < c.count)
+          F::fetch(ring + s * stage_bytes + p * F::UNIT + lane * 16, c.weights + p * unit_stride, lane);
       advance(c);
     }
   }
@@ -113,7 +108,7 @@ struct Stream {
   __device__ __forceinline__ void start_activations() {
     for (int s = 0; s < STAGES; ++s) {
       fetch_x(ring + s * stage_bytes);
-      copies_commit();
+      copy_commit();
       advance(load);
     }
   }
@@ -123,7 +118,7 @@ struct Stream {
   }
 
   __device__ __forceinline__ void next_step(u32& stage) {
-    copies_commit();
+    copy_commit();
     advance(load);
     stage = stage_bytes - stage;
   }
@@ -136,7 +131,7 @@ struct Stream {
     for (int i = 0; i < P * 2 * COLUMN_TILES * 4; ++i) (&sum[0][0][0])[i] = 0.0f;
 #pragma unroll 1
     for (int left = stop - first; left > 0; --left) {
-      copies_wait<STAGES - 1>();
+      copy_wait<STAGES - 1>();
       __syncwarp();
       const u32 here = ring + stage, mine = here + lane * 16;
       u32 b[COLUMN_TILES][BLOCK / 2];
@@ -144,7 +139,8 @@ struct Stream {
       for (int n = 0; n < COLUMN_TILES; ++n)
 #pragma unroll
         for (int h = 0; h < BLOCK / 8; ++h) {
-          const uint4 v = load_shared16(here + job.per_pass * F::UNIT + (n * (BLOCK / 8) + h) * 512 + (lane * 16 ^ h * 64));
+          const uint4 v =
+              load_shared16(here + job.per_pass * F::UNIT + (n * (BLOCK / 8) + h) * 512 + (lane * 16 ^ h * 64));
           b[n][4 * h] = v.x, b[n][4 * h + 1] = v.y, b[n][4 * h + 2] = v.z, b[n][4 * h + 3] = v.w;
         }
       typename F::Words words[P];  // all at once where registers allow: then nothing below waits for memory
@@ -171,8 +167,7 @@ struct Stream {
             for (int j = 0; j < 2; ++j)
 #pragma unroll
               for (int n = 0; n < COLUMN_TILES; ++n)
-                mma_16x8x16(sum[2 * p + m][n], a[j][0], a[j][1], a[j][2], a[j][3], b[n][4 * h + 2 * j],
-                            b[n][4 * h + 2 * j + 1]);
+                mma<false>(sum[2 * p + m][n], a[j], b[n][4 * h + 2 * j], b[n][4 * h + 2 * j + 1]);
           }
       }
       if (!F::EAGER) next_step(stage);
@@ -227,16 +222,15 @@ struct Stream {
     }
     u16 y = to_bf16(sum * __ldg(job.scale + padded));
     if (job.mode == SWIGLU) {
-      const float gate = from_bf16(y), up = __shfl_down_sync(0xffffffffu, gate, 8);
+      const float gate = from_bf16(y), up = __shfl_down_sync(ALL, gate, 8);
       const int column = unit * 16 + inner / 16 * 8 + inner % 8;
       if (inner % 16 < 8 && column < job.columns[0])
-        job.out[0][static_cast<long long>(row) * job.out_stride[0] + column] =
-            gated(gate, up);
+        job.out[0][static_cast<long long>(row) * job.out_stride[0] + column] = gated(gate, up);
       return;
     }
     const Place at = place_of(job, unit, padded, row);
     if (!at.inside) return;
-    if (job.mode == RESIDUAL) y = to_bf16(from_bf16(job.residual[at.offset]) + from_bf16(y));
+    if (job.mode == RESIDUAL) y = sum_of(job.residual[at.offset], y);
     if (job.mode == GREEDY) {
       const int unit0 = first_unit(job, blockIdx.x / job.splits);
       const u32 found = order_of(y) << 16 | (0xFFFFu - ((unit - unit0) * 2 + inner / TILE));
@@ -247,25 +241,19 @@ struct Stream {
     at.out[at.offset] = y;
   }
 
-  // Rank: order, then the complement of the id, so that the largest rank has the lowest id.
   __device__ __forceinline__ void store_best(int group, int unit0) {
 #pragma unroll
     for (int h = 0; h < HALVES; ++h) {
       const int tile = 0xFFFF - (best[h] & 0xFFFFu), id = unit0 * UNIT_ROWS + tile * TILE + threadIdx.x % 16;
-      u64 top = best[h] == 0 ? 0 : static_cast<u64>(best[h] >> 16) << 32 | static_cast<u32>(~id);
-#pragma unroll
-      for (int bit = 8; bit > 0; bit /= 2) {
-        const u64 other = __shfl_xor_sync(0xffffffffu, top, bit);
-        top = other > top ? other : top;
-      }
+      const u64 top = largest_rank<8>(best[h] == 0 ? 0 : rank_of(best[h] >> 16, id));
       if (threadIdx.x % 16 == 0) job.best[group * ROWS + h * 16 + row_of(threadIdx.x / 16)] = top;
     }
   }
 
   __device__ __forceinline__ void run(int unit, int end) {
     start_weights();
-    let_next_start();
-    wait_for_inputs();
+    pdl_trigger();
+    pdl_wait();
     start_activations();
     u32 stage = 0;
     while (unit < end) {
@@ -297,14 +285,14 @@ __device__ __forceinline__ void run_job(const Job& job, int block) {
 #endif
 
 // A launch runs ``main``; blocks past main.groups * main.splits run ``side``, a BF16 stack with the same input.
-#define LINEAR(NAME, FORMAT, ROWS, UNITS)                                                                  \
-  extern "C" __global__ void __launch_bounds__(THREADS,      BLOCKS_PER_SM(ROWS))                            \
-      NAME(const __grid_constant__ Job main, const __grid_constant__ Job side) {                           \
-    const int blocks = main.groups * main.splits;                                                          \
-    if (static_cast<int>(blockIdx.x) < blocks)                                                             \
-      run_job<FORMAT, ROWS, UNITS>(main, blockIdx.x);                                                      \
-    else                                                                                                   \
-      run_job<Bf16, ROWS, 1>(side, blockIdx.x - blocks);                                                   \
+#define LINEAR(NAME, FORMAT, ROWS, UNITS)                                        \
+  extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM(ROWS))     \
+      NAME(const __grid_constant__ Job main, const __grid_constant__ Job side) { \
+    const int blocks = main.groups * main.splits;                                \
+    if (static_cast<int>(blockIdx.x) < blocks)                                   \
+      run_job<FORMAT, ROWS, UNITS>(main, blockIdx.x);                            \
+    else                                                                         \
+      run_job<Bf16, ROWS, 1>(side, blockIdx.x - blocks);                         \
   }
 
 LINEAR(linear_nvfp4_16, Nvfp4, 16, 2)
@@ -316,16 +304,5 @@ LINEAR(linear_bf16_32, Bf16, 32, 2)
 
 // ids[row] = id of the largest rank over the groups of a GREEDY launch. One warp a row.
 extern "C" __global__ void linear_greedy(const u64* best, int* ids, int groups, int rows) {
-  wait_for_inputs();
-  let_next_start();
-  u64 top = 0;
-  for (int i = threadIdx.x; i < groups; i += 32) {
-    const u64 other = best[i * rows + blockIdx.x];
-    top = other > top ? other : top;
-  }
-  for (int bit = 16; bit > 0; bit /= 2) {
-    const u64 other = __shfl_xor_sync(0xffffffffu, top, bit);
-    top = other > top ? other : top;
-  }
-  if (threadIdx.x == 0) ids[blockIdx.x] = static_cast<int>(~static_cast<u32>(top));
+  best_of_blocks<32>(best, ids, groups, rows);
 }

@@ -16,7 +16,7 @@
 #include "job.cuh"
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-#include "greedy.cuh"
+#include "cluster.cuh"
 
 static constexpr int SLICES = 4, TEAM_THREADS = 32 * SLICES;
 static constexpr int BLOCK_K = 64;  // K values: the grain of splits and slices
@@ -44,7 +44,7 @@ struct Block {
 
   __device__ __forceinline__ Block(const Job& job, u32 start) : shared(start) {
     lane = threadIdx.x % 32;
-    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+    const int warp = __shfl_sync(ALL, threadIdx.x / 32, 0);
     team = warp / SLICES, slice = warp % SLICES, thread = slice * 32 + lane;
     rank = blockIdx.x % SPLITS;
     const int blocks = (job.k + BLOCK_K - 1) / BLOCK_K;
@@ -86,20 +86,21 @@ struct Block {
 #pragma unroll
       for (int i = 0; i < ROWS / 4 / TEAMS; ++i) {
         const int row = (team * (ROWS / 4 / TEAMS) + i) * 4 + lane / 8;
-        copy16_or_zero(to + row / 8 * 1024 + ((row % 8 * 64 + chunk / 2 * 16) ^ (h * 64)),
-                       from + static_cast<long long>(row) * job.x_stride, left > 0);
+        copy16_or_zero_cached(to + row / 8 * 1024 + ((row % 8 * 64 + chunk / 2 * 16) ^ (h * 64)),
+                              from + static_cast<long long>(row) * job.x_stride, left > 0);
       }
       to += ROWS * 128, from += BLOCK_K, left -= BLOCK_K;
     }
-    copies_commit();
-    copies_wait<0>();
+    copy_commit();
+    copy_wait<0>();
     named_barrier<32 * TEAMS>(1 + slice);  // of the warps that read this slice
   }
 };
 
 template <class F, class B, int ROWS, int SPLITS, int DEPTH, int PIECE>
 struct Stream {
-  static constexpr int COLUMN_TILES = ROWS / 8, HALVES = B::HALVES, PIECES = BLOCK_K / F::WINDOW, CHUNKS = F::WINDOW / 32;
+  static constexpr int COLUMN_TILES = ROWS / 8, HALVES = B::HALVES, PIECES = BLOCK_K / F::WINDOW,
+                       CHUNKS = F::WINDOW / 32;
   static constexpr int PART = TEAM_THREADS / SPLITS;  // vectors of four sums that a block finishes, a half
 
   const Job& job;
@@ -139,7 +140,7 @@ struct Stream {
       F::fetch(to, at, block.lane);
     else if (wanted)
       F::fetch_tile(to, at, block.lane, extra_tile);
-    copies_commit();
+    copy_commit();
     at += F::UNIT;
     if (--at_left == 0) next_unit();
   }
@@ -160,7 +161,8 @@ struct Stream {
     for (int n = 0; n < COLUMN_TILES; ++n)
 #pragma unroll
       for (int h = 0; h < CHUNKS; ++h) {
-        const uint4 v = load_shared16(PIECES == 1 ? x_at + n * 1024 + h * 512 + (block.lane * 16 ^ h * 64) : x_at + n * 1024);
+        const uint4 v =
+            load_shared16(PIECES == 1 ? x_at + n * 1024 + h * 512 + (block.lane * 16 ^ h * 64) : x_at + n * 1024);
         b[n][4 * h] = v.x, b[n][4 * h + 1] = v.y, b[n][4 * h + 2] = v.z, b[n][4 * h + 3] = v.w;
       }
     fill(here);
@@ -174,14 +176,14 @@ struct Stream {
         for (int j = 0; j < 2; ++j)
 #pragma unroll
           for (int n = 0; n < COLUMN_TILES; ++n)
-            mma_16x8x16(sum[m][n], a[j][0], a[j][1], a[j][2], a[j][3], b[n][4 * h + 2 * j], b[n][4 * h + 2 * j + 1]);
+            mma<false>(sum[m][n], a[j], b[n][4 * h + 2 * j], b[n][4 * h + 2 * j + 1]);
       }
   }
 
   __device__ __forceinline__ void step() {
     const u32 here = stage;
     stage = here == block.ring + (DEPTH - 1) * PIECE ? block.ring : here + PIECE;
-    copies_wait<DEPTH - 1>();
+    copy_wait<DEPTH - 1>();
     if (whole > 0) {
       multiply<2>(F::read(here, block.lane), here);
     } else {
@@ -283,8 +285,9 @@ struct Stream {
   } early;
 
   __device__ __forceinline__ static int tile_of(int v) { return v / 64; }
-  __device__ __forceinline__ static int row_of(int v) { return v / 32 % 2 * 8 + v % 4 * 2; }
-  __device__ __forceinline__ static int padded_of(int v, int u) { return u * UNIT_ROWS + tile_of(v) * TILE + v % 32 / 4; }
+  __device__ __forceinline__ static int padded_of(int v, int u) {
+    return u * UNIT_ROWS + tile_of(v) * TILE + v % 32 / 4;
+  }
 
   __device__ __forceinline__ void load_early(int v, int u) {
     const int padded = padded_of(v, u);
@@ -323,7 +326,7 @@ struct Stream {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         u16 z = y[w][i];
-        if (job.mode == RESIDUAL) z = to_bf16(from_bf16(static_cast<u16>(early.residual[half][w] >> 16 * i)) + from_bf16(z));
+        if (job.mode == RESIDUAL) z = sum_of(early.residual[half][w] >> 16 * i, z);
         if (job.mode == GREEDY) {
           const u32 found = order_of(z) << 16 | (0xFFFFu - ((block.handed - 1) * 2 + w));
           block.best[half][i] = found > block.best[half][i] ? found : block.best[half][i];
@@ -357,7 +360,8 @@ struct Stream {
       --whole;
     }
     if (summed >= 0) add_warps();
-    if (SPLITS > 1 && pending >= 0) add_blocks();  // every byte sent to this block has come: it may end, others need not
+    if (SPLITS > 1 && pending >= 0)
+      add_blocks();  // every byte sent to this block has come: it may end, others need not
   }
 };
 
@@ -387,8 +391,8 @@ __device__ __forceinline__ void run_blocks(const Job& main, const Job& side) {
   const Share share(main, begin);
   Stream<F, B, ROWS, SPLITS, DEPTH, F::UNIT> stream(main, block, share.first, share.count, share.extra, begin % 2);
   block.init_barriers();
-  let_next_start();
-  wait_for_inputs();
+  pdl_trigger();
+  pdl_wait();
   block.stage_x(main);
   if (SPLITS > 1) cluster_wait();
   stream.run();
@@ -406,26 +410,22 @@ __device__ __forceinline__ void run_blocks(const Job& main, const Job& side) {
     const u32 best = block.best[i / 2][i % 2], number = 0xFFFFu - (best & 0xFFFFu);
     const int unit = number / 2 < done.count ? done.first + number / 2 : done.extra;
     const u32 id = unit * UNIT_ROWS + v / 64 * TILE + v % 32 / 4 + number % 2 * 8;
-    u64 top = best == 0 ? 0 : static_cast<u64>(best >> 16) << 32 | static_cast<u32>(~id);
-#pragma unroll
-    for (int bit = 16; bit > 2; bit /= 2) {
-      const u64 other = __shfl_xor_sync(0xffffffffu, top, bit);
-      top = other > top ? other : top;
-    }
-    const int row = i / 2 * 16 + v / 32 % 2 * 8 + v % 4 * 2 + i % 2;
+    const u64 top = largest_rank<16, 2>(best == 0 ? 0 : rank_of(best >> 16, id));
+    const int row = i / 2 * 16 + row_of(v) + i % 2;
     if (block.lane < 4 && top > 0) atomicMax(reinterpret_cast<u64*>(memory + BEST) + row, top);
   }
   __syncthreads();
-  if (threadIdx.x < ROWS) main.best[blockIdx.x * ROWS + threadIdx.x] = reinterpret_cast<const u64*>(memory + BEST)[threadIdx.x];
+  if (threadIdx.x < ROWS)
+    main.best[blockIdx.x * ROWS + threadIdx.x] = reinterpret_cast<const u64*>(memory + BEST)[threadIdx.x];
 }
 
 // Two blocks of two teams or one of four fit on a multiprocessor; 32 rows take a block of two teams each.
-#define LINEAR(FORMAT, F, ROWS, SPLITS, TEAMS, DEPTH)                                                        \
-  extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1)                                                  \
-      __launch_bounds__(TEAMS * TEAM_THREADS, (ROWS) * (TEAMS) == 32 ? 2 : 1)                                \
-          linear_cluster_##FORMAT##_##ROWS##_##SPLITS##_##TEAMS(const __grid_constant__ Job main,            \
-                                                                const __grid_constant__ Job side) {          \
-    run_blocks<F, ROWS, SPLITS, TEAMS, DEPTH>(main, side);                                                   \
+#define LINEAR(FORMAT, F, ROWS, SPLITS, TEAMS, DEPTH)                                               \
+  extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1)                                         \
+      __launch_bounds__(TEAMS* TEAM_THREADS, (ROWS) * (TEAMS) == 32 ? 2 : 1)                        \
+          linear_cluster_##FORMAT##_##ROWS##_##SPLITS##_##TEAMS(const __grid_constant__ Job main,   \
+                                                                const __grid_constant__ Job side) { \
+    run_blocks<F, ROWS, SPLITS, TEAMS, DEPTH>(main, side);                                          \
   }
 #define LINEAR_SPLITS(FORMAT, F, ROWS, TEAMS, DEPTH) \
   LINEAR(FORMAT, F, ROWS, 1, TEAMS, DEPTH)           \
@@ -441,7 +441,8 @@ LINEAR_FORMAT(nvfp4, Nvfp4, 5, 2)
 LINEAR_FORMAT(fp8, Fp8, 3, 2)
 LINEAR_FORMAT(bf16, Bf16, 3, 2)
 
-extern "C" __global__ void __launch_bounds__(256) linear_cluster_greedy(const u64* best, int* ids, int blocks, int rows) {
-  best_of_blocks(best, ids, blocks, rows);
+extern "C" __global__ void __launch_bounds__(256)
+    linear_cluster_greedy(const u64* best, int* ids, int blocks, int rows) {
+  best_of_blocks<256>(best, ids, blocks, rows);
 }
 #endif

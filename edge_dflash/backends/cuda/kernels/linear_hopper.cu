@@ -15,7 +15,6 @@
 #include "job.cuh"
 
 #if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
-#include "greedy.cuh"
 #include "wgmma.cuh"
 
 static constexpr int ROWS = 16, SLICES = 4, QUAD = 4, WARPS = SLICES * QUAD, FINISHERS = 128;
@@ -46,7 +45,7 @@ struct Block {
   static constexpr u32 X_BASE = SLOT_BASE + (SPLITS > 1 ? SLOTS * QUAD * SUMS : 0);
 
   u32 shared;
-  int clusters, cluster, rank;  // rank: of the block in its cluster
+  int clusters, cluster, rank;   // rank: of the block in its cluster
   int blocks, first_k, count_k;  // blocks of BLOCK_K: of K, the block's part of them
 
   __device__ __forceinline__ Block(const Job& job, u32 start) : shared(start) {
@@ -96,7 +95,7 @@ struct Warp {
 
   __device__ __forceinline__ Warp(const Block<SPLITS>& block) : shared(block.shared) {
     lane = threadIdx.x % 32;
-    const int number = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+    const int number = __shfl_sync(ALL, threadIdx.x / 32, 0);
     slice = number / QUAD, warp = number % QUAD;
     const Slice mine(block, slice);
     begin_k = block.first_k + mine.begin, stop_k = block.first_k + mine.stop;
@@ -138,7 +137,7 @@ struct Warp {
           store_shared4(at + 768, __uint_as_float(v[i][h].w));
         }
     }
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    publish();
     named_barrier<32 * QUAD>(1 + slice);
   }
 };
@@ -186,7 +185,7 @@ struct Stream {
       else
         F::fetch(to, at, warp.lane);
     }
-    copies_commit();
+    copy_commit();
     --at_total;
     at += F::UNIT;
     const bool end = --at_left == 0;
@@ -197,7 +196,7 @@ struct Stream {
   __device__ __forceinline__ u32 next_place() {
     const u32 here = stage;
     stage = here == warp.ring + (DEPTH - 1) * PIECE ? warp.ring : here + PIECE;
-    copies_wait<DEPTH - 1>();
+    copy_wait<DEPTH - 1>();
     return here;
   }
 
@@ -239,11 +238,11 @@ struct Stream {
     for (int j = 0; j < 2; ++j)
 #pragma unroll
       for (int n = 0; n < 2; ++n)
-        mma_16x8x16(four(0, n), a[j][0], a[j][1], a[j][2], a[j][3], load_shared4(from + j * 512 + n * 128),
-                    load_shared4(from + j * 512 + 256 + n * 128));
+        mma<false>(four(0, n), a[j], load_shared4(from + j * 512 + n * 128),
+                   load_shared4(from + j * 512 + 256 + n * 128));
   }
 
-  __device__ __forceinline__ float (&four(int m, int n))[4] { return *reinterpret_cast<float(*)[4]>(&sum[m][4 * n]); }
+  __device__ __forceinline__ float (&four(int m, int n))[4] { return *reinterpret_cast<float (*)[4]>(&sum[m][4 * n]); }
 
   // Sums of a unit, weight tile m, column tile n (8 rows), lane l: four of them in vector m * 64 + n * 32 + l.
   __device__ __forceinline__ void hand_over() {
@@ -285,12 +284,14 @@ struct Stream {
 // whole quad. All of a thread's vectors have the same two activation rows.
 template <int SPLITS>
 struct Finisher {
-  static constexpr int PART = VECTORS / SPLITS;                                                      // that a block finishes
-  static constexpr int BATCH = PART >= 4 * FINISHERS ? 4 : PART > FINISHERS ? PART / FINISHERS : 1;  // under way together
+  static constexpr int PART = VECTORS / SPLITS;  // that a block finishes
+  static constexpr int BATCH = PART >= 4 * FINISHERS ? 4
+                               : PART > FINISHERS    ? PART / FINISHERS
+                                                     : 1;  // under way together
 
   const Block<SPLITS>& block;
   int thread, lane;
-  u32 handed = 0;  // quads taken over so far
+  u32 handed = 0;        // quads taken over so far
   u64 best[2] = {0, 0};  // GREEDY: of two rows, order of the largest logit, then the complement of its id
 
   __device__ __forceinline__ Finisher(const Block<SPLITS>& b) : block(b) {
@@ -298,7 +299,6 @@ struct Finisher {
   }
 
   static __device__ __forceinline__ int tile_of(int v) { return v / 64 % 2; }
-  static __device__ __forceinline__ int row_of(int v) { return v / 32 % 2 * 8 + v % 4 * 2; }
 
   // Where the sums of a vector go, two weight rows (8 apart) of two activation rows each, and what they need besides, loaded
   // long before they are there. SIDE: two of a quad's units are the tiles of the one that there is.
@@ -355,9 +355,9 @@ struct Finisher {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         u16 z = y[w][i];
-        if (!SIDE && job.mode == RESIDUAL) z = to_bf16(from_bf16(static_cast<u16>(to.before[w] >> 16 * i)) + from_bf16(z));
+        if (!SIDE && job.mode == RESIDUAL) z = sum_of(to.before[w] >> 16 * i, z);
         if (!SIDE && job.mode == GREEDY) {
-          const u64 found = static_cast<u64>(order_of(z)) << 32 | static_cast<u32>(~(to.column + 8 * w));
+          const u64 found = rank_of(order_of(z), to.column + 8 * w);
           best[i] = found > best[i] ? found : best[i];
           if (to.out == nullptr) continue;
         }
@@ -392,8 +392,8 @@ struct Finisher {
 #pragma unroll
     for (int i = 0; i < VECTORS / FINISHERS; ++i) {
       const int v = thread + i * FINISHERS;
-      send(address_in(slot(number) + (block.rank * PART + v % PART) * 16, v / PART), address_in(received(number), v / PART),
-           slices(v));
+      send(address_in(slot(number) + (block.rank * PART + v % PART) * 16, v / PART),
+           address_in(received(number), v / PART), slices(v));
     }
   }
 
@@ -460,8 +460,8 @@ __device__ __forceinline__ void run_blocks(const Job& main, const Job& side) {
     if (threadIdx.x < 32 * WARPS + 32) block.init_barriers();
     __syncthreads();
     if (SPLITS > 1) cluster_arrive();
-    let_next_start();
-    wait_for_inputs();  // of the residual
+    pdl_trigger();
+    pdl_wait();  // of the residual
     if (SPLITS > 1) cluster_wait();
     Finisher<SPLITS> finisher(block);
 #pragma unroll 1
@@ -476,8 +476,8 @@ __device__ __forceinline__ void run_blocks(const Job& main, const Job& side) {
   Stream<F, W, DEPTH, F::UNIT, false> stream(main, warp, share.first, share.count);
   __syncthreads();
   if (SPLITS > 1) cluster_arrive();
-  let_next_start();
-  wait_for_inputs();
+  pdl_trigger();
+  pdl_wait();
   warp.template stage_x<F>(main, [&] { stream.fill_ring(stream.AHEAD, DEPTH); });
   if (SPLITS > 1) cluster_wait();
   stream.run(share.count);
@@ -489,10 +489,10 @@ __device__ __forceinline__ void run_blocks(const Job& main, const Job& side) {
   }
 }
 
-#define LINEAR(FORMAT, F, SPLITS, DEPTH)                                                                       \
-  extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THREADS, 1)                      \
+#define LINEAR(FORMAT, F, SPLITS, DEPTH)                                                                      \
+  extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THREADS, 1)                     \
       linear_hopper_##FORMAT##_##SPLITS(const __grid_constant__ Job main, const __grid_constant__ Job side) { \
-    run_blocks<F, SPLITS, DEPTH>(main, side);                                                                  \
+    run_blocks<F, SPLITS, DEPTH>(main, side);                                                                 \
   }
 #define LINEAR_FORMAT(FORMAT, F, DEPTH) \
   LINEAR(FORMAT, F, 1, DEPTH)           \

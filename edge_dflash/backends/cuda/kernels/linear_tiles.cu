@@ -26,7 +26,8 @@ struct Tile {
     int window, k, rows;  // k from this thread's chunk on; rows of x from this thread's first row on
 
     __device__ __forceinline__ Source(const Job& job, int unit0, int row0, int rows_there) {
-      const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS;
+      const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = threadIdx.x / CHUNKS,
+                chunk = threadIdx.x % CHUNKS;
       const int unit = unit0 + warp % UNITS;
       weights = job.weights + (unit < job.units ? unit : 0) * static_cast<long long>(job.windows) * F::UNIT + lane * 16;
       weights_to = warp * F::UNIT + lane * 16;
@@ -50,8 +51,8 @@ struct Tile {
       constexpr int STEP = THREADS / CHUNKS;  // rows between two chunks of a thread
 #pragma unroll
       for (int i = 0; i < COLUMNS / STEP; ++i)
-        copy16_or_zero(stage + x_to + i * STEP * CHUNKS * 16, x + window * F::WINDOW + i * STEP * x_stride,
-                       window * F::WINDOW < k && i * STEP < rows);
+        copy16_or_zero_cached(stage + x_to + i * STEP * CHUNKS * 16, x + window * F::WINDOW + i * STEP * x_stride,
+                              window * F::WINDOW < k && i * STEP < rows);
     }
   };
 
@@ -72,15 +73,16 @@ struct Tile {
         const uint4 b = load_shared16(stage + WEIGHT_BYTES + swizzle(row, chunk));
 #pragma unroll
         for (int m = 0; m < 2; ++m) {
-          mma_16x8x16(sum[m][n], a[m][0][0], a[m][0][1], a[m][0][2], a[m][0][3], b.x, b.y);
-          mma_16x8x16(sum[m][n], a[m][1][0], a[m][1][1], a[m][1][2], a[m][1][3], b.z, b.w);
+          mma<false>(sum[m][n], a[m][0], b.x, b.y);
+          mma<false>(sum[m][n], a[m][1], b.z, b.w);
         }
       }
     }
   }
 
   // c0 c1: weight row g, activation rows 2t 2t+1; c2 c3: weight row g + 8.
-  static __device__ __forceinline__ void store(const Job& job, const float (&sum)[2][TILES][4], int unit, int row0, int rows) {
+  static __device__ __forceinline__ void store(const Job& job, const float (&sum)[2][TILES][4], int unit, int row0,
+                                               int rows) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int m = 0; m < 2; ++m) {
@@ -104,8 +106,7 @@ struct Tile {
           for (int s = 0; s < 2; ++s) {
             const Place at = place_of(job, unit, padded + 8 * s, row);
             if (!at.inside) continue;
-            at.out[at.offset] =
-                job.mode == RESIDUAL ? to_bf16(from_bf16(job.residual[at.offset]) + from_bf16(y[s])) : y[s];
+            at.out[at.offset] = job.mode == RESIDUAL ? sum_of(job.residual[at.offset], y[s]) : y[s];
           }
         }
     }
@@ -125,8 +126,8 @@ struct Tile {
       ahead.fetch_weights(shared + s * STAGE_BYTES);
       ahead.advance();
     }
-    let_next_start();
-    wait_for_inputs();
+    pdl_trigger();
+    pdl_wait();
     const int count = valid == nullptr ? rows : min(*valid, rows), there = (count - row0 - half * 64 + 7) / 8;
     if (row0 >= count) return;
     for (int s = 0; s < STAGES - 1; ++s) {
@@ -134,20 +135,22 @@ struct Tile {
         source.fetch_x(shared + s * STAGE_BYTES, job.x_stride);
         source.advance();
       }
-      copies_commit();
+      copy_commit();
     }
     u32 stage = shared, refill = shared + (STAGES - 1) * STAGE_BYTES;
     for (int left = job.windows; left > 0; --left) {
-      copies_wait<STAGES - 2>();
+      copy_wait<STAGES - 2>();
       __syncthreads();
       if (left >= STAGES) {
         source.fetch_weights(refill);
         source.fetch_x(refill, job.x_stride);
         source.advance();
       }
-      copies_commit();
-      if (there >= TILES) multiply<true>(stage, threadIdx.x % 32, unit, half, TILES, sum);
-      else if (there > 0) multiply<false>(stage, threadIdx.x % 32, unit, half, there, sum);
+      copy_commit();
+      if (there >= TILES)
+        multiply<true>(stage, threadIdx.x % 32, unit, half, TILES, sum);
+      else if (there > 0)
+        multiply<false>(stage, threadIdx.x % 32, unit, half, there, sum);
       refill = stage;
       stage = stage + STAGE_BYTES == shared + STAGES * STAGE_BYTES ? shared : stage + STAGE_BYTES;
     }
@@ -155,10 +158,10 @@ struct Tile {
   }
 };
 
-#define TILES_KERNEL(NAME, FORMAT)                                                   \
-  extern "C" __global__ void __launch_bounds__(THREADS, 1)                           \
-      NAME(const __grid_constant__ Job job, int rows, const int* valid) {            \
-    Tile<FORMAT>::run(job, rows, valid);                                             \
+#define TILES_KERNEL(NAME, FORMAT)                                        \
+  extern "C" __global__ void __launch_bounds__(THREADS, 1)                \
+      NAME(const __grid_constant__ Job job, int rows, const int* valid) { \
+    Tile<FORMAT>::run(job, rows, valid);                                  \
   }
 
 TILES_KERNEL(linear_tiles_nvfp4, Nvfp4)

@@ -9,7 +9,6 @@
 //   shared memory: stages of [n rows x 128 bytes of x][4 units of weights]; 2 x [128 rows x 128 bytes] of output
 //   n is 32 .. 256, by the rows that are there; the sums of a row are the same with every n
 #pragma once
-#include "decode.cuh"
 #include "job.cuh"
 #include "wgmma.cuh"
 
@@ -18,8 +17,8 @@
 namespace hopper {
 
 static constexpr int THREADS = 384, CLUSTER = 2, WARPS = 8, UNITS = 4, BOX = 32, MOST = 256, MOST_STAGES = 16;
-static constexpr int DECODE = 250;     // time of a tile besides its products, as if it had so many rows more
-static constexpr int ROW_GROUP = 4;    // tiles of rows that go through all weights together, so that x stays in L2
+static constexpr int DECODE = 250;   // time of a tile besides its products, as if it had so many rows more
+static constexpr int ROW_GROUP = 4;  // tiles of rows that go through all weights together, so that x stays in L2
 static constexpr u32 SHARED = 232448, OUTPUT = MOST / 2 * 128, RING = SHARED - 1024 - 2 * OUTPUT - 16 * MOST_STAGES;
 
 // Where a lane finds its operands in the units of a warpgroup. ``warp``: 0..3 of it.
@@ -151,7 +150,7 @@ struct Bf16Operands {
 
 // Which tiles there are: the same in every thread of the launch.
 struct Schedule {
-  int rows, n, groups;         // groups: warpgroups of a block that multiply, 1 where tiles are few
+  int rows, n, groups;                // groups: warpgroups of a block that multiply, 1 where tiles are few
   int row_tiles, tiles, first, step;  // of clusters: see place
   u32 stage_bytes;
   int stages, windows;  // windows of 64 k
@@ -179,7 +178,8 @@ struct Schedule {
 
   // First unit of this block and first row of a tile.
   __device__ __forceinline__ void place(int tile, int& unit, int& row) const {
-    const int whole = tiles / row_tiles * ROW_GROUP, group = tile / whole, there = min(ROW_GROUP, row_tiles - group * ROW_GROUP);
+    const int whole = tiles / row_tiles * ROW_GROUP, group = tile / whole,
+              there = min(ROW_GROUP, row_tiles - group * ROW_GROUP);
     unit = (tile % whole / there * CLUSTER + cluster_rank()) * 2 * groups;
     row = (group * ROW_GROUP + tile % whole % there) * n;
   }
@@ -211,7 +211,8 @@ __device__ __forceinline__ void produce(const Job& job, const TensorMap& x, cons
     plan.place(tile, unit, row);
     unit += BULK ? lane % UNITS : warp;
     row += (rank + lane * CLUSTER) * BOX;
-    const u8* weights = job.weights + (unit < job.units ? unit : 0) * static_cast<long long>(job.windows) * (PIECE / STEP);
+    const u8* weights =
+        job.weights + (unit < job.units ? unit : 0) * static_cast<long long>(job.windows) * (PIECE / STEP);
     for (int w = 0; w < plan.windows; ++w, weights += PIECE) {
       const u32 stage = at.ring + at.stage * plan.stage_bytes, full = at.full + at.stage * 8;
       barrier_wait(at.empty + at.stage * 8, at.parity ^ 1);
@@ -225,8 +226,7 @@ __device__ __forceinline__ void produce(const Job& job, const TensorMap& x, cons
       if constexpr (BULK) {
         if (lane < units) copy_bulk(stage + plan.n * 128 + lane * PIECE, weights, PIECE, full);
       } else {
-        if (warp < units)
-          Operands::fetch(stage + plan.n * 128 + warp * PIECE, weights, lane, w * STEP, job.windows);
+        if (warp < units) Operands::fetch(stage + plan.n * 128 + warp * PIECE, weights, lane, w * STEP, job.windows);
         barrier_arrive_after_copies(full);
       }
       at.advance(plan.stages);
@@ -253,18 +253,18 @@ struct Piece {
       unit += chunk / 4;
       const Place at = place_of(job, unit, unit * UNIT_ROWS + chunk % 4 * 8, 0);
       out = at.out + at.offset, residual = job.mode == RESIDUAL ? job.residual + at.offset : nullptr;
-      stride = static_cast<int>(place_of(job, unit, unit * UNIT_ROWS, 1).offset - place_of(job, unit, unit * UNIT_ROWS, 0).offset);
+      stride = static_cast<int>(place_of(job, unit, unit * UNIT_ROWS, 1).offset -
+                                place_of(job, unit, unit * UNIT_ROWS, 0).offset);
       columns = 0;
       for (int i = 0; i < 8; ++i) columns += place_of(job, unit, unit * UNIT_ROWS + chunk % 4 * 8 + i, 0).inside;
     }
     if (unit >= job.units || columns < 0) columns = 0;
-    wide = columns >= 8 && stride % 8 == 0 &&
-           ((reinterpret_cast<u64>(out) | reinterpret_cast<u64>(residual)) & 15) == 0;
+    wide =
+        columns >= 8 && stride % 8 == 0 && ((reinterpret_cast<u64>(out) | reinterpret_cast<u64>(residual)) & 15) == 0;
   }
 
   static __device__ __forceinline__ u32 add(u32 y, u32 r) {
-    const u16 low = to_bf16(from_bf16(r & 0xFFFF) + from_bf16(y & 0xFFFF));
-    return low | static_cast<u32>(to_bf16(from_bf16(r >> 16) + from_bf16(y >> 16))) << 16;
+    return sum_of(r & 0xFFFF, y & 0xFFFF) | static_cast<u32>(sum_of(r >> 16, y >> 16)) << 16;
   }
 
   __device__ __forceinline__ void store(u32 from, long long row) const {
@@ -283,12 +283,14 @@ struct Piece {
     for (int i = 0; i < 8; ++i) {
       if (i >= columns) continue;
       const u16 v = words[i / 2] >> (16 * (i % 2));
-      out[offset + i] = residual != nullptr ? to_bf16(from_bf16(residual[offset + i]) + from_bf16(v)) : v;
+      out[offset + i] = residual != nullptr ? sum_of(residual[offset + i], v) : v;
     }
   }
 };
 
-__device__ __forceinline__ u32 pack(float low, float high) { return to_bf16(low) | static_cast<u32>(to_bf16(high)) << 16; }
+__device__ __forceinline__ u32 pack(float low, float high) {
+  return to_bf16(low) | static_cast<u32>(to_bf16(high)) << 16;
+}
 
 // Sums of a warpgroup's 64 weight rows to shared memory as [n rows][128 bytes], then in whole rows to their outputs.
 template <int N>
@@ -307,29 +309,27 @@ __device__ __forceinline__ void finish(const Job& job, const float* d, int unit,
         const float* c = d + 4 * (j + q);
         u16 v[2];
 #pragma unroll
-        for (int e = 0; e < 2; ++e)
-          v[e] = gated(from_bf16(to_bf16(c[e] * low)), from_bf16(to_bf16(c[2 + e] * high)));
+        for (int e = 0; e < 2; ++e) v[e] = gated(from_bf16(to_bf16(c[e] * low)), from_bf16(to_bf16(c[2 + e] * high)));
         y[q] = v[0] | static_cast<u32>(v[1]) << 16;
       }
-      store_transposed(to + (8 * (j + i) + r) * 128 + (warp ^ r) * 16, y[0], y[1], y[2], y[3]);
+      store_transposed(to + (8 * (j + i) + r) * 128 + (warp ^ r) * 16, y);
     }
   } else {
 #pragma unroll
     for (int j = 0; j < N / 8; j += 2) {
       const float* c = d + 4 * j;
-      store_transposed(to + (8 * (j + i / 2) + r) * 128 + ((2 * warp + i % 2) ^ r) * 16,  //
-                       pack(c[0] * low, c[1] * low), pack(c[2] * high, c[3] * high),      //
-                       pack(c[4] * low, c[5] * low), pack(c[6] * high, c[7] * high));
+      const u32 y[4] = {pack(c[0] * low, c[1] * low), pack(c[2] * high, c[3] * high), pack(c[4] * low, c[5] * low),
+                        pack(c[6] * high, c[7] * high)};
+      store_transposed(to + (8 * (j + i / 2) + r) * 128 + ((2 * warp + i % 2) ^ r) * 16, y);
     }
   }
-  const int barrier = 1 + threadIdx.x / 128;
-  asm volatile("bar.sync %0, 128;" ::"r"(barrier) : "memory");
+  named_barrier<128>(1 + threadIdx.x / 128);
   const int chunks = gated_pair ? 4 : 8, chunk = thread % chunks, step = 128 / chunks;
   const Piece piece(job, unit, chunk);
   if (piece.columns > 0)
 #pragma unroll 4
     for (int k = thread / chunks; k < rows; k += step) piece.store(to + k * 128 + (chunk ^ k % 8) * 16, row + k);
-  asm volatile("bar.sync %0, 128;" ::"r"(barrier) : "memory");
+  named_barrier<128>(1 + threadIdx.x / 128);
 }
 
 template <class Operands, int N>
@@ -404,8 +404,8 @@ __device__ __forceinline__ void run(const Job& job, const TensorMap& x, int rows
       barrier_init(empty + 8 * i, WARPS * CLUSTER);
     }
   cluster_sync();
-  let_next_start();
-  wait_for_inputs();
+  pdl_trigger();
+  pdl_wait();
   Schedule plan;
   plan.make<Operands>(job, valid == nullptr || *valid > rows ? rows : *valid);
   const Cursor start{shared, full, empty, 0, 0};
@@ -414,21 +414,26 @@ __device__ __forceinline__ void run(const Job& job, const TensorMap& x, int rows
     produce<Operands>(job, x, plan, start);
   } else {
     more_registers<232>();
-    if (plan.n == 256) consume<Operands, 256>(job, plan, start, output);
-    else if (plan.n == 192) consume<Operands, 192>(job, plan, start, output);
-    else if (plan.n == 128) consume<Operands, 128>(job, plan, start, output);
-    else if (plan.n == 64) consume<Operands, 64>(job, plan, start, output);
-    else consume<Operands, 32>(job, plan, start, output);
+    if (plan.n == 256)
+      consume<Operands, 256>(job, plan, start, output);
+    else if (plan.n == 192)
+      consume<Operands, 192>(job, plan, start, output);
+    else if (plan.n == 128)
+      consume<Operands, 128>(job, plan, start, output);
+    else if (plan.n == 64)
+      consume<Operands, 64>(job, plan, start, output);
+    else
+      consume<Operands, 32>(job, plan, start, output);
   }
   cluster_sync();  // no block ends while another arrives at its barriers
 }
 
 }  // namespace hopper
 
-#define HOPPER_TILES_KERNEL(NAME, OPERANDS)                                                                        \
-  extern "C" __global__ void __cluster_dims__(hopper::CLUSTER, 1, 1) __launch_bounds__(hopper::THREADS, 1)         \
-      NAME(const __grid_constant__ Job job, const __grid_constant__ TensorMap x, int rows, const int* valid) {     \
-    hopper::run<hopper::OPERANDS>(job, x, rows, valid);                                                            \
+#define HOPPER_TILES_KERNEL(NAME, OPERANDS)                                                                    \
+  extern "C" __global__ void __cluster_dims__(hopper::CLUSTER, 1, 1) __launch_bounds__(hopper::THREADS, 1)     \
+      NAME(const __grid_constant__ Job job, const __grid_constant__ TensorMap x, int rows, const int* valid) { \
+    hopper::run<hopper::OPERANDS>(job, x, rows, valid);                                                        \
   }
 
 HOPPER_TILES_KERNEL(hopper_tiles_nvfp4, Nvfp4Operands)

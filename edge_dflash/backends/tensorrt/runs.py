@@ -1,21 +1,122 @@
-"""Walks a pass without a device and checks what a wrong schedule would break: order, bindings, types, memory.
+"""A pass as runs of engines, state kernels and a copied row, over one arena; and a walk that checks it on no device.
 
-Every tensor that a step reads must have been written whole before it, at the address that is read, and by nothing
-else since; every input and output of a plan must be bound exactly once, with the type, columns and rows that the plan
-was built for; every op of the Program must have run exactly once. Raises BackendError naming pass, step and tensor.
+Placement by liveness is the native backend's. TensorRT reads and writes rows without gaps, so the stride of a tensor
+is its columns. Ids, logits and choices lie in buffers of their own, because they come from outside or outlive the
+pass.
+
+The walk finds what a wrong order would break: every tensor that a step reads must have been written whole before it, at
+the address that is read, and by nothing else since; every input and output of an engine must be bound exactly once,
+with the type, columns and rows that the engine was built for; every op of the Program must have run exactly once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import NoReturn
+from dataclasses import dataclass, field, replace
+from typing import Literal, NoReturn
 
-from edge_dflash.backends.cuda.schedule import Last, State
-from edge_dflash.backends.tensorrt.schedule import Address, PlanPass, RunPlan
-from edge_dflash.backends.tensorrt.units import CHOICES, LOGITS, Binding, Run, Unit
+from edge_dflash.backends.cuda.memory import Place, place
+from edge_dflash.backends.cuda.schedule import Last, Schedule, State, Step
+from edge_dflash.backends.tensorrt.units import CHOICES, EMBEDDING, HEAD, LOGITS, Binding, PairUnits, Run, Unit
 from edge_dflash.errors import BackendError
 from edge_dflash.model.ops import SelectRows
+
+Buffer = Literal["arena", "ids", "logits", "choices"]
+
+
+@dataclass(frozen=True)
+class RunEngine(Step):
+    """An engine on its tensors. ``reads`` and ``writes`` are those in the arena, and the logits."""
+
+    run: Run
+
+    @property
+    def label(self) -> str:
+        """The engine; the embedding is none in a bundle."""
+        return self.run.key if self.run.key == EMBEDDING else f"plan {self.run.key}"
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a tensor lies: bytes from a buffer's start."""
+
+    buffer: Buffer
+    offset: int
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What to set before an engine is enqueued: profile, and the address of each input and output."""
+
+    key: str
+    profile: int
+    rows: int | None  # None: as many as the pass has
+    addresses: tuple[tuple[str, Address], ...]
+
+
+@dataclass(frozen=True)
+class EnginePass:
+    """One pass, ready to be given addresses: steps in order, where tensors lie, the arena's size, most rows.
+
+    Every tensor has room for ``rows`` or a block's rows, whichever is more.
+    """
+
+    schedule: Schedule
+    places: Mapping[str, Place]
+    arena: int
+    rows: int
+    block: int  # rows of the head
+    profile: int
+
+    def bound(self, step: RunEngine) -> Bound:
+        """Bindings of a step."""
+        tensors = (*step.run.reads, *step.run.writes)
+        addresses = tuple((name, self.address(tensor)) for name, tensor in tensors)
+        if step.run.key == HEAD:
+            return Bound(HEAD, 0, self.block, addresses)
+        return Bound(step.run.key, self.profile, None, addresses)
+
+    def address(self, tensor: str) -> Address:
+        """Where a tensor of the pass lies."""
+        if tensor in ("ids", CHOICES):
+            return Address("ids" if tensor == "ids" else "choices", 0)
+        root, column = self.schedule.place(tensor)
+        if root == self.schedule.program.outputs[LOGITS]:
+            return Address("logits", 0)
+        return Address("arena", self.places[root].offset + 2 * column)
+
+
+def engine_pass(pair: PairUnits, which: str, rows: int) -> EnginePass:
+    """Schedule and place one pass; ``rows``: of a block, or most of a prefill chunk."""
+    steps = schedule(pair, which)
+    block = pair.units[HEAD].profiles[0].high
+    places, size = place(steps, max(rows, block))
+    dense = {name: replace(where, stride=steps.columns[name]) for name, where in places.items()}
+    return EnginePass(steps, dense, size, rows, block, profile=1 if steps.program.commits else 0)
+
+
+def schedule(pair: PairUnits, which: str) -> Schedule:
+    """Steps of a pass in order."""
+    program = pair.programs[which]
+    made = Schedule(program, widths=dict(program.columns))
+    for step in pair.passes[which]:
+        if isinstance(step, Run):
+            reads = tuple(tensor for _, tensor in step.reads if tensor != "ids")
+            writes = tuple(tensor for _, tensor in step.writes if tensor != CHOICES)
+            made.steps.append(RunEngine(reads, writes, step))
+        elif isinstance(step, SelectRows):
+            if step.which == "drafts":  # the head runs on every row; row 0 is left out when its result is read
+                made.slices[step.output] = (step.inputs[0], 0)
+                continue
+            writes = (step.output,)
+            made.single.add(step.output)
+            made.steps.append(Last(step.inputs, writes))
+        else:
+            writes = (step.output,) if program.columns[step.output] else ()
+            made.steps.append(State(step.inputs, writes, step))
+        made.columns |= {name: made.widths[name] for name in writes}
+    return made
+
 
 ALIGNMENT = 256  # bytes; what TensorRT asks of an address
 
@@ -43,8 +144,8 @@ class Report:
     tensors: set[str] = field(default_factory=set)
 
 
-def dry_run(units: Mapping[str, Unit], plan: PlanPass) -> Report:
-    """Walk one pass. ``units``: what each plan says of itself."""
+def dry_run(units: Mapping[str, Unit], plan: EnginePass) -> Report:
+    """Walk one pass. ``units``: what each engine says of itself."""
     walk = _Walk(units, plan)
     for index in range(len(plan.schedule.steps)):
         walk.step(index)
@@ -53,7 +154,7 @@ def dry_run(units: Mapping[str, Unit], plan: PlanPass) -> Report:
 
 
 class _Walk:
-    def __init__(self, units: Mapping[str, Unit], plan: PlanPass) -> None:
+    def __init__(self, units: Mapping[str, Unit], plan: EnginePass) -> None:
         self._units, self._plan = units, plan
         self._program = plan.schedule.program
         self._where = self._program.name
@@ -65,7 +166,7 @@ class _Walk:
         step = self._plan.schedule.steps[index]
         self._where = f"{self._program.name}, step {index}"
         match step:
-            case RunPlan():
+            case RunEngine():
                 self._bindings(step)
                 self._reads(tuple(tensor for _, tensor in step.run.reads))
                 self._writes(index, tuple(tensor for _, tensor in step.run.writes))
@@ -96,7 +197,7 @@ class _Walk:
             if name not in self._intact:
                 self._fail(f"{name} is not there at the end")
 
-    def _bindings(self, step: RunPlan) -> None:
+    def _bindings(self, step: RunEngine) -> None:
         unit = self._units.get(step.run.key)
         if unit is None:
             self._fail(f"there is no plan {step.run.key}")
@@ -151,7 +252,7 @@ class _Walk:
             self.report.tensors.add(root)
 
     def _ran(self, run: Run) -> None:
-        """Note the ops of a plan by the tensors that they make in this pass."""
+        """Note the ops of an engine by the tensors that they make in this pass."""
         tensors = dict(run.writes)
         self._done += [tensors.get(op.output, op.output) for op in self._units[run.key].ops]
 

@@ -1,4 +1,4 @@
-"""What a benchmark says of its machine, its kernels and its results file."""
+"""What a benchmark says of its machine, and its results file."""
 
 from __future__ import annotations
 
@@ -8,19 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from edge_dflash.backends.cuda import compile as kernels
-from edge_dflash.backends.cuda.compile import ARCHS, KERNELS
-from edge_dflash.checks import record as machine
-from edge_dflash.checks.record import append, check_record
-from edge_dflash.checks.subjects import cubins
-from edge_dflash.errors import BackendError, RequestError
+from edge_dflash.checks import provenance
+from edge_dflash.checks.provenance import append, check_record
+from edge_dflash.errors import RequestError
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_clocks_are_read_from_nvidia_smi():
     line = "NVIDIA H200, 580.65.06, 1980, 3201, 1980, 356.71, 700.00\n"
-    assert machine.parse_clocks(line) == {
+    assert provenance.parse_clocks(line) == {
         "name": "NVIDIA H200",
         "driver": "580.65.06",
         "sm_mhz": 1980.0,
@@ -32,28 +29,28 @@ def test_clocks_are_read_from_nvidia_smi():
 
 
 def test_what_a_board_does_not_report_is_left_out():
-    assert machine.parse_clocks("Orin (nvgpu), 540.4.0, [N/A], [N/A], [N/A], [N/A], [Not Supported]") == {
+    assert provenance.parse_clocks("Orin (nvgpu), 540.4.0, [N/A], [N/A], [N/A], [N/A], [Not Supported]") == {
         "name": "Orin (nvgpu)",
         "driver": "540.4.0",
     }
-    assert machine.parse_clocks("") == {}
-    assert machine.parse_clocks("\n") == {}
+    assert provenance.parse_clocks("") == {}
+    assert provenance.parse_clocks("\n") == {}
 
 
 def test_without_nvidia_smi_there_are_no_clocks(monkeypatch):
     def missing(*args, **kwargs):
         raise FileNotFoundError("nvidia-smi")
 
-    monkeypatch.setattr(machine.subprocess, "Popen", missing)
-    sample = machine.ClockSample()
+    monkeypatch.setattr(provenance.subprocess, "Popen", missing)
+    sample = provenance.ClockSample()
     assert not sample.pending
     assert sample.result() == {}
 
 
 def test_power_mode_of_a_jetson():
-    assert machine.power_mode("NV Power Mode: MAXN\n0\n") == "MAXN"
-    assert machine.power_mode("NVPM ERROR: no such mode\n") is None
-    assert machine.power_mode(None) is None
+    assert provenance.power_mode("NV Power Mode: MAXN\n0\n") == "MAXN"
+    assert provenance.power_mode("NVPM ERROR: no such mode\n") is None
+    assert provenance.power_mode(None) is None
 
 
 def test_the_commit_says_when_files_were_changed(tmp_path):
@@ -61,39 +58,16 @@ def test_the_commit_says_when_files_were_changed(tmp_path):
         names = ("-c", "user.name=a", "-c", "user.email=a@b.example")
         subprocess.run(["git", "-C", str(tmp_path), *names, *words], check=True, capture_output=True)
 
-    assert machine.commit(tmp_path) is None
+    assert provenance.commit(tmp_path) is None
     git("init")
     (tmp_path / "file").write_text("1")
     git("add", "file")
     git("commit", "-m", "first")
-    clean = machine.commit(tmp_path)
+    clean = provenance.commit(tmp_path)
     (tmp_path / "file").write_text("2")
     assert clean.isalnum()
-    assert machine.commit(tmp_path) == clean + "+"
-    assert {"date", "edge_dflash", "python", "system"} <= machine.describe().keys()
-
-
-def test_every_arch_has_a_device_and_others_are_refused():
-    for arch in ARCHS:
-        assert cubins(ROOT, int(arch.removeprefix("sm").removesuffix("a"))).keywords["arch"] == arch
-    with pytest.raises(BackendError, match="this GPU is SM75; the kernels are built for sm87, sm89"):
-        cubins(ROOT, 75)
-
-
-def test_a_cubin_is_compiled_once_and_again_when_its_source_changes(monkeypatch, tmp_path):
-    compiled, sources = [], tmp_path / "kernels"
-    sources.mkdir()
-    (sources / "bench.cu").write_bytes((KERNELS / "bench.cu").read_bytes())
-    monkeypatch.setattr(kernels, "compile_cubin", lambda unit, arch: compiled.append((unit, arch)) or b"cubin")
-    monkeypatch.setattr(kernels, "unit_sources", lambda unit: (sources / f"{unit}.cu",))
-    for _ in range(2):
-        assert cubins(tmp_path / "cache", 90)("bench") == b"cubin"
-    assert compiled == [("bench", "sm90a")]
-    (sources / "bench.cu").write_text("// another")
-    cubins(tmp_path / "cache", 90)("bench")
-    cubins(tmp_path / "cache", 87)("bench")
-    assert compiled == [("bench", "sm90a")] * 2 + [("bench", "sm87")]
-    assert all(file.suffix == ".cubin" for file in (tmp_path / "cache").iterdir())
+    assert provenance.commit(tmp_path) == clean + "+"
+    assert {"date", "edge_dflash", "python", "system"} <= provenance.describe().keys()
 
 
 def test_results_files_grow_by_one_run_a_line(tmp_path):

@@ -1,6 +1,6 @@
-"""Every TensorRT name that this package uses, found in its source, with the release that has it.
+"""Every TensorRT name that the package uses, found in its source, with the release that has it.
 
-    python -m edge_dflash.backends.tensorrt.calls
+    python tests/scripts/tensorrt_calls.py
 
 prints a table in Markdown. A name's release is the earliest whose public header, reference or release notes we have
 seen it in; it may be older. Needs no TensorRT.
@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+PACKAGE = Path(__file__).resolve().parents[2] / "edge_dflash" / "backends" / "tensorrt"
 HEADER = "NvInfer.h of 8.2.3"
 SINCE: dict[str, tuple[str, str]] = {
     name: (release, source)
@@ -101,10 +102,9 @@ class Call:
 def used() -> dict[str, set[str]]:
     """Every attribute and word in the package's source, with the files that have it."""
     found: dict[str, set[str]] = {}
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        if path.name != Path(__file__).name:
-            for name in _names(ast.parse(path.read_text(encoding="utf-8"))):
-                found.setdefault(name, set()).add(path.name)
+    for path in sorted(PACKAGE.glob("*.py")):
+        for name in _names(ast.parse(path.read_text(encoding="utf-8"))):
+            found.setdefault(name, set()).add(path.name)
     return found
 
 

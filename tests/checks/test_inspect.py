@@ -12,10 +12,10 @@ from rich.console import Console
 from edge_dflash.board.profiles import SYSTEM_BYTES, load_board
 from edge_dflash.bundle.manifest import Manifest
 from edge_dflash.checks.inspect import inspect_manifest, inspect_pair, inspect_recipe
-from edge_dflash.checks.inspect_view import render
+from edge_dflash.cli.inspect import render
 from edge_dflash.errors import RequestError
 from edge_dflash.model import pair_programs
-from edge_dflash.model.config import match_pair, read_drafter_spec, read_target_spec
+from edge_dflash.model.registry import match_pair, read_drafter_spec, read_target_spec
 from edge_dflash.weights.recipe import Recipe
 
 CONFIGS = Path(__file__).parents[1] / "configs"

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from benchmark_support import SHAPE, Clock, TimedBackend, device
 
+from edge_dflash.backends.cuda import compile as kernels
+from edge_dflash.backends.cuda.compile import ARCHS, KERNELS
 from edge_dflash.bundle.reader import read_manifest
 from edge_dflash.checks import subjects
 from edge_dflash.checks.bench import Work
-from edge_dflash.checks.subjects import Prompts, bench_bundle, bench_synthetic
+from edge_dflash.checks.subjects import Prompts, bench_bundle, bench_synthetic, cubins
 from edge_dflash.errors import BackendError, BuildError, RequestError
 from edge_dflash.planner import Planner
 
@@ -111,3 +114,26 @@ def test_a_synthetic_pair_is_loaded_with_room_for_all_that_is_asked(monkeypatch)
     assert found.schema.schema == "endless steps of an action (8) and a target (24 names)"
     assert found.schema.replaced > 0.9  # drafts of ones are none
     assert found.schema.accept_length >= 1
+
+
+def test_every_arch_has_a_device_and_others_are_refused():
+    for arch in ARCHS:
+        assert cubins(Path(), int(arch.removeprefix("sm").removesuffix("a"))).keywords["arch"] == arch
+    with pytest.raises(BackendError, match="this GPU is SM75; the kernels are built for sm87, sm89"):
+        cubins(Path(), 75)
+
+
+def test_a_cubin_is_compiled_once_and_again_when_its_source_changes(monkeypatch, tmp_path):
+    compiled, sources = [], tmp_path / "kernels"
+    sources.mkdir()
+    (sources / "bench.cu").write_bytes((KERNELS / "bench.cu").read_bytes())
+    monkeypatch.setattr(kernels, "compile_cubin", lambda unit, arch: compiled.append((unit, arch)) or b"cubin")
+    monkeypatch.setattr(kernels, "unit_sources", lambda unit: (sources / f"{unit}.cu",))
+    for _ in range(2):
+        assert cubins(tmp_path / "cache", 90)("bench") == b"cubin"
+    assert compiled == [("bench", "sm90a")]
+    (sources / "bench.cu").write_text("// another")
+    cubins(tmp_path / "cache", 90)("bench")
+    cubins(tmp_path / "cache", 87)("bench")
+    assert compiled == [("bench", "sm90a")] * 2 + [("bench", "sm87")]
+    assert all(file.suffix == ".cubin" for file in (tmp_path / "cache").iterdir())

@@ -28,9 +28,9 @@ from rich.console import Console
 
 from edge_dflash.board.power import EnergyMeter
 from edge_dflash.checks.bench import Device, Work, run, tiled
-from edge_dflash.checks.bench_result import Formed
-from edge_dflash.checks.bench_view import render, svg
+from edge_dflash.checks.bench_result import Formed, svg
 from edge_dflash.checks.measure import accept_pattern
+from edge_dflash.cli.bench import render
 from edge_dflash.errors import ContextError, RequestError
 
 WORK = Work(context=200, tokens=60, prefill=(32, 1000, 5000), contexts=(400, 4010), accept_length=2.5)

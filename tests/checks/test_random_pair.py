@@ -21,7 +21,7 @@ from edge_dflash.checks.random_pair import (
 )
 from edge_dflash.errors import RequestError
 from edge_dflash.model import pair_programs
-from edge_dflash.model.config import match_pair, read_drafter_spec, read_target_spec
+from edge_dflash.model.registry import match_pair, read_drafter_spec, read_target_spec
 from edge_dflash.weights.formats import Fp8Weight, Nvfp4Weight, WideWeight, bf16_to_f32
 from edge_dflash.weights.layout import UNIT_ROWS, Layout, Repacked
 from edge_dflash.weights.packing import unpack

@@ -1,0 +1,192 @@
+"""The registry of targets' architectures and of drafters, each from its config.json to its part of the three passes.
+
+A row names the file that describes it. Weights have the names of Hugging Face's modules: a graph function says
+``target.layers.3.mlp.gate_proj``, and :class:`TensorNames` says where that lies in a checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from edge_dflash.common.tables import read_json
+from edge_dflash.errors import CheckpointError, UnsupportedModelError
+from edge_dflash.model import dflash, qwen3, qwen3_5
+from edge_dflash.model.blocks import embed, logits
+from edge_dflash.model.builder import GraphBuilder
+from edge_dflash.model.fields import Fields, Table
+from edge_dflash.model.program import PairPrograms, Program
+from edge_dflash.model.specs import DrafterSpec, PairSpec, TargetSpec
+
+
+@dataclass(frozen=True)
+class TensorNames:
+    """What checkpoints write around the names of modules."""
+
+    prefixes: tuple[str, ...] = ("model.language_model.", "model.", "")  # the first that a tensor has
+    skipped: tuple[str, ...] = ("model.visual.", "visual.", "mtp.", "model.mtp.")  # vision tower, multi-token head
+    bare: tuple[str, ...] = (".A_log", ".dt_bias")  # ends of names without ``.weight``
+    k_scales: tuple[str, ...] = ("self_attn.k_proj.k_scale", "self_attn.k_scale")  # of FP8 keys, within a layer
+    v_scales: tuple[str, ...] = ("self_attn.v_proj.v_scale", "self_attn.v_scale")
+
+
+@dataclass(frozen=True)
+class Target:
+    """An architecture of targets."""
+
+    classes: tuple[str, ...]  # what config.json calls it
+    table: Table  # of config.json
+    read: Callable[[Fields], TargetSpec]
+    layer: Callable[[GraphBuilder, str, TargetSpec, int], str]  # (g, x, spec, index) -> the layer's output
+    plus_one: bool  # of the final norm
+    nested: Table | None = None  # of a config.json with ``text_config``
+    flatten: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict  # what of such a file counts
+    names: TensorNames = TensorNames()
+
+
+@dataclass(frozen=True)
+class Drafter:
+    """A kind of drafters."""
+
+    called: str  # what config.json calls it
+    table: Table
+    read: Callable[[Fields], DrafterSpec]
+    append_context: Callable[[GraphBuilder, str, DrafterSpec], None]  # (g, taps, spec): in every pass of the target
+    propose: Callable[[GraphBuilder, PairSpec], Program]
+    modules: tuple[str, ...]  # classes of weights in recipes
+    names: TensorNames = TensorNames()
+
+
+TARGETS: Mapping[str, Target] = {
+    "qwen3": Target(qwen3.NAMES, qwen3.TABLE, qwen3.read, qwen3.layer, qwen3.NORM_PLUS_ONE),
+    "qwen3_5": Target(
+        qwen3_5.NAMES,
+        qwen3_5.TABLE,
+        qwen3_5.read,
+        qwen3_5.layer,
+        qwen3_5.NORM_PLUS_ONE,
+        qwen3_5.NESTED,
+        qwen3_5.nested,
+    ),
+}
+"""By :attr:`TargetSpec.architecture`."""
+
+DRAFTERS: Mapping[str, Drafter] = {
+    "dflash": Drafter(
+        dflash.NAME,
+        dflash.TABLE,
+        dflash.read,
+        dflash.append_context,
+        dflash.propose,
+        ("attention", "mlp", "fc", "norm"),
+    ),
+}
+"""By :attr:`DrafterSpec.kind`."""
+
+
+def read_pair(target: Path, drafter: Path) -> PairSpec:
+    """Specs of two checkpoint directories that belong together. Raises CheckpointError, UnsupportedModelError."""
+    return match_pair(read_target_spec(target), read_drafter_spec(drafter))
+
+
+def read_target_spec(directory: Path) -> TargetSpec:
+    """Spec of the target in ``directory``. Raises CheckpointError, UnsupportedModelError for another architecture."""
+    file = directory / "config.json"
+    config = read_json(file)
+    name = _name(file, config)
+    if any(name == drafter.called for drafter in DRAFTERS.values()):
+        raise UnsupportedModelError(f"{file} is a DFlash drafter; give it as the drafter, not as the target")
+    targets = {called: target for target in TARGETS.values() for called in target.classes}
+    if name not in targets:
+        raise _unsupported(file, config, name, tuple(targets))
+    target, text = targets[name], config.get("text_config")
+    for part in (config, text) if isinstance(text, dict) else (config,):
+        _refuse_experts(file, part)
+    if text is not None and target.nested is not None:
+        return target.read(Fields(file, target.flatten(config), target.nested))
+    if name.endswith("ForConditionalGeneration"):
+        raise CheckpointError(f"{file} lacks the field text_config, which {name} has; the checkpoint is incomplete")
+    return target.read(Fields(file, config, target.table))
+
+
+def read_drafter_spec(directory: Path) -> DrafterSpec:
+    """Spec of the drafter in ``directory``. Raises CheckpointError, UnsupportedModelError for another design."""
+    file = directory / "config.json"
+    config = read_json(file)
+    drafters, name = {drafter.called: drafter for drafter in DRAFTERS.values()}, _name(file, config)
+    if name not in drafters:
+        raise _unsupported(file, config, name, tuple(drafters))
+    _refuse_experts(file, config)
+    return drafters[name].read(Fields(file, config, drafters[name].table))
+
+
+def match_pair(target: TargetSpec, drafter: DrafterSpec) -> PairSpec:
+    """Check that a drafter was made for a target of these dimensions. Raises CheckpointError naming the field."""
+    for field, found, wanted in (
+        ("num_target_layers", drafter.num_target_layers, target.num_layers),
+        ("hidden_size", drafter.hidden_size, target.hidden_size),
+        ("vocab_size", drafter.vocab_size, target.vocab_size),
+    ):
+        if found != wanted:
+            raise CheckpointError(
+                f"the drafter's {field} is {found}, the target's is {wanted}; use the drafter trained for this target"
+            )
+    for tap in drafter.target_layer_ids:
+        if not 0 <= tap <= target.num_layers - 2:  # the last layer's output is only seen after the final norm
+            raise CheckpointError(
+                f"the drafter's target_layer_ids hold {tap}, wanted 0 to {target.num_layers - 2} for this target"
+            )
+    if drafter.mask_token_id >= target.vocab_size:
+        raise CheckpointError(
+            f"the drafter's mask_token_id is {drafter.mask_token_id}, outside the vocabulary of {target.vocab_size}"
+        )
+    return PairSpec(target, drafter)
+
+
+def pair_programs(spec: PairSpec) -> PairPrograms:
+    """Write the three passes of a pair."""
+    propose = DRAFTERS[spec.drafter.kind].propose(GraphBuilder("propose", commits=False), spec)
+    return PairPrograms(_target(spec, "prefill"), _target(spec, "verify"), propose)
+
+
+def _target(spec: PairSpec, name: Literal["prefill", "verify"]) -> Program:
+    """ids -> logits, with the drafter's context appended from the same rows' taps."""
+    target, prefill, kind = spec.target, name == "prefill", TARGETS[spec.target.architecture]
+    g = GraphBuilder(name, commits=prefill)
+    x = embed(g, target)
+    outputs: list[str] = []  # outputs[i] is the output of layer i: HF hidden_states[i + 1] (invariant I3)
+    for index in range(target.num_layers):
+        x = kind.layer(g, x, target, index)
+        outputs.append(x)
+    taps = g.concat(tuple(outputs[i] for i in spec.drafter.target_layer_ids), "taps")
+    DRAFTERS[spec.drafter.kind].append_context(g, taps, spec.drafter)
+    if prefill:
+        x = g.select_rows(x, "last", "last_row")
+    x = g.rms_norm(x, "target.norm", target.rms_norm_eps, "hidden", plus_one=kind.plus_one)
+    return g.program(logits=logits(g, x, target), hidden=x, taps=taps)
+
+
+def _name(file: Path, config: Mapping[str, Any]) -> str:
+    names = config.get("architectures")
+    if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
+        raise CheckpointError(f"{file}: architectures is {names!r}, wanted a list with one name")
+    return names[0]
+
+
+def _refuse_experts(file: Path, config: Mapping[str, Any]) -> None:
+    """Before its keys are looked at: most of those that are unknown are about the experts."""
+    if "moe" in (kind := str(config.get("model_type")).lower()):
+        raise UnsupportedModelError(f"{file}: {kind} is a mixture-of-experts model, wanted a dense one")
+
+
+def _unsupported(file: Path, config: Mapping[str, Any], name: str, accepted: tuple[str, ...]) -> UnsupportedModelError:
+    kind = ""
+    if "moe" in name.lower() or "moe" in str(config.get("model_type", "")).lower():
+        kind = " (a mixture-of-experts model)"
+    elif name == "DFlash2DraftModel":
+        kind = " (DFlash2, another drafter design)"
+    elif "DSpark" in name or "DeepSpec" in name or name == "Qwen3DFlashModel":
+        kind = " (DSpark/DeepSpec, another drafter design)"
+    return UnsupportedModelError(f"{file}: architecture {name}{kind} is not supported, wanted {' or '.join(accepted)}")
