@@ -189,7 +189,7 @@ sys.path.insert(0, {str(DEMO.parents[1] / "tests")!r})
 import edge_dflash, edge_dflash.planner
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.backends import load
-from edge_dflash.backends.cuda.bundle_weights import BundleWeights
+from edge_dflash.backends.cuda.weights import BundleWeights
 from edge_dflash.weights.stacks import pair_stacks
 from edge_dflash.errors import BackendError
 from edge_dflash.model import pair_programs
@@ -198,7 +198,7 @@ class Gpu:
     def upload(self, array):
         return array
     def allocate(self, nbytes):
-        from edge_dflash.backends.cuda.driver import DevicePointer
+        from edge_dflash.backends.cuda.memory import DevicePointer
         return DevicePointer(0, nbytes)
     def write(self, pointer, array):
         assert array.nbytes <= pointer.nbytes

@@ -37,6 +37,6 @@ def test_every_dense_op_is_launched_once(backend, which):
 def test_plans_run_in_the_order_of_the_tensorrt_schedule(backend):
     for which, each in backend.loaded.passes.items():
         steps = [step for step in units("demo").passes[which] if hasattr(step, "key")]
-        runs = [step.run for step in each.plan.steps if isinstance(step, RunEngine)]
+        runs = [step.run for step in each.schedule.steps if isinstance(step, RunEngine)]
         assert runs == steps
         assert len(each.runs) == len(steps) - 1  # the embedding is gathered
