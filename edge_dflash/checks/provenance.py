@@ -16,14 +16,19 @@ from typing import Any
 from edge_dflash.board.state import read_board_state
 from edge_dflash.bundle.manifest import Manifest
 from edge_dflash.bundle.reader import read_manifest
-from edge_dflash.checks.doctor import gather, report
-from edge_dflash.checks.doctor_checks import examine
 from edge_dflash.common.tables import encode
 from edge_dflash.errors import RequestError
 from edge_dflash.version import __version__
 
-_QUERY = ("name", "driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "power.draw", "power.limit")
-_KEYS = ("name", "driver", "sm_mhz", "memory_mhz", "most_sm_mhz", "watts", "watt_limit")
+_CLOCKS = {  # what nvidia-smi is asked, by our names
+    "name": "name",
+    "driver": "driver_version",
+    "sm_mhz": "clocks.sm",
+    "memory_mhz": "clocks.mem",
+    "most_sm_mhz": "clocks.max.sm",
+    "watts": "power.draw",
+    "watt_limit": "power.limit",
+}
 _MODEL = Path("/proc/device-tree/model")  # of a Jetson or another board
 _WHAT = "Runs of edge-dflash bench, oldest first, one a line"
 
@@ -32,7 +37,8 @@ class ClockSample:
     """Asks nvidia-smi for clocks and power while the device works; :meth:`result` collects the answer."""
 
     def __init__(self, ordinal: int = 0) -> None:
-        command = ["nvidia-smi", f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader,nounits", "-i", str(ordinal)]
+        query = f"--query-gpu={','.join(_CLOCKS.values())}"
+        command = ["nvidia-smi", query, "--format=csv,noheader,nounits", "-i", str(ordinal)]
         self._process: subprocess.Popen[str] | None = None
         try:
             self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
@@ -60,7 +66,7 @@ class ClockSample:
 def parse_clocks(line: str) -> dict[str, Any]:
     """A line of nvidia-smi's table; fields that the device does not support are left out."""
     found: dict[str, Any] = {}
-    for key, value in zip(_KEYS, line.splitlines()[0].split(",") if line.strip() else (), strict=False):
+    for key, value in zip(_CLOCKS, line.splitlines()[0].split(",") if line.strip() else (), strict=False):
         value = value.strip()
         if value.startswith("[") or not value:
             continue
@@ -146,12 +152,17 @@ def check_report(file: Path) -> None:
         raise RequestError(f"--report {file} is no file in a directory that exists; give another name")
 
 
-def write_report(file: Path, bundle: Path, found: Mapping[str, Any], bench: Mapping[str, Any] | None) -> None:
-    """Write what ``verify`` found, the doctor's checks, the benchmark (None: it was not run) and what ran it.
+def write_report(
+    file: Path,
+    bundle: Path,
+    found: Mapping[str, Any],
+    bench: Mapping[str, Any] | None,
+    doctor: Mapping[str, Any],
+) -> None:
+    """Write what ``verify`` found, the benchmark (None: it was not run), the doctor's checks and what ran them.
 
     Raises OSError.
     """
-    facts = gather(bundle)
     text = {
         "what": "Report of edge-dflash verify",
         "ok": found["ok"],
@@ -159,7 +170,7 @@ def write_report(file: Path, bundle: Path, found: Mapping[str, Any], bench: Mapp
         "bundle": identity(bundle, read_manifest(bundle)),
         "verify": found,
         "bench": bench,
-        "doctor": report(examine(facts), facts),
+        "doctor": doctor,
     }
     _replace(file, json.dumps(text, indent=1, allow_nan=False) + "\n")
 

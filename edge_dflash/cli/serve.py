@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -38,8 +39,8 @@ def serve(
     """
     try:
         from edge_dflash.serve.config import ServeConfig, load_config
-        from edge_dflash.serve.notify import SystemdNotifier, listen_sockets
-        from edge_dflash.serve.server import logged, run
+        from edge_dflash.serve.server import listen_sockets, logged, run
+        from edge_dflash.serve.service import SystemdNotifier
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] not in ("starlette", "uvicorn", "prometheus_client"):
             raise
@@ -60,4 +61,11 @@ def serve(
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("edge_dflash").setLevel(logging.INFO)
     showing = stages if sys.stderr.isatty() else logged
-    run(chosen, SystemdNotifier.from_environment(), read_board_state, listen_sockets(), EnergyMeter(), showing)
+    run(
+        chosen,
+        SystemdNotifier(os.environ.get("NOTIFY_SOCKET")),
+        read_board_state,
+        listen_sockets(),
+        EnergyMeter(),
+        showing,
+    )

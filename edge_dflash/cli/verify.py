@@ -11,6 +11,9 @@ from rich.table import Table
 from edge_dflash.backends.selftest import SelfTestResult, replay
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.checks.bench import Work
+from edge_dflash.checks.doctor import gather
+from edge_dflash.checks.doctor import report as doctor_report
+from edge_dflash.checks.doctor_checks import examine
 from edge_dflash.checks.golden import GoldenComparison, verify_golden
 from edge_dflash.checks.lossless import Verification, verify_lossless
 from edge_dflash.checks.provenance import check_report, write_report
@@ -69,14 +72,19 @@ def verify(
     if bundle is not None:
         if report is not None:
             check_report(report)
-        found = _verify_bundle(bundle, prompts, count, max_new_tokens)
+        result, self_test = _verify_bundle(bundle, prompts, count, max_new_tokens)
+        found = _found(result, self_test)
         if report is not None:
-            write_report(report, bundle, _found(*found), _bench(bundle) if _found(*found)["ok"] else None)
-        _report_bundle(*found, json)
+            bench = _bench(bundle) if found["ok"] else None
+            facts = gather(bundle)
+            write_report(report, bundle, found, bench, doctor_report(examine(facts), facts))
+        if json:
+            emit_json(found)
+        _judge(result, self_test, quiet=json)
     elif checkpoint is None or drafter is None or golden is None:
         raise RequestError("--golden needs --checkpoint and --drafter, the directories of the two checkpoints")
     else:
-        _report_golden(verify_golden(checkpoint, drafter, golden), json)
+        _judge_golden(verify_golden(checkpoint, drafter, golden), json)
 
 
 def _verify_bundle(
@@ -111,22 +119,19 @@ def _bench(bundle: Path) -> dict[str, Any]:
     return bench_bundle(bundle, lambda planner: bench_prompts(bundle, planner, REPORT_TOKENS), work, say=say).to_json()
 
 
-def _report_bundle(result: Verification, self_test: SelfTestResult | None, json: bool) -> None:
-    """Print the outcome, then raise VerificationError unless it is good."""
-    failed = self_test is not None and not self_test.ok
-    if json:
-        emit_json(_found(result, self_test))
-    else:
+def _judge(result: Verification, self_test: SelfTestResult | None, *, quiet: bool) -> None:
+    """Print the outcome for people, then raise VerificationError unless it is good."""
+    if not quiet:
         show(_lossless_table(result))
         print(f"self-test: {self_test.summary if self_test is not None else 'the build recorded none'}")
     result.check()
-    if self_test is not None and failed:
+    if self_test is not None and not self_test.ok:
         raise VerificationError(
             f"the self-test failed: {self_test.diagnosis} ({self_test.summary}); build or copy the bundle again"
         )
 
 
-def _report_golden(result: GoldenComparison, json: bool) -> None:
+def _judge_golden(result: GoldenComparison, json: bool) -> None:
     """Print the outcome, then raise VerificationError unless it is good."""
     if json:
         emit_json(result.to_json())
@@ -156,9 +161,7 @@ def _lossless_table(result: Verification) -> Table:
 
 
 def _golden_table(result: GoldenComparison) -> Table:
-    table = Table(title="Largest difference per key", title_justify="left")
-    for name in ("key", "difference", "accepted", ""):
-        table.add_column(name)
+    table = Table("key", "difference", "accepted", "", title="Largest difference per key", title_justify="left")
     for row in result.results:
         accepted = "any" if row.tolerance is None else f"{row.tolerance:.3g}"
         table.add_row(row.key, f"{row.difference:.3g}", accepted, "" if row.ok else "differs")

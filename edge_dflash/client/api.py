@@ -26,7 +26,7 @@ from edge_dflash.errors import (
     StorageError,
 )
 from edge_dflash.result import Increment, Plan, PlanTimings, json_object, json_value
-from edge_dflash.text.tokenizer import Message
+from edge_dflash.text.template import Message
 from edge_dflash.text.tool_calls import MalformedToolCall, ToolCall
 
 Kind = Literal["edge-dflash", "vllm", "openai"]

@@ -95,9 +95,9 @@ class Running:
         """The plan, counted and its session saved if that is wanted after every turn; what is told beside it."""
         service, plan = self._service, await self.stream.result()
         self._count(plan)
-        if self.call.session is not None and plan.tokens:
+        if self.call.session is not None and plan.tokens and service.config.sessions.save == "turn":
             try:
-                await service.on_thread(partial(self._sessions.turned, self.call.session))
+                await service.on_thread(partial(self._sessions.save, self.call.session))
             except EdgeDflashError as error:  # the answer is there all the same
                 log.error("session %s was not saved: %s", self.call.session, error)
                 self._session_error = str(error)

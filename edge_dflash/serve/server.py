@@ -11,11 +11,10 @@ import signal
 import socket
 import stat
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import TypeAlias
 
 import uvicorn
@@ -28,13 +27,13 @@ from edge_dflash.serve.app import make_app
 from edge_dflash.serve.config import ServeConfig, is_loopback
 from edge_dflash.serve.connection import bounded_connection
 from edge_dflash.serve.limits import Keys, read_keys
-from edge_dflash.serve.notify import SystemdNotifier
-from edge_dflash.serve.service import Board, Service
+from edge_dflash.serve.service import Board, Service, SystemdNotifier
 from edge_dflash.serve.state_dir import held
 
 log = logging.getLogger("edge_dflash.serve")
 Showing: TypeAlias = Callable[[str], AbstractContextManager[Progress]]  # shows the progress of what is named
 _BACKLOG = 64
+FIRST_LISTEN_FD = 3  # SD_LISTEN_FDS_START
 
 
 @contextmanager
@@ -71,7 +70,7 @@ def run(
         sockets = stack.enter_context(listening(config, inherited))
         stack.enter_context(held(Path(config.service.state_dir)))
         service = Service(config, notifier, board, power)
-        asyncio.run(_Process(service, keys, stack.close, showing).main(sockets))
+        asyncio.run(_main(service, keys, sockets, stack.close, showing))
 
 
 @contextmanager
@@ -85,28 +84,38 @@ def listening(config: ServeConfig, inherited: Sequence[socket.socket]) -> Iterat
             stack.callback(partial(_remove, path, path.stat().st_ino))
         if service.tcp and not any(one.family != socket.AF_UNIX for one in sockets):
             sockets.append(stack.enter_context(_tcp(*config.tcp_address)))
-        if not service.api_key_file and (odd := next((one for one in sockets if _reachable(one)), None)):
-            raise ServiceError(
-                f"{odd.getsockname()[0]} can be reached by others and there is no api_key_file; give one"
-            )
         for one in sockets:
+            name = one.getsockname()
+            if one.family != socket.AF_UNIX and not service.api_key_file and not is_loopback(str(name[0])):
+                raise ServiceError(f"{name[0]} can be reached by others and there is no api_key_file; give one")
             one.setblocking(False)
         yield sockets
 
 
+@contextmanager
+def _bound(family: int, where: object, another: str) -> Iterator[socket.socket]:
+    """A socket to be bound in the block, closed if that fails. Raises ServiceError for what the system refuses."""
+    with contextlib.ExitStack() as failed:
+        try:
+            one = failed.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            yield one
+            one.listen(_BACKLOG)
+        except OSError as error:
+            raise ServiceError(f"cannot listen on {where}: {error.strerror or error}; {another}") from None
+        failed.pop_all()
+
+
 def _unix(path: Path, mode: int) -> socket.socket:
     """Bind the path, in place of a socket that nobody listens on any more."""
-    one = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
+    another = "give another service.socket or --socket"
+    with _bound(socket.AF_UNIX, path, another) as one:
         path.parent.mkdir(mode=0o750, parents=True, exist_ok=True)
         if path.exists():
             if not stat.S_ISSOCK(path.stat().st_mode):
-                raise ServiceError(f"{path} is there and is no socket; give another service.socket or --socket")
+                raise ServiceError(f"{path} is there and is no socket; {another}")
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
                 if probe.connect_ex(str(path)) == 0:
-                    raise ServiceError(
-                        f"another service listens on {path}; stop it, or give another service.socket or --socket"
-                    )
+                    raise ServiceError(f"another service listens on {path}; stop it, or {another}")
             path.unlink()
         before = os.umask(0o177)  # nobody gets in before the mode is set
         try:
@@ -114,39 +123,35 @@ def _unix(path: Path, mode: int) -> socket.socket:
         finally:
             os.umask(before)
         path.chmod(mode)
-        one.listen(_BACKLOG)
-    except OSError as error:
-        one.close()
-        raise ServiceError(
-            f"cannot listen on {path}: {error.strerror or error}; give another service.socket or --socket"
-        ) from None
-    except BaseException:
-        one.close()
-        raise
     return one
 
 
 def _tcp(host: str, port: int) -> socket.socket:
+    where, another = f"{host}:{port}", "give another service.tcp or --tcp"
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        one = socket.socket(family, kind, protocol)
-        try:
-            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            one.bind(address)
-            one.listen(_BACKLOG)
-        except OSError:
-            one.close()
-            raise
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
-        raise ServiceError(
-            f"cannot listen on {host}:{port}: {error.strerror or error}; give another service.tcp or --tcp"
-        ) from None
+        raise ServiceError(f"cannot listen on {where}: {error.strerror or error}; {another}") from None
+    with _bound(family, where, another) as one:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        one.bind(address)
     return one
 
 
-def _reachable(one: socket.socket) -> bool:
-    """Whether others than this machine can reach a socket."""
-    return one.family != socket.AF_UNIX and not is_loopback(str(one.getsockname()[0]))
+def listen_sockets(
+    environ: Mapping[str, str] = os.environ, pid: int | None = None, first: int = FIRST_LISTEN_FD
+) -> tuple[socket.socket, ...]:
+    """Listening sockets that systemd passed to this process, in their order; or none. See sd_listen_fds(3).
+
+    LISTEN_FDS and LISTEN_PID say so, which with NOTIFY_SOCKET are the only variables that edge-dflash reads.
+    """
+    count, meant = (int(text) if text.isascii() and text.isdigit() and len(text) < 19 else None
+                    for text in (environ.get("LISTEN_FDS", ""), environ.get("LISTEN_PID", "")))  # fmt: skip
+    if not count or meant != (os.getpid() if pid is None else pid):
+        return ()
+    for number in range(first, first + count):
+        os.set_inheritable(number, False)
+    return tuple(socket.socket(fileno=number) for number in range(first, first + count))
 
 
 def _remove(path: Path, inode: int) -> None:
@@ -183,83 +188,65 @@ def uvicorn_config(service: Service, keys: Keys) -> uvicorn.Config:
     )
 
 
-class _Server(uvicorn.Server):
-    """uvicorn's server, with a signal that drains instead of closing the door at once."""
+async def _main(
+    service: Service, keys: Keys, sockets: Sequence[socket.socket], put_away: Callable[[], None], showing: Showing
+) -> None:
+    """Listen, load, serve, drain. ``put_away`` closes the sockets, before the process is left without ceremony."""
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    reloads: set[asyncio.Task[None]] = set()
 
-    def __init__(self, config: uvicorn.Config, on_signal: asyncio.Event, loop: asyncio.AbstractEventLoop) -> None:
-        super().__init__(config)
-        self._signal = on_signal
-        self._loop = loop
+    def reload() -> None:
+        reloads.add(task := loop.create_task(service.reload()))
+        task.add_done_callback(reloads.discard)
 
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Called in the main thread, between any two instructions."""
-        self._loop.call_soon_threadsafe(self._signal.set)
+    closed = sys.stderr.isatty()  # then SIGHUP says that the terminal was closed
+    loop.add_signal_handler(signal.SIGHUP, stop.set if closed else reload)
+    loop.set_default_executor(service.threads)
+    server = uvicorn.Server(uvicorn_config(service, keys))
+
+    def drain(sig: int, frame: object) -> None:  # in the main thread, between any two instructions
+        loop.call_soon_threadsafe(stop.set)
+
+    server.handle_exit = drain  # type: ignore[method-assign]  # in place of closing the door at once
+    serving = asyncio.create_task(server.serve(list(sockets)))
+    watching = asyncio.create_task(service.watch())
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        await _load(service, stopping, put_away, showing)
+        if not stop.is_set():
+            gc.collect()
+            gc.freeze()  # the collector need not walk the model's objects whenever a body makes many
+            service.open_doors()
+            log.info("serving %s on %s", service.config.model, ", ".join(map(address, sockets)))
+            await asyncio.wait({serving, stopping, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if watching.done():
+            failure = watching.result()
+            raise ServiceError(f"the engine failed ({type(failure).__name__}: {failure}); start the service again")
+        log.info("stopping: what runs has %g s to end", service.config.timeouts.drain)
+        await service.drain()
+    finally:
+        server.should_exit = True
+        await asyncio.wait({serving}, timeout=10)
+        if stopping.done() and service.stalled_seconds() > 0:
+            log.error("the engine hangs; leaving it")
+            put_away()
+            os._exit(ServiceError.exit_code)
+        watching.cancel()
+        stopping.cancel()
+        await asyncio.to_thread(service.close)
 
 
-class _Process:
-    """One run of a service."""
-
-    def __init__(self, service: Service, keys: Keys, put_away: Callable[[], None], showing: Showing) -> None:
-        """``put_away`` closes the sockets, before the process is left without ceremony."""
-        self._service = service
-        self._keys = keys
-        self._put_away = put_away
-        self._showing = showing
-        self._reloads: set[asyncio.Task[None]] = set()
-
-    async def main(self, sockets: Sequence[socket.socket]) -> None:
-        """Listen, load, serve, drain."""
-        service, loop = self._service, asyncio.get_running_loop()
-        stop = asyncio.Event()
-        closed = sys.stderr.isatty()  # then SIGHUP says that the terminal was closed
-        loop.add_signal_handler(signal.SIGHUP, stop.set if closed else self._reload)
-        loop.set_default_executor(service.threads)
-        server = _Server(uvicorn_config(service, self._keys), stop, loop)
-        serving = asyncio.create_task(server.serve(list(sockets)))
-        watching = asyncio.create_task(service.watch())
-        stopping = asyncio.create_task(stop.wait())
-        try:
-            await self._load(stopping)
-            if not stop.is_set():
-                gc.collect()
-                gc.freeze()  # the collector need not walk the model's objects whenever a body makes many
-                service.open_doors()
-                log.info("serving %s on %s", service.config.model, ", ".join(map(address, sockets)))
-                await asyncio.wait({serving, stopping, watching}, return_when=asyncio.FIRST_COMPLETED)
-            if watching.done():
-                failure = watching.result()
-                raise ServiceError(f"the engine failed ({type(failure).__name__}: {failure}); start the service again")
-            log.info("stopping: what runs has %g s to end", service.config.timeouts.drain)
-            await service.drain()
-        finally:
-            server.should_exit = True
-            await asyncio.wait({serving}, timeout=10)
-            if stopping.done() and service.stalled_seconds() > 0:
-                log.error("the engine hangs; leaving it")
-                self._put_away()
-                os._exit(ServiceError.exit_code)
-            watching.cancel()
-            stopping.cancel()
-            await asyncio.to_thread(service.close)
-
-    async def _load(self, stopping: asyncio.Task[bool]) -> None:
-        service = self._service
-        service.notifier.status(f"loading {service.config.model}")
-        with self._showing(f"opening {service.config.service.bundle}") as show:
-            loading = asyncio.create_task(asyncio.to_thread(service.load, show))
-            await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        if loading.done():
-            try:
-                loading.result()
-            except EdgeDflashError as error:
-                service.notifier.status(f"not started: {error}")
-                raise
-            return
+async def _load(service: Service, stopping: asyncio.Task[bool], put_away: Callable[[], None], showing: Showing) -> None:
+    service.notifier.status(f"loading {service.config.model}")
+    with showing(f"opening {service.config.service.bundle}") as show:
+        loading = asyncio.create_task(asyncio.to_thread(service.load, show))
+        await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    if not loading.done():
         log.warning("stopped while loading")
-        self._put_away()
+        put_away()
         os._exit(0)  # a load cannot be interrupted; nothing was begun that would have to be ended
-
-    def _reload(self) -> None:
-        task = asyncio.get_running_loop().create_task(self._service.reload())
-        self._reloads.add(task)
-        task.add_done_callback(self._reloads.discard)
+    try:
+        loading.result()
+    except EdgeDflashError as error:
+        service.notifier.status(f"not started: {error}")
+        raise

@@ -1,13 +1,15 @@
-"""The service without HTTP: a planner that is loaded, watched and stopped, its sessions and its threads."""
+"""The service without HTTP: a planner that is loaded, watched and stopped, and what systemd is told of that."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -23,7 +25,6 @@ from edge_dflash.serve.config import MIB, ServeConfig
 from edge_dflash.serve.fields import Refusal, dump, refusal
 from edge_dflash.serve.limits import own
 from edge_dflash.serve.metrics import Metrics, Pulse, Watcher
-from edge_dflash.serve.notify import SystemdNotifier
 from edge_dflash.serve.sessions import AllSessions, Sessions
 
 log = logging.getLogger("edge_dflash.serve")
@@ -32,6 +33,47 @@ State = Literal["loading", "ready", "draining", "failed"]
 MOST_SECONDS = 600.0  # that a client is asked to wait before it tries again
 TICK = 0.5  # seconds between two looks at the engine
 PREPARE = 0.5  # seconds that a stop waits for requests that are not queued yet: their form is compiled
+
+
+class SystemdNotifier:
+    """Sends the states of a service to the socket of its manager, as sd_notify(3) says. Used from any thread.
+
+    Neither blocks nor raises: a message that cannot be sent at once is lost.
+    """
+
+    def __init__(self, address: str | None = None) -> None:
+        """Talk to ``address``, a path or ``@`` and an abstract name (of NOTIFY_SOCKET); else to nobody."""
+        self._address = address if address and address[0] in "/@" else None
+
+    def ready(self) -> None:
+        """The service answers requests from now on."""
+        self._send("READY=1")
+
+    def reloading(self) -> None:
+        """A reload begins; READY=1 ends it."""
+        self._send(f"RELOADING=1\nMONOTONIC_USEC={time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000}")
+
+    def status(self, text: str) -> None:
+        """One line for ``systemctl status``."""
+        self._send("STATUS=" + " ".join(text.split()))
+
+    def watchdog(self) -> None:
+        """The engine works, or has nothing to do."""
+        self._send("WATCHDOG=1")
+
+    def stopping(self) -> None:
+        """The service ends; no new requests are taken."""
+        self._send("STOPPING=1")
+
+    def _send(self, message: str) -> None:
+        if self._address is None:
+            return
+        name = "\0" + self._address[1:] if self._address[0] == "@" else self._address
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as channel:
+                channel.sendto(message.encode(), name)
+        except OSError:
+            pass  # a manager that went away must not take the planner with it
 
 
 class Service:
@@ -117,7 +159,7 @@ class Service:
             return
         self.notifier.reloading()
         try:
-            for problem in await self.on_thread(self.sessions.save_soon):
+            for problem in await self.on_thread(partial(self.sessions.save_all, soon=True)):
                 log.error("not saved: %s", problem)
             never = self.config.sessions.save == "never"
             log.info("reload: sessions %s", 'are not saved, sessions.save is "never"' if never else "are saved")

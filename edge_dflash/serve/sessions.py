@@ -79,11 +79,6 @@ class Sessions:
         finally:
             self._let_go(name, slot)
 
-    def turned(self, name: str) -> None:
-        """A turn has ended: save it if that is wanted after every turn. Called before :meth:`release`."""
-        if self._save == "turn":
-            self.save(name)
-
     def entries(self) -> list[dict[str, Any]]:
         """All names, open and saved."""
         with self._lock:
@@ -95,15 +90,13 @@ class Sessions:
         """One session; with messages and tokens when it is open. Raises Refusal when there is none."""
         with self._lock:
             slot = self._slots.get(name)
-        if slot is not None and slot.session is not None:
-            return {
-                **self._entry(name, slot),
-                "messages": list(slot.session.messages),
-                "token_ids": list(slot.session.tokens),
-            }
-        if not self._files.has(name):
-            raise _unknown(name)
-        return self._entry(name, None)
+        if slot is None or slot.session is None:
+            if not self._files.has(name):
+                raise _unknown(name)
+            return self._entry(name, None)
+        session = slot.session
+        said = {"messages": list(session.messages), "token_ids": list(session.tokens)}
+        return {**self._entry(name, slot), **said}
 
     def save(self, name: str, to: str | None = None) -> int:
         """Write a session, under its own name or another; returns the file's bytes."""
@@ -119,8 +112,7 @@ class Sessions:
 
     def fork(self, name: str, to: str) -> None:
         """Let the session ``to`` go on from where ``name`` stands."""
-        if not self._known(name):
-            raise _unknown(name)
+        self.info(name)
         if to == name:
             why = f"session {name!r} cannot be forked to itself; give another name"
             raise Refusal(why, status=409, param="to")
@@ -155,21 +147,15 @@ class Sessions:
         if slot is not None and slot.session is not None:
             slot.session.close()
 
-    def save_all(self) -> list[str]:
-        """Save what is not saved, unless that is never wanted; returns what went wrong."""
+    def save_all(self, *, soon: bool = False) -> list[str]:
+        """Save what is not saved; returns what went wrong. ``soon``: one whose turn runs is saved when that ends."""
+        if self._save == "never":
+            return []
         with self._lock:
-            slots = list(self._slots.items()) if self._save != "never" else []
+            for slot in self._slots.values() if soon else ():
+                slot.due = slot.session is not None and slot.session.busy
+            slots = [(name, slot) for name, slot in self._slots.items() if not (soon and slot.due)]
         return [problem for name, slot in slots if (problem := self._saved(name, slot))]
-
-    def save_soon(self) -> list[str]:
-        """:meth:`save_all`, but a session whose turn runs is saved when it ends; returns what went wrong until now."""
-        with self._lock:
-            for slot in self._slots.values():
-                slot.due = self._save != "never" and slot.session is not None and slot.session.busy
-            slots = [(name, slot) for name, slot in self._slots.items() if not slot.due and self._save != "never"]
-        return [problem for name, slot in slots if (problem := self._saved(name, slot))]
-
-    # ------------------------------------------------------------------------------------------------------------------
 
     def _saved(self, name: str, slot: _Slot) -> str:
         """Save a session if it is not saved; returns what went wrong."""
@@ -180,11 +166,6 @@ class Sessions:
             except EdgeDflashError as error:
                 return f"session {name}: {error}"
         return ""
-
-    def _known(self, name: str) -> bool:
-        with self._lock:
-            slot = self._slots.get(name)
-        return (slot is not None and slot.session is not None) or self._files.has(name)
 
     def _slot(self, name: str) -> _Slot:
         """The slot of a name, with one more user; another one is closed if there are too many."""
@@ -310,13 +291,9 @@ class AllSessions:
                 self._owners[owner] = self._make(self._directory if owner == own() else self._directory / owner)
             return self._owners[owner]
 
-    def save_all(self) -> list[str]:
+    def save_all(self, *, soon: bool = False) -> list[str]:
         """See Sessions."""
-        return [problem for sessions in self._all() for problem in sessions.save_all()]
-
-    def save_soon(self) -> list[str]:
-        """See Sessions."""
-        return [problem for sessions in self._all() for problem in sessions.save_soon()]
+        return [problem for sessions in self._all() for problem in sessions.save_all(soon=soon)]
 
     def _all(self) -> list[Sessions]:
         with self._lock:

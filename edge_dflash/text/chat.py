@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from edge_dflash.errors import RequestError
-from edge_dflash.text.tokenizer import Detokenizer, Message, Tokenizer
+from edge_dflash.text.template import Message
+from edge_dflash.text.tokenizer import Detokenizer, Tokenizer
 from edge_dflash.text.tool_calls import (
     PROBE,
     PROBE_ARGUMENTS,

@@ -1,7 +1,6 @@
 """Text to token ids and back: the tokenizer, the chat template, and text that streams without broken characters.
 
-Reads the Hugging Face files ``tokenizer.json``, ``tokenizer_config.json`` and ``chat_template.jinja`` of a directory.
-Knows nothing of models or of how tokens are made.
+Read from the Hugging Face files ``tokenizer.json``, ``tokenizer_config.json`` and ``chat_template.jinja``.
 """
 
 from __future__ import annotations
@@ -15,11 +14,9 @@ from typing import Any
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as HfTokenizer
 
-from edge_dflash.common.files import is_there, read_text
+from edge_dflash.common.files import SMALL, is_there, read_text
 from edge_dflash.errors import BundleError, RequestError, one_line
 from edge_dflash.text.template import BoundError, ChatTemplate, Message
-
-__all__ = ["TOKENIZER_FILES", "ChatTemplate", "Detokenizer", "Message", "Tokenizer"]
 
 MAX_TOKENIZER = 128 << 20  # bytes of tokenizer.json; the largest published ones have about 35 MB
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -67,12 +64,11 @@ class Tokenizer:
         Raises BundleError when a file is missing or malformed, and for a template that takes too much time or memory,
         or builds its control tokens from parts: they would be text.
         """
-        path = directory / "tokenizer.json"
-        try:
-            tokenizer = HfTokenizer.from_str(read_text(path, MAX_TOKENIZER))
-        except Exception as error:  # the library raises bare Exception
-            raise BundleError(f"cannot read {path} ({_line(error)}); build the bundle again") from None
-        config = _read_config(directory / "tokenizer_config.json")
+        tokenizer: HfTokenizer = _read(directory / "tokenizer.json", HfTokenizer.from_str, MAX_TOKENIZER)
+        path = directory / "tokenizer_config.json"
+        config = _read(path, json.loads) if is_there(path) else {}
+        if not isinstance(config, dict):
+            raise BundleError(f"{path} holds {type(config).__name__}, wanted an object; build the bundle again")
         special = {name: _content(config[name]) for name in _SPECIAL_TOKENS if config.get(name)}
         eos = tokenizer.token_to_id(special["eos_token"]) if "eos_token" in special else None
         source = _template_source(directory, config)
@@ -91,11 +87,6 @@ class Tokenizer:
         found = self._tokenizer.id_to_token(token_id)
         return None if found is None else str(found)
 
-    def token_id(self, token: str) -> int | None:
-        """Return the id of this token, spelled as the vocabulary spells it, or None when there is none."""
-        found = self._tokenizer.token_to_id(token)
-        return None if found is None else int(found)
-
     def is_ordinary(self, token_id: int) -> bool:
         """Whether texts are written with this token: it is in the vocabulary, not added to it, and spells something."""
         if not 0 <= token_id < self.size or token_id in self._tokenizer.get_added_tokens_decoder():
@@ -104,7 +95,7 @@ class Tokenizer:
 
     def control_id(self, token: str) -> int | None:
         """Return the id of this control token, or None when there is none: no text becomes it."""
-        return self._controls.id(token)
+        return self._controls.ids.get(token)
 
     def to_json(self) -> str:
         """Return the text of tokenizer.json."""
@@ -136,7 +127,7 @@ class Tokenizer:
         """
         if self.template is None:
             raise RequestError("this model has no chat template; give plain text or token ids instead of messages")
-        return self.template.pieces(self._controls.names, messages, **variables)
+        return self.template.pieces(tuple(self._controls.ids), messages, **variables)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ``ids``, without special tokens."""
@@ -145,16 +136,14 @@ class Tokenizer:
     def token_bytes(self, token_id: int) -> bytes | None:
         """Bytes of one token, which may be a part of a character; a special token's spelling, None without a token."""
         if token_id not in self._bytes:
-            self._bytes[token_id] = self._bytes_of(token_id)
+            spelled, text = self.token(token_id), self.decode([token_id])
+            made = None if spelled is None else spelled.encode()
+            if spelled is not None and text and _REPLACEMENT not in text:
+                made = text.encode()
+            elif spelled is not None and all(char in _BYTE_OF for char in spelled):
+                made = bytes(_BYTE_OF[char] for char in spelled)
+            self._bytes[token_id] = made
         return self._bytes[token_id]
-
-    def _bytes_of(self, token_id: int) -> bytes | None:
-        spelled, text = self.token(token_id), self.decode([token_id])
-        if spelled is None or (text and _REPLACEMENT not in text):
-            return None if spelled is None else text.encode()
-        if all(char in _BYTE_OF for char in spelled):
-            return bytes(_BYTE_OF[char] for char in spelled)
-        return spelled.encode()
 
     def _try_template(self, where: str) -> None:
         """Raise BundleError for a template that harmless messages show to be unfit."""
@@ -182,18 +171,14 @@ class _ControlTokens:
 
     def __init__(self, tokenizer: HfTokenizer) -> None:
         added: dict[int, AddedToken] = tokenizer.get_added_tokens_decoder()
-        self._tokens = {token.content: (number, token) for number, token in added.items() if _is_control(token)}
-        words = {number: token for number, token in added.items() if not _is_control(token)}
+        words = {at: one for at, one in added.items() if not one.special and not re.search(r"[^\w\s]", one.content)}
+        self._tokens = {token.content: (number, token) for number, token in added.items() if number not in words}
         self._words, self._moved = _without_controls(tokenizer, words)
         unknown = getattr(tokenizer.model, "unk_token", None)
         self._forbidden = frozenset(  # a single character (padding may be "!") has its id in texts, too
             number for name, (number, _) in self._tokens.items() if name != unknown and len(name) > 1
         )
-        self.names = tuple(self._tokens)
-
-    def id(self, name: str) -> int | None:
-        """Its id, or None for a text that is no control token."""
-        return self._tokens[name][0] if name in self._tokens else None
+        self.ids = {name: number for name, (number, _) in self._tokens.items()}
 
     def encode(self, pieces: Sequence[str]) -> tuple[int, ...]:
         """Ids of text, control token, text, ..., text; each text as if there were no control tokens.
@@ -232,11 +217,6 @@ def _encode_all(tokenizer: HfTokenizer, texts: Sequence[str]) -> list[list[int]]
         found = tokenizer.encode_batch_fast(some, add_special_tokens=False)
         ids.update(zip(some, (text.ids for text in found), strict=True))
     return [ids[text] for text in texts]
-
-
-def _is_control(token: AddedToken) -> bool:
-    """Whether an added token is more than a word."""
-    return bool(token.special or re.search(r"[^\w\s]", token.content))
 
 
 def _without_controls(tokenizer: HfTokenizer, words: Mapping[int, AddedToken]) -> tuple[HfTokenizer, dict[int, int]]:
@@ -290,27 +270,19 @@ class Detokenizer:
         return self._decode([*self._context, *self._pending])[before:]
 
 
-def _read_config(path: Path) -> dict[str, Any]:
-    """tokenizer_config.json as an object; a tokenizer without one is complete."""
-    if not is_there(path):
-        return {}
+def _read(path: Path, parse: Callable[[str], Any], most: int = SMALL) -> Any:
     try:
-        config = json.loads(read_text(path))
-    except (OSError, ValueError, RecursionError) as error:
-        raise BundleError(f"cannot read {path} ({_line(error)}); build the bundle again") from None
-    if not isinstance(config, dict):
-        raise BundleError(f"{path} holds {type(config).__name__}, wanted an object; build the bundle again")
-    return config
+        return parse(read_text(path, most))
+    except Exception as error:  # the library of tokenizers raises bare Exception
+        why = error.strerror if isinstance(error, OSError) else None  # without the path, which is named beside it
+        raise BundleError(f"cannot read {path} ({one_line(why or error)}); build the bundle again") from None
 
 
 def _template_source(directory: Path, config: Mapping[str, Any]) -> str | None:
-    """The template's text: a file of its own wins over tokenizer_config.json; a list of templates has a default."""
+    """The template's text: its own file wins over tokenizer_config.json; a list of templates has a default."""
     path = directory / "chat_template.jinja"
     if is_there(path):
-        try:
-            return read_text(path)
-        except (OSError, ValueError) as error:
-            raise BundleError(f"cannot read {path} ({_line(error)}); build the bundle again") from None
+        return str(_read(path, str))
     found = config.get("chat_template")
     if isinstance(found, list):
         named = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
@@ -321,7 +293,3 @@ def _template_source(directory: Path, config: Mapping[str, Any]) -> str | None:
 def _content(token: object) -> str:
     """A special token is a string or an object with its ``content``."""
     return str(token.get("content", "")) if isinstance(token, dict) else str(token)
-
-
-def _line(error: BaseException) -> str:
-    return one_line(getattr(error, "strerror", None) or error)  # without the path, which is named beside it

@@ -39,7 +39,7 @@ from edge_dflash.demo.actions import plan_schema
 from edge_dflash.errors import RequestError
 from edge_dflash.text.tokenizer import Tokenizer
 
-END_ID = tokenizer().token_id(END)
+END_ID = tokenizer().control_id(END)
 OTHER_STOP = vocab_size() - 1  # a padded id: a model may name one that the tokenizer lacks
 STOP = (END_ID, OTHER_STOP)
 PLAN = {
@@ -85,7 +85,7 @@ def spelling():
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [b for b in range(256) if b not in printable]
     table = {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
-    added = {tokenizer().token_id(name) for name in (END, "<|im_start|>", *MARKERS)}
+    added = {tokenizer().control_id(name) for name in (END, "<|im_start|>", *MARKERS)}
     texts = (b"" if i in added else bytes(table[c] for c in tokenizer().token(i)) for i in range(tokenizer().size))
     return list(texts)
 
@@ -224,8 +224,8 @@ def test_padded_and_special_ids_are_never_allowed():
     allowed = constraint.allowed()
     assert allowed.shape == (vocab_size(),)
     assert not allowed[tokenizer().size :].any()
-    assert not any(allowed[tokenizer().token_id(name)] for name in (END, "<|im_start|>", *MARKERS))
-    for token in (*(tokenizer().token_id(name) for name in MARKERS), tokenizer().size, vocab_size(), -1):
+    assert not any(allowed[tokenizer().control_id(name)] for name in (END, "<|im_start|>", *MARKERS))
+    for token in (*(tokenizer().control_id(name) for name in MARKERS), tokenizer().size, vocab_size(), -1):
         assert not constraint.push(token)
 
 
@@ -275,7 +275,7 @@ def test_regexes_match_the_whole_answer():
 
 def test_lark_grammars_may_name_special_tokens_and_hold_schemas():
     call = lark('start: <tool_call> body </tool_call> // "<nothing>"\nbody: %json {"const":"<think>"}')
-    opened, closed = tokenizer().token_id("<tool_call>"), tokenizer().token_id("</tool_call>")
+    opened, closed = tokenizer().control_id("<tool_call>"), tokenizer().control_id("</tool_call>")
     assert call.forced()[0] == opened
     assert call.push(opened)
     for token in call.forced():

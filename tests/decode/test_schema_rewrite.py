@@ -20,7 +20,7 @@ from edge_dflash.decode.grammar.schema_rewrite import LARGEST, rewrite
 from edge_dflash.errors import RequestError
 from tests.decode.test_grammar import SPELLING, accepts, lark, schema, text_of
 
-STOP = (tokenizer().token_id(END),)
+STOP = (tokenizer().control_id(END),)
 DIGITS = frozenset(i for i, text in enumerate(SPELLING) if text.isdigit())
 ENDS = frozenset(i for i, text in enumerate(SPELLING) if text[:1] in (b"]", b"}"))
 

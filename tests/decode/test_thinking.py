@@ -14,7 +14,7 @@ from edge_dflash.decode.sampling import unpack
 from edge_dflash.decode.steering import AfterThinking
 from edge_dflash.errors import RequestError
 
-CLOSE, END_ID = tokenizer().token_id("</think>"), tokenizer().token_id(END)
+CLOSE, END_ID = tokenizer().control_id("</think>"), tokenizer().control_id(END)
 LINES = tokenizer().encode("\n\n")
 A, B = tokenizer().encode("a")[0], tokenizer().encode("b")[0]
 

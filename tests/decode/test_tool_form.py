@@ -13,7 +13,8 @@ from edge_dflash.decode.grammar.lark_text import tool_grammar
 from edge_dflash.decode.options import Options
 from edge_dflash.errors import RequestError
 from edge_dflash.text.chat import dialect_of
-from edge_dflash.text.tokenizer import ChatTemplate, Tokenizer
+from edge_dflash.text.template import ChatTemplate
+from edge_dflash.text.tokenizer import Tokenizer
 from edge_dflash.text.tool_calls import JsonCalls, TaggedCalls
 from tests.decode.test_grammar import SPELLING, accepts
 
@@ -24,7 +25,7 @@ JSON_TEMPLATE = """\
 {{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' + (call.function.arguments | tojson) }}
 {{- '}\\n</tool_call>' }}
 {%- endfor %}{{- '<|im_end|>\\n' }}{%- endfor %}"""
-STOP = (tokenizer().token_id(END),)
+STOP = (tokenizer().control_id(END),)
 CLOSE = "\n</parameter>"
 
 
@@ -154,7 +155,7 @@ def test_what_the_template_writes_for_a_call_is_allowed(dialect):
     call = {"type": "function", "function": {"name": "grasp", "arguments": arguments}}
     messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
     ids = words.encode_chat(messages, tools=TOOLS)
-    opened, closed = (words.token_id(name) for name in ("<tool_call>", "</tool_call>"))
+    opened, closed = (words.control_id(name) for name in ("<tool_call>", "</tool_call>"))
     start = len(ids) - 1 - ids[::-1].index(opened)
     constraint = form(TOOLS, words)
     for token in ids[start : ids.index(closed, start) + 1]:

@@ -30,7 +30,7 @@ from edge_dflash.weights.layout import UNIT_ROWS, WINDOW, repack
 
 
 class TorchWeights(RandomWeights):
-    """edge-dflash's weights from torch tensors on the device, repacked there (weight_layout.py, BF16)."""
+    """edge-dflash's weights from torch tensors on the device, repacked there (weights/layout.py, BF16)."""
 
     def __init__(self, pair, tensors):
         super().__init__(pair, "bf16", None)

@@ -158,7 +158,7 @@ def test_the_form_begins_behind_the_thinking(planner):
         options = {"regex": "[ab]{3}", "thinking": True, "temperature": 1.5, "seed": seed, "max_new_tokens": 160}
         plan = planner.plan(TASKS[0].messages, **options)
         assert planner.plan(TASKS[0].messages, speculative=False, **options).tokens == plan.tokens
-        thought = planner.tokenizer.token_id("</think>")
+        thought = planner.tokenizer.control_id("</think>")
         assert plan.finish_reason == "length" or thought in plan.tokens
         if plan.finish_reason == "stop":
             assert re.fullmatch("[ab]{3}", plan.text)
@@ -167,7 +167,7 @@ def test_the_form_begins_behind_the_thinking(planner):
 
 
 def test_relaxed_acceptance_is_named_lossy_and_ends_with_the_thinking(demo_bundle, planner):
-    close = planner.tokenizer.token_id("</think>")
+    close = planner.tokenizer.control_id("</think>")
     loose = Relaxation((close,), top_k=1024, margin=1e9)
     other, prompt = thinker(demo_bundle, planner, "hm hm hm hm hm hm hm hm", "never said like this")
     with other:

@@ -34,7 +34,7 @@ TOOLS = [MOVE, WAIT]
 def planner(request):
     shape = replace(SHAPE, vocab_size=vocab_size(), max_context=2048)
     backend = FakeBackend(shape, right=lambda position: position % 3)
-    with Planner(backend, DIALECTS[request.param], [tokenizer().token_id(END)], fallback=False) as planner:
+    with Planner(backend, DIALECTS[request.param], [tokenizer().control_id(END)], fallback=False) as planner:
         yield planner
 
 
@@ -77,11 +77,11 @@ def test_a_streamed_call_is_the_same(planner):
 
 def test_a_forced_call_begins_behind_the_thinking():
     words = DIALECTS["tagged"]
-    close = words.token_id("</think>")
+    close = words.control_id("</think>")
     shape = replace(SHAPE, vocab_size=vocab_size(), max_context=2048)
     prompt = words.encode_chat(TASK, tools=TOOLS, enable_thinking=True)
     backend = FakeBackend(shape, script=[*words.encode_text("hm"), close], script_at=len(prompt))
-    with Planner(backend, words, [words.token_id(END)], fallback=False) as planner:
+    with Planner(backend, words, [words.control_id(END)], fallback=False) as planner:
         plan = planner.plan(TASK, tools=TOOLS, tool_choice="move", thinking=True)
         assert plan.thinking == "hm"
         check(plan, ("move",))

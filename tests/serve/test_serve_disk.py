@@ -13,7 +13,7 @@ import sys
 import pytest
 from service_support import Process, client_of, fake_service, live
 
-from edge_dflash.decode import saved
+from edge_dflash.decode import store
 from edge_dflash.errors import ServiceError, StorageError
 from edge_dflash.planner import Planner
 from edge_dflash.serve.state_dir import LOCK, held
@@ -101,7 +101,7 @@ def test_reading_listing_and_deleting_are_told(service, tmp_path, monkeypatch, c
             assert "cannot read" in told(reply, code)
         assert turn(client, "open").is_success
     with monkeypatch.context() as broken:
-        failing(broken, (saved, "_array"), code, part="")
+        failing(broken, (store, "_array"), code, part="")
         assert "closed.session" in told(turn(client, "closed"), code)
     with monkeypatch.context() as broken:
         failing(broken, (pathlib.Path, "open"), code)
@@ -143,11 +143,11 @@ def test_a_turn_whose_session_is_not_saved_is_answered_and_says_so(tmp_path, mon
 
 
 def test_a_reload_ends_with_ready_whatever_a_save_raises(service, monkeypatch):
-    def defect():
+    def defect(**options):
         raise RuntimeError("a defect")
 
     service.notifier = recorder = Recorder()
-    monkeypatch.setattr(service.sessions, "save_soon", defect)
+    monkeypatch.setattr(service.sessions, "save_all", defect)
     asyncio.run(service.reload())
     assert recorder.said == ["RELOADING", "READY"]
 

@@ -17,9 +17,8 @@ from edge_dflash.board.state import BoardState
 from edge_dflash.decode.loop import Step
 from edge_dflash.serve import service as service_module
 from edge_dflash.serve.metrics import Metrics, Pulse, Watcher
-from edge_dflash.serve.notify import SystemdNotifier
 from edge_dflash.serve.server import logged
-from edge_dflash.serve.service import Service
+from edge_dflash.serve.service import Service, SystemdNotifier
 
 CHAT = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hello"}]

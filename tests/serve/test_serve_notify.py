@@ -17,7 +17,8 @@ from service_support import TEXT_SHAPE, fake_service
 
 from edge_dflash.serve import service as serve_service
 from edge_dflash.serve.metrics import Pulse
-from edge_dflash.serve.notify import SystemdNotifier, listen_sockets
+from edge_dflash.serve.server import listen_sockets
+from edge_dflash.serve.service import SystemdNotifier
 
 PERIOD = 1.0  # seconds of the watchdog in these tests, and of patience with a busy machine
 WINDOW = 0.4  # seconds for which it is looked at
@@ -58,8 +59,7 @@ def manager(request, tmp_path):
 
 def test_states_arrive_as_systemd_reads_them(manager, monkeypatch):
     monkeypatch.setattr(time, "clock_gettime_ns", lambda clock: 7 * 10**9)
-    notifier = SystemdNotifier.from_environment({"NOTIFY_SOCKET": manager.address})
-    assert notifier.enabled
+    notifier = SystemdNotifier(manager.address)
     for call, message in (
         (lambda: notifier.status("loading\nREADY=1  weights"), "STATUS=loading READY=1 weights"),
         (notifier.ready, "READY=1"),
@@ -72,9 +72,9 @@ def test_states_arrive_as_systemd_reads_them(manager, monkeypatch):
 
 
 def test_without_a_manager_nothing_happens():
-    for environ in ({}, {"NOTIFY_SOCKET": ""}, {"NOTIFY_SOCKET": "vsock:2:1"}, {"NOTIFY_SOCKET": "relative"}):
-        notifier = SystemdNotifier.from_environment(environ)
-        assert not notifier.enabled
+    for address in (None, "", "vsock:2:1", "relative"):
+        notifier = SystemdNotifier(address)
+        assert notifier._address is None
         notifier.ready()
 
 
@@ -83,22 +83,6 @@ def test_a_manager_that_went_away_stops_nothing(tmp_path):
     gone.socket.close()
     SystemdNotifier(gone.address).ready()
     SystemdNotifier(str(tmp_path / "never")).ready()
-
-
-@pytest.mark.parametrize(
-    ("environ", "seconds"),
-    [
-        ({"WATCHDOG_USEC": "60000000"}, 60.0),
-        ({"WATCHDOG_USEC": "500000", "WATCHDOG_PID": "7"}, 0.5),
-        ({"WATCHDOG_USEC": "500000", "WATCHDOG_PID": "8"}, None),
-        ({"WATCHDOG_USEC": "0"}, None),
-        ({"WATCHDOG_USEC": "-1"}, None),
-        ({"WATCHDOG_USEC": "soon"}, None),
-        ({}, None),
-    ],
-)
-def test_the_watchdog_is_the_one_that_was_asked_of_this_process(environ, seconds):
-    assert SystemdNotifier.from_environment(environ, pid=7).watchdog_seconds == seconds
 
 
 class Service:
@@ -208,7 +192,7 @@ def test_sockets_of_activation_are_taken_over(tmp_path):
     start = "import os, sys; os.dup2(int(sys.argv[1]), 3); os.execv(sys.executable, [*sys.argv[2:]])"
     program = (
         "import os; os.environ['LISTEN_PID'] = str(os.getpid())\n"
-        "from edge_dflash.serve.notify import listen_sockets\n"
+        "from edge_dflash.serve.server import listen_sockets\n"
         "(api,) = listen_sockets()\n"
         "assert not os.get_inheritable(3)\n"
         "connection, _ = api.accept()\n"

@@ -49,9 +49,7 @@ def test_the_program_of_the_readme_runs_on_the_service_as_on_a_bundle(process, c
     program = next(body for body in programs if 'Planner.open("demo-bundle")' in body)
     there = program.replace('Planner.open("demo-bundle")', f'Planner.connect("unix:{process.socket}")')
     exec(compile(there, "README.md", "exec"), {})
-    lines = capsys.readouterr().out.splitlines()
-    assert re.fullmatch(r"known tokens: \d+", lines[-2])
-    assert lines[-1] == "16 tokens together"
+    assert re.fullmatch(r"known tokens: \d+", capsys.readouterr().out.splitlines()[-1])
 
 
 def test_the_log_says_what_is_loaded_and_where_it_is_served(process):

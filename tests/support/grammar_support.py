@@ -18,7 +18,8 @@ from edge_dflash.decode.grammar.walker import Compiled, Walker, compiled
 from edge_dflash.decode.grammar.wire import Source
 from edge_dflash.decode.sampling import unpack
 from edge_dflash.text.chat import Answer, AnswerStream
-from edge_dflash.text.tokenizer import ChatTemplate, Tokenizer
+from edge_dflash.text.template import ChatTemplate
+from edge_dflash.text.tokenizer import Tokenizer
 from edge_dflash.text.tool_calls import Tool
 
 END, TURN = "<|im_end|>", "<|im_start|>"

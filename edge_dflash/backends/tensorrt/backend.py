@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -14,7 +14,7 @@ from edge_dflash.backends.cuda.states import Sizes
 from edge_dflash.backends.cuda.support import check_native
 from edge_dflash.backends.tensorrt.api import TENSORRT, TENSORRT_RTX, Flavour, load, version
 from edge_dflash.backends.tensorrt.runs import EnginePass, RunEngine, dry_run, engine_pass
-from edge_dflash.backends.tensorrt.runtime import Engines
+from edge_dflash.backends.tensorrt.runtime import Engines, Enqueue
 from edge_dflash.backends.tensorrt.units import EMBEDDING, PairUnits, engine_file, engine_units, pair_units
 from edge_dflash.board.archs import find_arch
 from edge_dflash.bundle.reader import Bundle
@@ -26,8 +26,6 @@ from edge_dflash.model.specs import PairSpec
 from edge_dflash.weights.formats import WeightFormat, read_as
 
 WORD = 16  # rows of logits lie behind each other without gaps, and start on so many
-
-Enqueue = Callable[[], None]
 
 
 class EngineFrame(Frame):
@@ -43,16 +41,11 @@ class EngineFrame(Frame):
             raise TypeError(f"{type(step).__name__} is no step of a TensorRT pass")
         if step.run.key == EMBEDDING:
             ((_, out),) = step.run.writes
-            self._gather(embedding_weight(self.pair), out)
+            (op,) = self.pair.units[EMBEDDING].ops
+            assert isinstance(op, Embed)
+            self._gather(op.weight, out)
         else:
             self.runs[step]()
-
-
-def embedding_weight(pair: PairUnits) -> str:
-    """The table that both models gather from."""
-    (op,) = pair.units[EMBEDDING].ops
-    assert isinstance(op, Embed)
-    return op.weight
 
 
 def engine_passes(pair: PairUnits, sizes: Sizes) -> dict[str, EnginePass]:
@@ -69,7 +62,7 @@ def engine_passes(pair: PairUnits, sizes: Sizes) -> dict[str, EnginePass]:
 def layout_of(
     programs: PairPrograms, precision: Precision, sizes: Sizes, passes: Mapping[str, EnginePass]
 ) -> DeviceLayout:
-    """The native backend's layout with these passes. Raises BackendError for other arithmetic than theirs."""
+    """What will be on the device, with these passes. Raises BackendError for other arithmetic than theirs."""
     if precision.activations != "bfloat16":
         raise BackendError(f"activations are {precision.activations!r}; plans compute in bfloat16")
     return DeviceLayout(
@@ -146,7 +139,7 @@ class EngineOps:
                     bound = each.bound(step)
                     where = {tensor: p.address for tensor, p in addresses(each, name, step, common).items()}
                     rows = each.rows if bound.rows is None else bound.rows
-                    runs[step] = engines.context(bound.key, bound.profile, rows, where).enqueue
+                    runs[step] = engines.context(bound.key, bound.profile, rows, where)
             for enqueue in runs.values():  # over whatever lies in the arena
                 enqueue()
             passes[name] = EngineFrame(common, name, self._pair, runs)

@@ -122,18 +122,17 @@ class Phases:
         self._open.append((name, 0, max(1, steps)))
 
     def step(self, name: str, step: int) -> None:
-        """Step ``step`` of a phase is done, counted from 0."""
-        for index in reversed(range(len(self._open))):
-            if self._open[index][0] == name:
-                self._open[index] = (name, step + 1, self._open[index][2])
-                return
+        """Step ``step`` of the innermost phase of this name is done, counted from 0."""
+        for index in self._innermost(name):
+            self._open[index] = (name, step + 1, self._open[index][2])
 
     def finish(self, name: str) -> None:
         """The innermost phase of this name is done."""
-        for index in reversed(range(len(self._open))):
-            if self._open[index][0] == name:
-                del self._open[index]
-                return
+        for index in self._innermost(name):
+            del self._open[index]
+
+    def _innermost(self, name: str) -> list[int]:
+        return [index for index, phase in enumerate(self._open) if phase[0] == name][-1:]
 
     @property
     def share(self) -> float:

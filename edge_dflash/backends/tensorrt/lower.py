@@ -79,7 +79,7 @@ def lower(unit: Unit, store: WeightStore, trt: Any, builder: Any) -> Lowered:
     for binding in unit.outputs:
         if binding.name == CHOICES:
             net.scope = CHOICES
-            tensors[CHOICES] = argmax(net, tensors[LOGITS], _columns(unit, LOGITS))
+            tensors[CHOICES] = argmax(net, tensors[LOGITS], net.columns(tensors[LOGITS]))
         net.output(tensors[binding.name], binding.name)
     return Lowered(unit, net)
 
@@ -126,10 +126,6 @@ def _shape(binding: Binding) -> tuple[int, ...]:
     return (-1,) if binding.columns is None else (-1, binding.columns)
 
 
-def _columns(unit: Unit, name: str) -> int:
-    return next(b.columns for b in unit.outputs if b.name == name and b.columns is not None)
-
-
 def embed(net: Net, ids: Any, weight: WideWeight) -> Any:
     """ids [rows] int32 -> rows of the table [V, H] BF16."""
     return net.gather_rows(net.constant(bf16_bits(weight.data), "BF16"), ids)
@@ -137,7 +133,7 @@ def embed(net: Net, ids: Any, weight: WideWeight) -> Any:
 
 def rms_norm(net: Net, x: Any, weight: WideWeight, eps: float, *, plus_one: bool) -> Any:
     """w' x / sqrt(mean(x^2) + eps) in FP32; w' = w, or 1 + w."""
-    factor = float32(weight)
+    factor = bf16_to_f32(weight.data) if weight.data.dtype == np.uint16 else weight.data
     wide = net.cast(x, "FLOAT")
     mean = net.reduce(net.elementwise(wide, wide, "PROD"), "AVG", keep=True)
     root = net.unary(net.elementwise(mean, net.constant(np.full((1, 1), eps, np.float32), "FLOAT"), "SUM"), "SQRT")
@@ -166,30 +162,18 @@ def argmax(net: Net, logits: Any, columns: int) -> Any:
     return net.reduce(net.select(net.elementwise(logits, largest, "EQUAL"), ids, none), "MIN", keep=False)
 
 
-def float32(weight: WideWeight) -> Array:
-    """Values of a wide weight."""
-    return bf16_to_f32(weight.data) if weight.data.dtype == np.uint16 else weight.data
-
-
 def linear(net: Net, x: Any, weight: Weight) -> Any:
     """x [rows, K] BF16 times the weight [N, K] transposed: [rows, N] BF16. Raises BackendError."""
     match weight:
         case WideWeight():
             _check(net, x, weight)
             return net.times_transposed(x, net.constant(bf16_bits(weight.data), "BF16"))
-        case Fp8Weight():
-            return fp8(net, x, weight)
+        case Fp8Weight():  # W8A16: scale of the tensor [1] or of each channel [N] after the product
+            _check(net, x, weight)
+            matrix = net.dequantize(net.constant(weight.data, "FP8"), net.ones(weight.shape[0]), axis=0)
+            return scaled(net, net.times_transposed(x, matrix), np.asarray(weight.scale, np.float32).reshape(1, -1))
         case Nvfp4Weight():
             return nvfp4(net, x, [weight])[0]
-
-
-def fp8(net: Net, x: Any, weight: Fp8Weight) -> Any:
-    """W8A16: scale of the tensor [1] or of each channel [N] after the product."""
-    _check(net, x, weight)
-    n = weight.shape[0]
-    codes = net.constant(weight.data, "FP8")
-    product = net.times_transposed(x, net.dequantize(codes, net.ones(n), axis=0))
-    return scaled(net, product, np.asarray(weight.scale, np.float32).reshape(1, -1))
 
 
 def nvfp4(net: Net, x: Any, weights: Sequence[Nvfp4Weight]) -> list[Any]:

@@ -144,26 +144,26 @@ class Report:
     tensors: set[str] = field(default_factory=set)
 
 
-def dry_run(units: Mapping[str, Unit], plan: EnginePass) -> Report:
+def dry_run(units: Mapping[str, Unit], each: EnginePass) -> Report:
     """Walk one pass. ``units``: what each engine says of itself."""
-    walk = _Walk(units, plan)
-    for index in range(len(plan.schedule.steps)):
+    walk = _Walk(units, each)
+    for index in range(len(each.schedule.steps)):
         walk.step(index)
     walk.finish()
     return walk.report
 
 
 class _Walk:
-    def __init__(self, units: Mapping[str, Unit], plan: EnginePass) -> None:
-        self._units, self._plan = units, plan
-        self._program = plan.schedule.program
+    def __init__(self, units: Mapping[str, Unit], each: EnginePass) -> None:
+        self._units, self._pass = units, each
+        self._program = each.schedule.program
         self._where = self._program.name
-        self._intact: dict[str, Range] = {"ids": Range("ids", 0, 4 * plan.rows)}  # by tensor with memory of its own
+        self._intact: dict[str, Range] = {"ids": Range("ids", 0, 4 * each.rows)}  # by tensor with memory of its own
         self._done: list[str] = []  # outputs of ops that ran
         self.report = Report()
 
     def step(self, index: int) -> None:
-        step = self._plan.schedule.steps[index]
+        step = self._pass.schedule.steps[index]
         self._where = f"{self._program.name}, step {index}"
         match step:
             case RunEngine():
@@ -187,7 +187,7 @@ class _Walk:
         """What must be true behind the last step."""
         self._where = self._program.name
         views = [o.output for o in self._program.ops if isinstance(o, SelectRows) and o.output not in self._done]
-        wrong = [name for name in views if name not in self._plan.schedule.slices]
+        wrong = [name for name in views if name not in self._pass.schedule.slices]
         wanted = sorted(op.output for op in self._program.ops)
         found = sorted(self._done + views)
         if wrong or found != wanted:
@@ -201,7 +201,7 @@ class _Walk:
         unit = self._units.get(step.run.key)
         if unit is None:
             self._fail(f"there is no plan {step.run.key}")
-        bound = self._plan.bound(step)
+        bound = self._pass.bound(step)
         for sides, run in ((unit.inputs, step.run.reads), (unit.outputs, step.run.writes)):
             names = [name for name, _ in run]
             if sorted(names) != sorted(b.name for b in sides):
@@ -216,7 +216,7 @@ class _Walk:
                 self._fail(f"{name} lies at {address}, wanted a multiple of {ALIGNMENT}")
         if bound.profile >= len(unit.profiles):
             self._fail(f"plan {unit.key} has {len(unit.profiles)} profiles, the pass needs profile {bound.profile}")
-        rows, most = unit.profiles[bound.profile], bound.rows or self._plan.rows
+        rows, most = unit.profiles[bound.profile], bound.rows or self._pass.rows
         least = most if bound.rows or bound.profile == 0 else 1
         if not rows.low <= least <= most <= rows.high:
             self._fail(f"plan {unit.key} takes {rows.low} to {rows.high} rows, the pass has {least} to {most}")
@@ -224,7 +224,7 @@ class _Walk:
         self.report.bindings += len(addresses)
 
     def _fits(self, unit: Unit, binding: Binding, tensor: str) -> None:
-        found = ("int32", None) if tensor in ("ids", CHOICES) else ("bf16", self._plan.schedule.widths.get(tensor))
+        found = ("int32", None) if tensor in ("ids", CHOICES) else ("bf16", self._pass.schedule.widths.get(tensor))
         if (binding.dtype, binding.columns) != found:
             self._fail(
                 f"{unit.key}.{binding.name} is {binding.dtype} of {binding.columns} columns, {tensor} is {found}"
@@ -258,22 +258,22 @@ class _Walk:
 
     def _read_from(self, index: int) -> set[str]:
         """Tensors with memory that this step or a later one reads, or the pass gives back."""
-        steps = self._plan.schedule.steps[index:]
-        read = {self._plan.schedule.place(name)[0] for step in steps for name in step.reads}
+        steps = self._pass.schedule.steps[index:]
+        read = {self._pass.schedule.place(name)[0] for step in steps for name in step.reads}
         return read | {self._program.outputs[LOGITS], CHOICES, "ids"}
 
     def _range(self, tensor: str) -> tuple[str, Range]:
         """Tensor with memory of its own that holds a tensor, and all its bytes."""
-        address: Address = self._plan.address(tensor)
+        address: Address = self._pass.address(tensor)
         if address.buffer != "arena":
             return (self._program.outputs[LOGITS] if address.buffer == "logits" else address.buffer), Range(
-                address.buffer, address.offset, address.offset + 4 * self._plan.rows
+                address.buffer, address.offset, address.offset + 4 * self._pass.rows
             )
-        root, _ = self._plan.schedule.place(tensor)
-        place, columns = self._plan.places[root], self._plan.schedule.columns[root]
-        size = 2 * columns * max(self._plan.rows, self._plan.block)
-        if place.stride != columns or size > place.nbytes or place.offset + place.nbytes > self._plan.arena:
-            self._fail(f"{root} has {size} bytes without gaps, its place is {place} in {self._plan.arena} bytes")
+        root, _ = self._pass.schedule.place(tensor)
+        place, columns = self._pass.places[root], self._pass.schedule.columns[root]
+        size = 2 * columns * max(self._pass.rows, self._pass.block)
+        if place.stride != columns or size > place.nbytes or place.offset + place.nbytes > self._pass.arena:
+            self._fail(f"{root} has {size} bytes without gaps, its place is {place} in {self._pass.arena} bytes")
         return root, Range("arena", place.offset, place.offset + size)
 
     def _fail(self, what: str) -> NoReturn:

@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,6 +23,10 @@ from edge_dflash.backends.tensorrt.compile import error_log
 from edge_dflash.backends.tensorrt.lower import DTYPES
 from edge_dflash.backends.tensorrt.units import Binding, Unit
 from edge_dflash.errors import BackendError
+
+Enqueue = Callable[[], None]
+Made = TypeVar("Made")
+_WHENCE = {"SET": io.SEEK_SET, "CUR": io.SEEK_CUR, "END": io.SEEK_END}
 
 
 @dataclass(frozen=True)
@@ -67,8 +72,8 @@ class Engines:
         size = max((engine.scratch for engine in self._engines.values()), default=0)
         self._scratch = memory.take("plans' scratch", size)
 
-    def context(self, key: str, profile: int, rows: int, addresses: Mapping[str, int]) -> Context:
-        """A context of an engine for ``rows``, bound to device addresses. Raises BackendError."""
+    def context(self, key: str, profile: int, rows: int, addresses: Mapping[str, int]) -> Enqueue:
+        """Make a context for ``rows``, bound to device addresses; what enqueues it. Raises BackendError."""
         engine = self._engines[key]
         made = self._make(engine.engine)
         if made is None:
@@ -86,12 +91,12 @@ class Engines:
         if missing := list(made.infer_shapes()):
             raise self._failed(key, f"lacks the shape or address of {missing[0]}")
         self._contexts.append(made)
-        return Context(self, key, len(self._contexts) - 1)
+        return partial(self._enqueue, key, len(self._contexts) - 1)
 
-    def enqueue(self, context: Context) -> None:
-        """Enqueue on the device's stream. Raises BackendError with TensorRT's words."""
-        if not self._contexts[context.number].execute_async_v3(int(self._gpu.stream)):
-            raise self._failed(context.key, "cannot be enqueued")
+    def _enqueue(self, key: str, number: int) -> None:
+        """Enqueue context ``number`` on the device's stream. Raises BackendError with TensorRT's words."""
+        if not self._contexts[number].execute_async_v3(int(self._gpu.stream)):
+            raise self._failed(key, "cannot be enqueued")
 
     def close(self) -> None:
         """Let go of contexts and engines, and so of the weights on the device, before that is closed."""
@@ -118,19 +123,6 @@ class Engines:
         return BackendError(f"plan {what} {how}; TensorRT {self._trt.__version__} says {self._log.said}")
 
 
-@dataclass(frozen=True)
-class Context:
-    """One use of an engine: a profile, shapes and addresses that stay."""
-
-    engines: Engines
-    key: str
-    number: int  # among the contexts of ``engines``
-
-    def enqueue(self) -> None:
-        """Enqueue on the device's stream. Raises BackendError with TensorRT's words."""
-        self.engines.enqueue(self)
-
-
 def _check(trt: Any, unit: Unit, engine: Any) -> None:
     """Raise BackendError unless an engine has the inputs and outputs, types and profiles of its unit."""
     found = {engine.get_tensor_name(index) for index in range(engine.num_io_tensors)}
@@ -153,9 +145,6 @@ def _check(trt: Any, unit: Unit, engine: Any) -> None:
 
 def _shape(binding: Binding, rows: int) -> tuple[int, ...]:
     return (rows,) if binding.columns is None else (rows, binding.columns)
-
-
-Made = TypeVar("Made")
 
 
 class EngineFile:
@@ -206,6 +195,3 @@ def read_engine(trt: Any, path: Path, make: Callable[[Any], Made]) -> Made:
         return make(Reader(file))
     finally:
         file.close()
-
-
-_WHENCE = {"SET": io.SEEK_SET, "CUR": io.SEEK_CUR, "END": io.SEEK_END}

@@ -39,11 +39,6 @@ class Binding:
     dtype: Literal["bf16", "int32"]
     columns: int | None
 
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one row."""
-        return (2 if self.dtype == "bf16" else 4) * (1 if self.columns is None else self.columns)
-
 
 @dataclass(frozen=True)
 class RowRange:

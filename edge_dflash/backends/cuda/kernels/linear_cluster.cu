@@ -411,7 +411,7 @@ __device__ __forceinline__ void run_blocks(const Job& main, const Job& side) {
     const int unit = number / 2 < done.count ? done.first + number / 2 : done.extra;
     const u32 id = unit * UNIT_ROWS + v / 64 * TILE + v % 32 / 4 + number % 2 * 8;
     const u64 top = largest_rank<16, 2>(best == 0 ? 0 : rank_of(best >> 16, id));
-    const int row = i / 2 * 16 + row_of(v) + i % 2;
+    const int row = i / 2 * 16 + v / 32 % 2 * 8 + v % 4 * 2 + i % 2;
     if (block.lane < 4 && top > 0) atomicMax(reinterpret_cast<u64*>(memory + BEST) + row, top);
   }
   __syncthreads();
