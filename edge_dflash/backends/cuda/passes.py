@@ -16,8 +16,8 @@ from edge_dflash.backends.cuda.linear import Linears, LinearWeights, Norm
 from edge_dflash.backends.cuda.memory import DevicePointer, Matrix, Place, Words
 from edge_dflash.backends.cuda.sample import Sampler, SamplingBuffers
 from edge_dflash.backends.cuda.schedule import (
+    Columns,
     Copy,
-    Gate,
     Gather,
     Head,
     Last,
@@ -27,7 +27,6 @@ from edge_dflash.backends.cuda.schedule import (
     Schedule,
     State,
     Step,
-    Sum,
 )
 from edge_dflash.backends.cuda.small import CycleKernels, Small
 from edge_dflash.backends.cuda.states import Sizes, States
@@ -184,10 +183,8 @@ class Pass(Frame):
                 self.kernels.small.rms_norm(inputs[0], weight, out, rows, columns, step.op.eps)
             case Copy():
                 self.kernels.cycle.copy(inputs[0], out, rows, columns)
-            case Gate():
-                self.kernels.cycle.gate(inputs[0], inputs[1], out, rows, columns)
-            case Sum():
-                self.kernels.cycle.add(inputs[0], inputs[1], out, rows, columns)
+            case Columns():
+                self.kernels.cycle.elementwise(step.op, inputs, out, rows, columns)
             case _:
                 raise TypeError(f"no kernel for step {type(step).__name__}")
 
