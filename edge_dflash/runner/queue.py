@@ -1,6 +1,6 @@
 """The order of waiting requests: by priority, in turns among callers, and nobody waits for ever.
 
-The scheduler owns one and guards it with its lock.
+The worker owns one and guards it with its lock.
 
 A *line* is what one caller has waiting at one priority, first come first served. The next item is the head of the line
 with the highest rank, and among equal ranks that of the account, then the caller, served longest ago. A line's rank is

@@ -1,6 +1,6 @@
 """A request that was handed in: its result, its increments as they come, and the way to cancel it.
 
-Used from any thread and from any asyncio loop. Filled by the scheduler's worker; knows nothing of queues or engines.
+Used from any thread and from any asyncio loop, and filled by one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TicketState = Literal["queued", "running", "done", "failed", "cancelled"]
 
 
 class Ticket(Generic[T_co, R_co]):
-    """The handle of one request, made by ``Scheduler.submit``.
+    """The handle of one request, filled by a worker.
 
     Blocking: :meth:`result`, ``for increment in ticket``. In asyncio: ``await ticket``, ``async for increment in
     ticket``; neither blocks the loop. Every loop over a ticket sees all increments from the first, and ends with the
@@ -28,32 +28,27 @@ class Ticket(Generic[T_co, R_co]):
     ``asyncio.shield(ticket)`` prevents that.
     """
 
-    def __init__(self, cancel: Callable[[Ticket[Any, Any]], bool], name: str = "the request") -> None:
-        """``cancel`` is what :meth:`cancel` calls; ``name`` is how messages call the request."""
-        self._cancel = cancel
+    def __init__(self, name: str = "the request", asked: Callable[[Ticket[Any, Any]], bool] | None = None) -> None:
+        """``name`` is how messages call the request; ``asked`` is asked to cancel it, None while nobody has it."""
+        self.asked = asked
         self._name = name
         lock = threading.RLock()
         self._changed = threading.Condition(lock)
         self._ended = threading.Condition(lock)  # who waits for the end is not woken for every increment
-        self._state: TicketState = "queued"
+        self.state: TicketState = "queued"  # where the request stands
         self._increments: list[T_co] = []
         self._result: R_co | None = None
         self._error: BaseException | None = None
         self._wakers: list[Callable[[], object]] = []
 
     @property
-    def state(self) -> TicketState:
-        """Where the request stands."""
-        return self._state
-
-    @property
     def done(self) -> bool:
         """Whether it has ended: with a result, with an error, or cancelled."""
-        return self._state not in ("queued", "running")
+        return self.state not in ("queued", "running")
 
     def cancel(self) -> bool:
         """Ask the request to end: at once when it is queued, at the next commit when it runs. False: it had ended."""
-        return self._cancel(self)
+        return self.asked is not None and self.asked(self)
 
     def result(self, timeout: float | None = None) -> R_co:
         """Wait for the end and return the result.
@@ -61,16 +56,14 @@ class Ticket(Generic[T_co, R_co]):
         Raises the request's error, RequestCancelledError when it was cancelled, TimeoutError after ``timeout``
         seconds (the request goes on).
         """
-        with self._ended:
-            if not self._ended.wait_for(lambda: self.done, timeout):
-                raise TimeoutError(f"{self._name} is {self._state} after {timeout} s; wait longer, or cancel it")
+        self.exception(timeout)
         return self._outcome()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait for the end and return the error that :meth:`result` would raise, or None."""
         with self._ended:
             if not self._ended.wait_for(lambda: self.done, timeout):
-                raise TimeoutError(f"{self._name} is {self._state} after {timeout} s; wait longer, or cancel it")
+                raise TimeoutError(f"{self._name} is {self.state} after {timeout} s; wait longer, or cancel it")
         return self._error
 
     def __iter__(self) -> Iterator[T_co]:
@@ -134,7 +127,7 @@ class Ticket(Generic[T_co, R_co]):
             raise self._error
         return self._result  # type: ignore[return-value]  # R_co may itself be None
 
-    # for the scheduler ------------------------------------------------------------------------------------------------
+    # for the worker ---------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
         self._change("running")
@@ -153,12 +146,12 @@ class Ticket(Generic[T_co, R_co]):
         self._change("failed")
 
     def _give_up(self) -> None:
-        self._error = RequestCancelledError(f"{self._name} was cancelled while it was {self._state}; send it again")
+        self._error = RequestCancelledError(f"{self._name} was cancelled while it was {self.state}; send it again")
         self._change("cancelled")
 
     def _change(self, state: TicketState) -> None:
         with self._changed:
-            self._state = state
+            self.state = state
             self._changed.notify_all()
             if self.done:
                 self._ended.notify_all()
