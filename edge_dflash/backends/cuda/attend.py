@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 from edge_dflash.backends.cuda.memory import NULL, DevicePointer, Matrix, aligned
+from edge_dflash.board.archs import supports
 from edge_dflash.errors import BackendError
 
 if TYPE_CHECKING:
@@ -218,7 +219,7 @@ class Attention:
     def __init__(self, gpu: Gpu, module: Module, shape: AttendShape) -> None:
         self._gpu, self.shape = gpu, shape
         self._prepare = module.kernel(f"attend_prepare_{self._kv}")
-        self._wide = shape.wide if gpu.sm == 90 else None
+        self._wide = shape.wide if supports(gpu.sm, "wgmma") else None
         self._combine = module.kernel(f"attend_{'wide_combine' if self._wide else f'combine_{self._kv}'}")
         self._attend: dict[bool, Kernel] = {}
         for prefill in (False, True):
