@@ -17,7 +17,7 @@ HEAD = """# API reference
 
 Everything that `from edge_dflash import ...` gives, and `build`. Made from the docstrings by `python docs/api_page.py`.
 """
-BUILD = ("edge_dflash.builder.builder.BuildConfig", "edge_dflash.builder.builder.build")
+BUILD = ("edge_dflash.builder.write.BuildConfig", "edge_dflash.builder.write.build")
 STYLE = {
     "heading_level": 2,
     "show_root_full_path": False,

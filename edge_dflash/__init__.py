@@ -1,6 +1,6 @@
 """edge-dflash: lossless speculative decoding with DFlash drafters, for language models on robots.
 
-The names here are the public API of the runtime; building is :mod:`edge_dflash.builder.builder`. Importing them does
+The names here are the public API of the runtime; building is :mod:`edge_dflash.builder.write`. Importing them does
 not import torch, and a name is imported when it is used.
 """
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Unpack
 
 from edge_dflash.backends import load, selftest
 from edge_dflash.backends.selftest import SelfTestResult
+from edge_dflash.bundle.manifest import fingerprint
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.common import rules
 from edge_dflash.common.progress import CHECKING, LOADING, SELF_TEST, Progress, unheard
@@ -24,15 +25,13 @@ from edge_dflash.common.rules import Rule
 from edge_dflash.decode.backend import Backend, PairShape
 from edge_dflash.decode.grammar.compiled import hold, warm_up
 from edge_dflash.decode.options import Options, PlanOptions, Task
-from edge_dflash.decode.session import fingerprint
 from edge_dflash.decode.store import PrefixStats
 from edge_dflash.errors import RequestError
 from edge_dflash.result import Plan
-from edge_dflash.runner.conversation import Encoder
-from edge_dflash.runner.engine import Engine
-from edge_dflash.runner.job import Alone, Observer
-from edge_dflash.runner.prepare import Model, ends_of_form, prepare
+from edge_dflash.runner.job import Job, Place
+from edge_dflash.runner.request import Encoder, Model, ends_of_form, prepare
 from edge_dflash.runner.stream import AsyncPlanStream, PlanStream
+from edge_dflash.runner.worker import Engine, Observer
 from edge_dflash.session import PlannerSession
 from edge_dflash.text.tokenizer import Tokenizer
 
@@ -43,6 +42,7 @@ __all__ = ["AsyncPlanStream", "PlanStream", "Planner", "Task"]
 
 QUEUE = 16  # requests that may wait
 PREFIX_BYTES = 512 << 20
+_CLOSE_SECONDS = 10.0  # wait for the worker of a planner that was left without being closed
 _ARGUMENTS = {
     "stop_token_ids": Rule(rules.sequence_of(Integral), "a list of token ids"),
     "bundle": Rule(rules.text, "the fingerprint of a bundle"),
@@ -100,7 +100,7 @@ class Planner:
         self._engine = Engine(
             backend, bundle, queue=queue, prefix_bytes=prefix_bytes, fallback=fallback, observer=observer
         )
-        weakref.finalize(self, self._engine.abandon)
+        weakref.finalize(self, self._engine.close, drain=False, timeout=_CLOSE_SECONDS)
         self._end_forms = (lambda: None) if tokenizer is None else hold(self, tokenizer)
 
     @classmethod
@@ -194,7 +194,8 @@ class Planner:
 
     def close(self) -> None:
         """Cancel all requests and release the device. Closing twice does no harm."""
-        self._engine.close()
+        self._engine.close(drain=False)
+        self._engine.backend.close()
         self._end_forms()
 
     def warm_up(self) -> None:
@@ -262,7 +263,9 @@ class Planner:
 
     def plan(self, task: Task, *, session: PlannerSession | None = None, **options: Unpack[PlanOptions]) -> Plan:
         """Make the whole plan; see :meth:`stream`."""
-        return self.stream(task, session=session, **options).plan
+        job = self._job(task, session, options)
+        self._engine.submit(job)
+        return PlanStream(job, job.ticket, owner=self).plan
 
     def stream(
         self, task: Task, *, session: PlannerSession | None = None, **options: Unpack[PlanOptions]
@@ -289,14 +292,18 @@ class Planner:
         Raises RequestError for bad input, ContextError for a prompt that does not fit and QueueFullError here, and not
         at the first increment; QueueFullError later for a request that a more urgent one displaced.
         """
-        began = time.perf_counter()
-        chosen = Options.of(options)
-        if session is not None:
-            rules.checked(_ARGUMENTS, {"session": session})
-            return session._stream(self._engine, task, chosen, began)
-        prompt = self._encoder.prompt(task, chosen)
-        request = prepare(self._model, chosen, prompt.ids, began, (prompt.shared,))
-        return PlanStream(*self._engine.submit(request, Alone()), owner=self)
+        job = self._job(task, session, options)
+        self._engine.submit(job)
+        return PlanStream(job, job.ticket, owner=self)
+
+    def _job(self, task: Task, session: PlannerSession | None, given: PlanOptions) -> Job:
+        """A checked request, ready to be queued; as the next turn of its session if it has one."""
+        began, options = time.perf_counter(), Options.of(given)
+        if session is None:
+            prompt = self._encoder.prompt(task, options)
+            return Job(prepare(self._model, options, prompt, began), Place(), self._engine.manager, self._engine.pace)
+        rules.checked(_ARGUMENTS, {"session": session})
+        return session._next(self._engine, task, options, began)
 
     async def aplan(self, task: Task, *, session: PlannerSession | None = None, **options: Unpack[PlanOptions]) -> Plan:
         """Make the whole plan without blocking the loop; see :meth:`stream`."""

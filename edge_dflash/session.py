@@ -13,18 +13,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
-from edge_dflash.decode.loop import Step
 from edge_dflash.decode.options import Options, PlanOptions, Task
-from edge_dflash.decode.saved import load_session, save_session
 from edge_dflash.decode.session import Session, SessionManager
+from edge_dflash.decode.store import load_session, save_session
 from edge_dflash.errors import RequestError
 from edge_dflash.result import Plan
-from edge_dflash.runner.conversation import Encoder, Prompt, as_message, as_said, next_turn
-from edge_dflash.runner.engine import Engine
-from edge_dflash.runner.job import Job
-from edge_dflash.runner.prepare import Model, prepare
+from edge_dflash.runner.job import Job, Place
+from edge_dflash.runner.request import Encoder, Model, Prompt, as_message, as_said, next_turn, prepare
 from edge_dflash.runner.stream import AsyncPlanStream, PlanStream
-from edge_dflash.runner.ticket import Ticket
+from edge_dflash.runner.worker import Engine
 from edge_dflash.text.chat import Answer
 from edge_dflash.text.template import Message
 
@@ -47,7 +44,7 @@ class PlannerSession:
         self._state: Session | None = None  # from the first turn on
         self._tools: str = ""  # that the conversation began with, as JSON
         self._thinking = False  # the last answer was cut inside a thinking span
-        self._turn: tuple[Job, Ticket[Step, Plan]] | None = None  # the newest; its stream may be dropped
+        self._turn: Job | None = None  # the newest; its stream may be dropped
         self._closed = False
 
     def __enter__(self) -> PlannerSession:
@@ -69,7 +66,7 @@ class PlannerSession:
     @property
     def busy(self) -> bool:
         """Whether a turn waits or runs, and was not cancelled: another one would be refused."""
-        return self._turn is not None and not (self._turn[1].done or self._turn[0].cancelled)
+        return self._turn is not None and not (self._turn.ticket.done or self._turn.cancelled)
 
     def plan(self, task: Task, **options: Unpack[PlanOptions]) -> Plan:
         """Answer the next turn; see ``Planner.stream``. A turn that is still running is refused a successor."""
@@ -94,7 +91,7 @@ class PlannerSession:
             other = PlannerSession(self._planner, self._engine, self._model, self._encoder)
             other._messages, other._tools, other._thinking = list(self._messages), self._tools, self._thinking
             if self._state is not None:
-                other._state = self._engine.work(self._state.fork_steps)
+                other._state = self._engine.run(self._state.fork)
             return other
 
     def save(self, path: Path | str) -> int:
@@ -108,17 +105,16 @@ class PlannerSession:
             if self._state is None:
                 raise RequestError("the session has no turn yet, there is nothing to save; save it after the first")
             note = {"messages": self._messages, "tools": self._tools, "thinking": self._thinking}
-            state = self._engine.work(self._state.state_steps)
+            state = self._engine.run(self._state.state)
             return save_session(path, replace(state, note=json.dumps(note, default=dict)))
 
     def close(self) -> None:
         """Cancel its turn and give its memory back. Closing twice does no harm."""
         with self._lock:
             if self._turn is not None:
-                job, ticket = self._turn
-                job.cancelled = True
-                ticket.cancel()
-                ticket.exception()
+                self._turn.cancelled = True
+                self._turn.ticket.cancel()
+                self._turn.ticket.exception()
             self._closed = True
             if self._state is not None:
                 self._state.close()
@@ -127,7 +123,7 @@ class PlannerSession:
     def _load(
         cls, planner: Planner, engine: Engine, model: Model, encoder: Encoder, path: Path | str
     ) -> PlannerSession:
-        state = load_session(path, engine.manager.fingerprint)
+        state = load_session(path, engine.manager.bundle)
         session = cls(planner, engine, model, encoder)
         try:
             note = json.loads(state.note)
@@ -138,16 +134,17 @@ class PlannerSession:
         session._state = engine.call(lambda: engine.manager.adopt(state))
         return session
 
-    def _stream(self, engine: Engine, task: Task, options: Options, began: float) -> PlanStream:
+    def _next(self, engine: Engine, task: Task, options: Options, began: float) -> Job:
+        """The next turn, ready to be queued."""
         if engine is not self._engine:
             raise RequestError("the session belongs to another planner; use the one that made it")
         with self._lock:
             self._wait_for_turn()
             said, tools = as_said(self._model, task), json.dumps(options.tools or [], default=dict)
             prompt = self._prompt(task, said, options, tools)
-            request = prepare(self._model, options, prompt.ids, began, (prompt.shared,))
-            self._turn = engine.submit(request, _Turn(self, said, tools))
-            return PlanStream(*self._turn, owner=self._planner)
+            place = _Turn(self, said, tools)
+            self._turn = Job(prepare(self._model, options, prompt, began), place, engine.manager, engine.pace)
+            return self._turn
 
     def _prompt(self, task: Task, said: Sequence[Message], options: Options, tools: str) -> Prompt:
         """The whole conversation with one more turn, its end as it was generated if that can be."""
@@ -165,13 +162,12 @@ class PlannerSession:
             raise RequestError("the session is closed; open a new one")
         if self._turn is None:
             return
-        job, ticket = self._turn
-        if not (ticket.done or job.cancelled):
+        if self.busy:
             raise RequestError("a turn of this session is still running; wait for its end, or cancel it")
-        ticket.exception()
+        self._turn.ticket.exception()
 
 
-class _Turn:
+class _Turn(Place):
     """The place of a turn: its session, which takes it over when it has ended."""
 
     def __init__(self, session: PlannerSession, said: Sequence[Message], tools: str) -> None:

@@ -49,7 +49,7 @@ def golden() -> Path:
 @pytest.fixture(scope="session")
 def demo_bundle(tmp_path_factory) -> Path:
     """The demo pair, built with its recipe."""
-    from edge_dflash.builder.builder import BuildConfig, build
+    from edge_dflash.builder.write import BuildConfig, build
 
     output = tmp_path_factory.mktemp("demo") / "demo-bundle"
     recipe = directory("engines") / "demo-cpu.yaml"

@@ -1,25 +1,63 @@
-"""Weights of a checkpoint in the formats that a recipe chose: checked, copied as they are, or quantized.
+"""Weights of a checkpoint in the formats that a recipe chose: checked, copied as they are, quantized, or repacked.
 
 Works on the weights of one file of the bundle at a time; linears that a kernel reads together share one NVFP4 global
-scale. Knows nothing about files.
+scale. In a native bundle they are repacked one stack at a time; never more than one is in memory.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
+from contextlib import contextmanager
 from dataclasses import replace
+from itertools import islice
 from typing import TypeAlias
 
 import numpy as np
+import torch
 
-from edge_dflash.errors import BuildError, CheckpointError
+from edge_dflash.bundle.parts import DATA, SCALE, Part, Tensor, whole, wide_first
+from edge_dflash.errors import BackendError, BuildError, CheckpointError
 from edge_dflash.weights.formats import BLOCK, Array, Nvfp4Weight, Weight, WeightFormat, WeightStore, WideWeight
+from edge_dflash.weights.layout import UNIT_ROWS
+from edge_dflash.weights.packing import pack, row_blocks
 from edge_dflash.weights.quantize import ENCODERS, absmax, fused_group, quantize_nvfp4, wide_tensor
 from edge_dflash.weights.safetensors import forget_pages
+from edge_dflash.weights.stacks import Stack
 
 ROW_BLOCK = 8 << 20  # bytes of a wide matrix that one call reads
+AT_ONCE = 4  # blocks of rows that are repacked before the first of them is written
 Run: TypeAlias = Callable[[Callable[[slice], float], Iterable[slice]], Iterable[float]]
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Torch on one thread: small models make threads wait for each other, and a sum's order follows them."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def weight_tensors(
+    part: Part,
+    store: WeightStore,
+    formats: Mapping[str, WeightFormat],
+    input_scales: Mapping[str, float],
+    pool: Executor,
+) -> list[Tensor]:
+    """Tensors of one weight file; a stack is converted and repacked when its bytes are asked for, one at a time.
+
+    Raises CheckpointError and BuildError as :func:`convert`.
+    """
+    weights = convert(store, part.names, formats, input_scales, pool.map)
+    single = sorted((t for name, weight in weights.items() for t in whole(name, weight)), key=wide_first)
+    stacks = [tensor for stack in part.stacks for tensor in _StackSource(stack, store, formats, pool).tensors]
+    split = sum(tensor.kind == "F32" for tensor in single)  # two-byte vectors come last: scales stay aligned
+    return [*single[:split], *stacks, *single[split:]]
 
 
 def convert(
@@ -113,3 +151,48 @@ def _row_blocks(matrix: Array) -> Iterator[slice]:
 
 def _not_finite(name: str, what: str) -> CheckpointError:
     return CheckpointError(f"{name} holds {what}; the checkpoint is damaged, download it again")
+
+
+def _stack_weights(
+    stack: Stack, store: WeightStore, formats: Mapping[str, WeightFormat], pool: Executor
+) -> tuple[Weight, ...]:
+    """A stack's weights in their formats, with the global scales that they share with weights of other stacks."""
+    made: dict[str, Weight] = {}
+    for name in stack.names:
+        if name not in made:
+            group = tuple(member for member in fused_group(name) if member in formats)
+            converted = convert(store, group, formats, {}, pool.map)
+            made |= {member: weight for member, weight in converted.items() if member in stack.names}
+    return tuple(made[name] for name in stack.names)
+
+
+class _StackSource:
+    """Makes a stack's bytes when they are written; its scales are known when all bytes are."""
+
+    def __init__(self, stack: Stack, store: WeightStore, formats: Mapping[str, WeightFormat], pool: Executor) -> None:
+        self._stack, self._store, self._formats, self._pool = stack, store, formats, pool
+        self._scales: list[Array] = []
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """Bytes and scales, to be written in this order."""
+        layout = self._stack.layout
+        return (
+            Tensor(f"{self._stack.key}.{DATA}", "U8", (layout.nbytes,), self._data),
+            Tensor(f"{self._stack.key}.{SCALE}", "F32", (layout.units * UNIT_ROWS,), self._scale),
+        )
+
+    def _data(self) -> Iterator[Array]:
+        self._scales = []
+        weights = _stack_weights(self._stack, self._store, self._formats, self._pool)
+        blocks = row_blocks(weights, self._stack.layout)
+        try:
+            while batch := tuple(islice(blocks, AT_ONCE)):
+                for packed in self._pool.map(pack, batch):
+                    self._scales.append(packed.scale)
+                    yield packed.data
+        except BackendError as error:  # what the decisions could not see: block scales
+            raise CheckpointError(f"{self._stack.names[0]}: {error}") from None
+
+    def _scale(self) -> tuple[Array]:
+        return (np.concatenate(self._scales),)

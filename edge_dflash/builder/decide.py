@@ -1,7 +1,7 @@
 """Everything a build decides and checks before it writes a byte.
 
-Reads configs, headers and the recipe; weights are only asked how they are stored. Knows which weight gets which format
-and lies in which file, how much space that takes, and the fingerprint by which an interrupted build knows its own work.
+Reads configs, headers and the recipe; weights are only asked how they are stored. Which weight gets which format and
+lies in which file, how much space that takes, and the fingerprint by which an interrupted build finds its own work.
 """
 
 from __future__ import annotations
@@ -16,16 +16,14 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
-from edge_dflash import __version__
 from edge_dflash.backends.cuda.compile import compiler_version, kernels_digest
 from edge_dflash.board.archs import MOST_ROWS
-from edge_dflash.builder.choice import Choice, choose
-from edge_dflash.builder.journal import building_path, check_free
-from edge_dflash.builder.native_plan import plan_native
-from edge_dflash.builder.scales import ScalesPlan, plan_scales
-from edge_dflash.builder.tensorrt_plan import plan_tensorrt
+from edge_dflash.builder.choose import Choice, choose, decide_native
+from edge_dflash.builder.engines import decide_engines, expanded_weights
+from edge_dflash.builder.journal import check_free
+from edge_dflash.builder.scales import ScaleDecisions, decide_scales
 from edge_dflash.bundle.manifest import Plans, Source
-from edge_dflash.bundle.stored import Part, bundle_parts, stack_bytes, weight_bytes
+from edge_dflash.bundle.parts import Part, building_path, bundle_parts, stack_bytes
 from edge_dflash.checks.footprint import row_parameters
 from edge_dflash.checks.inspect import default_chunk
 from edge_dflash.common.files import is_there, open_regular
@@ -36,8 +34,9 @@ from edge_dflash.model.program import PairPrograms
 from edge_dflash.model.registry import match_pair, read_drafter_spec, read_target_spec
 from edge_dflash.model.specs import PairSpec
 from edge_dflash.text.tokenizer import TOKENIZER_FILES, Tokenizer
+from edge_dflash.version import __version__
 from edge_dflash.weights.checkpoint import PairCheckpoint
-from edge_dflash.weights.formats import WeightFormat
+from edge_dflash.weights.formats import FORMATS, TIED, WeightFormat
 from edge_dflash.weights.recipe import Recipe, default_recipe, load_recipe
 
 COPIED_FILES = (*TOKENIZER_FILES, "generation_config.json")  # into tokenizer/ of the bundle
@@ -80,7 +79,7 @@ class BuildConfig:
 
 
 @dataclass(frozen=True)
-class BuildPlan:
+class Decisions:
     """A build that was checked and can start."""
 
     config: BuildConfig
@@ -92,13 +91,13 @@ class BuildPlan:
     formats: Mapping[str, WeightFormat]
     parts: Mapping[str, Part]  # weight file -> what lies in it
     size: int  # bytes of all weights in the bundle, about
-    max_context: int
-    prefill_chunk: int
-    scales: ScalesPlan
+    max_context: int  # tokens
+    prefill_chunk: int  # rows
+    scales: ScaleDecisions
     tokenizer_files: tuple[Path, ...]  # empty without tokenizer.json
     sources: tuple[Source, ...]
     tools: Mapping[str, str]
-    plans: Plans | None  # of the tensorrt backend
+    engines: Plans | None  # of the tensorrt backend
     fingerprint: Mapping[str, str]
     warnings: tuple[str, ...]
 
@@ -114,7 +113,7 @@ class BuildPlan:
         )
 
 
-def plan_build(config: BuildConfig) -> BuildPlan:
+def decide(config: BuildConfig) -> Decisions:
     """Check everything that can be checked before any work.
 
     Raises CheckpointError, RecipeError, BackendError or BuildError, naming what was found and what is wanted.
@@ -124,39 +123,28 @@ def plan_build(config: BuildConfig) -> BuildPlan:
     _check_output(config)
     pair = recipe.masked(match_pair(read_target_spec(config.target), read_drafter_spec(config.drafter)))
     programs = pair_programs(pair)
-    max_context, prefill_chunk = _sizes(config, recipe, pair, default_chunk(choice.arch, programs, MOST_ROWS))
+    max_context, chunk = _sizes(config, recipe, pair, default_chunk(choice.arch, programs, MOST_ROWS))
     tokenizer, warnings = _tokenizer(config.target, pair)
     store = PairCheckpoint.open(config.target, config.drafter, programs.weights)
-    formats = _formats(recipe, pair, programs, store)
-    if "native" in choice.backends:
-        formats, more = plan_native(choice.arch.name, recipe, pair, store, formats)
-        warnings = (*warnings, *more)
-    plans = None
-    if "tensorrt" in choice.backends:
-        try:
-            formats, plans, more = plan_tensorrt(choice, recipe, pair, store, formats, prefill_chunk)
-            warnings = (*warnings, *more)
-        except BackendError as error:
-            if choice.given or choice.active == "tensorrt":
-                raise
-            choice = replace(choice, backends=("native",), why=f"no plans, as {error}")
-    scales, more = plan_scales(recipe, pair, programs, store, formats, tokenizer, allowed=config.calibrate)
+    choice, formats, engines, more = _backends(choice, recipe, pair, store, chunk)
+    scales, unmeasured = decide_scales(recipe, pair, programs, store, formats, tokenizer, allowed=config.calibrate)
     store.release()
     parts = bundle_parts(programs, formats, stacked="native" in choice.backends)
-    size = sum(weight_bytes(programs.weights[n].shape, formats[n]) for part in parts.values() for n in part.names)
+    size = sum(FORMATS[formats[n]].nbytes(programs.weights[n].shape) for part in parts.values() for n in part.names)
     size += sum(stack_bytes(stack) for part in parts.values() for stack in part.stacks)
-    here = size if plans is not None and not plans.deferred else 0
+    here = size if engines is not None and not engines.deferred else 0
     _check_space(config.output, size + here + (_KERNELS if choice.arch.sm else 0))
-    tools = _tools(choice.active) | ({plans.flavour: plans.version} if plans and plans.version else {})
+    tools = _tools(choice.active) | ({engines.flavour: engines.version} if engines and engines.version else {})
     sources, stamps = _sources(config)
     fingerprint = {
         **stamps,
-        "config": json.dumps([choice.arch.name, choice.backends, max_context, prefill_chunk]),
+        "config": json.dumps([choice.arch.name, choice.backends, max_context, chunk]),
         "recipe": json.dumps(encode(recipe), sort_keys=True),
         "scales": hashlib.sha256(json.dumps(encode(scales)).encode()).hexdigest(),
         "tools": json.dumps(tools, sort_keys=True),
     }
-    return BuildPlan(
+    names = COPIED_FILES if tokenizer is not None else ()
+    return Decisions(
         config=config,
         choice=choice,
         recipe=recipe,
@@ -167,17 +155,34 @@ def plan_build(config: BuildConfig) -> BuildPlan:
         parts=parts,
         size=size,
         max_context=max_context,
-        prefill_chunk=prefill_chunk,
+        prefill_chunk=chunk,
         scales=scales,
-        tokenizer_files=tuple(config.target / name for name in COPIED_FILES if is_there(config.target / name))
-        if tokenizer is not None
-        else (),
+        tokenizer_files=tuple(path for name in names if is_there(path := config.target / name)),
         sources=sources,
         tools=tools,
-        plans=plans,
+        engines=engines,
         fingerprint=fingerprint,
-        warnings=(*warnings, *more),
+        warnings=(*warnings, *more, *unmeasured),
     )
+
+
+def _backends(
+    choice: Choice, recipe: Recipe, pair: PairSpec, store: PairCheckpoint, chunk: int
+) -> tuple[Choice, dict[str, WeightFormat], Plans | None, tuple[str, ...]]:
+    """Backends that take the pair, the format of every weight, the engines, and warnings."""
+    formats, engines = _formats(recipe, pair, store), None
+    warnings: tuple[str, ...] = ()
+    if "native" in choice.backends:
+        formats, warnings = decide_native(choice.arch.name, recipe, pair, store, formats)
+    if "tensorrt" in choice.backends:
+        try:
+            warnings = warnings if "native" in choice.backends else expanded_weights(recipe, pair, formats)
+            formats, engines = decide_engines(choice.arch.name, recipe, pair, store, formats, chunk)
+        except BackendError as error:
+            if choice.given or choice.active == "tensorrt":
+                raise
+            choice = replace(choice, backends=("native",), why=f"no plans, as {error}")
+    return choice, formats, engines, warnings
 
 
 def check_mask_token(tokenizer: Tokenizer, where: Path, pair: PairSpec) -> str | None:
@@ -242,12 +247,12 @@ def _tokenizer(target: Path, pair: PairSpec) -> tuple[Tokenizer | None, tuple[st
     return tokenizer, (warning,) if warning else ()
 
 
-def _formats(recipe: Recipe, pair: PairSpec, programs: PairPrograms, store: PairCheckpoint) -> dict[str, WeightFormat]:
-    """Return the format of every weight in the bundle; a wide lm_head of a tied target is not stored twice."""
-    stored = {name: store.get(name) for name in programs.weights}
-    formats: dict[str, WeightFormat] = dict(recipe.formats(programs.weights, stored))
-    if pair.target.tied and formats["target.lm_head"] in ("bf16", "f32"):
-        formats["target.lm_head"] = "tied"
+def _formats(recipe: Recipe, pair: PairSpec, store: PairCheckpoint) -> dict[str, WeightFormat]:
+    """The format of every weight in the bundle; a wide lm_head of a tied target is not stored twice."""
+    weights = pair_programs(pair).weights
+    formats = dict(recipe.formats(weights, {name: store.get(name) for name in weights}))
+    if pair.target.tied and not FORMATS[formats["target.lm_head"]].quantized:
+        formats["target.lm_head"] = TIED
     return formats
 
 

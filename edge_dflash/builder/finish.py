@@ -10,24 +10,58 @@ A kill at that instant is put right by the next ``--finish``.
 from __future__ import annotations
 
 import hashlib
-import os
 import shlex
 import shutil
 import time
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from edge_dflash.backends.cuda.compile import kernels_digest
 from edge_dflash.backends.tensorrt.api import TENSORRT, TENSORRT_RTX
-from edge_dflash.backends.tensorrt.units import bundle_units, engine_units
+from edge_dflash.builder.engines import build_engines, bundle_engines, check_device, checked_version
 from edge_dflash.builder.journal import WorkDir, recover, sync_path
-from edge_dflash.builder.result import BuildProgress, BuildResult, Stage
-from edge_dflash.builder.tensorrt_plan import check_device, checked_version
-from edge_dflash.bundle.manifest import MANIFEST, FileEntry, Manifest, Plans, dump_manifest
-from edge_dflash.bundle.parts import DurableFile
+from edge_dflash.bundle.manifest import MANIFEST, Manifest, Plans, Trial, dump_manifest
+from edge_dflash.bundle.parts import write_file
 from edge_dflash.bundle.reader import Bundle, read_manifest
+from edge_dflash.common.progress import Progress, Stage, unheard
 from edge_dflash.errors import BuildError
+
+
+@dataclass(frozen=True)
+class BuildResult:
+    """A finished build."""
+
+    bundle: Path
+    bytes: int  # of all files
+    seconds: float
+    plans: tuple[str, ...]  # TensorRT plan files that are there
+    deferred: tuple[str, ...]  # plan files that the device has to build: edge-dflash build --finish
+    warnings: tuple[str, ...]
+    backends: tuple[str, ...]  # aboard
+    active: str  # the one that runs it
+    recipe: str
+    trial: Trial | None = None  # of two backends, by build --finish
+    nothing: str = ""  # why there was nothing to do
+
+    @classmethod
+    def of(
+        cls, manifest: Manifest, path: Path, size: int, began: float, warnings: tuple[str, ...] = (), nothing: str = ""
+    ) -> BuildResult:
+        """What a bundle of ``size`` bytes holds, that was ``began`` by the monotonic clock."""
+        plans, deferred = (manifest.plans.names, manifest.plans.deferred) if manifest.plans else ((), ())
+        return cls(
+            path,
+            size,
+            time.monotonic() - began,
+            () if deferred else plans,
+            deferred,
+            warnings,
+            manifest.backends,
+            manifest.backend,
+            manifest.recipe,
+            manifest.trial,
+            nothing,
+        )
 
 
 def finish_command(path: Path) -> str:
@@ -35,18 +69,23 @@ def finish_command(path: Path) -> str:
     return shlex.join(["edge-dflash", "build", "--finish", str(path)])
 
 
-def finish(path: Path, progress: BuildProgress | None = None) -> BuildResult:
+def finish(path: Path, progress: Progress = unheard) -> BuildResult:
     """Build what a bundle lacks here and time its backends; a bundle that lacks nothing is left as it is.
 
     Raises BundleError, BackendError (another SM, no TensorRT) or BuildError; plans that are there by then are kept in
     ``PATH.building`` and the bundle stays as it was.
     """
     began = time.monotonic()
+
+    def result(manifest: Manifest, warnings: tuple[str, ...] = (), nothing: str = "") -> BuildResult:
+        size = manifest.size + (path / MANIFEST).stat().st_size
+        return BuildResult.of(manifest, path, size, began, warnings, nothing)
+
     recover(path.resolve())
     manifest = read_manifest(path)
     plans = manifest.plans
     if plans is None:
-        return _result(path, manifest, began, nothing=f"{manifest.backend} runs it, and there are no plans to build")
+        return result(manifest, nothing=f"{manifest.backend} runs it, and there are no plans to build")
     flavour = TENSORRT_RTX if plans.flavour == TENSORRT_RTX.module else TENSORRT
     tried = not manifest.standby or (manifest.trial is not None and not manifest.trial.failed)
     if flavour is TENSORRT or not tried:
@@ -54,76 +93,53 @@ def finish(path: Path, progress: BuildProgress | None = None) -> BuildResult:
         check_device(manifest.arch, str(path), what)
     version = checked_version(flavour)
     if plans.version == version and tried:
-        return _result(path, manifest, began, nothing=f"its plans are those of {flavour.product} {version}")
+        return result(manifest, nothing=f"its plans are those of {flavour.product} {version}")
     if (found := manifest.tools.get("kernels")) != (wanted := kernels_digest()):
         raise BuildError(
             f"{path} holds kernels {found} of {manifest.created_by}, this version launches {wanted}; "
             f"build it again with {manifest.options}"
         )
-    report = progress or (lambda stage, done, total: None)
     warnings: tuple[str, ...] = ()
     try:
         if plans.version != version:
             made = replace(plans, version=version, deferred=())
-            manifest, warnings = _finish(path.resolve(), replace(manifest, trial=None), made, report)
+            manifest, warnings = _finish(path.resolve(), replace(manifest, trial=None), made, progress)
         if manifest.standby:
-            manifest, more = _try_both(path.resolve(), report)
+            manifest, more = _try_both(path.resolve(), progress)
             warnings = (*warnings, *more)
     except KeyboardInterrupt:
         raise BuildError(f"interrupted; finished plans are kept, resume with: {finish_command(path)}") from None
     except OSError as error:
         what = f"{error.strerror or error} ({error.filename or path})"
         raise BuildError(f"{what}; correct it and resume with: {finish_command(path)}") from None
-    return _result(path, manifest, began, warnings)
+    return result(manifest, warnings)
 
 
-def _result(
-    path: Path, manifest: Manifest, began: float, warnings: tuple[str, ...] = (), nothing: str = ""
-) -> BuildResult:
-    return BuildResult(
-        path,
-        manifest.size + (path / MANIFEST).stat().st_size,
-        time.monotonic() - began,
-        manifest.plans.names if manifest.plans else (),
-        (),
-        warnings,
-        backends=manifest.backends,
-        active=manifest.backend,
-        recipe=manifest.recipe,
-        trial=manifest.trial,
-        nothing=nothing,
-    )
-
-
-def _try_both(path: Path, report: BuildProgress) -> tuple[Manifest, tuple[str, ...]]:
+def _try_both(path: Path, progress: Progress) -> tuple[Manifest, tuple[str, ...]]:
     """Time the backends, make the faster one active; the manifest that says so, and warnings."""
     from edge_dflash.builder.trial import fastest, run_trial  # backends, only here
 
     bundle = Bundle.open(path, check_hashes=False)
-    stage = Stage(report, "timing", bundle.manifest.size)  # in bytes like the plans: the share of cycles
+    stage = Stage(progress, "timing", bundle.manifest.size)  # in bytes like the plans: the share of cycles
     trial = run_trial(bundle, stage.share)
     stage.finish()
     active = fastest(trial)
     standby = tuple(name for name in bundle.manifest.backends if name != active)
     manifest = replace(bundle.manifest, backend=active, standby=standby, trial=trial)
     fresh = path.with_name(f"{path.name}.manifest")  # a file more inside would be refused
-    with DurableFile(fresh, lambda count: None) as file:
-        file.write(dump_manifest(manifest))
+    write_file(fresh, [dump_manifest(manifest)])
     fresh.replace(path / MANIFEST)
     sync_path(path)
     return manifest, tuple(f"{name} is not used: {why}" for name, why in trial.failed.items())
 
 
-def _finish(path: Path, manifest: Manifest, plans: Plans, report: BuildProgress) -> tuple[Manifest, tuple[str, ...]]:
+def _finish(path: Path, manifest: Manifest, plans: Plans, progress: Progress) -> tuple[Manifest, tuple[str, ...]]:
     """Build the plans; the bundle with them takes the place of the one without."""
-    from edge_dflash.builder.plans import build_plans
-
-    stage = Stage(report, "checking", manifest.size)
+    stage = Stage(progress, "checking", manifest.size)
     bundle = Bundle.open(path, progress=stage.share)
     stage.finish()
     others = {name: entry for name, entry in manifest.files.items() if name not in plans.names}
-    units = engine_units(bundle_units(manifest.pair, manifest.prefill_chunk).units)
-    if sorted(units) != sorted(plans.names):
+    if bundle_engines(manifest.pair, manifest.prefill_chunk).keys() != set(plans.names):
         raise BuildError(f"{path} names other plans than this version makes; build the bundle again")
     fingerprint = {
         "bundle": hashlib.sha256((path / MANIFEST).read_bytes()).hexdigest(),
@@ -131,31 +147,14 @@ def _finish(path: Path, manifest: Manifest, plans: Plans, report: BuildProgress)
     }
     with WorkDir(path, fingerprint, finish_command(path), force=True) as work:
         _check_space(path, sum(others[name].size for name in others if name.startswith("weights/")), work)
-        files = {name: _linked(work, path / name, name, entry) for name, entry in others.items()}
-        stage = Stage(report, "plans", sum(entry.size for entry in others.values()))
-        files |= build_plans(manifest.arch, units, bundle, work, stage.share)
+        files = {name: work.link(name, path / name, entry) for name, entry in others.items()}
+        stage = Stage(progress, "plans", sum(entry.size for entry in others.values()))
+        files |= build_engines(bundle, work, stage.share)
         stage.finish()
         tools = {**manifest.tools, plans.flavour: str(plans.version)}
         complete = replace(manifest, files=files, plans=plans, tools=tools)
         work.finish(dump_manifest(complete))
         return complete, tuple(work.warnings)
-
-
-def _linked(work: WorkDir, source: Path, name: str, entry: FileEntry) -> FileEntry:
-    """A file of the old bundle in the new one: the same file where the disk can link, else a copy."""
-    there = work.staging / name
-    if name in work.finished and there.is_file() and there.samefile(source):
-        return entry
-    return work.reuse(name, lambda count: None) or work.add(name, partial(_link, source, entry))
-
-
-def _link(source: Path, entry: FileEntry, path: Path) -> FileEntry:
-    path.unlink(missing_ok=True)
-    try:
-        os.link(source, path)
-    except OSError:
-        shutil.copyfile(source, path)
-    return entry
 
 
 def _check_space(path: Path, needed: int, work: WorkDir) -> None:

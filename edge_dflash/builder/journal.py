@@ -12,34 +12,26 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
 from edge_dflash.bundle.manifest import MANIFEST, FileEntry
-from edge_dflash.bundle.parts import Advance, DurableFile, hash_file
-from edge_dflash.common.files import LARGE, read_bytes
+from edge_dflash.bundle.parts import (
+    JOURNAL,
+    JOURNAL_SCHEMA,
+    Advance,
+    Piece,
+    building_path,
+    hash_file,
+    read_journal,
+    uncounted,
+    write_file,
+)
 from edge_dflash.errors import BuildError
 
-JOURNAL = "journal.jsonl"
 PREVIOUS = "previous"  # the output that is being replaced
-_JOURNAL_SCHEMA = 1
-
-
-def building_path(output: Path) -> Path:
-    """Where the build of ``output`` works."""
-    return output.with_name(output.name + ".building")
-
-
-def resume_command(path: Path) -> str | None:
-    """The command that resumes the build of the bundle ``path``, or of which ``path`` is a working directory."""
-    for root in (path, path.parent, building_path(path)):
-        if root != path.parent or path.name == "bundle":
-            header = _read_journal(root / JOURNAL)[0]
-            if header is not None:
-                return str(header["resume"])
-    return None
 
 
 def check_free(output: Path, *, force: bool) -> None:
@@ -61,7 +53,7 @@ def recover(output: Path) -> None:
 
     Raises BuildError when another process is about to do that.
     """
-    header = _read_journal(building_path(output) / JOURNAL)[0]
+    header = read_journal(building_path(output) / JOURNAL)[0]
     if header is not None and not output.exists() and (building_path(output) / PREVIOUS).is_dir():
         with WorkDir(output, header["fingerprint"], header["resume"], force=True):
             pass
@@ -107,28 +99,50 @@ class WorkDir:
         """Files of an earlier run, not yet checked, and of this one."""
         return self._entries
 
-    def reuse(self, name: str, advance: Advance) -> FileEntry | None:
+    def reuse(self, name: str, advance: Advance = uncounted) -> FileEntry | None:
         """Entry of a file that an earlier run finished and that still has its hash; None: write it."""
         entry, path = self._entries.get(name), self.staging / name
         if entry is None or path.is_symlink() or not path.is_file() or path.stat().st_size != entry.size:
             return None
         return entry if hash_file(path, advance) == entry else None
 
-    def add(self, name: str, write: Callable[[Path], FileEntry]) -> FileEntry:
-        """Make the file ``name``: ``write`` fills the path it is given and returns the entry.
+    def add(self, name: str, pieces: Iterable[Piece], advance: Advance = uncounted) -> FileEntry:
+        """Entry of the file ``name``: as an earlier run finished it, or written from ``pieces``, made only then.
 
         Threads may make different files at the same time.
         """
+        if (entry := self.reuse(name, advance)) is not None:
+            return entry
         path = self.staging / name
         partial = path.with_name(path.name + ".partial")
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            entry = write(partial)
+            entry = write_file(partial, pieces, advance)
         except BaseException:
             partial.unlink(missing_ok=True)
             raise
         partial.replace(path)
-        sync_path(path.parent)
+        return self._keep(name, entry)
+
+    def link(self, name: str, source: Path, entry: FileEntry) -> FileEntry:
+        """Let ``source`` be the file ``name``: the same file where the disk can link, else a copy."""
+        path = self.staging / name
+        if name in self._entries and path.is_file() and path.samefile(source):
+            return entry
+        if self.reuse(name) is not None:
+            return entry
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)
+        try:
+            os.link(source, path)
+        except OSError:
+            partial = path.with_name(path.name + ".partial")
+            shutil.copyfile(source, partial)
+            partial.replace(path)
+        return self._keep(name, entry)
+
+    def _keep(self, name: str, entry: FileEntry) -> FileEntry:
+        sync_path((self.staging / name).parent)
         self._log({"file": name, "sha256": entry.sha256, "size": entry.size})
         self._entries[name] = entry
         return entry
@@ -136,8 +150,7 @@ class WorkDir:
     def finish(self, manifest: bytes) -> None:
         """Write the manifest and rename the whole to the output. Raises BuildError when that is in the way by now."""
         check_free(self.output, force=self._force)
-        with DurableFile(self.staging / MANIFEST, lambda _: None) as file:
-            file.write(manifest)
+        write_file(self.staging / MANIFEST, [manifest])
         for path in (*(p for p in self.staging.rglob("*") if p.is_dir()), self.staging):
             sync_path(path)
         if self.output.exists():
@@ -164,7 +177,7 @@ class WorkDir:
                 self._previous.rename(self.output)
 
     def _take_up(self, fingerprint: Mapping[str, str], resume: str) -> None:
-        header, entries, whole = _read_journal(self.root / JOURNAL)
+        header, entries, whole = read_journal(self.root / JOURNAL)
         old = header["fingerprint"] if header else {}
         if header and old == fingerprint:
             self._entries = entries
@@ -176,7 +189,7 @@ class WorkDir:
                 self.warnings.append(f"the unfinished build in {self.root} had other inputs ({what}); starting over")
             shutil.rmtree(self.staging, ignore_errors=True)
             self._journal.truncate(0)
-            self._log({"schema": _JOURNAL_SCHEMA, "resume": resume, "fingerprint": dict(fingerprint)})
+            self._log({"schema": JOURNAL_SCHEMA, "resume": resume, "fingerprint": dict(fingerprint)})
         self.staging.mkdir(exist_ok=True)
         for path in [p for p in self.staging.rglob("*") if p.is_symlink() or not p.is_dir()]:
             if path.relative_to(self.staging).as_posix() not in self._entries:
@@ -187,30 +200,6 @@ class WorkDir:
             self._journal.write(json.dumps(record, separators=(",", ":")).encode() + b"\n")
             self._journal.flush()
             os.fsync(self._journal.fileno())
-
-
-def _read_journal(path: Path) -> tuple[dict[str, Any] | None, dict[str, FileEntry], int]:
-    """Header, entries and length in bytes of the part before the first line that is not whole."""
-    header: dict[str, Any] | None = None
-    entries: dict[str, FileEntry] = {}
-    whole = 0
-    try:
-        lines = read_bytes(path, LARGE).split(b"\n")[:-1]
-    except OSError:
-        lines = []
-    for line in lines:
-        try:
-            record = json.loads(line)
-            if header is not None:
-                entries[record["file"]] = FileEntry(record["sha256"], record["size"])
-            elif record["schema"] == _JOURNAL_SCHEMA and isinstance(record["fingerprint"], dict):
-                header = {"resume": record["resume"], "fingerprint": record["fingerprint"]}
-            else:
-                break
-        except (ValueError, KeyError, TypeError, RecursionError):
-            break
-        whole += len(line) + 1
-    return header, entries, whole
 
 
 def sync_path(path: Path) -> None:

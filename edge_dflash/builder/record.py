@@ -19,14 +19,15 @@ import numpy as np
 
 from edge_dflash.backends.reference.backend import ReferenceBackend
 from edge_dflash.backends.reference.dense import arithmetic
+from edge_dflash.builder.convert import one_thread
 from edge_dflash.builder.prompts import read_prompts
-from edge_dflash.builder.threads import one_thread
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.bundle.selftest import SCHEMA, BestLogits, SelfTest, accept_floor
 from edge_dflash.common.files import directory
 from edge_dflash.decode.accept import accepted
 from edge_dflash.decode.backend import Backend, Precision
-from edge_dflash.decode.loop import DecodeOptions, generate
+from edge_dflash.decode.loop import generate
+from edge_dflash.decode.options import Options
 from edge_dflash.errors import BuildError, RequestError
 from edge_dflash.model import pair_programs
 from edge_dflash.model.specs import PairSpec
@@ -85,7 +86,7 @@ def record_selftest(bundle: Bundle, progress: Progress = lambda done, total: Non
         backend = load(manifest.precision)
         tokens, drafts, lengths, best = _speculate(backend, prompt, progress)
         backend.reset()
-        plain = generate(backend, prompt, DecodeOptions(max_new_tokens=len(tokens)), speculative=False).tokens
+        plain = generate(backend, prompt, Options(max_new_tokens=len(tokens), speculative=False)).tokens
         if plain != tuple(tokens):
             raise BuildError(
                 f"the reference backend's speculative and plain tokens differ on {source}: this is a defect of "

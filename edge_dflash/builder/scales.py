@@ -16,8 +16,8 @@ from typing import Any
 
 from edge_dflash.backends import SMALL_MODEL
 from edge_dflash.builder.calibrate import calibrate
+from edge_dflash.builder.convert import one_thread
 from edge_dflash.builder.prompts import calibration_ids, read_prompts
-from edge_dflash.builder.threads import one_thread
 from edge_dflash.bundle.parts import part_of
 from edge_dflash.common.files import LARGE, read_bytes
 from edge_dflash.common.tables import decode, encode
@@ -47,7 +47,7 @@ class BuildScales:
 
 
 @dataclass(frozen=True)
-class ScalesPlan:
+class ScaleDecisions:
     """Scales that are known before the build, and what is to be measured."""
 
     known: BuildScales
@@ -56,7 +56,7 @@ class ScalesPlan:
     ids: tuple[int, ...]  # calibration tokens; empty: nothing is measured
 
 
-def plan_scales(
+def decide_scales(
     recipe: Recipe,
     pair: PairSpec,
     programs: PairPrograms,
@@ -65,8 +65,8 @@ def plan_scales(
     tokenizer: Tokenizer | None,
     *,
     allowed: bool,
-) -> tuple[ScalesPlan, tuple[str, ...]]:
-    """Decide which scales are measured; return the plan and warnings. ``allowed`` False: measure none.
+) -> tuple[ScaleDecisions, tuple[str, ...]]:
+    """Decide which scales are measured; return them and warnings. ``allowed`` False: measure none.
 
     Raises BuildError when NVFP4 activations cannot be calibrated or the prompt file is bad.
     """
@@ -86,7 +86,7 @@ def plan_scales(
         ids = _prompt_ids(recipe.calibration.path, tokenizer, limit)
         digest = hashlib.sha256(read_bytes(recipe.calibration.path, LARGE)).hexdigest()
         known = BuildScales(kv, inputs, stored, len(ids), digest, recipe.calibration.margin)
-        return ScalesPlan(known, missing_kv, missing_inputs, ids), ()
+        return ScaleDecisions(known, missing_kv, missing_inputs, ids), ()
     why = "the target has no tokenizer.json" if tokenizer is None else "calibration is switched off"
     if missing_inputs:
         raise BuildError(
@@ -94,20 +94,20 @@ def plan_scales(
             f"{why}; calibrate, or set activations: bf16 in the recipe"
         )
     warnings = (f"FP8 scale 1.0 for the keys and values of {len(missing_kv)} layers: {why}",) if missing_kv else ()
-    return ScalesPlan(BuildScales(kv, inputs, stored, 0, "", 1.0), (), (), ()), warnings
+    return ScaleDecisions(BuildScales(kv, inputs, stored, 0, "", 1.0), (), (), ()), warnings
 
 
-def measure_scales(plan: ScalesPlan, pair: PairSpec, store: PairCheckpoint, progress: Progress) -> BuildScales:
-    """Run the calibration pass over ``plan.ids``. Raises BuildError."""
-    known = plan.known
+def measure_scales(decided: ScaleDecisions, pair: PairSpec, store: PairCheckpoint, progress: Progress) -> BuildScales:
+    """Run the calibration pass over ``decided.ids``. Raises BuildError."""
+    known = decided.known
     layers = _LayerByLayer(store)
     with one_thread() if pair.target.hidden_size <= SMALL_MODEL else nullcontext():
-        found = calibrate(pair, layers, plan.ids, margin=known.margin, linears=plan.inputs, progress=progress)
+        found = calibrate(pair, layers, decided.ids, margin=known.margin, linears=decided.inputs, progress=progress)
     store.release()
     return replace(
         known,
-        kv={**known.kv, **{state: found.kv[state] for state in plan.kv}},
-        inputs={**known.inputs, **{name: found.inputs[name] for name in plan.inputs}},
+        kv={**known.kv, **{state: found.kv[state] for state in decided.kv}},
+        inputs={**known.inputs, **{name: found.inputs[name] for name in decided.inputs}},
     )
 
 

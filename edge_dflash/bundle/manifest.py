@@ -148,6 +148,11 @@ def dump_manifest(manifest: Manifest) -> bytes:
     return _text(body)
 
 
+def fingerprint(manifest: Manifest) -> str:
+    """What binds states to a bundle: the checksum of its manifest, which covers the hashes of all its files."""
+    return str(json.loads(dump_manifest(manifest))["checksum"])
+
+
 def parse_manifest(text: bytes, where: str = MANIFEST) -> Manifest:
     """Read and check a manifest against itself. Raises BundleError naming the field, found and wanted."""
     try:

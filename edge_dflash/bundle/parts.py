@@ -1,8 +1,9 @@
-"""The weight files of a bundle: which weight lies in which file, what its tensors are called, how a file is written.
+"""The files of a bundle: which weight lies in which, what its tensors are called, how they are written and hashed.
 
 A weight ``target.layers.3.mlp.gate_proj`` is stored as tensors named by it and ModelOpt's suffixes: ``.weight`` (BF16,
-F32, F8_E4M3, or U8 for packed E2M1 pairs), ``.weight_scale``, ``.weight_scale_2``, ``.input_scale``. Knows nothing of
-checkpoints, recipes or manifests.
+F32, F8_E4M3, or U8 for packed E2M1 pairs), ``.weight_scale``, ``.weight_scale_2``, ``.input_scale``. A bundle that the
+native backend reads holds its linears repacked as stacks instead, whatever else is aboard: each as the tensors
+``KEY.data`` (bytes) and ``KEY.scale`` (FP32 factors of the rows' sums).
 """
 
 from __future__ import annotations
@@ -11,20 +12,40 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, TypeAlias
 
 import numpy as np
 
 from edge_dflash.bundle.manifest import FileEntry
-from edge_dflash.weights.formats import FORMATS, SCALAR, Array, Weight
+from edge_dflash.common.files import LARGE, read_bytes
+from edge_dflash.model.program import PairPrograms
+from edge_dflash.weights.formats import FORMATS, SCALAR, TIED, Array, Weight, WeightFormat
+from edge_dflash.weights.layout import UNIT_ROWS, Repacked
 from edge_dflash.weights.safetensors import DTYPES, forget_pages
+from edge_dflash.weights.stacks import Stack, pair_stacks
 
 CHUNK = 8 << 20  # bytes read or written at once
+DATA, SCALE = "data", "scale"  # tensors of a stack
+JOURNAL = "journal.jsonl"  # of a build, in its working directory
+JOURNAL_SCHEMA = 1
 Advance = Callable[[int], None]  # told the number of bytes done since the last call
+Piece: TypeAlias = "bytes | memoryview | Array"  # of a file's content
+
+
+def uncounted(count: int) -> None:
+    """The progress of a file that is too small to show."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Contents of one weight file."""
+
+    names: tuple[str, ...] = ()  # weights that are stored by themselves
+    stacks: tuple[Stack, ...] = ()
 
 
 def part_of(name: str) -> str:
@@ -74,6 +95,56 @@ def from_tensors(name: str, tensors: Mapping[str, tuple[str, Array]], shape: tup
     return weight
 
 
+def bundle_parts(programs: PairPrograms, formats: Mapping[str, WeightFormat], *, stacked: bool) -> dict[str, Part]:
+    """Weight files of a bundle, by path. A tied lm_head is in none: it is the embedding.
+
+    Raises BackendError for a format that the native kernels do not take.
+    """
+    stacks = native_stacks(programs, formats) if stacked else {}
+    inside = {name for stack in stacks.values() for name in stack.names}
+    names: dict[str, list[str]] = {}
+    held: dict[str, list[Stack]] = {}
+    for name in (name for name, form in formats.items() if form != TIED and name not in inside):
+        names.setdefault(part_of(name), []).append(name)
+    for stack in stacks.values():
+        held.setdefault(stack_part(stack), []).append(stack)
+    return {path: Part(tuple(names.get(path, ())), tuple(held.get(path, ()))) for path in (names | held)}
+
+
+def native_stacks(programs: PairPrograms, formats: Mapping[str, WeightFormat]) -> dict[str, Stack]:
+    """Stacks that a native bundle stores, by key: all but that of a tied lm_head. Raises BackendError."""
+    stacks = pair_stacks(programs, formats)
+    return {key: stack for key, stack in stacks.items() if all(formats[name] != TIED for name in stack.names)}
+
+
+def stack_part(stack: Stack) -> str:
+    """File of a stack: that of its weights, or the model's context file when they are of several layers."""
+    parts = {part_of(name) for name in stack.names}
+    return parts.pop() if len(parts) == 1 else part_of(f"{stack.names[0].partition('.')[0]}.hidden_norm")
+
+
+def stack_bytes(stack: Stack) -> int:
+    """Bytes of a stack in its file."""
+    return stack.layout.nbytes + 4 * stack.layout.units * UNIT_ROWS
+
+
+def repacked_of(stack: Stack, tensors: Mapping[str, tuple[str, Array]]) -> Repacked:
+    """A stack over the tensors of its file, as views. Raises ValueError saying what was found and what is wanted."""
+    wanted = {
+        f"{stack.key}.{DATA}": ("U8", (stack.layout.nbytes,)),
+        f"{stack.key}.{SCALE}": ("F32", (stack.layout.units * UNIT_ROWS,)),
+    }
+    for name, (kind, shape) in wanted.items():
+        found, array = tensors.get(name, ("nothing", None))
+        size = list(array.shape) if array is not None else []
+        if (found, size) != (kind, list(shape)):
+            raise ValueError(f"{name} is {found} {size}, wanted {kind} {list(shape)}")
+    if extra := sorted(tensors.keys() - wanted.keys()):
+        raise ValueError(f"{extra[0]} is not part of a stack")
+    data, scale = (tensors[name][1] for name in wanted)
+    return Repacked(stack.layout, data, scale)
+
+
 @dataclass(frozen=True)
 class Tensor:
     """A tensor to be written: its bytes are made when the file has come that far."""
@@ -96,94 +167,57 @@ def whole(name: str, weight: Weight) -> list[Tensor]:
     ]
 
 
-def write_part(path: Path, weights: Mapping[str, Weight], advance: Advance) -> FileEntry:
-    """Write weights as one safetensors file, durably, and return its hash and size.
-
-    Bytes depend on the weights alone. Raises OSError; the caller removes what was begun.
-    """
-    tensors = [tensor for name, weight in weights.items() for tensor in whole(name, weight)]
-    return write_tensors(path, sorted(tensors, key=wide_first), advance)
-
-
 def wide_first(tensor: Tensor) -> tuple[int, str]:
     """Order in a file: wide types first keep views aligned."""
     return -np.dtype(DTYPES[tensor.kind]).itemsize, tensor.name
 
 
-def write_tensors(path: Path, tensors: Sequence[Tensor], advance: Advance) -> FileEntry:
-    """Write tensors in the order given, as :func:`write_part` does."""
+def tensor_file(tensors: Sequence[Tensor]) -> Iterator[Piece]:
+    """A safetensors file of tensors in the order given; its bytes depend on them alone."""
     header, end = {}, 0
     for tensor in tensors:
         start, end = end, end + tensor.nbytes
         header[tensor.name] = {"dtype": tensor.kind, "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with DurableFile(path, advance) as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for tensor in tensors:
-            end = file.entry.size + tensor.nbytes
-            for array in tensor.chunks():
-                file.write_array(array)
-            if file.entry.size != end:
-                raise ValueError(
-                    f"{tensor.name} came to {file.entry.size - end + tensor.nbytes} of {tensor.nbytes} bytes"
-                )
-    return file.entry
+    yield len(text).to_bytes(8, "little") + text
+    for tensor in tensors:
+        size = 0
+        for array in tensor.chunks():
+            size += array.nbytes
+            yield array
+        if size != tensor.nbytes:
+            raise ValueError(f"{tensor.name} came to {size} of {tensor.nbytes} bytes")
 
 
-class DurableFile:
-    """A file being written: hashed on the way, flushed to the disk at the end, and not kept in the page cache."""
+def write_file(path: Path, pieces: Iterable[Piece], advance: Advance = uncounted) -> FileEntry:
+    """Write a file to the disk, hashed on the way and not kept in the page cache; its hash and size.
 
-    def __init__(self, path: Path, advance: Advance) -> None:
-        self._path = path
-        self._advance = advance
-        self._hash = hashlib.sha256()
-        self._size = 0
-        self._file: BinaryIO | None = None
-
-    def __enter__(self) -> DurableFile:
-        self._file = self._path.open("wb")
-        return self
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        file = self._file
-        if file is None:
-            return
-        self._file = None
-        with file:
-            if kind is None:
-                file.flush()
-                os.fsync(file.fileno())
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-    def write(self, data: bytes | memoryview) -> None:
-        """Append bytes."""
-        if self._file is None:
-            raise ValueError(f"{self._path} is not open")
-        write_bytes(self._file, data)
-        self._hash.update(data)
-        self._size += len(data)
-        self._advance(len(data))
-
-    def write_array(self, array: Array) -> None:
-        """Append an array's bytes in C order, a chunk at a time, and forget the pages of a mapped array."""
-        flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        for start in range(0, flat.size, CHUNK):
-            self.write(flat[start : start + CHUNK].data)
-            forget_pages(flat[start : start + CHUNK])
-
-    @property
-    def entry(self) -> FileEntry:
-        """Hash and size of what was written."""
-        return FileEntry(self._hash.hexdigest(), self._size)
+    The pages of mapped arrays are forgotten. Raises OSError; the caller removes what was begun.
+    """
+    digest, size = hashlib.sha256(), 0
+    with path.open("wb") as file:
+        for piece in pieces:
+            flat = _flat(piece)
+            for start in range(0, flat.size, CHUNK):
+                chunk = flat[start : start + CHUNK]
+                write_bytes(file, chunk.data)
+                digest.update(chunk.data)
+                size += chunk.size
+                advance(chunk.size)
+                forget_pages(chunk)
+        file.flush()
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return FileEntry(digest.hexdigest(), size)
 
 
-def write_bytes(file: BinaryIO, data: bytes | memoryview) -> None:
+def write_bytes(file: BinaryIO, data: memoryview) -> None:
     """The one place where a build writes file contents."""
     file.write(data)
 
 
-def hash_file(path: Path, advance: Advance) -> FileEntry:
+def hash_file(path: Path, advance: Advance = uncounted) -> FileEntry:
     """SHA-256 and size of a file, streamed. Raises OSError."""
     digest, size = hashlib.sha256(), 0
     buffer = memoryview(bytearray(CHUNK))
@@ -197,3 +231,49 @@ def hash_file(path: Path, advance: Advance) -> FileEntry:
 
 def _once(array: Array) -> tuple[Array, ...]:
     return (array,)
+
+
+def _flat(piece: Piece) -> Array:
+    """Bytes of a piece, of an array in C order."""
+    if isinstance(piece, np.ndarray):
+        return np.ascontiguousarray(piece).reshape(-1).view(np.uint8)
+    return np.frombuffer(piece, np.uint8)
+
+
+def building_path(output: Path) -> Path:
+    """Where the build of ``output`` works."""
+    return output.with_name(output.name + ".building")
+
+
+def resume_command(path: Path) -> str | None:
+    """The command that resumes the build of the bundle ``path``, or of which ``path`` is a working directory."""
+    for root in (path, path.parent, building_path(path)):
+        if root != path.parent or path.name == "bundle":
+            header = read_journal(root / JOURNAL)[0]
+            if header is not None:
+                return str(header["resume"])
+    return None
+
+
+def read_journal(path: Path) -> tuple[dict[str, Any] | None, dict[str, FileEntry], int]:
+    """Header, entries and length in bytes of the part before the first line that is not whole."""
+    header: dict[str, Any] | None = None
+    entries: dict[str, FileEntry] = {}
+    whole = 0
+    try:
+        lines = read_bytes(path, LARGE).split(b"\n")[:-1]
+    except OSError:
+        lines = []
+    for line in lines:
+        try:
+            record = json.loads(line)
+            if header is not None:
+                entries[record["file"]] = FileEntry(record["sha256"], record["size"])
+            elif record["schema"] == JOURNAL_SCHEMA and isinstance(record["fingerprint"], dict):
+                header = {"resume": record["resume"], "fingerprint": record["fingerprint"]}
+            else:
+                break
+        except (ValueError, KeyError, TypeError, RecursionError):
+            break
+        whole += len(line) + 1
+    return header, entries, whole

@@ -19,10 +19,8 @@ from typing import TypeAlias
 import numpy as np
 
 from edge_dflash.board.archs import find_arch
-from edge_dflash.builder.journal import resume_command
 from edge_dflash.bundle.manifest import MANIFEST, FileEntry, Manifest, parse_manifest
-from edge_dflash.bundle.parts import from_tensors, hash_file
-from edge_dflash.bundle.stored import Part, bundle_parts, repacked_of
+from edge_dflash.bundle.parts import Part, bundle_parts, from_tensors, hash_file, repacked_of, resume_command
 from edge_dflash.common.files import LARGE, read_bytes
 from edge_dflash.errors import BackendError, BundleError, CheckpointError
 from edge_dflash.model import pair_programs
@@ -123,7 +121,7 @@ class Bundle:
         entry, path = self._entry(name), self._path / name
         if not self._hashed:
             try:
-                self._same(name, hash_file(path, lambda count: None).sha256, entry)
+                self._same(name, hash_file(path).sha256, entry)
             except OSError as error:
                 raise BundleError(f"cannot read {path}: {error.strerror}; check its permissions") from None
         return path

@@ -29,7 +29,8 @@ from edge_dflash.decode.controls import Controls
 from edge_dflash.decode.grammar.compiled import compile_form
 from edge_dflash.decode.grammar.schema_check import schema_json
 from edge_dflash.decode.grammar.wire import Source
-from edge_dflash.decode.loop import DecodeOptions, stream
+from edge_dflash.decode.loop import stream
+from edge_dflash.decode.options import Options
 from edge_dflash.errors import ContextError, RequestError
 from edge_dflash.planner import Planner
 
@@ -207,8 +208,8 @@ def replaced_share(planner: Planner, form: Form, prompt: Sequence[int], tokens: 
     source = Source("schema", schema_json(form.schema), False, backend.shape.vocab_size)
     grammar = compile_form(source, tokenizer, stop)
     backend.reset()
-    options = DecodeOptions(max_new_tokens=tokens, stop_token_ids=stop)
-    for _ in stream(backend, prompt, options, controls=Controls(grammar.constraint())):
+    options = Options(max_new_tokens=tokens)
+    for _ in stream(backend, prompt, options, stop_token_ids=stop, controls=Controls(constraint=grammar.constraint())):
         pass
     return backend.replaced / max(backend.verified, 1)
 

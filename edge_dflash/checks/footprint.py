@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-from edge_dflash.bundle.stored import stack_bytes
+from edge_dflash.bundle.parts import stack_bytes
 from edge_dflash.model.ops import Attend, KvAppend, Linear, SelectRows, StateOp
 from edge_dflash.model.program import DeltaState, KvState, PairPrograms, Program, State
 from edge_dflash.weights.formats import KV_BYTES, KvFormat, WeightFormat

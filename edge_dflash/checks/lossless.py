@@ -18,13 +18,14 @@ import numpy.typing as npt
 
 from edge_dflash.backends.host import Delegate, host_cycle
 from edge_dflash.decode.backend import Asked, Backend, Cycle, PairShape, Rows, Snapshot
-from edge_dflash.decode.loop import DecodeOptions, Generation, generate
+from edge_dflash.decode.loop import Generation, generate
+from edge_dflash.decode.options import Options
 from edge_dflash.decode.sampling import Packed
 from edge_dflash.errors import RequestError, VerificationError
 from edge_dflash.weights.formats import Array
 
 OWN = "own"  # the pair's drafter, among the names of adversaries
-SAMPLED = DecodeOptions(temperature=4.0, top_k=50, top_p=0.95, seed=1)  # hot: most choices are not the argmax
+SAMPLED = Options(temperature=4.0, top_k=50, top_p=0.95, seed=1)  # hot: most choices are not the argmax
 SURE = 1e30  # a logit that no temperature, filter or noise outvotes
 
 Drafter = Callable[[int, Sequence[int], PairShape], list[int]]
@@ -225,7 +226,7 @@ def verify_lossless(
     *,
     max_new_tokens: int = 64,
     stop_token_ids: tuple[int, ...] = (),
-    sampled: DecodeOptions | None = SAMPLED,
+    sampled: Options | None = SAMPLED,
     progress: Callable[[str], None] = lambda line: None,
 ) -> Verification:
     """Compare speculative with plain decoding for each prompt (token ids), greedily and with ``sampled`` (None: not).
@@ -239,18 +240,18 @@ def verify_lossless(
         raise RequestError("no prompts are given to verify; give at least one")
     runs: list[SpeculativeRun] = []
     differences: list[Difference] = []
-    modes = [DecodeOptions(), *([sampled] if sampled else [])]
+    modes = [Options(), *([sampled] if sampled else [])]
     work = [(index, mode) for index in range(len(prompts)) for mode in modes]
     for number, (index, mode) in enumerate(work):
-        options = replace(mode, max_new_tokens=max_new_tokens, stop_token_ids=stop_token_ids)
+        options = replace(mode, max_new_tokens=max_new_tokens)
         prompt = prompts[index]
         backend.reset()
-        plain = generate(backend, prompt, options, speculative=False)
+        plain = generate(backend, prompt, replace(options, speculative=False), stop_token_ids=stop_token_ids)
         state = backend.snapshot()
         for name, drafter in {OWN: None, **drafters(number, len(work), backend.shape.block_size)}.items():
             backend.reset()
             drafting = backend if drafter is None else Adversary(backend, [*prompt, *plain.tokens], drafter)
-            found = generate(drafting, prompt, options)
+            found = generate(drafting, prompt, options, stop_token_ids=stop_token_ids)
             runs.append(SpeculativeRun(index, name, options.temperature, len(found.tokens), found.accept_lengths))
             unlike = (*_compare(plain, found), *_compare_states(state, backend.snapshot()))
             differences += [Difference(index, name, options.temperature, *what) for what in unlike]

@@ -15,7 +15,8 @@ from edge_dflash.backends.reference.dense import TorchWeights
 from edge_dflash.backends.reference.interpreter import Interpreter, Memory
 from edge_dflash.decode.accept import accepted
 from edge_dflash.decode.backend import Precision, Rows
-from edge_dflash.decode.loop import DecodeOptions, generate
+from edge_dflash.decode.loop import generate
+from edge_dflash.decode.options import Options
 from edge_dflash.model.program import PairPrograms
 from edge_dflash.model.specs import PairSpec
 from edge_dflash.weights.formats import Array, WeightStore
@@ -133,7 +134,7 @@ class GoldenObserver:
         greedy = self._greedy(backend, prompt, new_tokens)
         backend.reset()
         cycles = Recorder(backend)
-        speculative = generate(cycles, prompt, DecodeOptions(max_new_tokens=new_tokens))
+        speculative = generate(cycles, prompt, Options(max_new_tokens=new_tokens))
         found["greedy_tokens"], found["dflash_tokens"] = np.array(greedy), np.array(speculative.tokens)
         if cycles.starts:
             found["cycle_start"], found["cycle_accepted"] = np.array(cycles.starts), np.array(cycles.accepted)
@@ -144,7 +145,7 @@ class GoldenObserver:
 
     def _greedy(self, backend: ReferenceBackend, prompt: Sequence[int], new_tokens: int) -> tuple[int, ...]:
         backend.reset()
-        return generate(backend, prompt, DecodeOptions(max_new_tokens=new_tokens), speculative=False).tokens
+        return generate(backend, prompt, Options(max_new_tokens=new_tokens, speculative=False)).tokens
 
 
 def _recurrent(arrays: Mapping[str, Array], rows: int) -> dict[str, Array]:

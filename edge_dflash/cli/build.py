@@ -7,9 +7,8 @@ from typing import Annotated
 
 import typer
 
+from edge_dflash.builder.finish import BuildResult, finish_command
 from edge_dflash.builder.finish import finish as finish_bundle
-from edge_dflash.builder.finish import finish_command
-from edge_dflash.builder.result import BuildResult
 from edge_dflash.cli.output import emit_json, say, stages
 from edge_dflash.cli.recipes import find_recipe
 from edge_dflash.common.tables import encode
@@ -71,8 +70,8 @@ def build(
         missing = next(n for n, v in (("target", target), ("drafter", drafter), ("output", output)) if v is None)
         raise typer.BadParameter(f"Missing option '--{missing}' (or give --finish BUNDLE).")
     with stages():  # torch takes seconds to import
-        from edge_dflash.builder.builder import BuildConfig
-        from edge_dflash.builder.builder import build as build_bundle
+        from edge_dflash.builder.write import BuildConfig
+        from edge_dflash.builder.write import build as build_bundle
 
     config = BuildConfig(
         target=target,

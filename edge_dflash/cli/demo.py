@@ -128,7 +128,7 @@ def _open(where: Path, *, ours: bool) -> Planner:
 def _build(where: Path) -> None:
     say(f"building the demo's bundle: {where}")
     with stages() as report:
-        from edge_dflash.builder.builder import BuildConfig, build  # torch, only here, and it takes seconds
+        from edge_dflash.builder.write import BuildConfig, build  # torch, only here, and it takes seconds
 
         result = build(
             BuildConfig(MODELS / "target", MODELS / "drafter", where, recipe=directory("engines") / RECIPE), report

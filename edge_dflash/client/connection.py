@@ -16,7 +16,7 @@ from edge_dflash.decode.accept import FinishReason
 from edge_dflash.decode.options import Options, Task
 from edge_dflash.errors import EdgeDflashError, RequestError, ServiceError
 from edge_dflash.result import Increment, Plan
-from edge_dflash.runner.ticket import Ticket
+from edge_dflash.runner.queue import Ticket
 from edge_dflash.text.template import Message
 
 T = TypeVar("T")
@@ -202,7 +202,7 @@ class Asking:
     def __init__(self, loop: asyncio.AbstractEventLoop, reading: Reading, ended: Callable[[Plan], None]) -> None:
         self.reading = reading
         self.admitted: Future[None] = Future()
-        self.ticket: Ticket[Increment, Plan] = Ticket(lambda ticket: self._cancel())
+        self.ticket: Ticket[Increment, Plan] = Ticket(asked=lambda ticket: self._cancel())
         self.task: asyncio.Task[None] | None = None
         self.reason: FinishReason | None = None  # why it was cut
         self._loop = loop

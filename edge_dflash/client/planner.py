@@ -26,7 +26,7 @@ from edge_dflash.decode.backend import PairShape
 from edge_dflash.decode.options import Options, PlanOptions, Task, as_messages, token_ids
 from edge_dflash.errors import EdgeDflashError, RequestError
 from edge_dflash.result import Plan
-from edge_dflash.runner.conversation import as_message
+from edge_dflash.runner.request import as_message
 from edge_dflash.runner.stream import AsyncPlanStream, PlanStream
 from edge_dflash.text.chat import Answer
 from edge_dflash.text.template import Message

@@ -16,3 +16,25 @@ IN_BYTES = frozenset(
 
 def unheard(stage: str, done: int, total: int) -> None:
     """The progress when nobody listens."""
+
+
+class Stage:
+    """Progress of one stage, in bytes or as a share. The total is an estimate, so what is done is kept within it."""
+
+    def __init__(self, report: Progress, name: str, total: int) -> None:
+        self._report, self._name, self._total, self._done = report, name, total, 0
+        report(name, 0, total)
+
+    def advance(self, count: int) -> None:
+        """Count bytes."""
+        self._done += count
+        self._report(self._name, min(self._done, self._total), self._total)
+
+    def share(self, done: int, total: int) -> None:
+        """Set the part that is done."""
+        self._done = 0
+        self.advance(self._total * done // max(1, total))
+
+    def finish(self) -> None:
+        """Report that all is done."""
+        self._report(self._name, self._total, self._total)

@@ -83,9 +83,7 @@ def checked(rules: Mapping[str, Rule], values: Mapping[str, Any]) -> dict[str, A
 
     Also for a name without a rule, with the nearest one that has.
     """
-    if unknown := next((name for name in values if name not in rules), None):
-        refuse_surrogates(unknown, "the name of an option")
-        raise RequestError(_unknown(unknown, rules))
+    refuse_unknown(rules, values)
     taken = {}
     for name, value in values.items():
         try:
@@ -97,10 +95,13 @@ def checked(rules: Mapping[str, Rule], values: Mapping[str, Any]) -> dict[str, A
     return taken
 
 
-def _unknown(name: str, rules: Iterable[str]) -> str:
-    near = get_close_matches(name, rules, 1)
-    hint = f"did you mean {near[0]}? " if near else ""
-    return f"{name} is unknown; {hint}known are {', '.join(rules)}"
+def refuse_unknown(rules: Mapping[str, Rule], names: Iterable[str]) -> None:
+    """Raise RequestError for a name without a rule, with the nearest one that has."""
+    if unknown := next((name for name in names if name not in rules), None):
+        refuse_surrogates(unknown, "the name of an option")
+        near = get_close_matches(unknown, rules, 1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise RequestError(f"{unknown} is unknown; {hint}known are {', '.join(rules)}")
 
 
 # What a value may be --------------------------------------------------------------------------------------------------

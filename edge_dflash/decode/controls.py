@@ -8,83 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from edge_dflash.decode.accept import FinishReason, Relaxation, cut
+from edge_dflash.decode.accept import FinishReason, Relaxation
 from edge_dflash.decode.steering import Constraint
-
-
-class Interrupted(Exception):
-    """Waiting for a grammar was given up: no answer is wanted any more."""
-
-    def __init__(self, reason: Literal["deadline", "cancelled"]) -> None:
-        super().__init__(reason)
-        self.reason = reason
-
-
-def _never() -> bool:
-    return False
-
-
-@dataclass(frozen=True)
-class Patience:
-    """How long somebody waits for a grammar."""
-
-    deadline: float | None = None  # time.perf_counter()
-    cancelled: Callable[[], bool] = _never
-
-    def check(self) -> None:
-        """Raise Interrupted when it is over."""
-        if self.cancelled():
-            raise Interrupted("cancelled")
-        if self.deadline is not None and time.perf_counter() > self.deadline:
-            raise Interrupted("deadline")
-
-
-ENDLESS = Patience()
-
-
-def _nowhere(tokens: Sequence[int]) -> int | None:
-    return None
-
-
-def _unspelled(token: int) -> bytes | None:
-    return None
-
-
-@dataclass(frozen=True)
-class Controls:
-    """What steers a running request. Only ``relaxation`` changes which tokens come; the rest decides when to end."""
-
-    constraint: Constraint | None = None  # grammar, standing at the beginning of the answer
-    relaxation: Relaxation | None = None  # lossy acceptance inside the thinking span
-    deadline: float | None = None  # time.perf_counter() by which the last step must have ended
-    cancelled: Callable[[], bool] = _never  # asked between cycles
-    # Told all tokens in order, before they are committed: how many of them the answer still takes; None: it goes on.
-    ends: Callable[[Sequence[int]], int | None] = _nowhere
-    pace: Pace | None = None  # the engine's measured times; None: nothing is known, and drafting never rests
-    # Called before every pass: the backend must hold the sequence's state when it returns. None: it always does.
-    hold: Callable[[], None] | None = None
-    cuts: tuple[int, ...] = ()  # lengths of the sequence, ascending, at which a chunk of the prompt has to end
-    spell: Callable[[int], bytes | None] = _unspelled  # a token's text, for log-probabilities
-
-    def cut(
-        self, tokens: Sequence[int], stop_token_ids: Sequence[int], budget: int, at_budget: FinishReason
-    ) -> tuple[list[int], FinishReason | None]:
-        """Cut what may be committed by stop tokens and budget, then by ``ends``."""
-        kept, reason = cut(tokens, stop_token_ids, budget, at_budget)
-        end = self.ends(kept)
-        return (kept, reason) if end is None else (kept[:end], "stop")
-
-    def refuse(self, seconds: Callable[[], float]) -> FinishReason | None:
-        """Why a pass that is expected to take ``seconds`` must not start now; None when it may."""
-        if self.cancelled():
-            return "cancelled"
-        if self.deadline is not None and time.perf_counter() + seconds() > self.deadline:
-            return "deadline"
-        return None
-
-
-NO_CONTROLS = Controls()
-
 
 RECENT = 32  # cycles that an estimate looks back on
 PROBE = 4  # speculative cycles of a new try after plain decoding
@@ -140,9 +65,14 @@ class _Cycles:
 
 
 class Pace:
-    """Recent cycle and prefill times. Not thread-safe."""
+    """Measured times of one engine, and what follows from them: may a pass start, does drafting pay. Not thread-safe.
 
-    def __init__(self) -> None:
+    One Pace belongs to one loaded backend and outlives requests, so that the second request already knows the engine.
+    """
+
+    def __init__(self, *, fallback: bool = True) -> None:
+        """``fallback`` False: cycles draft whether it pays or not."""
+        self._fallback = fallback
         self._drafted, self._plain = _Cycles(), _Cycles()
         self._prefills: deque[tuple[int, float]] = deque(maxlen=RECENT)  # tokens, seconds
         self._resting = 0  # plain cycles left before drafting is tried again
@@ -151,7 +81,7 @@ class Pace:
     @property
     def drafting(self) -> bool:
         """Whether the next cycle should draft; False while drafting was seen to cost more than it gives."""
-        return self._resting == 0
+        return not self._fallback or self._resting == 0
 
     def cycle_seconds(self, *, speculative: bool) -> float:
         """Longest of the recent cycles of a kind; of the other kind when there is none; 0 when nothing is known."""
@@ -173,19 +103,20 @@ class Pace:
         """Note a measured pass over a part of a prompt."""
         self._prefills.append((tokens, seconds))
 
-    def record_refusal(self, reason: FinishReason) -> None:
-        """Note why no more pass was started. By a deadline: of each kind the longest is forgotten, but never the last.
+    def refuse(self, patience: Patience, seconds: Callable[[], float]) -> FinishReason | None:
+        """Why a pass that is expected to take ``seconds`` must not start now; None when it may.
 
-        Else one pass that took very long (a suspended machine) would have every request with a deadline refused, and
-        nothing that is refused is measured again.
+        By a deadline: of each kind the longest pass is forgotten, but never the last. Else one that took very long (a
+        suspended machine) would have every request with a deadline refused, and nothing that is refused is measured.
         """
-        if reason != "deadline":
-            return
-        for cycles in (self._drafted, self._plain):
-            if len(cycles) > 1:
-                cycles.remove(cycles.longest)
-        if len(self._prefills) > 1:
-            self._prefills.remove(max(self._prefills, key=lambda prefill: prefill[1] / prefill[0]))
+        reason = patience.refuse(seconds)
+        if reason == "deadline":
+            for cycles in (self._drafted, self._plain):
+                if len(cycles) > 1:
+                    cycles.remove(cycles.longest)
+            if len(self._prefills) > 1:
+                self._prefills.remove(max(self._prefills, key=lambda prefill: prefill[1] / prefill[0]))
+        return reason
 
     def record(self, cycle: CycleTime) -> None:
         """Note a measured cycle and decide how to go on.
@@ -211,3 +142,50 @@ class Pace:
         reference = self._plain or self._drafted
         plain = reference.verify_seconds / len(reference)
         return self._drafted.seconds / self._drafted.tokens < GAIN * plain
+
+
+class Interrupted(Exception):
+    """Waiting for a grammar was given up: no answer is wanted any more."""
+
+    def __init__(self, reason: Literal["deadline", "cancelled"]) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long somebody waits."""
+
+    deadline: float | None = None  # time.perf_counter() by which the last step must have ended
+    cancelled: Callable[[], bool] = lambda: False  # asked between passes
+
+    def refuse(self, seconds: Callable[[], float] = lambda: 0.0) -> Literal["cancelled", "deadline"] | None:
+        """Why what is expected to take ``seconds`` must not start now; None when it may."""
+        if self.cancelled():
+            return "cancelled"
+        if self.deadline is not None and time.perf_counter() + seconds() > self.deadline:
+            return "deadline"
+        return None
+
+    def check(self) -> None:
+        """Raise Interrupted when it is over."""
+        if (reason := self.refuse()) is not None:
+            raise Interrupted(reason)
+
+
+ENDLESS = Patience()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Controls(Patience):
+    """What steers a running request. Only ``relaxation`` changes which tokens come; the rest decides when to end."""
+
+    constraint: Constraint | None = None  # grammar, standing at the beginning of the answer
+    relaxation: Relaxation | None = None  # lossy acceptance inside the thinking span
+    # Told all tokens in order, before they are committed: how many of them the answer still takes; None: it goes on.
+    ends: Callable[[Sequence[int]], int | None] = lambda tokens: None
+    pace: Pace | None = None  # the engine's measured times; None: nothing is known, and drafting never rests
+    spell: Callable[[int], bytes | None] = lambda token: None  # a token's text, for log-probabilities
+
+
+NO_CONTROLS = Controls()

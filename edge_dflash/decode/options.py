@@ -10,9 +10,10 @@ from typing import Any, TypeAlias, TypedDict
 
 from edge_dflash.common import rules
 from edge_dflash.common.rules import Rule, refuse_surrogates
-from edge_dflash.decode.accept import Relaxation
+from edge_dflash.decode.accept import FinishReason, Relaxation
+from edge_dflash.decode.backend import PairShape
 from edge_dflash.decode.sampling import MOST_ALTERNATIVES, Sampling
-from edge_dflash.errors import RequestError
+from edge_dflash.errors import ContextError, RequestError
 from edge_dflash.text.template import Message, with_text
 from edge_dflash.text.tool_calls import Tool, chosen_tools
 
@@ -128,7 +129,7 @@ class Options:
         given_values = {field.name: getattr(self, field.name) for field in fields(self)}
         for name, value in rules.checked(OPTIONS, given_values).items():
             object.__setattr__(self, name, value)
-        Sampling(self.temperature, self.top_k, self.top_p, self.seed)
+        _ = self.sampling  # refuses bad values
         if len(given := [name for name in ("schema", "regex", "grammar") if getattr(self, name) is not None]) > 1:
             raise RequestError(f"{' and '.join(given)} are given; give one of schema, regex and grammar")
         if self.raw and self.tools:
@@ -147,7 +148,13 @@ class Options:
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Options:
         """Options by name. Raises RequestError also for a name that is unknown."""
-        return cls(**rules.checked(OPTIONS, given))
+        rules.refuse_unknown(OPTIONS, given)
+        return cls(**given)
+
+    @property
+    def sampling(self) -> Sampling:
+        """The part that chooses tokens. Raises RequestError on a value outside its range."""
+        return Sampling(self.temperature, self.top_k, self.top_p, self.seed)
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -193,3 +200,53 @@ def as_messages(task: Task) -> list[Message] | None:
         refuse_surrogates(task, "messages")
         return [with_text(message, index) for index, message in enumerate(task)]  # type: ignore[arg-type]  # no ids
     return None
+
+
+@dataclass(frozen=True)
+class Request:
+    """What may run on a loaded pair: a prompt and its options, checked by :func:`admit`."""
+
+    prompt: tuple[int, ...]  # the whole sequence that is to be answered
+    options: Options
+    stop_token_ids: tuple[int, ...]
+    budget: int  # most new tokens
+    at_budget: FinishReason  # why it ends when they are used up
+    keep: tuple[int, ...] = ()  # lengths of the prompt whose state is worth keeping, ascending
+
+
+def admit(
+    shape: PairShape,
+    prompt: Sequence[int],
+    options: Options,
+    stop_token_ids: Sequence[int] = (),
+    keep: Sequence[int] = (),
+) -> Request:
+    """Check a request against the pair that is to run it.
+
+    ``keep`` names lengths of the prompt whose state goes to the prefix store on the way: the end of the system prompt,
+    and the end of the last message before the tokens that open the answer (chat templates write earlier answers in
+    another form than they were generated in, so the next prompt parts from this one there). Raises RequestError for an
+    empty prompt or an id outside the vocabulary, ContextError when prompt and budget do not fit the usable context
+    (maximum context minus one block).
+    """
+    if not prompt:
+        raise RequestError("the prompt has no tokens; give at least one")
+    for kind, ids in (("token id", prompt), ("stop token id", stop_token_ids)):
+        for token in ids:
+            if not 0 <= token < shape.vocab_size:
+                raise RequestError(f"{kind} {token} is outside the vocabulary of {shape.vocab_size}")
+    used = len(prompt)
+    if odd := [at for at in keep if not 0 < at < used]:
+        raise RequestError(f"keep names length {odd[0]} of a prompt of {used}; give 1 to {used - 1}")
+    room = shape.usable_context - used
+    limits = f"{shape.usable_context} tokens (context {shape.max_context} minus block {shape.block_size})"
+    if room < 1:
+        raise ContextError(f"the prompt ends at token {used}, the usable context is {limits}; shorten the prompt")
+    wanted = options.max_new_tokens
+    if wanted is not None and wanted > room:
+        raise ContextError(
+            f"{used} prompt tokens and {wanted} new tokens exceed the usable context of {limits}; "
+            f"at most {room} new tokens fit"
+        )
+    at_budget: FinishReason = "context" if wanted is None else "length"
+    return Request(tuple(prompt), options, tuple(stop_token_ids), wanted or room, at_budget, tuple(sorted(keep)))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import shutil
 import sys
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
@@ -18,8 +17,7 @@ from edge_dflash.bundle.reader import read_manifest
 from edge_dflash.common.files import directory
 from edge_dflash.errors import EdgeDflashError
 from edge_dflash.install import releases
-from edge_dflash.install.host import Host, Offline, host_of
-from edge_dflash.install.layout import ACTIVATED, CONFIG, ENABLED, FILES, TCP, Layout
+from edge_dflash.install.host import ACTIVATED, CONFIG, ENABLED, FILES, TCP, Host, Layout, host_of
 
 KEEP = 2  # releases: the one that is served and the one before
 LOG = "journalctl -b -u edge-dflash tells why"
@@ -62,7 +60,7 @@ def install(
     if options.keep < 1:
         raise EdgeDflashError(f"--keep is {options.keep}; give at least 1")
     program = find_program(program)
-    if not isinstance(host, Offline):
+    if host.live:
         check_visible(program)
     with releases.locked(layout):
         before = releases.current(layout)
@@ -75,7 +73,7 @@ def install(
         host.prepare()
         changed = late or bool(written) or name != before
         started = options.start and host.start(activated=(root / ACTIVATED).is_symlink(), restart=changed)
-        if options.start and not started and not isinstance(host, Offline):
+        if options.start and not started and host.live:
             _take_back(layout, host, name, before)
         if started or not changed:
             layout.unserved.unlink(missing_ok=True)
@@ -112,7 +110,7 @@ def rollback(root: Path, *, start: bool = True, host: Host | None = None) -> Out
         _begin(layout, host)
         releases.switch(layout, name)
         started = start and host.start(activated=(root / ACTIVATED).is_symlink(), restart=True)
-        if start and not started and not isinstance(host, Offline):
+        if start and not started and host.live:
             raise EdgeDflashError(f"{name} is current now and did not become ready; {LOG}")
         if started:
             layout.unserved.unlink(missing_ok=True)
@@ -124,36 +122,22 @@ def remove(root: Path, *, purge: bool = False, host: Host | None = None) -> Outc
     layout, host = Layout(root), host or host_of(root)
     _check_root(host)
     with releases.locked(layout) if layout.releases.is_dir() else nullcontext():
-        return _remove(layout, host, purge)
-
-
-def _remove(layout: Layout, host: Host, purge: bool) -> Outcome:
-    root = layout.root
-    host.stop()
-    gone: list[str] = []
-    for path in (ENABLED, ACTIVATED, TCP, *FILES):
-        _fresh(root / path).unlink(missing_ok=True)  # of a change that was cut short
-        if (root / path).is_symlink() or (root / path).is_file():
-            (root / path).unlink()
-            gone.append(str(root / path))
-    trees = [layout.current, layout.history, layout.unserved, layout.releases]  # what the lock hangs on is last
-    for path in (layout.current, layout.history):
-        path.with_name(f".{path.name}").unlink(missing_ok=True)
-    if purge:
-        trees += [(root / CONFIG).parent, (root / TCP).parent, layout.state]
-    for tree in trees:
-        if tree.is_symlink() or tree.is_file():
-            tree.unlink()
-        elif tree.is_dir():
-            shutil.rmtree(tree)
-        else:
-            continue
-        gone.append(str(tree))
-    for folder in ((root / TCP).parent, layout.runtime, layout.base):
-        with suppress(OSError):
-            folder.rmdir()  # unless something else lies there
-    host.reload()
-    return Outcome(None, None, (), (), tuple(gone), False)
+        host.stop()
+        files = [root / path for path in (ENABLED, ACTIVATED, TCP, *FILES)]
+        for file in files:
+            _fresh(file).unlink(missing_ok=True)  # of a change that was cut short
+        files = [file for file in files if file.is_symlink() or file.is_file()]
+        for path in (layout.current, layout.history):
+            path.with_name(f".{path.name}").unlink(missing_ok=True)
+        trees = [layout.current, layout.history, layout.unserved, layout.releases]  # what the lock hangs on is last
+        if purge:
+            trees += [(root / CONFIG).parent, (root / TCP).parent, layout.state]
+        gone = [str(path) for path in (*files, *trees) if releases.discard(path)]
+        for folder in ((root / TCP).parent, layout.runtime, layout.base):
+            with suppress(OSError):
+                folder.rmdir()  # unless something else lies there
+        host.reload()
+        return Outcome(None, None, (), (), tuple(gone), False)
 
 
 def find_program(given: Path | None) -> Path:
@@ -175,7 +159,7 @@ def check_visible(program: Path) -> None:
 
 
 def _check_root(host: Host) -> None:
-    if not isinstance(host, Offline) and os.geteuid() != 0:
+    if host.live and os.geteuid() != 0:
         raise EdgeDflashError("this changes the system; run it with sudo, or give --root DIRECTORY to try it")
 
 
@@ -229,7 +213,7 @@ def _fresh(path: Path) -> Path:
 def _begin(layout: Layout, host: Host) -> bool:
     """Note that a change begins; whether an earlier one never reached the service: cut short, or not started."""
     late = layout.unserved.exists()
-    if not isinstance(host, Offline):
+    if host.live:
         layout.unserved.touch(mode=0o644)
     return late
 

@@ -12,6 +12,7 @@ from edge_dflash.model.ops import (
     Add,
     Attend,
     Concat,
+    Elementwise,
     Embed,
     GatedDelta,
     KvAppend,
@@ -62,13 +63,17 @@ class GraphBuilder:
 
     def add(self, a: str, b: str, out: str) -> str:
         """Residual sum."""
-        self._same(a, b)
-        return self._emit(Add(inputs=(a, b), output=out), self._columns[a])
+        return self.elementwise(Add, (a, b), out)
 
     def swiglu(self, gate: str, up: str, out: str) -> str:
         """silu(gate) * up."""
-        self._same(gate, up)
-        return self._emit(SwiGlu(inputs=(gate, up), output=out), self._columns[gate])
+        return self.elementwise(SwiGlu, (gate, up), out)
+
+    def elementwise(self, op: type[Elementwise], inputs: tuple[str, ...], out: str) -> str:
+        """An op on tensors with the same columns."""
+        for other in inputs[1:]:
+            self._same(inputs[0], other)
+        return self._emit(op(inputs=inputs, output=out), self._columns[inputs[0]])
 
     def concat(self, tensors: tuple[str, ...], out: str) -> str:
         """Concatenate columns in the order given."""

@@ -153,7 +153,7 @@ def append_context(g: GraphBuilder, taps: str, spec: DrafterSpec) -> None:
         g.kv_append(k, v, prefix, spec.attention, spec.rms_norm_eps, f"{prefix}.ctx")
 
 
-def _block(g: GraphBuilder, x: str, spec: DrafterSpec) -> str:
+def block(g: GraphBuilder, x: str, spec: DrafterSpec) -> str:
     """Final hidden rows of the block [anchor, mask, ...]; row r proposes the token at position length + r."""
     for index, mask in enumerate(spec.layers):
         prefix = f"drafter.layers.{index}"
@@ -173,6 +173,6 @@ def _block(g: GraphBuilder, x: str, spec: DrafterSpec) -> str:
 
 def propose(g: GraphBuilder, spec: PairSpec) -> Program:
     """[anchor, mask x (B-1)] -> logits of the B-1 draft rows."""
-    x = _block(g, embed(g, spec.target), spec.drafter)
+    x = block(g, embed(g, spec.target), spec.drafter)
     drafts = g.select_rows(x, "drafts", "draft_rows")  # row 0 is the anchor, never a draft (invariant I4)
     return g.program(logits=logits(g, drafts, spec.target), hidden=x)

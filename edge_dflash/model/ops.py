@@ -38,6 +38,11 @@ class DenseOp(Op):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Elementwise(DenseOp):
+    """Inputs and output have the same columns, and each value depends on the inputs' values at its place alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class StateOp(Op):
     """Reads or writes memory that outlives the pass."""
 
@@ -86,12 +91,12 @@ class RmsNorm(DenseOp):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Add(DenseOp):
+class Add(Elementwise):
     """y = a + b (residual)."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class SwiGlu(DenseOp):
+class SwiGlu(Elementwise):
     """y = silu(gate) * up; inputs (gate, up)."""
 
 

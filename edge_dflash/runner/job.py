@@ -1,151 +1,147 @@
-"""A request on the engine: a generator that the worker steps through, from the first pass to the plan.
-
-Knows sessions, the loop and the text of answers; knows nothing of queues or of who waits for the result.
-"""
+"""What the worker runs: steps for which somebody waits; a request is one, from its first pass to its plan."""
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Generator
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, TypeVar
 
 from edge_dflash.decode.controls import Pace
-from edge_dflash.decode.loop import Step, collect
+from edge_dflash.decode.loop import Step, collect, decode
 from edge_dflash.decode.session import Session, SessionManager
 from edge_dflash.result import Plan, PlanTimings, json_object, json_value
-from edge_dflash.runner.answer import AnswerText, Reader, StopFinder
-from edge_dflash.runner.prepare import Request
+from edge_dflash.runner.queue import Ticket
+from edge_dflash.runner.request import Prepared
+from edge_dflash.runner.stream import AnswerText, Reader
 from edge_dflash.text.chat import Answer
 
-_UNSTARTED = Step((), "cancelled", 0.0, 0.0)
+T = TypeVar("T")
+R = TypeVar("R")
 
 
-class Place(Protocol):
-    """Where a request's sequence lives. Called by the worker."""
+class Work(Generic[T, R]):
+    """Steps for a worker, and the ticket of whoever waits for them.
+
+    ``steps`` is called by the worker: each ``next`` does one and gives what became final, or None; what they return is
+    the result.
+    """
+
+    closes = True  # how it ends when it is cancelled: closed before its next step; False: by itself, with its result
+
+    def __init__(
+        self,
+        steps: Callable[[], Iterator[T | None]],
+        *,
+        priority: int = 0,
+        caller: str | None = "",
+        deadline: float | None = None,
+    ) -> None:
+        """``caller`` None: a work of the engine itself, which takes no place in the queue.
+
+        ``deadline`` (time.perf_counter()): a work that still waits then leaves the queue.
+        """
+        self.ticket: Ticket[T, R] = Ticket(f"the request of {caller!r}" if caller else "the request")
+        self.begin = steps
+        self.priority, self.caller, self.deadline = priority, caller, deadline
+        self.cancelled = False  # set by any thread
+        self.expired = False  # its deadline passed while it waited: not the user's cancelling
+        self.steps: Iterator[T | None] | None = None  # while it runs
+        self.interruptible = False  # nothing became final with its last step
+        self.passed = 0  # times that it was interrupted
+        self.timer: threading.Timer | None = None  # of its deadline, while it waits
+
+    def take(self, step: T | None) -> T | None:
+        """What of a step whoever waits is given. Called by the worker, as :meth:`end`."""
+        return step
+
+    def end(self, value: Any, error: BaseException | None) -> R:
+        """The steps are over: the result of what they returned; ``error`` is what ended them otherwise."""
+        result: R = value
+        return result
+
+    def would_end(self) -> bool:
+        """Whether it would end now, without a pass."""
+        return self.cancelled or (self.deadline is not None and time.perf_counter() >= self.deadline)
+
+    def expire(self) -> None:
+        """Leave the queue; one that runs looks at its deadline itself."""
+        if self.ticket.state == "queued":
+            self.expired = True
+            self.ticket.cancel()
+
+
+class Place:
+    """Where a request's sequence lives, as the worker asks: here in a session that ends with it."""
 
     def open(self, manager: SessionManager) -> Session:
         """The session that the request goes on in."""
-        ...
-
-    def settle(self, session: Session, answer: Answer, *, committed: bool, thinking: bool) -> None:
-        """The request has ended, somehow. ``committed``: tokens were; ``thinking``: inside a thinking span."""
-        ...
-
-
-class Observer(Protocol):
-    """Who watches an engine. Called by its worker between two passes: must be quick and must not raise."""
-
-    def started(self) -> None:
-        """A request, or a small work between two, begins to run."""
-        ...
-
-    def step(self, step: Step) -> None:
-        """Tokens were committed, or the request ends."""
-        ...
-
-    def ended(self) -> None:
-        """It runs no more, however it ended."""
-        ...
-
-
-class Unwatched:
-    """The observer when there is none."""
-
-    def started(self) -> None:
-        """See Observer."""
-
-    def step(self, step: Step) -> None:
-        """See Observer."""
-
-    def ended(self) -> None:
-        """See Observer."""
-
-
-class Alone:
-    """The place of a request that belongs to no conversation."""
-
-    def open(self, manager: SessionManager) -> Session:
-        """A session of its own."""
         return manager.open()
 
     def settle(self, session: Session, answer: Answer, *, committed: bool, thinking: bool) -> None:
-        """Forget it."""
+        """The request has ended, somehow. ``committed``: tokens were; ``thinking``: inside a thinking span."""
         session.close()
 
 
-class Job:
-    """One run of a request. ``cancelled`` and ``expired`` may be set by any thread."""
+class Job(Work[Step, Plan]):
+    """One run of a request. Every step is committed before it is given; None between chunks of the prompt."""
 
-    def __init__(self, request: Request, place: Place, manager: SessionManager, pace: Pace, observer: Observer) -> None:
-        self.request = request
+    closes = False
+
+    def __init__(self, request: Prepared, place: Place, manager: SessionManager, pace: Pace) -> None:
+        """``manager`` and ``pace`` are the engine's."""
+        options = request.options
+        super().__init__(self._answer, priority=options.priority, caller=options.caller, deadline=request.deadline)
         self.cancelled = request.ended == "cancelled"  # asked to end at the next commit
-        self.expired = False  # its deadline passed while it waited: not the user's cancelling
-        self._place = place
-        self._manager = manager
-        self._pace = pace
-        self._observer = observer
-        self._steps: list[Step] = []
+        self.request = request
+        self._place, self._manager, self._pace = place, manager, pace
+        self._session: Session | None = None
+        self._made: list[Step] = []
         self._started = self._first_token = 0.0
-        self._reused = 0
+        self._reused = 0  # tokens of the prompt
 
-    def __call__(self) -> Generator[Step | None, Any, Plan]:
-        """Run on the worker. Every step is committed before it is given; None between chunks of the prompt."""
+    def _answer(self) -> Iterator[Step]:
+        """Steps of the loop, which the worker takes itself."""
         self._started = time.perf_counter()
-        self._observer.started()
-        try:
-            return (yield from self._run())
-        finally:
-            self._observer.ended()
+        self._session = self._place.open(self._manager)
+        return decode(self._session, self.request, self.request.controls(self._pace, self._is_cancelled))
 
-    def _run(self) -> Generator[Step | None, Any, Plan]:
-        request = self.request
-        session = self._place.open(self._manager)
-        try:
-            stream = session.stream(
-                request.prompt,
-                request.decode,
-                speculative=request.options.speculative,
-                controls=request.controls(self._pace, self._is_cancelled, self._finder()),
-                keep=request.keep,
-            )
-            for step in stream:
-                self._observer.step(step)
-                if step.chunk:
-                    yield None
-                    continue
-                if step.first:
-                    self._first_token, self._reused = time.perf_counter(), stream.reuse.tokens
-                self._steps.append(step)
-                yield step
-        finally:
-            reader = self.reader()
-            tokens = tuple(token for step in self._steps for token in step.tokens)
-            reader(Step(tokens, "stop", 0.0, 0.0))  # also when it failed: what was committed counts
-            self._place.settle(session, reader.answer, committed=bool(tokens), thinking=reader.thinking)
-        return self._plan(self._steps, reader.answer)
+    def _is_cancelled(self) -> bool:
+        return self.cancelled and not self.expired
+
+    def take(self, step: Step | None) -> Step | None:
+        """A step, unless it only computed a part of the prompt."""
+        if step is None or step.chunk:
+            return None
+        if step.first and self._session is not None:
+            self._first_token, self._reused = time.perf_counter(), self._session.reuse.tokens
+        self._made.append(step)
+        return step
+
+    def end(self, value: Any, error: BaseException | None) -> Plan:
+        """The plan; also when the request failed, what was committed counts."""
+        reader = self.reader()
+        tokens = tuple(token for step in self._made for token in step.tokens)
+        reader(Step(tokens, "stop"))
+        if self._session is not None:
+            self._place.settle(self._session, reader.answer, committed=bool(tokens), thinking=reader.thinking)
+            self._session = None
+        if error is not None:
+            raise error
+        return self._plan(self._made, reader.answer)
 
     def reader(self) -> Reader:
         """Makes increments of the steps; each who reads them has one."""
         request, tokenizer = self.request, self.request.model.tokenizer
         if tokenizer is None:
             return Reader(None)
-        options, stop = request.options, request.decode.stop_token_ids
-        return Reader(AnswerText(tokenizer, request.prompt, stop, options.tools, options.stops))
+        options = request.options
+        return Reader(AnswerText(tokenizer, request.prompt, request.stop_token_ids, options.tools, options.stops))
 
     def unstarted(self) -> Plan:
         """The plan of a request that left the queue without having run."""
         self._started = time.perf_counter()
-        step = Step((), "deadline", 0.0, 0.0) if self.expired else _UNSTARTED
-        return self._plan([step], Answer())
-
-    def _is_cancelled(self) -> bool:
-        return self.cancelled and not self.expired
-
-    def _finder(self) -> StopFinder | None:
-        request, tokenizer = self.request, self.request.model.tokenizer
-        if tokenizer is None or not request.options.stops:
-            return None
-        return StopFinder(tokenizer, request.prompt, request.options.stops)
+        return self._plan([Step((), "deadline" if self.expired else "cancelled")], Answer())
 
     def _plan(self, steps: list[Step], answer: Answer) -> Plan:
         now, request, made = time.perf_counter(), self.request, collect(steps)

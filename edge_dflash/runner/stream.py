@@ -1,15 +1,140 @@
-"""The caller's end of a request: increments as they become final, then the plan. For threads and for asyncio."""
+"""The text of an answer as its tokens come: taken apart, and cut before a stop text.
+
+Two walkers over the same tokens. :class:`StopFinder` is asked before tokens are committed, so that the last one is the
+one that completes a stop text; :class:`AnswerText` gives the text to the caller and holds back what may become a stop
+text. Stop texts are looked for in the answer, not in thinking or tool calls.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any, Protocol
 
+from edge_dflash.decode.loop import Step
 from edge_dflash.errors import RequestCancelledError, RequestError
 from edge_dflash.result import Increment, Plan
-from edge_dflash.runner.prepare import UNWANTED
-from edge_dflash.runner.ticket import Ticket
+from edge_dflash.runner.queue import Ticket
+from edge_dflash.text.chat import Answer, AnswerStream, Markers, thinking_is_open
+from edge_dflash.text.tokenizer import Detokenizer, Tokenizer
+from edge_dflash.text.tool_calls import Tool
+
+UNWANTED: ContextVar[Callable[[], bool]] = ContextVar("UNWANTED", default=lambda: False)
+"""Whether who asks has gone: set around a call that prepares a request on another thread."""
+
+
+class StopFinder:
+    """Finds the token that completes a stop text. Called with all tokens of an answer, in order."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str]) -> None:
+        markers = Markers.of(tokenizer)
+        self._opens = {markers.think: markers.end_think, markers.tool_call: markers.end_tool_call}
+        self._tokenizer = tokenizer
+        self._stops = stops
+        self._reach = max(map(len, stops)) - 1  # characters that may belong to a stop text's beginning
+        self._until = markers.end_think if thinking_is_open(prompt, tokenizer) else None  # inside a span: its end
+        self._begin(trim=False)
+
+    def __call__(self, tokens: Sequence[int]) -> int | None:
+        """How many of the tokens belong to the answer when it ends with them; None when it goes on."""
+        for index, token in enumerate(tokens):
+            if self._completes(token):
+                return index + 1
+        return None
+
+    def _begin(self, *, trim: bool) -> None:
+        self._detokenizer, self._tail, self._trim = Detokenizer(self._tokenizer.decode), "", trim
+
+    def _completes(self, token: int) -> bool:
+        if self._until is not None:
+            if token == self._until:
+                self._until = None
+                self._begin(trim=True)  # newlines after a span belong to the template
+            return False
+        if (until := self._opens.get(token)) is not None:
+            self._until = until
+            return False
+        text = self._detokenizer.add([token])
+        if self._trim:
+            text = text.lstrip("\n")
+            self._trim = not text
+        seen = self._tail + text
+        self._tail = seen[-self._reach :] if self._reach else ""
+        return any(stop in seen for stop in self._stops)
+
+
+class AnswerText:
+    """The pieces of an answer; joined, they are the whole. ``stops`` are cut off with what follows."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int],
+        stop_token_ids: Sequence[int],
+        tools: Sequence[Tool] | None,
+        stops: Sequence[str],
+    ) -> None:
+        self._stream = AnswerStream(tokenizer, prompt, stop_token_ids=stop_token_ids, tools=tools)
+        self._stops = stops
+        self._held = ""  # the beginning of a stop text, perhaps
+        self._cut = False
+
+    @property
+    def thinking(self) -> bool:
+        """Whether the answer stands inside a thinking span."""
+        return self._stream.thinking
+
+    def add(self, tokens: Sequence[int]) -> Answer:
+        """Take tokens and return what is certain now."""
+        return self._before_stop(self._stream.add(tokens), last=False)
+
+    def finish(self) -> Answer:
+        """Return what is left when no more tokens come."""
+        return self._before_stop(self._stream.finish(), last=True)
+
+    def _before_stop(self, piece: Answer, *, last: bool) -> Answer:
+        if self._cut or not self._stops:
+            return replace(piece, content="") if self._cut else piece
+        text = self._held + piece.content
+        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        self._cut = bool(found)
+        held = 0 if last or found else max(_overlap(text, stop) for stop in self._stops)
+        certain = min(found) if found else len(text) - held
+        self._held = "" if found else text[certain:]
+        return replace(piece, content=text[:certain])
+
+
+class Reader:
+    """Increments of the steps of an answer, in order, and the answer that they make. ``text`` None: tokens only.
+
+    Text is made where it is read, and at the end for the plan: a cycle does not wait for it.
+    """
+
+    def __init__(self, text: AnswerText | None) -> None:
+        self._text = text
+        self.answer = Answer()
+
+    @property
+    def thinking(self) -> bool:
+        """Whether the answer stands inside a thinking span."""
+        return self._text is not None and self._text.thinking
+
+    def __call__(self, step: Step) -> Increment:
+        """The increment of the next step."""
+        if self._text is None:
+            return Increment(None, step.tokens, logprobs=step.logprobs)
+        piece = self._text.add(step.tokens)
+        if step.finish_reason is not None:
+            piece += self._text.finish()
+        self.answer += piece
+        return Increment(piece.content, step.tokens, piece.thinking, piece.tool_calls, step.logprobs)
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Characters at the end of ``text`` that ``stop`` begins with."""
+    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
 
 
 class Asked(Protocol):

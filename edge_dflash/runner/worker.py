@@ -1,9 +1,7 @@
 """One worker thread that owns an engine, and the queue in front of it.
 
-A job is a function that returns a generator: each ``next`` does one step of work and yields what became final; the
-value that the generator returns is the request's result. Where it yields None nothing did, and the job may be
-interrupted: what waits with a higher priority runs there, whole. Else jobs run one after another on the worker thread;
-a job's steps are the only places where it can be cancelled. Knows nothing of backends, sessions or plans.
+A work is run step by step; its steps are the only places where it can be cancelled. Works run one after another; where
+a step made nothing final, what waits with a higher priority runs in between, whole.
 """
 
 from __future__ import annotations
@@ -11,21 +9,52 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Generator
-from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+import time
+from collections.abc import Callable, Generator, Iterator
+from typing import Any, Protocol, TypeVar
 from weakref import WeakSet
 
+from edge_dflash.decode.backend import Backend
+from edge_dflash.decode.controls import Pace
+from edge_dflash.decode.loop import Step
+from edge_dflash.decode.session import SessionManager
+from edge_dflash.decode.store import PrefixStore
 from edge_dflash.errors import DeviceLostError, EngineFailedError, QueueFullError, RequestError
-from edge_dflash.runner.queue import PATIENCE, FairQueue
-from edge_dflash.runner.ticket import Ticket
+from edge_dflash.runner.job import Work
+from edge_dflash.runner.queue import PATIENCE, FairQueue, Ticket
 
 log = logging.getLogger("edge_dflash.runner")
 T = TypeVar("T")
-R = TypeVar("R")
-Job: TypeAlias = Callable[[], Generator[T | None, Any, R]]
 
 QUEUE_LIMIT = 64
+_SOON = 1_000_000  # priority of the engine's own small works
+_NOTHING = Step((), None)  # of a work that decodes nothing
+
+
+class Observer(Protocol):
+    """Who watches a worker. Called by it between two passes: must be quick and must not raise."""
+
+    def started(self) -> None:
+        """A request, or a small work between two, begins to run."""
+
+    def step(self, step: Step) -> None:
+        """Tokens were committed, or the request ends."""
+
+    def ended(self) -> None:
+        """It runs no more, however it ended."""
+
+
+class Unwatched:
+    """The observer of a worker that nobody watches."""
+
+    def started(self) -> None:
+        """See Observer."""
+
+    def step(self, step: Step) -> None:
+        """See Observer."""
+
+    def ended(self) -> None:
+        """See Observer."""
 
 
 def shares(limit: int) -> tuple[int, int]:
@@ -34,32 +63,13 @@ def shares(limit: int) -> tuple[int, int]:
     return caller, max(caller, limit - max(1, limit // 4))
 
 
-@dataclass(eq=False)
-class _Entry:
-    job: Job[Any, Any]
-    ticket: Ticket[Any, Any]
-    tell: Callable[[], object] | None  # how a running job is asked to end; None: the worker closes it between steps
-    priority: int
-    ends: Callable[[], bool]  # whether an interrupted job would end now, without a pass
-    steps: Generator[Any, Any, Any] | None = None  # of a running job
-    cancelled: bool = False
-    passed: int = 0  # times that it was interrupted
-
-
-def _displaced(entry: _Entry, priority: int) -> QueueFullError:
-    return QueueFullError(
-        f"this request, of priority {entry.priority}, gave its place in the queue to one of priority {priority}; "
-        "send it again, or with a higher priority"
-    )
-
-
-class Scheduler:
-    """Runs jobs one at a time in a fair order. All methods may be called from any thread.
+class Worker:
+    """Runs works one at a time in a fair order. All methods may be called from any thread.
 
     Higher priorities go first, callers of one priority take turns, and who waits long enough rises
-    (:mod:`edge_dflash.runner.queue`). An error of a job goes to its ticket; the worker goes on. Whatever else goes
-    wrong on the worker (an error outside a job, no memory, an exit) ends it: every ticket fails with EngineFailedError,
-    and so does every later submission.
+    (:mod:`edge_dflash.runner.queue`). An error of a work goes to its ticket; the worker goes on. Whatever else goes
+    wrong on the worker (an error outside a work, no memory, an exit) ends it: every ticket fails with
+    EngineFailedError, and so does every later submission.
     """
 
     def __init__(
@@ -68,34 +78,29 @@ class Scheduler:
         queue_limit: int = QUEUE_LIMIT,
         caller_limit: int | None = None,
         patience: int = PATIENCE,
-        name: str = "edge-dflash engine",
+        observer: Observer | None = None,
     ) -> None:
         """Start the worker.
 
-        At most ``queue_limit`` jobs wait, of one caller at most ``caller_limit`` (None: its share, and its account's,
-        by :func:`shares`), so that none keeps the others out. After being passed over ``patience`` times, a job counts
-        as one priority higher.
+        At most ``queue_limit`` works wait, of one caller at most ``caller_limit`` (None: its share, and its account's,
+        by :func:`shares`), so that none keeps the others out. After being passed over ``patience`` times, a work counts
+        as one priority higher. ``observer`` is told of every step.
         """
         self._patience = patience
         caller, account = shares(queue_limit)
-        self._queue: FairQueue[_Entry] = FairQueue(queue_limit, caller_limit or caller, patience, account)
+        self._queue: FairQueue[Work[Any, Any]] = FairQueue(queue_limit, caller_limit or caller, patience, account)
+        self._observer = observer or Unwatched()
         self._changed = threading.Condition()
-        self._running: list[_Entry] = []  # the last one runs, the others were interrupted
+        self._running: list[Work[Any, Any]] = []  # the last one runs, the others were interrupted
         self._closed = False
         self._failure: BaseException | None = None
         self._tickets: WeakSet[Ticket[Any, Any]] = WeakSet()  # whoever waits for one keeps it
-        self._worker = threading.Thread(target=self._work, name=name, daemon=True)
+        self._worker = threading.Thread(target=self._work, name="edge-dflash engine", daemon=True)
         self._worker.start()
-
-    def __enter__(self) -> Scheduler:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     @property
     def waiting(self) -> int:
-        """Number of queued jobs, the running one not counted."""
+        """Number of works in the queue, the running one not counted."""
         with self._changed:
             return len(self._queue)
 
@@ -104,79 +109,141 @@ class Scheduler:
         """What ended the worker; None while it works, and when it was closed."""
         return self._failure
 
-    def submit(
-        self,
-        job: Job[T, R],
-        *,
-        priority: int = 0,
-        caller: str | None = "",
-        on_cancel: Callable[[], object] | None = None,
-        ends: Callable[[], bool] = lambda: False,
-    ) -> Ticket[T, R]:
-        """Queue a job; it is called and stepped on the worker thread.
-
-        Cancelling a running job closes its generator before the next step, and the ticket raises
-        RequestCancelledError. With ``on_cancel`` (called once, on the canceller's thread) the job is told instead and
-        ends by itself with its own result. ``ends`` is asked while the job is interrupted: True lets it end,
-        which must take no pass (it was cancelled, or its time is over). A job of the engine itself has no ``caller``
-        and takes no place in the queue.
+    def submit(self, work: Work[Any, Any]) -> None:
+        """Queue a work.
 
         Raises QueueFullError when the queue or the caller's share of it is full and all that waits there is as urgent;
-        else the job displaces a less urgent one, whose ticket raises it. RequestError after :meth:`close`,
+        else the work displaces a less urgent one, whose ticket raises it. RequestError after :meth:`close`,
         EngineFailedError when the worker has failed.
         """
-        ticket: Ticket[T, R] = Ticket(self._cancel, f"the request of {caller!r}" if caller else "the request")
         with self._changed:
-            if self._failure is not None:
-                raise self._failed(self._failure)
-            if self._closed:
-                raise RequestError("the engine is closed and takes no more requests; open it again")
-            displaced = self._queue.push(_Entry(job, ticket, on_cancel, priority, ends), priority, caller)
+            try:
+                if self._failure is not None:
+                    raise self._failed(self._failure)
+                if self._closed:
+                    raise RequestError("the engine is closed and takes no more requests; open it again")
+                displaced = self._queue.push(work, work.priority, work.caller)
+            except Exception as error:
+                work.ticket._fail(error)
+                raise
             if displaced is not None:
-                displaced.ticket._fail(_displaced(displaced, priority))
-            self._tickets.add(ticket)
+                displaced.ticket._fail(_displaced(displaced, work.priority))
+            work.ticket.asked = self.cancel
+            self._tickets.add(work.ticket)
+            if work.deadline is not None and (left := work.deadline - time.perf_counter()) < threading.TIMEOUT_MAX:
+                work.timer = threading.Timer(max(left, 0.0), work.expire)
+                work.timer.daemon = True
+                work.timer.start()
             self._changed.notify_all()
-        return ticket
 
     def close(self, *, drain: bool = True, timeout: float | None = None) -> bool:
-        """Take no more jobs; run those that wait (``drain``) or cancel all; wait for the worker to end.
+        """Take no more works; run those that wait (``drain``) or cancel all; wait for the worker to end.
 
         Returns whether the worker has ended within ``timeout`` seconds. May be called again.
         """
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        if not drain:
-            for entry in self._known():
-                self._cancel(entry.ticket)
-        if threading.current_thread() is not self._worker:  # a job may close the engine: it ends after that job
+            known = [] if drain else [*self._queue, *self._running]
+        for work in known:
+            self.cancel(work.ticket)
+        if threading.current_thread() is not self._worker:  # a work may close the engine: it ends after that work
             self._worker.join(timeout)
         return not self._worker.is_alive()
 
-    def _known(self) -> list[_Entry]:
+    def cancel(self, ticket: Ticket[Any, Any]) -> bool:
+        """Ask a work to end; False when it has ended. See Ticket.cancel."""
         with self._changed:
-            return [*self._queue, *self._running]
-
-    def _cancel(self, ticket: Ticket[Any, Any]) -> bool:
-        with self._changed:
-            entry = next((known for known in self._known() if known.ticket is ticket), None)
-            if entry is None or ticket.done:
+            works = (*self._queue, *self._running)
+            work = next((work for work in works if work.ticket is ticket), None)
+            if work is None or ticket.done:
                 return False
-            if self._queue.remove(entry):
+            if self._queue.remove(work):
                 ticket._give_up()
-                return True
-            first, entry.cancelled = not entry.cancelled, True
-        if first and entry.tell is not None:
-            entry.tell()
-        return True
+            else:
+                work.cancelled = True
+            return True
 
     def _work(self) -> None:
         try:
-            while (entry := self._next()) is not None:
-                self._run(entry)
-                del entry
+            while (work := self._next()) is not None:
+                try:
+                    step = next(work.steps or self._begin(work))
+                    self._observer.step(step or _NOTHING)
+                    final = work.take(step)
+                except StopIteration as end:
+                    self._end(work, end.value)
+                except BaseException as error:
+                    self._end(work, None, error)
+                else:
+                    work.interruptible = final is None
+                    if final is not None:
+                        work.ticket._add(final)
+                del work
         except BaseException as error:  # nobody may wait for a worker that is gone
             self._fail_all(error)
+
+    def _next(self) -> Work[Any, Any] | None:
+        """The work whose step comes next, once there is one; None when the worker is closed and nothing waits."""
+        with self._changed:
+            while True:
+                running = self._running = [work for work in self._running if not work.ticket.done]
+                ending = next((work for work in running[:-1] if work.would_end()), None)
+                if ending is None and running and running[-1].interruptible:
+                    if urgent := self._start(running[-1].priority + running[-1].passed // self._patience):
+                        running[-1].passed += 1  # it rises as one that waits
+                        running.append(urgent)
+                elif not running:
+                    self._changed.wait_for(lambda: len(self._queue) > 0 or self._closed)
+                    if (first := self._start(None)) is None:
+                        return None
+                    running.append(first)
+                work = ending or running[-1]
+                if not (work.cancelled and work.closes):
+                    return work
+                self._close(work)
+
+    def _start(self, above: int | None) -> Work[Any, Any] | None:
+        """Take the next work of the queue, of a priority ``above`` that if it is given; None when there is none."""
+        try:
+            work = self._queue.pop(above)
+        except IndexError:
+            return None
+        if work.timer is not None:
+            work.timer.cancel()
+        work.ticket._start()
+        return work
+
+    def _begin(self, work: Work[T, Any]) -> Iterator[T | None]:
+        self._observer.started()
+        work.steps = work.begin()
+        return work.steps
+
+    def _close(self, work: Work[Any, Any]) -> None:
+        """End a work that was cancelled before its next step."""
+        try:
+            if isinstance(work.steps, Generator):
+                work.steps.close()
+        except BaseException as error:
+            self._end(work, None, error)
+        else:
+            if work.steps is not None:
+                self._observer.ended()
+            work.ticket._give_up()
+
+    def _end(self, work: Work[Any, Any], value: Any, error: BaseException | None = None) -> None:
+        """Settle a work whose steps are over. Its error goes to its ticket, or on where no worker survives it."""
+        try:
+            result = work.end(value, error)
+        except BaseException as failed:
+            error = error or failed
+        self._observer.ended()
+        if error is None:
+            work.ticket._succeed(result)
+        elif isinstance(error, MemoryError | DeviceLostError) or not isinstance(error, Exception):
+            raise error
+        else:
+            work.ticket._fail(error)
 
     def _fail_all(self, error: BaseException) -> None:
         """Close, and fail every ticket that has not ended, each with an error of its own."""
@@ -200,56 +267,44 @@ class Scheduler:
         failed.__cause__ = cause
         return failed
 
-    def _next(self) -> _Entry | None:
-        """The next job, once there is one; None when the scheduler is closed and nothing waits."""
-        with self._changed:
-            self._changed.wait_for(lambda: len(self._queue) > 0 or self._closed)
-            return self._start(None) if len(self._queue) else None
 
-    def _start(self, above: int | None) -> _Entry | None:
-        """Take the next job of the queue, of a priority ``above`` that if it is given; None when there is none."""
-        with self._changed:
-            try:
-                entry = self._queue.pop(above)
-            except IndexError:
-                return None
-            self._running.append(entry)
-            entry.ticket._start()
-            return entry
+def _displaced(work: Work[Any, Any], priority: int) -> QueueFullError:
+    return QueueFullError(
+        f"this request, of priority {work.priority}, gave its place in the queue to one of priority {priority}; "
+        "send it again, or with a higher priority"
+    )
 
-    def _run(self, entry: _Entry) -> None:
-        """Step through one job, and through more urgent ones where it may be interrupted."""
-        while not entry.ticket.done:
-            interruptible = self._step(entry)
-            for other in self._running[:-1]:
-                while not other.ticket.done and (other.cancelled or other.ends()):
-                    self._step(other)
-            while interruptible and not entry.ticket.done:
-                if (urgent := self._start(entry.priority + entry.passed // self._patience)) is None:
-                    break
-                entry.passed += 1  # it rises as one that waits
-                self._run(urgent)
-        with self._changed:
-            self._running.remove(entry)
 
-    def _step(self, entry: _Entry) -> bool:
-        """One step of a job; whether it may be interrupted behind it. Its error goes to its ticket."""
-        try:
-            if entry.cancelled and entry.tell is None:
-                if entry.steps is not None:
-                    entry.steps.close()
-                entry.ticket._give_up()
-                return False
-            entry.steps = entry.steps or entry.job()
-            increment = next(entry.steps)
-        except StopIteration as end:
-            entry.ticket._succeed(end.value)
-        except (MemoryError, DeviceLostError):
-            raise  # the worker's end, like all that is no Exception
-        except Exception as error:
-            entry.ticket._fail(error)
-        else:
-            if increment is None:
-                return True
-            entry.ticket._add(increment)
-        return False
+class Engine(Worker):
+    """The worker that owns a loaded pair: its sessions, its measured pace. Only it touches the backend."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        fingerprint: str,
+        *,
+        queue: int,
+        prefix_bytes: int,
+        fallback: bool,
+        observer: Observer | None = None,
+    ) -> None:
+        """Take the backend over; ``fingerprint`` binds its sessions to a bundle."""
+        self.backend = backend
+        self.manager = SessionManager(backend, fingerprint, PrefixStore(prefix_bytes))
+        self.pace = Pace(fallback=fallback)
+        super().__init__(queue_limit=queue, observer=observer)
+
+    def run(self, steps: Callable[[], Generator[None, None, T]]) -> T:
+        """Run a small work between two requests or two chunks of a prompt, and wait for it."""
+        work: Work[None, T] = Work(steps, priority=_SOON, caller=None)
+        self.submit(work)
+        return work.ticket.result()
+
+    def call(self, function: Callable[[], T]) -> T:
+        """:meth:`run` for a function."""
+
+        def steps() -> Generator[None, None, T]:
+            yield
+            return function()
+
+        return self.run(steps)

@@ -26,8 +26,8 @@ from edge_dflash.serve.completions import HELLO
 from edge_dflash.serve.config import ServeConfig
 from edge_dflash.serve.fields import Fields, Refusal, dump, json_response, refusal, session_name
 from edge_dflash.serve.limits import Guard, Keys, read_body, turn
-from edge_dflash.serve.messages import read_messages
 from edge_dflash.serve.metrics import CONTENT_TYPE
+from edge_dflash.serve.openai import read_messages
 from edge_dflash.serve.openapi import (
     COUNT,
     FLAG,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import itertools
 import json
 import math
 import os
@@ -15,7 +16,7 @@ import re
 import socket
 import stat
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -25,7 +26,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from edge_dflash.common.rules import lone_surrogate, surrogate_message
+from edge_dflash.decode.options import PlanOptions
 from edge_dflash.errors import ConfigError
+from edge_dflash.serve.config import LimitConfig
 from edge_dflash.serve.fields import Refusal
 from edge_dflash.serve.openapi import Read
 
@@ -239,3 +242,28 @@ def _int(text: str) -> int:
     if len(text) > 20 or abs(value := int(text)) > 2**64 - 1:
         raise Refusal(f"the number {text[:40]} is too large; whole numbers have at most 64 bits", code="json")
     return value
+
+
+def bound_request(task: Sequence[Any], options: PlanOptions, limits: LimitConfig) -> None:
+    """Refuse forms and texts that are larger than the service takes."""
+    most = limits.schema_bytes
+    for name in ("schema", "regex", "grammar") if most else ():
+        if _larger(options.get(name), most):
+            raise Refusal(f"{name} has more than {most} bytes, the limit; give a smaller one")
+    most = limits.prompt_chars
+    if most and (size := _chars(task)) > most:
+        raise Refusal(f"the texts have {size} characters, the limit is {most}; send less")
+
+
+def _larger(form: object, limit: int) -> bool:
+    """Whether a form has more characters, as JSON if it is no text; it is written no further than the limit."""
+    if form is None or isinstance(form, str):
+        return len(form or "") > limit
+    sizes = itertools.accumulate(len(part) for part in json.JSONEncoder().iterencode(form))
+    return any(size > limit for size in sizes)
+
+
+def _chars(task: Sequence[Any]) -> int:
+    if isinstance(task, str):
+        return len(task)
+    return sum(len(json.dumps(item)) if isinstance(item, Mapping) else 1 for item in task)

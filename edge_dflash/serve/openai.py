@@ -6,23 +6,44 @@ Everything that is sent is used or refused by name. Parameters that OpenAI defin
 
 from __future__ import annotations
 
-import itertools
-import json
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from edge_dflash.client.api import WORDS
 from edge_dflash.decode.options import PlanOptions
 from edge_dflash.decode.sampling import MOST_ALTERNATIVES
+from edge_dflash.errors import RequestError
 from edge_dflash.serve.config import ServeConfig
 from edge_dflash.serve.fields import Fields, Refusal, session_name
-from edge_dflash.serve.messages import Prompt, read_messages, read_prompt, read_tools
-from edge_dflash.serve.openapi import NAME
+from edge_dflash.serve.limits import bound_request
+from edge_dflash.serve.openapi import COUNT, NAME, TEXT, Schema
+from edge_dflash.text.template import Message, content_text
 
-DAY = 86400.0
+Prompt: TypeAlias = str | list[Message] | tuple[int, ...]
+
+
+def _object(needed: Sequence[str] = (), /, **properties: Schema) -> Schema:
+    """An object of just these properties; with ``needed``, of those and perhaps more."""
+    made: Schema = {"type": "object", "properties": properties, "required": list(needed or properties)}
+    return made if needed else {**made, "additionalProperties": False}
+
+
 _STOP = {"type": "string", "minLength": 1, "maxLength": 999}
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_CONTENT = {"anyOf": [TEXT, {"type": "array", "items": _object(type={"const": "text"}, text=TEXT)}]}
+_SAID = {"required": ["role", "content"], "properties": {"content": {"not": {"type": "null"}}}}
+_CALLED = {"required": ["role", "tool_calls"], "properties": {"tool_calls": {"type": "array", "minItems": 1}}}
+_ONE = {"anyOf": [{"type": "string", "minLength": 1}, {"type": "array", "items": COUNT, "minItems": 1}]}
+_PROMPT = {"anyOf": [*_ONE["anyOf"], {"type": "array", "items": _ONE, "minItems": 1, "maxItems": 1}]}
+_PROMPT_WHY = "give one text, or one list of token ids"
+_FUNCTION = {"type": {"const": "function"}}
+_TOOL = _object(
+    ["function"], **_FUNCTION, function=_object(["name"], name=TEXT, parameters={"type": ["object", "null"]})
+)
+_WORDS = ("auto", "none", "required")
+_TOOL_CHOICE = {"anyOf": [{"enum": list(_WORDS)}, _object(**_FUNCTION, function=_object(name=TEXT))]}
 
 
 @dataclass(frozen=True)
@@ -43,15 +64,13 @@ class Call:
 def chat_call(body: Mapping[str, Any], config: ServeConfig) -> Call:
     """Read the body of ``/v1/chat/completions``. Raises Refusal."""
     fields = Fields(body)
-    messages = read_messages(fields)
-    options = read_tools(fields)
-    return _call(fields, messages, options, config, chat=True)
+    return _call(fields, read_messages(fields), _tools(fields), config, chat=True)
 
 
 def completion_call(body: Mapping[str, Any], config: ServeConfig) -> Call:
     """Read the body of ``/v1/completions``. Raises Refusal."""
     fields = Fields(body)
-    prompt = read_prompt(fields)
+    prompt = _prompt(fields)
     fields.only("suffix", "", why="text behind the answer cannot be given")
     fields.only("echo", False, why="the prompt cannot be echoed; leave echo out")
     fields.only("best_of", 1, why="one answer is made; give 1")
@@ -73,13 +92,12 @@ def _call(fields: Fields, task: Prompt, options: PlanOptions, config: ServeConfi
     options["caller"] = (options.get("caller", user) or "")[:64]
     _fixed(fields)
     fields.done()
-    _bounded(task, options, config)
+    bound_request(task, options, config.limits)
     return Call(task, options, chat, model, stream, include_usage, session, with_tokens, budget_is_default)
 
 
 def _form(fields: Fields, options: PlanOptions) -> None:
-    form = fields.inner("response_format")
-    if form is None:
+    if (form := fields.inner("response_format")) is None:
         return
     kind = form.kind("type", "text", "json_object", "json_schema")
     if kind == "json_object":
@@ -88,8 +106,8 @@ def _form(fields: Fields, options: PlanOptions) -> None:
         wanted = 'give {"name": ..., "schema": {...}}'
         inner = form.inner("json_schema", needed=wanted) or Fields({})
         options["schema"] = inner.mapping("schema", needed=wanted)
-        for known in ("name", "description"):
-            inner.text(known)
+        inner.text("name")
+        inner.text("description")
         inner.flag("strict")  # a schema is always obeyed
         inner.done()
     form.done()
@@ -97,8 +115,7 @@ def _form(fields: Fields, options: PlanOptions) -> None:
 
 def _stream_options(fields: Fields, stream: bool) -> bool:
     """Whether the usage is wanted."""
-    given = fields.inner("stream_options")
-    if given is None:
+    if (given := fields.inner("stream_options")) is None:
         return False
     if not stream:
         fields.fail("stream_options", {}, "it needs stream: true")
@@ -116,10 +133,8 @@ def _sampling(fields: Fields, options: PlanOptions, default: float) -> None:
         if top_p == 0.0:  # the smallest set of tokens: the best one
             options["top_p"], options["top_k"] = 1.0, 1
     seed = fields.integer("seed", -(2**63), 2**64 - 1)
-    if seed is not None:
-        options["seed"] = seed % 2**64
-    elif options["temperature"] > 0:
-        options["seed"] = secrets.randbits(32)  # drawn anew for each request, and told in the answer
+    if seed is not None or options["temperature"] > 0:  # drawn anew for each request, and told in the answer
+        options["seed"] = secrets.randbits(32) if seed is None else seed % 2**64
 
 
 def _logprobs(fields: Fields, options: PlanOptions, *, chat: bool) -> None:
@@ -137,17 +152,15 @@ def _logprobs(fields: Fields, options: PlanOptions, *, chat: bool) -> None:
 def _budget(fields: Fields, options: PlanOptions, most: int) -> bool:
     """Set the budget, at most ``most`` tokens if that is not 0; return whether it is the service's own."""
     names = ("max_completion_tokens", "max_tokens")
-    given = {name: fields.integer(name, 1, most or 2**31) for name in names}
-    values = {value for value in given.values() if value is not None}
-    if len(values) > 1:
+    given = [value for name in names if (value := fields.integer(name, 1, most or 2**31)) is not None]
+    if len(set(given)) > 1:
         raise Refusal(f"{names[0]} and {names[1]} differ; give one of them", param=names[0])
-    options["max_new_tokens"] = values.pop() if (asked := bool(values)) else most or None
-    return not asked
+    options["max_new_tokens"] = given[0] if given else most or None
+    return not given
 
 
 def _stop(fields: Fields, options: PlanOptions) -> None:
-    stop = fields.take("stop", {"anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": 16}]})
-    if stop is None:
+    if (stop := fields.take("stop", {"anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": 16}]})) is None:
         return
     texts = [stop] if isinstance(stop, str) else stop
     good = isinstance(texts, list) and len(texts) <= 16
@@ -158,21 +171,20 @@ def _stop(fields: Fields, options: PlanOptions) -> None:
     options["stop"] = tuple(texts)
 
 
+_READERS: dict[type, Callable[[Fields, str], Any]] = {str: Fields.text, bool: Fields.flag}
+
+
 def _extension(extra: Fields, options: PlanOptions, config: ServeConfig) -> tuple[str | None, bool]:
     """Read what stands under ``edge_dflash``; return the session and whether token ids are wanted."""
     options["thinking"] = config.defaults.thinking
     for name, kind in WORDS.items():
-        if isinstance(kind, tuple):
-            value: Any = extra.integer(name, *kind)
-        else:
-            value = extra.flag(name) if kind is bool else extra.text(name)
+        value = extra.integer(name, *kind) if isinstance(kind, tuple) else _READERS[kind](extra, name)
         if value is not None:
             options[name] = value  # type: ignore[literal-required]
-    session = extra.text("session", facts=NAME)
-    if session is not None:
+    if (session := extra.text("session", facts=NAME)) is not None:
         session_name(session, extra.name("session"))
     with_tokens = extra.flag("tokens") or False
-    if (deadline := extra.number("deadline_s", 0.0, DAY)) is not None:
+    if (deadline := extra.number("deadline_s", 0.0, 86400.0)) is not None:
         options["deadline"] = deadline
     extra.done()
     return session, with_tokens
@@ -188,30 +200,101 @@ def _fixed(fields: Fields) -> None:
     for name in ("presence_penalty", "frequency_penalty"):
         fields.only(name, 0, 0.0, why="it would change what the model says; give 0")
     fields.mapping("metadata")  # the caller's own notes
-    for name in ("safety_identifier", "prompt_cache_key"):
-        fields.text(name)
+    fields.text("safety_identifier")
+    fields.text("prompt_cache_key")
 
 
-def _bounded(task: Prompt, options: PlanOptions, config: ServeConfig) -> None:
-    """Refuse forms and texts that are larger than the service takes."""
-    most = config.limits.schema_bytes
-    for name in ("schema", "regex", "grammar") if most else ():
-        if _larger(options.get(name), most):
-            raise Refusal(f"{name} has more than {most} bytes, the limit; give a smaller one")
-    most = config.limits.prompt_chars
-    if most and (size := _chars(task)) > most:
-        raise Refusal(f"the texts have {size} characters, the limit is {most}; send less")
+def read_messages(fields: Fields, needed: str = "give at least one message") -> list[Message]:
+    """The ``messages`` of a request, as chat templates want them. Raises Refusal."""
+    given = fields.array("messages", facts={"minItems": 1}, needed=needed)
+    if not given:
+        raise Refusal("messages is empty; give at least one message", param="messages")
+    return [_message(message, f"messages[{index}]") for index, message in enumerate(given)]
 
 
-def _larger(form: object, limit: int) -> bool:
-    """Whether a form has more characters, as JSON if it is no text; it is written no further than the limit."""
-    if form is None or isinstance(form, str):
-        return len(form or "") > limit
-    sizes = itertools.accumulate(len(part) for part in json.JSONEncoder().iterencode(form))
-    return any(size > limit for size in sizes)
+def _message(given: Any, path: str) -> Message:
+    if not isinstance(given, dict):
+        raise Refusal(f"{path} is of type {type(given).__name__}; give an object with role and content", param=path)
+    fields = Fields(given, path)
+    role = fields.kind("role", *_ROLES)
+    made: dict[str, Any] = {"role": "system" if role == "developer" else role}
+    calls, assistant = None, role == "assistant"
+    if assistant:
+        calls = fields.array("tool_calls", facts={"description": "The calls of an earlier answer."})
+    else:
+        fields.only("tool_calls", why="only an assistant calls tools")
+    try:
+        content = content_text(fields.take("content", _CONTENT), fields.name("content"))
+    except RequestError as error:
+        raise Refusal(str(error), param=fields.name("content")) from None
+    fields.also({"anyOf": [_SAID, _CALLED]} if assistant else _SAID)
+    if content is None and not calls:
+        raise Refusal(f"{path} has no content; give a text", param=f"{path}.content")
+    made["content"] = content or ""
+    if assistant:
+        if calls:
+            made["tool_calls"] = calls
+        if (thinking := fields.text("reasoning_content")) is not None:
+            made["reasoning_content"] = thinking
+        fields.take("refusal")  # OpenAI's own answers carry these, null or empty
+        fields.take("annotations")
+        fields.only("audio", why="audio cannot be read")
+        fields.only("function_call", why="give tool_calls instead")
+    if role == "tool":
+        made["tool_call_id"] = fields.text("tool_call_id") or ""
+    if (name := fields.text("name")) is not None:
+        made["name"] = name
+    fields.done()
+    return made
 
 
-def _chars(task: Prompt) -> int:
-    if isinstance(task, str):
-        return len(task)
-    return sum(len(json.dumps(item)) if isinstance(item, Mapping) else 1 for item in task)
+def _prompt(fields: Fields) -> str | tuple[int, ...]:
+    """The ``prompt`` of a completion: a text or token ids. Raises Refusal."""
+    prompt = fields.take("prompt", _PROMPT, needed=_PROMPT_WHY)
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+        prompt = prompt[0]  # a batch of one
+    if isinstance(prompt, str) and prompt:
+        return prompt
+    if not isinstance(prompt, list) or not prompt:
+        fields.fail("prompt", prompt, _PROMPT_WHY)
+    ids = tuple(int(token) if type(token) is float and token.is_integer() else token for token in prompt)
+    if not all(type(token) is int and token >= 0 for token in ids):
+        fields.fail("prompt", prompt, _PROMPT_WHY)
+    return ids
+
+
+def _tools(fields: Fields) -> PlanOptions:
+    """The options that ``tools`` and ``tool_choice`` mean. Raises Refusal."""
+    tools = fields.array("tools", facts={"items": _TOOL})
+    for index, tool in enumerate(tools or ()):
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or tool.get("type", "function") != "function":
+            fields.fail(f"tools[{index}]", tool, 'give {"type": "function", "function": {"name": ...}}')
+        if not isinstance(function.get("name"), str) or not isinstance(function.get("parameters"), dict | None):
+            fields.fail(f"tools[{index}].function", function, "give it a name, and an object as parameters")
+    choice = _tool_choice(fields)
+    names = [tool["function"]["name"] for tool in tools or ()]
+    if choice not in ("auto", "none") and not names:
+        fields.fail("tool_choice", choice, "no tools are given: give tools, or auto")
+    if choice not in _WORDS and choice not in names:
+        fields.fail("tool_choice", choice, f"give auto, none, required, or the name of a tool that is given: {names}")
+    accepted = (True,) if choice in ("auto", "none") else (True, False)  # a forced call is one call
+    fields.only("parallel_tool_calls", *accepted, why="the model decides how many tools it calls; leave it out")
+    fields.only("functions", why="give tools instead")
+    fields.only("function_call", why="give tool_choice instead")
+    return PlanOptions(tools=tools or None, tool_choice=choice)
+
+
+def _tool_choice(fields: Fields) -> str:
+    """A word of the API, or the name of a tool."""
+    choice = fields.take("tool_choice", _TOOL_CHOICE)
+    if choice is None or choice in _WORDS:
+        return choice or "auto"
+    function = choice.get("function") if isinstance(choice, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str) or choice != {"type": "function", "function": {"name": name}}:
+        wanted = 'give auto, none, required, or {"type": "function", "function": {"name": ...}}'
+        fields.fail("tool_choice", choice, wanted)
+    if name in _WORDS:
+        fields.fail("tool_choice", choice, "a tool of this name cannot be chosen; name it otherwise")
+    return name

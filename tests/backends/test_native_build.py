@@ -12,13 +12,12 @@ from native_support import fake_cubin, same
 from paths import DEMO
 
 from edge_dflash.backends.cuda.compile import bundled, kernels_digest
-from edge_dflash.builder import builder
 from edge_dflash.builder import decide as plan
-from edge_dflash.builder.builder import BuildConfig, build
-from edge_dflash.builder.journal import building_path
-from edge_dflash.builder.native import write_native_part
+from edge_dflash.builder import write as builder
+from edge_dflash.builder.convert import weight_tensors
+from edge_dflash.builder.write import BuildConfig, build
+from edge_dflash.bundle.parts import Part, building_path, tensor_file, write_file
 from edge_dflash.bundle.reader import Bundle
-from edge_dflash.bundle.stored import Part
 from edge_dflash.common.files import directory
 from edge_dflash.errors import BuildError
 from edge_dflash.weights.layout import Layout
@@ -154,7 +153,7 @@ def test_a_large_stack_is_converted_without_being_held_several_times(tmp_path):
     tracemalloc.start()
     try:
         with ThreadPoolExecutor(1) as pool:
-            write_native_part(tmp_path / "part", Part((), (stack,)), store, formats, pool, lambda count: None)
+            write_file(tmp_path / "part", tensor_file(weight_tensors(Part((), (stack,)), store, formats, {}, pool)))
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

@@ -189,7 +189,7 @@ sys.path.insert(0, {str(DEMO.parents[1] / "tests")!r})
 import edge_dflash, edge_dflash.planner
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.backends import load
-from edge_dflash.backends.cuda.bundle_weights import BundleWeights
+from edge_dflash.backends.cuda.weights import BundleWeights
 from edge_dflash.weights.stacks import pair_stacks
 from edge_dflash.errors import BackendError
 from edge_dflash.model import pair_programs

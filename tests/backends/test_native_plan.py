@@ -9,8 +9,8 @@ from cubin_support import need_compiler
 from native_support import NATIVE_PAIR, formats_of, random_store
 
 from edge_dflash.backends.cuda import compile as kernels
-from edge_dflash.builder.builder import build
-from edge_dflash.builder.native_plan import plan_native
+from edge_dflash.builder.choose import decide_native
+from edge_dflash.builder.write import build
 from edge_dflash.errors import BackendError, BuildError
 from edge_dflash.weights.recipe import default_recipe
 
@@ -21,16 +21,16 @@ GATE = "target.layers.0.mlp.gate_proj"
 def test_scales_of_nvfp4_activations_are_dropped_with_one_warning():
     formats = formats_of("nvfp4")
     store = random_store(formats)
-    assert plan_native("sm110a", RECIPE, NATIVE_PAIR, store, formats) == (formats, ())
+    assert decide_native("sm110a", RECIPE, NATIVE_PAIR, store, formats) == (formats, ())
     store[GATE] = replace(store[GATE], input_scale=0.5)
-    (warning,) = plan_native("sm110a", RECIPE, NATIVE_PAIR, store, formats)[1]
+    (warning,) = decide_native("sm110a", RECIPE, NATIVE_PAIR, store, formats)[1]
     assert warning.startswith("1 linears of the checkpoint carry scales of NVFP4 activations, which are left out")
 
 
 def test_a_recipe_with_nvfp4_activations_is_refused():
     recipe = replace(RECIPE, name="w4a4", activations="nvfp4")
     with pytest.raises(BackendError, match="recipe w4a4 asks for activations in nvfp4, the native backend computes"):
-        plan_native("sm110a", recipe, NATIVE_PAIR, {}, formats_of("nvfp4"))
+        decide_native("sm110a", recipe, NATIVE_PAIR, {}, formats_of("nvfp4"))
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_5"])

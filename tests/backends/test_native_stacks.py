@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from native_support import NATIVE_PAIR, formats_of, programs
 
-from edge_dflash.bundle.stored import bundle_parts, native_stacks, stack_bytes, stack_part
+from edge_dflash.bundle.parts import bundle_parts, native_stacks, stack_bytes, stack_part
 from edge_dflash.errors import BackendError
 from edge_dflash.model.specs import DrafterLayerMask
 from edge_dflash.weights.stacks import PARTS, pair_stacks, program_stacks

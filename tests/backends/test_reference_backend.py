@@ -5,7 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edge_dflash.decode.backend import Asked, Precision, Snapshot
-from edge_dflash.decode.loop import DecodeOptions, generate
+from edge_dflash.decode.loop import generate
+from edge_dflash.decode.options import Options
 from edge_dflash.errors import BackendError
 
 PROMPT = golden("qwen3_5")["p0.prompt"].tolist()
@@ -82,11 +83,11 @@ def test_a_restored_snapshot_continues_with_the_same_tokens_and_drafts(name, pre
     b.verify([1, 2, 3, 4])
     b.commit(3)
     saved = b.snapshot()
-    expected = generate(b, [4], DecodeOptions(max_new_tokens=24))
+    expected = generate(b, [4], Options(max_new_tokens=24))
     other = backend(name, precision)
     other.prefill([3, 1, 4, 1, 5])
     other.restore(saved)
-    got = generate(other, [4], DecodeOptions(max_new_tokens=24))
+    got = generate(other, [4], Options(max_new_tokens=24))
     assert got.tokens == expected.tokens
     assert got.accept_lengths == expected.accept_lengths  # the drafter's context came along
     assert same_bits(other.snapshot(), b.snapshot())

@@ -16,7 +16,7 @@ from edge_dflash.backends import load
 from edge_dflash.backends.reference import dense
 from edge_dflash.backends.selftest import DRAFT_FLOOR, SelfTestResult, TokenDifference, check, promises_bits, replay
 from edge_dflash.builder import record
-from edge_dflash.builder.builder import build
+from edge_dflash.builder.write import build
 from edge_dflash.bundle.manifest import dump_manifest
 from edge_dflash.bundle.parts import hash_file
 from edge_dflash.bundle.reader import Bundle

@@ -9,7 +9,7 @@ from synthetic import drafter_config, qwen3_5_config, write_drafter, write_targe
 from edge_dflash.backends.host import Delegate
 from edge_dflash.backends.reference import interpreter
 from edge_dflash.backends.selftest import run_selftest
-from edge_dflash.builder.builder import BuildConfig, build
+from edge_dflash.builder.write import BuildConfig, build
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.bundle.selftest import load_selftest
 from edge_dflash.decode.backend import Precision

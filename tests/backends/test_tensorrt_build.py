@@ -10,9 +10,10 @@ from tensorrt_build_support import VERSION, FakeCompiler, config, fake, fake_too
 from tensorrt_support import units
 
 from edge_dflash.backends.tensorrt.units import EMBEDDING, STATE_UNITS
-from edge_dflash.builder import plans as plans_module
-from edge_dflash.builder.builder import build
-from edge_dflash.builder.journal import building_path
+from edge_dflash.builder import engines as engines_module
+from edge_dflash.builder.write import build
+from edge_dflash.bundle import parts
+from edge_dflash.bundle.parts import building_path
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.errors import BackendError, BuildError, BundleError, RecipeError
 
@@ -94,7 +95,7 @@ def test_on_a_board_plans_are_timed_one_by_one_with_one_cache(fake, tmp_path, mo
 
     with pytest.raises(BuildError, match="resume with: edge-dflash build"):
         build(config(tmp_path / "out", arch="sm110"), interrupt)
-    kept = building_path(tmp_path / "out") / plans_module.TIMING_CACHE
+    kept = building_path(tmp_path / "out") / engines_module.TIMING_CACHE
     assert kept.read_bytes() == b"t" * len(fake.made)
     assert len(threads) == 1
     before = len(fake.made)
@@ -148,7 +149,7 @@ def test_a_refused_plan_stops_those_in_work(fake, tmp_path, monkeypatch):
             raise BuildError("plan drafter-001: no")
         return slow(self, lowered, advance)
 
-    monkeypatch.setattr(plans_module, "workers", lambda arch: 2)
+    monkeypatch.setattr(engines_module, "workers", lambda arch: 2)
     monkeypatch.setattr(fake, "build", failing)
     with pytest.raises(BuildError, match="plan drafter-001: no"):
         build(config(tmp_path / "out"))
@@ -156,15 +157,17 @@ def test_a_refused_plan_stops_those_in_work(fake, tmp_path, monkeypatch):
 
 
 def test_plans_are_hashed_and_written_side_by_side(fake, tmp_path, monkeypatch):
-    both, write = threading.Barrier(2, timeout=30), plans_module._write
+    both, write, begun = threading.Barrier(2, timeout=30), parts.write_bytes, set()
     assert len(KEYS) % 2 == 0
 
-    def meeting(plan, path):
-        both.wait()
-        return write(plan, path)
+    def meeting(file, data):
+        if file.name.endswith(".plan.partial") and file.name not in begun:
+            begun.add(file.name)
+            both.wait()
+        write(file, data)
 
-    monkeypatch.setattr(plans_module, "workers", lambda arch: 2)
-    monkeypatch.setattr(plans_module, "_write", meeting)
+    monkeypatch.setattr(engines_module, "workers", lambda arch: 2)
+    monkeypatch.setattr(parts, "write_bytes", meeting)
     result = build(config(tmp_path / "out"))
     assert result.plans == NAMES
     Bundle.open(result.bundle)
@@ -222,12 +225,12 @@ def test_a_missing_or_old_tensorrt_is_named(fake, tmp_path, monkeypatch, version
 
 
 def test_memory_and_cores_bound_the_plans_in_work(monkeypatch):
-    monkeypatch.setattr(plans_module.os, "cpu_count", lambda: 64)
-    assert plans_module.workers("sm110") == 1
-    for available, count in ((1 << 30, 1), (5 << 30, 2), (1 << 40, plans_module.AT_ONCE)):
+    monkeypatch.setattr(engines_module.os, "cpu_count", lambda: 64)
+    assert engines_module.workers("sm110") == 1
+    for available, count in ((1 << 30, 1), (5 << 30, 2), (1 << 40, engines_module.AT_ONCE)):
         state = type("State", (), {"available": available})
-        monkeypatch.setattr(plans_module, "read_memory", lambda root, state=state: state)
-        assert plans_module.workers("sm121") == count
+        monkeypatch.setattr(engines_module, "read_memory", lambda root, state=state: state)
+        assert engines_module.workers("sm121") == count
 
 
 def test_a_damaged_plan_is_refused_even_without_hashing_all(fake, tmp_path):

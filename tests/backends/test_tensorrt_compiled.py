@@ -7,9 +7,9 @@ from tensorrt_build_support import config
 from edge_dflash.backends.tensorrt.compile import Compiler
 from edge_dflash.backends.tensorrt.net import Net
 from edge_dflash.backends.tensorrt.units import bundle_units, engine_units
-from edge_dflash.builder import builder
-from edge_dflash.builder.builder import build
-from edge_dflash.builder.journal import building_path
+from edge_dflash.builder import write as builder
+from edge_dflash.builder.write import build
+from edge_dflash.bundle.parts import building_path
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.errors import BuildError
 

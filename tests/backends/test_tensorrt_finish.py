@@ -12,10 +12,11 @@ from bundle_support import write_bundle
 from tensorrt_build_support import config, fake, fake_tools, install, on
 
 from edge_dflash.builder import finish as finish_module
-from edge_dflash.builder.builder import build
+from edge_dflash.builder import journal
 from edge_dflash.builder.finish import finish
-from edge_dflash.builder.journal import building_path
+from edge_dflash.builder.write import build
 from edge_dflash.bundle.manifest import MANIFEST, dump_manifest
+from edge_dflash.bundle.parts import building_path
 from edge_dflash.bundle.reader import Bundle, read_manifest
 from edge_dflash.errors import BackendError, BuildError, BundleError
 
@@ -182,7 +183,7 @@ def test_where_the_disk_cannot_link_files_are_copied(board, bundle, monkeypatch)
     def no_links(source, path):
         raise OSError(1, "no links here")
 
-    monkeypatch.setattr(finish_module.os, "link", no_links)
+    monkeypatch.setattr(journal.os, "link", no_links)
     before = read_manifest(bundle)
     finish(bundle)
     after = Bundle.open(bundle).manifest

@@ -9,7 +9,7 @@ from tensorrt_build_support import VERSION, config, fake_tools
 from edge_dflash import backends
 from edge_dflash.backends.cuda import support
 from edge_dflash.backends.tensorrt import backend
-from edge_dflash.builder.builder import build
+from edge_dflash.builder.write import build
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.errors import BackendError
 

@@ -12,9 +12,9 @@ from edge_dflash import backends
 from edge_dflash.backends.cuda import support
 from edge_dflash.backends.cuda.compile import bundled
 from edge_dflash.backends.tensorrt import backend
-from edge_dflash.builder.builder import BuildConfig, build
-from edge_dflash.builder.choice import choose
-from edge_dflash.builder.decide import plan_build
+from edge_dflash.builder.choose import choose
+from edge_dflash.builder.decide import decide
+from edge_dflash.builder.write import BuildConfig, build
 from edge_dflash.bundle.manifest import dump_manifest
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.errors import BackendError, BundleError
@@ -127,31 +127,31 @@ def test_a_finished_bundle_loads_either(fake, tmp_path, monkeypatch):
 )
 def test_without_a_fit_tensorrt_for_rtx_there_are_kernels_alone(fake, tmp_path, monkeypatch, version, why):
     install(monkeypatch, version)
-    plan = plan_build(config(tmp_path / "out", backend=None))
+    plan = decide(config(tmp_path / "out", backend=None))
     assert plan.choice.backends == ("native",)
     assert plan.lines[0].startswith(f"building for sm121, backend native: no plans, as {why}")
-    assert plan.plans is None
+    assert plan.engines is None
     with pytest.raises(BackendError, match=why):
-        plan_build(config(tmp_path / "out", backend="native,tensorrt"))
+        decide(config(tmp_path / "out", backend="native,tensorrt"))
 
 
 def test_activations_of_four_bits_are_for_tensorrt_alone(fake, tmp_path):
     recipe = tmp_path / "w4a4.yaml"
     recipe.write_text("schema: 1\nname: w4a4\nactivations: nvfp4\ncalibration: {tokens: 64, margin: 1.25}\n")
     made = config(tmp_path / "out", arch="sm110", backend=None, recipe=recipe, calibrate=True)
-    assert plan_build(made).choice.backends == ("tensorrt",)
+    assert decide(made).choice.backends == ("tensorrt",)
     with pytest.raises(BackendError, match="the native backend computes with bf16; set activations: bf16"):
-        plan_build(replace(made, backend="native,tensorrt"))
+        decide(replace(made, backend="native,tensorrt"))
 
 
 @pytest.mark.parametrize("word", ["native,tensorrt", "tensorrt,native", " native , tensorrt "])
 def test_both_may_be_asked_for_by_name(fake, tmp_path, word):
-    assert plan_build(config(tmp_path / "out", arch="110", backend=word)).choice.backends == ("native", "tensorrt")
+    assert decide(config(tmp_path / "out", arch="110", backend=word)).choice.backends == ("native", "tensorrt")
 
 
 def test_quantized_checkpoints_build_without_a_recipe(tmp_path):
     for name in ("modelopt", "ct"):
-        plan = plan_build(config_of(name, tmp_path / "out", target=TARGETS[name]))
+        plan = decide(config_of(name, tmp_path / "out", target=TARGETS[name]))
         assert set(plan.formats.values()) >= {"nvfp4", "bf16"}
     recipe = default_recipe()
     assert recipe.keeps

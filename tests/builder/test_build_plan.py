@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from builder_support import BF16, GOLDEN, TARGETS, add_tokenizer, config_of, copy_target, recipe
 
-from edge_dflash.builder.decide import BuildConfig, plan_build
+from edge_dflash.builder.decide import BuildConfig, decide
 from edge_dflash.builder.journal import WorkDir
 from edge_dflash.errors import (
     BackendError,
@@ -22,7 +22,7 @@ def refused(config, kind, *words):
     """Refused in one line, before anything is written."""
     before = sorted(config.output.parent.rglob("*"))
     with pytest.raises(EdgeDflashError) as error:
-        plan_build(config)
+        decide(config)
     assert type(error.value) is kind
     assert "\n" not in str(error.value)
     for word in words:
@@ -31,12 +31,12 @@ def refused(config, kind, *words):
 
 
 def test_a_plan_knows_formats_files_and_size(tmp_path):
-    plan = plan_build(config_of("qwen3", tmp_path / "out"))
+    plan = decide(config_of("qwen3", tmp_path / "out"))
     assert sorted(name for part in plan.parts.values() for name in part.names) == sorted(plan.formats)
     assert plan.formats["target.lm_head"] == "nvfp4"
     assert (plan.max_context, plan.prefill_chunk) == (1024, 256)  # what a CPU does in a tenth of a second
     assert 900_000 < plan.size < 1_000_000
-    wide = plan_build(config_of("qwen3", tmp_path / "out", recipe=recipe(tmp_path, BF16)))
+    wide = decide(config_of("qwen3", tmp_path / "out", recipe=recipe(tmp_path, BF16)))
     assert wide.formats["target.lm_head"] == "tied"
     assert "target.lm_head" not in str(wide.parts)
 
@@ -44,11 +44,11 @@ def test_a_plan_knows_formats_files_and_size(tmp_path):
 def test_the_fingerprint_changes_with_every_input_and_with_nothing_else(tmp_path):
     target = copy_target("qwen3", tmp_path / "target")
     config = config_of("qwen3", tmp_path / "out", target=target)
-    first = plan_build(config).fingerprint
-    assert plan_build(replace(config, output=tmp_path / "other", force=True)).fingerprint == first
+    first = decide(config).fingerprint
+    assert decide(replace(config, output=tmp_path / "other", force=True)).fingerprint == first
 
     def changed(config):
-        second = plan_build(config).fingerprint
+        second = decide(config).fingerprint
         return {key for key in {**first, **second} if first.get(key) != second.get(key)}
 
     assert changed(replace(config, max_context=100)) == {"config"}
@@ -67,17 +67,17 @@ def test_paths_that_cannot_work_are_refused(tmp_path):
     target = copy_target("qwen3", tmp_path / "target")
     refused(config_of("qwen3", target, target=target), BuildError, "is a checkpoint of this build")
     with pytest.raises(BuildError, match="'/' names no directory to make; give a path that ends in a name"):
-        plan_build(config_of("qwen3", Path("/")))
+        decide(config_of("qwen3", Path("/")))
     output.write_text("")
     refused(config_of("qwen3", output), BuildError, "exists and is no directory")
     output.unlink()
     output.mkdir()
-    plan_build(config_of("qwen3", output))
+    decide(config_of("qwen3", output))
     (output / "thesis.tex").write_text("mine")
     refused(config_of("qwen3", output), BuildError, "exists; remove it, choose another, or replace it with --force")
     refused(config_of("qwen3", output, force=True), BuildError, "holds no bundle, so --force does not replace it")
     (output / "manifest.json").write_text("")
-    plan_build(config_of("qwen3", output, force=True))
+    decide(config_of("qwen3", output, force=True))
 
 
 def test_truncated_checkpoints_are_refused_before_any_work(tmp_path):
@@ -119,7 +119,7 @@ def test_sizes_that_do_not_fit_are_refused(tmp_path, changes, word):
 
 
 def test_suggested_sizes_are_lowered_to_the_model(tmp_path):
-    plan = plan_build(config_of("qwen3", tmp_path / "out", max_context=100))
+    plan = decide(config_of("qwen3", tmp_path / "out", max_context=100))
     assert (plan.max_context, plan.prefill_chunk) == (100, 100)
 
 
@@ -141,19 +141,19 @@ def test_a_disk_without_space_is_refused_with_the_numbers(tmp_path, monkeypatch)
     output = tmp_path / "deep" / "down" / "out"
     config = replace(config_of("qwen3", output), output=output)
     with pytest.raises(BuildError, match=r"needs 2.0 MB more .* has 1.0 MB free; free some space or choose another"):
-        plan_build(config)
+        decide(config)
     assert not output.parent.exists()
     output = tmp_path / "out"
     with WorkDir(output, {}, "x") as work:
         (work.staging / "part").write_bytes(b"0" * 1_500_000)
-    plan_build(replace(config, output=output))  # what an earlier run left there counts
+    decide(replace(config, output=output))  # what an earlier run left there counts
 
 
 @pytest.mark.parametrize(("size", "warnings"), [(512, 0), (511, 1)])
 def test_tokenizers_that_fit_the_mask_token(tmp_path, size, warnings):
     target = add_tokenizer(copy_target("qwen3", tmp_path / "target"), size)
     config = config_of("qwen3", tmp_path / "out", target=target)
-    plan = plan_build(config)
+    plan = decide(config)
     assert [path.name for path in plan.tokenizer_files] == ["tokenizer.json", "tokenizer_config.json"]
     assert len(plan.scales.ids) == 1016  # the target's 1024 positions less the block
     assert len(plan.warnings) == warnings

@@ -1,9 +1,9 @@
 import pytest
 from builder_support import add_scalars, add_tokenizer, config_of, copy_target, recipe
 
-from edge_dflash.builder.builder import build
-from edge_dflash.builder.decide import plan_build
+from edge_dflash.builder.decide import decide
 from edge_dflash.builder.scales import BuildScales, dump_scales, load_scales
+from edge_dflash.builder.write import build
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.errors import BuildError
 
@@ -52,28 +52,28 @@ def test_nvfp4_activations_without_calibration_are_refused(tmp_path):
     with pytest.raises(
         BuildError, match=r"measured scale for target.layers.0.*has no tokenizer.json; calibrate, or set"
     ):
-        plan_build(config)
+        decide(config)
     target = add_tokenizer(copy_target("modelopt", tmp_path / "target"), 512)
     config = config_of("modelopt", tmp_path / "out", target=target, recipe=w4a4(tmp_path), calibrate=False)
     with pytest.raises(BuildError, match="but calibration is switched off"):
-        plan_build(config)
+        decide(config)
 
 
 def test_calibration_can_be_switched_off_and_is_not_run_without_need(tmp_path):
     target = add_tokenizer(copy_target("qwen3", tmp_path / "target"), 512)
-    plan = plan_build(config_of("qwen3", tmp_path / "out", target=target, calibrate=False))
+    plan = decide(config_of("qwen3", tmp_path / "out", target=target, calibrate=False))
     assert plan.scales.ids == ()
     assert plan.warnings == ("FP8 scale 1.0 for the keys and values of 9 layers: calibration is switched off",)
     wide = recipe(tmp_path, "schema: 1\nname: x\nkv: bf16\n")
-    plan = plan_build(config_of("qwen3", tmp_path / "out", target=target, recipe=wide))
+    plan = decide(config_of("qwen3", tmp_path / "out", target=target, recipe=wide))
     assert (plan.scales.ids, plan.warnings) == ((), ())
 
 
 def test_a_tokenizer_without_a_chat_template_calibrates_on_the_text(tmp_path):
     target = add_tokenizer(copy_target("qwen3", tmp_path / "target"), 512)
-    plain = plan_build(config_of("qwen3", tmp_path / "out", target=target)).scales.ids
+    plain = decide(config_of("qwen3", tmp_path / "out", target=target)).scales.ids
     (target / "tokenizer_config.json").write_text("{}")
-    ids = plan_build(config_of("qwen3", tmp_path / "out", target=target)).scales.ids
+    ids = decide(config_of("qwen3", tmp_path / "out", target=target)).scales.ids
     assert len(ids) == len(plain) == 1016
     assert ids != plain
 
@@ -82,4 +82,4 @@ def test_a_template_that_refuses_the_prompts_is_named(tmp_path):
     target = add_tokenizer(copy_target("qwen3", tmp_path / "target"), 512)
     (target / "chat_template.jinja").write_text("{{ raise_exception('no system role') }}")
     with pytest.raises(BuildError, match=r"robot_planning.jsonl: .*no system role; correct the prompts, or build with"):
-        plan_build(config_of("qwen3", tmp_path / "out", target=target))
+        decide(config_of("qwen3", tmp_path / "out", target=target))

@@ -25,10 +25,10 @@ from safetensors.numpy import load_file
 
 from edge_dflash.backends.reference.backend import ReferenceBackend
 from edge_dflash.board.archs import find_arch
-from edge_dflash.builder.builder import build
-from edge_dflash.builder.journal import building_path
 from edge_dflash.builder.scales import load_scales
+from edge_dflash.builder.write import build
 from edge_dflash.bundle import parts
+from edge_dflash.bundle.parts import building_path
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.checks.footprint import row_parameters
 from edge_dflash.decode.backend import Precision

@@ -3,32 +3,17 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from edge_dflash.builder.journal import JOURNAL, WorkDir, building_path, resume_command
-from edge_dflash.bundle.parts import DurableFile
+from edge_dflash.builder.journal import WorkDir
+from edge_dflash.bundle.parts import JOURNAL, building_path, resume_command
 from edge_dflash.errors import BuildError
 
 SAME = {"recipe": "a", "tools": "1"}
 
 
-def writer(data: bytes, log: list | None = None):
-    def write(path):
-        if log is not None:
-            log.append(path)
-        with DurableFile(path, lambda count: None) as file:
-            file.write(data)
-        return file.entry
-
-    return write
-
-
-def reuse(work, name):
-    return work.reuse(name, lambda count: None)
-
-
 def test_files_appear_together_and_nothing_else_stays(tmp_path):
     with WorkDir(tmp_path / "out", SAME, "resume me") as work:
-        work.add("weights/a", writer(b"a"))
-        work.add("b", writer(b"bb"))
+        work.add("weights/a", [b"a"])
+        work.add("b", [b"b", b"b"])
         assert not (tmp_path / "out").exists()
         work.finish(b"{}")
     assert {p.relative_to(tmp_path / "out").as_posix(): p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == {
@@ -40,14 +25,14 @@ def test_files_appear_together_and_nothing_else_stays(tmp_path):
 
 def test_finished_files_are_taken_up_and_others_dropped(tmp_path):
     with WorkDir(tmp_path / "out", SAME, "resume me") as work:
-        entries = [work.add(name, writer(name.encode())) for name in ("a", "b", "c", "d")]
+        entries = [work.add(name, [name.encode()]) for name in ("a", "b", "c", "d")]
     stage = building_path(tmp_path / "out") / "bundle"
     (stage / "b").write_bytes(b"x")  # same size, other content
     (stage / "c").unlink()
     (stage / "e").write_bytes(b"not journalled")
     (stage / "f").symlink_to("a")
     with WorkDir(tmp_path / "out", SAME, "resume me") as work:
-        assert [reuse(work, name) for name in "abcdef"] == [entries[0], None, None, entries[3], None, None]
+        assert [work.reuse(name) for name in "abcdef"] == [entries[0], None, None, entries[3], None, None]
         assert not (stage / "e").exists()
         assert not (stage / "f").is_symlink()
         assert work.warnings == []
@@ -56,42 +41,42 @@ def test_finished_files_are_taken_up_and_others_dropped(tmp_path):
 def test_threads_make_files_at_the_same_time(tmp_path):
     names = [f"plans/{number}" for number in range(200)]
     with WorkDir(tmp_path / "out", SAME, "resume me") as work, ThreadPoolExecutor(8) as pool:
-        entries = list(pool.map(lambda name: work.add(name, writer(name.encode())), names))
+        entries = list(pool.map(lambda name: work.add(name, [name.encode()]), names))
     with WorkDir(tmp_path / "out", SAME, "resume me") as work:
-        assert [reuse(work, name) for name in names] == entries
+        assert [work.reuse(name) for name in names] == entries
 
 
 def test_a_torn_journal_line_is_dropped(tmp_path):
     with WorkDir(tmp_path / "out", SAME, "resume me") as work:
-        entry = work.add("a", writer(b"a"))
-        work.add("b", writer(b"b"))
+        entry = work.add("a", [b"a"])
+        work.add("b", [b"b"])
     journal = building_path(tmp_path / "out") / JOURNAL
     whole = journal.read_bytes()
     for cut in range(whole.rindex(b'{"file":"b"'), len(whole)):
         journal.write_bytes(whole[:cut])
         with WorkDir(tmp_path / "out", SAME, "resume me") as work:
-            assert reuse(work, "a") == entry
-            assert reuse(work, "b") is None
+            assert work.reuse("a") == entry
+            assert work.reuse("b") is None
     assert [json.loads(line).get("file") for line in journal.read_bytes().splitlines()] == [None, "a"]
 
 
 def test_other_inputs_start_over_with_a_warning(tmp_path):
     with WorkDir(tmp_path / "out", SAME, "resume me") as work:
-        work.add("a", writer(b"a"))
+        work.add("a", [b"a"])
     with WorkDir(tmp_path / "out", {**SAME, "recipe": "b"}, "resume me") as work:
         assert "had other inputs (recipe); starting over" in work.warnings[0]
-        assert reuse(work, "a") is None
+        assert work.reuse("a") is None
         assert list(work.staging.iterdir()) == []
 
 
 def test_a_failed_write_leaves_no_file(tmp_path):
-    def write(path):
-        path.write_bytes(b"half")
+    def pieces():
+        yield b"half"
         raise OSError(28, "No space left on device")
 
     with WorkDir(tmp_path / "out", SAME, "resume me") as work:
         with pytest.raises(OSError, match="No space"):
-            work.add("a", write)
+            work.add("a", pieces())
         assert list(work.staging.iterdir()) == []
 
 
@@ -114,11 +99,11 @@ def test_a_kill_between_the_renames_of_a_replacement_restores_the_old_output(tmp
     out.mkdir()
     (out / "manifest.json").write_text("old")
     with WorkDir(out, SAME, "x") as work:
-        work.add("new", writer(b"new"))
+        work.add("new", [b"new"])
         out.rename(work.root / "previous")  # as finish() does first
     with WorkDir(out, SAME, "x", force=True) as work:
         assert (out / "manifest.json").read_text() == "old"
-        assert reuse(work, "new") is not None
+        assert work.reuse("new") is not None
         work.finish(b"{}")
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["manifest.json", "new", "out"]
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from bundle_support import PAIR, random_weights, write_bundle
+from bundle_support import PAIR, random_weights, write_bundle, write_part
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edge_dflash.builder.journal import WorkDir, building_path
+from edge_dflash.builder.journal import WorkDir
 from edge_dflash.bundle.manifest import dump_manifest
-from edge_dflash.bundle.parts import hash_file, write_part
+from edge_dflash.bundle.parts import building_path, hash_file
 from edge_dflash.bundle.reader import MAX_MANIFEST, Bundle
 from edge_dflash.errors import BundleError
 from edge_dflash.weights.formats import Fp8Weight, Nvfp4Weight, WideWeight
@@ -154,7 +154,7 @@ def test_a_weight_file_whose_header_is_damaged_is_named(bundle):
     part = "weights/target-head.safetensors"
     manifest = Bundle.open(bundle).manifest
     (bundle / part).write_bytes(b"\xff" * 64)
-    files = {**manifest.files, part: hash_file(bundle / part, lambda count: None)}
+    files = {**manifest.files, part: hash_file(bundle / part)}
     (bundle / "manifest.json").write_bytes(dump_manifest(replace(manifest, files=files)))
     refused(bundle, "target-head.safetensors")
 
@@ -208,8 +208,8 @@ def test_weights_that_disagree_with_the_specs_are_refused(changed):
 def rewrite(path, part, weights):
     """Replace a part file and make the manifest agree with its bytes."""
     manifest = Bundle.open(path).manifest
-    write_part(path / part, weights, lambda count: None)
-    files = {**manifest.files, part: hash_file(path / part, lambda count: None)}
+    write_part(path / part, weights)
+    files = {**manifest.files, part: hash_file(path / part)}
     (path / "manifest.json").write_bytes(dump_manifest(replace(manifest, files=files)))
 
 
@@ -234,6 +234,6 @@ def test_weight_files_that_the_models_do_not_need_are_refused(bundle):
     name = "weights/target-layer-009.safetensors"
     manifest = Bundle.open(bundle).manifest
     (bundle / name).write_bytes(b"")
-    files = {**manifest.files, name: hash_file(bundle / name, lambda count: None)}
+    files = {**manifest.files, name: hash_file(bundle / name)}
     (bundle / "manifest.json").write_bytes(dump_manifest(replace(manifest, files=files)))
     refused(bundle, f"weight file {name} is unknown")

@@ -1,9 +1,9 @@
 import numpy as np
 import pytest
-from bundle_support import PAIR, random_weights
+from bundle_support import PAIR, random_weights, write_part
 from safetensors import safe_open
 
-from edge_dflash.bundle.parts import CHUNK, from_tensors, hash_file, part_of, to_tensors, write_part
+from edge_dflash.bundle.parts import CHUNK, from_tensors, hash_file, part_of, to_tensors
 from edge_dflash.model import pair_programs
 from edge_dflash.weights.formats import Fp8Weight, Nvfp4Weight, WideWeight
 
@@ -36,7 +36,7 @@ def test_files_are_safetensors_with_modelopt_names(tmp_path):
     counts: list[int] = []
     entry = write_part(tmp_path / "part", weights, counts.append)
     assert sum(counts) == entry.size == (tmp_path / "part").stat().st_size
-    assert hash_file(tmp_path / "part", lambda count: None) == entry
+    assert hash_file(tmp_path / "part") == entry
     with safe_open(tmp_path / "part", "np") as file:
         found = {key: (file.get_slice(key).get_dtype(), file.get_slice(key).get_shape()) for key in tuple(file.keys())}
     assert found == {
@@ -53,9 +53,9 @@ def test_files_are_safetensors_with_modelopt_names(tmp_path):
 
 def test_bytes_do_not_depend_on_the_order_of_the_weights(tmp_path):
     weights = random_weights(seed=5)
-    entry = write_part(tmp_path / "a", weights, lambda count: None)
+    entry = write_part(tmp_path / "a", weights)
     turned = dict(reversed(weights.items()))
-    assert write_part(tmp_path / "b", turned, lambda count: None) == entry
+    assert write_part(tmp_path / "b", turned) == entry
 
 
 def test_large_tensors_are_written_in_chunks(tmp_path):

@@ -8,7 +8,7 @@ from verify_support import BACKENDS, engine, exact
 from edge_dflash.backends.host import Delegate
 from edge_dflash.checks.lossless import OWN, Adversary, TokenRows, drafters, noise, oracle, verify_lossless
 from edge_dflash.decode.backend import Snapshot
-from edge_dflash.decode.loop import DecodeOptions
+from edge_dflash.decode.options import Options
 from edge_dflash.decode.sampling import Sampling, choose
 from edge_dflash.errors import ContextError, RequestError, VerificationError
 
@@ -150,4 +150,4 @@ def test_noise_is_sometimes_right_and_reproducible():
     assert drafts == [noise(1)(cycle, truth, shape) for cycle in range(40)]
     right = sum(a == b for row in drafts for a, b in zip(row, truth, strict=True)) / 280
     assert 0.4 < right < 0.65
-    assert DecodeOptions().sampling == Sampling()
+    assert Options().sampling == Sampling()

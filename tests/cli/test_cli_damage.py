@@ -131,11 +131,11 @@ def test_what_is_at_the_output_is_not_overwritten(refused, build_pair, tmp_path)
 def test_a_full_disk_stops_a_build_and_is_survived(refused, cli, build_pair, tmp_path, monkeypatch):
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    def write(self, data):
+    def write(file, data):
         raise full
 
     with monkeypatch.context() as patch:
-        patch.setattr(parts.DurableFile, "write", write)
+        patch.setattr(parts, "write_bytes", write)
         code, _ = refused(*build_pair)
     assert code == 5
     assert not (tmp_path / "out").exists()

@@ -14,6 +14,7 @@ import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -42,7 +43,8 @@ from edge_dflash.decode.grammar.process import OverBounds
 from edge_dflash.decode.grammar.schema_check import schema_json
 from edge_dflash.decode.grammar.walker import Walker
 from edge_dflash.decode.grammar.wire import Bounds, Source
-from edge_dflash.decode.loop import DecodeOptions, generate
+from edge_dflash.decode.loop import generate
+from edge_dflash.decode.options import Options
 from edge_dflash.errors import RequestError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -150,12 +152,16 @@ def test_a_process_gives_the_drafts_and_masks_of_the_library(pair, rng):
 def test_random_schemas_give_the_same_tokens_with_and_without_drafts(pair, right, temperature):
     grammar = compile_schema(pair[0], tokenizer(), vocab_size(), STOP)
     shape = PairShape(vocab_size(), block_size=6, mask_token_id=0, max_context=120, prefill_chunk=8)
-    options = DecodeOptions(max_new_tokens=60, temperature=temperature, seed=right, stop_token_ids=STOP)
+    options = Options(max_new_tokens=60, temperature=temperature, seed=right)
     found = []
     for speculative in (True, False):
         backend = FakeBackend(shape, right=lambda position: right)
-        controls = Controls(grammar.constraint())
-        found.append(generate(backend, (3, 1, 4), options, speculative=speculative, controls=controls))
+        controls = Controls(constraint=grammar.constraint())
+        found.append(
+            generate(
+                backend, (3, 1, 4), replace(options, speculative=speculative), stop_token_ids=STOP, controls=controls
+            )
+        )
     assert found[0].tokens == found[1].tokens
     assert found[0].finish_reason == found[1].finish_reason
     accepts = Direct("schema", schema_json(pair[0]))

@@ -11,13 +11,15 @@ import numpy as np
 import pytest
 from fakes import SHAPE, FakeBackend, Stepped
 from golden_pairs import NAMES, backend, golden
+from session_support import answer, forked
 from verify_support import BACKENDS
 
 from edge_dflash.backends.host import Delegate
 from edge_dflash.checks.lossless import Adversary, drafters, oracle_until
 from edge_dflash.decode.accept import Relaxation
 from edge_dflash.decode.controls import Controls
-from edge_dflash.decode.loop import DecodeOptions, stream
+from edge_dflash.decode.loop import stream
+from edge_dflash.decode.options import Options
 from edge_dflash.decode.sampling import TokenLogprob, token_logprobs
 from edge_dflash.decode.session import SessionManager
 from edge_dflash.decode.store import PrefixStore
@@ -25,7 +27,7 @@ from tests.decode.test_losslessness import CASES, OPTIONS, plain
 from tests.decode.test_spec_path import Brittle
 
 PROMPT = (3, 1, 4)
-ASKED = DecodeOptions(max_new_tokens=21, logprobs=5)
+ASKED = Options(max_new_tokens=21, logprobs=5)
 SAMPLED = replace(ASKED, temperature=2.0, top_k=30, top_p=0.9, seed=7)
 TOLERANCE = 5e-5  # of golden logits, float32 on both sides: their sums have another order
 
@@ -37,9 +39,9 @@ def log_softmax(rows):
     return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
 
 
-def found(backend, prompt=PROMPT, options=ASKED, **how):
+def found(backend, prompt=PROMPT, options=ASKED, speculative=True, **how):
     """Tokens of a run, their log-probabilities, and accept lengths."""
-    steps = list(stream(backend, prompt, options, **how))
+    steps = list(stream(backend, prompt, replace(options, speculative=speculative), **how))
     for step in steps:
         assert [one.token for one in step.logprobs] == list(step.tokens)
     tokens = [token for step in steps for token in step.tokens]
@@ -115,7 +117,7 @@ class Noting(Delegate):
 
 class TestLoop:
     def test_cycles_are_asked_once_each_and_only_when_the_request_asks(self):
-        for options, wanted in ((DecodeOptions(max_new_tokens=21), False), (ASKED, True)):
+        for options, wanted in ((Options(max_new_tokens=21), False), (ASKED, True)):
             backend = Noting(FakeBackend())
             steps = list(stream(backend, PROMPT, options))
             assert backend.asked == [wanted] * (len(steps) - 1)
@@ -128,7 +130,7 @@ class TestLoop:
         """Also where choices are masked: the values are those before the mask."""
         toy, runs = FakeBackend(), []
         for how in ({}, {"speculative": False}):
-            controls = Controls(Stepped(Brittle((), None)) if constrained else None)
+            controls = Controls(constraint=Stepped(Brittle((), None)) if constrained else None)
             tokens, logprobs, lengths = found(
                 FakeBackend(right=lambda position: right), options=options, controls=controls, **how
             )
@@ -144,8 +146,7 @@ class TestLoop:
         whole = found(FakeBackend())
         tokens, logprobs, _ = found(FakeBackend(), options=replace(ASKED, max_new_tokens=budget))
         assert (tokens, logprobs) == (whole[0][:budget], whole[1][:budget])
-        stop = replace(ASKED, stop_token_ids=(whole[0][budget],))
-        tokens, logprobs, _ = found(FakeBackend(), options=stop)
+        tokens, logprobs, _ = found(FakeBackend(), stop_token_ids=(whole[0][budget],))
         assert tokens == whole[0][: len(tokens)]
         assert logprobs == whole[1][: len(tokens)]
         ended = Controls(ends=lambda tokens: 1 if whole[0][budget] in tokens else None)
@@ -169,11 +170,11 @@ class TestLoop:
         """Two sessions on one backend, a step of each by turns, forks and reused prefixes."""
         manager = SessionManager(FakeBackend(right=lambda p: p % 4), "f", store=PrefixStore(1 << 20))
         one, two = manager.open(), manager.open()
-        turns = zip_longest(one.stream(PROMPT, ASKED), two.stream((9, 9), SAMPLED))
+        turns = zip_longest(answer(one, PROMPT, ASKED), answer(two, (9, 9), SAMPLED))
         steps = [[step for step in run if step is not None] for run in zip(*turns, strict=True)]
-        fork = one.fork()
+        fork = forked(one)
         again = (*one.tokens, 5, 6)
-        steps.append(list(fork.stream(again, ASKED)))
+        steps.append(list(answer(fork, again, ASKED)))
         for (prompt, options), run in zip(((PROMPT, ASKED), ((9, 9), SAMPLED), (again, ASKED)), steps, strict=True):
             logprobs = [one for step in run for one in step.logprobs]
             assert logprobs == found(FakeBackend(), prompt, options)[1]
@@ -185,7 +186,7 @@ class TestGoldens:
     def test_they_are_those_of_the_golden_logits(self, name, prompt):
         file = golden(name)
         ids = file[f"{prompt}.prompt"].tolist()
-        options = DecodeOptions(max_new_tokens=64, logprobs=20)
+        options = Options(max_new_tokens=64, logprobs=20)
         tokens, logprobs, _ = found(backend(name), ids, options)
         assert tokens == file[f"{prompt}.greedy_tokens"].tolist()
         rows = file[f"{prompt}.teacher_forced_logits"][len(ids) - 1 : len(ids) + 63]
@@ -220,7 +221,7 @@ def test_adversaries_and_grammars_on_a_pair_change_none(name, drafter):
             return np.arange(512) < 60
 
     def constrained(backend, **how):
-        return found(backend, prompt, options, controls=Controls(Stepped(Wide((), None))), **how)
+        return found(backend, prompt, options, controls=Controls(constraint=Stepped(Wide((), None))), **how)
 
     tokens, logprobs, _ = constrained(BACKENDS["engine"](name), speculative=False)
     assert max(tokens) < 60

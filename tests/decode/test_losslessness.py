@@ -1,5 +1,6 @@
 """Every accept length 0..B-1, forced by an adversarial drafter: same tokens, same state bits as token by token."""
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -7,11 +8,12 @@ from golden_pairs import NAMES, golden, same_bits
 from verify_support import BACKENDS
 
 from edge_dflash.checks.lossless import Adversary, oracle_until
-from edge_dflash.decode.loop import DecodeOptions, generate
+from edge_dflash.decode.loop import generate
+from edge_dflash.decode.options import Options
 
 OPTIONS = {
-    "greedy": DecodeOptions(max_new_tokens=19),
-    "sampled": DecodeOptions(max_new_tokens=19, temperature=4.0, top_k=40, top_p=0.9, seed=7),
+    "greedy": Options(max_new_tokens=19),
+    "sampled": Options(max_new_tokens=19, temperature=4.0, top_k=40, top_p=0.9, seed=7),
 }
 CASES = [(n, k, m) for n in NAMES for k, m in (("engine", "greedy"), ("engine", "sampled"), ("float32", "greedy"))]
 
@@ -20,7 +22,7 @@ CASES = [(n, k, m) for n in NAMES for k, m in (("engine", "greedy"), ("engine", 
 def plain(name, kind, mode):
     """Plain tokens, and the state after a fresh run of them, one verified and committed row at a time."""
     backend, prompt = BACKENDS[kind](name), golden(name)["p1.prompt"].tolist()
-    tokens = generate(backend, prompt, OPTIONS[mode], speculative=False).tokens
+    tokens = generate(backend, prompt, replace(OPTIONS[mode], speculative=False)).tokens
     backend.reset()
     backend.prefill(prompt)
     for token in tokens[:-1]:

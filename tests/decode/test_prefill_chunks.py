@@ -9,9 +9,11 @@ import time
 import pytest
 from fakes import SHAPE, FakeBackend
 from golden_pairs import ENGINE, NAMES, backend, golden, same_bits
+from session_support import answer, forked, state_of
 
 from edge_dflash.backends.host import Delegate
-from edge_dflash.decode.loop import DecodeOptions, generate, stream
+from edge_dflash.decode.loop import generate, stream
+from edge_dflash.decode.options import Options
 from edge_dflash.decode.session import SessionManager
 from edge_dflash.decode.store import PrefixStore
 from edge_dflash.planner import Planner
@@ -45,11 +47,11 @@ class Chunked(Delegate):
 
 def test_there_is_a_step_between_two_chunks_and_the_first_token_has_the_time_of_all():
     b = Chunked(0.001)
-    steps = list(stream(b, LONG, DecodeOptions(5)))
+    steps = list(stream(b, LONG, Options(max_new_tokens=5)))
     assert [step.chunk for step in steps[:7]] == [True] * 6 + [False]
     assert [step.first for step in steps] == [False] * 6 + [True] + [False] * (len(steps) - 7)
     assert steps[6].verify_seconds >= 7 * 0.001
-    assert generate(FakeBackend(), LONG, DecodeOptions(5)).tokens == tuple(t for s in steps for t in s.tokens)
+    assert generate(FakeBackend(), LONG, Options(max_new_tokens=5)).tokens == tuple(t for s in steps for t in s.tokens)
 
 
 @pytest.mark.parametrize("kind", ["deadline", "cancel"])
@@ -74,7 +76,9 @@ def test_a_prompt_ends_within_a_chunk_of_its_deadline_or_of_its_cancel(kind):
                 until = told[-1]
         assert (plan.finish_reason, plan.tokens) == ({"deadline": "deadline", "cancel": "cancelled"}[kind], ())
         assert sum(end > until for end in b.ends) <= 1
-    assert planner.plan(LONG, max_new_tokens=3).tokens == generate(FakeBackend(), LONG, DecodeOptions(3)).tokens
+    assert (
+        planner.plan(LONG, max_new_tokens=3).tokens == generate(FakeBackend(), LONG, Options(max_new_tokens=3)).tokens
+    )
 
 
 def test_an_urgent_request_runs_between_two_chunks():
@@ -90,9 +94,9 @@ def test_an_urgent_request_runs_between_two_chunks():
     b.between = send
     slow = planner.stream(LONG, max_new_tokens=6)
     plan = slow.plan
-    assert plan.tokens == generate(FakeBackend(), LONG, DecodeOptions(6)).tokens
+    assert plan.tokens == generate(FakeBackend(), LONG, Options(max_new_tokens=6)).tokens
     fast = urgent[0].plan
-    assert fast.tokens == generate(FakeBackend(), SHORT, DecodeOptions(4)).tokens
+    assert fast.tokens == generate(FakeBackend(), SHORT, Options(max_new_tokens=4)).tokens
     assert sum(end < sent[0] + fast.timings.queue_seconds for end in b.ends) <= 2 + 1
     assert len(b.ends) == 7 + 1  # nothing was computed twice
     assert b.restored == 1
@@ -139,9 +143,11 @@ def test_urgent_requests_interrupt_urgent_ones_and_all_get_their_own_plans():
             asked.append((prompt, planner.stream(prompt, max_new_tokens=5, priority=len(b.ends))))
 
     b.between = send
-    assert planner.plan(LONG, max_new_tokens=5).tokens == generate(FakeBackend(), LONG, DecodeOptions(5)).tokens
+    assert (
+        planner.plan(LONG, max_new_tokens=5).tokens == generate(FakeBackend(), LONG, Options(max_new_tokens=5)).tokens
+    )
     for prompt, running in asked:
-        assert running.plan.tokens == generate(FakeBackend(), prompt, DecodeOptions(5)).tokens
+        assert running.plan.tokens == generate(FakeBackend(), prompt, Options(max_new_tokens=5)).tokens
     assert len(asked) == 3
 
 
@@ -160,37 +166,37 @@ def test_a_turn_that_ends_inside_its_prompt_leaves_no_trace_and_its_state_serves
     b.between = lambda: None
     again = session.plan(LONG[:40], max_new_tokens=4)
     assert again.reused_tokens == len(known) - 1 + 4 * CHUNK
-    assert again.tokens == generate(FakeBackend(), (*known, *LONG[:40]), DecodeOptions(4)).tokens
+    assert again.tokens == generate(FakeBackend(), (*known, *LONG[:40]), Options(max_new_tokens=4)).tokens
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_an_interrupted_prompt_has_the_bits_of_an_unbroken_one(name):
     options, prompt = {"prefill_chunk": 5}, tuple(golden(name)["p1.prompt"].tolist())
     alone = backend(name, ENGINE, **options)
-    truth = generate(alone, prompt, DecodeOptions(9))
+    truth = generate(alone, prompt, Options(max_new_tokens=9))
     manager = SessionManager(backend(name, ENGINE, **options), "bundle", store=PrefixStore(0))
     one, other = manager.open(), manager.open()
     steps = []
-    for index, step in enumerate(one.stream(prompt, DecodeOptions(9))):
+    for index, step in enumerate(answer(one, prompt, Options(max_new_tokens=9))):
         steps.append(step)
         if index % 2 == 0:
-            list(other.stream(prompt[3 + index :], DecodeOptions(2)))
+            list(answer(other, prompt[3 + index :], Options(max_new_tokens=2)))
     assert tuple(t for step in steps for t in step.tokens) == truth.tokens
-    assert same_bits(one.state().snapshot, alone.snapshot())
+    assert same_bits(state_of(one).snapshot, alone.snapshot())
 
 
 def test_a_fork_in_the_middle_of_a_prompt_starts_at_the_last_answer():
     manager = SessionManager(FakeBackend(), "bundle", store=PrefixStore(0))
     session = manager.open()
-    list(session.stream(SHORT, DecodeOptions(4)))
+    list(answer(session, SHORT, Options(max_new_tokens=4)))
     known = session.tokens
-    running = session.stream((*known, *LONG[:30]), DecodeOptions(4))
+    running = answer(session, (*known, *LONG[:30]), Options(max_new_tokens=4))
     assert next(running).chunk
-    fork = session.fork()
+    fork = forked(session)
     assert fork.tokens == known
-    assert fork.state().snapshot.length == len(known) - 1
+    assert state_of(fork).snapshot.length == len(known) - 1
     found = tuple(t for step in running for t in step.tokens)
-    assert found == generate(FakeBackend(), (*known, *LONG[:30]), DecodeOptions(4)).tokens
+    assert found == generate(FakeBackend(), (*known, *LONG[:30]), Options(max_new_tokens=4)).tokens
 
 
 def test_an_interrupted_prompt_does_not_wait_for_ever():

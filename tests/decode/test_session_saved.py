@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from golden_pairs import ENGINE, NAMES, backend, golden, same_bits
 from safetensors.numpy import load_file, save_file
+from session_support import answer, state_of
 
 from edge_dflash.decode.backend import Precision, Snapshot
-from edge_dflash.decode.loop import DecodeOptions
-from edge_dflash.decode.saved import load_session, save_session
-from edge_dflash.decode.session import SessionManager, SessionState
+from edge_dflash.decode.options import Options
+from edge_dflash.decode.session import SessionManager
+from edge_dflash.decode.store import SessionState, load_session, save_session
 from edge_dflash.errors import BundleError, RequestError
 
 BF16 = Precision("bfloat16", "bfloat16")
@@ -22,7 +23,7 @@ SMALL = SessionState((3, 1, 4), Snapshot(2, {"s": np.arange(6, dtype=np.float32)
 
 def talk(manager, tokens, new=8):
     session = manager.open()
-    steps = list(session.stream(tokens, DecodeOptions(new)))
+    steps = list(answer(session, tokens, Options(max_new_tokens=new)))
     return session, [len(step.tokens) for step in steps]
 
 
@@ -47,7 +48,7 @@ def test_a_loaded_session_goes_on_with_the_same_tokens_and_accept_lengths(tmp_pa
     prompt = golden(name)["p1.prompt"].tolist()
     managers = [SessionManager(backend(name, precision), "bundle") for _ in range(2)]
     session, _ = talk(managers[0], prompt)
-    state = session.state()
+    state = state_of(session)
     size = save_session(tmp_path / "robot.session", state)
     assert size == (tmp_path / "robot.session").stat().st_size
     loaded = load_session(tmp_path / "robot.session", "bundle")
@@ -57,10 +58,10 @@ def test_a_loaded_session_goes_on_with_the_same_tokens_and_accept_lengths(tmp_pa
     there = managers[1].adopt(loaded)
     results = []
     for s in (session, there):
-        steps = list(s.stream((*s.tokens, 7, 8), DecodeOptions(14)))
+        steps = list(answer(s, (*s.tokens, 7, 8), Options(max_new_tokens=14)))
         results.append(([step.tokens for step in steps], s.tokens))
     assert results[0] == results[1]
-    assert same_bits(session.state().snapshot, there.state().snapshot)
+    assert same_bits(state_of(session).snapshot, state_of(there).snapshot)
 
 
 def test_every_dtype_comes_back(tmp_path):
@@ -172,7 +173,7 @@ def test_a_file_that_may_not_be_read_is_named(tmp_path, monkeypatch):
     def refuse(paths):
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr("edge_dflash.decode.saved.TensorFiles.open", refuse)
+    monkeypatch.setattr("edge_dflash.decode.store.TensorFiles.open", refuse)
     with pytest.raises(RequestError, match=r"cannot read .*/s: Permission denied; check its permissions"):
         load_session(tmp_path / "s", "bundle")
 
@@ -180,11 +181,11 @@ def test_a_file_that_may_not_be_read_is_named(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["weights", "tokens"])
 def test_tensors_that_no_session_has_are_refused(tmp_path, monkeypatch, name):
     """A file whose checksum is right and whose content is not."""
-    monkeypatch.setattr("edge_dflash.decode.saved._STATE", "" if name == "weights" else "state.")
+    monkeypatch.setattr("edge_dflash.decode.store._STATE", "" if name == "weights" else "state.")
     arrays = {"weights": np.zeros(3, np.int64)} if name == "weights" else {}
     state = SessionState((1, 2), Snapshot(1, arrays), "bundle")
     if name == "tokens":
-        monkeypatch.setattr("edge_dflash.decode.saved._TOKENS", "state.tokens")
+        monkeypatch.setattr("edge_dflash.decode.store._TOKENS", "state.tokens")
     save_session(tmp_path / "s", state)
     monkeypatch.undo()
     with pytest.raises(RequestError, match=f"tensor {name} is not as a session's"):

@@ -1,5 +1,7 @@
 """Rows that choose by themselves, packed masks, and what the loop leaves to a backend that runs whole cycles."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from fakes import SHAPE, FakeBackend, FakeRows, Stepped
@@ -10,12 +12,13 @@ from hypothesis.extra import numpy as stn
 from edge_dflash.decode.accept import Relaxation
 from edge_dflash.decode.backend import Cycle
 from edge_dflash.decode.controls import Controls
-from edge_dflash.decode.loop import DecodeOptions, generate
+from edge_dflash.decode.loop import generate
+from edge_dflash.decode.options import Options
 from edge_dflash.decode.sampling import Choosing, Sampling, choose_row, pack, unpack, weights
 from edge_dflash.decode.steering import AfterThinking
 
 PROMPT = (3, 1, 4)
-SAMPLED = DecodeOptions(max_new_tokens=30, temperature=1.5, top_k=30, top_p=0.9, seed=5)
+SAMPLED = Options(max_new_tokens=30, temperature=1.5, top_k=30, top_p=0.9, seed=5)
 
 
 class ChoosingRows(FakeRows):
@@ -86,26 +89,26 @@ def right(position):
 
 @pytest.mark.parametrize("speculative", [True, False])
 @pytest.mark.parametrize("grammar", [None, Parity])
-@pytest.mark.parametrize("options", [SAMPLED, DecodeOptions(max_new_tokens=30)], ids=["sampled", "greedy"])
+@pytest.mark.parametrize("options", [SAMPLED, Options(max_new_tokens=30)], ids=["sampled", "greedy"])
 def test_rows_that_choose_give_the_same_answer_without_their_logits(options, grammar, speculative):
     found = []
     for backend in (ChoosingBackend(right=right), FakeBackend(right=right)):
-        controls = Controls(grammar and Stepped(grammar()))
-        found.append(generate(backend, PROMPT, options, speculative=speculative, controls=controls))
+        controls = Controls(constraint=grammar and Stepped(grammar()))
+        found.append(generate(backend, PROMPT, replace(options, speculative=speculative), controls=controls))
     assert found[0].tokens == found[1].tokens
     assert found[0].accept_lengths == found[1].accept_lengths
 
 
 def test_the_largest_logits_are_not_chosen_twice():
     ChoosingRows.calls = 0
-    generate(ChoosingBackend(), PROMPT, DecodeOptions(max_new_tokens=9))
+    generate(ChoosingBackend(), PROMPT, Options(max_new_tokens=9))
     assert ChoosingRows.calls == 0
     generate(ChoosingBackend(), PROMPT, SAMPLED)
     assert ChoosingRows.calls > 0
     assert not isinstance(FakeRows([[0.0]]), Choosing)
 
 
-@pytest.mark.parametrize("options", [SAMPLED, DecodeOptions(max_new_tokens=30)], ids=["sampled", "greedy"])
+@pytest.mark.parametrize("options", [SAMPLED, Options(max_new_tokens=30)], ids=["sampled", "greedy"])
 @pytest.mark.parametrize("kind", ["free", "grammar", "relaxation", "plain"])
 def test_every_request_runs_in_cycles_of_the_backend(kind, options):
     class Cycling(CyclingBackend):
@@ -113,13 +116,13 @@ def test_every_request_runs_in_cycles_of_the_backend(kind, options):
             prefill, propose, verify = FakeBackend.prefill, FakeBackend.propose, FakeBackend.verify
 
     controls = {
-        "grammar": lambda: Controls(Stepped(Parity())),
+        "grammar": lambda: Controls(constraint=Stepped(Parity())),
         "relaxation": lambda: Controls(relaxation=Relaxation((60,))),
     }
     backends, found = [Cycling(right=right), FakeBackend(right=right)], []
     for backend in backends:
         steering = controls.get(kind, Controls)()
-        found.append(generate(backend, PROMPT, options, speculative=kind != "plain", controls=steering))
+        found.append(generate(backend, PROMPT, replace(options, speculative=kind != "plain"), controls=steering))
     assert found[0].tokens == found[1].tokens
     asked, free = backends[0].noted, kind in ("free", "plain")
     assert asked == [(options.sampling, free, kind != "plain")] * len(found[0].accept_lengths)

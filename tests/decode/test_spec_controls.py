@@ -1,4 +1,5 @@
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -6,11 +7,12 @@ from fakes import Stepped
 from golden_pairs import ENGINE, NAMES, backend, golden, same_bits
 
 from edge_dflash.decode.controls import Controls, CycleTime, Pace
-from edge_dflash.decode.loop import DecodeOptions, generate, stream
+from edge_dflash.decode.loop import generate, stream
+from edge_dflash.decode.options import Options
 
 PROMPT = golden("qwen3_5")["p1.prompt"].tolist()
 FULL = golden("qwen3_5")["p1.dflash_tokens"].tolist()
-OPTIONS = DecodeOptions(max_new_tokens=40)
+OPTIONS = Options(max_new_tokens=40)
 
 
 class Alternating:
@@ -50,11 +52,17 @@ class Alternating:
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
 def test_constrained_speculative_equals_constrained_plain(name, temperature):
     prompt = golden(name)["p0.prompt"].tolist()
-    options = DecodeOptions(40, temperature, seed=3, stop_token_ids=(Alternating.STOP,))
+    options = Options(max_new_tokens=40, temperature=temperature, seed=3)
     results, states = [], []
     for speculative in (True, False):
         b, grammar = backend(name, ENGINE), Alternating()
-        result = generate(b, prompt, options, speculative=speculative, controls=Controls(constraint=Stepped(grammar)))
+        result = generate(
+            b,
+            prompt,
+            replace(options, speculative=speculative),
+            stop_token_ids=(Alternating.STOP,),
+            controls=Controls(constraint=Stepped(grammar)),
+        )
         assert grammar.path == list(result.tokens)  # the grammar ends where the answer does
         results.append(result)
         states.append(b.snapshot())

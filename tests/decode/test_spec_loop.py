@@ -1,25 +1,28 @@
+from dataclasses import replace
+
 import pytest
 from golden_pairs import ENGINE, NAMES, backend, golden, same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edge_dflash.decode.loop import DecodeOptions, collect, generate, stream
+from edge_dflash.decode.loop import collect, generate, stream
+from edge_dflash.decode.options import Options
 from edge_dflash.errors import ContextError, RequestError
 
 PROMPT = golden("qwen3_5")["p1.prompt"].tolist()
 FULL = golden("qwen3_5")["p1.dflash_tokens"].tolist()
 
 
-def run(options, *, speculative=True, name="qwen3_5", prompt=PROMPT, **kwargs):
+def run(options, *, speculative=True, stop=(), name="qwen3_5", prompt=PROMPT, **kwargs):
     b = backend(name, **kwargs)
-    return generate(b, prompt, options, speculative=speculative), b
+    return generate(b, prompt, replace(options, speculative=speculative), stop_token_ids=stop), b
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_cycles_follow_the_golden(name):
     g = golden(name)
     for p in ("p0", "p1", "p2"):
-        result, _ = run(DecodeOptions(max_new_tokens=64), name=name, prompt=g[f"{p}.prompt"].tolist())
+        result, _ = run(Options(max_new_tokens=64), name=name, prompt=g[f"{p}.prompt"].tolist())
         assert list(result.tokens) == g[f"{p}.dflash_tokens"].tolist()
         accepted = g[f"{p}.cycle_accepted"].tolist()
         assert [n - 1 for n in result.accept_lengths[:-1]] == accepted[: len(result.accept_lengths) - 1]
@@ -27,7 +30,7 @@ def test_cycles_follow_the_golden(name):
 
 @pytest.mark.parametrize("budget", range(1, 26))
 def test_the_budget_cuts_at_any_offset_of_a_span(budget):
-    result, b = run(DecodeOptions(max_new_tokens=budget))
+    result, b = run(Options(max_new_tokens=budget))
     assert list(result.tokens) == FULL[:budget]
     assert result.finish_reason == "length"
     assert sum(result.accept_lengths) == budget - 1
@@ -36,8 +39,8 @@ def test_the_budget_cuts_at_any_offset_of_a_span(budget):
 
 @pytest.mark.parametrize("stop", sorted(set(FULL[:30])))
 def test_a_stop_token_ends_at_any_offset_of_a_span_and_is_kept(stop):
-    speculative, a = run(DecodeOptions(max_new_tokens=64, stop_token_ids=(stop,)))
-    plain, b = run(DecodeOptions(max_new_tokens=64, stop_token_ids=(stop,)), speculative=False)
+    speculative, a = run(Options(max_new_tokens=64), stop=(stop,))
+    plain, b = run(Options(max_new_tokens=64), stop=(stop,), speculative=False)
     assert list(speculative.tokens) == FULL[: FULL.index(stop) + 1]
     assert speculative.finish_reason == "stop"
     assert plain.tokens == speculative.tokens
@@ -47,7 +50,7 @@ def test_a_stop_token_ends_at_any_offset_of_a_span_and_is_kept(stop):
 @settings(deadline=None, max_examples=12)
 @given(st.floats(0.3, 3.0), st.sampled_from([0, 1, 5, 50]), st.sampled_from([0.3, 0.9, 1.0]), st.integers(0, 2**64 - 1))
 def test_sampled_speculative_equals_sampled_plain(temperature, top_k, top_p, seed):
-    options = DecodeOptions(20, temperature, top_k, top_p, seed)
+    options = Options(max_new_tokens=20, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     speculative, a = run(options, precision=ENGINE)
     plain, b = run(options, speculative=False, precision=ENGINE)
     assert speculative.tokens == plain.tokens
@@ -56,74 +59,75 @@ def test_sampled_speculative_equals_sampled_plain(temperature, top_k, top_p, see
 
 
 def test_seeds_give_different_tokens():
-    texts = {run(DecodeOptions(12, temperature=2.0, seed=s))[0].tokens for s in range(4)}
+    texts = {run(Options(max_new_tokens=12, temperature=2.0, seed=s))[0].tokens for s in range(4)}
     assert len(texts) == 4
 
 
 def test_without_a_budget_generation_runs_to_the_usable_context():
-    result, b = run(DecodeOptions(), max_context=48)
+    result, b = run(Options(), max_context=48)
     assert result.finish_reason == "context"
     assert len(PROMPT) + len(result.tokens) == 48 - 8
-    plain, _ = run(DecodeOptions(), max_context=48, speculative=False)
+    plain, _ = run(Options(), max_context=48, speculative=False)
     assert plain.tokens == result.tokens
     assert b.length() <= 48
 
 
 def test_a_sequence_goes_on_where_it_ended():
-    whole, _ = run(DecodeOptions(max_new_tokens=30))
-    first, b = run(DecodeOptions(max_new_tokens=11))
-    rest = generate(b, [first.tokens[-1]], DecodeOptions(max_new_tokens=19))
+    whole, _ = run(Options(max_new_tokens=30))
+    first, b = run(Options(max_new_tokens=11))
+    rest = generate(b, [first.tokens[-1]], Options(max_new_tokens=19))
     assert first.tokens + rest.tokens == whole.tokens
 
 
 def test_closing_a_stream_leaves_the_backend_at_the_last_commit():
     b = backend("qwen3_5", ENGINE)
-    steps = stream(b, PROMPT, DecodeOptions(max_new_tokens=40))
+    steps = stream(b, PROMPT, Options(max_new_tokens=40))
     seen = [token for _ in range(4) for token in next(steps).tokens]
     steps.close()
     other = backend("qwen3_5", ENGINE)
-    generate(other, PROMPT, DecodeOptions(max_new_tokens=len(seen)), speculative=False)
+    generate(other, PROMPT, Options(max_new_tokens=len(seen), speculative=False))
     assert same_bits(b.snapshot(), other.snapshot())
 
 
 @pytest.mark.parametrize(
     ("prompt", "options", "error", "text"),
     [
-        ([], DecodeOptions(), RequestError, "no tokens"),
-        ([1, 512], DecodeOptions(), RequestError, "token id 512 is outside the vocabulary of 512"),
-        ([1, -1], DecodeOptions(), RequestError, "token id -1"),
-        ([1], DecodeOptions(max_new_tokens=0), RequestError, "max_new_tokens is 0"),
-        ([1], DecodeOptions(stop_token_ids=(9999,)), RequestError, "stop token id 9999"),
-        ([1], DecodeOptions(temperature=-2.0), RequestError, "temperature is -2.0"),
-        ([1] * 40, DecodeOptions(), ContextError, r"ends at token 40, the usable context is 40 tokens"),
-        ([1] * 30, DecodeOptions(max_new_tokens=11), ContextError, "at most 10 new tokens fit"),
+        ([], {}, RequestError, "no tokens"),
+        ([1, 512], {}, RequestError, "token id 512 is outside the vocabulary of 512"),
+        ([1, -1], {}, RequestError, "token id -1"),
+        ([1], {"max_new_tokens": 0}, RequestError, "max_new_tokens is 0"),
+        ([1], {"stop": (9999,)}, RequestError, "stop token id 9999"),
+        ([1], {"temperature": -2.0}, RequestError, "temperature is -2.0"),
+        ([1] * 40, {}, ContextError, r"ends at token 40, the usable context is 40 tokens"),
+        ([1] * 30, {"max_new_tokens": 11}, ContextError, "at most 10 new tokens fit"),
     ],
 )
 def test_bad_requests_are_refused_before_the_backend_is_touched(prompt, options, error, text):
     b = backend("qwen3_5", max_context=48)
+    stop = options.get("stop", ())
     with pytest.raises(error, match=text):
-        generate(b, prompt, options)
+        generate(b, prompt, Options(**{**options, "stop": ()}), stop_token_ids=stop)
     assert b.length() == 0
     assert not b.snapshot().arrays["target.layers.0.delta.state"].any()
 
 
 def test_the_largest_request_that_fits_runs():
-    result, _ = run(DecodeOptions(max_new_tokens=10), prompt=[1] * 30, max_context=48)
+    result, _ = run(Options(max_new_tokens=10), prompt=[1] * 30, max_context=48)
     assert len(result.tokens) == 10
 
 
 def test_an_unfinished_stream_has_no_result():
-    steps = stream(backend("qwen3_5"), PROMPT, DecodeOptions(max_new_tokens=9))
+    steps = stream(backend("qwen3_5"), PROMPT, Options(max_new_tokens=9))
     with pytest.raises(ValueError, match="not finished"):
         collect([next(steps)])
 
 
 def test_timings_and_accept_lengths_are_reported():
-    result, _ = run(DecodeOptions(max_new_tokens=20))
+    result, _ = run(Options(max_new_tokens=20))
     t = result.timings
     assert t.total_seconds == pytest.approx(t.prefill_seconds + t.propose_seconds + t.verify_seconds)
     assert min(t.prefill_seconds, t.propose_seconds, t.verify_seconds) > 0
     assert result.accept_length == pytest.approx(19 / len(result.accept_lengths))
-    plain, _ = run(DecodeOptions(max_new_tokens=5), speculative=False)
+    plain, _ = run(Options(max_new_tokens=5), speculative=False)
     assert plain.accept_lengths == (1, 1, 1, 1)
     assert plain.timings.propose_seconds < 1e-3

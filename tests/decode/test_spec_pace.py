@@ -1,4 +1,4 @@
-from edge_dflash.decode.controls import PROBE, RECENT, REST, CycleTime, Pace
+from edge_dflash.decode.controls import PROBE, RECENT, REST, CycleTime, Pace, Patience
 
 GOOD = CycleTime(0.2, 1.0, 4)  # 0.3 s a token against 1.0 s plain
 BAD = CycleTime(0.2, 1.0, 1)
@@ -46,10 +46,10 @@ def test_one_very_long_pass_does_not_refuse_all_for_ever():
     pace.record_prefill(50, 60.0)
     for cycle in (GOOD, CycleTime(0.2, 60.0, 4), PLAIN, CycleTime(0.0, 60.0, 1)):
         pace.record(cycle)
-    pace.record_refusal("cancelled")
+    pace.refuse(Patience(cancelled=lambda: True), lambda: 0.0)
     assert pace.cycle_seconds(speculative=True) == 60.2
     for _ in range(3):
-        pace.record_refusal("deadline")
+        pace.refuse(Patience(deadline=0.0), lambda: 0.0)
         assert pace.cycle_seconds(speculative=True) == 1.2
         assert pace.cycle_seconds(speculative=False) == 1.0
         assert pace.prefill_seconds(50) == 0.1

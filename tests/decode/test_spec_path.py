@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from fakes import SHAPE, FakeBackend, Stepped
 
 from edge_dflash.decode.controls import Controls, Interrupted
-from edge_dflash.decode.loop import DecodeOptions, generate, stream
+from edge_dflash.decode.loop import generate, stream
+from edge_dflash.decode.options import Options
 from edge_dflash.errors import RequestError
 
 PROMPT = (3, 1, 4)
-OPTIONS = DecodeOptions(max_new_tokens=20)
+OPTIONS = Options(max_new_tokens=20)
 
 
 class Brittle:
@@ -50,7 +53,10 @@ class Brittle:
 
 def wanted():
     return generate(
-        FakeBackend(), PROMPT, OPTIONS, speculative=False, controls=Controls(Stepped(Brittle((), None)))
+        FakeBackend(),
+        PROMPT,
+        replace(OPTIONS, speculative=False),
+        controls=Controls(constraint=Stepped(Brittle((), None))),
     ).tokens
 
 
@@ -60,7 +66,7 @@ def test_a_grammar_that_gives_up_beside_the_plain_path_changes_nothing(where, ri
     plain = wanted()
     grammar = Brittle(plain, where)
     backend = FakeBackend(right=lambda position: right)
-    result = generate(backend, PROMPT, OPTIONS, controls=Controls(Stepped(grammar)))
+    result = generate(backend, PROMPT, OPTIONS, controls=Controls(constraint=Stepped(grammar)))
     assert result.tokens == plain
     assert grammar.path == list(plain)
     assert (grammar.raised > 0) == (right < SHAPE.block_size - 1)
@@ -78,7 +84,12 @@ def test_a_grammar_that_gives_up_on_the_plain_path_fails_both_alike():
         grammar, seen = Brittle((*plain[:9], 61), "push"), []
         with pytest.raises(RequestError, match="cannot go on"):
             drain(
-                stream(FakeBackend(), PROMPT, OPTIONS, speculative=speculative, controls=Controls(Stepped(grammar))),
+                stream(
+                    FakeBackend(),
+                    PROMPT,
+                    replace(OPTIONS, speculative=speculative),
+                    controls=Controls(constraint=Stepped(grammar)),
+                ),
                 seen,
             )
         assert tuple(seen) == plain[: len(seen)]
@@ -96,7 +107,7 @@ def test_an_answer_may_be_ended_at_any_token():
                 return end - (len(told) - len(tokens)) if len(told) >= end else None
 
             backend = FakeBackend()
-            result = generate(backend, PROMPT, OPTIONS, speculative=speculative, controls=Controls(ends=ends))
+            result = generate(backend, PROMPT, replace(OPTIONS, speculative=speculative), controls=Controls(ends=ends))
             assert (result.tokens, result.finish_reason) == (plain[:end], "stop")
             assert backend.committed == [*PROMPT, *plain[: end - 1]]
 
@@ -124,6 +135,6 @@ def test_a_step_that_is_interrupted_commits_nothing(method, call):
             self._called("advance")
 
     backend = FakeBackend()
-    done = generate(backend, (3, 1, 4), DecodeOptions(max_new_tokens=20), controls=Controls(Constraint()))
+    done = generate(backend, (3, 1, 4), Options(max_new_tokens=20), controls=Controls(constraint=Constraint()))
     assert done.finish_reason == "cancelled"
     assert backend.length() == 3 + max(0, len(done.tokens) - 1)

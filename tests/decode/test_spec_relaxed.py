@@ -4,7 +4,8 @@ from golden_pairs import backend, golden
 
 from edge_dflash.decode.accept import Relaxation, ThinkingSpan, accepted
 from edge_dflash.decode.controls import Controls
-from edge_dflash.decode.loop import DecodeOptions, generate
+from edge_dflash.decode.loop import generate
+from edge_dflash.decode.options import Options
 from edge_dflash.errors import RequestError
 
 CLOSE, STOP = 7, 9
@@ -50,7 +51,7 @@ def test_bad_settings_are_refused(bad):
 
 def test_relaxed_output_says_so_and_costs_fewer_cycles():
     prompt = golden("qwen3")["p0.prompt"].tolist()
-    options = DecodeOptions(max_new_tokens=48)
+    options = Options(max_new_tokens=48)
     strict = generate(backend("qwen3"), prompt, options)
     lossy = generate(backend("qwen3"), prompt, options, controls=Controls(relaxation=Relaxation((500,), 400, 1e6)))
     assert strict.relaxed == 0

@@ -11,7 +11,7 @@ from edge_dflash.backends.cuda.backend import NativeBackend
 from edge_dflash.backends.cuda.linear import Linears
 from edge_dflash.backends.cuda.memory import PADDING, Place, aligned
 from edge_dflash.backends.cuda.passes import Pass
-from edge_dflash.backends.cuda.schedule import Copy, Gate, Head, Multiply, Normalise, Schedule, Sum
+from edge_dflash.backends.cuda.schedule import Columns, Copy, Head, Multiply, Normalise, Schedule
 from edge_dflash.backends.tensorrt.backend import EngineFrame, engine_passes, layout_of
 from edge_dflash.backends.tensorrt.runs import RunEngine
 from edge_dflash.backends.tensorrt.units import EMBEDDING, LOGITS, pair_units
@@ -117,9 +117,9 @@ class NativeSegments:
             case RmsNorm():
                 return [Normalise(reads, (out,), op)]
             case Add():
-                return [Sum(reads, (out,))]
+                return [Columns(reads, (out,), Add)]
             case SwiGlu():
-                return [Gate(reads, (out,))]
+                return [Columns(reads, (out,), SwiGlu)]
             case Concat():
                 return list(self._copies(reads, out, schedule))
         raise TypeError(type(op).__name__)

@@ -15,7 +15,8 @@ from edge_dflash.backends.host import Delegate
 from edge_dflash.checks.lossless import Adversary, drafters, oracle_until
 from edge_dflash.decode.backend import Asked, Precision
 from edge_dflash.decode.controls import Controls
-from edge_dflash.decode.loop import DecodeOptions, generate, stream
+from edge_dflash.decode.loop import generate, stream
+from edge_dflash.decode.options import Options
 from edge_dflash.decode.sampling import Sampling, choose
 from edge_dflash.errors import BackendError
 
@@ -26,8 +27,8 @@ KINDS = ("bf16", "fp8", "nvfp4", "mixed")
 EXACT = (("demo", "nvfp4"), ("demo", "bf16"), ("dense", "mixed"), ("hybrid", "nvfp4"))
 NEW = 40
 OPTIONS = {
-    "greedy": DecodeOptions(max_new_tokens=NEW),
-    "sampled": DecodeOptions(max_new_tokens=NEW, temperature=2.0, top_k=40, top_p=0.9, seed=7),
+    "greedy": Options(max_new_tokens=NEW),
+    "sampled": Options(max_new_tokens=NEW, temperature=2.0, top_k=40, top_p=0.9, seed=7),
 }
 
 
@@ -173,7 +174,7 @@ def plain(name, kind, mode):
     """Prompt, plain tokens, the logits behind each, and the state token by token."""
     backend, ids = native(name, kind), prompt(name, 21)
     backend.reset()
-    tokens = generate(backend, ids, OPTIONS[mode], speculative=False).tokens
+    tokens = generate(backend, ids, replace(OPTIONS[mode], speculative=False)).tokens
     backend.reset()
     rows = [backend.prefill(ids).logits()[0]]
     for token in tokens[:-1]:
@@ -297,8 +298,8 @@ def test_log_probabilities_are_those_of_plain_decoding_at_every_accept_length(na
 
     def run(place, **how):
         place.reset()
-        controls = Controls(Stepped(Rule(place.shape.vocab_size)) if constrained else None)
-        steps = list(stream(place, ids, options, controls=controls, **how))
+        controls = Controls(constraint=Stepped(Rule(place.shape.vocab_size)) if constrained else None)
+        steps = list(stream(place, ids, replace(options, **how), controls=controls))
         assert all(len(step.logprobs) == len(step.tokens) for step in steps)
         return [one for step in steps for one in step.logprobs]
 
@@ -317,7 +318,9 @@ def test_answers_under_a_grammar_are_those_of_plain_decoding_and_of_choices_on_t
     for place, speculative in ((backend, True), (backend, False), (HostChoice(backend), True)):
         place.reset()
         grammar = Rule(place.shape.vocab_size)
-        result = generate(place, ids, OPTIONS[mode], speculative=speculative, controls=Controls(Stepped(grammar)))
+        result = generate(
+            place, ids, replace(OPTIONS[mode], speculative=speculative), controls=Controls(constraint=Stepped(grammar))
+        )
         assert grammar.path == list(result.tokens)
         found.append((result.tokens, place.snapshot()))
     assert [tokens for tokens, _ in found[1:]] == [found[0][0]] * 2
@@ -330,7 +333,7 @@ def test_choices_on_the_device_are_those_of_the_host(mode):
     found = []
     for place, speculative in ((backend, True), (backend, False), (HostChoice(backend), False)):
         place.reset()
-        found.append(generate(place, ids, OPTIONS[mode], speculative=speculative).tokens)
+        found.append(generate(place, ids, replace(OPTIONS[mode], speculative=speculative)).tokens)
     assert found[0] == found[1] == found[2]
 
 
@@ -355,9 +358,11 @@ def test_nothing_is_allocated_after_load():
         backend.reset()
         generate(backend, prompt("demo", 100), mode)
         backend.reset()
-        generate(backend, prompt("demo", 10), mode, speculative=False)
+        generate(backend, prompt("demo", 10), replace(mode, speculative=False))
         backend.reset()
-        generate(backend, prompt("demo", 10), mode, controls=Controls(Stepped(Rule(backend.shape.vocab_size))))
+        generate(
+            backend, prompt("demo", 10), mode, controls=Controls(constraint=Stepped(Rule(backend.shape.vocab_size)))
+        )
     assert (backend.gpu.allocations, torch.cuda.memory_allocated()) == before
 
 
@@ -413,7 +418,7 @@ def test_the_context_can_be_filled_to_the_last_row():
     backend = native("demo")
     backend.reset()
     ids = prompt("demo", 256 - 16)
-    generation = generate(backend, ids[:200], DecodeOptions())
+    generation = generate(backend, ids[:200], Options())
     assert generation.finish_reason in ("length", "context")
     backend.reset()
     backend.prefill(prompt("demo", 256))

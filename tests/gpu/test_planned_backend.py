@@ -10,7 +10,8 @@ from planned_support import planned_backend
 from edge_dflash.backends.cuda.weights import StoreWeights
 from edge_dflash.checks.lossless import verify_lossless
 from edge_dflash.decode.backend import Asked
-from edge_dflash.decode.loop import DecodeOptions, generate
+from edge_dflash.decode.loop import generate
+from edge_dflash.decode.options import Options
 
 pytestmark = pytest.mark.gpu
 
@@ -62,5 +63,5 @@ def test_nothing_is_allocated_after_the_load():
     backend, ids = planned("demo", "nvfp4"), prompt("demo", 30)
     backend.reset()
     before = backend.gpu.allocations
-    generate(backend, ids, DecodeOptions(max_new_tokens=NEW))
+    generate(backend, ids, Options(max_new_tokens=NEW))
     assert backend.gpu.allocations == before

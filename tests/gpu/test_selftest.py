@@ -9,8 +9,8 @@ from native_linear_support import cubin
 from synthetic import write_drafter, write_target
 
 from edge_dflash import Planner, VerificationError
-from edge_dflash.builder import builder
-from edge_dflash.builder.builder import BuildConfig, build
+from edge_dflash.builder import write as builder
+from edge_dflash.builder.write import BuildConfig, build
 from edge_dflash.bundle.manifest import dump_manifest
 from edge_dflash.bundle.reader import read_manifest
 

@@ -13,7 +13,7 @@ from native_support import formats_of, write_native_bundle
 from edge_dflash import errors
 from edge_dflash.checks.doctor import INSTALLED, SERVICE
 from edge_dflash.common.files import directory
-from edge_dflash.install.layout import FILES, UNIT
+from edge_dflash.install.host import FILES, UNIT
 from edge_dflash.install.service import Options, install
 from edge_dflash.serve.config import ServeConfig, load_config
 

@@ -287,7 +287,7 @@ def test_closing_releases_the_backend_and_ends_what_runs():
 def test_a_planner_that_is_dropped_ends_its_worker():
     planner = Planner(FakeBackend(), None)
     planner.plan(PROMPT, max_new_tokens=2)
-    worker = planner._engine._scheduler._worker
+    worker = planner._engine._worker
     del planner
     gc.collect()
     worker.join(10)

@@ -18,9 +18,25 @@ from edge_dflash.errors import (
     RequestCancelledError,
     RequestError,
 )
-from edge_dflash.runner.worker import Scheduler
+from edge_dflash.runner.job import Work
+from edge_dflash.runner.worker import Worker
 
 PATIENT = 10.0  # seconds after which a test that hangs fails
+
+
+class Scheduler(Worker):
+    """A worker of jobs that are functions, which return their steps."""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.close()
+
+    def submit(self, job, **options):
+        work = Work(job, **options)
+        super().submit(work)
+        return work.ticket
 
 
 def count(n, result="done"):
@@ -238,25 +254,27 @@ def test_a_running_job_is_closed_before_its_next_step(scheduler):
     assert seen == [0]  # the step that was under way is not lost
 
 
-def test_a_job_that_is_told_ends_by_itself_with_its_result(scheduler):
-    told, inside, go = threading.Event(), threading.Event(), threading.Event()
+def test_a_job_that_looks_at_its_cancelling_ends_by_itself_with_its_result(scheduler):
+    inside, go = threading.Event(), threading.Event()
 
     def job():
         yield "first"
         inside.set()
         assert go.wait(PATIENT)
         yield "second"
-        return "cancelled in good order" if told.is_set() else "never told"
+        return "cancelled in good order" if work.cancelled else "never told"
 
-    calls = []
-    ticket = scheduler.submit(job, on_cancel=lambda: (calls.append(1), told.set()))
+    work = Work(job)
+    work.closes = False
+    Worker.submit(scheduler, work)
+    ticket = work.ticket
     assert inside.wait(PATIENT)
     assert ticket.cancel()
     assert ticket.cancel()
     go.set()
     assert ticket.result(PATIENT) == "cancelled in good order"
     assert list(ticket) == ["first", "second"]
-    assert (calls, ticket.state, ticket.cancel()) == ([1], "done", False)
+    assert (ticket.state, ticket.cancel()) == ("done", False)
 
 
 def test_cancelling_what_has_ended_changes_nothing(scheduler):

@@ -12,8 +12,7 @@ from service_support import TEXT_SHAPE
 from edge_dflash.backends.host import Delegate
 from edge_dflash.errors import BackendError, EngineFailedError, RequestError
 from edge_dflash.planner import Planner
-from edge_dflash.runner.worker import Scheduler
-from tests.runner.test_scheduler import PATIENT, Gate, count
+from tests.runner.test_scheduler import PATIENT, Gate, Scheduler, count
 
 PROMPT = (3, 1, 4)
 FATAL = [MemoryError(), SystemExit(3), KeyboardInterrupt()]

@@ -18,7 +18,8 @@ from calib.demo.evaluate import heldout_tasks
 from edge_dflash.backends.reference.backend import ReferenceBackend
 from edge_dflash.cli.demo import MODELS
 from edge_dflash.decode.backend import Precision
-from edge_dflash.decode.loop import DecodeOptions, generate
+from edge_dflash.decode.loop import generate
+from edge_dflash.decode.options import Options
 from edge_dflash.model import pair_programs
 from edge_dflash.model.registry import match_pair, read_drafter_spec, read_target_spec
 from edge_dflash.text.tokenizer import Tokenizer
@@ -46,10 +47,10 @@ def readings(pair):
 def accept_length(pair, store, precision, prompts, new_tokens, context):
     """Mean accept length, and the tokens."""
     backend = ReferenceBackend(pair, store, precision, max_context=context)
-    made, cycles, tokens = 0, 0, []
+    made, cycles, tokens, options = 0, 0, [], Options(max_new_tokens=new_tokens)
     for prompt in prompts:
         backend.reset()
-        done = generate(backend, prompt, DecodeOptions(new_tokens, stop_token_ids=pair.target.eos_token_ids))
+        done = generate(backend, prompt, options, stop_token_ids=pair.target.eos_token_ids)
         made, cycles = made + sum(done.accept_lengths), cycles + len(done.accept_lengths)
         tokens.append(done.tokens)
     return made / cycles, tokens

@@ -20,7 +20,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
 from golden_pairs import FLOAT32, GOLDEN  # noqa: E402
 
 from edge_dflash.backends.reference.backend import ReferenceBackend  # noqa: E402  # found by the path above
-from edge_dflash.decode.loop import DecodeOptions, stream  # noqa: E402
+from edge_dflash.decode.loop import stream  # noqa: E402
+from edge_dflash.decode.options import Options  # noqa: E402
 from edge_dflash.model import pair_programs  # noqa: E402
 from edge_dflash.model.registry import match_pair, read_drafter_spec, read_target_spec  # noqa: E402
 from edge_dflash.weights.checkpoint import PairCheckpoint  # noqa: E402
@@ -28,7 +29,7 @@ from edge_dflash.weights.checkpoint import PairCheckpoint  # noqa: E402
 DEMO = ROOT / "edge_dflash" / "demo" / "models"
 PAIRS = {name: (GOLDEN / f"{name}-tiny", GOLDEN / f"{name}-tiny-dflash") for name in ("qwen3", "qwen3_5")}
 PAIRS["demo"] = (DEMO / "target", DEMO / "drafter")
-GREEDY = DecodeOptions(max_new_tokens=64, logprobs=20)
+GREEDY = Options(max_new_tokens=64, logprobs=20)
 MODES = {"greedy": GREEDY, "sampled": replace(GREEDY, temperature=1.5, top_k=50, top_p=0.95, seed=3)}
 
 

@@ -163,7 +163,7 @@ def test_a_session_of_another_bundle_is_refused(start, tmp_path):
     turn(client, "a")
     client.post(f"{SESSIONS}/a/save", json={})
     service, client = start()
-    service.planner._engine.manager._bundle = "e" * 64
+    service.planner._engine.manager.bundle = "e" * 64
     refused = turn(client, "a")
     assert refused.status_code == 409
     assert refused.json()["error"]["code"] == "session_mismatch"

@@ -9,7 +9,7 @@ from pathlib import Path
 from text_support import byte_tokenizer, write_tokenizer
 from tokenizers import AddedToken
 
-from edge_dflash.builder.builder import BuildConfig
+from edge_dflash.builder.write import BuildConfig
 from edge_dflash.weights.safetensors import TensorFiles
 
 GOLDEN = Path(__file__).parents[1] / "golden"

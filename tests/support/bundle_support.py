@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
-from edge_dflash.bundle.manifest import MANIFEST, Manifest, Source, dump_manifest
-from edge_dflash.bundle.parts import hash_file, part_of, write_part
+from edge_dflash.bundle.manifest import MANIFEST, FileEntry, Manifest, Source, dump_manifest
+from edge_dflash.bundle.parts import hash_file, part_of, tensor_file, uncounted, whole, wide_first, write_file
 from edge_dflash.decode.backend import Precision
 from edge_dflash.model import pair_programs
 from edge_dflash.model.specs import (
@@ -78,6 +78,12 @@ def random_weights(pair: PairSpec = PAIR, seed: int = 0) -> dict[str, Weight]:
     return weights
 
 
+def write_part(path: Path, weights: dict[str, Weight], advance=uncounted) -> FileEntry:
+    """A weight file of weights that are stored by themselves."""
+    tensors = [tensor for name, weight in weights.items() for tensor in whole(name, weight)]
+    return write_file(path, tensor_file(sorted(tensors, key=wide_first)), advance)
+
+
 def write_bundle(path: Path, weights: dict[str, Weight], pair: PairSpec = PAIR, **changes: object) -> Manifest:
     """Write a bundle directory; ``changes`` replace fields of its manifest."""
     (path / "weights").mkdir(parents=True)
@@ -85,9 +91,9 @@ def write_bundle(path: Path, weights: dict[str, Weight], pair: PairSpec = PAIR, 
     for name, weight in weights.items():
         parts.setdefault(part_of(name), {})[name] = weight
     for part, members in parts.items():
-        write_part(path / part, members, lambda count: None)
+        write_part(path / part, members)
     (path / "calibration.json").write_text("{}\n")
-    files = {str(f.relative_to(path)): hash_file(f, lambda count: None) for f in path.rglob("*") if f.is_file()}
+    files = {str(f.relative_to(path)): hash_file(f) for f in path.rglob("*") if f.is_file()}
     forms = {name: weight.format for name, weight in weights.items()}
     if "target.lm_head" not in weights:
         forms["target.lm_head"] = "tied"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from edge_dflash.builder.builder import BuildConfig, build
+from edge_dflash.builder.write import BuildConfig, build
 from edge_dflash.bundle import parts
 from edge_dflash.bundle.reader import Bundle
 

@@ -10,10 +10,9 @@ from cubin_support import cubin
 
 from edge_dflash.backends.cuda.compile import bundled, kernels_digest
 from edge_dflash.backends.cuda.memory import DevicePointer
-from edge_dflash.builder.native import write_native_part
+from edge_dflash.builder.convert import weight_tensors
 from edge_dflash.bundle.manifest import MANIFEST, Manifest, dump_manifest
-from edge_dflash.bundle.parts import hash_file
-from edge_dflash.bundle.stored import bundle_parts
+from edge_dflash.bundle.parts import bundle_parts, hash_file, tensor_file, write_file
 from edge_dflash.decode.backend import Precision
 from edge_dflash.model import pair_programs
 from edge_dflash.model.specs import AttentionSpec, GatedDeltaSpec, RopeSpec
@@ -76,10 +75,10 @@ def write_native_bundle(path, formats, pair=NATIVE_PAIR, seed=0, **changes):
     arch = changes.get("arch", "sm90a")
     with ThreadPoolExecutor(1) as pool:
         for name, part in bundle_parts(pair_programs(pair), formats, stacked=True).items():
-            write_native_part(path / name, part, store, formats, pool, lambda count: None)
+            write_file(path / name, tensor_file(weight_tensors(part, store, formats, {}, pool)))
     for unit in bundled():
         (path / "kernels" / f"{unit}.cubin").write_bytes(fake_cubin(unit, arch))
-    files = {str(f.relative_to(path)): hash_file(f, lambda count: None) for f in path.rglob("*") if f.is_file()}
+    files = {str(f.relative_to(path)): hash_file(f) for f in path.rglob("*") if f.is_file()}
     manifest = Manifest(
         created_by="edge-dflash 0.0.0",
         arch=arch,

@@ -10,9 +10,8 @@ from paths import DEMO
 
 from edge_dflash.backends.cuda.compile import kernels_digest
 from edge_dflash.backends.tensorrt.api import flavour_of
-from edge_dflash.builder import builder, plans, tensorrt_plan
-from edge_dflash.builder import decide as plan
-from edge_dflash.builder.builder import BuildConfig
+from edge_dflash.builder import decide, engines, write
+from edge_dflash.builder.write import BuildConfig
 from edge_dflash.common.files import directory
 from edge_dflash.errors import BackendError, BuildError
 
@@ -56,9 +55,9 @@ def fake(monkeypatch):
 
 def fake_tools(patch):
     FakeCompiler.made, FakeCompiler.timings, FakeCompiler.fail = [], [], ""
-    patch.setattr(builder, "compile_cubin", fake_cubin)
-    patch.setattr(plan, "kernels_digest", lambda: DIGEST)
-    patch.setattr(plans, "Compiler", FakeCompiler)
+    patch.setattr(write, "compile_cubin", fake_cubin)
+    patch.setattr(decide, "kernels_digest", lambda: DIGEST)
+    patch.setattr("edge_dflash.backends.tensorrt.compile.Compiler", FakeCompiler)
     install(patch, VERSION)
     on(patch, None)
     return FakeCompiler
@@ -72,7 +71,7 @@ def install(patch, version):
             raise BackendError(f"{flavour.product} is not installed: {flavour.install}")
         return SimpleNamespace(__version__=version)
 
-    patch.setattr(tensorrt_plan, "load", load)
+    patch.setattr(engines, "load", load)
 
 
 def on(patch, sm):
@@ -83,7 +82,7 @@ def on(patch, sm):
             raise BackendError("no NVIDIA driver was found (RuntimeError); install the driver")
         return sm
 
-    patch.setattr(tensorrt_plan, "device_sm", device_sm)
+    patch.setattr(engines, "device_sm", device_sm)
 
 
 def config(output, **changes):

@@ -20,8 +20,7 @@ from edge_dflash.common.files import directory
 from edge_dflash.decode.options import Options, as_messages
 from edge_dflash.errors import BundleError, RequestError
 from edge_dflash.planner import Planner
-from edge_dflash.runner.conversation import as_message, next_turn
-from edge_dflash.runner.prepare import Model
+from edge_dflash.runner.request import Model, as_message, next_turn
 from edge_dflash.text.chat import Answer, encode_conversation, render_conversation, thinking_is_open
 from edge_dflash.text.tokenizer import Tokenizer
 
@@ -82,7 +81,7 @@ def everywhere(words, *, name=None):
 
 
 def controls_of(tokenizer, ids):
-    known = {tokenizer.control_id(name) for name in tokenizer._controls.names}
+    known = set(tokenizer._controls.ids.values())
     return [tokenizer.token(i) for i in ids if i in known]
 
 

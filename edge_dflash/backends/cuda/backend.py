@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from edge_dflash.backends.cuda.driver import Gpu, Graph
+from edge_dflash.backends.cuda.driver import Gpu
 from edge_dflash.backends.cuda.graphs import REPEATS, Capture, Graphs, NativeRows, StepTime, host_memory, profile_cycle
 from edge_dflash.backends.cuda.loading import Dense, Launches, Loaded, load
 from edge_dflash.backends.cuda.sample import Chooser
@@ -192,7 +192,9 @@ class NativeBackend:
         if asked.sampling.temperature > 0.0 or asked.logits:
             self.chooser.prepare(asked.sampling)
             graph = self._cycles.sampled
-        result = self._end(graph)
+        self._known = None  # until it is known what it committed
+        graph.launch()
+        result = self._result()
         return self._cycle(result, result.propose_seconds, result.verify_seconds, asked.logits)
 
     def _split(self, asked: Asked) -> Cycle:
@@ -207,15 +209,15 @@ class NativeBackend:
         masks = [None] if steering is None else steering.masks(drafts)  # while it runs
         self.chooser.write(sampling, position, masks)
         free = sampling.temperature == 0.0 and all(mask is None for mask in masks)
-        result = self._end(self._cycles.accept if free else self._cycles.choose)
+        self._known = None
+        (self._cycles.accept if free else self._cycles.choose).launch()
+        result = self._result()
         return self._cycle(
             result, proposed - began if drafting else 0.0, time.perf_counter() - proposed, asked.logits, drafts
         )
 
-    def _end(self, graph: Graph) -> Result:
-        """Launch what ends a cycle and wait for it."""
-        self._known = None  # until it is known what it committed
-        graph.launch()
+    def _result(self) -> Result:
+        """Wait for the end of a cycle."""
         self.gpu.synchronize()
         return Result.of(self._host.result, self._shape.block_size)
 

@@ -16,8 +16,8 @@ from edge_dflash.backends.cuda.linear import Linears, LinearWeights, Norm
 from edge_dflash.backends.cuda.memory import NULL, Control, DevicePointer, Matrix, Place, control_word
 from edge_dflash.backends.cuda.sample import Sampler
 from edge_dflash.backends.cuda.schedule import (
+    Columns,
     Copy,
-    Gate,
     Gather,
     Head,
     Last,
@@ -27,7 +27,6 @@ from edge_dflash.backends.cuda.schedule import (
     Schedule,
     State,
     Step,
-    Sum,
 )
 from edge_dflash.backends.cuda.small import CycleKernels, Small
 from edge_dflash.backends.cuda.states import States
@@ -173,10 +172,8 @@ class Pass(Frame):
         match step:
             case Copy():
                 self.kernels.cycle.copy(inputs[0], out, rows, columns)
-            case Gate():
-                self.kernels.cycle.gate(inputs[0], inputs[1], out, rows, columns)
-            case Sum():
-                self.kernels.cycle.add(inputs[0], inputs[1], out, rows, columns)
+            case Columns():
+                self.kernels.cycle.elementwise(step.op, inputs, out, rows, columns)
             case _:
                 raise TypeError(f"no kernel for step {type(step).__name__}")
 

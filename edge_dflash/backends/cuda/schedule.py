@@ -11,10 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from edge_dflash.errors import BackendError
 from edge_dflash.model.ops import (
     Add,
     Concat,
     DenseOp,
+    Elementwise,
     Embed,
     Linear,
     Op,
@@ -79,13 +81,15 @@ class Normalise(Step):
 
 
 @dataclass(frozen=True)
-class Sum(Step):
-    """``add``."""
+class Columns(Step):
+    """An elementwise op of tensors that no one launch made."""
 
+    op: type[Elementwise]
 
-@dataclass(frozen=True)
-class Gate(Step):
-    """``swiglu`` of two tensors that no one launch made."""
+    @property
+    def label(self) -> str:
+        """See :class:`Step`."""
+        return {Add: "Sum", SwiGlu: "Gate"}.get(self.op, self.op.__name__)
 
 
 @dataclass(frozen=True)
@@ -145,8 +149,6 @@ class _Lowering:
             Embed: self._embed,
             Linear: self._linear,
             RmsNorm: self._norm,
-            Add: self._add,
-            SwiGlu: self._swiglu,
             Concat: self._concat,
             SelectRows: self._select,
         }
@@ -155,7 +157,7 @@ class _Lowering:
         for segment in segments(self._program):
             for op in segment.dense:
                 if op.output not in self._done:
-                    self._handlers[type(op)](op, segment)
+                    self._dense(op, segment)
             for state in segment.state:
                 self._state(state)
         return self._out
@@ -248,11 +250,13 @@ class _Lowering:
         if op.inputs[0] in self._out.single:
             self._out.single.add(op.output)
 
-    def _add(self, op: Add, segment: Segment) -> None:
-        self._emit(Sum(op.inputs, (op.output,)))
-
-    def _swiglu(self, op: SwiGlu, segment: Segment) -> None:
-        self._emit(Gate(op.inputs, (op.output,)))
+    def _dense(self, op: DenseOp, segment: Segment) -> None:
+        if isinstance(op, Elementwise):
+            self._emit(Columns(op.inputs, (op.output,), type(op)))
+        elif type(op) in self._handlers:
+            self._handlers[type(op)](op, segment)
+        else:
+            raise BackendError(f"{op.output}: the native backend has no kernel for op {type(op).__name__}")
 
     def _concat(self, op: Concat, segment: Segment) -> None:
         self._made(op.output)

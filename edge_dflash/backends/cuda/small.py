@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from edge_dflash.backends.cuda.driver import Argument, Gpu, Module
 from edge_dflash.backends.cuda.memory import NULL, Array, DevicePointer, Matrix
+from edge_dflash.model.ops import Add, Elementwise, SwiGlu
 
 UNIT = "small"
 _THREADS = 256
@@ -55,6 +57,7 @@ class Small:
 
 
 CYCLE_UNIT = "cycle"
+ELEMENTWISE: Mapping[type[Elementwise], str] = {SwiGlu: "gate_columns", Add: "add_columns"}  # kernels of cycle.cu
 CLOCK_BYTES = 16  # of propose and of verify, ns
 RESULT_WORDS = 4 + 32 + 6  # accepted, cycles, two unused, choices of up to 32 rows, three clocks of 64 bits
 
@@ -82,7 +85,7 @@ class CycleKernels:
 
     def __init__(self, gpu: Gpu, module: Module) -> None:
         self._gpu = gpu
-        names = ("cycle_ids", "cycle_accept", "cycle_set", "copy_columns", "gate_columns", "add_columns", "stamp")
+        names = ("cycle_ids", "cycle_accept", "cycle_set", "copy_columns", *ELEMENTWISE.values(), "stamp")
         self._kernels = {name: module.kernel(name) for name in names}
 
     def ids(
@@ -124,15 +127,12 @@ class CycleKernels:
         """Out = x; an even number of columns."""
         self._launch("copy_columns", rows, _THREADS, x.pointer, out.pointer, columns, x.stride, out.stride)
 
-    def gate(self, gate: Matrix, up: Matrix, out: Matrix, rows: int, columns: int) -> None:
-        """``swiglu``."""
-        arguments = (gate.pointer, up.pointer, out.pointer, columns, gate.stride, up.stride, out.stride)
-        self._launch("gate_columns", rows, _THREADS, *arguments)
-
-    def add(self, a: Matrix, b: Matrix, out: Matrix, rows: int, columns: int) -> None:
-        """``add``."""
-        arguments = (a.pointer, b.pointer, out.pointer, columns, a.stride, b.stride, out.stride)
-        self._launch("add_columns", rows, _THREADS, *arguments)
+    def elementwise(
+        self, op: type[Elementwise], inputs: Sequence[Matrix], out: Matrix, rows: int, columns: int
+    ) -> None:
+        """Out = op(inputs)."""
+        pointers, strides = [x.pointer for x in (*inputs, out)], [x.stride for x in (*inputs, out)]
+        self._launch(ELEMENTWISE[op], rows, _THREADS, *pointers, columns, *strides)
 
     def stamp(self, place: DevicePointer) -> None:
         """The device's clock, in ns, into a uint64."""

@@ -1,13 +1,17 @@
-"""Which backends a bundle is built for: those that were asked for, or those that suit the arch."""
+"""Which backends a bundle is built for: what was asked for, or what suits the arch; which formats our kernels take."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from edge_dflash.backends.cuda.compile import compiler_version
 from edge_dflash.backends.tensorrt.api import TENSORRT_RTX
 from edge_dflash.board.archs import ARCHS_OF, BACKENDS, Arch, find_arch, ordered
 from edge_dflash.errors import BackendError
-from edge_dflash.weights.formats import read_as
+from edge_dflash.model import pair_programs
+from edge_dflash.model.specs import PairSpec
+from edge_dflash.weights.formats import Nvfp4Weight, WeightFormat, WeightStore, read_as
 from edge_dflash.weights.recipe import Recipe
 
 BOTH = ("native", "tensorrt")
@@ -69,3 +73,29 @@ def _named(arch: str, found: Arch, backend: str) -> tuple[str, ...]:
                 "leave --backend out for what suits the arch"
             )
     return ordered(names)
+
+
+def decide_native(
+    arch: str, recipe: Recipe, pair: PairSpec, store: WeightStore, formats: Mapping[str, WeightFormat]
+) -> tuple[dict[str, WeightFormat], tuple[str, ...]]:
+    """Formats of a native bundle and warnings.
+
+    Raises BuildError without a compiler and BackendError for what the kernels do not take.
+    """
+    compiler_version()
+    from edge_dflash.backends.cuda.support import check_native, narrowed  # the bindings of CUDA, only here
+
+    if recipe.activations == "nvfp4":
+        raise BackendError(
+            f"recipe {recipe.name} asks for activations in nvfp4, the native backend computes with bf16; "
+            "set activations: bf16, the weights may stay nvfp4"
+        )
+    programs = pair_programs(pair)
+    check_native(pair, formats, arch=arch, kv="fp8" if recipe.kv == "fp8" else "bfloat16")
+    linears = [store.get(name) for name, spec in programs.weights.items() if spec.kind == "linear"]
+    count = sum(isinstance(weight, Nvfp4Weight) and weight.input_scale is not None for weight in linears)
+    dropped = (
+        f"{count} linears of the checkpoint carry scales of NVFP4 activations, which are left out: "
+        "the native backend computes with bf16 activations"
+    )
+    return narrowed(formats, programs, store), (dropped,) if count else ()

@@ -1,0 +1,189 @@
+"""Checkpoints to bundle: file by file, resumable, and all or nothing.
+
+What is built is decided by :mod:`edge_dflash.builder.decide`. Nothing that depends on when or where a build ran gets
+into the bundle, so a build that was killed and resumed has the bytes of one that was not.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from edge_dflash.backends.cuda.compile import bundled, compile_cubin
+from edge_dflash.backends.tensorrt.units import STATE_UNITS
+from edge_dflash.builder.convert import one_thread, weight_tensors
+from edge_dflash.builder.decide import BuildConfig, Decisions, decide
+from edge_dflash.builder.engines import build_engines
+from edge_dflash.builder.finish import BuildResult
+from edge_dflash.builder.journal import WorkDir
+from edge_dflash.builder.record import fit_warning, no_selftest, record_selftest
+from edge_dflash.builder.scales import CALIBRATION, dump_scales, load_scales, measure_scales
+from edge_dflash.bundle.manifest import FileEntry, Manifest, dump_manifest
+from edge_dflash.bundle.parts import CHUNK, Part, Piece, tensor_file
+from edge_dflash.bundle.reader import Bundle
+from edge_dflash.bundle.selftest import SELFTEST, dump_selftest, load_selftest
+from edge_dflash.common.files import open_regular
+from edge_dflash.common.progress import Progress, Stage, unheard
+from edge_dflash.decode.backend import Precision
+from edge_dflash.errors import BuildError, CheckpointError
+from edge_dflash.version import __version__
+
+__all__ = ["BuildConfig", "BuildResult", "build"]
+
+
+def build(
+    config: BuildConfig, progress: Progress = unheard, say: Callable[[str], None] = lambda line: None
+) -> BuildResult:
+    """Build the bundle of ``config``. ``say`` is told what was chosen, before any work.
+
+    Raises CheckpointError, RecipeError, BackendError or BuildError; an interrupted build keeps its finished files in
+    ``OUTPUT.building`` and the error says how to resume.
+    """
+    began = time.monotonic()
+    try:
+        decided = decide(config)
+        for line in decided.lines:
+            say(line)
+        with WorkDir(config.output, decided.fingerprint, config.command, force=config.force) as work:
+            manifest = _with_engines(_fill(decided, work, progress), decided, work, progress)
+            text = dump_manifest(_with_selftest(manifest, decided, work, progress))
+            size = sum(entry.size for entry in work.finished.values()) + len(text)
+            work.finish(text)
+            warnings = (*decided.warnings, *work.warnings)
+    except KeyboardInterrupt:
+        raise BuildError(f"interrupted; finished files are kept, resume with: {config.command}") from None
+    except OSError as error:
+        raise _disk_error(error, config) from None
+    return BuildResult.of(manifest, config.output, size, began, warnings)
+
+
+def _fill(decided: Decisions, work: WorkDir, progress: Progress) -> Manifest:
+    """Make every file of the bundle, or find it made, and return the manifest."""
+    files = {CALIBRATION: work.add(CALIBRATION, _measured(decided, progress))}
+    scales = load_scales((work.staging / CALIBRATION).read_bytes())
+    for source in decided.tokenizer_files:
+        name = f"tokenizer/{source.name}"
+        files[name] = work.add(name, _content(source))
+    stage = Stage(progress, "weights", decided.size)
+    # each thread converts other rows, with torch on itself alone: torch's own threads wait for each other
+    with one_thread(), ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        for name, part in decided.parts.items():
+            files[name] = work.add(name, _weights(decided, name, part, scales.inputs, pool), stage.advance)
+    stage.finish()
+    if decided.choice.arch.sm:
+        files |= _kernels(decided, work, progress)
+    drafter = decided.pair.drafter
+    return Manifest(
+        created_by=f"edge-dflash {__version__}",
+        arch=decided.choice.arch.name,
+        backend=decided.choice.active,
+        standby=decided.choice.backends[1:],
+        pair=decided.pair,
+        block_size=drafter.block_size,
+        mask_token_id=drafter.mask_token_id,
+        target_layer_ids=drafter.target_layer_ids,
+        precision=Precision(activations="bfloat16", kv="fp8" if decided.recipe.kv == "fp8" else "bfloat16"),
+        recipe=decided.recipe.name,
+        max_context=decided.max_context,
+        prefill_chunk=decided.prefill_chunk,
+        kv_scales=scales.kv,
+        tokenizer=bool(decided.tokenizer_files),
+        tools=decided.tools,
+        sources=decided.sources,
+        weights=decided.formats,
+        files=files,
+        plans=decided.engines,
+    )
+
+
+def _measured(decided: Decisions, progress: Progress) -> Iterator[Piece]:
+    """calibration.json: measure what has no scale yet."""
+    scales = decided.scales.known
+    if decided.scales.ids:
+        stage = Stage(progress, "calibration", decided.size)  # in bytes like the weights: the share of layers
+        scales = measure_scales(decided.scales, decided.pair, decided.store, stage.share)
+        stage.finish()
+    yield dump_scales(scales)
+
+
+def _weights(
+    decided: Decisions, name: str, part: Part, input_scales: Mapping[str, float], pool: ThreadPoolExecutor
+) -> Iterator[Piece]:
+    """A weight file. Raises CheckpointError naming the checkpoint."""
+    stacked = "native" in decided.choice.backends
+    try:
+        tensors = weight_tensors(part, decided.store, decided.formats, {} if stacked else input_scales, pool)
+        yield from tensor_file(tensors)
+    except CheckpointError as error:
+        source = decided.config.target if Path(name).name.startswith("target-") else decided.config.drafter
+        raise CheckpointError(f"{source}: {error}") from None
+    finally:
+        decided.store.release()
+
+
+def _kernels(decided: Decisions, work: WorkDir, progress: Progress) -> dict[str, FileEntry]:
+    """Compile the kernels for the bundle's arch, or find them compiled."""
+    stage = Stage(progress, "kernels", decided.size)  # in bytes like the weights: the share of units
+    units = bundled()
+    if "native" not in decided.choice.backends:
+        units = STATE_UNITS
+
+    def compiled(unit: str) -> Iterator[Piece]:
+        yield compile_cubin(unit, str(decided.choice.arch.kernels))
+
+    files: dict[str, FileEntry] = {}
+    for done, unit in enumerate(units):
+        stage.share(done, len(units))
+        name = f"kernels/{unit}.cubin"
+        files[name] = work.add(name, compiled(unit))
+    stage.finish()
+    return files
+
+
+def _with_engines(manifest: Manifest, decided: Decisions, work: WorkDir, progress: Progress) -> Manifest:
+    """Build the engines that can be built here, from the weights that lie in the bundle."""
+    if decided.engines is None or decided.engines.deferred:
+        return manifest
+    stage = Stage(progress, "plans", decided.size)  # in bytes like the weights: the share of engines
+    files = build_engines(Bundle.staged(work.staging, manifest), work, stage.share)
+    stage.finish()
+    return replace(manifest, files={**manifest.files, **files})
+
+
+def _with_selftest(manifest: Manifest, decided: Decisions, work: WorkDir, progress: Progress) -> Manifest:
+    """Record the self-test, or find it recorded, and add it to the manifest; warn when there is none or it is bad."""
+    if (reason := no_selftest(decided.pair, decided.max_context)) is not None:
+        work.warnings.append(reason)
+        return replace(manifest, no_self_test=reason)
+
+    def recorded() -> Iterator[Piece]:
+        stage = Stage(progress, "self-test", decided.size)  # in bytes like the weights: the share of tokens
+        yield dump_selftest(record_selftest(Bundle.staged(work.staging, manifest), stage.share))
+        stage.finish()
+
+    complete = replace(manifest, files={**manifest.files, SELFTEST: work.add(SELFTEST, recorded())})
+    test = load_selftest(Bundle.staged(work.staging, complete))
+    if test is not None and (warning := fit_warning(test)) is not None:
+        work.warnings.append(warning)
+    return complete
+
+
+def _content(source: Path) -> Iterator[Piece]:
+    """A file as it is."""
+    with open_regular(source) as data:
+        yield from iter(partial(data.read, CHUNK), b"")
+
+
+def _disk_error(error: OSError, config: BuildConfig) -> BuildError:
+    """One line for what the operating system refused, with the remedy."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        what = f"the disk of {config.output} is full; free some space"
+    else:
+        what = f"{error.strerror or error} ({error.filename or config.output}); correct it"
+    return BuildError(f"{what} and resume with: {config.command}")

@@ -1,0 +1,251 @@
+"""From a task and its options to a request: the prompt of a conversation, checked, its form compiled, ready to run.
+
+Everything that can be wrong with a request is found here, on the caller's thread, before the engine hears of it. The
+chat template is known by what it writes, never by its name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from edge_dflash.decode.accept import Relaxation
+from edge_dflash.decode.backend import Backend
+from edge_dflash.decode.controls import Controls, Interrupted, Pace, Patience
+from edge_dflash.decode.grammar.compiled import Grammar, compile_form
+from edge_dflash.decode.grammar.lark_text import tool_grammar
+from edge_dflash.decode.grammar.schema_check import schema_json
+from edge_dflash.decode.grammar.wire import Source
+from edge_dflash.decode.options import Options, Request, Task, admit, as_messages, token_ids
+from edge_dflash.decode.steering import AfterThinking, Constraint
+from edge_dflash.errors import RequestError
+from edge_dflash.runner.stream import UNWANTED, StopFinder
+from edge_dflash.text.chat import (
+    Answer,
+    Markers,
+    dialect_of,
+    encode_conversation,
+    render_conversation,
+    thinking_is_open,
+)
+from edge_dflash.text.template import Message
+from edge_dflash.text.tokenizer import Tokenizer
+
+_PROBE = "\ue000"  # private use: no message begins with it
+_MARK = "\ue000\ue001\ue002"  # stands for an answer when the text behind it is looked for
+_KNOWN_PREFIXES = 16
+_BEFORE_ANSWER = "\n\n"  # what the chat templates of the Qwen family write between thinking and answer
+
+
+@dataclass(frozen=True)
+class Model:
+    """What of an open engine a request needs to know. ``backend`` is asked for its shape only."""
+
+    backend: Backend
+    tokenizer: Tokenizer | None
+    stop_token_ids: tuple[int, ...]
+
+    def need_tokenizer(self, what: str) -> Tokenizer:
+        """The tokenizer. Raises RequestError, naming ``what`` cannot be done, when the bundle has none."""
+        if self.tokenizer is None:
+            raise RequestError(
+                f"this bundle has no tokenizer: {what}, or build it again from a checkpoint with tokenizer.json"
+            )
+        return self.tokenizer
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Ids of a prompt, and its length up to the first user's words if it begins with something to share."""
+
+    ids: tuple[int, ...]
+    shared: int = 0
+
+
+class Encoder:
+    """Encodes tasks; remembers what it found out about system prompts. May be used from any thread."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self._probed: OrderedDict[str, tuple[int, ...]] = OrderedDict()
+
+    def prompt(self, task: Task, options: Options) -> Prompt:
+        """A task as a prompt of its own.
+
+        Raises RequestError when it is of another kind, empty, or cannot be turned into ids.
+        """
+        messages = as_messages(task)
+        if messages is None:
+            return Prompt(token_ids(task))
+        tokenizer = self._model.need_tokenizer("give token ids instead of text")
+        if (text := _without_template(tokenizer, task, options)) is not None:
+            return Prompt(text)
+        ids = encode_conversation(tokenizer, messages, tools=options.tools, enable_thinking=options.thinking)
+        return Prompt(ids, self._shared(tokenizer, messages, ids, options))
+
+    def _shared(self, tokenizer: Tokenizer, messages: Sequence[Message], ids: tuple[int, ...], options: Options) -> int:
+        """How many ids do not depend on what the user says: system messages and tools, and what frames them."""
+        system = [message for message in messages if message.get("role") == "system"]
+        if messages[: len(system)] != system or len(system) == len(messages) or not (system or options.tools):
+            return 0
+        key = json.dumps([system, options.tools, options.thinking], default=repr)
+        if (probe := self._probed.get(key)) is None:
+            other = [*system, {"role": "user", "content": _PROBE}]
+            probe = encode_conversation(tokenizer, other, tools=options.tools, enable_thinking=options.thinking)
+            self._probed[key] = probe
+            while len(self._probed) > _KNOWN_PREFIXES:
+                self._probed.popitem(last=False)
+        pairs = enumerate(zip(ids, probe, strict=False))
+        return next((at for at, (one, another) in pairs if one != another), 0)
+
+
+def next_turn(
+    model: Model, tokens: Sequence[int], messages: Sequence[Message], task: Task, options: Options, *, thinking: bool
+) -> tuple[int, ...] | None:
+    """The prompt of one more turn: ``tokens`` as they are, and what the template writes between an answer and the next.
+
+    The conversation only grows: earlier answers stay as they were generated, thinking included, so nothing is computed
+    twice. ``messages`` are those of ``tokens``, the answer last; ``thinking``: it was cut inside a thinking span, which
+    is closed here. None when the template does not write answers as they are: then all has to be encoded anew.
+    """
+    new = as_messages(task)
+    if new is None:
+        return (*tokens, *token_ids(task))
+    tokenizer = model.need_tokenizer("give token ids instead of text")
+    if (text := _without_template(tokenizer, task, options)) is not None:
+        return (*tokens, *text)
+    whole = [*messages[:-1], {"role": "assistant", "content": _MARK}, *new]
+    pieces = render_conversation(tokenizer, whole, tools=options.tools, enable_thinking=options.thinking)
+    places = [at for at, piece in enumerate(pieces) if _MARK in piece]
+    if len(places) != 1 or pieces[places[0]].count(_MARK) != 1:
+        return None
+    after = [pieces[places[0]].partition(_MARK)[2], *pieces[places[0] + 1 :]]
+    if tokens[-1] in model.stop_token_ids and after[:2] == ["", tokenizer.token(tokens[-1])]:  # it is there already
+        after = after[2:]
+    if thinking and Markers.of(tokenizer).end_think is not None:
+        after = ["\n", "</think>", "\n\n" + after[0], *after[1:]]
+    return (*tokens, *tokenizer.encode_pieces(after))
+
+
+def _without_template(tokenizer: Tokenizer, task: Task, options: Options) -> tuple[int, ...] | None:
+    """Ids of a text that no chat template takes; None for a task that one does."""
+    if options.raw:
+        if not isinstance(task, str):
+            raise RequestError("raw is given with messages; give one text, or leave raw out")
+        return tokenizer.encode(task)
+    return tokenizer.encode_text(task) if isinstance(task, str) and tokenizer.template is None else None
+
+
+def as_said(model: Model, task: Task) -> list[Message]:
+    """The task as messages to remember; ids as their text."""
+    messages = as_messages(task)
+    if messages is None:
+        ids = token_ids(task)
+        return [{"role": "user", "content": "" if model.tokenizer is None else model.tokenizer.decode(ids)}]
+    return [dict(message) for message in messages]
+
+
+def as_message(answer: Answer) -> Message:
+    """An answer as the message that templates take back."""
+    message: dict[str, object] = {"role": "assistant", "content": answer.content}
+    if answer.thinking or "</think>" in answer.content:  # which stands behind the thinking, so it is text
+        message["reasoning_content"] = answer.thinking
+    if answer.tool_calls:
+        message["tool_calls"] = [call.openai() for call in answer.tool_calls]
+    return message
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared(Request):
+    """A request that may run, with all that its answer needs."""
+
+    model: Model
+    form: Grammar | None
+    relaxation: Relaxation | None  # None: strict
+    began: float  # time.perf_counter() of the call
+    deadline: float | None  # time.perf_counter()
+    ended: Literal["deadline", "cancelled"] | None = None  # while its form was compiled: nothing of it runs
+
+    def controls(self, pace: Pace, cancelled: Callable[[], bool]) -> Controls:
+        """Controls of a fresh run."""
+        controls = Controls(deadline=self.deadline, cancelled=cancelled, relaxation=self.relaxation, pace=pace)
+        tokenizer, stops = self.model.tokenizer, self.options.stops
+        if tokenizer is None:
+            return controls
+        controls = replace(controls, constraint=self._constraint(controls, tokenizer), spell=tokenizer.token_bytes)
+        return replace(controls, ends=StopFinder(tokenizer, self.prompt, stops)) if stops else controls
+
+    def _constraint(self, patience: Patience, tokenizer: Tokenizer) -> Constraint | None:
+        if self.form is None:
+            return None
+        inner = self.form.constraint(patience)
+        if not thinking_is_open(self.prompt, tokenizer):
+            return inner
+        close = Markers.of(tokenizer).end_think
+        return AfterThinking(
+            inner,
+            () if close is None else (close,),
+            self.form.vocab_size,
+            then=tokenizer.encode(_BEFORE_ANSWER),
+            stop_token_ids=self.form.stop_token_ids,
+        )
+
+
+def prepare(model: Model, options: Options, prompt: Prompt, began: float) -> Prepared:
+    """Check a request, and compile its form. Raises RequestError and ContextError for what cannot run."""
+    stop = ends_of_form(model) if options.constrained else model.stop_token_ids
+    admitted = admit(model.backend.shape, prompt.ids, options, stop, (prompt.shared,) if prompt.shared else ())
+    if options.stops:
+        model.need_tokenizer("stop texts cannot be found; leave stop out")
+    deadline = None if options.deadline is None else began + options.deadline
+    form, ended = None, None
+    try:
+        form = _form(model, options, stop, Patience(deadline, UNWANTED.get()))
+    except Interrupted as interrupted:
+        ended = interrupted.reason
+    relaxation = _relaxation(model, options, prompt.ids)
+    return Prepared(
+        **vars(admitted), model=model, form=form, relaxation=relaxation, began=began, deadline=deadline, ended=ended
+    )
+
+
+def ends_of_form(model: Model) -> tuple[int, ...]:
+    """The stop tokens that no text is written with: a comma that ends other answers is a comma inside a form."""
+    tokenizer = model.need_tokenizer("an answer cannot be given a form; leave schema, regex and grammar out")
+    stop = tuple(token for token in model.stop_token_ids if not tokenizer.is_ordinary(token))
+    if not stop:
+        found = f"; its stop tokens {list(model.stop_token_ids)} are ordinary text" if model.stop_token_ids else ""
+        raise RequestError(
+            f"this model has no end-of-text token, which a form needs{found}; leave schema, regex, grammar out"
+        )
+    return stop
+
+
+def _form(model: Model, options: Options, stop: tuple[int, ...], patience: Patience) -> Grammar | None:
+    """``stop`` ends the form."""
+    if not options.constrained:
+        return None
+    tokenizer = model.need_tokenizer("an answer cannot be given a form; leave schema, regex and grammar out")
+    size = model.backend.shape.vocab_size
+    if tools := options.forced_tools:
+        source = Source("tools", tool_grammar(tools, dialect_of(tokenizer)), False, size)
+    elif options.regex is not None:
+        source = Source("regex", options.regex, False, size)
+    elif options.grammar is not None:
+        source = Source("grammar", options.grammar, options.whitespace, size)
+    else:
+        source = Source("schema", schema_json(options.schema), options.whitespace, size)
+    return compile_form(source, tokenizer, stop, patience, options.caller)
+
+
+def _relaxation(model: Model, options: Options, prompt: Sequence[int]) -> Relaxation | None:
+    """The relaxation, where there is a thinking span for it: strict acceptance everywhere else."""
+    if options.relaxed is False:
+        return None
+    tokenizer = model.need_tokenizer("thinking cannot be told from the answer; leave relaxed out")
+    close = Markers.of(tokenizer).end_think
+    relaxation = Relaxation(() if close is None else (close,)) if options.relaxed is True else options.relaxed
+    return relaxation if thinking_is_open(prompt, tokenizer) else None
