@@ -56,12 +56,6 @@ class Session:
         self.rows = max(len(tokens) - 1, 0)  # of the state
         self.snapshot = snapshot  # the state, where no lane holds it
 
-    def __enter__(self) -> Session:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
     @property
     def backend(self) -> Backend:
         """Where its state is computed."""

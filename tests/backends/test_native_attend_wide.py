@@ -7,9 +7,10 @@ import pytest
 from native_support import FakeGpu
 from ptx_support import kernels_ptx
 
-from edge_dflash.backends.cuda.attend import AttendShape, Attention, KvMemory
+from edge_dflash.backends.cuda.attend import AttendShape, AttendTensors, Attention
 from edge_dflash.backends.cuda.driver import Kernel
-from edge_dflash.backends.cuda.memory import NULL, DevicePointer, Matrix
+from edge_dflash.backends.cuda.memory import NULL, DevicePointer, Matrix, Words
+from edge_dflash.backends.cuda.states import KvMemory
 
 SIZES = {"u64": (DevicePointer,), "u32": (int,), "f32": (float,)}
 SHAPE = AttendShape(24, 4, 256, 64, 1e-6, 32768, 16, 512, gated=True)
@@ -33,7 +34,7 @@ def launches(shape, rows):
     gpu, some = Recorder(), DevicePointer(1 << 40, 1 << 40)
     memory = KvMemory(some, some, 1.0, 1.0, *[some] * 4)
     matrix = Matrix(some, 1 << 14)
-    Attention(gpu, gpu, shape).attend(matrix, matrix, matrix, matrix, memory, some, some, rows)
+    Attention(gpu, gpu, shape).attend(AttendTensors(*[matrix] * 4), memory, some, Words(some, some, rows))
     return gpu.launches
 
 

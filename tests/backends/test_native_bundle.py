@@ -198,7 +198,7 @@ class Gpu:
     def upload(self, array):
         return array
     def allocate(self, nbytes):
-        from edge_dflash.backends.cuda.driver import DevicePointer
+        from edge_dflash.backends.cuda.memory import DevicePointer
         return DevicePointer(0, nbytes)
     def write(self, pointer, array):
         assert array.nbytes <= pointer.nbytes

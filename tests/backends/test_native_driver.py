@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from native_support import NATIVE_PAIR, formats_of, random_store
+from store_weights import StoreWeights
 
 from edge_dflash.backends.cuda import backend as native_backend
 from edge_dflash.backends.cuda import driver
-from edge_dflash.backends.cuda.weights import StoreWeights
 from edge_dflash.decode.backend import Precision
 from edge_dflash.errors import BackendError
 

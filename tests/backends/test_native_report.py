@@ -9,8 +9,8 @@ from native_support import formats_of, write_native_bundle
 
 from edge_dflash.backends.cuda import compile as kernels
 from edge_dflash.backends.cuda import sample, small
-from edge_dflash.backends.cuda.report import main
 from edge_dflash.errors import BackendError
+from tests.scripts.kernels import main
 
 
 def test_a_report_names_every_kernel_of_every_arch(capsys):

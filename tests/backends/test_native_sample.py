@@ -52,7 +52,7 @@ def test_settings_have_the_fields_of_the_kernel():
 
 def test_the_device_holds_what_a_vocabulary_needs():
     memory = Memory(None)
-    buffers = sample.Buffers.take(memory, 16, 248_320)
+    buffers = sample.SamplingBuffers.take(memory, 16, 248_320)
     assert (buffers.masks.nbytes, buffers.bins.nbytes) == (16 * 7760 * 4, 16 * 65536 * 4)
     assert (buffers.ties.nbytes, buffers.bests.nbytes) == (16 * 31 * 4, 16 * 31 * 16)
     assert aligned(memory.total) < 5 << 20
@@ -94,7 +94,7 @@ class Recorder:
 class Owner:
     def __init__(self, columns):
         self.gpu, self.passes = Recorder(), 5
-        self.buffers = sample.Buffers.take(Memory(None), 16, columns)
+        self.buffers = sample.SamplingBuffers.take(Memory(None), 16, columns)
         self.chooser = Chooser(self.gpu, None, self.buffers, None)
         self.chooser._chosen[:] = np.arange(100, 116)
 
@@ -145,12 +145,13 @@ def test_a_sampled_cycle_chooses_for_the_positions_of_its_rows():
     at = [DevicePointer(address, 1024) for address in (1 << 20, 2 << 20, 3 << 20, 4 << 20, 5 << 20)]
     control, ids, drafts, choices, other = at
     buffers = SimpleNamespace(
-        shared=SimpleNamespace(control=control), ids=ids, drafts=drafts, choices=choices, clock=other, result=other,
-        logits="logits", sampling=sample.Buffers.take(memory, 16, 100),
+        control=control, ids=ids, drafts=drafts, choices=choices, clock=other, result=other,
+        logits="logits", sampling=sample.SamplingBuffers.take(memory, 16, 100),
     )  # fmt: skip
     kernels = SimpleNamespace(cycle=Calls(log, "frame"), sampler=Calls(log, "sampler"))
+    layout = SimpleNamespace(sizes=SimpleNamespace(rows=10))
     loaded = SimpleNamespace(
-        buffers=buffers, kernels=kernels, plan=SimpleNamespace(sizes=SimpleNamespace(rows=10)),
+        common=SimpleNamespace(buffers=buffers, kernels=kernels, layout=layout),
         passes={name: Calls(log, name) for name in ("propose", "verify")},
     )  # fmt: skip
     capture = Capture(Calls(log, "gpu"), loaded, SimpleNamespace(result=None), None, mask=63)

@@ -6,11 +6,11 @@ import pytest
 from control_gpu import ControlGpu
 from fake_tensorrt import SCRATCH, FakeTensorrt, write_plans
 from native_support import NATIVE_PAIR, formats_of, random_store
+from store_weights import StoreWeights
 
 from edge_dflash.backends.cuda import backend as native_backend
 from edge_dflash.backends.cuda.backend import NativeBackend
 from edge_dflash.backends.cuda.schedule import Last, State
-from edge_dflash.backends.cuda.weights import StoreWeights
 from edge_dflash.backends.tensorrt import runtime
 from edge_dflash.backends.tensorrt.api import TENSORRT, TENSORRT_RTX
 from edge_dflash.backends.tensorrt.backend import EngineOps
@@ -87,12 +87,12 @@ def engine_scratch(context):
 
 def test_shapes_profiles_and_addresses_are_those_of_the_pass(loaded):
     backend, _, trt = loaded
-    buffers = backend.loaded.buffers
+    buffers = backend.loaded.common.buffers
     contexts = iter(trt.contexts)
     for which, rows in ROWS.items():
         each = engine_pass(UNITS, which, rows)
         places = {
-            "arena": buffers.shared.arena.address,
+            "arena": buffers.arena.address,
             "logits": buffers.logits.pointer.address,
             "choices": (buffers.drafts if which == "propose" else buffers.choices).address,
         }
@@ -144,7 +144,7 @@ def test_no_launch_of_the_native_linears_is_left(loaded):
     every = (graphs.prefill, graphs.verify, graphs.propose, cycles.greedy, cycles.sampled, cycles.accept, cycles.choose)
     names = {n for g in every for n, _ in g.calls}
     assert not any("linear" in name or "argmax" in name for name in names)
-    assert backend.loaded.buffers.logits.stride == NATIVE_PAIR.target.vocab_size
+    assert backend.loaded.common.buffers.logits.stride == NATIVE_PAIR.target.vocab_size
 
 
 def test_plans_count_in_the_budget_before_anything_is_loaded(monkeypatch, tmp_path):

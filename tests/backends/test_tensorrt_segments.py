@@ -3,10 +3,10 @@
 import pytest
 from control_gpu import ControlGpu
 from planned_support import planned_backend
+from store_weights import StoreWeights
 from tensorrt_support import Formatted, spec, units
 
 from edge_dflash.backends.cuda import backend as native_backend
-from edge_dflash.backends.cuda.weights import StoreWeights
 from edge_dflash.backends.tensorrt.runs import RunEngine
 from edge_dflash.decode.backend import Precision
 from edge_dflash.model import pair_programs
@@ -37,6 +37,6 @@ def test_every_dense_op_is_launched_once(backend, which):
 def test_plans_run_in_the_order_of_the_tensorrt_schedule(backend):
     for which, each in backend.loaded.passes.items():
         steps = [step for step in units("demo").passes[which] if hasattr(step, "key")]
-        runs = [step.run for step in each.plan.steps if isinstance(step, RunEngine)]
+        runs = [step.run for step in each.schedule.steps if isinstance(step, RunEngine)]
         assert runs == steps
         assert len(each.runs) == len(steps) - 1  # the embedding is gathered

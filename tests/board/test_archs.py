@@ -9,7 +9,6 @@ from cubin_support import CACHE, cubin
 from native_support import NATIVE_PAIR, formats_of, write_native_bundle
 
 from edge_dflash.backends.cuda import support as devices
-from edge_dflash.backends.cuda.report import main
 from edge_dflash.backends.cuda.support import check_native
 from edge_dflash.backends.tensorrt import api
 from edge_dflash.board.archs import ARCHS, BACKENDS, CHUNK_SECONDS, arch_of_sm, find_arch
@@ -25,6 +24,7 @@ from edge_dflash.errors import BackendError, BundleError, RecipeError
 from edge_dflash.model import pair_programs
 from edge_dflash.weights.recipe import default_recipe
 from tests.checks.test_inspect import MODELS, spec
+from tests.scripts.kernels import main
 
 GPUS = [arch for arch in ARCHS if arch.sm]
 

@@ -11,9 +11,10 @@ import torch
 from native_state_support import Device, bf16
 
 from edge_dflash.backends.cuda import attend, delta
-from edge_dflash.backends.cuda.attend import AttendShape, Attention, KvMemory
-from edge_dflash.backends.cuda.delta import DeltaLayer, DeltaShape, GatedDelta
-from edge_dflash.backends.cuda.memory import Control, Matrix
+from edge_dflash.backends.cuda.attend import AttendShape, AttendTensors, Attention
+from edge_dflash.backends.cuda.delta import DeltaScratch, DeltaShape, DeltaTensors, GatedDelta
+from edge_dflash.backends.cuda.memory import Matrix
+from edge_dflash.backends.cuda.states import DeltaLayer, KvMemory
 
 BANDWIDTH = 4.555e12  # bytes / s, best read bandwidth measured on an H200
 CONTEXT = 32768
@@ -44,22 +45,20 @@ def bench_attention(device, results):
     q, k, v = (device.rows(bf16(512, n, generator=g)) for n in (12288, 1024, 1024))
     out, scratch = Matrix(device.poisoned(512 * 6144 * 2), 6144), device.poisoned(shape.scratch_bytes)
     attention = Attention(device.gpu, device.module(attend.UNIT), shape)
-    length, rows = device.word(Control.LENGTH), device.word(Control.ROWS)
+    x, words = AttendTensors(q, k, v, out), device.words()
     for context in (0, 512, 2048, 8192, 32000):
         device.set(length=context, rows=512)
-        seconds = per_layer(
-            device, lambda: [attention.attend(q, k, v, out, m, scratch, length) for m in memories], layers
-        )
+        seconds = per_layer(device, lambda: [attention.attend(x, m, scratch, words) for m in memories], layers)
         results.append(line(f"attend 27B, context {context}", seconds, 2 * 4 * 256 * (context + 16)))
     for context in (0, 8192):
         device.set(length=context, rows=512)
         seconds = per_layer(
-            device, lambda: [attention.attend(q, k, v, out, m, scratch, length, rows) for m in memories[:4]], 4
+            device, lambda: [attention.attend(x, m, scratch, device.words(prefill=True)) for m in memories[:4]], 4
         )
         flops = 4 * 24 * 256 * 512 * (context + 256)
         print(f"prefill of 512 rows at {context}: {seconds * 1e6:.1f} us, {flops / seconds / 1e12:.0f} TFLOP/s")
         results.append({"name": f"attend 27B prefill 512 at {context}", "us": seconds * 1e6})
-    seconds = per_layer(device, lambda: [attention.append(k, v, m, length) for m in memories], layers)
+    seconds = per_layer(device, lambda: [attention.append(k, v, m, words) for m in memories], layers)
     results.append(line("kv_append 27B, 16 rows", seconds, 16 * 4 * 256 * 2 * 3))
 
 
@@ -81,24 +80,25 @@ def bench_delta(device, results, module=None):
             )
         )  # fmt: skip
     qkv, z, a, b = (device.rows(bf16(512, n, generator=g)) for n in (shape.channels, 6144, 48, 48))
-    out, scratch = Matrix(device.poisoned(512 * 6144 * 2), 6144), device.poisoned(shape.scratch_bytes)
     counters = device.gpu.upload(np.zeros(shape.counter_bytes, np.uint8))
+    scratch = DeltaScratch(device.poisoned(shape.scratch_bytes), counters)
+    out = Matrix(device.poisoned(512 * 6144 * 2), 6144)
     kernels = GatedDelta(device.gpu, module or device.module(delta.UNIT), shape)
-    pending, rows = device.word(Control.PENDING), device.word(Control.ROWS)
+    tensors, words = DeltaTensors(qkv, z, a, b, out), device.words()
     for count in (0, 5, 16):
         device.set(pending=count)
         seconds = per_layer(
             device,
-            lambda: [kernels.run(qkv, z, a, b, out, x, scratch, counters, pending) for x in made],
+            lambda: [kernels.run(tensors, x, scratch, words) for x in made],
             layers,
         )
         results.append(line(f"gated_delta 27B, {count} pending", seconds, shape.pass_bytes(count, 16)))
     device.set(pending=5)
-    seconds = per_layer(device, lambda: [kernels.flush(x, scratch, counters, pending) for x in made], layers)
+    seconds = per_layer(device, lambda: [kernels.flush(x, scratch, words) for x in made], layers)
     results.append(line("gated_delta 27B flush of 5", seconds, shape.pass_bytes(5, 0)))
     device.set(pending=0, rows=512)
     seconds = per_layer(
-        device, lambda: [kernels.run(qkv, z, a, b, out, x, scratch, counters, pending, rows) for x in made], layers
+        device, lambda: [kernels.run(tensors, x, scratch, device.words(prefill=True)) for x in made], layers
     )
     results.append(line("gated_delta 27B, prefill 512", seconds, shape.pass_bytes(0, 512, commits=True)))
 

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from cuda.bindings import driver
 from transformers_pair import Transformers
 
 from edge_dflash.backends.cuda.linear import LinearWeights
-from edge_dflash.backends.cuda.memory import DevicePointer
 from edge_dflash.checks.measure import Meter, accept_pattern
 from edge_dflash.checks.provenance import describe
 from edge_dflash.checks.random_pair import RandomWeights, synthetic_pair
@@ -51,7 +51,7 @@ class TorchWeights(RandomWeights):
         tensor = tensor.contiguous()
         torch.cuda.synchronize()
         memory = gpu.allocate(tensor.nbytes)
-        gpu.copy(memory, DevicePointer(tensor.data_ptr(), tensor.nbytes), tensor.nbytes)
+        driver.cuMemcpyDtoDAsync(memory.address, tensor.data_ptr(), tensor.nbytes, gpu.stream)
         gpu.synchronize()
         return memory
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 from native_linear_support import cubin
+from store_weights import StoreWeights
 from synthetic import drafter_config, qwen3_5_config, qwen3_config, write_drafter, write_target
 
 from edge_dflash.backends.cuda.backend import NativeBackend
-from edge_dflash.backends.cuda.weights import StoreWeights
 from edge_dflash.backends.reference.backend import ReferenceBackend
 from edge_dflash.decode.backend import Precision
 from edge_dflash.model import pair_programs

@@ -10,7 +10,7 @@ import torch
 
 from edge_dflash.backends.cuda.compile import compile_cubin, unit_sources
 from edge_dflash.backends.cuda.driver import Gpu, Module
-from edge_dflash.backends.cuda.memory import CONTROL_BYTES, Control, DevicePointer, Matrix, control_word
+from edge_dflash.backends.cuda.memory import CONTROL_BYTES, Control, DevicePointer, Matrix, Words, control_word
 
 CACHE = Path(__file__).parents[2] / "build" / "cubins"  # git-ignored
 
@@ -42,6 +42,9 @@ class Device:
 
     def word(self, word: Control) -> DevicePointer:
         return control_word(self.control, word)
+
+    def words(self, *, prefill=False) -> Words:
+        return Words.of(self.control, prefill=prefill)
 
     def set(self, **words):
         for name, value in words.items():

@@ -5,7 +5,7 @@ be bound: rows without gaps. What is inside a unit, and outputs whose rows are n
 Blocks have 16 or 32 rows here, because these kernels write so many.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from edge_dflash.backends.cuda.backend import NativeBackend
 from edge_dflash.backends.cuda.linear import Linears
@@ -45,21 +45,20 @@ class NativeSegments:
     def __init__(self, weights, cubin):
         self._weights, self._cubin = weights, cubin
 
-    def plan(self, programs, precision, sizes):
+    def lay_out(self, programs, precision, sizes):
         assert sizes.rows in (16, 32)
         self._pair = pair_units(programs, sizes.rows, sizes.prefill_rows)
         self._specs, self._stacks = programs.weights, {}
         self.passes = engine_passes(self._pair, sizes)
-        plan = layout_of(programs, precision, sizes, self.passes)
+        layout = layout_of(programs, precision, sizes, self.passes)
         self._expanded = {name: self._expand(each, name) for name, each in self.passes.items()}
         arena = max(each.end for each in self._expanded.values())
-        self._plan = type(plan)(programs, precision, sizes, plan.schedules, plan.places, arena)
-        return self._plan
+        return replace(layout, arena_bytes=arena)
 
-    def open(self, gpu, plan):
+    def open(self, gpu, layout):
         self._gpu, self._linears = gpu, Linears(gpu, self._cubin)
         (head,) = [s for s in self._stacks.values() if s.names == ("target.lm_head",)]
-        return self._linears.choose(head.layout, plan.sizes.rows).rank_bytes
+        return self._linears.choose(head.layout, layout.sizes.rows).rank_bytes
 
     def close(self):
         pass
@@ -77,15 +76,16 @@ class NativeSegments:
         return {name: self._pass(name, common, loaded) for name in self.passes}
 
     def _pass(self, name, common, loaded):
-        each, frame = self._expanded[name], common.frame(self._plan, name)
-        beside = frame | {"plan": each.schedule, "places": each.places}
-        launches = Pass(**beside, linears=self._linears, weights=loaded)
+        each, layout = self._expanded[name], common.layout
+        schedules, places = layout.schedules | {name: each.schedule}, layout.places | {name: each.places}
+        beside = replace(common, layout=replace(layout, schedules=schedules, places=places))
+        launches = Pass(beside, name, self._linears, loaded)
 
         def enqueue(steps):
             return lambda: [launches._dense(step, True) for step in steps]
 
         runs = {step: enqueue(steps) for step, steps in each.steps.items()}
-        return EngineFrame(**frame, pair=self._pair, runs=runs)
+        return EngineFrame(common, name, self._pair, runs)
 
     def _expand(self, each, name):
         old = each.schedule

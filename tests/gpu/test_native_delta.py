@@ -9,9 +9,10 @@ from native_state_support import Device, bf16
 
 from edge_dflash.backends.cuda import delta as native_delta
 from edge_dflash.backends.cuda import small as native_small
-from edge_dflash.backends.cuda.delta import DeltaLayer, DeltaShape, GatedDelta
-from edge_dflash.backends.cuda.memory import NULL, Control, Matrix
+from edge_dflash.backends.cuda.delta import DeltaScratch, DeltaShape, DeltaTensors, GatedDelta
+from edge_dflash.backends.cuda.memory import Matrix
 from edge_dflash.backends.cuda.small import Small
+from edge_dflash.backends.cuda.states import DeltaLayer
 from edge_dflash.backends.reference.delta import DeltaMemory, DeltaWeights, gated_delta
 from edge_dflash.model.ops import GatedDelta as DeltaOp
 from edge_dflash.model.program import DeltaState
@@ -59,8 +60,8 @@ class Layer:
             *(up(packed), up(a_log), up(dt_bias), up(self.weights.norm)),
         )
         self.kernels = GatedDelta(device.gpu, device.module(native_delta.UNIT), s, clusters=clusters)
-        self.scratch = device.poisoned(s.scratch_bytes)
-        self.counters = up(zeros(s.counter_bytes // 4, dtype=torch.int32))
+        counters = up(zeros(s.counter_bytes // 4, dtype=torch.int32))
+        self.scratch = DeltaScratch(device.poisoned(s.scratch_bytes), counters)
         device.set(pending=0)
 
     def inputs(self, rows):
@@ -76,13 +77,12 @@ class Layer:
         most = s.prefill_rows if prefill else s.rows
         out = Matrix(device.poisoned(2 * most * values), values)
         device.set(rows=prefill)
-        pending, rows = device.word(Control.PENDING), device.word(Control.ROWS) if prefill else NULL
-        self.kernels.run(*padded, out, self.layer, self.scratch, self.counters, pending, rows)
+        self.kernels.run(DeltaTensors(*padded, out), self.layer, self.scratch, device.words(prefill=prefill > 0))
         device.set(pending=0)
         return device.read(out.pointer, (most, values), torch.bfloat16)[: prefill or s.rows]
 
     def flush(self):
-        self.kernels.flush(self.layer, self.scratch, self.counters, self.device.word(Control.PENDING))
+        self.kernels.flush(self.layer, self.scratch, self.device.words())
         self.device.set(pending=0)
 
     def tape(self):
@@ -188,7 +188,7 @@ def test_strides_and_a_verify_that_is_not_committed(device):
         at += x.shape[1]
     values = shape.value_heads * shape.value_dim
     out = Matrix(device.poisoned(2 * 16 * (values + 8)), values + 8)
-    layer.kernels.run(*parts, out, layer.layer, layer.scratch, layer.counters, device.word(Control.PENDING))
+    layer.kernels.run(DeltaTensors(*parts, out), layer.layer, layer.scratch, device.words())
     assert torch.equal(device.read(out.pointer, (16, values + 8), torch.bfloat16)[:, :values], first)
 
 
@@ -203,12 +203,12 @@ def test_clusters_give_the_bits_of_three_kernels(device):
         assert torch.equal(*outs)
         for x, y in zip(*([*layer.base(), *layer.tape()] for layer in layers), strict=True):
             assert torch.equal(x, y)
-        assert not device.gpu.read(layers[0].counters, (layers[0].shape.counter_bytes,), np.uint8).any()
+        assert not device.gpu.read(layers[0].scratch.counters, (layers[0].shape.counter_bytes,), np.uint8).any()
 
 
 def test_pending_rows_may_be_committed_by_the_kernel_right_before(device):
     layer, small = Layer(device, SHAPES["27b slice"]), Small(device.gpu, device.module(native_small.UNIT))
-    s, pending = layer.shape, device.word(Control.PENDING)
+    s = layer.shape
     layer.run(layer.inputs(20), prefill=20)
     base, block, other = layer.base(), layer.inputs(16), layer.inputs(16)
     matrices = [device.rows(x) for x in other]
@@ -227,7 +227,7 @@ def test_pending_rows_may_be_committed_by_the_kernel_right_before(device):
             def passes(k=k, outs=outs):
                 for committed, out in ((k, outs[0]), (-1, outs[1])):  # the second pass repeats the first's own rows
                     small.commit(device.control, committed)
-                    layer.kernels.run(*matrices, out, layer.layer, layer.scratch, layer.counters, pending)
+                    layer.kernels.run(DeltaTensors(*matrices, out), layer.layer, layer.scratch, device.words())
 
             device.gpu.capture(passes).launch()
             for out in outs:

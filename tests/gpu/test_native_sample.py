@@ -65,7 +65,7 @@ class Choices:
     def __init__(self, columns):
         self.device, self.columns = device(), columns
         gpu, stride = self.device.gpu, -(-columns // 16) * 16
-        self.buffers = sample.Buffers.take(Memory(gpu), 16, columns)
+        self.buffers = sample.SamplingBuffers.take(Memory(gpu), 16, columns)
         self.buffers.clear(gpu)
         self.matrix = Matrix(gpu.allocate(2 * 16 * stride), stride)
         self.sampler = sample.Sampler(gpu, self.device.module(sample.UNIT))

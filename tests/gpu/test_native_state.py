@@ -8,10 +8,10 @@ from native_state_support import Device, bf16
 
 from edge_dflash.backends.cuda import attend as native_attend
 from edge_dflash.backends.cuda import small as native_small
-from edge_dflash.backends.cuda.attend import AttendShape, Attention
-from edge_dflash.backends.cuda.attend import KvMemory as DeviceKv
-from edge_dflash.backends.cuda.memory import NULL, Control, Matrix
+from edge_dflash.backends.cuda.attend import AttendShape, AttendTensors, Attention
+from edge_dflash.backends.cuda.memory import Control, Matrix
 from edge_dflash.backends.cuda.small import Small
+from edge_dflash.backends.cuda.states import KvMemory as DeviceKv
 from edge_dflash.backends.reference.attention import KvMemory, attend, rope_table, store_context
 from edge_dflash.backends.reference.dense import rms_norm
 from edge_dflash.decode.backend import Precision
@@ -80,8 +80,7 @@ class Layer:
         attention = Attention(device.gpu, device.module(native_attend.UNIT), shape)
         matrices = [device.rows(x) for x in inputs]
         scratch = device.poisoned(shape.scratch_bytes)
-        valid = device.word(Control.ROWS) if prefill else NULL
-        attention.attend(*matrices, out, self.kv, scratch, device.word(Control.LENGTH), valid)
+        attention.attend(AttendTensors(*matrices, out), self.kv, scratch, device.words(prefill=prefill > 0))
         return device.read(out.pointer, (rows, out.stride), torch.bfloat16)
 
     def reference(self, inputs):
@@ -201,7 +200,7 @@ def test_every_bf16_value_is_stored_as_the_codec_stores_it(device):
         device.set(length=0, rows=256)
         attention = Attention(device.gpu, device.module(native_attend.UNIT), shape)
         matrix = device.rows(values)
-        attention.append(matrix, matrix, kv, device.word(Control.LENGTH), device.word(Control.ROWS))
+        attention.append(matrix, matrix, kv, device.words(prefill=True))
         assert torch.equal(layer.stored(0, 256)[1][:, 0], to_e4m3(values, scale))
 
 

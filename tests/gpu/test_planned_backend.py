@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from native_backend_support import ENGINE, checkpoint, device_cubin, native, prompt, store
 from planned_support import planned_backend
+from store_weights import StoreWeights
 
-from edge_dflash.backends.cuda.weights import StoreWeights
 from edge_dflash.checks.lossless import verify_lossless
 from edge_dflash.decode.backend import Asked
 from edge_dflash.decode.loop import generate

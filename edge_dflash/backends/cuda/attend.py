@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
-from edge_dflash.backends.cuda.memory import NULL, DevicePointer, Matrix, aligned
+from edge_dflash.backends.cuda.memory import EMPTY, NULL, DevicePointer, Matrix, Words, aligned
 from edge_dflash.errors import BackendError
 
 if TYPE_CHECKING:
     from edge_dflash.backends.cuda.driver import Gpu, Kernel, Module
+    from edge_dflash.backends.cuda.states import KvMemory
 
 
 _WIDE_THREADS = 256
@@ -196,122 +197,106 @@ class AttendShape:
 
 
 @dataclass(frozen=True)
-class KvMemory:
-    """K and V of one layer, the scales (multipliers) of FP8 codes, and the layer's FP32 vectors on the device.
+class AttendTensors:
+    """What a pass reads and writes, BF16. Queries and output are empty where keys and values are only stored."""
 
-    The scales must be 1 over BF16 keys and values.
-    """
+    q: Matrix  # [R, Hq*D] or, gated, [R, Hq*2*D]
+    k: Matrix  # [R, Hkv*D]
+    v: Matrix  # [R, Hkv*D]
+    out: Matrix  # [R, Hq*D]
 
-    k: DevicePointer  # [Hkv, kv_rows, D] E4M3 codes or BF16
-    v: DevicePointer
-    k_scale: float
-    v_scale: float
-    k_norm: DevicePointer  # [D] FP32: w or 1 + w
-    q_norm: DevicePointer  # [D] FP32; NULL for a drafter's context
-    cosine: DevicePointer  # [kv_rows, rope_dims / 2] FP32
-    sine: DevicePointer
+
+@dataclass(frozen=True)
+class _Form:
+    """The launch of a verify or of a prefill pass."""
+
+    kernel: Kernel
+    threads: int
+    shared_bytes: int
+    rows: int  # most of the pass
+    tile: int  # rows of a tile
+    blocks: int  # over the query rows of one KV head
+    splits: int
+    columns: int  # query rows of a block of the warpgroup kernels; 0: another kernel
 
 
 class Attention:
-    """Loaded kernels for one shape. ``length`` and ``rows`` are control words in device memory."""
+    """Loaded kernels for one shape."""
 
     def __init__(self, gpu: Gpu, module: Module, shape: AttendShape) -> None:
         self._gpu, self.shape = gpu, shape
-        self._prepare = module.kernel(f"attend_prepare_{self._kv}")
         self._wide = shape.wide if gpu.sm == 90 else None
-        self._combine = module.kernel(f"attend_{'wide_combine' if self._wide else f'combine_{self._kv}'}")
-        self._attend: dict[bool, Kernel] = {}
-        for prefill in (False, True):
-            if self._wide:
-                self._attend[prefill] = module.kernel(
-                    self._wide.kernel(prefill), shared_bytes=self._wide.shared(prefill)
-                )
-                continue
+        kv = "fp8" if shape.kv == "fp8" else "bf16"
+        self._prepare = module.kernel(f"attend_prepare_{kv}")
+        self._combine = module.kernel("attend_wide_combine" if self._wide else f"attend_combine_{kv}")
+        self._forms = {prefill: self._form(module, kv, prefill) for prefill in (False, True)}
+
+    def _form(self, module: Module, kv: str, prefill: bool) -> _Form:
+        shape, wide = self.shape, self._wide
+        rows = shape.prefill_rows if prefill else shape.rows
+        if wide:
+            name, shared, blocks = wide.kernel(prefill), wide.shared(prefill), wide.blocks(prefill)
+            threads, splits, columns = _WIDE_THREADS, wide.most, wide.columns(prefill)
+        else:
             m = shape.warp_tiles(prefill)
-            name = f"attend_{self._kv}_d{shape.head_dim}_m{m}"
-            self._attend[prefill] = module.kernel(name, shared_bytes=shape.shared_bytes(m))
+            name, shared = f"attend_{kv}_d{shape.head_dim}_m{m}", shape.shared_bytes(m)
+            threads, blocks, splits, columns = _ATTEND_THREADS, shape.row_blocks(prefill), shape.splits, 0
+        kernel = module.kernel(name, shared_bytes=shared)
+        return _Form(kernel, threads, shared, rows, shape.tile(prefill), blocks, 1 if prefill else splits, columns)
 
-    @property
-    def _kv(self) -> str:
-        return "fp8" if self.shape.kv == "fp8" else "bf16"
+    def append(self, k: Matrix, v: Matrix, memory: KvMemory, words: Words) -> None:
+        """``kv_append``: norm, rotate and store K and V."""
+        self._store(AttendTensors(EMPTY, k, v, EMPTY), memory, NULL, words)
 
-    def append(self, k: Matrix, v: Matrix, memory: KvMemory, length: DevicePointer, rows: DevicePointer = NULL) -> None:
-        """``kv_append``: norm, rotate and store K and V [R, Hkv*D] BF16. With ``rows`` (a prefill pass) so many."""
-        self._enqueue_prepare(Matrix(NULL, 0), k, v, memory, NULL, length, rows)
-
-    def attend(
-        self,
-        q: Matrix,
-        k: Matrix,
-        v: Matrix,
-        out: Matrix,
-        memory: KvMemory,
-        scratch: DevicePointer,
-        length: DevicePointer,
-        rows: DevicePointer = NULL,
-    ) -> None:
-        """``attend``: q [R, Hq*D] or [R, Hq*2*D] -> out [R, Hq*D], BF16. With ``rows`` the prefill form."""
-        shape, prefill = self.shape, rows != NULL
+    def attend(self, x: AttendTensors, memory: KvMemory, scratch: DevicePointer, words: Words) -> None:
+        """``attend``; ``scratch`` has the shape's ``scratch_bytes``."""
+        shape, form = self.shape, self._forms[words.prefill]
         q_bytes, partial_bytes, sum_bytes = shape.scratch
-        queries = scratch.at(0, q_bytes)
-        partial = scratch.at(q_bytes, partial_bytes)
+        queries, partial = scratch.at(0, q_bytes), scratch.at(q_bytes, partial_bytes)
         sums = scratch.at(q_bytes + partial_bytes, sum_bytes)
-        self._enqueue_prepare(q, k, v, memory, queries, length, rows)
-        most, wide = shape.prefill_rows if prefill else shape.rows, self._wide
-        flags = _BIDIRECTIONAL * shape.bidirectional | _SEQUENTIAL * prefill | _GATED * shape.gated
-        tile_log2 = shape.tile(prefill).bit_length() - 1
-        window = shape.window or 0
-        blocks = wide.blocks(prefill) if wide else shape.row_blocks(prefill)
-        splits = wide.most if wide else shape.splits
-        most_splits = (wide.most,) if wide else ()
+        self._store(x, memory, queries, words)
+        flags = _BIDIRECTIONAL * shape.bidirectional | _SEQUENTIAL * words.prefill | _GATED * shape.gated
+        tile_log2, window = form.tile.bit_length() - 1, shape.window or 0
+        strides = (*((self._wide.most,) if self._wide else ()), x.q.stride, x.out.stride)
         score_scale = memory.k_scale * shape.head_dim**-0.5 * math.log2(math.e)
         self._gpu.launch(
-            self._attend[prefill],
-            (shape.kv_heads * blocks, 1 if prefill else splits, shape.tiles(prefill)),
-            _WIDE_THREADS if wide else _ATTEND_THREADS,
+            form.kernel,
+            (shape.kv_heads * form.blocks, form.splits, shape.tiles(words.prefill)),
+            form.threads,
             (
-                *(queries, memory.k, memory.v, partial, sums, out.pointer, q.pointer, length, rows),
-                *(most, tile_log2, shape.group, shape.kv_heads, blocks, shape.kv_rows, window, flags),
-                *(*most_splits, q.stride, out.stride, score_scale, memory.v_scale),
+                *(queries, memory.k, memory.v, partial, sums, x.out.pointer, x.q.pointer, words.length, words.rows),
+                *(form.rows, tile_log2, shape.group, shape.kv_heads, form.blocks, shape.kv_rows, window, flags),
+                *(*strides, score_scale, memory.v_scale),
             ),
-            shared_bytes=wide.shared(prefill) if wide else shape.shared_bytes(shape.warp_tiles(prefill)),
+            shared_bytes=form.shared_bytes,
             overlap=True,
         )
-        if prefill:
+        if words.prefill:
             return
-        rules = (shape.kv_rows, window, flags, *most_splits, q.stride, out.stride, memory.v_scale)
-        results = (partial, sums, out.pointer, q.pointer, length, most, tile_log2, shape.group)
-        if wide:
-            grid = (shape.head_dim // 128 * wide.columns(False) // 8, shape.kv_heads * blocks, 1)
-            sizes: tuple[int, ...] = (wide.columns(False), blocks, shape.head_dim)
+        if form.columns:
+            grid = (shape.head_dim // 128 * form.columns // 8, shape.kv_heads * form.blocks, 1)
+            sizes: tuple[int, ...] = (form.columns, form.blocks, shape.head_dim)
         else:
-            grid = (-(-most * shape.heads * shape.head_dim // 4 // _THREADS), 1, 1)
+            grid = (-(-form.rows * shape.heads * shape.head_dim // 4 // _THREADS), 1, 1)
             sizes = (shape.kv_heads, shape.head_dim)
+        results = (partial, sums, x.out.pointer, x.q.pointer, words.length, form.rows, tile_log2, shape.group)
+        rules = (shape.kv_rows, window, flags, *strides, memory.v_scale)
         self._gpu.launch(self._combine, grid, _THREADS, (*results, *sizes, *rules), overlap=True)
 
-    def _enqueue_prepare(
-        self,
-        q: Matrix,
-        k: Matrix,
-        v: Matrix,
-        memory: KvMemory,
-        queries: DevicePointer,
-        length: DevicePointer,
-        rows: DevicePointer,
-    ) -> None:
-        shape, prefill = self.shape, rows != NULL
-        heads = 0 if q.pointer == NULL else shape.heads
-        most = shape.prefill_rows if prefill else shape.rows
+    def _store(self, x: AttendTensors, memory: KvMemory, queries: DevicePointer, words: Words) -> None:
+        """Norm, rotate and store keys and values, and prepare the queries."""
+        shape, form = self.shape, self._forms[words.prefill]
+        heads = 0 if x.q.pointer == NULL else shape.heads
         self._gpu.launch(
             self._prepare,
-            (-(-(heads + 2 * shape.kv_heads) // (_THREADS // 32)), most, 1),
+            (-(-(heads + 2 * shape.kv_heads) // (_THREADS // 32)), form.rows, 1),
             _THREADS,
             (
-                *(q.pointer, k.pointer, v.pointer, q.stride, k.stride, v.stride, memory.q_norm, memory.k_norm),
-                *(memory.cosine, memory.sine, queries, memory.k, memory.v, length, rows, most, heads),
+                *(x.q.pointer, x.k.pointer, x.v.pointer, x.q.stride, x.k.stride, x.v.stride),
+                *(memory.q_norm, memory.k_norm, memory.cosine, memory.sine, queries, memory.k, memory.v),
+                *(words.length, words.rows, form.rows, heads),
                 *(shape.kv_heads, shape.head_dim, shape.rope_dims // 2, shape.kv_rows),
-                *(shape.tile(prefill).bit_length() - 1, shape.head_dim * (2 if shape.gated else 1)),
-                self._wide.columns(prefill) if self._wide else 0,
+                *(form.tile.bit_length() - 1, shape.head_dim * (2 if shape.gated else 1), form.columns),
                 *(shape.eps, memory.k_scale, memory.v_scale),
             ),
             overlap=True,

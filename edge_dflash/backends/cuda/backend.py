@@ -1,4 +1,4 @@
-"""The Backend protocol on our CUDA kernels: one sequence, optimistic state, one CUDA graph a pass.
+"""The Backend protocol on our CUDA kernels: optimistic state, one CUDA graph a pass.
 
 The host keeps a copy of the control block (length, pending rows, anchor) and writes it to the device only when the
 two differ, so that cycle after cycle runs as one graph launch and one small read-back.
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from edge_dflash.backends.cuda.driver import Gpu
-from edge_dflash.backends.cuda.graphs import REPEATS, Capture, Graphs, NativeRows, StepTime, host_memory, profile_cycle
+from edge_dflash.backends.cuda.graphs import REPEATS, Capture, Graphs, Host, NativeRows, StepTime, profile_cycle
 from edge_dflash.backends.cuda.loading import Dense, Launches, Loaded, load
 from edge_dflash.backends.cuda.sample import Chooser
 from edge_dflash.backends.cuda.small import Result
@@ -27,29 +27,6 @@ from edge_dflash.model import pair_programs
 from edge_dflash.model.specs import PairSpec
 
 
-def check_ids(shape: PairShape, ids: Sequence[int]) -> None:
-    """Raise BackendError for an id that no row of the embedding belongs to; ``ids`` has at least one."""
-    low, high = min(ids), max(ids)
-    if low < 0 or high >= shape.vocab_size:
-        odd = low if low < 0 else high
-        raise BackendError(f"token id {odd} is outside the vocabulary of {shape.vocab_size}")
-
-
-def check_prompt(shape: PairShape, length: int, ids: Sequence[int]) -> None:
-    """Raise BackendError unless ``ids``, at least one, can be appended behind ``length`` rows."""
-    if not ids or length + len(ids) > shape.max_context:
-        raise BackendError(
-            f"cannot prefill {len(ids)} tokens at {length}: the context holds {shape.max_context} tokens"
-        )
-    check_ids(shape, ids)
-
-
-def check_room(shape: PairShape, length: int, rows: int) -> None:
-    """Raise BackendError unless ``rows`` rows fit behind ``length``."""
-    if length + rows > shape.max_context:
-        raise BackendError(f"rows {length}..{length + rows - 1} do not fit the context of {shape.max_context} tokens")
-
-
 @dataclass(frozen=True)
 class _Control:
     """What the control block says, or has to say."""
@@ -57,6 +34,15 @@ class _Control:
     length: int = 0
     pending: int = 0  # rows of the tape that are committed but not in the recurrent states
     anchor: int = 0
+
+
+@dataclass
+class _Lane:
+    """The host's side of one sequence."""
+
+    wanted: _Control = _Control()  # what the next pass has to find
+    known: _Control | None = None  # what the device has; None: nothing is known
+    verified: int | None = None  # rows of the last verify, until they are committed
 
 
 class NativeBackend:
@@ -82,20 +68,18 @@ class NativeBackend:
             spec.target.vocab_size, drafter.block_size, drafter.mask_token_id, max_context, prefill_chunk
         )
         self._dense = dense = dense or Launches(weights, cubin)
-        plan = dense.plan(pair_programs(spec), precision, Sizes(drafter.block_size, prefill_chunk, max_context))
+        sizes = Sizes(drafter.block_size, prefill_chunk, max_context, self._shape.lanes)
+        layout = dense.lay_out(pair_programs(spec), precision, sizes)
         self.gpu = Gpu()
         try:
-            self._loaded = load(self.gpu, plan, dense, weights, cubin)
-            self._host = host_memory(self.gpu, self._loaded)
-            buffers = self._loaded.buffers
-            self.chooser = Chooser(self.gpu, self._loaded.kernels.sampler, buffers.sampling, buffers.logits)
-            self._capture = Capture(self.gpu, self._loaded, self._host, self.chooser, drafter.mask_token_id)
+            self.loaded: Loaded = load(self.gpu, layout, dense, weights, cubin)
+            self._host, buffers = Host(self.gpu, self.loaded), self.loaded.common.buffers
+            self.chooser = Chooser(self.gpu, self.loaded.common.kernels.sampler, buffers.sampling, buffers.logits)
+            self._capture = Capture(self.gpu, self.loaded, self._host, self.chooser, drafter.mask_token_id)
             self.graphs: Graphs = self._capture.passes()
             self._cycles = self._own_cycles = self._capture.cycles()
             self.passes = 0  # counts passes, so that rows know when they were replaced
-            self._wanted = _Control()  # what the next pass has to find
-            self._known: _Control | None = None  # what the device has; None: nothing is known
-            self._verified: int | None = None  # rows of the last verify, until they are committed
+            self._lanes = [_Lane() for _ in range(self._shape.lanes)]
             self.reset()
             self._warm_up()
         except BaseException:
@@ -107,51 +91,42 @@ class NativeBackend:
         """Sizes of the loaded pair."""
         return self._shape
 
-    def length(self, lane: int = 0) -> int:
-        """Number of committed rows."""
-        check_lane(self._shape, lane)
-        return self._wanted.length
-
     @property
     def budget(self) -> Mapping[str, int]:
         """Bytes of device memory by purpose."""
-        return dict(self._loaded.memory.bytes)
+        return dict(self.loaded.memory.bytes)
 
-    @property
-    def loaded(self) -> Loaded:
-        """What is on the device."""
-        return self._loaded
+    def length(self, lane: int = 0) -> int:
+        """Number of committed rows."""
+        return self._lane(lane).wanted.length
 
     def reset(self, lane: int = 0) -> None:
         """Forget the sequence."""
         check_lane(self._shape, lane)
         self.gpu.enter()
-        self._loaded.states.zero(self.gpu.fill)
-        self._wanted, self._known = _Control(), None
-        self._verified = None
+        self.loaded.common.states.zero(self.gpu.fill, lane)
+        self._lanes[lane] = _Lane()
 
     def prefill(self, ids: Sequence[int], lane: int = 0) -> NativeRows:
         """Append and commit ids chunk by chunk; logits of the last row."""
-        check_prompt(self._shape, self.length(lane), ids)
-        self._begin()
+        length, most = self.length(lane), self._shape.max_context
+        if not ids or length + len(ids) > most:
+            raise BackendError(f"cannot prefill {len(ids)} tokens at {length}: the context holds {most} tokens")
+        self._check_ids(ids)
+        at = self._begin(lane)
         chunk = self._shape.prefill_chunk
         for first in range(0, len(ids), chunk):
             part = ids[first : first + chunk]
             self.gpu.synchronize()  # the chunk before has read its ids
             self._host.ids[: len(part)] = part
-            self._write_control(rows=len(part))
+            self._write_control(at, rows=len(part))
             self.graphs.prefill.launch()
-            self._wanted = self._known = _Control(self._wanted.length + len(part), 0, self._wanted.anchor)
+            at.wanted = at.known = _Control(at.wanted.length + len(part), 0, at.wanted.anchor)
         return NativeRows(self, 1, 0, self._host.choices)
 
     def propose(self, anchor: int, lane: int = 0) -> NativeRows:
         """One drafter pass; row i is the draft for position length + 1 + i. Drops an open verify."""
-        check_ids(self._shape, [anchor])
-        length = self.length(lane)
-        check_room(self._shape, length, self._shape.block_size)
-        self._begin()
-        self._wanted = _Control(length, self._wanted.pending, anchor)
-        self._write_control()
+        self._begin_at(anchor, lane, self._shape.block_size)
         self.graphs.propose.launch()
         return NativeRows(self, self._shape.block_size - 1, 1, self._host.drafts)
 
@@ -159,62 +134,54 @@ class NativeBackend:
         """Run rows at length, length + 1, ... without committing them."""
         if not 1 <= len(ids) <= self._shape.block_size:
             raise BackendError(f"verify takes 1 to {self._shape.block_size} rows, not {len(ids)}")
-        check_ids(self._shape, ids)
-        check_room(self._shape, self.length(lane), len(ids))
-        self._begin()
+        self._check_ids(ids)
+        self._check_room(lane, len(ids))
+        at = self._begin(lane)
         self.gpu.synchronize()
         self._host.ids[: len(ids)] = ids
         self._host.ids[len(ids) : self._shape.block_size] = ids[-1]
-        self._write_control()
+        self._write_control(at)
         self.graphs.verify.launch()
-        self._wanted = self._known = _Control(self._wanted.length, 0, self._wanted.anchor)  # pending rows were replayed
-        self._verified = len(ids)
+        at.wanted = at.known = _Control(at.wanted.length, 0, at.wanted.anchor)  # pending rows were replayed
+        at.verified = len(ids)
         return NativeRows(self, len(ids), 0, self._host.choices)
 
     def cycle(self, asked: Asked) -> Cycle:
         """Propose, verify, accept and commit on the device; :meth:`commit` may then keep fewer rows.
 
         One graph where logits and sampling alone decide; with ``logits``, which a greedy cycle does not write, that of
-        a sampled one. Plain and steered cycles are a verify and its end: masks are
-        computed while the verify runs. Only relaxed acceptance reads logits and is the host's.
+        a sampled one. Plain and steered cycles are a verify and its end: masks are computed while the verify runs. Only
+        relaxed acceptance reads logits and is the host's.
         """
         if asked.steering is not None and asked.steering.tolerant:
             return host_cycle(self, asked)
         if asked.steering is not None or not asked.drafting:
             return self._split(asked)
-        anchor, length = asked.anchor, self.length(asked.lane)
-        check_ids(self._shape, [anchor])
-        check_room(self._shape, length, self._shape.block_size)
-        self._begin()
-        self._wanted = _Control(self._wanted.length, self._wanted.pending, anchor)
-        self._write_control()
+        lane = self._begin_at(asked.anchor, asked.lane, self._shape.block_size)
         graph = self._cycles.greedy
         if asked.sampling.temperature > 0.0 or asked.logits:
             self.chooser.prepare(asked.sampling)
             graph = self._cycles.sampled
-        self._known = None  # until it is known what it committed
+        lane.known = None  # until it is known what the device committed
         graph.launch()
         result = self._result()
-        return self._cycle(result, result.propose_seconds, result.verify_seconds, asked.logits)
+        return self._cycle(lane, result, result.propose_seconds, result.verify_seconds, asked.logits)
 
     def _split(self, asked: Asked) -> Cycle:
         """A cycle of separate passes, decided on the device; seconds are the host's."""
-        sampling, steering, drafting = asked.sampling, asked.steering, asked.drafting
-        position, began = self.length(asked.lane) + 1, time.perf_counter()
-        drafts: list[int] = []
-        if steering is not None and drafting:
+        sampling, steering, lane = asked.sampling, asked.steering, self._lane(asked.lane)
+        position, began, drafts = lane.wanted.length + 1, time.perf_counter(), list[int]()
+        if steering is not None and asked.drafting:
             drafts = steering.drafts(self.propose(asked.anchor, asked.lane), position)
         proposed = time.perf_counter()
         self.verify([asked.anchor, *drafts], asked.lane)
         masks = [None] if steering is None else steering.masks(drafts)  # while it runs
         self.chooser.write(sampling, position, masks)
         free = sampling.temperature == 0.0 and all(mask is None for mask in masks)
-        self._known = None
+        lane.known = None
         (self._cycles.accept if free else self._cycles.choose).launch()
-        result = self._result()
-        return self._cycle(
-            result, proposed - began if drafting else 0.0, time.perf_counter() - proposed, asked.logits, drafts
-        )
+        result, propose_seconds = self._result(), proposed - began if asked.drafting else 0.0
+        return self._cycle(lane, result, propose_seconds, time.perf_counter() - proposed, asked.logits, drafts)
 
     def _result(self) -> Result:
         """Wait for the end of a cycle."""
@@ -222,42 +189,47 @@ class NativeBackend:
         return Result.of(self._host.result, self._shape.block_size)
 
     def _cycle(
-        self, result: Result, propose_seconds: float, verify_seconds: float, logits: bool, drafts: Sequence[int] = ()
+        self,
+        lane: _Lane,
+        result: Result,
+        propose_seconds: float,
+        verify_seconds: float,
+        logits: bool,
+        drafts: Sequence[int] = (),
     ) -> Cycle:
         """Note what the device has committed; it is real when :meth:`commit` has said so."""
         tokens = result.choices[: result.accepted + 1]
         if drafts and self._cycles is not self._own_cycles:  # forced: a grammar goes on behind the drafts that stand
             tokens = (*drafts[: result.accepted], tokens[-1])
-        self._wanted = _Control(self._wanted.length, 0, self._wanted.anchor)
-        self._known = _Control(self._wanted.length + len(tokens), len(tokens), tokens[-1])
-        self._verified = len(tokens)
+        lane.wanted = _Control(lane.wanted.length, 0, lane.wanted.anchor)
+        lane.known = _Control(lane.wanted.length + len(tokens), len(tokens), tokens[-1])
+        lane.verified = len(tokens)
         left = NativeRows(self, len(tokens), 0, self._host.choices).logits if logits else None
         return Cycle(tokens, result.accepted, propose_seconds, verify_seconds, logits=left)
 
     def commit(self, rows: int, lane: int = 0) -> None:
         """Make the first ``rows`` rows of the last verify or cycle real."""
-        length = self.length(lane)
-        if self._verified is None or not 0 <= rows <= self._verified:
-            state = "no verify is open" if self._verified is None else f"the last verify had {self._verified} rows"
+        at = self._lane(lane)
+        if at.verified is None or not 0 <= rows <= at.verified:
+            state = "no verify is open" if at.verified is None else f"the last verify had {at.verified} rows"
             raise BackendError(f"cannot commit {rows} rows: {state}")
-        self._wanted = _Control(length + rows, rows, self._wanted.anchor)
-        self._verified = None
+        at.wanted = _Control(at.wanted.length + rows, rows, at.wanted.anchor)
+        at.verified = None
 
     def flush(self, lane: int = 0) -> None:
         """Replay pending rows into the recurrent state."""
-        check_lane(self._shape, lane)
-        self._begin()
-        if self._wanted.pending:
-            self._write_control()
+        at = self._begin(lane)
+        if at.wanted.pending:
+            self._write_control(at)
             self.graphs.flush.launch()
-            self._wanted = self._known = _Control(self._wanted.length, 0, self._wanted.anchor)
+            at.wanted = at.known = _Control(at.wanted.length, 0, at.wanted.anchor)
         self.gpu.synchronize()
 
     def snapshot(self, lane: int = 0) -> Snapshot:
         """Flush, then copy the state of both models."""
         self.flush(lane)
         length = self.length(lane)
-        return Snapshot(length, read_states(self.gpu, self._loaded.states, length))
+        return Snapshot(length, read_states(self.gpu, self.loaded.common.states, lane, length))
 
     def restore(self, snapshot: Snapshot, lane: int = 0) -> None:
         """Replace the state by a snapshot of the same pair and precision."""
@@ -265,9 +237,9 @@ class NativeBackend:
         if snapshot.length > self._shape.max_context:
             most = self._shape.max_context
             raise BackendError(f"the snapshot holds {snapshot.length} tokens, the context only {most}")
-        self._begin()
-        write_states(self.gpu, self._loaded.states, snapshot)
-        self._wanted, self._known = _Control(snapshot.length), None
+        self._begin(lane)
+        write_states(self.gpu, self.loaded.common.states, lane, snapshot)
+        self._lanes[lane] = _Lane(_Control(snapshot.length))
 
     def close(self) -> None:
         """Free the device. Closing twice does no harm."""
@@ -289,12 +261,8 @@ class NativeBackend:
 
         Captures a graph and runs REPEATS cycles from ``anchor``, of which it leaves an empty sequence.
         """
-        check_ids(self._shape, [anchor])
-        check_room(self._shape, self._wanted.length, REPEATS * self._shape.block_size)
-        self._begin()
-        self._wanted = _Control(self._wanted.length, self._wanted.pending, anchor)
-        self._write_control()
-        times = profile_cycle(self.gpu, self._loaded, self._capture)
+        self._begin_at(anchor, 0, REPEATS * self._shape.block_size)
+        times = profile_cycle(self.gpu, self.loaded, self._capture)
         self.reset()
         return times
 
@@ -304,24 +272,48 @@ class NativeBackend:
             raise BackendError("these rows were replaced by a later pass; read them before it")
         self.gpu.enter()
 
-    def _begin(self) -> None:
-        """A new pass: what lay open is dropped."""
+    def _lane(self, lane: int) -> _Lane:
+        check_lane(self._shape, lane)
+        return self._lanes[lane]
+
+    def _begin(self, lane: int) -> _Lane:
+        """A new pass of a lane: what lay open there is dropped."""
+        at = self._lane(lane)
         self.gpu.enter()
         self.passes += 1
-        self._verified = None
+        at.verified = None
+        return at
 
-    def _write_control(self, rows: int = 0) -> None:
+    def _begin_at(self, anchor: int, lane: int, rows: int) -> _Lane:
+        """A new pass that drafts from ``anchor``, with room for ``rows``."""
+        self._check_ids([anchor])
+        self._check_room(lane, rows)
+        at = self._begin(lane)
+        at.wanted = _Control(at.wanted.length, at.wanted.pending, anchor)
+        self._write_control(at)
+        return at
+
+    def _check_ids(self, ids: Sequence[int]) -> None:
+        """Raise BackendError for an id that no row of the embedding belongs to."""
+        low, high = min(ids), max(ids)
+        if low < 0 or high >= self._shape.vocab_size:
+            odd = low if low < 0 else high
+            raise BackendError(f"token id {odd} is outside the vocabulary of {self._shape.vocab_size}")
+
+    def _check_room(self, lane: int, rows: int) -> None:
+        """Raise BackendError unless ``rows`` rows fit behind the committed ones."""
+        length, most = self.length(lane), self._shape.max_context
+        if length + rows > most:
+            raise BackendError(f"rows {length}..{length + rows - 1} do not fit the context of {most} tokens")
+
+    def _write_control(self, lane: _Lane, rows: int = 0) -> None:
         """Tell the device what the host knows, if it does not know it."""
-        if rows or self._known != self._wanted:
-            now = self._wanted
-            self._loaded.kernels.cycle.set(
-                self._loaded.buffers.shared.control,
-                length=now.length,
-                pending=now.pending,
-                rows=rows,
-                anchor=now.anchor,
+        if rows or lane.known != lane.wanted:
+            now, control = lane.wanted, self.loaded.common.buffers.control
+            self.loaded.common.kernels.cycle.set(
+                control, length=now.length, pending=now.pending, rows=rows, anchor=now.anchor
             )
-            self._known = now
+            lane.known = now
 
     def _warm_up(self) -> None:
         """Run everything once, so that no first cycle pays for loading code."""

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from edge_dflash.backends.cuda.memory import NULL, DevicePointer, Matrix, aligned
+from edge_dflash.backends.cuda.memory import EMPTY, DevicePointer, Matrix, Words, aligned
 from edge_dflash.errors import BackendError
 
 if TYPE_CHECKING:
     from edge_dflash.backends.cuda.driver import Gpu, Kernel, Module
+    from edge_dflash.backends.cuda.states import DeltaLayer
 
 UNIT = "delta"
 TAPS = 4  # longest convolution of the kernels
@@ -110,22 +111,26 @@ class DeltaShape:
 
 
 @dataclass(frozen=True)
-class DeltaLayer:
-    """State and FP32 parameters of one layer on the device."""
+class DeltaTensors:
+    """What a pass reads and writes: BF16, row strides multiples of 4. Empty in a flush."""
 
-    state: DevicePointer  # S [Hv, Dk, Dv] FP32
-    history: DevicePointer  # [K-1, C] BF16, oldest first
-    tape_u: DevicePointer  # [rows, C] BF16
-    tape_g: DevicePointer  # [rows, Hv] FP32, log decay
-    tape_beta: DevicePointer  # [rows, Hv] FP32
-    conv: DevicePointer  # packed_conv
-    a_log: DevicePointer  # [Hv]
-    dt_bias: DevicePointer  # [Hv]
-    norm: DevicePointer  # [Dv]
+    qkv: Matrix  # [R, C]
+    z: Matrix  # [R, Hv*Dv]
+    a: Matrix  # [R, Hv]
+    b: Matrix  # [R, Hv]
+    out: Matrix  # [R, Hv*Dv]
+
+
+@dataclass(frozen=True)
+class DeltaScratch:
+    """Memory that layers may share: ``scratch_bytes`` and ``counter_bytes`` of their shapes."""
+
+    floats: DevicePointer
+    counters: DevicePointer  # zero between passes
 
 
 class GatedDelta:
-    """Loaded kernels for one shape. ``pending`` and ``rows`` are control words in device memory.
+    """Loaded kernels for one shape.
 
     Between two passes of one layer at least one other kernel must run that waits before it triggers (any of Small):
     S and the tape are read before the kernel right before has ended. ``clusters`` False keeps to three kernels.
@@ -139,50 +144,27 @@ class GatedDelta:
         self._norm = module.kernel("delta_norm")
         self._verify = module.kernel("delta_verify", shared_bytes=_CLUSTER_SHARED) if self.clusters else None
 
-    def run(
-        self,
-        qkv: Matrix,
-        z: Matrix,
-        a: Matrix,
-        b: Matrix,
-        out: Matrix,
-        layer: DeltaLayer,
-        scratch: DevicePointer,
-        counters: DevicePointer,
-        pending: DevicePointer,
-        rows: DevicePointer = NULL,
-    ) -> None:
-        """One pass: qkv [R, C], z [R, Hv*Dv], a, b [R, Hv] -> out [R, Hv*Dv], all BF16, row strides multiples of 4.
+    def run(self, tensors: DeltaTensors, layer: DeltaLayer, scratch: DeltaScratch, words: Words) -> None:
+        """One pass, which first replays pending tape rows into S. Its own rows go to the tape, or to S in prefill.
 
-        Replays ``pending`` tape rows into S. Without ``rows`` the own rows go to the tape (verify); with it the pass
-        has so many rows and commits them (prefill). The caller resets ``pending`` after the last layer.
+        The caller resets ``pending`` after the last layer.
         """
-        if rows == NULL and self._verify:
-            self._enqueue_verify(self._verify, qkv, z, a, b, out, layer, counters, pending, self.shape.rows)
-            return
-        own = self.shape.rows if rows == NULL else self.shape.prefill_rows
-        self._enqueue(qkv, z, a, b, out, layer, scratch, pending, rows, own)
-
-    def flush(self, layer: DeltaLayer, scratch: DevicePointer, counters: DevicePointer, pending: DevicePointer) -> None:
-        """Replay pending rows without own rows. The caller resets ``pending`` after the last layer."""
-        none = Matrix(NULL, 0)
-        if self._verify:
-            self._enqueue_verify(self._verify, none, none, none, none, none, layer, counters, pending, 0)
+        if words.prefill or self._verify is None:
+            own = self.shape.prefill_rows if words.prefill else self.shape.rows
+            self._three(tensors, layer, scratch.floats, words, own)
         else:
-            self._enqueue(none, none, none, none, none, layer, scratch, pending, NULL, 0)
+            self._one(self._verify, tensors, layer, scratch.counters, words, self.shape.rows)
 
-    def _enqueue_verify(
-        self,
-        kernel: Kernel,
-        qkv: Matrix,
-        z: Matrix,
-        a: Matrix,
-        b: Matrix,
-        out: Matrix,
-        layer: DeltaLayer,
-        counters: DevicePointer,
-        pending: DevicePointer,
-        own: int,
+    def flush(self, layer: DeltaLayer, scratch: DeltaScratch, words: Words) -> None:
+        """Replay pending rows without own rows. The caller resets ``pending`` after the last layer."""
+        none = DeltaTensors(EMPTY, EMPTY, EMPTY, EMPTY, EMPTY)
+        if self._verify is None:
+            self._three(none, layer, scratch.floats, words, 0)
+        else:
+            self._one(self._verify, none, layer, scratch.counters, words, 0)
+
+    def _one(
+        self, kernel: Kernel, x: DeltaTensors, layer: DeltaLayer, counters: DevicePointer, words: Words, own: int
     ) -> None:
         s = self.shape
         self._gpu.launch(
@@ -190,28 +172,17 @@ class GatedDelta:
             (s.value_heads, _CLUSTER, 1),
             _CLUSTER_THREADS,
             (
-                *(qkv.pointer, z.pointer, a.pointer, b.pointer, qkv.stride, z.stride, a.stride, b.stride),
+                *(x.qkv.pointer, x.z.pointer, x.a.pointer, x.b.pointer),
+                *(x.qkv.stride, x.z.stride, x.a.stride, x.b.stride),
                 *(layer.conv, layer.a_log, layer.dt_bias, layer.norm, layer.state, layer.history),
-                *(layer.tape_u, layer.tape_g, layer.tape_beta, counters, out.pointer, pending),
-                *(own, s.key_heads, s.value_heads, out.stride, s.eps),
+                *(layer.tape_u, layer.tape_g, layer.tape_beta, counters, x.out.pointer, words.pending),
+                *(own, s.key_heads, s.value_heads, x.out.stride, s.eps),
             ),
             shared_bytes=_CLUSTER_SHARED,
             overlap=True,
         )
 
-    def _enqueue(
-        self,
-        qkv: Matrix,
-        z: Matrix,
-        a: Matrix,
-        b: Matrix,
-        out: Matrix,
-        layer: DeltaLayer,
-        scratch: DevicePointer,
-        pending: DevicePointer,
-        rows: DevicePointer,
-        own: int,
-    ) -> None:
+    def _three(self, x: DeltaTensors, layer: DeltaLayer, scratch: DevicePointer, words: Words, own: int) -> None:
         s = self.shape
         heads = (s.key_heads, s.value_heads)
         self._gpu.launch(
@@ -219,9 +190,9 @@ class GatedDelta:
             (-(-(s.key_heads + sum(heads)) // _PREPARE_WARPS), -(-(s.rows + own) // _PREPARE_ROWS), 1),
             _PREPARE_WARPS * 32,
             (
-                *(qkv.pointer, a.pointer, b.pointer, qkv.stride, a.stride, b.stride),
+                *(x.qkv.pointer, x.a.pointer, x.b.pointer, x.qkv.stride, x.a.stride, x.b.stride),
                 *(layer.conv, layer.a_log, layer.dt_bias, layer.history),
-                *(layer.tape_u, layer.tape_g, layer.tape_beta, scratch, pending, rows),
+                *(layer.tape_u, layer.tape_g, layer.tape_beta, scratch, words.pending, words.rows),
                 *(own, s.most_rows, *heads, s.key_dim, s.value_dim, s.conv_kernel),
             ),
             overlap=True,
@@ -232,8 +203,8 @@ class GatedDelta:
             _THREADS,
             (
                 *(layer.state, layer.history, layer.tape_u, layer.tape_g, layer.tape_beta, scratch),
-                *(qkv.pointer, pending, rows, own, s.most_rows, *heads),
-                *(s.value_dim, s.conv_kernel, qkv.stride, int(rows != NULL)),
+                *(x.qkv.pointer, words.pending, words.rows, own, s.most_rows, *heads),
+                *(s.value_dim, s.conv_kernel, x.qkv.stride, int(words.prefill)),
             ),
             overlap=True,
         )
@@ -244,8 +215,8 @@ class GatedDelta:
             (-(-s.value_heads // _PREPARE_WARPS), own, 1),
             _PREPARE_WARPS * 32,
             (
-                *(scratch, z.pointer, layer.norm, out.pointer, rows, own, s.most_rows, *heads),
-                *(s.key_dim, s.value_dim, z.stride, out.stride, s.eps),
+                *(scratch, x.z.pointer, layer.norm, x.out.pointer, words.rows, own, s.most_rows, *heads),
+                *(s.key_dim, s.value_dim, x.z.stride, x.out.stride, s.eps),
             ),
             overlap=True,
         )

@@ -28,7 +28,6 @@ except ModuleNotFoundError as missing:  # pragma: no cover - depends on the inst
     ) from None
 
 
-# Quoted, because only type checkers know the subscript.
 Argument: TypeAlias = "DevicePointer | int | float | ctypes._SimpleCData[Any] | ctypes.Structure"
 """A kernel argument: a pointer, an int (passed as int32), a float (float32), a ctypes scalar of any other type, or a
 ctypes structure, passed by value."""
@@ -43,19 +42,14 @@ class Kernel:
 
 
 class Graph:
-    """A captured, instantiated sequence of launches."""
+    """A captured sequence of launches, on the device."""
 
-    def __init__(self, gpu: Gpu, handle: Any) -> None:
-        self._gpu = gpu
-        self._handle = handle
+    def __init__(self, handle: Any, stream: Any) -> None:
+        self._handle, self._stream = handle, stream
 
     def launch(self) -> None:
         """Enqueue the whole sequence."""
-        _check(cu.cuGraphLaunch(self._handle, self._gpu.stream), "launching a graph")
-
-    def upload(self) -> None:
-        """Bring the sequence to the device, so that the first launch is as fast as the others."""
-        _check(cu.cuGraphUpload(self._handle, self._gpu.stream), "uploading a graph")
+        _check(cu.cuGraphLaunch(self._handle, self._stream), "launching a graph")
 
 
 class Gpu:
@@ -76,18 +70,15 @@ class Gpu:
         _check(cu.cuCtxSetCurrent(self._context), "entering the context")
         flags = cu.CUstream_flags.CU_STREAM_NON_BLOCKING
         self.stream = _check(cu.cuStreamCreate(flags), "creating a stream")
-        self._memory: list[Any] = []
-        self._host: list[Any] = []
-        self._closed = False
-        self.allocated_bytes = 0
-        self.allocations = 0  # counts every allocation, so that a test can see that none happens after load
+        self._memory, self._host, self._closed = list[Any](), list[Any](), False
+        self.allocated_bytes = self.allocations = 0  # of all calls: a test sees that none happens after load
         major, minor = (self._attribute(f"COMPUTE_CAPABILITY_{part}") for part in ("MAJOR", "MINOR"))
         self.sm = major * 10 + minor  # 90 for Hopper
         self.sm_count = self._attribute("MULTIPROCESSOR_COUNT")
         self.name = str(_check(cu.cuDeviceGetName(128, self._device), "reading the name").split(b"\0")[0].decode())
 
     def enter(self) -> None:
-        """Make the device current in this thread, which may not have opened it. Cheap; BackendError after a close."""
+        """Make the device current in this thread, which may not have opened it. Raises BackendError after a close."""
         if self._closed:
             raise BackendError(f"{self.name} was closed; load the pair again")
         _check(cu.cuCtxSetCurrent(self._context), "entering the context")
@@ -117,8 +108,8 @@ class Gpu:
 
     def write(self, pointer: DevicePointer, array: npt.NDArray[Any]) -> None:
         """Copy a host array to the start of ``pointer`` and wait."""
-        array = np.ascontiguousarray(array)
-        self.write_from(pointer, array)
+        contiguous = np.ascontiguousarray(array)  # kept until the copy has run
+        self.write_from(pointer, contiguous)
         self.synchronize()
 
     def read(self, pointer: DevicePointer, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
@@ -139,12 +130,6 @@ class Gpu:
         if array.nbytes > pointer.nbytes:
             raise ValueError(f"{array.nbytes} bytes do not fit into {pointer.nbytes}")
         _check(cu.cuMemcpyHtoDAsync(pointer.address, array.ctypes.data, array.nbytes, self.stream), "uploading")
-
-    def copy(self, to: DevicePointer, source: DevicePointer, nbytes: int) -> None:
-        """Enqueue a copy inside device memory."""
-        if nbytes > min(to.nbytes, source.nbytes):
-            raise ValueError(f"{nbytes} bytes do not fit from {source.nbytes} into {to.nbytes}")
-        _check(cu.cuMemcpyDtoDAsync(to.address, source.address, nbytes, self.stream), "copying")
 
     def fill(self, pointer: DevicePointer, byte: int = 0) -> None:
         """Enqueue setting every byte."""
@@ -199,15 +184,16 @@ class Gpu:
         _check(cu.cuFuncSetAttribute(kernel.handle, attribute, 100), f"asking for shared memory for {kernel.name}")
 
     def capture(self, enqueue: Callable[[], None]) -> Graph:
-        """Record what ``enqueue`` launches into a graph without running it."""
+        """Record what ``enqueue`` launches into a graph without running it, and bring that to the device."""
         mode = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
         _check(cu.cuStreamBeginCapture(self.stream, mode), "starting a capture")
         try:
             enqueue()
         finally:
             captured = cu.cuStreamEndCapture(self.stream)
-        graph = _check(captured, "ending a capture")
-        return Graph(self, _check(cu.cuGraphInstantiate(graph, 0), "instantiating a graph"))
+        handle = _check(cu.cuGraphInstantiate(_check(captured, "ending a capture"), 0), "instantiating a graph")
+        _check(cu.cuGraphUpload(handle, self.stream), "uploading a graph")
+        return Graph(handle, self.stream)
 
     def synchronize(self) -> None:
         """Wait for everything enqueued."""
@@ -220,7 +206,7 @@ class Gpu:
         _check(cu.cuEventRecord(start, self.stream), "recording an event")
         enqueue()
         _check(cu.cuEventRecord(stop, self.stream), "recording an event")
-        _check(cu.cuEventSynchronize(stop), "waiting for an event")
+        self.synchronize()
         elapsed = float(_check(cu.cuEventElapsedTime(start, stop), "reading a time")) / 1e3
         for event in (start, stop):
             _check(cu.cuEventDestroy(event), "freeing an event")

@@ -1,6 +1,6 @@
 """The CUDA graphs of a loaded pair, the rows they leave, and the times of their steps.
 
-One graph of each kind, for every position. Captured at load, uploaded, never again.
+One graph of each kind, for every position. Captured at load, never again.
 """
 
 from __future__ import annotations
@@ -8,35 +8,22 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from edge_dflash.backends.cuda.driver import Gpu, Graph
 from edge_dflash.backends.cuda.loading import Loaded
-from edge_dflash.backends.cuda.memory import NULL, Array, Control, DevicePointer, control_word
+from edge_dflash.backends.cuda.memory import NULL, Array, DevicePointer, Words
 from edge_dflash.backends.cuda.sample import Block, Chooser
-from edge_dflash.backends.cuda.schedule import Head, Multiply, Project, Step
-from edge_dflash.backends.cuda.schedule import State as StateStep
+from edge_dflash.backends.cuda.schedule import Head, Multiply, Project, State, Step
 from edge_dflash.backends.cuda.small import RESULT_WORDS
 from edge_dflash.decode.sampling import Packed, Sampling
 from edge_dflash.weights.formats import bf16_to_f32
 
-
-class _Owner(Protocol):
-    """What rows ask of their backend."""
-
-    @property
-    def chooser(self) -> Chooser: ...
-
-    @property
-    def loaded(self) -> Loaded: ...
-
-    gpu: Gpu
-    passes: int
-
-    def enter(self, number: int) -> None: ...
+if TYPE_CHECKING:
+    from edge_dflash.backends.cuda.backend import NativeBackend
 
 
 class NativeRows:
@@ -45,7 +32,7 @@ class NativeRows:
     Everything raises BackendError after a later pass.
     """
 
-    def __init__(self, backend: _Owner, count: int, first: int, ids: npt.NDArray[np.int32]) -> None:
+    def __init__(self, backend: NativeBackend, count: int, first: int, ids: npt.NDArray[np.int32]) -> None:
         """``ids`` [all rows]: largest logit of each row, there when the pass has run; ours begin at ``first``."""
         self._backend, self._count, self._first, self._ids = backend, count, first, ids
         self._pass = backend.passes
@@ -64,10 +51,11 @@ class NativeRows:
         """Logits [rows, V] float32."""
         self._backend.enter(self._pass)
         self._backend.gpu.synchronize()
-        logits, columns = self._backend.loaded.buffers.logits, self._backend.loaded.plan.vocabulary
+        common = self._backend.loaded.common
+        logits = common.buffers.logits
         part = logits.pointer.at(2 * self._first * logits.stride, 2 * self._count * logits.stride)
         bits = self._backend.gpu.read(part, (self._count, logits.stride), np.uint16)
-        return bf16_to_f32(bits[:, :columns])
+        return bf16_to_f32(bits[:, : common.layout.vocabulary])
 
     def choose(self, sampling: Sampling, position: int, masks: Sequence[Packed | None], first: int = 0) -> list[int]:
         """Choices of rows first, first + 1, ..., one for each mask; row first + i chooses for ``position + i``.
@@ -80,29 +68,25 @@ class NativeRows:
         return self._backend.chooser.choose(sampling, position, masks, self._first + first)
 
 
-@dataclass(frozen=True)
 class Host:
-    """Page-locked memory that the graphs read and write."""
+    """Page-locked memory that the graphs read and write, int32."""
 
-    ids: Array  # int32 [max(B, prefill rows)]
-    drafts: Array  # int32 [row tile], row 0 is no draft
-    choices: Array  # int32 [row tile]
-    result: Array  # int32 [RESULT_WORDS]
+    def __init__(self, gpu: Gpu, loaded: Loaded) -> None:
+        buffers = loaded.common.buffers
+        self.ids: Array = gpu.pinned((buffers.ids.nbytes // 4,), np.int32)  # [max(B, prefill rows)]
+        self.drafts: Array = gpu.pinned((buffers.drafts.nbytes // 4,), np.int32)  # [row tile], row 0 is no draft
+        self.choices: Array = gpu.pinned((buffers.choices.nbytes // 4,), np.int32)  # [row tile]
+        self.result: Array = gpu.pinned((RESULT_WORDS,), np.int32)
 
 
 @dataclass(frozen=True)
 class Graphs:
-    """Everything that runs in a cycle."""
+    """The passes of a cycle, and what lies around them."""
 
     propose: Graph  # anchor in the control block -> drafts, logits
     verify: Graph  # ids on the host -> choices, logits
     prefill: Graph  # ids on the host, ROWS of them -> choice of the last row, logits
     flush: Graph  # pending rows into the recurrent states
-
-    def upload(self) -> None:
-        """Bring all to the device."""
-        for graph in (self.propose, self.verify, self.prefill, self.flush):
-            graph.upload()
 
 
 @dataclass(frozen=True)
@@ -114,64 +98,44 @@ class Cycles:
     accept: Graph  # behind ``verify``: its choices decide
     choose: Graph  # behind ``verify``: choices of its logits by the chooser's settings and masks decide
 
-    def upload(self) -> None:
-        """Bring all to the device."""
-        for graph in (self.greedy, self.sampled, self.accept, self.choose):
-            graph.upload()
-
-
-def host_memory(gpu: Gpu, loaded: Loaded) -> Host:
-    """Allocate what the graphs exchange with the host."""
-    buffers = loaded.buffers
-    return Host(
-        ids=gpu.pinned((buffers.ids.nbytes // 4,), np.int32),
-        drafts=gpu.pinned((buffers.drafts.nbytes // 4,), np.int32),
-        choices=gpu.pinned((buffers.choices.nbytes // 4,), np.int32),
-        result=gpu.pinned((RESULT_WORDS,), np.int32),
-    )
-
 
 class Capture:
     """What each graph enqueues."""
 
     def __init__(self, gpu: Gpu, loaded: Loaded, host: Host, chooser: Chooser, mask: int) -> None:
-        self._gpu, self._loaded, self._host, self._chooser, self._mask = gpu, loaded, host, chooser, mask
-        self._rows = loaded.plan.sizes.rows
-        self._control = loaded.buffers.shared.control
+        self._gpu, self._host, self._chooser, self._mask = gpu, host, chooser, mask
+        self._common, self._passes = loaded.common, loaded.passes
+        self._buffers, self._kernels = loaded.common.buffers, loaded.common.kernels
+        self._rows, self._control = loaded.common.layout.sizes.rows, loaded.common.buffers.control
+        self._words = Words.of(self._control, prefill=False)
 
     def passes(self) -> Graphs:
         """Capture the passes."""
         capture = self._gpu.capture
-        graphs = Graphs(capture(self.propose), capture(self.verify), capture(self.prefill), capture(self.flush))
-        graphs.upload()
-        return graphs
+        return Graphs(capture(self.propose), capture(self.verify), capture(self.prefill), capture(self.flush))
 
     def cycles(self, pattern: DevicePointer = NULL) -> Cycles:
         """Capture how cycles end; ``pattern`` as in :meth:`~edge_dflash.backends.cuda.small.CycleKernels.accept`."""
         capture = self._gpu.capture
-        cycles = Cycles(
+        return Cycles(
             greedy=capture(lambda: self.cycle(pattern)),
             sampled=capture(lambda: self.cycle(pattern, sampled=True)),
             accept=capture(lambda: self.end(pattern, choose=False)),
             choose=capture(lambda: self.end(pattern, choose=True)),
         )
-        cycles.upload()
-        return cycles
 
     def propose(self) -> None:
         """One drafter pass over [anchor, mask, ...]."""
-        buffers, loaded = self._loaded.buffers, self._loaded
-        loaded.kernels.cycle.ids(self._control, buffers.ids, self._rows, mask=self._mask)
-        loaded.passes["propose"].enqueue(logits=True)
-        self._gpu.read_into(buffers.drafts, self._host.drafts)
+        self._kernels.cycle.ids(self._control, self._buffers.ids, self._rows, mask=self._mask)
+        self._passes["propose"].enqueue(logits=True)
+        self._gpu.read_into(self._buffers.drafts, self._host.drafts)
 
     def verify(self) -> None:
         """One target pass over the host's ids."""
-        buffers, loaded = self._loaded.buffers, self._loaded
-        self._gpu.write_from(buffers.ids, self._host.ids[: self._rows])
-        loaded.passes["verify"].enqueue(logits=True)
-        loaded.kernels.small.replayed(self._control)
-        self._gpu.read_into(buffers.choices, self._host.choices)
+        self._gpu.write_from(self._buffers.ids, self._host.ids[: self._rows])
+        self._passes["verify"].enqueue(logits=True)
+        self._kernels.small.replayed(self._control)
+        self._gpu.read_into(self._buffers.choices, self._host.choices)
 
     def cycle(
         self,
@@ -185,14 +149,14 @@ class Capture:
         Choices are the largest logits, or ``sampled``. Row r of the drafter is the draft for position length + r, row r
         of the target chooses for the position behind.
         """
-        buffers, loaded = self._loaded.buffers, self._loaded
-        frame, clock, drafts = loaded.kernels.cycle, buffers.clock, buffers.drafts.at(4, buffers.drafts.nbytes - 4)
+        buffers, frame, clock = self._buffers, self._kernels.cycle, self._buffers.clock
+        drafts = buffers.drafts.at(4, buffers.drafts.nbytes - 4)
         frame.ids(self._control, buffers.ids, self._rows, mask=self._mask, clock=clock.at(0, 8))
-        loaded.passes["propose"].enqueue(logits=sampled, around=around)
+        self._passes["propose"].enqueue(logits=sampled, around=around)
         if sampled:
             self._sample(buffers.drafts, offset=0, first=1)
         frame.ids(self._control, buffers.ids, self._rows, drafts=drafts, clock=clock.at(8, 8))
-        loaded.passes["verify"].enqueue(logits=sampled, around=around)
+        self._passes["verify"].enqueue(logits=sampled, around=around)
         if sampled:
             self._sample(buffers.choices, offset=1, first=0)
         around(None)
@@ -201,33 +165,28 @@ class Capture:
 
     def end(self, pattern: DevicePointer = NULL, *, choose: bool) -> None:
         """Accept and commit what was verified: as many rows of the host's ids as the chooser's settings say."""
-        buffers, rows = self._loaded.buffers, self._rows
+        buffers, rows, accept = self._buffers, self._rows, self._kernels.cycle.accept
         self._chooser.enqueue(buffers.choices if choose else None)
         drafts, valid = buffers.ids.at(4, 4 * (rows - 1)), self._chooser.stop
-        clock, frame = buffers.clock, self._loaded.kernels.cycle
-        frame.accept(drafts, buffers.choices, rows, self._control, buffers.result, clock, pattern, valid)
+        accept(drafts, buffers.choices, rows, self._control, buffers.result, buffers.clock, pattern, valid)
         self._gpu.read_into(buffers.result, self._host.result)
 
     def _sample(self, ids: DevicePointer, *, offset: int, first: int) -> None:
-        buffers = self._loaded.buffers
-        block = Block(control_word(self._control, Control.LENGTH), offset, first, self._rows)
-        self._loaded.kernels.sampler.choose(buffers.sampling, buffers.logits, ids, block)
+        block = Block(self._words.length, offset, first, self._rows)
+        self._kernels.sampler.choose(self._buffers.sampling, self._buffers.logits, ids, block)
 
     def prefill(self) -> None:
         """One chunk."""
-        buffers, loaded = self._loaded.buffers, self._loaded
-        self._gpu.write_from(buffers.ids, self._host.ids)
-        loaded.passes["prefill"].enqueue(logits=True)
-        loaded.kernels.small.commit_prefill(self._control)
-        self._gpu.read_into(buffers.choices, self._host.choices)
+        self._gpu.write_from(self._buffers.ids, self._host.ids)
+        self._passes["prefill"].enqueue(logits=True)
+        self._kernels.small.commit_prefill(self._control)
+        self._gpu.read_into(self._buffers.choices, self._host.choices)
 
     def flush(self) -> None:
         """Replay pending rows."""
-        loaded, shared = self._loaded, self._loaded.buffers.shared
-        pending = control_word(self._control, Control.PENDING)
-        for name, kernels in loaded.kernels.delta.items():
-            kernels.flush(loaded.states.delta[name], shared.delta, shared.counters, pending)
-        loaded.kernels.small.replayed(self._control)
+        for name, kernels in self._kernels.delta.items():
+            kernels.flush(self._common.states.delta[name][0], self._buffers.delta, self._words)
+        self._kernels.small.replayed(self._control)
 
 
 REPEATS = 5  # cycles that are timed
@@ -245,39 +204,30 @@ class StepTime:
 def profile_cycle(gpu: Gpu, loaded: Loaded, capture: Capture) -> list[StepTime]:
     """Times of all steps of propose and verify, in order. Runs REPEATS cycles that the host keeps no count of."""
     steps: list[Step] = []
-    count = sum(len(loaded.passes[name].plan.steps) for name in ("propose", "verify")) + 1
+    count = sum(len(loaded.passes[name].schedule.steps) for name in ("propose", "verify")) + 1
     stamps = gpu.allocate(8 * count)
 
     def around(step: Step | None) -> None:
-        loaded.kernels.cycle.stamp(stamps.at(8 * len(steps), 8))
+        loaded.common.kernels.cycle.stamp(stamps.at(8 * len(steps), 8))
         if step is not None:
             steps.append(step)
 
     graph = gpu.capture(lambda: capture.cycle(around=around))
-    graph.upload()
     readings = []
     for _ in range(REPEATS):
         graph.launch()
         readings.append(np.diff(gpu.read(stamps, (count,), np.uint64).astype(np.int64)))
     times = [median(values) * 1e-9 for values in zip(*(r.tolist() for r in readings), strict=True)]
-    return [StepTime(_name(step), time, _weight_bytes(step)) for step, time in zip(steps, times, strict=True)]
+    return [_timed(step, seconds) for step, seconds in zip(steps, times, strict=True)]
 
 
-def _name(step: Step) -> str:
+def _timed(step: Step, seconds: float) -> StepTime:
     match step:
         case Multiply() | Project() | Head():
-            return f"{step.stack.names[0]} {step.stack.layout.format}"
-        case StateStep():
-            return f"{type(step.op).__name__} {step.op.state}"
+            side = step.side.layout.nbytes if isinstance(step, Multiply) and step.side else 0
+            stack = step.stack
+            return StepTime(f"{stack.names[0]} {stack.layout.format}", seconds, stack.layout.nbytes + side)
+        case State():
+            return StepTime(f"{type(step.op).__name__} {step.op.state}", seconds, 0)
         case _:
-            return step.label
-
-
-def _weight_bytes(step: Step) -> int:
-    match step:
-        case Multiply():
-            return step.stack.layout.nbytes + (step.side.layout.nbytes if step.side else 0)
-        case Project() | Head():
-            return step.stack.layout.nbytes
-        case _:
-            return 0
+            return StepTime(step.label, seconds, 0)

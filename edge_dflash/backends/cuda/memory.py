@@ -64,6 +64,26 @@ class Control(IntEnum):
 CONTROL_BYTES = 32
 
 
+@dataclass(frozen=True)
+class Words:
+    """Control words of a pass in device memory."""
+
+    length: DevicePointer
+    pending: DevicePointer
+    rows: DevicePointer = NULL  # NULL: a pass of one block (verify, propose), not of a prefill chunk
+
+    @classmethod
+    def of(cls, control: DevicePointer, *, prefill: bool) -> Words:
+        """Those in the control block at ``control``."""
+        length, pending, rows = (control_word(control, w) for w in (Control.LENGTH, Control.PENDING, Control.ROWS))
+        return cls(length, pending, rows if prefill else NULL)
+
+    @property
+    def prefill(self) -> bool:
+        """Whether the pass has as many rows as its word says, and commits them."""
+        return self.rows != NULL
+
+
 def control_word(control: DevicePointer, word: Control) -> DevicePointer:
     """The device address of one control word."""
     return control.at(4 * word, 4)

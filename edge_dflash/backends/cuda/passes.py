@@ -10,11 +10,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from edge_dflash.backends.cuda.attend import Attention
-from edge_dflash.backends.cuda.delta import GatedDelta
+from edge_dflash.backends.cuda.attend import AttendTensors, Attention
+from edge_dflash.backends.cuda.delta import DeltaScratch, DeltaTensors, GatedDelta
 from edge_dflash.backends.cuda.linear import Linears, LinearWeights, Norm
-from edge_dflash.backends.cuda.memory import NULL, Control, DevicePointer, Matrix, Place, control_word
-from edge_dflash.backends.cuda.sample import Sampler
+from edge_dflash.backends.cuda.memory import DevicePointer, Matrix, Place, Words
+from edge_dflash.backends.cuda.sample import Sampler, SamplingBuffers
 from edge_dflash.backends.cuda.schedule import (
     Columns,
     Copy,
@@ -29,10 +29,29 @@ from edge_dflash.backends.cuda.schedule import (
     Step,
 )
 from edge_dflash.backends.cuda.small import CycleKernels, Small
-from edge_dflash.backends.cuda.states import States
-from edge_dflash.model.ops import Attend, KvAppend
+from edge_dflash.backends.cuda.states import Sizes, States
+from edge_dflash.decode.backend import Precision
+from edge_dflash.model.ops import Attend, Embed, KvAppend, RmsNorm
 from edge_dflash.model.ops import GatedDelta as GatedDeltaOp
-from edge_dflash.weights.stacks import Stack
+from edge_dflash.model.program import PairPrograms
+
+
+@dataclass(frozen=True)
+class DeviceLayout:
+    """What will be on the device, known from the Programs and formats alone. Passes: prefill, verify, propose."""
+
+    programs: PairPrograms
+    precision: Precision
+    sizes: Sizes
+    schedules: Mapping[str, Schedule]
+    places: Mapping[str, Mapping[str, Place]]
+    arena_bytes: int
+
+    @property
+    def vocabulary(self) -> int:
+        """Rows of the embedding and columns of the head."""
+        embed = next(op for op in self.programs.verify.ops if isinstance(op, Embed))
+        return self.programs.verify.weights[embed.weight].shape[0]
 
 
 @dataclass(frozen=True)
@@ -47,51 +66,59 @@ class Kernels:
 
 
 @dataclass(frozen=True)
-class Shared:
-    """Memory that all passes share."""
+class Buffers:
+    """Memory that passes share."""
 
     control: DevicePointer
     arena: DevicePointer
-    attention: DevicePointer
-    delta: DevicePointer
-    counters: DevicePointer
-    linear: DevicePointer
+    attention: DevicePointer  # scratch
+    delta: DeltaScratch
+    linear: DevicePointer  # scratch
+    ids: DevicePointer  # of a pass: [max(B, prefill rows)] int32
+    drafts: DevicePointer  # choices of the drafter, of which row 0 is no draft: [row tile] int32
+    choices: DevicePointer  # of the target: [row tile] int32
+    logits: Matrix  # [row tile, V] BF16
+    clock: DevicePointer
+    result: DevicePointer
+    sampling: SamplingBuffers
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
+class Common:
+    """What all passes share, whoever computes their dense ops."""
+
+    layout: DeviceLayout
+    states: States
+    kernels: Kernels
+    buffers: Buffers
+    embeddings: Mapping[str, DevicePointer]
+
+
 class Frame(ABC):
     """One pass, ready to be enqueued: its tensors, its state kernels, its embedding."""
 
-    plan: Schedule
-    places: Mapping[str, Place]
-    rows: int  # of the pass
-    wide: bool
-    vocabulary: int
-    kernels: Kernels
-    states: States
-    shared: Shared
-    embeddings: Mapping[str, DevicePointer]
-    ids: DevicePointer  # [rows] int32
-    choices: DevicePointer  # [row tile] int32
-    logits: Matrix  # [row tile, V]
+    def __init__(self, common: Common, name: str, lane: int = 0) -> None:
+        layout, buffers = common.layout, common.buffers
+        self.schedule, self.places = layout.schedules[name], layout.places[name]
+        self.prefill = name == "prefill"
+        self.rows = layout.sizes.prefill_rows if self.prefill else layout.sizes.rows
+        self.common, self.kernels, self.lane = common, common.kernels, lane
+        self.words = Words.of(buffers.control, prefill=self.prefill)
+        self.choices = buffers.drafts if name == "propose" else buffers.choices
 
     def enqueue(self, *, logits: bool, around: Callable[[Step], None] = lambda step: None) -> None:
         """Enqueue all steps; ``around`` is told each one before it, ``logits`` keeps the head's."""
-        for step in self.plan.steps:
+        for step in self.schedule.steps:
             around(step)
-            self._step(step, logits)
-
-    def _step(self, step: Step, logits: bool) -> None:
-        match step:
-            case State():
-                self._state(step)
-            case Last():
-                x, out = self._matrix(step.reads[0]), self._matrix(step.writes[0])
-                valid = self._word(Control.ROWS) if self.wide else NULL
-                columns = self.plan.widths[step.writes[0]]
-                self.kernels.small.last_row(x, out.pointer, columns, self.rows, valid)
-            case _:
-                self._dense(step, logits)
+            match step:
+                case State():
+                    self._state(step)
+                case Last():
+                    x, out = self._matrix(step.reads[0]), self._matrix(step.writes[0])
+                    columns = self.schedule.widths[step.writes[0]]
+                    self.kernels.small.last_row(x, out.pointer, columns, self.rows, self.words.rows)
+                case _:
+                    self._dense(step, logits)
 
     @abstractmethod
     def _dense(self, step: Step, logits: bool) -> None:
@@ -99,50 +126,37 @@ class Frame(ABC):
 
     def _gather(self, weight: str, out: str) -> None:
         """Rows of the embedding for the pass's ids."""
-        columns, table = self.plan.widths[out], self.embeddings[weight]
-        self.kernels.small.embed(self.ids, table, self._matrix(out), self.rows, columns, self.vocabulary)
+        columns, table, ids = self.schedule.widths[out], self.common.embeddings[weight], self.common.buffers.ids
+        self.kernels.small.embed(ids, table, self._matrix(out), self.rows, columns, self.common.layout.vocabulary)
 
     def _state(self, step: State) -> None:
-        op, shared = step.op, self.shared
-        inputs = [self._matrix(name) for name in step.reads]
-        length = self._word(Control.LENGTH)
-        rows = self._word(Control.ROWS) if self.wide else NULL
+        op, states, buffers = step.op, self.common.states, self.common.buffers
+        tensors = [self._matrix(name) for name in (*step.reads, *step.writes)]
         match op:
             case Attend():
-                attention, memory = self.kernels.attention[op.state], self.states.kv[op.state]
-                q, k, v = inputs
-                out = self._matrix(step.writes[0])
-                attention.attend(q, k, v, out, memory, shared.attention, length, rows)
+                attention, memory = self.kernels.attention[op.state], states.kv[op.state][self.lane]
+                attention.attend(AttendTensors(*tensors), memory, buffers.attention, self.words)
             case KvAppend():
-                k, v = inputs
-                self.kernels.attention[op.state].append(k, v, self.states.kv[op.state], length, rows)
+                k, v = tensors
+                self.kernels.attention[op.state].append(k, v, states.kv[op.state][self.lane], self.words)
             case GatedDeltaOp():
-                qkv, z, a, b = inputs
-                out, layer = self._matrix(step.writes[0]), self.states.delta[op.state]
-                pending = self._word(Control.PENDING)
-                kernels = self.kernels.delta[op.state]
-                kernels.run(qkv, z, a, b, out, layer, shared.delta, shared.counters, pending, rows)
+                layer = states.delta[op.state][self.lane]
+                self.kernels.delta[op.state].run(DeltaTensors(*tensors), layer, buffers.delta, self.words)
             case _:
                 raise TypeError(f"no kernel for op {type(op).__name__}")
 
     def _matrix(self, tensor: str) -> Matrix:
-        root, column = self.plan.place(tensor)
-        place = self.places[root]
-        return Matrix(self.shared.arena.at(place.offset + 2 * column, place.nbytes - 2 * column), place.stride)
-
-    def _rows(self, tensor: str) -> int:
-        return 1 if tensor in self.plan.single else self.rows
-
-    def _word(self, word: Control) -> DevicePointer:
-        return control_word(self.shared.control, word)
+        root, column = self.schedule.place(tensor)
+        place, arena = self.places[root], self.common.buffers.arena
+        return Matrix(arena.at(place.offset + 2 * column, place.nbytes - 2 * column), place.stride)
 
 
-@dataclass(frozen=True, kw_only=True)
 class Pass(Frame):
-    """A pass whose dense ops are launches over stacks of weights."""
+    """A pass whose dense ops are launches over stacks of weights, by the stack's key."""
 
-    linears: Linears
-    weights: Mapping[str, LinearWeights]  # by key of the stack
+    def __init__(self, common: Common, name: str, linears: Linears, weights: Mapping[str, LinearWeights]) -> None:
+        super().__init__(common, name)
+        self._linears, self._weights = linears, weights
 
     def _dense(self, step: Step, logits: bool) -> None:
         match step:
@@ -152,24 +166,21 @@ class Pass(Frame):
                 self._multiply(step)
             case Project():
                 self._project(step)
-            case Normalise():
-                x, out, op = self._matrix(step.reads[0]), self._matrix(step.writes[0]), step.op
-                columns = self.plan.widths[step.writes[0]]
-                self.kernels.small.rms_norm(x, self._norm(step), out, self._rows(step.reads[0]), columns, op.eps)
             case Head():
-                rows = self._rows(step.reads[0])
-                kept = self.logits if logits else None
-                head = self.weights[step.stack.key]
-                x = self._matrix(step.reads[0])
-                self.linears.greedy(head, x, self.choices, rows, self.shared.linear, kept)
+                weights, x, buffers = self._weights[step.stack.key], self._matrix(step.reads[0]), self.common.buffers
+                rows, kept = self._rows(step.reads[0]), buffers.logits if logits else None
+                self._linears.greedy(weights, x, self.choices, rows, buffers.linear, kept)
             case _:
                 self._columns(step)
 
     def _columns(self, step: Step) -> None:
-        """Steps that only move or add columns."""
+        """Steps that change no more than columns of a row."""
         inputs, out = [self._matrix(name) for name in step.reads], self._matrix(step.writes[0])
-        rows, columns = self._rows(step.reads[0]), self.plan.widths[step.writes[0]]
+        rows, columns = self._rows(step.reads[0]), self.schedule.widths[step.writes[0]]
         match step:
+            case Normalise():
+                weight = self._norm(step.op)
+                self.kernels.small.rms_norm(inputs[0], weight, out, rows, columns, step.op.eps)
             case Copy():
                 self.kernels.cycle.copy(inputs[0], out, rows, columns)
             case Columns():
@@ -178,32 +189,29 @@ class Pass(Frame):
                 raise TypeError(f"no kernel for step {type(step).__name__}")
 
     def _multiply(self, step: Multiply) -> None:
-        x = self._matrix(step.reads[0])
-        count = len(step.writes) - (self._outputs(step.side) if step.side else 0)
-        out = [self._matrix(name) for name in step.writes[:count]]
-        weights = self.weights[step.stack.key]
-        if self.wide:
-            self.linears.tiles(weights, x, out, self.rows, valid=self._word(Control.ROWS))
+        x, weights = self._matrix(step.reads[0]), self._weights[step.stack.key]
+        out = [self._matrix(name) for name in step.writes]
+        if self.prefill:
+            self._linears.tiles(weights, x, out, self.rows, valid=self.words.rows)
             return
-        side = self.weights[step.side.key] if step.side else None
-        side_out = [self._matrix(name) for name in step.writes[count:]]
-        self.linears.linear(weights, x, out, self.rows, side=side, side_out=side_out)
+        count = len(out) - step.side_outputs
+        side = self._weights[step.side.key] if step.side else None
+        self._linears.linear(weights, x, out[:count], self.rows, side=side, side_out=out[count:])
 
     def _project(self, step: Project) -> None:
         x, out = self._matrix(step.reads[0]), self._matrix(step.writes[0])
         residual = self._matrix(step.reads[1]) if len(step.reads) > 1 else None
-        weights, linears = self.weights[step.stack.key], self.linears
-        if self.wide:
-            linears.tiles(weights, x, [out], self.rows, residual=residual, valid=self._word(Control.ROWS))
+        weights, linears = self._weights[step.stack.key], self._linears
+        if self.prefill:
+            linears.tiles(weights, x, [out], self.rows, residual=residual, valid=self.words.rows)
             return
         norm = None
         if step.norm is not None:
-            weight = self.states.norm(step.norm.weight, plus_one=step.norm.plus_one)
-            norm = Norm(weight, step.norm.eps, self._matrix(step.writes[1]))
-        linears.split_linear(weights, x, out, self.rows, self.shared.linear, residual=residual, norm=norm)
+            norm = Norm(self._norm(step.norm), step.norm.eps, self._matrix(step.writes[1]))
+        linears.split_linear(weights, x, out, self.rows, self.common.buffers.linear, residual=residual, norm=norm)
 
-    def _norm(self, step: Normalise) -> DevicePointer:
-        return self.states.norm(step.op.weight, plus_one=step.op.plus_one)
+    def _norm(self, op: RmsNorm) -> DevicePointer:
+        return self.common.states.norm(op.weight, plus_one=op.plus_one)
 
-    def _outputs(self, stack: Stack) -> int:
-        return 1 if stack.joined and len(stack.names) > 1 else len(stack.names)
+    def _rows(self, tensor: str) -> int:
+        return 1 if tensor in self.schedule.single else self.rows

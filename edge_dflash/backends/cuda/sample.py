@@ -50,7 +50,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Buffers:
+class SamplingBuffers:
     """Device memory of choices over [rows, columns] logits."""
 
     rows: int
@@ -67,7 +67,7 @@ class Buffers:
     chosen: DevicePointer  # int32 [rows]: choices of launches that the host asked for
 
     @classmethod
-    def take(cls, memory: Memory, rows: int, columns: int) -> Buffers:
+    def take(cls, memory: Memory, rows: int, columns: int) -> SamplingBuffers:
         """Take all from ``memory``."""
 
         def part(nbytes: int) -> DevicePointer:
@@ -105,7 +105,7 @@ class Sampler:
         self._gpu = gpu
         self._kernels = {name: module.kernel(name) for name in _KERNELS}
 
-    def choose(self, buffers: Buffers, logits: Matrix, ids: DevicePointer, block: Block | None = None) -> None:
+    def choose(self, buffers: SamplingBuffers, logits: Matrix, ids: DevicePointer, block: Block | None = None) -> None:
         """ids[r] (int32) = choice of row r of BF16 ``logits``; rows and position as in the settings, or ``block``.
 
         ``logits`` has a stride of a multiple of 8. Masks only count without a block. Four launches, of which three
@@ -136,14 +136,13 @@ class Sampler:
 class Chooser:
     """Page-locked memory and the graph of choices that the host asks for."""
 
-    def __init__(self, gpu: Gpu, sampler: Sampler, buffers: Buffers, logits: Matrix) -> None:
+    def __init__(self, gpu: Gpu, sampler: Sampler, buffers: SamplingBuffers, logits: Matrix) -> None:
         self._gpu, self._sampler, self._buffers, self._logits = gpu, sampler, buffers, logits
         self._settings = gpu.pinned((1,), SETTINGS)
         self._masks = gpu.pinned((buffers.rows, mask_words(buffers.columns)), np.uint32)
         self._chosen = gpu.pinned((buffers.rows,), np.int32)
         self._known: Sampling | None = None  # what the device's settings say
         self._graph: Graph = gpu.capture(self._choose)
-        self._graph.upload()
 
     @property
     def stop(self) -> DevicePointer:

@@ -42,6 +42,11 @@ class Step:
         """What profiles call it."""
         return type(self).__name__
 
+    @property
+    def norms(self) -> tuple[RmsNorm, ...]:
+        """Norms whose weights the step reads."""
+        return ()
+
 
 @dataclass(frozen=True)
 class Gather(Step):
@@ -57,6 +62,11 @@ class Multiply(Step):
     stack: Stack
     side: Stack | None = None
 
+    @property
+    def side_outputs(self) -> int:
+        """How many of the writes are the side's."""
+        return 0 if self.side is None else 1 if self.side.joined else len(self.side.names)
+
 
 @dataclass(frozen=True)
 class Project(Step):
@@ -64,6 +74,11 @@ class Project(Step):
 
     stack: Stack
     norm: RmsNorm | None = None
+
+    @property
+    def norms(self) -> tuple[RmsNorm, ...]:
+        """The next norm."""
+        return (self.norm,) if self.norm else ()
 
 
 @dataclass(frozen=True)
@@ -78,6 +93,11 @@ class Normalise(Step):
     """``rms_norm``."""
 
     op: RmsNorm
+
+    @property
+    def norms(self) -> tuple[RmsNorm, ...]:
+        """The op itself."""
+        return (self.op,)
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from edge_dflash.backends.cuda.attend import AttendShape, KvMemory
-from edge_dflash.backends.cuda.delta import DeltaLayer, DeltaShape
+from edge_dflash.backends.cuda.attend import AttendShape
+from edge_dflash.backends.cuda.delta import DeltaShape
 from edge_dflash.backends.cuda.driver import Gpu
 from edge_dflash.backends.cuda.memory import Array, DevicePointer, Memory
 from edge_dflash.decode.backend import Precision, Snapshot
@@ -48,15 +48,48 @@ def rope_table(rope: RopeSpec, positions: int) -> tuple[Table, Table]:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What passes there are."""
+    """What passes there are, and over how many sequences."""
 
     rows: int  # B, of a verify or propose pass
     prefill_rows: int  # most rows of a prefill pass
     max_context: int
+    lanes: int = 1
+
+
+@dataclass(frozen=True)
+class KvMemory:
+    """K and V of one layer in a lane, scales (multipliers) of FP8 codes, and the layer's FP32 vectors on the device.
+
+    The scales must be 1 over BF16 keys and values.
+    """
+
+    k: DevicePointer  # [Hkv, kv_rows, D] E4M3 codes or BF16
+    v: DevicePointer
+    k_scale: float
+    v_scale: float
+    k_norm: DevicePointer  # [D] FP32: w or 1 + w
+    q_norm: DevicePointer  # [D] FP32; NULL for a drafter's context
+    cosine: DevicePointer  # [kv_rows, rope_dims / 2] FP32
+    sine: DevicePointer
+
+
+@dataclass(frozen=True)
+class DeltaLayer:
+    """State of one layer in one lane, and its FP32 parameters, on the device."""
+
+    state: DevicePointer  # S [Hv, Dk, Dv] FP32
+    history: DevicePointer  # [K-1, C] BF16, oldest first
+    tape_u: DevicePointer  # [rows, C] BF16
+    tape_g: DevicePointer  # [rows, Hv] FP32, log decay
+    tape_beta: DevicePointer  # [rows, Hv] FP32
+    conv: DevicePointer  # packed_conv
+    a_log: DevicePointer  # [Hv]
+    dt_bias: DevicePointer  # [Hv]
+    norm: DevicePointer  # [Dv]
 
 
 class States:
-    """K and V, and gated delta layers, by the state's name."""
+    """K and V, and gated delta layers, by the state's name and the lane."""
 
     def __init__(
         self,
@@ -71,9 +104,9 @@ class States:
         self._ropes: dict[RopeSpec, tuple[DevicePointer, DevicePointer]] = {}
         self.norms: dict[tuple[str, bool], DevicePointer] = {}
         self.shapes: dict[str, AttendShape] = {}
-        self.kv: dict[str, KvMemory] = {}
+        self.kv: dict[str, tuple[KvMemory, ...]] = {}
         self.delta_shapes: dict[str, DeltaShape] = {}
-        self.delta: dict[str, DeltaLayer] = {}
+        self.delta: dict[str, tuple[DeltaLayer, ...]] = {}
         for op in (*programs.verify.ops, *programs.propose.ops):
             if isinstance(op, Attend):
                 self._add_attention(op, kv_scale(op.state))
@@ -101,11 +134,11 @@ class States:
         shapes = self.delta_shapes.values()
         return max((s.scratch_bytes for s in shapes), default=0), max((s.counter_bytes for s in shapes), default=0)
 
-    def zero(self, fill: Callable[[DevicePointer], None]) -> None:
-        """Empty recurrent states."""
-        for layer in self.delta.values():
-            fill(layer.state)
-            fill(layer.history)
+    def zero(self, fill: Callable[[DevicePointer], None], lane: int) -> None:
+        """Empty a lane's recurrent states."""
+        for layers in self.delta.values():
+            fill(layers[lane].state)
+            fill(layers[lane].history)
 
     def _add_attention(self, op: Attend, scales: tuple[float, float]) -> None:
         kv = self._precision.kv
@@ -128,15 +161,18 @@ class States:
         cosine, sine = self._rope(op.rope, shape.kv_rows)
         k_scale, v_scale = scales if kv == "fp8" else (1.0, 1.0)
         self.shapes[op.state] = shape
-        self.kv[op.state] = KvMemory(
-            k=self._memory.take("kv", shape.kv_bytes),
-            v=self._memory.take("kv", shape.kv_bytes),
-            k_scale=k_scale,
-            v_scale=v_scale,
-            k_norm=self.norm(op.k_norm, plus_one=op.plus_one),
-            q_norm=self.norm(op.q_norm, plus_one=op.plus_one),
-            cosine=cosine,
-            sine=sine,
+        self.kv[op.state] = tuple(
+            KvMemory(
+                k=self._memory.take("kv", shape.kv_bytes),
+                v=self._memory.take("kv", shape.kv_bytes),
+                k_scale=k_scale,
+                v_scale=v_scale,
+                k_norm=self.norm(op.k_norm, plus_one=op.plus_one),
+                q_norm=self.norm(op.q_norm, plus_one=op.plus_one),
+                cosine=cosine,
+                sine=sine,
+            )
+            for _ in range(self._sizes.lanes)
         )
 
     def _add_delta(self, op: GatedDelta) -> None:
@@ -153,16 +189,14 @@ class States:
         tape_u, tape_gates = shape.tape_bytes
         memory = self._memory
         self.delta_shapes[op.state] = shape
-        self.delta[op.state] = DeltaLayer(
-            state=memory.take("gated delta states", shape.state_bytes),
-            history=memory.take("gated delta states", shape.history_bytes),
-            tape_u=memory.take("tapes", tape_u),
-            tape_g=memory.take("tapes", tape_gates),
-            tape_beta=memory.take("tapes", tape_gates),
-            conv=memory.put("vectors", shape.packed_conv(self._vector(op.conv))),
-            a_log=memory.put("vectors", self._vector(op.a_log)),
-            dt_bias=memory.put("vectors", self._vector(op.dt_bias)),
-            norm=self.norm(op.norm, plus_one=False),
+        recurrent = (("gated delta states", shape.state_bytes), ("gated delta states", shape.history_bytes))
+        parts = (*recurrent, *(("tapes", size) for size in (tape_u, tape_gates, tape_gates)))
+        lanes = [[memory.take(name, size) for name, size in parts] for _ in range(self._sizes.lanes)]
+        conv = memory.put("vectors", shape.packed_conv(self._vector(op.conv)))
+        a_log, dt_bias = (memory.put("vectors", self._vector(name)) for name in (op.a_log, op.dt_bias))
+        norm = self.norm(op.norm, plus_one=False)
+        self.delta[op.state] = tuple(
+            DeltaLayer(state, history, u, g, beta, conv, a_log, dt_bias, norm) for state, history, u, g, beta in lanes
         )
 
     def _rope(self, spec: RopeSpec, positions: int) -> tuple[DevicePointer, DevicePointer]:
@@ -172,22 +206,22 @@ class States:
         return self._ropes[spec]
 
 
-def read_states(gpu: Gpu, states: States, length: int) -> dict[str, Array]:
+def read_states(gpu: Gpu, states: States, lane: int, length: int) -> dict[str, Array]:
     """Copies of everything that ``length`` committed rows left; nothing may be pending."""
     arrays: dict[str, Array] = {}
-    for name, pointer, kv_rows, empty in _kv(states, length):
+    for name, pointer, kv_rows, empty in _kv(states, lane, length):
         rows = [gpu.read(pointer.at(*part), empty.shape[::2], empty.dtype) for part in _heads(empty, kv_rows)]
         arrays[name] = np.ascontiguousarray(np.stack(rows, axis=1)) if rows else empty
-    for name, pointer, empty in _recurrent(states):
+    for name, pointer, empty in _recurrent(states, lane):
         arrays[name] = gpu.read(pointer, empty.shape, empty.dtype)
     return arrays
 
 
-def write_states(gpu: Gpu, states: States, snapshot: Snapshot) -> None:
+def write_states(gpu: Gpu, states: States, lane: int, snapshot: Snapshot) -> None:
     """Put a snapshot's arrays back. Raises BackendError, before anything is written, when it is of another pair."""
     length = snapshot.length
-    wanted = {name: empty for name, _, _, empty in _kv(states, length)}
-    wanted |= {name: empty for name, _, empty in _recurrent(states)}
+    wanted = {name: empty for name, _, _, empty in _kv(states, lane, length)}
+    wanted |= {name: empty for name, _, empty in _recurrent(states, lane)}
     if wanted.keys() != snapshot.arrays.keys():
         differing = sorted(wanted.keys() ^ snapshot.arrays.keys())
         raise BackendError(f"the snapshot is of another pair: states differ in {', '.join(differing[:3])}")
@@ -198,17 +232,17 @@ def write_states(gpu: Gpu, states: States, snapshot: Snapshot) -> None:
                 f"the snapshot's {name} is {array.dtype} {tuple(array.shape)}, "
                 f"this pair stores {empty.dtype} {tuple(empty.shape)}"
             )
-    for name, pointer, kv_rows, empty in _kv(states, length):
+    for name, pointer, kv_rows, empty in _kv(states, lane, length):
         for head, part in enumerate(_heads(empty, kv_rows)):
             gpu.write(pointer.at(*part), np.ascontiguousarray(snapshot.arrays[name][:, head]))
-    for name, pointer, _ in _recurrent(states):
+    for name, pointer, _ in _recurrent(states, lane):
         gpu.write(pointer, np.ascontiguousarray(snapshot.arrays[name]))
 
 
-def _kv(states: States, length: int) -> Iterator[tuple[str, DevicePointer, int, Array]]:
+def _kv(states: States, lane: int, length: int) -> Iterator[tuple[str, DevicePointer, int, Array]]:
     """Name, memory, rows of the memory, and an array of the stored shape and type."""
-    for name, memory in states.kv.items():
-        shape = states.shapes[name]
+    for name, lanes in states.kv.items():
+        shape, memory = states.shapes[name], lanes[lane]
         empty = np.empty((length, shape.kv_heads, shape.head_dim), np.uint8 if shape.kv == "fp8" else np.int16)
         yield f"{name}.k", memory.k, shape.kv_rows, empty
         yield f"{name}.v", memory.v, shape.kv_rows, empty
@@ -221,8 +255,8 @@ def _heads(array: Array, kv_rows: int) -> list[tuple[int, int]]:
     return [(head * kv_rows * row, length * row) for head in range(heads)] if length else []
 
 
-def _recurrent(states: States) -> Iterator[tuple[str, DevicePointer, Array]]:
-    for name, layer in states.delta.items():
-        s = states.delta_shapes[name]
+def _recurrent(states: States, lane: int) -> Iterator[tuple[str, DevicePointer, Array]]:
+    for name, lanes in states.delta.items():
+        s, layer = states.delta_shapes[name], lanes[lane]
         yield f"{name}.state", layer.state, np.empty((s.value_heads, s.key_dim, s.value_dim), np.float32)
         yield f"{name}.conv", layer.history, np.empty((s.conv_kernel - 1, s.channels), np.uint16)

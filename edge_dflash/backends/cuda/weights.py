@@ -1,7 +1,6 @@
-"""Where a native backend's weights come from, and the source that repacks a canonical store while it loads.
+"""Where a native backend's weights come from: a protocol, and those of a bundle.
 
-A backend asks for stacks (linears in streaming order), for the embedding and for small vectors, each once. Bundles keep
-stacks repacked (edge_dflash.bundle); benchmarks make random ones on the device.
+A backend asks for stacks (linears in streaming order), for the embedding and for small vectors, each once.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from edge_dflash.backends.cuda.memory import DevicePointer
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.errors import BackendError
 from edge_dflash.weights.formats import WeightFormat, WeightStore, WideWeight
-from edge_dflash.weights.layout import UNIT_ROWS, Repacked, repack
+from edge_dflash.weights.layout import UNIT_ROWS
 from edge_dflash.weights.packing import pack, row_blocks
 from edge_dflash.weights.safetensors import forget_pages
 from edge_dflash.weights.stacks import Stack
@@ -49,59 +48,8 @@ class NativeWeights(Protocol):
         ...
 
 
-class StoreWeights:
-    """Weights of any :class:`~edge_dflash.weights.formats.WeightStore`, repacked one stack at a time."""
-
-    def __init__(self, store: WeightStore, formats: Mapping[str, WeightFormat]) -> None:
-        self._store, self._formats = store, formats
-
-    @property
-    def formats(self) -> Mapping[str, WeightFormat]:
-        """See :class:`NativeWeights`."""
-        return self._formats
-
-    def stack(self, gpu: Gpu, stack: Stack) -> LinearWeights:
-        """See :class:`NativeWeights`. Raises BackendError for weights that the kernels do not take."""
-        return upload(gpu, repack([self._store.get(name) for name in stack.names], swiglu=stack.layout.swiglu))
-
-    def embedding(self, gpu: Gpu, name: str) -> DevicePointer:
-        """See :class:`NativeWeights`. Raises BackendError for values that BF16 cannot hold."""
-        return gpu.upload(embedding_bits(self._store, name))
-
-    def vector(self, name: str) -> npt.NDArray[np.float32]:
-        """See :class:`NativeWeights`."""
-        return vector(self._store, name)
-
-    def kv_scale(self, state: str) -> tuple[float, float]:
-        """See :class:`NativeWeights`."""
-        return self._store.kv_scale(state)
-
-
-def upload(gpu: Gpu, repacked: Repacked) -> LinearWeights:
-    """Put a stack on the device."""
-    return LinearWeights(repacked.layout, gpu.upload(repacked.data), gpu.upload(repacked.scale))
-
-
-def embedding_bits(store: WeightStore, name: str) -> npt.NDArray[np.uint16]:
-    """BF16 bit patterns [V, H]. Raises BackendError for quantized or wider values."""
-    weight = store.get(name)
-    if not isinstance(weight, WideWeight):
-        raise BackendError(f"{name} is quantized; the native backend gathers BF16 rows: build it as bf16")
-    if (bits := weight.bf16()) is None:
-        raise BackendError(f"{name} holds float32 values that BF16 cannot hold; build it as bf16")
-    return bits
-
-
-def vector(store: WeightStore, name: str) -> npt.NDArray[np.float32]:
-    """A wide weight as float32. Raises BackendError for a quantized one."""
-    weight = store.get(name)
-    if not isinstance(weight, WideWeight):
-        raise BackendError(f"{name} is quantized; norms, gates and convolutions stay wide")
-    return weight.float32()
-
-
 class BundleWeights:
-    """:class:`~edge_dflash.backends.cuda.weights.NativeWeights` of an open native bundle.
+    """:class:`NativeWeights` of an open native bundle: stacks go from the mapped file to the device as they lie there.
 
     Pages of the mapped files are given back as soon as the device has their bytes.
     """
@@ -119,8 +67,9 @@ class BundleWeights:
         if any(self.formats[name] == "tied" for name in stack.names):
             return self._tied(gpu, stack)
         packed = self._bundle.repacked(stack)
-        loaded = upload(gpu, packed)
-        _forget(packed)
+        loaded = LinearWeights.of(gpu, packed)
+        forget_pages(packed.data)
+        forget_pages(packed.scale)
         return loaded
 
     def embedding(self, gpu: Gpu, name: str) -> DevicePointer:
@@ -151,6 +100,19 @@ class BundleWeights:
         return LinearWeights(layout, data, gpu.upload(scale))
 
 
-def _forget(packed: Repacked) -> None:
-    forget_pages(packed.data)
-    forget_pages(packed.scale)
+def embedding_bits(store: WeightStore, name: str) -> npt.NDArray[np.uint16]:
+    """BF16 bit patterns [V, H]. Raises BackendError for quantized or wider values."""
+    weight = store.get(name)
+    if not isinstance(weight, WideWeight):
+        raise BackendError(f"{name} is quantized; the native backend gathers BF16 rows: build it as bf16")
+    if (bits := weight.bf16()) is None:
+        raise BackendError(f"{name} holds float32 values that BF16 cannot hold; build it as bf16")
+    return bits
+
+
+def vector(store: WeightStore, name: str) -> npt.NDArray[np.float32]:
+    """A wide weight as float32. Raises BackendError for a quantized one."""
+    weight = store.get(name)
+    if not isinstance(weight, WideWeight):
+        raise BackendError(f"{name} is quantized; norms, gates and convolutions stay wide")
+    return weight.float32()

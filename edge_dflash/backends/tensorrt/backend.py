@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from edge_dflash.backends.cuda.driver import Gpu
-from edge_dflash.backends.cuda.loading import Common, Plan
 from edge_dflash.backends.cuda.memory import NULL, DevicePointer, Memory
-from edge_dflash.backends.cuda.passes import Frame
+from edge_dflash.backends.cuda.passes import Common, DeviceLayout, Frame
 from edge_dflash.backends.cuda.schedule import Step
 from edge_dflash.backends.cuda.states import Sizes
 from edge_dflash.backends.cuda.support import check_native
@@ -30,12 +28,12 @@ from edge_dflash.weights.formats import WeightFormat, read_as
 WORD = 16  # rows of logits lie behind each other without gaps, and start on so many
 
 
-@dataclass(frozen=True, kw_only=True)
 class EngineFrame(Frame):
     """``runs``: for each step that runs an engine, what enqueues it."""
 
-    pair: PairUnits
-    runs: Mapping[RunEngine, Enqueue]
+    def __init__(self, common: Common, name: str, pair: PairUnits, runs: Mapping[RunEngine, Enqueue]) -> None:
+        super().__init__(common, name)
+        self.pair, self.runs = pair, runs
 
     def _dense(self, step: Step, logits: bool) -> None:
         """Engines always leave logits."""
@@ -61,11 +59,13 @@ def engine_passes(pair: PairUnits, sizes: Sizes) -> dict[str, EnginePass]:
     return passes
 
 
-def layout_of(programs: PairPrograms, precision: Precision, sizes: Sizes, passes: Mapping[str, EnginePass]) -> Plan:
+def layout_of(
+    programs: PairPrograms, precision: Precision, sizes: Sizes, passes: Mapping[str, EnginePass]
+) -> DeviceLayout:
     """What will be on the device, with these passes. Raises BackendError for other arithmetic than theirs."""
     if precision.activations != "bfloat16":
         raise BackendError(f"activations are {precision.activations!r}; plans compute in bfloat16")
-    return Plan(
+    return DeviceLayout(
         programs,
         precision,
         sizes,
@@ -79,7 +79,7 @@ def addresses(each: EnginePass, name: str, step: RunEngine, common: Common) -> d
     """Where the inputs and outputs of one run lie on the device."""
     buffers = common.buffers
     places = {
-        "arena": buffers.shared.arena,
+        "arena": buffers.arena,
         "ids": buffers.ids,
         "logits": buffers.logits.pointer,
         "choices": buffers.drafts if name == "propose" else buffers.choices,
@@ -99,7 +99,7 @@ class EngineOps:
         self._flavour, self._files = flavour, files
         self._engines: Engines | None = None
 
-    def plan(self, programs: PairPrograms, precision: Precision, sizes: Sizes) -> Plan:
+    def lay_out(self, programs: PairPrograms, precision: Precision, sizes: Sizes) -> DeviceLayout:
         """Steps and places of all passes, checked. Raises BackendError."""
         self._pair = pair_units(programs, sizes.rows, sizes.prefill_rows)
         if missing := sorted(engine_units(self._pair.units).keys() - self._files.keys()):
@@ -107,9 +107,8 @@ class EngineOps:
         self._passes = engine_passes(self._pair, sizes)
         return layout_of(programs, precision, sizes, self._passes)
 
-    def open(self, gpu: Gpu, plan: Plan) -> int:
+    def open(self, gpu: Gpu, layout: DeviceLayout) -> int:
         """Start TensorRT. Passes share no scratch but that of the contexts, which is known when engines are loaded."""
-        self._plan = plan
         self._engines = Engines(gpu, self._flavour)
         return 0
 
@@ -143,7 +142,7 @@ class EngineOps:
                     runs[step] = engines.context(bound.key, bound.profile, rows, where)
             for enqueue in runs.values():  # over whatever lies in the arena
                 enqueue()
-            passes[name] = EngineFrame(**common.frame(self._plan, name), pair=self._pair, runs=runs)
+            passes[name] = EngineFrame(common, name, self._pair, runs)
         return passes
 
 

@@ -1,4 +1,7 @@
-"""``python -m edge_dflash.backends.cuda.report``: compile the kernels and print what each needs. Needs no GPU."""
+"""Compiles the kernels and prints what each needs of a multiprocessor; needs no GPU.
+
+python -m tests.scripts.kernels --arch sm87 sm110
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ COLUMNS = f"{'registers':>9} {'shared':>7} {'spilled':>7}  kernel (bytes; dynami
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Compile all units for each arch; return 0, or an error's exit code after one line on stderr."""
-    parser = argparse.ArgumentParser(prog="python -m edge_dflash.backends.cuda.report", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.scripts.kernels", description=__doc__)
     parser.add_argument("--arch", nargs="+", default=list(ARCHS), help="architectures, such as sm110; default: all")
     parser.add_argument("--unit", nargs="+", default=list(bundled()), help="compilation units; default: all")
     parser.add_argument("--cache", type=Path, help="folder that keeps cubins for the next time")
