@@ -85,6 +85,8 @@ def test_one_changed_byte_is_refused(manifest, data):
         ("backend", "native", "arch of a native bundle is 'cpu', wanted one of sm87, sm89, sm90,"),
         ("block_size", 8, "block_size is 8, wanted 4 as in pair.drafter"),
         ("mask_token_id", 5, "mask_token_id is 5, wanted 47"),
+        ("pair", replace(PAIR, target=replace(PAIR.target, architecture="x")), "found 'x', wanted one of 'qwen3', 'q"),
+        ("pair", replace(PAIR, drafter=replace(PAIR.drafter, kind="x")), "drafter.kind: found 'x', wanted one of 'dfl"),
         ("target_layer_ids", (0,), "target_layer_ids is (0,), wanted (0, 1)"),
         ("max_context", 4, "max_context is 4, wanted 5 to 512"),
         ("max_context", 513, "max_context is 513, wanted 5 to 512"),
