@@ -19,6 +19,7 @@ from edge_dflash.backends.reference.backend import ReferenceBackend
 from edge_dflash.decode.backend import Precision
 from edge_dflash.decode.loop import generate
 from edge_dflash.decode.options import Options
+from edge_dflash.demo.tasks import MODELS
 from edge_dflash.model import pair_programs
 from edge_dflash.model.registry import read_pair
 from edge_dflash.text.tokenizer import Tokenizer
