@@ -24,7 +24,7 @@ from edge_dflash.cli.output import emit_json, named_table, show
 from edge_dflash.cli.recipes import find_recipe
 from edge_dflash.common.files import LARGE, directory, read_bytes
 from edge_dflash.errors import BackendError, BundleError, RequestError
-from edge_dflash.model.registry import match_pair, read_drafter_spec, read_target_spec
+from edge_dflash.model.registry import read_pair
 from edge_dflash.model.specs import DrafterLayerMask
 from edge_dflash.weights.recipe import default_recipe, load_recipe
 
@@ -80,7 +80,7 @@ def inspect(
         return
     if target is None or drafter is None:
         raise RequestError("give BUNDLE, or --target and --drafter with the directories of the two config.json")
-    pair = match_pair(read_target_spec(target), read_drafter_spec(drafter))
+    pair = read_pair(target, drafter)
     chosen = load_recipe(find_recipe(recipe)) if recipe is not None else default_recipe()
     result = inspect_recipe(
         pair, chosen, board=load_board(board or DEFAULT_BOARD), max_context=max_context, context=context
