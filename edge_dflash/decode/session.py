@@ -141,7 +141,7 @@ class Session:
         self._manager.occupy(self, lane)
 
     def fail(self, error: BaseException) -> None:
-        """A pass failed: the states in the lanes are given up, unless the error says that none can be cut short."""
+        """A pass failed: the states in the lanes are given up, unless the error says that no pass was cut short."""
         self._manager.failed(self, error)
 
     def _settle(self) -> None:
