@@ -106,9 +106,16 @@ def test_python_runs(body, capsys):
         assert out.startswith("navigate storage_rack\nwait 60\npick black_vial storage_rack gentle\n")
 
 
-def test_every_board_profile_is_listed():
-    for board in board_profiles():
-        assert f"`{board.name}`" in README
+def test_the_boards_that_are_listed_have_a_profile():
+    rows = re.findall(
+        r"^\| .+ \| (\d+) \| (\d+) GB \| ([\d.]+) GB/s \| `([\w-]+)` \| `sm(\d+)` \|$", README, re.MULTILINE
+    )
+    profiles = {board.name: board for board in board_profiles()}
+    assert len(rows) == 5
+    for sm, memory, bandwidth, name, arch in rows:
+        board = profiles[name]
+        assert (board.sm, board.memory_bytes / 1e9) == (int(sm), int(memory)) == (int(arch), int(memory))
+        assert board.memory_bandwidth_bytes_per_s / 1e9 == float(bandwidth)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

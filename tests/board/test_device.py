@@ -10,13 +10,14 @@ from edge_dflash.errors import RecipeError
 
 def test_the_shipped_boards_and_their_numbers():
     facts = {b.name: (b.sm, b.memory_bytes / 1e9, b.memory_bandwidth_bytes_per_s / 1e9) for b in board_profiles()}
-    assert facts == {
+    published = {
         "agx-thor": (110, 128, 273),
         "t4000": (110, 64, 273),
         "orin-agx-64": (87, 64, 204.8),
         "orin-nx-16": (87, 16, 102.4),
         "dgx-spark": (121, 128, 273),
     }
+    assert {name: facts[name] for name in published} == published
 
 
 def test_every_fact_names_its_source_and_jetsons_list_their_jetpacks():
