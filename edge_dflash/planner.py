@@ -1,7 +1,6 @@
 """The planner: a task in, a plan out; whole or as it is made, alone or in a conversation, from any thread or asyncio.
 
-Puts together an open bundle, its backend on a worker thread, its tokenizer and the speculative loop. Knows nothing of
-the command line, of robots or of how a backend computes.
+Puts together an open bundle, its backend on a worker thread, its tokenizer and the speculative loop.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ from edge_dflash.decode.options import Options, PlanOptions, Task
 from edge_dflash.decode.store import PrefixStats
 from edge_dflash.errors import RequestError
 from edge_dflash.result import Plan
-from edge_dflash.runner.job import Job, Place
+from edge_dflash.runner.job import Job, Observer, Place
 from edge_dflash.runner.request import Encoder, Model, ends_of_form, prepare
 from edge_dflash.runner.stream import AsyncPlanStream, PlanStream
-from edge_dflash.runner.worker import Engine, Observer
+from edge_dflash.runner.worker import Engine
 from edge_dflash.session import PlannerSession
 from edge_dflash.text.tokenizer import Tokenizer
 
@@ -59,6 +58,11 @@ _ARGUMENTS = {
 }
 
 
+def _check(**given: object) -> None:
+    """Raise RequestError for an argument of another type or range."""
+    rules.checked(_ARGUMENTS, given)
+
+
 class Planner:
     """A loaded pair that turns tasks into plans. All methods may be called from any thread.
 
@@ -82,24 +86,15 @@ class Planner:
 
         ``bundle`` is the fingerprint that saved sessions are bound to, ``self_test`` what the self-test gave.
         """
-        rules.checked(
-            _ARGUMENTS,
-            {
-                "stop_token_ids": stop_token_ids,
-                "bundle": bundle,
-                "queue": queue,
-                "prefix_bytes": prefix_bytes,
-                "fallback": fallback,
-                "observer": observer,
-            },
-        )
-        self._bundle = bundle
-        self._self_test = self_test
+        _check(stop_token_ids=stop_token_ids, bundle=bundle, queue=queue, prefix_bytes=prefix_bytes)
+        _check(fallback=fallback, observer=observer)
+        self.fingerprint = bundle  # to which saved sessions are bound; empty without a bundle
+        self.self_test = self_test  # what the self-test gave at open; None when it did not run
+        self.tokenizer = tokenizer  # None when the bundle takes and returns token ids only
         self._model = Model(backend, tokenizer, tuple(dict.fromkeys(stop_token_ids)))
         self._encoder = Encoder(self._model)
-        self._engine = Engine(
-            backend, bundle, queue=queue, prefix_bytes=prefix_bytes, fallback=fallback, observer=observer
-        )
+        limits = {"queue": queue, "prefix_bytes": prefix_bytes}
+        self._engine = Engine(backend, bundle, **limits, fallback=fallback, observer=observer)
         weakref.finalize(self, self._engine.close, drain=False, timeout=_CLOSE_SECONDS)
         self._end_forms = (lambda: None) if tokenizer is None else hold(self, tokenizer)
 
@@ -130,19 +125,8 @@ class Planner:
         it cannot run here, VerificationError when the self-test fails, RequestError for an argument of another type or
         range.
         """
-        rules.checked(
-            _ARGUMENTS,
-            {
-                "path": path,
-                "queue": queue,
-                "prefix_bytes": prefix_bytes,
-                "fallback": fallback,
-                "check_hashes": check_hashes,
-                "self_test": self_test,
-                "progress": progress,
-                "observer": observer,
-            },
-        )
+        _check(path=path, queue=queue, prefix_bytes=prefix_bytes, fallback=fallback)
+        _check(check_hashes=check_hashes, self_test=self_test, progress=progress, observer=observer)
         bundle = Bundle.open(path, check_hashes=check_hashes, progress=partial(progress, CHECKING))
         manifest = bundle.manifest
         tokenizer = Tokenizer.open(bundle.path / "tokenizer") if manifest.tokenizer else None
@@ -203,9 +187,9 @@ class Planner:
 
         3 s and 220 MB with 248,000 tokens; without this, the first form does.
         """
-        if self._model.tokenizer is not None:
+        if self.tokenizer is not None:
             with suppress(RequestError):  # a model that takes no forms
-                warm_up(self._model.tokenizer, ends_of_form(self._model))
+                warm_up(self.tokenizer, ends_of_form(self._model))
 
     @property
     def backend(self) -> Backend:
@@ -220,16 +204,6 @@ class Planner:
     def shape(self) -> PairShape:
         """Sizes of the loaded pair: vocabulary, block, context."""
         return self._engine.backend.shape
-
-    @property
-    def fingerprint(self) -> str:
-        """Of the bundle, to which saved sessions are bound; empty when there is none."""
-        return self._bundle
-
-    @property
-    def self_test(self) -> SelfTestResult | None:
-        """What the self-test gave at open; None when there was none."""
-        return self._self_test
 
     @property
     def waiting(self) -> int:
@@ -252,19 +226,13 @@ class Planner:
         return self._model.stop_token_ids
 
     @property
-    def tokenizer(self) -> Tokenizer | None:
-        """The bundle's tokenizer; None when the bundle takes and returns token ids only."""
-        return self._model.tokenizer
-
-    @property
     def prefixes(self) -> PrefixStats:
         """What is kept of system prompts, and how it served."""
         return self._engine.manager.store.stats
 
     def plan(self, task: Task, *, session: PlannerSession | None = None, **options: Unpack[PlanOptions]) -> Plan:
         """Make the whole plan; see :meth:`stream`."""
-        job = self._job(task, session, options)
-        self._engine.submit(job)
+        self._engine.submit(job := self._job(task, session, options))
         return PlanStream(job, job.ticket, owner=self).plan
 
     def stream(
@@ -292,8 +260,7 @@ class Planner:
         Raises RequestError for bad input, ContextError for a prompt that does not fit and QueueFullError here, and not
         at the first increment; QueueFullError later for a request that a more urgent one displaced.
         """
-        job = self._job(task, session, options)
-        self._engine.submit(job)
+        self._engine.submit(job := self._job(task, session, options))
         return PlanStream(job, job.ticket, owner=self)
 
     def _job(self, task: Task, session: PlannerSession | None, given: PlanOptions) -> Job:
@@ -302,7 +269,7 @@ class Planner:
         if session is None:
             prompt = self._encoder.prompt(task, options)
             return Job(prepare(self._model, options, prompt, began), Place(), self._engine.manager, self._engine.pace)
-        rules.checked(_ARGUMENTS, {"session": session})
+        _check(session=session)
         return session._next(self._engine, task, options, began)
 
     async def aplan(self, task: Task, *, session: PlannerSession | None = None, **options: Unpack[PlanOptions]) -> Plan:
@@ -321,7 +288,7 @@ class Planner:
 
     def session(self, system: str | None = None) -> PlannerSession:
         """A new conversation, with a system prompt if one is given."""
-        rules.checked(_ARGUMENTS, {"system": system})
+        _check(system=system)
         return PlannerSession(self, self._engine, self._model, self._encoder, system)
 
     def load_session(self, path: Path | str) -> PlannerSession:
@@ -329,5 +296,5 @@ class Planner:
 
         Raises BundleError when it was made with another bundle, RequestError when the file is missing or damaged.
         """
-        rules.checked(_ARGUMENTS, {"path": path})
+        _check(path=path)
         return PlannerSession._load(self, self._engine, self._model, self._encoder, path)

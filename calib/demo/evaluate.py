@@ -13,11 +13,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from edge_dflash.demo import actions
-from edge_dflash.demo.tasks import Message, Task, check_plan, check_success, task_from_json
+from edge_dflash.demo.tasks import HELDOUT, Message, Task, check_plan, check_success, task_from_json
 from edge_dflash.planner import Planner
 
-HELDOUT = Path(actions.__file__).parent / "heldout.jsonl"
 BUDGET = 448  # new tokens; the longest right answer to a held-out task has 294
 
 

@@ -18,6 +18,9 @@ MOST_ROWS = 512  # of a prefill pass by default: a larger one is hardly faster
 _USED = 0.35  # of a dense BF16 rate, that our prefill is trusted with: on an H200 it was 0.31 to 0.56 of cuBLAS's
 _SPELLING = re.compile(r"(?:sm[_-]?)?(?:(\d{2,3})|(\d{1,2})\.(\d))a?")
 
+# Blocks in clusters with programmatic dependent launch; warpgroup products, which no other architecture has.
+Feature = Literal["clusters", "wgmma"]
+
 
 @dataclass(frozen=True)
 class Arch:
@@ -30,8 +33,7 @@ class Arch:
     flops: float  # of prefill, to be relied on: multiplications and additions a second
     least_rows: int = 64  # of a prefill pass by default: fewer leave the tensor cores idle
     block_shared: int = 227 << 10  # bytes of shared memory that a block of a kernel may have
-    clusters: bool = False  # blocks in clusters, and kernels that start before the one before them ends
-    wgmma: bool = False  # warpgroup products
+    features: tuple[Feature, ...] = ()
 
     @property
     def capability(self) -> str:
@@ -66,13 +68,13 @@ ARCHS = (
     # L4, the smallest of the data center: 121 sparse
     Arch("sm89", 89, "sm89", "tensorrt", _USED * 60.5e12, block_shared=99 << 10),
     # H100 SXM and H200: 1,979 sparse
-    Arch("sm90", 90, "sm90a", "tensorrt", _USED * 989e12, clusters=True, wgmma=True),
+    Arch("sm90", 90, "sm90a", "tensorrt", _USED * 989e12, features=("clusters", "wgmma")),
     # Thor T5000: 2,070 FP4 sparse
-    Arch("sm110", 110, "sm110a", "tensorrt", _USED * 250e12, clusters=True),
+    Arch("sm110", 110, "sm110a", "tensorrt", _USED * 250e12, features=("clusters",)),
     # RTX 5070, FP32 sums: 123.5 sparse
-    Arch("sm120", 120, "sm120a", "tensorrt_rtx", _USED * 61.7e12, block_shared=99 << 10, clusters=True),
+    Arch("sm120", 120, "sm120a", "tensorrt_rtx", _USED * 61.7e12, block_shared=99 << 10, features=("clusters",)),
     # GB10: 1,000 FP4 sparse
-    Arch("sm121", 121, "sm121a", "tensorrt_rtx", _USED * 125e12, block_shared=99 << 10, clusters=True),
+    Arch("sm121", 121, "sm121a", "tensorrt_rtx", _USED * 125e12, block_shared=99 << 10, features=("clusters",)),
 )
 ARCHS_OF = {backend: tuple(arch.name for arch in ARCHS if backend in arch.backends) for backend in BACKENDS}
 KERNEL_ARCHS = tuple(arch.kernels for arch in ARCHS if arch.kernels is not None)
@@ -100,6 +102,11 @@ def find_arch(spelling: str, backend: str | None = None) -> Arch:
 def arch_of_sm(sm: int) -> Arch | None:
     """The architecture of a device or board of compute capability ``sm``; None: there are no kernels for it."""
     return next((arch for arch in ARCHS if arch.sm and arch.sm == sm), None)
+
+
+def supports(sm: int, feature: Feature) -> bool:
+    """Whether kernels for a device of compute capability ``sm`` may use a feature."""
+    return any(feature in arch.features for arch in ARCHS if arch.sm == sm)
 
 
 def ordered(backends: Iterable[str]) -> tuple[str, ...]:

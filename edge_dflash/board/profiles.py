@@ -1,6 +1,6 @@
 """Board profiles: what a Jetson (or DGX Spark) offers, read from the YAML files in ``jetson/``.
 
-Knows the file format and the names of the boards. Does not look at the machine it runs on and knows nothing of models.
+The machine that this runs on is not looked at.
 """
 
 from __future__ import annotations

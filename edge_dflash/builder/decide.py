@@ -31,7 +31,7 @@ from edge_dflash.common.tables import encode
 from edge_dflash.errors import BackendError, BuildError, BundleError, CheckpointError
 from edge_dflash.model import pair_programs
 from edge_dflash.model.program import PairPrograms
-from edge_dflash.model.registry import match_pair, read_drafter_spec, read_target_spec
+from edge_dflash.model.registry import read_pair
 from edge_dflash.model.specs import PairSpec
 from edge_dflash.text.tokenizer import TOKENIZER_FILES, Tokenizer
 from edge_dflash.version import __version__
@@ -121,7 +121,7 @@ def decide(config: BuildConfig) -> Decisions:
     recipe = load_recipe(config.recipe) if config.recipe is not None else default_recipe()
     choice = choose(config.arch, config.backend, recipe)
     _check_output(config)
-    pair = recipe.masked(match_pair(read_target_spec(config.target), read_drafter_spec(config.drafter)))
+    pair = recipe.masked(read_pair(config.target, config.drafter))
     programs = pair_programs(pair)
     max_context, chunk = _sizes(config, recipe, pair, default_chunk(choice.arch, programs, MOST_ROWS))
     tokenizer, warnings = _tokenizer(config.target, pair)

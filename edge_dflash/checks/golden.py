@@ -22,7 +22,7 @@ from edge_dflash.common.files import open_regular
 from edge_dflash.errors import VerificationError
 from edge_dflash.model import pair_programs
 from edge_dflash.model.program import PairPrograms
-from edge_dflash.model.registry import match_pair, read_drafter_spec, read_target_spec
+from edge_dflash.model.registry import read_pair
 from edge_dflash.model.specs import PairSpec
 from edge_dflash.weights.checkpoint import PairCheckpoint
 from edge_dflash.weights.formats import Array, Nvfp4Weight, Weight, WeightStore
@@ -118,7 +118,7 @@ def verify_golden(target: Path, drafter: Path, golden_file: Path) -> GoldenCompa
     Raises CheckpointError for the checkpoints and VerificationError when the golden file cannot be read or is of
     another vocabulary.
     """
-    spec = match_pair(read_target_spec(target), read_drafter_spec(drafter))
+    spec = read_pair(target, drafter)
     programs = pair_programs(spec)
     store = PairCheckpoint.open(target, drafter, programs.weights)
     try:

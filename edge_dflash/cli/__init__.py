@@ -23,7 +23,7 @@ from edge_dflash.version import __version__
 INTERRUPTED = 130
 LONGEST_ERROR = 2000  # characters
 
-# A command is the function, or the typer app, of the module of its name; imported when it is called for.
+# A command is the function, or the typer app, of its name in the module of its name; imported when it is called for.
 COMMANDS = {
     "demo": "Make a robot plan with the shipped demo pair.",
     "build": "Build an engine bundle from checkpoints.",
@@ -35,6 +35,7 @@ COMMANDS = {
     "doctor": "Check that this machine can serve a bundle.",
     "service": "Install, upgrade and remove the systemd service.",
 }
+MODULES = {"serve": "service"}  # of commands that share one
 
 
 class _Commands(MutableMapping[str, Any]):
@@ -48,11 +49,10 @@ class _Commands(MutableMapping[str, Any]):
             if name not in COMMANDS:
                 raise KeyError(name)
             with _starting():
-                module = import_module(f"edge_dflash.cli.{name}")
-            app = getattr(module, "app", None)
-            if app is None:
-                app = typer.Typer(add_completion=False, rich_markup_mode=None)
-                app.command(name)(getattr(module, name))
+                app = getattr(import_module(f"edge_dflash.cli.{MODULES.get(name, name)}"), name)
+            if not isinstance(app, typer.Typer):
+                function, app = app, typer.Typer(add_completion=False, rich_markup_mode=None)
+                app.command(name)(function)
             self._loaded[name] = typer.main.get_command(app)
         return self._loaded[name]
 

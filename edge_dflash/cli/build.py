@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -9,10 +10,23 @@ import typer
 
 from edge_dflash.builder.finish import BuildResult, finish_command
 from edge_dflash.builder.finish import finish as finish_bundle
-from edge_dflash.cli.output import emit_json, say, stages
-from edge_dflash.cli.recipes import find_recipe
+from edge_dflash.cli.output import Json, emit_json, say, stages
+from edge_dflash.common.files import directory, is_file
 from edge_dflash.common.tables import encode
-from edge_dflash.errors import RequestError
+from edge_dflash.errors import RecipeError, RequestError
+
+Recipe = Annotated[
+    Path | None,
+    typer.Option(help="Recipe file or the name of one in engines/; default: NVFP4 weights, FP8 keys and values."),
+]
+Backend = Annotated[
+    str | None,
+    typer.Option(help="What runs it: reference, native, tensorrt or native,tensorrt; default: what suits the arch."),
+]
+Finish = Annotated[
+    Path | None,
+    typer.Option(metavar="BUNDLE", help="Build the plans that this bundle lacks and time it, on its board."),
+]
 
 
 def build(
@@ -22,27 +36,16 @@ def build(
         Path | None, typer.Option(help="Directory to make; the bundle appears there when complete.")
     ] = None,
     arch: Annotated[str, typer.Option(help="What it runs on: cpu, or a GPU such as sm110 (Thor).")] = "cpu",
-    backend: Annotated[
-        str | None,
-        typer.Option(
-            help="What runs it: reference, native, tensorrt or native,tensorrt; default: what suits the arch."
-        ),
-    ] = None,
-    recipe: Annotated[
-        Path | None,
-        typer.Option(help="Recipe file or the name of one in engines/; default: NVFP4 weights, FP8 keys and values."),
-    ] = None,
+    backend: Backend = None,
+    recipe: Recipe = None,
     max_context: Annotated[int | None, typer.Option(help="Most tokens of a sequence; default: the recipe's.")] = None,
     prefill_chunk: Annotated[
         int | None, typer.Option(help="Most prompt tokens of one pass; default: 0.1 s on the arch.")
     ] = None,
     calibrate: Annotated[bool, typer.Option(help="Measure the scales of FP8 keys and values on calib/.")] = True,
     force: Annotated[bool, typer.Option("--force", help="Replace the bundle that is at --output.")] = False,
-    finish: Annotated[
-        Path | None,
-        typer.Option(metavar="BUNDLE", help="Build the plans that this bundle lacks and time it, on its board."),
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help="One JSON object on the last line of stdout.")] = False,
+    finish: Finish = None,
+    json: Json = False,
 ) -> None:
     """Build an engine bundle: quantized weights, calibrated scales, tokenizer, kernels, all hashed.
 
@@ -66,28 +69,24 @@ def build(
             raise RequestError("--finish BUNDLE goes alone: a bundle has its own models, recipe and sizes")
         with stages() as report:
             return _report(finish_bundle(finish, report), json)
-    if target is None or drafter is None or output is None:
-        missing = next(n for n, v in (("target", target), ("drafter", drafter), ("output", output)) if v is None)
-        raise typer.BadParameter(f"Missing option '--{missing}' (or give --finish BUNDLE).")
+    target, drafter, output = _given(target=target, drafter=drafter, output=output)
     with stages():  # torch takes seconds to import
-        from edge_dflash.builder.write import BuildConfig
-        from edge_dflash.builder.write import build as build_bundle
-
-    config = BuildConfig(
-        target=target,
-        drafter=drafter,
-        output=output,
-        arch=arch,
-        backend=backend,
-        recipe=find_recipe(recipe) if recipe is not None else None,
-        max_context=max_context,
-        prefill_chunk=prefill_chunk,
-        calibrate=calibrate,
-        force=force,
+        from edge_dflash.builder import write
+    found = find_recipe(recipe) if recipe is not None else None
+    config = write.BuildConfig(
+        target, drafter, output, arch, backend, found, max_context, prefill_chunk, calibrate, force
     )
     with stages() as report:
-        result = build_bundle(config, report, say)
+        result = write.build(config, report, say)
     _report(result, json)
+
+
+def _given(**paths: Path | None) -> list[Path]:
+    """Paths without which nothing is built. Raises BadParameter naming the first that is missing."""
+    for name, path in paths.items():
+        if path is None:
+            raise typer.BadParameter(f"Missing option '--{name}' (or give --finish BUNDLE).")
+    return [path for path in paths.values() if path is not None]
 
 
 def _report(result: BuildResult, json: bool) -> None:
@@ -122,3 +121,14 @@ def _report(result: BuildResult, json: bool) -> None:
             print(f"{len(result.deferred)} plans are left to the board; run there: {command}{runs}")
         if result.trial:
             print(f"{result.trial.text}: {result.active} runs it")
+
+
+def find_recipe(given: Path) -> Path:
+    """Return the recipe file ``given``, or the shipped recipe of that name. Raises RecipeError listing the names."""
+    if is_file(given):
+        return given
+    shipped = {path.stem: path for path in sorted(directory("engines").glob("*.yaml"))}
+    name = re.sub(r"(-sm\d+)a(?=-|$)", r"\1", str(given))  # sm110a is sm110
+    if name in shipped:
+        return shipped[name]
+    raise RecipeError(f"no recipe file {given}, and none that ships is called so; shipped: {', '.join(shipped)}")

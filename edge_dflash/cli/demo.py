@@ -11,18 +11,16 @@ from typing import Annotated, Any
 
 import typer
 
-import edge_dflash
-from edge_dflash.cli.comparison import WARM_UP_TOKENS, comparison, print_part, require_same, same_tokens, timed
-from edge_dflash.cli.output import emit_json, say, show, stages
+from edge_dflash.cli.output import Json, emit_json, say, show, stages
+from edge_dflash.cli.plans import WARM_UP_TOKENS, comparison, print_part, require_same, same_tokens, timed
 from edge_dflash.common.files import directory
 from edge_dflash.demo.actions import plan_schema, schema_problems
-from edge_dflash.demo.tasks import Task, check_plan, task_from_json
+from edge_dflash.demo.tasks import HELDOUT, MODELS, Task, check_plan, task_from_json
 from edge_dflash.errors import BundleError, RequestError
 from edge_dflash.planner import Planner
 from edge_dflash.result import Plan, json_object
+from edge_dflash.version import __version__
 
-MODELS = Path(edge_dflash.__file__).parent / "demo" / "models"
-HELDOUT = MODELS.parent / "heldout.jsonl"
 RECIPE = "demo-cpu.yaml"
 
 
@@ -39,7 +37,7 @@ def demo(
         Path | None,
         typer.Option(metavar="DIR", help="Where the demo's bundle is or will be; default: ~/.cache/edge-dflash."),
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="One JSON object on the last line of stdout.")] = False,
+    json: Json = False,
 ) -> None:
     """Make a robot plan with the shipped demo pair, with and without its drafter, and compare.
 
@@ -101,11 +99,11 @@ def _heldout(index: int) -> _Request:
 
 def default_bundle() -> Path:
     """Where the demo's bundle is kept: another place for every version of edge-dflash, the models and the recipe."""
-    digest = sha256(edge_dflash.__version__.encode())
+    digest = sha256(__version__.encode())
     for path in [directory("engines") / RECIPE, *sorted(MODELS.rglob("*"))]:
         if path.is_file():
             digest.update(path.name.encode() + path.read_bytes())
-    return Path.home() / ".cache" / "edge-dflash" / f"demo-{edge_dflash.__version__}-{digest.hexdigest()[:12]}"
+    return Path.home() / ".cache" / "edge-dflash" / f"demo-{__version__}-{digest.hexdigest()[:12]}"
 
 
 def _open(where: Path, *, ours: bool) -> Planner:

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from edge_dflash.checks.doctor import Check, gather, healthy, report
 from edge_dflash.checks.doctor_checks import examine
-from edge_dflash.cli.output import emit_json, show
+from edge_dflash.cli.output import Json, emit_json, show
 
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
@@ -22,7 +22,7 @@ def doctor(
         Path | None, typer.Argument(metavar="BUNDLE", help="Directory that a build made; default: the installed one.")
     ] = None,
     hashes: Annotated[bool, typer.Option("--hash", help="Compare all files of the bundle with their hashes.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="One JSON object on the last line of stdout.")] = False,
+    json: Json = False,
 ) -> int:
     """Check board, software, GPU, power, memory, disk, service and bundle; each with a code, a finding and a remedy.
 

@@ -5,21 +5,47 @@ from __future__ import annotations
 import math
 import os
 import sys
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast, get_type_hints
 
 import typer
 
 from edge_dflash.board.state import read_board_state
-from edge_dflash.cli.comparison import WARM_UP_TOKENS, comparison, identical, print_part, require_same, timed
-from edge_dflash.cli.logprobs import entry, logprob_table
-from edge_dflash.cli.output import emit_json, say, show, stages
+from edge_dflash.cli.output import Json, emit_json, say, show, stages
+from edge_dflash.cli.plans import (
+    WARM_UP_TOKENS,
+    comparison,
+    identical,
+    logprob_table,
+    plan_json,
+    print_part,
+    require_same,
+    summary,
+    timed,
+)
 from edge_dflash.common.files import LARGE, is_file, read_bytes
 from edge_dflash.decode.grammar.schema_check import schema_text
 from edge_dflash.decode.options import Options, PlanOptions
 from edge_dflash.errors import RequestError
 from edge_dflash.planner import Planner, Task
 from edge_dflash.result import Plan
+
+# Options of a request as flags: how a value is written (None: the flag has none and switches it on), and the help.
+FLAGS: dict[str, tuple[str | None, str]] = {
+    "raw": (None, "Use the text as it is: no chat template, control tokens by name."),
+    "schema": ("FILE|JSON", "The answer is JSON of this JSON Schema: a file, or the schema itself."),
+    "regex": ("REGEX", "The answer matches this regular expression as a whole."),
+    "grammar": ("FILE|TEXT", "The answer matches this Lark grammar: a file, or 'start: ...'."),
+    "deadline": ("SECONDS", "End in this time, with what is there by then; loading is not counted."),
+    "max_new_tokens": ("N", "Token budget; default: what the context holds."),
+    "temperature": ("T", "0 takes the best token each time."),
+    "top_k": ("K", "Draw from the K best tokens; 0: from all."),
+    "top_p": ("P", "Draw from the best tokens of this probability mass."),
+    "seed": ("N", "Makes a drawn answer repeatable."),
+    "logprobs": ("N", "Show how likely each token was, beside N others; 0: it alone."),
+    "thinking": (None, "Let the chat template ask for thinking."),
+}
 
 
 def generate(
@@ -31,42 +57,13 @@ def generate(
     ids: Annotated[
         str | None, typer.Option(metavar="IDS", help="Prompt as token ids, such as 1,2,3; used as they are.")
     ] = None,
-    raw: Annotated[
-        bool, typer.Option("--raw", help="Use the text as it is: no chat template, control tokens by name.")
-    ] = False,
-    schema: Annotated[
-        str | None,
-        typer.Option(metavar="FILE|JSON", help="The answer is JSON of this JSON Schema: a file, or the schema itself."),
-    ] = None,
-    regex: Annotated[
-        str | None, typer.Option(metavar="REGEX", help="The answer matches this regular expression as a whole.")
-    ] = None,
-    grammar: Annotated[
-        str | None,
-        typer.Option(metavar="FILE|TEXT", help="The answer matches this Lark grammar: a file, or 'start: ...'."),
-    ] = None,
-    deadline: Annotated[
-        float | None,
-        typer.Option(metavar="SECONDS", help="End in this time, with what is there by then; loading is not counted."),
-    ] = None,
-    max_new_tokens: Annotated[
-        int | None, typer.Option(metavar="N", help="Token budget; default: what the context holds.")
-    ] = None,
-    temperature: Annotated[float, typer.Option(metavar="T", help="0 takes the best token each time.")] = 0.0,
-    top_k: Annotated[int, typer.Option(metavar="K", help="Draw from the K best tokens; 0: from all.")] = 0,
-    top_p: Annotated[
-        float, typer.Option(metavar="P", help="Draw from the best tokens of this probability mass.")
-    ] = 1.0,
-    seed: Annotated[int, typer.Option(metavar="N", help="Makes a drawn answer repeatable.")] = 0,
-    logprobs: Annotated[
-        int | None, typer.Option(metavar="N", help="Show how likely each token was, beside N others; 0: it alone.")
-    ] = None,
-    thinking: Annotated[bool, typer.Option("--thinking", help="Let the chat template ask for thinking.")] = False,
+    *,
     plain: Annotated[bool, typer.Option("--plain", help="Decode without the drafter: same tokens, slower.")] = False,
     compare: Annotated[
         bool, typer.Option("--compare", help="Decode with and without the drafter; one table of both.")
     ] = False,
-    json: Annotated[bool, typer.Option("--json", help="One JSON object on the last line of stdout.")] = False,
+    json: Json = False,
+    **flags: Any,
 ) -> None:
     """Answer one prompt; the text appears as it is made.
 
@@ -86,33 +83,17 @@ def generate(
     """
     if plain and compare:
         raise RequestError("--plain and --compare are given; --compare decodes plainly beside it, leave --plain out")
-    if deadline is not None and not 0 < deadline < math.inf:
-        raise RequestError(f"--deadline is {deadline:g}; give seconds above 0")
-    task = read_task(prompt, prompt_file, ids, raw=raw)
-    options = PlanOptions(
-        schema=None if schema is None else read_schema(schema),
-        regex=regex,
-        grammar=None if grammar is None else read_grammar(grammar),
-        deadline=deadline,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-        thinking=thinking,
-        raw=raw,
-        speculative=not plain,
-        logprobs=logprobs,
-    )
+    options = _options(flags, speculative=not plain)
+    task = read_task(prompt, prompt_file, ids, raw=flags["raw"])
     Options.of(options)  # what is wrong with them is said before a bundle is loaded
     with stages("opening the bundle") as report:
         planner = Planner.open(bundle, progress=report)
     with planner:
-        if raw and planner.tokenizer is None and isinstance(task, str):
+        if flags["raw"] and planner.tokenizer is None and isinstance(task, str):
             raise RequestError(f"{bundle} has no tokenizer, --raw text cannot be read; give --ids")
         if compare:
-            short: PlanOptions = {**options, "max_new_tokens": WARM_UP_TOKENS}
             with stages("warming up"):
+                short: PlanOptions = {**options, "max_new_tokens": WARM_UP_TOKENS}
                 planner.plan(task, **short)
         plan, joules = timed(planner, task, options, None if json else print_part)
         if not json:
@@ -122,6 +103,33 @@ def generate(
             with stages("the same without the drafter"):
                 other = timed(planner, task, {**options, "speculative": False})
     _report(plan, joules, other, json)
+
+
+def _flag(name: str) -> Parameter:
+    """The flag of an option, with its type and what holds without it."""
+    metavar, text = FLAGS[name]
+    info = typer.Option(metavar=metavar, help=text) if metavar else typer.Option(f"--{name}", help=text)
+    kind = str | None if name == "schema" else get_type_hints(PlanOptions)[name]
+    default = Options.__dataclass_fields__[name].default
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, info])
+
+
+_own = list(signature(generate, eval_str=True).parameters.values())
+generate.__signature__ = Signature([*_own[:4], *map(_flag, FLAGS), *_own[4:-1]])  # type: ignore[attr-defined]
+
+
+def _options(flags: dict[str, Any], *, speculative: bool) -> PlanOptions:
+    """Options as the planner takes them. Raises RequestError."""
+    deadline, schema, grammar = flags["deadline"], flags["schema"], flags["grammar"]
+    if deadline is not None and not 0 < deadline < math.inf:
+        raise RequestError(f"--deadline is {deadline:g}; give seconds above 0")
+    given = {
+        **flags,
+        "speculative": speculative,
+        "schema": None if schema is None else read_schema(schema),
+        "grammar": None if grammar is None else read_grammar(grammar),
+    }
+    return cast("PlanOptions", given)
 
 
 def _report(plan: Plan, joules: float | None, other: tuple[Plan, float | None] | None, json: bool) -> None:
@@ -195,33 +203,3 @@ def parse_ids(text: str) -> tuple[int, ...]:
         if not piece.isascii() or not piece.isdigit() or len(piece) > 12:
             raise RequestError(f"{piece[:24]!r} in --ids is no token id; give non-negative integers such as 1,2,3")
     return tuple(int(piece) for piece in pieces)
-
-
-def plan_json(plan: Plan) -> dict[str, Any]:
-    """The keys of a plan that ``generate --json`` documents."""
-    return {
-        "text": plan.text,
-        "tokens": list(plan.tokens),
-        "logprobs": [entry(one) for one in plan.logprobs] or None,
-        "finish_reason": plan.finish_reason,
-        "prompt_tokens": plan.prompt_tokens,
-        "accept_lengths": list(plan.accept_lengths),
-        "accept_length": plan.accept_length,
-        "speculative": plan.speculative,
-        "object": plan.object,
-        "prefill_seconds": plan.timings.prefill_seconds,
-        "first_token_seconds": plan.timings.first_token_seconds,
-        "decode_seconds": plan.timings.decode_seconds,
-        "total_seconds": plan.timings.total_seconds,
-        "tokens_per_second": plan.tokens_per_second,
-    }
-
-
-def summary(plan: Plan, joules: float | None) -> str:
-    """One line about a plan for people."""
-    how = f"accept length {plan.accept_length:.2f}" if plan.speculative else "plain decoding"
-    return (
-        f"{len(plan.tokens)} tokens ({plan.finish_reason}) after {plan.prompt_tokens} of prompt, {how}, "
-        f"{plan.tokens_per_second:.1f} tokens/s, {plan.timings.total_seconds:.2f} s"
-        + (f", {joules:.1f} J" if joules is not None else "")
-    )

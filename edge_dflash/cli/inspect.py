@@ -20,11 +20,11 @@ from edge_dflash.builder.finish import finish_command
 from edge_dflash.bundle.manifest import Manifest
 from edge_dflash.bundle.reader import read_manifest
 from edge_dflash.checks.inspect import Inspection, inspect_manifest, inspect_recipe
-from edge_dflash.cli.output import emit_json, named_table, show
-from edge_dflash.cli.recipes import find_recipe
+from edge_dflash.cli.build import find_recipe
+from edge_dflash.cli.output import Json, emit_json, named_table, show
 from edge_dflash.common.files import LARGE, directory, read_bytes
 from edge_dflash.errors import BackendError, BundleError, RequestError
-from edge_dflash.model.registry import match_pair, read_drafter_spec, read_target_spec
+from edge_dflash.model.registry import read_pair
 from edge_dflash.model.specs import DrafterLayerMask
 from edge_dflash.weights.recipe import default_recipe, load_recipe
 
@@ -53,7 +53,7 @@ def inspect(
     context: Annotated[
         int | None, typer.Option(metavar="N", help="Tokens of context at which a cycle's bytes are counted.")
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="One JSON object on the last line of stdout.")] = False,
+    json: Json = False,
 ) -> None:
     """Print memory, bytes per cycle and the bandwidth floor of a bundle, or of checkpoints that are yet to be built.
 
@@ -80,7 +80,7 @@ def inspect(
         return
     if target is None or drafter is None:
         raise RequestError("give BUNDLE, or --target and --drafter with the directories of the two config.json")
-    pair = match_pair(read_target_spec(target), read_drafter_spec(drafter))
+    pair = read_pair(target, drafter)
     chosen = load_recipe(find_recipe(recipe)) if recipe is not None else default_recipe()
     result = inspect_recipe(
         pair, chosen, board=load_board(board or DEFAULT_BOARD), max_context=max_context, context=context

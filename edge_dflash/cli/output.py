@@ -11,8 +11,9 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, DownloadColumn, Task, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
@@ -21,6 +22,7 @@ from rich.text import Text
 
 from edge_dflash.common.progress import IN_BYTES, Progress
 
+Json = Annotated[bool, typer.Option("--json", help="One JSON object on the last line of stdout.")]
 PLAIN_LINE_SECONDS = 10.0  # least time between two plain progress lines
 
 

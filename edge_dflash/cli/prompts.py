@@ -11,9 +11,9 @@ import numpy as np
 from edge_dflash.bundle.reader import read_manifest
 from edge_dflash.checks.bench import Form
 from edge_dflash.checks.subjects import Prompts
-from edge_dflash.cli.demo import HELDOUT, MODELS
 from edge_dflash.common.files import LARGE, directory, read_text
 from edge_dflash.demo.actions import plan_schema
+from edge_dflash.demo.tasks import HELDOUT, MODELS
 from edge_dflash.errors import ContextError, RequestError
 from edge_dflash.planner import Planner, Task
 

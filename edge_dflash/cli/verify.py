@@ -18,7 +18,7 @@ from edge_dflash.checks.golden import GoldenComparison, verify_golden
 from edge_dflash.checks.lossless import Verification, verify_lossless
 from edge_dflash.checks.provenance import check_report, write_report
 from edge_dflash.checks.subjects import bench_bundle
-from edge_dflash.cli.output import emit_json, say, show, stages
+from edge_dflash.cli.output import Json, emit_json, say, show, stages
 from edge_dflash.cli.prompts import bench_prompts, default_prompts, read_prompts
 from edge_dflash.errors import RequestError, VerificationError
 from edge_dflash.planner import Planner
@@ -40,7 +40,7 @@ def verify(
     report: Annotated[
         Path | None, typer.Option(help="Write all that was found, a benchmark and the doctor's checks to this file.")
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="One JSON object on the last line of stdout.")] = False,
+    json: Json = False,
 ) -> None:
     """Check that speculative output equals plain output, or that the reference equals a golden file.
 

@@ -16,7 +16,7 @@ from edge_dflash.decode.accept import FinishReason
 from edge_dflash.decode.options import Options, Task
 from edge_dflash.errors import EdgeDflashError, RequestError, ServiceError
 from edge_dflash.result import Increment, Plan
-from edge_dflash.runner.queue import Ticket
+from edge_dflash.runner.ticket import Ticket
 from edge_dflash.text.template import Message
 
 T = TypeVar("T")

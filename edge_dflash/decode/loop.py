@@ -48,8 +48,7 @@ def decode(session: Session, request: Request, controls: Controls = NO_CONTROLS)
 
     Every Step is committed before it is yielded, and the last committed token is always the next anchor: it is not in
     the caches yet. A consumer may stop at any Step; the session is then at that commit. Between two Steps other
-    sessions may use the backend. A request that its session has left for a newer one ends. Raises RequestError for a
-    closed session.
+    sessions may use the backend. A request that its session left for a newer one ends. RequestError for a closed one.
     """
     backend, options, pace = session.backend, request.options, controls.pace or Pace(fallback=False)
     path = Path(options.sampling, controls.constraint, controls.relaxation, request.stop_token_ids)

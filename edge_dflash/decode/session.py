@@ -56,12 +56,6 @@ class Session:
         self.rows = max(len(tokens) - 1, 0)  # of the state
         self.snapshot = snapshot  # the state, where no lane holds it
 
-    def __enter__(self) -> Session:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
     @property
     def backend(self) -> Backend:
         """Where its state is computed."""
@@ -147,7 +141,7 @@ class Session:
         self._manager.occupy(self, lane)
 
     def fail(self, error: BaseException) -> None:
-        """A pass failed: the states in the lanes are given up, unless the error says that none can be cut short."""
+        """A pass failed: the states in the lanes are given up, unless the error says that no pass was cut short."""
         self._manager.failed(self, error)
 
     def _settle(self) -> None:

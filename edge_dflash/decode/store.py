@@ -33,6 +33,7 @@ FORMAT = "edge-dflash-session"
 VERSION = 1
 _TOKENS, _STATE = "tokens", "state."
 _NO_CHECKSUM = "0" * 64
+_REMEDY = "; restore the file from a copy, or start a new session"
 _KINDS = {np.dtype(DTYPES[kind]): kind for kind in ("U8", "I8", "U16", "I16", "F16", "U32", "I32", "F32", "I64", "F64")}
 
 
@@ -75,15 +76,10 @@ class PrefixStore:
         """Hold at most ``budget`` bytes; 0 stores nothing."""
         if budget < 0:
             raise ValueError(f"the budget is {budget} bytes, wanted 0 or more")
-        self._budget = budget
+        self.budget = budget
         self._lock = threading.Lock()
         self._entries: OrderedDict[bytes, Snapshot] = OrderedDict()  # least recently used first
         self._bytes = self._hits = self._misses = self._tokens = self._evicted = self._refused = 0
-
-    @property
-    def budget(self) -> int:
-        """Most bytes that it holds."""
-        return self._budget
 
     def put(self, tokens: Sequence[int], snapshot: Snapshot) -> bool:
         """Store the state after ``tokens``; the caller must not write to its arrays any more.
@@ -95,11 +91,11 @@ class PrefixStore:
             raise ValueError(f"a snapshot of {snapshot.length} tokens cannot stand for a prefix of {len(tokens)}")
         key, size = _key(tokens), _entry_bytes(len(tokens), snapshot)
         with self._lock:
-            if size > self._budget:
+            if size > self.budget:
                 self._refused += 1
                 return False
             self._drop(key)
-            while self._bytes + size > self._budget:
+            while self._bytes + size > self.budget:
                 self._drop(next(iter(self._entries)))
                 self._evicted += 1
             self._entries[key] = snapshot
@@ -127,12 +123,6 @@ class PrefixStore:
         with self._lock:
             return _key(tokens) in self._entries
 
-    def clear(self) -> None:
-        """Drop all snapshots."""
-        with self._lock:
-            self._entries.clear()
-            self._bytes = 0
-
     @property
     def stats(self) -> PrefixStats:
         """Figures of this moment."""
@@ -140,7 +130,7 @@ class PrefixStore:
             return PrefixStats(
                 entries=len(self._entries),
                 bytes=self._bytes,
-                budget=self._budget,
+                budget=self.budget,
                 hits=self._hits,
                 misses=self._misses,
                 tokens=self._tokens,
@@ -153,18 +143,13 @@ class PrefixStore:
             self._bytes -= _entry_bytes(snapshot.length, snapshot)
 
 
-def snapshot_bytes(snapshot: Snapshot) -> int:
-    """Bytes of a snapshot's arrays."""
-    return sum(array.nbytes for array in snapshot.arrays.values())
-
-
 def _key(tokens: Sequence[int]) -> bytes:
     """Token ids as int64: one sequence begins with another exactly when its bytes do."""
     return np.asarray(tokens, dtype=np.int64).tobytes()
 
 
 def _entry_bytes(length: int, snapshot: Snapshot) -> int:
-    return 8 * length + snapshot_bytes(snapshot)
+    return 8 * length + sum(array.nbytes for array in snapshot.arrays.values())
 
 
 def save_session(path: Path | str, state: SessionState) -> int:
@@ -228,9 +213,6 @@ def load_session(path: Path | str, fingerprint: str) -> SessionState:
 
 def _unread(path: Path, error: OSError) -> StorageError:
     return StorageError.of(error, f"cannot read {path}", "check its permissions and the disk")
-
-
-_REMEDY = "; restore the file from a copy, or start a new session"
 
 
 def _header(arrays: Mapping[str, Array], state: SessionState) -> bytes:

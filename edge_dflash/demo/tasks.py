@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from edge_dflash.demo.checking import goal_problems, validity_problems
 from edge_dflash.demo.world import Goal, Rule, Scene, scene_from_json
 
+MODELS = Path(__file__).with_name("models")  # checkpoints of the pair
+HELDOUT = Path(__file__).with_name("heldout.jsonl")
 Kind = Literal["plan", "prose"]
 Message = dict[str, str]
 

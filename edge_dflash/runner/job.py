@@ -5,15 +5,15 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from edge_dflash.decode.controls import Pace
 from edge_dflash.decode.loop import Step, collect, decode
 from edge_dflash.decode.session import Session, SessionManager
 from edge_dflash.result import Plan, PlanTimings, json_object, json_value
-from edge_dflash.runner.queue import Ticket
 from edge_dflash.runner.request import Prepared
 from edge_dflash.runner.stream import AnswerText, Reader
+from edge_dflash.runner.ticket import Ticket
 from edge_dflash.text.chat import Answer
 
 T = TypeVar("T")
@@ -69,6 +69,32 @@ class Work(Generic[T, R]):
         if self.ticket.state == "queued":
             self.expired = True
             self.ticket.cancel()
+
+
+class Observer(Protocol):
+    """Who watches a worker. Called by it between two passes: must be quick and must not raise."""
+
+    def started(self) -> None:
+        """A request, or a small work between two, begins to run."""
+
+    def step(self, step: Step) -> None:
+        """Tokens were committed, or the request ends."""
+
+    def ended(self) -> None:
+        """It runs no more, however it ended."""
+
+
+class Unwatched:
+    """The observer of a worker that nobody watches."""
+
+    def started(self) -> None:
+        """See Observer."""
+
+    def step(self, step: Step) -> None:
+        """See Observer."""
+
+    def ended(self) -> None:
+        """See Observer."""
 
 
 class Place:

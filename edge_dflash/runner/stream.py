@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from edge_dflash.decode.loop import Step
 from edge_dflash.errors import RequestCancelledError, RequestError
 from edge_dflash.result import Increment, Plan
-from edge_dflash.runner.queue import Ticket
+from edge_dflash.runner.ticket import Ticket
 from edge_dflash.text.chat import Answer, AnswerStream, Markers, thinking_is_open
 from edge_dflash.text.tokenizer import Detokenizer, Tokenizer
 from edge_dflash.text.tool_calls import Tool

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 from weakref import WeakSet
 
 from edge_dflash.decode.backend import Backend
@@ -20,8 +20,9 @@ from edge_dflash.decode.loop import Step
 from edge_dflash.decode.session import SessionManager
 from edge_dflash.decode.store import PrefixStore
 from edge_dflash.errors import DeviceLostError, EngineFailedError, QueueFullError, RequestError
-from edge_dflash.runner.job import Work
-from edge_dflash.runner.queue import PATIENCE, FairQueue, Ticket
+from edge_dflash.runner.job import Observer, Unwatched, Work
+from edge_dflash.runner.queue import PATIENCE, FairQueue
+from edge_dflash.runner.ticket import Ticket
 
 log = logging.getLogger("edge_dflash.runner")
 T = TypeVar("T")
@@ -29,32 +30,6 @@ T = TypeVar("T")
 QUEUE_LIMIT = 64
 _SOON = 1_000_000  # priority of the engine's own small works
 _NOTHING = Step((), None)  # of a work that decodes nothing
-
-
-class Observer(Protocol):
-    """Who watches a worker. Called by it between two passes: must be quick and must not raise."""
-
-    def started(self) -> None:
-        """A request, or a small work between two, begins to run."""
-
-    def step(self, step: Step) -> None:
-        """Tokens were committed, or the request ends."""
-
-    def ended(self) -> None:
-        """It runs no more, however it ended."""
-
-
-class Unwatched:
-    """The observer of a worker that nobody watches."""
-
-    def started(self) -> None:
-        """See Observer."""
-
-    def step(self, step: Step) -> None:
-        """See Observer."""
-
-    def ended(self) -> None:
-        """See Observer."""
 
 
 def shares(limit: int) -> tuple[int, int]:

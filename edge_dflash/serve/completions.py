@@ -250,7 +250,7 @@ async def _generate(service: Service, request: Request, read: Read, endpoint: st
         async with turn(request):
             if running.disconnected:
                 raise Refusal("the client went away", status=408, code="disconnected")
-            await running.stream.__aenter__()  # admission: its errors have a status of their own
+            await running.stream.__aenter__()  # admission: its errors have statuses
         if call.stream:
             streaming, running = running, None
             return streaming

@@ -1,6 +1,6 @@
 """The service's settings: one TOML file, every key with a default, unknown keys refused.
 
-``deploy/config.toml`` documents each key at its default; a test compares the two. Knows nothing of sockets or plans.
+``deploy/config.toml`` documents each key at its default; a test compares the two.
 """
 
 from __future__ import annotations
@@ -100,8 +100,10 @@ class ServeConfig:
 
     def __post_init__(self) -> None:
         """Raise ConfigError for a value outside its range."""
-        self._one_of("service.self_test", self.service.self_test, MODES)
-        self._one_of("sessions.save", self.sessions.save, SAVES)
+        texts = (("service.self_test", self.service.self_test, MODES), ("sessions.save", self.sessions.save, SAVES))
+        for name, text, accepted in texts:
+            if text not in accepted:
+                raise ConfigError(f"{name} is {text!r}; accepted are {', '.join(accepted)}")
         if not self.service.socket and not self.service.tcp:
             raise ConfigError('service.socket and service.tcp are both ""; give one of them')
         if self.service.tcp:
@@ -124,11 +126,6 @@ class ServeConfig:
                     raise ConfigError(f"{name} is {value}; give seconds above 0")
                 if not low <= value <= 2**53 or not math.isfinite(value):
                     raise ConfigError(f"{name} is {value}; give at least {low}")
-
-    @staticmethod
-    def _one_of(name: str, value: str, accepted: tuple[str, ...]) -> None:
-        if value not in accepted:
-            raise ConfigError(f"{name} is {value!r}; accepted are {', '.join(accepted)}")
 
     @property
     def tcp_address(self) -> tuple[str, int]:

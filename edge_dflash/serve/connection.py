@@ -1,6 +1,6 @@
 """One connection, bounded: how many there are, how long headers may take, and how long an answer lies unread.
 
-uvicorn bounds the bytes of headers and the time between requests; the rest is here. Knows HTTP/1.1 as bytes only.
+uvicorn bounds the bytes of headers and the time between requests; the rest is here.
 """
 
 from __future__ import annotations

@@ -19,7 +19,6 @@ from edge_dflash.serve.fields import Refusal
 log = logging.getLogger("edge_dflash.serve")
 SUFFIX = ".session"
 LOCK = "lock"  # file in the state directory that a running server holds; it says its process
-_REMEDY = "check the disk and its permissions"
 
 
 @contextmanager
@@ -87,22 +86,16 @@ class SessionFiles:
     def has(self, name: str) -> bool:
         """Whether it is saved."""
         path = self.path(name)
-        try:
+        with _told(f"cannot read {path}"), suppress(FileNotFoundError, NotADirectoryError):
             return stat.S_ISREG(path.stat().st_mode)
-        except (FileNotFoundError, NotADirectoryError):
-            return False
-        except OSError as error:
-            raise StorageError.of(error, f"cannot read {path}", _REMEDY) from None
+        return False
 
     def names(self) -> list[str]:
         """All that are saved."""
-        try:
-            with os.scandir(self._directory) as entries:
-                return [entry.name.removesuffix(SUFFIX) for entry in entries if entry.name.endswith(SUFFIX)]
-        except (FileNotFoundError, NotADirectoryError):
-            return []
-        except OSError as error:
-            raise StorageError.of(error, f"cannot list {self._directory}", _REMEDY) from None
+        absent = suppress(FileNotFoundError, NotADirectoryError)
+        with _told(f"cannot list {self._directory}"), absent, os.scandir(self._directory) as entries:
+            return [entry.name.removesuffix(SUFFIX) for entry in entries if entry.name.endswith(SUFFIX)]
+        return []
 
     def make_room(self, name: str) -> None:
         """The directory is there and may hold this file. Raises Refusal where there are too many."""
@@ -113,18 +106,22 @@ class SessionFiles:
                 status=409,
                 code="session_limit",
             )
-        try:
+        with _told(f"cannot make the state directory {self._directory}"):
             self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except OSError as error:
-            raise StorageError.of(error, f"cannot make the state directory {self._directory}", _REMEDY) from None
 
     def remove(self, name: str) -> bool:
-        """Delete a file; False when there is none."""
+        """Delete a file; False when nothing is saved."""
         path = self.path(name)
-        try:
+        with _told(f"cannot delete {path}"), suppress(FileNotFoundError, NotADirectoryError):
             path.unlink()
-        except (FileNotFoundError, NotADirectoryError):
-            return False
-        except OSError as error:
-            raise StorageError.of(error, f"cannot delete {path}", _REMEDY) from None
-        return True
+            return True
+        return False
+
+
+@contextmanager
+def _told(what: str) -> Iterator[None]:
+    """Raise StorageError for what the disk refuses in the block."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError.of(error, what, "check the disk and its permissions") from None

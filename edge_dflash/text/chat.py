@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from edge_dflash.errors import RequestError
@@ -241,33 +241,29 @@ class AnswerStream:
         return Answer(thinking=text) if self._thinking else Answer(content=text)
 
 
-@dataclass
 class _Span:
     """Text of one span: newlines at its start may be dropped, those at its end are held back until it is known."""
 
-    decode: Callable[[Sequence[int]], str]
-    trim_start: bool
-    held: str = ""
-    detokenizer: Detokenizer = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.detokenizer = Detokenizer(self.decode)
+    def __init__(self, decode: Callable[[Sequence[int]], str], *, trim_start: bool) -> None:
+        self._detokenizer = Detokenizer(decode)
+        self._trim_start = trim_start
+        self._held = ""
 
     def add(self, tokens: Sequence[int]) -> str:
-        return self._out(self.detokenizer.add(tokens))
+        return self._out(self._detokenizer.add(tokens))
 
     def end(self, *, keep_newlines: bool) -> str:
-        text = self._out(self.detokenizer.finish())
-        held, self.held = self.held, ""
-        return text + held if keep_newlines and not self.trim_start else text
+        text = self._out(self._detokenizer.finish())
+        held, self._held = self._held, ""
+        return text + held if keep_newlines and not self._trim_start else text
 
     def _out(self, text: str) -> str:
-        if self.trim_start:
+        if self._trim_start:
             text = text.lstrip("\n")
-            self.trim_start = not text
-        text = self.held + text
+            self._trim_start = not text
+        text = self._held + text
         certain = text.rstrip("\n")
-        self.held = text[len(certain) :]
+        self._held = text[len(certain) :]
         return certain
 
 

@@ -7,6 +7,7 @@ Qwen3.6). What stands between their parts is the chat template's. Text only, no 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -105,21 +106,16 @@ def _typed(key: str, text: str, kinds: set[str]) -> Any:
     """The value of a parameter written as plain text: strings as they are, everything else as JSON."""
     if not kinds or kinds == {"string"}:
         return text
-    try:
+    with contextlib.suppress(ValueError, RecursionError):
         value = json.loads({"True": "true", "False": "false", "None": "null"}.get(text, text))
-    except (ValueError, RecursionError):
-        value = _NOTHING
-    if value is not _NOTHING and _type_names(value) & kinds and not isinstance(value, str):
-        return value
+        if type_names(value) & kinds and not isinstance(value, str):
+            return value
     if "string" in kinds:
         return text
     raise _MalformedError(f"the parameter {key!r} is {text[:40]!r}, wanted {' or '.join(sorted(kinds))}")
 
 
-_NOTHING = object()
-
-
-def _type_names(value: object) -> set[str]:
+def type_names(value: object) -> set[str]:
     """JSON Schema's names for the type of a value."""
     if value is None:
         return {"null"}
@@ -162,7 +158,7 @@ def types_of(schema: object, shared: Mapping[str, Any], depth: int = 32) -> set[
         return set()
     if "enum" in schema or "const" in schema:
         values = schema.get("enum", [schema.get("const")])
-        return set().union(*map(_type_names, values)) if isinstance(values, list) else set()
+        return set().union(*map(type_names, values)) if isinstance(values, list) else set()
     named = schema.get("type", [])
     if kinds := {named} if isinstance(named, str) else {kind for kind in named if isinstance(kind, str)}:
         return kinds

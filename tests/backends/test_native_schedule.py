@@ -13,7 +13,7 @@ from edge_dflash.backends.cuda.states import rope_table
 from edge_dflash.backends.reference.attention import rope_table as torch_rope_table
 from edge_dflash.model import pair_programs
 from edge_dflash.model.ops import Concat, StateOp, SwiGlu
-from edge_dflash.model.registry import match_pair, read_drafter_spec, read_target_spec
+from edge_dflash.model.registry import read_pair
 from edge_dflash.model.specs import RopeSpec, YarnScaling
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -24,7 +24,7 @@ PASSES = [(m, p) for m in MODELS for p in ("prefill", "verify", "propose")]
 @cache
 def programs(model):
     folder = CONFIGS / model
-    return pair_programs(match_pair(read_target_spec(folder / "target"), read_drafter_spec(folder / "drafter")))
+    return pair_programs(read_pair(folder / "target", folder / "drafter"))
 
 
 def formats(model, linear="nvfp4", **changes):

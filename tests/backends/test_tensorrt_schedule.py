@@ -25,7 +25,7 @@ from edge_dflash.backends.tensorrt.units import (
 from edge_dflash.errors import BackendError
 from edge_dflash.model import pair_programs
 from edge_dflash.model.ops import Add, SelectRows, StateOp
-from edge_dflash.model.registry import match_pair, read_drafter_spec, read_target_spec
+from edge_dflash.model.registry import read_pair
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 MODELS = ("qwen3.6-27b", "qwen3.5-4b", "qwen3-8b")
@@ -37,7 +37,7 @@ def cut(name):
     if name in PAIRS:
         return units(name)
     folder = CONFIGS / name
-    pair = match_pair(read_target_spec(folder / "target"), read_drafter_spec(folder / "drafter"))
+    pair = read_pair(folder / "target", folder / "drafter")
     return pair_units(pair_programs(pair), pair.drafter.block_size, CHUNK)
 
 

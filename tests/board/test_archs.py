@@ -18,7 +18,7 @@ from edge_dflash.bundle.manifest import dump_manifest, parse_manifest
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.checks.footprint import row_parameters
 from edge_dflash.checks.inspect import inspect_recipe
-from edge_dflash.cli.recipes import find_recipe
+from edge_dflash.cli.build import find_recipe
 from edge_dflash.common.files import directory
 from edge_dflash.errors import BackendError, BundleError, RecipeError
 from edge_dflash.model import pair_programs

@@ -34,7 +34,7 @@ from edge_dflash.checks.footprint import row_parameters
 from edge_dflash.decode.backend import Precision
 from edge_dflash.errors import BuildError, BundleError, CheckpointError, EdgeDflashError
 from edge_dflash.model import pair_programs
-from edge_dflash.model.registry import match_pair, read_drafter_spec, read_target_spec
+from edge_dflash.model.registry import read_pair
 from edge_dflash.weights.checkpoint import PairCheckpoint
 from edge_dflash.weights.formats import Nvfp4Weight, WideWeight, bf16_to_f32
 from edge_dflash.weights.quantize import quantize_nvfp4, wide_tensor
@@ -57,7 +57,7 @@ def built(tmp_path_factory):
 
 
 def checkpoint(name):
-    pair = match_pair(read_target_spec(TARGETS[name]), read_drafter_spec(DRAFTERS[name]))
+    pair = read_pair(TARGETS[name], DRAFTERS[name])
     return PairCheckpoint.open(TARGETS[name], DRAFTERS[name], pair_programs(pair).weights)
 
 

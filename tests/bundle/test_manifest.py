@@ -186,3 +186,17 @@ def test_the_reason_for_no_selftest_is_kept_and_left_out_without_one(manifest):
     assert parse_manifest(dump_manifest(reason)) == reason
     with pytest.raises(BundleError, match=r"no_self_test: found 1, wanted str"):
         parse_manifest(dump_manifest(reason).replace(b'"the pair is too large"', b"1"))
+
+
+@pytest.mark.parametrize(
+    ("model", "field", "message"),
+    [
+        ("target", "architecture", "m.pair.target.architecture: found 'x', wanted one of 'qwen3', 'qwen3_5'"),
+        ("drafter", "kind", "m.pair.drafter.kind: found 'x', wanted one of 'dflash'"),
+    ],
+)
+def test_kinds_of_models_are_those_of_the_registry(manifest, model, field, message):
+    pair = replace(manifest.pair, **{model: replace(getattr(manifest.pair, model), **{field: "x"})})
+    with pytest.raises(BundleError) as error:
+        parse_manifest(dump_manifest(replace(manifest, pair=pair)), "m")
+    assert str(error.value) == message

@@ -11,7 +11,7 @@ from golden_pairs import GOLDEN
 from edge_dflash.backends.reference.backend import ReferenceBackend
 from edge_dflash.decode.backend import Precision
 from edge_dflash.model import pair_programs
-from edge_dflash.model.registry import match_pair, read_drafter_spec, read_target_spec
+from edge_dflash.model.registry import read_pair
 from edge_dflash.weights.checkpoint import PairCheckpoint
 from edge_dflash.weights.quantize import wide_tensor
 
@@ -22,7 +22,7 @@ def test_its_repacking_is_that_of_a_build():
 
 def test_its_drafter_gives_the_reference_drafts():
     target, drafter = GOLDEN / "qwen3-tiny", GOLDEN / "qwen3-tiny-dflash"
-    pair = match_pair(read_target_spec(target), read_drafter_spec(drafter))
+    pair = read_pair(target, drafter)
     specs = pair_programs(pair).weights
     store = PairCheckpoint.open(target, drafter, specs)
     weights = {name: wide_tensor(store.get(name)).float() for name in specs}

@@ -15,7 +15,7 @@ from edge_dflash.checks.inspect import inspect_manifest, inspect_pair, inspect_r
 from edge_dflash.cli.inspect import render
 from edge_dflash.errors import RequestError
 from edge_dflash.model import pair_programs
-from edge_dflash.model.registry import match_pair, read_drafter_spec, read_target_spec
+from edge_dflash.model.registry import read_pair
 from edge_dflash.weights.recipe import Recipe
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -35,7 +35,7 @@ GB = 1e9
 @cache
 def spec(model):
     folder = CONFIGS / model
-    return match_pair(read_target_spec(folder / "target"), read_drafter_spec(folder / "drafter"))
+    return read_pair(folder / "target", folder / "drafter")
 
 
 def inspected(model, recipe=ALL_NVFP4, board="agx-thor", **options):

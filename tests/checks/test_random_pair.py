@@ -21,7 +21,7 @@ from edge_dflash.checks.random_pair import (
 )
 from edge_dflash.errors import RequestError
 from edge_dflash.model import pair_programs
-from edge_dflash.model.registry import match_pair, read_drafter_spec, read_target_spec
+from edge_dflash.model.registry import read_pair
 from edge_dflash.weights.formats import Fp8Weight, Nvfp4Weight, WideWeight, bf16_to_f32
 from edge_dflash.weights.layout import UNIT_ROWS, Layout, Repacked
 from edge_dflash.weights.packing import unpack
@@ -182,7 +182,7 @@ def test_vectors_are_neutral_and_plausible(name):
 @pytest.mark.parametrize("name", pair_names())
 def test_synthetic_pairs_are_those_of_the_published_configs(name):
     folder = CONFIGS / name
-    published = match_pair(read_target_spec(folder / "target"), read_drafter_spec(folder / "drafter"))
+    published = read_pair(folder / "target", folder / "drafter")
     assert synthetic_pair(name) == published
 
 

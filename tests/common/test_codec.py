@@ -1,12 +1,12 @@
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edge_dflash.common.tables import decode, encode
+from edge_dflash.common.tables import UNWRITTEN, decode, encode
 from edge_dflash.errors import BundleError
 
 
@@ -82,3 +82,18 @@ def test_values_without_a_json_form_are_refused():
         encode(Inner(float("nan"), None))
     with pytest.raises(TypeError, match="set has no JSON form"):
         encode({1})
+
+
+@dataclass(frozen=True)
+class Grown:
+    name: str
+    kind: str = field(default="plain", metadata=UNWRITTEN)
+
+
+def test_a_field_that_came_later_is_written_only_where_it_differs():
+    assert encode(Grown("x")) == {"name": "x"}
+    assert encode(Grown("x", "odd")) == {"name": "x", "kind": "odd"}
+    for value in (Grown("x"), Grown("x", "odd")):
+        assert decode(Grown, encode(value), "g") == value
+    with pytest.raises(BundleError, match=r"g\.kind: found 1, wanted str"):
+        decode(Grown, {"name": "x", "kind": 1}, "g")

@@ -407,8 +407,9 @@ def test_the_state_of_a_forgotten_session_is_not_parked():
     b.snapshot = None  # would fail
     del session
     gc.collect()
-    with manager.open() as other:
-        list(answer(other, prompt_of("qwen3_5"), Options(max_new_tokens=4)))
+    other = manager.open()
+    list(answer(other, prompt_of("qwen3_5"), Options(max_new_tokens=4)))
+    other.close()
     list(answer(manager.open(), prompt_of("qwen3_5"), Options(max_new_tokens=4)))
     assert other.snapshot is None
 

@@ -169,6 +169,7 @@ REFUSED = [
     ({"a": {"type": "string", "allOf": [{"maxLength": 3}, {"minLength": 1}]}}, "'allOf' of parameter 'a' would not be"),
     ({"a>b": {"type": "string"}}, "which cannot stand in a tag"),
     ({"a": {"enum": ["x</parameter>"]}}, "holds a closing tag"),
+    ({"a": {"type": "integer", "enum": [1.5, "1"]}}, "nothing satisfies parameter 'a'; make it optional"),
     ({"a": {"type": "integer", "uniqueItems": True}}, "'uniqueItems' at #/properties/a would not be enforced"),
 ]
 
@@ -179,6 +180,12 @@ def test_what_the_tags_cannot_hold_is_refused_by_name(properties, reason):
         tool_grammar([tool("f", properties)], dialect_of(DIALECTS["tagged"]))
     assert str(refused.value).startswith("a call of the tool 'f' cannot be forced: ")
     assert reason in str(refused.value)
+
+
+def test_values_of_another_type_are_no_choices():
+    integers = tool("f", {"a": {"type": "integer", "enum": [1, 1.5, 2.0, True, "3"]}}, ("a",))
+    text = tool_grammar([integers], dialect_of(DIALECTS["tagged"]))
+    assert 'c0p0v: ("1" | "2.0") ' in text
 
 
 def test_rules_of_the_whole_are_refused_where_they_would_not_hold():

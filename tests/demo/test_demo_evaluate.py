@@ -10,7 +10,7 @@ from calib.demo.corpus import heldout_keys, task_key, tasks
 from calib.demo.evaluate import Answer, evaluate, heldout_tasks, planner_generate
 from calib.demo.tokenizer import MASK_ID, train_tokenizer
 from edge_dflash.errors import BundleError
-from edge_dflash.model.registry import match_pair, read_drafter_spec, read_target_spec
+from edge_dflash.model.registry import read_pair
 
 MODELS = Path(edge_dflash.demo.__file__).parent / "models"
 
@@ -64,7 +64,7 @@ def test_shipped_tokenizer_is_what_training_makes():
 
 
 def test_shipped_models_belong_together_and_are_small():
-    pair = match_pair(read_target_spec(MODELS / "target"), read_drafter_spec(MODELS / "drafter"))
+    pair = read_pair(MODELS / "target", MODELS / "drafter")
     assert pair.drafter.mask_token_id == MASK_ID
     assert len(pair.drafter.target_layer_ids) != pair.drafter.num_layers
     assert sum(path.stat().st_size for path in MODELS.rglob("*") if path.is_file()) <= 24e6

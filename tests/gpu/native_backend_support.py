@@ -14,7 +14,7 @@ from edge_dflash.backends.cuda.backend import NativeBackend
 from edge_dflash.backends.reference.backend import ReferenceBackend
 from edge_dflash.decode.backend import Precision
 from edge_dflash.model import pair_programs
-from edge_dflash.model.registry import match_pair, read_drafter_spec, read_target_spec
+from edge_dflash.model.registry import read_pair
 from edge_dflash.model.specs import DrafterLayerMask
 from edge_dflash.weights.checkpoint import PairCheckpoint
 from edge_dflash.weights.formats import WideWeight
@@ -87,7 +87,7 @@ def checkpoint(name):
         target, drafter = root / "target", root / "drafter"
         write_target(target, configs[0], seed=3)
         write_drafter(drafter, configs[1], seed=4)
-    pair = match_pair(read_target_spec(target), read_drafter_spec(drafter))
+    pair = read_pair(target, drafter)
     programs = pair_programs(pair)
     return pair, programs, PairCheckpoint.open(target, drafter, programs.weights)
 

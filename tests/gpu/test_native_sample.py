@@ -1,4 +1,4 @@
-"""Choosing on the device gives the tokens of spec/sampling: every filter, tie, mask and size."""
+"""Choosing on the device gives the tokens of decode/sampling: every filter, tie, mask and size."""
 
 from functools import cache
 

@@ -5,7 +5,7 @@ from golden_pairs import GOLDEN
 from synthetic import CONFIGS
 
 from edge_dflash.errors import CheckpointError, UnsupportedModelError
-from edge_dflash.model.registry import match_pair, read_drafter_spec, read_target_spec
+from edge_dflash.model.registry import match_pair, read_drafter_spec, read_pair, read_target_spec
 from edge_dflash.model.specs import DrafterLayerMask, YarnScaling
 
 DELETE = object()
@@ -153,7 +153,7 @@ def test_sliding_windows_of_a_target_are_refused(target):
 
 @pytest.mark.parametrize("name", sorted(path.name for path in CONFIGS.iterdir() if path.is_dir()))
 def test_published_configs_are_pairs(name):
-    pair = match_pair(read_target_spec(CONFIGS / name / "target"), read_drafter_spec(CONFIGS / name / "drafter"))
+    pair = read_pair(CONFIGS / name / "target", CONFIGS / name / "drafter")
     assert pair.drafter.block_size == 16
     assert len(pair.drafter.target_layer_ids) == 5
 

@@ -20,7 +20,7 @@ from edge_dflash.errors import CheckpointError, RecipeError
 from edge_dflash.model import pair_programs
 from edge_dflash.model.ops import Attend
 from edge_dflash.model.program import KvState
-from edge_dflash.model.registry import match_pair, read_drafter_spec, read_target_spec
+from edge_dflash.model.registry import match_pair, read_drafter_spec, read_pair, read_target_spec
 from edge_dflash.model.specs import DrafterLayerMask
 from edge_dflash.weights.recipe import MaskOverride, Recipe, load_recipe
 from tests.backends import test_native_backend, test_tensorrt_backend
@@ -129,7 +129,7 @@ def recipe(tmp_path, masks):
 
 
 def golden_pair():
-    return match_pair(read_target_spec(GOLDEN / "qwen3_5-tiny"), read_drafter_spec(GOLDEN / "qwen3_5-tiny-dflash"))
+    return read_pair(GOLDEN / "qwen3_5-tiny", GOLDEN / "qwen3_5-tiny-dflash")
 
 
 def test_a_recipe_sets_the_mask_of_each_layer(tmp_path):

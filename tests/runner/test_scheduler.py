@@ -1,4 +1,4 @@
-"""The scheduler with fake jobs: nothing lost, nothing mixed, nobody starved, and what happens when things go wrong."""
+"""The worker with fake jobs: nothing lost, nothing mixed, nobody starved, and what happens when things go wrong."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from edge_dflash.backends.reference.backend import ReferenceBackend
 from edge_dflash.checks.observe import FLOAT32
 from edge_dflash.errors import CheckpointError
 from edge_dflash.model import pair_programs
-from edge_dflash.model.registry import match_pair, read_drafter_spec, read_target_spec
+from edge_dflash.model.registry import read_pair
 from edge_dflash.weights.checkpoint import PairCheckpoint
 
 PROMPT = [(37 * i + 11) % 512 for i in range(40)]
@@ -72,7 +72,7 @@ def write_weights(directory, family, base):
 def ours(directory, family):
     """Logits [tokens, vocabulary] of the reference. Raises CheckpointError."""
     drafter = GOLDEN / f"{family}-tiny-dflash"
-    pair = match_pair(read_target_spec(directory), read_drafter_spec(drafter))
+    pair = read_pair(directory, drafter)
     store = PairCheckpoint.open(directory, drafter, pair_programs(pair).weights)
     backend = ReferenceBackend(pair, store, FLOAT32, max_context=64)
     rows = []

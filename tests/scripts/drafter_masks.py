@@ -16,12 +16,12 @@ from safetensors.numpy import load_file
 
 from calib.demo.evaluate import heldout_tasks
 from edge_dflash.backends.reference.backend import ReferenceBackend
-from edge_dflash.cli.demo import MODELS
 from edge_dflash.decode.backend import Precision
 from edge_dflash.decode.loop import generate
 from edge_dflash.decode.options import Options
+from edge_dflash.demo.tasks import MODELS
 from edge_dflash.model import pair_programs
-from edge_dflash.model.registry import match_pair, read_drafter_spec, read_target_spec
+from edge_dflash.model.registry import read_pair
 from edge_dflash.text.tokenizer import Tokenizer
 from edge_dflash.weights.checkpoint import PairCheckpoint
 from edge_dflash.weights.recipe import MaskOverride, Recipe
@@ -70,7 +70,7 @@ def same_drafts(pair, store, golden):
 def tiny(folder, name):
     target, drafter = folder / f"{name}-tiny", folder / f"{name}-tiny-dflash"
     pair, golden = (
-        match_pair(read_target_spec(target), read_drafter_spec(drafter)),
+        read_pair(target, drafter),
         load_file(folder / f"golden_{name}.safetensors"),
     )
     prompts = [golden[f"p{n}.prompt"].tolist() for n in range(3)]
@@ -78,7 +78,7 @@ def tiny(folder, name):
 
 
 def demo(tasks):
-    pair = match_pair(read_target_spec(MODELS / "target"), read_drafter_spec(MODELS / "drafter"))
+    pair = read_pair(MODELS / "target", MODELS / "drafter")
     tokenizer = Tokenizer.open(MODELS / "target")
     prompts = [list(tokenizer.encode_chat(task.messages)) for task in heldout_tasks()[:tasks]]
     store = PairCheckpoint.open(MODELS / "target", MODELS / "drafter", pair_programs(pair).weights)

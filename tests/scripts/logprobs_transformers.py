@@ -23,7 +23,7 @@ from edge_dflash.backends.reference.backend import ReferenceBackend  # noqa: E40
 from edge_dflash.decode.loop import stream  # noqa: E402
 from edge_dflash.decode.options import Options  # noqa: E402
 from edge_dflash.model import pair_programs  # noqa: E402
-from edge_dflash.model.registry import match_pair, read_drafter_spec, read_target_spec  # noqa: E402
+from edge_dflash.model.registry import read_pair  # noqa: E402
 from edge_dflash.weights.checkpoint import PairCheckpoint  # noqa: E402
 
 DEMO = ROOT / "edge_dflash" / "demo" / "models"
@@ -36,7 +36,7 @@ MODES = {"greedy": GREEDY, "sampled": replace(GREEDY, temperature=1.5, top_k=50,
 def compare(name: str, mode: str) -> dict[str, float]:
     """Largest differences: of the tokens' own, of the alternatives', and how many alternatives have another rank."""
     target, drafter = PAIRS[name]
-    pair = match_pair(read_target_spec(target), read_drafter_spec(drafter))
+    pair = read_pair(target, drafter)
     store = PairCheckpoint.open(target, drafter, pair_programs(pair).weights)
     backend = ReferenceBackend(pair, store, FLOAT32, max_context=256)
     prompt = np.random.default_rng(5).integers(pair.target.vocab_size, size=24).tolist()

@@ -7,7 +7,7 @@ from service_support import client_of, fake_service
 from tests.scripts.calls import Trace, called, report
 
 BODY = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
-MOST = 16
+MOST = 12
 
 
 def test_a_chat_reaches_the_loop_in_few_calls(tmp_path):

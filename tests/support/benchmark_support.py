@@ -17,7 +17,7 @@ from edge_dflash.decode import loop
 from edge_dflash.decode.backend import Cycle, PairShape
 from edge_dflash.planner import Planner
 from edge_dflash.runner import job
-from edge_dflash.runner.worker import Unwatched
+from edge_dflash.runner.job import Unwatched
 
 SHAPE = PairShape(vocab_size=64, block_size=4, mask_token_id=63, max_context=4096, prefill_chunk=64)
 PROPOSE, VERIFY, REST, PLAIN = 0.001, 0.003, 0.0005, 0.0025  # seconds

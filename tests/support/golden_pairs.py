@@ -8,7 +8,7 @@ from safetensors.numpy import load_file
 from edge_dflash.backends.reference.backend import ReferenceBackend
 from edge_dflash.decode.backend import Precision
 from edge_dflash.model import pair_programs
-from edge_dflash.model.registry import match_pair, read_drafter_spec, read_target_spec
+from edge_dflash.model.registry import read_pair
 from edge_dflash.weights.checkpoint import PairCheckpoint
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -19,7 +19,7 @@ ENGINE = Precision("bfloat16", "fp8")
 
 @cache
 def pair(name):
-    return match_pair(read_target_spec(GOLDEN / f"{name}-tiny"), read_drafter_spec(GOLDEN / f"{name}-tiny-dflash"))
+    return read_pair(GOLDEN / f"{name}-tiny", GOLDEN / f"{name}-tiny-dflash")
 
 
 @cache

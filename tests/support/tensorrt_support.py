@@ -17,7 +17,7 @@ from edge_dflash.backends.tensorrt.lower import lower
 from edge_dflash.backends.tensorrt.units import CHOICES, Run, pair_units
 from edge_dflash.model import pair_programs
 from edge_dflash.model.ops import Linear
-from edge_dflash.model.registry import match_pair, read_drafter_spec, read_target_spec
+from edge_dflash.model.registry import read_pair
 from edge_dflash.weights.checkpoint import PairCheckpoint
 from edge_dflash.weights.formats import Nvfp4Weight, WideWeight
 from edge_dflash.weights.quantize import quantize_fp8, quantize_nvfp4, wide_tensor
@@ -32,7 +32,7 @@ PROMPT, CHUNK = 21, 64  # tokens of the prefill, most rows of a prefill pass
 @cache
 def spec(name):
     if name == "demo":
-        return match_pair(read_target_spec(DEMO / "target"), read_drafter_spec(DEMO / "drafter"))
+        return read_pair(DEMO / "target", DEMO / "drafter")
     return golden_pair(name)
 
 

@@ -9,7 +9,7 @@ from synthetic import drafter_config, qwen3_5_config, write_drafter, write_targe
 
 from edge_dflash.errors import CheckpointError
 from edge_dflash.model import pair_programs
-from edge_dflash.model.registry import match_pair, read_drafter_spec, read_target_spec
+from edge_dflash.model.registry import match_pair, read_drafter_spec, read_pair, read_target_spec
 from edge_dflash.weights.checkpoint import PairCheckpoint
 from edge_dflash.weights.formats import Fp8Weight, Nvfp4Weight, WideWeight, bf16_to_f32
 from edge_dflash.weights.quantize import dequantize, quantize_fp8
@@ -39,7 +39,7 @@ class Checkpoint:
         text = json.dumps(header).encode()
         (self.target / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data)
         (self.target / "config.json").write_text(json.dumps(self.config))
-        pair = match_pair(read_target_spec(self.target), read_drafter_spec(self.drafter))
+        pair = read_pair(self.target, self.drafter)
         return PairCheckpoint.open(self.target, self.drafter, pair_programs(pair).weights)
 
     def quant_config(self, **fields):
@@ -415,7 +415,7 @@ def test_synthetic_sharded_checkpoints_open(tmp_path):
     write_target(tmp_path / "target", config, shard_bytes=100_000, extra=[("model.visual.norm.weight", (8,))])
     write_drafter(tmp_path / "drafter", drafter_config(config))
     assert len(list((tmp_path / "target").glob("*.safetensors"))) > 2
-    pair = match_pair(read_target_spec(tmp_path / "target"), read_drafter_spec(tmp_path / "drafter"))
+    pair = read_pair(tmp_path / "target", tmp_path / "drafter")
     expected = pair_programs(pair).weights
     store = PairCheckpoint.open(tmp_path / "target", tmp_path / "drafter", expected)
     for name, spec in expected.items():

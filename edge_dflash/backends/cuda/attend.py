@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 from edge_dflash.backends.cuda.memory import EMPTY, NULL, DevicePointer, Matrix, Words, aligned
+from edge_dflash.board.archs import supports
 from edge_dflash.errors import BackendError
 
 if TYPE_CHECKING:
@@ -220,7 +221,7 @@ class Attention:
 
     def __init__(self, gpu: Gpu, module: Module, shape: AttendShape) -> None:
         self._gpu, self.shape = gpu, shape
-        self._wide = shape.wide if gpu.sm == 90 else None
+        self._wide = shape.wide if supports(gpu.sm, "wgmma") else None
         kv = "fp8" if shape.kv == "fp8" else "bf16"
         self._prepare = module.kernel(f"attend_prepare_{kv}")
         self._combine = module.kernel("attend_wide_combine" if self._wide else f"attend_combine_{kv}")

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edge_dflash.backends.cuda.memory import EMPTY, DevicePointer, Matrix, Words, aligned
+from edge_dflash.board.archs import supports
 from edge_dflash.errors import BackendError
 
 if TYPE_CHECKING:
@@ -138,7 +139,7 @@ class GatedDelta:
 
     def __init__(self, gpu: Gpu, module: Module, shape: DeltaShape, *, clusters: bool = True) -> None:
         self._gpu, self.shape = gpu, shape
-        self.clusters = clusters and shape.clusters and gpu.sm >= 90
+        self.clusters = clusters and shape.clusters and supports(gpu.sm, "clusters")
         self._prepare = module.kernel("delta_prepare")
         self._recurrence = module.kernel(f"delta_recurrence_k{shape.key_dim}")
         self._norm = module.kernel("delta_norm")

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from cuda.bindings import driver as cu
 
 from edge_dflash.backends.cuda.memory import DevicePointer
+from edge_dflash.board.archs import supports
 from edge_dflash.board.linux import read_memory
 from edge_dflash.errors import BackendError, DeviceLostError
 
@@ -157,7 +158,7 @@ class Gpu:
         """
         config = _launch_config(grid, block, shared_bytes)
         config.hStream = self.stream
-        if overlap and self.sm >= 90:
+        if overlap and supports(self.sm, "clusters"):
             attribute = cu.CUlaunchAttribute()
             attribute.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
             attribute.value.programmaticStreamSerializationAllowed = 1

@@ -22,6 +22,7 @@ from edge_dflash.backends.cuda.splits import (
     kernel_names,
     row_tile,
 )
+from edge_dflash.board.archs import supports
 from edge_dflash.errors import BackendError
 from edge_dflash.weights.layout import UNIT_BYTES, UNIT_ROWS, WINDOW, Format, Layout, Repacked
 
@@ -237,7 +238,7 @@ class Tiles:
     _HOPPER_THREADS, _HOPPER_SHARED, _CLUSTER, _BOX = 384, 232448, 2, (32, 64)  # as kernels/tiles_hopper.cuh
 
     def __init__(self, gpu: Gpu, cubin: Callable[[str], bytes], *, hopper: bool | None = None) -> None:
-        self._gpu, self._hopper = gpu, gpu.sm == 90 if hopper is None else hopper
+        self._gpu, self._hopper = gpu, supports(gpu.sm, "wgmma") if hopper is None else hopper
         module, name = gpu.load(cubin("linear_tiles")), "hopper_tiles" if self._hopper else "linear_tiles"
         self._kernels = {f: module.kernel(f"{name}_{f}", shared_bytes=self._shared(f)) for f in UNIT_BYTES}
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from edge_dflash.board.archs import arch_of_sm
+from edge_dflash.board.archs import arch_of_sm, supports
 from edge_dflash.errors import BackendError
 from edge_dflash.weights.layout import UNIT_BYTES, UNIT_ROWS, WINDOW, Format, Layout
 
@@ -39,12 +39,12 @@ def block_shared(sm: int) -> int:
 
 def clustered(sm: int) -> bool:
     """Whether this architecture runs kernels/linear_cluster.cu."""
-    return sm >= 90 and block_shared(sm) > _HALF_SM_SHARED
+    return supports(sm, "clusters") and block_shared(sm) > _HALF_SM_SHARED
 
 
 def hopper(sm: int, most_rows: int) -> bool:
     """Whether passes of at most so many rows run kernels/linear_hopper.cu, where a block's part of x leaves room."""
-    return sm == 90 and most_rows <= HOPPER_ROWS
+    return supports(sm, "wgmma") and most_rows <= HOPPER_ROWS
 
 
 def kernel_names(sm: int, most_rows: int) -> dict[str, list[str]]:

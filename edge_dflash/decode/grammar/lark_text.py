@@ -26,6 +26,7 @@ from edge_dflash.text.tool_calls import (
     definitions_of,
     followed,
     function_of,
+    type_names,
     types_of,
 )
 
@@ -176,9 +177,10 @@ def _parameter(rule: str, key: str, schema: Any, shared: dict[str, Any], dialect
     found = followed(schema, shared)
     kinds = types_of(found, shared)
     yield f"{rule}: {_literal(before)} {rule}v"
-    if found is False:
+    values = _values(found, shared)
+    if found is False or values == []:
         raise RequestError(f"nothing satisfies parameter {key!r}; make it optional")
-    if (values := _values(found, shared)) is not None:
+    if values is not None:
         yield f"{rule}v: ({' | '.join(_literal(_written(value)) for value in values)}) {_literal(after)}"
     elif kinds == {"string"}:
         assert isinstance(found, dict)
@@ -205,7 +207,8 @@ def _values(schema: Any, shared: dict[str, Any]) -> list[Any] | None:
         return None
     rules = {key for key in schema if key not in ANNOTATIONS and not key.startswith("x-")}
     if rules <= {"enum", "type"} and "enum" in rules:
-        return [value for value in schema["enum"] if "type" not in rules or _kind(value) in _widened(schema["type"])]
+        kinds = types_of({"type": schema["type"]}, shared) if "type" in rules else None
+        return [value for value in schema["enum"] if kinds is None or type_names(value) & kinds]
     if rules <= {"const", "type"} and "const" in rules:
         return [schema["const"]]
     if rules == {"type"} and schema["type"] == "null":
@@ -214,11 +217,6 @@ def _values(schema: Any, shared: dict[str, Any]) -> list[Any] | None:
         options = [_values(option, shared) for option in schema["anyOf"]]
         return None if None in options else [value for option in options for value in option or ()]
     return None
-
-
-def _widened(named: Any) -> set[str]:
-    kinds: set[str] = {named} if isinstance(named, str) else set(named)
-    return kinds | {"number"} if "integer" in kinds else kinds
 
 
 def _patterns(schema: dict[str, Any], key: str, dialect: TaggedCalls) -> Iterator[str]:
@@ -262,11 +260,6 @@ def _is_bare(schema: Any, shared: dict[str, Any]) -> bool:
         return schema is True
     bare = all(key in _UNTYPED or key.startswith("x-") for key in schema)
     return bare and all(_is_bare(option, shared) for option in schema.get("anyOf", ()))
-
-
-def _kind(value: Any) -> str:
-    names: dict[type, str] = {str: "string", bool: "boolean", int: "number", float: "number", list: "array"}
-    return "null" if value is None else names.get(type(value), "object")
 
 
 def _written(value: Any) -> str:

@@ -101,7 +101,7 @@ def _walk(node: object, where: str, depth: int) -> int:
     if depth > MAX_DEPTH:
         raise RequestError(f"the schema is nested deeper than {MAX_DEPTH} levels at {where}; make it flatter")
     _check_keywords(node, where)
-    return 1 + max((_walk(child, f"{where}/{path}", depth + 1) for path, child in _children(node, where)), default=0)
+    return 1 + max((_walk(child, f"{where}/{path}", depth + 1) for path, child in children(node, where)), default=0)
 
 
 def _check_keywords(node: dict[str, Any], where: str) -> None:
@@ -123,7 +123,7 @@ def _check_keywords(node: dict[str, Any], where: str) -> None:
     check_values(node, where, kinds_of(node))
 
 
-def _children(node: dict[str, Any], where: str) -> Iterator[tuple[str, object]]:
+def children(node: dict[str, Any], where: str) -> Iterator[tuple[str, object]]:
     """Schemas directly inside ``node``, with their paths."""
     for key in NAMED:
         named = node.get(key, {})
@@ -141,11 +141,16 @@ def _children(node: dict[str, Any], where: str) -> Iterator[tuple[str, object]]:
             yield key, node[key]
 
 
-def _nodes(node: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """``node`` and all schema objects inside it, definitions left out: they count when they are referred to."""
-    yield node
-    for path, child in _children(node, "#"):
-        if isinstance(child, dict) and not path.startswith(("$defs/", "definitions/")):
+def inner(node: dict[str, Any]) -> Iterator[object]:
+    """Schemas directly inside ``node``, definitions left out: they count where they are referred to."""
+    return (child for path, child in children(node, "#") if not path.startswith(("$defs/", "definitions/")))
+
+
+def _nodes(node: object) -> Iterator[dict[str, Any]]:
+    """The schema objects of ``node``, itself and those inside."""
+    if isinstance(node, dict):
+        yield node
+        for child in inner(node):
             yield from _nodes(child)
 
 

@@ -18,11 +18,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from decimal import Decimal
+from itertools import chain, count
 from math import prod
 from typing import Any
 from urllib.parse import quote, unquote
 
-from edge_dflash.decode.grammar.schema_check import Node, resolve
+from edge_dflash.decode.grammar.schema_check import Node, children, inner, resolve
 from edge_dflash.decode.grammar.schema_keywords import (
     ENCODINGS,
     ENFORCED,
@@ -66,7 +67,8 @@ class _Rewriting:
         digits = all(_is_fine(number) for number in _numbers(root, (*_BOUNDS, "const", "enum")))
         self._fine = digits and not multiples and not (self._merged and _crossed(root))
         self._plain = not any("oneOf" in node for node in _all_nodes(root))  # of a reference nothing is known to differ
-        self._names = (name for name in _names() if name not in root.get("$defs", {}))
+        names = chain(["any"], (f"any{number}" for number in count(1)))
+        self._names = (name for name in names if name not in root.get("$defs", {}))  # of added definitions
         self._added: dict[str, Any] = {}  # definitions
         self._shared: dict[str, str] = {}  # schema of a scalar as JSON: its definition
         self._any = ""
@@ -77,7 +79,7 @@ class _Rewriting:
         return {**made, "$defs": {**made.get("$defs", {}), **self._added}} if self._added else made
 
     def _mark(self, root: Node, *, merged: bool) -> None:
-        pending = [(root, merged)]
+        pending: list[tuple[object, bool]] = [(root, merged)]
         while pending:
             node, merged = pending.pop()
             if not isinstance(node, dict) or (id(node), merged) in self._visited:
@@ -86,7 +88,7 @@ class _Rewriting:
             if merged:
                 self._merged.add(id(node))
             inside = merged or _intersects(node)
-            pending += ((child, inside) for child in _inner(node))
+            pending += ((child, inside) for child in inner(node))
             if "$ref" in node:
                 pending.append((resolve(self._root, node["$ref"]), inside))
 
@@ -187,26 +189,12 @@ def _is_open(node: dict[str, Any]) -> bool:
     )
 
 
-def _inner(node: dict[str, Any]) -> Iterator[Any]:
-    """Schemas directly inside a node; definitions are reached by their references."""
-    for key in ("properties", "patternProperties"):
-        yield from node.get(key, {}).values()
-    for key in LISTS:
-        if isinstance(several := node.get(key), list):
-            yield from several
-    for key in SINGLE:
-        if isinstance(one := node.get(key), dict):
-            yield one
-
-
-def _all_nodes(node: Any) -> Iterator[dict[str, Any]]:
+def _all_nodes(node: object) -> Iterator[dict[str, Any]]:
+    """The schema objects of ``node``: itself, those inside, those of its definitions."""
     if isinstance(node, dict):
         yield node
-        for child in _inner(node):
+        for _, child in children(node, "#"):
             yield from _all_nodes(child)
-        for key in _DEFINITIONS:
-            for child in node.get(key, {}).values():
-                yield from _all_nodes(child)
 
 
 def _numbers(root: dict[str, Any], keys: tuple[str, ...]) -> Iterator[int | float]:
@@ -254,11 +242,3 @@ def _add_patterns(made: dict[str, Any], patterns: list[str]) -> None:
     same_type = {"type": made["type"]} if "type" in made else {}
     if anchored:
         made["allOf"] = [*made.get("allOf", ()), *({**same_type, "pattern": pattern} for pattern in anchored)]
-
-
-def _names() -> Iterator[str]:
-    yield "any"
-    number = 0
-    while True:
-        number += 1
-        yield f"any{number}"

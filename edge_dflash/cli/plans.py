@@ -1,14 +1,18 @@
-"""Plans that are timed, and the same task with and without the drafter side by side."""
+"""Plans as the command line times and shows them; the same task with and without the drafter side by side."""
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
+from rich.markup import escape
 from rich.table import Table
 
 from edge_dflash.board.power import EnergyMeter
 from edge_dflash.decode.options import PlanOptions
+from edge_dflash.decode.sampling import TokenLogprob
 from edge_dflash.errors import VerificationError
 from edge_dflash.planner import Planner, Task
 from edge_dflash.result import Increment, Plan
@@ -83,3 +87,53 @@ def require_same(plain: Plan, speculative: Plan) -> None:
         raise VerificationError(
             f"speculative and plain output differ from token {first} on; see edge-dflash verify, and report it"
         )
+
+
+def plan_json(plan: Plan) -> dict[str, Any]:
+    """The keys of a plan that ``generate --json`` documents."""
+    return {
+        "text": plan.text,
+        "tokens": list(plan.tokens),
+        "logprobs": [_logprob(one) for one in plan.logprobs] or None,
+        "finish_reason": plan.finish_reason,
+        "prompt_tokens": plan.prompt_tokens,
+        "accept_lengths": list(plan.accept_lengths),
+        "accept_length": plan.accept_length,
+        "speculative": plan.speculative,
+        "object": plan.object,
+        "prefill_seconds": plan.timings.prefill_seconds,
+        "first_token_seconds": plan.timings.first_token_seconds,
+        "decode_seconds": plan.timings.decode_seconds,
+        "total_seconds": plan.timings.total_seconds,
+        "tokens_per_second": plan.tokens_per_second,
+    }
+
+
+def summary(plan: Plan, joules: float | None) -> str:
+    """One line about a plan for people."""
+    how = f"accept length {plan.accept_length:.2f}" if plan.speculative else "plain decoding"
+    return (
+        f"{len(plan.tokens)} tokens ({plan.finish_reason}) after {plan.prompt_tokens} of prompt, {how}, "
+        f"{plan.tokens_per_second:.1f} tokens/s, {plan.timings.total_seconds:.2f} s"
+        + (f", {joules:.1f} J" if joules is not None else "")
+    )
+
+
+def _logprob(one: TokenLogprob) -> dict[str, Any]:
+    """A token for ``--json``: ``text`` is null without tokenizer, ``logprob`` for a token that is impossible."""
+    text = None if one.text is None else one.text.decode(errors="replace")
+    logprob = one.logprob if math.isfinite(one.logprob) else None
+    return {"token": one.token, "logprob": logprob, "text": text, "top": [_logprob(other) for other in one.top]}
+
+
+def logprob_table(tokens: Sequence[TokenLogprob]) -> Table:
+    """A line for each token, with the likeliest ones."""
+    table = Table("token", "logprob", "likeliest", title="log-probabilities", title_justify="left")
+    for one in tokens:
+        top = ", ".join(f"{_name(other)} {other.logprob:.3f}" for other in one.top)
+        table.add_row(escape(_name(one)), f"{one.logprob:.3f}", escape(top))
+    return table
+
+
+def _name(one: TokenLogprob) -> str:
+    return str(one.token) if one.text is None else repr(one.text.decode(errors="replace"))
