@@ -5,8 +5,8 @@ drafter proposed. Opening a bundle replays these passes along the *recorded* tok
 not carry all later ones away, and compares three things:
 
 - tokens: the target's choices. They must be equal where the recording's arithmetic promises the same bits. Elsewhere
-  rounding may change a choice, and whether it did follows from how far the best logits moved
-  (:mod:`edge_dflash.backends.selftest`).
+  rounding may change a choice: it did if the best logits of the median row moved at most ``ROUNDING`` times as far as
+  rounding moved them at build (BF16 against float32 activations), and those of any row ``ROUNDING_MOST`` times.
 - drafts: equal where bits are promised; elsewhere ``DRAFT_FLOOR`` of them. This sees what an accept length hardly
   shows (taps off by one): the demo pair keeps 93 % of its drafts when activations and KV are rounded in another way,
   and at most 67 % with taps, theta or weights that are wrong.
@@ -14,7 +14,6 @@ not carry all later ones away, and compares three things:
 
 It cannot see what the recording cannot show: a drafter whose config was wrong at build time already (the build warns
 when its accept length is low), a window longer than the prompt, or a fault that changes no choice of this prompt.
-Uses the Backend protocol and the file alone; recording is :mod:`edge_dflash.builder.record`.
 """
 
 from __future__ import annotations
@@ -42,19 +41,30 @@ def run_selftest(backend: Backend, selftest: SelfTest, *, exact: bool = False) -
 
     ``exact``: this backend promises the bits of the recording (:func:`promises_bits`).
     """
-    began, choices = time.perf_counter(), _Choices(selftest)
+    began, wanted = time.perf_counter(), iter(selftest.best)
+    differences, moved = list[TokenDifference](), list[float]()
+
+    def compare(rows: Rows, count: int) -> None:
+        """The first ``count`` rows, which choose the next tokens, with the recorded choices."""
+        logits = rows.logits()
+        for row, found, best in zip(logits[:count], rows.argmax(), wanted, strict=False):
+            position, token = len(moved), best.ids[0]
+            moved.append(best.moved(row))
+            if found != token:
+                best_here, recorded = float(row[found]), float(row[token])
+                regret, step = best_here - recorded, bf16_step(best_here)
+                differences.append(TokenDifference(position, found, token, regret, regret / step))
+
     backend.reset()
     try:
-        tokens, at, equal = selftest.tokens, 0, 0
-        lengths: list[int] = []
-        choices.compare(backend.prefill(selftest.prompt), 1)
+        tokens, at, equal, lengths = selftest.tokens, 0, 0, list[int]()
+        compare(backend.prefill(selftest.prompt), 1)
         for drafts, committed in zip(selftest.drafts, selftest.accept_lengths, strict=True):
             ahead = tokens[at + 1 :]
             own = backend.propose(tokens[at]).argmax()
             equal += sum(map(eq, own, drafts))
             lengths.append(accepted(own[: len(ahead)], ahead) + 1)
-            rows = backend.verify([tokens[at], *drafts])
-            choices.compare(rows, committed)
+            compare(backend.verify([tokens[at], *drafts]), committed)
             backend.commit(committed)
             at += committed
     finally:
@@ -62,9 +72,9 @@ def run_selftest(backend: Backend, selftest: SelfTest, *, exact: bool = False) -
     return SelfTestResult(
         exact=exact,
         tokens=len(tokens),
-        differences=tuple(choices.differences),
-        moved=statistics.median(choices.moved),
-        moved_most=max(choices.moved, key=lambda one: math.inf if math.isnan(one) else one),
+        differences=tuple(differences),
+        moved=statistics.median(moved),
+        moved_most=max(moved, key=lambda one: math.inf if math.isnan(one) else one),
         rounding=selftest.rounding,
         rounding_most=selftest.rounding_most,
         resolution=selftest.resolution,
@@ -117,13 +127,14 @@ def check(bundle: Bundle, backend: Backend, mode: Mode = "refuse") -> SelfTestRe
         raise BackendError(f"self_test is {mode!r}, accepted are {', '.join(MODES)}")
     if mode == "off":
         return None
-    result, failure = None, ""
+    failure = ""
     try:
         result = replay(bundle, backend)
+        if result is not None and not result.ok:
+            why = f"{result.diagnosis} ({result.summary})"
+            failure = f"self-test of {bundle.path} failed: {why}; build or copy it again"
     except VerificationError as missing:
-        failure = str(missing)
-    if result is not None and not result.ok:
-        failure = f"self-test of {bundle.path} failed: {result.diagnosis} ({result.summary}); build or copy it again"
+        result, failure = None, str(missing)
     if failure and mode == "refuse":
         raise VerificationError(f"{failure}, report it if that does not help, or open it with self_test='warn'")
     if failure:
@@ -131,31 +142,9 @@ def check(bundle: Bundle, backend: Backend, mode: Mode = "refuse") -> SelfTestRe
     return result
 
 
-class _Choices:
-    """The target's choices beside the recorded ones."""
-
-    def __init__(self, selftest: SelfTest) -> None:
-        self._wanted = iter(selftest.best)
-        self.differences: list[TokenDifference] = []
-        self.moved: list[float] = []
-
-    def compare(self, rows: Rows, count: int) -> None:
-        """Compare the first ``count`` rows, which choose the next tokens."""
-        logits = rows.logits()
-        for row, found, best in zip(range(count), rows.argmax(), self._wanted, strict=False):
-            token, position = best.ids[0], len(self.moved)
-            self.moved.append(best.moved(logits[row]))
-            if found != token:
-                regret = float(logits[row][found]) - float(logits[row][token])
-                step = bf16_step(float(logits[row][found]))
-                self.differences.append(TokenDifference(position, found, token, regret, regret / step))
-
-
 DRAFT_FLOOR = 0.8  # share of the drafts, where bits are not promised
 ROUNDING = 3.0  # times the rounding seen at build: the most that the logits of the median row may move
 ROUNDING_MOST = 8.0  # the same of single rows: one rounding that tips over moves a whole row
-
-Verdict = Literal["identical", "rounding", "fault"]
 
 
 @dataclass(frozen=True)
@@ -167,9 +156,6 @@ class TokenDifference:
     wanted: int
     regret: float  # logit of the choice made here minus logit of the recorded token; NaN when logits are not numbers
     steps: float  # the same in BF16 steps of the choice's logit
-
-
-_NO_DIFFERENCE = TokenDifference(-1, -1, -1, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -190,16 +176,6 @@ class SelfTestResult:
     rounding: float  # both as rounding moved them at build
     rounding_most: float
     resolution: float  # one BF16 step of the best logit, the median row's share of its spread
-
-    @property
-    def tokens_equal(self) -> bool:
-        """Whether every choice of the target is the recorded one."""
-        return not self.differences
-
-    @property
-    def first_difference(self) -> TokenDifference | None:
-        """The first differing choice."""
-        return self.differences[0] if self.differences else None
 
     @property
     def draft_agreement(self) -> float:
@@ -230,11 +206,11 @@ class SelfTestResult:
 
     @property
     def worst(self) -> TokenDifference:
-        """The difference with the largest regret, or one that is not a number; position -1 when nothing differs."""
-        return max(self.differences, key=lambda d: math.inf if math.isnan(d.steps) else d.steps, default=_NO_DIFFERENCE)
+        """The difference with the largest regret, or one that is not a number, where tokens differ."""
+        return max(self.differences, key=lambda d: math.inf if math.isnan(d.steps) else d.steps)
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> Literal["identical", "rounding", "fault"]:
         """What was seen: the recorded choices and drafts, others that rounding explains, or a fault."""
         if not self.ok:
             return "fault"
@@ -254,19 +230,15 @@ class SelfTestResult:
     @property
     def summary(self) -> str:
         """The numbers, in one line."""
+        count, rounded = len(self.differences), ""
+        if count and self.target_ok:
+            differ = "1 token differs by" if count == 1 else f"{count} tokens differ by at most"
+            rounded = f"; {differ} {self.worst.steps:.2g} BF16 steps, which rounding explains ({self._movement})"
         return (
-            f"{self.tokens - len(self.differences)} of {self.tokens} tokens and {self.drafts_equal} of {self.drafts} "
-            f"drafts as at build, accept length {self.accept_length:.2f} (at build {self.accept_length_at_build:.2f}, "
-            f"at least {self.floor:.2f}){self._rounding}"
+            f"{self.tokens - count} of {self.tokens} tokens and {self.drafts_equal} of {self.drafts} drafts as at "
+            f"build, accept length {self.accept_length:.2f} (at build {self.accept_length_at_build:.2f}, at least "
+            f"{self.floor:.2f}){rounded}"
         )
-
-    @property
-    def _rounding(self) -> str:
-        count = len(self.differences)
-        if self.exact or not count or not self.target_ok:
-            return ""
-        differ = "1 token differs by" if count == 1 else f"{count} tokens differ by at most"
-        return f"; {differ} {self.worst.steps:.2g} BF16 steps, which rounding explains ({self._movement})"
 
     @property
     def _movement(self) -> str:
@@ -302,7 +274,7 @@ class SelfTestResult:
 
     def to_json(self) -> dict[str, Any]:
         """One object with stable keys."""
-        first = self.first_difference
+        first = asdict(self.differences[0]) if self.differences else None
         return {
             "ok": self.ok,
             "verdict": self.verdict,
@@ -311,10 +283,8 @@ class SelfTestResult:
             "accept_length_at_build": self.accept_length_at_build,
             "floor": self.floor,
             "tokens": self.tokens,
-            "tokens_equal": self.tokens_equal,
-            "first_difference": None
-            if first is None
-            else {key: _finite(value) for key, value in asdict(first).items()},
+            "tokens_equal": not self.differences,
+            "first_difference": first and {key: _finite(value) for key, value in first.items()},
             "drafts": self.drafts,
             "drafts_equal": self.drafts_equal,
             "moved": _finite(self.moved),
@@ -327,5 +297,4 @@ class SelfTestResult:
 
 
 def _finite(value: float) -> float | None:
-    """A number that JSON has."""
-    return value if math.isfinite(value) else None
+    return value if math.isfinite(value) else None  # as JSON has numbers

@@ -167,7 +167,7 @@ def test_a_damaged_target(bundle, selftest, fault):
     for result in outcome(bundle, selftest, store=Damaged(bundle, **TARGET_STORES[fault])):
         assert not result.target_ok
         assert result.verdict == "fault"
-        for one in (result.first_difference, result.worst):
+        for one in (result.differences[0], result.worst):
             assert selftest.tokens[one.position] == one.wanted != one.found
         worst = result.worst
         assert max(result.moved / result.bound, result.moved_most / result.bound_most) > 1.4

@@ -79,12 +79,7 @@ UNIT = "attend"
 CHUNK = 64  # keys
 _THREADS, _ATTEND_THREADS = 256, 128  # of prepare and combine; of attend
 _BIDIRECTIONAL, _SEQUENTIAL, _GATED = 1, 2, 4
-_SPLITS = (
-    (512, 64),
-    (2048, 128),
-    (4096, 256),
-    (8192, 512),
-)  # below this position, splits of so many keys; beyond, of 1024
+_SPLITS = ((512, 64), (2048, 128), (4096, 256), (8192, 512))  # below a position, splits of so many keys; else 1024
 
 
 def splits(keys: int) -> int:

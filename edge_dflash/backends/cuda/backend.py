@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 import numpy as np
 
 from edge_dflash.backends.cuda.driver import Gpu
-from edge_dflash.backends.cuda.graphs import REPEATS, Capture, Graphs, Host, NativeRows, StepTime, profile_cycle
-from edge_dflash.backends.cuda.loading import Dense, Launches, Loaded, load
+from edge_dflash.backends.cuda.graphs import REPEATS, Capture, Host, NativeRows, StepTime, profile_cycle
+from edge_dflash.backends.cuda.loading import Dense, Launches, load
+from edge_dflash.backends.cuda.memory import ControlBlock
 from edge_dflash.backends.cuda.sample import Chooser
 from edge_dflash.backends.cuda.small import Result
-from edge_dflash.backends.cuda.states import Sizes, read_states, write_states
+from edge_dflash.backends.cuda.states import Lane, Sizes, read_states, write_states
 from edge_dflash.backends.cuda.weights import NativeWeights
 from edge_dflash.backends.host import host_cycle
 from edge_dflash.decode.backend import Asked, Cycle, PairShape, Precision, Snapshot, check_lane
@@ -25,24 +26,6 @@ from edge_dflash.decode.sampling import Sampling, choose
 from edge_dflash.errors import BackendError
 from edge_dflash.model import pair_programs
 from edge_dflash.model.specs import PairSpec
-
-
-@dataclass(frozen=True)
-class _Control:
-    """What the control block says, or has to say."""
-
-    length: int = 0
-    pending: int = 0  # rows of the tape that are committed but not in the recurrent states
-    anchor: int = 0
-
-
-@dataclass
-class _Lane:
-    """The host's side of one sequence."""
-
-    wanted: _Control = _Control()  # what the next pass has to find
-    known: _Control | None = None  # what the device has; None: nothing is known
-    verified: int | None = None  # rows of the last verify, until they are committed
 
 
 class NativeBackend:
@@ -72,14 +55,14 @@ class NativeBackend:
         layout = dense.lay_out(pair_programs(spec), precision, sizes)
         self.gpu = Gpu()
         try:
-            self.loaded: Loaded = load(self.gpu, layout, dense, weights, cubin)
+            self.loaded = load(self.gpu, layout, dense, weights, cubin)
             self._host, buffers = Host(self.gpu, self.loaded), self.loaded.common.buffers
             self.chooser = Chooser(self.gpu, self.loaded.common.kernels.sampler, buffers.sampling, buffers.logits)
             self._capture = Capture(self.gpu, self.loaded, self._host, self.chooser, drafter.mask_token_id)
-            self.graphs: Graphs = self._capture.passes()
+            self.graphs = self._capture.passes()
             self._cycles = self._own_cycles = self._capture.cycles()
             self.passes = 0  # counts passes, so that rows know when they were replaced
-            self._lanes = [_Lane() for _ in range(self._shape.lanes)]
+            self._lanes = [Lane() for _ in range(self._shape.lanes)]
             self.reset()
             self._warm_up()
         except BaseException:
@@ -105,7 +88,7 @@ class NativeBackend:
         check_lane(self._shape, lane)
         self.gpu.enter()
         self.loaded.common.states.zero(self.gpu.fill, lane)
-        self._lanes[lane] = _Lane()
+        self._lanes[lane] = Lane()
 
     def prefill(self, ids: Sequence[int], lane: int = 0) -> NativeRows:
         """Append and commit ids chunk by chunk; logits of the last row."""
@@ -113,15 +96,14 @@ class NativeBackend:
         if not ids or length + len(ids) > most:
             raise BackendError(f"cannot prefill {len(ids)} tokens at {length}: the context holds {most} tokens")
         self._check_ids(ids)
-        at = self._begin(lane)
-        chunk = self._shape.prefill_chunk
+        at, chunk = self._begin(lane), self._shape.prefill_chunk
         for first in range(0, len(ids), chunk):
             part = ids[first : first + chunk]
             self.gpu.synchronize()  # the chunk before has read its ids
             self._host.ids[: len(part)] = part
             self._write_control(at, rows=len(part))
             self.graphs.prefill.launch()
-            at.wanted = at.known = _Control(at.wanted.length + len(part), 0, at.wanted.anchor)
+            at.wanted = at.known = ControlBlock(at.wanted.length + len(part), 0, at.wanted.anchor)
         return NativeRows(self, 1, 0, self._host.choices)
 
     def propose(self, anchor: int, lane: int = 0) -> NativeRows:
@@ -142,16 +124,15 @@ class NativeBackend:
         self._host.ids[len(ids) : self._shape.block_size] = ids[-1]
         self._write_control(at)
         self.graphs.verify.launch()
-        at.wanted = at.known = _Control(at.wanted.length, 0, at.wanted.anchor)  # pending rows were replayed
+        at.wanted = at.known = ControlBlock(at.wanted.length, 0, at.wanted.anchor)  # pending rows were replayed
         at.verified = len(ids)
         return NativeRows(self, len(ids), 0, self._host.choices)
 
     def cycle(self, asked: Asked) -> Cycle:
         """Propose, verify, accept and commit on the device; :meth:`commit` may then keep fewer rows.
 
-        One graph where logits and sampling alone decide; with ``logits``, which a greedy cycle does not write, that of
-        a sampled one. Plain and steered cycles are a verify and its end: masks are computed while the verify runs. Only
-        relaxed acceptance reads logits and is the host's.
+        One graph where logits and sampling alone decide; where ``logits`` are asked for, the sampled one, which writes
+        them. Plain and steered cycles are a verify and its end. Only relaxed acceptance is the host's.
         """
         if asked.steering is not None and asked.steering.tolerant:
             return host_cycle(self, asked)
@@ -164,8 +145,7 @@ class NativeBackend:
             graph = self._cycles.sampled
         lane.known = None  # until it is known what the device committed
         graph.launch()
-        result = self._result()
-        return self._cycle(lane, result, result.propose_seconds, result.verify_seconds, asked.logits)
+        return self._cycle(lane, self._result(), asked)
 
     def _split(self, asked: Asked) -> Cycle:
         """A cycle of separate passes, decided on the device; seconds are the host's."""
@@ -181,31 +161,23 @@ class NativeBackend:
         lane.known = None
         (self._cycles.accept if free else self._cycles.choose).launch()
         result, propose_seconds = self._result(), proposed - began if asked.drafting else 0.0
-        return self._cycle(lane, result, propose_seconds, time.perf_counter() - proposed, asked.logits, drafts)
+        timed = replace(result, propose_seconds=propose_seconds, verify_seconds=time.perf_counter() - proposed)
+        return self._cycle(lane, timed, asked, drafts)
 
     def _result(self) -> Result:
-        """Wait for the end of a cycle."""
         self.gpu.synchronize()
         return Result.of(self._host.result, self._shape.block_size)
 
-    def _cycle(
-        self,
-        lane: _Lane,
-        result: Result,
-        propose_seconds: float,
-        verify_seconds: float,
-        logits: bool,
-        drafts: Sequence[int] = (),
-    ) -> Cycle:
+    def _cycle(self, lane: Lane, result: Result, asked: Asked, drafts: Sequence[int] = ()) -> Cycle:
         """Note what the device has committed; it is real when :meth:`commit` has said so."""
         tokens = result.choices[: result.accepted + 1]
         if drafts and self._cycles is not self._own_cycles:  # forced: a grammar goes on behind the drafts that stand
             tokens = (*drafts[: result.accepted], tokens[-1])
-        lane.wanted = _Control(lane.wanted.length, 0, lane.wanted.anchor)
-        lane.known = _Control(lane.wanted.length + len(tokens), len(tokens), tokens[-1])
+        lane.wanted = ControlBlock(lane.wanted.length, 0, lane.wanted.anchor)
+        lane.known = ControlBlock(lane.wanted.length + len(tokens), len(tokens), tokens[-1])
         lane.verified = len(tokens)
-        left = NativeRows(self, len(tokens), 0, self._host.choices).logits if logits else None
-        return Cycle(tokens, result.accepted, propose_seconds, verify_seconds, logits=left)
+        left = NativeRows(self, len(tokens), 0, self._host.choices).logits if asked.logits else None
+        return Cycle(tokens, result.accepted, result.propose_seconds, result.verify_seconds, logits=left)
 
     def commit(self, rows: int, lane: int = 0) -> None:
         """Make the first ``rows`` rows of the last verify or cycle real."""
@@ -213,7 +185,7 @@ class NativeBackend:
         if at.verified is None or not 0 <= rows <= at.verified:
             state = "no verify is open" if at.verified is None else f"the last verify had {at.verified} rows"
             raise BackendError(f"cannot commit {rows} rows: {state}")
-        at.wanted = _Control(at.wanted.length + rows, rows, at.wanted.anchor)
+        at.wanted = ControlBlock(at.wanted.length + rows, rows, at.wanted.anchor)
         at.verified = None
 
     def flush(self, lane: int = 0) -> None:
@@ -222,7 +194,7 @@ class NativeBackend:
         if at.wanted.pending:
             self._write_control(at)
             self.graphs.flush.launch()
-            at.wanted = at.known = _Control(at.wanted.length, 0, at.wanted.anchor)
+            at.wanted = at.known = ControlBlock(at.wanted.length, 0, at.wanted.anchor)
         self.gpu.synchronize()
 
     def snapshot(self, lane: int = 0) -> Snapshot:
@@ -234,12 +206,11 @@ class NativeBackend:
     def restore(self, snapshot: Snapshot, lane: int = 0) -> None:
         """Replace the state by a snapshot of the same pair and precision."""
         check_lane(self._shape, lane)
-        if snapshot.length > self._shape.max_context:
-            most = self._shape.max_context
+        if snapshot.length > (most := self._shape.max_context):
             raise BackendError(f"the snapshot holds {snapshot.length} tokens, the context only {most}")
         self._begin(lane)
         write_states(self.gpu, self.loaded.common.states, lane, snapshot)
-        self._lanes[lane] = _Lane(_Control(snapshot.length))
+        self._lanes[lane] = Lane(ControlBlock(snapshot.length))
 
     def close(self) -> None:
         """Free the device. Closing twice does no harm."""
@@ -272,11 +243,11 @@ class NativeBackend:
             raise BackendError("these rows were replaced by a later pass; read them before it")
         self.gpu.enter()
 
-    def _lane(self, lane: int) -> _Lane:
+    def _lane(self, lane: int) -> Lane:
         check_lane(self._shape, lane)
         return self._lanes[lane]
 
-    def _begin(self, lane: int) -> _Lane:
+    def _begin(self, lane: int) -> Lane:
         """A new pass of a lane: what lay open there is dropped."""
         at = self._lane(lane)
         self.gpu.enter()
@@ -284,12 +255,12 @@ class NativeBackend:
         at.verified = None
         return at
 
-    def _begin_at(self, anchor: int, lane: int, rows: int) -> _Lane:
+    def _begin_at(self, anchor: int, lane: int, rows: int) -> Lane:
         """A new pass that drafts from ``anchor``, with room for ``rows``."""
         self._check_ids([anchor])
         self._check_room(lane, rows)
         at = self._begin(lane)
-        at.wanted = _Control(at.wanted.length, at.wanted.pending, anchor)
+        at.wanted = ControlBlock(at.wanted.length, at.wanted.pending, anchor)
         self._write_control(at)
         return at
 
@@ -297,8 +268,8 @@ class NativeBackend:
         """Raise BackendError for an id that no row of the embedding belongs to."""
         low, high = min(ids), max(ids)
         if low < 0 or high >= self._shape.vocab_size:
-            odd = low if low < 0 else high
-            raise BackendError(f"token id {odd} is outside the vocabulary of {self._shape.vocab_size}")
+            token = low if low < 0 else high
+            raise BackendError(f"token id {token} is outside the vocabulary of {self._shape.vocab_size}")
 
     def _check_room(self, lane: int, rows: int) -> None:
         """Raise BackendError unless ``rows`` rows fit behind the committed ones."""
@@ -306,14 +277,11 @@ class NativeBackend:
         if length + rows > most:
             raise BackendError(f"rows {length}..{length + rows - 1} do not fit the context of {most} tokens")
 
-    def _write_control(self, lane: _Lane, rows: int = 0) -> None:
+    def _write_control(self, lane: Lane, rows: int = 0) -> None:
         """Tell the device what the host knows, if it does not know it."""
         if rows or lane.known != lane.wanted:
-            now, control = lane.wanted, self.loaded.common.buffers.control
-            self.loaded.common.kernels.cycle.set(
-                control, length=now.length, pending=now.pending, rows=rows, anchor=now.anchor
-            )
-            lane.known = now
+            self.loaded.common.kernels.cycle.set(self.loaded.common.buffers.control, lane.wanted, rows)
+            lane.known = lane.wanted
 
     def _warm_up(self) -> None:
         """Run everything once, so that no first cycle pays for loading code."""

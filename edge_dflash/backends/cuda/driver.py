@@ -209,16 +209,12 @@ class Gpu:
         _check(cu.cuEventRecord(stop, self.stream), "recording an event")
         self.synchronize()
         elapsed = float(_check(cu.cuEventElapsedTime(start, stop), "reading a time")) / 1e3
-        for event in (start, stop):
-            _check(cu.cuEventDestroy(event), "freeing an event")
+        _check(cu.cuEventDestroy(start), "freeing an event")
+        _check(cu.cuEventDestroy(stop), "freeing an event")
         return elapsed
 
     def free_bytes(self) -> tuple[int, int]:
-        """Free and total device memory.
-
-        Where CPU and GPU share memory (Jetson), the driver counts the page cache as used; the kernel's MemAvailable,
-        which does not, is taken there.
-        """
+        """Free and total device memory; of a Jetson, whose driver counts the page cache as used, MemAvailable."""
         free, total = (int(x) for x in _check(cu.cuMemGetInfo(), "reading free memory"))
         if self._attribute("INTEGRATED"):
             memory = read_memory(Path("/"))
@@ -226,10 +222,7 @@ class Gpu:
         return free, total
 
     def close(self) -> None:
-        """Free all memory and leave the device, from any thread; twice without harm.
-
-        A driver that refuses, as after an error of the device, stops nothing here and raises nothing.
-        """
+        """Free all memory and leave the device, from any thread; twice without harm. Raises nothing if that fails."""
         if self._closed:
             return
         self._closed = True
@@ -300,9 +293,8 @@ def _check(result: tuple[Any, ...], doing: str) -> Any:
     """Value of a driver call; raises BackendError with the driver's words when it failed."""
     status, *values = result
     if status != cu.CUresult.CUDA_SUCCESS:
-        _, name = cu.cuGetErrorName(status)
-        _, text = cu.cuGetErrorString(status)
-        words = " ".join(part.decode() for part in (name, text) if part)
+        said = (cu.cuGetErrorName(status), cu.cuGetErrorString(status))
+        words = " ".join(text.decode() for _, text in said if text)
         lost = getattr(status, "name", "") in _LASTING
         raise (DeviceLostError if lost else BackendError)(f"{doing} failed: {words or status}")
     return values[0] if len(values) == 1 else tuple(values)

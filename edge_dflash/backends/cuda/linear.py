@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from edge_dflash.backends.cuda.driver import Gpu, Kernel
+from edge_dflash.backends.cuda.driver import Gpu
 from edge_dflash.backends.cuda.memory import EMPTY, NULL, DevicePointer, Matrix, bf16_map
 from edge_dflash.backends.cuda.splits import (
     MOST_ROWS,
@@ -164,7 +164,7 @@ class Linears:
                 self._normalise(out, columns, splits.tile, norm)
             return
         job = _job(weights, x, (), splits.shares, mode=Mode.PARTIAL)
-        job.partial = _room(scratch, splits.sum_bytes(layout)).address
+        job.partial = scratch.at(0, splits.sum_bytes(layout)).address
         self._launch(splits, rows, job)
         added, normal = residual or EMPTY, norm or Norm(NULL, 0.0, EMPTY)
         self._gpu.launch(
@@ -200,7 +200,7 @@ class Linears:
         """ids[r] (int32) = column of row r's largest BF16 logit, the lowest on a tie; stores ``logits`` if given."""
         splits = self.choose(weights.layout, rows)
         job = _job(weights, x, (logits or EMPTY,), splits.shares, mode=Mode.GREEDY)
-        job.best = _room(scratch, splits.rank_bytes).address
+        job.best = scratch.at(0, splits.rank_bytes).address
         self._launch(splits, rows, job)
         arguments = (scratch, ids, splits.blocks, splits.tile)
         self._gpu.launch(self._greedy, (splits.tile, 1, 1), self._greedy_threads, arguments, overlap=True)
@@ -240,9 +240,7 @@ class Tiles:
     def __init__(self, gpu: Gpu, cubin: Callable[[str], bytes], *, hopper: bool | None = None) -> None:
         self._gpu, self._hopper = gpu, supports(gpu.sm, "wgmma") if hopper is None else hopper
         module, name = gpu.load(cubin("linear_tiles")), "hopper_tiles" if self._hopper else "linear_tiles"
-        self._kernels: dict[Format, Kernel] = {
-            f: module.kernel(f"{name}_{f}", shared_bytes=self._shared(f)) for f in UNIT_BYTES
-        }
+        self._kernels = {f: module.kernel(f"{name}_{f}", shared_bytes=self._shared(f)) for f in UNIT_BYTES}
 
     def launch(self, layout: Layout, job: ctypes.Structure, x: Matrix, rows: int, valid: DevicePointer) -> None:
         """Enqueue ``job`` over ``rows`` rows of x; tiles past the device count ``valid`` (unless null) are skipped."""
@@ -259,12 +257,6 @@ class Tiles:
         if self._hopper:
             return self._HOPPER_SHARED
         return self._STAGES * (self._UNITS * UNIT_BYTES[format] + self._ROWS * WINDOW[format] * 2)
-
-
-def _room(scratch: DevicePointer, needed: int) -> DevicePointer:
-    if scratch.nbytes < needed:
-        raise ValueError(f"the scratch buffer has {scratch.nbytes} bytes, {needed} are needed")
-    return scratch
 
 
 def _job(

@@ -65,6 +65,18 @@ CONTROL_BYTES = 32
 
 
 @dataclass(frozen=True)
+class ControlBlock:
+    """What the control block says, or has to say."""
+
+    length: int = 0
+    pending: int = 0
+    anchor: int = 0
+
+
+EMPTY_SEQUENCE = ControlBlock()
+
+
+@dataclass(frozen=True)
 class Words:
     """Control words of a pass in device memory."""
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from edge_dflash.backends.cuda.driver import Argument, Gpu, Module
-from edge_dflash.backends.cuda.memory import NULL, Array, DevicePointer, Matrix
+from edge_dflash.backends.cuda.memory import NULL, Array, ControlBlock, DevicePointer, Matrix
 from edge_dflash.model.ops import Add, Elementwise, SwiGlu
 
 UNIT = "small"
@@ -119,9 +119,9 @@ class CycleKernels:
         forced = pattern.nbytes // 4 if pattern.address else 0
         self._launch("cycle_accept", 1, 32, drafts, choices, rows, control, result, clock, pattern, forced, valid)
 
-    def set(self, control: DevicePointer, *, length: int, pending: int, rows: int = 0, anchor: int = 0) -> None:
-        """Write the control words."""
-        self._launch("cycle_set", 1, 32, control, length, pending, rows, anchor)
+    def set(self, control: DevicePointer, words: ControlBlock, rows: int) -> None:
+        """Write the control words; ``rows`` are those of a prefill pass."""
+        self._launch("cycle_set", 1, 32, control, words.length, words.pending, rows, words.anchor)
 
     def copy(self, x: Matrix, out: Matrix, rows: int, columns: int) -> None:
         """Out = x; an even number of columns."""

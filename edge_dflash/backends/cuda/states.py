@@ -15,7 +15,7 @@ import numpy.typing as npt
 from edge_dflash.backends.cuda.attend import AttendShape
 from edge_dflash.backends.cuda.delta import DeltaShape
 from edge_dflash.backends.cuda.driver import Gpu
-from edge_dflash.backends.cuda.memory import Array, DevicePointer, Memory
+from edge_dflash.backends.cuda.memory import EMPTY_SEQUENCE, Array, ControlBlock, DevicePointer, Memory
 from edge_dflash.decode.backend import Precision, Snapshot
 from edge_dflash.errors import BackendError
 from edge_dflash.model.ops import Attend, GatedDelta, KvAppend
@@ -54,6 +54,15 @@ class Sizes:
     prefill_rows: int  # most rows of a prefill pass
     max_context: int
     lanes: int = 1
+
+
+@dataclass
+class Lane:
+    """The host's side of one sequence."""
+
+    wanted: ControlBlock = EMPTY_SEQUENCE  # what the next pass has to find
+    known: ControlBlock | None = None  # what the device has; None: nothing is known
+    verified: int | None = None  # rows of the last verify, until they are committed
 
 
 @dataclass(frozen=True)
