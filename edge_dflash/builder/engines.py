@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from edge_dflash.backends.cuda.compile import compiler_version
 from edge_dflash.backends.cuda.support import device_sm
-from edge_dflash.backends.tensorrt.api import TENSORRT_RTX, Flavour, flavour_of, load, version
+from edge_dflash.backends.tensorrt.flavours import TENSORRT_RTX, Flavour, flavour_of, load, version
 from edge_dflash.backends.tensorrt.units import Unit, bundle_units, engine_units
 from edge_dflash.board.archs import find_arch
 from edge_dflash.board.linux import read_memory

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from edge_dflash.backends.cuda.compile import kernels_digest
-from edge_dflash.backends.tensorrt.api import TENSORRT, TENSORRT_RTX
+from edge_dflash.backends.tensorrt.flavours import TENSORRT, TENSORRT_RTX
 from edge_dflash.builder.engines import build_engines, bundle_engines, check_device, checked_version
 from edge_dflash.builder.journal import WorkDir, recover, sync_path
 from edge_dflash.bundle.manifest import MANIFEST, Manifest, Plans, Trial, dump_manifest

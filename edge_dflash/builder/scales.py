@@ -16,8 +16,8 @@ from typing import Any
 
 from edge_dflash.backends import SMALL_MODEL
 from edge_dflash.builder.calibrate import calibrate
+from edge_dflash.builder.calibration_prompts import calibration_ids, read_prompts
 from edge_dflash.builder.convert import one_thread
-from edge_dflash.builder.prompts import calibration_ids, read_prompts
 from edge_dflash.bundle.parts import part_of
 from edge_dflash.common.files import LARGE, read_bytes
 from edge_dflash.common.tables import decode, encode

@@ -43,7 +43,7 @@ class FileEntry:
 
 
 @dataclass(frozen=True)
-class Source:
+class SourceFile:
     """Fingerprint of one checkpoint file that the bundle was made from."""
 
     model: Literal["target", "drafter"]
@@ -98,7 +98,7 @@ class Manifest:
     kv_scales: Mapping[str, tuple[float, float]]  # (k, v) of each KV state; a state not listed has (1.0, 1.0)
     tokenizer: bool  # False: the bundle takes and returns token ids only
     tools: Mapping[str, str]  # versions of what took part in the build
-    sources: tuple[Source, ...]
+    sources: tuple[SourceFile, ...]
     weights: Mapping[str, WeightFormat]
     files: Mapping[str, FileEntry]  # every file of the bundle but manifest.json, by relative path
     plans: Plans | None = None  # of the tensorrt backend

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from edge_dflash.backends.tensorrt.api import FLAVOURS, TENSORRT
+from edge_dflash.backends.tensorrt.flavours import FLAVOURS, TENSORRT
 from edge_dflash.board.archs import ARCHS_OF, arch_of_sm, find_arch
 from edge_dflash.checks.doctor import SERVICE, Check, Facts, Finding, fail, is_release, ok, warn
 

@@ -7,7 +7,7 @@ from bundle_support import random_weights as weights_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edge_dflash.bundle.manifest import ARCHS_OF, FileEntry, Manifest, Plans, Source, dump_manifest, parse_manifest
+from edge_dflash.bundle.manifest import ARCHS_OF, FileEntry, Manifest, Plans, SourceFile, dump_manifest, parse_manifest
 from edge_dflash.decode.backend import Precision
 from edge_dflash.errors import BundleError
 from edge_dflash.model.specs import DrafterLayerMask
@@ -51,7 +51,7 @@ def manifests(draw, base: Manifest):
         kv_scales=draw(st.dictionaries(st.just("drafter.layers.1.kv"), st.tuples(SCALE, SCALE))),
         tokenizer=draw(st.booleans()),
         tools=draw(st.dictionaries(st.text(), st.text())),
-        sources=tuple(draw(st.lists(st.builds(Source, st.just("target"), st.text(), st.integers(0), st.text())))),
+        sources=tuple(draw(st.lists(st.builds(SourceFile, st.just("target"), st.text(), st.integers(0), st.text())))),
         files=files,
         plans=plans,
     )

@@ -130,7 +130,7 @@ class DeltaScratch:
     counters: DevicePointer  # zero between passes
 
 
-class GatedDelta:
+class DeltaKernels:
     """Loaded kernels for one shape.
 
     Between two passes of one layer at least one other kernel must run that waits before it triggers (any of Small):

@@ -106,7 +106,7 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // 256) * 256
 
 
-class Memory:
+class DeviceMemory:
     """Allocates by purpose. Without a device it only counts, so that a budget is known before anything is loaded."""
 
     def __init__(self, gpu: Gpu | None) -> None:
@@ -139,7 +139,7 @@ PADDING = 16  # elements: rows start on 32 bytes, whatever the columns
 
 
 @dataclass(frozen=True)
-class Place:
+class Placement:
     """A tensor with memory of its own: bytes from the arena's start, elements between rows."""
 
     offset: int
@@ -147,10 +147,10 @@ class Place:
     nbytes: int
 
 
-def place(plan: Schedule, rows: int) -> tuple[dict[str, Place], int]:
+def place(plan: Schedule, rows: int) -> tuple[dict[str, Placement], int]:
     """Places of all tensors with memory of their own, for passes of ``rows`` (as allocated), and the arena's size."""
     lives = _lives(plan)
-    places: dict[str, Place] = {}
+    places: dict[str, Placement] = {}
     size = 0
     for name in sorted(lives, key=lambda n: lives[n]):
         stride = -(-plan.columns[name] // PADDING) * PADDING
@@ -163,7 +163,7 @@ def place(plan: Schedule, rows: int) -> tuple[dict[str, Place], int]:
             if offset + nbytes <= first:
                 break
             offset = max(offset, stop)
-        places[name] = Place(offset, stride, nbytes)
+        places[name] = Placement(offset, stride, nbytes)
         size = max(size, offset + nbytes)
     return places, size
 

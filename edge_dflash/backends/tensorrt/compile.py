@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from edge_dflash.backends.tensorrt.api import TENSORRT_RTX, flavour_of, load
+from edge_dflash.backends.tensorrt.flavours import TENSORRT_RTX, flavour_of, load
 from edge_dflash.backends.tensorrt.lower import Lowered, lower
 from edge_dflash.backends.tensorrt.units import Binding, RowRange, Unit
 from edge_dflash.board.archs import find_arch

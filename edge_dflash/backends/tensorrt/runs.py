@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, NoReturn
 
-from edge_dflash.backends.cuda.memory import Place, place
-from edge_dflash.backends.cuda.schedule import Last, Schedule, State, Step
+from edge_dflash.backends.cuda.memory import Placement, place
+from edge_dflash.backends.cuda.schedule import Last, PassStep, Schedule, State
 from edge_dflash.backends.tensorrt.units import CHOICES, EMBEDDING, HEAD, LOGITS, Binding, PairUnits, Run, Unit
 from edge_dflash.errors import BackendError
 from edge_dflash.model.ops import SelectRows
@@ -25,7 +25,7 @@ Buffer = Literal["arena", "ids", "logits", "choices"]
 
 
 @dataclass(frozen=True)
-class RunEngine(Step):
+class RunEngine(PassStep):
     """An engine on its tensors. ``reads`` and ``writes`` are those in the arena, and the logits."""
 
     run: Run
@@ -62,7 +62,7 @@ class EnginePass:
     """
 
     schedule: Schedule
-    places: Mapping[str, Place]
+    places: Mapping[str, Placement]
     arena: int
     rows: int
     block: int  # rows of the head
