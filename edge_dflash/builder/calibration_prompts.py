@@ -1,4 +1,4 @@
-"""Calibration prompts: a JSONL file to token ids. Knows the file format of ``calib/``; no torch, no model."""
+"""Calibration prompts: the JSONL files of ``calib/`` to token ids. No torch, no model."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 ``OUTPUT.building/journal.jsonl`` has a header line (inputs of the build, how to resume it) and one line for each
 finished file; ``OUTPUT.building/bundle/`` becomes OUTPUT by one rename at the end. A file gets its name only when all
 its bytes are on the disk, and its journal line only after that, so a kill at any moment loses the file in progress and
-nothing else. Knows nothing of what the files hold.
+nothing else.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The FP8 and W4A4 scales of a build: from the checkpoint, from calibration, or 1.0; and calibration.json.
 
-A scale that the checkpoint stores wins. Knows how a recipe asks for scales; how they are measured is
-:mod:`edge_dflash.builder.calibrate`.
+A scale that the checkpoint stores wins. :mod:`edge_dflash.builder.calibrate` measures the others.
 """
 
 from __future__ import annotations

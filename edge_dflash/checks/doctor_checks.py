@@ -25,7 +25,7 @@ def board(facts: Facts) -> Finding:
 
 
 def jetson_linux(facts: Facts) -> Finding:
-    """Whether the release is one of those that the board's profile knows."""
+    """Whether the board's profile lists the release."""
     release, known = facts.board.release, facts.profile.jetpacks if facts.profile else ()
     if release is None and not known:
         return ok("not a Jetson")

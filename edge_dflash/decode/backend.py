@@ -20,7 +20,7 @@ from edge_dflash.weights.formats import KvFormat
 
 @dataclass(frozen=True)
 class PairShape:
-    """What the loop needs to know of a loaded pair."""
+    """Sizes of a loaded pair, as the loop needs them."""
 
     vocab_size: int
     block_size: int  # B: rows of a verify pass

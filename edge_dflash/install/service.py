@@ -103,7 +103,7 @@ def left_to_build(bundle: Path) -> str:
 def rollback(root: Path, *, start: bool = True, host: Host | None = None) -> Outcome:
     """Serve the release before the current one.
 
-    Raises EdgeDflashError when there is none, or it does not start, BundleError when it is visibly damaged.
+    Raises EdgeDflashError when no release is older or it does not start, BundleError when it is visibly damaged.
     """
     layout, host = InstallPaths(root), host or host_of(root)
     _check_root(host)

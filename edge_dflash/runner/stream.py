@@ -138,7 +138,7 @@ def _overlap(text: str, stop: str) -> int:
 
 
 class StreamedRequest(Protocol):
-    """What a stream must know of the request behind its ticket."""
+    """The request behind a stream's ticket."""
 
     cancelled: bool  # set by any thread: end at the next commit
 

@@ -1,4 +1,4 @@
-"""Safetensors files, memory-mapped: names, dtypes, shapes and raw arrays. Knows nothing of models.
+"""Safetensors files, memory-mapped: names, dtypes, shapes and raw arrays.
 
 The header is parsed here, not by the safetensors package, because BF16 and FP8 tensors are wanted as raw codes in
 NumPy, and because every damage is to be named by file and tensor. Format: 8 bytes little-endian header length, a JSON

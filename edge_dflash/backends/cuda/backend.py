@@ -61,7 +61,7 @@ class NativeBackend:
             self._capture = Capture(self.gpu, self.loaded, self._host, self.chooser, drafter.mask_token_id)
             self.graphs = self._capture.passes()
             self._cycles = self._own_cycles = self._capture.cycles()
-            self.passes = 0  # counts passes, so that rows know when they were replaced
+            self.passes = 0  # counter, by which rows notice that they were replaced
             self._lanes = [Lane() for _ in range(self._shape.lanes)]
             self.reset()
             self._warm_up()
@@ -278,7 +278,7 @@ class NativeBackend:
             raise BackendError(f"rows {length}..{length + rows - 1} do not fit the context of {most} tokens")
 
     def _write_control(self, lane: Lane, rows: int = 0) -> None:
-        """Tell the device what the host knows, if it does not know it."""
+        """Write the host's control block to the device, if the device has another."""
         if rows or lane.known != lane.wanted:
             self.loaded.common.kernels.cycle.set(self.loaded.common.buffers.control, lane.wanted, rows)
             lane.known = lane.wanted

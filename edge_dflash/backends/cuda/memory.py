@@ -140,7 +140,7 @@ PADDING = 16  # elements: rows start on 32 bytes, whatever the columns
 
 @dataclass(frozen=True)
 class Placement:
-    """A tensor with memory of its own: bytes from the arena's start, elements between rows."""
+    """Where a root tensor lies: bytes from the arena's start, elements between rows."""
 
     offset: int
     stride: int
@@ -148,7 +148,7 @@ class Placement:
 
 
 def place(plan: Schedule, rows: int) -> tuple[dict[str, Placement], int]:
-    """Places of all tensors with memory of their own, for passes of ``rows`` (as allocated), and the arena's size."""
+    """Places of all root tensors for passes of ``rows`` (as allocated), and the arena's size."""
     lives = _lives(plan)
     places: dict[str, Placement] = {}
     size = 0

@@ -1,4 +1,4 @@
-"""A Program as a sequence of steps, each one call of a kernel face: what is fused with what. Pure; knows no device.
+"""A Program as a sequence of steps, each one call of a kernel face: what is fused with what. Pure, no device.
 
 Steps name tensors. Tensors that are columns of another one (parts of a stack's output) are ``slices`` of it, so that
 nothing is copied; taps are copied to where they are read together, which costs 0.4 % of a cycle. Two forms: ``narrow``
@@ -135,13 +135,13 @@ class Schedule:
 
     program: Program
     steps: list[PassStep] = field(default_factory=list)
-    columns: dict[str, int] = field(default_factory=dict)  # of tensors that have memory of their own
+    columns: dict[str, int] = field(default_factory=dict)  # of each root tensor: one that is no slice
     widths: dict[str, int] = field(default_factory=dict)  # of all tensors
     slices: dict[str, tuple[str, int]] = field(default_factory=dict)  # tensor -> (tensor, first column)
     single: set[str] = field(default_factory=set)  # tensors of one row (behind ``last``)
 
     def place(self, tensor: str) -> tuple[str, int]:
-        """The tensor with memory of its own that holds ``tensor``, and its first column there."""
+        """The root tensor that holds ``tensor``, and its first column there."""
         column = 0
         while tensor in self.slices:
             tensor, more = self.slices[tensor]

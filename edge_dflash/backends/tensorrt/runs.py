@@ -1,8 +1,7 @@
 """A pass as runs of engines, state kernels and a copied row, over one arena; and a walk that checks it on no device.
 
 Placement by liveness is the native backend's. TensorRT reads and writes rows without gaps, so the stride of a tensor
-is its columns. Ids, logits and choices lie in buffers of their own, because they come from outside or outlive the
-pass.
+is its columns. Ids, logits and choices lie in separate buffers: they come from outside or outlive the pass.
 
 The walk finds what a wrong order would break: every tensor that a step reads must have been written whole before it, at
 the address that is read, and by nothing else since; every input and output of an engine must be bound exactly once,
@@ -158,7 +157,7 @@ class _Walk:
         self._units, self._pass = units, each
         self._program = each.schedule.program
         self._where = self._program.name
-        self._intact: dict[str, Range] = {"ids": Range("ids", 0, 4 * each.rows)}  # by tensor with memory of its own
+        self._intact: dict[str, Range] = {"ids": Range("ids", 0, 4 * each.rows)}  # by root tensor
         self._done: list[str] = []  # outputs of ops that ran
         self.report = Report()
 
@@ -263,7 +262,7 @@ class _Walk:
         return read | {self._program.outputs[LOGITS], CHOICES, "ids"}
 
     def _range(self, tensor: str) -> tuple[str, Range]:
-        """Tensor with memory of its own that holds a tensor, and all its bytes."""
+        """Root tensor that holds a tensor, and all its bytes."""
         address: Address = self._pass.address(tensor)
         if address.buffer != "arena":
             return (self._program.outputs[LOGITS] if address.buffer == "logits" else address.buffer), Range(

@@ -1,7 +1,7 @@
-"""Which dense ops become one engine, and the order of engines and state ops in a pass. Pure; knows no TensorRT.
+"""Which dense ops become one engine, and the order of engines and state ops in a pass. Pure, no TensorRT.
 
-A segment becomes one engine, except that the embedding and the output head are engines of their own, because all passes
-and both models read them: no weight but the drafter's k and v (which two passes use with different neighbours) is in
+A segment becomes one engine. The embedding and the output head are engines by themselves, because all passes and both
+models read them: no weight but the drafter's k and v (which two passes use with different neighbours) is in
 two engines. Prefill and verify share engines; to that end the final norm of a prefill runs before its last row is
 selected, which for an op that works row by row is the same. SelectRows is no layer: the run time copies the last row,
 and drafts are read from the second row on. So the head always runs on as many rows as a block has, by one kernel.
