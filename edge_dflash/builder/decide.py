@@ -22,7 +22,7 @@ from edge_dflash.builder.choose import Choice, choose, decide_native
 from edge_dflash.builder.engines import decide_engines, expanded_weights
 from edge_dflash.builder.journal import check_free
 from edge_dflash.builder.scales import ScaleDecisions, decide_scales
-from edge_dflash.bundle.manifest import Plans, SourceFile
+from edge_dflash.bundle.manifest import EngineFiles, SourceFile
 from edge_dflash.bundle.parts import Part, building_path, bundle_parts, stack_bytes
 from edge_dflash.checks.footprint import row_parameters
 from edge_dflash.checks.inspect import default_chunk
@@ -97,7 +97,7 @@ class Decisions:
     tokenizer_files: tuple[Path, ...]  # empty without tokenizer.json
     sources: tuple[SourceFile, ...]
     tools: Mapping[str, str]
-    engines: Plans | None  # of the tensorrt backend
+    engines: EngineFiles | None  # of the tensorrt backend
     fingerprint: Mapping[str, str]
     warnings: tuple[str, ...]
 
@@ -168,7 +168,7 @@ def decide(config: BuildConfig) -> Decisions:
 
 def _backends(
     choice: Choice, recipe: Recipe, pair: PairSpec, store: PairCheckpoint, chunk: int
-) -> tuple[Choice, dict[str, WeightFormat], Plans | None, tuple[str, ...]]:
+) -> tuple[Choice, dict[str, WeightFormat], EngineFiles | None, tuple[str, ...]]:
     """Backends that take the pair, the format of every weight, the engines, and warnings."""
     formats, engines = _formats(recipe, pair, store), None
     warnings: tuple[str, ...] = ()

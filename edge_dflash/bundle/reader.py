@@ -117,7 +117,7 @@ class Bundle:
         return data
 
     def plan(self, name: str) -> Path:
-        """File of a TensorRT plan, with the bytes that were built. Raises BundleError like :meth:`cubin`."""
+        """File of a TensorRT engine, with the bytes that were built. Raises BundleError like :meth:`cubin`."""
         entry, path = self._entry(name), self._path / name
         if not self._hashed:
             try:

@@ -69,7 +69,7 @@ def tensorrt(facts: Facts) -> Finding:
     version = facts.tensorrt.get(module)
     if version is None and manifest and manifest.plans:
         flavour = next(flavour for flavour in FLAVOURS if flavour.module == module)
-        judge = warn if manifest.runs_without_plans else fail
+        judge = warn if manifest.runs_without_engines else fail
         return judge(f"no {flavour.product}", flavour.install)
     if version is None:
         return ok("none; only bundles of the tensorrt backend need it")
@@ -251,7 +251,7 @@ def engines(facts: Facts) -> Finding | None:
     if (held := manifest.plans) is None:
         return ok("holds no plans")
     remedy = f"edge-dflash build --finish {facts.bundle.path} on this board"
-    if manifest.runs_without_plans:
+    if manifest.runs_without_engines:
         judge, runs = warn, f"; {manifest.backend} runs"
     else:
         judge, runs = fail, ""

@@ -90,9 +90,9 @@ def _complete(release: Path, folder: str, program: Path, manifest: Manifest) -> 
             link.symlink_to(target)
             changed.append(str(link))
     mark = release / "no-plans"
-    if manifest.runs_without_plans != mark.is_file():
+    if manifest.runs_without_engines != mark.is_file():
         discard(mark)
-        if manifest.runs_without_plans:
+        if manifest.runs_without_engines:
             mark.touch()
         changed.append(str(mark))
     return changed
@@ -190,7 +190,7 @@ def _copy(source: Path, target: Path, manifest: Manifest, others: Sequence[Path]
 def _repair(source: Path, target: Path, manifest: Manifest, others: Sequence[Path]) -> list[str]:
     """Bring a copy of ``source`` back to what it was; paths of the files that were damaged, missing or too many.
 
-    Plans that were built in the copy stay where they are sound. Other bundles that share a damaged file get the good
+    Engines that were built in the copy stay where they are sound. Other bundles that share a damaged file get the good
     one. Raises as :func:`_copy`.
     """
     try:

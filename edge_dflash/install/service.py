@@ -87,12 +87,12 @@ def install(
 
 
 def left_to_build(bundle: Path) -> str:
-    """What is to be said of a bundle's TensorRT plans before it is installed; "": nothing. Raises BundleError."""
+    """What is to be said of a bundle's TensorRT engines before it is installed; "": nothing. Raises BundleError."""
     manifest = read_manifest(bundle.resolve())
     if manifest.plans is None or not manifest.plans.deferred:
         return ""
     plans = f"{len(manifest.plans.deferred)} TensorRT plans of {bundle} are not built"
-    if not manifest.runs_without_plans:
+    if not manifest.runs_without_engines:
         return f"{plans}; the service builds them before its first start, which takes minutes to an hour"
     return (
         f"{plans}, and the service will not build them: its {manifest.backend} backend runs the bundle without; "

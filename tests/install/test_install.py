@@ -459,11 +459,11 @@ def test_a_kill_at_any_step_leaves_a_whole_release_or_none_and_can_be_given_agai
 
 
 def test_plans_that_nobody_will_build_are_told_before_the_copy(made, cli, root, program, monkeypatch):
-    from edge_dflash.bundle.manifest import Plans
+    from edge_dflash.bundle.manifest import EngineFiles
     from edge_dflash.install import service
 
     read = service.read_manifest
-    deferred = Plans("tensorrt", None, ("plans/a", "plans/b"), ("plans/a", "plans/b"))
+    deferred = EngineFiles("tensorrt", None, ("plans/a", "plans/b"), ("plans/a", "plans/b"))
 
     def pending(backend, standby):
         return lambda path: type(m := read(path))(

@@ -147,13 +147,13 @@ class Placement:
     nbytes: int
 
 
-def place(plan: Schedule, rows: int) -> tuple[dict[str, Placement], int]:
+def place(schedule: Schedule, rows: int) -> tuple[dict[str, Placement], int]:
     """Places of all root tensors for passes of ``rows`` (as allocated), and the arena's size."""
-    lives = _lives(plan)
+    lives = _lives(schedule)
     places: dict[str, Placement] = {}
     size = 0
     for name in sorted(lives, key=lambda n: lives[n]):
-        stride = -(-plan.columns[name] // PADDING) * PADDING
+        stride = -(-schedule.columns[name] // PADDING) * PADDING
         nbytes = aligned(2 * rows * stride)
         taken = sorted(
             (p.offset, p.offset + p.nbytes) for other, p in places.items() if _meet(lives[name], lives[other])
@@ -168,13 +168,13 @@ def place(plan: Schedule, rows: int) -> tuple[dict[str, Placement], int]:
     return places, size
 
 
-def _lives(plan: Schedule) -> dict[str, tuple[int, int]]:
+def _lives(schedule: Schedule) -> dict[str, tuple[int, int]]:
     """First and last step that touches each tensor; logits lie elsewhere."""
     lives: dict[str, tuple[int, int]] = {}
-    logits = plan.program.outputs.get("logits")
-    for index, step in enumerate(plan.steps):
+    logits = schedule.program.outputs.get("logits")
+    for index, step in enumerate(schedule.steps):
         for name in (*step.reads, *step.writes):
-            root, _ = plan.place(name)
+            root, _ = schedule.place(name)
             if root != logits:
                 first, _ = lives.get(root, (index, index))
                 lives[root] = (first, index)

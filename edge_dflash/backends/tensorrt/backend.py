@@ -148,15 +148,15 @@ class EngineOps:
 
 def installed_flavour(bundle: Bundle) -> Flavour:
     """The TensorRT that runs the bundle's engines. Raises BackendError unless they are there and it is theirs."""
-    plans = bundle.manifest.plans
+    engines = bundle.manifest.plans
     command = f"edge-dflash build --finish {bundle.path}"
-    if plans is None or plans.deferred:
-        count = 0 if plans is None else len(plans.deferred)
+    if engines is None or engines.deferred:
+        count = 0 if engines is None else len(engines.deferred)
         raise BackendError(f"{bundle.path} lacks {count} plans, which its board has to build: {command}")
-    flavour = TENSORRT_RTX if plans.flavour == TENSORRT_RTX.module else TENSORRT
-    if (found := version(load(flavour))) != plans.version:
+    flavour = TENSORRT_RTX if engines.flavour == TENSORRT_RTX.module else TENSORRT
+    if (found := version(load(flavour))) != engines.version:
         raise BackendError(
-            f"{bundle.path} has plans of {flavour.product} {plans.version}, here is {found}: "
+            f"{bundle.path} has plans of {flavour.product} {engines.version}, here is {found}: "
             f"build new ones with {command}"
         )
     return flavour

@@ -137,7 +137,7 @@ class Range:
 class Report:
     """What was walked."""
 
-    plans: int = 0
+    engines: int = 0
     states: int = 0
     bindings: int = 0
     tensors: set[str] = field(default_factory=set)
@@ -219,7 +219,7 @@ class _Walk:
         least = most if bound.rows or bound.profile == 0 else 1
         if not rows.low <= least <= most <= rows.high:
             self._fail(f"plan {unit.key} takes {rows.low} to {rows.high} rows, the pass has {least} to {most}")
-        self.report.plans += 1
+        self.report.engines += 1
         self.report.bindings += len(addresses)
 
     def _fits(self, unit: Unit, binding: Binding, tensor: str) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from edge_dflash.bundle.manifest import PLANS
+from edge_dflash.bundle.manifest import ENGINES
 from edge_dflash.errors import BackendError
 from edge_dflash.model import pair_programs
 from edge_dflash.model.ops import (
@@ -110,7 +110,7 @@ def pair_units(programs: PairPrograms, block_rows: int, prefill_chunk: int) -> P
 
 def engine_file(key: str) -> str:
     """Path of an engine in a bundle."""
-    return f"{PLANS}{key}.plan"
+    return f"{ENGINES}{key}.plan"
 
 
 def bundle_units(pair: PairSpec, prefill_chunk: int) -> PairUnits:
