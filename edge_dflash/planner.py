@@ -1,4 +1,4 @@
-"""The planner: a task in, a plan out; whole or as it is made, alone or in a conversation, from any thread or asyncio.
+"""The planner: a task in, a plan out; whole or as it is made, from any thread or asyncio.
 
 Puts together an open bundle, its backend on a worker thread, its tokenizer and the speculative loop.
 """

@@ -1,4 +1,4 @@
-"""A conversation with the planner: messages for people, tokens for the engine, and the state that both stand for.
+"""A conversation with the planner: its messages, their tokens, and the state of both.
 
 A turn that committed tokens is part of the conversation, however it ended: cancelled, at its deadline, or by an error,
 the text that was committed stays as the partial answer. A turn that committed none leaves no trace.

@@ -293,6 +293,6 @@ CODES = {code: name for code, (name, _) in _CHECKS.items()}
 
 
 def examine(facts: Facts) -> tuple[Check, ...]:
-    """One check for each code; those of a bundle only when there is one, and one that can be read."""
+    """One check for each code; those of a bundle only for one that can be read."""
     found = ((code, name, check(facts)) for code, (name, check) in _CHECKS.items())
     return tuple(Check(code, one.status, one.found, one.remedy, name) for code, name, one in found if one is not None)

@@ -75,9 +75,8 @@ def bench(
     """
     kind = _checked(bundle, synthetic, weights, prompts)
     _check_files(plot, record)
-    work = Workload(
-        context, tokens, lengths(prefill, "--prefill"), lengths(contexts, "--contexts"), accept_length, profile
-    )
+    prompt, more = lengths(prefill, "--prefill"), lengths(contexts, "--contexts")
+    work = Workload(context, tokens, prompt, more, accept_length, profile)
     folder = cubins or CUBINS
     if synthetic is not None:
         result = bench_synthetic(synthetic, kind, work, folder, say)

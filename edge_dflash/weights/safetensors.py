@@ -126,7 +126,7 @@ def drop_page_cache(file: Path) -> None:
 
 
 def _locate(directory: Path) -> tuple[tuple[Path, ...], dict[str, str] | None]:
-    """Shards of a checkpoint directory, and the index's tensor -> shard when there is one."""
+    """Shards of a checkpoint directory, and the index's tensor -> shard, if it has an index."""
     if not directory.is_dir():
         raise CheckpointError(f"no directory {directory}; give the directory of a checkpoint")
     single, index_file = directory / SINGLE, directory / INDEX

@@ -106,7 +106,7 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // 256) * 256
 
 
-class DeviceMemory:
+class Allocator:
     """Allocates by purpose. Without a device it only counts, so that a budget is known before anything is loaded."""
 
     def __init__(self, gpu: Gpu | None) -> None:

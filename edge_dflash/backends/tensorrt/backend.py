@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from edge_dflash.backends.cuda.driver import Gpu
-from edge_dflash.backends.cuda.memory import NULL, DeviceMemory, DevicePointer
+from edge_dflash.backends.cuda.memory import NULL, Allocator, DevicePointer
 from edge_dflash.backends.cuda.passes import Common, DeviceLayout, Frame
 from edge_dflash.backends.cuda.schedule import PassStep
 from edge_dflash.backends.cuda.states import Sizes
@@ -117,13 +117,13 @@ class EngineOps:
         if self._engines is not None:
             self._engines.close()
 
-    def count(self, memory: DeviceMemory) -> None:
+    def count(self, memory: Allocator) -> None:
         """An engine's weights on the device are about its file."""
         for name, path in self._files.items():
             model = "drafter" if "/drafter-" in name else "target"
             memory.count(f"{model} weights", path.stat().st_size)
 
-    def load(self, memory: DeviceMemory, common: Common) -> dict[str, Frame]:
+    def load(self, memory: Allocator, common: Common) -> dict[str, Frame]:
         """Read all engines, bind a context for each use of one and enqueue each once."""
         units = {key: unit for key, unit in self._pair.units.items() if key != EMBEDDING}
         engines = self._engines

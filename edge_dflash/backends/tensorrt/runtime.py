@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from edge_dflash.backends.cuda.driver import Gpu
-from edge_dflash.backends.cuda.memory import DeviceMemory, DevicePointer
+from edge_dflash.backends.cuda.memory import Allocator, DevicePointer
 from edge_dflash.backends.tensorrt.compile import error_log
 from edge_dflash.backends.tensorrt.flavours import TENSORRT_RTX, Flavour, load
 from edge_dflash.backends.tensorrt.lower import DTYPES
@@ -67,7 +67,7 @@ class Engines:
             _check(self._trt, units[key], engine)
             self._engines[key] = LoadedEngine(units[key], engine, int(engine.device_memory_size_v2))
 
-    def share_scratch(self, memory: DeviceMemory) -> None:
+    def share_scratch(self, memory: Allocator) -> None:
         """Take the one block that all contexts work in."""
         size = max((engine.scratch for engine in self._engines.values()), default=0)
         self._scratch = memory.take("plans' scratch", size)
