@@ -72,7 +72,7 @@ def pair_stacks(programs: PairPrograms, formats: Mapping[str, WeightFormat]) -> 
 
 
 def _parts(names: tuple[str, ...], weights: Mapping[str, WeightSpec]) -> list[tuple[str, ...]]:
-    """All together when their outputs can lie side by side, else as many as may have outputs of their own."""
+    """Matrices by stack: all in one when their outputs can lie side by side, else at most PARTS in each."""
     if all(weights[name].shape[0] % UNIT_ROWS == 0 for name in names[:-1]):
         return [names]
     return [names[i : i + PARTS] for i in range(0, len(names), PARTS)]

@@ -1,4 +1,4 @@
-"""A thin face of the CUDA driver: device, memory, modules, launches, graphs, events. Knows no kernel and no model.
+"""The CUDA driver: device, memory, modules, launches, graphs, events.
 
 Everything goes through ``cuda.bindings`` (no torch, no run-time compiler). One :class:`Gpu` owns one stream; memory is
 allocated at load and freed together by :meth:`Gpu.close`. Every driver error becomes a BackendError.
@@ -60,7 +60,7 @@ class Gpu:
             _check(cu.cuInit(0), "initialising CUDA")
         except BackendError:
             raise
-        except Exception as error:  # the bindings raise their own types when there is no driver library
+        except Exception as error:  # the bindings' own types, for a missing driver library
             raise BackendError(f"no NVIDIA driver was found ({type(error).__name__}); install the driver") from None
         count = _check(cu.cuDeviceGetCount(), "counting devices")
         if ordinal >= count:

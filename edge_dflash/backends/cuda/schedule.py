@@ -1,4 +1,4 @@
-"""A Program as a sequence of steps, each one call of a kernel face: what is fused with what. Pure; knows no device.
+"""A Program as a sequence of steps, each one call of a kernel face: what is fused with what. Pure, no device.
 
 Steps name tensors. Tensors that are columns of another one (parts of a stack's output) are ``slices`` of it, so that
 nothing is copied; taps are copied to where they are read together, which costs 0.4 % of a cycle. Two forms: ``narrow``
@@ -34,7 +34,7 @@ from edge_dflash.weights.stacks import Stack, program_stacks
 
 
 @dataclass(frozen=True)
-class Step:
+class PassStep:
     """One call. ``reads`` and ``writes`` are names of tensors."""
 
     reads: tuple[str, ...]
@@ -52,14 +52,14 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Gather(Step):
+class Gather(PassStep):
     """Rows of the embedding for the pass's ids."""
 
     weight: str
 
 
 @dataclass(frozen=True)
-class Multiply(Step):
+class Multiply(PassStep):
     """A stack on one input, perhaps with a BF16 stack on the same input. Reads (x); writes outputs, side's last."""
 
     stack: Stack
@@ -72,7 +72,7 @@ class Multiply(Step):
 
 
 @dataclass(frozen=True)
-class Project(Step):
+class Project(PassStep):
     """One matrix, then residual and next norm where there are some. Reads (x[, residual]); writes (y[, norm])."""
 
     stack: Stack
@@ -85,14 +85,14 @@ class Project(Step):
 
 
 @dataclass(frozen=True)
-class Head(Step):
+class Head(PassStep):
     """The output head: logits and the largest of each row."""
 
     stack: Stack
 
 
 @dataclass(frozen=True)
-class Normalise(Step):
+class Normalise(PassStep):
     """``rms_norm``."""
 
     op: RmsNorm
@@ -104,29 +104,29 @@ class Normalise(Step):
 
 
 @dataclass(frozen=True)
-class Columns(Step):
+class Columns(PassStep):
     """An elementwise op of tensors that no one launch made."""
 
     op: type[Elementwise]
 
     @property
     def label(self) -> str:
-        """See :class:`Step`."""
+        """See :class:`PassStep`."""
         return {Add: "Sum", SwiGlu: "Gate"}.get(self.op, self.op.__name__)
 
 
 @dataclass(frozen=True)
-class Copy(Step):
+class Copy(PassStep):
     """Columns that could not be written in place."""
 
 
 @dataclass(frozen=True)
-class Last(Step):
+class Last(PassStep):
     """The last valid row."""
 
 
 @dataclass(frozen=True)
-class State(Step):
+class State(PassStep):
     """A state op."""
 
     op: StateOp
@@ -137,14 +137,14 @@ class Schedule:
     """Steps of a pass and where its tensors lie."""
 
     program: Program
-    steps: list[Step] = field(default_factory=list)
-    columns: dict[str, int] = field(default_factory=dict)  # of tensors that have memory of their own
+    steps: list[PassStep] = field(default_factory=list)
+    columns: dict[str, int] = field(default_factory=dict)  # of each root tensor: one that is no slice
     widths: dict[str, int] = field(default_factory=dict)  # of all tensors
     slices: dict[str, tuple[str, int]] = field(default_factory=dict)  # tensor -> (tensor, first column)
     single: set[str] = field(default_factory=set)  # tensors of one row (behind ``last``)
 
     def place(self, tensor: str) -> tuple[str, int]:
-        """The tensor with memory of its own that holds ``tensor``, and its first column there."""
+        """The root tensor that holds ``tensor``, and its first column there."""
         column = 0
         while tensor in self.slices:
             tensor, more = self.slices[tensor]
@@ -185,7 +185,7 @@ class _Lowering:
                 self._state(state)
         return self._out
 
-    def _emit(self, step: Step) -> None:
+    def _emit(self, step: PassStep) -> None:
         """Append a step, whose outputs then exist."""
         self._out.steps.append(step)
         for name in step.writes:

@@ -142,7 +142,7 @@ def device_facts(ordinal: int = 0) -> DeviceFacts:
         ) from None
     try:
         status, *_ = cu.cuInit(0)
-    except Exception as error:  # the bindings raise types of their own when there is no driver library
+    except Exception as error:  # the bindings' own types, for a missing driver library
         raise BackendError(f"no NVIDIA driver was found ({type(error).__name__}); install the driver") from None
     if status != cu.CUresult.CUDA_SUCCESS:
         raise BackendError(f"the NVIDIA driver found no usable device ({status.name}); check nvidia-smi")
