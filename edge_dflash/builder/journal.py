@@ -137,7 +137,11 @@ class WorkDir:
             os.link(source, path)
         except OSError:
             partial = path.with_name(path.name + ".partial")
-            shutil.copyfile(source, partial)
+            try:
+                shutil.copyfile(source, partial)
+            except BaseException:
+                partial.unlink(missing_ok=True)
+                raise
             partial.replace(path)
         return self._keep(name, entry)
 

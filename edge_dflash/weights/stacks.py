@@ -18,7 +18,9 @@ from edge_dflash.weights.layout import UNIT_ROWS, Format, Layout
 
 PARTS = 4  # most matrices of a stack with an output each; more need one output for all
 STREAMED: Mapping[WeightFormat, Format] = {
-    word: cast(Format, read_as(word).streamed) for word in (*reversed(FORMATS), TIED) if read_as(word).streamed
+    word: cast(Format, read_as(word).streamed)
+    for word in (*sorted(FORMATS, key=lambda name: FORMATS[name].bits), TIED)
+    if read_as(word).streamed
 }
 
 

@@ -14,7 +14,6 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from cuda.bindings import driver as cu
 
 from edge_dflash.backends.cuda.memory import DevicePointer
 from edge_dflash.board.archs import supports
@@ -207,7 +206,7 @@ class Gpu:
         _check(cu.cuEventRecord(start, self.stream), "recording an event")
         enqueue()
         _check(cu.cuEventRecord(stop, self.stream), "recording an event")
-        self.synchronize()
+        _check(cu.cuEventSynchronize(stop), "waiting for an event")
         elapsed = float(_check(cu.cuEventElapsedTime(start, stop), "reading a time")) / 1e3
         _check(cu.cuEventDestroy(start), "freeing an event")
         _check(cu.cuEventDestroy(stop), "freeing an event")

@@ -106,6 +106,13 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // 256) * 256
 
 
+def scratch_at(scratch: DevicePointer, nbytes: int) -> int:
+    """Where a scratch buffer starts. Raises ValueError when it has fewer than ``nbytes``."""
+    if scratch.nbytes < nbytes:
+        raise ValueError(f"the scratch buffer has {scratch.nbytes} bytes, {nbytes} are needed")
+    return scratch.address
+
+
 class Allocator:
     """Allocates by purpose. Without a device it only counts, so that a budget is known before anything is loaded."""
 

@@ -14,10 +14,13 @@ from dataclasses import dataclass, field
 from edge_dflash.errors import BackendError
 from edge_dflash.model.ops import (
     Add,
+    Attend,
     Concat,
     DenseOp,
     Elementwise,
     Embed,
+    GatedDelta,
+    KvAppend,
     Linear,
     Op,
     RmsNorm,
@@ -166,7 +169,7 @@ class _Lowering:
         self._done: set[str] = set()  # outputs that exist by now
         self._columns = self._out.widths
         self._handlers: dict[type[DenseOp], Callable[..., None]] = {
-            Embed: self._embed,
+            Embed: lambda op, _: self._emit(Gather((), (op.output,), op.weight)),
             Linear: self._linear,
             RmsNorm: self._norm,
             Concat: self._concat,
@@ -193,9 +196,6 @@ class _Lowering:
         if name not in self._out.slices:
             self._out.columns[name] = self._columns[name]
 
-    def _embed(self, op: Embed, segment: Segment) -> None:
-        self._emit(Gather((), (op.output,), op.weight))
-
     def _linear(self, op: Linear, segment: Segment) -> None:
         stack = self._stacks[op.weight]
         if op.output == self._program.outputs.get("logits"):
@@ -214,16 +214,13 @@ class _Lowering:
         readers = self._readers[op.output]
         if len(readers) != 1:
             return False
-        add = readers[0]
+        add, reads, y = readers[0], op.inputs, op.output
         if isinstance(add, Add):
             other = add.inputs[0] if add.inputs[1] == op.output else add.inputs[1]
             if other not in self._done:
                 return False
-            reads: tuple[str, ...] = (op.inputs[0], other)
-            y = add.output
-        elif isinstance(add, RmsNorm) and not self._wide:
-            reads, y = (op.inputs[0],), op.output
-        else:
+            reads, y = (op.inputs[0], other), add.output
+        elif self._wide or not isinstance(add, RmsNorm):
             return False
         norms = [r for r in self._readers.get(y, ()) if isinstance(r, RmsNorm)]
         if self._wide or len(norms) != 1 or self._columns[y] % 2:
@@ -296,5 +293,7 @@ class _Lowering:
             self._made(op.output)
 
     def _state(self, op: StateOp) -> None:
+        if not isinstance(op, Attend | GatedDelta | KvAppend):
+            raise BackendError(f"the native backend has no kernel for op {type(op).__name__}")
         self._emit(State(op.inputs, (op.output,) if self._columns[op.output] else (), op))
         self._done.add(op.output)

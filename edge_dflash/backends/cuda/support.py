@@ -81,7 +81,7 @@ def _check_op(
             if inputs % BLOCK:
                 raise BackendError(f"a linear has {inputs} inputs; the native kernels take multiples of {BLOCK}")
         case Embed():
-            if FORMATS[formats[op.weight]].quantized:
+            if formats[op.weight] not in FORMATS or FORMATS[formats[op.weight]].quantized:
                 raise BackendError(f"the embedding is {formats[op.weight]}; the native kernels gather BF16 rows")
         case Attend():
             AttendShape(op.heads, op.kv_heads, op.head_dim, op.rope.dims, op.eps, 0, rows, kv=kv)
