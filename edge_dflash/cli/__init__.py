@@ -35,7 +35,6 @@ COMMANDS = {
     "doctor": "Check that this machine can serve a bundle.",
     "service": "Install, upgrade and remove the systemd service.",
 }
-MODULES = {"serve": "service"}  # of commands that share one
 
 
 class _Commands(MutableMapping[str, Any]):
@@ -49,7 +48,7 @@ class _Commands(MutableMapping[str, Any]):
             if name not in COMMANDS:
                 raise KeyError(name)
             with _starting():
-                app = getattr(import_module(f"edge_dflash.cli.{MODULES.get(name, name)}"), name)
+                app = getattr(import_module(f"edge_dflash.cli.{name}"), name)
             if not isinstance(app, typer.Typer):
                 function, app = app, typer.Typer(add_completion=False, rich_markup_mode=None)
                 app.command(name)(function)
