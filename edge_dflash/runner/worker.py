@@ -102,6 +102,7 @@ class Worker:
                 work.ticket._fail(error)
                 raise
             if displaced is not None:
+                displaced.leave()
                 displaced.ticket._fail(_displaced(displaced, work.priority))
             work.ticket.asked = self.cancel
             self._tickets.add(work.ticket)
@@ -134,6 +135,7 @@ class Worker:
             if work is None or ticket.done:
                 return False
             if self._queue.remove(work):
+                work.leave()
                 ticket._give_up()
             else:
                 work.cancelled = True
@@ -184,8 +186,7 @@ class Worker:
             work = self._queue.pop(above)
         except IndexError:
             return None
-        if work.timer is not None:
-            work.timer.cancel()
+        work.leave()
         work.ticket._start()
         return work
 
@@ -228,6 +229,8 @@ class Worker:
         with self._changed:
             interrupted = [work for work in self._running if work.steps is not None]
             self._failure, self._closed, self._running = error, True, []
+            for work in self._queue:
+                work.leave()
             self._queue = FairQueue(1, 1)
             waiting = [ticket for ticket in self._tickets if not ticket.done]
         with contextlib.suppress(BaseException):  # there may be no memory for it
