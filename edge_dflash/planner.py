@@ -1,4 +1,4 @@
-"""The planner: a task in, a plan out; whole or as it is made, alone or in a conversation, from any thread or loop."""
+"""The planner: a task in, a plan out; whole or as it is made, from any thread or asyncio."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from edge_dflash.decode.options import Options, PlanOptions, Task
 from edge_dflash.decode.store import PrefixStats
 from edge_dflash.errors import RequestError
 from edge_dflash.result import Plan
-from edge_dflash.runner.job import Job, Observer, Place
+from edge_dflash.runner.job import Home, Job, Observer
 from edge_dflash.runner.request import Encoder, Model, ends_of_form, prepare
 from edge_dflash.runner.stream import AsyncPlanStream, PlanStream
 from edge_dflash.runner.worker import Engine
@@ -268,7 +268,7 @@ class Planner:
         began, options = time.perf_counter(), Options.of(given)
         if session is None:
             prompt = self._encoder.prompt(task, options)
-            return Job(prepare(self._model, options, prompt, began), Place(), self._engine.manager, self._engine.pace)
+            return Job(prepare(self._model, options, prompt, began), Home(), self._engine.manager, self._engine.pace)
         _check(session=session)
         return session._next(self._engine, task, options, began)
 

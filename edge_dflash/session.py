@@ -1,4 +1,4 @@
-"""A conversation with the planner: messages for people, tokens for the engine, and the state that both stand for.
+"""A conversation with the planner: its messages, their tokens, and the state of both.
 
 A turn that committed tokens is part of the conversation, however it ended: cancelled, at its deadline, or by an error,
 the text that was committed stays as the partial answer. A turn that committed none leaves no trace.
@@ -18,7 +18,7 @@ from edge_dflash.decode.session import Session, SessionManager
 from edge_dflash.decode.store import load_session, save_session
 from edge_dflash.errors import RequestError
 from edge_dflash.result import Plan
-from edge_dflash.runner.job import Job, Place
+from edge_dflash.runner.job import Home, Job
 from edge_dflash.runner.request import Encoder, Model, Prompt, as_message, as_said, next_turn, prepare
 from edge_dflash.runner.stream import AsyncPlanStream, PlanStream
 from edge_dflash.runner.worker import Engine
@@ -167,7 +167,7 @@ class PlannerSession:
         self._turn.ticket.exception()
 
 
-class _Turn(Place):
+class _Turn(Home):
     """The place of a turn: its session, which takes it over when it has ended."""
 
     def __init__(self, session: PlannerSession, said: Sequence[Message], tools: str) -> None:

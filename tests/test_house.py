@@ -1,8 +1,12 @@
-"""Rooms import only lower ones, files and functions stay small, and the package's face is for users."""
+"""Rooms import only lower ones, files and functions stay small, names stand once, and prose says the noun."""
 
 from __future__ import annotations
 
 import ast
+import io
+import re
+import tokenize
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +18,10 @@ PACKAGE = ROOT / "edge_dflash"
 FILES = sorted(PACKAGE.rglob("*.py"))
 RANK = {room: i for i, room in enumerate(FLOORS)}
 LINES, FUNCTION = 300, 60
+SAME_IDEA = {"KvMemory": "the rows of K and V of one layer, in each backend"}  # public classes that two modules hold
+TICS = re.compile(  # each stands where a noun or a fact should
+    r"(?:^(?:# )?|[.;,(:] )knows\b|\b(?:when|where) there is one\b|\bthere is none\b|\bof (?:its|their) own\b", re.I
+)
 
 
 def room(module: str) -> str:
@@ -63,3 +71,45 @@ def test_files_and_functions_are_small(path: Path):
 def test_an_import_that_goes_up_is_found():
     tree = ast.parse("def late():\n    from edge_dflash.cli import run\n    from edge_dflash import planner, Planner\n")
     assert list(imports(tree)) == ["edge_dflash.cli", "edge_dflash.planner", "edge_dflash"]
+
+
+def classes(path: Path) -> Iterator[str]:
+    return (node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef))
+
+
+def test_no_public_class_has_the_name_of_another():
+    found = defaultdict(list)
+    for path in FILES:
+        for name in classes(path):
+            if not name.startswith("_"):
+                found[name].append(str(path.relative_to(PACKAGE)))
+    twice = {name: paths for name, paths in found.items() if len(paths) > 1}
+    assert twice.keys() == SAME_IDEA.keys(), twice
+
+
+def prose(text: str) -> Iterator[str]:
+    """Docstrings and comments; what users read in errors and help is left out."""
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.string
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield ast.get_docstring(node) or ""
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_docstrings_and_comments_have_no_tics(path: Path):
+    assert [found for text in prose(path.read_text()) for found in TICS.findall(text)] == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '"""Reads files. Knows nothing of models."""',
+        "rows = 0  # of the block, where there is one",
+        "def f():\n    '''The place, or None when there is none.'''",
+        "class A:\n    '''Has memory of its own.'''",
+    ],
+)
+def test_a_tic_is_found(text: str):
+    assert any(TICS.search(words) for words in prose(text))

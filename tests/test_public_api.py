@@ -68,6 +68,10 @@ def test_importing_the_package_does_not_import_torch():
     assert "torch" not in imported("import edge_dflash")
 
 
+def test_the_planner_imports_no_yaml_and_no_torch():
+    assert not {"yaml", "torch", "typer", "starlette", "llguidance"} & set(imported("import edge_dflash.planner"))
+
+
 def test_importing_the_package_and_its_command_line_needs_no_extra():
     extras = {"starlette", "uvicorn", "prometheus_client", "httpx2"}
     for module in ("edge_dflash", "edge_dflash.cli"):

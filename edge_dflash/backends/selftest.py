@@ -103,7 +103,7 @@ def replay(bundle: Bundle, backend: Backend) -> SelfTestResult | None:
     """Run the self-test of an open bundle on its loaded backend, which is empty afterwards, and judge nothing.
 
     Returns None when the build recorded no self-test, for a reason that the manifest gives: the pair is too large, or
-    its context too short. Raises VerificationError when there is none without a reason, BundleError when selftest.json
+    its context too short. Raises VerificationError when it is missing without a reason, BundleError when selftest.json
     is malformed.
     """
     test, manifest = load_selftest(bundle), bundle.manifest

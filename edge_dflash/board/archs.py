@@ -29,7 +29,7 @@ class Arch:
     name: str
     sm: int  # compute capability without its dot, 110 for 11.0; 0: no GPU
     kernels: str | None  # what our kernels are compiled for: with "a" where they use instructions of this SM alone
-    tensorrt: Literal["tensorrt", "tensorrt_rtx"] | None  # module that builds plans for it
+    tensorrt: Literal["tensorrt", "tensorrt_rtx"] | None  # module that builds engines for it
     flops: float  # of prefill, to be relied on: multiplications and additions a second
     least_rows: int = 64  # of a prefill pass by default: fewer leave the tensor cores idle
     block_shared: int = 227 << 10  # bytes of shared memory that a block of a kernel may have

@@ -71,7 +71,7 @@ class BoardProfile:
 def load_board(name: str) -> BoardProfile:
     """Return the profile whose name or alias is ``name``, in any case, or the largest board of the arch ``name``.
 
-    Raises RecipeError, listing the accepted names, when there is none, or when a profile is malformed.
+    Raises RecipeError, listing the accepted names, for another name, and when a profile is malformed.
     """
     boards = board_profiles()
     wanted = name.strip().lower()

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from edge_dflash.backends.cuda.compile import compiler_version
-from edge_dflash.backends.tensorrt.api import TENSORRT_RTX
+from edge_dflash.backends.tensorrt.flavours import TENSORRT_RTX
 from edge_dflash.board.archs import ARCHS_OF, BACKENDS, Arch, find_arch, ordered
 from edge_dflash.errors import BackendError
 from edge_dflash.model import pair_programs

@@ -22,7 +22,7 @@ from edge_dflash.builder.choose import Choice, choose, decide_native
 from edge_dflash.builder.engines import decide_engines, expanded_weights
 from edge_dflash.builder.journal import check_free
 from edge_dflash.builder.scales import ScaleDecisions, decide_scales
-from edge_dflash.bundle.manifest import Plans, Source
+from edge_dflash.bundle.manifest import EngineFiles, SourceFile
 from edge_dflash.bundle.parts import Part, building_path, bundle_parts, stack_bytes
 from edge_dflash.checks.footprint import row_parameters
 from edge_dflash.checks.inspect import default_chunk
@@ -95,9 +95,9 @@ class Decisions:
     prefill_chunk: int  # rows
     scales: ScaleDecisions
     tokenizer_files: tuple[Path, ...]  # empty without tokenizer.json
-    sources: tuple[Source, ...]
+    sources: tuple[SourceFile, ...]
     tools: Mapping[str, str]
-    engines: Plans | None  # of the tensorrt backend
+    engines: EngineFiles | None  # of the tensorrt backend
     fingerprint: Mapping[str, str]
     warnings: tuple[str, ...]
 
@@ -168,7 +168,7 @@ def decide(config: BuildConfig) -> Decisions:
 
 def _backends(
     choice: Choice, recipe: Recipe, pair: PairSpec, store: PairCheckpoint, chunk: int
-) -> tuple[Choice, dict[str, WeightFormat], Plans | None, tuple[str, ...]]:
+) -> tuple[Choice, dict[str, WeightFormat], EngineFiles | None, tuple[str, ...]]:
     """Backends that take the pair, the format of every weight, the engines, and warnings."""
     formats, engines = _formats(recipe, pair, store), None
     warnings: tuple[str, ...] = ()
@@ -281,9 +281,9 @@ def _check_space(output: Path, size: int) -> None:
         )
 
 
-def _sources(config: BuildConfig) -> tuple[tuple[Source, ...], dict[str, str]]:
+def _sources(config: BuildConfig) -> tuple[tuple[SourceFile, ...], dict[str, str]]:
     """Fingerprints of the checkpoint files: those for the manifest, and those with times for the journal."""
-    sources: list[Source] = []
+    sources: list[SourceFile] = []
     stamps: dict[str, str] = {}
     for model, directory in (("target", config.target), ("drafter", config.drafter)):
         names = [name for name in _CONFIG_FILES if is_there(directory / name)]
@@ -292,6 +292,6 @@ def _sources(config: BuildConfig) -> tuple[tuple[Source, ...], dict[str, str]]:
             with open_regular(directory / name) as file:
                 digest = hashlib.sha256(file.read(_HEAD)).hexdigest()
                 state = os.fstat(file.fileno())
-            sources.append(Source("target" if model == "target" else "drafter", name, state.st_size, digest))
+            sources.append(SourceFile("target" if model == "target" else "drafter", name, state.st_size, digest))
             stamps[f"{model}/{name}"] = f"{state.st_size} {state.st_mtime_ns} {digest}"
     return tuple(sources), stamps

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING
 
 from edge_dflash.backends.cuda.compile import compiler_version
 from edge_dflash.backends.cuda.support import device_sm
-from edge_dflash.backends.tensorrt.api import TENSORRT_RTX, Flavour, flavour_of, load, version
+from edge_dflash.backends.tensorrt.flavours import TENSORRT_RTX, Flavour, flavour_of, load, version
 from edge_dflash.backends.tensorrt.units import Unit, bundle_units, engine_units
 from edge_dflash.board.archs import find_arch
 from edge_dflash.board.linux import read_memory
 from edge_dflash.builder.journal import WorkDir
-from edge_dflash.bundle.manifest import FileEntry, Plans
+from edge_dflash.bundle.manifest import EngineFiles, FileEntry
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.errors import BackendError
 from edge_dflash.model import pair_programs
@@ -43,7 +43,7 @@ _POLL = 0.1  # seconds between two reports
 
 def decide_engines(
     arch: str, recipe: Recipe, pair: PairSpec, store: WeightStore, formats: Mapping[str, WeightFormat], chunk: int
-) -> tuple[dict[str, WeightFormat], Plans]:
+) -> tuple[dict[str, WeightFormat], EngineFiles]:
     """Formats of a TensorRT bundle; its engines, to be built here or deferred to the device.
 
     Raises BuildError without a kernel compiler, BackendError without TensorRT for RTX where that is what builds, and
@@ -57,7 +57,7 @@ def decide_engines(
     check_engines(pair, formats, arch, "fp8" if recipe.kv == "fp8" else "bfloat16")
     names = tuple(sorted(bundle_engines(pair, chunk)))
     found = _builder_version(arch, flavour)
-    engines = Plans(
+    engines = EngineFiles(
         "tensorrt_rtx" if flavour is TENSORRT_RTX else "tensorrt", found, names, () if found is not None else names
     )
     return narrowed(formats, pair_programs(pair), store), engines

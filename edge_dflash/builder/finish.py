@@ -1,10 +1,10 @@
-"""``build --finish``: the plans of a deferred bundle, built on its board; or built anew for another TensorRT.
+"""``build --finish``: the engines of a deferred bundle, built on its board; or built anew for another TensorRT.
 
 Where two backends are aboard, both are then timed, and the faster one runs the bundle from then on.
 
-The finished bundle is put together beside the deferred one, from links to its files and the new plans. Then the one is
-renamed away and the other takes its name: whoever opens the bundle finds the one or the other, or for an instant none.
-A kill at that instant is put right by the next ``--finish``.
+The finished bundle is put together beside the deferred one, from links to its files and the new engines. Then the one
+is renamed away and the other takes its name: whoever opens the bundle finds one of them, or for an instant none. A kill
+at that instant is put right by the next ``--finish``.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from edge_dflash.backends.cuda.compile import kernels_digest
-from edge_dflash.backends.tensorrt.api import TENSORRT, TENSORRT_RTX
+from edge_dflash.backends.tensorrt.flavours import TENSORRT, TENSORRT_RTX
 from edge_dflash.builder.engines import build_engines, bundle_engines, check_device, checked_version
 from edge_dflash.builder.journal import WorkDir, recover, sync_path
-from edge_dflash.bundle.manifest import MANIFEST, Manifest, Plans, Trial, dump_manifest
+from edge_dflash.bundle.manifest import MANIFEST, EngineFiles, Manifest, Trial, dump_manifest
 from edge_dflash.bundle.parts import write_file
 from edge_dflash.bundle.reader import Bundle, read_manifest
 from edge_dflash.common.progress import Progress, Stage, unheard
@@ -34,8 +34,8 @@ class BuildResult:
     bundle: Path
     bytes: int  # of all files
     seconds: float
-    plans: tuple[str, ...]  # TensorRT plan files that are there
-    deferred: tuple[str, ...]  # plan files that the device has to build: edge-dflash build --finish
+    plans: tuple[str, ...]  # TensorRT engine files that are there
+    deferred: tuple[str, ...]  # engine files that the device has to build: edge-dflash build --finish
     warnings: tuple[str, ...]
     backends: tuple[str, ...]  # aboard
     active: str  # the one that runs it
@@ -48,12 +48,12 @@ class BuildResult:
         cls, manifest: Manifest, path: Path, size: int, began: float, warnings: tuple[str, ...] = (), nothing: str = ""
     ) -> BuildResult:
         """What a bundle of ``size`` bytes holds, that was ``began`` by the monotonic clock."""
-        plans, deferred = (manifest.plans.names, manifest.plans.deferred) if manifest.plans else ((), ())
+        engines, deferred = (manifest.plans.names, manifest.plans.deferred) if manifest.plans else ((), ())
         return cls(
             path,
             size,
             time.monotonic() - began,
-            () if deferred else plans,
+            () if deferred else engines,
             deferred,
             warnings,
             manifest.backends,
@@ -72,7 +72,7 @@ def finish_command(path: Path) -> str:
 def finish(path: Path, progress: Progress = unheard) -> BuildResult:
     """Build what a bundle lacks here and time its backends; a bundle that lacks nothing is left as it is.
 
-    Raises BundleError, BackendError (another SM, no TensorRT) or BuildError; plans that are there by then are kept in
+    Raises BundleError, BackendError (another SM, no TensorRT) or BuildError; engines that are there by then are kept in
     ``PATH.building`` and the bundle stays as it was.
     """
     began = time.monotonic()
@@ -83,16 +83,16 @@ def finish(path: Path, progress: Progress = unheard) -> BuildResult:
 
     recover(path.resolve())
     manifest = read_manifest(path)
-    plans = manifest.plans
-    if plans is None:
+    engines = manifest.plans
+    if engines is None:
         return result(manifest, nothing=f"{manifest.backend} runs it, and there are no plans to build")
-    flavour = TENSORRT_RTX if plans.flavour == TENSORRT_RTX.module else TENSORRT
+    flavour = TENSORRT_RTX if engines.flavour == TENSORRT_RTX.module else TENSORRT
     tried = not manifest.standby or (manifest.trial is not None and not manifest.trial.failed)
     if flavour is TENSORRT or not tried:
         what = "its plans are built" if flavour is TENSORRT else "its backends are timed"
         check_device(manifest.arch, str(path), what)
     version = checked_version(flavour)
-    if plans.version == version and tried:
+    if engines.version == version and tried:
         return result(manifest, nothing=f"its plans are those of {flavour.product} {version}")
     if (found := manifest.tools.get("kernels")) != (wanted := kernels_digest()):
         raise BuildError(
@@ -101,8 +101,8 @@ def finish(path: Path, progress: Progress = unheard) -> BuildResult:
         )
     warnings: tuple[str, ...] = ()
     try:
-        if plans.version != version:
-            made = replace(plans, version=version, deferred=())
+        if engines.version != version:
+            made = replace(engines, version=version, deferred=())
             manifest, warnings = _finish(path.resolve(), replace(manifest, trial=None), made, progress)
         if manifest.standby:
             manifest, more = _try_both(path.resolve(), progress)
@@ -120,7 +120,7 @@ def _try_both(path: Path, progress: Progress) -> tuple[Manifest, tuple[str, ...]
     from edge_dflash.builder.trial import fastest, run_trial  # backends, only here
 
     bundle = Bundle.open(path, check_hashes=False)
-    stage = Stage(progress, "timing", bundle.manifest.size)  # in bytes like the plans: the share of cycles
+    stage = Stage(progress, "timing", bundle.manifest.size)  # in bytes like the engines: the share of cycles
     trial = run_trial(bundle, stage.share)
     stage.finish()
     active = fastest(trial)
@@ -133,17 +133,19 @@ def _try_both(path: Path, progress: Progress) -> tuple[Manifest, tuple[str, ...]
     return manifest, tuple(f"{name} is not used: {why}" for name, why in trial.failed.items())
 
 
-def _finish(path: Path, manifest: Manifest, plans: Plans, progress: Progress) -> tuple[Manifest, tuple[str, ...]]:
-    """Build the plans; the bundle with them takes the place of the one without."""
+def _finish(
+    path: Path, manifest: Manifest, engines: EngineFiles, progress: Progress
+) -> tuple[Manifest, tuple[str, ...]]:
+    """Build the engines; the bundle with them takes the place of the one without."""
     stage = Stage(progress, "checking", manifest.size)
     bundle = Bundle.open(path, progress=stage.share)
     stage.finish()
-    others = {name: entry for name, entry in manifest.files.items() if name not in plans.names}
-    if bundle_engines(manifest.pair, manifest.prefill_chunk).keys() != set(plans.names):
+    others = {name: entry for name, entry in manifest.files.items() if name not in engines.names}
+    if bundle_engines(manifest.pair, manifest.prefill_chunk).keys() != set(engines.names):
         raise BuildError(f"{path} names other plans than this version makes; build the bundle again")
     fingerprint = {
         "bundle": hashlib.sha256((path / MANIFEST).read_bytes()).hexdigest(),
-        "tensorrt": str(plans.version),
+        "tensorrt": str(engines.version),
     }
     with WorkDir(path, fingerprint, finish_command(path), force=True) as work:
         _check_space(path, sum(others[name].size for name in others if name.startswith("weights/")), work)
@@ -151,8 +153,8 @@ def _finish(path: Path, manifest: Manifest, plans: Plans, progress: Progress) ->
         stage = Stage(progress, "plans", sum(entry.size for entry in others.values()))
         files |= build_engines(bundle, work, stage.share)
         stage.finish()
-        tools = {**manifest.tools, plans.flavour: str(plans.version)}
-        complete = replace(manifest, files=files, plans=plans, tools=tools)
+        tools = {**manifest.tools, engines.flavour: str(engines.version)}
+        complete = replace(manifest, files=files, plans=engines, tools=tools)
         work.finish(dump_manifest(complete))
         return complete, tuple(work.warnings)
 

@@ -3,7 +3,7 @@
 ``OUTPUT.building/journal.jsonl`` has a header line (inputs of the build, how to resume it) and one line for each
 finished file; ``OUTPUT.building/bundle/`` becomes OUTPUT by one rename at the end. A file gets its name only when all
 its bytes are on the disk, and its journal line only after that, so a kill at any moment loses the file in progress and
-nothing else. Knows nothing of what the files hold.
+nothing else.
 """
 
 from __future__ import annotations
@@ -137,7 +137,11 @@ class WorkDir:
             os.link(source, path)
         except OSError:
             partial = path.with_name(path.name + ".partial")
-            shutil.copyfile(source, partial)
+            try:
+                shutil.copyfile(source, partial)
+            except BaseException:
+                partial.unlink(missing_ok=True)
+                raise
             partial.replace(path)
         return self._keep(name, entry)
 

@@ -19,8 +19,8 @@ import numpy as np
 
 from edge_dflash.backends.reference.backend import ReferenceBackend
 from edge_dflash.backends.reference.dense import arithmetic
+from edge_dflash.builder.calibration_prompts import read_prompts
 from edge_dflash.builder.convert import one_thread
-from edge_dflash.builder.prompts import read_prompts
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.bundle.selftest import SCHEMA, BestLogits, SelfTest, accept_floor
 from edge_dflash.common.files import directory

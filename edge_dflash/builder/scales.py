@@ -1,7 +1,6 @@
 """The FP8 and W4A4 scales of a build: from the checkpoint, from calibration, or 1.0; and calibration.json.
 
-A scale that the checkpoint stores wins. Knows how a recipe asks for scales; how they are measured is
-:mod:`edge_dflash.builder.calibrate`.
+A scale that the checkpoint stores wins. :mod:`edge_dflash.builder.calibrate` measures the others.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from typing import Any
 
 from edge_dflash.backends import SMALL_MODEL
 from edge_dflash.builder.calibrate import calibrate
+from edge_dflash.builder.calibration_prompts import calibration_ids, read_prompts
 from edge_dflash.builder.convert import one_thread
-from edge_dflash.builder.prompts import calibration_ids, read_prompts
 from edge_dflash.bundle.parts import part_of
 from edge_dflash.common.files import LARGE, read_bytes
 from edge_dflash.common.tables import decode, encode

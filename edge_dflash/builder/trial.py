@@ -24,7 +24,7 @@ from edge_dflash.errors import BackendError, VerificationError
 PROMPT = 512  # tokens, at most
 CYCLES = 32  # at most
 WARM = 4  # cycles that are not counted
-AGREEMENT = 0.5  # share of equal tokens; rounding changes few of them, a wrong plan nearly all
+AGREEMENT = 0.5  # share of equal tokens; rounding changes few of them, a wrong engine nearly all
 
 Progress = Callable[[int, int], None]  # (cycles done, in all)
 

@@ -157,7 +157,7 @@ def _with_engines(manifest: Manifest, decided: Decisions, work: WorkDir, progres
 
 
 def _with_selftest(manifest: Manifest, decided: Decisions, work: WorkDir, progress: Progress) -> Manifest:
-    """Record the self-test, or find it recorded, and add it to the manifest; warn when there is none or it is bad."""
+    """Record the self-test, or find it recorded, and add it to the manifest; warn when it is missing or bad."""
     if (reason := no_selftest(decided.pair, decided.max_context)) is not None:
         work.warnings.append(reason)
         return replace(manifest, no_self_test=reason)

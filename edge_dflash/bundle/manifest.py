@@ -27,7 +27,7 @@ from edge_dflash.weights.formats import TIED, WeightFormat
 
 SCHEMA = 2  # of bundles with two backends; those with one are written as 1, which older versions read
 MANIFEST = "manifest.json"
-PLANS = "plans/"  # folder of TensorRT plans
+ENGINES = "plans/"  # folder of TensorRT engines
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*(/[A-Za-z0-9_-][A-Za-z0-9_.-]*)*")
 _OPTIONAL: Mapping[str, Any] = {"plans": None, "no_self_test": None, "standby": [], "trial": None}
@@ -43,7 +43,7 @@ class FileEntry:
 
 
 @dataclass(frozen=True)
-class Source:
+class SourceFile:
     """Fingerprint of one checkpoint file that the bundle was made from."""
 
     model: Literal["target", "drafter"]
@@ -53,12 +53,12 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Plans:
-    """The TensorRT plans of a bundle. A plan runs with the very version of TensorRT that built it."""
+class EngineFiles:
+    """The TensorRT engines of a bundle. An engine runs with the very version of TensorRT that built it."""
 
     flavour: Literal["tensorrt", "tensorrt_rtx"]  # what to import
-    version: str | None  # exact version, such as 10.13.3.9; None while plans are deferred
-    names: tuple[str, ...]  # paths of all plans, there or deferred
+    version: str | None  # exact version, such as 10.13.3.9; None while engines are deferred
+    names: tuple[str, ...]  # paths of all engines, there or deferred
     deferred: tuple[str, ...]  # those that the device has to build: edge-dflash build --finish
 
 
@@ -98,10 +98,10 @@ class Manifest:
     kv_scales: Mapping[str, tuple[float, float]]  # (k, v) of each KV state; a state not listed has (1.0, 1.0)
     tokenizer: bool  # False: the bundle takes and returns token ids only
     tools: Mapping[str, str]  # versions of what took part in the build
-    sources: tuple[Source, ...]
+    sources: tuple[SourceFile, ...]
     weights: Mapping[str, WeightFormat]
     files: Mapping[str, FileEntry]  # every file of the bundle but manifest.json, by relative path
-    plans: Plans | None = None  # of the tensorrt backend
+    plans: EngineFiles | None = None  # of the tensorrt backend
     no_self_test: str | None = None  # why selftest.json is not among the files
     standby: tuple[str, ...] = ()  # other backends that are aboard; they read the same weights
     trial: Trial | None = None  # of two backends; these keys are left out where they say nothing
@@ -117,8 +117,8 @@ class Manifest:
         return f"--backend {','.join(self.backends)} --arch {self.arch}"
 
     @property
-    def runs_without_plans(self) -> bool:
-        """Whether it can be served before its plans are there, or with plans of another TensorRT."""
+    def runs_without_engines(self) -> bool:
+        """Whether it can be served before its engines are there, or with engines of another TensorRT."""
         return self.plans is None or (bool(self.standby) and self.backend != "tensorrt")
 
     @property
@@ -198,7 +198,7 @@ def check_manifest(manifest: Manifest, where: str = MANIFEST) -> None:
         if not all(scale > 0 and math.isfinite(scale) for scale in scales):
             raise BundleError(f"{where}: kv_scales.{state} is {scales}, wanted two positive numbers")
     _check_weights(manifest, programs.weights.keys(), where)
-    _check_plans(manifest, where)
+    _check_engines(manifest, where)
     for name, entry in manifest.files.items():
         if not _FILE_NAME.fullmatch(name) or name == MANIFEST:
             raise BundleError(f"{where}: files names {name!r}, wanted a relative path of plain names inside the bundle")
@@ -232,21 +232,21 @@ def _check_weights(manifest: Manifest, wanted: Any, where: str) -> None:
             raise BundleError(f"{where}: weights.{name} is 'tied'; only the lm_head of a tied target can be")
 
 
-def _check_plans(manifest: Manifest, where: str) -> None:
-    """Plans are those of the tensorrt backend, and each is a file or deferred."""
-    plans = manifest.plans
-    if (plans is None) == ("tensorrt" in manifest.backends):
-        found = "missing" if plans is None else "given"
+def _check_engines(manifest: Manifest, where: str) -> None:
+    """Engines are those of the tensorrt backend, and each is a file or deferred."""
+    engines = manifest.plans
+    if (engines is None) == ("tensorrt" in manifest.backends):
+        found = "missing" if engines is None else "given"
         raise BundleError(f"{where}: plans is {found} for backend {manifest.backend!r}; build the bundle again")
-    if plans and plans.deferred and manifest.standby and manifest.backend == "tensorrt":
+    if engines and engines.deferred and manifest.standby and manifest.backend == "tensorrt":
         raise BundleError(f"{where}: backend is 'tensorrt', whose plans are deferred; build the bundle again")
-    here = {name for name in manifest.files if name.startswith(PLANS)}
-    names, deferred = (set(plans.names), set(plans.deferred)) if plans else (set(), set())
+    here = {name for name in manifest.files if name.startswith(ENGINES)}
+    names, deferred = (set(engines.names), set(engines.deferred)) if engines else (set(), set())
     if odd := sorted((here | deferred) ^ names or here & deferred):
         raise BundleError(f"{where}: plans.names and the files disagree on {odd[0]}; build the bundle again")
-    if plans and (plans.version is None) != bool(deferred):
+    if engines and (engines.version is None) != bool(deferred):
         raise BundleError(
-            f"{where}: plans.version is {plans.version!r} with {len(deferred)} plans deferred; build again"
+            f"{where}: plans.version is {engines.version!r} with {len(deferred)} plans deferred; build again"
         )
 
 

@@ -1,7 +1,7 @@
 """An engine bundle: the directory that a build makes and a runtime opens. Refuses a mismatch and says which field.
 
 Opening reads manifest.json, compares every file with its size and SHA-256, and maps the weight files. Nothing in a
-bundle is unpickled or executed here. Knows nothing of torch, checkpoints or devices.
+bundle is unpickled or executed here. No torch, no device.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Bundle:
         return _read_only(unpack_matrix(self._stacks[key][1], index))
 
     def repacked(self, stack: Stack) -> Repacked:
-        """A stack as the native kernels read it: views of the mapped file. Raises BundleError when there is no such."""
+        """A stack as the native kernels read it: views of the mapped file. Raises BundleError for another name."""
         found, packed = self._stacks.get(stack.key, (None, None))
         if found != stack or packed is None:
             held = "no stack of this name" if found is None else f"{len(found.names)} matrices, {found.layout}"
@@ -117,7 +117,7 @@ class Bundle:
         return data
 
     def plan(self, name: str) -> Path:
-        """File of a TensorRT plan, with the bytes that were built. Raises BundleError like :meth:`cubin`."""
+        """File of a TensorRT engine, with the bytes that were built. Raises BundleError like :meth:`cubin`."""
         entry, path = self._entry(name), self._path / name
         if not self._hashed:
             try:

@@ -1,7 +1,6 @@
 """selftest.json: a prompt, the target's plain tokens and the drafter's drafts as they were at build.
 
-Knows the file and how its fields hang together; running it is :mod:`edge_dflash.backends.selftest`, recording it
-:mod:`edge_dflash.builder.record`.
+:mod:`edge_dflash.backends.selftest` runs it, :mod:`edge_dflash.builder.record` records it.
 """
 
 from __future__ import annotations

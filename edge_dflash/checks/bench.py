@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from operator import ne
 from typing import TYPE_CHECKING, Any
 
-from edge_dflash.backends.host import Delegate
+from edge_dflash.backends.host_cycle import Delegate
 from edge_dflash.checks.bench_result import BenchResult, Cold, CycleTimes, Formed, PassTime, StepKind
 from edge_dflash.checks.footprint import Costs
 from edge_dflash.checks.measure import (
@@ -42,7 +42,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Work:
+class Workload:
     """What is to be timed. Counts are tokens."""
 
     context: int = 512  # prompt of the timed cycles
@@ -107,7 +107,7 @@ class Subject:
     load_seconds: float
 
 
-def run(subject: Subject, device: Device, work: Work, say: Say) -> BenchResult:
+def run(subject: Subject, device: Device, work: Workload, say: Say) -> BenchResult:
     """Measure a loaded subject."""
     planner, shape = subject.planner, subject.planner.shape
     on_gpu = on_device(planner.backend)
@@ -163,7 +163,7 @@ def run(subject: Subject, device: Device, work: Work, say: Say) -> BenchResult:
     )
 
 
-def decode_all(meter: Meter, subject: Subject, work: Work) -> tuple[Decodings, Formed | None]:
+def decode_all(meter: Meter, subject: Subject, work: Workload) -> tuple[Decodings, Formed | None]:
     """Speculative decoding of the subject's prompts: by plans, by plans under its schema, by raw cycles."""
     planner, form, prompt = subject.planner, subject.form, subject.prompts[0]
     block = planner.shape.block_size
@@ -214,7 +214,7 @@ def replaced_share(planner: Planner, form: Form, prompt: Sequence[int], tokens: 
     return backend.replaced / max(backend.verified, 1)
 
 
-def fitted(work: Work, backend: Backend, say: Say) -> Work:
+def fitted(work: Workload, backend: Backend, say: Say) -> Workload:
     """The work without what the loaded context cannot hold. Raises ContextError when nothing is left."""
     shape = backend.shape
     room = shape.usable_context - work.drift(shape.block_size)
@@ -253,7 +253,7 @@ def _cold(subject: Subject, first: TimedRun, steady_ms: float) -> Cold:
     )
 
 
-def _profile(device: NativeBackend, subject: Subject, work: Work, say: Say) -> tuple[StepKind, ...]:
+def _profile(device: NativeBackend, subject: Subject, work: Workload, say: Say) -> tuple[StepKind, ...]:
     """Steps of a cycle by kind (layer numbers left out), the longest first."""
     say("timing every step of a cycle")
     device.reset()

@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 
 from edge_dflash.backends.cuda.compile import kernels_digest
 from edge_dflash.backends.cuda.support import DeviceFacts, device_facts
-from edge_dflash.backends.tensorrt.api import TENSORRT, TENSORRT_RTX
+from edge_dflash.backends.tensorrt.flavours import TENSORRT, TENSORRT_RTX
 from edge_dflash.board.linux import drop_page_cache
 from edge_dflash.board.profiles import BoardProfile, JetPackVersion, load_board, match_board
 from edge_dflash.board.state import BoardState, read_board_state

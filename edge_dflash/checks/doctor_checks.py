@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from edge_dflash.backends.tensorrt.api import FLAVOURS, TENSORRT
+from edge_dflash.backends.tensorrt.flavours import FLAVOURS, TENSORRT
 from edge_dflash.board.archs import ARCHS_OF, arch_of_sm, find_arch
 from edge_dflash.checks.doctor import SERVICE, Check, Facts, Finding, fail, is_release, ok, warn
 
@@ -25,7 +25,7 @@ def board(facts: Facts) -> Finding:
 
 
 def jetson_linux(facts: Facts) -> Finding:
-    """Whether the release is one of those that the board's profile knows."""
+    """Whether the board's profile lists the release."""
     release, known = facts.board.release, facts.profile.jetpacks if facts.profile else ()
     if release is None and not known:
         return ok("not a Jetson")
@@ -69,7 +69,7 @@ def tensorrt(facts: Facts) -> Finding:
     version = facts.tensorrt.get(module)
     if version is None and manifest and manifest.plans:
         flavour = next(flavour for flavour in FLAVOURS if flavour.module == module)
-        judge = warn if manifest.runs_without_plans else fail
+        judge = warn if manifest.runs_without_engines else fail
         return judge(f"no {flavour.product}", flavour.install)
     if version is None:
         return ok("none; only bundles of the tensorrt backend need it")
@@ -251,7 +251,7 @@ def engines(facts: Facts) -> Finding | None:
     if (held := manifest.plans) is None:
         return ok("holds no plans")
     remedy = f"edge-dflash build --finish {facts.bundle.path} on this board"
-    if manifest.runs_without_plans:
+    if manifest.runs_without_engines:
         judge, runs = warn, f"; {manifest.backend} runs"
     else:
         judge, runs = fail, ""
@@ -293,6 +293,6 @@ CODES = {code: name for code, (name, _) in _CHECKS.items()}
 
 
 def examine(facts: Facts) -> tuple[Check, ...]:
-    """One check for each code; those of a bundle only when there is one, and one that can be read."""
+    """One check for each code; those of a bundle only for one that can be read."""
     found = ((code, name, check(facts)) for code, (name, check) in _CHECKS.items())
     return tuple(Check(code, one.status, one.found, one.remedy, name) for code, name, one in found if one is not None)

@@ -35,7 +35,7 @@ class WeightGroup:
     module: str  # as in recipes: attention, mlp, ...
     format: WeightFormat
     parameters: int
-    bytes: int  # of one read; "tied" stores nothing of its own
+    bytes: int  # of one read; "tied" is stored with another
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from zlib import crc32
 import numpy as np
 import numpy.typing as npt
 
-from edge_dflash.backends.host import Delegate, host_cycle
+from edge_dflash.backends.host_cycle import Delegate, host_cycle
 from edge_dflash.decode.backend import Asked, Backend, Cycle, PairShape, Rows, Snapshot
 from edge_dflash.decode.loop import Generation, generate
 from edge_dflash.decode.options import Options

@@ -16,7 +16,7 @@ from edge_dflash.backends.cuda.compile import ARCHS, cached_cubin
 from edge_dflash.backends.cuda.support import device_sm
 from edge_dflash.board.archs import arch_of_sm
 from edge_dflash.bundle.reader import read_manifest
-from edge_dflash.checks.bench import Device, Form, Say, Subject, Work, run, tiled
+from edge_dflash.checks.bench import Device, Form, Say, Subject, Workload, run, tiled
 from edge_dflash.checks.bench_result import BenchResult
 from edge_dflash.checks.footprint import Costs
 from edge_dflash.checks.measure import accept_pattern, matmul_rate, read_bandwidth
@@ -86,7 +86,9 @@ def cubins(folder: Path, sm: int) -> Callable[[str], bytes]:
     return partial(cached_cubin, arch=arch.kernels, cache=folder)
 
 
-def bench_synthetic(name: str, kind: Format, work: Work, cubin_folder: Path = CUBINS, say: Say = print) -> BenchResult:
+def bench_synthetic(
+    name: str, kind: Format, work: Workload, cubin_folder: Path = CUBINS, say: Say = print
+) -> BenchResult:
     """Benchmark a published pair with random weights. ``accept_length`` None takes 5.
 
     Raises RequestError for an unknown name or a bad accept length, BackendError without an NVIDIA GPU.
@@ -105,7 +107,7 @@ def bench_synthetic(name: str, kind: Format, work: Work, cubin_folder: Path = CU
 
 @contextmanager
 def synthetic_subject(
-    name: str, kind: Format, work: Work, cubin: Callable[[str], bytes], say: Say = print
+    name: str, kind: Format, work: Workload, cubin: Callable[[str], bytes], say: Say = print
 ) -> Iterator[Subject]:
     """A published pair with random weights on the GPU, room for ``work``, and a tokenizer of its vocabulary's size."""
     from edge_dflash.backends.cuda.backend import NativeBackend
@@ -147,7 +149,7 @@ class Prompts:
 def bench_bundle(
     path: Path,
     prompts: Callable[[Planner], Prompts],
-    work: Work,
+    work: Workload,
     cubin_folder: Path = CUBINS,
     say: Say = print,
 ) -> BenchResult:

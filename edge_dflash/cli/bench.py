@@ -13,7 +13,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from edge_dflash.checks.bench import Work
+from edge_dflash.checks.bench import Workload
 from edge_dflash.checks.bench_result import BenchResult, CycleTimes, PassTime, svg
 from edge_dflash.checks.footprint import Traffic
 from edge_dflash.checks.provenance import append, check_record
@@ -75,7 +75,8 @@ def bench(
     """
     kind = _checked(bundle, synthetic, weights, prompts)
     _check_files(plot, record)
-    work = Work(context, tokens, lengths(prefill, "--prefill"), lengths(contexts, "--contexts"), accept_length, profile)
+    prompt, more = lengths(prefill, "--prefill"), lengths(contexts, "--contexts")
+    work = Workload(context, tokens, prompt, more, accept_length, profile)
     folder = cubins or CUBINS
     if synthetic is not None:
         result = bench_synthetic(synthetic, kind, work, folder, say)

@@ -107,7 +107,7 @@ def default_bundle() -> Path:
 
 
 def _open(where: Path, *, ours: bool) -> Planner:
-    """Open the bundle, built if there is none. A damaged one in our own cache is built again."""
+    """Open the bundle; a missing one is built. A damaged one in our own cache is built again."""
     if not where.exists():
         _build(where)
     try:

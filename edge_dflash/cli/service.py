@@ -13,7 +13,7 @@ import typer
 
 from edge_dflash.cli.output import Json, emit_json, say, stages
 from edge_dflash.errors import ServiceError
-from edge_dflash.install.service import KEEP, Options, Outcome, install, left_to_build, remove, rollback
+from edge_dflash.install.service import KEEP, InstallOptions, Outcome, install, left_to_build, remove, rollback
 
 service = typer.Typer(
     help="Install, upgrade, roll back and remove the systemd service. docs/thor.md shows every step.",
@@ -59,7 +59,7 @@ def install_command(
     """
     if line := left_to_build(bundle):
         say(line)
-    outcome = install(bundle, root, Options(keep, tcp, activation, start), program=program)
+    outcome = install(bundle, root, InstallOptions(keep, tcp, activation, start), program=program)
     _show(outcome, json, f"{outcome.release} is installed" + (" and ready" if outcome.started else ""))
 
 

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from edge_dflash.backends.selftest import SelfTestResult, replay
 from edge_dflash.bundle.reader import Bundle
-from edge_dflash.checks.bench import Work
+from edge_dflash.checks.bench import Workload
 from edge_dflash.checks.doctor import gather
 from edge_dflash.checks.doctor import report as doctor_report
 from edge_dflash.checks.doctor_checks import examine
@@ -115,7 +115,7 @@ def _found(result: Verification, self_test: SelfTestResult | None) -> dict[str, 
 
 def _bench(bundle: Path) -> dict[str, Any]:
     """A short benchmark, with the bundle loaded anew."""
-    work = Work(context=REPORT_CONTEXT, tokens=REPORT_TOKENS, prefill=(REPORT_CONTEXT,))
+    work = Workload(context=REPORT_CONTEXT, tokens=REPORT_TOKENS, prefill=(REPORT_CONTEXT,))
     return bench_bundle(bundle, lambda planner: bench_prompts(bundle, planner, REPORT_TOKENS), work, say=say).to_json()
 
 

@@ -71,7 +71,7 @@ class Server:
 
 
 def pick(listing: object, model: str | None, url: str) -> Server:
-    """The model of a server's ``/v1/models``. Raises ServiceError when there is none, or none of that name."""
+    """The model of a server's ``/v1/models``. Raises ServiceError when it lists none, or none of that name."""
     data = listing.get("data") if isinstance(listing, Mapping) else None
     cards = [card for card in data or () if isinstance(card, Mapping) and isinstance(card.get("id"), str)]
     if not cards:

@@ -98,7 +98,7 @@ class Connection:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     def call(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        """A short exchange of JSON. Raises the error that the server answers with, ServiceError when there is none."""
+        """A short exchange of JSON. Raises the error that the server answers with; ServiceError: no answer."""
         self._check_open()
         return self._run(self._call(method, path, body))
 

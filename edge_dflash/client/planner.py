@@ -159,8 +159,8 @@ class RemotePlanner(AbstractContextManager["RemotePlanner"]):
     def load_session(self, path: Path | str) -> RemoteSession:
         """A conversation that goes on from the one that was saved under this name.
 
-        It lies on the server: the name is no path. Raises RequestError when there is none, BundleError when it was made
-        with another bundle.
+        It lies on the server: the name is no path. Raises RequestError for an unknown name, BundleError when it was
+        made with another bundle.
         """
         self._server.needs("load_session")
         rules.checked(_ARGUMENTS, {"path": path})
@@ -180,7 +180,7 @@ class RemoteSession(AbstractContextManager["RemoteSession"]):
         self._name = secrets.token_hex(16) if planner._server.own else None  # on the server
         self._lock = threading.Lock()
         self._messages: list[Message] = [{"role": "system", "content": system}] if system is not None else []
-        self._begun = False  # the server knows it
+        self._begun = False  # whether the server has it
         self._stale: str | None = None  # the name under which a first turn came to nothing
         self._busy = False
         self._closed = False

@@ -1,1 +1,1 @@
-"""What every part may use: bounded reading, strict tables, rules for values, other processes, progress."""
+"""What every room uses: bounded reading, strict tables, rules for values, processes, progress."""

@@ -11,12 +11,13 @@ from dataclasses import fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
-
-import yaml
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from edge_dflash.common.files import parse_json, read_bytes, read_text
 from edge_dflash.errors import BundleError, CheckpointError, RecipeError, short
+
+if TYPE_CHECKING:
+    import yaml
 
 T = TypeVar("T")
 
@@ -132,7 +133,7 @@ MOST = 1 << 16  # bytes of a file; those that ship have at most a few thousand
 def read_table(path: Path, accepted: tuple[str, ...], help_file: str, *, complete: bool = False) -> Table:
     """Read a file whose document is a mapping with some of the keys ``accepted``, or all. Raises RecipeError."""
     try:
-        document = yaml.load(read_text(path, MOST), Loader=_Plain)
+        document = _loader()(read_text(path, MOST)).get_single_data()
     except Exception as error:  # the library lets ValueError, KeyError and others out of tagged or odd scalars
         deep = isinstance(error, RecursionError)
         reason = "nested too deeply" if deep else getattr(error, "strerror", None) or " ".join(str(error).split())[:200]
@@ -140,23 +141,32 @@ def read_table(path: Path, accepted: tuple[str, ...], help_file: str, *, complet
     return Table(str(path), document, accepted, help_file if complete else None)
 
 
-class _Plain(yaml.SafeLoader):
-    """A safe loader that refuses what a table has no use for: keys given twice, and aliases, which multiply."""
+@cache
+def _loader() -> type[yaml.SafeLoader]:
+    """YAML's safe loader, stricter. Imported with the first table: what runs a bundle reads none."""
+    import yaml
 
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Compose a node that is no alias."""
-        if self.check_event(yaml.AliasEvent):
-            raise yaml.composer.ComposerError(None, None, "aliases are not accepted", self.get_mark())
-        return super().compose_node(parent, index)
+    class Plain(yaml.SafeLoader):
+        """Refuses what a table has no use for: keys given twice, and aliases, which multiply."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Build a mapping after checking that its keys differ."""
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.value in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"key {key.value!r} is given twice", key.start_mark)
-            seen.add(str(key.value))
-        return super().construct_mapping(node, deep)
+        def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+            """Compose a node that is no alias."""
+            if self.check_event(yaml.AliasEvent):
+                raise yaml.composer.ComposerError(None, None, "aliases are not accepted", self.get_mark())
+            return super().compose_node(parent, index)
+
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+            """Build a mapping after checking that its keys differ."""
+            seen: set[str] = set()
+            for key, _ in node.value:
+                if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"key {key.value!r} is given twice", key.start_mark
+                    )
+                seen.add(str(key.value))
+            return super().construct_mapping(node, deep)
+
+    return Plain
 
 
 class Table:

@@ -20,7 +20,7 @@ from edge_dflash.weights.formats import KvFormat
 
 @dataclass(frozen=True)
 class PairShape:
-    """What the loop needs to know of a loaded pair."""
+    """Sizes of a loaded pair, as the loop needs them."""
 
     vocab_size: int
     block_size: int  # B: rows of a verify pass
@@ -144,7 +144,7 @@ class Backend(Protocol):
         """Propose from the anchor, verify, accept; ``commit`` follows, of as many rows as there are tokens, or fewer.
 
         Accepted are the drafts that equal the target's choices. Steering replaces drafts and masks choices on the way.
-        :func:`~edge_dflash.backends.host.host_cycle` is this for a backend that has the passes alone.
+        :func:`~edge_dflash.backends.host_cycle.host_cycle` is this for a backend that has the passes alone.
         """
         ...
 

@@ -67,7 +67,7 @@ class _Cycles:
 class Pace:
     """Measured times of one engine, and what follows from them: may a pass start, does drafting pay. Not thread-safe.
 
-    One Pace belongs to one loaded backend and outlives requests, so that the second request already knows the engine.
+    One Pace belongs to one loaded backend and outlives requests: the second request starts with the times of the first.
     """
 
     def __init__(self, *, fallback: bool = True) -> None:
@@ -84,7 +84,7 @@ class Pace:
         return not self._fallback or self._resting == 0
 
     def cycle_seconds(self, *, speculative: bool) -> float:
-        """Longest of the recent cycles of a kind; of the other kind when there is none; 0 when nothing is known."""
+        """Longest of the recent cycles of a kind, else of the other kind; 0 before the first cycle."""
         cycles = (self._drafted if speculative else self._plain) or self._drafted or self._plain
         return cycles.longest.seconds if cycles else 0.0
 

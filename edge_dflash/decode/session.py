@@ -5,7 +5,7 @@ lane, in a snapshot, or nowhere; losing it costs a prefill, never a token. A req
 its session at the last step that was delivered. Sessions and their manager belong to the thread that owns the backend.
 
 Invariants, between any two steps of the loop:
-S1 the state of a session, where there is one, has ``rows`` rows: of all tokens but the last, which is the next anchor
+S1 a session's state, if held, has ``rows`` rows: of all tokens but the last, which is the next anchor
    and has no K/V yet; or, between two chunks of a prompt, of that prompt's first. (Right after a prefill the lane has
    all of the prompt's rows, and it is nobody's state until the first token is there.)
 S2 tokens change when a step is delivered, and by exactly that step (the first token brings its prompt).

@@ -180,7 +180,7 @@ def save_session(path: Path | str, state: SessionState) -> int:
 
 
 def load_session(path: Path | str, fingerprint: str) -> SessionState:
-    """Read what :func:`save_session` wrote, whole, into memory of its own.
+    """Read what :func:`save_session` wrote, whole, into new arrays.
 
     Raises BundleError when it belongs to another bundle than ``fingerprint`` says, StorageError when the disk does not
     give it, RequestError when it is missing, of another format or version, or damaged anywhere.

@@ -1,1 +1,1 @@
-"""The demo pair: robot tasks with their right answers, a check of plans by simulation, and the weights."""
+"""The demo pair: its weights, robot tasks with right answers, plans checked by simulation."""

@@ -57,7 +57,7 @@ class Thing:
 
 @dataclass(frozen=True)
 class Scene:
-    """Everything the robot knows before it plans."""
+    """The robot's world before it plans."""
 
     rooms: tuple[Room, ...]
     places: tuple[Place, ...]
@@ -67,19 +67,19 @@ class Scene:
     battery: int  # percent
 
     def room(self, name: str) -> Room:
-        """The room called ``name``; KeyError when there is none."""
+        """The room called ``name``. Raises KeyError."""
         return next_named(self.rooms, name)
 
     def place(self, name: str) -> Place:
-        """The place called ``name``; KeyError when there is none."""
+        """The place called ``name``. Raises KeyError."""
         return next_named(self.places, name)
 
     def thing(self, name: str) -> Thing:
-        """The object called ``name``; KeyError when there is none."""
+        """The object called ``name``. Raises KeyError."""
         return next_named(self.things, name)
 
     def person_room(self, name: str) -> str:
-        """The room of a person; KeyError when there is no such person."""
+        """The room of a person. Raises KeyError."""
         return dict(self.people)[name]
 
     @property
@@ -118,7 +118,7 @@ Named = TypeVar("Named", Room, Place, Thing)
 
 
 def next_named(items: tuple[Named, ...], name: str) -> Named:
-    """The item with that name; KeyError when there is none."""
+    """The item with that name. Raises KeyError."""
     for item in items:
         if item.name == name:
             return item

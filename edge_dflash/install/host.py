@@ -35,7 +35,7 @@ ENABLED = _UNITS / "multi-user.target.wants" / UNIT  # as systemctl enable links
 ACTIVATED = _UNITS / "sockets.target.wants" / SOCKET
 
 
-class Layout:
+class InstallPaths:
     """Paths below ``root``."""
 
     def __init__(self, root: Path) -> None:

@@ -22,7 +22,7 @@ from edge_dflash.bundle.manifest import MANIFEST, FileEntry, Manifest
 from edge_dflash.bundle.parts import hash_file
 from edge_dflash.bundle.reader import Bundle, check_files, read_manifest
 from edge_dflash.errors import BundleError, EdgeDflashError
-from edge_dflash.install.host import Layout
+from edge_dflash.install.host import InstallPaths
 
 _INCOMING = ".incoming-"
 _OWN = ("bundle", "run", "no-plans")  # names inside of a release
@@ -31,7 +31,7 @@ _SPARE = 64 << 20  # bytes of disk beside a copy
 
 
 @contextmanager
-def locked(layout: Layout) -> Iterator[None]:
+def locked(layout: InstallPaths) -> Iterator[None]:
     """Hold the installation for one change. Raises EdgeDflashError while another holds it."""
     layout.releases.mkdir(mode=0o755, parents=True, exist_ok=True)
     descriptor = os.open(layout.releases, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -48,7 +48,7 @@ def locked(layout: Layout) -> Iterator[None]:
         os.close(descriptor)
 
 
-def add(layout: Layout, bundle: Path, program: Path) -> tuple[str, list[str]]:
+def add(layout: InstallPaths, bundle: Path, program: Path) -> tuple[str, list[str]]:
     """Copy ``bundle`` into a release that ``program`` serves; its name. One that is there is checked, and repaired.
 
     Files that another release holds are linked to instead of copied. Returns also what was repaired. Raises BundleError
@@ -90,27 +90,27 @@ def _complete(release: Path, folder: str, program: Path, manifest: Manifest) -> 
             link.symlink_to(target)
             changed.append(str(link))
     mark = release / "no-plans"
-    if manifest.runs_without_plans != mark.is_file():
+    if manifest.runs_without_engines != mark.is_file():
         discard(mark)
-        if manifest.runs_without_plans:
+        if manifest.runs_without_engines:
             mark.touch()
         changed.append(str(mark))
     return changed
 
 
-def current(layout: Layout) -> str | None:
+def current(layout: InstallPaths) -> str | None:
     """Name of the release that is served."""
     return layout.current.readlink().name if layout.current.is_symlink() else None
 
 
-def history(layout: Layout) -> list[str]:
+def history(layout: InstallPaths) -> list[str]:
     """Names of the releases that are there, the newest last."""
     with suppress(FileNotFoundError):
         return [name for name in layout.history.read_text().split() if (layout.releases / name).is_dir()]
     return []
 
 
-def check(layout: Layout, name: str) -> None:
+def check(layout: InstallPaths, name: str) -> None:
     """Raise BundleError for a release that lacks files; their content is compared when it is served."""
     bundle = (layout.releases / name / "bundle").resolve()
     try:
@@ -119,7 +119,7 @@ def check(layout: Layout, name: str) -> None:
         raise BundleError(f"the release {name} cannot be served ({error}); install its bundle again") from None
 
 
-def switch(layout: Layout, name: str) -> None:
+def switch(layout: InstallPaths, name: str) -> None:
     """Serve another release from the next start on; never is there none."""
     fresh = layout.current.with_name(".current")
     fresh.unlink(missing_ok=True)
@@ -128,21 +128,21 @@ def switch(layout: Layout, name: str) -> None:
     sync_path(layout.base)
 
 
-def record(layout: Layout, name: str) -> None:
+def record(layout: InstallPaths, name: str) -> None:
     """Note that ``name`` is the newest, directly after the one that is served: that is where a rollback goes."""
     served = current(layout)
     names = [known for known in history(layout) if known not in (name, served)]
     _write_history(layout, [*names, *([served] if served not in (None, name) else []), name])
 
 
-def previous(layout: Layout) -> str | None:
+def previous(layout: InstallPaths) -> str | None:
     """The release before the one that is served."""
     names, served = history(layout), current(layout)
     at = names.index(served) if served in names else len(names)
     return names[at - 1] if at > 0 else None
 
 
-def prune(layout: Layout, keep: int) -> list[str]:
+def prune(layout: InstallPaths, keep: int) -> list[str]:
     """Remove all but the newest ``keep`` releases; never the one that is served. Names of those that went."""
     names, served = history(layout), current(layout)
     gone = [name for name in names[:-keep] if name != served]
@@ -153,12 +153,12 @@ def prune(layout: Layout, keep: int) -> list[str]:
     return gone
 
 
-def _bundles(layout: Layout) -> list[Path]:
+def _bundles(layout: InstallPaths) -> list[Path]:
     """The bundles of all releases."""
     return [(layout.releases / name / "bundle").resolve() for name in history(layout)]
 
 
-def _write_history(layout: Layout, names: list[str]) -> None:
+def _write_history(layout: InstallPaths, names: list[str]) -> None:
     fresh = layout.history.with_name(".history")
     fresh.write_text("".join(f"{name}\n" for name in names))
     fresh.chmod(0o644)
@@ -190,7 +190,7 @@ def _copy(source: Path, target: Path, manifest: Manifest, others: Sequence[Path]
 def _repair(source: Path, target: Path, manifest: Manifest, others: Sequence[Path]) -> list[str]:
     """Bring a copy of ``source`` back to what it was; paths of the files that were damaged, missing or too many.
 
-    Plans that were built in the copy stay where they are sound. Other bundles that share a damaged file get the good
+    Engines that were built in the copy stay where they are sound. Other bundles that share a damaged file get the good
     one. Raises as :func:`_copy`.
     """
     try:

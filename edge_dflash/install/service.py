@@ -17,7 +17,7 @@ from edge_dflash.bundle.reader import read_manifest
 from edge_dflash.common.files import directory
 from edge_dflash.errors import EdgeDflashError
 from edge_dflash.install import releases
-from edge_dflash.install.host import ACTIVATED, CONFIG, ENABLED, FILES, TCP, Host, Layout, host_of
+from edge_dflash.install.host import ACTIVATED, CONFIG, ENABLED, FILES, TCP, Host, InstallPaths, host_of
 
 KEEP = 2  # releases: the one that is served and the one before
 LOG = "journalctl -b -u edge-dflash tells why"
@@ -25,7 +25,7 @@ _HIDDEN = ("/home", "/root", "/run/user", "/tmp", "/var/tmp")  # from a unit wit
 
 
 @dataclass(frozen=True)
-class Options:
+class InstallOptions:
     """How to install. None keeps what is there, or leaves it off."""
 
     keep: int = KEEP
@@ -47,14 +47,19 @@ class Outcome:
 
 
 def install(
-    bundle: Path, root: Path, options: Options | None = None, *, program: Path | None = None, host: Host | None = None
+    bundle: Path,
+    root: Path,
+    options: InstallOptions | None = None,
+    *,
+    program: Path | None = None,
+    host: Host | None = None,
 ) -> Outcome:
     """Serve ``bundle`` by ``program`` (default: the one that runs) from the directory tree ``root``.
 
     Raises BundleError for a damaged bundle, EdgeDflashError when the program cannot be seen by the service, the disk is
     too small, or the new release does not become ready; the previous one serves again then.
     """
-    options, layout = options or Options(), Layout(root)
+    options, layout = options or InstallOptions(), InstallPaths(root)
     host = host or host_of(root)
     _check_root(host)
     if options.keep < 1:
@@ -82,12 +87,12 @@ def install(
 
 
 def left_to_build(bundle: Path) -> str:
-    """What is to be said of a bundle's TensorRT plans before it is installed; "": nothing. Raises BundleError."""
+    """What is to be said of a bundle's TensorRT engines before it is installed; "": nothing. Raises BundleError."""
     manifest = read_manifest(bundle.resolve())
     if manifest.plans is None or not manifest.plans.deferred:
         return ""
     plans = f"{len(manifest.plans.deferred)} TensorRT plans of {bundle} are not built"
-    if not manifest.runs_without_plans:
+    if not manifest.runs_without_engines:
         return f"{plans}; the service builds them before its first start, which takes minutes to an hour"
     return (
         f"{plans}, and the service will not build them: its {manifest.backend} backend runs the bundle without; "
@@ -98,9 +103,9 @@ def left_to_build(bundle: Path) -> str:
 def rollback(root: Path, *, start: bool = True, host: Host | None = None) -> Outcome:
     """Serve the release before the current one.
 
-    Raises EdgeDflashError when there is none, or it does not start, BundleError when it is visibly damaged.
+    Raises EdgeDflashError when no release is older or it does not start, BundleError when it is visibly damaged.
     """
-    layout, host = Layout(root), host or host_of(root)
+    layout, host = InstallPaths(root), host or host_of(root)
     _check_root(host)
     with releases.locked(layout):
         name = releases.previous(layout)
@@ -119,7 +124,7 @@ def rollback(root: Path, *, start: bool = True, host: Host | None = None) -> Out
 
 def remove(root: Path, *, purge: bool = False, host: Host | None = None) -> Outcome:
     """Stop and remove the service with its releases; ``purge``: configuration, drop-ins and saved sessions too."""
-    layout, host = Layout(root), host or host_of(root)
+    layout, host = InstallPaths(root), host or host_of(root)
     _check_root(host)
     with releases.locked(layout) if layout.releases.is_dir() else nullcontext():
         host.stop()
@@ -163,7 +168,7 @@ def _check_root(host: Host) -> None:
         raise EdgeDflashError("this changes the system; run it with sudo, or give --root DIRECTORY to try it")
 
 
-def _write_units(root: Path, options: Options) -> list[str]:
+def _write_units(root: Path, options: InstallOptions) -> list[str]:
     """Bring files and links to what the options say; paths of those that changed."""
     deploy, changed = directory("deploy"), []
     wanted = {path: (deploy / name).read_bytes() for path, name in FILES.items()}
@@ -210,7 +215,7 @@ def _fresh(path: Path) -> Path:
     return path.with_name(f".{path.name}.new")
 
 
-def _begin(layout: Layout, host: Host) -> bool:
+def _begin(layout: InstallPaths, host: Host) -> bool:
     """Note that a change begins; whether an earlier one never reached the service: cut short, or not started."""
     late = layout.unserved.exists()
     if host.live:
@@ -218,7 +223,7 @@ def _begin(layout: Layout, host: Host) -> bool:
     return late
 
 
-def _take_back(layout: Layout, host: Host, name: str, before: str | None) -> None:
+def _take_back(layout: InstallPaths, host: Host, name: str, before: str | None) -> None:
     if before is None or before == name:
         raise EdgeDflashError(f"{name} is installed and did not become ready; {LOG}")
     releases.switch(layout, before)
@@ -229,7 +234,7 @@ def _take_back(layout: Layout, host: Host, name: str, before: str | None) -> Non
     raise EdgeDflashError(f"{name} did not become ready; {before} {state}; {LOG}")
 
 
-def _outcome(layout: Layout, written: list[str], gone: list[str], started: bool) -> Outcome:
+def _outcome(layout: InstallPaths, written: list[str], gone: list[str], started: bool) -> Outcome:
     return Outcome(
         releases.current(layout),
         releases.previous(layout),

@@ -8,10 +8,20 @@ Library config classes drop or default fields that matter here, so config.json i
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from edge_dflash.common.files import is_there
 from edge_dflash.common.tables import read_json
 from edge_dflash.model.fields import ANY, Fields, Key, Table, flag, free, inner, integer, names, number, only, text
-from edge_dflash.model.specs import MAX_LAYERS, AttentionSpec, LayerType, RopeSpec, TargetSpec, YarnScaling
+from edge_dflash.model.specs import (
+    MAX_LAYERS,
+    AttentionSpec,
+    GatedDeltaSpec,
+    LayerType,
+    RopeSpec,
+    TargetSpec,
+    YarnScaling,
+)
 
 LIBRARY: Table = {
     **free(
@@ -103,11 +113,18 @@ GENERATION: Table = {
 
 
 def read_target(
-    text: Fields, outer: Fields, architecture: str, layers: tuple[LayerType, ...], *, gated: bool
+    text: Fields,
+    outer: Fields,
+    architecture: str,
+    layers: tuple[LayerType, ...],
+    *,
+    gated: bool,
+    gated_delta: Callable[[Fields], GatedDeltaSpec] | None = None,
 ) -> TargetSpec:
     """Spec of a target by the fields that all have; ``outer``: those around the part about text.
 
-    ``gated``: attention has output gates, and may rotate a part of each head. Raises CheckpointError.
+    ``gated``: attention has output gates, and may rotate a part of each head. ``gated_delta`` reads what layers of that
+    kind have. Raises CheckpointError.
     """
     return TargetSpec(
         architecture=architecture,
@@ -116,7 +133,7 @@ def read_target(
         intermediate_size=text.integer("intermediate_size"),
         rms_norm_eps=text.number("rms_norm_eps"),
         attention=read_attention(text, gated=gated),
-        gated_delta=None,
+        gated_delta=gated_delta(text) if gated_delta else None,
         layer_types=layers,
         tied=text.flag("tie_word_embeddings") or outer.flag("tie_word_embeddings"),
         max_position_embeddings=text.integer("max_position_embeddings"),

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, cast
 
 from edge_dflash.model.blocks import attention, mlp
@@ -82,8 +81,8 @@ def read(config: Fields) -> TargetSpec:
     else:
         interval = text.integer("full_attention_interval")
         kinds = tuple("linear_attention" if (i + 1) % interval else "full_attention" for i in range(layers))
-    spec = read_target(text, config, "qwen3_5", cast("tuple[LayerType, ...]", kinds), gated=True)
-    return replace(spec, gated_delta=_read_gated_delta(text)) if "linear_attention" in kinds else spec
+    delta = _read_gated_delta if "linear_attention" in kinds else None
+    return read_target(text, config, "qwen3_5", cast("tuple[LayerType, ...]", kinds), gated=True, gated_delta=delta)
 
 
 def layer(g: GraphBuilder, x: str, spec: TargetSpec, index: int) -> str:

@@ -102,7 +102,7 @@ class Unwatched:
         """See Observer."""
 
 
-class Place:
+class Home:
     """Where a request's sequence lives, as the worker asks: here in a session that ends with it."""
 
     def open(self, manager: SessionManager) -> Session:
@@ -119,7 +119,7 @@ class Job(Work[Step, Plan]):
 
     closes = False
 
-    def __init__(self, request: Prepared, place: Place, manager: SessionManager, pace: Pace) -> None:
+    def __init__(self, request: Prepared, place: Home, manager: SessionManager, pace: Pace) -> None:
         """``manager`` and ``pace`` are the engine's."""
         options = request.options
         super().__init__(self._answer, priority=options.priority, caller=options.caller, deadline=request.deadline)

@@ -42,7 +42,7 @@ _BEFORE_ANSWER = "\n\n"  # what the chat templates of the Qwen family write betw
 
 @dataclass(frozen=True)
 class Model:
-    """What of an open engine a request needs to know. ``backend`` is asked for its shape only."""
+    """The parts of an open engine that requests are checked against. ``backend`` is asked for its shape only."""
 
     backend: Backend
     tokenizer: Tokenizer | None
@@ -73,7 +73,7 @@ class Encoder:
         self._probed: OrderedDict[str, tuple[int, ...]] = OrderedDict()
 
     def prompt(self, task: Task, options: Options) -> Prompt:
-        """A task as a prompt of its own.
+        """The prompt of a task outside a session.
 
         Raises RequestError when it is of another kind, empty, or cannot be turned into ids.
         """

@@ -137,8 +137,8 @@ def _overlap(text: str, stop: str) -> int:
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
 
 
-class Asked(Protocol):
-    """What a stream must know of the request behind its ticket."""
+class StreamedRequest(Protocol):
+    """The request behind a stream's ticket."""
 
     cancelled: bool  # set by any thread: end at the next commit
 
@@ -158,7 +158,7 @@ class PlanStream(Iterator[Increment]):
     Leaving the ``with`` block (or :meth:`close`) before the end cancels the request, and so does dropping the stream.
     """
 
-    def __init__(self, job: Asked, ticket: Ticket[Any, Plan], owner: object) -> None:
+    def __init__(self, job: StreamedRequest, ticket: Ticket[Any, Plan], owner: object) -> None:
         """Read the ticket of a job; ``owner`` is kept alive meanwhile. Made by Planner.stream."""
         self._job = job
         self._ticket = ticket

@@ -181,7 +181,7 @@ class Worker:
                 self._close(work)
 
     def _start(self, above: int | None) -> Work[Any, Any] | None:
-        """Take the next work of the queue, of a priority ``above`` that if it is given; None when there is none."""
+        """Take the next work of the queue, of a priority ``above`` that if it is given; None: nothing waits."""
         try:
             work = self._queue.pop(above)
         except IndexError:
@@ -225,7 +225,7 @@ class Worker:
             work.ticket._fail(error)
 
     def _fail_all(self, error: BaseException) -> None:
-        """Close, end what was interrupted, and fail every ticket that has not ended, each with an error of its own."""
+        """Close, end what was interrupted, and fail every ticket that has not ended, each with another error object."""
         with self._changed:
             interrupted = [work for work in self._running if work.steps is not None]
             self._failure, self._closed, self._running = error, True, []

@@ -24,7 +24,7 @@ from edge_dflash.decode.backend import PairShape
 from edge_dflash.serve import completions, replies
 from edge_dflash.serve.completions import HELLO
 from edge_dflash.serve.config import ServeConfig
-from edge_dflash.serve.fields import Fields, Refusal, dump, json_response, refusal, session_name
+from edge_dflash.serve.fields import BodyFields, Refusal, dump, json_response, refusal, session_name
 from edge_dflash.serve.limits import Guard, Keys, read_body, turn
 from edge_dflash.serve.metrics import CONTENT_TYPE
 from edge_dflash.serve.openai import read_messages
@@ -105,7 +105,7 @@ async def _defect(request: Request, error: Exception) -> Response:
 
 def _encoded(body: Mapping[str, Any], config: ServeConfig) -> tuple[Any, bool, bool]:
     """What is to be encoded, whether the template is to open thinking, and whether the text is used as it is."""
-    given = Fields(body)
+    given = BodyFields(body)
     if (text := given.text("text", facts={"pattern": r"\S"})) is None:
         given.also({"properties": {"text": {"type": "null"}}}, variant="messages")
         task: Any = read_messages(given, "give messages, or a text")
@@ -198,7 +198,7 @@ async def openapi(service: Service, request: Request) -> ASGIApp:
 
 def _to(body: Mapping[str, Any], config: ServeConfig, needed: str = "") -> str | None:
     """The name of another session. Raises Refusal."""
-    given = Fields(body)
+    given = BodyFields(body)
     to = given.text("to", facts=NAME, needed=needed)
     given.done()
     return None if to is None else session_name(to, "to")

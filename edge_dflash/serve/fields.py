@@ -101,7 +101,7 @@ def json_response(value: dict[str, Any], status: int = 200, headers: Mapping[str
     return Response(dump(value), status, headers, "application/json")
 
 
-class Fields:
+class BodyFields:
     """A JSON object whose fields are taken. A field that is null counts as absent, as in the OpenAI API.
 
     ``needed`` says what to give for a field that may not be absent.
@@ -193,10 +193,10 @@ class Fields:
             self.fail(key, value, "give a JSON array")
         return value
 
-    def inner(self, key: str, *, needed: str = "") -> Fields | None:
+    def inner(self, key: str, *, needed: str = "") -> BodyFields | None:
         """A JSON object, to be taken apart in turn."""
         value = self.mapping(key, needed=needed)
-        return None if value is None else Fields(value, self.name(key))
+        return None if value is None else BodyFields(value, self.name(key))
 
     def only(self, key: str, *accepted: object, why: str) -> None:
         """A field that is understood and has one meaning here: everything else is refused, not dropped."""

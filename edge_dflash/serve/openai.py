@@ -16,7 +16,7 @@ from edge_dflash.decode.options import PlanOptions
 from edge_dflash.decode.sampling import MOST_ALTERNATIVES
 from edge_dflash.errors import RequestError
 from edge_dflash.serve.config import ServeConfig
-from edge_dflash.serve.fields import Fields, Refusal, session_name
+from edge_dflash.serve.fields import BodyFields, Refusal, session_name
 from edge_dflash.serve.limits import bound_request
 from edge_dflash.serve.openapi import COUNT, NAME, TEXT, Schema
 from edge_dflash.text.template import Message, content_text
@@ -63,13 +63,13 @@ class Call:
 
 def chat_call(body: Mapping[str, Any], config: ServeConfig) -> Call:
     """Read the body of ``/v1/chat/completions``. Raises Refusal."""
-    fields = Fields(body)
+    fields = BodyFields(body)
     return _call(fields, read_messages(fields), _tools(fields), config, chat=True)
 
 
 def completion_call(body: Mapping[str, Any], config: ServeConfig) -> Call:
     """Read the body of ``/v1/completions``. Raises Refusal."""
-    fields = Fields(body)
+    fields = BodyFields(body)
     prompt = _prompt(fields)
     fields.only("suffix", "", why="text behind the answer cannot be given")
     fields.only("echo", False, why="the prompt cannot be echoed; leave echo out")
@@ -77,7 +77,7 @@ def completion_call(body: Mapping[str, Any], config: ServeConfig) -> Call:
     return _call(fields, prompt, PlanOptions(), config, chat=False)
 
 
-def _call(fields: Fields, task: Prompt, options: PlanOptions, config: ServeConfig, *, chat: bool) -> Call:
+def _call(fields: BodyFields, task: Prompt, options: PlanOptions, config: ServeConfig, *, chat: bool) -> Call:
     _form(fields, options)
     model = fields.text("model")
     stream = fields.flag("stream") or False
@@ -87,7 +87,7 @@ def _call(fields: Fields, task: Prompt, options: PlanOptions, config: ServeConfi
     budget_is_default = _budget(fields, options, config.limits.new_tokens)
     _stop(fields, options)
     user = fields.text("user")
-    extra = fields.inner("edge_dflash") or Fields({}, "edge_dflash")
+    extra = fields.inner("edge_dflash") or BodyFields({}, "edge_dflash")
     session, with_tokens = _extension(extra, options, config)
     options["caller"] = (options.get("caller", user) or "")[:64]
     _fixed(fields)
@@ -96,7 +96,7 @@ def _call(fields: Fields, task: Prompt, options: PlanOptions, config: ServeConfi
     return Call(task, options, chat, model, stream, include_usage, session, with_tokens, budget_is_default)
 
 
-def _form(fields: Fields, options: PlanOptions) -> None:
+def _form(fields: BodyFields, options: PlanOptions) -> None:
     if (form := fields.inner("response_format")) is None:
         return
     kind = form.kind("type", "text", "json_object", "json_schema")
@@ -104,7 +104,7 @@ def _form(fields: Fields, options: PlanOptions) -> None:
         options["schema"] = {"type": "object"}
     elif kind == "json_schema":
         wanted = 'give {"name": ..., "schema": {...}}'
-        inner = form.inner("json_schema", needed=wanted) or Fields({})
+        inner = form.inner("json_schema", needed=wanted) or BodyFields({})
         options["schema"] = inner.mapping("schema", needed=wanted)
         inner.text("name")
         inner.text("description")
@@ -113,7 +113,7 @@ def _form(fields: Fields, options: PlanOptions) -> None:
     form.done()
 
 
-def _stream_options(fields: Fields, stream: bool) -> bool:
+def _stream_options(fields: BodyFields, stream: bool) -> bool:
     """Whether the usage is wanted."""
     if (given := fields.inner("stream_options")) is None:
         return False
@@ -125,7 +125,7 @@ def _stream_options(fields: Fields, stream: bool) -> bool:
     return usage
 
 
-def _sampling(fields: Fields, options: PlanOptions, default: float) -> None:
+def _sampling(fields: BodyFields, options: PlanOptions, default: float) -> None:
     temperature = fields.number("temperature", 0.0, 2.0)
     options["temperature"] = default if temperature is None else temperature
     if (top_p := fields.number("top_p", 0.0, 1.0)) is not None:
@@ -137,7 +137,7 @@ def _sampling(fields: Fields, options: PlanOptions, default: float) -> None:
         options["seed"] = secrets.randbits(32) if seed is None else seed % 2**64
 
 
-def _logprobs(fields: Fields, options: PlanOptions, *, chat: bool) -> None:
+def _logprobs(fields: BodyFields, options: PlanOptions, *, chat: bool) -> None:
     """A chat says whether, and how many alternatives; a completion says both in one number."""
     if not chat:
         options["logprobs"] = fields.integer("logprobs", 0, MOST_ALTERNATIVES)
@@ -149,7 +149,7 @@ def _logprobs(fields: Fields, options: PlanOptions, *, chat: bool) -> None:
     options["logprobs"] = (alternatives or 0) if wanted else None
 
 
-def _budget(fields: Fields, options: PlanOptions, most: int) -> bool:
+def _budget(fields: BodyFields, options: PlanOptions, most: int) -> bool:
     """Set the budget, at most ``most`` tokens if that is not 0; return whether it is the service's own."""
     names = ("max_completion_tokens", "max_tokens")
     given = [value for name in names if (value := fields.integer(name, 1, most or 2**31)) is not None]
@@ -159,7 +159,7 @@ def _budget(fields: Fields, options: PlanOptions, most: int) -> bool:
     return not given
 
 
-def _stop(fields: Fields, options: PlanOptions) -> None:
+def _stop(fields: BodyFields, options: PlanOptions) -> None:
     if (stop := fields.take("stop", {"anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": 16}]})) is None:
         return
     texts = [stop] if isinstance(stop, str) else stop
@@ -171,10 +171,10 @@ def _stop(fields: Fields, options: PlanOptions) -> None:
     options["stop"] = tuple(texts)
 
 
-_READERS: dict[type, Callable[[Fields, str], Any]] = {str: Fields.text, bool: Fields.flag}
+_READERS: dict[type, Callable[[BodyFields, str], Any]] = {str: BodyFields.text, bool: BodyFields.flag}
 
 
-def _extension(extra: Fields, options: PlanOptions, config: ServeConfig) -> tuple[str | None, bool]:
+def _extension(extra: BodyFields, options: PlanOptions, config: ServeConfig) -> tuple[str | None, bool]:
     """Read what stands under ``edge_dflash``; return the session and whether token ids are wanted."""
     options["thinking"] = config.defaults.thinking
     for name, kind in WORDS.items():
@@ -190,7 +190,7 @@ def _extension(extra: Fields, options: PlanOptions, config: ServeConfig) -> tupl
     return session, with_tokens
 
 
-def _fixed(fields: Fields) -> None:
+def _fixed(fields: BodyFields) -> None:
     """Parameters of the OpenAI API with one meaning here, and those that say nothing about the answer."""
     fields.only("n", 1, why="one answer is made, and n above 1 is not supported yet; give 1")
     fields.only("logit_bias", {}, why="logits cannot be biased; leave it out")
@@ -204,7 +204,7 @@ def _fixed(fields: Fields) -> None:
     fields.text("prompt_cache_key")
 
 
-def read_messages(fields: Fields, needed: str = "give at least one message") -> list[Message]:
+def read_messages(fields: BodyFields, needed: str = "give at least one message") -> list[Message]:
     """The ``messages`` of a request, as chat templates want them. Raises Refusal."""
     given = fields.array("messages", facts={"minItems": 1}, needed=needed)
     if not given:
@@ -215,7 +215,7 @@ def read_messages(fields: Fields, needed: str = "give at least one message") -> 
 def _message(given: Any, path: str) -> Message:
     if not isinstance(given, dict):
         raise Refusal(f"{path} is of type {type(given).__name__}; give an object with role and content", param=path)
-    fields = Fields(given, path)
+    fields = BodyFields(given, path)
     role = fields.kind("role", *_ROLES)
     made: dict[str, Any] = {"role": "system" if role == "developer" else role}
     calls, assistant = None, role == "assistant"
@@ -248,7 +248,7 @@ def _message(given: Any, path: str) -> Message:
     return made
 
 
-def _prompt(fields: Fields) -> str | tuple[int, ...]:
+def _prompt(fields: BodyFields) -> str | tuple[int, ...]:
     """The ``prompt`` of a completion: a text or token ids. Raises Refusal."""
     prompt = fields.take("prompt", _PROMPT, needed=_PROMPT_WHY)
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
@@ -263,7 +263,7 @@ def _prompt(fields: Fields) -> str | tuple[int, ...]:
     return ids
 
 
-def _tools(fields: Fields) -> PlanOptions:
+def _tools(fields: BodyFields) -> PlanOptions:
     """The options that ``tools`` and ``tool_choice`` mean. Raises Refusal."""
     tools = fields.array("tools", facts={"items": _TOOL})
     for index, tool in enumerate(tools or ()):
@@ -285,7 +285,7 @@ def _tools(fields: Fields) -> PlanOptions:
     return PlanOptions(tools=tools or None, tool_choice=choice)
 
 
-def _tool_choice(fields: Fields) -> str:
+def _tool_choice(fields: BodyFields) -> str:
     """A word of the API, or the name of a tool."""
     choice = fields.take("tool_choice", _TOOL_CHOICE)
     if choice is None or choice in _WORDS:

@@ -1,7 +1,7 @@
 """The document of the API (OpenAPI 3.1), made of what the code itself goes by.
 
 A route is declared where it is handled (:class:`Operations`). What its body may be is what its reader asks for while it
-reads samples: :class:`~edge_dflash.serve.fields.Fields` notes that in a :class:`Record`.
+reads samples: :class:`~edge_dflash.serve.fields.BodyFields` notes that in a :class:`Record`.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ class Sessions:
         return [self._entry(name, opened.get(name)) for name in names]
 
     def info(self, name: str) -> dict[str, Any]:
-        """One session; with messages and tokens when it is open. Raises Refusal when there is none."""
+        """One session; with messages and tokens when it is open. Raises Refusal for an unknown name."""
         with self._lock:
             slot = self._slots.get(name)
         if slot is None or slot.session is None:
@@ -130,7 +130,7 @@ class Sessions:
             self.release(name)
 
     def delete(self, name: str) -> None:
-        """Forget a session and its file. Raises Refusal when there is none."""
+        """Forget a session and its file. Raises Refusal for an unknown name."""
         until = time.monotonic() + _LETS_GO
         while True:
             with self._lock:

@@ -1,7 +1,6 @@
 """What a chat model answered, taken apart: thinking, content and tool calls, whole or as the tokens come.
 
-Spans are found by the ids of the tokens that open and close them, never by text: an answer may quote ``<think>``. Knows
-the tokenizer and the ids of the prompt; knows nothing of how tokens are made.
+Spans are found by the ids of the tokens that open and close them, never by text: an answer may quote ``<think>``.
 """
 
 from __future__ import annotations

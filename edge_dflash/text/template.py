@@ -94,7 +94,7 @@ class ChatTemplate:
     def pieces(self, controls: Sequence[str], messages: Sequence[Message], /, **variables: object) -> list[str]:
         """The prompt up to where the model's answer begins: text, control token, text, ..., text.
 
-        ``controls`` are the control tokens' spellings. ``variables`` are extra switches that the template may know
+        ``controls`` are the control tokens' spellings. ``variables`` are extra switches that the template may read
         (``enable_thinking=False``). An assistant's content may hold its thinking span, which templates take apart: its
         ends are control tokens as well. Raises RequestError when a message lacks role or content, when the template
         refuses the messages, and when it takes too long or too much memory (BoundError).

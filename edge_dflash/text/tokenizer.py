@@ -83,7 +83,7 @@ class Tokenizer:
         return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
 
     def token(self, token_id: int) -> str | None:
-        """Return the token with this id, or None when there is none."""
+        """The token with this id; None for an id outside the vocabulary."""
         found = self._tokenizer.id_to_token(token_id)
         return None if found is None else str(found)
 
@@ -94,7 +94,7 @@ class Tokenizer:
         return bool(self.decode([token_id]))
 
     def control_id(self, token: str) -> int | None:
-        """Return the id of this control token, or None when there is none: no text becomes it."""
+        """The id of a control token, which no text becomes; None for other words."""
         return self._controls.ids.get(token)
 
     def to_json(self) -> str:

@@ -161,7 +161,7 @@ def repack(weights: Weight | Sequence[Weight], *, swiglu: bool = False) -> Repac
 
 
 def _codes(weight: Weight) -> tuple[Bytes, Bytes]:
-    """Bytes along K of each row (packed pairs, codes, or BF16), and block scale bytes ([N, 0] where there are none)."""
+    """Bytes along K of each row (packed pairs, codes, or BF16), and block scale bytes ([N, 0] for formats without)."""
     none = np.zeros((weight.shape[0], 0), np.uint8)
     match weight:
         case Nvfp4Weight():

@@ -70,7 +70,7 @@ class Calibration:
 
 @dataclass(frozen=True)
 class Context:
-    """Defaults of a build that gives no sizes of its own, in tokens."""
+    """Sizes of a build, in tokens, unless its config gives others."""
 
     max_context: int = 8192
     prefill_chunk: int | None = None  # None: what the arch computes in a tenth of a second

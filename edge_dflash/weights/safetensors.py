@@ -1,4 +1,4 @@
-"""Safetensors files, memory-mapped: names, dtypes, shapes and raw arrays. Knows nothing of models.
+"""Safetensors files, memory-mapped: names, dtypes, shapes and raw arrays.
 
 The header is parsed here, not by the safetensors package, because BF16 and FP8 tensors are wanted as raw codes in
 NumPy, and because every damage is to be named by file and tensor. Format: 8 bytes little-endian header length, a JSON
@@ -126,7 +126,7 @@ def drop_page_cache(file: Path) -> None:
 
 
 def _locate(directory: Path) -> tuple[tuple[Path, ...], dict[str, str] | None]:
-    """Shards of a checkpoint directory, and the index's tensor -> shard when there is one."""
+    """Shards of a checkpoint directory, and the index's tensor -> shard, if it has an index."""
     if not directory.is_dir():
         raise CheckpointError(f"no directory {directory}; give the directory of a checkpoint")
     single, index_file = directory / SINGLE, directory / INDEX

@@ -18,7 +18,9 @@ from edge_dflash.weights.layout import UNIT_ROWS, Format, Layout
 
 PARTS = 4  # most matrices of a stack with an output each; more need one output for all
 STREAMED: Mapping[WeightFormat, Format] = {
-    word: cast(Format, read_as(word).streamed) for word in (*reversed(FORMATS), TIED) if read_as(word).streamed
+    word: cast(Format, read_as(word).streamed)
+    for word in (*sorted(FORMATS, key=lambda name: FORMATS[name].bits), TIED)
+    if read_as(word).streamed
 }
 
 
@@ -70,7 +72,7 @@ def pair_stacks(programs: PairPrograms, formats: Mapping[str, WeightFormat]) -> 
 
 
 def _parts(names: tuple[str, ...], weights: Mapping[str, WeightSpec]) -> list[tuple[str, ...]]:
-    """All together when their outputs can lie side by side, else as many as may have outputs of their own."""
+    """Matrices by stack: all in one when their outputs can lie side by side, else at most PARTS in each."""
     if all(weights[name].shape[0] % UNIT_ROWS == 0 for name in names[:-1]):
         return [names]
     return [names[i : i + PARTS] for i in range(0, len(names), PARTS)]

@@ -1,6 +1,8 @@
 """The driver face on a driver that only answers: what closing frees, and what is refused afterwards."""
 
 import ctypes
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -102,3 +104,17 @@ def test_arguments_are_passed_as_their_types():
     assert driver._argument(0.5) == (0.5, ctypes.c_float)
     assert driver._argument(ctypes.c_longlong(1 << 40)) == (1 << 40, ctypes.c_longlong)
     assert driver._argument(driver.DevicePointer(8, 4)) == (8, ctypes.c_void_p)
+
+
+def test_without_bindings_the_driver_says_what_to_install():
+    program = """
+import sys
+sys.modules["cuda.bindings"] = None
+from edge_dflash.errors import BackendError
+try:
+    import edge_dflash.backends.cuda.driver
+except BackendError as error:
+    print(error)
+"""
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert found.stdout.endswith("install it with: pip install 'edge-dflash[cuda]'\n")

@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edge_dflash.backends.cuda.linear import UNITS
+from edge_dflash.backends.cuda.memory import DevicePointer, scratch_at
 from edge_dflash.backends.cuda.splits import ClusterSplits, HopperSplits, StreamSplits, choose_splits
 from edge_dflash.errors import BackendError
 from edge_dflash.weights.formats import Fp8Weight, Nvfp4Weight, WideWeight, bf16_to_f32
@@ -323,3 +324,9 @@ def test_kernels_do_not_spill(arch, units):
             assert use.stack_bytes == 0, kernel
             if arch != "sm87" and kernel.endswith("_16"):
                 assert use.registers <= 128, kernel  # two blocks an SM: the next launch starts under this one
+
+
+def test_a_scratch_buffer_that_is_too_small_is_named():
+    assert scratch_at(DevicePointer(64, 16), 16) == 64
+    with pytest.raises(ValueError, match="the scratch buffer has 16 bytes, 17 are needed"):
+        scratch_at(DevicePointer(64, 16), 17)

@@ -10,7 +10,7 @@ from cubin_support import cubin, kernel_use
 from edge_dflash.backends.cuda import sample
 from edge_dflash.backends.cuda.compile import KERNELS
 from edge_dflash.backends.cuda.graphs import Capture, NativeRows
-from edge_dflash.backends.cuda.memory import Control, DevicePointer, Memory, aligned
+from edge_dflash.backends.cuda.memory import Allocator, Control, DevicePointer, aligned
 from edge_dflash.backends.cuda.sample import Chooser
 from edge_dflash.decode.sampling import Sampling
 from edge_dflash.errors import BackendError
@@ -51,7 +51,7 @@ def test_settings_have_the_fields_of_the_kernel():
 
 
 def test_the_device_holds_what_a_vocabulary_needs():
-    memory = Memory(None)
+    memory = Allocator(None)
     buffers = sample.SamplingBuffers.take(memory, 16, 248_320)
     assert (buffers.masks.nbytes, buffers.bins.nbytes) == (16 * 7760 * 4, 16 * 65536 * 4)
     assert (buffers.ties.nbytes, buffers.bests.nbytes) == (16 * 31 * 4, 16 * 31 * 16)
@@ -94,7 +94,7 @@ class Recorder:
 class Owner:
     def __init__(self, columns):
         self.gpu, self.passes = Recorder(), 5
-        self.buffers = sample.SamplingBuffers.take(Memory(None), 16, columns)
+        self.buffers = sample.SamplingBuffers.take(Allocator(None), 16, columns)
         self.chooser = Chooser(self.gpu, None, self.buffers, None)
         self.chooser._chosen[:] = np.arange(100, 116)
 
@@ -141,7 +141,7 @@ class Calls:
 
 
 def test_a_sampled_cycle_chooses_for_the_positions_of_its_rows():
-    log, memory = [], Memory(None)
+    log, memory = [], Allocator(None)
     at = [DevicePointer(address, 1024) for address in (1 << 20, 2 << 20, 3 << 20, 4 << 20, 5 << 20)]
     control, ids, drafts, choices, other = at
     buffers = SimpleNamespace(

@@ -1,5 +1,6 @@
 """The schedule of native passes, the placement of their tensors, rotary tables, and what a cycle reads back."""
 
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from edge_dflash.backends.cuda.schedule import Columns, Copy, Head, Multiply, No
 from edge_dflash.backends.cuda.small import RESULT_WORDS, Result
 from edge_dflash.backends.cuda.states import rope_table
 from edge_dflash.backends.reference.attention import rope_table as torch_rope_table
+from edge_dflash.errors import BackendError
 from edge_dflash.model import pair_programs
 from edge_dflash.model.ops import Concat, StateOp, SwiGlu
 from edge_dflash.model.registry import read_pair
@@ -153,3 +155,18 @@ def test_a_cycle_is_read_from_its_words():
     result = Result.of(words, 16)
     assert (result.accepted, result.choices) == (3, tuple(range(100, 116)))
     assert (result.propose_seconds, result.verify_seconds) == (pytest.approx(7e-6), pytest.approx(28e-6))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scan(StateOp):
+    """A state op that has no kernel."""
+
+
+def test_a_state_op_without_a_kernel_is_refused_before_anything_is_loaded():
+    program = programs("qwen3-8b").verify
+    last = max(index for index, op in enumerate(program.ops) if isinstance(op, StateOp))
+    op = program.ops[last]
+    other = Scan(inputs=op.inputs, output=op.output, state=op.state)
+    changed = replace(program, ops=(*program.ops[:last], other, *program.ops[last + 1 :]))
+    with pytest.raises(BackendError, match="the native backend has no kernel for op Scan"):
+        schedule(changed, formats("qwen3-8b"), wide=False)

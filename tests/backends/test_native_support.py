@@ -55,9 +55,10 @@ def test_pairs_that_do_not_fit_are_refused_with_a_way_out(pair, words):
     assert "build it with --backend reference --arch cpu" in str(error.value)
 
 
-def test_a_quantized_embedding_is_refused():
-    with pytest.raises(BackendError, match="embedding: the embedding is fp8; the native kernels gather BF16 rows"):
-        check_native(NATIVE_PAIR, formats_of("nvfp4", embed_tokens="fp8"))
+@pytest.mark.parametrize("word", ["fp8", "int4"])
+def test_a_quantized_embedding_is_refused(word):
+    with pytest.raises(BackendError, match=f"embedding: the embedding is {word}; the native kernels gather BF16 rows"):
+        check_native(NATIVE_PAIR, formats_of("nvfp4", embed_tokens=word))
 
 
 def test_shared_memory_of_an_arch_is_a_limit():

@@ -12,8 +12,8 @@ from edge_dflash.backends.cuda import backend as native_backend
 from edge_dflash.backends.cuda.backend import NativeBackend
 from edge_dflash.backends.cuda.schedule import Last, State
 from edge_dflash.backends.tensorrt import runtime
-from edge_dflash.backends.tensorrt.api import TENSORRT, TENSORRT_RTX
 from edge_dflash.backends.tensorrt.backend import EngineOps
+from edge_dflash.backends.tensorrt.flavours import TENSORRT, TENSORRT_RTX
 from edge_dflash.backends.tensorrt.runs import RunEngine, engine_pass
 from edge_dflash.backends.tensorrt.units import EMBEDDING, HEAD, Run, bundle_units
 from edge_dflash.decode.backend import Asked, Backend, Precision

@@ -1,4 +1,4 @@
-"""Plans of a pair and the schedule that runs them, without TensorRT: cuts, shared plans, bindings, memory."""
+"""Engines of a pair and the schedule that runs them, without TensorRT: cuts, shared engines, bindings, memory."""
 
 from dataclasses import replace
 from functools import cache
@@ -50,7 +50,7 @@ def test_a_dry_run_binds_every_tensor_to_a_live_address(name, which):
     plan = placed(name, which)
     report = dry_run(cut(name).units, plan)
     runs = [s for s in cut(name).passes[which] if isinstance(s, Run)]
-    assert report.plans == len(runs)
+    assert report.engines == len(runs)
     assert report.bindings == sum(len(run.reads) + len(run.writes) for run in runs)
     assert report.states == len([op for op in cut(name).programs[which].ops if isinstance(op, StateOp)])
     assert set(plan.places) < report.tensors

@@ -10,7 +10,7 @@ from native_support import NATIVE_PAIR, formats_of, write_native_bundle
 
 from edge_dflash.backends.cuda import support as devices
 from edge_dflash.backends.cuda.support import check_native
-from edge_dflash.backends.tensorrt import api
+from edge_dflash.backends.tensorrt import flavours
 from edge_dflash.board.archs import ARCHS, BACKENDS, CHUNK_SECONDS, arch_of_sm, find_arch
 from edge_dflash.board.profiles import board_profiles, load_board, read_board
 from edge_dflash.builder.choose import choose
@@ -46,7 +46,7 @@ def test_every_spelling_means_one_architecture(arch, bundle):
         assert find_arch(word) is arch
         for backend in (None, "native"):
             assert choose(word, backend, default_recipe()).arch is arch
-        assert api.flavour_of(word).module == arch.tensorrt
+        assert flavours.flavour_of(word).module == arch.tensorrt
         assert find_arch(word).capability == f"SM{arch.sm}"
         devices.check_arch(word, arch.sm, "b")
         check_native(NATIVE_PAIR, formats_of("nvfp4"), arch=word)

@@ -7,7 +7,15 @@ from bundle_support import random_weights as weights_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edge_dflash.bundle.manifest import ARCHS_OF, FileEntry, Manifest, Plans, Source, dump_manifest, parse_manifest
+from edge_dflash.bundle.manifest import (
+    ARCHS_OF,
+    EngineFiles,
+    FileEntry,
+    Manifest,
+    SourceFile,
+    dump_manifest,
+    parse_manifest,
+)
 from edge_dflash.decode.backend import Precision
 from edge_dflash.errors import BundleError
 from edge_dflash.model.specs import DrafterLayerMask
@@ -15,9 +23,9 @@ from edge_dflash.model.specs import DrafterLayerMask
 SCALE = st.floats(min_value=1e-30, max_value=1e30)
 NAME = st.from_regex(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,8}(/[a-z][a-z0-9.-]{0,8}){0,2}", fullmatch=True)
 PLANS = (
-    Plans("tensorrt", "10.13.3.9", ("plans/a.plan", "plans/b.plan"), ()),
-    Plans("tensorrt", None, ("plans/a.plan",), ("plans/a.plan",)),
-    Plans("tensorrt_rtx", "1.7.1.116", (), ()),
+    EngineFiles("tensorrt", "10.13.3.9", ("plans/a.plan", "plans/b.plan"), ()),
+    EngineFiles("tensorrt", None, ("plans/a.plan",), ("plans/a.plan",)),
+    EngineFiles("tensorrt_rtx", "1.7.1.116", (), ()),
 )
 ENTRY = st.builds(FileEntry, st.from_regex(r"[0-9a-f]{64}", fullmatch=True), st.integers(0, 2**60))
 
@@ -51,7 +59,7 @@ def manifests(draw, base: Manifest):
         kv_scales=draw(st.dictionaries(st.just("drafter.layers.1.kv"), st.tuples(SCALE, SCALE))),
         tokenizer=draw(st.booleans()),
         tools=draw(st.dictionaries(st.text(), st.text())),
-        sources=tuple(draw(st.lists(st.builds(Source, st.just("target"), st.text(), st.integers(0), st.text())))),
+        sources=tuple(draw(st.lists(st.builds(SourceFile, st.just("target"), st.text(), st.integers(0), st.text())))),
         files=files,
         plans=plans,
     )
@@ -115,11 +123,31 @@ PLAN = FileEntry("0" * 64, 1)
     ("plans", "files", "message"),
     [
         (None, {}, "plans is missing for backend 'tensorrt'"),
-        (Plans("tensorrt", "10.13", ("plans/a.plan",), ()), {}, "plans.names and the files disagree on plans/a.plan"),
-        (Plans("tensorrt", "10.13", (), ()), {"plans/a.plan": PLAN}, "plans.names and the files disagree on plans/a"),
-        (Plans("tensorrt", None, ("plans/a",), ("plans/a",)), {"plans/a": PLAN}, "plans.names and the files disagree"),
-        (Plans("tensorrt", None, ("plans/a",), ()), {"plans/a": PLAN}, "plans.version is None with 0 plans deferred"),
-        (Plans("tensorrt", "10.13", ("plans/a",), ("plans/a",)), {}, "plans.version is '10.13' with 1 plans deferred"),
+        (
+            EngineFiles("tensorrt", "10.13", ("plans/a.plan",), ()),
+            {},
+            "plans.names and the files disagree on plans/a.plan",
+        ),
+        (
+            EngineFiles("tensorrt", "10.13", (), ()),
+            {"plans/a.plan": PLAN},
+            "plans.names and the files disagree on plans/a",
+        ),
+        (
+            EngineFiles("tensorrt", None, ("plans/a",), ("plans/a",)),
+            {"plans/a": PLAN},
+            "plans.names and the files disagree",
+        ),
+        (
+            EngineFiles("tensorrt", None, ("plans/a",), ()),
+            {"plans/a": PLAN},
+            "plans.version is None with 0 plans deferred",
+        ),
+        (
+            EngineFiles("tensorrt", "10.13", ("plans/a",), ("plans/a",)),
+            {},
+            "plans.version is '10.13' with 1 plans deferred",
+        ),
     ],
 )
 def test_plans_are_files_or_deferred(manifest, plans, files, message):
@@ -132,7 +160,7 @@ def test_plans_are_files_or_deferred(manifest, plans, files, message):
 def test_a_bundle_without_plans_is_written_as_before_there_were_any(manifest):
     assert b'"plans"' not in dump_manifest(manifest)
     with pytest.raises(BundleError, match="plans is given for backend 'reference'"):
-        parse_manifest(dump_manifest(replace(manifest, plans=Plans("tensorrt", "1", (), ()))))
+        parse_manifest(dump_manifest(replace(manifest, plans=EngineFiles("tensorrt", "1", (), ()))))
     with pytest.raises(BundleError, match="checksum differs"):
         parse_manifest(change(manifest, plans=None))
 

@@ -27,13 +27,13 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from edge_dflash.board.power import EnergyMeter
-from edge_dflash.checks.bench import Device, Work, run, tiled
+from edge_dflash.checks.bench import Device, Workload, run, tiled
 from edge_dflash.checks.bench_result import Formed, svg
 from edge_dflash.checks.measure import accept_pattern
 from edge_dflash.cli.bench import render
 from edge_dflash.errors import ContextError, RequestError
 
-WORK = Work(context=200, tokens=60, prefill=(32, 1000, 5000), contexts=(400, 4010), accept_length=2.5)
+WORK = Workload(context=200, tokens=60, prefill=(32, 1000, 5000), contexts=(400, 4010), accept_length=2.5)
 WHOLE = PROPOSE + VERIFY + REST
 
 
@@ -135,7 +135,7 @@ def test_without_a_forced_length_the_drafter_counts(clock):
 
 def test_a_backend_without_a_device_gives_times_and_no_floors():
     backend = FakeBackend(replace(SHAPE, max_context=512))
-    work = Work(context=64, tokens=20, prefill=(16,))
+    work = Workload(context=64, tokens=20, prefill=(16,))
     found = run(replace(subject(backend, costs=False, prompt=20), kind="reference"), Device(), work, quiet)
     assert found.memory is None
     assert found.read_bandwidth is None
@@ -227,7 +227,7 @@ def test_accept_lengths_outside_the_block_are_refused(length):
 
 
 def test_work_without_prompts_and_contexts_needs_room_for_its_cycles():
-    assert Work(context=512, tokens=256, prefill=()).rows(16) == 1024
+    assert Workload(context=512, tokens=256, prefill=()).rows(16) == 1024
 
 
 def test_filler_is_as_long_as_asked():

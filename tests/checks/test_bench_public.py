@@ -5,9 +5,9 @@ from __future__ import annotations
 import bench_public
 import pytest
 
-from edge_dflash.checks.bench import Work
+from edge_dflash.checks.bench import Workload
 
-WORK = Work(context=64, tokens=8, prefill=())
+WORK = Workload(context=64, tokens=8, prefill=())
 DECODE = {"tokens_per_second": 500.0, "accept_length": 5.0, "cycles": 10, "ms": 10.0}
 
 

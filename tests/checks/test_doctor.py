@@ -17,7 +17,7 @@ from edge_dflash.backends.cuda.support import DeviceFacts
 from edge_dflash.board.linux import MemoryState
 from edge_dflash.board.profiles import load_board
 from edge_dflash.board.state import BoardState, read_board_state
-from edge_dflash.bundle.manifest import Plans
+from edge_dflash.bundle.manifest import EngineFiles
 from edge_dflash.checks import doctor as gathering
 from edge_dflash.checks.doctor import (
     BundleFacts,
@@ -158,17 +158,17 @@ CASES = [
     (
         "D005",
         "fail",
-        manifest(plans=Plans("tensorrt", "10.13.3.9", ("plans/a",), ())),
+        manifest(plans=EngineFiles("tensorrt", "10.13.3.9", ("plans/a",), ())),
         "JetPack ships",
         {"tensorrt": {}},
     ),
-    ("D005", "fail", manifest(plans=Plans("tensorrt_rtx", "1.7", ("plans/a",), ())), "pip install", {}),
-    ("D005", "ok", manifest(plans=Plans("tensorrt", "10.13.3.9", ("plans/a",), ())), "", {}),
-    ("D017", "ok", manifest(plans=Plans("tensorrt", "10.13.3.9", ("plans/a",), ())), "", {}),
-    ("D017", "ok", manifest(plans=Plans("tensorrt", "10.13.3.9", ("plans/a",), ())), "", SHORT),
-    ("D017", "fail", manifest(plans=Plans("tensorrt", "10.16.2.10", ("plans/a",), ())), "build --finish", {}),
-    ("D017", "fail", manifest(plans=Plans("tensorrt", None, ("plans/a",), ("plans/a",))), "build --finish", {}),
-    ("D017", "fail", manifest(plans=Plans("tensorrt", "10.13.3.9", ("plans/a",), ())), "D005", {"tensorrt": {}}),
+    ("D005", "fail", manifest(plans=EngineFiles("tensorrt_rtx", "1.7", ("plans/a",), ())), "pip install", {}),
+    ("D005", "ok", manifest(plans=EngineFiles("tensorrt", "10.13.3.9", ("plans/a",), ())), "", {}),
+    ("D017", "ok", manifest(plans=EngineFiles("tensorrt", "10.13.3.9", ("plans/a",), ())), "", {}),
+    ("D017", "ok", manifest(plans=EngineFiles("tensorrt", "10.13.3.9", ("plans/a",), ())), "", SHORT),
+    ("D017", "fail", manifest(plans=EngineFiles("tensorrt", "10.16.2.10", ("plans/a",), ())), "build --finish", {}),
+    ("D017", "fail", manifest(plans=EngineFiles("tensorrt", None, ("plans/a",), ("plans/a",))), "build --finish", {}),
+    ("D017", "fail", manifest(plans=EngineFiles("tensorrt", "10.13.3.9", ("plans/a",), ())), "D005", {"tensorrt": {}}),
 ]
 
 

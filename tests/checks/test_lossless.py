@@ -5,7 +5,7 @@ import pytest
 from golden_pairs import NAMES, golden
 from verify_support import BACKENDS, engine, exact
 
-from edge_dflash.backends.host import Delegate
+from edge_dflash.backends.host_cycle import Delegate
 from edge_dflash.checks.lossless import OWN, Adversary, TokenRows, drafters, noise, oracle, verify_lossless
 from edge_dflash.decode.backend import Snapshot
 from edge_dflash.decode.options import Options

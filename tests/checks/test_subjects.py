@@ -13,12 +13,12 @@ from edge_dflash.backends.cuda import compile as kernels
 from edge_dflash.backends.cuda.compile import ARCHS, KERNELS
 from edge_dflash.bundle.reader import read_manifest
 from edge_dflash.checks import subjects
-from edge_dflash.checks.bench import Work
+from edge_dflash.checks.bench import Workload
 from edge_dflash.checks.subjects import Prompts, bench_bundle, bench_synthetic, cubins
 from edge_dflash.errors import BackendError, BuildError, RequestError
 from edge_dflash.planner import Planner
 
-WORK = Work(context=64, tokens=20, prefill=(32,))
+WORK = Workload(context=64, tokens=20, prefill=(32,))
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ def test_a_synthetic_pair_is_loaded_with_room_for_all_that_is_asked(monkeypatch)
 
     monkeypatch.setattr(native_backend, "NativeBackend", backend)
     monkeypatch.setattr(subjects, "probe_device", lambda folder, say: (device(), str.encode))
-    work = Work(context=512, tokens=64, prefill=(128, 2048), contexts=(1024, 4096))
+    work = Workload(context=512, tokens=64, prefill=(128, 2048), contexts=(1024, 4096))
     said = []
     found = bench_synthetic("qwen3-8b", "bf16", work, say=said.append)
     assert found.speculative.accept_length == pytest.approx(5)  # unless another one is asked for

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from session_support import answer, forked, state_of, warm
 
-from edge_dflash.backends.host import Delegate
+from edge_dflash.backends.host_cycle import Delegate
 from edge_dflash.bundle.manifest import fingerprint
 from edge_dflash.decode.controls import Controls
 from edge_dflash.decode.loop import generate

@@ -12,7 +12,7 @@ from native_state_support import Device, bf16
 
 from edge_dflash.backends.cuda import attend, delta
 from edge_dflash.backends.cuda.attend import AttendShape, AttendTensors, Attention
-from edge_dflash.backends.cuda.delta import DeltaScratch, DeltaShape, DeltaTensors, GatedDelta
+from edge_dflash.backends.cuda.delta import DeltaKernels, DeltaScratch, DeltaShape, DeltaTensors
 from edge_dflash.backends.cuda.memory import Matrix
 from edge_dflash.backends.cuda.states import DeltaLayer, KvMemory
 
@@ -83,7 +83,7 @@ def bench_delta(device, results, module=None):
     counters = device.gpu.upload(np.zeros(shape.counter_bytes, np.uint8))
     scratch = DeltaScratch(device.poisoned(shape.scratch_bytes), counters)
     out = Matrix(device.poisoned(512 * 6144 * 2), 6144)
-    kernels = GatedDelta(device.gpu, module or device.module(delta.UNIT), shape)
+    kernels = DeltaKernels(device.gpu, module or device.module(delta.UNIT), shape)
     tensors, words = DeltaTensors(qkv, z, a, b, out), device.words()
     for count in (0, 5, 16):
         device.set(pending=count)

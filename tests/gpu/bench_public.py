@@ -22,7 +22,7 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
-from edge_dflash.checks.bench import Device, Work, decode_all, fitted
+from edge_dflash.checks.bench import Device, Workload, decode_all, fitted
 from edge_dflash.checks.measure import ROUNDS, Meter, accept_pattern, decoded, host_cycle, on_device
 from edge_dflash.checks.provenance import ClockSample, describe
 from edge_dflash.checks.random_pair import synthetic_pair
@@ -189,7 +189,7 @@ def main():
     pairs = options.pair or PAIRS
     for name in pairs:
         synthetic_pair(name.partition(":")[0])
-    work = Work(options.context, options.tokens, prefill=(), accept_length=options.accept_length)
+    work = Workload(options.context, options.tokens, prefill=(), accept_length=options.accept_length)
     keep = partial(write, options, time.perf_counter())
     if options.bundle:
         rows = bundle_rows(options.bundle, replace(work, accept_length=None))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from edge_dflash.backends.cuda.backend import NativeBackend
 from edge_dflash.backends.cuda.linear import Linears
-from edge_dflash.backends.cuda.memory import PADDING, Place, aligned
+from edge_dflash.backends.cuda.memory import PADDING, Placement, aligned
 from edge_dflash.backends.cuda.passes import Pass
 from edge_dflash.backends.cuda.schedule import Columns, Copy, Head, Multiply, Normalise, Schedule
 from edge_dflash.backends.tensorrt.backend import EngineFrame, engine_passes, layout_of
@@ -25,7 +25,7 @@ class Expanded:
     """A pass's schedule and places with the tensors that plans keep to themselves, and the launches of each plan."""
 
     schedule: Schedule
-    places: dict[str, Place]
+    places: dict[str, Placement]
     end: int  # of the arena
     rows: int
     steps: dict[RunEngine, list] = field(default_factory=dict)
@@ -35,7 +35,7 @@ class Expanded:
         self.schedule.widths[name] = self.schedule.columns[name] = columns
         stride = -(-columns // PADDING) * PADDING
         nbytes = aligned(2 * self.rows * stride)
-        self.places[name] = Place(self.end, stride, nbytes)
+        self.places[name] = Placement(self.end, stride, nbytes)
         self.end += nbytes
 
 

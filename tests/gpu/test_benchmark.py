@@ -9,7 +9,7 @@ from native_linear_support import CACHE
 from random_words import random_words
 
 from edge_dflash.backends.cuda.driver import Gpu
-from edge_dflash.checks.bench import Work
+from edge_dflash.checks.bench import Workload
 from edge_dflash.checks.measure import read_bandwidth
 from edge_dflash.checks.subjects import bench_synthetic, cubins
 
@@ -41,7 +41,7 @@ def test_the_read_bandwidth_is_steady(gpu):
 
 
 def test_a_loaded_pair_allocates_nothing_and_starts_as_fast_as_it_goes_on():
-    work = Work(context=512, tokens=100, prefill=(128,), accept_length=4.5)
+    work = Workload(context=512, tokens=100, prefill=(128,), accept_length=4.5)
     result = bench_synthetic("qwen3.5-4b", "nvfp4", work, CACHE, partial(print, flush=True))
     assert result.memory.allocations_after_load == 0
     assert result.speculative.accept_length == pytest.approx(4.5)

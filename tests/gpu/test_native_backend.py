@@ -11,7 +11,7 @@ from fakes import Stepped
 from golden_pairs import same_bits
 from native_backend_support import ENGINE, WIDE_KV, native, prompt, reference
 
-from edge_dflash.backends.host import Delegate
+from edge_dflash.backends.host_cycle import Delegate
 from edge_dflash.checks.lossless import Adversary, drafters, oracle_until
 from edge_dflash.decode.backend import Asked, Precision
 from edge_dflash.decode.controls import Controls

@@ -9,12 +9,12 @@ from native_state_support import Device, bf16
 
 from edge_dflash.backends.cuda import delta as native_delta
 from edge_dflash.backends.cuda import small as native_small
-from edge_dflash.backends.cuda.delta import DeltaScratch, DeltaShape, DeltaTensors, GatedDelta
+from edge_dflash.backends.cuda.delta import DeltaKernels, DeltaScratch, DeltaShape, DeltaTensors
 from edge_dflash.backends.cuda.memory import Matrix
 from edge_dflash.backends.cuda.small import Small
 from edge_dflash.backends.cuda.states import DeltaLayer
 from edge_dflash.backends.reference.delta import DeltaMemory, DeltaWeights, gated_delta
-from edge_dflash.model.ops import GatedDelta as DeltaOp
+from edge_dflash.model.ops import GatedDelta
 from edge_dflash.model.program import DeltaState
 
 pytestmark = pytest.mark.gpu
@@ -41,7 +41,7 @@ class Layer:
         self.device, self.shape = device, shape
         g = self.g = torch.Generator().manual_seed(seed)
         s = shape
-        self.op = DeltaOp(
+        self.op = GatedDelta(
             inputs=("qkv", "z", "a", "b"), output="o", state="s", conv="", a_log="", dt_bias="", norm="", eps=s.eps,
             key_heads=s.key_heads, value_heads=s.value_heads, key_dim=s.key_dim, value_dim=s.value_dim,
             conv_kernel=s.conv_kernel,
@@ -59,7 +59,7 @@ class Layer:
             *(device.poisoned(s.tape_bytes[0]), device.poisoned(s.tape_bytes[1]), device.poisoned(s.tape_bytes[1])),
             *(up(packed), up(a_log), up(dt_bias), up(self.weights.norm)),
         )
-        self.kernels = GatedDelta(device.gpu, device.module(native_delta.UNIT), s, clusters=clusters)
+        self.kernels = DeltaKernels(device.gpu, device.module(native_delta.UNIT), s, clusters=clusters)
         counters = up(zeros(s.counter_bytes // 4, dtype=torch.int32))
         self.scratch = DeltaScratch(device.poisoned(s.scratch_bytes), counters)
         device.set(pending=0)

@@ -7,7 +7,7 @@ import pytest
 from native_state_support import Device
 
 from edge_dflash.backends.cuda import sample
-from edge_dflash.backends.cuda.memory import Control, Matrix, Memory
+from edge_dflash.backends.cuda.memory import Allocator, Control, Matrix
 from edge_dflash.backends.cuda.sample import Chooser
 from edge_dflash.decode.sampling import Sampling, choose_row, pack
 from edge_dflash.weights.formats import bf16_to_f32
@@ -65,7 +65,7 @@ class Choices:
     def __init__(self, columns):
         self.device, self.columns = device(), columns
         gpu, stride = self.device.gpu, -(-columns // 16) * 16
-        self.buffers = sample.SamplingBuffers.take(Memory(gpu), 16, columns)
+        self.buffers = sample.SamplingBuffers.take(Allocator(gpu), 16, columns)
         self.buffers.clear(gpu)
         self.matrix = Matrix(gpu.allocate(2 * 16 * stride), stride)
         self.sampler = sample.Sampler(gpu, self.device.module(sample.UNIT))

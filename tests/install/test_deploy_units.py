@@ -14,7 +14,7 @@ from edge_dflash import errors
 from edge_dflash.checks.doctor import INSTALLED, SERVICE
 from edge_dflash.common.files import directory
 from edge_dflash.install.host import FILES, UNIT
-from edge_dflash.install.service import Options, install
+from edge_dflash.install.service import InstallOptions, install
 from edge_dflash.serve.config import ServeConfig, load_config
 
 DEPLOY = directory("deploy")
@@ -160,7 +160,7 @@ def test_systemd_finds_nothing_to_say(tmp_path):
     program.chmod(0o755)
     root = tmp_path / "root"
     write_native_bundle(tmp_path / "bundle", formats_of("fp8"), arch="sm110a")
-    install(tmp_path / "bundle", root, Options(tcp=True, activation=True), program=program)
+    install(tmp_path / "bundle", root, InstallOptions(tcp=True, activation=True), program=program)
     shutil.copytree("/lib/systemd/system", root / "lib/systemd/system", symlinks=True)
     run = root / "opt/edge-dflash/current/run"
     for path in (run, root / "usr/bin/touch", root / "bin/kill"):

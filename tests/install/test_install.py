@@ -19,8 +19,8 @@ from edge_dflash.common.files import directory
 from edge_dflash.errors import BundleError, EdgeDflashError
 from edge_dflash.install import host as hosts
 from edge_dflash.install import releases
-from edge_dflash.install.host import Layout, Systemd, host_of
-from edge_dflash.install.service import Options, check_visible, find_program, install, remove, rollback
+from edge_dflash.install.host import InstallPaths, Systemd, host_of
+from edge_dflash.install.service import InstallOptions, check_visible, find_program, install, remove, rollback
 
 UNITS = [
     "etc/edge-dflash/config.toml",
@@ -90,7 +90,7 @@ class Machine:
         self.told.append("reload")
 
     def start(self, *, activated, restart):
-        name = releases.current(Layout(self._root)).rpartition("-")[0]
+        name = releases.current(InstallPaths(self._root)).rpartition("-")[0]
         self.told.append(("restart" if restart else "start", name, activated))
         return name not in self.broken
 
@@ -159,7 +159,7 @@ def test_upgrade_and_rollback(root, made, program):
 def test_a_rollback_goes_to_what_was_served_before(root, made, program):
     one, two = (install(made / name, root, program=program).release for name in ("one", "two"))
     rollback(root)
-    three = install(made / "three", root, Options(keep=3), program=program)
+    three = install(made / "three", root, InstallOptions(keep=3), program=program)
     assert three.previous == one
     assert three.releases == (two, one, three.release)
 
@@ -192,11 +192,11 @@ def test_what_the_administrator_changed_stays(root, made, program):
 
 def test_options_hold_until_they_are_taken_back(root, made, program):
     wants = root / "etc/systemd/system/sockets.target.wants/edge-dflash.socket"
-    install(made / "one", root, Options(tcp=True, activation=True), program=program)
+    install(made / "one", root, InstallOptions(tcp=True, activation=True), program=program)
     install(made / "one", root, program=program)
     assert (root / TCP).read_bytes() == (directory("deploy") / "tcp.conf").read_bytes()
     assert str(wants.readlink()) == "/etc/systemd/system/edge-dflash.socket"
-    outcome = install(made / "one", root, Options(tcp=False, activation=False), program=program)
+    outcome = install(made / "one", root, InstallOptions(tcp=False, activation=False), program=program)
     assert set(outcome.written) == {str(root / TCP), str(wants)}
     assert not (root / TCP).exists()
     assert not wants.is_symlink()
@@ -325,7 +325,7 @@ def test_a_rollback_to_a_release_that_lacks_files_is_refused(root, made, program
         BundleError, match=r"the release one-\w+ cannot be served .*is missing.*; install its bundle again"
     ):
         rollback(root)
-    assert releases.current(Layout(root)) == two
+    assert releases.current(InstallPaths(root)) == two
     install(made / "one", root, program=program)
     assert rollback(root).release == two
 
@@ -363,7 +363,10 @@ def test_an_old_release_that_cannot_be_removed_is_no_failure(root, made, program
 def test_a_removal_waits_for_no_change_and_spoils_none(root, made, program, machine):
     install(made / "one", root, program=program)
     before = files(root)
-    with releases.locked(Layout(root)), pytest.raises(EdgeDflashError, match=r"another change of .* is under way"):
+    with (
+        releases.locked(InstallPaths(root)),
+        pytest.raises(EdgeDflashError, match=r"another change of .* is under way"),
+    ):
         remove(root, host=machine)
     assert machine.told == []
     assert files(root) == before
@@ -406,7 +409,7 @@ def served(root):
         return None
     Bundle.open(root / "opt/edge-dflash/current/bundle")
     assert (root / "opt/edge-dflash/current/run").exists()
-    return releases.current(Layout(root))
+    return releases.current(InstallPaths(root))
 
 
 @pytest.mark.parametrize(
@@ -422,7 +425,7 @@ def test_a_kill_at_any_step_leaves_a_whole_release_or_none_and_can_be_given_agai
         install(made / "two", root, program=program)
     commands = {
         "install": lambda: install(made / "one", root, program=program),
-        "upgrade": lambda: install(made / "two", root, Options(keep=1), program=program),
+        "upgrade": lambda: install(made / "two", root, InstallOptions(keep=1), program=program),
         "rollback": lambda: rollback(root),
         "repair": lambda: install(made / "one", root, program=program),
         "remove": lambda: remove(root, purge=True),
@@ -435,13 +438,13 @@ def test_a_kill_at_any_step_leaves_a_whole_release_or_none_and_can_be_given_agai
             flip_byte(release_of(root) / "one")
         killed = kill_at(count, commands[change])
         if change == "repair":
-            assert releases.current(Layout(root)) == one
+            assert releases.current(InstallPaths(root)) == one
         else:
             assert served(root) or change in ("install", "remove")
         if not killed:
             break
         kills += 1
-        if change == "rollback" and releases.current(Layout(root)) == one:
+        if change == "rollback" and releases.current(InstallPaths(root)) == one:
             continue
         commands[change]()
         if change == "remove":
@@ -456,11 +459,11 @@ def test_a_kill_at_any_step_leaves_a_whole_release_or_none_and_can_be_given_agai
 
 
 def test_plans_that_nobody_will_build_are_told_before_the_copy(made, cli, root, program, monkeypatch):
-    from edge_dflash.bundle.manifest import Plans
+    from edge_dflash.bundle.manifest import EngineFiles
     from edge_dflash.install import service
 
     read = service.read_manifest
-    deferred = Plans("tensorrt", None, ("plans/a", "plans/b"), ("plans/a", "plans/b"))
+    deferred = EngineFiles("tensorrt", None, ("plans/a", "plans/b"), ("plans/a", "plans/b"))
 
     def pending(backend, standby):
         return lambda path: type(m := read(path))(
@@ -541,7 +544,7 @@ def test_two_at_a_time_are_refused(root, made, program):
 def test_the_machine_is_told(root, made, program, machine):
     assert install(made / "one", root, program=program, host=machine).started
     assert install(made / "one", root, program=program, host=machine).started
-    install(made / "two", root, Options(start=False, activation=True), program=program, host=machine)
+    install(made / "two", root, InstallOptions(start=False, activation=True), program=program, host=machine)
     rollback(root, host=machine)
     remove(root, host=machine)
     assert machine.told == [
@@ -559,7 +562,7 @@ def test_the_machine_is_told(root, made, program, machine):
 def test_what_the_running_service_does_not_have_yet_restarts_it(root, made, program, machine, monkeypatch):
     def give(name, **options):
         del machine.told[:]
-        install(made / name, root, Options(**options), program=program, host=machine)
+        install(made / name, root, InstallOptions(**options), program=program, host=machine)
         return machine.told
 
     give("one")
@@ -573,7 +576,7 @@ def test_what_the_running_service_does_not_have_yet_restarts_it(root, made, prog
         with pytest.raises(AttributeError):
             give("two")
     assert give("two") == ["prepare", ("restart", "two", False)]
-    assert not Layout(root).unserved.exists()
+    assert not InstallPaths(root).unserved.exists()
 
 
 def test_a_release_that_does_not_become_ready_is_taken_back(root, made, program, machine):
@@ -581,7 +584,7 @@ def test_a_release_that_does_not_become_ready_is_taken_back(root, made, program,
     one = install(made / "one", root, program=program, host=machine).release
     with pytest.raises(EdgeDflashError, match=r"two-\w+ did not become ready; one-\w+ serves again; journalctl"):
         install(made / "two", root, program=program, host=machine)
-    assert releases.current(Layout(root)) == one
+    assert releases.current(InstallPaths(root)) == one
     assert machine.told[-2:] == [("restart", "two", False), ("restart", "one", False)]
     three = install(made / "three", root, program=program, host=machine)
     assert three.previous == one

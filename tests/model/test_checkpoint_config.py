@@ -100,6 +100,7 @@ def test_stop_tokens_of_both_files_are_joined(target):
         ({"num_hidden_layers": 7}, CheckpointError, "layer_types is 8, wanted a list of 7"),
         ({"num_key_value_heads": 3}, CheckpointError, "num_key_value_heads is 3"),
         ({"linear_num_value_heads": 5}, CheckpointError, "linear_num_value_heads is 5"),
+        ({"linear_num_value_heads": 5, "eos_token_id": -1}, CheckpointError, "linear_num_value_heads is 5"),
         ({"rms_norm_eps": -1}, CheckpointError, "rms_norm_eps is -1"),
         ({"rope_parameters": {"rope_theta": 1e7, "rope_type": "llama3"}}, CheckpointError, "rope_type is 'llama3'"),
         ({"rope_parameters": {"rope_theta": 1e7, "partial_rotary_factor": 0.3}}, CheckpointError, "partial_rotary"),

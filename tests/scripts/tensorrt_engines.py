@@ -26,8 +26,8 @@ from typing import Any
 
 import numpy as np
 
-from edge_dflash.backends.tensorrt.api import flavour_of, load, version
 from edge_dflash.backends.tensorrt.compile import Compiler
+from edge_dflash.backends.tensorrt.flavours import flavour_of, load, version
 from edge_dflash.backends.tensorrt.units import Unit, bundle_units, engine_units
 from edge_dflash.checks.random_pair import pair_names, synthetic_pair
 from edge_dflash.errors import EdgeDflashError

@@ -9,7 +9,7 @@ import numpy as np
 from fakes import FakeBackend, FakeRows
 
 from edge_dflash import planner
-from edge_dflash.backends.host import host_cycle
+from edge_dflash.backends.host_cycle import host_cycle
 from edge_dflash.checks import measure
 from edge_dflash.checks.bench import Device, Subject
 from edge_dflash.checks.footprint import Traffic

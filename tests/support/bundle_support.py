@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from edge_dflash.bundle.manifest import MANIFEST, FileEntry, Manifest, Source, dump_manifest
+from edge_dflash.bundle.manifest import MANIFEST, FileEntry, Manifest, SourceFile, dump_manifest
 from edge_dflash.bundle.parts import hash_file, part_of, tensor_file, uncounted, whole, wide_first, write_file
 from edge_dflash.decode.backend import Precision
 from edge_dflash.model import pair_programs
@@ -113,7 +113,7 @@ def write_bundle(path: Path, weights: dict[str, Weight], pair: PairSpec = PAIR, 
         kv_scales={"target.layers.1.kv": (0.5, 0.25)},
         tokenizer=False,
         tools={"numpy": "2"},
-        sources=(Source("target", "model.safetensors", 10, "0" * 64),),
+        sources=(SourceFile("target", "model.safetensors", 10, "0" * 64),),
         weights=forms,
         files=files,
     )

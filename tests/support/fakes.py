@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from edge_dflash.backends.host import host_cycle
+from edge_dflash.backends.host_cycle import host_cycle
 from edge_dflash.decode.backend import PairShape, Snapshot
 from edge_dflash.decode.grammar.child import look, walk
 from edge_dflash.decode.sampling import pack

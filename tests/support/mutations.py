@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from edge_dflash.backends import host
+from edge_dflash.backends import host_cycle
 from edge_dflash.backends.reference import attention, delta, interpreter
 from edge_dflash.backends.reference.attention import KvMemory
 from edge_dflash.backends.reference.delta import DeltaMemory
@@ -251,10 +251,10 @@ def softmax_over_the_block(patch):
 
 
 def one_draft_too_many(patch):
-    original = host.accepted
-    patch.setattr(host, "accepted", lambda drafts, choices, _: min(len(drafts), original(drafts, choices) + 1))
+    original = host_cycle.accepted
+    patch.setattr(host_cycle, "accepted", lambda drafts, choices, _: min(len(drafts), original(drafts, choices) + 1))
 
 
 def noise_by_row(patch):
-    original = host.choose
-    patch.setattr(host, "choose", lambda rows, sampling, position, masks=None: original(rows, sampling, 0))
+    original = host_cycle.choose
+    patch.setattr(host_cycle, "choose", lambda rows, sampling, position, masks=None: original(rows, sampling, 0))

@@ -9,7 +9,7 @@ from native_support import fake_cubin
 from paths import DEMO
 
 from edge_dflash.backends.cuda.compile import kernels_digest
-from edge_dflash.backends.tensorrt.api import flavour_of
+from edge_dflash.backends.tensorrt.flavours import flavour_of
 from edge_dflash.builder import decide, engines, write
 from edge_dflash.builder.write import BuildConfig
 from edge_dflash.common.files import directory

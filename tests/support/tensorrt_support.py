@@ -12,7 +12,7 @@ from trt_interpreter import run
 
 from edge_dflash.backends.reference.dense import TorchWeights
 from edge_dflash.backends.reference.interpreter import Interpreter, Memory
-from edge_dflash.backends.tensorrt.api import TENSORRT_RTX, load
+from edge_dflash.backends.tensorrt.flavours import TENSORRT_RTX, load
 from edge_dflash.backends.tensorrt.lower import lower
 from edge_dflash.backends.tensorrt.units import CHOICES, Run, pair_units
 from edge_dflash.model import pair_programs

@@ -102,7 +102,7 @@ class AttendShape:
     eps: float
     max_context: int  # most committed rows and rows of a block together
     rows: int  # of a verify or propose pass, 1..32
-    prefill_rows: int = 0  # most rows of a prefill pass; 0 when there is none
+    prefill_rows: int = 0  # most rows of a prefill pass; 0: decode only
     gated: bool = False
     bidirectional: bool = False
     window: int | None = None

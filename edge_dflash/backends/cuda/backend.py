@@ -13,14 +13,14 @@ from dataclasses import replace
 import numpy as np
 
 from edge_dflash.backends.cuda.driver import Gpu
-from edge_dflash.backends.cuda.graphs import REPEATS, Capture, Host, NativeRows, StepTime, profile_cycle
+from edge_dflash.backends.cuda.graphs import REPEATS, Capture, HostBuffers, NativeRows, StepTime, profile_cycle
 from edge_dflash.backends.cuda.loading import Dense, Launches, load
 from edge_dflash.backends.cuda.memory import ControlBlock
 from edge_dflash.backends.cuda.sample import Chooser
 from edge_dflash.backends.cuda.small import Result
 from edge_dflash.backends.cuda.states import Lane, Sizes, read_states, write_states
 from edge_dflash.backends.cuda.weights import NativeWeights
-from edge_dflash.backends.host import host_cycle
+from edge_dflash.backends.host_cycle import host_cycle
 from edge_dflash.decode.backend import Asked, Cycle, PairShape, Precision, Snapshot, check_lane
 from edge_dflash.decode.sampling import Sampling, choose
 from edge_dflash.errors import BackendError
@@ -56,12 +56,12 @@ class NativeBackend:
         self.gpu = Gpu()
         try:
             self.loaded = load(self.gpu, layout, dense, weights, cubin)
-            self._host, buffers = Host(self.gpu, self.loaded), self.loaded.common.buffers
+            self._host, buffers = HostBuffers(self.gpu, self.loaded), self.loaded.common.buffers
             self.chooser = Chooser(self.gpu, self.loaded.common.kernels.sampler, buffers.sampling, buffers.logits)
             self._capture = Capture(self.gpu, self.loaded, self._host, self.chooser, drafter.mask_token_id)
             self.graphs = self._capture.passes()
             self._cycles = self._own_cycles = self._capture.cycles()
-            self.passes = 0  # counts passes, so that rows know when they were replaced
+            self.passes = 0  # counter, by which rows notice that they were replaced
             self._lanes = [Lane() for _ in range(self._shape.lanes)]
             self.reset()
             self._warm_up()
@@ -278,7 +278,7 @@ class NativeBackend:
             raise BackendError(f"rows {length}..{length + rows - 1} do not fit the context of {most} tokens")
 
     def _write_control(self, lane: Lane, rows: int = 0) -> None:
-        """Tell the device what the host knows, if it does not know it."""
+        """Write the host's control block to the device, if the device has another."""
         if rows or lane.known != lane.wanted:
             self.loaded.common.kernels.cycle.set(self.loaded.common.buffers.control, lane.wanted, rows)
             lane.known = lane.wanted

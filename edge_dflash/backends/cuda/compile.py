@@ -112,7 +112,7 @@ def _nvrtc() -> Any:
             nvrtc.nvrtcVersion()
     except ModuleNotFoundError as error:
         raise BuildError(_missing(str(error.name))) from None
-    except Exception as error:  # the bindings raise types of their own when there is no library
+    except Exception as error:  # the bindings' own types, for a missing library
         raise BuildError(_missing(f"NVRTC, which does not load ({type(error).__name__})")) from None
     return nvrtc
 

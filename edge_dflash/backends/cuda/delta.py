@@ -39,7 +39,7 @@ class DeltaShape:
     conv_kernel: int
     eps: float
     rows: int  # of a verify pass: most rows of the tape
-    prefill_rows: int = 0  # most rows of a prefill pass; 0 when there is none
+    prefill_rows: int = 0  # most rows of a prefill pass; 0: decode only
 
     def __post_init__(self) -> None:
         for name, dim in (("key_dim", self.key_dim), ("value_dim", self.value_dim)):
@@ -130,7 +130,7 @@ class DeltaScratch:
     counters: DevicePointer  # zero between passes
 
 
-class GatedDelta:
+class DeltaKernels:
     """Loaded kernels for one shape.
 
     Between two passes of one layer at least one other kernel must run that waits before it triggers (any of Small):

@@ -1,4 +1,4 @@
-"""A thin face of the CUDA driver: device, memory, modules, launches, graphs, events. Knows no kernel and no model.
+"""The CUDA driver: device, memory, modules, launches, graphs, events.
 
 Everything goes through ``cuda.bindings`` (no torch, no run-time compiler). One :class:`Gpu` owns one stream; memory is
 allocated at load and freed together by :meth:`Gpu.close`. Every driver error becomes a BackendError.
@@ -14,7 +14,6 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from cuda.bindings import driver as cu
 
 from edge_dflash.backends.cuda.memory import DevicePointer
 from edge_dflash.board.archs import supports
@@ -61,7 +60,7 @@ class Gpu:
             _check(cu.cuInit(0), "initialising CUDA")
         except BackendError:
             raise
-        except Exception as error:  # the bindings raise their own types when there is no driver library
+        except Exception as error:  # the bindings' own types, for a missing driver library
             raise BackendError(f"no NVIDIA driver was found ({type(error).__name__}); install the driver") from None
         count = _check(cu.cuDeviceGetCount(), "counting devices")
         if ordinal >= count:
@@ -207,7 +206,7 @@ class Gpu:
         _check(cu.cuEventRecord(start, self.stream), "recording an event")
         enqueue()
         _check(cu.cuEventRecord(stop, self.stream), "recording an event")
-        self.synchronize()
+        _check(cu.cuEventSynchronize(stop), "waiting for an event")
         elapsed = float(_check(cu.cuEventElapsedTime(start, stop), "reading a time")) / 1e3
         _check(cu.cuEventDestroy(start), "freeing an event")
         _check(cu.cuEventDestroy(stop), "freeing an event")

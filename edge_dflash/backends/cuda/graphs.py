@@ -17,7 +17,7 @@ from edge_dflash.backends.cuda.driver import Gpu, Graph
 from edge_dflash.backends.cuda.loading import Loaded
 from edge_dflash.backends.cuda.memory import NULL, Array, DevicePointer, Words
 from edge_dflash.backends.cuda.sample import Block, Chooser
-from edge_dflash.backends.cuda.schedule import Head, Multiply, Project, State, Step
+from edge_dflash.backends.cuda.schedule import Head, Multiply, PassStep, Project, State
 from edge_dflash.backends.cuda.small import RESULT_WORDS
 from edge_dflash.decode.sampling import Packed, Sampling
 from edge_dflash.weights.formats import bf16_to_f32
@@ -68,7 +68,7 @@ class NativeRows:
         return self._backend.chooser.choose(sampling, position, masks, self._first + first)
 
 
-class Host:
+class HostBuffers:
     """Page-locked memory that the graphs read and write, int32."""
 
     def __init__(self, gpu: Gpu, loaded: Loaded) -> None:
@@ -102,7 +102,7 @@ class Cycles:
 class Capture:
     """What each graph enqueues."""
 
-    def __init__(self, gpu: Gpu, loaded: Loaded, host: Host, chooser: Chooser, mask: int) -> None:
+    def __init__(self, gpu: Gpu, loaded: Loaded, host: HostBuffers, chooser: Chooser, mask: int) -> None:
         self._gpu, self._host, self._chooser, self._mask = gpu, host, chooser, mask
         self._common, self._passes = loaded.common, loaded.passes
         self._buffers, self._kernels = loaded.common.buffers, loaded.common.kernels
@@ -140,7 +140,7 @@ class Capture:
     def cycle(
         self,
         pattern: DevicePointer = NULL,
-        around: Callable[[Step | None], None] = lambda step: None,
+        around: Callable[[PassStep | None], None] = lambda step: None,
         *,
         sampled: bool = False,
     ) -> None:
@@ -203,11 +203,11 @@ class StepTime:
 
 def profile_cycle(gpu: Gpu, loaded: Loaded, capture: Capture) -> list[StepTime]:
     """Times of all steps of propose and verify, in order. Runs REPEATS cycles that the host keeps no count of."""
-    steps: list[Step] = []
+    steps: list[PassStep] = []
     count = sum(len(loaded.passes[name].schedule.steps) for name in ("propose", "verify")) + 1
     stamps = gpu.allocate(8 * count)
 
-    def around(step: Step | None) -> None:
+    def around(step: PassStep | None) -> None:
         loaded.common.kernels.cycle.stamp(stamps.at(8 * len(steps), 8))
         if step is not None:
             steps.append(step)
@@ -221,7 +221,7 @@ def profile_cycle(gpu: Gpu, loaded: Loaded, capture: Capture) -> list[StepTime]:
     return [_timed(step, seconds) for step, seconds in zip(steps, times, strict=True)]
 
 
-def _timed(step: Step, seconds: float) -> StepTime:
+def _timed(step: PassStep, seconds: float) -> StepTime:
     match step:
         case Multiply() | Project() | Head():
             side = step.side.layout.nbytes if isinstance(step, Multiply) and step.side else 0

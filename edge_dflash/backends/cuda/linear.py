@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from edge_dflash.backends.cuda.driver import Gpu
-from edge_dflash.backends.cuda.memory import EMPTY, NULL, DevicePointer, Matrix, bf16_map
+from edge_dflash.backends.cuda.memory import EMPTY, NULL, DevicePointer, Matrix, bf16_map, scratch_at
 from edge_dflash.backends.cuda.splits import (
     MOST_ROWS,
     Splits,
@@ -134,10 +134,10 @@ class Linears:
 
         x and out have 16 rows for ``rows`` up to 16, else 32. ``side``: a BF16 stack on the same x in the same launch.
         """
-        splits, beside = self.choose(weights.layout, rows), None
+        layout, splits, beside = weights.layout, self.choose(weights.layout, rows), None
         if side is not None:
-            if side.layout.format != "bf16" or side.layout.swiglu or side.layout.k != weights.layout.k:
-                raise ValueError(f"a side stack is plain BF16 on {weights.layout.k} inputs, found {side.layout}")
+            if side.layout.format != "bf16" or side.layout.swiglu or side.layout.k != layout.k:
+                raise ValueError(f"a side stack is plain BF16 on the same {layout.k} inputs, found {side.layout}")
             beside = _job(side, x, side_out, (1, side.layout.units, 1))
         self._launch(splits, rows, _job(weights, x, out, splits.shares, residual=residual), beside)
 
@@ -164,7 +164,7 @@ class Linears:
                 self._normalise(out, columns, splits.tile, norm)
             return
         job = _job(weights, x, (), splits.shares, mode=Mode.PARTIAL)
-        job.partial = scratch.at(0, splits.sum_bytes(layout)).address
+        job.partial = scratch_at(scratch, splits.sum_bytes(layout))
         self._launch(splits, rows, job)
         added, normal = residual or EMPTY, norm or Norm(NULL, 0.0, EMPTY)
         self._gpu.launch(
@@ -200,7 +200,7 @@ class Linears:
         """ids[r] (int32) = column of row r's largest BF16 logit, the lowest on a tie; stores ``logits`` if given."""
         splits = self.choose(weights.layout, rows)
         job = _job(weights, x, (logits or EMPTY,), splits.shares, mode=Mode.GREEDY)
-        job.best = scratch.at(0, splits.rank_bytes).address
+        job.best = scratch_at(scratch, splits.rank_bytes)
         self._launch(splits, rows, job)
         arguments = (scratch, ids, splits.blocks, splits.tile)
         self._gpu.launch(self._greedy, (splits.tile, 1, 1), self._greedy_threads, arguments, overlap=True)

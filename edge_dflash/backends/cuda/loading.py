@@ -14,7 +14,7 @@ from edge_dflash.backends.cuda import attend, delta, small
 from edge_dflash.backends.cuda.delta import DeltaScratch
 from edge_dflash.backends.cuda.driver import Gpu, Module
 from edge_dflash.backends.cuda.linear import Linears
-from edge_dflash.backends.cuda.memory import CONTROL_BYTES, Matrix, Memory, place
+from edge_dflash.backends.cuda.memory import CONTROL_BYTES, Allocator, Matrix, place
 from edge_dflash.backends.cuda.passes import Buffers, Common, DeviceLayout, Frame, Kernels, Pass
 from edge_dflash.backends.cuda.sample import UNIT as SAMPLE_UNIT
 from edge_dflash.backends.cuda.sample import Sampler, SamplingBuffers
@@ -39,7 +39,7 @@ class Loaded:
     """A pair on the device."""
 
     common: Common
-    memory: Memory
+    memory: Allocator
     passes: Mapping[str, Frame]
 
 
@@ -54,11 +54,11 @@ class Dense(Protocol):
         """Prepare for a device; bytes of scratch that passes share."""
         ...
 
-    def count(self, memory: Memory) -> None:
+    def count(self, memory: Allocator) -> None:
         """Count the weights, before anything is loaded."""
         ...
 
-    def load(self, memory: Memory, common: Common) -> Mapping[str, Frame]:
+    def load(self, memory: Allocator, common: Common) -> Mapping[str, Frame]:
         """Load and count the weights; make the passes of the layout, by name. Raises BackendError."""
         ...
 
@@ -71,14 +71,14 @@ def load(gpu: Gpu, layout: DeviceLayout, dense: Dense, weights: NativeWeights, c
     """Allocate and fill everything. Raises BackendError, naming the largest parts, when it does not fit."""
     scratch = dense.open(gpu, layout)
     _check_budget(gpu, layout, dense, weights, scratch)
-    memory = Memory(gpu)
+    memory = Allocator(gpu)
     states = _states(layout, weights, memory)
     kernels = Kernels(
         small=small.Small(gpu, gpu.load(cubin(small.UNIT))),
         cycle=small.CycleKernels(gpu, gpu.load(cubin(small.CYCLE_UNIT))),
         sampler=Sampler(gpu, gpu.load(cubin(SAMPLE_UNIT))),
         attention=_faces(gpu, attend.Attention, gpu.load(cubin(attend.UNIT)), states.shapes),
-        delta=_faces(gpu, delta.GatedDelta, gpu.load(cubin(delta.UNIT)), states.delta_shapes)
+        delta=_faces(gpu, delta.DeltaKernels, gpu.load(cubin(delta.UNIT)), states.delta_shapes)
         if states.delta_shapes
         else {},
     )
@@ -96,7 +96,7 @@ def load(gpu: Gpu, layout: DeviceLayout, dense: Dense, weights: NativeWeights, c
 
 
 def _check_budget(gpu: Gpu, layout: DeviceLayout, dense: Dense, weights: NativeWeights, scratch: int) -> None:
-    memory = Memory(None)
+    memory = Allocator(None)
     states = _states(layout, weights, memory)
     _put_norms(layout, states)
     _buffers(layout, states, scratch, memory)
@@ -114,7 +114,7 @@ def _check_budget(gpu: Gpu, layout: DeviceLayout, dense: Dense, weights: NativeW
         )
 
 
-def _states(layout: DeviceLayout, weights: NativeWeights, memory: Memory) -> States:
+def _states(layout: DeviceLayout, weights: NativeWeights, memory: Allocator) -> States:
     return States(layout.programs, layout.precision, layout.sizes, weights.vector, weights.kv_scale, memory)
 
 
@@ -134,7 +134,7 @@ def _put_norms(layout: DeviceLayout, states: States) -> None:
                 states.norm(op.weight, plus_one=op.plus_one)
 
 
-def _buffers(layout: DeviceLayout, states: States, scratch: int, memory: Memory) -> Buffers:
+def _buffers(layout: DeviceLayout, states: States, scratch: int, memory: Allocator) -> Buffers:
     tile, vocabulary = row_tile(layout.sizes.rows), layout.vocabulary
     floats, counters = states.delta_scratch
     stride = -(-vocabulary // 16) * 16
@@ -194,12 +194,12 @@ class Launches:
                     most = max(most, self._linears.choose(step.stack.layout, rows).rank_bytes)
         return most
 
-    def count(self, memory: Memory) -> None:
+    def count(self, memory: Allocator) -> None:
         """Count all stacks."""
         for stack in self._stacks.values():
             memory.count(_purpose(stack), stack.layout.nbytes + 128 * stack.layout.units)
 
-    def load(self, memory: Memory, common: Common) -> dict[str, Frame]:
+    def load(self, memory: Allocator, common: Common) -> dict[str, Frame]:
         """Bring the stacks to the device."""
         loaded = {}
         for key, stack in self._stacks.items():

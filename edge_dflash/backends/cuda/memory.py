@@ -106,7 +106,14 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // 256) * 256
 
 
-class Memory:
+def scratch_at(scratch: DevicePointer, nbytes: int) -> int:
+    """Where a scratch buffer starts. Raises ValueError when it has fewer than ``nbytes``."""
+    if scratch.nbytes < nbytes:
+        raise ValueError(f"the scratch buffer has {scratch.nbytes} bytes, {nbytes} are needed")
+    return scratch.address
+
+
+class Allocator:
     """Allocates by purpose. Without a device it only counts, so that a budget is known before anything is loaded."""
 
     def __init__(self, gpu: Gpu | None) -> None:
@@ -139,21 +146,21 @@ PADDING = 16  # elements: rows start on 32 bytes, whatever the columns
 
 
 @dataclass(frozen=True)
-class Place:
-    """A tensor with memory of its own: bytes from the arena's start, elements between rows."""
+class Placement:
+    """Where a root tensor lies: bytes from the arena's start, elements between rows."""
 
     offset: int
     stride: int
     nbytes: int
 
 
-def place(plan: Schedule, rows: int) -> tuple[dict[str, Place], int]:
-    """Places of all tensors with memory of their own, for passes of ``rows`` (as allocated), and the arena's size."""
-    lives = _lives(plan)
-    places: dict[str, Place] = {}
+def place(schedule: Schedule, rows: int) -> tuple[dict[str, Placement], int]:
+    """Places of all root tensors for passes of ``rows`` (as allocated), and the arena's size."""
+    lives = _lives(schedule)
+    places: dict[str, Placement] = {}
     size = 0
     for name in sorted(lives, key=lambda n: lives[n]):
-        stride = -(-plan.columns[name] // PADDING) * PADDING
+        stride = -(-schedule.columns[name] // PADDING) * PADDING
         nbytes = aligned(2 * rows * stride)
         taken = sorted(
             (p.offset, p.offset + p.nbytes) for other, p in places.items() if _meet(lives[name], lives[other])
@@ -163,18 +170,18 @@ def place(plan: Schedule, rows: int) -> tuple[dict[str, Place], int]:
             if offset + nbytes <= first:
                 break
             offset = max(offset, stop)
-        places[name] = Place(offset, stride, nbytes)
+        places[name] = Placement(offset, stride, nbytes)
         size = max(size, offset + nbytes)
     return places, size
 
 
-def _lives(plan: Schedule) -> dict[str, tuple[int, int]]:
+def _lives(schedule: Schedule) -> dict[str, tuple[int, int]]:
     """First and last step that touches each tensor; logits lie elsewhere."""
     lives: dict[str, tuple[int, int]] = {}
-    logits = plan.program.outputs.get("logits")
-    for index, step in enumerate(plan.steps):
+    logits = schedule.program.outputs.get("logits")
+    for index, step in enumerate(schedule.steps):
         for name in (*step.reads, *step.writes):
-            root, _ = plan.place(name)
+            root, _ = schedule.place(name)
             if root != logits:
                 first, _ = lives.get(root, (index, index))
                 lives[root] = (first, index)

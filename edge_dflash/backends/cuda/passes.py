@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from edge_dflash.backends.cuda.attend import AttendTensors, Attention
-from edge_dflash.backends.cuda.delta import DeltaScratch, DeltaTensors, GatedDelta
+from edge_dflash.backends.cuda.delta import DeltaKernels, DeltaScratch, DeltaTensors
 from edge_dflash.backends.cuda.linear import Linears, LinearWeights, Norm
-from edge_dflash.backends.cuda.memory import DevicePointer, Matrix, Place, Words
+from edge_dflash.backends.cuda.memory import DevicePointer, Matrix, Placement, Words
 from edge_dflash.backends.cuda.sample import Sampler, SamplingBuffers
 from edge_dflash.backends.cuda.schedule import (
     Columns,
@@ -23,16 +23,15 @@ from edge_dflash.backends.cuda.schedule import (
     Last,
     Multiply,
     Normalise,
+    PassStep,
     Project,
     Schedule,
     State,
-    Step,
 )
 from edge_dflash.backends.cuda.small import CycleKernels, Small
 from edge_dflash.backends.cuda.states import Sizes, States
 from edge_dflash.decode.backend import Precision
-from edge_dflash.model.ops import Attend, Embed, KvAppend, RmsNorm
-from edge_dflash.model.ops import GatedDelta as GatedDeltaOp
+from edge_dflash.model.ops import Attend, Embed, GatedDelta, KvAppend, RmsNorm
 from edge_dflash.model.program import PairPrograms
 
 
@@ -44,7 +43,7 @@ class DeviceLayout:
     precision: Precision
     sizes: Sizes
     schedules: Mapping[str, Schedule]
-    places: Mapping[str, Mapping[str, Place]]
+    places: Mapping[str, Mapping[str, Placement]]
     arena_bytes: int
 
     @property
@@ -62,7 +61,7 @@ class Kernels:
     cycle: CycleKernels
     sampler: Sampler
     attention: Mapping[str, Attention]  # by KV state
-    delta: Mapping[str, GatedDelta]  # by gated delta state
+    delta: Mapping[str, DeltaKernels]  # by gated delta state
 
 
 @dataclass(frozen=True)
@@ -106,7 +105,7 @@ class Frame(ABC):
         self.words = Words.of(buffers.control, prefill=self.prefill)
         self.choices = buffers.drafts if name == "propose" else buffers.choices
 
-    def enqueue(self, *, logits: bool, around: Callable[[Step], None] = lambda step: None) -> None:
+    def enqueue(self, *, logits: bool, around: Callable[[PassStep], None] = lambda step: None) -> None:
         """Enqueue all steps; ``around`` is told each one before it, ``logits`` keeps the head's."""
         for step in self.schedule.steps:
             around(step)
@@ -121,7 +120,7 @@ class Frame(ABC):
                     self._dense(step, logits)
 
     @abstractmethod
-    def _dense(self, step: Step, logits: bool) -> None:
+    def _dense(self, step: PassStep, logits: bool) -> None:
         """Enqueue a step of dense ops."""
 
     def _gather(self, weight: str, out: str) -> None:
@@ -139,7 +138,7 @@ class Frame(ABC):
             case KvAppend():
                 k, v = tensors
                 self.kernels.attention[op.state].append(k, v, states.kv[op.state][self.lane], self.words)
-            case GatedDeltaOp():
+            case GatedDelta():
                 layer = states.delta[op.state][self.lane]
                 self.kernels.delta[op.state].run(DeltaTensors(*tensors), layer, buffers.delta, self.words)
             case _:
@@ -158,7 +157,7 @@ class Pass(Frame):
         super().__init__(common, name)
         self._linears, self._weights = linears, weights
 
-    def _dense(self, step: Step, logits: bool) -> None:
+    def _dense(self, step: PassStep, logits: bool) -> None:
         match step:
             case Gather():
                 self._gather(step.weight, step.writes[0])
@@ -173,7 +172,7 @@ class Pass(Frame):
             case _:
                 self._columns(step)
 
-    def _columns(self, step: Step) -> None:
+    def _columns(self, step: PassStep) -> None:
         """Steps that change no more than columns of a row."""
         inputs, out = [self._matrix(name) for name in step.reads], self._matrix(step.writes[0])
         rows, columns = self._rows(step.reads[0]), self.schedule.widths[step.writes[0]]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from edge_dflash.backends.cuda.driver import Gpu, Graph, Module
-from edge_dflash.backends.cuda.memory import NULL, Array, DevicePointer, Matrix, Memory
+from edge_dflash.backends.cuda.memory import NULL, Allocator, Array, DevicePointer, Matrix
 from edge_dflash.decode.sampling import Packed, Sampling
 
 UNIT = "sample"
@@ -67,7 +67,7 @@ class SamplingBuffers:
     chosen: DevicePointer  # int32 [rows]: choices of launches that the host asked for
 
     @classmethod
-    def take(cls, memory: Memory, rows: int, columns: int) -> SamplingBuffers:
+    def take(cls, memory: Allocator, rows: int, columns: int) -> SamplingBuffers:
         """Take all from ``memory``."""
 
         def part(nbytes: int) -> DevicePointer:

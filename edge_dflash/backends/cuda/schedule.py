@@ -1,4 +1,4 @@
-"""A Program as a sequence of steps, each one call of a kernel face: what is fused with what. Pure; knows no device.
+"""A Program as a sequence of steps, each one call of a kernel face: what is fused with what. Pure, no device.
 
 Steps name tensors. Tensors that are columns of another one (parts of a stack's output) are ``slices`` of it, so that
 nothing is copied; taps are copied to where they are read together, which costs 0.4 % of a cycle. Two forms: ``narrow``
@@ -14,10 +14,13 @@ from dataclasses import dataclass, field
 from edge_dflash.errors import BackendError
 from edge_dflash.model.ops import (
     Add,
+    Attend,
     Concat,
     DenseOp,
     Elementwise,
     Embed,
+    GatedDelta,
+    KvAppend,
     Linear,
     Op,
     RmsNorm,
@@ -31,7 +34,7 @@ from edge_dflash.weights.stacks import Stack, program_stacks
 
 
 @dataclass(frozen=True)
-class Step:
+class PassStep:
     """One call. ``reads`` and ``writes`` are names of tensors."""
 
     reads: tuple[str, ...]
@@ -49,14 +52,14 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Gather(Step):
+class Gather(PassStep):
     """Rows of the embedding for the pass's ids."""
 
     weight: str
 
 
 @dataclass(frozen=True)
-class Multiply(Step):
+class Multiply(PassStep):
     """A stack on one input, perhaps with a BF16 stack on the same input. Reads (x); writes outputs, side's last."""
 
     stack: Stack
@@ -69,7 +72,7 @@ class Multiply(Step):
 
 
 @dataclass(frozen=True)
-class Project(Step):
+class Project(PassStep):
     """One matrix, then residual and next norm where there are some. Reads (x[, residual]); writes (y[, norm])."""
 
     stack: Stack
@@ -82,14 +85,14 @@ class Project(Step):
 
 
 @dataclass(frozen=True)
-class Head(Step):
+class Head(PassStep):
     """The output head: logits and the largest of each row."""
 
     stack: Stack
 
 
 @dataclass(frozen=True)
-class Normalise(Step):
+class Normalise(PassStep):
     """``rms_norm``."""
 
     op: RmsNorm
@@ -101,29 +104,29 @@ class Normalise(Step):
 
 
 @dataclass(frozen=True)
-class Columns(Step):
+class Columns(PassStep):
     """An elementwise op of tensors that no one launch made."""
 
     op: type[Elementwise]
 
     @property
     def label(self) -> str:
-        """See :class:`Step`."""
+        """See :class:`PassStep`."""
         return {Add: "Sum", SwiGlu: "Gate"}.get(self.op, self.op.__name__)
 
 
 @dataclass(frozen=True)
-class Copy(Step):
+class Copy(PassStep):
     """Columns that could not be written in place."""
 
 
 @dataclass(frozen=True)
-class Last(Step):
+class Last(PassStep):
     """The last valid row."""
 
 
 @dataclass(frozen=True)
-class State(Step):
+class State(PassStep):
     """A state op."""
 
     op: StateOp
@@ -134,14 +137,14 @@ class Schedule:
     """Steps of a pass and where its tensors lie."""
 
     program: Program
-    steps: list[Step] = field(default_factory=list)
-    columns: dict[str, int] = field(default_factory=dict)  # of tensors that have memory of their own
+    steps: list[PassStep] = field(default_factory=list)
+    columns: dict[str, int] = field(default_factory=dict)  # of each root tensor: one that is no slice
     widths: dict[str, int] = field(default_factory=dict)  # of all tensors
     slices: dict[str, tuple[str, int]] = field(default_factory=dict)  # tensor -> (tensor, first column)
     single: set[str] = field(default_factory=set)  # tensors of one row (behind ``last``)
 
     def place(self, tensor: str) -> tuple[str, int]:
-        """The tensor with memory of its own that holds ``tensor``, and its first column there."""
+        """The root tensor that holds ``tensor``, and its first column there."""
         column = 0
         while tensor in self.slices:
             tensor, more = self.slices[tensor]
@@ -166,7 +169,7 @@ class _Lowering:
         self._done: set[str] = set()  # outputs that exist by now
         self._columns = self._out.widths
         self._handlers: dict[type[DenseOp], Callable[..., None]] = {
-            Embed: self._embed,
+            Embed: lambda op, _: self._emit(Gather((), (op.output,), op.weight)),
             Linear: self._linear,
             RmsNorm: self._norm,
             Concat: self._concat,
@@ -182,7 +185,7 @@ class _Lowering:
                 self._state(state)
         return self._out
 
-    def _emit(self, step: Step) -> None:
+    def _emit(self, step: PassStep) -> None:
         """Append a step, whose outputs then exist."""
         self._out.steps.append(step)
         for name in step.writes:
@@ -192,9 +195,6 @@ class _Lowering:
         self._done.add(name)
         if name not in self._out.slices:
             self._out.columns[name] = self._columns[name]
-
-    def _embed(self, op: Embed, segment: Segment) -> None:
-        self._emit(Gather((), (op.output,), op.weight))
 
     def _linear(self, op: Linear, segment: Segment) -> None:
         stack = self._stacks[op.weight]
@@ -214,16 +214,13 @@ class _Lowering:
         readers = self._readers[op.output]
         if len(readers) != 1:
             return False
-        add = readers[0]
+        add, reads, y = readers[0], op.inputs, op.output
         if isinstance(add, Add):
             other = add.inputs[0] if add.inputs[1] == op.output else add.inputs[1]
             if other not in self._done:
                 return False
-            reads: tuple[str, ...] = (op.inputs[0], other)
-            y = add.output
-        elif isinstance(add, RmsNorm) and not self._wide:
-            reads, y = (op.inputs[0],), op.output
-        else:
+            reads, y = (op.inputs[0], other), add.output
+        elif self._wide or not isinstance(add, RmsNorm):
             return False
         norms = [r for r in self._readers.get(y, ()) if isinstance(r, RmsNorm)]
         if self._wide or len(norms) != 1 or self._columns[y] % 2:
@@ -296,5 +293,7 @@ class _Lowering:
             self._made(op.output)
 
     def _state(self, op: StateOp) -> None:
+        if not isinstance(op, Attend | GatedDelta | KvAppend):
+            raise BackendError(f"the native backend has no kernel for op {type(op).__name__}")
         self._emit(State(op.inputs, (op.output,) if self._columns[op.output] else (), op))
         self._done.add(op.output)

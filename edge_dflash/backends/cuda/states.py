@@ -15,7 +15,7 @@ import numpy.typing as npt
 from edge_dflash.backends.cuda.attend import AttendShape
 from edge_dflash.backends.cuda.delta import DeltaShape
 from edge_dflash.backends.cuda.driver import Gpu
-from edge_dflash.backends.cuda.memory import EMPTY_SEQUENCE, Array, ControlBlock, DevicePointer, Memory
+from edge_dflash.backends.cuda.memory import EMPTY_SEQUENCE, Allocator, Array, ControlBlock, DevicePointer
 from edge_dflash.decode.backend import Precision, Snapshot
 from edge_dflash.errors import BackendError
 from edge_dflash.model.ops import Attend, GatedDelta, KvAppend
@@ -107,7 +107,7 @@ class States:
         sizes: Sizes,
         vector: Callable[[str], Array],
         kv_scale: Callable[[str], tuple[float, float]],
-        memory: Memory,
+        memory: Allocator,
     ) -> None:
         self._precision, self._sizes, self._memory, self._vector = precision, sizes, memory, vector
         self._ropes: dict[RopeSpec, tuple[DevicePointer, DevicePointer]] = {}

@@ -81,7 +81,7 @@ def _check_op(
             if inputs % BLOCK:
                 raise BackendError(f"a linear has {inputs} inputs; the native kernels take multiples of {BLOCK}")
         case Embed():
-            if FORMATS[formats[op.weight]].quantized:
+            if formats[op.weight] not in FORMATS or FORMATS[formats[op.weight]].quantized:
                 raise BackendError(f"the embedding is {formats[op.weight]}; the native kernels gather BF16 rows")
         case Attend():
             AttendShape(op.heads, op.kv_heads, op.head_dim, op.rope.dims, op.eps, 0, rows, kv=kv)
@@ -142,7 +142,7 @@ def device_facts(ordinal: int = 0) -> DeviceFacts:
         ) from None
     try:
         status, *_ = cu.cuInit(0)
-    except Exception as error:  # the bindings raise types of their own when there is no driver library
+    except Exception as error:  # the bindings' own types, for a missing driver library
         raise BackendError(f"no NVIDIA driver was found ({type(error).__name__}); install the driver") from None
     if status != cu.CUresult.CUDA_SUCCESS:
         raise BackendError(f"the NVIDIA driver found no usable device ({status.name}); check nvidia-smi")

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from edge_dflash.backends.host import host_cycle
+from edge_dflash.backends.host_cycle import host_cycle
 from edge_dflash.backends.reference.dense import TorchWeights
 from edge_dflash.backends.reference.interpreter import Interpreter, Memory
 from edge_dflash.decode.backend import Asked, Cycle, PairShape, Precision, Snapshot, check_lane

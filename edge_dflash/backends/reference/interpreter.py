@@ -1,4 +1,4 @@
-"""Runs a Program in torch: one function per op, tensors by name. Knows no model and no file format."""
+"""A Program run in torch: one function per op, tensors by name."""
 
 from __future__ import annotations
 

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Literal
 
 from edge_dflash.backends.cuda.driver import Gpu
-from edge_dflash.backends.cuda.memory import NULL, DevicePointer, Memory
+from edge_dflash.backends.cuda.memory import NULL, Allocator, DevicePointer
 from edge_dflash.backends.cuda.passes import Common, DeviceLayout, Frame
-from edge_dflash.backends.cuda.schedule import Step
+from edge_dflash.backends.cuda.schedule import PassStep
 from edge_dflash.backends.cuda.states import Sizes
 from edge_dflash.backends.cuda.support import check_native
-from edge_dflash.backends.tensorrt.api import TENSORRT, TENSORRT_RTX, Flavour, load, version
+from edge_dflash.backends.tensorrt.flavours import TENSORRT, TENSORRT_RTX, Flavour, load, version
 from edge_dflash.backends.tensorrt.runs import EnginePass, RunEngine, dry_run, engine_pass
 from edge_dflash.backends.tensorrt.runtime import Engines, Enqueue
 from edge_dflash.backends.tensorrt.units import EMBEDDING, PairUnits, engine_file, engine_units, pair_units
@@ -35,7 +35,7 @@ class EngineFrame(Frame):
         super().__init__(common, name)
         self.pair, self.runs = pair, runs
 
-    def _dense(self, step: Step, logits: bool) -> None:
+    def _dense(self, step: PassStep, logits: bool) -> None:
         """Engines always leave logits."""
         if not isinstance(step, RunEngine):
             raise TypeError(f"{type(step).__name__} is no step of a TensorRT pass")
@@ -117,13 +117,13 @@ class EngineOps:
         if self._engines is not None:
             self._engines.close()
 
-    def count(self, memory: Memory) -> None:
+    def count(self, memory: Allocator) -> None:
         """An engine's weights on the device are about its file."""
         for name, path in self._files.items():
             model = "drafter" if "/drafter-" in name else "target"
             memory.count(f"{model} weights", path.stat().st_size)
 
-    def load(self, memory: Memory, common: Common) -> dict[str, Frame]:
+    def load(self, memory: Allocator, common: Common) -> dict[str, Frame]:
         """Read all engines, bind a context for each use of one and enqueue each once."""
         units = {key: unit for key, unit in self._pair.units.items() if key != EMBEDDING}
         engines = self._engines
@@ -148,15 +148,15 @@ class EngineOps:
 
 def installed_flavour(bundle: Bundle) -> Flavour:
     """The TensorRT that runs the bundle's engines. Raises BackendError unless they are there and it is theirs."""
-    plans = bundle.manifest.plans
+    engines = bundle.manifest.plans
     command = f"edge-dflash build --finish {bundle.path}"
-    if plans is None or plans.deferred:
-        count = 0 if plans is None else len(plans.deferred)
+    if engines is None or engines.deferred:
+        count = 0 if engines is None else len(engines.deferred)
         raise BackendError(f"{bundle.path} lacks {count} plans, which its board has to build: {command}")
-    flavour = TENSORRT_RTX if plans.flavour == TENSORRT_RTX.module else TENSORRT
-    if (found := version(load(flavour))) != plans.version:
+    flavour = TENSORRT_RTX if engines.flavour == TENSORRT_RTX.module else TENSORRT
+    if (found := version(load(flavour))) != engines.version:
         raise BackendError(
-            f"{bundle.path} has plans of {flavour.product} {plans.version}, here is {found}: "
+            f"{bundle.path} has plans of {flavour.product} {engines.version}, here is {found}: "
             f"build new ones with {command}"
         )
     return flavour

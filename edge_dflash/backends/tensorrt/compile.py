@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from edge_dflash.backends.tensorrt.api import TENSORRT_RTX, flavour_of, load
+from edge_dflash.backends.tensorrt.flavours import TENSORRT_RTX, flavour_of, load
 from edge_dflash.backends.tensorrt.lower import Lowered, lower
 from edge_dflash.backends.tensorrt.units import Binding, RowRange, Unit
 from edge_dflash.board.archs import find_arch
@@ -52,15 +52,15 @@ class Compiler:
         if advance is not None:
             config.progress_monitor = monitor(self.trt, advance)
         cache = None if self._named else self._timing_cache(config)
-        plan = self._builder.build_serialized_network(lowered.network, config)
+        engine = self._builder.build_serialized_network(lowered.network, config)
         if cache is not None:
             self.timing = bytes(cache.serialize())
-        if plan is None:
+        if engine is None:
             raise BuildError(
                 f"plan {lowered.unit.key} for {self.arch}: TensorRT {self.trt.__version__} says {self._log.said}; "
                 "build with another recipe, or report it"
             )
-        return memoryview(plan).cast("B")
+        return memoryview(engine).cast("B")
 
     def _timing_cache(self, config: Any) -> Any:
         """The cache so far, or an empty one when it is of another GPU or version."""

@@ -1,8 +1,7 @@
 """A pass as runs of engines, state kernels and a copied row, over one arena; and a walk that checks it on no device.
 
 Placement by liveness is the native backend's. TensorRT reads and writes rows without gaps, so the stride of a tensor
-is its columns. Ids, logits and choices lie in buffers of their own, because they come from outside or outlive the
-pass.
+is its columns. Ids, logits and choices lie in separate buffers: they come from outside or outlive the pass.
 
 The walk finds what a wrong order would break: every tensor that a step reads must have been written whole before it, at
 the address that is read, and by nothing else since; every input and output of an engine must be bound exactly once,
@@ -15,8 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, NoReturn
 
-from edge_dflash.backends.cuda.memory import Place, place
-from edge_dflash.backends.cuda.schedule import Last, Schedule, State, Step
+from edge_dflash.backends.cuda.memory import Placement, place
+from edge_dflash.backends.cuda.schedule import Last, PassStep, Schedule, State
 from edge_dflash.backends.tensorrt.units import CHOICES, EMBEDDING, HEAD, LOGITS, Binding, PairUnits, Run, Unit
 from edge_dflash.errors import BackendError
 from edge_dflash.model.ops import SelectRows
@@ -25,7 +24,7 @@ Buffer = Literal["arena", "ids", "logits", "choices"]
 
 
 @dataclass(frozen=True)
-class RunEngine(Step):
+class RunEngine(PassStep):
     """An engine on its tensors. ``reads`` and ``writes`` are those in the arena, and the logits."""
 
     run: Run
@@ -62,7 +61,7 @@ class EnginePass:
     """
 
     schedule: Schedule
-    places: Mapping[str, Place]
+    places: Mapping[str, Placement]
     arena: int
     rows: int
     block: int  # rows of the head
@@ -138,7 +137,7 @@ class Range:
 class Report:
     """What was walked."""
 
-    plans: int = 0
+    engines: int = 0
     states: int = 0
     bindings: int = 0
     tensors: set[str] = field(default_factory=set)
@@ -158,7 +157,7 @@ class _Walk:
         self._units, self._pass = units, each
         self._program = each.schedule.program
         self._where = self._program.name
-        self._intact: dict[str, Range] = {"ids": Range("ids", 0, 4 * each.rows)}  # by tensor with memory of its own
+        self._intact: dict[str, Range] = {"ids": Range("ids", 0, 4 * each.rows)}  # by root tensor
         self._done: list[str] = []  # outputs of ops that ran
         self.report = Report()
 
@@ -220,7 +219,7 @@ class _Walk:
         least = most if bound.rows or bound.profile == 0 else 1
         if not rows.low <= least <= most <= rows.high:
             self._fail(f"plan {unit.key} takes {rows.low} to {rows.high} rows, the pass has {least} to {most}")
-        self.report.plans += 1
+        self.report.engines += 1
         self.report.bindings += len(addresses)
 
     def _fits(self, unit: Unit, binding: Binding, tensor: str) -> None:
@@ -263,7 +262,7 @@ class _Walk:
         return read | {self._program.outputs[LOGITS], CHOICES, "ids"}
 
     def _range(self, tensor: str) -> tuple[str, Range]:
-        """Tensor with memory of its own that holds a tensor, and all its bytes."""
+        """Root tensor that holds a tensor, and all its bytes."""
         address: Address = self._pass.address(tensor)
         if address.buffer != "arena":
             return (self._program.outputs[LOGITS] if address.buffer == "logits" else address.buffer), Range(

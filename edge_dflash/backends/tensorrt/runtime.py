@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from edge_dflash.backends.cuda.driver import Gpu
-from edge_dflash.backends.cuda.memory import DevicePointer, Memory
-from edge_dflash.backends.tensorrt.api import TENSORRT_RTX, Flavour, load
+from edge_dflash.backends.cuda.memory import Allocator, DevicePointer
 from edge_dflash.backends.tensorrt.compile import error_log
+from edge_dflash.backends.tensorrt.flavours import TENSORRT_RTX, Flavour, load
 from edge_dflash.backends.tensorrt.lower import DTYPES
 from edge_dflash.backends.tensorrt.units import Binding, Unit
 from edge_dflash.errors import BackendError
@@ -30,7 +30,7 @@ _WHENCE = {"SET": io.SEEK_SET, "CUR": io.SEEK_CUR, "END": io.SEEK_END}
 
 
 @dataclass(frozen=True)
-class Engine:
+class LoadedEngine:
     """An engine on the device."""
 
     unit: Unit
@@ -49,7 +49,7 @@ class Engines:
             self._runtime = self._trt.Runtime(self._log)
         except RuntimeError as error:
             raise BackendError(f"{flavour.product} does not start here: {error}; check the driver") from None
-        self._engines: dict[str, Engine] = {}
+        self._engines: dict[str, LoadedEngine] = {}
         self._contexts: list[Any] = []
         self._cache: Any = None  # kernels that TensorRT for RTX compiled for this GPU, shared by all contexts
         self._scratch = DevicePointer(0, 0)
@@ -65,9 +65,9 @@ class Engines:
             if engine is None:
                 raise self._failed(f"{path}", "cannot be loaded; build it again with edge-dflash build --finish")
             _check(self._trt, units[key], engine)
-            self._engines[key] = Engine(units[key], engine, int(engine.device_memory_size_v2))
+            self._engines[key] = LoadedEngine(units[key], engine, int(engine.device_memory_size_v2))
 
-    def share_scratch(self, memory: Memory) -> None:
+    def share_scratch(self, memory: Allocator) -> None:
         """Take the one block that all contexts work in."""
         size = max((engine.scratch for engine in self._engines.values()), default=0)
         self._scratch = memory.take("plans' scratch", size)

@@ -1,7 +1,7 @@
-"""Which dense ops become one engine, and the order of engines and state ops in a pass. Pure; knows no TensorRT.
+"""Which dense ops become one engine, and the order of engines and state ops in a pass. Pure, no TensorRT.
 
-A segment becomes one engine, except that the embedding and the output head are engines of their own, because all passes
-and both models read them: no weight but the drafter's k and v (which two passes use with different neighbours) is in
+A segment becomes one engine. The embedding and the output head are engines by themselves, because all passes and both
+models read them: no weight but the drafter's k and v (which two passes use with different neighbours) is in
 two engines. Prefill and verify share engines; to that end the final norm of a prefill runs before its last row is
 selected, which for an op that works row by row is the same. SelectRows is no layer: the run time copies the last row,
 and drafts are read from the second row on. So the head always runs on as many rows as a block has, by one kernel.
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from edge_dflash.bundle.manifest import PLANS
+from edge_dflash.bundle.manifest import ENGINES
 from edge_dflash.errors import BackendError
 from edge_dflash.model import pair_programs
 from edge_dflash.model.ops import (
@@ -110,7 +110,7 @@ def pair_units(programs: PairPrograms, block_rows: int, prefill_chunk: int) -> P
 
 def engine_file(key: str) -> str:
     """Path of an engine in a bundle."""
-    return f"{PLANS}{key}.plan"
+    return f"{ENGINES}{key}.plan"
 
 
 def bundle_units(pair: PairSpec, prefill_chunk: int) -> PairUnits:

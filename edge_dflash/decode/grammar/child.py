@@ -20,7 +20,7 @@ from edge_dflash.decode.grammar.walker import Compiled, Walker
 from edge_dflash.errors import RequestError
 
 
-class Server:
+class GrammarServer:
     """A grammar, which can be compiled again, and its constraints, each with its socket.
 
     The library limits the states of its lexer, and all walks along a compiled grammar add to the same ones: those of
@@ -70,10 +70,10 @@ class Server:
 class _Constraint:
     """The grammar behind the tokens of one request."""
 
-    def __init__(self, connection: socket.socket, memory: int, server: Server) -> None:
+    def __init__(self, connection: socket.socket, memory: int, server: GrammarServer) -> None:
         self.socket = connection
         self._server = server
-        self._layout = wire.Layout((server.grammar.vocab_size + 31) // 32)
+        self._layout = wire.MaskLayout((server.grammar.vocab_size + 31) // 32)
         self._memory = mmap.mmap(memory, self._layout.nbytes)
         os.close(memory)
         self._half = self._received = 0  # messages

@@ -26,7 +26,7 @@ _TRIES = 3  # to open a process that was alive when it was last looked at
 class _Channel:
     """A child's constraint: a socket and memory that both see."""
 
-    def __init__(self, child: Child, layout: wire.Layout) -> None:
+    def __init__(self, child: Child, layout: wire.MaskLayout) -> None:
         """Raises Died, RequestError."""
         self.child = child
         self._layout = layout
@@ -112,7 +112,7 @@ class GrammarConstraint:
 
     def __init__(self, words: int, child: Callable[[Patience], Child], patience: Patience) -> None:
         """``words`` of a mask; ``child`` gives the grammar's process, compiled again where it must be."""
-        self._layout = wire.Layout(words)
+        self._layout = wire.MaskLayout(words)
         self._child = child
         self._patience = patience
         self._advanced: list[int] = []

@@ -65,7 +65,7 @@ class Vocabulary:
 
     @property
     def size(self) -> int:
-        """Number of ids that the library knows."""
+        """Number of ids of the library's vocabulary."""
         return int(self.tokenizer.vocab_size)
 
 

@@ -3,7 +3,7 @@
 - Numbers are those of a 64-bit integer's range with at most 10 digits behind the point. The library's own have no
   bound, so a model could write digits until its budget is used up. Values that the schema names (``const``, ``enum``,
   bounds, ``multipleOf``) stay possible, whatever their digits. The bounds are written as ``minimum``, ``maximum`` and
-  ``multipleOf``: the automaton then knows where a number can still end, which no count of digits from outside does.
+  ``multipleOf``: the automaton then tracks where a number can still end, which no count of digits from outside does.
 - Where a schema leaves a value free, it becomes a reference to a definition of any JSON value with such numbers. Not
   where schemas are intersected (``allOf``, keywords beside ``anyOf`` or ``$ref``): the library cannot intersect what
   refers to itself, and free values there have numbers without bound.

@@ -29,7 +29,7 @@ _WHITESPACE = r"[ \t\n\r]{1,64}"  # bounded, so that a model cannot go on with b
 
 @dataclass(frozen=True)
 class Compiled:
-    """A grammar at its start. ``matcher`` is only copied; ``tokens`` is the number of ids that it knows."""
+    """A grammar at its start. ``matcher`` is only copied; ``tokens``: number of ids it covers."""
 
     matcher: LLMatcher
     tokens: int

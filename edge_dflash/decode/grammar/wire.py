@@ -109,7 +109,7 @@ def resident_bytes() -> int:
 
 
 @dataclass(frozen=True)
-class Layout:
+class MaskLayout:
     """Where masks of ``words`` 32-bit words lie in a constraint's memory: two halves, that change with each ADVANCE.
 
     Masks stay as they are until the ADVANCE after the next one. At the beginning, two uint32: number of the last

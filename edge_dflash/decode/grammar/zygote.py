@@ -21,7 +21,7 @@ from pathlib import Path
 
 from edge_dflash.common.processes import limit_memory, limited_time, obey_timers
 from edge_dflash.decode.grammar import wire
-from edge_dflash.decode.grammar.child import Server
+from edge_dflash.decode.grammar.child import GrammarServer
 from edge_dflash.decode.grammar.library import Vocabulary
 from edge_dflash.decode.grammar.walker import Compiled, compiled
 from edge_dflash.errors import RequestError, one_line
@@ -146,7 +146,7 @@ def _live(control: socket.socket, page: wire.Page, vocabulary: Vocabulary, stop_
             return _compile(source, vocabulary, stop_token_ids)
 
     try:
-        server = Server(control, make, bounds.step_seconds, lambda: page.note(shared))
+        server = GrammarServer(control, make, bounds.step_seconds, lambda: page.note(shared))
     except RequestError as error:
         control.send(wire.REFUSED + str(error).encode(errors="replace"))
         return

@@ -1,4 +1,4 @@
-"""Calibration prompts: a JSONL file to token ids. Knows the file format of ``calib/``; no torch, no model."""
+"""Calibration prompts: the JSONL files of ``calib/`` to token ids. No torch, no model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROLES = ("system", "user", "assistant")
 
 
 @dataclass(frozen=True)
-class Prompt:
+class CalibrationPrompt:
     """One conversation of a calibration set."""
 
     id: str
@@ -25,7 +25,7 @@ class Prompt:
     messages: tuple[Mapping[str, str], ...]  # {"role": system | user | assistant, "content": text}
 
 
-def read_prompts(path: Path) -> tuple[Prompt, ...]:
+def read_prompts(path: Path) -> tuple[CalibrationPrompt, ...]:
     """Read every line of a prompt file. Raises BuildError naming file, line, what was found and what is wanted."""
     try:
         lines = read_text(path, LARGE).splitlines()
@@ -40,7 +40,9 @@ def read_prompts(path: Path) -> tuple[Prompt, ...]:
 
 
 def calibration_ids(
-    prompts: Sequence[Prompt], encode_chat: Callable[[Sequence[Mapping[str, Any]]], Sequence[int]], tokens: int
+    prompts: Sequence[CalibrationPrompt],
+    encode_chat: Callable[[Sequence[Mapping[str, Any]]], Sequence[int]],
+    tokens: int,
 ) -> tuple[int, ...]:
     """Concatenate the prompts' ids, in file order, up to ``tokens`` ids. ``encode_chat`` applies the chat template."""
     ids: list[int] = []
@@ -51,7 +53,7 @@ def calibration_ids(
     return tuple(ids[:tokens])
 
 
-def _prompt(line: str, where: str) -> Prompt:
+def _prompt(line: str, where: str) -> CalibrationPrompt:
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -66,7 +68,7 @@ def _prompt(line: str, where: str) -> Prompt:
         raise BuildError(
             f"{where}: messages are not a list of {{role: {' | '.join(ROLES)}, content: text}}; correct it"
         )
-    return Prompt(value["id"], value["source"], value["licence"], tuple(messages))
+    return CalibrationPrompt(value["id"], value["source"], value["licence"], tuple(messages))
 
 
 def _is_message(message: object) -> bool:
