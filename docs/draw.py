@@ -85,7 +85,7 @@ def cycle() -> str:
 
 
 def purpose(room: str) -> str:
-    """What the docstring of a room says first, up to its colon, semicolon or end."""
+    """The first sentence of a room's docstring."""
     path = ROOT / "edge_dflash" / room
     text = ast.get_docstring(
         ast.parse((path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text())

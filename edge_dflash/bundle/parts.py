@@ -242,7 +242,7 @@ def _flat(piece: Piece) -> Array:
 
 def building_path(output: Path) -> Path:
     """Where the build of ``output`` works."""
-    return output.with_name(output.name + ".building")
+    return output.parent / f"{output.name}.building"  # "." has no name
 
 
 def resume_command(path: Path) -> str | None:

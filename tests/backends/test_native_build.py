@@ -12,7 +12,7 @@ from native_support import fake_cubin, same
 from paths import DEMO
 
 from edge_dflash.backends.cuda.compile import bundled, kernels_digest
-from edge_dflash.builder import decide as plan
+from edge_dflash.builder import decide
 from edge_dflash.builder import write as builder
 from edge_dflash.builder.convert import weight_tensors
 from edge_dflash.builder.write import BuildConfig, build
@@ -29,7 +29,7 @@ DIGEST = kernels_digest()
 
 def quick_kernels(patch):
     patch.setattr(builder, "compile_cubin", fake_cubin)
-    patch.setattr(plan, "kernels_digest", lambda: DIGEST)
+    patch.setattr(decide, "kernels_digest", lambda: DIGEST)
 
 
 @pytest.fixture(autouse=True)
@@ -96,7 +96,7 @@ def test_progress_covers_weights_and_kernels(demo):
     last = {stage: done == total for stage, done, total in seen}
     assert all(last.values())
     weights = sum(f.stat().st_size for f in (result.bundle / "weights").iterdir())
-    assert 0 <= weights - seen[-1][2] < 64_000  # the plan knew the size, but for headers
+    assert 0 <= weights - seen[-1][2] < 64_000  # the decisions held the size, but for headers
     assert result.bytes == sum(f.stat().st_size for f in result.bundle.rglob("*") if f.is_file())
     assert result.warnings == ()
 

@@ -42,9 +42,9 @@ def lowered(model, name, form=None):
 
 @pytest.mark.parametrize(("model", "name"), PASSES)
 def test_every_weight_of_a_pass_is_read_once_and_every_state_op_runs_once(model, name):
-    plan, program = lowered(model, name), getattr(programs(model), name)
+    schedule, program = lowered(model, name), getattr(programs(model), name)
     read = []
-    for step in plan.steps:
+    for step in schedule.steps:
         match step:
             case Multiply():
                 read += [*step.stack.names, *(step.side.names if step.side else ())]
@@ -53,7 +53,7 @@ def test_every_weight_of_a_pass_is_read_once_and_every_state_op_runs_once(model,
     linear = [weight for weight, spec in program.weights.items() if spec.kind == "linear"]
     assert sorted(read) == sorted(linear)
     found, wanted = (
-        (s.op for s in plan.steps if isinstance(s, State)),
+        (s.op for s in schedule.steps if isinstance(s, State)),
         (o for o in program.ops if isinstance(o, StateOp)),
     )
     assert sorted(found, key=lambda op: op.output) == sorted(wanted, key=lambda op: op.output)
@@ -61,30 +61,30 @@ def test_every_weight_of_a_pass_is_read_once_and_every_state_op_runs_once(model,
 
 @pytest.mark.parametrize(("model", "name"), PASSES)
 def test_every_tensor_is_written_before_it_is_read(model, name):
-    plan = lowered(model, name)
+    schedule = lowered(model, name)
     there = set()
-    for step in plan.steps:
+    for step in schedule.steps:
         for tensor in step.reads:
-            root = plan.place(tensor)[0]
+            root = schedule.place(tensor)[0]
             assert tensor in there or root in there or root == "taps", f"{tensor} is read before it is written"
-        there |= {*step.writes, *(plan.place(tensor)[0] for tensor in step.writes)}
+        there |= {*step.writes, *(schedule.place(tensor)[0] for tensor in step.writes)}
 
 
 @pytest.mark.parametrize(("model", "name"), PASSES)
 def test_tensors_that_live_together_do_not_share_memory(model, name):
-    plan = lowered(model, name)
-    places, size = place(plan, 16)
+    schedule = lowered(model, name)
+    places, size = place(schedule, 16)
     lives = {}
-    for index, step in enumerate(plan.steps):
+    for index, step in enumerate(schedule.steps):
         for tensor in (*step.reads, *step.writes):
-            root = plan.place(tensor)[0]
+            root = schedule.place(tensor)[0]
             lives[root] = (lives.get(root, (index,))[0], index)
     lives.pop("logits")
     assert places.keys() == lives.keys()
     for a in places:
         assert places[a].offset % 256 == 0
         assert places[a].offset + places[a].nbytes <= size
-        assert places[a].stride >= plan.columns[a]
+        assert places[a].stride >= schedule.columns[a]
         for b in places:
             together = lives[a][0] <= lives[b][1] and lives[b][0] <= lives[a][1]
             apart = (
@@ -97,24 +97,24 @@ def test_tensors_that_live_together_do_not_share_memory(model, name):
 
 @pytest.mark.parametrize("model", MODELS)
 def test_narrow_passes_fuse_residuals_and_norms(model):
-    plan = lowered(model, "verify")
-    assert not [s for s in plan.steps if isinstance(s, Columns)]
-    assert len([s for s in plan.steps if isinstance(s, Normalise)]) == 1  # the first layer's
-    taps = [plan.slices[s.writes[0]] for s in plan.steps if isinstance(s, Copy)]
-    hidden = plan.widths["embedding"]
+    schedule = lowered(model, "verify")
+    assert not [s for s in schedule.steps if isinstance(s, Columns)]
+    assert len([s for s in schedule.steps if isinstance(s, Normalise)]) == 1  # the first layer's
+    taps = [schedule.slices[s.writes[0]] for s in schedule.steps if isinstance(s, Copy)]
+    hidden = schedule.widths["embedding"]
     assert taps == [("taps", i * hidden) for i in range(len(taps))]
-    assert [s.reads[0] for s in plan.steps if isinstance(s, Copy)] == list(
+    assert [s.reads[0] for s in schedule.steps if isinstance(s, Copy)] == list(
         next(op for op in programs(model).verify.ops if isinstance(op, Concat)).inputs
     )
 
 
 @pytest.mark.parametrize(("model", "name"), PASSES)
 def test_a_residual_and_what_it_is_added_to_lie_in_rows_of_one_stride(model, name):
-    plan = lowered(model, name)
-    places, _ = place(plan, 16)
-    for step in plan.steps:
+    schedule = lowered(model, name)
+    places, _ = place(schedule, 16)
+    for step in schedule.steps:
         if isinstance(step, Project) and len(step.reads) > 1:
-            residual, out = plan.place(step.reads[1]), plan.place(step.writes[0])
+            residual, out = schedule.place(step.reads[1]), schedule.place(step.writes[0])
             assert places[residual[0]].stride == places[out[0]].stride
             assert residual[1] == out[1] == 0
 
@@ -127,14 +127,16 @@ def test_gates_of_a_gated_delta_layer_go_along_with_its_large_stack():
 
 def test_gate_and_up_of_two_formats_are_gated_apart():
     form = formats("qwen3-8b", **{"target.layers.0.mlp.up_proj": "bf16"})
-    plan = lowered("qwen3-8b", "verify", form)
-    assert [s.writes for s in plan.steps if isinstance(s, Columns) and s.op is SwiGlu] == [("target.layers.0.swiglu",)]
+    schedule = lowered("qwen3-8b", "verify", form)
+    assert [s.writes for s in schedule.steps if isinstance(s, Columns) and s.op is SwiGlu] == [
+        ("target.layers.0.swiglu",)
+    ]
 
 
 def test_prefill_runs_its_head_on_one_row():
-    plan = lowered("qwen3.6-27b", "prefill")
-    assert plan.single == {"last_row", "hidden"}
-    assert isinstance(plan.steps[-1], Head)
+    schedule = lowered("qwen3.6-27b", "prefill")
+    assert schedule.single == {"last_row", "hidden"}
+    assert isinstance(schedule.steps[-1], Head)
 
 
 YARN = YarnScaling(4.0, 4096)

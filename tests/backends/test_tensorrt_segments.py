@@ -1,8 +1,8 @@
-"""Our kernels in the place of plans (tests/gpu/planned_support.py) enqueue every op once, on the plans' addresses."""
+"""Our kernels in the place of engines (tests/gpu/engine_schedule_support.py) enqueue every op once."""
 
 import pytest
 from control_gpu import ControlGpu
-from planned_support import planned_backend
+from engine_schedule_support import scheduled_backend
 from store_weights import StoreWeights
 from tensorrt_support import Formatted, spec, units
 
@@ -21,7 +21,7 @@ def backend(monkeypatch):
     monkeypatch.setattr(native_backend, "Gpu", lambda: gpu)
     store, pair = Formatted("demo", "w4a16"), spec("demo")
     weights = StoreWeights(store, {name: store.get(name).format for name in pair_programs(pair).weights})
-    return planned_backend(pair, weights, Precision(), lambda unit: b"", max_context=256, prefill_chunk=64)
+    return scheduled_backend(pair, weights, Precision(), lambda unit: b"", max_context=256, prefill_chunk=64)
 
 
 @pytest.mark.parametrize("which", ["prefill", "verify", "propose"])

@@ -1,5 +1,6 @@
 import json
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -143,3 +144,8 @@ def test_what_appears_at_the_output_during_a_build_is_not_deleted(tmp_path, forc
         with pytest.raises(BuildError, match="holds no bundle" if force else "exists; remove it"):
             work.finish(b"{}")
     assert (tmp_path / "out" / "mine").read_text() == "precious"
+
+
+def test_a_path_without_a_name_has_no_resume_command(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert resume_command(Path()) is None

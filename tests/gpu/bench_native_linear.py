@@ -153,7 +153,7 @@ class Bench:
         return seconds, 2 * rows * layout.k * sum(layout.columns)
 
 
-VARIANTS = ((32, None), (16, None), (16, 2), (16, 4), (16, 8))  # most rows, splits (None: as planned)
+VARIANTS = ((32, None), (16, None), (16, 2), (16, 4), (16, 8))  # most rows, splits (None: as chosen)
 
 
 def variants(bench, load):

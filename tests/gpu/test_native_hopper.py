@@ -51,7 +51,7 @@ def linears(device):
 
 
 @pytest.fixture(autouse=True)
-def as_planned(linears):
+def as_split(linears):
     linears.splits, linears.most = None, 1 << 30
 
 

@@ -1,11 +1,11 @@
-"""The TensorRT backend's schedule on a GPU, with our kernels where plans would run: the native backend's results."""
+"""The TensorRT backend's schedule on a GPU, with our kernels where engines would run: the native backend's results."""
 
 from functools import cache
 
 import numpy as np
 import pytest
+from engine_schedule_support import scheduled_backend
 from native_backend_support import ENGINE, checkpoint, device_cubin, native, prompt, store
-from planned_support import planned_backend
 from store_weights import StoreWeights
 
 from edge_dflash.checks.lossless import verify_lossless
@@ -20,16 +20,16 @@ NEW = 40
 
 
 @cache
-def planned(name, kind):
+def scheduled(name, kind):
     pair, programs, _ = checkpoint(name)
     weights = StoreWeights(store(name, kind), {n: store(name, kind).get(n).format for n in programs.weights})
-    return planned_backend(pair, weights, ENGINE, device_cubin, max_context=256, prefill_chunk=64)
+    return scheduled_backend(pair, weights, ENGINE, device_cubin, max_context=256, prefill_chunk=64)
 
 
 @pytest.mark.parametrize(("name", "kind"), CASES)
 def test_passes_give_the_native_backends_logits(name, kind):
     """Ops are fused in other ways, so values are rounded elsewhere; a wrong address or order gives errors near 1."""
-    ours, theirs, ids = planned(name, kind), native(name, kind), prompt(name, 90)
+    ours, theirs, ids = scheduled(name, kind), native(name, kind), prompt(name, 90)
     ours.reset(), theirs.reset()
     for method, argument in (("prefill", ids), ("propose", ids[0]), ("verify", ids[:16]), ("verify", ids[:3])):
         a, b = (getattr(backend, method)(argument).logits() for backend in (ours, theirs))
@@ -42,12 +42,12 @@ def test_passes_give_the_native_backends_logits(name, kind):
 
 @pytest.mark.parametrize(("name", "kind"), CASES)
 def test_speculative_equals_plain_bit_for_bit(name, kind):
-    result = verify_lossless(planned(name, kind), [prompt(name, 21), prompt(name, 70, seed=1)], max_new_tokens=NEW)
+    result = verify_lossless(scheduled(name, kind), [prompt(name, 21), prompt(name, 70, seed=1)], max_new_tokens=NEW)
     assert result.ok, result.differences[:3]
 
 
 def test_a_cycle_on_the_device_is_propose_verify_and_accept():
-    backend, ids = planned("demo", "nvfp4"), prompt("demo", 30)
+    backend, ids = scheduled("demo", "nvfp4"), prompt("demo", 30)
     backend.reset()
     anchor = backend.prefill(ids).argmax()[0]
     before = backend.snapshot()
@@ -60,7 +60,7 @@ def test_a_cycle_on_the_device_is_propose_verify_and_accept():
 
 
 def test_nothing_is_allocated_after_the_load():
-    backend, ids = planned("demo", "nvfp4"), prompt("demo", 30)
+    backend, ids = scheduled("demo", "nvfp4"), prompt("demo", 30)
     backend.reset()
     before = backend.gpu.allocations
     generate(backend, ids, Options(max_new_tokens=NEW))

@@ -10,7 +10,7 @@
 // changes none of its bits, so a row's result depends on its own query and the keys it sees alone. Prefill walks the
 // splits in one block per tile and KV head and folds with the same arithmetic, so it gives the bits of verify.
 //
-// Hopper has kernels of its own for FP8 and 128 or 256 dims (attend_hopper.cuh), after the same prepare.
+// Hopper has other kernels for FP8 and 128 or 256 dims (attend_hopper.cuh), after the same prepare.
 #include "attend_hopper.cuh"
 
 static constexpr int THREADS = 256;   // of prepare and combine

@@ -39,7 +39,7 @@ extern "C" __global__ void cycle_accept(const int* drafts, const int* choices, i
   times[0] = clock[0], times[1] = clock[1], times[2] = now();
 }
 
-// State of the sequence as the host knows it.
+// State of the sequence as the host has it.
 extern "C" __global__ void cycle_set(int* control, int length, int pending, int rows, int anchor) {
   pdl_wait();
   pdl_trigger();

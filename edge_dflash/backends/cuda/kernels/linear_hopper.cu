@@ -1,5 +1,5 @@
 // y[rows, N] = x[rows, K] W[N, K]^T for 1..16 rows on Hopper: as linear_cluster.cu, with warpgroup products (wgmma), whose
-// right operand, the activations, stays in shared memory, and with warps of their own for the ends of sums.
+// right operand, the activations, stays in shared memory, and with separate warps for the ends of sums.
 //
 // Work is *quads* of 4 units, 128 weight rows (decode.cuh). K is split over the SPLITS blocks of a cluster and there over
 // the block's 4 slices, a warpgroup each: warp w of a slice streams unit w of the block's quad, decodes it in registers as
@@ -147,7 +147,7 @@ struct Warp {
 template <class F, class W, int DEPTH, int PIECE, bool SIDE, class MAIN = F>
 struct Stream {
   static constexpr int PIECES = BLOCK_K / F::WINDOW;
-  static constexpr bool OWN = F::WINDOW == 64;  // decoding gives fragments registers of their own: see tiles_hopper.cuh
+  static constexpr bool OWN = F::WINDOW == 64;  // decoded fragments have separate registers: see tiles_hopper.cuh
   static constexpr int AHEAD = SIDE ? DEPTH : 2;
 
   W& warp;

@@ -140,8 +140,8 @@ struct Bf16Operands {
       }
   }
 
-  // Times one: the operands must have registers of their own, because the next words are read while these are in use by
-  // products in flight, of which the compiler knows nothing.
+  // Times one: the operands must have separate registers, because the next words are read while these are in use by
+  // products in flight, which the compiler does not see.
   __device__ __forceinline__ void decode(const Words& w, int i, u32 (&a)[4]) const {
 #pragma unroll
     for (int j = 0; j < 4; ++j) a[j] = mul_bf16x2(w.word[i][j], 0x3F803F80u);

@@ -1,7 +1,8 @@
-"""The TensorRT backend's run time with our kernels in the place of plans: everything of it but execute_async_v3.
+"""The TensorRT backend's run time with our kernels in the place of engines: everything of it but execute_async_v3.
 
-Each run of a plan becomes one launch (or two) for each of its ops, on the tensors at the addresses where the plan would
-be bound: rows without gaps. What is inside a unit, and outputs whose rows are no multiple of 16 values, lie beside.
+Each run of an engine becomes one launch (or two) for each of its ops, on the tensors at the addresses where the engine
+would be bound: rows without gaps. Tensors inside a unit, and outputs whose rows are no multiple of 16 values, lie
+beside.
 Blocks have 16 or 32 rows here, because these kernels write so many.
 """
 
@@ -22,7 +23,7 @@ from edge_dflash.weights.stacks import STREAMED, Stack
 
 @dataclass
 class Expanded:
-    """A pass's schedule and places with the tensors that plans keep to themselves, and the launches of each plan."""
+    """A pass's schedule and places with the tensors that engines keep to themselves, and the launches of each plan."""
 
     schedule: Schedule
     places: dict[str, Placement]
@@ -138,6 +139,6 @@ class NativeSegments:
         return self._stacks.setdefault(stack.key, stack)
 
 
-def planned_backend(pair, weights, precision, cubin, **sizes):
+def scheduled_backend(pair, weights, precision, cubin, **sizes):
     """The pair on the device, with the TensorRT backend's passes and our kernels."""
     return NativeBackend(pair, weights, precision, cubin=cubin, dense=NativeSegments(weights, cubin), **sizes)
