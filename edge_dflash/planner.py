@@ -1,7 +1,4 @@
-"""The planner: a task in, a plan out; whole or as it is made, from any thread or asyncio.
-
-Puts together an open bundle, its backend on a worker thread, its tokenizer and the speculative loop.
-"""
+"""The planner: a task in, a plan out; whole or as it is made, from any thread or asyncio."""
 
 from __future__ import annotations
 
@@ -88,9 +85,7 @@ class Planner:
         """
         _check(stop_token_ids=stop_token_ids, bundle=bundle, queue=queue, prefix_bytes=prefix_bytes)
         _check(fallback=fallback, observer=observer)
-        self.fingerprint = bundle  # to which saved sessions are bound; empty without a bundle
-        self.self_test = self_test  # what the self-test gave at open; None when it did not run
-        self.tokenizer = tokenizer  # None when the bundle takes and returns token ids only
+        self._self_test = self_test
         self._model = Model(backend, tokenizer, tuple(dict.fromkeys(stop_token_ids)))
         self._encoder = Encoder(self._model)
         limits = {"queue": queue, "prefix_bytes": prefix_bytes}
@@ -114,16 +109,15 @@ class Planner:
         """Open the bundle at ``path`` and load it.
 
         ``queue`` requests may wait, half of them of one caller; more are refused with QueueFullError, unless they are
-        more urgent than one that waits, which is refused in their place.
-        ``prefix_bytes`` bounds the states of system prompts that are kept for the next request. ``fallback`` lets
-        requests decode plainly for a while when drafting was measured to cost more than it gives; the output is the
-        same. ``check_hashes=False`` skips the SHA-256 of the bundle's files (seconds for large models). ``self_test``
-        says what follows when the loaded pair does not repeat what the build recorded: "refuse", "warn"
-        (RuntimeWarning), or "off" to skip it (about a second on a CPU). ``progress`` is told (stage, done, total): of
-        checking the files in bytes, of loading and the self-test that they begin. ``observer`` is told of every step
-        on the worker's thread. Raises BundleError when the bundle is damaged or of another version, BackendError when
-        it cannot run here, VerificationError when the self-test fails, RequestError for an argument of another type or
-        range.
+        more urgent than one that waits, which is refused in their place. ``prefix_bytes`` bounds the states of system
+        prompts that are kept for the next request. ``fallback`` lets requests decode plainly for a while when drafting
+        was measured to cost more than it gives; the output is the same. ``check_hashes=False`` skips the SHA-256 of the
+        bundle's files (seconds for large models). ``self_test`` says what follows when the loaded pair does not repeat
+        what the build recorded: "refuse", "warn" (RuntimeWarning), or "off" to skip it (about a second on a CPU).
+        ``progress`` is told (stage, done, total): of checking the files in bytes, of loading and the self-test that
+        they begin. ``observer`` is told of every step on the worker's thread. Raises BundleError when the bundle is
+        damaged or of another version, BackendError when it cannot run here, VerificationError when the self-test fails,
+        RequestError for an argument of another type or range.
         """
         _check(path=path, queue=queue, prefix_bytes=prefix_bytes, fallback=fallback)
         _check(check_hashes=check_hashes, self_test=self_test, progress=progress, observer=observer)
@@ -142,17 +136,8 @@ class Planner:
         except BaseException:
             backend.close()
             raise
-        return cls(
-            backend,
-            tokenizer,
-            stop,
-            bundle=fingerprint(manifest),
-            queue=queue,
-            prefix_bytes=prefix_bytes,
-            fallback=fallback,
-            self_test=tested,
-            observer=observer,
-        )
+        make = partial(cls, bundle=fingerprint(manifest), queue=queue, prefix_bytes=prefix_bytes)
+        return make(backend, tokenizer, stop, fallback=fallback, self_test=tested, observer=observer)
 
     @staticmethod
     def connect(
@@ -206,6 +191,16 @@ class Planner:
         return self._engine.backend.shape
 
     @property
+    def fingerprint(self) -> str:
+        """Of the bundle, to which saved sessions are bound; empty without one."""
+        return self._engine.manager.bundle
+
+    @property
+    def self_test(self) -> SelfTestResult | None:
+        """What the self-test gave at open; None when it did not run."""
+        return self._self_test
+
+    @property
     def waiting(self) -> int:
         """Requests in the queue, the running one not counted."""
         return self._engine.waiting
@@ -224,6 +219,11 @@ class Planner:
     def stop_token_ids(self) -> tuple[int, ...]:
         """Ids that end a plan: the model's own end-of-text ids."""
         return self._model.stop_token_ids
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The bundle's tokenizer; None when the bundle takes and returns token ids only."""
+        return self._model.tokenizer
 
     @property
     def prefixes(self) -> PrefixStats:

@@ -64,6 +64,11 @@ class Work(Generic[T, R]):
         """Whether it would end now, without a pass."""
         return self.cancelled or (self.deadline is not None and time.perf_counter() >= self.deadline)
 
+    def leave(self) -> None:
+        """It waits in the queue no more."""
+        if self.timer is not None:
+            self.timer.cancel()
+
     def expire(self) -> None:
         """Leave the queue; one that runs looks at its deadline itself."""
         if self.ticket.state == "queued":

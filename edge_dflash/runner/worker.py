@@ -102,6 +102,7 @@ class Worker:
                 work.ticket._fail(error)
                 raise
             if displaced is not None:
+                displaced.leave()
                 displaced.ticket._fail(_displaced(displaced, work.priority))
             work.ticket.asked = self.cancel
             self._tickets.add(work.ticket)
@@ -134,6 +135,7 @@ class Worker:
             if work is None or ticket.done:
                 return False
             if self._queue.remove(work):
+                work.leave()
                 ticket._give_up()
             else:
                 work.cancelled = True
@@ -184,8 +186,7 @@ class Worker:
             work = self._queue.pop(above)
         except IndexError:
             return None
-        if work.timer is not None:
-            work.timer.cancel()
+        work.leave()
         work.ticket._start()
         return work
 
@@ -208,11 +209,14 @@ class Worker:
 
     def _end(self, work: Work[Any, Any], value: Any, error: BaseException | None = None) -> None:
         """Settle a work whose steps are over. Its error goes to its ticket, or on where no worker survives it."""
+        work.steps = None
         try:
-            result = work.end(value, error)
+            try:
+                result = work.end(value, error)
+            finally:
+                self._observer.ended()
         except BaseException as failed:
             error = error or failed
-        self._observer.ended()
         if error is None:
             work.ticket._succeed(result)
         elif isinstance(error, MemoryError | DeviceLostError) or not isinstance(error, Exception):
@@ -221,13 +225,19 @@ class Worker:
             work.ticket._fail(error)
 
     def _fail_all(self, error: BaseException) -> None:
-        """Close, and fail every ticket that has not ended, each with another error object."""
+        """Close, end what was interrupted, and fail every ticket that has not ended, each with another error object."""
         with self._changed:
+            interrupted = [work for work in self._running if work.steps is not None]
             self._failure, self._closed, self._running = error, True, []
+            for work in self._queue:
+                work.leave()
             self._queue = FairQueue(1, 1)
             waiting = [ticket for ticket in self._tickets if not ticket.done]
         with contextlib.suppress(BaseException):  # there may be no memory for it
             log.critical("the engine's worker failed; %d requests fail with it", len(waiting), exc_info=error)
+        for work in interrupted:
+            with contextlib.suppress(BaseException):  # it raises what ended it
+                self._end(work, None, error)
         for ticket in waiting:
             with contextlib.suppress(BaseException):  # the next one is waited for, too
                 ticket._fail(self._failed(error))

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from edge_dflash.builder.journal import WorkDir
+from edge_dflash.bundle.manifest import FileEntry
 from edge_dflash.bundle.parts import JOURNAL, building_path, resume_command
 from edge_dflash.errors import BuildError
 
@@ -78,6 +79,22 @@ def test_a_failed_write_leaves_no_file(tmp_path):
     with WorkDir(tmp_path / "out", SAME, "resume me") as work:
         with pytest.raises(OSError, match="No space"):
             work.add("a", pieces())
+        assert list(work.staging.iterdir()) == []
+
+
+def test_a_failed_copy_leaves_no_file(tmp_path, monkeypatch):
+    def refuse(source, path):
+        raise OSError(1, "Operation not permitted")
+
+    def fill(source, path):
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.link", refuse)
+    monkeypatch.setattr("shutil.copyfile", fill)
+    with WorkDir(tmp_path / "out", SAME, "resume me") as work:
+        with pytest.raises(OSError, match="No space"):
+            work.link("a", tmp_path / "there", FileEntry("0" * 64, 4))
         assert list(work.staging.iterdir()) == []
 
 

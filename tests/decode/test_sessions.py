@@ -400,6 +400,19 @@ def test_sessions_share_a_warm_prefix(name):
 # memory --------------------------------------------------------------------------------------------------------------
 
 
+def test_states_that_were_lost_are_computed_again():
+    b, manager = watched("qwen3_5")
+    prompts = [prompt_of("qwen3_5", which) for which in ("p0", "p1", "p2")]
+    sessions = [manager.open() for _ in prompts]
+    for new in (6, 4):
+        for i, session in enumerate(sessions):
+            prompt = (*session.tokens, *prompts[i])
+            steps = list(answer(session, prompt, Options(max_new_tokens=new)))
+            check("qwen3_5", session, prompt, steps)
+            manager.release(session)
+    assert b.prefilled > 2 * sum(map(len, prompts)) + 3
+
+
 def test_the_state_of_a_forgotten_session_is_not_parked():
     b, manager = watched("qwen3_5")
     session = manager.open()
@@ -529,7 +542,7 @@ def test_fifty_turns_with_forks_and_cancels_equal_an_unbroken_run():
 OPS = st.lists(
     st.tuples(
         st.integers(0, 3),  # which session
-        st.sampled_from(["append", "part", "fork", "adopt", "fail", "close", "vacate", "warm"]),
+        st.sampled_from(["append", "part", "fork", "adopt", "fail", "close", "vacate", "warm", "lose"]),
         st.integers(0, 30),  # where to part, what to say
         st.integers(1, 5),  # steps to take
     ),
@@ -556,6 +569,8 @@ def test_any_history_of_sessions_gives_the_toy_targets_own_tokens(ops, store):
             sessions[who] = manager.open()
         elif op == "vacate":
             manager.vacate()
+        elif op == "lose":
+            manager.release(session)
         elif op == "warm":
             warm(manager, (*history[: number + 1], number))
         else:

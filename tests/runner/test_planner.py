@@ -393,3 +393,9 @@ def test_stop_texts_need_a_tokenizer_and_go_with_no_form(tokenizer):
 )
 def test_the_json_object_of_a_plan(text, value):
     assert json_object(text) == value
+
+
+@pytest.mark.parametrize("name", ["fingerprint", "self_test", "tokenizer", "stop_token_ids", "shape"])
+def test_what_a_planner_says_of_its_bundle_cannot_be_replaced(name):
+    with Planner(FakeBackend(), None) as planner, pytest.raises(AttributeError):
+        setattr(planner, name, None)

@@ -238,6 +238,25 @@ def test_a_queued_job_is_cancelled_at_once_and_never_starts(scheduler):
     assert started == []
 
 
+def test_what_leaves_the_queue_leaves_no_timer_behind():
+    def timers():
+        return [one for one in threading.enumerate() if isinstance(one, threading.Timer)]
+
+    with Scheduler(queue_limit=2) as scheduler:
+        before, gate, later = timers(), Gate(), time.perf_counter() + 3600
+        gate.hold(scheduler)
+        cancelled = scheduler.submit(count(1), deadline=later)
+        cancelled.cancel()
+        displaced = scheduler.submit(count(1), deadline=later)
+        urgent = scheduler.submit(count(1), priority=1, deadline=later)
+        assert isinstance(displaced.exception(PATIENT), QueueFullError)
+        gate.go.set()
+        assert urgent.result(PATIENT) == "done"
+        for timer in timers():
+            timer.join(PATIENT)
+        assert timers() == before == []
+
+
 def test_a_running_job_is_closed_before_its_next_step(scheduler):
     gate = Gate()
     ticket = gate.hold(scheduler)

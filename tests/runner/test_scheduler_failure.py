@@ -12,6 +12,8 @@ from service_support import TEXT_SHAPE
 from edge_dflash.backends.host_cycle import Delegate
 from edge_dflash.errors import BackendError, EngineFailedError, RequestError
 from edge_dflash.planner import Planner
+from edge_dflash.runner.job import Unwatched, Work
+from edge_dflash.runner.worker import Worker
 from tests.runner.test_scheduler import PATIENT, Gate, Scheduler, count
 
 PROMPT = (3, 1, 4)
@@ -119,6 +121,44 @@ def test_interrupted_jobs_fail_too():
     for ticket in (interrupted, other):
         with pytest.raises(EngineFailedError):
             ticket.result(PATIENT)
+
+
+def test_whoever_watches_hears_that_interrupted_jobs_ended():
+    class Watching(Unwatched):
+        running = 0
+
+        def started(self):
+            self.running += 1
+
+        def ended(self):
+            self.running -= 1
+
+    watching, inside, go, told = Watching(), threading.Event(), threading.Event(), []
+    scheduler = Scheduler(observer=watching)
+
+    class Long(Work):
+        def end(self, value, error):
+            told.append((error, self.ticket.done))
+
+    def long():
+        inside.set()
+        assert go.wait(PATIENT)
+        yield None  # here the urgent one runs
+        return "never"
+
+    def urgent():
+        raise MemoryError
+        yield
+
+    interrupted = Long(long)
+    Worker.submit(scheduler, interrupted)
+    assert inside.wait(PATIENT)
+    scheduler.submit(urgent, priority=9)
+    go.set()
+    with pytest.raises(EngineFailedError):
+        interrupted.ticket.result(PATIENT)
+    assert told == [(scheduler.failure, False)]  # before who waits hears of it
+    assert watching.running == 0
 
 
 def test_asyncio_hears_of_it():
