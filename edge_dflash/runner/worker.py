@@ -98,7 +98,7 @@ class Worker:
                 if self._closed:
                     raise RequestError("the engine is closed and takes no more requests; open it again")
                 displaced = self._queue.push(work, work.priority, work.caller)
-            except Exception as error:
+            except BaseException as error:
                 work.ticket._fail(error)
                 raise
             if displaced is not None:
