@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-
 import numpy as np
 import torch
 from native_state_support import CACHE, Device, bf16
 
-from edge_dflash.backends.cuda.compile import KERNELS, compile_cubin
+from edge_dflash.backends.cuda.compile import cached_cubin
 from edge_dflash.backends.cuda.linear import LinearWeights
 from edge_dflash.backends.cuda.memory import Matrix
 from edge_dflash.weights.formats import Fp8Weight, Nvfp4Weight, WideWeight
@@ -29,12 +27,7 @@ SHAPES = [(f, n, k) for f in FORMATS for n, k in (*SMALL, *LARGE[f])]
 
 def cubin(unit, arch):
     """The cubin of a unit; compiled once for each state of the sources."""
-    sources = b"".join(path.read_bytes() for path in sorted([KERNELS / f"{unit}.cu", *KERNELS.glob("*.cuh")]))
-    path = CACHE / f"{unit}-{arch}-{hashlib.sha256(sources).hexdigest()[:16]}.cubin"
-    if not path.exists():
-        CACHE.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(compile_cubin(unit, arch))
-    return path.read_bytes()
+    return cached_cubin(unit, arch, CACHE)
 
 
 def weight(kind, n, k, seed):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from edge_dflash.backends.cuda.compile import compile_cubin, unit_sources
+from edge_dflash.backends.cuda.compile import cached_cubin
 from edge_dflash.backends.cuda.driver import Gpu, Module
 from edge_dflash.backends.cuda.memory import CONTROL_BYTES, Control, DevicePointer, Matrix, Words, control_word
 
@@ -17,12 +16,7 @@ CACHE = Path(__file__).parents[2] / "build" / "cubins"  # git-ignored
 
 def cubin(unit, arch):
     """The cubin of a unit; compiled once for each state of the sources."""
-    sources = b"".join(path.read_bytes() for path in unit_sources(unit))
-    path = CACHE / f"{unit}-{arch}-{hashlib.sha256(sources).hexdigest()[:16]}.cubin"
-    if not path.exists():
-        CACHE.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(compile_cubin(unit, arch))
-    return path.read_bytes()
+    return cached_cubin(unit, arch, CACHE)
 
 
 class Device:
