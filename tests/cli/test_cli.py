@@ -107,7 +107,7 @@ def test_demo_keeps_its_bundle_apart_for_every_version(monkeypatch):
     first = default_bundle()
     assert first.parent.name == "edge-dflash"
     assert first == default_bundle()
-    monkeypatch.setattr(edge_dflash, "__version__", "999")
+    monkeypatch.setattr("edge_dflash.cli.demo.__version__", "999")
     assert default_bundle() != first
 
 

@@ -20,6 +20,7 @@ from grammar_support import (
     compile_regex,
     compile_schema,
     compiled_here,
+    open_tokenizer,
     satisfies,
     tokenizer,
     vocab_size,
@@ -231,7 +232,7 @@ def test_padded_and_special_ids_are_never_allowed():
 
 def test_masks_are_read_only():
     with pytest.raises(ValueError, match="read-only"):
-        compile_schema(PLAN, tokenizer(), vocab_size(), STOP).constraint().masks(())[0][0] = 1
+        compile_schema(PLAN, open_tokenizer(), vocab_size(), STOP).constraint().masks(())[0][0] = 1
 
 
 def test_a_step_back_beyond_the_start_is_an_error():
@@ -335,7 +336,7 @@ REFUSED_SCHEMAS = [
 @pytest.mark.parametrize(("source", "reason"), REFUSED_SCHEMAS, ids=lambda value: str(value)[:40])
 def test_schemas_are_refused_with_the_reason(source, reason):
     with pytest.raises(RequestError) as refused:
-        compile_schema(source, tokenizer(), vocab_size(), STOP)
+        compile_schema(source, open_tokenizer(), vocab_size(), STOP)
     assert reason in str(refused.value)
     assert "\n" not in str(refused.value)
 
@@ -380,7 +381,7 @@ REFUSED_LARK = [
 @pytest.mark.parametrize(("source", "reason"), REFUSED_LARK, ids=lambda value: str(value)[:30])
 def test_lark_grammars_are_refused_with_the_reason(source, reason):
     with pytest.raises(RequestError) as refused:
-        compile_lark(source, tokenizer(), vocab_size(), STOP)
+        compile_lark(source, open_tokenizer(), vocab_size(), STOP)
     assert reason in str(refused.value)
 
 
@@ -397,15 +398,15 @@ def test_lark_grammars_are_refused_with_the_reason(source, reason):
 )
 def test_regexes_are_refused_with_the_reason(source, reason):
     with pytest.raises(RequestError) as refused:
-        compile_regex(source, tokenizer(), vocab_size(), STOP)
+        compile_regex(source, open_tokenizer(), vocab_size(), STOP)
     assert reason in str(refused.value)
 
 
 def test_stop_tokens_must_be_there():
     with pytest.raises(RequestError, match="needs a stop token"):
-        compile_schema(PLAN, tokenizer(), vocab_size(), ())
+        compile_schema(PLAN, open_tokenizer(), vocab_size(), ())
     with pytest.raises(RequestError, match="outside the vocabulary"):
-        compile_schema(PLAN, tokenizer(), vocab_size(), (vocab_size(),))
+        compile_schema(PLAN, open_tokenizer(), vocab_size(), (vocab_size(),))
 
 
 def test_masks_do_not_depend_on_paths_that_were_left():
@@ -454,7 +455,7 @@ def test_a_grammar_that_turns_out_too_complex_is_an_error_from_which_one_can_ste
 
 
 def test_requests_of_one_grammar_do_not_disturb_each_other():
-    grammar = compile_schema(PLAN, tokenizer(), vocab_size(), STOP)
+    grammar = compile_schema(PLAN, open_tokenizer(), vocab_size(), STOP)
     expected = [walk(schema(PLAN), random.Random(seed)) for seed in range(4)]
     found = [None] * 4
 

@@ -27,6 +27,7 @@ from grammar_support import (
     compile_regex,
     compile_schema,
     compiled_here,
+    open_tokenizer,
     tokenizer,
     vocab_size,
 )
@@ -118,7 +119,7 @@ def best(mask, rng):
 @given(SCHEMAS, st.randoms(use_true_random=False))
 def test_a_process_gives_the_drafts_and_masks_of_the_library(pair, rng):
     here = Direct("schema", schema_json(pair[0]))
-    there = compile_schema(pair[0], tokenizer(), vocab_size(), STOP).constraint()
+    there = compile_schema(pair[0], open_tokenizer(), vocab_size(), STOP).constraint()
     for _ in range(60):
         free = [rng.randrange(vocab_size()) for _ in range(rng.randint(0, 8))]
         if rng.random() < 0.7:  # some right ones
@@ -150,7 +151,7 @@ def test_a_process_gives_the_drafts_and_masks_of_the_library(pair, rng):
 @settings(max_examples=20, deadline=None)
 @given(SCHEMAS, st.integers(0, 3), st.sampled_from([0.0, 1.5]))
 def test_random_schemas_give_the_same_tokens_with_and_without_drafts(pair, right, temperature):
-    grammar = compile_schema(pair[0], tokenizer(), vocab_size(), STOP)
+    grammar = compile_schema(pair[0], open_tokenizer(), vocab_size(), STOP)
     shape = PairShape(vocab_size(), block_size=6, mask_token_id=0, max_context=120, prefill_chunk=8)
     options = Options(max_new_tokens=60, temperature=temperature, seed=right)
     found = []
@@ -169,7 +170,7 @@ def test_random_schemas_give_the_same_tokens_with_and_without_drafts(pair, right
 
 
 def test_masks_stay_while_the_next_ones_are_made():
-    constraint = compile_regex("(ab|ba)*", tokenizer(), vocab_size(), STOP).constraint()
+    constraint = compile_regex("(ab|ba)*", open_tokenizer(), vocab_size(), STOP).constraint()
     path = constraint.walk([A, B, B], lambda row, mask: None)
     assert path == [A, B, B]
     masks = constraint.masks(path)
@@ -181,7 +182,7 @@ def test_masks_stay_while_the_next_ones_are_made():
 
 
 def test_a_token_that_is_not_allowed_is_an_error():
-    constraint = compile_regex("ab", tokenizer(), vocab_size(), STOP).constraint()
+    constraint = compile_regex("ab", open_tokenizer(), vocab_size(), STOP).constraint()
     constraint.advance([B])
     assert constraint.walk([A], lambda row, mask: None) == []
     with pytest.raises(RequestError, match=f"the grammar does not take token {B}, which was chosen"):
@@ -388,7 +389,7 @@ def test_bounds_hold_whatever_signals_the_planners_thread_blocks(monkeypatch):
 
 def test_what_is_wrong_is_said_shortly():
     with pytest.raises(RequestError, match="names the token <é") as error:
-        compile_lark(f"start: <{'é' * 32700}>", tokenizer(), vocab_size(), STOP)
+        compile_lark(f"start: <{'é' * 32700}>", open_tokenizer(), vocab_size(), STOP)
     assert len(str(error.value)) < 300
 
 
@@ -578,7 +579,7 @@ def test_no_process_or_file_left_is_said_and_tried_again(monkeypatch, what):
 
 
 def test_a_constraint_without_a_file_left_is_opened_with_its_first_mask(monkeypatch):
-    grammar = compile_regex("ab", tokenizer(), vocab_size(), STOP)
+    grammar = compile_regex("ab", open_tokenizer(), vocab_size(), STOP)
     with monkeypatch.context() as patched:
         patched.setattr("os.memfd_create", lambda name: os.open("/nowhere", os.O_RDONLY))
         constraint = grammar.constraint()
@@ -595,4 +596,4 @@ def test_a_grammars_process_imports_little():
 
 def test_a_tokenizer_that_is_not_known_says_so():
     with pytest.raises(RequestError, match="needs a stop token of the tokenizer"):
-        compile_regex("a", tokenizer(), vocab_size(), (vocab_size() - 1,))
+        compile_regex("a", open_tokenizer(), vocab_size(), (vocab_size() - 1,))

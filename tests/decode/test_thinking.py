@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 from fakes import Stepped
-from grammar_support import END, compile_regex, tokenizer, vocab_size
+from grammar_support import END, compile_regex, open_tokenizer, tokenizer, vocab_size
 
 from edge_dflash.decode.grammar.library import Vocabulary
 from edge_dflash.decode.grammar.walker import Walker, compiled
@@ -35,7 +35,7 @@ def after(pattern="ab", inner=Direct, **options):
 
 
 def process(pattern):
-    return compile_regex(pattern, tokenizer(), vocab_size(), (END_ID,)).constraint()
+    return compile_regex(pattern, open_tokenizer(), vocab_size(), (END_ID,)).constraint()
 
 
 def allowed(mask):

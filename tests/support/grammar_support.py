@@ -66,6 +66,12 @@ def vocab_size() -> int:
 
 
 @cache
+def open_tokenizer() -> Tokenizer:
+    """The same for tests without a planner: one that no planner of another test has closed."""
+    return tokenizer.__wrapped__()
+
+
+@cache
 def vocabulary(stop: tuple[int, ...]) -> Vocabulary:
     return Vocabulary(tokenizer().to_json(), tokenizer().size, stop)
 
