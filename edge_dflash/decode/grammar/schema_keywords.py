@@ -119,10 +119,6 @@ def kinds_of(node: dict[str, Any]) -> list[Any]:
     return kinds if isinstance(kinds, list) else [kinds]
 
 
-def _is_count(value: object) -> bool:
-    return is_number(value) and 0 <= value <= MOST and float(value).is_integer()
-
-
 _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {  # what a keyword may be set to, and the remedy
     **dict.fromkeys(
         ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"),
