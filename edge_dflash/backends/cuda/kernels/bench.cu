@@ -1,4 +1,5 @@
-// Kernels of benchmarks: read memory as fast as the device can, and fill memory with weights that no cache compresses.
+// Kernels of benchmarks: read memory as fast as the device can, fill memory with weights that no cache compresses, and
+// keep multiprocessors busy so that few are left (tests/support/few_multiprocessors.py).
 #include "prelude.cuh"
 
 // Reads ``vectors`` pieces of 16 bytes; the sum keeps the loads alive.
@@ -44,5 +45,37 @@ extern "C" __global__ void bench_weights(u32* to, long long words, u32 seed, int
     if (value_bits == 8) word = (word & 0x87878787u) | ((((word >> 3) & 0x03030303u) + exponent * 0x01010101u) << 3);
     if (value_bits == 16) word = (word & 0x807F807Fu) | ((((word >> 7) & 0x00030003u) + exponent * 0x00010001u) << 7);
     to[i] = word;
+  }
+}
+
+__device__ __forceinline__ u32 multiprocessor() {
+  u32 id;
+  asm volatile("mov.u32 %0, %%smid;" : "=r"(id));
+  return id;
+}
+__device__ __forceinline__ u64 nanoseconds() {
+  u64 t;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
+  return t;
+}
+
+// A block of all shared memory sleeps on each multiprocessor that is not in the bit mask ``left``, until ``stop`` or
+// for ``limit`` ns. said [multiprocessor]: 0, then the cycles and nanoseconds that it slept.
+extern "C" __global__ void bench_sleep(const u32* left, const volatile u32* stop, u64 limit, volatile u64* said) {
+  const u32 id = multiprocessor();
+  if (threadIdx.x > 0 || left[id / 32] >> id % 32 & 1) return;
+  const u64 begin = nanoseconds(), cycles = clock64();
+  said[3 * id] = 1;
+  while (*stop == 0 && nanoseconds() - begin < limit) __nanosleep(50000);
+  said[3 * id + 1] = clock64() - cycles;
+  said[3 * id + 2] = nanoseconds() - begin;
+}
+
+// where [block] = the multiprocessor that ran it; for 50 us none takes a second block of all shared memory.
+extern "C" __global__ void bench_place(u32* where) {
+  if (threadIdx.x > 0) return;
+  const u64 begin = nanoseconds();
+  where[blockIdx.x] = multiprocessor();
+  while (nanoseconds() - begin < 50000) {
   }
 }

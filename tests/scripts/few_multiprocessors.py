@@ -1,0 +1,261 @@
+"""Forecast of a cycle on boards with few multiprocessors, from a large GPU of which only as many are left free.
+
+    python tests/scripts/few_multiprocessors.py [--pair qwen3.6-27b] [--board T5000] [--all] [--output FILE]
+
+Sleeping blocks hold all multiprocessors but a set that looks like the board's; its kernels and plans run on those.
+Each kind of step is timed alone (weights rotate through more than the L2 cache holds), scaled by the clocks, and
+counts as the slower of that and of its bytes at the board's read rate. Prints tables with their caveats and one JSON
+line last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import sys
+from collections import Counter
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+sys.path.append(str(Path(__file__).parents[1] / "support"))
+
+from forecast import BOARDS, CAVEATS, Kind, picked, summary, table
+from occupied import Occupied, Sleepers
+
+from edge_dflash.backends.cuda.attend import AttendTensors, Attention
+from edge_dflash.backends.cuda.compile import cached_cubin
+from edge_dflash.backends.cuda.delta import DeltaKernels, DeltaScratch, DeltaTensors
+from edge_dflash.backends.cuda.linear import Linears, LinearWeights, Norm
+from edge_dflash.backends.cuda.memory import (
+    CONTROL_BYTES,
+    Allocator,
+    Control,
+    Matrix,
+    Words,
+    control_word,
+)
+from edge_dflash.backends.cuda.schedule import Copy, Gather, Head, Normalise, Project, State, schedule
+from edge_dflash.backends.cuda.small import CycleKernels, Small
+from edge_dflash.backends.cuda.states import Sizes, States
+from edge_dflash.checks.random_pair import RandomWeights, synthetic_pair
+from edge_dflash.decode.backend import Precision
+from edge_dflash.model import pair_programs
+from edge_dflash.model.ops import Attend, GatedDelta
+
+CACHE = Path(__file__).parents[2] / "build" / "cubins"
+PAIRS = ("qwen3.6-27b", "qwen3.5-4b")
+ARENA, PERIOD = 1 << 31, 2304  # bytes; a stack starts where the NVFP4 pattern of bench_fill starts
+ROWS, CONTEXT, PENDING = 16, 570, 5
+NAMES = {"in_proj_qkv": "qkv", "in_proj_z": "z", "q_proj": "q", "k_proj": "k", "v_proj": "v", "o_proj": "out"}
+NAMES |= {"out_proj": "out", "gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
+
+
+def label(step):
+    """The kind of a step: those of one name and one shape are timed once."""
+    names = step.stack.names if hasattr(step, "stack") else ()
+    own = "drafter " if (names or (*step.reads, ""))[0].startswith("drafter.") else ""
+    if isinstance(step, State):
+        return own + type(step.op).__name__
+    if not names:
+        return step.label
+    short = [NAMES.get(n.rsplit(".", 1)[-1], n.rsplit(".", 1)[-1]) for n in names]
+    return own + (" ".join(short) if len(short) < 4 else f"{short[0]} {short[1]} x {len(short) // 2}")
+
+
+def stack_bytes(step):
+    """Bytes of a step's weights."""
+    side = getattr(step, "side", None)
+    return step.stack.layout.nbytes + (side.layout.nbytes if side else 0)
+
+
+class Proxy:
+    """Buffers and states of one pair, and its steps."""
+
+    def __init__(self, gpu, name):
+        self.gpu = gpu
+        self.cubin = partial(cached_cubin, arch="sm90a", cache=CACHE)
+        pair = synthetic_pair(name)
+        programs = pair_programs(pair)
+        weights = RandomWeights(pair, "nvfp4", self.cubin)
+        passes = [schedule(p, weights.formats, wide=False) for p in (programs.verify, programs.propose)]
+        self.steps = [(plan, step) for plan in passes for step in plan.steps if not isinstance(step, Gather)]
+        sizes = Sizes(rows=ROWS, prefill_rows=64, max_context=1024)
+        self.states = States(programs, Precision(), sizes, weights.vector, weights.kv_scale, Allocator(gpu))
+        for layers in self.states.delta.values():
+            for pointer in (
+                layers[0].state,
+                layers[0].history,
+                layers[0].tape_u,
+                layers[0].tape_g,
+                layers[0].tape_beta,
+            ):
+                gpu.fill(pointer)
+        floats, counters = (gpu.allocate(n) for n in self.states.delta_scratch)
+        gpu.fill(counters)
+        self.delta_scratch = DeltaScratch(floats, counters)
+        self.attention_scratch, self.scratch = gpu.allocate(self.states.attention_scratch), gpu.allocate(64 << 20)
+        self.control = gpu.allocate(CONTROL_BYTES)
+        gpu.fill(self.control)
+        for word, value in ((Control.LENGTH, CONTEXT), (Control.PENDING, PENDING)):
+            gpu.write(control_word(self.control, word), np.array([value], np.int32))
+        self.words = Words.of(self.control, prefill=False)
+        self.arena = gpu.allocate(ARENA)
+        fill = gpu.load(self.cubin("bench")).kernel("bench_fill")
+        gpu.launch(fill, (1024, 1, 1), 512, (self.arena, ctypes.c_longlong(ARENA // 4), 7))
+        self.scale = gpu.upload(np.full(600_000, 1e-3, np.float32))
+        rng = np.random.default_rng(0)
+        x = rng.standard_normal((ROWS, 32768), dtype=np.float32)
+        self.x = gpu.upload((x.view(np.uint32) >> 16).astype(np.uint16))
+        self.y = gpu.allocate(2 * ROWS * 300_000)
+
+    def load(self):
+        """Kernels for what the device now says it is."""
+        gpu, modules = self.gpu, {}
+
+        def module(unit):
+            if unit not in modules:
+                modules[unit] = gpu.load(self.cubin(unit))
+            return modules[unit]
+
+        self.linears = Linears(gpu, self.cubin, most_rows=ROWS)
+        self.small, self.cycle = Small(gpu, module("small")), CycleKernels(gpu, module("cycle"))
+        self.attention = {n: Attention(gpu, module("attend"), s) for n, s in self.states.shapes.items()}
+        self.delta = {n: DeltaKernels(gpu, module("delta"), s) for n, s in self.states.delta_shapes.items()}
+
+    def kinds(self):
+        """(kind, enqueue several, how many they are): kinds without their times."""
+        found, times = {}, Counter()
+        for plan, step in self.steps:
+            times[label(step)] += 1
+            found.setdefault(label(step), []).append((plan, step))
+        for name, steps in found.items():
+            plan, step = steps[0]
+            if hasattr(step, "stack"):
+                nbytes = stack_bytes(step)
+                span = -(-nbytes // PERIOD) * PERIOD
+                copies = max(1, min(12, ARENA // span))
+                calls = [partial(self.linear, plan, step, i * span) for i in range(copies)] * max(1, 3 // copies)
+            else:
+                nbytes = self.state_bytes(step) if isinstance(step, State) else 0
+                calls = [partial(self.other, *found) for found in steps[:16]]
+                calls *= 1 if len(calls) > 4 else 4
+            yield Kind(name, times[name], nbytes, 0.0), calls
+
+    def state_bytes(self, step):
+        op = step.op
+        if isinstance(op, GatedDelta):
+            return self.states.delta_shapes[op.state].pass_bytes(PENDING, ROWS)
+        size = self.states.shapes[op.state]
+        read = min(CONTEXT, size.window or CONTEXT) if isinstance(op, Attend) else 0
+        return 2 * size.kv_heads * size.head_dim * (read + ROWS)
+
+    def matrix(self, plan, name, buffer):
+        root, column = plan.place(name)
+        return Matrix(buffer.at(2 * column, buffer.nbytes - 2 * column), plan.columns.get(root, plan.widths[root]))
+
+    def linear(self, plan, step, offset):
+        layout = step.stack.layout
+        weights = LinearWeights(layout, self.arena.at(offset, layout.nbytes), self.scale)
+        x = self.matrix(plan, step.reads[0], self.x)
+        if isinstance(step, Head):
+            self.linears.greedy(weights, x, self.y, ROWS, self.scratch)
+            return
+        out = [self.matrix(plan, name, self.y) for name in step.writes]
+        if isinstance(step, Project):
+            residual = out[0] if len(step.reads) > 1 else None
+            norm = Norm(self.scale, 1e-6, replace(out[1], pointer=self.x)) if step.norm else None
+            self.linears.split_linear(weights, x, out[0], ROWS, self.scratch, residual=residual, norm=norm)
+            return
+        side, count = None, len(out) - step.side_outputs
+        if step.side:
+            side = LinearWeights(step.side.layout, self.arena.at(offset, step.side.layout.nbytes), self.scale)
+        self.linears.linear(weights, x, out[:count], ROWS, side=side, side_out=out[count:])
+
+    def other(self, plan, step):
+        if isinstance(step, State):
+            tensors = [self.matrix(plan, name, self.x) for name in step.reads]
+            tensors += [self.matrix(plan, name, self.y) for name in step.writes]
+            state = step.op.state
+            if isinstance(step.op, GatedDelta):
+                self.delta[state].run(
+                    DeltaTensors(*tensors), self.states.delta[state][0], self.delta_scratch, self.words
+                )
+            elif isinstance(step.op, Attend):
+                memory = self.states.kv[state][0]
+                self.attention[state].attend(AttendTensors(*tensors), memory, self.attention_scratch, self.words)
+            else:
+                self.attention[state].append(*tensors[:2], self.states.kv[state][0], self.words)
+        elif isinstance(step, Normalise | Copy):
+            x, y = self.matrix(plan, step.reads[0], self.x), self.matrix(plan, step.writes[0], self.y)
+            columns = plan.widths[step.writes[0]]
+            if isinstance(step, Copy):
+                self.cycle.copy(x, y, ROWS, columns)
+            else:
+                self.small.rms_norm(x, self.scale, y, ROWS, columns, step.op.eps)
+
+
+def measure(gpu, sleepers, proxy, free):
+    """Kinds with the seconds that they take on ``free``."""
+    proxy.load()
+    prepared = []
+    for kind, calls in proxy.kinds():
+        prepared.append((kind, len(calls), gpu.capture(lambda calls=calls: [call() for call in calls])))
+    gpu.synchronize()
+    found = []
+    with sleepers.leaving(free):
+        for kind, count, graph in prepared:
+            graph.launch()
+            seconds = median(gpu.seconds(graph.launch) for _ in range(3))
+            found.append(replace(kind, seconds=seconds / count))
+    return found
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--pair", action="append", choices=PAIRS)
+    parser.add_argument("--board", action="append", choices=[b.name for b in BOARDS])
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args()
+    gpu = Occupied()
+    here, whole = gpu.name, gpu.sm_count
+    sleepers = Sleepers(cached_cubin("bench", "sm90a", CACHE))
+    gpcs = sleepers.gpcs()
+    print(f"{here}: GPCs of {sorted(map(len, gpcs), reverse=True)} multiprocessors")
+    results = []
+    for name in args.pair or PAIRS:
+        proxy = Proxy(gpu, name)
+        for board in BOARDS:
+            if args.board and board.name not in args.board:
+                continue
+            for layout in board.layouts:
+                gpu.become(board.sm, layout)
+                shape = "/".join(map(str, layout))
+                try:
+                    kinds = measure(gpu, sleepers, proxy, picked(gpcs, layout))
+                except Exception as error:  # a plan that does not fit is a result
+                    print(f"\n{name} on {board.name} as {shape}: {type(error).__name__}: {error}")
+                    results.append({"pair": name, "board": board.name, "layout": shape, "error": str(error)})
+                    continue
+                found = summary(kinds, board, sleepers.clock)
+                clocks = f"{board.clock} GHz; proxy {sleepers.clock:.2f} GHz"
+                print(f"\n{name} on {board.name} as {shape}, {clocks}; ms of a cycle")
+                print(table(kinds, board, sleepers.clock), flush=True)
+                row = {"pair": name, "board": board.name, "layout": shape, "clock": sleepers.clock, **found}
+                results.append(row | {"kinds": [asdict(k) for k in kinds]})
+    print("\n" + "\n".join(CAVEATS) + "\n")
+    for r in results:
+        said = "compute {compute_ms:6.1f} ms, memory {memory_ms:6.1f}, forecast {forecast_ms:6.1f}"
+        print(f"{r['pair']:12s} {r['board']:14s} {r['layout']:6s} {r.get('error') or said.format(**r)}")
+    text = json.dumps({"device": here, "multiprocessors": whole, "gpcs": gpcs, "results": results})
+    if args.output:
+        args.output.write_text(text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

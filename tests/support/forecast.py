@@ -1,0 +1,108 @@
+"""What a board with few multiprocessors is expected to take, from times of kernels on a larger GPU. Arithmetic only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Board:
+    """A board by its data sheet and others' measurements; ``layouts`` are guesses, in multiprocessors by GPC."""
+
+    name: str
+    sm: int  # whose kernels and plans it runs
+    clock: float  # GHz, of the multiprocessors
+    read: float  # bytes a second
+    layouts: tuple[tuple[int, ...], ...]
+
+
+BOARDS = (
+    Board("T5000", 110, 1.57, 259.7e9, ((8, 8, 4), (8, 6, 6))),
+    Board("T4000", 110, 1.53, 259.7e9, ((8, 4), (6, 6))),
+    Board("AGX Orin 64GB", 87, 1.30, 154.4e9, ((8, 8),)),
+)
+
+CAVEATS = (
+    "The kernels run on another generation (sm_90): its rates of tensor cores, FP32 and integers, its latencies.",
+    "The proxy's L2 cache is large and its memory idle: activations that are read again may come slower on a board.",
+    "Memory time is bytes over the read rate that others measured on a T5000 (259.7 GB/s) and an AGX Orin (154.4).",
+    "Kinds of steps run alone, one launch behind the other: what they gain or lose in turns is not seen, nor is power.",
+    "Layouts of GPCs are guesses. Code of sm_87 is compiled for sm_90 here; its launches do not overlap.",
+)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Steps of one kind in a cycle."""
+
+    name: str
+    times: int
+    nbytes: int  # of one
+    seconds: float  # of one, on the proxy
+
+    def compute(self, board: Board, clock: float) -> float:
+        """Seconds of all of them if memory took no time; ``clock``: GHz of the proxy."""
+        return self.times * self.seconds * clock / board.clock
+
+    def memory(self, board: Board) -> float:
+        """Seconds of all of them at the speed of memory."""
+        return self.times * self.nbytes / board.read
+
+    def slower(self, board: Board, clock: float) -> float:
+        """The larger of the two."""
+        return max(self.compute(board, clock), self.memory(board))
+
+
+def clusters_held(layout: tuple[int, ...], blocks: int, per_sm: int) -> int:
+    """Clusters of so many blocks that run at once, ``per_sm`` blocks on a multiprocessor: none spans two GPCs."""
+    return sum(count * per_sm // blocks for count in layout)
+
+
+def picked(gpcs: list[list[int]], layout: tuple[int, ...]) -> list[int]:
+    """Multiprocessors that look like ``layout``: the first of as many GPCs, the largest for the largest.
+
+    Raises ValueError where the GPCs are too small.
+    """
+    there = sorted(gpcs, key=len, reverse=True)
+    if len(there) < len(layout):
+        raise ValueError(f"{len(there)} GPCs were found, {len(layout)} are needed")
+    chosen = []
+    for gpc, count in zip(there, sorted(layout, reverse=True), strict=False):
+        if len(gpc) < count:
+            raise ValueError(f"a GPC has {len(gpc)} multiprocessors, {count} are needed")
+        chosen += sorted(gpc)[:count]
+    return chosen
+
+
+def joined(clusters: list[list[int]]) -> list[list[int]]:
+    """Multiprocessors that lie in one GPC: those that clusters brought together, one with the other."""
+    groups: list[set[int]] = []
+    for cluster in clusters:
+        met = [g for g in groups if g & set(cluster)]
+        groups = [g for g in groups if not g & set(cluster)] + [set(cluster).union(*met)]
+    return sorted(sorted(group) for group in groups)
+
+
+def table(kinds: list[Kind], board: Board, clock: float) -> str:
+    """Lines for people: ms of each kind and of all."""
+    lines = [f"{'kind':28s} times       MB   compute    memory    slower"]
+    for kind in kinds:
+        parts = (kind.compute(board, clock), kind.memory(board), kind.slower(board, clock))
+        lines.append(
+            f"{kind.name:28s} {kind.times:5d} {kind.nbytes / 1e6:8.2f}" + "".join(f"{1e3 * p:10.2f}" for p in parts)
+        )
+    sums = [sum(f(k) for k in kinds) for f in total(board, clock)]
+    lines.append(f"{'all':28s} {'':14s}" + "".join(f"{1e3 * s:10.2f}" for s in sums))
+    return "\n".join(lines)
+
+
+def total(board: Board, clock: float) -> tuple[Callable[[Kind], float], ...]:
+    """Compute, memory and the slower of the two, of a kind."""
+    return lambda k: k.compute(board, clock), lambda k: k.memory(board), lambda k: k.slower(board, clock)
+
+
+def summary(kinds: list[Kind], board: Board, clock: float) -> dict[str, float]:
+    """Milliseconds of a cycle: compute, memory, slower kind by kind."""
+    names = ("compute_ms", "memory_ms", "forecast_ms")
+    return {name: 1e3 * sum(map(f, kinds)) for name, f in zip(names, total(board, clock), strict=True)}
