@@ -144,7 +144,8 @@ class Proxy:
                 nbytes = self.state_bytes(step) if isinstance(step, State) else 0
                 calls = [partial(self.other, *found) for found in steps[:16]]
                 calls *= 1 if len(calls) > 4 else 4
-            yield Kind(name, times[name], nbytes, 0.0), calls
+            nvfp4 = hasattr(step, "stack") and step.stack.layout.format == "nvfp4"
+            yield Kind(name, times[name], nbytes, 0.0, nvfp4), calls
 
     def state_bytes(self, step):
         op = step.op
@@ -250,6 +251,7 @@ def main():
     print("\n" + "\n".join(CAVEATS) + "\n")
     for r in results:
         said = "compute {compute_ms:6.1f} ms, memory {memory_ms:6.1f}, forecast {forecast_ms:6.1f}"
+        said += ", converted {converted_ms:6.1f}"
         print(f"{r['pair']:12s} {r['board']:14s} {r['layout']:6s} {r.get('error') or said.format(**r)}")
     text = json.dumps({"device": here, "multiprocessors": whole, "gpcs": gpcs, "results": results})
     if args.output:
