@@ -27,7 +27,7 @@ from edge_dflash.errors import BackendError
 from edge_dflash.weights.layout import UNIT_BYTES, UNIT_ROWS, WINDOW, Format, Layout, Repacked
 
 UNITS = ("linear", "linear_cluster", "linear_hopper", "linear_tiles", "finish")  # compilation units of these kernels
-_FINISH_THREADS, _NORM_THREADS, _NORM_COLUMNS, _PARTS = 1024, 256, (5120, 8192), 4
+_FINISH_THREADS, _NORM_THREADS, _NORM_COLUMNS, _PARTS = 1024, 256, (512, 2560, 4096, 5120, 8192), 4
 _GREEDY_THREADS = {"linear": 32, "linear_cluster": 256}  # by compilation unit
 
 
