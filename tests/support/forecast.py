@@ -19,9 +19,7 @@ class Board:
 
 BOARDS = (
     Board("T5000", 110, 1.57, 259.7e9, ((8, 8, 4), (8, 6, 6))),
-    Board(
-        "T4000", 110, 1.52, 259.7e9, ((8, 4), (6, 6))
-    ),  # clock: published FP4 rates, 1,200 beside 2,070
+    Board("T4000", 110, 1.52, 259.7e9, ((8, 4), (6, 6))),  # clock: published FP4 rates, 1,200 beside 2,070
     Board("AGX Orin 64GB", 87, 1.30, 154.4e9, ((8, 8),)),
 )
 
