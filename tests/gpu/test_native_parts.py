@@ -7,8 +7,8 @@ import torch
 from native_linear_support import FORMATS, check_greedy, cubin, empty, fetch, inputs, weight
 from native_state_support import Device
 
+from edge_dflash.backends.cuda.cluster_splits import ClusterSplits
 from edge_dflash.backends.cuda.linear import Linears, LinearWeights
-from edge_dflash.backends.cuda.splits import ClusterSplits
 from edge_dflash.weights.layout import repack
 
 pytestmark = pytest.mark.gpu

@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
+from edge_dflash.backends.cuda.cluster_splits import Splits
 from edge_dflash.backends.cuda.driver import Gpu
 from edge_dflash.backends.cuda.memory import EMPTY, NULL, DevicePointer, Matrix, bf16_map, scratch_at
 from edge_dflash.backends.cuda.splits import (
     MOST_ROWS,
-    Splits,
     StreamSplits,
     block_shared,
     choose_splits,
