@@ -25,7 +25,7 @@ UNIT = "delta"
 TAPS = 4  # longest convolution of the kernels
 _PREPARE_WARPS, _PREPARE_ROWS, _THREADS, _COLUMNS = 8, 4, 128, 16
 _CLUSTER, _CLUSTER_ROWS, _CLUSTER_DIM = 2, 16, 128  # blocks of a head; most rows and dims of its kernel
-_CLUSTER_THREADS, _CLUSTER_SHARED = 512, 91216
+_CLUSTER_THREADS, _CLUSTER_SHARED = 288, 98512
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ class DeltaKernels:
                 *(x.qkv.stride, x.z.stride, x.a.stride, x.b.stride),
                 *(layer.conv, layer.a_log, layer.dt_bias, layer.norm, layer.state, layer.history),
                 *(layer.tape_u, layer.tape_g, layer.tape_beta, counters, x.out.pointer, words.pending),
-                *(own, s.key_heads, s.value_heads, x.out.stride, s.eps),
+                *(own, s.rows, s.key_heads, s.value_heads, x.out.stride, s.eps),
             ),
             shared_bytes=_CLUSTER_SHARED,
             overlap=True,
