@@ -158,6 +158,11 @@ class HopperSplits(Splits):
         groups = min(-(-layout.units // _QUAD), cls.held(layout, splits, clusters) or max(1, sm_count // splits))
         return cls(kernel, layout.format, HOPPER_ROWS, splits, groups, 0, groups * splits, HOPPER_THREADS, shared)
 
+    @property
+    def window(self) -> int:
+        """See :class:`Splits`."""
+        return WINDOW[self.format]
+
     @classmethod
     def held(cls, layout: Layout, splits: int, clusters: Clusters | None) -> int | None:
         """Clusters that the device holds at once; None: it was not asked."""

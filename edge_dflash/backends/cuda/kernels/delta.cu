@@ -9,6 +9,7 @@
 // Columns of S are independent. A warp owns 4 columns of one head; a lane has Dk / 32 elements of each in registers. Two
 // paths give the same bits: three kernels with scratch between them (prefill, and every arch and shape), and one kernel
 // whose clusters of two blocks are the heads (verify and flush of 128-wide heads).
+#include "blocks.cuh"
 #include "cluster.cuh"
 
 static constexpr int PREPARE_WARPS = 8, PREPARE_ROWS = 4;
@@ -479,7 +480,8 @@ extern "C" __global__ void __launch_bounds__(PREPARE_WARPS * 32)
   for (int i = 0; i < 2; i++) {
     const int column = i * 64 + threadIdx.x % 32 * 2;
     if (column < dv)
-      *(u32*)(out + (u64)r * out_stride + head * dv + column) = gated_norm(o[i], squares, dv, eps, weight[i], gate[i]);
+      *(u32*)(out + element_at(out_stride, r, head * dv + column)) =
+          gated_norm(o[i], squares, dv, eps, weight[i], gate[i]);
   }
 }
 
@@ -754,7 +756,7 @@ extern "C" __global__ void __cluster_dims__(1, CLUSTER, 1) __launch_bounds__(BLO
   if (own == 0) return;
   barrier_wait_cluster(shared_address(&h.squares_there), 0);
   if (warp < own)
-    *(u32*)(out + (u64)warp * out_stride + head * D + rank * WIDE + lane * 2) =
+    *(u32*)(out + element_at(out_stride, warp, head * D + rank * WIDE + lane * 2)) =
         gated_norm(o, __fadd_rn(squares, h.squares[warp]), D, eps, weight, z_raw);
   if (rank == 0 && gates && lane < own) {
     tape_g[(u64)lane * hv + head] = h.rows[BLOCK + lane].g;

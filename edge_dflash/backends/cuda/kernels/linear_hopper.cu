@@ -12,6 +12,7 @@
 // The order of a sum depends on K and SPLITS: never on the activation rows, the quad's place or the number of blocks.
 //
 // ``side`` is a second, BF16 stack on the same x: its units go to the last clusters, which may have a quad less.
+#include "blocks.cuh"
 #include "job.cuh"
 
 #if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -19,15 +20,18 @@
 
 static constexpr int ROWS = 16, SLICES = 4, QUAD = 4, WARPS = SLICES * QUAD, FINISHERS = 128;
 static constexpr int THREADS = 32 * WARPS + FINISHERS;
-static constexpr int BLOCK_K = 64;                  // K values: the grain of splits and slices
-static constexpr int X_BYTES = ROWS * BLOCK_K * 2;  // of a block of x
-static constexpr int SLOTS = 2;                     // quads whose sums may be under way between blocks
-static constexpr int SUMS = 2048;                   // bytes of a warp's sums of a unit
-static constexpr int VECTORS = QUAD * SUMS / 16;    // of four sums, of a quad
-static constexpr u32 RECEIVED = 0, FREE = 16, FULL = 24, BEST = 128, EXCHANGE = 256;  // offsets in shared memory
+static constexpr int X_GROUPS = 3;                // of a slice's blocks of x, each awaited as a whole
+static constexpr int SLOTS = 2;                   // quads whose sums may be under way between blocks
+static constexpr int SUMS = 2048;                 // bytes of a warp's sums of a unit
+static constexpr int VECTORS = QUAD * SUMS / 16;  // of four sums, of a quad
+static constexpr u32 RECEIVED = 0, FREE = 16, FULL = 24, READY = 32, BEST = 128, EXCHANGE = 256;  // in shared memory
 static constexpr u32 SLOT_BASE = EXCHANGE + WARPS * SUMS;
 // Lanes of a warp that arrive at FULL and FREE: one would do, after __syncwarp, but racecheck follows all lanes only.
 static constexpr int ARRIVING = 32;
+
+// The group of a slice's block of x, and the first block of a group: one, three, the others.
+__device__ __forceinline__ int group_of(int b) { return (b > 0) + (b > 3); }
+__device__ __forceinline__ int group_at(int group) { return group == 0 ? 0 : 3 * group - 2; }
 
 // Which quads of a stack are a cluster's: ``count`` from ``first``.
 struct Share {
@@ -54,6 +58,7 @@ struct Block {
     first_k = rank * blocks / SPLITS, count_k = (rank + 1) * blocks / SPLITS - first_k;
   }
 
+  __device__ __forceinline__ u32 ready(int slice) const { return shared + READY + slice * (X_GROUPS * 8); }
   __device__ __forceinline__ u32 ring() const { return shared + X_BASE + (blocks + SPLITS - 1) / SPLITS * X_BYTES; }
 
   // By one warp. The arrival at the cluster hands over barriers only: it is relaxed.
@@ -63,6 +68,7 @@ struct Block {
       for (int i = 0; i < SLOTS; ++i) barrier_init(shared + RECEIVED + i * 8, 1);
       barrier_init(shared + FREE, FINISHERS / 32 * ARRIVING);
       barrier_init(shared + FULL, WARPS * ARRIVING);
+      for (int i = 0; i < SLICES * X_GROUPS; ++i) barrier_init(shared + READY + i * 8, 32);
       barriers_ready();
     }
     if (lane < ROWS) *reinterpret_cast<u64*>(__cvta_shared_to_generic(shared + BEST + lane * 8)) = 0;
@@ -90,7 +96,8 @@ struct Warp {
   u32 shared;
   int lane, warp, slice;  // warp: of the slice
   int begin_k, stop_k;    // the slice's blocks of BLOCK_K
-  u32 x, ring;            // the slice's first block of x; this lane's bytes of the first piece
+  u32 x, ready, ring;     // the slice's first block of x, its groups' barriers; this lane's bytes of the first piece
+  bool fresh = true;      // x has not been awaited
   u32 handed = 0;         // quads handed over so far
 
   __device__ __forceinline__ Warp(const Block<SPLITS>& block) : shared(block.shared) {
@@ -99,47 +106,12 @@ struct Warp {
     slice = number / QUAD, warp = number % QUAD;
     const Slice mine(block, slice);
     begin_k = block.first_k + mine.begin, stop_k = block.first_k + mine.stop;
-    x = shared + Block<SPLITS>::X_BASE + mine.begin * X_BYTES;
+    x = shared + Block<SPLITS>::X_BASE + mine.begin * X_BYTES, ready = block.ready(slice);
     ring = block.ring() + number * RING_BYTES + lane * 16;
   }
 
-  // The slice's part of x, by its 4 warps. Step j of a block of 64 k is [2 chunks of 8 k][2 x 8 rows][8 k]: chunk c has of
-  // each lane t of decode.cuh its pair 2j + c, so that weights and x meet in one order of K.
-  // ``meanwhile`` is run while the first loads are under way.
-  template <class F, class Work>
-  __device__ __forceinline__ void stage_x(const Job& job, const Work& meanwhile) const {
-    constexpr int BATCH = 5, LANE_K = F::WINDOW / 4, HALF_K = F::WINDOW == 64 ? 8 : 32;
-    const int row = lane / 4, t = lane % 4, octet = warp % 2, count = stop_k - begin_k;
-    const u16* from = job.x + static_cast<long long>(octet * 8 + row) * job.x_stride + begin_k * BLOCK_K + t * LANE_K;
-    const int left = job.k - begin_k * BLOCK_K - t * LANE_K;
-    const u32 to = x + octet * 128 + lane * 4;
-#pragma unroll 1
-    for (int b0 = warp / 2; b0 < count || b0 == warp / 2; b0 += 2 * BATCH) {
-      uint4 v[BATCH][2];
-#pragma unroll
-      for (int i = 0; i < BATCH; ++i)
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const int b = b0 + 2 * i, k = b * BLOCK_K + h * HALF_K;
-          v[i][h] = b < count && k < left ? __ldcg(reinterpret_cast<const uint4*>(from + k)) : uint4{0, 0, 0, 0};
-        }
-      if (b0 == warp / 2) meanwhile();
-#pragma unroll
-      for (int i = 0; i < BATCH; ++i)
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const int b = b0 + 2 * i;
-          if (b >= count) continue;
-          const u32 at = to + b * X_BYTES + h * (X_BYTES / 2);
-          store_shared4(at, __uint_as_float(v[i][h].x));
-          store_shared4(at + 256, __uint_as_float(v[i][h].y));
-          store_shared4(at + 512, __uint_as_float(v[i][h].z));
-          store_shared4(at + 768, __uint_as_float(v[i][h].w));
-        }
-    }
-    publish();
-    named_barrier<32 * QUAD>(1 + slice);
-  }
+  // Until the slice's block ``b`` of x is there.
+  __device__ __forceinline__ void wait_x(int b) const { barrier_wait(ready + group_of(b) * 8, 0); }
 };
 
 // A warp's stream of weights and its sums. SIDE: of units of a BF16 stack, on x in the order of MAIN; warps 0 and 1 of a
@@ -266,6 +238,7 @@ struct Stream {
       x_at = operand_at(warp.x);
 #pragma unroll 1
       for (int piece = 0; piece < pieces; ++piece) {
+        if (warp.fresh) warp.wait_x(piece / PIECES);
         if constexpr (SIDE)
           side_step(piece);
         else
@@ -275,10 +248,72 @@ struct Stream {
         wgmma_wait<0>();
         keep(a[0]), keep(a[1]), keep(sum[0]), keep(sum[1]);
       }
+      warp.fresh = false;
       hand_over();
     }
   }
 };
+
+// The slices' parts of x, each by one of the warps that finish, in the order in which they are used. A tensor in blocks is
+// copied. Of one in rows, a lane reads 8 k of every fourth row of a block, so that a warp reads whole lines, and stores pairs
+// of k, those of two rows in such turns that no two lanes share a bank.
+template <class F, int SPLITS>
+__device__ __forceinline__ void stage_x(const Job& job, const Block<SPLITS>& block) {
+  const int lane = threadIdx.x % 32, slice = __shfl_sync(ALL, threadIdx.x / 32, 0) - WARPS;
+  const Slice mine(block, slice);
+  const int count = mine.stop - mine.begin, first = block.first_k + mine.begin;
+  const u32 x = block.shared + Block<SPLITS>::X_BASE + mine.begin * X_BYTES, ready = block.ready(slice);
+  if (job.x_stride < 0) {
+    asm volatile("fence.proxy.async.global;" ::: "memory");  // copies see what the kernels before wrote
+    const u8* from = reinterpret_cast<const u8*>(job.x) + first * X_BYTES;
+#pragma unroll
+    for (int i = 0; i < X_GROUPS; ++i) {
+      const int at = group_at(i), bytes = (min(i + 1 < X_GROUPS ? group_at(i + 1) : count, count) - at) * X_BYTES;
+      if (lane == 0 && bytes > 0) {
+        barrier_expect(ready + i * 8, bytes);
+        copy_bulk(x + at * X_BYTES, from + at * X_BYTES, bytes, ready + i * 8);
+      } else {
+        barrier_arrive(ready + i * 8);
+      }
+    }
+    return;
+  }
+  constexpr int BATCH = 2;
+  const int chunk = lane % 8, t = F::WINDOW == 64 ? chunk / 2 : chunk % 4,
+            half = F::WINDOW == 64 ? chunk % 2 : chunk / 4;
+  const u16* from = job.x + static_cast<long long>(lane / 8) * job.x_stride + first * BLOCK_K + chunk * 8;
+  const int left = job.k - first * BLOCK_K - chunk * 8;
+  const u32 to = x + half * (X_BYTES / 2) + lane / 8 * 16 + t * 4;
+#pragma unroll 1
+  for (int b0 = 0; b0 < count; b0 += BATCH) {
+    uint4 v[BATCH][4];
+#pragma unroll
+    for (int i = 0; i < BATCH; ++i)
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        const int b = b0 + i;
+        const u16* here = from + r * 4ll * job.x_stride + b * BLOCK_K;
+        v[i][r] = b < count && b * BLOCK_K < left ? __ldcg(reinterpret_cast<const uint4*>(here)) : uint4{0, 0, 0, 0};
+      }
+#pragma unroll
+    for (int i = 0; i < BATCH; ++i) {
+      const int b = b0 + i;
+      if (b >= count) break;
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        const bool odd = half ^ (r & 1);
+        const uint4 w = odd ? v[i][r | 1] : v[i][r & 2];
+        const u32 at = to + b * X_BYTES + r / 2 * 128 + odd * 64;
+        store_shared4(at, __uint_as_float(w.x));
+        store_shared4(at + 256, __uint_as_float(w.y));
+        store_shared4(at + 512, __uint_as_float(w.z));
+        store_shared4(at + 768, __uint_as_float(w.w));
+      }
+      publish();
+      if (b + 1 == count || group_of(b + 1) > group_of(b)) barrier_arrive(ready + group_of(b) * 8);
+    }
+  }
+}
 
 // The warps that finish: thread i has vectors i, i + 128, ... of the block's part of a quad's sums; v counts those of the
 // whole quad. All of a thread's vectors have the same two activation rows.
@@ -324,7 +359,8 @@ struct Finisher {
     Place at = gated_pair ? Place{} : place_of(job, to.unit, padded, row_of(v));
     if (gated_pair) {
       at.column = to.unit * TILE + tile_of(v) * 8 + v % 32 / 4, at.out = job.out[0], at.stride = job.out_stride[0];
-      at.offset = static_cast<long long>(row_of(v)) * at.stride + at.column;
+      at.offset = element_at(at.stride, row_of(v), at.column);
+      if (at.stride < 0) at.stride = 8;  // to the next row
     }
     to.column = padded, to.stride = at.stride, to.columns = at.columns - at.column;
     if (gated_pair) to.columns = job.columns[0] - at.column;
@@ -461,7 +497,8 @@ __device__ __forceinline__ void run_blocks(const Job& main, const Job& side) {
     __syncthreads();
     if (SPLITS > 1) cluster_arrive();
     pdl_trigger();
-    pdl_wait();  // of the residual
+    pdl_wait();
+    stage_x<F>(main, block);
     if (SPLITS > 1) cluster_wait();
     Finisher<SPLITS> finisher(block);
 #pragma unroll 1
@@ -477,9 +514,9 @@ __device__ __forceinline__ void run_blocks(const Job& main, const Job& side) {
   __syncthreads();
   if (SPLITS > 1) cluster_arrive();
   pdl_trigger();
-  pdl_wait();
-  warp.template stage_x<F>(main, [&] { stream.fill_ring(stream.AHEAD, DEPTH); });
   if (SPLITS > 1) cluster_wait();
+  if (warp.begin_k < warp.stop_k) warp.wait_x(0);
+  stream.fill_ring(stream.AHEAD, DEPTH);
   stream.run(share.count);
 #pragma unroll 1
   for (int unit = last; unit < side_units; unit += block.clusters) {
