@@ -72,7 +72,7 @@ def test_every_split_and_any_number_of_clusters(device, linears, kind, splits):
     n, k = 1000, 1600  # 8 quads, the last with no rows of its own unit 3; 25 blocks of 64 k
     w, x = weight(kind, n, k, 5), inputs(16, k)
     stack, exact, seen = LinearWeights.of(device.gpu, repack(w)), expected(x, w), []
-    for most in (1, 3, 8):
+    for most in (1, 3, 7, 8, 11, 16):  # quads alone, quads and a half, halves alone
         linears.splits, linears.most = splits, most
         seen.append(run(device, linears, stack, x, 16)[0])
     assert (ulps(seen[0], exact) > 0).double().mean() < 0.02
@@ -125,15 +125,16 @@ def test_split_over_blocks(device, linears, kind, n, k):
 
 @pytest.mark.parametrize("splits", [1, 2, 4, 8])
 @pytest.mark.parametrize("kind", ["nvfp4", "fp8", "bf16"])
-def test_a_stack_with_a_side_stack(device, linears, splits, kind):
+@pytest.mark.parametrize("columns", [(48, 48), (16,)])
+def test_a_stack_with_a_side_stack(device, linears, splits, kind, columns):
     k = 640
     parts = [weight(kind, n, k, n) for n in (512, 96, 100)]
-    gates = [weight("bf16", 48, k, s) for s in (1, 2)]
+    gates = [weight("bf16", n, k, s) for s, n in enumerate(columns)]
     x = inputs(16, k)
     stack, side = LinearWeights.of(device.gpu, repack(parts)), LinearWeights.of(device.gpu, repack(gates))
-    outs, side_outs = [empty(device, 16, n) for n in (512, 96, 100)], [empty(device, 16, 48) for _ in gates]
+    outs, side_outs = [empty(device, 16, n) for n in (512, 96, 100)], [empty(device, 16, n) for n in columns]
     linears.splits = splits
-    for most in (1, 8):
+    for most in (1, 5, 6, 8):  # 12 halves of quads: a cluster with a side unit has all to none
         linears.most = most
         for out in (*outs, *side_outs):
             device.gpu.fill(out.pointer, 0xFF)

@@ -149,13 +149,13 @@ _X_COST = 0.12  # of a byte of the block's x, where a byte of a warp's weights c
 
 @dataclass(frozen=True)
 class HopperSplits(Splits):
-    """Of kernels/linear_hopper.cu: blocks of a cluster are the splits, clusters own quads of units."""
+    """Of kernels/linear_hopper.cu: blocks of a cluster are the splits, clusters own quads of units and half quads."""
 
     @classmethod
     def of(cls, layout: Layout, splits: int, sm_count: int, clusters: Clusters | None) -> HopperSplits:
         """With so many splits, and no more clusters than the device holds at once."""
         shared, kernel = cls.shared(layout, splits), f"linear_hopper_{layout.format}_{splits}"
-        groups = min(-(-layout.units // _QUAD), cls.held(layout, splits, clusters) or max(1, sm_count // splits))
+        groups = min(-(-layout.units // (_QUAD // 2)), cls.held(layout, splits, clusters) or max(1, sm_count // splits))
         return cls(kernel, layout.format, HOPPER_ROWS, splits, groups, 0, groups * splits, HOPPER_THREADS, shared)
 
     @property

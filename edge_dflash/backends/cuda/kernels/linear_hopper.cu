@@ -11,7 +11,7 @@
 //
 // The order of a sum depends on K and SPLITS: never on the activation rows, the quad's place or the number of blocks.
 //
-// ``side`` is a second, BF16 stack on the same x: its units go to the last clusters, which may have a quad less.
+// ``side`` is a second, BF16 stack on the same x: its units go to the last clusters.
 #include "blocks.cuh"
 #include "job.cuh"
 
@@ -33,14 +33,23 @@ static constexpr int ARRIVING = 32;
 __device__ __forceinline__ int group_of(int b) { return (b > 0) + (b > 3); }
 __device__ __forceinline__ int group_at(int group) { return group == 0 ? 0 : 3 * group - 2; }
 
-// Which quads of a stack are a cluster's: ``count`` from ``first``.
+// Which units of a stack are a cluster's: those from ``first`` to ``stop``, quads and perhaps half of one at the end. A half
+// has two units: warps 0 and 1 of a slice have the tiles of the first one, 2 and 3 those of the second.
 struct Share {
-  int first, count;
+  int first, stop, halves;
 
-  __device__ __forceinline__ Share(const Job& job, int cluster, int clusters) {
-    const int quads = (job.units + QUAD - 1) / QUAD, base = quads / clusters, rest = quads % clusters;
-    first = cluster * base + min(cluster, rest), count = base + (cluster < rest);
+  // ``sides``: units of a side stack, one for each of the last clusters, which then have a quad less.
+  __device__ __forceinline__ Share(const Job& job, int sides, int cluster, int clusters) {
+    const int all = (job.units + 1) / 2;
+    if (sides > clusters || all < 2 * clusters) sides = 0;
+    const int base = (all + 2 * sides) / clusters, rest = (all + 2 * sides) % clusters, before = clusters - sides;
+    halves = base + (cluster < rest) - (cluster < before ? 0 : 2);
+    first = 2 * (cluster * base + min(cluster, rest) - 2 * max(cluster - before, 0));
+    stop = min(first + 2 * halves, job.units);
   }
+
+  // One unit as half of a quad.
+  __device__ __forceinline__ explicit Share(int unit) : first(unit), stop(unit + 1), halves(1) {}
 };
 
 // Where this block is, and its part of K.
@@ -95,7 +104,7 @@ template <int SPLITS, int RING_BYTES>
 struct Warp {
   u32 shared;
   int lane, warp, slice;  // warp: of the slice
-  int begin_k, stop_k;    // the slice's blocks of BLOCK_K
+  u32 span;               // the slice's blocks of BLOCK_K: first, and the one after the last in the high half
   u32 x, ready, ring;     // the slice's first block of x, its groups' barriers; this lane's bytes of the first piece
   bool fresh = true;      // x has not been awaited
   u32 handed = 0;         // quads handed over so far
@@ -105,40 +114,50 @@ struct Warp {
     const int number = __shfl_sync(ALL, threadIdx.x / 32, 0);
     slice = number / QUAD, warp = number % QUAD;
     const Slice mine(block, slice);
-    begin_k = block.first_k + mine.begin, stop_k = block.first_k + mine.stop;
+    span = block.first_k + mine.begin | (block.first_k + mine.stop) << 16;
     x = shared + Block<SPLITS>::X_BASE + mine.begin * X_BYTES, ready = block.ready(slice);
     ring = block.ring() + number * RING_BYTES + lane * 16;
+  }
+
+  __device__ __forceinline__ int begin_k() const { return packed() & 0xFFFF; }
+  __device__ __forceinline__ int stop_k() const { return packed() >> 16; }
+
+  // The compiler would keep both in registers of their own, from one stack to the next.
+  __device__ __forceinline__ u32 packed() const {
+    u32 both = span;
+    asm volatile("" : "+r"(both));
+    return both;
   }
 
   // Until the slice's block ``b`` of x is there.
   __device__ __forceinline__ void wait_x(int b) const { barrier_wait(ready + group_of(b) * 8, 0); }
 };
 
-// A warp's stream of weights and its sums. SIDE: of units of a BF16 stack, on x in the order of MAIN; warps 0 and 1 of a
-// slice have a tile each, the others none.
+// A warp's stream of weights and its sums. SIDE: of a unit of a BF16 stack, half of a quad, on x in the order of MAIN.
 template <class F, class W, int DEPTH, int PIECE, bool SIDE, class MAIN = F>
 struct Stream {
   static constexpr int PIECES = BLOCK_K / F::WINDOW;
   static constexpr bool OWN = F::WINDOW == 64;  // decoded fragments have separate registers: see tiles_hopper.cuh
   static constexpr int AHEAD = SIDE ? DEPTH : 2;
 
+  const Job& job;
   W& warp;
-  int pieces;             // of a unit in this slice
+  int pieces, half;       // of a unit in this slice; of the half at the end: loaded by tiles
   const u8* at;           // where the next load comes from
-  long long jump;         // from a unit's last piece in this slice to the next quad's first, less a piece
   int at_left, at_total;  // pieces to load of that unit, and in all
   u32 x_at, stage;        // operand of the next piece's first step of x; where in the ring the next piece lies
   float sum[2][ROWS / 2];
 
-  // ``count`` quads (SIDE: units) from ``first``; nothing is loaded of units that are not there.
-  __device__ __forceinline__ Stream(const Job& job, W& w, int first, int count) : warp(w) {
-    const int begin = w.begin_k * PIECES, unit = SIDE ? first : first * QUAD + w.warp;
-    pieces = SIDE && w.warp > 1 ? 0 : max(min(w.stop_k * PIECES, job.windows) - begin, 0);
+  // Nothing is loaded of units that are not there.
+  __device__ __forceinline__ Stream(const Job& j, W& w, const Share& share) : job(j), warp(w) {
+    const int quads = share.halves / 2, odd = share.halves % 2;
+    const int begin = w.begin_k() * PIECES, rest = share.first + quads * QUAD + w.warp / 2;
+    const int unit = quads > 0 ? share.first + w.warp : rest;
+    pieces = max(min(w.stop_k() * PIECES, job.windows) - begin, 0);
+    half = odd && rest < share.stop ? pieces : 0;
     at = job.weights + (static_cast<long long>(unit) * job.windows + begin) * F::UNIT + w.lane * 16;
-    if (SIDE) at += w.warp * (F::UNIT / 2);
-    jump = (static_cast<long long>(QUAD) * job.windows - pieces) * F::UNIT;
-    const int last = unit + (count - 1) * QUAD;
-    at_left = pieces, at_total = count <= 0 || unit >= job.units ? 0 : pieces * (count - (last >= job.units));
+    const int missing = !odd && share.stop - share.first <= (quads - 1) * QUAD + w.warp;
+    at_left = pieces, at_total = pieces * (quads - missing) + half;
     stage = w.ring;
     fill_ring(0, AHEAD);
   }
@@ -152,17 +171,18 @@ struct Stream {
   // The next piece into a place of the ring.
   __device__ __forceinline__ void fill(u32 to) {
     if (at_total > 0) {
-      if (SIDE)
-        F::fetch_tile(to, at, warp.lane, 0);
+      if (SIDE || at_total <= half)
+        F::fetch_tile(to, at, warp.lane, warp.warp % 2);
       else
         F::fetch(to, at, warp.lane);
     }
     copy_commit();
     --at_total;
     at += F::UNIT;
-    const bool end = --at_left == 0;
-    at += end ? jump : 0;
-    at_left = end ? pieces : at_left;
+    if (--at_left > 0) return;
+    const int units = at_total == half ? QUAD - warp.warp + warp.warp / 2 : QUAD;  // to the warp's next one
+    at += (units * job.windows - pieces) * F::UNIT;
+    at_left = pieces;
   }
 
   __device__ __forceinline__ u32 next_place() {
@@ -197,6 +217,28 @@ struct Stream {
     x_at += X_BYTES / PIECES / 16;
   }
 
+  // Of a half of a quad: the warp's tile alone; its products run while the next piece is decoded.
+  __device__ __forceinline__ void half_step(u32 (&a)[F::STEPS][4], u32 (&other)[F::STEPS][4]) {
+    const u32 here = next_place();
+    const typename F::Words w = F::read_tile(here, warp.lane, warp.warp % 2);
+    fill(here);
+#pragma unroll
+    for (int h = 0; h < F::STEPS / 2; ++h) {
+      u32 pair[2][4];
+      F::fragments(w, 0, h, pair);
+#pragma unroll
+      for (int i = 0; i < 8; ++i)
+        a[2 * h + i / 4][i % 4] = OWN ? pair[i / 4][i % 4] : mul_bf16x2(pair[i / 4][i % 4], 0x3F803F80u);
+    }
+    wgmma_fence();
+#pragma unroll
+    for (int j = 0; j < F::STEPS; ++j) Wgmma<ROWS>::multiply(sum[0], a[j], operand(x_at + j * 32), 1);
+    wgmma_commit();
+    wgmma_wait<1>();
+    keep(other);
+    x_at += X_BYTES / PIECES / 16;
+  }
+
   __device__ __forceinline__ void side_step(int piece) {
     const u32 here = next_place();
     const Bf16::Words w = Bf16::read_tile(here, warp.lane, 0);
@@ -217,40 +259,71 @@ struct Stream {
   __device__ __forceinline__ float (&four(int m, int n))[4] { return *reinterpret_cast<float (*)[4]>(&sum[m][4 * n]); }
 
   // Sums of a unit, weight tile m, column tile n (8 rows), lane l: four of them in vector m * 64 + n * 32 + l.
+  template <bool HALF>
   __device__ __forceinline__ void hand_over() {
     if (warp.handed > 0) barrier_wait(warp.shared + FREE, (warp.handed - 1) & 1);
     ++warp.handed;
-    const u32 to = warp.shared + EXCHANGE + (warp.slice * QUAD + warp.warp) * SUMS + warp.lane * 16;
+    const int first = HALF ? warp.warp : 2 * warp.warp;  // tile of the quad
+    const u32 to = warp.shared + EXCHANGE + warp.slice * (QUAD * SUMS) + first * (SUMS / 2) + warp.lane * 16;
 #pragma unroll
-    for (int m = 0; m < (SIDE ? 1 : 2); ++m)
+    for (int m = 0; m < (HALF ? 1 : 2); ++m)
 #pragma unroll
-      for (int n = 0; n < 2; ++n) store_sums(to + (SIDE ? warp.warp % 2 : m) * 1024 + n * 512, four(m, n));
+      for (int n = 0; n < 2; ++n) store_sums(to + m * 1024 + n * 512, four(m, n));
     __syncwarp();
     if (warp.lane < ARRIVING) barrier_arrive(warp.shared + FULL);
   }
 
-  __device__ __forceinline__ void run(int quads) {
+  __device__ __forceinline__ void start() {
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i) (&sum[0][0])[i] = 0.0f;
+    x_at = operand_at(warp.x);
+  }
+
+  // Before piece ``piece`` is multiplied.
+  __device__ __forceinline__ void await_x(int piece) {
+    if (warp.fresh) warp.wait_x(piece / PIECES);
+  }
+
+  __device__ __forceinline__ void run(int halves) {
     u32 a[2][F::STEPS][4];
 #pragma unroll 1
-    for (; quads > 0; --quads) {
-#pragma unroll
-      for (int i = 0; i < ROWS; ++i) (&sum[0][0])[i] = 0.0f;
-      x_at = operand_at(warp.x);
+    for (; halves > 1; halves -= 2) {
+      start();
 #pragma unroll 1
       for (int piece = 0; piece < pieces; ++piece) {
-        if (warp.fresh) warp.wait_x(piece / PIECES);
-        if constexpr (SIDE)
-          side_step(piece);
-        else
-          step(a);
+        await_x(piece);
+        step(a);
       }
-      if constexpr (!SIDE) {
-        wgmma_wait<0>();
-        keep(a[0]), keep(a[1]), keep(sum[0]), keep(sum[1]);
-      }
+      wgmma_wait<0>();
+      keep(a[0]), keep(a[1]), keep(sum[0]), keep(sum[1]);
       warp.fresh = false;
-      hand_over();
+      hand_over<false>();
     }
+    if (halves == 0) return;
+    start();
+#pragma unroll 1
+    for (int piece = 0; piece < pieces; piece += 2) {
+      await_x(piece);
+      half_step(a[0], a[1]);
+      if (piece + 1 == pieces) break;
+      await_x(piece + 1);
+      half_step(a[1], a[0]);
+    }
+    wgmma_wait<0>();
+    keep(a[0]), keep(a[1]), keep(sum[0]);
+    warp.fresh = false;
+    hand_over<true>();
+  }
+
+  // SIDE: the unit.
+  __device__ __forceinline__ void run_side() {
+    start();
+#pragma unroll 1
+    for (int piece = 0; piece < half; ++piece) {
+      await_x(piece);
+      side_step(piece);
+    }
+    hand_over<true>();
   }
 };
 
@@ -336,7 +409,7 @@ struct Finisher {
   static __device__ __forceinline__ int tile_of(int v) { return v / 64 % 2; }
 
   // Where the sums of a vector go, two weight rows (8 apart) of two activation rows each, and what they need besides, loaded
-  // long before they are there. SIDE: two of a quad's units are the tiles of the one that there is.
+  // long before they are there.
   struct Target {
     bool real;  // whether there are such rows
     int unit, column;
@@ -348,10 +421,10 @@ struct Finisher {
   };
 
   template <bool SIDE>
-  __device__ __forceinline__ Target target(const Job& job, int v, int quad) const {
+  __device__ __forceinline__ Target target(const Job& job, int v, int first, int stop) const {
     Target to;
-    to.unit = SIDE ? quad : quad * QUAD + v / 128;
-    to.real = to.unit < job.units && (!SIDE || tile_of(v) == v / 128);
+    to.unit = first + v / 128;
+    to.real = to.unit < stop;
     if (!to.real) return to;
     const int padded = to.unit * UNIT_ROWS + tile_of(v) * TILE + v % 32 / 4;
     to.scale[0] = __ldg(job.scale + padded), to.scale[1] = __ldg(job.scale + padded + 8);
@@ -438,8 +511,9 @@ struct Finisher {
     if (lane < ARRIVING) barrier_arrive(block.shared + FREE);
   }
 
+  // The quad from unit ``first`` on, as far as ``stop``.
   template <bool SIDE>
-  __device__ __forceinline__ void finish(const Job& job, int quad) {
+  __device__ __forceinline__ void finish(const Job& job, int first, int stop) {
     const u32 number = handed++;
     Target to[BATCH];
 #pragma unroll 1
@@ -447,7 +521,7 @@ struct Finisher {
       const bool mine = v0 < PART;
 #pragma unroll
       for (int i = 0; i < BATCH; ++i)
-        if (mine) to[i] = target<SIDE>(job, block.rank * PART + v0 + i * FINISHERS, quad);
+        if (mine) to[i] = target<SIDE>(job, block.rank * PART + v0 + i * FINISHERS, first, stop);
       if (v0 == thread) {
         barrier_wait(block.shared + FULL, number & 1);
         if constexpr (SPLITS > 1) {
@@ -490,7 +564,7 @@ template <class F, int SPLITS, int DEPTH>
 __device__ __forceinline__ void run_blocks(const Job& main, const Job& side) {
   extern __shared__ __align__(128) u8 memory[];
   const Block<SPLITS> block(main, shared_address(memory));
-  const Share share(main, block.cluster, block.clusters);
+  const Share share(main, side.units, block.cluster, block.clusters);
   const int side_units = side.units, last = block.clusters - 1 - block.cluster;
   if (threadIdx.x >= 32 * WARPS) {
     if (threadIdx.x < 32 * WARPS + 32) block.init_barriers();
@@ -502,27 +576,29 @@ __device__ __forceinline__ void run_blocks(const Job& main, const Job& side) {
     if (SPLITS > 1) cluster_wait();
     Finisher<SPLITS> finisher(block);
 #pragma unroll 1
-    for (int i = 0; i < share.count; ++i) finisher.template finish<false>(main, share.first + i);
+    for (int unit = share.first; unit < share.stop; unit += QUAD)
+      finisher.template finish<false>(main, unit, share.stop);
 #pragma unroll 1
-    for (int unit = last; unit < side_units; unit += block.clusters) finisher.template finish<true>(side, unit);
+    for (int unit = last; unit < side_units; unit += block.clusters)
+      finisher.template finish<true>(side, unit, unit + 1);
     if (main.mode == GREEDY) finisher.rank_logits(main);
     return;  // every byte sent to this block has come: it may end, others need not
   }
   using W = Warp<SPLITS, DEPTH * F::UNIT>;
   W warp(block);
-  Stream<F, W, DEPTH, F::UNIT, false> stream(main, warp, share.first, share.count);
+  Stream<F, W, DEPTH, F::UNIT, false> stream(main, warp, share);
   __syncthreads();
   if (SPLITS > 1) cluster_arrive();
   pdl_trigger();
   if (SPLITS > 1) cluster_wait();
-  if (warp.begin_k < warp.stop_k) warp.wait_x(0);
+  if (warp.begin_k() < warp.stop_k()) warp.wait_x(0);
   stream.fill_ring(stream.AHEAD, DEPTH);
-  stream.run(share.count);
+  stream.run(share.halves);
 #pragma unroll 1
   for (int unit = last; unit < side_units; unit += block.clusters) {
     constexpr int TILE_BYTES = Bf16::UNIT / 2, PLACES = DEPTH * F::UNIT / TILE_BYTES;
-    Stream<Bf16, W, PLACES, TILE_BYTES, true, F> more(side, warp, unit, 1);
-    more.run(1);
+    Stream<Bf16, W, PLACES, TILE_BYTES, true, F> more(side, warp, Share(unit));
+    more.run_side();
   }
 }
 
