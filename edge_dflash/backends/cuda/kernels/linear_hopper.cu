@@ -142,7 +142,7 @@ struct Stream {
 
   const Job& job;
   W& warp;
-  int pieces, half;       // of a unit in this slice; of the half at the end: loaded by tiles
+  int pieces, half;       // of a unit in this slice; of the half at the end, of which both warps of a unit load all
   const u8* at;           // where the next load comes from
   int at_left, at_total;  // pieces to load of that unit, and in all
   u32 x_at, stage;        // operand of the next piece's first step of x; where in the ring the next piece lies
@@ -171,7 +171,7 @@ struct Stream {
   // The next piece into a place of the ring.
   __device__ __forceinline__ void fill(u32 to) {
     if (at_total > 0) {
-      if (SIDE || at_total <= half)
+      if (SIDE)
         F::fetch_tile(to, at, warp.lane, warp.warp % 2);
       else
         F::fetch(to, at, warp.lane);
@@ -220,7 +220,7 @@ struct Stream {
   // Of a half of a quad: the warp's tile alone; its products run while the next piece is decoded.
   __device__ __forceinline__ void half_step(u32 (&a)[F::STEPS][4], u32 (&other)[F::STEPS][4]) {
     const u32 here = next_place();
-    const typename F::Words w = F::read_tile(here, warp.lane, warp.warp % 2);
+    const typename F::Words w = F::read_half(here, warp.lane, warp.warp % 2);
     fill(here);
 #pragma unroll
     for (int h = 0; h < F::STEPS / 2; ++h) {
