@@ -91,7 +91,7 @@ def in_blocks(k, window):
     lane, part = (
         (column // 16 % 4, column % 16) if window == 64 else (column // 8 % 4, column // 32 % 2 * 8 + column % 8)
     )
-    return column // 64 * 1024 + part // 2 * 128 + row * 8 + lane * 2 + part % 2
+    return column // 64 * 1024 + row * 64 + (part // 2 ^ row % 8) * 8 + lane * 2 + part % 2
 
 
 def put_blocks(device: Device, x, window) -> Matrix:

@@ -141,7 +141,7 @@ class StreamSplits(Splits):
 
 
 # kernels/linear_hopper.cu: most rows, threads of a block, units of a quad, bytes of a warp's sums and of barriers
-HOPPER_ROWS, HOPPER_THREADS, _QUAD, _SUMS, _HOPPER_HEAD = 16, 640, 4, 2048, 256
+HOPPER_ROWS, HOPPER_THREADS, _QUAD, _SUMS, _HOPPER_HEAD = 16, 640, 4, 2048, 1024
 _HOPPER_USABLE = {1: 1.0, 2: 1.0, 4: 0.91, 8: 0.91}  # of the multiprocessors, by blocks of a cluster
 _QUAD_END = 1700  # bytes that a warp could have multiplied while it ends a quad
 _X_COST = 0.12  # of a byte of the block's x, where a byte of a warp's weights costs 1

@@ -1,9 +1,9 @@
 // The order in which linear_hopper.cu multiplies activations: a tensor of 16 rows in blocks of 64 k, 2 KiB each, so that its
 // part for a block of threads is copied as it lies.
 //
-// Step j of a block is [2 chunks of 8 k][16 rows][8 k]: chunk c has of each lane t of decode.cuh its pair 2j + c, so that
-// weights and x meet in one order of K, that of the windows of a format. A row stride below 0 means such a tensor: it is
-// minus the WINDOW.
+// A row of a block is 128 bytes, eight chunks of four pairs of k: chunk p of row r, at place p ^ r % 8, has of each lane t of
+// decode.cuh its pair p. So weights and x meet in one order of K, that of the windows of a format: step j takes chunks 2j and
+// 2j + 1. A row stride below 0 means such a tensor: it is minus the WINDOW.
 #pragma once
 #include "prelude.cuh"
 
@@ -14,7 +14,7 @@ __device__ __forceinline__ u64 element_at(int stride, int row, int k) {
   if (stride >= 0) return static_cast<u64>(row) * stride + k;
   const bool wide = stride == -64;
   const int t = wide ? k / 16 % 4 : k / 8 % 4, pair = wide ? k / 2 % 8 : k / 32 % 2 * 4 + k / 2 % 4;
-  return k / BLOCK_K * (X_BYTES / 2) + pair * 128 + row * 8 + t * 2 + k % 2;
+  return k / BLOCK_K * (X_BYTES / 2) + row * BLOCK_K + (pair ^ row % 8) * 8 + t * 2 + k % 2;
 }
 
 // Elements from (row, k) to (row, k + distance), a multiple of BLOCK_K.

@@ -24,7 +24,7 @@ static constexpr int X_GROUPS = 3;                // of a slice's blocks of x, e
 static constexpr int SLOTS = 2;                   // quads whose sums may be under way between blocks
 static constexpr int SUMS = 2048;                 // bytes of a warp's sums of a unit
 static constexpr int VECTORS = QUAD * SUMS / 16;  // of four sums, of a quad
-static constexpr u32 RECEIVED = 0, FREE = 16, FULL = 24, READY = 32, BEST = 128, EXCHANGE = 256;  // in shared memory
+static constexpr u32 RECEIVED = 0, FREE = 16, FULL = 24, READY = 32, BEST = 128, EXCHANGE = 1024;  // in shared memory
 static constexpr u32 SLOT_BASE = EXCHANGE + WARPS * SUMS;
 // Lanes of a warp that arrive at FULL and FREE: one would do, after __syncwarp, but racecheck follows all lanes only.
 static constexpr int ARRIVING = 32;
@@ -94,10 +94,10 @@ struct Slice {
   }
 };
 
-// A step of x in shared memory as right operand: 16 k of 16 rows in four parts of 8 rows x 16 bytes; without swizzle. The
-// low word for address ``at``, to which bytes / 16 are added for another; the high word is a constant.
-__device__ __forceinline__ u32 operand_at(u32 at) { return (at & 0x3FFFF) >> 4 | 16u << 16; }
-__device__ __forceinline__ u64 operand(u32 low) { return static_cast<u64>(8) << 32 | low; }
+// Two chunks of x in shared memory as right operand, 16 k of 16 rows (k_major of wgmma.cuh): the low word for address ``at``,
+// to which bytes / 16 are added for another; the high word is a constant.
+__device__ __forceinline__ u32 operand_at(u32 at) { return (at & 0x3FFFF) >> 4 | 1u << 16; }
+__device__ __forceinline__ u64 operand(u32 low) { return static_cast<u64>(64 | 1u << 30) << 32 | low; }
 
 // A warp that multiplies: who it is, and what outlives a stack.
 template <int SPLITS, int RING_BYTES>
@@ -192,6 +192,12 @@ struct Stream {
     return here;
   }
 
+  // A block of x has PIECES pieces side by side.
+  __device__ __forceinline__ void next_x() {
+    constexpr int BLOCK = X_BYTES / 16, ACROSS = BLOCK_K * 2 / 16 / PIECES;
+    x_at += PIECES == 1 ? BLOCK : x_at & ACROSS ? BLOCK - ACROSS : ACROSS;
+  }
+
   // A piece times its block of x; products of one tile run while the other is decoded.
   __device__ __forceinline__ void step(u32 (&a)[2][F::STEPS][4]) {
     const u32 here = next_place();
@@ -209,12 +215,12 @@ struct Stream {
       }
       wgmma_fence();
 #pragma unroll
-      for (int j = 0; j < F::STEPS; ++j) Wgmma<ROWS>::multiply(sum[m], a[m][j], operand(x_at + j * 32), 1);
+      for (int j = 0; j < F::STEPS; ++j) Wgmma<ROWS>::multiply(sum[m], a[m][j], operand(x_at + j * 2), 1);
       wgmma_commit();
       wgmma_wait<1>();
       keep(a[1 - m]);
     }
-    x_at += X_BYTES / PIECES / 16;
+    next_x();
   }
 
   // Of a half of a quad: the warp's tile alone; its products run while the next piece is decoded.
@@ -232,11 +238,11 @@ struct Stream {
     }
     wgmma_fence();
 #pragma unroll
-    for (int j = 0; j < F::STEPS; ++j) Wgmma<ROWS>::multiply(sum[0], a[j], operand(x_at + j * 32), 1);
+    for (int j = 0; j < F::STEPS; ++j) Wgmma<ROWS>::multiply(sum[0], a[j], operand(x_at + j * 2), 1);
     wgmma_commit();
     wgmma_wait<1>();
     keep(other);
-    x_at += X_BYTES / PIECES / 16;
+    next_x();
   }
 
   __device__ __forceinline__ void side_step(int piece) {
@@ -247,13 +253,14 @@ struct Stream {
     Bf16::fragments(w, 0, 0, a);
     const int t = warp.lane % 4;
     const int half = MAIN::WINDOW == 64 ? t % 2 : piece % 2, pair = MAIN::WINDOW == 64 ? piece % 2 * 2 + t / 2 : t;
-    const u32 from = warp.x + piece / 2 * X_BYTES + half * (X_BYTES / 2) + warp.lane / 4 * 16 + pair * 4;
+    const int row = warp.lane / 4;
+    const u32 from = warp.x + piece / 2 * X_BYTES + row * 128 + pair * 4;
 #pragma unroll
     for (int j = 0; j < 2; ++j)
 #pragma unroll
       for (int n = 0; n < 2; ++n)
-        mma<false>(four(0, n), a[j], load_shared4(from + j * 512 + n * 128),
-                   load_shared4(from + j * 512 + 256 + n * 128));
+        mma<false>(four(0, n), a[j], load_shared4(from + n * 1024 + ((half * 4 + 2 * j) ^ row) * 16),
+                   load_shared4(from + n * 1024 + ((half * 4 + 2 * j + 1) ^ row) * 16));
   }
 
   __device__ __forceinline__ float (&four(int m, int n))[4] { return *reinterpret_cast<float (*)[4]>(&sum[m][4 * n]); }
@@ -328,8 +335,8 @@ struct Stream {
 };
 
 // The slices' parts of x, each by one of the warps that finish, in the order in which they are used. A tensor in blocks is
-// copied. Of one in rows, a lane reads 8 k of every fourth row of a block, so that a warp reads whole lines, and stores pairs
-// of k, those of two rows in such turns that no two lanes share a bank.
+// copied. Of one in rows, a lane reads 8 k of every fourth row of a block, so that a warp reads whole lines, and stores them in
+// pairs of k.
 template <class F, int SPLITS>
 __device__ __forceinline__ void stage_x(const Job& job, const Block<SPLITS>& block) {
   const int lane = threadIdx.x % 32, slice = __shfl_sync(ALL, threadIdx.x / 32, 0) - WARPS;
@@ -356,7 +363,7 @@ __device__ __forceinline__ void stage_x(const Job& job, const Block<SPLITS>& blo
             half = F::WINDOW == 64 ? chunk % 2 : chunk / 4;
   const u16* from = job.x + static_cast<long long>(lane / 8) * job.x_stride + first * BLOCK_K + chunk * 8;
   const int left = job.k - first * BLOCK_K - chunk * 8;
-  const u32 to = x + half * (X_BYTES / 2) + lane / 8 * 16 + t * 4;
+  const u32 to = x + lane / 8 * 128 + t * 4;
 #pragma unroll 1
   for (int b0 = 0; b0 < count; b0 += BATCH) {
     uint4 v[BATCH][4];
@@ -374,13 +381,10 @@ __device__ __forceinline__ void stage_x(const Job& job, const Block<SPLITS>& blo
       if (b >= count) break;
 #pragma unroll
       for (int r = 0; r < 4; ++r) {
-        const bool odd = half ^ (r & 1);
-        const uint4 w = odd ? v[i][r | 1] : v[i][r & 2];
-        const u32 at = to + b * X_BYTES + r / 2 * 128 + odd * 64;
-        store_shared4(at, __uint_as_float(w.x));
-        store_shared4(at + 256, __uint_as_float(w.y));
-        store_shared4(at + 512, __uint_as_float(w.z));
-        store_shared4(at + 768, __uint_as_float(w.w));
+        const u32 at = to + b * X_BYTES + r * 512, words[4] = {v[i][r].x, v[i][r].y, v[i][r].z, v[i][r].w};
+#pragma unroll
+        for (int p = 0; p < 4; ++p)
+          store_shared4(at + (half * 4 + p ^ lane / 8 + r % 2 * 4) * 16, __uint_as_float(words[p]));
       }
       publish();
       if (b + 1 == count || group_of(b + 1) > group_of(b)) barrier_arrive(ready + group_of(b) * 8);
@@ -432,8 +436,8 @@ struct Finisher {
     Place at = gated_pair ? Place{} : place_of(job, to.unit, padded, row_of(v));
     if (gated_pair) {
       at.column = to.unit * TILE + tile_of(v) * 8 + v % 32 / 4, at.out = job.out[0], at.stride = job.out_stride[0];
-      at.offset = element_at(at.stride, row_of(v), at.column);
-      if (at.stride < 0) at.stride = 8;  // to the next row
+      const u64 next = element_at(at.stride, row_of(v) + 1, at.column);
+      at.offset = element_at(at.stride, row_of(v), at.column), at.stride = static_cast<int>(next - at.offset);
     }
     to.column = padded, to.stride = at.stride, to.columns = at.columns - at.column;
     if (gated_pair) to.columns = job.columns[0] - at.column;
@@ -562,7 +566,7 @@ struct Finisher {
 
 template <class F, int SPLITS, int DEPTH>
 __device__ __forceinline__ void run_blocks(const Job& main, const Job& side) {
-  extern __shared__ __align__(128) u8 memory[];
+  extern __shared__ __align__(1024) u8 memory[];
   const Block<SPLITS> block(main, shared_address(memory));
   const Share share(main, side.units, block.cluster, block.clusters);
   const int side_units = side.units, last = block.clusters - 1 - block.cluster;
