@@ -1,3 +1,5 @@
+import copy
+
 import pytest
 import torch
 from native_linear_support import (
@@ -19,7 +21,7 @@ from native_state_support import Device
 
 from edge_dflash.backends.cuda.linear import Linears, LinearWeights, Norm
 from edge_dflash.backends.cuda.small import Small
-from edge_dflash.backends.cuda.splits import StreamSplits
+from edge_dflash.backends.cuda.splits import StreamSplits, clustered
 from edge_dflash.weights.layout import repack
 
 pytestmark = pytest.mark.gpu
@@ -35,10 +37,16 @@ def device():
     return Device()
 
 
-@pytest.fixture(scope="module")
-def linears(device):
-    arch = f"sm{device.gpu.sm}" + ("a" if device.gpu.sm >= 90 else "")
-    return Linears(device.gpu, lambda unit: cubin(unit, arch))
+@pytest.fixture(scope="module", params=["own", "few"])
+def linears(device, request):
+    """Of this device; and, where it can run them, those of one with 20 multiprocessors and no clusters."""
+    arch, gpu = f"sm{device.gpu.sm}" + ("a" if device.gpu.sm >= 90 else ""), device.gpu
+    if request.param == "few":
+        if not clustered(gpu.sm):
+            pytest.skip("this device has no kernels with clusters")
+        gpu = copy.copy(gpu)
+        gpu.sm, gpu.sm_count, gpu.most_clusters = 110, 20, lambda *block: 0
+    return Linears(gpu, lambda unit: cubin(unit, arch))
 
 
 @pytest.mark.parametrize(("kind", "n", "k"), SHAPES)

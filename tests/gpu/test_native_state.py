@@ -9,8 +9,9 @@ from native_state_support import Device, bf16
 from edge_dflash.backends.cuda import attend as native_attend
 from edge_dflash.backends.cuda import small as native_small
 from edge_dflash.backends.cuda.attend import AttendShape, AttendTensors, Attention
+from edge_dflash.backends.cuda.linear import Norm
 from edge_dflash.backends.cuda.memory import Control, Matrix
-from edge_dflash.backends.cuda.small import Small
+from edge_dflash.backends.cuda.small import CycleKernels, Small
 from edge_dflash.backends.cuda.states import KvMemory as DeviceKv
 from edge_dflash.backends.reference.attention import KvMemory, attend, rope_table, store_context
 from edge_dflash.backends.reference.dense import rms_norm
@@ -204,6 +205,23 @@ def test_every_bf16_value_is_stored_as_the_codec_stores_it(device):
         assert torch.equal(layer.stored(0, 256)[1][:, 0], to_e4m3(values, scale))
 
 
+def test_columns_are_copied_wherever_they_lie(device):
+    frame, g = CycleKernels(device.gpu, device.module(native_small.CYCLE_UNIT)), torch.Generator().manual_seed(4)
+    values = bf16(16, 13_000, generator=g)
+    source, out = device.rows(values), device.rows(torch.zeros(16, 13_000))
+    places = [(0, 2560), (2560, 6), (2568, 10_002), (12_576, 8), *((12_600 + 10 * i, 4) for i in range(6))]  # columns
+
+    def at(matrix, column):
+        return Matrix(matrix.pointer.at(2 * column, matrix.pointer.nbytes - 2 * column), matrix.stride)
+
+    parts = [[at(matrix, column) for column, _ in places] for matrix in (source, out)]
+    frame.copy(*parts, [width for _, width in places], 16)
+    want = torch.zeros(16, 13_000)
+    for column, width in places:
+        want[:, column : column + width] = values[:, column : column + width]
+    assert torch.equal(device.read(out.pointer, (16, 13_000), torch.bfloat16), want.bfloat16())
+
+
 def test_dense_kernels(device):
     small, g = Small(device.gpu, device.module(native_small.UNIT)), torch.Generator().manual_seed(3)
     x, w = bf16(16, 5120, generator=g), torch.randn(5120, generator=g)
@@ -214,6 +232,12 @@ def test_dense_kernels(device):
     ids = torch.tensor([3, 0, 15, 3], dtype=torch.int32)
     small.embed(device.up(ids), device.rows(x).pointer, out, 4, 5120, 16)
     assert torch.equal(device.read(out.pointer, (4, 5120), torch.bfloat16), x[ids.long()].bfloat16())
+    normed, apart = (device.rows(torch.zeros(4, 5120)) for _ in range(2))
+    small.embed(device.up(ids), device.rows(x).pointer, out, 4, 5120, 16, Norm(device.up(w), 1e-6, normed))
+    small.rms_norm(out, device.up(w), apart, 4, 5120, 1e-6)
+    found, want = (device.read(each.pointer, (4, 5120), torch.int16) for each in (normed, apart))
+    assert torch.equal(device.read(out.pointer, (4, 5120), torch.bfloat16), x[ids.long()].bfloat16())
+    assert torch.equal(found, want)
     device.set(rows=6)
     small.last_row(device.rows(x), out.pointer, 5120, 16, device.word(Control.ROWS))
     assert torch.equal(device.read(out.pointer, (5120,), torch.bfloat16), x[5].bfloat16())

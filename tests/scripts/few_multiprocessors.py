@@ -62,7 +62,7 @@ def label(step):
     if isinstance(step, State):
         return own + type(step.op).__name__
     if not names:
-        return step.label
+        return type(step).__name__
     short = [NAMES.get(n.rsplit(".", 1)[-1], n.rsplit(".", 1)[-1]) for n in names]
     return own + (" ".join(short) if len(short) < 4 else f"{short[0]} {short[1]} x {len(short) // 2}")
 
@@ -76,9 +76,8 @@ def stack_bytes(step):
 class Proxy:
     """Buffers and states of one pair, and its steps."""
 
-    def __init__(self, gpu, name):
-        self.gpu = gpu
-        self.cubin = partial(cached_cubin, arch="sm90a", cache=CACHE)
+    def __init__(self, gpu, name, cubin):
+        self.gpu, self.cubin = gpu, cubin
         pair = synthetic_pair(name)
         programs = pair_programs(pair)
         weights = RandomWeights(pair, "nvfp4", self.cubin)
@@ -144,7 +143,8 @@ class Proxy:
                 nbytes = self.state_bytes(step) if isinstance(step, State) else 0
                 calls = [partial(self.other, *found) for found in steps[:16]]
                 calls *= 1 if len(calls) > 4 else 4
-            yield Kind(name, times[name], nbytes, 0.0), calls
+            nvfp4 = hasattr(step, "stack") and step.stack.layout.format == "nvfp4"
+            yield Kind(name, times[name], nbytes, 0.0, nvfp4), calls
 
     def state_bytes(self, step):
         op = step.op
@@ -178,8 +178,7 @@ class Proxy:
 
     def other(self, plan, step):
         if isinstance(step, State):
-            tensors = [self.matrix(plan, name, self.x) for name in step.reads]
-            tensors += [self.matrix(plan, name, self.y) for name in step.writes]
+            tensors = [self.matrix(plan, name, at) for names, at in self.sides(step) for name in names]
             state = step.op.state
             if isinstance(step.op, GatedDelta):
                 self.delta[state].run(
@@ -190,13 +189,17 @@ class Proxy:
                 self.attention[state].attend(AttendTensors(*tensors), memory, self.attention_scratch, self.words)
             else:
                 self.attention[state].append(*tensors[:2], self.states.kv[state][0], self.words)
-        elif isinstance(step, Normalise | Copy):
+        elif isinstance(step, Copy):
+            inputs, outs = ([self.matrix(plan, n, at) for n in names] for names, at in self.sides(step))
+            self.cycle.copy(inputs, outs, [plan.widths[name] for name in step.writes], ROWS)
+        elif isinstance(step, Normalise):
             x, y = self.matrix(plan, step.reads[0], self.x), self.matrix(plan, step.writes[0], self.y)
-            columns = plan.widths[step.writes[0]]
-            if isinstance(step, Copy):
-                self.cycle.copy(x, y, ROWS, columns)
-            else:
-                self.small.rms_norm(x, self.scale, y, ROWS, columns, step.op.eps)
+            self.small.rms_norm(x, self.scale, y, ROWS, plan.widths[step.writes[0]], step.op.eps)
+        else:
+            raise TypeError(f"no call for step {type(step).__name__}")
+
+    def sides(self, step):
+        return (step.reads, self.x), (step.writes, self.y)
 
 
 def measure(gpu, sleepers, proxy, free):
@@ -223,12 +226,13 @@ def main():
     args = parser.parse_args()
     gpu = Occupied()
     here, whole = gpu.name, gpu.sm_count
-    sleepers = Sleepers(cached_cubin("bench", "sm90a", CACHE))
+    cubin = partial(cached_cubin, arch="sm90a", cache=CACHE)
+    sleepers = Sleepers(cubin("bench"))
     gpcs = sleepers.gpcs()
     print(f"{here}: GPCs of {sorted(map(len, gpcs), reverse=True)} multiprocessors")
     results = []
     for name in args.pair or PAIRS:
-        proxy = Proxy(gpu, name)
+        proxy = Proxy(gpu, name, cubin)
         for board in BOARDS:
             if args.board and board.name not in args.board:
                 continue
@@ -250,6 +254,7 @@ def main():
     print("\n" + "\n".join(CAVEATS) + "\n")
     for r in results:
         said = "compute {compute_ms:6.1f} ms, memory {memory_ms:6.1f}, forecast {forecast_ms:6.1f}"
+        said += ", converted {converted_ms:6.1f}"
         print(f"{r['pair']:12s} {r['board']:14s} {r['layout']:6s} {r.get('error') or said.format(**r)}")
     text = json.dumps({"device": here, "multiprocessors": whole, "gpcs": gpcs, "results": results})
     if args.output:

@@ -1,7 +1,7 @@
 """The arithmetic of few_multiprocessors.py: clusters by GPC, GPCs by clusters, and the slower of two times."""
 
 import pytest
-from forecast import BOARDS, Board, Kind, clusters_held, joined, picked, summary, table
+from forecast import BOARDS, CONVERTED, Board, Kind, clusters_held, joined, picked, summary, table
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,17 @@ def test_each_kind_counts_as_the_slower_of_compute_and_memory():
     assert found["compute_ms"] == pytest.approx(2 * 2 + 3 * 2)
     assert found["memory_ms"] == pytest.approx(2 * 10 + 3 * 0.01)
     assert found["forecast_ms"] == pytest.approx(2 * 10 + 3 * 2)
-    assert table(kinds, board, 2.0).splitlines()[-1].split() == ["all", "10.00", "20.03", "26.00"]
+    assert found["converted_ms"] == found["forecast_ms"]
+    assert table(kinds, board, 2.0).splitlines()[-1].split() == ["all", "10.00", "20.03", "26.00", "26.00"]
+
+
+@pytest.mark.parametrize(("sm", "factor"), [(110, CONVERTED), (87, 1.0)])
+def test_nvfp4_by_conversions_counts_where_the_board_has_them(sm, factor):
+    board = Board("a board", sm, 1.0, 100e9, ((4,),))
+    kinds = [Kind("linear", 1, 10**6, 1e-3, nvfp4=True), Kind("bound by memory", 1, 10**9, 1e-3, nvfp4=True)]
+    found = summary([*kinds, Kind("state", 1, 0, 1e-3)], board, 1.0)
+    assert found["forecast_ms"] == pytest.approx(1 + 10 + 1)
+    assert found["converted_ms"] == pytest.approx(factor + 10 + 1)
 
 
 def test_boards_have_the_multiprocessors_of_their_data_sheets():

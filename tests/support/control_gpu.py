@@ -4,6 +4,7 @@ import numpy as np
 from native_support import NATIVE_PAIR, FakeGpu
 
 from edge_dflash.backends.cuda.driver import Kernel
+from edge_dflash.backends.cuda.small import RESULT_WORDS
 
 BLOCK = NATIVE_PAIR.drafter.block_size
 
@@ -32,6 +33,8 @@ class ControlGpu(FakeGpu):
         made = np.zeros(shape, dtype)
         if made.dtype.names:  # the chooser's settings
             self.settings = made
+        if shape == (RESULT_WORDS,):
+            self.result = made
         return made
 
     def load(self, cubin):
@@ -77,10 +80,6 @@ class ControlGpu(FakeGpu):
             words["anchor"] = accept  # choice i of the fake is i
             self.result[0], self.result[4 : 4 + BLOCK] = accept, range(BLOCK)
 
-    def read_into(self, pointer, out):
-        if len(out) > 40:
-            self.result = out
-
     def free_bytes(self):
         return self.free, 1 << 40
 
@@ -90,7 +89,7 @@ class ControlGpu(FakeGpu):
     def enter(self, *args):
         pass
 
-    fill = write_from = copy = synchronize = enter
+    fill = read_into = write_from = copy = synchronize = enter
 
     def read(self, pointer, shape, dtype):
         return np.zeros(shape, dtype)

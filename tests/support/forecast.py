@@ -19,15 +19,20 @@ class Board:
 
 BOARDS = (
     Board("T5000", 110, 1.57, 259.7e9, ((8, 8, 4), (8, 6, 6))),
-    Board("T4000", 110, 1.53, 259.7e9, ((8, 4), (6, 6))),
+    Board("T4000", 110, 1.52, 259.7e9, ((8, 4), (6, 6))),  # clock: published FP4 rates, 1,200 beside 2,070
     Board("AGX Orin 64GB", 87, 1.30, 154.4e9, ((8, 8),)),
 )
+
+CONVERTED = 156 / 205
+"""Instructions of a piece of NVFP4 weights, decoded by conversions as SM100 and later have them, over masks and shifts
+as SM90 runs them: counted in SASS of linear_cluster.cu (sm_110a), all of the loop."""
 
 CAVEATS = (
     "The kernels run on another generation (sm_90): its rates of tensor cores, FP32 and integers, its latencies.",
     "The proxy's L2 cache is large and its memory idle: activations that are read again may come slower on a board.",
     "Memory time is bytes over the read rate that others measured on a T5000 (259.7 GB/s) and an AGX Orin (154.4).",
     "Kinds of steps run alone, one launch behind the other: what they gain or lose in turns is not seen, nor is power.",
+    "Converted: times of NVFP4 linears by the instructions of sm_110a over those of sm_90; arithmetic, not measured.",
     "Layouts of GPCs are guesses. Code of sm_87 is compiled for sm_90 here; its launches do not overlap.",
 )
 
@@ -40,6 +45,7 @@ class Kind:
     times: int
     nbytes: int  # of one
     seconds: float  # of one, on the proxy
+    nvfp4: bool = False  # a linear with these weights
 
     def compute(self, board: Board, clock: float) -> float:
         """Seconds of all of them if memory took no time; ``clock``: GHz of the proxy."""
@@ -52,6 +58,11 @@ class Kind:
     def slower(self, board: Board, clock: float) -> float:
         """The larger of the two."""
         return max(self.compute(board, clock), self.memory(board))
+
+    def converted(self, board: Board, clock: float) -> float:
+        """The larger of the two, if the board decodes NVFP4 by conversions."""
+        factor = CONVERTED if self.nvfp4 and board.sm >= 100 else 1.0
+        return max(factor * self.compute(board, clock), self.memory(board))
 
 
 def clusters_held(layout: tuple[int, ...], blocks: int, per_sm: int) -> int:
@@ -86,23 +97,25 @@ def joined(clusters: list[list[int]]) -> list[list[int]]:
 
 def table(kinds: list[Kind], board: Board, clock: float) -> str:
     """Lines for people: ms of each kind and of all."""
-    lines = [f"{'kind':28s} times       MB   compute    memory    slower"]
+    lines = [f"{'kind':28s} times       MB   compute    memory    slower converted"]
+    columns = _columns(board, clock)
     for kind in kinds:
-        parts = (kind.compute(board, clock), kind.memory(board), kind.slower(board, clock))
-        lines.append(
-            f"{kind.name:28s} {kind.times:5d} {kind.nbytes / 1e6:8.2f}" + "".join(f"{1e3 * p:10.2f}" for p in parts)
-        )
-    sums = [sum(f(k) for k in kinds) for f in total(board, clock)]
-    lines.append(f"{'all':28s} {'':14s}" + "".join(f"{1e3 * s:10.2f}" for s in sums))
-    return "\n".join(lines)
+        cells = "".join(f"{1e3 * column(kind):10.2f}" for column in columns)
+        lines.append(f"{kind.name:28s} {kind.times:5d} {kind.nbytes / 1e6:8.2f}{cells}")
+    cells = "".join(f"{1e3 * sum(map(column, kinds)):10.2f}" for column in columns)
+    return "\n".join([*lines, f"{'all':28s} {'':14s}{cells}"])
 
 
-def total(board: Board, clock: float) -> tuple[Callable[[Kind], float], ...]:
-    """Compute, memory and the slower of the two, of a kind."""
-    return lambda k: k.compute(board, clock), lambda k: k.memory(board), lambda k: k.slower(board, clock)
+def _columns(board: Board, clock: float) -> tuple[Callable[[Kind], float], ...]:
+    return (
+        lambda k: k.compute(board, clock),
+        lambda k: k.memory(board),
+        lambda k: k.slower(board, clock),
+        lambda k: k.converted(board, clock),
+    )
 
 
 def summary(kinds: list[Kind], board: Board, clock: float) -> dict[str, float]:
-    """Milliseconds of a cycle: compute, memory, slower kind by kind."""
-    names = ("compute_ms", "memory_ms", "forecast_ms")
-    return {name: 1e3 * sum(map(f, kinds)) for name, f in zip(names, total(board, clock), strict=True)}
+    """Milliseconds of a cycle: compute, memory, slower kind by kind, the same with NVFP4 decoded by conversions."""
+    names = ("compute_ms", "memory_ms", "forecast_ms", "converted_ms")
+    return {name: 1e3 * sum(map(column, kinds)) for name, column in zip(names, _columns(board, clock), strict=True)}

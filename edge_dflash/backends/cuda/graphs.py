@@ -77,6 +77,7 @@ class HostBuffers:
         self.drafts: Array = gpu.pinned((buffers.drafts.nbytes // 4,), np.int32)  # [row tile], row 0 is no draft
         self.choices: Array = gpu.pinned((buffers.choices.nbytes // 4,), np.int32)  # [row tile]
         self.result: Array = gpu.pinned((RESULT_WORDS,), np.int32)
+        self.found = DevicePointer(self.result.ctypes.data, self.result.nbytes)  # the same, for the device
 
 
 @dataclass(frozen=True)
@@ -160,16 +161,14 @@ class Capture:
         if sampled:
             self._sample(buffers.choices, offset=1, first=0)
         around(None)
-        frame.accept(drafts, buffers.choices, self._rows, self._control, buffers.result, clock, pattern)
-        self._gpu.read_into(buffers.result, self._host.result)
+        frame.accept(drafts, buffers.choices, self._rows, self._control, self._host.found, clock, pattern)
 
     def end(self, pattern: DevicePointer = NULL, *, choose: bool) -> None:
         """Accept and commit what was verified: as many rows of the host's ids as the chooser's settings say."""
         buffers, rows, accept = self._buffers, self._rows, self._kernels.cycle.accept
         self._chooser.enqueue(buffers.choices if choose else None)
         drafts, valid = buffers.ids.at(4, 4 * (rows - 1)), self._chooser.stop
-        accept(drafts, buffers.choices, rows, self._control, buffers.result, buffers.clock, pattern, valid)
-        self._gpu.read_into(buffers.result, self._host.result)
+        accept(drafts, buffers.choices, rows, self._control, self._host.found, buffers.clock, pattern, valid)
 
     def _sample(self, ids: DevicePointer, *, offset: int, first: int) -> None:
         block = Block(self._words.length, offset, first, self._rows)
@@ -230,4 +229,4 @@ def _timed(step: PassStep, seconds: float) -> StepTime:
         case State():
             return StepTime(f"{type(step.op).__name__} {step.op.state}", seconds, 0)
         case _:
-            return StepTime(step.label, seconds, 0)
+            return StepTime(type(step).__name__, seconds, 0)

@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
+from edge_dflash.backends.cuda.cluster_splits import Splits
 from edge_dflash.backends.cuda.driver import Gpu
 from edge_dflash.backends.cuda.memory import EMPTY, NULL, DevicePointer, Matrix, bf16_map, scratch_at
 from edge_dflash.backends.cuda.splits import (
     MOST_ROWS,
-    Splits,
     StreamSplits,
     block_shared,
     choose_splits,
@@ -28,7 +28,7 @@ from edge_dflash.weights.layout import UNIT_BYTES, UNIT_ROWS, WINDOW, Format, La
 from edge_dflash.weights.packing import data_for
 
 UNITS = ("linear", "linear_cluster", "linear_hopper", "linear_tiles", "finish")  # compilation units of these kernels
-_FINISH_THREADS, _NORM_THREADS, _NORM_COLUMNS, _PARTS = 1024, 256, (5120, 8192), 4
+_FINISH_THREADS, _NORM_THREADS, _NORM_COLUMNS, _PARTS = 1024, 256, (512, 2560, 4096, 5120, 8192), 4
 _GREEDY_THREADS = {"linear": 32, "linear_cluster": 256}  # by compilation unit
 
 
@@ -139,7 +139,7 @@ class Linears:
         if side is not None:
             if side.layout.format != "bf16" or side.layout.swiglu or side.layout.k != layout.k:
                 raise ValueError(f"a side stack is plain BF16 on the same {layout.k} inputs, found {side.layout}")
-            beside = _job(side, x, side_out, (1, side.layout.units, 1))
+            beside = _job(side, x, side_out, (splits.turns, side.layout.units, 1))
         self._launch(splits, rows, _job(weights, x, out, splits.shares, residual=residual), beside)
 
     def split_linear(

@@ -85,7 +85,7 @@ def load(gpu: Gpu, layout: DeviceLayout, dense: Dense, weights: NativeWeights, c
     _put_norms(layout, states)
     buffers = _buffers(layout, states, scratch, memory)
     gpu.fill(buffers.delta.counters)
-    gpu.fill(buffers.result)
+    gpu.fill(buffers.clock)
     buffers.sampling.clear(gpu)
     embeddings = {}
     for name in _embedded(layout.programs):
@@ -149,7 +149,6 @@ def _buffers(layout: DeviceLayout, states: States, scratch: int, memory: Allocat
         choices=memory.take("cycle", 4 * tile),
         logits=Matrix(memory.take("logits", 2 * tile * stride), stride),
         clock=memory.take("cycle", small.CLOCK_BYTES),
-        result=memory.take("cycle", 4 * small.RESULT_WORDS),
         sampling=SamplingBuffers.take(memory, tile, vocabulary),
     )
 

@@ -7,7 +7,7 @@ whoever computes its dense ops; :class:`Pass` computes them by launches.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from edge_dflash.backends.cuda.attend import AttendTensors, Attention
@@ -78,7 +78,6 @@ class Buffers:
     choices: DevicePointer  # of the target: [row tile] int32
     logits: Matrix  # [row tile, V] BF16
     clock: DevicePointer
-    result: DevicePointer
     sampling: SamplingBuffers
 
 
@@ -123,10 +122,10 @@ class Frame(ABC):
     def _dense(self, step: PassStep, logits: bool) -> None:
         """Enqueue a step of dense ops."""
 
-    def _gather(self, weight: str, out: str) -> None:
+    def _gather(self, weight: str, out: str, norm: Norm | None = None) -> None:
         """Rows of the embedding for the pass's ids."""
         columns, table, ids = self.schedule.widths[out], self.common.embeddings[weight], self.common.buffers.ids
-        self.kernels.small.embed(ids, table, self._matrix(out), self.rows, columns, self.common.layout.vocabulary)
+        self.kernels.small.embed(ids, table, self._matrix(out), self.rows, columns, self.common.layout.vocabulary, norm)
 
     def _state(self, step: State) -> None:
         op, states, buffers = step.op, self.common.states, self.common.buffers
@@ -160,7 +159,7 @@ class Pass(Frame):
     def _dense(self, step: PassStep, logits: bool) -> None:
         match step:
             case Gather():
-                self._gather(step.weight, step.writes[0])
+                self._gather(step.weight, step.writes[0], self._normal(step.norm, step.writes))
             case Multiply():
                 self._multiply(step)
             case Project():
@@ -181,7 +180,8 @@ class Pass(Frame):
                 weight = self._norm(step.op)
                 self.kernels.small.rms_norm(inputs[0], weight, out, rows, columns, step.op.eps)
             case Copy():
-                self.kernels.cycle.copy(inputs[0], out, rows, columns)
+                widths = [self.schedule.widths[name] for name in step.writes]
+                self.kernels.cycle.copy(inputs, [self._matrix(name) for name in step.writes], widths, rows)
             case Columns():
                 self.kernels.cycle.elementwise(step.op, inputs, out, rows, columns)
             case _:
@@ -204,10 +204,12 @@ class Pass(Frame):
         if self.prefill:
             linears.tiles(weights, x, [out], self.rows, residual=residual, valid=self.words.rows)
             return
-        norm = None
-        if step.norm is not None:
-            norm = Norm(self._norm(step.norm), step.norm.eps, self._matrix(step.writes[1]))
+        norm = self._normal(step.norm, step.writes)
         linears.split_linear(weights, x, out, self.rows, self.common.buffers.linear, residual=residual, norm=norm)
+
+    def _normal(self, op: RmsNorm | None, writes: Sequence[str]) -> Norm | None:
+        """The norm of a step's first output, which is its second one."""
+        return None if op is None else Norm(self._norm(op), op.eps, self._matrix(writes[1]))
 
     def _norm(self, op: RmsNorm) -> DevicePointer:
         return self.common.states.norm(op.weight, plus_one=op.plus_one)

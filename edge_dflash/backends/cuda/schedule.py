@@ -41,11 +41,6 @@ class PassStep:
     writes: tuple[str, ...]
 
     @property
-    def label(self) -> str:
-        """What profiles call it."""
-        return type(self).__name__
-
-    @property
     def norms(self) -> tuple[RmsNorm, ...]:
         """Norms whose weights the step reads."""
         return ()
@@ -53,9 +48,15 @@ class PassStep:
 
 @dataclass(frozen=True)
 class Gather(PassStep):
-    """Rows of the embedding for the pass's ids."""
+    """Rows of the embedding for the pass's ids, then a norm where one follows. Writes (x[, norm])."""
 
     weight: str
+    norm: RmsNorm | None = None
+
+    @property
+    def norms(self) -> tuple[RmsNorm, ...]:
+        """The next norm."""
+        return (self.norm,) if self.norm else ()
 
 
 @dataclass(frozen=True)
@@ -109,15 +110,10 @@ class Columns(PassStep):
 
     op: type[Elementwise]
 
-    @property
-    def label(self) -> str:
-        """See :class:`PassStep`."""
-        return {Add: "Sum", SwiGlu: "Gate"}.get(self.op, self.op.__name__)
-
 
 @dataclass(frozen=True)
 class Copy(PassStep):
-    """Columns that could not be written in place."""
+    """Columns that could not be written in place: of each tensor that is read to the one that is written."""
 
 
 @dataclass(frozen=True)
@@ -263,6 +259,10 @@ class _Lowering:
         return self._program.weights[stack.names[0]].module
 
     def _norm(self, op: RmsNorm, segment: Segment) -> None:
+        if self._out.steps and isinstance(last := self._out.steps[-1], Gather) and last.writes == op.inputs:
+            self._out.steps.pop()
+            self._emit(Gather((), (*last.writes, op.output), last.weight, op))
+            return
         self._emit(Normalise(op.inputs, (op.output,), op))
         if op.inputs[0] in self._out.single:
             self._out.single.add(op.output)
@@ -277,12 +277,12 @@ class _Lowering:
 
     def _concat(self, op: Concat, segment: Segment) -> None:
         self._made(op.output)
-        column = 0
+        column, parts = 0, list[str]()
         for name in op.inputs:
-            part = f"{op.output}[{column}]"
-            self._out.slices[part], self._columns[part] = (op.output, column), self._columns[name]
-            self._emit(Copy((name,), (part,)))
+            parts.append(f"{op.output}[{column}]")
+            self._out.slices[parts[-1]], self._columns[parts[-1]] = (op.output, column), self._columns[name]
             column += self._columns[name]
+        self._emit(Copy(op.inputs, tuple(parts)))
 
     def _select(self, op: SelectRows, segment: Segment) -> None:
         if op.which == "last":

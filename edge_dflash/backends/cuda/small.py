@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from edge_dflash.backends.cuda.driver import Argument, Gpu, Module
+from edge_dflash.backends.cuda.linear import Norm
 from edge_dflash.backends.cuda.memory import NULL, Array, ControlBlock, DevicePointer, Matrix
 from edge_dflash.model.ops import Add, Elementwise, SwiGlu
 
@@ -20,14 +20,26 @@ class Small:
 
     def __init__(self, gpu: Gpu, module: Module) -> None:
         self._gpu = gpu
-        names = ("gather_rows", "rms_norm", "last_row", "commit_rows", "commit_prefill")
+        names = ("gather_rows", "gather_norm", "rms_norm", "last_row", "commit_rows", "commit_prefill")
         self._kernels = {name: module.kernel(name) for name in names}
 
     def embed(
-        self, ids: DevicePointer, table: DevicePointer, out: Matrix, rows: int, columns: int, vocabulary: int
+        self,
+        ids: DevicePointer,
+        table: DevicePointer,
+        out: Matrix,
+        rows: int,
+        columns: int,
+        vocabulary: int,
+        norm: Norm | None = None,
     ) -> None:
-        """Out row r = table row ids[r]; columns a multiple of 8. An id outside the table gives row 0."""
-        self._launch("gather_rows", (rows, 1, 1), _THREADS, ids, table, out.pointer, columns, vocabulary, out.stride)
+        """Out row r = table row ids[r], and its ``norm``; columns a multiple of 8. Ids outside the table give row 0."""
+        what = (ids, table, out.pointer, columns, vocabulary, out.stride)
+        if norm is None:
+            self._launch("gather_rows", (rows, 1, 1), _THREADS, *what)
+        else:
+            normal = (norm.weight, norm.eps, norm.out.pointer, norm.out.stride)
+            self._launch("gather_norm", (rows, 1, 1), _THREADS, *what, *normal)
 
     def rms_norm(self, x: Matrix, weight: DevicePointer, out: Matrix, rows: int, columns: int, eps: float) -> None:
         """``rms_norm``; ``weight`` [columns] FP32 is w or 1 + w."""
@@ -58,8 +70,9 @@ class Small:
 
 CYCLE_UNIT = "cycle"
 ELEMENTWISE: Mapping[type[Elementwise], str] = {SwiGlu: "gate_columns", Add: "add_columns"}  # kernels of cycle.cu
-CLOCK_BYTES = 16  # of propose and of verify, ns
-RESULT_WORDS = 4 + 32 + 6  # accepted, cycles, two unused, choices of up to 32 rows, three clocks of 64 bits
+CLOCK_BYTES = 24  # of propose and of verify, ns; cycles so far
+RESULT_WORDS = 4 + 32 + 6  # accepted, three unused, choices of up to 32 rows, three clocks of 64 bits
+_PARTS = 8  # that one launch copies
 
 
 @dataclass(frozen=True)
@@ -74,10 +87,18 @@ class Result:
     @classmethod
     def of(cls, words: Array, rows: int) -> Result:
         """From int32 words [RESULT_WORDS]."""
-        propose, verify, accept = (int(t) for t in np.ascontiguousarray(words[36:]).view(np.uint64))
-        return cls(
-            int(words[0]), tuple(words[4 : 4 + rows].tolist()), (verify - propose) * 1e-9, (accept - verify) * 1e-9
-        )
+        found: list[int] = words.tolist()
+        propose, verify, accept = ((found[i] & 0xFFFFFFFF) | found[i + 1] << 32 for i in (36, 38, 40))
+        return cls(found[0], tuple(found[4 : 4 + rows]), (verify - propose) * 1e-9, (accept - verify) * 1e-9)
+
+
+class _Parts(ctypes.Structure):
+    """``Parts`` of kernels/cycle.cu."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p * _PARTS) for name in ("x", "out")),
+        *((name, ctypes.c_int32 * _PARTS) for name in ("columns", "x_stride", "out_stride")),
+    )
 
 
 class CycleKernels:
@@ -112,7 +133,7 @@ class CycleKernels:
         pattern: DevicePointer = NULL,
         valid: DevicePointer = NULL,
     ) -> None:
-        """Accept drafts that equal the choices and commit; ``result`` [RESULT_WORDS].
+        """Accept drafts that equal the choices and commit; ``result`` [RESULT_WORDS] may be page-locked memory.
 
         ``pattern`` int32: accepted drafts a cycle instead. ``valid`` int32: how many of the rows count; null: all.
         """
@@ -123,9 +144,15 @@ class CycleKernels:
         """Write the control words; ``rows`` are those of a prefill pass."""
         self._launch("cycle_set", 1, 32, control, words.length, words.pending, rows, words.anchor)
 
-    def copy(self, x: Matrix, out: Matrix, rows: int, columns: int) -> None:
-        """Out = x; an even number of columns."""
-        self._launch("copy_columns", rows, _THREADS, x.pointer, out.pointer, columns, x.stride, out.stride)
+    def copy(self, x: Sequence[Matrix], out: Sequence[Matrix], columns: Sequence[int], rows: int) -> None:
+        """out[i] = x[i]; even numbers of columns."""
+        for first in range(0, len(x), _PARTS):
+            parts = _Parts()
+            moved = list(zip(x, out, columns, strict=True))[first : first + _PARTS]
+            for i, (source, target, count) in enumerate(moved):
+                parts.x[i], parts.x_stride[i] = source.pointer.address, source.stride
+                parts.out[i], parts.out_stride[i], parts.columns[i] = target.pointer.address, target.stride, count
+            self._gpu.launch(self._kernels["copy_columns"], (rows, len(moved), 1), _THREADS, (parts,), overlap=True)
 
     def elementwise(
         self, op: type[Elementwise], inputs: Sequence[Matrix], out: Matrix, rows: int, columns: int

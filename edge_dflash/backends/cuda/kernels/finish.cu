@@ -83,14 +83,13 @@ __device__ __forceinline__ void norm_row(const u16* x, int x_stride, int columns
   }
 }
 
-extern "C" __global__ void __launch_bounds__(NORM_THREADS)
-    linear_norm_5120(const u16* x, int x_stride, int columns, const float* norm_weight, float eps, u16* norm_out,
-                     int norm_stride) {
-  norm_row<10>(x, x_stride, columns, norm_weight, eps, norm_out, norm_stride);
-}
-
-extern "C" __global__ void __launch_bounds__(NORM_THREADS)
-    linear_norm_8192(const u16* x, int x_stride, int columns, const float* norm_weight, float eps, u16* norm_out,
-                     int norm_stride) {
-  norm_row<16>(x, x_stride, columns, norm_weight, eps, norm_out, norm_stride);
-}
+#define NORM(COLUMNS)                                                                                                 \
+  extern "C" __global__ void __launch_bounds__(NORM_THREADS) linear_norm_##COLUMNS(                                   \
+      const u16* x, int x_stride, int columns, const float* norm_weight, float eps, u16* norm_out, int norm_stride) { \
+    norm_row<COLUMNS / 2 / NORM_THREADS>(x, x_stride, columns, norm_weight, eps, norm_out, norm_stride);              \
+  }
+NORM(512)
+NORM(2560)
+NORM(4096)
+NORM(5120)
+NORM(8192)

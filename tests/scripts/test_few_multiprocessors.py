@@ -1,0 +1,39 @@
+"""few_multiprocessors.py enqueues every kind of step on every board: run on a device that only remembers launches."""
+
+import pytest
+from control_gpu import ControlGpu
+from forecast import BOARDS
+
+pytest.importorskip("cuda.bindings")
+
+from tests.scripts.few_multiprocessors import PAIRS, Proxy
+
+
+class Silent(ControlGpu):
+    """Takes every launch; has no clusters."""
+
+    def most_clusters(self, kernel, *block):
+        return 0
+
+    def run(self, name, arguments):
+        self.launches.append(name)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_every_kind_of_step_is_enqueued(name):
+    gpu = Silent()
+    proxy = Proxy(gpu, name, lambda unit: b"")
+    for board in BOARDS:
+        gpu.sm, gpu.sm_count = board.sm, sum(board.layouts[0])
+        proxy.load()
+        found = {}
+        for kind, calls in proxy.kinds():
+            gpu.launches.clear()
+            for call in calls:
+                call()
+            assert gpu.launches, kind.name
+            found[kind.name] = kind
+        assert {"qkv z", "q k v", "out", "gate up", "down", "lm_head", "GatedDelta", "Attend"} <= found.keys()
+        assert found["lm_head"].times == 2
+        total = sum(kind.times * kind.nbytes for kind in found.values())
+        assert total == pytest.approx({"qwen3.6-27b": 16.6e9, "qwen3.5-4b": 3.2e9}[name], rel=0.01)
