@@ -1,5 +1,6 @@
 """The schedule of native passes, the placement of their tensors, rotary tables, and what a cycle reads back."""
 
+import re
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -7,8 +8,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from edge_dflash.backends.cuda.compile import KERNELS
 from edge_dflash.backends.cuda.memory import place
-from edge_dflash.backends.cuda.schedule import Columns, Copy, Head, Multiply, Normalise, Project, State, schedule
+from edge_dflash.backends.cuda.schedule import (
+    Columns,
+    Copy,
+    Gather,
+    Head,
+    Multiply,
+    Normalise,
+    Project,
+    State,
+    schedule,
+)
 from edge_dflash.backends.cuda.small import RESULT_WORDS, Result
 from edge_dflash.backends.cuda.states import rope_table
 from edge_dflash.backends.reference.attention import rope_table as torch_rope_table
@@ -38,6 +50,19 @@ def formats(model, linear="nvfp4", **changes):
 
 def lowered(model, name, form=None):
     return schedule(getattr(programs(model), name), form or formats(model), wide=name == "prefill")
+
+
+@pytest.mark.parametrize(("model", "name"), PASSES)
+def test_a_pass_begins_with_a_kernel_that_waits_before_it_lets_others_start(model, name):
+    # Attention reads the length, and keys of earlier passes, before it waits for the linears ahead of it.
+    assert isinstance(lowered(model, name).steps[0], Gather)
+    bodies = (KERNELS / "small.cu").read_text().split('extern "C" __global__')[1:]
+    gathers = [body for body in bodies if re.search(r"\bgather_\w+\(", body)]
+    assert gathers
+    for body in gathers:
+        first = re.search(r"{\s*(\w+)\(\);\s*(\w+)\(\);", body)
+        assert first is not None
+        assert first.groups() == ("pdl_wait", "pdl_trigger")
 
 
 @pytest.mark.parametrize(("model", "name"), PASSES)

@@ -166,3 +166,11 @@ def test_control_words_are_those_of_the_kernels():
 def test_shapes_that_the_kernels_do_not_take_are_refused(make, named):
     with pytest.raises(BackendError, match=named):
         make()
+
+
+def test_a_multiprocessor_takes_no_more_blocks_of_a_verify_than_its_share():
+    for sm_count, fits in ((132, 1), (100, 1), (60, 2), (20, 2), (12, 2)):  # more than two have no room
+        shared = DELTA_27B.verify_shared(90, sm_count)
+        assert (228 << 10) // (shared + 1024) == fits
+    for sm in (90, 110, 120, 121):
+        assert DELTA_27B.verify_shared(sm, 132) <= SHARED_LIMIT[f"sm{sm}a"] << 10

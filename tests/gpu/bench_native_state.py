@@ -1,4 +1,4 @@
-"""Times attention and the gated delta layer at the sizes of Qwen3.6-27B inside a CUDA graph; prints one JSON line last.
+"""Times attention and the gated delta layer at models' sizes inside a CUDA graph; prints one JSON line last.
 
 Run on a GPU: python tests/gpu/bench_native_state.py. Layers rotate through more memory than the L2 cache holds.
 """
@@ -33,33 +33,41 @@ def line(name, seconds, nbytes):
     return {"name": name, "us": seconds * 1e6, "floor_us": floor * 1e6}
 
 
-def bench_attention(device, results):
-    g = torch.Generator().manual_seed(0)
-    shape = AttendShape(24, 4, 256, 64, 1e-6, CONTEXT, 16, 512, gated=True)
-    layers = 64
+ATTENTION = {  # layers of the targets; 9B as 4B
+    "27B": AttendShape(24, 4, 256, 64, 1e-6, CONTEXT, 16, 512, gated=True),
+    "4B": AttendShape(16, 4, 256, 64, 1e-6, CONTEXT, 16, 512, gated=True),
+    "8B": AttendShape(32, 8, 128, 128, 1e-6, CONTEXT, 16, 512),
+}
+
+
+def bench_attention(device, results, model, layers=64):
+    g, shape = torch.Generator().manual_seed(0), ATTENTION[model]
     codes = torch.randint(0, 0x70, (shape.kv_bytes,), dtype=torch.uint8, generator=g).numpy()
-    table = [device.up(torch.randn(shape.kv_rows, 32, generator=g)) for _ in range(2)]
-    norm = device.up(torch.ones(256))
+    table = [device.up(torch.randn(shape.kv_rows, shape.rope_dims // 2, generator=g)) for _ in range(2)]
+    norm = device.up(torch.ones(shape.head_dim))
     memories = [KvMemory(device.gpu.upload(codes), device.gpu.upload(codes), 0.01, 0.01, norm, norm, *table)
                 for _ in range(layers)]  # fmt: skip
-    q, k, v = (device.rows(bf16(512, n, generator=g)) for n in (12288, 1024, 1024))
-    out, scratch = Matrix(device.poisoned(512 * 6144 * 2), 6144), device.poisoned(shape.scratch_bytes)
+    rows, columns = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    q, k, v = (device.rows(bf16(512, n, generator=g)) for n in (rows * (1 + shape.gated), columns, columns))
+    out, scratch = Matrix(device.poisoned(512 * rows * 2), rows), device.poisoned(shape.scratch_bytes)
     attention = Attention(device.gpu, device.module(attend.UNIT), shape)
     x, words = AttendTensors(q, k, v, out), device.words()
     for context in (0, 512, 2048, 8192, 32000):
         device.set(length=context, rows=512)
         seconds = per_layer(device, lambda: [attention.attend(x, m, scratch, words) for m in memories], layers)
-        results.append(line(f"attend 27B, context {context}", seconds, 2 * 4 * 256 * (context + 16)))
+        results.append(line(f"attend {model}, context {context}", seconds, 2 * columns * (context + 16)))
     for context in (0, 8192):
         device.set(length=context, rows=512)
         seconds = per_layer(
             device, lambda: [attention.attend(x, m, scratch, device.words(prefill=True)) for m in memories[:4]], 4
         )
-        flops = 4 * 24 * 256 * 512 * (context + 256)
-        print(f"prefill of 512 rows at {context}: {seconds * 1e6:.1f} us, {flops / seconds / 1e12:.0f} TFLOP/s")
-        results.append({"name": f"attend 27B prefill 512 at {context}", "us": seconds * 1e6})
+        flops = 4 * rows * 512 * (context + 256)
+        print(
+            f"{model}: prefill of 512 rows at {context}: {seconds * 1e6:.1f} us, {flops / seconds / 1e12:.0f} TFLOP/s"
+        )
+        results.append({"name": f"attend {model} prefill 512 at {context}", "us": seconds * 1e6})
     seconds = per_layer(device, lambda: [attention.append(k, v, m, words) for m in memories], layers)
-    results.append(line("kv_append 27B, 16 rows", seconds, 16 * 4 * 256 * 2 * 3))
+    results.append(line(f"kv_append {model}, 16 rows", seconds, 16 * columns * 2 * 3))
 
 
 def bench_delta(device, results, module=None):
@@ -106,7 +114,8 @@ def bench_delta(device, results, module=None):
 def main():
     device, results = Device(), []
     bench_delta(device, results)
-    bench_attention(device, results)
+    for model in ATTENTION:
+        bench_attention(device, results, model)
     print(json.dumps({"device": device.gpu.name, "results": results}))
 
 

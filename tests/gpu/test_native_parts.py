@@ -4,11 +4,18 @@ import copy
 
 import pytest
 import torch
+from golden_pairs import same_bits
+from native_backend_support import native, prompt
 from native_linear_support import FORMATS, check_greedy, cubin, empty, fetch, inputs, weight
 from native_state_support import Device
 
+from edge_dflash.backends.cuda import backend as backends
 from edge_dflash.backends.cuda.cluster_splits import ClusterSplits
+from edge_dflash.backends.cuda.driver import Gpu
 from edge_dflash.backends.cuda.linear import Linears, LinearWeights
+from edge_dflash.checks.lossless import Adversary, oracle_until
+from edge_dflash.decode.loop import generate
+from edge_dflash.decode.options import Options
 from edge_dflash.weights.layout import repack
 
 pytestmark = pytest.mark.gpu
@@ -100,3 +107,25 @@ def test_a_thor_without_and_with_clusters(device, clusters, form):
     x = inputs(32, 5120)
     check_greedy(device, linears, stack, x, 32)
     check_greedy(device, linears, stack, x[:16], 16)
+
+
+class Twelve(Gpu):
+    """This device as a Thor of twelve multiprocessors that holds no clusters."""
+
+    def __init__(self, ordinal=0):
+        super().__init__(ordinal)
+        self.sm, self.sm_count = 110, 12
+
+    def most_clusters(self, kernel, *block):
+        return 0
+
+
+def test_an_engine_for_twelve_multiprocessors_loads_and_is_lossless(monkeypatch):
+    monkeypatch.setattr(backends, "Gpu", Twelve)
+    ids, options, backend = prompt("hybrid", 40), Options(max_new_tokens=24), native.__wrapped__("hybrid")
+    tokens = generate(backend, ids, options).tokens
+    state = backend.snapshot()
+    for right in (0, 6, 15):
+        backend.reset()
+        assert generate(Adversary(backend, [*ids, *tokens], oracle_until(right)), ids, options).tokens == tokens
+        assert same_bits(backend.snapshot(), state)

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edge_dflash.backends.cuda.memory import EMPTY, DevicePointer, Matrix, Words, aligned
+from edge_dflash.backends.cuda.splits import block_shared
 from edge_dflash.board.archs import supports
 from edge_dflash.errors import BackendError
 
@@ -25,7 +26,8 @@ UNIT = "delta"
 TAPS = 4  # longest convolution of the kernels
 _PREPARE_WARPS, _PREPARE_ROWS, _THREADS, _COLUMNS = 8, 4, 128, 16
 _CLUSTER, _CLUSTER_ROWS, _CLUSTER_DIM = 2, 16, 128  # blocks of a head; most rows and dims of its kernel
-_CLUSTER_THREADS, _CLUSTER_SHARED = 512, 91216
+_CLUSTER_THREADS, _CLUSTER_SHARED = 288, 98512
+_RESERVED = 1024  # bytes of shared memory that a block takes besides its own, of which one block may have all but these
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,14 @@ class DeltaShape:
         dims = (self.key_dim, self.value_dim, self.conv_kernel)
         return dims == (_CLUSTER_DIM, _CLUSTER_DIM, TAPS) and self.rows <= _CLUSTER_ROWS
 
+    def verify_shared(self, sm: int, sm_count: int) -> int:
+        """Shared memory of a verify's block: so much that no multiprocessor takes more blocks than its share of them.
+
+        Blocks that start while a linear layer ends would otherwise crowd where it ended first, at half the speed.
+        """
+        room, share = block_shared(sm), -(-self.value_heads * _CLUSTER // sm_count)
+        return min(max(_CLUSTER_SHARED, (room + _RESERVED) // (share + 1) - _RESERVED + 16), room)
+
     def pass_bytes(self, pending: int, rows: int, *, commits: bool = False) -> int:
         """Fewest bytes of a pass: S in and out, tape in and out, own rows in and out, convolution and norm."""
         writes = 1 if pending or commits else 0
@@ -143,7 +153,8 @@ class DeltaKernels:
         self._prepare = module.kernel("delta_prepare")
         self._recurrence = module.kernel(f"delta_recurrence_k{shape.key_dim}")
         self._norm = module.kernel("delta_norm")
-        self._verify = module.kernel("delta_verify", shared_bytes=_CLUSTER_SHARED) if self.clusters else None
+        self._verify_shared = shape.verify_shared(gpu.sm, gpu.sm_count)
+        self._verify = module.kernel("delta_verify", shared_bytes=self._verify_shared) if self.clusters else None
 
     def run(self, tensors: DeltaTensors, layer: DeltaLayer, scratch: DeltaScratch, words: Words) -> None:
         """One pass, which first replays pending tape rows into S. Its own rows go to the tape, or to S in prefill.
@@ -177,9 +188,9 @@ class DeltaKernels:
                 *(x.qkv.stride, x.z.stride, x.a.stride, x.b.stride),
                 *(layer.conv, layer.a_log, layer.dt_bias, layer.norm, layer.state, layer.history),
                 *(layer.tape_u, layer.tape_g, layer.tape_beta, counters, x.out.pointer, words.pending),
-                *(own, s.key_heads, s.value_heads, x.out.stride, s.eps),
+                *(own, s.rows, s.key_heads, s.value_heads, x.out.stride, s.eps),
             ),
-            shared_bytes=_CLUSTER_SHARED,
+            shared_bytes=self._verify_shared,
             overlap=True,
         )
 

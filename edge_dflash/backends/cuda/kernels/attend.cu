@@ -50,11 +50,13 @@ __device__ void prepare(const u16* q, const u16* k, const u16* v, int q_stride, 
                         int kv_heads, int dim, int half, int capacity, int tile_log2, int q_step, int columns,
                         float eps, float k_scale, float v_scale) {
   __shared__ float line[THREADS / 32][256];
-  pdl_wait();
-  pdl_trigger();
+  // A pass with queries began with a kernel that waited before it let others start, after the length was written: what
+  // depends on no more than the length is loaded before the wait.
+  const bool early = heads > 0;
+  if (!early) pdl_wait(), pdl_trigger();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int slot = blockIdx.x * (THREADS / 32) + warp, row = blockIdx.y;
-  if (slot >= heads + 2 * kv_heads || row >= valid_rows(rows_there, rows)) return;
+  const bool there = slot < heads + 2 * kv_heads && row < valid_rows(rows_there, rows);
   const int kind = slot < heads ? 0 : slot < heads + kv_heads ? 1 : 2;
   const int head = slot - (kind == 0 ? 0 : kind == 1 ? heads : heads + kv_heads);
   const u16* source = kind == 0   ? q + (u64)row * q_stride + head * q_step
@@ -62,8 +64,10 @@ __device__ void prepare(const u16* q, const u16* k, const u16* v, int q_stride, 
                                   : v + (u64)row * v_stride + head * dim;
   const int position = *length + row, pairs = dim / 64;
   Lane x, c, s, w;
-  if (kind < 2) load_turn(c, s, cosine, sine, position, half, lane);  // under way beside the row
-  if (kind < 2) load_weight(w, kind == 0 ? q_norm : k_norm, pairs, lane);
+  if (there && kind < 2) load_turn(c, s, cosine, sine, position, half, lane);  // under way beside the row
+  if (there && kind < 2) load_weight(w, kind == 0 ? q_norm : k_norm, pairs, lane);
+  if (early) pdl_wait(), pdl_trigger();
+  if (!there) return;
   load_row(x, source, pairs, lane);
   if (kind < 2) {
     norm(x, w, inverse_of(sum_of_squares(x), pairs, eps), line[warp], pairs, lane);

@@ -8,7 +8,7 @@
 //
 // Columns of S are independent. A warp owns 4 columns of one head; a lane has Dk / 32 elements of each in registers. Two
 // paths give the same bits: three kernels with scratch between them (prefill, and every arch and shape), and one kernel
-// whose clusters of two blocks are the heads (verify and flush of 128-wide heads).
+// whose clusters of two blocks are the heads (verify and flush of 128-wide heads: delta_cluster.cuh).
 #include "cluster.cuh"
 
 static constexpr int PREPARE_WARPS = 8, PREPARE_ROWS = 4;
@@ -86,12 +86,14 @@ template <>
 struct Raw<2> {
   u32 x;
   __device__ __forceinline__ void load(const u16* p) { x = __ldcg((const u32*)p); }
+  __device__ __forceinline__ void load_shared(const u16* p) { x = *(const u32*)p; }
   __device__ __forceinline__ float at(int e) const { return e ? bf16_high(x) : bf16_low(x); }
 };
 template <>
 struct Raw<4> {
   uint2 x;
   __device__ __forceinline__ void load(const u16* p) { x = __ldcg((const uint2*)p); }
+  __device__ __forceinline__ void load_shared(const u16* p) { x = *(const uint2*)p; }
   __device__ __forceinline__ float at(int e) const {
     const u32 pair = e < 2 ? x.x : x.y;
     return e % 2 ? bf16_high(pair) : bf16_low(pair);
@@ -270,10 +272,15 @@ __device__ __forceinline__ float squares_of_64(const float2& x) {
   return lane_sum<32>(__fmaf_rn(x.y, x.y, __fmul_rn(x.x, x.x)));
 }
 __device__ __forceinline__ u32 gated_norm(const float2& o, float squares, int dv, float eps, const float2& weight,
+                                          const float2& gate) {          // gate: silu(z)
+  const float share = __uint_as_float((127u - (31 - __clz(dv))) << 23);  // 1 / dv, a power of two
+  const float inverse = reciprocal_root_fast(__fmaf_rn(squares, share, eps));
+  return pack_bf16(__fmul_rn(__fmul_rn(__fmul_rn(o.x, inverse), weight.x), gate.x),
+                   __fmul_rn(__fmul_rn(__fmul_rn(o.y, inverse), weight.y), gate.y));
+}
+__device__ __forceinline__ u32 gated_norm(const float2& o, float squares, int dv, float eps, const float2& weight,
                                           u32 z) {
-  const float inverse = __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(__fdiv_rn(squares, (float)dv), eps)));
-  return pack_bf16(__fmul_rn(__fmul_rn(__fmul_rn(o.x, inverse), weight.x), silu(bf16_low(z))),
-                   __fmul_rn(__fmul_rn(__fmul_rn(o.y, inverse), weight.y), silu(bf16_high(z))));
+  return gated_norm(o, squares, dv, eps, weight, make_float2(silu(bf16_low(z)), silu(bf16_high(z))));
 }
 
 // ------------------------------------------------------------------------------------------------- path of three kernels
@@ -483,282 +490,4 @@ extern "C" __global__ void __launch_bounds__(PREPARE_WARPS * 32)
   }
 }
 
-// ---------------------------------------------------------------------------------------------------- path of clusters
-#if __CUDA_ARCH__ >= 900
-
-static constexpr int D = 128;             // of keys and of values
-static constexpr int WIDE = 64;           // columns of a block, 4 a warp
-static constexpr int CLUSTER = D / WIDE;  // blocks of a head
-static constexpr int BLOCK = 16;          // most rows of the tape, and of own rows; warps
-static_assert(WIDE / 4 == BLOCK && CLUSTER == 2, "a warp prepares a row");
-
-struct Head {
-  Row<D, WIDE> rows[2 * BLOCK];                 // of the tape, then own
-  Parts<WIDE> parts[BLOCK];                     // before and between: the block's part of S, see Tile
-  float conv[TAPS][2 * D], conv_v[TAPS][WIDE];  // weights: q, k; v
-  uint2 kept[BLOCK][2][32];                     // raw q, k of own rows
-  uint2 base[TAPS - 1][2][32];                  // raw q, k of the rows before the first own row
-  float squares[BLOCK];                         // of the other block
-  u64 squares_there;                            // mbarrier
-  int hint, is_last;
-};
-static_assert(sizeof(Head) == 91216, "delta.py has this number");
-
-// The block's part of S [D, WIDE] in shared memory, so that device memory is read and written in whole lines. Groups of
-// 4 columns are exchanged such that neither rows (device memory) nor the lanes of a warp (registers) share banks.
-struct Tile {
-  float* x;
-  float* state;  // of the block
-  static __device__ __forceinline__ int place(int k, int group) { return k * WIDE + ((group ^ (k / 4 % 16)) * 4); }
-  __device__ __forceinline__ void fetch() const {
-#pragma unroll
-    for (int i = 0; i < D * WIDE / 4 / (BLOCK * 32); i++) {
-      const int piece = i * BLOCK * 32 + threadIdx.x, k = piece / 16, group = piece % 16;
-      copy16(x + place(k, group), state + k * D + group * 4);
-    }
-    copy_commit();
-  }
-  __device__ __forceinline__ void flush() const {
-#pragma unroll
-    for (int i = 0; i < D * WIDE / 4 / (BLOCK * 32); i++) {
-      const int piece = i * BLOCK * 32 + threadIdx.x, k = piece / 16, group = piece % 16;
-      *(float4*)(state + k * D + group * 4) = *(const float4*)(x + place(k, group));
-    }
-  }
-  __device__ __forceinline__ void get(Columns<D>& s) const {
-#pragma unroll
-    for (int e = 0; e < 4; e++) read_vector(s.s[e], x + place(threadIdx.x % 32 * 4 + e, threadIdx.x / 32));
-    s.turn();
-  }
-  __device__ __forceinline__ void put(Columns<D> s) const {
-    s.turn();
-#pragma unroll
-    for (int e = 0; e < 4; e++) write_vector(x + place(threadIdx.x % 32 * 4 + e, threadIdx.x / 32), s.s[e]);
-  }
-};
-static_assert(sizeof(Parts<WIDE>) * BLOCK >= D * WIDE * 4, "the tile lies in the parts");
-
-__device__ __forceinline__ u32 in_other(const void* shared) {  // the same place in the cluster's other block
-  return address_in(shared_address(shared), cluster_rank() ^ 1);
-}
-// The cluster starts: a barrier of this block for `bytes` that the other sends. cluster_wait before the first send.
-__device__ __forceinline__ void cluster_start(u64* barrier, int bytes) {
-  if (threadIdx.x == 0) {
-    barrier_init(shared_address(barrier), 1);
-    barrier_expect(shared_address(barrier), bytes);
-    barriers_ready();
-  }
-  __syncwarp();
-  cluster_arrive();
-}
-__device__ __forceinline__ void send(const float* to, float x, const u64* barrier) {
-  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(in_other(to)),
-               "r"(__float_as_uint(x)), "r"(in_other(barrier))
-               : "memory");
-}
-__device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
-
-struct Inputs {  // taps of a lane: 4 channels of q and of k, 2 of v
-  Raw<4> q[TAPS], k[TAPS];
-  Raw<2> v[TAPS];
-};
-
-// What a warp makes of the inputs of row `t`; own rows have q.
-template <bool own>
-__device__ __forceinline__ void prepare_row(Head& h, const Inputs& in, int row) {
-  const int lane = threadIdx.x % 32;
-  float q[4], k[4], v[2];
-  Weights<4> weights;
-  weights.load(&h.conv[0][D + lane * 4], 2 * D);
-  convolve<4>(k, in.k, weights, TAPS);
-  if (own) {
-    weights.load(&h.conv[0][lane * 4], 2 * D);
-    convolve<4>(q, in.q, weights, TAPS);
-  }
-  Weights<2> weights_v;
-  weights_v.load(&h.conv_v[0][lane * 2], WIDE);
-  convolve<2>(v, in.v, weights_v, TAPS);
-  normalise<4>(k, false);
-  write_vector(&h.rows[row].k[lane * 4], k);
-  write_vector(&h.rows[row].v[lane * 2], v);
-  if (own) {
-    normalise<4>(q, true);
-    write_vector(&h.rows[row].q[lane * 4], q);
-  }
-}
-
-// Verify (own rows) or flush (own = 0) of a layer in one launch; grid [Hv, 2], a cluster is a head. A warp prepares a
-// row, then has 4 columns. Each block prepares the whole of q and k; the two share their sums of squares.
-//
-// Before griddepcontrol.wait the kernel reads S, the history and the tape, prepares the pending rows and replays them.
-// These were written by this layer's last pass, and a kernel that waits before it triggers lies between (prelude.cuh), so
-// they are there. The number of pending rows may come from the kernel right before: it is a hint until the wait, and
-// blocks may even read different hints; a wrong one costs time only.
-//
-// q and k of the tape and of the history belong to all blocks of a key head: the last of them to have read them writes
-// them. No fence is needed: what a block has read has returned before the barrier that its arrival follows. arrived [Hk]
-// counts, and is zero again afterwards. v of a block's columns is its own. g and beta are the head's: its first block
-// writes them after the other's message.
-extern "C" __global__ void __cluster_dims__(1, CLUSTER, 1) __launch_bounds__(BLOCK * 32, 1)
-    delta_verify(const u16* qkv, const u16* z, const u16* a, const u16* b, int qkv_stride, int z_stride, int a_stride,
-                 int b_stride, const float* conv, const float* a_log, const float* dt_bias, const float* norm,
-                 float* state, u16* history, u16* tape_u, float* tape_g, float* tape_beta, int* arrived, u16* out,
-                 const int* pending_there, int own, int hk, int hv, int out_stride, float eps) {
-  extern __shared__ uint4 dynamic[];
-  Head& h = *(Head*)dynamic;
-  const int head = blockIdx.x, rank = blockIdx.y, key_head = head / (hv / hk);
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int channels = 2 * hk * D + hv * D, value = 2 * hk * D + head * D + rank * WIDE;
-  const int at_q = key_head * D + lane * 4, at_k = at_q + hk * D, at_v = value + lane * 2;
-  const int seen = min(__ldcg(pending_there), BLOCK);  // a hint, and not the same one for all threads
-  const Tile tile{&h.parts[0].x[0][0], state + (u64)head * D * D + rank * WIDE};
-  Columns<D> s;
-  cluster_start(&h.squares_there, own * 4);
-  {
-    const int n = threadIdx.x / 128, c = threadIdx.x % 128 * 4;  // a tap, and its q and k, then v
-    if (c < 2 * D)
-      copy16(&h.conv[n][c], conv + (u64)n * channels + (c / D * hk + key_head) * D + c % D);
-    else if (c < 2 * D + WIDE)
-      copy16(&h.conv_v[n][c - 2 * D], conv + (u64)n * channels + value + c - 2 * D);
-    copy_commit();
-  }
-  tile.fetch();
-  Line line{history, tape_u, qkv, BLOCK, channels, qkv_stride, TAPS};
-  Inputs in;
-  const bool gates = warp == 0 && lane < BLOCK, pending_gates = warp == BLOCK - 1 && lane < BLOCK;
-  float rate = 0.0f, bias = 0.0f;
-  if (gates) rate = -expf(a_log[head]), bias = dt_bias[head];
-  const u16* taps[TAPS];
-  auto point = [&](int t) {
-#pragma unroll
-    for (int n = 0; n < TAPS; n++) taps[n] = line.row(t + n - (TAPS - 1));
-  };
-  auto load = [&](bool query, int count) {
-#pragma unroll
-    for (int n = 0; n < TAPS; n++)
-      if (n < count) {
-        if (query) in.q[n].load(taps[n] + at_q);
-        in.k[n].load(taps[n] + at_k);
-        in.v[n].load(taps[n] + at_v);
-      }
-  };
-  auto prepare_pending = [&](int first, int stop) {
-    if (first <= warp && warp < stop) prepare_row<false>(h, in, warp);
-    if (pending_gates && first <= lane && lane < stop) {
-      const u64 i = (u64)lane * hv + head;
-      *(float2*)&h.rows[lane].decay = make_float2(expf(__ldcg(tape_g + i)), __ldcg(tape_beta + i));
-    }
-  };
-  point(warp);
-  if (warp < seen) load(false, TAPS);
-  if (warp == 0)
-#pragma unroll
-    for (int n = 0; n < TAPS - 1; n++) {  // rows before the first own row: read after the wait
-      const u16* from = line.row(seen + n - (TAPS - 1));
-      prefetch(from + at_q), prefetch(from + at_k), prefetch(from + at_v);
-    }
-  if (threadIdx.x == 0) h.hint = seen;
-  copy_wait<1>();
-  __syncthreads();          // weights are there
-  const int hint = h.hint;  // the block's
-  if (warp < hint && __any_sync(ALL, seen < hint)) load(false, TAPS);
-  line.pending = hint;
-  int done = hint;
-  prepare_pending(0, hint);
-  copy_wait<0>();
-  __syncthreads();  // S and the pending rows are there
-  tile.get(s);
-  steps<D, false>(s, h.rows, done, h.parts);
-  point(hint + warp);
-  const u16* z_at = z + (u64)warp * z_stride + head * D + rank * WIDE + lane * 2;
-#pragma unroll
-  for (int n = 0; n < TAPS; n++) asm volatile("" : "+l"(taps[n]));  // computed before the wait, not after
-  asm volatile("" : "+l"(z_at));
-  pdl_wait();
-  pdl_trigger();
-
-  const int pending = min(__ldcg(pending_there), BLOCK);
-  auto load_own = [&] {  // the rows before the first own row also for a flush: they become the history
-    if (warp < own || warp == 0) load(true, warp < own ? TAPS : TAPS - 1);
-  };
-  load_own();
-  u16 a_raw = 0, b_raw = 0;
-  if (gates && lane < own) a_raw = a[(u64)lane * a_stride + head], b_raw = b[(u64)lane * b_stride + head];
-  u32 z_raw = 0;
-  if (warp < own) z_raw = *(const u32*)z_at;
-  if (pending != hint) {
-    line.pending = pending;
-    point(warp);
-    if (hint <= warp && warp < pending) load(false, TAPS);
-    prepare_pending(hint, pending);
-    point(pending + warp);
-    load_own();
-  }
-  if (warp < own) {
-    prepare_row<true>(h, in, BLOCK + warp);
-    h.kept[warp][0][lane] = in.q[TAPS - 1].x, h.kept[warp][1][lane] = in.k[TAPS - 1].x;
-  }
-  if (warp == 0)
-#pragma unroll
-    for (int n = 0; n < TAPS - 1; n++) h.base[n][0][lane] = in.q[n].x, h.base[n][1][lane] = in.k[n].x;
-  if (gates && lane < own) {
-    const float g = log_decay(a_raw, rate, bias);
-    *(float4*)&h.rows[BLOCK + lane].decay = make_float4(expf(g), sigmoid(from_bf16(b_raw)), g, 0.0f);
-  }
-  __syncthreads();  // all rows are there, and this block has read the tape and the history
-
-  int arrivals = 0;
-  if (threadIdx.x == 32) arrivals = atomicAdd(arrived + key_head, 1);
-  if (warp < own) *(u32*)(tape_u + (u64)warp * channels + at_v) = in.v[TAPS - 1].x;
-  if (warp == 0 && pending > 0)
-#pragma unroll
-    for (int n = 0; n < TAPS - 1; n++) *(u32*)(history + (u64)n * channels + at_v) = in.v[n].x;
-  if (done > pending) {  // replayed by a wrong hint
-    s.load(tile.state + warp * 4, D);
-    s.turn();
-    done = 0;
-  }
-  steps<D, false>(s, h.rows + done, pending - done, h.parts);
-  if (pending > 0) {
-    tile.put(s);
-    __syncthreads();
-    tile.flush();
-    __syncthreads();
-  }
-  steps<D, true>(s, h.rows + BLOCK, own, h.parts);
-
-  if (threadIdx.x == 32) h.is_last = arrivals == CLUSTER * (hv / hk) - 1;
-  const float2 weight = *(const float2*)(norm + rank * WIDE + lane * 2);
-  cluster_wait();
-  __syncthreads();
-  float2 o = make_float2(0.0f, 0.0f);
-  float squares = 0.0f;
-  if (warp < own) {
-    o = h.parts[warp].sum(lane * 2);
-    squares = squares_of_64(o);
-    if (lane == 0) send(&h.squares[warp], squares, &h.squares_there);
-  }
-  if (h.is_last) {
-    if (warp < own) {
-      *(uint2*)(tape_u + (u64)warp * channels + at_q) = h.kept[warp][0][lane];
-      *(uint2*)(tape_u + (u64)warp * channels + at_k) = h.kept[warp][1][lane];
-    }
-    if (warp == 0 && pending > 0)
-#pragma unroll
-      for (int n = 0; n < TAPS - 1; n++) {
-        *(uint2*)(history + (u64)n * channels + at_q) = h.base[n][0][lane];
-        *(uint2*)(history + (u64)n * channels + at_k) = h.base[n][1][lane];
-      }
-    if (threadIdx.x == 0) arrived[key_head] = 0;
-  }
-  if (own == 0) return;
-  barrier_wait_cluster(shared_address(&h.squares_there), 0);
-  if (warp < own)
-    *(u32*)(out + (u64)warp * out_stride + head * D + rank * WIDE + lane * 2) =
-        gated_norm(o, __fadd_rn(squares, h.squares[warp]), D, eps, weight, z_raw);
-  if (rank == 0 && gates && lane < own) {
-    tape_g[(u64)lane * hv + head] = h.rows[BLOCK + lane].g;
-    tape_beta[(u64)lane * hv + head] = h.rows[BLOCK + lane].beta;
-  }
-}
-#endif
+#include "delta_cluster.cuh"
