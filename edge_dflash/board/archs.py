@@ -18,8 +18,9 @@ MOST_ROWS = 512  # of a prefill pass by default, where the architecture has no n
 _USED = 0.35  # of a dense BF16 rate, that our prefill is trusted with: on an H200 it was 0.31 to 0.56 of cuBLAS's
 _SPELLING = re.compile(r"(?:sm[_-]?)?(?:(\d{2,3})|(\d{1,2})\.(\d))a?")
 
-# Blocks in clusters with programmatic dependent launch; warpgroup products, which no other architecture has.
-Feature = Literal["clusters", "wgmma"]
+# Blocks in clusters with programmatic dependent launch; warpgroup products, which no other architecture has; E2M1 codes
+# converted by an instruction.
+Feature = Literal["clusters", "wgmma", "e2m1"]
 
 
 @dataclass(frozen=True)
@@ -71,11 +72,11 @@ ARCHS = (
     # H100 SXM and H200: 1,979 sparse
     Arch("sm90", 90, "sm90a", "tensorrt", _USED * 989e12, most_rows=2048, features=("clusters", "wgmma")),
     # Thor T5000: 2,070 FP4 sparse
-    Arch("sm110", 110, "sm110a", "tensorrt", _USED * 250e12, features=("clusters",)),
+    Arch("sm110", 110, "sm110a", "tensorrt", _USED * 250e12, features=("clusters", "e2m1")),
     # RTX 5070, FP32 sums: 123.5 sparse
-    Arch("sm120", 120, "sm120a", "tensorrt_rtx", _USED * 61.7e12, block_shared=99 << 10, features=("clusters",)),
+    Arch("sm120", 120, "sm120a", "tensorrt_rtx", _USED * 61.7e12, block_shared=99 << 10, features=("clusters", "e2m1")),
     # GB10: 1,000 FP4 sparse
-    Arch("sm121", 121, "sm121a", "tensorrt_rtx", _USED * 125e12, block_shared=99 << 10, features=("clusters",)),
+    Arch("sm121", 121, "sm121a", "tensorrt_rtx", _USED * 125e12, block_shared=99 << 10, features=("clusters", "e2m1")),
 )
 ARCHS_OF = {backend: tuple(arch.name for arch in ARCHS if backend in arch.backends) for backend in BACKENDS}
 KERNEL_ARCHS = tuple(arch.kernels for arch in ARCHS if arch.kernels is not None)

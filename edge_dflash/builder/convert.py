@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from typing import TypeAlias
 
@@ -20,7 +21,7 @@ import torch
 from edge_dflash.bundle.parts import DATA, SCALE, Part, Tensor, whole, wide_first
 from edge_dflash.errors import BackendError, BuildError, CheckpointError
 from edge_dflash.weights.formats import BLOCK, Array, Nvfp4Weight, Weight, WeightFormat, WeightStore, WideWeight
-from edge_dflash.weights.layout import UNIT_ROWS
+from edge_dflash.weights.layout import UNIT_ROWS, Words
 from edge_dflash.weights.packing import pack, row_blocks
 from edge_dflash.weights.quantize import ENCODERS, absmax, fused_group, quantize_nvfp4, wide_tensor
 from edge_dflash.weights.safetensors import forget_pages
@@ -48,6 +49,7 @@ def weight_tensors(
     formats: Mapping[str, WeightFormat],
     input_scales: Mapping[str, float],
     pool: Executor,
+    words: Words = "halves",
 ) -> list[Tensor]:
     """Tensors of one weight file; a stack is converted and repacked when its bytes are asked for, one at a time.
 
@@ -55,7 +57,7 @@ def weight_tensors(
     """
     weights = convert(store, part.names, formats, input_scales, pool.map)
     single = sorted((t for name, weight in weights.items() for t in whole(name, weight)), key=wide_first)
-    stacks = [tensor for stack in part.stacks for tensor in _StackSource(stack, store, formats, pool).tensors]
+    stacks = [tensor for stack in part.stacks for tensor in _StackSource(stack, store, formats, pool, words).tensors]
     split = sum(tensor.kind == "F32" for tensor in single)  # two-byte vectors come last: scales stay aligned
     return [*single[:split], *stacks, *single[split:]]
 
@@ -169,8 +171,11 @@ def _stack_weights(
 class _StackSource:
     """Makes a stack's bytes when they are written; its scales are known when all bytes are."""
 
-    def __init__(self, stack: Stack, store: WeightStore, formats: Mapping[str, WeightFormat], pool: Executor) -> None:
+    def __init__(
+        self, stack: Stack, store: WeightStore, formats: Mapping[str, WeightFormat], pool: Executor, words: Words
+    ) -> None:
         self._stack, self._store, self._formats, self._pool = stack, store, formats, pool
+        self._words: Words = words if stack.layout.format == "nvfp4" else "halves"
         self._scales: list[Array] = []
 
     @property
@@ -178,7 +183,7 @@ class _StackSource:
         """Bytes and scales, to be written in this order."""
         layout = self._stack.layout
         return (
-            Tensor(f"{self._stack.key}.{DATA}", "U8", (layout.nbytes,), self._data),
+            Tensor(f"{self._stack.key}.{DATA[self._words]}", "U8", (layout.nbytes,), self._data),
             Tensor(f"{self._stack.key}.{SCALE}", "F32", (layout.units * UNIT_ROWS,), self._scale),
         )
 
@@ -188,7 +193,7 @@ class _StackSource:
         blocks = row_blocks(weights, self._stack.layout)
         try:
             while batch := tuple(islice(blocks, AT_ONCE)):
-                for packed in self._pool.map(pack, batch):
+                for packed in self._pool.map(partial(pack, words=self._words), batch):
                     self._scales.append(packed.scale)
                     yield packed.data
         except BackendError as error:  # what the decisions could not see: block scales

@@ -33,6 +33,7 @@ from edge_dflash.common.progress import Progress, Stage, unheard
 from edge_dflash.decode.backend import Precision
 from edge_dflash.errors import BuildError, CheckpointError
 from edge_dflash.version import __version__
+from edge_dflash.weights.layout import words_of
 
 __all__ = ["BuildConfig", "BuildResult", "build"]
 
@@ -118,7 +119,10 @@ def _weights(
     """A weight file. Raises CheckpointError naming the checkpoint."""
     stacked = "native" in decided.choice.backends
     try:
-        tensors = weight_tensors(part, decided.store, decided.formats, {} if stacked else input_scales, pool)
+        tensors = weight_tensors(
+            *(part, decided.store, decided.formats, {} if stacked else input_scales, pool),
+            words=words_of(decided.choice.arch.sm),
+        )
         yield from tensor_file(tensors)
     except CheckpointError as error:
         source = decided.config.target if Path(name).name.startswith("target-") else decided.config.drafter

@@ -3,7 +3,8 @@
 A weight ``target.layers.3.mlp.gate_proj`` is stored as tensors named by it and ModelOpt's suffixes: ``.weight`` (BF16,
 F32, F8_E4M3, or U8 for packed E2M1 pairs), ``.weight_scale``, ``.weight_scale_2``, ``.input_scale``. A bundle that the
 native backend reads holds its linears repacked as stacks instead, whatever else is aboard: each as the tensors
-``KEY.data`` (bytes) and ``KEY.scale`` (FP32 factors of the rows' sums).
+``KEY.data`` (bytes; ``KEY.pairs`` where NVFP4 words hold a pair a byte) and ``KEY.scale`` (FP32 factors of the rows'
+sums).
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ from edge_dflash.bundle.manifest import FileEntry
 from edge_dflash.common.files import LARGE, read_bytes
 from edge_dflash.model.program import PairPrograms
 from edge_dflash.weights.formats import FORMATS, SCALAR, TIED, Array, Weight, WeightFormat
-from edge_dflash.weights.layout import UNIT_ROWS, Repacked
+from edge_dflash.weights.layout import UNIT_ROWS, Repacked, Words
 from edge_dflash.weights.safetensors import DTYPES, forget_pages
 from edge_dflash.weights.stacks import Stack, pair_stacks
 
 CHUNK = 8 << 20  # bytes read or written at once
-DATA, SCALE = "data", "scale"  # tensors of a stack
+DATA: Mapping[Words, str] = {"halves": "data", "bytes": "pairs"}  # tensors of a stack, one of these
+SCALE = "scale"  # and this
 JOURNAL = "journal.jsonl"  # of a build, in its working directory
 JOURNAL_SCHEMA = 1
 Advance = Callable[[int], None]  # told the number of bytes done since the last call
@@ -130,8 +132,9 @@ def stack_bytes(stack: Stack) -> int:
 
 def repacked_of(stack: Stack, tensors: Mapping[str, tuple[str, Array]]) -> Repacked:
     """A stack over the tensors of its file, as views. Raises ValueError saying what was found and what is wanted."""
+    words: Words = "bytes" if f"{stack.key}.{DATA['bytes']}" in tensors else "halves"
     wanted = {
-        f"{stack.key}.{DATA}": ("U8", (stack.layout.nbytes,)),
+        f"{stack.key}.{DATA[words]}": ("U8", (stack.layout.nbytes,)),
         f"{stack.key}.{SCALE}": ("F32", (stack.layout.units * UNIT_ROWS,)),
     }
     for name, (kind, shape) in wanted.items():
@@ -142,7 +145,7 @@ def repacked_of(stack: Stack, tensors: Mapping[str, tuple[str, Array]]) -> Repac
     if extra := sorted(tensors.keys() - wanted.keys()):
         raise ValueError(f"{extra[0]} is not part of a stack")
     data, scale = (tensors[name][1] for name in wanted)
-    return Repacked(stack.layout, data, scale)
+    return Repacked(stack.layout, data, scale, words)
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,9 @@ shift gives a BF16 pair (sign at 15, magnitude at 8..6)::
     pair 2           e1 e0  m                    s'               (rotated right by 4; s' is the other half's sign)
     pair 3     e1  s                       e0  m                  (left by 2, and e1 right by 6)
 
+For architectures that convert a byte of two codes in one instruction (:func:`words_of`), byte i of a word holds pair i,
+the even code in its low bits.
+
 A block scale byte is E4M3 re-encoded with 5 exponent bits (value = 2^(e-10) (1 + m/8), never subnormal); a block of
 scale zero keeps no codes: it is zero.
 """
@@ -42,6 +45,7 @@ from typing import Any, Literal, cast
 import numpy as np
 import numpy.typing as npt
 
+from edge_dflash.board.archs import supports
 from edge_dflash.errors import BackendError
 from edge_dflash.weights.formats import BLOCK, E4M3_NAN, FORMATS, Fp8Weight, Nvfp4Weight, Weight, WideWeight
 
@@ -86,6 +90,7 @@ SCALE_CODE, E4M3_CODE = _scale_codes()
 
 
 Format = Literal["nvfp4", "fp8", "bf16"]  # those that kernels stream
+Words = Literal["halves", "bytes"]  # where an NVFP4 word holds the codes of a pair: in both halves, or in one byte
 
 UNIT_ROWS = 32
 WINDOW: dict[Format, int] = {"nvfp4": 64, "fp8": 64, "bf16": 32}
@@ -136,9 +141,15 @@ class Repacked:
     layout: Layout
     data: Bytes  # [layout.nbytes]
     scale: npt.NDArray[np.float32]  # [units * 32]: factor of each row's sum
+    words: Words = "halves"  # of NVFP4
 
 
-def repack(weights: Weight | Sequence[Weight], *, swiglu: bool = False) -> Repacked:
+def words_of(sm: int) -> Words:
+    """How the kernels for compute capability ``sm`` read NVFP4 words (kernels/decode.cuh)."""
+    return "bytes" if supports(sm, "e2m1") else "halves"
+
+
+def repack(weights: Weight | Sequence[Weight], *, swiglu: bool = False, words: Words = "halves") -> Repacked:
     """Streaming form of one matrix [N, K] or of a stack with a common K and format; ``swiglu``: (gate, up).
 
     Exact and deterministic. Raises BackendError for a mixed stack, a K that is not a multiple of 16, wide values that
@@ -156,8 +167,8 @@ def repack(weights: Weight | Sequence[Weight], *, swiglu: bool = False) -> Repac
         raise BackendError(f"a gated pair needs two matrices of one shape, found {layout.columns} columns")
     codes, block_scales = zip(*(_codes(w) for w in stack), strict=True)
     scales = [_row_scale(w) for w in stack]
-    data = _pieces(_stacked(codes, layout), _stacked(block_scales, layout), layout)
-    return Repacked(layout, data, np.ascontiguousarray(_stacked(scales, layout)[:, 0]))
+    data = _pieces(_stacked(codes, layout), _stacked(block_scales, layout), layout, words)
+    return Repacked(layout, data, np.ascontiguousarray(_stacked(scales, layout)[:, 0]), words)
 
 
 def _codes(weight: Weight) -> tuple[Bytes, Bytes]:
@@ -224,7 +235,7 @@ def _in_lanes(rows: Bytes, layout: Layout, lane_bytes: int) -> Bytes:
     )
 
 
-def _pieces(codes: Bytes, block_scales: Bytes, layout: Layout) -> Bytes:
+def _pieces(codes: Bytes, block_scales: Bytes, layout: Layout, order: Words) -> Bytes:
     """All pieces, in order, as one array."""
     shape = (layout.units, layout.windows, UNIT_BYTES[layout.format])
     if layout.format != "nvfp4":
@@ -234,9 +245,11 @@ def _pieces(codes: Bytes, block_scales: Bytes, layout: Layout) -> Bytes:
         return lanes.reshape(-1)
     out = np.empty(shape, np.uint8)
     lanes = _in_lanes(codes, layout, 8)  # 4 bytes of 2 codes: one word
-    words = np.zeros((*lanes.shape[:-1], 2), np.uint32)
-    for pair, table in enumerate(WORD_BITS):
-        words |= table[lanes.reshape(*words.shape, 4)[..., pair]]
+    words = lanes.view(np.uint32)
+    if order == "halves":
+        words = np.zeros_like(words)
+        for pair, table in enumerate(WORD_BITS):
+            words |= table[lanes.reshape(*words.shape, 4)[..., pair]]
     # [u, v, tile, half, lane, word] -> [u, v, tile, lane, half, word]
     out[..., :1024] = np.ascontiguousarray(words.transpose(0, 1, 2, 4, 3, 5)).view(np.uint8).reshape(*shape[:2], 1024)
     scales = _in_lanes(block_scales, layout, 1)[..., 0]  # [u, v, tile, half, lane]

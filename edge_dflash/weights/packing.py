@@ -8,6 +8,7 @@ unit; so no matrix is read for another.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import cast
 
 import numpy as np
 
@@ -22,8 +23,10 @@ from edge_dflash.weights.layout import (
     Bytes,
     Layout,
     Repacked,
+    Words,
     repack,
     word_bits,
+    words_of,
 )
 from edge_dflash.weights.safetensors import forget_pages
 
@@ -44,13 +47,20 @@ def row_blocks(weights: Sequence[Weight], layout: Layout, nbytes: int = BLOCK_BY
             yield tuple(weight.rows(slice(first, first + step)) for weight in group)
 
 
-def pack(block: tuple[Weight, ...]) -> Repacked:
+def pack(block: tuple[Weight, ...], words: Words = "halves") -> Repacked:
     """Streaming form of one of :func:`row_blocks`; drops the mapped pages under it. Raises BackendError."""
-    packed = repack(block, swiglu=len(block) == 2)
+    packed = repack(block, swiglu=len(block) == 2, words=words)
     for weight in block:
         for _, array in weight.parts().values():
             forget_pages(array)
     return packed
+
+
+def data_for(repacked: Repacked, sm: int) -> Bytes:
+    """A stack's bytes as the kernels for compute capability ``sm`` read them; a copy where the words are others."""
+    if repacked.layout.format != "nvfp4" or repacked.words == words_of(sm):
+        return repacked.data
+    return repack(unpack(repacked), swiglu=repacked.layout.swiglu, words=words_of(sm)).data
 
 
 AT_ONCE = 1 << 20  # bytes of pieces: what a cache holds, several times over
@@ -80,7 +90,7 @@ def unpack_matrix(repacked: Repacked, index: int) -> Weight:
         block = pieces[unit : min(unit + step, last)]
         out = slice((unit - first) * rows, min((unit - first + len(block)) * rows, n))
         count = out.stop - out.start
-        codes[out] = _codes(block, layout, halves)[:count, :values]
+        codes[out] = _codes(block, layout, halves, repacked.words)[:count, :values]
         if layout.format == "nvfp4":
             scales[out] = _scales(block, halves)[:count, : scales.shape[1]]
         forget_pages(block)
@@ -94,7 +104,7 @@ def unpack_matrix(repacked: Repacked, index: int) -> Weight:
             return WideWeight(codes.view(np.uint16))
 
 
-def _codes(pieces: Bytes, layout: Layout, halves: slice) -> Bytes:
+def _codes(pieces: Bytes, layout: Layout, halves: slice, order: Words) -> Bytes:
     """Bytes along K of the rows of some units: packed pairs, codes, or BF16."""
     if layout.format != "nvfp4":
         lanes = pieces.reshape(*pieces.shape[:2], 2, 2, 8, 4, 16)[:, :, :, halves]  # unit, window, tile, half, g, t
@@ -103,7 +113,8 @@ def _codes(pieces: Bytes, layout: Layout, halves: slice) -> Bytes:
         return _unlaned(lanes)
     stored = pieces.view(np.uint32)[..., : _CODES // 4].reshape(*pieces.shape[:2], 2, 8, 4, 2, 2)
     words = stored[..., halves, :].transpose(0, 1, 2, 5, 3, 4, 6)  # unit, window, tile, half, g, t, word
-    return _unlaned(_LOW[words & 0xFFFF] | _HIGH[words >> 16]).view(np.uint8)
+    packed = cast(Bytes, words) if order == "bytes" else _LOW[words & 0xFFFF] | _HIGH[words >> 16]
+    return _unlaned(packed).view(np.uint8)
 
 
 def _scales(pieces: Bytes, halves: slice) -> Bytes:

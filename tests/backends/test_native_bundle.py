@@ -18,23 +18,24 @@ from native_support import (
 from paths import DEMO
 
 from edge_dflash.backends.cuda.weights import BundleWeights
+from edge_dflash.board.archs import find_arch
 from edge_dflash.bundle.manifest import dump_manifest
 from edge_dflash.bundle.parts import hash_file
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.errors import BundleError
 from edge_dflash.model import pair_programs
-from edge_dflash.weights.layout import repack
+from edge_dflash.weights.layout import repack, words_of
 from edge_dflash.weights.packing import unpack
 from edge_dflash.weights.stacks import pair_stacks
 
 MIXED = {"k_proj": "fp8", "down_proj": "bf16", "drafter__fc": "fp8", "A_log": "f32", "target__norm": "f32"}
 
 
-@pytest.fixture(scope="module", params=["nvfp4", "tied"])
+@pytest.fixture(scope="module", params=[("nvfp4", "sm90a"), ("tied", "sm90a"), ("nvfp4", "sm110a")], ids="-".join)
 def made(request, tmp_path_factory):
     """A small native bundle of mixed formats and its weights."""
-    path = tmp_path_factory.mktemp("made") / "bundle"
-    return path, write_native_bundle(path, formats_of("nvfp4", target__lm_head=request.param, **MIXED))
+    path, (head, arch) = tmp_path_factory.mktemp("made") / "bundle", request.param
+    return path, write_native_bundle(path, formats_of("nvfp4", target__lm_head=head, **MIXED), arch=arch)
 
 
 # -- reading ---------------------------------------------------------------------------------------------------------
@@ -59,11 +60,13 @@ def test_weights_come_back_as_they_were(made):
 def test_stacks_are_views_of_the_file(made):
     path, weights = made
     bundle = Bundle.open(path)
+    words = words_of(find_arch(bundle.manifest.arch).sm)
     for stack in pair_stacks(programs(), bundle.manifest.weights).values():
         if stack.names[0] not in weights:
             continue
         packed = bundle.repacked(stack)
-        wanted = repack([weights[name] for name in stack.names], swiglu=stack.layout.swiglu)
+        wanted = repack([weights[name] for name in stack.names], swiglu=stack.layout.swiglu, words=words)
+        assert packed.words == (words if stack.layout.format == "nvfp4" else "halves")
         assert np.array_equal(packed.data, wanted.data)
         assert np.array_equal(packed.scale, wanted.scale)
         assert packed.layout == wanted.layout
@@ -195,6 +198,8 @@ from edge_dflash.errors import BackendError
 from edge_dflash.model import pair_programs
 
 class Gpu:
+    sm = 90
+
     def upload(self, array):
         return array
     def allocate(self, nbytes):
@@ -213,7 +218,7 @@ for name in bundle.manifest.weights:
 try:
     load(bundle)
 except BackendError as error:
-    assert "was built for sm90a" in str(error), error
+    assert f"was built for {{bundle.manifest.arch}}" in str(error), error
 import edge_dflash.backends.cuda.backend
 assert "torch" not in sys.modules
 """

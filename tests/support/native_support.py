@@ -10,6 +10,7 @@ from cubin_support import cubin
 
 from edge_dflash.backends.cuda.compile import bundled, kernels_digest
 from edge_dflash.backends.cuda.memory import DevicePointer
+from edge_dflash.board.archs import find_arch
 from edge_dflash.builder.convert import weight_tensors
 from edge_dflash.bundle.manifest import MANIFEST, Manifest, dump_manifest
 from edge_dflash.bundle.parts import bundle_parts, hash_file, tensor_file, write_file
@@ -17,6 +18,7 @@ from edge_dflash.decode.backend import Precision
 from edge_dflash.model import pair_programs
 from edge_dflash.model.specs import AttentionSpec, GatedDeltaSpec, RopeSpec
 from edge_dflash.weights.formats import Nvfp4Weight
+from edge_dflash.weights.layout import words_of
 
 NATIVE_PAIR = replace(
     PAIR,
@@ -75,7 +77,8 @@ def write_native_bundle(path, formats, pair=NATIVE_PAIR, seed=0, **changes):
     arch = changes.get("arch", "sm90a")
     with ThreadPoolExecutor(1) as pool:
         for name, part in bundle_parts(pair_programs(pair), formats, stacked=True).items():
-            write_file(path / name, tensor_file(weight_tensors(part, store, formats, {}, pool)))
+            tensors = weight_tensors(part, store, formats, {}, pool, words_of(find_arch(arch).sm))
+            write_file(path / name, tensor_file(tensors))
     for unit in bundled():
         (path / "kernels" / f"{unit}.cubin").write_bytes(fake_cubin(unit, arch))
     files = {str(f.relative_to(path)): hash_file(f) for f in path.rglob("*") if f.is_file()}
@@ -120,7 +123,8 @@ def same(a, b):
 class FakeGpu:
     """The memory of a device as host arrays, by address."""
 
-    def __init__(self):
+    def __init__(self, sm=90):
+        self.sm = sm
         self.memory = {}
         self.allocated = 0
 

@@ -1,4 +1,4 @@
-"""What PTX says of the left operands of warpgroup products. Needs NVRTC, and no GPU."""
+"""What PTX says of kernels, and of the left operands of warpgroup products. Needs NVRTC, and no GPU."""
 
 import re
 from collections import defaultdict
@@ -14,12 +14,12 @@ _PRODUCT = re.compile(r"wgmma\.mma_async[^{]*\{[^}]*\}, \{([^}]*)\}")
 
 
 @cache
-def kernels_ptx(unit):
-    """PTX of every kernel of a unit for sm90a, by name."""
+def kernels_ptx(unit, arch="90a"):
+    """PTX of every kernel of a unit, by name."""
     need_compiler()
     source = (KERNELS / f"{unit}.cu").read_bytes()
     _, program = nvrtc.nvrtcCreateProgram(source, f"{unit}.cu".encode(), 0, [], [])
-    options = [b"--gpu-architecture=compute_90a", b"--std=c++17", f"--include-path={KERNELS}".encode()]
+    options = [f"--gpu-architecture=compute_{arch}".encode(), b"--std=c++17", f"--include-path={KERNELS}".encode()]
     assert nvrtc.nvrtcCompileProgram(program, len(options), options) == (nvrtc.nvrtcResult.NVRTC_SUCCESS,)
     ptx = b" " * nvrtc.nvrtcGetPTXSize(program)[1]
     nvrtc.nvrtcGetPTX(program, ptx)

@@ -25,6 +25,7 @@ from edge_dflash.backends.cuda.splits import (
 from edge_dflash.board.archs import supports
 from edge_dflash.errors import BackendError
 from edge_dflash.weights.layout import UNIT_BYTES, UNIT_ROWS, WINDOW, Format, Layout, Repacked
+from edge_dflash.weights.packing import data_for
 
 UNITS = ("linear", "linear_cluster", "linear_hopper", "linear_tiles", "finish")  # compilation units of these kernels
 _FINISH_THREADS, _NORM_THREADS, _NORM_COLUMNS, _PARTS = 1024, 256, (512, 2560, 4096, 5120, 8192), 4
@@ -69,8 +70,8 @@ class LinearWeights:
 
     @classmethod
     def of(cls, gpu: Gpu, repacked: Repacked) -> LinearWeights:
-        """Allocate and fill."""
-        return cls(repacked.layout, gpu.upload(repacked.data), gpu.upload(repacked.scale))
+        """Allocate and fill, with words as this device's kernels read them."""
+        return cls(repacked.layout, gpu.upload(data_for(repacked, gpu.sm)), gpu.upload(repacked.scale))
 
 
 @dataclass(frozen=True)
@@ -220,6 +221,7 @@ class Linears:
 
     def _launch(self, splits: Splits, rows: int, job: _Job, side: _Job | None = None) -> None:
         shared, blocks, most, side = splits.shared_bytes, splits.blocks, block_shared(self._gpu.sm), side or _Job()
+        splits.check_orders(job.x_stride, min(job.out_stride), gated=job.mode == Mode.SWIGLU)
         if side.groups and isinstance(splits, StreamSplits):  # a unit of the side stack has a block to itself
             shared, blocks = max(shared, splits.shared("bf16", splits.tile, 1)), blocks + side.groups
         if shared > most:
@@ -269,11 +271,9 @@ def _job(
     residual: Matrix | None = None,
 ) -> _Job:
     """A job; ``mode`` STORE becomes that of a gated pair or of a residual."""
-    layout = weights.layout
-    parts = 1 if layout.swiglu else len(layout.columns)
-    columns, starts = layout.columns, layout.starts
-    if mode == Mode.STORE:
-        mode = Mode.SWIGLU if layout.swiglu else Mode.STORE if residual is None else Mode.RESIDUAL
+    layout, columns, starts = weights.layout, weights.layout.columns, weights.layout.starts
+    parts, plain = 1 if layout.swiglu else len(columns), Mode.STORE if residual is None else Mode.RESIDUAL
+    mode = mode if mode != Mode.STORE else Mode.SWIGLU if layout.swiglu else plain
     if residual is not None and (len(out) != 1 or residual.stride != out[0].stride):
         raise ValueError(f"a residual of stride {residual.stride} needs one output of the same stride")
     if mode == Mode.PARTIAL:

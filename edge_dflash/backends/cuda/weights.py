@@ -17,7 +17,7 @@ from edge_dflash.backends.cuda.memory import DevicePointer
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.errors import BackendError
 from edge_dflash.weights.formats import WeightFormat, WeightStore, WideWeight
-from edge_dflash.weights.layout import UNIT_ROWS
+from edge_dflash.weights.layout import UNIT_ROWS, words_of
 from edge_dflash.weights.packing import pack, row_blocks
 from edge_dflash.weights.safetensors import forget_pages
 from edge_dflash.weights.stacks import Stack
@@ -93,7 +93,7 @@ class BundleWeights:
         data, scale = gpu.allocate(layout.nbytes), np.empty(layout.units * UNIT_ROWS, np.float32)
         offset = row = 0
         for block in row_blocks([self._bundle.get(name) for name in stack.names], layout):
-            packed = pack(block)
+            packed = pack(block, words_of(gpu.sm))
             gpu.write(data.at(offset, packed.data.nbytes), packed.data)
             scale[row : row + packed.scale.size] = packed.scale
             offset, row = offset + packed.data.nbytes, row + packed.scale.size

@@ -12,10 +12,13 @@
 //   FP8, WINDOW 64: [tile 0 row g: 32 lanes x 16 codes] [tile 0 row g+8] [tile 1 row g] [tile 1 row g+8]     2048 bytes
 //   BF16, WINDOW 32: the same four parts, 32 lanes x 8 values                                                2048 bytes
 //
+// An NVFP4 word holds a pair's codes in its two halves, for masks and shifts, or, where an instruction converts two codes
+// (SM100 and later), in a byte.
+//
 // ``fetch`` and ``read`` take addresses that include 16 * lane. A tile is 16 rows of the unit. The Python side
 // (weights/layout.py) draws the bits inside a word.
 #pragma once
-#include "prelude.cuh"
+#include "e2m1.cuh"
 
 // The four BF16 pairs of a word of eight E2M1 codes, each times 2^-126, in nine integer operations. A pair's sign and
 // magnitude bits land at 15 and 8..6 of each half: E2M1's subnormal 0.5 becomes BF16's, so no case is special.
@@ -68,9 +71,24 @@ struct Nvfp4 {
     return {{load_shared16(at), {}}, load_shared4(at + 1024 - lane * 12) >> (16 * m)};
   }
 
+  // Tile ``m`` of a whole piece, its words as those of tile 0.
+  static __device__ __forceinline__ Words read_half(u32 at, int lane, int m) {
+    return {{load_shared16(at + m * 512), {}}, load_shared4(at + 1024 - lane * 12) >> (16 * m)};
+  }
+
   // Fragments of tile ``m`` for steps 2h and 2h+1 of the window.
   static __device__ __forceinline__ void fragments(const Words& w, int m, int h, u32 (&a)[2][4]) {
     const u32 words[2][2] = {{w.tile[m].x, w.tile[m].y}, {w.tile[m].z, w.tile[m].w}};
+#if __CUDA_ARCH__ >= 1000
+    const u32 scales = scale_pair(w.scales, m);
+    u32 low[4], high[4];
+    byte_pairs(words[0][h], low), byte_pairs(words[1][h], high);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      a[i / 2][i % 2 * 2] = times_low(low[i], scales);
+      a[i / 2][i % 2 * 2 + 1] = times_high(high[i], scales);
+    }
+#else
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const u32 scale = block_scale_pair(w.scales, 2 * m + half);
@@ -81,6 +99,7 @@ struct Nvfp4 {
       a[1][half] = mul_bf16x2(pair[2], scale);
       a[1][2 + half] = mul_bf16x2(pair[3], scale);
     }
+#endif
   }
 };
 
@@ -111,6 +130,10 @@ struct FourParts {
 
   static __device__ __forceinline__ Words read_tile(u32 at, int, int) {
     return {{load_shared16(at), load_shared16(at + 512), {}, {}}};
+  }
+
+  static __device__ __forceinline__ Words read_half(u32 at, int lane, int m) {
+    return read_tile(at + m * 1024, lane, m);
   }
 };
 

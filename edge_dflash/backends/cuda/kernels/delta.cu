@@ -9,6 +9,7 @@
 // Columns of S are independent. Two paths give the same bits: three kernels with scratch between them (prefill, and every
 // arch and shape: delta_rows.cuh), and one kernel whose clusters of two blocks are the heads (verify and flush of 128-wide
 // heads: delta_cluster.cuh).
+#include "blocks.cuh"
 #include "cluster.cuh"
 
 static constexpr int TAPS = 4;   // longest convolution; shorter ones have leading zeros

@@ -372,7 +372,7 @@ extern "C" __global__ void __launch_bounds__(PREPARE_WARPS * 32)
     for (int i = 0; i < 2; i++) {
       const int column = i * 64 + threadIdx.x % 32 * 2, r = first + n;
       if (column < dv && r < own)
-        *(u32*)(out + (u64)r * out_stride + head * dv + column) =
+        *(u32*)(out + element_at(out_stride, r, head * dv + column)) =
             gated_norm(o[n][i], squares, dv, eps, weight[i], gate[n][i]);
     }
   }
