@@ -229,4 +229,4 @@ def _timed(step: PassStep, seconds: float) -> StepTime:
         case State():
             return StepTime(f"{type(step.op).__name__} {step.op.state}", seconds, 0)
         case _:
-            return StepTime(type(step).__name__, seconds, 0)
+            return StepTime(step.label, seconds, 0)

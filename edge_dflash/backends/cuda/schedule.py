@@ -1,9 +1,8 @@
 """A Program as a sequence of steps, each one call of a kernel face: what is fused with what. Pure, no device.
 
-Steps name tensors. Tensors that are columns of another one (parts of a stack's output) are ``slices`` of it, so that
-nothing is copied; taps are copied to where they are read together, which costs 0.4 % of a cycle. Two forms: ``narrow``
-passes of one block (weights streamed once, residual and next norm fused into what follows a linear) and ``wide``
-prefill chunks (matrix tiles).
+Steps name tensors. Columns of another tensor (parts of a stack's output) are ``slices`` of it, so that nothing but
+taps is copied. Two forms: ``narrow`` passes of one block (weights streamed once, residual and next norm fused into
+what follows a linear) and ``wide`` prefill chunks (matrix tiles).
 """
 
 from __future__ import annotations
@@ -39,6 +38,11 @@ class PassStep:
 
     reads: tuple[str, ...]
     writes: tuple[str, ...]
+
+    @property
+    def label(self) -> str:
+        """What profiles call it."""
+        return type(self).__name__
 
     @property
     def norms(self) -> tuple[RmsNorm, ...]:
@@ -200,9 +204,7 @@ class _Lowering:
             gate = next(r for r in self._readers[op.output] if isinstance(r, SwiGlu))
             self._emit(Multiply((op.inputs[0],), (gate.output,), stack))
             self._done |= set(gate.inputs)
-        elif len(stack.names) == 1 and self._project(op, stack):
-            return
-        else:
+        elif len(stack.names) > 1 or not self._project(op, stack):
             self._multiply(op, stack, segment)
 
     def _project(self, op: Linear, stack: Stack) -> bool:
@@ -277,12 +279,11 @@ class _Lowering:
 
     def _concat(self, op: Concat, segment: Segment) -> None:
         self._made(op.output)
-        column, parts = 0, list[str]()
-        for name in op.inputs:
-            parts.append(f"{op.output}[{column}]")
-            self._out.slices[parts[-1]], self._columns[parts[-1]] = (op.output, column), self._columns[name]
-            column += self._columns[name]
-        self._emit(Copy(op.inputs, tuple(parts)))
+        widths = [self._columns[name] for name in op.inputs]
+        starts = {f"{op.output}[{i}]": sum(widths[:i]) for i in range(len(widths))}  # of each part
+        self._out.slices |= {part: (op.output, column) for part, column in starts.items()}
+        self._columns |= dict(zip(starts, widths, strict=True))
+        self._emit(Copy(op.inputs, tuple(starts)))
 
     def _select(self, op: SelectRows, segment: Segment) -> None:
         if op.which == "last":
