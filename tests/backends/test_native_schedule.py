@@ -10,6 +10,7 @@ import pytest
 
 from edge_dflash.backends.cuda.compile import KERNELS
 from edge_dflash.backends.cuda.memory import place
+from edge_dflash.backends.cuda.order import strides_of_blocks
 from edge_dflash.backends.cuda.schedule import (
     Columns,
     Copy,
@@ -156,6 +157,37 @@ def test_gate_and_up_of_two_formats_are_gated_apart():
     assert [s.writes for s in schedule.steps if isinstance(s, Columns) and s.op is SwiGlu] == [
         ("target.layers.0.swiglu",)
     ]
+
+
+WINDOWS = {"nvfp4": 64, "fp8": 64, "bf16": 32}
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("linear", WINDOWS)
+def test_what_only_linears_of_one_window_read_lies_in_blocks(model, linear):
+    schedule = lowered(model, "verify", formats(model, linear))
+    found = strides_of_blocks(schedule, lambda stack: WINDOWS[stack.layout.format])
+    assert set(found.values()) == {-WINDOWS[linear]}
+    inner = {step.reads[0] for step in schedule.steps if isinstance(step, Multiply | Project | Head)}
+    by_attention = {s.writes[0] for s in schedule.steps if isinstance(s, State) and type(s.op).__name__ == "Attend"}
+    results = set(schedule.program.outputs.values())
+    assert {name for name in inner if schedule.place(name)[0] not in found} == by_attention | inner & results
+    for step in schedule.steps:
+        for name in step.reads:
+            if schedule.place(name)[0] in found:
+                assert isinstance(step, Multiply | Project | Head)
+                assert name == step.reads[0]
+    assert not {schedule.place(name)[0] for name in results} & set(found)
+
+
+def test_rows_of_readers_of_other_kernels_stay_rows():
+    schedule = lowered("qwen3.6-27b", "verify")
+    assert not strides_of_blocks(schedule, lambda stack: 0)
+    large = {stack.key for step in schedule.steps if isinstance(step, Multiply) for stack in [step.stack]}
+    found = strides_of_blocks(schedule, lambda stack: 0 if stack.key in large else 64)
+    for step in schedule.steps:
+        if isinstance(step, Multiply):  # neither what it reads nor, of a gated pair, what it writes
+            assert not {schedule.place(n)[0] for n in (*step.reads, *step.writes)} & set(found)
 
 
 def test_prefill_runs_its_head_on_one_row():

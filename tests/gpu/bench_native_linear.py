@@ -107,16 +107,17 @@ class Bench:
 
     def call(self, linears, weights, rows=ROWS, split=False):
         layout = weights.layout
-        x, given = Matrix(self.x, layout.k), {}
+        window = linears.choose(layout, rows, may_split=split).window  # inputs in blocks where they can be
+        x, given = Matrix(self.x, -window or layout.k), {}
         if split:
-            norm = Norm(self.scale, 1e-6, Matrix(self.y.at(1 << 20, 1 << 20), layout.columns[0]))
+            norm = Norm(self.scale, 1e-6, Matrix(self.y.at(1 << 20, 1 << 20), -window or layout.columns[0]))
             out = Matrix(self.y, layout.columns[0])
             linears.split_linear(weights, x, out, rows, self.scratch, residual=out, norm=norm)
             return
         columns = layout.columns[:1] if layout.swiglu else layout.columns
         outs, offset = [], 0
         for n in columns:
-            outs.append(Matrix(self.y.at(offset, rows * n * 2), n))
+            outs.append(Matrix(self.y.at(offset, rows * n * 2), -window or n if layout.swiglu else n))
             offset += rows * n * 2
         side = self.gates.get(layout.k)
         if side is not None and layout.columns == MODEL_27B["qkv z"][0]:

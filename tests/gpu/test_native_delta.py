@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from native_linear_support import fetch_blocks
 from native_state_support import Device, bf16
 
 from edge_dflash.backends.cuda import delta as native_delta
@@ -70,15 +71,18 @@ class Layer:
             bf16(rows, n, generator=self.g) for n in (s.channels, s.value_heads * s.value_dim, *[s.value_heads] * 2)
         ]
 
-    def run(self, inputs, *, prefill=0):
+    def run(self, inputs, *, prefill=0, window=0):
+        """``window``: outputs in blocks of such windows."""
         s, device = self.shape, self.device
         values = s.value_heads * s.value_dim
         padded = [device.rows(torch.cat((x, x.new_full((64, x.shape[1]), 0.5)))) for x in inputs]  # garbage behind
         most = s.prefill_rows if prefill else s.rows
-        out = Matrix(device.poisoned(2 * most * values), values)
+        out = Matrix(device.poisoned(2 * most * values), -window or values)
         device.set(rows=prefill)
         self.kernels.run(DeltaTensors(*padded, out), self.layer, self.scratch, device.words(prefill=prefill > 0))
         device.set(pending=0)
+        if window:
+            return fetch_blocks(device, out, values)
         return device.read(out.pointer, (most, values), torch.bfloat16)[: prefill or s.rows]
 
     def flush(self):
@@ -104,6 +108,14 @@ class Layer:
         rows = inputs[0].shape[0]
         padded = tuple(torch.cat((x, x.new_zeros(-rows % 16, x.shape[1]))) for x in inputs)
         return gated_delta(self.op, self.weights, self.memory, padded, rows, commits=commits)[:rows].bfloat16()
+
+
+@pytest.mark.parametrize("clusters", [True, False])
+@pytest.mark.parametrize("window", [64, 32])
+def test_outputs_in_blocks_are_those_in_rows(device, clusters, window):
+    layer = Layer(device, SHAPES["27b slice"], clusters)
+    inputs = layer.inputs(16)
+    assert torch.equal(layer.run(inputs, window=window), layer.run(inputs))
 
 
 def relative(x, y):

@@ -12,7 +12,9 @@ from native_linear_support import (
     empty,
     expected,
     fetch,
+    fetch_blocks,
     inputs,
+    put_blocks,
     run,
     ulps,
     weight,
@@ -20,9 +22,10 @@ from native_linear_support import (
 from native_state_support import Device
 
 from edge_dflash.backends.cuda.linear import Linears, LinearWeights, Norm
+from edge_dflash.backends.cuda.memory import NULL, Matrix
 from edge_dflash.backends.cuda.small import Small
 from edge_dflash.backends.cuda.splits import HopperSplits, hopper
-from edge_dflash.weights.layout import repack
+from edge_dflash.weights.layout import WINDOW, repack
 
 pytestmark = pytest.mark.gpu
 
@@ -69,7 +72,7 @@ def test_every_split_and_any_number_of_clusters(device, linears, kind, splits):
     n, k = 1000, 1600  # 8 quads, the last with no rows of its own unit 3; 25 blocks of 64 k
     w, x = weight(kind, n, k, 5), inputs(16, k)
     stack, exact, seen = LinearWeights.of(device.gpu, repack(w)), expected(x, w), []
-    for most in (1, 3, 8):
+    for most in (1, 3, 7, 8, 11, 16):  # quads alone, quads and a half, halves alone
         linears.splits, linears.most = splits, most
         seen.append(run(device, linears, stack, x, 16)[0])
     assert (ulps(seen[0], exact) > 0).double().mean() < 0.02
@@ -122,15 +125,16 @@ def test_split_over_blocks(device, linears, kind, n, k):
 
 @pytest.mark.parametrize("splits", [1, 2, 4, 8])
 @pytest.mark.parametrize("kind", ["nvfp4", "fp8", "bf16"])
-def test_a_stack_with_a_side_stack(device, linears, splits, kind):
+@pytest.mark.parametrize("columns", [(48, 48), (16,)])
+def test_a_stack_with_a_side_stack(device, linears, splits, kind, columns):
     k = 640
     parts = [weight(kind, n, k, n) for n in (512, 96, 100)]
-    gates = [weight("bf16", 48, k, s) for s in (1, 2)]
+    gates = [weight("bf16", n, k, s) for s, n in enumerate(columns)]
     x = inputs(16, k)
     stack, side = LinearWeights.of(device.gpu, repack(parts)), LinearWeights.of(device.gpu, repack(gates))
-    outs, side_outs = [empty(device, 16, n) for n in (512, 96, 100)], [empty(device, 16, 48) for _ in gates]
+    outs, side_outs = [empty(device, 16, n) for n in (512, 96, 100)], [empty(device, 16, n) for n in columns]
     linears.splits = splits
-    for most in (1, 8):
+    for most in (1, 5, 6, 8):  # 12 halves of quads: a cluster with a side unit has all to none
         linears.most = most
         for out in (*outs, *side_outs):
             device.gpu.fill(out.pointer, 0xFF)
@@ -174,6 +178,53 @@ def test_the_same_bits_every_time(device, linears, kind, splits):
     found = [fetch(device, out, 16) for out in outs]
     assert (ulps(found[0], expected(x, w)) > 0).double().mean() < 0.02
     assert all(torch.equal(found[0], other) for other in found)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("splits", [1, 2, 4, 8])
+def test_the_order_of_the_inputs_changes_no_bit(device, linears, kind, splits):
+    k = 2624  # 41 blocks: parts of other lengths in all slices
+    stack = LinearWeights.of(device.gpu, repack(weight(kind, 1000, k, 4)))
+    gates = LinearWeights.of(device.gpu, repack([weight("bf16", 48, k, s) for s in (1, 2)]))
+    x, seen = inputs(16, k), []
+    linears.splits = splits
+    for rows in (device.rows(x), put_blocks(device, x, WINDOW[stack.layout.format])):
+        outs = [empty(device, 16, n) for n in (1000, 48, 48)]
+        linears.linear(stack, rows, outs[:1], 16, side=gates, side_out=outs[1:])
+        seen.append([fetch(device, out, 16) for out in outs])
+    assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
+
+
+@pytest.mark.parametrize("window", [64, 32])
+def test_outputs_in_blocks_are_those_in_rows(device, linears, window):
+    n, k = 448, 256
+    x, res = inputs(16, k), inputs(16, n, seed=5)
+    gate, up = (weight("nvfp4", n, k, seed) for seed in (3, 4))
+    pair, one = (
+        LinearWeights.of(device.gpu, repack((gate, up), swiglu=True)),
+        LinearWeights.of(device.gpu, repack(gate)),
+    )
+    gated, normal, again = ([empty(device, 16, n), Matrix(device.poisoned(32 * n), -window)] for _ in range(3))
+    weights, found = device.up(torch.rand(n) + 0.5), []
+    for i in (0, 1):
+        out = empty(device, 16, n)
+        linears.linear(pair, device.rows(x), [gated[i]], 16)
+        norm = Norm(weights, 1e-6, normal[i])
+        linears.split_linear(one, device.rows(x), out, 16, NULL, residual=device.rows(res), norm=norm)
+        Small(device.gpu, device.module("small")).rms_norm(out, weights, again[i], 16, n, 1e-6)
+    for rows, blocks in (gated, normal, again):
+        found.append(fetch(device, rows, 16))
+        assert torch.equal(found[-1], fetch_blocks(device, blocks, n))
+    assert torch.equal(found[1], found[2])
+
+
+def test_an_order_that_a_kernel_does_not_know_is_refused(device, linears):
+    stack = LinearWeights.of(device.gpu, repack(weight("bf16", 64, 64, 1)))
+    x, out = put_blocks(device, inputs(16, 64), 64), Matrix(device.poisoned(2048), -32)
+    with pytest.raises(ValueError, match="blocks"):
+        linears.linear(stack, x, [empty(device, 16, 64)], 16)
+    with pytest.raises(ValueError, match="blocks"):
+        linears.linear(stack, device.rows(inputs(16, 64)), [out], 16)
 
 
 def test_more_rows_than_the_kernels_take_are_refused(device, linears):

@@ -43,6 +43,16 @@ class Splits:
         return 1
 
     @property
+    def window(self) -> int:
+        """Of the activations in blocks that it reads; it then writes a gated pair so too. 0: it knows rows only."""
+        return 0
+
+    def check_orders(self, x_stride: int, out_stride: int, *, gated: bool) -> None:
+        """Raise ValueError for row strides of tensors in blocks that the kernel does not read or write."""
+        if x_stride not in (-self.window, abs(x_stride)) or (out_stride < 0 and not (gated and self.window)):
+            raise ValueError(f"{self.kernel} takes no tensors in blocks of strides {x_stride} and {out_stride}")
+
+    @property
     def rank_bytes(self) -> int:
         """Scratch of :meth:`~edge_dflash.backends.cuda.linear.Linears.greedy`: the best logit of every block."""
         return 8 * self.blocks * self.tile

@@ -221,6 +221,7 @@ class Linears:
 
     def _launch(self, splits: Splits, rows: int, job: _Job, side: _Job | None = None) -> None:
         shared, blocks, most, side = splits.shared_bytes, splits.blocks, block_shared(self._gpu.sm), side or _Job()
+        splits.check_orders(job.x_stride, min(job.out_stride), gated=job.mode == Mode.SWIGLU)
         if side.groups and isinstance(splits, StreamSplits):  # a unit of the side stack has a block to itself
             shared, blocks = max(shared, splits.shared("bf16", splits.tile, 1)), blocks + side.groups
         if shared > most:
@@ -271,9 +272,8 @@ def _job(
 ) -> _Job:
     """A job; ``mode`` STORE becomes that of a gated pair or of a residual."""
     layout, columns, starts = weights.layout, weights.layout.columns, weights.layout.starts
-    parts = 1 if layout.swiglu else len(columns)
-    if mode == Mode.STORE:
-        mode = Mode.SWIGLU if layout.swiglu else Mode.STORE if residual is None else Mode.RESIDUAL
+    parts, plain = 1 if layout.swiglu else len(columns), Mode.STORE if residual is None else Mode.RESIDUAL
+    mode = mode if mode != Mode.STORE else Mode.SWIGLU if layout.swiglu else plain
     if residual is not None and (len(out) != 1 or residual.stride != out[0].stride):
         raise ValueError(f"a residual of stride {residual.stride} needs one output of the same stride")
     if mode == Mode.PARTIAL:

@@ -43,7 +43,10 @@ NULL = DevicePointer(0, 0)
 
 @dataclass(frozen=True)
 class Matrix:
-    """Rows in device memory; ``stride`` is the distance of two rows in elements, so that a matrix may be a slice."""
+    """Rows in device memory; ``stride`` is the distance of two rows in elements, so that a matrix may be a slice.
+
+    Below 0: 16 rows in blocks for the windows of -``stride`` columns (kernels/blocks.cuh).
+    """
 
     pointer: DevicePointer
     stride: int

@@ -14,6 +14,7 @@ from edge_dflash.backends.cuda.attend import AttendTensors, Attention
 from edge_dflash.backends.cuda.delta import DeltaKernels, DeltaScratch, DeltaTensors
 from edge_dflash.backends.cuda.linear import Linears, LinearWeights, Norm
 from edge_dflash.backends.cuda.memory import DevicePointer, Matrix, Placement, Words
+from edge_dflash.backends.cuda.order import strides_of_blocks
 from edge_dflash.backends.cuda.sample import Sampler, SamplingBuffers
 from edge_dflash.backends.cuda.schedule import (
     Columns,
@@ -33,6 +34,7 @@ from edge_dflash.backends.cuda.states import Sizes, States
 from edge_dflash.decode.backend import Precision
 from edge_dflash.model.ops import Attend, Embed, GatedDelta, KvAppend, RmsNorm
 from edge_dflash.model.program import PairPrograms
+from edge_dflash.weights.stacks import Stack
 
 
 @dataclass(frozen=True)
@@ -155,6 +157,14 @@ class Pass(Frame):
     def __init__(self, common: Common, name: str, linears: Linears, weights: Mapping[str, LinearWeights]) -> None:
         super().__init__(common, name)
         self._linears, self._weights = linears, weights
+        self._in_blocks = {} if self.prefill else strides_of_blocks(self.schedule, self._window)
+
+    def _window(self, stack: Stack) -> int:
+        return self._linears.choose(stack.layout, self.rows).window
+
+    def _matrix(self, tensor: str) -> Matrix:
+        matrix = super()._matrix(tensor)
+        return Matrix(matrix.pointer, self._in_blocks.get(self.schedule.place(tensor)[0], matrix.stride))
 
     def _dense(self, step: PassStep, logits: bool) -> None:
         match step:

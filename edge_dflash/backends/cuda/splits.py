@@ -141,7 +141,7 @@ class StreamSplits(Splits):
 
 
 # kernels/linear_hopper.cu: most rows, threads of a block, units of a quad, bytes of a warp's sums and of barriers
-HOPPER_ROWS, HOPPER_THREADS, _QUAD, _SUMS, _HOPPER_HEAD = 16, 640, 4, 2048, 256
+HOPPER_ROWS, HOPPER_THREADS, _QUAD, _SUMS, _HOPPER_HEAD = 16, 640, 4, 2048, 1024
 _HOPPER_USABLE = {1: 1.0, 2: 1.0, 4: 0.91, 8: 0.91}  # of the multiprocessors, by blocks of a cluster
 _QUAD_END = 1700  # bytes that a warp could have multiplied while it ends a quad
 _X_COST = 0.12  # of a byte of the block's x, where a byte of a warp's weights costs 1
@@ -149,14 +149,19 @@ _X_COST = 0.12  # of a byte of the block's x, where a byte of a warp's weights c
 
 @dataclass(frozen=True)
 class HopperSplits(Splits):
-    """Of kernels/linear_hopper.cu: blocks of a cluster are the splits, clusters own quads of units."""
+    """Of kernels/linear_hopper.cu: blocks of a cluster are the splits, clusters own quads of units and half quads."""
 
     @classmethod
     def of(cls, layout: Layout, splits: int, sm_count: int, clusters: Clusters | None) -> HopperSplits:
         """With so many splits, and no more clusters than the device holds at once."""
         shared, kernel = cls.shared(layout, splits), f"linear_hopper_{layout.format}_{splits}"
-        groups = min(-(-layout.units // _QUAD), cls.held(layout, splits, clusters) or max(1, sm_count // splits))
+        groups = min(-(-layout.units // (_QUAD // 2)), cls.held(layout, splits, clusters) or max(1, sm_count // splits))
         return cls(kernel, layout.format, HOPPER_ROWS, splits, groups, 0, groups * splits, HOPPER_THREADS, shared)
+
+    @property
+    def window(self) -> int:
+        """See :class:`Splits`."""
+        return WINDOW[self.format]
 
     @classmethod
     def held(cls, layout: Layout, splits: int, clusters: Clusters | None) -> int | None:

@@ -91,6 +91,11 @@ struct Nvfp4 {
     return {{load_shared16(at), {}}, load_shared4(at + 1024 - lane * 12) >> (16 * m)};
   }
 
+  // Tile ``m`` of a whole piece, its words as those of tile 0.
+  static __device__ __forceinline__ Words read_half(u32 at, int lane, int m) {
+    return {{load_shared16(at + m * 512), {}}, load_shared4(at + 1024 - lane * 12) >> (16 * m)};
+  }
+
   // Fragments of tile ``m`` for steps 2h and 2h+1 of the window.
   static __device__ __forceinline__ void fragments(const Words& w, int m, int h, u32 (&a)[2][4]) {
     const u32 words[2][2] = {{w.tile[m].x, w.tile[m].y}, {w.tile[m].z, w.tile[m].w}};
@@ -137,6 +142,10 @@ struct FourParts {
 
   static __device__ __forceinline__ Words read_tile(u32 at, int, int) {
     return {{load_shared16(at), load_shared16(at + 512), {}, {}}};
+  }
+
+  static __device__ __forceinline__ Words read_half(u32 at, int lane, int m) {
+    return read_tile(at + m * 1024, lane, m);
   }
 };
 

@@ -9,6 +9,7 @@
 // Columns of S are independent. A warp owns 4 columns of one head; a lane has Dk / 32 elements of each in registers. Two
 // paths give the same bits: three kernels with scratch between them (prefill, and every arch and shape), and one kernel
 // whose clusters of two blocks are the heads (verify and flush of 128-wide heads: delta_cluster.cuh).
+#include "blocks.cuh"
 #include "cluster.cuh"
 
 static constexpr int PREPARE_WARPS = 8, PREPARE_ROWS = 4;
@@ -486,7 +487,8 @@ extern "C" __global__ void __launch_bounds__(PREPARE_WARPS * 32)
   for (int i = 0; i < 2; i++) {
     const int column = i * 64 + threadIdx.x % 32 * 2;
     if (column < dv)
-      *(u32*)(out + (u64)r * out_stride + head * dv + column) = gated_norm(o[i], squares, dv, eps, weight[i], gate[i]);
+      *(u32*)(out + element_at(out_stride, r, head * dv + column)) =
+          gated_norm(o[i], squares, dv, eps, weight[i], gate[i]);
   }
 }
 

@@ -472,7 +472,7 @@ extern "C" __global__ void __cluster_dims__(1, CLUSTER, 1) __launch_bounds__((WA
   for (int i = 0; i < 2; i++) {
     const int r = warp + i * WARPS;
     if (r < own)
-      *(u32*)(out + (u64)r * out_stride + column) =
+      *(u32*)(out + element_at(out_stride, r, column)) =
           gated_norm(o[i], __fadd_rn(squares[i], h.squares[r]), D, eps, weight, gate[i]);
   }
 }

@@ -1,4 +1,5 @@
 // What follows a linear whose K was split over blocks: the sum of the splits, the residual, and the next RMS norm.
+#include "blocks.cuh"
 #include "norm.cuh"
 
 static constexpr int THREADS = 1024;
@@ -61,6 +62,8 @@ __device__ __forceinline__ void norm_row(const u16* x, int x_stride, int columns
     const int i = threadIdx.x + k * NORM_THREADS;
     w[k] = i < pairs ? *(const float2*)(norm_weight + 2 * i) : make_float2(0.0f, 0.0f);
   }
+  u16* to = norm_out + element_at(norm_stride, blockIdx.x, 2 * threadIdx.x);
+  const int step = elements_to(norm_stride, 2 * NORM_THREADS);
   pdl_trigger();
   pdl_wait();
   const u32* from = (const u32*)(x + (u64)blockIdx.x * x_stride);
@@ -75,11 +78,10 @@ __device__ __forceinline__ void norm_row(const u16* x, int x_stride, int columns
   leave_squares(sums, squares);
   __syncthreads();
   const float inverse = inverse_root_mean(sums, columns, eps);
-  u32* normal = (u32*)(norm_out + (u64)blockIdx.x * norm_stride);
 #pragma unroll
   for (int k = 0; k < PAIRS; k++) {
     const int i = threadIdx.x + k * NORM_THREADS;
-    if (i < pairs) normal[i] = normed(kept[k], inverse, w[k]);
+    if (i < pairs) *(u32*)(to + k * step) = normed(kept[k], inverse, w[k]);
   }
 }
 

@@ -11,7 +11,8 @@
 //
 // The order of a sum depends on K and SPLITS: never on the activation rows, the quad's place or the number of blocks.
 //
-// ``side`` is a second, BF16 stack on the same x: its units go to the last clusters, which may have a quad less.
+// ``side`` is a second, BF16 stack on the same x: its units go to the last clusters.
+#include "blocks.cuh"
 #include "job.cuh"
 
 #if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -19,24 +20,36 @@
 
 static constexpr int ROWS = 16, SLICES = 4, QUAD = 4, WARPS = SLICES * QUAD, FINISHERS = 128;
 static constexpr int THREADS = 32 * WARPS + FINISHERS;
-static constexpr int BLOCK_K = 64;                  // K values: the grain of splits and slices
-static constexpr int X_BYTES = ROWS * BLOCK_K * 2;  // of a block of x
-static constexpr int SLOTS = 2;                     // quads whose sums may be under way between blocks
-static constexpr int SUMS = 2048;                   // bytes of a warp's sums of a unit
-static constexpr int VECTORS = QUAD * SUMS / 16;    // of four sums, of a quad
-static constexpr u32 RECEIVED = 0, FREE = 16, FULL = 24, BEST = 128, EXCHANGE = 256;  // offsets in shared memory
+static constexpr int X_GROUPS = 3;                // of a slice's blocks of x, each awaited as a whole
+static constexpr int SLOTS = 2;                   // quads whose sums may be under way between blocks
+static constexpr int SUMS = 2048;                 // bytes of a warp's sums of a unit
+static constexpr int VECTORS = QUAD * SUMS / 16;  // of four sums, of a quad
+static constexpr u32 RECEIVED = 0, FREE = 16, FULL = 24, READY = 32, BEST = 128, EXCHANGE = 1024;  // in shared memory
 static constexpr u32 SLOT_BASE = EXCHANGE + WARPS * SUMS;
 // Lanes of a warp that arrive at FULL and FREE: one would do, after __syncwarp, but racecheck follows all lanes only.
 static constexpr int ARRIVING = 32;
 
-// Which quads of a stack are a cluster's: ``count`` from ``first``.
-struct Share {
-  int first, count;
+// The group of a slice's block of x, and the first block of a group: one, three, the others.
+__device__ __forceinline__ int group_of(int b) { return (b > 0) + (b > 3); }
+__device__ __forceinline__ int group_at(int group) { return group == 0 ? 0 : 3 * group - 2; }
 
-  __device__ __forceinline__ Share(const Job& job, int cluster, int clusters) {
-    const int quads = (job.units + QUAD - 1) / QUAD, base = quads / clusters, rest = quads % clusters;
-    first = cluster * base + min(cluster, rest), count = base + (cluster < rest);
+// Which units of a stack are a cluster's: those from ``first`` to ``stop``, quads and perhaps half of one at the end. A half
+// has two units: warps 0 and 1 of a slice have the tiles of the first one, 2 and 3 those of the second.
+struct Share {
+  int first, stop, halves;
+
+  // ``sides``: units of a side stack, one for each of the last clusters, which then have a quad less.
+  __device__ __forceinline__ Share(const Job& job, int sides, int cluster, int clusters) {
+    const int all = (job.units + 1) / 2;
+    if (sides > clusters || all < 2 * clusters) sides = 0;
+    const int base = (all + 2 * sides) / clusters, rest = (all + 2 * sides) % clusters, before = clusters - sides;
+    halves = base + (cluster < rest) - (cluster < before ? 0 : 2);
+    first = 2 * (cluster * base + min(cluster, rest) - 2 * max(cluster - before, 0));
+    stop = min(first + 2 * halves, job.units);
   }
+
+  // One unit as half of a quad.
+  __device__ __forceinline__ explicit Share(int unit) : first(unit), stop(unit + 1), halves(1) {}
 };
 
 // Where this block is, and its part of K.
@@ -54,6 +67,7 @@ struct Block {
     first_k = rank * blocks / SPLITS, count_k = (rank + 1) * blocks / SPLITS - first_k;
   }
 
+  __device__ __forceinline__ u32 ready(int slice) const { return shared + READY + slice * (X_GROUPS * 8); }
   __device__ __forceinline__ u32 ring() const { return shared + X_BASE + (blocks + SPLITS - 1) / SPLITS * X_BYTES; }
 
   // By one warp. The arrival at the cluster hands over barriers only: it is relaxed.
@@ -63,6 +77,7 @@ struct Block {
       for (int i = 0; i < SLOTS; ++i) barrier_init(shared + RECEIVED + i * 8, 1);
       barrier_init(shared + FREE, FINISHERS / 32 * ARRIVING);
       barrier_init(shared + FULL, WARPS * ARRIVING);
+      for (int i = 0; i < SLICES * X_GROUPS; ++i) barrier_init(shared + READY + i * 8, 32);
       barriers_ready();
     }
     if (lane < ROWS) *reinterpret_cast<u64*>(__cvta_shared_to_generic(shared + BEST + lane * 8)) = 0;
@@ -79,18 +94,19 @@ struct Slice {
   }
 };
 
-// A step of x in shared memory as right operand: 16 k of 16 rows in four parts of 8 rows x 16 bytes; without swizzle. The
-// low word for address ``at``, to which bytes / 16 are added for another; the high word is a constant.
-__device__ __forceinline__ u32 operand_at(u32 at) { return (at & 0x3FFFF) >> 4 | 16u << 16; }
-__device__ __forceinline__ u64 operand(u32 low) { return static_cast<u64>(8) << 32 | low; }
+// Two chunks of x in shared memory as right operand, 16 k of 16 rows (k_major of wgmma.cuh): the low word for address ``at``,
+// to which bytes / 16 are added for another; the high word is a constant.
+__device__ __forceinline__ u32 operand_at(u32 at) { return (at & 0x3FFFF) >> 4 | 1u << 16; }
+__device__ __forceinline__ u64 operand(u32 low) { return static_cast<u64>(64 | 1u << 30) << 32 | low; }
 
 // A warp that multiplies: who it is, and what outlives a stack.
 template <int SPLITS, int RING_BYTES>
 struct Warp {
   u32 shared;
   int lane, warp, slice;  // warp: of the slice
-  int begin_k, stop_k;    // the slice's blocks of BLOCK_K
-  u32 x, ring;            // the slice's first block of x; this lane's bytes of the first piece
+  u32 span;               // the slice's blocks of BLOCK_K: first, and the one after the last in the high half
+  u32 x, ready, ring;     // the slice's first block of x, its groups' barriers; this lane's bytes of the first piece
+  bool fresh = true;      // x has not been awaited
   u32 handed = 0;         // quads handed over so far
 
   __device__ __forceinline__ Warp(const Block<SPLITS>& block) : shared(block.shared) {
@@ -98,75 +114,50 @@ struct Warp {
     const int number = __shfl_sync(ALL, threadIdx.x / 32, 0);
     slice = number / QUAD, warp = number % QUAD;
     const Slice mine(block, slice);
-    begin_k = block.first_k + mine.begin, stop_k = block.first_k + mine.stop;
-    x = shared + Block<SPLITS>::X_BASE + mine.begin * X_BYTES;
+    span = block.first_k + mine.begin | (block.first_k + mine.stop) << 16;
+    x = shared + Block<SPLITS>::X_BASE + mine.begin * X_BYTES, ready = block.ready(slice);
     ring = block.ring() + number * RING_BYTES + lane * 16;
   }
 
-  // The slice's part of x, by its 4 warps. Step j of a block of 64 k is [2 chunks of 8 k][2 x 8 rows][8 k]: chunk c has of
-  // each lane t of decode.cuh its pair 2j + c, so that weights and x meet in one order of K.
-  // ``meanwhile`` is run while the first loads are under way.
-  template <class F, class Work>
-  __device__ __forceinline__ void stage_x(const Job& job, const Work& meanwhile) const {
-    constexpr int BATCH = 5, LANE_K = F::WINDOW / 4, HALF_K = F::WINDOW == 64 ? 8 : 32;
-    const int row = lane / 4, t = lane % 4, octet = warp % 2, count = stop_k - begin_k;
-    const u16* from = job.x + static_cast<long long>(octet * 8 + row) * job.x_stride + begin_k * BLOCK_K + t * LANE_K;
-    const int left = job.k - begin_k * BLOCK_K - t * LANE_K;
-    const u32 to = x + octet * 128 + lane * 4;
-#pragma unroll 1
-    for (int b0 = warp / 2; b0 < count || b0 == warp / 2; b0 += 2 * BATCH) {
-      uint4 v[BATCH][2];
-#pragma unroll
-      for (int i = 0; i < BATCH; ++i)
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const int b = b0 + 2 * i, k = b * BLOCK_K + h * HALF_K;
-          v[i][h] = b < count && k < left ? __ldcg(reinterpret_cast<const uint4*>(from + k)) : uint4{0, 0, 0, 0};
-        }
-      if (b0 == warp / 2) meanwhile();
-#pragma unroll
-      for (int i = 0; i < BATCH; ++i)
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const int b = b0 + 2 * i;
-          if (b >= count) continue;
-          const u32 at = to + b * X_BYTES + h * (X_BYTES / 2);
-          store_shared4(at, __uint_as_float(v[i][h].x));
-          store_shared4(at + 256, __uint_as_float(v[i][h].y));
-          store_shared4(at + 512, __uint_as_float(v[i][h].z));
-          store_shared4(at + 768, __uint_as_float(v[i][h].w));
-        }
-    }
-    publish();
-    named_barrier<32 * QUAD>(1 + slice);
+  __device__ __forceinline__ int begin_k() const { return packed() & 0xFFFF; }
+  __device__ __forceinline__ int stop_k() const { return packed() >> 16; }
+
+  // The compiler would keep both in registers of their own, from one stack to the next.
+  __device__ __forceinline__ u32 packed() const {
+    u32 both = span;
+    asm volatile("" : "+r"(both));
+    return both;
   }
+
+  // Until the slice's block ``b`` of x is there.
+  __device__ __forceinline__ void wait_x(int b) const { barrier_wait(ready + group_of(b) * 8, 0); }
 };
 
-// A warp's stream of weights and its sums. SIDE: of units of a BF16 stack, on x in the order of MAIN; warps 0 and 1 of a
-// slice have a tile each, the others none.
+// A warp's stream of weights and its sums. SIDE: of a unit of a BF16 stack, half of a quad, on x in the order of MAIN.
 template <class F, class W, int DEPTH, int PIECE, bool SIDE, class MAIN = F>
 struct Stream {
   static constexpr int PIECES = BLOCK_K / F::WINDOW;
   static constexpr bool OWN = F::WINDOW == 64;  // decoded fragments have separate registers: see tiles_hopper.cuh
   static constexpr int AHEAD = SIDE ? DEPTH : 2;
 
+  const Job& job;
   W& warp;
-  int pieces;             // of a unit in this slice
+  int pieces, half;       // of a unit in this slice; of the half at the end, of which both warps of a unit load all
   const u8* at;           // where the next load comes from
-  long long jump;         // from a unit's last piece in this slice to the next quad's first, less a piece
   int at_left, at_total;  // pieces to load of that unit, and in all
   u32 x_at, stage;        // operand of the next piece's first step of x; where in the ring the next piece lies
   float sum[2][ROWS / 2];
 
-  // ``count`` quads (SIDE: units) from ``first``; nothing is loaded of units that are not there.
-  __device__ __forceinline__ Stream(const Job& job, W& w, int first, int count) : warp(w) {
-    const int begin = w.begin_k * PIECES, unit = SIDE ? first : first * QUAD + w.warp;
-    pieces = SIDE && w.warp > 1 ? 0 : max(min(w.stop_k * PIECES, job.windows) - begin, 0);
+  // Nothing is loaded of units that are not there.
+  __device__ __forceinline__ Stream(const Job& j, W& w, const Share& share) : job(j), warp(w) {
+    const int quads = share.halves / 2, odd = share.halves % 2;
+    const int begin = w.begin_k() * PIECES, rest = share.first + quads * QUAD + w.warp / 2;
+    const int unit = quads > 0 ? share.first + w.warp : rest;
+    pieces = max(min(w.stop_k() * PIECES, job.windows) - begin, 0);
+    half = odd && rest < share.stop ? pieces : 0;
     at = job.weights + (static_cast<long long>(unit) * job.windows + begin) * F::UNIT + w.lane * 16;
-    if (SIDE) at += w.warp * (F::UNIT / 2);
-    jump = (static_cast<long long>(QUAD) * job.windows - pieces) * F::UNIT;
-    const int last = unit + (count - 1) * QUAD;
-    at_left = pieces, at_total = count <= 0 || unit >= job.units ? 0 : pieces * (count - (last >= job.units));
+    const int missing = !odd && share.stop - share.first <= (quads - 1) * QUAD + w.warp;
+    at_left = pieces, at_total = pieces * (quads - missing) + half;
     stage = w.ring;
     fill_ring(0, AHEAD);
   }
@@ -181,16 +172,17 @@ struct Stream {
   __device__ __forceinline__ void fill(u32 to) {
     if (at_total > 0) {
       if (SIDE)
-        F::fetch_tile(to, at, warp.lane, 0);
+        F::fetch_tile(to, at, warp.lane, warp.warp % 2);
       else
         F::fetch(to, at, warp.lane);
     }
     copy_commit();
     --at_total;
     at += F::UNIT;
-    const bool end = --at_left == 0;
-    at += end ? jump : 0;
-    at_left = end ? pieces : at_left;
+    if (--at_left > 0) return;
+    const int units = at_total == half ? QUAD - warp.warp + warp.warp / 2 : QUAD;  // to the warp's next one
+    at += (units * job.windows - pieces) * F::UNIT;
+    at_left = pieces;
   }
 
   __device__ __forceinline__ u32 next_place() {
@@ -198,6 +190,12 @@ struct Stream {
     stage = here == warp.ring + (DEPTH - 1) * PIECE ? warp.ring : here + PIECE;
     copy_wait<DEPTH - 1>();
     return here;
+  }
+
+  // A block of x has PIECES pieces side by side.
+  __device__ __forceinline__ void next_x() {
+    constexpr int BLOCK = X_BYTES / 16, ACROSS = BLOCK_K * 2 / 16 / PIECES;
+    x_at += PIECES == 1 ? BLOCK : x_at & ACROSS ? BLOCK - ACROSS : ACROSS;
   }
 
   // A piece times its block of x; products of one tile run while the other is decoded.
@@ -217,12 +215,34 @@ struct Stream {
       }
       wgmma_fence();
 #pragma unroll
-      for (int j = 0; j < F::STEPS; ++j) Wgmma<ROWS>::multiply(sum[m], a[m][j], operand(x_at + j * 32), 1);
+      for (int j = 0; j < F::STEPS; ++j) Wgmma<ROWS>::multiply(sum[m], a[m][j], operand(x_at + j * 2), 1);
       wgmma_commit();
       wgmma_wait<1>();
       keep(a[1 - m]);
     }
-    x_at += X_BYTES / PIECES / 16;
+    next_x();
+  }
+
+  // Of a half of a quad: the warp's tile alone; its products run while the next piece is decoded.
+  __device__ __forceinline__ void half_step(u32 (&a)[F::STEPS][4], u32 (&other)[F::STEPS][4]) {
+    const u32 here = next_place();
+    const typename F::Words w = F::read_half(here, warp.lane, warp.warp % 2);
+    fill(here);
+#pragma unroll
+    for (int h = 0; h < F::STEPS / 2; ++h) {
+      u32 pair[2][4];
+      F::fragments(w, 0, h, pair);
+#pragma unroll
+      for (int i = 0; i < 8; ++i)
+        a[2 * h + i / 4][i % 4] = OWN ? pair[i / 4][i % 4] : mul_bf16x2(pair[i / 4][i % 4], 0x3F803F80u);
+    }
+    wgmma_fence();
+#pragma unroll
+    for (int j = 0; j < F::STEPS; ++j) Wgmma<ROWS>::multiply(sum[0], a[j], operand(x_at + j * 2), 1);
+    wgmma_commit();
+    wgmma_wait<1>();
+    keep(other);
+    next_x();
   }
 
   __device__ __forceinline__ void side_step(int piece) {
@@ -233,52 +253,144 @@ struct Stream {
     Bf16::fragments(w, 0, 0, a);
     const int t = warp.lane % 4;
     const int half = MAIN::WINDOW == 64 ? t % 2 : piece % 2, pair = MAIN::WINDOW == 64 ? piece % 2 * 2 + t / 2 : t;
-    const u32 from = warp.x + piece / 2 * X_BYTES + half * (X_BYTES / 2) + warp.lane / 4 * 16 + pair * 4;
+    const int row = warp.lane / 4;
+    const u32 from = warp.x + piece / 2 * X_BYTES + row * 128 + pair * 4;
 #pragma unroll
     for (int j = 0; j < 2; ++j)
 #pragma unroll
       for (int n = 0; n < 2; ++n)
-        mma<false>(four(0, n), a[j], load_shared4(from + j * 512 + n * 128),
-                   load_shared4(from + j * 512 + 256 + n * 128));
+        mma<false>(four(0, n), a[j], load_shared4(from + n * 1024 + ((half * 4 + 2 * j) ^ row) * 16),
+                   load_shared4(from + n * 1024 + ((half * 4 + 2 * j + 1) ^ row) * 16));
   }
 
   __device__ __forceinline__ float (&four(int m, int n))[4] { return *reinterpret_cast<float (*)[4]>(&sum[m][4 * n]); }
 
   // Sums of a unit, weight tile m, column tile n (8 rows), lane l: four of them in vector m * 64 + n * 32 + l.
+  template <bool HALF>
   __device__ __forceinline__ void hand_over() {
     if (warp.handed > 0) barrier_wait(warp.shared + FREE, (warp.handed - 1) & 1);
     ++warp.handed;
-    const u32 to = warp.shared + EXCHANGE + (warp.slice * QUAD + warp.warp) * SUMS + warp.lane * 16;
+    const int first = HALF ? warp.warp : 2 * warp.warp;  // tile of the quad
+    const u32 to = warp.shared + EXCHANGE + warp.slice * (QUAD * SUMS) + first * (SUMS / 2) + warp.lane * 16;
 #pragma unroll
-    for (int m = 0; m < (SIDE ? 1 : 2); ++m)
+    for (int m = 0; m < (HALF ? 1 : 2); ++m)
 #pragma unroll
-      for (int n = 0; n < 2; ++n) store_sums(to + (SIDE ? warp.warp % 2 : m) * 1024 + n * 512, four(m, n));
+      for (int n = 0; n < 2; ++n) store_sums(to + m * 1024 + n * 512, four(m, n));
     __syncwarp();
     if (warp.lane < ARRIVING) barrier_arrive(warp.shared + FULL);
   }
 
-  __device__ __forceinline__ void run(int quads) {
+  __device__ __forceinline__ void start() {
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i) (&sum[0][0])[i] = 0.0f;
+    x_at = operand_at(warp.x);
+  }
+
+  // Before piece ``piece`` is multiplied.
+  __device__ __forceinline__ void await_x(int piece) {
+    if (warp.fresh) warp.wait_x(piece / PIECES);
+  }
+
+  __device__ __forceinline__ void run(int halves) {
     u32 a[2][F::STEPS][4];
 #pragma unroll 1
-    for (; quads > 0; --quads) {
-#pragma unroll
-      for (int i = 0; i < ROWS; ++i) (&sum[0][0])[i] = 0.0f;
-      x_at = operand_at(warp.x);
+    for (; halves > 1; halves -= 2) {
+      start();
 #pragma unroll 1
       for (int piece = 0; piece < pieces; ++piece) {
-        if constexpr (SIDE)
-          side_step(piece);
-        else
-          step(a);
+        await_x(piece);
+        step(a);
       }
-      if constexpr (!SIDE) {
-        wgmma_wait<0>();
-        keep(a[0]), keep(a[1]), keep(sum[0]), keep(sum[1]);
-      }
-      hand_over();
+      wgmma_wait<0>();
+      keep(a[0]), keep(a[1]), keep(sum[0]), keep(sum[1]);
+      warp.fresh = false;
+      hand_over<false>();
     }
+    if (halves == 0) return;
+    start();
+#pragma unroll 1
+    for (int piece = 0; piece < pieces; piece += 2) {
+      await_x(piece);
+      half_step(a[0], a[1]);
+      if (piece + 1 == pieces) break;
+      await_x(piece + 1);
+      half_step(a[1], a[0]);
+    }
+    wgmma_wait<0>();
+    keep(a[0]), keep(a[1]), keep(sum[0]);
+    warp.fresh = false;
+    hand_over<true>();
+  }
+
+  // SIDE: the unit.
+  __device__ __forceinline__ void run_side() {
+    start();
+#pragma unroll 1
+    for (int piece = 0; piece < half; ++piece) {
+      await_x(piece);
+      side_step(piece);
+    }
+    hand_over<true>();
   }
 };
+
+// The slices' parts of x, each by one of the warps that finish, in the order in which they are used. A tensor in blocks is
+// copied. Of one in rows, a lane reads 8 k of every fourth row of a block, so that a warp reads whole lines, and stores them in
+// pairs of k.
+template <class F, int SPLITS>
+__device__ __forceinline__ void stage_x(const Job& job, const Block<SPLITS>& block) {
+  const int lane = threadIdx.x % 32, slice = __shfl_sync(ALL, threadIdx.x / 32, 0) - WARPS;
+  const Slice mine(block, slice);
+  const int count = mine.stop - mine.begin, first = block.first_k + mine.begin;
+  const u32 x = block.shared + Block<SPLITS>::X_BASE + mine.begin * X_BYTES, ready = block.ready(slice);
+  if (job.x_stride < 0) {
+    asm volatile("fence.proxy.async.global;" ::: "memory");  // copies see what the kernels before wrote
+    const u8* from = reinterpret_cast<const u8*>(job.x) + first * X_BYTES;
+#pragma unroll
+    for (int i = 0; i < X_GROUPS; ++i) {
+      const int at = group_at(i), bytes = (min(i + 1 < X_GROUPS ? group_at(i + 1) : count, count) - at) * X_BYTES;
+      if (lane == 0 && bytes > 0) {
+        barrier_expect(ready + i * 8, bytes);
+        copy_bulk(x + at * X_BYTES, from + at * X_BYTES, bytes, ready + i * 8);
+      } else {
+        barrier_arrive(ready + i * 8);
+      }
+    }
+    return;
+  }
+  constexpr int BATCH = 2;
+  const int chunk = lane % 8, t = F::WINDOW == 64 ? chunk / 2 : chunk % 4,
+            half = F::WINDOW == 64 ? chunk % 2 : chunk / 4;
+  const u16* from = job.x + static_cast<long long>(lane / 8) * job.x_stride + first * BLOCK_K + chunk * 8;
+  const int left = job.k - first * BLOCK_K - chunk * 8;
+  const u32 to = x + lane / 8 * 128 + t * 4;
+#pragma unroll 1
+  for (int b0 = 0; b0 < count; b0 += BATCH) {
+    uint4 v[BATCH][4];
+#pragma unroll
+    for (int i = 0; i < BATCH; ++i)
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        const int b = b0 + i;
+        const u16* here = from + r * 4ll * job.x_stride + b * BLOCK_K;
+        v[i][r] = b < count && b * BLOCK_K < left ? __ldcg(reinterpret_cast<const uint4*>(here)) : uint4{0, 0, 0, 0};
+      }
+#pragma unroll
+    for (int i = 0; i < BATCH; ++i) {
+      const int b = b0 + i;
+      if (b >= count) break;
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        const u32 at = to + b * X_BYTES + r * 512, words[4] = {v[i][r].x, v[i][r].y, v[i][r].z, v[i][r].w};
+#pragma unroll
+        for (int p = 0; p < 4; ++p)
+          store_shared4(at + (half * 4 + p ^ lane / 8 + r % 2 * 4) * 16, __uint_as_float(words[p]));
+      }
+      publish();
+      if (b + 1 == count || group_of(b + 1) > group_of(b)) barrier_arrive(ready + group_of(b) * 8);
+    }
+  }
+}
 
 // The warps that finish: thread i has vectors i, i + 128, ... of the block's part of a quad's sums; v counts those of the
 // whole quad. All of a thread's vectors have the same two activation rows.
@@ -301,7 +413,7 @@ struct Finisher {
   static __device__ __forceinline__ int tile_of(int v) { return v / 64 % 2; }
 
   // Where the sums of a vector go, two weight rows (8 apart) of two activation rows each, and what they need besides, loaded
-  // long before they are there. SIDE: two of a quad's units are the tiles of the one that there is.
+  // long before they are there.
   struct Target {
     bool real;  // whether there are such rows
     int unit, column;
@@ -313,10 +425,10 @@ struct Finisher {
   };
 
   template <bool SIDE>
-  __device__ __forceinline__ Target target(const Job& job, int v, int quad) const {
+  __device__ __forceinline__ Target target(const Job& job, int v, int first, int stop) const {
     Target to;
-    to.unit = SIDE ? quad : quad * QUAD + v / 128;
-    to.real = to.unit < job.units && (!SIDE || tile_of(v) == v / 128);
+    to.unit = first + v / 128;
+    to.real = to.unit < stop;
     if (!to.real) return to;
     const int padded = to.unit * UNIT_ROWS + tile_of(v) * TILE + v % 32 / 4;
     to.scale[0] = __ldg(job.scale + padded), to.scale[1] = __ldg(job.scale + padded + 8);
@@ -324,7 +436,8 @@ struct Finisher {
     Place at = gated_pair ? Place{} : place_of(job, to.unit, padded, row_of(v));
     if (gated_pair) {
       at.column = to.unit * TILE + tile_of(v) * 8 + v % 32 / 4, at.out = job.out[0], at.stride = job.out_stride[0];
-      at.offset = static_cast<long long>(row_of(v)) * at.stride + at.column;
+      const u64 next = element_at(at.stride, row_of(v) + 1, at.column);
+      at.offset = element_at(at.stride, row_of(v), at.column), at.stride = static_cast<int>(next - at.offset);
     }
     to.column = padded, to.stride = at.stride, to.columns = at.columns - at.column;
     if (gated_pair) to.columns = job.columns[0] - at.column;
@@ -402,8 +515,9 @@ struct Finisher {
     if (lane < ARRIVING) barrier_arrive(block.shared + FREE);
   }
 
+  // The quad from unit ``first`` on, as far as ``stop``.
   template <bool SIDE>
-  __device__ __forceinline__ void finish(const Job& job, int quad) {
+  __device__ __forceinline__ void finish(const Job& job, int first, int stop) {
     const u32 number = handed++;
     Target to[BATCH];
 #pragma unroll 1
@@ -411,7 +525,7 @@ struct Finisher {
       const bool mine = v0 < PART;
 #pragma unroll
       for (int i = 0; i < BATCH; ++i)
-        if (mine) to[i] = target<SIDE>(job, block.rank * PART + v0 + i * FINISHERS, quad);
+        if (mine) to[i] = target<SIDE>(job, block.rank * PART + v0 + i * FINISHERS, first, stop);
       if (v0 == thread) {
         barrier_wait(block.shared + FULL, number & 1);
         if constexpr (SPLITS > 1) {
@@ -452,40 +566,43 @@ struct Finisher {
 
 template <class F, int SPLITS, int DEPTH>
 __device__ __forceinline__ void run_blocks(const Job& main, const Job& side) {
-  extern __shared__ __align__(128) u8 memory[];
+  extern __shared__ __align__(1024) u8 memory[];
   const Block<SPLITS> block(main, shared_address(memory));
-  const Share share(main, block.cluster, block.clusters);
+  const Share share(main, side.units, block.cluster, block.clusters);
   const int side_units = side.units, last = block.clusters - 1 - block.cluster;
   if (threadIdx.x >= 32 * WARPS) {
     if (threadIdx.x < 32 * WARPS + 32) block.init_barriers();
     __syncthreads();
     if (SPLITS > 1) cluster_arrive();
     pdl_trigger();
-    pdl_wait();  // of the residual
+    pdl_wait();
+    stage_x<F>(main, block);
     if (SPLITS > 1) cluster_wait();
     Finisher<SPLITS> finisher(block);
 #pragma unroll 1
-    for (int i = 0; i < share.count; ++i) finisher.template finish<false>(main, share.first + i);
+    for (int unit = share.first; unit < share.stop; unit += QUAD)
+      finisher.template finish<false>(main, unit, share.stop);
 #pragma unroll 1
-    for (int unit = last; unit < side_units; unit += block.clusters) finisher.template finish<true>(side, unit);
+    for (int unit = last; unit < side_units; unit += block.clusters)
+      finisher.template finish<true>(side, unit, unit + 1);
     if (main.mode == GREEDY) finisher.rank_logits(main);
     return;  // every byte sent to this block has come: it may end, others need not
   }
   using W = Warp<SPLITS, DEPTH * F::UNIT>;
   W warp(block);
-  Stream<F, W, DEPTH, F::UNIT, false> stream(main, warp, share.first, share.count);
+  Stream<F, W, DEPTH, F::UNIT, false> stream(main, warp, share);
   __syncthreads();
   if (SPLITS > 1) cluster_arrive();
   pdl_trigger();
-  pdl_wait();
-  warp.template stage_x<F>(main, [&] { stream.fill_ring(stream.AHEAD, DEPTH); });
   if (SPLITS > 1) cluster_wait();
-  stream.run(share.count);
+  if (warp.begin_k() < warp.stop_k()) warp.wait_x(0);
+  stream.fill_ring(stream.AHEAD, DEPTH);
+  stream.run(share.halves);
 #pragma unroll 1
   for (int unit = last; unit < side_units; unit += block.clusters) {
     constexpr int TILE_BYTES = Bf16::UNIT / 2, PLACES = DEPTH * F::UNIT / TILE_BYTES;
-    Stream<Bf16, W, PLACES, TILE_BYTES, true, F> more(side, warp, unit, 1);
-    more.run(1);
+    Stream<Bf16, W, PLACES, TILE_BYTES, true, F> more(side, warp, Share(unit));
+    more.run_side();
   }
 }
 

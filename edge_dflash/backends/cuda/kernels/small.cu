@@ -1,4 +1,5 @@
 // Small kernels of a pass: gather, norm, row selection, commit.
+#include "blocks.cuh"
 #include "control.cuh"
 #include "norm.cuh"
 
@@ -31,9 +32,11 @@ __device__ __forceinline__ void norm_row(const u16* row, const float* weight, u1
   leave_squares(sums, squares);
   __syncthreads();
   const float inverse = inverse_root_mean(sums, columns, eps);
-  u32* to = (u32*)(out + (u64)blockIdx.x * out_stride);
+  u16* to = out + element_at(out_stride, blockIdx.x, 2 * threadIdx.x);
+  const int step = elements_to(out_stride, 2 * THREADS);
 #pragma unroll 4
-  for (int i = threadIdx.x; i < pairs; i += THREADS) to[i] = normed(from[i], inverse, *(const float2*)(weight + 2 * i));
+  for (int i = threadIdx.x; i < pairs; i += THREADS, to += step)
+    *(u32*)to = normed(from[i], inverse, *(const float2*)(weight + 2 * i));
 }
 
 // Row ids[blockIdx.x] of table [V, H] BF16; pieces of 8 values. Ids outside the table give row 0 (never in a valid row).
