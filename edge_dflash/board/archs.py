@@ -14,7 +14,7 @@ from typing import Literal
 from edge_dflash.errors import BackendError
 
 CHUNK_SECONDS = 0.1  # that one prefill pass may take: deadlines, cancels and urgent requests wait for its end
-MOST_ROWS = 512  # of a prefill pass by default: a larger one is hardly faster
+MOST_ROWS = 512  # of a prefill pass by default, unless an architecture says otherwise
 _USED = 0.35  # of a dense BF16 rate, that our prefill is trusted with: on an H200 it was 0.31 to 0.56 of cuBLAS's
 _SPELLING = re.compile(r"(?:sm[_-]?)?(?:(\d{2,3})|(\d{1,2})\.(\d))a?")
 
@@ -33,6 +33,7 @@ class Arch:
     tensorrt: Literal["tensorrt", "tensorrt_rtx"] | None  # module that builds engines for it
     flops: float  # of prefill, to be relied on: multiplications and additions a second
     least_rows: int = 64  # of a prefill pass by default: fewer leave the tensor cores idle
+    most_rows: int = MOST_ROWS  # of a prefill pass by default: more are hardly faster
     block_shared: int = 227 << 10  # bytes of shared memory that a block of a kernel may have
     features: tuple[Feature, ...] = ()
 
@@ -51,8 +52,8 @@ class Arch:
         return 2 * parameters * rows / self.flops
 
     def prefill_rows(self, parameters: int) -> int:
-        """Default chunk: the largest power of two within CHUNK_SECONDS, from ``least_rows`` to MOST_ROWS."""
-        rows = MOST_ROWS
+        """Default chunk: the largest power of two within CHUNK_SECONDS, from ``least_rows`` to ``most_rows``."""
+        rows = self.most_rows
         while rows > self.least_rows and self.prefill_seconds(parameters, rows) > CHUNK_SECONDS:
             rows //= 2
         return rows
@@ -69,7 +70,7 @@ ARCHS = (
     # L4, the smallest of the data center: 121 sparse
     Arch("sm89", 89, "sm89", "tensorrt", _USED * 60.5e12, block_shared=99 << 10),
     # H100 SXM and H200: 1,979 sparse
-    Arch("sm90", 90, "sm90a", "tensorrt", _USED * 989e12, features=("clusters", "wgmma")),
+    Arch("sm90", 90, "sm90a", "tensorrt", _USED * 989e12, most_rows=2048, features=("clusters", "wgmma")),
     # Thor T5000: 2,070 FP4 sparse
     Arch("sm110", 110, "sm110a", "tensorrt", _USED * 250e12, features=("clusters", "e2m1")),
     # RTX 5070, FP32 sums: 123.5 sparse

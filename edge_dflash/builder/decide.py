@@ -123,7 +123,8 @@ def decide(config: BuildConfig) -> Decisions:
     _check_output(config)
     pair = recipe.masked(read_pair(config.target, config.drafter))
     programs = pair_programs(pair)
-    max_context, chunk = _sizes(config, recipe, pair, default_chunk(choice.arch, programs, MOST_ROWS))
+    most = MOST_ROWS if "tensorrt" in choice.backends else choice.arch.most_rows  # its passes are always whole chunks
+    max_context, chunk = _sizes(config, recipe, pair, default_chunk(choice.arch, programs, most))
     tokenizer, warnings = _tokenizer(config.target, pair)
     store = PairCheckpoint.open(config.target, config.drafter, programs.weights)
     choice, formats, engines, more = _backends(choice, recipe, pair, store, chunk)

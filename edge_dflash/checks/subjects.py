@@ -19,6 +19,7 @@ from edge_dflash.bundle.reader import read_manifest
 from edge_dflash.checks.bench import Device, Form, Say, Subject, Workload, run, tiled
 from edge_dflash.checks.bench_result import BenchResult
 from edge_dflash.checks.footprint import Costs
+from edge_dflash.checks.inspect import default_chunk
 from edge_dflash.checks.measure import accept_pattern, matmul_rate, read_bandwidth
 from edge_dflash.checks.random_pair import RandomWeights, synthetic_pair, synthetic_tokenizer
 from edge_dflash.decode.backend import Precision
@@ -117,8 +118,9 @@ def synthetic_subject(
     say(f"loading {name} with random {kind} weights")
     began = time.perf_counter()
     weights = RandomWeights(pair, kind, cubin)
-    precision = Precision()
-    backend = NativeBackend(pair, weights, precision, cubin=cubin, max_context=work.rows(pair.drafter.block_size))
+    precision, context = Precision(), work.rows(pair.drafter.block_size)
+    chunk = default_chunk(arch_of_sm(device_sm()), pair_programs(pair), context)
+    backend = NativeBackend(pair, weights, precision, cubin=cubin, max_context=context, prefill_chunk=chunk)
     loaded = time.perf_counter() - began
     filler = np.random.default_rng(0).integers(0, pair.target.vocab_size, 1 << 16).tolist()
     with Planner(backend, tokenizer, (pair.target.vocab_size - 1,), fallback=False) as planner:

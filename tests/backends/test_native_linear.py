@@ -95,7 +95,7 @@ def halves(pair):
 
 
 def nvfp4_fragments(piece):
-    """One piece -> values [tile, lane, half, pair, 2], as e2m1_pairs and block_scale_pair compute them."""
+    """One piece -> values [tile, lane, half, pair, 2], as e2m1_pairs and block_scales compute them."""
     words = piece[:1024].view(np.uint32).reshape(2, 32, 2, 2)
     scales = piece[1024:].reshape(32, 2, 2).transpose(1, 0, 2).astype(np.uint32)
     rotated = words >> 4 | words << 28

@@ -174,3 +174,10 @@ def test_a_multiprocessor_takes_no_more_blocks_of_a_verify_than_its_share():
         assert (228 << 10) // (shared + 1024) == fits
     for sm in (90, 110, 120, 121):
         assert DELTA_27B.verify_shared(sm, 132) <= SHARED_LIMIT[f"sm{sm}a"] << 10
+
+
+def test_a_multiprocessor_takes_no_more_blocks_of_a_prefill_than_its_share():
+    for sm_count, fits in ((132, 3), (200, 2), (60, 4), (20, 4)):  # more than four have no room
+        shared = DELTA_27B.recurrence_shared(90, sm_count)
+        assert (228 << 10) // (shared + 1024) == fits
+    assert (100 << 10) // (DELTA_27B.recurrence_shared(121, 48) + 1024) == 2

@@ -11,6 +11,7 @@ from benchmark_support import SHAPE, Clock, TimedBackend, device
 
 from edge_dflash.backends.cuda import compile as kernels
 from edge_dflash.backends.cuda.compile import ARCHS, KERNELS
+from edge_dflash.board.archs import find_arch
 from edge_dflash.bundle.reader import read_manifest
 from edge_dflash.checks import subjects
 from edge_dflash.checks.bench import Workload
@@ -91,14 +92,15 @@ def test_a_synthetic_pair_is_loaded_with_room_for_all_that_is_asked(monkeypatch)
 
     clock, made = Clock().install(monkeypatch), {}
 
-    def backend(pair, weights, precision, *, cubin, max_context):
-        made.update(max_context=max_context, formats=weights.formats, kv=precision.kv)
+    def backend(pair, weights, precision, *, cubin, max_context, prefill_chunk):
+        made.update(formats=weights.formats, kv=precision.kv, prefill_chunk=prefill_chunk)
         sizes = {"vocab_size": pair.target.vocab_size, "block_size": pair.drafter.block_size}
         shape = replace(SHAPE, max_context=max_context, **sizes)
         return TimedBackend(clock, shape)
 
     monkeypatch.setattr(native_backend, "NativeBackend", backend)
     monkeypatch.setattr(subjects, "probe_device", lambda folder, say: (device(), str.encode))
+    monkeypatch.setattr(subjects, "device_sm", lambda: 90)
     work = Workload(context=512, tokens=64, prefill=(128, 2048), contexts=(1024, 4096))
     said = []
     found = bench_synthetic("qwen3-8b", "bf16", work, say=said.append)
@@ -108,6 +110,7 @@ def test_a_synthetic_pair_is_loaded_with_room_for_all_that_is_asked(monkeypatch)
     assert [1024 < found.contexts[0].context < 1200, 4096 < found.contexts[1].context < 4300] == [True, True]
     assert not any("do not fit" in line for line in said)
     assert made["kv"] == "fp8"
+    assert made["prefill_chunk"] == find_arch("sm90").most_rows
     assert set(made["formats"].values()) == {"bf16"}
     assert found.cycle.whole.bytes > 16e9
     assert found.prompts == "512 random ids"

@@ -92,6 +92,17 @@ def test_a_row_of_weights_never_depends_on_the_other_weights(device, linears, ki
 
 
 @pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("rows", [520, 2048])
+def test_few_weights_of_many_rows_give_the_bits_of_few_rows(device, linears, kind, rows):
+    k = 320
+    stack = LinearWeights.of(device.gpu, repack(weight(kind, 96, k, 6)))
+    x = inputs(rows, k)
+    (found,) = run(device, linears, stack, x)
+    for first in range(0, rows, 500):
+        assert torch.equal(found[first : first + 20], run(device, linears, stack, x[first : first + 20])[0])
+
+
+@pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("rows", [20, 190, 300])
 def test_residual_gate_and_several_outputs(device, linears, kind, rows):
     n, k = 344, 256

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
 UNIT = "delta"
 TAPS = 4  # longest convolution of the kernels
-_PREPARE_WARPS, _PREPARE_ROWS, _THREADS, _COLUMNS = 8, 4, 128, 16
+_PREPARE_WARPS, _PREPARE_ROWS, _NORM_ROWS = 8, 4, 4
+# Of a block of the recurrence: rows at a time, threads, columns of S, parts of an output.
+_STAGE, _THREADS, _COLUMNS, _PARTS = 16, 128, 16, 8
 _CLUSTER, _CLUSTER_ROWS, _CLUSTER_DIM = 2, 16, 128  # blocks of a head; most rows and dims of its kernel
 _CLUSTER_THREADS, _CLUSTER_SHARED = 288, 98512
 _RESERVED = 1024  # bytes of shared memory that a block takes besides its own, of which one block may have all but these
@@ -75,8 +77,8 @@ class DeltaShape:
 
     @property
     def most_rows(self) -> int:
-        """Pending and own rows of the largest pass."""
-        return self.rows + max(self.rows, self.prefill_rows)
+        """Pending and own rows of the largest pass, in whole stages of the recurrence."""
+        return -(-(self.rows + max(self.rows, self.prefill_rows)) // _STAGE) * _STAGE
 
     @property
     def scratch_bytes(self) -> int:
@@ -98,12 +100,14 @@ class DeltaShape:
         return dims == (_CLUSTER_DIM, _CLUSTER_DIM, TAPS) and self.rows <= _CLUSTER_ROWS
 
     def verify_shared(self, sm: int, sm_count: int) -> int:
-        """Shared memory of a verify's block: so much that no multiprocessor takes more blocks than its share of them.
+        """Shared memory of a verify's block."""
+        return _spread(_CLUSTER_SHARED, self.value_heads * _CLUSTER, sm, sm_count)
 
-        Blocks that start while a linear layer ends would otherwise crowd where it ended first, at half the speed.
-        """
-        room, share = block_shared(sm), -(-self.value_heads * _CLUSTER // sm_count)
-        return min(max(_CLUSTER_SHARED, (room + _RESERVED) // (share + 1) - _RESERVED + 16), room)
+    def recurrence_shared(self, sm: int, sm_count: int) -> int:
+        """Shared memory of a block of the recurrence: two stages and parts of the outputs of one."""
+        stage = 4 * _STAGE * 2 * self.key_dim + (_STAGE + 1) * (4 * _COLUMNS + 16)
+        parts = (_STAGE + 1) * 4 * _PARTS * (_COLUMNS + 4)
+        return _spread(2 * stage + parts, self.value_heads * (self.value_dim // _COLUMNS), sm, sm_count)
 
     def pass_bytes(self, pending: int, rows: int, *, commits: bool = False) -> int:
         """Fewest bytes of a pass: S in and out, tape in and out, own rows in and out, convolution and norm."""
@@ -119,6 +123,15 @@ class DeltaShape:
         packed = np.zeros((TAPS, self.channels), np.float32)
         packed[TAPS - self.conv_kernel :] = conv.reshape(self.channels, self.conv_kernel).T
         return packed
+
+
+def _spread(nbytes: int, blocks: int, sm: int, sm_count: int) -> int:
+    """Shared memory of a block that uses ``nbytes``: so much that no multiprocessor has more blocks than its share.
+
+    Blocks that start while another kernel ends would otherwise crowd where it ended first, at half the speed.
+    """
+    room, share = block_shared(sm), -(-blocks // sm_count)
+    return min(max(nbytes, (room + _RESERVED) // (share + 1) - _RESERVED + 16), room)
 
 
 @dataclass(frozen=True)
@@ -151,7 +164,8 @@ class DeltaKernels:
         self._gpu, self.shape = gpu, shape
         self.clusters = clusters and shape.clusters and supports(gpu.sm, "clusters")
         self._prepare = module.kernel("delta_prepare")
-        self._recurrence = module.kernel(f"delta_recurrence_k{shape.key_dim}")
+        self._shared = shape.recurrence_shared(gpu.sm, gpu.sm_count)
+        self._recurrence = module.kernel(f"delta_recurrence_k{shape.key_dim}", shared_bytes=self._shared)
         self._norm = module.kernel("delta_norm")
         self._verify_shared = shape.verify_shared(gpu.sm, gpu.sm_count)
         self._verify = module.kernel("delta_verify", shared_bytes=self._verify_shared) if self.clusters else None
@@ -211,20 +225,21 @@ class DeltaKernels:
         )
         self._gpu.launch(
             self._recurrence,
-            (s.value_heads, s.value_dim // _COLUMNS + 1, 1),  # the last row writes the tape
+            (s.value_heads, s.value_dim // _COLUMNS, 1),
             _THREADS,
             (
                 *(layer.state, layer.history, layer.tape_u, layer.tape_g, layer.tape_beta, scratch),
                 *(x.qkv.pointer, words.pending, words.rows, own, s.most_rows, *heads),
                 *(s.value_dim, s.conv_kernel, x.qkv.stride, int(words.prefill)),
             ),
+            shared_bytes=self._shared,
             overlap=True,
         )
         if own == 0:
             return
         self._gpu.launch(
             self._norm,
-            (-(-s.value_heads // _PREPARE_WARPS), own, 1),
+            (-(-s.value_heads // _PREPARE_WARPS), -(-own // _NORM_ROWS), 1),
             _PREPARE_WARPS * 32,
             (
                 *(scratch, x.z.pointer, layer.norm, x.out.pointer, words.rows, own, s.most_rows, *heads),

@@ -29,11 +29,31 @@ __device__ __forceinline__ void e2m1_pairs(u32 w, u32 (&pair)[4]) {
   pair[3] = ((w << 2) & 0x80C080C0u) | ((w >> 6) & 0x01000100u);
 }
 
-// Scale byte ``index`` of ``bytes`` (5 exponent bits, 3 mantissa bits) as a BF16 pair: the block scale times 2^107.
-// e2m1 * 2^-126 times this is exact in BF16: 6 significant bits, the product times 2^-19.
-__device__ __forceinline__ u32 block_scale_pair(u32 bytes, u32 index) {
-  return __byte_perm(bytes, 0, 0x4040u + 0x0101u * index) * 16u + 0x70007000u;
+// Scale bytes 2m and 2m + 1 (5 exponent bits, 3 mantissa bits) as a BF16 pair: block scales times 2^107, of rows g and
+// g + 8 of tile ``m``. e2m1 * 2^-126 times one is exact in BF16: 6 significant bits, the product times 2^-19.
+__device__ __forceinline__ u32 block_scales(u32 bytes, int m) {
+  return __byte_perm(bytes, 0, m ? 0x4342u : 0x4140u) * 16u + 0x70007000u;
 }
+
+// ``pair`` times the low or the high one of ``scales``: a multiplication selects halves by itself, where PTX takes them so.
+#if __CUDA_ARCH__ >= 900
+#define MULTIPLY "mul.rn.bf16x2 %0, %1, twice;"
+#else
+#define MULTIPLY "fma.rn.bf16x2 %0, %1, twice, %3;"  // as mul_bf16x2
+#endif
+#define TIMES(NAME, HALF)                                                                                      \
+  __device__ __forceinline__ u32 NAME(u32 pair, u32 scales) {                                                  \
+    u32 d;                                                                                                     \
+    asm("{\n.reg .b16 low, high;\n.reg .b32 twice;\nmov.b32 {low, high}, %2;\nmov.b32 twice, {" HALF ", " HALF \
+        "};\n" MULTIPLY "\n}"                                                                                  \
+        : "=r"(d)                                                                                              \
+        : "r"(pair), "r"(scales), "r"(0x80008000u));                                                           \
+    return d;                                                                                                  \
+  }
+TIMES(times_low, "low")
+TIMES(times_high, "high")
+#undef TIMES
+#undef MULTIPLY
 
 // The two BF16 pairs of a word of four E4M3 codes; ``pair`` 0 from bytes 1 and 3, pair 1 from bytes 0 and 2.
 __device__ __forceinline__ void e4m3_pairs(u32 w, u32& pair0, u32& pair1) {
@@ -79,27 +99,19 @@ struct Nvfp4 {
   // Fragments of tile ``m`` for steps 2h and 2h+1 of the window.
   static __device__ __forceinline__ void fragments(const Words& w, int m, int h, u32 (&a)[2][4]) {
     const u32 words[2][2] = {{w.tile[m].x, w.tile[m].y}, {w.tile[m].z, w.tile[m].w}};
+    u32 low[4], high[4];
 #if __CUDA_ARCH__ >= 1000
     const u32 scales = scale_pair(w.scales, m);
-    u32 low[4], high[4];
     byte_pairs(words[0][h], low), byte_pairs(words[1][h], high);
+#else
+    const u32 scales = block_scales(w.scales, m);
+    e2m1_pairs(words[0][h], low), e2m1_pairs(words[1][h], high);
+#endif
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       a[i / 2][i % 2 * 2] = times_low(low[i], scales);
       a[i / 2][i % 2 * 2 + 1] = times_high(high[i], scales);
     }
-#else
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const u32 scale = block_scale_pair(w.scales, 2 * m + half);
-      u32 pair[4];
-      e2m1_pairs(words[half][h], pair);
-      a[0][half] = mul_bf16x2(pair[0], scale);
-      a[0][2 + half] = mul_bf16x2(pair[1], scale);
-      a[1][half] = mul_bf16x2(pair[2], scale);
-      a[1][2 + half] = mul_bf16x2(pair[3], scale);
-    }
-#endif
   }
 };
 

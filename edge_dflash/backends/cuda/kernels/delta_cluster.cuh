@@ -1,5 +1,5 @@
 // Verify or flush of a gated delta layer in one launch: a cluster of two blocks is a head (SM90 and later). It uses the
-// arithmetic of delta.cu, and sums in the order of its `step`.
+// arithmetic of delta.cu, and its order of sums.
 #pragma once
 
 #if __CUDA_ARCH__ >= 900
@@ -28,7 +28,7 @@ struct Vector {  // the lane's elements of a key or a query
 struct Columns {
   float s[4][4][2];  // element, slot
 
-  // The slots' parts of S^T x: `step`'s sums over bits 4 and 3 of its lanes.
+  // The slots' parts of S^T x: sums over bits 4 and 3 of the terms.
   __device__ __forceinline__ void dot(float (&sum)[2], const Vector& v) const {
 #pragma unroll
     for (int c = 0; c < 2; c++) {

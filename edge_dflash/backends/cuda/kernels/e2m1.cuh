@@ -38,18 +38,4 @@ __device__ __forceinline__ u32 scale_pair(u32 bytes, int m) {
   return __byte_perm(bytes, 0, m ? 0x4342u : 0x4140u) * 16u + SCALE_BIAS;
 }
 
-// ``pair`` times the low or the high one of ``scales``: a multiplication selects halves by itself, where PTX takes them so.
-#define TIMES(NAME, HALF)                                                                                              \
-  __device__ __forceinline__ u32 NAME(u32 pair, u32 scales) {                                                          \
-    u32 d;                                                                                                             \
-    asm("{\n\t.reg .b16 low, high;\n\t.reg .b32 twice;\n\tmov.b32 {low, high}, %2;\n\tmov.b32 twice, {" HALF ", " HALF \
-        "};\n\tmul.rn.bf16x2 %0, %1, twice;\n\t}"                                                                      \
-        : "=r"(d)                                                                                                      \
-        : "r"(pair), "r"(scales));                                                                                     \
-    return d;                                                                                                          \
-  }
-TIMES(times_low, "low")
-TIMES(times_high, "high")
-#undef TIMES
-
 #endif

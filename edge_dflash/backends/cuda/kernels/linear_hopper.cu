@@ -308,16 +308,17 @@ struct Stream {
     }
     if (halves == 0) return;
     start();
+    u32 b[2][F::STEPS][4];
 #pragma unroll 1
     for (int piece = 0; piece < pieces; piece += 2) {
       await_x(piece);
-      half_step(a[0], a[1]);
+      half_step(b[0], b[1]);
       if (piece + 1 == pieces) break;
       await_x(piece + 1);
-      half_step(a[1], a[0]);
+      half_step(b[1], b[0]);
     }
     wgmma_wait<0>();
-    keep(a[0]), keep(a[1]), keep(sum[0]);
+    keep(b[0]), keep(b[1]), keep(sum[0]);
     warp.fresh = false;
     hand_over<true>();
   }

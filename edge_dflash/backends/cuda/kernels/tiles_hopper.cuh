@@ -18,6 +18,7 @@ namespace hopper {
 
 static constexpr int THREADS = 384, CLUSTER = 2, WARPS = 8, UNITS = 4, BOX = 32, MOST = 256, MOST_STAGES = 16;
 static constexpr int DECODE = 250;   // time of a tile besides its products, as if it had so many rows more
+static constexpr int CONTENDED = 8;  // the same, of a tile where all clusters read the same weights at the same time
 static constexpr int ROW_GROUP = 4;  // tiles of rows that go through all weights together, so that x stays in L2
 static constexpr u32 SHARED = 232448, OUTPUT = MOST / 2 * 128, RING = SHARED - 1024 - 2 * OUTPUT - 16 * MOST_STAGES;
 
@@ -164,7 +165,8 @@ struct Schedule {
 #pragma unroll
     for (int i = 0; i < 5; ++i) {
       const int tiles_there = stacks * ((count + sizes[i] - 1) / sizes[i]);
-      const int cost = (tiles_there + clusters - 1) / clusters * (sizes[i] + DECODE);
+      int cost = (tiles_there + clusters - 1) / clusters * (sizes[i] + DECODE);
+      if (!Operands::BULK && stacks == 1) cost += tiles_there * CONTENDED;  // the gates of a gated delta layer
       if (cost < best) best = cost, n = sizes[i];
     }
     row_tiles = (count + n - 1) / n;
@@ -226,7 +228,8 @@ __device__ __forceinline__ void produce(const Job& job, const TensorMap& x, cons
       if constexpr (BULK) {
         if (lane < units) copy_bulk(stage + plan.n * 128 + lane * PIECE, weights, PIECE, full);
       } else {
-        if (warp < units) Operands::fetch(stage + plan.n * 128 + warp * PIECE, weights, lane, w * STEP, job.windows);
+        if (warp < units && unit < job.units)
+          Operands::fetch(stage + plan.n * 128 + warp * PIECE, weights, lane, w * STEP, job.windows);
         barrier_arrive_after_copies(full);
       }
       at.advance(plan.stages);
