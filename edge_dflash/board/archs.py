@@ -14,7 +14,7 @@ from typing import Literal
 from edge_dflash.errors import BackendError
 
 CHUNK_SECONDS = 0.1  # that one prefill pass may take: deadlines, cancels and urgent requests wait for its end
-MOST_ROWS = 512  # of a prefill pass by default, where the architecture has no number of its own
+MOST_ROWS = 512  # of a prefill pass by default, unless an architecture says otherwise
 _USED = 0.35  # of a dense BF16 rate, that our prefill is trusted with: on an H200 it was 0.31 to 0.56 of cuBLAS's
 _SPELLING = re.compile(r"(?:sm[_-]?)?(?:(\d{2,3})|(\d{1,2})\.(\d))a?")
 

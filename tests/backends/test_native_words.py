@@ -93,7 +93,8 @@ def test_both_orders_hold_the_same_weights(columns, blocks, gated):
 def test_a_device_gets_the_words_that_its_kernels_read():
     packed = repack(random_weight(40, 80, 0))
     for arch in ARCHS:
-        gpu = FakeGpu(arch.sm)
+        gpu = FakeGpu()
+        gpu.sm = arch.sm
         found = gpu.bytes_of(LinearWeights.of(gpu, packed).data)
         assert np.array_equal(found, repack(unpack(packed), words=words_of(arch.sm)).data)
         assert np.array_equal(found, packed.data) == ("e2m1" not in arch.features)

@@ -123,8 +123,9 @@ def same(a, b):
 class FakeGpu:
     """The memory of a device as host arrays, by address."""
 
-    def __init__(self, sm=90):
-        self.sm = sm
+    sm = 90
+
+    def __init__(self):
         self.memory = {}
         self.allocated = 0
 
