@@ -15,7 +15,7 @@ class ControlGpu(FakeGpu):
     sm, sm_count, name = 87, 16, "a device without kernels"
 
     def __init__(self):
-        super().__init__(type(self).sm)
+        super().__init__()
         self.words = dict.fromkeys(("length", "pending", "rows", "anchor"), -1)
         self.rows, self.accept, self.enqueued, self.allocations = 0, 0, None, 0
         self.free, self.launches, self.closed = 1 << 40, [], 0
