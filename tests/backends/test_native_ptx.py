@@ -25,9 +25,7 @@ def test_definitions_of_vectors_and_pairs_count_too():
 def test_linears_of_few_rows(kind):
     for splits in (1, 2, 4, 8):
         found = left_operands(kernels_ptx("linear_hopper")[f"linear_hopper_{kind}_{splits}"])
-        assert (
-            len(found) == 4 * (2 * 2 + 2) * STEPS[kind]
-        )  # registers, tiles in two loops of a quad, pieces of a half, steps
+        assert len(found) == 4 * (2 + 2) * STEPS[kind]  # registers, tiles of a quad and pieces of a half one, steps
         assert set(found) == {("mul.rn.bf16x2",)}
 
 
