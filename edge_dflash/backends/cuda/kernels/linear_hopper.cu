@@ -291,29 +291,21 @@ struct Stream {
     if (warp.fresh) warp.wait_x(piece / PIECES);
   }
 
-  // FIRST: the warp's first quad, which x may still be on its way for. Later ones have a loop without the question.
-  template <bool FIRST>
-  __device__ __forceinline__ void quad(u32 (&a)[2][F::STEPS][4]) {
-    start();
-#pragma unroll 1
-    for (int piece = 0; piece < pieces; ++piece) {
-      if constexpr (FIRST) warp.wait_x(piece / PIECES);
-      step(a);
-    }
-    wgmma_wait<0>();
-    keep(a[0]), keep(a[1]), keep(sum[0]), keep(sum[1]);
-    warp.fresh = false;
-    hand_over<false>();
-  }
-
   __device__ __forceinline__ void run(int halves) {
     u32 a[2][F::STEPS][4];
-    if (halves > 1) {
-      quad<true>(a);
-      halves -= 2;
-    }
 #pragma unroll 1
-    for (; halves > 1; halves -= 2) quad<false>(a);
+    for (; halves > 1; halves -= 2) {
+      start();
+#pragma unroll 1
+      for (int piece = 0; piece < pieces; ++piece) {
+        await_x(piece);
+        step(a);
+      }
+      wgmma_wait<0>();
+      keep(a[0]), keep(a[1]), keep(sum[0]), keep(sum[1]);
+      warp.fresh = false;
+      hand_over<false>();
+    }
     if (halves == 0) return;
     start();
     u32 b[2][F::STEPS][4];
