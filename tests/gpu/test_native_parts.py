@@ -110,11 +110,11 @@ def test_a_thor_without_and_with_clusters(device, clusters, form):
 
 
 class Twelve(Gpu):
-    """This device as a Thor of twelve multiprocessors that holds no clusters."""
+    """This device as one of twelve multiprocessors that holds no clusters."""
 
     def __init__(self, ordinal=0):
         super().__init__(ordinal)
-        self.sm, self.sm_count = 110, 12
+        self.sm_count = 12
 
     def most_clusters(self, kernel, *block):
         return 0

@@ -1,6 +1,6 @@
 """Forecast of a cycle on boards with few multiprocessors, from a large GPU of which only as many are left free.
 
-    python tests/scripts/few_multiprocessors.py [--pair qwen3.6-27b] [--board T5000] [--all] [--output FILE]
+    python tests/scripts/few_multiprocessors.py [--pair qwen3.6-27b] [--board T5000] [--output FILE]
 
 Sleeping blocks hold all multiprocessors but a set that looks like the board's; its kernels and plans run on those.
 Each kind of step is timed alone (weights rotate through more than the L2 cache holds), scaled by the clocks, and

@@ -28,8 +28,8 @@ def strides_of_blocks(schedule: Schedule, window: Callable[[Stack], int]) -> dic
 
     for step in schedule.steps:
         x, free = _forms(step, window)
-        for name in step.reads:
-            see(name, x if name == step.reads[0] else 0)
+        for i, name in enumerate(step.reads):
+            see(name, 0 if i else x)
         for name in step.writes:
             if name == free:
                 written.add(see(name, -1))

@@ -4,8 +4,8 @@ Passes of 1 to 32 rows have three. kernels/linear_hopper.cu for up to 16 rows wh
 kernels/linear_cluster.cu where blocks of a cluster reach each other's shared memory and a block may have half of a
 multiprocessor's 228 KiB; kernels/linear.cu elsewhere. The rows of a prefill chunk go through kernels/linear_tiles.cu.
 
-The number of splits follows from sizes alone. Whether blocks of a cluster take one each or every block takes them in
-turn changes no bit: that follows from the clusters that the device holds.
+The number of splits never follows from rows; on SM90 it follows from the device too. Whether blocks of a cluster take
+one each or every block takes them in turn changes no bit: that follows from the clusters that the device holds.
 """
 
 from __future__ import annotations
