@@ -25,9 +25,7 @@ class Splits:
     tile: int  # rows that are read and written: 16 or 32
     splits: int  # parts of K
     groups: int  # that share out the stack's units: blocks of a split, teams of warps, or clusters
-    per_pass: (
-        int  # units that a block (or a team, with each part in turn) multiplies at once; 0: the kernel's own number
-    )
+    per_pass: int  # units at once of a block (of a team, with parts in turn); 0: the kernel's own number
     blocks: int
     threads: int  # of a block
     shared_bytes: int  # of a block

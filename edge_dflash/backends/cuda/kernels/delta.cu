@@ -124,6 +124,16 @@ __device__ __forceinline__ float log_decay(u16 a, float rate, float dt_bias) {  
 // elements KE l .. KE l + KE - 1 (KE = Dk / 32) of a column, in a chain; then terms are added that differ in bit 4 of l,
 // in bit 3, 2, 1, 0. Of an output the eight sums after bits 4 and 3 are its parts, which Parts adds.
 
+// Of two columns, added in pairs.
+__device__ __forceinline__ float2 sum_of_parts(float2 (&p)[PARTS]) {
+#pragma unroll
+  for (int width = 1; width < PARTS; width *= 2)
+#pragma unroll
+    for (int i = 0; i < PARTS; i += 2 * width)
+      p[i].x = __fadd_rn(p[i].x, p[i + width].x), p[i].y = __fadd_rn(p[i].y, p[i + width].y);
+  return p[0];
+}
+
 // Parts of outputs in shared memory, without bank conflicts where a lane writes part lane % 8 of column lane / 8.
 template <int W>
 struct Parts {
@@ -132,12 +142,7 @@ struct Parts {
     float2 p[PARTS];
 #pragma unroll
     for (int i = 0; i < PARTS; i++) p[i] = *(const float2*)&x[i][column];
-#pragma unroll
-    for (int width = 1; width < PARTS; width *= 2)
-#pragma unroll
-      for (int i = 0; i < PARTS; i += 2 * width)
-        p[i].x = __fadd_rn(p[i].x, p[i + width].x), p[i].y = __fadd_rn(p[i].y, p[i + width].y);
-    return p[0];
+    return sum_of_parts(p);
   }
 };
 

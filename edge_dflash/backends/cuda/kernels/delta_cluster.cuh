@@ -64,12 +64,7 @@ struct Outputs {
     float2 p[PARTS];
 #pragma unroll
     for (int i = 0; i < PARTS; i++) p[i] = *(const float2*)&x[0][place(i, column)];
-#pragma unroll
-    for (int width = 1; width < PARTS; width *= 2)
-#pragma unroll
-      for (int i = 0; i < PARTS; i += 2 * width)
-        p[i].x = __fadd_rn(p[i].x, p[i + width].x), p[i].y = __fadd_rn(p[i].y, p[i + width].y);
-    return p[0];
+    return sum_of_parts(p);
   }
 };
 
