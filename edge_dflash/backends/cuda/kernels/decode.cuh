@@ -20,13 +20,16 @@
 #pragma once
 #include "e2m1.cuh"
 
-// The four BF16 pairs of a word of eight E2M1 codes, each times 2^-126, in nine integer operations. A pair's sign and
-// magnitude bits land at 15 and 8..6 of each half: E2M1's subnormal 0.5 becomes BF16's, so no case is special.
+// The four BF16 pairs of a word of eight E2M1 codes, each times 2^-126. A pair's sign and magnitude bits land at 15 and
+// 8..6 of each half: E2M1's subnormal 0.5 becomes BF16's, so no case is special. Some of a word's bits serve two pairs
+// (weights/words.py turns this round); four masks, one rotation, and three shifts to the left, which are products and so
+// go to another pipe.
 __device__ __forceinline__ void e2m1_pairs(u32 w, u32 (&pair)[4]) {
-  pair[0] = w & 0x81C081C0u;
+  const u32 rotated = __funnelshift_r(w, w, 6);
+  pair[0] = (w ^ w << 2) & 0x81C081C0u;
   pair[1] = (w << 6) & 0x81C081C0u;
-  pair[2] = __funnelshift_r(w, w, 4) & 0x81C081C0u;
-  pair[3] = ((w << 2) & 0x80C080C0u) | ((w >> 6) & 0x01000100u);
+  pair[2] = (w ^ rotated << 2) & 0x81C081C0u;
+  pair[3] = rotated & 0x81C081C0u;
 }
 
 // Scale bytes 2m and 2m + 1 (5 exponent bits, 3 mantissa bits) as a BF16 pair: block scales times 2^107, of rows g and
