@@ -12,18 +12,16 @@
 //   FP8, WINDOW 64: [tile 0 row g: 32 lanes x 16 codes] [tile 0 row g+8] [tile 1 row g] [tile 1 row g+8]     2048 bytes
 //   BF16, WINDOW 32: the same four parts, 32 lanes x 8 values                                                2048 bytes
 //
-// An NVFP4 word holds a pair's codes in its two halves, for masks and shifts, or, where an instruction converts two codes
-// (SM100 and later), in a byte.
+// An NVFP4 word is for masks and shifts, or, where an instruction converts two codes (SM100 and later), holds a pair a byte.
 //
-// ``fetch`` and ``read`` take addresses that include 16 * lane. A tile is 16 rows of the unit. The Python side
-// (weights/layout.py) draws the bits inside a word.
+// ``fetch`` and ``read`` take addresses that include 16 * lane. A tile is 16 rows of the unit. The Python side is
+// weights/layout.py and, for the bits of a word, weights/words.py.
 #pragma once
 #include "e2m1.cuh"
 
 // The four BF16 pairs of a word of eight E2M1 codes, each times 2^-126. A pair's sign and magnitude bits land at 15 and
-// 8..6 of each half: E2M1's subnormal 0.5 becomes BF16's, so no case is special. Some of a word's bits serve two pairs
-// (weights/words.py turns this round); four masks, one rotation, and three shifts to the left, which are products and so
-// go to another pipe.
+// 8..6 of each half: E2M1's subnormal 0.5 becomes BF16's, so no case is special. Some bits of a word serve two pairs, so that
+// four masks, one rotation and three shifts to the left suffice; the latter compile to products, for another pipe.
 __device__ __forceinline__ void e2m1_pairs(u32 w, u32 (&pair)[4]) {
   const u32 rotated = __funnelshift_r(w, w, 6);
   pair[0] = (w ^ w << 2) & 0x81C081C0u;
