@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from calib.demo.drafter import Drafter
+from calib.demo.heads import Selector
 from calib.demo.model import Target
 
 DECAY = 7.0  # draft j of a block, from 0, weighs exp(-j / DECAY)
@@ -67,13 +68,12 @@ def block_loss(target: Target, drafter: Drafter, batch: Batch) -> torch.Tensor:
     if drafter.markov_head is not None:
         return _markov_loss(target, drafter, rows, batch.last, place.clamp(max=last))
     base = rows.mean(rows.cross_entropy(rows.logits, rows.labels))
-    return base if drafter.candidate_selector is None else base + _selector_loss(drafter, rows)
+    return base if drafter.candidate_selector is None else base + selector_loss(drafter.candidate_selector, rows)
 
 
-def _selector_loss(drafter: Drafter, rows: Rows) -> torch.Tensor:
+def selector_loss(selector: Selector, rows: Rows) -> torch.Tensor:
     """Cross-entropy among the candidates, of rows whose candidates hold the answer's token."""
-    assert drafter.candidate_selector is not None
-    candidates, scores = drafter.candidate_selector(rows.hidden, rows.logits, rows.before)
+    candidates, scores = selector(rows.hidden, rows.logits, rows.before)
     found = candidates == rows.labels[..., None]
     each = scores.logsumexp(-1) - (scores * found).sum(-1)
     return rows.mean(each.where(found.any(-1), 0.0))
