@@ -86,6 +86,7 @@ class RemotePlanner(AbstractContextManager["RemotePlanner"]):
     def shape(self) -> PairShape:
         """Sizes of the pair. Raises RequestError where the server does not tell them."""
         card = self._server.needs("shape")
+        card = {"drafts": card["block_size"] - 1, **card}  # which older services do not tell
         return PairShape(**{field.name: card[field.name] for field in fields(PairShape) if field.name in card})
 
     @property

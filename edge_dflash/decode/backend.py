@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from edge_dflash.decode.sampling import GREEDY, Packed, Sampling
 from edge_dflash.errors import BackendError
+from edge_dflash.model.specs import PairSpec
 from edge_dflash.weights.formats import KvFormat
 
 
@@ -23,16 +24,23 @@ class PairShape:
     """Sizes of a loaded pair, as the loop needs them."""
 
     vocab_size: int
-    block_size: int  # B: rows of a verify pass
-    mask_token_id: int
+    block_size: int  # B: rows of a propose pass; 1 without a drafter
+    drafts: int  # K: most drafts of a cycle; 0 without a drafter
+    mask_token_id: int | None  # None without a drafter
     max_context: int  # rows of every KV state
     prefill_chunk: int  # most rows of one prefill pass
     lanes: int = 1  # sequences whose state is held at once; each has a lane, counted from 0
 
     @property
     def usable_context(self) -> int:
-        """Most tokens a sequence may hold: the last block must fit behind it."""
-        return self.max_context - self.block_size
+        """Most tokens a sequence may hold: the last block and the last verify pass must fit behind it."""
+        return self.max_context - max(self.block_size, self.drafts + 1)
+
+    @classmethod
+    def of(cls, pair: PairSpec, max_context: int, prefill_chunk: int) -> PairShape:
+        """Sizes of a pair."""
+        vocabulary, block = pair.target.vocab_size, pair.block_size
+        return cls(vocabulary, block, pair.drafts, pair.mask_token_id, max_context, prefill_chunk)
 
 
 @dataclass(frozen=True)
@@ -152,7 +160,7 @@ class Backend(Protocol):
         """Draft: one drafter pass over [anchor, mask x (B-1)]; row i is the draft for position length + 1 + i.
 
         Its scratch lies where a verify has put the drafter's context, so an open verify is dropped: it cannot be
-        committed any more.
+        committed any more. Raises BackendError without a drafter.
         """
         ...
 
@@ -182,6 +190,11 @@ class Backend(Protocol):
     def close(self) -> None:
         """Release the device."""
         ...
+
+
+def no_drafter() -> BackendError:
+    """What a propose pass of a pair without a drafter raises."""
+    return BackendError("the bundle has no drafter and proposes nothing; decode plainly, or build it with a drafter")
 
 
 def check_lane(shape: PairShape, lane: int) -> None:

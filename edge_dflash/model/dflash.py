@@ -29,7 +29,7 @@ from edge_dflash.model.builder import GraphBuilder
 from edge_dflash.model.config import DECODER, either, read_attention
 from edge_dflash.model.fields import Fields, Key, Table, flag, free, inner, integer, names, only
 from edge_dflash.model.program import Program
-from edge_dflash.model.specs import MAX_BLOCK, MAX_LAYERS, DrafterLayerMask, DrafterSpec, PairSpec
+from edge_dflash.model.specs import MAX_BLOCK, MAX_LAYERS, DrafterLayerMask, DrafterSpec, TargetSpec
 
 NAME = "DFlashDraftModel"
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -171,8 +171,8 @@ def block(g: GraphBuilder, x: str, spec: DrafterSpec) -> str:
     return g.rms_norm(x, "drafter.norm", spec.rms_norm_eps, "drafter.hidden", plus_one=False)
 
 
-def propose(g: GraphBuilder, spec: PairSpec) -> Program:
+def propose(g: GraphBuilder, target: TargetSpec, drafter: DrafterSpec) -> Program:
     """[anchor, mask x (B-1)] -> logits of the B-1 draft rows."""
-    x = block(g, embed(g, spec.target), spec.drafter)
+    x = block(g, embed(g, target), drafter)
     drafts = g.select_rows(x, "drafts", "draft_rows")  # row 0 is the anchor, never a draft (invariant I4)
-    return g.program(logits=logits(g, drafts, spec.target), hidden=x)
+    return g.program(logits=logits(g, drafts, target), hidden=x)

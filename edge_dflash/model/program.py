@@ -94,7 +94,8 @@ class PairPrograms:
 
     prefill: ids -> logits of the last row; appends target KV, gated-delta state and drafter context; commits.
     verify: ids (1..B rows) -> logits of every row; same appends, in flight until commit.
-    propose: ids [B] = [anchor, mask, ...] -> logits of the B - 1 draft rows; writes only scratch.
+    propose: ids [B] = [anchor, mask, ...] -> logits of the B - 1 draft rows; writes only scratch. Without a drafter it
+    has no ops, and the other passes append none of its context.
     """
 
     prefill: Program

@@ -40,7 +40,7 @@ def check_native(
 
     ``formats`` names every weight. ``arch`` adds the limits of one architecture (shared memory of a block).
     """
-    programs, rows = pair_programs(pair), pair.drafter.block_size
+    programs, rows = pair_programs(pair), pair.block_size
     for program in (programs.verify, programs.propose, programs.prefill):
         for op in program.ops:
             try:

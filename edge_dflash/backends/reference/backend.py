@@ -11,7 +11,7 @@ import torch
 from edge_dflash.backends.host_cycle import host_cycle
 from edge_dflash.backends.reference.dense import TorchWeights
 from edge_dflash.backends.reference.interpreter import Interpreter, Memory
-from edge_dflash.decode.backend import Asked, Cycle, PairShape, Precision, Snapshot, check_lane
+from edge_dflash.decode.backend import Asked, Cycle, PairShape, Precision, Snapshot, check_lane, no_drafter
 from edge_dflash.errors import BackendError
 from edge_dflash.model import pair_programs
 from edge_dflash.model.ops import GatedDelta
@@ -53,9 +53,7 @@ class ReferenceBackend:
     ) -> None:
         self._programs = programs or pair_programs(spec)
         self._drafter = spec.drafter
-        self._shape = PairShape(
-            spec.target.vocab_size, spec.drafter.block_size, spec.drafter.mask_token_id, max_context, prefill_chunk
-        )
+        self._shape = PairShape.of(spec, max_context, prefill_chunk)
         self._store = store
         self._precision = precision
         self._interpreter = Interpreter(TorchWeights(store), precision)
@@ -102,6 +100,8 @@ class ReferenceBackend:
     def propose(self, anchor: int, lane: int = 0) -> TorchRows:
         """One drafter pass; row i is the draft for position length + 1 + i."""
         check_lane(self._shape, lane)
+        if self._drafter is None:
+            raise no_drafter()
         self._drop_verify()
         block = self._drafter.block(anchor)
         return TorchRows(self._interpreter.run(self._programs.propose, block, self._memory)["logits"])
@@ -109,8 +109,8 @@ class ReferenceBackend:
     def verify(self, ids: Sequence[int], lane: int = 0) -> TorchRows:
         """Run rows at length, length + 1, ... without committing them."""
         check_lane(self._shape, lane)
-        if not 1 <= len(ids) <= self._shape.block_size:
-            raise BackendError(f"verify takes 1 to {self._shape.block_size} rows, not {len(ids)}")
+        if not 1 <= len(ids) <= (most := self._shape.drafts + 1):
+            raise BackendError(f"verify takes 1 to {most} rows, not {len(ids)}")
         outputs = self._interpreter.run(self._programs.verify, ids, self._memory)
         self._verified = len(ids)
         return TorchRows(outputs["logits"])
