@@ -129,7 +129,8 @@ def load_selftest(bundle: Bundle) -> SelfTest | None:
         text = read_bytes(file, LARGE)
     except OSError as error:
         raise BundleError(f"cannot read {file}: {error.strerror}; check its permissions") from None
-    return parse_selftest(text, PairShape.of(manifest.pair, manifest.max_context, manifest.prefill_chunk), str(file))
+    shape = PairShape.of(manifest.pair, manifest.max_context, manifest.prefill_chunk)
+    return parse_selftest(text, shape, str(file))
 
 
 def _check(test: SelfTest, shape: PairShape, where: str) -> None:
@@ -148,7 +149,7 @@ def _check(test: SelfTest, shape: PairShape, where: str) -> None:
     if not test.drafts or len(test.drafts) != len(test.accept_lengths):
         raise refuse("accept_lengths", f"{len(test.accept_lengths)} numbers", f"as many as drafts ({len(test.drafts)})")
     if short := [ids for ids in test.drafts if len(ids) != shape.drafts]:
-        raise refuse("drafts", f"{len(short[0])} ids in a cycle", f"{shape.drafts} (the drafter's)")
+        raise refuse("drafts", f"{len(short[0])} ids in a cycle", f"{shape.drafts} (the drafts of a cycle)")
     at = 0
     for cycle, (drafts, length) in enumerate(zip(test.drafts, test.accept_lengths, strict=True)):
         ahead = test.tokens[at + 1 :]

@@ -337,7 +337,7 @@ def test_a_damaged_selftest_is_refused_before_it_runs(demo_bundle, tmp_path):
         Bundle.open(tmp_path / "odd")
 
 
-SHAPE = PairShape(1024, 16, 15, 5, 1024, 128)
+SHAPE = PairShape(1024, 16, 5, 1024, 128, 15)
 FIELDS = {
     "schema": (3, "schema is 3, this version reads 2; update edge-dflash"),
     "source": (1, ".source: found 1, wanted str"),
