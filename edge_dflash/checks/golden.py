@@ -80,6 +80,11 @@ class GoldenComparison:
         return all(r.ok for r in self.results if r.key.endswith("_tokens"))
 
     @property
+    def largest_difference(self) -> float:
+        """Largest difference of all arrays of numbers that decide; 0 without any."""
+        return max((r.difference for r in self.results if r.tolerance), default=0.0)
+
+    @property
     def logits_difference(self) -> float:
         """Largest difference of logits that decide; 0 without any."""
         return max((r.difference for r in self.results if _is_logits(r.key) and r.tolerance is not None), default=0.0)
@@ -89,6 +94,7 @@ class GoldenComparison:
         return {
             "ok": self.ok,
             "differences": {r.key: _finite(r.difference) for r in self.results},
+            "largest_difference": _finite(self.largest_difference),
             "logits_difference": _finite(self.logits_difference),
             "tokens_equal": self.tokens_equal,
             "failures": [r.key for r in self.failures],
@@ -162,7 +168,7 @@ def check_golden(
             if f"{SHORT}cycle_draft_tokens" in given:
                 smaller = GoldenObserver(_smaller(spec, given), _WeightOnly(store), programs)
                 again = smaller.prompt(prompt, _new_tokens(given), None)
-                ours |= {SHORT + key: found for key, found in again.items() if SHORT + key in given}
+                ours |= {SHORT + key: array for key, array in again.items() if SHORT + key in given}
             found.append(_compare_keys(name, given, _by_token(given, ours)))
     found.append(GoldenComparison((), (), (), tuple(key for key in golden if not PROMPT_KEY.match(key))))
     return GoldenComparison.joined(found)
@@ -170,9 +176,8 @@ def check_golden(
 
 def _smaller(spec: PairSpec, given: Mapping[str, Array]) -> PairSpec:
     """The pair with the blocks of the golden's short run."""
-    drafter = spec.drafter
-    rows = given[f"{SHORT}cycle_draft_tokens"].shape[-1] + drafter.block_size - drafter.drafts
-    return replace(spec, drafter=replace(drafter, block_size=rows))
+    rows = given[f"{SHORT}cycle_draft_tokens"].shape[-1] + spec.block_size - spec.drafts
+    return spec if spec.drafter is None else replace(spec, drafter=replace(spec.drafter, block_size=rows))
 
 
 def _by_token(given: Mapping[str, Array], ours: Mapping[str, Array]) -> dict[str, Array]:

@@ -86,7 +86,7 @@ class GoldenObserver:
 
         ``threshold``: of a second run that leaves out drafts which the drafter is less sure of.
         """
-        backend = self._backend(len(prompt) + new_tokens + 2 * self._spec.drafter.verify_rows)
+        backend = self._backend(len(prompt) + new_tokens + 2 * self._spec.rows)
         found = self._after_prefill(backend, prompt, block)
         last_row = found.pop("last_row")
         greedy: tuple[int, ...] = ()
@@ -103,7 +103,7 @@ class GoldenObserver:
 
     def tokens_and_logits(self, prompt: Sequence[int], new_tokens: int) -> tuple[Array, Array]:
         """Plain greedy tokens [N] and logits of the prompt's rows [P, V]."""
-        backend = self._backend(len(prompt) + new_tokens + self._spec.drafter.verify_rows)
+        backend = self._backend(len(prompt) + new_tokens + self._spec.rows)
         tokens = self._greedy(backend, prompt, new_tokens) if new_tokens else ()
         return np.array(tokens), self._forward(prompt, ())["prefill_logits"]
 
@@ -113,32 +113,34 @@ class GoldenObserver:
     def _forward(self, prompt: Sequence[int], greedy: Sequence[int]) -> dict[str, Array]:
         """One pass over prompt and greedy tokens, then the first block of the drafter on top of the prompt."""
         ids, rows, target = [*prompt, *greedy], len(prompt), self._spec.target
-        block = self._spec.drafter.block_size
+        block = self._spec.rows
         memory = Memory.allocate(
             self._programs.states, len(ids) + block, FLOAT32, lambda state: self._store.kv_scale(state)
         )
         layers = [f"target.layers.{i}.out" for i in range(target.num_layers - 1)]
-        want = ["embedding", *layers, "drafter.feature"]
+        drafter = self._spec.drafter
+        want = ["embedding", *layers, *(["drafter.feature"] if drafter else [])]
         out = {k: v.numpy() for k, v in self._interpreter.run(self._programs.verify, ids, memory, want).items()}
         found = {
             "prefill_logits": out["logits"][:rows].copy(),
             "prefill_hidden": np.stack([out[name][:rows] for name in ("embedding", *layers, "hidden")]),
-            "prefill_taps": out["taps"][:rows],
-            "draft_ctx_feature": out["drafter.feature"][:rows],
         }
+        if drafter is not None:
+            found |= {"prefill_taps": out["taps"][:rows], "draft_ctx_feature": out["drafter.feature"][:rows]}
         if greedy:
             top = np.sort(out["logits"][rows - 1 : -1], axis=-1)
             found["teacher_forced_logits"] = out["logits"]
             found["greedy_top2_margin"] = top[:, -1] - top[:, -2]
+        if greedy and drafter is not None:
             memory.length = rows  # rows past the prompt are garbage that the block overwrites
-            found |= self._first_block(greedy[0], memory)
+            found |= self._first_block(drafter.block(greedy[0]), memory)
         return found
 
-    def _first_block(self, anchor: int, memory: Memory) -> dict[str, Array]:
-        """Rows of the drafter's pass from ``anchor``."""
+    def _first_block(self, block: Sequence[int], memory: Memory) -> dict[str, Array]:
+        """Rows of the drafter's pass over ``block``."""
         program = self._programs.propose
         convolutions = [op.output for op in program.ops if isinstance(op, GroupedConv)]
-        out = self._interpreter.run(program, self._spec.drafter.block(anchor), memory, convolutions)
+        out = self._interpreter.run(program, block, memory, convolutions)
         found = {"cycle0_draft_hidden": out["hidden"].numpy()}
         for name in convolutions:  # such as drafter.layers.0.attention_conv.before
             found["cycle0_conv." + name.split(".", 2)[2].replace("_conv.", ".")] = out[name].numpy()
@@ -176,8 +178,8 @@ class GoldenObserver:
         cycles = Recorder(backend)
         speculative = generate(cycles, prompt, Options(max_new_tokens=new_tokens))
         found["greedy_tokens"] = np.array(greedy)
-        found[f"{self._spec.drafter.kind}_tokens"] = np.array(speculative.tokens)
-        if cycles.verify_logits:
+        if self._spec.drafter is not None and cycles.verify_logits:
+            found[f"{self._spec.drafter.kind}_tokens"] = np.array(speculative.tokens)
             found |= cycles.arrays()
             del found["cycle_proposed"]  # all of them
             found["cycle0_verify_logits"] = cycles.verify_logits[0]
