@@ -178,8 +178,9 @@ class GoldenObserver:
         cycles = Recorder(backend)
         speculative = generate(cycles, prompt, Options(max_new_tokens=new_tokens))
         found["greedy_tokens"] = np.array(greedy)
-        if self._spec.drafter is not None and cycles.verify_logits:
+        if self._spec.drafter is not None:
             found[f"{self._spec.drafter.kind}_tokens"] = np.array(speculative.tokens)
+        if cycles.verify_logits:
             found |= cycles.arrays()
             del found["cycle_proposed"]  # all of them
             found["cycle0_verify_logits"] = cycles.verify_logits[0]
