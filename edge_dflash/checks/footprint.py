@@ -155,7 +155,7 @@ def cycle_bytes(programs: PairPrograms, read: Mapping[str, int], block: int, con
         drafter_weights=_sum(read, verify, "drafter.") + _sum(read, propose, "drafter.") - shared,
         drafter_lm_head=_sum(read, propose, "target."),
         drafter_kv_projections=shared,
-        embedding_rows=2 * block * sum(tables),
+        embedding_rows=(2 if propose.ops else 1) * block * sum(tables),
         delta_state=2 * delta_bytes(states),
         tape=2 * block * tape_bytes_per_row(states),
         target_kv=_kv_bytes(verify, context, block, kv, Attend),

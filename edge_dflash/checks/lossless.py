@@ -252,7 +252,8 @@ def verify_lossless(
         backend.reset()
         plain = generate(backend, prompt, replace(options, speculative=False), stop_token_ids=stop_token_ids)
         state = backend.snapshot()
-        for name, drafter in {OWN: None, **drafters(number, len(work), backend.shape.verify_rows)}.items():
+        others = drafters(number, len(work), backend.shape.verify_rows) if backend.shape.drafts else {}
+        for name, drafter in {OWN: None, **others}.items():
             backend.reset()
             drafting = backend if drafter is None else Adversary(backend, [*prompt, *plain.tokens], drafter)
             found = generate(drafting, prompt, options, stop_token_ids=stop_token_ids)
