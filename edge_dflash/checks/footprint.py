@@ -35,6 +35,7 @@ class CycleBytes:
     target_weights: int = _label("verify: target weights, lm_head included")  # the embedding is only gathered from
     drafter_weights: int = _label("draft: drafter weights")  # fc, context K/V, block: every weight once
     drafter_lm_head: int = _label("draft: lm_head again")
+    walk: int = _label("draft: rows of the walk's tables")  # of each draft: its predecessor's, and its candidates'
     drafter_kv_projections: int = _label("drafter K/V projections again (context rows)")
     embedding_rows: int = _label("embedding rows")  # B rows each for verify and propose
     delta_state: int = _label("gated delta state, read and written")  # S and conv history of all layers
@@ -154,6 +155,7 @@ def cycle_bytes(programs: PairPrograms, read: Mapping[str, int], block: int, con
         target_weights=_sum(read, verify, "target."),
         drafter_weights=_sum(read, verify, "drafter.") + _sum(read, propose, "drafter.") - shared,
         drafter_lm_head=_sum(read, propose, "target."),
+        walk=walk_bytes(propose, read, spec_rows),
         drafter_kv_projections=shared,
         embedding_rows=2 * block * sum(tables),
         delta_state=2 * delta_bytes(states),
