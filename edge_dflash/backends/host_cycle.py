@@ -19,6 +19,7 @@ def host_cycle(backend: Backend, asked: Asked) -> Cycle:
     if asked.drafting:
         rows = backend.propose(asked.anchor, lane)
         drafts = choose(rows, sampling, position) if steering is None else steering.drafts(rows, position)
+        drafts = drafts[: asked.drafts]
     proposed = time.perf_counter()
     rows = backend.verify([asked.anchor, *drafts], lane)
     choices = choose(rows, sampling, position, steering.masks(drafts) if steering is not None else None)
@@ -28,7 +29,7 @@ def host_cycle(backend: Backend, asked: Asked) -> Cycle:
     propose_seconds = proposed - began if asked.drafting else 0.0
     tokens, verify_seconds = (*drafts[:n], choices[n]), time.perf_counter() - proposed
     left = (lambda: rows.logits()[: n + 1]) if asked.logits else None
-    return Cycle(tokens, n, propose_seconds, verify_seconds, relaxed, left)
+    return Cycle(tokens, n, len(drafts), propose_seconds, verify_seconds, relaxed, left)
 
 
 class Delegate:

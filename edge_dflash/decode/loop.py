@@ -85,7 +85,8 @@ def decode(session: Session, request: Request, controls: Controls = NO_CONTROLS)
                 yield Step((), refused)
                 return
             lane, began = session.enter(), time.perf_counter()
-            cycle = backend.cycle(Asked(tokens[-1], path.sampling, path.steering, drafting, read_logits, lane))
+            drafts = None if drafting else 0
+            cycle = backend.cycle(Asked(tokens[-1], path.sampling, path.steering, drafts, read_logits, lane))
             budget -= len(tokens)
             tokens, reason = _kept(cycle.tokens, budget, request, controls)
             logprobs = token_logprobs(cycle.logits, tokens, options.logprobs, controls.spell)

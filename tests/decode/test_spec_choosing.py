@@ -54,7 +54,7 @@ class CyclingBackend(ChoosingBackend):
         self.noted = [*getattr(self, "noted", []), (asked.sampling, asked.steering is None, asked.drafting)]
         cycle = super().cycle(asked)
         self._flight = [asked.anchor, *cycle.tokens[:-1]]
-        return Cycle(cycle.tokens, cycle.accepted, 0.25 if asked.drafting else 0.0, 0.5, cycle.relaxed)
+        return replace(cycle, propose_seconds=0.25 if asked.drafting else 0.0, verify_seconds=0.5, logits=None)
 
 
 class Parity:
