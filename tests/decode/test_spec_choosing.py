@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as stn
 
 from edge_dflash.decode.accept import Relaxation
-from edge_dflash.decode.backend import Cycle
 from edge_dflash.decode.controls import Controls
 from edge_dflash.decode.loop import generate
 from edge_dflash.decode.options import Options
