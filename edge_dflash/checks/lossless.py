@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edge_dflash.backends.host_cycle import Delegate, host_cycle
+from edge_dflash.checks.turns import ByTurns
 from edge_dflash.decode.backend import Asked, Backend, Cycle, PairShape, Rows, Snapshot
 from edge_dflash.decode.loop import Generation, generate
 from edge_dflash.decode.options import Options
@@ -25,6 +26,7 @@ from edge_dflash.errors import RequestError, VerificationError
 from edge_dflash.weights.formats import Array
 
 OWN = "own"  # the pair's drafter, among the names of adversaries
+BY_TURNS = "_by_turns"  # ends the names of runs whose cycles verify another number of drafts each
 SAMPLED = Options(temperature=4.0, top_k=50, top_p=0.95, seed=1)  # hot: most choices are not the argmax
 SURE = 1e30  # a logit that no temperature, filter or noise outvotes
 
@@ -248,9 +250,12 @@ def verify_lossless(
         backend.reset()
         plain = generate(backend, prompt, replace(options, speculative=False), stop_token_ids=stop_token_ids)
         state = backend.snapshot()
-        for name, drafter in {OWN: None, **drafters(number, len(work), backend.shape.block_size)}.items():
+        by_turns = {OWN + BY_TURNS: None, "oracle" + BY_TURNS: oracle}
+        adversaries = drafters(number, len(work), backend.shape.block_size)
+        for name, drafter in {OWN: None, **adversaries, **by_turns}.items():
             backend.reset()
             drafting = backend if drafter is None else Adversary(backend, [*prompt, *plain.tokens], drafter)
+            drafting = ByTurns(drafting, number) if name in by_turns else drafting
             found = generate(drafting, prompt, options, stop_token_ids=stop_token_ids)
             runs.append(SpeculativeRun(index, name, options.temperature, len(found.tokens), found.accept_lengths))
             unlike = (*_compare(plain, found), *_compare_states(state, backend.snapshot()))

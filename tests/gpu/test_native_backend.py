@@ -13,6 +13,7 @@ from native_backend_support import ENGINE, WIDE_KV, native, prompt, reference
 
 from edge_dflash.backends.host_cycle import Delegate
 from edge_dflash.checks.lossless import Adversary, drafters, oracle_until
+from edge_dflash.checks.turns import ByTurns
 from edge_dflash.decode.backend import Asked, Precision
 from edge_dflash.decode.controls import Controls
 from edge_dflash.decode.loop import generate, stream
@@ -207,9 +208,14 @@ def test_adversaries_and_the_own_drafter_leave_the_plain_tokens_and_state(name, 
             backend.reset()
             assert generate(Adversary(backend, [*ids, *tokens], drafter), ids, OPTIONS[mode]).tokens == tokens
             assert same_bits(backend.snapshot(), state)
-    backend.reset()
-    assert generate(backend, ids, OPTIONS[mode]).tokens == tokens
-    assert same_bits(backend.snapshot(), state)
+            backend.reset()
+            turns = ByTurns(Adversary(backend, [*ids, *tokens], drafter), run)
+            assert generate(turns, ids, OPTIONS[mode]).tokens == tokens
+            assert same_bits(backend.snapshot(), state)
+    for drafting in (backend, *(ByTurns(backend, start) for start in (1, 4))):  # whole cycles of every number of drafts
+        backend.reset()
+        assert generate(drafting, ids, OPTIONS[mode]).tokens == tokens
+        assert same_bits(backend.snapshot(), state)
 
 
 @pytest.mark.parametrize(("name", "kind"), EXACT)
