@@ -65,6 +65,7 @@ class Acceptance:
 
     tokens: int  # after the first of each answer, which the prompt's pass gives
     cycles: int
+    by_position: tuple[float, ...]  # share of the cycles that reach draft j in which it is accepted
 
     @property
     def mean(self) -> float:
@@ -76,7 +77,9 @@ class Acceptance:
 def acceptance(target: Target, drafter: Drafter, samples: Sequence[Sample]) -> Acceptance:
     """Walk each sample's answer (the target's own greedy one) as the loop of the runtime would."""
     device = target.lm_head.weight.device
+    k = drafter.c.drafts
     tokens = cycles = 0
+    reached, accepted = [0] * k, [0] * k
     for start in range(0, len(samples), 16):
         part = samples[start : start + 16]
         ids, lengths = padded([s.prompt + s.answer for s in part], device)
@@ -84,15 +87,19 @@ def acceptance(target: Target, drafter: Drafter, samples: Sequence[Sample]) -> A
         first = torch.tensor([len(s.prompt) for s in part], device=device)
         longest = max(len(s.answer) for s in part)
         anchors = torch.minimum(first[:, None] + torch.arange(longest, device=device), lengths[:, None] - 1)
-        hidden = drafter(taps, anchors, ids.gather(1, anchors), target.model.embed_tokens.weight)
-        drafts = target.lm_head(hidden[:, :, 1:]).argmax(-1).tolist()  # [B, A, block - 1]
+        known = ids.gather(1, anchors)
+        hidden = drafter(taps, anchors, known, target.model.embed_tokens.weight)[:, :, -k:]
+        drafts = drafter.proposals(hidden, target.lm_head(hidden), known).tolist()  # [B, A, K]
         for sample, rows in zip(part, drafts, strict=True):
             at = 0
             while at < len(sample.answer) - 1:
                 rest = sample.answer[at + 1 :]
                 agreed = 0
-                while agreed < min(len(rest), len(rows[at])) and rows[at][agreed] == rest[agreed]:
+                while agreed < min(len(rest), k) and rows[at][agreed] == rest[agreed]:
                     agreed += 1
+                for j in range(min(len(rest), k)):
+                    reached[j] += 1
+                    accepted[j] += j < agreed
                 taken = min(agreed + 1, len(rest))
                 tokens, cycles, at = tokens + taken, cycles + 1, at + taken
-    return Acceptance(tokens, cycles)
+    return Acceptance(tokens, cycles, tuple(a / max(r, 1) for a, r in zip(accepted, reached, strict=True)))

@@ -6,8 +6,9 @@ import time
 from collections.abc import Sequence
 
 from edge_dflash.decode.accept import accepted
-from edge_dflash.decode.backend import Asked, Backend, Cycle, PairShape, Rows, Snapshot
+from edge_dflash.decode.backend import Asked, Backend, Confident, Cycle, PairShape, Rows, Snapshot
 from edge_dflash.decode.sampling import choose
+from edge_dflash.decode.walk import confident
 
 
 def host_cycle(backend: Backend, asked: Asked) -> Cycle:
@@ -19,6 +20,8 @@ def host_cycle(backend: Backend, asked: Asked) -> Cycle:
     if asked.drafting:
         rows = backend.propose(asked.anchor, lane)
         drafts = choose(rows, sampling, position) if steering is None else steering.drafts(rows, position)
+        if asked.threshold and isinstance(rows, Confident):
+            drafts = drafts[: confident(rows.confidence(), asked.threshold)]
         drafts = drafts[: asked.drafts]
     proposed = time.perf_counter()
     rows = backend.verify([asked.anchor, *drafts], lane)

@@ -189,7 +189,7 @@ def check_manifest(manifest: Manifest, where: str = MANIFEST) -> None:
     _equal(where, "mask_token_id", manifest.mask_token_id, drafter.mask_token_id)
     _equal(where, "target_layer_ids", manifest.target_layer_ids, drafter.target_layer_ids)
     _range(where, "block_size", manifest.block_size, 2, MAX_BLOCK)
-    _range(where, "max_context", manifest.max_context, manifest.block_size + 1, limit)
+    _range(where, "max_context", manifest.max_context, max(manifest.block_size, drafter.verify_rows) + 1, limit)
     _range(where, "prefill_chunk", manifest.prefill_chunk, 1, manifest.max_context)
     programs = _programs(manifest.pair, where)
     kv_states = [name for name, state in programs.states.items() if isinstance(state, KvState)]

@@ -123,10 +123,7 @@ def load_selftest(bundle: Bundle) -> SelfTest | None:
         text = read_bytes(file, LARGE)
     except OSError as error:
         raise BundleError(f"cannot read {file}: {error.strerror}; check its permissions") from None
-    vocabulary = manifest.pair.target.vocab_size
-    shape = PairShape(
-        vocabulary, manifest.block_size, manifest.mask_token_id, manifest.max_context, manifest.prefill_chunk
-    )
+    shape = PairShape.of(manifest.pair, manifest.max_context, manifest.prefill_chunk)
     return parse_selftest(text, shape, str(file))
 
 
@@ -145,8 +142,8 @@ def _check(test: SelfTest, shape: PairShape, where: str) -> None:
         raise refuse("prompt and tokens", f"{used} tokens", f"at most {shape.usable_context} (the usable context)")
     if not test.drafts or len(test.drafts) != len(test.accept_lengths):
         raise refuse("accept_lengths", f"{len(test.accept_lengths)} numbers", f"as many as drafts ({len(test.drafts)})")
-    if short := [ids for ids in test.drafts if len(ids) != shape.block_size - 1]:
-        raise refuse("drafts", f"{len(short[0])} ids in a cycle", f"{shape.block_size - 1} (block size - 1)")
+    if short := [ids for ids in test.drafts if len(ids) != shape.drafts]:
+        raise refuse("drafts", f"{len(short[0])} ids in a cycle", f"{shape.drafts} (the drafts of a cycle)")
     at = 0
     for cycle, (drafts, length) in enumerate(zip(test.drafts, test.accept_lengths, strict=True)):
         ahead = test.tokens[at + 1 :]

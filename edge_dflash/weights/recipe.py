@@ -26,7 +26,7 @@ WISHES: tuple[Wish, ...] = (*(form.name for form in FORMATS.values() if form.wis
 _QUANTIZED = tuple(form.name for form in QUANTIZED)
 TARGET_MODULES = ("attention", "gated_delta", "mlp", "lm_head", "gates", "embedding", "norm", "conv")
 DRAFTER_MODULES = tuple(dict.fromkeys(module for drafter in DRAFTERS.values() for module in drafter.modules))
-WIDE_MODULES = ("gates", "embedding", "norm", "conv")  # small or sensitive: never quantized
+WIDE_MODULES = ("gates", "embedding", "norm", "conv", "walk")  # small or sensitive: never quantized
 W4A4_MODULES = ("attention", "gated_delta", "mlp")  # lm_head and fc always read wide activations
 
 

@@ -47,9 +47,7 @@ class NativeBackend:
         Raises BackendError for what the kernels do not take, and when the pair does not fit into memory.
         """
         drafter = spec.drafter
-        self._shape = PairShape(
-            spec.target.vocab_size, drafter.block_size, drafter.mask_token_id, max_context, prefill_chunk
-        )
+        self._shape = PairShape.of(spec, max_context, prefill_chunk)
         self._dense = dense = dense or Launches(weights, cubin)
         sizes = Sizes(drafter.block_size, prefill_chunk, max_context, self._shape.lanes)
         layout = dense.lay_out(pair_programs(spec), precision, sizes)
@@ -138,7 +136,7 @@ class NativeBackend:
             return host_cycle(self, asked)
         if asked.steering is not None or not asked.drafting:
             return self._split(asked)
-        lane, most = self._begin_at(asked.anchor, asked.lane, self._shape.block_size), self._shape.block_size - 1
+        lane, most = self._begin_at(asked.anchor, asked.lane, self._shape.block_size), self._shape.drafts
         graphs, drafts = self._cycles.greedy, most if asked.drafts is None else min(asked.drafts, most)
         if asked.sampling.temperature > 0.0 or asked.logits:
             self.chooser.prepare(asked.sampling)
