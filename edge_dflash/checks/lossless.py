@@ -17,11 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from edge_dflash.backends.host_cycle import Delegate, host_cycle
-from edge_dflash.checks.turns import ByTurns
+from edge_dflash.checks.asking import ByTurns, GivenDrafts
 from edge_dflash.decode.backend import Asked, Backend, Cycle, PairShape, Rows, Snapshot
 from edge_dflash.decode.loop import Generation, generate
 from edge_dflash.decode.options import Options
-from edge_dflash.decode.sampling import Packed
 from edge_dflash.errors import RequestError, VerificationError
 from edge_dflash.weights.formats import Array
 
@@ -68,7 +67,7 @@ class Adversary(Delegate):
         """The backend's own cycle, with other drafts: what a device accepts and commits is tried, too."""
         if asked.steering is not None or not asked.drafting:
             return host_cycle(self, asked)
-        return self._backend.cycle(replace(asked, steering=_Drafts(self._next(asked.lane))))
+        return self._backend.cycle(replace(asked, steering=GivenDrafts(self._next(asked.lane))))
 
     def propose(self, anchor: int, lane: int = 0) -> Rows:
         """Rows that choose the adversary's drafts."""
@@ -80,23 +79,6 @@ class Adversary(Delegate):
         truth = [*self._sequence[first : first + count], *[0] * count][:count]
         self._cycle += 1
         return self._drafter(self._cycle - 1, truth, self.shape)
-
-
-@dataclass(frozen=True)
-class _Drafts:
-    """Steers a cycle to given drafts, and nothing else."""
-
-    tokens: list[int]
-    tolerant: bool = False
-
-    def drafts(self, rows: Rows, position: int) -> list[int]:
-        return self.tokens
-
-    def masks(self, drafts: Sequence[int]) -> list[Packed | None]:
-        return [None] * (len(drafts) + 1)
-
-    def tolerated(self, rows: Rows, drafts: Sequence[int], choices: Sequence[int]) -> list[bool]:
-        return []
 
 
 def oracle_until(right: int) -> Drafter:

@@ -12,8 +12,8 @@ from golden_pairs import same_bits
 from native_backend_support import ENGINE, WIDE_KV, native, prompt, reference
 
 from edge_dflash.backends.host_cycle import Delegate
+from edge_dflash.checks.asking import ByTurns
 from edge_dflash.checks.lossless import Adversary, drafters, oracle_until
-from edge_dflash.checks.turns import ByTurns
 from edge_dflash.decode.backend import Asked, Precision
 from edge_dflash.decode.controls import Controls
 from edge_dflash.decode.loop import generate, stream
