@@ -24,25 +24,18 @@ class PairShape:
     """Sizes of a loaded pair, as the loop needs them."""
 
     vocab_size: int
-    block_size: int  # B: rows of a propose pass
-    mask_token_id: int
+    block_size: int  # B: rows of a propose pass; 1 without a drafter
+    mask_token_id: int | None  # None without a drafter
     max_context: int  # rows of every KV state
     prefill_chunk: int  # most rows of one prefill pass
-    drafts: int  # K: most drafts of a cycle
+    drafts: int  # K: most drafts of a cycle; 0 without a drafter
     lanes: int = 1  # sequences whose state is held at once; each has a lane, counted from 0
 
     @classmethod
     def of(cls, pair: PairSpec, max_context: int, prefill_chunk: int) -> PairShape:
         """Sizes of a pair with one lane."""
-        drafter = pair.drafter
-        return cls(
-            pair.target.vocab_size,
-            drafter.block_size,
-            drafter.mask_token_id,
-            max_context,
-            prefill_chunk,
-            drafter.drafts,
-        )
+        vocabulary, block = pair.target.vocab_size, pair.block_size
+        return cls(vocabulary, block, pair.mask_token_id, max_context, prefill_chunk, pair.drafts)
 
     @classmethod
     def told(cls, card: Mapping[str, int]) -> PairShape:
@@ -202,7 +195,7 @@ class Backend(Protocol):
         """Draft: one drafter pass over [anchor, mask x (B-1)]; row i of K is the draft for position length + 1 + i.
 
         Its scratch lies where a verify has put the drafter's context, so an open verify is dropped: it cannot be
-        committed any more.
+        committed any more. Raises BackendError without a drafter.
         """
         ...
 
@@ -232,6 +225,11 @@ class Backend(Protocol):
     def close(self) -> None:
         """Release the device."""
         ...
+
+
+def no_drafter() -> BackendError:
+    """What a propose pass of a pair without a drafter raises."""
+    return BackendError("the bundle has no drafter and proposes nothing; decode plainly, or build it with a drafter")
 
 
 def check_lane(shape: PairShape, lane: int) -> None:

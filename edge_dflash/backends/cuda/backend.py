@@ -21,7 +21,7 @@ from edge_dflash.backends.cuda.small import Result
 from edge_dflash.backends.cuda.states import Lane, Sizes, read_states, write_states
 from edge_dflash.backends.cuda.weights import NativeWeights
 from edge_dflash.backends.host_cycle import host_cycle
-from edge_dflash.decode.backend import Asked, Cycle, PairShape, Precision, Snapshot, check_lane
+from edge_dflash.decode.backend import Asked, Cycle, PairShape, Precision, Snapshot, check_lane, no_drafter
 from edge_dflash.decode.sampling import Sampling, choose
 from edge_dflash.errors import BackendError
 from edge_dflash.model import pair_programs
@@ -46,17 +46,16 @@ class NativeBackend:
 
         Raises BackendError for what the kernels do not take, and when the pair does not fit into memory.
         """
-        drafter = spec.drafter
         self._shape = PairShape.of(spec, max_context, prefill_chunk)
         self._dense = dense = dense or Launches(weights, cubin)
-        sizes = Sizes(drafter.block_size, prefill_chunk, max_context, self._shape.lanes)
+        sizes = Sizes(spec.block_size, prefill_chunk, max_context, self._shape.lanes)
         layout = dense.lay_out(pair_programs(spec), precision, sizes)
         self.gpu = Gpu()
         try:
             self.loaded = load(self.gpu, layout, dense, weights, cubin)
             self._host, buffers = HostBuffers(self.gpu, self.loaded), self.loaded.common.buffers
             self.chooser = Chooser(self.gpu, self.loaded.common.kernels.sampler, buffers.sampling, buffers.logits)
-            self._capture = Capture(self.gpu, self.loaded, self._host, self.chooser, drafter.mask_token_id)
+            self._capture = Capture(self.gpu, self.loaded, self._host, self.chooser, spec.mask_token_id or 0)
             self.graphs = self._capture.passes()
             self._cycles = self._own_cycles = self._capture.cycles()
             self.passes = 0  # counter, by which rows notice that they were replaced
@@ -106,6 +105,8 @@ class NativeBackend:
 
     def propose(self, anchor: int, lane: int = 0) -> NativeRows:
         """One drafter pass; row i is the draft for position length + 1 + i. Drops an open verify."""
+        if not self._shape.drafts:
+            raise no_drafter()
         self._begin_at(anchor, lane, self._shape.block_size)
         self.graphs.propose.launch()
         return NativeRows(self, self._shape.block_size - 1, 1, self._host.drafts)
@@ -134,7 +135,7 @@ class NativeBackend:
         """
         if asked.steering is not None and asked.steering.tolerant:
             return host_cycle(self, asked)
-        if asked.steering is not None or not asked.drafting:
+        if asked.steering is not None or not asked.drafting or not self._shape.drafts:
             return self._split(asked)
         lane, most = self._begin_at(asked.anchor, asked.lane, self._shape.block_size), self._shape.drafts
         graphs, drafts = self._cycles.greedy, most if asked.drafts is None else min(asked.drafts, most)
@@ -144,13 +145,14 @@ class NativeBackend:
         self._host.count(drafts + 1)
         lane.known = None  # until it is known what the device committed
         graphs.of(drafts + 1).launch()
-        return self._cycle(lane, self._host.read(self._shape.block_size), asked, drafts)
+        return self._cycle(lane, self._host.read(self._shape.verify_rows), asked, drafts)
 
     def _split(self, asked: Asked) -> Cycle:
         """A cycle of separate passes, decided on the device; seconds are the host's."""
         sampling, steering, lane = asked.sampling, asked.steering, self._lane(asked.lane)
         position, began, drafts = lane.wanted.length + 1, time.perf_counter(), list[int]()
-        if steering is not None and asked.drafting:
+        drafting = asked.drafting and self._shape.drafts > 0
+        if steering is not None and drafting:
             drafts = steering.drafts(self.propose(asked.anchor, asked.lane), position)[: asked.drafts]
         proposed = time.perf_counter()
         self.verify([asked.anchor, *drafts], asked.lane)
@@ -159,7 +161,7 @@ class NativeBackend:
         free = sampling.temperature == 0.0 and all(mask is None for mask in masks)
         lane.known = None
         (self._cycles.accept if free else self._cycles.choose).launch()
-        result, propose_seconds = self._host.read(self._shape.block_size), proposed - began if asked.drafting else 0.0
+        result, propose_seconds = self._host.read(self._shape.verify_rows), proposed - began if drafting else 0.0
         timed = replace(result, propose_seconds=propose_seconds, verify_seconds=time.perf_counter() - proposed)
         return self._cycle(lane, timed, asked, len(drafts), drafts)
 
@@ -262,10 +264,9 @@ class NativeBackend:
 
     def _check_ids(self, ids: Sequence[int]) -> None:
         """Raise BackendError for an id that no row of the embedding belongs to."""
-        low, high = min(ids), max(ids)
-        if low < 0 or high >= self._shape.vocab_size:
-            token = low if low < 0 else high
-            raise BackendError(f"token id {token} is outside the vocabulary of {self._shape.vocab_size}")
+        for token in (min(ids), max(ids)):
+            if not 0 <= token < self._shape.vocab_size:
+                raise BackendError(f"token id {token} is outside the vocabulary of {self._shape.vocab_size}")
 
     def _check_room(self, lane: int, rows: int) -> None:
         """Raise BackendError unless ``rows`` rows fit behind the committed ones."""
@@ -283,7 +284,8 @@ class NativeBackend:
         """Run everything once, so that no first cycle pays for loading code."""
         if self._shape.max_context >= 3 * self._shape.block_size:
             self.prefill([0])
-            self.propose(0)
+            if self._shape.drafts:
+                self.propose(0)
             for rows in self.graphs.verify.graphs:
                 self.verify([0] * rows)
                 self.cycle(Asked(0, drafts=rows - 1))
