@@ -220,7 +220,7 @@ def test_the_reason_for_no_selftest_is_kept_and_left_out_without_one(manifest):
     ("model", "field", "message"),
     [
         ("target", "architecture", "m.pair.target.architecture: found 'x', wanted one of 'qwen3', 'qwen3_5'"),
-        ("drafter", "kind", "m.pair.drafter.kind: found 'x', wanted one of 'dflash'"),
+        ("drafter", "kind", "m.pair.drafter.kind: found 'x', wanted one of 'dflash', 'dflash2', 'dspark'"),
     ],
 )
 def test_kinds_of_models_are_those_of_the_registry(manifest, model, field, message):
