@@ -130,7 +130,7 @@ def synthetic_subject(
             weights=kind,
             kv=precision.kv,
             planner=planner,
-            costs=Costs(pair_programs(pair), weights.formats, precision.kv, pair.block_size),
+            costs=Costs(pair_programs(pair), weights.formats, precision.kv, pair),
             source=f"{work.context} random ids",
             prompts=(tiled(filler, work.context),),
             form=SCENE_STEPS,
@@ -198,7 +198,7 @@ def bundle_subject(
         loaded = time.perf_counter() - began
         asked = prompts(planner)
         ids = [planner.encode(task) for task in asked.tasks[:_PROMPTS]]
-        costs = Costs(pair_programs(pair), manifest.weights, manifest.precision.kv, pair.block_size)
+        costs = Costs(pair_programs(pair), manifest.weights, manifest.precision.kv, pair)
         yield Subject(
             title=str(path),
             kind=manifest.backend,
