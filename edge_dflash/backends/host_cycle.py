@@ -23,6 +23,7 @@ def host_cycle(backend: Backend, asked: Asked) -> Cycle:
         drafts = choose(rows, sampling, position) if steering is None else steering.drafts(rows, position)
         if asked.threshold and isinstance(rows, Confident):
             drafts = drafts[: confident(rows.confidence(), asked.threshold)]
+        drafts = drafts[: asked.drafts]
     proposed = time.perf_counter()
     rows = backend.verify([asked.anchor, *drafts], lane)
     choices = choose(rows, sampling, position, steering.masks(drafts) if steering is not None else None)
@@ -32,7 +33,7 @@ def host_cycle(backend: Backend, asked: Asked) -> Cycle:
     propose_seconds = proposed - began if drafting else 0.0
     tokens, verify_seconds = (*drafts[:n], choices[n]), time.perf_counter() - proposed
     left = (lambda: rows.logits()[: n + 1]) if asked.logits else None
-    return Cycle(tokens, n, propose_seconds, verify_seconds, relaxed, left)
+    return Cycle(tokens, n, len(drafts), propose_seconds, verify_seconds, relaxed, left)
 
 
 class Delegate:

@@ -54,6 +54,14 @@ class PairShape:
         return self.max_context - max(self.block_size, self.verify_rows)
 
 
+ROW_STEPS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+
+
+def row_steps(most: int) -> tuple[int, ...]:
+    """Numbers of rows of a verify that are worth a graph and a measurement, up to ``most``: ROW_STEPS and the most."""
+    return (*(rows for rows in ROW_STEPS if rows < most), most)
+
+
 @dataclass(frozen=True)
 class Precision:
     """Arithmetic of a loaded pair besides its weights."""
@@ -123,6 +131,7 @@ class Cycle:
 
     tokens: tuple[int, ...]  # accepted drafts and the target's own choice behind them
     accepted: int  # drafts among them
+    drafts: int  # that were verified
     propose_seconds: float  # 0 in plain decoding; on the device's clock, if it ran there whole
     verify_seconds: float
     relaxed: tuple[bool, ...] = ()  # for each accepted draft, whether only relaxed acceptance let it stand
@@ -137,10 +146,15 @@ class Asked:
     anchor: int  # the last committed token: its row is the first of the verify pass
     sampling: Sampling = GREEDY
     steering: Steering | None = None  # None: logits and sampling alone choose
-    drafting: bool = True  # False: one plain token, a verify pass of one row
+    drafts: int | None = None  # most drafts that are verified; None: all; 0: one plain token, a verify of one row
     logits: bool = False  # whether the Cycle gives its logits
     threshold: float = 0.0  # drafts from the first on whose confidence is below are not verified; 0: all are
     lane: int = 0
+
+    @property
+    def drafting(self) -> bool:
+        """Whether the drafter is asked at all."""
+        return self.drafts != 0
 
 
 class Backend(Protocol):

@@ -120,9 +120,9 @@ class NativeBackend:
         at = self._begin(lane)
         self.gpu.synchronize()
         self._host.ids[: len(ids)] = ids
-        self._host.ids[len(ids) : self._shape.block_size] = ids[-1]
+        self._host.ids[len(ids) : self.graphs.verify.most(len(ids))] = ids[-1]
         self._write_control(at)
-        self.graphs.verify.launch()
+        self.graphs.verify.of(len(ids)).launch()
         at.wanted = at.known = ControlBlock(at.wanted.length, 0, at.wanted.anchor)  # pending rows were replayed
         at.verified = len(ids)
         return NativeRows(self, len(ids), 0, self._host.choices)
@@ -130,21 +130,22 @@ class NativeBackend:
     def cycle(self, asked: Asked) -> Cycle:
         """Propose, verify, accept and commit on the device; :meth:`commit` may then keep fewer rows.
 
-        One graph where logits and sampling alone decide; where ``logits`` are asked for, the sampled one, which writes
-        them. Plain and steered cycles are a verify and its end. Only relaxed acceptance is the host's.
+        One graph where logits and sampling alone decide (sampled where ``logits`` are asked for). Plain and steered
+        cycles are a verify and its end. Only relaxed acceptance is the host's.
         """
         if asked.steering is not None and asked.steering.tolerant:
             return host_cycle(self, asked)
         if asked.steering is not None or not asked.drafting or not self._shape.drafts:
             return self._split(asked)
-        lane = self._begin_at(asked.anchor, asked.lane, self._shape.block_size)
-        graph = self._cycles.greedy
+        lane, most = self._begin_at(asked.anchor, asked.lane, self._shape.block_size), self._shape.drafts
+        graphs, drafts = self._cycles.greedy, most if asked.drafts is None else min(asked.drafts, most)
         if asked.sampling.temperature > 0.0 or asked.logits:
             self.chooser.prepare(asked.sampling)
-            graph = self._cycles.sampled
+            graphs = self._cycles.sampled
+        self._host.count(drafts + 1)
         lane.known = None  # until it is known what the device committed
-        graph.launch()
-        return self._cycle(lane, self._result(), asked)
+        graphs.of(drafts + 1).launch()
+        return self._cycle(lane, self._host.read(self._shape.verify_rows), asked, drafts)
 
     def _split(self, asked: Asked) -> Cycle:
         """A cycle of separate passes, decided on the device; seconds are the host's."""
@@ -152,7 +153,7 @@ class NativeBackend:
         position, began, drafts = lane.wanted.length + 1, time.perf_counter(), list[int]()
         drafting = asked.drafting and self._shape.drafts > 0
         if steering is not None and drafting:
-            drafts = steering.drafts(self.propose(asked.anchor, asked.lane), position)
+            drafts = steering.drafts(self.propose(asked.anchor, asked.lane), position)[: asked.drafts]
         proposed = time.perf_counter()
         self.verify([asked.anchor, *drafts], asked.lane)
         masks = [None] if steering is None else steering.masks(drafts)  # while it runs
@@ -160,15 +161,11 @@ class NativeBackend:
         free = sampling.temperature == 0.0 and all(mask is None for mask in masks)
         lane.known = None
         (self._cycles.accept if free else self._cycles.choose).launch()
-        result, propose_seconds = self._result(), proposed - began if drafting else 0.0
+        result, propose_seconds = self._host.read(self._shape.verify_rows), proposed - began if drafting else 0.0
         timed = replace(result, propose_seconds=propose_seconds, verify_seconds=time.perf_counter() - proposed)
-        return self._cycle(lane, timed, asked, drafts)
+        return self._cycle(lane, timed, asked, len(drafts), drafts)
 
-    def _result(self) -> Result:
-        self.gpu.synchronize()
-        return Result.of(self._host.result, self._shape.block_size)
-
-    def _cycle(self, lane: Lane, result: Result, asked: Asked, drafts: Sequence[int] = ()) -> Cycle:
+    def _cycle(self, lane: Lane, result: Result, asked: Asked, count: int, drafts: Sequence[int] = ()) -> Cycle:
         """Note what the device has committed; it is real when :meth:`commit` has said so."""
         tokens = result.choices[: result.accepted + 1]
         if drafts and self._cycles is not self._own_cycles:  # forced: a grammar goes on behind the drafts that stand
@@ -177,7 +174,7 @@ class NativeBackend:
         lane.known = ControlBlock(lane.wanted.length + len(tokens), len(tokens), tokens[-1])
         lane.verified = len(tokens)
         left = NativeRows(self, len(tokens), 0, self._host.choices).logits if asked.logits else None
-        return Cycle(tokens, result.accepted, result.propose_seconds, result.verify_seconds, logits=left)
+        return Cycle(tokens, result.accepted, count, result.propose_seconds, result.verify_seconds, logits=left)
 
     def commit(self, rows: int, lane: int = 0) -> None:
         """Make the first ``rows`` rows of the last verify or cycle real."""
@@ -233,6 +230,7 @@ class NativeBackend:
         Captures a graph and runs REPEATS cycles from ``anchor``, of which it leaves an empty sequence.
         """
         self._begin_at(anchor, 0, REPEATS * self._shape.block_size)
+        self._host.count(self._shape.block_size)
         times = profile_cycle(self.gpu, self.loaded, self._capture)
         self.reset()
         return times
@@ -288,13 +286,13 @@ class NativeBackend:
             self.prefill([0])
             if self._shape.drafts:
                 self.propose(0)
-            self.verify([0])
+            for rows in self.graphs.verify.graphs:
+                self.verify([0] * rows)
+                self.cycle(Asked(0, drafts=rows - 1))
+                self.cycle(Asked(0, Sampling(1.0, top_k=1), drafts=rows - 1))
+            self.cycle(Asked(0, Sampling(1.0, top_p=0.5), drafts=0))
             self.commit(1)
             self.flush()
-            self.cycle(Asked(0))
-            self.cycle(Asked(0, Sampling(1.0, top_k=1)))
-            self.cycle(Asked(0, drafting=False))
-            self.cycle(Asked(0, Sampling(1.0, top_p=0.5), drafting=False))
             choose(self.verify([0]), Sampling(1.0), 0)
         self.reset()
         self.gpu.synchronize()
