@@ -171,7 +171,7 @@ def cycle_bytes(
         drafter_lm_head=_sum(read, propose, "target."),
         walk=walk_bytes(propose, read, pair.drafts),
         drafter_kv_projections=shared,
-        embedding_rows=(block + rows) * sum(tables),
+        embedding_rows=((block if propose.ops else 0) + rows) * sum(tables),
         delta_state=2 * delta_bytes(states),
         tape=2 * rows * tape_bytes_per_row(states),
         target_kv=_kv_bytes(verify, context, rows, kv, Attend),
