@@ -1,26 +1,41 @@
-"""The DFlash drafter for training: every block of a sequence in one pass, module names those of its checkpoints.
+"""The drafters for training: every block of a sequence in one pass, module names those of their checkpoints.
 
-A block [anchor token, mask, mask, ...] at position a sees the context (target taps) of positions before a, and its own
-rows: in both directions on full layers, causally and within a window on sliding layers. Row r proposes the token at
-a + r. Plain-w norms, RoPE over the whole head. Embedding and lm_head are the target's and stay outside.
+One backbone with three switches: DFlash as it is, DFlash2 (convolutions, candidate selector), DSpark (the anchor's row
+drafts, Markov head). A block [anchor token, mask, mask, ...] at position a sees the context (target taps) of positions
+before a, and its own rows. The last K rows propose the tokens at a + 1 .. a + K. Plain-w norms, RoPE over the whole
+head. Embedding and lm_head are the target's and stay outside.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
 
 import torch
 from torch import nn
 
 from calib.demo.fakequant import Linear, fake_fp8
-from calib.demo.modules import Mlp, Norm, initialise, rope
+from calib.demo.heads import Confidence, MarkovConfig, MarkovHead, Selector, SelectorConfig
+from calib.demo.modules import GroupedConv, Mlp, Norm, initialise, rope
 from calib.demo.tokenizer import MASK_ID
+
+Kind = Literal["dflash", "dflash2", "dspark"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+
+@dataclass(frozen=True)
+class ConvConfig:
+    """The convolutions around attention and MLP."""
+
+    taps: int = 2
+    group_size: int = 16  # channels that share the part of a kernel which depends on the row
 
 
 @dataclass(frozen=True)
 class DrafterConfig:
-    """Sizes of the drafter; the defaults are those of the shipped demo drafter."""
+    """Sizes of a drafter; the defaults are those of the shipped demo drafter."""
 
     vocab_size: int = 1024
     hidden_size: int = 256
@@ -30,6 +45,10 @@ class DrafterConfig:
     head_dim: int = 64
     sliding: tuple[bool, ...] = (True, True, False)  # one for each layer
     sliding_window: int = 256
+    causal: bool = True  # on sliding layers a row sees no later rows of its block
+    anchor_drafts: bool = False  # the anchor's row proposes too
+    conv: ConvConfig | None = None
+    head: SelectorConfig | MarkovConfig | None = None
     block_size: int = 16
     mask_token_id: int = MASK_ID
     target_layer_ids: tuple[int, ...] = (1, 3, 5, 6)
@@ -37,6 +56,28 @@ class DrafterConfig:
     rope_theta: float = 1e7
     rms_norm_eps: float = 1e-6
     max_position_embeddings: int = 2048
+
+    @property
+    def kind(self) -> Kind:
+        """What the drafter is called."""
+        if isinstance(self.head, MarkovConfig):
+            return "dspark"
+        return "dflash" if self.head is None else "dflash2"
+
+    @property
+    def drafts(self) -> int:
+        """Tokens that a block proposes, K."""
+        return self.block_size - (not self.anchor_drafts)
+
+
+def of_kind(kind: Kind, sizes: DrafterConfig) -> DrafterConfig:
+    """A drafter of some kind with the sizes, window and K of a DFlash drafter."""
+    if kind == "dflash2":
+        return replace(sizes, causal=False, conv=ConvConfig(), head=SelectorConfig())
+    if kind == "dspark":
+        full = (False,) * len(sizes.sliding)
+        return replace(sizes, sliding=full, block_size=sizes.drafts, anchor_drafts=True, head=MarkovConfig())
+    return sizes
 
 
 class BlockAttention(nn.Module):
@@ -81,7 +122,7 @@ class BlockAttention(nn.Module):
         own_seen = torch.ones(block, block, dtype=torch.bool, device=x.device)
         if self.sliding:
             seen = seen & (positions.view(batch, count, block, 1) - place < c.sliding_window)
-            own_seen = own_seen.tril()
+            own_seen = own_seen.tril(0 if c.causal else c.sliding_window - 1).triu(1 - c.sliding_window)
         scores = torch.cat(
             (
                 (q.flatten(2, 4) @ k.transpose(-1, -2))
@@ -99,7 +140,7 @@ class BlockAttention(nn.Module):
 
 
 class DrafterLayer(nn.Module):
-    """Block attention and MLP on a residual stream."""
+    """Block attention and MLP on a residual stream, each perhaps between two convolutions over the block."""
 
     def __init__(self, c: DrafterConfig, *, sliding: bool) -> None:
         super().__init__()
@@ -107,16 +148,31 @@ class DrafterLayer(nn.Module):
         self.self_attn = BlockAttention(c, sliding=sliding)
         self.post_attention_layernorm = Norm(c.hidden_size, c.rms_norm_eps, plus_one=False)
         self.mlp = Mlp(c.hidden_size, c.intermediate_size)
+        self.attention_conv = GroupedConv(c.hidden_size, c.conv.taps, c.conv.group_size) if c.conv else None
+        self.mlp_conv = GroupedConv(c.hidden_size, c.conv.taps, c.conv.group_size) if c.conv else None
 
     def forward(self, x: torch.Tensor, context: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
         """x [B, A * block, H]."""
-        x = x + self.self_attn(self.input_layernorm(x), context, anchors)
-        out: torch.Tensor = x + self.mlp(self.post_attention_layernorm(x))
-        return out
+        blocks = anchors.shape[1]
+        h = self.input_layernorm(x)
+        x = x + _between(self.attention_conv, h, blocks, lambda u: self.self_attn(u, context, anchors))
+        return x + _between(self.mlp_conv, self.post_attention_layernorm(x), blocks, self.mlp)
+
+
+def _between(
+    conv: GroupedConv | None, h: torch.Tensor, blocks: int, sublayer: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """The sublayer of normed rows h; with a convolution before and after it, whose kernels come from h."""
+    if conv is None:
+        return sublayer(h)
+    dynamic = conv.dynamic(h)
+    before: torch.Tensor = conv(h, dynamic, 0, blocks)
+    after: torch.Tensor = conv(sublayer(before), dynamic, 1, blocks)
+    return after
 
 
 class Drafter(nn.Module):
-    """The drafter; ``state_dict`` has the tensor names of a DFlash checkpoint."""
+    """A drafter; ``state_dict`` has the tensor names of its checkpoint."""
 
     def __init__(self, c: DrafterConfig) -> None:
         super().__init__()
@@ -126,6 +182,15 @@ class Drafter(nn.Module):
         self.layers = nn.ModuleList(DrafterLayer(c, sliding=sliding) for sliding in c.sliding)
         self.norm = Norm(c.hidden_size, c.rms_norm_eps, plus_one=False)
         initialise(self, len(c.sliding))
+        self.candidate_selector: Selector | None = None
+        self.markov_head: MarkovHead | None = None
+        self.confidence_head: Confidence | None = None
+        if isinstance(c.head, SelectorConfig):
+            self.candidate_selector = Selector(c.vocab_size, c.hidden_size, c.head)
+        elif c.head is not None:
+            self.markov_head = MarkovHead(c.vocab_size, c.hidden_size, c.head)
+            if c.head.confidence is not None:
+                self.confidence_head = Confidence(c.hidden_size, c.head)
 
     def set_fp8(self, on: bool) -> None:
         """Round keys and values as an FP8 cache does."""
@@ -136,7 +201,7 @@ class Drafter(nn.Module):
     def forward(
         self, taps: torch.Tensor, anchors: torch.Tensor, first: torch.Tensor, embedding: torch.Tensor
     ) -> torch.Tensor:
-        """Normed hidden rows [B, A, block, H]; row 0 is the anchor's and proposes nothing.
+        """Normed hidden rows [B, A, block, H]; the last K of a block propose.
 
         taps [B, T, n * H] of the whole sequences; anchors [B, A] positions; first [B, A] the tokens there; embedding
         [V, H] of the target.
@@ -150,3 +215,8 @@ class Drafter(nn.Module):
             x = layer(x, context, anchors)
         out: torch.Tensor = self.norm(x).unflatten(1, (anchors.shape[1], c.block_size))
         return out
+
+    def proposals(self, hidden: torch.Tensor, logits: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+        """Greedy drafts [B, A, K] of the proposing rows: hidden [B, A, K, H], the head's logits [B, A, K, V]."""
+        head = self.candidate_selector or self.markov_head
+        return logits.argmax(-1) if head is None else head.walk(hidden, logits, first)

@@ -1,8 +1,9 @@
-"""Train the demo drafter on answers and taps of the quantized target (DFlash, arXiv 2602.06036, section on training).
+"""Train demo drafters on answers and taps of the quantized target (DFlash, arXiv 2602.06036, section on training).
 
-Random anchors in the answer, a masked block at each, all blocks of a sequence in one pass, cross-entropy weighted
-toward early rows. NVFP4 and FP8 are emulated in the drafter too.
-``python -m calib.demo.train_drafter OUT`` reads OUT/target, writes OUT/drafter: checkpoint, training.json.
+Random anchors in the answer, a masked block at each, all blocks of a sequence in one pass, a loss weighted toward
+early rows. NVFP4 and FP8 are emulated in the drafter too. ``python -m calib.demo.train_drafter OUT`` reads OUT/target
+and OUT/answers.npz (the target's answers; made and written when absent), and writes for each kind of drafter OUT/KIND:
+checkpoint, training.json.
 """
 
 from __future__ import annotations
@@ -15,38 +16,29 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from tokenizers import Tokenizer
 
 from calib.demo.corpus import HELDOUT_TASKS, tasks
-from calib.demo.data import LONGEST, Dataset, batches, pack, training_set
-from calib.demo.drafter import Drafter, DrafterConfig
+from calib.demo.data import LONGEST, Dataset, batches, load_dataset, pack, save_dataset, training_set
+from calib.demo.drafter import KINDS, Drafter, DrafterConfig, Kind, of_kind
 from calib.demo.fakequant import WeightQuantizer
+from calib.demo.features import Features, features
 from calib.demo.generate import acceptance, greedy
+from calib.demo.losses import block_loss
 from calib.demo.model import Target
-from calib.demo.storage import load_drafter, load_target, save_model
+from calib.demo.storage import load_drafter, load_target, save_model, target_copies
 from calib.demo.tokenizer import Sample, render
 from calib.demo.train_target import Log
-from calib.demo.training import (
-    Progress,
-    autocast,
-    device_name,
-    learning_rate,
-    on_device,
-    optimizer,
-    update,
-    write_record,
-)
-
-DECAY = 7.0  # row r of a block weighs exp(-(r - 1) / DECAY)
+from calib.demo.training import Progress, autocast, device_name, learning_rate, optimizer, update, write_record
 
 
 @dataclass(frozen=True)
 class DrafterRun:
-    """Everything that decides a training of the drafter."""
+    """Everything that decides a training of drafters."""
 
+    kinds: tuple[Kind, ...] = ("dflash",)  # one after the other, on the same batches
     seed: int = 1
-    start: str = ""  # checkpoint directory to go on from; "": random weights
+    start: str = ""  # directory with a checkpoint of each kind to go on from; "": random weights
     first_task: int = 0
     tasks: int = 30_000  # training tasks that the target answers
     generate_batch: int = 4096
@@ -62,42 +54,67 @@ class DrafterRun:
     longest_answer: int = LONGEST  # ids of an answer to a held-out task
     log_every: int = 200
     save_every: int = 400
-    config: DrafterConfig = field(default_factory=DrafterConfig)
+    config: DrafterConfig = field(default_factory=DrafterConfig)  # sizes of the DFlash drafter; others follow them
 
 
-def train_drafter(run: DrafterRun, output: Path, *, commit: str = "", log: Log = print) -> dict[str, Any]:
-    """Train on OUT/target, write OUT/drafter and OUT/drafter/training.json, return the record."""
+Checks = dict[str, tuple[Target, list[Sample]]]  # a target and its answers to held-out tasks
+
+
+@dataclass(frozen=True)
+class Material:
+    """What all kinds of drafter learn from and are checked with."""
+
+    target: Target
+    seen: Features
+    checks: Checks
+
+
+def train_drafters(run: DrafterRun, output: Path, *, commit: str = "", log: Log = print) -> dict[Kind, dict[str, Any]]:
+    """Train on OUT/target; write OUT/KIND with its training.json for each kind; return the records."""
+    material = gather(run, output, log)
+    return {kind: train_kind(kind, run, material, output / kind, commit=commit, log=log) for kind in run.kinds}
+
+
+def gather(run: DrafterRun, output: Path, log: Log) -> Material:
+    """The quantized target, its answers and their taps, its answers to held-out tasks."""
     began = time.perf_counter()
     tokenizer = Tokenizer.from_file(str(output / "target" / "tokenizer.json"))
     target = _frozen(output / "target", run.device, quantized=True)
-    dataset = own_answers(run, target, tokenizer, log)
-    generated = time.perf_counter() - began
+    answers = output / "answers.npz"
+    if not answers.exists():
+        save_dataset(own_answers(run, target, tokenizer, log), answers)
+    seen = features(target, load_dataset(answers), run.config.target_layer_ids, device=run.device)
+    checks = heldout_answers(output / "target", tokenizer, run)
+    log(f"{len(seen.dataset)} answers and their taps in {time.perf_counter() - began:.0f} s")
+    return Material(target, seen, checks)
+
+
+def train_kind(
+    kind: Kind, run: DrafterRun, material: Material, directory: Path, *, commit: str, log: Log
+) -> dict[str, Any]:
+    """Train one kind of drafter, write its directory, return the record."""
+    began = time.perf_counter()
     torch.manual_seed(run.seed)
-    config = replace(run.config, vocab_size=target.c.vocab_size)
-    drafter = load_drafter(Path(run.start), run.device) if run.start else Drafter(config).to(run.device)
-    progress = Progress("drafter", run.steps, log, run.log_every)
-    _steps(run, target, drafter, dataset, progress, output / "drafter")
-    save_model(drafter, output / "drafter")
+    target, seen = material.target, material.seen
+    config = replace(of_kind(kind, run.config), vocab_size=target.c.vocab_size)
+    drafter = load_drafter(Path(run.start) / kind, run.device) if run.start else Drafter(config).to(run.device)
+    progress = Progress(kind, run.steps, log, run.log_every)
+    _steps(run, target, drafter, seen, progress, directory)
     trained = time.perf_counter() - began
-    log(f"trained in {trained:.0f} s")
-    lengths = check_pair(output, tokenizer, run)
-    log(f"held-out accept lengths {lengths}")
     record = {
-        "what": "drafter",
+        "what": kind,
         "device": device_name(run.device),
         "commit": commit,
-        "run": asdict(run),
+        "run": asdict(replace(run, kinds=(kind,), config=drafter.c)),
         "parameters": sum(p.numel() for p in drafter.parameters()),
-        "training_ids": len(dataset.ids),
-        "seconds": {
-            "generated": round(generated),
-            "trained": round(trained),
-            "all": round(time.perf_counter() - began),
-        },
+        "training_answers": len(seen.dataset),
+        "training_ids": len(seen.dataset.ids),
+        "seconds": round(trained),
         "loss": progress.curve,
-        "heldout_accept_length": lengths,
+        **check_drafter(directory, material.checks, run),
     }
-    write_record(output / "drafter" / "training.json", record)
+    write_record(directory / "training.json", record)
+    log(f"{kind}: {trained:.0f} s, held-out accept lengths {record['heldout_accept_length']}")
     return record
 
 
@@ -132,66 +149,60 @@ def own_answers(run: DrafterRun, target: Target, tokenizer: Tokenizer, log: Log)
 
 
 def _steps(
-    run: DrafterRun, target: Target, drafter: Drafter, dataset: Dataset, progress: Progress, directory: Path
+    run: DrafterRun, target: Target, drafter: Drafter, seen: Features, progress: Progress, directory: Path
 ) -> None:
     optim = optimizer(drafter, run.device, run.weight_decay)
     quantizer = WeightQuantizer(drafter)
     generator = torch.Generator().manual_seed(run.seed)
-    for step, indices in enumerate(batches(dataset, run.batch, run.steps, run.seed)):
-        ids, lengths, prompts = on_device(dataset, indices, run.device)
-        share = torch.rand(len(indices), run.anchors, generator=generator).to(run.device, non_blocking=True)
-        anchors = prompts[:, None] + (share * (lengths - 1 - prompts)[:, None]).long()  # never the last token
+    copies = target_copies(target, drafter.c)
+    for step, indices in enumerate(batches(seen.dataset, run.batch, run.steps, run.seed)):
+        batch = seen.batch(indices, torch.rand(len(indices), run.anchors, generator=generator))
         if step >= run.steps * (1 - run.quantized_part):
             drafter.set_fp8(True)
             quantizer.apply()
         with autocast(run.device):
-            loss = block_loss(target, drafter, ids, lengths, anchors)
+            loss = block_loss(target, drafter, batch)
         update(drafter, optim, loss, learning_rate(step, run.steps, run.peak_rate))
-        progress.add(step, loss, anchors.numel() * drafter.c.block_size)
-        if (step + 1) % run.save_every == 0:
-            save_model(drafter, directory)
+        progress.add(step, loss, batch.anchors.numel() * drafter.c.block_size)
+        if (step + 1) % run.save_every == 0 or step + 1 == run.steps:
+            save_model(drafter, directory, copies)
     drafter.set_fp8(False)
     quantizer.clear()
 
 
-def block_loss(
-    target: Target, drafter: Drafter, ids: torch.Tensor, lengths: torch.Tensor, anchors: torch.Tensor
-) -> torch.Tensor:
-    """Weighted mean cross-entropy of rows 1..B-1 of the block at each anchor [B, A] of ids [B, T]."""
-    with torch.no_grad():
-        _, taps = target(ids, drafter.c.target_layer_ids)
-    hidden = drafter(taps, anchors, ids.gather(1, anchors), target.model.embed_tokens.weight)
-    logits = target.lm_head(hidden[:, :, 1:]).float()  # [B, A, block - 1, V]
-    row = torch.arange(1, drafter.c.block_size, device=ids.device)
-    place = anchors[..., None] + row
-    weight = (place < lengths[:, None, None]) * torch.exp(-(row - 1) / DECAY)
-    labels = ids[:, None].expand(-1, anchors.shape[1], -1).gather(2, place.clamp(max=ids.shape[1] - 1))
-    each = F.cross_entropy(logits.flatten(0, 2), labels.flatten(), reduction="none")
-    return (each * weight.flatten()).sum() / weight.sum()
-
-
-def check_pair(output: Path, tokenizer: Tokenizer, run: DrafterRun) -> dict[str, float]:
-    """Mean accept length on held-out tasks: target in BF16 or quantized, drafter in BF16 or quantized."""
+def heldout_answers(directory: Path, tokenizer: Tokenizer, run: DrafterRun) -> Checks:
+    """The target with BF16 and with quantized weights, each with its greedy answers to held-out tasks; float32."""
     asked = tasks("heldout", 0, min(run.check_tasks, HELDOUT_TASKS))
     prompts = [tuple(e.ids) for e in tokenizer.encode_batch([render(t.messages) for t in asked])]
-    lengths = {}
+    checks = {}
     for name, quantized in (("target_bf16", False), ("target_nvfp4", True)):
-        target = _frozen(output / "target", run.device, quantized=quantized)
-        with autocast(run.device):
-            samples = [Sample(p, a) for p, a in zip(prompts, greedy(target, prompts, run.longest_answer), strict=True)]
-            drafter = load_drafter(output / "drafter", run.device)
-            lengths[f"{name}.drafter_bf16"] = round(acceptance(target, drafter, samples).mean, 3)
-            WeightQuantizer(drafter).apply()
-            drafter.set_fp8(True)
-            lengths[f"{name}.drafter_nvfp4"] = round(acceptance(target, drafter, samples).mean, 3)
-    return lengths
+        target = _frozen(directory, run.device, quantized=quantized)
+        answers = greedy(target, prompts, run.longest_answer)
+        checks[name] = (target, [Sample(p, a) for p, a in zip(prompts, answers, strict=True)])
+    return checks
+
+
+def check_drafter(directory: Path, checks: Checks, run: DrafterRun) -> dict[str, Any]:
+    """Accept length and acceptance by position on held-out tasks, drafter in BF16 and quantized."""
+    lengths, positions = {}, {}
+    for name, (target, samples) in checks.items():
+        drafter = load_drafter(directory, run.device)
+        for form in ("bf16", "nvfp4"):
+            if form == "nvfp4":
+                WeightQuantizer(drafter).apply()
+                drafter.set_fp8(True)
+            found = acceptance(target, drafter, samples)
+            lengths[f"{name}.drafter_{form}"] = round(found.mean, 3)
+            positions[f"{name}.drafter_{form}"] = [round(share, 3) for share in found.by_position]
+    return {"heldout_accept_length": lengths, "heldout_acceptance": positions}
 
 
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output", type=Path)
-    parser.add_argument("--start", default="", help="checkpoint directory to go on from")
+    parser.add_argument("--kind", choices=KINDS, action="append", help="again for more kinds (default: dflash)")
+    parser.add_argument("--start", default="", help="directory with a checkpoint of each kind to go on from")
     parser.add_argument("--commit", default="", help="revision of the sources, for the record")
     whole = ("seed", "first_task", "tasks", "generate_batch", "steps", "batch", "anchors", "workers", "check_tasks")
     for name in (*whole, "log_every", "save_every"):
@@ -201,7 +212,8 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     given = vars(parser.parse_args())
     output, commit = given.pop("output"), given.pop("commit")
-    train_drafter(DrafterRun(**given), output, commit=commit, log=partial(print, flush=True))
+    kinds = tuple(dict.fromkeys(given.pop("kind") or ("dflash",)))
+    train_drafters(DrafterRun(kinds=kinds, **given), output, commit=commit, log=partial(print, flush=True))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ from importlib.metadata import version
 from pathlib import Path
 
 from edge_dflash.backends.cuda.compile import compiler_version, kernels_digest
-from edge_dflash.board.archs import MOST_ROWS
 from edge_dflash.builder.choose import Choice, choose, decide_native
 from edge_dflash.builder.engines import decide_engines, expanded_weights
 from edge_dflash.builder.journal import check_free
@@ -31,7 +30,7 @@ from edge_dflash.common.tables import encode
 from edge_dflash.errors import BackendError, BuildError, BundleError, CheckpointError
 from edge_dflash.model import pair_programs
 from edge_dflash.model.program import PairPrograms
-from edge_dflash.model.registry import read_pair
+from edge_dflash.model.registry import NO_DRAFTER, read_pair
 from edge_dflash.model.specs import PairSpec
 from edge_dflash.text.tokenizer import TOKENIZER_FILES, Tokenizer
 from edge_dflash.version import __version__
@@ -51,7 +50,7 @@ class BuildConfig:
     """What to build. Sizes that are None come from the recipe and are lowered to what the model allows."""
 
     target: Path
-    drafter: Path
+    drafter: Path | None  # None: the bundle decodes plainly
     output: Path
     arch: str = "cpu"  # in any of its spellings
     backend: str | None = None  # "native", "native,tensorrt"; None: what suits the arch
@@ -64,7 +63,7 @@ class BuildConfig:
     @property
     def command(self) -> str:
         """The command line that runs this build, and resumes it."""
-        words = ["edge-dflash", "build", "--target", str(self.target), "--drafter", str(self.drafter)]
+        words = ["edge-dflash", "build", "--target", str(self.target), "--drafter", str(self.drafter or NO_DRAFTER)]
         words += ["--arch", self.arch]
         for flag, value in (
             ("--backend", self.backend),
@@ -107,7 +106,7 @@ class Decisions:
         rows, arch = self.prefill_chunk, self.choice.arch
         ms = 1e3 * arch.prefill_seconds(row_parameters(self.programs.prefill), rows)
         return (
-            self.choice.line,
+            self.choice.line if self.pair.drafter else f"{self.choice.line}; no drafter: plain decoding",
             f"building with recipe {self.recipe.name}: {self.recipe.description}",
             f"building for {self.max_context} tokens of context, prefill by {rows}: about {ms:.3g} ms a pass",
         )
@@ -123,8 +122,8 @@ def decide(config: BuildConfig) -> Decisions:
     _check_output(config)
     pair = recipe.masked(read_pair(config.target, config.drafter))
     programs = pair_programs(pair)
-    most = MOST_ROWS if "tensorrt" in choice.backends else choice.arch.most_rows  # its passes are always whole chunks
-    max_context, chunk = _sizes(config, recipe, pair, default_chunk(choice.arch, programs, most))
+    default = default_chunk(choice.arch, programs, choice.arch.most_rows, plans="tensorrt" in choice.backends)
+    max_context, chunk = _sizes(config, recipe, pair, default)
     tokenizer, warnings = _tokenizer(config.target, pair)
     store = PairCheckpoint.open(config.target, config.drafter, programs.weights)
     choice, formats, engines, more = _backends(choice, recipe, pair, store, chunk)
@@ -193,13 +192,13 @@ def check_mask_token(tokenizer: Tokenizer, where: Path, pair: PairSpec) -> str |
     one, which is a padding row of the embedding (Qwen3: 151669 behind 0..151668). Both are accepted, the second with a
     warning. Any other id without a token means that the tokenizer is of another model or lost its added tokens.
     """
-    mask, vocabulary, size = pair.drafter.mask_token_id, pair.target.vocab_size, tokenizer.size
+    mask, vocabulary, size = pair.mask_token_id, pair.target.vocab_size, tokenizer.size
     if size > vocabulary:
         raise CheckpointError(
             f"{where} has {size} tokens, the target's vocabulary only {vocabulary}; "
             "use the tokenizer.json of this target"
         )
-    if tokenizer.token(mask) is not None:
+    if mask is None or tokenizer.token(mask) is not None:
         return None
     if mask == size:
         return f"mask token id {mask} has no token in {where.name}: it is the first id after its last"
@@ -214,14 +213,14 @@ def _check_output(config: BuildConfig) -> None:
     if not output.name:
         raise BuildError(f"--output {str(output)!r} names no directory to make; give a path that ends in a name")
     for source in (config.target, config.drafter):
-        if output.resolve() == source.resolve():
+        if source is not None and output.resolve() == source.resolve():
             raise BuildError(f"--output {output} is a checkpoint of this build; choose another directory")
     check_free(output, force=config.force)
 
 
 def _sizes(config: BuildConfig, recipe: Recipe, pair: PairSpec, chunk: int) -> tuple[int, int]:
     """Context and prefill chunk: what is asked for must fit; what recipe or arch suggest is lowered to fit."""
-    limit, block = pair.target.max_position_embeddings, pair.drafter.block_size
+    limit, block = pair.target.max_position_embeddings, pair.rows
     context = config.max_context if config.max_context is not None else min(recipe.context.max_context, limit)
     if not block < context <= limit:
         raise BuildError(
@@ -286,7 +285,7 @@ def _sources(config: BuildConfig) -> tuple[tuple[SourceFile, ...], dict[str, str
     """Fingerprints of the checkpoint files: those for the manifest, and those with times for the journal."""
     sources: list[SourceFile] = []
     stamps: dict[str, str] = {}
-    for model, directory in (("target", config.target), ("drafter", config.drafter)):
+    for model, directory in [("target", config.target)] + ([("drafter", config.drafter)] if config.drafter else []):
         names = [name for name in _CONFIG_FILES if is_there(directory / name)]
         names += sorted(path.name for path in directory.glob("*.safetensors"))
         for name in names:

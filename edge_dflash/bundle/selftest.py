@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -64,7 +64,7 @@ class SelfTest:
     arithmetic: str  # what computed this; where it is the same, all bits are
     prompt: tuple[int, ...]  # token ids
     tokens: tuple[int, ...]  # plain greedy tokens behind the prompt
-    drafts: tuple[tuple[int, ...], ...]  # of each cycle: B - 1 ids
+    drafts: tuple[tuple[int, ...], ...]  # of each cycle: K ids
     accept_lengths: tuple[int, ...]  # tokens committed by each cycle; the first token is the prefill's
     accept_length: float  # their mean
     accept_floor: float  # least mean that passes
@@ -76,6 +76,12 @@ class SelfTest:
     def resolution(self) -> float:
         """One BF16 step of the best logit as a share of the spread, of the median row."""
         return statistics.median(bf16_step(one.logits[0]) / one.spread if one.spread else 0.0 for one in self.best)
+
+    @property
+    def plain(self) -> SelfTest:
+        """The same tokens without drafts, one a cycle."""
+        cycles = len(self.tokens) - 1
+        return replace(self, drafts=((),) * cycles, accept_lengths=(1,) * cycles, accept_length=1.0, accept_floor=1.0)
 
     @property
     def drafted(self) -> int:
@@ -123,10 +129,7 @@ def load_selftest(bundle: Bundle) -> SelfTest | None:
         text = read_bytes(file, LARGE)
     except OSError as error:
         raise BundleError(f"cannot read {file}: {error.strerror}; check its permissions") from None
-    vocabulary = manifest.pair.target.vocab_size
-    shape = PairShape(
-        vocabulary, manifest.block_size, manifest.mask_token_id, manifest.max_context, manifest.prefill_chunk
-    )
+    shape = PairShape.of(manifest.pair, manifest.max_context, manifest.prefill_chunk)
     return parse_selftest(text, shape, str(file))
 
 
@@ -145,8 +148,8 @@ def _check(test: SelfTest, shape: PairShape, where: str) -> None:
         raise refuse("prompt and tokens", f"{used} tokens", f"at most {shape.usable_context} (the usable context)")
     if not test.drafts or len(test.drafts) != len(test.accept_lengths):
         raise refuse("accept_lengths", f"{len(test.accept_lengths)} numbers", f"as many as drafts ({len(test.drafts)})")
-    if short := [ids for ids in test.drafts if len(ids) != shape.block_size - 1]:
-        raise refuse("drafts", f"{len(short[0])} ids in a cycle", f"{shape.block_size - 1} (block size - 1)")
+    if short := [ids for ids in test.drafts if len(ids) != shape.drafts]:
+        raise refuse("drafts", f"{len(short[0])} ids in a cycle", f"{shape.drafts} (the drafts of a cycle)")
     at = 0
     for cycle, (drafts, length) in enumerate(zip(test.drafts, test.accept_lengths, strict=True)):
         ahead = test.tokens[at + 1 :]

@@ -17,19 +17,20 @@ import numpy as np
 import numpy.typing as npt
 
 from edge_dflash.backends.host_cycle import Delegate, host_cycle
+from edge_dflash.checks.asking import ByTurns, GivenDrafts
 from edge_dflash.decode.backend import Asked, Backend, Cycle, PairShape, Rows, Snapshot
 from edge_dflash.decode.loop import Generation, generate
 from edge_dflash.decode.options import Options
-from edge_dflash.decode.sampling import Packed
 from edge_dflash.errors import RequestError, VerificationError
 from edge_dflash.weights.formats import Array
 
 OWN = "own"  # the pair's drafter, among the names of adversaries
+BY_TURNS = "_by_turns"  # ends the names of runs whose cycles verify another number of drafts each
 SAMPLED = Options(temperature=4.0, top_k=50, top_p=0.95, seed=1)  # hot: most choices are not the argmax
 SURE = 1e30  # a logit that no temperature, filter or noise outvotes
 
 Drafter = Callable[[int, Sequence[int], PairShape], list[int]]
-"""(cycle, the true next B - 1 tokens, shape) -> B - 1 drafts."""
+"""(cycle, the true next K tokens, shape) -> K drafts."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class Adversary(Delegate):
         """The backend's own cycle, with other drafts: what a device accepts and commits is tried, too."""
         if asked.steering is not None or not asked.drafting:
             return host_cycle(self, asked)
-        return self._backend.cycle(replace(asked, steering=_Drafts(self._next(asked.lane))))
+        return self._backend.cycle(replace(asked, steering=GivenDrafts(self._next(asked.lane))))
 
     def propose(self, anchor: int, lane: int = 0) -> Rows:
         """Rows that choose the adversary's drafts."""
@@ -74,27 +75,10 @@ class Adversary(Delegate):
 
     def _next(self, lane: int) -> list[int]:
         """Drafts of the adversary; past the known continuation the true token is taken to be 0."""
-        first, count = self.length(lane) + 1, self.shape.block_size - 1
+        first, count = self.length(lane) + 1, self.shape.drafts
         truth = [*self._sequence[first : first + count], *[0] * count][:count]
         self._cycle += 1
         return self._drafter(self._cycle - 1, truth, self.shape)
-
-
-@dataclass(frozen=True)
-class _Drafts:
-    """Steers a cycle to given drafts, and nothing else."""
-
-    tokens: list[int]
-    tolerant: bool = False
-
-    def drafts(self, rows: Rows, position: int) -> list[int]:
-        return self.tokens
-
-    def masks(self, drafts: Sequence[int]) -> list[Packed | None]:
-        return [None] * (len(drafts) + 1)
-
-    def tolerated(self, rows: Rows, drafts: Sequence[int], choices: Sequence[int]) -> list[bool]:
-        return []
 
 
 def oracle_until(right: int) -> Drafter:
@@ -112,8 +96,8 @@ def oracle(cycle: int, truth: Sequence[int], shape: PairShape) -> list[int]:
 
 
 def staircase(start: int = 0) -> Drafter:
-    """Cycle c accepts (start + c) mod B drafts, so B cycles go through every accept length."""
-    return lambda cycle, truth, shape: oracle_until((start + cycle) % shape.block_size)(cycle, truth, shape)
+    """Cycle c accepts (start + c) mod (K + 1) drafts, so K + 1 cycles go through every accept length."""
+    return lambda cycle, truth, shape: oracle_until((start + cycle) % shape.verify_rows)(cycle, truth, shape)
 
 
 def noise(seed: int = 0) -> Drafter:
@@ -126,12 +110,15 @@ def noise(seed: int = 0) -> Drafter:
     return drafts
 
 
-def drafters(run: int, runs: int, block_size: int) -> dict[str, Drafter]:
-    """Adversaries for one of ``runs`` generations; the staircases of all of them together start all over the block."""
+def drafters(run: int, runs: int, rows: int) -> dict[str, Drafter]:
+    """Adversaries for one of ``runs`` generations of verify passes of ``rows``.
+
+    The staircases of all of them together start all over the block.
+    """
     return {
         "always_wrong": oracle_until(0),
         "oracle": oracle,
-        "staircase": staircase(run * block_size // runs),
+        "staircase": staircase(run * rows // runs),
         "noise": noise(run),
     }
 
@@ -165,6 +152,7 @@ class Verification:
     """The outcome over all prompts, drafters and sampling settings."""
 
     block_size: int
+    verify_rows: int
     prompts: int
     runs: tuple[SpeculativeRun, ...]
     differences: tuple[Difference, ...]
@@ -190,9 +178,9 @@ class Verification:
 
     @property
     def untried(self) -> tuple[int, ...]:
-        """Accept lengths 1..B that no run reached: too few new tokens were asked for."""
+        """Accept lengths 1..K + 1 that no run reached: too few new tokens were asked for."""
         seen = {n for count in self.histogram.values() for n in count}
-        return tuple(n for n in range(1, self.block_size + 1) if n not in seen)
+        return tuple(n for n in range(1, self.verify_rows + 1) if n not in seen)
 
     def to_json(self) -> dict[str, Any]:
         """One object with stable keys."""
@@ -248,16 +236,22 @@ def verify_lossless(
         backend.reset()
         plain = generate(backend, prompt, replace(options, speculative=False), stop_token_ids=stop_token_ids)
         state = backend.snapshot()
-        for name, drafter in {OWN: None, **drafters(number, len(work), backend.shape.block_size)}.items():
+        others = dict[str, Drafter | None]()
+        by_turns: dict[str, Drafter | None] = {OWN + BY_TURNS: None, "oracle" + BY_TURNS: oracle}
+        if backend.shape.drafts:
+            others = {**drafters(number, len(work), backend.shape.verify_rows), **by_turns}
+        for name, drafter in {OWN: None, **others}.items():
             backend.reset()
             drafting = backend if drafter is None else Adversary(backend, [*prompt, *plain.tokens], drafter)
+            drafting = ByTurns(drafting, number) if name in by_turns else drafting
             found = generate(drafting, prompt, options, stop_token_ids=stop_token_ids)
             runs.append(SpeculativeRun(index, name, options.temperature, len(found.tokens), found.accept_lengths))
             unlike = (*_compare(plain, found), *_compare_states(state, backend.snapshot()))
             differences += [Difference(index, name, options.temperature, *what) for what in unlike]
         progress(f"prompt {index + 1} of {len(prompts)}, temperature {options.temperature:g}")
     backend.reset()
-    return Verification(backend.shape.block_size, len(prompts), tuple(runs), tuple(differences))
+    shape = backend.shape
+    return Verification(shape.block_size, shape.verify_rows, len(prompts), tuple(runs), tuple(differences))
 
 
 _Found = tuple[str, int, int | str | None, int | str | None]  # the last four fields of Difference

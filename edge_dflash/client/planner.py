@@ -12,7 +12,6 @@ import threading
 import time
 import weakref
 from contextlib import AbstractContextManager, suppress
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
@@ -85,8 +84,7 @@ class RemotePlanner(AbstractContextManager["RemotePlanner"]):
     @property
     def shape(self) -> PairShape:
         """Sizes of the pair. Raises RequestError where the server does not tell them."""
-        card = self._server.needs("shape")
-        return PairShape(**{field.name: card[field.name] for field in fields(PairShape) if field.name in card})
+        return PairShape.told(self._server.needs("shape"))
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:

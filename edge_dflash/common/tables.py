@@ -83,12 +83,16 @@ def _decode_scalar(kind: Any, value: object, where: str) -> object:
 
 
 def _decode_union(kinds: tuple[Any, ...], value: object, where: str) -> object:
-    """``X | None``: null, or X with X's own message."""
+    """``X | None``: null, or X with X's own message. Of several dataclasses, that whose keys are all there."""
     if value is None and NoneType in kinds:
         return None
     others = [kind for kind in kinds if kind is not NoneType]
-    if len(others) != 1:
-        raise TypeError(f"{where}: a union of more than one type and None is not supported")
+    if len(others) > 1:
+        if not all(is_dataclass(kind) for kind in others):
+            raise TypeError(f"{where}: a union of more than one type and None is only supported of dataclasses")
+        given = value.keys() if isinstance(value, dict) else set()
+        keys = [(kind, _hints(cast(Any, kind)).keys()) for kind in others]
+        others = [kind for kind, names in keys if names == given] or others
     return _decode(others[0], value, where)
 
 

@@ -7,14 +7,15 @@ rows past the committed length, and ``commit(k)`` makes the first k of them real
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from dataclasses import dataclass, fields
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
 from edge_dflash.decode.sampling import GREEDY, Packed, Sampling
 from edge_dflash.errors import BackendError
+from edge_dflash.model.specs import PairSpec
 from edge_dflash.weights.formats import KvFormat
 
 
@@ -23,16 +24,42 @@ class PairShape:
     """Sizes of a loaded pair, as the loop needs them."""
 
     vocab_size: int
-    block_size: int  # B: rows of a verify pass
-    mask_token_id: int
+    block_size: int  # B: rows of a propose pass; 1 without a drafter
+    mask_token_id: int | None  # None without a drafter
     max_context: int  # rows of every KV state
     prefill_chunk: int  # most rows of one prefill pass
+    drafts: int  # K: most drafts of a cycle; 0 without a drafter
     lanes: int = 1  # sequences whose state is held at once; each has a lane, counted from 0
+
+    @classmethod
+    def of(cls, pair: PairSpec, max_context: int, prefill_chunk: int) -> PairShape:
+        """Sizes of a pair with one lane."""
+        vocabulary, block = pair.target.vocab_size, pair.block_size
+        return cls(vocabulary, block, pair.mask_token_id, max_context, prefill_chunk, pair.drafts)
+
+    @classmethod
+    def told(cls, card: Mapping[str, int]) -> PairShape:
+        """Sizes as a server tells them; one that does not tell the drafts has those of DFlash."""
+        drafts = {"drafts": card["block_size"] - 1}
+        return cls(**drafts | {one.name: card[one.name] for one in fields(cls) if one.name in card})
+
+    @property
+    def verify_rows(self) -> int:
+        """Most rows of a verify pass: the anchor and K drafts."""
+        return self.drafts + 1
 
     @property
     def usable_context(self) -> int:
-        """Most tokens a sequence may hold: the last block must fit behind it."""
-        return self.max_context - self.block_size
+        """Most tokens a sequence may hold: the last block and the last verify pass must fit behind it."""
+        return self.max_context - max(self.block_size, self.verify_rows)
+
+
+ROW_STEPS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+
+
+def row_steps(most: int) -> tuple[int, ...]:
+    """Numbers of rows of a verify that are worth a graph and a measurement, up to ``most``: ROW_STEPS and the most."""
+    return (*(rows for rows in ROW_STEPS if rows < most), most)
 
 
 @dataclass(frozen=True)
@@ -54,6 +81,15 @@ class Rows(Protocol):
 
     def logits(self) -> npt.NDArray[np.float32]:
         """Return logits [rows, V] as float32."""
+        ...
+
+
+@runtime_checkable
+class Confident(Protocol):
+    """What a drafter's rows may add: how sure it is of each draft."""
+
+    def confidence(self) -> list[float]:
+        """From 0 to 1 for each row, by the tokens chosen last; empty where the drafter does not say."""
         ...
 
 
@@ -95,6 +131,7 @@ class Cycle:
 
     tokens: tuple[int, ...]  # accepted drafts and the target's own choice behind them
     accepted: int  # drafts among them
+    drafts: int  # that were verified
     propose_seconds: float  # 0 in plain decoding; on the device's clock, if it ran there whole
     verify_seconds: float
     relaxed: tuple[bool, ...] = ()  # for each accepted draft, whether only relaxed acceptance let it stand
@@ -109,9 +146,15 @@ class Asked:
     anchor: int  # the last committed token: its row is the first of the verify pass
     sampling: Sampling = GREEDY
     steering: Steering | None = None  # None: logits and sampling alone choose
-    drafting: bool = True  # False: one plain token, a verify pass of one row
+    drafts: int | None = None  # most drafts that are verified; None: all; 0: one plain token, a verify of one row
     logits: bool = False  # whether the Cycle gives its logits
+    threshold: float = 0.0  # drafts from the first on whose confidence is below are not verified; 0: all are
     lane: int = 0
+
+    @property
+    def drafting(self) -> bool:
+        """Whether the drafter is asked at all."""
+        return self.drafts != 0
 
 
 class Backend(Protocol):
@@ -149,15 +192,15 @@ class Backend(Protocol):
         ...
 
     def propose(self, anchor: int, lane: int = 0) -> Rows:
-        """Draft: one drafter pass over [anchor, mask x (B-1)]; row i is the draft for position length + 1 + i.
+        """Draft: one drafter pass over [anchor, mask x (B-1)]; row i of K is the draft for position length + 1 + i.
 
         Its scratch lies where a verify has put the drafter's context, so an open verify is dropped: it cannot be
-        committed any more.
+        committed any more. Raises BackendError without a drafter.
         """
         ...
 
     def verify(self, ids: Sequence[int], lane: int = 0) -> Rows:
-        """Run 1..B rows at positions length, length + 1, ...; row r is the choice for position length + r + 1.
+        """Run 1..K + 1 rows at positions length, length + 1, ...; row r is the choice for position length + r + 1.
 
         Replaces the rows of an earlier verify that were not committed.
         """
@@ -182,6 +225,11 @@ class Backend(Protocol):
     def close(self) -> None:
         """Release the device."""
         ...
+
+
+def no_drafter() -> BackendError:
+    """What a propose pass of a pair without a drafter raises."""
+    return BackendError("the bundle has no drafter and proposes nothing; decode plainly, or build it with a drafter")
 
 
 def check_lane(shape: PairShape, lane: int) -> None:

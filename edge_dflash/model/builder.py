@@ -15,15 +15,18 @@ from edge_dflash.model.ops import (
     Elementwise,
     Embed,
     GatedDelta,
+    GroupedConv,
     KvAppend,
     Linear,
+    MarkovWalk,
     Op,
     RmsNorm,
+    SelectorWalk,
     SelectRows,
     SwiGlu,
 )
 from edge_dflash.model.program import DeltaState, KvState, Program, State, WeightKind, WeightSpec
-from edge_dflash.model.specs import AttentionSpec, GatedDeltaSpec
+from edge_dflash.model.specs import AttentionSpec, GatedDeltaSpec, GroupedConvSpec, MarkovSpec, SelectorSpec
 
 
 class GraphBuilder:
@@ -176,6 +179,70 @@ class GraphBuilder:
             conv_kernel=spec.conv_kernel,
         )
         return self._emit(op, width)
+
+    def grouped_conv(self, u: str, c: str, base: str, spec: GroupedConvSpec, side: Literal[0, 1], out: str) -> str:
+        """Convolve rows u by the kernel ``base`` plus the coefficients c of each row."""
+        hidden, size = self._columns[u], spec.group_size
+        if spec.taps < 1 or size < 1 or hidden % size:
+            raise ValueError(f"{self._name}: {spec} does not divide {hidden} channels into groups")
+        self._expect(c, 2 * spec.taps * (hidden // size))
+        self._weight(base, (2, spec.taps, hidden), "conv", "conv")
+        op = GroupedConv(inputs=(u, c), output=out, base=base, side=side, taps=spec.taps, group_size=size)
+        return self._emit(op, hidden)
+
+    def selector_walk(self, hidden: str, logits: str, prefix: str, spec: SelectorSpec, out: str) -> str:
+        """Choose drafts among the candidates of each row (DFlash2); ``prefix`` is the module of the selector."""
+        vocab = self._columns[logits]
+        if not 1 <= spec.top_k <= vocab:
+            raise ValueError(f"{self._name}: {spec} takes candidates from {vocab} tokens")
+        op = SelectorWalk(
+            inputs=(hidden, logits),
+            output=out,
+            rank=spec.rank,
+            top_k=spec.top_k,
+            projection=self._walk(f"{prefix}.hidden_projection", spec.rank, self._columns[hidden]),
+            predecessor=self._walk(f"{prefix}.predecessor_codebook", vocab, spec.rank),
+            successor=self._walk(f"{prefix}.successor_codebook", vocab, spec.rank),
+        )
+        return self._emit(op, 0)
+
+    def markov_walk(self, hidden: str, logits: str, prefix: str, spec: MarkovSpec, out: str) -> str:
+        """Choose drafts by logits and the token before (DSpark); ``prefix`` is the model."""
+        vocab, rank, columns, head = self._columns[logits], spec.rank, self._columns[hidden], f"{prefix}.markov_head"
+        if spec.top_k is not None and not 1 <= spec.top_k <= vocab:
+            raise ValueError(f"{self._name}: {spec} takes candidates from {vocab} tokens")
+        mix = None
+        if spec.kind == "gated":
+            mix = self._affine(f"{head}.gate_proj", rank, columns + rank)
+        elif spec.kind == "rnn":
+            mix = self._affine(f"{head}.joint_proj", 3 * rank, 2 * rank + columns)
+        judge = None
+        if spec.confidence is not None:
+            read = columns + (rank if spec.confidence == "markov" else 0)
+            judge = self._affine(f"{prefix}.confidence_head.proj", 1, read)
+        op = MarkovWalk(
+            inputs=(hidden, logits),
+            output=out,
+            kind=spec.kind,
+            rank=rank,
+            top_k=spec.top_k,
+            predecessor=self._walk(f"{head}.markov_w1", vocab, rank),
+            successor=self._walk(f"{head}.markov_w2", vocab, rank),
+            mix=mix,
+            confidence=spec.confidence,
+            judge=judge,
+        )
+        return self._emit(op, 0)
+
+    def _walk(self, name: str, rows: int, columns: int) -> str:
+        """A matrix of a walk."""
+        self._weight(name, (rows, columns), "walk", "walk")
+        return name
+
+    def _affine(self, name: str, rows: int, columns: int) -> tuple[str, str]:
+        """Matrix and bias of a walk."""
+        self._weight(f"{name}.bias", (rows,), "vector", "walk")
+        return self._walk(name, rows, columns), f"{name}.bias"
 
     def _emit(self, op: Op, columns: int) -> str:
         for tensor in op.inputs:

@@ -24,21 +24,21 @@ any layer's otherwise.
 
 from __future__ import annotations
 
-from edge_dflash.model.blocks import attention, embed, logits, mlp
+from collections.abc import Callable
+
+from edge_dflash.model.blocks import attention, draft_rows, embed, logits, mlp
 from edge_dflash.model.builder import GraphBuilder
 from edge_dflash.model.config import DECODER, either, read_attention
-from edge_dflash.model.fields import Fields, Key, Table, flag, free, inner, integer, names, only
+from edge_dflash.model.fields import Fields, Table, flag, free, inner, integer, integers, names, only
 from edge_dflash.model.program import Program
-from edge_dflash.model.specs import MAX_BLOCK, MAX_LAYERS, DrafterLayerMask, DrafterSpec, PairSpec
+from edge_dflash.model.specs import MAX_BLOCK, MAX_LAYERS, DrafterLayerMask, DrafterSpec, TargetSpec
 
-NAME = "DFlashDraftModel"
+NAMES = ("DFlashDraftModel",)
 FULL, SLIDING = "full_attention", "sliding_attention"
-_BLOCK: Table = {
+BLOCK: Table = {
     "block_size": integer(least=2, most=MAX_BLOCK, null=True),
     "mask_token_id": integer(least=0, null=True),
-    "target_layer_ids": Key("read", "integers", null=True),
-    **only("sample_from_anchor shift_labels shifted", None, False, why="a DSpark/DeepSpec drafter: shifted rows"),
-    **only("markov_rank markov_head_type enable_confidence_head", None, why="a DSpark/DeepSpec drafter: shifted rows"),
+    "target_layer_ids": integers(least=-1, null=True),
     # vLLM and SGLang read the style of the drafter's own rotation; all targets here rotate halves, and so do drafters.
     **only("is_neox_style rope_is_neox_style", None, True, why="rotary pairs that are neighbours, not halves"),
     **only("attention_sink_bias add_swa_attention_sink_bias", None, False, why="a learned sink in every softmax"),
@@ -47,33 +47,52 @@ _BLOCK: Table = {
     **only("projector_type", None, "dflash", why="another drafter design"),
     **only("attention_mode", None, "gqa", why="another attention"),
     **only("use_aux_hidden_state", None, True, why="a drafter that sees no hidden states of the target"),
+    **only("mask_embedding", None, False, why="a mask row of the drafter's, not the target's"),
 }
-TABLE: Table = {
-    **DECODER,
-    **_BLOCK,
-    **only("model_type", "qwen3", why="another model"),
-    **only("speculators_model_type transformer_layer_config", None, why="the speculators format, not z-lab's"),
-    **free("embedding and head are the target's", "tie_word_embeddings"),
-    **free("the target's stop tokens count", "eos_token_id"),
-    "max_position_embeddings": integer(beside="YaRN has original_max_position_embeddings, or there is no YaRN"),
-    "num_target_layers": integer(most=MAX_LAYERS),
-    "draft_vocab_size": integer(null=True),
-    "layer_types": names("full_attention", "sliding_attention"),
-    "use_sliding_window": flag(False, null=True, beside="layer_types is given"),
-    "sliding_window": integer(null=True, beside="no layer slides, or swa_window_size is given"),
-    "max_window_layers": integer(0, least=0, null=True, beside="layer_types is given, or no layer slides"),
-    "is_causal": flag(null=True, beside="it says what layer_types say"),
-    "dflash_config": inner(
-        {
-            **_BLOCK,
-            "causal": flag(null=True, beside="is_causal is given, or says what layer_types say"),
-            "is_causal": flag(null=True, beside="causal or the outer is_causal is given, or says what layer_types say"),
-            "use_swa": flag(False, null=True, beside="all layers slide"),
-            "swa_window_size": integer(null=True, beside="no layer slides"),
-        }
-    ),
+"""Keys of all drafters, outside or in the object ``dflash_config``."""
+ROWS: Table = {
+    **only("sample_from_anchor shift_labels shifted", None, False, why="a DSpark/DeepSpec drafter: shifted rows"),
+    **only("markov_rank markov_head_type enable_confidence_head", None, why="a DSpark/DeepSpec drafter: shifted rows"),
+    **only("confidence_head_with_markov dspark_draft_topk", None, why="a DSpark/DeepSpec drafter: shifted rows"),
 }
-"""config.json."""
+"""Keys of DSpark drafters."""
+
+
+def table(block: Table) -> Table:
+    """config.json of a kind that has the keys ``block`` besides those of all drafters."""
+    block = {**BLOCK, **block}
+    return {
+        **DECODER,
+        **block,
+        **only("model_type", "qwen3", why="another model"),
+        **only("speculators_model_type transformer_layer_config", None, why="the speculators format, not z-lab's"),
+        **free("embedding and head are the target's", "tie_word_embeddings"),
+        **free("the target's stop tokens count", "eos_token_id"),
+        "max_position_embeddings": integer(beside="YaRN has original_max_position_embeddings, or there is no YaRN"),
+        "num_target_layers": integer(most=MAX_LAYERS),
+        "draft_vocab_size": integer(null=True),
+        "layer_types": names("full_attention", "sliding_attention"),
+        "use_sliding_window": flag(False, null=True, beside="layer_types is given"),
+        "sliding_window": integer(null=True, beside="no layer slides, or swa_window_size is given"),
+        "max_window_layers": integer(0, least=0, null=True, beside="layer_types is given, or no layer slides"),
+        "is_causal": flag(null=True, beside="it says what layer_types say"),
+        "dflash_config": inner(
+            {
+                **block,
+                "causal": flag(null=True, beside="is_causal is given, or says what layer_types say"),
+                "is_causal": flag(
+                    null=True, beside="causal or the outer is_causal is given, or says what layer_types say"
+                ),
+                "use_swa": flag(False, null=True, beside="all layers slide"),
+                "swa_window_size": integer(null=True, beside="no layer slides"),
+            }
+        ),
+    }
+
+
+TABLE = table(
+    {**ROWS, **only("conv_kernel_size conv_group_size selector_rank selector_top_k", None, why="a DFlash2 drafter")}
+)
 
 
 def read(fields: Fields) -> DrafterSpec:
@@ -153,26 +172,28 @@ def append_context(g: GraphBuilder, taps: str, spec: DrafterSpec) -> None:
         g.kv_append(k, v, prefix, spec.attention, spec.rms_norm_eps, f"{prefix}.ctx")
 
 
-def block(g: GraphBuilder, x: str, spec: DrafterSpec) -> str:
-    """Final hidden rows of the block [anchor, mask, ...]; row r proposes the token at position length + r."""
-    for index, mask in enumerate(spec.layers):
-        prefix = f"drafter.layers.{index}"
-        x = attention(
-            g,
-            x,
-            prefix,
-            spec.attention,
-            spec.rms_norm_eps,
-            plus_one=False,
-            bidirectional=mask.bidirectional,
-            window=mask.window,
-        )
-        x = mlp(g, x, prefix, spec.intermediate_size, spec.rms_norm_eps, plus_one=False)
+WriteLayer = Callable[[GraphBuilder, str, DrafterSpec, int], str]
+"""(g, x, spec, index) -> the layer's output."""
+
+
+def layer(g: GraphBuilder, x: str, spec: DrafterSpec, index: int) -> str:
+    """Output rows of one layer."""
+    prefix, mask, eps = f"drafter.layers.{index}", spec.layers[index], spec.rms_norm_eps
+    x = attention(
+        g, x, prefix, spec.attention, eps, plus_one=False, bidirectional=mask.bidirectional, window=mask.window
+    )
+    return mlp(g, x, prefix, spec.intermediate_size, eps, plus_one=False)
+
+
+def block(g: GraphBuilder, target: TargetSpec, spec: DrafterSpec, one: WriteLayer = layer) -> str:
+    """Final hidden rows of the block [anchor, mask, ...], through layers that ``one`` writes."""
+    x = embed(g, target)
+    for index in range(spec.num_layers):
+        x = one(g, x, spec, index)
     return g.rms_norm(x, "drafter.norm", spec.rms_norm_eps, "drafter.hidden", plus_one=False)
 
 
-def propose(g: GraphBuilder, spec: PairSpec) -> Program:
-    """[anchor, mask x (B-1)] -> logits of the B-1 draft rows."""
-    x = block(g, embed(g, spec.target), spec.drafter)
-    drafts = g.select_rows(x, "drafts", "draft_rows")  # row 0 is the anchor, never a draft (invariant I4)
-    return g.program(logits=logits(g, drafts, spec.target), hidden=x)
+def propose(g: GraphBuilder, target: TargetSpec, spec: DrafterSpec) -> Program:
+    """[anchor, mask x (B-1)] -> logits of the B-1 draft rows; row r proposes the token at position length + r."""
+    x = block(g, target, spec)
+    return g.program(logits=logits(g, draft_rows(g, x, spec), target), hidden=x)

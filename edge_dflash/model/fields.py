@@ -74,6 +74,11 @@ def text(*accepted: str, default: Any = REQUIRED, null: bool = False) -> Key:
     return Key("read", "text", default, accepted=accepted, null=null)
 
 
+def integers(*, least: int = 0, null: bool = False) -> Key:
+    """A list of integers, each at least ``least``."""
+    return Key("read", "integers", least=least, null=null)
+
+
 def names(*accepted: str) -> Key:
     """A list of strings; null counts as missing."""
     return Key("read", "names", accepted=accepted, null=True)
@@ -139,7 +144,7 @@ class Fields:
         return str(self._value(name, "text"))
 
     def integers(self, name: str) -> tuple[int, ...]:
-        """List of integers >= 0; empty when it is missing."""
+        """List of integers; empty when it is missing."""
         return tuple(self.values.get(self._read(name, "integers")) or ())
 
     def names(self, name: str) -> tuple[str, ...]:
@@ -238,8 +243,8 @@ def _wanted(key: Key, value: Any) -> str | None:
     if key.kind == "integers":
         if isinstance(value, list) and len(value) > MAX_LAYERS:
             return f"at most {MAX_LAYERS} entries"
-        good = isinstance(value, list) and all(type(item) is int and 0 <= item <= key.most for item in value)
-        return None if good else "a list of integers of at least 0"
+        good = isinstance(value, list) and all(type(item) is int and key.least <= item <= key.most for item in value)
+        return None if good else f"a list of integers of at least {key.least}"
     return None  # token ids are checked against the vocabulary by their reader
 
 

@@ -4,7 +4,8 @@ Every tensor is ``[rows, columns]``; ``rows`` (tokens in this pass) is the only 
 tensors, its output tensor, its weights and, for state ops, the state it touches. Row r of a pass is the token at
 absolute position ``length + r``, where ``length`` is the number of committed rows, kept by the backend.
 
-Dense ops are pure and row-wise. State ops read and write memory that outlives the pass.
+Dense ops are pure and row-wise, but for :class:`GroupedConv` and the walks, which only propose passes have. State ops
+read and write memory that outlives the pass.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from edge_dflash.model.specs import RopeSpec
+from edge_dflash.model.specs import Confidence, MarkovKind, RopeSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +35,7 @@ class Op:
 
 @dataclass(frozen=True, kw_only=True)
 class DenseOp(Op):
-    """Pure and row-wise: output row r depends on input row r alone."""
+    """Pure: reads no memory. Output row r depends on input row r alone, if the op does not say otherwise."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,3 +188,75 @@ class GatedDelta(StateOp):
     def weights(self) -> tuple[str, ...]:
         """See :class:`Op`."""
         return (self.conv, self.a_log, self.dt_bias, self.norm)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupedConv(DenseOp):
+    """Inputs (u [rows, H], c [rows, 2 * taps * H / group_size]): causal convolution over the rows of a block.
+
+    With b = ``base`` [2, taps, H] and c seen as d [rows, 2, taps, groups], both taken at ``side`` (0 before a sublayer,
+    1 behind it): y[r, ch] = sum over t of (b[t, ch] + d[r, t, ch // group_size]) u[r - t, ch]. Terms with r < t are
+    zero: the anchor, row 0 of the block, has no row before it. Summed from t = 0 on, one rounding.
+    """
+
+    base: str
+    side: Literal[0, 1]
+    taps: int
+    group_size: int
+
+    @property
+    def weights(self) -> tuple[str, ...]:
+        """See :class:`Op`."""
+        return (self.base,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Walk(DenseOp):
+    """Inputs (hidden [K, H], logits [K, V]) of the draft rows: choose drafts one after the other.
+
+    The last op of a propose pass. Its output is an empty marker: tokens are chosen when it is known how, greedily or
+    sampled. Row l's predecessor is the token chosen in row l - 1, that of row 0 the anchor. All maths in FP32.
+    """
+
+    rank: int
+    top_k: int | None  # tokens of a row that are chosen among; None: all
+    predecessor: str  # [V, rank], of which a row reads that of its predecessor
+    successor: str  # [V, rank], of which a row reads those of the tokens that it chooses among
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelectorWalk(Walk):
+    """DFlash2: score(c | p) = logit[c] + sum over r of A[p, r] g[r] B[c, r] over the row's ``top_k`` largest logits.
+
+    g = P h with P = ``projection`` [rank, H]; A = ``predecessor`` and B = ``successor`` [V, rank]; p is the
+    predecessor. Candidates stand by descending logit, the lower id first on a tie. Greedy takes the largest score, the
+    earlier candidate on a tie.
+    """
+
+    top_k: int
+    projection: str
+
+    @property
+    def weights(self) -> tuple[str, ...]:
+        """See :class:`Op`."""
+        return (self.projection, self.predecessor, self.successor)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MarkovWalk(Walk):
+    """DSpark: score = logit + W2 x over the row's ``top_k`` largest logits (None: all), with e = W1[predecessor].
+
+    vanilla: x = e. gated: x = sigmoid(M [h; e] + m) * e. rnn: [g; c; o] = M [s; e; h] + m, x = tanh(o), and the next
+    row's s is sigmoid(g) * s + (1 - sigmoid(g)) * tanh(c); the first row's is 0. Greedy takes the largest score, the
+    lowest id on a tie. Confidence of a row: sigmoid(n h + b), or sigmoid(n [h; e] + b) for "markov".
+    """
+
+    kind: MarkovKind
+    mix: tuple[str, str] | None  # M and m: [rank, H + rank] if gated, [3 rank, 2 rank + H] if rnn
+    confidence: Confidence | None
+    judge: tuple[str, str] | None  # n [1, H] or [1, H + rank], and b [1]
+
+    @property
+    def weights(self) -> tuple[str, ...]:
+        """See :class:`Op`."""
+        return (self.predecessor, self.successor, *(self.mix or ()), *(self.judge or ()))

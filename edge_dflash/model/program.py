@@ -11,17 +11,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from edge_dflash.model.ops import DenseOp, Op, StateOp
+from edge_dflash.model.ops import DenseOp, Op, StateOp, Walk
 
-WeightKind = Literal["linear", "embedding", "vector", "conv"]
+WeightKind = Literal["linear", "embedding", "vector", "conv", "walk"]
 
 
 @dataclass(frozen=True)
 class WeightSpec:
     """What a Program expects of a weight. Only ``linear`` weights may be stored as FP8 or NVFP4.
 
+    ``walk``: a matrix of a walk, [V, rank] of which rows are gathered, or a small one that is multiplied with.
     ``module`` is the part of the network for recipes: "attention", "gated_delta", "gates", "mlp", "lm_head", "fc",
-    "embedding", "norm" or "conv".
+    "embedding", "norm", "conv" or "walk".
     """
 
     shape: tuple[int, ...]
@@ -76,7 +77,8 @@ class Program:
     """One forward pass.
 
     ``commits``: the pass commits its own rows (prefill); otherwise its rows stay in flight until ``commit(k)``.
-    ``outputs`` maps a role ("logits", "taps", "hidden") to a tensor name. The single input tensor is ``ids``.
+    ``outputs`` maps a role ("logits", "taps", "hidden") to a tensor name. The single input tensor is ``ids``. Behind
+    the logits of a propose pass there may be a walk; its inputs are outputs "draft_hidden" and "logits".
     """
 
     name: str
@@ -87,14 +89,19 @@ class Program:
     outputs: Mapping[str, str]
     commits: bool
 
+    @property
+    def walk(self) -> Walk | None:
+        """What chooses the drafts; None: each row's logits alone do."""
+        return next((op for op in self.ops if isinstance(op, Walk)), None)
+
 
 @dataclass(frozen=True)
 class PairPrograms:
     """The three passes of a target and its drafter.
 
     prefill: ids -> logits of the last row; appends target KV, gated-delta state and drafter context; commits.
-    verify: ids (1..B rows) -> logits of every row; same appends, in flight until commit.
-    propose: ids [B] = [anchor, mask, ...] -> logits of the B - 1 draft rows; writes only scratch.
+    verify: ids (1..K + 1 rows) -> logits of every row; same appends, in flight until commit.
+    propose: ids [B] = [anchor, mask, ...] -> logits of the K draft rows; writes only scratch.
     """
 
     prefill: Program

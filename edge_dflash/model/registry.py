@@ -7,18 +7,18 @@ A row names the file that describes it. Weights have the names of Hugging Face's
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from edge_dflash.common.tables import read_json
 from edge_dflash.errors import CheckpointError, UnsupportedModelError
-from edge_dflash.model import dflash, qwen3, qwen3_5
+from edge_dflash.model import dflash, dflash2, dspark, qwen3, qwen3_5
 from edge_dflash.model.blocks import embed, logits
 from edge_dflash.model.builder import GraphBuilder
 from edge_dflash.model.fields import Fields, Table
 from edge_dflash.model.program import PairPrograms, Program
-from edge_dflash.model.specs import DrafterSpec, PairSpec, TargetSpec
+from edge_dflash.model.specs import EMBEDDING, DrafterSpec, PairSpec, TargetSpec
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ class TensorNames:
     bare: tuple[str, ...] = (".A_log", ".dt_bias")  # ends of names without ``.weight``
     k_scales: tuple[str, ...] = ("self_attn.k_proj.k_scale", "self_attn.k_scale")  # of FP8 keys, within a layer
     v_scales: tuple[str, ...] = ("self_attn.v_proj.v_scale", "self_attn.v_scale")
+    copies: Mapping[str, str] = field(default_factory=dict)  # tensors of a drafter that repeat a weight of the target
 
 
 @dataclass(frozen=True)
@@ -50,11 +51,11 @@ class Target:
 class Drafter:
     """A kind of drafters."""
 
-    called: str  # what config.json calls it
+    classes: tuple[str, ...]  # what config.json calls it
     table: Table
     read: Callable[[Fields], DrafterSpec]
     append_context: Callable[[GraphBuilder, str, DrafterSpec], None]  # (g, taps, spec): in every pass of the target
-    propose: Callable[[GraphBuilder, PairSpec], Program]
+    propose: Callable[[GraphBuilder, TargetSpec, DrafterSpec], Program]
     modules: tuple[str, ...]  # classes of weights in recipes
     names: TensorNames = TensorNames()
 
@@ -75,20 +76,45 @@ TARGETS: Mapping[str, Target] = {
 
 DRAFTERS: Mapping[str, Drafter] = {
     "dflash": Drafter(
-        dflash.NAME,
+        dflash.NAMES,
         dflash.TABLE,
         dflash.read,
         dflash.append_context,
         dflash.propose,
         ("attention", "mlp", "fc", "norm"),
     ),
+    dflash2.KIND: Drafter(
+        dflash2.NAMES,
+        dflash2.TABLE,
+        dflash2.read,
+        dflash.append_context,
+        dflash2.propose,
+        ("attention", "mlp", "fc", "norm", "conv", "walk"),
+        TensorNames(bare=dflash2.BARE),
+    ),
+    dspark.KIND: Drafter(
+        dspark.NAMES,
+        dspark.TABLE,
+        dspark.read,
+        dflash.append_context,
+        dspark.propose,
+        ("attention", "mlp", "fc", "norm", "walk"),
+        TensorNames(bare=dspark.BARE, copies=dspark.COPIES),
+    ),
 }
 """By :attr:`DrafterSpec.kind`."""
 
 
-def read_pair(target: Path, drafter: Path) -> PairSpec:
-    """Specs of two checkpoint directories that belong together. Raises CheckpointError, UnsupportedModelError."""
-    return match_pair(read_target_spec(target), read_drafter_spec(drafter))
+NO_DRAFTER = "none"  # in the place of a drafter's directory: the target alone
+
+
+def read_pair(target: Path, drafter: Path | None) -> PairSpec:
+    """Specs of two checkpoint directories that belong together, or of a target that is to decode plainly.
+
+    Raises CheckpointError, UnsupportedModelError.
+    """
+    spec = read_target_spec(target)
+    return PairSpec(spec, None) if drafter is None else match_pair(spec, read_drafter_spec(drafter))
 
 
 def read_target_spec(directory: Path) -> TargetSpec:
@@ -96,8 +122,8 @@ def read_target_spec(directory: Path) -> TargetSpec:
     file = directory / "config.json"
     config = read_json(file)
     name = _name(file, config)
-    if any(name == drafter.called for drafter in DRAFTERS.values()):
-        raise UnsupportedModelError(f"{file} is a DFlash drafter; give it as the drafter, not as the target")
+    if any(name in drafter.classes for drafter in DRAFTERS.values()):
+        raise UnsupportedModelError(f"{file} is a drafter; give it as the drafter, not as the target")
     targets = {called: target for target in TARGETS.values() for called in target.classes}
     if name not in targets:
         raise _unsupported(file, config, name, tuple(targets))
@@ -115,7 +141,8 @@ def read_drafter_spec(directory: Path) -> DrafterSpec:
     """Spec of the drafter in ``directory``. Raises CheckpointError, UnsupportedModelError for another design."""
     file = directory / "config.json"
     config = read_json(file)
-    drafters, name = {drafter.called: drafter for drafter in DRAFTERS.values()}, _name(file, config)
+    drafters = {called: drafter for drafter in DRAFTERS.values() for called in drafter.classes}
+    name = _name(file, config)
     if name not in drafters:
         raise _unsupported(file, config, name, tuple(drafters))
     _refuse_experts(file, config)
@@ -124,19 +151,20 @@ def read_drafter_spec(directory: Path) -> DrafterSpec:
 
 def match_pair(target: TargetSpec, drafter: DrafterSpec) -> PairSpec:
     """Check that a drafter was made for a target of these dimensions. Raises CheckpointError naming the field."""
-    for field, found, wanted in (
+    for name, found, wanted in (
         ("num_target_layers", drafter.num_target_layers, target.num_layers),
         ("hidden_size", drafter.hidden_size, target.hidden_size),
         ("vocab_size", drafter.vocab_size, target.vocab_size),
     ):
         if found != wanted:
             raise CheckpointError(
-                f"the drafter's {field} is {found}, the target's is {wanted}; use the drafter trained for this target"
+                f"the drafter's {name} is {found}, the target's is {wanted}; use the drafter trained for this target"
             )
     for tap in drafter.target_layer_ids:
-        if not 0 <= tap <= target.num_layers - 2:  # the last layer's output is only seen after the final norm
+        if not EMBEDDING <= tap <= target.num_layers - 2:  # the last layer's output is only seen after the final norm
             raise CheckpointError(
-                f"the drafter's target_layer_ids hold {tap}, wanted 0 to {target.num_layers - 2} for this target"
+                f"the drafter's target_layer_ids hold {tap}, wanted {EMBEDDING} (the embedding) to "
+                f"{target.num_layers - 2} for this target"
             )
     if drafter.mask_token_id >= target.vocab_size:
         raise CheckpointError(
@@ -147,25 +175,28 @@ def match_pair(target: TargetSpec, drafter: DrafterSpec) -> PairSpec:
 
 def pair_programs(spec: PairSpec) -> PairPrograms:
     """Write the three passes of a pair."""
-    propose = DRAFTERS[spec.drafter.kind].propose(GraphBuilder("propose", commits=False), spec)
+    g = GraphBuilder("propose", commits=False)
+    drafter = spec.drafter
+    propose = DRAFTERS[drafter.kind].propose(g, spec.target, drafter) if drafter else g.program()
     return PairPrograms(_target(spec, "prefill"), _target(spec, "verify"), propose)
 
 
 def _target(spec: PairSpec, name: Literal["prefill", "verify"]) -> Program:
-    """ids -> logits, with the drafter's context appended from the same rows' taps."""
+    """ids -> logits, with the drafter's context, if there is one, appended from the same rows' taps."""
     target, prefill, kind = spec.target, name == "prefill", TARGETS[spec.target.architecture]
     g = GraphBuilder(name, commits=prefill)
     x = embed(g, target)
-    outputs: list[str] = []  # outputs[i] is the output of layer i: HF hidden_states[i + 1] (invariant I3)
+    outputs = {EMBEDDING: x}  # outputs[i] is the output of layer i: HF hidden_states[i + 1] (invariant I3)
     for index in range(target.num_layers):
-        x = kind.layer(g, x, target, index)
-        outputs.append(x)
-    taps = g.concat(tuple(outputs[i] for i in spec.drafter.target_layer_ids), "taps")
-    DRAFTERS[spec.drafter.kind].append_context(g, taps, spec.drafter)
+        outputs[index] = x = kind.layer(g, x, target, index)
+    tapped: dict[str, str] = {}
+    if (drafter := spec.drafter) is not None:
+        tapped["taps"] = g.concat(tuple(outputs[i] for i in drafter.target_layer_ids), "taps")
+        DRAFTERS[drafter.kind].append_context(g, tapped["taps"], drafter)
     if prefill:
         x = g.select_rows(x, "last", "last_row")
     x = g.rms_norm(x, "target.norm", target.rms_norm_eps, "hidden", plus_one=kind.plus_one)
-    return g.program(logits=logits(g, x, target), hidden=x, taps=taps)
+    return g.program(logits=logits(g, x, target), hidden=x, **tapped)
 
 
 def _name(file: Path, config: Mapping[str, Any]) -> str:
@@ -185,8 +216,6 @@ def _unsupported(file: Path, config: Mapping[str, Any], name: str, accepted: tup
     kind = ""
     if "moe" in name.lower() or "moe" in str(config.get("model_type", "")).lower():
         kind = " (a mixture-of-experts model)"
-    elif name == "DFlash2DraftModel":
-        kind = " (DFlash2, another drafter design)"
     elif "DSpark" in name or "DeepSpec" in name or name == "Qwen3DFlashModel":
         kind = " (DSpark/DeepSpec, another drafter design)"
     return UnsupportedModelError(f"{file}: architecture {name}{kind} is not supported, wanted {' or '.join(accepted)}")

@@ -15,8 +15,11 @@ from edge_dflash.common.tables import UNWRITTEN
 
 MAX_LAYERS = 1024  # of a model: deeper ones are not known, and all work on a model grows with its layers
 MAX_BLOCK = 512  # rows of a block
+EMBEDDING = -1  # the tap that is the embedding's output, among layer ids
 
 LayerType = Literal["full_attention", "linear_attention"]
+MarkovKind = Literal["vanilla", "gated", "rnn"]
+Confidence = Literal["hidden", "markov"]
 
 
 @dataclass(frozen=True)
@@ -111,12 +114,40 @@ class DrafterLayerMask:
 
 
 @dataclass(frozen=True)
-class DrafterSpec:
-    """A DFlash block-diffusion drafter. Embedding and lm_head are the target's."""
+class GroupedConvSpec:
+    """Grouped dynamic convolutions over the rows of a block, before and behind attention and MLP (DFlash2)."""
 
-    block_size: int  # B: one anchor and B - 1 drafts
+    taps: int
+    group_size: int  # channels that share a dynamic coefficient
+
+
+@dataclass(frozen=True)
+class SelectorSpec:
+    """DFlash2's candidate selector: a walk over the ``top_k`` tokens of each row."""
+
+    rank: int  # of the codebooks
+    top_k: int
+
+
+@dataclass(frozen=True)
+class MarkovSpec:
+    """DSpark's Markov head: each row's logits get a bias by the token before, along a walk."""
+
+    kind: MarkovKind
+    rank: int
+    top_k: int | None = None  # tokens of each row that the walk chooses among; None: all
+    confidence: Confidence | None = None  # what the confidence head reads: hidden rows, or the token before as well
+
+
+@dataclass(frozen=True)
+class DrafterSpec:
+    """A block-diffusion drafter: DFlash, or one that adds to it. Embedding and lm_head are the target's."""
+
+    block_size: int  # B: one anchor and B - 1 masks
     mask_token_id: int
-    target_layer_ids: tuple[int, ...]  # taps, in concatenation order; id i is the output of target layer i
+    target_layer_ids: tuple[
+        int, ...
+    ]  # taps, in concatenation order; id i is the output of target layer i, or EMBEDDING
     num_target_layers: int
     vocab_size: int
     hidden_size: int
@@ -125,6 +156,20 @@ class DrafterSpec:
     attention: AttentionSpec  # gated is False
     layers: tuple[DrafterLayerMask, ...]
     kind: str = field(default="dflash", metadata=UNWRITTEN)  # a name of the registry
+    # The anchor's row drafts, too: row r predicts position s + r + 1, where the anchor stands at s (DSpark).
+    anchor_drafts: bool = field(default=False, metadata=UNWRITTEN)
+    conv: GroupedConvSpec | None = field(default=None, metadata=UNWRITTEN)
+    head: SelectorSpec | MarkovSpec | None = field(default=None, metadata=UNWRITTEN)  # None: each row's argmax
+
+    @property
+    def drafts(self) -> int:
+        """K, the drafts of a propose pass."""
+        return self.block_size if self.anchor_drafts else self.block_size - 1
+
+    @property
+    def verify_rows(self) -> int:
+        """Rows of a verify pass of all drafts: the anchor and K drafts."""
+        return self.drafts + 1
 
     @property
     def num_layers(self) -> int:
@@ -138,7 +183,37 @@ class DrafterSpec:
 
 @dataclass(frozen=True)
 class PairSpec:
-    """A target and its drafter, checked to belong together."""
+    """A target and its drafter, checked to belong together; or a target alone, which decodes plainly."""
 
     target: TargetSpec
-    drafter: DrafterSpec
+    drafter: DrafterSpec | None
+
+    @property
+    def drafts(self) -> int:
+        """K, drafts of one propose pass; 0 without a drafter."""
+        return self.drafter.drafts if self.drafter else 0
+
+    @property
+    def verify_rows(self) -> int:
+        """Most rows of a verify pass; 1 without a drafter."""
+        return self.drafts + 1
+
+    @property
+    def block_size(self) -> int:
+        """B, rows of a propose pass; 1 without a drafter: the anchor."""
+        return self.drafter.block_size if self.drafter else 1
+
+    @property
+    def rows(self) -> int:
+        """Most rows behind the committed ones: a block, or a verify pass."""
+        return max(self.block_size, self.verify_rows)
+
+    @property
+    def mask_token_id(self) -> int | None:
+        """The drafter's, if there is one."""
+        return self.drafter.mask_token_id if self.drafter else None
+
+    @property
+    def target_layer_ids(self) -> tuple[int, ...]:
+        """The drafter's taps; none without a drafter."""
+        return self.drafter.target_layer_ids if self.drafter else ()

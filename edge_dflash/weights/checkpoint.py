@@ -13,7 +13,8 @@ from edge_dflash.errors import CheckpointError
 from edge_dflash.model.program import WeightSpec
 from edge_dflash.model.registry import DRAFTERS, TARGETS, read_drafter_spec, read_target_spec
 from edge_dflash.weights.declared import WIDE, Declared, read_declared
-from edge_dflash.weights.formats import FORMATS, Weight
+from edge_dflash.weights.formats import FORMATS, Weight, WideWeight
+from edge_dflash.weights.integers import NAME, Int4Weight
 from edge_dflash.weights.safetensors import TensorFiles
 from edge_dflash.weights.stored import SUFFIXES, ModuleReader
 
@@ -32,15 +33,19 @@ class PairCheckpoint:
         self._expected = expected
 
     @classmethod
-    def open(cls, target: Path, drafter: Path, expected: Mapping[str, WeightSpec]) -> PairCheckpoint:
-        """Open both directories and compare their tensors with the weights that the pair's Programs need.
+    def open(cls, target: Path, drafter: Path | None, expected: Mapping[str, WeightSpec]) -> PairCheckpoint:
+        """Open the directories and compare their tensors with the weights that the pair's Programs need.
 
         Raises CheckpointError for missing, extra, misshaped or wrongly typed tensors, naming file, tensor, found and
         wanted. Values are not read but scales, and the head of a tied model whose files have one.
         """
-        parts = {"target": _Part("target", target), "drafter": _Part("drafter", drafter)}
+        parts = {"target": _Part("target", target)}
+        if drafter is not None:
+            parts["drafter"] = _Part("drafter", drafter)
         for name, part in parts.items():
             part.check({n: spec for n, spec in expected.items() if n.startswith(f"{name}.")})
+        if "drafter" in parts:
+            parts["drafter"].check_copies(parts["target"], expected)
         return cls(parts, expected)
 
     def get(self, name: str) -> Weight:
@@ -105,7 +110,7 @@ class _Part:
         if problems:
             more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
             raise CheckpointError("; ".join(problems[:_SHOWN]) + more)
-        used |= self._kv_scale_tensors(expected)
+        used |= self._kv_scale_tensors(expected) | self._names.copies.keys()
         extra = [n for n in self.tensors.names() if n not in used and not self._skipped(n)]
         if extra:
             raise CheckpointError(
@@ -125,10 +130,34 @@ class _Part:
                     f"make it false in config.json, or remove {head}"
                 )
 
+    def check_copies(self, target: _Part, expected: Mapping[str, WeightSpec]) -> None:
+        """A drafter's own embedding and head are left out, which must be the target's. Raises CheckpointError."""
+        for tensor, name in self._names.copies.items():
+            if tensor in self.tensors:
+                spec = expected[name]
+                one, other = self._reader.wide(tensor, spec.shape, half=False), target.read(name, spec)
+                parts = range(0, spec.shape[0], _ROWS)
+                if not isinstance(other, WideWeight) or not all(
+                    np.array_equal(one.rows(part).float32(), other.rows(part).float32())
+                    for part in (slice(i, i + _ROWS) for i in parts)
+                ):
+                    raise CheckpointError(
+                        f"{self.tensors.entry(tensor).file}: {tensor} differs from the target's, which is what drafts "
+                        "are made with; use the target that the drafter was trained for, or remove the tensor"
+                    )
+
     def _check_storage(self, name: str, spec: WeightSpec, declared: Declared) -> None:
         """Read a weight's headers and small scales, and compare its form with the configuration."""
-        form = FORMATS[self.read(name, spec).format]
+        weight = self.read(name, spec)
+        form = FORMATS[weight.format]
         storage = form.name if form.quantized else WIDE
+        if isinstance(weight, Int4Weight):
+            storage = NAME
+            if self._model == "target":
+                raise CheckpointError(
+                    f"{self._directory}: module {self._module(name)} is stored as 4-bit integers, which are read of "
+                    "drafters alone: a target would be quantized twice; give one in BF16, FP8 or NVFP4"
+                )
         wanted = declared(self._module(name)) if spec.kind == "linear" and not self._is_tied(name) else None
         if wanted is not None and wanted != storage:
             raise CheckpointError(

@@ -268,7 +268,7 @@ def test_a_planner_opens_only_what_passes(demo_bundle, monkeypatch):
     wrong = m.drafter(mask_token_id=0)
     closed = []
 
-    def load_wrong(bundle):
+    def load_wrong(bundle, drafter):
         backend = backend_of(bundle, spec=wrong(bundle.pair))
         backend.close = lambda: closed.append(True)
         return backend
@@ -285,7 +285,7 @@ def test_a_planner_opens_only_what_passes(demo_bundle, monkeypatch):
 
 def test_verify_prints_a_failed_selftest_and_fails(cli, ids_bundle, monkeypatch):
     wrong = m.drafter(mask_token_id=0)
-    monkeypatch.setattr("edge_dflash.planner.load", lambda bundle: backend_of(bundle, spec=wrong(bundle.pair)))
+    monkeypatch.setattr("edge_dflash.planner.load", lambda bundle, drafter: backend_of(bundle, spec=wrong(bundle.pair)))
     code, out, err = cli("verify", ids_bundle, "--count", 1, "--max-new-tokens", 4, "--json")
     found = json.loads(out)
     assert code == 9
@@ -337,7 +337,7 @@ def test_a_damaged_selftest_is_refused_before_it_runs(demo_bundle, tmp_path):
         Bundle.open(tmp_path / "odd")
 
 
-SHAPE = PairShape(1024, 16, 5, 1024, 128)
+SHAPE = PairShape(1024, 16, 5, 1024, 128, 15)
 FIELDS = {
     "schema": (3, "schema is 3, this version reads 2; update edge-dflash"),
     "source": (1, ".source: found 1, wanted str"),
@@ -389,7 +389,7 @@ def test_only_the_text_of_a_build_is_read(selftest):
     with pytest.raises(BundleError, match=r"wanted at most 484 \(the usable context\)"):
         parse_selftest(text, replace(SHAPE, max_context=500))
     with pytest.raises(BundleError, match=r"drafts is 15 ids in a cycle, wanted 7"):
-        parse_selftest(text, replace(SHAPE, block_size=8))
+        parse_selftest(text, replace(SHAPE, block_size=8, drafts=7))
 
 
 def test_recording_again_gives_the_same_bytes_on_any_number_of_threads(bundle, selftest):

@@ -26,7 +26,7 @@ from edge_dflash.errors import BackendError, BuildError, BundleError, Verificati
 
 __all__ = ["fake"]
 JETPACK = "10.13.3.9"
-SHAPE = PairShape(vocab_size=1024, block_size=16, mask_token_id=5, max_context=64, prefill_chunk=64)
+SHAPE = PairShape(vocab_size=1024, block_size=16, mask_token_id=5, max_context=64, prefill_chunk=64, drafts=15)
 
 
 class Timed(FakeBackend):

@@ -185,8 +185,8 @@ def change(manifest, **keys):
 
 def test_schemas_and_keys_of_other_versions_are_refused(manifest):
     for text, message in (
-        (change(manifest, schema=3), "schema is 3, this version reads 1 to 2; update edge-dflash"),
-        (change(manifest, schema=0), "schema is 0, this version reads 1 to 2; build the bundle again"),
+        (change(manifest, schema=4), "schema is 4, this version reads 1 to 3; update edge-dflash"),
+        (change(manifest, schema=0), "schema is 0, this version reads 1 to 3; build the bundle again"),
         (change(manifest, schema=True), "schema is True"),
         (change(manifest, future=1), "unknown key 'future'"),
         (change(manifest, max_context="128"), "manifest.json.max_context: found '128', wanted int"),
@@ -220,7 +220,7 @@ def test_the_reason_for_no_selftest_is_kept_and_left_out_without_one(manifest):
     ("model", "field", "message"),
     [
         ("target", "architecture", "m.pair.target.architecture: found 'x', wanted one of 'qwen3', 'qwen3_5'"),
-        ("drafter", "kind", "m.pair.drafter.kind: found 'x', wanted one of 'dflash'"),
+        ("drafter", "kind", "m.pair.drafter.kind: found 'x', wanted one of 'dflash', 'dflash2', 'dspark'"),
     ],
 )
 def test_kinds_of_models_are_those_of_the_registry(manifest, model, field, message):

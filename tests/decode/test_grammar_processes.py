@@ -152,7 +152,7 @@ def test_a_process_gives_the_drafts_and_masks_of_the_library(pair, rng):
 @given(SCHEMAS, st.integers(0, 3), st.sampled_from([0.0, 1.5]))
 def test_random_schemas_give_the_same_tokens_with_and_without_drafts(pair, right, temperature):
     grammar = compile_schema(pair[0], open_tokenizer(), vocab_size(), STOP)
-    shape = PairShape(vocab_size(), block_size=6, mask_token_id=0, max_context=120, prefill_chunk=8)
+    shape = PairShape(vocab_size(), block_size=6, mask_token_id=0, max_context=120, prefill_chunk=8, drafts=5)
     options = Options(max_new_tokens=60, temperature=temperature, seed=right)
     found = []
     for speculative in (True, False):

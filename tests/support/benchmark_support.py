@@ -19,7 +19,7 @@ from edge_dflash.planner import Planner
 from edge_dflash.runner import job
 from edge_dflash.runner.job import Unwatched
 
-SHAPE = PairShape(vocab_size=64, block_size=4, mask_token_id=63, max_context=4096, prefill_chunk=64)
+SHAPE = PairShape(vocab_size=64, block_size=4, mask_token_id=63, max_context=4096, prefill_chunk=64, drafts=3)
 PROPOSE, VERIFY, REST, PLAIN = 0.001, 0.003, 0.0005, 0.0025  # seconds
 PREFILL, FIRST = 0.0001, 4.0  # seconds a token; the first cycle takes so many times as long
 
@@ -95,10 +95,11 @@ class TimedBackend(FakeBackend):
     def cycle(self, asked):
         if asked.steering is not None or not asked.drafting:
             return host_cycle(self, asked)
-        accepted = self._begin_cycle()
+        most = self.shape.block_size - 1 if asked.drafts is None else asked.drafts
+        accepted = min(self._begin_cycle(), most)
         self.clock.now += self._slow * (PROPOSE + VERIFY + REST)
         self._flight = [1] * (accepted + 1)
-        return Cycle((1,) * (accepted + 1), accepted, PROPOSE, VERIFY)
+        return Cycle((1,) * (accepted + 1), accepted, most, PROPOSE, VERIFY)
 
     def _begin_cycle(self):
         self._slow = FIRST if self.cycles == 0 else 1.0

@@ -14,7 +14,7 @@ from edge_dflash.decode.grammar.child import look, walk
 from edge_dflash.decode.sampling import pack
 from edge_dflash.errors import RequestError
 
-SHAPE = PairShape(vocab_size=64, block_size=4, mask_token_id=63, max_context=64, prefill_chunk=8)
+SHAPE = PairShape(vocab_size=64, block_size=4, mask_token_id=63, max_context=64, prefill_chunk=8, drafts=3)
 
 
 class FakeRows:

@@ -17,7 +17,7 @@ from edge_dflash.backends.cuda.splits import block_shared, choose_splits
 from edge_dflash.board.archs import arch_of_sm, find_arch
 from edge_dflash.errors import BackendError
 from edge_dflash.model import pair_programs
-from edge_dflash.model.ops import Attend, Embed, GatedDelta, KvAppend, Linear, Op
+from edge_dflash.model.ops import Attend, Embed, GatedDelta, GroupedConv, KvAppend, Linear, Op, Walk
 from edge_dflash.model.program import PairPrograms, Program
 from edge_dflash.model.specs import PairSpec
 from edge_dflash.weights.formats import BLOCK, FORMATS, WeightFormat, WeightStore, WideWeight
@@ -40,7 +40,10 @@ def check_native(
 
     ``formats`` names every weight. ``arch`` adds the limits of one architecture (shared memory of a block).
     """
-    programs, rows = pair_programs(pair), pair.drafter.block_size
+    drafter = pair.drafter
+    if drafter is not None and drafter.anchor_drafts:
+        raise BackendError(f"the native backend does not draft from the anchor's row, as this drafter does; {REMEDY}")
+    programs, rows = pair_programs(pair), pair.block_size
     for program in (programs.verify, programs.propose, programs.prefill):
         for op in program.ops:
             try:
@@ -89,6 +92,8 @@ def _check_op(
             AttendShape(op.kv_heads, op.kv_heads, op.head_dim, op.rope.dims, op.eps, 0, rows, kv=kv)
         case GatedDelta():
             DeltaShape(op.key_heads, op.value_heads, op.key_dim, op.value_dim, op.conv_kernel, op.eps, rows)
+        case GroupedConv() | Walk():
+            raise BackendError(f"the native backend has no kernel for op {type(op).__name__}")
         case _:
             pass
 

@@ -11,7 +11,8 @@ import torch
 from edge_dflash.backends.host_cycle import host_cycle
 from edge_dflash.backends.reference.dense import TorchWeights
 from edge_dflash.backends.reference.interpreter import Interpreter, Memory
-from edge_dflash.decode.backend import Asked, Cycle, PairShape, Precision, Snapshot, check_lane
+from edge_dflash.decode.backend import Asked, Cycle, PairShape, Precision, Rows, Snapshot, check_lane, no_drafter
+from edge_dflash.decode.walk import WalkRows
 from edge_dflash.errors import BackendError
 from edge_dflash.model import pair_programs
 from edge_dflash.model.ops import GatedDelta
@@ -53,12 +54,11 @@ class ReferenceBackend:
     ) -> None:
         self._programs = programs or pair_programs(spec)
         self._drafter = spec.drafter
-        self._shape = PairShape(
-            spec.target.vocab_size, spec.drafter.block_size, spec.drafter.mask_token_id, max_context, prefill_chunk
-        )
+        self._shape = PairShape.of(spec, max_context, prefill_chunk)
         self._store = store
         self._precision = precision
-        self._interpreter = Interpreter(TorchWeights(store), precision)
+        self._weights = TorchWeights(store)
+        self._interpreter = Interpreter(self._weights, precision)
         self._deltas = [op for op in self._programs.verify.ops if isinstance(op, GatedDelta)]
         self._verified: int | None = None  # rows of the last verify, until they are committed
         self._memory = self._allocate()
@@ -99,18 +99,24 @@ class ReferenceBackend:
         """Propose, verify and accept; see Backend."""
         return host_cycle(self, asked)
 
-    def propose(self, anchor: int, lane: int = 0) -> TorchRows:
+    def propose(self, anchor: int, lane: int = 0) -> Rows:
         """One drafter pass; row i is the draft for position length + 1 + i."""
         check_lane(self._shape, lane)
+        if self._drafter is None:
+            raise no_drafter()
         self._drop_verify()
-        block = self._drafter.block(anchor)
-        return TorchRows(self._interpreter.run(self._programs.propose, block, self._memory)["logits"])
+        program = self._programs.propose
+        outputs = self._interpreter.run(program, self._drafter.block(anchor), self._memory)
+        if program.walk is None:
+            return TorchRows(outputs["logits"])
+        hidden, logits = (outputs[role].numpy() for role in ("draft_hidden", "logits"))
+        return WalkRows(program.walk, lambda name: self._weights.tensor(name).numpy(), hidden, logits, anchor)
 
     def verify(self, ids: Sequence[int], lane: int = 0) -> TorchRows:
         """Run rows at length, length + 1, ... without committing them."""
         check_lane(self._shape, lane)
-        if not 1 <= len(ids) <= self._shape.block_size:
-            raise BackendError(f"verify takes 1 to {self._shape.block_size} rows, not {len(ids)}")
+        if not 1 <= len(ids) <= self._shape.verify_rows:
+            raise BackendError(f"verify takes 1 to {self._shape.verify_rows} rows, not {len(ids)}")
         outputs = self._interpreter.run(self._programs.verify, ids, self._memory)
         self._verified = len(ids)
         return TorchRows(outputs["logits"])

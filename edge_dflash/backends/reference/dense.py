@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from edge_dflash.model.ops import GroupedConv
 from edge_dflash.weights.formats import Nvfp4Weight, WeightStore, WideWeight
 from edge_dflash.weights.quantize import dequantize, quantize_activations, unscaled
 
@@ -75,6 +76,15 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, plus_one: boo
     """RMS norm over the last dimension, unrounded float32."""
     inverse = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
     return x * inverse * (1.0 + weight if plus_one else weight)
+
+
+def grouped_conv(op: GroupedConv, u: torch.Tensor, c: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+    """Convolution of the rows of a block, unrounded float32; ``base`` is [2, taps, H]."""
+    dynamic = c.view(c.shape[0], 2, op.taps, -1)[:, op.side].repeat_interleave(op.group_size, dim=-1)
+    y = torch.zeros_like(u)
+    for tap in range(op.taps):
+        y = y + (base[op.side, tap] + dynamic[:, tap]) * torch.cat((u.new_zeros(tap, u.shape[1]), u))[: len(u)]
+    return y
 
 
 @dataclass(frozen=True)

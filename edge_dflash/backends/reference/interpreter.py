@@ -10,7 +10,16 @@ import torch
 
 from edge_dflash.backends.reference.attention import KvMemory, attend, rope_table, store_context
 from edge_dflash.backends.reference.delta import DeltaMemory, DeltaWeights, gated_delta
-from edge_dflash.backends.reference.dense import ROW_TILE, TorchWeights, linear, pad, padded_rows, rms_norm, silu
+from edge_dflash.backends.reference.dense import (
+    ROW_TILE,
+    TorchWeights,
+    grouped_conv,
+    linear,
+    pad,
+    padded_rows,
+    rms_norm,
+    silu,
+)
 from edge_dflash.decode.backend import Precision
 from edge_dflash.errors import BackendError
 from edge_dflash.model.ops import (
@@ -19,12 +28,14 @@ from edge_dflash.model.ops import (
     Concat,
     Embed,
     GatedDelta,
+    GroupedConv,
     KvAppend,
     Linear,
     Op,
     RmsNorm,
     SelectRows,
     SwiGlu,
+    Walk,
 )
 from edge_dflash.model.program import KvState, Program, State
 from edge_dflash.model.specs import RopeSpec
@@ -155,6 +166,10 @@ class Interpreter:
             case SelectRows():
                 first, last = (rows - 1, rows) if op.which == "last" else (1, rows)
                 return pad(inputs[0][first:last], padded_rows(last - first)), last - first
+            case GroupedConv():
+                return grouped_conv(op, inputs[0], inputs[1], weights.tensor(op.base)), rows
+            case Walk():  # its tokens are chosen when it is known how
+                return inputs[0].new_zeros(inputs[0].shape[0], 0), rows
             case KvAppend() | Attend():
                 return self._attention(op, inputs, rows, run, memory, observer), rows
             case GatedDelta():

@@ -1,0 +1,80 @@
+"""The DSpark drafter: DFlash whose anchor row drafts, too, and a Markov head with a confidence head.
+
+Maths and keys after DeepSpec (deepseek-ai/DeepSpec at afdfa7c: deepspec/modeling/dspark), further keys after vLLM
+(vllm/model_executor/models/qwen3_dspark.py at 0302ff40). Row k of the block predicts position s + k + 1, where the
+anchor stands at s: B drafts of B rows. ``sample_from_anchor`` false gives DFlash's rows. Drafts are chosen by
+:class:`~edge_dflash.model.ops.MarkovWalk`; with ``markov_rank`` 0 by each row's logits alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from edge_dflash.model import dflash
+from edge_dflash.model.blocks import draft_rows, logits
+from edge_dflash.model.builder import GraphBuilder
+from edge_dflash.model.config import either
+from edge_dflash.model.fields import Fields, flag, integer, only, text
+from edge_dflash.model.program import Program
+from edge_dflash.model.specs import Confidence, DrafterSpec, MarkovKind, MarkovSpec, TargetSpec
+
+KIND = "dspark"
+NAMES = ("Qwen3DSparkModel", "DSparkDraftModel")
+BARE = (".bias",)  # ends of names without ``.weight``
+COPIES = {"embed_tokens.weight": "target.embed_tokens", "lm_head.weight": "target.lm_head"}
+KINDS: dict[str, MarkovKind] = {"vanilla": "vanilla", "gated": "gated", "rnn": "rnn"}
+WHOLE = 4096  # tokens of a vocabulary up to which the walk chooses among all
+TOP_K = 64  # tokens of each row that it chooses among else: a step then reads 65 rows of W1 and W2
+TABLE = dflash.table(
+    {
+        "sample_from_anchor": flag(True, null=True),
+        "markov_rank": integer(least=0, null=True),
+        "markov_head_type": text(*KINDS, default="vanilla", null=True),
+        "enable_confidence_head": flag(False, null=True),
+        "confidence_head_with_markov": flag(False, null=True),
+        "dspark_draft_topk": integer(null=True),
+        **only("shift_labels shifted", None, why="rows that sample_from_anchor does not name"),
+    }
+)
+
+
+def read(fields: Fields) -> DrafterSpec:
+    """Spec of a drafter. Raises CheckpointError."""
+    if not _at(fields, "target_layer_ids").has("target_layer_ids"):
+        raise fields.lacks("target_layer_ids")
+    spec = dflash.read(fields)
+    anchor_drafts = _at(fields, "sample_from_anchor").flag("sample_from_anchor")
+    return replace(spec, kind=KIND, anchor_drafts=anchor_drafts, head=_head(fields, spec.vocab_size))
+
+
+def _head(fields: Fields, vocab: int) -> MarkovSpec | None:
+    rank = _at(fields, "markov_rank").integer("markov_rank")
+    judges = _at(fields, "enable_confidence_head").flag("enable_confidence_head")
+    if not rank:
+        if judges:
+            raise fields.error("enable_confidence_head", True, "false, or a markov_rank above 0")
+        return None
+    confidence: Confidence | None = None
+    if judges:
+        with_markov = _at(fields, "confidence_head_with_markov").flag("confidence_head_with_markov")
+        confidence = "markov" if with_markov else "hidden"
+    kind = KINDS[_at(fields, "markov_head_type").text("markov_head_type")]
+    top_k = None if vocab <= WHOLE else TOP_K
+    if (source := _at(fields, "dspark_draft_topk")).has("dspark_draft_topk"):
+        top_k = min(source.integer("dspark_draft_topk"), vocab)
+    return MarkovSpec(kind, rank, top_k, confidence)
+
+
+def _at(fields: Fields, name: str) -> Fields:
+    """Which object of the file holds a key: the outer one, or ``dflash_config``."""
+    return either(name, fields.child("dflash_config"), fields)
+
+
+def propose(g: GraphBuilder, target: TargetSpec, spec: DrafterSpec) -> Program:
+    """[anchor, mask x (B-1)] -> logits of the draft rows, and the walk over them."""
+    x = dflash.block(g, target, spec)
+    rows = draft_rows(g, x, spec)
+    scores = logits(g, rows, target)
+    if isinstance(head := spec.head, MarkovSpec):
+        g.markov_walk(rows, scores, "drafter", head, "walk")
+    return g.program(logits=scores, hidden=x, draft_hidden=rows)
