@@ -62,6 +62,9 @@ class Control(IntEnum):
     PENDING = 1  # rows of the tape that are committed but not in the recurrent state
     ROWS = 2  # valid rows of a prefill pass
     ANCHOR = 3  # last committed token, not in the caches yet
+    DRAFTS = 4  # most drafts of a cycle that count
+    THRESHOLD = 5  # float32: drafts from the first on whose confidence is below do not count
+    PROPOSED = 6  # drafts that count in this cycle, by a walk
 
 
 CONTROL_BYTES = 32
