@@ -212,8 +212,8 @@ class Planner:
 
     @property
     def drafting(self) -> bool:
-        """Whether cycles draft now; False while drafting rests because it was measured not to pay."""
-        return self._engine.pace.drafting
+        """Whether cycles draft now; False without a drafter, and while it rests because it was measured not to pay."""
+        return self.shape.drafts > 0 and self._engine.pace.drafting
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:

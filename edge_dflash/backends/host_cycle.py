@@ -17,21 +17,23 @@ def host_cycle(backend: Backend, asked: Asked) -> Cycle:
     position = backend.length(lane) + 1
     began = time.perf_counter()
     drafts: list[int] = []
-    if asked.drafting:
+    drafting = asked.drafting and backend.shape.drafts > 0
+    if drafting:
         rows = backend.propose(asked.anchor, lane)
         drafts = choose(rows, sampling, position) if steering is None else steering.drafts(rows, position)
         if asked.threshold and isinstance(rows, Confident):
             drafts = drafts[: confident(rows.confidence(), asked.threshold)]
+        drafts = drafts[: asked.drafts]
     proposed = time.perf_counter()
     rows = backend.verify([asked.anchor, *drafts], lane)
     choices = choose(rows, sampling, position, steering.masks(drafts) if steering is not None else None)
     tolerated = steering.tolerated(rows, drafts, choices) if steering is not None and drafts else []
     n = accepted(drafts[: len(choices) - 1], choices, tolerated)
     relaxed = tuple(draft != choice for draft, choice in zip(drafts[:n], choices, strict=False))
-    propose_seconds = proposed - began if asked.drafting else 0.0
+    propose_seconds = proposed - began if drafting else 0.0
     tokens, verify_seconds = (*drafts[:n], choices[n]), time.perf_counter() - proposed
     left = (lambda: rows.logits()[: n + 1]) if asked.logits else None
-    return Cycle(tokens, n, propose_seconds, verify_seconds, relaxed, left)
+    return Cycle(tokens, n, len(drafts), propose_seconds, verify_seconds, relaxed, left)
 
 
 class Delegate:

@@ -63,23 +63,21 @@ def calibrate(
         raise BuildError(
             f"calibration got {found}, wanted ids 0..{vocabulary - 1}: give the checkpoint's own tokenizer"
         )
-    programs, block = pair_programs(pair), pair.drafter
+    programs, block = pair_programs(pair), pair.drafter.block(ids[0]) if pair.drafter else []
     meter = _Meter(frozenset(linears), progress)
     prefill, propose = (_measured_part(p, meter.linears) for p in (programs.prefill, programs.propose))
     starts = sorted({max(0, math.ceil(len(ids) * i / proposals) - 1) for i in range(1, proposals + 1)}, reverse=True)
+    starts = starts if block else []
     meter.total = _linears(prefill) + len(starts) * _linears(propose)
 
-    rows = _EmbeddingRows(
-        store, [op.weight for op in prefill.ops if isinstance(op, Embed)], [*ids, *block.block(ids[0])]
-    )
+    rows = _EmbeddingRows(store, [op.weight for op in prefill.ops if isinstance(op, Embed)], [*ids, *block])
     precision = Precision(activations, kv=activations)
     interpreter = Interpreter(TorchWeights(rows, cache=False), precision, row_tile=None)
-    memory = Memory.allocate(programs.states, len(ids) + block.block_size, precision, rows.kv_scale)
+    memory = Memory.allocate(programs.states, len(ids) + len(block), precision, rows.kv_scale)
     interpreter.run(prefill, rows.compact(ids), memory, observer=meter)
     for start in starts:  # from the end, since a block overwrites the context rows behind its start
         memory.length = start
-        draft = block.block(ids[start])
-        interpreter.run(propose, rows.compact(draft), memory, observer=meter)
+        interpreter.run(propose, rows.compact([ids[start], *block[1:]]), memory, observer=meter)
 
     states = [name for name, state in programs.states.items() if isinstance(state, KvState)]
     kv = {
@@ -151,11 +149,12 @@ class _EmbeddingRows:
 
 def _measured_part(program: Program, linears: Collection[str]) -> Program:
     """Return the program up to its last op that is measured."""
-    last = max(
+    measured = [
         i
         for i, op in enumerate(program.ops)
         if isinstance(op, Attend | KvAppend) or (isinstance(op, Linear) and op.weight in linears)
-    )
+    ]
+    last = max(measured, default=-1)
     return replace(program, ops=program.ops[: last + 1], outputs={})
 
 

@@ -41,6 +41,7 @@ from edge_dflash.weights.recipe import Recipe, default_recipe, load_recipe
 
 COPIED_FILES = (*TOKENIZER_FILES, "generation_config.json")  # into tokenizer/ of the bundle
 _CONFIG_FILES = ("config.json", "hf_quant_config.json", "model.safetensors.index.json", *COPIED_FILES)
+NO_DRAFTER = "none"  # in the place of a drafter's directory
 _HEAD = 1 << 20  # bytes of a file that its fingerprint covers, besides its size: configs whole, shards their header
 _SLACK = 1 << 20  # bytes for headers, manifest and file system blocks
 _KERNELS = 16 << 20  # bytes of the cubins of a native bundle, at most
@@ -51,7 +52,7 @@ class BuildConfig:
     """What to build. Sizes that are None come from the recipe and are lowered to what the model allows."""
 
     target: Path
-    drafter: Path
+    drafter: Path | None  # None: the bundle decodes plainly
     output: Path
     arch: str = "cpu"  # in any of its spellings
     backend: str | None = None  # "native", "native,tensorrt"; None: what suits the arch
@@ -64,7 +65,7 @@ class BuildConfig:
     @property
     def command(self) -> str:
         """The command line that runs this build, and resumes it."""
-        words = ["edge-dflash", "build", "--target", str(self.target), "--drafter", str(self.drafter)]
+        words = ["edge-dflash", "build", "--target", str(self.target), "--drafter", str(self.drafter or NO_DRAFTER)]
         words += ["--arch", self.arch]
         for flag, value in (
             ("--backend", self.backend),
@@ -193,13 +194,13 @@ def check_mask_token(tokenizer: Tokenizer, where: Path, pair: PairSpec) -> str |
     one, which is a padding row of the embedding (Qwen3: 151669 behind 0..151668). Both are accepted, the second with a
     warning. Any other id without a token means that the tokenizer is of another model or lost its added tokens.
     """
-    mask, vocabulary, size = pair.drafter.mask_token_id, pair.target.vocab_size, tokenizer.size
+    mask, vocabulary, size = pair.mask_token_id, pair.target.vocab_size, tokenizer.size
     if size > vocabulary:
         raise CheckpointError(
             f"{where} has {size} tokens, the target's vocabulary only {vocabulary}; "
             "use the tokenizer.json of this target"
         )
-    if tokenizer.token(mask) is not None:
+    if mask is None or tokenizer.token(mask) is not None:
         return None
     if mask == size:
         return f"mask token id {mask} has no token in {where.name}: it is the first id after its last"
@@ -214,14 +215,14 @@ def _check_output(config: BuildConfig) -> None:
     if not output.name:
         raise BuildError(f"--output {str(output)!r} names no directory to make; give a path that ends in a name")
     for source in (config.target, config.drafter):
-        if output.resolve() == source.resolve():
+        if source is not None and output.resolve() == source.resolve():
             raise BuildError(f"--output {output} is a checkpoint of this build; choose another directory")
     check_free(output, force=config.force)
 
 
 def _sizes(config: BuildConfig, recipe: Recipe, pair: PairSpec, chunk: int) -> tuple[int, int]:
     """Context and prefill chunk: what is asked for must fit; what recipe or arch suggest is lowered to fit."""
-    limit, block = pair.target.max_position_embeddings, pair.drafter.block_size
+    limit, block = pair.target.max_position_embeddings, pair.rows
     context = config.max_context if config.max_context is not None else min(recipe.context.max_context, limit)
     if not block < context <= limit:
         raise BuildError(
@@ -286,7 +287,7 @@ def _sources(config: BuildConfig) -> tuple[tuple[SourceFile, ...], dict[str, str
     """Fingerprints of the checkpoint files: those for the manifest, and those with times for the journal."""
     sources: list[SourceFile] = []
     stamps: dict[str, str] = {}
-    for model, directory in (("target", config.target), ("drafter", config.drafter)):
+    for model, directory in [("target", config.target)] + ([("drafter", config.drafter)] if config.drafter else []):
         names = [name for name in _CONFIG_FILES if is_there(directory / name)]
         names += sorted(path.name for path in directory.glob("*.safetensors"))
         for name in names:

@@ -52,14 +52,14 @@ def no_selftest(pair: PairSpec, max_context: int) -> str | None:
             f"{MAX_PARAMETERS / 1e6:,.0f} M in a build; check the bundle with edge-dflash verify"
         )
     if _room(pair, max_context) < 1:
-        least = NEW_TOKENS + 2 * pair.drafter.block_size + 1
+        least = NEW_TOKENS + 2 * pair.rows + 1
         return f"no self-test is recorded: max_context is {max_context}, a self-test needs at least {least}"
     return None
 
 
 def fit_warning(test: SelfTest) -> str | None:
     """What to tell when the drafter does not seem to fit the target; None when it does."""
-    if test.accept_length >= LOW_ACCEPT_LENGTH:
+    if not test.drafted or test.accept_length >= LOW_ACCEPT_LENGTH:
         return None
     return (
         f"the drafter does not fit the target: accept length {test.accept_length:.2f} on the self-test's prompt, "
@@ -121,7 +121,7 @@ def _speculate(
     lengths: list[int] = []
     while len(tokens) <= NEW_TOKENS:
         progress(len(tokens), NEW_TOKENS + 1)
-        proposed = backend.propose(tokens[-1]).argmax()
+        proposed = backend.propose(tokens[-1]).argmax() if backend.shape.drafts else []
         rows = backend.verify([tokens[-1], *proposed])
         choices = rows.argmax()
         n = accepted(proposed, choices)
@@ -147,7 +147,7 @@ def _moved(
 
 def _room(pair: PairSpec, max_context: int) -> int:
     """Most tokens of a prompt: the recorded cycles and one block must fit behind it."""
-    return min(PROMPT_TOKENS, max_context - NEW_TOKENS - 2 * pair.drafter.block_size)
+    return min(PROMPT_TOKENS, max_context - NEW_TOKENS - 2 * pair.rows)
 
 
 def _prompt(bundle: Bundle, room: int) -> tuple[str, tuple[int, ...]]:

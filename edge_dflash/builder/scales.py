@@ -81,7 +81,7 @@ def decide_scales(
     missing_kv = tuple(state for state in states if state not in kv)
     missing_inputs = tuple(name for name in linears if name not in inputs)
     if tokenizer is not None and allowed and (missing_kv or missing_inputs):
-        limit = min(recipe.calibration.tokens, pair.target.max_position_embeddings - pair.drafter.block_size)
+        limit = min(recipe.calibration.tokens, pair.target.max_position_embeddings - pair.rows)
         ids = _prompt_ids(recipe.calibration.path, tokenizer, limit)
         digest = hashlib.sha256(read_bytes(recipe.calibration.path, LARGE)).hexdigest()
         known = BuildScales(kv, inputs, stored, len(ids), digest, recipe.calibration.margin)

@@ -79,16 +79,15 @@ def _fill(decided: Decisions, work: WorkDir, progress: Progress) -> Manifest:
     stage.finish()
     if decided.choice.arch.sm:
         files |= _kernels(decided, work, progress)
-    drafter = decided.pair.drafter
     return Manifest(
         created_by=f"edge-dflash {__version__}",
         arch=decided.choice.arch.name,
         backend=decided.choice.active,
         standby=decided.choice.backends[1:],
         pair=decided.pair,
-        block_size=drafter.block_size,
-        mask_token_id=drafter.mask_token_id,
-        target_layer_ids=drafter.target_layer_ids,
+        block_size=decided.pair.block_size,
+        mask_token_id=decided.pair.mask_token_id,
+        target_layer_ids=decided.pair.target_layer_ids,
         precision=Precision(activations="bfloat16", kv="fp8" if decided.recipe.kv == "fp8" else "bfloat16"),
         recipe=decided.recipe.name,
         max_context=decided.max_context,
@@ -125,7 +124,8 @@ def _weights(
         )
         yield from tensor_file(tensors)
     except CheckpointError as error:
-        source = decided.config.target if Path(name).name.startswith("target-") else decided.config.drafter
+        of_target = Path(name).name.startswith("target-")
+        source = decided.config.target if of_target else decided.config.drafter
         raise CheckpointError(f"{source}: {error}") from None
     finally:
         decided.store.release()

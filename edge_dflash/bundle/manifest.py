@@ -88,8 +88,8 @@ class Manifest:
     arch: str
     backend: str  # the one that runs it
     pair: PairSpec
-    block_size: int
-    mask_token_id: int
+    block_size: int  # 1 without a drafter
+    mask_token_id: int | None  # None without a drafter
     target_layer_ids: tuple[int, ...]
     precision: Precision  # weights are listed one by one below
     recipe: str  # name of the recipe
@@ -176,20 +176,20 @@ def parse_manifest(text: bytes, where: str = MANIFEST) -> Manifest:
 
 def check_manifest(manifest: Manifest, where: str = MANIFEST) -> None:
     """Compare the fields with each other and with the models' own shape. Raises BundleError by field."""
-    drafter, target = manifest.pair.drafter, manifest.pair.target
+    pair, target = manifest.pair, manifest.pair.target
     limit = target.max_position_embeddings
     for field, found, accepted in (
         ("target.architecture", target.architecture, TARGETS),
-        ("drafter.kind", drafter.kind, DRAFTERS),
+        *([("drafter.kind", pair.drafter.kind, DRAFTERS)] if pair.drafter else []),
     ):
         if found not in accepted:
             raise BundleError(f"{where}.pair.{field}: found {found!r}, wanted one of {', '.join(map(repr, accepted))}")
     _check_backends(manifest, where)
-    _equal(where, "block_size", manifest.block_size, drafter.block_size)
-    _equal(where, "mask_token_id", manifest.mask_token_id, drafter.mask_token_id)
-    _equal(where, "target_layer_ids", manifest.target_layer_ids, drafter.target_layer_ids)
-    _range(where, "block_size", manifest.block_size, 2, MAX_BLOCK)
-    _range(where, "max_context", manifest.max_context, max(manifest.block_size, drafter.verify_rows) + 1, limit)
+    _equal(where, "block_size", manifest.block_size, pair.block_size)
+    _equal(where, "mask_token_id", manifest.mask_token_id, pair.mask_token_id)
+    _equal(where, "target_layer_ids", manifest.target_layer_ids, pair.target_layer_ids)
+    _range(where, "block_size", manifest.block_size, 2 if pair.drafter else 1, MAX_BLOCK)
+    _range(where, "max_context", manifest.max_context, pair.rows + 1, limit)
     _range(where, "prefill_chunk", manifest.prefill_chunk, 1, manifest.max_context)
     programs = _programs(manifest.pair, where)
     kv_states = [name for name, state in programs.states.items() if isinstance(state, KvState)]
@@ -252,7 +252,8 @@ def _check_engines(manifest: Manifest, where: str) -> None:
 
 def _programs(pair: PairSpec, where: str) -> Any:
     """The passes of the pair; a spec that no model can be made of is the manifest's fault."""
-    if (most := max(pair.target.num_layers, pair.drafter.num_layers, len(pair.drafter.target_layer_ids))) > MAX_LAYERS:
+    drafter = pair.drafter.num_layers if pair.drafter else 0
+    if (most := max(pair.target.num_layers, drafter, len(pair.target_layer_ids))) > MAX_LAYERS:
         raise BundleError(
             f"{where}: pair has {most} layers or taps, wanted at most {MAX_LAYERS}; build the bundle again"
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -64,7 +64,7 @@ class SelfTest:
     arithmetic: str  # what computed this; where it is the same, all bits are
     prompt: tuple[int, ...]  # token ids
     tokens: tuple[int, ...]  # plain greedy tokens behind the prompt
-    drafts: tuple[tuple[int, ...], ...]  # of each cycle: B - 1 ids
+    drafts: tuple[tuple[int, ...], ...]  # of each cycle: K ids
     accept_lengths: tuple[int, ...]  # tokens committed by each cycle; the first token is the prefill's
     accept_length: float  # their mean
     accept_floor: float  # least mean that passes
@@ -76,6 +76,12 @@ class SelfTest:
     def resolution(self) -> float:
         """One BF16 step of the best logit as a share of the spread, of the median row."""
         return statistics.median(bf16_step(one.logits[0]) / one.spread if one.spread else 0.0 for one in self.best)
+
+    @property
+    def plain(self) -> SelfTest:
+        """The same tokens without drafts, one a cycle."""
+        cycles = len(self.tokens) - 1
+        return replace(self, drafts=((),) * cycles, accept_lengths=(1,) * cycles, accept_length=1.0, accept_floor=1.0)
 
     @property
     def drafted(self) -> int:

@@ -173,7 +173,7 @@ def inspect_pair(
     ``prefill_chunk``: None takes the default of the board's architecture. Raises RequestError when ``max_context`` or
     ``context`` leaves no room for a block.
     """
-    block = spec.drafter.block_size
+    block = spec.block_size
     programs = pair_programs(spec)
     if prefill_chunk is None:
         prefill_chunk = default_chunk(arch_of_sm(board.sm), programs, max_context)
@@ -202,7 +202,7 @@ def inspect_pair(
         prefill_chunk=prefill_chunk,
         row_parameters=footprint.row_parameters(programs.prefill),
         kv_format=kv_format,
-        drafter_masks=spec.drafter.layers,
+        drafter_masks=spec.drafter.layers if spec.drafter else (),
         weights=_groups(programs, formats, read),
         kv_bytes_per_token=footprint.kv_bytes_per_token(target, kv_format),
         drafter_kv_bytes_per_token=footprint.kv_bytes_per_token(drafter, kv_format),

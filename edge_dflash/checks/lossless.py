@@ -17,14 +17,15 @@ import numpy as np
 import numpy.typing as npt
 
 from edge_dflash.backends.host_cycle import Delegate, host_cycle
+from edge_dflash.checks.asking import ByTurns, GivenDrafts
 from edge_dflash.decode.backend import Asked, Backend, Cycle, PairShape, Rows, Snapshot
 from edge_dflash.decode.loop import Generation, generate
 from edge_dflash.decode.options import Options
-from edge_dflash.decode.sampling import Packed
 from edge_dflash.errors import RequestError, VerificationError
 from edge_dflash.weights.formats import Array
 
 OWN = "own"  # the pair's drafter, among the names of adversaries
+BY_TURNS = "_by_turns"  # ends the names of runs whose cycles verify another number of drafts each
 SAMPLED = Options(temperature=4.0, top_k=50, top_p=0.95, seed=1)  # hot: most choices are not the argmax
 SURE = 1e30  # a logit that no temperature, filter or noise outvotes
 
@@ -66,7 +67,7 @@ class Adversary(Delegate):
         """The backend's own cycle, with other drafts: what a device accepts and commits is tried, too."""
         if asked.steering is not None or not asked.drafting:
             return host_cycle(self, asked)
-        return self._backend.cycle(replace(asked, steering=_Drafts(self._next(asked.lane))))
+        return self._backend.cycle(replace(asked, steering=GivenDrafts(self._next(asked.lane))))
 
     def propose(self, anchor: int, lane: int = 0) -> Rows:
         """Rows that choose the adversary's drafts."""
@@ -78,23 +79,6 @@ class Adversary(Delegate):
         truth = [*self._sequence[first : first + count], *[0] * count][:count]
         self._cycle += 1
         return self._drafter(self._cycle - 1, truth, self.shape)
-
-
-@dataclass(frozen=True)
-class _Drafts:
-    """Steers a cycle to given drafts, and nothing else."""
-
-    tokens: list[int]
-    tolerant: bool = False
-
-    def drafts(self, rows: Rows, position: int) -> list[int]:
-        return self.tokens
-
-    def masks(self, drafts: Sequence[int]) -> list[Packed | None]:
-        return [None] * (len(drafts) + 1)
-
-    def tolerated(self, rows: Rows, drafts: Sequence[int], choices: Sequence[int]) -> list[bool]:
-        return []
 
 
 def oracle_until(right: int) -> Drafter:
@@ -252,9 +236,12 @@ def verify_lossless(
         backend.reset()
         plain = generate(backend, prompt, replace(options, speculative=False), stop_token_ids=stop_token_ids)
         state = backend.snapshot()
-        for name, drafter in {OWN: None, **drafters(number, len(work), backend.shape.verify_rows)}.items():
+        by_turns = {OWN + BY_TURNS: None, "oracle" + BY_TURNS: oracle}
+        adversaries = drafters(number, len(work), backend.shape.verify_rows)
+        for name, drafter in {OWN: None, **adversaries, **by_turns}.items():
             backend.reset()
             drafting = backend if drafter is None else Adversary(backend, [*prompt, *plain.tokens], drafter)
+            drafting = ByTurns(drafting, number) if name in by_turns else drafting
             found = generate(drafting, prompt, options, stop_token_ids=stop_token_ids)
             runs.append(SpeculativeRun(index, name, options.temperature, len(found.tokens), found.accept_lengths))
             unlike = (*_compare(plain, found), *_compare_states(state, backend.snapshot()))

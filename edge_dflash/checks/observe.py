@@ -60,7 +60,7 @@ class GoldenObserver:
 
     def prompt(self, prompt: Sequence[int], new_tokens: int, block: Sequence[int] | None) -> dict[str, Array]:
         """All keys of one prompt. ``block``: the first verify block, for the recurrent state after each of its rows."""
-        backend = self._backend(len(prompt) + new_tokens + 2 * self._spec.drafter.block_size)
+        backend = self._backend(len(prompt) + new_tokens + 2 * self._spec.rows)
         found = self._after_prefill(backend, prompt, block)
         last_row = found.pop("last_row")
         greedy: tuple[int, ...] = ()
@@ -72,7 +72,7 @@ class GoldenObserver:
 
     def tokens_and_logits(self, prompt: Sequence[int], new_tokens: int) -> tuple[Array, Array]:
         """Plain greedy tokens [N] and logits of the prompt's rows [P, V]."""
-        backend = self._backend(len(prompt) + new_tokens + self._spec.drafter.block_size)
+        backend = self._backend(len(prompt) + new_tokens + self._spec.rows)
         tokens = self._greedy(backend, prompt, new_tokens) if new_tokens else ()
         return np.array(tokens), self._forward(prompt, ())["prefill_logits"]
 
@@ -82,28 +82,28 @@ class GoldenObserver:
     def _forward(self, prompt: Sequence[int], greedy: Sequence[int]) -> dict[str, Array]:
         """One pass over prompt and greedy tokens, then the first block of the drafter on top of the prompt."""
         ids, rows, target = [*prompt, *greedy], len(prompt), self._spec.target
-        block = self._spec.drafter.block_size
+        block = self._spec.rows
         memory = Memory.allocate(
             self._programs.states, len(ids) + block, FLOAT32, lambda state: self._store.kv_scale(state)
         )
         layers = [f"target.layers.{i}.out" for i in range(target.num_layers - 1)]
-        want = ["embedding", *layers, "drafter.feature"]
+        drafter = self._spec.drafter
+        want = ["embedding", *layers, *(["drafter.feature"] if drafter else [])]
         out = {k: v.numpy() for k, v in self._interpreter.run(self._programs.verify, ids, memory, want).items()}
         found = {
             "prefill_logits": out["logits"][:rows].copy(),
             "prefill_hidden": np.stack([out[name][:rows] for name in ("embedding", *layers, "hidden")]),
-            "prefill_taps": out["taps"][:rows],
-            "draft_ctx_feature": out["drafter.feature"][:rows],
         }
+        if drafter is not None:
+            found |= {"prefill_taps": out["taps"][:rows], "draft_ctx_feature": out["drafter.feature"][:rows]}
         if greedy:
             top = np.sort(out["logits"][rows - 1 : -1], axis=-1)
             found["teacher_forced_logits"] = out["logits"]
             found["greedy_top2_margin"] = top[:, -1] - top[:, -2]
+        if greedy and drafter is not None:
             memory.length = rows  # rows past the prompt are garbage that the block overwrites
-            draft = self._spec.drafter.block(greedy[0])
-            found["cycle0_draft_hidden"] = self._interpreter.run(self._programs.propose, draft, memory)[
-                "hidden"
-            ].numpy()
+            block_rows = self._interpreter.run(self._programs.propose, drafter.block(greedy[0]), memory)
+            found["cycle0_draft_hidden"] = block_rows["hidden"].numpy()
         return found
 
     def _after_prefill(

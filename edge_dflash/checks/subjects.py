@@ -96,7 +96,7 @@ def bench_synthetic(
     """
     pair = synthetic_pair(name)
     accept_length = _ACCEPT_LENGTH if work.accept_length is None else work.accept_length
-    accept_pattern(accept_length, pair.drafter.block_size)
+    accept_pattern(accept_length, pair.block_size)
     work = replace(work, accept_length=accept_length)
     try:
         device, cubin = probe_device(cubin_folder, say)
@@ -118,7 +118,7 @@ def synthetic_subject(
     say(f"loading {name} with random {kind} weights")
     began = time.perf_counter()
     weights = RandomWeights(pair, kind, cubin)
-    precision, context = Precision(), work.rows(pair.drafter.block_size)
+    precision, context = Precision(), work.rows(pair.block_size)
     chunk = default_chunk(arch_of_sm(device_sm()), pair_programs(pair), context)
     backend = NativeBackend(pair, weights, precision, cubin=cubin, max_context=context, prefill_chunk=chunk)
     loaded = time.perf_counter() - began
@@ -130,7 +130,7 @@ def synthetic_subject(
             weights=kind,
             kv=precision.kv,
             planner=planner,
-            costs=Costs(pair_programs(pair), weights.formats, precision.kv, pair.drafter.block_size),
+            costs=Costs(pair_programs(pair), weights.formats, precision.kv, pair.block_size),
             source=f"{work.context} random ids",
             prompts=(tiled(filler, work.context),),
             form=SCENE_STEPS,

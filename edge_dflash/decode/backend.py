@@ -24,25 +24,18 @@ class PairShape:
     """Sizes of a loaded pair, as the loop needs them."""
 
     vocab_size: int
-    block_size: int  # B: rows of a propose pass
-    mask_token_id: int
+    block_size: int  # B: rows of a propose pass; 1 without a drafter
+    mask_token_id: int | None  # None without a drafter
     max_context: int  # rows of every KV state
     prefill_chunk: int  # most rows of one prefill pass
-    drafts: int  # K: most drafts of a cycle
+    drafts: int  # K: most drafts of a cycle; 0 without a drafter
     lanes: int = 1  # sequences whose state is held at once; each has a lane, counted from 0
 
     @classmethod
     def of(cls, pair: PairSpec, max_context: int, prefill_chunk: int) -> PairShape:
         """Sizes of a pair with one lane."""
-        drafter = pair.drafter
-        return cls(
-            pair.target.vocab_size,
-            drafter.block_size,
-            drafter.mask_token_id,
-            max_context,
-            prefill_chunk,
-            drafter.drafts,
-        )
+        vocabulary, block = pair.target.vocab_size, pair.block_size
+        return cls(vocabulary, block, pair.mask_token_id, max_context, prefill_chunk, pair.drafts)
 
     @classmethod
     def told(cls, card: Mapping[str, int]) -> PairShape:
@@ -59,6 +52,14 @@ class PairShape:
     def usable_context(self) -> int:
         """Most tokens a sequence may hold: the last block and the last verify pass must fit behind it."""
         return self.max_context - max(self.block_size, self.verify_rows)
+
+
+ROW_STEPS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+
+
+def row_steps(most: int) -> tuple[int, ...]:
+    """Numbers of rows of a verify that are worth a graph and a measurement, up to ``most``: ROW_STEPS and the most."""
+    return (*(rows for rows in ROW_STEPS if rows < most), most)
 
 
 @dataclass(frozen=True)
@@ -130,6 +131,7 @@ class Cycle:
 
     tokens: tuple[int, ...]  # accepted drafts and the target's own choice behind them
     accepted: int  # drafts among them
+    drafts: int  # that were verified
     propose_seconds: float  # 0 in plain decoding; on the device's clock, if it ran there whole
     verify_seconds: float
     relaxed: tuple[bool, ...] = ()  # for each accepted draft, whether only relaxed acceptance let it stand
@@ -144,10 +146,15 @@ class Asked:
     anchor: int  # the last committed token: its row is the first of the verify pass
     sampling: Sampling = GREEDY
     steering: Steering | None = None  # None: logits and sampling alone choose
-    drafting: bool = True  # False: one plain token, a verify pass of one row
+    drafts: int | None = None  # most drafts that are verified; None: all; 0: one plain token, a verify of one row
     logits: bool = False  # whether the Cycle gives its logits
     threshold: float = 0.0  # drafts from the first on whose confidence is below are not verified; 0: all are
     lane: int = 0
+
+    @property
+    def drafting(self) -> bool:
+        """Whether the drafter is asked at all."""
+        return self.drafts != 0
 
 
 class Backend(Protocol):
@@ -188,7 +195,7 @@ class Backend(Protocol):
         """Draft: one drafter pass over [anchor, mask x (B-1)]; row i of K is the draft for position length + 1 + i.
 
         Its scratch lies where a verify has put the drafter's context, so an open verify is dropped: it cannot be
-        committed any more.
+        committed any more. Raises BackendError without a drafter.
         """
         ...
 
@@ -218,6 +225,11 @@ class Backend(Protocol):
     def close(self) -> None:
         """Release the device."""
         ...
+
+
+def no_drafter() -> BackendError:
+    """What a propose pass of a pair without a drafter raises."""
+    return BackendError("the bundle has no drafter and proposes nothing; decode plainly, or build it with a drafter")
 
 
 def check_lane(shape: PairShape, lane: int) -> None:

@@ -80,12 +80,12 @@ def decode(session: Session, request: Request, controls: Controls = NO_CONTROLS)
         yield Step(tuple(tokens), reason, verify_seconds=seconds, first=True, logprobs=logprobs)
 
         while reason is None and session.answers(request):
-            drafting = options.speculative and pace.drafting
-            if refused := pace.refuse(controls, partial(pace.cycle_seconds, speculative=drafting)):
+            drafts = None if options.speculative and pace.drafting else 0
+            if refused := pace.refuse(controls, partial(pace.cycle_seconds, speculative=drafts != 0)):
                 yield Step((), refused)
                 return
             lane, began = session.enter(), time.perf_counter()
-            cycle = backend.cycle(Asked(tokens[-1], path.sampling, path.steering, drafting, read_logits, lane))
+            cycle = backend.cycle(Asked(tokens[-1], path.sampling, path.steering, drafts, read_logits, lane))
             budget -= len(tokens)
             tokens, reason = _kept(cycle.tokens, budget, request, controls)
             logprobs = token_logprobs(cycle.logits, tokens, options.logprobs, controls.spell)

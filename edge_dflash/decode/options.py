@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from numbers import Integral
 from typing import Any, TypeAlias, TypedDict
 
@@ -227,7 +227,7 @@ def admit(
     and the end of the last message before the tokens that open the answer (chat templates write earlier answers in
     another form than they were generated in, so the next prompt parts from this one there). Raises RequestError for an
     empty prompt or an id outside the vocabulary, ContextError when prompt and budget do not fit the usable context
-    (maximum context minus one block).
+    (maximum context minus one block). Without a drafter the request decodes plainly.
     """
     if not prompt:
         raise RequestError("the prompt has no tokens; give at least one")
@@ -248,5 +248,7 @@ def admit(
             f"{used} prompt tokens and {wanted} new tokens exceed the usable context of {limits}; "
             f"at most {room} new tokens fit"
         )
+    if not shape.drafts:
+        options = replace(options, speculative=False)
     at_budget: FinishReason = "context" if wanted is None else "length"
     return Request(tuple(prompt), options, tuple(stop_token_ids), wanted or room, at_budget, tuple(sorted(keep)))

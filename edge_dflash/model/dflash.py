@@ -31,7 +31,7 @@ from edge_dflash.model.builder import GraphBuilder
 from edge_dflash.model.config import DECODER, either, read_attention
 from edge_dflash.model.fields import Fields, Table, flag, free, inner, integer, integers, names, only
 from edge_dflash.model.program import Program
-from edge_dflash.model.specs import MAX_BLOCK, MAX_LAYERS, DrafterLayerMask, DrafterSpec, PairSpec
+from edge_dflash.model.specs import MAX_BLOCK, MAX_LAYERS, DrafterLayerMask, DrafterSpec, TargetSpec
 
 NAMES = ("DFlashDraftModel",)
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -172,6 +172,10 @@ def append_context(g: GraphBuilder, taps: str, spec: DrafterSpec) -> None:
         g.kv_append(k, v, prefix, spec.attention, spec.rms_norm_eps, f"{prefix}.ctx")
 
 
+WriteLayer = Callable[[GraphBuilder, str, DrafterSpec, int], str]
+"""(g, x, spec, index) -> the layer's output."""
+
+
 def layer(g: GraphBuilder, x: str, spec: DrafterSpec, index: int) -> str:
     """Output rows of one layer."""
     prefix, mask, eps = f"drafter.layers.{index}", spec.layers[index], spec.rms_norm_eps
@@ -181,16 +185,16 @@ def layer(g: GraphBuilder, x: str, spec: DrafterSpec, index: int) -> str:
     return mlp(g, x, prefix, spec.intermediate_size, eps, plus_one=False)
 
 
-def block(g: GraphBuilder, spec: PairSpec, one: Callable[[GraphBuilder, str, DrafterSpec, int], str] = layer) -> str:
+def block(g: GraphBuilder, target: TargetSpec, spec: DrafterSpec, one: WriteLayer = layer) -> str:
     """Final hidden rows of the block [anchor, mask, ...], through layers that ``one`` writes."""
-    x = embed(g, spec.target)
-    for index in range(spec.drafter.num_layers):
-        x = one(g, x, spec.drafter, index)
-    return g.rms_norm(x, "drafter.norm", spec.drafter.rms_norm_eps, "drafter.hidden", plus_one=False)
+    x = embed(g, target)
+    for index in range(spec.num_layers):
+        x = one(g, x, spec, index)
+    return g.rms_norm(x, "drafter.norm", spec.rms_norm_eps, "drafter.hidden", plus_one=False)
 
 
-def propose(g: GraphBuilder, spec: PairSpec) -> Program:
+def propose(g: GraphBuilder, target: TargetSpec, spec: DrafterSpec) -> Program:
     """[anchor, mask x (B-1)] -> logits of the B-1 draft rows; row r proposes the token at position length + r."""
-    x = block(g, spec)
+    x = block(g, target, spec)
     drafts = g.select_rows(x, "drafts", "draft_rows")  # row 0 is the anchor, never a draft (invariant I4)
-    return g.program(logits=logits(g, drafts, spec.target), hidden=x)
+    return g.program(logits=logits(g, drafts, target), hidden=x)

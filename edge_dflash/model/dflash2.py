@@ -20,7 +20,7 @@ from edge_dflash.model.builder import GraphBuilder
 from edge_dflash.model.config import either
 from edge_dflash.model.fields import Fields, integer
 from edge_dflash.model.program import Program
-from edge_dflash.model.specs import DrafterSpec, GroupedConvSpec, PairSpec, SelectorSpec
+from edge_dflash.model.specs import DrafterSpec, GroupedConvSpec, SelectorSpec, TargetSpec
 
 KIND = "dflash2"
 NAMES = ("DFlash2DraftModel",)
@@ -68,12 +68,12 @@ def layer(g: GraphBuilder, x: str, spec: DrafterSpec, index: int) -> str:
     return g.add(x, _conv(g, down, c, name, spec, 1), f"{prefix}.out")
 
 
-def propose(g: GraphBuilder, spec: PairSpec) -> Program:
+def propose(g: GraphBuilder, target: TargetSpec, spec: DrafterSpec) -> Program:
     """[anchor, mask x (B-1)] -> logits of the B-1 draft rows, and the walk over their candidates."""
-    x = dflash.block(g, spec, layer)
+    x = dflash.block(g, target, spec, layer)
     drafts = g.select_rows(x, "drafts", "draft_rows")
-    scores = logits(g, drafts, spec.target)
-    if not isinstance(head := spec.drafter.head, SelectorSpec):
+    scores = logits(g, drafts, target)
+    if not isinstance(head := spec.head, SelectorSpec):
         raise ValueError(f"a {KIND} drafter has the head {head}")
     g.selector_walk(drafts, scores, "drafter.candidate_selector", head, "walk")
     return g.program(logits=scores, hidden=x, draft_hidden=drafts)

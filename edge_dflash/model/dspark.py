@@ -16,7 +16,7 @@ from edge_dflash.model.builder import GraphBuilder
 from edge_dflash.model.config import either
 from edge_dflash.model.fields import Fields, flag, integer, only, text
 from edge_dflash.model.program import Program
-from edge_dflash.model.specs import Confidence, DrafterSpec, MarkovKind, MarkovSpec, PairSpec
+from edge_dflash.model.specs import Confidence, DrafterSpec, MarkovKind, MarkovSpec, TargetSpec
 
 KIND = "dspark"
 NAMES = ("Qwen3DSparkModel", "DSparkDraftModel")
@@ -70,12 +70,12 @@ def _at(fields: Fields, name: str) -> Fields:
     return either(name, fields.child("dflash_config"), fields)
 
 
-def propose(g: GraphBuilder, spec: PairSpec) -> Program:
+def propose(g: GraphBuilder, target: TargetSpec, spec: DrafterSpec) -> Program:
     """[anchor, mask x (B-1)] -> logits of the draft rows, and the walk over them."""
-    x = rows = dflash.block(g, spec)
-    if not spec.drafter.anchor_drafts:
+    x = rows = dflash.block(g, target, spec)
+    if not spec.anchor_drafts:
         rows = g.select_rows(x, "drafts", "draft_rows")
-    scores = logits(g, rows, spec.target)
-    if isinstance(head := spec.drafter.head, MarkovSpec):
+    scores = logits(g, rows, target)
+    if isinstance(head := spec.head, MarkovSpec):
         g.markov_walk(rows, scores, "drafter", head, "walk")
     return g.program(logits=scores, hidden=x, draft_hidden=rows)

@@ -55,7 +55,7 @@ class Drafter:
     table: Table
     read: Callable[[Fields], DrafterSpec]
     append_context: Callable[[GraphBuilder, str, DrafterSpec], None]  # (g, taps, spec): in every pass of the target
-    propose: Callable[[GraphBuilder, PairSpec], Program]
+    propose: Callable[[GraphBuilder, TargetSpec, DrafterSpec], Program]
     modules: tuple[str, ...]  # classes of weights in recipes
     names: TensorNames = TensorNames()
 
@@ -105,9 +105,13 @@ DRAFTERS: Mapping[str, Drafter] = {
 """By :attr:`DrafterSpec.kind`."""
 
 
-def read_pair(target: Path, drafter: Path) -> PairSpec:
-    """Specs of two checkpoint directories that belong together. Raises CheckpointError, UnsupportedModelError."""
-    return match_pair(read_target_spec(target), read_drafter_spec(drafter))
+def read_pair(target: Path, drafter: Path | None) -> PairSpec:
+    """Specs of two checkpoint directories that belong together, or of a target that is to decode plainly.
+
+    Raises CheckpointError, UnsupportedModelError.
+    """
+    spec = read_target_spec(target)
+    return PairSpec(spec, None) if drafter is None else match_pair(spec, read_drafter_spec(drafter))
 
 
 def read_target_spec(directory: Path) -> TargetSpec:
@@ -168,24 +172,28 @@ def match_pair(target: TargetSpec, drafter: DrafterSpec) -> PairSpec:
 
 def pair_programs(spec: PairSpec) -> PairPrograms:
     """Write the three passes of a pair."""
-    propose = DRAFTERS[spec.drafter.kind].propose(GraphBuilder("propose", commits=False), spec)
+    g = GraphBuilder("propose", commits=False)
+    drafter = spec.drafter
+    propose = DRAFTERS[drafter.kind].propose(g, spec.target, drafter) if drafter else g.program()
     return PairPrograms(_target(spec, "prefill"), _target(spec, "verify"), propose)
 
 
 def _target(spec: PairSpec, name: Literal["prefill", "verify"]) -> Program:
-    """ids -> logits, with the drafter's context appended from the same rows' taps."""
+    """ids -> logits, with the drafter's context, if there is one, appended from the same rows' taps."""
     target, prefill, kind = spec.target, name == "prefill", TARGETS[spec.target.architecture]
     g = GraphBuilder(name, commits=prefill)
     x = embed(g, target)
     outputs = {EMBEDDING: x}  # outputs[i] is the output of layer i: HF hidden_states[i + 1] (invariant I3)
     for index in range(target.num_layers):
         outputs[index] = x = kind.layer(g, x, target, index)
-    taps = g.concat(tuple(outputs[i] for i in spec.drafter.target_layer_ids), "taps")
-    DRAFTERS[spec.drafter.kind].append_context(g, taps, spec.drafter)
+    tapped: dict[str, str] = {}
+    if (drafter := spec.drafter) is not None:
+        tapped["taps"] = g.concat(tuple(outputs[i] for i in drafter.target_layer_ids), "taps")
+        DRAFTERS[drafter.kind].append_context(g, tapped["taps"], drafter)
     if prefill:
         x = g.select_rows(x, "last", "last_row")
     x = g.rms_norm(x, "target.norm", target.rms_norm_eps, "hidden", plus_one=kind.plus_one)
-    return g.program(logits=logits(g, x, target), hidden=x, taps=taps)
+    return g.program(logits=logits(g, x, target), hidden=x, **tapped)
 
 
 def _name(file: Path, config: Mapping[str, Any]) -> str:

@@ -183,7 +183,37 @@ class DrafterSpec:
 
 @dataclass(frozen=True)
 class PairSpec:
-    """A target and its drafter, checked to belong together."""
+    """A target and its drafter, checked to belong together; or a target alone, which decodes plainly."""
 
     target: TargetSpec
-    drafter: DrafterSpec
+    drafter: DrafterSpec | None
+
+    @property
+    def drafts(self) -> int:
+        """K, drafts of one propose pass; 0 without a drafter."""
+        return self.drafter.drafts if self.drafter else 0
+
+    @property
+    def verify_rows(self) -> int:
+        """Most rows of a verify pass; 1 without a drafter."""
+        return self.drafts + 1
+
+    @property
+    def block_size(self) -> int:
+        """B, rows of a propose pass; 1 without a drafter: the anchor."""
+        return self.drafter.block_size if self.drafter else 1
+
+    @property
+    def rows(self) -> int:
+        """Most rows behind the committed ones: a block, or a verify pass."""
+        return max(self.block_size, self.verify_rows)
+
+    @property
+    def mask_token_id(self) -> int | None:
+        """The drafter's, if there is one."""
+        return self.drafter.mask_token_id if self.drafter else None
+
+    @property
+    def target_layer_ids(self) -> tuple[int, ...]:
+        """The drafter's taps; none without a drafter."""
+        return self.drafter.target_layer_ids if self.drafter else ()

@@ -277,7 +277,8 @@ SCHEMAS: dict[str, Schema] = {
     "Model": exactly(
         {
             "edge_dflash": exactly(
-                **dict.fromkeys(_SIZES, COUNT), stop_token_ids=IDS, tokenizer=FLAG, chat=FLAG, fingerprint=TEXT
+                **dict.fromkeys(_SIZES, COUNT) | {"mask_token_id": or_null(COUNT), "stop_token_ids": IDS},
+                **{"tokenizer": FLAG, "chat": FLAG, "fingerprint": TEXT},
             )
         },
         id=TEXT,

@@ -32,13 +32,15 @@ class PairCheckpoint:
         self._expected = expected
 
     @classmethod
-    def open(cls, target: Path, drafter: Path, expected: Mapping[str, WeightSpec]) -> PairCheckpoint:
-        """Open both directories and compare their tensors with the weights that the pair's Programs need.
+    def open(cls, target: Path, drafter: Path | None, expected: Mapping[str, WeightSpec]) -> PairCheckpoint:
+        """Open the directories and compare their tensors with the weights that the pair's Programs need.
 
         Raises CheckpointError for missing, extra, misshaped or wrongly typed tensors, naming file, tensor, found and
         wanted. Values are not read but scales, and the head of a tied model whose files have one.
         """
-        parts = {"target": _Part("target", target), "drafter": _Part("drafter", drafter)}
+        parts = {"target": _Part("target", target)}
+        if drafter is not None:
+            parts["drafter"] = _Part("drafter", drafter)
         for name, part in parts.items():
             part.check({n: spec for n, spec in expected.items() if n.startswith(f"{name}.")})
         parts["drafter"].check_copies(parts["target"], expected)

@@ -125,9 +125,13 @@ class Recipe:
     def formats(
         self, weights: Mapping[str, WeightSpec], stored: Mapping[str, Weight] | None = None
     ) -> dict[str, WeightFormat]:
-        """Return the choice for every weight of a pair. Raises RecipeError also for an override that matches none."""
+        """Return the choice for every weight of a pair. Raises RecipeError also for an override that matches none.
+
+        Those of a drafter mean nothing to a pair without one.
+        """
         for override in self.overrides:
-            if not any(fnmatchcase(name, override.match) for name in weights):
+            idle = override.match.startswith("drafter.") and not any(name.startswith("drafter.") for name in weights)
+            if not idle and not any(fnmatchcase(name, override.match) for name in weights):
                 raise RecipeError(
                     f"recipe {self.name}: override {override.match!r} matches no weight of this pair: correct the glob "
                     f"(names look like {next(iter(weights), 'target.layers.0.mlp.gate_proj')})"
@@ -140,6 +144,8 @@ class Recipe:
 
         Masks change how many drafts are accepted, never the output.
         """
+        if pair.drafter is None:
+            return pair
         layers = {f"drafter.layers.{i}": layer for i, layer in enumerate(pair.drafter.layers)}
         for mask in self.masks:
             found = [name for name in layers if fnmatchcase(name, mask.match)]

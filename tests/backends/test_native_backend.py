@@ -16,7 +16,7 @@ from edge_dflash.backends.cuda import backend as native_backend
 from edge_dflash.backends.cuda import loading
 from edge_dflash.backends.cuda.backend import NativeBackend
 from edge_dflash.backends.cuda.graphs import REPEATS
-from edge_dflash.decode.backend import Asked, Backend, Precision
+from edge_dflash.decode.backend import Asked, Backend, Precision, row_steps
 from edge_dflash.decode.sampling import Sampling
 from edge_dflash.errors import BackendError
 
@@ -48,6 +48,7 @@ class Steered:
         return [self.mask] * min(len(drafts) + 1, self.ends)
 
 
+DRAFTS = st.none() | st.integers(0, BLOCK)
 KEEP = st.none() | st.integers(0, BLOCK)
 
 
@@ -93,12 +94,15 @@ class Bookkeeping(RuleBasedStateMachine):
             assert len(self.backend.verify([2] * count)) == count
             self.leave_open(count, keep)
 
-    @rule(accept=st.integers(0, BLOCK - 1), anchor=st.integers(0, VOCABULARY - 1), keep=KEEP)
-    def cycle(self, accept, anchor, keep):
+    @rule(accept=st.integers(0, BLOCK - 1), anchor=st.integers(0, VOCABULARY - 1), drafts=DRAFTS, keep=KEEP)
+    def cycle(self, accept, anchor, drafts, keep):
         if self.length + BLOCK <= CONTEXT:
             self.gpu.accept = accept
-            assert self.backend.cycle(Asked(anchor)).tokens == tuple(range(accept + 1))
-            self.leave_open(accept + 1, keep)
+            cycle = self.backend.cycle(Asked(anchor, drafts=drafts))
+            assert cycle.drafts == (BLOCK - 1 if drafts is None else min(drafts, BLOCK - 1))
+            assert cycle.accepted == min(accept, cycle.drafts)
+            assert cycle.tokens == tuple(range(cycle.accepted + 1))
+            self.leave_open(cycle.accepted + 1, keep)
 
     @rule(accept=st.integers(0, BLOCK - 1), temperature=st.sampled_from([0.0, 0.7]), keep=KEEP)
     def cycle_with_logits(self, accept, temperature, keep):
@@ -122,7 +126,7 @@ class Bookkeeping(RuleBasedStateMachine):
     def plain(self, temperature, keep):
         if self.length < CONTEXT:
             self.gpu.accept = BLOCK - 1
-            cycle = self.backend.cycle(Asked(7, Sampling(temperature), drafting=False))
+            cycle = self.backend.cycle(Asked(7, Sampling(temperature), drafts=0))
             assert (cycle.tokens, cycle.propose_seconds) == ((0,), 0.0)
             self.leave_open(1, keep)
 
@@ -190,7 +194,7 @@ def test_every_launch_of_every_pass_is_accepted_on_every_kind_of_device(monkeypa
     gpu.sm = sm
     pair = replace(NATIVE_PAIR, drafter=replace(NATIVE_PAIR.drafter, block_size=rows))
     backend = load(monkeypatch, gpu, pair)
-    launched = {name for name, _ in backend.graphs.verify.calls}
+    launched = {name for name, _ in backend.graphs.verify.of(rows).calls}
     found = {re.sub(r"_\d(_\d)?$", "", name) for name in launched if "_nvfp4_" in name}  # less splits and teams
     assert found == linears
     assert any(name.startswith("attend") for name in launched)
@@ -212,13 +216,30 @@ def test_cycles_that_are_committed_whole_need_nothing_from_the_host(monkeypatch)
     assert gpu.launches[loaded:].count("cycle_set") == 3  # fewer rows than the device had committed
 
 
+def test_fewer_drafts_run_the_graph_of_the_fewest_rows_that_are_enough(monkeypatch):
+    backend = load(monkeypatch, gpu := ControlGpu())
+    backend.prefill([1] * 8)
+    steps, gpu.accept = row_steps(BLOCK), BLOCK
+    for sampling in (Sampling(), Sampling(0.7)):
+        for drafts in range(1, BLOCK):
+            at = len(gpu.launches)
+            cycle = backend.cycle(Asked(5, sampling, drafts=drafts))
+            assert (cycle.drafts, cycle.accepted) == (drafts, drafts)
+            graphs = backend._cycles.sampled if sampling.temperature else backend._cycles.greedy
+            rows = next(step for step in steps if step > drafts)
+            calls = graphs.of(drafts + 1).calls
+            assert calls is graphs.graphs[rows].calls
+            assert gpu.launches[at:][-len(calls) :] == [name for name, _ in calls]
+            assert [arguments[2] for name, arguments in calls if name == "cycle_accept"] == [rows]
+
+
 def test_plain_cycles_need_nothing_from_the_host_but_their_token(monkeypatch):
     gpu = ControlGpu()
     backend = load(monkeypatch, gpu)
     backend.prefill([1] * 8)
     loaded, gpu.accept = len(gpu.launches), 0
     for _ in range(5):
-        anchor = backend.cycle(Asked(5, drafting=False)).tokens[-1]
+        anchor = backend.cycle(Asked(5, drafts=0)).tokens[-1]
         backend.commit(1)
     assert anchor == 0
     assert "cycle_set" not in gpu.launches[loaded:]
@@ -254,7 +275,7 @@ def test_a_steered_cycle_computes_its_masks_while_the_verify_runs(monkeypatch):
     monkeypatch.setattr(gpu, "synchronize", lambda *asked: waited.append(len(gpu.launches)))
     backend.cycle(Asked(9, Sampling(0.7), steering=steering))
     proposed, verified = seen
-    assert verified - proposed == len(backend.graphs.verify.calls)  # launched, and nobody has waited for it
+    assert verified - proposed == len(backend.graphs.verify.of(4).calls)  # launched, and nobody has waited for it
     assert not [at for at in waited if proposed < at < len(gpu.launches)]
     names = gpu.launches[verified:]
     assert (names[0], names[-1], names.count("cycle_accept")) == ("sample_count", "cycle_accept", 1)
@@ -275,8 +296,9 @@ def test_nothing_is_allocated_loaded_or_captured_after_load(monkeypatch):
     backend.verify([1, 2]).choose(Sampling(0.7, 5, 0.9), backend.length() + 1, [mask, None])
     backend.commit(1)
     for sampling in (Sampling(), Sampling(0.7)):
-        backend.commit(len(backend.cycle(Asked(1, sampling)).tokens))
-        backend.commit(len(backend.cycle(Asked(1, sampling, drafting=False)).tokens))
+        for drafts in (None, *range(BLOCK)):
+            backend.commit(len(backend.cycle(Asked(1, sampling, drafts=drafts)).tokens))
+        backend.commit(len(backend.cycle(Asked(1, sampling, drafts=0)).tokens))
         for masked in (False, True):
             backend.commit(len(backend.cycle(Asked(1, sampling, steering=Steered(3, masked))).tokens))
     saved = backend.snapshot()
@@ -371,7 +393,7 @@ def test_a_lane_that_is_not_there_is_refused_before_the_device_is_touched(monkey
         lambda lane: backend.commit(0, lane),
         lambda lane: backend.restore(saved, lane),
         lambda lane: backend.cycle(Asked(1, lane=lane)),
-        lambda lane: backend.cycle(Asked(1, drafting=False, lane=lane)),
+        lambda lane: backend.cycle(Asked(1, drafts=0, lane=lane)),
     ):
         for lane in (-1, 1):
             with pytest.raises(BackendError, match=f"lane {lane} is outside the 1 of this backend"):

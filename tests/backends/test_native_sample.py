@@ -142,31 +142,37 @@ class Calls:
 
 def test_a_sampled_cycle_chooses_for_the_positions_of_its_rows():
     log, memory = [], Allocator(None)
+
+    def narrowed(rows):
+        return SimpleNamespace(rows=rows, enqueue=Calls(log, f"verify{rows}").enqueue)
+
     at = [DevicePointer(address, 1024) for address in (1 << 20, 2 << 20, 3 << 20, 4 << 20, 5 << 20)]
     control, ids, drafts, choices, other = at
     buffers = SimpleNamespace(
-        control=control, ids=ids, drafts=drafts, choices=choices, clock=other, result=other,
+        control=control, ids=ids, drafts=drafts, choices=choices, clock=other, counted=other,
         logits="logits", sampling=sample.SamplingBuffers.take(memory, 16, 100),
     )  # fmt: skip
     kernels = SimpleNamespace(cycle=Calls(log, "frame"), sampler=Calls(log, "sampler"))
     layout = SimpleNamespace(sizes=SimpleNamespace(rows=10))
     loaded = SimpleNamespace(
         common=SimpleNamespace(buffers=buffers, kernels=kernels, layout=layout),
-        passes={name: Calls(log, name) for name in ("propose", "verify")},
+        passes={"propose": Calls(log, "propose"), "verify": SimpleNamespace(narrow=narrowed)},
     )  # fmt: skip
     capture = Capture(Calls(log, "gpu"), loaded, SimpleNamespace(found="host words"), None, mask=63)
-    for sampled in (False, True):
+    for sampled, rows in ((False, 10), (True, 10), (False, 6), (True, 6)):
         log.clear()
-        capture.cycle(sampled=sampled)
+        capture.cycle(rows=None if rows == 10 else rows, sampled=sampled)
         names = [name for name, _, _ in log]
         own = ["sampler.choose"] * sampled
-        passes = ["frame.ids", "propose.enqueue", *own, "frame.ids", "verify.enqueue", *own]
+        passes = ["frame.ids", "propose.enqueue", *own, "frame.ids", f"verify{rows}.enqueue", *own]
         assert names == [*passes, "frame.accept"]
         assert "host words" in log[-1][1]  # the device writes what a cycle found where the host reads it
         assert [named["logits"] for name, _, named in log if name.endswith("enqueue")] == [sampled] * 2
-    length = DevicePointer(control.address + 4 * Control.LENGTH, 4)
-    found = [arguments for name, arguments, _ in log if name == "sampler.choose"]
-    assert found == [
-        (buffers.sampling, "logits", drafts, sample.Block(length, 0, 1, 10)),  # row 0 is the anchor's: no draft
-        (buffers.sampling, "logits", choices, sample.Block(length, 1, 0, 10)),
-    ]
+        assert [arguments[2] for name, arguments, _ in log if name in ("frame.ids", "frame.accept")] == [10, rows, rows]
+        length = DevicePointer(control.address + 4 * Control.LENGTH, 4)
+        found = [arguments for name, arguments, _ in log if name == "sampler.choose"]
+        wanted = [
+            (buffers.sampling, "logits", drafts, sample.Block(length, 0, 1, 10)),  # row 0 is the anchor's: no draft
+            (buffers.sampling, "logits", choices, sample.Block(length, 1, 0, rows)),
+        ]
+        assert found == wanted[: 2 * sampled]

@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -6,7 +7,7 @@ from golden_pairs import NAMES, golden
 from verify_support import BACKENDS, engine, exact
 
 from edge_dflash.backends.host_cycle import Delegate
-from edge_dflash.checks.lossless import OWN, Adversary, TokenRows, drafters, noise, oracle, verify_lossless
+from edge_dflash.checks.lossless import BY_TURNS, OWN, Adversary, TokenRows, drafters, noise, oracle, verify_lossless
 from edge_dflash.decode.backend import Snapshot
 from edge_dflash.decode.options import Options
 from edge_dflash.decode.sampling import Sampling, choose
@@ -27,10 +28,12 @@ def test_the_reference_is_lossless_over_every_drafter_and_accept_length(name, ki
     result.check()
     assert result.ok
     assert result.untried == ()
-    assert set(result.histogram) == {OWN, *ADVERSARIES}
+    by_turns = {OWN + BY_TURNS, "oracle" + BY_TURNS}
+    assert set(result.histogram) == {OWN, *ADVERSARIES, *by_turns}
+    assert set(result.histogram["oracle" + BY_TURNS]) >= set(range(1, 8))
     assert set(result.histogram["always_wrong"]) == {1}
     assert set(range(1, 8)) <= set(result.histogram["staircase"])
-    assert len(result.runs) == 2 * (1 + len(ADVERSARIES))
+    assert len(result.runs) == 2 * (1 + len(ADVERSARIES) + len(by_turns))
     assert lines == ["prompt 1 of 1, temperature 0", "prompt 1 of 1, temperature 4"]
 
 
@@ -63,6 +66,22 @@ def test_a_backend_whose_rows_depend_on_each_other_is_caught_with_the_position()
     assert "always_wrong" not in {d.drafter for d in result.differences}  # its second row is never used
     with pytest.raises(VerificationError, match=r"prompt 0, drafter \w+, temperature 0, tokens at new token 2: plain"):
         result.check()
+
+
+class CountDecides(Delegate):
+    """The bonus token depends on how many drafts were verified, when they are not all."""
+
+    def cycle(self, asked):
+        cycle = self._backend.cycle(asked)
+        if asked.drafts in (None, 0) or cycle.accepted < asked.drafts:
+            return cycle
+        return replace(cycle, tokens=(*cycle.tokens[:-1], (cycle.tokens[-1] + 1) % 512))
+
+
+def test_a_number_of_drafts_that_changes_a_token_is_caught():
+    result = verify_lossless(CountDecides(exact("qwen3")), prompts("qwen3"), max_new_tokens=12)
+    assert OWN + BY_TURNS in (found := {d.drafter for d in result.differences})
+    assert all(name.endswith(BY_TURNS) for name in found)
 
 
 def test_a_state_that_differs_only_in_its_bits_is_caught():

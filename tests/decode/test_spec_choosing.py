@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as stn
 
 from edge_dflash.decode.accept import Relaxation
-from edge_dflash.decode.backend import Cycle
 from edge_dflash.decode.controls import Controls
 from edge_dflash.decode.loop import generate
 from edge_dflash.decode.options import Options
@@ -54,7 +53,7 @@ class CyclingBackend(ChoosingBackend):
         self.noted = [*getattr(self, "noted", []), (asked.sampling, asked.steering is None, asked.drafting)]
         cycle = super().cycle(asked)
         self._flight = [asked.anchor, *cycle.tokens[:-1]]
-        return Cycle(cycle.tokens, cycle.accepted, 0.25 if asked.drafting else 0.0, 0.5, cycle.relaxed)
+        return replace(cycle, propose_seconds=0.25 if asked.drafting else 0.0, verify_seconds=0.5, logits=None)
 
 
 class Parity:

@@ -12,6 +12,7 @@ from golden_pairs import same_bits
 from native_backend_support import ENGINE, WIDE_KV, native, prompt, reference
 
 from edge_dflash.backends.host_cycle import Delegate
+from edge_dflash.checks.asking import ByTurns
 from edge_dflash.checks.lossless import Adversary, drafters, oracle_until
 from edge_dflash.decode.backend import Asked, Precision
 from edge_dflash.decode.controls import Controls
@@ -207,9 +208,14 @@ def test_adversaries_and_the_own_drafter_leave_the_plain_tokens_and_state(name, 
             backend.reset()
             assert generate(Adversary(backend, [*ids, *tokens], drafter), ids, OPTIONS[mode]).tokens == tokens
             assert same_bits(backend.snapshot(), state)
-    backend.reset()
-    assert generate(backend, ids, OPTIONS[mode]).tokens == tokens
-    assert same_bits(backend.snapshot(), state)
+            backend.reset()
+            turns = ByTurns(Adversary(backend, [*ids, *tokens], drafter), run)
+            assert generate(turns, ids, OPTIONS[mode]).tokens == tokens
+            assert same_bits(backend.snapshot(), state)
+    for drafting in (backend, *(ByTurns(backend, start) for start in (1, 4))):  # whole cycles of every number of drafts
+        backend.reset()
+        assert generate(drafting, ids, OPTIONS[mode]).tokens == tokens
+        assert same_bits(backend.snapshot(), state)
 
 
 @pytest.mark.parametrize(("name", "kind"), EXACT)
@@ -265,18 +271,18 @@ def test_a_cycle_on_the_device_is_propose_verify_accept_and_commit(name, samplin
     assert same_bits(found[0][1], found[1][1])
 
 
-@pytest.mark.parametrize("drafting", [True, False])
+@pytest.mark.parametrize("drafts", [None, 4, 0])
 @pytest.mark.parametrize("name", PAIRS)
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8, 20, 0.9, 3)], ids=str)
-def test_a_cycle_leaves_the_logits_of_its_verify_bit_for_bit(name, sampling, drafting):
+def test_a_cycle_leaves_the_logits_of_its_verify_bit_for_bit(name, sampling, drafts):
     backend, ids = native(name), prompt(name, 30)
     backend.reset()
     anchor = backend.prefill(ids).argmax()[0]
     for _ in range(6):
         before = backend.snapshot()
-        quick = backend.cycle(Asked(anchor, sampling, drafting=drafting))
+        quick = backend.cycle(Asked(anchor, sampling, drafts=drafts))
         backend.restore(before)
-        cycle = backend.cycle(Asked(anchor, sampling, drafting=drafting, logits=True))
+        cycle = backend.cycle(Asked(anchor, sampling, drafts=drafts, logits=True))
         left = cycle.logits()
         assert (quick.tokens, quick.logits) == (cycle.tokens, None)
         assert left.shape == (len(cycle.tokens), backend.shape.vocab_size)

@@ -95,10 +95,11 @@ class TimedBackend(FakeBackend):
     def cycle(self, asked):
         if asked.steering is not None or not asked.drafting:
             return host_cycle(self, asked)
-        accepted = self._begin_cycle()
+        most = self.shape.block_size - 1 if asked.drafts is None else asked.drafts
+        accepted = min(self._begin_cycle(), most)
         self.clock.now += self._slow * (PROPOSE + VERIFY + REST)
         self._flight = [1] * (accepted + 1)
-        return Cycle((1,) * (accepted + 1), accepted, PROPOSE, VERIFY)
+        return Cycle((1,) * (accepted + 1), accepted, most, PROPOSE, VERIFY)
 
     def _begin_cycle(self):
         self._slow = FIRST if self.cycles == 0 else 1.0

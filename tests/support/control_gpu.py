@@ -20,6 +20,7 @@ class ControlGpu(FakeGpu):
         self.rows, self.accept, self.enqueued, self.allocations = 0, 0, None, 0
         self.free, self.launches, self.closed = 1 << 40, [], 0
         self.sizes = []  # bytes of every allocation
+        self.counted = self.counts_at = None  # rows of a whole cycle that count, and where the device has them
 
     def allocate(self, nbytes):
         self.allocations += 1
@@ -35,6 +36,8 @@ class ControlGpu(FakeGpu):
             self.settings = made
         if shape == (RESULT_WORDS,):
             self.result = made
+        if shape == (1,) and dtype == np.int32:
+            self.counted = made
         return made
 
     def load(self, cubin):
@@ -74,8 +77,9 @@ class ControlGpu(FakeGpu):
             words["length"], words["pending"] = words["length"] + words["rows"], 0
         elif name == "cycle_accept":
             self.rows += words["pending"]
-            valid = arguments[-1]  # how many rows count: behind a verify, as the chooser's settings say
-            accept = min(self.accept, (int(self.settings["stop"][0]) if valid.address else BLOCK) - 1)
+            valid = arguments[-1]  # how many rows count: of a whole cycle, else of a verify
+            stop = self.counted if valid.address == self.counts_at else self.settings["stop"]
+            accept = min(self.accept, int(stop[0]) - 1)
             words["length"], words["pending"] = words["length"] + accept + 1, accept + 1
             words["anchor"] = accept  # choice i of the fake is i
             self.result[0], self.result[4 : 4 + BLOCK] = accept, range(BLOCK)
@@ -89,7 +93,11 @@ class ControlGpu(FakeGpu):
     def enter(self, *args):
         pass
 
-    fill = read_into = write_from = copy = synchronize = enter
+    fill = read_into = copy = synchronize = enter
+
+    def write_from(self, pointer, array):
+        if array is self.counted:
+            self.counts_at = pointer.address
 
     def read(self, pointer, shape, dtype):
         return np.zeros(shape, dtype)

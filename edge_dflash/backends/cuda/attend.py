@@ -247,6 +247,7 @@ class Attention:
     def attend(self, x: AttendTensors, memory: KvMemory, scratch: DevicePointer, words: Words) -> None:
         """``attend``; ``scratch`` has the shape's ``scratch_bytes``."""
         shape, form = self.shape, self._forms[words.prefill]
+        pass_rows = words.block or form.rows
         q_bytes, partial_bytes, sum_bytes = shape.scratch
         queries, partial = scratch.at(0, q_bytes), scratch.at(q_bytes, partial_bytes)
         sums = scratch.at(q_bytes + partial_bytes, sum_bytes)
@@ -261,7 +262,7 @@ class Attention:
             form.threads,
             (
                 *(queries, memory.k, memory.v, partial, sums, x.out.pointer, x.q.pointer, words.length, words.rows),
-                *(form.rows, tile_log2, shape.group, shape.kv_heads, form.blocks, shape.kv_rows, window, flags),
+                *(pass_rows, tile_log2, shape.group, shape.kv_heads, form.blocks, shape.kv_rows, window, flags),
                 *(*strides, score_scale, memory.v_scale),
             ),
             shared_bytes=form.shared_bytes,
@@ -273,24 +274,24 @@ class Attention:
             grid = (shape.head_dim // 128 * form.columns // 8, shape.kv_heads * form.blocks, 1)
             sizes: tuple[int, ...] = (form.columns, form.blocks, shape.head_dim)
         else:
-            grid = (-(-form.rows * shape.heads * shape.head_dim // 4 // _THREADS), 1, 1)
+            grid = (-(-pass_rows * shape.heads * shape.head_dim // 4 // _THREADS), 1, 1)
             sizes = (shape.kv_heads, shape.head_dim)
-        results = (partial, sums, x.out.pointer, x.q.pointer, words.length, form.rows, tile_log2, shape.group)
+        results = (partial, sums, x.out.pointer, x.q.pointer, words.length, pass_rows, tile_log2, shape.group)
         rules = (shape.kv_rows, window, flags, *strides, memory.v_scale)
         self._gpu.launch(self._combine, grid, _THREADS, (*results, *sizes, *rules), overlap=True)
 
     def _store(self, x: AttendTensors, memory: KvMemory, queries: DevicePointer, words: Words) -> None:
         """Norm, rotate and store keys and values, and prepare the queries."""
         shape, form = self.shape, self._forms[words.prefill]
-        heads = 0 if x.q.pointer == NULL else shape.heads
+        heads, pass_rows = 0 if x.q.pointer == NULL else shape.heads, words.block or form.rows
         self._gpu.launch(
             self._prepare,
-            (-(-(heads + 2 * shape.kv_heads) // (_THREADS // 32)), form.rows, 1),
+            (-(-(heads + 2 * shape.kv_heads) // (_THREADS // 32)), pass_rows, 1),
             _THREADS,
             (
                 *(x.q.pointer, x.k.pointer, x.v.pointer, x.q.stride, x.k.stride, x.v.stride),
                 *(memory.q_norm, memory.k_norm, memory.cosine, memory.sine, queries, memory.k, memory.v),
-                *(words.length, words.rows, form.rows, heads),
+                *(words.length, words.rows, pass_rows, heads),
                 *(shape.kv_heads, shape.head_dim, shape.rope_dims // 2, shape.kv_rows),
                 *(form.tile.bit_length() - 1, shape.head_dim * (2 if shape.gated else 1), form.columns),
                 *(shape.eps, memory.k_scale, memory.v_scale),

@@ -21,7 +21,7 @@ from edge_dflash.backends.cuda.small import Result
 from edge_dflash.backends.cuda.states import Lane, Sizes, read_states, write_states
 from edge_dflash.backends.cuda.weights import NativeWeights
 from edge_dflash.backends.host_cycle import host_cycle
-from edge_dflash.decode.backend import Asked, Cycle, PairShape, Precision, Snapshot, check_lane
+from edge_dflash.decode.backend import Asked, Cycle, PairShape, Precision, Snapshot, check_lane, no_drafter
 from edge_dflash.decode.sampling import Sampling, choose
 from edge_dflash.errors import BackendError
 from edge_dflash.model import pair_programs
@@ -46,17 +46,16 @@ class NativeBackend:
 
         Raises BackendError for what the kernels do not take, and when the pair does not fit into memory.
         """
-        drafter = spec.drafter
         self._shape = PairShape.of(spec, max_context, prefill_chunk)
         self._dense = dense = dense or Launches(weights, cubin)
-        sizes = Sizes(drafter.block_size, prefill_chunk, max_context, self._shape.lanes)
+        sizes = Sizes(spec.block_size, prefill_chunk, max_context, self._shape.lanes)
         layout = dense.lay_out(pair_programs(spec), precision, sizes)
         self.gpu = Gpu()
         try:
             self.loaded = load(self.gpu, layout, dense, weights, cubin)
             self._host, buffers = HostBuffers(self.gpu, self.loaded), self.loaded.common.buffers
             self.chooser = Chooser(self.gpu, self.loaded.common.kernels.sampler, buffers.sampling, buffers.logits)
-            self._capture = Capture(self.gpu, self.loaded, self._host, self.chooser, drafter.mask_token_id)
+            self._capture = Capture(self.gpu, self.loaded, self._host, self.chooser, spec.mask_token_id or 0)
             self.graphs = self._capture.passes()
             self._cycles = self._own_cycles = self._capture.cycles()
             self.passes = 0  # counter, by which rows notice that they were replaced
@@ -106,6 +105,8 @@ class NativeBackend:
 
     def propose(self, anchor: int, lane: int = 0) -> NativeRows:
         """One drafter pass; row i is the draft for position length + 1 + i. Drops an open verify."""
+        if not self._shape.drafts:
+            raise no_drafter()
         self._begin_at(anchor, lane, self._shape.block_size)
         self.graphs.propose.launch()
         return NativeRows(self, self._shape.block_size - 1, 1, self._host.drafts)
@@ -119,9 +120,9 @@ class NativeBackend:
         at = self._begin(lane)
         self.gpu.synchronize()
         self._host.ids[: len(ids)] = ids
-        self._host.ids[len(ids) : self._shape.block_size] = ids[-1]
+        self._host.ids[len(ids) : self.graphs.verify.most(len(ids))] = ids[-1]
         self._write_control(at)
-        self.graphs.verify.launch()
+        self.graphs.verify.of(len(ids)).launch()
         at.wanted = at.known = ControlBlock(at.wanted.length, 0, at.wanted.anchor)  # pending rows were replayed
         at.verified = len(ids)
         return NativeRows(self, len(ids), 0, self._host.choices)
@@ -129,28 +130,30 @@ class NativeBackend:
     def cycle(self, asked: Asked) -> Cycle:
         """Propose, verify, accept and commit on the device; :meth:`commit` may then keep fewer rows.
 
-        One graph where logits and sampling alone decide; where ``logits`` are asked for, the sampled one, which writes
-        them. Plain and steered cycles are a verify and its end. Only relaxed acceptance is the host's.
+        One graph where logits and sampling alone decide (sampled where ``logits`` are asked for). Plain and steered
+        cycles are a verify and its end. Only relaxed acceptance is the host's.
         """
         if asked.steering is not None and asked.steering.tolerant:
             return host_cycle(self, asked)
-        if asked.steering is not None or not asked.drafting:
+        if asked.steering is not None or not asked.drafting or not self._shape.drafts:
             return self._split(asked)
-        lane = self._begin_at(asked.anchor, asked.lane, self._shape.block_size)
-        graph = self._cycles.greedy
+        lane, most = self._begin_at(asked.anchor, asked.lane, self._shape.block_size), self._shape.drafts
+        graphs, drafts = self._cycles.greedy, most if asked.drafts is None else min(asked.drafts, most)
         if asked.sampling.temperature > 0.0 or asked.logits:
             self.chooser.prepare(asked.sampling)
-            graph = self._cycles.sampled
+            graphs = self._cycles.sampled
+        self._host.count(drafts + 1)
         lane.known = None  # until it is known what the device committed
-        graph.launch()
-        return self._cycle(lane, self._result(), asked)
+        graphs.of(drafts + 1).launch()
+        return self._cycle(lane, self._host.read(self._shape.verify_rows), asked, drafts)
 
     def _split(self, asked: Asked) -> Cycle:
         """A cycle of separate passes, decided on the device; seconds are the host's."""
         sampling, steering, lane = asked.sampling, asked.steering, self._lane(asked.lane)
         position, began, drafts = lane.wanted.length + 1, time.perf_counter(), list[int]()
-        if steering is not None and asked.drafting:
-            drafts = steering.drafts(self.propose(asked.anchor, asked.lane), position)
+        drafting = asked.drafting and self._shape.drafts > 0
+        if steering is not None and drafting:
+            drafts = steering.drafts(self.propose(asked.anchor, asked.lane), position)[: asked.drafts]
         proposed = time.perf_counter()
         self.verify([asked.anchor, *drafts], asked.lane)
         masks = [None] if steering is None else steering.masks(drafts)  # while it runs
@@ -158,15 +161,11 @@ class NativeBackend:
         free = sampling.temperature == 0.0 and all(mask is None for mask in masks)
         lane.known = None
         (self._cycles.accept if free else self._cycles.choose).launch()
-        result, propose_seconds = self._result(), proposed - began if asked.drafting else 0.0
+        result, propose_seconds = self._host.read(self._shape.verify_rows), proposed - began if drafting else 0.0
         timed = replace(result, propose_seconds=propose_seconds, verify_seconds=time.perf_counter() - proposed)
-        return self._cycle(lane, timed, asked, drafts)
+        return self._cycle(lane, timed, asked, len(drafts), drafts)
 
-    def _result(self) -> Result:
-        self.gpu.synchronize()
-        return Result.of(self._host.result, self._shape.block_size)
-
-    def _cycle(self, lane: Lane, result: Result, asked: Asked, drafts: Sequence[int] = ()) -> Cycle:
+    def _cycle(self, lane: Lane, result: Result, asked: Asked, count: int, drafts: Sequence[int] = ()) -> Cycle:
         """Note what the device has committed; it is real when :meth:`commit` has said so."""
         tokens = result.choices[: result.accepted + 1]
         if drafts and self._cycles is not self._own_cycles:  # forced: a grammar goes on behind the drafts that stand
@@ -175,7 +174,7 @@ class NativeBackend:
         lane.known = ControlBlock(lane.wanted.length + len(tokens), len(tokens), tokens[-1])
         lane.verified = len(tokens)
         left = NativeRows(self, len(tokens), 0, self._host.choices).logits if asked.logits else None
-        return Cycle(tokens, result.accepted, result.propose_seconds, result.verify_seconds, logits=left)
+        return Cycle(tokens, result.accepted, count, result.propose_seconds, result.verify_seconds, logits=left)
 
     def commit(self, rows: int, lane: int = 0) -> None:
         """Make the first ``rows`` rows of the last verify or cycle real."""
@@ -231,6 +230,7 @@ class NativeBackend:
         Captures a graph and runs REPEATS cycles from ``anchor``, of which it leaves an empty sequence.
         """
         self._begin_at(anchor, 0, REPEATS * self._shape.block_size)
+        self._host.count(self._shape.block_size)
         times = profile_cycle(self.gpu, self.loaded, self._capture)
         self.reset()
         return times
@@ -264,10 +264,9 @@ class NativeBackend:
 
     def _check_ids(self, ids: Sequence[int]) -> None:
         """Raise BackendError for an id that no row of the embedding belongs to."""
-        low, high = min(ids), max(ids)
-        if low < 0 or high >= self._shape.vocab_size:
-            token = low if low < 0 else high
-            raise BackendError(f"token id {token} is outside the vocabulary of {self._shape.vocab_size}")
+        for token in (min(ids), max(ids)):
+            if not 0 <= token < self._shape.vocab_size:
+                raise BackendError(f"token id {token} is outside the vocabulary of {self._shape.vocab_size}")
 
     def _check_room(self, lane: int, rows: int) -> None:
         """Raise BackendError unless ``rows`` rows fit behind the committed ones."""
@@ -285,14 +284,15 @@ class NativeBackend:
         """Run everything once, so that no first cycle pays for loading code."""
         if self._shape.max_context >= 3 * self._shape.block_size:
             self.prefill([0])
-            self.propose(0)
-            self.verify([0])
+            if self._shape.drafts:
+                self.propose(0)
+            for rows in self.graphs.verify.graphs:
+                self.verify([0] * rows)
+                self.cycle(Asked(0, drafts=rows - 1))
+                self.cycle(Asked(0, Sampling(1.0, top_k=1), drafts=rows - 1))
+            self.cycle(Asked(0, Sampling(1.0, top_p=0.5), drafts=0))
             self.commit(1)
             self.flush()
-            self.cycle(Asked(0))
-            self.cycle(Asked(0, Sampling(1.0, top_k=1)))
-            self.cycle(Asked(0, drafting=False))
-            self.cycle(Asked(0, Sampling(1.0, top_p=0.5), drafting=False))
             choose(self.verify([0]), Sampling(1.0), 0)
         self.reset()
         self.gpu.synchronize()

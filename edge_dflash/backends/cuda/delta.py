@@ -175,11 +175,11 @@ class DeltaKernels:
 
         The caller resets ``pending`` after the last layer.
         """
+        own = self.shape.prefill_rows if words.prefill else words.block or self.shape.rows
         if words.prefill or self._verify is None:
-            own = self.shape.prefill_rows if words.prefill else self.shape.rows
             self._three(tensors, layer, scratch.floats, words, own)
         else:
-            self._one(self._verify, tensors, layer, scratch.counters, words, self.shape.rows)
+            self._one(self._verify, tensors, layer, scratch.counters, words, own)
 
     def flush(self, layer: DeltaLayer, scratch: DeltaScratch, words: Words) -> None:
         """Replay pending rows without own rows. The caller resets ``pending`` after the last layer."""

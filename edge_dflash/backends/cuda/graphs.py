@@ -1,12 +1,14 @@
 """The CUDA graphs of a loaded pair, the rows they leave, and the times of their steps.
 
-One graph of each kind, for every position. Captured at load, never again.
+One graph of each kind, for every position; where a verify is in it, one for each of a few numbers of rows. Captured at
+load, never again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -18,7 +20,8 @@ from edge_dflash.backends.cuda.loading import Loaded
 from edge_dflash.backends.cuda.memory import NULL, Array, DevicePointer, Words
 from edge_dflash.backends.cuda.sample import Block, Chooser
 from edge_dflash.backends.cuda.schedule import Head, Multiply, PassStep, Project, State
-from edge_dflash.backends.cuda.small import RESULT_WORDS
+from edge_dflash.backends.cuda.small import RESULT_WORDS, Result
+from edge_dflash.decode.backend import row_steps
 from edge_dflash.decode.sampling import Packed, Sampling
 from edge_dflash.weights.formats import bf16_to_f32
 
@@ -78,6 +81,33 @@ class HostBuffers:
         self.choices: Array = gpu.pinned((buffers.choices.nbytes // 4,), np.int32)  # [row tile]
         self.result: Array = gpu.pinned((RESULT_WORDS,), np.int32)
         self.found = DevicePointer(self.result.ctypes.data, self.result.nbytes)  # the same, for the device
+        self._gpu, self._counted, self._device_counted = gpu, gpu.pinned((1,), np.int32), buffers.counted
+
+    def count(self, rows: int) -> None:
+        """Let so many rows of the next whole cycle's verify count; the caller waits for it before the next call."""
+        if self._counted[0] != rows:
+            self._counted[0] = rows
+            self._gpu.write_from(self._device_counted, self._counted)
+
+    def read(self, rows: int) -> Result:
+        """Wait for what a cycle of at most ``rows`` rows found."""
+        self._gpu.synchronize()
+        return Result.of(self.result, rows)
+
+
+class ByRows:
+    """Graphs with a verify in them, by its rows."""
+
+    def __init__(self, graphs: Mapping[int, Graph]) -> None:
+        self.graphs = dict(sorted(graphs.items()))
+
+    def of(self, rows: int) -> Graph:
+        """The graph of the fewest rows that are enough."""
+        return self.graphs[self.most(rows)]
+
+    def most(self, rows: int) -> int:
+        """Rows of that graph."""
+        return next(count for count in self.graphs if count >= rows)
 
 
 @dataclass(frozen=True)
@@ -85,7 +115,7 @@ class Graphs:
     """The passes of a cycle, and what lies around them."""
 
     propose: Graph  # anchor in the control block -> drafts, logits
-    verify: Graph  # ids on the host -> choices, logits
+    verify: ByRows  # ids on the host -> choices, logits
     prefill: Graph  # ids on the host, ROWS of them -> choice of the last row, logits
     flush: Graph  # pending rows into the recurrent states
 
@@ -94,8 +124,8 @@ class Graphs:
 class Cycles:
     """How a cycle ends on the device: accepted, committed, and its result read back."""
 
-    greedy: Graph  # a whole cycle: propose, verify, accept and commit, without logits
-    sampled: Graph  # the same with sampled choices
+    greedy: ByRows  # a whole cycle: propose, verify, accept the rows that count and commit, without logits
+    sampled: ByRows  # the same with sampled choices
     accept: Graph  # behind ``verify``: its choices decide
     choose: Graph  # behind ``verify``: choices of its logits by the chooser's settings and masks decide
 
@@ -109,18 +139,22 @@ class Capture:
         self._buffers, self._kernels = loaded.common.buffers, loaded.common.kernels
         self._rows, self._control = loaded.common.layout.sizes.rows, loaded.common.buffers.control
         self._words = Words.of(self._control, prefill=False)
+        narrowed = [self._passes["verify"].narrow(rows) for rows in row_steps(self._rows)]
+        self._verifies = {each.rows: each for each in narrowed}
 
     def passes(self) -> Graphs:
         """Capture the passes."""
         capture = self._gpu.capture
-        return Graphs(capture(self.propose), capture(self.verify), capture(self.prefill), capture(self.flush))
+        verify = ByRows({rows: capture(partial(self.verify, rows)) for rows in self._verifies})
+        return Graphs(capture(self.propose), verify, capture(self.prefill), capture(self.flush))
 
     def cycles(self, pattern: DevicePointer = NULL) -> Cycles:
         """Capture how cycles end; ``pattern`` as in :meth:`~edge_dflash.backends.cuda.small.CycleKernels.accept`."""
         capture = self._gpu.capture
+        drafting = [rows for rows in self._verifies if rows > 1]
         return Cycles(
-            greedy=capture(lambda: self.cycle(pattern)),
-            sampled=capture(lambda: self.cycle(pattern, sampled=True)),
+            greedy=ByRows({n: capture(partial(self.cycle, pattern, rows=n)) for n in drafting}),
+            sampled=ByRows({n: capture(partial(self.cycle, pattern, rows=n, sampled=True)) for n in drafting}),
             accept=capture(lambda: self.end(pattern, choose=False)),
             choose=capture(lambda: self.end(pattern, choose=True)),
         )
@@ -131,10 +165,10 @@ class Capture:
         self._passes["propose"].enqueue(logits=True)
         self._gpu.read_into(self._buffers.drafts, self._host.drafts)
 
-    def verify(self) -> None:
-        """One target pass over the host's ids."""
-        self._gpu.write_from(self._buffers.ids, self._host.ids[: self._rows])
-        self._passes["verify"].enqueue(logits=True)
+    def verify(self, rows: int) -> None:
+        """One target pass over ``rows`` of the host's ids."""
+        self._gpu.write_from(self._buffers.ids, self._host.ids[:rows])
+        self._verifies[rows].enqueue(logits=True)
         self._kernels.small.replayed(self._control)
         self._gpu.read_into(self._buffers.choices, self._host.choices)
 
@@ -143,25 +177,28 @@ class Capture:
         pattern: DevicePointer = NULL,
         around: Callable[[PassStep | None], None] = lambda step: None,
         *,
+        rows: int | None = None,
         sampled: bool = False,
     ) -> None:
-        """Propose, verify, accept, commit; ``around`` is told each step before it and None at the end.
+        """Propose, verify ``rows`` rows (None: all), accept, commit; ``around`` is told each step before it, then None.
 
         Choices are the largest logits, or ``sampled``. Row r of the drafter is the draft for position length + r, row r
         of the target chooses for the position behind.
         """
         buffers, frame, clock = self._buffers, self._kernels.cycle, self._buffers.clock
         drafts = buffers.drafts.at(4, buffers.drafts.nbytes - 4)
+        rows = rows or self._rows
         frame.ids(self._control, buffers.ids, self._rows, mask=self._mask, clock=clock.at(0, 8))
         self._passes["propose"].enqueue(logits=sampled, around=around)
         if sampled:
-            self._sample(buffers.drafts, offset=0, first=1)
-        frame.ids(self._control, buffers.ids, self._rows, drafts=drafts, clock=clock.at(8, 8))
-        self._passes["verify"].enqueue(logits=sampled, around=around)
+            self._sample(buffers.drafts, offset=0, first=1, stop=self._rows)
+        frame.ids(self._control, buffers.ids, rows, drafts=drafts, clock=clock.at(8, 8))
+        self._verifies[rows].enqueue(logits=sampled, around=around)
         if sampled:
-            self._sample(buffers.choices, offset=1, first=0)
+            self._sample(buffers.choices, offset=1, first=0, stop=rows)
         around(None)
-        frame.accept(drafts, buffers.choices, self._rows, self._control, self._host.found, clock, pattern)
+        control, found, counted = self._control, self._host.found, buffers.counted
+        frame.accept(drafts, buffers.choices, rows, control, found, clock, pattern, counted)
 
     def end(self, pattern: DevicePointer = NULL, *, choose: bool) -> None:
         """Accept and commit what was verified: as many rows of the host's ids as the chooser's settings say."""
@@ -170,8 +207,8 @@ class Capture:
         drafts, valid = buffers.ids.at(4, 4 * (rows - 1)), self._chooser.stop
         accept(drafts, buffers.choices, rows, self._control, self._host.found, buffers.clock, pattern, valid)
 
-    def _sample(self, ids: DevicePointer, *, offset: int, first: int) -> None:
-        block = Block(self._words.length, offset, first, self._rows)
+    def _sample(self, ids: DevicePointer, *, offset: int, first: int, stop: int) -> None:
+        block = Block(self._words.length, offset, first, stop)
         self._kernels.sampler.choose(self._buffers.sampling, self._buffers.logits, ids, block)
 
     def prefill(self) -> None:

@@ -149,6 +149,7 @@ def _buffers(layout: DeviceLayout, states: States, scratch: int, memory: Allocat
         choices=memory.take("cycle", 4 * tile),
         logits=Matrix(memory.take("logits", 2 * tile * stride), stride),
         clock=memory.take("cycle", small.CLOCK_BYTES),
+        counted=memory.take("cycle", 4),
         sampling=SamplingBuffers.take(memory, tile, vocabulary),
     )
 

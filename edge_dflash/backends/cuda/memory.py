@@ -89,6 +89,7 @@ class Words:
     length: DevicePointer
     pending: DevicePointer
     rows: DevicePointer = NULL  # NULL: a pass of one block (verify, propose), not of a prefill chunk
+    block: int | None = None  # rows of a pass of one block; None: all of it
 
     @classmethod
     def of(cls, control: DevicePointer, *, prefill: bool) -> Words:

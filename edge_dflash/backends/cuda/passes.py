@@ -6,9 +6,10 @@ whoever computes its dense ops; :class:`Pass` computes them by launches.
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from edge_dflash.backends.cuda.attend import AttendTensors, Attention
 from edge_dflash.backends.cuda.delta import DeltaKernels, DeltaScratch, DeltaTensors
@@ -80,6 +81,7 @@ class Buffers:
     choices: DevicePointer  # of the target: [row tile] int32
     logits: Matrix  # [row tile, V] BF16
     clock: DevicePointer
+    counted: DevicePointer  # rows of a cycle's verify that count: int32
     sampling: SamplingBuffers
 
 
@@ -105,6 +107,10 @@ class Frame(ABC):
         self.common, self.kernels, self.lane = common, common.kernels, lane
         self.words = Words.of(buffers.control, prefill=self.prefill)
         self.choices = buffers.drafts if name == "propose" else buffers.choices
+
+    def narrow(self, rows: int) -> Frame:
+        """The pass over its first ``rows`` rows, if it is there for fewer than all; else itself."""
+        return self
 
     def enqueue(self, *, logits: bool, around: Callable[[PassStep], None] = lambda step: None) -> None:
         """Enqueue all steps; ``around`` is told each one before it, ``logits`` keeps the head's."""
@@ -158,6 +164,12 @@ class Pass(Frame):
         super().__init__(common, name)
         self._linears, self._weights = linears, weights
         self._in_blocks = {} if self.prefill else strides_of_blocks(self.schedule, self._window)
+
+    def narrow(self, rows: int) -> Pass:
+        """See :class:`Frame`. Linears take the rows of a tile all the same."""
+        narrowed = copy.copy(self)
+        narrowed.rows, narrowed.words = rows, replace(self.words, block=rows)
+        return narrowed
 
     def _window(self, stack: Stack) -> int:
         return self._linears.choose(stack.layout, self.rows).window

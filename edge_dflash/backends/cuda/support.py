@@ -40,9 +40,10 @@ def check_native(
 
     ``formats`` names every weight. ``arch`` adds the limits of one architecture (shared memory of a block).
     """
-    if pair.drafter.anchor_drafts:
+    drafter = pair.drafter
+    if drafter is not None and drafter.anchor_drafts:
         raise BackendError(f"the native backend does not draft from the anchor's row, as this drafter does; {REMEDY}")
-    programs, rows = pair_programs(pair), pair.drafter.block_size
+    programs, rows = pair_programs(pair), pair.block_size
     for program in (programs.verify, programs.propose, programs.prefill):
         for op in program.ops:
             try:

@@ -11,7 +11,7 @@ import torch
 from edge_dflash.backends.host_cycle import host_cycle
 from edge_dflash.backends.reference.dense import TorchWeights
 from edge_dflash.backends.reference.interpreter import Interpreter, Memory
-from edge_dflash.decode.backend import Asked, Cycle, PairShape, Precision, Rows, Snapshot, check_lane
+from edge_dflash.decode.backend import Asked, Cycle, PairShape, Precision, Rows, Snapshot, check_lane, no_drafter
 from edge_dflash.decode.walk import WalkRows
 from edge_dflash.errors import BackendError
 from edge_dflash.model import pair_programs
@@ -102,6 +102,8 @@ class ReferenceBackend:
     def propose(self, anchor: int, lane: int = 0) -> Rows:
         """One drafter pass; row i is the draft for position length + 1 + i."""
         check_lane(self._shape, lane)
+        if self._drafter is None:
+            raise no_drafter()
         self._drop_verify()
         program = self._programs.propose
         outputs = self._interpreter.run(program, self._drafter.block(anchor), self._memory)

@@ -115,7 +115,7 @@ def engine_file(key: str) -> str:
 
 def bundle_units(pair: PairSpec, prefill_chunk: int) -> PairUnits:
     """Dense ops of a pair as units. Raises BackendError."""
-    return pair_units(pair_programs(pair), pair.drafter.block_size, prefill_chunk)
+    return pair_units(pair_programs(pair), pair.block_size, prefill_chunk)
 
 
 def engine_units(units: Mapping[str, Unit]) -> dict[str, Unit]:
