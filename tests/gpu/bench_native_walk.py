@@ -1,14 +1,17 @@
-"""Times the walk behind a drafter's head inside a CUDA graph, with a cold and a warm L2 cache; prints one JSON line last.
+"""Times the walk behind a drafter's head in a CUDA graph, with a cold and a warm L2 cache; prints one JSON line last.
 
 Run on a GPU: python tests/gpu/bench_native_walk.py
 """
 
 import json
+import sys
+from pathlib import Path
 from statistics import median
 
-from test_native_walk import Case, device
+sys.path[:0] = [str(Path(__file__).parents[1] / "support")]
+from test_native_walk import device, random_case  # noqa: E402
 
-from edge_dflash.decode.sampling import GREEDY, Sampling
+from edge_dflash.decode.sampling import GREEDY, Sampling  # noqa: E402
 
 CASES = {
     "DFlash2, 7 rows": ("selector", (248_320, 5120, 256, 16, 7)),
@@ -39,7 +42,7 @@ def main():
     gpu, results = device().gpu, []
     spills = {"cold": gpu.allocate(256 << 20), "warm": gpu.allocate(256)}
     for name, (head, sizes) in CASES.items():
-        case = Case(head, sizes)
+        case = random_case(head, sizes)
         case.prepare()
         row = {"walk": name}
         for sampling in (GREEDY, SAMPLED):
@@ -47,7 +50,7 @@ def main():
             for kind, spill in spills.items():
                 part = f"{'greedy' if sampling is GREEDY else 'sampled'} {kind}"
                 row[part] = seconds(gpu, lambda c=case: c.walker.walk(
-                    c.logits, c.device.control, c.tokens, c.sampling), spill) * 1e6  # fmt: skip
+                    c.logits, c.device.control, c.counted, c.tokens, c.sampling), spill) * 1e6  # fmt: skip
         for kind, spill in spills.items():
             row[f"prepare {kind}"] = seconds(gpu, case.prepare, spill) * 1e6
         print("  ".join(f"{k} {v:6.2f}" if k != "walk" else f"{v:24s}" for k, v in row.items()))

@@ -51,6 +51,11 @@ class Matrix:
     pointer: DevicePointer
     stride: int
 
+    def behind(self, rows: int) -> Matrix:
+        """All rows but the first ``rows``, of a matrix in rows."""
+        skipped = 2 * rows * self.stride
+        return Matrix(self.pointer.at(skipped, self.pointer.nbytes - skipped), self.stride)
+
 
 EMPTY = Matrix(NULL, 0)
 
@@ -62,9 +67,6 @@ class Control(IntEnum):
     PENDING = 1  # rows of the tape that are committed but not in the recurrent state
     ROWS = 2  # valid rows of a prefill pass
     ANCHOR = 3  # last committed token, not in the caches yet
-    DRAFTS = 4  # most drafts of a cycle that count
-    THRESHOLD = 5  # float32: drafts from the first on whose confidence is below do not count
-    PROPOSED = 6  # drafts that count in this cycle, by a walk
 
 
 CONTROL_BYTES = 32

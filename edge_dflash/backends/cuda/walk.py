@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from edge_dflash.backends.cuda.driver import Gpu, Module
-from edge_dflash.backends.cuda.memory import NULL, Allocator, Array, Control, DevicePointer, Matrix, control_word
+from edge_dflash.backends.cuda.memory import NULL, Allocator, Array, DevicePointer, Matrix
 from edge_dflash.backends.cuda.sample import SamplingBuffers, mask_words
 from edge_dflash.errors import BackendError
 from edge_dflash.model.ops import MarkovWalk, SelectorWalk, Walk
@@ -38,7 +38,7 @@ class _Walk(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("before", "after", "sums", "mixed", "ids", "values", "logits")),
         *((name, ctypes.c_void_p) for name in ("control", "settings", "masks", "others", "tokens", "scores")),
-        *((name, ctypes.c_void_p) for name in ("sure", "sure_before", "sure_bias", "confidence", "proposed")),
+        *((name, ctypes.c_void_p) for name in ("sure", "sure_before", "sure_bias", "confidence", "counted")),
         *((name, ctypes.c_int32) for name in ("rank", "top", "rows", "stride", "vocabulary", "words", "by_id")),
     )
 
@@ -185,6 +185,11 @@ class Walker:
         self._kernels["walk_rows"] = module.kernel("walk_rows", shared_bytes=shape.shared_bytes)
         gpu.fill(buffers.arrived)
 
+    @property
+    def judges(self) -> bool:
+        """Whether there is a confidence head."""
+        return self._weights.judge != NULL
+
     def prepare(self, hidden: Matrix, logits: Matrix) -> None:
         """What no step waits for: each row's candidates, and products of the hidden rows."""
         shape, buffers = self.shape, self.buffers
@@ -197,13 +202,14 @@ class Walker:
             skipped = {"vanilla": 0, "gated": 0, "rnn": 2 * op.rank}[op.kind]
         if shape.outputs:
             self._project(hidden, weights.matrix, skipped, self._stride, shape.outputs, buffers.sums)
-        if weights.judge != NULL:
+        if self.judges:
             self._project(hidden, weights.judge, 0, shape.columns, 1, buffers.sure)
 
     def walk(
         self,
         logits: Matrix,
         control: DevicePointer,
+        counted: DevicePointer,
         tokens: DevicePointer,
         sampling: SamplingBuffers | None = None,
         others: DevicePointer = NULL,
@@ -214,7 +220,7 @@ class Walker:
         rows behind are greedy, and where a mask leaves no candidate the token is the row's of ``others``.
         """
         shape, buffers, weights, op = self.shape, self.buffers, self._weights, self.shape.op
-        steered, sure = others != NULL, weights.judge != NULL
+        steered = others != NULL
         judged = (
             weights.judge.address + 2 * shape.columns
             if isinstance(op, MarkovWalk) and op.confidence == "markov"
@@ -229,11 +235,11 @@ class Walker:
             *(sampling.masks.address if sampling and steered else None, others.address or None, tokens.address),
             *(
                 buffers.scores.address,
-                buffers.sure.address if sure else None,
+                buffers.sure.address if self.judges else None,
                 judged,
                 weights.judge_bias.address or None,
             ),
-            *(buffers.confidence.address, control_word(control, Control.PROPOSED).address),
+            *(buffers.confidence.address, counted.address),
             *(shape.rank, shape.top, shape.rows, logits.stride, shape.vocabulary, mask_words(shape.vocabulary)),
             int(isinstance(op, MarkovWalk)),
         )

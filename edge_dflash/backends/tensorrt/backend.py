@@ -9,8 +9,8 @@ from typing import Literal
 from edge_dflash.backends.cuda.driver import Gpu
 from edge_dflash.backends.cuda.memory import NULL, Allocator, DevicePointer
 from edge_dflash.backends.cuda.passes import Common, DeviceLayout, Frame
-from edge_dflash.backends.cuda.schedule import PassStep
 from edge_dflash.backends.cuda.states import Sizes
+from edge_dflash.backends.cuda.steps import PassStep
 from edge_dflash.backends.cuda.support import check_native
 from edge_dflash.backends.tensorrt.flavours import TENSORRT, TENSORRT_RTX, Flavour, load, version
 from edge_dflash.backends.tensorrt.runs import EnginePass, RunEngine, dry_run, engine_pass

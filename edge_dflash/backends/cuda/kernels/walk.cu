@@ -221,7 +221,7 @@ struct Walk {                // mirrored by walk._Walk
   const int* ids;            // candidates [rows, top]; null: all tokens
   const float* values;       // their logits
   const u16* logits;         // [rows, stride], of all tokens where ids is null
-  const int* control;        // LENGTH, ANCHOR, DRAFTS and THRESHOLD
+  const int* control;        // LENGTH and ANCHOR
   const Settings* settings;  // null: greedy
   const u32* masks;          // [rows, words]; not null: rows, position and masks as in the settings, greedy behind them
   const int* others;         // [rows]: choices where a mask leaves no candidate
@@ -231,7 +231,7 @@ struct Walk {                // mirrored by walk._Walk
   const u16* sure_before;    // weights of the predecessor's row [rank]; null: none
   const float* sure_bias;
   float* confidence;  // [rows], out
-  int* proposed;      // out: drafts before the first unsure one, at most DRAFTS
+  int* counted;              // out, where there is confidence: ROWS_SURE, 1 + drafts before the first unsure one
   int rank, top, rows, stride, vocabulary, words;
   int by_id;  // the lowest id wins a tie, as it does when a choice is sampled; 0: the first candidate
 };
@@ -337,7 +337,7 @@ extern "C" __global__ void __launch_bounds__(WALK_THREADS, 1)
   }
 #endif
   int token = predecessor(w.control, w.tokens, first, w.vocabulary);
-  int cut = first && w.proposed ? *w.proposed : w.control[DRAFTS];
+  int sure = first ? w.counted[ROWS_SURE] : w.counted[ROWS_ASKED];
   for (int row = first; row < stop; row++) {
     const u16* from = w.before + (u64)token * rank;
     const bool asked = row < to_row, masked = steered && asked && (s.masked >> row & 1);
@@ -368,7 +368,7 @@ extern "C" __global__ void __launch_bounds__(WALK_THREADS, 1)
     }
     if (w.sure) {
       const float x = sureness(w, from, row);
-      if (x < __int_as_float(w.control[THRESHOLD])) cut = min(cut, row);
+      if (x < __int_as_float(w.counted[THRESHOLD])) sure = min(sure, row + 1);
       if (t == 0) w.confidence[row] = x;
     }
     __syncthreads();
@@ -378,5 +378,5 @@ extern "C" __global__ void __launch_bounds__(WALK_THREADS, 1)
     if (t == 0) w.tokens[row] = token;
     __syncthreads();  // scores, keys and the vector are read
   }
-  if (t == 0 && w.proposed) *w.proposed = cut;
+  if (t == 0) w.counted[ROWS_SURE] = sure;
 }
