@@ -45,8 +45,7 @@ _ARGUMENTS = {
     "path": Rule(rules.path, "the path of a directory or file"),
     "queue": Rule(rules.whole(1), "a whole number of requests, at least 1"),
     "prefix_bytes": Rule(rules.whole(0), "a whole number of bytes, at least 0"),
-    "fallback": Rule(rules.flag, "True or False"),
-    "check_hashes": Rule(rules.flag, "True or False"),
+    **dict.fromkeys(("fallback", "drafter", "check_hashes"), Rule(rules.flag, "True or False")),
     "self_test": Rule(rules.one_of(*selftest.MODES), f"one of {', '.join(selftest.MODES)}"),
     "progress": Rule(rules.called, "a function of (stage, done, total)"),
     "observer": Rule(rules.optional(rules.having("started", "step", "ended")), "an Observer, or None"),
@@ -101,6 +100,7 @@ class Planner:
         queue: int = QUEUE,
         prefix_bytes: int = PREFIX_BYTES,
         fallback: bool = True,
+        drafter: bool = True,
         check_hashes: bool = True,
         self_test: selftest.Mode = "refuse",
         progress: Progress = unheard,
@@ -111,24 +111,22 @@ class Planner:
         ``queue`` requests may wait, half of them of one caller; more are refused with QueueFullError, unless they are
         more urgent than one that waits, which is refused in their place. ``prefix_bytes`` bounds the states of system
         prompts that are kept for the next request. ``fallback`` lets requests decode plainly for a while when drafting
-        was measured to cost more than it gives; the output is the same. ``check_hashes=False`` skips the SHA-256 of the
-        bundle's files (seconds for large models). ``self_test`` says what follows when the loaded pair does not repeat
-        what the build recorded: "refuse", "warn" (RuntimeWarning), or "off" to skip it (about a second on a CPU).
-        ``progress`` is told (stage, done, total): of checking the files in bytes, of loading and the self-test that
-        they begin. ``observer`` is told of every step on the worker's thread. Raises BundleError when the bundle is
-        damaged or of another version, BackendError when it cannot run here, VerificationError when the self-test fails,
-        RequestError for an argument of another type or range.
+        was measured to cost more than it gives; the output is the same. ``drafter=False`` loads the target alone: plain
+        decoding. ``check_hashes=False`` skips the SHA-256 of the bundle's files (seconds for large models).
+        ``self_test`` says what follows when the loaded pair does not repeat what the build recorded: "refuse", "warn"
+        (RuntimeWarning), or "off" to skip it (about a second on a CPU). ``progress`` is told (stage, done, total): of
+        checking the files in bytes, of loading and the self-test that they begin. ``observer`` is told of every step on
+        the worker's thread. Raises BundleError when the bundle is damaged or of another version, BackendError when it
+        cannot run here, VerificationError when the self-test fails, RequestError for a bad argument.
         """
         _check(path=path, queue=queue, prefix_bytes=prefix_bytes, fallback=fallback)
-        _check(check_hashes=check_hashes, self_test=self_test, progress=progress, observer=observer)
+        _check(drafter=drafter, check_hashes=check_hashes, self_test=self_test, progress=progress, observer=observer)
         bundle = Bundle.open(path, check_hashes=check_hashes, progress=partial(progress, CHECKING))
         manifest = bundle.manifest
         tokenizer = Tokenizer.open(bundle.path / "tokenizer") if manifest.tokenizer else None
-        stop = list(manifest.pair.target.eos_token_ids)
-        if tokenizer is not None and tokenizer.eos_token_id is not None:
-            stop.append(tokenizer.eos_token_id)
+        ends = (*manifest.pair.target.eos_token_ids, tokenizer.eos_token_id if tokenizer is not None else None)
         progress(LOADING, 0, 0)
-        backend = load(bundle)
+        backend = load(bundle, drafter=drafter)
         try:
             if self_test != "off":
                 progress(SELF_TEST, 0, 0)
@@ -136,8 +134,10 @@ class Planner:
         except BaseException:
             backend.close()
             raise
-        make = partial(cls, bundle=fingerprint(manifest), queue=queue, prefix_bytes=prefix_bytes)
-        return make(backend, tokenizer, stop, fallback=fallback, self_test=tested, observer=observer)
+        make = partial(cls, bundle=fingerprint(manifest) + ("" if drafter else "+none"), self_test=tested)
+        make = partial(make, queue=queue, prefix_bytes=prefix_bytes)
+        stop = [token for token in ends if token is not None]
+        return make(backend, tokenizer, stop, fallback=fallback, observer=observer)
 
     @staticmethod
     def connect(

@@ -31,7 +31,7 @@ from edge_dflash.common.tables import encode
 from edge_dflash.errors import BackendError, BuildError, BundleError, CheckpointError
 from edge_dflash.model import pair_programs
 from edge_dflash.model.program import PairPrograms
-from edge_dflash.model.registry import read_pair
+from edge_dflash.model.registry import NO_DRAFTER, read_pair
 from edge_dflash.model.specs import PairSpec
 from edge_dflash.text.tokenizer import TOKENIZER_FILES, Tokenizer
 from edge_dflash.version import __version__
@@ -41,7 +41,6 @@ from edge_dflash.weights.recipe import Recipe, default_recipe, load_recipe
 
 COPIED_FILES = (*TOKENIZER_FILES, "generation_config.json")  # into tokenizer/ of the bundle
 _CONFIG_FILES = ("config.json", "hf_quant_config.json", "model.safetensors.index.json", *COPIED_FILES)
-NO_DRAFTER = "none"  # in the place of a drafter's directory
 _HEAD = 1 << 20  # bytes of a file that its fingerprint covers, besides its size: configs whole, shards their header
 _SLACK = 1 << 20  # bytes for headers, manifest and file system blocks
 _KERNELS = 16 << 20  # bytes of the cubins of a native bundle, at most
@@ -108,7 +107,7 @@ class Decisions:
         rows, arch = self.prefill_chunk, self.choice.arch
         ms = 1e3 * arch.prefill_seconds(row_parameters(self.programs.prefill), rows)
         return (
-            self.choice.line,
+            self.choice.line if self.pair.drafter else f"{self.choice.line}; no drafter: plain decoding",
             f"building with recipe {self.recipe.name}: {self.recipe.description}",
             f"building for {self.max_context} tokens of context, prefill by {rows}: about {ms:.3g} ms a pass",
         )

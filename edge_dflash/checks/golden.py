@@ -112,7 +112,7 @@ class GoldenComparison:
             )
 
 
-def verify_golden(target: Path, drafter: Path, golden_file: Path) -> GoldenComparison:
+def verify_golden(target: Path, drafter: Path | None, golden_file: Path) -> GoldenComparison:
     """Run the unquantized reference in float32 and compare it with a golden file.
 
     Raises CheckpointError for the checkpoints and VerificationError when the golden file cannot be read or is of

@@ -66,8 +66,8 @@ class Inspection:
 
     @property
     def draft_bytes(self) -> int:
-        """Bytes of weights that drafting reads: the drafter once and the lm_head again."""
-        return self.cycle.drafter_weights + self.cycle.drafter_lm_head
+        """Bytes of weights that drafting reads: the drafter once, the lm_head again, and what its walk reads."""
+        return self.cycle.drafter_weights + self.cycle.drafter_lm_head + self.cycle.walk
 
     @property
     def cycle_bytes(self) -> int:
@@ -173,7 +173,7 @@ def inspect_pair(
     ``prefill_chunk``: None takes the default of the board's architecture. Raises RequestError when ``max_context`` or
     ``context`` leaves no room for a block.
     """
-    block = spec.block_size
+    block = spec.rows
     programs = pair_programs(spec)
     if prefill_chunk is None:
         prefill_chunk = default_chunk(arch_of_sm(board.sm), programs, max_context)
@@ -196,7 +196,7 @@ def inspect_pair(
     return Inspection(
         architecture=spec.target.architecture,
         board=board,
-        block_size=block,
+        block_size=spec.block_size,
         context=context,
         max_context=max_context,
         prefill_chunk=prefill_chunk,
@@ -208,8 +208,8 @@ def inspect_pair(
         drafter_kv_bytes_per_token=footprint.kv_bytes_per_token(drafter, kv_format),
         tape_bytes_per_row=footprint.tape_bytes_per_row(target),
         state_bytes=footprint.delta_bytes(target),
-        cycle=footprint.cycle_bytes(programs, read, block, context, kv_format),
-        memory=footprint.memory_bytes(programs, stored, block, max_context, prefill_chunk, kv_format),
+        cycle=footprint.cycle_bytes(programs, read, spec, context, kv_format),
+        memory=footprint.memory_bytes(programs, stored, spec, max_context, prefill_chunk, kv_format),
     )
 
 

@@ -42,6 +42,7 @@ class EngineConfig:
     queue: int = 16  # requests that may wait
     prefix_mib: int = 512  # states of system prompts that are kept
     fallback: bool = True  # plain decoding while drafting was measured not to pay
+    drafter: bool = True  # False: the target alone is loaded
 
 
 @dataclass(frozen=True)

@@ -118,6 +118,7 @@ class Service:
             queue=engine.queue,
             prefix_bytes=engine.prefix_mib * MIB,
             fallback=engine.fallback,
+            drafter=engine.drafter,
             check_hashes=service.check_hashes,
             self_test=cast(Mode, service.self_test),
             progress=report,
