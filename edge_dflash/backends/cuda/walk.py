@@ -18,8 +18,8 @@ from edge_dflash.model.ops import MarkovWalk, SelectorWalk, Walk
 UNIT = "walk"
 _SLICE, _SPLITS = 8192, 8
 _TOP_THREADS, _PROJECT_THREADS, _MIX_WARPS, _WALK_THREADS = 256, 128, 8, 512
-_MOST_TOP, _MOST_KEYS, _MOST_WHOLE = 256, 8192, 4096
-_STAGE = 64 << 10  # most bytes of candidates' rows, of two steps, in shared memory
+_MOST_TOP, _MOST_KEYS, _MOST_WHOLE, _MOST_RANK = 256, 8192, 4096, 1024
+_MOST_SHARED = 96 << 10  # bytes of shared memory that blocks of every architecture have
 
 
 class _Mix(ctypes.Structure):
@@ -55,10 +55,10 @@ class WalkShape:
     def __post_init__(self) -> None:
         if not isinstance(self.op, SelectorWalk | MarkovWalk):
             raise BackendError(f"the native backend has no kernel for op {type(self.op).__name__}")
-        if self.rank % 8 or self.columns % 8 or self.rank > 1024:
+        if self.rank % 8 or self.columns % 8 or self.rank > _MOST_RANK:
             raise BackendError(
                 f"a walk has rank {self.rank} over {self.columns} columns; the native kernels take multiples of 8, the "
-                "rank at most 1024"
+                f"rank at most {_MOST_RANK}"
             )
         if self.whole and self.vocabulary > _MOST_WHOLE:
             raise BackendError(
@@ -111,12 +111,22 @@ class WalkShape:
     @property
     def staged(self) -> bool:
         """Whether candidates' rows are fetched a step ahead."""
-        return 4 * self.top * self.rank <= _STAGE
+        return self._fixed_bytes + 4 * self.top * self.rank <= _MOST_SHARED
+
+    @property
+    def _fixed_bytes(self) -> int:
+        factors = 4 * self.rows * self.rank if isinstance(self.op, SelectorWalk) else 0
+        return 22 * self.top + 4 * self.rank + factors + (0 if self.whole else 8 * self.rows * self.top)
+
+    @property
+    def step_bytes(self) -> int:
+        """Bytes of the codebooks that a step reads: the row of the predecessor and those of the candidates."""
+        return 2 * self.rank * (1 + self.top)
 
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a walk."""
-        return 24 * self.top + 4 * self.rank + (4 * self.top * self.rank if self.staged else 0)
+        return self._fixed_bytes + (4 * self.top * self.rank if self.staged else 0)
 
 
 @dataclass(frozen=True)

@@ -177,6 +177,9 @@ def check_engines(
 ) -> None:
     """Raise BackendError, naming weight or op, unless engines and state kernels for ``arch`` run the pair."""
     check_native(pair, formats, kv=kv)
+    drafter = pair.drafter
+    if drafter is not None and (drafter.anchor_drafts or drafter.conv is not None or drafter.head is not None):
+        raise BackendError(f"TensorRT engines do not run {drafter.kind} drafters; build it with --backend native")
     sm = find_arch(arch, "tensorrt").sm
     for name, word in formats.items():
         if sm < (first := read_as(word).tensorrt):

@@ -8,40 +8,60 @@
 #include "choice.cuh"
 #include "control.cuh"
 
-static constexpr int TOP_THREADS = 256, SLICE = 8192, PER = SLICE / TOP_THREADS;  // logits of a block; of a thread
-static constexpr int SPLITS = 8, PROJECT_WARPS = 4, WINDOW = 32;                  // of the columns of a hidden row
-static constexpr int MIX_WARPS = 8, WALK_THREADS = 512, WALK_WARPS = WALK_THREADS / 32;
+static constexpr int TOP_THREADS = 256, TOP_WARPS = TOP_THREADS / 32, SLICE = 8192,
+                     PER = SLICE / TOP_THREADS;                   // logits of a block; of a thread
+static constexpr int SPLITS = 8, PROJECT_WARPS = 4, WINDOW = 32;  // of the columns of a hidden row
+static constexpr int MIX_WARPS = 8, WALK_THREADS = 512, WALK_WARPS = WALK_THREADS / 32, MOST_RANK = 1024;
 
-// The `top` largest of all threads' keys, which are unique but for 0: none. `give` is told rank and key of each.
 struct TopMemory {
-  u32 maxima[TOP_THREADS], list[SLICE], floor, count;
+  u32 maxima[TOP_THREADS], list[SLICE], bounds[TOP_WARPS], count;
 };
-template <class Give>
-__device__ __forceinline__ void largest(TopMemory& m, const u32 (&keys)[PER], int top, const Give& give) {
-  const int t = threadIdx.x;
-  u32 most = 0;
+
+// A key that at least `top` keys reach, or 1; `most` is the largest of this thread. All threads get the same.
+__device__ __forceinline__ u32 bound(TopMemory& m, u32 most, int top) {
+  const int t = threadIdx.x, lane = t % 32, wanted = (top + TOP_WARPS - 1) / TOP_WARPS;  // of a warp
+  int above = 0;
 #pragma unroll
-  for (int i = 0; i < PER; i++) most = max(most, keys[i]);
+  for (int i = 1; i < 32; i++) above += __shfl_xor_sync(ALL, most, i) > most;
   __syncthreads();  // an earlier call has read what is shared
   m.maxima[t] = most;
-  if (t == 0) m.floor = 1, m.count = 0;
+  if (t == 0) m.count = 0;
+  const u32 reached = __reduce_max_sync(ALL, above == wanted - 1 ? most : 0);  // 0: the warp has too few
+  if (lane == 0) m.bounds[t / 32] = reached;
   __syncthreads();
-  int above = 0;
+  u32 floor = m.bounds[0];
+#pragma unroll
+  for (int i = 1; i < TOP_WARPS; i++) floor = min(floor, m.bounds[i]);
+  if (floor) return floor;
+  __syncthreads();
+  if (t == 0) m.bounds[0] = 1;
+  __syncthreads();
+  above = 0;
   for (int i = 0; i < TOP_THREADS / 4; i++) {
     const uint4 other = ((const uint4*)m.maxima)[i];
     above += (other.x > most) + (other.y > most) + (other.z > most) + (other.w > most);
   }
-  if (above == top - 1 && most) m.floor = most;  // as many keys are at least as large
+  if (above == top - 1 && most) m.bounds[0] = most;
   __syncthreads();
-  const u32 floor = m.floor;
+  return m.bounds[0];
+}
+
+// The `top` largest of all threads' keys, which are unique but for 0: none. `give` is told rank and key of each.
+template <class Give>
+__device__ __forceinline__ void largest(TopMemory& m, const u32 (&keys)[PER], int top, const Give& give) {
+  u32 most = 0;
+#pragma unroll
+  for (int i = 0; i < PER; i++) most = max(most, keys[i]);
+  const u32 floor = bound(m, most, top);
 #pragma unroll
   for (int i = 0; i < PER; i++)
     if (keys[i] >= floor) m.list[atomicAdd(&m.count, 1)] = keys[i];
   __syncthreads();
   const u32 count = m.count;
-  for (u32 i = t; i < count; i += TOP_THREADS) {
+  for (u32 i = threadIdx.x; i < count; i += TOP_THREADS) {
     const u32 key = m.list[i];
     int rank = 0;
+#pragma unroll 8
     for (u32 k = 0; k < count; k++) rank += m.list[k] > key;
     if (rank < top) give(rank, key);
   }
@@ -231,57 +251,79 @@ struct Walk {                // mirrored by walk._Walk
   const u16* sure_before;    // weights of the predecessor's row [rank]; null: none
   const float* sure_bias;
   float* confidence;  // [rows], out
-  int* counted;              // out, where there is confidence: ROWS_SURE, 1 + drafts before the first unsure one
+  int* counted;       // out, where there is confidence: ROWS_SURE, 1 + drafts before the first unsure one
   int rank, top, rows, stride, vocabulary, words;
   int by_id;  // the lowest id wins a tie, as it does when a choice is sampled; 0: the first candidate
 };
 
-// Leaves out, by key 0, the candidates that top_k and top_p do not keep; key 0 is no candidate already.
-__device__ __forceinline__ void filter(const Settings& s, const float* scores, const int* ids, u64* masses, u64* keys,
-                                       int top) {
+// A step's candidates in shared memory.
+struct Candidates {
+  u64* keys;        // [top]: of the choice; 0: it may not be chosen
+  u64* masses;      // [top]: minus the noise, then masses by rank
+  float* scores;    // [top]
+  u16* ranks;       // [top]: by score, the lower id first, among those with a key
+  const int* list;  // [top]: ids; null: the places are
+
+  __device__ __forceinline__ int id(int c) const { return list ? list[c] : c; }
+};
+
+// Leaves out, by key 0, what top_k and top_p do not keep; a candidate is a warp's.
+__device__ __forceinline__ void filter(const Settings& s, const Candidates& at, int top) {
   __shared__ float best;
   __shared__ int there;
-  const int t = threadIdx.x;
-  auto rank_of = [&](int c) {  // by score, the lower id first
-    int rank = 0;
-    for (int i = 0; i < top; i++)
-      rank += keys[i] && (scores[i] > scores[c] || (scores[i] == scores[c] && ids[i] < ids[c]));
-    return rank;
-  };
-  if (t == 0) there = 0;
-  __syncthreads();
-  for (int c = t; c < top; c += WALK_THREADS) {
-    if (!keys[c]) continue;
-    atomicAdd(&there, 1);
-    if (rank_of(c) == 0) best = scores[c];
+  const int t = threadIdx.x, lane = t % 32;
+  for (int c = t / 32; c < top; c += WALK_WARPS) {
+    if (!at.keys[c]) continue;
+    const float x = at.scores[c];
+    const int id = at.id(c);
+    int rank = 0, all = 0;
+    for (int first = 0; first < top; first += 32) {
+      const int i = first + lane;
+      const bool other = i < top && at.keys[i];
+      const bool before = other && (at.scores[i] > x || (at.scores[i] == x && at.id(i) < id));
+      rank += __popc(__ballot_sync(ALL, before)), all += __popc(__ballot_sync(ALL, other));
+    }
+    if (lane == 0) {
+      at.ranks[c] = rank, there = all;
+      if (rank == 0) best = x;
+    }
   }
   __syncthreads();
   const int kept = s.top_k > 0 ? min(s.top_k, there) : there;
   const bool by_mass = s.top_p < 1.0;
-  for (int c = t; c < top && by_mass; c += WALK_THREADS)
-    if (keys[c]) masses[rank_of(c)] = weight(scores[c], best, s.temperature);
-  __syncthreads();
-  u32 gone = 0;  // of this thread's candidates
-  for (int c = t, i = 0; c < top; c += WALK_THREADS, i++) {
-    const int rank = keys[c] ? rank_of(c) : kept;
-    u64 before = 0, whole = 0;
-    for (int k = 0; k < kept && by_mass && rank < kept; k++) whole += masses[k], before += k < rank ? masses[k] : 0;
-    const bool stays = !by_mass || __ull2double_rn(before) < __dmul_rn(__ull2double_rn(whole), s.top_p);
-    gone |= rank < kept && stays ? 0 : 1u << i;
+  if (by_mass) {
+    for (int c = t; c < top; c += WALK_THREADS)
+      if (at.keys[c]) at.masses[at.ranks[c]] = weight(at.scores[c], best, s.temperature);
+    __syncthreads();
   }
-  __syncthreads();
-  for (int c = t; c < top; c += WALK_THREADS, gone >>= 1)
-    if (gone & 1) keys[c] = 0;
+  for (int c = t / 32; c < top; c += WALK_WARPS) {
+    if (!at.keys[c]) continue;
+    const int rank = at.ranks[c];
+    bool stays = rank < kept;
+    if (stays && by_mass) {
+      u64 before = 0, whole = 0;
+      for (int i = lane; i < kept; i += 32) whole += at.masses[i], before += i < rank ? at.masses[i] : 0;
+#pragma unroll
+      for (int bit = 16; bit > 0; bit /= 2) {
+        whole += __shfl_xor_sync(ALL, whole, bit);
+        before += __shfl_xor_sync(ALL, before, bit);
+      }
+      stays = __ull2double_rn(before) < __dmul_rn(__ull2double_rn(whole), s.top_p);
+    }
+    __syncwarp();
+    if (lane == 0 && !stays) at.keys[c] = 0;
+  }
   __syncthreads();
 }
 
 // The place of the largest key; every warp finds the same. -1: all are 0.
-__device__ __forceinline__ int first_of(const u64* keys, const int* ids, int top, bool by_id) {
+__device__ __forceinline__ int first_of(const Candidates& at, int top, bool by_id) {
   u64 best = 0;
   int place = -1, order = 0;  // `order` decides a tie
   for (int c = threadIdx.x % 32; c < top; c += 32) {
-    const int mine = by_id ? ids[c] : c;
-    if (keys[c] > best || (keys[c] == best && best && mine < order)) best = keys[c], place = c, order = mine;
+    const int mine = by_id ? at.id(c) : c;
+    const u64 key = at.keys[c];
+    if (key > best || (key == best && best && mine < order)) best = key, place = c, order = mine;
   }
 #pragma unroll
   for (int bit = 16; bit > 0; bit /= 2) {
@@ -301,18 +343,21 @@ __device__ __forceinline__ float sureness(const Walk& w, const u16* from, int ro
   return exact_sigmoid(__fadd_rn(sum, *w.sure_bias));
 }
 
-// Rows first .. stop - 1, one after the other. Where `staged`, candidates' rows are fetched a step ahead. One block; dynamic
-// shared memory: 24 * top + 4 * rank bytes, and staged 4 * top * rank more.
+// Rows first .. stop - 1, one after the other. Factors, candidates and their logits are in shared memory from the start, and
+// where `staged` the candidates' rows a step ahead: a step waits for the predecessor's row alone. One block; dynamic shared
+// memory: 22 * top bytes, 4 * rank, 4 * rows * rank for a selector, 8 * rows * top where there are ids, staged 4 * top * rank.
 extern "C" __global__ void __launch_bounds__(WALK_THREADS, 1)
     walk_rows(const __grid_constant__ Walk w, int first, int stop, int staged) {
   extern __shared__ uint4 memory[];
   const int t = threadIdx.x, lane = t % 32, warp = t / 32, top = w.top, rank = w.rank, pieces = rank / 8;
   u16* const stage = (u16*)memory;  // [2, top, rank]
   u64* const keys = (u64*)(stage + (staged ? 2 * top * rank : 0));
-  u64* const masses = keys + top;  // of a step: minus the noise, then masses by rank
-  float* const scores = (float*)(masses + top);
-  int* const ids = (int*)(scores + top);
-  float* const vector = (float*)(ids + top);
+  float* const scores = (float*)(keys + 2 * top);
+  float* const vector = scores + top;
+  float* const factors = vector + rank;  // [rows, rank]
+  float* const values = factors + (w.sums ? w.rows * rank : 0);
+  int* const ids = (int*)(values + (w.ids ? w.rows * top : 0));  // [rows, top], like values
+  Candidates at = {keys, keys + top, scores, (u16*)(ids + (w.ids ? w.rows * top : 0)), nullptr};
   pdl_wait();
   pdl_trigger();
   Settings s = {};
@@ -321,60 +366,72 @@ extern "C" __global__ void __launch_bounds__(WALK_THREADS, 1)
   const int from_row = steered ? s.first : 0, to_row = steered ? s.stop : w.rows;
   const int position = steered ? s.position - s.first : w.control[LENGTH] + 1;
   if (!w.mixed) first = max(first, from_row);  // rows before keep their tokens
+  int token = predecessor(w.control, w.tokens, first, w.vocabulary);
+  int sure = first ? w.counted[ROWS_SURE] : w.counted[ROWS_ASKED];
+  for (int i = first * top + t; w.ids && i < stop * top; i += WALK_THREADS) ids[i] = w.ids[i], values[i] = w.values[i];
+  __syncthreads();
   auto fetch = [&](int row) {
     for (int i = t; staged && row < stop && i < top * pieces; i += WALK_THREADS) {
-      const int id = w.ids ? w.ids[row * top + i / pieces] : i / pieces;
-      copy16(stage + ((row % 2) * top * pieces + i) * 8, w.after + ((u64)id * pieces + i % pieces) * 8);
+      const int c = i / pieces, id = w.ids ? ids[row * top + c] : c;
+      copy16(stage + ((row % 2) * top * pieces + i) * 8, w.after + ((u64)id * pieces + i - c * pieces) * 8);
     }
     copy_commit();
   };
   fetch(first);
 #ifdef PREFETCH
-  for (int i = t; w.ids && i < (stop - 1 - first) * top * ((rank + 63) / 64); i += WALK_THREADS) {
-    const int parts = (rank + 63) / 64;
-    asm volatile(
-        "prefetch.global.L2 [%0];" ::"l"(w.before + (u64)w.ids[first * top + i / parts] * rank + i % parts * 64));
-  }
+  for (int i = first * top + t; w.ids && i < (stop - 1) * top; i += WALK_THREADS)
+    for (int k = 0; k < rank; k += 64)
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(w.before + (u64)ids[i] * rank + k));
 #endif
-  int token = predecessor(w.control, w.tokens, first, w.vocabulary);
-  int sure = first ? w.counted[ROWS_SURE] : w.counted[ROWS_ASKED];
+  for (int i = first * rank + t; w.sums && i < stop * rank; i += WALK_THREADS)
+    factors[i] = projected(w.sums, w.rows, rank, i / rank, i % rank);
   for (int row = first; row < stop; row++) {
     const u16* from = w.before + (u64)token * rank;
     const bool asked = row < to_row, masked = steered && asked && (s.masked >> row & 1);
     const bool sampled = asked && s.temperature > 0.0;
-    fetch(row + 1);
-    for (int i = t; i < rank; i += WALK_THREADS) {
-      const float x = w.mixed ? w.mixed[i] : from_bf16(from[i]);
-      vector[i] = w.sums ? __fmul_rn(x, projected(w.sums, w.rows, rank, row, i)) : x;
+    float x[MOST_RANK / WALK_THREADS];
+#pragma unroll
+    for (int k = 0; k < MOST_RANK / WALK_THREADS; k++) {
+      const int i = k * WALK_THREADS + t;
+      x[k] = i >= rank ? 0.0f : w.mixed ? w.mixed[i] : from_bf16(from[i]);
     }
+    fetch(row + 1);
+    at.list = w.ids ? ids + row * top : nullptr;
     for (int c = t; c < top; c += WALK_THREADS) {
-      ids[c] = w.ids ? w.ids[row * top + c] : c;
-      scores[c] = w.ids ? w.values[row * top + c] : from_bf16(w.logits[(u64)row * w.stride + c]);
-      keys[c] = !masked || (w.masks[(u64)row * w.words + ids[c] / 32] >> ids[c] % 32 & 1);
-      u32 noise[1] = {0};
-      if (sampled) philox(noise, (u32)ids[c], (u32)(position + row), (u32)s.seed, (u32)(s.seed >> 32));
-      if (sampled) masses[c] = (u64)__double_as_longlong(minus_noise(noise[0]));
+      const int id = at.id(c);
+      scores[c] = w.ids ? values[row * top + c] : from_bf16(w.logits[(u64)row * w.stride + c]);
+      keys[c] = !masked || (w.masks[(u64)row * w.words + id / 32] >> id % 32 & 1);
+      if (!sampled) continue;
+      u32 noise[1];
+      philox(noise, (u32)id, (u32)(position + row), (u32)s.seed, (u32)(s.seed >> 32));
+      at.masses[c] = (u64)__double_as_longlong(minus_noise(noise[0]));
+    }
+#pragma unroll
+    for (int k = 0; k < MOST_RANK / WALK_THREADS; k++) {
+      const int i = k * WALK_THREADS + t;
+      if (i < rank) vector[i] = w.sums ? __fmul_rn(x[k], factors[row * rank + i]) : x[k];
     }
     copy_wait<1>();
     __syncthreads();
     for (int c = warp; c < top; c += WALK_WARPS) {
-      const u16* after = staged ? stage + (row % 2 * top + c) * rank : w.after + (u64)ids[c] * rank;
-      const float x = __fadd_rn(scores[c], dot(after, vector, rank));
+      const u16* after = staged ? stage + (row % 2 * top + c) * rank : w.after + (u64)at.id(c) * rank;
+      const float score = __fadd_rn(scores[c], dot(after, vector, rank));
       __syncwarp();
       if (lane) continue;
-      const double minus = __longlong_as_double((long long)masses[c]);
-      scores[c] = x, w.scores[row * top + c] = x;
-      if (keys[c]) keys[c] = max(sampled ? noisy_score(x, minus, s.temperature) : ordered(x), 1ull);
+      scores[c] = score, w.scores[row * top + c] = score;
+      if (!keys[c]) continue;
+      const double minus = sampled ? __longlong_as_double((long long)at.masses[c]) : 0.0;
+      keys[c] = max(sampled ? noisy_score(score, minus, s.temperature) : ordered(score), 1ull);
     }
     if (w.sure) {
-      const float x = sureness(w, from, row);
-      if (x < __int_as_float(w.counted[THRESHOLD])) sure = min(sure, row + 1);
-      if (t == 0) w.confidence[row] = x;
+      const float value = sureness(w, from, row);
+      if (value < __int_as_float(w.counted[THRESHOLD])) sure = min(sure, row + 1);
+      if (t == 0) w.confidence[row] = value;
     }
     __syncthreads();
-    if (sampled && filters(s)) filter(s, scores, ids, masses, keys, top);
-    const int place = first_of(keys, ids, top, sampled || w.by_id);
-    token = row < from_row ? w.tokens[row] : place < 0 ? w.others[row] : ids[place];
+    if (sampled && filters(s)) filter(s, at, top);
+    const int place = first_of(at, top, sampled || w.by_id);
+    token = row < from_row ? w.tokens[row] : place < 0 ? w.others[row] : at.id(place);
     if (t == 0) w.tokens[row] = token;
     __syncthreads();  // scores, keys and the vector are read
   }
