@@ -17,7 +17,6 @@ from importlib.metadata import version
 from pathlib import Path
 
 from edge_dflash.backends.cuda.compile import compiler_version, kernels_digest
-from edge_dflash.board.archs import MOST_ROWS
 from edge_dflash.builder.choose import Choice, choose, decide_native
 from edge_dflash.builder.engines import decide_engines, expanded_weights
 from edge_dflash.builder.journal import check_free
@@ -123,8 +122,8 @@ def decide(config: BuildConfig) -> Decisions:
     _check_output(config)
     pair = recipe.masked(read_pair(config.target, config.drafter))
     programs = pair_programs(pair)
-    most = MOST_ROWS if "tensorrt" in choice.backends else choice.arch.most_rows  # its passes are always whole chunks
-    max_context, chunk = _sizes(config, recipe, pair, default_chunk(choice.arch, programs, most))
+    default = default_chunk(choice.arch, programs, choice.arch.most_rows, plans="tensorrt" in choice.backends)
+    max_context, chunk = _sizes(config, recipe, pair, default)
     tokenizer, warnings = _tokenizer(config.target, pair)
     store = PairCheckpoint.open(config.target, config.drafter, programs.weights)
     choice, formats, engines, more = _backends(choice, recipe, pair, store, chunk)

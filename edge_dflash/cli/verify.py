@@ -62,8 +62,8 @@ def verify(
     Bundle also: accept_length, prompts, runs, tokens, block_size, accept_histogram, untried_accept_lengths, self_test
     (what the build recorded, replayed here: an object with ok, verdict (identical, rounding or fault), exact,
     accept_length, accept_length_at_build, floor, tokens, tokens_equal, first_difference, drafts, drafts_equal,
-    diagnosis, seconds; null without one). Golden file also: logits_difference, tokens_equal, failures, missing,
-    skipped, unknown.
+    diagnosis, seconds; null without one). Golden file also: largest_difference, logits_difference, tokens_equal,
+    failures, missing, skipped, unknown.
     """
     given = (checkpoint, drafter, golden)
     if (bundle is None) == (golden is None) or (bundle is not None and any(given)):
