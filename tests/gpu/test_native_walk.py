@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from edge_dflash.backends.cuda import conv, sample, small, walk
 from edge_dflash.backends.cuda.linear import Norm
 from edge_dflash.backends.cuda.memory import Allocator, Matrix
-from edge_dflash.backends.cuda.walk import WalkBuffers, Walker, WalkShape, WalkWeights
+from edge_dflash.backends.cuda.walk import DeviceWalk, WalkBuffers, WalkShape, WalkWeights
 from edge_dflash.backends.reference.dense import grouped_conv
 from edge_dflash.decode.sampling import GREEDY, Sampling, choose_row, pack
 from edge_dflash.decode.walk import WalkRows, best
@@ -62,7 +62,7 @@ class Case:
             return self.device.up(weights[name].bfloat16())
 
         loaded, buffers = WalkWeights.load(op, up, weights.__getitem__, memory), WalkBuffers.take(memory, self.shape)
-        self.walker = Walker(gpu, self.device.module(walk.UNIT), self.shape, loaded, buffers)
+        self.walker = DeviceWalk(gpu, self.device.module(walk.UNIT), self.shape, loaded, buffers)
         stride = -(-vocabulary // 16) * 16
         self.logits = Matrix(self.device.poisoned(2 * rows * stride), stride)
         self.put(scores)

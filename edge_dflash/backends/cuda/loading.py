@@ -26,7 +26,7 @@ from edge_dflash.backends.cuda.splits import StreamSplits, row_tile
 from edge_dflash.backends.cuda.states import Sizes, States
 from edge_dflash.backends.cuda.steps import Convolve, Head, Project
 from edge_dflash.backends.cuda.walk import UNIT as WALK_UNIT
-from edge_dflash.backends.cuda.walk import WalkBuffers, Walker, WalkWeights
+from edge_dflash.backends.cuda.walk import DeviceWalk, WalkBuffers, WalkWeights
 from edge_dflash.backends.cuda.weights import NativeWeights
 from edge_dflash.decode.backend import Precision
 from edge_dflash.errors import BackendError
@@ -150,7 +150,7 @@ def _put_norms(layout: DeviceLayout, states: States) -> None:
 
 def _walker(
     gpu: Gpu, layout: DeviceLayout, weights: NativeWeights, cubin: Callable[[str], bytes], memory: Allocator
-) -> Walker | None:
+) -> DeviceWalk | None:
     if (shape := layout.walk) is None:
         return None
 
@@ -160,7 +160,7 @@ def _walker(
         return pointer
 
     loaded = WalkWeights.load(shape.op, matrix, weights.vector, memory)
-    return Walker(gpu, gpu.load(cubin(WALK_UNIT)), shape, loaded, WalkBuffers.take(memory, shape))
+    return DeviceWalk(gpu, gpu.load(cubin(WALK_UNIT)), shape, loaded, WalkBuffers.take(memory, shape))
 
 
 def _buffers(layout: DeviceLayout, states: States, scratch: int, memory: Allocator) -> Buffers:

@@ -35,7 +35,7 @@ from edge_dflash.backends.cuda.steps import (
     Project,
     State,
 )
-from edge_dflash.backends.cuda.walk import Walker, WalkShape
+from edge_dflash.backends.cuda.walk import DeviceWalk, WalkShape
 from edge_dflash.decode.backend import Precision
 from edge_dflash.model.ops import Attend, Embed, GatedDelta, KvAppend, RmsNorm, SelectRows
 from edge_dflash.model.program import PairPrograms
@@ -83,7 +83,7 @@ class Kernels:
     attention: Mapping[str, Attention]  # by KV state
     delta: Mapping[str, DeltaKernels]  # by gated delta state
     conv: Convolutions
-    walker: Walker | None = None  # of a drafter whose drafts depend on each other
+    walker: DeviceWalk | None = None  # of a drafter whose drafts depend on each other
 
 
 @dataclass(frozen=True)

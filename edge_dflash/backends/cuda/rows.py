@@ -12,7 +12,7 @@ from edge_dflash.backends.cuda.driver import Gpu
 from edge_dflash.backends.cuda.memory import DevicePointer
 from edge_dflash.backends.cuda.passes import Buffers
 from edge_dflash.backends.cuda.sample import Chooser
-from edge_dflash.backends.cuda.walk import Walker
+from edge_dflash.backends.cuda.walk import DeviceWalk
 from edge_dflash.decode.sampling import GREEDY, Packed, Sampling
 from edge_dflash.weights.formats import bf16_to_f32
 
@@ -68,7 +68,7 @@ class NativeRows:
 class HostWalk:
     """The graph of walks that the host asks for, behind a propose pass."""
 
-    def __init__(self, gpu: Gpu, walker: Walker, chooser: Chooser, buffers: Buffers, first: int) -> None:
+    def __init__(self, gpu: Gpu, walker: DeviceWalk, chooser: Chooser, buffers: Buffers, first: int) -> None:
         """``first``: row of the first draft in logits and drafts."""
         self._gpu, self._chooser = gpu, chooser
         self.walker, self._buffers, self._logits = walker, buffers, buffers.logits.behind(first)

@@ -186,7 +186,7 @@ class WalkBuffers:
         return cls(*(memory.take("walk", 4 * max(size, 1)) for size in sizes))
 
 
-class Walker:
+class DeviceWalk:
     """Loaded kernels over one walk's memory. Draft rows are rows 0, 1, ... of the matrices here."""
 
     def __init__(self, gpu: Gpu, module: Module, shape: WalkShape, weights: WalkWeights, buffers: WalkBuffers) -> None:
