@@ -235,7 +235,7 @@ def test_unsure_drafts_are_not_verified(name, kind):
             backend.restore(state)
             wanted = backend.verify([anchor]).argmax()
             assert cycle.tokens[:1] == tuple(wanted)
-    assert len(counts) > 3
+    assert {0, 3, len(sure)} <= counts
 
 
 @pytest.mark.parametrize(("name", "kind"), HEADS[:2])
