@@ -8,9 +8,9 @@ import pytest
 import torch
 from fakes import Stepped
 from golden_pairs import same_bits
-from native_backend_support import ENGINE, checkpoint, device_cubin, prompt, store
+from native_backend_support import ENGINE, checkpoint, device_cubin, prompt, rms, store
 from store_weights import StoreWeights
-from test_native_backend import OPTIONS, Rule, rms
+from test_native_backend import OPTIONS, Rule
 
 from edge_dflash.backends.cuda.backend import NativeBackend
 from edge_dflash.backends.cuda.rows import NativeRows
