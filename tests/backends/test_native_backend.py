@@ -408,8 +408,8 @@ def test_a_target_alone_runs_its_own_passes(monkeypatch):
     with pytest.raises(BackendError, match="no drafter"):
         backend.propose(0)
     anchor = backend.prefill([1] * 4).argmax()[0]
-    for drafting in (True, False):
-        cycle = backend.cycle(Asked(anchor, drafting=drafting))
+    for drafts in (None, 0):
+        cycle = backend.cycle(Asked(anchor, drafts=drafts))
         backend.commit(1)
         assert (len(cycle.tokens), cycle.propose_seconds) == (1, 0.0)
     assert backend.length() == 6
