@@ -45,9 +45,8 @@ _ARGUMENTS = {
     "path": Rule(rules.path, "the path of a directory or file"),
     "queue": Rule(rules.whole(1), "a whole number of requests, at least 1"),
     "prefix_bytes": Rule(rules.whole(0), "a whole number of bytes, at least 0"),
-    "fallback": Rule(rules.flag, "True or False"),
+    **dict.fromkeys(("fallback", "drafter", "check_hashes"), Rule(rules.flag, "True or False")),
     "drafts": Rule(rules.optional(rules.whole(0)), "a whole number of drafts, at least 0, or None"),
-    "check_hashes": Rule(rules.flag, "True or False"),
     "self_test": Rule(rules.one_of(*selftest.MODES), f"one of {', '.join(selftest.MODES)}"),
     "progress": Rule(rules.called, "a function of (stage, done, total)"),
     "observer": Rule(rules.optional(rules.having("started", "step", "ended")), "an Observer, or None"),
@@ -104,6 +103,7 @@ class Planner:
         prefix_bytes: int = PREFIX_BYTES,
         fallback: bool = True,
         drafts: int | None = None,
+        drafter: bool = True,
         check_hashes: bool = True,
         self_test: selftest.Mode = "refuse",
         progress: Progress = unheard,
@@ -115,26 +115,27 @@ class Planner:
         more urgent than one that waits, which is refused in their place. ``prefix_bytes`` bounds the states of system
         prompts that are kept for the next request. Cycles verify at most ``drafts`` drafts (0: plain decoding); None:
         as many as are measured to give most tokens a second, or all without ``fallback``. The output is the same.
-        ``check_hashes=False`` skips the SHA-256 of the bundle's files. ``self_test`` says what follows when the loaded
-        pair does not repeat what the build recorded: "refuse", "warn" (RuntimeWarning), or "off" to skip it.
-        ``progress`` is told (stage, done, total): of checking the files in bytes, of loading and the self-test that
-        they begin. ``observer`` is told of every step on the worker's thread. Raises BundleError for a damaged bundle,
-        BackendError when it cannot run here, VerificationError when the self-test fails, RequestError for an argument.
+        ``drafter=False`` loads the target alone: plain decoding. ``check_hashes=False`` skips the SHA-256 of the
+        bundle's files. ``self_test`` says what follows when the loaded pair does not repeat what the build recorded:
+        "refuse", "warn" (RuntimeWarning), or "off" to skip it. ``progress`` is told (stage, done, total), ``observer``
+        of every step on the worker's thread. Raises BundleError for a damaged bundle, BackendError when it cannot run
+        here, VerificationError when the self-test fails, RequestError for a bad argument.
         """
         _check(path=path, queue=queue, prefix_bytes=prefix_bytes, fallback=fallback, drafts=drafts)
-        _check(check_hashes=check_hashes, self_test=self_test, progress=progress, observer=observer)
+        _check(drafter=drafter, check_hashes=check_hashes, self_test=self_test, progress=progress, observer=observer)
         bundle = Bundle.open(path, check_hashes=check_hashes, progress=partial(progress, CHECKING))
         manifest = bundle.manifest
         tokenizer = Tokenizer.open(bundle.path / "tokenizer") if manifest.tokenizer else None
         end = None if tokenizer is None else tokenizer.eos_token_id
         stop = [*manifest.pair.target.eos_token_ids, *([] if end is None else [end])]
         progress(LOADING, 0, 0)
-        backend = load(bundle)
+        backend = load(bundle, drafter=drafter)
         try:
             if self_test != "off":
                 progress(SELF_TEST, 0, 0)
             tested = selftest.check(bundle, backend, self_test)
-            make = partial(cls, bundle=fingerprint(manifest), queue=queue, prefix_bytes=prefix_bytes, self_test=tested)
+            name = fingerprint(manifest) + ("" if drafter else "+none")
+            make = partial(cls, bundle=name, queue=queue, prefix_bytes=prefix_bytes, self_test=tested)
             planner = make(backend, tokenizer, stop, fallback=fallback, drafts=drafts, observer=observer)
         except BaseException:
             backend.close()

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from calib.demo.accepting import accepted
 from edge_dflash.demo.tasks import HELDOUT, Message, Task, check_plan, check_success, task_from_json
 from edge_dflash.planner import Planner
 
@@ -36,6 +37,7 @@ class Quality:
     success: float  # fraction that also does the task, by simulation
     equal: float  # fraction that equals the corpus's answer
     accept_length: float  # mean over all verifies, bonus token included; 0 when unknown
+    acceptance: tuple[float, ...]  # share of drafts accepted at each position of a block
     seconds: float
 
 
@@ -50,7 +52,8 @@ def heldout_tasks(path: Path = HELDOUT) -> tuple[Task, ...]:
 def evaluate(generate: Generate, tasks: Iterable[Task], log: Callable[[str], None] = print) -> Quality:
     """Answer every task and judge the answers; ``log`` gets a line for each task."""
     began = time.perf_counter()
-    count = valid = success = equal = committed = verifies = 0
+    count = valid = success = equal = 0
+    committed = []
     for task in tasks:
         answer = generate(task.messages)
         problems = check_plan(task, answer.text)
@@ -59,16 +62,17 @@ def evaluate(generate: Generate, tasks: Iterable[Task], log: Callable[[str], Non
         valid += not problems
         success += not problems and not unmet
         equal += answer.text == task.answer
-        committed += sum(answer.accept_lengths)
-        verifies += len(answer.accept_lengths)
+        committed.append(answer.accept_lengths)
         verdict = "invalid: " + problems[0] if problems else "misses: " + unmet[0] if unmet else "done"
         log(f"{task.seed:4} {task.goal_text} -> {verdict}")
+    found = accepted(committed)
     return Quality(
         tasks=count,
         valid=valid / max(count, 1),
         success=success / max(count, 1),
         equal=equal / max(count, 1),
-        accept_length=committed / max(verifies, 1),
+        accept_length=found.mean,
+        acceptance=found.by_position,
         seconds=time.perf_counter() - began,
     )
 

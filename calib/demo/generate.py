@@ -6,11 +6,11 @@ For making training data and for watching quality while training; the runtime ha
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
+from calib.demo.accepting import Acceptance, accepted
 from calib.demo.drafter import Drafter
 from calib.demo.model import AttentionCache, Target
 from calib.demo.tokenizer import END_OF_TEXT_ID, END_OF_TURN_ID, Sample
@@ -59,27 +59,12 @@ def _up_to_end(row: list[int]) -> tuple[int, ...]:
     return tuple(row[: row.index(END_OF_TURN_ID) + 1] if END_OF_TURN_ID in row else row)
 
 
-@dataclass(frozen=True)
-class Acceptance:
-    """What speculative decoding of some greedy answers would commit."""
-
-    tokens: int  # after the first of each answer, which the prompt's pass gives
-    cycles: int
-    by_position: tuple[float, ...]  # share of the cycles that reach draft j in which it is accepted
-
-    @property
-    def mean(self) -> float:
-        """Tokens for each verify, bonus token included."""
-        return self.tokens / max(self.cycles, 1)
-
-
 @torch.no_grad()
 def acceptance(target: Target, drafter: Drafter, samples: Sequence[Sample]) -> Acceptance:
     """Walk each sample's answer (the target's own greedy one) as the loop of the runtime would."""
     device = target.lm_head.weight.device
     k = drafter.c.drafts
-    tokens = cycles = 0
-    reached, accepted = [0] * k, [0] * k
+    answers = []
     for start in range(0, len(samples), 16):
         part = samples[start : start + 16]
         ids, lengths = padded([s.prompt + s.answer for s in part], device)
@@ -91,15 +76,13 @@ def acceptance(target: Target, drafter: Drafter, samples: Sequence[Sample]) -> A
         hidden = drafter(taps, anchors, known, target.model.embed_tokens.weight)[:, :, -k:]
         drafts = drafter.proposals(hidden, target.lm_head(hidden), known).tolist()  # [B, A, K]
         for sample, rows in zip(part, drafts, strict=True):
-            at = 0
+            at, committed = 0, []
             while at < len(sample.answer) - 1:
                 rest = sample.answer[at + 1 :]
                 agreed = 0
                 while agreed < min(len(rest), k) and rows[at][agreed] == rest[agreed]:
                     agreed += 1
-                for j in range(min(len(rest), k)):
-                    reached[j] += 1
-                    accepted[j] += j < agreed
-                taken = min(agreed + 1, len(rest))
-                tokens, cycles, at = tokens + taken, cycles + 1, at + taken
-    return Acceptance(tokens, cycles, tuple(a / max(r, 1) for a, r in zip(accepted, reached, strict=True)))
+                committed.append(min(agreed + 1, len(rest)))
+                at += committed[-1]
+            answers.append(committed)
+    return accepted(answers)

@@ -57,8 +57,26 @@ class DrafterRun:
     config: DrafterConfig = field(default_factory=DrafterConfig)  # sizes of the DFlash drafter; others follow them
 
 
+Checks = dict[str, tuple[Target, list[Sample]]]  # a target and its answers to held-out tasks
+
+
+@dataclass(frozen=True)
+class Material:
+    """What all kinds of drafter learn from and are checked with."""
+
+    target: Target
+    seen: Features
+    checks: Checks
+
+
 def train_drafters(run: DrafterRun, output: Path, *, commit: str = "", log: Log = print) -> dict[Kind, dict[str, Any]]:
     """Train on OUT/target; write OUT/KIND with its training.json for each kind; return the records."""
+    material = gather(run, output, log)
+    return {kind: train_kind(kind, run, material, output / kind, commit=commit, log=log) for kind in run.kinds}
+
+
+def gather(run: DrafterRun, output: Path, log: Log) -> Material:
+    """The quantized target, its answers and their taps, its answers to held-out tasks."""
     began = time.perf_counter()
     tokenizer = Tokenizer.from_file(str(output / "target" / "tokenizer.json"))
     target = _frozen(output / "target", run.device, quantized=True)
@@ -66,32 +84,38 @@ def train_drafters(run: DrafterRun, output: Path, *, commit: str = "", log: Log 
     if not answers.exists():
         save_dataset(own_answers(run, target, tokenizer, log), answers)
     seen = features(target, load_dataset(answers), run.config.target_layer_ids, device=run.device)
-    log(f"{len(seen.dataset)} answers and their taps in {time.perf_counter() - began:.0f} s")
     checks = heldout_answers(output / "target", tokenizer, run)
-    records = {}
-    for kind in run.kinds:
-        began = time.perf_counter()
-        torch.manual_seed(run.seed)
-        config = replace(of_kind(kind, run.config), vocab_size=target.c.vocab_size)
-        drafter = load_drafter(Path(run.start) / kind, run.device) if run.start else Drafter(config).to(run.device)
-        progress = Progress(kind, run.steps, log, run.log_every)
-        _steps(run, target, drafter, seen, progress, output / kind)
-        trained = time.perf_counter() - began
-        records[kind] = {
-            "what": kind,
-            "device": device_name(run.device),
-            "commit": commit,
-            "run": asdict(replace(run, kinds=(kind,), config=drafter.c)),
-            "parameters": sum(p.numel() for p in drafter.parameters()),
-            "training_answers": len(seen.dataset),
-            "training_ids": len(seen.dataset.ids),
-            "seconds": round(trained),
-            "loss": progress.curve,
-            **check_drafter(output / kind, checks, run),
-        }
-        write_record(output / kind / "training.json", records[kind])
-        log(f"{kind}: {trained:.0f} s, held-out accept lengths {records[kind]['heldout_accept_length']}")
-    return records
+    log(f"{len(seen.dataset)} answers and their taps in {time.perf_counter() - began:.0f} s")
+    return Material(target, seen, checks)
+
+
+def train_kind(
+    kind: Kind, run: DrafterRun, material: Material, directory: Path, *, commit: str, log: Log
+) -> dict[str, Any]:
+    """Train one kind of drafter, write its directory, return the record."""
+    began = time.perf_counter()
+    torch.manual_seed(run.seed)
+    target, seen = material.target, material.seen
+    config = replace(of_kind(kind, run.config), vocab_size=target.c.vocab_size)
+    drafter = load_drafter(Path(run.start) / kind, run.device) if run.start else Drafter(config).to(run.device)
+    progress = Progress(kind, run.steps, log, run.log_every)
+    _steps(run, target, drafter, seen, progress, directory)
+    trained = time.perf_counter() - began
+    record = {
+        "what": kind,
+        "device": device_name(run.device),
+        "commit": commit,
+        "run": asdict(replace(run, kinds=(kind,), config=drafter.c)),
+        "parameters": sum(p.numel() for p in drafter.parameters()),
+        "training_answers": len(seen.dataset),
+        "training_ids": len(seen.dataset.ids),
+        "seconds": round(trained),
+        "loss": progress.curve,
+        **check_drafter(directory, material.checks, run),
+    }
+    write_record(directory / "training.json", record)
+    log(f"{kind}: {trained:.0f} s, held-out accept lengths {record['heldout_accept_length']}")
+    return record
 
 
 def _frozen(directory: Path, device: str, *, quantized: bool) -> Target:
@@ -146,18 +170,14 @@ def _steps(
     quantizer.clear()
 
 
-Checks = dict[str, tuple[Target, list[Sample]]]  # a target and its answers to held-out tasks
-
-
 def heldout_answers(directory: Path, tokenizer: Tokenizer, run: DrafterRun) -> Checks:
-    """The target in BF16 and quantized, each with its greedy answers to held-out tasks."""
+    """The target with BF16 and with quantized weights, each with its greedy answers to held-out tasks; float32."""
     asked = tasks("heldout", 0, min(run.check_tasks, HELDOUT_TASKS))
     prompts = [tuple(e.ids) for e in tokenizer.encode_batch([render(t.messages) for t in asked])]
     checks = {}
     for name, quantized in (("target_bf16", False), ("target_nvfp4", True)):
         target = _frozen(directory, run.device, quantized=quantized)
-        with autocast(run.device):
-            answers = greedy(target, prompts, run.longest_answer)
+        answers = greedy(target, prompts, run.longest_answer)
         checks[name] = (target, [Sample(p, a) for p, a in zip(prompts, answers, strict=True)])
     return checks
 
@@ -171,8 +191,7 @@ def check_drafter(directory: Path, checks: Checks, run: DrafterRun) -> dict[str,
             if form == "nvfp4":
                 WeightQuantizer(drafter).apply()
                 drafter.set_fp8(True)
-            with autocast(run.device):
-                found = acceptance(target, drafter, samples)
+            found = acceptance(target, drafter, samples)
             lengths[f"{name}.drafter_{form}"] = round(found.mean, 3)
             positions[f"{name}.drafter_{form}"] = [round(share, 3) for share in found.by_position]
     return {"heldout_accept_length": lengths, "heldout_acceptance": positions}

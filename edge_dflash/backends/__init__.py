@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from edge_dflash.board.linux import drop_page_cache
@@ -13,14 +14,16 @@ SMALL_MODEL = 1024  # hidden size up to which torch runs on one thread: more wou
 if TYPE_CHECKING:
     from edge_dflash.backends.cuda.loading import Dense
     from edge_dflash.bundle.reader import Bundle
+    from edge_dflash.model.specs import PairSpec
 
 
-def load(bundle: Bundle, backend: str | None = None) -> Backend:
+def load(bundle: Bundle, backend: str | None = None, *, drafter: bool = True) -> Backend:
     """Load an open bundle for one sequence, on its active backend or (``backend``) on another that is aboard.
 
-    Raises BackendError when that is not aboard or cannot run here.
+    ``drafter`` False: the target alone. Raises BackendError when the backend is not aboard or cannot run here.
     """
     manifest = bundle.manifest
+    pair = bundle.pair if drafter else replace(bundle.pair, drafter=None)
     backend = backend or manifest.backend
     if backend not in manifest.backends:
         raise BackendError(
@@ -28,7 +31,7 @@ def load(bundle: Bundle, backend: str | None = None) -> Backend:
             f"build it again with --backend {backend}"
         )
     if backend != "reference":
-        return _device(bundle, backend)
+        return _device(bundle, backend, pair)
     try:
         import torch  # heavy and optional
 
@@ -40,7 +43,7 @@ def load(bundle: Bundle, backend: str | None = None) -> Backend:
     if bundle.pair.target.hidden_size <= SMALL_MODEL:
         torch.set_num_threads(1)
     return ReferenceBackend(
-        bundle.pair,
+        pair,
         bundle,
         manifest.precision,
         max_context=manifest.max_context,
@@ -48,7 +51,7 @@ def load(bundle: Bundle, backend: str | None = None) -> Backend:
     )
 
 
-def _device(bundle: Bundle, name: str) -> Backend:
+def _device(bundle: Bundle, name: str, pair: PairSpec) -> Backend:
     """Check that bundle, this version and this device belong together, then load. Never imports torch."""
     from edge_dflash.backends.cuda.support import check_arch, device_sm, shares_memory
 
@@ -75,11 +78,16 @@ def _device(bundle: Bundle, name: str) -> Backend:
     if name == "tensorrt":
         from edge_dflash.backends.tensorrt.backend import bundle_ops
 
+        if pair != bundle.pair:
+            raise BackendError(
+                f"the plans of {bundle.path} compute the drafter's context with the target; decode plainly with "
+                "speculative=False, or build a bundle without a drafter"
+            )
         dense = bundle_ops(bundle)
     else:
-        check_native(bundle.pair, manifest.weights, arch=manifest.arch)
+        check_native(pair, manifest.weights, arch=manifest.arch)
     backend = NativeBackend(
-        bundle.pair,
+        pair,
         BundleWeights(bundle),
         manifest.precision,
         cubin=bundle.cubin,

@@ -17,7 +17,6 @@ from importlib.metadata import version
 from pathlib import Path
 
 from edge_dflash.backends.cuda.compile import compiler_version, kernels_digest
-from edge_dflash.board.archs import MOST_ROWS
 from edge_dflash.builder.choose import Choice, choose, decide_native
 from edge_dflash.builder.engines import decide_engines, expanded_weights
 from edge_dflash.builder.journal import check_free
@@ -31,7 +30,7 @@ from edge_dflash.common.tables import encode
 from edge_dflash.errors import BackendError, BuildError, BundleError, CheckpointError
 from edge_dflash.model import pair_programs
 from edge_dflash.model.program import PairPrograms
-from edge_dflash.model.registry import read_pair
+from edge_dflash.model.registry import NO_DRAFTER, read_pair
 from edge_dflash.model.specs import PairSpec
 from edge_dflash.text.tokenizer import TOKENIZER_FILES, Tokenizer
 from edge_dflash.version import __version__
@@ -41,7 +40,6 @@ from edge_dflash.weights.recipe import Recipe, default_recipe, load_recipe
 
 COPIED_FILES = (*TOKENIZER_FILES, "generation_config.json")  # into tokenizer/ of the bundle
 _CONFIG_FILES = ("config.json", "hf_quant_config.json", "model.safetensors.index.json", *COPIED_FILES)
-NO_DRAFTER = "none"  # in the place of a drafter's directory
 _HEAD = 1 << 20  # bytes of a file that its fingerprint covers, besides its size: configs whole, shards their header
 _SLACK = 1 << 20  # bytes for headers, manifest and file system blocks
 _KERNELS = 16 << 20  # bytes of the cubins of a native bundle, at most
@@ -108,7 +106,7 @@ class Decisions:
         rows, arch = self.prefill_chunk, self.choice.arch
         ms = 1e3 * arch.prefill_seconds(row_parameters(self.programs.prefill), rows)
         return (
-            self.choice.line,
+            self.choice.line if self.pair.drafter else f"{self.choice.line}; no drafter: plain decoding",
             f"building with recipe {self.recipe.name}: {self.recipe.description}",
             f"building for {self.max_context} tokens of context, prefill by {rows}: about {ms:.3g} ms a pass",
         )
@@ -124,8 +122,8 @@ def decide(config: BuildConfig) -> Decisions:
     _check_output(config)
     pair = recipe.masked(read_pair(config.target, config.drafter))
     programs = pair_programs(pair)
-    most = MOST_ROWS if "tensorrt" in choice.backends else choice.arch.most_rows  # its passes are always whole chunks
-    max_context, chunk = _sizes(config, recipe, pair, default_chunk(choice.arch, programs, most))
+    default = default_chunk(choice.arch, programs, choice.arch.most_rows, plans="tensorrt" in choice.backends)
+    max_context, chunk = _sizes(config, recipe, pair, default)
     tokenizer, warnings = _tokenizer(config.target, pair)
     store = PairCheckpoint.open(config.target, config.drafter, programs.weights)
     choice, formats, engines, more = _backends(choice, recipe, pair, store, chunk)

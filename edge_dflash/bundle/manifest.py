@@ -25,7 +25,7 @@ from edge_dflash.model.registry import DRAFTERS, TARGETS, pair_programs
 from edge_dflash.model.specs import MAX_BLOCK, MAX_LAYERS, PairSpec
 from edge_dflash.weights.formats import TIED, WeightFormat
 
-SCHEMA = 2  # of bundles with two backends; those with one are written as 1, which older versions read
+SCHEMA = 3  # the newest; a bundle is written as the oldest that says it, so that older versions read what they can
 MANIFEST = "manifest.json"
 ENGINES = "plans/"  # folder of TensorRT engines
 
@@ -141,11 +141,17 @@ class Manifest:
 def dump_manifest(manifest: Manifest) -> bytes:
     """The one text that :func:`parse_manifest` accepts for this manifest."""
     exact = decode(Manifest, encode(manifest), MANIFEST)  # an int in a float's place becomes the float it stands for
-    body: dict[str, Any] = {"schema": SCHEMA if exact.standby else 1, **encode(exact)}
+    body: dict[str, Any] = {"schema": _schema(exact), **encode(exact)}
     for key in [key for key in _OPTIONAL if not body[key]]:
         del body[key]
     body["checksum"] = hashlib.sha256(_text(body)).hexdigest()
     return _text(body)
+
+
+def _schema(manifest: Manifest) -> int:
+    """3: without a drafter, or with one that is no plain DFlash; 2: two backends."""
+    drafter = manifest.pair.drafter
+    return 3 if drafter is None or drafter.kind != "dflash" else 2 if manifest.standby else 1
 
 
 def fingerprint(manifest: Manifest) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 from edge_dflash.bundle.parts import stack_bytes
 from edge_dflash.model.ops import Attend, KvAppend, Linear, SelectRows, StateOp
 from edge_dflash.model.program import DeltaState, KvState, PairPrograms, Program, State
+from edge_dflash.model.specs import PairSpec
 from edge_dflash.weights.formats import KV_BYTES, KvFormat, WeightFormat
 from edge_dflash.weights.stacks import program_stacks
 
@@ -35,6 +36,7 @@ class CycleBytes:
     target_weights: int = _label("verify: target weights, lm_head included")  # the embedding is only gathered from
     drafter_weights: int = _label("draft: drafter weights")  # fc, context K/V, block: every weight once
     drafter_lm_head: int = _label("draft: lm_head again")
+    walk: int = _label("draft: the walk's weights")  # of its tables only the rows that drafts read
     drafter_kv_projections: int = _label("drafter K/V projections again (context rows)")
     embedding_rows: int = _label("embedding rows")  # B rows each for verify and propose
     delta_state: int = _label("gated delta state, read and written")  # S and conv history of all layers
@@ -62,7 +64,7 @@ class Traffic:
     """Bytes that one pass of the native kernels moves."""
 
     weights: Mapping[str, int]  # by format, row scales included
-    embedding: int  # gathered rows
+    embedding: int  # gathered rows, and what a walk reads
     kv: int  # keys and values, read and written
     state: int  # recurrent state and convolution history, read and written
     tape: int  # rows of the replay tape, read and written
@@ -80,15 +82,15 @@ class Costs:
     programs: PairPrograms
     formats: Mapping[str, WeightFormat]
     kv: KvFormat
-    block: int  # B
+    pair: PairSpec
 
     def propose(self, context: int) -> Traffic:
         """A propose pass at ``context`` committed tokens."""
-        return self._pass(self.programs.propose, context, self.block, 0)
+        return self._pass(self.programs.propose, context, self.pair.block_size, 0)
 
     def verify(self, context: int, pending: int, rows: int | None = None) -> Traffic:
-        """A verify pass of ``rows`` (a block) that first replays ``pending`` rows; 0 leaves the state unwritten."""
-        return self._pass(self.programs.verify, context, rows or self.block, pending)
+        """A verify pass of ``rows`` (None: anchor and drafts) that replays ``pending`` rows; 0: it writes no state."""
+        return self._pass(self.programs.verify, context, rows or self.pair.verify_rows, pending)
 
     def prefill_operations(self, tokens: int) -> int:
         """Multiplications and additions of the linears and of attention for a prompt of ``tokens``.
@@ -105,11 +107,12 @@ class Costs:
         weights: dict[str, int] = {}
         for stack in program_stacks(program, self.formats):
             weights[stack.layout.format] = weights.get(stack.layout.format, 0) + stack_bytes(stack)
+        stored = {name: 2 * prod(spec.shape) for name, spec in program.weights.items()}
         tables = [spec.shape[1] for spec in program.weights.values() if spec.kind == "embedding"]
         deltas = [state for state in program.states.values() if isinstance(state, DeltaState)]
         return Traffic(
             weights=weights,
-            embedding=2 * rows * sum(tables),
+            embedding=2 * rows * sum(tables) + walk_bytes(program, stored, self.pair.drafts),
             kv=_kv_bytes(program, context, rows, self.kv, Attend, KvAppend),
             state=sum((2 if pending else 1) * state.state_bytes + 2 * state.conv_bytes for state in deltas),
             tape=(rows + pending) * tape_bytes_per_row(deltas),
@@ -144,8 +147,20 @@ def tape_bytes_per_row(states: Iterable[State]) -> int:
     return sum(state.tape_bytes_per_row for state in states if isinstance(state, DeltaState))
 
 
-def cycle_bytes(programs: PairPrograms, read: Mapping[str, int], block: int, context: int, kv: KvFormat) -> CycleBytes:
-    """Cost of a propose and a verify pass of ``block`` rows; ``read`` is the bytes that one read of a weight costs."""
+def walk_bytes(program: Program, read: Mapping[str, int], drafts: int) -> int:
+    """Bytes that a walk of ``drafts`` drafts reads: for each, a row of its predecessor and those of its candidates."""
+    if (walk := program.walk) is None:
+        return 0
+    vocabulary = program.weights[walk.predecessor].shape[0]
+    rows = {walk.predecessor: drafts, walk.successor: drafts * (walk.top_k or vocabulary)}
+    return sum(read[name] * rows.get(name, vocabulary) // vocabulary for name in walk.weights)
+
+
+def cycle_bytes(
+    programs: PairPrograms, read: Mapping[str, int], pair: PairSpec, context: int, kv: KvFormat
+) -> CycleBytes:
+    """Cost of a propose and a verify pass; ``read`` is the bytes that one read of a weight costs."""
+    block, rows = pair.block_size, pair.verify_rows
     verify, propose, states = programs.verify, programs.propose, programs.verify.states.values()
     both = verify.weights.keys() & propose.weights.keys()
     shared = sum(read[name] for name in both if name.startswith("drafter."))
@@ -154,21 +169,23 @@ def cycle_bytes(programs: PairPrograms, read: Mapping[str, int], block: int, con
         target_weights=_sum(read, verify, "target."),
         drafter_weights=_sum(read, verify, "drafter.") + _sum(read, propose, "drafter.") - shared,
         drafter_lm_head=_sum(read, propose, "target."),
+        walk=walk_bytes(propose, read, pair.drafts),
         drafter_kv_projections=shared,
-        embedding_rows=2 * block * sum(tables),
+        embedding_rows=((block if propose.ops else 0) + rows) * sum(tables),
         delta_state=2 * delta_bytes(states),
-        tape=2 * block * tape_bytes_per_row(states),
-        target_kv=_kv_bytes(verify, context, block, kv, Attend),
+        tape=2 * rows * tape_bytes_per_row(states),
+        target_kv=_kv_bytes(verify, context, rows, kv, Attend),
         drafter_kv=_kv_bytes(propose, context, block, kv, Attend),
     )
 
 
 def memory_bytes(
-    programs: PairPrograms, stored: Mapping[str, int], block: int, max_context: int, chunk: int, kv: KvFormat
+    programs: PairPrograms, stored: Mapping[str, int], pair: PairSpec, max_context: int, chunk: int, kv: KvFormat
 ) -> MemoryBytes:
     """Resident bytes; ``stored`` is the bytes of each weight that is not read from another's."""
     states = programs.states.values()
-    passes = ((programs.prefill, min(chunk, max_context)), (programs.verify, block), (programs.propose, block))
+    block, rows = pair.block_size, pair.verify_rows
+    passes = ((programs.prefill, min(chunk, max_context)), (programs.verify, rows), (programs.propose, block))
     return MemoryBytes(
         target_weights=_sum(stored, programs.verify, "target."),
         drafter_weights=sum(size for name, size in stored.items() if name.startswith("drafter.")),
@@ -176,7 +193,7 @@ def memory_bytes(
         target_kv=_kv_bytes(programs.verify, 0, max_context, kv, Attend),
         drafter_kv=_kv_bytes(programs.propose, 0, max_context, kv, Attend),
         delta_state=delta_bytes(states),
-        tape=block * tape_bytes_per_row(states),
+        tape=rows * tape_bytes_per_row(states),
         scratch=max(scratch_bytes(program, rows) for program, rows in passes),
     )
 
@@ -188,9 +205,9 @@ def _kv_bytes(program: Program, context: int, rows: int, kv: KvFormat, *writers:
 
 
 def _sum(size: Mapping[str, int], program: Program, prefix: str) -> int:
-    """Bytes of a pass's weights under ``prefix``. The embedding is not read as a matrix, only gathered from."""
+    """Bytes of a pass's weights under ``prefix``, without tables of which rows are gathered."""
     weights = program.weights.items()
-    return sum(size.get(n, 0) for n, w in weights if n.startswith(prefix) and w.kind != "embedding")
+    return sum(size.get(n, 0) for n, w in weights if n.startswith(prefix) and w.kind not in ("embedding", "walk"))
 
 
 def row_parameters(program: Program) -> int:

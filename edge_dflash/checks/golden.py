@@ -22,7 +22,7 @@ from edge_dflash.common.files import open_regular
 from edge_dflash.errors import VerificationError
 from edge_dflash.model import pair_programs
 from edge_dflash.model.program import PairPrograms
-from edge_dflash.model.registry import read_pair
+from edge_dflash.model.registry import DRAFTERS, read_pair
 from edge_dflash.model.specs import PairSpec
 from edge_dflash.weights.checkpoint import PairCheckpoint
 from edge_dflash.weights.formats import Array, Nvfp4Weight, Weight, WeightStore
@@ -31,7 +31,9 @@ TOLERANCE = 1e-3  # absolute, of logits; other arrays: relative to the golden's 
 INFORMATIVE = ("prefill_logits_bf16run",)  # another library in BF16: shows the scale of rounding, decides nothing
 NVFP4 = ("nvfp4_w4a16_prefill_logits", "nvfp4_w4a16_greedy_tokens")  # of a checkpoint that stores NVFP4
 PROMPT_KEY = re.compile(r"p\d+\.")
-FIRST_CYCLES = ("cycle_start", "cycle_accepted", "cycle_draft_tokens", "cycle_draft_logits")  # as many as both have
+CYCLES = re.compile(r"(short_|cut_)?cycle_")  # by cycles, of which as many are compared as both have
+SHORT = "short_"  # of keys of a run with smaller blocks
+TOKENS = ("greedy_tokens", *(f"{kind}_tokens" for kind in DRAFTERS))  # keys of what was generated
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,11 @@ class GoldenComparison:
         return all(r.ok for r in self.results if r.key.endswith("_tokens"))
 
     @property
+    def largest_difference(self) -> float:
+        """Largest difference of all arrays of numbers that decide; 0 without any."""
+        return max((r.difference for r in self.results if r.tolerance), default=0.0)
+
+    @property
     def logits_difference(self) -> float:
         """Largest difference of logits that decide; 0 without any."""
         return max((r.difference for r in self.results if _is_logits(r.key) and r.tolerance is not None), default=0.0)
@@ -87,6 +94,7 @@ class GoldenComparison:
         return {
             "ok": self.ok,
             "differences": {r.key: _finite(r.difference) for r in self.results},
+            "largest_difference": _finite(self.largest_difference),
             "logits_difference": _finite(self.logits_difference),
             "tokens_equal": self.tokens_equal,
             "failures": [r.key for r in self.failures],
@@ -112,7 +120,7 @@ class GoldenComparison:
             )
 
 
-def verify_golden(target: Path, drafter: Path, golden_file: Path) -> GoldenComparison:
+def verify_golden(target: Path, drafter: Path | None, golden_file: Path) -> GoldenComparison:
     """Run the unquantized reference in float32 and compare it with a golden file.
 
     Raises CheckpointError for the checkpoints and VerificationError when the golden file cannot be read or is of
@@ -154,11 +162,37 @@ def check_golden(
             tokens, logits = observer.tokens_and_logits(prompt, len(given.get("nvfp4_w4a16_greedy_tokens", ())))
             found.append(_compare_keys(name, given, dict(zip(NVFP4, (logits, tokens), strict=True))))
         else:
-            ours = observer.prompt(prompt, _new_tokens(given), block)
+            threshold = float(given["threshold"].reshape(-1)[0]) if "threshold" in given else None
+            ours = observer.prompt(prompt, _new_tokens(given), block, threshold)
             ours["prefill_logits_bf16run"] = ours["prefill_logits"]
-            found.append(_compare_keys(name, given, ours))
+            if f"{SHORT}cycle_draft_tokens" in given:
+                smaller = GoldenObserver(_smaller(spec, given), _WeightOnly(store), programs)
+                again = smaller.prompt(prompt, _new_tokens(given), None)
+                ours |= {SHORT + key: array for key, array in again.items() if SHORT + key in given}
+            found.append(_compare_keys(name, given, _by_token(given, ours)))
     found.append(GoldenComparison((), (), (), tuple(key for key in golden if not PROMPT_KEY.match(key))))
     return GoldenComparison.joined(found)
+
+
+def _smaller(spec: PairSpec, given: Mapping[str, Array]) -> PairSpec:
+    """The pair with the blocks of the golden's short run."""
+    rows = given[f"{SHORT}cycle_draft_tokens"].shape[-1] + spec.block_size - spec.drafts
+    return spec if spec.drafter is None else replace(spec, drafter=replace(spec.drafter, block_size=rows))
+
+
+def _by_token(given: Mapping[str, Array], ours: Mapping[str, Array]) -> dict[str, Array]:
+    """``ours`` with a row's candidates in the golden's order: neighbours' logits may be as close as rounding is."""
+    found = dict(ours)
+    for prefix in ("cycle_", f"{SHORT}cycle_"):
+        if (key := f"{prefix}candidates") in given and key in ours:
+            cycles = min(len(given[key]), len(ours[key]))
+            wanted, mine = given[key][:cycles], ours[key][:cycles]
+            if wanted.shape == mine.shape:
+                order = np.argsort(mine, -1)
+                order = np.take_along_axis(order, np.argsort(np.argsort(wanted, -1), -1), -1)
+                for name in (key, f"{prefix}scores"):
+                    found[name] = np.take_along_axis(ours[name][:cycles], order, -1)
+    return found
 
 
 @dataclass(frozen=True)
@@ -179,7 +213,7 @@ class _WeightOnly:
 
 def _compare_keys(prompt: str, given: Mapping[str, Array], ours: Mapping[str, Array]) -> GoldenComparison:
     """Compare the keys that both have; list the others."""
-    others = [key for key in given if key not in ours and key != "prompt"]
+    others = [key for key in given if key not in ours and key not in ("prompt", "threshold")]
     skipped = [key for key in others if key in NVFP4 or NVFP4[0] in ours]  # they are of other weights
     return GoldenComparison(
         tuple(_compare(f"{prompt}.{key}", key, given[key], found) for key, found in ours.items() if key in given),
@@ -190,7 +224,7 @@ def _compare_keys(prompt: str, given: Mapping[str, Array], ours: Mapping[str, Ar
 
 
 def _compare(name: str, key: str, wanted: Array, found: Array) -> ArrayDifference:
-    if key in FIRST_CYCLES:
+    if CYCLES.match(key):
         cycles = min(len(wanted), len(found))
         wanted, found = wanted[:cycles], found[:cycles]
     exact = np.issubdtype(wanted.dtype, np.integer)
@@ -214,7 +248,7 @@ def _prompts(golden: Mapping[str, Array]) -> Iterator[tuple[str, dict[str, Array
 
 def _new_tokens(given: Mapping[str, Array]) -> int:
     """How many tokens the golden generated: as many as are needed to compare all of its keys."""
-    for key in ("greedy_tokens", "dflash_tokens", "greedy_top2_margin"):
+    for key in (*TOKENS, "greedy_top2_margin"):
         if key in given:
             return len(given[key])
     if "teacher_forced_logits" in given:
@@ -226,7 +260,7 @@ def _new_tokens(given: Mapping[str, Array]) -> int:
 
 def _first_block(given: Mapping[str, Array]) -> list[int] | None:
     """Tokens of the first verify block, when the golden has them and states after its rows."""
-    tokens, drafts = given.get("greedy_tokens", given.get("dflash_tokens")), given.get("cycle_draft_tokens")
+    tokens, drafts = next((given[key] for key in TOKENS if key in given), None), given.get("cycle_draft_tokens")
     if tokens is None or drafts is None or not (len(tokens) and len(drafts)):
         return None
     if not any(re.search(r"\.after[1-9]", key) for key in given):

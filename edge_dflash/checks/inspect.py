@@ -66,8 +66,8 @@ class Inspection:
 
     @property
     def draft_bytes(self) -> int:
-        """Bytes of weights that drafting reads: the drafter once and the lm_head again."""
-        return self.cycle.drafter_weights + self.cycle.drafter_lm_head
+        """Bytes of weights that drafting reads: the drafter once, the lm_head again, and what its walk reads."""
+        return self.cycle.drafter_weights + self.cycle.drafter_lm_head + self.cycle.walk
 
     @property
     def cycle_bytes(self) -> int:
@@ -166,17 +166,18 @@ def inspect_pair(
     context: int | None = None,
     prefill_chunk: int | None = None,
     kv_format: KvFormat = "fp8",
+    plans: bool = False,
 ) -> Inspection:
     """Cost a pair. ``formats``: storage of each weight by canonical name.
 
     ``context``: committed tokens at which a cycle is costed; None takes DEFAULT_CONTEXT or what ``max_context`` allows.
-    ``prefill_chunk``: None takes the default of the board's architecture. Raises RequestError when ``max_context`` or
-    ``context`` leaves no room for a block.
+    ``prefill_chunk``: None takes the default of the board's architecture, with ``plans`` or without.
+    Raises RequestError when ``max_context`` or ``context`` leaves no room for a block.
     """
-    block = spec.block_size
+    block = spec.rows
     programs = pair_programs(spec)
     if prefill_chunk is None:
-        prefill_chunk = default_chunk(arch_of_sm(board.sm), programs, max_context)
+        prefill_chunk = default_chunk(arch_of_sm(board.sm), programs, max_context, plans=plans)
     if max_context <= block or prefill_chunk < 1:
         raise RequestError(
             f"maximum context {max_context} and prefill chunk {prefill_chunk} are given; wanted more than the block "
@@ -196,7 +197,7 @@ def inspect_pair(
     return Inspection(
         architecture=spec.target.architecture,
         board=board,
-        block_size=block,
+        block_size=spec.block_size,
         context=context,
         max_context=max_context,
         prefill_chunk=prefill_chunk,
@@ -208,15 +209,18 @@ def inspect_pair(
         drafter_kv_bytes_per_token=footprint.kv_bytes_per_token(drafter, kv_format),
         tape_bytes_per_row=footprint.tape_bytes_per_row(target),
         state_bytes=footprint.delta_bytes(target),
-        cycle=footprint.cycle_bytes(programs, read, block, context, kv_format),
-        memory=footprint.memory_bytes(programs, stored, block, max_context, prefill_chunk, kv_format),
+        cycle=footprint.cycle_bytes(programs, read, spec, context, kv_format),
+        memory=footprint.memory_bytes(programs, stored, spec, max_context, prefill_chunk, kv_format),
     )
 
 
-def default_chunk(arch: Arch | None, programs: PairPrograms, max_context: int) -> int:
-    """Rows of a prefill pass when nobody says how many: no more than ``arch`` needs about a tenth of a second for."""
+def default_chunk(arch: Arch | None, programs: PairPrograms, max_context: int, *, plans: bool = False) -> int:
+    """Rows of a prefill pass when nobody says how many: no more than ``arch`` needs about a tenth of a second for.
+
+    ``plans``: TensorRT may run it, whose passes are always whole chunks: no more than MOST_ROWS then.
+    """
     rows = MOST_ROWS if arch is None else arch.prefill_rows(footprint.row_parameters(programs.prefill))
-    return min(rows, max_context)
+    return min(rows, max_context, MOST_ROWS if plans else rows)
 
 
 def inspect_recipe(
@@ -238,6 +242,7 @@ def inspect_recipe(
         context=context,
         prefill_chunk=recipe.context.prefill_chunk,
         kv_format="fp8" if recipe.kv == "fp8" else "bfloat16",
+        plans=recipe.activations == "nvfp4",  # which only TensorRT computes
     )
 
 

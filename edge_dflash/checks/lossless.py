@@ -236,9 +236,11 @@ def verify_lossless(
         backend.reset()
         plain = generate(backend, prompt, replace(options, speculative=False), stop_token_ids=stop_token_ids)
         state = backend.snapshot()
-        by_turns = {OWN + BY_TURNS: None, "oracle" + BY_TURNS: oracle}
-        adversaries = drafters(number, len(work), backend.shape.verify_rows)
-        for name, drafter in {OWN: None, **adversaries, **by_turns}.items():
+        others = dict[str, Drafter | None]()
+        by_turns: dict[str, Drafter | None] = {OWN + BY_TURNS: None, "oracle" + BY_TURNS: oracle}
+        if backend.shape.drafts:
+            others = {**drafters(number, len(work), backend.shape.verify_rows), **by_turns}
+        for name, drafter in {OWN: None, **others}.items():
             backend.reset()
             drafting = backend if drafter is None else Adversary(backend, [*prompt, *plain.tokens], drafter)
             drafting = ByTurns(drafting, number) if name in by_turns else drafting

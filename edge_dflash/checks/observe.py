@@ -6,17 +6,21 @@ Keys and shapes: P prompt tokens, V vocabulary, H hidden, L target layers, B blo
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
-from edge_dflash.backends.host_cycle import Delegate
+from edge_dflash.backends.host_cycle import Delegate, host_cycle
 from edge_dflash.backends.reference.backend import ReferenceBackend
 from edge_dflash.backends.reference.dense import TorchWeights
 from edge_dflash.backends.reference.interpreter import Interpreter, Memory
 from edge_dflash.decode.accept import accepted
-from edge_dflash.decode.backend import Precision, Rows
+from edge_dflash.decode.backend import Asked, Cycle, Precision, Rows
 from edge_dflash.decode.loop import generate
 from edge_dflash.decode.options import Options
+from edge_dflash.decode.walk import WalkRows
+from edge_dflash.model.ops import GroupedConv, MarkovWalk, SelectorWalk
 from edge_dflash.model.program import PairPrograms
 from edge_dflash.model.specs import PairSpec
 from edge_dflash.weights.formats import Array, WeightStore
@@ -27,28 +31,45 @@ FLOAT32 = Precision("float32", "float32")
 class Recorder(Delegate):
     """Writes down every cycle of a speculative generation."""
 
-    def __init__(self, backend: ReferenceBackend) -> None:
+    def __init__(self, backend: ReferenceBackend, threshold: float = 0.0) -> None:
+        """``threshold``: drafts from the first on that the drafter is less sure of are not verified."""
         super().__init__(backend)
-        self.starts: list[int] = []
-        self.draft_logits: list[Array] = []
-        self.drafts: list[list[int]] = []
-        self.accepted: list[int] = []
+        self._threshold = threshold
+        self._cycles: dict[str, list[Any]] = {}
         self.verify_logits: list[Array] = []
 
+    def cycle(self, asked: Asked) -> Cycle:
+        """See Backend."""
+        return host_cycle(self, replace(asked, threshold=self._threshold))
+
     def propose(self, anchor: int, lane: int = 0) -> Rows:
-        """Record position, logits and tokens of the drafts."""
+        """Record position, tokens and scores of the drafts."""
         rows = super().propose(anchor, lane)
-        self.starts.append(self.length(lane))
-        self.draft_logits.append(rows.logits())
-        self.drafts.append(rows.argmax())
+        found: dict[str, Any] = {"start": self.length(lane), "draft_tokens": rows.argmax()}
+        if isinstance(rows, WalkRows) and isinstance(rows.op, SelectorWalk):
+            ids, scores = (np.stack(part) for part in zip(*rows.candidates(), strict=True))
+            found |= {"candidates": ids, "scores": scores, "draft_logits": rows.base}
+        else:
+            found["draft_logits"] = rows.logits()
+        if isinstance(rows, WalkRows) and (confidence := rows.confidence()):
+            found["confidence"] = confidence
+        self._note(found)
         return rows
 
     def verify(self, ids: Sequence[int], lane: int = 0) -> Rows:
-        """Record logits and the number of drafts that they accept."""
+        """Record logits, and how many drafts there are and how many they accept."""
         rows = super().verify(ids, lane)
         self.verify_logits.append(rows.logits())
-        self.accepted.append(accepted(list(ids[1:]), rows.argmax()))
+        self._note({"proposed": len(ids) - 1, "accepted": accepted(list(ids[1:]), rows.argmax())})
         return rows
+
+    def _note(self, found: Mapping[str, Any]) -> None:
+        for name, value in found.items():
+            self._cycles.setdefault(name, []).append(value)
+
+    def arrays(self, *names: str) -> dict[str, Array]:
+        """What was recorded, by the golden's keys; ``names``: some of it."""
+        return {f"cycle_{name}": np.array(self._cycles[name]) for name in names or self._cycles if self._cycles}
 
 
 class GoldenObserver:
@@ -58,14 +79,24 @@ class GoldenObserver:
         self._spec, self._store, self._programs = spec, store, programs
         self._interpreter = Interpreter(TorchWeights(store), FLOAT32)
 
-    def prompt(self, prompt: Sequence[int], new_tokens: int, block: Sequence[int] | None) -> dict[str, Array]:
-        """All keys of one prompt. ``block``: the first verify block, for the recurrent state after each of its rows."""
+    def prompt(
+        self, prompt: Sequence[int], new_tokens: int, block: Sequence[int] | None, threshold: float | None = None
+    ) -> dict[str, Array]:
+        """All keys of one prompt. ``block``: the first verify block, for the recurrent state after each of its rows.
+
+        ``threshold``: of a second run that leaves out drafts which the drafter is less sure of.
+        """
         backend = self._backend(len(prompt) + new_tokens + 2 * self._spec.rows)
         found = self._after_prefill(backend, prompt, block)
         last_row = found.pop("last_row")
         greedy: tuple[int, ...] = ()
         if new_tokens:
             greedy = self._generations(backend, prompt, new_tokens, found)
+        if new_tokens and threshold is not None:
+            backend.reset()
+            cut = Recorder(backend, threshold)
+            generate(cut, prompt, Options(max_new_tokens=new_tokens))
+            found |= {f"cut_{key}": array for key, array in cut.arrays("start", "proposed", "accepted").items()}
         found |= self._forward(prompt, greedy)
         found["prefill_logits"][-1] = last_row  # as the prefill pass computes it
         return found
@@ -102,8 +133,19 @@ class GoldenObserver:
             found["greedy_top2_margin"] = top[:, -1] - top[:, -2]
         if greedy and drafter is not None:
             memory.length = rows  # rows past the prompt are garbage that the block overwrites
-            block_rows = self._interpreter.run(self._programs.propose, drafter.block(greedy[0]), memory)
-            found["cycle0_draft_hidden"] = block_rows["hidden"].numpy()
+            found |= self._first_block(drafter.block(greedy[0]), memory)
+        return found
+
+    def _first_block(self, block: Sequence[int], memory: Memory) -> dict[str, Array]:
+        """Rows of the drafter's pass over ``block``."""
+        program = self._programs.propose
+        convolutions = [op.output for op in program.ops if isinstance(op, GroupedConv)]
+        out = self._interpreter.run(program, block, memory, convolutions)
+        found = {"cycle0_draft_hidden": out["hidden"].numpy()}
+        for name in convolutions:  # such as drafter.layers.0.attention_conv.before
+            found["cycle0_conv." + name.split(".", 2)[2].replace("_conv.", ".")] = out[name].numpy()
+        if isinstance(program.walk, MarkovWalk):
+            found["cycle0_base_logits"] = out["logits"].numpy()
         return found
 
     def _after_prefill(
@@ -135,11 +177,12 @@ class GoldenObserver:
         backend.reset()
         cycles = Recorder(backend)
         speculative = generate(cycles, prompt, Options(max_new_tokens=new_tokens))
-        found["greedy_tokens"], found["dflash_tokens"] = np.array(greedy), np.array(speculative.tokens)
-        if cycles.starts:
-            found["cycle_start"], found["cycle_accepted"] = np.array(cycles.starts), np.array(cycles.accepted)
-            found["cycle_draft_tokens"] = np.array(cycles.drafts)
-            found["cycle_draft_logits"] = np.stack(cycles.draft_logits)
+        found["greedy_tokens"] = np.array(greedy)
+        if self._spec.drafter is not None:
+            found[f"{self._spec.drafter.kind}_tokens"] = np.array(speculative.tokens)
+        if cycles.verify_logits:
+            found |= cycles.arrays()
+            del found["cycle_proposed"]  # all of them
             found["cycle0_verify_logits"] = cycles.verify_logits[0]
         return greedy
 

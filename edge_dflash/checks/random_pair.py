@@ -50,7 +50,7 @@ _FP8_RMS = math.sqrt(21.25 * 2.1484375)
 _BF16_RMS = math.sqrt(21.25 * 7 / 3)
 _NVFP4_SCALE = 2.0**19  # of a row's sum, see weights/layout.py
 _BRANCHES = ("o_proj", "out_proj", "down_proj")  # their outputs are added to the residual stream
-FILE = Path(__file__).parent / "pairs.json"  # PairSpec by name, as read from the published config.json files
+FILE = Path(__file__).parent / "pairs.json"  # PairSpec by name, by published config.json files; a target may be a name
 END_OF_TEXT = "<|endoftext|>"
 LEAST = 2048  # ids
 _LETTERS = "etaoinshrdlucmfwypvbgkjqxz"
@@ -62,7 +62,7 @@ _SPLIT = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\
 
 
 def pair_names() -> tuple[str, ...]:
-    """Names of the pairs, the largest first."""
+    """Names of the pairs."""
     return tuple(json.loads(FILE.read_text()))
 
 
@@ -71,7 +71,9 @@ def synthetic_pair(name: str) -> PairSpec:
     found = json.loads(FILE.read_text())
     if name not in found:
         raise RequestError(f"no synthetic pair is called {name!r}; there are {', '.join(found)}")
-    return decode(PairSpec, found[name], f"{FILE.name}: {name}")
+    pair = found[name]
+    target = found[pair["target"]]["target"] if isinstance(pair["target"], str) else pair["target"]
+    return decode(PairSpec, {**pair, "target": target}, f"{FILE.name}: {name}")
 
 
 def kind_recipe(kind: Format) -> Recipe:

@@ -130,7 +130,7 @@ def synthetic_subject(
             weights=kind,
             kv=precision.kv,
             planner=planner,
-            costs=Costs(pair_programs(pair), weights.formats, precision.kv, pair.block_size),
+            costs=Costs(pair_programs(pair), weights.formats, precision.kv, pair),
             source=f"{work.context} random ids",
             prompts=(tiled(filler, work.context),),
             form=SCENE_STEPS,
@@ -154,8 +154,10 @@ def bench_bundle(
     work: Workload,
     cubin_folder: Path = CUBINS,
     say: Say = print,
+    *,
+    drafter: bool = True,
 ) -> BenchResult:
-    """Benchmark a bundle on its own backend with the first of ``prompts``.
+    """Benchmark a bundle on its own backend with the first of ``prompts``; ``drafter`` False: without its drafter.
 
     Without NVRTC the device's read bandwidth, and with it every floor, is left out. Raises BundleError and BackendError
     as :meth:`Planner.open` does, RequestError for a forced accept length on the reference backend.
@@ -163,7 +165,7 @@ def bench_bundle(
     manifest = read_manifest(path)
     device = Device()
     if work.accept_length is not None:
-        accept_pattern(work.accept_length, manifest.block_size)
+        accept_pattern(work.accept_length, manifest.block_size if drafter else 1)
     on_device = manifest.backend != "reference"
     if not on_device and (work.accept_length is not None or work.profile):
         raise RequestError(
@@ -179,21 +181,24 @@ def bench_bundle(
             raise BackendError(f"{path} was built for {manifest.arch}: {error}") from None
     else:
         say(f"the {manifest.backend} backend is timed as it is: no read bandwidth, no floors, no device memory")
-    with bundle_subject(path, prompts, say) as subject:
+    with bundle_subject(path, prompts, say, drafter=drafter) as subject:
         return run(subject, device, work, say)
 
 
 @contextmanager
-def bundle_subject(path: Path, prompts: Callable[[Planner], Prompts], say: Say = print) -> Iterator[Subject]:
-    """An open bundle, which drafts whether it pays or not."""
+def bundle_subject(
+    path: Path, prompts: Callable[[Planner], Prompts], say: Say = print, *, drafter: bool = True
+) -> Iterator[Subject]:
+    """An open bundle, which drafts whether it pays or not; ``drafter`` False: never."""
     manifest = read_manifest(path)
+    pair = manifest.pair if drafter else replace(manifest.pair, drafter=None)
     say(f"loading {path}")
     began = time.perf_counter()
-    with Planner.open(path, self_test="off", fallback=False) as planner:
+    with Planner.open(path, self_test="off", fallback=False, drafter=drafter) as planner:
         loaded = time.perf_counter() - began
         asked = prompts(planner)
         ids = [planner.encode(task) for task in asked.tasks[:_PROMPTS]]
-        costs = Costs(pair_programs(manifest.pair), manifest.weights, manifest.precision.kv, manifest.block_size)
+        costs = Costs(pair_programs(pair), manifest.weights, manifest.precision.kv, pair)
         yield Subject(
             title=str(path),
             kind=manifest.backend,

@@ -22,6 +22,7 @@ from edge_dflash.checks.subjects import CUBINS, bench_bundle, bench_synthetic
 from edge_dflash.cli.output import emit_json, named_table, say, show
 from edge_dflash.cli.prompts import bench_prompts
 from edge_dflash.errors import RequestError
+from edge_dflash.model.registry import NO_DRAFTER
 from edge_dflash.weights.layout import Format
 
 KINDS = get_args(Format)
@@ -43,6 +44,7 @@ def bench(
     ] = None,
     prefill: Annotated[str, typer.Option(help="Prompt lengths for the time to the first token.")] = "128,2048,8192",
     contexts: Annotated[str, typer.Option(help="More contexts at which a cycle is timed, such as 2048,32768.")] = "",
+    drafter: Annotated[str | None, typer.Option(metavar="none", help="Time BUNDLE without its drafter.")] = None,
     profile: Annotated[bool, typer.Option("--profile", help="Time every step of one cycle.")] = False,
     cubins: Annotated[
         Path | None, typer.Option(help="Where compiled kernels are kept; default: ~/.cache/edge-dflash.")
@@ -73,23 +75,24 @@ def bench(
     over_steady), prefill (tokens, ms, operations_per_second, share of matmul_rate), contexts (a cycle each), memory
     (budget, allocated, device_used, device_total, allocations_after_load), profile.
     """
-    kind = _checked(bundle, synthetic, weights, prompts)
+    kind = _checked(bundle, synthetic, weights, prompts, drafter)
     _check_files(plot, record)
     prompt, more = lengths(prefill, "--prefill"), lengths(contexts, "--contexts")
     work = Workload(context, tokens, prompt, more, accept_length, profile)
-    folder = cubins or CUBINS
     if synthetic is not None:
-        result = bench_synthetic(synthetic, kind, work, folder, say)
+        result = bench_synthetic(synthetic, kind, work, cubins or CUBINS, say)
     else:
         path = cast("Path", bundle)
         asked = partial(bench_prompts, path, max_new_tokens=tokens, file=prompts)
-        result = bench_bundle(path, asked, work, folder, say)
+        result = bench_bundle(path, asked, work, cubins or CUBINS, say, drafter=drafter is None)
     if commit is not None:
         result = replace(result, machine={**result.machine, "commit": commit})
     _print(result, plot, record, json)
 
 
-def _checked(bundle: Path | None, synthetic: str | None, weights: str | None, prompts: Path | None) -> Format:
+def _checked(
+    bundle: Path | None, synthetic: str | None, weights: str | None, prompts: Path | None, drafter: str | None
+) -> Format:
     """Format of a synthetic pair's weights. Raises RequestError for options that do not go together."""
     if (bundle is None) == (synthetic is None):
         raise RequestError("give BUNDLE or --synthetic NAME")
@@ -97,6 +100,8 @@ def _checked(bundle: Path | None, synthetic: str | None, weights: str | None, pr
         raise RequestError("a bundle has its own weights; --weights belongs to --synthetic")
     if synthetic is not None and prompts is not None:
         raise RequestError("a synthetic pair decodes random ids; --prompts belongs to BUNDLE")
+    if drafter not in (None, NO_DRAFTER) or (drafter and bundle is None):
+        raise RequestError(f"--drafter is {drafter!r}; BUNDLE has its own drafter, and {NO_DRAFTER} times it without")
     kind = weights or KINDS[0]
     if kind not in KINDS:
         raise RequestError(f"--weights is {kind!r}; give one of {', '.join(KINDS)}")

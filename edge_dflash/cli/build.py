@@ -14,6 +14,7 @@ from edge_dflash.cli.output import Json, emit_json, say, stages
 from edge_dflash.common.files import directory, is_file
 from edge_dflash.common.tables import encode
 from edge_dflash.errors import RecipeError, RequestError
+from edge_dflash.model.registry import NO_DRAFTER
 
 Recipe = Annotated[
     Path | None,
@@ -31,7 +32,9 @@ Finish = Annotated[
 
 def build(
     target: Annotated[Path | None, typer.Option(help="Directory of the target's Hugging Face checkpoint.")] = None,
-    drafter: Annotated[Path | None, typer.Option(help="Directory of the DFlash drafter's checkpoint.")] = None,
+    drafter: Annotated[
+        Path | None, typer.Option(help="Directory of the drafter's checkpoint; none, or left out: decode plainly.")
+    ] = None,
     output: Annotated[
         Path | None, typer.Option(help="Directory to make; the bundle appears there when complete.")
     ] = None,
@@ -58,6 +61,8 @@ def build(
     backends at the same work and keeps the faster active. Until then the kernels run it. A bundle that lacks nothing is
     left as it is; one whose plans are of another TensorRT gets new ones.
 
+    Without a drafter the bundle decodes plainly.
+
     A build that was stopped resumes when the same command is given again; a half-made bundle is never at --output.
 
     JSON keys: bundle (path), bytes, seconds, backends (aboard), active (the one that runs it), recipe, plans (TensorRT
@@ -69,7 +74,8 @@ def build(
             raise RequestError("--finish BUNDLE goes alone: a bundle has its own models, recipe and sizes")
         with stages() as report:
             return _report(finish_bundle(finish, report), json)
-    target, drafter, output = _given(target=target, drafter=drafter, output=output)
+    drafter = given_drafter(drafter)
+    target, output = _given(target=target, output=output)
     with stages():  # torch takes seconds to import
         from edge_dflash.builder import write
     found = find_recipe(recipe) if recipe is not None else None
@@ -79,6 +85,11 @@ def build(
     with stages() as report:
         result = write.build(config, report, say)
     _report(result, json)
+
+
+def given_drafter(drafter: Path | None) -> Path | None:
+    """The directory of ``--drafter``; None for none."""
+    return None if drafter == Path(NO_DRAFTER) else drafter
 
 
 def _given(**paths: Path | None) -> list[Path]:

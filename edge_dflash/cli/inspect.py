@@ -20,7 +20,7 @@ from edge_dflash.builder.finish import finish_command
 from edge_dflash.bundle.manifest import Manifest
 from edge_dflash.bundle.reader import read_manifest
 from edge_dflash.checks.inspect import Inspection, inspect_manifest, inspect_recipe
-from edge_dflash.cli.build import find_recipe
+from edge_dflash.cli.build import find_recipe, given_drafter
 from edge_dflash.cli.output import Json, emit_json, named_table, show
 from edge_dflash.common.files import LARGE, directory, read_bytes
 from edge_dflash.errors import BackendError, BundleError, RequestError
@@ -38,7 +38,7 @@ def inspect(
     bundle: Annotated[Path | None, typer.Argument(metavar="BUNDLE", help="Directory that a build made.")] = None,
     target: Annotated[Path | None, typer.Option(metavar="DIR", help="Directory with the target's config.json.")] = None,
     drafter: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Directory with the drafter's config.json.")
+        Path | None, typer.Option(metavar="DIR", help="Directory with the drafter's config.json; none: plain decoding.")
     ] = None,
     recipe: Annotated[
         Path | None, typer.Option(metavar="NAME|FILE", help="A shipped recipe (a wrong name lists them), or a file.")
@@ -78,9 +78,9 @@ def inspect(
             )
         _show_bundle(bundle, board, context, json)
         return
-    if target is None or drafter is None:
+    if target is None:
         raise RequestError("give BUNDLE, or --target and --drafter with the directories of the two config.json")
-    pair = read_pair(target, drafter)
+    pair = read_pair(target, given_drafter(drafter))
     chosen = load_recipe(find_recipe(recipe)) if recipe is not None else default_recipe()
     result = inspect_recipe(
         pair, chosen, board=load_board(board or DEFAULT_BOARD), max_context=max_context, context=context
@@ -170,10 +170,15 @@ def _summary(inspection: Inspection) -> Text:
         f"K/V per token ({inspection.kv_format}): {inspection.kv_bytes_per_token:,} B target,"
         f" {inspection.drafter_kv_bytes_per_token:,} B drafter; tape per row: {inspection.tape_bytes_per_row:,} B;"
         f" state: {inspection.state_bytes:,} B",
-        f"floor: {inspection.floor_ms:.2f} ms a cycle, {inspection.plain_floor_ms:.2f} ms a token without drafter;"
-        f" a drafter pays above an accept length of {inspection.break_even_accept_length:.2f}",
     ]
-    lines.append(f"drafter layers: {_masks(inspection.drafter_masks)}")
+    if inspection.drafter_masks:
+        lines += [
+            f"floor: {inspection.floor_ms:.2f} ms a cycle, {inspection.plain_floor_ms:.2f} ms a token without drafter;"
+            f" a drafter pays above an accept length of {inspection.break_even_accept_length:.2f}",
+            f"drafter layers: {_masks(inspection.drafter_masks)}",
+        ]
+    else:
+        lines.append(f"floor: {inspection.floor_ms:.2f} ms a token; no drafter")
     lines.append(f"prefill: at most {inspection.prefill_chunk} tokens a pass{estimate}")
     if inspection.free_bytes < 0:
         lines.append(_advice(inspection))

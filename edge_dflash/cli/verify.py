@@ -18,6 +18,7 @@ from edge_dflash.checks.golden import GoldenComparison, verify_golden
 from edge_dflash.checks.lossless import Verification, verify_lossless
 from edge_dflash.checks.provenance import check_report, write_report
 from edge_dflash.checks.subjects import bench_bundle
+from edge_dflash.cli.build import given_drafter
 from edge_dflash.cli.output import Json, emit_json, say, show, stages
 from edge_dflash.cli.prompts import bench_prompts, default_prompts, read_prompts
 from edge_dflash.errors import RequestError, VerificationError
@@ -35,7 +36,7 @@ def verify(
     count: Annotated[int, typer.Option(min=1, help="Most prompts to take.")] = 2,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate for each prompt.")] = 48,
     checkpoint: Annotated[Path | None, typer.Option(help="Target checkpoint to compare with --golden.")] = None,
-    drafter: Annotated[Path | None, typer.Option(help="Drafter checkpoint to compare with --golden.")] = None,
+    drafter: Annotated[Path | None, typer.Option(help="Drafter checkpoint to compare with --golden, or none.")] = None,
     golden: Annotated[Path | None, typer.Option(help="Golden file (safetensors) for the two checkpoints.")] = None,
     report: Annotated[
         Path | None, typer.Option(help="Write all that was found, a benchmark and the doctor's checks to this file.")
@@ -61,8 +62,8 @@ def verify(
     Bundle also: accept_length, prompts, runs, tokens, block_size, accept_histogram, untried_accept_lengths, self_test
     (what the build recorded, replayed here: an object with ok, verdict (identical, rounding or fault), exact,
     accept_length, accept_length_at_build, floor, tokens, tokens_equal, first_difference, drafts, drafts_equal,
-    diagnosis, seconds; null without one). Golden file also: logits_difference, tokens_equal, failures, missing,
-    skipped, unknown.
+    diagnosis, seconds; null without one). Golden file also: largest_difference, logits_difference, tokens_equal,
+    failures, missing, skipped, unknown.
     """
     given = (checkpoint, drafter, golden)
     if (bundle is None) == (golden is None) or (bundle is not None and any(given)):
@@ -84,7 +85,7 @@ def verify(
     elif checkpoint is None or drafter is None or golden is None:
         raise RequestError("--golden needs --checkpoint and --drafter, the directories of the two checkpoints")
     else:
-        _judge_golden(verify_golden(checkpoint, drafter, golden), json)
+        _judge_golden(verify_golden(checkpoint, given_drafter(drafter), golden), json)
 
 
 def _verify_bundle(

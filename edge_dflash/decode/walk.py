@@ -86,13 +86,14 @@ class WalkRows:
     """
 
     def __init__(self, op: Walk, weights: Weights, hidden: Floats, logits: Floats, anchor: int) -> None:
-        self._op, self._weights, self._hidden, self._logits, self._anchor = op, weights, hidden, logits, anchor
+        self.op, self._weights, self._hidden, self._anchor = op, weights, hidden, anchor
+        self.base = logits  # the head's, before the walk
         self._path: list[int] = []
         self._scores: list[tuple[Ids, Floats]] = []
         self._confidence: list[float] = []
 
     def __len__(self) -> int:
-        return len(self._logits)
+        return len(self.base)
 
     def argmax(self) -> list[int]:
         """Tokens of the greedy walk."""
@@ -113,11 +114,15 @@ class WalkRows:
 
     def logits(self) -> Floats:
         """Scores along the walk [K, V]; -inf for tokens that are no candidates."""
-        self._finish()
-        rows = np.full(self._logits.shape, -np.inf, np.float32)
-        for row, (ids, scores) in zip(rows, self._scores, strict=True):
+        rows = np.full(self.base.shape, -np.inf, np.float32)
+        for row, (ids, scores) in zip(rows, self.candidates(), strict=True):
             row[ids] = scores
         return rows
+
+    def candidates(self) -> list[tuple[Ids, Floats]]:
+        """Candidates of each row and their scores along the walk."""
+        self._finish()
+        return self._scores
 
     def confidence(self) -> list[float]:
         """How sure the drafter is of each row, from 0 to 1; empty where it has no confidence head."""
@@ -130,11 +135,11 @@ class WalkRows:
             self.choose(GREEDY, 0, [None] * (len(self) - len(self._path)), len(self._path))
 
     def _step(self) -> SelectorStep | MarkovStep:
-        if isinstance(self._op, SelectorWalk):
-            return SelectorStep(self._op, self._weights, self._hidden, self._logits)
-        if isinstance(self._op, MarkovWalk):
-            return MarkovStep(self._op, self._weights, self._hidden, self._logits)
-        raise TypeError(f"{type(self._op).__name__} is no walk that the host has")
+        if isinstance(self.op, SelectorWalk):
+            return SelectorStep(self.op, self._weights, self._hidden, self.base)
+        if isinstance(self.op, MarkovWalk):
+            return MarkovStep(self.op, self._weights, self._hidden, self.base)
+        raise TypeError(f"{type(self.op).__name__} is no walk that the host has")
 
     def _before(self, path: Sequence[int], row: int) -> int:
         return path[row - 1] if row else self._anchor
@@ -144,13 +149,13 @@ class WalkRows:
     ) -> int:
         """Choice among the candidates; where a mask leaves none of them, among all tokens by the row's logits."""
         if mask is not None:
-            allowed = unpack(mask, self._logits.shape[1])[ids]
+            allowed = unpack(mask, self.base.shape[1])[ids]
             if not allowed.any():
-                return choose_row(self._logits[row], sampling, position, mask)
+                return choose_row(self.base[row], sampling, position, mask)
             ids, scores = ids[allowed], scores[allowed]
         if sampling.temperature == 0.0:
             return int(ids[scores.argmax()])
-        wide = np.full(self._logits.shape[1], -np.inf, np.float32)
+        wide = np.full(self.base.shape[1], -np.inf, np.float32)
         wide[ids] = scores
         return choose_row(wide, sampling, position)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from edge_dflash.model.builder import GraphBuilder
-from edge_dflash.model.specs import AttentionSpec, TargetSpec
+from edge_dflash.model.specs import AttentionSpec, DrafterSpec, TargetSpec
 
 
 def mlp(g: GraphBuilder, x: str, prefix: str, intermediate: int, eps: float, *, plus_one: bool) -> str:
@@ -58,6 +58,11 @@ def attend(
         q, k, v, prefix, spec, eps, f"{prefix}.attn", plus_one=plus_one, bidirectional=bidirectional, window=window
     )
     return g.linear(o, f"{name}.o_proj", g.columns(h), "attention", f"{prefix}.o")
+
+
+def draft_rows(g: GraphBuilder, x: str, spec: DrafterSpec) -> str:
+    """The rows of a block that draft: all but the anchor's (invariant I4), or all."""
+    return x if spec.anchor_drafts else g.select_rows(x, "drafts", "draft_rows")
 
 
 def logits(g: GraphBuilder, x: str, spec: TargetSpec) -> str:

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from edge_dflash.model.blocks import attention, embed, logits, mlp
+from edge_dflash.model.blocks import attention, draft_rows, embed, logits, mlp
 from edge_dflash.model.builder import GraphBuilder
 from edge_dflash.model.config import DECODER, either, read_attention
 from edge_dflash.model.fields import Fields, Table, flag, free, inner, integer, integers, names, only
@@ -196,5 +196,4 @@ def block(g: GraphBuilder, target: TargetSpec, spec: DrafterSpec, one: WriteLaye
 def propose(g: GraphBuilder, target: TargetSpec, spec: DrafterSpec) -> Program:
     """[anchor, mask x (B-1)] -> logits of the B-1 draft rows; row r proposes the token at position length + r."""
     x = block(g, target, spec)
-    drafts = g.select_rows(x, "drafts", "draft_rows")  # row 0 is the anchor, never a draft (invariant I4)
-    return g.program(logits=logits(g, drafts, target), hidden=x)
+    return g.program(logits=logits(g, draft_rows(g, x, spec), target), hidden=x)

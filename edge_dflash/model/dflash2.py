@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Literal
 
 from edge_dflash.model import dflash
-from edge_dflash.model.blocks import attend, gated_linear, logits
+from edge_dflash.model.blocks import attend, draft_rows, gated_linear, logits
 from edge_dflash.model.builder import GraphBuilder
 from edge_dflash.model.config import either
 from edge_dflash.model.fields import Fields, integer
@@ -71,7 +71,7 @@ def layer(g: GraphBuilder, x: str, spec: DrafterSpec, index: int) -> str:
 def propose(g: GraphBuilder, target: TargetSpec, spec: DrafterSpec) -> Program:
     """[anchor, mask x (B-1)] -> logits of the B-1 draft rows, and the walk over their candidates."""
     x = dflash.block(g, target, spec, layer)
-    drafts = g.select_rows(x, "drafts", "draft_rows")
+    drafts = draft_rows(g, x, spec)
     scores = logits(g, drafts, target)
     if not isinstance(head := spec.head, SelectorSpec):
         raise ValueError(f"a {KIND} drafter has the head {head}")

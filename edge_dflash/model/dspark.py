@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from edge_dflash.model import dflash
-from edge_dflash.model.blocks import logits
+from edge_dflash.model.blocks import draft_rows, logits
 from edge_dflash.model.builder import GraphBuilder
 from edge_dflash.model.config import either
 from edge_dflash.model.fields import Fields, flag, integer, only, text
@@ -72,9 +72,8 @@ def _at(fields: Fields, name: str) -> Fields:
 
 def propose(g: GraphBuilder, target: TargetSpec, spec: DrafterSpec) -> Program:
     """[anchor, mask x (B-1)] -> logits of the draft rows, and the walk over them."""
-    x = rows = dflash.block(g, target, spec)
-    if not spec.anchor_drafts:
-        rows = g.select_rows(x, "drafts", "draft_rows")
+    x = dflash.block(g, target, spec)
+    rows = draft_rows(g, x, spec)
     scores = logits(g, rows, target)
     if isinstance(head := spec.head, MarkovSpec):
         g.markov_walk(rows, scores, "drafter", head, "walk")

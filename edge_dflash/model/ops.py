@@ -218,6 +218,11 @@ class Walk(DenseOp):
     sampled. Row l's predecessor is the token chosen in row l - 1, that of row 0 the anchor. All maths in FP32.
     """
 
+    rank: int
+    top_k: int | None  # tokens of a row that are chosen among; None: all
+    predecessor: str  # [V, rank], of which a row reads that of its predecessor
+    successor: str  # [V, rank], of which a row reads those of the tokens that it chooses among
+
 
 @dataclass(frozen=True, kw_only=True)
 class SelectorWalk(Walk):
@@ -228,11 +233,8 @@ class SelectorWalk(Walk):
     earlier candidate on a tie.
     """
 
-    rank: int
     top_k: int
     projection: str
-    predecessor: str
-    successor: str
 
     @property
     def weights(self) -> tuple[str, ...]:
@@ -250,10 +252,6 @@ class MarkovWalk(Walk):
     """
 
     kind: MarkovKind
-    rank: int
-    top_k: int | None
-    predecessor: str  # W1 [V, rank]
-    successor: str  # W2 [V, rank]
     mix: tuple[str, str] | None  # M and m: [rank, H + rank] if gated, [3 rank, 2 rank + H] if rnn
     confidence: Confidence | None
     judge: tuple[str, str] | None  # n [1, H] or [1, H + rank], and b [1]

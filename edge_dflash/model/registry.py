@@ -105,6 +105,9 @@ DRAFTERS: Mapping[str, Drafter] = {
 """By :attr:`DrafterSpec.kind`."""
 
 
+NO_DRAFTER = "none"  # in the place of a drafter's directory: the target alone
+
+
 def read_pair(target: Path, drafter: Path | None) -> PairSpec:
     """Specs of two checkpoint directories that belong together, or of a target that is to decode plainly.
 

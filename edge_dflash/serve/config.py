@@ -43,6 +43,7 @@ class EngineConfig:
     prefix_mib: int = 512  # states of system prompts that are kept
     fallback: bool = True  # as many drafts as were measured to pay, none included; False: all
     drafts: int = -1  # that a cycle verifies, whatever was measured; -1: not said
+    drafter: bool = True  # False: the target alone is loaded
 
 
 @dataclass(frozen=True)

@@ -119,6 +119,7 @@ class Service:
             prefix_bytes=engine.prefix_mib * MIB,
             fallback=engine.fallback,
             drafts=None if engine.drafts < 0 else engine.drafts,
+            drafter=engine.drafter,
             check_hashes=service.check_hashes,
             self_test=cast(Mode, service.self_test),
             progress=report,

@@ -14,6 +14,7 @@ from edge_dflash.model.program import WeightSpec
 from edge_dflash.model.registry import DRAFTERS, TARGETS, read_drafter_spec, read_target_spec
 from edge_dflash.weights.declared import WIDE, Declared, read_declared
 from edge_dflash.weights.formats import FORMATS, Weight, WideWeight
+from edge_dflash.weights.integers import NAME, Int4Weight
 from edge_dflash.weights.safetensors import TensorFiles
 from edge_dflash.weights.stored import SUFFIXES, ModuleReader
 
@@ -43,7 +44,8 @@ class PairCheckpoint:
             parts["drafter"] = _Part("drafter", drafter)
         for name, part in parts.items():
             part.check({n: spec for n, spec in expected.items() if n.startswith(f"{name}.")})
-        parts["drafter"].check_copies(parts["target"], expected)
+        if "drafter" in parts:
+            parts["drafter"].check_copies(parts["target"], expected)
         return cls(parts, expected)
 
     def get(self, name: str) -> Weight:
@@ -146,8 +148,16 @@ class _Part:
 
     def _check_storage(self, name: str, spec: WeightSpec, declared: Declared) -> None:
         """Read a weight's headers and small scales, and compare its form with the configuration."""
-        form = FORMATS[self.read(name, spec).format]
+        weight = self.read(name, spec)
+        form = FORMATS[weight.format]
         storage = form.name if form.quantized else WIDE
+        if isinstance(weight, Int4Weight):
+            storage = NAME
+            if self._model == "target":
+                raise CheckpointError(
+                    f"{self._directory}: module {self._module(name)} is stored as 4-bit integers, which are read of "
+                    "drafters alone: a target would be quantized twice; give one in BF16, FP8 or NVFP4"
+                )
         wanted = declared(self._module(name)) if spec.kind == "linear" and not self._is_tied(name) else None
         if wanted is not None and wanted != storage:
             raise CheckpointError(

@@ -15,6 +15,7 @@ from edge_dflash.common.processes import matching
 from edge_dflash.common.tables import read_json
 from edge_dflash.errors import CheckpointError
 from edge_dflash.model.fields import ANY, Fields, Table, free, inner, integer, names, only, text
+from edge_dflash.weights import integers
 from edge_dflash.weights.formats import QUANTIZED
 
 WIDE = "wide"
@@ -41,7 +42,7 @@ _WEIGHTS: Table = {
     "num_bits": integer(),
     "type": text(),
     "group_size": integer(16, null=True),
-    **only("strategy", "tensor", "channel", "tensor_group", None, why="scales of another shape"),
+    **only("strategy", "tensor", "channel", "tensor_group", "group", None, why="scales of another shape"),
 }
 _ACTIVATIONS: Table = {
     **only("num_bits", 4, 8, why="another format of activations"),
@@ -51,7 +52,7 @@ _ACTIVATIONS: Table = {
 }
 _FORMAT = only(
     "format",
-    *("nvfp4-pack-quantized", "float-quantized", "naive-quantized", "mixed-precision", "dense", None),
+    *("nvfp4-pack-quantized", "float-quantized", "naive-quantized", "mixed-precision", "pack-quantized", "dense", None),
     why="another format of weights",
 )
 _GROUP: Table = {
@@ -225,12 +226,16 @@ def _ct_storage(weights: Fields) -> str:
     if not weights.values:  # a group that quantizes activations or the KV cache alone
         return WIDE
     bits, kind = weights.integer("num_bits"), weights.text("type")
+    if (bits, kind) == (integers.BITS, integers.KIND):
+        return integers.NAME
     for form in QUANTIZED:
         if (bits, kind) == form.compressed[:2] and form.compressed[2] in (None, weights.integer("group_size")):
+            if weights.values.get("strategy") == "group":
+                raise weights.error("strategy", "group", f"tensor, channel or tensor_group with type {kind!r}")
             return form.name
     raise CheckpointError(
         f"{weights.file}: weights of {bits} bits and type {kind!r} are not supported, "
-        f"wanted {', or '.join(form.spelled for form in reversed(QUANTIZED))}"
+        f"wanted {', or '.join((*(form.spelled for form in reversed(QUANTIZED)), integers.SPELLED))}"
     )
 
 

@@ -1,4 +1,4 @@
-"""How one module of a checkpoint is stored: recognises wide, FP8 and NVFP4 tensors of ModelOpt and compressed-tensors.
+"""How one module of a checkpoint is stored: wide, FP8 and NVFP4 of ModelOpt and compressed-tensors, its integers.
 
 The tensors that are present decide; the configuration only has to agree (:mod:`edge_dflash.weights.declared`).
 """
@@ -11,6 +11,7 @@ import numpy as np
 
 from edge_dflash.errors import CheckpointError
 from edge_dflash.weights.formats import BLOCK, E4M3_NAN, Array, Fp8Weight, Nvfp4Weight, Weight, WideWeight, bf16_to_f32
+from edge_dflash.weights.integers import PER_WORD, Int4Weight
 from edge_dflash.weights.safetensors import TensorFiles
 
 KV_SCALE = (1e-6, 1e3)  # outside, real keys and values would all be 0 or 448
@@ -20,6 +21,9 @@ SUFFIXES = (
     "weight_scale",
     "weight_scale_2",
     "weight_global_scale",
+    "weight_shape",
+    "weight_zero_point",
+    "weight_g_idx",
     "input_scale",
     "input_global_scale",
 )
@@ -54,6 +58,8 @@ class ModuleReader:
             return self._nvfp4(module, shape, "weight_packed", "weight_global_scale", "input_global_scale")
         if form == "ModelOpt NVFP4":
             return self._nvfp4(module, shape, "weight", "weight_scale_2", "input_scale")
+        if form == "compressed-tensors INT4":
+            return self._int4(module, shape)
         if form == "FP8":
             return self._fp8(module, shape)
         return self.wide(f"{module}.weight", shape)
@@ -79,7 +85,10 @@ class ModuleReader:
 
     def _form(self, module: str) -> tuple[str, tuple[str, ...]]:
         """Name of the form that the module's weight has, and the tensors that this form may have."""
-        if f"{module}.weight_packed" in self._tensors:
+        packed = f"{module}.weight_packed"
+        if packed in self._tensors and self._tensors.entry(packed).dtype == "I32":
+            return "compressed-tensors INT4", ("weight_packed", "weight_scale", "weight_shape")
+        if packed in self._tensors:
             return "compressed-tensors NVFP4", (
                 "weight_packed",
                 "weight_scale",
@@ -110,6 +119,21 @@ class ModuleReader:
             stored = self.scalar(f"{module}.{input_scale}")
             activations = _reciprocal(stored) if reciprocal else stored
         return Nvfp4Weight(codes, blocks, value, activations)
+
+    def _int4(self, module: str, shape: tuple[int, ...]) -> Int4Weight:
+        rows, columns = shape
+        if columns % PER_WORD:
+            raise self._error(f"{module}.weight_packed", f"{columns} inputs", f"a multiple of {PER_WORD} for INT4")
+        _, packed = self._array(f"{module}.weight_packed", (rows, columns // PER_WORD))
+        name = f"{module}.weight_shape"
+        if name in self._tensors and (found := self._array(name, (2,))[1].tolist()) != [rows, columns]:
+            raise self._error(name, found, [rows, columns])
+        name = f"{module}.weight_scale"
+        kind, scale = self._array(name, None)
+        groups = scale.shape[1] if scale.ndim == 2 and scale.shape[0] == rows else 0
+        if kind not in ("BF16", "F16", "F32") or groups == 0 or columns % groups:
+            raise self._error(name, f"{kind} {list(scale.shape)}", f"BF16, F16 or F32 [{rows}, groups of inputs]")
+        return Int4Weight(packed, _float(kind, scale))
 
     def _multiplier(self, tensor: str, *, reciprocal: bool) -> float:
         """Global scale as a multiplier; real weights have max|W| < 2688, so it is below 1."""

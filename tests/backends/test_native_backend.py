@@ -399,3 +399,17 @@ def test_a_lane_that_is_not_there_is_refused_before_the_device_is_touched(monkey
             with pytest.raises(BackendError, match=f"lane {lane} is outside the 1 of this backend"):
                 call(lane)
     assert len(gpu.launches) == before
+
+
+def test_a_target_alone_runs_its_own_passes(monkeypatch):
+    backend = load(monkeypatch, ControlGpu(), replace(NATIVE_PAIR, drafter=None))
+    assert backend.loaded.common.layout.sizes.rows == 1
+    assert not any("drafter" in name for name in backend.loaded.common.states.kv)
+    with pytest.raises(BackendError, match="no drafter"):
+        backend.propose(0)
+    anchor = backend.prefill([1] * 4).argmax()[0]
+    for drafts in (None, 0):
+        cycle = backend.cycle(Asked(anchor, drafts=drafts))
+        backend.commit(1)
+        assert (len(cycle.tokens), cycle.propose_seconds) == (1, 0.0)
+    assert backend.length() == 6

@@ -298,7 +298,7 @@ def test_no_more_clusters_than_the_device_holds():
         return 62
 
     held, free = choose_splits(layout, 16, 90, 132, clusters=clusters), choose_splits(layout, 16, 90, 132)
-    assert asked == [(held.kernel, held.splits, held.threads, held.shared_bytes)]
+    assert (held.kernel, held.splits, held.threads, held.shared_bytes) in asked
     assert (held.splits, held.groups, held.blocks) == (4, 124, 248)
     assert free.blocks == 264
     assert held.kernel == f"linear_cluster_bf16_16_4_{held.threads // (32 * 4)}"
@@ -312,9 +312,26 @@ def test_without_clusters_each_block_takes_the_same_splits_in_turn(rows):
     assert found.splits == choose_splits(layout, rows, 90, 132).splits
     assert (found.blocks, found.turns) == (132, found.splits)
     assert found.kernel == f"linear_cluster_bf16_{rows}_1_{4 if rows == 16 else 2}"
-    some = choose_splits(layout, 16, 90, 132, most_rows=16, clusters=lambda kernel, blocks, *more: blocks < 4)
-    assert isinstance(some, HopperSplits)
-    assert some.splits == 2
+
+
+@pytest.mark.parametrize(("rows", "most_rows"), [(16, 16), (16, 32), (32, 32)])
+@pytest.mark.parametrize(("k", "most"), [(9216, 4), (4096, 2), (2560, 1)])
+def test_a_smaller_cluster_comes_before_parts_in_turn(rows, most_rows, k, most):
+    def clusters(kernel, blocks, *more):
+        return 132 // blocks if blocks <= most else 0
+
+    found = choose_splits(Layout("nvfp4", (2560,), k), rows, 90, 132, most_rows=most_rows, clusters=clusters)
+    assert (found.splits, found.turns) == (most, 1)
+    assert isinstance(found, HopperSplits) == (most_rows == 16)
+
+
+def test_a_cluster_that_is_held_with_few_rows_only_is_not_taken():
+    def clusters(kernel, blocks, *more):
+        return 0 if "_32_8" in kernel else 132 // blocks
+
+    layout = Layout("nvfp4", (2560,), 9216)
+    assert choose_splits(layout, 16, 90, 132).splits == 8
+    assert [choose_splits(layout, rows, 90, 132, clusters=clusters).splits for rows in (16, 32)] == [4, 4]
 
 
 THORS = st.sampled_from((20, 12, 16, 7, 1))

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from builder_support import TARGETS, config_of
+from builder_support import BF16, TARGETS, config_of, recipe
 from native_support import fake_cubin, same
 from paths import DEMO
 from tensorrt_build_support import VERSION, config, fake, fake_tools, install, on
@@ -61,6 +61,15 @@ def test_the_arch_says_what_runs_it(word, names):
     choice = choose(word, None, default_recipe())
     assert (choice.backends, choice.active) == (names, names[0])
     assert choice.line.startswith(f"building for {choice.arch.name}, backend {','.join(names)}: ")
+
+
+@pytest.mark.parametrize(
+    ("backend", "rows"), [(None, 2048), ("native", 2048), ("tensorrt", 512), ("native,tensorrt", 512)]
+)
+def test_chunks_beyond_512_rows_are_for_native_kernels_alone(fake, tmp_path, backend, rows):
+    wide = recipe(tmp_path, BF16)
+    config = BuildConfig(MODELS / "target", MODELS / "drafter", tmp_path / "out", "sm90", backend, recipe=wide)
+    assert decide(config).prefill_chunk == rows
 
 
 def test_nothing_but_the_arch_makes_a_bundle_that_runs_at_once(fake, tmp_path):

@@ -185,8 +185,8 @@ def change(manifest, **keys):
 
 def test_schemas_and_keys_of_other_versions_are_refused(manifest):
     for text, message in (
-        (change(manifest, schema=3), "schema is 3, this version reads 1 to 2; update edge-dflash"),
-        (change(manifest, schema=0), "schema is 0, this version reads 1 to 2; build the bundle again"),
+        (change(manifest, schema=4), "schema is 4, this version reads 1 to 3; update edge-dflash"),
+        (change(manifest, schema=0), "schema is 0, this version reads 1 to 3; build the bundle again"),
         (change(manifest, schema=True), "schema is True"),
         (change(manifest, future=1), "unknown key 'future'"),
         (change(manifest, max_context="128"), "manifest.json.max_context: found '128', wanted int"),

@@ -68,7 +68,7 @@ BYTES = {"nvfp4": 0.5625, "fp8": 1, "bf16": 2}
 def costs(name, kind, kv="fp8"):
     pair = synthetic_pair(name)
     programs = pair_programs(pair)
-    return Costs(programs, kind_recipe(kind).formats(programs.weights), kv, pair.drafter.block_size)
+    return Costs(programs, kind_recipe(kind).formats(programs.weights), kv, pair)
 
 
 @pytest.mark.parametrize("kind", ["nvfp4", "fp8", "bf16"])

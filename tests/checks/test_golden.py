@@ -3,7 +3,7 @@ import math
 
 import numpy as np
 import pytest
-from golden_pairs import GOLDEN, NAMES, golden, pair, store
+from golden_pairs import GOLDEN, NAMES, WALKS, directories, golden, pair, store
 from safetensors.numpy import save_file
 from verify_support import short_golden
 
@@ -35,6 +35,17 @@ def test_the_reference_agrees_with_every_array_of_the_golden_file(name):
     bf16 = [r.difference for r in report.results if r.key.endswith("bf16run")]
     assert len(bf16) == 3
     assert 1e-3 < max(bf16) <= 0.15  # informative: the scale of BF16 rounding
+
+
+@pytest.mark.parametrize("name", WALKS)
+def test_the_reference_agrees_with_goldens_of_walks(name):
+    report = verify_golden(*directories(name), GOLDEN / f"golden_{name}.safetensors")
+    report.check()
+    assert report.tokens_equal
+    assert 0 < report.largest_difference <= 1e-4
+    assert report.unknown == report.skipped == ()
+    compared = {r.key for r in report.results}
+    assert compared == {key for key in golden(name) if not key.endswith((".prompt", ".threshold"))}
 
 
 @pytest.mark.parametrize("form", ["modelopt", "ct"])

@@ -61,7 +61,7 @@ VERIFY = {  # bytes of target weights per forward: model -> recipe -> GB
 }
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", VERIFY)
 def test_bytes_of_a_verify_in_four_recipes(model):
     recipes = (ALL_NVFP4, HEAD_WIDE, FP8_ATTENTION, WIDE)
     for recipe, gigabytes in zip(recipes, VERIFY[model], strict=True):
@@ -78,7 +78,7 @@ DRAFTER = {  # NVFP4 everything, fc BF16, all BF16, lm_head NVFP4, lm_head BF16;
 }
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", DRAFTER)
 def test_bytes_of_a_draft(model):
     nvfp4, fc_wide, wide, head, wide_head = DRAFTER[model]
     assert close(inspected(model).cycle.drafter_weights, nvfp4)
@@ -87,6 +87,24 @@ def test_bytes_of_a_draft(model):
     assert close(inspected(model).cycle.drafter_lm_head, head)
     assert close(inspected(model, HEAD_WIDE).cycle.drafter_lm_head, wide_head)
     assert close(inspected(model).draft_bytes, nvfp4 + head)
+
+
+@pytest.mark.parametrize(
+    ("model", "drafts", "candidates", "once"),
+    [
+        ("qwen3.8-27b-dflash2", 7, 16, 256 * 5120),  # once: the projection of hidden rows
+        ("qwen3.8-27b-dspark", 8, 64, 0),
+        ("qwen3-8b-dspark", 7, 64, 4096 + 256 + 1),  # the confidence head and its bias
+    ],
+)
+def test_a_walk_reads_rows_of_its_tables(model, drafts, candidates, once):
+    found = inspected(model)
+    assert found.cycle.walk == 2 * (drafts * (1 + candidates) * 256 + once)
+    plain = inspected(model.rsplit("-", 1)[0].replace("3.8", "3.6"))
+    assert found.verify_bytes == plain.verify_bytes
+    assert found.cycle.embedding_rows == 2 * spec(model).target.hidden_size * (spec(model).block_size + drafts + 1)
+    vocab = spec(model).target.vocab_size
+    assert found.memory.drafter_weights >= found.cycle.drafter_weights + 2 * 2 * 256 * vocab
 
 
 def test_a_cycle_of_the_27b_and_its_floor_on_thor():
@@ -108,7 +126,7 @@ STATE = {  # KV per token FP8, state slot, tape per row; bytes
 }
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", STATE)
 def test_state_bytes_are_exact(model):
     found = inspected(model)
     assert (found.kv_bytes_per_token, found.state_bytes, found.tape_bytes_per_row) == STATE[model]

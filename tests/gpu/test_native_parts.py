@@ -5,14 +5,16 @@ import copy
 import pytest
 import torch
 from golden_pairs import same_bits
-from native_backend_support import native, prompt
+from native_backend_support import ENGINE, Nearness, native, prompt
 from native_linear_support import FORMATS, check_greedy, cubin, empty, fetch, inputs, weight
 from native_state_support import Device
 
 from edge_dflash.backends.cuda import backend as backends
+from edge_dflash.backends.cuda import linear
 from edge_dflash.backends.cuda.cluster_splits import ClusterSplits
 from edge_dflash.backends.cuda.driver import Gpu
 from edge_dflash.backends.cuda.linear import Linears, LinearWeights
+from edge_dflash.backends.cuda.splits import choose_splits
 from edge_dflash.checks.lossless import Adversary, oracle_until
 from edge_dflash.decode.loop import generate
 from edge_dflash.decode.options import Options
@@ -120,9 +122,59 @@ class Twelve(Gpu):
         return 0
 
 
-def test_an_engine_for_twelve_multiprocessors_loads_and_is_lossless(monkeypatch):
+def in_turn(layout, rows):
+    """What such a device chooses."""
+    return choose_splits(layout, rows, 90, 12, most_rows=16, clusters=lambda *block: 0)
+
+
+def as_clusters(layout, rows, sm, sm_count, *, clusters, **_):
+    """The same splits on all of the device, a block of a cluster each."""
+    alone = in_turn(layout, rows)
+    return ClusterSplits.of(layout, alone.tile, alone.splits, sm_count, clusters)
+
+
+def logits_of(backend, ids):
+    """Of a prefill in two chunks, of drafts, and of a verify."""
+    backend.reset()
+    prefilled = backend.prefill(ids)
+    found = [prefilled.logits()]
+    anchor = prefilled.argmax()[-1]
+    return [*found, backend.propose(anchor).logits(), backend.verify(ids[:16]).logits()]
+
+
+def test_an_engine_for_twelve_multiprocessors_gives_the_bits_of_one_with_clusters(monkeypatch):
+    ids = prompt("hybrid", 90)
+    with monkeypatch.context() as patch:
+        patch.setattr(linear, "choose_splits", as_clusters)
+        whole = native.__wrapped__("hybrid")
+        try:
+            wanted = logits_of(whole, ids)
+        finally:
+            whole.close()
     monkeypatch.setattr(backends, "Gpu", Twelve)
-    ids, options, backend = prompt("hybrid", 40), Options(max_new_tokens=24), native.__wrapped__("hybrid")
+    asked = []
+    monkeypatch.setattr(linear, "choose_splits", lambda *a, **k: asked.append(choose_splits(*a, **k)) or asked[-1])
+    backend = native.__wrapped__("hybrid")
+    try:
+        assert {1, 2} <= {splits.turns for splits in asked}
+        assert all(splits.turns == splits.splits and splits.blocks <= 12 for splits in asked)
+        for found, want in zip(logits_of(backend, ids), wanted, strict=True):
+            assert found.tobytes() == want.tobytes()
+        check_lossless(backend, ids[:40])
+        near = Nearness("hybrid", "nvfp4", ENGINE, backend)
+        for seed in range(3):
+            near.reset()
+            near("prefill", prompt("hybrid", 70, seed=seed))
+            near("verify", prompt("hybrid", 16, seed=seed + 10))
+        near.judge()
+    finally:
+        backend.close()
+
+
+def check_lossless(backend, ids):
+    """Tokens and states of runs with several accept lengths are those of the backend's own drafts."""
+    backend.reset()
+    options = Options(max_new_tokens=24)
     tokens = generate(backend, ids, options).tokens
     state = backend.snapshot()
     for right in (0, 6, 15):

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from native_state_support import Device, bf16
+from native_state_support import Device, bf16, threads
 
 from edge_dflash.backends.cuda import attend as native_attend
 from edge_dflash.backends.cuda import small as native_small
@@ -27,7 +27,7 @@ SCALES = (0.0131, 0.0077)  # K, V
 
 @pytest.fixture(scope="module")
 def device():
-    torch.set_num_threads(8)
+    torch.set_num_threads(threads(8))
     return Device()
 
 

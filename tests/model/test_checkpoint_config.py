@@ -155,8 +155,8 @@ def test_sliding_windows_of_a_target_are_refused(target):
 @pytest.mark.parametrize("name", sorted(path.name for path in CONFIGS.iterdir() if path.is_dir()))
 def test_published_configs_are_pairs(name):
     pair = read_pair(CONFIGS / name / "target", CONFIGS / name / "drafter")
-    assert pair.drafter.block_size == 16
-    assert len(pair.drafter.target_layer_ids) == 5
+    assert pair.drafter.block_size in (7, 8, 16)
+    assert len(pair.drafter.target_layer_ids) == (8 if name == "qwen3.8-27b-dspark" else 5)
 
 
 def test_unreadable_configs_are_refused(tmp_path):

@@ -170,7 +170,7 @@ def test_a_kv_cache_that_is_not_8_bit_float_per_tensor_is_refused(tmp_path, dial
             "transform_config is .*: weights in another",
         ),
         ({**COMPRESSED, "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config.format is .*: sparse"),
-        ({**COMPRESSED, "format": "pack-quantized"}, "format is 'pack-quantized': another format of weights"),
+        ({**COMPRESSED, "format": "int-quantized"}, "format is 'int-quantized': another format of weights"),
         ({**MODELOPT, "kv_cache_quant_algo": "INT8"}, "kv_cache_quant_algo is 'INT8', wanted 'FP8'"),
         ({**MODELOPT, "group_size": 32}, "group_size is 32: NVFP4 has groups of 16"),
         ({**MODELOPT, "has_zero_point": True}, "has_zero_point is true: zero points"),

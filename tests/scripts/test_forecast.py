@@ -43,7 +43,7 @@ def test_each_kind_counts_as_the_slower_of_compute_and_memory():
     assert table(kinds, board, 2.0).splitlines()[-1].split() == ["all", "10.00", "20.03", "26.00", "26.00"]
 
 
-@pytest.mark.parametrize(("sm", "factor"), [(110, CONVERTED), (87, 1.0)])
+@pytest.mark.parametrize(("sm", "factor"), [(110, CONVERTED), (121, CONVERTED), (87, 1.0), (90, 1.0), (100, 1.0)])
 def test_nvfp4_by_conversions_counts_where_the_board_has_them(sm, factor):
     board = Board("a board", sm, 1.0, 100e9, ((4,),))
     kinds = [Kind("linear", 1, 10**6, 1e-3, nvfp4=True), Kind("bound by memory", 1, 10**9, 1e-3, nvfp4=True)]

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from golden_pairs import GOLDEN
 
 from edge_dflash.errors import CheckpointError
-from edge_dflash.model import config, dflash
+from edge_dflash.model import config
 from edge_dflash.model.fields import ANY, REQUIRED
-from edge_dflash.model.registry import TARGETS, read_drafter_spec, read_target_spec
+from edge_dflash.model.registry import DRAFTERS, TARGETS, read_drafter_spec, read_target_spec
 from edge_dflash.weights import declared
 from edge_dflash.weights.declared import read_declared
 
@@ -120,7 +120,7 @@ def root(base, file, files):
     if file == HF_QUANT:
         return declared.HF_QUANT
     if base.drafter:
-        return dflash.TABLE
+        return next(kind.table for kind in DRAFTERS.values() if base.files[file]["architectures"][0] in kind.classes)
     if files[CONFIG].get("text_config") is not None:
         return TARGETS["qwen3_5"].nested
     return TARGETS["qwen3_5" if "qwen3_5" in str(base.files[CONFIG]["model_type"]) else "qwen3"].table
@@ -167,6 +167,7 @@ def bases():
     window |= {"max_window_layers": 1, "rope_scaling": {"rope_type": "yarn", "factor": 2.0}}
     swa = load("qwen3-tiny-dflash")
     swa["dflash_config"] |= {"use_swa": True, "swa_window_size": 16}
+    anchored = load("qwen3-tiny-dspark-rnn") | {"sample_from_anchor": False, "dspark_draft_topk": 8}
     return [
         Base("qwen3", {CONFIG: qwen3, GENERATION: {"eos_token_id": [7, 8], "temperature": 0.6}}),
         Base("qwen3 with flat rotary keys", {CONFIG: old}),
@@ -178,6 +179,9 @@ def bases():
         Base("drafter with sliding layers", {CONFIG: sliding}, drafter=True),
         Base("drafter without layer_types", {CONFIG: window}, drafter=True),
         Base("drafter with use_swa", {CONFIG: swa}, drafter=True),
+        Base("DFlash2", {CONFIG: load("qwen3_5-tiny-dflash2")}, drafter=True),
+        Base("DSpark", {CONFIG: load("qwen3-tiny-dspark-vanilla")}, drafter=True),
+        Base("DSpark with DFlash's rows", {CONFIG: anchored}, drafter=True),
     ]
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from edge_dflash.board.archs import supports
+
 
 @dataclass(frozen=True)
 class Board:
@@ -23,9 +25,9 @@ BOARDS = (
     Board("AGX Orin 64GB", 87, 1.30, 154.4e9, ((8, 8),)),
 )
 
-CONVERTED = 156 / 205
-"""Instructions of a piece of NVFP4 weights, decoded by conversions as SM100 and later have them, over masks and shifts
-as SM90 runs them: counted in SASS of linear_cluster.cu (sm_110a), all of the loop."""
+CONVERTED = 156 / 204
+"""Instructions of a piece of NVFP4 weights, decoded by conversions as boards with "e2m1" have them, over masks and
+shifts as SM90 runs them: counted in SASS of linear_cluster.cu (sm_110a), the path of a whole unit."""
 
 CAVEATS = (
     "The kernels run on another generation (sm_90): its rates of tensor cores, FP32 and integers, its latencies.",
@@ -61,7 +63,7 @@ class Kind:
 
     def converted(self, board: Board, clock: float) -> float:
         """The larger of the two, if the board decodes NVFP4 by conversions."""
-        factor = CONVERTED if self.nvfp4 and board.sm >= 100 else 1.0
+        factor = CONVERTED if self.nvfp4 and supports(board.sm, "e2m1") else 1.0
         return max(factor * self.compute(board, clock), self.memory(board))
 
 

@@ -13,13 +13,21 @@ from edge_dflash.weights.checkpoint import PairCheckpoint
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 NAMES = ("qwen3", "qwen3_5")
+WALKS = ("qwen3-dspark-vanilla", "qwen3-dspark-gated", "qwen3-dspark-rnn", "qwen3_5-dflash2")
+"""Pairs whose drafts are chosen by a walk."""
 FLOAT32 = Precision("float32", "float32")
 ENGINE = Precision("bfloat16", "fp8")
 
 
+def directories(name):
+    """Checkpoints of target and drafter."""
+    target, _, drafter = name.partition("-")
+    return GOLDEN / f"{target}-tiny", GOLDEN / f"{target}-tiny-{drafter or 'dflash'}"
+
+
 @cache
 def pair(name):
-    return read_pair(GOLDEN / f"{name}-tiny", GOLDEN / f"{name}-tiny-dflash")
+    return read_pair(*directories(name))
 
 
 @cache
@@ -29,7 +37,7 @@ def programs(name):
 
 @cache
 def store(name):
-    return PairCheckpoint.open(GOLDEN / f"{name}-tiny", GOLDEN / f"{name}-tiny-dflash", programs(name).weights)
+    return PairCheckpoint.open(*directories(name), programs(name).weights)
 
 
 @cache

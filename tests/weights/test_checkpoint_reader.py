@@ -138,8 +138,14 @@ def test_a_mixed_compressed_tensors_file_is_read_and_checked(make):
         "weights": {"num_bits": 8, "type": "float", "strategy": "channel"},
     }
     assert isinstance(c.open().get("target.lm_head"), Fp8Weight)
-    quantization["config_groups"]["group_1"]["weights"] = {"num_bits": 4, "type": "int"}
-    with pytest.raises(CheckpointError, match="4 bits and type 'int' are not supported"):
+    quantization["config_groups"]["group_1"]["weights"] = {"num_bits": 8, "type": "int"}
+    with pytest.raises(CheckpointError, match="8 bits and type 'int' are not supported"):
+        c.open()
+    quantization["config_groups"]["group_1"]["weights"] = {"num_bits": 8, "type": "float", "strategy": "group"}
+    with pytest.raises(CheckpointError, match="strategy is 'group', wanted tensor, channel or tensor_group"):
+        c.open()
+    quantization["config_groups"]["group_1"]["weights"] = {"num_bits": 4, "type": "int", "strategy": "group"}
+    with pytest.raises(CheckpointError, match="module lm_head is stored as fp8, its quantization config says int4"):
         c.open()
     quantization["ignore"] = ["re:("]
     with pytest.raises(CheckpointError, match="a valid pattern"):

@@ -84,8 +84,8 @@ class ClusterSplits(Splits):
         """With so many splits: on no more clusters than the device holds at once, in turn where it holds none."""
         teams, held = cls.block(layout, tile, splits)
         shared, threads = cls.shared(layout, tile, splits, teams), 32 * teams * SLICES
-        kernel = f"linear_cluster_{layout.format}_{tile}_{splits}_{teams}"
-        most = clusters(kernel, splits, threads, shared) if clusters else sm_count * held // splits
+        kernel, most = cls.kernel_of(layout, tile, splits), cls.held(layout, tile, splits, clusters)
+        most = sm_count * held // splits if most is None else most
         if most < 1:
             return cls.in_turn(layout, tile, splits, sm_count)
         made = min(-(-2 * layout.units // teams), most)  # every team at least half a unit
@@ -142,9 +142,25 @@ class ClusterSplits(Splits):
         return _CLUSTER_HEAD + teams * (SLICES * (sums + ring) + units * sums) + x
 
     @classmethod
-    def counts(cls, layout: Layout) -> tuple[int, ...]:
-        """Numbers of splits whose blocks fit on a multiprocessor with any number of rows."""
-        return tuple(s for s in CLUSTERS if all(cls.block(layout, tile, s)[1] for tile in CLUSTER_TEAMS))
+    def kernel_of(cls, layout: Layout, tile: int, splits: int) -> str:
+        """The kernel whose blocks of a cluster take a split each."""
+        return f"linear_cluster_{layout.format}_{tile}_{splits}_{cls.block(layout, tile, splits)[0]}"
+
+    @classmethod
+    def held(cls, layout: Layout, tile: int, splits: int, clusters: Clusters | None) -> int | None:
+        """Clusters that the device holds at once; None: it was not asked."""
+        teams, kernel = cls.block(layout, tile, splits)[0], cls.kernel_of(layout, tile, splits)
+        shared = cls.shared(layout, tile, splits, teams)
+        return clusters(kernel, splits, 32 * teams * SLICES, shared) if clusters else None
+
+    @classmethod
+    def counts(cls, layout: Layout, clusters: Clusters | None = None) -> tuple[int, ...]:
+        """Numbers of splits whose blocks fit on a multiprocessor, and of which the device holds a cluster.
+
+        With any number of rows: the number of splits must not follow from it.
+        """
+        fit = (s for s in CLUSTERS if all(cls.block(layout, tile, s)[1] for tile in CLUSTER_TEAMS))
+        return tuple(s for s in fit if all(cls.held(layout, tile, s, clusters) != 0 for tile in CLUSTER_TEAMS))
 
     @classmethod
     def block(cls, layout: Layout, tile: int, splits: int) -> tuple[int, int]:

@@ -4,8 +4,8 @@ Passes of 1 to 32 rows have three. kernels/linear_hopper.cu for up to 16 rows wh
 kernels/linear_cluster.cu where blocks of a cluster reach each other's shared memory and a block may have half of a
 multiprocessor's 228 KiB; kernels/linear.cu elsewhere. The rows of a prefill chunk go through kernels/linear_tiles.cu.
 
-The number of splits never follows from rows; on SM90 it follows from the device too. Whether blocks of a cluster take
-one each or every block takes them in turn changes no bit: that follows from the clusters that the device holds.
+The number of splits never follows from rows; on SM90 it follows from the device and the clusters it holds. Whether
+blocks of a cluster take one each or every block takes them in turn changes no bit.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def choose_splits(
     if hopper(sm, most_rows) and (counts := HopperSplits.counts(layout, clusters)):
         best = min(counts, key=lambda s: HopperSplits.cost(layout, s, sm_count))
         return HopperSplits.of(layout, best, sm_count, clusters)
-    if counts := ClusterSplits.counts(layout):
+    if counts := ClusterSplits.counts(layout, clusters) or ClusterSplits.counts(layout):  # in turn, where it holds none
         best = min(counts, key=lambda s: ClusterSplits.cost(layout, s, sm_count))
         return ClusterSplits.of(layout, tile, best, sm_count, clusters)
     return ClusterSplits.in_turn(layout, tile, ClusterSplits.parts(layout), sm_count)

@@ -55,7 +55,8 @@ def engine_passes(pair: PairUnits, sizes: Sizes) -> dict[str, EnginePass]:
         for name in ("prefill", "verify", "propose")
     }
     for each in passes.values():
-        dry_run(pair.units, each)
+        if each.schedule.steps:  # none: the proposals of a pair without a drafter
+            dry_run(pair.units, each)
     return passes
 
 

@@ -62,7 +62,7 @@ __device__ void prepare(const u16* q, const u16* k, const u16* v, int q_stride, 
   const u16* source = kind == 0   ? q + (u64)row * q_stride + head * q_step
                       : kind == 1 ? k + (u64)row * k_stride + head * dim
                                   : v + (u64)row * v_stride + head * dim;
-  const int position = *length + row, pairs = dim / 64;
+  const int position = early_word(length) + row, pairs = dim / 64;
   Lane x, c, s, w;
   if (there && kind < 2) load_turn(c, s, cosine, sine, position, half, lane);  // under way beside the row
   if (there && kind < 2) load_weight(w, kind == 0 ? q_norm : k_norm, pairs, lane);
@@ -245,7 +245,7 @@ __device__ void attend(const u16* q, const u8* k_memory, const u8* v_memory, flo
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int tile = blockIdx.z, first_row = tile << tile_log2;
-  const int start = *length, n = valid_rows(rows_there, rows);  // written long before: no wait is needed
+  const int start = early_word(length), n = valid_rows(rows_there, rows);  // written long before: no wait is needed
   Task t;
   t.kv_head = blockIdx.x / row_blocks, t.block_row = blockIdx.x % row_blocks * G::rows;
   t.M = group << tile_log2, t.p0 = start + first_row, t.keys = min(start + n, capacity);
@@ -476,7 +476,7 @@ __device__ void combine(const float* partial, const float* partial_ml, u16* out,
   v_scale *= unit;
   const int quarter = dim / 4, at = blockIdx.x * THREADS + threadIdx.x, column = at % quarter * 4;
   const int heads = group * kv_heads, head = at / quarter % heads, row = at / quarter / heads;
-  const int start = *length, keys = min(start + rows, capacity), M = group << tile_log2;
+  const int start = early_word(length), keys = min(start + rows, capacity), M = group << tile_log2;
   const View low = view(start, keys, window, flags), high = view(start + (1 << tile_log2) - 1, keys, window, flags);
   const int kv_head = head / group, m_row = ((head % group) << tile_log2) + row;
   const int first = split_of(low.first), stop = split_of(max(high.stop - 1, 0)) + 1;

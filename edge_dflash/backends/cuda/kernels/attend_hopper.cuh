@@ -608,8 +608,8 @@ __device__ void attend(Task now, int columns, int part, const u16* q, const u8* 
                          int group, int kv_heads, int row_blocks, int capacity, int window, int flags, int most,       \
                          int gate_stride, int out_stride, float score_scale, float v_scale) {                          \
     const int first_row = blockIdx.z << tile_log2;                                                                     \
-    wide::Task task =                                                                                                  \
-        wide::task_of(*length, valid_rows(rows_there, rows), first_row, tile_log2, capacity, window, flags, most);     \
+    wide::Task task = wide::task_of(early_word(length), valid_rows(rows_there, rows), first_row, tile_log2, capacity,  \
+                                    window, flags, most);                                                              \
     const int parts = SEQUENTIALLY ? 1 : wide::parts_of(task, N, most);                                                \
     task.index = SEQUENTIALLY ? 0 : blockIdx.y / parts;                                                                \
     if (N > 32 && parts > 1)                                                                                           \
@@ -637,7 +637,7 @@ extern "C" __global__ void __launch_bounds__(wide::THREADS)
                         int rows, int tile_log2, int group, int columns, int row_blocks, int dim, int capacity,
                         int window, int flags, int most, int gate_stride, int out_stride, float v_scale) {
   constexpr int BATCH = 16;
-  const int start = *length;
+  const int start = early_word(length);
   wide::Task task = wide::task_of(start, rows, 0, tile_log2, capacity, window, flags, most);
   const int parts = wide::parts_of(task, columns, most), stacks = columns / 8 / parts;  // column eights of a block
   if (task.two()) wide::second_width(task, window, flags, most);

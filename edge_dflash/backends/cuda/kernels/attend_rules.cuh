@@ -17,7 +17,7 @@ __device__ __forceinline__ View view(int p, int keys, int window, int flags) {
 }
 
 __device__ __forceinline__ int valid_rows(const int* rows_there, int rows) {
-  return rows_there ? min(*rows_there, rows) : rows;
+  return rows_there ? min(early_word(rows_there), rows) : rows;
 }
 
 // A row of a head in a warp: lane l has dims 64 i + 2 l + e as x[i][e].

@@ -310,7 +310,7 @@ extern "C" __global__ void __cluster_dims__(1, CLUSTER, 1) __launch_bounds__((WA
                  const int* pending_there, int own, int tape_rows, int hk, int hv, int out_stride, float eps) {
   extern __shared__ uint4 dynamic[];
   Head& h = *(Head*)dynamic;
-  const int seen = min(__ldcg(pending_there), BLOCK);  // a hint, and not the same one for all threads
+  const int seen = min(early_word(pending_there), BLOCK);  // a hint, and not the same one for all threads
   const int head = blockIdx.x, rank = blockIdx.y, key_head = head / (hv / hk);
   const int warp = __shfl_sync(ALL, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
   const bool helper = warp == WARPS;

@@ -33,7 +33,7 @@ __device__ __forceinline__ Scratch scratch_at(float* base, int most, int hk, int
 }
 
 __device__ __forceinline__ int own_rows(const int* rows_there, int rows) {
-  return rows_there ? min(*rows_there, rows) : rows;
+  return rows_there ? min(early_word(rows_there), rows) : rows;
 }
 
 // ------------------------------------------------------------------------------------------------------------- prepare
@@ -286,7 +286,7 @@ __device__ void recurrence(float* state, u16* history, u16* tape_u, float* tape_
   Shared<DK>& shared = *(Shared<DK>*)stages_and_parts;
   const int head = blockIdx.x, column = blockIdx.y * COLUMNS;
   // S and the control words were written before the kernel that precedes this one (see prelude.cuh).
-  const int pending = *pending_there, own = own_rows(rows_there, rows), total = pending + own;
+  const int pending = early_word(pending_there), own = own_rows(rows_there, rows), total = pending + own;
   const Scratch there = scratch_at(scratch, most_rows, hk, hv, DK, dv);
   const float* kq = there.kq + (u64)(head / (hv / hk)) * there.most * 2 * DK;
   const float* v = there.v + ((u64)head * (dv / COLUMNS) + blockIdx.y) * there.most * COLUMNS;

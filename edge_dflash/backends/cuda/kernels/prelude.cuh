@@ -28,6 +28,10 @@ __device__ __forceinline__ void pdl_trigger() {
 #endif
 }
 
+// A word of the control block before the wait of its reader: from L2, where the kernel that wrote it left it. The L1 of
+// this multiprocessor may still hold what a kernel read before that, as only a wait promises to make writes visible.
+__device__ __forceinline__ int early_word(const int* word) { return __ldcg(word); }
+
 __device__ __forceinline__ float from_bf16(u16 x) { return __uint_as_float(static_cast<u32>(x) << 16); }
 __device__ __forceinline__ float bf16_low(u32 pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float bf16_high(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }

@@ -1,0 +1,173 @@
+"""Drafters with a walk never change what is decoded, and are compared with their goldens."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from fakes import Stepped
+from golden_pairs import WALKS, golden, pair, programs, same_bits, store
+from verify_support import BACKENDS, exact
+
+from edge_dflash.backends.host_cycle import Delegate, host_cycle
+from edge_dflash.checks.golden import check_golden
+from edge_dflash.checks.lossless import Adversary, drafters, oracle_until, verify_lossless
+from edge_dflash.decode.controls import Controls
+from edge_dflash.decode.loop import generate
+from edge_dflash.decode.options import Options
+from edge_dflash.model.program import PairPrograms
+
+SAMPLED = Options(temperature=4.0, top_k=40, top_p=0.9, seed=7)
+
+
+def prompts(name, count=3):
+    return [golden(name)[f"p{i}.prompt"].tolist() for i in range(count)]
+
+
+@pytest.mark.parametrize("kind", BACKENDS)
+@pytest.mark.parametrize("name", WALKS)
+def test_speculative_is_plain_with_every_drafter_and_accept_length(name, kind):
+    result = verify_lossless(BACKENDS[kind](name), prompts(name, 2), max_new_tokens=40, sampled=SAMPLED)
+    assert result.differences == ()
+    assert result.untried == ()
+    assert set(range(1, pair(name).verify_rows + 1)) <= set(result.histogram["staircase"])
+
+
+@pytest.mark.parametrize("mode", [Options(), SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("name", WALKS)
+def test_every_accept_length_leaves_tokens_and_state_of_plain_decoding(name, mode):
+    backend, prompt, options = exact(name), prompts(name)[1], replace(mode, max_new_tokens=19)
+    plain = generate(backend, prompt, replace(options, speculative=False)).tokens
+    state = backend.snapshot()
+    for right in range(backend.shape.verify_rows):
+        backend.reset()
+        found = generate(Adversary(backend, [*prompt, *plain], oracle_until(right)), prompt, options)
+        assert found.tokens == plain
+        assert set(found.accept_lengths[:-1]) <= {right + 1}
+        assert same_bits(backend.snapshot(), state)
+
+
+class Classes:
+    """A grammar of classes: the token at step i is i modulo 3, and every fifth one is forced."""
+
+    def __init__(self):
+        self.path = []
+
+    def allowed(self):
+        return np.arange(512) % 3 == len(self.path) % 3
+
+    def push(self, token):
+        if token % 3 != len(self.path) % 3 or (self.forced() and token != self.forced()[0]):
+            return False
+        self.path.append(token)
+        return True
+
+    def pop(self, count):
+        if count:
+            del self.path[-count:]
+
+    def forced(self):
+        return (300 + len(self.path) % 3,) if len(self.path) % 5 == 4 else ()
+
+
+class Forced(Classes):
+    """The same with a mask that says what is forced."""
+
+    def allowed(self):
+        allowed = super().allowed()
+        if forced := self.forced():
+            allowed = np.arange(512) == forced[0]
+        return allowed
+
+
+@pytest.mark.parametrize("mode", [Options(), SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("name", WALKS)
+def test_a_grammar_changes_nothing_either(name, mode):
+    backend, prompt, options = exact(name), prompts(name)[0], replace(mode, max_new_tokens=24)
+
+    def run(drafting, **changes):
+        backend.reset()
+        return generate(drafting, prompt, replace(options, **changes), controls=Controls(constraint=Stepped(Forced())))
+
+    plain = run(backend, speculative=False).tokens
+    assert [token % 3 for token in plain] == [i % 3 for i in range(24)]
+    own = run(backend)
+    assert own.tokens == plain
+    assert max(own.accept_lengths) > 1
+    for drafter in (*drafters(1, 2, backend.shape.verify_rows).values(), *map(oracle_until, range(8))):
+        assert run(Adversary(backend, [*prompt, *plain], drafter)).tokens == plain
+
+
+class Unsure(Delegate):
+    """Verifies only the drafts before the first that the drafter is less sure of than ``threshold``."""
+
+    def __init__(self, backend, threshold):
+        super().__init__(backend)
+        self.threshold, self.proposed = threshold, []
+
+    def cycle(self, asked):
+        return host_cycle(self, replace(asked, threshold=self.threshold))
+
+    def verify(self, ids, lane=0):
+        self.proposed.append(len(ids) - 1)
+        return super().verify(ids, lane)
+
+
+@pytest.mark.parametrize("mode", [Options(), SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("name", WALKS)
+def test_a_threshold_changes_how_many_drafts_are_verified_and_no_token(name, mode):
+    backend, prompt, options = exact(name), prompts(name)[0], replace(mode, max_new_tokens=24)
+    plain = generate(backend, prompt, replace(options, speculative=False)).tokens
+    confident = getattr(pair(name).drafter.head, "confidence", None) is not None
+    given = float(golden(name).get("p0.threshold", np.array([0.5]))[0])
+    for threshold, wanted in ((0.0, {7}), (given, set(range(8))), (1.1, {0})):
+        backend.reset()
+        unsure = Unsure(backend, threshold)
+        assert generate(unsure, prompt, options).tokens == plain
+        assert set(unsure.proposed) <= (wanted if confident else {7})
+        if mode == Options() and threshold == given:
+            assert (len(set(unsure.proposed)) > 1) == confident
+
+
+def failing(report):
+    return {result.key.split(".", 1)[1] for result in report.failures}
+
+
+@pytest.mark.parametrize("name", WALKS)
+def test_rows_read_by_the_other_rule_are_found(name):
+    spec = pair(name)
+    keys = {key: value for key, value in golden(name).items() if key.startswith("p0.") and "short" not in key}
+    assert check_golden(spec, store(name), keys).ok
+    other = replace(spec, drafter=replace(spec.drafter, anchor_drafts=not spec.drafter.anchor_drafts))
+    assert {"cycle_accepted", "cycle_draft_tokens"} <= failing(check_golden(other, store(name), keys))
+
+
+def without(name, role):
+    """Programs of a pair whose propose pass lacks one part."""
+    whole = programs(name)
+    ops = tuple(role(op) for op in whole.propose.ops)
+    return PairPrograms(whole.prefill, whole.verify, replace(whole.propose, ops=tuple(op for op in ops if op)))
+
+
+def dropped(field, value):
+    return lambda op: replace(op, **{field: value}) if hasattr(op, field) else op
+
+
+def no_walk(op):
+    return None if op.output == "walk" else op
+
+
+FAULTS = [
+    ("qwen3_5-dflash2", no_walk, "cycle_draft_tokens"),
+    ("qwen3_5-dflash2", dropped("side", 0), "cycle0_conv.0.attention.after"),
+    ("qwen3_5-dflash2", dropped("top_k", 4), "cycle_candidates"),
+    *((name, no_walk, "cycle_draft_tokens") for name in WALKS[:3]),
+    ("qwen3-dspark-vanilla", dropped("top_k", 1), "cycle_draft_tokens"),
+]
+
+
+@pytest.mark.parametrize(("name", "fault", "key"), FAULTS)
+def test_a_part_that_is_ignored_fails_its_golden(name, fault, key):
+    keys = {k: v for k, v in golden(name).items() if k.startswith("p0.") and "short" not in k}
+    report = check_golden(pair(name), store(name), keys, without(name, fault))
+    assert not report.ok
+    assert key in failing(report) or f"p0.{key}" in report.unknown
