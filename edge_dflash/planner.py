@@ -115,11 +115,11 @@ class Planner:
         more urgent than one that waits, which is refused in their place. ``prefix_bytes`` bounds the states of system
         prompts that are kept for the next request. Cycles verify at most ``drafts`` drafts (0: plain decoding); None:
         as many as are measured to give most tokens a second, or all without ``fallback``. The output is the same.
-        ``drafter=False`` loads the target alone: plain decoding. ``check_hashes=False`` skips the SHA-256 of the
-        bundle's files. ``self_test`` says what follows when the loaded pair does not repeat what the build recorded:
-        "refuse", "warn" (RuntimeWarning), or "off" to skip it. ``progress`` is told (stage, done, total), ``observer``
-        of every step on the worker's thread. Raises BundleError for a damaged bundle, BackendError when it cannot run
-        here, VerificationError when the self-test fails, RequestError for a bad argument.
+        ``drafter=False`` loads the target alone. ``check_hashes=False`` skips the SHA-256 of the bundle's files.
+        ``self_test`` says what follows when the loaded pair does not repeat what the build recorded: "refuse", "warn"
+        (RuntimeWarning), or "off" to skip it. ``progress`` is told (stage, done, total), ``observer`` of every step on
+        the worker's thread. Raises BundleError for a damaged bundle, BackendError when it cannot run here,
+        VerificationError when the self-test fails, RequestError for a bad argument.
         """
         _check(path=path, queue=queue, prefix_bytes=prefix_bytes, fallback=fallback, drafts=drafts)
         _check(drafter=drafter, check_hashes=check_hashes, self_test=self_test, progress=progress, observer=observer)
