@@ -9,7 +9,7 @@ from contextlib import suppress
 from functools import partial
 from numbers import Integral
 from pathlib import Path
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from edge_dflash.backends import load, selftest
 from edge_dflash.backends.selftest import SelfTestResult
@@ -84,13 +84,12 @@ class Planner:
 
         ``bundle`` is the fingerprint that saved sessions are bound to, ``self_test`` what the self-test gave.
         """
-        _check(stop_token_ids=stop_token_ids, bundle=bundle, queue=queue, prefix_bytes=prefix_bytes)
-        _check(fallback=fallback, drafts=drafts, observer=observer)
+        asked: dict[str, Any] = {"queue": queue, "prefix_bytes": prefix_bytes, "fallback": fallback, "drafts": drafts}
+        _check(stop_token_ids=stop_token_ids, bundle=bundle, observer=observer, **asked)
         self._self_test = self_test
         self._model = Model(backend, tokenizer, tuple(dict.fromkeys(stop_token_ids)))
         self._encoder = Encoder(self._model)
-        limits = {"queue": queue, "prefix_bytes": prefix_bytes}
-        self._engine = Engine(backend, bundle, **limits, fallback=fallback, drafts=drafts, observer=observer)
+        self._engine = Engine(backend, bundle, **asked, observer=observer)
         weakref.finalize(self, self._engine.close, drain=False, timeout=_CLOSE_SECONDS)
         self._end_forms = (lambda: None) if tokenizer is None else hold(self, tokenizer)
 
@@ -134,9 +133,9 @@ class Planner:
             if self_test != "off":
                 progress(SELF_TEST, 0, 0)
             tested = selftest.check(bundle, backend, self_test)
-            name = fingerprint(manifest) + ("" if drafter else "+none")
-            make = partial(cls, bundle=name, queue=queue, prefix_bytes=prefix_bytes, self_test=tested)
-            planner = make(backend, tokenizer, stop, fallback=fallback, drafts=drafts, observer=observer)
+            make = partial(cls, backend, tokenizer, stop, queue=queue, prefix_bytes=prefix_bytes, drafts=drafts)
+            name = fingerprint(manifest) + "+none" * (not drafter)
+            planner = make(bundle=name, fallback=fallback, self_test=tested, observer=observer)
         except BaseException:
             backend.close()
             raise
