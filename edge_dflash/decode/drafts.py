@@ -18,11 +18,11 @@ from edge_dflash.errors import RequestError
 DECAY = 0.985  # share of what was seen that is left one cycle later
 WEIGHT = 2.0  # cycles that the position before counts as
 FIRST = 0.8  # acceptance of the first position before anything is known
-GAIN = 0.98  # another number is taken when the time a token with it is below this share
-EVERY = 4  # cycles between two choices
+GAIN = 0.99  # another number is taken when the time a token with it is below this share
+EVERY = 8  # cycles between two choices; a new number is looked at sooner
 SHARE = 0.1  # of a cycle's deviation that goes into all estimates of seconds
 NEW, NEW_SHARE = 4, 0.3  # cycles behind a change of the number, whose deviation goes into its own estimate alone
-REPEATS = 3  # measured cycles of each number at load
+REPEATS = 7  # measured cycles of each number at load
 LIMIT_SECONDS = 2.0  # of measuring at load, about: then each number is tried once more at most
 
 
@@ -61,24 +61,30 @@ NO_DRAFTING = Drafting()
 
 
 class Acceptance:
-    """How often a draft stands whose forerunners stand, by position."""
+    """How often a draft stands whose forerunners stand, by position, in recent cycles."""
 
     def __init__(self, most: int) -> None:
         self.first = FIRST
-        self._tried, self._stood = [0.0] * most, [0.0] * most
+        self._tried, self._stood = [0.0] * (most + 1), [0.0] * (most + 1)  # cycles by how many drafts were so
+        self._weight = 1.0  # of the next cycle: those before it have less
 
     def record(self, drafts: int, accepted: int) -> None:
         """Note a cycle that verified ``drafts`` and accepted some."""
-        reached = min(accepted + 1, drafts)
-        self._tried = [DECAY * tried + (at < reached) for at, tried in enumerate(self._tried)]
-        self._stood = [DECAY * stood + (at < accepted) for at, stood in enumerate(self._stood)]
+        self._tried[min(accepted + 1, drafts)] += self._weight
+        self._stood[accepted] += self._weight
+        self._weight /= DECAY
 
     def tokens(self) -> list[float]:
         """Expected tokens of a cycle that verifies 0, 1, ... drafts."""
+        weight, self._weight = self._weight, 1.0
+        self._tried = [tried / weight for tried in self._tried]
+        self._stood = [stood / weight for stood in self._stood]
         share, reaches, expected = self.first, 1.0, [1.0]
-        for tried, stood in zip(self._tried, self._stood, strict=True):
+        tried, stood = sum(self._tried), sum(self._stood)
+        for tried_less, stood_less in zip(self._tried, self._stood[:-1], strict=False):
+            tried, stood = tried - tried_less, stood - stood_less
             share = (stood + WEIGHT * share) / (tried + WEIGHT)
-            reaches *= share
+            reaches *= min(share, 1.0)
             expected.append(expected[-1] + reaches)
         return expected
 
@@ -99,7 +105,7 @@ class Seconds:
         """``measured`` at load, and may be empty: then a number is known when a cycle ran with it."""
         self._measured, self._deviation, self._scale = dict(measured), dict.fromkeys(measured, 1.0), 1.0
         self._verify = 0.0  # of the last cycle that drafted: stands for plain decoding that was not measured
-        self._last, self._runs = -1, 0  # the number of the last cycles, and how many there were
+        self._last, self.runs = -1, 0  # the number of the last cycles, and how many of them
 
     def of(self, drafts: int) -> float:
         """The estimate; of a number that was not measured, that of the next one above, else below."""
@@ -113,16 +119,19 @@ class Seconds:
     def record(self, drafts: int, propose_seconds: float, verify_seconds: float) -> None:
         """Note a cycle."""
         seconds = propose_seconds + verify_seconds
-        self._runs = self._runs + 1 if drafts == self._last else 1
+        self.runs = self.runs + 1 if drafts == self._last else 1
         self._last, self._verify = drafts, verify_seconds if drafts else self._verify
         if drafts not in self._measured:
             self._measured[drafts], self._deviation[drafts] = seconds / self._scale, 1.0
         excess = min(2.0, max(0.5, seconds / self.of(drafts))) - 1.0 if seconds > 0.0 else 0.0
-        if self._runs <= NEW:
+        if self.runs <= NEW:
             self._deviation[drafts] *= 1.0 + NEW_SHARE * excess
         else:
             self._scale *= 1.0 + SHARE * excess
-        self._deviation = {one: 1.0 + DECAY * (share - 1.0) for one, share in self._deviation.items()}
+
+    def fade(self, left: float) -> None:
+        """Leave so much of what was noticed of single numbers."""
+        self._deviation = {one: 1.0 + left * (share - 1.0) for one, share in self._deviation.items()}
 
 
 class DraftChoice:
@@ -146,9 +155,10 @@ class DraftChoice:
         self.acceptance.record(drafts, accepted)
         self.seconds.record(asked, propose_seconds, verify_seconds)
         self._cycles += 1
-        if self._cycles % EVERY == 0:
+        if self._cycles % EVERY == 0 or self.seconds.runs == NEW:
             tokens, of = self.acceptance.tokens(), self.seconds.of
             cost = {step: of(step) / tokens[step] for step in self._steps}
+            self.seconds.fade(DECAY**EVERY)
             best = min(cost, key=cost.__getitem__)
             if cost[best] < GAIN * cost[self.drafts]:
                 self.drafts = best

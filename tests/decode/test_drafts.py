@@ -10,7 +10,7 @@ from fakes import SHAPE, FakeBackend
 from edge_dflash.checks.asking import ByTurns
 from edge_dflash.decode.backend import row_steps
 from edge_dflash.decode.controls import Controls, Pace
-from edge_dflash.decode.drafts import Acceptance, DraftChoice, Drafting, Seconds, draft_choice, measure, share_of
+from edge_dflash.decode.drafts import DECAY, Acceptance, DraftChoice, Drafting, Seconds, draft_choice, measure, share_of
 from edge_dflash.decode.loop import generate
 from edge_dflash.decode.options import Options
 from edge_dflash.errors import RequestError
@@ -115,6 +115,7 @@ def test_slower_cycles_of_one_number_are_slower_ones_of_all_unless_the_number_is
     seconds = Seconds({0: 1.0, 3: 2.0, 7: 4.0})
     for _ in range(100):
         seconds.record(3, 1.0, 3.0)
+        seconds.fade(DECAY)
     assert seconds.of(7) / seconds.of(3) == pytest.approx(2.0, rel=0.2)
     assert seconds.of(3) == pytest.approx(4.0, rel=0.03)
     assert seconds.of(5) == seconds.of(7)  # not measured: that of the next one above

@@ -95,6 +95,8 @@ def bench(name, kind, cubin, tokens):
             planner = Planner(backend, None)
             planner._engine.pace.begin(backend, None)
             found = [speed(planner, prompt, room) for _ in range(2)]
+            best = max(fixed, key=fixed.get)  # again: what ran in between may have changed the clocks
+            fixed[best] = (fixed[best] + speed(Planner(backend, None, drafts=best), prompt, room)[0]) / 2
             row["profiles"][share] = {
                 "fixed": fixed,
                 "chosen": [each[0] for each in found],
