@@ -1,6 +1,7 @@
 """The run time on a fake TensorRT and a device without kernels: addresses, order, memory, refusals, bookkeeping."""
 
 import weakref
+from dataclasses import replace
 
 import pytest
 from control_gpu import ControlGpu
@@ -12,17 +13,25 @@ from edge_dflash.backends.cuda import backend as native_backend
 from edge_dflash.backends.cuda.backend import NativeBackend
 from edge_dflash.backends.cuda.steps import Last, State
 from edge_dflash.backends.tensorrt import runtime
-from edge_dflash.backends.tensorrt.backend import EngineOps
+from edge_dflash.backends.tensorrt.backend import EngineOps, check_engines
 from edge_dflash.backends.tensorrt.flavours import TENSORRT, TENSORRT_RTX
 from edge_dflash.backends.tensorrt.runs import RunEngine, engine_pass
-from edge_dflash.backends.tensorrt.units import EMBEDDING, HEAD, Run, bundle_units
+from edge_dflash.backends.tensorrt.units import EMBEDDING, HEAD, STATE_UNITS, Run, bundle_units
 from edge_dflash.decode.backend import Asked, Backend, Precision
 from edge_dflash.errors import BackendError
+from edge_dflash.model.ops import GroupedConv, Walk
+from edge_dflash.model.specs import GroupedConvSpec, MarkovSpec, SelectorSpec
 
 CONTEXT, CHUNK, STATE = 128, 16, Precision("bfloat16", "fp8")
 UNITS = bundle_units(NATIVE_PAIR, CHUNK)
 BLOCK = NATIVE_PAIR.drafter.block_size
 ROWS = {"prefill": CHUNK, "verify": BLOCK, "propose": BLOCK}
+WALKING = {
+    "dflash2": {"kind": "dflash2", "conv": GroupedConvSpec(2, 16), "head": SelectorSpec(32, 16)},
+    "vanilla": {"kind": "dspark", "anchor_drafts": True, "head": MarkovSpec("vanilla", 64, 32, "markov")},
+    "gated": {"kind": "dspark", "anchor_drafts": True, "head": MarkovSpec("gated", 32)},
+    "anchor": {"kind": "dspark", "anchor_drafts": True},
+}
 KERNELS = {"Attend": "attend_prepare_fp8", "KvAppend": "attend_prepare_fp8", "GatedDelta": "delta_prepare"}
 
 
@@ -30,18 +39,28 @@ class PlannedGpu(ControlGpu):
     stream = 7
 
 
-def load(patch, folder, gpu=None, trt=None, flavour=TENSORRT, precision=STATE, **changes):
+def load(
+    patch,
+    folder,
+    gpu=None,
+    trt=None,
+    flavour=TENSORRT,
+    precision=STATE,
+    pair=NATIVE_PAIR,
+    cubin=lambda unit: b"",
+    **changes,
+):
     """A loaded backend; ``changes`` are of plans."""
     gpu = gpu or PlannedGpu()
     trt = trt or FakeTensorrt(gpu, rtx=flavour is TENSORRT_RTX)
     patch.setattr(native_backend, "Gpu", lambda: gpu)
     patch.setattr(runtime, "load", lambda flavour: trt)
-    files = write_plans(folder, UNITS.units, **changes)
+    files, formats = write_plans(folder, bundle_units(pair, CHUNK).units, **changes), formats_of(pair=pair)
     backend = NativeBackend(
-        NATIVE_PAIR,
-        StoreWeights(random_store(formats_of()), formats_of()),
+        pair,
+        StoreWeights(random_store(formats, pair), formats),
         precision,
-        cubin=lambda unit: b"",
+        cubin=cubin,
         max_context=CONTEXT,
         prefill_chunk=CHUNK,
         dense=EngineOps(flavour, files),
@@ -52,6 +71,44 @@ def load(patch, folder, gpu=None, trt=None, flavour=TENSORRT, precision=STATE, *
 @pytest.fixture
 def loaded(monkeypatch, tmp_path):
     return load(monkeypatch, tmp_path)
+
+
+def test_the_kernels_of_a_bundle_are_those_that_are_loaded(monkeypatch, tmp_path):
+    found = set()
+    for made in (NATIVE_PAIR, walking("dflash2"), walking("gated")):
+        load(monkeypatch, tmp_path, pair=made, cubin=lambda unit: found.add(unit) or b"")
+    assert found == set(STATE_UNITS)
+
+
+def walking(kind):
+    return replace(NATIVE_PAIR, drafter=replace(NATIVE_PAIR.drafter, **WALKING[kind]))
+
+
+@pytest.mark.parametrize("kind", WALKING)
+def test_convolutions_and_the_walk_are_our_kernels_in_the_cycles_graph(monkeypatch, tmp_path, kind):
+    made = walking(kind)
+    check_engines(made, formats_of(pair=made), "sm121")
+    backend, gpu, trt = load(monkeypatch, tmp_path, pair=made)
+    rows, block = made.verify_rows, made.block_size
+    assert rows == block + (kind != "dflash2")
+    shapes = {(context.key, shape[0]) for context in trt.contexts for shape in context.shapes.values()}
+    assert {count for key, count in shapes if key.startswith("drafter-")} == {block}
+    assert {count for key, count in shapes if key == HEAD} == {rows}
+    calls = [a.key if name == "plan" else name for name, a in backend._cycles.greedy.of(rows).calls]
+    passes, wanted = bundle_units(made, CHUNK).passes, []
+    for step in (*passes["propose"], *passes["verify"]):
+        if isinstance(step, Run) and step.key != EMBEDDING:
+            wanted.append(step.key)
+        elif isinstance(step, GroupedConv):
+            wanted.append("conv_rows")
+        elif isinstance(step, Walk):
+            wanted += ["walk_rows"] * (block if kind == "gated" else 1)
+    assert ("conv_rows" in wanted, "walk_rows" in wanted) == (kind == "dflash2", kind != "anchor")
+    assert [name for name in calls if name in {*wanted}] == wanted
+    backend.prefill([1] * 5)
+    gpu.accept = rows
+    cycle = backend.cycle(Asked(3))
+    assert (cycle.drafts, cycle.accepted) == (rows - 1, rows - 1)
 
 
 def runs_of(which):

@@ -1,8 +1,10 @@
 """Whole builds with the real compiler: bundles with plans, interrupted in the middle of some, and what it refuses."""
 
 import pytest
+from golden_pairs import WALKS
 from native_support import fake_cubin
 from tensorrt_build_support import config
+from tensorrt_support import reference, units
 
 from edge_dflash.backends.tensorrt.compile import Compiler
 from edge_dflash.backends.tensorrt.net import Net
@@ -69,7 +71,13 @@ def test_a_build_is_stopped_by_its_progress():
     assert seen[-1] > 0.8
 
 
-def head_of_the_demo():
-    from tensorrt_support import reference, units
+@pytest.mark.parametrize("name", WALKS)
+def test_plans_of_drafters_with_a_walk_are_built(name):
+    compiler, store = Compiler("sm121"), reference(name, "bf16").store
+    for key, unit in units(name).units.items():
+        if key == "head" or key.startswith("drafter-"):
+            assert compiler.build(compiler.lower(unit, store)).nbytes > sum(store.get(w).nbytes for w in unit.weights)
 
+
+def head_of_the_demo():
     return units("demo").units["head"], reference("demo", "bf16").store

@@ -5,10 +5,10 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from golden_pairs import ENGINE
-from tensorrt_support import CHUNK, PAIRS, PASSES, checkpoint, spec, units
+from golden_pairs import ENGINE, WALKS
+from tensorrt_support import CHUNK, PAIRS, PASSES, checkpoint, rows_of, spec, units
 
-from edge_dflash.backends.cuda.steps import Last, State
+from edge_dflash.backends.cuda.steps import Convolve, Draft, Last, State
 from edge_dflash.backends.reference.dense import TorchWeights
 from edge_dflash.backends.reference.interpreter import Interpreter, Memory
 from edge_dflash.backends.tensorrt.runs import RunEngine, dry_run, engine_pass
@@ -24,11 +24,11 @@ from edge_dflash.backends.tensorrt.units import (
 )
 from edge_dflash.errors import BackendError
 from edge_dflash.model import pair_programs
-from edge_dflash.model.ops import Add, SelectRows, StateOp
+from edge_dflash.model.ops import Add, GroupedConv, SelectRows, StateOp
 from edge_dflash.model.registry import read_pair
 
 CONFIGS = Path(__file__).parents[1] / "configs"
-MODELS = ("qwen3.6-27b", "qwen3.5-4b", "qwen3-8b")
+MODELS = ("qwen3.6-27b", "qwen3.5-4b", "qwen3-8b", "qwen3.8-27b-dflash2", "qwen3.8-27b-dspark")
 ALL = [(name, which) for name in (*PAIRS, *MODELS) for which in PASSES]
 
 
@@ -36,13 +36,16 @@ ALL = [(name, which) for name in (*PAIRS, *MODELS) for which in PASSES]
 def cut(name):
     if name in PAIRS:
         return units(name)
-    folder = CONFIGS / name
-    pair = read_pair(folder / "target", folder / "drafter")
-    return pair_units(pair_programs(pair), pair.drafter.block_size, CHUNK)
+    return pair_units(pair_programs(pair_of(name)), pair_of(name).verify_rows, CHUNK, pair_of(name).block_size)
+
+
+@cache
+def pair_of(name):
+    return spec(name) if name in PAIRS else read_pair(CONFIGS / name / "target", CONFIGS / name / "drafter")
 
 
 def placed(name, which):
-    return engine_pass(cut(name), which, CHUNK if which == "prefill" else cut(name).units[HEAD].profiles[0].high)
+    return engine_pass(cut(name), which, rows_of(pair_of(name))[which])
 
 
 @pytest.mark.parametrize(("name", "which"), ALL)
@@ -91,6 +94,31 @@ def test_a_norm_before_the_selection_of_rows_gives_the_same_bits(name):
         results.append(interpreter.run(each, list(range(1, 20)), memory))
     for role in ("logits", "hidden"):
         assert results[0][role].equal(results[1][role])
+
+
+@pytest.mark.parametrize("name", WALKS)
+def test_our_kernels_convolve_between_plans_and_walk_behind_the_head(name):
+    found, steps = cut(name), placed(name, "propose").schedule.steps
+    program, rows = found.programs["propose"], pair_of(name).block_size
+    convolved = [s for s in steps if isinstance(s, Convolve)]
+    assert [s.op for s in convolved] == [op for op in program.ops if isinstance(op, GroupedConv)]
+    assert bool(convolved) == (pair_of(name).drafter.kind == "dflash2")
+    assert steps[-1] == Draft((program.walk.inputs[0],), (), program.walk, int(not pair_of(name).drafter.anchor_drafts))
+    assert found.units[HEAD].profiles == (RowRange(*[pair_of(name).verify_rows] * 3),)
+    drafter = [unit for key, unit in found.units.items() if key.startswith("drafter-")]
+    assert drafter
+    assert all(unit.profiles == (RowRange(rows, rows, rows),) for unit in drafter)
+    assert not any(isinstance(op, GroupedConv) for unit in found.units.values() for op in unit.ops)
+
+
+@pytest.mark.parametrize("step", [Convolve, Draft])
+def test_a_convolution_or_walk_that_is_missing_or_early_is_found(step):
+    plan = placed("qwen3_5-dflash2", "propose")
+    index = first(plan, step, -1)
+    early = with_steps(plan, lambda steps: exchange(steps, index - 1, index))
+    for wrong in (with_steps(plan, lambda steps: without(steps, index)), early):
+        with pytest.raises(BackendError, match="the schedule is wrong"):
+            dry_run(cut("qwen3_5-dflash2").units, wrong)
 
 
 def without(steps, index):

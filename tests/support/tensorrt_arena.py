@@ -1,4 +1,4 @@
-"""Runs the TensorRT backend's schedule on a CPU: plans interpreted, state ops by the reference, tensors in one arena.
+"""Runs the TensorRT backend's schedule on a CPU: plans interpreted, other ops by the reference, tensors in one arena.
 
 Everything that a device would do is done on bytes at the addresses that the schedule binds; memory starts as NaN, so
 that what is read before it is written shows.
@@ -7,14 +7,15 @@ that what is read before it is written shows.
 import numpy as np
 import torch
 from golden_pairs import ENGINE
-from tensorrt_support import CHUNK, Formatted, lowered, spec, tensorrt, units
+from tensorrt_support import Formatted, lowered, rows_of, spec, tensorrt, units
 from trt_interpreter import run as interpret
 
-from edge_dflash.backends.cuda.steps import Last, State
+from edge_dflash.backends.cuda.steps import Convolve, Draft, Last, State
 from edge_dflash.backends.reference.dense import TorchWeights, pad, padded_rows
 from edge_dflash.backends.reference.interpreter import Interpreter, Memory, _Pass
 from edge_dflash.backends.tensorrt.runs import RunEngine, engine_pass
 from edge_dflash.backends.tensorrt.units import CHOICES
+from edge_dflash.decode.walk import WalkRows
 from edge_dflash.model import pair_programs
 from edge_dflash.model.ops import KvAppend
 
@@ -26,12 +27,12 @@ class ArenaBackend:
 
     def __init__(self, name: str, store: Formatted, capacity: int = 128):
         self.pair, self.vocabulary = units(name), spec(name).target.vocab_size
-        self.block = spec(name).drafter.block_size
+        self.drafter, self.block = spec(name).drafter, spec(name).verify_rows  # rows of the head
         self.plans = {key: lowered(unit, store) for key, unit in self.pair.units.items()}
         self.constants = {key: {} for key in self.plans}
-        rows = {"prefill": CHUNK, "verify": self.block, "propose": self.block}
-        self.passes = {which: engine_pass(self.pair, which, most) for which, most in rows.items()}
-        self.interpreter = Interpreter(TorchWeights(store), ENGINE)
+        self.passes = {which: engine_pass(self.pair, which, most) for which, most in rows_of(spec(name)).items()}
+        self.weights = TorchWeights(store)
+        self.interpreter = Interpreter(self.weights, ENGINE)
         self.memory = Memory.allocate(pair_programs(spec(name)).states, capacity, ENGINE, store.kv_scale)
 
     @torch.inference_mode()
@@ -51,6 +52,10 @@ class ArenaBackend:
                     self._plan(plan, step, rows)
                 case State():
                     self._state(plan, step, rows)
+                case Convolve():
+                    self._state(plan, step, rows)
+                case Draft():
+                    self._draft(plan, step, ids)
                 case Last():
                     last = self._read(plan.address(step.reads[0]), rows, plan.schedule.widths[step.reads[0]])[-1:]
                     self._write(plan.address(step.writes[0]), np.repeat(last[:, ::-1], self.block, 0))  # garbage
@@ -73,7 +78,9 @@ class ArenaBackend:
         assert profile.low <= count <= profile.high
         addresses = dict(bound.addresses)
         inputs = {
-            b.name: self.buffers["ids"] if b.columns is None else self._read(addresses[b.name], count, b.columns)
+            b.name: self.buffers["ids"]
+            if b.columns is None
+            else self._rows(addresses[b.name], min(rows, count), count, b.columns)
             for b in unit.inputs
         }
         found = interpret(tensorrt()[0], self.plans[unit.key].network, inputs, constants=self.constants[unit.key])
@@ -95,6 +102,17 @@ class ArenaBackend:
         value, _ = self.interpreter._execute(step.op, run, self.memory, None)
         if not isinstance(step.op, KvAppend):
             self._write(plan.address(step.op.output), value.bfloat16().float().numpy()[:rows])
+
+    def _draft(self, plan, step, ids):
+        """The walk over the rows of drafts, whose tokens replace the head's."""
+        hidden = self._read(plan.address(step.reads[0]), len(ids), plan.schedule.widths[step.reads[0]])[step.first :]
+        logits = self._read(plan.address(step.op.inputs[1]), len(ids), self.vocabulary)[step.first :]
+        rows = WalkRows(step.op, lambda name: self.weights.tensor(name).numpy(), hidden, logits, ids[0])
+        self.buffers["choices"][step.first : len(ids)] = rows.argmax()
+
+    def _rows(self, address, valid, rows, columns):
+        """Rows of an input; behind the valid ones is garbage, which the head reads when a pass has fewer rows."""
+        return np.pad(self._read(address, valid, columns), ((0, rows - valid), (0, 0)), constant_values=3)
 
     def _read(self, address, rows, columns):
         first = address.offset // 2

@@ -5,7 +5,7 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
-from golden_pairs import ENGINE, NAMES
+from golden_pairs import ENGINE, NAMES, WALKS
 from golden_pairs import pair as golden_pair
 from golden_pairs import store as golden_store
 from trt_interpreter import run
@@ -23,7 +23,7 @@ from edge_dflash.weights.formats import Nvfp4Weight, WideWeight
 from edge_dflash.weights.quantize import quantize_fp8, quantize_nvfp4, wide_tensor
 
 DEMO = Path(__file__).resolve().parents[2] / "edge_dflash" / "demo" / "models"
-PAIRS = ("demo", *NAMES)
+PAIRS = ("demo", *NAMES, *WALKS)
 KINDS = ("w4a16", "w4a4", "fp8", "fp8-channel", "bf16")
 PASSES = ("prefill", "verify", "propose")
 PROMPT, CHUNK = 21, 64  # tokens of the prefill, most rows of a prefill pass
@@ -45,7 +45,12 @@ def checkpoint(name):
 
 @cache
 def units(name):
-    return pair_units(pair_programs(spec(name)), spec(name).drafter.block_size, CHUNK)
+    return pair_units(pair_programs(spec(name)), spec(name).verify_rows, CHUNK, spec(name).block_size)
+
+
+def rows_of(pair):
+    """Most rows of each pass."""
+    return {"prefill": CHUNK, "verify": pair.verify_rows, "propose": pair.block_size}
 
 
 class Formatted:
@@ -101,7 +106,7 @@ def _passes(name, store, observer=None):
     block = shape.drafter.block_size
     vocabulary = shape.target.vocab_size
     found = {}
-    for which, rows in (("prefill", PROMPT), ("verify", block), ("propose", block)):
+    for which, rows in (("prefill", PROMPT), ("verify", shape.verify_rows), ("propose", block)):
         ids = [int(i) for i in rng.integers(0, vocabulary, rows)]
         if which == "propose":
             ids[1:] = [shape.drafter.mask_token_id] * (block - 1)

@@ -10,7 +10,7 @@ from edge_dflash.backends.cuda.driver import Gpu
 from edge_dflash.backends.cuda.memory import NULL, Allocator, DevicePointer
 from edge_dflash.backends.cuda.passes import Common, DeviceLayout, Frame
 from edge_dflash.backends.cuda.states import Sizes
-from edge_dflash.backends.cuda.steps import PassStep
+from edge_dflash.backends.cuda.steps import Convolve, PassStep
 from edge_dflash.backends.cuda.support import check_native
 from edge_dflash.backends.tensorrt.flavours import TENSORRT, TENSORRT_RTX, Flavour, load, version
 from edge_dflash.backends.tensorrt.runs import EnginePass, RunEngine, dry_run, engine_pass
@@ -37,6 +37,9 @@ class EngineFrame(Frame):
 
     def _dense(self, step: PassStep, logits: bool) -> None:
         """Engines always leave logits."""
+        if isinstance(step, Convolve):
+            self._convolve(step)
+            return
         if not isinstance(step, RunEngine):
             raise TypeError(f"{type(step).__name__} is no step of a TensorRT pass")
         if step.run.key == EMBEDDING:
@@ -47,11 +50,16 @@ class EngineFrame(Frame):
         else:
             self.runs[step]()
 
+    def _convolve(self, step: Convolve) -> None:
+        u, c, out = (self._matrix(name) for name in (*step.reads, *step.writes))
+        base = self.common.states.norm(step.op.base, plus_one=False)
+        self.kernels.conv.convolve(step.op, u, c, base, out, self.rows, self.schedule.widths[step.writes[0]])
+
 
 def engine_passes(pair: PairUnits, sizes: Sizes) -> dict[str, EnginePass]:
     """All passes by name, each walked once before it is trusted. Raises BackendError."""
     passes = {
-        name: engine_pass(pair, name, sizes.prefill_rows if name == "prefill" else sizes.rows)
+        name: engine_pass(pair, name, sizes.of_pass(name))
         for name in ("prefill", "verify", "propose")
     }
     for each in passes.values():
@@ -102,7 +110,7 @@ class EngineOps:
 
     def lay_out(self, programs: PairPrograms, precision: Precision, sizes: Sizes) -> DeviceLayout:
         """Steps and places of all passes, checked. Raises BackendError."""
-        self._pair = pair_units(programs, sizes.rows, sizes.prefill_rows)
+        self._pair = pair_units(programs, sizes.rows, sizes.prefill_rows, sizes.of_pass("propose"))
         if missing := sorted(engine_units(self._pair.units).keys() - self._files.keys()):
             raise BackendError(f"{missing[0]} is missing; build the bundle again")
         self._passes = engine_passes(self._pair, sizes)
@@ -177,9 +185,6 @@ def check_engines(
 ) -> None:
     """Raise BackendError, naming weight or op, unless engines and state kernels for ``arch`` run the pair."""
     check_native(pair, formats, kv=kv)
-    drafter = pair.drafter
-    if drafter is not None and (drafter.anchor_drafts or drafter.conv is not None or drafter.head is not None):
-        raise BackendError(f"TensorRT engines do not run {drafter.kind} drafters; build it with --backend native")
     sm = find_arch(arch, "tensorrt").sm
     for name, word in formats.items():
         if sm < (first := read_as(word).tensorrt):

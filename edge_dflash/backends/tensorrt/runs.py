@@ -16,10 +16,10 @@ from typing import Literal, NoReturn
 
 from edge_dflash.backends.cuda.memory import Placement, place
 from edge_dflash.backends.cuda.schedule import Schedule
-from edge_dflash.backends.cuda.steps import Last, PassStep, State
+from edge_dflash.backends.cuda.steps import Convolve, Draft, Last, PassStep, State
 from edge_dflash.backends.tensorrt.units import CHOICES, EMBEDDING, HEAD, LOGITS, Binding, PairUnits, Run, Unit
 from edge_dflash.errors import BackendError
-from edge_dflash.model.ops import SelectRows
+from edge_dflash.model.ops import GroupedConv, SelectRows, Walk
 
 Buffer = Literal["arena", "ids", "logits", "choices"]
 
@@ -58,7 +58,7 @@ class Bound:
 class EnginePass:
     """One pass, ready to be given addresses: steps in order, where tensors lie, the arena's size, most rows.
 
-    Every tensor has room for ``rows`` or a block's rows, whichever is more.
+    Every tensor has room for ``rows`` or the head's rows, whichever is more.
     """
 
     schedule: Schedule
@@ -87,7 +87,7 @@ class EnginePass:
 
 
 def engine_pass(pair: PairUnits, which: str, rows: int) -> EnginePass:
-    """Schedule and place one pass; ``rows``: of a block, or most of a prefill chunk."""
+    """Schedule and place one pass; ``rows``: of a verify or propose pass, or most of a prefill chunk."""
     steps = schedule(pair, which)
     block = pair.units[HEAD].profiles[0].high
     places, size = place(steps, max(rows, block))
@@ -111,6 +111,12 @@ def schedule(pair: PairUnits, which: str) -> Schedule:
             writes = (step.output,)
             made.single.add(step.output)
             made.steps.append(Last(step.inputs, writes))
+        elif isinstance(step, GroupedConv):
+            writes = (step.output,)
+            made.steps.append(Convolve(step.inputs, writes, step))
+        elif isinstance(step, Walk):
+            hidden, writes = step.inputs[0], ()
+            made.steps.append(Draft((hidden,), writes, step, int(hidden in made.slices)))
         else:
             writes = (step.output,) if program.columns[step.output] else ()
             made.steps.append(State(step.inputs, writes, step))
@@ -176,10 +182,13 @@ class _Walk:
                 self._writes(index, step.writes)
                 self._done.append(step.op.output)
                 self.report.states += 1
-            case Last():
+            case Last() | Convolve():
                 self._reads(step.reads)
                 self._writes(index, step.writes)
                 self._done += step.writes
+            case Draft():
+                self._reads(step.op.inputs)
+                self._done.append(step.op.output)
             case _:
                 self._fail(f"{type(step).__name__} is no step of a TensorRT pass")
 

@@ -1,10 +1,10 @@
 """Which dense ops become one engine, and the order of engines and state ops in a pass. Pure, no TensorRT.
 
-A segment becomes one engine. The embedding and the output head are engines by themselves, because all passes and both
+A segment becomes one engine, or several between the convolutions in it, which our kernel computes. The embedding and the output head are engines by themselves, because all passes and both
 models read them: no weight but the drafter's k and v (which two passes use with different neighbours) is in
 two engines. Prefill and verify share engines; to that end the final norm of a prefill runs before its last row is
 selected, which for an op that works row by row is the same. SelectRows is no layer: the run time copies the last row,
-and drafts are read from the second row on. So the head always runs on as many rows as a block has, by one kernel.
+and drafts are read from the second row on. So the head always runs on as many rows as a verify pass has, by one kernel.
 """
 
 from __future__ import annotations
@@ -19,15 +19,18 @@ from edge_dflash.model import pair_programs
 from edge_dflash.model.ops import (
     DenseOp,
     Embed,
+    GroupedConv,
     RmsNorm,
     SelectRows,
     StateOp,
+    Walk,
 )
 from edge_dflash.model.program import PairPrograms, Program, segments
 from edge_dflash.model.specs import PairSpec
 
 EMBEDDING, HEAD = "embedding", "head"
-STATE_UNITS = ("attend", "cycle", "delta", "sample", "small")  # compilation units of kernels that run between engines
+STATE_UNITS = ("attend", "conv", "cycle", "delta", "sample", "small", "walk")
+"""Compilation units of kernels that run between engines."""
 HEAD_INPUT, LOGITS, CHOICES = "rows", "logits", "choices"
 
 
@@ -74,7 +77,7 @@ class Run:
     writes: tuple[tuple[str, str], ...]
 
 
-PassStep = Run | SelectRows | StateOp
+PassStep = Run | SelectRows | StateOp | GroupedConv | Walk
 
 
 @dataclass(frozen=True)
@@ -86,20 +89,27 @@ class PairUnits:
     programs: Mapping[str, Program]  # as run: norms before selected rows
 
 
-def pair_units(programs: PairPrograms, block_rows: int, prefill_chunk: int) -> PairUnits:
-    """Cut a pair into engines. ``block_rows``: rows of a verify or propose pass. Raises BackendError."""
+def pair_units(
+    programs: PairPrograms, block_rows: int, prefill_chunk: int, draft_rows: int | None = None
+) -> PairUnits:
+    """Cut a pair into engines. ``block_rows``: of a verify pass; ``draft_rows``: of a propose pass, if others.
+
+    Raises BackendError.
+    """
     block, chunk = RowRange(block_rows, block_rows, block_rows), RowRange(1, prefill_chunk, prefill_chunk)
+    drafts = block if draft_rows is None else RowRange(draft_rows, draft_rows, draft_rows)
+    gathered = replace(block, low=min(drafts.low, block.low)), chunk
     units: dict[str, Unit] = {}
     passes: dict[str, tuple[PassStep, ...]] = {}
     run = {}
-    of_target, of_drafter = (block, chunk), (block,)
+    of_target, of_drafter = (block, chunk), (drafts,)
     for program, profiles in (
         (programs.prefill, of_target),
         (programs.verify, of_target),
         (programs.propose, of_drafter),
     ):
         program = norms_before_rows(program)
-        found, steps = _cut(program, profiles)
+        found, steps = _cut(program, profiles, gathered, block)
         for unit in found:
             known = units.setdefault(unit.key, unit)
             if known.ops != unit.ops or known.outputs != unit.outputs:
@@ -115,7 +125,7 @@ def engine_file(key: str) -> str:
 
 def bundle_units(pair: PairSpec, prefill_chunk: int) -> PairUnits:
     """Dense ops of a pair as units. Raises BackendError."""
-    return pair_units(pair_programs(pair), pair.block_size, prefill_chunk)
+    return pair_units(pair_programs(pair), pair.verify_rows, prefill_chunk, pair.block_size)
 
 
 def engine_units(units: Mapping[str, Unit]) -> dict[str, Unit]:
@@ -144,28 +154,37 @@ def norms_before_rows(program: Program) -> Program:
     return replace(program, ops=tuple(ops), outputs=outputs)
 
 
-def _cut(program: Program, profiles: tuple[RowRange, ...]) -> tuple[list[Unit], tuple[PassStep, ...]]:
+def _cut(
+    program: Program, profiles: tuple[RowRange, ...], gathered: tuple[RowRange, ...], block: RowRange
+) -> tuple[list[Unit], tuple[PassStep, ...]]:
     units: list[Unit] = []
     steps: list[PassStep] = []
     model = "drafter" if program.name == "propose" else "target"
     for level, segment in enumerate(segments(program)):
-        body: list[DenseOp] = []
+        parts: list[list[DenseOp]] = [[]]  # of the segment: ops of an engine each
+        convolutions: list[GroupedConv] = []  # behind each part but the last
         behind: list[PassStep] = []
         for op in segment.dense:
             if isinstance(op, Embed):
-                units.append(_embedding(op, program.columns, profiles))
+                units.append(_embedding(op, program.columns, gathered))
                 steps.append(Run(EMBEDDING, (("ids", "ids"),), ((units[-1].outputs[0].name, op.output),)))
-            elif isinstance(op, SelectRows):
+            elif isinstance(op, SelectRows | Walk):
                 behind.append(op)
+            elif isinstance(op, GroupedConv):
+                convolutions.append(op)
+                parts.append([])
             elif op.output == program.outputs.get("logits"):
-                units.append(_head(op, program.columns, profiles[0]))
+                units.append(_head(op, program.columns, block))
                 behind.append(Run(HEAD, ((HEAD_INPUT, op.inputs[0]),), ((LOGITS, op.output), (CHOICES, CHOICES))))
             else:
-                body.append(op)
-        if body:
-            units.append(_body(f"{model}-{level:03d}", body, program, profiles))
-            names = [tuple((b.name, b.name) for b in side) for side in (units[-1].inputs, units[-1].outputs)]
-            steps.append(Run(units[-1].key, names[0], names[1]))
+                parts[-1].append(op)
+        for number, body in enumerate(parts):
+            if body:
+                key = f"{model}-{level:03d}-{number}" if number else f"{model}-{level:03d}"
+                units.append(_body(key, body, program, profiles))
+                names = [tuple((b.name, b.name) for b in side) for side in (units[-1].inputs, units[-1].outputs)]
+                steps.append(Run(units[-1].key, names[0], names[1]))
+            steps += convolutions[number : number + 1]
         steps += [*behind, *segment.state]
     _check_order(program, units, steps)
     return units, tuple(steps)
