@@ -377,11 +377,6 @@ extern "C" __global__ void __launch_bounds__(WALK_THREADS, 1)
     copy_commit();
   };
   fetch(first);
-#ifdef PREFETCH
-  for (int i = first * top + t; w.ids && i < (stop - 1) * top; i += WALK_THREADS)
-    for (int k = 0; k < rank; k += 64)
-      asm volatile("prefetch.global.L2 [%0];" ::"l"(w.before + (u64)ids[i] * rank + k));
-#endif
   for (int i = first * rank + t; w.sums && i < stop * rank; i += WALK_THREADS)
     factors[i] = projected(w.sums, w.rows, rank, i / rank, i % rank);
   for (int row = first; row < stop; row++) {
