@@ -17,7 +17,7 @@ from edge_dflash.backends.cuda.splits import block_shared, choose_splits
 from edge_dflash.board.archs import arch_of_sm, find_arch
 from edge_dflash.errors import BackendError
 from edge_dflash.model import pair_programs
-from edge_dflash.model.ops import Attend, Embed, GatedDelta, GroupedConv, KvAppend, Linear, Op, Walk
+from edge_dflash.model.ops import Attend, Embed, GatedDelta, GroupedConv, KvAppend, Linear, Op, Remap, Walk
 from edge_dflash.model.program import PairPrograms, Program
 from edge_dflash.model.specs import PairSpec
 from edge_dflash.weights.formats import BLOCK, FORMATS, WeightFormat, WeightStore, WideWeight
@@ -94,6 +94,8 @@ def _check_op(
             DeltaShape(op.key_heads, op.value_heads, op.key_dim, op.value_dim, op.conv_kernel, op.eps, rows)
         case GroupedConv() | Walk():
             raise BackendError(f"the native backend has no kernel for op {type(op).__name__}")
+        case Remap():
+            raise BackendError("the native backend has no kernel for a draft vocabulary (d2t)")
         case _:
             pass
 
