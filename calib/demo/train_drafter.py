@@ -171,14 +171,13 @@ def _steps(
 
 
 def heldout_answers(directory: Path, tokenizer: Tokenizer, run: DrafterRun) -> Checks:
-    """The target in BF16 and quantized, each with its greedy answers to held-out tasks."""
+    """The target with BF16 and with quantized weights, each with its greedy answers to held-out tasks; float32."""
     asked = tasks("heldout", 0, min(run.check_tasks, HELDOUT_TASKS))
     prompts = [tuple(e.ids) for e in tokenizer.encode_batch([render(t.messages) for t in asked])]
     checks = {}
     for name, quantized in (("target_bf16", False), ("target_nvfp4", True)):
         target = _frozen(directory, run.device, quantized=quantized)
-        with autocast(run.device):
-            answers = greedy(target, prompts, run.longest_answer)
+        answers = greedy(target, prompts, run.longest_answer)
         checks[name] = (target, [Sample(p, a) for p, a in zip(prompts, answers, strict=True)])
     return checks
 
@@ -192,8 +191,7 @@ def check_drafter(directory: Path, checks: Checks, run: DrafterRun) -> dict[str,
             if form == "nvfp4":
                 WeightQuantizer(drafter).apply()
                 drafter.set_fp8(True)
-            with autocast(run.device):
-                found = acceptance(target, drafter, samples)
+            found = acceptance(target, drafter, samples)
             lengths[f"{name}.drafter_{form}"] = round(found.mean, 3)
             positions[f"{name}.drafter_{form}"] = [round(share, 3) for share in found.by_position]
     return {"heldout_accept_length": lengths, "heldout_acceptance": positions}

@@ -77,7 +77,7 @@ def record_selftest(bundle: Bundle, progress: Progress = lambda done, total: Non
     source, prompt = _prompt(bundle, _room(bundle.pair, manifest.max_context))
 
     def load(precision: Precision) -> ReferenceBackend:
-        context = len(prompt) + NEW_TOKENS + 2 * manifest.block_size
+        context = len(prompt) + NEW_TOKENS + 2 * manifest.pair.rows
         return ReferenceBackend(
             bundle.pair, bundle, precision, max_context=context, prefill_chunk=manifest.prefill_chunk
         )

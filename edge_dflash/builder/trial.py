@@ -65,7 +65,7 @@ def fastest(trial: Trial) -> str:
 
 def _work(manifest: Manifest) -> tuple[list[int], int]:
     """Prompt and behind it one anchor a cycle; the number of cycles."""
-    room = manifest.max_context - manifest.block_size
+    room = manifest.max_context - manifest.pair.rows
     count = min(CYCLES + WARM, room // 2)
     size = min(PROMPT + count, room)
     found: list[int] = np.random.default_rng(0).integers(0, manifest.pair.target.vocab_size, size).tolist()

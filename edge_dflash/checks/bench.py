@@ -52,23 +52,23 @@ class Workload:
     accept_length: float | None = None  # None: what the drafter reaches
     profile: bool = False
 
-    def drift(self, block: int) -> int:
-        """Most rows that the timed cycles put behind a context."""
-        return (WARM + CYCLES + 1) * block
+    def drift(self, rows: int) -> int:
+        """Most rows that the timed cycles, of verify passes of ``rows``, put behind a context."""
+        return (WARM + CYCLES + 1) * rows
 
-    def budget(self, block: int) -> int:
+    def budget(self, rows: int) -> int:
         """Tokens that speculative decoding generates: whole periods of the accept pattern, so that its mean is met."""
         if self.accept_length is None:
             return self.tokens
-        pattern = accept_pattern(self.accept_length, block)
+        pattern = accept_pattern(self.accept_length, rows)
         period = sum(pattern) + len(pattern)
         return 1 + max(1, round(self.tokens / period)) * period
 
-    def rows(self, block: int) -> int:
+    def rows(self, rows: int) -> int:
         """Context that all of it needs."""
-        behind = max(self.drift(block), self.tokens + 2 * block, self.budget(block) + 2 * block)
-        most = max((self.context + behind, *self.prefill, *(c + self.drift(block) for c in self.contexts)))
-        return -(-(most + block) // 256) * 256
+        behind = max(self.drift(rows), self.tokens + 2 * rows, self.budget(rows) + 2 * rows)
+        most = max((self.context + behind, *self.prefill, *(c + self.drift(rows) for c in self.contexts)))
+        return -(-(most + rows) // 256) * 256
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def run(subject: Subject, device: Device, work: Workload, say: Say) -> BenchResu
     work = fitted(work, planner.backend, say)
     meter = Meter(planner, subject.costs, device.bandwidth)
     if on_gpu and work.accept_length is not None:
-        on_gpu.force(accept_pattern(work.accept_length, shape.block_size))
+        on_gpu.force(accept_pattern(work.accept_length, shape.verify_rows))
     allocations = on_gpu.gpu.allocations if on_gpu else 0
     first = meter.cycles(subject.prompts[0], 1)
     say("timing plain decoding")
@@ -166,10 +166,10 @@ def run(subject: Subject, device: Device, work: Workload, say: Say) -> BenchResu
 def decode_all(meter: Meter, subject: Subject, work: Workload) -> tuple[Decodings, Formed | None]:
     """Speculative decoding of the subject's prompts: by plans, by plans under its schema, by raw cycles."""
     planner, form, prompt = subject.planner, subject.form, subject.prompts[0]
-    block = planner.shape.block_size
-    budget, schema = work.budget(block), form.schema if form else None
+    rows = planner.shape.verify_rows
+    budget, schema = work.budget(rows), form.schema if form else None
     for each in (None,) if schema is None else (None, schema):  # the first time compiles
-        planner.plan(prompt, max_new_tokens=min(budget, 2 * block), schema=each)
+        planner.plan(prompt, max_new_tokens=min(budget, 2 * rows), schema=each)
     rounds = ROUNDS if on_device(planner.backend) else 1
     found = meter.decodings(subject.prompts, budget, rounds, schema)
     if form is None or found.formed is None:
@@ -217,11 +217,11 @@ def replaced_share(planner: Planner, form: Form, prompt: Sequence[int], tokens: 
 def fitted(work: Workload, backend: Backend, say: Say) -> Workload:
     """The work without what the loaded context cannot hold. Raises ContextError when nothing is left."""
     shape = backend.shape
-    room = shape.usable_context - work.drift(shape.block_size)
+    room = shape.usable_context - work.drift(shape.verify_rows)
     if room < 1:
         raise ContextError(
             f"the context of {shape.max_context} tokens is too small to time cycles in; build the bundle with "
-            f"--max-context {work.rows(shape.block_size)}"
+            f"--max-context {work.rows(shape.verify_rows)}"
         )
     prefill = tuple(n for n in work.prefill if n <= shape.usable_context)
     contexts = tuple(n for n in work.contexts if n <= room)

@@ -44,13 +44,14 @@ def on_device(backend: Backend) -> NativeBackend | None:
     return cast("NativeBackend", backend) if hasattr(backend, "gpu") else None
 
 
-def accept_pattern(accept_length: float, block: int) -> tuple[int, ...]:
+def accept_pattern(accept_length: float, rows: int) -> tuple[int, ...]:
     """Accepted drafts of each cycle, so that the mean of committed tokens (drafts + 1) is ``accept_length``.
 
-    Only the two nearest lengths occur, evenly mixed; the mean is exact to 0.005. Raises RequestError outside 1..block.
+    Only the two nearest lengths occur, evenly mixed; the mean is exact to 0.005. Raises RequestError outside 1..rows.
     """
-    if not 1 <= accept_length <= block:
-        raise RequestError(f"accept length {accept_length:g} is outside 1..{block}, the block size; give one inside")
+    if not 1 <= accept_length <= rows:
+        most = f"1..{rows}, the rows of a verify pass"
+        raise RequestError(f"accept length {accept_length:g} is outside {most}; give one inside")
     periods = range(1, _LONGEST_PERIOD + 1)
     period = next(n for n in periods if abs(round(n * accept_length) / n - accept_length) <= 0.005)
     ends = [round(i * round(period * accept_length) / period) for i in range(period + 1)]

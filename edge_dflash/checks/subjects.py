@@ -96,7 +96,7 @@ def bench_synthetic(
     """
     pair = synthetic_pair(name)
     accept_length = _ACCEPT_LENGTH if work.accept_length is None else work.accept_length
-    accept_pattern(accept_length, pair.block_size)
+    accept_pattern(accept_length, pair.verify_rows)
     work = replace(work, accept_length=accept_length)
     try:
         device, cubin = probe_device(cubin_folder, say)
@@ -118,7 +118,7 @@ def synthetic_subject(
     say(f"loading {name} with random {kind} weights")
     began = time.perf_counter()
     weights = RandomWeights(pair, kind, cubin)
-    precision, context = Precision(), work.rows(pair.block_size)
+    precision, context = Precision(), work.rows(pair.verify_rows)
     chunk = default_chunk(arch_of_sm(device_sm()), pair_programs(pair), context)
     backend = NativeBackend(pair, weights, precision, cubin=cubin, max_context=context, prefill_chunk=chunk)
     loaded = time.perf_counter() - began
@@ -165,7 +165,7 @@ def bench_bundle(
     manifest = read_manifest(path)
     device = Device()
     if work.accept_length is not None:
-        accept_pattern(work.accept_length, manifest.block_size if drafter else 1)
+        accept_pattern(work.accept_length, manifest.pair.verify_rows if drafter else 1)
     on_device = manifest.backend != "reference"
     if not on_device and (work.accept_length is not None or work.profile):
         raise RequestError(

@@ -239,7 +239,8 @@ def admit(
     if odd := [at for at in keep if not 0 < at < used]:
         raise RequestError(f"keep names length {odd[0]} of a prompt of {used}; give 1 to {used - 1}")
     room = shape.usable_context - used
-    limits = f"{shape.usable_context} tokens (context {shape.max_context} minus block {shape.block_size})"
+    kept = shape.max_context - shape.usable_context
+    limits = f"{shape.usable_context} tokens (context {shape.max_context} minus block {kept})"
     if room < 1:
         raise ContextError(f"the prompt ends at token {used}, the usable context is {limits}; shorten the prompt")
     wanted = options.max_new_tokens

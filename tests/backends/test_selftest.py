@@ -268,7 +268,7 @@ def test_a_planner_opens_only_what_passes(demo_bundle, monkeypatch):
     wrong = m.drafter(mask_token_id=0)
     closed = []
 
-    def load_wrong(bundle):
+    def load_wrong(bundle, drafter):
         backend = backend_of(bundle, spec=wrong(bundle.pair))
         backend.close = lambda: closed.append(True)
         return backend

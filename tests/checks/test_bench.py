@@ -222,7 +222,7 @@ def test_patterns_have_the_mean_that_was_asked(length, block):
 
 @pytest.mark.parametrize("length", [0.99, 0, -3, 16.01, 99, float("nan")])
 def test_accept_lengths_outside_the_block_are_refused(length):
-    with pytest.raises(RequestError, match=r"is outside 1\.\.16, the block size"):
+    with pytest.raises(RequestError, match=r"is outside 1\.\.16, the rows of a verify pass"):
         accept_pattern(length, 16)
 
 

@@ -95,7 +95,7 @@ def test_a_synthetic_pair_is_loaded_with_room_for_all_that_is_asked(monkeypatch)
 
     def backend(pair, weights, precision, *, cubin, max_context, prefill_chunk):
         made.update(formats=weights.formats, kv=precision.kv, prefill_chunk=prefill_chunk)
-        sizes = {"vocab_size": pair.target.vocab_size, "block_size": pair.drafter.block_size}
+        sizes = {"vocab_size": pair.target.vocab_size, "block_size": pair.block_size, "drafts": pair.drafts}
         shape = replace(SHAPE, max_context=max_context, **sizes)
         return TimedBackend(clock, shape)
 

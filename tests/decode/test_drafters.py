@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import drafter_maths
 import numpy as np
 import pytest
 from fakes import Stepped
@@ -14,6 +15,7 @@ from edge_dflash.checks.lossless import Adversary, drafters, oracle_until, verif
 from edge_dflash.decode.controls import Controls
 from edge_dflash.decode.loop import generate
 from edge_dflash.decode.options import Options
+from edge_dflash.model.ops import SelectorWalk
 from edge_dflash.model.program import PairPrograms
 
 SAMPLED = Options(temperature=4.0, top_k=40, top_p=0.9, seed=7)
@@ -171,3 +173,51 @@ def test_a_part_that_is_ignored_fails_its_golden(name, fault, key):
     report = check_golden(pair(name), store(name), keys, without(name, fault))
     assert not report.ok
     assert key in failing(report) or f"p0.{key}" in report.unknown
+
+
+def wide(name, weight):
+    return store(name).get(weight).float32()
+
+
+@pytest.mark.parametrize("prompt", ["p0", "p1", "p2"])
+@pytest.mark.parametrize("name", WALKS)
+def test_the_transcription_makes_the_golden_walk_of_the_golden_rows(name, prompt):
+    given = {key.split(".", 1)[1]: value for key, value in golden(name).items() if key.startswith(f"{prompt}.")}
+    walk, anchor, hidden = programs(name).propose.walk, int(given["greedy_tokens"][0]), given["cycle0_draft_hidden"]
+    if isinstance(walk, SelectorWalk):
+        tables = (wide(name, weight) for weight in walk.weights)
+        tokens, ids, scores = drafter_maths.selector(
+            hidden[1:], given["cycle_draft_logits"][0], anchor, walk.top_k, *tables
+        )
+        assert [sorted(row) for row in ids] == [sorted(row) for row in given["cycle_candidates"][0].tolist()]
+        np.testing.assert_allclose(np.sort(scores, -1), np.sort(given["cycle_scores"][0], -1), atol=1e-4)
+    else:
+        mix, judge = ([wide(name, weight) for weight in part or ()] for part in (walk.mix, walk.judge))
+        tokens, scores, confidence = drafter_maths.markov(
+            walk.kind,
+            hidden,
+            given["cycle0_base_logits"],
+            anchor,
+            wide(name, walk.predecessor),
+            wide(name, walk.successor),
+            *(mix or (None, None)),
+            *judge,
+        )
+        np.testing.assert_allclose(scores, given["cycle_draft_logits"][0], atol=1e-4)
+        np.testing.assert_allclose(confidence, given.get("cycle_confidence", [[]])[0], atol=1e-5)
+    assert tokens == given["cycle_draft_tokens"][0].tolist()
+
+
+@pytest.mark.parametrize("prefix", ["", "short_"])
+def test_the_transcription_makes_the_golden_convolution_of_the_first_layer(prefix):
+    name = WALKS[3]
+    spec, given = pair(name).drafter, golden(name)
+    wanted = given[f"p0.{prefix}cycle0_conv.0.attention.before"]
+    block = [int(given["p0.greedy_tokens"][0])] + [spec.mask_token_id] * (len(wanted) - 1)
+    x = wide(name, "target.embed_tokens")[block].astype(np.float64)
+    norm = wide(name, "drafter.layers.0.input_layernorm")
+    h = x / np.sqrt((x**2).mean(-1, keepdims=True) + spec.rms_norm_eps) * norm
+    c = h @ wide(name, "drafter.layers.0.attention_conv.kernel_projection").T.astype(np.float64)
+    base = wide(name, "drafter.layers.0.attention_conv.base_kernel")
+    found = drafter_maths.grouped_conv(h, c, base, 0, spec.conv.taps, spec.conv.group_size)
+    np.testing.assert_allclose(found, wanted, atol=1e-4)
