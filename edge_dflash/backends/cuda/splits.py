@@ -144,7 +144,6 @@ class StreamSplits(Splits):
 HOPPER_ROWS, HOPPER_THREADS, _QUAD, _SUMS, _HOPPER_HEAD = 16, 640, 4, 2048, 1024
 _HOPPER_USABLE = {1: 1.0, 2: 1.0, 4: 0.91, 8: 0.91}  # of the multiprocessors, by blocks of a cluster
 _QUAD_END = 1700  # bytes that a warp could have multiplied while it ends a quad
-_HALF_COST = 0.7  # of half a quad, where a quad costs 1
 _X_COST = 0.12  # of a byte of the block's x, where a byte of a warp's weights costs 1
 
 
@@ -179,9 +178,8 @@ class HopperSplits(Splits):
     @classmethod
     def cost(cls, layout: Layout, splits: int, sm_count: int) -> float:
         """Bytes of a busiest warp: its pieces, ends of quads, the block's part of x. Fits what an H200 measures."""
-        clusters = max(1, int(sm_count * _HOPPER_USABLE[splits]) // splits)
-        quads, halves = divmod(-(-layout.units // (_QUAD // 2) // clusters), 2)
-        rounds = quads + _HALF_COST * halves
+        quads = -(-layout.units // _QUAD)
+        rounds = -(-quads // max(1, int(sm_count * _HOPPER_USABLE[splits]) // splits))
         pieces = -(-blocks_of(layout) // (splits * SLICES))
         return rounds * (pieces * piece_bytes(layout.format) + _QUAD_END) + _X_COST * x_bytes(
             layout, HOPPER_ROWS, splits
