@@ -35,8 +35,9 @@ def strides_of_blocks(schedule: Schedule, window: Callable[[Stack], int]) -> dic
                 written.add(see(name, -1))
             else:
                 see(name, 0)
+    kept = {*schedule.program.outputs.values(), *schedule.single}
     found = {}
-    for root in written - {schedule.place(name)[0] for name in schedule.single}:
+    for root in written - {schedule.place(name)[0] for name in kept}:
         windows = ways[root] - {-1}
         if len(windows) == 1 and 0 not in windows and schedule.columns[root] % BLOCK_K == 0:
             found[root] = -windows.pop()
