@@ -9,7 +9,7 @@ from contextlib import suppress
 from functools import partial
 from numbers import Integral
 from pathlib import Path
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from edge_dflash.backends import load, selftest
 from edge_dflash.backends.selftest import SelfTestResult
@@ -46,6 +46,7 @@ _ARGUMENTS = {
     "queue": Rule(rules.whole(1), "a whole number of requests, at least 1"),
     "prefix_bytes": Rule(rules.whole(0), "a whole number of bytes, at least 0"),
     **dict.fromkeys(("fallback", "drafter", "check_hashes"), Rule(rules.flag, "True or False")),
+    "drafts": Rule(rules.optional(rules.whole(0)), "a whole number of drafts, at least 0, or None"),
     "self_test": Rule(rules.one_of(*selftest.MODES), f"one of {', '.join(selftest.MODES)}"),
     "progress": Rule(rules.called, "a function of (stage, done, total)"),
     "observer": Rule(rules.optional(rules.having("started", "step", "ended")), "an Observer, or None"),
@@ -75,6 +76,7 @@ class Planner:
         queue: int = QUEUE,
         prefix_bytes: int = PREFIX_BYTES,
         fallback: bool = True,
+        drafts: int | None = None,
         self_test: SelfTestResult | None = None,
         observer: Observer | None = None,
     ) -> None:
@@ -82,13 +84,12 @@ class Planner:
 
         ``bundle`` is the fingerprint that saved sessions are bound to, ``self_test`` what the self-test gave.
         """
-        _check(stop_token_ids=stop_token_ids, bundle=bundle, queue=queue, prefix_bytes=prefix_bytes)
-        _check(fallback=fallback, observer=observer)
+        asked: dict[str, Any] = {"queue": queue, "prefix_bytes": prefix_bytes, "fallback": fallback, "drafts": drafts}
+        _check(stop_token_ids=stop_token_ids, bundle=bundle, observer=observer, **asked)
         self._self_test = self_test
         self._model = Model(backend, tokenizer, tuple(dict.fromkeys(stop_token_ids)))
         self._encoder = Encoder(self._model)
-        limits = {"queue": queue, "prefix_bytes": prefix_bytes}
-        self._engine = Engine(backend, bundle, **limits, fallback=fallback, observer=observer)
+        self._engine = Engine(backend, bundle, **asked, observer=observer)
         weakref.finalize(self, self._engine.close, drain=False, timeout=_CLOSE_SECONDS)
         self._end_forms = (lambda: None) if tokenizer is None else hold(self, tokenizer)
 
@@ -100,6 +101,7 @@ class Planner:
         queue: int = QUEUE,
         prefix_bytes: int = PREFIX_BYTES,
         fallback: bool = True,
+        drafts: int | None = None,
         drafter: bool = True,
         check_hashes: bool = True,
         self_test: selftest.Mode = "refuse",
@@ -110,34 +112,35 @@ class Planner:
 
         ``queue`` requests may wait, half of them of one caller; more are refused with QueueFullError, unless they are
         more urgent than one that waits, which is refused in their place. ``prefix_bytes`` bounds the states of system
-        prompts that are kept for the next request. ``fallback`` lets requests decode plainly for a while when drafting
-        was measured to cost more than it gives; the output is the same. ``drafter=False`` loads the target alone: plain
-        decoding. ``check_hashes=False`` skips the SHA-256 of the bundle's files (seconds for large models).
+        prompts that are kept for the next request. Cycles verify at most ``drafts`` drafts (0: plain decoding); None:
+        as many as are measured to give most tokens a second, or all without ``fallback``. The output is the same.
+        ``drafter=False`` loads the target alone. ``check_hashes=False`` skips the SHA-256 of the bundle's files.
         ``self_test`` says what follows when the loaded pair does not repeat what the build recorded: "refuse", "warn"
-        (RuntimeWarning), or "off" to skip it (about a second on a CPU). ``progress`` is told (stage, done, total): of
-        checking the files in bytes, of loading and the self-test that they begin. ``observer`` is told of every step on
-        the worker's thread. Raises BundleError when the bundle is damaged or of another version, BackendError when it
-        cannot run here, VerificationError when the self-test fails, RequestError for a bad argument.
+        (RuntimeWarning), or "off" to skip it. ``progress`` is told (stage, done, total), ``observer`` of every step on
+        the worker's thread. Raises BundleError for a damaged bundle, BackendError when it cannot run here,
+        VerificationError when the self-test fails, RequestError for a bad argument.
         """
-        _check(path=path, queue=queue, prefix_bytes=prefix_bytes, fallback=fallback)
+        _check(path=path, queue=queue, prefix_bytes=prefix_bytes, fallback=fallback, drafts=drafts)
         _check(drafter=drafter, check_hashes=check_hashes, self_test=self_test, progress=progress, observer=observer)
         bundle = Bundle.open(path, check_hashes=check_hashes, progress=partial(progress, CHECKING))
         manifest = bundle.manifest
         tokenizer = Tokenizer.open(bundle.path / "tokenizer") if manifest.tokenizer else None
-        ends = (*manifest.pair.target.eos_token_ids, tokenizer.eos_token_id if tokenizer is not None else None)
+        end = None if tokenizer is None else tokenizer.eos_token_id
+        stop = [*manifest.pair.target.eos_token_ids, *([] if end is None else [end])]
         progress(LOADING, 0, 0)
         backend = load(bundle, drafter=drafter)
         try:
             if self_test != "off":
                 progress(SELF_TEST, 0, 0)
             tested = selftest.check(bundle, backend, self_test)
+            make = partial(cls, backend, tokenizer, stop, queue=queue, prefix_bytes=prefix_bytes, drafts=drafts)
+            name = fingerprint(manifest) + "+none" * (not drafter)
+            planner = make(bundle=name, fallback=fallback, self_test=tested, observer=observer)
         except BaseException:
             backend.close()
             raise
-        make = partial(cls, bundle=fingerprint(manifest) + ("" if drafter else "+none"), self_test=tested)
-        make = partial(make, queue=queue, prefix_bytes=prefix_bytes)
-        stop = [token for token in ends if token is not None]
-        return make(backend, tokenizer, stop, fallback=fallback, observer=observer)
+        planner._engine.pace.begin(backend, tested.accept_length if tested else None)
+        return planner
 
     @staticmethod
     def connect(
@@ -168,10 +171,7 @@ class Planner:
         self._end_forms()
 
     def warm_up(self) -> None:
-        """Begin to build what forms need, on other cores, so that the first one does not wait for it.
-
-        3 s and 220 MB with 248,000 tokens; without this, the first form does.
-        """
+        """Begin to build what the first form else waits for, on other cores: 3 s, 220 MB with 248,000 tokens."""
         if self.tokenizer is not None:
             with suppress(RequestError):  # a model that takes no forms
                 warm_up(self.tokenizer, ends_of_form(self._model))
@@ -213,7 +213,7 @@ class Planner:
     @property
     def drafting(self) -> bool:
         """Whether cycles draft now; False without a drafter, and while it rests because it was measured not to pay."""
-        return self.shape.drafts > 0 and self._engine.pace.drafting
+        return self.shape.drafts > 0 and self._engine.pace.drafts != 0
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:

@@ -8,19 +8,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from edge_dflash.decode.accept import FinishReason
+from edge_dflash.decode.drafts import NO_DRAFTING, Drafting
 from edge_dflash.decode.sampling import TokenLogprob
 from edge_dflash.text.tool_calls import MalformedToolCall, ToolCall
 
 
 @dataclass(frozen=True)
 class PlanTimings:
-    """Wall-clock seconds of one request."""
+    """Wall-clock seconds of one request, and how many drafts a cycle was given for them."""
 
     queue_seconds: float  # from the call to the start on the engine
     prefill_seconds: float  # the prompt's pass and the choice of the first token
     first_token_seconds: float  # from the call to the first token, queue and text handling included; 0 without one
     decode_seconds: float  # from the first token to the end
     total_seconds: float  # from the call to the end
+    drafts: float = 0.0  # that a cycle verified, mean: as many as were measured to pay, unless a number was asked for
 
     def rate(self, tokens: int) -> float:
         """Tokens a second after the first token; 0 when there is only one."""
@@ -47,6 +49,7 @@ class Plan:
     lossy: bool  # whether acceptance was relaxed anywhere, whatever came of it: then speed may have changed the tokens
     relaxed_tokens: int  # tokens that the target itself would not have chosen; 0 unless lossy
     logprobs: tuple[TokenLogprob, ...] = ()  # of each of the tokens, if they were asked for
+    drafting: Drafting = NO_DRAFTING  # drafts that each cycle verified and accepted, and the acceptance by position
 
     @property
     def tokens_per_second(self) -> float:

@@ -21,11 +21,12 @@ import torch
 from edge_dflash.bundle.parts import DATA, SCALE, Part, Tensor, whole, wide_first
 from edge_dflash.errors import BackendError, BuildError, CheckpointError
 from edge_dflash.weights.formats import BLOCK, Array, Nvfp4Weight, Weight, WeightFormat, WeightStore, WideWeight
-from edge_dflash.weights.layout import UNIT_ROWS, Words
+from edge_dflash.weights.layout import UNIT_ROWS
 from edge_dflash.weights.packing import pack, row_blocks
 from edge_dflash.weights.quantize import ENCODERS, absmax, fused_group, quantize_nvfp4, wide_tensor
 from edge_dflash.weights.safetensors import forget_pages
 from edge_dflash.weights.stacks import Stack
+from edge_dflash.weights.words import Words
 
 ROW_BLOCK = 8 << 20  # bytes of a wide matrix that one call reads
 AT_ONCE = 4  # blocks of rows that are repacked before the first of them is written
@@ -49,7 +50,7 @@ def weight_tensors(
     formats: Mapping[str, WeightFormat],
     input_scales: Mapping[str, float],
     pool: Executor,
-    words: Words = "halves",
+    words: Words = "shared",
 ) -> list[Tensor]:
     """Tensors of one weight file; a stack is converted and repacked when its bytes are asked for, one at a time.
 

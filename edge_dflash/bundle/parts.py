@@ -3,8 +3,8 @@
 A weight ``target.layers.3.mlp.gate_proj`` is stored as tensors named by it and ModelOpt's suffixes: ``.weight`` (BF16,
 F32, F8_E4M3, or U8 for packed E2M1 pairs), ``.weight_scale``, ``.weight_scale_2``, ``.input_scale``. A bundle that the
 native backend reads holds its linears repacked as stacks instead, whatever else is aboard: each as the tensors
-``KEY.data`` (bytes; ``KEY.pairs`` where NVFP4 words hold a pair a byte) and ``KEY.scale`` (FP32 factors of the rows'
-sums).
+``KEY.data`` (bytes; NVFP4: ``KEY.words``, or ``KEY.pairs`` where words hold a pair a byte) and ``KEY.scale`` (FP32
+factors of the rows' sums).
 """
 
 from __future__ import annotations
@@ -25,12 +25,14 @@ from edge_dflash.bundle.manifest import FileEntry
 from edge_dflash.common.files import LARGE, read_bytes
 from edge_dflash.model.program import PairPrograms
 from edge_dflash.weights.formats import FORMATS, SCALAR, TIED, Array, Weight, WeightFormat
-from edge_dflash.weights.layout import UNIT_ROWS, Repacked, Words
+from edge_dflash.weights.layout import UNIT_ROWS, Repacked
 from edge_dflash.weights.safetensors import DTYPES, forget_pages
 from edge_dflash.weights.stacks import Stack, pair_stacks
+from edge_dflash.weights.words import Words
 
 CHUNK = 8 << 20  # bytes read or written at once
-DATA: Mapping[Words, str] = {"halves": "data", "bytes": "pairs"}  # tensors of a stack, one of these
+# Tensors of a stack: one of these by its NVFP4 words (the last for other formats, and for NVFP4 of older bundles),
+DATA: Mapping[Words, str] = {"shared": "words", "bytes": "pairs", "halves": "data"}
 SCALE = "scale"  # and this
 JOURNAL = "journal.jsonl"  # of a build, in its working directory
 JOURNAL_SCHEMA = 1
@@ -132,7 +134,7 @@ def stack_bytes(stack: Stack) -> int:
 
 def repacked_of(stack: Stack, tensors: Mapping[str, tuple[str, Array]]) -> Repacked:
     """A stack over the tensors of its file, as views. Raises ValueError saying what was found and what is wanted."""
-    words: Words = "bytes" if f"{stack.key}.{DATA['bytes']}" in tensors else "halves"
+    words: Words = next((words for words, name in DATA.items() if f"{stack.key}.{name}" in tensors), "halves")
     wanted = {
         f"{stack.key}.{DATA[words]}": ("U8", (stack.layout.nbytes,)),
         f"{stack.key}.{SCALE}": ("F32", (stack.layout.units * UNIT_ROWS,)),

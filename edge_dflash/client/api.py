@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from edge_dflash.decode.accept import FinishReason
+from edge_dflash.decode.drafts import Drafting
 from edge_dflash.decode.grammar.schema_check import schema_text
 from edge_dflash.decode.options import PRIORITIES, Options, Task, as_messages, token_ids
 from edge_dflash.decode.sampling import TokenLogprob
@@ -241,7 +242,7 @@ class Reading:
 
         Raises ServiceError when it ended in a way that is not known.
         """
-        now, extra = time.perf_counter(), self._extra
+        now, extra, details = time.perf_counter(), self._extra, self._usage.get("prompt_tokens_details") or {}
         reason: FinishReason | None = cut or extra.get("finish_reason") or _FINISH.get(str(self._reason))
         if reason is None:
             raise ServiceError(f"the server ended the answer by {self._reason!r}, which is not known here")
@@ -253,7 +254,6 @@ class Reading:
                 malformed.append(MalformedToolCall(call["arguments"], "the arguments are no JSON object"))
         malformed += [MalformedToolCall(**one) for one in extra.get("malformed", ())]
         value = json_value(self._text) if self.options.schema is not None and reason == "stop" else None
-        details = self._usage.get("prompt_tokens_details") or {}
         lengths = tuple(extra.get("accept_lengths", self._lengths if self.own else ()))
         first, decoding = (self._first - self.began, now - self._first) if self._first else (0.0, 0.0)
         timings = PlanTimings(0.0, first, first, decoding, now - self.began)  # as seen from here, the queue included
@@ -274,6 +274,7 @@ class Reading:
             lossy=bool(extra.get("lossy", False)),
             relaxed_tokens=int(extra.get("relaxed_tokens", 0)),
             logprobs=self._logprobs,
+            drafting=Drafting(tuple(extra.get("drafts", ())), tuple(extra.get("accepted_drafts", ()))),
         )
 
 

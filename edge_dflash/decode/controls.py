@@ -9,13 +9,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from edge_dflash.decode.accept import FinishReason, Relaxation
+from edge_dflash.decode.backend import Backend
+from edge_dflash.decode.drafts import DraftChoice
 from edge_dflash.decode.steering import Constraint
 
 RECENT = 32  # cycles that an estimate looks back on
-PROBE = 4  # speculative cycles of a new try after plain decoding
-REST = 32  # plain cycles before drafting is tried again; doubles up to REST_LIMIT while it does not pay
-REST_LIMIT = 512
-GAIN = 0.98  # drafting pays when its time a token is below this share of plain decoding's
 
 
 @dataclass(frozen=True)
@@ -24,7 +22,9 @@ class CycleTime:
 
     propose_seconds: float  # 0 when it was plain
     verify_seconds: float
-    tokens: int  # committed
+    asked: int | None = None  # drafts that the pace had chosen; None: the cycle was not of its choice
+    drafts: int = 0  # verified
+    accepted: int = 0
 
     @property
     def seconds(self) -> float:
@@ -33,12 +33,10 @@ class CycleTime:
 
 
 class _Cycles:
-    """The last RECENT cycles of a kind, and their sums, which every cycle asks for."""
+    """The last RECENT cycles of a kind."""
 
     def __init__(self) -> None:
-        self._cycles: deque[CycleTime] = deque()
-        self.seconds = self.verify_seconds = 0.0
-        self.tokens = 0
+        self._cycles: deque[CycleTime] = deque(maxlen=RECENT)
 
     def __len__(self) -> int:
         return len(self._cycles)
@@ -50,38 +48,32 @@ class _Cycles:
 
     def append(self, cycle: CycleTime) -> None:
         self._cycles.append(cycle)
-        self._count(cycle, 1)
-        if len(self._cycles) > RECENT:
-            self._count(self._cycles.popleft(), -1)
 
     def remove(self, cycle: CycleTime) -> None:
         self._cycles.remove(cycle)
-        self._count(cycle, -1)
-
-    def _count(self, cycle: CycleTime, sign: int) -> None:
-        self.seconds += sign * cycle.seconds
-        self.verify_seconds += sign * cycle.verify_seconds
-        self.tokens += sign * cycle.tokens
 
 
 class Pace:
-    """Measured times of one engine, and what follows from them: may a pass start, does drafting pay. Not thread-safe.
+    """Measured times of one engine, and what follows: may a pass start, how many drafts pay. Not thread-safe.
 
     One Pace belongs to one loaded backend and outlives requests: the second request starts with the times of the first.
     """
 
-    def __init__(self, *, fallback: bool = True) -> None:
-        """``fallback`` False: cycles draft whether it pays or not."""
-        self._fallback = fallback
+    def __init__(self, drafts: DraftChoice | int | None = None) -> None:
+        """``drafts`` of a cycle: chosen by what is measured, always the same number, or (None) always all."""
+        self._choice = drafts
         self._drafted, self._plain = _Cycles(), _Cycles()
         self._prefills: deque[tuple[int, float]] = deque(maxlen=RECENT)  # tokens, seconds
-        self._resting = 0  # plain cycles left before drafting is tried again
-        self._rest = REST
 
     @property
-    def drafting(self) -> bool:
-        """Whether the next cycle should draft; False while drafting was seen to cost more than it gives."""
-        return not self._fallback or self._resting == 0
+    def drafts(self) -> int | None:
+        """Most drafts of the next cycle; None: all. 0 while drafting was seen to cost more than it gives."""
+        return self._choice.drafts if isinstance(self._choice, DraftChoice) else self._choice
+
+    def begin(self, backend: Backend, accept_length: float | None) -> None:
+        """Measure a backend that nobody uses yet, where numbers of drafts are chosen; see :class:`DraftChoice`."""
+        if isinstance(self._choice, DraftChoice):
+            self._choice.begin(backend, accept_length)
 
     def cycle_seconds(self, *, speculative: bool) -> float:
         """Longest of the recent cycles of a kind, else of the other kind; 0 before the first cycle."""
@@ -119,29 +111,11 @@ class Pace:
         return reason
 
     def record(self, cycle: CycleTime) -> None:
-        """Note a measured cycle and decide how to go on.
-
-        Drafting pays when (propose + verify) / accept length is below the time of a plain cycle, which reads the same
-        weights once for one token; without a measured plain cycle, verify alone stands for it.
-        """
-        if cycle.propose_seconds == 0.0:
-            self._plain.append(cycle)
-            if self._resting:
-                self._resting -= 1
-                if self._resting == 0:
-                    self._drafted = _Cycles()  # the new try is judged by itself
-            return
-        self._drafted.append(cycle)
-        if len(self._drafted) >= PROBE and not self._pays():
-            self._resting = self._rest
-            self._rest = min(2 * self._rest, REST_LIMIT)
-        elif len(self._drafted) == RECENT:
-            self._rest = REST
-
-    def _pays(self) -> bool:
-        reference = self._plain or self._drafted
-        plain = reference.verify_seconds / len(reference)
-        return self._drafted.seconds / self._drafted.tokens < GAIN * plain
+        """Note a measured cycle, of which the choice of drafts learns."""
+        (self._plain if cycle.propose_seconds == 0.0 else self._drafted).append(cycle)
+        if isinstance(self._choice, DraftChoice) and cycle.asked is not None:
+            drafts, accepted = cycle.drafts, cycle.accepted
+            self._choice.record(cycle.asked, drafts, accepted, cycle.propose_seconds, cycle.verify_seconds)
 
 
 class Interrupted(Exception):
@@ -184,7 +158,7 @@ class Controls(Patience):
     relaxation: Relaxation | None = None  # lossy acceptance inside the thinking span
     # Told all tokens in order, before they are committed: how many of them the answer still takes; None: it goes on.
     ends: Callable[[Sequence[int]], int | None] = lambda tokens: None
-    pace: Pace | None = None  # the engine's measured times; None: nothing is known, and drafting never rests
+    pace: Pace | None = None  # the engine's measured times; None: nothing is known, and cycles verify all drafts
     spell: Callable[[int], bytes | None] = lambda token: None  # a token's text, for log-probabilities
 
 

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from edge_dflash.decode.accept import FinishReason, cut
-from edge_dflash.decode.backend import Asked, Backend
+from edge_dflash.decode.backend import Asked, Backend, Cycle
 from edge_dflash.decode.controls import NO_CONTROLS, Controls, CycleTime, Interrupted, Pace
+from edge_dflash.decode.drafts import NO_DRAFTING, Drafting
 from edge_dflash.decode.options import Options, Request, admit
 from edge_dflash.decode.sampling import TokenLogprob, token_logprobs
 from edge_dflash.decode.session import Session, SessionManager
@@ -36,6 +37,8 @@ class Step:
     relaxed: int = 0  # drafts that stand only because acceptance was relaxed
     first: bool = False  # the token behind the prompt
     logprobs: tuple[TokenLogprob, ...] = ()  # of each token, if they were asked for
+    drafts: int = 0  # verified
+    accepted: int = 0  # of them, though fewer may be among the tokens
 
     @property
     def chunk(self) -> bool:
@@ -50,7 +53,7 @@ def decode(session: Session, request: Request, controls: Controls = NO_CONTROLS)
     the caches yet. A consumer may stop at any Step; the session is then at that commit. Between two Steps other
     sessions may use the backend. A request that its session left for a newer one ends. RequestError for a closed one.
     """
-    backend, options, pace = session.backend, request.options, controls.pace or Pace(fallback=False)
+    backend, options, pace = session.backend, request.options, controls.pace or Pace()
     path = Path(options.sampling, controls.constraint, controls.relaxation, request.stop_token_ids)
     prompt, chunk, seconds = request.prompt, backend.shape.prefill_chunk, 0.0
     read_logits, done = options.logprobs is not None, session.begin(request)
@@ -80,7 +83,7 @@ def decode(session: Session, request: Request, controls: Controls = NO_CONTROLS)
         yield Step(tuple(tokens), reason, verify_seconds=seconds, first=True, logprobs=logprobs)
 
         while reason is None and session.answers(request):
-            drafts = None if options.speculative and pace.drafting else 0
+            drafts = pace.drafts if options.speculative else 0
             if refused := pace.refuse(controls, partial(pace.cycle_seconds, speculative=drafts != 0)):
                 yield Step((), refused)
                 return
@@ -93,9 +96,9 @@ def decode(session: Session, request: Request, controls: Controls = NO_CONTROLS)
             backend.commit(len(tokens), lane)  # the anchor and all new tokens but the last
             session.advance(lane, tokens)
             verify_seconds = time.perf_counter() - began - cycle.propose_seconds
-            pace.record(CycleTime(cycle.propose_seconds, verify_seconds, len(tokens)))
-            relaxed = sum(cycle.relaxed[: len(tokens)])
-            yield Step(tuple(tokens), reason, cycle.propose_seconds, verify_seconds, relaxed, logprobs=logprobs)
+            found, chosen = (cycle.propose_seconds, verify_seconds), drafts if options.speculative else None
+            pace.record(CycleTime(*found, chosen, cycle.drafts, cycle.accepted))
+            yield _step(cycle, tokens, reason, verify_seconds, logprobs)
     except Interrupted as interrupted:  # while it waited for the grammar: nothing of this cycle was committed
         yield Step((), interrupted.reason)
     except GeneratorExit:  # left between two passes
@@ -103,6 +106,23 @@ def decode(session: Session, request: Request, controls: Controls = NO_CONTROLS)
     except BaseException as error:
         session.fail(error)
         raise
+
+
+def _step(
+    cycle: Cycle,
+    tokens: Sequence[int],
+    reason: FinishReason | None,
+    verify_seconds: float,
+    logprobs: tuple[TokenLogprob, ...],
+) -> Step:
+    """The step of a cycle of which ``tokens`` were committed."""
+    relaxed = sum(cycle.relaxed[: len(tokens)])
+    return Step(
+        *(tuple(tokens), reason, cycle.propose_seconds, verify_seconds, relaxed),
+        logprobs=logprobs,
+        drafts=cycle.drafts,
+        accepted=cycle.accepted,
+    )
 
 
 def _kept(
@@ -133,6 +153,7 @@ class Generation:
     accept_lengths: tuple[int, ...]
     timings: Timings
     relaxed: int = 0  # tokens that stand only because acceptance was relaxed: not 0 means that the output is lossy
+    drafting: Drafting = NO_DRAFTING
 
     @property
     def accept_length(self) -> float:
@@ -182,10 +203,12 @@ def collect(steps: Sequence[Step]) -> Generation:
     propose = sum(step.propose_seconds for step in cycles)
     verify = sum(step.verify_seconds for step in cycles)
     prefill = first.verify_seconds
+    verified = [step for step in cycles if step.tokens]
     return Generation(
         tokens=tuple(token for step in steps for token in step.tokens),
         finish_reason=reason,
-        accept_lengths=tuple(len(step.tokens) for step in cycles if step.tokens),
+        accept_lengths=tuple(len(step.tokens) for step in verified),
         timings=Timings(prefill, propose, verify, prefill + propose + verify),
         relaxed=sum(step.relaxed for step in steps),
+        drafting=Drafting(tuple(step.drafts for step in verified), tuple(step.accepted for step in verified)),
     )

@@ -35,6 +35,13 @@ from edge_dflash.model.specs import MAX_BLOCK, MAX_LAYERS, DrafterLayerMask, Dra
 
 NAMES = ("DFlashDraftModel",)
 FULL, SLIDING = "full_attention", "sliding_attention"
+COPIES = {
+    "embed_tokens.weight": "target.embed_tokens",
+    "lm_head.weight": "target.lm_head",
+    "verifier_lm_head.weight": "target.lm_head",
+}
+"""Tensors of the target that a drafter's files may repeat."""
+TRAINED_WITH = ("verifier_norm.",)  # beginnings of tensors that only training reads
 BLOCK: Table = {
     "block_size": integer(least=2, most=MAX_BLOCK, null=True),
     "mask_token_id": integer(least=0, null=True),

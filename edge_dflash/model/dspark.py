@@ -21,7 +21,6 @@ from edge_dflash.model.specs import Confidence, DrafterSpec, MarkovKind, MarkovS
 KIND = "dspark"
 NAMES = ("Qwen3DSparkModel", "DSparkDraftModel")
 BARE = (".bias",)  # ends of names without ``.weight``
-COPIES = {"embed_tokens.weight": "target.embed_tokens", "lm_head.weight": "target.lm_head"}
 KINDS: dict[str, MarkovKind] = {"vanilla": "vanilla", "gated": "gated", "rnn": "rnn"}
 WHOLE = 4096  # tokens of a vocabulary up to which the walk chooses among all
 TOP_K = 64  # tokens of each row that it chooses among else: a step then reads 65 rows of W1 and W2

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from edge_dflash.common.files import is_there
 from edge_dflash.common.tables import read_json
 from edge_dflash.errors import CheckpointError, UnsupportedModelError
-from edge_dflash.model import dflash, dflash2, dspark, qwen3, qwen3_5
+from edge_dflash.model import dflash, dflash2, dspark, qwen3, qwen3_5, speculators
 from edge_dflash.model.blocks import embed, logits
 from edge_dflash.model.builder import GraphBuilder
 from edge_dflash.model.fields import Fields, Table
@@ -82,6 +83,7 @@ DRAFTERS: Mapping[str, Drafter] = {
         dflash.append_context,
         dflash.propose,
         ("attention", "mlp", "fc", "norm"),
+        TensorNames(skipped=dflash.TRAINED_WITH, copies=dflash.COPIES),
     ),
     dflash2.KIND: Drafter(
         dflash2.NAMES,
@@ -90,7 +92,7 @@ DRAFTERS: Mapping[str, Drafter] = {
         dflash.append_context,
         dflash2.propose,
         ("attention", "mlp", "fc", "norm", "conv", "walk"),
-        TensorNames(bare=dflash2.BARE),
+        TensorNames(skipped=dflash.TRAINED_WITH, bare=dflash2.BARE, copies=dflash.COPIES),
     ),
     dspark.KIND: Drafter(
         dspark.NAMES,
@@ -99,12 +101,13 @@ DRAFTERS: Mapping[str, Drafter] = {
         dflash.append_context,
         dspark.propose,
         ("attention", "mlp", "fc", "norm", "walk"),
-        TensorNames(bare=dspark.BARE, copies=dspark.COPIES),
+        TensorNames(skipped=dflash.TRAINED_WITH, bare=dspark.BARE, copies=dflash.COPIES),
     ),
 }
 """By :attr:`DrafterSpec.kind`."""
 
 
+MASK_ROW = "mask_embedding.pt"  # beside the files of some drafters
 NO_DRAFTER = "none"  # in the place of a drafter's directory: the target alone
 
 
@@ -114,7 +117,7 @@ def read_pair(target: Path, drafter: Path | None) -> PairSpec:
     Raises CheckpointError, UnsupportedModelError.
     """
     spec = read_target_spec(target)
-    return PairSpec(spec, None) if drafter is None else match_pair(spec, read_drafter_spec(drafter))
+    return PairSpec(spec, None) if drafter is None else match_pair(spec, read_drafter_spec(drafter, spec.num_layers))
 
 
 def read_target_spec(directory: Path) -> TargetSpec:
@@ -122,7 +125,7 @@ def read_target_spec(directory: Path) -> TargetSpec:
     file = directory / "config.json"
     config = read_json(file)
     name = _name(file, config)
-    if any(name in drafter.classes for drafter in DRAFTERS.values()):
+    if speculators.is_spelled(config) or any(name in drafter.classes for drafter in DRAFTERS.values()):
         raise UnsupportedModelError(f"{file} is a drafter; give it as the drafter, not as the target")
     targets = {called: target for target in TARGETS.values() for called in target.classes}
     if name not in targets:
@@ -137,10 +140,20 @@ def read_target_spec(directory: Path) -> TargetSpec:
     return target.read(Fields(file, config, target.table))
 
 
-def read_drafter_spec(directory: Path) -> DrafterSpec:
-    """Spec of the drafter in ``directory``. Raises CheckpointError, UnsupportedModelError for another design."""
+def read_drafter_spec(directory: Path, target_layers: int | None = None) -> DrafterSpec:
+    """Spec of the drafter in ``directory``. Raises CheckpointError, UnsupportedModelError for another design.
+
+    ``target_layers``: of its target, where a file may not say how many.
+    """
     file = directory / "config.json"
-    config = read_json(file)
+    config: Mapping[str, Any] = read_json(file)
+    if is_there(directory / MASK_ROW):
+        raise UnsupportedModelError(
+            f"{directory / MASK_ROW}: a mask row of the drafter's own, wanted a drafter that embeds its mask token "
+            "with the target's embedding"
+        )
+    if speculators.is_spelled(config):
+        config = speculators.spelled(Fields(file, config, speculators.TABLE), target_layers)
     drafters = {called: drafter for drafter in DRAFTERS.values() for called in drafter.classes}
     name = _name(file, config)
     if name not in drafters:

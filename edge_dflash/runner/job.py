@@ -183,6 +183,7 @@ class Job(Work[Step, Plan]):
             first_token_seconds=first - request.began if first else 0.0,
             decode_seconds=now - first if first else 0.0,
             total_seconds=now - request.began,
+            drafts=made.drafting.mean,
         )
         if request.options.schema is None:
             value = json_object(answer.content)
@@ -205,4 +206,5 @@ class Job(Work[Step, Plan]):
             lossy=request.relaxation is not None,
             relaxed_tokens=made.relaxed,
             logprobs=tuple(one for step in steps for one in step.logprobs),
+            drafting=made.drafting,
         )

@@ -16,6 +16,7 @@ from weakref import WeakSet
 
 from edge_dflash.decode.backend import Backend
 from edge_dflash.decode.controls import Pace
+from edge_dflash.decode.drafts import draft_choice
 from edge_dflash.decode.loop import Step
 from edge_dflash.decode.session import SessionManager
 from edge_dflash.decode.store import PrefixStore
@@ -271,12 +272,16 @@ class Engine(Worker):
         queue: int,
         prefix_bytes: int,
         fallback: bool,
+        drafts: int | None,
         observer: Observer | None = None,
     ) -> None:
-        """Take the backend over; ``fingerprint`` binds its sessions to a bundle."""
+        """Take the backend over; ``fingerprint`` binds its sessions to a bundle.
+
+        ``drafts`` and ``fallback`` as in :meth:`~edge_dflash.planner.Planner.open`.
+        """
         self.backend = backend
         self.manager = SessionManager(backend, fingerprint, PrefixStore(prefix_bytes))
-        self.pace = Pace(fallback=fallback)
+        self.pace = Pace(draft_choice(backend.shape.drafts, drafts, measured=fallback))
         super().__init__(queue_limit=queue, observer=observer)
 
     def run(self, steps: Callable[[], Generator[None, None, T]]) -> T:

@@ -41,7 +41,8 @@ class EngineConfig:
 
     queue: int = 16  # requests that may wait
     prefix_mib: int = 512  # states of system prompts that are kept
-    fallback: bool = True  # plain decoding while drafting was measured not to pay
+    fallback: bool = True  # as many drafts as were measured to pay, none included; False: all
+    drafts: int = -1  # that a cycle verifies, whatever was measured; -1: not said
     drafter: bool = True  # False: the target alone is loaded
 
 
@@ -116,7 +117,7 @@ class ServeConfig:
                 )
         _ = self.socket_mode
         least: dict[str, int] = {"engine.queue": 1, "limits.connections": 1, "limits.json_depth": 4}
-        least |= {"limits.body_bytes": 1024, "limits.header_bytes": 1024, "limits.sessions": 1}
+        least |= {"limits.body_bytes": 1024, "limits.header_bytes": 1024, "limits.sessions": 1, "engine.drafts": -1}
         for section in fields(self):
             for key in fields(part := getattr(self, section.name)):
                 value, name = getattr(part, key.name), f"{section.name}.{key.name}"

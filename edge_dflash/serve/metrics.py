@@ -25,6 +25,7 @@ _SHORT = (0.001, 0.002, 0.004, 0.007, 0.01, 0.015, 0.02, 0.03, 0.045, 0.07, 0.1,
 _LONG = (0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.7, 1.0, 1.5, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0)
 _JOULES = (1, 2, 4, 7, 10, 20, 40, 70, 100, 200, 400, 700, 1000, 2000, 4000)
 _ACCEPT = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32)
+_DRAFTS = (1, 2, 3, 5, 7, 11, 15, 23, 31)
 SELF_TEST = ("passed", "failed", "none")
 
 # Families of the board: metric, label, help.
@@ -57,7 +58,7 @@ class Metrics:
         self.requests = counter("requests", "Requests that ended, by endpoint and outcome.", "endpoint", "outcome")
         self.tokens = counter("tokens", "Tokens: of prompts, of those not computed again, generated.", "kind")
         self.drafted = counter("drafted_tokens", "Drafts that were verified, by place in the block.", "position")
-        self.accepted = counter("accepted_tokens", "Drafts that were committed, by place in the block.", "position")
+        self.accepted = counter("accepted_tokens", "Drafts that were accepted, by place in the block.", "position")
         self.disconnects = counter("disconnects", "Clients that left before the end of their answer.")
         self.queue_depth = gauge("queue_depth", "Requests that wait.")
         self.running = gauge("running", "1 while a request runs.")
@@ -72,13 +73,9 @@ class Metrics:
         self.inter_token = histogram("inter_token_seconds", "Time a token after the first, cycle by cycle.", _SHORT)
         self.cycle = histogram("cycle_seconds", "A cycle: propose, verify, accept, commit.", _SHORT, "kind")
         self.accept_length = histogram("accept_length", "Tokens that a drafting cycle committed.", _ACCEPT)
+        self.drafts = histogram("cycle_drafts", "Drafts that a drafting cycle verified.", _DRAFTS)
         self.joules = histogram("plan_joules", "Energy of the board while a plan is made.", _JOULES, "rail")
-        self._positions = 0
         registry.register(_BoardCollector(board))
-
-    def size(self, block: int) -> None:
-        """Say how many tokens a block has, its anchor included: a cycle verifies one draft less."""
-        self._positions = block - 1
 
     def tested(self, state: str) -> None:
         """Note what the self-test gave, one of SELF_TEST."""
@@ -99,9 +96,10 @@ class Metrics:
             self.inter_token.observe(seconds / count)
         if drafted:
             self.accept_length.observe(count)
-            for position in range(self._positions):
+            self.drafts.observe(step.drafts)
+            for position in range(step.drafts):
                 self.drafted.labels(str(position + 1)).inc()
-            for position in range(count - 1):
+            for position in range(step.accepted):
                 self.accepted.labels(str(position + 1)).inc()
 
     def ended(self, endpoint: str, outcome: str) -> None:

@@ -118,6 +118,7 @@ class Service:
             queue=engine.queue,
             prefix_bytes=engine.prefix_mib * MIB,
             fallback=engine.fallback,
+            drafts=None if engine.drafts < 0 else engine.drafts,
             drafter=engine.drafter,
             check_hashes=service.check_hashes,
             self_test=cast(Mode, service.self_test),
@@ -139,7 +140,6 @@ class Service:
             save=self.config.sessions.save,
         )
         metrics, sessions, tested = self.metrics, self.sessions, planner.self_test
-        metrics.size(planner.shape.block_size)
         metrics.tested("none" if tested is None else "passed" if tested.ok else "failed")
         metrics.queue_depth.set_function(lambda: planner.waiting)
         metrics.running.set_function(lambda: self.pulse.running)

@@ -137,13 +137,14 @@ class _Part:
                 spec = expected[name]
                 one, other = self._reader.wide(tensor, spec.shape, half=False), target.read(name, spec)
                 parts = range(0, spec.shape[0], _ROWS)
+                found = "differs from the target's" if isinstance(other, WideWeight) else f"is wide, {name} quantized"
                 if not isinstance(other, WideWeight) or not all(
                     np.array_equal(one.rows(part).float32(), other.rows(part).float32())
                     for part in (slice(i, i + _ROWS) for i in parts)
                 ):
                     raise CheckpointError(
-                        f"{self.tensors.entry(tensor).file}: {tensor} differs from the target's, which is what drafts "
-                        "are made with; use the target that the drafter was trained for, or remove the tensor"
+                        f"{self.tensors.entry(tensor).file}: {tensor} {found}, and drafts are made with the target's; "
+                        "use the target that the drafter was trained for, or remove the tensor"
                     )
 
     def _check_storage(self, name: str, spec: WeightSpec, declared: Declared) -> None:

@@ -19,18 +19,7 @@ Inside a piece everything is in lane order, lane = 4 g + t, for the tensor-core 
 
 An FP8 word holds codes 2 0 3 1 in its bytes 0..3.
 
-An NVFP4 word holds the eight codes of four pairs; a pair's even code lies in the low half, its odd code in the high
-half. Where pair i's sign and magnitude bits (s, e1 e0 m) lie in a half, chosen so that one mask after at most one
-shift gives a BF16 pair (sign at 15, magnitude at 8..6)::
-
-    bit     15 14 13 12 11 10  9  8  7  6  5  4  3  2  1  0
-    pair 0   s                    e1 e0  m
-    pair 1                     s                    e1 e0  m      (shifted left by 6)
-    pair 2           e1 e0  m                    s'               (rotated right by 4; s' is the other half's sign)
-    pair 3     e1  s                       e0  m                  (left by 2, and e1 right by 6)
-
-For architectures that convert a byte of two codes in one instruction (:func:`words_of`), byte i of a word holds pair i,
-the even code in its low bits.
+An NVFP4 word holds the eight codes of four pairs: weights/words.py.
 
 A block scale byte is E4M3 re-encoded with 5 exponent bits (value = 2^(e-10) (1 + m/8), never subnormal); a block of
 scale zero keeps no codes: it is zero.
@@ -45,32 +34,11 @@ from typing import Any, Literal, cast
 import numpy as np
 import numpy.typing as npt
 
-from edge_dflash.board.archs import supports
 from edge_dflash.errors import BackendError
 from edge_dflash.weights.formats import BLOCK, E4M3_NAN, FORMATS, Fp8Weight, Nvfp4Weight, Weight, WideWeight
+from edge_dflash.weights.words import Words, to_words
 
 Bytes = npt.NDArray[np.uint8]
-
-# Bit positions (s, e1, e0, m) of pair i in its half; the sign of pair 2 lies in the other half.
-_PLACES = ((15, 8, 7, 6), (9, 2, 1, 0), (3, 12, 11, 10), (13, 14, 5, 4))
-
-
-def word_bits(pair: int, odd: int) -> tuple[int, ...]:
-    """Positions in the word of (s, e1, e0, m) of the even or odd code of a pair."""
-    sign, *magnitude = _PLACES[pair]
-    crossed = odd ^ (pair == 2)
-    return (sign + 16 * crossed, *(place + 16 * odd for place in magnitude))
-
-
-def _table() -> npt.NDArray[np.uint32]:
-    """[4 pairs, 256]: bits of a word that a packed byte (even code low) gives as pair i."""
-    byte = np.arange(256, dtype=np.uint32)
-    table = np.zeros((4, 256), np.uint32)
-    for pair in range(4):
-        for odd in (0, 1):
-            for bit, place in zip((3, 2, 1, 0), word_bits(pair, odd), strict=True):
-                table[pair] |= (byte >> (4 * odd + bit) & 1) << np.uint32(place)
-    return table
 
 
 def _scale_codes() -> tuple[Bytes, Bytes]:
@@ -85,12 +53,10 @@ def _scale_codes() -> tuple[Bytes, Bytes]:
     return forward, back
 
 
-WORD_BITS = _table()
 SCALE_CODE, E4M3_CODE = _scale_codes()
 
 
 Format = Literal["nvfp4", "fp8", "bf16"]  # those that kernels stream
-Words = Literal["halves", "bytes"]  # where an NVFP4 word holds the codes of a pair: in both halves, or in one byte
 
 UNIT_ROWS = 32
 WINDOW: dict[Format, int] = {"nvfp4": 64, "fp8": 64, "bf16": 32}
@@ -141,15 +107,10 @@ class Repacked:
     layout: Layout
     data: Bytes  # [layout.nbytes]
     scale: npt.NDArray[np.float32]  # [units * 32]: factor of each row's sum
-    words: Words = "halves"  # of NVFP4
+    words: Words = "shared"  # of NVFP4
 
 
-def words_of(sm: int) -> Words:
-    """How the kernels for compute capability ``sm`` read NVFP4 words (kernels/decode.cuh)."""
-    return "bytes" if supports(sm, "e2m1") else "halves"
-
-
-def repack(weights: Weight | Sequence[Weight], *, swiglu: bool = False, words: Words = "halves") -> Repacked:
+def repack(weights: Weight | Sequence[Weight], *, swiglu: bool = False, words: Words = "shared") -> Repacked:
     """Streaming form of one matrix [N, K] or of a stack with a common K and format; ``swiglu``: (gate, up).
 
     Exact and deterministic. Raises BackendError for a mixed stack, a K that is not a multiple of 16, wide values that
@@ -245,11 +206,7 @@ def _pieces(codes: Bytes, block_scales: Bytes, layout: Layout, order: Words) -> 
         return lanes.reshape(-1)
     out = np.empty(shape, np.uint8)
     lanes = _in_lanes(codes, layout, 8)  # 4 bytes of 2 codes: one word
-    words = lanes.view(np.uint32)
-    if order == "halves":
-        words = np.zeros_like(words)
-        for pair, table in enumerate(WORD_BITS):
-            words |= table[lanes.reshape(*words.shape, 4)[..., pair]]
+    words = to_words(lanes.view(np.uint32), order)
     # [u, v, tile, half, lane, word] -> [u, v, tile, lane, half, word]
     out[..., :1024] = np.ascontiguousarray(words.transpose(0, 1, 2, 4, 3, 5)).view(np.uint8).reshape(*shape[:2], 1024)
     scales = _in_lanes(block_scales, layout, 1)[..., 0]  # [u, v, tile, half, lane]

@@ -23,12 +23,10 @@ from edge_dflash.weights.layout import (
     Bytes,
     Layout,
     Repacked,
-    Words,
     repack,
-    word_bits,
-    words_of,
 )
 from edge_dflash.weights.safetensors import forget_pages
+from edge_dflash.weights.words import Words, to_packed, words_of
 
 BLOCK_BYTES = 8 << 20  # of source rows in a block
 
@@ -47,7 +45,7 @@ def row_blocks(weights: Sequence[Weight], layout: Layout, nbytes: int = BLOCK_BY
             yield tuple(weight.rows(slice(first, first + step)) for weight in group)
 
 
-def pack(block: tuple[Weight, ...], words: Words = "halves") -> Repacked:
+def pack(block: tuple[Weight, ...], words: Words = "shared") -> Repacked:
     """Streaming form of one of :func:`row_blocks`; drops the mapped pages under it. Raises BackendError."""
     packed = repack(block, swiglu=len(block) == 2, words=words)
     for weight in block:
@@ -113,8 +111,7 @@ def _codes(pieces: Bytes, layout: Layout, halves: slice, order: Words) -> Bytes:
         return _unlaned(lanes)
     stored = pieces.view(np.uint32)[..., : _CODES // 4].reshape(*pieces.shape[:2], 2, 8, 4, 2, 2)
     words = stored[..., halves, :].transpose(0, 1, 2, 5, 3, 4, 6)  # unit, window, tile, half, g, t, word
-    packed = cast(Bytes, words) if order == "bytes" else _LOW[words & 0xFFFF] | _HIGH[words >> 16]
-    return _unlaned(packed).view(np.uint8)
+    return _unlaned(cast(Bytes, to_packed(words, order))).view(np.uint8)
 
 
 def _scales(pieces: Bytes, halves: slice) -> Bytes:
@@ -127,17 +124,3 @@ def _unlaned(lanes: Bytes) -> Bytes:
     """[unit, window, tile, half, g, t, x] -> [rows, x along K]."""
     units, _, tiles, halves, groups, *_ = lanes.shape
     return np.ascontiguousarray(lanes.transpose(0, 2, 3, 4, 1, 5, 6)).reshape(units * tiles * halves * groups, -1)
-
-
-def _halves() -> tuple[Bytes, Bytes]:
-    """What the low and the high half of a word (two bytes each) give of its four bytes of packed pairs, as uint32."""
-    value = np.arange(1 << 16, dtype=np.uint32)
-    tables = np.zeros((2, 1 << 16), np.uint32)
-    for pair in range(4):
-        for odd in (0, 1):
-            for bit, place in zip((3, 2, 1, 0), word_bits(pair, odd), strict=True):
-                tables[place // 16] |= (value >> np.uint32(place % 16) & 1) << np.uint32(8 * pair + 4 * odd + bit)
-    return tables[0], tables[1]
-
-
-_LOW, _HIGH = _halves()

@@ -24,9 +24,10 @@ from edge_dflash.bundle.parts import hash_file
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.errors import BundleError
 from edge_dflash.model import pair_programs
-from edge_dflash.weights.layout import repack, words_of
+from edge_dflash.weights.layout import repack
 from edge_dflash.weights.packing import unpack
 from edge_dflash.weights.stacks import pair_stacks
+from edge_dflash.weights.words import words_of
 
 MIXED = {"k_proj": "fp8", "down_proj": "bf16", "drafter__fc": "fp8", "A_log": "f32", "target__norm": "f32"}
 

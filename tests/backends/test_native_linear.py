@@ -98,12 +98,12 @@ def nvfp4_fragments(piece):
     """One piece -> values [tile, lane, half, pair, 2], as e2m1_pairs and block_scales compute them."""
     words = piece[:1024].view(np.uint32).reshape(2, 32, 2, 2)
     scales = piece[1024:].reshape(32, 2, 2).transpose(1, 0, 2).astype(np.uint32)
-    rotated = words >> 4 | words << 28
+    rotated = words >> 6 | words << 26
     pairs = (
-        words & 0x81C081C0,
+        (words ^ words << 2) & 0x81C081C0,
         words << 6 & 0x81C081C0,
+        (words ^ rotated << 2) & 0x81C081C0,
         rotated & 0x81C081C0,
-        (words << 2 & 0x80C080C0) | (words >> 6 & 0x01000100),
     )
     values = halves(np.stack(pairs, -1)).reshape(2, 32, 2, 8, 2)
     factor = bf16_to_f32((scales * 16 + 0x7000).astype(np.uint16))

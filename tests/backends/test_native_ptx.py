@@ -1,11 +1,12 @@
-"""Left operands of warpgroup products, which are under way while the next ones are decoded, in PTX.
+"""What PTX must say: of left operands of warpgroup products, and of control words that are read before a wait.
 
-A register has one definition, which is arithmetic: it is no word that is read again later. (What an operand taken
-from a register of words did: tests/gpu/test_native_tiles.py found other bits from launch to launch.)
+Left operands are under way while the next ones are decoded: a register has one definition, which is arithmetic, and is
+no word that is read again later. (What an operand taken from a register of words did: tests/gpu/test_native_tiles.py
+found other bits from launch to launch.) A control word comes from L2: what a wait makes visible, it has not yet.
 """
 
 import pytest
-from ptx_support import kernels_ptx, left_operands
+from ptx_support import kernels_ptx, left_operands, word_loads
 
 STEPS = {"nvfp4": 4, "fp8": 4, "bf16": 2}  # of 16 k in a piece
 
@@ -43,3 +44,24 @@ def test_attention(dim, columns):
         found = left_operands(kernels_ptx("attend")[f"attend_wide_{name}_d{dim}_n{columns}"])
         assert len(found) == 4 * forms * 2 * dim // 16  # registers, steps of scores and of values
         assert set(found) == {("cvt.rn.f16x2.e4m3x2",)}
+
+
+def test_a_word_is_known_by_the_parameter_that_points_to_it():
+    ptx = """
+    ld.param.u64 %rd1, [kernel_param_0];
+    ld.param.u64 %rd2, [kernel_param_1];
+    cvta.to.global.u64 %rd3, %rd2;
+    add.s64 %rd4, %rd3, %rd9;
+    ld.global.u32 %r1, [%rd3];
+    ld.global.cg.s32 %r2, [%rd1];
+    ld.global.u32 %r3, [%rd4];
+    ld.global.f32 %f1, [%rd1];
+    """
+    assert word_loads(ptx) == ["ld.global.u32", "ld.global.cg.s32"]
+
+
+@pytest.mark.parametrize("unit", ["attend", "delta"])
+def test_control_words_before_a_wait_come_from_l2(unit):
+    late = {"delta_prepare", "delta_norm"}  # they wait first
+    found = {name: word_loads(ptx) for name, ptx in kernels_ptx(unit).items() if name not in late}
+    assert all(loads and set(loads) == {"ld.global.cg.s32"} for loads in found.values()), found

@@ -9,13 +9,16 @@ from cubin_support import cubin, kernel_use
 
 from edge_dflash.backends.cuda import sample
 from edge_dflash.backends.cuda.compile import KERNELS
-from edge_dflash.backends.cuda.graphs import Capture, NativeRows
+from edge_dflash.backends.cuda.graphs import Capture
 from edge_dflash.backends.cuda.memory import Allocator, Control, DevicePointer, aligned
+from edge_dflash.backends.cuda.rows import NativeRows
 from edge_dflash.backends.cuda.sample import Chooser
+from edge_dflash.backends.cuda.states import Sizes
 from edge_dflash.decode.sampling import Sampling
 from edge_dflash.errors import BackendError
 
 SOURCE = (KERNELS / "sample.cu").read_text()
+CHOICE = (KERNELS / "choice.cuh").read_text()
 
 
 @pytest.mark.parametrize("arch", ["sm87", "sm90a", "sm110a", "sm121a"])
@@ -37,7 +40,7 @@ def test_sizes_are_those_of_the_kernel():
 
 
 def test_settings_have_the_fields_of_the_kernel():
-    body = re.search(r"struct Settings \{(.*?)\n\};", SOURCE, re.S)[1]
+    body = re.search(r"struct Settings \{(.*?)\n\};", CHOICE, re.S)[1]
     sizes = {"double": 8, "u64": 8, "int": 4, "u32": 4}
     fields = [
         (name.strip(), sizes[kind])
@@ -152,8 +155,8 @@ def test_a_sampled_cycle_chooses_for_the_positions_of_its_rows():
         control=control, ids=ids, drafts=drafts, choices=choices, clock=other, counted=other,
         logits="logits", sampling=sample.SamplingBuffers.take(memory, 16, 100),
     )  # fmt: skip
-    kernels = SimpleNamespace(cycle=Calls(log, "frame"), sampler=Calls(log, "sampler"))
-    layout = SimpleNamespace(sizes=SimpleNamespace(rows=10))
+    kernels = SimpleNamespace(cycle=Calls(log, "frame"), sampler=Calls(log, "sampler"), walker=None)
+    layout = SimpleNamespace(sizes=Sizes(10, 64, 128), first_draft=1)
     loaded = SimpleNamespace(
         common=SimpleNamespace(buffers=buffers, kernels=kernels, layout=layout),
         passes={"propose": Calls(log, "propose"), "verify": SimpleNamespace(narrow=narrowed)},

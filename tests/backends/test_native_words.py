@@ -1,4 +1,4 @@
-"""NVFP4 words with a pair in each byte (SM100 and later): order, and decoding on a model of the instruction."""
+"""NVFP4 words: order, decoding by masks and shifts, and (SM100 and later) on a model of the instruction."""
 
 import re
 import shutil
@@ -15,9 +15,12 @@ from ptx_support import kernels_ptx
 from edge_dflash.backends.cuda.compile import KERNELS, compiler_version
 from edge_dflash.backends.cuda.linear import LinearWeights
 from edge_dflash.board.archs import ARCHS
+from edge_dflash.bundle.parts import DATA, repacked_of
 from edge_dflash.weights.formats import Fp8Weight, Nvfp4Weight, bf16_to_f32
-from edge_dflash.weights.layout import SCALE_CODE, WORD_BITS, repack, words_of
+from edge_dflash.weights.layout import SCALE_CODE, repack
 from edge_dflash.weights.packing import data_for, unpack
+from edge_dflash.weights.stacks import Stack
+from edge_dflash.weights.words import bf16_pairs, to_packed, to_words, words_of
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 SOURCE = (KERNELS / "e2m1.cuh").read_text()
@@ -45,17 +48,13 @@ def scale_values(codes, bias):
     return bf16_to_f32((pair & 0xFFFF).astype(np.uint16))
 
 
-def test_all_codes_and_scales_give_the_bits_of_masks_and_shifts():
-    byte, scales = np.arange(256), SCALE_CODE[:0x7F]  # zero and every E4M3 scale; blocks of scale zero have codes zero
+@pytest.mark.parametrize("order", ["shared", "halves"])
+def test_all_codes_and_scales_give_the_bits_of_masks_and_shifts(order):
+    byte, scales = np.arange(256, dtype=np.uint32), SCALE_CODE[:0x7F]  # blocks of scale zero have codes zero
     for pair in range(4):
-        word = WORD_BITS[pair][byte]
-        masked = {
-            0: word & 0x81C081C0,
-            1: word << np.uint32(6) & 0x81C081C0,
-            2: (word >> np.uint32(4) | word << np.uint32(28)) & 0x81C081C0,
-            3: (word << np.uint32(2) & 0x80C080C0) | (word >> np.uint32(6) & 0x01000100),
-        }[pair]
-        halves = bf16_to_f32(np.stack((masked & 0xFFFF, masked >> 16), -1).astype(np.uint16))
+        masked = bf16_pairs(to_words(byte << 8 * pair, order), order)
+        assert not any(other.any() for i, other in enumerate(masked) if i != pair)
+        halves = bf16_to_f32(np.stack((masked[pair] & 0xFFFF, masked[pair] >> 16), -1).astype(np.uint16))
         today = halves[:, None] * scale_values(scales, 0x70007000)[:, None]
         direct = converted(byte)[:, None] * scale_values(scales, BIAS_BF16)[:, None]
         shrunk = converted(byte).astype(np.float16) * np.uint16(SHRINK & 0xFFFF).view(np.float16)
@@ -66,6 +65,32 @@ def test_all_codes_and_scales_give_the_bits_of_masks_and_shifts():
         assert np.isfinite(today).all()
 
 
+@pytest.mark.parametrize("order", ["shared", "bytes", "halves"])
+def test_every_word_is_that_of_its_codes(order):
+    # Words and codes are sums of what each of their bits stands for: so 32 bits and many sums stand for all.
+    bits, rng = np.uint32(1) << np.arange(32, dtype=np.uint32), np.random.default_rng(0)
+    for values in (bits, rng.integers(0, 1 << 32, 1 << 16, dtype=np.uint32)):
+        assert np.array_equal(to_packed(to_words(values, order), order), values)
+        assert np.array_equal(to_words(to_packed(values, order), order), values)
+        assert np.array_equal(
+            to_words(values ^ values[::-1], order), to_words(values, order) ^ to_words(values, order)[::-1]
+        )
+
+
+def expression(text):
+    """What the kernels' source gives to ``text``, as Python."""
+    found = re.search(re.escape(text) + r" = (.*);", (KERNELS / "decode.cuh").read_text())[1]
+    return re.sub(r"(0x[0-9A-F]+)u", r"np.uint32(\1)", found).replace("__funnelshift_r", "funnel")
+
+
+def test_kernels_decode_as_the_host():
+    w = np.random.default_rng(1).integers(0, 1 << 32, 1 << 12, dtype=np.uint32)
+    names = {"w": w, "np": np, "funnel": lambda low, high, n: low >> n | high << (32 - n)}
+    names["rotated"] = eval(expression("const u32 rotated"), names)
+    for i, pair in enumerate(bf16_pairs(w)):
+        assert np.array_equal(eval(expression(f"pair[{i}]"), names), pair)
+
+
 def random_weight(n, k, seed):
     rng = np.random.default_rng(seed)
     packed = rng.integers(0, 256, (n, k // 2), dtype=np.uint8)
@@ -74,20 +99,22 @@ def random_weight(n, k, seed):
 
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.integers(1, 70), min_size=1, max_size=3), st.integers(1, 12), st.booleans())
-def test_both_orders_hold_the_same_weights(columns, blocks, gated):
+def test_all_orders_hold_the_same_weights(columns, blocks, gated):
     columns = columns[:1] * 2 if gated else columns
     stack = [random_weight(n, 16 * blocks, n + i) for i, n in enumerate(columns)]
-    halves, pairs = (repack(stack, swiglu=gated, words=words) for words in ("halves", "bytes"))
-    for a, b in zip(unpack(halves), unpack(pairs), strict=True):
+    shared, pairs, halves = (repack(stack, swiglu=gated, words=words) for words in ("shared", "bytes", "halves"))
+    for a, b, c in zip(unpack(shared), unpack(pairs), unpack(halves), strict=True):
         same(a, b)
-    words, bytes_ = (r.data.reshape(-1, 1152)[:, :1024].view(np.uint32) for r in (halves, pairs))
-    table = sum(WORD_BITS[i][bytes_ >> np.uint32(8 * i) & 0xFF] for i in range(4))
-    assert np.array_equal(words, table)  # byte i holds pair i
-    assert np.array_equal(halves.data.reshape(-1, 1152)[:, 1024:], pairs.data.reshape(-1, 1152)[:, 1024:])
-    assert np.array_equal(halves.scale, pairs.scale)
-    assert np.array_equal(data_for(halves, 110), pairs.data)
-    assert np.array_equal(data_for(pairs, 87), halves.data)
+        same(a, c)
+    words, bytes_ = (r.data.reshape(-1, 1152)[:, :1024].view(np.uint32) for r in (shared, pairs))
+    assert np.array_equal(words, to_words(bytes_, "shared"))  # byte i holds pair i
+    assert np.array_equal(shared.data.reshape(-1, 1152)[:, 1024:], pairs.data.reshape(-1, 1152)[:, 1024:])
+    assert np.array_equal(shared.scale, pairs.scale)
+    for packed in (shared, pairs, halves):
+        assert np.array_equal(data_for(packed, 110), pairs.data)
+        assert np.array_equal(data_for(packed, 87), shared.data)
     assert data_for(pairs, 110) is pairs.data
+    assert data_for(shared, 90) is shared.data
 
 
 def test_a_device_gets_the_words_that_its_kernels_read():
@@ -98,6 +125,19 @@ def test_a_device_gets_the_words_that_its_kernels_read():
         found = gpu.bytes_of(LinearWeights.of(gpu, packed).data)
         assert np.array_equal(found, repack(unpack(packed), words=words_of(arch.sm)).data)
         assert np.array_equal(found, packed.data) == ("e2m1" not in arch.features)
+
+
+@pytest.mark.parametrize("words", sorted(DATA))
+def test_a_bundle_names_its_words_and_an_older_one_is_turned(words):
+    packed = repack(random_weight(40, 80, 0), words=words)
+    stack = Stack(("target.w",), packed.layout)
+    found = repacked_of(
+        stack, {f"target.w+0.{DATA[words]}": ("U8", packed.data), "target.w+0.scale": ("F32", packed.scale)}
+    )
+    assert found.words == words
+    gpu = FakeGpu()
+    gpu.sm = 87
+    assert np.array_equal(gpu.bytes_of(LinearWeights.of(gpu, found).data), repack(random_weight(40, 80, 0)).data)
 
 
 def test_other_formats_have_no_words():

@@ -10,7 +10,7 @@ from store_weights import StoreWeights
 
 from edge_dflash.backends.cuda import backend as native_backend
 from edge_dflash.backends.cuda.backend import NativeBackend
-from edge_dflash.backends.cuda.schedule import Last, State
+from edge_dflash.backends.cuda.steps import Last, State
 from edge_dflash.backends.tensorrt import runtime
 from edge_dflash.backends.tensorrt.backend import EngineOps
 from edge_dflash.backends.tensorrt.flavours import TENSORRT, TENSORRT_RTX

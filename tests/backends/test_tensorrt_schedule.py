@@ -8,7 +8,7 @@ import pytest
 from golden_pairs import ENGINE
 from tensorrt_support import CHUNK, PAIRS, PASSES, checkpoint, spec, units
 
-from edge_dflash.backends.cuda.schedule import Last, State
+from edge_dflash.backends.cuda.steps import Last, State
 from edge_dflash.backends.reference.dense import TorchWeights
 from edge_dflash.backends.reference.interpreter import Interpreter, Memory
 from edge_dflash.backends.tensorrt.runs import RunEngine, dry_run, engine_pass

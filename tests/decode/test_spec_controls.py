@@ -7,6 +7,7 @@ from fakes import Stepped
 from golden_pairs import ENGINE, NAMES, backend, golden, same_bits
 
 from edge_dflash.decode.controls import Controls, CycleTime, Pace
+from edge_dflash.decode.drafts import DraftChoice
 from edge_dflash.decode.loop import generate, stream
 from edge_dflash.decode.options import Options
 
@@ -104,7 +105,7 @@ def test_a_deadline_that_the_prefill_cannot_meet_starts_nothing():
 
 def test_no_cycle_starts_that_cannot_end_in_time():
     b, pace = backend("qwen3_5"), Pace()
-    pace.record(CycleTime(50.0, 50.0, 2))
+    pace.record(CycleTime(50.0, 50.0))
     controls = Controls(deadline=time.perf_counter() + 30.0, pace=pace)
     result = generate(b, PROMPT, OPTIONS, controls=controls)
     assert (result.tokens, result.finish_reason) == ((FULL[0],), "deadline")
@@ -122,10 +123,11 @@ def test_a_passed_deadline_gives_what_was_committed():
 
 
 def test_plain_fallback_changes_the_time_and_not_the_tokens():
-    b, pace = backend("qwen3_5"), Pace()
-    for _ in range(4):
-        pace.record(CycleTime(1e3, 1e-3, 1))
-    assert not pace.drafting
+    b = backend("qwen3_5")
+    pace = Pace(DraftChoice(b.shape.drafts))
+    for _ in range(16):
+        pace.record(CycleTime(1e3, 1e-3, b.shape.drafts, b.shape.drafts, 0))
+    assert pace.drafts == 0
     result = generate(b, PROMPT, OPTIONS, controls=Controls(pace=pace))
     assert list(result.tokens) == FULL[:40]
     assert set(result.accept_lengths[:20]) == {1}

@@ -1,8 +1,8 @@
-from edge_dflash.decode.controls import PROBE, RECENT, REST, CycleTime, Pace, Patience
+from edge_dflash.decode.controls import RECENT, CycleTime, Pace, Patience
+from edge_dflash.decode.drafts import DraftChoice
 
-GOOD = CycleTime(0.2, 1.0, 4)  # 0.3 s a token against 1.0 s plain
-BAD = CycleTime(0.2, 1.0, 1)
-PLAIN = CycleTime(0.0, 1.0, 1)
+GOOD = CycleTime(0.2, 1.0)
+PLAIN = CycleTime(0.0, 1.0)
 
 
 def feed(pace, cycle, times):
@@ -12,14 +12,14 @@ def feed(pace, cycle, times):
 
 def test_nothing_is_known_at_first():
     pace = Pace()
-    assert pace.drafting
+    assert pace.drafts is None
     assert pace.cycle_seconds(speculative=True) == 0.0
     assert pace.prefill_seconds(100) == 0.0
 
 
 def test_the_estimate_is_the_longest_recent_cycle():
     pace = Pace()
-    pace.record(CycleTime(1.0, 4.0, 3))
+    pace.record(CycleTime(1.0, 4.0))
     feed(pace, GOOD, RECENT - 1)
     assert pace.cycle_seconds(speculative=True) == 5.0
     pace.record(GOOD)
@@ -44,7 +44,7 @@ def test_one_very_long_pass_does_not_refuse_all_for_ever():
     pace = Pace()
     pace.record_prefill(50, 0.1)
     pace.record_prefill(50, 60.0)
-    for cycle in (GOOD, CycleTime(0.2, 60.0, 4), PLAIN, CycleTime(0.0, 60.0, 1)):
+    for cycle in (GOOD, CycleTime(0.2, 60.0), PLAIN, CycleTime(0.0, 60.0)):
         pace.record(cycle)
     pace.refuse(Patience(cancelled=lambda: True), lambda: 0.0)
     assert pace.cycle_seconds(speculative=True) == 60.2
@@ -65,36 +65,18 @@ def test_short_prefills_say_nothing_about_long_ones():
     assert pace.prefill_seconds(50) == 0.25
 
 
-def test_drafting_that_pays_goes_on():
-    pace = Pace()
-    feed(pace, GOOD, 200)
-    assert pace.drafting
+def test_every_cycle_drafts_all_or_what_was_asked_for_unless_the_number_is_chosen():
+    for fixed in (None, 0, 2):
+        pace = Pace(fixed)
+        feed(pace, CycleTime(5.0, 1.0, fixed, fixed or 4, 0), 50)
+        assert pace.drafts == fixed
 
 
-def test_drafting_rests_when_it_costs_more_than_it_gives_and_is_tried_again():
-    pace = Pace()
-    feed(pace, BAD, PROBE - 1)
-    assert pace.drafting
-    pace.record(BAD)
-    assert not pace.drafting
-    feed(pace, PLAIN, REST - 1)
-    assert not pace.drafting
-    pace.record(PLAIN)
-    assert pace.drafting
-    feed(pace, BAD, PROBE)  # still bad: the next rest is twice as long
-    feed(pace, PLAIN, REST)
-    assert not pace.drafting
-    feed(pace, PLAIN, REST)
-    assert pace.drafting
-    feed(pace, GOOD, RECENT)
-    feed(pace, BAD, 200)
-    assert not pace.drafting  # a drafter that turns bad later is noticed too
-
-
-def test_a_costly_drafter_needs_a_higher_accept_length():
-    pace = Pace()
-    feed(pace, CycleTime(2.0, 1.0, 2), PROBE)  # 1.5 s a token
-    assert not pace.drafting
-    pace = Pace()
-    feed(pace, CycleTime(2.0, 1.0, 4), 50)  # 0.75 s a token
-    assert pace.drafting
+def test_a_chosen_number_follows_the_cycles_that_were_of_its_choice():
+    choice = DraftChoice(4, {0: 1.0, 4: 4.0})
+    pace = Pace(choice)
+    assert pace.drafts == 4
+    feed(pace, CycleTime(0.0, 1.0), 50)  # plain decoding that was asked for says nothing of the drafter
+    assert pace.drafts == 4
+    feed(pace, CycleTime(1.0, 3.0, 4, 4, 0), 8)
+    assert pace.drafts == 0

@@ -12,7 +12,8 @@ from edge_dflash.backends.cuda.backend import NativeBackend
 from edge_dflash.backends.cuda.linear import Linears
 from edge_dflash.backends.cuda.memory import PADDING, Placement, aligned
 from edge_dflash.backends.cuda.passes import Pass
-from edge_dflash.backends.cuda.schedule import Columns, Copy, Head, Multiply, Normalise, Schedule
+from edge_dflash.backends.cuda.schedule import Schedule
+from edge_dflash.backends.cuda.steps import Columns, Copy, Head, Multiply, Normalise
 from edge_dflash.backends.tensorrt.backend import EngineFrame, engine_passes, layout_of
 from edge_dflash.backends.tensorrt.runs import RunEngine
 from edge_dflash.backends.tensorrt.units import EMBEDDING, LOGITS, pair_units

@@ -10,6 +10,7 @@ import pytest
 from calib.demo.evaluate import heldout_tasks
 from edge_dflash.backends import load
 from edge_dflash.bundle.reader import Bundle
+from edge_dflash.checks.asking import ByTurns
 from edge_dflash.checks.lossless import Adversary, drafters, oracle
 from edge_dflash.decode.accept import Relaxation
 from edge_dflash.demo.actions import plan_schema, schema_problems
@@ -32,8 +33,8 @@ def planner(demo_bundle):
         yield planner
 
 
-def adversarial(demo_bundle, planner, sequence, drafter):
-    backend = Adversary(load(Bundle.open(demo_bundle, check_hashes=False)), sequence, drafter)
+def adversarial(demo_bundle, planner, sequence, drafter, around=lambda backend: backend):
+    backend = around(Adversary(load(Bundle.open(demo_bundle, check_hashes=False)), sequence, drafter))
     return Planner(backend, planner.tokenizer, planner.stop_token_ids, fallback=False)
 
 
@@ -63,6 +64,10 @@ def test_constrained_speculative_equals_constrained_plain(demo_bundle, planner, 
         assert (plan.tokens, plan.logprobs) == (plain.tokens, plain.logprobs), name
         if name == "oracle":
             assert plan.accept_length > 8
+        with adversarial(demo_bundle, planner, sequence, drafter, ByTurns) as other:
+            plan = other.plan(task, **options)
+        assert (plan.tokens, plan.logprobs) == (plain.tokens, plain.logprobs), name
+        assert max(plan.drafting.drafts) > min(plan.drafting.drafts)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 2.0])

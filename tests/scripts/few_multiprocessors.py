@@ -39,9 +39,10 @@ from edge_dflash.backends.cuda.memory import (
     Words,
     control_word,
 )
-from edge_dflash.backends.cuda.schedule import Copy, Gather, Head, Normalise, Project, State, schedule
+from edge_dflash.backends.cuda.schedule import schedule
 from edge_dflash.backends.cuda.small import CycleKernels, Small
 from edge_dflash.backends.cuda.states import Sizes, States
+from edge_dflash.backends.cuda.steps import Copy, Gather, Head, Normalise, Project, State
 from edge_dflash.checks.random_pair import RandomWeights, synthetic_pair
 from edge_dflash.decode.backend import Precision
 from edge_dflash.model import pair_programs

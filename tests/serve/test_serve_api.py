@@ -221,13 +221,16 @@ def test_models_health_ready_and_metrics(service, client):
 def test_metrics_count_drafts_by_position(service, client):
     reply = client.post(CHAT, json={"messages": HELLO, "max_tokens": 30}).json()
     lengths = reply["edge_dflash"]["accept_lengths"]
+    drafts, accepted = reply["edge_dflash"]["drafts"], reply["edge_dflash"]["accepted_drafts"]
     metrics = service.metrics
     value = metrics.registry.get_sample_value
     for position in range(1, TEXT_SHAPE.block_size):
         labels = {"position": str(position)}
-        assert value("edge_dflash_drafted_tokens_total", labels) == len(lengths)
-        wanted = sum(length > position for length in lengths) or None
+        assert value("edge_dflash_drafted_tokens_total", labels) == sum(count >= position for count in drafts)
+        wanted = sum(count >= position for count in accepted) or None
         assert value("edge_dflash_accepted_tokens_total", labels) == wanted
+    assert all(length <= count + 1 for length, count in zip(lengths, accepted, strict=True))
+    assert value("edge_dflash_cycle_drafts_sum") == sum(drafts) == len(lengths) * (TEXT_SHAPE.block_size - 1)
     assert value("edge_dflash_accept_length_sum") == sum(lengths)
     assert value("edge_dflash_inter_token_seconds_count") == sum(lengths)
 

@@ -36,7 +36,7 @@ class ControlGpu(FakeGpu):
             self.settings = made
         if shape == (RESULT_WORDS,):
             self.result = made
-        if shape == (1,) and dtype == np.int32:
+        if shape == (2,):
             self.counted = made
         return made
 
@@ -78,11 +78,12 @@ class ControlGpu(FakeGpu):
         elif name == "cycle_accept":
             self.rows += words["pending"]
             valid = arguments[-1]  # how many rows count: of a whole cycle, else of a verify
-            stop = self.counted if valid.address == self.counts_at else self.settings["stop"]
+            whole = self.counts_at is not None and valid.address - self.counts_at in (0, 8)  # asked for, or sure
+            stop = self.counted if whole else self.settings["stop"]
             accept = min(self.accept, int(stop[0]) - 1)
             words["length"], words["pending"] = words["length"] + accept + 1, accept + 1
             words["anchor"] = accept  # choice i of the fake is i
-            self.result[0], self.result[4 : 4 + BLOCK] = accept, range(BLOCK)
+            self.result[:2], self.result[4 : 4 + BLOCK] = (accept, int(stop[0]) - 1), range(BLOCK)
 
     def free_bytes(self):
         return self.free, 1 << 40

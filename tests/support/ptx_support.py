@@ -33,3 +33,11 @@ def left_operands(ptx):
         for register in re.findall(r"%r\d+", registers):
             definitions[register].append(operation)
     return [tuple(definitions[r]) for product in _PRODUCT.findall(ptx) for r in product.split(",")]
+
+
+def word_loads(ptx):
+    """The instructions that load a 32-bit integer from where a parameter points."""
+    pointers = set(re.findall(r"ld\.param\.u64\s+(%rd\d+), \[\w+\];", ptx))
+    pointers |= {to for to, of in re.findall(r"cvta\.to\.global\.u64\s+(%rd\d+), (%rd\d+);", ptx) if of in pointers}
+    loads = re.findall(r"(ld\.global[\w.]*[sub]32)\s+%r\d+, \[(%rd\d+)\];", ptx)
+    return [operation for operation, pointer in loads if pointer in pointers]

@@ -10,7 +10,7 @@ from golden_pairs import ENGINE
 from tensorrt_support import CHUNK, Formatted, lowered, spec, tensorrt, units
 from trt_interpreter import run as interpret
 
-from edge_dflash.backends.cuda.schedule import Last, State
+from edge_dflash.backends.cuda.steps import Last, State
 from edge_dflash.backends.reference.dense import TorchWeights, pad, padded_rows
 from edge_dflash.backends.reference.interpreter import Interpreter, Memory, _Pass
 from edge_dflash.backends.tensorrt.runs import RunEngine, engine_pass

@@ -6,12 +6,13 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
+from checkpoint_files import write
 
+from edge_dflash.backends.host_cycle import Delegate
 from edge_dflash.backends.reference.backend import ReferenceBackend
 from edge_dflash.builder.write import BuildConfig, build
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.bundle.selftest import load_selftest
-from edge_dflash.checks.observe import Recorder
 from edge_dflash.common.files import directory
 from edge_dflash.decode.backend import Precision
 from edge_dflash.decode.loop import generate
@@ -95,20 +96,6 @@ FORMS = {
 }
 
 
-def write(directory, tensors, config):
-    directory.mkdir()
-    header, data = {}, b""
-    for name, (kind, array) in tensors.items():
-        array = np.ascontiguousarray(array)
-        offsets = [len(data), len(data) + array.nbytes]
-        header[name] = {"dtype": kind, "shape": list(array.shape), "data_offsets": offsets}
-        data += array.tobytes()
-    text = json.dumps(header).encode()
-    (directory / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data)
-    (directory / "config.json").write_text(json.dumps(config))
-    return directory
-
-
 def drafters(root, form):
     """The demo drafter with its layers' linears quantized, and with the values that these stand for."""
     quantize, declared = FORMS[form]
@@ -140,11 +127,24 @@ def opened(drafter):
     return pair, programs, PairCheckpoint.open(MODELS / "target", drafter, programs.weights)
 
 
+class Drafts(Delegate):
+    """A backend that writes down what is drafted."""
+
+    def __init__(self, backend):
+        super().__init__(backend)
+        self.drafts = []
+
+    def propose(self, anchor, lane=0):
+        rows = super().propose(anchor, lane)
+        self.drafts.append(rows.argmax())
+        return rows
+
+
 def drafted(drafter):
     """Tokens, accept lengths and all drafts of a plan."""
     pair, _, store = opened(drafter)
     context = len(prompt()) + 100
-    backend = Recorder(ReferenceBackend(pair, store, Precision("float32", "float32"), max_context=context))
+    backend = Drafts(ReferenceBackend(pair, store, Precision("float32", "float32"), max_context=context))
     found = generate(backend, prompt(), Options(max_new_tokens=48))
     return found.tokens, found.accept_lengths, backend.drafts
 

@@ -13,16 +13,18 @@ from dataclasses import replace
 import numpy as np
 
 from edge_dflash.backends.cuda.driver import Gpu
-from edge_dflash.backends.cuda.graphs import REPEATS, Capture, HostBuffers, NativeRows, StepTime, profile_cycle
+from edge_dflash.backends.cuda.graphs import REPEATS, Capture, HostBuffers, StepTime, profile_cycle
 from edge_dflash.backends.cuda.loading import Dense, Launches, load
 from edge_dflash.backends.cuda.memory import ControlBlock
+from edge_dflash.backends.cuda.rows import HostWalk, NativeRows, WalkedRows
 from edge_dflash.backends.cuda.sample import Chooser
 from edge_dflash.backends.cuda.small import Result
 from edge_dflash.backends.cuda.states import Lane, Sizes, read_states, write_states
+from edge_dflash.backends.cuda.warming import warm_up
 from edge_dflash.backends.cuda.weights import NativeWeights
 from edge_dflash.backends.host_cycle import host_cycle
 from edge_dflash.decode.backend import Asked, Cycle, PairShape, Precision, Snapshot, check_lane, no_drafter
-from edge_dflash.decode.sampling import Sampling, choose
+from edge_dflash.decode.walk import confident
 from edge_dflash.errors import BackendError
 from edge_dflash.model import pair_programs
 from edge_dflash.model.specs import PairSpec
@@ -48,7 +50,8 @@ class NativeBackend:
         """
         self._shape = PairShape.of(spec, max_context, prefill_chunk)
         self._dense = dense = dense or Launches(weights, cubin)
-        sizes = Sizes(spec.block_size, prefill_chunk, max_context, self._shape.lanes)
+        verify_rows = self._shape.verify_rows
+        sizes = Sizes(verify_rows, prefill_chunk, max_context, self._shape.lanes, spec.block_size)
         layout = dense.lay_out(pair_programs(spec), precision, sizes)
         self.gpu = Gpu()
         try:
@@ -58,10 +61,12 @@ class NativeBackend:
             self._capture = Capture(self.gpu, self.loaded, self._host, self.chooser, spec.mask_token_id or 0)
             self.graphs = self._capture.passes()
             self._cycles = self._own_cycles = self._capture.cycles()
+            walker, first = self.loaded.common.kernels.walker, layout.first_draft
+            self._walk = HostWalk(self.gpu, walker, self.chooser, buffers, first) if walker else None
             self.passes = 0  # counter, by which rows notice that they were replaced
             self._lanes = [Lane() for _ in range(self._shape.lanes)]
             self.reset()
-            self._warm_up()
+            warm_up(self)
         except BaseException:
             self.close()
             raise
@@ -107,14 +112,17 @@ class NativeBackend:
         """One drafter pass; row i is the draft for position length + 1 + i. Drops an open verify."""
         if not self._shape.drafts:
             raise no_drafter()
-        self._begin_at(anchor, lane, self._shape.block_size)
+        self._begin_at(anchor, lane, self._shape.verify_rows)
         self.graphs.propose.launch()
-        return NativeRows(self, self._shape.block_size - 1, 1, self._host.drafts)
+        first = self.loaded.common.layout.first_draft
+        if self._walk is not None:
+            return WalkedRows(self, self._walk, first, self._host.drafts)
+        return NativeRows(self, self._shape.drafts, first, self._host.drafts)
 
     def verify(self, ids: Sequence[int], lane: int = 0) -> NativeRows:
         """Run rows at length, length + 1, ... without committing them."""
-        if not 1 <= len(ids) <= self._shape.block_size:
-            raise BackendError(f"verify takes 1 to {self._shape.block_size} rows, not {len(ids)}")
+        if not 1 <= len(ids) <= self._shape.verify_rows:
+            raise BackendError(f"verify takes 1 to {self._shape.verify_rows} rows, not {len(ids)}")
         self._check_ids(ids)
         self._check_room(lane, len(ids))
         at = self._begin(lane)
@@ -137,15 +145,16 @@ class NativeBackend:
             return host_cycle(self, asked)
         if asked.steering is not None or not asked.drafting or not self._shape.drafts:
             return self._split(asked)
-        lane, most = self._begin_at(asked.anchor, asked.lane, self._shape.block_size), self._shape.drafts
+        lane, most = self._begin_at(asked.anchor, asked.lane, self._shape.verify_rows), self._shape.drafts
         graphs, drafts = self._cycles.greedy, most if asked.drafts is None else min(asked.drafts, most)
         if asked.sampling.temperature > 0.0 or asked.logits:
             self.chooser.prepare(asked.sampling)
             graphs = self._cycles.sampled
-        self._host.count(drafts + 1)
+        self._host.count(drafts + 1, asked.threshold)
         lane.known = None  # until it is known what the device committed
         graphs.of(drafts + 1).launch()
-        return self._cycle(lane, self._host.read(self._shape.verify_rows), asked, drafts)
+        result = self._host.read(self._shape.verify_rows)
+        return self._cycle(lane, result, asked, result.counted)
 
     def _split(self, asked: Asked) -> Cycle:
         """A cycle of separate passes, decided on the device; seconds are the host's."""
@@ -153,7 +162,11 @@ class NativeBackend:
         position, began, drafts = lane.wanted.length + 1, time.perf_counter(), list[int]()
         drafting = asked.drafting and self._shape.drafts > 0
         if steering is not None and drafting:
-            drafts = steering.drafts(self.propose(asked.anchor, asked.lane), position)[: asked.drafts]
+            rows = self.propose(asked.anchor, asked.lane)
+            drafts = steering.drafts(rows, position)
+            if asked.threshold and isinstance(rows, WalkedRows):
+                drafts = drafts[: confident(rows.confidence(), asked.threshold)]
+            drafts = drafts[: asked.drafts]
         proposed = time.perf_counter()
         self.verify([asked.anchor, *drafts], asked.lane)
         masks = [None] if steering is None else steering.masks(drafts)  # while it runs
@@ -220,8 +233,8 @@ class NativeBackend:
         self._cycles = self._own_cycles
         if accept is None:
             return
-        if not accept or not all(0 <= n < self._shape.block_size for n in accept):
-            raise BackendError(f"accept pattern {list(accept)} is not made of 0 to {self._shape.block_size - 1} drafts")
+        if not accept or not all(0 <= n <= self._shape.drafts for n in accept):
+            raise BackendError(f"accept pattern {list(accept)} is not made of 0 to {self._shape.drafts} drafts")
         self._cycles = self._capture.cycles(self.gpu.upload(np.array(accept, np.int32)))
 
     def profile(self, anchor: int = 0) -> list[StepTime]:
@@ -229,8 +242,8 @@ class NativeBackend:
 
         Captures a graph and runs REPEATS cycles from ``anchor``, of which it leaves an empty sequence.
         """
-        self._begin_at(anchor, 0, REPEATS * self._shape.block_size)
-        self._host.count(self._shape.block_size)
+        self._begin_at(anchor, 0, REPEATS * self._shape.verify_rows)
+        self._host.count(self._shape.verify_rows)
         times = profile_cycle(self.gpu, self.loaded, self._capture)
         self.reset()
         return times
@@ -279,20 +292,3 @@ class NativeBackend:
         if rows or lane.known != lane.wanted:
             self.loaded.common.kernels.cycle.set(self.loaded.common.buffers.control, lane.wanted, rows)
             lane.known = lane.wanted
-
-    def _warm_up(self) -> None:
-        """Run everything once, so that no first cycle pays for loading code."""
-        if self._shape.max_context >= 3 * self._shape.block_size:
-            self.prefill([0])
-            if self._shape.drafts:
-                self.propose(0)
-            for rows in self.graphs.verify.graphs:
-                self.verify([0] * rows)
-                self.cycle(Asked(0, drafts=rows - 1))
-                self.cycle(Asked(0, Sampling(1.0, top_k=1), drafts=rows - 1))
-            self.cycle(Asked(0, Sampling(1.0, top_p=0.5), drafts=0))
-            self.commit(1)
-            self.flush()
-            choose(self.verify([0]), Sampling(1.0), 0)
-        self.reset()
-        self.gpu.synchronize()

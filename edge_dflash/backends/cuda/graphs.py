@@ -1,4 +1,4 @@
-"""The CUDA graphs of a loaded pair, the rows they leave, and the times of their steps.
+"""The CUDA graphs of a loaded pair, and the times of their steps.
 
 One graph of each kind, for every position; where a verify is in it, one for each of a few numbers of rows. Captured at
 load, never again.
@@ -6,69 +6,24 @@ load, never again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from edge_dflash.backends.cuda.driver import Gpu, Graph
 from edge_dflash.backends.cuda.loading import Loaded
 from edge_dflash.backends.cuda.memory import NULL, Array, DevicePointer, Words
 from edge_dflash.backends.cuda.sample import Block, Chooser
-from edge_dflash.backends.cuda.schedule import Head, Multiply, PassStep, Project, State
 from edge_dflash.backends.cuda.small import RESULT_WORDS, Result
+from edge_dflash.backends.cuda.steps import Head, Multiply, PassStep, Project, State
 from edge_dflash.decode.backend import row_steps
-from edge_dflash.decode.sampling import Packed, Sampling
-from edge_dflash.weights.formats import bf16_to_f32
 
 if TYPE_CHECKING:
-    from edge_dflash.backends.cuda.backend import NativeBackend
-
-
-class NativeRows:
-    """Logits of one pass, on the device until they are asked for; the next pass replaces them.
-
-    Everything raises BackendError after a later pass.
-    """
-
-    def __init__(self, backend: NativeBackend, count: int, first: int, ids: npt.NDArray[np.int32]) -> None:
-        """``ids`` [all rows]: largest logit of each row, there when the pass has run; ours begin at ``first``."""
-        self._backend, self._count, self._first, self._ids = backend, count, first, ids
-        self._pass = backend.passes
-
-    def __len__(self) -> int:
-        return self._count
-
-    def argmax(self) -> list[int]:
-        """Id of the largest logit of each row, the lowest on a tie."""
-        self._backend.enter(self._pass)
-        self._backend.gpu.synchronize()
-        found: list[int] = self._ids[self._first : self._first + self._count].tolist()
-        return found
-
-    def logits(self) -> npt.NDArray[np.float32]:
-        """Logits [rows, V] float32."""
-        self._backend.enter(self._pass)
-        self._backend.gpu.synchronize()
-        common = self._backend.loaded.common
-        logits = common.buffers.logits
-        part = logits.pointer.at(2 * self._first * logits.stride, 2 * self._count * logits.stride)
-        bits = self._backend.gpu.read(part, (self._count, logits.stride), np.uint16)
-        return bf16_to_f32(bits[:, : common.layout.vocabulary])
-
-    def choose(self, sampling: Sampling, position: int, masks: Sequence[Packed | None], first: int = 0) -> list[int]:
-        """Choices of rows first, first + 1, ..., one for each mask; row first + i chooses for ``position + i``.
-
-        Raises ValueError when there are not as many rows.
-        """
-        if not 0 <= first <= first + len(masks) <= self._count:
-            raise ValueError(f"{len(masks)} choices from row {first} on were asked of {self._count} rows")
-        self._backend.enter(self._pass)
-        return self._backend.chooser.choose(sampling, position, masks, self._first + first)
+    pass
 
 
 class HostBuffers:
@@ -81,12 +36,17 @@ class HostBuffers:
         self.choices: Array = gpu.pinned((buffers.choices.nbytes // 4,), np.int32)  # [row tile]
         self.result: Array = gpu.pinned((RESULT_WORDS,), np.int32)
         self.found = DevicePointer(self.result.ctypes.data, self.result.nbytes)  # the same, for the device
-        self._gpu, self._counted, self._device_counted = gpu, gpu.pinned((1,), np.int32), buffers.counted
+        self._gpu, self._device_counted = gpu, buffers.counted.at(0, 8)
+        self._counted: Array = gpu.pinned((2,), np.int32)  # ROWS_ASKED and THRESHOLD of kernels/control.cuh
 
-    def count(self, rows: int) -> None:
-        """Let so many rows of the next whole cycle's verify count; the caller waits for it before the next call."""
-        if self._counted[0] != rows:
-            self._counted[0] = rows
+    def count(self, rows: int, threshold: float = 0.0) -> None:
+        """Let so many rows of the next whole cycle's verify count, and no draft from the first unsure one on.
+
+        The caller waits for it before the next call.
+        """
+        least = self._counted[1:].view(np.float32)
+        if self._counted[0] != rows or least[0] != np.float32(threshold):
+            self._counted[0], least[0] = rows, threshold
             self._gpu.write_from(self._device_counted, self._counted)
 
     def read(self, rows: int) -> Result:
@@ -138,6 +98,8 @@ class Capture:
         self._common, self._passes = loaded.common, loaded.passes
         self._buffers, self._kernels = loaded.common.buffers, loaded.common.kernels
         self._rows, self._control = loaded.common.layout.sizes.rows, loaded.common.buffers.control
+        self._block, self._first = loaded.common.layout.sizes.of_pass("propose"), loaded.common.layout.first_draft
+        self._walker = loaded.common.kernels.walker
         self._words = Words.of(self._control, prefill=False)
         narrowed = [self._passes["verify"].narrow(rows) for rows in row_steps(self._rows)]
         self._verifies = {each.rows: each for each in narrowed}
@@ -161,7 +123,7 @@ class Capture:
 
     def propose(self) -> None:
         """One drafter pass over [anchor, mask, ...]."""
-        self._kernels.cycle.ids(self._control, self._buffers.ids, self._rows, mask=self._mask)
+        self._kernels.cycle.ids(self._control, self._buffers.ids, self._block, mask=self._mask)
         self._passes["propose"].enqueue(logits=True)
         self._gpu.read_into(self._buffers.drafts, self._host.drafts)
 
@@ -182,22 +144,23 @@ class Capture:
     ) -> None:
         """Propose, verify ``rows`` rows (None: all), accept, commit; ``around`` is told each step before it, then None.
 
-        Choices are the largest logits, or ``sampled``. Row r of the drafter is the draft for position length + r, row r
-        of the target chooses for the position behind.
+        Choices are the largest logits, or ``sampled``; a walk's are its own. The drafts are for the positions from
+        length + 1 on, row r of the target chooses for position length + r + 1.
         """
         buffers, frame, clock = self._buffers, self._kernels.cycle, self._buffers.clock
-        drafts = buffers.drafts.at(4, buffers.drafts.nbytes - 4)
+        drafts = buffers.drafts.at(4 * self._first, buffers.drafts.nbytes - 4 * self._first)
         rows = rows or self._rows
-        frame.ids(self._control, buffers.ids, self._rows, mask=self._mask, clock=clock.at(0, 8))
-        self._passes["propose"].enqueue(logits=sampled, around=around)
-        if sampled:
-            self._sample(buffers.drafts, offset=0, first=1, stop=self._rows)
+        frame.ids(self._control, buffers.ids, self._block, mask=self._mask, clock=clock.at(0, 8))
+        self._passes["propose"].enqueue(logits=sampled, sampled=sampled, around=around)
+        if sampled and self._walker is None:
+            self._sample(buffers.drafts, offset=1 - self._first, first=self._first, stop=self._block)
         frame.ids(self._control, buffers.ids, rows, drafts=drafts, clock=clock.at(8, 8))
         self._verifies[rows].enqueue(logits=sampled, around=around)
         if sampled:
             self._sample(buffers.choices, offset=1, first=0, stop=rows)
         around(None)
-        control, found, counted = self._control, self._host.found, buffers.counted
+        control, found, judged = self._control, self._host.found, self._walker is not None and self._walker.judges
+        counted = buffers.counted.at(8 if judged else 0, 4)
         frame.accept(drafts, buffers.choices, rows, control, found, clock, pattern, counted)
 
     def end(self, pattern: DevicePointer = NULL, *, choose: bool) -> None:

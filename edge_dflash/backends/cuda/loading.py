@@ -6,21 +6,27 @@ The budget is summed up before a byte is loaded. After loading nothing is alloca
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from edge_dflash.backends.cuda import attend, delta, small
+from edge_dflash.backends.cuda.conv import UNIT as CONV_UNIT
+from edge_dflash.backends.cuda.conv import Convolutions
 from edge_dflash.backends.cuda.delta import DeltaScratch
 from edge_dflash.backends.cuda.driver import Gpu, Module
 from edge_dflash.backends.cuda.linear import Linears
-from edge_dflash.backends.cuda.memory import CONTROL_BYTES, Allocator, Matrix, place
+from edge_dflash.backends.cuda.memory import CONTROL_BYTES, Allocator, DevicePointer, Matrix, place
 from edge_dflash.backends.cuda.passes import Buffers, Common, DeviceLayout, Frame, Kernels, Pass
 from edge_dflash.backends.cuda.sample import UNIT as SAMPLE_UNIT
 from edge_dflash.backends.cuda.sample import Sampler, SamplingBuffers
-from edge_dflash.backends.cuda.schedule import Head, Project, schedule
+from edge_dflash.backends.cuda.schedule import schedule
 from edge_dflash.backends.cuda.splits import StreamSplits, row_tile
 from edge_dflash.backends.cuda.states import Sizes, States
+from edge_dflash.backends.cuda.steps import Convolve, Head, Project
+from edge_dflash.backends.cuda.walk import UNIT as WALK_UNIT
+from edge_dflash.backends.cuda.walk import DeviceWalk, WalkBuffers, WalkWeights
 from edge_dflash.backends.cuda.weights import NativeWeights
 from edge_dflash.decode.backend import Precision
 from edge_dflash.errors import BackendError
@@ -81,6 +87,8 @@ def load(gpu: Gpu, layout: DeviceLayout, dense: Dense, weights: NativeWeights, c
         delta=_faces(gpu, delta.DeltaKernels, gpu.load(cubin(delta.UNIT)), states.delta_shapes)
         if states.delta_shapes
         else {},
+        conv=Convolutions(gpu, gpu.load(cubin(CONV_UNIT))),
+        walker=_walker(gpu, layout, weights, cubin, memory),
     )
     _put_norms(layout, states)
     buffers = _buffers(layout, states, scratch, memory)
@@ -100,6 +108,10 @@ def _check_budget(gpu: Gpu, layout: DeviceLayout, dense: Dense, weights: NativeW
     states = _states(layout, weights, memory)
     _put_norms(layout, states)
     _buffers(layout, states, scratch, memory)
+    if layout.walk is not None:
+        shapes = layout.programs.propose.weights
+        memory.count("walk", sum(2 * math.prod(shapes[name].shape) for name in layout.walk.op.weights))
+        WalkBuffers.take(memory, layout.walk)
     dense.count(memory)
     for name in _embedded(layout.programs):
         shape = layout.programs.weights[name].shape
@@ -132,6 +144,23 @@ def _put_norms(layout: DeviceLayout, states: States) -> None:
         for step in each.steps:
             for op in step.norms:
                 states.norm(op.weight, plus_one=op.plus_one)
+            if isinstance(step, Convolve):
+                states.norm(step.op.base, plus_one=False)
+
+
+def _walker(
+    gpu: Gpu, layout: DeviceLayout, weights: NativeWeights, cubin: Callable[[str], bytes], memory: Allocator
+) -> DeviceWalk | None:
+    if (shape := layout.walk) is None:
+        return None
+
+    def matrix(name: str) -> DevicePointer:
+        pointer = weights.embedding(gpu, name)
+        memory.count("walk", pointer.nbytes)
+        return pointer
+
+    loaded = WalkWeights.load(shape.op, matrix, weights.vector, memory)
+    return DeviceWalk(gpu, gpu.load(cubin(WALK_UNIT)), shape, loaded, WalkBuffers.take(memory, shape))
 
 
 def _buffers(layout: DeviceLayout, states: States, scratch: int, memory: Allocator) -> Buffers:
@@ -149,7 +178,7 @@ def _buffers(layout: DeviceLayout, states: States, scratch: int, memory: Allocat
         choices=memory.take("cycle", 4 * tile),
         logits=Matrix(memory.take("logits", 2 * tile * stride), stride),
         clock=memory.take("cycle", small.CLOCK_BYTES),
-        counted=memory.take("cycle", 4),
+        counted=memory.take("cycle", 12),
         sampling=SamplingBuffers.take(memory, tile, vocabulary),
     )
 
@@ -183,9 +212,10 @@ class Launches:
 
     def open(self, gpu: Gpu, layout: DeviceLayout) -> int:
         """Load the kernels of linears."""
-        rows, most = layout.sizes.rows, 0
-        self._gpu, self._linears = gpu, Linears(gpu, self._cubin, most_rows=row_tile(rows))
-        for each in layout.schedules.values():
+        most = 0
+        self._gpu, self._linears = gpu, Linears(gpu, self._cubin, most_rows=row_tile(layout.sizes.rows))
+        for name, each in layout.schedules.items():
+            rows = layout.sizes.rows if name == "prefill" else layout.sizes.of_pass(name)
             for step in each.steps:
                 if isinstance(step, Project):
                     splits = self._linears.choose(step.stack.layout, rows, may_split=True)

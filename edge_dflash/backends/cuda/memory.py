@@ -51,6 +51,11 @@ class Matrix:
     pointer: DevicePointer
     stride: int
 
+    def behind(self, rows: int) -> Matrix:
+        """All rows but the first ``rows``, of a matrix in rows."""
+        skipped = 2 * rows * self.stride
+        return Matrix(self.pointer.at(skipped, self.pointer.nbytes - skipped), self.stride)
+
 
 EMPTY = Matrix(NULL, 0)
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from edge_dflash.backends.cuda.schedule import Gather, Head, Multiply, Normalise, PassStep, Project, Schedule, State
+from edge_dflash.backends.cuda.schedule import Schedule
+from edge_dflash.backends.cuda.steps import Convolve, Gather, Head, Multiply, Normalise, PassStep, Project, State
 from edge_dflash.model.ops import GatedDelta
 from edge_dflash.weights.stacks import Stack
 
@@ -56,6 +57,8 @@ def _forms(step: PassStep, window: Callable[[Stack], int]) -> tuple[int, str | N
             return window(step.stack), step.writes[1] if step.norm else None
         case Gather():
             return 0, step.writes[1] if step.norm else None
+        case Convolve():
+            return 0, step.writes[1] if step.norm else step.writes[0] if len(step.reads) == 2 else None
         case Normalise():
             return 0, step.writes[0]
         case State() if isinstance(step.op, GatedDelta):

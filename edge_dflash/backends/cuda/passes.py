@@ -13,14 +13,20 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from edge_dflash.backends.cuda.attend import AttendTensors, Attention
+from edge_dflash.backends.cuda.conv import Convolutions
 from edge_dflash.backends.cuda.delta import DeltaKernels, DeltaScratch, DeltaTensors
 from edge_dflash.backends.cuda.linear import Linears, LinearWeights, Norm
 from edge_dflash.backends.cuda.memory import DevicePointer, Matrix, Placement, Words
 from edge_dflash.backends.cuda.order import strides_of_blocks
 from edge_dflash.backends.cuda.sample import Sampler, SamplingBuffers
-from edge_dflash.backends.cuda.schedule import (
+from edge_dflash.backends.cuda.schedule import Schedule
+from edge_dflash.backends.cuda.small import CycleKernels, Small
+from edge_dflash.backends.cuda.states import KvMemory, Sizes, States
+from edge_dflash.backends.cuda.steps import (
     Columns,
+    Convolve,
     Copy,
+    Draft,
     Gather,
     Head,
     Last,
@@ -28,13 +34,11 @@ from edge_dflash.backends.cuda.schedule import (
     Normalise,
     PassStep,
     Project,
-    Schedule,
     State,
 )
-from edge_dflash.backends.cuda.small import CycleKernels, Small
-from edge_dflash.backends.cuda.states import KvMemory, Sizes, States
+from edge_dflash.backends.cuda.walk import DeviceWalk, WalkShape
 from edge_dflash.decode.backend import Precision
-from edge_dflash.model.ops import Attend, Embed, GatedDelta, KvAppend, RmsNorm
+from edge_dflash.model.ops import Attend, Embed, GatedDelta, KvAppend, RmsNorm, SelectRows
 from edge_dflash.model.program import PairPrograms
 from edge_dflash.weights.stacks import Stack
 
@@ -49,6 +53,19 @@ class DeviceLayout:
     schedules: Mapping[str, Schedule]
     places: Mapping[str, Mapping[str, Placement]]
     arena_bytes: int
+
+    @property
+    def first_draft(self) -> int:
+        """Row of a propose pass that is the first draft: 0 where the anchor's drafts, else 1."""
+        return int(any(isinstance(op, SelectRows) for op in self.programs.propose.ops))
+
+    @property
+    def walk(self) -> WalkShape | None:
+        """How the drafts are chosen; None: each row's logits alone do."""
+        if (op := self.programs.propose.walk) is None:
+            return None
+        columns = self.programs.propose.columns[op.inputs[0]]
+        return WalkShape(op, self.sizes.of_pass("propose") - self.first_draft, columns, self.vocabulary)
 
     @property
     def vocabulary(self) -> int:
@@ -66,6 +83,8 @@ class Kernels:
     sampler: Sampler
     attention: Mapping[str, Attention]  # by KV state
     delta: Mapping[str, DeltaKernels]  # by gated delta state
+    conv: Convolutions
+    walker: DeviceWalk | None = None  # of a drafter whose drafts depend on each other
 
 
 @dataclass(frozen=True)
@@ -78,11 +97,11 @@ class Buffers:
     delta: DeltaScratch
     linear: DevicePointer  # scratch
     ids: DevicePointer  # of a pass: [max(B, prefill rows)] int32
-    drafts: DevicePointer  # choices of the drafter, of which row 0 is no draft: [row tile] int32
+    drafts: DevicePointer  # choices of the drafter, of which row 0 may be no draft: [row tile] int32
     choices: DevicePointer  # of the target: [row tile] int32
     logits: Matrix  # [row tile, V] BF16
     clock: DevicePointer
-    counted: DevicePointer  # rows of a cycle's verify that count: int32
+    counted: DevicePointer  # rows of a cycle's verify that count, as in kernels/control.cuh: 3 words
     sampling: SamplingBuffers
 
 
@@ -108,30 +127,39 @@ class Frame(ABC):
         layout, buffers = common.layout, common.buffers
         self.schedule, self.places = layout.schedules[name], layout.places[name]
         self.prefill = name == "prefill"
-        self.rows = layout.sizes.prefill_rows if self.prefill else layout.sizes.rows
+        self.rows = layout.sizes.of_pass(name)
         self.common, self.kernels, self.lane = common, common.kernels, lane
-        self.words = Words.of(buffers.control, prefill=self.prefill)
+        block = None if self.prefill or self.rows == layout.sizes.rows else self.rows
+        self.words = replace(Words.of(buffers.control, prefill=self.prefill), block=block)
         self.choices = buffers.drafts if name == "propose" else buffers.choices
 
     def narrow(self, rows: int) -> Frame:
         """The pass over its first ``rows`` rows, if it is there for fewer than all; else itself."""
         return self
 
-    def enqueue(self, *, logits: bool, around: Callable[[PassStep], None] = lambda step: None) -> None:
-        """Enqueue all steps; ``around`` is told each one before it, ``logits`` keeps the head's."""
+    def enqueue(
+        self, *, logits: bool, sampled: bool = False, around: Callable[[PassStep], None] = lambda step: None
+    ) -> None:
+        """Enqueue all steps; ``around`` is told each one before it, ``logits`` keeps the head's.
+
+        A walk is greedy, or ``sampled`` by the settings on the device.
+        """
+        logits = logits or self.schedule.program.walk is not None
         for appends, steps in groupby(self.schedule.steps, _appends):
             together = list(steps)
             for step in together:
                 around(step)
                 if not appends:
-                    self._enqueue(step, logits)
+                    self._enqueue(step, logits, sampled)
             if appends:
                 self._append(together)
 
-    def _enqueue(self, step: PassStep, logits: bool) -> None:
+    def _enqueue(self, step: PassStep, logits: bool, sampled: bool) -> None:
         match step:
             case State():
                 self._state(step)
+            case Draft():
+                self._draft(step, sampled)
             case Last():
                 x, out = self._matrix(step.reads[0]), self._matrix(step.writes[0])
                 columns = self.schedule.widths[step.writes[0]]
@@ -142,6 +170,14 @@ class Frame(ABC):
     @abstractmethod
     def _dense(self, step: PassStep, logits: bool) -> None:
         """Enqueue a step of dense ops."""
+
+    def _draft(self, step: Draft, sampled: bool) -> None:
+        buffers, walker = self.common.buffers, self.common.kernels.walker
+        assert walker is not None
+        hidden, logits = self._matrix(step.reads[0]).behind(step.first), buffers.logits.behind(step.first)
+        walker.prepare(hidden, logits)
+        tokens = self.choices.at(4 * step.first, 4 * walker.shape.rows)
+        walker.walk(logits, buffers.control, buffers.counted, tokens, buffers.sampling if sampled else None)
 
     def _gather(self, weight: str, out: str, norm: Norm | None = None) -> None:
         """Rows of the embedding for the pass's ids."""
@@ -225,6 +261,10 @@ class Pass(Frame):
             case Copy():
                 widths = [self.schedule.widths[name] for name in step.writes]
                 self.kernels.cycle.copy(inputs, [self._matrix(name) for name in step.writes], widths, rows)
+            case Convolve():
+                residual, norm = inputs[2] if len(inputs) > 2 else None, self._normal(step.norm, step.writes)
+                base = self.common.states.norm(step.op.base, plus_one=False)
+                self.kernels.conv.convolve(step.op, inputs[0], inputs[1], base, out, rows, columns, residual, norm)
             case Columns():
                 self.kernels.cycle.elementwise(step.op, inputs, out, rows, columns)
             case _:

@@ -149,11 +149,14 @@ class Chooser:
         """Where the device's settings say behind which row they end: int32."""
         return self._buffers.settings.at(SETTINGS.fields["stop"][1], 4)  # type: ignore[index]  # it has fields
 
-    def enqueue(self, ids: DevicePointer | None) -> None:
-        """The settings up, and the choices of their rows into ``ids`` [rows] int32; None: no choice."""
+    def enqueue(self, ids: DevicePointer | None, logits: Matrix | None = None) -> None:
+        """The settings up, and the choices of their rows into ``ids`` [rows] int32; None: no choice.
+
+        ``logits``: other ones, of which the settings then name the rows.
+        """
         self._gpu.write_from(self._buffers.settings, self._settings)
         if ids is not None:
-            self._sampler.choose(self._buffers, self._logits, ids)
+            self._sampler.choose(self._buffers, logits or self._logits, ids)
 
     def _choose(self) -> None:
         self.enqueue(self._buffers.chosen)

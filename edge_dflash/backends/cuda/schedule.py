@@ -1,8 +1,8 @@
 """A Program as a sequence of steps, each one call of a kernel face: what is fused with what. Pure, no device.
 
-Steps name tensors. Columns of another tensor (parts of a stack's output) are ``slices`` of it, so that nothing but
-taps is copied. Two forms: ``narrow`` passes of one block (weights streamed once, residual and next norm fused into
-what follows a linear) and ``wide`` prefill chunks (matrix tiles).
+Steps (steps.py) name tensors. Columns of another tensor (parts of a stack's output) are ``slices`` of it, so that
+nothing but taps is copied. Two forms: ``narrow`` passes of one block (weights streamed once, residual and next norm
+fused into what follows a linear) and ``wide`` prefill chunks (matrix tiles).
 """
 
 from __future__ import annotations
@@ -10,6 +10,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from edge_dflash.backends.cuda.steps import (
+    Columns,
+    Convolve,
+    Copy,
+    Draft,
+    Gather,
+    Head,
+    Last,
+    Multiply,
+    Normalise,
+    PassStep,
+    Project,
+    State,
+)
 from edge_dflash.errors import BackendError
 from edge_dflash.model.ops import (
     Add,
@@ -19,6 +33,7 @@ from edge_dflash.model.ops import (
     Elementwise,
     Embed,
     GatedDelta,
+    GroupedConv,
     KvAppend,
     Linear,
     Op,
@@ -26,110 +41,11 @@ from edge_dflash.model.ops import (
     SelectRows,
     StateOp,
     SwiGlu,
+    Walk,
 )
 from edge_dflash.model.program import Program, Segment, segments
 from edge_dflash.weights.formats import WeightFormat
 from edge_dflash.weights.stacks import Stack, program_stacks
-
-
-@dataclass(frozen=True)
-class PassStep:
-    """One call. ``reads`` and ``writes`` are names of tensors."""
-
-    reads: tuple[str, ...]
-    writes: tuple[str, ...]
-
-    @property
-    def label(self) -> str:
-        """What profiles call it."""
-        return type(self).__name__
-
-    @property
-    def norms(self) -> tuple[RmsNorm, ...]:
-        """Norms whose weights the step reads."""
-        return ()
-
-
-@dataclass(frozen=True)
-class Gather(PassStep):
-    """Rows of the embedding for the pass's ids, then a norm where one follows. Writes (x[, norm])."""
-
-    weight: str
-    norm: RmsNorm | None = None
-
-    @property
-    def norms(self) -> tuple[RmsNorm, ...]:
-        """The next norm."""
-        return (self.norm,) if self.norm else ()
-
-
-@dataclass(frozen=True)
-class Multiply(PassStep):
-    """A stack on one input, perhaps with a BF16 stack on the same input. Reads (x); writes outputs, side's last."""
-
-    stack: Stack
-    side: Stack | None = None
-
-    @property
-    def side_outputs(self) -> int:
-        """How many of the writes are the side's."""
-        return 0 if self.side is None else 1 if self.side.joined else len(self.side.names)
-
-
-@dataclass(frozen=True)
-class Project(PassStep):
-    """One matrix, then residual and next norm where there are some. Reads (x[, residual]); writes (y[, norm])."""
-
-    stack: Stack
-    norm: RmsNorm | None = None
-
-    @property
-    def norms(self) -> tuple[RmsNorm, ...]:
-        """The next norm."""
-        return (self.norm,) if self.norm else ()
-
-
-@dataclass(frozen=True)
-class Head(PassStep):
-    """The output head: logits and the largest of each row."""
-
-    stack: Stack
-
-
-@dataclass(frozen=True)
-class Normalise(PassStep):
-    """``rms_norm``."""
-
-    op: RmsNorm
-
-    @property
-    def norms(self) -> tuple[RmsNorm, ...]:
-        """The op itself."""
-        return (self.op,)
-
-
-@dataclass(frozen=True)
-class Columns(PassStep):
-    """An elementwise op of tensors that no one launch made."""
-
-    op: type[Elementwise]
-
-
-@dataclass(frozen=True)
-class Copy(PassStep):
-    """Columns that could not be written in place: of each tensor that is read to the one that is written."""
-
-
-@dataclass(frozen=True)
-class Last(PassStep):
-    """The last valid row."""
-
-
-@dataclass(frozen=True)
-class State(PassStep):
-    """A state op."""
-
-    op: StateOp
 
 
 @dataclass
@@ -174,6 +90,7 @@ class _Lowering:
             RmsNorm: self._norm,
             Concat: self._concat,
             SelectRows: self._select,
+            GroupedConv: self._convolve,
         }
 
     def run(self) -> Schedule:
@@ -208,25 +125,30 @@ class _Lowering:
             self._multiply(op, stack, segment)
 
     def _project(self, op: Linear, stack: Stack) -> bool:
-        """A linear whose only reader adds a residual, or (narrow) norms it."""
-        readers = self._readers[op.output]
-        if len(readers) != 1:
+        """A linear whose only reader adds a residual, or (narrow) norms or convolves it."""
+        if len(readers := self._readers[op.output]) != 1:
             return False
-        add, reads, y = readers[0], op.inputs, op.output
-        if isinstance(add, Add):
-            other = add.inputs[0] if add.inputs[1] == op.output else add.inputs[1]
-            if other not in self._done:
-                return False
-            reads, y = (op.inputs[0], other), add.output
-        elif self._wide or not isinstance(add, RmsNorm):
+        residual, y, norm = self._following(op.output)
+        if not residual and (self._wide or not isinstance(readers[0], RmsNorm | GroupedConv)):
             return False
-        norms = [r for r in self._readers.get(y, ()) if isinstance(r, RmsNorm)]
-        if self._wide or len(norms) != 1 or self._columns[y] % 2:
-            self._emit(Project(reads, (y,), stack))
-        else:
-            self._emit(Project(reads, (y, norms[0].output), stack, norms[0]))
+        self._emit(Project((op.inputs[0], *residual), (y, *((norm.output,) if norm else ())), stack, norm))
         self._done.add(op.output)
         return True
+
+    def _following(self, made: str) -> tuple[tuple[str, ...], str, RmsNorm | None]:
+        """What goes along with what makes a tensor: a residual, the tensor then written, and (narrow) a norm."""
+        residual, y, readers = tuple[str, ...](), made, self._readers[made]
+        if len(readers) == 1 and isinstance(add := readers[0], Add):
+            other = add.inputs[0] if add.inputs[1] == made else add.inputs[1]
+            if other in self._done:
+                residual, y = (other,), add.output
+        norms = [r for r in self._readers.get(y, ()) if isinstance(r, RmsNorm)]
+        return residual, y, norms[0] if not self._wide and len(norms) == 1 and self._columns[y] % 2 == 0 else None
+
+    def _convolve(self, op: GroupedConv, segment: Segment) -> None:
+        residual, y, norm = self._following(op.output)
+        self._emit(Convolve((*op.inputs, *residual), (y, *((norm.output,) if norm else ())), op, norm))
+        self._done.add(op.output)
 
     def _multiply(self, op: Linear, stack: Stack, segment: Segment) -> None:
         """A stack with all its outputs; the gates' BF16 stack goes along with another one on the same input."""
@@ -272,6 +194,9 @@ class _Lowering:
     def _dense(self, op: DenseOp, segment: Segment) -> None:
         if isinstance(op, Elementwise):
             self._emit(Columns(op.inputs, (op.output,), type(op)))
+        elif isinstance(op, Walk):
+            first = int(op.inputs[0] in self._out.slices)  # rows of the block but the anchor's
+            self._emit(Draft((op.inputs[0],), (), op, first))
         elif type(op) in self._handlers:
             self._handlers[type(op)](op, segment)
         else:

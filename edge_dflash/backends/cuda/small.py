@@ -71,7 +71,7 @@ class Small:
 CYCLE_UNIT = "cycle"
 ELEMENTWISE: Mapping[type[Elementwise], str] = {SwiGlu: "gate_columns", Add: "add_columns"}  # kernels of cycle.cu
 CLOCK_BYTES = 24  # of propose and of verify, ns; cycles so far
-RESULT_WORDS = 4 + 32 + 6  # accepted, three unused, choices of up to 32 rows, three clocks of 64 bits
+RESULT_WORDS = 4 + 32 + 6  # accepted, drafts that counted, two unused, choices of 32 rows, three clocks of 64 bits
 _PARTS = 8  # that one launch copies
 
 
@@ -80,6 +80,7 @@ class Result:
     """What one cycle read back."""
 
     accepted: int  # drafts that equal the target's choices
+    counted: int  # drafts that might have been
     choices: tuple[int, ...]  # of every row
     propose_seconds: float
     verify_seconds: float
@@ -89,7 +90,7 @@ class Result:
         """From int32 words [RESULT_WORDS]."""
         found: list[int] = words.tolist()
         propose, verify, accept = ((found[i] & 0xFFFFFFFF) | found[i + 1] << 32 for i in (36, 38, 40))
-        return cls(found[0], tuple(found[4 : 4 + rows]), (verify - propose) * 1e-9, (accept - verify) * 1e-9)
+        return cls(found[0], found[1], tuple(found[4 : 4 + rows]), (verify - propose) * 1e-9, (accept - verify) * 1e-9)
 
 
 class _Parts(ctypes.Structure):

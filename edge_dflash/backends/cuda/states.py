@@ -50,10 +50,15 @@ def rope_table(rope: RopeSpec, positions: int) -> tuple[Table, Table]:
 class Sizes:
     """What passes there are, and over how many sequences."""
 
-    rows: int  # B, of a verify or propose pass
+    rows: int  # of a verify pass: the anchor and K drafts
     prefill_rows: int  # most rows of a prefill pass
     max_context: int
     lanes: int = 1
+    block: int = 0  # B, of a propose pass; 0: as many as of a verify pass
+
+    def of_pass(self, name: str) -> int:
+        """Most rows of the pass "prefill", "verify" or "propose"."""
+        return {"prefill": self.prefill_rows, "propose": self.block or self.rows}.get(name, self.rows)
 
 
 @dataclass
@@ -126,7 +131,7 @@ class States:
             raise BackendError(f"{orphans[0]} is appended to and never read")
 
     def norm(self, name: str, *, plus_one: bool) -> DevicePointer:
-        """A norm's weight as FP32 on the device: w or 1 + w."""
+        """A norm's or a convolution's weight as FP32 on the device: w or 1 + w."""
         key = (name, plus_one)
         if key not in self.norms:
             self.norms[key] = self._memory.put("vectors", self._vector(name) + np.float32(plus_one))

@@ -14,6 +14,7 @@ import numpy as np
 from edge_dflash.backends.cuda.attend import AttendShape
 from edge_dflash.backends.cuda.delta import DeltaShape
 from edge_dflash.backends.cuda.splits import block_shared, choose_splits
+from edge_dflash.backends.cuda.walk import WalkShape
 from edge_dflash.board.archs import arch_of_sm, find_arch
 from edge_dflash.errors import BackendError
 from edge_dflash.model import pair_programs
@@ -40,10 +41,7 @@ def check_native(
 
     ``formats`` names every weight. ``arch`` adds the limits of one architecture (shared memory of a block).
     """
-    drafter = pair.drafter
-    if drafter is not None and drafter.anchor_drafts:
-        raise BackendError(f"the native backend does not draft from the anchor's row, as this drafter does; {REMEDY}")
-    programs, rows = pair_programs(pair), pair.block_size
+    programs, rows = pair_programs(pair), pair.drafts + 1
     for program in (programs.verify, programs.propose, programs.prefill):
         for op in program.ops:
             try:
@@ -58,13 +56,13 @@ def check_native(
 def narrowed(
     formats: Mapping[str, WeightFormat], programs: PairPrograms, store: WeightStore
 ) -> dict[str, WeightFormat]:
-    """Formats of a native bundle: linears and the embedding in float32 become BF16, which must hold their values.
+    """Formats of a native bundle: float32 linears, embedding and matrices of a walk become BF16, which must hold them.
 
     Raises BackendError naming the weight.
     """
     found = dict(formats)
     for name, spec in programs.weights.items():
-        if spec.kind in ("linear", "embedding") and found[name] == "f32":
+        if spec.kind in ("linear", "embedding", "walk") and found[name] == "f32":
             weight = store.get(name)
             if not isinstance(weight, WideWeight) or not _fits_bf16(weight):
                 raise BackendError(
@@ -92,8 +90,11 @@ def _check_op(
             AttendShape(op.kv_heads, op.kv_heads, op.head_dim, op.rope.dims, op.eps, 0, rows, kv=kv)
         case GatedDelta():
             DeltaShape(op.key_heads, op.value_heads, op.key_dim, op.value_dim, op.conv_kernel, op.eps, rows)
-        case GroupedConv() | Walk():
-            raise BackendError(f"the native backend has no kernel for op {type(op).__name__}")
+        case GroupedConv():
+            if (columns := program.columns[op.inputs[0]]) % 2:
+                raise BackendError(f"a convolution has {columns} columns; the native kernels take even numbers")
+        case Walk():
+            WalkShape(op, rows - 1, program.columns[op.inputs[0]], program.columns[op.inputs[1]])
         case _:
             pass
 

@@ -9,8 +9,8 @@ from typing import Literal
 from edge_dflash.backends.cuda.driver import Gpu
 from edge_dflash.backends.cuda.memory import NULL, Allocator, DevicePointer
 from edge_dflash.backends.cuda.passes import Common, DeviceLayout, Frame
-from edge_dflash.backends.cuda.schedule import PassStep
 from edge_dflash.backends.cuda.states import Sizes
+from edge_dflash.backends.cuda.steps import PassStep
 from edge_dflash.backends.cuda.support import check_native
 from edge_dflash.backends.tensorrt.flavours import TENSORRT, TENSORRT_RTX, Flavour, load, version
 from edge_dflash.backends.tensorrt.runs import EnginePass, RunEngine, dry_run, engine_pass
@@ -177,6 +177,9 @@ def check_engines(
 ) -> None:
     """Raise BackendError, naming weight or op, unless engines and state kernels for ``arch`` run the pair."""
     check_native(pair, formats, kv=kv)
+    drafter = pair.drafter
+    if drafter is not None and (drafter.anchor_drafts or drafter.conv is not None or drafter.head is not None):
+        raise BackendError(f"TensorRT engines do not run {drafter.kind} drafters; build it with --backend native")
     sm = find_arch(arch, "tensorrt").sm
     for name, word in formats.items():
         if sm < (first := read_as(word).tensorrt):

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, NoReturn
 
 from edge_dflash.backends.cuda.memory import Placement, place
-from edge_dflash.backends.cuda.schedule import Last, PassStep, Schedule, State
+from edge_dflash.backends.cuda.schedule import Schedule
+from edge_dflash.backends.cuda.steps import Last, PassStep, State
 from edge_dflash.backends.tensorrt.units import CHOICES, EMBEDDING, HEAD, LOGITS, Binding, PairUnits, Run, Unit
 from edge_dflash.errors import BackendError
 from edge_dflash.model.ops import SelectRows

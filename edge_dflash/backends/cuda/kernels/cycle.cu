@@ -22,7 +22,7 @@ extern "C" __global__ void cycle_ids(const int* control, const int* drafts, int*
 // Acceptance and commit of a block of ``rows`` <= 32, of which the first *valid count, if it is given. n is the longest
 // prefix with drafts[i] == choices[i], or pattern[cycle % patterns] when there is one (benchmarks), but at most all
 // drafts. Commits n + 1 rows: LENGTH and PENDING move, choices[n] becomes ANCHOR. clock: of propose, of verify, cycles so
-// far. result, in the host's memory: n, three unused, the choices, and then the clocks of propose, verify and accept.
+// far. result, in the host's memory: n, drafts that counted, two unused, the choices, and then the clocks of propose, verify and accept.
 extern "C" __global__ void cycle_accept(const int* drafts, const int* choices, int rows, int* control, int* result,
                                         u64* clock, const int* pattern, int patterns, const int* valid) {
   pdl_wait();
@@ -34,7 +34,7 @@ extern "C" __global__ void cycle_accept(const int* drafts, const int* choices, i
   if (lane < rows) result[4 + lane] = choices[lane];
   if (lane) return;
   control[LENGTH] += accepted + 1, control[PENDING] = accepted + 1, control[ANCHOR] = choices[accepted];
-  result[0] = accepted, clock[2] = cycle + 1;
+  result[0] = accepted, result[1] = last, clock[2] = cycle + 1;
   u64* times = (u64*)(result + 4 + 32);
   times[0] = clock[0], times[1] = clock[1], times[2] = now();
 }

@@ -12,21 +12,22 @@
 //   FP8, WINDOW 64: [tile 0 row g: 32 lanes x 16 codes] [tile 0 row g+8] [tile 1 row g] [tile 1 row g+8]     2048 bytes
 //   BF16, WINDOW 32: the same four parts, 32 lanes x 8 values                                                2048 bytes
 //
-// An NVFP4 word holds a pair's codes in its two halves, for masks and shifts, or, where an instruction converts two codes
-// (SM100 and later), in a byte.
+// An NVFP4 word is for masks and shifts, or, where an instruction converts two codes (SM100 and later), holds a pair a byte.
 //
-// ``fetch`` and ``read`` take addresses that include 16 * lane. A tile is 16 rows of the unit. The Python side
-// (weights/layout.py) draws the bits inside a word.
+// ``fetch`` and ``read`` take addresses that include 16 * lane. A tile is 16 rows of the unit. The Python side is
+// weights/layout.py and, for the bits of a word, weights/words.py.
 #pragma once
 #include "e2m1.cuh"
 
-// The four BF16 pairs of a word of eight E2M1 codes, each times 2^-126, in nine integer operations. A pair's sign and
-// magnitude bits land at 15 and 8..6 of each half: E2M1's subnormal 0.5 becomes BF16's, so no case is special.
+// The four BF16 pairs of a word of eight E2M1 codes, each times 2^-126. A pair's sign and magnitude bits land at 15 and
+// 8..6 of each half: E2M1's subnormal 0.5 becomes BF16's, so no case is special. Some bits of a word serve two pairs, so that
+// four masks, one rotation and three shifts to the left suffice; the latter compile to products, for another pipe.
 __device__ __forceinline__ void e2m1_pairs(u32 w, u32 (&pair)[4]) {
-  pair[0] = w & 0x81C081C0u;
+  const u32 rotated = __funnelshift_r(w, w, 6);
+  pair[0] = (w ^ w << 2) & 0x81C081C0u;
   pair[1] = (w << 6) & 0x81C081C0u;
-  pair[2] = __funnelshift_r(w, w, 4) & 0x81C081C0u;
-  pair[3] = ((w << 2) & 0x80C080C0u) | ((w >> 6) & 0x01000100u);
+  pair[2] = (w ^ rotated << 2) & 0x81C081C0u;
+  pair[3] = rotated & 0x81C081C0u;
 }
 
 // Scale bytes 2m and 2m + 1 (5 exponent bits, 3 mantissa bits) as a BF16 pair: block scales times 2^107, of rows g and

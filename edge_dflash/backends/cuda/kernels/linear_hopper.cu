@@ -170,16 +170,26 @@ struct Stream {
 
   // The next piece into a place of the ring.
   __device__ __forceinline__ void fill(u32 to) {
-    if (at_total > 0) {
+    load(to, at_total > 0);
+    loaded(1);
+  }
+
+  // ``there``: whether a piece is left. ``loaded`` is owed.
+  __device__ __forceinline__ void load(u32 to, bool there) {
+    if (there) {
       if (SIDE)
         F::fetch_tile(to, at, warp.lane, warp.warp % 2);
       else
         F::fetch(to, at, warp.lane);
     }
     copy_commit();
-    --at_total;
     at += F::UNIT;
-    if (--at_left > 0) return;
+  }
+
+  // Counts pieces, all of one unit, and goes on to the next unit behind its last one.
+  __device__ __forceinline__ void loaded(int count) {
+    at_total -= count, at_left -= count;
+    if (at_left > 0) return;
     const int units = at_total == half ? QUAD - warp.warp + warp.warp / 2 : QUAD;  // to the warp's next one
     at += (units * job.windows - pieces) * F::UNIT;
     at_left = pieces;
@@ -199,10 +209,10 @@ struct Stream {
   }
 
   // A piece times its block of x; products of one tile run while the other is decoded.
-  __device__ __forceinline__ void step(u32 (&a)[2][F::STEPS][4]) {
+  __device__ __forceinline__ void step(u32 (&a)[2][F::STEPS][4], bool more) {
     const u32 here = next_place();
     const typename F::Words w = F::read(here, warp.lane);
-    fill(here);
+    load(here, more);
 #pragma unroll
     for (int m = 0; m < 2; ++m) {
 #pragma unroll
@@ -286,6 +296,15 @@ struct Stream {
     x_at = operand_at(warp.x);
   }
 
+  // Steps from ``piece`` on with nothing else to do: x is there for them, and what they load is of one unit, or nothing.
+  __device__ __forceinline__ int together(int piece) const {
+    int count = min(pieces - piece, at_left);
+    if (at_total > 0) count = min(count, at_total);
+    const int b = piece / PIECES;
+    if (warp.fresh && b < group_at(X_GROUPS - 1)) count = min(count, group_at(group_of(b) + 1) * PIECES - piece);
+    return count;
+  }
+
   // Before piece ``piece`` is multiplied.
   __device__ __forceinline__ void await_x(int piece) {
     if (warp.fresh) warp.wait_x(piece / PIECES);
@@ -296,11 +315,19 @@ struct Stream {
 #pragma unroll 1
     for (; halves > 1; halves -= 2) {
       start();
+      int due = 0, since = 0;  // pieces: when something else than a step is due, and when it was
+      bool more = false;
 #pragma unroll 1
       for (int piece = 0; piece < pieces; ++piece) {
-        await_x(piece);
-        step(a);
+        if (piece == due) {
+          loaded(piece - since);
+          since = piece, more = at_total > 0;
+          await_x(piece);
+          due += together(piece);
+        }
+        step(a, more);
       }
+      loaded(pieces - since);
       wgmma_wait<0>();
       keep(a[0]), keep(a[1]), keep(sum[0]), keep(sum[1]);
       warp.fresh = false;

@@ -27,20 +27,19 @@ struct Nvfp4Operands {
   static constexpr u32 BYTES = Nvfp4::UNIT;  // of a unit in a stage
   static constexpr int WINDOWS = 1;          // of the format in a stage
   static constexpr bool BULK = true;         // copied as it is
-  u32 codes, scales, rotate, kept, moved, low, high;
+  u32 codes, scales, rotate, times, low, high;
 
   __device__ __forceinline__ Nvfp4Operands(int warp, int lane) {
     const int g = lane / 4, t = lane % 4, tile = warp % 2;
     codes = warp / 2 * BYTES + tile * 512 + g * 64;
     scales = warp / 2 * BYTES + 1024 + g * 16;
-    rotate = t == 0 ? 0 : t == 1 ? 26 : t == 2 ? 4 : 30;  // as e2m1_pairs: this lane's pair of every word is pair t
-    kept = t == 3 ? 0x80C080C0u : 0x81C081C0u;
-    moved = t == 3 ? 0x01000100u : 0u;
+    rotate = t == 0 ? 0 : t == 1 ? 26 : t == 2 ? 4 : 6;  // as e2m1_pairs: this lane's pair of every word is pair t
+    times = t == 0 ? 4 : t == 2 ? 1 : 0;
     low = 0x4040u + 0x0101u * (2 * tile), high = low + 0x0101u;
   }
 
   __device__ __forceinline__ u32 pair(u32 word) const {
-    return (__funnelshift_r(word, word, rotate) & kept) | ((word >> 6) & moved);
+    return (__funnelshift_r(word, word, rotate) ^ word * times) & 0x81C081C0u;
   }
 
   struct Words {

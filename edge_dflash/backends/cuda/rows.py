@@ -1,0 +1,141 @@
+"""The rows that a pass leaves on the device: of the head alone, and of drafts that a walk chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from edge_dflash.backends.cuda.driver import Gpu
+from edge_dflash.backends.cuda.memory import DevicePointer
+from edge_dflash.backends.cuda.passes import Buffers
+from edge_dflash.backends.cuda.sample import Chooser
+from edge_dflash.backends.cuda.walk import DeviceWalk
+from edge_dflash.decode.sampling import GREEDY, Packed, Sampling
+from edge_dflash.weights.formats import bf16_to_f32
+
+if TYPE_CHECKING:
+    from edge_dflash.backends.cuda.backend import NativeBackend
+
+
+class NativeRows:
+    """Logits of one pass, on the device until they are asked for; the next pass replaces them.
+
+    Everything raises BackendError after a later pass.
+    """
+
+    def __init__(self, backend: NativeBackend, count: int, first: int, ids: npt.NDArray[np.int32]) -> None:
+        """``ids`` [all rows]: largest logit of each row, there when the pass has run; ours begin at ``first``."""
+        self._backend, self._count, self._first, self._ids = backend, count, first, ids
+        self._pass = backend.passes
+
+    def __len__(self) -> int:
+        return self._count
+
+    def argmax(self) -> list[int]:
+        """Id of the largest logit of each row, the lowest on a tie."""
+        self._backend.enter(self._pass)
+        self._backend.gpu.synchronize()
+        found: list[int] = self._ids[self._first : self._first + self._count].tolist()
+        return found
+
+    def logits(self) -> npt.NDArray[np.float32]:
+        """Logits [rows, V] float32."""
+        self._backend.enter(self._pass)
+        self._backend.gpu.synchronize()
+        common = self._backend.loaded.common
+        logits = common.buffers.logits
+        part = logits.pointer.at(2 * self._first * logits.stride, 2 * self._count * logits.stride)
+        bits = self._backend.gpu.read(part, (self._count, logits.stride), np.uint16)
+        return bf16_to_f32(bits[:, : common.layout.vocabulary])
+
+    def choose(self, sampling: Sampling, position: int, masks: Sequence[Packed | None], first: int = 0) -> list[int]:
+        """Choices of rows first, first + 1, ..., one for each mask; row first + i chooses for ``position + i``.
+
+        Raises ValueError when there are not as many rows.
+        """
+        self._check(len(masks), first)
+        return self._backend.chooser.choose(sampling, position, masks, self._first + first)
+
+    def _check(self, count: int, first: int) -> None:
+        if not 0 <= first <= first + count <= self._count:
+            raise ValueError(f"{count} choices from row {first} on were asked of {self._count} rows")
+        self._backend.enter(self._pass)
+
+
+class HostWalk:
+    """The graph of walks that the host asks for, behind a propose pass."""
+
+    def __init__(self, gpu: Gpu, walker: DeviceWalk, chooser: Chooser, buffers: Buffers, first: int) -> None:
+        """``first``: row of the first draft in logits and drafts."""
+        self._gpu, self._chooser = gpu, chooser
+        self.walker, self._buffers, self._logits = walker, buffers, buffers.logits.behind(first)
+        count = walker.shape.rows
+        self._tokens = buffers.drafts.at(4 * first, 4 * count)
+        self._found = gpu.pinned((count,), np.int32)
+        self._graph = gpu.capture(self._walk)
+
+    def choose(self, sampling: Sampling, position: int, masks: Sequence[Packed | None], first: int) -> list[int]:
+        """Walk on from row ``first``: tokens of as many rows as there are masks; waits for them."""
+        self._chooser.write(sampling, position, masks, first)
+        self._graph.launch()
+        self._gpu.synchronize()
+        found: list[int] = self._found[first : first + len(masks)].tolist()
+        return found
+
+    def _walk(self) -> None:
+        buffers, sampling, chosen = self._buffers, self._buffers.sampling, self._buffers.sampling.chosen
+        self._chooser.enqueue(chosen, self._logits)  # for rows of whose candidates a mask leaves none
+        self.walker.walk(self._logits, buffers.control, buffers.counted, self._tokens, sampling, chosen)
+        self._gpu.read_into(self._tokens, self._found)
+
+
+class WalkedRows(NativeRows):
+    """Draft rows behind a walk: the last one stands until another replaces it, whole or from some row on.
+
+    See :class:`edge_dflash.decode.walk.WalkRows`.
+    """
+
+    def __init__(self, backend: NativeBackend, walk: HostWalk, first: int, ids: npt.NDArray[np.int32]) -> None:
+        super().__init__(backend, walk.walker.shape.rows, first, ids)
+        self._walk, self._greedy = walk, True  # whether the walk that stands is the pass's own
+
+    def argmax(self) -> list[int]:
+        """Tokens of the greedy walk."""
+        if not self._greedy:
+            self.choose(GREEDY, 0, [None] * self._count)
+            self._greedy = True
+        return super().argmax()
+
+    def choose(self, sampling: Sampling, position: int, masks: Sequence[Packed | None], first: int = 0) -> list[int]:
+        """Walk on from row ``first``, behind the tokens that the last walk chose before it; greedily behind the masks.
+
+        Where a mask leaves none of a row's candidates, the choice is among all tokens by the row's logits.
+        """
+        self._check(len(masks), first)
+        self._greedy = False
+        return self._walk.choose(sampling, position, masks, first)
+
+    def logits(self) -> npt.NDArray[np.float32]:
+        """Scores along the walk [K, V]; -inf for tokens that are no candidates."""
+        shape, buffers = self._walk.walker.shape, self._walk.walker.buffers
+        scores = self._read(buffers.scores, shape.top)
+        if shape.whole:
+            return scores
+        rows = np.full((self._count, shape.vocabulary), -np.inf, np.float32)
+        np.put_along_axis(rows, self._read(buffers.ids, shape.top).view(np.int32), scores, axis=1)
+        return rows
+
+    def confidence(self) -> list[float]:
+        """How sure the drafter is of each row, from 0 to 1; empty where it has no confidence head."""
+        if not self._walk.walker.judges:
+            return []
+        found: list[float] = self._read(self._walk.walker.buffers.confidence, 1)[:, 0].tolist()
+        return found
+
+    def _read(self, pointer: DevicePointer, columns: int) -> npt.NDArray[np.float32]:
+        self._backend.enter(self._pass)
+        self._backend.gpu.synchronize()
+        return self._backend.gpu.read(pointer, (self._count, columns), np.float32)

@@ -1,0 +1,155 @@
+"""Drafters whose drafts depend on each other, without a device: what is taken, steps, kernels and their arguments."""
+
+import re
+from dataclasses import replace
+
+import pytest
+from control_gpu import ControlGpu
+from cubin_support import cubin, kernel_use
+from native_support import NATIVE_PAIR, formats_of, random_store
+from store_weights import StoreWeights
+
+from edge_dflash.backends.cuda import backend as native_backend
+from edge_dflash.backends.cuda import conv, walk
+from edge_dflash.backends.cuda.backend import NativeBackend
+from edge_dflash.backends.cuda.compile import KERNELS
+from edge_dflash.backends.cuda.memory import Allocator
+from edge_dflash.backends.cuda.schedule import schedule
+from edge_dflash.backends.cuda.steps import Convolve, Draft, Project
+from edge_dflash.backends.cuda.support import check_native
+from edge_dflash.backends.cuda.walk import WalkBuffers, WalkShape
+from edge_dflash.board.archs import KERNEL_ARCHS
+from edge_dflash.decode.backend import Asked, Precision
+from edge_dflash.decode.sampling import Sampling
+from edge_dflash.errors import BackendError
+from edge_dflash.model import pair_programs
+from edge_dflash.model.specs import GroupedConvSpec, MarkovSpec, SelectorSpec
+
+KINDS = {
+    "dflash2": {"kind": "dflash2", "conv": GroupedConvSpec(2, 16), "head": SelectorSpec(32, 16)},
+    "vanilla": {"kind": "dspark", "anchor_drafts": True, "head": MarkovSpec("vanilla", 64, 32, "markov")},
+    "gated": {"kind": "dspark", "anchor_drafts": True, "head": MarkovSpec("gated", 32)},
+    "rnn": {"kind": "dspark", "anchor_drafts": True, "head": MarkovSpec("rnn", 32, 20, "hidden")},
+    "anchor": {"kind": "dspark", "anchor_drafts": True},
+}
+BLOCK = NATIVE_PAIR.drafter.block_size
+
+
+def pair(kind, **changes):
+    return replace(NATIVE_PAIR, drafter=replace(NATIVE_PAIR.drafter, **KINDS[kind] | changes))
+
+
+def load(monkeypatch, kind):
+    gpu, made = ControlGpu(), pair(kind)
+    formats = formats_of(pair=made)
+    monkeypatch.setattr(native_backend, "Gpu", lambda: gpu)
+    weights, state = StoreWeights(random_store(formats, made), formats), Precision("bfloat16", "fp8")
+    return gpu, NativeBackend(made, weights, state, cubin=lambda unit: b"", max_context=128, prefill_chunk=16)
+
+
+@pytest.mark.parametrize(
+    ("unit", "name", "mirror"),
+    [("walk", "Mix", walk._Mix), ("walk", "Walk", walk._Walk), ("conv", "Conv", conv._Conv)],
+)
+def test_arguments_have_the_fields_of_the_kernel(unit, name, mirror):
+    body = re.search(rf"struct {name} \{{(.*?)\n\}};", (KERNELS / f"{unit}.cu").read_text(), re.S)[1]
+    fields = re.findall(r"^\s*(?:const )?(\w+\*?) ([\w, ]+);", body, re.M)
+    found = [(one.strip(), kind.endswith("*")) for kind, names in fields for one in names.split(",")]
+    assert found == [(one, kind.__name__ == "c_void_p") for one, kind in mirror._fields_]
+
+
+def test_sizes_are_the_kernels():
+    source = (KERNELS / "walk.cu").read_text()
+    found = {name: int(value) for name, value in re.findall(r"(\w+) = (\d+)[,;]", source)}
+    names = {"TOP_THREADS": "_TOP_THREADS", "SLICE": "_SLICE", "SPLITS": "_SPLITS", "MIX_WARPS": "_MIX_WARPS",
+             "WALK_THREADS": "_WALK_THREADS"}  # fmt: skip
+    assert {name: found[name] for name in names} == {name: getattr(walk, ours) for name, ours in names.items()}
+    assert 32 * found["PROJECT_WARPS"] == walk._PROJECT_THREADS
+
+
+@pytest.mark.parametrize("arch", KERNEL_ARCHS)
+@pytest.mark.parametrize("unit", ["walk", "conv"])
+def test_kernels_spill_nothing(unit, arch):
+    use = kernel_use(cubin(unit, arch))
+    assert use
+    assert all(0 < one.registers <= 128 and one.stack_bytes == 0 for one in use.values())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_cycle_verifies_the_drafts_and_the_anchor(monkeypatch, kind):
+    gpu, backend = load(monkeypatch, kind)
+    rows = BLOCK + (kind != "dflash2")
+    assert (backend.shape.block_size, backend.shape.verify_rows) == (BLOCK, rows)
+    assert len(backend.propose(3)) == rows - 1
+    assert len(backend.verify([1] * rows)) == rows
+    backend.commit(rows)
+    for sampling in (Sampling(), Sampling(0.7)):
+        for drafts in (None, 2, 1):
+            gpu.accept, count = rows, rows - 1 if drafts is None else drafts
+            gpu.launches.clear()
+            cycle = backend.cycle(Asked(5, sampling, drafts=drafts))
+            assert (cycle.drafts, cycle.accepted, len(cycle.tokens)) == (count, count, count + 1)
+            walks = [name for name in gpu.launches if name.startswith("walk_")]
+            steps = rows - 1 if kind in ("gated", "rnn") else 1
+            assert (walks.count("walk_rows"), walks.count("walk_mix")) == {
+                "anchor": (0, 0), "gated": (steps, steps), "rnn": (steps, steps),
+            }.get(kind, (1, 0))  # fmt: skip
+            assert ("sample_choose" in gpu.launches) == (sampling.temperature > 0)
+            assert gpu.launches.count("sample_choose") == (sampling.temperature > 0) * (1 + (kind == "anchor"))
+            backend.commit(1)
+
+
+def test_the_walk_is_asked_again_only_where_it_is_steered(monkeypatch):
+    gpu, backend = load(monkeypatch, "dflash2")
+    rows = backend.propose(3)
+    gpu.launches.clear()
+    assert rows.argmax() == [0] * (BLOCK - 1)
+    assert gpu.launches == []
+    assert rows.choose(Sampling(), 7, [None], 1) == [0]
+    assert gpu.launches.count("walk_rows") == 1
+    gpu.launches.clear()
+    rows.argmax()
+    rows.argmax()
+    assert gpu.launches.count("walk_rows") == 1
+    with pytest.raises(ValueError, match="2 choices from row 2 on were asked of 3 rows"):
+        rows.choose(Sampling(), 7, [None] * 2, 2)
+    assert rows.confidence() == []
+
+
+def test_convolutions_take_residual_and_norm_along():
+    made = pair("dflash2")
+    steps = schedule(pair_programs(made).propose, formats_of(pair=made), wide=False).steps
+    found = [step for step in steps if isinstance(step, Convolve)]
+    layers = made.drafter.num_layers
+    assert [(len(step.reads), len(step.writes)) for step in found] == [(2, 1), (3, 2)] * 2 * layers
+    assert all(len(step.reads) == 1 for step in steps if isinstance(step, Project))
+    assert isinstance(steps[-1], Draft)
+    assert steps[-1].first == 1
+
+
+def test_what_the_kernels_do_not_take_is_refused():
+    cases = [
+        (pair("dflash2", head=SelectorSpec(20, 16)), "rank 20"),
+        (pair("gated", block_size=32), "33 rows"),
+    ]
+    for made, message in cases:
+        with pytest.raises(BackendError, match=message):
+            check_native(made, formats_of(pair=made))
+    op = pair_programs(pair("vanilla")).propose.walk
+    for changes, vocabulary, message in (
+        ({"top_k": None}, 5000, "all 5000 tokens"),
+        ({"top_k": 300}, 5000, "at most 256"),
+        ({"top_k": 200}, 500_000, "at most 132"),
+    ):
+        with pytest.raises(BackendError, match=message):
+            WalkShape(replace(op, **changes), 7, 64, vocabulary)
+
+
+def test_a_step_reads_rows_of_the_codebooks_not_the_table():
+    selector = pair_programs(pair("dflash2")).propose.walk
+    shape = WalkShape(replace(selector, rank=256), 7, 5120, 248_320)
+    memory = Allocator(None)
+    WalkBuffers.take(memory, shape)
+    assert shape.staged
+    assert shape.step_bytes == 17 * 512
+    assert memory.total < 1 << 20

@@ -1,0 +1,204 @@
+"""The number of drafts that a cycle verifies: chosen well, followed when it changes, and no matter for the tokens."""
+
+import math
+from dataclasses import replace
+from random import Random
+
+import pytest
+from fakes import SHAPE, FakeBackend
+
+from edge_dflash.checks.asking import ByTurns
+from edge_dflash.decode.backend import row_steps
+from edge_dflash.decode.controls import Controls, Pace
+from edge_dflash.decode.drafts import DECAY, Acceptance, DraftChoice, Drafting, Seconds, draft_choice, measure, share_of
+from edge_dflash.decode.loop import generate
+from edge_dflash.decode.options import Options
+from edge_dflash.errors import RequestError
+
+MOST = 15
+STEPS = [rows - 1 for rows in row_steps(MOST + 1)]
+
+
+def dense(drafts):
+    """Rows are nearly free; a drafter's pass costs 12 %."""
+    return 1.12 + 0.004 * drafts if drafts else 1.0
+
+
+def experts(drafts):
+    """16 rows cost four times one."""
+    return 1.0 + 0.2 * drafts + 0.15 * (drafts > 0)
+
+
+def few_experts(drafts):
+    """The same, but rows soon share experts."""
+    reached = (1 - math.exp(-drafts / 6)) / (1 - math.exp(-15 / 6))
+    return 1.0 + 3.0 * reached + 0.15 * (drafts > 0)
+
+
+COSTS = {"dense": dense, "experts": experts, "few": few_experts}
+
+
+def tokens(share, drafts):
+    """Expected tokens of a cycle."""
+    return sum(share**n for n in range(drafts + 1))
+
+
+class Plant:
+    """Cycles of a made-up engine: a profile of acceptance, and times that are noisy and now and then far too long."""
+
+    def __init__(self, cost, seed, choice):
+        self.cost, self.random, self.choice = cost, Random(seed), choice
+
+    def run(self, share, cycles):
+        """Speed of so many cycles beside the best fixed number's, noise of the draws left out."""
+        made = spent = 0.0
+        for _ in range(cycles):
+            drafts, accepted = self.choice.drafts, 0
+            while accepted < drafts and self.random.random() < share:
+                accepted += 1
+            seconds = self.cost(drafts) * self.random.gauss(1.0, 0.02) * (3.0 if self.random.random() < 0.005 else 1.0)
+            verify = 0.9 * seconds if drafts else seconds
+            self.choice.record(drafts, drafts, accepted, seconds - verify, verify)
+            made, spent = made + tokens(share, drafts), spent + self.cost(drafts)
+        best = max(tokens(share, k) / self.cost(k) for k in range(MOST + 1))
+        return made / spent / best
+
+
+def plants(cost, count=6):
+    cost = COSTS[cost]
+    return [Plant(cost, seed, DraftChoice(MOST, {k: cost(k) for k in STEPS})) for seed in range(count)]
+
+
+def mean(values):
+    return sum(values) / len(values)
+
+
+@pytest.mark.parametrize("share", [0.9, 0.7, 0.5])
+@pytest.mark.parametrize("cost", COSTS)
+def test_the_chosen_number_is_within_3_percent_of_the_best_fixed_one_after_64_cycles(cost, share):
+    made = plants(cost)
+    for plant in made:
+        plant.run(share, 64)
+    assert mean([plant.run(share, 400) for plant in made]) > 0.97
+
+
+@pytest.mark.parametrize(("before", "after"), [(0.9, 0.5), (0.5, 0.9), (0.05, 0.9), (0.3, 0.7)])
+@pytest.mark.parametrize("cost", COSTS)
+def test_another_acceptance_is_followed(cost, before, after):
+    made = plants(cost)
+    for plant in made:
+        plant.run(before, 300)
+        plant.run(after, 250)
+    assert mean([plant.run(after, 400) for plant in made]) > 0.97
+
+
+@pytest.mark.parametrize("cost", COSTS)
+def test_a_drafter_that_is_never_right_costs_little(cost):
+    made = plants(cost)
+    for plant in made:
+        plant.run(0.0, 64)
+    assert mean([plant.run(0.0, 1000) for plant in made]) > 0.96
+
+
+def test_seconds_that_were_not_measured_are_learned_and_plain_decoding_is_taken_for_a_verify():
+    choice = DraftChoice(MOST)
+    for _ in range(8):
+        choice.record(MOST, MOST, 0, 0.5, 1.0)
+    assert choice.drafts == 0
+    choice = DraftChoice(MOST)
+    for _ in range(50):
+        choice.record(MOST, MOST, 4, 0.5, 1.0)
+    assert choice.drafts > 0
+
+
+def test_slower_cycles_of_one_number_are_slower_ones_of_all_unless_the_number_is_new():
+    seconds = Seconds({0: 1.0, 3: 2.0, 7: 4.0})
+    for _ in range(100):
+        seconds.record(3, 1.0, 3.0)
+        seconds.fade(DECAY)
+    assert seconds.of(7) / seconds.of(3) == pytest.approx(2.0, rel=0.2)
+    assert seconds.of(3) == pytest.approx(4.0, rel=0.03)
+    assert seconds.of(5) == seconds.of(7)  # not measured: that of the next one above
+    known = seconds.of(3)
+    for _ in range(4):
+        seconds.record(7, 2.0, 2.0)  # faster than thought, the first cycles with it
+    assert seconds.of(3) == pytest.approx(known, rel=0.05)
+    assert seconds.of(7) < 7.0
+
+
+def test_one_very_long_cycle_changes_little():
+    seconds = Seconds({3: 2.0, 7: 4.0})
+    for _ in range(10):
+        seconds.record(3, 1.0, 1.0)
+    seconds.record(3, 1.0, 1000.0)
+    assert seconds.of(3) == pytest.approx(2.0, rel=0.11)
+
+
+def test_acceptance_is_by_position_and_an_unseen_one_has_that_of_the_position_before():
+    acceptance = Acceptance(4)
+    for _ in range(400):
+        acceptance.record(2, 1)
+    found = acceptance.tokens()
+    assert found[0] == 1.0
+    assert found[1] == pytest.approx(2.0, abs=0.02)
+    second = found[2] - found[1]
+    assert second == pytest.approx(0.02, abs=0.02)
+    assert found[3] - found[2] == pytest.approx(second**2, abs=0.01)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.9])
+def test_an_accept_length_that_was_seen_gives_the_first_acceptance(share):
+    assert share_of(tokens(share, 15), 15) == pytest.approx(share, abs=1e-5)
+    acceptance = Acceptance(15)
+    acceptance.first = share_of(tokens(share, 15), 15)
+    assert acceptance.tokens()[-1] == pytest.approx(tokens(share, 15), abs=1e-4)
+
+
+def test_cycles_are_measured_on_an_empty_backend_that_is_empty_again():
+    backend = FakeBackend()
+    found = measure(backend)
+    assert list(found) == [rows - 1 for rows in row_steps(SHAPE.drafts + 1)]
+    assert all(seconds > 0.0 for seconds in found.values())
+    assert backend.length() == 0
+    assert measure(FakeBackend(replace(SHAPE, max_context=8))) == {}
+
+
+def test_a_number_can_be_asked_for():
+    assert draft_choice(7, 3, measured=True) == 3
+    assert draft_choice(7, 0, measured=False) == 0
+    assert draft_choice(7, None, measured=False) is None
+    assert isinstance(draft_choice(7, None, measured=True), DraftChoice)
+    with pytest.raises(RequestError, match=r"drafts is 8, a cycle of this bundle has 7; give 0 to 7, or None"):
+        draft_choice(7, 8, measured=True)
+
+
+class AnyNumber(DraftChoice):
+    """Another number for every cycle."""
+
+    def record(self, *found):
+        super().record(*found)
+        self.drafts = Random(str(found)).randrange(SHAPE.drafts + 1)
+
+
+@pytest.mark.parametrize("right", range(SHAPE.drafts + 1))
+@pytest.mark.parametrize("options", [Options(), Options(temperature=1.5, top_k=30, top_p=0.9, seed=5)], ids=str)
+def test_no_number_changes_a_token(options, right):
+    options = replace(options, max_new_tokens=40)
+    plain = generate(FakeBackend(), (3, 1, 4), replace(options, speculative=False))
+    assert plain.drafting.drafts == plain.drafting.accepted == (0,) * 39
+    for pace in (Pace(), *(Pace(k) for k in range(SHAPE.drafts + 1)), Pace(AnyNumber(SHAPE.drafts))):
+        found = generate(FakeBackend(right=lambda _: right), (3, 1, 4), options, controls=Controls(pace=pace))
+        assert found.tokens == plain.tokens
+        pairs = zip(found.drafting.drafts, found.drafting.accepted, strict=True)
+        assert options.temperature or all(accepted == min(drafts, right) for drafts, accepted in pairs)
+    turns = generate(ByTurns(FakeBackend(right=lambda _: right)), (3, 1, 4), options)
+    assert turns.tokens == plain.tokens
+    assert set(turns.drafting.drafts) == set(range(SHAPE.drafts + 1))
+
+
+def test_acceptance_of_a_request_is_counted_by_position():
+    drafting = Drafting(drafts=(4, 4, 2, 0, 4), accepted=(4, 1, 2, 0, 0))
+    assert drafting.positions == ((4, 3), (4, 2), (3, 1), (3, 1))
+    assert drafting.acceptance == (0.75, 0.5, 1 / 3, 1 / 3)
+    assert (drafting.usual, drafting.mean) == (4, 2.8)
+    assert (Drafting().usual, Drafting().mean, Drafting().acceptance) == (0, 0.0, ())
