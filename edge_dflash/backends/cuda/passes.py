@@ -203,8 +203,7 @@ class Frame(ABC):
         for step in steps:
             assert isinstance(step, State)
             state, (k, v) = step.op.state, (self._matrix(name) for name in step.reads)
-            memory = self.common.states.kv[state][self.lane]
-            layers.setdefault(self.kernels.attention[state], []).append((k, v, memory))
+            layers.setdefault(self.kernels.attention[state], []).append((k, v, self.common.states.kv[state][self.lane]))
         for attention, rows in layers.items():
             attention.append(rows, self.words)
 
