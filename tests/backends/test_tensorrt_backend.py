@@ -23,7 +23,7 @@ CONTEXT, CHUNK, STATE = 128, 16, Precision("bfloat16", "fp8")
 UNITS = bundle_units(NATIVE_PAIR, CHUNK)
 BLOCK = NATIVE_PAIR.drafter.block_size
 ROWS = {"prefill": CHUNK, "verify": BLOCK, "propose": BLOCK}
-KERNELS = {"Attend": "attend_prepare_fp8", "KvAppend": "attend_prepare_fp8", "GatedDelta": "delta_prepare"}
+KERNELS = {"Attend": "attend_prepare_fp8", "KvAppend": "attend_append_fp8", "GatedDelta": "delta_prepare"}
 
 
 class PlannedGpu(ControlGpu):
