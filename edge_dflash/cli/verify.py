@@ -95,7 +95,7 @@ def _verify_bundle(
     bundle: Path, prompts: Path | None, count: int, max_new_tokens: int
 ) -> tuple[Verification, SelfTestResult | None]:
     with stages("opening the bundle") as report:
-        planner = Planner.open(bundle, self_test="off", progress=report)
+        planner = Planner.open(bundle, self_test="off", fallback=False, progress=report)
     with planner:
         with stages("self-test"):
             self_test = replay(Bundle.open(bundle, check_hashes=False), planner.backend)
