@@ -94,7 +94,7 @@ def main() -> None:
     parser.add_argument("--tasks", type=int, default=64, help="how many of the held-out tasks")
     parser.add_argument("--plain", action="store_true", help="decode without the drafter")
     given = parser.parse_args()
-    with Planner.open(given.bundle) as planner:
+    with Planner.open(given.bundle, fallback=False) as planner:  # accept lengths of all drafts
         quality = evaluate(planner_generate(planner, speculative=not given.plain), heldout_tasks()[: given.tasks])
     print(json.dumps({"bundle": str(given.bundle), "speculative": not given.plain, **asdict(quality)}))
 

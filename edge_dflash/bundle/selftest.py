@@ -18,6 +18,7 @@ from edge_dflash.common.files import LARGE, read_bytes
 from edge_dflash.common.tables import decode, encode
 from edge_dflash.decode.accept import accepted
 from edge_dflash.decode.backend import PairShape
+from edge_dflash.decode.drafts import Drafting
 from edge_dflash.errors import BundleError
 
 SELFTEST = "selftest.json"
@@ -82,6 +83,11 @@ class SelfTest:
         """The same tokens without drafts, one a cycle."""
         cycles = len(self.tokens) - 1
         return replace(self, drafts=((),) * cycles, accept_lengths=(1,) * cycles, accept_length=1.0, accept_floor=1.0)
+
+    @property
+    def acceptance(self) -> tuple[float, ...]:
+        """Share of the drafts that the target accepted, by position."""
+        return Drafting(tuple(map(len, self.drafts)), tuple(n - 1 for n in self.accept_lengths)).acceptance
 
     @property
     def drafted(self) -> int:

@@ -26,6 +26,7 @@ from edge_dflash.checks.measure import (
 from edge_dflash.checks.provenance import ClockSample, describe
 from edge_dflash.decode.backend import Backend, Rows
 from edge_dflash.decode.controls import Controls
+from edge_dflash.decode.drafts import measure
 from edge_dflash.decode.grammar.compiled import compile_form
 from edge_dflash.decode.grammar.schema_check import schema_json
 from edge_dflash.decode.grammar.wire import Source
@@ -132,6 +133,8 @@ def run(subject: Subject, device: Device, work: Workload, say: Say) -> BenchResu
     for tokens in work.prefill:
         say(f"timing a prompt of {tokens:,} tokens")
         prefills.append(meter.prefill(tiled(subject.filler, tokens), device.matmul_rate))
+    say("timing cycles by the drafts that they verify")
+    by_drafts = {str(drafts): 1e3 * seconds for drafts, seconds in measure(planner.backend).items()}
     contexts = tuple(_context(meter, subject, context, say) for context in work.contexts)
     held = memory(on_gpu, device.free_bytes, allocations) if on_gpu else None
     middle = len(subject.prompts[0]) + work.tokens // 2
@@ -158,6 +161,7 @@ def run(subject: Subject, device: Device, work: Workload, say: Say) -> BenchResu
         cold=_cold(subject, first, decodings.raw.ms),
         prefill=tuple(prefills),
         contexts=contexts,
+        drafts_ms=by_drafts,
         memory=held,
         profile=_profile(on_gpu, subject, work, say) if on_gpu and work.profile else (),
     )

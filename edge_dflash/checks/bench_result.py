@@ -150,6 +150,7 @@ class BenchResult:
     cold: Cold
     prefill: tuple[Prefill, ...]
     contexts: tuple[CycleTimes, ...]
+    drafts_ms: Mapping[str, float]  # a cycle by the drafts that it verifies, on an empty sequence, wall clock
     memory: DeviceMemory | None
     profile: tuple[StepKind, ...]
 

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from edge_dflash.backends.host_cycle import Delegate, host_cycle
 from edge_dflash.checks.asking import ByTurns, GivenDrafts
 from edge_dflash.decode.backend import Asked, Backend, Cycle, PairShape, Rows, Snapshot
+from edge_dflash.decode.drafts import NO_DRAFTING, Drafting
 from edge_dflash.decode.loop import Generation, generate
 from edge_dflash.decode.options import Options
 from edge_dflash.errors import RequestError, VerificationError
@@ -145,6 +146,7 @@ class SpeculativeRun:
     temperature: float
     tokens: int
     accept_lengths: tuple[int, ...]
+    drafting: Drafting = NO_DRAFTING
 
 
 @dataclass(frozen=True)
@@ -169,6 +171,12 @@ class Verification:
         return sum(lengths) / len(lengths) if lengths else 0.0
 
     @property
+    def acceptance(self) -> tuple[float, ...]:
+        """Share of the drafts that the target accepted, by position, greedily and with the pair's own drafter."""
+        runs = [run.drafting for run in self.runs if (run.drafter, run.temperature) == (OWN, 0)]
+        return sum(runs, NO_DRAFTING).acceptance
+
+    @property
     def histogram(self) -> dict[str, dict[int, int]]:
         """For each drafter: how often each number of tokens was committed by a verify."""
         counts: dict[str, Counter[int]] = {}
@@ -187,6 +195,7 @@ class Verification:
         return {
             "ok": self.ok,
             "accept_length": self.accept_length,
+            "acceptance": list(self.acceptance),
             "differences": [asdict(difference) for difference in self.differences],
             "prompts": self.prompts,
             "runs": len(self.runs),
@@ -245,7 +254,8 @@ def verify_lossless(
             drafting = backend if drafter is None else Adversary(backend, [*prompt, *plain.tokens], drafter)
             drafting = ByTurns(drafting, number) if name in by_turns else drafting
             found = generate(drafting, prompt, options, stop_token_ids=stop_token_ids)
-            runs.append(SpeculativeRun(index, name, options.temperature, len(found.tokens), found.accept_lengths))
+            made = (len(found.tokens), found.accept_lengths, found.drafting)
+            runs.append(SpeculativeRun(index, name, options.temperature, *made))
             unlike = (*_compare(plain, found), *_compare_states(state, backend.snapshot()))
             differences += [Difference(index, name, options.temperature, *what) for what in unlike]
         progress(f"prompt {index + 1} of {len(prompts)}, temperature {options.temperature:g}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -72,8 +72,8 @@ def bench(
     describes, and the share of drafts that the grammar replaced; null without tokenizer), raw (cycles called directly),
     host_ms (speculative minus raw), host_share (of raw), speed_up, plain_floor_ms, cycle (whole, propose, verify, each
     with ms, bytes, floor_ms; rest_ms, over_floor, the bytes by kind), cold (load_seconds, prefill_ms, cycle_ms,
-    over_steady), prefill (tokens, ms, operations_per_second, share of matmul_rate), contexts (a cycle each), memory
-    (budget, allocated, device_used, device_total, allocations_after_load), profile.
+    over_steady), prefill (tokens, ms, operations_per_second, share of matmul_rate), contexts (a cycle each), drafts_ms
+    (a cycle by its drafts), memory (budget, allocated, device_used, device_total, allocations_after_load), profile.
     """
     kind = _checked(bundle, synthetic, weights, prompts, drafter)
     _check_files(plot, record)
@@ -141,7 +141,8 @@ def _print(result: BenchResult, plot: Path | None, record: Path | None, json: bo
 def render(result: BenchResult) -> RenderableType:
     """Tables of decoding, of a cycle's parts, of prompts, contexts, steps and memory."""
     parts: list[RenderableType] = [_head(result), _decoding(result), _host(result), _cold(result), _cycle(result)]
-    further = {_prefill: result.prefill, _contexts: result.contexts, _profile: result.profile, _memory: result.memory}
+    further: dict[Callable[[BenchResult], Table], object] = {_prefill: result.prefill, _drafts: result.drafts_ms}
+    further |= {_contexts: result.contexts, _profile: result.profile, _memory: result.memory}
     return Group(*parts, *(table(result) for table, there in further.items() if there))
 
 
@@ -231,6 +232,14 @@ def _prefill(result: BenchResult) -> Table:
         rate = _number(row.operations_per_second, ".0f", 1e12)
         speed = f"{row.tokens / row.ms * 1e3:,.0f}"
         table.add_row(f"{row.tokens:,}", f"{row.ms:.1f}", speed, rate, _number(row.share, ".0%"))
+    return table
+
+
+def _drafts(result: BenchResult) -> Table:
+    table = named_table("Cycle by the drafts that it verifies, empty context", "drafts", right=("ms", "of plain"))
+    plain = next(iter(result.drafts_ms.values()))
+    for drafts, ms in result.drafts_ms.items():
+        table.add_row(drafts, f"{ms:.3f}", f"{ms / plain:.2f}")
     return table
 
 

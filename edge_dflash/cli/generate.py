@@ -59,6 +59,9 @@ def generate(
     ] = None,
     *,
     plain: Annotated[bool, typer.Option("--plain", help="Decode without the drafter: same tokens, slower.")] = False,
+    drafts: Annotated[
+        int | None, typer.Option(metavar="K", min=0, help="Drafts that a cycle verifies; default: as many as pay.")
+    ] = None,
     compare: Annotated[
         bool, typer.Option("--compare", help="Decode with and without the drafter; one table of both.")
     ] = False,
@@ -75,11 +78,11 @@ def generate(
 
     JSON keys: text (null without tokenizer), tokens, logprobs (of --logprobs, for each token: token, logprob, text and
     top, the likeliest tokens; else null), finish_reason (stop, length, context or deadline), prompt_tokens,
-    accept_lengths, accept_length, speculative, object (the answer parsed, or null), prefill_seconds,
-    first_token_seconds, decode_seconds, total_seconds, tokens_per_second, board (joules of this plan, null where the
-    board does not say its power; power mode, watts, degrees, clocks and memory at the end, as far as it says them),
-    plain (of --compare, else null: the same without the drafter), identical (of --compare: the same
-    tokens; null without it, or when a deadline cut one shorter).
+    accept_lengths, accept_length, drafts (verified by each cycle), accepted_drafts, speculative, object (the answer
+    parsed, or null), prefill_seconds, first_token_seconds, decode_seconds, total_seconds, tokens_per_second, board
+    (joules of this plan, null where the board does not say its power; power mode, watts, degrees, clocks and memory at
+    the end, as far as it says them), plain (of --compare, else null: the same without the drafter), identical (of
+    --compare: the same tokens; null without it, or when a deadline cut one shorter).
     """
     if plain and compare:
         raise RequestError("--plain and --compare are given; --compare decodes plainly beside it, leave --plain out")
@@ -87,7 +90,7 @@ def generate(
     task = read_task(prompt, prompt_file, ids, raw=flags["raw"])
     Options.of(options)  # what is wrong with them is said before a bundle is loaded
     with stages("opening the bundle") as report:
-        planner = Planner.open(bundle, progress=report)
+        planner = Planner.open(bundle, drafts=drafts, progress=report)
     with planner:
         if flags["raw"] and planner.tokenizer is None and isinstance(task, str):
             raise RequestError(f"{bundle} has no tokenizer, --raw text cannot be read; give --ids")

@@ -99,6 +99,8 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "prompt_tokens": plan.prompt_tokens,
         "accept_lengths": list(plan.accept_lengths),
         "accept_length": plan.accept_length,
+        "drafts": list(plan.drafting.drafts),
+        "accepted_drafts": list(plan.drafting.accepted),
         "speculative": plan.speculative,
         "object": plan.object,
         "prefill_seconds": plan.timings.prefill_seconds,
@@ -111,7 +113,9 @@ def plan_json(plan: Plan) -> dict[str, Any]:
 
 def summary(plan: Plan, joules: float | None) -> str:
     """One line about a plan for people."""
-    how = f"accept length {plan.accept_length:.2f}" if plan.speculative else "plain decoding"
+    how = "plain decoding"
+    if plan.speculative:
+        how = f"accept length {plan.accept_length:.2f} of {plan.drafting.mean:.1f} drafts"
     return (
         f"{len(plan.tokens)} tokens ({plan.finish_reason}) after {plan.prompt_tokens} of prompt, {how}, "
         f"{plan.tokens_per_second:.1f} tokens/s, {plan.timings.total_seconds:.2f} s"

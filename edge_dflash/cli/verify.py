@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,6 +11,7 @@ from rich.table import Table
 
 from edge_dflash.backends.selftest import SelfTestResult, replay
 from edge_dflash.bundle.reader import Bundle
+from edge_dflash.bundle.selftest import SelfTest, load_selftest
 from edge_dflash.checks.bench import Workload
 from edge_dflash.checks.doctor import gather
 from edge_dflash.checks.doctor import report as doctor_report
@@ -59,7 +61,8 @@ def verify(
     The exit code is 9 when something differs; the JSON object is printed all the same.
 
     JSON keys: ok, differences (of a bundle: a list; of a golden file: largest difference per key).
-    Bundle also: accept_length, prompts, runs, tokens, block_size, accept_histogram, untried_accept_lengths, self_test
+    Bundle also: accept_length, acceptance (share of the own drafts accepted, by position), acceptance_at_build (null
+    without a self-test), prompts, runs, tokens, block_size, accept_histogram, untried_accept_lengths, self_test
     (what the build recorded, replayed here: an object with ok, verdict (identical, rounding or fault), exact,
     accept_length, accept_length_at_build, floor, tokens, tokens_equal, first_difference, drafts, drafts_equal,
     diagnosis, seconds; null without one). Golden file also: largest_difference, logits_difference, tokens_equal,
@@ -74,14 +77,14 @@ def verify(
         if report is not None:
             check_report(report)
         result, self_test = _verify_bundle(bundle, prompts, count, max_new_tokens)
-        found = _found(result, self_test)
+        found = _found(result, self_test, load_selftest(Bundle.open(bundle, check_hashes=False)))
         if report is not None:
             bench = _bench(bundle) if found["ok"] else None
             facts = gather(bundle)
             write_report(report, bundle, found, bench, doctor_report(examine(facts), facts))
         if json:
             emit_json(found)
-        _judge(result, self_test, quiet=json)
+        _judge(result, self_test, found, quiet=json)
     elif checkpoint is None or drafter is None or golden is None:
         raise RequestError("--golden needs --checkpoint and --drafter, the directories of the two checkpoints")
     else:
@@ -92,7 +95,7 @@ def _verify_bundle(
     bundle: Path, prompts: Path | None, count: int, max_new_tokens: int
 ) -> tuple[Verification, SelfTestResult | None]:
     with stages("opening the bundle") as report:
-        planner = Planner.open(bundle, self_test="off", progress=report)
+        planner = Planner.open(bundle, self_test="off", fallback=False, progress=report)
     with planner:
         with stages("self-test"):
             self_test = replay(Bundle.open(bundle, check_hashes=False), planner.backend)
@@ -108,10 +111,14 @@ def _verify_bundle(
         return verification, self_test
 
 
-def _found(result: Verification, self_test: SelfTestResult | None) -> dict[str, Any]:
+def _found(result: Verification, self_test: SelfTestResult | None, recorded: SelfTest | None) -> dict[str, Any]:
     """The JSON object of a bundle."""
-    replayed = self_test.to_json() if self_test is not None else None
-    return {**result.to_json(), "ok": result.ok and (self_test is None or self_test.ok), "self_test": replayed}
+    return {
+        **result.to_json(),
+        "ok": result.ok and (self_test is None or self_test.ok),
+        "acceptance_at_build": None if recorded is None else list(recorded.acceptance),
+        "self_test": self_test.to_json() if self_test is not None else None,
+    }
 
 
 def _bench(bundle: Path) -> dict[str, Any]:
@@ -120,10 +127,11 @@ def _bench(bundle: Path) -> dict[str, Any]:
     return bench_bundle(bundle, lambda planner: bench_prompts(bundle, planner, REPORT_TOKENS), work, say=say).to_json()
 
 
-def _judge(result: Verification, self_test: SelfTestResult | None, *, quiet: bool) -> None:
+def _judge(result: Verification, self_test: SelfTestResult | None, found: Mapping[str, Any], *, quiet: bool) -> None:
     """Print the outcome for people, then raise VerificationError unless it is good."""
     if not quiet:
         show(_lossless_table(result))
+        show(_acceptance_table(found["acceptance"], found["acceptance_at_build"] or ()))
         print(f"self-test: {self_test.summary if self_test is not None else 'the build recorded none'}")
     result.check()
     if self_test is not None and not self_test.ok:
@@ -158,6 +166,16 @@ def _lossless_table(result: Verification) -> Table:
         mean = f"{sum(lengths) / len(lengths):.2f}" if lengths else "-"
         wrong = sum(1 for difference in result.differences if difference.drafter == drafter)
         table.add_row(drafter, str(len(runs)), str(sum(run.tokens for run in runs)), mean, str(wrong))
+    return table
+
+
+def _acceptance_table(here: Sequence[float], at_build: Sequence[float]) -> Table:
+    table = Table(title="Share of the own drafts that were accepted, by position", title_justify="left")
+    table.add_column("")
+    for position in range(max(len(here), len(at_build))):
+        table.add_column(str(position + 1), justify="right")
+    for name, shares in (("these prompts", here), ("the self-test at build", at_build)):
+        table.add_row(name, *(f"{share:.2f}" for share in shares))
     return table
 
 

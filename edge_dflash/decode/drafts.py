@@ -33,6 +33,10 @@ class Drafting:
     drafts: tuple[int, ...] = ()  # verified
     accepted: tuple[int, ...] = ()  # of them, those that a stop or the budget cut away included
 
+    def __add__(self, other: Drafting) -> Drafting:
+        """The cycles of both."""
+        return Drafting(self.drafts + other.drafts, self.accepted + other.accepted)
+
     @property
     def usual(self) -> int:
         """Drafts that most cycles verified; 0 without a cycle."""

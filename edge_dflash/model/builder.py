@@ -20,6 +20,7 @@ from edge_dflash.model.ops import (
     Linear,
     MarkovWalk,
     Op,
+    Remap,
     RmsNorm,
     SelectorWalk,
     SelectRows,
@@ -189,6 +190,13 @@ class GraphBuilder:
         self._weight(base, (2, spec.taps, hidden), "conv", "conv")
         op = GroupedConv(inputs=(u, c), output=out, base=base, side=side, taps=spec.taps, group_size=size)
         return self._emit(op, hidden)
+
+    def remap(self, x: str, ids: str, vocab: int, out: str) -> str:
+        """Logits of a draft vocabulary as logits of ``vocab`` tokens."""
+        if self._columns[x] > vocab:
+            raise ValueError(f"{self._name}: {self._columns[x]} drafted tokens of a vocabulary of {vocab}")
+        self._weight(ids, (self._columns[x],), "vector", "ids")
+        return self._emit(Remap(inputs=(x,), output=out, weight=ids, vocab=vocab), vocab)
 
     def selector_walk(self, hidden: str, logits: str, prefix: str, spec: SelectorSpec, out: str) -> str:
         """Choose drafts among the candidates of each row (DFlash2); ``prefix`` is the module of the selector."""

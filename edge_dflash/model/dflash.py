@@ -41,6 +41,8 @@ COPIES = {
     "verifier_lm_head.weight": "target.lm_head",
 }
 """Tensors of the target that a drafter's files may repeat."""
+DRAFT_IDS, DRAFTED = "drafter.d2t", "t2d"
+"""Ids of a draft vocabulary, in files as distances from its own; and a tensor that marks them."""
 TRAINED_WITH = ("verifier_norm.",)  # beginnings of tensors that only training reads
 BLOCK: Table = {
     "block_size": integer(least=2, most=MAX_BLOCK, null=True),
@@ -112,8 +114,9 @@ def read(fields: Fields) -> DrafterSpec:
     if not taps:
         raise source.error("target_layer_ids", [], "at least one layer id")
     vocab = fields.integer("vocab_size")
-    if fields.has("draft_vocab_size") and (drafted := fields.integer("draft_vocab_size")) != vocab:
-        raise fields.error("draft_vocab_size", drafted, f"vocab_size ({vocab}): drafts come from the whole vocabulary")
+    drafted = fields.integer("draft_vocab_size") if fields.has("draft_vocab_size") else vocab
+    if drafted > vocab:
+        raise fields.error("draft_vocab_size", drafted, f"at most vocab_size ({vocab})")
     return DrafterSpec(
         block_size=either("block_size", fields, dflash).integer("block_size"),
         mask_token_id=either("mask_token_id", dflash, fields).integer("mask_token_id"),
@@ -125,7 +128,15 @@ def read(fields: Fields) -> DrafterSpec:
         rms_norm_eps=fields.number("rms_norm_eps"),
         attention=read_attention(fields, gated=False),
         layers=read_masks(fields, dflash, layers),
+        draft_vocab=None if drafted == vocab else drafted,
     )
+
+
+def whole_vocabulary(fields: Fields, spec: DrafterSpec) -> None:
+    """Raise CheckpointError for a drafter whose head drafts from a part of the vocabulary."""
+    if spec.draft_vocab is not None:
+        wanted = f"vocab_size ({spec.vocab_size}): this kind drafts from the whole vocabulary"
+        raise fields.error("draft_vocab_size", spec.draft_vocab, wanted)
 
 
 def read_masks(fields: Fields, dflash: Fields, layers: int) -> tuple[DrafterLayerMask, ...]:
@@ -203,4 +214,8 @@ def block(g: GraphBuilder, target: TargetSpec, spec: DrafterSpec, one: WriteLaye
 def propose(g: GraphBuilder, target: TargetSpec, spec: DrafterSpec) -> Program:
     """[anchor, mask x (B-1)] -> logits of the B-1 draft rows; row r proposes the token at position length + r."""
     x = block(g, target, spec)
-    return g.program(logits=logits(g, draft_rows(g, x, spec), target), hidden=x)
+    rows = draft_rows(g, x, spec)
+    if spec.draft_vocab is None:
+        return g.program(logits=logits(g, rows, target), hidden=x)
+    own = g.linear(rows, "drafter.lm_head", spec.draft_vocab, "lm_head", "draft_logits")
+    return g.program(logits=g.remap(own, DRAFT_IDS, target.vocab_size, "logits"), hidden=x)

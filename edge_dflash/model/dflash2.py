@@ -39,6 +39,7 @@ TABLE = dflash.table(
 def read(fields: Fields) -> DrafterSpec:
     """Spec of a drafter. Raises CheckpointError."""
     spec = dflash.read(fields)
+    dflash.whole_vocabulary(fields, spec)
 
     def own(name: str) -> int:
         return either(name, fields.child("dflash_config"), fields).integer(name)

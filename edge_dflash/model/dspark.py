@@ -42,6 +42,7 @@ def read(fields: Fields) -> DrafterSpec:
     if not _at(fields, "target_layer_ids").has("target_layer_ids"):
         raise fields.lacks("target_layer_ids")
     spec = dflash.read(fields)
+    dflash.whole_vocabulary(fields, spec)
     anchor_drafts = _at(fields, "sample_from_anchor").flag("sample_from_anchor")
     return replace(spec, kind=KIND, anchor_drafts=anchor_drafts, head=_head(fields, spec.vocab_size))
 

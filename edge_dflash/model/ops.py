@@ -191,6 +191,25 @@ class GatedDelta(StateOp):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Remap(DenseOp):
+    """Columns of a draft vocabulary at their places in the target's: y[r, ids[j]] = x[r, j], UNDRAFTED elsewhere.
+
+    ``weight`` holds the ids, each once, as float32.
+    """
+
+    weight: str
+    vocab: int  # columns of y
+
+    @property
+    def weights(self) -> tuple[str, ...]:
+        """See :class:`Op`."""
+        return (self.weight,)
+
+
+UNDRAFTED = -1e30  # logit of a token that the drafter cannot draft; above that of one that a grammar forbids
+
+
+@dataclass(frozen=True, kw_only=True)
 class GroupedConv(DenseOp):
     """Inputs (u [rows, H], c [rows, 2 * taps * H / group_size]): causal convolution over the rows of a block.
 

@@ -83,7 +83,7 @@ DRAFTERS: Mapping[str, Drafter] = {
         dflash.append_context,
         dflash.propose,
         ("attention", "mlp", "fc", "norm"),
-        TensorNames(skipped=dflash.TRAINED_WITH, copies=dflash.COPIES),
+        TensorNames(skipped=(*dflash.TRAINED_WITH, dflash.DRAFTED), bare=(".d2t",), copies=dflash.COPIES),
     ),
     dflash2.KIND: Drafter(
         dflash2.NAMES,

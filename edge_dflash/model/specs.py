@@ -160,6 +160,7 @@ class DrafterSpec:
     anchor_drafts: bool = field(default=False, metadata=UNWRITTEN)
     conv: GroupedConvSpec | None = field(default=None, metadata=UNWRITTEN)
     head: SelectorSpec | MarkovSpec | None = field(default=None, metadata=UNWRITTEN)  # None: each row's argmax
+    draft_vocab: int | None = field(default=None, metadata=UNWRITTEN)  # tokens of a smaller head; None: the target's
 
     @property
     def drafts(self) -> int:

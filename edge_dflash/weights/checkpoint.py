@@ -10,6 +10,7 @@ import numpy as np
 
 from edge_dflash.common.tables import read_json
 from edge_dflash.errors import CheckpointError
+from edge_dflash.model.dflash import DRAFT_IDS, DRAFTED
 from edge_dflash.model.program import WeightSpec
 from edge_dflash.model.registry import DRAFTERS, TARGETS, read_drafter_spec, read_target_spec
 from edge_dflash.weights.declared import WIDE, Declared, read_declared
@@ -77,8 +78,10 @@ class _Part:
         if model == "target":
             spec = read_target_spec(directory)
             self._tied, self._names = spec.tied, TARGETS[spec.architecture].names
+            self._vocabulary = spec.vocab_size
         else:
-            self._tied, self._names = False, DRAFTERS[read_drafter_spec(directory).kind].names
+            drafter = read_drafter_spec(directory)
+            self._tied, self._names, self._vocabulary = False, DRAFTERS[drafter.kind].names, drafter.vocab_size
         self._untied = model == "target" and not self._tied and _says_untied(directory)
         used = [name for name in self.tensors.names() if not self._skipped(name)]
         self._prefix = next(p for p in self._names.prefixes if not p or any(n.startswith(p) for n in used))
@@ -133,7 +136,7 @@ class _Part:
     def check_copies(self, target: _Part, expected: Mapping[str, WeightSpec]) -> None:
         """A drafter's own embedding and head are left out, which must be the target's. Raises CheckpointError."""
         for tensor, name in self._names.copies.items():
-            if tensor in self.tensors:
+            if tensor in self.tensors and f"drafter.{tensor.removesuffix('.weight')}" not in expected:
                 spec = expected[name]
                 one, other = self._reader.wide(tensor, spec.shape, half=False), target.read(name, spec)
                 parts = range(0, spec.shape[0], _ROWS)
@@ -189,6 +192,8 @@ class _Part:
         if spec.kind == "linear" and not self._is_tied(name):
             return self._reader.linear(module, spec.shape)
         tensor = module if self._bare(name) else f"{module}.weight"
+        if name == DRAFT_IDS:
+            return self._reader.ids(tensor, f"{self._prefix}{DRAFTED}", spec.shape[0], self._vocabulary)
         return self._reader.wide(tensor, spec.shape, half=spec.kind in ("vector", "conv"))
 
     def kv_scale(self, state: str) -> tuple[float, float] | None:

@@ -48,6 +48,20 @@ class ModuleReader:
             raise self._error(tensor, f"dtype {kind}", f"BF16{', F32 or F16' if half else ' or F32'}")
         return WideWeight(data)
 
+    def ids(self, tensor: str, marked: str, count: int, vocab: int) -> WideWeight:
+        """Ids of a draft vocabulary: its token j is the target's j + ``tensor``[j]; ``marked`` [V] says which they are.
+
+        Raises CheckpointError for ids outside the vocabulary, there twice, or not those that are marked.
+        """
+        kind, distance = self._array(tensor, (count,))
+        if kind not in ("I64", "I32"):
+            raise self._error(tensor, f"dtype {kind}", "I64 or I32")
+        ids = distance.astype(np.int64) + np.arange(count)
+        wanted = np.flatnonzero(self._array(marked, (vocab,))[1]) if marked in self._tensors else np.unique(ids)
+        if not 0 <= ids.min() <= ids.max() < min(vocab, 1 << 24) or not np.array_equal(np.sort(ids), wanted):
+            raise self._error(tensor, "of other tokens", f"{count} ids of the vocabulary, each once, as {marked} says")
+        return WideWeight(ids.astype(np.float32))
+
     def linear(self, module: str, shape: tuple[int, ...]) -> Weight:
         """Linear weight [out, in] in whichever form it is stored. Raises CheckpointError for tensors of two forms."""
         form, suffixes = self._form(module)

@@ -3,10 +3,11 @@
 import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from control_gpu import ControlGpu
 from cubin_support import cubin, kernel_use
-from native_support import NATIVE_PAIR, formats_of, random_store
+from native_support import NATIVE_PAIR, formats_of, random_store, write_native_bundle
 from store_weights import StoreWeights
 
 from edge_dflash.backends.cuda import backend as native_backend
@@ -18,7 +19,9 @@ from edge_dflash.backends.cuda.schedule import schedule
 from edge_dflash.backends.cuda.steps import Convolve, Draft, Project
 from edge_dflash.backends.cuda.support import check_native
 from edge_dflash.backends.cuda.walk import WalkBuffers, WalkShape
+from edge_dflash.backends.cuda.weights import BundleWeights
 from edge_dflash.board.archs import KERNEL_ARCHS
+from edge_dflash.bundle.reader import Bundle
 from edge_dflash.decode.backend import Asked, Precision
 from edge_dflash.decode.sampling import Sampling
 from edge_dflash.errors import BackendError
@@ -114,6 +117,28 @@ def test_the_walk_is_asked_again_only_where_it_is_steered(monkeypatch):
     with pytest.raises(ValueError, match="2 choices from row 2 on were asked of 3 rows"):
         rows.choose(Sampling(), 7, [None] * 2, 2)
     assert rows.confidence() == []
+
+
+@pytest.mark.parametrize("kind", ["dflash2", "gated"])
+def test_a_bundle_gives_a_walk_its_weights_as_they_were(tmp_path, monkeypatch, kind):
+    made, gpu = pair(kind), ControlGpu()
+    store = write_native_bundle(tmp_path, formats_of(pair=made), made)
+    weights, op = BundleWeights(Bundle.open(tmp_path)), pair_programs(made).propose.walk
+    sent = []
+    monkeypatch.setattr(gpu, "upload", lambda array: sent.append(array.copy()))
+    for name in op.weights:
+        if name.endswith(".bias"):
+            assert np.array_equal(weights.vector(name), store[name].float32())
+        else:
+            weights.embedding(gpu, name)
+            assert np.array_equal(sent[-1], store[name].data)
+    assert len(sent) == 3
+    monkeypatch.undo()
+    monkeypatch.setattr(native_backend, "Gpu", lambda: gpu)
+    state = Precision("bfloat16", "fp8")
+    backend = NativeBackend(made, weights, state, cubin=lambda unit: b"", max_context=128, prefill_chunk=16)
+    held = sum(2 * store[name].data.size for name in op.weights if not name.endswith(".bias"))
+    assert held <= backend.budget["walk"] <= held + (64 << 10)
 
 
 def test_convolutions_take_residual_and_norm_along():

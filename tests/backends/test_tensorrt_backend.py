@@ -32,7 +32,7 @@ WALKING = {
     "gated": {"kind": "dspark", "anchor_drafts": True, "head": MarkovSpec("gated", 32)},
     "anchor": {"kind": "dspark", "anchor_drafts": True},
 }
-KERNELS = {"Attend": "attend_prepare_fp8", "KvAppend": "attend_prepare_fp8", "GatedDelta": "delta_prepare"}
+KERNELS = {"Attend": "attend_prepare_fp8", "KvAppend": "attend_append_fp8", "GatedDelta": "delta_prepare"}
 
 
 class PlannedGpu(ControlGpu):

@@ -43,6 +43,11 @@ def test_the_json_form_has_the_documented_keys():
     assert {"ok", "accept_length", "differences"} <= data.keys()
     assert (data["ok"], data["differences"], data["prompts"]) == (True, [], 2)
     assert data["accept_length"] == result.accept_length >= 1
+    own = [run.drafting for run in result.runs if run.drafter == OWN]
+    tried = sum(len(each.drafts) for each in own)
+    assert data["acceptance"] == list(result.acceptance)
+    assert data["acceptance"][0] == sum(n > 0 for each in own for n in each.accepted) / tried
+    assert len(data["acceptance"]) == 7
     assert data["untried_accept_lengths"] == list(result.untried) != []
     assert data["accept_histogram"]["always_wrong"] == {"1": 10}
 

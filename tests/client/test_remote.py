@@ -66,7 +66,16 @@ def test_plans_are_those_of_the_open_planner(service, remote):
         {"max_new_tokens": 9, "deadline": 30.0},
     ):
         here, there = service.planner.plan(TASK, **options), remote.plan(TASK, **options)
-        for name in ("object", "text", "thinking", "tokens", "finish_reason", "prompt_tokens", "accept_lengths"):
+        for name in (
+            "object",
+            "text",
+            "thinking",
+            "tokens",
+            "finish_reason",
+            "prompt_tokens",
+            "accept_lengths",
+            "drafting",
+        ):
             assert getattr(here, name) == getattr(there, name), (name, options)
         assert there.speculative == here.speculative
         assert there.timings.total_seconds > 0

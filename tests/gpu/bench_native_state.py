@@ -66,8 +66,11 @@ def bench_attention(device, results, model, layers=64):
             f"{model}: prefill of 512 rows at {context}: {seconds * 1e6:.1f} us, {flops / seconds / 1e12:.0f} TFLOP/s"
         )
         results.append({"name": f"attend {model} prefill 512 at {context}", "us": seconds * 1e6})
-    seconds = per_layer(device, lambda: [attention.append(k, v, m, words) for m in memories], layers)
+    seconds = per_layer(device, lambda: [attention.append([(k, v, m)], words) for m in memories], layers)
     results.append(line(f"kv_append {model}, 16 rows", seconds, 16 * columns * 2 * 3))
+    five = [[(k, v, m) for m in memories[i : i + 5]] for i in range(0, layers - 5, 5)]
+    seconds = per_layer(device, lambda: [attention.append(some, words) for some in five], len(five))
+    results.append(line(f"kv_append {model}, five layers of 16 rows", seconds, 5 * 16 * columns * 2 * 3))
 
 
 def bench_delta(device, results, module=None):

@@ -88,7 +88,7 @@ def head_rows(backend, anchor):
     rows = backend.propose(anchor)
     if isinstance(backend, NativeBackend):
         return NativeRows(backend, len(rows), rows._first, rows._ids).logits()
-    return rows._logits if isinstance(rows, WalkRows) else rows.logits()
+    return rows.base if isinstance(rows, WalkRows) else rows.logits()
 
 
 @pytest.mark.parametrize(("name", "kind"), PAIRS)

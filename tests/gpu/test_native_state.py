@@ -201,8 +201,25 @@ def test_every_bf16_value_is_stored_as_the_codec_stores_it(device):
         device.set(length=0, rows=256)
         attention = Attention(device.gpu, device.module(native_attend.UNIT), shape)
         matrix = device.rows(values)
-        attention.append(matrix, matrix, kv, device.words(prefill=True))
+        attention.append([(matrix, matrix, kv)], device.words(prefill=True))
         assert torch.equal(layer.stored(0, 256)[1][:, 0], to_e4m3(values, scale))
+
+
+@pytest.mark.parametrize("kv", ["fp8", "bfloat16"])
+def test_layers_appended_together_store_what_attention_stores(device, kv):
+    shape = shape_of(heads=2, kv_heads=2, dim=128, rope=128, kv=kv)
+    layers = [Layer(device, shape, 40, seed) for seed in range(9)]  # one more than a launch takes
+    inputs, wanted, rows = [layer.inputs(16) for layer in layers], [], []
+    for layer, x in zip(layers, inputs, strict=True):
+        layer.run(x)
+        wanted.append(layer.stored(0, 64))
+        layer.upload()
+        assert not torch.equal(layer.stored(0, 64)[0], wanted[-1][0])
+        rows.append((device.rows(x[1]), device.rows(x[2]), layer.kv))
+    device.set(length=40)
+    Attention(device.gpu, device.module(native_attend.UNIT), shape).append(rows, device.words())
+    for layer, want in zip(layers, wanted, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(layer.stored(0, 64), want, strict=True))
 
 
 def test_columns_are_copied_wherever_they_lie(device):

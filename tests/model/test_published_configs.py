@@ -337,9 +337,12 @@ def test_other_designs_under_the_name_of_a_dflash_drafter_are_refused(tmp_path, 
         read_drafter_spec(write(tmp_path, config))
 
 
-def test_a_drafter_of_a_part_of_the_vocabulary_is_refused(tmp_path):
-    config = {**DRAFTERS["qwen3-8b"], "draft_vocab_size": 32000}
-    with pytest.raises(CheckpointError, match=r"draft_vocab_size is 32000, wanted vocab_size \(151936\)"):
+def test_a_drafter_of_more_than_the_vocabulary_is_refused(tmp_path):
+    part = read_drafter_spec(write(tmp_path, {**DRAFTERS["qwen3-8b"], "draft_vocab_size": 32000}))
+    assert part.draft_vocab == 32000
+    assert read_drafter_spec(write(tmp_path, DRAFTERS["qwen3-8b"])).draft_vocab is None
+    config = {**DRAFTERS["qwen3-8b"], "draft_vocab_size": 151937}
+    with pytest.raises(CheckpointError, match=r"draft_vocab_size is 151937, wanted at most vocab_size \(151936\)"):
         read_drafter_spec(write(tmp_path, config))
 
 

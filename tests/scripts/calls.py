@@ -177,7 +177,7 @@ def plan(options):
             return left[0] < 0
 
         trace = Trace(options.start or "plan", ends)
-        with trace.installed(), Planner.open(options.bundle, self_test="off") as planner:
+        with trace.installed(), Planner.open(options.bundle, self_test="off", fallback=False) as planner:
             trace.armed = True
             planner.plan([5, 6, 7], max_new_tokens=8)
         print(f"Planner.plan to the launch of the {what}:")

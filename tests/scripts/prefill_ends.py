@@ -68,7 +68,7 @@ def main():
     parser.add_argument("--tokens", type=int, default=950)
     options = parser.parse_args()
     chance = random.Random(7)
-    with Planner.open(options.bundle, self_test="off") as planner:
+    with Planner.open(options.bundle, self_test="off", fallback=False) as planner:
         took = [planner.plan(prompt(planner, options.tokens, chance), max_new_tokens=1) for _ in range(3)]
         whole = min(plan.timings.prefill_seconds for plan in took)
         chunk = whole / -(-options.tokens // planner.shape.prefill_chunk)

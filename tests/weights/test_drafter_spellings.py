@@ -2,16 +2,27 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from checkpoint_files import write
 from golden_pairs import GOLDEN, directories
+from native_support import NATIVE_PAIR, formats_of
 
+from edge_dflash.backends.cuda.support import check_native
+from edge_dflash.backends.reference.backend import ReferenceBackend
+from edge_dflash.builder.write import BuildConfig, build
+from edge_dflash.bundle.reader import Bundle
 from edge_dflash.checks.golden import verify_golden
-from edge_dflash.errors import CheckpointError, UnsupportedModelError
+from edge_dflash.checks.lossless import verify_lossless
+from edge_dflash.decode.backend import Precision
+from edge_dflash.decode.loop import generate
+from edge_dflash.decode.options import Options
+from edge_dflash.errors import BackendError, CheckpointError, UnsupportedModelError
 from edge_dflash.model import pair_programs
 from edge_dflash.model.registry import read_drafter_spec, read_pair, read_target_spec
+from edge_dflash.planner import Planner
 from edge_dflash.weights.checkpoint import PairCheckpoint
 from edge_dflash.weights.safetensors import TensorFiles
 
@@ -239,3 +250,76 @@ def test_geometry_comes_from_the_file_alone(tmp_path):
         windows = [layer.window for layer in spec.layers]
         found.append((spec.mask_token_id, spec.attention.kv_heads, len(spec.target_layer_ids), windows))
     assert found == [(248070, 4, 5, [None] * 8), (248077, 8, 8, [4096] * 5 + [None])]
+
+
+def with_draft_vocabulary(directory, edit=lambda tensors, config: None):
+    """The golden DFlash drafter that drafts three of four tokens, through its own head and its maps."""
+    target, drafter = directories("qwen3")
+    files, held = TensorFiles.open(drafter), TensorFiles.open(target)
+    tensors = {tensor: files.array(tensor) for tensor in files.names()}
+    head = next(t for t in ("lm_head.weight", "model.embed_tokens.weight") if t in held)
+    rows = held.array(head)[1]
+    ids = np.flatnonzero(np.arange(len(rows)) % 4 != 3)
+    marked = np.zeros(len(rows), np.uint8)
+    marked[ids] = 1
+    tensors |= {"d2t": ("I64", ids - np.arange(len(ids))), "t2d": ("BOOL", marked)}
+    tensors["lm_head.weight"] = ("BF16", rows[ids])
+    config = speculators("qwen3", draft_vocab_size=len(ids))
+    edit(tensors, config)
+    return write(directory, tensors, config), ids
+
+
+def test_drafts_of_a_smaller_vocabulary_are_mapped(tmp_path):
+    target, whole = directories("qwen3")
+    drafter, ids = with_draft_vocabulary(tmp_path / "drafter")
+    prompt, backends = [3, 1, 4, 1, 5, 9, 2, 6], []
+    for directory in (whole, drafter):
+        pair = read_pair(target, directory)
+        backends.append(
+            ReferenceBackend(pair, opened(target, directory), Precision("float32", "float32"), max_context=96)
+        )
+    first = [backend.prefill(prompt).argmax()[0] for backend in backends]
+    wide, mapped = (backend.propose(token).logits() for backend, token in zip(backends, first, strict=True))
+    np.testing.assert_allclose(mapped[:, ids], wide[:, ids], atol=1e-5)
+    others = np.setdiff1d(np.arange(wide.shape[1]), ids)
+    assert (mapped[:, others] == np.float32(-1e30)).all()
+    for options in (Options(max_new_tokens=40), Options(max_new_tokens=40, temperature=2.0, seed=4)):
+        tokens = []
+        for speculative in (True, False):
+            backends[1].reset()
+            found = generate(backends[1], prompt, replace(options, speculative=speculative))
+            tokens.append(found.tokens)
+        assert tokens[0] == tokens[1]
+
+
+def test_a_bundle_keeps_the_map_and_kernels_without_it_say_so(tmp_path):
+    drafter, ids = with_draft_vocabulary(tmp_path / "drafter")
+    keep = tmp_path / "keep.yaml"
+    keep.write_text("schema: 1\nname: keep\ntarget: {attention: keep, mlp: keep, lm_head: keep}\n")
+    build(BuildConfig(directories("qwen3")[0], drafter, tmp_path / "bundle", recipe=keep, max_context=256))
+    bundle = Bundle.open(tmp_path / "bundle")
+    np.testing.assert_array_equal(bundle.get("drafter.d2t").data, ids)
+    with Planner.open(tmp_path / "bundle") as planner:
+        assert planner.self_test.ok
+        assert verify_lossless(planner.backend, [[5, 6, 7]], max_new_tokens=12).ok
+    own = replace(NATIVE_PAIR, drafter=replace(NATIVE_PAIR.drafter, draft_vocab=16))
+    with pytest.raises(BackendError, match="no kernel for a draft vocabulary"):
+        check_native(own, formats_of(pair=own))
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (lambda t, c: t.update(d2t=("I64", np.zeros(384, np.int64))), "d2t is of other tokens"),
+        (lambda t, c: t.update(d2t=("I64", t["d2t"][1] + 1)), "d2t is of other tokens"),
+        (lambda t, c: t.update(d2t=("F32", np.zeros(384, np.float32))), "d2t is dtype F32"),
+        (lambda t, c: t.update(d2t=("I64", np.zeros(9, np.int64))), r"d2t is shape \[9\], wanted \[384\]"),
+        (lambda t, c: t.pop("d2t"), "lacks 1 tensors of the drafter, the first is d2t"),
+        (lambda t, c: t.pop("lm_head.weight"), r"the first is lm_head\.weight"),
+        (lambda t, c: c.update(draft_vocab_size=513), "draft_vocab_size is 513, wanted at most"),
+    ],
+)
+def test_maps_that_do_not_fit_are_refused(tmp_path, edit, words):
+    drafter, _ = with_draft_vocabulary(tmp_path / "drafter", edit)
+    with pytest.raises(CheckpointError, match=words):
+        opened(directories("qwen3")[0], drafter)

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
-from edge_dflash.backends.cuda.memory import EMPTY, NULL, DevicePointer, Matrix, Words, aligned
+from edge_dflash.backends.cuda.append import Appends
+from edge_dflash.backends.cuda.memory import DevicePointer, Matrix, Words, aligned
 from edge_dflash.board.archs import supports
 from edge_dflash.errors import BackendError
 
@@ -194,7 +195,7 @@ class AttendShape:
 
 @dataclass(frozen=True)
 class AttendTensors:
-    """What a pass reads and writes, BF16. Queries and output are empty where keys and values are only stored."""
+    """What a pass reads and writes, BF16."""
 
     q: Matrix  # [R, Hq*D] or, gated, [R, Hq*2*D]
     k: Matrix  # [R, Hkv*D]
@@ -223,6 +224,7 @@ class Attention:
         self._gpu, self.shape = gpu, shape
         self._wide = shape.wide if supports(gpu.sm, "wgmma") else None
         kv = "fp8" if shape.kv == "fp8" else "bf16"
+        self.append = Appends(gpu, module, shape).run
         self._prepare = module.kernel(f"attend_prepare_{kv}")
         self._combine = module.kernel("attend_wide_combine" if self._wide else f"attend_combine_{kv}")
         self._forms = {prefill: self._form(module, kv, prefill) for prefill in (False, True)}
@@ -240,10 +242,6 @@ class Attention:
         kernel = module.kernel(name, shared_bytes=shared)
         return _Form(kernel, threads, shared, rows, shape.tile(prefill), blocks, 1 if prefill else splits, columns)
 
-    def append(self, k: Matrix, v: Matrix, memory: KvMemory, words: Words) -> None:
-        """``kv_append``: norm, rotate and store K and V."""
-        self._store(AttendTensors(EMPTY, k, v, EMPTY), memory, NULL, words)
-
     def attend(self, x: AttendTensors, memory: KvMemory, scratch: DevicePointer, words: Words) -> None:
         """``attend``; ``scratch`` has the shape's ``scratch_bytes``."""
         shape, form = self.shape, self._forms[words.prefill]
@@ -251,7 +249,7 @@ class Attention:
         q_bytes, partial_bytes, sum_bytes = shape.scratch
         queries, partial = scratch.at(0, q_bytes), scratch.at(q_bytes, partial_bytes)
         sums = scratch.at(q_bytes + partial_bytes, sum_bytes)
-        self._store(x, memory, queries, words)
+        self._prepare_rows(x, memory, queries, words)
         flags = _BIDIRECTIONAL * shape.bidirectional | _SEQUENTIAL * words.prefill | _GATED * shape.gated
         tile_log2, window = form.tile.bit_length() - 1, shape.window or 0
         strides = (*((self._wide.most,) if self._wide else ()), x.q.stride, x.out.stride)
@@ -280,18 +278,18 @@ class Attention:
         rules = (shape.kv_rows, window, flags, *strides, memory.v_scale)
         self._gpu.launch(self._combine, grid, _THREADS, (*results, *sizes, *rules), overlap=True)
 
-    def _store(self, x: AttendTensors, memory: KvMemory, queries: DevicePointer, words: Words) -> None:
+    def _prepare_rows(self, x: AttendTensors, memory: KvMemory, queries: DevicePointer, words: Words) -> None:
         """Norm, rotate and store keys and values, and prepare the queries."""
         shape, form = self.shape, self._forms[words.prefill]
-        heads, pass_rows = 0 if x.q.pointer == NULL else shape.heads, words.block or form.rows
+        pass_rows = words.block or form.rows
         self._gpu.launch(
             self._prepare,
-            (-(-(heads + 2 * shape.kv_heads) // (_THREADS // 32)), pass_rows, 1),
+            (-(-(shape.heads + 2 * shape.kv_heads) // (_THREADS // 32)), pass_rows, 1),
             _THREADS,
             (
                 *(x.q.pointer, x.k.pointer, x.v.pointer, x.q.stride, x.k.stride, x.v.stride),
                 *(memory.q_norm, memory.k_norm, memory.cosine, memory.sine, queries, memory.k, memory.v),
-                *(words.length, words.rows, pass_rows, heads),
+                *(words.length, words.rows, pass_rows, shape.heads),
                 *(shape.kv_heads, shape.head_dim, shape.rope_dims // 2, shape.kv_rows),
                 *(form.tile.bit_length() - 1, shape.head_dim * (2 if shape.gated else 1), form.columns),
                 *(shape.eps, memory.k_scale, memory.v_scale),

@@ -94,6 +94,7 @@ def load(gpu: Gpu, layout: DeviceLayout, dense: Dense, weights: NativeWeights, c
     buffers = _buffers(layout, states, scratch, memory)
     gpu.fill(buffers.delta.counters)
     gpu.fill(buffers.clock)
+    gpu.fill(buffers.counted)
     buffers.sampling.clear(gpu)
     embeddings = {}
     for name in _embedded(layout.programs):

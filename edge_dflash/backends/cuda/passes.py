@@ -10,6 +10,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 from edge_dflash.backends.cuda.attend import AttendTensors, Attention
 from edge_dflash.backends.cuda.conv import Convolutions
@@ -20,7 +21,7 @@ from edge_dflash.backends.cuda.order import strides_of_blocks
 from edge_dflash.backends.cuda.sample import Sampler, SamplingBuffers
 from edge_dflash.backends.cuda.schedule import Schedule
 from edge_dflash.backends.cuda.small import CycleKernels, Small
-from edge_dflash.backends.cuda.states import Sizes, States
+from edge_dflash.backends.cuda.states import KvMemory, Sizes, States
 from edge_dflash.backends.cuda.steps import (
     Columns,
     Convolve,
@@ -115,6 +116,10 @@ class Common:
     embeddings: Mapping[str, DevicePointer]
 
 
+def _appends(step: PassStep) -> bool:
+    return isinstance(step, State) and isinstance(step.op, KvAppend)
+
+
 class Frame(ABC):
     """One pass, ready to be enqueued: its tensors, its state kernels, its embedding."""
 
@@ -140,19 +145,27 @@ class Frame(ABC):
         A walk is greedy, or ``sampled`` by the settings on the device.
         """
         logits = logits or self.schedule.program.walk is not None
-        for step in self.schedule.steps:
-            around(step)
-            match step:
-                case State():
-                    self._state(step)
-                case Draft():
-                    self._draft(step, sampled)
-                case Last():
-                    x, out = self._matrix(step.reads[0]), self._matrix(step.writes[0])
-                    columns = self.schedule.widths[step.writes[0]]
-                    self.kernels.small.last_row(x, out.pointer, columns, self.rows, self.words.rows)
-                case _:
-                    self._dense(step, logits)
+        for appends, steps in groupby(self.schedule.steps, _appends):
+            together = list(steps)
+            for step in together:
+                around(step)
+                if not appends:
+                    self._enqueue(step, logits, sampled)
+            if appends:
+                self._append(together)
+
+    def _enqueue(self, step: PassStep, logits: bool, sampled: bool) -> None:
+        match step:
+            case State():
+                self._state(step)
+            case Draft():
+                self._draft(step, sampled)
+            case Last():
+                x, out = self._matrix(step.reads[0]), self._matrix(step.writes[0])
+                columns = self.schedule.widths[step.writes[0]]
+                self.kernels.small.last_row(x, out.pointer, columns, self.rows, self.words.rows)
+            case _:
+                self._dense(step, logits)
 
     @abstractmethod
     def _dense(self, step: PassStep, logits: bool) -> None:
@@ -178,14 +191,21 @@ class Frame(ABC):
             case Attend():
                 attention, memory = self.kernels.attention[op.state], states.kv[op.state][self.lane]
                 attention.attend(AttendTensors(*tensors), memory, buffers.attention, self.words)
-            case KvAppend():
-                k, v = tensors
-                self.kernels.attention[op.state].append(k, v, states.kv[op.state][self.lane], self.words)
             case GatedDelta():
                 layer = states.delta[op.state][self.lane]
                 self.kernels.delta[op.state].run(DeltaTensors(*tensors), layer, buffers.delta, self.words)
             case _:
                 raise TypeError(f"no kernel for op {type(op).__name__}")
+
+    def _append(self, steps: Sequence[PassStep]) -> None:
+        """Appends that follow each other: those of one shape in one launch."""
+        layers: dict[Attention, list[tuple[Matrix, Matrix, KvMemory]]] = {}
+        for step in steps:
+            assert isinstance(step, State)
+            state, (k, v) = step.op.state, (self._matrix(name) for name in step.reads)
+            layers.setdefault(self.kernels.attention[state], []).append((k, v, self.common.states.kv[state][self.lane]))
+        for attention, rows in layers.items():
+            attention.append(rows, self.words)
 
     def _matrix(self, tensor: str) -> Matrix:
         root, column = self.schedule.place(tensor)

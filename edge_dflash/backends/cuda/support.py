@@ -18,7 +18,7 @@ from edge_dflash.backends.cuda.walk import WalkShape
 from edge_dflash.board.archs import arch_of_sm, find_arch
 from edge_dflash.errors import BackendError
 from edge_dflash.model import pair_programs
-from edge_dflash.model.ops import Attend, Embed, GatedDelta, GroupedConv, KvAppend, Linear, Op, Walk
+from edge_dflash.model.ops import Attend, Embed, GatedDelta, GroupedConv, KvAppend, Linear, Op, Remap, Walk
 from edge_dflash.model.program import PairPrograms, Program
 from edge_dflash.model.specs import PairSpec
 from edge_dflash.weights.formats import BLOCK, FORMATS, WeightFormat, WeightStore, WideWeight
@@ -95,6 +95,8 @@ def _check_op(
                 raise BackendError(f"a convolution has {columns} columns; the native kernels take even numbers")
         case Walk():
             WalkShape(op, rows - 1, program.columns[op.inputs[0]], program.columns[op.inputs[1]])
+        case Remap():
+            raise BackendError("the native backend has no kernel for a draft vocabulary (d2t)")
         case _:
             pass
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from edge_dflash.model.ops import GroupedConv
+from edge_dflash.model.ops import UNDRAFTED, GroupedConv, Remap
 from edge_dflash.weights.formats import Nvfp4Weight, WeightStore, WideWeight
 from edge_dflash.weights.quantize import dequantize, quantize_activations, unscaled
 
@@ -76,6 +76,11 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, plus_one: boo
     """RMS norm over the last dimension, unrounded float32."""
     inverse = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
     return x * inverse * (1.0 + weight if plus_one else weight)
+
+
+def remap(op: Remap, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Columns of ``x`` at ``ids``."""
+    return x.new_full((x.shape[0], op.vocab), UNDRAFTED).index_copy_(1, ids.long(), x)
 
 
 def grouped_conv(op: GroupedConv, u: torch.Tensor, c: torch.Tensor, base: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ from edge_dflash.backends.reference.dense import (
     linear,
     pad,
     padded_rows,
+    remap,
     rms_norm,
     silu,
 )
@@ -32,6 +33,7 @@ from edge_dflash.model.ops import (
     KvAppend,
     Linear,
     Op,
+    Remap,
     RmsNorm,
     SelectRows,
     SwiGlu,
@@ -166,6 +168,8 @@ class Interpreter:
             case SelectRows():
                 first, last = (rows - 1, rows) if op.which == "last" else (1, rows)
                 return pad(inputs[0][first:last], padded_rows(last - first)), last - first
+            case Remap():
+                return remap(op, inputs[0], weights.tensor(op.weight)), rows
             case GroupedConv():
                 return grouped_conv(op, inputs[0], inputs[1], weights.tensor(op.base)), rows
             case Walk():  # its tokens are chosen when it is known how

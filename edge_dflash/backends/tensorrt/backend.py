@@ -58,10 +58,7 @@ class EngineFrame(Frame):
 
 def engine_passes(pair: PairUnits, sizes: Sizes) -> dict[str, EnginePass]:
     """All passes by name, each walked once before it is trusted. Raises BackendError."""
-    passes = {
-        name: engine_pass(pair, name, sizes.of_pass(name))
-        for name in ("prefill", "verify", "propose")
-    }
+    passes = {name: engine_pass(pair, name, sizes.of_pass(name)) for name in ("prefill", "verify", "propose")}
     for each in passes.values():
         if each.schedule.steps:  # none: the proposals of a pair without a drafter
             dry_run(pair.units, each)

@@ -1,10 +1,11 @@
 """Which dense ops become one engine, and the order of engines and state ops in a pass. Pure, no TensorRT.
 
-A segment becomes one engine, or several between the convolutions in it, which our kernel computes. The embedding and the output head are engines by themselves, because all passes and both
-models read them: no weight but the drafter's k and v (which two passes use with different neighbours) is in
-two engines. Prefill and verify share engines; to that end the final norm of a prefill runs before its last row is
-selected, which for an op that works row by row is the same. SelectRows is no layer: the run time copies the last row,
-and drafts are read from the second row on. So the head always runs on as many rows as a verify pass has, by one kernel.
+A segment becomes one engine, or several between the convolutions in it, which our kernel computes. The embedding and
+the output head are engines by themselves, because all passes and both models read them: no weight but the drafter's k
+and v (which two passes use with different neighbours) is in two engines. Prefill and verify share engines; to that
+end the final norm of a prefill runs before its last row is selected, which for an op that works row by row is the
+same. SelectRows is no layer: the run time copies the last row, and drafts are read from the second row on. So the
+head always runs on as many rows as a verify pass has, by one kernel.
 """
 
 from __future__ import annotations
@@ -89,9 +90,7 @@ class PairUnits:
     programs: Mapping[str, Program]  # as run: norms before selected rows
 
 
-def pair_units(
-    programs: PairPrograms, block_rows: int, prefill_chunk: int, draft_rows: int | None = None
-) -> PairUnits:
+def pair_units(programs: PairPrograms, block_rows: int, prefill_chunk: int, draft_rows: int | None = None) -> PairUnits:
     """Cut a pair into engines. ``block_rows``: of a verify pass; ``draft_rows``: of a propose pass, if others.
 
     Raises BackendError.

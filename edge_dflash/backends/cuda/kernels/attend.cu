@@ -116,6 +116,31 @@ __device__ void prepare(const u16* q, const u16* k, const u16* v, int q_stride, 
 PREPARE(attend_prepare_fp8, true)
 PREPARE(attend_prepare_bf16, false)
 
+// Keys and values of a layer that are stored without queries.
+struct Appended {
+  const u16 *k, *v;
+  const float *k_norm, *cosine, *sine;
+  void *k_memory, *v_memory;
+  float k_scale, v_scale;
+  int k_stride, v_stride;
+};
+struct AppendedLayers {
+  Appended layer[8];
+};
+
+// blockIdx.z: the layer.
+#define APPEND(NAME, FP8)                                                                                          \
+  extern "C" __global__ void __launch_bounds__(THREADS)                                                            \
+      NAME(const __grid_constant__ AppendedLayers layers, const int* length, const int* rows_there, int rows,      \
+           int kv_heads, int dim, int half, int capacity, float eps) {                                             \
+    const Appended& l = layers.layer[blockIdx.z];                                                                  \
+    prepare<FP8>(nullptr, l.k, l.v, 0, l.k_stride, l.v_stride, nullptr, l.k_norm, l.cosine, l.sine, nullptr,       \
+                 l.k_memory, l.v_memory, length, rows_there, rows, 0, kv_heads, dim, half, capacity, 0, 0, 0, eps, \
+                 l.k_scale, l.v_scale);                                                                            \
+  }
+APPEND(attend_append_fp8, true)
+APPEND(attend_append_bf16, false)
+
 // ----------------------------------------------------------------------------------------------------------- attend
 
 template <int D, int MT, bool fp8>  // head dim; a block has 16 * MT query rows

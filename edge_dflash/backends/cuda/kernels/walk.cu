@@ -32,7 +32,7 @@ __device__ __forceinline__ u32 bound(TopMemory& m, u32 most, int top) {
   u32 floor = m.bounds[0];
 #pragma unroll
   for (int i = 1; i < TOP_WARPS; i++) floor = min(floor, m.bounds[i]);
-  if (floor) return floor;
+  if (floor && wanted <= 2) return floor;  // of more, too many keys reach it
   __syncthreads();
   if (t == 0) m.bounds[0] = 1;
   __syncthreads();
@@ -164,19 +164,17 @@ __device__ __forceinline__ float projected(const float* sums, int rows, int outp
 
 __device__ __forceinline__ float exact_sigmoid(float x) { return __fdiv_rn(1.0f, __fadd_rn(1.0f, expf(-x))); }
 
-// x . y over `rank` columns (a multiple of 8) by a warp, x in shared memory; every lane gets the sum.
-__device__ __forceinline__ float add8(float sum, const uint4& words, const float* x) {
-  const u32 pairs[4] = {words.x, words.y, words.z, words.w};
-#pragma unroll
-  for (int i = 0; i < 4; i++) {
-    sum = __fmaf_rn(bf16_low(pairs[i]), x[2 * i], sum);
-    sum = __fmaf_rn(bf16_high(pairs[i]), x[2 * i + 1], sum);
-  }
-  return sum;
-}
+// x . y over `rank` columns (a multiple of 8) by a warp, x in shared memory on 16 bytes; every lane gets the sum.
 __device__ __forceinline__ float dot(const u16* y, const float* x, int rank) {
   float sum = 0.0f;
-  for (int k = threadIdx.x % 32 * 8; k < rank; k += 256) sum = add8(sum, *(const uint4*)(y + k), x + k);
+  for (int k = threadIdx.x % 32 * 8; k < rank; k += 256) {
+    const uint4 words = *(const uint4*)(y + k);
+    const float4 low = *(const float4*)(x + k), high = *(const float4*)(x + k + 4);
+    sum = __fmaf_rn(bf16_low(words.x), low.x, sum), sum = __fmaf_rn(bf16_high(words.x), low.y, sum);
+    sum = __fmaf_rn(bf16_low(words.y), low.z, sum), sum = __fmaf_rn(bf16_high(words.y), low.w, sum);
+    sum = __fmaf_rn(bf16_low(words.z), high.x, sum), sum = __fmaf_rn(bf16_high(words.z), high.y, sum);
+    sum = __fmaf_rn(bf16_low(words.w), high.z, sum), sum = __fmaf_rn(bf16_high(words.w), high.w, sum);
+  }
   return lane_sum<32>(sum);
 }
 
@@ -200,7 +198,8 @@ __device__ __forceinline__ int predecessor(const int* control, const int* tokens
 
 // The vector of row `row`, of rank values: one warp each. Dynamic shared memory: 8 * rank bytes.
 extern "C" __global__ void __launch_bounds__(32 * MIX_WARPS) walk_mix(const __grid_constant__ Mix m, int row) {
-  extern __shared__ float vectors[];  // the predecessor's row, then the state
+  extern __shared__ uint4 memory[];
+  float* const vectors = (float*)memory;  // the predecessor's row, then the state
   pdl_wait();
   pdl_trigger();
   const int t = threadIdx.x, lane = t % 32, j = blockIdx.x * MIX_WARPS + t / 32, rank = m.rank;
@@ -325,13 +324,12 @@ __device__ __forceinline__ int first_of(const Candidates& at, int top, bool by_i
     const u64 key = at.keys[c];
     if (key > best || (key == best && best && mine < order)) best = key, place = c, order = mine;
   }
-#pragma unroll
-  for (int bit = 16; bit > 0; bit /= 2) {
-    const u64 other = __shfl_xor_sync(ALL, best, bit);
-    const int there = __shfl_xor_sync(ALL, place, bit), mine = __shfl_xor_sync(ALL, order, bit);
-    if (other > best || (other == best && other && mine < order)) best = other, place = there, order = mine;
-  }
-  return place;
+  const u32 high = __reduce_max_sync(ALL, (u32)(best >> 32)), low = (u32)best;
+  const bool tied = place >= 0 && (u32)(best >> 32) == high;
+  const u32 lowest = __reduce_max_sync(ALL, tied ? low : 0);
+  const u32 first = __reduce_min_sync(ALL, tied && low == lowest ? (u32)order : ~0u);
+  const u32 found = __ballot_sync(ALL, tied && low == lowest && (u32)order == first);
+  return found ? __shfl_sync(ALL, place, __ffs(found) - 1) : -1;
 }
 
 // How sure the drafter is of a row, by one warp; ``from``: the predecessor's row.
@@ -349,13 +347,13 @@ __device__ __forceinline__ float sureness(const Walk& w, const u16* from, int ro
 extern "C" __global__ void __launch_bounds__(WALK_THREADS, 1)
     walk_rows(const __grid_constant__ Walk w, int first, int stop, int staged) {
   extern __shared__ uint4 memory[];
-  const int t = threadIdx.x, lane = t % 32, warp = t / 32, top = w.top, rank = w.rank, pieces = rank / 8;
+  const int t = threadIdx.x, lane = t % 32, warp = t / 32, top = w.top, rank = w.rank;
   u16* const stage = (u16*)memory;  // [2, top, rank]
-  u64* const keys = (u64*)(stage + (staged ? 2 * top * rank : 0));
-  float* const scores = (float*)(keys + 2 * top);
-  float* const vector = scores + top;
+  float* const vector = (float*)(stage + (staged ? 2 * top * rank : 0));
   float* const factors = vector + rank;  // [rows, rank]
-  float* const values = factors + (w.sums ? w.rows * rank : 0);
+  u64* const keys = (u64*)(factors + (w.sums ? w.rows * rank : 0));
+  float* const scores = (float*)(keys + 2 * top);
+  float* const values = scores + top;
   int* const ids = (int*)(values + (w.ids ? w.rows * top : 0));  // [rows, top], like values
   Candidates at = {keys, keys + top, scores, (u16*)(ids + (w.ids ? w.rows * top : 0)), nullptr};
   pdl_wait();
@@ -371,18 +369,14 @@ extern "C" __global__ void __launch_bounds__(WALK_THREADS, 1)
   for (int i = first * top + t; w.ids && i < stop * top; i += WALK_THREADS) ids[i] = w.ids[i], values[i] = w.values[i];
   __syncthreads();
   auto fetch = [&](int row) {
-    for (int i = t; staged && row < stop && i < top * pieces; i += WALK_THREADS) {
-      const int c = i / pieces, id = w.ids ? ids[row * top + c] : c;
-      copy16(stage + ((row % 2) * top * pieces + i) * 8, w.after + ((u64)id * pieces + i - c * pieces) * 8);
+    for (int c = warp; staged && row < stop && c < top; c += WALK_WARPS) {
+      const u16* after = w.after + (u64)(w.ids ? ids[row * top + c] : c) * rank;
+      u16* const to = stage + (row % 2 * top + c) * rank;
+      for (int k = 8 * lane; k < rank; k += 256) copy16(to + k, after + k);
     }
     copy_commit();
   };
   fetch(first);
-#ifdef PREFETCH
-  for (int i = first * top + t; w.ids && i < (stop - 1) * top; i += WALK_THREADS)
-    for (int k = 0; k < rank; k += 64)
-      asm volatile("prefetch.global.L2 [%0];" ::"l"(w.before + (u64)ids[i] * rank + k));
-#endif
   for (int i = first * rank + t; w.sums && i < stop * rank; i += WALK_THREADS)
     factors[i] = projected(w.sums, w.rows, rank, i / rank, i % rank);
   for (int row = first; row < stop; row++) {

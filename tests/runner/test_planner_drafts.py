@@ -1,0 +1,81 @@
+"""A planner's number of drafts: asked for, chosen by what it measured, and told with the plan."""
+
+import time
+
+import pytest
+from fakes import SHAPE, FakeBackend
+
+from edge_dflash.backends.host_cycle import Delegate
+from edge_dflash.decode.drafts import DraftChoice
+from edge_dflash.errors import RequestError
+from edge_dflash.planner import Planner
+
+PROMPT = (3, 1, 4)
+
+
+@pytest.fixture
+def plain():
+    return Planner(FakeBackend(), None).plan(PROMPT, max_new_tokens=40, speculative=False)
+
+
+@pytest.mark.parametrize("drafts", range(SHAPE.drafts + 1))
+def test_a_number_that_is_asked_for_is_what_every_cycle_verifies(drafts, plain):
+    plan = Planner(FakeBackend(), None, drafts=drafts).plan(PROMPT, max_new_tokens=40)
+    assert plan.tokens == plain.tokens
+    assert set(plan.drafting.drafts) == {drafts}
+    assert plan.timings.drafts == plan.drafting.mean == plan.drafting.usual == drafts
+    assert set(plan.accept_lengths[:-1]) == {drafts + 1}
+    assert plan.drafting.acceptance == (1.0,) * drafts
+    assert plan.speculative
+
+
+def test_no_drafts_never_ask_the_drafter(plain):
+    backend = FakeBackend()
+    planner = Planner(backend, None, drafts=0)
+    assert not planner.drafting
+    plan = planner.plan(PROMPT, max_new_tokens=40)
+    assert "propose" not in backend.passes
+    assert (plan.tokens, plan.accept_lengths) == (plain.tokens, plain.accept_lengths)
+
+
+def test_all_drafts_are_verified_without_fallback():
+    plan = Planner(FakeBackend(right=lambda position: 0), None, fallback=False).plan(PROMPT, max_new_tokens=30)
+    assert set(plan.drafting.drafts) == {SHAPE.drafts}
+    assert set(plan.drafting.accepted) == {0}
+    assert plan.drafting.acceptance == (0.0,) * SHAPE.drafts
+
+
+@pytest.mark.parametrize("drafts", [-1, 1.5, "2", True, SHAPE.drafts + 1])
+def test_other_numbers_are_refused(drafts):
+    with pytest.raises(RequestError, match=r"^drafts is .*; give|^drafts is .*accept"):
+        Planner(FakeBackend(), None, drafts=drafts)
+
+
+class Slow(Delegate):
+    """A verify takes 2 ms and half a millisecond a row, drafting 1 ms."""
+
+    def propose(self, anchor, lane=0):
+        time.sleep(0.001)
+        return super().propose(anchor, lane)
+
+    def verify(self, ids, lane=0):
+        time.sleep(0.002 + 0.0005 * len(ids))
+        return super().verify(ids, lane)
+
+
+def test_a_planner_that_measured_verifies_as_many_as_pay(plain):
+    for right in (0, SHAPE.drafts):
+        backend = Slow(FakeBackend(right=lambda position, n=right: n))
+        planner = Planner(backend, None)
+        planner._engine.pace.begin(backend, None)
+        plans = [planner.plan(PROMPT, max_new_tokens=40) for _ in range(3)]
+        assert all(plan.tokens == plain.tokens for plan in plans)
+        assert plans[-1].drafting.usual == right
+
+
+def test_the_first_choice_starts_from_an_accept_length_that_was_seen():
+    choice = DraftChoice(SHAPE.drafts)
+    choice.begin(FakeBackend(), 1.0)
+    assert choice.acceptance.tokens()[-1] == pytest.approx(1.0, abs=1e-4)
+    choice.begin(FakeBackend(), SHAPE.drafts + 1)
+    assert choice.acceptance.tokens()[-1] == pytest.approx(SHAPE.drafts + 1, abs=1e-3)
