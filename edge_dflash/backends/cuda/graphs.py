@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -21,9 +20,6 @@ from edge_dflash.backends.cuda.sample import Block, Chooser
 from edge_dflash.backends.cuda.small import RESULT_WORDS, Result
 from edge_dflash.backends.cuda.steps import Head, Multiply, PassStep, Project, State
 from edge_dflash.decode.backend import row_steps
-
-if TYPE_CHECKING:
-    pass
 
 
 class HostBuffers:
@@ -38,15 +34,16 @@ class HostBuffers:
         self.found = DevicePointer(self.result.ctypes.data, self.result.nbytes)  # the same, for the device
         self._gpu, self._device_counted = gpu, buffers.counted.at(0, 8)
         self._counted: Array = gpu.pinned((2,), np.int32)  # ROWS_ASKED and THRESHOLD of kernels/control.cuh
+        self._told: tuple[int, float] | None = None  # the same, as the device has them
 
     def count(self, rows: int, threshold: float = 0.0) -> None:
         """Let so many rows of the next whole cycle's verify count, and no draft from the first unsure one on.
 
         The caller waits for it before the next call.
         """
-        least = self._counted[1:].view(np.float32)
-        if self._counted[0] != rows or least[0] != np.float32(threshold):
-            self._counted[0], least[0] = rows, threshold
+        if self._told != (rows, threshold):
+            self._told = rows, threshold
+            self._counted[0], self._counted[1:].view(np.float32)[0] = rows, threshold
             self._gpu.write_from(self._device_counted, self._counted)
 
     def read(self, rows: int) -> Result:
@@ -60,14 +57,17 @@ class ByRows:
 
     def __init__(self, graphs: Mapping[int, Graph]) -> None:
         self.graphs = dict(sorted(graphs.items()))
+        self._most = [
+            next(count for count in self.graphs if count >= rows) for rows in range(max(graphs, default=-1) + 1)
+        ]
 
     def of(self, rows: int) -> Graph:
         """The graph of the fewest rows that are enough."""
-        return self.graphs[self.most(rows)]
+        return self.graphs[self._most[rows]]
 
     def most(self, rows: int) -> int:
         """Rows of that graph."""
-        return next(count for count in self.graphs if count >= rows)
+        return self._most[rows]
 
 
 @dataclass(frozen=True)
