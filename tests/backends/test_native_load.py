@@ -1,5 +1,6 @@
 """Loading a native bundle: only where it belongs, and the error says what to do elsewhere."""
 
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -69,6 +70,13 @@ def test_a_machine_without_driver_or_bindings_is_told(bundle, path, monkeypatch,
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     with pytest.raises(BackendError, match=r"needs cuda.bindings; install it with: pip install 'edge-dflash\[cuda\]'"):
         Planner.open(path)
+
+
+def test_what_builds_and_inspects_needs_no_bindings():
+    modules = ("backends.cuda.support", "builder.choose", "builder.engines", "builder.trial", "checks.doctor")
+    imports = ", ".join(f"edge_dflash.{name}" for name in modules)
+    code = f"import sys; sys.modules['cuda'] = None; import {imports}"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_a_driver_that_does_not_start_is_told(monkeypatch):

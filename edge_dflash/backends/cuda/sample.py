@@ -5,10 +5,10 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from edge_dflash.backends.cuda.driver import Gpu, Graph, Module
 from edge_dflash.backends.cuda.memory import NULL, Allocator, Array, DevicePointer, Matrix
 from edge_dflash.decode.sampling import Packed, Sampling
 
@@ -20,6 +20,9 @@ SETTINGS = np.dtype(
         *(("masked", "<u4"), ("unused", "<u4")),  # bit r: row r has a mask
     ]
 )
+
+if TYPE_CHECKING:
+    from edge_dflash.backends.cuda.driver import Gpu, Graph, Module
 """``Settings`` of kernels/sample.cu; the last five words only count for launches without a length."""
 
 _BINS = 65536  # distinct BF16 values

@@ -8,12 +8,15 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from edge_dflash.backends.cuda.driver import Gpu, Module
 from edge_dflash.backends.cuda.memory import NULL, Allocator, Array, DevicePointer, Matrix
 from edge_dflash.backends.cuda.sample import SamplingBuffers, mask_words
 from edge_dflash.errors import BackendError
 from edge_dflash.model.ops import MarkovWalk, SelectorWalk, Walk
+
+if TYPE_CHECKING:
+    from edge_dflash.backends.cuda.driver import Gpu, Module
 
 UNIT = "walk"
 _SLICE, _SPLITS = 8192, 8
