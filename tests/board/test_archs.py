@@ -164,4 +164,4 @@ def test_inspect_takes_the_chunk_of_the_board():
 @pytest.mark.parametrize(("activations", "rows"), [("bf16", 2048), ("nvfp4", 512)])
 def test_inspect_takes_the_chunk_of_what_can_run_the_recipe(activations, rows):
     recipe = replace(default_recipe(), activations=activations)
-    assert inspect_recipe(spec("qwen3.5-4b"), recipe, board=load_board("sm90")).prefill_chunk == rows
+    assert inspect_recipe(spec("qwen3.5-4b"), recipe, board=replace(load_board("sm110"), sm=90)).prefill_chunk == rows

@@ -194,8 +194,7 @@ def test_masks_are_arguments_of_the_kernels_between_plans_and_without(monkeypatc
     """What the kernels make of them is compared with the reference on a GPU."""
     pair = replace(NATIVE_PAIR, drafter=replace(NATIVE_PAIR.drafter, layers=tuple(masks)))
     assert launched_masks(test_native_backend.load(monkeypatch, ControlGpu(), pair)) == masks
-    monkeypatch.setattr(test_tensorrt_backend, "NATIVE_PAIR", pair)
-    assert launched_masks(test_tensorrt_backend.load(monkeypatch, tmp_path)[0]) == masks
+    assert launched_masks(test_tensorrt_backend.load(monkeypatch, tmp_path, pair=pair)[0]) == masks
 
 
 def test_a_bundle_carries_the_masks_of_its_recipe(cli, build_pair, tmp_path):

@@ -189,7 +189,7 @@ class Proxy:
                 memory = self.states.kv[state][0]
                 self.attention[state].attend(AttendTensors(*tensors), memory, self.attention_scratch, self.words)
             else:
-                self.attention[state].append(*tensors[:2], self.states.kv[state][0], self.words)
+                self.attention[state].append([(*tensors[:2], self.states.kv[state][0])], self.words)
         elif isinstance(step, Copy):
             inputs, outs = ([self.matrix(plan, n, at) for n in names] for names, at in self.sides(step))
             self.cycle.copy(inputs, outs, [plan.widths[name] for name in step.writes], ROWS)
