@@ -10,7 +10,7 @@ from cubin_support import cubin, kernel_use
 from edge_dflash.backends.cuda import sample
 from edge_dflash.backends.cuda.compile import KERNELS
 from edge_dflash.backends.cuda.graphs import Capture
-from edge_dflash.backends.cuda.memory import Allocator, Control, DevicePointer, aligned
+from edge_dflash.backends.cuda.memory import Allocator, Control, DevicePointer, Matrix, aligned
 from edge_dflash.backends.cuda.rows import NativeRows
 from edge_dflash.backends.cuda.sample import Chooser
 from edge_dflash.backends.cuda.states import Sizes
@@ -120,6 +120,19 @@ def test_rows_ask_for_their_own_part_of_the_buffer():
     owner.passes += 1
     with pytest.raises(BackendError, match="replaced"):
         rows.choose(Sampling(), 0, [None])
+
+
+def test_no_launch_covers_rows_that_the_logits_lack():
+    """A block reads its row's logits before it knows whether the settings want them."""
+    memory, grids = Allocator(None), []
+    gpu = SimpleNamespace(launch=lambda kernel, grid, *_, **__: grids.append(grid))
+    buffers = sample.SamplingBuffers.take(memory, 16, 100)
+    sampler = sample.Sampler(gpu, SimpleNamespace(kernel=lambda name: name))
+    logits = Matrix(DevicePointer(1 << 20, 2 * 16 * 112), 112)
+    for skipped in (0, 1, 9):  # a walk's rows begin behind the anchor's
+        grids.clear()
+        sampler.choose(buffers, logits.behind(skipped), DevicePointer(2 << 20, 64))
+        assert [grid[:2] for grid in grids] == [(1, 16 - skipped), (16 - skipped, 1), *[(1, 16 - skipped)] * 2]
 
 
 def test_settings_go_to_the_device_only_when_they_change():

@@ -111,8 +111,8 @@ class Sampler:
     def choose(self, buffers: SamplingBuffers, logits: Matrix, ids: DevicePointer, block: Block | None = None) -> None:
         """ids[r] (int32) = choice of row r of BF16 ``logits``; rows and position as in the settings, or ``block``.
 
-        ``logits`` has a stride of a multiple of 8. Masks only count without a block. Four launches, of which three
-        do nothing without top_k and top_p.
+        ``logits`` has a stride of a multiple of 8, and what of its rows lies in its memory may be read. Masks only
+        count without a block. Four launches, of which three do nothing without top_k and top_p.
         """
         if logits.stride % 8 or logits.stride < buffers.columns:
             raise ValueError(f"logits have row stride {logits.stride}; a multiple of 8, at least {buffers.columns}")
@@ -122,7 +122,7 @@ class Sampler:
             *(None if block else buffers.masks.address, logits.stride, columns, mask_words(columns)),
             *(b.offset, b.first, b.stop),
         )
-        rows = b.stop if block else buffers.rows
+        rows = b.stop if block else min(buffers.rows, logits.pointer.nbytes // (2 * logits.stride))
         grid, bins, chunks, tops = (-(-columns // _SLICE), rows, 1), buffers.bins, buffers.chunks, buffers.tops
         cuts, ties = buffers.cuts, buffers.ties
         self._launch("sample_count", grid, _COUNT_THREADS, job, bins, chunks, tops)
