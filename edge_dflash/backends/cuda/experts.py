@@ -1,7 +1,7 @@
 """A mixture of experts on the device: shapes, buffers and launches of kernels/experts.cu and experts_linear.cu.
 
-The router leaves a list of *entries* (an expert and rows that chose it) on the device; every launch is the same whatever the
-routing, so that one graph serves any. A row's bits depend on its own values and the weights alone.
+The router leaves a list of *entries* (an expert and rows that chose it) on the device; every launch is the same
+whatever the routing, so that one graph serves any. A row's bits depend on its own values and the weights alone.
 """
 
 from __future__ import annotations
