@@ -33,6 +33,7 @@ __all__ = ["UNITS", "ExpertWeights", "Experts", "ExpertsBuffers", "ExpertsShape"
 
 UNITS = ("experts", "experts_linear")  # compilation units of these kernels
 _THREADS, _GROUP, _MOST_MEMBERS = 512, 16, 1024
+_BLOCKS = (2, 1)  # of a multiprocessor
 
 
 class _Route(ctypes.Structure):
@@ -235,7 +236,7 @@ class Experts:
         whole, blocks = entries <= WHOLE_LIST, gpu.sm_count
         ring, most = ring_bytes(which, layout.format, tile, gpu.sm), block_shared(gpu.sm)
         record = 4 * (ENTRY_HEAD + tile)
-        for per in (2, 1):
+        for per in _BLOCKS:
             blocks = per * gpu.sm_count
             copied = entries if whole else -(-entries // blocks) + 2
             shared = ring + 4 * LIST_HEAD + copied * record

@@ -113,17 +113,51 @@ struct Chosen {
   float p[GROUP][MOST_CHOSEN];
 };
 
-// The choice of a row by a warp; lane l has experts PER l .. PER l + PER - 1. ``place``: of the row in its group.
+// Experts that a row has to take, one a lane, asked for before the launch before has ended.
+__device__ __forceinline__ int forced_expert(const Choice& job, int row) {
+  if (!job.forced || static_cast<int>(threadIdx.x % 32) >= job.chosen) return -1;
+  return __ldcg(job.forced + (early_word(job.length) + row) % job.positions * job.chosen + threadIdx.x % 32);
+}
+
+// Bit j of lane l: whether expert PER l + j is among the ``chosen`` of largest key, which is 0 for those that are not there. Of
+// equal keys the lower expert.
 template <int PER>
-__device__ __forceinline__ void choose_row(const Choice& job, Chosen& chosen, int row, int place) {
+__device__ __forceinline__ u32 largest(u32 (&key)[PER], int chosen) {
   const int lane = threadIdx.x % 32;
+  u32 taken = 0;
+#pragma unroll 1
+  for (int i = 0; i < chosen; ++i) {
+    u32 best = 0;
+#pragma unroll
+    for (int j = 0; j < PER; ++j) best = max(best, key[j]);
+    const u32 top = warp_largest(best), lanes = __ballot_sync(ALL, best == top);
+    bool mine = lane == __ffs(lanes) - 1;
+#pragma unroll
+    for (int j = 0; j < PER; ++j)
+      if (mine && key[j] == top) taken |= 1u << j, key[j] = 0, mine = false;
+  }
+  return taken;
+}
+
+// The choice of a row by a warp; lane l has experts PER l .. PER l + PER - 1. ``place``: of the row in its group; ``forced``: its
+// lane's expert, or -1.
+template <int PER>
+__device__ __forceinline__ void choose_row(const Choice& job, Chosen& chosen, int row, int place, int forced) {
+  const int lane = threadIdx.x % 32, slots = job.chosen + job.shared;
   const u16* logits = job.logits + static_cast<long long>(row) * job.stride;
+  const float judged = from_bf16(__ldcg(logits + job.experts));
   float p[PER], most = NEG_INF;
 #pragma unroll
-  for (int j = 0; j < PER; ++j) {
-    const int e = lane * PER + j;
-    p[j] = e < job.experts ? from_bf16(__ldcg(logits + e)) : NEG_INF;
-    most = fmaxf(most, p[j]);
+  for (int h = 0; h < PER / 8; ++h) {
+    const int e = lane * PER + h * 8;
+    const uint4 v = e < job.stride ? __ldcg(reinterpret_cast<const uint4*>(logits + e)) : uint4{0, 0, 0, 0};
+    const u32 pair[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const float z = j % 2 ? bf16_high(pair[j / 2]) : bf16_low(pair[j / 2]);
+      p[h * 8 + j] = e + j < job.experts ? z : NEG_INF;
+      most = fmaxf(most, p[h * 8 + j]);
+    }
   }
 #pragma unroll
   for (int bit = 16; bit > 0; bit /= 2) most = fmaxf(most, __shfl_xor_sync(ALL, most, bit));
@@ -134,36 +168,23 @@ __device__ __forceinline__ void choose_row(const Choice& job, Chosen& chosen, in
     total = __fadd_rn(total, p[j]);
   }
   total = lane_sum<32>(total);
-  u32 key[PER], taken = 0;  // 0: not a candidate
+  u32 key[PER], taken = 0;
 #pragma unroll
   for (int j = 0; j < PER; ++j) {
     p[j] = __fdiv_rn(p[j], total);
     key[j] = lane * PER + j < job.experts ? (__float_as_uint(p[j]) & 0x7fffffffu) + 1 : 0;
   }
   if (job.forced) {
-    const int* line = job.forced + (*job.length + row) % job.positions * job.chosen;
-    for (int i = 0; i < job.chosen; ++i)
-      if (line[i] / PER == lane) taken |= 1u << line[i] % PER;
-  } else {
-#pragma unroll 1
     for (int i = 0; i < job.chosen; ++i) {
-      u32 best = 0;
-#pragma unroll
-      for (int j = 0; j < PER; ++j) best = max(best, key[j]);
-      const u32 top = warp_largest(best), lanes = __ballot_sync(ALL, best == top);
-      bool mine = lane == __ffs(lanes) - 1;
-#pragma unroll
-      for (int j = 0; j < PER; ++j)
-        if (mine && key[j] == top) taken |= 1u << j, key[j] = 0, mine = false;
+      const int e = __shfl_sync(ALL, forced, i);
+      if (e / PER == lane) taken |= 1u << e % PER;
     }
+  } else {
+    taken = largest(key, job.chosen);
   }
-  int slot = __popc(taken), own = slot;
+  int slot = 0;
 #pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const int other = __shfl_up_sync(ALL, slot, step);
-    if (lane >= step) slot += other;
-  }
-  slot -= own;
+  for (int j = 0; j < PER; ++j) slot += __popc(__ballot_sync(ALL, taken >> j & 1) & ((1u << lane) - 1));
 #pragma unroll
   for (int j = 0; j < PER; ++j)
     if (taken >> j & 1) {
@@ -175,29 +196,32 @@ __device__ __forceinline__ void choose_row(const Choice& job, Chosen& chosen, in
   __syncwarp();
   float sum = 0.0f;
   for (int i = 0; i < job.chosen; ++i) sum = __fadd_rn(sum, chosen.p[place][i]);
-  const int slots = job.chosen + job.shared;
+  float* weights = job.weights + static_cast<long long>(row) * slots;
   if (lane < job.chosen) {
-    const float weight = job.renormalised ? __fdiv_rn(chosen.p[place][lane], sum) : chosen.p[place][lane];
-    job.weights[static_cast<long long>(row) * slots + lane] = job.forced ? __fdiv_rn(1.0f, job.chosen) : weight;
+    const float own = chosen.p[place][lane], weight = job.renormalised ? __fdiv_rn(own, sum) : own;
+    weights[lane] = job.forced ? __fdiv_rn(1.0f, static_cast<float>(job.chosen)) : weight;
     job.ids[static_cast<long long>(row) * job.chosen + lane] = chosen.ids[place][lane];
   } else if (lane < slots) {
-    const float z = from_bf16(__ldcg(logits + job.experts));
-    job.weights[static_cast<long long>(row) * slots + lane] = __fdiv_rn(1.0f, __fadd_rn(1.0f, expf(-z)));
+    weights[lane] = __fdiv_rn(1.0f, __fadd_rn(1.0f, expf(-judged)));
   }
 }
 
-// Rows of group ``group`` that count choose, a warp each.
-__device__ __forceinline__ void choose_rows(const Choice& job, Chosen& chosen, int group, int valid) {
+// Rows of group ``group`` that count choose, a warp each; waits for the launch before. The count of all rows that count.
+__device__ __forceinline__ int choose_rows(const Choice& job, Chosen& chosen, int group) {
+  const int place = threadIdx.x / 32, row = group * GROUP + place, forced = forced_expert(job, row);
   for (int i = threadIdx.x; i < MOST_MEMBERS; i += THREADS) chosen.masks[i] = 0;
+  pdl_wait();
+  pdl_trigger();
   __syncthreads();
-  const int place = threadIdx.x / 32, row = group * GROUP + place;
+  const int valid = valid_rows(job.valid, job.rows);
   if (row < valid) {
     if (job.experts <= 256)
-      choose_row<8>(job, chosen, row, place);
+      choose_row<8>(job, chosen, row, place, forced);
     else
-      choose_row<16>(job, chosen, row, place);
+      choose_row<16>(job, chosen, row, place, forced);
   }
   __syncthreads();
+  return valid;
 }
 
 // Entries of all members: member 2 i and 2 i + 1, with ``count`` rows each, by thread i, which keeps their first entries in
@@ -212,27 +236,29 @@ __device__ __forceinline__ void make_entries(const Choice& job, const int (&coun
     rows[i] = member < job.experts ? count[i] : member < job.experts + job.shared ? valid : 0;
     entries[i] = (rows[i] + job.tile - 1) / job.tile;
   }
-  int sum = entries[0] + entries[1];
+  const int at = 2 * threadIdx.x, distinct = (rows[0] > 0 && at < job.experts) + (rows[1] > 0 && at + 1 < job.experts);
+  const int own = entries[0] + entries[1] | distinct << 16;  // entries of all rows have less than 16 bits
+  int sum = own;
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {
     const int other = __shfl_up_sync(ALL, sum, step);
     if (lane >= step) sum += other;
   }
   if (lane == 31) warps[warp] = sum;
-  int distinct = __syncthreads_count(rows[0] > 0 && 2 * threadIdx.x < job.experts);
-  distinct += __syncthreads_count(rows[1] > 0 && 2 * threadIdx.x + 1 < job.experts);
-  int before = sum - entries[0] - entries[1];
-  for (int w = 0; w < warp; ++w) before += warps[w];
+  __syncthreads();
+#pragma unroll
+  for (int w = 0; w < WARPS - 1; ++w) sum += w < warp ? warps[w] : 0;
+  int before = (sum - own) & 0xffff;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     first[i] = before;
     for (int n = 0; n < entries[i]; ++n)
-      job.list[entry_at(before + n, job.tile)] = 2 * threadIdx.x + i | min(job.tile, rows[i] - n * job.tile) << 16;
+      job.list[entry_at(before + n, job.tile)] = at + i | min(job.tile, rows[i] - n * job.tile) << 16;
     before += entries[i];
   }
   if (threadIdx.x == THREADS - 1) {
     job.list[0] = before;
-    if (job.distinct) *job.distinct += distinct;
+    if (job.distinct) *job.distinct += static_cast<u32>(sum) >> 16;
   }
 }
 
@@ -245,10 +271,7 @@ __device__ __forceinline__ void write_line(const Choice& job, int first, int num
 extern "C" __global__ void __launch_bounds__(THREADS) experts_choose(const __grid_constant__ Choice job) {
   __shared__ Chosen chosen;
   __shared__ int firsts[MOST_MEMBERS];
-  pdl_wait();
-  pdl_trigger();
-  const int valid = valid_rows(job.valid, job.rows);
-  choose_rows(job, chosen, 0, valid);
+  const int valid = choose_rows(job, chosen, 0);
   const int at = 2 * threadIdx.x;
   const int count[2] = {__popc(chosen.masks[at]), __popc(chosen.masks[at + 1])};
   int first[2];
@@ -266,9 +289,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) experts_choose(const __gri
 // Several groups: a block chooses for each, one makes the entries, a block for each writes its rows' lines.
 extern "C" __global__ void __launch_bounds__(THREADS) experts_choose_group(const __grid_constant__ Choice job) {
   __shared__ Chosen chosen;
-  pdl_wait();
-  pdl_trigger();
-  choose_rows(job, chosen, blockIdx.x, valid_rows(job.valid, job.rows));
+  choose_rows(job, chosen, blockIdx.x);
   u32* masks = reinterpret_cast<u32*>(job.masks + blockIdx.x * MOST_MEMBERS);
   masks[threadIdx.x] = chosen.masks[2 * threadIdx.x] | chosen.masks[2 * threadIdx.x + 1] << 16;
 }
