@@ -20,12 +20,12 @@ import torch
 
 from edge_dflash.bundle.parts import DATA, SCALE, Part, Tensor, whole, wide_first
 from edge_dflash.errors import BackendError, BuildError, CheckpointError
-from edge_dflash.weights.formats import BLOCK, Array, Nvfp4Weight, Weight, WeightFormat, WeightStore, WideWeight
-from edge_dflash.weights.layout import UNIT_ROWS
-from edge_dflash.weights.packing import pack, row_blocks
-from edge_dflash.weights.quantize import ENCODERS, absmax, fused_group, quantize_nvfp4, wide_tensor
+from edge_dflash.weights.formats import BLOCK, Array, Fp8Weight, Nvfp4Weight, Weight, WeightFormat, WeightStore, WideWeight
+from edge_dflash.weights.layout import Repacked
+from edge_dflash.weights.packing import pack, row_blocks, shared_part
+from edge_dflash.weights.quantize import ENCODERS, absmax, dequantize, fused_group, quantize_nvfp4, wide_tensor
 from edge_dflash.weights.safetensors import forget_pages
-from edge_dflash.weights.stacks import Stack
+from edge_dflash.weights.stacks import AnyStack, ExpertStack, Stack
 from edge_dflash.weights.words import Words
 
 ROW_BLOCK = 8 << 20  # bytes of a wide matrix that one call reads
@@ -78,6 +78,9 @@ def convert(
     """
     stored = {name: store.get(name) for name in names}
     largest = {name: check_finite(name, weight, run) for name, weight in stored.items()}
+    for name, weight in stored.items():
+        if isinstance(weight, Fp8Weight) and formats[name] == "nvfp4":  # the recipe wants it rounded again
+            largest[name] = _amax(weight, run)
     weights: dict[str, Weight] = {}
     for name, weight in stored.items():
         try:
@@ -96,20 +99,32 @@ def check_finite(name: str, weight: Weight, run: Run = map) -> float:
     if isinstance(weight, WideWeight):
         matrix = weight.data.reshape(-1, weight.data.shape[-1])
 
-        def block_amax(rows: slice) -> float:
-            found = absmax(wide_tensor(WideWeight(matrix[rows])))
-            forget_pages(matrix[rows])
-            return found
-
-        largest = 0.0
-        for found in run(block_amax, _row_blocks(matrix)):
-            if not math.isfinite(found):
-                raise _not_finite(name, "NaN or infinity")
-            largest = max(largest, found)
+        largest = _amax(WideWeight(matrix), run)
+        if not math.isfinite(largest):
+            raise _not_finite(name, "NaN or infinity")
         return largest
     if weight.damaged():
         raise _not_finite(name, "an FP8 NaN or a scale that is not a positive number")
     return 0.0
+
+
+def _amax(weight: WideWeight | Fp8Weight, run: Run) -> float:
+    """Largest magnitude of a matrix; NaN or infinity when it holds one."""
+
+    def block(rows: slice) -> float:
+        found = absmax(_values(weight, rows))
+        forget_pages(weight.data[rows])
+        return found
+
+    found = list(run(block, _row_blocks(weight.data)))
+    return next((amax for amax in found if not math.isfinite(amax)), max(found, default=0.0))
+
+
+def _values(weight: WideWeight | Fp8Weight, rows: slice) -> torch.Tensor:
+    """Some rows, as BF16 or float32."""
+    if isinstance(weight, WideWeight):
+        return wide_tensor(WideWeight(weight.data[rows]))
+    return dequantize(weight.rows(rows))
 
 
 def _group_amax(
@@ -117,26 +132,26 @@ def _group_amax(
 ) -> float:
     """max|W| over the linears of the fused group that are quantized here, those stored as NVFP4 left out."""
     members = [member for member in fused_group(name) if member in stored and formats[member] == "nvfp4"]
-    return max((largest[m] for m in members if isinstance(stored[m], WideWeight)), default=0.0)
+    return max((largest[m] for m in members if not isinstance(stored[m], Nvfp4Weight)), default=0.0)
 
 
 def _quantized(weight: Weight, form: WeightFormat, amax: float, run: Run) -> Weight:
+    if form == "nvfp4" and isinstance(weight, WideWeight | Fp8Weight):
+        return _nvfp4(weight, amax, run)
     if not isinstance(weight, WideWeight):
         raise BuildError(f"stored as {weight.format}, wanted {form}: a quantized weight is not converted")
-    if form == "nvfp4":
-        return _nvfp4(weight, amax, run)
     if form not in ENCODERS:
         raise BuildError(f"stored as {weight.format}, which is not converted to {form}")
     return ENCODERS[form](wide_tensor(weight))
 
 
-def _nvfp4(weight: WideWeight, amax: float, run: Run) -> Nvfp4Weight:
+def _nvfp4(weight: WideWeight | Fp8Weight, amax: float, run: Run) -> Nvfp4Weight:
     """NVFP4 in blocks of rows: with a given amax a row's codes depend on that row only."""
     n, k = weight.shape
     packed, block_scale = np.empty((n, k // 2), np.uint8), np.empty((n, k // BLOCK), np.uint8)
 
     def block(rows: slice) -> float:
-        part = quantize_nvfp4(wide_tensor(WideWeight(weight.data[rows])), amax)
+        part = quantize_nvfp4(_values(weight, rows), amax)
         packed[rows], block_scale[rows] = part.packed, part.block_scale
         forget_pages(weight.data[rows])
         return part.global_scale
@@ -173,7 +188,7 @@ class _StackSource:
     """Makes a stack's bytes when they are written; its scales are known when all bytes are."""
 
     def __init__(
-        self, stack: Stack, store: WeightStore, formats: Mapping[str, WeightFormat], pool: Executor, words: Words
+        self, stack: AnyStack, store: WeightStore, formats: Mapping[str, WeightFormat], pool: Executor, words: Words
     ) -> None:
         self._stack, self._store, self._formats, self._pool = stack, store, formats, pool
         self._words: Words = words if stack.layout.format == "nvfp4" else "halves"
@@ -182,23 +197,44 @@ class _StackSource:
     @property
     def tensors(self) -> tuple[Tensor, Tensor]:
         """Bytes and scales, to be written in this order."""
-        layout = self._stack.layout
+        stack = self._stack
         return (
-            Tensor(f"{self._stack.key}.{DATA[self._words]}", "U8", (layout.nbytes,), self._data),
-            Tensor(f"{self._stack.key}.{SCALE}", "F32", (layout.units * UNIT_ROWS,), self._scale),
+            Tensor(f"{stack.key}.{DATA[self._words]}", "U8", (stack.nbytes,), self._data),
+            Tensor(f"{stack.key}.{SCALE}", "F32", (stack.rows,), self._scale),
         )
 
     def _data(self) -> Iterator[Array]:
         self._scales = []
-        weights = _stack_weights(self._stack, self._store, self._formats, self._pool)
-        blocks = row_blocks(weights, self._stack.layout)
+        blocks = self._experts(self._stack) if isinstance(self._stack, ExpertStack) else self._rows(self._stack)
         try:
             while batch := tuple(islice(blocks, AT_ONCE)):
-                for packed in self._pool.map(partial(pack, words=self._words), batch):
+                for packed in self._pool.map(lambda make: make(), batch):
                     self._scales.append(packed.scale)
                     yield packed.data
         except BackendError as error:  # what the decisions could not see: block scales
             raise CheckpointError(f"{self._stack.names[0]}: {error}") from None
+
+    def _rows(self, stack: Stack) -> Iterator[Callable[[], Repacked]]:
+        """What makes each block of rows."""
+        weights = _stack_weights(stack, self._store, self._formats, self._pool)
+        for block in row_blocks(weights, stack.layout):
+            yield partial(pack, block, self._words)
+
+    def _experts(self, stack: ExpertStack) -> Iterator[Callable[[], Repacked]]:
+        """What makes each member. A weight is read, quantized and packed when its turn comes."""
+        for expert in range(stack.experts):
+            yield partial(self._member, stack.expert(expert))
+        if stack.parts:
+            shared = self._weights(stack.expert(stack.experts))
+            for part in range(stack.parts):
+                yield partial(pack, shared_part(shared, stack.layout, part), self._words)
+
+    def _member(self, names: tuple[str, ...]) -> Repacked:
+        return pack(self._weights(names), self._words)
+
+    def _weights(self, names: tuple[str, ...]) -> tuple[Weight, ...]:
+        """An expert's gate and up, which are a fused group, or its down."""
+        return tuple(convert(self._store, names, self._formats, {}).values())
 
     def _scale(self) -> tuple[Array]:
         return (np.concatenate(self._scales),)
