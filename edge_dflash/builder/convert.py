@@ -7,6 +7,7 @@ scale. In a native bundle they are repacked one stack at a time; never more than
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager
@@ -20,7 +21,16 @@ import torch
 
 from edge_dflash.bundle.parts import DATA, SCALE, Part, Tensor, whole, wide_first
 from edge_dflash.errors import BackendError, BuildError, CheckpointError
-from edge_dflash.weights.formats import BLOCK, Array, Fp8Weight, Nvfp4Weight, Weight, WeightFormat, WeightStore, WideWeight
+from edge_dflash.weights.formats import (
+    BLOCK,
+    Array,
+    Fp8Weight,
+    Nvfp4Weight,
+    Weight,
+    WeightFormat,
+    WeightStore,
+    WideWeight,
+)
 from edge_dflash.weights.layout import Repacked
 from edge_dflash.weights.packing import pack, row_blocks, shared_part
 from edge_dflash.weights.quantize import ENCODERS, absmax, dequantize, fused_group, quantize_nvfp4, wide_tensor
@@ -29,7 +39,7 @@ from edge_dflash.weights.stacks import AnyStack, ExpertStack, Stack
 from edge_dflash.weights.words import Words
 
 ROW_BLOCK = 8 << 20  # bytes of a wide matrix that one call reads
-AT_ONCE = 4  # blocks of rows that are repacked before the first of them is written
+AHEAD = 4  # blocks of rows that are repacked while the one before them is written
 Run: TypeAlias = Callable[[Callable[[slice], float], Iterable[slice]], Iterable[float]]
 
 
@@ -171,6 +181,15 @@ def _not_finite(name: str, what: str) -> CheckpointError:
     return CheckpointError(f"{name} holds {what}; the checkpoint is damaged, download it again")
 
 
+def _ahead(pool: Executor, makers: Iterator[Callable[[], Repacked]]) -> Iterator[Repacked]:
+    """What they make, in order; the pool is at work on the next ones all the time."""
+    pending = deque(pool.submit(make) for make in islice(makers, AHEAD))
+    while pending:
+        made = pending.popleft().result()
+        pending.extend(pool.submit(make) for make in islice(makers, 1))
+        yield made
+
+
 def _stack_weights(
     stack: Stack, store: WeightStore, formats: Mapping[str, WeightFormat], pool: Executor
 ) -> tuple[Weight, ...]:
@@ -207,10 +226,9 @@ class _StackSource:
         self._scales = []
         blocks = self._experts(self._stack) if isinstance(self._stack, ExpertStack) else self._rows(self._stack)
         try:
-            while batch := tuple(islice(blocks, AT_ONCE)):
-                for packed in self._pool.map(lambda make: make(), batch):
-                    self._scales.append(packed.scale)
-                    yield packed.data
+            for packed in _ahead(self._pool, blocks):
+                self._scales.append(packed.scale)
+                yield packed.data
         except BackendError as error:  # what the decisions could not see: block scales
             raise CheckpointError(f"{self._stack.names[0]}: {error}") from None
 

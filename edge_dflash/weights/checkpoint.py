@@ -13,8 +13,8 @@ from edge_dflash.errors import CheckpointError
 from edge_dflash.model.dflash import DRAFT_IDS, DRAFTED
 from edge_dflash.model.program import WeightSpec
 from edge_dflash.model.registry import DRAFTERS, TARGETS, read_drafter_spec, read_target_spec
-from edge_dflash.weights.experts import ByExpert, by_expert
 from edge_dflash.weights.declared import WIDE, Declared, read_declared
+from edge_dflash.weights.experts import ByExpert, by_expert
 from edge_dflash.weights.formats import FORMATS, Weight, WeightStore, WideWeight
 from edge_dflash.weights.integers import NAME, Int4Weight
 from edge_dflash.weights.safetensors import TensorFiles

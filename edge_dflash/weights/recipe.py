@@ -26,10 +26,10 @@ WISHES: tuple[Wish, ...] = (*(form.name for form in FORMATS.values() if form.wis
 _QUANTIZED = tuple(form.name for form in QUANTIZED)
 TARGET_MODULES = (
     *("attention", "gated_delta", "mlp", "experts", "lm_head"),
-    *("router", "gates", "embedding", "norm", "conv"),
+    *("gates", "router", "embedding", "norm", "conv"),
 )
 DRAFTER_MODULES = tuple(dict.fromkeys(module for drafter in DRAFTERS.values() for module in drafter.modules))
-WIDE_MODULES = ("router", "gates", "embedding", "norm", "conv", "walk")  # small or sensitive: never quantized
+WIDE_MODULES = ("gates", "router", "embedding", "norm", "conv", "walk")  # small or sensitive: never quantized
 W4A4_MODULES = ("attention", "gated_delta", "mlp")  # experts, lm_head and fc always read wide activations
 
 

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import cast
 
 from edge_dflash.errors import BackendError
-from edge_dflash.model.ops import Experts, Linear, SwiGlu
+from edge_dflash.model.experts import Experts
+from edge_dflash.model.ops import Linear, SwiGlu
 from edge_dflash.model.program import PairPrograms, Program, WeightSpec
 from edge_dflash.weights.formats import BLOCK, FORMATS, TIED, WeightFormat, read_as
 from edge_dflash.weights.layout import UNIT_ROWS, Format, Layout
