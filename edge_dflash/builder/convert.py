@@ -40,6 +40,7 @@ from edge_dflash.weights.words import Words
 
 ROW_BLOCK = 8 << 20  # bytes of a wide matrix that one call reads
 AHEAD = 4  # blocks of rows that are repacked while the one before them is written
+Converter: TypeAlias = "partial[dict[str, Weight]]"  # convert, but for names and run
 Run: TypeAlias = Callable[[Callable[[slice], float], Iterable[slice]], Iterable[float]]
 
 
@@ -61,14 +62,17 @@ def weight_tensors(
     input_scales: Mapping[str, float],
     pool: Executor,
     words: Words = "shared",
+    *,
+    again: bool = False,
 ) -> list[Tensor]:
     """Tensors of one weight file; a stack is converted and repacked when its bytes are asked for, one at a time.
 
     Raises CheckpointError and BuildError as :func:`convert`.
     """
-    weights = convert(store, part.names, formats, input_scales, pool.map)
+    weights = convert(store, part.names, formats, input_scales, pool.map, again=again)
+    make = partial(convert, store, formats=formats, input_scales={}, again=again)
     single = sorted((t for name, weight in weights.items() for t in whole(name, weight)), key=wide_first)
-    stacks = [tensor for stack in part.stacks for tensor in _StackSource(stack, store, formats, pool, words).tensors]
+    stacks = [tensor for stack in part.stacks for tensor in _StackSource(stack, make, pool, words).tensors]
     split = sum(tensor.kind == "F32" for tensor in single)  # two-byte vectors come last: scales stay aligned
     return [*single[:split], *stacks, *single[split:]]
 
@@ -79,23 +83,27 @@ def convert(
     formats: Mapping[str, WeightFormat],
     input_scales: Mapping[str, float],
     run: Run = map,
+    *,
+    again: bool = False,
 ) -> dict[str, Weight]:
     """Weights ``names`` in their formats, in the order given; all members of a fused group must be among the names.
 
     ``input_scales`` are the W4A4 activation scales; other NVFP4 weights lose theirs, so that their inputs stay wide.
-    ``run`` is :func:`map` or the ``map`` of an executor; its calls work on different rows.
+    ``run`` is :func:`map` or the ``map`` of an executor; its calls work on different rows. ``again``: FP8 weights may
+    be rounded a second time, to NVFP4.
     Raises CheckpointError for NaN and infinity and BuildError for what cannot be quantized, naming the weight.
     """
     stored = {name: store.get(name) for name in names}
     largest = {name: check_finite(name, weight, run) for name, weight in stored.items()}
     for name, weight in stored.items():
-        if isinstance(weight, Fp8Weight) and formats[name] == "nvfp4":  # the recipe wants it rounded again
+        if again and isinstance(weight, Fp8Weight) and formats[name] == "nvfp4":
             largest[name] = _amax(weight, run)
     weights: dict[str, Weight] = {}
     for name, weight in stored.items():
         try:
             if weight.format != formats[name]:
-                weight = _quantized(weight, formats[name], _group_amax(name, stored, formats, largest), run)
+                amax = _group_amax(name, stored, formats, largest)
+                weight = _quantized(weight, formats[name], amax, run, again=again)
         except BuildError as error:
             raise BuildError(f"{name}: {error}") from None
         if isinstance(weight, Nvfp4Weight):
@@ -145,11 +153,13 @@ def _group_amax(
     return max((largest[m] for m in members if not isinstance(stored[m], Nvfp4Weight)), default=0.0)
 
 
-def _quantized(weight: Weight, form: WeightFormat, amax: float, run: Run) -> Weight:
-    if form == "nvfp4" and isinstance(weight, WideWeight | Fp8Weight):
+def _quantized(weight: Weight, form: WeightFormat, amax: float, run: Run, *, again: bool) -> Weight:
+    if again and form == "nvfp4" and isinstance(weight, Fp8Weight):
         return _nvfp4(weight, amax, run)
     if not isinstance(weight, WideWeight):
         raise BuildError(f"stored as {weight.format}, wanted {form}: a quantized weight is not converted")
+    if form == "nvfp4":
+        return _nvfp4(weight, amax, run)
     if form not in ENCODERS:
         raise BuildError(f"stored as {weight.format}, which is not converted to {form}")
     return ENCODERS[form](wide_tensor(weight))
@@ -190,26 +200,21 @@ def _ahead(pool: Executor, makers: Iterator[Callable[[], Repacked]]) -> Iterator
         yield made
 
 
-def _stack_weights(
-    stack: Stack, store: WeightStore, formats: Mapping[str, WeightFormat], pool: Executor
-) -> tuple[Weight, ...]:
+def _stack_weights(stack: Stack, make: Converter, pool: Executor) -> tuple[Weight, ...]:
     """A stack's weights in their formats, with the global scales that they share with weights of other stacks."""
     made: dict[str, Weight] = {}
     for name in stack.names:
         if name not in made:
-            group = tuple(member for member in fused_group(name) if member in formats)
-            converted = convert(store, group, formats, {}, pool.map)
-            made |= {member: weight for member, weight in converted.items() if member in stack.names}
+            group = tuple(member for member in fused_group(name) if member in make.keywords["formats"])
+            made |= {member: weight for member, weight in make(group, run=pool.map).items() if member in stack.names}
     return tuple(made[name] for name in stack.names)
 
 
 class _StackSource:
     """Makes a stack's bytes when they are written; its scales are known when all bytes are."""
 
-    def __init__(
-        self, stack: AnyStack, store: WeightStore, formats: Mapping[str, WeightFormat], pool: Executor, words: Words
-    ) -> None:
-        self._stack, self._store, self._formats, self._pool = stack, store, formats, pool
+    def __init__(self, stack: AnyStack, make: Converter, pool: Executor, words: Words) -> None:
+        self._stack, self._make, self._pool = stack, make, pool
         self._words: Words = words if stack.layout.format == "nvfp4" else "halves"
         self._scales: list[Array] = []
 
@@ -234,7 +239,7 @@ class _StackSource:
 
     def _rows(self, stack: Stack) -> Iterator[Callable[[], Repacked]]:
         """What makes each block of rows."""
-        weights = _stack_weights(stack, self._store, self._formats, self._pool)
+        weights = _stack_weights(stack, self._make, self._pool)
         for block in row_blocks(weights, stack.layout):
             yield partial(pack, block, self._words)
 
@@ -252,7 +257,7 @@ class _StackSource:
 
     def _weights(self, names: tuple[str, ...]) -> tuple[Weight, ...]:
         """An expert's gate and up, which are a fused group, or its down."""
-        return tuple(convert(self._store, names, self._formats, {}).values())
+        return tuple(self._make(names).values())
 
     def _scale(self) -> tuple[Array]:
         return (np.concatenate(self._scales),)

@@ -117,7 +117,7 @@ def bundle_parts(programs: PairPrograms, formats: Mapping[str, WeightFormat], *,
 
 def native_stacks(programs: PairPrograms, formats: Mapping[str, WeightFormat]) -> dict[str, AnyStack]:
     """Stacks that a native bundle stores, by key: all but that of a tied lm_head. Raises BackendError."""
-    stacks = {**pair_stacks(programs, formats), **pair_experts(programs, formats)}
+    stacks: dict[str, AnyStack] = {**pair_stacks(programs, formats), **pair_experts(programs, formats)}
     return {key: stack for key, stack in stacks.items() if all(formats[name] != TIED for name in stack.names)}
 
 

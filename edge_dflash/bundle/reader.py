@@ -28,9 +28,9 @@ from edge_dflash.model.program import WeightSpec
 from edge_dflash.model.specs import PairSpec
 from edge_dflash.weights.formats import FORMATS, TIED, Array, Weight
 from edge_dflash.weights.layout import Repacked
-from edge_dflash.weights.packing import unpack_expert, unpack_matrix
+from edge_dflash.weights.packing import unpack_weight
 from edge_dflash.weights.safetensors import TensorFiles
-from edge_dflash.weights.stacks import AnyStack, ExpertStack
+from edge_dflash.weights.stacks import AnyStack
 
 Progress: TypeAlias = Callable[[int, int], None]  # (bytes done, bytes in all)
 Stacks: TypeAlias = dict[str, tuple[AnyStack, Repacked]]  # by key
@@ -93,10 +93,7 @@ class Bundle:
         if name in self._weights:
             return self._weights[name]
         key, index = self._stack_of[name]
-        stack, packed = self._stacks[key]
-        if isinstance(stack, ExpertStack):
-            return _read_only(unpack_expert(packed, stack, index))
-        return _read_only(unpack_matrix(packed, index))
+        return _read_only(unpack_weight(*self._stacks[key], index))
 
     def repacked(self, stack: AnyStack) -> Repacked:
         """A stack as the native kernels read it: views of the mapped file. Raises BundleError for another name."""

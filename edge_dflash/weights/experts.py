@@ -1,4 +1,4 @@
-"""How checkpoints spell the experts of a mixture: each of them, whatever it is stored in, as tensors of its own.
+"""How checkpoints spell the experts of a mixture: each of them, whatever it is stored in, as separate tensors.
 
 Canonical is ``experts.17.gate_proj.weight`` with the scales beside it. Two other spellings become that, with no byte
 read: the index behind the projection (``experts.gate_proj.17.weight``), and all experts in one tensor, [E, ...] without
@@ -38,7 +38,7 @@ class ByExpert:
 
 
 def by_expert(tensors: TensorFiles, count: int, skipped: tuple[str, ...] = ()) -> ByExpert:
-    """Spell the experts canonically; ``count`` of them are in a layer. Names that begin with ``skipped`` are left alone.
+    """Spell the experts canonically, ``count`` in a layer. Names that begin with ``skipped`` are left alone.
 
     Raises CheckpointError for a tensor that is not of ``count`` experts, and for an expert that is there twice.
     """
@@ -78,18 +78,18 @@ def _split(name: str, entry: Entry, count: int, kinds: Collection[str]) -> Itera
     """
     shape, parts = entry.shape, len(kinds)
     size, item = prod(shape), np.dtype(DTYPES[entry.dtype]).itemsize
-    one_each = size == count and shape[:1] == (count,)
+    inner: tuple[int, ...] = ()
     if size == 1 and shape[:1] in ((), (1,)):
-        steps, inner = (0, 0), ()
-    elif one_each:
-        steps, inner = (item, 0), ()
+        steps = 0, 0
+    elif size == count and shape[:1] == (count,):
+        steps = item, 0
     elif len(shape) > 1 and shape[0] == count and shape[1] % parts == 0 and size:
         share = size // count // parts
-        steps, inner = (share * parts * item, share * item), () if share == 1 else (shape[1] // parts, *shape[2:])
+        steps, inner = (share * parts * item, share * item), (shape[1] // parts, *shape[2:]) if share > 1 else ()
     else:
         wanted = f"[{count} experts, {'gate and up rows' if parts > 1 else 'rows'}, ...], or a number for each or all"
         raise CheckpointError(f"{entry.file}: tensor {name} is {list(shape)}, wanted {wanted}")
     for expert in range(count):
         for part in range(parts):
             offset = entry.offset + expert * steps[0] + part * steps[1]
-            yield Entry(entry.file, entry.dtype, tuple(inner), offset)
+            yield Entry(entry.file, entry.dtype, inner, offset)

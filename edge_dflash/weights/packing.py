@@ -2,7 +2,7 @@
 
 Units are independent of each other: the streaming form of a stack is that of its row blocks, one behind the other. Back
 goes one matrix at a time, in checkpoint order: it has whole units, or, gate and up, every other group of 8 rows of each
-unit; so no matrix is read for another. Experts go one by one, each a small stack of its own.
+unit; so no matrix is read for another. Experts go one by one, each a small stack.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from edge_dflash.weights.layout import (
     repack,
 )
 from edge_dflash.weights.safetensors import forget_pages
-from edge_dflash.weights.stacks import ExpertStack
+from edge_dflash.weights.stacks import AnyStack, Stack
 from edge_dflash.weights.words import Words, to_packed, words_of
 
 BLOCK_BYTES = 8 << 20  # of source rows in a block
@@ -75,8 +75,10 @@ def shared_part(weights: tuple[Weight, ...], layout: Layout, index: int) -> tupl
     return tuple(_columns(weight, slice(index * layout.k, (index + 1) * layout.k)) for weight in weights)
 
 
-def unpack_expert(repacked: Repacked, stack: ExpertStack, index: int) -> Weight:
-    """Weight ``index`` of an expert stack, as :func:`unpack_matrix`; a shared expert's parts are put together."""
+def unpack_weight(stack: AnyStack, repacked: Repacked, index: int) -> Weight:
+    """Weight ``index`` of a stack, as :func:`unpack_matrix`; a shared expert's parts are put together."""
+    if isinstance(stack, Stack):
+        return unpack_matrix(repacked, index)
     expert, matrix = divmod(index, len(stack.layout.columns))
     if expert < stack.experts:
         return unpack_matrix(member(repacked, expert), matrix)
