@@ -15,6 +15,9 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 NAMES = ("qwen3", "qwen3_5")
 WALKS = ("qwen3-dspark-vanilla", "qwen3-dspark-gated", "qwen3-dspark-rnn", "qwen3_5-dflash2")
 """Pairs whose drafts are chosen by a walk."""
+EXPERTS = "qwen3_5_moe"
+"""A pair whose target is a mixture of experts."""
+STORED = {EXPERTS: "qwen3_5_moe-tiny-perexpert"}  # of several spellings of one target
 FLOAT32 = Precision("float32", "float32")
 ENGINE = Precision("bfloat16", "fp8")
 
@@ -22,7 +25,7 @@ ENGINE = Precision("bfloat16", "fp8")
 def directories(name):
     """Checkpoints of target and drafter."""
     target, _, drafter = name.partition("-")
-    return GOLDEN / f"{target}-tiny", GOLDEN / f"{target}-tiny-{drafter or 'dflash'}"
+    return GOLDEN / STORED.get(name, f"{target}-tiny"), GOLDEN / f"{target}-tiny-{drafter or 'dflash'}"
 
 
 @cache
