@@ -30,6 +30,7 @@ class PairShape:
     prefill_chunk: int  # most rows of one prefill pass
     drafts: int  # K: most drafts of a cycle; 0 without a drafter
     lanes: int = 1  # sequences whose state is held at once; each has a lane, counted from 0
+    varying: bool = False  # whether a verify's tokens say what it reads, and so what rows cost: a target with experts
 
     @classmethod
     def of(cls, pair: PairSpec, max_context: int, prefill_chunk: int) -> PairShape:

@@ -29,7 +29,7 @@ from rich.console import Console
 from edge_dflash.board.power import EnergyMeter
 from edge_dflash.checks.bench import Device, Workload, run, tiled
 from edge_dflash.checks.bench_result import Formed, svg
-from edge_dflash.checks.measure import accept_pattern
+from edge_dflash.checks.forcing import accept_pattern
 from edge_dflash.cli.bench import render
 from edge_dflash.errors import ContextError, RequestError
 
