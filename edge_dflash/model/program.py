@@ -21,8 +21,8 @@ class WeightSpec:
     """What a Program expects of a weight. Only ``linear`` weights may be stored as FP8 or NVFP4.
 
     ``walk``: a matrix of a walk, [V, rank] of which rows are gathered, or a small one that is multiplied with.
-    ``module`` is the part of the network for recipes: "attention", "gated_delta", "gates", "mlp", "lm_head", "fc",
-    "embedding", "norm", "conv" or "walk".
+    ``module`` is the part of the network for recipes: "attention", "gated_delta", "gates", "mlp", "experts", "router",
+    "lm_head", "fc", "embedding", "norm", "conv" or "walk".
     """
 
     shape: tuple[int, ...]

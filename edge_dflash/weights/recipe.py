@@ -24,9 +24,20 @@ from edge_dflash.weights.formats import FORMATS, QUANTIZED, Weight, WeightFormat
 Wish = str  # one of WISHES
 WISHES: tuple[Wish, ...] = (*(form.name for form in FORMATS.values() if form.wished), "keep")
 _QUANTIZED = tuple(form.name for form in QUANTIZED)
-TARGET_MODULES = ("attention", "gated_delta", "mlp", "lm_head", "gates", "embedding", "norm", "conv")
+TARGET_MODULES = (
+    "attention",
+    "gated_delta",
+    "mlp",
+    "experts",
+    "lm_head",
+    "gates",
+    "router",
+    "embedding",
+    "norm",
+    "conv",
+)
 DRAFTER_MODULES = tuple(dict.fromkeys(module for drafter in DRAFTERS.values() for module in drafter.modules))
-WIDE_MODULES = ("gates", "embedding", "norm", "conv", "walk")  # small or sensitive: never quantized
+WIDE_MODULES = ("gates", "router", "embedding", "norm", "conv", "walk")  # small or sensitive: never quantized
 W4A4_MODULES = ("attention", "gated_delta", "mlp")  # lm_head and fc always read wide activations
 
 
@@ -179,6 +190,7 @@ DEFAULT_TARGET: Mapping[str, Wish] = {
     "attention": "nvfp4",
     "gated_delta": "nvfp4",
     "mlp": "nvfp4",
+    "experts": "nvfp4",
     "lm_head": "nvfp4",
 }
 DEFAULT_DRAFTER: Mapping[str, Wish] = {"attention": "nvfp4", "mlp": "nvfp4", "fc": "fp8"}

@@ -85,7 +85,7 @@ def test_stop_tokens_of_both_files_are_joined(target):
 @pytest.mark.parametrize(
     ("changes", "error", "words"),
     [
-        ({"architectures": ["Qwen3_5MoeForCausalLM"]}, UnsupportedModelError, "mixture-of-experts"),
+        ({"architectures": ["Qwen3_5MoeForCausalLM"]}, UnsupportedModelError, "model_type is 'qwen3_5_text': another"),
         ({"model_type": "qwen3_5_moe_text"}, UnsupportedModelError, "mixture-of-experts"),
         ({"architectures": ["LlamaForCausalLM"]}, UnsupportedModelError, "architecture LlamaForCausalLM"),
         ({"architectures": ["DFlashDraftModel"]}, UnsupportedModelError, "give it as the drafter"),
@@ -112,7 +112,8 @@ def test_stop_tokens_of_both_files_are_joined(target):
             "model_type is 'qwen2': another model, wanted 'qwen3_5' or 'qwen3_5_text'",
         ),
         ({"num_experts": 64}, UnsupportedModelError, "num_experts is 64: a mixture-of-experts"),
-        ({"architectures": ["Qwen3MoeForCausalLM"]}, UnsupportedModelError, "mixture-of-experts"),
+        ({"architectures": ["Qwen3MoeForCausalLM"]}, CheckpointError, "layer_types is 'linear_attention'"),
+        ({"architectures": ["MixtralMoeForCausalLM"]}, UnsupportedModelError, "mixture-of-experts"),
         ({"rms_norm_eps": 10**400}, CheckpointError, "rms_norm_eps is 1000"),
         ({"rope_parameters": []}, CheckpointError, r"rope_parameters is \[\], wanted an object"),
     ],
