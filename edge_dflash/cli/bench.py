@@ -66,8 +66,8 @@ def bench(
     the wall clock, free and under a JSON Schema; the same cycles called directly stand beside, and the difference is
     the host time a cycle. Each part of a cycle is compared with its floor: the bytes that it must read over the read
     bandwidth of the device, measured in the same run. A forced accept length replaces the comparison of drafts and
-    choices on the device and changes nothing else; a profile of acceptance
-    does so by position, and a planner that chooses the number of drafts by measurement is timed beside. The reference backend is timed without floors.
+    choices on the device and changes nothing else; a profile of acceptance does so by position, and a planner that
+    chooses the number of drafts by measurement is timed beside. The reference backend is timed without floors.
 
     Without --prompts, the demo pair plans its held-out tasks, other bundles calib/robot_planning.jsonl.
 

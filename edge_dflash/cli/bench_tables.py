@@ -179,7 +179,13 @@ def _part(part: PassTime) -> Sequence[str]:
 def _traffic(traffic: Traffic | None) -> str:
     if traffic is None:
         return "-"
-    parts = {**traffic.weights, "K/V": traffic.kv, "state": traffic.state, "tape": traffic.tape}
+    parts = {
+        **traffic.weights,
+        "experts": traffic.experts,
+        "K/V": traffic.kv,
+        "state": traffic.state,
+        "tape": traffic.tape,
+    }
     return ", ".join(f"{name} {size / 1e6:,.0f}" for name, size in parts.items() if size >= 5e5)
 
 

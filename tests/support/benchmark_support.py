@@ -132,7 +132,9 @@ class FakeCosts:
     def propose(self, context):
         return Traffic({"nvfp4": 500_000_000}, 0, 0, 0, 0)
 
-    def verify(self, context, pending, rows=None):
+    expert_layers = 0
+
+    def verify(self, context, pending, rows=None, experts=None):
         return Traffic({"nvfp4": 1_500_000_000, "fp8": 500_000_000}, 0, context, 0, pending)
 
     def prefill_operations(self, tokens):
