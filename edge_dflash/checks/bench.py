@@ -7,7 +7,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from edge_dflash.checks.bench_result import BenchResult, ByDrafts, Chosen, Cold, CycleTimes, Formed, PassTime, StepKind
+from edge_dflash.checks.bench_result import (
+    BenchResult,
+    ByDrafts,
+    Chosen,
+    Cold,
+    CycleTimes,
+    Formed,
+    PassTime,
+    Prefill,
+    StepKind,
+)
 from edge_dflash.checks.footprint import Costs
 from edge_dflash.checks.forcing import accept_pattern, profile_pattern, reached
 from edge_dflash.checks.measure import (
@@ -131,12 +141,8 @@ def run(subject: Subject, device: Device, work: Workload, say: Say) -> BenchResu
     else:
         cycle = meter.device_cycle(tiled(subject.filler, work.context), sample)
     clocks = sample.result()
-    prefills = []
-    for tokens in work.prefill:
-        say(f"timing a prompt of {tokens:,} tokens")
-        prefills.append(meter.prefill(tiled(subject.filler, tokens), device.matmul_rate))
-    say("timing cycles by the drafts that they verify")
-    by_drafts = {str(drafts): 1e3 * seconds for drafts, seconds in measure(planner.backend).items()}
+    prefills = tuple(_prefill(meter, subject, tokens, device, say) for tokens in work.prefill)
+    by_drafts = _at_load(planner.backend, say)
     steps = _by_drafts(meter, subject, work, say)
     contexts = tuple(_context(meter, subject, context, say) for context in work.contexts)
     held = memory(on_gpu, device.free_bytes, allocations) if on_gpu else None
@@ -162,7 +168,7 @@ def run(subject: Subject, device: Device, work: Workload, say: Say) -> BenchResu
         raw=decodings.raw,
         cycle=cycle,
         cold=_cold(subject, first, decodings.raw.ms),
-        prefill=tuple(prefills),
+        prefill=prefills,
         contexts=contexts,
         drafts_ms=by_drafts,
         memory=held,
@@ -228,6 +234,17 @@ def _by_drafts(meter: Meter, subject: Subject, work: Workload, say: Say) -> tupl
     say(f"timing cycles by their drafts at {work.context:,} tokens")
     shares = reached(work.acceptance, subject.planner.shape.drafts) if work.acceptance else None
     return meter.by_drafts(tiled(subject.filler, work.context), shares)
+
+
+def _prefill(meter: Meter, subject: Subject, tokens: int, device: Device, say: Say) -> Prefill:
+    say(f"timing a prompt of {tokens:,} tokens")
+    return meter.prefill(tiled(subject.filler, tokens), device.matmul_rate)
+
+
+def _at_load(backend: Backend, say: Say) -> dict[str, float]:
+    """Milliseconds of a cycle by its drafts, as they are measured at load."""
+    say("timing cycles by the drafts that they verify")
+    return {str(drafts): 1e3 * seconds for drafts, seconds in measure(backend).items()}
 
 
 def _context(meter: Meter, subject: Subject, context: int, say: Say) -> CycleTimes:

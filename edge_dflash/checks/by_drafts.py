@@ -1,4 +1,4 @@
-"""What cycles cost by the drafts that they verify, where each row reads experts of its own."""
+"""What cycles cost by the drafts that they verify, where rows read different experts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STEPS = (0, 1, 2, 4, 6, 8, 12, 16)  # drafts of cycles that are costed one by on
 
 
 @dataclass(frozen=True)
-class ByDrafts:
+class DraftCost:
     """A cycle that verifies so many drafts, of a target with experts."""
 
     drafts: int
@@ -26,7 +26,7 @@ class ByDrafts:
 
 def by_drafts(
     spec: PairSpec, programs: PairPrograms, read: Mapping[str, int], context: int, kv: KvFormat
-) -> tuple[ByDrafts, ...]:
+) -> tuple[DraftCost, ...]:
     """The costs of some numbers of drafts, from none to all; () without experts."""
     if not (layers := expert_layers(programs.verify)):
         return ()
@@ -35,5 +35,5 @@ def by_drafts(
         cycle = footprint.cycle_bytes(programs, read, spec, context, kv, drafts)
         plain = cycle.target_weights + cycle.experts + cycle.delta_state + cycle.target_kv
         size = sum(asdict(cycle).values()) if drafts else plain
-        found.append(ByDrafts(drafts, distinct(layers[0], drafts + 1), cycle.target_weights + cycle.experts, size))
+        found.append(DraftCost(drafts, distinct(layers[0], drafts + 1), cycle.target_weights + cycle.experts, size))
     return tuple(found)

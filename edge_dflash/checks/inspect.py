@@ -16,7 +16,7 @@ from edge_dflash.board.archs import MOST_ROWS, Arch, arch_of_sm
 from edge_dflash.board.profiles import SYSTEM_BYTES, BoardProfile
 from edge_dflash.bundle.manifest import Manifest
 from edge_dflash.checks import footprint
-from edge_dflash.checks.by_drafts import ByDrafts, by_drafts
+from edge_dflash.checks.by_drafts import DraftCost, by_drafts
 from edge_dflash.checks.footprint import CycleBytes, MemoryBytes
 from edge_dflash.errors import RequestError
 from edge_dflash.model import pair_programs
@@ -59,7 +59,7 @@ class Inspection:
     state_bytes: int  # one slot: S in FP32 and conv history in BF16
     cycle: CycleBytes
     memory: MemoryBytes
-    by_drafts: tuple[ByDrafts, ...]  # from none on; () where rows read what one row reads
+    by_drafts: tuple[DraftCost, ...]  # from none on; () where rows read what one row reads
 
     @property
     def verify_bytes(self) -> int:

@@ -98,6 +98,8 @@ def bench_synthetic(
     if work.accept_length is None and work.acceptance is None:
         work = replace(work, accept_length=_ACCEPT_LENGTH)
     work.pattern(pair.verify_rows)
+    if work.correlation is not None and pair.target.experts is None:
+        raise RequestError(f"{name} has no experts; --routing-correlation belongs to a pair that has")
     try:
         device, cubin = probe_device(cubin_folder, say)
     except BackendError as error:

@@ -23,6 +23,18 @@ from edge_dflash.model.registry import NO_DRAFTER
 from edge_dflash.weights.layout import Format
 
 KINDS = get_args(Format)
+Acceptance = Annotated[
+    str | None, typer.Option(help=f"Force a profile of acceptance by position: {', '.join(PROFILES)}.")
+]
+Correlation = Annotated[
+    float | None,
+    typer.Option(help="Force the experts of a synthetic pair: 0, tokens choose independently, to 1, all the same."),
+]
+Prompts = Annotated[
+    Path | None, typer.Option(help="JSONL of prompts for BUNDLE, as verify takes it; default: see below.")
+]
+Cubins = Annotated[Path | None, typer.Option(help="Where compiled kernels are kept; default: ~/.cache/edge-dflash.")]
+Commit = Annotated[str | None, typer.Option(help="Commit to record for a copy of the sources that git does not know.")]
 
 
 def bench(
@@ -34,30 +46,19 @@ def bench(
     accept_length: Annotated[
         float | None, typer.Option(help="Force this mean accept length; default: the drafter's own, 5 if synthetic.")
     ] = None,
-    acceptance: Annotated[
-        str | None, typer.Option(help=f"Force a profile of acceptance by position: {', '.join(PROFILES)}.")
-    ] = None,
-    routing_correlation: Annotated[
-        float | None,
-        typer.Option(help="Force the experts of verified rows: 0, independent rows, to 1, all alike; of --synthetic."),
-    ] = None,
+    acceptance: Acceptance = None,
+    routing_correlation: Correlation = None,
     context: Annotated[int, typer.Option(min=1, help="Committed tokens at which cycles are timed.")] = 512,
     tokens: Annotated[int, typer.Option(min=2, help="Tokens to generate for each way of decoding.")] = 256,
-    prompts: Annotated[
-        Path | None, typer.Option(help="JSONL of prompts for BUNDLE, as verify takes it; default: see below.")
-    ] = None,
+    prompts: Prompts = None,
     prefill: Annotated[str, typer.Option(help="Prompt lengths for the time to the first token.")] = "128,2048,8192",
     contexts: Annotated[str, typer.Option(help="More contexts at which a cycle is timed, such as 2048,32768.")] = "",
     drafter: Annotated[str | None, typer.Option(metavar="none", help="Time BUNDLE without its drafter.")] = None,
     profile: Annotated[bool, typer.Option("--profile", help="Time every step of one cycle.")] = False,
-    cubins: Annotated[
-        Path | None, typer.Option(help="Where compiled kernels are kept; default: ~/.cache/edge-dflash.")
-    ] = None,
+    cubins: Cubins = None,
     plot: Annotated[Path | None, typer.Option(help="Write a drawing (SVG) to this file.")] = None,
     record: Annotated[Path | None, typer.Option(help="Add the result to this JSON file.")] = None,
-    commit: Annotated[
-        str | None, typer.Option(help="Commit to record for a copy of the sources that git does not know.")
-    ] = None,
+    commit: Commit = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object in place of the tables.")] = False,
 ) -> None:
     """Time a pair: plans as a caller gets them, the parts of a cycle, prompts, memory.

@@ -1,4 +1,4 @@
-"""Bytes of a target with experts: by its published table, by the rows of a pass, and on boards that hold it or do not."""
+"""Bytes of a target with experts: by its published table, by the rows of a pass, on boards that hold it or not."""
 
 import io
 from functools import cache

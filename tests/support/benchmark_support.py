@@ -13,7 +13,7 @@ from edge_dflash.backends.host_cycle import host_cycle
 from edge_dflash.checks import measure
 from edge_dflash.checks.bench import Device, Subject
 from edge_dflash.checks.footprint import Traffic
-from edge_dflash.decode import loop
+from edge_dflash.decode import drafts, loop
 from edge_dflash.decode.backend import Cycle, PairShape
 from edge_dflash.planner import Planner
 from edge_dflash.runner import job
@@ -32,7 +32,7 @@ class Clock:
         return self.now
 
     def install(self, monkeypatch):
-        for module in (measure, loop, planner, job):
+        for module in (measure, drafts, loop, planner, job):
             monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=self.perf_counter))
         return self
 
