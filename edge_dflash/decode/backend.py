@@ -7,7 +7,7 @@ rows past the committed length, and ``commit(k)`` makes the first k of them real
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import KW_ONLY, dataclass, fields
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
@@ -150,6 +150,7 @@ class Asked:
     steering: Steering | None = None  # None: logits and sampling alone choose
     drafts: int | None = None  # most drafts that are verified; None: all; 0: one plain token, a verify of one row
     logits: bool = False  # whether the Cycle gives its logits
+    _: KW_ONLY
     threshold: float = 0.0  # drafts from the first on whose confidence is below are not verified; 0: all are
     lane: int = 0
 
