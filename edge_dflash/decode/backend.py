@@ -30,17 +30,19 @@ class PairShape:
     prefill_chunk: int  # most rows of one prefill pass
     drafts: int  # K: most drafts of a cycle; 0 without a drafter
     lanes: int = 1  # sequences whose state is held at once; each has a lane, counted from 0
+    varying: bool = False  # whether a verify's tokens say what it reads, and so what rows cost: a target with experts
 
     @classmethod
     def of(cls, pair: PairSpec, max_context: int, prefill_chunk: int) -> PairShape:
         """Sizes of a pair with one lane."""
         vocabulary, block = pair.target.vocab_size, pair.block_size
-        return cls(vocabulary, block, pair.mask_token_id, max_context, prefill_chunk, pair.drafts)
+        sizes = (vocabulary, block, pair.mask_token_id, max_context, prefill_chunk, pair.drafts)
+        return cls(*sizes, varying=pair.target.experts is not None)
 
     @classmethod
     def told(cls, card: Mapping[str, int]) -> PairShape:
         """Sizes as a server tells them; one that does not tell the drafts has those of DFlash."""
-        drafts = {"drafts": card["block_size"] - 1}
+        drafts: dict[str, Any] = {"drafts": card["block_size"] - 1}
         return cls(**drafts | {one.name: card[one.name] for one in fields(cls) if one.name in card})
 
     @property

@@ -37,7 +37,7 @@ def test_the_reference_agrees_with_every_array_of_the_golden_file(name):
     assert 1e-3 < max(bf16) <= 0.15  # informative: the scale of BF16 rounding
 
 
-@pytest.mark.parametrize("form", ["-perexpert"])
+@pytest.mark.parametrize("form", ["", "-perexpert"])
 def test_the_reference_agrees_with_goldens_of_experts(form):
     target, drafter = GOLDEN / f"qwen3_5_moe-tiny{form}", GOLDEN / "qwen3_5_moe-tiny-dflash"
     report = verify_golden(target, drafter, GOLDEN / "golden_qwen3_5_moe.safetensors")
@@ -52,7 +52,7 @@ def test_the_reference_agrees_with_goldens_of_experts(form):
     assert not any(".moe." in key for key in report.missing if key.startswith(("p0", "p1")))
 
 
-@pytest.mark.parametrize("form", ["ct"])
+@pytest.mark.parametrize("form", ["modelopt", "ct"])
 def test_nvfp4_experts_are_compared_with_their_goldens(form):
     target, path = f"qwen3_5_moe-tiny-nvfp4-{form}", GOLDEN / f"golden_qwen3_5_moe_nvfp4-{form}.safetensors"
     report = verify_golden(GOLDEN / target, GOLDEN / "qwen3_5_moe-tiny-dflash", path)

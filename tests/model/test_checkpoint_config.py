@@ -158,7 +158,7 @@ def test_sliding_windows_of_a_target_are_refused(target):
 def test_published_configs_are_pairs(name):
     pair = read_pair(CONFIGS / name / "target", CONFIGS / name / "drafter")
     assert pair.drafter.block_size in (7, 8, 16)
-    assert len(pair.drafter.target_layer_ids) == (8 if name == "qwen3.8-27b-dspark" else 5)
+    assert len(pair.drafter.target_layer_ids) == (8 if name in ("qwen3.8-27b-dspark", "qwen3.6-35b-a3b") else 5)
 
 
 def test_unreadable_configs_are_refused(tmp_path):

@@ -17,7 +17,6 @@ WALKS = ("qwen3-dspark-vanilla", "qwen3-dspark-gated", "qwen3-dspark-rnn", "qwen
 """Pairs whose drafts are chosen by a walk."""
 EXPERTS = "qwen3_5_moe"
 """A pair whose target is a mixture of experts."""
-STORED = {EXPERTS: "qwen3_5_moe-tiny-perexpert"}  # of several spellings of one target
 FLOAT32 = Precision("float32", "float32")
 ENGINE = Precision("bfloat16", "fp8")
 
@@ -25,7 +24,7 @@ ENGINE = Precision("bfloat16", "fp8")
 def directories(name):
     """Checkpoints of target and drafter."""
     target, _, drafter = name.partition("-")
-    return GOLDEN / STORED.get(name, f"{target}-tiny"), GOLDEN / f"{target}-tiny-{drafter or 'dflash'}"
+    return GOLDEN / f"{target}-tiny", GOLDEN / f"{target}-tiny-{drafter or 'dflash'}"
 
 
 @cache
