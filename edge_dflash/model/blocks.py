@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from edge_dflash.model.builder import GraphBuilder
+from edge_dflash.model.experts import experts
 from edge_dflash.model.specs import AttentionSpec, DrafterSpec, TargetSpec
 
 
@@ -10,6 +11,13 @@ def mlp(g: GraphBuilder, x: str, prefix: str, intermediate: int, eps: float, *, 
     """x + W_down(silu(W_gate m) * W_up m) with m = RMS(x; post_attention_layernorm). Returns the layer's output."""
     m = g.rms_norm(x, f"{prefix}.post_attention_layernorm", eps, f"{prefix}.mlp_in", plus_one=plus_one)
     return g.add(x, gated_linear(g, m, prefix, intermediate), f"{prefix}.out")
+
+
+def feed_forward(g: GraphBuilder, x: str, prefix: str, spec: TargetSpec, *, plus_one: bool) -> str:
+    """What follows attention in a layer of a target: an MLP, or experts. Returns the layer's output."""
+    if spec.experts is not None:
+        return experts(g, x, prefix, spec.experts, spec.rms_norm_eps, plus_one=plus_one)
+    return mlp(g, x, prefix, spec.intermediate_size, spec.rms_norm_eps, plus_one=plus_one)
 
 
 def gated_linear(g: GraphBuilder, m: str, prefix: str, intermediate: int) -> str:

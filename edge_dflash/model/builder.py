@@ -49,21 +49,39 @@ class GraphBuilder:
         """Columns of a tensor made earlier."""
         return self._columns[tensor]
 
+    def weight(self, name: str, shape: tuple[int, ...], kind: WeightKind, module: str) -> str:
+        """A weight that an op reads; returns its name. ``module`` is its class in recipes."""
+        spec = WeightSpec(shape, kind, module)
+        if self._weights.setdefault(name, spec).shape != shape:
+            raise ValueError(f"{self._name}: weight {name} is used as {self._weights[name].shape} and as {shape}")
+        return name
+
+    def emit(self, op: Op, columns: int) -> str:
+        """Append an op whose output has ``columns``; returns the output's name."""
+        for tensor in op.inputs:
+            if tensor not in self._columns:
+                raise ValueError(f"{self._name}: {type(op).__name__} reads {tensor!r}, which no earlier op produced")
+        if op.output in self._columns:
+            raise ValueError(f"{self._name}: tensor {op.output!r} is produced twice")
+        self._ops.append(op)
+        self._columns[op.output] = columns
+        return op.output
+
     def embed(self, ids: str, weight: str, vocab: int, hidden: int, out: str) -> str:
         """Rows of the embedding matrix."""
-        self._weight(weight, (vocab, hidden), "embedding", "embedding")
-        return self._emit(Embed(inputs=(ids,), output=out, weight=weight), hidden)
+        self.weight(weight, (vocab, hidden), "embedding", "embedding")
+        return self.emit(Embed(inputs=(ids,), output=out, weight=weight), hidden)
 
     def linear(self, x: str, weight: str, columns: int, module: str, out: str) -> str:
         """Linear layer of ``columns`` outputs; ``module`` is its class in recipes."""
-        self._weight(weight, (columns, self._columns[x]), "linear", module)
-        return self._emit(Linear(inputs=(x,), output=out, weight=weight), columns)
+        self.weight(weight, (columns, self._columns[x]), "linear", module)
+        return self.emit(Linear(inputs=(x,), output=out, weight=weight), columns)
 
     def rms_norm(self, x: str, weight: str, eps: float, out: str, *, plus_one: bool) -> str:
         """RMS norm over the columns."""
-        self._weight(weight, (self._columns[x],), "vector", "norm")
+        self.weight(weight, (self._columns[x],), "vector", "norm")
         op = RmsNorm(inputs=(x,), output=out, weight=weight, eps=eps, plus_one=plus_one)
-        return self._emit(op, self._columns[x])
+        return self.emit(op, self._columns[x])
 
     def add(self, a: str, b: str, out: str) -> str:
         """Residual sum."""
@@ -77,15 +95,15 @@ class GraphBuilder:
         """An op on tensors with the same columns."""
         for other in inputs[1:]:
             self._same(inputs[0], other)
-        return self._emit(op(inputs=inputs, output=out), self._columns[inputs[0]])
+        return self.emit(op(inputs=inputs, output=out), self._columns[inputs[0]])
 
     def concat(self, tensors: tuple[str, ...], out: str) -> str:
         """Concatenate columns in the order given."""
-        return self._emit(Concat(inputs=tensors, output=out), sum(self._columns[t] for t in tensors))
+        return self.emit(Concat(inputs=tensors, output=out), sum(self._columns[t] for t in tensors))
 
     def select_rows(self, x: str, which: Literal["last", "drafts"], out: str) -> str:
         """Keep the last row, or all rows but the first."""
-        return self._emit(SelectRows(inputs=(x,), output=out, which=which), self._columns[x])
+        return self.emit(SelectRows(inputs=(x,), output=out, which=which), self._columns[x])
 
     def attend(
         self,
@@ -105,7 +123,7 @@ class GraphBuilder:
         q_norm, k_norm = (f"{prefix}.self_attn.{n}_norm" for n in "qk")
         state = self._kv_state(prefix, spec)
         for norm in (q_norm, k_norm):
-            self._weight(norm, (spec.head_dim,), "vector", "norm")
+            self.weight(norm, (spec.head_dim,), "vector", "norm")
         self._expect(q, spec.heads * spec.head_dim * (2 if spec.gated else 1))
         self._expect(k, spec.kv_heads * spec.head_dim)
         self._same(k, v)
@@ -125,12 +143,12 @@ class GraphBuilder:
             bidirectional=bidirectional,
             window=window,
         )
-        return self._emit(op, spec.heads * spec.head_dim)
+        return self.emit(op, spec.heads * spec.head_dim)
 
     def kv_append(self, k: str, v: str, prefix: str, spec: AttentionSpec, eps: float, out: str) -> str:
         """Store context K/V of the drafter layer ``prefix``."""
         k_norm = f"{prefix}.self_attn.k_norm"
-        self._weight(k_norm, (spec.head_dim,), "vector", "norm")
+        self.weight(k_norm, (spec.head_dim,), "vector", "norm")
         self._expect(k, spec.kv_heads * spec.head_dim)
         self._same(k, v)
         op = KvAppend(
@@ -144,7 +162,7 @@ class GraphBuilder:
             kv_heads=spec.kv_heads,
             head_dim=spec.head_dim,
         )
-        return self._emit(op, 0)
+        return self.emit(op, 0)
 
     def gated_delta(
         self, qkv: str, z: str, a: str, b: str, prefix: str, spec: GatedDeltaSpec, eps: float, out: str
@@ -156,10 +174,10 @@ class GraphBuilder:
         self._expect(z, width)
         self._expect(a, spec.value_heads)
         self._expect(b, spec.value_heads)
-        self._weight(f"{name}.conv1d", (spec.conv_channels, 1, spec.conv_kernel), "conv", "conv")
-        self._weight(f"{name}.A_log", (spec.value_heads,), "vector", "norm")
-        self._weight(f"{name}.dt_bias", (spec.value_heads,), "vector", "norm")
-        self._weight(f"{name}.norm", (spec.value_dim,), "vector", "norm")
+        self.weight(f"{name}.conv1d", (spec.conv_channels, 1, spec.conv_kernel), "conv", "conv")
+        self.weight(f"{name}.A_log", (spec.value_heads,), "vector", "norm")
+        self.weight(f"{name}.dt_bias", (spec.value_heads,), "vector", "norm")
+        self.weight(f"{name}.norm", (spec.value_dim,), "vector", "norm")
         state = f"{prefix}.delta"
         self._states[state] = DeltaState(
             spec.value_heads, spec.key_dim, spec.value_dim, spec.conv_channels, spec.conv_kernel
@@ -179,7 +197,7 @@ class GraphBuilder:
             value_dim=spec.value_dim,
             conv_kernel=spec.conv_kernel,
         )
-        return self._emit(op, width)
+        return self.emit(op, width)
 
     def grouped_conv(self, u: str, c: str, base: str, spec: GroupedConvSpec, side: Literal[0, 1], out: str) -> str:
         """Convolve rows u by the kernel ``base`` plus the coefficients c of each row."""
@@ -187,16 +205,16 @@ class GraphBuilder:
         if spec.taps < 1 or size < 1 or hidden % size:
             raise ValueError(f"{self._name}: {spec} does not divide {hidden} channels into groups")
         self._expect(c, 2 * spec.taps * (hidden // size))
-        self._weight(base, (2, spec.taps, hidden), "conv", "conv")
+        self.weight(base, (2, spec.taps, hidden), "conv", "conv")
         op = GroupedConv(inputs=(u, c), output=out, base=base, side=side, taps=spec.taps, group_size=size)
-        return self._emit(op, hidden)
+        return self.emit(op, hidden)
 
     def remap(self, x: str, ids: str, vocab: int, out: str) -> str:
         """Logits of a draft vocabulary as logits of ``vocab`` tokens."""
         if self._columns[x] > vocab:
             raise ValueError(f"{self._name}: {self._columns[x]} drafted tokens of a vocabulary of {vocab}")
-        self._weight(ids, (self._columns[x],), "vector", "ids")
-        return self._emit(Remap(inputs=(x,), output=out, weight=ids, vocab=vocab), vocab)
+        self.weight(ids, (self._columns[x],), "vector", "ids")
+        return self.emit(Remap(inputs=(x,), output=out, weight=ids, vocab=vocab), vocab)
 
     def selector_walk(self, hidden: str, logits: str, prefix: str, spec: SelectorSpec, out: str) -> str:
         """Choose drafts among the candidates of each row (DFlash2); ``prefix`` is the module of the selector."""
@@ -212,7 +230,7 @@ class GraphBuilder:
             predecessor=self._walk(f"{prefix}.predecessor_codebook", vocab, spec.rank),
             successor=self._walk(f"{prefix}.successor_codebook", vocab, spec.rank),
         )
-        return self._emit(op, 0)
+        return self.emit(op, 0)
 
     def markov_walk(self, hidden: str, logits: str, prefix: str, spec: MarkovSpec, out: str) -> str:
         """Choose drafts by logits and the token before (DSpark); ``prefix`` is the model."""
@@ -240,32 +258,17 @@ class GraphBuilder:
             confidence=spec.confidence,
             judge=judge,
         )
-        return self._emit(op, 0)
+        return self.emit(op, 0)
 
     def _walk(self, name: str, rows: int, columns: int) -> str:
         """A matrix of a walk."""
-        self._weight(name, (rows, columns), "walk", "walk")
+        self.weight(name, (rows, columns), "walk", "walk")
         return name
 
     def _affine(self, name: str, rows: int, columns: int) -> tuple[str, str]:
         """Matrix and bias of a walk."""
-        self._weight(f"{name}.bias", (rows,), "vector", "walk")
+        self.weight(f"{name}.bias", (rows,), "vector", "walk")
         return self._walk(name, rows, columns), f"{name}.bias"
-
-    def _emit(self, op: Op, columns: int) -> str:
-        for tensor in op.inputs:
-            if tensor not in self._columns:
-                raise ValueError(f"{self._name}: {type(op).__name__} reads {tensor!r}, which no earlier op produced")
-        if op.output in self._columns:
-            raise ValueError(f"{self._name}: tensor {op.output!r} is produced twice")
-        self._ops.append(op)
-        self._columns[op.output] = columns
-        return op.output
-
-    def _weight(self, name: str, shape: tuple[int, ...], kind: WeightKind, module: str) -> None:
-        spec = WeightSpec(shape, kind, module)
-        if self._weights.setdefault(name, spec).shape != shape:
-            raise ValueError(f"{self._name}: weight {name} is used as {self._weights[name].shape} and as {shape}")
 
     def _kv_state(self, prefix: str, spec: AttentionSpec) -> str:
         self._states[f"{prefix}.kv"] = KvState(spec.kv_heads, spec.head_dim)

@@ -14,8 +14,10 @@ from edge_dflash.common.files import is_there
 from edge_dflash.common.tables import read_json
 from edge_dflash.model.fields import ANY, Fields, Key, Table, flag, free, inner, integer, names, number, only, text
 from edge_dflash.model.specs import (
+    MAX_EXPERTS,
     MAX_LAYERS,
     AttentionSpec,
+    ExpertsSpec,
     GatedDeltaSpec,
     LayerType,
     RopeSpec,
@@ -105,6 +107,17 @@ TARGET: Table = {
     **only("is_causal", True, why="a target that sees ahead"),
     **only("text_config", None, why="the text part of another architecture"),
 }
+EXPERTS: Table = {
+    **free("every layer has experts", "intermediate_size"),
+    "num_experts": integer(most=MAX_EXPERTS, null=True, beside="num_local_experts has it"),
+    "num_local_experts": integer(most=MAX_EXPERTS, null=True),
+    "num_experts_per_tok": integer(),
+    "moe_intermediate_size": integer(),
+    **only("decoder_sparse_step", 1, why="layers without experts"),
+    **only("mlp_only_layers", None, [], why="layers without experts"),
+}
+"""What the keys of a dense MLP are where experts stand in its place."""
+
 GENERATION: Table = {
     "eos_token_id": Key("read", "tokens", null=True),
     **free("a request says how its tokens are chosen", ANY),
@@ -120,17 +133,18 @@ def read_target(
     *,
     gated: bool,
     gated_delta: Callable[[Fields], GatedDeltaSpec] | None = None,
+    experts: ExpertsSpec | None = None,
 ) -> TargetSpec:
     """Spec of a target by the fields that all have; ``outer``: those around the part about text.
 
     ``gated``: attention has output gates, and may rotate a part of each head. ``gated_delta`` reads what layers of that
-    kind have. Raises CheckpointError.
+    kind have; ``experts``: what stands in the place of the MLP. Raises CheckpointError.
     """
     return TargetSpec(
         architecture=architecture,
         vocab_size=text.integer("vocab_size"),
         hidden_size=text.integer("hidden_size"),
-        intermediate_size=text.integer("intermediate_size"),
+        intermediate_size=0 if experts else text.integer("intermediate_size"),
         rms_norm_eps=text.number("rms_norm_eps"),
         attention=read_attention(text, gated=gated),
         gated_delta=gated_delta(text) if gated_delta else None,
@@ -138,7 +152,19 @@ def read_target(
         tied=text.flag("tie_word_embeddings") or outer.flag("tie_word_embeddings"),
         max_position_embeddings=text.integer("max_position_embeddings"),
         eos_token_ids=_eos(text, outer),
+        experts=experts,
     )
+
+
+def read_experts(text: Fields, *, renormalised: bool, shared: int | None = None) -> ExpertsSpec:
+    """A mixture of experts, by a table that has :data:`EXPERTS`. Raises CheckpointError."""
+    both = "num_experts", "num_local_experts"
+    if len({text.integer(name) for name in both if text.has(name)}) > 1:
+        raise text.error(both[0], text.integer(both[0]), f"the same as {both[1]} ({text.integer(both[1])}); keep one")
+    count, chosen = text.integer(both[text.has(both[1])]), text.integer("num_experts_per_tok")
+    if chosen > count:
+        raise text.error("num_experts_per_tok", chosen, f"at most num_experts ({count})")
+    return ExpertsSpec(count, chosen, text.integer("moe_intermediate_size"), shared, renormalised)
 
 
 def read_attention(fields: Fields, *, gated: bool) -> AttentionSpec:

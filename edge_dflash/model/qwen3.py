@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import cast
 
-from edge_dflash.model.blocks import attention, mlp
+from edge_dflash.model.blocks import attention, feed_forward
 from edge_dflash.model.builder import GraphBuilder
 from edge_dflash.model.config import TARGET, read_target
 from edge_dflash.model.fields import Fields, Table, flag, free, names, only
-from edge_dflash.model.specs import LayerType, TargetSpec
+from edge_dflash.model.specs import ExpertsSpec, LayerType, TargetSpec
 
 NORM_PLUS_ONE = False
 NAMES = ("Qwen3ForCausalLM",)
@@ -26,7 +26,7 @@ TABLE: Table = {
 """config.json."""
 
 
-def read(config: Fields) -> TargetSpec:
+def read(config: Fields, architecture: str = "qwen3", experts: ExpertsSpec | None = None) -> TargetSpec:
     """Spec of a target. Raises CheckpointError."""
     layers = config.integer("num_hidden_layers")
     if config.has("layer_types"):
@@ -35,11 +35,11 @@ def read(config: Fields) -> TargetSpec:
         raise config.error("use_sliding_window", True, "false for a Qwen3 target")
     else:
         kinds = ("full_attention",) * layers
-    return read_target(config, config, "qwen3", cast("tuple[LayerType, ...]", kinds), gated=False)
+    return read_target(config, config, architecture, cast("tuple[LayerType, ...]", kinds), gated=False, experts=experts)
 
 
 def layer(g: GraphBuilder, x: str, spec: TargetSpec, index: int) -> str:
     """One decoder layer; returns its output, which is what a tap with this index reads."""
     prefix = f"target.layers.{index}"
     x = attention(g, x, prefix, spec.attention, spec.rms_norm_eps, plus_one=NORM_PLUS_ONE)
-    return mlp(g, x, prefix, spec.intermediate_size, spec.rms_norm_eps, plus_one=NORM_PLUS_ONE)
+    return feed_forward(g, x, prefix, spec, plus_one=NORM_PLUS_ONE)

@@ -6,17 +6,18 @@ RMSNorm uses 1 + w everywhere but inside the gated delta layer, whose own norm u
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
-from edge_dflash.model.blocks import attention, mlp
+from edge_dflash.model.blocks import attention, feed_forward
 from edge_dflash.model.builder import GraphBuilder
 from edge_dflash.model.config import LIBRARY, TARGET, read_target
 from edge_dflash.model.fields import Fields, Table, free, inner, integer, names, number, only
-from edge_dflash.model.specs import GatedDeltaSpec, LayerType, TargetSpec
+from edge_dflash.model.specs import ExpertsSpec, GatedDeltaSpec, LayerType, TargetSpec
 
 NORM_PLUS_ONE = True
 NAMES = ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration")
+MODEL_TYPES = ("qwen3_5", "qwen3_5_text")
 _IMAGES = free(
     "no image comes in",
     "image_token_id video_token_id vision_start_token_id vision_end_token_id language_model_only",
@@ -25,7 +26,7 @@ _ALL_FULL = "all layers are full_attention"
 TABLE: Table = {
     **TARGET,
     **_IMAGES,
-    **only("model_type", "qwen3_5", "qwen3_5_text", why="another model"),
+    **only("model_type", *MODEL_TYPES, why="another model"),
     "head_dim": integer(256),
     "partial_rotary_factor": number(0.25, beside="rope_parameters or rope_scaling has it"),
     "layer_types": names("full_attention", "linear_attention"),
@@ -47,32 +48,41 @@ TABLE: Table = {
 }
 """config.json of text alone."""
 
-NESTED: Table = {
-    **LIBRARY,
-    **_IMAGES,
-    **free("no image comes in", "vision_config"),
-    **{key: TARGET[key] for key in ("tie_word_embeddings", "eos_token_id", "is_causal")},
-    **only("model_type", "qwen3_5", "qwen3_5_text", why="another model"),
-    "text_config": inner(
-        {
-            **TABLE,
-            **only("architectures", None, [], *([name] for name in NAMES), why="another model"),
-        }
-    ),
-}
-"""config.json of a Qwen3.5 target with ``text_config``.
 
-Tools also write keys of ``text_config`` a second time beside it: those that say the same have no effect.
-"""
+def nesting(text: Table, classes: tuple[str, ...], model_types: tuple[str, ...]) -> Table:
+    """Table of a config.json with ``text_config``, which has the keys of ``text``.
+
+    Tools also write keys of ``text_config`` a second time beside it: those that say the same have no effect.
+    """
+    another = only("architectures", None, [], *([name] for name in classes), why="another model")
+    return {
+        **LIBRARY,
+        **_IMAGES,
+        **free("no image comes in", "vision_config"),
+        **{key: TARGET[key] for key in ("tie_word_embeddings", "eos_token_id", "is_causal")},
+        **only("model_type", *model_types, why="another model"),
+        "text_config": inner({**text, **another}),
+    }
+
+
+NESTED = nesting(TABLE, NAMES, MODEL_TYPES)
+"""config.json of a Qwen3.5 target with ``text_config``."""
 
 
 def nested(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """config.json without the keys beside ``text_config`` that say what it says."""
+    """See :func:`flat`."""
+    return flat(NESTED, config)
+
+
+def flat(table: Table, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """config.json without the keys beside ``text_config`` that say what it says; ``table`` is a :func:`nesting`."""
     text = config["text_config"]
-    return {key: value for key, value in config.items() if key in NESTED or not _same(text, config, key)}
+    return {key: value for key, value in config.items() if key in table or not _same(text, config, key)}
 
 
-def read(config: Fields) -> TargetSpec:
+def read(
+    config: Fields, architecture: str = "qwen3_5", experts: Callable[[Fields], ExpertsSpec] | None = None
+) -> TargetSpec:
     """Spec of a target, by a file of text alone or by one with ``text_config``. Raises CheckpointError."""
     text = config.child("text_config") if config.has("text_config") else config
     layers = text.integer("num_hidden_layers")
@@ -82,7 +92,12 @@ def read(config: Fields) -> TargetSpec:
         interval = text.integer("full_attention_interval")
         kinds = tuple("linear_attention" if (i + 1) % interval else "full_attention" for i in range(layers))
     delta = _read_gated_delta if "linear_attention" in kinds else None
-    return read_target(text, config, "qwen3_5", cast("tuple[LayerType, ...]", kinds), gated=True, gated_delta=delta)
+    return read_target(
+        *(text, config, architecture, cast("tuple[LayerType, ...]", kinds)),
+        gated=True,
+        gated_delta=delta,
+        experts=experts(text) if experts else None,
+    )
 
 
 def layer(g: GraphBuilder, x: str, spec: TargetSpec, index: int) -> str:
@@ -92,7 +107,7 @@ def layer(g: GraphBuilder, x: str, spec: TargetSpec, index: int) -> str:
         x = _gated_delta(g, x, prefix, spec)
     else:
         x = attention(g, x, prefix, spec.attention, spec.rms_norm_eps, plus_one=NORM_PLUS_ONE)
-    return mlp(g, x, prefix, spec.intermediate_size, spec.rms_norm_eps, plus_one=NORM_PLUS_ONE)
+    return feed_forward(g, x, prefix, spec, plus_one=NORM_PLUS_ONE)
 
 
 def _gated_delta(g: GraphBuilder, x: str, prefix: str, spec: TargetSpec) -> str:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from edge_dflash.common.files import is_there
 from edge_dflash.common.tables import read_json
 from edge_dflash.errors import CheckpointError, UnsupportedModelError
-from edge_dflash.model import dflash, dflash2, dspark, qwen3, qwen3_5, speculators
+from edge_dflash.model import dflash, dflash2, dspark, qwen3, qwen3_5, qwen3_5_moe, qwen3_moe, speculators
 from edge_dflash.model.blocks import embed, logits
 from edge_dflash.model.builder import GraphBuilder
 from edge_dflash.model.fields import Fields, Table
@@ -71,6 +71,16 @@ TARGETS: Mapping[str, Target] = {
         qwen3_5.NORM_PLUS_ONE,
         qwen3_5.NESTED,
         qwen3_5.nested,
+    ),
+    qwen3_moe.KIND: Target(qwen3_moe.NAMES, qwen3_moe.TABLE, qwen3_moe.read, qwen3.layer, qwen3.NORM_PLUS_ONE),
+    qwen3_5_moe.KIND: Target(
+        qwen3_5_moe.NAMES,
+        qwen3_5_moe.TABLE,
+        qwen3_5_moe.read,
+        qwen3_5.layer,
+        qwen3_5.NORM_PLUS_ONE,
+        qwen3_5_moe.NESTED,
+        qwen3_5_moe.nested,
     ),
 }
 """By :attr:`TargetSpec.architecture`."""
@@ -131,8 +141,9 @@ def read_target_spec(directory: Path) -> TargetSpec:
     if name not in targets:
         raise _unsupported(file, config, name, tuple(targets))
     target, text = targets[name], config.get("text_config")
-    for part in (config, text) if isinstance(text, dict) else (config,):
-        _refuse_experts(file, part)
+    if target.table["num_experts"].use != "read":
+        for part in (config, text) if isinstance(text, dict) else (config,):
+            _refuse_experts(file, part)
     if text is not None and target.nested is not None:
         return target.read(Fields(file, target.flatten(config), target.nested))
     if name.endswith("ForConditionalGeneration"):

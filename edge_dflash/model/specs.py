@@ -15,6 +15,7 @@ from edge_dflash.common.tables import UNWRITTEN
 
 MAX_LAYERS = 1024  # of a model: deeper ones are not known, and all work on a model grows with its layers
 MAX_BLOCK = 512  # rows of a block
+MAX_EXPERTS = 512  # of a layer
 EMBEDDING = -1  # the tap that is the embedding's output, among layer ids
 
 LayerType = Literal["full_attention", "linear_attention"]
@@ -80,13 +81,24 @@ class GatedDeltaSpec:
 
 
 @dataclass(frozen=True)
+class ExpertsSpec:
+    """A mixture of experts in the place of the MLP of every layer."""
+
+    count: int  # E
+    chosen: int  # of a row
+    intermediate: int  # I of an expert
+    shared_intermediate: int | None  # of the expert that every row takes; None: no such expert
+    renormalised: bool  # whether the weights of a row's experts are made to sum to 1
+
+
+@dataclass(frozen=True)
 class TargetSpec:
     """A target language model (text part)."""
 
     architecture: str  # a name of the registry
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
+    intermediate_size: int  # of the MLP; 0 where there are experts
     rms_norm_eps: float
     attention: AttentionSpec
     gated_delta: GatedDeltaSpec | None  # None when no layer is "linear_attention"
@@ -94,6 +106,7 @@ class TargetSpec:
     tied: bool  # lm_head shares the embedding matrix
     max_position_embeddings: int
     eos_token_ids: tuple[int, ...]  # from config.json and generation_config.json, may be empty
+    experts: ExpertsSpec | None = field(default=None, metadata=UNWRITTEN)  # None: a dense MLP
 
     @property
     def num_layers(self) -> int:

@@ -21,8 +21,10 @@ from edge_dflash.backends.reference.dense import (
     rms_norm,
     silu,
 )
+from edge_dflash.backends.reference.experts import Notes, experts
 from edge_dflash.decode.backend import Precision
 from edge_dflash.errors import BackendError
+from edge_dflash.model.experts import Experts
 from edge_dflash.model.ops import (
     Add,
     Attend,
@@ -44,7 +46,8 @@ from edge_dflash.model.specs import RopeSpec
 from edge_dflash.weights.formats import KV_BYTES
 
 Observer = Callable[[Op, str, torch.Tensor], None]
-"""Called with (op, role, values): role "x" for a Linear's input, "k"/"v" for the rows that a KV state stores."""
+"""Called with (op, role, values): role "x" for a Linear's input, "k"/"v" for the rows that a KV state stores, those of
+:func:`~edge_dflash.backends.reference.experts.experts` for each tile of rows."""
 
 
 @dataclass
@@ -139,9 +142,15 @@ class Interpreter:
         return found | {name: run.tensors[name][: run.valid[name]] for name in want}
 
     def _rounded(self, op: Op, value: torch.Tensor) -> torch.Tensor:
-        if not self._round or isinstance(op, Embed | Concat | SelectRows):  # the latter only move values
-            return value
-        return value.bfloat16().float()
+        return value if isinstance(op, Embed | Concat | SelectRows) else self._kept(value)  # these only move values
+
+    def _kept(self, value: torch.Tensor) -> torch.Tensor:
+        """What is left of values where activations are kept."""
+        return value.bfloat16().float() if self._round else value
+
+    @staticmethod
+    def _notes(op: Op, observer: Observer | None) -> Notes:
+        return lambda role, values: observer(op, role, values) if observer else None
 
     def _observe(self, op: Op, run: _Pass, observer: Observer) -> None:
         if isinstance(op, Linear):
@@ -172,6 +181,8 @@ class Interpreter:
                 return remap(op, inputs[0], weights.tensor(op.weight)), rows
             case GroupedConv():
                 return grouped_conv(op, inputs[0], inputs[1], weights.tensor(op.base)), rows
+            case Experts():
+                return experts(op, inputs[0], rows, weights, self._kept, self._notes(op, observer)), rows
             case Walk():  # its tokens are chosen when it is known how
                 return inputs[0].new_zeros(inputs[0].shape[0], 0), rows
             case KvAppend() | Attend():

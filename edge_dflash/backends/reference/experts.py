@@ -1,0 +1,65 @@
+"""A mixture of experts in torch: tile by tile of rows, so that no row depends on what the others choose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from edge_dflash.backends.reference.dense import ROW_TILE, TorchWeights, linear, pointwise, sigmoid, silu
+from edge_dflash.model.experts import Experts
+
+Round = Callable[[torch.Tensor], torch.Tensor]
+Notes = Callable[[str, torch.Tensor], None]  # (role, values of a tile's valid rows)
+
+
+def experts(
+    op: Experts, x: torch.Tensor, rows: int, weights: TorchWeights, rounded: Round, note: Notes = lambda *_: None
+) -> torch.Tensor:
+    """The op on x [R, H], of which ``rows`` rows count; unrounded float32.
+
+    ``rounded``: to what activations are kept in. ``note`` is told "router_logits" [T, E], "experts" [T, k] by
+    descending probability, "weights" [T, k] of them and "routed" [T, H], for each tile.
+    """
+    tiles = []
+    for first in range(0, x.shape[0], ROW_TILE):
+        tile, valid = x[first : first + ROW_TILE], min(max(rows - first, 0), ROW_TILE)
+        tiles.append(_tile(op, tile, valid, weights, rounded, note) if valid else torch.zeros_like(tile))
+    return torch.cat(tiles)
+
+
+def choose(op: Experts, z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Experts of each row of router logits z [T, E] by descending probability, and their weights: [T, k] each."""
+    e = pointwise(torch.exp, z - z.amax(-1, keepdim=True))
+    p = e / e.sum(-1, keepdim=True)
+    chosen = torch.sort(p, dim=-1, descending=True, stable=True).indices[:, : op.top_k]
+    w = p.gather(1, chosen)
+    if op.renormalised:
+        total = torch.zeros_like(w[:, 0])
+        ascending = chosen.sort(-1).indices
+        for k in range(op.top_k):
+            total = total + w.gather(1, ascending[:, k : k + 1])[:, 0]
+        w = w / total[:, None]
+    return chosen, w
+
+
+def _tile(op: Experts, x: torch.Tensor, valid: int, weights: TorchWeights, rounded: Round, note: Notes) -> torch.Tensor:
+    z = rounded(linear(x, weights.linear(op.router)))
+    chosen, w = choose(op, z)
+    y = torch.zeros_like(x)
+    for index in sorted(set(chosen[:valid].flatten().tolist())):
+        mine = chosen == index
+        share = (w * mine).sum(-1, keepdim=True)  # one of them is not zero
+        part = _mlp(x, op.gates[index], op.ups[index], op.downs[index], weights, rounded)
+        y = torch.where(mine.any(-1, keepdim=True), y + share * part, y)
+    for role, values in (("router_logits", z), ("experts", chosen), ("weights", w), ("routed", y)):
+        note(role, values[:valid])
+    if op.shared is not None:
+        judged = sigmoid(rounded(linear(x, weights.linear(op.shared.judge))))
+        y = y + judged * _mlp(x, op.shared.gate, op.shared.up, op.shared.down, weights, rounded)
+    return y
+
+
+def _mlp(x: torch.Tensor, gate: str, up: str, down: str, weights: TorchWeights, rounded: Round) -> torch.Tensor:
+    product = silu(linear(x, weights.linear(gate))) * linear(x, weights.linear(up))
+    return linear(rounded(product), weights.linear(down))
