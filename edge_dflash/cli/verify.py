@@ -51,8 +51,7 @@ def verify(
     With BUNDLE: each prompt is decoded plainly, with the bundle's drafter and with drafters made to break the loop,
     greedily and sampled; tokens and the state of both models must be equal bit for bit. What the build recorded as the
     bundle's self-test is replayed, and its prompt is decoded: the drafter must accept 0.7 of what it accepted at build,
-    in all and, as far as the number of cycles tells, at each position. A line of --prompts holds
-    {"ids": [...]}, {"text": "..."} or {"messages": [...]}.
+    in all and at each position. A line of --prompts holds {"ids": [...]}, {"text": "..."} or {"messages": [...]}.
 
     --report FILE makes one JSON file to attach to a report: these checks, a short benchmark, what the doctor finds, the
     bundle's versions and the machine. It is written also when something differs, then without the benchmark.
@@ -69,8 +68,8 @@ def verify(
     accept_length, accept_length_at_build, floor, tokens, tokens_equal, first_difference, drafts, drafts_equal,
     diagnosis, seconds; null without one), drafter (its acceptance on the self-test's prompt: an object with ok, unknown
     (why nothing is judged, or null), accept_length, accept_length_at_build, floor, acceptance, acceptance_at_build,
-    positions_below). Golden file also: largest_difference, logits_difference, tokens_equal,
-    failures, missing, skipped, unknown.
+    positions_below). Golden file also: largest_difference, logits_difference, tokens_equal, failures, missing, skipped,
+    unknown.
     """
     given = (checkpoint, drafter, golden)
     if (bundle is None) == (golden is None) or (bundle is not None and any(given)):
@@ -84,9 +83,7 @@ def verify(
         result, self_test, drafting = _verify_bundle(bundle, recorded, prompts, count, max_new_tokens)
         found = _found(result, self_test, drafting, recorded)
         if report is not None:
-            bench = _bench(bundle) if found["ok"] else None
-            facts = gather(bundle)
-            write_report(report, bundle, found, bench, doctor_report(examine(facts), facts))
+            _report(report, bundle, found)
         if json:
             emit_json(found)
         _judge(result, self_test, drafting, found, quiet=json)
@@ -128,6 +125,13 @@ def _found(
         "self_test": self_test.to_json() if self_test is not None else None,
         "drafter": drafting.to_json(),
     }
+
+
+def _report(file: Path, bundle: Path, found: Mapping[str, Any]) -> None:
+    """Write what was found, and what a benchmark and the doctor find."""
+    bench = _bench(bundle) if found["ok"] else None
+    facts = gather(bundle)
+    write_report(file, bundle, found, bench, doctor_report(examine(facts), facts))
 
 
 def _bench(bundle: Path) -> dict[str, Any]:
