@@ -79,18 +79,25 @@ def verify(
     if bundle is not None:
         if report is not None:
             check_report(report)
-        recorded = load_selftest(Bundle.open(bundle, check_hashes=False))
-        result, self_test, drafting = _verify_bundle(bundle, recorded, prompts, count, max_new_tokens)
-        found = _found(result, self_test, drafting, recorded)
-        if report is not None:
-            _report(report, bundle, found)
-        if json:
-            emit_json(found)
-        _judge(result, self_test, drafting, found, quiet=json)
+        _judge_bundle(bundle, report, prompts, count, max_new_tokens, json)
     elif checkpoint is None or drafter is None or golden is None:
         raise RequestError("--golden needs --checkpoint and --drafter, the directories of the two checkpoints")
     else:
         _judge_golden(verify_golden(checkpoint, given_drafter(drafter), golden), json)
+
+
+def _judge_bundle(
+    bundle: Path, report: Path | None, prompts: Path | None, count: int, max_new_tokens: int, json: bool
+) -> None:
+    """Verify a bundle, say and write what was found, then raise VerificationError unless it is good."""
+    recorded = load_selftest(Bundle.open(bundle, check_hashes=False))
+    result, self_test, drafting = _verify_bundle(bundle, recorded, prompts, count, max_new_tokens)
+    found = _found(result, self_test, drafting, recorded)
+    if report is not None:
+        _report(report, bundle, found)
+    if json:
+        emit_json(found)
+    _judge(result, self_test, drafting, found, quiet=json)
 
 
 def _verify_bundle(
