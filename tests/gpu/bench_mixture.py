@@ -32,14 +32,12 @@ def show(result):
     chosen = result.chosen
     gain = chosen.tokens_per_second / plain.tokens_per_second
     print(f"chosen: mostly {chosen.usual} drafts, {chosen.tokens_per_second:.0f} tok/s, {gain:.2f} x plain")
-    print(
-        f"all drafts: {result.speculative.tokens_per_second:.0f} tok/s, accept length {result.speculative.accept_length:.2f}"
-    )
-    print("propose {:.3f} ms".format(result.cycle.propose.ms), {str(p.tokens): round(p.ms, 2) for p in result.prefill})
+    whole = result.speculative
+    print(f"all drafts: {whole.tokens_per_second:.0f} tok/s, accept length {whole.accept_length:.2f}")
+    print(f"propose {result.cycle.propose.ms:.3f} ms", {str(p.tokens): round(p.ms, 2) for p in result.prefill})
     for step in result.profile:
-        print(
-            f"  {step.name:60s} {step.count:4d} {step.ms:8.3f} ms {step.bytes / 1e6:9.1f} MB {step.bytes / step.ms / 1e9:6.2f} TB/s"
-        )
+        rate = step.bytes / step.ms / 1e9
+        print(f"  {step.name:60s} {step.count:4d} {step.ms:8.3f} ms {step.bytes / 1e6:9.1f} MB {rate:6.2f} TB/s")
 
 
 def main():
