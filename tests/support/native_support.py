@@ -40,7 +40,7 @@ def formats_of(form="nvfp4", pair=NATIVE_PAIR, **others):
     found = {}
     for name, spec in pair_programs(pair).weights.items():
         chosen = [value for end, value in others.items() if name.endswith(end.replace("__", "."))]
-        found[name] = chosen[0] if chosen else form if spec.kind == "linear" else "bf16"
+        found[name] = chosen[0] if chosen else form if spec.kind == "linear" and spec.module != "router" else "bf16"
     return found
 
 
