@@ -7,7 +7,7 @@ from typing import ClassVar
 import pytest
 from control_gpu import ControlGpu
 from fake_tensorrt import SCRATCH, FakeTensorrt, write_plans
-from native_support import NATIVE_PAIR, formats_of, random_store
+from native_support import MIXED, NATIVE_PAIR, formats_of, random_store
 from store_weights import StoreWeights
 
 from edge_dflash.backends.cuda import backend as native_backend
@@ -24,7 +24,7 @@ from edge_dflash.decode.backend import Asked, Backend, Precision
 from edge_dflash.errors import BackendError
 from edge_dflash.model.experts import Experts
 from edge_dflash.model.ops import GroupedConv, Walk
-from edge_dflash.model.specs import ExpertsSpec, GroupedConvSpec, MarkovSpec, SelectorSpec
+from edge_dflash.model.specs import GroupedConvSpec, MarkovSpec, SelectorSpec
 from edge_dflash.weights.recipe import default_recipe
 
 CONTEXT, CHUNK, STATE = 128, 16, Precision("bfloat16", "fp8")
@@ -123,9 +123,6 @@ class Unstored:
     stored: ClassVar = {}
 
 
-MIXED = replace(
-    NATIVE_PAIR, target=replace(NATIVE_PAIR.target, experts=ExpertsSpec(8, 2, 32, 64, True), intermediate_size=0)
-)
 MIXTURE = ("experts_route", "experts_choose", "experts_up_nvfp4", "experts_down_nvfp4", "experts_sum")
 
 
