@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from edge_dflash.backends.cuda.driver import Gpu
-from edge_dflash.backends.cuda.experts import Experts as Kernels
+from edge_dflash.backends.cuda.experts import ExpertKernels
 from edge_dflash.backends.cuda.memory import Allocator
 from edge_dflash.backends.cuda.mixtures import Mixtures, count_weights, shape_of, take_buffers
 from edge_dflash.backends.cuda.states import Sizes
@@ -45,4 +45,4 @@ class EngineMixtures:
         """Bring the weights to the device."""
         if not self.steps:
             return None
-        return Mixtures(gpu, Kernels(gpu, self._cubin), self._weights, memory, self.steps, self._rows)
+        return Mixtures(gpu, ExpertKernels(gpu, self._cubin), self._weights, memory, self.steps, self._rows)
