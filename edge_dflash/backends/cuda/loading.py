@@ -17,7 +17,7 @@ from edge_dflash.backends.cuda.conv import UNIT as CONV_UNIT
 from edge_dflash.backends.cuda.conv import Convolutions
 from edge_dflash.backends.cuda.delta import DeltaScratch
 from edge_dflash.backends.cuda.driver import Gpu, Module
-from edge_dflash.backends.cuda.experts import Experts
+from edge_dflash.backends.cuda.experts import ExpertKernels
 from edge_dflash.backends.cuda.linear import Linears
 from edge_dflash.backends.cuda.memory import CONTROL_BYTES, Allocator, DevicePointer, Matrix, place
 from edge_dflash.backends.cuda.mixtures import Mixtures, count_weights, mixes, shape_of, take_buffers
@@ -253,7 +253,7 @@ class Launches:
             memory.count(_purpose(stack), stack.layout.nbytes + loaded[key].scale.nbytes)
         mixtures = None
         if self._mixes:
-            kernels = Experts(self._gpu, self._cubin)
+            kernels = ExpertKernels(self._gpu, self._cubin)
             mixtures = Mixtures(self._gpu, kernels, self._weights, memory, self._mixes, self._most_rows)
         return {name: Pass(common, name, self._linears, loaded, mixtures) for name in common.layout.schedules}
 

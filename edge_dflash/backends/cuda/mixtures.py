@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edge_dflash.backends.cuda.driver import Gpu
-from edge_dflash.backends.cuda.experts import Experts, ExpertsBuffers, ExpertsShape, ExpertWeights, Forced
+from edge_dflash.backends.cuda.experts import ExpertKernels, ExpertsBuffers, ExpertsShape, ExpertWeights, Forced
 from edge_dflash.backends.cuda.linear import Norm
 from edge_dflash.backends.cuda.memory import NULL, Allocator, DevicePointer, Matrix, Words
 from edge_dflash.backends.cuda.schedule import Schedule
@@ -60,7 +60,13 @@ class Mixtures:
     """All layers, loaded."""
 
     def __init__(
-        self, gpu: Gpu, kernels: Experts, weights: NativeWeights, memory: Allocator, steps: Mapping[str, Mix], rows: int
+        self,
+        gpu: Gpu,
+        kernels: ExpertKernels,
+        weights: NativeWeights,
+        memory: Allocator,
+        steps: Mapping[str, Mix],
+        rows: int,
     ) -> None:
         """Bring the weights to the device; ``rows``: most rows of a pass."""
         self._gpu, self._kernels, self._steps = gpu, kernels, steps
