@@ -17,10 +17,10 @@ from edge_dflash.backends.cuda.conv import UNIT as CONV_UNIT
 from edge_dflash.backends.cuda.conv import Convolutions
 from edge_dflash.backends.cuda.delta import DeltaScratch
 from edge_dflash.backends.cuda.driver import Gpu, Module
-from edge_dflash.backends.cuda.experts import Experts
+from edge_dflash.backends.cuda.experts import ExpertKernels
 from edge_dflash.backends.cuda.linear import Linears
 from edge_dflash.backends.cuda.memory import CONTROL_BYTES, Allocator, DevicePointer, Matrix, place
-from edge_dflash.backends.cuda.mixtures import Mixtures, count_weights, mixes, shape_of, take_buffers
+from edge_dflash.backends.cuda.mixtures import Mixtures, count_mixtures, mixes, shape_of
 from edge_dflash.backends.cuda.passes import Frame, Pass
 from edge_dflash.backends.cuda.sample import UNIT as SAMPLE_UNIT
 from edge_dflash.backends.cuda.sample import Sampler, SamplingBuffers
@@ -242,8 +242,7 @@ class Launches:
         for stack in self._stacks.values():
             memory.count(_purpose(stack), stack.layout.nbytes + 128 * stack.layout.units)
         if self._mixes:
-            count_weights(memory, self._mixes)
-            take_buffers(memory, self._mixes, self._most_rows)
+            count_mixtures(memory, self._mixes, self._most_rows)
 
     def load(self, memory: Allocator, common: Common) -> dict[str, Frame]:
         """Bring the stacks to the device."""
@@ -253,7 +252,7 @@ class Launches:
             memory.count(_purpose(stack), stack.layout.nbytes + loaded[key].scale.nbytes)
         mixtures = None
         if self._mixes:
-            kernels = Experts(self._gpu, self._cubin)
+            kernels = ExpertKernels(self._gpu, self._cubin)
             mixtures = Mixtures(self._gpu, kernels, self._weights, memory, self._mixes, self._most_rows)
         return {name: Pass(common, name, self._linears, loaded, mixtures) for name in common.layout.schedules}
 

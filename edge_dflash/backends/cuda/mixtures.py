@@ -9,13 +9,15 @@ import numpy as np
 import numpy.typing as npt
 
 from edge_dflash.backends.cuda.driver import Gpu
-from edge_dflash.backends.cuda.experts import Experts, ExpertsBuffers, ExpertsShape, ExpertWeights, Forced
+from edge_dflash.backends.cuda.experts import ExpertKernels, ExpertsBuffers, ExpertsShape, ExpertWeights, Forced
 from edge_dflash.backends.cuda.linear import Norm
 from edge_dflash.backends.cuda.memory import NULL, Allocator, DevicePointer, Matrix, Words
 from edge_dflash.backends.cuda.schedule import Schedule
 from edge_dflash.backends.cuda.steps import Mix
 from edge_dflash.backends.cuda.weights import NativeWeights
 from edge_dflash.errors import BackendError
+
+_COUNTER = 8  # bytes of a count of experts
 
 
 def mixes(schedules: Iterable[Schedule]) -> dict[str, Mix]:
@@ -48,24 +50,34 @@ def take_buffers(memory: Allocator, steps: Mapping[str, Mix], rows: int) -> Expe
     return ExpertsBuffers.take(memory, first, rows)
 
 
-def count_weights(memory: Allocator, steps: Mapping[str, Mix]) -> None:
-    """Count the weights of all layers, before they are loaded."""
+def count_mixtures(memory: Allocator, steps: Mapping[str, Mix], rows: int) -> None:
+    """Count what :class:`Mixtures` will take. Raises BackendError for layers of different sizes."""
+    take_buffers(memory, steps, rows)
+    memory.count("experts", _COUNTER)
     for step in steps.values():
         for stack in (step.up, step.down):
             memory.count("target weights", stack.nbytes + 4 * stack.rows)
-        memory.count("target weights", 2 * step.up.layout.k * (step.up.experts + 1))
+        memory.count("target weights", 2 * step.up.layout.k * (step.up.experts + (step.op.shared is not None)))
 
 
 class Mixtures:
     """All layers, loaded."""
 
     def __init__(
-        self, gpu: Gpu, kernels: Experts, weights: NativeWeights, memory: Allocator, steps: Mapping[str, Mix], rows: int
+        self,
+        gpu: Gpu,
+        kernels: ExpertKernels,
+        weights: NativeWeights,
+        memory: Allocator,
+        steps: Mapping[str, Mix],
+        rows: int,
     ) -> None:
         """Bring the weights to the device; ``rows``: most rows of a pass."""
         self._gpu, self._kernels, self._steps = gpu, kernels, steps
         self._buffers = take_buffers(memory, steps, rows)
-        self._unread = replace(self._buffers, distinct=memory.take("experts", 8))  # of passes that are not counted
+        self._unread = replace(
+            self._buffers, distinct=memory.take("experts", _COUNTER)
+        )  # of passes that are not counted
         for counter in (self._buffers.distinct, self._unread.distinct):
             gpu.fill(counter)
         self._weights = {name: self._load(gpu, step, weights, memory) for name, step in steps.items()}

@@ -157,7 +157,7 @@ class _Lowering:
     def _mix(self, op: Experts, segment: Segment) -> None:
         residual, y, norm = self._following(op.output)
         up, down = self._experts[op.output]
-        self._emit(Mix((*op.inputs, *residual), (y, *((norm.output,) if norm else ())), op, up, down, norm))
+        self._emit(Mix((*op.inputs, *residual), (y, *((norm.output,) if norm else ())), op, up, down, norm=norm))
         self._done.add(op.output)
 
     def _multiply(self, op: Linear, stack: Stack, segment: Segment) -> None:

@@ -67,23 +67,17 @@ class Project(BeforeNorm):
 
 
 @dataclass(frozen=True)
-class Mix(PassStep):
+class Mix(BeforeNorm):
     """Experts, then residual and next norm where there are some. Reads (x[, residual]); writes (y[, norm])."""
 
     op: Experts
     up: ExpertStack
     down: ExpertStack
-    norm: RmsNorm | None = None
 
     @property
     def label(self) -> str:
         """What profiles call it."""
         return f"{self.op.output} {self.up.layout.format}"
-
-    @property
-    def norms(self) -> tuple[RmsNorm, ...]:
-        """The next norm."""
-        return (self.norm,) if self.norm else ()
 
 
 @dataclass(frozen=True)
