@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from edge_dflash.backends.cuda.driver import Gpu
 from edge_dflash.backends.cuda.experts import ExpertKernels
 from edge_dflash.backends.cuda.memory import Allocator
-from edge_dflash.backends.cuda.mixtures import Mixtures, count_weights, shape_of, take_buffers
+from edge_dflash.backends.cuda.mixtures import Mixtures, count_mixtures, shape_of
 from edge_dflash.backends.cuda.states import Sizes
 from edge_dflash.backends.cuda.steps import Mix
 from edge_dflash.backends.cuda.weights import NativeWeights
@@ -38,8 +38,7 @@ class EngineMixtures:
     def count(self, memory: Allocator) -> None:
         """Count weights and memory, before anything is loaded."""
         if self.steps:
-            count_weights(memory, self.steps)
-            take_buffers(memory, self.steps, self._rows)
+            count_mixtures(memory, self.steps, self._rows)
 
     def load(self, gpu: Gpu, memory: Allocator) -> Mixtures | None:
         """Bring the weights to the device."""
