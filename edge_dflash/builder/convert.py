@@ -7,6 +7,7 @@ scale. In a native bundle they are repacked one stack at a time; never more than
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager
@@ -20,16 +21,26 @@ import torch
 
 from edge_dflash.bundle.parts import DATA, SCALE, Part, Tensor, whole, wide_first
 from edge_dflash.errors import BackendError, BuildError, CheckpointError
-from edge_dflash.weights.formats import BLOCK, Array, Nvfp4Weight, Weight, WeightFormat, WeightStore, WideWeight
-from edge_dflash.weights.layout import UNIT_ROWS
-from edge_dflash.weights.packing import pack, row_blocks
-from edge_dflash.weights.quantize import ENCODERS, absmax, fused_group, quantize_nvfp4, wide_tensor
+from edge_dflash.weights.formats import (
+    BLOCK,
+    Array,
+    Fp8Weight,
+    Nvfp4Weight,
+    Weight,
+    WeightFormat,
+    WeightStore,
+    WideWeight,
+)
+from edge_dflash.weights.layout import Repacked
+from edge_dflash.weights.packing import pack, row_blocks, shared_part
+from edge_dflash.weights.quantize import ENCODERS, absmax, dequantize, fused_group, quantize_nvfp4, wide_tensor
 from edge_dflash.weights.safetensors import forget_pages
-from edge_dflash.weights.stacks import Stack
+from edge_dflash.weights.stacks import AnyStack, ExpertStack, Stack
 from edge_dflash.weights.words import Words
 
 ROW_BLOCK = 8 << 20  # bytes of a wide matrix that one call reads
-AT_ONCE = 4  # blocks of rows that are repacked before the first of them is written
+AHEAD = 4  # blocks of rows that are repacked while the one before them is written
+Converter: TypeAlias = "partial[dict[str, Weight]]"  # convert, but for names and run
 Run: TypeAlias = Callable[[Callable[[slice], float], Iterable[slice]], Iterable[float]]
 
 
@@ -51,14 +62,17 @@ def weight_tensors(
     input_scales: Mapping[str, float],
     pool: Executor,
     words: Words = "shared",
+    *,
+    again: bool = False,
 ) -> list[Tensor]:
     """Tensors of one weight file; a stack is converted and repacked when its bytes are asked for, one at a time.
 
     Raises CheckpointError and BuildError as :func:`convert`.
     """
-    weights = convert(store, part.names, formats, input_scales, pool.map)
+    weights = convert(store, part.names, formats, input_scales, pool.map, again=again)
+    make = partial(convert, store, formats=formats, input_scales={}, again=again)
     single = sorted((t for name, weight in weights.items() for t in whole(name, weight)), key=wide_first)
-    stacks = [tensor for stack in part.stacks for tensor in _StackSource(stack, store, formats, pool, words).tensors]
+    stacks = [tensor for stack in part.stacks for tensor in _StackSource(stack, make, pool, words).tensors]
     split = sum(tensor.kind == "F32" for tensor in single)  # two-byte vectors come last: scales stay aligned
     return [*single[:split], *stacks, *single[split:]]
 
@@ -69,20 +83,27 @@ def convert(
     formats: Mapping[str, WeightFormat],
     input_scales: Mapping[str, float],
     run: Run = map,
+    *,
+    again: bool = False,
 ) -> dict[str, Weight]:
     """Weights ``names`` in their formats, in the order given; all members of a fused group must be among the names.
 
     ``input_scales`` are the W4A4 activation scales; other NVFP4 weights lose theirs, so that their inputs stay wide.
-    ``run`` is :func:`map` or the ``map`` of an executor; its calls work on different rows.
+    ``run`` is :func:`map` or the ``map`` of an executor; its calls work on different rows. ``again``: FP8 weights may
+    be rounded a second time, to NVFP4.
     Raises CheckpointError for NaN and infinity and BuildError for what cannot be quantized, naming the weight.
     """
     stored = {name: store.get(name) for name in names}
     largest = {name: check_finite(name, weight, run) for name, weight in stored.items()}
+    for name, weight in stored.items():
+        if again and isinstance(weight, Fp8Weight) and formats[name] == "nvfp4":
+            largest[name] = _amax(weight, run)
     weights: dict[str, Weight] = {}
     for name, weight in stored.items():
         try:
             if weight.format != formats[name]:
-                weight = _quantized(weight, formats[name], _group_amax(name, stored, formats, largest), run)
+                amax = _group_amax(name, stored, formats, largest)
+                weight = _quantized(weight, formats[name], amax, run, again=again)
         except BuildError as error:
             raise BuildError(f"{name}: {error}") from None
         if isinstance(weight, Nvfp4Weight):
@@ -96,20 +117,32 @@ def check_finite(name: str, weight: Weight, run: Run = map) -> float:
     if isinstance(weight, WideWeight):
         matrix = weight.data.reshape(-1, weight.data.shape[-1])
 
-        def block_amax(rows: slice) -> float:
-            found = absmax(wide_tensor(WideWeight(matrix[rows])))
-            forget_pages(matrix[rows])
-            return found
-
-        largest = 0.0
-        for found in run(block_amax, _row_blocks(matrix)):
-            if not math.isfinite(found):
-                raise _not_finite(name, "NaN or infinity")
-            largest = max(largest, found)
+        largest = _amax(WideWeight(matrix), run)
+        if not math.isfinite(largest):
+            raise _not_finite(name, "NaN or infinity")
         return largest
     if weight.damaged():
         raise _not_finite(name, "an FP8 NaN or a scale that is not a positive number")
     return 0.0
+
+
+def _amax(weight: WideWeight | Fp8Weight, run: Run) -> float:
+    """Largest magnitude of a matrix; NaN or infinity when it holds one."""
+
+    def block(rows: slice) -> float:
+        found = absmax(_values(weight, rows))
+        forget_pages(weight.data[rows])
+        return found
+
+    found = list(run(block, _row_blocks(weight.data)))
+    return next((amax for amax in found if not math.isfinite(amax)), max(found, default=0.0))
+
+
+def _values(weight: WideWeight | Fp8Weight, rows: slice) -> torch.Tensor:
+    """Some rows, as BF16 or float32."""
+    if isinstance(weight, WideWeight):
+        return wide_tensor(WideWeight(weight.data[rows]))
+    return dequantize(weight.rows(rows))
 
 
 def _group_amax(
@@ -117,10 +150,12 @@ def _group_amax(
 ) -> float:
     """max|W| over the linears of the fused group that are quantized here, those stored as NVFP4 left out."""
     members = [member for member in fused_group(name) if member in stored and formats[member] == "nvfp4"]
-    return max((largest[m] for m in members if isinstance(stored[m], WideWeight)), default=0.0)
+    return max((largest[m] for m in members if not isinstance(stored[m], Nvfp4Weight)), default=0.0)
 
 
-def _quantized(weight: Weight, form: WeightFormat, amax: float, run: Run) -> Weight:
+def _quantized(weight: Weight, form: WeightFormat, amax: float, run: Run, *, again: bool) -> Weight:
+    if again and form == "nvfp4" and isinstance(weight, Fp8Weight):
+        return _nvfp4(weight, amax, run)
     if not isinstance(weight, WideWeight):
         raise BuildError(f"stored as {weight.format}, wanted {form}: a quantized weight is not converted")
     if form == "nvfp4":
@@ -130,13 +165,13 @@ def _quantized(weight: Weight, form: WeightFormat, amax: float, run: Run) -> Wei
     return ENCODERS[form](wide_tensor(weight))
 
 
-def _nvfp4(weight: WideWeight, amax: float, run: Run) -> Nvfp4Weight:
+def _nvfp4(weight: WideWeight | Fp8Weight, amax: float, run: Run) -> Nvfp4Weight:
     """NVFP4 in blocks of rows: with a given amax a row's codes depend on that row only."""
     n, k = weight.shape
     packed, block_scale = np.empty((n, k // 2), np.uint8), np.empty((n, k // BLOCK), np.uint8)
 
     def block(rows: slice) -> float:
-        part = quantize_nvfp4(wide_tensor(WideWeight(weight.data[rows])), amax)
+        part = quantize_nvfp4(_values(weight, rows), amax)
         packed[rows], block_scale[rows] = part.packed, part.block_scale
         forget_pages(weight.data[rows])
         return part.global_scale
@@ -156,49 +191,73 @@ def _not_finite(name: str, what: str) -> CheckpointError:
     return CheckpointError(f"{name} holds {what}; the checkpoint is damaged, download it again")
 
 
-def _stack_weights(
-    stack: Stack, store: WeightStore, formats: Mapping[str, WeightFormat], pool: Executor
-) -> tuple[Weight, ...]:
+def _ahead(pool: Executor, makers: Iterator[Callable[[], Repacked]]) -> Iterator[Repacked]:
+    """What they make, in order; the pool is at work on the next ones all the time."""
+    pending = deque(pool.submit(make) for make in islice(makers, AHEAD))
+    while pending:
+        made = pending.popleft().result()
+        pending.extend(pool.submit(make) for make in islice(makers, 1))
+        yield made
+
+
+def _stack_weights(stack: Stack, make: Converter, pool: Executor) -> tuple[Weight, ...]:
     """A stack's weights in their formats, with the global scales that they share with weights of other stacks."""
     made: dict[str, Weight] = {}
     for name in stack.names:
         if name not in made:
-            group = tuple(member for member in fused_group(name) if member in formats)
-            converted = convert(store, group, formats, {}, pool.map)
-            made |= {member: weight for member, weight in converted.items() if member in stack.names}
+            group = tuple(member for member in fused_group(name) if member in make.keywords["formats"])
+            made |= {member: weight for member, weight in make(group, run=pool.map).items() if member in stack.names}
     return tuple(made[name] for name in stack.names)
 
 
 class _StackSource:
     """Makes a stack's bytes when they are written; its scales are known when all bytes are."""
 
-    def __init__(
-        self, stack: Stack, store: WeightStore, formats: Mapping[str, WeightFormat], pool: Executor, words: Words
-    ) -> None:
-        self._stack, self._store, self._formats, self._pool = stack, store, formats, pool
+    def __init__(self, stack: AnyStack, make: Converter, pool: Executor, words: Words) -> None:
+        self._stack, self._make, self._pool = stack, make, pool
         self._words: Words = words if stack.layout.format == "nvfp4" else "halves"
         self._scales: list[Array] = []
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor]:
         """Bytes and scales, to be written in this order."""
-        layout = self._stack.layout
+        stack = self._stack
         return (
-            Tensor(f"{self._stack.key}.{DATA[self._words]}", "U8", (layout.nbytes,), self._data),
-            Tensor(f"{self._stack.key}.{SCALE}", "F32", (layout.units * UNIT_ROWS,), self._scale),
+            Tensor(f"{stack.key}.{DATA[self._words]}", "U8", (stack.nbytes,), self._data),
+            Tensor(f"{stack.key}.{SCALE}", "F32", (stack.rows,), self._scale),
         )
 
     def _data(self) -> Iterator[Array]:
         self._scales = []
-        weights = _stack_weights(self._stack, self._store, self._formats, self._pool)
-        blocks = row_blocks(weights, self._stack.layout)
+        blocks = self._experts(self._stack) if isinstance(self._stack, ExpertStack) else self._rows(self._stack)
         try:
-            while batch := tuple(islice(blocks, AT_ONCE)):
-                for packed in self._pool.map(partial(pack, words=self._words), batch):
-                    self._scales.append(packed.scale)
-                    yield packed.data
+            for packed in _ahead(self._pool, blocks):
+                self._scales.append(packed.scale)
+                yield packed.data
         except BackendError as error:  # what the decisions could not see: block scales
             raise CheckpointError(f"{self._stack.names[0]}: {error}") from None
+
+    def _rows(self, stack: Stack) -> Iterator[Callable[[], Repacked]]:
+        """What makes each block of rows."""
+        weights = _stack_weights(stack, self._make, self._pool)
+        for block in row_blocks(weights, stack.layout):
+            yield partial(pack, block, self._words)
+
+    def _experts(self, stack: ExpertStack) -> Iterator[Callable[[], Repacked]]:
+        """What makes each member. A weight is read, quantized and packed when its turn comes."""
+        for expert in range(stack.experts):
+            yield partial(self._member, stack.expert(expert))
+        if stack.parts:
+            shared = self._weights(stack.expert(stack.experts))
+            for part in range(stack.parts):
+                yield partial(pack, shared_part(shared, stack.layout, part), self._words)
+
+    def _member(self, names: tuple[str, ...]) -> Repacked:
+        return pack(self._weights(names), self._words)
+
+    def _weights(self, names: tuple[str, ...]) -> tuple[Weight, ...]:
+        """An expert's gate and up, which are a fused group, or its down."""
+        return tuple(self._make(names).values())
 
     def _scale(self) -> tuple[Array]:
         return (np.concatenate(self._scales),)

@@ -173,11 +173,11 @@ def _backends(
     formats, engines = _formats(recipe, pair, store), None
     warnings: tuple[str, ...] = ()
     if "native" in choice.backends:
-        formats, warnings = decide_native(choice.arch.name, recipe, pair, store, formats)
+        formats, warnings = decide_native(choice.arch.name, recipe, pair, store.stored, formats)
     if "tensorrt" in choice.backends:
         try:
             warnings = warnings if "native" in choice.backends else expanded_weights(recipe, pair, formats)
-            formats, engines = decide_engines(choice.arch.name, recipe, pair, store, formats, chunk)
+            formats, engines = decide_engines(choice.arch.name, recipe, pair, store.stored, formats, chunk)
         except BackendError as error:
             if choice.given or choice.active == "tensorrt":
                 raise
@@ -250,7 +250,7 @@ def _tokenizer(target: Path, pair: PairSpec) -> tuple[Tokenizer | None, tuple[st
 def _formats(recipe: Recipe, pair: PairSpec, store: PairCheckpoint) -> dict[str, WeightFormat]:
     """The format of every weight in the bundle; a wide lm_head of a tied target is not stored twice."""
     weights = pair_programs(pair).weights
-    formats = dict(recipe.formats(weights, {name: store.get(name) for name in weights}))
+    formats = dict(recipe.formats(weights, {name: store.stored.get(name) for name in weights}))
     if pair.target.tied and not FORMATS[formats["target.lm_head"]].quantized:
         formats["target.lm_head"] = TIED
     return formats

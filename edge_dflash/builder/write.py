@@ -121,6 +121,7 @@ def _weights(
         tensors = weight_tensors(
             *(part, decided.store, decided.formats, {} if stacked else input_scales, pool),
             words=words_of(decided.choice.arch.sm),
+            again=decided.recipe.requantize == "fp8",
         )
         yield from tensor_file(tensors)
     except CheckpointError as error:

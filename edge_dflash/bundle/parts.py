@@ -25,9 +25,9 @@ from edge_dflash.bundle.manifest import FileEntry
 from edge_dflash.common.files import LARGE, read_bytes
 from edge_dflash.model.program import PairPrograms
 from edge_dflash.weights.formats import FORMATS, SCALAR, TIED, Array, Weight, WeightFormat
-from edge_dflash.weights.layout import UNIT_ROWS, Repacked
+from edge_dflash.weights.layout import Repacked
 from edge_dflash.weights.safetensors import DTYPES, forget_pages
-from edge_dflash.weights.stacks import Stack, pair_stacks
+from edge_dflash.weights.stacks import AnyStack, pair_experts, pair_stacks
 from edge_dflash.weights.words import Words
 
 CHUNK = 8 << 20  # bytes read or written at once
@@ -49,7 +49,7 @@ class Part:
     """Contents of one weight file."""
 
     names: tuple[str, ...] = ()  # weights that are stored by themselves
-    stacks: tuple[Stack, ...] = ()
+    stacks: tuple[AnyStack, ...] = ()
 
 
 def part_of(name: str) -> str:
@@ -107,7 +107,7 @@ def bundle_parts(programs: PairPrograms, formats: Mapping[str, WeightFormat], *,
     stacks = native_stacks(programs, formats) if stacked else {}
     inside = {name for stack in stacks.values() for name in stack.names}
     names: dict[str, list[str]] = {}
-    held: dict[str, list[Stack]] = {}
+    held: dict[str, list[AnyStack]] = {}
     for name in (name for name, form in formats.items() if form != TIED and name not in inside):
         names.setdefault(part_of(name), []).append(name)
     for stack in stacks.values():
@@ -115,29 +115,29 @@ def bundle_parts(programs: PairPrograms, formats: Mapping[str, WeightFormat], *,
     return {path: Part(tuple(names.get(path, ())), tuple(held.get(path, ()))) for path in (names | held)}
 
 
-def native_stacks(programs: PairPrograms, formats: Mapping[str, WeightFormat]) -> dict[str, Stack]:
+def native_stacks(programs: PairPrograms, formats: Mapping[str, WeightFormat]) -> dict[str, AnyStack]:
     """Stacks that a native bundle stores, by key: all but that of a tied lm_head. Raises BackendError."""
-    stacks = pair_stacks(programs, formats)
+    stacks: dict[str, AnyStack] = {**pair_stacks(programs, formats), **pair_experts(programs, formats)}
     return {key: stack for key, stack in stacks.items() if all(formats[name] != TIED for name in stack.names)}
 
 
-def stack_part(stack: Stack) -> str:
+def stack_part(stack: AnyStack) -> str:
     """File of a stack: that of its weights, or the model's context file when they are of several layers."""
     parts = {part_of(name) for name in stack.names}
     return parts.pop() if len(parts) == 1 else part_of(f"{stack.names[0].partition('.')[0]}.hidden_norm")
 
 
-def stack_bytes(stack: Stack) -> int:
+def stack_bytes(stack: AnyStack) -> int:
     """Bytes of a stack in its file."""
-    return stack.layout.nbytes + 4 * stack.layout.units * UNIT_ROWS
+    return stack.nbytes + 4 * stack.rows
 
 
-def repacked_of(stack: Stack, tensors: Mapping[str, tuple[str, Array]]) -> Repacked:
+def repacked_of(stack: AnyStack, tensors: Mapping[str, tuple[str, Array]]) -> Repacked:
     """A stack over the tensors of its file, as views. Raises ValueError saying what was found and what is wanted."""
     words: Words = next((words for words, name in DATA.items() if f"{stack.key}.{name}" in tensors), "halves")
     wanted = {
-        f"{stack.key}.{DATA[words]}": ("U8", (stack.layout.nbytes,)),
-        f"{stack.key}.{SCALE}": ("F32", (stack.layout.units * UNIT_ROWS,)),
+        f"{stack.key}.{DATA[words]}": ("U8", (stack.nbytes,)),
+        f"{stack.key}.{SCALE}": ("F32", (stack.rows,)),
     }
     for name, (kind, shape) in wanted.items():
         found, array = tensors.get(name, ("nothing", None))

@@ -28,12 +28,12 @@ from edge_dflash.model.program import WeightSpec
 from edge_dflash.model.specs import PairSpec
 from edge_dflash.weights.formats import FORMATS, TIED, Array, Weight
 from edge_dflash.weights.layout import Repacked
-from edge_dflash.weights.packing import unpack_matrix
+from edge_dflash.weights.packing import unpack_weight
 from edge_dflash.weights.safetensors import TensorFiles
-from edge_dflash.weights.stacks import Stack
+from edge_dflash.weights.stacks import AnyStack
 
 Progress: TypeAlias = Callable[[int, int], None]  # (bytes done, bytes in all)
-Stacks: TypeAlias = dict[str, tuple[Stack, Repacked]]  # by key
+Stacks: TypeAlias = dict[str, tuple[AnyStack, Repacked]]  # by key
 MAX_MANIFEST = LARGE  # bytes; a larger file is no manifest
 
 
@@ -93,9 +93,9 @@ class Bundle:
         if name in self._weights:
             return self._weights[name]
         key, index = self._stack_of[name]
-        return _read_only(unpack_matrix(self._stacks[key][1], index))
+        return _read_only(unpack_weight(*self._stacks[key], index))
 
-    def repacked(self, stack: Stack) -> Repacked:
+    def repacked(self, stack: AnyStack) -> Repacked:
         """A stack as the native kernels read it: views of the mapped file. Raises BundleError for another name."""
         found, packed = self._stacks.get(stack.key, (None, None))
         if found != stack or packed is None:

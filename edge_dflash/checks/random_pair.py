@@ -35,7 +35,7 @@ from edge_dflash.text.tokenizer import Tokenizer
 from edge_dflash.weights.formats import FORMATS, WeightFormat, WideWeight
 from edge_dflash.weights.layout import UNIT_ROWS, WINDOW, Format, Layout, repack
 from edge_dflash.weights.recipe import Recipe, default_recipe
-from edge_dflash.weights.stacks import Stack
+from edge_dflash.weights.stacks import AnyStack, ExpertStack
 
 if TYPE_CHECKING:  # importing them needs CUDA's bindings
     from edge_dflash.backends.cuda.driver import Gpu, Kernel
@@ -105,7 +105,7 @@ class Making:
                 return cls(127 + round(math.log2(rms / _BF16_RMS)), 1.0)
 
 
-def stack_rms(stack: Stack) -> float:
+def stack_rms(stack: AnyStack) -> float:
     """RMS of a stack's weights: the output of a linear has its input's RMS, a residual branch a quarter of it."""
     gain = 0.25 if stack.names[0].rsplit(".", 1)[-1] in _BRANCHES else 1.0
     return gain / math.sqrt(stack.layout.k)
@@ -132,7 +132,7 @@ class RandomWeights:
         """Format of every weight."""
         return self._formats
 
-    def stack(self, gpu: Gpu, stack: Stack) -> LinearWeights:
+    def stack(self, gpu: Gpu, stack: AnyStack) -> LinearWeights:
         """Allocate and fill a stack."""
         from edge_dflash.backends.cuda.linear import LinearWeights
 
@@ -140,8 +140,8 @@ class RandomWeights:
         if not _full(layout):
             return _small_stack(gpu, stack)
         making = Making.of(layout.format, stack_rms(stack))
-        data = self._random(gpu, layout.nbytes, stack.key, layout.format, making.exponent)
-        scale = gpu.upload(np.full(layout.units * UNIT_ROWS, making.row_scale, np.float32))
+        data = self._random(gpu, stack.nbytes, stack.key, layout.format, making.exponent)
+        scale = gpu.upload(np.full(stack.rows, making.row_scale, np.float32))
         return LinearWeights(layout, data, scale)
 
     def embedding(self, gpu: Gpu, name: str) -> DevicePointer:
@@ -184,12 +184,12 @@ def _full(layout: Layout) -> bool:
     return not any(n % rows for n in layout.columns) and layout.k % WINDOW[layout.format] == 0
 
 
-def _small_stack(gpu: Gpu, stack: Stack) -> LinearWeights:
+def _small_stack(gpu: Gpu, stack: AnyStack) -> LinearWeights:
     """A padded stack (the gates of gated delta layers), made on the host."""
     from edge_dflash.backends.cuda.linear import LinearWeights
 
     layout = stack.layout
-    if layout.format != "bf16" or layout.nbytes > 64 << 20:
+    if isinstance(stack, ExpertStack) or layout.format != "bf16" or layout.nbytes > 64 << 20:
         raise BackendError(f"{stack.key} is {layout}; random weights of this size need whole units and windows")
     rng = np.random.default_rng(zlib.crc32(stack.key.encode()))
     values = [rng.standard_normal((n, layout.k), np.float32) * np.float32(stack_rms(stack)) for n in layout.columns]

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-from edge_dflash.common.files import parse_json, read_bytes, read_text
+from edge_dflash.common.files import SMALL, parse_json, read_bytes, read_text
 from edge_dflash.errors import BundleError, CheckpointError, RecipeError, short
 
 if TYPE_CHECKING:
@@ -247,10 +247,10 @@ class Table:
         return RecipeError(f"{self.where}: {key} is {short(self.get(key))}; wanted {wanted}")
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """Read a JSON object. Raises CheckpointError when there is no file or no object in it."""
+def read_json(file: Path, most: int = SMALL) -> dict[str, Any]:
+    """Read a JSON object of at most so many bytes. Raises CheckpointError when there is no file or no object in it."""
     try:
-        value = parse_json(read_bytes(file), object_pairs_hook=unique_keys, parse_constant=_no_constant)
+        value = parse_json(read_bytes(file, most), object_pairs_hook=unique_keys, parse_constant=_no_constant)
     except FileNotFoundError:
         raise CheckpointError(f"no {file.name} in {file.parent}; give the directory of a checkpoint") from None
     except OSError as error:

@@ -14,7 +14,8 @@ from edge_dflash.model.dflash import DRAFT_IDS, DRAFTED
 from edge_dflash.model.program import WeightSpec
 from edge_dflash.model.registry import DRAFTERS, TARGETS, read_drafter_spec, read_target_spec
 from edge_dflash.weights.declared import WIDE, Declared, read_declared
-from edge_dflash.weights.formats import FORMATS, Weight, WideWeight
+from edge_dflash.weights.experts import ByExpert, by_expert
+from edge_dflash.weights.formats import FORMATS, Weight, WeightStore, WideWeight
 from edge_dflash.weights.integers import NAME, Int4Weight
 from edge_dflash.weights.safetensors import TensorFiles
 from edge_dflash.weights.stored import SUFFIXES, ModuleReader
@@ -53,6 +54,11 @@ class PairCheckpoint:
         """Return a weight. Raises KeyError for an unknown name, CheckpointError for block scales that are no scales."""
         return self._parts[name.partition(".")[0]].get(name, self._expected[name])
 
+    @property
+    def stored(self) -> WeightStore:
+        """The same weights for those who ask how they are stored: no values are read, so none are checked."""
+        return _Stored(self._parts, self._expected)
+
     def kv_scale(self, state: str) -> tuple[float, float]:
         """FP8 scales (k, v) that the checkpoint carries for a KV state; (1.0, 1.0) when it has none."""
         return self.stored_kv_scale(state) or (1.0, 1.0)
@@ -67,28 +73,39 @@ class PairCheckpoint:
             part.tensors.release()
 
 
+class _Stored(PairCheckpoint):
+    """See :attr:`PairCheckpoint.stored`."""
+
+    def get(self, name: str) -> Weight:
+        """Return a weight."""
+        return self._parts[name.partition(".")[0]].read(name, self._expected[name])
+
+
 class _Part:
     """One checkpoint directory."""
 
     def __init__(self, model: Literal["target", "drafter"], directory: Path) -> None:
         self._model = model
         self._directory = directory
-        self.tensors = TensorFiles.open(directory)
-        self._reader = ModuleReader(self.tensors)
+        self._spelled = ByExpert(TensorFiles.open(directory), {})
         if model == "target":
             spec = read_target_spec(directory)
             self._tied, self._names = spec.tied, TARGETS[spec.architecture].names
             self._vocabulary = spec.vocab_size
+            if spec.experts is not None:
+                self._spelled = by_expert(self._spelled.tensors, spec.experts.count, self._names.skipped)
         else:
             drafter = read_drafter_spec(directory)
             self._tied, self._names, self._vocabulary = False, DRAFTERS[drafter.kind].names, drafter.vocab_size
         self._untied = model == "target" and not self._tied and _says_untied(directory)
+        self.tensors = self._spelled.tensors
+        self._reader = ModuleReader(self.tensors)
         used = [name for name in self.tensors.names() if not self._skipped(name)]
         self._prefix = next(p for p in self._names.prefixes if not p or any(n.startswith(p) for n in used))
 
     def check(self, expected: Mapping[str, WeightSpec]) -> None:
         """Compare the tensors with what is expected, and their storage with the configuration."""
-        linears = [self._module(name) for name, spec in expected.items() if spec.kind == "linear"]
+        linears = [self._spelled.module(self._module(n)) for n, spec in expected.items() if spec.kind == "linear"]
         declared = read_declared(self._directory, linears)
         if "target.lm_head" in expected and self._is_tied("target.lm_head") and "lm_head.weight" in self.tensors:
             self._check_copy(f"{self._prefix}embed_tokens.weight", "lm_head.weight")
@@ -162,7 +179,8 @@ class _Part:
                     f"{self._directory}: module {self._module(name)} is stored as 4-bit integers, which are read of "
                     "drafters alone: a target would be quantized twice; give one in BF16, FP8 or NVFP4"
                 )
-        wanted = declared(self._module(name)) if spec.kind == "linear" and not self._is_tied(name) else None
+        module = self._spelled.module(self._module(name))
+        wanted = declared(module) if spec.kind == "linear" and not self._is_tied(name) else None
         if wanted is not None and wanted != storage:
             raise CheckpointError(
                 f"{self._directory}: module {self._module(name)} is stored as {storage}, "

@@ -6,7 +6,7 @@ and compressed-tensors (quantization_config) with exact names and ``re:`` patter
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -104,6 +104,13 @@ MAX_PATTERNS, MAX_PATTERN = 512, 4096  # of a config, characters of one; publish
 MAX_GROUPS = 64
 _RE = "re:"
 
+_OTHER = {
+    "fp8": "FP8 with a scale for each block of 128 x 128 is not read: take the checkpoint in BF16 or NVFP4",
+    "gptq": "its 4-bit integers are not read: take the checkpoint in BF16 or NVFP4",
+    "awq": "its 4-bit integers are not read: take the checkpoint in BF16 or NVFP4",
+}
+"""What to use in the place of other methods."""
+
 _MODELOPT = {word: form.name for form in reversed(QUANTIZED) for word in form.modelopt}
 
 
@@ -128,7 +135,10 @@ def read_declared(directory: Path, modules: Sequence[str]) -> Declared:
     if method == "compressed-tensors":
         return _compressed_tensors(Fields(file, values, COMPRESSED_TENSORS, f"{where}."), modules)
     if method not in (None, "modelopt"):
-        raise CheckpointError(f"{file}: {where}.quant_method is {method!r}, wanted 'modelopt' or 'compressed-tensors'")
+        known = f"; {_OTHER[method]}" if method in _OTHER else ""
+        raise CheckpointError(
+            f"{file}: {where}.quant_method is {method!r}, wanted 'modelopt' or 'compressed-tensors'{known}"
+        )
     mirror = Fields(file, values, HF_QUANT if nested else MODELOPT, f"{where}.")
     mirror = mirror.child("quantization") if nested else mirror
     own = directory / "hf_quant_config.json"
@@ -151,9 +161,16 @@ def _modelopt(fields: Fields, exclude: str) -> Declared:
     if algorithm == "MIXED_PRECISION":
         if not storages:  # config.json mirrors the scheme without the list
             return lambda module: None
-        return lambda module: storages.get(module, WIDE)
+        return lambda module: next((storages[path] for path in _paths(module) if path in storages), WIDE)
     default = _modelopt_storage(fields)
     return lambda module: WIDE if ignored.match(module) else default
+
+
+def _paths(module: str) -> Iterator[str]:
+    """A module and what it is in: all experts of a layer may be listed as one."""
+    while module:
+        yield module
+        module = module.rpartition(".")[0]
 
 
 def _modelopt_storage(fields: Fields) -> str:

@@ -2,12 +2,13 @@
 
 Units are independent of each other: the streaming form of a stack is that of its row blocks, one behind the other. Back
 goes one matrix at a time, in checkpoint order: it has whole units, or, gate and up, every other group of 8 rows of each
-unit; so no matrix is read for another.
+unit; so no matrix is read for another. Experts go one by one, each a small stack.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import cast
 
 import numpy as np
@@ -26,6 +27,7 @@ from edge_dflash.weights.layout import (
     repack,
 )
 from edge_dflash.weights.safetensors import forget_pages
+from edge_dflash.weights.stacks import AnyStack, Stack
 from edge_dflash.weights.words import Words, to_packed, words_of
 
 BLOCK_BYTES = 8 << 20  # of source rows in a block
@@ -54,11 +56,74 @@ def pack(block: tuple[Weight, ...], words: Words = "shared") -> Repacked:
     return packed
 
 
+def member(repacked: Repacked, index: int) -> Repacked:
+    """One of the stacks of an :class:`~edge_dflash.weights.stacks.ExpertStack`."""
+    layout = repacked.layout
+    rows = layout.units * UNIT_ROWS
+    return replace(
+        repacked,
+        data=repacked.data[index * layout.nbytes : (index + 1) * layout.nbytes],
+        scale=repacked.scale[index * rows : (index + 1) * rows],
+    )
+
+
+def shared_part(weights: tuple[Weight, ...], layout: Layout, index: int) -> tuple[Weight, ...]:
+    """What a member of ``layout`` holds of a shared expert: rows of gate and up, or columns of down."""
+    if layout.swiglu:
+        n = layout.columns[0]
+        return tuple(weight.rows(slice(index * n, (index + 1) * n)) for weight in weights)
+    return tuple(_columns(weight, slice(index * layout.k, (index + 1) * layout.k)) for weight in weights)
+
+
+def unpack_weight(stack: AnyStack, repacked: Repacked, index: int) -> Weight:
+    """Weight ``index`` of a stack, as :func:`unpack_matrix`; a shared expert's parts are put together."""
+    if isinstance(stack, Stack):
+        return unpack_matrix(repacked, index)
+    expert, matrix = divmod(index, len(stack.layout.columns))
+    if expert < stack.experts:
+        return unpack_matrix(member(repacked, expert), matrix)
+    parts = tuple(unpack_matrix(member(repacked, expert + part), matrix) for part in range(stack.parts))
+    return _joined(parts, axis=0 if stack.layout.swiglu else 1)
+
+
+def _columns(weight: Weight, part: slice) -> Weight:
+    """Views of some columns, a multiple of BLOCK each."""
+    match weight:
+        case Nvfp4Weight():
+            packed, blocks = (slice(part.start // n, part.stop // n) for n in (2, BLOCK))
+            return replace(weight, packed=weight.packed[:, packed], block_scale=weight.block_scale[:, blocks])
+        case Fp8Weight():
+            return replace(weight, data=weight.data[:, part])
+        case WideWeight():
+            return WideWeight(weight.data[:, part])
+        case _:
+            raise TypeError(f"no columns are taken of {weight.format} codes")
+
+
+def _joined(parts: tuple[Weight, ...], axis: int) -> Weight:
+    """One matrix of parts of its rows or columns, all of one format."""
+    match parts[0]:
+        case Nvfp4Weight() as first:
+            codes = [(part.packed, part.block_scale) for part in parts if isinstance(part, Nvfp4Weight)]
+            packed, blocks = (np.concatenate(arrays, axis) for arrays in zip(*codes, strict=True))
+            return replace(first, packed=packed, block_scale=blocks)
+        case Fp8Weight() as first:
+            fp8 = [part for part in parts if isinstance(part, Fp8Weight)]
+            data, scale = np.concatenate([part.data for part in fp8], axis), first.scale
+            if axis == 0 and any(not np.array_equal(part.scale, scale) or part.scale.size > 1 for part in fp8):
+                scale = np.concatenate([np.broadcast_to(part.scale, part.shape[:1]) for part in fp8])
+            return replace(first, data=data, scale=scale)
+        case _:
+            return WideWeight(np.concatenate([part.data for part in parts if isinstance(part, WideWeight)], axis))
+
+
 def data_for(repacked: Repacked, sm: int) -> Bytes:
     """A stack's bytes as the kernels for compute capability ``sm`` read them; a copy where the words are others."""
-    if repacked.layout.format != "nvfp4" or repacked.words == words_of(sm):
+    layout = repacked.layout
+    if layout.format != "nvfp4" or repacked.words == words_of(sm):
         return repacked.data
-    return repack(unpack(repacked), swiglu=repacked.layout.swiglu, words=words_of(sm)).data
+    members = (member(repacked, index) for index in range(repacked.data.size // layout.nbytes))
+    return np.concatenate([repack(unpack(one), swiglu=layout.swiglu, words=words_of(sm)).data for one in members])
 
 
 AT_ONCE = 1 << 20  # bytes of pieces: what a cache holds, several times over

@@ -119,7 +119,7 @@ GLOBAL_DIVISOR = E2M1_MAX * E4M3_MAX  # 2688: the largest value is code 7 in a b
 _PAIRS = torch.tensor([[(-1.0 if c & 8 else 1.0) * E2M1[c & 7] for c in (b & 15, b >> 4)] for b in range(256)])
 
 FUSED_GROUPS = (
-    ("mlp.gate_proj", "mlp.up_proj"),
+    ("gate_proj", "up_proj"),
     ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"),
 )

@@ -25,20 +25,12 @@ Wish = str  # one of WISHES
 WISHES: tuple[Wish, ...] = (*(form.name for form in FORMATS.values() if form.wished), "keep")
 _QUANTIZED = tuple(form.name for form in QUANTIZED)
 TARGET_MODULES = (
-    "attention",
-    "gated_delta",
-    "mlp",
-    "experts",
-    "lm_head",
-    "gates",
-    "router",
-    "embedding",
-    "norm",
-    "conv",
+    *("attention", "gated_delta", "mlp", "experts", "lm_head"),
+    *("gates", "router", "embedding", "norm", "conv"),
 )
 DRAFTER_MODULES = tuple(dict.fromkeys(module for drafter in DRAFTERS.values() for module in drafter.modules))
 WIDE_MODULES = ("gates", "router", "embedding", "norm", "conv", "walk")  # small or sensitive: never quantized
-W4A4_MODULES = ("attention", "gated_delta", "mlp")  # lm_head and fc always read wide activations
+W4A4_MODULES = ("attention", "gated_delta", "mlp")  # experts, lm_head and fc always read wide activations
 
 
 @dataclass(frozen=True)
@@ -101,6 +93,7 @@ class Recipe:
     kv: Literal["fp8", "bf16"] = "fp8"
     calibration: Calibration = Calibration()
     context: Context = Context()
+    requantize: Literal["never", "fp8"] = "never"  # weights that may be rounded a second time: those stored in FP8
     keeps: bool = False  # a quantized weight stays as it is stored, whatever is wished of it
 
     def choice(self, name: str, spec: WeightSpec, stored: Weight | None) -> WeightFormat:
@@ -121,10 +114,11 @@ class Recipe:
             return found
         if wish == "keep" or wish == found or (self.keeps and found in _QUANTIZED):
             return found
-        if found in _QUANTIZED:
+        if found in _QUANTIZED and (found, wish) != (self.requantize, "nvfp4"):
+            again = ", or requantize: fp8" if (found, wish) == ("fp8", "nvfp4") else ""
             raise RecipeError(
                 f"recipe {self.name}: {origin} asks for {wish} of {name}, which the checkpoint stores as {found}; "
-                f"a quantized weight is not converted: use keep or {found}, or a checkpoint in BF16"
+                f"a quantized weight is not converted: use keep or {found}, or a checkpoint in BF16{again}"
             )
         if (block := FORMATS[wish].block) and spec.shape[-1] % block:
             raise RecipeError(
@@ -214,6 +208,7 @@ KEYS = (
     "drafter",
     "overrides",
     "masks",
+    "requantize",
     "activations",
     "kv",
     "calibration",
@@ -240,6 +235,7 @@ def load_recipe(path: str | Path) -> Recipe:
             for entry in table.children("overrides", ("match", "format"))
         ),
         masks=tuple(_mask(entry) for entry in table.children("masks", ("match", "block", "window"))),
+        requantize=table.one_of("requantize", ("never", "fp8"), "never"),
         activations=table.one_of("activations", ("bf16", "nvfp4"), "bf16"),
         kv=table.one_of("kv", ("fp8", "bf16"), "fp8"),
         calibration=_calibration(table.child("calibration", ("file", "tokens", "margin"))),

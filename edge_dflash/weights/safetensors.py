@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from edge_dflash.common.files import is_there, open_regular, parse_json
+from edge_dflash.common.files import LARGE, is_there, open_regular, parse_json
 from edge_dflash.common.tables import read_json, unique_keys
 from edge_dflash.errors import CheckpointError, short
 from edge_dflash.weights.formats import Array
@@ -131,7 +131,7 @@ def _locate(directory: Path) -> tuple[tuple[Path, ...], dict[str, str] | None]:
         raise CheckpointError(f"no directory {directory}; give the directory of a checkpoint")
     single, index_file = directory / SINGLE, directory / INDEX
     if is_there(index_file):
-        index = read_json(index_file).get("weight_map")
+        index = read_json(index_file, LARGE).get("weight_map")
         if not isinstance(index, dict) or not all(isinstance(shard, str) for shard in index.values()):
             raise CheckpointError(f"{index_file} has no weight_map of names to files; download it again")
         shards = sorted(set(index.values()))

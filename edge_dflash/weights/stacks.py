@@ -2,6 +2,9 @@
 
 Derived from the Programs and the weights' formats alone, so a build and a runtime find the same stacks. A weight that
 two passes use with different neighbours (the drafter's k and v) is in two stacks and stored twice.
+
+The experts of a mixture are one :class:`ExpertStack` of gate and up and one of down: launches find an expert by its
+place in one array.
 """
 
 from __future__ import annotations
@@ -11,9 +14,10 @@ from dataclasses import dataclass
 from typing import cast
 
 from edge_dflash.errors import BackendError
+from edge_dflash.model.experts import Experts
 from edge_dflash.model.ops import Linear, SwiGlu
 from edge_dflash.model.program import PairPrograms, Program, WeightSpec
-from edge_dflash.weights.formats import FORMATS, TIED, WeightFormat, read_as
+from edge_dflash.weights.formats import BLOCK, FORMATS, TIED, WeightFormat, read_as
 from edge_dflash.weights.layout import UNIT_ROWS, Format, Layout
 
 PARTS = 4  # most matrices of a stack with an output each; more need one output for all
@@ -40,6 +44,58 @@ class Stack:
     def joined(self) -> bool:
         """Whether the outputs may lie side by side in one matrix."""
         return not self.layout.swiglu and all(n % UNIT_ROWS == 0 for n in self.layout.columns[:-1])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights."""
+        return self.layout.nbytes
+
+    @property
+    def rows(self) -> int:
+        """Rows with those that fill units up: so many factors of sums there are."""
+        return self.layout.units * UNIT_ROWS
+
+
+@dataclass(frozen=True)
+class ExpertStack:
+    """Gate and up, or down, of a layer's experts: a stack for each, its *member*, one behind the other in one array.
+
+    A shared expert that is ``parts`` times as wide is the last ``parts`` members: slices of its gate and up rows, and
+    of its down columns, whose products add up to its own.
+    """
+
+    names: tuple[str, ...]  # canonical names of the weights, expert by expert; of the shared one last
+    layout: Layout  # of a member
+    experts: int  # members before those of the shared expert
+    parts: int  # 0: no shared expert
+
+    @property
+    def key(self) -> str:
+        """Name of the stack, as of a :class:`Stack`."""
+        return f"{self.names[0]}+{len(self.names) - 1}"
+
+    @property
+    def members(self) -> int:
+        """Stacks of :attr:`layout` in the array."""
+        return self.experts + self.parts
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights of all members."""
+        return self.members * self.layout.nbytes
+
+    @property
+    def rows(self) -> int:
+        """Rows of all members with those that fill units up: so many factors of sums there are."""
+        return self.members * self.layout.units * UNIT_ROWS
+
+    def expert(self, index: int) -> tuple[str, ...]:
+        """Names of an expert's matrices: gate and up, or down. The last index is the shared one's."""
+        each = len(self.layout.columns)
+        return self.names[index * each : (index + 1) * each]
+
+
+AnyStack = Stack | ExpertStack
 
 
 def program_stacks(program: Program, formats: Mapping[str, WeightFormat]) -> tuple[Stack, ...]:
@@ -69,6 +125,49 @@ def pair_stacks(programs: PairPrograms, formats: Mapping[str, WeightFormat]) -> 
         stack for p in (programs.prefill, programs.verify, programs.propose) for stack in program_stacks(p, formats)
     )
     return {stack.key: stack for stack in found}
+
+
+def expert_stacks(program: Program, formats: Mapping[str, WeightFormat]) -> dict[str, tuple[ExpertStack, ExpertStack]]:
+    """Gate and up, and down, of each mixture of a pass, by the output of its op. Raises BackendError."""
+    return {op.output: _experts(op, program.weights, formats) for op in program.ops if isinstance(op, Experts)}
+
+
+def pair_experts(programs: PairPrograms, formats: Mapping[str, WeightFormat]) -> dict[str, ExpertStack]:
+    """All of a pair by key; passes share them."""
+    passes = (programs.prefill, programs.verify, programs.propose)
+    return {stack.key: stack for p in passes for pair in expert_stacks(p, formats).values() for stack in pair}
+
+
+def _experts(
+    op: Experts, weights: Mapping[str, WeightSpec], formats: Mapping[str, WeightFormat]
+) -> tuple[ExpertStack, ExpertStack]:
+    inner, hidden = weights[op.gates[0]].shape
+    wide = weights[op.shared.gate].shape[0] if op.shared else 0
+    if inner % BLOCK or wide % inner:
+        raise BackendError(
+            f"{op.gates[0]} has {inner} rows, the shared expert {wide}; the native kernels need a multiple of {BLOCK}, "
+            "and a shared expert as wide as some of the others together"
+        )
+    pairs = tuple(name for pair in zip(op.gates, op.ups, strict=True) for name in pair)
+    first = (*pairs, op.shared.gate, op.shared.up) if op.shared else pairs
+    second = (*op.downs, op.shared.down) if op.shared else op.downs
+    count, parts = len(op.gates), wide // inner
+    return (
+        ExpertStack(first, Layout(_one_form(first, formats), (inner, inner), hidden, swiglu=True), count, parts),
+        ExpertStack(second, Layout(_one_form(second, formats), (hidden,), inner), count, parts),
+    )
+
+
+def _one_form(names: tuple[str, ...], formats: Mapping[str, WeightFormat]) -> Format:
+    """The format of all experts of a layer."""
+    form = _form(names[0], formats)
+    for name in names:
+        if (other := _form(name, formats)) != form:
+            raise BackendError(
+                f"{name} is {other}, {names[0]} is {form}; the native kernels read the experts of a layer, its shared "
+                "one with them, in one format: give them one in the recipe, or take a checkpoint that does"
+            )
+    return form
 
 
 def _parts(names: tuple[str, ...], weights: Mapping[str, WeightSpec]) -> list[tuple[str, ...]]:

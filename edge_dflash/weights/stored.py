@@ -89,7 +89,7 @@ class ModuleReader:
 
     def scalar(self, tensor: str, least: float = 1e-30, most: float = 1e30) -> float:
         """Number from ``least`` to ``most`` stored as F32 or BF16, [] or [1]."""
-        kind, data = self._tensors.array(tensor)
+        kind, data = self._array(tensor, None)
         if kind not in ("F32", "BF16") or data.size != 1:
             raise self._error(tensor, f"{kind} {list(data.shape)}", "F32 [] or [1]")
         value = float(_float(kind, data).reshape(()))

@@ -210,7 +210,7 @@ def test_w4a4_reaches_nvfp4_linears_but_not_head_and_fc():
     ("text", "message"),
     [
         ("weights: {}", "unknown key weights; accepted: schema, name, description, target"),
-        ("target: {experts: fp8}", "target: unknown key experts; accepted: attention, gated_delta"),
+        ("target: {expert: fp8}", "target: unknown key expert; accepted: attention, gated_delta"),
         ("drafter: {lm_head: fp8}", "drafter: unknown key lm_head; accepted: attention, mlp, fc, norm"),
         ("target: {mlp: int4}", "mlp is 'int4'; wanted one of bf16, fp8, nvfp4, keep"),
         ("target: {gates: nvfp4}", "gates is 'nvfp4'; wanted one of bf16, keep"),

@@ -20,7 +20,7 @@ from edge_dflash.weights.formats import WeightFormat, WeightStore, WideWeight
 from edge_dflash.weights.layout import UNIT_ROWS
 from edge_dflash.weights.packing import pack, row_blocks
 from edge_dflash.weights.safetensors import forget_pages
-from edge_dflash.weights.stacks import Stack
+from edge_dflash.weights.stacks import AnyStack, Stack
 from edge_dflash.weights.words import words_of
 
 
@@ -32,8 +32,8 @@ class NativeWeights(Protocol):
         """Format of every weight of the pair."""
         ...
 
-    def stack(self, gpu: Gpu, stack: Stack) -> LinearWeights:
-        """Allocate and fill a stack."""
+    def stack(self, gpu: Gpu, stack: AnyStack) -> LinearWeights:
+        """Allocate and fill a stack; of experts, all members behind each other, with the layout of one."""
         ...
 
     def embedding(self, gpu: Gpu, name: str) -> DevicePointer:
@@ -63,9 +63,9 @@ class BundleWeights:
         """Format of every weight of the pair."""
         return self._bundle.manifest.weights
 
-    def stack(self, gpu: Gpu, stack: Stack) -> LinearWeights:
+    def stack(self, gpu: Gpu, stack: AnyStack) -> LinearWeights:
         """Allocate and fill a stack. Raises BundleError when the bundle lacks it, BackendError from the device."""
-        if any(self.formats[name] == "tied" for name in stack.names):
+        if isinstance(stack, Stack) and any(self.formats[name] == "tied" for name in stack.names):
             return self._tied(gpu, stack)
         packed = self._bundle.repacked(stack)
         loaded = LinearWeights.of(gpu, packed)
