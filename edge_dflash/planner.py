@@ -80,10 +80,7 @@ class Planner:
         self_test: SelfTestResult | None = None,
         observer: Observer | None = None,
     ) -> None:
-        """Take a loaded backend over (closed by :meth:`close`); most callers want :meth:`open`.
-
-        ``bundle`` is the fingerprint that saved sessions are bound to, ``self_test`` what the self-test gave.
-        """
+        """Take a loaded backend over; ``bundle``: fingerprint to which saved sessions are bound. See :meth:`open`."""
         asked: dict[str, Any] = {"queue": queue, "prefix_bytes": prefix_bytes, "fallback": fallback, "drafts": drafts}
         _check(stop_token_ids=stop_token_ids, bundle=bundle, observer=observer, **asked)
         self._self_test = self_test
@@ -250,15 +247,17 @@ class Planner:
           ends by itself satisfies it. With thinking, the form begins behind it. ``whitespace``: blanks in JSON.
         - bounds: ``deadline`` in seconds from now, waiting included: no pass starts that is not expected to end in
           time, and what was committed is the plan. ``max_new_tokens``. ``stop``: texts before which the answer ends.
-        - choice: ``temperature``, ``top_k``, ``top_p``, ``seed``; ``speculative=False`` gives the same tokens, slower.
-          ``logprobs``: how likely the model held each token and so many others, before any of these options.
+        - choice: ``temperature``, ``top_k``, ``top_p``, ``seed``. ``logprobs``: how likely the model held each token
+          and so many others, before any of these options.
         - chat: ``thinking``, ``tools``; ``tool_choice``: "auto", "none", "required" or the name of the tool to call.
           ``raw``: the text as it is, without chat template, in which control tokens may be spelled. ``relaxed``: lossy
           acceptance, only inside a thinking span that the prompt opens; without one nothing is relaxed.
+        - drafts, on which no token depends: ``speculative=False``: none. ``draft_confidence``: those from the first on
+          that a drafter with a confidence head is less sure of are not verified, 0 to 1; others verify as ever.
         - queue: ``priority``, ``caller``.
 
-        Raises RequestError for bad input, ContextError for a prompt that does not fit and QueueFullError here, and not
-        at the first increment; QueueFullError later for a request that a more urgent one displaced.
+        Raises RequestError for bad input, ContextError for a prompt that does not fit and QueueFullError here;
+        QueueFullError later for a request that a more urgent one displaced.
         """
         self._engine.submit(job := self._job(task, session, options))
         return PlanStream(job, job.ticket, owner=self)

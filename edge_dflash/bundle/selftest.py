@@ -85,9 +85,14 @@ class SelfTest:
         return replace(self, drafts=((),) * cycles, accept_lengths=(1,) * cycles, accept_length=1.0, accept_floor=1.0)
 
     @property
+    def drafting(self) -> Drafting:
+        """What became of the drafts."""
+        return Drafting(tuple(map(len, self.drafts)), tuple(n - 1 for n in self.accept_lengths))
+
+    @property
     def acceptance(self) -> tuple[float, ...]:
         """Share of the drafts that the target accepted, by position."""
-        return Drafting(tuple(map(len, self.drafts)), tuple(n - 1 for n in self.accept_lengths)).acceptance
+        return self.drafting.acceptance
 
     @property
     def drafted(self) -> int:

@@ -5,12 +5,21 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from operator import ne
 from typing import TYPE_CHECKING, Any
 
-from edge_dflash.backends.host_cycle import Delegate
-from edge_dflash.checks.bench_result import BenchResult, Cold, CycleTimes, Formed, PassTime, StepKind
+from edge_dflash.checks.bench_result import (
+    BenchResult,
+    ByDrafts,
+    Chosen,
+    Cold,
+    CycleTimes,
+    Formed,
+    PassTime,
+    Prefill,
+    StepKind,
+)
 from edge_dflash.checks.footprint import Costs
+from edge_dflash.checks.forcing import accept_pattern, profile_pattern, reached
 from edge_dflash.checks.measure import (
     CYCLES,
     ROUNDS,
@@ -18,21 +27,15 @@ from edge_dflash.checks.measure import (
     Decodings,
     Meter,
     TimedRun,
-    accept_pattern,
     host_cycle,
     memory,
     on_device,
 )
 from edge_dflash.checks.provenance import ClockSample, describe
-from edge_dflash.decode.backend import Backend, Rows
-from edge_dflash.decode.controls import Controls
+from edge_dflash.checks.replaced import replaced_share
+from edge_dflash.decode.backend import Backend
 from edge_dflash.decode.drafts import measure
-from edge_dflash.decode.grammar.compiled import compile_form
-from edge_dflash.decode.grammar.schema_check import schema_json
-from edge_dflash.decode.grammar.wire import Source
-from edge_dflash.decode.loop import stream
-from edge_dflash.decode.options import Options
-from edge_dflash.errors import ContextError, RequestError
+from edge_dflash.errors import ContextError
 from edge_dflash.planner import Planner
 
 if TYPE_CHECKING:  # importing them needs CUDA's bindings
@@ -52,6 +55,14 @@ class Workload:
     contexts: tuple[int, ...] = ()  # more contexts at which a cycle is timed
     accept_length: float | None = None  # None: what the drafter reaches
     profile: bool = False
+    acceptance: str | None = None  # instead of an accept length: a profile of checks/forcing.py
+    correlation: float | None = None  # of verified rows whose experts are forced; None: the target's own choices
+
+    def pattern(self, rows: int) -> tuple[int, ...] | None:
+        """Accepted drafts of each cycle, if they are forced. Raises RequestError."""
+        if self.acceptance is not None:
+            return profile_pattern(self.acceptance, rows - 1)
+        return None if self.accept_length is None else accept_pattern(self.accept_length, rows)
 
     def drift(self, rows: int) -> int:
         """Most rows that the timed cycles, of verify passes of ``rows``, put behind a context."""
@@ -59,9 +70,9 @@ class Workload:
 
     def budget(self, rows: int) -> int:
         """Tokens that speculative decoding generates: whole periods of the accept pattern, so that its mean is met."""
-        if self.accept_length is None:
+        if (pattern := self.pattern(rows)) is None:
             return self.tokens
-        pattern = accept_pattern(self.accept_length, rows)
+        pattern = pattern if self.acceptance is None else pattern[: len(pattern) // 16]
         period = sum(pattern) + len(pattern)
         return 1 + max(1, round(self.tokens / period)) * period
 
@@ -114,14 +125,15 @@ def run(subject: Subject, device: Device, work: Workload, say: Say) -> BenchResu
     on_gpu = on_device(planner.backend)
     work = fitted(work, planner.backend, say)
     meter = Meter(planner, subject.costs, device.bandwidth)
-    if on_gpu and work.accept_length is not None:
-        on_gpu.force(accept_pattern(work.accept_length, shape.verify_rows))
+    if on_gpu and (pattern := work.pattern(shape.verify_rows)) is not None:
+        on_gpu.force(pattern)
     allocations = on_gpu.gpu.allocations if on_gpu else 0
     first = meter.cycles(subject.prompts[0], 1)
     say("timing plain decoding")
     plain, _ = meter.decode(subject.prompts, work.tokens, speculative=False)
     say("timing speculative decoding")
     decodings, formed = decode_all(meter, subject, work)
+    chosen = _chosen(meter, subject, work, say) if work.acceptance else None
     say("timing the parts of a cycle")
     sample = ClockSample()
     if on_gpu is None:
@@ -129,12 +141,9 @@ def run(subject: Subject, device: Device, work: Workload, say: Say) -> BenchResu
     else:
         cycle = meter.device_cycle(tiled(subject.filler, work.context), sample)
     clocks = sample.result()
-    prefills = []
-    for tokens in work.prefill:
-        say(f"timing a prompt of {tokens:,} tokens")
-        prefills.append(meter.prefill(tiled(subject.filler, tokens), device.matmul_rate))
-    say("timing cycles by the drafts that they verify")
-    by_drafts = {str(drafts): 1e3 * seconds for drafts, seconds in measure(planner.backend).items()}
+    prefills = tuple(_prefill(meter, subject, tokens, device, say) for tokens in work.prefill)
+    by_drafts = _at_load(planner.backend, say)
+    steps = _by_drafts(meter, subject, work, say)
     contexts = tuple(_context(meter, subject, context, say) for context in work.contexts)
     held = memory(on_gpu, device.free_bytes, allocations) if on_gpu else None
     middle = len(subject.prompts[0]) + work.tokens // 2
@@ -159,11 +168,15 @@ def run(subject: Subject, device: Device, work: Workload, say: Say) -> BenchResu
         raw=decodings.raw,
         cycle=cycle,
         cold=_cold(subject, first, decodings.raw.ms),
-        prefill=tuple(prefills),
+        prefill=prefills,
         contexts=contexts,
         drafts_ms=by_drafts,
         memory=held,
         profile=_profile(on_gpu, subject, work, say) if on_gpu and work.profile else (),
+        forced_acceptance=work.acceptance,
+        routing_correlation=work.correlation,
+        chosen=chosen,
+        by_drafts=steps,
     )
 
 
@@ -178,44 +191,8 @@ def decode_all(meter: Meter, subject: Subject, work: Workload) -> tuple[Decoding
     found = meter.decodings(subject.prompts, budget, rounds, schema)
     if form is None or found.formed is None:
         return found, None
-    replaced = replaced_share(planner, form, prompt, budget)
+    replaced = replaced_share(planner, form.schema, prompt, budget)
     return found, Formed(**vars(found.formed), schema=form.what, replaced=replaced)
-
-
-class _Watched(Delegate):
-    """A backend whose cycles are decided on the host; counts drafts that are not verified as they were drafted."""
-
-    def __init__(self, backend: Backend) -> None:
-        super().__init__(backend)
-        self._drafted: list[int] = []
-        self.verified = self.replaced = 0  # drafts
-
-    def propose(self, anchor: int, lane: int = 0) -> Rows:
-        rows = super().propose(anchor, lane)
-        self._drafted = rows.argmax()
-        return rows
-
-    def verify(self, ids: Sequence[int], lane: int = 0) -> Rows:
-        self.verified += len(ids) - 1
-        self.replaced += sum(map(ne, ids[1:], self._drafted))
-        return super().verify(ids, lane)
-
-
-def replaced_share(planner: Planner, form: Form, prompt: Sequence[int], tokens: int) -> float:
-    """Share of the drafts behind ``prompt`` in whose place the grammar puts another token, refused or forced.
-
-    Raises RequestError without a tokenizer.
-    """
-    backend, tokenizer, stop = _Watched(planner.backend), planner.tokenizer, planner.stop_token_ids
-    if tokenizer is None:
-        raise RequestError("a bundle without tokenizer takes no schema; leave it out")
-    source = Source("schema", schema_json(form.schema), False, backend.shape.vocab_size)
-    grammar = compile_form(source, tokenizer, stop)
-    backend.reset()
-    options = Options(max_new_tokens=tokens)
-    for _ in stream(backend, prompt, options, stop_token_ids=stop, controls=Controls(constraint=grammar.constraint())):
-        pass
-    return backend.replaced / max(backend.verified, 1)
 
 
 def fitted(work: Workload, backend: Backend, say: Say) -> Workload:
@@ -237,6 +214,37 @@ def fitted(work: Workload, backend: Backend, say: Say) -> Workload:
 def tiled(ids: Sequence[int], length: int) -> list[int]:
     """``ids`` over and over, up to ``length``."""
     return [*ids] * (length // len(ids)) + [*ids][: length % len(ids)]
+
+
+def _chosen(meter: Meter, subject: Subject, work: Workload, say: Say) -> Chosen:
+    """The first prompt by a planner that chooses the number of drafts; its first plan settles the number."""
+    say("timing speculative decoding with drafts chosen by measurement")
+    backend, rows = subject.planner.backend, subject.planner.shape.verify_rows
+    planner = Planner(backend, None)  # never closed: the backend is the subject's
+    planner._engine.pace.begin(backend, None)
+    other = replace(meter, planner=planner)
+    for _ in range(2):
+        found, plans = other.decode(subject.prompts[:1], work.budget(rows))
+    return Chosen(**vars(found), drafts=plans[0].drafting.mean, usual=plans[0].drafting.usual)
+
+
+def _by_drafts(meter: Meter, subject: Subject, work: Workload, say: Say) -> tuple[ByDrafts, ...]:
+    if work.acceptance is None and work.correlation is None:
+        return ()
+    say(f"timing cycles by their drafts at {work.context:,} tokens")
+    shares = reached(work.acceptance, subject.planner.shape.drafts) if work.acceptance else None
+    return meter.by_drafts(tiled(subject.filler, work.context), shares)
+
+
+def _prefill(meter: Meter, subject: Subject, tokens: int, device: Device, say: Say) -> Prefill:
+    say(f"timing a prompt of {tokens:,} tokens")
+    return meter.prefill(tiled(subject.filler, tokens), device.matmul_rate)
+
+
+def _at_load(backend: Backend, say: Say) -> dict[str, float]:
+    """Milliseconds of a cycle by its drafts, as they are measured at load."""
+    say("timing cycles by the drafts that they verify")
+    return {str(drafts): 1e3 * seconds for drafts, seconds in measure(backend).items()}
 
 
 def _context(meter: Meter, subject: Subject, context: int, say: Say) -> CycleTimes:

@@ -57,6 +57,25 @@ class Formed(Decode):
 
 
 @dataclass(frozen=True)
+class Chosen(Decode):
+    """Decoding with as many drafts as are measured to give most tokens a second."""
+
+    drafts: float  # that a cycle verified, mean
+    usual: int  # drafts of most cycles
+
+
+@dataclass(frozen=True)
+class ByDrafts:
+    """A steady cycle that verifies so many drafts."""
+
+    drafts: int
+    ms: float  # from call to commit, on the host's clock
+    verify: PassTime  # on the device's clock
+    experts: float | None  # that a layer read, counted on the device; None: the target has none
+    tokens_per_second: float | None  # by the forced acceptance; None: none is forced
+
+
+@dataclass(frozen=True)
 class CycleTimes:
     """A steady cycle, on the device's own clock."""
 
@@ -153,6 +172,10 @@ class BenchResult:
     drafts_ms: Mapping[str, float]  # a cycle by the drafts that it verifies, on an empty sequence, wall clock
     memory: DeviceMemory | None
     profile: tuple[StepKind, ...]
+    forced_acceptance: str | None = None  # name of a profile
+    routing_correlation: float | None = None  # of the rows of a verify whose experts are forced
+    chosen: Chosen | None = None  # Planner.plan under a forced profile
+    by_drafts: tuple[ByDrafts, ...] = ()  # under a forced profile or routing
 
     @property
     def host_ms(self) -> float:

@@ -1,9 +1,9 @@
 """Bytes of Programs by arithmetic: what a pass moves, what a loaded pair holds, and operations of a prefill.
 
 Pure functions of :mod:`edge_dflash.model.program` and a format per weight. A cycle is one propose pass and one verify
-pass, each reading every weight once; the replay of the previous cycle's rows happens in the verify pass.
-:class:`CycleBytes` counts weights as a bundle stores them, :class:`Costs` as the native kernels read them: in streaming
-form with their scales. Activations stay in caches and are not counted.
+pass, each reading every weight once, of a mixture the experts that its rows choose; the replay of the previous cycle's
+rows happens in the verify pass. :class:`CycleBytes` counts weights as a bundle stores them, :class:`Costs` as the
+native kernels read them: in streaming form with their scales. Activations stay in caches and are not counted.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ from math import prod
 from typing import Any
 
 from edge_dflash.bundle.parts import stack_bytes
+from edge_dflash.checks import expert_bytes
+from edge_dflash.checks.expert_bytes import expert_layers, routed, routed_bytes
+from edge_dflash.model.experts import Experts
 from edge_dflash.model.ops import Attend, KvAppend, Linear, SelectRows, StateOp
 from edge_dflash.model.program import DeltaState, KvState, PairPrograms, Program, State
 from edge_dflash.model.specs import PairSpec
@@ -34,6 +37,7 @@ class CycleBytes:
     """Bytes that one cycle moves between memory and processor, with some number of tokens committed."""
 
     target_weights: int = _label("verify: target weights, lm_head included")  # the embedding is only gathered from
+    experts: int = _label("verify: experts that rows choose, at most on average")  # see checks/expert_bytes.py
     drafter_weights: int = _label("draft: drafter weights")  # fc, context K/V, block: every weight once
     drafter_lm_head: int = _label("draft: lm_head again")
     walk: int = _label("draft: the walk's weights")  # of its tables only the rows that drafts read
@@ -64,15 +68,18 @@ class Traffic:
     """Bytes that one pass of the native kernels moves."""
 
     weights: Mapping[str, int]  # by format, row scales included
-    embedding: int  # gathered rows, and what a walk reads
+    embedding_rows: int
     kv: int  # keys and values, read and written
     state: int  # recurrent state and convolution history, read and written
     tape: int  # rows of the replay tape, read and written
+    experts: int = 0  # those that rows choose
+    walk: int = 0  # of its tables only the rows that drafts read
 
     @property
     def total(self) -> int:
         """All bytes."""
-        return sum(self.weights.values()) + self.embedding + self.kv + self.state + self.tape
+        tables = self.embedding_rows + self.walk
+        return sum(self.weights.values()) + self.experts + tables + self.kv + self.state + self.tape
 
 
 @dataclass(frozen=True)
@@ -88,9 +95,17 @@ class Costs:
         """A propose pass at ``context`` committed tokens."""
         return self._pass(self.programs.propose, context, self.pair.block_size, 0)
 
-    def verify(self, context: int, pending: int, rows: int | None = None) -> Traffic:
-        """A verify pass of ``rows`` (None: anchor and drafts) that replays ``pending`` rows; 0: it writes no state."""
-        return self._pass(self.programs.verify, context, rows or self.pair.verify_rows, pending)
+    def verify(self, context: int, pending: int, rows: int | None = None, experts: float | None = None) -> Traffic:
+        """A verify pass of ``rows`` (None: anchor and drafts) that replays ``pending`` rows; 0: it writes no state.
+
+        ``experts``: how many a layer reads; None: as many as uniform, independent rows do on average.
+        """
+        return self._pass(self.programs.verify, context, rows or self.pair.verify_rows, pending, experts)
+
+    @property
+    def expert_layers(self) -> int:
+        """Layers of the target that have experts."""
+        return len(expert_layers(self.programs.verify))
 
     def prefill_operations(self, tokens: int) -> int:
         """Multiplications and additions of the linears and of attention for a prompt of ``tokens``.
@@ -100,22 +115,30 @@ class Costs:
         program = self.programs.prefill
         every_row = row_parameters(program)
         linears = sum(prod(program.weights[op.weight].shape) for op in program.ops if isinstance(op, Linear))
+        linears += sum(expert_bytes.row_weights(program, op) for op in expert_layers(program))
         heads = sum(op.heads * op.head_dim for op in program.ops if isinstance(op, Attend))
         return 2 * (tokens * every_row + linears - every_row) + 4 * heads * tokens * (tokens + 1) // 2
 
-    def _pass(self, program: Program, context: int, rows: int, pending: int) -> Traffic:
+    def _pass(self, program: Program, context: int, rows: int, pending: int, experts: float | None = None) -> Traffic:
         weights: dict[str, int] = {}
         for stack in program_stacks(program, self.formats):
             weights[stack.layout.format] = weights.get(stack.layout.format, 0) + stack_bytes(stack)
+        streamed = expert_bytes.streamed_bytes(program, self.formats)
+        chosen = {name for op in expert_layers(program) for name in routed(op)}
+        for name in streamed.keys() - chosen:
+            form = self.formats[name]
+            weights[form] = weights.get(form, 0) + streamed[name]
         stored = {name: 2 * prod(spec.shape) for name, spec in program.weights.items()}
         tables = [spec.shape[1] for spec in program.weights.values() if spec.kind == "embedding"]
         deltas = [state for state in program.states.values() if isinstance(state, DeltaState)]
         return Traffic(
             weights=weights,
-            embedding=2 * rows * sum(tables) + walk_bytes(program, stored, self.pair.drafts),
+            embedding_rows=2 * rows * sum(tables),
+            walk=walk_bytes(program, stored, self.pair.drafts),
             kv=_kv_bytes(program, context, rows, self.kv, Attend, KvAppend),
             state=sum((2 if pending else 1) * state.state_bytes + 2 * state.conv_bytes for state in deltas),
             tape=(rows + pending) * tape_bytes_per_row(deltas),
+            experts=routed_bytes(program, streamed, rows, experts),
         )
 
 
@@ -157,16 +180,22 @@ def walk_bytes(program: Program, read: Mapping[str, int], drafts: int) -> int:
 
 
 def cycle_bytes(
-    programs: PairPrograms, read: Mapping[str, int], pair: PairSpec, context: int, kv: KvFormat
+    programs: PairPrograms,
+    read: Mapping[str, int],
+    pair: PairSpec,
+    context: int,
+    kv: KvFormat,
+    drafts: int | None = None,
 ) -> CycleBytes:
-    """Cost of a propose and a verify pass; ``read`` is the bytes that one read of a weight costs."""
-    block, rows = pair.block_size, pair.verify_rows
+    """Cost of a propose and a verify pass of ``drafts`` (None: all); ``read``: the bytes of one read of a weight."""
+    block, rows = pair.block_size, pair.verify_rows if drafts is None else drafts + 1
     verify, propose, states = programs.verify, programs.propose, programs.verify.states.values()
     both = verify.weights.keys() & propose.weights.keys()
     shared = sum(read[name] for name in both if name.startswith("drafter."))
     tables = [read[name] // weight.shape[0] for name, weight in verify.weights.items() if weight.kind == "embedding"]
     return CycleBytes(
-        target_weights=_sum(read, verify, "target."),
+        target_weights=_sum(read, verify, "target.") - sum(read[n] for op in expert_layers(verify) for n in routed(op)),
+        experts=routed_bytes(verify, read, rows),
         drafter_weights=_sum(read, verify, "drafter.") + _sum(read, propose, "drafter.") - shared,
         drafter_lm_head=_sum(read, propose, "target."),
         walk=walk_bytes(propose, read, pair.drafts),
@@ -219,6 +248,8 @@ def row_parameters(program: Program) -> int:
             selected.add(op.output)
         elif isinstance(op, Linear):
             total += prod(program.weights[op.weight].shape)
+        elif isinstance(op, Experts):
+            total += expert_bytes.row_weights(program, op)
     return total
 
 
@@ -238,6 +269,7 @@ def scratch_bytes(program: Program, rows: int) -> int:
         width = LOGIT_BYTES if op.output == program.outputs.get("logits") else ACTIVATION_BYTES
         size[op.output] = counts[op.output] * program.columns[op.output] * width
         live += size[op.output]
-        peak = max(peak, live)
+        between = expert_bytes.scratch_of_row(program, op) * counts[op.output] if isinstance(op, Experts) else 0
+        peak = max(peak, live + between)
         live -= sum(size.pop(t) for t in {op.output, *op.inputs} if last_use[t] == index and t in size)
     return peak

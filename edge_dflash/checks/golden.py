@@ -259,11 +259,11 @@ def _new_tokens(given: Mapping[str, Array]) -> int:
 
 
 def _first_block(given: Mapping[str, Array]) -> list[int] | None:
-    """Tokens of the first verify block, when the golden has them and states after its rows."""
+    """Tokens of the first verify block, when the golden has them and states after its rows, or rows of experts."""
     tokens, drafts = next((given[key] for key in TOKENS if key in given), None), given.get("cycle_draft_tokens")
     if tokens is None or drafts is None or not (len(tokens) and len(drafts)):
         return None
-    if not any(re.search(r"\.after[1-9]", key) for key in given):
+    if not any(re.search(r"\.after[1-9]|^moe\..*\.verify", key) for key in given):
         return None
     return [int(tokens[0]), *(int(token) for token in drafts[0])]
 

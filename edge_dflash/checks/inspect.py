@@ -16,6 +16,7 @@ from edge_dflash.board.archs import MOST_ROWS, Arch, arch_of_sm
 from edge_dflash.board.profiles import SYSTEM_BYTES, BoardProfile
 from edge_dflash.bundle.manifest import Manifest
 from edge_dflash.checks import footprint
+from edge_dflash.checks.by_drafts import DraftCost, by_drafts
 from edge_dflash.checks.footprint import CycleBytes, MemoryBytes
 from edge_dflash.errors import RequestError
 from edge_dflash.model import pair_programs
@@ -58,11 +59,12 @@ class Inspection:
     state_bytes: int  # one slot: S in FP32 and conv history in BF16
     cycle: CycleBytes
     memory: MemoryBytes
+    by_drafts: tuple[DraftCost, ...]  # from none on; () where rows read what one row reads
 
     @property
     def verify_bytes(self) -> int:
         """Bytes of weights that a verify pass reads of the target."""
-        return self.cycle.target_weights
+        return self.cycle.target_weights + self.cycle.experts
 
     @property
     def draft_bytes(self) -> int:
@@ -111,7 +113,8 @@ class Inspection:
     def plain_floor_ms(self) -> float:
         """Least time of a token without a drafter: a verify pass and the state it needs, one row."""
         c = self.cycle
-        return self.board.milliseconds(c.target_weights + c.delta_state + c.target_kv)
+        plain = c.target_weights + c.delta_state + c.target_kv
+        return self.board.milliseconds(self.by_drafts[0].cycle_bytes if self.by_drafts else plain)
 
     @property
     def break_even_accept_length(self) -> float:
@@ -150,6 +153,7 @@ class Inspection:
             "prefill_chunk_ms": self.prefill_chunk_ms,
             "kv_format": self.kv_format,
             "drafter_masks": [asdict(mask) for mask in self.drafter_masks],
+            "by_drafts": [asdict(each) for each in self.by_drafts],
             "cycle": asdict(self.cycle),
             "memory": asdict(self.memory),
             "weights": [asdict(group) for group in self.weights],
@@ -211,6 +215,7 @@ def inspect_pair(
         state_bytes=footprint.delta_bytes(target),
         cycle=footprint.cycle_bytes(programs, read, spec, context, kv_format),
         memory=footprint.memory_bytes(programs, stored, spec, max_context, prefill_chunk, kv_format),
+        by_drafts=by_drafts(spec, programs, read, context, kv_format),
     )
 
 

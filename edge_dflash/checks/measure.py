@@ -11,17 +11,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
-from itertools import pairwise
 from statistics import mean, median
 from typing import TYPE_CHECKING, cast
 
 from edge_dflash.board.power import EnergyMeter
-from edge_dflash.checks.bench_result import CycleTimes, Decode, DeviceMemory, PassTime, Prefill
-from edge_dflash.checks.footprint import Costs
+from edge_dflash.checks.bench_result import ByDrafts, CycleTimes, Decode, DeviceMemory, PassTime, Prefill
+from edge_dflash.checks.footprint import Costs, Traffic
 from edge_dflash.checks.provenance import ClockSample
 from edge_dflash.decode import backend as base
-from edge_dflash.decode.backend import Asked, Backend
-from edge_dflash.errors import BackendError, RequestError
+from edge_dflash.decode.backend import Asked, Backend, row_steps
+from edge_dflash.errors import BackendError
 from edge_dflash.planner import Planner
 from edge_dflash.result import Plan
 
@@ -33,7 +32,6 @@ CYCLES, BATCHES, WARM = 20, 5, 2  # timed cycles behind a prefill, how often, an
 MOST_BATCHES = 40  # while nvidia-smi is waited for
 LONG_PROMPT = 2048  # tokens from which one batch, or one run, is enough: their prefill takes most of the time
 ROUNDS = 3  # plans and raw cycles take turns so often on a GPU; the middle round counts
-_LONGEST_PERIOD = 100  # cycles of an accept pattern
 _READ_BYTES, _LEAST_BYTES = 4 << 30, 256 << 20  # of the bandwidth probe; the least is far more than any L2 cache
 _REPEATS = 12  # of a probe
 _SIDE = 8192  # of the matrices of the matmul probe
@@ -42,20 +40,6 @@ _SIDE = 8192  # of the matrices of the matmul probe
 def on_device(backend: Backend) -> NativeBackend | None:
     """The backend, if it is one on a GPU."""
     return cast("NativeBackend", backend) if hasattr(backend, "gpu") else None
-
-
-def accept_pattern(accept_length: float, rows: int) -> tuple[int, ...]:
-    """Accepted drafts of each cycle, so that the mean of committed tokens (drafts + 1) is ``accept_length``.
-
-    Only the two nearest lengths occur, evenly mixed; the mean is exact to 0.005. Raises RequestError outside 1..rows.
-    """
-    if not 1 <= accept_length <= rows:
-        most = f"1..{rows}, the rows of a verify pass"
-        raise RequestError(f"accept length {accept_length:g} is outside {most}; give one inside")
-    periods = range(1, _LONGEST_PERIOD + 1)
-    period = next(n for n in periods if abs(round(n * accept_length) / n - accept_length) <= 0.005)
-    ends = [round(i * round(period * accept_length) / period) for i in range(period + 1)]
-    return tuple(b - a - 1 for a, b in pairwise(ends))
 
 
 @dataclass(frozen=True)
@@ -146,13 +130,13 @@ class Meter:
         Medians over batches of cycles, each behind its prefill; batches go on until ``sample`` has its answer.
         """
         timed, batch = list[TimedCycle](), 0
-        wanted = BATCHES if len(prompt) < LONG_PROMPT else 1
+        wanted, read = BATCHES if len(prompt) < LONG_PROMPT else 1, self._experts_read()
         while batch < wanted or (sample is not None and sample.pending and batch < MOST_BATCHES):
             batch += 1
             timed += self.cycles(prompt, WARM + CYCLES).cycles[WARM:]
         context, pending = round(mean(c.context for c in timed)), round(mean(len(c.found.tokens) for c in timed))
         draft = self.costs.propose(context) if self.costs else None
-        check = self.costs.verify(context, pending) if self.costs else None
+        check = self._verify(context, pending, None, self._experts(read, batch * (WARM + CYCLES)))
         both = draft.total + check.total if draft and check else None
         return CycleTimes(
             context,
@@ -162,6 +146,43 @@ class Meter:
             draft,
             check,
         )
+
+    def by_drafts(self, prompt: Sequence[int], acceptance: Sequence[float] | None) -> tuple[ByDrafts, ...]:
+        """Steady cycles behind ``prompt`` by the drafts that they verify.
+
+        ``acceptance``: share of cycles that accept at least 1, 2, ... drafts.
+        """
+        backend, found = self.planner.backend, list[ByDrafts]()
+        for rows in row_steps(backend.shape.verify_rows):
+            backend.reset()
+            anchor, read, timed = backend.prefill(prompt).argmax()[0], self._experts_read(), list[TimedCycle]()
+            for _ in range(WARM + CYCLES):
+                at, began = backend.length(), time.perf_counter()
+                cycle = backend.cycle(Asked(anchor, drafts=rows - 1))
+                backend.commit(len(cycle.tokens))
+                timed.append(TimedCycle(at, time.perf_counter() - began, cycle))
+                anchor = cycle.tokens[-1]
+            experts, timed = self._experts(read, len(timed)), timed[WARM:]
+            ms, verify = (1e3 * median(c.seconds for c in timed), median(c.found.verify_seconds for c in timed))
+            pending = round(mean(len(c.found.tokens) for c in timed))
+            traffic = self._verify(round(mean(c.context for c in timed)), pending, rows, experts)
+            part = PassTime.of(verify, traffic.total if traffic else None, self.bandwidth)
+            tokens = None if acceptance is None else 1 + sum(acceptance[: rows - 1])
+            found.append(ByDrafts(rows - 1, ms, part, experts, tokens / ms * 1e3 if tokens else None))
+        return tuple(found)
+
+    def _experts_read(self) -> int:
+        """Experts that verify passes have read so far, all layers together; 0 where there are none."""
+        device = on_device(self.planner.backend)
+        return device.experts_read() if device and self.costs and self.costs.expert_layers else 0
+
+    def _experts(self, before: int, passes: int) -> float | None:
+        """Experts that a layer read in each of the ``passes`` since ``before``."""
+        layers = self.costs.expert_layers if self.costs else 0
+        return (self._experts_read() - before) / passes / layers if layers else None
+
+    def _verify(self, context: int, pending: int, rows: int | None, experts: float | None) -> Traffic | None:
+        return self.costs.verify(context, pending, rows, experts) if self.costs else None
 
     def prefill(self, prompt: Sequence[int], matmul_rate: float | None) -> Prefill:
         """A prompt until its first token is known on the host: the best of three behind a first one, of one if long."""

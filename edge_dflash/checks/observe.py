@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,10 +20,14 @@ from edge_dflash.decode.backend import Asked, Cycle, Precision, Rows
 from edge_dflash.decode.loop import generate
 from edge_dflash.decode.options import Options
 from edge_dflash.decode.walk import WalkRows
-from edge_dflash.model.ops import GroupedConv, MarkovWalk, SelectorWalk
-from edge_dflash.model.program import PairPrograms
+from edge_dflash.model.experts import Experts
+from edge_dflash.model.ops import GroupedConv, MarkovWalk, Op, SelectorWalk
+from edge_dflash.model.program import PairPrograms, Program
 from edge_dflash.model.specs import PairSpec
 from edge_dflash.weights.formats import Array, WeightStore
+
+if TYPE_CHECKING:
+    import torch
 
 FLOAT32 = Precision("float32", "float32")
 
@@ -82,7 +86,7 @@ class GoldenObserver:
     def prompt(
         self, prompt: Sequence[int], new_tokens: int, block: Sequence[int] | None, threshold: float | None = None
     ) -> dict[str, Array]:
-        """All keys of one prompt. ``block``: the first verify block, for the recurrent state after each of its rows.
+        """All keys of one prompt. ``block``: the first verify block, for states after its rows and its rows of experts.
 
         ``threshold``: of a second run that leaves out drafts which the drafter is less sure of.
         """
@@ -97,6 +101,7 @@ class GoldenObserver:
             cut = Recorder(backend, threshold)
             generate(cut, prompt, Options(max_new_tokens=new_tokens))
             found |= {f"cut_{key}": array for key, array in cut.arrays("start", "proposed", "accepted").items()}
+        found |= self._mixtures(prompt, block or ())
         found |= self._forward(prompt, greedy)
         found["prefill_logits"][-1] = last_row  # as the prefill pass computes it
         return found
@@ -110,13 +115,37 @@ class GoldenObserver:
     def _backend(self, context: int) -> ReferenceBackend:
         return ReferenceBackend(self._spec, self._store, FLOAT32, max_context=context, programs=self._programs)
 
+    def _memory(self, capacity: int) -> Memory:
+        return Memory.allocate(self._programs.states, capacity, FLOAT32, lambda state: self._store.kv_scale(state))
+
+    def _mixtures(self, prompt: Sequence[int], block: Sequence[int]) -> dict[str, Array]:
+        """Rows of every mixture of experts, of a prefill of the prompt and of a verify pass of ``block`` behind it."""
+        memory, found = self._memory(len(prompt) + len(block)), dict[str, Array]()
+        for program, ids in ((self._programs.prefill, prompt), (self._programs.verify, block)):
+            ops = [op for op in program.ops if isinstance(op, Experts)]
+            if ops and ids:
+                found |= self._mixed(program, ops, ids, memory)
+            memory.length += len(ids)
+        return found
+
+    def _mixed(self, program: Program, ops: Sequence[Experts], ids: Sequence[int], memory: Memory) -> dict[str, Array]:
+        """Rows of the mixtures of one pass."""
+        tiles: dict[str, list[Array]] = {}
+
+        def observe(op: Op, role: str, values: torch.Tensor) -> None:
+            if isinstance(op, Experts):
+                tiles.setdefault(_moe_key(op, role, program), []).append(values.numpy())
+
+        ends = {_moe_key(op, "in", program): op.inputs[0] for op in ops}
+        ends |= {_moe_key(op, "out", program): op.output for op in ops}
+        out = self._interpreter.run(program, ids, memory, tuple(ends.values()), observe)
+        found = {key: np.concatenate(parts) for key, parts in tiles.items()}
+        return found | {key: out[name].numpy() for key, name in ends.items()}
+
     def _forward(self, prompt: Sequence[int], greedy: Sequence[int]) -> dict[str, Array]:
         """One pass over prompt and greedy tokens, then the first block of the drafter on top of the prompt."""
         ids, rows, target = [*prompt, *greedy], len(prompt), self._spec.target
-        block = self._spec.rows
-        memory = Memory.allocate(
-            self._programs.states, len(ids) + block, FLOAT32, lambda state: self._store.kv_scale(state)
-        )
+        memory = self._memory(len(ids) + self._spec.rows)
         layers = [f"target.layers.{i}.out" for i in range(target.num_layers - 1)]
         drafter = self._spec.drafter
         want = ["embedding", *layers, *(["drafter.feature"] if drafter else [])]
@@ -189,6 +218,10 @@ class GoldenObserver:
     def _greedy(self, backend: ReferenceBackend, prompt: Sequence[int], new_tokens: int) -> tuple[int, ...]:
         backend.reset()
         return generate(backend, prompt, Options(max_new_tokens=new_tokens, speculative=False)).tokens
+
+
+def _moe_key(op: Experts, what: str, program: Program) -> str:
+    return f"moe.{op.output.split('.')[2]}.{what}.{program.name}"  # of target.layers.<i>.experts
 
 
 def _recurrent(arrays: Mapping[str, Array], rows: int) -> dict[str, Array]:

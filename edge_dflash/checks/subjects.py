@@ -20,7 +20,7 @@ from edge_dflash.checks.bench import Device, Form, Say, Subject, Workload, run, 
 from edge_dflash.checks.bench_result import BenchResult
 from edge_dflash.checks.footprint import Costs
 from edge_dflash.checks.inspect import default_chunk
-from edge_dflash.checks.measure import accept_pattern, matmul_rate, read_bandwidth
+from edge_dflash.checks.measure import matmul_rate, read_bandwidth
 from edge_dflash.checks.random_pair import RandomWeights, synthetic_pair, synthetic_tokenizer
 from edge_dflash.decode.backend import Precision
 from edge_dflash.errors import BackendError, BuildError, RequestError
@@ -95,9 +95,11 @@ def bench_synthetic(
     Raises RequestError for an unknown name or a bad accept length, BackendError without an NVIDIA GPU.
     """
     pair = synthetic_pair(name)
-    accept_length = _ACCEPT_LENGTH if work.accept_length is None else work.accept_length
-    accept_pattern(accept_length, pair.verify_rows)
-    work = replace(work, accept_length=accept_length)
+    if work.accept_length is None and work.acceptance is None:
+        work = replace(work, accept_length=_ACCEPT_LENGTH)
+    work.pattern(pair.verify_rows)
+    if work.correlation is not None and pair.target.experts is None:
+        raise RequestError(f"{name} has no experts; --routing-correlation belongs to a pair that has")
     try:
         device, cubin = probe_device(cubin_folder, say)
     except BackendError as error:
@@ -164,10 +166,9 @@ def bench_bundle(
     """
     manifest = read_manifest(path)
     device = Device()
-    if work.accept_length is not None:
-        accept_pattern(work.accept_length, manifest.pair.verify_rows if drafter else 1)
-    on_device = manifest.backend != "reference"
-    if not on_device and (work.accept_length is not None or work.profile):
+    work.pattern(manifest.pair.verify_rows if drafter else 1)
+    on_device, forced = manifest.backend != "reference", work.accept_length is not None or work.acceptance is not None
+    if not on_device and (forced or work.profile):
         raise RequestError(
             f"{path} was built for the {manifest.backend!r} backend; --accept-length and --profile need a GPU: "
             "leave them out, or build it again with --backend native"

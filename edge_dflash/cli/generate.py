@@ -44,6 +44,7 @@ FLAGS: dict[str, tuple[str | None, str]] = {
     "top_p": ("P", "Draw from the best tokens of this probability mass."),
     "seed": ("N", "Makes a drawn answer repeatable."),
     "logprobs": ("N", "Show how likely each token was, beside N others; 0: it alone."),
+    "draft_confidence": ("C", "Verify no draft from the first on that the drafter is less sure of, 0 to 1."),
     "thinking": (None, "Let the chat template ask for thinking."),
 }
 

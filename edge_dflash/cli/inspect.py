@@ -66,10 +66,10 @@ def inspect(
     drafter_kv_bytes_per_token, tape_bytes_per_row, state_bytes, cycle_weight_bytes, cycle_bytes, total_bytes,
     system_bytes (set aside), free_bytes, fits, longest_context (that fits; 0: none), verify_floor_ms, draft_floor_ms,
     plain_floor_ms, floor_ms, break_even_accept_length, architecture, block_size, context, max_context, prefill_chunk,
-    prefill_chunk_ms (an estimate), kv_format, drafter_masks (bidirectional and window of each
-    drafter layer), and the breakdowns cycle, memory, weights, board. Of BUNDLE also: backend
-    (the one that runs it), backends (aboard), trial (what build --finish measured of them), arch, kernels (compilation
-    units with kernels, registers, shared_bytes, stack_bytes).
+    prefill_chunk_ms (an estimate), kv_format, drafter_masks (bidirectional and window of each drafter layer), and the
+    breakdowns cycle, memory, weights, board, by_drafts (of a target with experts: drafts, experts, verify_bytes,
+    cycle_bytes). Of BUNDLE also: backend (the one that runs it), backends (aboard), trial (what build --finish measured
+    of them), arch, kernels (compilation units with kernels, registers, shared_bytes, stack_bytes).
     """
     if bundle is not None:
         if target or drafter or recipe or max_context is not None:
@@ -128,7 +128,10 @@ def _both(bundle: Path, manifest: Manifest) -> str:
 
 def render(inspection: Inspection) -> RenderableType:
     """Tables of weights, of a cycle's bytes with their least time, and of memory against the board's."""
-    return Group(_weights(inspection), _cycle(inspection), _memory(inspection), _summary(inspection))
+    parts: list[RenderableType] = [_weights(inspection), _cycle(inspection)]
+    if inspection.by_drafts:
+        parts.append(_by_drafts(inspection))
+    return Group(*parts, _memory(inspection), _summary(inspection))
 
 
 def _weights(inspection: Inspection) -> Table:
@@ -146,6 +149,18 @@ def _cycle(inspection: Inspection) -> Table:
         table.add_row(part.metadata["label"], f"{size:,}", f"{inspection.board.milliseconds(size):.3f}")
     table.add_section()
     table.add_row("cycle", f"{inspection.cycle_bytes:,}", f"{inspection.floor_ms:.3f}")
+    return table
+
+
+def _by_drafts(inspection: Inspection) -> Table:
+    title = "Cycles by drafts, if rows chose experts uniformly and independently: at most"
+    right = ("experts a layer", "verify MB", "cycle MB", "floor ms", "pays above accept length")
+    table, milliseconds = named_table(title, "drafts", right=right), inspection.board.milliseconds
+    plain = inspection.by_drafts[0].cycle_bytes
+    for each in inspection.by_drafts:
+        sizes = f"{each.verify_bytes / 1e6:,.0f}", f"{each.cycle_bytes / 1e6:,.0f}"
+        floor, least = f"{milliseconds(each.cycle_bytes):.2f}", f"{each.cycle_bytes / plain:.2f}"
+        table.add_row(str(each.drafts), f"{each.experts:.1f}", *sizes, floor, least)
     return table
 
 

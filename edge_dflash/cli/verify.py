@@ -12,6 +12,7 @@ from rich.table import Table
 from edge_dflash.backends.selftest import SelfTestResult, replay
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.bundle.selftest import SelfTest, load_selftest
+from edge_dflash.checks.acceptance import AcceptanceCheck, check_acceptance
 from edge_dflash.checks.bench import Workload
 from edge_dflash.checks.doctor import gather
 from edge_dflash.checks.doctor import report as doctor_report
@@ -49,8 +50,8 @@ def verify(
 
     With BUNDLE: each prompt is decoded plainly, with the bundle's drafter and with drafters made to break the loop,
     greedily and sampled; tokens and the state of both models must be equal bit for bit. What the build recorded as the
-    bundle's self-test is replayed too. A line of --prompts holds
-    {"ids": [...]}, {"text": "..."} or {"messages": [...]}.
+    bundle's self-test is replayed, and its prompt is decoded: the drafter must accept 0.7 of what it accepted at build,
+    in all and at each position. A line of --prompts holds {"ids": [...]}, {"text": "..."} or {"messages": [...]}.
 
     --report FILE makes one JSON file to attach to a report: these checks, a short benchmark, what the doctor finds, the
     bundle's versions and the machine. It is written also when something differs, then without the benchmark.
@@ -65,8 +66,10 @@ def verify(
     without a self-test), prompts, runs, tokens, block_size, accept_histogram, untried_accept_lengths, self_test
     (what the build recorded, replayed here: an object with ok, verdict (identical, rounding or fault), exact,
     accept_length, accept_length_at_build, floor, tokens, tokens_equal, first_difference, drafts, drafts_equal,
-    diagnosis, seconds; null without one). Golden file also: largest_difference, logits_difference, tokens_equal,
-    failures, missing, skipped, unknown.
+    diagnosis, seconds; null without one), drafter (its acceptance on the self-test's prompt: an object with ok, unknown
+    (why nothing is judged, or null), accept_length, accept_length_at_build, floor, acceptance, acceptance_at_build,
+    positions_below). Golden file also: largest_difference, logits_difference, tokens_equal, failures, missing, skipped,
+    unknown.
     """
     given = (checkpoint, drafter, golden)
     if (bundle is None) == (golden is None) or (bundle is not None and any(given)):
@@ -76,29 +79,36 @@ def verify(
     if bundle is not None:
         if report is not None:
             check_report(report)
-        result, self_test = _verify_bundle(bundle, prompts, count, max_new_tokens)
-        found = _found(result, self_test, load_selftest(Bundle.open(bundle, check_hashes=False)))
-        if report is not None:
-            bench = _bench(bundle) if found["ok"] else None
-            facts = gather(bundle)
-            write_report(report, bundle, found, bench, doctor_report(examine(facts), facts))
-        if json:
-            emit_json(found)
-        _judge(result, self_test, found, quiet=json)
+        _judge_bundle(bundle, report, prompts, count, max_new_tokens, json)
     elif checkpoint is None or drafter is None or golden is None:
         raise RequestError("--golden needs --checkpoint and --drafter, the directories of the two checkpoints")
     else:
         _judge_golden(verify_golden(checkpoint, given_drafter(drafter), golden), json)
 
 
+def _judge_bundle(
+    bundle: Path, report: Path | None, prompts: Path | None, count: int, max_new_tokens: int, json: bool
+) -> None:
+    """Verify a bundle, say and write what was found, then raise VerificationError unless it is good."""
+    recorded = load_selftest(Bundle.open(bundle, check_hashes=False))
+    result, self_test, drafting = _verify_bundle(bundle, recorded, prompts, count, max_new_tokens)
+    found = _found(result, self_test, drafting, recorded)
+    if report is not None:
+        _report(report, bundle, found)
+    if json:
+        emit_json(found)
+    _judge(result, self_test, drafting, found, quiet=json)
+
+
 def _verify_bundle(
-    bundle: Path, prompts: Path | None, count: int, max_new_tokens: int
-) -> tuple[Verification, SelfTestResult | None]:
+    bundle: Path, recorded: SelfTest | None, prompts: Path | None, count: int, max_new_tokens: int
+) -> tuple[Verification, SelfTestResult | None, AcceptanceCheck]:
     with stages("opening the bundle") as report:
         planner = Planner.open(bundle, self_test="off", fallback=False, progress=report)
     with planner:
         with stages("self-test"):
             self_test = replay(Bundle.open(bundle, check_hashes=False), planner.backend)
+            drafting = check_acceptance(planner.backend, recorded)
         tasks = read_prompts(prompts) if prompts is not None else default_prompts(planner, max_new_tokens)
         ids = [planner.encode(task) for task in tasks[:count]]
         verification = verify_lossless(
@@ -108,17 +118,27 @@ def _verify_bundle(
             stop_token_ids=planner.stop_token_ids,
             progress=say,
         )
-        return verification, self_test
+        return verification, self_test, drafting
 
 
-def _found(result: Verification, self_test: SelfTestResult | None, recorded: SelfTest | None) -> dict[str, Any]:
+def _found(
+    result: Verification, self_test: SelfTestResult | None, drafting: AcceptanceCheck, recorded: SelfTest | None
+) -> dict[str, Any]:
     """The JSON object of a bundle."""
     return {
         **result.to_json(),
-        "ok": result.ok and (self_test is None or self_test.ok),
+        "ok": result.ok and (self_test is None or self_test.ok) and drafting.ok,
         "acceptance_at_build": None if recorded is None else list(recorded.acceptance),
         "self_test": self_test.to_json() if self_test is not None else None,
+        "drafter": drafting.to_json(),
     }
+
+
+def _report(file: Path, bundle: Path, found: Mapping[str, Any]) -> None:
+    """Write what was found, and what a benchmark and the doctor find."""
+    bench = _bench(bundle) if found["ok"] else None
+    facts = gather(bundle)
+    write_report(file, bundle, found, bench, doctor_report(examine(facts), facts))
 
 
 def _bench(bundle: Path) -> dict[str, Any]:
@@ -127,17 +147,26 @@ def _bench(bundle: Path) -> dict[str, Any]:
     return bench_bundle(bundle, lambda planner: bench_prompts(bundle, planner, REPORT_TOKENS), work, say=say).to_json()
 
 
-def _judge(result: Verification, self_test: SelfTestResult | None, found: Mapping[str, Any], *, quiet: bool) -> None:
+def _judge(
+    result: Verification,
+    self_test: SelfTestResult | None,
+    drafting: AcceptanceCheck,
+    found: Mapping[str, Any],
+    *,
+    quiet: bool,
+) -> None:
     """Print the outcome for people, then raise VerificationError unless it is good."""
     if not quiet:
         show(_lossless_table(result))
         show(_acceptance_table(found["acceptance"], found["acceptance_at_build"] or ()))
         print(f"self-test: {self_test.summary if self_test is not None else 'the build recorded none'}")
+        print(f"drafter: {drafting.summary}")
     result.check()
+    faults = [] if drafting.ok else [f"the drafter accepts too little: {drafting.summary}"]
     if self_test is not None and not self_test.ok:
-        raise VerificationError(
-            f"the self-test failed: {self_test.diagnosis} ({self_test.summary}); build or copy the bundle again"
-        )
+        faults.append(f"the self-test failed: {self_test.diagnosis} ({self_test.summary})")
+    if faults:
+        raise VerificationError(f"{'; '.join(faults)}; build or copy the bundle again")
 
 
 def _judge_golden(result: GoldenComparison, json: bool) -> None:

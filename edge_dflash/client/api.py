@@ -15,7 +15,7 @@ from typing import Any, Literal
 from edge_dflash.decode.accept import FinishReason
 from edge_dflash.decode.drafts import Drafting
 from edge_dflash.decode.grammar.schema_check import schema_text
-from edge_dflash.decode.options import PRIORITIES, Options, Task, as_messages, token_ids
+from edge_dflash.decode.options import CONFIDENCES, PRIORITIES, Options, Task, as_messages, token_ids
 from edge_dflash.decode.sampling import TokenLogprob
 from edge_dflash.errors import (
     BundleError,
@@ -32,13 +32,13 @@ from edge_dflash.text.tool_calls import MalformedToolCall, ToolCall
 
 Kind = Literal["edge-dflash", "vllm", "openai"]
 
-# Options that stand under "edge_dflash" of a request by their own names: the type of each, or its range.
-WORDS: dict[str, type | tuple[int, int]] = {
-    **dict.fromkeys(("regex", "grammar"), str),
-    **dict.fromkeys(("whitespace", "relaxed", "speculative", "raw", "thinking"), bool),
-    "top_k": (0, 2**31),
-    "priority": PRIORITIES,
-    "caller": str,
+# Options that stand under "edge_dflash" of a request by their own names: the type of each, and its range if it has one.
+WORDS: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("regex", "grammar", "caller"), (str,)),
+    **dict.fromkeys(("whitespace", "relaxed", "speculative", "raw", "thinking"), (bool,)),
+    "top_k": (int, 0, 2**31),
+    "draft_confidence": (float, *CONFIDENCES),
+    "priority": (int, *PRIORITIES),
 }
 _EXTRAS = tuple(one.name for one in fields(Options) if one.name in WORDS)
 _KNOWN: dict[Kind, frozenset[str]] = {

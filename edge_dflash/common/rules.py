@@ -128,11 +128,11 @@ def whole(low: float = -math.inf, high: float = math.inf) -> Take:
     return take
 
 
-def number(low: float = -math.inf) -> Take:
-    """A number that is at least ``low``; infinity is one."""
+def number(low: float = -math.inf, high: float = math.inf) -> Take:
+    """A number of a range; infinity is one."""
 
     def take(value: Any) -> float:
-        if isinstance(value, bool) or not isinstance(value, Real) or not float(value) >= low:
+        if isinstance(value, bool) or not isinstance(value, Real) or not low <= float(value) <= high:
             raise ValueError
         return float(value)
 

@@ -7,7 +7,7 @@ rows past the committed length, and ``commit(k)`` makes the first k of them real
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import KW_ONLY, dataclass, fields
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
@@ -30,17 +30,19 @@ class PairShape:
     prefill_chunk: int  # most rows of one prefill pass
     drafts: int  # K: most drafts of a cycle; 0 without a drafter
     lanes: int = 1  # sequences whose state is held at once; each has a lane, counted from 0
+    varying: bool = False  # whether a verify's tokens say what it reads, and so what rows cost: a target with experts
 
     @classmethod
     def of(cls, pair: PairSpec, max_context: int, prefill_chunk: int) -> PairShape:
         """Sizes of a pair with one lane."""
         vocabulary, block = pair.target.vocab_size, pair.block_size
-        return cls(vocabulary, block, pair.mask_token_id, max_context, prefill_chunk, pair.drafts)
+        sizes = (vocabulary, block, pair.mask_token_id, max_context, prefill_chunk, pair.drafts)
+        return cls(*sizes, varying=pair.target.experts is not None)
 
     @classmethod
     def told(cls, card: Mapping[str, int]) -> PairShape:
         """Sizes as a server tells them; one that does not tell the drafts has those of DFlash."""
-        drafts = {"drafts": card["block_size"] - 1}
+        drafts: dict[str, Any] = {"drafts": card["block_size"] - 1}
         return cls(**drafts | {one.name: card[one.name] for one in fields(cls) if one.name in card})
 
     @property
@@ -148,6 +150,7 @@ class Asked:
     steering: Steering | None = None  # None: logits and sampling alone choose
     drafts: int | None = None  # most drafts that are verified; None: all; 0: one plain token, a verify of one row
     logits: bool = False  # whether the Cycle gives its logits
+    _: KW_ONLY
     threshold: float = 0.0  # drafts from the first on whose confidence is below are not verified; 0: all are
     lane: int = 0
 

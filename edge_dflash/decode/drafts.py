@@ -23,6 +23,9 @@ EVERY = 8  # cycles between two choices; a new number is looked at sooner
 SHARE = 0.1  # of a cycle's deviation that goes into all estimates of seconds
 NEW, NEW_SHARE = 4, 0.3  # cycles behind a change of the number, whose deviation goes into its own estimate alone
 REPEATS = 7  # measured cycles of each number at load
+LEAST_MORE = 0.01  # of a plain token that a draft's row costs, where rows choose what is read
+SLOWER = 0.25  # how fast that share fades while nothing is drafted, of how fast other things do
+STRIDE = 7919  # between the ids of their anchors
 LIMIT_SECONDS = 2.0  # of measuring at load, about: then each number is tried once more at most
 
 
@@ -138,6 +141,49 @@ class Seconds:
         self._deviation = {one: 1.0 + left * (share - 1.0) for one, share in self._deviation.items()}
 
 
+class VaryingSeconds(Seconds):
+    """Seconds of a cycle where its tokens say what is read: a target with experts.
+
+    A token without drafts costs the same whatever it is; how much more rows cost is learned, as a share of how much
+    more they cost at load. The machine's own pace is that of drafting, which is the same for all tokens.
+    """
+
+    def __init__(self, measured: Mapping[int, float]) -> None:
+        super().__init__(measured)
+        self._growth, self._propose = 1.0, 0.0  # the share; seconds of drafting at the pace of the load
+
+    def of(self, drafts: int) -> float:
+        """The estimate; see :class:`Seconds` for what was not measured."""
+        if drafts == 0 or not {0, drafts} <= self._measured.keys():
+            return super().of(drafts)
+        return self._scale * (self._measured[0] + self._propose + self._growth * self._more(drafts))
+
+    def record(self, drafts: int, propose_seconds: float, verify_seconds: float) -> None:
+        """Note a cycle."""
+        if drafts == 0 or not {0, drafts} <= self._measured.keys():
+            super().record(drafts, propose_seconds, verify_seconds)
+            return
+        self.runs = self.runs + 1 if drafts == self._last else 1
+        self._last, self._verify = drafts, verify_seconds
+        self._propose = self._propose or propose_seconds / self._scale
+        seconds, more = self.of(drafts), self._more(drafts)
+        if self._propose > 0.0:
+            self._scale *= 1.0 + SHARE * (min(2.0, max(0.5, propose_seconds / self._scale / self._propose)) - 1.0)
+        excess = min(2.0, max(0.5, (propose_seconds + verify_seconds) / seconds)) - 1.0
+        share = NEW_SHARE if self.runs <= NEW else SHARE
+        self._growth = max(0.0, self._growth + share * excess * seconds / self._scale / more)
+
+    def fade(self, left: float) -> None:
+        """What was learned stays, being of the tokens and not of single numbers; slowly less while none is drafted."""
+        if self._last == 0:
+            self._growth = 1.0 + left**SLOWER * (self._growth - 1.0)
+
+    def _more(self, drafts: int) -> float:
+        """What the rows of so many drafts cost more than one at load, without drafting them."""
+        least = LEAST_MORE * self._measured[0] * drafts
+        return max(self._measured[drafts] - self._measured[0] - self._propose, least)
+
+
 class DraftChoice:
     """The number of drafts of the next cycle. One belongs to one loaded backend and outlives requests."""
 
@@ -150,7 +196,7 @@ class DraftChoice:
 
     def begin(self, backend: Backend, accept_length: float | None) -> None:
         """Measure the seconds on a backend that nobody uses yet, and start from an accept length that was seen."""
-        self.seconds = Seconds(measure(backend))
+        self.seconds = (VaryingSeconds if backend.shape.varying else Seconds)(measure(backend))
         if accept_length is not None:
             self.acceptance.first = share_of(accept_length, backend.shape.drafts)
 
@@ -181,7 +227,7 @@ def draft_choice(most: int, drafts: int | None, *, measured: bool) -> DraftChoic
 def measure(backend: Backend) -> dict[int, float]:
     """Seconds of a cycle by its number of drafts, each the median of a few on an empty sequence. Resets the backend.
 
-    Empty where the context has no room.
+    The anchors are different tokens, as what rows cost may depend on them. Empty where the context has no room.
     """
     shape, found, began = backend.shape, dict[int, float](), time.perf_counter()
     if shape.usable_context < 2 + REPEATS:
@@ -190,9 +236,9 @@ def measure(backend: Backend) -> dict[int, float]:
         backend.reset()
         backend.prefill([0]).argmax()
         times = []
-        for _ in range(1 + REPEATS):
+        for at in range(1 + REPEATS):
             start = time.perf_counter()
-            backend.cycle(Asked(0, drafts=rows - 1))
+            backend.cycle(Asked(at * STRIDE % shape.vocab_size, drafts=rows - 1))
             backend.commit(1)
             times.append(time.perf_counter() - start)
             if time.perf_counter() - began > LIMIT_SECONDS:

@@ -56,7 +56,7 @@ def decode(session: Session, request: Request, controls: Controls = NO_CONTROLS)
     backend, options, pace = session.backend, request.options, controls.pace or Pace()
     path = Path(options.sampling, controls.constraint, controls.relaxation, request.stop_token_ids)
     prompt, chunk, seconds = request.prompt, backend.shape.prefill_chunk, 0.0
-    read_logits, done = options.logprobs is not None, session.begin(request)
+    done = session.begin(request)
     try:
         while True:
             if refused := pace.refuse(controls, partial(pace.prefill_seconds, len(prompt) - done, chunk)):
@@ -88,7 +88,7 @@ def decode(session: Session, request: Request, controls: Controls = NO_CONTROLS)
                 yield Step((), refused)
                 return
             lane, began = session.enter(), time.perf_counter()
-            cycle = backend.cycle(Asked(tokens[-1], path.sampling, path.steering, drafts, read_logits, lane))
+            cycle = backend.cycle(_asked(tokens[-1], path, drafts, options, lane))
             budget -= len(tokens)
             tokens, reason = _kept(cycle.tokens, budget, request, controls)
             logprobs = token_logprobs(cycle.logits, tokens, options.logprobs, controls.spell)
@@ -106,6 +106,12 @@ def decode(session: Session, request: Request, controls: Controls = NO_CONTROLS)
     except BaseException as error:
         session.fail(error)
         raise
+
+
+def _asked(anchor: int, path: Path, drafts: int | None, options: Options, lane: int) -> Asked:
+    """What the next cycle is asked."""
+    read_logits, threshold = options.logprobs is not None, options.draft_confidence
+    return Asked(anchor, path.sampling, path.steering, drafts, read_logits, threshold=threshold, lane=lane)
 
 
 def _step(

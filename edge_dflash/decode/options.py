@@ -40,12 +40,14 @@ class PlanOptions(TypedDict, total=False):
     tools: Sequence[Tool] | None
     tool_choice: str
     speculative: bool
+    draft_confidence: float
     logprobs: int | None
     priority: int
     caller: str
 
 
 PRIORITIES = (-100, 100)  # lowest and highest
+CONFIDENCES = (0.0, 1.0)
 
 
 def _relaxed(value: Any) -> Any:
@@ -87,6 +89,7 @@ OPTIONS = {
     "tools": Rule(rules.optional(_tools), "a list of tools in OpenAI form, of plain JSON values, or None"),
     "tool_choice": Rule(rules.text, "auto, none, required, or the name of one of the tools"),
     "speculative": _FLAG,
+    "draft_confidence": Rule(rules.number(*CONFIDENCES), "a number from 0 to 1"),
     "logprobs": Rule(
         rules.optional(rules.whole(0, MOST_ALTERNATIVES)),
         f"a whole number of alternatives from 0 to {MOST_ALTERNATIVES}, or None for no log-probabilities",
@@ -120,6 +123,9 @@ class Options:
     tools: Sequence[Tool] | None = None  # in OpenAI form, for the chat template and the types of the arguments
     tool_choice: str = "auto"  # "none": tools are not told of; "required": a call of one of them; a name: of this one
     speculative: bool = True  # False decodes plainly: the same tokens, one by one
+    draft_confidence: float = (
+        0.0  # drafts from the first on that the drafter is less sure of are not verified; 0: all are
+    )
     logprobs: int | None = None  # log-probabilities of the tokens, each with so many alternatives; None: none
     priority: int = 0  # of PRIORITIES; higher ones go first
     caller: str = ""  # callers of one priority take turns; "account/name": so do accounts, and then their callers

@@ -14,6 +14,7 @@ from edge_dflash.common.files import is_there
 from edge_dflash.common.tables import read_json
 from edge_dflash.model.fields import ANY, Fields, Key, Table, flag, free, inner, integer, names, number, only, text
 from edge_dflash.model.specs import (
+    MAX_EXPERTS,
     MAX_LAYERS,
     AttentionSpec,
     ExpertsSpec,
@@ -108,10 +109,10 @@ TARGET: Table = {
 }
 EXPERTS: Table = {
     **free("every layer has experts", "intermediate_size"),
-    "num_experts": integer(),
+    "num_experts": integer(most=MAX_EXPERTS, null=True, beside="num_local_experts has it"),
+    "num_local_experts": integer(most=MAX_EXPERTS, null=True),
     "num_experts_per_tok": integer(),
     "moe_intermediate_size": integer(),
-    **only("num_local_experts", None, why="another count of experts"),
     **only("decoder_sparse_step", 1, why="layers without experts"),
     **only("mlp_only_layers", None, [], why="layers without experts"),
 }
@@ -157,7 +158,10 @@ def read_target(
 
 def read_experts(text: Fields, *, renormalised: bool, shared: int | None = None) -> ExpertsSpec:
     """A mixture of experts, by a table that has :data:`EXPERTS`. Raises CheckpointError."""
-    count, chosen = text.integer("num_experts"), text.integer("num_experts_per_tok")
+    both = "num_experts", "num_local_experts"
+    if len({text.integer(name) for name in both if text.has(name)}) > 1:
+        raise text.error(both[0], text.integer(both[0]), f"the same as {both[1]} ({text.integer(both[1])}); keep one")
+    count, chosen = text.integer(both[text.has(both[1])]), text.integer("num_experts_per_tok")
     if chosen > count:
         raise text.error("num_experts_per_tok", chosen, f"at most num_experts ({count})")
     return ExpertsSpec(count, chosen, text.integer("moe_intermediate_size"), shared, renormalised)

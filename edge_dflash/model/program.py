@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from edge_dflash.model.ops import DenseOp, Op, StateOp, Walk
@@ -108,13 +109,13 @@ class PairPrograms:
     verify: Program
     propose: Program
 
-    @property
-    def weights(self) -> dict[str, WeightSpec]:
+    @cached_property
+    def weights(self) -> Mapping[str, WeightSpec]:
         """All weights of the pair, in the order of first use."""
         return {**self.prefill.weights, **self.verify.weights, **self.propose.weights}
 
-    @property
-    def states(self) -> dict[str, State]:
+    @cached_property
+    def states(self) -> Mapping[str, State]:
         """All states of the pair."""
         return {**self.prefill.states, **self.verify.states, **self.propose.states}
 

@@ -15,6 +15,7 @@ from edge_dflash.common.tables import UNWRITTEN
 
 MAX_LAYERS = 1024  # of a model: deeper ones are not known, and all work on a model grows with its layers
 MAX_BLOCK = 512  # rows of a block
+MAX_EXPERTS = 512  # of a layer
 EMBEDDING = -1  # the tap that is the embedding's output, among layer ids
 
 LayerType = Literal["full_attention", "linear_attention"]

@@ -87,6 +87,7 @@ class DefaultConfig:
 
     temperature: float = 0.0  # 0: greedy. OpenAI's own default is 1
     thinking: bool = False
+    draft_confidence: float = 0.0  # drafts from the first on that the drafter is less sure of are not verified, 0 to 1
 
 
 @dataclass(frozen=True)
@@ -123,11 +124,11 @@ class ServeConfig:
                 value, name = getattr(part, key.name), f"{section.name}.{key.name}"
                 if isinstance(value, bool | str):
                     continue
-                low = least.get(name, 0)
+                low, high = least.get(name, 0), 1 if name == "defaults.draft_confidence" else 2**53
                 if section.name == "timeouts" and key.name != "deadline" and value <= 0:
                     raise ConfigError(f"{name} is {value}; give seconds above 0")
-                if not low <= value <= 2**53 or not math.isfinite(value):
-                    raise ConfigError(f"{name} is {value}; give at least {low}")
+                if not low <= value <= high or not math.isfinite(value):
+                    raise ConfigError(f"{name} is {value}; give {'0 to 1' if high == 1 else f'at least {low}'}")
 
     @property
     def tcp_address(self) -> tuple[str, int]:

@@ -171,15 +171,15 @@ def _stop(fields: BodyFields, options: PlanOptions) -> None:
     options["stop"] = tuple(texts)
 
 
-_READERS: dict[type, Callable[[BodyFields, str], Any]] = {str: BodyFields.text, bool: BodyFields.flag}
+_F = BodyFields
+_READERS: dict[type, Callable[..., Any]] = {str: _F.text, bool: _F.flag, int: _F.integer, float: _F.number}
 
 
 def _extension(extra: BodyFields, options: PlanOptions, config: ServeConfig) -> tuple[str | None, bool]:
     """Read what stands under ``edge_dflash``; return the session and whether token ids are wanted."""
-    options["thinking"] = config.defaults.thinking
-    for name, kind in WORDS.items():
-        value = extra.integer(name, *kind) if isinstance(kind, tuple) else _READERS[kind](extra, name)
-        if value is not None:
+    options["thinking"], options["draft_confidence"] = config.defaults.thinking, config.defaults.draft_confidence
+    for name, (kind, *bounds) in WORDS.items():
+        if (value := _READERS[kind](extra, name, *bounds)) is not None:
             options[name] = value  # type: ignore[literal-required]
     if (session := extra.text("session", facts=NAME)) is not None:
         session_name(session, extra.name("session"))

@@ -135,7 +135,7 @@ def read_declared(directory: Path, modules: Sequence[str]) -> Declared:
     if method == "compressed-tensors":
         return _compressed_tensors(Fields(file, values, COMPRESSED_TENSORS, f"{where}."), modules)
     if method not in (None, "modelopt"):
-        known = f"; {_OTHER[method]}" if method in _OTHER else ""
+        known = f"; {_OTHER[method]}" if isinstance(method, str) and method in _OTHER else ""
         raise CheckpointError(
             f"{file}: {where}.quant_method is {method!r}, wanted 'modelopt' or 'compressed-tensors'{known}"
         )

@@ -2,6 +2,7 @@
 
 import pytest
 from builder_support import BF16, recipe
+from cli_support import last_json
 from golden_pairs import WALKS, directories, golden, pair
 
 from edge_dflash.builder.write import BuildConfig, build
@@ -45,6 +46,19 @@ def test_a_bundle_plans_with_its_own_drafts_what_it_plans_without(bundles, name)
         greedy = planner.plan(prompt, max_new_tokens=64)
     accepted = golden(name)["p0.cycle_accepted"]
     assert greedy.accept_length == pytest.approx(1 + accepted.mean(), abs=1)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_command_line_cuts_blocks_by_confidence(bundles, cli, name):
+    ids = ",".join(map(str, golden(name)["p0.prompt"].tolist()))
+    found = []
+    for confidence in (0, 1):
+        argv = ("generate", bundles[name], "--ids", ids, "--max-new-tokens", 12, "--drafts", 7)
+        code, out, _ = cli(*argv, "--draft-confidence", confidence, "--json")
+        assert code == 0
+        found.append(last_json(out))
+    assert found[0]["tokens"] == found[1]["tokens"]
+    assert (set(found[0]["drafts"]), set(found[1]["drafts"])) == ({7}, {0} if name == WALKS[2] else {7})
 
 
 @pytest.mark.parametrize("module", ["conv", "walk"])

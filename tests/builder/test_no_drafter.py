@@ -127,6 +127,7 @@ def test_commands_take_none_for_a_drafter(bundles, tmp_path):
         assert (costs["draft_bytes"], costs["drafter_kv_bytes_per_token"], costs["drafter_masks"]) == (0, 0, [])
         assert costs["floor_ms"] == pytest.approx(costs["plain_floor_ms"], rel=0.2)
     shown = last_json(run(app, ["verify", str(bundles / "alone"), "--max-new-tokens", "8", "--json"]).stdout)
+    assert shown["drafter"]["unknown"] == "the bundle has no drafter"
     assert shown["ok"]
     assert shown["block_size"] == 1
     assert "BUNDLE has its own drafter" in str(run(app, ["bench", str(bundles / "alone"), "--drafter", "x"]).exception)

@@ -29,7 +29,7 @@ from rich.console import Console
 from edge_dflash.board.power import EnergyMeter
 from edge_dflash.checks.bench import Device, Workload, run, tiled
 from edge_dflash.checks.bench_result import Formed, svg
-from edge_dflash.checks.measure import accept_pattern
+from edge_dflash.checks.forcing import accept_pattern
 from edge_dflash.cli.bench import render
 from edge_dflash.errors import ContextError, RequestError
 
@@ -233,3 +233,26 @@ def test_work_without_prompts_and_contexts_needs_room_for_its_cycles():
 def test_filler_is_as_long_as_asked():
     assert tiled([1, 2, 3], 7) == [1, 2, 3, 1, 2, 3, 1]
     assert tiled([1, 2, 3], 2) == [1, 2]
+
+
+def test_a_profile_of_acceptance_is_forced_and_the_number_of_drafts_is_chosen(clock):
+    work = replace(WORK, accept_length=None, acceptance="published")
+    found = run(subject(TimedBackend(clock)), device(), work, quiet)
+    assert found.forced_acceptance == "published"
+    assert found.speculative.accept_length == pytest.approx(1 + 0.854 + 0.770 + 0.713, abs=0.06)
+    assert found.chosen.usual == SHAPE.drafts  # every number of drafts takes as long
+    assert found.chosen.tokens_per_second == pytest.approx(found.speculative.tokens_per_second, rel=0.1)
+    assert [each.drafts for each in found.by_drafts] == [0, 1, 2, 3]
+    last = found.by_drafts[-1]
+    assert last.ms == pytest.approx(1e3 * WHOLE)
+    assert last.tokens_per_second == pytest.approx((1 + 0.854 + 0.770 + 0.713) / WHOLE)
+    assert last.verify.floor_ms == pytest.approx(2.0, rel=0.001)
+    assert found.by_drafts[0].ms == pytest.approx(1e3 * PLAIN)
+    for words in (
+        "acceptance as published",
+        "Planner.plan, drafts chosen",
+        "mostly 3, 3.0 on average",
+        "Cycle by drafts",
+    ):
+        assert words in text_of(found)
+    json.dumps(found.to_json())

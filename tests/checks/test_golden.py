@@ -37,6 +37,45 @@ def test_the_reference_agrees_with_every_array_of_the_golden_file(name):
     assert 1e-3 < max(bf16) <= 0.15  # informative: the scale of BF16 rounding
 
 
+@pytest.mark.parametrize("form", ["", "-perexpert"])
+def test_the_reference_agrees_with_goldens_of_experts(form):
+    target, drafter = GOLDEN / f"qwen3_5_moe-tiny{form}", GOLDEN / "qwen3_5_moe-tiny-dflash"
+    report = verify_golden(target, drafter, GOLDEN / "golden_qwen3_5_moe.safetensors")
+    report.check()
+    assert report.tokens_equal
+    assert 0 < max(r.difference for r in report.results if r.tolerance is not None) <= 1e-4
+    assert report.unknown == report.skipped == ()
+    compared = {r.key for r in report.results}
+    assert compared == {key for key in golden("qwen3_5_moe") if not key.endswith(".prompt")}
+    mixed = {key.split(".", 3)[3] for key in compared if ".moe." in key}
+    assert {key.rsplit(".", 1)[0] for key in mixed} == {"in", "router_logits", "experts", "weights", "routed", "out"}
+    assert not any(".moe." in key for key in report.missing if key.startswith(("p0", "p1")))
+
+
+@pytest.mark.parametrize("form", ["modelopt", "ct"])
+def test_nvfp4_experts_are_compared_with_their_goldens(form):
+    target, path = f"qwen3_5_moe-tiny-nvfp4-{form}", GOLDEN / f"golden_qwen3_5_moe_nvfp4-{form}.safetensors"
+    report = verify_golden(GOLDEN / target, GOLDEN / "qwen3_5_moe-tiny-dflash", path)
+    report.check()
+    assert {r.key.split(".")[1] for r in report.results} == {"nvfp4_w4a16_prefill_logits", "nvfp4_w4a16_greedy_tokens"}
+    assert len(report.results) == 6
+    assert report.tokens_equal
+    assert 0 < report.logits_difference <= 1e-4
+    assert report.unknown == report.skipped == report.missing == ()
+
+
+@pytest.mark.parametrize("part", ["experts", "weights", "router_logits", "routed", "out"])
+@pytest.mark.parametrize("phase", ["prefill", "verify"])
+def test_one_wrong_number_of_a_mixture_is_found(part, phase):
+    given = golden("qwen3_5_moe")
+    keys = {key: array for key, array in given.items() if key.startswith("p1.moe.2.")}
+    keys |= {key: given[key] for key in ("p1.prompt", "p1.greedy_tokens", "p1.cycle_draft_tokens")}
+    wrong = keys[f"p1.moe.2.{part}.{phase}"].copy()
+    wrong[-1, 0] += 1
+    report = run("qwen3_5_moe", keys | {f"p1.moe.2.{part}.{phase}": wrong})
+    assert [r.key for r in report.failures] == [f"p1.moe.2.{part}.{phase}"]
+
+
 @pytest.mark.parametrize("name", WALKS)
 def test_the_reference_agrees_with_goldens_of_walks(name):
     report = verify_golden(*directories(name), GOLDEN / f"golden_{name}.safetensors")

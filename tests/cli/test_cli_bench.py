@@ -104,6 +104,13 @@ def test_prompts_of_a_file_are_named(cli, demo_bundle, tmp_path):
         (("--synthetic", "qwen4"), "no synthetic pair is called 'qwen4'; there are qwen3.6-27b, qwen3.5-9b"),
         (("--synthetic", "qwen3-8b", "--weights", "int4"), "--weights is 'int4'; give one of nvfp4, fp8, bf16"),
         (("--synthetic", "qwen3-8b", "--accept-length", "17"), "accept length 17 is outside 1..16"),
+        (("--synthetic", "qwen3-8b", "--acceptance", "good"), "--acceptance is 'good'; give one of published"),
+        (
+            ("--synthetic", "qwen3-8b", "--acceptance", "published", "--accept-length", "3"),
+            "both force what is accepted",
+        ),
+        (("--synthetic", "qwen3-8b", "--routing-correlation", "0"), "qwen3-8b has no experts"),
+        (("BUNDLE", "--routing-correlation", "0"), "a bundle's own router is timed"),
         (("--synthetic", "qwen3-8b", "--accept-length", "0.5"), "accept length 0.5 is outside 1..16"),
         (("--synthetic", "qwen3-8b", "--prefill", "128,many"), "'many' in --prefill is no number of tokens"),
         (("--synthetic", "qwen3-8b", "--contexts", "0"), "'0' in --contexts is no number of tokens"),

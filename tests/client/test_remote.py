@@ -60,6 +60,7 @@ def test_plans_are_those_of_the_open_planner(service, remote):
         {"max_new_tokens": 20},
         {"max_new_tokens": 20, "temperature": 0.8, "seed": 5, "top_p": 0.9, "top_k": 9},
         {"regex": "[ab]{4}", "speculative": False},
+        {"max_new_tokens": 9, "draft_confidence": 0.5},
         {"schema": {"enum": ["left", "right"]}, "whitespace": True},
         {"grammar": 'start: "go" | "wait"', "priority": 3, "caller": "arm"},
         {"max_new_tokens": 30, "stop": ["e", "\n"]},

@@ -19,7 +19,8 @@ from cuda.bindings import driver
 from transformers_pair import Transformers
 
 from edge_dflash.backends.cuda.linear import LinearWeights
-from edge_dflash.checks.measure import Meter, accept_pattern
+from edge_dflash.checks.forcing import accept_pattern
+from edge_dflash.checks.measure import Meter
 from edge_dflash.checks.provenance import describe
 from edge_dflash.checks.random_pair import RandomWeights, synthetic_pair
 from edge_dflash.checks.subjects import CUBINS

@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import pytest
 from golden_pairs import GOLDEN
@@ -6,7 +7,7 @@ from synthetic import CONFIGS
 
 from edge_dflash.errors import CheckpointError, UnsupportedModelError
 from edge_dflash.model.registry import match_pair, read_drafter_spec, read_pair, read_target_spec
-from edge_dflash.model.specs import DrafterLayerMask, YarnScaling
+from edge_dflash.model.specs import DrafterLayerMask, ExpertsSpec, YarnScaling
 
 DELETE = object()
 
@@ -157,7 +158,7 @@ def test_sliding_windows_of_a_target_are_refused(target):
 def test_published_configs_are_pairs(name):
     pair = read_pair(CONFIGS / name / "target", CONFIGS / name / "drafter")
     assert pair.drafter.block_size in (7, 8, 16)
-    assert len(pair.drafter.target_layer_ids) == (8 if name == "qwen3.8-27b-dspark" else 5)
+    assert len(pair.drafter.target_layer_ids) == (8 if name in ("qwen3.8-27b-dspark", "qwen3.6-35b-a3b") else 5)
 
 
 def test_unreadable_configs_are_refused(tmp_path):
@@ -274,3 +275,78 @@ def test_keys_of_other_runtimes_that_change_a_drafters_maths_are_refused(drafter
     for changes in ({key: other}, {"dflash_config": inner | {key: other}}):
         with pytest.raises(CheckpointError, match=f"{key} is {json.dumps(other)}"):
             drafter(**changes)
+
+
+def mixed(**changes):
+    """config.json of Qwen3 with experts, by that of a dense one."""
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
+    return experts | {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"} | changes
+
+
+def test_experts_of_flat_and_nested_configs(target):
+    flat = read_target_spec(GOLDEN / "qwen3_5_moe-tiny")
+    assert flat.experts == ExpertsSpec(8, 2, 16, 48, True)
+    assert (flat.architecture, flat.intermediate_size) == ("qwen3_5_moe", 0)
+    for form in ("perexpert", "nvfp4-modelopt", "nvfp4-ct"):
+        assert read_target_spec(GOLDEN / f"qwen3_5_moe-tiny-{form}") == flat
+    dense = target("qwen3-tiny")
+    older = target("qwen3-tiny", **mixed())
+    assert older.experts == ExpertsSpec(8, 2, 16, None, True)
+    assert dense.experts is None
+    assert replace(older, architecture="qwen3", experts=None, intermediate_size=dense.intermediate_size) == dense
+
+
+def test_the_weights_of_experts_sum_to_1_only_where_the_config_says_so(target):
+    assert not target("qwen3-tiny", **mixed(norm_topk_prob=False)).experts.renormalised
+    without = mixed()
+    del without["norm_topk_prob"]
+    assert not target("qwen3-tiny", **without).experts.renormalised  # as transformers reads it
+    assert target("qwen3_5_moe-tiny", norm_topk_prob=True).experts.renormalised
+
+
+def test_experts_are_counted_by_either_name(target):
+    local = mixed(num_local_experts=12)
+    del local["num_experts"]
+    assert target("qwen3-tiny", **local).experts.count == 12
+    assert target("qwen3-tiny", **mixed(num_local_experts=8)).experts.count == 8
+    with pytest.raises(CheckpointError, match=r"num_experts is 8, wanted the same as num_local_experts \(12\)"):
+        target("qwen3-tiny", **mixed(num_local_experts=12))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_experts": 513}, "num_experts is 513, wanted an integer of at most 512"),
+        ({"num_experts": 0}, "num_experts is 0, wanted an integer of at least 1"),
+        ({"num_experts": None}, "lacks the field num_experts"),
+        ({"num_experts_per_tok": 9}, r"num_experts_per_tok is 9, wanted at most num_experts \(8\)"),
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step is 2: layers without experts, wanted 1"),
+        ({"mlp_only_layers": [0]}, r"mlp_only_layers is \[0\]: layers without experts"),
+        ({"shared_expert_intermediate_size": 32}, "shared_expert_intermediate_size is 32: a shared expert"),
+        ({"model_type": "qwen3"}, "model_type is 'qwen3': another model, wanted 'qwen3_moe'"),
+        ({"moe_intermediate_size": DELETE}, "lacks the field moe_intermediate_size"),
+    ],
+)
+def test_mixtures_that_are_not_known_are_refused(target, changes, words):
+    settings = {key: value for key, value in mixed(**changes).items() if value is not DELETE}
+    with pytest.raises(CheckpointError, match=words):
+        target("qwen3-tiny", **settings)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"norm_topk_prob": False}, "norm_topk_prob is false: weights of experts that do not sum to 1, wanted true"),
+        ({"shared_expert_intermediate_size": DELETE}, "lacks the field shared_expert_intermediate_size"),
+        ({"mlp_only_layers": [3]}, "mlp_only_layers"),
+        ({"num_experts": "8"}, "num_experts is '8', wanted an integer"),
+        ({"model_type": "qwen3_5_text"}, "another model, wanted 'qwen3_5_moe' or 'qwen3_5_moe_text'"),
+    ],
+)
+def test_mixtures_with_a_shared_expert_that_are_not_known_are_refused(target, changes, words):
+    with pytest.raises(CheckpointError, match=words):
+        target("qwen3_5_moe-tiny", **changes)
+
+
+def test_keys_of_dense_layers_have_no_effect_on_mixtures(target):
+    assert target("qwen3_5_moe-tiny", intermediate_size=7, router_aux_loss_coef=0.5) == target("qwen3_5_moe-tiny")

@@ -35,6 +35,7 @@ BAD = {
     "relaxed": (None, "yes", 1, {"top_k": 3}),
     "tools": (5, "grasp", {"type": "function"}, [1], ["grasp"], [{"function": object()}]),
     "speculative": FLAG,
+    "draft_confidence": (*REAL, -0.1, 1.1, NAN, INF),
     "tool_choice": (None, 5, {"type": "function"}, b"auto"),
     "logprobs": (-1, 21, 1.5, True, "5", NAN, [1]),
     "priority": ("high", None, 1.5, True, -101, 101, NAN),

@@ -33,7 +33,7 @@ from edge_dflash.model import pair_programs
 from edge_dflash.model.registry import read_pair
 from edge_dflash.weights.checkpoint import PairCheckpoint
 
-PROMPT = [(37 * i + 11) % 512 for i in range(40)]
+PROMPT = [(37 * i + 11) % 192 for i in range(40)]
 TOLERANCE = 1e-3
 ASKED = {"refused": 2, "without effect": 1}  # values of a key that transformers is asked about; else all
 MEMORY = 6 << 30  # bytes: transformers allocates whatever a number says
@@ -49,6 +49,9 @@ def targets():
         nested.append(Base(name.replace("compressed-tensors", "wide").replace("ModelOpt", "wide"), {CONFIG: config}))
     for base in nested:
         base.files[CONFIG]["vision_config"] = {**VISION, "model_type": "qwen3_5_vision"}
+    experts = by_name["qwen3_5_moe nested"]
+    vision = {**VISION, "out_hidden_size": 64, "model_type": "qwen3_5_moe_vision"}
+    experts.files[CONFIG] |= {"vision_config": vision}
     untied = Base("qwen3 untied", {CONFIG: load("qwen3-tiny") | {"tie_word_embeddings": False}})
     return [
         (by_name["qwen3"], "qwen3"),
@@ -56,6 +59,9 @@ def targets():
         (untied, "qwen3"),
         (by_name["qwen3_5"], "qwen3_5"),
         *((base, "qwen3_5") for base in nested),
+        (by_name["qwen3_moe"], "qwen3"),
+        (by_name["qwen3_5_moe"], "qwen3_5_moe"),
+        (experts, "qwen3_5_moe"),
     ]
 
 
@@ -66,7 +72,23 @@ def write_weights(directory, family, base):
         tensors = {name.replace("model.", "model.language_model.", 1): value for name, value in tensors.items()}
     if base.name == "qwen3 untied":
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].flip(0).contiguous()
+    if base.name == "qwen3_moe":
+        tensors = _mixtures(tensors)
     save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+
+
+def _mixtures(tensors):
+    """Qwen3's weights with the rows of each MLP dealt out to 8 experts of 16, first rows of gates as routers."""
+    found = {name: value for name, value in tensors.items() if ".mlp." not in name}
+    for name, gate in tensors.items():
+        if name.endswith(".mlp.gate_proj.weight"):
+            layer = name.removesuffix("gate_proj.weight")
+            up, down = (tensors[f"{layer}{part}_proj.weight"] for part in ("up", "down"))
+            halves = [part[: 8 * 16].reshape(8, 16, -1) for part in (gate, up)]
+            found[f"{layer}experts.gate_up_proj"] = torch.cat(halves, 1).contiguous()
+            found[f"{layer}experts.down_proj"] = down[:, : 8 * 16].reshape(-1, 8, 16).transpose(0, 1).contiguous()
+            found[f"{layer}gate.weight"] = gate[:8].contiguous()
+    return found
 
 
 def ours(directory, family):

@@ -44,6 +44,8 @@ def test_the_documented_file_has_every_key_with_a_comment():
         ("[timeouts]\nbody = nan", "timeouts.body is nan"),
         ("[timeouts]\nbody = inf", "timeouts.body is inf"),
         (f"[timeouts]\nbody = {10**400}", "timeouts.body is inf"),
+        ("[defaults]\ndraft_confidence = 1.5", "defaults.draft_confidence is 1.5; give 0 to 1"),
+        ("[defaults]\ndraft_confidence = -0.1", "defaults.draft_confidence is -0.1; give 0 to 1"),
         ("[sessions]\nsave = 'often'", "sessions.save is 'often'; accepted are turn, shutdown, never"),
         ("[service]\nself_test = 'maybe'", "service.self_test is 'maybe'"),
         ("[service]\nsocket_mode = '0666'", "give 0600 or 0660"),

@@ -254,12 +254,14 @@ def test_other_answers_are_as_it_says(service):
 def test_defaults_are_those_of_the_service():
     from dataclasses import replace
 
-    made = document(replace(ServeConfig(), defaults=DefaultConfig(temperature=0.5, thinking=True)), key=False)
+    made = document(replace(ServeConfig(), defaults=DefaultConfig(0.5, thinking=True, draft_confidence=0.3)), key=False)
     fields = made["paths"][CHAT]["post"]["requestBody"]["content"]["application/json"]["schema"]["properties"]
     assert fields["temperature"]["default"] == 0.5
     assert fields["stream"]["default"] is False
     inner = fields["edge_dflash"]["anyOf"][0]["properties"]
     assert inner["thinking"]["default"] is True
+    assert inner["draft_confidence"]["default"] == 0.3
+    assert {"type": "number", "minimum": 0.0, "maximum": 1.0} in inner["draft_confidence"]["anyOf"]
     assert inner["speculative"]["default"] is True
     assert "default" not in fields["seed"]
 

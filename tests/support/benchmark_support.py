@@ -13,7 +13,7 @@ from edge_dflash.backends.host_cycle import host_cycle
 from edge_dflash.checks import measure
 from edge_dflash.checks.bench import Device, Subject
 from edge_dflash.checks.footprint import Traffic
-from edge_dflash.decode import loop
+from edge_dflash.decode import drafts, loop
 from edge_dflash.decode.backend import Cycle, PairShape
 from edge_dflash.planner import Planner
 from edge_dflash.runner import job
@@ -32,7 +32,7 @@ class Clock:
         return self.now
 
     def install(self, monkeypatch):
-        for module in (measure, loop, planner, job):
+        for module in (measure, drafts, loop, planner, job):
             monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=self.perf_counter))
         return self
 
@@ -132,7 +132,9 @@ class FakeCosts:
     def propose(self, context):
         return Traffic({"nvfp4": 500_000_000}, 0, 0, 0, 0)
 
-    def verify(self, context, pending, rows=None):
+    expert_layers = 0
+
+    def verify(self, context, pending, rows=None, experts=None):
         return Traffic({"nvfp4": 1_500_000_000, "fp8": 500_000_000}, 0, context, 0, pending)
 
     def prefill_operations(self, tokens):

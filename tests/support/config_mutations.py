@@ -46,6 +46,8 @@ PARTNERS = {
     "dflash_config": ("mask_token_id",),
     "quantization": ("quant_algo",),
     "use_sliding_window": ("sliding_window",),
+    "num_experts": ("num_local_experts",),
+    "num_local_experts": ("num_experts",),
 }
 
 
@@ -121,9 +123,9 @@ def root(base, file, files):
         return declared.HF_QUANT
     if base.drafter:
         return next(kind.table for kind in DRAFTERS.values() if base.files[file]["architectures"][0] in kind.classes)
-    if files[CONFIG].get("text_config") is not None:
-        return TARGETS["qwen3_5"].nested
-    return TARGETS["qwen3_5" if "qwen3_5" in str(base.files[CONFIG]["model_type"]) else "qwen3"].table
+    (name,) = base.files[CONFIG]["architectures"]
+    target = next(target for target in TARGETS.values() if name in target.classes)
+    return target.table if files[CONFIG].get("text_config") is None else target.nested
 
 
 def dialect(quantization):
@@ -168,6 +170,8 @@ def bases():
     swa = load("qwen3-tiny-dflash")
     swa["dflash_config"] |= {"use_swa": True, "swa_window_size": 16}
     anchored = load("qwen3-tiny-dspark-rnn") | {"sample_from_anchor": False, "dspark_draft_topk": 8}
+    experts = {"num_local_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
+    experts |= {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "mlp_only_layers": []}
     return [
         Base("qwen3", {CONFIG: qwen3, GENERATION: {"eos_token_id": [7, 8], "temperature": 0.6}}),
         Base("qwen3 with flat rotary keys", {CONFIG: old}),
@@ -175,6 +179,9 @@ def bases():
         Base("qwen3_5 nested, compressed-tensors", {CONFIG: nested}),
         Base("qwen3_5 nested, ModelOpt, no layer_types", {CONFIG: interval, HF_QUANT: hf_quant}),
         Base("qwen3_5, ModelOpt mixed", {CONFIG: flat | {"quantization_config": mixed}}),
+        Base("qwen3_moe", {CONFIG: qwen3 | experts | {"decoder_sparse_step": 1}}),
+        Base("qwen3_5_moe", {CONFIG: load("qwen3_5_moe-tiny")}),
+        Base("qwen3_5_moe nested", {CONFIG: load("qwen3_5_moe-tiny-perexpert")}),
         Base("drafter", {CONFIG: drafter}, drafter=True),
         Base("drafter with sliding layers", {CONFIG: sliding}, drafter=True),
         Base("drafter without layer_types", {CONFIG: window}, drafter=True),

@@ -102,6 +102,7 @@ extension = st.fixed_dictionaries(
         "regex": often(st.sampled_from(["[ab]+", "(", "a{1,9}", ""]), texts),
         "grammar": often(st.sampled_from(['start: "a"', "start: start", "", "%import x"]), texts),
         "whitespace": often(st.booleans()), "thinking": often(st.booleans()), "speculative": often(st.booleans()),
+        "draft_confidence": often(st.sampled_from([0, 0.5, 1])),
         "relaxed": often(st.booleans()), "tokens": often(st.booleans()), "top_k": often(st.integers(0, 300)),
         "priority": often(st.integers(-9, 9)), "caller": often(texts), "unknown": values,
     },

@@ -15,6 +15,8 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 NAMES = ("qwen3", "qwen3_5")
 WALKS = ("qwen3-dspark-vanilla", "qwen3-dspark-gated", "qwen3-dspark-rnn", "qwen3_5-dflash2")
 """Pairs whose drafts are chosen by a walk."""
+EXPERTS = "qwen3_5_moe"
+"""A pair whose target is a mixture of experts."""
 FLOAT32 = Precision("float32", "float32")
 ENGINE = Precision("bfloat16", "fp8")
 

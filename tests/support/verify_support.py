@@ -29,7 +29,7 @@ class Nvfp4Store:
 
     def get(self, name):
         spec = self._weights[name]
-        if spec.kind != "linear" or spec.module in ("gates", "conv"):
+        if spec.kind != "linear" or spec.module in ("gates", "router", "conv"):
             return self._store.get(name)
         if name not in self._quantized:
             self._quantized[name] = quantize_nvfp4(wide_tensor(self._store.get(name)))

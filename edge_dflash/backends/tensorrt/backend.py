@@ -181,6 +181,10 @@ def check_engines(
     pair: PairSpec, formats: Mapping[str, WeightFormat], arch: str, kv: Literal["fp8", "bfloat16"] = "fp8"
 ) -> None:
     """Raise BackendError, naming weight or op, unless engines and state kernels for ``arch`` run the pair."""
+    if pair.target.experts is not None:
+        raise BackendError(
+            "the target is a mixture of experts, which TensorRT engines do not compute; build it with --backend native"
+        )
     check_native(pair, formats, kv=kv)
     sm = find_arch(arch, "tensorrt").sm
     for name, word in formats.items():

@@ -1,0 +1,149 @@
+"""Mixtures of experts without a device: kernels and their arguments, launches, what is refused."""
+
+import re
+from types import SimpleNamespace
+
+import pytest
+from cubin_support import cubin, kernel_use
+
+from edge_dflash.backends.cuda import experts, experts_shape
+from edge_dflash.backends.cuda.compile import KERNELS
+from edge_dflash.backends.cuda.experts import UNITS, Experts, ExpertsBuffers, ExpertsShape, ExpertWeights
+from edge_dflash.backends.cuda.experts_shape import ring_bytes, tile_of
+from edge_dflash.backends.cuda.memory import NULL, Allocator, DevicePointer, Matrix
+from edge_dflash.backends.cuda.splits import block_shared
+from edge_dflash.board.archs import KERNEL_ARCHS, find_arch
+from edge_dflash.errors import BackendError
+
+SHAPE = ExpertsShape(2048, 256, 8, 512, 1, True, "nvfp4", "nvfp4")
+FORMATS = ("nvfp4", "fp8", "bf16")
+
+
+def source(unit):
+    return (KERNELS / f"{unit}.cu").read_text() + (KERNELS / "experts.cuh").read_text()
+
+
+class Gpu:
+    """Remembers launches."""
+
+    def __init__(self, sm=90, sm_count=132):
+        self.sm, self.sm_count, self.launches, self.most = sm, sm_count, [], {}
+
+    def load(self, cubin):
+        return self
+
+    def kernel(self, name, *, shared_bytes=0):
+        self.most[name] = shared_bytes or 48 << 10
+        return SimpleNamespace(name=name)
+
+    def prefer_shared(self, kernel):
+        pass
+
+    def launch(self, kernel, grid, block, arguments, *, shared_bytes=0, overlap=False):
+        assert overlap
+        assert shared_bytes <= self.most[kernel.name]
+        self.launches.append((kernel.name, grid, block, shared_bytes, arguments))
+
+
+def run(gpu, rows, shape=SHAPE, **options):
+    buffers, pointer = ExpertsBuffers.take(Allocator(None), shape, rows), DevicePointer(1 << 20, 1 << 30)
+    weights = ExpertWeights(pointer, pointer if shape.shared else NULL, *[pointer] * 4)
+    x = Matrix(pointer, shape.hidden)
+    Experts(gpu, lambda unit: b"").run(shape, weights, buffers, x, x, rows, **options)
+    return gpu.launches
+
+
+@pytest.mark.parametrize(
+    ("unit", "name", "mirror"),
+    [("experts", "Route", experts._Route), ("experts", "Choice", experts._Choice),
+     ("experts_linear", "Products", experts._Products)],
+)  # fmt: skip
+def test_arguments_have_the_fields_of_the_kernel(unit, name, mirror):
+    body = re.search(rf"struct {name} \{{(.*?)\n\}};", source(unit), re.S)[1]
+    fields = re.findall(r"^\s*(?:const )?(\w+\*?) ([\w, ]+);", body, re.M)
+    found = [(one.strip(), kind.endswith("*")) for kind, names in fields for one in names.split(",")]
+    assert found == [(one, kind.__name__ == "c_void_p") for one, kind in mirror._fields_]
+
+
+def test_sizes_are_the_kernels():
+    sizes = {u: {n: int(v) for n, v in re.findall(r"(\w+) = (\d+)[,;]", source(u))} for u in UNITS}
+    assert 32 * sizes["experts"]["WARPS"] == experts._THREADS
+    assert 2 * experts._THREADS == experts._MOST_MEMBERS
+    assert sizes["experts"]["GROUP"] == experts._GROUP
+    assert sizes["experts"]["MOST_CHOSEN"] == experts_shape._MOST_CHOSEN
+    for name in ("LIST_HEAD", "ENTRY_HEAD", "WARPS", "UP_PARTS", "DOWN_PARTS"):
+        assert sizes["experts_linear"][name] == getattr(experts_shape, name), name
+
+
+@pytest.mark.parametrize("arch", KERNEL_ARCHS)
+@pytest.mark.parametrize("unit", UNITS)
+def test_kernels_spill_nothing(unit, arch):
+    use = kernel_use(cubin(unit, arch))
+    assert len(use) == {"experts": 6, "experts_linear": 12}[unit]
+    assert all(0 < one.registers <= 128 and one.stack_bytes == 0 for one in use.values())
+
+
+@pytest.mark.parametrize("arch", KERNEL_ARCHS)
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("rows", [1, 16, 32, 512])
+def test_blocks_fit_every_architecture(arch, form, rows):
+    sm = find_arch(arch, "native").sm
+    shape = ExpertsShape(2048, 256, 8, 512, 1, True, form, form)
+    products = [one for one in run(Gpu(sm, 48), rows, shape) if "_up_" in one[0] or "_down_" in one[0]]
+    assert [one[0] for one in products] == [f"experts_{w}_{form}_{8 if rows <= 32 else 16}" for w in ("up", "down")]
+    for _, grid, threads, shared, _ in products:
+        assert (threads, grid[0] % 48) == (256, 0)
+        assert grid[0] // 48 * (shared + 1024) <= block_shared(sm) + 1024
+
+
+def test_a_pass_has_few_launches():
+    short = ["route", "choose", "up_nvfp4_8", "down_nvfp4_8", "sum"]
+    long = ["route", "choose_group", "list", "place", "up_nvfp4_16", "down_nvfp4_16", "sum"]
+    for rows, names in ((1, short), (16, short), (512, long)):
+        assert [one[0] for one in run(Gpu(), rows)] == [f"experts_{name}" for name in names]
+    assert [one[0] for one in run(Gpu(), 17)][:4] == [f"experts_{name}" for name in long[:4]]
+
+
+@pytest.mark.parametrize("rows", [1, 5, 16, 17, 32, 33, 512])
+def test_entries_are_enough(rows):
+    tile = tile_of(rows)
+    assert SHAPE.entries(rows) >= -(-rows // tile)
+    for most in range(1, rows + 1):  # experts that have ``most`` rows each, as many as there are
+        full = min(rows * 8 // most, 256)
+        assert full * -(-most // tile) + -(-rows // tile) <= SHAPE.entries(rows)
+    buffers = ExpertsBuffers.take(Allocator(None), SHAPE, 512)
+    assert buffers.gated.nbytes >= SHAPE.entries(rows) * tile * 512 * 2
+    assert buffers.list.nbytes >= 4 * (4 + SHAPE.entries(rows) * (4 + tile))
+
+
+def test_a_ring_holds_its_stages():
+    assert ring_bytes("down", "nvfp4", 8, 90) == 8 * 5 * (1152 + 8 * 64 * 2)
+    assert ring_bytes("up", "bf16", 16, 121) == 8 * 2 * (2048 + 16 * 32 * 2) + 2 * 8 * 2 * 1024
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden": 2040}, "512 columns over 2040; the native kernels take multiples of 16"),
+        ({"intermediate": 500}, "500 columns over 2048"),
+        ({"experts": 513}, "8 of 513 experts; the native kernels take at most 16 of at most 512"),
+        ({"chosen": 17}, "a row chooses 17 of 256 experts"),
+        ({"chosen": 9, "experts": 8}, "a row chooses 9 of 8 experts; the native kernels take at most 8"),
+        ({"shared": 25}, "25 shared members beside 8 experts; the native kernels take at most 32 in all"),
+    ],
+)
+def test_shapes_that_are_refused(changes, message):
+    values = {name: getattr(SHAPE, name) for name in SHAPE.__dataclass_fields__}
+    with pytest.raises(BackendError, match=message):
+        ExpertsShape(**values | changes)
+
+
+def test_passes_that_are_refused():
+    one = DevicePointer(1 << 20, 1 << 30)
+    buffers, weights, kernels = (
+        ExpertsBuffers.take(Allocator(None), SHAPE, 16), ExpertWeights(*[one] * 6), Experts(Gpu(), lambda unit: b"")
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="in rows of a multiple of 8"):
+        kernels.run(SHAPE, weights, buffers, Matrix(one, -64), Matrix(one, 2048), 16)
+    with pytest.raises(BackendError, match="use shorter passes"):
+        run(Gpu(121, 1), 2048)
