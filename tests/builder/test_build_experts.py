@@ -80,6 +80,16 @@ def test_spellings_build_the_same_bundle(tmp_path):
     assert {name for name in one.files if one.files[name] != other.files[name]} == set()
 
 
+def test_a_native_bundle_of_a_pair_is_complete(tmp_path):
+    keep = KEEP.replace("mlp: keep,", "mlp: keep, experts: keep,", 1)
+    pair = {"drafter": GOLDEN / "qwen3_5_moe-tiny-dflash", "recipe": recipe(tmp_path, keep)}
+    bundle = Bundle.open(build(config_of(WIDE, tmp_path / "out", **pair)).bundle)
+    weights = pair_programs(bundle.pair).weights
+    store = PairCheckpoint.open(GOLDEN / WIDE, pair["drafter"], weights)
+    for name in weights:
+        same(store.get(name), bundle.get(name))
+
+
 def test_a_published_mix_of_formats_is_kept(tmp_path):
     formats = Bundle.open(build(config_of(MODELOPT, tmp_path / "out")).bundle).manifest.weights
     assert formats["target.layers.1.mlp.experts.7.down_proj"] == "nvfp4"
