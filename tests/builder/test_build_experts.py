@@ -106,6 +106,9 @@ def test_members_lie_behind_each_other(tmp_path):
         assert not packed.data.flags.owndata
         assert (stack.experts, stack.parts, stack.members) == (EXPERTS, PARTS, EXPERTS + PARTS)
         swiglu = stack.layout.swiglu
+        scales = [[bundle.get(name).global_scale for name in stack.expert(index)] for index in range(EXPERTS + 1)]
+        assert all(len(set(each)) == 1 for each in scales)  # gate and up share theirs, experts do not
+        assert len({each[0] for each in scales}) > EXPERTS // 2
         for expert in range(EXPERTS):
             wanted = repack([bundle.get(name) for name in stack.expert(expert)], swiglu=swiglu, words=words)
             found = member(packed, expert)
