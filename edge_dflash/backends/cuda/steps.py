@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from edge_dflash.model.experts import Experts
 from edge_dflash.model.ops import Elementwise, GroupedConv, RmsNorm, StateOp, Walk
-from edge_dflash.weights.stacks import Stack
+from edge_dflash.weights.stacks import ExpertStack, Stack
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,20 @@ class Project(BeforeNorm):
     """One matrix, then residual and next norm where there are some. Reads (x[, residual]); writes (y[, norm])."""
 
     stack: Stack
+
+
+@dataclass(frozen=True)
+class Mix(BeforeNorm):
+    """Experts, then residual and next norm where there are some. Reads (x[, residual]); writes (y[, norm])."""
+
+    op: Experts
+    up: ExpertStack
+    down: ExpertStack
+
+    @property
+    def label(self) -> str:
+        """What profiles call it."""
+        return f"{self.op.output} {self.up.layout.format}"
 
 
 @dataclass(frozen=True)
