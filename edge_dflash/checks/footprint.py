@@ -68,16 +68,18 @@ class Traffic:
     """Bytes that one pass of the native kernels moves."""
 
     weights: Mapping[str, int]  # by format, row scales included
-    embedding: int  # gathered rows, and what a walk reads
+    embedding_rows: int
     kv: int  # keys and values, read and written
     state: int  # recurrent state and convolution history, read and written
     tape: int  # rows of the replay tape, read and written
     experts: int = 0  # those that rows choose
+    walk: int = 0  # of its tables only the rows that drafts read
 
     @property
     def total(self) -> int:
         """All bytes."""
-        return sum(self.weights.values()) + self.experts + self.embedding + self.kv + self.state + self.tape
+        tables = self.embedding_rows + self.walk
+        return sum(self.weights.values()) + self.experts + tables + self.kv + self.state + self.tape
 
 
 @dataclass(frozen=True)
@@ -131,7 +133,8 @@ class Costs:
         deltas = [state for state in program.states.values() if isinstance(state, DeltaState)]
         return Traffic(
             weights=weights,
-            embedding=2 * rows * sum(tables) + walk_bytes(program, stored, self.pair.drafts),
+            embedding_rows=2 * rows * sum(tables),
+            walk=walk_bytes(program, stored, self.pair.drafts),
             kv=_kv_bytes(program, context, rows, self.kv, Attend, KvAppend),
             state=sum((2 if pending else 1) * state.state_bytes + 2 * state.conv_bytes for state in deltas),
             tape=(rows + pending) * tape_bytes_per_row(deltas),

@@ -145,10 +145,10 @@ class RandomWeights:
         return LinearWeights(layout, data, scale)
 
     def embedding(self, gpu: Gpu, name: str) -> DevicePointer:
-        """Allocate and fill a BF16 matrix of RMS 1."""
-        return self._random(
-            gpu, 2 * math.prod(self._weights[name].shape), name, "bf16", Making.of("bf16", 1.0).exponent
-        )
+        """Allocate and fill a BF16 matrix: an embedding of RMS 1, a router whose logits have it."""
+        spec = self._weights[name]
+        rms = 1.0 / math.sqrt(spec.shape[1]) if spec.kind == "linear" else 1.0
+        return self._random(gpu, 2 * math.prod(spec.shape), name, "bf16", Making.of("bf16", rms).exponent)
 
     def vector(self, name: str) -> npt.NDArray[np.float32]:
         """Neutral norms; a plausible convolution, and decays between about 0.5 and 1 a token."""

@@ -19,6 +19,7 @@ from edge_dflash.bundle.reader import read_manifest
 from edge_dflash.checks.bench import Device, Form, Say, Subject, Workload, run, tiled
 from edge_dflash.checks.bench_result import BenchResult
 from edge_dflash.checks.footprint import Costs
+from edge_dflash.checks.forcing import routing
 from edge_dflash.checks.inspect import default_chunk
 from edge_dflash.checks.measure import matmul_rate, read_bandwidth
 from edge_dflash.checks.random_pair import RandomWeights, synthetic_pair, synthetic_tokenizer
@@ -123,6 +124,8 @@ def synthetic_subject(
     precision, context = Precision(), work.rows(pair.verify_rows)
     chunk = default_chunk(arch_of_sm(device_sm()), pair_programs(pair), context)
     backend = NativeBackend(pair, weights, precision, cubin=cubin, max_context=context, prefill_chunk=chunk)
+    if work.correlation is not None and (experts := pair.target.experts) is not None:
+        backend.force_experts(routing(experts.count, experts.chosen, work.correlation))
     loaded = time.perf_counter() - began
     filler = np.random.default_rng(0).integers(0, pair.target.vocab_size, 1 << 16).tolist()
     with Planner(backend, tokenizer, (pair.target.vocab_size - 1,), fallback=False) as planner:

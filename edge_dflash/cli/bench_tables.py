@@ -182,6 +182,7 @@ def _traffic(traffic: Traffic | None) -> str:
     parts = {
         **traffic.weights,
         "experts": traffic.experts,
+        "walk": traffic.walk,
         "K/V": traffic.kv,
         "state": traffic.state,
         "tape": traffic.tape,

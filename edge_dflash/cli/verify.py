@@ -51,8 +51,7 @@ def verify(
     With BUNDLE: each prompt is decoded plainly, with the bundle's drafter and with drafters made to break the loop,
     greedily and sampled; tokens and the state of both models must be equal bit for bit. What the build recorded as the
     bundle's self-test is replayed, and its prompt is decoded: the drafter must accept 0.7 of what it accepted at build,
-    in all and, as far as the number of cycles tells, at each position. A line of --prompts holds
-    {"ids": [...]}, {"text": "..."} or {"messages": [...]}.
+    in all and at each position. A line of --prompts holds {"ids": [...]}, {"text": "..."} or {"messages": [...]}.
 
     --report FILE makes one JSON file to attach to a report: these checks, a short benchmark, what the doctor finds, the
     bundle's versions and the machine. It is written also when something differs, then without the benchmark.
@@ -69,8 +68,8 @@ def verify(
     accept_length, accept_length_at_build, floor, tokens, tokens_equal, first_difference, drafts, drafts_equal,
     diagnosis, seconds; null without one), drafter (its acceptance on the self-test's prompt: an object with ok, unknown
     (why nothing is judged, or null), accept_length, accept_length_at_build, floor, acceptance, acceptance_at_build,
-    positions_below). Golden file also: largest_difference, logits_difference, tokens_equal,
-    failures, missing, skipped, unknown.
+    positions_below). Golden file also: largest_difference, logits_difference, tokens_equal, failures, missing, skipped,
+    unknown.
     """
     given = (checkpoint, drafter, golden)
     if (bundle is None) == (golden is None) or (bundle is not None and any(given)):
@@ -80,20 +79,25 @@ def verify(
     if bundle is not None:
         if report is not None:
             check_report(report)
-        recorded = load_selftest(Bundle.open(bundle, check_hashes=False))
-        result, self_test, drafting = _verify_bundle(bundle, recorded, prompts, count, max_new_tokens)
-        found = _found(result, self_test, drafting, recorded)
-        if report is not None:
-            bench = _bench(bundle) if found["ok"] else None
-            facts = gather(bundle)
-            write_report(report, bundle, found, bench, doctor_report(examine(facts), facts))
-        if json:
-            emit_json(found)
-        _judge(result, self_test, drafting, found, quiet=json)
+        _judge_bundle(bundle, report, prompts, count, max_new_tokens, json)
     elif checkpoint is None or drafter is None or golden is None:
         raise RequestError("--golden needs --checkpoint and --drafter, the directories of the two checkpoints")
     else:
         _judge_golden(verify_golden(checkpoint, given_drafter(drafter), golden), json)
+
+
+def _judge_bundle(
+    bundle: Path, report: Path | None, prompts: Path | None, count: int, max_new_tokens: int, json: bool
+) -> None:
+    """Verify a bundle, say and write what was found, then raise VerificationError unless it is good."""
+    recorded = load_selftest(Bundle.open(bundle, check_hashes=False))
+    result, self_test, drafting = _verify_bundle(bundle, recorded, prompts, count, max_new_tokens)
+    found = _found(result, self_test, drafting, recorded)
+    if report is not None:
+        _report(report, bundle, found)
+    if json:
+        emit_json(found)
+    _judge(result, self_test, drafting, found, quiet=json)
 
 
 def _verify_bundle(
@@ -128,6 +132,13 @@ def _found(
         "self_test": self_test.to_json() if self_test is not None else None,
         "drafter": drafting.to_json(),
     }
+
+
+def _report(file: Path, bundle: Path, found: Mapping[str, Any]) -> None:
+    """Write what was found, and what a benchmark and the doctor find."""
+    bench = _bench(bundle) if found["ok"] else None
+    facts = gather(bundle)
+    write_report(file, bundle, found, bench, doctor_report(examine(facts), facts))
 
 
 def _bench(bundle: Path) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from native_support import NATIVE_PAIR, formats_of, random_store
 from store_weights import StoreWeights
 
 from edge_dflash.backends.cuda import backend as native_backend
-from edge_dflash.backends.cuda import loading
+from edge_dflash.backends.cuda import loading, measured
 from edge_dflash.backends.cuda.backend import NativeBackend
 from edge_dflash.backends.cuda.graphs import REPEATS
 from edge_dflash.decode.backend import Asked, Backend, Precision, row_steps
@@ -343,7 +343,7 @@ def test_a_profile_starts_at_its_anchor_and_leaves_an_empty_sequence(monkeypatch
     backend = load(monkeypatch, gpu)
     backend.prefill([1] * 8)
     seen = []
-    monkeypatch.setattr(native_backend, "profile_cycle", lambda *on: seen.append(dict(gpu.words)) or [])
+    monkeypatch.setattr(measured, "profile_cycle", lambda *on: seen.append(dict(gpu.words)) or [])
     backend.profile(7)
     assert (seen[0]["anchor"], seen[0]["length"], backend.length()) == (7, 8, 0)
     backend.prefill([1] * (CONTEXT - BLOCK))

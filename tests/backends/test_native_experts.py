@@ -8,7 +8,7 @@ from cubin_support import cubin, kernel_use
 
 from edge_dflash.backends.cuda import experts, experts_shape
 from edge_dflash.backends.cuda.compile import KERNELS
-from edge_dflash.backends.cuda.experts import UNITS, Experts, ExpertsBuffers, ExpertsShape, ExpertWeights
+from edge_dflash.backends.cuda.experts import UNITS, ExpertKernels, ExpertsBuffers, ExpertsShape, ExpertWeights
 from edge_dflash.backends.cuda.experts_shape import TILES, block_bytes
 from edge_dflash.backends.cuda.memory import NULL, Allocator, DevicePointer, Matrix
 from edge_dflash.backends.cuda.splits import block_shared
@@ -49,7 +49,7 @@ def run(gpu, rows, shape=SHAPE, **options):
     buffers, pointer = ExpertsBuffers.take(Allocator(None), shape, rows), DevicePointer(1 << 20, 1 << 30)
     weights = ExpertWeights(pointer, pointer if shape.shared else NULL, *[pointer] * 4)
     x = Matrix(pointer, shape.hidden)
-    Experts(gpu, lambda unit: b"").run(shape, weights, buffers, x, x, rows, **options)
+    ExpertKernels(gpu, lambda unit: b"").run(shape, weights, buffers, x, x, rows, **options)
     return gpu.launches
 
 
@@ -151,9 +151,8 @@ def test_shapes_that_are_refused(changes, message):
 
 def test_passes_that_are_refused():
     one = DevicePointer(1 << 20, 1 << 30)
-    buffers, weights, kernels = (
-        ExpertsBuffers.take(Allocator(None), SHAPE, 16), ExpertWeights(*[one] * 6), Experts(Gpu(), lambda unit: b"")
-    )  # fmt: skip
+    buffers, weights = ExpertsBuffers.take(Allocator(None), SHAPE, 16), ExpertWeights(*[one] * 6)
+    kernels = ExpertKernels(Gpu(), lambda unit: b"")
     with pytest.raises(ValueError, match="in rows of a multiple of 8"):
         kernels.run(SHAPE, weights, buffers, Matrix(one, -64), Matrix(one, 2048), 16)
     with pytest.raises(BackendError, match="use shorter passes"):

@@ -14,7 +14,7 @@ from edge_dflash.backends.cuda.order import strides_of_blocks
 from edge_dflash.backends.cuda.schedule import schedule
 from edge_dflash.backends.cuda.small import RESULT_WORDS, Result
 from edge_dflash.backends.cuda.states import rope_table
-from edge_dflash.backends.cuda.steps import Columns, Copy, Gather, Head, Multiply, Normalise, Project, State
+from edge_dflash.backends.cuda.steps import Columns, Copy, Gather, Head, Mix, Multiply, Normalise, Project, State
 from edge_dflash.backends.reference.attention import rope_table as torch_rope_table
 from edge_dflash.errors import BackendError
 from edge_dflash.model import pair_programs
@@ -23,7 +23,7 @@ from edge_dflash.model.registry import read_pair
 from edge_dflash.model.specs import RopeSpec, YarnScaling
 
 CONFIGS = Path(__file__).parents[1] / "configs"
-MODELS = ("qwen3.6-27b", "qwen3.5-4b", "qwen3-8b")
+MODELS = ("qwen3.6-27b", "qwen3.5-4b", "qwen3-8b", "qwen3.6-35b-a3b", "qwen3-coder-30b-a3b")
 PASSES = [(m, p) for m in MODELS for p in ("prefill", "verify", "propose")]
 
 
@@ -35,7 +35,8 @@ def programs(model):
 
 def formats(model, linear="nvfp4", **changes):
     found = {
-        n: linear if s.kind == "linear" and s.module != "gates" else "bf16" for n, s in programs(model).weights.items()
+        n: linear if s.kind == "linear" and s.module not in ("gates", "router") else "bf16"
+        for n, s in programs(model).weights.items()
     }
     return found | changes
 
@@ -67,6 +68,9 @@ def test_every_weight_of_a_pass_is_read_once_and_every_state_op_runs_once(model,
                 read += [*step.stack.names, *(step.side.names if step.side else ())]
             case Project() | Head():
                 read += step.stack.names
+            case Mix():
+                shared = step.op.shared
+                read += [*step.up.names, *step.down.names, step.op.router, *([shared.judge] if shared else [])]
     linear = [weight for weight, spec in program.weights.items() if spec.kind == "linear"]
     assert sorted(read) == sorted(linear)
     found, wanted = (
@@ -125,12 +129,24 @@ def test_narrow_passes_fuse_residuals_and_norms(model):
     assert copy.reads == next(op for op in programs(model).verify.ops if isinstance(op, Concat)).inputs
 
 
+@pytest.mark.parametrize("name", ["prefill", "verify"])
+def test_a_mixture_is_one_step_with_its_residual_and_the_next_norm(name):
+    schedule = lowered("qwen3.6-35b-a3b", name)
+    steps = [s for s in schedule.steps if isinstance(s, Mix)]
+    assert len(steps) == 40
+    assert all(len(step.reads) == 2 for step in steps)
+    assert [len(step.writes) for step in steps] == [1 if name == "prefill" else 2] * 40
+    assert {(step.up.layout.k, step.down.layout.k, step.up.members, step.up.parts) for step in steps} == {
+        (2048, 512, 257, 1)
+    }
+
+
 @pytest.mark.parametrize(("model", "name"), PASSES)
 def test_a_residual_and_what_it_is_added_to_lie_in_rows_of_one_stride(model, name):
     schedule = lowered(model, name)
     places, _ = place(schedule, 16)
     for step in schedule.steps:
-        if isinstance(step, Project) and len(step.reads) > 1:
+        if isinstance(step, Project | Mix) and len(step.reads) > 1:
             residual, out = schedule.place(step.reads[1]), schedule.place(step.writes[0])
             assert places[residual[0]].stride == places[out[0]].stride
             assert residual[1] == out[1] == 0

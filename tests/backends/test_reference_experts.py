@@ -40,6 +40,17 @@ def test_bfloat16_rounds_logits_products_and_the_sum_once(count, chosen, shared)
     assert np.abs(wide - wanted["out"]).max() > 2.0**-9
 
 
+@pytest.mark.parametrize(("count", "chosen", "shared"), SIZES)
+def test_all_rows_at_once_differ_in_their_last_bits_alone(count, chosen, shared):
+    """As calibration computes, each expert on the rows that chose it; the padding of the last tile chooses too."""
+    made = mixture(count, chosen, shared=shared)
+    x = random_rows(40)
+    tiled, whole = made.run(x), made.run(x, row_tile=None)
+    assert torch.equal(whole["experts"], tiled["experts"])
+    for name in ("router_logits", "weights", "routed", "out"):
+        assert (whole[name] - tiled[name]).abs().max() <= 5e-6, name
+
+
 @pytest.mark.parametrize("precision", ROUNDINGS)
 @pytest.mark.parametrize(("count", "chosen", "shared", "hidden"), [(8, 2, 96, 64), (32, 8, 48, 320), (16, 3, None, 80)])
 def test_a_row_has_the_same_bits_for_any_number_of_rows(count, chosen, shared, hidden, precision):

@@ -12,7 +12,7 @@ import numpy as np
 from native_linear_support import cubin
 from native_state_support import Device
 
-from edge_dflash.backends.cuda.experts import Experts, ExpertsBuffers, ExpertsShape, ExpertWeights, Forced
+from edge_dflash.backends.cuda.experts import ExpertKernels, ExpertsBuffers, ExpertsShape, ExpertWeights, Forced
 from edge_dflash.backends.cuda.linear import Norm
 from edge_dflash.backends.cuda.memory import NULL, Allocator, Matrix
 
@@ -31,7 +31,7 @@ class Bench:
         self.load = load or (lambda unit: cubin(unit, arch))
         module = self.gpu.load(cubin("bench", arch))
         self.read, self.fill = module.kernel("bench_read"), module.kernel("bench_fill")
-        self.kernels = Experts(self.gpu, self.load)
+        self.kernels = ExpertKernels(self.gpu, self.load)
         self.scale = self.gpu.upload(np.full(1 << 21, 1e-3, np.float32))
         self.sink = self.gpu.allocate(64)
 

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from mixture_pairs import PAIRS as MIXTURES
+from mixture_pairs import kind_key, made
 from native_linear_support import cubin
 from native_state_support import threads
 from store_weights import StoreWeights
@@ -42,8 +44,13 @@ class Quantized:
     def _quantized(self, name):
         weight, spec = self._store.get(name), self._weights[name]
         kinds = ("bf16", "fp8", "nvfp4")
-        kind = kinds[sum(name.encode()) % 3] if self._kind == "mixed" else self._kind
-        if not isinstance(weight, WideWeight) or spec.kind != "linear" or spec.module == "gates" or kind == "bf16":
+        kind = kinds[sum(kind_key(name).encode()) % 3] if self._kind == "mixed" else self._kind
+        if (
+            not isinstance(weight, WideWeight)
+            or spec.kind != "linear"
+            or spec.module in ("gates", "router")
+            or kind == "bf16"
+        ):
             return weight
         tensor = wide_tensor(weight)
         return quantize_fp8(tensor) if kind == "fp8" else quantize_nvfp4(tensor)
@@ -74,13 +81,15 @@ def small(name):
 
 @cache
 def checkpoint(name):
-    """(pair, programs, store) of a pair by name: demo, dense, hybrid; "dense causal 24": all layers with this mask."""
+    """(pair, programs, store) by name: demo, dense, hybrid, experts, few; "dense causal 24" masks all layers."""
     if " " in name:
         base, block, window = name.split()
         pair, _, held = checkpoint(base)
         mask = DrafterLayerMask(block == "bidirectional", None if window == "None" else int(window))
         pair = replace(pair, drafter=replace(pair.drafter, layers=(mask,) * pair.drafter.num_layers))
         return pair, pair_programs(pair), held
+    if name in MIXTURES:
+        return made(name, checkpoint(MIXTURES[name][0]))
     if name == "demo":
         target, drafter = DEMO / "target", DEMO / "drafter"
     else:

@@ -23,9 +23,16 @@ from edge_dflash.errors import BackendError
 
 pytestmark = pytest.mark.gpu
 
-PAIRS = ("demo", "dense", "hybrid")
+PAIRS = ("demo", "dense", "hybrid", "experts", "few")
 KINDS = ("bf16", "fp8", "nvfp4", "mixed")
-EXACT = (("demo", "nvfp4"), ("demo", "bf16"), ("dense", "mixed"), ("hybrid", "nvfp4"))
+EXACT = (
+    ("demo", "nvfp4"),
+    ("demo", "bf16"),
+    ("dense", "mixed"),
+    ("hybrid", "nvfp4"),
+    ("experts", "mixed"),
+    ("few", "nvfp4"),
+)
 NEW = 40
 OPTIONS = {
     "greedy": Options(max_new_tokens=NEW),
@@ -158,7 +165,9 @@ def test_every_accept_length_leaves_tokens_and_state_of_plain_decoding(name, kin
 
 
 @pytest.mark.parametrize("mode", OPTIONS)
-@pytest.mark.parametrize(("name", "kind"), [("demo", "fp8"), ("dense", "nvfp4"), ("hybrid", "mixed")])
+@pytest.mark.parametrize(
+    ("name", "kind"), [("demo", "fp8"), ("dense", "nvfp4"), ("hybrid", "mixed"), ("experts", "nvfp4"), ("few", "fp8")]
+)
 def test_adversaries_and_the_own_drafter_leave_the_plain_tokens_and_state(name, kind, mode):
     ids, tokens, _, state = plain(name, kind, mode)
     backend = native(name, kind)

@@ -8,7 +8,7 @@ import torch
 from native_linear_support import check_exact, cubin, ulps, values, weight
 from native_state_support import Device, bf16
 
-from edge_dflash.backends.cuda.experts import Experts, ExpertsBuffers, ExpertsShape, ExpertWeights, Forced
+from edge_dflash.backends.cuda.experts import ExpertKernels, ExpertsBuffers, ExpertsShape, ExpertWeights, Forced
 from edge_dflash.backends.cuda.linear import Norm
 from edge_dflash.backends.cuda.memory import NULL, Allocator, Matrix
 from edge_dflash.backends.cuda.small import UNIT, Small
@@ -38,7 +38,7 @@ def device():
 def kernels():
     gpu = device().gpu
     arch = f"sm{gpu.sm}" + ("a" if gpu.sm >= 90 else "")
-    return Experts(gpu, lambda unit: cubin(unit, arch)), Small(gpu, device().module(UNIT))
+    return ExpertKernels(gpu, lambda unit: cubin(unit, arch)), Small(gpu, device().module(UNIT))
 
 
 class Layer:

@@ -263,6 +263,18 @@ def test_masks_and_a_walk_from_a_row_on(head, size):
             case.check(tokens, scores, sampling, 70, masks, first, others)
 
 
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize("head", HEADS)
+def test_numbers_out_of_range_give_some_token(head, value):
+    """A filter may then leave no candidate: the walk reads nothing else's memory for it and ends."""
+    case = random_case(head, SMALL)
+    case.put(torch.full_like(case.scores, value))
+    case.prepare()
+    for sampling in (GREEDY, Sampling(1.0, 0, 0.5, 7), Sampling(0.5, 5, 0.9, 3)):
+        tokens, _ = case.walk(sampling)
+        assert all(0 <= token < case.shape.vocabulary for token in tokens)
+
+
 @pytest.mark.parametrize("judged", ["hidden", "markov"])
 @pytest.mark.parametrize("head", HEADS[1:])
 def test_confidence_cuts_the_proposal(head, judged):

@@ -1,11 +1,13 @@
 """Forecast of a cycle on boards with few multiprocessors, from a large GPU of which only as many are left free.
 
     python tests/scripts/few_multiprocessors.py [--pair qwen3.6-27b] [--board T5000] [--output FILE]
+    python tests/scripts/few_multiprocessors.py --pair qwen3.6-35b-a3b --rows 5 --correlation 0
 
 Sleeping blocks hold all multiprocessors but a set that looks like the board's; its kernels and plans run on those.
 Each kind of step is timed alone (weights rotate through more than the L2 cache holds), scaled by the clocks, and
-counts as the slower of that and of its bytes at the board's read rate. Prints tables with their caveats and one JSON
-line last.
+counts as the slower of that and of its bytes at the board's read rate. Of a target with experts ``--rows`` rows of a
+verify choose experts at random, ``--correlation`` of them alike; all else takes a full block's time. Prints tables with
+their caveats and one JSON line last.
 """
 
 from __future__ import annotations
@@ -30,19 +32,23 @@ from occupied import Occupied, Sleepers
 from edge_dflash.backends.cuda.attend import AttendTensors, Attention
 from edge_dflash.backends.cuda.compile import cached_cubin
 from edge_dflash.backends.cuda.delta import DeltaKernels, DeltaScratch, DeltaTensors
+from edge_dflash.backends.cuda.experts import ExpertKernels, ExpertsBuffers, ExpertWeights, Forced
 from edge_dflash.backends.cuda.linear import Linears, LinearWeights, Norm
 from edge_dflash.backends.cuda.memory import (
     CONTROL_BYTES,
+    NULL,
     Allocator,
     Control,
     Matrix,
     Words,
     control_word,
 )
+from edge_dflash.backends.cuda.mixtures import mixes, shape_of
 from edge_dflash.backends.cuda.schedule import schedule
 from edge_dflash.backends.cuda.small import CycleKernels, Small
 from edge_dflash.backends.cuda.states import Sizes, States
-from edge_dflash.backends.cuda.steps import Copy, Gather, Head, Normalise, Project, State
+from edge_dflash.backends.cuda.steps import Copy, Gather, Head, Mix, Normalise, Project, State
+from edge_dflash.checks.forcing import routing
 from edge_dflash.checks.random_pair import RandomWeights, synthetic_pair
 from edge_dflash.decode.backend import Precision
 from edge_dflash.model import pair_programs
@@ -50,6 +56,7 @@ from edge_dflash.model.ops import Attend, GatedDelta
 
 CACHE = Path(__file__).parents[2] / "build" / "cubins"
 PAIRS = ("qwen3.6-27b", "qwen3.5-4b")
+MIXTURES = ("qwen3.6-35b-a3b", "qwen3-coder-30b-a3b")
 ARENA, PERIOD = 1 << 31, 2304  # bytes; a stack starts where the NVFP4 pattern of bench_fill starts
 ROWS, CONTEXT, PENDING = 16, 570, 5
 NAMES = {"in_proj_qkv": "qkv", "in_proj_z": "z", "q_proj": "q", "k_proj": "k", "v_proj": "v", "o_proj": "out"}
@@ -77,7 +84,7 @@ def stack_bytes(step):
 class Proxy:
     """Buffers and states of one pair, and its steps."""
 
-    def __init__(self, gpu, name, cubin):
+    def __init__(self, gpu, name, cubin, rows=ROWS, correlation=0.0):
         self.gpu, self.cubin = gpu, cubin
         pair = synthetic_pair(name)
         programs = pair_programs(pair)
@@ -112,6 +119,21 @@ class Proxy:
         x = rng.standard_normal((ROWS, 32768), dtype=np.float32)
         self.x = gpu.upload((x.view(np.uint32) >> 16).astype(np.uint16))
         self.y = gpu.allocate(2 * ROWS * 300_000)
+        self.rows, self.mixes = rows, mixes(passes)
+        if self.mixes:
+            self.take_experts(correlation)
+
+    def take_experts(self, correlation):
+        """Buffers, a router and choices of all mixtures."""
+        gpu, shape = self.gpu, shape_of(next(iter(self.mixes.values())))
+        self.buffers = ExpertsBuffers.take(Allocator(gpu), shape, ROWS)
+        gpu.fill(self.buffers.distinct)
+        self.router = gpu.allocate(2 * (shape.experts + 1) * shape.hidden)
+        gpu.fill(self.router)
+        table = routing(shape.experts, shape.chosen, correlation)
+        length = control_word(self.control, Control.LENGTH)
+        self.forced = Forced(gpu.upload(table), len(table), length)
+        self.read = len(np.unique(table[(CONTEXT + np.arange(self.rows)) % len(table)])) + shape.shared
 
     def load(self):
         """Kernels for what the device now says it is."""
@@ -123,6 +145,7 @@ class Proxy:
             return modules[unit]
 
         self.linears = Linears(gpu, self.cubin, most_rows=ROWS)
+        self.experts = ExpertKernels(gpu, self.cubin) if self.mixes else None
         self.small, self.cycle = Small(gpu, module("small")), CycleKernels(gpu, module("cycle"))
         self.attention = {n: Attention(gpu, module("attend"), s) for n, s in self.states.shapes.items()}
         self.delta = {n: DeltaKernels(gpu, module("delta"), s) for n, s in self.states.delta_shapes.items()}
@@ -140,11 +163,17 @@ class Proxy:
                 span = -(-nbytes // PERIOD) * PERIOD
                 copies = max(1, min(12, ARENA // span))
                 calls = [partial(self.linear, plan, step, i * span) for i in range(copies)] * max(1, 3 // copies)
+            elif isinstance(step, Mix):
+                nbytes = self.read * (step.up.layout.nbytes + step.down.layout.nbytes)
+                nbytes += 2 * step.up.layout.k * step.up.experts
+                span = -(-(step.up.nbytes + step.down.nbytes) // PERIOD) * PERIOD
+                calls = [partial(self.mix, plan, step, i * span) for i in range(ARENA // span)]
             else:
                 nbytes = self.state_bytes(step) if isinstance(step, State) else 0
                 calls = [partial(self.other, *found) for found in steps[:16]]
                 calls *= 1 if len(calls) > 4 else 4
-            nvfp4 = hasattr(step, "stack") and step.stack.layout.format == "nvfp4"
+            stack = step.up if isinstance(step, Mix) else getattr(step, "stack", None)
+            nvfp4 = stack is not None and stack.layout.format == "nvfp4"
             yield Kind(name, times[name], nbytes, 0.0, nvfp4), calls
 
     def state_bytes(self, step):
@@ -176,6 +205,17 @@ class Proxy:
         if step.side:
             side = LinearWeights(step.side.layout, self.arena.at(offset, step.side.layout.nbytes), self.scale)
         self.linears.linear(weights, x, out[:count], ROWS, side=side, side_out=out[count:])
+
+    def mix(self, plan, step, offset):
+        up = self.arena.at(offset, step.up.nbytes)
+        down = self.arena.at(offset + step.up.nbytes, step.down.nbytes)
+        judge = self.router if step.op.shared else NULL
+        weights = ExpertWeights(self.router, judge, up, self.scale, down, self.scale)
+        x, out = self.matrix(plan, step.reads[0], self.x), self.matrix(plan, step.writes[0], self.y)
+        norm = Norm(self.scale, 1e-6, replace(out, pointer=self.x)) if step.norm else None
+        self.experts.run(
+            shape_of(step), weights, self.buffers, x, out, self.rows, residual=out, norm=norm, forced=self.forced
+        )
 
     def other(self, plan, step):
         if isinstance(step, State):
@@ -221,7 +261,9 @@ def measure(gpu, sleepers, proxy, free):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--pair", action="append", choices=PAIRS)
+    parser.add_argument("--pair", action="append", choices=(*PAIRS, *MIXTURES))
+    parser.add_argument("--rows", type=int, default=ROWS)
+    parser.add_argument("--correlation", type=float, default=0.0)
     parser.add_argument("--board", action="append", choices=[b.name for b in BOARDS])
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
@@ -233,7 +275,7 @@ def main():
     print(f"{here}: GPCs of {sorted(map(len, gpcs), reverse=True)} multiprocessors")
     results = []
     for name in args.pair or PAIRS:
-        proxy = Proxy(gpu, name, cubin)
+        proxy = Proxy(gpu, name, cubin, args.rows, args.correlation)
         for board in BOARDS:
             if args.board and board.name not in args.board:
                 continue

@@ -6,7 +6,7 @@ from forecast import BOARDS
 
 pytest.importorskip("cuda.bindings")
 
-from tests.scripts.few_multiprocessors import PAIRS, Proxy
+from tests.scripts.few_multiprocessors import MIXTURES, PAIRS, Proxy
 
 
 class Silent(ControlGpu):
@@ -19,7 +19,10 @@ class Silent(ControlGpu):
         self.launches.append(name)
 
 
-@pytest.mark.parametrize("name", PAIRS)
+TOTAL = {"qwen3.6-27b": 16.6e9, "qwen3.5-4b": 3.2e9, "qwen3.6-35b-a3b": 8.77e9, "qwen3-coder-30b-a3b": 12.03e9}
+
+
+@pytest.mark.parametrize("name", [*PAIRS, *MIXTURES])
 def test_every_kind_of_step_is_enqueued(name):
     gpu = Silent()
     proxy = Proxy(gpu, name, lambda unit: b"")
@@ -33,7 +36,9 @@ def test_every_kind_of_step_is_enqueued(name):
                 call()
             assert gpu.launches, kind.name
             found[kind.name] = kind
-        assert {"qkv z", "q k v", "out", "gate up", "down", "lm_head", "GatedDelta", "Attend"} <= found.keys()
+        experts = name in MIXTURES
+        assert {"q k v", "out", "lm_head", "Attend", *(["Mix"] if experts else ["gate up", "down"])} <= found.keys()
+        assert experts or {"qkv z", "GatedDelta"} <= found.keys()
         assert found["lm_head"].times == 2
         total = sum(kind.times * kind.nbytes for kind in found.values())
-        assert total == pytest.approx({"qwen3.6-27b": 16.6e9, "qwen3.5-4b": 3.2e9}[name], rel=0.01)
+        assert total == pytest.approx(TOTAL[name], rel=0.01)

@@ -52,7 +52,7 @@ class Mixture:
         """See WeightStore."""
         return 1.0, 1.0
 
-    def run(self, x, precision="float32"):
+    def run(self, x, precision="float32", **options):
         """The reference on rows x: its output and what it notes, by name."""
         found = {name: [] for name in NOTED}
         rows, keep = torch.as_tensor(x, dtype=torch.float32), ROUNDINGS[precision]
@@ -60,6 +60,7 @@ class Mixture:
         out = experts(
             *(self.op, padded, len(rows), TorchWeights(self), keep),
             lambda role, values: found[role].append(values.clone()),
+            **options,
         )
         return {name: torch.cat(parts) for name, parts in found.items()} | {"out": keep(out[: len(rows)])}
 

@@ -10,11 +10,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-import numpy as np
-
 from edge_dflash.backends.cuda.driver import Gpu
-from edge_dflash.backends.cuda.graphs import REPEATS, Capture, HostBuffers, StepTime, profile_cycle
+from edge_dflash.backends.cuda.graphs import Capture, HostBuffers
 from edge_dflash.backends.cuda.loading import Dense, Launches, load
+from edge_dflash.backends.cuda.measured import Measured
 from edge_dflash.backends.cuda.memory import ControlBlock
 from edge_dflash.backends.cuda.rows import HostWalk, NativeRows, WalkedRows
 from edge_dflash.backends.cuda.sample import Chooser
@@ -30,7 +29,7 @@ from edge_dflash.model import pair_programs
 from edge_dflash.model.specs import PairSpec
 
 
-class NativeBackend:
+class NativeBackend(Measured):
     """A pair on a GPU. See :class:`edge_dflash.decode.backend.Backend`; :meth:`cycle` is its fast path."""
 
     def __init__(
@@ -226,31 +225,6 @@ class NativeBackend:
         """Free the device. Closing twice does no harm."""
         self._dense.close()
         self.gpu.close()
-
-    def force(self, accept: Sequence[int] | None) -> None:
-        """Benchmarks: accept so many drafts a cycle, whatever the target says; None ends it. Captures graphs."""
-        self.gpu.enter()
-        self._cycles = self._own_cycles
-        if accept is None:
-            return
-        if not accept or not all(0 <= n <= self._shape.drafts for n in accept):
-            raise BackendError(f"accept pattern {list(accept)} is not made of 0 to {self._shape.drafts} drafts")
-        self._cycles = self._capture.cycles(self.gpu.upload(np.array(accept, np.int32)))
-
-    def experts_read(self) -> int:
-        """Benchmarks: experts that verify passes have read since load, all layers together."""
-        return 0
-
-    def profile(self, anchor: int = 0) -> list[StepTime]:
-        """Time of each step of one cycle, on the device's clock; the steps do not overlap here.
-
-        Captures a graph and runs REPEATS cycles from ``anchor``, of which it leaves an empty sequence.
-        """
-        self._begin_at(anchor, 0, REPEATS * self._shape.verify_rows)
-        self._host.count(self._shape.verify_rows)
-        times = profile_cycle(self.gpu, self.loaded, self._capture)
-        self.reset()
-        return times
 
     def enter(self, number: int) -> None:
         """Use the rows of pass ``number``. Raises BackendError when a later one has replaced them."""

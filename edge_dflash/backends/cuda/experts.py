@@ -26,7 +26,7 @@ from edge_dflash.backends.cuda.splits import block_shared
 from edge_dflash.errors import BackendError
 from edge_dflash.weights.layout import UNIT_BYTES
 
-__all__ = ["UNITS", "ExpertWeights", "Experts", "ExpertsBuffers", "ExpertsShape", "Forced"]
+__all__ = ["UNITS", "ExpertKernels", "ExpertWeights", "ExpertsBuffers", "ExpertsShape", "Forced"]
 
 UNITS = ("experts", "experts_linear")  # compilation units of these kernels
 _THREADS, _GROUP, _MOST_MEMBERS = 512, 16, 1024
@@ -128,7 +128,7 @@ class ExpertsBuffers:
         )
 
 
-class Experts:
+class ExpertKernels:
     """Loaded kernels, for all layers. Enqueues only; every launch may start before the one before it ends."""
 
     def __init__(self, gpu: Gpu, cubin: Callable[[str], bytes]) -> None:

@@ -18,7 +18,7 @@ from edge_dflash.backends.cuda.loading import Loaded
 from edge_dflash.backends.cuda.memory import NULL, Array, DevicePointer, Words
 from edge_dflash.backends.cuda.sample import Block, Chooser
 from edge_dflash.backends.cuda.small import RESULT_WORDS, Result
-from edge_dflash.backends.cuda.steps import Head, Multiply, PassStep, Project, State
+from edge_dflash.backends.cuda.steps import Head, Mix, Multiply, PassStep, Project, State
 from edge_dflash.decode.backend import row_steps
 
 
@@ -212,16 +212,22 @@ def profile_cycle(gpu: Gpu, loaded: Loaded, capture: Capture) -> list[StepTime]:
             steps.append(step)
 
     graph = gpu.capture(lambda: capture.cycle(around=around))
-    readings = []
+    readings, mixtures = [], loaded.mixtures
+    before = mixtures.read if mixtures else 0
     for _ in range(REPEATS):
         graph.launch()
         readings.append(np.diff(gpu.read(stamps, (count,), np.uint64).astype(np.int64)))
     times = [median(values) * 1e-9 for values in zip(*(r.tolist() for r in readings), strict=True)]
-    return [_timed(step, seconds) for step, seconds in zip(steps, times, strict=True)]
+    experts = (mixtures.read - before) / REPEATS / mixtures.layers if mixtures else 0.0
+    return [_timed(step, seconds, experts) for step, seconds in zip(steps, times, strict=True)]
 
 
-def _timed(step: PassStep, seconds: float) -> StepTime:
+def _timed(step: PassStep, seconds: float, experts: float) -> StepTime:
+    """``experts``: read by a layer, on average."""
     match step:
+        case Mix():
+            each, router = step.up.layout.nbytes + step.down.layout.nbytes, 2 * step.up.layout.k * step.up.experts
+            return StepTime(step.label, seconds, round((experts + step.up.parts) * each) + router)
         case Multiply() | Project() | Head():
             side = step.side.layout.nbytes if isinstance(step, Multiply) and step.side else 0
             stack = step.stack

@@ -12,13 +12,16 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from edge_dflash.backends.cuda import attend, delta, small
+from edge_dflash.backends.cuda.common import Buffers, Common, DeviceLayout, Kernels
 from edge_dflash.backends.cuda.conv import UNIT as CONV_UNIT
 from edge_dflash.backends.cuda.conv import Convolutions
 from edge_dflash.backends.cuda.delta import DeltaScratch
 from edge_dflash.backends.cuda.driver import Gpu, Module
+from edge_dflash.backends.cuda.experts import ExpertKernels
 from edge_dflash.backends.cuda.linear import Linears
 from edge_dflash.backends.cuda.memory import CONTROL_BYTES, Allocator, DevicePointer, Matrix, place
-from edge_dflash.backends.cuda.passes import Buffers, Common, DeviceLayout, Frame, Kernels, Pass
+from edge_dflash.backends.cuda.mixtures import Mixtures, count_mixtures, mixes, shape_of
+from edge_dflash.backends.cuda.passes import Frame, Pass
 from edge_dflash.backends.cuda.sample import UNIT as SAMPLE_UNIT
 from edge_dflash.backends.cuda.sample import Sampler, SamplingBuffers
 from edge_dflash.backends.cuda.schedule import schedule
@@ -47,6 +50,11 @@ class Loaded:
     common: Common
     memory: Allocator
     passes: Mapping[str, Frame]
+
+    @property
+    def mixtures(self) -> Mixtures | None:
+        """Of a target with experts that our kernels compute."""
+        return self.passes["verify"].mixtures
 
 
 class Dense(Protocol):
@@ -206,6 +214,9 @@ class Launches:
             "verify": schedule(programs.verify, formats, wide=False),
             "propose": schedule(programs.propose, formats, wide=False),
         }
+        self._mixes = mixes(schedules.values())
+        for step in self._mixes.values():
+            shape_of(step)
         rows = {"prefill": max(sizes.prefill_rows, tile), "verify": tile, "propose": tile}
         placed = {name: place(steps, rows[name]) for name, steps in schedules.items()}
         places = {name: found for name, (found, _) in placed.items()}
@@ -214,6 +225,7 @@ class Launches:
     def open(self, gpu: Gpu, layout: DeviceLayout) -> int:
         """Load the kernels of linears."""
         most = 0
+        self._most_rows = max(layout.sizes.prefill_rows, layout.sizes.rows)
         self._gpu, self._linears = gpu, Linears(gpu, self._cubin, most_rows=row_tile(layout.sizes.rows))
         for name, each in layout.schedules.items():
             rows = layout.sizes.rows if name == "prefill" else layout.sizes.of_pass(name)
@@ -229,6 +241,8 @@ class Launches:
         """Count all stacks."""
         for stack in self._stacks.values():
             memory.count(_purpose(stack), stack.layout.nbytes + 128 * stack.layout.units)
+        if self._mixes:
+            count_mixtures(memory, self._mixes, self._most_rows)
 
     def load(self, memory: Allocator, common: Common) -> dict[str, Frame]:
         """Bring the stacks to the device."""
@@ -236,7 +250,11 @@ class Launches:
         for key, stack in self._stacks.items():
             loaded[key] = self._weights.stack(self._gpu, stack)
             memory.count(_purpose(stack), stack.layout.nbytes + loaded[key].scale.nbytes)
-        return {name: Pass(common, name, self._linears, loaded) for name in common.layout.schedules}
+        mixtures = None
+        if self._mixes:
+            kernels = ExpertKernels(self._gpu, self._cubin)
+            mixtures = Mixtures(self._gpu, kernels, self._weights, memory, self._mixes, self._most_rows)
+        return {name: Pass(common, name, self._linears, loaded, mixtures) for name in common.layout.schedules}
 
     def close(self) -> None:
         """All its memory is the device's own."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from edge_dflash.backends.cuda.schedule import Schedule
-from edge_dflash.backends.cuda.steps import Convolve, Gather, Head, Multiply, Normalise, PassStep, Project, State
+from edge_dflash.backends.cuda.steps import Convolve, Gather, Head, Mix, Multiply, Normalise, PassStep, Project, State
 from edge_dflash.model.ops import GatedDelta
 from edge_dflash.weights.stacks import Stack
 
@@ -55,6 +55,8 @@ def _forms(step: PassStep, window: Callable[[Stack], int]) -> tuple[int, str | N
             return window(step.stack), None
         case Project():
             return window(step.stack), step.writes[1] if step.norm else None
+        case Mix():
+            return 0, step.writes[1] if step.norm else None
         case Gather():
             return 0, step.writes[1] if step.norm else None
         case Convolve():

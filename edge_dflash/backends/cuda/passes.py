@@ -9,19 +9,17 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby
 
 from edge_dflash.backends.cuda.attend import AttendTensors, Attention
-from edge_dflash.backends.cuda.conv import Convolutions
-from edge_dflash.backends.cuda.delta import DeltaKernels, DeltaScratch, DeltaTensors
+from edge_dflash.backends.cuda.common import Common
+from edge_dflash.backends.cuda.delta import DeltaTensors
 from edge_dflash.backends.cuda.linear import Linears, LinearWeights, Norm
-from edge_dflash.backends.cuda.memory import DevicePointer, Matrix, Placement, Words
+from edge_dflash.backends.cuda.memory import DevicePointer, Matrix, Words
+from edge_dflash.backends.cuda.mixtures import Mixtures
 from edge_dflash.backends.cuda.order import strides_of_blocks
-from edge_dflash.backends.cuda.sample import Sampler, SamplingBuffers
-from edge_dflash.backends.cuda.schedule import Schedule
-from edge_dflash.backends.cuda.small import CycleKernels, Small
-from edge_dflash.backends.cuda.states import KvMemory, Sizes, States
+from edge_dflash.backends.cuda.states import KvMemory
 from edge_dflash.backends.cuda.steps import (
     Columns,
     Convolve,
@@ -30,90 +28,15 @@ from edge_dflash.backends.cuda.steps import (
     Gather,
     Head,
     Last,
+    Mix,
     Multiply,
     Normalise,
     PassStep,
     Project,
     State,
 )
-from edge_dflash.backends.cuda.walk import DeviceWalk, WalkShape
-from edge_dflash.decode.backend import Precision
-from edge_dflash.model.ops import Attend, Embed, GatedDelta, KvAppend, RmsNorm, SelectRows
-from edge_dflash.model.program import PairPrograms
+from edge_dflash.model.ops import Attend, GatedDelta, KvAppend, RmsNorm
 from edge_dflash.weights.stacks import Stack
-
-
-@dataclass(frozen=True)
-class DeviceLayout:
-    """What will be on the device, known from the Programs and formats alone. Passes: prefill, verify, propose."""
-
-    programs: PairPrograms
-    precision: Precision
-    sizes: Sizes
-    schedules: Mapping[str, Schedule]
-    places: Mapping[str, Mapping[str, Placement]]
-    arena_bytes: int
-
-    @property
-    def first_draft(self) -> int:
-        """Row of a propose pass that is the first draft: 0 where the anchor's drafts, else 1."""
-        return int(any(isinstance(op, SelectRows) for op in self.programs.propose.ops))
-
-    @property
-    def walk(self) -> WalkShape | None:
-        """How the drafts are chosen; None: each row's logits alone do."""
-        if (op := self.programs.propose.walk) is None:
-            return None
-        columns = self.programs.propose.columns[op.inputs[0]]
-        return WalkShape(op, self.sizes.of_pass("propose") - self.first_draft, columns, self.vocabulary)
-
-    @property
-    def vocabulary(self) -> int:
-        """Rows of the embedding and columns of the head."""
-        embed = next(op for op in self.programs.verify.ops if isinstance(op, Embed))
-        return self.programs.verify.weights[embed.weight].shape[0]
-
-
-@dataclass(frozen=True)
-class Kernels:
-    """Everything that launches, but for dense ops."""
-
-    small: Small
-    cycle: CycleKernels
-    sampler: Sampler
-    attention: Mapping[str, Attention]  # by KV state
-    delta: Mapping[str, DeltaKernels]  # by gated delta state
-    conv: Convolutions
-    walker: DeviceWalk | None = None  # of a drafter whose drafts depend on each other
-
-
-@dataclass(frozen=True)
-class Buffers:
-    """Memory that passes share."""
-
-    control: DevicePointer
-    arena: DevicePointer
-    attention: DevicePointer  # scratch
-    delta: DeltaScratch
-    linear: DevicePointer  # scratch
-    ids: DevicePointer  # of a pass: [max(B, prefill rows)] int32
-    drafts: DevicePointer  # choices of the drafter, of which row 0 may be no draft: [row tile] int32
-    choices: DevicePointer  # of the target: [row tile] int32
-    logits: Matrix  # [row tile, V] BF16
-    clock: DevicePointer
-    counted: DevicePointer  # rows of a cycle's verify that count, as in kernels/control.cuh: 3 words
-    sampling: SamplingBuffers
-
-
-@dataclass(frozen=True)
-class Common:
-    """What all passes share, whoever computes their dense ops."""
-
-    layout: DeviceLayout
-    states: States
-    kernels: Kernels
-    buffers: Buffers
-    embeddings: Mapping[str, DevicePointer]
 
 
 def _appends(step: PassStep) -> bool:
@@ -122,6 +45,8 @@ def _appends(step: PassStep) -> bool:
 
 class Frame(ABC):
     """One pass, ready to be enqueued: its tensors, its state kernels, its embedding."""
+
+    mixtures: Mixtures | None = None  # of a target with experts
 
     def __init__(self, common: Common, name: str, lane: int = 0) -> None:
         layout, buffers = common.layout, common.buffers
@@ -216,9 +141,16 @@ class Frame(ABC):
 class Pass(Frame):
     """A pass whose dense ops are launches over stacks of weights, by the stack's key."""
 
-    def __init__(self, common: Common, name: str, linears: Linears, weights: Mapping[str, LinearWeights]) -> None:
+    def __init__(
+        self,
+        common: Common,
+        name: str,
+        linears: Linears,
+        weights: Mapping[str, LinearWeights],
+        mixtures: Mixtures | None = None,
+    ) -> None:
         super().__init__(common, name)
-        self._linears, self._weights = linears, weights
+        self._linears, self._weights, self.mixtures = linears, weights, mixtures
         self._in_blocks = {} if self.prefill else strides_of_blocks(self.schedule, self._window)
 
     def narrow(self, rows: int) -> Pass:
@@ -242,6 +174,8 @@ class Pass(Frame):
                 self._multiply(step)
             case Project():
                 self._project(step)
+            case Mix():
+                self._mix(step)
             case Head():
                 weights, x, buffers = self._weights[step.stack.key], self._matrix(step.reads[0]), self.common.buffers
                 rows, kept = self._rows(step.reads[0]), buffers.logits if logits else None
@@ -288,6 +222,12 @@ class Pass(Frame):
             return
         norm = self._normal(step.norm, step.writes)
         linears.split_linear(weights, x, out, self.rows, self.common.buffers.linear, residual=residual, norm=norm)
+
+    def _mix(self, step: Mix) -> None:
+        x, out, norm = self._matrix(step.reads[0]), self._matrix(step.writes[0]), self._normal(step.norm, step.writes)
+        residual = self._matrix(step.reads[1]) if len(step.reads) > 1 else None
+        assert self.mixtures is not None
+        self.mixtures.run(step, x, out, self.rows, self.words, residual=residual, norm=norm)
 
     def _normal(self, op: RmsNorm | None, writes: Sequence[str]) -> Norm | None:
         """The norm of a step's first output, which is its second one."""

@@ -18,6 +18,7 @@ from edge_dflash.backends.cuda.steps import (
     Gather,
     Head,
     Last,
+    Mix,
     Multiply,
     Normalise,
     PassStep,
@@ -25,6 +26,7 @@ from edge_dflash.backends.cuda.steps import (
     State,
 )
 from edge_dflash.errors import BackendError
+from edge_dflash.model.experts import Experts
 from edge_dflash.model.ops import (
     Add,
     Attend,
@@ -45,7 +47,7 @@ from edge_dflash.model.ops import (
 )
 from edge_dflash.model.program import Program, Segment, segments
 from edge_dflash.weights.formats import WeightFormat
-from edge_dflash.weights.stacks import Stack, program_stacks
+from edge_dflash.weights.stacks import Stack, expert_stacks, program_stacks
 
 
 @dataclass
@@ -78,6 +80,7 @@ class _Lowering:
         self._program, self._wide = program, wide
         self._out = Schedule(program, widths=dict(program.columns))
         self._stacks = {name: stack for stack in program_stacks(program, formats) for name in stack.names}
+        self._experts = expert_stacks(program, formats)
         self._readers: dict[str, list[Op]] = {}
         for op in program.ops:
             for name in op.inputs:
@@ -91,6 +94,7 @@ class _Lowering:
             Concat: self._concat,
             SelectRows: self._select,
             GroupedConv: self._convolve,
+            Experts: self._mix,
         }
 
     def run(self) -> Schedule:
@@ -131,7 +135,7 @@ class _Lowering:
         residual, y, norm = self._following(op.output)
         if not residual and (self._wide or not isinstance(readers[0], RmsNorm | GroupedConv)):
             return False
-        self._emit(Project((op.inputs[0], *residual), (y, *((norm.output,) if norm else ())), stack, norm))
+        self._emit(Project((op.inputs[0], *residual), (y, *((norm.output,) if norm else ())), stack, norm=norm))
         self._done.add(op.output)
         return True
 
@@ -147,7 +151,13 @@ class _Lowering:
 
     def _convolve(self, op: GroupedConv, segment: Segment) -> None:
         residual, y, norm = self._following(op.output)
-        self._emit(Convolve((*op.inputs, *residual), (y, *((norm.output,) if norm else ())), op, norm))
+        self._emit(Convolve((*op.inputs, *residual), (y, *((norm.output,) if norm else ())), op, norm=norm))
+        self._done.add(op.output)
+
+    def _mix(self, op: Experts, segment: Segment) -> None:
+        residual, y, norm = self._following(op.output)
+        up, down = self._experts[op.output]
+        self._emit(Mix((*op.inputs, *residual), (y, *((norm.output,) if norm else ())), op, up, down, norm=norm))
         self._done.add(op.output)
 
     def _multiply(self, op: Linear, stack: Stack, segment: Segment) -> None:
@@ -185,7 +195,7 @@ class _Lowering:
     def _norm(self, op: RmsNorm, segment: Segment) -> None:
         if self._out.steps and isinstance(last := self._out.steps[-1], Gather) and last.writes == op.inputs:
             self._out.steps.pop()
-            self._emit(Gather((), (*last.writes, op.output), last.weight, op))
+            self._emit(Gather((), (*last.writes, op.output), last.weight, norm=op))
             return
         self._emit(Normalise(op.inputs, (op.output,), op))
         if op.inputs[0] in self._out.single:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from edge_dflash.model.experts import Experts
 from edge_dflash.model.ops import Elementwise, GroupedConv, RmsNorm, StateOp, Walk
-from edge_dflash.weights.stacks import Stack
+from edge_dflash.weights.stacks import ExpertStack, Stack
 
 
 @dataclass(frozen=True)
@@ -27,16 +28,22 @@ class PassStep:
 
 
 @dataclass(frozen=True)
-class Gather(PassStep):
-    """Rows of the embedding for the pass's ids, then a norm where one follows. Writes (x[, norm])."""
+class BeforeNorm(PassStep):
+    """A step that ends with the norm behind it, where one follows."""
 
-    weight: str
-    norm: RmsNorm | None = None
+    norm: RmsNorm | None = field(default=None, kw_only=True)
 
     @property
     def norms(self) -> tuple[RmsNorm, ...]:
         """The next norm."""
         return (self.norm,) if self.norm else ()
+
+
+@dataclass(frozen=True)
+class Gather(BeforeNorm):
+    """Rows of the embedding for the pass's ids, then a norm where one follows. Writes (x[, norm])."""
+
+    weight: str
 
 
 @dataclass(frozen=True)
@@ -53,16 +60,24 @@ class Multiply(PassStep):
 
 
 @dataclass(frozen=True)
-class Project(PassStep):
+class Project(BeforeNorm):
     """One matrix, then residual and next norm where there are some. Reads (x[, residual]); writes (y[, norm])."""
 
     stack: Stack
-    norm: RmsNorm | None = None
+
+
+@dataclass(frozen=True)
+class Mix(BeforeNorm):
+    """Experts, then residual and next norm where there are some. Reads (x[, residual]); writes (y[, norm])."""
+
+    op: Experts
+    up: ExpertStack
+    down: ExpertStack
 
     @property
-    def norms(self) -> tuple[RmsNorm, ...]:
-        """The next norm."""
-        return (self.norm,) if self.norm else ()
+    def label(self) -> str:
+        """What profiles call it."""
+        return f"{self.op.output} {self.up.layout.format}"
 
 
 @dataclass(frozen=True)
@@ -92,16 +107,10 @@ class Columns(PassStep):
 
 
 @dataclass(frozen=True)
-class Convolve(PassStep):
+class Convolve(BeforeNorm):
     """A grouped convolution, then residual and next norm where there are some. Reads (u, c[, residual])."""
 
     op: GroupedConv
-    norm: RmsNorm | None = None
-
-    @property
-    def norms(self) -> tuple[RmsNorm, ...]:
-        """The next norm."""
-        return (self.norm,) if self.norm else ()
 
 
 @dataclass(frozen=True)

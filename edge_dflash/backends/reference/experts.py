@@ -14,13 +14,23 @@ Notes = Callable[[str, torch.Tensor], None]  # (role, values of a tile's valid r
 
 
 def experts(
-    op: Experts, x: torch.Tensor, rows: int, weights: TorchWeights, rounded: Round, note: Notes = lambda *_: None
+    op: Experts,
+    x: torch.Tensor,
+    rows: int,
+    weights: TorchWeights,
+    rounded: Round,
+    note: Notes = lambda *_: None,
+    row_tile: int | None = ROW_TILE,
 ) -> torch.Tensor:
     """The op on x [R, H], of which ``rows`` rows count; unrounded float32.
+
+    ``row_tile`` None computes each expert once, on the rows that chose it: row invariance is given up.
 
     ``rounded``: to what activations are kept in. ``note`` is told "router_logits" [T, E], "experts" [T, k] by
     descending probability, "weights" [T, k] of them and "routed" [T, H], for each tile.
     """
+    if row_tile is None:
+        return _tile(op, x, rows, weights, rounded, note, row_tile)
     tiles = []
     for first in range(0, x.shape[0], ROW_TILE):
         tile, valid = x[first : first + ROW_TILE], min(max(rows - first, 0), ROW_TILE)
@@ -43,23 +53,39 @@ def choose(op: Experts, z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return chosen, w
 
 
-def _tile(op: Experts, x: torch.Tensor, valid: int, weights: TorchWeights, rounded: Round, note: Notes) -> torch.Tensor:
-    z = rounded(linear(x, weights.linear(op.router)))
+def _tile(
+    op: Experts,
+    x: torch.Tensor,
+    valid: int,
+    weights: TorchWeights,
+    rounded: Round,
+    note: Notes,
+    row_tile: int | None = ROW_TILE,
+) -> torch.Tensor:
+    z = rounded(linear(x, weights.linear(op.router), row_tile))
     chosen, w = choose(op, z)
     y = torch.zeros_like(x)
     for index in sorted(set(chosen[:valid].flatten().tolist())):
         mine = chosen == index
         share = (w * mine).sum(-1, keepdim=True)  # one of them is not zero
-        part = _mlp(x, op.gates[index], op.ups[index], op.downs[index], weights, rounded)
+        names = op.gates[index], op.ups[index], op.downs[index]
+        if row_tile is None:
+            some = mine.any(-1)
+            y[some] += share[some] * _mlp(x[some], names, weights, rounded, None)
+            continue
+        part = _mlp(x, names, weights, rounded, row_tile)
         y = torch.where(mine.any(-1, keepdim=True), y + share * part, y)
     for role, values in (("router_logits", z), ("experts", chosen), ("weights", w), ("routed", y)):
         note(role, values[:valid])
     if op.shared is not None:
-        judged = sigmoid(rounded(linear(x, weights.linear(op.shared.judge))))
-        y = y + judged * _mlp(x, op.shared.gate, op.shared.up, op.shared.down, weights, rounded)
+        judged = sigmoid(rounded(linear(x, weights.linear(op.shared.judge), row_tile)))
+        y = y + judged * _mlp(x, (op.shared.gate, op.shared.up, op.shared.down), weights, rounded, row_tile)
     return y
 
 
-def _mlp(x: torch.Tensor, gate: str, up: str, down: str, weights: TorchWeights, rounded: Round) -> torch.Tensor:
-    product = silu(linear(x, weights.linear(gate))) * linear(x, weights.linear(up))
-    return linear(rounded(product), weights.linear(down))
+def _mlp(
+    x: torch.Tensor, names: tuple[str, str, str], weights: TorchWeights, rounded: Round, row_tile: int | None
+) -> torch.Tensor:
+    gate, up, down = names
+    product = silu(linear(x, weights.linear(gate), row_tile)) * linear(x, weights.linear(up), row_tile)
+    return linear(rounded(product), weights.linear(down), row_tile)

@@ -182,7 +182,8 @@ class Interpreter:
             case GroupedConv():
                 return grouped_conv(op, inputs[0], inputs[1], weights.tensor(op.base)), rows
             case Experts():
-                return experts(op, inputs[0], rows, weights, self._kept, self._notes(op, observer)), rows
+                notes = self._notes(op, observer)
+                return experts(op, inputs[0], rows, weights, self._kept, notes, self._row_tile), rows
             case Walk():  # its tokens are chosen when it is known how
                 return inputs[0].new_zeros(inputs[0].shape[0], 0), rows
             case KvAppend() | Attend():

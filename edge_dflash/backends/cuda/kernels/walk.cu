@@ -380,7 +380,7 @@ extern "C" __global__ void __launch_bounds__(WALK_THREADS, 1)
   for (int i = first * rank + t; w.sums && i < stop * rank; i += WALK_THREADS)
     factors[i] = projected(w.sums, w.rows, rank, i / rank, i % rank);
   for (int row = first; row < stop; row++) {
-    const u16* from = w.before + (u64)token * rank;
+    const u16* from = w.before + (u64)(token >= 0 && token < w.vocabulary ? token : 0) * rank;
     const bool asked = row < to_row, masked = steered && asked && (s.masked >> row & 1);
     const bool sampled = asked && s.temperature > 0.0;
     float x[MOST_RANK / WALK_THREADS];
@@ -425,7 +425,8 @@ extern "C" __global__ void __launch_bounds__(WALK_THREADS, 1)
     __syncthreads();
     if (sampled && filters(s)) filter(s, at, top);
     const int place = first_of(at, top, sampled || w.by_id);
-    token = row < from_row ? w.tokens[row] : place < 0 ? w.others[row] : at.id(place);
+    const int found = place >= 0 ? at.id(place) : w.others ? w.others[row] : at.id(0);  // none: logits are no numbers
+    token = row < from_row ? w.tokens[row] : found;
     if (t == 0) w.tokens[row] = token;
     __syncthreads();  // scores, keys and the vector are read
   }

@@ -1,0 +1,145 @@
+"""The mixtures of experts of a pair on the device: their sizes, weights and memory, and what a benchmark forces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from edge_dflash.backends.cuda.driver import Gpu
+from edge_dflash.backends.cuda.experts import ExpertKernels, ExpertsBuffers, ExpertsShape, ExpertWeights, Forced
+from edge_dflash.backends.cuda.linear import Norm
+from edge_dflash.backends.cuda.memory import NULL, Allocator, DevicePointer, Matrix, Words
+from edge_dflash.backends.cuda.schedule import Schedule
+from edge_dflash.backends.cuda.steps import Mix
+from edge_dflash.backends.cuda.weights import NativeWeights
+from edge_dflash.errors import BackendError
+
+_COUNTER = 8  # bytes of a count of experts
+
+
+def mixes(schedules: Iterable[Schedule]) -> dict[str, Mix]:
+    """The layers of experts in some passes, by the output of the op."""
+    return {step.op.output: step for each in schedules for step in each.steps if isinstance(step, Mix)}
+
+
+def shape_of(step: Mix) -> ExpertsShape:
+    """Raises BackendError for what the kernels do not take."""
+    up, down, op = step.up, step.down, step.op
+    return ExpertsShape(
+        hidden=up.layout.k,
+        experts=up.experts,
+        chosen=op.top_k,
+        intermediate=down.layout.k,
+        shared=up.parts,
+        renormalised=op.renormalised,
+        up_format=up.layout.format,
+        down_format=down.layout.format,
+    )
+
+
+def take_buffers(memory: Allocator, steps: Mapping[str, Mix], rows: int) -> ExpertsBuffers:
+    """Memory of all layers, which are of one size but for formats. Raises BackendError otherwise."""
+    shapes = [shape_of(step) for step in steps.values()]
+    first = shapes[0]
+    for shape in shapes:
+        if replace(shape, up_format=first.up_format, down_format=first.down_format) != first:
+            raise BackendError(f"layers of experts differ: {shape} beside {first}; the native backend takes one size")
+    return ExpertsBuffers.take(memory, first, rows)
+
+
+def count_mixtures(memory: Allocator, steps: Mapping[str, Mix], rows: int) -> None:
+    """Count what :class:`Mixtures` will take. Raises BackendError for layers of different sizes."""
+    take_buffers(memory, steps, rows)
+    memory.count("experts", _COUNTER)
+    for step in steps.values():
+        for stack in (step.up, step.down):
+            memory.count("target weights", stack.nbytes + 4 * stack.rows)
+        memory.count("target weights", 2 * step.up.layout.k * (step.up.experts + (step.op.shared is not None)))
+
+
+class Mixtures:
+    """All layers, loaded."""
+
+    def __init__(
+        self,
+        gpu: Gpu,
+        kernels: ExpertKernels,
+        weights: NativeWeights,
+        memory: Allocator,
+        steps: Mapping[str, Mix],
+        rows: int,
+    ) -> None:
+        """Bring the weights to the device; ``rows``: most rows of a pass."""
+        self._gpu, self._kernels, self._steps = gpu, kernels, steps
+        self._buffers = take_buffers(memory, steps, rows)
+        self._unread = replace(
+            self._buffers, distinct=memory.take("experts", _COUNTER)
+        )  # of passes that are not counted
+        for counter in (self._buffers.distinct, self._unread.distinct):
+            gpu.fill(counter)
+        self._weights = {name: self._load(gpu, step, weights, memory) for name, step in steps.items()}
+        self._table: tuple[DevicePointer, int] | None = None
+
+    @property
+    def layers(self) -> int:
+        """How many there are."""
+        return len(self._steps)
+
+    @property
+    def read(self) -> int:
+        """Experts that rows of verify passes have chosen since load, in all layers."""
+        found: int = int(self._gpu.read(self._buffers.distinct, (1,), np.uint64)[0])
+        return found
+
+    def force(self, table: npt.NDArray[np.int32] | None) -> None:
+        """Benchmarks: the token at position p takes experts table[p % len(table)]; None ends it.
+
+        Raises BackendError for a table of another shape. Graphs have to be captured anew.
+        """
+        if table is None:
+            self._table = None
+            return
+        op = next(iter(self._steps.values())).op
+        count, chosen = len(op.gates), op.top_k
+        fits = table.ndim == 2 and table.shape[1] == chosen and table.min() >= 0 and table.max() < count
+        if not fits or any(len(set(line)) < chosen for line in table.tolist()):
+            raise BackendError(f"forced experts are not [positions, {chosen}] different ones of {count}")
+        self._table = self._gpu.upload(np.ascontiguousarray(table, np.int32)), len(table)
+
+    def run(
+        self,
+        step: Mix,
+        x: Matrix,
+        out: Matrix,
+        rows: int,
+        words: Words,
+        *,
+        residual: Matrix | None = None,
+        norm: Norm | None = None,
+    ) -> None:
+        """Enqueue one layer of a pass."""
+        self._kernels.run(
+            shape_of(step),
+            self._weights[step.op.output],
+            self._unread if words.prefill else self._buffers,
+            x,
+            out,
+            rows,
+            residual=residual,
+            norm=norm,
+            valid=words.rows,
+            forced=None if self._table is None else Forced(*self._table, words.length),
+        )
+
+    @staticmethod
+    def _load(gpu: Gpu, step: Mix, weights: NativeWeights, memory: Allocator) -> ExpertWeights:
+        op = step.op
+        up, down = (weights.stack(gpu, stack) for stack in (step.up, step.down))
+        router = weights.embedding(gpu, op.router)
+        judge = weights.embedding(gpu, op.shared.judge) if op.shared else NULL
+        for pointer in (up.data, up.scale, down.data, down.scale, router, judge):
+            memory.count("target weights", pointer.nbytes)
+        return ExpertWeights(router, judge, up.data, up.scale, down.data, down.scale)
