@@ -175,6 +175,8 @@ def _backends(
     if "native" in choice.backends:
         formats, warnings = decide_native(choice.arch.name, recipe, pair, store.stored, formats)
     if "tensorrt" in choice.backends:
+        if pair.target.experts is not None and "native" not in choice.backends:
+            raise BackendError("experts are the native kernels' beside plans; build it with --backend native,tensorrt")
         try:
             warnings = warnings if "native" in choice.backends else expanded_weights(recipe, pair, formats)
             formats, engines = decide_engines(choice.arch.name, recipe, pair, store.stored, formats, chunk)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from bundle_support import PAIR
-from native_support import NATIVE_PAIR, formats_of, programs, random_store
+from native_support import MIXED, NATIVE_PAIR, formats_of, programs, random_store
 
 from edge_dflash.backends.cuda.compile import ARCHS
 from edge_dflash.backends.cuda.support import check_native, narrowed
@@ -25,11 +25,18 @@ def delta(**changes):
     return target(gated_delta=replace(NATIVE_PAIR.target.gated_delta, **changes))
 
 
+def experts(**changes):
+    return replace(MIXED, target=replace(MIXED.target, experts=replace(MIXED.target.experts, **changes)))
+
+
 @pytest.mark.parametrize("arch", [None, *ARCHS])
 @pytest.mark.parametrize("form", ["nvfp4", "fp8", "bf16"])
-def test_a_pair_that_fits(form, arch):
-    check_native(NATIVE_PAIR, formats_of(form), arch=arch)
-    check_native(NATIVE_PAIR, formats_of(form), arch=arch, kv="bfloat16")
+@pytest.mark.parametrize(
+    "pair", [NATIVE_PAIR, MIXED, experts(shared_intermediate=None)], ids=["mlp", "shared", "mixed"]
+)
+def test_a_pair_that_fits(pair, form, arch):
+    check_native(pair, formats_of(form, pair), arch=arch)
+    check_native(pair, formats_of(form, pair), arch=arch, kv="bfloat16")
 
 
 @pytest.mark.parametrize(
@@ -59,6 +66,34 @@ def test_pairs_that_do_not_fit_are_refused_with_a_way_out(pair, words):
 def test_a_quantized_embedding_is_refused(word):
     with pytest.raises(BackendError, match=f"embedding: the embedding is {word}; the native kernels gather BF16 rows"):
         check_native(NATIVE_PAIR, formats_of("nvfp4", embed_tokens=word))
+
+
+@pytest.mark.parametrize(
+    ("pair", "words"),
+    [
+        (
+            experts(shared_intermediate=48),
+            "target.layers.0.experts: the shared expert has 48 rows; .* a multiple of 32",
+        ),
+        (
+            experts(intermediate=24, shared_intermediate=24),
+            "experts have 24 columns over .*; the native kernels take multiples of 16",
+        ),
+        (experts(count=32, chosen=17), "a row chooses 17 of 32 experts; the native kernels take at most 16"),
+        (experts(chosen=8, shared_intermediate=32 * 32), "a row has 32 shared members beside 8 experts"),
+    ],
+)
+def test_mixtures_that_do_not_fit_are_refused_with_a_way_out(pair, words):
+    with pytest.raises(BackendError, match=f"{words}.*; build it with --backend reference --arch cpu"):
+        check_native(pair, formats_of("bf16", pair))
+
+
+@pytest.mark.parametrize("name", ["mlp__gate", "shared_expert_gate"])
+def test_a_quantized_router_is_refused(name):
+    with pytest.raises(
+        BackendError, match=f"{name.replace('__', '.')} is nvfp4; the native kernels read routers in BF16"
+    ):
+        check_native(MIXED, formats_of("nvfp4", MIXED, **{name: "nvfp4"}))
 
 
 def test_shared_memory_of_an_arch_is_a_limit():

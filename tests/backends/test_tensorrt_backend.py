@@ -2,11 +2,12 @@
 
 import weakref
 from dataclasses import replace
+from typing import ClassVar
 
 import pytest
 from control_gpu import ControlGpu
 from fake_tensorrt import SCRATCH, FakeTensorrt, write_plans
-from native_support import NATIVE_PAIR, formats_of, random_store
+from native_support import MIXED, NATIVE_PAIR, formats_of, random_store
 from store_weights import StoreWeights
 
 from edge_dflash.backends.cuda import backend as native_backend
@@ -17,10 +18,14 @@ from edge_dflash.backends.tensorrt.backend import EngineOps, check_engines
 from edge_dflash.backends.tensorrt.flavours import TENSORRT, TENSORRT_RTX
 from edge_dflash.backends.tensorrt.runs import RunEngine, engine_pass
 from edge_dflash.backends.tensorrt.units import EMBEDDING, HEAD, STATE_UNITS, Run, bundle_units
+from edge_dflash.builder.choose import choose
+from edge_dflash.builder.decide import _backends
 from edge_dflash.decode.backend import Asked, Backend, Precision
 from edge_dflash.errors import BackendError
+from edge_dflash.model.experts import Experts
 from edge_dflash.model.ops import GroupedConv, Walk
 from edge_dflash.model.specs import GroupedConvSpec, MarkovSpec, SelectorSpec
+from edge_dflash.weights.recipe import default_recipe
 
 CONTEXT, CHUNK, STATE = 128, 16, Precision("bfloat16", "fp8")
 UNITS = bundle_units(NATIVE_PAIR, CHUNK)
@@ -56,14 +61,15 @@ def load(
     patch.setattr(native_backend, "Gpu", lambda: gpu)
     patch.setattr(runtime, "load", lambda flavour: trt)
     files, formats = write_plans(folder, bundle_units(pair, CHUNK).units, **changes), formats_of(pair=pair)
+    weights = StoreWeights(random_store(formats, pair), formats)
     backend = NativeBackend(
         pair,
-        StoreWeights(random_store(formats, pair), formats),
+        weights,
         precision,
         cubin=cubin,
         max_context=CONTEXT,
         prefill_chunk=CHUNK,
-        dense=EngineOps(flavour, files),
+        dense=EngineOps(flavour, files, weights, cubin),
     )
     return backend, gpu, trt
 
@@ -109,6 +115,41 @@ def test_convolutions_and_the_walk_are_our_kernels_in_the_cycles_graph(monkeypat
     gpu.accept = rows
     cycle = backend.cycle(Asked(3))
     assert (cycle.drafts, cycle.accepted) == (rows - 1, rows - 1)
+
+
+class Unstored:
+    """A checkpoint in BF16."""
+
+    stored: ClassVar = {}
+
+
+MIXTURE = ("experts_route", "experts_choose", "experts_up_nvfp4", "experts_down_nvfp4", "experts_sum")
+
+
+def test_mixtures_are_our_kernels_between_plans_in_the_cycles_graph(monkeypatch, tmp_path):
+    check_engines(MIXED, formats_of(pair=MIXED), "sm121")
+    backend, _, _ = load(monkeypatch, tmp_path, pair=MIXED)
+    calls = [a.key if name == "plan" else name for name, a in backend._cycles.greedy.of(MIXED.verify_rows).calls]
+    wanted = []
+    for step in (*bundle_units(MIXED, CHUNK).passes["propose"], *bundle_units(MIXED, CHUNK).passes["verify"]):
+        if isinstance(step, Run) and step.key != EMBEDDING:
+            wanted.append(step.key)
+        elif isinstance(step, Experts):
+            wanted += MIXTURE
+    found = [name.rsplit("_", 1)[0] if name.startswith(("experts_up", "experts_down")) else name for name in calls]
+    assert [name for name in found if name in {*wanted}] == wanted
+    assert found.count("experts_route") == MIXED.target.num_layers
+    assert backend.loaded.mixtures.layers == MIXED.target.num_layers
+    assert backend.loaded.memory.bytes["experts"] > 0
+    assert {b.name for unit in bundle_units(MIXED, CHUNK).units.values() for b in unit.outputs} >= {
+        "target.layers.0.mlp_in"
+    }
+
+
+def test_a_bundle_of_plans_alone_with_experts_is_refused():
+    recipe = default_recipe()
+    with pytest.raises(BackendError, match="--backend native,tensorrt"):
+        _backends(choose("sm110", "tensorrt", recipe), recipe, MIXED, Unstored(), CHUNK)
 
 
 def runs_of(which):
@@ -305,13 +346,14 @@ def test_plans_of_another_pair_are_found(monkeypatch, tmp_path, change, words):
 
 def test_a_missing_plan_is_named(monkeypatch, tmp_path):
     files = write_plans(tmp_path, {k: u for k, u in UNITS.units.items() if k != "target-002"})
+    weights, cubin = StoreWeights(random_store(formats_of()), formats_of()), bytes
     with pytest.raises(BackendError, match=r"plans/target-002\.plan is missing; build the bundle again"):
         NativeBackend(
-            *(NATIVE_PAIR, StoreWeights(random_store(formats_of()), formats_of()), STATE),
-            cubin=lambda unit: b"",
+            *(NATIVE_PAIR, weights, STATE),
+            cubin=cubin,
             max_context=CONTEXT,
             prefill_chunk=CHUNK,
-            dense=EngineOps(TENSORRT, files),
+            dense=EngineOps(TENSORRT, files, weights, cubin),
         )
 
 

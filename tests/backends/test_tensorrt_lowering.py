@@ -19,8 +19,8 @@ from tensorrt_support import (
 )
 from trt_interpreter import outputs, run
 
-from edge_dflash.backends.tensorrt.units import CHOICES, HEAD, HEAD_INPUT, LOGITS
-from edge_dflash.model.ops import DenseOp, GroupedConv, Linear, SelectRows, Walk
+from edge_dflash.backends.tensorrt.units import CHOICES, HEAD, HEAD_INPUT, LOGITS, Own
+from edge_dflash.model.ops import DenseOp, Linear, SelectRows, Walk
 
 pytestmark = pytest.mark.tensorrt
 
@@ -39,7 +39,7 @@ def test_each_op_is_the_references_within_one_bf16_step(name, kind):
             assert not finding.wrong, finding
             checked += 1
     ops = [op for program in units(name).programs.values() for op in program.ops if isinstance(op, DenseOp)]
-    assert checked == len([op for op in ops if not isinstance(op, SelectRows | GroupedConv | Walk)])
+    assert checked == len([op for op in ops if not isinstance(op, SelectRows | Own | Walk)])
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -5,11 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from golden_pairs import EXPERTS, pair, programs
 from tensorrt_arena import widened
 from tensorrt_support import Formatted, lowered, tensorrt, units
 
-from edge_dflash.backends.tensorrt.backend import check_engines
 from edge_dflash.backends.tensorrt.lower import bf16_bits
 from edge_dflash.backends.tensorrt.net import Net
 from edge_dflash.backends.tensorrt.units import EMBEDDING, HEAD
@@ -38,12 +36,6 @@ def test_float32_weights_are_rounded_to_nearest_even():
     assert np.array_equal(widened(bf16_bits(values)), wanted)
     stored = np.arange(7, dtype=np.uint16)
     assert bf16_bits(stored) is stored
-
-
-def test_a_mixture_of_experts_is_refused_by_name():
-    formats = dict.fromkeys(programs(EXPERTS).weights, "bf16")
-    with pytest.raises(BackendError, match=r"a mixture of experts, which .* do not compute; .* --backend native"):
-        check_engines(pair(EXPERTS), formats, "sm110")
 
 
 @needs_tensorrt

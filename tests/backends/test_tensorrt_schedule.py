@@ -5,13 +5,13 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from golden_pairs import ENGINE, WALKS
+from golden_pairs import ENGINE, EXPERTS, WALKS
 from tensorrt_support import CHUNK, PAIRS, PASSES, checkpoint, rows_of, spec, units
 
 from edge_dflash.backends.cuda.steps import Convolve, Draft, Last, State
 from edge_dflash.backends.reference.dense import TorchWeights
 from edge_dflash.backends.reference.interpreter import Interpreter, Memory
-from edge_dflash.backends.tensorrt.runs import RunEngine, dry_run, engine_pass
+from edge_dflash.backends.tensorrt.runs import RunEngine, RunExperts, dry_run, engine_pass
 from edge_dflash.backends.tensorrt.units import (
     CHOICES,
     EMBEDDING,
@@ -24,6 +24,7 @@ from edge_dflash.backends.tensorrt.units import (
 )
 from edge_dflash.errors import BackendError
 from edge_dflash.model import pair_programs
+from edge_dflash.model.experts import Experts
 from edge_dflash.model.ops import Add, GroupedConv, SelectRows, StateOp
 from edge_dflash.model.registry import read_pair
 
@@ -65,7 +66,9 @@ def test_no_weight_is_in_two_plans_but_the_drafters_k_and_v(name):
     twice = {weight for weight in read if read.count(weight) > 1}
     assert all(w.startswith("drafter.") and w.endswith(("k_proj", "v_proj")) for w in twice)
     linear = {n for p in cut(name).programs.values() for n, s in p.weights.items() if s.kind in ("linear", "embedding")}
-    assert linear <= set(read)
+    ours = {weight for step in cut(name).passes["verify"] if isinstance(step, Experts) for weight in step.weights}
+    assert linear - ours == linear & set(read)
+    assert bool(ours) == (pair_of(name).target.experts is not None)
 
 
 @pytest.mark.parametrize("name", [*PAIRS, *MODELS])
@@ -109,6 +112,29 @@ def test_our_kernels_convolve_between_plans_and_walk_behind_the_head(name):
     assert drafter
     assert all(unit.profiles == (RowRange(rows, rows, rows),) for unit in drafter)
     assert not any(isinstance(op, GroupedConv) for unit in found.units.values() for op in unit.ops)
+
+
+@pytest.mark.parametrize("which", ["prefill", "verify"])
+def test_our_kernels_mix_between_plans(which):
+    plan, found = placed(EXPERTS, which), cut(EXPERTS)
+    mixed = [step for step in plan.schedule.steps if isinstance(step, RunExperts)]
+    assert [step.op for step in mixed] == [op for op in found.programs[which].ops if isinstance(op, Experts)]
+    assert len(mixed) == 4
+    for step in mixed:
+        before, after = (plan.schedule.steps[plan.schedule.steps.index(step) + i] for i in (-1, 1))
+        assert step.op.inputs[0] in before.writes
+        assert step.op.output in after.reads
+    assert not any(isinstance(op, Experts) for unit in found.units.values() for op in unit.ops)
+
+
+@pytest.mark.parametrize("which", ["prefill", "verify"])
+def test_a_mixture_that_is_missing_or_early_is_found(which):
+    plan = placed(EXPERTS, which)
+    index = first(plan, RunExperts)
+    early = with_steps(plan, lambda steps: exchange(steps, index - 1, index))
+    for wrong in (with_steps(plan, lambda steps: without(steps, index)), early):
+        with pytest.raises(BackendError, match="the schedule is wrong"):
+            dry_run(cut(EXPERTS).units, wrong)
 
 
 @pytest.mark.parametrize("step", [Convolve, Draft])

@@ -80,6 +80,16 @@ def test_spellings_build_the_same_bundle(tmp_path):
     assert {name for name in one.files if one.files[name] != other.files[name]} == set()
 
 
+def test_a_native_bundle_of_a_pair_is_complete(tmp_path):
+    keep = KEEP.replace("mlp: keep,", "mlp: keep, experts: keep,", 1)
+    pair = {"drafter": GOLDEN / "qwen3_5_moe-tiny-dflash", "recipe": recipe(tmp_path, keep)}
+    bundle = Bundle.open(build(config_of(WIDE, tmp_path / "out", **pair)).bundle)
+    weights = pair_programs(bundle.pair).weights
+    store = PairCheckpoint.open(GOLDEN / WIDE, pair["drafter"], weights)
+    for name in weights:
+        same(store.get(name), bundle.get(name))
+
+
 def test_a_published_mix_of_formats_is_kept(tmp_path):
     formats = Bundle.open(build(config_of(MODELOPT, tmp_path / "out")).bundle).manifest.weights
     assert formats["target.layers.1.mlp.experts.7.down_proj"] == "nvfp4"
@@ -96,6 +106,9 @@ def test_members_lie_behind_each_other(tmp_path):
         assert not packed.data.flags.owndata
         assert (stack.experts, stack.parts, stack.members) == (EXPERTS, PARTS, EXPERTS + PARTS)
         swiglu = stack.layout.swiglu
+        scales = [[bundle.get(name).global_scale for name in stack.expert(index)] for index in range(EXPERTS + 1)]
+        assert all(len(set(each)) == 1 for each in scales)  # gate and up share theirs, experts do not
+        assert len({each[0] for each in scales}) > EXPERTS // 2
         for expert in range(EXPERTS):
             wanted = repack([bundle.get(name) for name in stack.expert(expert)], swiglu=swiglu, words=words)
             found = member(packed, expert)

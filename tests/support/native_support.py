@@ -16,7 +16,7 @@ from edge_dflash.bundle.manifest import MANIFEST, Manifest, dump_manifest
 from edge_dflash.bundle.parts import bundle_parts, hash_file, tensor_file, write_file
 from edge_dflash.decode.backend import Precision
 from edge_dflash.model import pair_programs
-from edge_dflash.model.specs import AttentionSpec, GatedDeltaSpec, RopeSpec
+from edge_dflash.model.specs import AttentionSpec, ExpertsSpec, GatedDeltaSpec, RopeSpec
 from edge_dflash.weights.formats import Nvfp4Weight
 from edge_dflash.weights.words import words_of
 
@@ -29,6 +29,10 @@ NATIVE_PAIR = replace(
     ),
     drafter=replace(PAIR.drafter, attention=AttentionSpec(2, 1, 64, RopeSpec(1e6, 64), gated=False)),
 )
+MIXED = replace(
+    NATIVE_PAIR, target=replace(NATIVE_PAIR.target, experts=ExpertsSpec(8, 2, 32, 64, True), intermediate_size=0)
+)
+"""The same with experts in the place of MLPs."""
 
 
 def programs(pair=NATIVE_PAIR):
@@ -40,7 +44,7 @@ def formats_of(form="nvfp4", pair=NATIVE_PAIR, **others):
     found = {}
     for name, spec in pair_programs(pair).weights.items():
         chosen = [value for end, value in others.items() if name.endswith(end.replace("__", "."))]
-        found[name] = chosen[0] if chosen else form if spec.kind == "linear" else "bf16"
+        found[name] = chosen[0] if chosen else form if spec.kind == "linear" and spec.module != "router" else "bf16"
     return found
 
 

@@ -13,7 +13,7 @@ from trt_interpreter import run as interpret
 from edge_dflash.backends.cuda.steps import Convolve, Draft, Last, State
 from edge_dflash.backends.reference.dense import TorchWeights, pad, padded_rows
 from edge_dflash.backends.reference.interpreter import Interpreter, Memory, _Pass
-from edge_dflash.backends.tensorrt.runs import RunEngine, engine_pass
+from edge_dflash.backends.tensorrt.runs import RunEngine, RunExperts, engine_pass
 from edge_dflash.backends.tensorrt.units import CHOICES
 from edge_dflash.decode.walk import WalkRows
 from edge_dflash.model import pair_programs
@@ -52,7 +52,7 @@ class ArenaBackend:
                     self._plan(plan, step, rows)
                 case State():
                     self._state(plan, step, rows)
-                case Convolve():
+                case Convolve() | RunExperts():
                     self._state(plan, step, rows)
                 case Draft():
                     self._draft(plan, step, ids)

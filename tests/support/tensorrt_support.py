@@ -5,7 +5,7 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
-from golden_pairs import ENGINE, NAMES, WALKS
+from golden_pairs import ENGINE, EXPERTS, NAMES, WALKS
 from golden_pairs import pair as golden_pair
 from golden_pairs import store as golden_store
 from trt_interpreter import run
@@ -23,7 +23,7 @@ from edge_dflash.weights.formats import Nvfp4Weight, WideWeight
 from edge_dflash.weights.quantize import quantize_fp8, quantize_nvfp4, wide_tensor
 
 DEMO = Path(__file__).resolve().parents[2] / "edge_dflash" / "demo" / "models"
-PAIRS = ("demo", *NAMES, *WALKS)
+PAIRS = ("demo", *NAMES, *WALKS, EXPERTS)
 KINDS = ("w4a16", "w4a4", "fp8", "fp8-channel", "bf16")
 PASSES = ("prefill", "verify", "propose")
 PROMPT, CHUNK = 21, 64  # tokens of the prefill, most rows of a prefill pass
@@ -74,7 +74,12 @@ class Formatted:
 
     def _convert(self, name):
         weight, spec = self.source.get(name), self.specs[name]
-        if spec.kind != "linear" or spec.module == "gates" or self.kind == "bf16" or not isinstance(weight, WideWeight):
+        if (
+            spec.kind != "linear"
+            or spec.module in ("gates", "router")
+            or self.kind == "bf16"
+            or not isinstance(weight, WideWeight)
+        ):
             return weight
         if self.kind.startswith("fp8"):
             return quantize_fp8(wide_tensor(weight), per_channel=self.kind == "fp8-channel")

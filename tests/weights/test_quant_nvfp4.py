@@ -87,6 +87,10 @@ def test_fused_groups():
     layer = "target.layers.3."
     mlp = (layer + "mlp.gate_proj", layer + "mlp.up_proj")
     assert fused_group(mlp[0]) == fused_group(mlp[1]) == mlp
+    for expert in ("mlp.experts.17.", "mlp.shared_expert."):
+        both = (layer + expert + "gate_proj", layer + expert + "up_proj")
+        assert fused_group(both[0]) == fused_group(both[1]) == both
+        assert fused_group(layer + expert + "down_proj") == (layer + expert + "down_proj",)
     assert len(fused_group(layer + "self_attn.v_proj")) == 3
     assert len(fused_group(layer + "linear_attn.in_proj_z")) == 2
     for alone in ("mlp.down_proj", "self_attn.o_proj", "linear_attn.out_proj", "linear_attn.in_proj_a"):

@@ -13,11 +13,13 @@ import numpy as np
 
 from edge_dflash.backends.cuda.attend import AttendShape
 from edge_dflash.backends.cuda.delta import DeltaShape
+from edge_dflash.backends.cuda.experts_shape import ExpertsShape
 from edge_dflash.backends.cuda.splits import block_shared, choose_splits
 from edge_dflash.backends.cuda.walk import WalkShape
 from edge_dflash.board.archs import arch_of_sm, find_arch
 from edge_dflash.errors import BackendError
 from edge_dflash.model import pair_programs
+from edge_dflash.model.experts import Experts
 from edge_dflash.model.ops import Attend, Embed, GatedDelta, GroupedConv, KvAppend, Linear, Op, Remap, Walk
 from edge_dflash.model.program import PairPrograms, Program
 from edge_dflash.model.specs import PairSpec
@@ -93,12 +95,25 @@ def _check_op(
         case GroupedConv():
             if (columns := program.columns[op.inputs[0]]) % 2:
                 raise BackendError(f"a convolution has {columns} columns; the native kernels take even numbers")
+        case Experts():
+            _check_experts(op, program, formats)
         case Walk():
             WalkShape(op, rows - 1, program.columns[op.inputs[0]], program.columns[op.inputs[1]])
         case Remap():
             raise BackendError("the native backend has no kernel for a draft vocabulary (d2t)")
         case _:
             pass
+
+
+def _check_experts(op: Experts, program: Program, formats: Mapping[str, WeightFormat]) -> None:
+    inner, hidden = program.weights[op.gates[0]].shape
+    wide = program.weights[op.shared.gate].shape[0] if op.shared else 0
+    if wide % inner:
+        raise BackendError(f"the shared expert has {wide} rows; the native kernels take a multiple of {inner}")
+    ExpertsShape(hidden, len(op.gates), op.top_k, inner, wide // inner, op.renormalised, "bf16", "bf16")
+    for name in (op.router, *((op.shared.judge,) if op.shared else ())):
+        if FORMATS[formats[name]].quantized:
+            raise BackendError(f"{name} is {formats[name]}; the native kernels read routers in BF16")
 
 
 def _check_shared(name: str, layout: Layout, rows: int, arch: str) -> None:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal
 
 from edge_dflash.backends.cuda.common import Common, DeviceLayout
 from edge_dflash.backends.cuda.driver import Gpu
 from edge_dflash.backends.cuda.memory import NULL, Allocator, DevicePointer
+from edge_dflash.backends.cuda.mixtures import Mixtures
 from edge_dflash.backends.cuda.passes import Frame
 from edge_dflash.backends.cuda.states import Sizes
-from edge_dflash.backends.cuda.steps import Convolve, PassStep
+from edge_dflash.backends.cuda.steps import Convolve, Mix, PassStep
 from edge_dflash.backends.cuda.support import check_native
+from edge_dflash.backends.cuda.weights import BundleWeights, NativeWeights
 from edge_dflash.backends.tensorrt.flavours import TENSORRT, TENSORRT_RTX, Flavour, load, version
-from edge_dflash.backends.tensorrt.runs import EnginePass, RunEngine, dry_run, engine_pass
+from edge_dflash.backends.tensorrt.mixtures import EngineMixtures
+from edge_dflash.backends.tensorrt.runs import EnginePass, RunEngine, RunExperts, dry_run, engine_pass
 from edge_dflash.backends.tensorrt.runtime import Engines, Enqueue
 from edge_dflash.backends.tensorrt.units import EMBEDDING, PairUnits, engine_file, engine_units, pair_units
 from edge_dflash.board.archs import find_arch
@@ -30,16 +33,27 @@ WORD = 16  # rows of logits lie behind each other without gaps, and start on so 
 
 
 class EngineFrame(Frame):
-    """``runs``: for each step that runs an engine, what enqueues it."""
+    """``runs``: for each step that runs an engine, what enqueues it; ``mixes``: layers of ``mixtures`` by their op."""
 
-    def __init__(self, common: Common, name: str, pair: PairUnits, runs: Mapping[RunEngine, Enqueue]) -> None:
+    def __init__(
+        self,
+        common: Common,
+        name: str,
+        pair: PairUnits,
+        runs: Mapping[RunEngine, Enqueue],
+        mixtures: Mixtures | None,
+        mixes: Mapping[str, Mix],
+    ) -> None:
         super().__init__(common, name)
-        self.pair, self.runs = pair, runs
+        self.pair, self.runs, self.mixtures, self._mixes = pair, runs, mixtures, mixes
 
     def _dense(self, step: PassStep, logits: bool) -> None:
         """Engines always leave logits."""
         if isinstance(step, Convolve):
             self._convolve(step)
+            return
+        if isinstance(step, RunExperts):
+            self._mix(step)
             return
         if not isinstance(step, RunEngine):
             raise TypeError(f"{type(step).__name__} is no step of a TensorRT pass")
@@ -55,6 +69,11 @@ class EngineFrame(Frame):
         u, c, out = (self._matrix(name) for name in (*step.reads, *step.writes))
         base = self.common.states.norm(step.op.base, plus_one=False)
         self.kernels.conv.convolve(step.op, u, c, base, out, self.rows, self.schedule.widths[step.writes[0]])
+
+    def _mix(self, step: RunExperts) -> None:
+        x, out = (self._matrix(name) for name in (*step.reads, *step.writes))
+        assert self.mixtures is not None
+        self.mixtures.run(self._mixes[step.op.output], x, out, self.rows, self.words)
 
 
 def engine_passes(pair: PairUnits, sizes: Sizes) -> dict[str, EnginePass]:
@@ -100,10 +119,16 @@ def addresses(each: EnginePass, name: str, step: RunEngine, common: Common) -> d
 
 
 class EngineOps:
-    """:class:`~edge_dflash.backends.cuda.loading.Dense` of engines in files, by path in the bundle."""
+    """:class:`~edge_dflash.backends.cuda.loading.Dense` of engines in files, by path in the bundle.
 
-    def __init__(self, flavour: Flavour, files: Mapping[str, Path]) -> None:
+    ``weights`` and ``cubin``: of the experts beside them.
+    """
+
+    def __init__(
+        self, flavour: Flavour, files: Mapping[str, Path], weights: NativeWeights, cubin: Callable[[str], bytes]
+    ) -> None:
         self._flavour, self._files = flavour, files
+        self._mixtures = EngineMixtures(weights, cubin)
         self._engines: Engines | None = None
 
     def lay_out(self, programs: PairPrograms, precision: Precision, sizes: Sizes) -> DeviceLayout:
@@ -111,12 +136,13 @@ class EngineOps:
         self._pair = pair_units(programs, sizes.rows, sizes.prefill_rows, sizes.of_pass("propose"))
         if missing := sorted(engine_units(self._pair.units).keys() - self._files.keys()):
             raise BackendError(f"{missing[0]} is missing; build the bundle again")
+        self._mixtures.lay_out(programs, sizes)
         self._passes = engine_passes(self._pair, sizes)
         return layout_of(programs, precision, sizes, self._passes)
 
     def open(self, gpu: Gpu, layout: DeviceLayout) -> int:
         """Start TensorRT. Passes share no scratch but that of the contexts, which is known when engines are loaded."""
-        self._engines = Engines(gpu, self._flavour)
+        self._gpu, self._engines = gpu, Engines(gpu, self._flavour)
         return 0
 
     def close(self) -> None:
@@ -125,6 +151,11 @@ class EngineOps:
             self._engines.close()
 
     def count(self, memory: Allocator) -> None:
+        """Count engines, and the experts beside them."""
+        self._count_files(memory)
+        self._mixtures.count(memory)
+
+    def _count_files(self, memory: Allocator) -> None:
         """An engine's weights on the device are about its file."""
         for name, path in self._files.items():
             model = "drafter" if "/drafter-" in name else "target"
@@ -136,8 +167,9 @@ class EngineOps:
         engines = self._engines
         assert engines is not None
         engines.load(units, {key: self._files[engine_file(key)] for key in units})
-        self.count(memory)
+        self._count_files(memory)
         engines.share_scratch(memory)
+        mixtures = self._mixtures.load(self._gpu, memory)
         passes: dict[str, Frame] = {}
         for name, each in self._passes.items():
             runs: dict[RunEngine, Enqueue] = {}
@@ -149,7 +181,7 @@ class EngineOps:
                     runs[step] = engines.context(bound.key, bound.profile, rows, where)
             for enqueue in runs.values():  # over whatever lies in the arena
                 enqueue()
-            passes[name] = EngineFrame(common, name, self._pair, runs)
+            passes[name] = EngineFrame(common, name, self._pair, runs, mixtures, self._mixtures.steps)
         return passes
 
 
@@ -175,17 +207,14 @@ def bundle_ops(bundle: Bundle) -> EngineOps:
     flavour = installed_flavour(bundle)
     assert manifest.plans is not None
     check_engines(bundle.pair, manifest.weights, manifest.arch)
-    return EngineOps(flavour, {name: bundle.plan(name) for name in manifest.plans.names})
+    files = {name: bundle.plan(name) for name in manifest.plans.names}
+    return EngineOps(flavour, files, BundleWeights(bundle), bundle.cubin)
 
 
 def check_engines(
     pair: PairSpec, formats: Mapping[str, WeightFormat], arch: str, kv: Literal["fp8", "bfloat16"] = "fp8"
 ) -> None:
     """Raise BackendError, naming weight or op, unless engines and state kernels for ``arch`` run the pair."""
-    if pair.target.experts is not None:
-        raise BackendError(
-            "the target is a mixture of experts, which TensorRT engines do not compute; build it with --backend native"
-        )
     check_native(pair, formats, kv=kv)
     sm = find_arch(arch, "tensorrt").sm
     for name, word in formats.items():

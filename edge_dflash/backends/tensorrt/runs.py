@@ -19,6 +19,7 @@ from edge_dflash.backends.cuda.schedule import Schedule
 from edge_dflash.backends.cuda.steps import Convolve, Draft, Last, PassStep, State
 from edge_dflash.backends.tensorrt.units import CHOICES, EMBEDDING, HEAD, LOGITS, Binding, PairUnits, Run, Unit
 from edge_dflash.errors import BackendError
+from edge_dflash.model.experts import Experts
 from edge_dflash.model.ops import GroupedConv, SelectRows, Walk
 
 Buffer = Literal["arena", "ids", "logits", "choices"]
@@ -34,6 +35,13 @@ class RunEngine(PassStep):
     def label(self) -> str:
         """The engine; the embedding is none in a bundle."""
         return self.run.key if self.run.key == EMBEDDING else f"plan {self.run.key}"
+
+
+@dataclass(frozen=True)
+class RunExperts(PassStep):
+    """A mixture of experts. Its residual and the next norm are those of the engine behind it."""
+
+    op: Experts
 
 
 @dataclass(frozen=True)
@@ -114,6 +122,9 @@ def schedule(pair: PairUnits, which: str) -> Schedule:
         elif isinstance(step, GroupedConv):
             writes = (step.output,)
             made.steps.append(Convolve(step.inputs, writes, step))
+        elif isinstance(step, Experts):
+            writes = (step.output,)
+            made.steps.append(RunExperts(step.inputs, writes, step))
         elif isinstance(step, Walk):
             hidden, writes = step.inputs[0], ()
             made.steps.append(Draft((hidden,), writes, step, int(hidden in made.slices)))
@@ -182,7 +193,7 @@ class _Walk:
                 self._writes(index, step.writes)
                 self._done.append(step.op.output)
                 self.report.states += 1
-            case Last() | Convolve():
+            case Last() | Convolve() | RunExperts():
                 self._reads(step.reads)
                 self._writes(index, step.writes)
                 self._done += step.writes

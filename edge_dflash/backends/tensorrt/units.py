@@ -1,10 +1,10 @@
 """Which dense ops become one engine, and the order of engines and state ops in a pass. Pure, no TensorRT.
 
-A segment becomes one engine, or several between the convolutions in it, which our kernel computes. The embedding and
-the output head are engines by themselves, because all passes and both models read them: no weight but the drafter's k
-and v (which two passes use with different neighbours) is in two engines. Prefill and verify share engines; to that
-end the final norm of a prefill runs before its last row is selected, which for an op that works row by row is the
-same. SelectRows is no layer: the run time copies the last row, and drafts are read from the second row on. So the
+A segment becomes one engine, or several between the convolutions and experts in it, which are our kernels'. The
+embedding and the output head are engines by themselves, because all passes and both models read them: no weight but the
+drafter's k and v (which two passes use with different neighbours) is in two engines. Prefill and verify share engines;
+to that end the final norm of a prefill runs before its last row is selected, which for an op that works row by row is
+the same. SelectRows is no layer: the run time copies the last row, and drafts are read from the second row on. So the
 head always runs on as many rows as a verify pass has, by one kernel.
 """
 
@@ -17,6 +17,7 @@ from typing import Literal
 from edge_dflash.bundle.manifest import ENGINES
 from edge_dflash.errors import BackendError
 from edge_dflash.model import pair_programs
+from edge_dflash.model.experts import Experts
 from edge_dflash.model.ops import (
     DenseOp,
     Embed,
@@ -78,7 +79,10 @@ class Run:
     writes: tuple[tuple[str, str], ...]
 
 
-PassStep = Run | SelectRows | StateOp | GroupedConv | Walk
+Own = GroupedConv | Experts
+"""Dense ops that our kernels compute between engines."""
+
+PassStep = Run | SelectRows | StateOp | Own | Walk
 
 
 @dataclass(frozen=True)
@@ -161,7 +165,7 @@ def _cut(
     model = "drafter" if program.name == "propose" else "target"
     for level, segment in enumerate(segments(program)):
         parts: list[list[DenseOp]] = [[]]  # of the segment: ops of an engine each
-        convolutions: list[GroupedConv] = []  # behind each part but the last
+        between: list[Own] = []  # behind each part but the last
         behind: list[PassStep] = []
         for op in segment.dense:
             if isinstance(op, Embed):
@@ -169,8 +173,8 @@ def _cut(
                 steps.append(Run(EMBEDDING, (("ids", "ids"),), ((units[-1].outputs[0].name, op.output),)))
             elif isinstance(op, SelectRows | Walk):
                 behind.append(op)
-            elif isinstance(op, GroupedConv):
-                convolutions.append(op)
+            elif isinstance(op, Own):
+                between.append(op)
                 parts.append([])
             elif op.output == program.outputs.get("logits"):
                 units.append(_head(op, program.columns, block))
@@ -183,7 +187,7 @@ def _cut(
                 units.append(_body(key, body, program, profiles))
                 names = [tuple((b.name, b.name) for b in side) for side in (units[-1].inputs, units[-1].outputs)]
                 steps.append(Run(units[-1].key, names[0], names[1]))
-            steps += convolutions[number : number + 1]
+            steps += between[number : number + 1]
         steps += [*behind, *segment.state]
     _check_order(program, units, steps)
     return units, tuple(steps)
