@@ -71,7 +71,7 @@ class Tied:
             return self.base.get(name)
         shape = self.weights[name].shape
         values = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(shape) / np.sqrt(shape[1])
-        if self.weights[name].module == "router":
+        if name.endswith(".mlp.gate"):
             values[[4, 6]] = values[1]
         return WideWeight(torch.tensor(values).bfloat16().view(torch.uint16).numpy())
 

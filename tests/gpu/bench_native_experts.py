@@ -98,14 +98,14 @@ class Bench:
         """One of the two products alone, by the list of the pass before."""
         self.layer(self.layers[0], rows)
         shape, buffers, chain = self.shape, self.buffers, self.layers * (2 if rows <= 64 else 1)
-        gated = Matrix(buffers.gated, shape.intermediate)
+        gated, tile = Matrix(buffers.gated, shape.intermediate), shape.tile(rows, self.gpu.sm)
         what = {
-            "up": (shape.up, lambda w: (w.up, w.up_scale), self.x, buffers.gated),
-            "down": (shape.down, lambda w: (w.down, w.down_scale), gated, buffers.sums),
+            "up": (lambda w: (w.up, w.up_scale), self.x, buffers.gated),
+            "down": (lambda w: (w.down, w.down_scale), gated, buffers.sums),
         }
-        layout, stack, x, out = what[name]
+        stack, x, out = what[name]
         return self.seconds(lambda: [
-            self.kernels._multiply(name, shape, layout, stack(w), x, out, buffers, rows) for w in chain
+            self.kernels._multiply(name, shape, stack(w), x, out, buffers.list, rows, tile) for w in chain
         ]) / len(chain)  # fmt: skip
 
 

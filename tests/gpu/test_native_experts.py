@@ -9,7 +9,6 @@ from native_linear_support import check_exact, cubin, ulps, values, weight
 from native_state_support import Device, bf16
 
 from edge_dflash.backends.cuda.experts import ExpertKernels, ExpertsBuffers, ExpertsShape, ExpertWeights, Forced
-from edge_dflash.backends.cuda.experts_shape import tile_of
 from edge_dflash.backends.cuda.linear import Norm
 from edge_dflash.backends.cuda.memory import NULL, Allocator, Matrix
 from edge_dflash.backends.cuda.small import UNIT, Small
@@ -81,7 +80,7 @@ class Ran:
 
     def __init__(self, layer, x, *, residual=None, valid=None, forced=None, room=0):
         gpu, shape, rows = device().gpu, layer.shape, len(x)
-        self.shape, self.rows = shape, rows
+        self.shape, self.rows, self.tile = shape, rows, shape.tile(rows, gpu.sm)
         memory = Allocator(gpu)
         buffers = self.buffers = ExpertsBuffers.take(memory, shape, rows + room)
         for pointer in (buffers.logits, buffers.list, buffers.ids, buffers.weights, buffers.gated, buffers.sums):
@@ -109,7 +108,7 @@ class Ran:
 
     def entries(self):
         """[(member, rows, slots)] of the list."""
-        tile = tile_of(self.rows)
+        tile = self.tile
         words = device().read(self.buffers.list, (self.buffers.list.nbytes // 4,), torch.int32)
         count, found = int(words[0]), []
         for at in range(4, 4 + count * (4 + tile), 4 + tile):
@@ -118,7 +117,7 @@ class Ran:
         return found
 
     def gated(self, count):
-        shape = (count, tile_of(self.rows), self.shape.intermediate)
+        shape = (count, self.tile, self.shape.intermediate)
         return device().read(self.buffers.gated, shape, torch.bfloat16)
 
 
@@ -145,9 +144,9 @@ def check_choice(ran, layer):
     assert torch.allclose(ran.weights[:, shape.chosen :].double(), judged, rtol=2e-6, atol=0)
 
 
-def listed(ids, shape, rows):
+def listed(ids, shape, tile):
     """The list that the ids want."""
-    tile, found = tile_of(rows), []
+    found = []
     for member in range(shape.members):
         if member < shape.experts:
             lines, slots = (part.tolist() for part in (ids == member).nonzero(as_tuple=True))
@@ -159,7 +158,7 @@ def listed(ids, shape, rows):
 
 def check_products(ran, layer, x):
     shape, entries = ran.shape, ran.entries()
-    assert entries == listed(ran.ids, shape, ran.rows)
+    assert entries == listed(ran.ids, shape, ran.tile)
     assert ran.distinct == len(set(ran.ids.flatten().tolist()))
     gated = ran.gated(len(entries))
     got, want, sums, exact = [], [], [], []

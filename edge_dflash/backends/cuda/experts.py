@@ -15,25 +15,23 @@ from edge_dflash.backends.cuda.experts_shape import (
     ENTRY_HEAD,
     FEW_ROWS,
     LIST_HEAD,
-    RESERVED,
     TILES,
     WARPS,
-    WHOLE_LIST,
     ExpertsShape,
-    ring_bytes,
-    tile_of,
+    block_bytes,
 )
 from edge_dflash.backends.cuda.linear import Norm
 from edge_dflash.backends.cuda.memory import EMPTY, NULL, Allocator, DevicePointer, Matrix
 from edge_dflash.backends.cuda.splits import block_shared
 from edge_dflash.errors import BackendError
-from edge_dflash.weights.layout import UNIT_BYTES, Layout
+from edge_dflash.weights.layout import UNIT_BYTES
 
 __all__ = ["UNITS", "ExpertKernels", "ExpertWeights", "ExpertsBuffers", "ExpertsShape", "Forced"]
 
 UNITS = ("experts", "experts_linear")  # compilation units of these kernels
 _THREADS, _GROUP, _MOST_MEMBERS = 512, 16, 1024
-_BLOCKS = (2, 1)  # of a multiprocessor
+_WHOLE_LIST = 160  # entries: shorter lists are copied whole by every block
+_RESERVED = 1 << 10  # bytes of shared memory that every block takes besides
 
 
 class _Route(ctypes.Structure):
@@ -106,13 +104,12 @@ class ExpertsBuffers:
     @classmethod
     def take(cls, memory: Allocator, shape: ExpertsShape, rows: int) -> ExpertsBuffers:
         """Memory for passes of at most so many rows; counts from 0 once ``distinct`` is filled with 0."""
-        sizes = [min(rows, FEW_ROWS), rows]  # the most rows of either tile
-        entries = [shape.entries(n) for n in sizes]
+        tiles = TILES if rows > FEW_ROWS else TILES[:1]
+        counts = {tile: shape.entries(rows, tile) for tile in tiles}
         records = max(
-            2 * count * (ENTRY_HEAD + tile_of(n)) for count, n in zip(entries, sizes, strict=True)
-        )  # twice: blocks copy some entries behind the last
-        groups = -(-rows // _GROUP)
-        gated = max(count * tile_of(n) for count, n in zip(entries, sizes, strict=True)) * shape.intermediate
+            2 * count * (ENTRY_HEAD + tile) for tile, count in counts.items()
+        )  # blocks copy some behind the last
+        groups, gated = -(-rows // _GROUP), max(count * tile for tile, count in counts.items()) * shape.intermediate
         return cls(
             rows,
             *(
@@ -170,12 +167,11 @@ class ExpertKernels:
             raise ValueError(f"{rows} rows of stride {x.stride}; at most {buffers.rows}, in rows of a multiple of 8")
         if (weights.judge == NULL) != (shape.shared == 0):
             raise ValueError("shared members need a judge, and a judge shared members")
-        self._choose(shape, weights, buffers, x, rows, valid, forced)
-        self._multiply("up", shape, shape.up, (weights.up, weights.up_scale), x, buffers.gated, buffers, rows)
-        gated = Matrix(buffers.gated, shape.intermediate)
-        self._multiply(
-            "down", shape, shape.down, (weights.down, weights.down_scale), gated, buffers.sums, buffers, rows
-        )
+        tile = shape.tile(rows, self._gpu.sm)
+        self._choose(shape, weights, buffers, x, rows, tile, valid, forced)
+        up, down, gated = (weights.up, weights.up_scale), (weights.down, weights.down_scale), buffers.gated
+        self._multiply("up", shape, up, x, gated, buffers.list, rows, tile)
+        self._multiply("down", shape, down, Matrix(gated, shape.intermediate), buffers.sums, buffers.list, rows, tile)
         added, normal = residual or EMPTY, norm or Norm(NULL, 0.0, EMPTY)
         self._gpu.launch(
             self._kernels["sum"],
@@ -197,6 +193,7 @@ class ExpertKernels:
         buffers: ExpertsBuffers,
         x: Matrix,
         rows: int,
+        tile: int,
         valid: DevicePointer,
         forced: Forced | None,
     ) -> None:
@@ -211,7 +208,7 @@ class ExpertKernels:
             *(forced.length.address if forced else None, buffers.distinct.address, buffers.list.address),
             *(buffers.ids.address, buffers.weights.address, buffers.masks.address, buffers.before.address),
             *(buffers.first.address, shape.experts, shape.chosen, shape.shared, rows, shape.stride),
-            *(int(shape.renormalised), forced.positions if forced else 1, tile_of(rows)),
+            *(int(shape.renormalised), forced.positions if forced else 1, tile),
         )
         if groups == 1:
             self._launch("choose", (1, 1, 1), choice)
@@ -224,23 +221,22 @@ class ExpertKernels:
         self,
         which: str,
         shape: ExpertsShape,
-        layout: Layout,
         stack: tuple[DevicePointer, DevicePointer],
         x: Matrix,
         out: DevicePointer,
-        buffers: ExpertsBuffers,
+        list_: DevicePointer,
         rows: int,
+        tile: int,
     ) -> None:
         """The products of all entries with their members' matrices, on every multiprocessor."""
-        gpu, tile, entries, columns = self._gpu, tile_of(rows), shape.entries(rows), layout.columns[0]
-        whole, blocks = entries <= WHOLE_LIST, gpu.sm_count
-        ring, most = ring_bytes(which, layout.format, tile, gpu.sm), block_shared(gpu.sm)
-        record = 4 * (ENTRY_HEAD + tile)
-        for per in _BLOCKS:
+        gpu, entries, layout = self._gpu, shape.entries(rows, tile), shape.up if which == "up" else shape.down
+        whole = which == "up" and tile == TILES[0] and entries <= _WHOLE_LIST
+        most, needed = block_shared(gpu.sm), block_bytes(which, layout, tile, gpu.sm)
+        for per in (2, 1) if tile == TILES[0] else (1,):
             blocks = per * gpu.sm_count
             copied = entries if whole else -(-entries // blocks) + 2
-            shared = ring + 4 * LIST_HEAD + copied * record
-            if per * (shared + RESERVED) <= most + RESERVED:
+            shared = needed + 4 * (LIST_HEAD + copied * (ENTRY_HEAD + tile))
+            if per * (shared + _RESERVED) <= most + _RESERVED:
                 break
         else:
             raise BackendError(
@@ -248,8 +244,8 @@ class ExpertKernels:
                 f"SM{gpu.sm} has {most}: use shorter passes"
             )
         products = _Products(
-            *(stack[0].address, stack[1].address, x.pointer.address, out.address, buffers.list.address),
-            *(layout.k, x.stride, layout.units, layout.windows, columns, shape.slots, copied, int(whole)),
+            *(stack[0].address, stack[1].address, x.pointer.address, out.address, list_.address),
+            *(layout.k, x.stride, layout.units, layout.windows, layout.columns[0], shape.slots, copied, int(whole)),
         )
         kernel = self._kernels[f"{which}_{layout.format}_{tile}"]
         gpu.launch(kernel, (blocks, 1, 1), 32 * WARPS, (products,), shared_bytes=shared, overlap=True)

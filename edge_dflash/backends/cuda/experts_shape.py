@@ -11,13 +11,17 @@ from edge_dflash.weights.layout import UNIT_BYTES, WINDOW, Format, Layout
 
 WARPS, UP_PARTS, DOWN_PARTS, LIST_HEAD, ENTRY_HEAD = 8, 4, 1, 4, 4
 _MOST_EXPERTS, _MOST_CHOSEN, _MOST_SLOTS = 512, 16, 32
-TILES = (8, 16)  # rows of an entry
-FEW_ROWS = 32  # passes of at most so many rows have the smaller tile
-WHOLE_LIST = 160  # entries: shorter lists are copied whole by every block
-WIDE_SHARED = 200 << 10  # bytes of shared memory from which on blocks have the deeper rings
-DEPTHS: dict[Format, tuple[int, int]] = {"nvfp4": (5, 3), "fp8": (3, 2), "bf16": (4, 3)}
-NARROW_DEPTH = 2  # elsewhere
-RESERVED = 1 << 10  # bytes of shared memory that every block takes besides
+TILES: tuple[int, ...] = (8, 16, 32)  # most rows of an entry
+FEW_ROWS = 64  # passes of at most so many rows have the smallest tile
+_WIDE_SHARED = 200 << 10  # bytes of shared memory from which on rings are deeper and tiles may be larger
+_LIST_ROOM = 8 << 10  # bytes for a block's entries where tiles are larger
+# Stages of a ring, of up and of down, by tile and format: depth_of of kernels/experts_linear.cu.
+_DEPTHS: dict[int, dict[Format, tuple[int, int]]] = {
+    8: {"nvfp4": (4, 5), "fp8": (2, 3), "bf16": (2, 4)},
+    16: {"nvfp4": (8, 8), "fp8": (5, 5), "bf16": (5, 5)},
+    32: {"nvfp4": (6, 6), "fp8": (3, 3), "bf16": (3, 3)},
+}
+_NARROW_DEPTH = 2  # elsewhere
 
 
 @dataclass(frozen=True)
@@ -76,25 +80,28 @@ class ExpertsShape:
         """Elements of a row of logits: those of the experts, and the judge's."""
         return -(-(self.experts + 1) // 16) * 16
 
-    def entries(self, rows: int) -> int:
+    def entries(self, rows: int, tile: int) -> int:
         """Most entries of the list of a pass."""
-        tile = tile_of(rows)
         routed = min(rows * self.chosen, self.experts + rows * self.chosen // tile)
         return routed + self.shared * -(-rows // tile)
 
+    def tile(self, rows: int, sm: int) -> int:
+        """Most rows of an entry in passes of so many rows on a device: the largest that its shared memory holds."""
+        if rows <= FEW_ROWS or block_shared(sm) < _WIDE_SHARED:
+            return TILES[0]
+        for tile in reversed(TILES[1:]):
+            stacks = (("up", self.up), ("down", self.down))
+            if all(block_bytes(which, layout, tile, sm) + _LIST_ROOM <= block_shared(sm) for which, layout in stacks):
+                return tile
+        return TILES[0]
 
-def tile_of(rows: int) -> int:
-    """Most rows of an entry."""
-    return TILES[0] if rows <= FEW_ROWS else TILES[1]
 
-
-def depth(form: Format, tile: int, sm: int) -> int:
-    """Stages of a ring, ``depth_of`` of kernels/experts_linear.cu."""
-    return DEPTHS[form][TILES.index(tile)] if block_shared(sm) >= WIDE_SHARED else NARROW_DEPTH
-
-
-def ring_bytes(which: str, form: Format, tile: int, sm: int) -> int:
-    """Shared memory of a block for its rings and the exchange of sums."""
-    parts = UP_PARTS if which == "up" else DOWN_PARTS
-    exchange = 2 * WARPS * tile // 8 * 1024 if parts > 1 else 0
-    return exchange + WARPS * depth(form, tile, sm) * (UNIT_BYTES[form] + 2 * tile * WINDOW[form])
+def block_bytes(which: str, layout: Layout, tile: int, sm: int) -> int:
+    """Shared memory of a block, but for its list: the exchange of sums, its rings, the rows of an entry."""
+    parts, window = UP_PARTS if which == "up" else DOWN_PARTS, 2 * tile * WINDOW[layout.format]
+    exchange = WARPS * tile // 8 * 1024 if parts > 1 else 0
+    depths = _DEPTHS[tile][layout.format] if block_shared(sm) >= _WIDE_SHARED else (_NARROW_DEPTH, _NARROW_DEPTH)
+    stages, piece = WARPS * depths[which == "down"], UNIT_BYTES[layout.format]
+    if tile == TILES[0]:
+        return exchange + stages * (piece + window)
+    return exchange + stages * piece + layout.windows * window

@@ -5,6 +5,7 @@
 // of experts alone. The list is made without atomics on memory: masks of rows by expert, counts, prefix sums.
 #include "blocks.cuh"
 #include "experts.cuh"
+#include "job.cuh"
 #include "norm.cuh"
 
 static constexpr int WARPS = 16, THREADS = 32 * WARPS, GROUP = 16;  // rows of a group: one a warp
@@ -110,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) experts_route(const __grid
 struct Chosen {
   u32 masks[MOST_MEMBERS];      // rows that chose an expert
   int ids[GROUP][MOST_CHOSEN];  // by slot
-  float p[GROUP][MOST_CHOSEN];
+  float p[GROUP][MOST_CHOSEN];   // exp(logit - largest)
 };
 
 // Experts that a row has to take, one a lane, asked for before the launch before has ended.
@@ -119,34 +120,21 @@ __device__ __forceinline__ int forced_expert(const Choice& job, int row) {
   return __ldcg(job.forced + (early_word(job.length) + row) % job.positions * job.chosen + threadIdx.x % 32);
 }
 
-// Bit j of lane l: whether expert PER l + j is among the ``chosen`` of largest key, which is 0 for those that are not there. Of
-// equal keys the lower expert.
-template <int PER>
-__device__ __forceinline__ u32 largest(u32 (&key)[PER], int chosen) {
-  const int lane = threadIdx.x % 32;
-  u32 taken = 0;
-#pragma unroll 1
-  for (int i = 0; i < chosen; ++i) {
-    u32 best = 0;
-#pragma unroll
-    for (int j = 0; j < PER; ++j) best = max(best, key[j]);
-    const u32 top = warp_largest(best), lanes = __ballot_sync(ALL, best == top);
-    bool mine = lane == __ffs(lanes) - 1;
-#pragma unroll
-    for (int j = 0; j < PER; ++j)
-      if (mine && key[j] == top) taken |= 1u << j, key[j] = 0, mine = false;
-  }
-  return taken;
+// The value of a logit, by its order (order_of).
+__device__ __forceinline__ float logit_of(u32 order) {
+  return from_bf16(static_cast<u16>(order & 0x8000u ? order ^ 0x8000u : ~order));
 }
 
-// The choice of a row by a warp; lane l has experts PER l .. PER l + PER - 1. ``place``: of the row in its group; ``forced``: its
-// lane's expert, or -1.
+// The choice of a row by a warp; lane l has experts PER l .. PER l + PER - 1. Order and expert of a logit make a key: of equal
+// ones the lower expert comes first, as among those whose probability is 0 in FP32. ``place``: of the row in its group;
+// ``forced``: its lane's expert, or -1.
 template <int PER>
 __device__ __forceinline__ void choose_row(const Choice& job, Chosen& chosen, int row, int place, int forced) {
+  constexpr float VANISHES = -104.0f;
   const int lane = threadIdx.x % 32, slots = job.chosen + job.shared;
   const u16* logits = job.logits + static_cast<long long>(row) * job.stride;
   const float judged = from_bf16(__ldcg(logits + job.experts));
-  float p[PER], most = NEG_INF;
+  u32 order[PER], best = 0;  // 0: there is no such expert
 #pragma unroll
   for (int h = 0; h < PER / 8; ++h) {
     const int e = lane * PER + h * 8;
@@ -154,52 +142,53 @@ __device__ __forceinline__ void choose_row(const Choice& job, Chosen& chosen, in
     const u32 pair[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
-      const float z = j % 2 ? bf16_high(pair[j / 2]) : bf16_low(pair[j / 2]);
-      p[h * 8 + j] = e + j < job.experts ? z : NEG_INF;
-      most = fmaxf(most, p[h * 8 + j]);
+      order[h * 8 + j] = e + j < job.experts ? order_of(static_cast<u16>(pair[j / 2] >> j % 2 * 16)) : 0;
+      best = max(best, order[h * 8 + j]);
     }
   }
-#pragma unroll
-  for (int bit = 16; bit > 0; bit /= 2) most = fmaxf(most, __shfl_xor_sync(ALL, most, bit));
+  const float most = logit_of(warp_largest(best));
   float total = 0.0f;
+  if (!job.renormalised) {
 #pragma unroll
-  for (int j = 0; j < PER; ++j) {
-    p[j] = expf(__fsub_rn(p[j], most));
-    total = __fadd_rn(total, p[j]);
+    for (int j = 0; j < PER; ++j)
+      if (lane * PER + j < job.experts) total = __fadd_rn(total, expf(__fsub_rn(logit_of(order[j]), most)));
+    total = lane_sum<32>(total);
   }
-  total = lane_sum<32>(total);
-  u32 key[PER], taken = 0;
-#pragma unroll
-  for (int j = 0; j < PER; ++j) {
-    p[j] = __fdiv_rn(p[j], total);
-    key[j] = lane * PER + j < job.experts ? (__float_as_uint(p[j]) & 0x7fffffffu) + 1 : 0;
-  }
+  u32 mine = 0;
   if (job.forced) {
-    for (int i = 0; i < job.chosen; ++i) {
-      const int e = __shfl_sync(ALL, forced, i);
-      if (e / PER == lane) taken |= 1u << e % PER;
-    }
+    mine = 0xffffu - forced;
   } else {
-    taken = largest(key, job.chosen);
-  }
-  int slot = 0;
+    u32 key[PER];
 #pragma unroll
-  for (int j = 0; j < PER; ++j) slot += __popc(__ballot_sync(ALL, taken >> j & 1) & ((1u << lane) - 1));
-#pragma unroll
-  for (int j = 0; j < PER; ++j)
-    if (taken >> j & 1) {
-      const int e = lane * PER + j;
-      chosen.ids[place][slot] = e, chosen.p[place][slot] = p[j];
-      atomicOr(&chosen.masks[e], 1u << place);
-      ++slot;
+    for (int j = 0; j < PER; ++j) {
+      const u32 kept = logit_of(order[j]) - most < VANISHES ? 0 : order[j] << 16, e = lane * PER + j;
+      key[j] = e < job.experts ? kept | (0xffffu - e) : 0;
     }
+#pragma unroll 1
+    for (int i = 0; i < job.chosen; ++i) {
+      best = key[0];
+#pragma unroll
+      for (int j = 1; j < PER; ++j) best = max(best, key[j]);
+      best = warp_largest(best);
+      if (lane == i) mine = best;
+#pragma unroll
+      for (int j = 0; j < PER; ++j) key[j] = key[j] == best ? 0 : key[j];
+    }
+  }
+  const int expert = 0xffff - static_cast<int>(mine & 0xffffu);
+  int slot = 0;
+  for (int i = 0; i < job.chosen; ++i) slot += __shfl_sync(ALL, expert, i) < expert;
+  if (lane < job.chosen) {
+    chosen.ids[place][slot] = expert;
+    chosen.p[place][slot] = mine >> 16 ? expf(__fsub_rn(logit_of(mine >> 16), most)) : 0.0f;
+    atomicOr(&chosen.masks[expert], 1u << place);
+  }
   __syncwarp();
-  float sum = 0.0f;
-  for (int i = 0; i < job.chosen; ++i) sum = __fadd_rn(sum, chosen.p[place][i]);
   float* weights = job.weights + static_cast<long long>(row) * slots;
   if (lane < job.chosen) {
-    const float own = chosen.p[place][lane], weight = job.renormalised ? __fdiv_rn(own, sum) : own;
-    weights[lane] = job.forced ? __fdiv_rn(1.0f, static_cast<float>(job.chosen)) : weight;
+    if (job.renormalised)
+      for (int i = 0; i < job.chosen; ++i) total = __fadd_rn(total, chosen.p[place][i]);
+    weights[lane] = __fdiv_rn(job.forced ? 1.0f : chosen.p[place][lane], job.forced ? job.chosen : total);
     job.ids[static_cast<long long>(row) * job.chosen + lane] = chosen.ids[place][lane];
   } else if (lane < slots) {
     weights[lane] = __fdiv_rn(1.0f, __fadd_rn(1.0f, expf(-judged)));
