@@ -17,7 +17,8 @@ from edge_dflash.errors import RequestError
 
 DECAY = 0.985  # share of what was seen that is left one cycle later
 WEIGHT = 2.0  # cycles that the position before counts as
-FIRST = 0.8  # acceptance of the first position before anything is known
+FIRST = 0.8  # acceptance of the first position where nothing is known
+START = 16.0  # cycles that the accept length at build counts as
 GAIN = 0.99  # another number is taken when the time a token with it is below this share
 EVERY = 8  # cycles between two choices; a new number is looked at sooner
 SHARE = 0.1  # of a cycle's deviation that goes into all estimates of seconds
@@ -71,9 +72,17 @@ class Acceptance:
     """How often a draft stands whose forerunners stand, by position, in recent cycles."""
 
     def __init__(self, most: int) -> None:
-        self.first = FIRST
         self._tried, self._stood = [0.0] * (most + 1), [0.0] * (most + 1)  # cycles by how many drafts were so
         self._weight = 1.0  # of the next cycle: those before it have less
+
+    def begin(self, accept_length: float) -> None:
+        """Start as if a few cycles of this accept length had just run; they fade as cycles do."""
+        most = len(self._stood) - 1
+        share = share_of(accept_length, most)
+        for stood in range(most + 1):
+            cycles = START * share**stood * (1.0 if stood == most else 1.0 - share)
+            self._tried[min(stood + 1, most)] += cycles
+            self._stood[stood] += cycles
 
     def record(self, drafts: int, accepted: int) -> None:
         """Note a cycle that verified ``drafts`` and accepted some."""
@@ -86,7 +95,7 @@ class Acceptance:
         weight, self._weight = self._weight, 1.0
         self._tried = [tried / weight for tried in self._tried]
         self._stood = [stood / weight for stood in self._stood]
-        share, reaches, expected = self.first, 1.0, [1.0]
+        share, reaches, expected = FIRST, 1.0, [1.0]
         tried, stood = sum(self._tried), sum(self._stood)
         for tried_less, stood_less in zip(self._tried, self._stood[:-1], strict=False):
             tried, stood = tried - tried_less, stood - stood_less
@@ -198,7 +207,7 @@ class DraftChoice:
         """Measure the seconds on a backend that nobody uses yet, and start from an accept length that was seen."""
         self.seconds = (VaryingSeconds if backend.shape.varying else Seconds)(measure(backend))
         if accept_length is not None:
-            self.acceptance.first = share_of(accept_length, backend.shape.drafts)
+            self.acceptance.begin(accept_length)
 
     def record(self, asked: int, drafts: int, accepted: int, propose_seconds: float, verify_seconds: float) -> None:
         """Note a cycle that was asked for ``asked`` drafts, verified some and accepted some of those; choose anew."""

@@ -165,8 +165,13 @@ def philox(tokens: npt.NDArray[np.uint64], position: int, seed: int) -> npt.NDAr
     return c0
 
 
+_LEAST = float(np.finfo(np.float32).min)
+
+
 def _sample(row: npt.NDArray[np.float32], sampling: Sampling, position: int) -> int:
     wide = row.astype(np.float64)
+    if not np.isfinite(wide.max()):  # sums of a bad drafter may overflow: it then proposes some token
+        wide = np.nan_to_num(wide, nan=_LEAST, posinf=-_LEAST, neginf=_LEAST)
     ids = candidates(wide, sampling)
     score = wide[ids] / sampling.temperature + gumbel(sampling.seed, position, ids)
     best = ids[score == score.max()]

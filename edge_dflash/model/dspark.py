@@ -14,7 +14,7 @@ from edge_dflash.model import dflash
 from edge_dflash.model.blocks import draft_rows, logits
 from edge_dflash.model.builder import GraphBuilder
 from edge_dflash.model.config import either
-from edge_dflash.model.fields import Fields, flag, integer, only, text
+from edge_dflash.model.fields import Fields, flag, free, integer, only, text
 from edge_dflash.model.program import Program
 from edge_dflash.model.specs import Confidence, DrafterSpec, MarkovKind, MarkovSpec, TargetSpec
 
@@ -26,13 +26,17 @@ WHOLE = 4096  # tokens of a vocabulary up to which the walk chooses among all
 TOP_K = 64  # tokens of each row that it chooses among else: a step then reads 65 rows of W1 and W2
 TABLE = dflash.table(
     {
-        "sample_from_anchor": flag(True, null=True),
+        "sample_from_anchor": flag(True, null=True, beside="shift_label says the same"),
+        "shift_label": flag(null=True, beside="it says what sample_from_anchor says"),
         "markov_rank": integer(least=0, null=True),
         "markov_head_type": text(*KINDS, default="vanilla", null=True),
-        "enable_confidence_head": flag(False, null=True),
+        "enable_confidence_head": flag(False, null=True, beside="use_confidence_head says the same"),
+        "use_confidence_head": flag(null=True, beside="it says what enable_confidence_head says"),
         "confidence_head_with_markov": flag(False, null=True),
         "dspark_draft_topk": integer(null=True),
         **only("shift_labels shifted", None, why="rows that sample_from_anchor does not name"),
+        **only("projector_type", None, KIND, "dflash", why="another drafter design"),
+        **free("used in training alone", "confidence_head_alpha"),
     }
 )
 
@@ -43,13 +47,13 @@ def read(fields: Fields) -> DrafterSpec:
         raise fields.lacks("target_layer_ids")
     spec = dflash.read(fields)
     dflash.whole_vocabulary(fields, spec)
-    anchor_drafts = _at(fields, "sample_from_anchor").flag("sample_from_anchor")
+    anchor_drafts = _flag(fields, "sample_from_anchor", "shift_label")
     return replace(spec, kind=KIND, anchor_drafts=anchor_drafts, head=_head(fields, spec.vocab_size))
 
 
 def _head(fields: Fields, vocab: int) -> MarkovSpec | None:
     rank = _at(fields, "markov_rank").integer("markov_rank")
-    judges = _at(fields, "enable_confidence_head").flag("enable_confidence_head")
+    judges = _flag(fields, "enable_confidence_head", "use_confidence_head")
     if not rank:
         if judges:
             raise fields.error("enable_confidence_head", True, "false, or a markov_rank above 0")
@@ -63,6 +67,16 @@ def _head(fields: Fields, vocab: int) -> MarkovSpec | None:
     if (source := _at(fields, "dspark_draft_topk")).has("dspark_draft_topk"):
         top_k = min(source.integer("dspark_draft_topk"), vocab)
     return MarkovSpec(kind, rank, top_k, confidence)
+
+
+def _flag(fields: Fields, name: str, other: str) -> bool:
+    """A flag that files write by either name; where both are there, they must agree."""
+    source, second = _at(fields, name), _at(fields, other)
+    if not second.has(other):
+        return source.flag(name)
+    if source.has(name) and source.flag(name) != second.flag(other):
+        raise second.error(other, second.flag(other), f"the same as {name}")
+    return second.flag(other)
 
 
 def _at(fields: Fields, name: str) -> Fields:

@@ -62,6 +62,9 @@ def spelled(fields: Fields, target_layers: int | None) -> dict[str, Any]:
         raise fields.lacks("aux_hidden_state_layer_ids")
     if fields.has("target_hidden_size") and (size := fields.integer("target_hidden_size")) != layer.get("hidden_size"):
         raise fields.error("target_hidden_size", size, f"the drafter's hidden_size ({layer.get('hidden_size')})")
+    for name in (*_MARKOV, *_LOCAL):
+        if name in fields.values and name not in _OWN[kind]:
+            raise fields.error(name, fields.values[name], f"no such key for a drafter of type {kind!r}")
     anchor, own = fields.flag("sample_from_anchor"), _own(fields, _OWN[kind])
     if anchor and kind == "dflash":  # DSpark without its heads
         kind, own = "dspark", {"markov_rank": 0}
@@ -70,8 +73,7 @@ def spelled(fields: Fields, target_layers: int | None) -> dict[str, Any]:
     given = fields.has("sliding_window_non_causal")
     if fields.flag("sliding_window_non_causal") if given else kind == "dflash2":
         own["is_causal"] = False
-    return {
-        **layer,
+    found = {
         "architectures": [CLASSES[kind]],
         "block_size": fields.integer("block_size"),
         "mask_token_id": fields.integer("mask_token_id"),
@@ -80,6 +82,12 @@ def spelled(fields: Fields, target_layers: int | None) -> dict[str, Any]:
         "num_target_layers": max(ids) + 1 if target_layers is None else target_layers,
         **own,
     }
+    for name in found.keys() & layer.keys() - {"architectures"}:
+        if layer[name] is not None and layer[name] != found[name]:
+            raise fields.error(
+                f"{LAYER}.{name}", layer[name], f"no such key, or {found[name]!r} as the keys beside it say"
+            )
+    return {**layer, **found}
 
 
 def _own(fields: Fields, names: tuple[str, ...]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from edge_dflash.model.registry import DRAFTERS, TARGETS, read_drafter_spec, rea
 from edge_dflash.weights.declared import WIDE, Declared, read_declared
 from edge_dflash.weights.experts import ByExpert, by_expert
 from edge_dflash.weights.formats import FORMATS, Weight, WeightStore, WideWeight
-from edge_dflash.weights.integers import NAME, Int4Weight
+from edge_dflash.weights.integers import Int4Weight
 from edge_dflash.weights.safetensors import TensorFiles
 from edge_dflash.weights.stored import SUFFIXES, ModuleReader
 
@@ -173,7 +173,7 @@ class _Part:
         form = FORMATS[weight.format]
         storage = form.name if form.quantized else WIDE
         if isinstance(weight, Int4Weight):
-            storage = NAME
+            storage = weight.storage
             if self._model == "target":
                 raise CheckpointError(
                     f"{self._directory}: module {self._module(name)} is stored as 4-bit integers, which are read of "
@@ -181,7 +181,7 @@ class _Part:
                 )
         module = self._spelled.module(self._module(name))
         wanted = declared(module) if spec.kind == "linear" and not self._is_tied(name) else None
-        if wanted is not None and wanted != storage:
+        if wanted is not None and wanted not in storage.split(" or "):
             raise CheckpointError(
                 f"{self._directory}: module {self._module(name)} is stored as {storage}, "
                 f"its quantization config says {wanted}; the files do not belong together"

@@ -244,7 +244,8 @@ def _ct_storage(weights: Fields) -> str:
         return WIDE
     bits, kind = weights.integer("num_bits"), weights.text("type")
     if (bits, kind) == (integers.BITS, integers.KIND):
-        return integers.NAME
+        channel = weights.values.get("strategy") == "channel"
+        return integers.NAME if channel else integers.in_groups(weights.integer("group_size"))
     for form in QUANTIZED:
         if (bits, kind) == form.compressed[:2] and form.compressed[2] in (None, weights.integer("group_size")):
             if weights.values.get("strategy") == "group":

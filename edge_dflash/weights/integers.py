@@ -20,6 +20,11 @@ _ZERO = 8  # code of 0
 _VALUES = 1 << 22  # made at a time
 
 
+def in_groups(size: int) -> str:
+    """How messages call integers with a scale for so many inputs; a scale for a row is plain NAME."""
+    return f"{NAME} in groups of {size}"
+
+
 class Int4Weight(WideWeight):
     """A linear [out, in]; ``data`` is made when it is first asked for."""
 
@@ -35,6 +40,13 @@ class Int4Weight(WideWeight):
     def format(self) -> str:
         """That of the values."""
         return "bf16"
+
+    @property
+    def storage(self) -> str:
+        """Ways to say how it is stored, " or " between them: one group is a whole row."""
+        groups = self.scale.shape[1]
+        grouped = in_groups(self.shape[1] // groups)
+        return grouped if groups > 1 else f"{grouped} or {NAME}"
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -147,7 +147,10 @@ class ModuleReader:
         groups = scale.shape[1] if scale.ndim == 2 and scale.shape[0] == rows else 0
         if kind not in ("BF16", "F16", "F32") or groups == 0 or columns % groups:
             raise self._error(name, f"{kind} {list(scale.shape)}", f"BF16, F16 or F32 [{rows}, groups of inputs]")
-        return Int4Weight(packed, _float(kind, scale))
+        values = _float(kind, scale)
+        if not ((values > 0) & np.isfinite(values)).all():
+            raise self._error(name, "not positive everywhere", "positive numbers")
+        return Int4Weight(packed, values)
 
     def _multiplier(self, tensor: str, *, reciprocal: bool) -> float:
         """Global scale as a multiplier; real weights have max|W| < 2688, so it is below 1."""

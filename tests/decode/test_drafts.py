@@ -10,7 +10,19 @@ from fakes import SHAPE, FakeBackend
 from edge_dflash.checks.asking import ByTurns
 from edge_dflash.decode.backend import row_steps
 from edge_dflash.decode.controls import Controls, Pace
-from edge_dflash.decode.drafts import DECAY, Acceptance, DraftChoice, Drafting, Seconds, draft_choice, measure, share_of
+from edge_dflash.decode.drafts import (
+    DECAY,
+    FIRST,
+    START,
+    WEIGHT,
+    Acceptance,
+    DraftChoice,
+    Drafting,
+    Seconds,
+    draft_choice,
+    measure,
+    share_of,
+)
 from edge_dflash.decode.loop import generate
 from edge_dflash.decode.options import Options
 from edge_dflash.errors import RequestError
@@ -83,10 +95,14 @@ def test_the_chosen_number_is_within_3_percent_of_the_best_fixed_one_after_64_cy
 
 
 @pytest.mark.parametrize(("before", "after"), [(0.9, 0.5), (0.5, 0.9), (0.05, 0.9), (0.3, 0.7)])
+@pytest.mark.parametrize("told", [None, 1.0, 1.5, 4.0])
 @pytest.mark.parametrize("cost", COSTS)
-def test_another_acceptance_is_followed(cost, before, after):
+def test_another_acceptance_is_followed(cost, told, before, after):
+    """Whatever the accept length at build was: a drafter that was no good once may be good on other text."""
     made = plants(cost)
     for plant in made:
+        if told is not None:
+            plant.choice.acceptance.begin(told)
         plant.run(before, 300)
         plant.run(after, 250)
     assert mean([plant.run(after, 400) for plant in made]) > 0.97
@@ -147,11 +163,15 @@ def test_acceptance_is_by_position_and_an_unseen_one_has_that_of_the_position_be
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.9])
-def test_an_accept_length_that_was_seen_gives_the_first_acceptance(share):
+def test_an_accept_length_that_was_seen_counts_until_cycles_have_run(share):
     assert share_of(tokens(share, 15), 15) == pytest.approx(share, abs=1e-5)
-    acceptance = Acceptance(15)
-    acceptance.first = share_of(tokens(share, 15), 15)
-    assert acceptance.tokens()[-1] == pytest.approx(tokens(share, 15), abs=1e-4)
+    acceptance, unknown = Acceptance(15), Acceptance(15)
+    acceptance.begin(tokens(share, 15))
+    first = acceptance.tokens()[1] - 1.0
+    assert first == pytest.approx((START * share + WEIGHT * FIRST) / (START + WEIGHT), abs=1e-4)
+    for _ in range(1000):
+        acceptance.record(0, 0)
+    assert acceptance.tokens() == pytest.approx(unknown.tokens(), abs=1e-3)  # tried again
 
 
 def test_cycles_are_measured_on_an_empty_backend_that_is_empty_again():

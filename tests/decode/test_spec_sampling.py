@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edge_dflash.decode.sampling import Sampling, candidates, choose, gumbel, philox
+from edge_dflash.decode.sampling import Sampling, candidates, choose, choose_row, gumbel, philox
 from edge_dflash.errors import RequestError
 
 
@@ -100,3 +100,13 @@ def test_values_of_another_kind_or_too_small_are_refused(bad):
 def test_the_smallest_temperature_is_nearly_greedy():
     rows = FixedRows(np.tile(np.array([1.0, 3.0, 2.0], np.float32), (50, 1)))
     assert set(choose(rows, Sampling(1e-4, top_p=0.9), 0)) == {1}
+
+
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0), Sampling(1.0, top_p=0.5), Sampling(0.5, 3, 0.9, 7)])
+def test_logits_that_are_no_numbers_give_some_token(value, sampling):
+    """A drafter whose sums overflow proposes rubbish, and takes no request away."""
+    row = np.full(20, value, np.float32)
+    assert 0 <= choose_row(row, sampling, 5) < 20
+    row[:10] = 1.0
+    assert 0 <= choose_row(row, sampling, 5) < 20

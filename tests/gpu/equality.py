@@ -54,6 +54,7 @@ BACKENDS = {
     "dense mixed": partial(native, "dense", "mixed"),
     "hybrid nvfp4": partial(native, "hybrid", "nvfp4"),
     "8 layers of qwen3.6-27b": partial(full_size, "qwen3.6-27b", 8, (0, 2, 4, 5, 6)),
+    "10 layers of qwen3.6-35b-a3b": partial(full_size, "qwen3.6-35b-a3b", 10, (0, 1, 2, 3, 4, 5, 6, 7)),
     "6 layers of qwen3-8b": partial(full_size, "qwen3-8b", 6, (0, 1, 2, 3, 4)),
 }
 

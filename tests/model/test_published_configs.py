@@ -388,3 +388,44 @@ def test_weights_in_reordered_groups_are_refused(tmp_path):
     config = {"quantization_config": compressed([group(weights, None, "nvfp4-pack-quantized")], "nvfp4-pack-quantized")}
     with pytest.raises(UnsupportedModelError, match="actorder is 'group': reordered groups"):
         read_declared(write(tmp_path, config), ())
+
+
+def dspark(**inside):
+    """A DSpark drafter of Qwen3.8-27B as its trainer writes it (RadixArk/Qwen3.8-27B-DSpark)."""
+    head = {"markov_rank": 256, "markov_head_type": "vanilla", "enable_confidence_head": True}
+    rope = {"rope_type": "yarn", "rope_theta": 10000000, "factor": 32.0, "original_max_position_embeddings": 8192}
+    block = {"projector_type": "dspark", "mask_token_id": 248077, "target_layer_ids": [4, 16, 28, 40, 52], **head}
+    return {
+        "architectures": ["DSparkDraftModel"],
+        "model_type": "qwen3",
+        "block_size": 7,
+        "confidence_head_with_markov": True,
+        "hidden_size": 5120,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 5,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-06,
+        "vocab_size": 248320,
+        "max_position_embeddings": 262144,
+        "num_target_layers": 64,
+        "layer_types": ["full_attention"] * 5,
+        **head,
+        "rope_parameters": {**rope, "beta_fast": 32.0, "beta_slow": 1.0},
+        "dflash_config": {**block, "confidence_head_with_markov": True, **inside},
+    }
+
+
+def test_a_published_dspark_drafter_is_read(tmp_path):
+    found = read_drafter_spec(write(tmp_path, dspark()))
+    assert (found.kind, found.block_size, found.drafts, found.anchor_drafts) == ("dspark", 7, 7, True)
+    assert (found.head.rank, found.head.confidence, found.attention.rope.scaling.factor) == (256, "markov", 32.0)
+    other = {"shift_label": True, "use_confidence_head": True, "confidence_head_alpha": 0.5}
+    assert read_drafter_spec(write(tmp_path, dspark(**other))) == found
+    with pytest.raises(CheckpointError, match="use_confidence_head is false, wanted the same as enable_confidence"):
+        read_drafter_spec(write(tmp_path, dspark(use_confidence_head=False)))
+    assert not read_drafter_spec(write(tmp_path, dspark(shift_label=False))).anchor_drafts
+    with pytest.raises(UnsupportedModelError, match="projector_type is 'domino'"):
+        read_drafter_spec(write(tmp_path, dspark(projector_type="domino")))

@@ -1,7 +1,7 @@
 """Forecast of a cycle on boards with few multiprocessors, from a large GPU of which only as many are left free.
 
     python tests/scripts/few_multiprocessors.py [--pair qwen3.6-27b] [--board T5000] [--output FILE]
-    python tests/scripts/few_multiprocessors.py --pair qwen3.6-35b-a3b --rows 5 --correlation 0
+    python tests/scripts/few_multiprocessors.py --pair qwen3.6-35b-a3b --rows 1 5 9 16 --correlation 0
 
 Sleeping blocks hold all multiprocessors but a set that looks like the board's; its kernels and plans run on those.
 Each kind of step is timed alone (weights rotate through more than the L2 cache holds), scaled by the clocks, and
@@ -19,6 +19,7 @@ import sys
 from collections import Counter
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import median
 
@@ -84,7 +85,7 @@ def stack_bytes(step):
 class Proxy:
     """Buffers and states of one pair, and its steps."""
 
-    def __init__(self, gpu, name, cubin, rows=ROWS, correlation=0.0):
+    def __init__(self, gpu, name, cubin, correlation=0.0):
         self.gpu, self.cubin = gpu, cubin
         pair = synthetic_pair(name)
         programs = pair_programs(pair)
@@ -119,7 +120,7 @@ class Proxy:
         x = rng.standard_normal((ROWS, 32768), dtype=np.float32)
         self.x = gpu.upload((x.view(np.uint32) >> 16).astype(np.uint16))
         self.y = gpu.allocate(2 * ROWS * 300_000)
-        self.rows, self.mixes = rows, mixes(passes)
+        self.mixes = mixes(passes)
         if self.mixes:
             self.take_experts(correlation)
 
@@ -133,7 +134,13 @@ class Proxy:
         table = routing(shape.experts, shape.chosen, correlation)
         length = control_word(self.control, Control.LENGTH)
         self.forced = Forced(gpu.upload(table), len(table), length)
-        self.read = len(np.unique(table[(CONTEXT + np.arange(self.rows)) % len(table)])) + shape.shared
+        self.table, self.shared = table, shape.shared
+        self.take_rows(ROWS)
+
+    def take_rows(self, rows):
+        """Let so many rows choose experts."""
+        lines = (CONTEXT + np.arange(rows)) % len(self.table)
+        self.rows, self.read = rows, len(np.unique(self.table[lines])) + self.shared
 
     def load(self):
         """Kernels for what the device now says it is."""
@@ -262,7 +269,7 @@ def measure(gpu, sleepers, proxy, free):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--pair", action="append", choices=(*PAIRS, *MIXTURES))
-    parser.add_argument("--rows", type=int, default=ROWS)
+    parser.add_argument("--rows", type=int, nargs="*", default=[ROWS])
     parser.add_argument("--correlation", type=float, default=0.0)
     parser.add_argument("--board", action="append", choices=[b.name for b in BOARDS])
     parser.add_argument("--output", type=Path)
@@ -275,30 +282,41 @@ def main():
     print(f"{here}: GPCs of {sorted(map(len, gpcs), reverse=True)} multiprocessors")
     results = []
     for name in args.pair or PAIRS:
-        proxy = Proxy(gpu, name, cubin, args.rows, args.correlation)
-        for board in BOARDS:
+        proxy = Proxy(gpu, name, cubin, args.correlation)
+        for board, rows in product(BOARDS, args.rows if proxy.mixes else [ROWS]):
             if args.board and board.name not in args.board:
                 continue
             for layout in board.layouts:
                 gpu.become(board.sm, layout)
                 shape = "/".join(map(str, layout))
+                if proxy.mixes:
+                    proxy.take_rows(rows)
                 try:
                     kinds = measure(gpu, sleepers, proxy, picked(gpcs, layout))
                 except Exception as error:  # a plan that does not fit is a result
                     print(f"\n{name} on {board.name} as {shape}: {type(error).__name__}: {error}")
-                    results.append({"pair": name, "board": board.name, "layout": shape, "error": str(error)})
+                    results.append(
+                        {"pair": name, "board": board.name, "rows": rows, "layout": shape, "error": str(error)}
+                    )
                     continue
                 found = summary(kinds, board, sleepers.clock)
                 clocks = f"{board.clock} GHz; proxy {sleepers.clock:.2f} GHz"
-                print(f"\n{name} on {board.name} as {shape}, {clocks}; ms of a cycle")
+                print(f"\n{name} on {board.name} as {shape}, {clocks}; ms of a cycle of {rows} rows")
                 print(table(kinds, board, sleepers.clock), flush=True)
-                row = {"pair": name, "board": board.name, "layout": shape, "clock": sleepers.clock, **found}
+                row = {
+                    "pair": name,
+                    "board": board.name,
+                    "rows": rows,
+                    "layout": shape,
+                    "clock": sleepers.clock,
+                    **found,
+                }
                 results.append(row | {"kinds": [asdict(k) for k in kinds]})
     print("\n" + "\n".join(CAVEATS) + "\n")
     for r in results:
         said = "compute {compute_ms:6.1f} ms, memory {memory_ms:6.1f}, forecast {forecast_ms:6.1f}"
         said += ", converted {converted_ms:6.1f}"
-        print(f"{r['pair']:12s} {r['board']:14s} {r['layout']:6s} {r.get('error') or said.format(**r)}")
+        print(f"{r['pair']:12s} {r['board']:14s} {r['rows']:3d} {r['layout']:6s} {r.get('error') or said.format(**r)}")
     text = json.dumps({"device": here, "multiprocessors": whole, "gpcs": gpcs, "results": results})
     if args.output:
         args.output.write_text(text)

@@ -169,6 +169,9 @@ def bases():
     window |= {"max_window_layers": 1, "rope_scaling": {"rope_type": "yarn", "factor": 2.0}}
     swa = load("qwen3-tiny-dflash")
     swa["dflash_config"] |= {"use_swa": True, "swa_window_size": 16}
+    gated, twins = load("qwen3-tiny-dspark-gated"), ("sample_from_anchor", "enable_confidence_head")
+    other = {key: value for key, value in gated.items() if key not in twins}
+    other |= {"shift_label": True, "use_confidence_head": True}
     anchored = load("qwen3-tiny-dspark-rnn") | {"sample_from_anchor": False, "dspark_draft_topk": 8}
     experts = {"num_local_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
     experts |= {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "mlp_only_layers": []}
@@ -188,6 +191,7 @@ def bases():
         Base("drafter with use_swa", {CONFIG: swa}, drafter=True),
         Base("DFlash2", {CONFIG: load("qwen3_5-tiny-dflash2")}, drafter=True),
         Base("DSpark", {CONFIG: load("qwen3-tiny-dspark-vanilla")}, drafter=True),
+        Base("DSpark in a trainer's words", {CONFIG: other}, drafter=True),
         Base("DSpark with DFlash's rows", {CONFIG: anchored}, drafter=True),
     ]
 

@@ -129,11 +129,24 @@ def test_taps_are_one_less_than_hidden_states(tmp_path):
         ({"logit_scale": 0.5}, "logit_scale is 0.5: scaled logits"),
         ({"mask_embedding": True}, "mask_embedding is true"),
         ({"new_key": 1}, "new_key is 1, wanted no such setting"),
+        ({"selector_rank": 64}, "selector_rank is 64, wanted no such key for a drafter of type 'dspark'"),
     ],
 )
 def test_what_speculators_writes_otherwise_is_refused_by_name(tmp_path, changes, words):
     with pytest.raises(CheckpointError, match=words):
         read_drafter_spec(written(tmp_path / "drafter", "qwen3-dspark-vanilla", **changes))
+
+
+def test_keys_of_another_kind_are_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="markov_rank is 64, wanted no such key for a drafter of type 'dflash'"):
+        read_drafter_spec(written(tmp_path / "drafter", "qwen3", markov_rank=64))
+
+
+@pytest.mark.parametrize(("key", "value"), [("block_size", 3), ("mask_token_id", 1), ("target_layer_ids", [0])])
+def test_keys_of_the_layers_do_not_contradict_those_beside_them(tmp_path, key, value):
+    layers = speculators("qwen3")["transformer_layer_config"]
+    with pytest.raises(CheckpointError, match=rf"transformer_layer_config.{key} is .*, wanted no such key, or"):
+        read_drafter_spec(written(tmp_path / "drafter", "qwen3", transformer_layer_config={**layers, key: value}))
 
 
 def test_quantization_inside_the_layers_is_not_overlooked(tmp_path):

@@ -179,7 +179,7 @@ def test_what_would_be_misread_of_integers_is_refused_by_name(tmp_path):
     def told(place, edit):
         return change(tmp_path / place, "int4", edit)
 
-    for name in "abcdefgh":
+    for name in "abcdefghijk":
         (tmp_path / name).mkdir()
     scheme = lambda config: config["config_groups"]["group_0"]["weights"]  # noqa: E731
     points = ("I32", np.zeros((96, 8), np.int32))
@@ -193,7 +193,16 @@ def test_what_would_be_misread_of_integers_is_refused_by_name(tmp_path):
     )
     scale = ("BF16", np.zeros((768, 3), np.uint16))
     assert "weight_scale is BF16 [768, 3]" in told("f", lambda t, c, m: t.update({f"{m}.weight_scale": scale}))
-    assert "is stored as int4, its quantization config says wide" in told("g", lambda t, c, m: c["ignore"].append(m))
+    assert "is stored as int4 in groups of 32, its quantization config says wide" in told(
+        "g", lambda t, c, m: c["ignore"].append(m)
+    )
+    for place, value in (("i", 0.0), ("j", -1.0)):
+        scale = ("F32", np.full((768, 8), value, np.float32))
+        said = told(place, lambda t, c, m, scale=scale: t.update({f"{m}.weight_scale": scale}))
+        assert "weight_scale is not positive everywhere" in said
+    assert "in groups of 32, its quantization config says int4 in groups of 64" in told(
+        "k", lambda t, c, m: scheme(c).update(group_size=64)
+    )
     assert "8 bits and type 'int' are not supported" in told("h", lambda t, c, m: scheme(c).update(num_bits=8))
 
 
