@@ -219,7 +219,11 @@ def test_the_reason_for_no_selftest_is_kept_and_left_out_without_one(manifest):
 @pytest.mark.parametrize(
     ("model", "field", "message"),
     [
-        ("target", "architecture", "m.pair.target.architecture: found 'x', wanted one of 'qwen3', 'qwen3_5'"),
+        (
+            "target",
+            "architecture",
+            "m.pair.target.architecture: found 'x', wanted one of 'qwen3', 'qwen3_5', 'qwen3_moe', 'qwen3_5_moe'",
+        ),
         ("drafter", "kind", "m.pair.drafter.kind: found 'x', wanted one of 'dflash', 'dflash2', 'dspark'"),
     ],
 )
