@@ -101,10 +101,10 @@ class TensorFiles:
         """Return a tensor as (safetensors dtype, array). Raises KeyError for an unknown name."""
         entry = self._entries[name]
         if entry.file not in self._maps:
-            self._maps[entry.file] = np.memmap(entry.file, np.uint8, mode="r")
+            self._maps[entry.file] = np.asarray(np.memmap(entry.file, np.uint8, mode="r"))  # views of it are made fast
         kind = np.dtype(DTYPES[entry.dtype])
         nbytes = prod(entry.shape) * kind.itemsize
-        raw = np.asarray(self._maps[entry.file][entry.offset : entry.offset + nbytes])
+        raw = self._maps[entry.file][entry.offset : entry.offset + nbytes]
         if entry.offset % kind.itemsize:  # a view would be misaligned: the format does not forbid it
             raw = raw.copy()
         return entry.dtype, raw.view(kind).reshape(entry.shape)
