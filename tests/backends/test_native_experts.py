@@ -90,7 +90,7 @@ def test_blocks_fit_every_architecture(arch, form, rows):
     sm = find_arch(arch, "native").sm
     shape = ExpertsShape(2048, 256, 8, 512, 1, True, form, form)
     products = [one for one in run(Gpu(sm, 48), rows, shape) if "_up_" in one[0] or "_down_" in one[0]]
-    tile = 32 if rows > 64 and block_shared(sm) > 200 << 10 else 8
+    tile = 32 if rows > 256 and block_shared(sm) > 200 << 10 else 8
     assert [one[0] for one in products] == [f"experts_{w}_{form}_{tile}" for w in ("up", "down")]
     for _, grid, threads, shared, _ in products:
         assert (threads, grid[0] % 48) == (256, 0)
@@ -119,7 +119,7 @@ def test_entries_are_enough(rows, tile):
 
 def test_larger_tiles_where_shared_memory_holds_them():
     wide = ExpertsShape(3072, 256, 8, 1024, 1, True, "nvfp4", "nvfp4")
-    assert [SHAPE.tile(rows, 90) for rows in (1, 64, 65, 2048)] == [8, 8, 32, 32]
+    assert [SHAPE.tile(rows, 90) for rows in (1, 256, 257, 2048)] == [8, 8, 32, 32]
     assert [wide.tile(rows, sm) for rows, sm in ((64, 90), (512, 90), (512, 110), (512, 121))] == [8, 16, 16, 8]
     assert ExpertsShape(16384, 8, 2, 64, 0, True, "fp8", "fp8").tile(512, 90) == 8
 

@@ -93,8 +93,8 @@ def test_bytes_of_a_draft(model):
     ("model", "drafts", "candidates", "once"),
     [
         ("qwen3.8-27b-dflash2", 7, 16, 256 * 5120),  # once: the projection of hidden rows
-        ("qwen3.8-27b-dspark", 8, 64, 0),
-        ("qwen3-8b-dspark", 7, 64, 4096 + 256 + 1),  # the confidence head and its bias
+        ("qwen3.8-27b-dspark", 8, 64, 5120 + 256 + 1),  # the confidence head and its bias
+        ("qwen3-8b-dspark", 7, 64, 4096 + 256 + 1),
     ],
 )
 def test_a_walk_reads_rows_of_its_tables(model, drafts, candidates, once):

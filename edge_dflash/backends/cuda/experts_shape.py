@@ -12,7 +12,7 @@ from edge_dflash.weights.layout import UNIT_BYTES, WINDOW, Format, Layout
 WARPS, UP_PARTS, DOWN_PARTS, LIST_HEAD, ENTRY_HEAD = 8, 4, 1, 4, 4
 _MOST_EXPERTS, _MOST_CHOSEN, _MOST_SLOTS = 512, 16, 32
 TILES: tuple[int, ...] = (8, 16, 32)  # most rows of an entry
-FEW_ROWS = 64  # passes of at most so many rows have the smallest tile
+FEW_ROWS = 256  # passes of at most so many rows have the smallest tile
 _WIDE_SHARED = 200 << 10  # bytes of shared memory from which on rings are deeper and tiles may be larger
 _LIST_ROOM = 8 << 10  # bytes for a block's entries where tiles are larger
 # Stages of a ring, of up and of down, by tile and format: depth_of of kernels/experts_linear.cu.
