@@ -25,7 +25,7 @@ SHAPES = {  # hidden, experts, chosen, intermediate, shared members, renormalise
     "many": (96, 512, 16, 32, 1, True),
 }
 CASES = [(form, name) for name in SHAPES for form in ("nvfp4", "fp8", "bf16")]
-ROWS = (1, 2, 8, 16, 17, 64, 512)
+ROWS = (1, 2, 8, 16, 17, 64, 512, 1100)
 EPS = 1e-6
 
 
@@ -178,7 +178,7 @@ def check_products(ran, layer, x):
 
 
 @pytest.mark.parametrize(("form", "name"), CASES)
-@pytest.mark.parametrize("rows", [1, 7, 16, 33, 130])
+@pytest.mark.parametrize("rows", [1, 7, 16, 130, 300, 1030])
 def test_every_stage(form, name, rows):
     one = layer(form, name)
     x = rows_of(one.shape, rows)

@@ -232,7 +232,7 @@ class ExpertKernels:
         gpu, entries, layout = self._gpu, shape.entries(rows, tile), shape.up if which == "up" else shape.down
         whole = which == "up" and tile == TILES[0] and entries <= _WHOLE_LIST
         most, needed = block_shared(gpu.sm), block_bytes(which, layout, tile, gpu.sm)
-        for per in (2, 1) if tile == TILES[0] else (1,):
+        for per in (2, 1) if tile < TILES[2] else (1,):
             blocks = per * gpu.sm_count
             copied = entries if whole else -(-entries // blocks) + 2
             shared = needed + 4 * (LIST_HEAD + copied * (ENTRY_HEAD + tile))

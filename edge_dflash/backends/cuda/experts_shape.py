@@ -12,13 +12,13 @@ from edge_dflash.weights.layout import UNIT_BYTES, WINDOW, Format, Layout
 WARPS, UP_PARTS, DOWN_PARTS, LIST_HEAD, ENTRY_HEAD = 8, 4, 1, 4, 4
 _MOST_EXPERTS, _MOST_CHOSEN, _MOST_SLOTS = 512, 16, 32
 TILES: tuple[int, ...] = (8, 16, 32)  # most rows of an entry
-FEW_ROWS = 256  # passes of at most so many rows have the smallest tile
+FEW_ROWS, SOME_ROWS = 256, 1024  # passes of at most so many rows have the smallest tile, and the next
 _WIDE_SHARED = 200 << 10  # bytes of shared memory from which on rings are deeper and tiles may be larger
 _LIST_ROOM = 8 << 10  # bytes for a block's entries where tiles are larger
 # Stages of a ring, of up and of down, by tile and format: depth_of of kernels/experts_linear.cu.
 _DEPTHS: dict[int, dict[Format, tuple[int, int]]] = {
     8: {"nvfp4": (4, 5), "fp8": (2, 3), "bf16": (2, 4)},
-    16: {"nvfp4": (8, 8), "fp8": (5, 5), "bf16": (5, 5)},
+    16: {"nvfp4": (3, 3), "fp8": (2, 2), "bf16": (2, 2)},
     32: {"nvfp4": (6, 6), "fp8": (3, 3), "bf16": (3, 3)},
 }
 _NARROW_DEPTH = 2  # elsewhere
@@ -86,14 +86,14 @@ class ExpertsShape:
         return routed + self.shared * -(-rows // tile)
 
     def tile(self, rows: int, sm: int) -> int:
-        """Most rows of an entry in passes of so many rows on a device: the largest that its shared memory holds."""
+        """Most rows of an entry in passes of so many rows on a device."""
         if rows <= FEW_ROWS or block_shared(sm) < _WIDE_SHARED:
             return TILES[0]
-        for tile in reversed(TILES[1:]):
-            stacks = (("up", self.up), ("down", self.down))
-            if all(block_bytes(which, layout, tile, sm) + _LIST_ROOM <= block_shared(sm) for which, layout in stacks):
-                return tile
-        return TILES[0]
+        if rows <= SOME_ROWS:
+            return TILES[1]
+        stacks = (("up", self.up), ("down", self.down))
+        most = block_shared(sm) - _LIST_ROOM
+        return TILES[2] if all(block_bytes(*stack, TILES[2], sm) <= most for stack in stacks) else TILES[1]
 
 
 def block_bytes(which: str, layout: Layout, tile: int, sm: int) -> int:
@@ -102,6 +102,6 @@ def block_bytes(which: str, layout: Layout, tile: int, sm: int) -> int:
     exchange = WARPS * tile // 8 * 1024 if parts > 1 else 0
     depths = _DEPTHS[tile][layout.format] if block_shared(sm) >= _WIDE_SHARED else (_NARROW_DEPTH, _NARROW_DEPTH)
     stages, piece = WARPS * depths[which == "down"], UNIT_BYTES[layout.format]
-    if tile == TILES[0]:
+    if tile in TILES[:2]:
         return exchange + stages * (piece + window)
     return exchange + stages * piece + layout.windows * window

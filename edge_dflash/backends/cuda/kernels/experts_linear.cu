@@ -6,11 +6,12 @@
 // borders of items, so that the stream needs no synchronisation. At an item's end the parts' sums are added in order. Parts are
 // by the absolute place in K, so that a row's bits depend on neither the rows of its entry nor on who works on it.
 //
-// Two kinds of launches. Entries of at most 8 rows (Few): a warp copies their windows beside the weights. Entries of up to 32 rows
-// (Many), of a prefill: the block holds all K of an entry's rows in shared memory.
+// Two kinds of launches. Entries of at most 16 rows (Few): a warp copies their windows beside the weights. Entries of up to 32 rows
+// (Many), of a long prefill: the block holds all K of an entry's rows in shared memory.
 #include "experts.cuh"
 #include "job.cuh"
 
+static constexpr int FEW_TILES = 2;  // most column tiles of Few
 static constexpr int WARPS = 8, THREADS = 32 * WARPS, UP_PARTS = 4, DOWN_PARTS = 1;
 
 // ``columns``: of the output of a member. UP: out [entries, tile, columns] BF16 from x [rows, k]. DOWN: out [rows, slots,
@@ -32,7 +33,8 @@ template <class F, int TILES, bool UP>
 __device__ constexpr int depth_of() {
 #if __CUDA_ARCH__ == 900 || (__CUDA_ARCH__ >= 1000 && __CUDA_ARCH__ < 1200)
   if (TILES == 1) return F::UNIT < 2048 ? (UP ? 4 : 5) : UP ? 2 : F::WINDOW == 64 ? 3 : 4;
-  return TILES == 2 ? (F::UNIT < 2048 ? 8 : 5) : F::UNIT < 2048 ? 6 : 3;
+  if (TILES == 2) return F::UNIT < 2048 ? 3 : 2;
+  return F::UNIT < 2048 ? 6 : 3;
 #else
   return 2;
 #endif
@@ -48,7 +50,7 @@ template <class F, int TILES, bool UP>
 struct Warp {
   static constexpr int PARTS = UP ? UP_PARTS : DOWN_PARTS, TEAMS = WARPS / PARTS, TILE_ROWS = TILES * 8;
   static constexpr int WINDOW_BYTES = TILE_ROWS * F::WINDOW * 2;  // of all rows of an entry
-  static constexpr int DEPTH = depth_of<F, TILES, UP>(), STAGE = F::UNIT + (TILES == 1 ? WINDOW_BYTES : 0);
+  static constexpr int DEPTH = depth_of<F, TILES, UP>(), STAGE = F::UNIT + (TILES <= FEW_TILES ? WINDOW_BYTES : 0);
   static constexpr int RING = WARPS * DEPTH * STAGE, CHUNKS = F::WINDOW / 8;
   static constexpr int BLOCK = F::WINDOW / 4, EXCHANGE = PARTS > 1 ? WARPS * TILES * 1024 : 0;
   static constexpr int SCALES = PARTS >= 4 ? 1 : 2;  // tiles of a unit that a thread finishes
@@ -86,13 +88,25 @@ struct Warp {
   }
 
   __device__ __forceinline__ void load_scales(int number, int unit) {
-    const float* factors =
-        job.scale + static_cast<long long>(member(number) * job.units + unit) * UNIT_ROWS + lane / 4;
+    const float* factors = job.scale + static_cast<long long>(member(number) * job.units + unit) * UNIT_ROWS + lane / 4;
 #pragma unroll
     for (int i = 0; i < SCALES; ++i) {
       const int m = SCALES == 1 ? part / 2 % 2 : i;
       scale[i] = {__ldg(factors + m * TILE), __ldg(factors + m * TILE + 8)};
     }
+  }
+
+  // The rows of a window, N column tiles of 8: lane (g, t) reads chunks t * BLOCK / 8 + h of row g at h * 512 + 16 * lane, with g xor
+  // 1 for h = 1, so that the chunks of a row go to different banks.
+  template <int N>
+  __device__ __forceinline__ void read_rows(u32 from, u32 (&b)[N][BLOCK / 2]) const {
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+#pragma unroll
+      for (int h = 0; h < BLOCK / 8; ++h) {
+        const uint4 x = load_shared16(from + (n * (BLOCK / 8) + h) * 512 + (lane * 16 ^ h * 64));
+        b[n][4 * h] = x.x, b[n][4 * h + 1] = x.y, b[n][4 * h + 2] = x.z, b[n][4 * h + 3] = x.w;
+      }
   }
 
   template <int N>
@@ -171,12 +185,12 @@ struct Warp {
   }
 };
 
-// Entries of at most 8 rows: a warp's items follow each other whatever their entries. A stage has a window of weights and of rows.
-template <class F, bool UP>
-struct Few : Warp<F, 1, UP> {
-  using W = Warp<F, 1, UP>;
+// Entries of at most 16 rows: a warp's items follow each other whatever their entries. A stage has a window of weights and of rows.
+template <class F, int TILES, bool UP>
+struct Few : Warp<F, TILES, UP> {
+  using W = Warp<F, TILES, UP>;
   using W::begin, W::end, W::lane, W::job;
-  static constexpr int AT_ONCE = 32 / W::CHUNKS, COPIES = 8 / AT_ONCE, PER_LANE = W::BLOCK / 8;
+  static constexpr int AT_ONCE = 32 / W::CHUNKS, COPIES = W::TILE_ROWS / AT_ONCE, PER_LANE = W::BLOCK / 8;
 
   struct Cursor {  // what is loaded next
     const u8* weights;
@@ -224,7 +238,9 @@ struct Few : Warp<F, 1, UP> {
       const u32 at = to + F::UNIT + h * 512 + (row * 64 ^ h * 64) + chunk / PER_LANE * 16;
 #pragma unroll
       for (int i = 0; i < COPIES; ++i)
-        if (row + i * AT_ONCE < load.rows) copy16_or_zero_cached(at + i * AT_ONCE * 64, job.x + load.x[i], inside);
+        if (row + i * AT_ONCE < load.rows)
+          copy16_or_zero_cached(at + i * AT_ONCE / 8 * PER_LANE * 512 + i * AT_ONCE % 8 * 64, job.x + load.x[i],
+                                inside);
     }
     load.weights += F::UNIT;
 #pragma unroll
@@ -251,28 +267,33 @@ struct Few : Warp<F, 1, UP> {
     }
   }
 
+  // A part's sums of an item; N: column tiles.
+  template <int N>
+  __device__ __forceinline__ void item(float (&sum)[2][TILES][4]) {
+#pragma unroll 1
+    for (int v = begin; v < end; ++v) {
+      const u32 here = W::next_stage();
+      __syncwarp();
+      u32 b[N][W::BLOCK / 2];
+      W::template read_rows<N>(here + F::UNIT, b);
+      const typename F::Words words = F::read(here + lane * 16, lane);
+      __syncwarp();
+      fill<true, true>(here);
+      copy_commit();
+      W::template multiply<N>(sum, words, b);
+    }
+  }
+
   __device__ __forceinline__ void run() {
-    int item = share.first + W::team, number = item / job.units, unit = item % job.units;
+    int mine = share.first + W::team, number = mine / job.units, unit = mine % job.units;
 #pragma unroll 1
-    for (; item < share.stop; item += W::TEAMS) {
+    for (; mine < share.stop; mine += W::TEAMS) {
       W::load_scales(number, unit);
-      float sum[2][1][4] = {};
-#pragma unroll 1
-      for (int v = begin; v < end; ++v) {
-        const u32 here = W::next_stage();
-        __syncwarp();
-        u32 b[1][W::BLOCK / 2];
-#pragma unroll
-        for (int h = 0; h < PER_LANE; ++h) {
-          const uint4 x = load_shared16(here + F::UNIT + h * 512 + (lane * 16 ^ h * 64));
-          b[0][4 * h] = x.x, b[0][4 * h + 1] = x.y, b[0][4 * h + 2] = x.z, b[0][4 * h + 3] = x.w;
-        }
-        const typename F::Words words = F::read(here + lane * 16, lane);
-        __syncwarp();
-        fill<true, true>(here);
-        copy_commit();
-        W::template multiply<1>(sum, words, b);
-      }
+      float sum[2][TILES][4] = {};
+      if (TILES == 1 || W::rows(number) > 8)
+        item<TILES>(sum);
+      else
+        item<1>(sum);
       W::finish(number, unit, sum);
       next(number, unit, job.units);
     }
@@ -288,7 +309,7 @@ struct Many : Warp<F, TILES, UP> {
 
   const u8* weights;  // what is loaded next: this lane's bytes, the piece of its item
   int piece;
-  u32 x;  // [windows][rows of the entry], in the order of the products
+  u32 x;                // [windows][rows of the entry], in the order of the products
   int last, last_unit;  // the block's last entry, and the unit behind the block's last one of it
   int number, unit;     // to load next
 
@@ -364,13 +385,7 @@ struct Many : Warp<F, TILES, UP> {
       const u32 here = W::next_stage();
       const typename F::Words words = F::read(here + lane * 16, lane);
       u32 b[N][W::BLOCK / 2];
-#pragma unroll
-      for (int n = 0; n < N; ++n)
-#pragma unroll
-        for (int h = 0; h < PER_LANE; ++h) {
-          const uint4 found = load_shared16(from + (n * PER_LANE + h) * 512 + (lane * 16 ^ h * 64));
-          b[n][4 * h] = found.x, b[n][4 * h + 1] = found.y, b[n][4 * h + 2] = found.z, b[n][4 * h + 3] = found.w;
-        }
+      W::template read_rows<N>(from, b);
       fill(here);
       W::template multiply<N>(sum, words, b);
     }
@@ -390,9 +405,11 @@ struct Many : Warp<F, TILES, UP> {
         float sum[2][TILES][4] = {};
         if (tiles == 1)
           item<1>(sum);
-        else if (TILES == 2 || tiles == 2)
+        else if (tiles == 2)
           item<2>(sum);
-        else if (TILES == 4)
+        else if (tiles == 3)
+          item<3>(sum);
+        else
           item<TILES>(sum);
         W::finish(entry, at, sum);
       }
@@ -423,8 +440,8 @@ __device__ __forceinline__ void run(const Products& job) {
   const Share share = {static_cast<int>(blockIdx.x * items / gridDim.x),
                        static_cast<int>((blockIdx.x + 1) * items / gridDim.x)};
   const u32 shared = shared_address(memory);
-  if constexpr (TILES == 1) {
-    Few<F, UP> warp(job, list, entry0, shared, share);
+  if constexpr (TILES <= FEW_TILES) {
+    Few<F, TILES, UP> warp(job, list, entry0, shared, share);
     warp.start_weights();
     if (!UP) {
       pdl_wait();
@@ -443,14 +460,14 @@ __device__ __forceinline__ void run(const Products& job) {
   }
 }
 
-#define EXPERTS(FORMAT, F, ROWS)                                                           \
-  extern "C" __global__ void __launch_bounds__(THREADS, ROWS == 8 ? 2 : 1)                 \
-      experts_up_##FORMAT##_##ROWS(const __grid_constant__ Products job) {                 \
-    run<F, ROWS / 8, true>(job);                                                           \
-  }                                                                                        \
-  extern "C" __global__ void __launch_bounds__(THREADS, ROWS == 8 ? 2 : 1)                 \
-      experts_down_##FORMAT##_##ROWS(const __grid_constant__ Products job) {               \
-    run<F, ROWS / 8, false>(job);                                                          \
+#define EXPERTS(FORMAT, F, ROWS)                                             \
+  extern "C" __global__ void __launch_bounds__(THREADS, ROWS <= 16 ? 2 : 1)  \
+      experts_up_##FORMAT##_##ROWS(const __grid_constant__ Products job) {   \
+    run<F, ROWS / 8, true>(job);                                             \
+  }                                                                          \
+  extern "C" __global__ void __launch_bounds__(THREADS, ROWS <= 16 ? 2 : 1)  \
+      experts_down_##FORMAT##_##ROWS(const __grid_constant__ Products job) { \
+    run<F, ROWS / 8, false>(job);                                            \
   }
 #define EXPERTS_OF(FORMAT, F) \
   EXPERTS(FORMAT, F, 8)       \
