@@ -19,6 +19,7 @@ from edge_dflash.common import rules
 from edge_dflash.common.progress import CHECKING, LOADING, SELF_TEST, Progress, unheard
 from edge_dflash.common.rules import Rule
 from edge_dflash.decode.backend import Backend, PairShape
+from edge_dflash.decode.drafts import draft_choice
 from edge_dflash.decode.grammar.compiled import hold, warm_up
 from edge_dflash.decode.options import Options, PlanOptions, Task
 from edge_dflash.decode.store import PrefixStats
@@ -120,23 +121,23 @@ class Planner:
         _check(path=path, queue=queue, prefix_bytes=prefix_bytes, fallback=fallback, drafts=drafts)
         _check(drafter=drafter, check_hashes=check_hashes, self_test=self_test, progress=progress, observer=observer)
         bundle = Bundle.open(path, check_hashes=check_hashes, progress=partial(progress, CHECKING))
-        manifest = bundle.manifest
+        draft_choice((manifest := bundle.manifest).pair.drafts if drafter else 0, drafts, measured=False)
         tokenizer = Tokenizer.open(bundle.path / "tokenizer") if manifest.tokenizer else None
-        end = None if tokenizer is None else tokenizer.eos_token_id
-        stop = [*manifest.pair.target.eos_token_ids, *([] if end is None else [end])]
+        ends = (*manifest.pair.target.eos_token_ids, tokenizer.eos_token_id if tokenizer else None)
+        stop = [token for token in ends if token is not None]
         progress(LOADING, 0, 0)
-        backend = load(bundle, drafter=drafter)
+        backend, planner = load(bundle, drafter=drafter), None
         try:
             if self_test != "off":
                 progress(SELF_TEST, 0, 0)
             tested = selftest.check(bundle, backend, self_test)
-            make = partial(cls, backend, tokenizer, stop, queue=queue, prefix_bytes=prefix_bytes, drafts=drafts)
+            make = partial(cls, backend, tokenizer, stop, queue=queue, prefix_bytes=prefix_bytes, observer=observer)
             name = fingerprint(manifest) + "+none" * (not drafter)
-            planner = make(bundle=name, fallback=fallback, self_test=tested, observer=observer)
+            planner = make(bundle=name, fallback=fallback, self_test=tested, drafts=drafts)
+            planner._engine.pace.begin(backend, tested.accept_length if tested else None)
         except BaseException:
-            backend.close()
+            (planner or backend).close()
             raise
-        planner._engine.pace.begin(backend, tested.accept_length if tested else None)
         return planner
 
     @staticmethod

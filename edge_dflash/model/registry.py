@@ -27,7 +27,12 @@ class TensorNames:
     """What checkpoints write around the names of modules."""
 
     prefixes: tuple[str, ...] = ("model.language_model.", "model.", "")  # the first that a tensor has
-    skipped: tuple[str, ...] = ("model.visual.", "visual.", "mtp.", "model.mtp.")  # vision tower, multi-token head
+    skipped: tuple[str, ...] = (
+        "model.visual.",
+        "visual.",
+        "mtp.",
+        "model.mtp.",
+    )  # those of a vision tower, a multi-token head
     bare: tuple[str, ...] = (".A_log", ".dt_bias")  # ends of names without ``.weight``
     k_scales: tuple[str, ...] = ("self_attn.k_proj.k_scale", "self_attn.k_scale")  # of FP8 keys, within a layer
     v_scales: tuple[str, ...] = ("self_attn.v_proj.v_scale", "self_attn.v_scale")
@@ -240,6 +245,6 @@ def _unsupported(file: Path, config: Mapping[str, Any], name: str, accepted: tup
     kind = ""
     if "moe" in name.lower() or "moe" in str(config.get("model_type", "")).lower():
         kind = " (a mixture-of-experts model)"
-    elif "DSpark" in name or "DeepSpec" in name or name == "Qwen3DFlashModel":
-        kind = " (DSpark/DeepSpec, another drafter design)"
+    elif name == "Qwen3DFlashModel":
+        kind = " (DeepSpec's own DFlash, another drafter design)"
     return UnsupportedModelError(f"{file}: architecture {name}{kind} is not supported, wanted {' or '.join(accepted)}")

@@ -251,7 +251,7 @@ class _Part:
         return name.endswith(self._names.bare)
 
     def _skipped(self, tensor: str) -> bool:
-        return tensor.startswith(self._names.skipped)
+        return any(tensor.startswith(name) if name.endswith(".") else tensor == name for name in self._names.skipped)
 
 
 def _says_untied(directory: Path) -> bool:

@@ -168,13 +168,15 @@ def test_what_the_kernels_do_not_take_is_refused():
     ):
         with pytest.raises(BackendError, match=message):
             WalkShape(replace(op, **changes), 7, 64, vocabulary)
+    selector = pair_programs(pair("dflash2")).propose.walk
+    with pytest.raises(BackendError, match="rank 768 over 31 rows of 16 candidates needs 102624 bytes of shared"):
+        WalkShape(replace(selector, rank=768), 31, 5120, 248_320)
 
 
-def test_a_step_reads_rows_of_the_codebooks_not_the_table():
+def test_a_walk_stages_its_candidates_and_keeps_little():
     selector = pair_programs(pair("dflash2")).propose.walk
     shape = WalkShape(replace(selector, rank=256), 7, 5120, 248_320)
     memory = Allocator(None)
     WalkBuffers.take(memory, shape)
     assert shape.staged
-    assert shape.step_bytes == 17 * 512
     assert memory.total < 1 << 20

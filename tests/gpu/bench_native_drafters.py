@@ -42,7 +42,7 @@ def measure(name):
     weights = RandomWeights(pair, "nvfp4", device_cubin)
     backend = NativeBackend(pair, weights, ENGINE, cubin=device_cubin, max_context=1024, prefill_chunk=512)
     shape, row = backend.loaded.common.layout.walk, {"pair": name}
-    row["codebook_bytes"] = shape.rows * shape.step_bytes
+    row["codebook_bytes"] = shape.rows * 2 * shape.rank * (1 + shape.top)  # a step reads its predecessor and candidates
     steps = backend.profile()
     row["conv_us"] = sum(s.seconds for s in steps if s.name == Convolve.__name__) * 1e6
     for mode, sampling in SAMPLINGS.items():

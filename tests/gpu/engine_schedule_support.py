@@ -87,7 +87,7 @@ class NativeSegments:
             return lambda: [launches._dense(step, True) for step in steps]
 
         runs = {step: enqueue(steps) for step, steps in each.steps.items()}
-        return EngineFrame(common, name, self._pair, runs)
+        return EngineFrame(common, name, self._pair, runs, None, {})
 
     def _expand(self, each, name):
         old = each.schedule

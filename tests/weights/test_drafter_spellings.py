@@ -327,6 +327,7 @@ def test_a_bundle_keeps_the_map_and_kernels_without_it_say_so(tmp_path):
         (lambda t, c: t.update(d2t=("I64", t["d2t"][1] + 1)), "d2t is of other tokens"),
         (lambda t, c: t.update(d2t=("F32", np.zeros(384, np.float32))), "d2t is dtype F32"),
         (lambda t, c: t.update(d2t=("I64", np.zeros(9, np.int64))), r"d2t is shape \[9\], wanted \[384\]"),
+        (lambda t, c: t.update(t2d_scale=t["t2d"]), "t2d_scale .* is not part of the drafter"),
         (lambda t, c: t.pop("d2t"), "lacks 1 tensors of the drafter, the first is d2t"),
         (lambda t, c: t.pop("lm_head.weight"), r"the first is lm_head\.weight"),
         (lambda t, c: c.update(draft_vocab_size=513), "draft_vocab_size is 513, wanted at most"),

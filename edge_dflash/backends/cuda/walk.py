@@ -68,6 +68,11 @@ class WalkShape:
                 f"a walk chooses among all {self.vocabulary} tokens; the native kernels take at most {_MOST_TOP} of a "
                 f"row, or all of a vocabulary of {_MOST_WHOLE}: set dspark_draft_topk in the drafter's config.json"
             )
+        if self._fixed_bytes > _MOST_SHARED:
+            raise BackendError(
+                f"a walk of rank {self.rank} over {self.rows} rows of {self.top} candidates needs {self._fixed_bytes} "
+                f"bytes of shared memory; the native kernels have {_MOST_SHARED}"
+            )
         if not self.whole and (self.top > _MOST_TOP or self.slices * self.top > _MOST_KEYS):
             most = min(_MOST_TOP, _MOST_KEYS // self.slices)
             raise BackendError(
@@ -120,11 +125,6 @@ class WalkShape:
     def _fixed_bytes(self) -> int:
         factors = 4 * self.rows * self.rank if isinstance(self.op, SelectorWalk) else 0
         return 22 * self.top + 4 * self.rank + factors + (0 if self.whole else 8 * self.rows * self.top)
-
-    @property
-    def step_bytes(self) -> int:
-        """Bytes of the codebooks that a step reads: the row of the predecessor and those of the candidates."""
-        return 2 * self.rank * (1 + self.top)
 
     @property
     def shared_bytes(self) -> int:
