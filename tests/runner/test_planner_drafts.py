@@ -80,7 +80,7 @@ def test_the_first_choice_starts_from_an_accept_length_that_was_seen():
         assert choice.acceptance.tokens()[-1] == pytest.approx(accept_length, rel=0.15)
 
 
-def test_too_many_drafts_are_refused_before_anything_is_loaded(bundle, monkeypatch):
+def test_too_many_drafts_are_refused_before_anything_is_loaded(ids_bundle, monkeypatch):
     monkeypatch.setattr("edge_dflash.planner.load", lambda *_, **__: pytest.fail("loaded"))
     with pytest.raises(RequestError, match="drafts is 99, a cycle of this bundle has 7"):
-        Planner.open(bundle, drafts=99)
+        Planner.open(ids_bundle, drafts=99)
