@@ -111,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) experts_route(const __grid
 struct Chosen {
   u32 masks[MOST_MEMBERS];      // rows that chose an expert
   int ids[GROUP][MOST_CHOSEN];  // by slot
-  float p[GROUP][MOST_CHOSEN];   // exp(logit - largest)
+  float p[GROUP][MOST_CHOSEN];  // exp(logit - largest)
 };
 
 // Experts that a row has to take, one a lane, asked for before the launch before has ended.
