@@ -35,9 +35,10 @@ class Experts(DenseOp):
     """Input x [rows, H]: y = sum over the row's experts e of w_e D_e (silu(G_e x) * U_e x), and the shared expert.
 
     z = R x, rounded as any linear; p = softmax(z) in FP32. A row's experts are its ``top_k`` largest p, the lower index
-    first on a tie; w = p, divided by the sum of the chosen ones in ascending order of experts where ``renormalised``.
-    The product silu(G x) * U x is rounded, nothing else is: y is summed in FP32 in ascending order of experts, the
-    shared expert last with weight sigmoid(S x), S x rounded as any linear; then one rounding.
+    first on a tie (a kernel may go by z instead: it differs where two z give one p); w = p, divided by the sum of the
+    chosen ones in ascending order of experts where ``renormalised``. G x, U x and their product are rounded as those of
+    a dense MLP are; D_e a is not. y is summed in FP32 in ascending order of experts, the shared expert last with weight
+    sigmoid(S x), S x rounded as any linear; then one rounding.
     """
 
     router: str  # R [E, H]

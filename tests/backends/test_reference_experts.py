@@ -26,7 +26,7 @@ def test_float32_is_the_float64_transcription(count, chosen, shared, renormalise
 
 
 @pytest.mark.parametrize(("count", "chosen", "shared"), SIZES)
-def test_bfloat16_rounds_logits_products_and_the_sum_once(count, chosen, shared):
+def test_bfloat16_rounds_what_linears_products_and_the_sum_give(count, chosen, shared):
     made = mixture(count, chosen, shared=shared)
     x = random_rows(40)
     found, wanted = made.run(x, "bfloat16"), made.maths(x, "bfloat16")

@@ -86,8 +86,8 @@ class Mixture:
 
     def _expert(self, row, names, precision):
         gate, up, down = (self.weights[name] for name in names)
-        g = gate @ row
-        return down @ rounded(g / (1 + np.exp(-g)) * (up @ row), precision)
+        g, u = rounded(gate @ row, precision), rounded(up @ row, precision)
+        return down @ rounded(g / (1 + np.exp(-g)) * u, precision)
 
 
 def mixture(count=8, chosen=2, inner=32, shared=None, hidden=64, seed=0, renormalised=True):

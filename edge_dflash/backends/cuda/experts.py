@@ -106,9 +106,8 @@ class ExpertsBuffers:
         """Memory for passes of at most so many rows; counts from 0 once ``distinct`` is filled with 0."""
         tiles = TILES if rows > FEW_ROWS else TILES[:1]
         counts = {tile: shape.entries(rows, tile) for tile in tiles}
-        records = max(
-            2 * count * (ENTRY_HEAD + tile) for tile, count in counts.items()
-        )  # blocks copy some behind the last
+        # Blocks copy some behind the last.
+        records = max(2 * (count + 1) * (ENTRY_HEAD + tile) for tile, count in counts.items())
         groups, gated = -(-rows // _GROUP), max(count * tile for tile, count in counts.items()) * shape.intermediate
         return cls(
             rows,

@@ -87,5 +87,5 @@ def _mlp(
     x: torch.Tensor, names: tuple[str, str, str], weights: TorchWeights, rounded: Round, row_tile: int | None
 ) -> torch.Tensor:
     gate, up, down = names
-    product = silu(linear(x, weights.linear(gate), row_tile)) * linear(x, weights.linear(up), row_tile)
-    return linear(rounded(product), weights.linear(down), row_tile)
+    g, u = (rounded(linear(x, weights.linear(name), row_tile)) for name in (gate, up))
+    return linear(rounded(silu(g) * u), weights.linear(down), row_tile)
