@@ -62,10 +62,7 @@ def _check(**given: object) -> None:
 
 
 class Planner:
-    """A loaded pair that turns tasks into plans. All methods may be called from any thread.
-
-    One request runs at a time; the others wait in a fair, bounded queue.
-    """
+    """A loaded pair that turns tasks into plans, from any thread: one at a time, the others in a fair, bounded queue."""
 
     def __init__(
         self,
@@ -121,7 +118,8 @@ class Planner:
         _check(path=path, queue=queue, prefix_bytes=prefix_bytes, fallback=fallback, drafts=drafts)
         _check(drafter=drafter, check_hashes=check_hashes, self_test=self_test, progress=progress, observer=observer)
         bundle = Bundle.open(path, check_hashes=check_hashes, progress=partial(progress, CHECKING))
-        draft_choice((manifest := bundle.manifest).pair.drafts if drafter else 0, drafts, measured=False)
+        manifest = bundle.manifest
+        draft_choice(manifest.pair.drafts if drafter else 0, drafts, measured=False)  # before it is loaded
         tokenizer = Tokenizer.open(bundle.path / "tokenizer") if manifest.tokenizer else None
         ends = (*manifest.pair.target.eos_token_ids, tokenizer.eos_token_id if tokenizer else None)
         stop = [token for token in ends if token is not None]
