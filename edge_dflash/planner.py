@@ -62,7 +62,7 @@ def _check(**given: object) -> None:
 
 
 class Planner:
-    """A loaded pair that turns tasks into plans, from any thread: one at a time, the others in a fair, bounded queue."""
+    """A loaded pair that turns tasks into plans, from any thread: one at a time, others in a fair, bounded queue."""
 
     def __init__(
         self,
