@@ -86,14 +86,13 @@ def turns(session: Session, request: Request, controls: Controls = NO_CONTROLS) 
         logprobs = token_logprobs(rows.logits, tokens, options.logprobs, controls.spell)
         path.commit(tokens)
         session.advance(lane, tokens, first=True)
-        seconds += time.perf_counter() - began
-        yield Step(tuple(tokens), reason, verify_seconds=seconds, first=True, logprobs=logprobs)
-
+        took = seconds + time.perf_counter() - began
+        yield Step(tuple(tokens), reason, verify_seconds=took, first=True, logprobs=logprobs)
         while reason is None and session.answers(request):
             drafts = pace.drafts if options.speculative else 0
-            if refused := pace.refuse(controls, partial(pace.cycle_seconds, speculative=drafts != 0)):
-                yield Step((), refused)
-                return
+            if reason := pace.refuse(controls, partial(pace.cycle_seconds, speculative=drafts != 0)):
+                yield Step((), reason)
+                break
             lane, began = session.enter(), time.perf_counter()
             cycle: Cycle = yield _asked(tokens[-1], path, drafts, options, lane)
             budget -= len(tokens)
@@ -102,9 +101,9 @@ def turns(session: Session, request: Request, controls: Controls = NO_CONTROLS) 
             path.commit(tokens)  # may be interrupted: then nothing is committed
             backend.commit(len(tokens), lane)  # the anchor and all new tokens but the last
             session.advance(lane, tokens)
-            verify_seconds = time.perf_counter() - began - cycle.propose_seconds
-            chosen = drafts if options.speculative else None
-            pace.record(CycleTime(cycle.propose_seconds, verify_seconds, chosen, cycle.drafts, cycle.accepted))
+            propose_seconds, chosen = cycle.propose_seconds, drafts if options.speculative else None
+            verify_seconds = time.perf_counter() - began - propose_seconds
+            pace.record(CycleTime(propose_seconds, verify_seconds, chosen, cycle.drafts, cycle.accepted))
             yield _step(cycle, tokens, reason, verify_seconds, logprobs)
     except Interrupted as interrupted:  # while it waited for the grammar: nothing of this cycle was committed
         yield Step((), interrupted.reason)
