@@ -157,7 +157,7 @@ class Worker:
                 if waiting:
                     prompted = time.perf_counter()
                     self._commit(waiting, self._cycles([asked for _, asked in waiting]))
-                    self._share.took(prompted - began, time.perf_counter() - prompted)
+                    self._share.took(prompted - began if turn.first else 0.0, time.perf_counter() - prompted)
                 turn = work = waiting = step = final = None  # type: ignore[assignment]  # nothing is held while it waits
         except BaseException as error:  # nobody may wait for a worker that is gone
             self._fail_all(error)
