@@ -143,8 +143,8 @@ class ServeConfig:
                 if section.name == "timeouts" and key.name != "deadline" and value <= 0:
                     raise ConfigError(f"{name} is {value}; give seconds above 0")
                 if not low <= value <= high or not math.isfinite(value):
-                    accepted = f"at least {low}" if high == _ENDLESS else f"{low:g} to {high}"
-                    raise ConfigError(f"{name} is {value}; give {accepted}")
+                    wanted = f"at least {low}" if high == _ENDLESS else f"{low:g} to {high}"
+                    raise ConfigError(f"{name} is {value}; give {wanted}")
 
     @property
     def tcp_address(self) -> tuple[str, int]:
