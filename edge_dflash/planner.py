@@ -26,7 +26,7 @@ from edge_dflash.decode.store import PrefixStats
 from edge_dflash.errors import RequestError
 from edge_dflash.runner.candidates import Group
 from edge_dflash.runner.engine import Engine
-from edge_dflash.runner.job import Home, Job, Observer, Work
+from edge_dflash.runner.job import OBSERVED, Home, Job, Observer, Work
 from edge_dflash.runner.planning import Planning
 from edge_dflash.runner.request import Encoder, Model, ends_of_form, prepare
 from edge_dflash.runner.settings import EngineOptions, EngineSettings, OpenOptions, OpenSettings
@@ -45,7 +45,7 @@ _ARGUMENTS = {
     "bundle": Rule(rules.text, "the fingerprint of a bundle"),
     "path": Rule(rules.path, "the path of a directory or file"),
     "progress": Rule(rules.called, "a function of (stage, done, total)"),
-    "observer": Rule(rules.optional(rules.having("started", "step", "ended")), "an Observer, or None"),
+    "observer": Rule(rules.optional(rules.having(*OBSERVED)), "an Observer, or None"),
     "session": Rule(rules.instance_of(PlannerSession), "one that session() of this planner made"),
     "system": Rule(rules.optional(rules.text), "the text of a system prompt, or None"),
 }
@@ -93,9 +93,10 @@ class Planner(Planning[PlannerSession]):
         ``settings`` (:class:`~edge_dflash.runner.settings.OpenSettings` lists them with their defaults), none of which
         changes a token:
 
-        - ``lanes`` requests run at a time, each with the tokens that it has alone; while some decode, the prompts of
-          others have ``prompt_share`` of the time. ``queue`` requests may wait, half of them of one caller; more are
-          refused with QueueFullError, unless they are more urgent than one that waits, which is refused in their place.
+        - ``lanes`` requests run at a time (None: as many as the bundle was built for), each with the tokens that it has
+          alone; while some decode, the prompts of others have ``prompt_share`` of the time. ``queue`` requests may
+          wait, half of them of one caller; more are refused with QueueFullError, unless they are more urgent than one
+          that waits, which is refused in their place.
         - ``drafts``: cycles verify at most so many (0: plain decoding); None: as many as are measured to give most
           tokens a second, or all without ``fallback``. ``drafter=False`` loads the target alone.
         - ``prefix_bytes`` bounds the states of system prompts that are kept for the next request.
@@ -115,7 +116,7 @@ class Planner(Planning[PlannerSession]):
         ends = (*manifest.pair.target.eos_token_ids, tokenizer.eos_token_id if tokenizer else None)
         stop = [token for token in ends if token is not None]
         progress(LOADING, 0, 0)
-        backend, planner = load(bundle, drafter=given.drafter, lanes=given.lanes), None
+        backend, planner = load(bundle, drafter=given.drafter, lanes=given.lanes or manifest.lanes), None
         try:
             if given.self_test != "off":
                 progress(SELF_TEST, 0, 0)

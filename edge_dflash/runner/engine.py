@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from typing import TypeVar
 
-from edge_dflash.decode.backend import Asked, Backend, Outcome
+from edge_dflash.decode.backend import Asked, Backend, Cycle, Outcome
 from edge_dflash.decode.controls import Pace
 from edge_dflash.decode.drafts import draft_choice
 from edge_dflash.decode.session import SessionManager
@@ -42,7 +42,9 @@ class Engine(Worker):
 
     def _cycles(self, asked: Sequence[Asked]) -> Sequence[Outcome]:
         try:
-            return self.backend.cycles(asked) if len(asked) > 1 else [self.backend.cycle(asked[0])]
+            found = self.backend.cycles(asked) if len(asked) > 1 else [self.backend.cycle(asked[0])]
+            self._observer.passed(len(asked), sum(one.drafts + 1 for one in found if isinstance(one, Cycle)))
+            return found
         except BaseException as error:  # it ends the cycles of all: each request has another error object
             return [error, *(another(error) for _ in asked[1:])]
 

@@ -132,8 +132,17 @@ class Observer(Protocol):
     def step(self, step: Step) -> None:
         """Tokens were committed, or the request ends."""
 
+    def passed(self, lanes: int, rows: int) -> None:
+        """A cycle ran, of one lane or of several: its verify pass had so many rows."""
+
+    def aside(self) -> None:
+        """A running request gives its lane to a more urgent one."""
+
     def ended(self) -> None:
         """It runs no more, however it ended."""
+
+
+OBSERVED = tuple(name for name in vars(Observer) if not name.startswith("_"))
 
 
 class Unwatched:
@@ -143,6 +152,12 @@ class Unwatched:
         """See Observer."""
 
     def step(self, step: Step) -> None:
+        """See Observer."""
+
+    def passed(self, lanes: int, rows: int) -> None:
+        """See Observer."""
+
+    def aside(self) -> None:
         """See Observer."""
 
     def ended(self) -> None:

@@ -220,6 +220,8 @@ class Worker:
             self._running.append(started)
             if weakest:
                 weakest.passed += 1  # it rises as one that waits
+                if started.caller is not None:
+                    self._observer.aside()
 
     def _start(self, above: int | None) -> Work[Any, Any] | None:
         """Take the next work of the queue, of a priority ``above`` that if it is given; None: nothing waits."""
