@@ -40,6 +40,16 @@ def pytest_xdist_auto_num_workers() -> int:
     return (os.cpu_count() or 1) + 1
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _few_measurements():
+    """Opening a bundle measures each number of drafts once: what is chosen by that changes no token."""
+    from edge_dflash.decode import drafts
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(drafts, "REPEATS", 1)
+        yield
+
+
 @pytest.fixture(scope="session")
 def golden() -> Path:
     """Directory of the golden files and of the checkpoints that they were made from."""
