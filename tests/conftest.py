@@ -15,6 +15,7 @@ from paths import DEMO
 
 from edge_dflash.common.files import directory
 
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy's, before it is loaded; as torch's below
 settings.register_profile("emulated", deadline=None, suppress_health_check=[HealthCheck.too_slow])  # scripts/aarch64.sh
 
 if find_spec("torch"):
