@@ -38,7 +38,7 @@ class Share:
         return self._owed <= 0.0
 
     def took(self, prompt_seconds: float, cycle_seconds: float) -> None:
-        """Note the seconds of a turn with a cycle in it."""
+        """Note the seconds of a turn with a cycle in it; 0 of a prompt where none had a step."""
         self._owed = max(0.0, self._owed - cycle_seconds) + prompt_seconds * self._cycles_a_prompt
 
 
@@ -48,7 +48,12 @@ def active_of(running: Sequence[AnyWork], lanes: int, patience: int) -> list[Any
 
 
 def turn_of(running: Sequence[AnyWork], lanes: int, patience: int, share: Share) -> Turn:
-    """The next turn. A work that needs the engine for itself has it; what was set aside and would end now, ends."""
+    """The next turn. A work that needs the engine for itself has it; what was set aside and would end now, ends.
+
+    The prompt of a work that is more urgent than all that decode has all the time it needs.
+    """
+    if len(running) == 1:
+        return Turn(running, ()) if running[0].alone or running[0].prompting else Turn((), running)
     active = active_of(running, lanes, patience)
     aside = [work for work in running if work not in active]
     for work in aside:
@@ -56,6 +61,7 @@ def turn_of(running: Sequence[AnyWork], lanes: int, patience: int, share: Share)
     ending = [work for work in aside if work.would_end()]
     if alone := [work for work in active if work.alone][:1]:
         return Turn((*ending, *alone))
-    prompts = [work for work in active if work.prompting]
+    prompts = [work for work in active if work.prompting][:1]
     together = [*(work for work in active if not work.prompting), *ending]
-    return Turn(prompts[:1] if share.open or not together else (), together)
+    ranks = [work.rank(patience) for work in together]
+    return Turn([work for work in prompts if share.open or not ranks or work.rank(patience) > max(ranks)], together)

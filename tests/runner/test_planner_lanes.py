@@ -135,6 +135,8 @@ def test_prompts_have_their_share_of_the_time():
         share.took(0.0, 1.0)
     share.took(0.0, 1.5)
     assert share.open
+    share.took(0.0, 0.001)  # what a turn takes besides is nobody's
+    assert share.open
     whole = Share(1.0)
     whole.took(9.0, 0.1)
     assert whole.open
