@@ -16,7 +16,7 @@ MIXES = 8
 
 
 @dataclass(frozen=True)
-class Asking:
+class MixedRequest:
     """A request of a mix."""
 
     prompt: tuple[int, ...]
@@ -91,7 +91,7 @@ def verify_mixes(
     """Random requests together on ``planner``, which was opened with ``watching``, each compared with itself alone."""
     lanes, requests, tokens, unlike = planner.shape.lanes, 0, 0, list[Unlike]()
     watching.passes.clear()
-    alone: dict[Asking, tuple[int, ...]] = {}
+    alone: dict[MixedRequest, tuple[int, ...]] = {}
     for mix in range(MIXES):
         pick = random.Random(mix)
         asked = [_asking(pick, prompts, max_new_tokens) for _ in range(pick.randint(lanes, 2 * lanes))]
@@ -107,9 +107,9 @@ def verify_mixes(
     return MixCheck(lanes, MIXES, requests, tokens, joint, tuple(unlike))
 
 
-def _asking(pick: random.Random, prompts: Sequence[Sequence[int]], most: int) -> Asking:
+def _asking(pick: random.Random, prompts: Sequence[Sequence[int]], most: int) -> MixedRequest:
     prompt = pick.choice(prompts)
-    return Asking(
+    return MixedRequest(
         prompt=tuple(prompt[: pick.randint(1, len(prompt))]),
         new_tokens=pick.randint(1, most),
         temperature=pick.choice((0.0, 0.0, 0.8, 1.3)),
@@ -119,7 +119,7 @@ def _asking(pick: random.Random, prompts: Sequence[Sequence[int]], most: int) ->
     )
 
 
-def _together(planner: Planner, asked: Sequence[Asking]) -> list[tuple[int, ...]]:
+def _together(planner: Planner, asked: Sequence[MixedRequest]) -> list[tuple[int, ...]]:
     """Tokens of requests that run at once."""
     streams = [planner.stream(one.prompt, caller=str(at), **one.options()) for at, one in enumerate(asked)]
     for one, stream in zip(asked, streams, strict=True):
