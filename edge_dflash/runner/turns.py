@@ -50,8 +50,8 @@ def active_of(running: Sequence[AnyWork], lanes: int, patience: int) -> list[Any
 def turn_of(running: Sequence[AnyWork], lanes: int, patience: int, share: Share) -> Turn:
     """The next turn. What is over, or was set aside and would end now, ends before anything else runs.
 
-    A work that needs the engine for itself has it. The prompt of a work that is more urgent than all that decode has all
-    the time it needs.
+    A work that needs the engine for itself has it. The prompt of a work that is more urgent than all that decode has
+    all the time it needs.
     """
     if len(running) == 1:
         return Turn(running, ()) if running[0].alone or running[0].prompting else Turn((), running)
