@@ -228,5 +228,5 @@ class _Shared:
                 finally:
                     UNWANTED.reset(unwanted)
                 for stream, begun in zip(self.streams, self._begun, strict=True):
-                    stream.begun(begun)
+                    stream._attach(begun)
             return self._begun[index]

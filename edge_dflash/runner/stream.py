@@ -276,7 +276,7 @@ class AsyncPlanStream(AsyncIterator[Increment]):
             raise RequestError("the stream was not read to its end, so there is no plan yet; await result()")
         return self._stream.plan
 
-    def begun(self, stream: PlanStream) -> None:
+    def _attach(self, stream: PlanStream) -> None:
         """Another one's ``await`` began it, too. Called on any thread."""
         self._stream = stream
         if self._cancelled:
