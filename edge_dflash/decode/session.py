@@ -212,7 +212,7 @@ class SessionManager:
         """Park the sessions that are in lanes, so that the backend may be used otherwise for a while."""
         self.lanes.vacate()
 
-    def find(self, session: Session, tokens: Sequence[int]) -> tuple[Reuse, Snapshot | None]:
+    def find(self, session: Session, tokens: Sequence[int], *, counted: bool = True) -> tuple[Reuse, Snapshot | None]:
         """The longest state there is that ``tokens`` begin with, and its snapshot; None: a lane holds it.
 
         The last token is never part of it: its pass gives the logits. The session's own state comes first, then the
@@ -221,7 +221,7 @@ class SessionManager:
         present = session.snapshot is not None or self.lanes.of(session) is not None
         held = session.rows if present else 0
         own = held if held < len(tokens) and list(session.computed[:held]) == list(tokens[:held]) else 0
-        stored = self.store.longest(tokens[:-1], longer_than=own)
+        stored = self.store.longest(tokens[:-1], longer_than=own, counted=counted)
         if stored is not None:
             return Reuse(stored.length, len(tokens), "store"), stored
         return Reuse(own, len(tokens), "session" if own else "nothing"), session.snapshot if own else None

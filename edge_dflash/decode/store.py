@@ -102,21 +102,21 @@ class PrefixStore:
             self._bytes += size
             return True
 
-    def longest(self, tokens: Sequence[int], *, longer_than: int = 0) -> Snapshot | None:
+    def longest(self, tokens: Sequence[int], *, longer_than: int = 0, counted: bool = True) -> Snapshot | None:
         """The snapshot of the longest stored prefix of ``tokens`` (up to all of them), or None.
 
-        With ``longer_than``, only a prefix of more tokens is of use.
+        With ``longer_than``, only a prefix of more tokens is of use. ``counted``: whether the figures know of it.
         """
         wanted = _key(tokens)
         with self._lock:
             found = (key for key, entry in self._entries.items() if entry.length > longer_than)
             key = max((key for key in found if wanted.startswith(key)), key=len, default=None)
             if key is None:
-                self._misses += longer_than == 0
+                self._misses += counted and longer_than == 0
                 return None
             self._entries.move_to_end(key)
-            self._hits += 1
-            self._tokens += self._entries[key].length
+            self._hits += counted
+            self._tokens += self._entries[key].length * counted
             return self._entries[key]
 
     def __contains__(self, tokens: Sequence[int]) -> bool:

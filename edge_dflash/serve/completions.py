@@ -19,7 +19,7 @@ from edge_dflash.board.state import BoardState
 from edge_dflash.errors import ContextError, EdgeDflashError
 from edge_dflash.result import Increment, Plan
 from edge_dflash.runner.planning import apart
-from edge_dflash.runner.stream import PlanStream
+from edge_dflash.runner.stream import AsyncPlanStream, PlanStream
 from edge_dflash.serve.choices import merged, span
 from edge_dflash.serve.fields import Refusal, dump, json_response
 from edge_dflash.serve.limits import SMALL, read_body, turn
@@ -138,11 +138,9 @@ class Running:
         try:
             for stream in self.streams:
                 stream.cancel()
-            for stream in self.streams:
-                await stream.aclose()
-            self._count([stream.plan for stream in self.streams])  # of a client that left: its tokens were made anyway
-        except Exception as error:
-            log.debug("a request ended with %r", error)
+            plans = [plan for stream in self.streams if (plan := await _ended(stream)) is not None]
+            if plans:  # of a client that left, or beside one that failed: its tokens were made anyway
+                self._count(plans)
         finally:
             self._service.streams.difference_update(self.streams)
             if self._held is not None:
@@ -213,6 +211,16 @@ class Running:
             await asyncio.wait_for(send(message), self._service.config.timeouts.write)
         except (TimeoutError, OSError):
             raise _GoneError from None
+
+
+async def _ended(stream: AsyncPlanStream) -> Plan | None:
+    """The plan of a stream that was cancelled, when the engine has let go of it; None: it failed, or never began."""
+    try:
+        await stream.aclose()
+        return stream.plan
+    except Exception as error:
+        log.debug("a request ended with %r", error)
+        return None
 
 
 class _GoneError(Exception):

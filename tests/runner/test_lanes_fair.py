@@ -190,3 +190,9 @@ def test_a_stream_that_nobody_awaited_can_be_cancelled():
 
     with Planner(Held(4), None) as planner:
         asyncio.run(main(planner))
+
+
+def test_a_prompt_of_candidates_is_looked_up_once():
+    with Planner(Held(4), None) as planner:
+        planner.plan(LONG, n=4, temperature=0.9, max_new_tokens=2)
+        assert (planner.prefixes.hits, planner.prefixes.misses) == (0, 1)

@@ -133,3 +133,11 @@ def test_a_choice_that_fails_ends_the_answer(tmp_path):
         assert (error["error"]["message"], done) == ("the cycle failed", "[DONE]")
         assert not service.streams
         assert client.post(CHAT, json=BODY).status_code == 200
+
+
+def test_tokens_beside_a_choice_that_fails_are_counted(tmp_path):
+    service = fake_service(tmp_path, Failing(TEXT_SHAPE))
+    with client_of(service) as client:
+        assert client.post(CHAT, json={**BODY, "n": 3}).status_code == 400
+        made = service.metrics.registry.get_sample_value("edge_dflash_tokens_total", {"kind": "generated"})
+        assert made >= BODY["max_tokens"]  # those of choice 0
