@@ -45,7 +45,7 @@ class Device:
         return control_word(self.control, word)
 
     def words(self, *, prefill=False) -> Words:
-        return Words.of(self.control, prefill=prefill)
+        return Words(self.control, prefill)
 
     def set(self, **words):
         for name, value in words.items():

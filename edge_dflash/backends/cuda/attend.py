@@ -108,6 +108,7 @@ class AttendShape:
     bidirectional: bool = False
     window: int | None = None
     kv: Literal["fp8", "bfloat16"] = "fp8"
+    lanes: int = 1  # of the memory; most slots of a verify or propose pass
 
     def __post_init__(self) -> None:
         if self.head_dim not in (64, 128, 256):
@@ -132,7 +133,7 @@ class AttendShape:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of K, and of V: [Hkv, kv_rows, D]."""
+        """Bytes of K, and of V, of a lane: [Hkv, kv_rows, D]."""
         return self.kv_heads * self.kv_rows * self.head_dim * (1 if self.kv == "fp8" else 2)
 
     @property

@@ -44,6 +44,7 @@ class DeltaShape:
     eps: float
     rows: int  # of a verify pass: most rows of the tape
     prefill_rows: int = 0  # most rows of a prefill pass; 0: decode only
+    lanes: int = 1  # of the memory; most slots of a verify pass
 
     def __post_init__(self) -> None:
         for name, dim in (("key_dim", self.key_dim), ("value_dim", self.value_dim)):
@@ -62,17 +63,17 @@ class DeltaShape:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of S."""
+        """Bytes of S of a lane."""
         return 4 * self.value_heads * self.key_dim * self.value_dim
 
     @property
     def history_bytes(self) -> int:
-        """Bytes of the convolution's history [K-1, C] BF16, oldest row first."""
+        """Bytes of the convolution's history of a lane: [K-1, C] BF16, oldest row first."""
         return 2 * (self.conv_kernel - 1) * self.channels
 
     @property
     def tape_bytes(self) -> tuple[int, int]:
-        """Bytes of u [rows, C] BF16, and of g (and of beta) [rows, Hv] FP32."""
+        """Bytes of a lane: u [rows, C] BF16, and g (and beta) [rows, Hv] FP32."""
         return 2 * self.rows * self.channels, 4 * self.rows * self.value_heads
 
     @property

@@ -100,7 +100,7 @@ class Capture:
         self._rows, self._control = loaded.common.layout.sizes.rows, loaded.common.buffers.control
         self._block, self._first = loaded.common.layout.sizes.of_pass("propose"), loaded.common.layout.first_draft
         self._walker = loaded.common.kernels.walker
-        self._words = Words.of(self._control, prefill=False)
+        self._words = Words(self._control)
         narrowed = [self._passes["verify"].narrow(rows) for rows in row_steps(self._rows)]
         self._verifies = {each.rows: each for each in narrowed}
 
@@ -184,7 +184,7 @@ class Capture:
     def flush(self) -> None:
         """Replay pending rows."""
         for name, kernels in self._kernels.delta.items():
-            kernels.flush(self._common.states.delta[name][0], self._buffers.delta, self._words)
+            kernels.flush(self._common.states.delta[name], self._buffers.delta, self._words)
         self._kernels.small.replayed(self._control)
 
 

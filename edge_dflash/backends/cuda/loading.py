@@ -100,6 +100,7 @@ def load(gpu: Gpu, layout: DeviceLayout, dense: Dense, weights: NativeWeights, c
     )
     _put_norms(layout, states)
     buffers = _buffers(layout, states, scratch, memory)
+    gpu.fill(buffers.control)
     gpu.fill(buffers.delta.counters)
     gpu.fill(buffers.clock)
     gpu.fill(buffers.counted)
@@ -177,7 +178,7 @@ def _buffers(layout: DeviceLayout, states: States, scratch: int, memory: Allocat
     floats, counters = states.delta_scratch
     stride = -(-vocabulary // 16) * 16
     return Buffers(
-        control=memory.take("cycle", CONTROL_BYTES),
+        control=memory.take("cycle", CONTROL_BYTES * layout.sizes.lanes),
         arena=memory.take("activations", layout.arena_bytes),
         attention=memory.take("scratch", states.attention_scratch),
         delta=DeltaScratch(memory.take("scratch", floats), memory.take("scratch", counters)),

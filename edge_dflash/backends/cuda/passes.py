@@ -48,18 +48,18 @@ class Frame(ABC):
 
     mixtures: Mixtures | None = None  # of a target with experts
 
-    def __init__(self, common: Common, name: str, lane: int = 0) -> None:
+    def __init__(self, common: Common, name: str) -> None:
         layout, buffers = common.layout, common.buffers
         self.schedule, self.places = layout.schedules[name], layout.places[name]
         self.prefill = name == "prefill"
         self.rows = layout.sizes.of_pass(name)
-        self.common, self.kernels, self.lane = common, common.kernels, lane
+        self.common, self.kernels = common, common.kernels
         block = None if self.prefill or self.rows == layout.sizes.rows else self.rows
-        self.words = replace(Words.of(buffers.control, prefill=self.prefill), block=block)
+        self.words = Words(buffers.control, self.prefill, block)
         self.choices = buffers.drafts if name == "propose" else buffers.choices
 
-    def narrow(self, rows: int) -> Frame:
-        """The pass over its first ``rows`` rows, if it is there for fewer than all; else itself."""
+    def narrow(self, rows: int, slots: int = 1) -> Frame:
+        """The pass over ``rows`` rows of each of so many slots, if it is there for other rows than all; else itself."""
         return self
 
     def enqueue(
@@ -114,10 +114,10 @@ class Frame(ABC):
         tensors = [self._matrix(name) for name in (*step.reads, *step.writes)]
         match op:
             case Attend():
-                attention, memory = self.kernels.attention[op.state], states.kv[op.state][self.lane]
+                attention, memory = self.kernels.attention[op.state], states.kv[op.state]
                 attention.attend(AttendTensors(*tensors), memory, buffers.attention, self.words)
             case GatedDelta():
-                layer = states.delta[op.state][self.lane]
+                layer = states.delta[op.state]
                 self.kernels.delta[op.state].run(DeltaTensors(*tensors), layer, buffers.delta, self.words)
             case _:
                 raise TypeError(f"no kernel for op {type(op).__name__}")
@@ -128,7 +128,7 @@ class Frame(ABC):
         for step in steps:
             assert isinstance(step, State)
             state, (k, v) = step.op.state, (self._matrix(name) for name in step.reads)
-            layers.setdefault(self.kernels.attention[state], []).append((k, v, self.common.states.kv[state][self.lane]))
+            layers.setdefault(self.kernels.attention[state], []).append((k, v, self.common.states.kv[state]))
         for attention, rows in layers.items():
             attention.append(rows, self.words)
 
@@ -153,10 +153,10 @@ class Pass(Frame):
         self._linears, self._weights, self.mixtures = linears, weights, mixtures
         self._in_blocks = {} if self.prefill else strides_of_blocks(self.schedule, self._window)
 
-    def narrow(self, rows: int) -> Pass:
+    def narrow(self, rows: int, slots: int = 1) -> Pass:
         """See :class:`Frame`. Linears take the rows of a tile all the same."""
         narrowed = copy.copy(self)
-        narrowed.rows, narrowed.words = rows, replace(self.words, block=rows)
+        narrowed.rows, narrowed.words = slots * rows, replace(self.words, block=rows, slots=slots)
         return narrowed
 
     def _window(self, stack: Stack) -> int:
