@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from edge_dflash.board.linux import drop_page_cache
-from edge_dflash.decode.backend import Backend
+from edge_dflash.decode.backend import MOST_LANES, Backend
 from edge_dflash.errors import BackendError
 
 SMALL_MODEL = 1024  # hidden size up to which torch runs on one thread: more would mostly wait for each other
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from edge_dflash.model.specs import PairSpec
 
 
-def load(bundle: Bundle, backend: str | None = None, *, drafter: bool = True) -> Backend:
-    """Load an open bundle for one sequence, on its active backend or (``backend``) on another that is aboard.
+def load(bundle: Bundle, backend: str | None = None, *, drafter: bool = True, lanes: int = 1) -> Backend:
+    """Load an open bundle for ``lanes`` sequences, on its active backend or (``backend``) on another that is aboard.
 
     ``drafter`` False: the target alone. Raises BackendError when the backend is not aboard or cannot run here.
     """
@@ -31,7 +31,7 @@ def load(bundle: Bundle, backend: str | None = None, *, drafter: bool = True) ->
             f"build it again with --backend {backend}"
         )
     if backend != "reference":
-        return _device(bundle, backend, pair)
+        return _device(bundle, backend, pair, lanes)
     try:
         import torch  # heavy and optional
 
@@ -48,14 +48,17 @@ def load(bundle: Bundle, backend: str | None = None, *, drafter: bool = True) ->
         manifest.precision,
         max_context=manifest.max_context,
         prefill_chunk=manifest.prefill_chunk,
+        lanes=lanes,
     )
 
 
-def _device(bundle: Bundle, name: str, pair: PairSpec) -> Backend:
+def _device(bundle: Bundle, name: str, pair: PairSpec, lanes: int) -> Backend:
     """Check that bundle, this version and this device belong together, then load. Never imports torch."""
     from edge_dflash.backends.cuda.support import check_arch, device_sm, shares_memory
 
     manifest = bundle.manifest
+    if lanes > 1:
+        raise BackendError(f"lanes is {lanes}; the {name} backend has one, the reference backend up to {MOST_LANES}")
     try:
         sm = device_sm()
     except BackendError as error:

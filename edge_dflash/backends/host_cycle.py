@@ -6,9 +6,11 @@ import time
 from collections.abc import Sequence
 
 from edge_dflash.decode.accept import accepted
-from edge_dflash.decode.backend import Asked, Backend, Confident, Cycle, PairShape, Rows, Snapshot
+from edge_dflash.decode.backend import Asked, Backend, Confident, Cycle, Outcome, PairShape, Rows, Snapshot
+from edge_dflash.decode.controls import Interrupted
 from edge_dflash.decode.sampling import choose
 from edge_dflash.decode.walk import confident
+from edge_dflash.errors import RequestError
 
 
 def host_cycle(backend: Backend, asked: Asked) -> Cycle:
@@ -34,6 +36,17 @@ def host_cycle(backend: Backend, asked: Asked) -> Cycle:
     tokens, verify_seconds = (*drafts[:n], choices[n]), time.perf_counter() - proposed
     left = (lambda: rows.logits()[: n + 1]) if asked.logits else None
     return Cycle(tokens, n, len(drafts), propose_seconds, verify_seconds, relaxed, left)
+
+
+def host_cycles(backend: Backend, asked: Sequence[Asked]) -> list[Outcome]:
+    """``Backend.cycles`` by ``cycle``, lane by lane."""
+    found: list[Outcome] = []
+    for one in asked:
+        try:
+            found.append(backend.cycle(one))
+        except (Interrupted, RequestError) as error:
+            found.append(error)
+    return found
 
 
 class Delegate:
@@ -62,6 +75,14 @@ class Delegate:
     def cycle(self, asked: Asked) -> Cycle:
         """See Backend. Made of this backend's own passes, so that a subclass may replace one."""
         return host_cycle(self, asked)
+
+    def cycles(self, asked: Sequence[Asked]) -> list[Outcome]:
+        """See Backend. Made of this backend's own cycles."""
+        return host_cycles(self, asked)
+
+    def copy(self, source: int, target: int) -> None:
+        """See Backend."""
+        self._backend.copy(source, target)
 
     def propose(self, anchor: int, lane: int = 0) -> Rows:
         """See Backend."""

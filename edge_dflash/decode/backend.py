@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,8 @@ from edge_dflash.decode.sampling import GREEDY, Packed, Sampling
 from edge_dflash.errors import BackendError
 from edge_dflash.model.specs import PairSpec
 from edge_dflash.weights.formats import KvFormat
+
+MOST_LANES = 8
 
 
 @dataclass(frozen=True)
@@ -33,11 +35,13 @@ class PairShape:
     varying: bool = False  # whether a verify's tokens say what it reads, and so what rows cost: a target with experts
 
     @classmethod
-    def of(cls, pair: PairSpec, max_context: int, prefill_chunk: int) -> PairShape:
-        """Sizes of a pair with one lane."""
+    def of(cls, pair: PairSpec, max_context: int, prefill_chunk: int, lanes: int = 1) -> PairShape:
+        """Sizes of a pair. Raises BackendError for a number of lanes that no backend has."""
+        if not 1 <= lanes <= MOST_LANES:
+            raise BackendError(f"lanes is {lanes}; give 1 to {MOST_LANES} sequences at once")
         vocabulary, block = pair.target.vocab_size, pair.block_size
         sizes = (vocabulary, block, pair.mask_token_id, max_context, prefill_chunk, pair.drafts)
-        return cls(*sizes, varying=pair.target.experts is not None)
+        return cls(*sizes, lanes, varying=pair.target.experts is not None)
 
     @classmethod
     def told(cls, card: Mapping[str, int]) -> PairShape:
@@ -54,6 +58,11 @@ class PairShape:
     def usable_context(self) -> int:
         """Most tokens a sequence may hold: the last block and the last verify pass must fit behind it."""
         return self.max_context - max(self.block_size, self.verify_rows)
+
+
+def lane_steps(most: int) -> tuple[int, ...]:
+    """Numbers of lanes that are worth a graph and a measurement: powers of two up to ``most``, and that."""
+    return (*(lanes for lanes in (1, 2, 4) if lanes < most), most)
 
 
 ROW_STEPS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
@@ -160,6 +169,10 @@ class Asked:
         return self.drafts != 0
 
 
+Outcome: TypeAlias = Cycle | BaseException
+"""What became of one lane's cycle: what it found, or what ended it; then nothing is to be committed."""
+
+
 class Backend(Protocol):
     """One target and drafter, loaded, with the state of a sequence in each lane. Not thread-safe.
 
@@ -192,6 +205,18 @@ class Backend(Protocol):
         Accepted are the drafts that equal the target's choices. Steering replaces drafts and masks choices on the way.
         :func:`~edge_dflash.backends.host_cycle.host_cycle` is this for a backend that has the passes alone.
         """
+        ...
+
+    def cycles(self, asked: Sequence[Asked]) -> list[Outcome]:
+        """A cycle of each of several lanes, all different: every pass runs once, over the rows of all.
+
+        A lane finds what :meth:`cycle` finds, whoever else is there. Interrupted or RequestError of a lane's steering
+        stand in its place and touch no other; any other error is raised, and ends the cycles of all.
+        """
+        ...
+
+    def copy(self, source: int, target: int) -> None:
+        """Give lane ``target`` the state of ``source``, which is flushed."""
         ...
 
     def propose(self, anchor: int, lane: int = 0) -> Rows:

@@ -1,19 +1,22 @@
 """The cycle: propose, verify, accept, commit.
 
-One function, :func:`decode`, is speculative decoding with a DFlash drafter (arXiv 2602.06036) as an optimistic
+One function, :func:`turns`, is speculative decoding with a DFlash drafter (arXiv 2602.06036) as an optimistic
 transaction. Plain decoding is the same function with no drafts: a verify pass with one row. The loop works on token ids
-and the Backend protocol; text, models and devices are elsewhere.
+and the Backend protocol; text, models and devices are elsewhere. Who runs it makes its cycles, so that several
+sequences can share a pass; :func:`decode` runs one alone.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeAlias
 
 from edge_dflash.decode.accept import FinishReason, cut
-from edge_dflash.decode.backend import Asked, Backend, Cycle
+from edge_dflash.decode.backend import Asked, Backend, Cycle, Outcome
 from edge_dflash.decode.controls import NO_CONTROLS, Controls, CycleTime, Interrupted, Pace
 from edge_dflash.decode.drafts import NO_DRAFTING, Drafting
 from edge_dflash.decode.options import Options, Request, admit
@@ -46,12 +49,17 @@ class Step:
         return not self.tokens and self.finish_reason is None
 
 
-def decode(session: Session, request: Request, controls: Controls = NO_CONTROLS) -> Iterator[Step]:
+Turns: TypeAlias = Generator[Step | Asked, Cycle | None, None]
+"""Steps of a request, and between them each cycle that it asks for: it is sent what the backend found."""
+
+
+def turns(session: Session, request: Request, controls: Controls = NO_CONTROLS) -> Turns:
     """Answer a request in a session: what of its prompt the state lacks, chunk by chunk, then the cycles.
 
     Every Step is committed before it is yielded, and the last committed token is always the next anchor: it is not in
     the caches yet. A consumer may stop at any Step; the session is then at that commit. Between two Steps other
-    sessions may use the backend. A request that its session left for a newer one ends. RequestError for a closed one.
+    sessions may use the backend; between what is asked and what is sent, other lanes only. A request that its session
+    left for a newer one ends. RequestError for a closed one.
     """
     backend, options, pace = session.backend, request.options, controls.pace or Pace()
     path = Path(options.sampling, controls.constraint, controls.relaxation, request.stop_token_ids)
@@ -88,7 +96,8 @@ def decode(session: Session, request: Request, controls: Controls = NO_CONTROLS)
                 yield Step((), refused)
                 return
             lane, began = session.enter(), time.perf_counter()
-            cycle = backend.cycle(_asked(tokens[-1], path, drafts, options, lane))
+            cycle = yield _asked(tokens[-1], path, drafts, options, lane)
+            assert cycle is not None
             budget -= len(tokens)
             tokens, reason = _kept(cycle.tokens, budget, request, controls)
             logprobs = token_logprobs(cycle.logits, tokens, options.logprobs, controls.spell)
@@ -106,6 +115,32 @@ def decode(session: Session, request: Request, controls: Controls = NO_CONTROLS)
     except BaseException as error:
         session.fail(error)
         raise
+    finally:
+        session.resting = True
+
+
+def given(steps: Turns, outcome: Outcome | None) -> Step | Asked:
+    """What comes next of a request that is given what became of the cycle it asked for; None: it asked for none."""
+    return steps.throw(outcome) if isinstance(outcome, BaseException) else steps.send(outcome)
+
+
+def decode(session: Session, request: Request, controls: Controls = NO_CONTROLS) -> Iterator[Step]:
+    """:func:`turns` of one request that has the backend to itself."""
+    steps, outcome = turns(session, request, controls), None
+    with closing(steps):
+        while True:
+            try:
+                found = given(steps, outcome)
+            except StopIteration:
+                return
+            outcome = None
+            if isinstance(found, Step):
+                yield found
+                continue
+            try:
+                outcome = session.backend.cycle(found)
+            except BaseException as error:
+                outcome = error
 
 
 def _asked(anchor: int, path: Path, drafts: int | None, options: Options, lane: int) -> Asked:
@@ -184,7 +219,7 @@ def stream(
     session = manager.open()
     if held:
         session.stand_in(request.prompt, held)  # whatever the tokens of the rows are
-        manager.occupy(session, 0)
+        manager.lanes.occupy(session, 0)
     return decode(session, request, controls)
 
 

@@ -9,18 +9,18 @@ S1 a session's state, if held, has ``rows`` rows: of all tokens but the last, wh
    and has no K/V yet; or, between two chunks of a prompt, of that prompt's first. (Right after a prefill the lane has
    all of the prompt's rows, and it is nobody's state until the first token is there.)
 S2 tokens change when a step is delivered, and by exactly that step (the first token brings its prompt).
-S3 a lane holds the state of at most one session; it is moved out only when the place is needed.
+S3 a lane holds the state of at most one session (:mod:`edge_dflash.decode.lanes`).
 S4 the arrays of a snapshot are never written: forks, sessions and the prefix store share them.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from edge_dflash.decode.backend import Backend, Snapshot
+from edge_dflash.decode.lanes import Lanes
 from edge_dflash.decode.options import Request
 from edge_dflash.decode.store import PrefixStore, SessionState
 from edge_dflash.errors import BackendError, BundleError, ContextError, RequestError
@@ -47,6 +47,7 @@ class Session:
         self.reuse = Reuse(0, 0, "nothing")  # of the newest request
         self.cuts: tuple[int, ...] = ()  # lengths of its prompt at which a chunk has to end, to be kept
         self.closed = False
+        self.resting = True  # no pass of it comes soon: its lane is the first to be given away
         self._manager = manager
         self._tokens = list(tokens)
         self._request: Request | None = None  # the newest; older ones have ended
@@ -110,6 +111,11 @@ class Session:
 
     def enter(self) -> int:
         """The lane that holds the state which the next pass goes on from, brought there if need be."""
+        self.resting = False
+        self._manager.lanes.enter(lane := self._enter())
+        return lane
+
+    def _enter(self) -> int:
         if self._found is not None:
             (snapshot,), self._found = self._found, None
             return self._manager.place(self, self.reuse, snapshot)
@@ -127,7 +133,7 @@ class Session:
         assert self._request is not None
         prompt, self._chunked = self._request.prompt, rows
         self.stand_in(prompt, rows)
-        self._manager.occupy(self, lane)
+        self._manager.lanes.occupy(self, lane)
         if rows in self.cuts:
             self._manager.store.put(prompt[:rows], frozen(self.backend.snapshot(lane)))
 
@@ -138,7 +144,7 @@ class Session:
             self._tokens, self._chunked = list(self._request.prompt), 0
         self._tokens.extend(tokens)
         self._settle()
-        self._manager.occupy(self, lane)
+        self._manager.lanes.occupy(self, lane)
 
     def fail(self, error: BaseException) -> None:
         """A pass failed: the states in the lanes are given up, unless the error says that no pass was cut short."""
@@ -164,7 +170,7 @@ class SessionManager:
         self.backend = backend
         self.bundle = bundle
         self.store = store or PrefixStore(0)
-        self._lanes: list[weakref.ref[Session] | None] = [None] * backend.shape.lanes  # whose state each holds
+        self.lanes = Lanes(backend, lambda lane: frozen(backend.snapshot(lane)))
 
     def open(self) -> Session:
         """A session without tokens."""
@@ -194,8 +200,7 @@ class SessionManager:
 
     def vacate(self) -> None:
         """Park the sessions that are in lanes, so that the backend may be used otherwise for a while."""
-        for lane in range(len(self._lanes)):
-            self._park(lane)
+        self.lanes.vacate()
 
     def find(self, session: Session, tokens: Sequence[int]) -> tuple[Reuse, Snapshot | None]:
         """The longest state there is that ``tokens`` begin with, and its snapshot; None: a lane holds it.
@@ -203,7 +208,7 @@ class SessionManager:
         The last token is never part of it: its pass gives the logits. The session's own state comes first, then the
         prefix store; a gated-delta state cannot be taken back to where a prompt parts from it.
         """
-        present = session.snapshot is not None or self._lane_of(session) is not None
+        present = session.snapshot is not None or self.lanes.of(session) is not None
         held = session.rows if present else 0
         own = held if held < len(tokens) and list(session.computed[:held]) == list(tokens[:held]) else 0
         stored = self.store.longest(tokens[:-1], longer_than=own)
@@ -213,14 +218,13 @@ class SessionManager:
 
     def place(self, session: Session, reuse: Reuse, snapshot: Snapshot | None) -> int:
         """Put what :meth:`find` gave into a lane, where it is nobody's until somebody occupies it."""
-        lane = self._lane_of(session)
-        if lane is not None and reuse.source == "session":
-            self._lanes[lane] = None
-            return lane
+        lane = self.lanes.of(session)
+        held = lane is not None
         if lane is None:
-            free = (lane for lane in range(len(self._lanes)) if self._holder(lane) is None)
-            self._park(lane := next(free, 0))
-        self._lanes[lane] = None
+            lane = self.lanes.take()
+        self.lanes.leave(lane)
+        if held and reuse.source == "session":
+            return lane
         if snapshot is not None:
             try:
                 self.backend.restore(snapshot, lane)
@@ -237,47 +241,26 @@ class SessionManager:
 
         No other session may be brought in between two chunks.
         """
-        if (lane := self._lane_of(session)) is not None:
+        if (lane := self.lanes.of(session)) is not None:
             return lane
         rows, tokens, backend = session.rows, session.computed, self.backend
         lane = self.place(session, *self.find(session, tokens[: rows + 1]))
         while (at := backend.length(lane)) < rows:
             backend.prefill(tokens[at : min(rows, at + backend.shape.prefill_chunk)], lane).argmax()  # wait for it
             yield
-        self.occupy(session, lane)
+        self.lanes.occupy(session, lane)
         return lane
-
-    def occupy(self, session: Session, lane: int) -> None:
-        """Note whose state a lane holds (S1)."""
-        self._lanes[lane] = weakref.ref(session)
 
     def release(self, session: Session) -> None:
         """Give up a session's state, wherever it is."""
-        if (lane := self._lane_of(session)) is not None:
-            self._lanes[lane] = None
+        if (lane := self.lanes.of(session)) is not None:
+            self.lanes.leave(lane)
         session.snapshot = None
 
     def failed(self, session: Session, error: BaseException) -> None:
         """Give up the states in the lanes, unless the error says that no pass can have been cut short."""
-        if not isinstance(error, RequestError) or self._lane_of(session) is None:
-            self._lanes = [None] * len(self._lanes)
-
-    def _holder(self, lane: int) -> Session | None:
-        """The session whose state a lane holds, if it still does."""
-        held = self._lanes[lane]
-        session = held() if held is not None else None
-        if session is None or session.closed or self.backend.length(lane) != session.rows:
-            return None
-        return session
-
-    def _lane_of(self, session: Session) -> int | None:
-        return next((lane for lane in range(len(self._lanes)) if self._holder(lane) is session), None)
-
-    def _park(self, lane: int) -> None:
-        """Move the session out of a lane."""
-        session, self._lanes[lane] = self._holder(lane), None
-        if session is not None and session.snapshot is None:
-            session.snapshot = frozen(self.backend.snapshot(lane))
+        if not isinstance(error, RequestError) or self.lanes.of(session) is None:
+            self.lanes.lose()
 
 
 T = TypeVar("T")

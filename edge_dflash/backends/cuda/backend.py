@@ -21,8 +21,8 @@ from edge_dflash.backends.cuda.small import Result
 from edge_dflash.backends.cuda.states import Lane, Sizes, read_states, write_states
 from edge_dflash.backends.cuda.warming import warm_up
 from edge_dflash.backends.cuda.weights import NativeWeights
-from edge_dflash.backends.host_cycle import host_cycle
-from edge_dflash.decode.backend import Asked, Cycle, PairShape, Precision, Snapshot, check_lane, no_drafter
+from edge_dflash.backends.host_cycle import host_cycle, host_cycles
+from edge_dflash.decode.backend import Asked, Cycle, Outcome, PairShape, Precision, Snapshot, check_lane, no_drafter
 from edge_dflash.decode.walk import confident
 from edge_dflash.errors import BackendError
 from edge_dflash.model import pair_programs
@@ -154,6 +154,14 @@ class NativeBackend(Measured):
         graphs.of(drafts + 1).launch()
         result = self._host.read(self._shape.verify_rows)
         return self._cycle(lane, result, asked, result.counted)
+
+    def cycles(self, asked: Sequence[Asked]) -> list[Outcome]:
+        """Lane by lane; see Backend."""
+        return host_cycles(self, asked)
+
+    def copy(self, source: int, target: int) -> None:
+        """Through the host; see Backend."""
+        self.restore(self.snapshot(source), target)
 
     def _split(self, asked: Asked) -> Cycle:
         """A cycle of separate passes, decided on the device; seconds are the host's."""

@@ -1,17 +1,28 @@
-"""The Backend protocol on the torch interpreter: one sequence, optimistic state."""
+"""The Backend protocol on the torch interpreter: optimistic state in lanes that never meet in a pass."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from edge_dflash.backends.host_cycle import host_cycle
+from edge_dflash.backends.host_cycle import host_cycle, host_cycles
 from edge_dflash.backends.reference.dense import TorchWeights
 from edge_dflash.backends.reference.interpreter import Interpreter, Memory
-from edge_dflash.decode.backend import Asked, Cycle, PairShape, Precision, Rows, Snapshot, check_lane, no_drafter
+from edge_dflash.decode.backend import (
+    Asked,
+    Cycle,
+    Outcome,
+    PairShape,
+    Precision,
+    Rows,
+    Snapshot,
+    check_lane,
+    no_drafter,
+)
 from edge_dflash.decode.walk import WalkRows
 from edge_dflash.errors import BackendError
 from edge_dflash.model import pair_programs
@@ -39,6 +50,20 @@ class TorchRows:
         return self._logits.numpy()
 
 
+@dataclass
+class _Lane:
+    """One sequence."""
+
+    memory: Memory
+    verified: int | None = None  # rows of the last verify, until they are committed
+
+    def drop_verify(self) -> None:
+        """Forget rows in flight."""
+        self.verified = None
+        for memory in self.memory.delta.values():
+            memory.in_flight = None
+
+
 class ReferenceBackend:
     """Interprets a pair's Programs in torch on the CPU. See :class:`edge_dflash.decode.backend.Backend`."""
 
@@ -50,18 +75,18 @@ class ReferenceBackend:
         *,
         max_context: int,
         prefill_chunk: int = 512,
+        lanes: int = 1,
         programs: PairPrograms | None = None,
     ) -> None:
         self._programs = programs or pair_programs(spec)
         self._drafter = spec.drafter
-        self._shape = PairShape.of(spec, max_context, prefill_chunk)
+        self._shape = PairShape.of(spec, max_context, prefill_chunk, lanes)
         self._store = store
         self._precision = precision
         self._weights = TorchWeights(store)
         self._interpreter = Interpreter(self._weights, precision)
         self._deltas = [op for op in self._programs.verify.ops if isinstance(op, GatedDelta)]
-        self._verified: int | None = None  # rows of the last verify, until they are committed
-        self._memory = self._allocate()
+        self._lanes = [_Lane(self._allocate()) for _ in range(lanes)]
 
     @property
     def shape(self) -> PairShape:
@@ -70,43 +95,50 @@ class ReferenceBackend:
 
     def length(self, lane: int = 0) -> int:
         """Number of committed rows."""
-        check_lane(self._shape, lane)
-        return self._memory.length
+        return self._lane(lane).memory.length
 
     def reset(self, lane: int = 0) -> None:
         """Forget the sequence."""
         check_lane(self._shape, lane)
-        self._memory = self._allocate()
-        self._verified = None
+        self._lanes[lane] = _Lane(self._allocate())
 
     def prefill(self, ids: Sequence[int], lane: int = 0) -> TorchRows:
         """Append and commit ids chunk by chunk; logits of the last row."""
-        length = self.length(lane)
+        at = self._lane(lane)
+        memory, length = at.memory, at.memory.length
         stop = length + len(ids)
         if not ids or stop > self._shape.max_context:
             raise BackendError(
                 f"cannot prefill {len(ids)} tokens at {length}: the context holds {self._shape.max_context} tokens"
             )
-        self._verified = None
+        at.verified = None
         chunk = self._shape.prefill_chunk
         for first in range(0, len(ids), chunk):
             part = ids[first : first + chunk]
-            outputs = self._interpreter.run(self._programs.prefill, part, self._memory)
-            self._memory.length += len(part)
+            outputs = self._interpreter.run(self._programs.prefill, part, memory)
+            memory.length += len(part)
         return TorchRows(outputs["logits"])
 
     def cycle(self, asked: Asked) -> Cycle:
         """Propose, verify and accept; see Backend."""
         return host_cycle(self, asked)
 
+    def cycles(self, asked: Sequence[Asked]) -> list[Outcome]:
+        """Lane by lane; see Backend."""
+        return host_cycles(self, asked)
+
+    def copy(self, source: int, target: int) -> None:
+        """Copy all arrays of a lane."""
+        self.restore(self.snapshot(source), target)
+
     def propose(self, anchor: int, lane: int = 0) -> Rows:
         """One drafter pass; row i is the draft for position length + 1 + i."""
-        check_lane(self._shape, lane)
+        at = self._lane(lane)
         if self._drafter is None:
             raise no_drafter()
-        self._drop_verify()
+        at.drop_verify()
         program = self._programs.propose
-        outputs = self._interpreter.run(program, self._drafter.block(anchor), self._memory)
+        outputs = self._interpreter.run(program, self._drafter.block(anchor), at.memory)
         if program.walk is None:
             return TorchRows(outputs["logits"])
         hidden, logits = (outputs[role].numpy() for role in ("draft_hidden", "logits"))
@@ -114,42 +146,43 @@ class ReferenceBackend:
 
     def verify(self, ids: Sequence[int], lane: int = 0) -> TorchRows:
         """Run rows at length, length + 1, ... without committing them."""
-        check_lane(self._shape, lane)
+        at = self._lane(lane)
         if not 1 <= len(ids) <= self._shape.verify_rows:
             raise BackendError(f"verify takes 1 to {self._shape.verify_rows} rows, not {len(ids)}")
-        outputs = self._interpreter.run(self._programs.verify, ids, self._memory)
-        self._verified = len(ids)
+        outputs = self._interpreter.run(self._programs.verify, ids, at.memory)
+        at.verified = len(ids)
         return TorchRows(outputs["logits"])
 
     def commit(self, rows: int, lane: int = 0) -> None:
         """Make the first ``rows`` rows of the last verify real."""
-        check_lane(self._shape, lane)
-        if self._verified is None or not 0 <= rows <= self._verified:
-            state = "no verify is open" if self._verified is None else f"the last verify had {self._verified} rows"
+        at = self._lane(lane)
+        if at.verified is None or not 0 <= rows <= at.verified:
+            state = "no verify is open" if at.verified is None else f"the last verify had {at.verified} rows"
             raise BackendError(f"cannot commit {rows} rows: {state}")
-        for memory in self._memory.delta.values():
+        for memory in at.memory.delta.values():
             memory.commit(rows)
-        self._memory.length += rows
-        self._verified = None
+        at.memory.length += rows
+        at.verified = None
 
     @torch.inference_mode()
     def flush(self, lane: int = 0) -> None:
         """Replay pending rows into the recurrent state."""
-        check_lane(self._shape, lane)
+        memory = self._lane(lane).memory
         for op in self._deltas:
-            self._memory.delta[op.state].replay(op, self._interpreter.delta_weights(op))
+            memory.delta[op.state].replay(op, self._interpreter.delta_weights(op))
 
     def snapshot(self, lane: int = 0) -> Snapshot:
         """Copy the state of both models, flushed."""
         self.flush(lane)
-        length = self.length(lane)
+        memory = self._lane(lane).memory
+        length = memory.length
         arrays: dict[str, npt.NDArray[np.generic]] = {}
-        for name, kv in self._memory.kv.items():
+        for name, kv in memory.kv.items():
             for role, stored in zip("kv", kv.stored, strict=True):
                 rows = stored[:length]
                 raw = rows.view(torch.int16) if rows.dtype == torch.bfloat16 else rows
                 arrays[f"{name}.{role}"] = raw.numpy().copy()
-        for name, delta in self._memory.delta.items():
+        for name, delta in memory.delta.items():
             arrays[f"{name}.state"] = delta.state.numpy().copy()
             arrays[f"{name}.conv"] = delta.history.numpy().copy()
         return Snapshot(length, arrays)
@@ -182,16 +215,14 @@ class ReferenceBackend:
                 )
             place.copy_(array)
         memory.length = snapshot.length
-        self._memory, self._verified = memory, None
+        self._lanes[lane] = _Lane(memory)
 
     def close(self) -> None:
         """Nothing to release on the CPU."""
 
-    def _drop_verify(self) -> None:
-        """Forget rows in flight."""
-        self._verified = None
-        for memory in self._memory.delta.values():
-            memory.in_flight = None
+    def _lane(self, lane: int) -> _Lane:
+        check_lane(self._shape, lane)
+        return self._lanes[lane]
 
     def _allocate(self) -> Memory:
         shape = self._shape
