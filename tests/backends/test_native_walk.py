@@ -18,7 +18,7 @@ from edge_dflash.backends.cuda.memory import Allocator
 from edge_dflash.backends.cuda.schedule import schedule
 from edge_dflash.backends.cuda.steps import Convolve, Draft, Project
 from edge_dflash.backends.cuda.support import check_native
-from edge_dflash.backends.cuda.walk import WalkBuffers, WalkShape
+from edge_dflash.backends.cuda.walk_shape import WalkBuffers, WalkShape
 from edge_dflash.backends.cuda.weights import BundleWeights
 from edge_dflash.board.archs import KERNEL_ARCHS
 from edge_dflash.bundle.reader import Bundle

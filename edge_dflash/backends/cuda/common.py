@@ -13,7 +13,8 @@ from edge_dflash.backends.cuda.sample import Sampler, SamplingBuffers
 from edge_dflash.backends.cuda.schedule import Schedule
 from edge_dflash.backends.cuda.small import CycleKernels, Small
 from edge_dflash.backends.cuda.states import Sizes, States
-from edge_dflash.backends.cuda.walk import DeviceWalk, WalkShape
+from edge_dflash.backends.cuda.walk import DeviceWalk
+from edge_dflash.backends.cuda.walk_shape import WalkShape
 from edge_dflash.decode.backend import Precision
 from edge_dflash.model.ops import Embed, SelectRows
 from edge_dflash.model.program import PairPrograms

@@ -29,7 +29,8 @@ from edge_dflash.backends.cuda.splits import StreamSplits, row_tile
 from edge_dflash.backends.cuda.states import Sizes, States
 from edge_dflash.backends.cuda.steps import Convolve, Head, Project
 from edge_dflash.backends.cuda.walk import UNIT as WALK_UNIT
-from edge_dflash.backends.cuda.walk import DeviceWalk, WalkBuffers, WalkWeights
+from edge_dflash.backends.cuda.walk import DeviceWalk
+from edge_dflash.backends.cuda.walk_shape import WalkBuffers, WalkWeights
 from edge_dflash.backends.cuda.weights import NativeWeights
 from edge_dflash.decode.backend import Precision
 from edge_dflash.errors import BackendError
