@@ -104,11 +104,6 @@ class Words:
         return control_word(self.control, Control.LENGTH)
 
     @property
-    def pending(self) -> DevicePointer:
-        """Rows of slot 0's tape that are to be replayed."""
-        return control_word(self.control, Control.PENDING)
-
-    @property
     def rows(self) -> DevicePointer:
         """Valid rows of a prefill chunk; NULL for a pass of blocks."""
         return control_word(self.control, Control.ROWS) if self.prefill else NULL

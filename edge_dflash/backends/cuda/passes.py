@@ -197,7 +197,8 @@ class Pass(Frame):
             case Convolve():
                 residual, norm = inputs[2] if len(inputs) > 2 else None, self._normal(step.norm, step.writes)
                 base = self.common.states.norm(step.op.base, plus_one=False)
-                self.kernels.conv.convolve(step.op, inputs[0], inputs[1], base, out, rows, columns, residual, norm)
+                u, c, slots = *inputs[:2], self.words.slots
+                self.kernels.conv.convolve(step.op, u, c, base, out, rows // slots, columns, residual, norm, slots)
             case Columns():
                 self.kernels.cycle.elementwise(step.op, inputs, out, rows, columns)
             case _:
