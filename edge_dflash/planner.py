@@ -9,7 +9,7 @@ from contextlib import suppress
 from functools import partial
 from numbers import Integral
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Unpack
 
 from edge_dflash.backends import load, selftest
 from edge_dflash.backends.selftest import SelfTestResult
@@ -25,10 +25,11 @@ from edge_dflash.decode.options import Options, PlanOptions, Task
 from edge_dflash.decode.store import PrefixStats
 from edge_dflash.errors import RequestError
 from edge_dflash.result import Plan
+from edge_dflash.runner.engine import Engine
 from edge_dflash.runner.job import Home, Job, Observer
 from edge_dflash.runner.request import Encoder, Model, ends_of_form, prepare
+from edge_dflash.runner.settings import EngineOptions, EngineSettings, OpenOptions, OpenSettings
 from edge_dflash.runner.stream import AsyncPlanStream, PlanStream
-from edge_dflash.runner.worker import Engine
 from edge_dflash.session import PlannerSession
 from edge_dflash.text.tokenizer import Tokenizer
 
@@ -37,18 +38,11 @@ if TYPE_CHECKING:
 
 __all__ = ["AsyncPlanStream", "PlanStream", "Planner", "Task"]
 
-QUEUE = 16  # requests that may wait
-PREFIX_BYTES = 512 << 20
 _CLOSE_SECONDS = 10.0  # wait for the worker of a planner that was left without being closed
 _ARGUMENTS = {
     "stop_token_ids": Rule(rules.sequence_of(Integral), "a list of token ids"),
     "bundle": Rule(rules.text, "the fingerprint of a bundle"),
     "path": Rule(rules.path, "the path of a directory or file"),
-    "queue": Rule(rules.whole(1), "a whole number of requests, at least 1"),
-    "prefix_bytes": Rule(rules.whole(0), "a whole number of bytes, at least 0"),
-    **dict.fromkeys(("fallback", "drafter", "check_hashes"), Rule(rules.flag, "True or False")),
-    "drafts": Rule(rules.optional(rules.whole(0)), "a whole number of drafts, at least 0, or None"),
-    "self_test": Rule(rules.one_of(*selftest.MODES), f"one of {', '.join(selftest.MODES)}"),
     "progress": Rule(rules.called, "a function of (stage, done, total)"),
     "observer": Rule(rules.optional(rules.having("started", "step", "ended")), "an Observer, or None"),
     "session": Rule(rules.instance_of(PlannerSession), "one that session() of this planner made"),
@@ -62,7 +56,7 @@ def _check(**given: object) -> None:
 
 
 class Planner:
-    """A loaded pair that turns tasks into plans, from any thread: one at a time, others in a fair, bounded queue."""
+    """A loaded pair that turns tasks into plans, from any thread: one in each lane, others in a fair, bounded queue."""
 
     def __init__(
         self,
@@ -71,20 +65,16 @@ class Planner:
         stop_token_ids: Sequence[int] = (),
         *,
         bundle: str = "",
-        queue: int = QUEUE,
-        prefix_bytes: int = PREFIX_BYTES,
-        fallback: bool = True,
-        drafts: int | None = None,
         self_test: SelfTestResult | None = None,
         observer: Observer | None = None,
+        **settings: Unpack[EngineOptions],
     ) -> None:
         """Take a loaded backend over; ``bundle``: fingerprint to which saved sessions are bound. See :meth:`open`."""
-        asked: dict[str, Any] = {"queue": queue, "prefix_bytes": prefix_bytes, "fallback": fallback, "drafts": drafts}
-        _check(stop_token_ids=stop_token_ids, bundle=bundle, observer=observer, **asked)
+        _check(stop_token_ids=stop_token_ids, bundle=bundle, observer=observer)
         self._self_test = self_test
         self._model = Model(backend, tokenizer, tuple(dict.fromkeys(stop_token_ids)))
         self._encoder = Encoder(self._model)
-        self._engine = Engine(backend, bundle, **asked, observer=observer)
+        self._engine = Engine(backend, bundle, EngineSettings.of(settings), observer)
         weakref.finalize(self, self._engine.close, drain=False, timeout=_CLOSE_SECONDS)
         self._end_forms = (lambda: None) if tokenizer is None else hold(self, tokenizer)
 
@@ -93,45 +83,45 @@ class Planner:
         cls,
         path: Path | str,
         *,
-        queue: int = QUEUE,
-        prefix_bytes: int = PREFIX_BYTES,
-        fallback: bool = True,
-        drafts: int | None = None,
-        drafter: bool = True,
-        check_hashes: bool = True,
-        self_test: selftest.Mode = "refuse",
         progress: Progress = unheard,
         observer: Observer | None = None,
+        **settings: Unpack[OpenOptions],
     ) -> Planner:
         """Open the bundle at ``path`` and load it.
 
-        ``queue`` requests may wait, half of them of one caller; more are refused with QueueFullError, unless they are
-        more urgent than one that waits, which is refused in their place. ``prefix_bytes`` bounds the states of system
-        prompts that are kept for the next request. Cycles verify at most ``drafts`` drafts (0: plain decoding); None:
-        as many as are measured to give most tokens a second, or all without ``fallback``. The output is the same.
-        ``drafter=False`` loads the target alone. ``check_hashes=False`` skips the SHA-256 of the bundle's files.
-        ``self_test`` says what follows when the loaded pair does not repeat what the build recorded: "refuse", "warn"
-        (RuntimeWarning), or "off" to skip it. ``progress`` is told (stage, done, total), ``observer`` of every step on
-        the worker's thread. Raises BundleError for a damaged bundle, BackendError when it cannot run here,
-        VerificationError when the self-test fails, RequestError for a bad argument.
+        ``settings`` (:class:`~edge_dflash.runner.settings.OpenSettings` lists them with their defaults), none of which
+        changes a token:
+
+        - ``lanes`` requests run at a time, each with the tokens that it has alone; while some decode, the prompts of
+          others have ``prompt_share`` of the time. ``queue`` requests may wait, half of them of one caller; more are
+          refused with QueueFullError, unless they are more urgent than one that waits, which is refused in their place.
+        - ``drafts``: cycles verify at most so many (0: plain decoding); None: as many as are measured to give most
+          tokens a second, or all without ``fallback``. ``drafter=False`` loads the target alone.
+        - ``prefix_bytes`` bounds the states of system prompts that are kept for the next request.
+        - ``check_hashes=False`` skips the SHA-256 of the bundle's files. ``self_test`` says what follows when the
+          loaded pair does not repeat what the build recorded: "refuse", "warn" (RuntimeWarning), or "off" to skip it.
+
+        ``progress`` is told (stage, done, total), ``observer`` of every step on the worker's thread. Raises BundleError
+        for a damaged bundle, BackendError when it cannot run here, VerificationError when the self-test fails,
+        RequestError for a bad argument.
         """
-        _check(path=path, queue=queue, prefix_bytes=prefix_bytes, fallback=fallback, drafts=drafts)
-        _check(drafter=drafter, check_hashes=check_hashes, self_test=self_test, progress=progress, observer=observer)
-        bundle = Bundle.open(path, check_hashes=check_hashes, progress=partial(progress, CHECKING))
+        _check(path=path, progress=progress, observer=observer)
+        given = OpenSettings.of(settings)
+        bundle = Bundle.open(path, check_hashes=given.check_hashes, progress=partial(progress, CHECKING))
         manifest = bundle.manifest
-        draft_choice(manifest.pair.drafts if drafter else 0, drafts, measured=False)  # before it is loaded
+        draft_choice(manifest.pair.drafts if given.drafter else 0, given.drafts, measured=False)  # before it is loaded
         tokenizer = Tokenizer.open(bundle.path / "tokenizer") if manifest.tokenizer else None
         ends = (*manifest.pair.target.eos_token_ids, tokenizer.eos_token_id if tokenizer else None)
         stop = [token for token in ends if token is not None]
         progress(LOADING, 0, 0)
-        backend, planner = load(bundle, drafter=drafter), None
+        backend, planner = load(bundle, drafter=given.drafter, lanes=given.lanes), None
         try:
-            if self_test != "off":
+            if given.self_test != "off":
                 progress(SELF_TEST, 0, 0)
-            tested = selftest.check(bundle, backend, self_test)
-            make = partial(cls, backend, tokenizer, stop, queue=queue, prefix_bytes=prefix_bytes, observer=observer)
-            name = fingerprint(manifest) + "+none" * (not drafter)
-            planner = make(bundle=name, fallback=fallback, self_test=tested, drafts=drafts)
+            tested = selftest.check(bundle, backend, given.self_test)
+            name = fingerprint(manifest) + "+none" * (not given.drafter)
+            make = partial(cls, backend, tokenizer, stop, bundle=name)
+            planner = make(self_test=tested, observer=observer, **given.engine)
             planner._engine.pace.begin(backend, tested.accept_length if tested else None)
         except BaseException:
             (planner or backend).close()
@@ -198,7 +188,7 @@ class Planner:
 
     @property
     def waiting(self) -> int:
-        """Requests in the queue, the running one not counted."""
+        """Requests in the queue, the running ones not counted."""
         return self._engine.waiting
 
     @property

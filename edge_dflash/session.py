@@ -18,10 +18,10 @@ from edge_dflash.decode.session import Session, SessionManager
 from edge_dflash.decode.store import load_session, save_session
 from edge_dflash.errors import RequestError
 from edge_dflash.result import Plan
+from edge_dflash.runner.engine import Engine
 from edge_dflash.runner.job import Home, Job
 from edge_dflash.runner.request import Encoder, Model, Prompt, as_message, as_said, next_turn, prepare
 from edge_dflash.runner.stream import AsyncPlanStream, PlanStream
-from edge_dflash.runner.worker import Engine
 from edge_dflash.text.chat import Answer
 from edge_dflash.text.template import Message
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from edge_dflash.decode.accept import FinishReason, Relaxation
-from edge_dflash.decode.backend import Backend
+from edge_dflash.decode.backend import Backend, lane_steps
 from edge_dflash.decode.drafts import DraftChoice
 from edge_dflash.decode.steering import Constraint
 
@@ -61,24 +61,38 @@ class Pace:
 
     def __init__(self, drafts: DraftChoice | int | None = None) -> None:
         """``drafts`` of a cycle: chosen by what is measured, always the same number, or (None) always all."""
+        self.load = 1  # sequences of the next cycle
         self._choice = drafts
-        self._drafted, self._plain = _Cycles(), _Cycles()
+        self._choices = {1: drafts} if isinstance(drafts, DraftChoice) else {}  # by load
+        self._cycles: dict[tuple[int, bool], _Cycles] = {}  # by load, and whether they drafted
         self._prefills: deque[tuple[int, float]] = deque(maxlen=RECENT)  # tokens, seconds
 
     @property
     def drafts(self) -> int | None:
         """Most drafts of the next cycle; None: all. 0 while drafting was seen to cost more than it gives."""
-        return self._choice.drafts if isinstance(self._choice, DraftChoice) else self._choice
+        return choice.drafts if (choice := self._chooser) else self._choice if isinstance(self._choice, int) else None
+
+    @property
+    def _chooser(self) -> DraftChoice | None:
+        """That of the load, or of the next one above that was measured."""
+        return self._choices[_nearest(self._choices, self.load)] if self._choices else None
 
     def begin(self, backend: Backend, accept_length: float | None) -> None:
         """Measure a backend that nobody uses yet, where numbers of drafts are chosen; see :class:`DraftChoice`."""
-        if isinstance(self._choice, DraftChoice):
-            self._choice.begin(backend, accept_length)
+        if not isinstance(self._choice, DraftChoice):
+            return
+        self._choice.begin(backend, accept_length)
+        for lanes in lane_steps(backend.shape.lanes)[1:]:
+            self._choices[lanes] = choice = DraftChoice(backend.shape.drafts, acceptance=self._choice.acceptance)
+            choice.begin(backend, None, lanes)
 
     def cycle_seconds(self, *, speculative: bool) -> float:
-        """Longest of the recent cycles of a kind, else of the other kind; 0 before the first cycle."""
-        cycles = (self._drafted if speculative else self._plain) or self._drafted or self._plain
-        return cycles.longest.seconds if cycles else 0.0
+        """Longest of the recent cycles of a kind at this load, else of what is nearest; 0 before the first cycle."""
+        loads = [load for load, drafted in self._cycles if drafted == speculative] or [load for load, _ in self._cycles]
+        if not loads:
+            return 0.0
+        load = _nearest(loads, self.load)
+        return (self._cycles.get((load, speculative)) or self._cycles[load, not speculative]).longest.seconds
 
     def prefill_seconds(self, tokens: int, chunk: int | None = None) -> float:
         """Estimate for a prompt of ``tokens`` in passes of ``chunk`` (None: in one pass); 0 when nothing is known.
@@ -103,7 +117,7 @@ class Pace:
         """
         reason = patience.refuse(seconds)
         if reason == "deadline":
-            for cycles in (self._drafted, self._plain):
+            for cycles in self._cycles.values():
                 if len(cycles) > 1:
                     cycles.remove(cycles.longest)
             if len(self._prefills) > 1:
@@ -112,10 +126,15 @@ class Pace:
 
     def record(self, cycle: CycleTime) -> None:
         """Note a measured cycle, of which the choice of drafts learns."""
-        (self._plain if cycle.propose_seconds == 0.0 else self._drafted).append(cycle)
-        if isinstance(self._choice, DraftChoice) and cycle.asked is not None:
+        self._cycles.setdefault((self.load, cycle.propose_seconds > 0.0), _Cycles()).append(cycle)
+        if (choice := self._chooser) and cycle.asked is not None:
             drafts, accepted = cycle.drafts, cycle.accepted
-            self._choice.record(cycle.asked, drafts, accepted, cycle.propose_seconds, cycle.verify_seconds)
+            choice.record(cycle.asked, drafts, accepted, cycle.propose_seconds, cycle.verify_seconds)
+
+
+def _nearest(loads: Iterable[int], load: int) -> int:
+    """The smallest of the loads that is not below ``load``, else the largest."""
+    return min(loads, key=lambda one: (one < load, abs(one - load)))
 
 
 class Interrupted(Exception):

@@ -194,18 +194,20 @@ class VaryingSeconds(Seconds):
 
 
 class DraftChoice:
-    """The number of drafts of the next cycle. One belongs to one loaded backend and outlives requests."""
+    """The number of drafts of the next cycle, for one number of lanes. Of one loaded backend; outlives requests."""
 
-    def __init__(self, most: int, measured: Mapping[int, float] | None = None) -> None:
-        """``most``: of the pair; ``measured``: see :func:`measure`."""
+    def __init__(
+        self, most: int, measured: Mapping[int, float] | None = None, acceptance: Acceptance | None = None
+    ) -> None:
+        """``most``: of the pair; ``measured``: see :func:`measure`; ``acceptance`` may be another choice's, too."""
         self.drafts = most  # of the next cycle
         self._steps = [rows - 1 for rows in row_steps(most + 1)]
-        self.acceptance, self.seconds = Acceptance(most), Seconds(measured or {})
+        self.acceptance, self.seconds = acceptance or Acceptance(most), Seconds(measured or {})
         self._cycles = 0
 
-    def begin(self, backend: Backend, accept_length: float | None) -> None:
+    def begin(self, backend: Backend, accept_length: float | None, lanes: int = 1) -> None:
         """Measure the seconds on a backend that nobody uses yet, and start from an accept length that was seen."""
-        self.seconds = (VaryingSeconds if backend.shape.varying else Seconds)(measure(backend))
+        self.seconds = (VaryingSeconds if backend.shape.varying else Seconds)(measure(backend, lanes))
         if accept_length is not None:
             self.acceptance.begin(accept_length)
 
@@ -233,25 +235,31 @@ def draft_choice(most: int, drafts: int | None, *, measured: bool) -> DraftChoic
     return DraftChoice(most) if drafts is None and measured else drafts
 
 
-def measure(backend: Backend) -> dict[int, float]:
-    """Seconds of a cycle by its number of drafts, each the median of a few on an empty sequence. Resets the backend.
+def measure(backend: Backend, lanes: int = 1) -> dict[int, float]:
+    """Seconds of a cycle of so many lanes by its number of drafts, each the median of a few on empty sequences.
 
-    The anchors are different tokens, as what rows cost may depend on them. Empty where the context has no room.
+    The anchors are different tokens, as what rows cost may depend on them. Empty where the context has no room. Resets
+    the backend.
     """
     shape, found, began = backend.shape, dict[int, float](), time.perf_counter()
     if shape.usable_context < 2 + REPEATS:
         return found
     for rows in row_steps(shape.verify_rows):
-        backend.reset()
-        backend.prefill([0]).argmax()
+        for lane in range(lanes):
+            backend.reset(lane)
+            backend.prefill([0], lane).argmax()
         times = []
         for at in range(1 + REPEATS):
             start = time.perf_counter()
-            backend.cycle(Asked(at * STRIDE % shape.vocab_size, drafts=rows - 1))
-            backend.commit(1)
+            anchors = ((lane, (at * lanes + lane) * STRIDE % shape.vocab_size) for lane in range(lanes))
+            asked = [Asked(anchor, drafts=rows - 1, lane=lane) for lane, anchor in anchors]
+            _ = backend.cycles(asked) if lanes > 1 else backend.cycle(*asked)
+            for lane in range(lanes):
+                backend.commit(1, lane)
             times.append(time.perf_counter() - start)
             if time.perf_counter() - began > LIMIT_SECONDS:
                 break
         found[rows - 1] = median(times[1:] or times)
-    backend.reset()
+    for lane in range(lanes):
+        backend.reset(lane)
     return found

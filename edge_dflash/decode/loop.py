@@ -13,7 +13,7 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from edge_dflash.decode.accept import FinishReason, cut
 from edge_dflash.decode.backend import Asked, Backend, Cycle, Outcome
@@ -49,17 +49,16 @@ class Step:
         return not self.tokens and self.finish_reason is None
 
 
-Turns: TypeAlias = Generator[Step | Asked, Cycle | None, None]
+Turns: TypeAlias = Generator[Step | Asked, Any, None]
 """Steps of a request, and between them each cycle that it asks for: it is sent what the backend found."""
 
 
 def turns(session: Session, request: Request, controls: Controls = NO_CONTROLS) -> Turns:
     """Answer a request in a session: what of its prompt the state lacks, chunk by chunk, then the cycles.
 
-    Every Step is committed before it is yielded, and the last committed token is always the next anchor: it is not in
-    the caches yet. A consumer may stop at any Step; the session is then at that commit. Between two Steps other
-    sessions may use the backend; between what is asked and what is sent, other lanes only. A request that its session
-    left for a newer one ends. RequestError for a closed one.
+    Every Step is committed before it is yielded; its last token, the next anchor, is not in the caches yet. A consumer
+    may stop at any Step: the session is then at that commit. Between two Steps other sessions may use the backend;
+    between what is asked and what is sent, other lanes only. It ends when its session has a newer request.
     """
     backend, options, pace = session.backend, request.options, controls.pace or Pace()
     path = Path(options.sampling, controls.constraint, controls.relaxation, request.stop_token_ids)
@@ -87,33 +86,30 @@ def turns(session: Session, request: Request, controls: Controls = NO_CONTROLS) 
         logprobs = token_logprobs(rows.logits, tokens, options.logprobs, controls.spell)
         path.commit(tokens)
         session.advance(lane, tokens, first=True)
-        seconds += time.perf_counter() - began
-        yield Step(tuple(tokens), reason, verify_seconds=seconds, first=True, logprobs=logprobs)
-
+        took = seconds + time.perf_counter() - began
+        yield Step(tuple(tokens), reason, verify_seconds=took, first=True, logprobs=logprobs)
         while reason is None and session.answers(request):
             drafts = pace.drafts if options.speculative else 0
-            if refused := pace.refuse(controls, partial(pace.cycle_seconds, speculative=drafts != 0)):
-                yield Step((), refused)
-                return
+            if reason := pace.refuse(controls, partial(pace.cycle_seconds, speculative=drafts != 0)):
+                yield Step((), reason)
+                break
             lane, began = session.enter(), time.perf_counter()
-            cycle = yield _asked(tokens[-1], path, drafts, options, lane)
-            assert cycle is not None
+            cycle: Cycle = yield _asked(tokens[-1], path, drafts, options, lane)
             budget -= len(tokens)
             tokens, reason = _kept(cycle.tokens, budget, request, controls)
             logprobs = token_logprobs(cycle.logits, tokens, options.logprobs, controls.spell)
-            path.commit(tokens)  # may be interrupted: then nothing of the cycle is committed
+            path.commit(tokens)  # may be interrupted: then nothing is committed
             backend.commit(len(tokens), lane)  # the anchor and all new tokens but the last
             session.advance(lane, tokens)
-            verify_seconds = time.perf_counter() - began - cycle.propose_seconds
-            found, chosen = (cycle.propose_seconds, verify_seconds), drafts if options.speculative else None
-            pace.record(CycleTime(*found, chosen, cycle.drafts, cycle.accepted))
+            propose_seconds, chosen = cycle.propose_seconds, drafts if options.speculative else None
+            verify_seconds = time.perf_counter() - began - propose_seconds
+            pace.record(CycleTime(propose_seconds, verify_seconds, chosen, cycle.drafts, cycle.accepted))
             yield _step(cycle, tokens, reason, verify_seconds, logprobs)
     except Interrupted as interrupted:  # while it waited for the grammar: nothing of this cycle was committed
         yield Step((), interrupted.reason)
-    except GeneratorExit:  # left between two passes
-        raise
     except BaseException as error:
-        session.fail(error)
+        if not isinstance(error, GeneratorExit):  # left between two passes
+            session.fail(error)
         raise
     finally:
         session.resting = True
@@ -126,7 +122,8 @@ def given(steps: Turns, outcome: Outcome | None) -> Step | Asked:
 
 def decode(session: Session, request: Request, controls: Controls = NO_CONTROLS) -> Iterator[Step]:
     """:func:`turns` of one request that has the backend to itself."""
-    steps, outcome = turns(session, request, controls), None
+    steps = turns(session, request, controls)
+    outcome: Outcome | None = None
     with closing(steps):
         while True:
             try:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Generic, Protocol, TypeVar
 
 from edge_dflash.decode.controls import Pace
-from edge_dflash.decode.loop import Step, collect, decode
+from edge_dflash.decode.loop import Step, Turns, collect, turns
 from edge_dflash.decode.session import Session, SessionManager
 from edge_dflash.result import Plan, PlanTimings, json_object, json_value
 from edge_dflash.runner.request import Prepared
@@ -27,11 +27,13 @@ class Work(Generic[T, R]):
     the result.
     """
 
+    alone = True  # whether no other work may do a step while it runs; False: its steps ask for their cycles
+    prompting = False  # whether its next step is of its prompt
     closes = True  # how it ends when it is cancelled: closed before its next step; False: by itself, with its result
 
     def __init__(
         self,
-        steps: Callable[[], Iterator[T | None]],
+        steps: Callable[[], Iterator[T | None] | Turns],
         *,
         priority: int = 0,
         caller: str | None = "",
@@ -46,9 +48,9 @@ class Work(Generic[T, R]):
         self.priority, self.caller, self.deadline = priority, caller, deadline
         self.cancelled = False  # set by any thread
         self.expired = False  # its deadline passed while it waited: not the user's cancelling
-        self.steps: Iterator[T | None] | None = None  # while it runs
-        self.interruptible = False  # nothing became final with its last step
-        self.passed = 0  # times that it was interrupted
+        self.steps: Iterator[T | None] | Turns | None = None  # while it runs
+        self.interruptible = False  # whether it may be set aside: not before its first step
+        self.passed = 0  # times that it was
         self.timer: threading.Timer | None = None  # of its deadline, while it waits
 
     def take(self, step: T | None) -> T | None:
@@ -64,6 +66,13 @@ class Work(Generic[T, R]):
         """Whether it would end now, without a pass."""
         return self.cancelled or (self.deadline is not None and time.perf_counter() >= self.deadline)
 
+    def rank(self, patience: int) -> int:
+        """Its priority, risen as that of one that waits."""
+        return self.priority + self.passed // patience
+
+    def set_aside(self) -> None:
+        """It has no lane for a while."""
+
     def leave(self) -> None:
         """It waits in the queue no more."""
         if self.timer is not None:
@@ -74,6 +83,23 @@ class Work(Generic[T, R]):
         if self.ticket.state == "queued":
             self.expired = True
             self.ticket.cancel()
+
+
+class Ending:
+    """Around a step: tells ``end`` when it was the last one, with what the steps return or with their error."""
+
+    def __init__(self, end: Callable[[Any, BaseException | None], None]) -> None:
+        self._end = end
+
+    def __enter__(self) -> None:
+        """Nothing to do."""
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if isinstance(error, StopIteration):
+            self._end(error.value, None)
+        elif error is not None:
+            self._end(None, error)
+        return True
 
 
 class Observer(Protocol):
@@ -117,7 +143,7 @@ class Home:
 class Job(Work[Step, Plan]):
     """One run of a request. Every step is committed before it is given; None between chunks of the prompt."""
 
-    closes = False
+    alone = closes = False
 
     def __init__(self, request: Prepared, place: Home, manager: SessionManager, pace: Pace) -> None:
         """``manager`` and ``pace`` are the engine's."""
@@ -131,11 +157,21 @@ class Job(Work[Step, Plan]):
         self._started = self._first_token = 0.0
         self._reused = 0  # tokens of the prompt
 
-    def _answer(self) -> Iterator[Step]:
-        """Steps of the loop, which the worker takes itself."""
+    @property
+    def prompting(self) -> bool:  # type: ignore[override]  # what others have for ever
+        """See Work."""
+        return self._first_token == 0.0
+
+    def set_aside(self) -> None:
+        """Its lane is the first to be given away."""
+        if self._session is not None:
+            self._session.resting = True
+
+    def _answer(self) -> Turns:
+        """Steps of the loop, which the worker takes itself, and its cycles."""
         self._started = time.perf_counter()
         self._session = self._place.open(self._manager)
-        return decode(self._session, self.request, self.request.controls(self._pace, self._is_cancelled))
+        return turns(self._session, self.request, self.request.controls(self._pace, self._is_cancelled))
 
     def _is_cancelled(self) -> bool:
         return self.cancelled and not self.expired

@@ -27,6 +27,12 @@ PATIENCE = 8  # times passed over until a waiting head rises by one priority
 REMEMBERED = 1024  # callers whose last turn is kept
 
 
+def shares(limit: int) -> tuple[int, int]:
+    """Of a queue of this length, the places that one caller can take, and one account: a half, and three quarters."""
+    caller = max(1, limit // 2)
+    return caller, max(caller, limit - max(1, limit // 4))
+
+
 @dataclass
 class _Line(Generic[T]):
     priority: int

@@ -1,7 +1,8 @@
 """One worker thread that owns an engine, and the queue in front of it.
 
-A work is run step by step; its steps are the only places where it can be cancelled. Works run one after another; where
-a step made nothing final, what waits with a higher priority runs in between, whole.
+A work is run step by step; its steps are the only places where it can be cancelled. At most as many works as there are
+lanes run at a time, turn by turn: in a turn one step of a prompt, and one cycle of all that decode, together. Where a
+more urgent work waits for a lane, the least urgent one is set aside, between two steps, until the other has ended.
 """
 
 from __future__ import annotations
@@ -10,37 +11,27 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
-from typing import Any, TypeVar
+from collections.abc import Generator, Iterator, Sequence
+from functools import partial
+from typing import Any
 from weakref import WeakSet
 
-from edge_dflash.decode.backend import Backend
-from edge_dflash.decode.controls import Pace
-from edge_dflash.decode.drafts import draft_choice
-from edge_dflash.decode.loop import Step
-from edge_dflash.decode.session import SessionManager
-from edge_dflash.decode.store import PrefixStore
+from edge_dflash.decode.backend import Asked, Outcome
+from edge_dflash.decode.loop import Step, given
 from edge_dflash.errors import DeviceLostError, EngineFailedError, QueueFullError, RequestError
-from edge_dflash.runner.job import Observer, Unwatched, Work
-from edge_dflash.runner.queue import PATIENCE, FairQueue
+from edge_dflash.runner.job import Ending, Observer, Unwatched, Work
+from edge_dflash.runner.queue import PATIENCE, FairQueue, shares
 from edge_dflash.runner.ticket import Ticket
+from edge_dflash.runner.turns import Share, Turn, active_of, turn_of
 
 log = logging.getLogger("edge_dflash.runner")
-T = TypeVar("T")
 
 QUEUE_LIMIT = 64
-_SOON = 1_000_000  # priority of the engine's own small works
 _NOTHING = Step((), None)  # of a work that decodes nothing
 
 
-def shares(limit: int) -> tuple[int, int]:
-    """Of a queue of this length, the places that one caller can take, and one account: a half, and three quarters."""
-    caller = max(1, limit // 2)
-    return caller, max(caller, limit - max(1, limit // 4))
-
-
 class Worker:
-    """Runs works one at a time in a fair order. All methods may be called from any thread.
+    """Runs works in a fair order. All methods may be called from any thread.
 
     Higher priorities go first, callers of one priority take turns, and who waits long enough rises
     (:mod:`edge_dflash.runner.queue`). An error of a work goes to its ticket; the worker goes on. Whatever else goes
@@ -55,8 +46,13 @@ class Worker:
         caller_limit: int | None = None,
         patience: int = PATIENCE,
         observer: Observer | None = None,
+        lanes: int = 1,
+        share: float = 1.0,
     ) -> None:
         """Start the worker.
+
+        ``lanes`` works run at a time. While some of them decode, the prompts of others have at most ``share`` of the
+        time, and at most one step between two cycles.
 
         At most ``queue_limit`` works wait, of one caller at most ``caller_limit`` (None: its share, and its account's,
         by :func:`shares`), so that none keeps the others out. After being passed over ``patience`` times, a work counts
@@ -67,7 +63,8 @@ class Worker:
         self._queue: FairQueue[Work[Any, Any]] = FairQueue(queue_limit, caller_limit or caller, patience, account)
         self._observer = observer or Unwatched()
         self._changed = threading.Condition()
-        self._running: list[Work[Any, Any]] = []  # the last one runs, the others were interrupted
+        self._lanes, self._share = lanes, Share(share)
+        self._running: list[Work[Any, Any]] = []  # begun in this order; more than there are lanes: some are set aside
         self._closed = False
         self._failure: BaseException | None = None
         self._tickets: WeakSet[Ticket[Any, Any]] = WeakSet()  # whoever waits for one keeps it
@@ -76,7 +73,7 @@ class Worker:
 
     @property
     def waiting(self) -> int:
-        """Number of works in the queue, the running one not counted."""
+        """Number of works in the queue, the running ones not counted."""
         with self._changed:
             return len(self._queue)
 
@@ -143,43 +140,82 @@ class Worker:
             return True
 
     def _work(self) -> None:
+        """Turn by turn, a step of each work; those that ask for a cycle have it together."""
         try:
-            while (work := self._next()) is not None:
-                try:
-                    step = next(work.steps or self._begin(work))
-                    self._observer.step(step or _NOTHING)
-                    final = work.take(step)
-                except StopIteration as end:
-                    self._end(work, end.value)
-                except BaseException as error:
-                    self._end(work, None, error)
-                else:
-                    work.interruptible = final is None
-                    if final is not None:
+            while (turn := self._next()) is not None:
+                began, waiting = time.perf_counter(), list[tuple[Work[Any, Any], Asked]]()
+                self._loaded(len(turn.together))
+                for work in turn.works:
+                    step = final = None
+                    with Ending(partial(self._end, work)):
+                        step = next(work.steps or self._begin(work))
+                        final = self._final(work, step)
+                    if isinstance(step, Asked):
+                        waiting.append((work, step))
+                    elif final is not None:
                         work.ticket._add(final)
-                del work
+                if waiting:
+                    prompted = time.perf_counter()
+                    self._commit(waiting, self._cycles([asked for _, asked in waiting]))
+                    self._share.took(prompted - began if turn.first else 0.0, time.perf_counter() - prompted)
+                turn = work = waiting = step = final = None  # type: ignore[assignment]  # nothing is held while it waits
         except BaseException as error:  # nobody may wait for a worker that is gone
             self._fail_all(error)
 
-    def _next(self) -> Work[Any, Any] | None:
-        """The work whose step comes next, once there is one; None when the worker is closed and nothing waits."""
+    def _commit(self, waiting: Sequence[tuple[Work[Any, Any], Asked]], outcomes: Sequence[Outcome]) -> None:
+        """Give each work what became of the cycle that it asked for."""
+        for (work, _), outcome in zip(waiting, outcomes, strict=True):
+            final = None
+            with Ending(partial(self._end, work)):
+                assert isinstance(work.steps, Generator)
+                final = self._final(work, given(work.steps, outcome))
+            if final is not None:
+                work.ticket._add(final)
+
+    def _final(self, work: Work[Any, Any], step: Any) -> Any:
+        """What a step made final; None for one that asks for a cycle."""
+        if isinstance(step, Asked):
+            return None
+        self._observer.step(step or _NOTHING)
+        final = work.take(step)
+        work.interruptible = final is None or not work.alone
+        return final
+
+    def _loaded(self, lanes: int) -> None:
+        """So many works decode in this turn."""
+
+    def _cycles(self, asked: Sequence[Asked]) -> Sequence[Outcome]:
+        """What became of the cycles that works asked for."""
+        raise NotImplementedError("these works have no backend")
+
+    def _next(self) -> Turn | None:
+        """What comes next, once there is something; None when the worker is closed and nothing waits."""
         with self._changed:
             while True:
-                running = self._running = [work for work in self._running if not work.ticket.done]
-                ending = next((work for work in running[:-1] if work.would_end()), None)
-                if ending is None and running and running[-1].interruptible:
-                    if urgent := self._start(running[-1].priority + running[-1].passed // self._patience):
-                        running[-1].passed += 1  # it rises as one that waits
-                        running.append(urgent)
-                elif not running:
+                self._running = [work for work in self._running if not work.ticket.done]
+                if not self._running:
                     self._changed.wait_for(lambda: len(self._queue) > 0 or self._closed)
-                    if (first := self._start(None)) is None:
+                    if not len(self._queue):
                         return None
-                    running.append(first)
-                work = ending or running[-1]
-                if not (work.cancelled and work.closes):
-                    return work
-                self._close(work)
+                self._admit()
+                turn = turn_of(self._running, self._lanes, self._patience, self._share)
+                if not (given_up := [work for work in turn.works if work.cancelled and work.closes]):
+                    return turn
+                for work in given_up:
+                    self._close(work)
+
+    def _admit(self) -> None:
+        """Start what waits, on free lanes and in the place of what is less urgent."""
+        while len(self._queue):
+            active = active_of(self._running, self._lanes, self._patience)
+            weakest = None
+            if len(active) == self._lanes and (weakest := active[-1]) and not weakest.interruptible:
+                return
+            if (started := self._start(weakest.rank(self._patience) if weakest else None)) is None:
+                return
+            self._running.append(started)
+            if weakest:
+                weakest.passed += 1  # it rises as one that waits
 
     def _start(self, above: int | None) -> Work[Any, Any] | None:
         """Take the next work of the queue, of a priority ``above`` that if it is given; None: nothing waits."""
@@ -191,7 +227,7 @@ class Worker:
         work.ticket._start()
         return work
 
-    def _begin(self, work: Work[T, Any]) -> Iterator[T | None]:
+    def _begin(self, work: Work[Any, Any]) -> Iterator[Any]:
         self._observer.started()
         work.steps = work.begin()
         return work.steps
@@ -259,42 +295,3 @@ def _displaced(work: Work[Any, Any], priority: int) -> QueueFullError:
         f"this request, of priority {work.priority}, gave its place in the queue to one of priority {priority}; "
         "send it again, or with a higher priority"
     )
-
-
-class Engine(Worker):
-    """The worker that owns a loaded pair: its sessions, its measured pace. Only it touches the backend."""
-
-    def __init__(
-        self,
-        backend: Backend,
-        fingerprint: str,
-        *,
-        queue: int,
-        prefix_bytes: int,
-        fallback: bool,
-        drafts: int | None,
-        observer: Observer | None = None,
-    ) -> None:
-        """Take the backend over; ``fingerprint`` binds its sessions to a bundle.
-
-        ``drafts`` and ``fallback`` as in :meth:`~edge_dflash.planner.Planner.open`.
-        """
-        self.backend = backend
-        self.manager = SessionManager(backend, fingerprint, PrefixStore(prefix_bytes))
-        self.pace = Pace(draft_choice(backend.shape.drafts, drafts, measured=fallback))
-        super().__init__(queue_limit=queue, observer=observer)
-
-    def run(self, steps: Callable[[], Generator[None, None, T]]) -> T:
-        """Run a small work between two requests or two chunks of a prompt, and wait for it."""
-        work: Work[None, T] = Work(steps, priority=_SOON, caller=None)
-        self.submit(work)
-        return work.ticket.result()
-
-    def call(self, function: Callable[[], T]) -> T:
-        """:meth:`run` for a function."""
-
-        def steps() -> Generator[None, None, T]:
-            yield
-            return function()
-
-        return self.run(steps)

@@ -1,13 +1,21 @@
-"""Sessions that run by turns on a backend of several lanes: each cycle is in its session's lane."""
+"""Requests that share their passes have the tokens, accept lengths, logits and state bytes that they have alone."""
+
+from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from fakes import SHAPE, FakeBackend
+from golden_pairs import ENGINE, NAMES, backend, golden, same_bits
+from lane_mixes import LANES, Mix, differences
 
-from edge_dflash.backends.host_cycle import host_cycle
-from edge_dflash.decode.loop import decode, generate
+from edge_dflash.backends.host_cycle import host_cycle, host_cycles
+from edge_dflash.decode.backend import Asked
+from edge_dflash.decode.controls import Controls, Interrupted
+from edge_dflash.decode.loop import Step, decode, generate, turns
 from edge_dflash.decode.options import Options, admit
 from edge_dflash.decode.session import SessionManager
+from edge_dflash.errors import BackendError, RequestError
 
 OPTIONS = Options(max_new_tokens=12, draft_confidence=0.25)
 PROMPTS = ((3, 1, 4), (1, 5, 9, 2))
@@ -31,6 +39,9 @@ class Lanes:
         self.asked.append(asked)
         return host_cycle(self, asked)
 
+    def cycles(self, asked):
+        return host_cycles(self, asked)
+
 
 def test_sessions_by_turns_have_the_tokens_that_they_have_alone():
     backend = Lanes(len(PROMPTS))
@@ -41,3 +52,86 @@ def test_sessions_by_turns_have_the_tokens_that_they_have_alone():
             tokens.extend(step.tokens)
     assert [tuple(tokens) for tokens in found] == [generate(FakeBackend(), p, OPTIONS).tokens for p in PROMPTS]
     assert {(one.lane, one.threshold) for one in backend.asked} == {(0, 0.25), (1, 0.25)}
+
+
+# random mixes on the reference ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("seed", range(5))
+def test_random_mixes_leave_no_trace_in_any_request(name, seed):
+    mix = Mix(name, seed).run()
+    assert mix.ended
+    assert differences(mix) == []
+
+
+def test_the_mixes_are_mixes():
+    assert max(Mix("qwen3", seed).run().most for seed in range(4)) == LANES
+
+
+# what ends one, or all ------------------------------------------------------------------------------------------------
+
+
+class Giving:
+    """Steering that gives up, where it is asked."""
+
+    tolerant = False
+
+    def __init__(self, error, where):
+        self._error, self._where = error, where
+
+    def __getattr__(self, name):
+        def asked(*arguments):
+            if name == self._where:
+                raise self._error
+            return [3] if name == "drafts" else [None] * (len(arguments[0]) + 1) if name == "masks" else []
+
+        return asked
+
+
+@pytest.mark.parametrize("where", ["drafts", "masks"])
+@pytest.mark.parametrize("error", [Interrupted("cancelled"), RequestError("the grammar cannot go on")])
+def test_what_ends_one_lane_is_in_its_place_and_others_go_on(error, where):
+    b = backend("qwen3_5", ENGINE, lanes=3)
+    for lane in range(3):
+        b.prefill([5, 6, 7], lane)
+    asked = [Asked(9, lane=0), Asked(9, lane=1, steering=Giving(error, where)), Asked(9, lane=2)]
+    first, second, third = b.cycles(asked)
+    assert second is error
+    assert first.tokens == third.tokens == host_cycle(b, Asked(9, lane=1)).tokens
+    b.commit(1, 0)
+    b.commit(1, 2)
+    assert [b.length(lane) for lane in range(3)] == [4, 3, 4]
+
+
+def test_a_lane_is_copied_with_all_its_state():
+    b = backend("qwen3_5", ENGINE, lanes=2)
+    b.prefill(golden("qwen3_5")["p1.prompt"].tolist(), 1)
+    b.cycle(Asked(9, lane=1))
+    b.commit(1, 1)
+    b.copy(1, 0)
+    assert same_bits(b.snapshot(0), b.snapshot(1))
+    assert b.cycle(Asked(4, lane=0)).tokens == b.cycle(Asked(4, lane=1)).tokens
+
+
+def test_lanes_that_no_backend_has_are_refused():
+    with pytest.raises(BackendError, match="lanes is 9; give 1 to 8"):
+        backend("qwen3", lanes=9)
+    with pytest.raises(BackendError, match="lane 2 is outside the 2"):
+        backend("qwen3", lanes=2).length(2)
+
+
+def test_who_rests_longest_gives_its_lane_away():
+    """Running sessions keep their lanes while there is one that rests."""
+    b = backend("qwen3", ENGINE, lanes=2)
+    manager = SessionManager(b)
+    first, second, third = (manager.open() for _ in range(3))
+    runs = [
+        turns(one, admit(b.shape, (7, 8, 9), Options(max_new_tokens=9)), Controls()) for one in (first, second, third)
+    ]
+    for run in runs[:2]:
+        assert isinstance(next(run), Step)
+        assert isinstance(next(run), Asked)
+    second.resting = True
+    next(runs[2])
+    assert [manager.lanes.of(one) is not None for one in (first, second, third)] == [True, False, True]

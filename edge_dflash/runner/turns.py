@@ -1,0 +1,65 @@
+"""Whose step comes next, where several works run: one turn of the worker."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from edge_dflash.runner.job import Work
+
+AnyWork: TypeAlias = Work[Any, Any]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Works that do a step one by one, then those whose cycle is one pass."""
+
+    first: Sequence[AnyWork] = ()
+    together: Sequence[AnyWork] = ()
+
+    @property
+    def works(self) -> tuple[AnyWork, ...]:
+        """All of them."""
+        return *self.first, *self.together
+
+
+class Share:
+    """The time that prompts have while other works decode."""
+
+    def __init__(self, share: float) -> None:
+        """``share``: of the time, above 0; 1: a step of a prompt between each two cycles."""
+        self._cycles_a_prompt = 1.0 / share - 1.0  # seconds
+        self._owed = 0.0  # to cycles, in seconds
+
+    @property
+    def open(self) -> bool:
+        """Whether a prompt may have a step now."""
+        return self._owed <= 0.0
+
+    def took(self, prompt_seconds: float, cycle_seconds: float) -> None:
+        """Note the seconds of a turn with a cycle in it; 0 of a prompt where none had a step."""
+        self._owed = max(0.0, self._owed - cycle_seconds) + prompt_seconds * self._cycles_a_prompt
+
+
+def active_of(running: Sequence[AnyWork], lanes: int, patience: int) -> list[AnyWork]:
+    """Those of the begun works, oldest first, that have the lanes: what cannot be set aside, then the most urgent."""
+    return sorted(running, key=lambda work: (work.interruptible, -work.rank(patience)))[:lanes]
+
+
+def turn_of(running: Sequence[AnyWork], lanes: int, patience: int, share: Share) -> Turn:
+    """The next turn. A work that needs the engine for itself has it; what was set aside and would end now, ends.
+
+    The prompt of a work that is more urgent than all that decode has all the time it needs.
+    """
+    active = active_of(running, lanes, patience)
+    aside = [work for work in running if work not in active]
+    for work in aside:
+        work.set_aside()
+    ending = [work for work in aside if work.would_end()]
+    if alone := [work for work in active if work.alone][:1]:
+        return Turn((*ending, *alone))
+    prompts = [work for work in active if work.prompting][:1]
+    together = [*(work for work in active if not work.prompting), *ending]
+    ranks = [work.rank(patience) for work in together]
+    return Turn([work for work in prompts if share.open or not ranks or work.rank(patience) > max(ranks)], together)
