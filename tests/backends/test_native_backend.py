@@ -15,7 +15,7 @@ from store_weights import StoreWeights
 from edge_dflash.backends.cuda import backend as native_backend
 from edge_dflash.backends.cuda import loading, measured
 from edge_dflash.backends.cuda.backend import NativeBackend
-from edge_dflash.backends.cuda.graphs import REPEATS
+from edge_dflash.backends.cuda.measured import REPEATS
 from edge_dflash.decode.backend import Asked, Backend, Precision, row_steps
 from edge_dflash.decode.sampling import Sampling
 from edge_dflash.errors import BackendError

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from edge_dflash.backends.cuda.memory import DevicePointer
 from edge_dflash.board.archs import supports
 from edge_dflash.board.linux import read_memory
-from edge_dflash.errors import BackendError, DeviceLostError
+from edge_dflash.errors import BackendError
 
 try:
     from cuda.bindings import driver as cu
@@ -26,7 +26,7 @@ except ModuleNotFoundError as missing:  # pragma: no cover - depends on the inst
     raise BackendError(
         f"the native backend needs {missing.name}; install it with: pip install 'edge-dflash[cuda]'"
     ) from None
-
+from edge_dflash.backends.cuda.status import check as _check  # behind what it needs
 
 Argument: TypeAlias = "DevicePointer | int | float | ctypes._SimpleCData[Any] | ctypes.Structure"
 """A kernel argument: a pointer, an int (passed as int32), a float (float32), a ctypes scalar of any other type, or a
@@ -135,6 +135,18 @@ class Gpu:
         """Enqueue setting every byte."""
         if pointer.nbytes:
             _check(cu.cuMemsetD8Async(pointer.address, byte, pointer.nbytes, self.stream), "filling memory")
+
+    def copy(self, source: DevicePointer, target: DevicePointer, rows: int, pitch: int, nbytes: int) -> None:
+        """Enqueue copying the first ``nbytes`` bytes of each of ``rows`` rows, ``pitch`` bytes apart, on the device."""
+        if min(source.nbytes, target.nbytes) < (rows - 1) * pitch + nbytes:
+            raise ValueError(f"{rows} rows of {nbytes} bytes do not lie in {source.nbytes}, or {target.nbytes}, bytes")
+        if not rows * nbytes:
+            return
+        part = cu.CUDA_MEMCPY2D()
+        part.srcMemoryType = part.dstMemoryType = cu.CUmemorytype.CU_MEMORYTYPE_DEVICE
+        part.srcDevice, part.dstDevice, part.srcPitch, part.dstPitch = source.address, target.address, pitch, pitch
+        part.WidthInBytes, part.Height = nbytes, rows
+        _check(cu.cuMemcpy2DAsync(part, self.stream), "copying on the device")
 
     def load(self, cubin: bytes) -> Module:
         """Load a cubin."""
@@ -275,25 +287,3 @@ def _argument(value: Argument) -> tuple[Any, Any]:
             return value, None
         case _:
             return value.value, type(value)
-
-
-_LASTING = frozenset(
-    f"CUDA_ERROR_{name}"
-    for name in (
-        *("ILLEGAL_ADDRESS", "LAUNCH_TIMEOUT", "ASSERT", "HARDWARE_STACK_ERROR", "ILLEGAL_INSTRUCTION", "INVALID_PC"),
-        *("MISALIGNED_ADDRESS", "INVALID_ADDRESS_SPACE", "LAUNCH_FAILED", "ECC_UNCORRECTABLE", "NVLINK_UNCORRECTABLE"),
-        *("CONTAINED", "CONTEXT_IS_DESTROYED", "DEVICE_UNAVAILABLE", "EXTERNAL_DEVICE", "UNKNOWN"),
-    )
-)
-"""Statuses after which a context is of no use any more."""
-
-
-def _check(result: tuple[Any, ...], doing: str) -> Any:
-    """Value of a driver call; raises BackendError with the driver's words when it failed."""
-    status, *values = result
-    if status != cu.CUresult.CUDA_SUCCESS:
-        said = (cu.cuGetErrorName(status), cu.cuGetErrorString(status))
-        words = " ".join(text.decode() for _, text in said if text)
-        lost = getattr(status, "name", "") in _LASTING
-        raise (DeviceLostError if lost else BackendError)(f"{doing} failed: {words or status}")
-    return values[0] if len(values) == 1 else tuple(values)

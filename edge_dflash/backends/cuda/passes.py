@@ -100,9 +100,11 @@ class Frame(ABC):
         buffers, walker = self.common.buffers, self.common.kernels.walker
         assert walker is not None
         hidden, logits = self._matrix(step.reads[0]).behind(step.first), buffers.logits.behind(step.first)
-        walker.prepare(hidden, logits)
-        tokens = self.choices.at(4 * step.first, 4 * walker.shape.rows)
-        walker.walk(logits, buffers.control, buffers.counted, tokens, buffers.sampling if sampled else None)
+        walker.prepare(hidden, logits, self.words.slots)
+        tokens, sampling = self.choices.at(4 * step.first, self.choices.nbytes - 4 * step.first), buffers.sampling
+        walker.walk(
+            logits, buffers.control, buffers.counted, tokens, sampling if sampled else None, slots=self.words.slots
+        )
 
     def _gather(self, weight: str, out: str, norm: Norm | None = None) -> None:
         """Rows of the embedding for the pass's ids."""

@@ -233,7 +233,7 @@ class Chooser:
     def write(
         self, sampling: Sampling, position: int, masks: Sequence[Packed | None], first: int = 0, slot: int = 0
     ) -> None:
-        """Say what the next launch chooses: a slot's rows first, first + 1, ..., one for each mask, and enqueue those."""
+        """Say what the next launch chooses: a slot's rows first, first + 1, ..., one a mask, and enqueue masks."""
         stop, settings, start = first + len(masks), self._settings[slot : slot + 1], slot * self._buffers.rows
         there = [row for row, mask in enumerate(masks, first) if mask is not None]
         for row in there:

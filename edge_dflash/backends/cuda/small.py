@@ -72,6 +72,7 @@ class Small:
 CYCLE_UNIT = "cycle"
 ELEMENTWISE: Mapping[type[Elementwise], str] = {SwiGlu: "gate_columns", Add: "add_columns"}  # kernels of cycle.cu
 MOST_SLOTS = 8  # of a pass
+COUNTED_WORDS = 3  # of a slot: rows asked for, threshold, rows that are sure (Counted of kernels/control.cuh)
 RESULT_WORDS = 4 + 32 + 6  # accepted, drafts that counted, two unused, choices of 32 rows, three clocks of 64 bits
 _PARTS = 8  # that one launch copies
 

@@ -56,9 +56,15 @@ class Sizes:
     max_context: int
     lanes: int = 1
     block: int = 0  # B, of a propose pass; 0: as many as of a verify pass
+    slots: int = 1  # lanes that a verify or propose pass runs at once, at most
+
+    @property
+    def most_rows(self) -> int:
+        """Most rows of a verify or propose pass, of all slots."""
+        return self.slots * max(self.rows, self.block)
 
     def of_pass(self, name: str) -> int:
-        """Most rows of the pass "prefill", "verify" or "propose"."""
+        """Most rows of the pass "prefill", "verify" or "propose"; of the last two in a slot."""
         return {"prefill": self.prefill_rows, "propose": self.block or self.rows}.get(name, self.rows)
 
 
@@ -67,7 +73,6 @@ class Lane:
     """The host's side of one sequence."""
 
     wanted: ControlBlock = EMPTY_SEQUENCE  # what the next pass has to find
-    known: ControlBlock | None = None  # what the device has; None: nothing is known
     verified: int | None = None  # rows of the last verify, until they are committed
 
 
@@ -248,6 +253,16 @@ def write_states(gpu: Gpu, states: States, lane: int, snapshot: Snapshot) -> Non
             gpu.write(pointer.at(*part), np.ascontiguousarray(snapshot.arrays[name][:, head]))
     for name, pointer, _ in _recurrent(states, lane):
         gpu.write(pointer, np.ascontiguousarray(snapshot.arrays[name]))
+
+
+def copy_states(gpu: Gpu, states: States, source: int, target: int, length: int) -> None:
+    """Enqueue copies of everything that ``length`` committed rows left; nothing may be pending."""
+    pairs = zip(_kv(states, source, length), _kv(states, target, length), strict=True)
+    for (_, ours, kv_rows, empty), (_, theirs, _, _) in pairs:
+        row = empty.shape[2] * empty.itemsize
+        gpu.copy(ours, theirs, empty.shape[1], kv_rows * row, length * row)
+    for (_, ours, _), (_, theirs, _) in zip(_recurrent(states, source), _recurrent(states, target), strict=True):
+        gpu.copy(ours, theirs, 1, ours.nbytes, ours.nbytes)
 
 
 def _kv(states: States, lane: int, length: int) -> Iterator[tuple[str, DevicePointer, int, Array]]:

@@ -12,6 +12,6 @@ __device__ __forceinline__ const int* words_of(const int* control, int slot) { r
 __device__ __forceinline__ int home_of(const int* words) { return early_word(words + LANE); }
 __device__ __forceinline__ int home_of(const int* words, int lanes) { return lanes > 1 ? home_of(words) : 0; }
 
-// Rows of a cycle\'s verify that count, of each slot, as the host says and as the drafter\'s confidence cuts them.
+// Rows of a cycle's verify that count, of each slot, as the host says and as the drafter's confidence cuts them.
 enum Counted { ROWS_ASKED = 0, THRESHOLD = 1, ROWS_SURE = 2 };  // THRESHOLD: float
 static constexpr int COUNTED_WORDS = 3;

@@ -19,9 +19,8 @@ struct Job {  // mirrored by sample._Job
   const int* length;  // CONTROL_WORDS from a slot's to the next one's; null: rows and position as in the settings
   const u32* masks;   // [slots, apart, words], bit i of a word is the token 32 * word + i; null: none
   int stride, columns, words;
-  int offset, first,
-      stop;          // with a length: row r of a block, first <= r < stop, chooses for position length + offset + r
-  int block, apart;  // rows of a slot, and masks
+  int offset, first, stop;  // with a length: a slot's row r, first <= r < stop, chooses for length + offset + r
+  int block, apart;         // rows of a slot, and masks
 };
 
 // A row of a launch.
