@@ -11,7 +11,7 @@ from native_support import NATIVE_PAIR, formats_of, random_store, write_native_b
 from store_weights import StoreWeights
 
 from edge_dflash.backends.cuda import backend as native_backend
-from edge_dflash.backends.cuda import conv, walk
+from edge_dflash.backends.cuda import conv, walk, walk_shape
 from edge_dflash.backends.cuda.backend import NativeBackend
 from edge_dflash.backends.cuda.compile import KERNELS
 from edge_dflash.backends.cuda.memory import Allocator
@@ -64,10 +64,11 @@ def test_arguments_have_the_fields_of_the_kernel(unit, name, mirror):
 def test_sizes_are_the_kernels():
     source = (KERNELS / "walk.cu").read_text()
     found = {name: int(value) for name, value in re.findall(r"(\w+) = (\d+)[,;]", source)}
-    names = {"TOP_THREADS": "_TOP_THREADS", "SLICE": "_SLICE", "SPLITS": "_SPLITS", "MIX_WARPS": "_MIX_WARPS",
+    names = {"TOP_THREADS": "_TOP_THREADS", "SPLITS": "SPLITS", "MIX_WARPS": "_MIX_WARPS",
              "WALK_THREADS": "_WALK_THREADS"}  # fmt: skip
     assert {name: found[name] for name in names} == {name: getattr(walk, ours) for name, ours in names.items()}
     assert 32 * found["PROJECT_WARPS"] == walk._PROJECT_THREADS
+    assert found["SLICE"] == walk_shape._SLICE
 
 
 @pytest.mark.parametrize("arch", KERNEL_ARCHS)
