@@ -24,6 +24,7 @@ STYLE = {
     "show_object_full_path": False,
     "show_signature_annotations": True,
     "filters": ["!^_"],
+    "inherited_members": True,
     "summary": False,
     "docstring_style": "google",
 }

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from numbers import Integral
 from pathlib import Path
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from edge_dflash.backends import load, selftest
 from edge_dflash.backends.selftest import SelfTestResult
@@ -21,12 +21,13 @@ from edge_dflash.common.rules import Rule
 from edge_dflash.decode.backend import Backend, PairShape
 from edge_dflash.decode.drafts import draft_choice
 from edge_dflash.decode.grammar.compiled import hold, warm_up
-from edge_dflash.decode.options import Options, PlanOptions, Task
+from edge_dflash.decode.options import Options, Task
 from edge_dflash.decode.store import PrefixStats
 from edge_dflash.errors import RequestError
-from edge_dflash.result import Plan
+from edge_dflash.runner.candidates import Group
 from edge_dflash.runner.engine import Engine
-from edge_dflash.runner.job import Home, Job, Observer
+from edge_dflash.runner.job import OBSERVED, Home, Job, Observer, Work
+from edge_dflash.runner.planning import Planning
 from edge_dflash.runner.request import Encoder, Model, ends_of_form, prepare
 from edge_dflash.runner.settings import EngineOptions, EngineSettings, OpenOptions, OpenSettings
 from edge_dflash.runner.stream import AsyncPlanStream, PlanStream
@@ -44,7 +45,7 @@ _ARGUMENTS = {
     "bundle": Rule(rules.text, "the fingerprint of a bundle"),
     "path": Rule(rules.path, "the path of a directory or file"),
     "progress": Rule(rules.called, "a function of (stage, done, total)"),
-    "observer": Rule(rules.optional(rules.having("started", "step", "ended")), "an Observer, or None"),
+    "observer": Rule(rules.optional(rules.having(*OBSERVED)), "an Observer, or None"),
     "session": Rule(rules.instance_of(PlannerSession), "one that session() of this planner made"),
     "system": Rule(rules.optional(rules.text), "the text of a system prompt, or None"),
 }
@@ -55,7 +56,7 @@ def _check(**given: object) -> None:
     rules.checked(_ARGUMENTS, given)
 
 
-class Planner:
+class Planner(Planning[PlannerSession]):
     """A loaded pair that turns tasks into plans, from any thread: one in each lane, others in a fair, bounded queue."""
 
     def __init__(
@@ -92,9 +93,10 @@ class Planner:
         ``settings`` (:class:`~edge_dflash.runner.settings.OpenSettings` lists them with their defaults), none of which
         changes a token:
 
-        - ``lanes`` requests run at a time, each with the tokens that it has alone; while some decode, the prompts of
-          others have ``prompt_share`` of the time. ``queue`` requests may wait, half of them of one caller; more are
-          refused with QueueFullError, unless they are more urgent than one that waits, which is refused in their place.
+        - ``lanes`` requests run at a time (None: as many as the bundle was built for), each with the tokens that it has
+          alone; while some decode, the prompts of others have ``prompt_share`` of the time. ``queue`` requests may
+          wait, half of them of one caller; more are refused with QueueFullError, unless they are more urgent than one
+          that waits, which is refused in their place.
         - ``drafts``: cycles verify at most so many (0: plain decoding); None: as many as are measured to give most
           tokens a second, or all without ``fallback``. ``drafter=False`` loads the target alone.
         - ``prefix_bytes`` bounds the states of system prompts that are kept for the next request.
@@ -114,7 +116,7 @@ class Planner:
         ends = (*manifest.pair.target.eos_token_ids, tokenizer.eos_token_id if tokenizer else None)
         stop = [token for token in ends if token is not None]
         progress(LOADING, 0, 0)
-        backend, planner = load(bundle, drafter=given.drafter, lanes=given.lanes), None
+        backend, planner = load(bundle, drafter=given.drafter, lanes=given.lanes or manifest.lanes), None
         try:
             if given.self_test != "off":
                 progress(SELF_TEST, 0, 0)
@@ -216,59 +218,26 @@ class Planner:
         """What is kept of system prompts, and how it served."""
         return self._engine.manager.store.stats
 
-    def plan(self, task: Task, *, session: PlannerSession | None = None, **options: Unpack[PlanOptions]) -> Plan:
-        """Make the whole plan; see :meth:`stream`."""
-        self._engine.submit(job := self._job(task, session, options))
-        return PlanStream(job, job.ticket, owner=self).plan
+    def _ask(
+        self, task: Task, session: PlannerSession | None, options: Options, began: float, count: int = 1
+    ) -> tuple[PlanStream, ...]:
+        """Queue checked requests: the next turn of a session, a plan, or candidates for it."""
+        manager, pace = self._engine.manager, self._engine.pace
+        if session is not None:
+            _check(session=session)
+            job = session._next(self._engine, task, options, began)
+            return self._queued(job, job)
+        request = prepare(self._model, options, self._encoder.prompt(task, options), began)
+        if count == 1:
+            return self._queued(job := Job(request, Home(), manager, pace), job)
+        varied = [replace(request.options, seed=options.seed + index) for index in range(count)]
+        group = Group([replace(request, options=one) for one in varied], manager, pace)
+        return self._queued(group, *group.candidates)
 
-    def stream(
-        self, task: Task, *, session: PlannerSession | None = None, **options: Unpack[PlanOptions]
-    ) -> PlanStream:
-        """Queue a plan and return its increments.
-
-        ``task`` is text (one user message when the model has a chat template), a list of messages with ``role`` and
-        ``content``, or token ids, used as they are. A control token (``<|im_end|>``) that a text spells stays text.
-        With ``session``, it is the next turn of that conversation.
-
-        ``options`` (:class:`~edge_dflash.decode.options.Options` lists them with their defaults):
-
-        - form: ``schema`` (JSON Schema or Pydantic model), ``regex`` or ``grammar`` (Lark); at most one. An answer that
-          ends by itself satisfies it. With thinking, the form begins behind it. ``whitespace``: blanks in JSON.
-        - bounds: ``deadline`` in seconds from now, waiting included: no pass starts that is not expected to end in
-          time, and what was committed is the plan. ``max_new_tokens``. ``stop``: texts before which the answer ends.
-        - choice: ``temperature``, ``top_k``, ``top_p``, ``seed``. ``logprobs``: how likely the model held each token
-          and so many others, before any of these options.
-        - chat: ``thinking``, ``tools``; ``tool_choice``: "auto", "none", "required" or the name of the tool to call.
-          ``raw``: the text as it is, without chat template, in which control tokens may be spelled. ``relaxed``: lossy
-          acceptance, only inside a thinking span that the prompt opens; without one nothing is relaxed.
-        - drafts, on which no token depends: ``speculative=False``: none. ``draft_confidence``: those from the first on
-          that a drafter with a confidence head is less sure of are not verified, 0 to 1; others verify as ever.
-        - queue: ``priority``, ``caller``.
-
-        Raises RequestError for bad input, ContextError for a prompt that does not fit and QueueFullError here;
-        QueueFullError later for a request that a more urgent one displaced.
-        """
-        self._engine.submit(job := self._job(task, session, options))
-        return PlanStream(job, job.ticket, owner=self)
-
-    def _job(self, task: Task, session: PlannerSession | None, given: PlanOptions) -> Job:
-        """A checked request, ready to be queued; as the next turn of its session if it has one."""
-        began, options = time.perf_counter(), Options.of(given)
-        if session is None:
-            prompt = self._encoder.prompt(task, options)
-            return Job(prepare(self._model, options, prompt, began), Home(), self._engine.manager, self._engine.pace)
-        _check(session=session)
-        return session._next(self._engine, task, options, began)
-
-    async def aplan(self, task: Task, *, session: PlannerSession | None = None, **options: Unpack[PlanOptions]) -> Plan:
-        """Make the whole plan without blocking the loop; see :meth:`stream`."""
-        return await self.astream(task, session=session, **options).result()
-
-    def astream(
-        self, task: Task, *, session: PlannerSession | None = None, **options: Unpack[PlanOptions]
-    ) -> AsyncPlanStream:
-        """:meth:`stream` for ``async for`` and ``async with``; its errors come with the first ``await``."""
-        return AsyncPlanStream(partial(self.stream, task, session=session, **options))
+    def _queued(self, work: Work[Any, Any], *jobs: Job) -> tuple[PlanStream, ...]:
+        """Queue a work; the streams of what comes of it."""
+        self._engine.submit(work)
+        return tuple(PlanStream(job, job.ticket, owner=self) for job in jobs)
 
     def encode(self, task: Task, *, thinking: bool = False, raw: bool = False) -> tuple[int, ...]:
         """Token ids of a task. Raises RequestError when it is of another kind, empty, or cannot be turned into ids."""

@@ -50,6 +50,9 @@ class Plan:
     relaxed_tokens: int  # tokens that the target itself would not have chosen; 0 unless lossy
     logprobs: tuple[TokenLogprob, ...] = ()  # of each of the tokens, if they were asked for
     drafting: Drafting = NO_DRAFTING  # drafts that each cycle verified and accepted, and the acceptance by position
+    seed: int = 0  # with which its tokens were drawn
+    score: float | None = None  # of a candidate: its mean log-probability, or what ``rank`` gave it
+    alternatives: tuple[Plan, ...] = ()  # the other candidates, best first
 
     @property
     def tokens_per_second(self) -> float:

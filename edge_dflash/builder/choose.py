@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from edge_dflash.backends.cuda.compile import compiler_version
 from edge_dflash.backends.tensorrt.flavours import TENSORRT_RTX
 from edge_dflash.board.archs import ARCHS_OF, BACKENDS, Arch, find_arch, ordered
-from edge_dflash.errors import BackendError
+from edge_dflash.decode.backend import MOST_LANES
+from edge_dflash.errors import BackendError, BuildError
 from edge_dflash.model import pair_programs
 from edge_dflash.model.specs import PairSpec
 from edge_dflash.weights.formats import Nvfp4Weight, WeightFormat, WeightStore, read_as
@@ -73,6 +74,14 @@ def _named(arch: str, found: Arch, backend: str) -> tuple[str, ...]:
                 "leave --backend out for what suits the arch"
             )
     return ordered(names)
+
+
+def decide_lanes(asked: int | None, recipe: Recipe) -> int:
+    """Sequences at once that a bundle opens with: as asked, else the recipe's. Raises BuildError."""
+    lanes = recipe.context.lanes if asked is None else asked
+    if not 1 <= lanes <= MOST_LANES:
+        raise BuildError(f"lanes is {lanes}, accepted are 1 to {MOST_LANES}")
+    return lanes
 
 
 def decide_native(

@@ -17,7 +17,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from edge_dflash.backends.cuda.compile import compiler_version, kernels_digest
-from edge_dflash.builder.choose import Choice, choose, decide_native
+from edge_dflash.builder.choose import Choice, choose, decide_lanes, decide_native
 from edge_dflash.builder.engines import decide_engines, expanded_weights
 from edge_dflash.builder.journal import check_free
 from edge_dflash.builder.scales import ScaleDecisions, decide_scales
@@ -58,6 +58,7 @@ class BuildConfig:
     max_context: int | None = None  # rows of every KV state
     prefill_chunk: int | None = None  # most rows of one prefill pass
     calibrate: bool = True  # False: KV scales of the checkpoint, or 1.0
+    lanes: int | None = None  # sequences that are decoded at once
     force: bool = False  # replace a bundle that is already at ``output``
 
     @property
@@ -70,6 +71,7 @@ class BuildConfig:
             ("--recipe", self.recipe),
             ("--max-context", self.max_context),
             ("--prefill-chunk", self.prefill_chunk),
+            ("--lanes", self.lanes),
         ):
             words += [flag, str(value)] if value is not None else []
         words += [] if self.calibrate else ["--no-calibrate"]
@@ -92,6 +94,7 @@ class Decisions:
     size: int  # bytes of all weights in the bundle, about
     max_context: int  # tokens
     prefill_chunk: int  # rows
+    lanes: int
     scales: ScaleDecisions
     tokenizer_files: tuple[Path, ...]  # empty without tokenizer.json
     sources: tuple[SourceFile, ...]
@@ -124,6 +127,7 @@ def decide(config: BuildConfig) -> Decisions:
     programs = pair_programs(pair)
     default = default_chunk(choice.arch, programs, choice.arch.most_rows, plans="tensorrt" in choice.backends)
     max_context, chunk = _sizes(config, recipe, pair, default)
+    lanes = decide_lanes(config.lanes, recipe)
     tokenizer, warnings = _tokenizer(config.target, pair)
     store = PairCheckpoint.open(config.target, config.drafter, programs.weights)
     choice, formats, engines, more = _backends(choice, recipe, pair, store, chunk)
@@ -138,7 +142,7 @@ def decide(config: BuildConfig) -> Decisions:
     sources, stamps = _sources(config)
     fingerprint = {
         **stamps,
-        "config": json.dumps([choice.arch.name, choice.backends, max_context, chunk]),
+        "config": json.dumps([choice.arch.name, choice.backends, max_context, chunk, lanes]),
         "recipe": json.dumps(encode(recipe), sort_keys=True),
         "scales": hashlib.sha256(json.dumps(encode(scales)).encode()).hexdigest(),
         "tools": json.dumps(tools, sort_keys=True),
@@ -156,6 +160,7 @@ def decide(config: BuildConfig) -> Decisions:
         size=size,
         max_context=max_context,
         prefill_chunk=chunk,
+        lanes=lanes,
         scales=scales,
         tokenizer_files=tuple(path for name in names if is_there(path := config.target / name)),
         sources=sources,
@@ -260,12 +265,8 @@ def _formats(recipe: Recipe, pair: PairSpec, store: PairCheckpoint) -> dict[str,
 
 def _tools(backend: str) -> dict[str, str]:
     """Versions of what takes part in a build."""
-    tools = {
-        "edge-dflash": __version__,
-        "numpy": version("numpy"),
-        "python": platform.python_version(),
-        "torch": version("torch"),
-    }
+    tools = {"edge-dflash": __version__, "python": platform.python_version()}
+    tools |= {name: version(name) for name in ("numpy", "torch")}
     return {**tools, "kernels": kernels_digest(), "nvrtc": compiler_version()} if backend != "reference" else tools
 
 

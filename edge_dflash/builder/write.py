@@ -92,6 +92,7 @@ def _fill(decided: Decisions, work: WorkDir, progress: Progress) -> Manifest:
         recipe=decided.recipe.name,
         max_context=decided.max_context,
         prefill_chunk=decided.prefill_chunk,
+        lanes=decided.lanes,
         kv_scales=scales.kv,
         tokenizer=bool(decided.tokenizer_files),
         tools=decided.tools,

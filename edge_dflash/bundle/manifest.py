@@ -18,19 +18,19 @@ from typing import Any, Literal
 from edge_dflash.board.archs import ARCHS_OF, BACKENDS, find_arch, ordered
 from edge_dflash.common.files import parse_json
 from edge_dflash.common.tables import decode, encode
-from edge_dflash.decode.backend import Precision
+from edge_dflash.decode.backend import MOST_LANES, Precision
 from edge_dflash.errors import BackendError, BundleError, short
 from edge_dflash.model.program import KvState
 from edge_dflash.model.registry import DRAFTERS, TARGETS, pair_programs
 from edge_dflash.model.specs import MAX_BLOCK, MAX_LAYERS, PairSpec
 from edge_dflash.weights.formats import TIED, WeightFormat
 
-SCHEMA = 3  # the newest; a bundle is written as the oldest that says it, so that older versions read what they can
+SCHEMA = 4  # the newest; a bundle is written as the oldest that says it, so that older versions read what they can
 MANIFEST = "manifest.json"
 ENGINES = "plans/"  # folder of TensorRT engines
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*(/[A-Za-z0-9_-][A-Za-z0-9_.-]*)*")
-_OPTIONAL: Mapping[str, Any] = {"plans": None, "no_self_test": None, "standby": [], "trial": None}
+_OPTIONAL: Mapping[str, Any] = {"plans": None, "no_self_test": None, "standby": [], "trial": None, "lanes": 1}
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -104,7 +104,8 @@ class Manifest:
     plans: EngineFiles | None = None  # of the tensorrt backend
     no_self_test: str | None = None  # why selftest.json is not among the files
     standby: tuple[str, ...] = ()  # other backends that are aboard; they read the same weights
-    trial: Trial | None = None  # of two backends; these keys are left out where they say nothing
+    trial: Trial | None = None  # of two backends
+    lanes: int = 1  # sequences at once, where nobody says how many; keys with these values are left out
 
     @property
     def backends(self) -> tuple[str, ...]:
@@ -142,14 +143,15 @@ def dump_manifest(manifest: Manifest) -> bytes:
     """The one text that :func:`parse_manifest` accepts for this manifest."""
     exact = decode(Manifest, encode(manifest), MANIFEST)  # an int in a float's place becomes the float it stands for
     body: dict[str, Any] = {"schema": _schema(exact), **encode(exact)}
-    for key in [key for key in _OPTIONAL if not body[key]]:
-        del body[key]
+    body = {key: value for key, value in body.items() if key not in _OPTIONAL or value != _OPTIONAL[key]}
     body["checksum"] = hashlib.sha256(_text(body)).hexdigest()
     return _text(body)
 
 
 def _schema(manifest: Manifest) -> int:
-    """3: without a drafter, or with one that is no plain DFlash; 2: two backends."""
+    """4: several lanes; 3: without a drafter, or with one that is no plain DFlash; 2: two backends."""
+    if manifest.lanes > 1:
+        return 4
     drafter = manifest.pair.drafter
     return 3 if drafter is None or drafter.kind != "dflash" else 2 if manifest.standby else 1
 
@@ -197,6 +199,7 @@ def check_manifest(manifest: Manifest, where: str = MANIFEST) -> None:
     _range(where, "block_size", manifest.block_size, 2 if pair.drafter else 1, MAX_BLOCK)
     _range(where, "max_context", manifest.max_context, pair.rows + 1, limit)
     _range(where, "prefill_chunk", manifest.prefill_chunk, 1, manifest.max_context)
+    _range(where, "lanes", manifest.lanes, 1, MOST_LANES)
     programs = _programs(manifest.pair, where)
     kv_states = [name for name, state in programs.states.items() if isinstance(state, KvState)]
     for state, scales in manifest.kv_scales.items():
@@ -221,9 +224,8 @@ def _check_backends(manifest: Manifest, where: str) -> None:
         _member(where, "backend", backend, BACKENDS)
         _member(where, f"arch of a {backend} bundle", arch, ARCHS_OF[backend])
     if (manifest.standby and set(manifest.backends) != {"native", "tensorrt"}) or len(manifest.standby) > 1:
-        raise BundleError(
-            f"{where}: standby is {', '.join(manifest.standby)} beside {manifest.backend}; build it again"
-        )
+        standby = ", ".join(manifest.standby)
+        raise BundleError(f"{where}: standby is {standby} beside {manifest.backend}; build it again")
     if manifest.trial is not None and not (manifest.standby and manifest.backend in manifest.trial.cycle_ms):
         raise BundleError(f"{where}: trial has no figure of {manifest.backend} among two backends; build it again")
 
@@ -251,9 +253,7 @@ def _check_engines(manifest: Manifest, where: str) -> None:
     if odd := sorted((here | deferred) ^ names or here & deferred):
         raise BundleError(f"{where}: plans.names and the files disagree on {odd[0]}; build the bundle again")
     if engines and (engines.version is None) != bool(deferred):
-        raise BundleError(
-            f"{where}: plans.version is {engines.version!r} with {len(deferred)} plans deferred; build again"
-        )
+        raise BundleError(f"{where}: plans.version is {engines.version!r} with {len(deferred)} plans deferred; rebuild")
 
 
 def _programs(pair: PairSpec, where: str) -> Any:

@@ -46,6 +46,10 @@ def build(
         int | None, typer.Option(help="Most prompt tokens of one pass; default: 0.1 s on the arch.")
     ] = None,
     calibrate: Annotated[bool, typer.Option(help="Measure the scales of FP8 keys and values on calib/.")] = True,
+    lanes: Annotated[
+        int | None,
+        typer.Option(min=1, max=8, help="Sequences decoded at once; default: the recipe's, else 1."),
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the bundle that is at --output.")] = False,
     finish: Finish = None,
     json: Json = False,
@@ -61,7 +65,7 @@ def build(
     backends at the same work and keeps the faster active. Until then the kernels run it. A bundle that lacks nothing is
     left as it is; one whose plans are of another TensorRT gets new ones.
 
-    Without a drafter the bundle decodes plainly.
+    Without a drafter the bundle decodes plainly. --lanes is what the bundle opens with, where nothing else is said.
 
     A build that was stopped resumes when the same command is given again; a half-made bundle is never at --output.
 
@@ -80,7 +84,7 @@ def build(
         from edge_dflash.builder import write
     found = find_recipe(recipe) if recipe is not None else None
     config = write.BuildConfig(
-        target, drafter, output, arch, backend, found, max_context, prefill_chunk, calibrate, force
+        target, drafter, output, arch, backend, found, max_context, prefill_chunk, calibrate, lanes, force
     )
     with stages() as report:
         result = write.build(config, report, say)

@@ -10,7 +10,7 @@ from typing import Literal
 
 from edge_dflash.decode.accept import FinishReason, Relaxation
 from edge_dflash.decode.backend import Backend, lane_steps
-from edge_dflash.decode.drafts import DraftChoice
+from edge_dflash.decode.drafts import LIMIT_SECONDS, DraftChoice
 from edge_dflash.decode.steering import Constraint
 
 RECENT = 32  # cycles that an estimate looks back on
@@ -82,9 +82,10 @@ class Pace:
         if not isinstance(self._choice, DraftChoice):
             return
         self._choice.begin(backend, accept_length)
-        for lanes in lane_steps(backend.shape.lanes)[1:]:
+        loads = lane_steps(backend.shape.lanes)[1:]
+        for lanes in loads:
             self._choices[lanes] = choice = DraftChoice(backend.shape.drafts, acceptance=self._choice.acceptance)
-            choice.begin(backend, None, lanes)
+            choice.begin(backend, None, lanes, LIMIT_SECONDS / len(loads))
 
     def cycle_seconds(self, *, speculative: bool) -> float:
         """Longest of the recent cycles of a kind at this load, else of what is nearest; 0 before the first cycle."""

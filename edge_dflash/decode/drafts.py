@@ -27,7 +27,7 @@ REPEATS = 7  # measured cycles of each number at load
 LEAST_MORE = 0.01  # of a plain token that a draft's row costs, where rows choose what is read
 SLOWER = 0.25  # how fast that share fades while nothing is drafted, of how fast other things do
 STRIDE = 7919  # between the ids of their anchors
-LIMIT_SECONDS = 2.0  # of measuring at load, about: then each number is tried once more at most
+LIMIT_SECONDS = 2.0  # of measuring one lane at load, about, and of all other numbers of lanes together
 
 
 @dataclass(frozen=True)
@@ -205,9 +205,11 @@ class DraftChoice:
         self.acceptance, self.seconds = acceptance or Acceptance(most), Seconds(measured or {})
         self._cycles = 0
 
-    def begin(self, backend: Backend, accept_length: float | None, lanes: int = 1) -> None:
+    def begin(
+        self, backend: Backend, accept_length: float | None, lanes: int = 1, limit: float = LIMIT_SECONDS
+    ) -> None:
         """Measure the seconds on a backend that nobody uses yet, and start from an accept length that was seen."""
-        self.seconds = (VaryingSeconds if backend.shape.varying else Seconds)(measure(backend, lanes))
+        self.seconds = (VaryingSeconds if backend.shape.varying else Seconds)(measure(backend, lanes, limit))
         if accept_length is not None:
             self.acceptance.begin(accept_length)
 
@@ -235,10 +237,11 @@ def draft_choice(most: int, drafts: int | None, *, measured: bool) -> DraftChoic
     return DraftChoice(most) if drafts is None and measured else drafts
 
 
-def measure(backend: Backend, lanes: int = 1) -> dict[int, float]:
+def measure(backend: Backend, lanes: int = 1, limit: float = LIMIT_SECONDS) -> dict[int, float]:
     """Seconds of a cycle of so many lanes by its number of drafts, each the median of a few on empty sequences.
 
-    The anchors are different tokens, as what rows cost may depend on them. Empty where the context has no room. Resets
+    The anchors are different tokens, as what rows cost may depend on them. After ``limit`` seconds each number that is
+    left has one cycle. Empty where the context has no room. Resets
     the backend.
     """
     shape, found, began = backend.shape, dict[int, float](), time.perf_counter()
@@ -257,7 +260,7 @@ def measure(backend: Backend, lanes: int = 1) -> dict[int, float]:
             for lane in range(lanes):
                 backend.commit(1, lane)
             times.append(time.perf_counter() - start)
-            if time.perf_counter() - began > LIMIT_SECONDS:
+            if time.perf_counter() - began > limit:
                 break
         found[rows - 1] = median(times[1:] or times)
     for lane in range(lanes):

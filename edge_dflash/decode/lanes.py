@@ -6,13 +6,15 @@ S3 a lane holds the state of at most one session; it is moved out only when the 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from edge_dflash.decode.backend import Backend, Snapshot
 
 if TYPE_CHECKING:
     from edge_dflash.decode.session import Session
+
+_RUNS = 2  # inconvenience of a lane whose session has a pass soon
 
 
 class Lanes:
@@ -30,13 +32,26 @@ class Lanes:
 
     def take(self) -> int:
         """A lane for a newcomer, where it is nobody's until somebody occupies it: who rests longest moves out."""
-
-        def inconvenience(lane: int) -> tuple[int, int]:
-            holder = self._holder(lane)
-            return 0 if holder is None else 1 if holder.resting else 2, self._used[lane]
-
-        self.park(lane := min(range(len(self._held)), key=inconvenience))
+        self.park(lane := min(range(len(self._held)), key=self._inconvenience))
         return lane
+
+    def share(self, lane: int, heirs: Sequence[Session]) -> None:
+        """Give what a lane holds to sessions: the first one has the lane, others copies in lanes that are free or rest.
+
+        Those for whom no lane is left share a snapshot.
+        """
+        first, *others = heirs
+        self.occupy(first, lane)
+        spare = sorted((one for one in range(len(self._held)) if one != lane), key=self._inconvenience)
+        spare = [one for one in spare if self._inconvenience(one)[0] < _RUNS]
+        for heir, target in zip(others, spare, strict=False):
+            self.park(target)
+            self._backend.copy(lane, target)
+            self.occupy(heir, target)
+        if left := others[len(spare) :]:
+            snapshot = self._copied(lane)
+            for heir in left:
+                heir.snapshot = snapshot
 
     def enter(self, lane: int) -> None:
         """Note that a pass of a lane comes next."""
@@ -65,6 +80,11 @@ class Lanes:
     def lose(self) -> None:
         """The states of all lanes are given up."""
         self._held = [None] * len(self._held)
+
+    def _inconvenience(self, lane: int) -> tuple[int, int]:
+        """Of taking a lane: nobody's before one that rests, before one that runs; longest ago first."""
+        holder = self._holder(lane)
+        return 0 if holder is None else 1 if holder.resting else _RUNS, self._used[lane]
 
     def _holder(self, lane: int) -> Session | None:
         """The session whose state a lane holds, if it still does."""

@@ -58,7 +58,7 @@ def turns(session: Session, request: Request, controls: Controls = NO_CONTROLS) 
 
     Every Step is committed before it is yielded; its last token, the next anchor, is not in the caches yet. A consumer
     may stop at any Step: the session is then at that commit. Between two Steps other sessions may use the backend;
-    between what is asked and what is sent, other lanes only. It ends when its session has a newer request.
+    between what is asked and what is sent, other lanes only. It ends when its session has no such request any more.
     """
     backend, options, pace = session.backend, request.options, controls.pace or Pace()
     path = Path(options.sampling, controls.constraint, controls.relaxation, request.stop_token_ids)

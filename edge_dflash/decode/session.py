@@ -45,7 +45,8 @@ class Session:
 
     def __init__(self, manager: SessionManager, tokens: Sequence[int], snapshot: Snapshot | None) -> None:
         self.reuse = Reuse(0, 0, "nothing")  # of the newest request
-        self.cuts: tuple[int, ...] = ()  # lengths of its prompt at which a chunk has to end, to be kept
+        self.cuts: tuple[int, ...] = ()  # lengths of its prompt at which a chunk has to end
+        self.heirs: Sequence[Session] = ()  # who answer its prompt in its place, from the last token on
         self.closed = False
         self.resting = True  # no pass of it comes soon: its lane is the first to be given away
         self._manager = manager
@@ -102,7 +103,7 @@ class Session:
         self._check_open()
         self.reuse, snapshot = self._manager.find(self, request.prompt)
         self._request, self._found, self._chunked = request, (snapshot,), 0
-        self.cuts = request.keep if self._manager.store.budget else ()
+        self.cuts = (*self._kept(request), *((len(request.prompt) - 1,) if self.heirs else ()))
         return self.reuse.tokens
 
     def answers(self, request: Request) -> bool:
@@ -131,11 +132,16 @@ class Session:
     def chunk(self, lane: int, rows: int) -> None:
         """A pass has computed the prompt up to ``rows``, and more of it comes."""
         assert self._request is not None
-        prompt, self._chunked = self._request.prompt, rows
+        prompt, self._chunked, kept = self._request.prompt, rows, self._kept(self._request)
         self.stand_in(prompt, rows)
         self._manager.lanes.occupy(self, lane)
-        if rows in self.cuts:
+        if rows in kept:
             self._manager.store.put(prompt[:rows], frozen(self.backend.snapshot(lane)))
+        if self.heirs and rows == len(prompt) - 1:
+            for heir in self.heirs:
+                heir.stand_in(prompt, rows)
+            self._request = None  # they have it
+            self._manager.lanes.share(lane, self.heirs)
 
     def advance(self, lane: int, tokens: Sequence[int], *, first: bool = False) -> None:
         """Take over what a step delivers; the ``first`` brings its prompt, which replaces what was there."""
@@ -149,6 +155,10 @@ class Session:
     def fail(self, error: BaseException) -> None:
         """A pass failed: the states in the lanes are given up, unless the error says that no pass was cut short."""
         self._manager.failed(self, error)
+
+    def _kept(self, request: Request) -> tuple[int, ...]:
+        """Lengths of the prompt whose state goes to the prefix store."""
+        return request.keep if self._manager.store.budget else ()
 
     def _settle(self) -> None:
         """The state is that of the tokens; what was parked moved on."""

@@ -69,7 +69,7 @@ ROWS: Table = {
 
 def table(block: Table) -> Table:
     """config.json of a kind that has the keys ``block`` besides those of all drafters."""
-    block = {**BLOCK, **block}
+    block = {**BLOCK, "num_target_layers": integer(most=MAX_LAYERS), **block}
     return {
         **DECODER,
         **block,
@@ -78,7 +78,6 @@ def table(block: Table) -> Table:
         **free("embedding and head are the target's", "tie_word_embeddings"),
         **free("the target's stop tokens count", "eos_token_id"),
         "max_position_embeddings": integer(beside="YaRN has original_max_position_embeddings, or there is no YaRN"),
-        "num_target_layers": integer(most=MAX_LAYERS),
         "draft_vocab_size": integer(null=True),
         "layer_types": names("full_attention", "sliding_attention"),
         "use_sliding_window": flag(False, null=True, beside="layer_types is given"),
@@ -108,7 +107,7 @@ def read(fields: Fields) -> DrafterSpec:
     """Spec of a drafter. Raises CheckpointError."""
     dflash = fields.child("dflash_config")
     layers = fields.integer("num_hidden_layers")
-    target_layers = fields.integer("num_target_layers")
+    target_layers = either("num_target_layers", fields, dflash).integer("num_target_layers")
     source = either("target_layer_ids", dflash, fields)
     taps = source.integers("target_layer_ids") if source.has("target_layer_ids") else _taps(layers, target_layers)
     if not taps:

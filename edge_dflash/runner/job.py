@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from edge_dflash.decode.controls import Pace
@@ -62,6 +62,27 @@ class Work(Generic[T, R]):
         result: R = value
         return result
 
+    @property
+    def tickets(self) -> tuple[Ticket[Any, Any], ...]:
+        """Of all who wait for it: its own, and those of works that begin when it has ended."""
+        return (self.ticket,)
+
+    def goes_on_without(self, ticket: Ticket[Any, Any]) -> bool:
+        """End one of the other tickets; False: nobody is left who wants the work."""
+        raise NotImplementedError("no other work waits for this one")
+
+    def left(self) -> Sequence[Work[Any, Any]]:
+        """What runs of it: itself until it has ended, then what began with its end. Asked once after it."""
+        return () if self.ticket.done else (self,)
+
+    def fail(self, error: BaseException) -> None:
+        """It ended with an error."""
+        self.ticket._fail(error)
+
+    def give_up(self) -> None:
+        """It was cancelled, and has no result."""
+        self.ticket._give_up()
+
     def would_end(self) -> bool:
         """Whether it would end now, without a pass."""
         return self.cancelled or (self.deadline is not None and time.perf_counter() >= self.deadline)
@@ -111,8 +132,17 @@ class Observer(Protocol):
     def step(self, step: Step) -> None:
         """Tokens were committed, or the request ends."""
 
+    def passed(self, lanes: int, rows: int) -> None:
+        """A cycle ran, of one lane or of several: its verify pass had so many rows."""
+
+    def aside(self) -> None:
+        """A running request gives its lane to a more urgent one."""
+
     def ended(self) -> None:
         """It runs no more, however it ended."""
+
+
+OBSERVED = tuple(name for name in vars(Observer) if not name.startswith("_"))
 
 
 class Unwatched:
@@ -122,6 +152,12 @@ class Unwatched:
         """See Observer."""
 
     def step(self, step: Step) -> None:
+        """See Observer."""
+
+    def passed(self, lanes: int, rows: int) -> None:
+        """See Observer."""
+
+    def aside(self) -> None:
         """See Observer."""
 
     def ended(self) -> None:
@@ -243,4 +279,5 @@ class Job(Work[Step, Plan]):
             relaxed_tokens=made.relaxed,
             logprobs=tuple(one for step in steps for one in step.logprobs),
             drafting=made.drafting,
+            seed=request.options.seed,
         )

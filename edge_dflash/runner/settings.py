@@ -27,7 +27,7 @@ class EngineOptions(TypedDict, total=False):
 class OpenOptions(EngineOptions, total=False):
     """Keywords of ``Planner.open``; :class:`OpenSettings` says what they mean."""
 
-    lanes: int
+    lanes: int | None
     drafter: bool
     check_hashes: bool
     self_test: selftest.Mode
@@ -39,7 +39,9 @@ _RULES = {
     "prefix_bytes": Rule(rules.whole(0), "a whole number of bytes, at least 0"),
     "drafts": Rule(rules.optional(rules.whole(0)), "a whole number of drafts, at least 0, or None"),
     "prompt_share": Rule(rules.number(0.01, 1.0), "a share of the time, 0.01 to 1"),
-    "lanes": Rule(rules.whole(1, MOST_LANES), f"a whole number of sequences, 1 to {MOST_LANES}"),
+    "lanes": Rule(
+        rules.optional(rules.whole(1, MOST_LANES)), f"a whole number of sequences, 1 to {MOST_LANES}, or None"
+    ),
     "self_test": Rule(rules.one_of(*selftest.MODES), f"one of {', '.join(selftest.MODES)}"),
     **dict.fromkeys(("fallback", "drafter", "check_hashes"), _FLAG),
 }
@@ -71,7 +73,7 @@ class EngineSettings:
 class OpenSettings(EngineSettings):
     """Settings of ``Planner.open``."""
 
-    lanes: int = 1  # requests that run at a time, each with the tokens that it has alone
+    lanes: int | None = None  # requests that run at a time, each with the tokens that it has alone; None: the bundle's
     drafter: bool = True  # False: the target alone is loaded
     check_hashes: bool = True  # False skips the SHA-256 of the bundle's files
     self_test: selftest.Mode = "refuse"  # or "warn" (RuntimeWarning): a pair that does not repeat the build; or "off"

@@ -246,6 +246,11 @@ class AsyncPlanStream(AsyncIterator[Increment]):
             self._stream.cancel()
 
     @property
+    def cancelled(self) -> bool:
+        """Whether it was asked to end."""
+        return self._cancelled
+
+    @property
     def queued(self) -> bool:
         """Whether the request was prepared: it waits for the engine, runs, or has ended."""
         return self._stream is not None

@@ -52,6 +52,8 @@ def turn_of(running: Sequence[AnyWork], lanes: int, patience: int, share: Share)
 
     The prompt of a work that is more urgent than all that decode has all the time it needs.
     """
+    if len(running) == 1:
+        return Turn(running, ()) if running[0].alone or running[0].prompting else Turn((), running)
     active = active_of(running, lanes, patience)
     aside = [work for work in running if work not in active]
     for work in aside:

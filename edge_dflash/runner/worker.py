@@ -18,7 +18,8 @@ from weakref import WeakSet
 
 from edge_dflash.decode.backend import Asked, Outcome
 from edge_dflash.decode.loop import Step, given
-from edge_dflash.errors import DeviceLostError, EngineFailedError, QueueFullError, RequestError
+from edge_dflash.errors import DeviceLostError, RequestError
+from edge_dflash.runner.failures import displaced, engine_failed
 from edge_dflash.runner.job import Ending, Observer, Unwatched, Work
 from edge_dflash.runner.queue import PATIENCE, FairQueue, shares
 from edge_dflash.runner.ticket import Ticket
@@ -92,18 +93,19 @@ class Worker:
         with self._changed:
             try:
                 if self._failure is not None:
-                    raise self._failed(self._failure)
+                    raise engine_failed(self._failure)
                 if self._closed:
                     raise RequestError("the engine is closed and takes no more requests; open it again")
-                displaced = self._queue.push(work, work.priority, work.caller)
+                gave_way = self._queue.push(work, work.priority, work.caller)
             except BaseException as error:
-                work.ticket._fail(error)
+                work.fail(error)
                 raise
-            if displaced is not None:
-                displaced.leave()
-                displaced.ticket._fail(_displaced(displaced, work.priority))
-            work.ticket.asked = self.cancel
-            self._tickets.add(work.ticket)
+            if gave_way is not None:
+                gave_way.leave()
+                gave_way.fail(displaced(gave_way.priority, work.priority))
+            for ticket in work.tickets:
+                ticket.asked = self.cancel
+                self._tickets.add(ticket)
             if work.deadline is not None and (left := work.deadline - time.perf_counter()) < threading.TIMEOUT_MAX:
                 work.timer = threading.Timer(max(left, 0.0), work.expire)
                 work.timer.daemon = True
@@ -129,12 +131,14 @@ class Worker:
         """Ask a work to end; False when it has ended. See Ticket.cancel."""
         with self._changed:
             works = (*self._queue, *self._running)
-            work = next((work for work in works if work.ticket is ticket), None)
+            work = next((work for work in works if ticket in work.tickets), None)
             if work is None or ticket.done:
                 return False
+            if ticket is not work.ticket and work.goes_on_without(ticket):
+                return True
             if self._queue.remove(work):
                 work.leave()
-                ticket._give_up()
+                work.give_up()
             else:
                 work.cancelled = True
             return True
@@ -192,7 +196,7 @@ class Worker:
         """What comes next, once there is something; None when the worker is closed and nothing waits."""
         with self._changed:
             while True:
-                self._running = [work for work in self._running if not work.ticket.done]
+                self._running = [one for work in self._running for one in work.left()]
                 if not self._running:
                     self._changed.wait_for(lambda: len(self._queue) > 0 or self._closed)
                     if not len(self._queue):
@@ -216,6 +220,8 @@ class Worker:
             self._running.append(started)
             if weakest:
                 weakest.passed += 1  # it rises as one that waits
+                if started.caller is not None:
+                    self._observer.aside()
 
     def _start(self, above: int | None) -> Work[Any, Any] | None:
         """Take the next work of the queue, of a priority ``above`` that if it is given; None: nothing waits."""
@@ -242,7 +248,7 @@ class Worker:
         else:
             if work.steps is not None:
                 self._observer.ended()
-            work.ticket._give_up()
+            work.give_up()
 
     def _end(self, work: Work[Any, Any], value: Any, error: BaseException | None = None) -> None:
         """Settle a work whose steps are over. Its error goes to its ticket, or on where no worker survives it."""
@@ -259,7 +265,7 @@ class Worker:
         elif isinstance(error, MemoryError | DeviceLostError) or not isinstance(error, Exception):
             raise error
         else:
-            work.ticket._fail(error)
+            work.fail(error)
 
     def _fail_all(self, error: BaseException) -> None:
         """Close, end what was interrupted, and fail every ticket that has not ended, each with another error object."""
@@ -277,21 +283,4 @@ class Worker:
                 self._end(work, None, error)
         for ticket in waiting:
             with contextlib.suppress(BaseException):  # the next one is waited for, too
-                ticket._fail(self._failed(error))
-
-    @staticmethod
-    def _failed(cause: BaseException) -> EngineFailedError:
-        """The error of a request that the worker's failure ends."""
-        reason = f"{type(cause).__name__}: {cause}".removesuffix(": ")
-        failed = EngineFailedError(
-            f"the engine failed ({reason}) and takes no more requests; close it and open it again"
-        )
-        failed.__cause__ = cause
-        return failed
-
-
-def _displaced(work: Work[Any, Any], priority: int) -> QueueFullError:
-    return QueueFullError(
-        f"this request, of priority {work.priority}, gave its place in the queue to one of priority {priority}; "
-        "send it again, or with a higher priority"
-    )
+                ticket._fail(engine_failed(error))

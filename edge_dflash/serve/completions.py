@@ -111,7 +111,7 @@ class Running:
         if self._counted:
             return
         self._counted = True
-        self._service.metrics.plan(plan)
+        self._service.metrics.plan(plan, self._account)
         if (joules := self._joules(plan)) is not None:
             self._service.metrics.joules.labels(self._service.power.rail).observe(joules)
         if plan.tokens:

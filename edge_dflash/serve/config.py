@@ -8,16 +8,31 @@ from __future__ import annotations
 import ipaddress
 import math
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from edge_dflash.backends.selftest import MODES
 from edge_dflash.common.files import read_text
+from edge_dflash.decode.backend import MOST_LANES
 from edge_dflash.errors import ConfigError
 
 SAVES = ("turn", "shutdown", "never")
 MIB = 1 << 20
+_ENDLESS = 2**53
+_RANGES: Mapping[str, tuple[float, int]] = {  # of numbers; others are at least 0
+    "engine.lanes": (0, MOST_LANES),
+    "engine.prompt_share": (0.01, 1),
+    "engine.queue": (1, _ENDLESS),
+    "engine.drafts": (-1, _ENDLESS),
+    "limits.body_bytes": (1024, _ENDLESS),
+    "limits.header_bytes": (1024, _ENDLESS),
+    "limits.connections": (1, _ENDLESS),
+    "limits.json_depth": (4, _ENDLESS),
+    "limits.sessions": (1, _ENDLESS),
+    "defaults.draft_confidence": (0, 1),
+}
 
 
 @dataclass(frozen=True)
@@ -39,6 +54,8 @@ class ServiceConfig:
 class EngineConfig:
     """The planner's own settings."""
 
+    lanes: int = 0  # requests that run at a time; 0: as many as the bundle was built for
+    prompt_share: float = 0.5  # of the time, for the prompts of some requests while others decode
     queue: int = 16  # requests that may wait
     prefix_mib: int = 512  # states of system prompts that are kept
     fallback: bool = True  # as many drafts as were measured to pay, none included; False: all
@@ -117,18 +134,17 @@ class ServeConfig:
                     "give one, or a loopback address such as 127.0.0.1:8080"
                 )
         _ = self.socket_mode
-        least: dict[str, int] = {"engine.queue": 1, "limits.connections": 1, "limits.json_depth": 4}
-        least |= {"limits.body_bytes": 1024, "limits.header_bytes": 1024, "limits.sessions": 1, "engine.drafts": -1}
         for section in fields(self):
             for key in fields(part := getattr(self, section.name)):
                 value, name = getattr(part, key.name), f"{section.name}.{key.name}"
                 if isinstance(value, bool | str):
                     continue
-                low, high = least.get(name, 0), 1 if name == "defaults.draft_confidence" else 2**53
+                low, high = _RANGES.get(name, (0, _ENDLESS))
                 if section.name == "timeouts" and key.name != "deadline" and value <= 0:
                     raise ConfigError(f"{name} is {value}; give seconds above 0")
                 if not low <= value <= high or not math.isfinite(value):
-                    raise ConfigError(f"{name} is {value}; give {'0 to 1' if high == 1 else f'at least {low}'}")
+                    wanted = f"at least {low}" if high == _ENDLESS else f"{low:g} to {high}"
+                    raise ConfigError(f"{name} is {value}; give {wanted}")
 
     @property
     def tcp_address(self) -> tuple[str, int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -17,6 +18,7 @@ from prometheus_client.registry import Collector
 
 from edge_dflash.board.power import EnergyMeter
 from edge_dflash.board.state import BoardState
+from edge_dflash.decode.backend import MOST_LANES
 from edge_dflash.decode.loop import Step
 from edge_dflash.result import Plan
 
@@ -26,6 +28,10 @@ _LONG = (0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.7, 1.0, 1.5, 2.5, 5.0, 10.0, 20.0, 
 _JOULES = (1, 2, 4, 7, 10, 20, 40, 70, 100, 200, 400, 700, 1000, 2000, 4000)
 _ACCEPT = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32)
 _DRAFTS = (1, 2, 3, 5, 7, 11, 15, 23, 31)
+_LANES = tuple(range(1, MOST_LANES + 1))
+_ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+ACCOUNTS, OTHERS = 32, "other"  # accounts that are told apart, and what all beyond share
+RATE_SECONDS = 10.0  # that tokens a second are counted over
 SELF_TEST = ("passed", "failed", "none")
 
 # Families of the board: metric, label, help.
@@ -60,6 +66,12 @@ class Metrics:
         self.drafted = counter("drafted_tokens", "Drafts that were verified, by place in the block.", "position")
         self.accepted = counter("accepted_tokens", "Drafts that were accepted, by place in the block.", "position")
         self.disconnects = counter("disconnects", "Clients that left before the end of their answer.")
+        self.account_tokens = counter("account_tokens", "Generated tokens, by the account that asked.", "account")
+        self.set_aside = counter("set_aside", "Running requests that gave their lane to a more urgent one.")
+        self.lanes = gauge("lanes", "Requests that can run at a time.")
+        self.lanes_in_use = gauge("lanes_in_use", "Requests that run.")
+        self.rate = Rate()
+        gauge("tokens_per_second", "Generated in the last 10 seconds.").set_function(self.rate.of_last_seconds)
         self.queue_depth = gauge("queue_depth", "Requests that wait.")
         self.running = gauge("running", "1 while a request runs.")
         self.stalled = gauge("stalled_seconds", "Time since the engine got on; 0 when it has nothing to do.")
@@ -72,9 +84,12 @@ class Metrics:
         self.prefill = histogram("prefill_seconds", "A prompt's pass.", _LONG)
         self.inter_token = histogram("inter_token_seconds", "Time a token after the first, cycle by cycle.", _SHORT)
         self.cycle = histogram("cycle_seconds", "A cycle: propose, verify, accept, commit.", _SHORT, "kind")
+        self.pass_lanes = histogram("pass_lanes", "Requests that shared a cycle's passes.", _LANES)
+        self.pass_rows = histogram("pass_rows", "Rows of a cycle's verify pass, of all lanes.", _ROWS)
         self.accept_length = histogram("accept_length", "Tokens that a drafting cycle committed.", _ACCEPT)
         self.drafts = histogram("cycle_drafts", "Drafts that a drafting cycle verified.", _DRAFTS)
         self.joules = histogram("plan_joules", "Energy of the board while a plan is made.", _JOULES, "rail")
+        self._accounts: set[str] = set()
         registry.register(_BoardCollector(board))
 
     def tested(self, state: str) -> None:
@@ -87,6 +102,7 @@ class Metrics:
         count, seconds = len(step.tokens), step.propose_seconds + step.verify_seconds
         if count == 0:
             return
+        self.rate.add(count)
         if step.first:
             self.prefill.observe(seconds)
             return
@@ -108,8 +124,16 @@ class Metrics:
         if outcome == "disconnected":
             self.disconnects.inc()
 
-    def plan(self, plan: Plan) -> None:
-        """Count a finished plan."""
+    def passed(self, lanes: int, rows: int) -> None:
+        """Count a cycle."""
+        self.pass_lanes.observe(lanes)
+        self.pass_rows.observe(rows)
+
+    def plan(self, plan: Plan, account: str) -> None:
+        """Count a finished plan of an account."""
+        if len(self._accounts) < ACCOUNTS:
+            self._accounts.add(account)
+        self.account_tokens.labels(account if account in self._accounts else OTHERS).inc(len(plan.tokens))
         self.queue_wait.observe(plan.timings.queue_seconds)
         if plan.timings.first_token_seconds:
             self.first_token.observe(plan.timings.first_token_seconds)
@@ -121,6 +145,32 @@ class Metrics:
         """All of it, as Prometheus reads it."""
         lines = generate_latest(self.registry).splitlines(keepends=True)
         return b"".join(line for line in lines if b"_created" not in line)  # a series with each one's time of birth
+
+
+class Rate:
+    """Tokens a second, of late. Counted and asked from any thread."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._lock = clock, threading.Lock()
+        self._counts = deque[tuple[int, int]]()  # second, tokens in it
+
+    def add(self, tokens: int) -> None:
+        """So many tokens were made now."""
+        with self._lock:
+            second = int(self._clock())
+            last, count = self._counts.pop() if self._counts and self._counts[-1][0] == second else (second, 0)
+            self._counts.append((last, count + tokens))
+            self._drop(second)
+
+    def of_last_seconds(self) -> float:
+        """Over the RATE_SECONDS until now."""
+        with self._lock:
+            self._drop(int(self._clock()))
+            return sum(tokens for _, tokens in self._counts) / RATE_SECONDS
+
+    def _drop(self, second: int) -> None:
+        while self._counts and self._counts[0][0] <= second - RATE_SECONDS:
+            self._counts.popleft()
 
 
 class _BoardCollector(Collector):
@@ -159,7 +209,7 @@ class Pulse:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._jobs = 0  # that have begun and not ended: one runs, those before it were interrupted
+        self._jobs = 0  # that have begun and not ended: those beyond the lanes are set aside
         self._last = clock()
         self._steps = self._fed = 0
 
@@ -168,6 +218,11 @@ class Pulse:
         with self._lock:
             self._jobs, self._last = self._jobs + jobs, self._clock()
             self._steps += 1
+
+    @property
+    def jobs(self) -> int:
+        """Requests that have begun and not ended."""
+        return self._jobs
 
     @property
     def running(self) -> bool:
@@ -206,6 +261,14 @@ class Watcher:
         """Tokens were committed, or the request ends."""
         self._pulse.note()
         self._metrics.step(step)
+
+    def passed(self, lanes: int, rows: int) -> None:
+        """A cycle ran."""
+        self._metrics.passed(lanes, rows)
+
+    def aside(self) -> None:
+        """A running request gives its lane to a more urgent one."""
+        self._metrics.set_aside.inc()
 
     def ended(self) -> None:
         """It runs no more, however it ended."""

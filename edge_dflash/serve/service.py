@@ -115,6 +115,8 @@ class Service:
 
         planner = Planner.open(
             service.bundle,
+            lanes=engine.lanes or None,
+            prompt_share=engine.prompt_share,
             queue=engine.queue,
             prefix_bytes=engine.prefix_mib * MIB,
             fallback=engine.fallback,
@@ -141,6 +143,9 @@ class Service:
         )
         metrics, sessions, tested = self.metrics, self.sessions, planner.self_test
         metrics.tested("none" if tested is None else "passed" if tested.ok else "failed")
+        lanes = planner.shape.lanes
+        metrics.lanes.set(lanes)
+        metrics.lanes_in_use.set_function(lambda: min(self.pulse.jobs, lanes))
         metrics.queue_depth.set_function(lambda: planner.waiting)
         metrics.running.set_function(lambda: self.pulse.running)
         metrics.drafting.set_function(lambda: planner.drafting)
@@ -206,7 +211,7 @@ class Service:
             if self.pulse.feeds(planner.waiting):
                 self.notifier.watchdog()
             if self.state == "ready":
-                what = f"serving {self.config.model}: {int(self.pulse.running)} running, {planner.waiting} waiting"
+                what = f"serving {self.config.model}: {self.pulse.jobs} running, {planner.waiting} waiting"
                 if what != said:
                     self.notifier.status(said := what)
 

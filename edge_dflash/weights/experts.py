@@ -61,7 +61,7 @@ def by_expert(tensors: TensorFiles, count: int, skipped: tuple[str, ...] = ()) -
         elif stacked := _STACKED.fullmatch(source):
             block, fused, suffix = stacked.groups()
             kinds = _FUSED[fused]
-            for number, part in enumerate(_split(source, entry, count, kinds)):
+            for number, part in enumerate(_split(source, entry, count, kinds, number=bool(suffix))):
                 module = f"{block}.{number // len(kinds)}.{kinds[number % len(kinds)]}"
                 modules[module] = f"{block}.{fused}"
                 add(f"{module}.{suffix or 'weight'}", part, source)
@@ -70,20 +70,20 @@ def by_expert(tensors: TensorFiles, count: int, skipped: tuple[str, ...] = ()) -
     return ByExpert(TensorFiles(entries), modules) if modules else ByExpert(tensors, {})
 
 
-def _split(name: str, entry: Entry, count: int, kinds: Collection[str]) -> Iterator[Entry]:
+def _split(name: str, entry: Entry, count: int, kinds: Collection[str], *, number: bool) -> Iterator[Entry]:
     """Parts of a tensor of all experts: expert by expert, and within each as ``kinds`` says.
 
-    One number is of all of them, one an expert of all its kinds; else the kinds have equal shares of the second
-    dimension.
+    The kinds have equal shares of the second dimension. Where it may be a ``number``, one is of all of them, and one an
+    expert of all its kinds.
     """
     shape, parts = entry.shape, len(kinds)
     size, item = prod(shape), np.dtype(DTYPES[entry.dtype]).itemsize
     inner: tuple[int, ...] = ()
-    if size == 1 and shape[:1] in ((), (1,)):
+    if number and size == 1 and shape[:1] in ((), (1,)):
         steps = 0, 0
-    elif size == count and shape[:1] == (count,):
+    elif number and size == count and shape[:1] == (count,):
         steps = item, 0
-    elif len(shape) > 1 and shape[0] == count and shape[1] % parts == 0 and size:
+    elif len(shape) > 1 + (not number) and shape[0] == count and shape[1] % parts == 0 and size:
         share = size // count // parts
         steps, inner = (share * parts * item, share * item), (shape[1] // parts, *shape[2:]) if share > 1 else ()
     else:

@@ -73,10 +73,11 @@ class Calibration:
 
 @dataclass(frozen=True)
 class Context:
-    """Sizes of a build, in tokens, unless its config gives others."""
+    """Sizes of a build, lengths in tokens, unless its config gives others."""
 
     max_context: int = 8192
     prefill_chunk: int | None = None  # None: what the arch computes in a tenth of a second
+    lanes: int = 1  # sequences that are decoded at once
 
 
 @dataclass(frozen=True)
@@ -239,7 +240,7 @@ def load_recipe(path: str | Path) -> Recipe:
         activations=table.one_of("activations", ("bf16", "nvfp4"), "bf16"),
         kv=table.one_of("kv", ("fp8", "bf16"), "fp8"),
         calibration=_calibration(table.child("calibration", ("file", "tokens", "margin"))),
-        context=_context(table.child("context", ("max_context", "prefill_chunk"))),
+        context=_context(table.child("context", ("max_context", "prefill_chunk", "lanes"))),
     )
     beside = path.parent / recipe.calibration.file
     if is_file(beside):
@@ -278,4 +279,4 @@ def _calibration(table: Table) -> Calibration:
 def _context(table: Table) -> Context:
     default = Context()
     chunk = table.positive("prefill_chunk", 1) if "prefill_chunk" in table.given else default.prefill_chunk
-    return Context(table.positive("max_context", default.max_context), chunk)
+    return Context(table.positive("max_context", default.max_context), chunk, table.positive("lanes", default.lanes))

@@ -53,6 +53,7 @@ def test_the_fingerprint_changes_with_every_input_and_with_nothing_else(tmp_path
 
     assert changed(replace(config, max_context=100)) == {"config"}
     assert changed(replace(config, prefill_chunk=100)) == {"config"}
+    assert changed(replace(config, lanes=2)) == {"config"}
     assert changed(replace(config, recipe=recipe(tmp_path, BF16))) == {"recipe"}
     os.utime(target / "model.safetensors", ns=(1, 1))
     assert changed(config) == {"target/model.safetensors"}
@@ -110,6 +111,7 @@ def test_backends_that_are_not_there_are_named(tmp_path, changes, words):
     [
         ({"max_context": 8}, "max_context is 8, accepted are 9 (block size + 1) to 1024"),
         ({"max_context": 1025}, "max_context is 1025, accepted are 9"),
+        ({"lanes": 9}, "lanes is 9, accepted are 1 to 8"),
         ({"prefill_chunk": 0}, "prefill_chunk is 0, accepted are 1 to 1024"),
         ({"max_context": 64, "prefill_chunk": 65}, "prefill_chunk is 65, accepted are 1 to 64"),
     ],

@@ -97,6 +97,8 @@ def test_one_changed_byte_is_refused(manifest, data):
         ("max_context", 4, "max_context is 4, wanted 5 to 512"),
         ("max_context", 513, "max_context is 513, wanted 5 to 512"),
         ("prefill_chunk", 0, "prefill_chunk is 0, wanted 1 to 128"),
+        ("lanes", 0, "lanes is 0, wanted 1 to 8"),
+        ("lanes", 9, "lanes is 9, wanted 1 to 8"),
         ("kv_scales", {"target.layers.0.kv": (1.0, 1.0)}, "kv_scales.target.layers.0.kv is"),
         ("kv_scales", {"target.layers.1.kv": (1.0, 0.0)}, "kv_scales.target.layers.1.kv is (1.0, 0.0)"),
         ("weights", {}, "weights lacks drafter.fc"),
@@ -165,6 +167,14 @@ def test_a_bundle_without_plans_is_written_as_before_there_were_any(manifest):
         parse_manifest(change(manifest, plans=None))
 
 
+def test_lanes_are_one_where_nothing_is_said_and_more_need_a_newer_reader(manifest):
+    one, four = dump_manifest(manifest), dump_manifest(replace(manifest, lanes=4))
+    assert b"lanes" not in one
+    assert parse_manifest(one).lanes == 1
+    assert (json.loads(one)["schema"], json.loads(four)["schema"]) == (1, 4)
+    assert parse_manifest(four) == replace(manifest, lanes=4)
+
+
 def test_weights_the_models_do_not_have_are_refused(manifest):
     extra = replace(manifest, weights={**manifest.weights, "target.layers.9.mlp.up_proj": "bf16"})
     with pytest.raises(BundleError, match=r"weights names target\.layers\.9\.mlp\.up_proj"):
@@ -185,8 +195,8 @@ def change(manifest, **keys):
 
 def test_schemas_and_keys_of_other_versions_are_refused(manifest):
     for text, message in (
-        (change(manifest, schema=4), "schema is 4, this version reads 1 to 3; update edge-dflash"),
-        (change(manifest, schema=0), "schema is 0, this version reads 1 to 3; build the bundle again"),
+        (change(manifest, schema=5), "schema is 5, this version reads 1 to 4; update edge-dflash"),
+        (change(manifest, schema=0), "schema is 0, this version reads 1 to 4; build the bundle again"),
         (change(manifest, schema=True), "schema is True"),
         (change(manifest, future=1), "unknown key 'future'"),
         (change(manifest, max_context="128"), "manifest.json.max_context: found '128', wanted int"),

@@ -1,5 +1,12 @@
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from fakes import SHAPE
+
+from edge_dflash.decode import drafts as drafts_module
 from edge_dflash.decode.controls import RECENT, CycleTime, Pace, Patience
-from edge_dflash.decode.drafts import DraftChoice
+from edge_dflash.decode.drafts import EVERY, LIMIT_SECONDS, REPEATS, DraftChoice
 
 GOOD = CycleTime(0.2, 1.0)
 PLAIN = CycleTime(0.0, 1.0)
@@ -80,3 +87,75 @@ def test_a_chosen_number_follows_the_cycles_that_were_of_its_choice():
     assert pace.drafts == 4
     feed(pace, CycleTime(1.0, 3.0, 4, 4, 0), 8)
     assert pace.drafts == 0
+
+
+# lanes ---------------------------------------------------------------------------------------------------------------
+
+
+class Clocked:
+    """A backend whose cycles take what ``cost`` (rows of all lanes) says, by a clock of its own."""
+
+    def __init__(self, monkeypatch, lanes, cost, drafts=7):
+        self.shape = replace(SHAPE, lanes=lanes, drafts=drafts, max_context=512)
+        self.now, self.cost, self.cycles_of, self.longest = 0.0, cost, {}, 0.0
+        monkeypatch.setattr(drafts_module.time, "perf_counter", lambda: self.now)
+
+    def cycles(self, asked):
+        seconds = self.cost(sum(one.drafts + 1 for one in asked))
+        self.now, self.longest = self.now + seconds, max(self.longest, seconds)
+        self.cycles_of[len(asked)] = self.cycles_of.get(len(asked), 0) + 1
+
+    def cycle(self, asked):
+        self.cycles([asked])
+
+    def prefill(self, ids, lane=0):
+        return SimpleNamespace(argmax=lambda: [0])
+
+    def reset(self, lane=0):
+        """Nothing is held."""
+
+    def commit(self, rows, lane=0):
+        """Nothing is held."""
+
+
+def rows_that_cost(rows):
+    """Free up to 16, then each one costs: a pass that is bound by its products."""
+    return 0.01 + 0.002 * max(0, rows - 16)
+
+
+def test_a_load_whose_rows_cost_more_chooses_fewer_drafts(monkeypatch):
+    backend, pace = Clocked(monkeypatch, 8, rows_that_cost), Pace(DraftChoice(7))
+    pace.begin(backend, 4.0)
+    chosen = {}
+    for load in (1, 2, 4, 8):
+        pace.load = load
+        for _ in range(EVERY):
+            drafts = pace.drafts
+            accepted = min(3, drafts)
+            pace.record(CycleTime(0.0, rows_that_cost(load * (drafts + 1)), drafts, drafts, accepted))
+        chosen[load] = pace.drafts
+    assert chosen[1] == chosen[2] == 7
+    assert chosen[8] < chosen[4] <= 7
+    pace.load = 1
+    assert pace.drafts == 7
+
+
+def test_a_load_that_was_not_measured_has_the_choice_of_the_next_one_above(monkeypatch):
+    backend, pace = Clocked(monkeypatch, 8, rows_that_cost), Pace(DraftChoice(7))
+    pace.begin(backend, None)
+    assert {load: pace._choices[load].seconds.of(7) for load in pace._choices} == {
+        load: pytest.approx(rows_that_cost(8 * load)) for load in (1, 2, 4, 8)
+    }
+    pace.load = 3
+    assert pace._chooser is pace._choices[4]
+
+
+@pytest.mark.parametrize("seconds", [0.001, 0.2, 1.0])
+def test_measuring_all_loads_takes_about_as_long_as_two(monkeypatch, seconds):
+    """Each number of drafts has a cycle at least, beyond the limit one at most."""
+    backend = Clocked(monkeypatch, 8, lambda rows: seconds)
+    Pace(DraftChoice(7)).begin(backend, None)
+    numbers = len(drafts_module.row_steps(8))
+    assert all(numbers <= cycles <= numbers * (REPEATS + 1) for cycles in backend.cycles_of.values())
+    assert set(backend.cycles_of) == {1, 2, 4, 8}
+    assert backend.now <= 2 * LIMIT_SECONDS + 4 * (numbers + 1) * backend.longest

@@ -53,7 +53,9 @@ def test_every_metric_is_shown():
 
 
 def test_labels_that_legends_and_sums_name_exist():
-    labels = {"le", "kind", "outcome", "endpoint", "position", "state", "instance"} | {row[1] for row in BOARD.values()}
+    labels = {"le", "kind", "account", "outcome", "endpoint", "position", "state", "instance"} | {
+        row[1] for row in BOARD.values()
+    }
     text = json.dumps(DASHBOARD)
     named = set(re.findall(r"\{\{(\w+)\}\}", text))
     for group in re.findall(r"by \(([^)]*)\)", text):

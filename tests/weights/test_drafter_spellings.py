@@ -257,12 +257,14 @@ def test_geometry_comes_from_the_file_alone(tmp_path):
         "dflash_config": {"mask_token_id": 248077, "target_layer_ids": [1, 6, 11, 16, 22, 27, 32, 37]},
     }
     found = []
-    for config in (older, newer):
+    inside = newer["dflash_config"] | {"num_target_layers": 40}
+    elsewhere = {key: value for key, value in newer.items() if key != "num_target_layers"} | {"dflash_config": inside}
+    for config in (older, newer, elsewhere):
         (tmp_path / "config.json").write_text(json.dumps(config))
         spec = read_drafter_spec(tmp_path)
         windows = [layer.window for layer in spec.layers]
         found.append((spec.mask_token_id, spec.attention.kv_heads, len(spec.target_layer_ids), windows))
-    assert found == [(248070, 4, 5, [None] * 8), (248077, 8, 8, [4096] * 5 + [None])]
+    assert found == [(248070, 4, 5, [None] * 8), *[(248077, 8, 8, [4096] * 5 + [None])] * 2]
 
 
 def with_draft_vocabulary(directory, edit=lambda tensors, config: None):

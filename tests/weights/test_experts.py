@@ -222,7 +222,7 @@ def test_what_is_missing_or_unknown_is_named(files, name, change, message):
         changed.open()
 
 
-@pytest.mark.parametrize("shape", [(7, 32, 64), (8, 31, 64), (32, 64), (8, 0, 64)])
+@pytest.mark.parametrize("shape", [(7, 32, 64), (8, 31, 64), (32, 64), (8, 64), (8,), (8, 0, 64)])
 def test_a_tensor_of_other_experts_is_refused(files, shape):
     changed = files(WIDE)
     changed.tensors[f"{FUSED}.gate_up_proj"] = "BF16", np.zeros(shape, np.uint16)

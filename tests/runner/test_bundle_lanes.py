@@ -1,0 +1,89 @@
+"""Lanes of a bundle: what it was built for, what is asked at open, and what whoever watches is told."""
+
+from __future__ import annotations
+
+import pytest
+from builder_support import SHORT, config_of, recipe
+from golden_pairs import golden
+
+from edge_dflash.builder.write import build
+from edge_dflash.bundle.reader import read_manifest
+from edge_dflash.errors import RequestError
+from edge_dflash.planner import Planner
+from edge_dflash.runner.job import Unwatched
+
+NAME = "qwen3_5"
+PROMPT = tuple(golden(NAME)["p1.prompt"].tolist())
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory):
+    """Built by a recipe that asks for two lanes."""
+    root = tmp_path_factory.mktemp("lanes")
+    two = recipe(root, f"{SHORT}context: {{lanes: 2, max_context: 160}}\n")
+    return build(config_of(NAME, root / "bundle", recipe=two, calibrate=False)).bundle
+
+
+def test_a_build_is_asked_for_lanes_by_its_recipe_or_by_name(bundle, tmp_path):
+    assert read_manifest(bundle).lanes == 2
+    three = config_of(NAME, tmp_path / "three", max_context=160, lanes=3, calibrate=False)
+    assert "--lanes 3" in three.command
+    assert read_manifest(build(three).bundle).lanes == 3
+
+
+@pytest.mark.parametrize(("asked", "lanes"), [(None, 2), (1, 1), (3, 3)])
+def test_a_number_that_is_given_wins(bundle, asked, lanes):
+    with Planner.open(bundle, lanes=asked, fallback=False, self_test="off") as planner:
+        assert planner.shape.lanes == lanes
+
+
+def test_lanes_that_no_backend_has_are_refused(bundle):
+    with pytest.raises(RequestError, match="lanes is 9; give a whole number of sequences, 1 to 8, or None"):
+        Planner.open(bundle, lanes=9)
+
+
+class Watching(Unwatched):
+    """Keeps what it is told."""
+
+    def __init__(self):
+        self.passes, self.set_aside, self.steps = [], 0, []
+
+    def step(self, step):
+        self.steps.append(step)
+
+    def passed(self, lanes, rows):
+        self.passes.append((lanes, rows))
+
+    def aside(self):
+        self.set_aside += 1
+
+
+def test_every_cycle_is_told_with_its_lanes_and_rows(bundle):
+    watching = Watching()
+    with Planner.open(bundle, observer=watching, fallback=False, self_test="off") as planner:
+        streams = [planner.stream(PROMPT[:n], max_new_tokens=12, speculative=n > 5) for n in (5, 9)]
+        plans = [stream.plan for stream in streams]
+    cycles = [step for step in watching.steps if step.tokens and not step.first]
+    assert sum(lanes for lanes, _ in watching.passes) == len(cycles) == sum(len(p.accept_lengths) for p in plans)
+    assert sum(rows for _, rows in watching.passes) == sum(step.drafts + 1 for step in cycles)
+    assert {lanes for lanes, _ in watching.passes} == {1, 2}
+    assert watching.set_aside == 0
+
+
+def test_requests_that_are_set_aside_are_told(bundle):
+    watching = Watching()
+    with Planner.open(bundle, lanes=1, observer=watching, fallback=False, self_test="off") as planner:
+        slow = planner.stream(PROMPT, max_new_tokens=60, speculative=False)
+        next(slow)
+        urgent = planner.stream(PROMPT[:4], max_new_tokens=3, priority=5)
+        assert len(urgent.plan.tokens) == 3
+        slow.cancel()
+        assert watching.set_aside == 1
+
+
+def test_an_observer_has_all_methods(bundle):
+    class Old:
+        started = step = ended = staticmethod(lambda *of: None)
+
+    with pytest.raises(RequestError, match="give an Observer, or None"):
+        Planner.open(bundle, observer=Old())
