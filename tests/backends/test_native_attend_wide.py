@@ -4,30 +4,15 @@ import re
 from dataclasses import replace
 
 import pytest
-from native_support import FakeGpu
+from native_support import Recorder
 from ptx_support import kernels_ptx
 
 from edge_dflash.backends.cuda.attend import AttendShape, AttendTensors, Attention
-from edge_dflash.backends.cuda.driver import Kernel
 from edge_dflash.backends.cuda.memory import DevicePointer, Matrix, Words
 from edge_dflash.backends.cuda.states import KvMemory
 
 SIZES = {"u64": (DevicePointer,), "u32": (int,), "f32": (float,)}
 SHAPE = AttendShape(24, 4, 256, 64, 1e-6, 32768, 16, 512, gated=True)
-
-
-class Recorder(FakeGpu):
-    sm = 90
-
-    def __init__(self):
-        super().__init__()
-        self.launches = []
-
-    def kernel(self, name, *, shared_bytes=0):
-        return Kernel(None, name)
-
-    def launch(self, kernel, grid, block, arguments, *, shared_bytes=0, overlap=False):
-        self.launches.append((kernel.name, grid, block, arguments, shared_bytes))
 
 
 def launches(shape, prefill):

@@ -1,4 +1,5 @@
-// DFlash2's grouped dynamic convolution over the rows of a block in each slot, with what follows it: the residual and the next RMS norm.
+// DFlash2's grouped dynamic convolution over the rows of a block in each slot, with what follows it: the residual and the
+// next RMS norm.
 #include "blocks.cuh"
 #include "norm.cuh"
 
@@ -34,7 +35,8 @@ __device__ __forceinline__ u32 convolved(const Conv& v, int row, int before, int
 }
 
 // out = bf16(conv), or bf16(residual + bf16(conv)), and its norm in the order of the kernel rms_norm, bit for bit. Blocks
-// (rows of a block, parts of the columns, slots), one part where there is a norm; columns is even. Dynamic shared memory: 2 * columns bytes.
+// (rows of a block, parts of the columns, slots), one part where there is a norm; columns is even. Dynamic shared memory:
+// 2 * columns bytes.
 extern "C" __global__ void __launch_bounds__(THREADS) conv_rows(const __grid_constant__ Conv v) {
   extern __shared__ u32 kept[];
   __shared__ float sums[NORM_THREADS / 32];

@@ -291,8 +291,8 @@ __device__ __forceinline__ void prepare(const Head& h, OwnRow* to, const RawOwn*
   }
 }
 
-// Grid [Hv, 2, slots]. A warp prepares rows, then has 8 columns; the last warp has the gates, and writes S and the tape beside
-// the rows' recurrence. Each block prepares the whole of q and k; the two share their sums of squares.
+// Grid [Hv, 2, slots]. A warp prepares rows, then has 8 columns; the last warp has the gates, and writes S and the tape
+// beside the rows' recurrence. Each block prepares the whole of q and k; the two share their sums of squares.
 //
 // Before griddepcontrol.wait the kernel reads S, the history and the tape, prepares the pending rows and replays them.
 // These were written by this layer's last pass, and a kernel that waits before it triggers lies between (prelude.cuh), so
@@ -301,8 +301,8 @@ __device__ __forceinline__ void prepare(const Head& h, OwnRow* to, const RawOwn*
 //
 // q and k of the tape and of the history belong to all blocks of a key head: the last of them to have read them writes
 // them. No fence is needed: what a block has read has returned before the barrier that its arrival follows. arrived
-// [slots, Hk] counts, and is zero again afterwards. v of a block's columns is its own. g and beta are the head's: its first block
-// writes them after the other's message.
+// [slots, Hk] counts, and is zero again afterwards. v of a block's columns is its own. g and beta are the head's: its
+// first block writes them after the other's message.
 extern "C" __global__ void __cluster_dims__(1, CLUSTER, 1) __launch_bounds__((WARPS + 1) * 32, 2)
     delta_verify(const u16* qkv, const u16* z, const u16* a, const u16* b, int qkv_stride, int z_stride, int a_stride,
                  int b_stride, const float* conv, const float* a_log, const float* dt_bias, const float* norm,
