@@ -10,15 +10,16 @@ import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from edge_dflash.backends.cuda.arguments import Argument, as_argument
 from edge_dflash.backends.cuda.memory import DevicePointer
 from edge_dflash.board.archs import supports
 from edge_dflash.board.linux import read_memory
-from edge_dflash.errors import BackendError
+from edge_dflash.errors import BackendError, DeviceLostError
 
 try:
     from cuda.bindings import driver as cu
@@ -26,11 +27,6 @@ except ModuleNotFoundError as missing:  # pragma: no cover - depends on the inst
     raise BackendError(
         f"the native backend needs {missing.name}; install it with: pip install 'edge-dflash[cuda]'"
     ) from None
-from edge_dflash.backends.cuda.status import check as _check  # behind what it needs
-
-Argument: TypeAlias = "DevicePointer | int | float | ctypes._SimpleCData[Any] | ctypes.Structure"
-"""A kernel argument: a pointer, an int (passed as int32), a float (float32), a ctypes scalar of any other type, or a
-ctypes structure, passed by value."""
 
 
 @dataclass(frozen=True)
@@ -174,7 +170,7 @@ class Gpu:
             attribute.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
             attribute.value.programmaticStreamSerializationAllowed = 1
             config.attrs, config.numAttrs = [attribute], 1
-        values, types = zip(*(_argument(a) for a in arguments), strict=True) if arguments else ((), ())
+        values, types = zip(*(as_argument(a) for a in arguments), strict=True) if arguments else ((), ())
         _check(cu.cuLaunchKernelEx(config, kernel.handle, (values, types), 0), f"launching {kernel.name}")
 
     def most_clusters(self, kernel: Kernel, blocks: int, threads: int, shared_bytes: int) -> int:
@@ -275,15 +271,23 @@ def _launch_config(grid: tuple[int, int, int], block: int, shared_bytes: int) ->
     return config
 
 
-def _argument(value: Argument) -> tuple[Any, Any]:
-    match value:
-        case DevicePointer():
-            return value.address, ctypes.c_void_p
-        case int():
-            return int(value), ctypes.c_int32
-        case float():
-            return value, ctypes.c_float
-        case ctypes.Structure():
-            return value, None
-        case _:
-            return value.value, type(value)
+_LASTING = frozenset(
+    f"CUDA_ERROR_{name}"
+    for name in (
+        *("ILLEGAL_ADDRESS", "LAUNCH_TIMEOUT", "ASSERT", "HARDWARE_STACK_ERROR", "ILLEGAL_INSTRUCTION", "INVALID_PC"),
+        *("MISALIGNED_ADDRESS", "INVALID_ADDRESS_SPACE", "LAUNCH_FAILED", "ECC_UNCORRECTABLE", "NVLINK_UNCORRECTABLE"),
+        *("CONTAINED", "CONTEXT_IS_DESTROYED", "DEVICE_UNAVAILABLE", "EXTERNAL_DEVICE", "UNKNOWN"),
+    )
+)
+"""Statuses after which a context is of no use any more."""
+
+
+def _check(result: tuple[Any, ...], doing: str) -> Any:
+    """Value of a driver call; raises BackendError with the driver's words when it failed."""
+    status, *values = result
+    if status != cu.CUresult.CUDA_SUCCESS:
+        said = (cu.cuGetErrorName(status), cu.cuGetErrorString(status))
+        words = " ".join(text.decode() for _, text in said if text)
+        lost = getattr(status, "name", "") in _LASTING
+        raise (DeviceLostError if lost else BackendError)(f"{doing} failed: {words or status}")
+    return values[0] if len(values) == 1 else tuple(values)

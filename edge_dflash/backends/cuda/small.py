@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from edge_dflash.backends.cuda.driver import Argument, Gpu, Module
+from edge_dflash.backends.cuda.arguments import Argument
+from edge_dflash.backends.cuda.driver import Gpu, Module
 from edge_dflash.backends.cuda.linear import Norm
 from edge_dflash.backends.cuda.memory import CONTROL_BYTES, NULL, Array, ControlBlock, DevicePointer, Matrix
 from edge_dflash.model.ops import Add, Elementwise, SwiGlu
