@@ -27,12 +27,12 @@ from edge_dflash.backends.cuda.sample import Sampler, SamplingBuffers
 from edge_dflash.backends.cuda.schedule import schedule
 from edge_dflash.backends.cuda.splits import MOST_ROWS, StreamSplits, row_tile
 from edge_dflash.backends.cuda.states import Sizes, States
-from edge_dflash.backends.cuda.steps import Convolve, Head, Project
+from edge_dflash.backends.cuda.steps import Convolve, Head, PassStep, Project
 from edge_dflash.backends.cuda.walk import UNIT as WALK_UNIT
 from edge_dflash.backends.cuda.walk import DeviceWalk
 from edge_dflash.backends.cuda.walk_shape import WalkBuffers, WalkWeights
 from edge_dflash.backends.cuda.weights import NativeWeights
-from edge_dflash.decode.backend import Precision
+from edge_dflash.decode.backend import Precision, lane_steps
 from edge_dflash.errors import BackendError
 from edge_dflash.model.ops import Embed
 from edge_dflash.model.program import PairPrograms
@@ -246,14 +246,18 @@ class Launches:
         self._most_rows = max(layout.sizes.prefill_rows, layout.sizes.most_rows)
         self._gpu, self._linears = gpu, Linears(gpu, self._cubin, most_rows=row_tile(layout.sizes.most_rows))
         for name, each in layout.schedules.items():
-            rows = layout.sizes.rows if name == "prefill" else layout.sizes.slots * layout.sizes.of_pass(name)
-            for step in each.steps:
-                if isinstance(step, Project):
-                    splits = self._linears.choose(step.stack.layout, rows, may_split=True)
-                    most = max(most, splits.sum_bytes(step.stack.layout) if isinstance(splits, StreamSplits) else 0)
-                elif isinstance(step, Head):
-                    most = max(most, self._linears.choose(step.stack.layout, rows).rank_bytes)
+            sizes, prefill = layout.sizes, name == "prefill"
+            rows = sizes.rows if prefill else sizes.of_pass(name)
+            for slots in (1,) if prefill else lane_steps(sizes.slots):
+                most = max(most, *(self._scratch(step, slots * rows) for step in each.steps), 0)
         return most
+
+    def _scratch(self, step: PassStep, rows: int) -> int:
+        """Bytes of scratch of a step over so many rows."""
+        if isinstance(step, Project):
+            splits = self._linears.choose(step.stack.layout, rows, may_split=True)
+            return splits.sum_bytes(step.stack.layout) if isinstance(splits, StreamSplits) else 0
+        return self._linears.choose(step.stack.layout, rows).rank_bytes if isinstance(step, Head) else 0
 
     def count(self, memory: Allocator) -> None:
         """Count all stacks."""

@@ -159,6 +159,8 @@ class Pass(Frame):
         """See :class:`Frame`. Linears take the rows of a tile all the same."""
         narrowed = copy.copy(self)
         narrowed.rows, narrowed.words = slots * rows, replace(self.words, block=rows, slots=slots)
+        if slots > 1:  # kernels of more rows may read another order
+            narrowed._in_blocks = strides_of_blocks(self.schedule, narrowed._window)
         return narrowed
 
     def _window(self, stack: Stack) -> int:
