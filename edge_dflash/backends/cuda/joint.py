@@ -68,6 +68,7 @@ class Together(ABC):
             try:
                 return [self.cycle(asked[0])]
             except (Interrupted, RequestError) as error:
+                self._lane(asked[0].lane).verified = None  # nothing of it can be committed
                 return [error]
         graphs = self._joint[min(slots for slots in self._joint if slots >= len(asked))]
         lanes = self._slots.arrange((one.lane for one in asked), graphs.capture.slots)
