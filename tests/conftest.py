@@ -15,6 +15,7 @@ from paths import DEMO
 
 from edge_dflash.common.files import directory
 
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy's, before it is loaded; as torch's below
 settings.register_profile("emulated", deadline=None, suppress_health_check=[HealthCheck.too_slow])  # scripts/aarch64.sh
 
 if find_spec("torch"):
@@ -38,6 +39,16 @@ else:
 def pytest_xdist_auto_num_workers() -> int:
     """One worker more than cores: tests of the service and of other processes mostly wait."""
     return (os.cpu_count() or 1) + 1
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _few_measurements():
+    """Opening a bundle measures each number of drafts once: what is chosen by that changes no token."""
+    from edge_dflash.decode import drafts
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(drafts, "REPEATS", 1)
+        yield
 
 
 @pytest.fixture(scope="session")

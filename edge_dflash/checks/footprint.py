@@ -56,10 +56,10 @@ class MemoryBytes:
     target_weights: int = _label("target weights")
     drafter_weights: int = _label("drafter weights")
     embedding: int = _label("embedding")  # wide rows for the gather
-    target_kv: int = _label("target K/V")  # max_context rows
-    drafter_kv: int = _label("drafter K/V")  # max_context rows
-    delta_state: int = _label("gated delta state, one slot")
-    tape: int = _label("replay tape, one block")
+    target_kv: int = _label("target K/V")  # max_context rows a lane
+    drafter_kv: int = _label("drafter K/V")  # max_context rows a lane
+    delta_state: int = _label("gated delta state, a slot for each lane")
+    tape: int = _label("replay tape, a block for each lane")
     scratch: int = _label("scratch")  # peak of tensors alive in a prefill chunk or a block
 
 
@@ -209,21 +209,28 @@ def cycle_bytes(
 
 
 def memory_bytes(
-    programs: PairPrograms, stored: Mapping[str, int], pair: PairSpec, max_context: int, chunk: int, kv: KvFormat
+    programs: PairPrograms,
+    stored: Mapping[str, int],
+    pair: PairSpec,
+    max_context: int,
+    chunk: int,
+    kv: KvFormat,
+    lanes: int = 1,
 ) -> MemoryBytes:
     """Resident bytes; ``stored`` is the bytes of each weight that is not read from another's."""
     states = programs.states.values()
     block, rows = pair.block_size, pair.verify_rows
-    passes = ((programs.prefill, min(chunk, max_context)), (programs.verify, rows), (programs.propose, block))
+    chunk = min(chunk, max_context)
+    passes = ((programs.prefill, chunk, 1), (programs.verify, rows, lanes), (programs.propose, block, lanes))
     return MemoryBytes(
         target_weights=_sum(stored, programs.verify, "target."),
         drafter_weights=sum(size for name, size in stored.items() if name.startswith("drafter.")),
         embedding=sum(size for name, size in stored.items() if programs.weights[name].kind == "embedding"),
-        target_kv=_kv_bytes(programs.verify, 0, max_context, kv, Attend),
-        drafter_kv=_kv_bytes(programs.propose, 0, max_context, kv, Attend),
-        delta_state=delta_bytes(states),
-        tape=rows * tape_bytes_per_row(states),
-        scratch=max(scratch_bytes(program, rows) for program, rows in passes),
+        target_kv=lanes * _kv_bytes(programs.verify, 0, max_context, kv, Attend),
+        drafter_kv=lanes * _kv_bytes(programs.propose, 0, max_context, kv, Attend),
+        delta_state=lanes * delta_bytes(states),
+        tape=lanes * rows * tape_bytes_per_row(states),
+        scratch=max(slots * scratch_bytes(program, rows) for program, rows, slots in passes),
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -17,6 +18,7 @@ from edge_dflash.board.profiles import SYSTEM_BYTES, BoardProfile
 from edge_dflash.bundle.manifest import Manifest
 from edge_dflash.checks import footprint
 from edge_dflash.checks.by_drafts import DraftCost, by_drafts
+from edge_dflash.checks.by_lanes import Joint, LaneCosts, lane_costs
 from edge_dflash.checks.footprint import CycleBytes, MemoryBytes
 from edge_dflash.errors import RequestError
 from edge_dflash.model import pair_programs
@@ -60,6 +62,7 @@ class Inspection:
     cycle: CycleBytes
     memory: MemoryBytes
     by_drafts: tuple[DraftCost, ...]  # from none on; () where rows read what one row reads
+    by_lanes: LaneCosts
 
     @property
     def verify_bytes(self) -> int:
@@ -154,6 +157,7 @@ class Inspection:
             "kv_format": self.kv_format,
             "drafter_masks": [asdict(mask) for mask in self.drafter_masks],
             "by_drafts": [asdict(each) for each in self.by_drafts],
+            "lanes": self.by_lanes.to_json(),
             "cycle": asdict(self.cycle),
             "memory": asdict(self.memory),
             "weights": [asdict(group) for group in self.weights],
@@ -171,10 +175,12 @@ def inspect_pair(
     prefill_chunk: int | None = None,
     kv_format: KvFormat = "fp8",
     plans: bool = False,
+    lanes: int = 1,
 ) -> Inspection:
     """Cost a pair. ``formats``: storage of each weight by canonical name.
 
     ``context``: committed tokens at which a cycle is costed; None takes DEFAULT_CONTEXT or what ``max_context`` allows.
+    ``lanes`` sequences are held at once.
     ``prefill_chunk``: None takes the default of the board's architecture, with ``plans`` or without.
     Raises RequestError when ``max_context`` or ``context`` leaves no room for a block.
     """
@@ -198,6 +204,7 @@ def inspect_pair(
     stored = {name: size for name, size in read.items() if formats[name] != TIED}
     target = [state for name, state in programs.states.items() if name.startswith("target.")]
     drafter = [state for name, state in programs.states.items() if name.startswith("drafter.")]
+    held = partial(footprint.memory_bytes, programs, stored, spec, max_context, prefill_chunk, kv_format)
     return Inspection(
         architecture=spec.target.architecture,
         board=board,
@@ -214,8 +221,9 @@ def inspect_pair(
         tape_bytes_per_row=footprint.tape_bytes_per_row(target),
         state_bytes=footprint.delta_bytes(target),
         cycle=footprint.cycle_bytes(programs, read, spec, context, kv_format),
-        memory=footprint.memory_bytes(programs, stored, spec, max_context, prefill_chunk, kv_format),
+        memory=held(lanes),
         by_drafts=by_drafts(spec, programs, read, context, kv_format),
+        by_lanes=lane_costs(Joint(spec, programs, read, context, kv_format, board), held, lanes),
     )
 
 
@@ -229,7 +237,13 @@ def default_chunk(arch: Arch | None, programs: PairPrograms, max_context: int, *
 
 
 def inspect_recipe(
-    spec: PairSpec, recipe: Recipe, *, board: BoardProfile, max_context: int | None = None, context: int | None = None
+    spec: PairSpec,
+    recipe: Recipe,
+    *,
+    board: BoardProfile,
+    max_context: int | None = None,
+    context: int | None = None,
+    lanes: int | None = None,
 ) -> Inspection:
     """Cost a pair that is to be built with ``recipe`` from wide checkpoints; sizes default to the recipe's.
 
@@ -248,10 +262,13 @@ def inspect_recipe(
         prefill_chunk=recipe.context.prefill_chunk,
         kv_format="fp8" if recipe.kv == "fp8" else "bfloat16",
         plans=recipe.activations == "nvfp4",  # which only TensorRT computes
+        lanes=recipe.context.lanes if lanes is None else lanes,
     )
 
 
-def inspect_manifest(manifest: Manifest, *, board: BoardProfile, context: int | None = None) -> Inspection:
+def inspect_manifest(
+    manifest: Manifest, *, board: BoardProfile, context: int | None = None, lanes: int | None = None
+) -> Inspection:
     """Cost a built bundle. Raises RequestError when ``context`` leaves no room for a block."""
     return inspect_pair(
         manifest.pair,
@@ -261,6 +278,7 @@ def inspect_manifest(manifest: Manifest, *, board: BoardProfile, context: int | 
         context=context,
         prefill_chunk=manifest.prefill_chunk,
         kv_format=manifest.precision.kv,
+        lanes=manifest.lanes if lanes is None else lanes,
     )
 
 

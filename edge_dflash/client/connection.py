@@ -7,16 +7,15 @@ import json
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import Future
 from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
-from edge_dflash.client.api import Reading, Server, ask, error_of
-from edge_dflash.decode.accept import FinishReason
+from edge_dflash.client.api import Server, ask
+from edge_dflash.client.asking import Asking, fail, open_of, take, unreadable
+from edge_dflash.client.reading import Reading, error_of
 from edge_dflash.decode.options import Options, Task
 from edge_dflash.errors import EdgeDflashError, RequestError, ServiceError
-from edge_dflash.result import Increment, Plan
-from edge_dflash.runner.ticket import Ticket
+from edge_dflash.result import Plan
 from edge_dflash.text.template import Message
 
 T = TypeVar("T")
@@ -128,63 +127,72 @@ class Connection:
         before: Sequence[Message] = (),
         session: str | None = None,
         ended: Callable[[Plan], None] = lambda plan: None,
-    ) -> Asking:
+        count: int = 1,
+    ) -> tuple[Asking, ...]:
         """Send a request of ``began`` (time.perf_counter()); returns when the server took it. ``ended`` gets the plan.
 
         ``session`` is the server's; ``before``: messages of a conversation kept here. Raises what refuses it.
         """
-        path, body = ask(server, task, options, before, session=session)
+        path, body = ask(server, task, options, before, session=session, count=count)
         self._check_open()
         deadline = None if options.deadline is None else began + options.deadline
         if server.own and deadline is not None:
             body["edge_dflash"]["deadline_s"] = max(0.0, deadline - time.perf_counter())
             deadline += GRACE
-        asking = Asking(self._loop, Reading(options, began, server.own), ended)
-        future = asyncio.run_coroutine_threadsafe(self._ask(asking, path, body, deadline), self._loop)
+        readings = (Reading(options, began, server.own, index) for index in range(count))
+        askings = tuple(Asking(self._loop, reading, ended) for reading in readings)
+        future = asyncio.run_coroutine_threadsafe(self._ask(askings, path, body, deadline), self._loop)
         try:
-            asking.admitted.result()
+            for asking in askings:
+                asking.admitted.result()
         except BaseException:
-            asking.cancelled = True
+            for asking in askings:
+                asking.cancelled = True
             future.cancel()
             raise
-        return asking
+        return askings
 
-    async def _ask(self, asking: Asking, path: str, body: dict[str, Any], deadline: float | None) -> None:
-        asking.task = asyncio.current_task()
-        timer = None
-        if deadline is not None:
-            timer = self._loop.call_later(max(0.0, deadline - time.perf_counter()), asking.cut, "deadline")
+    async def _ask(self, askings: Sequence[Asking], path: str, body: dict[str, Any], deadline: float | None) -> None:
+        timers = []
+        for asking in askings:
+            asking.task, asking.together = asyncio.current_task(), askings
+            if deadline is not None:
+                left = max(0.0, deadline - time.perf_counter())
+                timers.append(self._loop.call_later(left, asking.cut, "deadline"))
         try:
-            if asking.reason is None:
-                await self._read(asking, path, body)
+            if any(asking.reason is None for asking in askings):
+                await self._read(askings, path, body)
             elif (task := asyncio.current_task()) is not None:
                 task.cancel()
                 await asyncio.sleep(0)
-            if not asking.reading.finished:
-                raise ServiceError("the connection ended before the answer did; ask again")
-            asking.settle(asking.reading.plan())
+            for asking in open_of(askings):
+                if not asking.reading.finished:
+                    raise ServiceError("the connection ended before the answer did; ask again")
+                asking.settle(asking.reading.plan())
         except asyncio.CancelledError:
-            asking.give_up()
+            for asking in open_of(askings):
+                asking.give_up()
         except EdgeDflashError as error:
-            asking.fail(error)
+            fail(askings, error)
         except self._errors as error:
-            asking.fail(self._lost(error))
+            fail(askings, self._lost(error))
         except Exception as error:
-            asking.fail(_unreadable(error))
+            fail(askings, unreadable(error))
         finally:
-            if timer is not None:
+            for timer in timers:
                 timer.cancel()
 
-    async def _read(self, asking: Asking, path: str, body: dict[str, Any]) -> None:
+    async def _read(self, askings: Sequence[Asking], path: str, body: dict[str, Any]) -> None:
         async with self._client.stream("POST", path, json=body) as response:
             if response.status_code != 200:
                 raise error_of(response.status_code, _json(await response.aread()))
-            asking.admit()
+            for asking in open_of(askings):
+                asking.admit()
             rest = b""
             async for piece in response.aiter_bytes():
                 *lines, rest = (rest + piece).split(b"\n")  # and nowhere else: an answer may hold U+2028
                 for line in lines:
-                    if _take(asking, line):
+                    if take(askings, line):
                         return
 
     def _lost(self, error: Exception) -> ServiceError:
@@ -194,101 +202,6 @@ class Connection:
     def _check_open(self) -> None:
         if self._closed:
             raise RequestError("the planner is closed and takes no more requests; connect again")
-
-
-class Asking:
-    """One request on its way: what a stream asks of it (``cancelled``, ``unstarted``)."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, reading: Reading, ended: Callable[[Plan], None]) -> None:
-        self.reading = reading
-        self.admitted: Future[None] = Future()
-        self.ticket: Ticket[Increment, Plan] = Ticket(asked=lambda ticket: self._cancel())
-        self.task: asyncio.Task[None] | None = None
-        self.reason: FinishReason | None = None  # why it was cut
-        self._loop = loop
-        self._ended = ended
-
-    @property
-    def cancelled(self) -> bool:
-        """Whether it was cut; setting it cuts it."""
-        return self.reason is not None
-
-    @cancelled.setter
-    def cancelled(self, wanted: bool) -> None:
-        if wanted:
-            self._cancel()
-
-    def reader(self) -> Callable[[Increment], Increment]:
-        """The server made the increments."""
-        return lambda increment: increment
-
-    def unstarted(self) -> Plan:
-        """The plan of a request of which nothing came."""
-        return self.reading.plan(self.reason or "cancelled")
-
-    def cut(self, reason: FinishReason) -> None:
-        """Stop reading; what came is the plan. Called on the loop."""
-        if self.reason is None and not self.ticket.done:
-            self.reason = reason
-            if self.task is not None:
-                self.task.cancel()
-
-    def _cancel(self) -> bool:
-        if self.ticket.done:
-            return False
-        try:
-            self._loop.call_soon_threadsafe(self.cut, "cancelled")
-        except RuntimeError:  # the loop is closed, and so is the request
-            return False
-        return True
-
-    def admit(self) -> None:
-        """The server took it."""
-        self.ticket._start()
-        self.admitted.set_result(None)
-
-    def settle(self, plan: Plan) -> None:
-        """It has ended."""
-        self._ended(plan)
-        self.ticket._succeed(plan)
-        if not self.admitted.done():
-            self.admitted.set_result(None)
-
-    def give_up(self) -> None:
-        """It was cut: what came is the plan."""
-        try:
-            plan = self.reading.plan(self.reason or "cancelled")
-        except Exception as error:
-            self.fail(_unreadable(error))
-        else:
-            self.settle(plan)
-
-    def fail(self, error: EdgeDflashError) -> None:
-        """It ended with an error: at the call if the server did not take it, else at the stream."""
-        try:
-            plan = self.reading.plan("cancelled")
-        except Exception:  # what came is what cannot be read
-            plan = Reading(self.reading.options, self.reading.began, self.reading.own).plan("cancelled")
-        self._ended(plan)
-        self.ticket._fail(error)
-        if not self.admitted.done():
-            self.admitted.set_exception(error)
-
-
-def _unreadable(error: Exception) -> ServiceError:
-    return ServiceError(f"the server's answer cannot be read ({type(error).__name__}: {error})")
-
-
-def _take(asking: Asking, line: bytes) -> bool:
-    """Take a line of an event stream; returns whether it is the last one."""
-    if not line.startswith(b"data:"):
-        return False
-    data = line.removeprefix(b"data:").strip()
-    if data == b"[DONE]":
-        return True
-    if (increment := asking.reading.add(data.decode("utf-8", "replace"))) is not None:
-        asking.ticket._add(increment)
-    return False
 
 
 def _json(data: bytes) -> object:

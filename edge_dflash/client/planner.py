@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import secrets
 import threading
-import time
 import weakref
 from contextlib import AbstractContextManager, suppress
 from functools import partial
@@ -18,13 +17,15 @@ from typing import Any, Unpack
 from urllib.parse import quote
 
 from edge_dflash.client.api import pick
-from edge_dflash.client.connection import Asking, Connection
+from edge_dflash.client.asking import Asking
+from edge_dflash.client.connection import Connection
 from edge_dflash.common import rules
 from edge_dflash.common.rules import Rule
 from edge_dflash.decode.backend import PairShape
 from edge_dflash.decode.options import Options, PlanOptions, Task, as_messages, token_ids
 from edge_dflash.errors import EdgeDflashError, RequestError
 from edge_dflash.result import Plan
+from edge_dflash.runner.planning import Planning
 from edge_dflash.runner.request import as_message
 from edge_dflash.runner.stream import AsyncPlanStream, PlanStream
 from edge_dflash.text.chat import Answer
@@ -49,8 +50,13 @@ def _kept_there(name: str) -> Any:
     return property(refuse, doc="Raises RequestError.")
 
 
-class RemotePlanner(AbstractContextManager["RemotePlanner"]):
-    """A pair that another process serves. Made by ``Planner.connect``; all methods may be called from any thread."""
+class RemotePlanner(Planning["RemoteSession"], AbstractContextManager["RemotePlanner"]):
+    """A pair that another process serves. Made by ``Planner.connect``; all methods may be called from any thread.
+
+    Requests raise RequestError also for options that the server has no word for, ServiceError when it cannot be reached
+    or fails. Cancelling the last stream of a request leaves the connection: what came until then is the plan, and the
+    server ends the request within a cycle.
+    """
 
     def __init__(
         self, url: str, *, model: str | None = None, api_key: str | None = None, timeout: float = 600.0
@@ -110,34 +116,16 @@ class RemotePlanner(AbstractContextManager["RemotePlanner"]):
     failure = _kept_there("failure")
     drafting = _kept_there("drafting")
 
-    def plan(self, task: Task, *, session: RemoteSession | None = None, **options: Unpack[PlanOptions]) -> Plan:
-        """Make the whole plan; see :meth:`stream`."""
-        return self.stream(task, session=session, **options).plan
-
-    def stream(self, task: Task, *, session: RemoteSession | None = None, **options: Unpack[PlanOptions]) -> PlanStream:
-        """Send a request and return its increments; see ``Planner.stream``.
-
-        Raises RequestError for bad input and for options that the server has no word for, ContextError,
-        QueueFullError, and ServiceError when the server cannot be reached or fails. Cancelling leaves the connection:
-        what came until then is the plan, and the server ends the request within a cycle.
-        """
-        began, chosen = time.perf_counter(), Options.of(options)
+    def _ask(
+        self, task: Task, session: RemoteSession | None, options: Options, began: float, count: int = 1
+    ) -> tuple[PlanStream, ...]:
+        """Send a request."""
         if session is None:
-            asking = self._connection.ask(self._server, task, chosen, began)
+            askings = self._connection.ask(self._server, task, options, began, count=count)
         else:
             rules.checked(_SESSION, {"session": session})
-            asking = session._ask(self, task, chosen, began)
-        return PlanStream(asking, asking.ticket, owner=self)
-
-    async def aplan(self, task: Task, *, session: RemoteSession | None = None, **options: Unpack[PlanOptions]) -> Plan:
-        """Make the whole plan without blocking the loop; see :meth:`stream`."""
-        return await self.astream(task, session=session, **options).result()
-
-    def astream(
-        self, task: Task, *, session: RemoteSession | None = None, **options: Unpack[PlanOptions]
-    ) -> AsyncPlanStream:
-        """:meth:`stream` for ``async for`` and ``async with``; its errors come with the first ``await``."""
-        return AsyncPlanStream(partial(self.stream, task, session=session, **options))
+            askings = session._ask(self, task, options, began)
+        return tuple(PlanStream(asking, asking.ticket, owner=self) for asking in askings)
 
     def encode(self, task: Task, *, thinking: bool = False, raw: bool = False) -> tuple[int, ...]:
         """Token ids of a task. Raises RequestError where the server cannot tell them."""
@@ -257,7 +245,7 @@ class RemoteSession(AbstractContextManager["RemoteSession"]):
             with suppress(EdgeDflashError):
                 self._connection.session("DELETE", name)
 
-    def _ask(self, planner: RemotePlanner, task: Task, options: Options, began: float) -> Asking:
+    def _ask(self, planner: RemotePlanner, task: Task, options: Options, began: float) -> tuple[Asking, ...]:
         if planner is not self._planner:
             raise RequestError("the session belongs to another planner; use the one that made it")
         with self._lock:

@@ -122,7 +122,7 @@ class Planning(Generic[S]):
         chosen = Options.of(options)
         n, rank = _checked(n, rank, session)
         asked, count = _scored(chosen, n, rank), _distinct(chosen, n)
-        streams = _apart(lambda: self._ask(task, session, asked, time.perf_counter(), count), count)
+        streams = apart(lambda: self._ask(task, session, asked, time.perf_counter(), count), count)
         try:
             plans = await asyncio.gather(*(stream.result() for stream in streams))
         except BaseException:
@@ -138,7 +138,7 @@ class Planning(Generic[S]):
     def astreams(self, task: Task, n: int, **options: Unpack[PlanOptions]) -> tuple[AsyncPlanStream, ...]:
         """:meth:`streams` for asyncio; all begin with the first ``await`` of one of them."""
         n, _ = _checked(n, None, None)
-        return _apart(partial(self.streams, task, n, **options), n)
+        return apart(partial(self.streams, task, n, **options), n)
 
 
 def _checked(n: int, rank: Rank | None, session: object) -> tuple[int, Rank | None]:
@@ -186,7 +186,7 @@ def _number(value: object) -> float:
     return float(value)
 
 
-def _apart(begin: Callable[[], tuple[PlanStream, ...]], count: int) -> tuple[AsyncPlanStream, ...]:
+def apart(begin: Callable[[], tuple[PlanStream, ...]], count: int) -> tuple[AsyncPlanStream, ...]:
     """Streams for asyncio that begin together, on the thread of the first."""
     shared = _Shared(begin)
     shared.streams = tuple(AsyncPlanStream(partial(shared.take, index)) for index in range(count))

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import Sequence
+from contextlib import aclosing
 from functools import partial
 from typing import Any
 
@@ -15,15 +16,19 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from edge_dflash.board.state import BoardState
+from edge_dflash.decode.options import PlanOptions
 from edge_dflash.errors import ContextError, EdgeDflashError
 from edge_dflash.result import Increment, Plan
-from edge_dflash.runner.stream import AsyncPlanStream, PlanStream
+from edge_dflash.runner.planning import apart
+from edge_dflash.runner.stream import PlanStream
+from edge_dflash.serve.choices import merged, span
 from edge_dflash.serve.fields import Refusal, dump, json_response
 from edge_dflash.serve.limits import SMALL, read_body, turn
 from edge_dflash.serve.openai import Call, chat_call, completion_call
 from edge_dflash.serve.openapi import RUNS, STORED, WITH_BODY, Operations, Read, ref
 from edge_dflash.serve.replies import Writer
 from edge_dflash.serve.service import Service, log
+from edge_dflash.session import PlannerSession
 
 ALIVE = 10.0  # seconds without an event after which a comment is sent: a client that died is found
 _HEADERS = [
@@ -53,10 +58,10 @@ class Running:
         self._counted = False
         self._began = 0.0  # time.perf_counter() of its call to the planner
         self.writer = Writer(call, service.config.model, planner.fingerprint[:16])
-        self.stream = AsyncPlanStream(self._begin)
-        service.streams.add(self.stream)
+        self.streams = apart(self._begin, call.distinct)
+        service.streams.update(self.streams)
 
-    def _begin(self) -> PlanStream:
+    def _begin(self) -> tuple[PlanStream, ...]:
         """Hand the request to the planner. On a thread: opening a session may wait for the engine."""
         call, planner, session = self.call, self._planner, None
         if call.session is not None:
@@ -74,12 +79,21 @@ class Running:
         if (seconds := options.get("deadline", self._service.config.timeouts.deadline or None)) is not None:
             options["deadline"] = max(0.0, self._arrived + seconds - time.perf_counter())
         try:
-            return planner.stream(task, session=session, **options)
+            return self._asked(task, session, options)
         except ContextError:
             if not call.budget_is_default or options["max_new_tokens"] is None:
                 raise
         options["max_new_tokens"] = None
-        return planner.stream(task, session=session, **options)
+        return self._asked(task, session, options)
+
+    def _asked(self, task: Any, session: PlannerSession | None, options: PlanOptions) -> tuple[PlanStream, ...]:
+        if (count := len(self.streams)) > 1:
+            return self._planner.streams(task, count, **options)
+        return (self._planner.stream(task, session=session, **options),)
+
+    async def admit(self) -> None:
+        """Hand the request to the planner. Raises what refuses it."""
+        await asyncio.gather(*(stream.__aenter__() for stream in self.streams))
 
     async def watch(self, receive: Receive) -> None:
         """End the request when its client leaves."""
@@ -89,48 +103,55 @@ class Running:
 
     def _leave(self) -> None:
         self.disconnected = True
-        self.stream.cancel()
+        for stream in self.streams:
+            stream.cancel()
 
-    async def finish(self) -> tuple[Plan, dict[str, Any]]:
-        """The plan, counted and its session saved if that is wanted after every turn; what is told beside it."""
-        service, plan = self._service, await self.stream.result()
-        self._count(plan)
-        if self.call.session is not None and plan.tokens and service.config.sessions.save == "turn":
+    async def finish(self) -> tuple[list[Plan], dict[str, Any]]:
+        """A plan for each choice, counted, the session saved where that is wanted every turn; what is told beside."""
+        service, plans = self._service, [await stream.result() for stream in self.streams]
+        self._count(plans)
+        if self.call.session is not None and plans[0].tokens and service.config.sessions.save == "turn":
             try:
                 await service.on_thread(partial(self._sessions.save, self.call.session))
             except EdgeDflashError as error:  # the answer is there all the same
                 log.error("session %s was not saved: %s", self.call.session, error)
                 self._session_error = str(error)
         state: BoardState = await service.on_thread(service.board)
-        joules = self._joules(plan)
+        joules = self._joules(plans)
         board = state.brief() if joules is None else {**state.brief(), "joules": joules}
         details = {"board": board, "session_error": self._session_error}
-        return plan, {name: value for name, value in details.items() if value}
+        plans *= self.call.n // len(plans)
+        return plans, {name: value for name, value in details.items() if value}
 
-    def _count(self, plan: Plan) -> None:
+    def _count(self, plans: Sequence[Plan]) -> None:
         if self._counted:
             return
         self._counted = True
-        self._service.metrics.plan(plan, self._account)
-        if (joules := self._joules(plan)) is not None:
+        for plan in plans:
+            self._service.metrics.plan(plan, self._account, first=plan is plans[0])
+        if (joules := self._joules(plans)) is not None:
             self._service.metrics.joules.labels(self._service.power.rail).observe(joules)
-        if plan.tokens:
-            self._service.seconds.append(plan.timings.total_seconds - plan.timings.queue_seconds)
+        if any(plan.tokens for plan in plans):
+            queued, total = span(plans)
+            self._service.seconds.append(total - queued)
 
-    def _joules(self, plan: Plan) -> float | None:
-        """Energy of the board while a plan was made; None where it does not say its power."""
-        queued, total = plan.timings.queue_seconds, plan.timings.total_seconds
+    def _joules(self, plans: Sequence[Plan]) -> float | None:
+        """Energy of the board while plans were made; None where it does not say its power."""
+        queued, total = span(plans)
         return self._service.power.joules(self._began + queued, self._began + total)
 
     async def end(self) -> None:
         """The request is over, however: nothing of it stays on the engine."""
         try:
-            await self.stream.aclose()
-            self._count(self.stream.plan)  # of a client that left: its tokens were made all the same
+            for stream in self.streams:
+                stream.cancel()
+            for stream in self.streams:
+                await stream.aclose()
+            self._count([stream.plan for stream in self.streams])  # of a client that left: its tokens were made anyway
         except Exception as error:
             log.debug("a request ended with %r", error)
         finally:
-            self._service.streams.discard(self.stream)
+            self._service.streams.difference_update(self.streams)
             if self._held is not None:
                 await self._service.on_thread(partial(self._sessions.release, self._held))
 
@@ -160,15 +181,15 @@ class Running:
     async def _events(self, send: Send) -> str:
         """Send them; returns the outcome."""
         try:
-            await self._event(send, self.writer.opening())
-            increments = aiter(self.stream)
-            while (part := await self._next(increments, send)) is not None:
-                piece = self.writer.piece(part)
-                await self._event(send, None if self.disconnected else piece)
-            plan, details = await self.finish()
-            for chunk in self.writer.closing(plan, details):
+            for chunk in self.writer.opening():
                 await self._event(send, chunk)
-            outcome: str = plan.finish_reason
+            async with aclosing(merged(self.streams, ALIVE)) as parts:
+                async for part in parts:
+                    await self._piece(send, part)
+            plans, details = await self.finish()
+            for chunk in self.writer.closing(plans, details):
+                await self._event(send, chunk)
+            outcome: str = plans[0].finish_reason
         except _GoneError:
             raise
         except Exception as error:
@@ -178,19 +199,14 @@ class Running:
         await self._data(send, b"data: [DONE]\n\n")
         return outcome
 
-    async def _next(self, increments: AsyncIterator[Increment], send: Send) -> Increment | None:
-        """The next increment, None at the end; a comment is sent whenever none came for a while."""
-        following: asyncio.Future[Increment] = asyncio.ensure_future(anext(increments))
-        try:
-            while not following.done():
-                done, _ = await asyncio.wait({following}, timeout=ALIVE)
-                if not done:
-                    await self._data(send, b": working\n\n")
-            return following.result()
-        except StopAsyncIteration:
-            return None
-        finally:
-            following.cancel()
+    async def _piece(self, send: Send, part: tuple[int, Increment] | None) -> None:
+        """Send an increment, to all choices that are made of its stream; without one, a comment."""
+        if part is None:
+            await self._data(send, b": working\n\n")
+            return
+        for choice in range(part[0], self.call.n, len(self.streams)):
+            piece = self.writer.piece(part[1], choice)
+            await self._event(send, None if self.disconnected else piece)
 
     async def _event(self, send: Send, value: dict[str, Any] | None) -> None:
         if value is not None:
@@ -250,14 +266,15 @@ async def _generate(service: Service, request: Request, read: Read, endpoint: st
         async with turn(request):
             if running.disconnected:
                 raise Refusal("the client went away", status=408, code="disconnected")
-            await running.stream.__aenter__()  # admission: its errors have statuses
+            await running.admit()  # its errors have statuses
         if call.stream:
             streaming, running = running, None
             return streaming
-        plan, details = await running.finish()
-        service.metrics.ended(endpoint, "disconnected" if running.disconnected else plan.finish_reason)
-        made = partial(running.writer.whole, plan, details)
-        return json_response(made()) if len(plan.tokens) < SMALL else await service.written(made)
+        plans, details = await running.finish()
+        service.metrics.ended(endpoint, "disconnected" if running.disconnected else plans[0].finish_reason)
+        made = partial(running.writer.whole, plans, details)
+        small = sum(len(plan.tokens) for plan in plans) < SMALL
+        return json_response(made()) if small else await service.written(made)
     except Exception as error:
         refused = service.refusal(error)
         gone = running is not None and running.disconnected

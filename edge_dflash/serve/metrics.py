@@ -129,17 +129,19 @@ class Metrics:
         self.pass_lanes.observe(lanes)
         self.pass_rows.observe(rows)
 
-    def plan(self, plan: Plan, account: str) -> None:
-        """Count a finished plan of an account."""
+    def plan(self, plan: Plan, account: str, *, first: bool = True) -> None:
+        """Count a finished plan of an account; of several candidates, only the ``first`` one's prompt and waiting."""
         if len(self._accounts) < ACCOUNTS:
             self._accounts.add(account)
         self.account_tokens.labels(account if account in self._accounts else OTHERS).inc(len(plan.tokens))
+        self.tokens.labels("generated").inc(len(plan.tokens))
+        if not first:
+            return
         self.queue_wait.observe(plan.timings.queue_seconds)
         if plan.timings.first_token_seconds:
             self.first_token.observe(plan.timings.first_token_seconds)
         self.tokens.labels("prompt").inc(plan.prompt_tokens)
         self.tokens.labels("reused").inc(plan.reused_tokens)
-        self.tokens.labels("generated").inc(len(plan.tokens))
 
     def text(self) -> bytes:
         """All of it, as Prometheus reads it."""

@@ -1,13 +1,13 @@
 """Bodies of the OpenAI API, read: what of a request becomes which option of a plan.
 
 Everything that is sent is used or refused by name. Parameters that OpenAI defines and that have one meaning here
-(``n``, penalties) are taken at that meaning only. What OpenAI does not define stands under ``edge_dflash``.
+(``best_of``, penalties) are taken at that meaning only. What OpenAI does not define stands under ``edge_dflash``.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -15,35 +15,15 @@ from edge_dflash.client.api import WORDS
 from edge_dflash.decode.options import PlanOptions
 from edge_dflash.decode.sampling import MOST_ALTERNATIVES
 from edge_dflash.errors import RequestError
+from edge_dflash.runner.planning import MOST_CANDIDATES
 from edge_dflash.serve.config import ServeConfig
 from edge_dflash.serve.fields import BodyFields, Refusal, session_name
 from edge_dflash.serve.limits import bound_request
-from edge_dflash.serve.openapi import COUNT, NAME, TEXT, Schema
+from edge_dflash.serve.openapi import NAME
+from edge_dflash.serve.shapes import CALLED, CHOICES, CONTENT, PROMPT, PROMPT_WHY, ROLES, SAID, STOP, TOOL, TOOL_CHOICE
 from edge_dflash.text.template import Message, content_text
 
 Prompt: TypeAlias = str | list[Message] | tuple[int, ...]
-
-
-def _object(needed: Sequence[str] = (), /, **properties: Schema) -> Schema:
-    """An object of just these properties; with ``needed``, of those and perhaps more."""
-    made: Schema = {"type": "object", "properties": properties, "required": list(needed or properties)}
-    return made if needed else {**made, "additionalProperties": False}
-
-
-_STOP = {"type": "string", "minLength": 1, "maxLength": 999}
-_ROLES = ("system", "developer", "user", "assistant", "tool")
-_CONTENT = {"anyOf": [TEXT, {"type": "array", "items": _object(type={"const": "text"}, text=TEXT)}]}
-_SAID = {"required": ["role", "content"], "properties": {"content": {"not": {"type": "null"}}}}
-_CALLED = {"required": ["role", "tool_calls"], "properties": {"tool_calls": {"type": "array", "minItems": 1}}}
-_ONE = {"anyOf": [{"type": "string", "minLength": 1}, {"type": "array", "items": COUNT, "minItems": 1}]}
-_PROMPT = {"anyOf": [*_ONE["anyOf"], {"type": "array", "items": _ONE, "minItems": 1, "maxItems": 1}]}
-_PROMPT_WHY = "give one text, or one list of token ids"
-_FUNCTION = {"type": {"const": "function"}}
-_TOOL = _object(
-    ["function"], **_FUNCTION, function=_object(["name"], name=TEXT, parameters={"type": ["object", "null"]})
-)
-_WORDS = ("auto", "none", "required")
-_TOOL_CHOICE = {"anyOf": [{"enum": list(_WORDS)}, _object(**_FUNCTION, function=_object(name=TEXT))]}
 
 
 @dataclass(frozen=True)
@@ -59,6 +39,12 @@ class Call:
     session: str | None
     with_tokens: bool  # token ids in every piece
     budget_is_default: bool  # max_new_tokens is the service's own: less will do where the context holds less
+    n: int  # choices: candidate i has the seed plus i
+
+    @property
+    def distinct(self) -> int:
+        """How many of the choices differ: without a temperature all are the same."""
+        return self.n if self.options["temperature"] else 1
 
 
 def chat_call(body: Mapping[str, Any], config: ServeConfig) -> Call:
@@ -73,7 +59,7 @@ def completion_call(body: Mapping[str, Any], config: ServeConfig) -> Call:
     prompt = _prompt(fields)
     fields.only("suffix", "", why="text behind the answer cannot be given")
     fields.only("echo", False, why="the prompt cannot be echoed; leave echo out")
-    fields.only("best_of", 1, why="one answer is made; give 1")
+    fields.only("best_of", 1, why="as many answers are made as n says; leave it out")
     return _call(fields, prompt, PlanOptions(), config, chat=False)
 
 
@@ -89,11 +75,13 @@ def _call(fields: BodyFields, task: Prompt, options: PlanOptions, config: ServeC
     user = fields.text("user")
     extra = fields.inner("edge_dflash") or BodyFields({}, "edge_dflash")
     session, with_tokens = _extension(extra, options, config)
+    if (n := fields.integer("n", 1, MOST_CANDIDATES) or 1) > 1 and session is not None:
+        fields.fail("n", n, "a session goes on from one answer; give 1, or leave session out")
     options["caller"] = (options.get("caller", user) or "")[:64]
     _fixed(fields)
     fields.done()
     bound_request(task, options, config.limits)
-    return Call(task, options, chat, model, stream, include_usage, session, with_tokens, budget_is_default)
+    return Call(task, options, chat, model, stream, include_usage, session, with_tokens, budget_is_default, n)
 
 
 def _form(fields: BodyFields, options: PlanOptions) -> None:
@@ -160,7 +148,7 @@ def _budget(fields: BodyFields, options: PlanOptions, most: int) -> bool:
 
 
 def _stop(fields: BodyFields, options: PlanOptions) -> None:
-    if (stop := fields.take("stop", {"anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": 16}]})) is None:
+    if (stop := fields.take("stop", {"anyOf": [STOP, {"type": "array", "items": STOP, "maxItems": 16}]})) is None:
         return
     texts = [stop] if isinstance(stop, str) else stop
     good = isinstance(texts, list) and len(texts) <= 16
@@ -192,7 +180,6 @@ def _extension(extra: BodyFields, options: PlanOptions, config: ServeConfig) -> 
 
 def _fixed(fields: BodyFields) -> None:
     """Parameters of the OpenAI API with one meaning here, and those that say nothing about the answer."""
-    fields.only("n", 1, why="one answer is made, and n above 1 is not supported yet; give 1")
     fields.only("logit_bias", {}, why="logits cannot be biased; leave it out")
     fields.only("store", False, why="nothing is stored; give false")
     fields.only("service_tier", "auto", "default", why="there is one tier; leave it out")
@@ -216,7 +203,7 @@ def _message(given: Any, path: str) -> Message:
     if not isinstance(given, dict):
         raise Refusal(f"{path} is of type {type(given).__name__}; give an object with role and content", param=path)
     fields = BodyFields(given, path)
-    role = fields.kind("role", *_ROLES)
+    role = fields.kind("role", *ROLES)
     made: dict[str, Any] = {"role": "system" if role == "developer" else role}
     calls, assistant = None, role == "assistant"
     if assistant:
@@ -224,10 +211,10 @@ def _message(given: Any, path: str) -> Message:
     else:
         fields.only("tool_calls", why="only an assistant calls tools")
     try:
-        content = content_text(fields.take("content", _CONTENT), fields.name("content"))
+        content = content_text(fields.take("content", CONTENT), fields.name("content"))
     except RequestError as error:
         raise Refusal(str(error), param=fields.name("content")) from None
-    fields.also({"anyOf": [_SAID, _CALLED]} if assistant else _SAID)
+    fields.also({"anyOf": [SAID, CALLED]} if assistant else SAID)
     if content is None and not calls:
         raise Refusal(f"{path} has no content; give a text", param=f"{path}.content")
     made["content"] = content or ""
@@ -250,22 +237,22 @@ def _message(given: Any, path: str) -> Message:
 
 def _prompt(fields: BodyFields) -> str | tuple[int, ...]:
     """The ``prompt`` of a completion: a text or token ids. Raises Refusal."""
-    prompt = fields.take("prompt", _PROMPT, needed=_PROMPT_WHY)
+    prompt = fields.take("prompt", PROMPT, needed=PROMPT_WHY)
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         prompt = prompt[0]  # a batch of one
     if isinstance(prompt, str) and prompt:
         return prompt
     if not isinstance(prompt, list) or not prompt:
-        fields.fail("prompt", prompt, _PROMPT_WHY)
+        fields.fail("prompt", prompt, PROMPT_WHY)
     ids = tuple(int(token) if type(token) is float and token.is_integer() else token for token in prompt)
     if not all(type(token) is int and token >= 0 for token in ids):
-        fields.fail("prompt", prompt, _PROMPT_WHY)
+        fields.fail("prompt", prompt, PROMPT_WHY)
     return ids
 
 
 def _tools(fields: BodyFields) -> PlanOptions:
     """The options that ``tools`` and ``tool_choice`` mean. Raises Refusal."""
-    tools = fields.array("tools", facts={"items": _TOOL})
+    tools = fields.array("tools", facts={"items": TOOL})
     for index, tool in enumerate(tools or ()):
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or tool.get("type", "function") != "function":
@@ -276,7 +263,7 @@ def _tools(fields: BodyFields) -> PlanOptions:
     names = [tool["function"]["name"] for tool in tools or ()]
     if choice not in ("auto", "none") and not names:
         fields.fail("tool_choice", choice, "no tools are given: give tools, or auto")
-    if choice not in _WORDS and choice not in names:
+    if choice not in CHOICES and choice not in names:
         fields.fail("tool_choice", choice, f"give auto, none, required, or the name of a tool that is given: {names}")
     accepted = (True,) if choice in ("auto", "none") else (True, False)  # a forced call is one call
     fields.only("parallel_tool_calls", *accepted, why="the model decides how many tools it calls; leave it out")
@@ -287,14 +274,14 @@ def _tools(fields: BodyFields) -> PlanOptions:
 
 def _tool_choice(fields: BodyFields) -> str:
     """A word of the API, or the name of a tool."""
-    choice = fields.take("tool_choice", _TOOL_CHOICE)
-    if choice is None or choice in _WORDS:
+    choice = fields.take("tool_choice", TOOL_CHOICE)
+    if choice is None or choice in CHOICES:
         return choice or "auto"
     function = choice.get("function") if isinstance(choice, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str) or choice != {"type": "function", "function": {"name": name}}:
         wanted = 'give auto, none, required, or {"type": "function", "function": {"name": ...}}'
         fields.fail("tool_choice", choice, wanted)
-    if name in _WORDS:
+    if name in CHOICES:
         fields.fail("tool_choice", choice, "a tool of this name cannot be chosen; name it otherwise")
     return name

@@ -14,6 +14,7 @@ from typing import Any, get_args
 from edge_dflash.decode.accept import FinishReason
 from edge_dflash.decode.sampling import TokenLogprob
 from edge_dflash.result import Increment, Plan, PlanTimings
+from edge_dflash.runner.planning import MOST_CANDIDATES
 from edge_dflash.serve.openai import Call
 from edge_dflash.serve.openapi import COUNT, FLAG, IDS, NUMBER, TEXT, Schema, exactly, list_of, or_null, ref
 
@@ -33,30 +34,31 @@ class Writer:
             "model": model,
             "system_fingerprint": fingerprint,
         }
-        self._calls = 0  # tool calls so far
-        self._characters = 0  # begun by the tokens so far, whose log-probabilities were written
+        self._calls = [0] * call.n  # tool calls of each choice so far
+        self._characters = [0] * call.n  # begun by its tokens so far, whose log-probabilities were written
 
-    def whole(self, plan: Plan, details: Mapping[str, Any]) -> dict[str, Any]:
-        """A finished plan."""
-        choice: dict[str, Any] = {
-            "index": 0,
-            "finish_reason": finish_reason(plan),
-            "logprobs": self._logprobs(plan.logprobs),
-        }
-        if self._call.chat:
-            choice["message"] = _message(plan)
-        else:
-            choice["text"] = plan.text or ""
-        extra = extension(self._call, plan, details)
-        return {**self._head, "choices": [choice], "usage": _usage(plan), "edge_dflash": extra}
+    def whole(self, plans: Sequence[Plan], details: Mapping[str, Any]) -> dict[str, Any]:
+        """A finished plan for each choice."""
+        choices = [self._choice(plan, index) for index, plan in enumerate(plans)]
+        extra = extension(self._call, plans[0], details)
+        if len(plans) > 1:
+            extra["candidates"] = [extension(self._call, plan, {}) for plan in plans]
+        return {**self._head, "choices": choices, "usage": _usage(plans), "edge_dflash": extra}
 
-    def opening(self) -> dict[str, Any] | None:
-        """The first chunk of a chat; a completion has none."""
-        return self._chunk({"delta": {"role": "assistant", "content": ""}}) if self._call.chat else None
+    def _choice(self, plan: Plan, index: int) -> dict[str, Any]:
+        said = {"message": _message(plan)} if self._call.chat else {"text": plan.text or ""}
+        logprobs = self._logprobs(plan.logprobs, index)
+        return {"index": index, "finish_reason": finish_reason(plan), "logprobs": logprobs, **said}
 
-    def piece(self, part: Increment) -> dict[str, Any] | None:
-        """The chunk of an increment; None when there is nothing to say."""
-        first, self._calls = self._calls, self._calls + len(part.tool_calls)
+    def opening(self) -> list[dict[str, Any]]:
+        """The first chunks of a chat, one for each choice; a completion has none."""
+        said = {"delta": {"role": "assistant", "content": ""}}
+        return [self._chunk(said, index) for index in range(self._call.n)] if self._call.chat else []
+
+    def piece(self, part: Increment, index: int) -> dict[str, Any] | None:
+        """The chunk of an increment of a choice; None when there is nothing to say."""
+        first = self._calls[index]
+        self._calls[index] += len(part.tool_calls)
         if self._call.chat:
             delta: dict[str, Any] = {"content": part.text} if part.text else {}
             if part.thinking:
@@ -68,28 +70,30 @@ class Writer:
             choice: dict[str, Any] = {"delta": delta}
         else:
             choice = {"text": part.text or ""}
-        choice["logprobs"] = self._logprobs(part.logprobs) if part.logprobs else None
+        choice["logprobs"] = self._logprobs(part.logprobs, index) if part.logprobs else None
         if not any(choice.values()) and not (self._call.with_tokens and part.tokens):
             return None
-        made = self._chunk(choice)
+        made = self._chunk(choice, index)
         if self._call.with_tokens:
             made["edge_dflash"] = {"tokens": list(part.tokens)}
         return made
 
-    def closing(self, plan: Plan, details: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """The last chunks: the end and its details, then the usage if it was asked for."""
-        last = self._chunk({"delta": {}} if self._call.chat else {"text": ""}, finish_reason(plan))
-        last["edge_dflash"] = extension(self._call, plan, details)
+    def closing(self, plans: Sequence[Plan], details: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """The last chunks: the end of each choice and its details, then the usage if it was asked for."""
+        said: dict[str, Any] = {"delta": {}} if self._call.chat else {"text": ""}
+        chunks = [self._chunk(said, index, finish_reason(plan)) for index, plan in enumerate(plans)]
+        for chunk, plan in zip(chunks, plans, strict=True):
+            chunk["edge_dflash"] = extension(self._call, plan, details)
         if not self._call.include_usage:
-            return [last]
-        return [last, {**self._chunk({}), "choices": [], "usage": _usage(plan)}]
+            return chunks
+        return [*chunks, {**self._chunk({}, 0), "choices": [], "usage": _usage(plans)}]
 
-    def _chunk(self, choice: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
+    def _chunk(self, choice: dict[str, Any], index: int, reason: str | None = None) -> dict[str, Any]:
         kind = {"object": "chat.completion.chunk"} if self._call.chat else {}
-        choices = [{"index": 0, "logprobs": None, **choice, "finish_reason": reason}]
+        choices = [{"index": index, "logprobs": None, **choice, "finish_reason": reason}]
         return {**self._head, **kind, "choices": choices, **({"usage": None} if self._call.include_usage else {})}
 
-    def _logprobs(self, found: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+    def _logprobs(self, found: Sequence[TokenLogprob], index: int) -> dict[str, Any] | None:
         """The field ``logprobs`` for the next tokens; None when they were not asked for.
 
         Where token ids are wanted, entries have them, and a completion has entries, too.
@@ -103,7 +107,7 @@ class Writer:
             "tokens": [_text(one) for one in found],
             "token_logprobs": [_number(one) for one in found],
             "top_logprobs": [_by_text(one.top) for one in found],
-            "text_offset": [self._offset(one) for one in found],
+            "text_offset": [self._offset(one, index) for one in found],
         }
         return {**lists, "content": entries} if self._call.with_tokens else lists
 
@@ -111,11 +115,11 @@ class Writer:
         entry = {"token": _text(one), "logprob": _number(one), "bytes": None if one.text is None else list(one.text)}
         return {**entry, "token_id": one.token} if self._call.with_tokens else entry
 
-    def _offset(self, one: TokenLogprob) -> int:
+    def _offset(self, one: TokenLogprob, index: int) -> int:
         """Characters before the one that the token begins, or of which it is a further part."""
         text = one.text or b""
-        before = self._characters - (1 if text and _continues(text[0]) else 0)
-        self._characters += sum(not _continues(byte) for byte in text)
+        before = self._characters[index] - (1 if text and _continues(text[0]) else 0)
+        self._characters[index] += sum(not _continues(byte) for byte in text)
         return max(before, 0)
 
 
@@ -139,7 +143,7 @@ def extension(call: Call, plan: Plan, details: Mapping[str, Any]) -> dict[str, A
         "relaxed_tokens": plan.relaxed_tokens,
         "reused_tokens": plan.reused_tokens,
         "prompt_tokens": plan.prompt_tokens,
-        "seed": call.options.get("seed", 0),
+        "seed": plan.seed,
         "session": call.session,
         "malformed": [asdict(one) for one in plan.malformed],
     }
@@ -148,12 +152,14 @@ def extension(call: Call, plan: Plan, details: Mapping[str, Any]) -> dict[str, A
     return {**extra, **details}
 
 
-def _usage(plan: Plan) -> dict[str, Any]:
+def _usage(plans: Sequence[Plan]) -> dict[str, Any]:
+    """The prompt counts once: the first plan has its cost."""
+    first, made = plans[0], sum(len(plan.tokens) for plan in plans)
     return {
-        "prompt_tokens": plan.prompt_tokens,
-        "completion_tokens": len(plan.tokens),
-        "total_tokens": plan.prompt_tokens + len(plan.tokens),
-        "prompt_tokens_details": {"cached_tokens": plan.reused_tokens},
+        "prompt_tokens": first.prompt_tokens,
+        "completion_tokens": made,
+        "total_tokens": first.prompt_tokens + made,
+        "prompt_tokens_details": {"cached_tokens": first.reused_tokens},
     }
 
 
@@ -198,7 +204,7 @@ _USAGE = exactly(
     prompt_tokens_details=exactly(cached_tokens=COUNT),
 )
 _EXTENSION = exactly(
-    {"board": {"type": "object"}, "session_error": TEXT, "tokens": IDS},
+    {"board": {"type": "object"}, "session_error": TEXT, "tokens": IDS, "candidates": list_of(ref("Extension"))},
     finish_reason={"enum": list(get_args(FinishReason))},
     accept_length=NUMBER,
     accept_lengths=IDS,
@@ -252,9 +258,10 @@ _LOGPROBS = exactly(
 def _completion(kind: str, choice: Schema, optional: Schema | None = None, **more: Schema) -> Schema:
     """An answer, or a chunk of one."""
     logprobs = or_null(_LOGPROBS if kind == "text_completion" else _CHAT_LOGPROBS)
-    said = exactly(index={"const": 0}, logprobs=logprobs, **choice)
+    said = exactly(index={**COUNT, "maximum": MOST_CANDIDATES - 1}, logprobs=logprobs, **choice)
     head = {"id": TEXT, "object": {"const": kind}, "created": COUNT, "model": TEXT, "system_fingerprint": TEXT}
-    return exactly(optional, **head, choices={**list_of(said), "maxItems": 1}, **more)
+    most = 1 if kind.endswith(".chunk") else MOST_CANDIDATES
+    return exactly(optional, **head, choices={**list_of(said), "maxItems": most}, **more)
 
 
 def _chunk(kind: str, choice: Schema) -> Schema:

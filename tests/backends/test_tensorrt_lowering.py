@@ -7,6 +7,7 @@ import pytest
 from tensorrt_support import (
     KINDS,
     PAIRS,
+    PAIRS_AND_KINDS,
     evaluate,
     judge,
     lowered,
@@ -30,8 +31,7 @@ pytestmark = pytest.mark.tensorrt
 FREE = {"bf16": 1, "fp8": 4, "fp8-channel": 4, "w4a16": 4, "w4a4": 48}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize(("name", "kind"), PAIRS_AND_KINDS)
 def test_each_op_is_the_references_within_one_bf16_step(name, kind):
     checked = 0
     for which, key in runs_of(name):
@@ -42,8 +42,7 @@ def test_each_op_is_the_references_within_one_bf16_step(name, kind):
     assert checked == len([op for op in ops if not isinstance(op, SelectRows | Own | Walk)])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize(("name", "kind"), PAIRS_AND_KINDS)
 def test_whole_plans_stay_near_the_reference(name, kind):
     for which, key in runs_of(name):
         found = evaluate(unit_network(name, kind, key).network, name, kind, which, key, forced=False)

@@ -14,7 +14,15 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
 
-from edge_dflash.backends.cuda.compile import ARCHS, KernelUse, bundled, cached_cubin, compile_cubin, kernel_use
+from edge_dflash.backends.cuda.compile import (
+    ARCHS,
+    KernelUse,
+    bundled,
+    cached_path,
+    compile_cubin,
+    compiled,
+    kernel_use,
+)
 from edge_dflash.errors import EdgeDflashError
 
 COLUMNS = f"{'registers':>9} {'shared':>7} {'spilled':>7}  kernel (bytes; dynamic shared memory not counted)"
@@ -25,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.scripts.kernels", description=__doc__)
     parser.add_argument("--arch", nargs="+", default=list(ARCHS), help="architectures, such as sm110; default: all")
     parser.add_argument("--unit", nargs="+", default=list(bundled()), help="compilation units; default: all")
-    parser.add_argument("--cache", type=Path, help="folder that keeps cubins for the next time")
+    parser.add_argument("--cache", type=Path, help="folder that keeps cubins and PTX for the next time")
     chosen = parser.parse_args(argv)
     try:
         pairs = list(product(chosen.arch, chosen.unit))
@@ -43,8 +51,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _compiled(arch: str, unit: str, cache: Path | None) -> tuple[bytes, float]:
     """A cubin, and the seconds that it took."""
     began = time.perf_counter()
-    cubin = cached_cubin(unit, arch, cache) if cache else compile_cubin(unit, arch)
+    cubin = kept(unit, arch, cache).read_bytes() if cache else compile_cubin(unit, arch)
     return cubin, time.perf_counter() - began
+
+
+def kept(unit: str, arch: str, cache: Path) -> Path:
+    """The kept cubin of a unit, its PTX beside it: compiled once for each state of its sources."""
+    path = cached_path(unit, arch, cache)
+    if not path.with_suffix(".ptx").exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        with compiled(unit, arch) as result:
+            found = {path: result("CUBIN"), path.with_suffix(".ptx"): result("PTX").rstrip(b"\0")}
+        for place, data in found.items():
+            partial = place.with_name(f"{place.name}.{os.getpid()}")
+            partial.write_bytes(data)
+            partial.replace(place)
+    return path
 
 
 def lines(kernels: dict[str, KernelUse]) -> list[str]:

@@ -103,7 +103,8 @@ def test_every_status_that_the_code_gives_is_in_it():
         ({"temperature": "1"}, False),
         ({"n": 1.0}, True),
         ({"n": True}, False),
-        ({"n": 2}, False),
+        ({"n": 2}, True),
+        ({"n": 9}, False),
         ({"max_tokens": 3.0}, True),
         ({"max_tokens": 0}, False),
         ({"seed": -(2**63)}, True),
@@ -143,11 +144,11 @@ def test_what_it_calls_good_is_taken_and_nothing_else(service, change, good):
     assert refused is not good, response.text
 
 
-def test_more_than_one_answer_is_refused_by_name(service):
+def test_more_answers_than_eight_are_refused_by_name(service):
     with client_of(service) as client:
-        error = client.post(CHAT, json={"messages": HELLO, "n": 3}).json()["error"]
+        error = client.post(CHAT, json={"messages": HELLO, "n": 9}).json()["error"]
     assert error["param"] == "n"
-    assert "n above 1 is not supported yet" in error["message"]
+    assert "n is 9; give a whole number from 1 to 8" in error["message"]
 
 
 @pytest.mark.parametrize(
@@ -212,6 +213,8 @@ def test_answers_are_as_it_says(tmp_path):
             whole = {key: value for key, value in {**plain, **body}.items() if key != "stream_options"}
             seen |= set(keys_in(checked(client.post(CHAT, json=whole), "post", CHAT)))
             seen |= set(keys_in(streamed(client, CHAT, {**plain, **body})))
+            seen |= set(keys_in(checked(client.post(CHAT, json={**whole, "n": 2}), "post", CHAT)))
+            streamed(client, CHAT, {**body, "n": 2})
             text = {"prompt": "a b", "max_tokens": 4}
             checked(client.post(COMPLETIONS, json=text), "post", COMPLETIONS)
             streamed(client, COMPLETIONS, text)

@@ -233,7 +233,7 @@ def refused(kind: type[Exception], call: Callable[[], object]) -> Exception:
 def bad_requests(way: Way) -> None:
     with way.openai() as client:
         create = client.chat.completions.create
-        error = refused(openai.BadRequestError, lambda: create(model="demo", messages=TASK, n=2))
+        error = refused(openai.BadRequestError, lambda: create(model="demo", messages=TASK, n=9))
         assert error.param == "n"
         error = refused(openai.BadRequestError, lambda: create(model="demo", messages=TASK, max_tokens=100_000))
         assert error.code == "context_length_exceeded"
@@ -281,7 +281,7 @@ def curl_cancel(way: Way) -> None:
 def curl_bad_requests(way: Way) -> None:
     for body, wanted in (
         (b"{", 400), (b"\xff", 400), (b'{"messages": [NaN]}', 400), (b"[" * 100_000, 400),
-        ({"messages": TASK, "n": 2}, 400),
+        ({"messages": TASK, "n": 9}, 400),
         ({"messages": [{"role": "user", "content": "x" * 2_000_000}]}, 413),
     ):  # fmt: skip
         status, text, _ = way.curl(CHAT, body)

@@ -5,17 +5,24 @@ from pathlib import Path
 
 import pytest
 
-from edge_dflash.backends.cuda.compile import cached_cubin, compiler_version, kernel_use
+from edge_dflash.backends.cuda.compile import compiler_version, kernel_use
 from edge_dflash.errors import BuildError
+from tests.scripts.kernels import kept
 
-__all__ = ["cubin", "kernel_use", "need_compiler"]
+__all__ = ["cubin", "kernel_use", "need_compiler", "ptx"]
 CACHE = Path(__file__).parents[2] / "build" / "cubins"  # git-ignored; continuous integration fills it
 
 
 def cubin(unit, arch):
     """The cubin of a unit."""
     need_compiler()
-    return cached_cubin(unit, arch, CACHE)
+    return kept(unit, arch, CACHE).read_bytes()
+
+
+def ptx(unit, arch):
+    """The PTX that the cubin of a unit was made of."""
+    need_compiler()
+    return kept(unit, arch, CACHE).with_suffix(".ptx").read_text()
 
 
 def need_compiler():

@@ -116,7 +116,7 @@ COMMON = {
     "max_tokens": often(st.integers(1, 8)),
     "stop": often(st.one_of(st.text(min_size=1, max_size=4), st.lists(st.text(min_size=1, max_size=3), max_size=3))),
     "response_format": often(forms),
-    "n": often(st.just(1)),
+    "n": often(st.integers(1, 3)),
     "user": often(texts),
     "edge_dflash": often(extension),
 }

@@ -4,26 +4,16 @@ import re
 from collections import defaultdict
 from functools import cache
 
-from cubin_support import need_compiler
-from cuda.bindings import nvrtc
-
-from edge_dflash.backends.cuda.compile import KERNELS
+from cubin_support import ptx
 
 _DEFINED = re.compile(r"^\s*(?:@!?%p\d+ )?([a-z][\w.:]*)\s+(\{[^}]*\}|%r\d+(?:\|%\w+)?),", re.M)
 _PRODUCT = re.compile(r"wgmma\.mma_async[^{]*\{[^}]*\}, \{([^}]*)\}")
 
 
 @cache
-def kernels_ptx(unit, arch="90a"):
+def kernels_ptx(unit, arch="sm90a"):
     """PTX of every kernel of a unit, by name."""
-    need_compiler()
-    source = (KERNELS / f"{unit}.cu").read_bytes()
-    _, program = nvrtc.nvrtcCreateProgram(source, f"{unit}.cu".encode(), 0, [], [])
-    options = [f"--gpu-architecture=compute_{arch}".encode(), b"--std=c++17", f"--include-path={KERNELS}".encode()]
-    assert nvrtc.nvrtcCompileProgram(program, len(options), options) == (nvrtc.nvrtcResult.NVRTC_SUCCESS,)
-    ptx = b" " * nvrtc.nvrtcGetPTXSize(program)[1]
-    nvrtc.nvrtcGetPTX(program, ptx)
-    return {body.split("(")[0].strip(): body for body in ptx.decode().split(".entry ")[1:]}
+    return {body.split("(")[0].strip(): body for body in ptx(unit, arch).split(".entry ")[1:]}
 
 
 def left_operands(ptx):

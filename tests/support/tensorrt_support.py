@@ -5,6 +5,7 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
+import pytest
 from golden_pairs import ENGINE, EXPERTS, NAMES, WALKS
 from golden_pairs import pair as golden_pair
 from golden_pairs import store as golden_store
@@ -25,6 +26,10 @@ from edge_dflash.weights.quantize import quantize_fp8, quantize_nvfp4, wide_tens
 DEMO = Path(__file__).resolve().parents[2] / "edge_dflash" / "demo" / "models"
 PAIRS = ("demo", *NAMES, *WALKS, EXPERTS)
 KINDS = ("w4a16", "w4a4", "fp8", "fp8-channel", "bf16")
+PAIRS_AND_KINDS = [
+    pytest.param(name, kind, marks=pytest.mark.xdist_group(f"{name} {kind}")) for name in PAIRS for kind in KINDS
+]
+"""What is cached below by both is made once where tests of a group run in one process."""
 PASSES = ("prefill", "verify", "propose")
 PROMPT, CHUNK = 21, 64  # tokens of the prefill, most rows of a prefill pass
 
@@ -156,6 +161,12 @@ def unit_network(name, kind, key):
     return lowered(units(name).units[key], reference(name, kind).store)
 
 
+@cache
+def constants(name, kind, key):
+    """Decoded constants of :func:`unit_network`, put in by its first run."""
+    return {}
+
+
 def runs_of(name, passes=PASSES):
     """(pass, plan) of every run of a plan of a pair."""
     return [(p, s.key) for p in passes for s in units(name).passes[p] if isinstance(s, Run)]
@@ -174,9 +185,10 @@ def plan_tensors(name, kind, which, key):
 
 def evaluate(network, name, kind, which, key, *, forced):
     """What a network makes of the reference's inputs; ``forced`` gives each op the reference's tensors."""
+    known = constants(name, kind, key) if network is unit_network(name, kind, key).network else None
     tensors = plan_tensors(name, kind, which, key)
     inputs = {own: tensors[own] for own, _ in step_of(name, which, key).reads}
-    return run(tensorrt()[0], network, inputs, tensors if forced else ())
+    return run(tensorrt()[0], network, inputs, tensors if forced else (), known)
 
 
 @dataclass(frozen=True)

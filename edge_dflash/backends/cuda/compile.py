@@ -11,7 +11,10 @@ import hashlib
 import os
 import re
 import struct
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -68,7 +71,14 @@ def compiler_version() -> str:
 
 
 def compile_cubin(unit: str, arch: str) -> bytes:
-    """Cubin of ``kernels/<unit>.cu`` for ``arch``.
+    """Cubin of ``kernels/<unit>.cu`` for ``arch``; raises as :func:`compiled` does."""
+    with compiled(unit, arch) as result:
+        return result("CUBIN")
+
+
+@contextmanager
+def compiled(unit: str, arch: str) -> Iterator[Callable[[str], bytes]]:
+    """What the compiler makes of ``kernels/<unit>.cu`` for ``arch``, by name: "PTX", and the "CUBIN" of that.
 
     Raises BackendError for an unknown arch, BuildError with the compiler's first error.
     """
@@ -80,22 +90,30 @@ def compile_cubin(unit: str, arch: str) -> bytes:
     try:
         (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
         if status.value:
-            log = bytearray(_call(nvrtc.nvrtcGetProgramLogSize(program), "measuring its log"))
-            _call(nvrtc.nvrtcGetProgramLog(program, log), "giving its log")
-            lines = log.decode(errors="replace").rstrip("\0").splitlines()
+            lines = _result(nvrtc, program, "ProgramLog").decode(errors="replace").rstrip("\0").splitlines()
             first = next((line for line in lines if "error" in line.lower()), status.name)
             raise BuildError(f"{path.name} does not compile for {arch}: {first.strip()}")
-        cubin = bytearray(_call(nvrtc.nvrtcGetCUBINSize(program), "measuring a cubin"))
-        _call(nvrtc.nvrtcGetCUBIN(program, cubin), "giving a cubin")
-        return bytes(cubin)
+        yield partial(_result, nvrtc, program)
     finally:
         nvrtc.nvrtcDestroyProgram(program)
 
 
+def _result(nvrtc: Any, program: Any, name: str) -> bytes:
+    """What a program gives by ``nvrtcGet<name>``."""
+    found = bytearray(_call(getattr(nvrtc, f"nvrtcGet{name}Size")(program), f"measuring its {name}"))
+    _call(getattr(nvrtc, f"nvrtcGet{name}")(program, found), f"giving its {name}")
+    return bytes(found)
+
+
+def cached_path(unit: str, arch: str, cache: Path) -> Path:
+    """Where the folder ``cache`` keeps the cubin of a unit in the state of its sources."""
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in unit_sources(unit))).hexdigest()[:16]
+    return cache / f"{unit}-{_flag(arch)}-{digest}.cubin"
+
+
 def cached_cubin(unit: str, arch: str, cache: Path) -> bytes:
     """:func:`compile_cubin`, once for each state of the unit's sources: kept in the folder ``cache``."""
-    digest = hashlib.sha256(b"".join(path.read_bytes() for path in unit_sources(unit))).hexdigest()[:16]
-    path = cache / f"{unit}-{_flag(arch)}-{digest}.cubin"
+    path = cached_path(unit, arch, cache)
     if not path.exists():
         cache.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f"{path.name}.{os.getpid()}")

@@ -108,18 +108,17 @@ def _recurrence(
     ratio = heads // op.key_heads  # value head j uses key head j // ratio
     q = _normalise(q, op).mul(op.key_dim**-0.5).repeat_interleave(ratio, dim=1)
     k = _normalise(k, op).repeat_interleave(ratio, dim=1)
-    v = v.reshape(rows, heads, 1, op.value_dim)
-    decay = pointwise(torch.exp, tape.g)[:, :, None, None]
-    beta = tape.beta[:, :, None, None]
-    output = torch.zeros(rows, heads, op.value_dim)
-    for r in range(rows):
+    decay = pointwise(torch.exp, tape.g)[:, :, None, None].unbind()
+    keys, queries = k.unsqueeze(2).unbind(), q.unsqueeze(2).unbind()  # of [Hv, 1, Dk]
+    values, beta = v.reshape(rows, heads, 1, op.value_dim).unbind(), tape.beta[:, :, None, None].unbind()
+    outputs = []
+    for r, key in enumerate(keys):
         state = state * decay[r]
-        key = k[r].unsqueeze(1)  # [Hv, 1, Dk]
-        d = (v[r] - torch.bmm(key, state)) * beta[r]
-        state.baddbmm_(key.transpose(1, 2), d)
+        d = (values[r] - torch.bmm(key, state)) * beta[r]
+        state.baddbmm_(key.mT, d)
         if want_output:
-            output[r] = torch.bmm(q[r].unsqueeze(1), state)[:, 0]
-    return state, output
+            outputs.append(torch.bmm(queries[r], state))
+    return state, torch.cat(outputs, 1).transpose(0, 1) if outputs else state.new_zeros(0, heads, op.value_dim)
 
 
 def _convolve(weight: torch.Tensor, history: torch.Tensor, u: torch.Tensor) -> torch.Tensor:

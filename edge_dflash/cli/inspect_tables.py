@@ -1,0 +1,171 @@
+"""The tables of ``edge-dflash inspect``."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from itertools import groupby
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from edge_dflash.board.archs import arch_of_sm
+from edge_dflash.board.profiles import SYSTEM_BYTES
+from edge_dflash.checks.inspect import Inspection
+from edge_dflash.cli.output import named_table
+from edge_dflash.decode.backend import MOST_LANES
+from edge_dflash.model.specs import DrafterLayerMask
+
+
+def render(inspection: Inspection, *, joint: bool = False) -> RenderableType:
+    """Tables of weights, of a cycle's bytes with their least time, and of memory against the board's.
+
+    ``joint``: also of several lanes, whatever their number.
+    """
+    parts: list[RenderableType] = [_weights(inspection), _cycle(inspection)]
+    if inspection.by_drafts:
+        parts.append(_by_drafts(inspection))
+    if joint or inspection.by_lanes.lanes > 1:
+        parts += [_lanes(inspection), _joint(inspection)]
+    return Group(*parts, _memory(inspection), _summary(inspection, joint=joint))
+
+
+def _lanes(inspection: Inspection) -> Table:
+    """What each lane holds."""
+    costs = inspection.by_lanes
+    title = f"Lanes of {inspection.max_context:,} tokens of context"
+    table = named_table(title, "what a lane holds", right=("bytes of one", f"bytes of {costs.lanes}"))
+    for part in costs.parts:
+        table.add_row(part.what, f"{part.one:,}", f"{part.all:,}")
+    table.add_section()
+    table.add_row("all", f"{sum(part.one for part in costs.parts):,}", f"{sum(part.all for part in costs.parts):,}")
+    return table
+
+
+def _joint(inspection: Inspection) -> Table:
+    """What cycles of several lanes take at least."""
+    costs, experts = inspection.by_lanes, bool(inspection.by_drafts)
+    title = f"Joint cycles at {inspection.context:,} tokens a lane, by arithmetic"
+    right = ("drafts", "rows", *(["experts a layer"] if experts else []), "MB", "memory ms", "products ms", "floor ms")
+    table = named_table(title, "lanes", right=(*right, "tokens/s", "of each"))
+    for at, each in enumerate(costs.cycles):
+        if at and each.lanes != costs.cycles[at - 1].lanes:
+            table.add_section()
+        counts = [str(each.drafts), str(each.rows), *([f"{each.experts:.1f}"] if each.experts is not None else [])]
+        products = "-" if each.product_ms is None else f"{each.product_ms:.2f}"
+        times = f"{each.bytes / 1e6:,.0f}", f"{each.memory_ms:.2f}", products, f"{each.floor_ms:.2f}"
+        rates = f"{each.tokens_per_second:.1f}", f"{each.tokens_per_second / each.lanes:.1f}"
+        table.add_row(str(each.lanes), *counts, *times, *rates)
+    return table
+
+
+def _lanes_summary(inspection: Inspection) -> list[str]:
+    """How many lanes there can be, and what the floors of joint cycles stand on."""
+    costs, board, arch = inspection.by_lanes, inspection.board, arch_of_sm(inspection.board.sm)
+    most = "no lane" if not costs.most else f"{costs.most} lane{'s' if costs.most > 1 else ''}"
+    room = ", the most there can be," if costs.most == MOST_LANES else ""
+    lines = [f"lanes: {most} of {inspection.max_context:,} tokens{room} fit; {costs.lanes} counted above"]
+    if arch is not None and costs.free_rows is not None:
+        rate = f"{arch.flops / 1e12:.3g} TFLOP/s, what prefill is trusted with on SM {board.sm}"
+        lines.append(f"products: at {rate}, reading the weights hides up to {costs.free_rows} rows of a verify")
+    if inspection.drafter_masks:
+        lines.append(f"tokens/s: at floors, where cycles of all drafts commit {costs.accept_length:g} tokens a lane")
+    return lines
+
+
+def _weights(inspection: Inspection) -> Table:
+    table = named_table("Weights", "model", "module", "format", right=("parameters", "bytes"))
+    for group in inspection.weights:
+        table.add_row(group.model, group.module, group.format, f"{group.parameters:,}", f"{group.bytes:,}")
+    return table
+
+
+def _cycle(inspection: Inspection) -> Table:
+    title = f"One cycle at {inspection.context:,} tokens, block {inspection.block_size}"
+    table = named_table(title, "what is moved", right=("bytes", "ms at least"))
+    for part in fields(inspection.cycle):
+        size = getattr(inspection.cycle, part.name)
+        table.add_row(part.metadata["label"], f"{size:,}", f"{inspection.board.milliseconds(size):.3f}")
+    table.add_section()
+    table.add_row("cycle", f"{inspection.cycle_bytes:,}", f"{inspection.floor_ms:.3f}")
+    return table
+
+
+def _by_drafts(inspection: Inspection) -> Table:
+    title = "Cycles by drafts, if rows chose experts uniformly and independently: at most"
+    right = ("experts a layer", "verify MB", "cycle MB", "floor ms", "pays above accept length")
+    table, milliseconds = named_table(title, "drafts", right=right), inspection.board.milliseconds
+    plain = inspection.by_drafts[0].cycle_bytes
+    for each in inspection.by_drafts:
+        sizes = f"{each.verify_bytes / 1e6:,.0f}", f"{each.cycle_bytes / 1e6:,.0f}"
+        floor, least = f"{milliseconds(each.cycle_bytes):.2f}", f"{each.cycle_bytes / plain:.2f}"
+        table.add_row(str(each.drafts), f"{each.experts:.1f}", *sizes, floor, least)
+    return table
+
+
+def _memory(inspection: Inspection) -> Table:
+    lanes = inspection.by_lanes.lanes
+    each = f", {lanes} lanes" if lanes > 1 else ""
+    title = f"Memory for {inspection.max_context:,} tokens of context{each}"
+    table = named_table(title, "what is held", right=("bytes",))
+    for part in fields(inspection.memory):
+        table.add_row(part.metadata["label"], f"{getattr(inspection.memory, part.name):,}")
+    table.add_section()
+    table.add_row("total", f"{inspection.total_bytes:,}")
+    table.add_row("set aside: Linux, driver, CUDA, this program", f"{SYSTEM_BYTES:,}")
+    table.add_row(f"memory of {inspection.board.title}", f"{inspection.board.memory_bytes:,}")
+    table.add_row("free" if inspection.free_bytes >= 0 else "missing", f"{abs(inspection.free_bytes):,}")
+    return table
+
+
+def _summary(inspection: Inspection, *, joint: bool) -> Text:
+    board = inspection.board
+    chunk_ms = inspection.prefill_chunk_ms
+    estimate = "" if chunk_ms is None else f", about {chunk_ms:.3g} ms on SM {board.sm}"
+    lines = [
+        f"{board.title}: {board.memory_bandwidth_bytes_per_s / 1e9:g} GB/s peak",
+        f"K/V per token ({inspection.kv_format}): {inspection.kv_bytes_per_token:,} B target,"
+        f" {inspection.drafter_kv_bytes_per_token:,} B drafter; tape per row: {inspection.tape_bytes_per_row:,} B;"
+        f" state: {inspection.state_bytes:,} B",
+    ]
+    if inspection.drafter_masks:
+        lines += [
+            f"floor: {inspection.floor_ms:.2f} ms a cycle, {inspection.plain_floor_ms:.2f} ms a token without drafter;"
+            f" a drafter pays above an accept length of {inspection.break_even_accept_length:.2f}",
+            f"drafter layers: {_masks(inspection.drafter_masks)}",
+        ]
+    else:
+        lines.append(f"floor: {inspection.floor_ms:.2f} ms a token; no drafter")
+    lines.append(f"prefill: at most {inspection.prefill_chunk} tokens a pass{estimate}")
+    if joint or inspection.by_lanes.lanes > 1:
+        lines += _lanes_summary(inspection)
+    if inspection.free_bytes < 0:
+        lines.append(_advice(inspection))
+    return Text("\n".join(lines))
+
+
+def _masks(masks: tuple[DrafterLayerMask, ...]) -> str:
+    """Neighbouring layers of one mask together: ``0-3 causal in the block, window 2048; 4 bidirectional``."""
+    parts = []
+    for mask, group in groupby(range(len(masks)), key=lambda index: masks[index]):
+        first, *rest = group
+        name = f"{first}-{rest[-1]}" if rest else str(first)
+        window = "" if mask.window is None else f", window {mask.window:,}"
+        parts.append(f"{name} {'bidirectional' if mask.bidirectional else 'causal'} in the block{window}")
+    return "; ".join(parts)
+
+
+def _advice(inspection: Inspection) -> str:
+    """What to do about a pair that does not fit."""
+    if inspection.longest_context:
+        return (
+            f"does not fit with {inspection.max_context:,} tokens of context; with {inspection.longest_context:,} it "
+            "does: give --max-context, to build as well, or use a recipe with smaller formats"
+        )
+    room = inspection.board.memory_bytes - SYSTEM_BYTES
+    alone = inspection.stored_bytes > room
+    what = "the weights alone are" if alone else "weights, recurrent state and scratch are"
+    return (
+        f"does not fit with any context: {what} larger than the {room / 1e9:,.1f} GB beside the system; use a recipe "
+        "with smaller formats, a smaller pair or another board"
+    )
