@@ -31,8 +31,7 @@ struct Room {
   static constexpr u32 STAGE = ROWS * 128, SUMS_AT = STAGES_AT + STAGES * STAGE;
   static constexpr u32 SUMS = ROWS * 256;  // of a warpgroup
   static constexpr u32 RINGS_AT = SUMS_AT + GROUPS * SUMS;
-  static constexpr bool KEPT =
-      ROWS > 64;  // sums of the slices so far lie in shared memory, in registers there is no room
+  static constexpr bool KEPT = ROWS > 64;  // sums of the slices so far lie in shared memory: there is no other room
 };
 
 // A tile of 16 weight rows of a window, in a place of BYTES of the ring. Addresses include 16 * lane.
@@ -217,9 +216,8 @@ struct Warp {
   const Block<ROWS, SPLITS, TWINS>& block;
   int lane, warp, group;  // warp: of the group
   Cursor<Room<ROWS>::STAGES> at;
-  u32 ring;      // this lane's bytes of the first piece
-  u32 sent = 0;  // tiles whose sums went to other blocks
-  int left;      // tiles of both stacks that the group has still to do
+  u32 ring;  // this lane's bytes of the first piece
+  int left;  // tiles of both stacks that the group has still to do
 
   __device__ __forceinline__ explicit Warp(const Block<ROWS, SPLITS, TWINS>& b, u32 ring_bytes) : block(b) {
     lane = threadIdx.x % 32;
@@ -240,6 +238,9 @@ struct Warp {
       if (lane < TWINS) barrier_arrive(empty, lane * SPLITS + block.split);
     }
   }
+
+  // Tiles done so far.
+  __device__ __forceinline__ int number() const { return late(block.all_of(group)) - left; }
 
   // A pass in which the group has no tile.
   __device__ __forceinline__ void skip() {
@@ -356,12 +357,12 @@ struct Stream {
     keep(a[1 - h]);
   }
 
-  __device__ __forceinline__ void step(u32 (&a)[2][2][4], int b, bool begin, u32& before) {
+  __device__ __forceinline__ void step(u32 (&a)[2][2][4], int b, u32& before) {
     typename F::Words words = next(b, 0);
     warp.wait_x();
     const u64 x = operand(warp.block.stage(warp.at.stage));
     half_step(0, words, x, a);
-    if (!begin) warp.release(before);
+    if (before != 0) warp.release(before);
     before = warp.block.empty(warp.at.stage);
     if (PIECES > 1) words = next(b, 1);
     half_step(1, words, x, a);
@@ -422,7 +423,7 @@ struct Stream {
     int b = 0;
 #pragma unroll 1
     for (int slice = 0; slice < SLICES; ++slice) {
-      const int begin = b, stop = warp.block.count_k * (slice + 1) / SLICES;
+      const int stop = warp.block.count_k * (slice + 1) / SLICES;
 #pragma unroll
       for (int i = 0; i < ROWS / 2; ++i) sum[i] = 0.0f;
       if constexpr (SIDE) {
@@ -430,10 +431,11 @@ struct Stream {
         for (; b < stop; ++b) side_step(b);
       } else if (b < stop) {
 #pragma unroll 1
-        for (; b < stop; ++b) step(a, b, b == begin, before);
+        for (; b < stop; ++b) step(a, b, before);
         wgmma_wait<0>();
         keep(a[0]), keep(a[1]), keep(sum);
         warp.release(before);
+        before = 0;
       }
       fold(slice);
     }
@@ -496,9 +498,9 @@ struct Stream {
   //
   // Sums go to a block's part only when its group let them: when it has read those of the tile before, or (KEPT) its own of
   // the slices, which lie in the same place. The last time nobody is told, so that a block may end.
-  __device__ __forceinline__ void finish(int tile) {
+  __device__ __forceinline__ void finish() {
+    const int tile = warp.block.first + warp.group + warp.number() * GROUPS - (SIDE ? warp.block.tiles : 0);
     --warp.left;
-    tile = late(tile);
     if constexpr (SPLITS == 1) {
       const Target to = target_of<SIDE>(job, tile * TILE_UNITS + warp.warp / 2, warp.warp % 2, warp.lane);
       pdl_wait();
@@ -513,8 +515,10 @@ struct Stream {
       const auto& block = warp.block;
       const int split = late(block.split);
       const int quarter = late(warp.warp);  // of the tile, 16 weight rows
-      const u32 mine = late(block.sums(warp.group)), received = late(block.received(warp.group)), number = warp.sent++;
+      const u32 mine = late(block.sums(warp.group)), received = late(block.received(warp.group)),
+                number = warp.number() - 1;
       if (warp.warp == 0 && warp.lane == 0) barrier_expect(received, R::SUMS);
+      keep(sum);
       if constexpr (R::KEPT) let_send();
       if (R::KEPT || number > 0) barrier_wait(block.free(warp.group), (R::KEPT ? number : number - 1) & 1);
 #pragma unroll
@@ -547,11 +551,12 @@ struct Stream {
     }
   }
 
-  __device__ __forceinline__ void run(int tile, int tiles) {
+  // Until so many tiles are left.
+  __device__ __forceinline__ void run(int left) {
 #pragma unroll 1
-    for (; tiles > 0; --tiles, tile += GROUPS) {
+    while (warp.left > left) {
       multiply();
-      finish(tile);
+      finish();
     }
   }
 };
@@ -571,22 +576,22 @@ __device__ __forceinline__ void run_blocks(const Job& main, const Job& side) {
     pdl_wait();
     produce<F>(main, block);
   } else {
-    more_registers<120>();
+    more_registers<112>();
     Warp<ROWS, SPLITS, TWINS> warp(block, RING);
     {
-      const int tile = block.first + warp.group, tiles = block.tiles_of(warp.group);
-      Stream<F, ROWS, SPLITS, TWINS, DEPTH, false> stream(main, warp, tile, tiles);
+      const int tiles = block.tiles_of(warp.group);
+      Stream<F, ROWS, SPLITS, TWINS, DEPTH, false> stream(main, warp, block.first + warp.group, tiles);
       __syncthreads();
       if (SPLITS * TWINS > 1) cluster_arrive(), cluster_wait();
       pdl_trigger();
-      stream.run(tile, tiles);
+      stream.run(warp.left - tiles);
     }
     const Block<ROWS, SPLITS, TWINS> rest(main, side.units, late(block.shared));  // not kept in registers so far
-    if (const int count = warp.left; count > 0) {
+    if (warp.left > 0) {
       const int tile = rest.first + warp.group + rest.tiles_of(warp.group) * GROUPS - rest.tiles;
       copy_wait<0>();
-      Stream<Bf16, ROWS, SPLITS, TWINS, SIDE_DEPTH, true, F> stream(side, warp, tile, count);
-      stream.run(tile, count);
+      Stream<Bf16, ROWS, SPLITS, TWINS, SIDE_DEPTH, true, F> stream(side, warp, tile, warp.left);
+      stream.run(0);
     }
     if (rest.all_of(warp.group) < rest.passes) warp.skip();
     if (main.mode == GREEDY) {
@@ -598,7 +603,7 @@ __device__ __forceinline__ void run_blocks(const Job& main, const Job& side) {
   }
   if (TWINS > 1) {  // no block ends while its twin arrives at its barriers
     __syncwarp();
-    cluster_arrive(), cluster_wait();
+    cluster_sync();
   }
 }
 
