@@ -25,7 +25,7 @@ from edge_dflash.backends.cuda.passes import Frame, Pass
 from edge_dflash.backends.cuda.sample import UNIT as SAMPLE_UNIT
 from edge_dflash.backends.cuda.sample import Sampler, SamplingBuffers
 from edge_dflash.backends.cuda.schedule import schedule
-from edge_dflash.backends.cuda.splits import StreamSplits, row_tile
+from edge_dflash.backends.cuda.splits import ALONE_ROWS, StreamSplits, row_tile
 from edge_dflash.backends.cuda.states import Sizes, States
 from edge_dflash.backends.cuda.steps import Convolve, Head, Project
 from edge_dflash.backends.cuda.walk import UNIT as WALK_UNIT
@@ -173,7 +173,7 @@ def _walker(
 
 
 def _buffers(layout: DeviceLayout, states: States, scratch: int, memory: Allocator) -> Buffers:
-    tile, vocabulary = row_tile(layout.sizes.rows), layout.vocabulary
+    tile, vocabulary = row_tile(layout.sizes.rows, ALONE_ROWS), layout.vocabulary
     floats, counters = states.delta_scratch
     stride = -(-vocabulary // 16) * 16
     return Buffers(
@@ -207,7 +207,7 @@ class Launches:
         """Stacks, steps and places. Raises BackendError for what has no kernel."""
         if precision.activations != "bfloat16":
             raise BackendError(f"activations are {precision.activations!r}; the native backend computes in bfloat16")
-        formats, tile = self._weights.formats, row_tile(sizes.rows)
+        formats, tile = self._weights.formats, row_tile(sizes.rows, ALONE_ROWS)
         self._stacks: Mapping[str, Stack] = pair_stacks(programs, formats)
         schedules = {
             "prefill": schedule(programs.prefill, formats, wide=True),
@@ -226,7 +226,7 @@ class Launches:
         """Load the kernels of linears."""
         most = 0
         self._most_rows = max(layout.sizes.prefill_rows, layout.sizes.rows)
-        self._gpu, self._linears = gpu, Linears(gpu, self._cubin, most_rows=row_tile(layout.sizes.rows))
+        self._gpu, self._linears = gpu, Linears(gpu, self._cubin, most_rows=row_tile(layout.sizes.rows, ALONE_ROWS))
         for name, each in layout.schedules.items():
             rows = layout.sizes.rows if name == "prefill" else layout.sizes.of_pass(name)
             for step in each.steps:
