@@ -1,4 +1,4 @@
-"""Linears of joint passes: each row of 17 to 128 has the bits that it has in a pass of 16, on every family of kernels."""
+"""Linears of joint passes: a row of 17 to 128 has the bits that it has in a pass of 16, on every family of kernels."""
 
 import copy
 
@@ -65,7 +65,7 @@ def _of(device, family):
         pytest.skip("weights lie as this device's own kernels read them")
     if family == "stream":
         gpu.sm = 87
-    return Split(gpu, lambda unit: cubin(unit, arch), most_rows=most, joint_rows=128)
+    return Split(gpu, lambda unit: cubin(unit, arch), most_rows=most, joint=128)
 
 
 @pytest.fixture(scope="module", params=["hopper", "cluster", "few", "stream"])

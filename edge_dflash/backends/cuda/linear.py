@@ -27,7 +27,7 @@ from edge_dflash.errors import BackendError
 from edge_dflash.weights.layout import UNIT_BYTES, UNIT_ROWS, WINDOW, Format, Layout, Repacked
 from edge_dflash.weights.packing import data_for
 
-UNITS = ("linear", "linear_cluster", "linear_hopper", "linear_wide", "linear_tiles", "finish")  # compilation units of these kernels
+UNITS = ("linear", "linear_cluster", "linear_hopper", "linear_wide", "linear_tiles", "finish")  # compilation units
 _FINISH_THREADS, _NORM_THREADS, _NORM_COLUMNS, _PARTS = 1024, 256, (512, 2560, 4096, 5120, 8192), 4
 _GREEDY_THREADS = {"linear": 32, "linear_cluster": 256}  # by compilation unit
 
@@ -84,19 +84,15 @@ class Norm:
 
 
 class Linears:
-    """Loaded kernels. ``cubin`` gives a compilation unit's cubin for this device.
+    """Loaded kernels. ``cubin`` gives a unit's cubin; ``most_rows``: of a sequence's pass, ``joint``: of a joint pass.
 
-    ``most_rows``: of any pass of one sequence but tiles, at most 32; ``joint_rows``: of any joint pass, up to 128.
     Enqueues only. Every launch may start before the one before it ends and reads nothing but weights until that one's
     results are there; a kernel after it must likewise read only constants before griddepcontrol.wait.
     """
 
-    def __init__(
-        self, gpu: Gpu, cubin: Callable[[str], bytes], *, most_rows: int = ALONE_ROWS, joint_rows: int = 0
-    ) -> None:
-        row_tile(most_rows, ALONE_ROWS)
-        self._gpu, self._most_rows, self._joint_rows = gpu, most_rows, max(joint_rows, most_rows)
-        names = kernel_names(gpu.sm, most_rows, joint_rows)
+    def __init__(self, gpu: Gpu, cubin: Callable[[str], bytes], *, most_rows: int = ALONE_ROWS, joint: int = 0) -> None:
+        self._gpu, self._most_rows, self._joint_rows = gpu, most_rows, max(joint, most_rows)
+        names = kernel_names(gpu.sm, most_rows, joint)
         modules = {unit: gpu.load(cubin(unit)) for unit in names}
         most = block_shared(gpu.sm)
         self._kernels = {n: modules[unit].kernel(n, shared_bytes=most) for unit in names for n in names[unit]}
@@ -227,8 +223,8 @@ class Linears:
         shared, blocks, most, side = splits.shared_bytes, splits.blocks, block_shared(self._gpu.sm), side or _Job()
         splits.check_orders(job.x_stride, min(job.out_stride), gated=job.mode == Mode.SWIGLU)
         if side.groups and isinstance(splits, StreamSplits):  # a unit of the side stack has a block to itself
-            shared = max(shared, splits.shared("bf16", splits.tile // splits.row_tiles, 1))
-            blocks += side.groups
+            most_side = splits.shared("bf16", splits.tile // splits.row_tiles, 1)
+            shared, blocks = max(shared, most_side), blocks + side.groups
         if shared > most:
             raise BackendError(
                 f"a {splits.format} linear of {rows} rows and {job.k} inputs needs {shared} bytes of shared memory a "

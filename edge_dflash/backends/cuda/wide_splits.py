@@ -25,7 +25,7 @@ _MOST_BLOCKS = 8  # of a cluster
 
 @dataclass(frozen=True)
 class WideSplits(Splits):
-    """Blocks of a cluster are the splits of the kernel for 16 rows, once or twice; ``groups`` own tiles of two units."""
+    """Blocks of a cluster are the splits of the kernel for 16 rows, once or twice; ``groups`` own tiles of 2 units."""
 
     @classmethod
     def of(
@@ -37,7 +37,8 @@ class WideSplits(Splits):
         """
         if twins is None:
             twins = TWINS[tile] if splits * TWINS[tile] <= _MOST_BLOCKS else 1
-        shared, kernel, blocks = cls.shared(layout.format, tile), cls.name(layout.format, tile, splits, twins), splits * twins
+        kernel, blocks = cls.name(layout.format, tile, splits, twins), splits * twins
+        shared = cls.shared(layout.format, tile)
         held = clusters(kernel, blocks, WIDE_THREADS, shared) if clusters else max(1, sm_count // blocks)
         if held < 1 and twins > 1:
             return cls.of(layout, tile, splits, sm_count, clusters, 1)
@@ -59,7 +60,8 @@ class WideSplits(Splits):
     @staticmethod
     def shared(format: Format, tile: int) -> int:
         """Shared memory of a block: head, stages of x, sums of four warpgroups, rings of weights."""
-        return _HEAD + tile * (_STAGES[tile] * 128 + _GROUPS * 256) + _WARPS * WIDE_DEPTH[tile][format] * _PLACES[format]
+        rings = _WARPS * WIDE_DEPTH[tile][format] * _PLACES[format]
+        return _HEAD + tile * (_STAGES[tile] * 128 + _GROUPS * 256) + rings
 
 
 def wide_names(format: Format) -> list[str]:
