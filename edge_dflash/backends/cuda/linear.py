@@ -223,8 +223,7 @@ class Linears:
         shared, blocks, most, side = splits.shared_bytes, splits.blocks, block_shared(self._gpu.sm), side or _Job()
         splits.check_orders(job.x_stride, min(job.out_stride), gated=job.mode == Mode.SWIGLU)
         if side.groups and isinstance(splits, StreamSplits):  # a unit of the side stack has a block to itself
-            most_side = splits.shared("bf16", splits.tile // splits.row_tiles, 1)
-            shared, blocks = max(shared, most_side), blocks + side.groups
+            shared, blocks = max(shared, splits.side_shared), blocks + side.groups
         if shared > most:
             raise BackendError(
                 f"a {splits.format} linear of {rows} rows and {job.k} inputs needs {shared} bytes of shared memory a "

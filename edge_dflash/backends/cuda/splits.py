@@ -151,6 +151,11 @@ class StreamSplits(Splits):
         """Shared memory of a block: the exchange of sums, and each warp's ring of weights and activations."""
         return _WARPS * (1024 + _STAGES * (units * UNIT_BYTES[format] + tile * WINDOW[format] * 2))
 
+    @property
+    def side_shared(self) -> int:
+        """Shared memory of a block with a unit of a side stack."""
+        return self.shared("bf16", self.tile // self.row_tiles, 1)
+
     def sum_bytes(self, layout: Layout) -> int:
         """Scratch of a launch with splits: FP32 sums [splits, tile, rows of all units]."""
         return 4 * self.splits * self.tile * layout.units * UNIT_ROWS
