@@ -25,7 +25,7 @@ from edge_dflash.backends.cuda.passes import Frame, Pass
 from edge_dflash.backends.cuda.sample import UNIT as SAMPLE_UNIT
 from edge_dflash.backends.cuda.sample import Sampler, SamplingBuffers
 from edge_dflash.backends.cuda.schedule import schedule
-from edge_dflash.backends.cuda.splits import MOST_ROWS, StreamSplits, row_tile
+from edge_dflash.backends.cuda.splits import ALONE_ROWS, MOST_ROWS, StreamSplits, row_tile
 from edge_dflash.backends.cuda.states import Sizes, States
 from edge_dflash.backends.cuda.steps import Convolve, Head, PassStep, Project
 from edge_dflash.backends.cuda.walk import UNIT as WALK_UNIT
@@ -185,8 +185,8 @@ def _walker(
 
 
 def _buffers(layout: DeviceLayout, states: States, scratch: int, memory: Allocator) -> Buffers:
-    slots, tile, rows = layout.sizes.slots, row_tile(layout.sizes.rows), row_tile(layout.sizes.most_rows)
-    vocabulary = layout.vocabulary
+    sizes, vocabulary = layout.sizes, layout.vocabulary
+    slots, tile, rows = sizes.slots, row_tile(sizes.rows, ALONE_ROWS), row_tile(sizes.most_rows)
     floats, counters = states.delta_scratch
     stride = -(-vocabulary // 16) * 16
     return Buffers(
@@ -225,7 +225,7 @@ class Launches:
         """Stacks, steps and places. Raises BackendError for what has no kernel."""
         if precision.activations != "bfloat16":
             raise BackendError(f"activations are {precision.activations!r}; the native backend computes in bfloat16")
-        formats, tile = self._weights.formats, row_tile(sizes.most_rows)
+        formats, tile = self._weights.formats, max(row_tile(sizes.rows, ALONE_ROWS), row_tile(sizes.most_rows))
         self._stacks: Mapping[str, Stack] = pair_stacks(programs, formats)
         schedules = {
             "prefill": schedule(programs.prefill, formats, wide=True),
@@ -243,10 +243,12 @@ class Launches:
     def open(self, gpu: Gpu, layout: DeviceLayout) -> int:
         """Load the kernels of linears."""
         most = 0
-        self._most_rows = max(layout.sizes.prefill_rows, layout.sizes.most_rows)
-        self._gpu, self._linears = gpu, Linears(gpu, self._cubin, most_rows=row_tile(layout.sizes.most_rows))
+        sizes = layout.sizes
+        self._most_rows = max(sizes.prefill_rows, sizes.most_rows)
+        alone, joint = row_tile(sizes.rows, ALONE_ROWS), row_tile(sizes.most_rows) if sizes.slots > 1 else 0
+        self._gpu, self._linears = gpu, Linears(gpu, self._cubin, most_rows=alone, joint_rows=joint)
         for name, each in layout.schedules.items():
-            sizes, prefill = layout.sizes, name == "prefill"
+            prefill = name == "prefill"
             rows = sizes.rows if prefill else sizes.of_pass(name)
             for slots in (1,) if prefill else lane_steps(sizes.slots):
                 most = max(most, *(self._scratch(step, slots * rows) for step in each.steps), 0)
