@@ -246,7 +246,7 @@ class Launches:
         sizes = layout.sizes
         self._most_rows = max(sizes.prefill_rows, sizes.most_rows)
         alone, joint = row_tile(sizes.rows, ALONE_ROWS), row_tile(sizes.most_rows) if sizes.slots > 1 else 0
-        self._gpu, self._linears = gpu, Linears(gpu, self._cubin, most_rows=alone, joint_rows=joint)
+        self._gpu, self._linears = gpu, Linears(gpu, self._cubin, most_rows=alone, joint=joint)
         for name, each in layout.schedules.items():
             prefill = name == "prefill"
             rows = sizes.rows if prefill else sizes.of_pass(name)
