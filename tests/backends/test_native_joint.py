@@ -375,6 +375,22 @@ def test_more_rows_than_a_pass_takes_go_through_several(monkeypatch):
     assert launched.count("cycle_accept") == 4
 
 
+@pytest.mark.parametrize("sm", [87, 89, 90, 110, 121])
+@pytest.mark.parametrize("rows", [8, 16, 32])
+def test_every_launch_of_joint_passes_is_accepted_on_every_kind_of_device(monkeypatch, sm, rows):
+    monkeypatch.setattr("edge_dflash.backends.cuda.linear.bf16_map", lambda *asked: None)  # asks a driver
+    gpu = ControlGpu()
+    gpu.sm = sm
+    pair = replace(NATIVE_PAIR, drafter=replace(NATIVE_PAIR.drafter, block_size=rows))
+    backend = load(monkeypatch, gpu, 8, pair)
+    assert sorted(backend.joint) == [count for count in (2, 4, 8) if count * rows <= loading.MOST_ROWS]
+    for count, graphs in backend.joint.items():
+        assert list(graphs.verify.graphs) == list(joint_steps(rows))
+        for most, graph in graphs.cycles.greedy.graphs.items():
+            (accept,) = [call for call in graph.calls if call[0] == "cycle_accept"]
+            assert (accept.grid[0], accept[1][2]) == (count, most)
+
+
 def test_a_target_alone_runs_its_lanes_together(monkeypatch):
     backend, gpu = load(monkeypatch, gpu := ControlGpu(), pair=replace(NATIVE_PAIR, drafter=None)), gpu
     found, launched = together(backend, gpu, 3)
