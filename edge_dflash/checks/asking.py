@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from edge_dflash.backends.host_cycle import Delegate
-from edge_dflash.decode.backend import Asked, Backend, Cycle, Rows
+from edge_dflash.decode.backend import Asked, Backend, Cycle, Outcome, Rows
 from edge_dflash.decode.sampling import Packed
 
 
@@ -39,6 +39,13 @@ class ByTurns(Delegate):
 
     def cycle(self, asked: Asked) -> Cycle:
         """The backend's own cycle of fewer drafts."""
+        return self._backend.cycle(self._fewer(asked))
+
+    def cycles(self, asked: Sequence[Asked]) -> list[Outcome]:
+        """The backend's own joint cycle, of fewer drafts in each lane."""
+        return self._backend.cycles([self._fewer(one) for one in asked])
+
+    def _fewer(self, asked: Asked) -> Asked:
         drafts = self._cycle % self.shape.verify_rows
         self._cycle += 1
-        return self._backend.cycle(replace(asked, drafts=drafts if asked.drafts is None else min(drafts, asked.drafts)))
+        return replace(asked, drafts=drafts if asked.drafts is None else min(drafts, asked.drafts))

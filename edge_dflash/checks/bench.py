@@ -57,6 +57,7 @@ class Workload:
     profile: bool = False
     acceptance: str | None = None  # instead of an accept length: a profile of checks/forcing.py
     correlation: float | None = None  # of verified rows whose experts are forced; None: the target's own choices
+    lanes: tuple[int, ...] = ()  # numbers of requests that are timed at once
 
     def pattern(self, rows: int) -> tuple[int, ...] | None:
         """Accepted drafts of each cycle, if they are forced. Raises RequestError."""

@@ -76,6 +76,31 @@ class ByDrafts:
 
 
 @dataclass(frozen=True)
+class LaneLoad:
+    """So many requests at once."""
+
+    lanes: int
+    rows: float  # of a joint verify pass, mean
+    cycle: PassTime  # joint, from the end of one to the end of the next, by the wall clock
+    accept_length: float
+    tokens_per_second: float  # of all lanes, in joint cycles
+    tokens_per_second_each: float  # from its first token to its end, mean: prompts of others lie between
+
+
+@dataclass(frozen=True)
+class Company:
+    """One request alone, and while others come and go: milliseconds between two of its increments."""
+
+    lanes: int
+    alone_p50_ms: float
+    alone_p99_ms: float
+    beside_p50_ms: float
+    beside_p99_ms: float
+    deadlines: int  # requests with a deadline, in company
+    overshoot_ms: float  # the longest that one of them took beyond it; 0: all kept it
+
+
+@dataclass(frozen=True)
 class CycleTimes:
     """A steady cycle, on the device's own clock."""
 
@@ -176,6 +201,8 @@ class BenchResult:
     routing_correlation: float | None = None  # of the rows of a verify whose experts are forced
     chosen: Chosen | None = None  # Planner.plan under a forced profile
     by_drafts: tuple[ByDrafts, ...] = ()  # under a forced profile or routing
+    lanes: tuple[LaneLoad, ...] = ()
+    company: Company | None = None
 
     @property
     def host_ms(self) -> float:
@@ -188,6 +215,8 @@ class BenchResult:
         for cycle, entry in zip((self.cycle, *self.contexts), (found["cycle"], *found["contexts"]), strict=True):
             entry |= cycle.ratios()
         found["cold"]["over_steady"] = self.cold.over_steady
+        for load, entry in zip(self.lanes, found["lanes"], strict=True):
+            entry["over_floor"] = load.cycle.over_floor
         found["host_ms"] = self.host_ms
         found["host_share"] = self.host_ms / self.raw.ms
         found["speed_up"] = self.speculative.tokens_per_second / self.plain.tokens_per_second

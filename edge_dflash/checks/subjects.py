@@ -17,6 +17,7 @@ from edge_dflash.backends.cuda.support import device_sm
 from edge_dflash.board.archs import arch_of_sm
 from edge_dflash.bundle.reader import read_manifest
 from edge_dflash.checks.bench import Device, Form, Say, Subject, Workload, run, tiled
+from edge_dflash.checks.bench_lanes import with_lanes
 from edge_dflash.checks.bench_result import BenchResult
 from edge_dflash.checks.footprint import Costs
 from edge_dflash.checks.forcing import routing
@@ -99,6 +100,8 @@ def bench_synthetic(
     if work.accept_length is None and work.acceptance is None:
         work = replace(work, accept_length=_ACCEPT_LENGTH)
     work.pattern(pair.verify_rows)
+    if max(work.lanes, default=1) > 1:
+        raise BackendError(f"--lanes is {max(work.lanes)}; a synthetic pair runs natively, which has one lane")
     if work.correlation is not None and pair.target.experts is None:
         raise RequestError(f"{name} has no experts; --routing-correlation belongs to a pair that has")
     try:
@@ -106,7 +109,7 @@ def bench_synthetic(
     except BackendError as error:
         raise BackendError(f"edge-dflash bench --synthetic needs an NVIDIA GPU: {error}") from None
     with synthetic_subject(name, kind, work, cubin, say) as subject:
-        return run(subject, device, work, say)
+        return with_lanes(run(subject, device, work, say), subject, device, work, say)
 
 
 @contextmanager
@@ -185,20 +188,25 @@ def bench_bundle(
             raise BackendError(f"{path} was built for {manifest.arch}: {error}") from None
     else:
         say(f"the {manifest.backend} backend is timed as it is: no read bandwidth, no floors, no device memory")
-    with bundle_subject(path, prompts, say, drafter=drafter) as subject:
-        return run(subject, device, work, say)
+    with bundle_subject(path, prompts, say, drafter=drafter, lanes=max(work.lanes, default=None)) as subject:
+        return with_lanes(run(subject, device, work, say), subject, device, work, say)
 
 
 @contextmanager
 def bundle_subject(
-    path: Path, prompts: Callable[[Planner], Prompts], say: Say = print, *, drafter: bool = True
+    path: Path,
+    prompts: Callable[[Planner], Prompts],
+    say: Say = print,
+    *,
+    drafter: bool = True,
+    lanes: int | None = None,
 ) -> Iterator[Subject]:
-    """An open bundle, which drafts whether it pays or not; ``drafter`` False: never."""
+    """An open bundle, which drafts whether it pays or not; ``drafter`` False: never. ``lanes``: else the bundle's."""
     manifest = read_manifest(path)
     pair = manifest.pair if drafter else replace(manifest.pair, drafter=None)
     say(f"loading {path}")
     began = time.perf_counter()
-    with Planner.open(path, self_test="off", fallback=False, drafter=drafter) as planner:
+    with Planner.open(path, self_test="off", fallback=False, drafter=drafter, lanes=lanes) as planner:
         loaded = time.perf_counter() - began
         asked = prompts(planner)
         ids = [planner.encode(task) for task in asked.tasks[:_PROMPTS]]

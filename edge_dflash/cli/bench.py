@@ -18,6 +18,7 @@ from edge_dflash.checks.subjects import CUBINS, bench_bundle, bench_synthetic
 from edge_dflash.cli.bench_tables import render
 from edge_dflash.cli.output import emit_json, say, show
 from edge_dflash.cli.prompts import bench_prompts
+from edge_dflash.decode.backend import MOST_LANES
 from edge_dflash.errors import RequestError
 from edge_dflash.model.registry import NO_DRAFTER
 from edge_dflash.weights.layout import Format
@@ -30,6 +31,13 @@ Correlation = Annotated[
     float | None,
     typer.Option(help="Force the experts of a synthetic pair: 0, tokens choose independently, to 1, all the same."),
 ]
+Synthetic = Annotated[
+    str | None, typer.Option(help=f"Instead: random weights in the dimensions of {', '.join(pair_names())}.")
+]
+Length = Annotated[
+    float | None, typer.Option(help="Force this mean accept length; default: the drafter's own, 5 if synthetic.")
+]
+Lanes = Annotated[str, typer.Option(help="Numbers of requests to time at once, such as 1,2,4,8.")]
 Prompts = Annotated[
     Path | None, typer.Option(help="JSONL of prompts for BUNDLE, as verify takes it; default: see below.")
 ]
@@ -39,13 +47,9 @@ Commit = Annotated[str | None, typer.Option(help="Commit to record for a copy of
 
 def bench(
     bundle: Annotated[Path | None, typer.Argument(metavar="[BUNDLE]", help="Directory that a build made.")] = None,
-    synthetic: Annotated[
-        str | None, typer.Option(help=f"Instead: random weights in the dimensions of {', '.join(pair_names())}.")
-    ] = None,
+    synthetic: Synthetic = None,
     weights: Annotated[str | None, typer.Option(help="Of --synthetic: nvfp4 (default), fp8 or bf16.")] = None,
-    accept_length: Annotated[
-        float | None, typer.Option(help="Force this mean accept length; default: the drafter's own, 5 if synthetic.")
-    ] = None,
+    accept_length: Length = None,
     acceptance: Acceptance = None,
     routing_correlation: Correlation = None,
     context: Annotated[int, typer.Option(min=1, help="Committed tokens at which cycles are timed.")] = 512,
@@ -54,6 +58,7 @@ def bench(
     prefill: Annotated[str, typer.Option(help="Prompt lengths for the time to the first token.")] = "128,2048,8192",
     contexts: Annotated[str, typer.Option(help="More contexts at which a cycle is timed, such as 2048,32768.")] = "",
     drafter: Annotated[str | None, typer.Option(metavar="none", help="Time BUNDLE without its drafter.")] = None,
+    lanes: Lanes = "",
     profile: Annotated[bool, typer.Option("--profile", help="Time every step of one cycle.")] = False,
     cubins: Cubins = None,
     plot: Annotated[Path | None, typer.Option(help="Write a drawing (SVG) to this file.")] = None,
@@ -81,13 +86,15 @@ def bench(
     over_steady), prefill (tokens, ms, operations_per_second, share of matmul_rate), contexts (a cycle each), drafts_ms
     (a cycle by its drafts), forced_acceptance, routing_correlation, chosen (Planner.plan with drafts chosen: drafts,
     usual), by_drafts (drafts, ms, verify, experts of a layer counted on the device, tokens_per_second by the profile),
-    memory (budget, allocated, device_used, device_total, allocations_after_load), profile.
+    memory (budget, allocated, device_used, device_total, allocations_after_load), profile, lanes (requests at once:
+    rows, cycle, accept_length, tokens_per_second of all and of each, over_floor), company (one request alone and beside
+    others, ms between its increments; the most that it took beyond a deadline; null for one lane).
     """
     kind = _checked(bundle, synthetic, weights, prompts, drafter)
     _check_forced(bundle, accept_length, acceptance, routing_correlation)
     _check_files(plot, record)
-    prompt, more = lengths(prefill, "--prefill"), lengths(contexts, "--contexts")
-    work = Workload(context, tokens, prompt, more, accept_length, profile, acceptance, routing_correlation)
+    prompt, more, many = lengths(prefill, "--prefill"), lengths(contexts, "--contexts"), _lanes(lanes)
+    work = Workload(context, tokens, prompt, more, accept_length, profile, acceptance, routing_correlation, many)
     if synthetic is not None:
         result = bench_synthetic(synthetic, kind, work, cubins or CUBINS, say)
     else:
@@ -135,6 +142,14 @@ def _check_files(plot: Path | None, record: Path | None) -> None:
         raise RequestError(f"{plot.parent} is no directory; make it first or give another --plot")
     if record is not None:
         check_record(record)
+
+
+def _lanes(text: str) -> tuple[int, ...]:
+    """Numbers of lanes from ``1,2,4``. Raises RequestError for more than there can be."""
+    found = lengths(text, "--lanes")
+    if found and found[-1] > MOST_LANES:
+        raise RequestError(f"--lanes names {found[-1]}; there are 1 to {MOST_LANES} lanes")
+    return found
 
 
 def lengths(text: str, option: str) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ def render(result: BenchResult) -> RenderableType:
     """Tables of decoding, of a cycle's parts, of prompts, contexts, steps and memory."""
     parts: list[RenderableType] = [_head(result), _decoding(result), _host(result), _cold(result), _cycle(result)]
     further: dict[Callable[[BenchResult], Table], object] = {_prefill: result.prefill, _drafts: result.drafts_ms}
-    further |= {_by_drafts: result.by_drafts}
+    further |= {_by_drafts: result.by_drafts, _lanes: result.lanes, _company: result.company}
     further |= {_contexts: result.contexts, _profile: result.profile, _memory: result.memory}
     return Group(*parts, *(table(result) for table, there in further.items() if there))
 
@@ -144,6 +144,30 @@ def _contexts(result: BenchResult) -> Table:
     table = named_table("Cycle by context", "tokens", right=("ms", "MB", "floor ms", "x floor", "TB/s", "K/V, MB"))
     for cycle in (result.cycle, *result.contexts):
         table.add_row(f"{cycle.context:,}", *_part(cycle.whole), _kv(cycle))
+    return table
+
+
+def _lanes(result: BenchResult) -> Table:
+    right = ("rows", "ms a cycle", "floor ms", "x floor", "accept length", "tokens/s", "of one lane's", "of each")
+    table = named_table("Requests at once, joint cycles", "lanes", right=right)
+    one = result.lanes[0].tokens_per_second / result.lanes[0].lanes
+    for load in result.lanes:
+        cycle, rate = load.cycle, load.tokens_per_second
+        times = f"{cycle.ms:.3f}", _number(cycle.floor_ms, ".3f"), _number(cycle.over_floor, ".2f")
+        rates = f"{rate:.1f}", f"{rate / one:.2f}" if one else "-", f"{load.tokens_per_second_each:.1f}"
+        table.add_row(str(load.lanes), f"{load.rows:.1f}", *times, f"{load.accept_length:.2f}", *rates)
+    return table
+
+
+def _company(result: BenchResult) -> Table:
+    assert result.company is not None
+    found = result.company
+    title = f"One request while others come and go, {found.lanes} lanes: ms between two increments"
+    table = named_table(title, "", right=("p50", "p99"))
+    table.add_row("alone", f"{found.alone_p50_ms:.3f}", f"{found.alone_p99_ms:.3f}")
+    table.add_row("in company", f"{found.beside_p50_ms:.3f}", f"{found.beside_p99_ms:.3f}")
+    table.add_section()
+    table.add_row(f"most beyond {found.deadlines} deadlines", "", f"{found.overshoot_ms:.3f}")
     return table
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
+from contextlib import nullcontext
 from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import Annotated, Any, cast, get_type_hints
@@ -15,6 +16,7 @@ from edge_dflash.board.state import read_board_state
 from edge_dflash.cli.output import Json, emit_json, say, show, stages
 from edge_dflash.cli.plans import (
     WARM_UP_TOKENS,
+    candidate_table,
     comparison,
     identical,
     logprob_table,
@@ -23,6 +25,7 @@ from edge_dflash.cli.plans import (
     require_same,
     summary,
     timed,
+    timed_best,
 )
 from edge_dflash.common.files import LARGE, is_file, read_bytes
 from edge_dflash.decode.grammar.schema_check import schema_text
@@ -30,6 +33,7 @@ from edge_dflash.decode.options import Options, PlanOptions
 from edge_dflash.errors import RequestError
 from edge_dflash.planner import Planner, Task
 from edge_dflash.result import Plan
+from edge_dflash.runner.planning import MOST_CANDIDATES
 
 # Options of a request as flags: how a value is written (None: the flag has none and switches it on), and the help.
 FLAGS: dict[str, tuple[str | None, str]] = {
@@ -66,6 +70,9 @@ def generate(
     compare: Annotated[
         bool, typer.Option("--compare", help="Decode with and without the drafter; one table of both.")
     ] = False,
+    candidates: Annotated[
+        int, typer.Option(metavar="N", min=1, max=MOST_CANDIDATES, help="Draw N answers, show the likeliest one.")
+    ] = 1,
     json: Json = False,
     **flags: Any,
 ) -> None:
@@ -76,17 +83,19 @@ def generate(
     --deadline is its beginning. A bundle without tokenizer takes and prints token ids.
 
     --compare decodes a few tokens to warm up, then with the drafter, then without. Exit code 9 when the tokens differ.
+    --candidates draws with the seeds --seed, --seed + 1, ...: side by side, as far as the bundle has lanes.
 
     JSON keys: text (null without tokenizer), tokens, logprobs (of --logprobs, for each token: token, logprob, text and
     top, the likeliest tokens; else null), finish_reason (stop, length, context or deadline), prompt_tokens,
     accept_lengths, accept_length, drafts (verified by each cycle), accepted_drafts, speculative, object (the answer
     parsed, or null), prefill_seconds, first_token_seconds, decode_seconds, total_seconds, tokens_per_second, board
     (joules of this plan, null where the board does not say its power; power mode, watts, degrees, clocks and memory at
-    the end, as far as it says them), plain (of --compare, else null: the same without the drafter), identical (of
-    --compare: the same tokens; null without it, or when a deadline cut one shorter).
+    the end, as far as it says them), seed, score (of --candidates: mean log-probability of the tokens; else null),
+    alternatives (the other candidates, best first), plain (of --compare, else null: the same without the drafter),
+    identical (of --compare: the same tokens; null without it, or when a deadline cut one shorter).
     """
-    if plain and compare:
-        raise RequestError("--plain and --compare are given; --compare decodes plainly beside it, leave --plain out")
+    if compare:
+        _refuse_beside_compare(plain, candidates)
     options = _options(flags, speculative=not plain)
     task = read_task(prompt, prompt_file, ids, raw=flags["raw"])
     Options.of(options)  # what is wrong with them is said before a bundle is loaded
@@ -99,14 +108,32 @@ def generate(
             with stages("warming up"):
                 short: PlanOptions = {**options, "max_new_tokens": WARM_UP_TOKENS}
                 planner.plan(task, **short)
-        plan, joules = timed(planner, task, options, None if json else print_part)
-        if not json:
-            print()
-        other = None
-        if compare:
-            with stages("the same without the drafter"):
-                other = timed(planner, task, {**options, "speculative": False})
+        plan, joules = _answer(planner, task, options, candidates, json)
+        with stages("the same without the drafter") if compare else nullcontext():
+            other = timed(planner, task, {**options, "speculative": False}) if compare else None
     _report(plan, joules, other, json)
+
+
+def _refuse_beside_compare(plain: bool, candidates: int) -> None:
+    if plain:
+        raise RequestError("--plain and --compare are given; --compare decodes plainly beside it, leave --plain out")
+    if candidates > 1:
+        raise RequestError("--candidates and --compare are given; give one of them")
+
+
+def _answer(
+    planner: Planner, task: Task, options: PlanOptions, candidates: int, json: bool
+) -> tuple[Plan, float | None]:
+    """The plan, or the best of several, and its joules; printed as it is made, unless ``json`` is."""
+    if candidates == 1:
+        plan, joules = timed(planner, task, options, None if json else print_part)
+        said = ""
+    else:
+        plan, joules = timed_best(planner, task, options, candidates)
+        said = plan.text if plan.text is not None else " ".join(map(str, plan.tokens))
+    if not json:
+        print(said)
+    return plan, joules
 
 
 def _flag(name: str) -> Parameter:
@@ -146,6 +173,8 @@ def _report(plan: Plan, joules: float | None, other: tuple[Plan, float | None] |
         emit_json(found)
     elif other is None:
         say(summary(plan, joules))
+        if plan.alternatives:
+            show(candidate_table(plan))
     else:
         show(comparison(*other, plan, joules))
     if plan.logprobs and not json:

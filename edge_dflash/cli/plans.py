@@ -18,6 +18,7 @@ from edge_dflash.planner import Planner, Task
 from edge_dflash.result import Increment, Plan
 
 WARM_UP_TOKENS = 8  # before two ways of decoding are compared
+_SHOWN = 60  # characters of a candidate
 
 
 def timed(
@@ -36,6 +37,28 @@ def timed(
         power.end()
     timings = stream.plan.timings
     return stream.plan, power.joules(began + timings.queue_seconds, began + timings.total_seconds)
+
+
+def timed_best(planner: Planner, task: Task, options: PlanOptions, count: int) -> tuple[Plan, float | None]:
+    """The best of ``count`` candidates, and the joules of all."""
+    power = EnergyMeter()
+    power.begin()
+    began = time.perf_counter()
+    try:
+        plan = planner.plan(task, n=count, **options)
+    finally:
+        power.end()
+    return plan, power.joules(began, time.perf_counter())
+
+
+def candidate_table(plan: Plan) -> Table:
+    """A line for each candidate, the best first."""
+    table = Table("seed", "score", "tokens", "end", "answer", title="candidates", title_justify="left")
+    for one in (plan, *plan.alternatives):
+        text = " ".join((one.text if one.text is not None else str(list(one.tokens))).split())
+        shown = text if len(text) <= _SHOWN else text[: _SHOWN - 1] + "…"
+        table.add_row(str(one.seed), f"{one.score:.4f}", str(len(one.tokens)), one.finish_reason, escape(shown))
+    return table
 
 
 def print_part(part: Increment) -> None:
@@ -108,6 +131,9 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "decode_seconds": plan.timings.decode_seconds,
         "total_seconds": plan.timings.total_seconds,
         "tokens_per_second": plan.tokens_per_second,
+        "seed": plan.seed,
+        "score": plan.score if plan.score is not None and math.isfinite(plan.score) else None,
+        "alternatives": [plan_json(one) for one in plan.alternatives],
     }
 
 

@@ -14,11 +14,13 @@ from edge_dflash.bundle.reader import Bundle
 from edge_dflash.bundle.selftest import SelfTest, load_selftest
 from edge_dflash.checks.acceptance import AcceptanceCheck, check_acceptance
 from edge_dflash.checks.bench import Workload
+from edge_dflash.checks.bench_lanes import Watching
 from edge_dflash.checks.doctor import gather
 from edge_dflash.checks.doctor import report as doctor_report
 from edge_dflash.checks.doctor_checks import examine
 from edge_dflash.checks.golden import GoldenComparison, verify_golden
 from edge_dflash.checks.lossless import Verification, verify_lossless
+from edge_dflash.checks.mixes import MixCheck, verify_mixes
 from edge_dflash.checks.provenance import check_report, write_report
 from edge_dflash.checks.subjects import bench_bundle
 from edge_dflash.cli.build import given_drafter
@@ -41,6 +43,7 @@ def verify(
     checkpoint: Annotated[Path | None, typer.Option(help="Target checkpoint to compare with --golden.")] = None,
     drafter: Annotated[Path | None, typer.Option(help="Drafter checkpoint to compare with --golden, or none.")] = None,
     golden: Annotated[Path | None, typer.Option(help="Golden file (safetensors) for the two checkpoints.")] = None,
+    lanes: Annotated[int | None, typer.Option(min=1, max=8, help="Requests at once; default: BUNDLE's lanes.")] = None,
     report: Annotated[
         Path | None, typer.Option(help="Write all that was found, a benchmark and the doctor's checks to this file.")
     ] = None,
@@ -52,6 +55,8 @@ def verify(
     greedily and sampled; tokens and the state of both models must be equal bit for bit. What the build recorded as the
     bundle's self-test is replayed, and its prompt is decoded: the drafter must accept 0.7 of what it accepted at build,
     in all and at each position. A line of --prompts holds {"ids": [...]}, {"text": "..."} or {"messages": [...]}.
+
+    With several lanes, random mixes of requests are compared with each request alone.
 
     --report FILE makes one JSON file to attach to a report: these checks, a short benchmark, what the doctor finds, the
     bundle's versions and the machine. It is written also when something differs, then without the benchmark.
@@ -68,7 +73,8 @@ def verify(
     accept_length, accept_length_at_build, floor, tokens, tokens_equal, first_difference, drafts, drafts_equal,
     diagnosis, seconds; null without one), drafter (its acceptance on the self-test's prompt: an object with ok, unknown
     (why nothing is judged, or null), accept_length, accept_length_at_build, floor, acceptance, acceptance_at_build,
-    positions_below). Golden file also: largest_difference, logits_difference, tokens_equal, failures, missing, skipped,
+    positions_below), mixes (of several lanes: ok, lanes, mixes, requests, tokens, joint_cycles, differences; else
+    null). Golden file also: largest_difference, logits_difference, tokens_equal, failures, missing, skipped,
     unknown.
     """
     given = (checkpoint, drafter, golden)
@@ -79,7 +85,7 @@ def verify(
     if bundle is not None:
         if report is not None:
             check_report(report)
-        _judge_bundle(bundle, report, prompts, count, max_new_tokens, json)
+        _judge_bundle(bundle, report, prompts, count, max_new_tokens, lanes, json)
     elif checkpoint is None or drafter is None or golden is None:
         raise RequestError("--golden needs --checkpoint and --drafter, the directories of the two checkpoints")
     else:
@@ -87,24 +93,35 @@ def verify(
 
 
 def _judge_bundle(
-    bundle: Path, report: Path | None, prompts: Path | None, count: int, max_new_tokens: int, json: bool
+    bundle: Path,
+    report: Path | None,
+    prompts: Path | None,
+    count: int,
+    max_new_tokens: int,
+    lanes: int | None,
+    json: bool,
 ) -> None:
     """Verify a bundle, say and write what was found, then raise VerificationError unless it is good."""
     recorded = load_selftest(Bundle.open(bundle, check_hashes=False))
-    result, self_test, drafting = _verify_bundle(bundle, recorded, prompts, count, max_new_tokens)
-    found = _found(result, self_test, drafting, recorded)
+    result, self_test, drafting, mixes = _verify_bundle(bundle, recorded, prompts, count, max_new_tokens, lanes)
+    found = _found(result, self_test, drafting, recorded, mixes)
     if report is not None:
         _report(report, bundle, found)
     if json:
         emit_json(found)
+    if mixes is not None and not json:
+        print(f"lanes: {mixes.summary}")
     _judge(result, self_test, drafting, found, quiet=json)
+    if mixes is not None:
+        mixes.check()
 
 
 def _verify_bundle(
-    bundle: Path, recorded: SelfTest | None, prompts: Path | None, count: int, max_new_tokens: int
-) -> tuple[Verification, SelfTestResult | None, AcceptanceCheck]:
+    bundle: Path, recorded: SelfTest | None, prompts: Path | None, count: int, max_new_tokens: int, lanes: int | None
+) -> tuple[Verification, SelfTestResult | None, AcceptanceCheck, MixCheck | None]:
+    watching = Watching()
     with stages("opening the bundle") as report:
-        planner = Planner.open(bundle, self_test="off", fallback=False, progress=report)
+        planner = Planner.open(bundle, self_test="off", fallback=False, lanes=lanes, progress=report, observer=watching)
     with planner:
         with stages("self-test"):
             self_test = replay(Bundle.open(bundle, check_hashes=False), planner.backend)
@@ -118,19 +135,25 @@ def _verify_bundle(
             stop_token_ids=planner.stop_token_ids,
             progress=say,
         )
-        return verification, self_test, drafting
+        mixes = verify_mixes(planner, watching, ids, max_new_tokens, say) if planner.shape.lanes > 1 else None
+        return verification, self_test, drafting, mixes
 
 
 def _found(
-    result: Verification, self_test: SelfTestResult | None, drafting: AcceptanceCheck, recorded: SelfTest | None
+    result: Verification,
+    self_test: SelfTestResult | None,
+    drafting: AcceptanceCheck,
+    recorded: SelfTest | None,
+    mixes: MixCheck | None,
 ) -> dict[str, Any]:
     """The JSON object of a bundle."""
     return {
         **result.to_json(),
-        "ok": result.ok and (self_test is None or self_test.ok) and drafting.ok,
+        "ok": result.ok and (self_test is None or self_test.ok) and drafting.ok and (mixes is None or mixes.ok),
         "acceptance_at_build": None if recorded is None else list(recorded.acceptance),
         "self_test": self_test.to_json() if self_test is not None else None,
         "drafter": drafting.to_json(),
+        "mixes": None if mixes is None else mixes.to_json(),
     }
 
 

@@ -49,6 +49,7 @@ def test_a_deadline_ends_it(cli, demo_bundle):
         (("--deadline", "0"), "--deadline is 0; give seconds above 0"),
         (("--deadline", "nan"), "--deadline is nan"),
         (("--plain", "--compare"), "leave --plain out"),
+        (("--candidates", "2", "--compare"), "--candidates and --compare are given"),
         (("--top-p", "7"), "top_p is 7.0; give a value above 0 and at most 1"),
         (("--max-new-tokens", "0"), "max_new_tokens is 0; give a whole number of at least 1"),
     ],
@@ -79,6 +80,21 @@ def test_how_likely_each_token_was(cli, demo_bundle):
     first = made["logprobs"][0]
     assert re.search(rf"{re.escape(repr(first['text']))} +│ +{first['logprob']:.3f} +│ ", out)
     assert last_json(cli(*options, "--json")[1])["logprobs"] is None
+
+
+def test_the_likeliest_of_several_candidates(cli, demo_bundle):
+    argv = ("generate", demo_bundle, "--prompt", "Say hello.", "--max-new-tokens", 6, "--temperature", 1.2)
+    alone = [last_json(cli(*argv, "--seed", seed, "--json")[1]) for seed in (3, 4, 5)]
+    found = last_json(cli(*argv, "--seed", 3, "--candidates", 3, "--json")[1])
+    several = [found, *found["alternatives"]]
+    assert sorted((one["seed"], one["tokens"]) for one in several) == [(one["seed"], one["tokens"]) for one in alone]
+    assert [one["score"] for one in several] == sorted((one["score"] for one in several), reverse=True)
+    assert (alone[0]["score"], alone[0]["alternatives"], found["logprobs"]) == (None, [], None)
+    code, out, _ = cli(*argv, "--seed", 3, "--candidates", 3)
+    assert code == 0
+    assert out.startswith(found["text"])
+    for one in several:
+        assert re.search(rf"{one['seed']} +│ +{one['score']:.4f} +│ +{len(one['tokens'])} ", out)
 
 
 def test_compare_shows_both_ways(cli, demo_bundle):

@@ -1,4 +1,9 @@
+from types import SimpleNamespace
+
+from calib.demo import measure_candidates
+from calib.demo.corpus import heldout_keys, task_key
 from calib.demo.measure_sessions import callers, conversation
+from edge_dflash.planner import Planner
 
 
 def test_a_conversation_that_is_killed_between_turns_goes_on_as_if_it_were_not(demo_bundle):
@@ -16,3 +21,16 @@ def test_every_caller_gets_its_own_answers_and_its_turn(demo_bundle):
     fewest, most = found["answers_of_a_caller"]
     assert fewest >= 1
     assert most - fewest <= 1
+
+
+def test_candidates_are_judged_in_two_ways(demo_bundle):
+    tasks = measure_candidates.other_tasks(3)
+    assert not {task_key(task) for task in tasks} & heldout_keys()
+    with Planner.open(demo_bundle, lanes=2) as planner:
+        found = measure_candidates.measure(planner, tasks[:1], 2, 0.3)
+    assert found["tasks"] == 1
+    assert found["simulated"]["success"] >= found["likeliest"]["success"]
+    assert found["simulated"]["valid"] >= found["likeliest"]["valid"]
+    assert min(found["seconds"]) > 0
+    for text, verdict in ((tasks[0].answer, 2), ("{}", 0)):
+        assert measure_candidates.verdict(tasks[0], SimpleNamespace(text=text)) == verdict

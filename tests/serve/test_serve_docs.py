@@ -64,7 +64,7 @@ def test_every_key_of_an_answer_is_named(tmp_path):
     text = PAGE.partition("Under `edge_dflash` in an answer")[2].partition("## Sessions")[0]
     assert keys | timings <= named(text)
     assert named(text) - keys - timings <= {"edge_dflash", "stop", "length", "context", "deadline", "cancelled",
-                                             "reasoning_content"}  # fmt: skip
+                                             "reasoning_content", "n", "usage", "candidates"}  # fmt: skip
 
 
 def test_settings_that_it_names_exist(tmp_path):

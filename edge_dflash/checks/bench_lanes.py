@@ -1,0 +1,177 @@
+"""Several requests at once, by a planner as callers use it: joint cycles, tokens a second, what company costs one."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from statistics import mean, median, quantiles
+
+from edge_dflash.checks.bench import Device, Say, Subject, Workload
+from edge_dflash.checks.bench_result import BenchResult, Company, LaneLoad, PassTime
+from edge_dflash.checks.footprint import Costs, Traffic
+from edge_dflash.planner import Planner
+from edge_dflash.runner.job import Unwatched
+
+ONE_MORE = 12  # requests of the one that is watched, alone and in company
+DEADLINES = 8  # requests with a deadline
+SHARE = 0.5  # of the time that a request takes in company: its deadline
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """A cycle that ran."""
+
+    end: float  # time.perf_counter()
+    lanes: int
+    rows: int
+
+
+class Watching(Unwatched):
+    """Keeps when each cycle ended."""
+
+    def __init__(self) -> None:
+        self.passes: list[_Pass] = []
+
+    def passed(self, lanes: int, rows: int) -> None:
+        """See Observer."""
+        self.passes.append(_Pass(time.perf_counter(), lanes, rows))
+
+    def together(self, lanes: int) -> list[float]:
+        """Seconds from a cycle of so many lanes to the next of as many, and nothing between them."""
+        pairs = pairwise(self.passes)
+        return [after.end - before.end for before, after in pairs if before.lanes == after.lanes == lanes]
+
+    def rows(self, lanes: int) -> float:
+        """Rows of such a cycle, mean."""
+        return mean([one.rows for one in self.passes if one.lanes == lanes] or [0])
+
+
+def with_lanes(result: BenchResult, subject: Subject, device: Device, work: Workload, say: Say) -> BenchResult:
+    """The result with what ``work.lanes`` requests at once were measured to do."""
+    if not work.lanes:
+        return result
+    loads = []
+    for lanes in work.lanes:
+        say(f"timing {lanes} request{'s' if lanes > 1 else ''} at once")
+        loads.append(_load(subject, device, work, lanes))
+    company = None
+    if (most := max(work.lanes)) > 1:
+        say(f"timing one request while others come and go on {most} lanes")
+        company = _company(subject, work, most)
+    return replace(result, lanes=tuple(loads), company=company)
+
+
+@contextmanager
+def _planner(subject: Subject) -> Iterator[tuple[Planner, Watching]]:
+    """A planner around the subject's backend that is watched. Its worker ends; the backend stays the subject's."""
+    watching = Watching()
+    planner = Planner(subject.planner.backend, None, fallback=False, prompt_share=1.0, observer=watching)
+    try:
+        yield planner, watching
+    finally:
+        planner._engine.close()
+
+
+def _load(subject: Subject, device: Device, work: Workload, lanes: int) -> LaneLoad:
+    """So many requests of as many tokens, begun together."""
+    prompts, tokens = _prompts(subject, lanes), work.budget(subject.planner.shape.verify_rows)
+    with _planner(subject) as (planner, watching):
+        planner.plan(prompts[0], max_new_tokens=min(tokens, 16))  # warm
+        watching.passes.clear()
+        plans = [s.plan for s in [planner.stream(p, max_new_tokens=tokens, caller=str(i)) for i, p in prompts.items()]]
+    seconds = median(watching.together(lanes) or [0.0])
+    each = mean(plan.tokens_per_second for plan in plans)
+    made = mean(plan.accept_length for plan in plans)
+    rate = made * lanes / seconds if seconds else 0.0
+    rows = watching.rows(lanes)
+    size = None
+    if subject.costs is not None and device.bandwidth is not None:
+        size = joint_bytes(subject.costs, work.context + tokens // 2, lanes, round(rows / lanes), round(made))
+    return LaneLoad(lanes, rows, PassTime.of(seconds, size, device.bandwidth), made, rate, each)
+
+
+def _prompts(subject: Subject, lanes: int) -> dict[int, Sequence[int]]:
+    """A prompt for each lane."""
+    return {lane: subject.prompts[lane % len(subject.prompts)] for lane in range(lanes)}
+
+
+def joint_bytes(costs: Costs, context: int, lanes: int, rows: int, pending: int) -> int:
+    """Bytes of a joint cycle whose lanes verify ``rows`` each: weights once, state a lane."""
+    verify = costs.verify(context, pending, rows)
+    experts = costs.verify(context, pending, lanes * rows).experts if costs.expert_layers else 0
+    return _joint(replace(verify, experts=experts), lanes) + (_joint(costs.propose(context), lanes) if rows > 1 else 0)
+
+
+def _joint(one: Traffic, lanes: int) -> int:
+    own = one.embedding_rows + one.walk + one.kv + one.state + one.tape
+    return sum(one.weights.values()) + one.experts + lanes * own
+
+
+def _company(subject: Subject, work: Workload, lanes: int) -> Company:
+    """One request alone, then while others come and go; then with deadlines."""
+    tokens = work.budget(subject.planner.shape.verify_rows)
+    prompt = subject.prompts[0]
+    with _planner(subject) as (planner, _):
+        alone = [gap for _ in range(ONE_MORE) for gap in _gaps(planner, prompt, tokens)]
+        with _others(planner, subject, lanes - 1, tokens):
+            beside, took = [], []
+            for _ in range(ONE_MORE):
+                began = time.perf_counter()
+                beside += _gaps(planner, prompt, tokens)
+                took.append(time.perf_counter() - began)
+            bound = SHARE * median(took)
+            over = [_overshoot(planner, prompt, tokens, bound) for _ in range(DEADLINES)]
+    halves = {"alone": alone, "beside": beside}
+    figures = {f"{name}_{p}_ms": 1e3 * _percentile(gaps, at) for name, gaps in halves.items() for p, at in _POINTS}
+    return Company(lanes, **figures, deadlines=len(over), overshoot_ms=1e3 * max(over))
+
+
+_POINTS = (("p50", 50), ("p99", 99))
+
+
+def _percentile(values: Sequence[float], at: int) -> float:
+    return quantiles(values, n=100, method="inclusive")[at - 1] if len(values) > 1 else sum(values)
+
+
+def _gaps(planner: Planner, prompt: Sequence[int], tokens: int) -> list[float]:
+    """Seconds between the increments of a request, behind its first one."""
+    ends = []
+    with planner.stream(prompt, max_new_tokens=tokens, caller="watched") as stream:
+        for _ in stream:
+            ends.append(time.perf_counter())
+    return [after - before for before, after in pairwise(ends)]
+
+
+def _overshoot(planner: Planner, prompt: Sequence[int], tokens: int, bound: float) -> float:
+    """Seconds that a request ended behind its deadline; 0 where it kept it."""
+    began = time.perf_counter()
+    _ = planner.plan(prompt, max_new_tokens=tokens, deadline=bound, caller="watched")
+    return max(0.0, time.perf_counter() - began - bound)
+
+
+@contextmanager
+def _others(planner: Planner, subject: Subject, count: int, tokens: int) -> Iterator[None]:
+    """So many callers meanwhile, each of whom asks for one plan after the other, of random lengths."""
+    over = threading.Event()
+
+    def caller(number: int) -> None:
+        pick = random.Random(number)
+        while not over.is_set():
+            prompt = subject.prompts[pick.randrange(len(subject.prompts))]
+            part, most = prompt[: pick.randint(1, len(prompt))], pick.randint(2, max(tokens, 2))
+            planner.plan(part, max_new_tokens=most, caller=str(number))
+
+    threads = [threading.Thread(target=caller, args=(number,), daemon=True) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
