@@ -174,6 +174,7 @@ class Together(ABC):
         graphs.verify.of(rows).launch()
         for turn in turns:  # pending rows were replayed
             turn.at.wanted = ControlBlock(turn.at.wanted.length, 0, turn.at.wanted.anchor)
+            self._slots.left(turn.slot, turn.asked.lane, turn.at.wanted)
 
     @staticmethod
     def _masks(turns: Sequence[_Turn]) -> list[Masks]:
