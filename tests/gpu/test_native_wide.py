@@ -21,6 +21,7 @@ from native_state_support import Device
 from edge_dflash.backends.cuda.linear import Linears, LinearWeights, Norm
 from edge_dflash.backends.cuda.splits import ClusterSplits, HopperSplits, StreamSplits, clustered, hopper, row_tile
 from edge_dflash.backends.cuda.wide_splits import WideSplits
+from edge_dflash.weights.formats import Fp8Weight, Nvfp4Weight, WideWeight
 from edge_dflash.weights.layout import repack
 
 pytestmark = pytest.mark.gpu
@@ -105,6 +106,18 @@ def extremes(x):
     return x
 
 
+def halved(w):
+    """The first half of K twice: with x and -x each sum is what its roundings leave, and shows their order."""
+    half = w.shape[1] // 2
+    match w:
+        case Nvfp4Weight():
+            w.packed[:, half // 2 :] = w.packed[:, : half // 2]
+            w.block_scale[:, half // 16 :] = w.block_scale[:, : half // 16]
+        case Fp8Weight() | WideWeight():
+            w.data[:, half:] = w.data[:, :half]
+    return w
+
+
 def alone(call, x):
     """``call`` of 16 rows at a time, joined."""
     parts = [call(x[i : i + 16], i, 16) for i in range(0, x.shape[0], 16)]
@@ -126,6 +139,14 @@ def test_rows_have_the_bits_of_sixteen(device, linears, kind, n, k):
     x = inputs(128, k, seed=3)
     for each in (x, extremes(x)):
         same(lambda part, _, rows: run(device, linears, stack, part, rows), each)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize(("n", "k"), [(1000, 1600), (2560, 4096)])
+def test_what_roundings_leave_has_the_bits_of_sixteen(device, linears, kind, n, k):
+    stack, x = LinearWeights.of(device.gpu, repack(halved(weight(kind, n, k, 7)))), inputs(128, k, seed=4)
+    x[:, k // 2 :] = -x[:, : k // 2]
+    same(lambda part, _, rows: run(device, linears, stack, part, rows), x)
 
 
 @pytest.mark.parametrize("kind", FORMATS)
