@@ -29,7 +29,7 @@ class Splits:
     blocks: int
     threads: int  # of a block
     shared_bytes: int  # of a block
-    row_tiles: int = 1  # parts of ``tile``, each with blocks of its own that go through the weights at the same time
+    row_tiles: int = 1  # parts of ``tile``; the blocks of all go through the weights at the same time
 
     @property
     def shares(self) -> tuple[int, int, int]:
