@@ -223,19 +223,20 @@ class Planner(Planning[PlannerSession]):
     ) -> tuple[PlanStream, ...]:
         """Queue checked requests: the next turn of a session, a plan, or candidates for it."""
         manager, pace = self._engine.manager, self._engine.pace
+        work: Work[Any, Any]
         if session is not None:
             _check(session=session)
-            job = session._next(self._engine, task, options, began)
-            return self._queued(job, job)
-        request = prepare(self._model, options, self._encoder.prompt(task, options), began)
-        if count == 1:
-            return self._queued(job := Job(request, Home(), manager, pace), job)
-        varied = [replace(request.options, seed=options.seed + index) for index in range(count)]
-        group = Group([replace(request, options=one) for one in varied], manager, pace)
-        return self._queued(group, *group.candidates)
-
-    def _queued(self, work: Work[Any, Any], *jobs: Job) -> tuple[PlanStream, ...]:
-        """Queue a work; the streams of what comes of it."""
+            work = job = session._next(self._engine, task, options, began)
+            jobs: Sequence[Job] = (job,)
+        else:
+            request = prepare(self._model, options, self._encoder.prompt(task, options), began)
+            if count == 1:
+                work = job = Job(request, Home(), manager, pace)
+                jobs = (job,)
+            else:
+                varied = [replace(request.options, seed=options.seed + index) for index in range(count)]
+                work = group = Group([replace(request, options=one) for one in varied], manager, pace)
+                jobs = group.candidates
         self._engine.submit(work)
         return tuple(PlanStream(job, job.ticket, owner=self) for job in jobs)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import Any
@@ -16,7 +16,6 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from edge_dflash.board.state import BoardState
-from edge_dflash.decode.options import PlanOptions
 from edge_dflash.errors import ContextError, EdgeDflashError
 from edge_dflash.result import Increment, Plan
 from edge_dflash.runner.planning import apart
@@ -28,7 +27,6 @@ from edge_dflash.serve.openai import Call, chat_call, completion_call
 from edge_dflash.serve.openapi import RUNS, STORED, WITH_BODY, Operations, Read, ref
 from edge_dflash.serve.replies import Writer
 from edge_dflash.serve.service import Service, log
-from edge_dflash.session import PlannerSession
 
 ALIVE = 10.0  # seconds without an event after which a comment is sent: a client that died is found
 _HEADERS = [
@@ -78,22 +76,17 @@ class Running:
         options["caller"] = f"{self._account}/{caller}" if caller else self._account
         if (seconds := options.get("deadline", self._service.config.timeouts.deadline or None)) is not None:
             options["deadline"] = max(0.0, self._arrived + seconds - time.perf_counter())
+        ask: Callable[..., Any] = partial(planner.stream, task, session=session)
+        if (count := len(self.streams)) > 1:
+            ask = partial(planner.streams, task, count)
         try:
-            return self._asked(task, session, options)
+            made = ask(**options)
         except ContextError:
             if not call.budget_is_default or options["max_new_tokens"] is None:
                 raise
-        options["max_new_tokens"] = None
-        return self._asked(task, session, options)
-
-    def _asked(self, task: Any, session: PlannerSession | None, options: PlanOptions) -> tuple[PlanStream, ...]:
-        if (count := len(self.streams)) > 1:
-            return self._planner.streams(task, count, **options)
-        return (self._planner.stream(task, session=session, **options),)
-
-    async def admit(self) -> None:
-        """Hand the request to the planner. Raises what refuses it."""
-        await asyncio.gather(*(stream.__aenter__() for stream in self.streams))
+            options["max_new_tokens"] = None
+            made = ask(**options)
+        return made if count > 1 else (made,)
 
     async def watch(self, receive: Receive) -> None:
         """End the request when its client leaves."""
@@ -266,7 +259,8 @@ async def _generate(service: Service, request: Request, read: Read, endpoint: st
         async with turn(request):
             if running.disconnected:
                 raise Refusal("the client went away", status=408, code="disconnected")
-            await running.admit()  # its errors have statuses
+            for stream in running.streams:  # the first begins all; its errors have statuses
+                await stream.__aenter__()
         if call.stream:
             streaming, running = running, None
             return streaming

@@ -28,7 +28,8 @@ def native(monkeypatch, ids_bundle):
     backend, said = TimedBackend(Clock().install(monkeypatch)), []
     manifest = replace(read_manifest(ids_bundle), backend="native", arch="sm90a")
 
-    def opened(path, *, self_test, fallback, drafter):
+    def opened(path, *, self_test, fallback, drafter, lanes):
+        assert lanes is None  # as many as the bundle says
         assert drafter
         assert self_test == "off"
         assert not fallback  # cycles that draft are what is timed

@@ -187,7 +187,7 @@ def plan(options):
 
 def chat(options):
     """The chain of one chat completion: the server of the command line runs here, a client asks it and ends it."""
-    trace = Trace(options.start or "chat", called(options.end or "decode"))
+    trace = Trace(options.start or "chat", called(options.end or "turns"))
     body = json.dumps({"messages": [{"role": "user", "content": "Tidy the kitchen."}], "max_tokens": 4}).encode()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "socket"

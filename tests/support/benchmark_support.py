@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import numpy as np
 from fakes import FakeBackend, FakeRows
 
-from edge_dflash import planner
 from edge_dflash.backends.host_cycle import host_cycle
 from edge_dflash.checks import measure
 from edge_dflash.checks.bench import Device, Subject
@@ -16,7 +15,7 @@ from edge_dflash.checks.footprint import Traffic
 from edge_dflash.decode import drafts, loop
 from edge_dflash.decode.backend import Cycle, PairShape
 from edge_dflash.planner import Planner
-from edge_dflash.runner import job
+from edge_dflash.runner import job, planning
 from edge_dflash.runner.job import Unwatched
 
 SHAPE = PairShape(vocab_size=64, block_size=4, mask_token_id=63, max_context=4096, prefill_chunk=64, drafts=3)
@@ -32,7 +31,7 @@ class Clock:
         return self.now
 
     def install(self, monkeypatch):
-        for module in (measure, drafts, loop, planner, job):
+        for module in (measure, drafts, loop, planning, job):
             monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=self.perf_counter))
         return self
 
