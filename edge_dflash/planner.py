@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -220,8 +220,8 @@ class Planner(Planning[PlannerSession]):
 
     def _ask(
         self, task: Task, session: PlannerSession | None, options: Options, began: float, count: int = 1
-    ) -> tuple[PlanStream, ...]:
-        """Queue checked requests: the next turn of a session, a plan, or candidates for it."""
+    ) -> tuple[Callable[[], object], tuple[PlanStream, ...]]:
+        """Checked requests: the next turn of a session, a plan, or candidates for it."""
         manager, pace = self._engine.manager, self._engine.pace
         work: Work[Any, Any]
         if session is not None:
@@ -237,8 +237,7 @@ class Planner(Planning[PlannerSession]):
                 varied = [replace(request.options, seed=options.seed + index) for index in range(count)]
                 work = group = Group([replace(request, options=one) for one in varied], manager, pace)
                 jobs = group.candidates
-        self._engine.submit(work)
-        return tuple(PlanStream(job, job.ticket, owner=self) for job in jobs)
+        return partial(self._engine.submit, work), tuple(PlanStream(job, job.ticket, owner=self) for job in jobs)
 
     def encode(self, task: Task, *, thinking: bool = False, raw: bool = False) -> tuple[int, ...]:
         """Token ids of a task. Raises RequestError when it is of another kind, empty, or cannot be turned into ids."""

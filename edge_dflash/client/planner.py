@@ -10,6 +10,7 @@ from __future__ import annotations
 import secrets
 import threading
 import weakref
+from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from functools import partial
 from pathlib import Path
@@ -118,14 +119,14 @@ class RemotePlanner(Planning["RemoteSession"], AbstractContextManager["RemotePla
 
     def _ask(
         self, task: Task, session: RemoteSession | None, options: Options, began: float, count: int = 1
-    ) -> tuple[PlanStream, ...]:
-        """Send a request."""
+    ) -> tuple[Callable[[], object], tuple[PlanStream, ...]]:
+        """Send a request, which its server queues."""
         if session is None:
             askings = self._connection.ask(self._server, task, options, began, count=count)
         else:
             rules.checked(_SESSION, {"session": session})
             askings = session._ask(self, task, options, began)
-        return tuple(PlanStream(asking, asking.ticket, owner=self) for asking in askings)
+        return lambda: None, tuple(PlanStream(asking, asking.ticket, owner=self) for asking in askings)
 
     def encode(self, task: Task, *, thinking: bool = False, raw: bool = False) -> tuple[int, ...]:
         """Token ids of a task. Raises RequestError where the server cannot tell them."""

@@ -29,6 +29,7 @@ class Work(Generic[T, R]):
 
     alone = True  # whether no other work may do a step while it runs; False: its steps ask for their cycles
     prompting = False  # whether its next step is of its prompt
+    over = False  # whether its last step was the last one, and no more than its result is to come
     closes = True  # how it ends when it is cancelled: closed before its next step; False: by itself, with its result
 
     def __init__(
@@ -214,6 +215,7 @@ class Job(Work[Step, Plan]):
 
     def take(self, step: Step | None) -> Step | None:
         """A step, unless it only computed a part of the prompt."""
+        self.over = step is not None and step.finish_reason is not None
         if step is None or step.chunk:
             return None
         if step.first and self._session is not None:

@@ -35,8 +35,8 @@ class Planning(Generic[S]):
 
     def _ask(
         self, task: Task, session: S | None, options: Options, began: float, count: int = 1
-    ) -> tuple[PlanStream, ...]:
-        """Queue ``count`` candidates, the first with the seed of ``options``, each next with one more."""
+    ) -> tuple[Callable[[], object], tuple[PlanStream, ...]]:
+        """Streams of ``count`` candidates, the first with the seed of ``options``, and what queues them."""
         raise NotImplementedError
 
     def plan(
@@ -61,7 +61,8 @@ class Planning(Generic[S]):
         began, chosen = time.perf_counter(), Options.of(options)
         n, rank = _checked(n, rank, session)
         asked = _scored(chosen, n, rank)
-        streams = self._ask(task, session, asked, began, _distinct(chosen, n))
+        queue, streams = self._ask(task, session, asked, began, _distinct(chosen, n))
+        queue()
         try:
             plans = [stream.plan for stream in streams]
         except BaseException:
@@ -96,7 +97,9 @@ class Planning(Generic[S]):
         QueueFullError later for a request that a more urgent one displaced.
         """
         began = time.perf_counter()
-        return self._ask(task, session, Options.of(options), began)[0]
+        queue, (stream,) = self._ask(task, session, Options.of(options), began)
+        queue()
+        return stream
 
     def streams(self, task: Task, n: int, **options: Unpack[PlanOptions]) -> tuple[PlanStream, ...]:
         """:meth:`stream` of ``n`` candidates: the prompt is computed once, and stream i uses ``seed + i``.
@@ -105,7 +108,9 @@ class Planning(Generic[S]):
         """
         began, chosen = time.perf_counter(), Options.of(options)
         n, _ = _checked(n, None, None)
-        return self._ask(task, None, chosen, began, n)
+        queue, streams = self._ask(task, None, chosen, began, n)
+        queue()
+        return streams
 
     async def aplan(
         self,
@@ -122,7 +127,13 @@ class Planning(Generic[S]):
         chosen = Options.of(options)
         n, rank = _checked(n, rank, session)
         asked, count = _scored(chosen, n, rank), _distinct(chosen, n)
-        streams = apart(lambda: self._ask(task, session, asked, time.perf_counter(), count), count)
+
+        def begin() -> tuple[PlanStream, ...]:
+            queue, begun = self._ask(task, session, asked, time.perf_counter(), count)
+            queue()
+            return begun
+
+        streams = apart(begin, count)
         try:
             plans = await asyncio.gather(*(stream.result() for stream in streams))
         except BaseException:

@@ -48,20 +48,25 @@ def active_of(running: Sequence[AnyWork], lanes: int, patience: int) -> list[Any
 
 
 def turn_of(running: Sequence[AnyWork], lanes: int, patience: int, share: Share) -> Turn:
-    """The next turn. A work that needs the engine for itself has it; what was set aside and would end now, ends.
+    """The next turn. What is over, or was set aside and would end now, ends before anything else runs.
 
-    The prompt of a work that is more urgent than all that decode has all the time it needs.
+    A work that needs the engine for itself has it. The prompt of a work that is more urgent than all that decode has
+    all the time it needs.
     """
     if len(running) == 1:
         return Turn(running, ()) if running[0].alone or running[0].prompting else Turn((), running)
+    if over := [work for work in running if work.over]:
+        return Turn(over)
     active = active_of(running, lanes, patience)
     aside = [work for work in running if work not in active]
     for work in aside:
         work.set_aside()
-    ending = [work for work in aside if work.would_end()]
+    if ending := [work for work in aside if work.would_end()]:
+        return Turn(ending)
     if alone := [work for work in active if work.alone][:1]:
-        return Turn((*ending, *alone))
+        return Turn(alone)
     prompts = [work for work in active if work.prompting][:1]
-    together = [*(work for work in active if not work.prompting), *ending]
+    together = [work for work in active if not work.prompting]
     ranks = [work.rank(patience) for work in together]
-    return Turn([work for work in prompts if share.open or not ranks or work.rank(patience) > max(ranks)], together)
+    now = [work for work in prompts if share.open or not ranks or work.rank(patience) > max(ranks)]
+    return Turn(now, together)

@@ -268,7 +268,7 @@ def test_a_planner_opens_only_what_passes(demo_bundle, monkeypatch):
     wrong = m.drafter(mask_token_id=0)
     closed = []
 
-    def load_wrong(bundle, drafter):
+    def load_wrong(bundle, drafter, lanes):
         backend = backend_of(bundle, spec=wrong(bundle.pair))
         backend.close = lambda: closed.append(True)
         return backend
@@ -285,7 +285,7 @@ def test_a_planner_opens_only_what_passes(demo_bundle, monkeypatch):
 
 def test_verify_prints_a_failed_selftest_and_fails(cli, ids_bundle, monkeypatch):
     wrong = m.drafter(mask_token_id=0)
-    monkeypatch.setattr("edge_dflash.planner.load", lambda bundle, drafter: backend_of(bundle, spec=wrong(bundle.pair)))
+    monkeypatch.setattr("edge_dflash.planner.load", lambda bundle, **_: backend_of(bundle, spec=wrong(bundle.pair)))
     code, out, err = cli("verify", ids_bundle, "--count", 1, "--max-new-tokens", 4, "--json")
     found = json.loads(out)
     assert code == 9

@@ -98,7 +98,7 @@ def test_state_bytes_are_those_of_a_request_alone():
 
 
 def test_the_best_comes_first_and_the_others_behind_it():
-    with Planner(Counting(2), None) as planner:
+    with Planner(Counting(2), None, fallback=False) as planner:
         plan = planner.plan(PROMPT, n=4, **DRAWN)
         told = planner.plan(PROMPT, n=4, logprobs=2, **DRAWN)
         ranked = planner.plan(PROMPT, n=4, rank=lambda one: -one.seed, **DRAWN)
@@ -115,7 +115,7 @@ def test_the_best_comes_first_and_the_others_behind_it():
 
 
 def test_only_the_first_one_has_the_cost_of_the_prompt():
-    with Planner(Counting(2), None) as planner:
+    with Planner(Counting(2), None, fallback=False) as planner:
         first, *others = (stream.plan for stream in planner.streams(PROMPT, 3, **DRAWN))
     assert (first.reused_tokens, {one.reused_tokens for one in others}) == (0, {len(PROMPT) - 1})
     assert first.timings.prefill_seconds > max(one.timings.prefill_seconds for one in others)
@@ -126,7 +126,7 @@ def test_a_rank_that_fails_or_gives_no_number_is_told_to_the_caller():
     def crash(plan):
         raise ZeroDivisionError("the simulator")
 
-    with Planner(Counting(2), None) as planner:
+    with Planner(Counting(2), None, fallback=False) as planner:
         with pytest.raises(ZeroDivisionError, match="the simulator"):
             planner.plan(PROMPT, n=2, rank=crash, **DRAWN)
         for value in (None, "good", float("nan")):
@@ -137,7 +137,7 @@ def test_a_rank_that_fails_or_gives_no_number_is_told_to_the_caller():
 
 def test_without_a_temperature_one_answer_is_made():
     counting = Counting(4)
-    with Planner(counting, None) as planner:
+    with Planner(counting, None, fallback=False) as planner:
         plan = planner.plan(PROMPT, n=4, max_new_tokens=6)
     assert [one.tokens for one in plan.alternatives] == [plan.tokens] * 3
     assert counting.rows == len(PROMPT)
@@ -155,7 +155,7 @@ def test_without_a_temperature_one_answer_is_made():
     ],
 )
 def test_what_makes_no_sense_is_refused(given, said):
-    with Planner(Counting(2), None) as planner:
+    with Planner(Counting(2), None, fallback=False) as planner:
         with pytest.raises(RequestError, match=said):
             planner.plan(PROMPT, **given)
         with pytest.raises(RequestError, match=said):
@@ -181,7 +181,7 @@ def test_a_state_that_is_kept_is_used_and_a_conversation_makes_room():
 def test_one_request_with_candidates_takes_one_place_in_the_queue():
     counting = Counting(1)
     counting.go.clear()
-    with Planner(counting, None, queue=2) as planner:
+    with Planner(counting, None, fallback=False, queue=2) as planner:
         first = planner.stream(PROMPT, max_new_tokens=2)
         assert counting.began.wait(30)
         streams = [planner.streams(PROMPT, 8, caller=f"c{index}", **DRAWN) for index in range(2)]
@@ -200,7 +200,7 @@ def test_one_request_with_candidates_takes_one_place_in_the_queue():
 def test_one_that_is_cancelled_leaves_the_others_alone():
     counting = Counting(2)
     counting.go.clear()
-    with Planner(counting, None) as planner:
+    with Planner(counting, None, fallback=False) as planner:
         running = planner.streams(PROMPT, 3, **DRAWN)
         assert counting.began.wait(30)
         queued = planner.streams(PROMPT, 3, **DRAWN)
@@ -215,7 +215,7 @@ def test_one_that_is_cancelled_leaves_the_others_alone():
 def test_when_all_are_cancelled_nothing_of_them_runs():
     counting = Counting(1)
     counting.go.clear()
-    with Planner(counting, None) as planner:
+    with Planner(counting, None, fallback=False) as planner:
         running = planner.streams(PROMPT, 2, **DRAWN)
         assert counting.began.wait(30)
         queued = planner.streams(PROMPT, 2, **DRAWN)
@@ -232,7 +232,7 @@ def test_when_all_are_cancelled_nothing_of_them_runs():
 def test_a_deadline_ends_all_of_them():
     counting = Counting(1)
     counting.go.clear()
-    with Planner(counting, None) as planner:
+    with Planner(counting, None, fallback=False) as planner:
         first = planner.stream(PROMPT, max_new_tokens=2)
         assert counting.began.wait(30)
         for stream in planner.streams(PROMPT, 3, deadline=0.05, **DRAWN):
@@ -246,7 +246,7 @@ def test_a_deadline_ends_all_of_them():
 
 def test_a_prompt_that_fails_fails_all_of_them_each_with_an_error():
     counting = Counting(2)
-    with Planner(counting, None) as planner:
+    with Planner(counting, None, fallback=False) as planner:
         counting.broken = lambda kind, ids: kind == "prefill"
         errors = []
         for stream in planner.streams(PROMPT, 3, **DRAWN):
@@ -261,7 +261,7 @@ def test_a_prompt_that_fails_fails_all_of_them_each_with_an_error():
 @pytest.mark.parametrize("lanes", [1, 3])
 def test_a_candidate_that_fails_fails_alone_and_a_plan_with_it(lanes):
     counting = Counting(lanes)
-    with Planner(counting, None) as planner:
+    with Planner(counting, None, fallback=False) as planner:
         counting.broken = lambda kind, ids: kind == "cycle" and ids == [12]
         first, second, third = planner.streams(PROMPT, 3, **DRAWN)
         with pytest.raises(RequestError, match="the cycle failed"):
@@ -282,7 +282,7 @@ def test_a_lost_state_is_computed_again():
         return False
 
     counting.broken = once
-    with Planner(counting, None) as planner:
+    with Planner(counting, None, fallback=False) as planner:
         first, *others = planner.streams(PROMPT, 3, **DRAWN)
         with pytest.raises(BackendError, match="the pass failed"):
             _ = first.plan
@@ -292,7 +292,7 @@ def test_a_lost_state_is_computed_again():
 def test_the_end_of_the_engine_ends_all_of_them():
     counting = Counting(1)
     counting.go.clear()
-    planner = Planner(counting, None)
+    planner = Planner(counting, None, fallback=False)
     streams = planner.streams(PROMPT, 2, **DRAWN)
     assert counting.began.wait(30)
     waiting = planner.streams(PROMPT, 2, **DRAWN)
@@ -310,7 +310,7 @@ def test_the_end_of_the_engine_ends_all_of_them():
 
 def test_an_urgent_request_goes_between_them():
     counting = Counting(1)
-    with Planner(counting, None) as planner:
+    with Planner(counting, None, fallback=False) as planner:
         streams = planner.streams(PROMPT, 4, **{**DRAWN, "max_new_tokens": 40})
         next(streams[0])
         assert planner.plan(PROMPT[:4], max_new_tokens=2, priority=3).finish_reason == "length"
@@ -328,7 +328,7 @@ def test_asyncio_has_the_same():
         return plan, tuple(parts), await streams[0].result(), await streams[1].result()
 
     counting = Counting(2)
-    with Planner(counting, None) as planner:
+    with Planner(counting, None, fallback=False) as planner:
         plan, third, first, second = asyncio.run(ask(planner))
         assert plan.tokens == planner.plan(PROMPT, n=3, **DRAWN).tokens
     assert (first.tokens, third) == (alone(0)[0], alone(2)[0])
@@ -344,6 +344,6 @@ def test_an_error_at_the_call_comes_to_every_stream():
             found.append(caught.value)
         return found
 
-    with Planner(Counting(1), None) as planner:
+    with Planner(Counting(1), None, fallback=False) as planner:
         first, second = asyncio.run(ask(planner))
     assert first is not second

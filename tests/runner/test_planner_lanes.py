@@ -15,7 +15,8 @@ from edge_dflash.decode.loop import generate
 from edge_dflash.decode.options import Options
 from edge_dflash.errors import BackendError, QueueFullError, RequestError
 from edge_dflash.planner import Planner
-from edge_dflash.runner.turns import Share
+from edge_dflash.runner.job import Work
+from edge_dflash.runner.turns import Share, turn_of
 
 NAME = "qwen3_5"
 
@@ -140,6 +141,15 @@ def test_prompts_have_their_share_of_the_time():
     whole = Share(1.0)
     whole.took(9.0, 0.1)
     assert whole.open
+
+
+def test_what_is_over_ends_before_anything_else_runs():
+    works = [Work(lambda: iter(()), priority=rank) for rank in (0, 5, 0)]
+    for work in works:
+        work.alone, work.interruptible = False, True
+    assert turn_of(works, 2, 8, Share(1.0)).works == (works[1], works[0])
+    works[2].over = True
+    assert turn_of(works, 2, 8, Share(1.0)).works == (works[2],)
 
 
 def test_one_that_fails_in_a_joint_pass_fails_alone_and_a_lost_pass_fails_all_of_it():

@@ -111,6 +111,7 @@ class Interpreter:
     def __init__(self, weights: TorchWeights, precision: Precision, *, row_tile: int | None = ROW_TILE) -> None:
         self._weights = weights
         self._row_tile = row_tile
+        self._drops: dict[tuple[int, tuple[str, ...]], tuple[Program, dict[int, list[str]]]] = {}
         self._round = precision.activations == "bfloat16"
 
     @torch.inference_mode()
@@ -129,7 +130,7 @@ class Interpreter:
         rows = len(ids)
         padded = pad(torch.tensor(ids, dtype=torch.int64), padded_rows(rows))
         run = _Pass(memory.length, program.commits, {"ids": padded}, {"ids": rows})
-        remaining = _last_uses(program, want)
+        remaining = self._remaining(program, want)
         for index, op in enumerate(program.ops):
             if observer is not None:
                 self._observe(op, run, observer)
@@ -140,6 +141,13 @@ class Interpreter:
                 del run.tensors[name]
         found = {role: run.tensors[name][: run.valid[name]] for role, name in program.outputs.items()}
         return found | {name: run.tensors[name][: run.valid[name]] for name in want}
+
+    def _remaining(self, program: Program, want: Collection[str]) -> dict[int, list[str]]:
+        """:func:`_last_uses`, of the same program once."""
+        key = id(program), tuple(want)
+        if key not in self._drops or self._drops[key][0] is not program:
+            self._drops[key] = program, _last_uses(program, want)
+        return self._drops[key][1]
 
     def _rounded(self, op: Op, value: torch.Tensor) -> torch.Tensor:
         return value if isinstance(op, Embed | Concat | SelectRows) else self._kept(value)  # these only move values
