@@ -188,10 +188,12 @@ def test_other_kernels_take_tiles_of_rows_with_the_same_splits(layout, device, m
     assert (joint.splits, joint.tile, joint.row_tiles) == (alone.splits, rows, rows // 32)
     assert joint.kernel.split("_")[:3] == whole.kernel.split("_")[:3]
     at_once = joint.blocks * joint.row_tiles
-    assert at_once <= max(device[1], joint.splits * joint.row_tiles)  # all tiles go through the weights together
     assert joint.shared_bytes <= 227 << 10
     if isinstance(joint, StreamSplits):
+        assert joint.groups == alone.groups == whole.groups  # where a sum begins in K follows from the group
         assert joint.sum_bytes(layout) == rows // 32 * whole.sum_bytes(layout)
+    else:
+        assert at_once <= max(device[1], joint.splits * joint.row_tiles)  # all tiles go through the weights together
 
 
 def test_where_no_cluster_is_held_the_error_says_so():

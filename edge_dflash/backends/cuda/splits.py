@@ -119,7 +119,10 @@ _WARPS, _STAGES, _UNITS, _MOST_SPLITS = 8, 2, 2, 8
 
 @dataclass(frozen=True)
 class StreamSplits(Splits):
-    """Of kernels/linear.cu: a block streams consecutive units, sums of splits meet in FP32 scratch."""
+    """Of kernels/linear.cu: a block streams consecutive units, sums of splits meet in FP32 scratch.
+
+    The number of groups is that of one tile, for any number of tiles: a group decides where its sums begin in K.
+    """
 
     @classmethod
     def of(
@@ -131,7 +134,7 @@ class StreamSplits(Splits):
             units -= 1
         most = min(_MOST_SPLITS, layout.windows) if may_split else 1
         splits = min(range(1, most + 1), key=lambda s: cls.cost(layout, s, sm_count))
-        groups = min(layout.units, max(1, sm_count // (splits * row_tiles)))
+        groups = min(layout.units, max(1, sm_count // splits))
         shared, rows = cls.shared(layout.format, tile, units), tile * row_tiles
         kernel, blocks = f"linear_{layout.format}_{tile}", groups * splits
         return cls(kernel, layout.format, rows, splits, groups, units, blocks, 32 * _WARPS, shared, row_tiles)
