@@ -113,14 +113,14 @@ class Mix:
     def __init__(self, name, seed):
         load, *what = PAIRS[name]
         self.alone, self.backend = load(*what), load(*what, lanes=LANES)
-        self.random, self.name, self.running, self.kept = Random(seed), name, {}, []
+        self.random, self.running, self.kept, self.joint_cycles = Random(seed), {}, [], 0
         self.requests = [self.request(greedy=seed % 3 == 0) for _ in range(5)]
         for lane in range(LANES):
             self.backend.reset(lane)
 
     def request(self, greedy):
         pick = self.random
-        ids = prompt(PAIRS[self.name][1], pick.choice((1, 5, 21, 70)), seed=pick.randrange(100))
+        ids = [pick.randrange(1, self.alone.shape.vocab_size - 2) for _ in range(pick.choice((1, 5, 21, 70)))]
         if greedy:
             return Request(self.alone, ids, SAMPLINGS[0], masked=False)
         return Request(self.alone, ids, pick.choice(SAMPLINGS), pick.random() < 0.3)
@@ -163,6 +163,7 @@ class Mix:
         )
         asked = [self.asked(lane, self.running[lane]) for lane in ready]
         outcomes = self.backend.cycles(asked)
+        self.joint_cycles += len(asked) > 1
         for one, outcome in zip(asked, outcomes, strict=True):
             self.check(one, self.running[one.lane], outcome)
         for one, outcome in zip(asked, outcomes, strict=True):
