@@ -89,6 +89,20 @@ def served(backend, lanes, prompt):
         return sum(made) / (time.perf_counter() - began)
 
 
+def candidates(backend, prompt):
+    """Seconds of a plan, of ``n`` candidates in order of likelihood, and of as many by a callable: no log-probability."""
+    asked = {"max_new_tokens": TOKENS, "temperature": 0.8, "seed": 1}
+    with_rank = {"n": backend.shape.lanes, "rank": lambda plan: -plan.seed}
+    planner, found = Planner(backend, None), {}
+    for label, more in (("one", {}), ("likeliest", {"n": backend.shape.lanes}), ("ranked", with_rank)):
+        for _ in range(2):
+            began = time.perf_counter()
+            planner.plan(prompt, **asked, **more)
+            found[label] = time.perf_counter() - began
+    planner._engine.close()  # the backend stays
+    return found
+
+
 def bench(name, kind, cubin, counts, context, bandwidth):
     """One pair's rows; the first count of lanes is what the others are compared with."""
     prompt = np.random.default_rng(0).integers(0, synthetic_pair(name).target.vocab_size - 8, context).tolist()
@@ -112,6 +126,7 @@ def bench(name, kind, cubin, counts, context, bandwidth):
                 backend.copy(0, 1)
             backend.gpu.synchronize()
             with_lanes["copy_ms"] = 1e3 * (time.perf_counter() - began) / max(copies, 1)
+            with_lanes["candidates_s"] = candidates(backend, prompt)
             with_lanes["served_tokens_s"] = served(backend, lanes, prompt)
         finally:
             backend.close()
@@ -127,6 +142,7 @@ def show(row: Mapping):
     print(
         f"{row['pair']} {row['weights']}, {row['lanes']} lanes: {ms} ms; floor {row['floor_ms']:.3f}, "
         f"x {row['over_floor']:.2f}; {row['tokens_s']:.0f} tokens/s, {row['times_one']:.2f} of one lane's; "
+        f"candidates {', '.join(f'{label} {1e3 * s:.0f}' for label, s in row['candidates_s'].items())} ms; "
         f"by a planner {row['served_tokens_s']:.0f}; copy {row['copy_ms']:.2f} ms; loaded in {row['load_s']:.2f} s",
         flush=True,
     )

@@ -13,7 +13,7 @@ from test_native_drafters import native as walking
 
 from edge_dflash.backends.cuda.driver import Graph
 from edge_dflash.decode.backend import Asked, Cycle
-from edge_dflash.decode.sampling import Sampling, choose, pack
+from edge_dflash.decode.sampling import Sampling, choose, pack, token_logprobs
 from edge_dflash.errors import RequestError
 
 pytestmark = pytest.mark.gpu
@@ -77,16 +77,17 @@ class Request:
 
     @cached_property
     def truth(self):
-        """Tokens, and the logits that token i + 1 was chosen by."""
+        """Tokens, and the logits that token i + 1 was chosen by, and its log-probability."""
         self.alone.reset()
-        tokens, rows = [choose(self.alone.prefill(self.ids), self.sampling, len(self.ids))[0]], []
+        tokens, rows, logprobs = [choose(self.alone.prefill(self.ids), self.sampling, len(self.ids))[0]], [], []
         for at in range(NEW):
             steering = Steered(self, at) if self.masked else None
             cycle = self.alone.cycle(Asked(tokens[-1], self.sampling, steering, drafts=0, logits=True))
             rows.append(cycle.logits()[0].tobytes())
+            logprobs += cycle.logprobs()
             self.alone.commit(1)
             tokens += cycle.tokens
-        return tokens, rows
+        return tokens, rows, logprobs
 
     def state(self, count):
         """Flushed state with so many tokens of the answer in it."""
@@ -175,14 +176,17 @@ class Mix:
         assert isinstance(outcome, RequestError if gave_up else Cycle)
         if gave_up:
             return
-        tokens, rows = run.request.truth
+        tokens, rows, _ = run.request.truth
         wanted = tokens[run.count + 1 :]
         count = min(len(outcome.tokens), len(wanted))
         assert list(outcome.tokens[:count]) == wanted[:count]
         if asked.steering and asked.steering.right is not None and asked.drafting:
             assert outcome.accepted == min(asked.steering.right, outcome.drafts)
         if asked.logits:
-            found = outcome.logits()
+            found, logprobs = outcome.logits(), outcome.logprobs()
+            alone = token_logprobs(lambda: found, outcome.tokens, 0)
+            np.testing.assert_allclose(logprobs, [one.logprob for one in alone], rtol=1e-6, atol=1e-5)
+            assert logprobs[:count] == run.request.truth[2][run.count :][:count]
             assert [row.tobytes() for row in found[:count]] == rows[run.count :][:count]
 
     def commit(self, lane, run, tokens):

@@ -6,6 +6,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from edge_dflash.backends.cuda.graphs import Cycles
@@ -105,8 +106,10 @@ class Cycling(Together):
         self._slots.left(slot, asked.lane, ControlBlock(lane.wanted.length + len(tokens), len(tokens), tokens[-1]))
         lane.verified = len(tokens)
         rows = NativeRows(self._whole_backend, len(tokens), 0, self._host.choices, slot, block)
-        left, seconds = rows.logits if asked.logits else None, (result.propose_seconds, result.verify_seconds)
-        return Cycle(tokens, result.accepted, count, *seconds, logits=left)
+        found = Cycle(tokens, result.accepted, count, result.propose_seconds, result.verify_seconds)
+        if not asked.logits:
+            return found
+        return replace(found, logits=rows.logits, logprobs=partial(rows.logprobs, tokens))
 
     @abstractmethod
     def _begin_at(self, anchor: int, lane: int, rows: int) -> Lane:

@@ -226,5 +226,5 @@ def _kept(outcome: Outcome) -> Outcome:
     """A cycle whose logits stay when another pass follows."""
     if not isinstance(outcome, Cycle) or outcome.logits is None:
         return outcome
-    logits = outcome.logits()
-    return replace(outcome, logits=lambda: logits)
+    logits, logprobs = outcome.logits(), outcome.logprobs() if outcome.logprobs else []
+    return replace(outcome, logits=lambda: logits, logprobs=lambda: logprobs)

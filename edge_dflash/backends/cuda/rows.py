@@ -72,6 +72,14 @@ class NativeRows:
         self._check(len(masks), first)
         return self._backend.chooser.choose(sampling, position, masks, self._own + first, self._slot)
 
+    def logprobs(self, tokens: Sequence[int]) -> list[float]:
+        """Log-probability of a token by each of the first rows: natural, to 1e-5, NaN where a logit is inf or NaN.
+
+        Raises ValueError for more tokens than rows.
+        """
+        self._check(len(tokens), 0)
+        return self._backend.chooser.logprobs(tokens, self._first)
+
     def _check(self, count: int, first: int) -> None:
         if not 0 <= first <= first + count <= self._count:
             raise ValueError(f"{count} choices from row {first} on were asked of {self._count} rows")

@@ -30,7 +30,8 @@ _BINS = 65536  # distinct BF16 values
 _CHUNKS = 512
 _SLICE, _COUNT_THREADS, _THREADS = 8192, 512, 256
 _BEST_BYTES, _CUT_BYTES = 16, 8
-_KERNELS = ("sample_count", "sample_cut", "sample_ties", "sample_choose")
+_KERNELS = ("sample_count", "sample_cut", "sample_ties", "sample_choose", "row_logprobs")
+_LOGPROB_THREADS = 1024
 _MOST_K = 2**31 - 1
 
 
@@ -168,6 +169,11 @@ class Sampler:
         self._launch("sample_ties", grid, _THREADS, job, cuts, ties)
         self._launch("sample_choose", grid, _THREADS, job, cuts, ties, buffers.bests, buffers.arrived, ids)
 
+    def logprobs(self, logits: Matrix, columns: int, ids: DevicePointer, found: DevicePointer) -> None:
+        """found[r] (float32) = log-probability of ids[r] (int32) by row r, of as many rows as there are ids."""
+        what = (logits.pointer, ids, found, logits.stride, columns)
+        self._gpu.launch(self._kernels["row_logprobs"], (ids.nbytes // 4, 1, 1), _LOGPROB_THREADS, what, overlap=True)
+
     def _launch(
         self, name: str, grid: tuple[int, int, int], threads: int, job: _Job, *arguments: DevicePointer
     ) -> None:
@@ -185,6 +191,8 @@ class Chooser:
         self._settings = gpu.pinned((buffers.slots,), SETTINGS)
         self._masks = gpu.pinned((buffers.slots * buffers.rows, mask_words(buffers.columns)), np.uint32)
         self._chosen = gpu.pinned((buffers.slots * buffers.rows,), np.int32)
+        self._ids = gpu.pinned((buffers.rows,), np.int32)
+        self._logprobs = gpu.pinned((buffers.rows,), np.float32)
         self._known: list[Sampling | None] = [None] * buffers.slots  # what the device's settings say
         block = block or buffers.rows
         self._graphs: list[Graph] = [
@@ -257,3 +265,13 @@ class Chooser:
         start = slot * self._buffers.rows + first
         found: list[int] = self._chosen[start : start + len(masks)].tolist()
         return found
+
+    def logprobs(self, ids: Sequence[int], first: int) -> list[float]:
+        """Log-probability of each of ``ids`` by the rows of all logits from ``first`` on; waits for them."""
+        self._ids[: len(ids)] = ids
+        asked, found = self._ids[: len(ids)], self._logprobs[: len(ids)]
+        there = [DevicePointer(one.ctypes.data, one.nbytes) for one in (asked, found)]  # the same, for the device
+        self._sampler.logprobs(self._logits.behind(first), self._buffers.columns, *there)
+        self._gpu.synchronize()
+        values: list[float] = found.tolist()
+        return values

@@ -418,3 +418,57 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4)
   warp_best(best);
   if (lane == 0) ids[row] = best.id == NONE ? 0 : (int)best.id;
 }
+
+static constexpr int LOGPROB_THREADS = 1024, LOGPROB_WARPS = LOGPROB_THREADS / 32, AHEAD = 4;
+
+// What `join` makes of all threads' values, in one order.
+template <class Join>
+__device__ __forceinline__ float over_block(float value, float* parts, const Join& join) {
+#pragma unroll
+  for (int bit = 16; bit > 0; bit /= 2) value = join(value, __shfl_xor_sync(ALL, value, bit));
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = value;
+  __syncthreads();
+  value = parts[0];
+  for (int i = 1; i < LOGPROB_WARPS; ++i) value = join(value, parts[i]);
+  return value;
+}
+
+// found[row] = ln of the probability of ids[row] by the row's logits: x - max - ln(sum of exp(x' - max)). A block a row, so
+// that the order of the sum depends on the columns alone.
+extern "C" __global__ void __launch_bounds__(LOGPROB_THREADS)
+    row_logprobs(const u16* logits, const int* ids, float* found, int stride, int columns) {
+  __shared__ float parts[LOGPROB_WARPS];
+  pdl_wait();
+  pdl_trigger();
+  const u16* row = logits + (u64)blockIdx.x * stride;
+  const float NOTHING = __uint_as_float(0xff800000u);  // -inf
+  // Tells `add` the row's logits, of which a thread has eight in a row; behind the last column they are -inf.
+  const auto each = [&](const auto& add) {
+    for (int first = threadIdx.x * 8; first < columns; first += AHEAD * LOGPROB_THREADS * 8) {
+      uint4 words[AHEAD];
+#pragma unroll
+      for (int k = 0; k < AHEAD; ++k) {
+        const int at = first + k * LOGPROB_THREADS * 8;
+        words[k] = at < columns ? *(const uint4*)(row + at) : make_uint4(0, 0, 0, 0);
+      }
+#pragma unroll
+      for (int k = 0; k < AHEAD; ++k) {
+        const u32 pairs[4] = {words[k].x, words[k].y, words[k].z, words[k].w};
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          const float x = __uint_as_float(i % 2 ? pairs[i / 2] & 0xffff0000u : pairs[i / 2] << 16);
+          add(first + k * LOGPROB_THREADS * 8 + i < columns ? x : NOTHING);
+        }
+      }
+    }
+  };
+  float best = NOTHING, sum = 0.0f;
+  each([&](float x) { best = fmaxf(best, x); });
+  best = over_block(best, parts, [](float a, float b) { return fmaxf(a, b); });
+  each([&](float x) { sum += expf(x - best); });
+  sum = over_block(sum, parts, [](float a, float b) { return a + b; });
+  if (threadIdx.x) return;
+  const float x = __uint_as_float((u32)row[ids[blockIdx.x]] << 16);
+  found[blockIdx.x] = (float)((double)x - best - log((double)sum));
+}
