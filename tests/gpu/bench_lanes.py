@@ -90,7 +90,7 @@ def served(backend, lanes, prompt):
 
 
 def candidates(backend, prompt):
-    """Seconds of a plan, of ``n`` candidates in order of likelihood, and of as many by a callable: no log-probability."""
+    """Seconds of a plan, of ``n`` candidates by likelihood, and of as many by a callable: no log-probability."""
     asked = {"max_new_tokens": TOKENS, "temperature": 0.8, "seed": 1}
     with_rank = {"n": backend.shape.lanes, "rank": lambda plan: -plan.seed}
     planner, found = Planner(backend, None), {}
