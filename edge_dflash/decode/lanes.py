@@ -62,9 +62,9 @@ class Lanes:
         """Note whose state a lane holds (S1)."""
         self._held[lane] = weakref.ref(session)
 
-    def leave(self, lane: int) -> None:
-        """What a lane holds is nobody's."""
-        self._held[lane] = None
+    def forget(self, session: Session) -> None:
+        """No lane holds the session's state, nor what it left behind when its request ended before its first token."""
+        self._held = [None if held is not None and held() is session else held for held in self._held]
 
     def park(self, lane: int) -> None:
         """Move the session out of a lane."""

@@ -154,7 +154,7 @@ class Session:
 
     def fail(self, error: BaseException) -> None:
         """A pass failed: the states in the lanes are given up, unless the error says that no pass was cut short."""
-        self._manager.failed(self, error)
+        self._manager.failed(error)
 
     def _kept(self, request: Request) -> tuple[int, ...]:
         """Lengths of the prompt whose state goes to the prefix store."""
@@ -230,9 +230,9 @@ class SessionManager:
         """Put what :meth:`find` gave into a lane, where it is nobody's until somebody occupies it."""
         lane = self.lanes.of(session)
         held = lane is not None
+        self.lanes.forget(session)
         if lane is None:
             lane = self.lanes.take()
-        self.lanes.leave(lane)
         if held and reuse.source == "session":
             return lane
         if snapshot is not None:
@@ -263,13 +263,12 @@ class SessionManager:
 
     def release(self, session: Session) -> None:
         """Give up a session's state, wherever it is."""
-        if (lane := self.lanes.of(session)) is not None:
-            self.lanes.leave(lane)
+        self.lanes.forget(session)
         session.snapshot = None
 
-    def failed(self, session: Session, error: BaseException) -> None:
+    def failed(self, error: BaseException) -> None:
         """Give up the states in the lanes, unless the error says that no pass can have been cut short."""
-        if not isinstance(error, RequestError) or self.lanes.of(session) is None:
+        if not isinstance(error, RequestError):
             self.lanes.lose()
 
 

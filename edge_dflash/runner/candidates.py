@@ -50,7 +50,7 @@ class Candidate(Job):
 
     def inherit(self) -> None:
         """Begin, unless it has ended: the prompt was computed."""
-        self._whole = self.interruptible = True
+        self._whole = True
         if self.ticket.done:
             self.heir.session = None
         else:

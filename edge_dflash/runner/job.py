@@ -50,7 +50,8 @@ class Work(Generic[T, R]):
         self.cancelled = False  # set by any thread
         self.expired = False  # its deadline passed while it waited: not the user's cancelling
         self.steps: Iterator[T | None] | Turns | None = None  # while it runs
-        self.interruptible = False  # whether it may be set aside: not before its first step
+        self.interruptible = not self.alone  # whether it may be set aside; one that is alone, not before its first step
+        self.served = 0.0  # time.perf_counter() of its coming, then of its newest step
         self.passed = 0  # times that it was
         self.timer: threading.Timer | None = None  # of its deadline, while it waits
 

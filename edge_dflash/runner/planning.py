@@ -227,4 +227,6 @@ class _Shared:
                     raise
                 finally:
                     UNWANTED.reset(unwanted)
+                for stream, begun in zip(self.streams, self._begun, strict=True):
+                    stream._attach(begun)
             return self._begun[index]

@@ -276,6 +276,12 @@ class AsyncPlanStream(AsyncIterator[Increment]):
             raise RequestError("the stream was not read to its end, so there is no plan yet; await result()")
         return self._stream.plan
 
+    def _attach(self, stream: PlanStream) -> None:
+        """Another one's ``await`` began it, too. Called on any thread."""
+        self._stream = stream
+        if self._cancelled:
+            stream.cancel()
+
     async def _started(self) -> PlanStream:
         if self._stream is None:
             context = UNWANTED.set(lambda: self._cancelled)

@@ -38,8 +38,11 @@ class Share:
         return self._owed <= 0.0
 
     def took(self, prompt_seconds: float, cycle_seconds: float) -> None:
-        """Note the seconds of a turn with a cycle in it; 0 of a prompt where none had a step."""
-        self._owed = max(0.0, self._owed - cycle_seconds) + prompt_seconds * self._cycles_a_prompt
+        """Note the seconds of a turn with a cycle in it; 0 of a prompt where none had a step.
+
+        An urgent prompt, which asks nobody, leaves no more than its last step to be made up for by others.
+        """
+        self._owed = max(0.0, self._owed - cycle_seconds, prompt_seconds * self._cycles_a_prompt)
 
 
 def active_of(running: Sequence[AnyWork], lanes: int, patience: int) -> list[AnyWork]:
@@ -48,10 +51,10 @@ def active_of(running: Sequence[AnyWork], lanes: int, patience: int) -> list[Any
 
 
 def turn_of(running: Sequence[AnyWork], lanes: int, patience: int, share: Share) -> Turn:
-    """The next turn. What is over, or was set aside and would end now, ends before anything else runs.
+    """The next turn. What is over, or waits and would end now, ends before anything else runs.
 
-    A work that needs the engine for itself has it. The prompt of a work that is more urgent than all that decode has
-    all the time it needs.
+    A work that needs the engine for itself has it. Of several prompts the most urgent one has a step, of equal ones the
+    one that waits longest; one that is more urgent than all that decode has all the time it needs.
     """
     if len(running) == 1:
         return Turn(running, ()) if running[0].alone or running[0].prompting else Turn((), running)
@@ -61,11 +64,12 @@ def turn_of(running: Sequence[AnyWork], lanes: int, patience: int, share: Share)
     aside = [work for work in running if work not in active]
     for work in aside:
         work.set_aside()
-    if ending := [work for work in aside if work.would_end()]:
+    if ending := [work for work in running if (work.prompting or work in aside) and work.would_end()]:
         return Turn(ending)
     if alone := [work for work in active if work.alone][:1]:
         return Turn(alone)
-    prompts = [work for work in active if work.prompting][:1]
+    prompts = [work for work in active if work.prompting]
+    prompts = sorted(prompts, key=lambda work: (-work.rank(patience), work.served))[:1]
     together = [work for work in active if not work.prompting]
     ranks = [work.rank(patience) for work in together]
     now = [work for work in prompts if share.open or not ranks or work.rank(patience) > max(ranks)]

@@ -121,8 +121,8 @@ class Worker:
             self._closed = True
             self._changed.notify_all()
             known = [] if drain else [*self._queue, *self._running]
-        for work in known:
-            self.cancel(work.ticket)
+        for ticket in [ticket for work in known for ticket in work.tickets]:
+            self.cancel(ticket)
         if threading.current_thread() is not self._worker:  # a work may close the engine: it ends after that work
             self._worker.join(timeout)
         return not self._worker.is_alive()
@@ -154,6 +154,7 @@ class Worker:
                     with Ending(partial(self._end, work)):
                         step = next(work.steps or self._begin(work))
                         final = self._final(work, step)
+                    work.served = time.perf_counter()
                     if isinstance(step, Asked):
                         waiting.append((work, step))
                     elif final is not None:
@@ -218,10 +219,9 @@ class Worker:
             if (started := self._start(weakest.rank(self._patience) if weakest else None)) is None:
                 return
             self._running.append(started)
-            if weakest:
+            if weakest and started.caller is not None:  # the engine's own works are short
                 weakest.passed += 1  # it rises as one that waits
-                if started.caller is not None:
-                    self._observer.aside()
+                self._observer.aside()
 
     def _start(self, above: int | None) -> Work[Any, Any] | None:
         """Take the next work of the queue, of a priority ``above`` that if it is given; None: nothing waits."""
@@ -230,6 +230,7 @@ class Worker:
         except IndexError:
             return None
         work.leave()
+        work.served = time.perf_counter()
         work.ticket._start()
         return work
 
