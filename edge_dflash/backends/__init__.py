@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from edge_dflash.board.linux import drop_page_cache
-from edge_dflash.decode.backend import MOST_LANES, Backend
+from edge_dflash.decode.backend import Backend
 from edge_dflash.errors import BackendError
 
 SMALL_MODEL = 1024  # hidden size up to which torch runs on one thread: more would mostly wait for each other
@@ -57,8 +57,6 @@ def _device(bundle: Bundle, name: str, pair: PairSpec, lanes: int) -> Backend:
     from edge_dflash.backends.cuda.support import check_arch, device_sm, shares_memory
 
     manifest = bundle.manifest
-    if lanes > 1:
-        raise BackendError(f"lanes is {lanes}; the {name} backend has one, the reference backend up to {MOST_LANES}")
     try:
         sm = device_sm()
     except BackendError as error:
@@ -96,6 +94,7 @@ def _device(bundle: Bundle, name: str, pair: PairSpec, lanes: int) -> Backend:
         cubin=bundle.cubin,
         max_context=manifest.max_context,
         prefill_chunk=manifest.prefill_chunk,
+        lanes=lanes,
         dense=dense,
     )
     if shares_memory():  # the files' pages lie in the memory that the engine shares with everything else

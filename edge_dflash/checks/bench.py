@@ -40,7 +40,7 @@ from edge_dflash.planner import Planner
 
 if TYPE_CHECKING:  # importing them needs CUDA's bindings
     from edge_dflash.backends.cuda.backend import NativeBackend
-    from edge_dflash.backends.cuda.graphs import StepTime
+    from edge_dflash.backends.cuda.measured import StepTime
 
 Say = Callable[[str], None]
 

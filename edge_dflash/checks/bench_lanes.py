@@ -67,10 +67,15 @@ def with_lanes(result: BenchResult, subject: Subject, device: Device, work: Work
 
 
 @contextmanager
-def _planner(subject: Subject) -> Iterator[tuple[Planner, Watching]]:
-    """A planner around the subject's backend that is watched. Its worker ends; the backend stays the subject's."""
-    watching = Watching()
-    planner = Planner(subject.planner.backend, None, fallback=False, prompt_share=1.0, observer=watching)
+def _planner(subject: Subject, work: Workload) -> Iterator[tuple[Planner, Watching]]:
+    """A planner around the subject's backend that is watched. Its worker ends; the backend stays the subject's.
+
+    With a profile of acceptance it chooses the number of drafts, else its cycles verify all.
+    """
+    watching, chosen = Watching(), work.acceptance is not None
+    planner = Planner(subject.planner.backend, None, fallback=chosen, prompt_share=1.0, observer=watching)
+    if chosen:
+        planner._engine.pace.begin(planner.backend, None)
     try:
         yield planner, watching
     finally:
@@ -80,7 +85,7 @@ def _planner(subject: Subject) -> Iterator[tuple[Planner, Watching]]:
 def _load(subject: Subject, device: Device, work: Workload, lanes: int) -> LaneLoad:
     """So many requests of as many tokens, begun together."""
     prompts, tokens = _prompts(subject, lanes), work.budget(subject.planner.shape.verify_rows)
-    with _planner(subject) as (planner, watching):
+    with _planner(subject, work) as (planner, watching):
         planner.plan(prompts[0], max_new_tokens=min(tokens, 16))  # warm
         watching.passes.clear()
         plans = [s.plan for s in [planner.stream(p, max_new_tokens=tokens, caller=str(i)) for i, p in prompts.items()]]
@@ -116,7 +121,7 @@ def _company(subject: Subject, work: Workload, lanes: int) -> Company:
     """One request alone, then while others come and go; then with deadlines."""
     tokens = work.budget(subject.planner.shape.verify_rows)
     prompt = subject.prompts[0]
-    with _planner(subject) as (planner, _):
+    with _planner(subject, work) as (planner, _):
         alone = [gap for _ in range(ONE_MORE) for gap in _gaps(planner, prompt, tokens)]
         with _others(planner, subject, lanes - 1, tokens):
             beside, took = [], []

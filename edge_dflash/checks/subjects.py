@@ -100,8 +100,6 @@ def bench_synthetic(
     if work.accept_length is None and work.acceptance is None:
         work = replace(work, accept_length=_ACCEPT_LENGTH)
     work.pattern(pair.verify_rows)
-    if max(work.lanes, default=1) > 1:
-        raise BackendError(f"--lanes is {max(work.lanes)}; a synthetic pair runs natively, which has one lane")
     if work.correlation is not None and pair.target.experts is None:
         raise RequestError(f"{name} has no experts; --routing-correlation belongs to a pair that has")
     try:
@@ -126,7 +124,10 @@ def synthetic_subject(
     weights = RandomWeights(pair, kind, cubin)
     precision, context = Precision(), work.rows(pair.verify_rows)
     chunk = default_chunk(arch_of_sm(device_sm()), pair_programs(pair), context)
-    backend = NativeBackend(pair, weights, precision, cubin=cubin, max_context=context, prefill_chunk=chunk)
+    lanes = max(work.lanes, default=1)
+    backend = NativeBackend(
+        pair, weights, precision, cubin=cubin, max_context=context, prefill_chunk=chunk, lanes=lanes
+    )
     if work.correlation is not None and (experts := pair.target.experts) is not None:
         backend.force_experts(routing(experts.count, experts.chosen, work.correlation))
     loaded = time.perf_counter() - began

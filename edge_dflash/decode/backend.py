@@ -148,6 +148,8 @@ class Cycle:
     relaxed: tuple[bool, ...] = ()  # for each accepted draft, whether only relaxed acceptance let it stand
     # The target's logits [tokens, V], float32: row r is the distribution of token r. Until the next pass, if asked for.
     logits: Callable[[], npt.NDArray[np.float32]] | None = None
+    # Natural logarithm of each token's probability by those logits, to 1e-5; None: a backend leaves that to its caller.
+    logprobs: Callable[[], list[float]] | None = None
 
 
 @dataclass(frozen=True)
@@ -158,7 +160,7 @@ class Asked:
     sampling: Sampling = GREEDY
     steering: Steering | None = None  # None: logits and sampling alone choose
     drafts: int | None = None  # most drafts that are verified; None: all; 0: one plain token, a verify of one row
-    logits: bool = False  # whether the Cycle gives its logits
+    logits: bool = False  # whether the Cycle gives its logits, and the log-probabilities of its tokens
     _: KW_ONLY
     threshold: float = 0.0  # drafts from the first on whose confidence is below are not verified; 0: all are
     lane: int = 0

@@ -97,7 +97,7 @@ def turns(session: Session, request: Request, controls: Controls = NO_CONTROLS) 
             cycle: Cycle = yield _asked(tokens[-1], path, drafts, options, lane)
             budget -= len(tokens)
             tokens, reason = _kept(cycle.tokens, budget, request, controls)
-            logprobs = token_logprobs(cycle.logits, tokens, options.logprobs, controls.spell)
+            logprobs = token_logprobs(cycle.logits, tokens, options.logprobs, controls.spell, cycle.logprobs)
             path.commit(tokens)  # may be interrupted: then nothing is committed
             backend.commit(len(tokens), lane)  # the anchor and all new tokens but the last
             session.advance(lane, tokens)

@@ -214,14 +214,17 @@ def token_logprobs(
     tokens: Sequence[int],
     alternatives: int | None,
     spell: Callable[[int], bytes | None] = lambda token: None,
+    known: Callable[[], Sequence[float]] | None = None,
 ) -> tuple[TokenLogprob, ...]:
     """Log-probabilities of ``tokens``, with the text that ``spell`` gives each.
 
     Row r of ``logits`` [at least len(tokens), V] is the distribution of ``tokens[r]``. ``alternatives`` None: nothing
-    was asked for, and ``logits`` is not called.
+    was asked for, and ``logits`` is not called; 0: nor is it where ``known`` gives those of the tokens.
     """
     if alternatives is None or logits is None:
         return ()
+    if alternatives == 0 and known is not None:
+        return tuple(TokenLogprob(token, one, (), spell(token)) for token, one in zip(tokens, known(), strict=False))
     return tuple(_of_row(row, token, alternatives, spell) for row, token in zip(logits(), tokens, strict=False))
 
 

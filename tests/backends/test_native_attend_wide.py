@@ -4,37 +4,22 @@ import re
 from dataclasses import replace
 
 import pytest
-from native_support import FakeGpu
+from native_support import Recorder
 from ptx_support import kernels_ptx
 
 from edge_dflash.backends.cuda.attend import AttendShape, AttendTensors, Attention
-from edge_dflash.backends.cuda.driver import Kernel
-from edge_dflash.backends.cuda.memory import NULL, DevicePointer, Matrix, Words
+from edge_dflash.backends.cuda.memory import DevicePointer, Matrix, Words
 from edge_dflash.backends.cuda.states import KvMemory
 
 SIZES = {"u64": (DevicePointer,), "u32": (int,), "f32": (float,)}
 SHAPE = AttendShape(24, 4, 256, 64, 1e-6, 32768, 16, 512, gated=True)
 
 
-class Recorder(FakeGpu):
-    sm = 90
-
-    def __init__(self):
-        super().__init__()
-        self.launches = []
-
-    def kernel(self, name, *, shared_bytes=0):
-        return Kernel(None, name)
-
-    def launch(self, kernel, grid, block, arguments, *, shared_bytes=0, overlap=False):
-        self.launches.append((kernel.name, grid, block, arguments, shared_bytes))
-
-
-def launches(shape, rows):
+def launches(shape, prefill):
     gpu, some = Recorder(), DevicePointer(1 << 40, 1 << 40)
     memory = KvMemory(some, some, 1.0, 1.0, *[some] * 4)
     matrix = Matrix(some, 1 << 14)
-    Attention(gpu, gpu, shape).attend(AttendTensors(*[matrix] * 4), memory, some, Words(some, some, rows))
+    Attention(gpu, gpu, shape).attend(AttendTensors(*[matrix] * 4), memory, some, Words(some, prefill))
     return gpu.launches
 
 
@@ -43,7 +28,7 @@ def launches(shape, rows):
     "shape", [SHAPE, replace(SHAPE, heads=32, kv_heads=8, head_dim=128, rope_dims=128, gated=False)]
 )
 def test_arguments_are_those_of_the_kernels(shape, prefill):
-    found = launches(shape, DevicePointer(1 << 41, 4) if prefill else NULL)
+    found = launches(shape, prefill)
     names = [name for name, *_ in found]
     assert names[1] == shape.wide.kernel(prefill)
     assert names[2:] == ([] if prefill else ["attend_wide_combine"])

@@ -15,7 +15,7 @@ from store_weights import StoreWeights
 from edge_dflash.backends.cuda import backend as native_backend
 from edge_dflash.backends.cuda import loading, measured
 from edge_dflash.backends.cuda.backend import NativeBackend
-from edge_dflash.backends.cuda.graphs import REPEATS
+from edge_dflash.backends.cuda.measured import REPEATS
 from edge_dflash.decode.backend import Asked, Backend, Precision, row_steps
 from edge_dflash.decode.sampling import Sampling
 from edge_dflash.errors import BackendError
@@ -170,7 +170,7 @@ class Bookkeeping(RuleBasedStateMachine):
         """What is in the states and what is pending make the committed rows, once the next pass has been told."""
         assert self.backend.length() == self.length
         before = len(self.gpu.launches)
-        self.backend._write_control(self.backend._lanes[0])
+        self.backend._put(0)
         assert len(self.gpu.launches) - before <= 1
         assert (self.gpu.words["length"], self.gpu.rows + self.gpu.words["pending"]) == (self.length, self.length)
 

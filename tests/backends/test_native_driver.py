@@ -12,6 +12,7 @@ from store_weights import StoreWeights
 
 from edge_dflash.backends.cuda import backend as native_backend
 from edge_dflash.backends.cuda import driver
+from edge_dflash.backends.cuda.arguments import as_argument
 from edge_dflash.decode.backend import Precision
 from edge_dflash.errors import BackendError
 
@@ -99,11 +100,11 @@ def test_a_load_that_fails_on_the_device_says_so_and_closes(cu, monkeypatch):
 
 
 def test_arguments_are_passed_as_their_types():
-    assert driver._argument(True) == (1, ctypes.c_int32)
-    assert driver._argument(3) == (3, ctypes.c_int32)
-    assert driver._argument(0.5) == (0.5, ctypes.c_float)
-    assert driver._argument(ctypes.c_longlong(1 << 40)) == (1 << 40, ctypes.c_longlong)
-    assert driver._argument(driver.DevicePointer(8, 4)) == (8, ctypes.c_void_p)
+    assert as_argument(True) == (1, ctypes.c_int32)
+    assert as_argument(3) == (3, ctypes.c_int32)
+    assert as_argument(0.5) == (0.5, ctypes.c_float)
+    assert as_argument(ctypes.c_longlong(1 << 40)) == (1 << 40, ctypes.c_longlong)
+    assert as_argument(driver.DevicePointer(8, 4)) == (8, ctypes.c_void_p)
 
 
 def test_without_bindings_the_driver_says_what_to_install():

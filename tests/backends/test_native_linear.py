@@ -377,8 +377,8 @@ def test_down_of_the_27b_on_a_thor():
 
 
 def test_too_many_rows_are_refused():
-    with pytest.raises(BackendError, match="33 rows"):
-        choose_splits(Layout("nvfp4", (32,), 64), 33, 90, 132)
+    with pytest.raises(BackendError, match="129 rows"):
+        choose_splits(Layout("nvfp4", (32,), 64), 129, 90, 132)
 
 
 # -- compilation -----------------------------------------------------------------------------------------------------

@@ -159,8 +159,8 @@ class Calls:
 def test_a_sampled_cycle_chooses_for_the_positions_of_its_rows():
     log, memory = [], Allocator(None)
 
-    def narrowed(rows):
-        return SimpleNamespace(rows=rows, enqueue=Calls(log, f"verify{rows}").enqueue)
+    def narrowed(rows, slots):
+        return SimpleNamespace(rows=slots * rows, enqueue=Calls(log, f"verify{rows}").enqueue)
 
     at = [DevicePointer(address, 1024) for address in (1 << 20, 2 << 20, 3 << 20, 4 << 20, 5 << 20)]
     control, ids, drafts, choices, other = at
@@ -188,7 +188,8 @@ def test_a_sampled_cycle_chooses_for_the_positions_of_its_rows():
         length = DevicePointer(control.address + 4 * Control.LENGTH, 4)
         found = [arguments for name, arguments, _ in log if name == "sampler.choose"]
         wanted = [
-            (buffers.sampling, "logits", drafts, sample.Block(length, 0, 1, 10)),  # row 0 is the anchor's: no draft
-            (buffers.sampling, "logits", choices, sample.Block(length, 1, 0, rows)),
+            # of drafts row 0 is the anchor's: no draft
+            (buffers.sampling, "logits", drafts, sample.Block(length, 0, 1, 10), sample.Span(10)),
+            (buffers.sampling, "logits", choices, sample.Block(length, 1, 0, rows), sample.Span(rows)),
         ]
         assert found == wanted[: 2 * sampled]

@@ -11,14 +11,14 @@ from native_support import NATIVE_PAIR, formats_of, random_store, write_native_b
 from store_weights import StoreWeights
 
 from edge_dflash.backends.cuda import backend as native_backend
-from edge_dflash.backends.cuda import conv, walk
+from edge_dflash.backends.cuda import conv, walk, walk_shape
 from edge_dflash.backends.cuda.backend import NativeBackend
 from edge_dflash.backends.cuda.compile import KERNELS
 from edge_dflash.backends.cuda.memory import Allocator
 from edge_dflash.backends.cuda.schedule import schedule
 from edge_dflash.backends.cuda.steps import Convolve, Draft, Project
 from edge_dflash.backends.cuda.support import check_native
-from edge_dflash.backends.cuda.walk import WalkBuffers, WalkShape
+from edge_dflash.backends.cuda.walk_shape import WalkBuffers, WalkShape
 from edge_dflash.backends.cuda.weights import BundleWeights
 from edge_dflash.board.archs import KERNEL_ARCHS
 from edge_dflash.bundle.reader import Bundle
@@ -64,10 +64,11 @@ def test_arguments_have_the_fields_of_the_kernel(unit, name, mirror):
 def test_sizes_are_the_kernels():
     source = (KERNELS / "walk.cu").read_text()
     found = {name: int(value) for name, value in re.findall(r"(\w+) = (\d+)[,;]", source)}
-    names = {"TOP_THREADS": "_TOP_THREADS", "SLICE": "_SLICE", "SPLITS": "_SPLITS", "MIX_WARPS": "_MIX_WARPS",
+    names = {"TOP_THREADS": "_TOP_THREADS", "SPLITS": "SPLITS", "MIX_WARPS": "_MIX_WARPS",
              "WALK_THREADS": "_WALK_THREADS"}  # fmt: skip
     assert {name: found[name] for name in names} == {name: getattr(walk, ours) for name, ours in names.items()}
     assert 32 * found["PROJECT_WARPS"] == walk._PROJECT_THREADS
+    assert found["SLICE"] == walk_shape._SLICE
 
 
 @pytest.mark.parametrize("arch", KERNEL_ARCHS)

@@ -240,8 +240,8 @@ def test_a_cycle_is_one_graph_with_the_plans_of_both_passes(loaded):
 def test_no_launch_of_the_native_linears_is_left(loaded):
     backend, _, _ = loaded
     graphs, cycles = backend.graphs, backend._cycles
-    every = [graphs.prefill, graphs.propose, cycles.accept, cycles.choose]
-    every += [graph for each in (graphs.verify, cycles.greedy, cycles.sampled) for graph in each.graphs.values()]
+    by_rows = (graphs.verify, cycles.greedy, cycles.sampled, cycles.accept, cycles.choose)
+    every = [graphs.prefill, graphs.propose, *(graph for each in by_rows for graph in each.graphs.values())]
     names = {n for g in every for n, _ in g.calls}
     assert not any("linear" in name or "argmax" in name for name in names)
     assert backend.loaded.common.buffers.logits.stride == NATIVE_PAIR.target.vocab_size

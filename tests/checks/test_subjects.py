@@ -94,8 +94,8 @@ def test_a_synthetic_pair_is_loaded_with_room_for_all_that_is_asked(monkeypatch)
 
     clock, made = Clock().install(monkeypatch), {}
 
-    def backend(pair, weights, precision, *, cubin, max_context, prefill_chunk):
-        made.update(formats=weights.formats, kv=precision.kv, prefill_chunk=prefill_chunk)
+    def backend(pair, weights, precision, *, cubin, max_context, prefill_chunk, lanes):
+        made.update(formats=weights.formats, kv=precision.kv, prefill_chunk=prefill_chunk, lanes=lanes)
         sizes = {"vocab_size": pair.target.vocab_size, "block_size": pair.block_size, "drafts": pair.drafts}
         shape = replace(SHAPE, max_context=max_context, **sizes)
         return TimedBackend(clock, shape)

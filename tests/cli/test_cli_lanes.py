@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from cli_support import last_json
 
 from edge_dflash.checks import mixes
@@ -26,14 +25,7 @@ def test_a_bundle_of_one_lane_is_inspected_with_others(cli, ids_bundle):
     assert last_json(cli("inspect", ids_bundle, "--json")[1])["lanes"]["lanes"] == 1
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("bench", "--synthetic", "qwen3-8b", "--lanes", "1,9"), "--lanes names 9; there are 1 to 8 lanes"),
-        (("bench", "--synthetic", "qwen3-8b", "--lanes", "1,2"), "runs natively, which has one lane"),
-    ],
-)
-def test_lanes_that_cannot_be_timed_are_refused(cli, words, said):
-    code, _, err = cli(*words)
+def test_more_lanes_than_there_can_be_are_not_timed(cli):
+    code, _, err = cli("bench", "--synthetic", "qwen3-8b", "--lanes", "1,9")
     assert code != 0
-    assert said in err
+    assert "--lanes names 9; there are 1 to 8 lanes" in err

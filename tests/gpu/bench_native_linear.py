@@ -1,7 +1,7 @@
 """Times the linear kernels at the sizes of Qwen3.6-27B and Qwen3.5-4B in CUDA graphs; prints one JSON line last.
 
-Run on a GPU: python tests/gpu/bench_native_linear.py [--variants]. Launches rotate over more weights than the L2 cache
-holds; rates are weight bytes over time, against the read bandwidth measured in the same run.
+Run on a GPU: python tests/gpu/bench_native_linear.py [--variants | --rows]. Launches rotate over more weights than the
+L2 cache holds; rates are weight bytes over time, against the read bandwidth measured in the same run.
 """
 
 import ctypes
@@ -17,6 +17,7 @@ from native_state_support import Device
 from edge_dflash.backends.cuda.linear import Linears, LinearWeights, Norm
 from edge_dflash.backends.cuda.memory import DevicePointer, Matrix
 from edge_dflash.backends.cuda.splits import ClusterSplits, HopperSplits, StreamSplits, hopper, row_tile
+from edge_dflash.backends.cuda.wide_splits import WideSplits
 from edge_dflash.weights.layout import Layout
 
 ARENA = 3 << 30
@@ -46,12 +47,14 @@ MODEL_4B = {
 
 
 class Tuned(Linears):
-    """Linears whose launches can be bent: another number of blocks in a cluster."""
+    """Linears whose launches can be bent: another number of blocks in a cluster, of joint passes another of twins."""
 
-    splits = None
+    splits = twins = None
 
     def choose(self, layout, rows, *, may_split=False):
         chosen, gpu = super().choose(layout, rows, may_split=may_split), self._gpu
+        if self.twins and isinstance(chosen, WideSplits) and chosen.splits * self.twins <= 8:
+            return WideSplits.of(layout, chosen.tile, chosen.splits, gpu.sm_count, self._clusters, self.twins)
         if self.splits and not isinstance(chosen, StreamSplits):
             if hopper(gpu.sm, self._most_rows):
                 if self.splits in HopperSplits.counts(layout):
@@ -110,7 +113,7 @@ class Bench:
         window = linears.choose(layout, rows, may_split=split).window  # inputs in blocks where they can be
         x, given = Matrix(self.x, -window or layout.k), {}
         if split:
-            norm = Norm(self.scale, 1e-6, Matrix(self.y.at(1 << 20, 1 << 20), -window or layout.columns[0]))
+            norm = Norm(self.scale, 1e-6, Matrix(self.y.at(1 << 22, 1 << 22), -window or layout.columns[0]))
             out = Matrix(self.y, layout.columns[0])
             linears.split_linear(weights, x, out, rows, self.scratch, residual=out, norm=norm)
             return
@@ -133,7 +136,7 @@ class Bench:
         seconds = self.seconds(lambda: [self.call(linears, w, rows, split) for w in sequence])
         return seconds / len(sequence)
 
-    def layers(self, linears, format, model, count=6):
+    def layers(self, linears, format, model, count=6, rows=ROWS):
         """A chain of whole layers, each with its own weights: seconds and bytes a layer."""
         names = ("qkv z", "out", "gate up", "down")
         offset, calls = 0, []
@@ -142,7 +145,8 @@ class Bench:
                 columns, k, gated, split = model[name]
                 layout = Layout(format, columns, k, gated)
                 pointer = DevicePointer(self.arena.address + offset, layout.nbytes)
-                calls.append(partial(self.call, linears, LinearWeights(layout, pointer, self.scale), split=split))
+                stack = LinearWeights(layout, pointer, self.scale)
+                calls.append(partial(self.call, linears, stack, rows=rows, split=split))
                 offset += -(-layout.nbytes // PERIOD) * PERIOD
         return self.seconds(lambda: [call() for call in calls]) / count, offset / count
 
@@ -165,6 +169,30 @@ def variants(bench, load):
         yield f"{rows}" + (f" splits={splits}" if splits else ""), linears
 
 
+def joint(bench, load, line):
+    """Joint passes of 16 to 128 rows, weights of the 27B and of the 4B, once and twice the blocks of a cluster."""
+    base = {}
+    for twins in (1, 2):
+        linears = Tuned(bench.gpu, load, most_rows=16, joint=128)
+        linears.twins = twins
+        for rows in (16, 32, 64, 128) if twins == 1 else (32, 64, 128):
+            for model, title in ((MODEL_27B, "27B"), (MODEL_4B, "4B")):
+                variant = f"{rows} rows, {twins} twins"
+                for name, (columns, k, gated, split) in model.items():
+                    if name in ("z", "qkv", "q k v") or "unsplit" in name:
+                        continue
+                    layout = Layout("nvfp4", columns, k, gated)
+                    splits = linears.choose(layout, rows, may_split=split)
+                    title_here = f"{title} {name} {splits.splits}x{splits.groups}"
+                    line(variant, title_here, bench.shape(linears, layout, split, rows), layout.nbytes)
+                for format in ("nvfp4", "fp8", "bf16") if title == "27B" else ("nvfp4",):
+                    count = 6 if format == "nvfp4" else 3
+                    seconds, nbytes = bench.layers(linears, format, model, count, rows)
+                    line(variant, f"{title} layer {format}", seconds, nbytes)
+                    first = base.setdefault((title, format), seconds)
+                    print(f"{variant:32s} {title} layer {format}: {seconds / first:.2f} x that of 16 rows", flush=True)
+
+
 def main():
     bench = Bench()
     bandwidth = bench.bandwidth()
@@ -178,6 +206,10 @@ def main():
         results["lines"].append([variant, name, nbytes, seconds])
 
     load = partial(cubin, arch=bench.arch)
+    if "--rows" in sys.argv:
+        joint(bench, load, line)
+        print(json.dumps(results))
+        return
     chosen = [("base", Tuned(bench.gpu, load, most_rows=ROWS)), ("32 rows", Tuned(bench.gpu, load))]
     if "--variants" in sys.argv:
         chosen = variants(bench, load)

@@ -36,7 +36,7 @@ class Tally:
     differences: int = 0
 
 
-def full_size(name, layers, taps):
+def full_size(name, layers, taps, lanes=1):
     """The first layers of a published pair at full width, with random weights; a small vocabulary."""
     pair = synthetic_pair(name)
     target = replace(pair.target, layer_types=pair.target.layer_types[:layers], vocab_size=8192)
@@ -45,7 +45,8 @@ def full_size(name, layers, taps):
     )
     pair = replace(pair, target=target, drafter=drafter)
     weights = RandomWeights(pair, "nvfp4", device_cubin)
-    return NativeBackend(pair, weights, ENGINE, cubin=device_cubin, max_context=512, prefill_chunk=128)
+    sizes = {"max_context": 512, "prefill_chunk": 128, "lanes": lanes}
+    return NativeBackend(pair, weights, ENGINE, cubin=device_cubin, **sizes)
 
 
 BACKENDS = {

@@ -110,13 +110,12 @@ def store(name, kind):
 
 
 @cache
-def native(name, kind="nvfp4", precision=ENGINE, max_context=256, prefill_chunk=64):
+def native(name, kind="nvfp4", precision=ENGINE, max_context=256, prefill_chunk=64, lanes=1):
     """The pair on the GPU, loaded once for all tests."""
     pair, programs, _ = checkpoint(name)
     weights = StoreWeights(store(name, kind), {n: store(name, kind).get(n).format for n in programs.weights})
-    return NativeBackend(
-        pair, weights, precision, cubin=device_cubin, max_context=max_context, prefill_chunk=prefill_chunk
-    )
+    sizes = {"max_context": max_context, "prefill_chunk": prefill_chunk, "lanes": lanes}
+    return NativeBackend(pair, weights, precision, cubin=device_cubin, **sizes)
 
 
 def reference(name, kind="nvfp4", precision=ENGINE, max_context=256):

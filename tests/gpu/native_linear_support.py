@@ -85,27 +85,28 @@ def fetch(device: Device, matrix: Matrix, rows, columns=None) -> torch.Tensor:
     return device.read(matrix.pointer, (rows, matrix.stride), torch.bfloat16)[:, : columns or matrix.stride]
 
 
-def in_blocks(k, window):
-    """Where element (row, column) of 16 rows lies in a tensor in blocks: [16, k]."""
-    row, column = torch.arange(16)[:, None], torch.arange(k)
+def in_blocks(k, window, rows=16):
+    """Where element (row, column) of so many rows lies in a tensor in blocks: [rows, k]."""
+    row, column = torch.arange(rows)[:, None], torch.arange(k)
     lane, part = (
         (column // 16 % 4, column % 16) if window == 64 else (column // 8 % 4, column // 32 % 2 * 8 + column % 8)
     )
-    return column // 64 * 1024 + row * 64 + (part // 2 ^ row % 8) * 8 + lane * 2 + part % 2
+    return column // 64 * (64 * rows) + row * 64 + (part // 2 ^ row % 8) * 8 + lane * 2 + part % 2
 
 
 def put_blocks(device: Device, x, window) -> Matrix:
-    """16 rows in blocks on the device."""
-    k = x.shape[1]
-    flat = torch.empty(16 * k)
-    flat[in_blocks(k, window)] = x
-    return Matrix(device.rows(flat.reshape(16, k)).pointer, -window)
+    """16 rows, or those of a tile of a joint pass, in blocks on the device; ``window`` as Splits have it."""
+    rows, k = x.shape
+    flat = torch.empty(rows * k)
+    flat[in_blocks(k, window & 255, rows)] = x
+    return Matrix(device.rows(flat.reshape(rows, k)).pointer, -window)
 
 
 def fetch_blocks(device: Device, matrix: Matrix, columns) -> torch.Tensor:
     """A tensor in blocks as rows."""
-    flat = device.read(matrix.pointer, (16 * columns,), torch.bfloat16)
-    return flat[in_blocks(columns, -matrix.stride)]
+    window, rows = -matrix.stride & 255, -matrix.stride >> 8 or 16
+    flat = device.read(matrix.pointer, (rows * columns,), torch.bfloat16)
+    return flat[in_blocks(columns, window, rows)]
 
 
 def run(device, linears, stack, x, rows, **options):

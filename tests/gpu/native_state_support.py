@@ -32,7 +32,7 @@ class Device:
     def __init__(self):
         self.gpu = Gpu()
         self._modules = {}
-        self.control = self.gpu.allocate(CONTROL_BYTES)
+        self.control = self.gpu.allocate(8 * CONTROL_BYTES)  # of 8 slots
         self.gpu.fill(self.control)
 
     def module(self, unit) -> Module:
@@ -41,15 +41,15 @@ class Device:
             self._modules[unit] = self.gpu.load(cubin(unit, arch))
         return self._modules[unit]
 
-    def word(self, word: Control) -> DevicePointer:
-        return control_word(self.control, word)
+    def word(self, word: Control, slot=0) -> DevicePointer:
+        return control_word(self.control.at(slot * CONTROL_BYTES, CONTROL_BYTES), word)
 
-    def words(self, *, prefill=False) -> Words:
-        return Words.of(self.control, prefill=prefill)
+    def words(self, *, prefill=False, block=None, slots=1) -> Words:
+        return Words(self.control, prefill, block, slots)
 
-    def set(self, **words):
+    def set(self, slot=0, **words):
         for name, value in words.items():
-            self.gpu.write(self.word(Control[name.upper()]), np.array([value], np.int32))
+            self.gpu.write(self.word(Control[name.upper()], slot), np.array([value], np.int32))
 
     def get(self, word: Control) -> int:
         return int(self.gpu.read(self.word(word), (1,), np.int32)[0])

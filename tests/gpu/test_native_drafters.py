@@ -71,10 +71,10 @@ def pair(name, kind):
 
 
 @cache
-def native(name, kind):
+def native(name, kind, lanes=1):
     made, held, weights = pair(name, kind)
     found = StoreWeights(held, {n: held.get(n).format for n in weights})
-    return NativeBackend(made, found, ENGINE, cubin=device_cubin, max_context=256, prefill_chunk=64)
+    return NativeBackend(made, found, ENGINE, cubin=device_cubin, max_context=256, prefill_chunk=64, lanes=lanes)
 
 
 def reference(name, kind, precision=ENGINE):

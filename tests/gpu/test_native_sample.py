@@ -125,6 +125,32 @@ def test_large_rows(columns, kind):
         ours.check(sampling, 30_000 + i, masks, first=i % 2)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("columns", [37, 1000, 151_936, 248_320])
+def test_logprobs_are_those_of_float64(columns, kind):
+    ours, rng = choices(columns), np.random.default_rng(7)
+    ours.put(logits(kind, 16, columns))
+    ids = rng.integers(0, columns, 16).tolist()
+    rows = ours.rows.astype(np.float64)
+    best = rows.max(axis=1)
+    wanted = rows[np.arange(16), ids] - best - np.log(np.exp(rows - best[:, None]).sum(axis=1))
+    wanted[wanted < -np.finfo(np.float32).max] = -np.inf
+    found = ours.chooser.logprobs(ids, 0)
+    np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-5)
+    assert [ours.chooser.logprobs([one], row)[0] for row, one in enumerate(ids)] == found  # alone as together
+
+
+def test_rows_that_hold_inf_or_nan_have_no_logprobs():
+    ours = choices(1000)
+    bits = logits("normal", 16, 1000)
+    bits[0, 999], bits[1, 3], bits[2, :], bits[3, 7] = 0x7F80, 0x7FC0, 0xFF80, 0xFF80
+    ours.put(bits)
+    found = ours.chooser.logprobs([1, 1, 1, 7, 1], 0)
+    assert np.isnan(found[:3]).all()
+    assert found[3] == -np.inf
+    assert np.isfinite(found[4])
+
+
 def test_ties_are_cut_by_id_wherever_the_slices_end():
     ours = choices(20_000)
     bits = logits("flat", 16, 20_000)

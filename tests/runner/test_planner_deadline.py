@@ -151,7 +151,7 @@ class Costly(Slow):
 @pytest.mark.parametrize("fallback", [True, False])
 def test_drafting_that_does_not_pay_rests_and_changes_nothing(fallback):
     backend = FakeBackend(right=lambda position: 0)
-    planner = Planner(Costly(backend, 0.002), None, fallback=fallback)
+    planner = Planner(Costly(backend, 0.02), None, fallback=fallback)
     wanted = Planner(FakeBackend(), None).plan(PROMPT, max_new_tokens=40).tokens
     plans = [planner.plan(PROMPT, max_new_tokens=40) for _ in range(2)]
     assert all(plan.tokens == wanted for plan in plans)

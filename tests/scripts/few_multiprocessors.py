@@ -111,7 +111,7 @@ class Proxy:
         gpu.fill(self.control)
         for word, value in ((Control.LENGTH, CONTEXT), (Control.PENDING, PENDING)):
             gpu.write(control_word(self.control, word), np.array([value], np.int32))
-        self.words = Words.of(self.control, prefill=False)
+        self.words = Words(self.control)
         self.arena = gpu.allocate(ARENA)
         fill = gpu.load(self.cubin("bench")).kernel("bench_fill")
         gpu.launch(fill, (1024, 1, 1), 512, (self.arena, ctypes.c_longlong(ARENA // 4), 7))
@@ -229,14 +229,12 @@ class Proxy:
             tensors = [self.matrix(plan, name, at) for names, at in self.sides(step) for name in names]
             state = step.op.state
             if isinstance(step.op, GatedDelta):
-                self.delta[state].run(
-                    DeltaTensors(*tensors), self.states.delta[state][0], self.delta_scratch, self.words
-                )
+                self.delta[state].run(DeltaTensors(*tensors), self.states.delta[state], self.delta_scratch, self.words)
             elif isinstance(step.op, Attend):
-                memory = self.states.kv[state][0]
+                memory = self.states.kv[state]
                 self.attention[state].attend(AttendTensors(*tensors), memory, self.attention_scratch, self.words)
             else:
-                self.attention[state].append([(*tensors[:2], self.states.kv[state][0])], self.words)
+                self.attention[state].append([(*tensors[:2], self.states.kv[state])], self.words)
         elif isinstance(step, Copy):
             inputs, outs = ([self.matrix(plan, n, at) for n in names] for names, at in self.sides(step))
             self.cycle.copy(inputs, outs, [plan.widths[name] for name in step.writes], ROWS)

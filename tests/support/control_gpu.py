@@ -1,26 +1,52 @@
-"""A device that keeps only its control block and remembers what was enqueued."""
+"""A device that keeps only its control blocks and remembers what was enqueued."""
+
+from collections import defaultdict
 
 import numpy as np
 from native_support import NATIVE_PAIR, FakeGpu
 
 from edge_dflash.backends.cuda.driver import Kernel
-from edge_dflash.backends.cuda.small import RESULT_WORDS
+from edge_dflash.backends.cuda.small import COUNTED_WORDS, RESULT_WORDS
 
 BLOCK = NATIVE_PAIR.drafter.block_size
+WORDS = ("length", "pending", "rows", "anchor", "lane")
+
+
+class Call(tuple):
+    """Name and arguments of a launch."""
+
+    grid = (1, 1, 1)
 
 
 class ControlGpu(FakeGpu):
-    """Runs the kernels that move the control block; ``rows`` counts those that are in the recurrent states."""
+    """Runs the kernels that move control blocks; ``states`` counts the rows that are in each lane's recurrent states.
+
+    ``accept``: how many drafts stand, of each lane or (an int) of all.
+    """
 
     sm, sm_count, name = 87, 16, "a device without kernels"
 
     def __init__(self):
         super().__init__()
-        self.words = dict.fromkeys(("length", "pending", "rows", "anchor"), -1)
-        self.rows, self.accept, self.enqueued, self.allocations = 0, 0, None, 0
+        self.blocks = [dict.fromkeys(WORDS, -1) for _ in range(8)]
+        self.states = defaultdict(int)
+        self.accept, self.enqueued, self.allocations = 0, None, 0
         self.free, self.launches, self.closed = 1 << 40, [], 0
         self.sizes = []  # bytes of every allocation
         self.counted = self.counts_at = None  # rows of a whole cycle that count, and where the device has them
+        self.copies = []  # from, to, rows, pitch, bytes
+
+    @property
+    def words(self):
+        return self.blocks[0]
+
+    @property
+    def rows(self):
+        return self.states[0]
+
+    @rows.setter
+    def rows(self, rows):
+        self.states[0] = rows
 
     def allocate(self, nbytes):
         self.allocations += 1
@@ -34,9 +60,9 @@ class ControlGpu(FakeGpu):
         made = np.zeros(shape, dtype)
         if made.dtype.names:  # the chooser's settings
             self.settings = made
-        if shape == (RESULT_WORDS,):
+        if shape[1:] == (RESULT_WORDS,):
             self.result = made
-        if shape == (2,):
+        if shape[1:] == (COUNTED_WORDS,) and self.counted is None:
             self.counted = made
         return made
 
@@ -60,30 +86,47 @@ class ControlGpu(FakeGpu):
 
     def launch(self, kernel, grid, block, arguments, **options):
         if self.enqueued is not None:
-            self.enqueued.append((kernel.name, arguments))
+            self.enqueued.append(Call((kernel.name, arguments)))
+            self.enqueued[-1].grid = grid
         else:
-            self.run(kernel.name, arguments)
+            self.run(kernel.name, arguments, grid)
 
-    def run(self, name, arguments):
-        words = self.words
+    def run(self, name, arguments, grid):
         self.launches.append(name)
         if name == "cycle_set":
-            words.update(zip(("length", "pending", "rows", "anchor"), arguments[1:], strict=True))
+            given = np.array(arguments[1].words).reshape(8, -1)
+            for slot in (slot for slot in range(8) if arguments[2] >> slot & 1):
+                self.blocks[slot].update(zip(WORDS, given[slot].tolist(), strict=False))
         elif name == "commit_rows":
             assert arguments[1] == -1
-            self.rows, words["pending"] = self.rows + words["pending"], 0
+            for words in self.blocks[: arguments[2]]:
+                self.replay(words)
         elif name == "commit_prefill":
-            self.rows += words["pending"] + words["rows"]
-            words["length"], words["pending"] = words["length"] + words["rows"], 0
+            words = self.blocks[0]
+            self.replay(words)
+            self.states[words["lane"]] += words["rows"]
+            words["length"] += words["rows"]
         elif name == "cycle_accept":
-            self.rows += words["pending"]
-            valid = arguments[-1]  # how many rows count: of a whole cycle, else of a verify
-            whole = self.counts_at is not None and valid.address - self.counts_at in (0, 8)  # asked for, or sure
-            stop = self.counted if whole else self.settings["stop"]
-            accept = min(self.accept, int(stop[0]) - 1)
-            words["length"], words["pending"] = words["length"] + accept + 1, accept + 1
-            words["anchor"] = accept  # choice i of the fake is i
-            self.result[:2], self.result[4 : 4 + BLOCK] = (accept, int(stop[0]) - 1), range(BLOCK)
+            for slot, words in enumerate(self.blocks[: grid[0]]):
+                self.end(slot, words, arguments[8])
+
+    def replay(self, words):
+        """The pending rows go into the states of the slot's lane; an idle slot has none."""
+        assert words["lane"] >= 0 or words["pending"] == 0
+        self.states[words["lane"]] += words["pending"]
+        words["pending"] = 0
+
+    def end(self, slot, words, valid):
+        """Accept and commit; ``valid``: where it says how many rows count, of a whole cycle or of a verify."""
+        if words["lane"] < 0:
+            return
+        self.replay(words)
+        whole = self.counts_at is not None and valid.address - self.counts_at in (0, 8)  # asked for, or sure
+        stop = int(self.counted[slot, 0] if whole else self.settings["stop"][slot])
+        accept = min(self.accept if isinstance(self.accept, int) else self.accept[words["lane"]], stop - 1)
+        words["length"], words["pending"] = words["length"] + accept + 1, accept + 1
+        words["anchor"] = accept  # choice i of the fake is i
+        self.result[slot, :2], self.result[slot, 4 : 4 + BLOCK] = (accept, stop - 1), range(BLOCK)
 
     def free_bytes(self):
         return self.free, 1 << 40
@@ -94,10 +137,13 @@ class ControlGpu(FakeGpu):
     def enter(self, *args):
         pass
 
-    fill = read_into = copy = synchronize = enter
+    fill = read_into = synchronize = enter
+
+    def copy(self, *asked):
+        self.copies.append(asked)
 
     def write_from(self, pointer, array):
-        if array is self.counted:
+        if self.counted is not None and np.shares_memory(array, self.counted):
             self.counts_at = pointer.address
 
     def read(self, pointer, shape, dtype):
@@ -109,8 +155,8 @@ class ReplayedGraph:
         self.gpu, self.calls = gpu, calls
 
     def launch(self):
-        for name, arguments in self.calls:
-            self.gpu.run(name, arguments)
+        for call in self.calls:
+            self.gpu.run(*call, getattr(call, "grid", (1, 1, 1)))
 
     def upload(self):
         pass

@@ -9,6 +9,7 @@ from bundle_support import PAIR, random_weight
 from cubin_support import cubin
 
 from edge_dflash.backends.cuda.compile import bundled, kernels_digest
+from edge_dflash.backends.cuda.driver import Kernel
 from edge_dflash.backends.cuda.memory import DevicePointer
 from edge_dflash.board.archs import find_arch
 from edge_dflash.builder.convert import weight_tensors
@@ -152,3 +153,19 @@ class FakeGpu:
 
     def bytes_of(self, pointer):
         return self.memory[pointer.address]
+
+
+class Recorder(FakeGpu):
+    """A device, and a module of it, that keeps launches: name, grid, block, arguments, dynamic shared memory."""
+
+    sm_count = 132
+
+    def __init__(self, sm=90):
+        super().__init__()
+        self.sm, self.launches = sm, []
+
+    def kernel(self, name, *, shared_bytes=0):
+        return Kernel(None, name)
+
+    def launch(self, kernel, grid, block, arguments, *, shared_bytes=0, overlap=False):
+        self.launches.append((kernel.name, grid, block, arguments, shared_bytes))

@@ -26,8 +26,14 @@ def left_operands(ptx):
 
 
 def word_loads(ptx):
-    """The instructions that load a 32-bit integer from where a parameter points."""
+    """The instructions that load a 32-bit integer from where a parameter points, or from a slot's words behind it."""
     pointers = set(re.findall(r"ld\.param\.u64\s+(%rd\d+), \[\w+\];", ptx))
     pointers |= {to for to, of in re.findall(r"cvta\.to\.global\.u64\s+(%rd\d+), (%rd\d+);", ptx) if of in pointers}
+    slots = {"%ctaid.z"}  # and multiples
+    for to, of in re.findall(r"(?:mov\.u32|shl\.b32|selp\.b32|and\.b64|mul\.wide\.[su]32)\s+(%rd?\d+), ([%\w.]+)", ptx):
+        slots |= {to} if of in slots else set()
+    for more in (slots, {"4", "8", "12", "16"}):
+        sums = re.findall(r"add\.s64\s+(%rd\d+), (%rd\d+), (%rd\d+|\d+);", ptx)
+        pointers |= {to for to, of, offset in sums if of in pointers and offset in more}
     loads = re.findall(r"(ld\.global[\w.]*[sub]32)\s+%r\d+, \[(%rd\d+)\];", ptx)
     return [operation for operation, pointer in loads if pointer in pointers]

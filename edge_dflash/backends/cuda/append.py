@@ -47,19 +47,20 @@ class Appends:
         self._kernel = module.kernel("attend_append_fp8" if shape.kv == "fp8" else "attend_append_bf16")
 
     def run(self, layers: Sequence[tuple[Matrix, Matrix, KvMemory]], words: Words) -> None:
-        """Norm, rotate and store keys and values of each layer."""
+        """Norm, rotate and store keys and values of each layer, in every slot that has a lane."""
         shape = self._shape
         rows = words.block or (shape.prefill_rows if words.prefill else shape.rows)
         for first in range(0, len(layers), _LAYERS):
             some = layers[first : first + _LAYERS]
+            launched = _LAYERS * (words.slots - 1) + len(some)
             self._gpu.launch(
                 self._kernel,
-                (-(-2 * shape.kv_heads // (_THREADS // 32)), rows, len(some)),
+                (-(-2 * shape.kv_heads // (_THREADS // 32)), rows, launched),
                 _THREADS,
                 (
                     _Layers((_Appended * _LAYERS)(*(_Appended.of(*layer) for layer in some))),
-                    *(words.length, words.rows, rows, shape.kv_heads, shape.head_dim, shape.rope_dims // 2),
-                    *(shape.kv_rows, shape.eps),
+                    *(len(some), words.control, words.rows, rows, shape.kv_heads, shape.head_dim),
+                    *(shape.rope_dims // 2, shape.kv_rows, shape.eps),
                 ),
                 overlap=True,
             )

@@ -1,6 +1,6 @@
 """Attention of one layer on the device: geometry, memory sizes and launches of kernels/attend.cu and attend_hopper.cuh.
 
-Rows r of a pass are at positions length + r; ``length`` is read on the device, so that no launch depends on it.
+Row r of a slot is at position length + r; ``length`` is read on the device, so that no launch depends on it.
 """
 
 from __future__ import annotations
@@ -108,6 +108,7 @@ class AttendShape:
     bidirectional: bool = False
     window: int | None = None
     kv: Literal["fp8", "bfloat16"] = "fp8"
+    lanes: int = 1  # of the memory; most slots of a verify or propose pass
 
     def __post_init__(self) -> None:
         if self.head_dim not in (64, 128, 256):
@@ -132,7 +133,7 @@ class AttendShape:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of K, and of V: [Hkv, kv_rows, D]."""
+        """Bytes of K, and of V, of a lane: [Hkv, kv_rows, D]."""
         return self.kv_heads * self.kv_rows * self.head_dim * (1 if self.kv == "fp8" else 2)
 
     @property
@@ -145,8 +146,8 @@ class AttendShape:
         return 16 if prefill or self.rows <= 16 else 32
 
     def tiles(self, prefill: bool) -> int:
-        """Row tiles of a pass."""
-        return -(-self.prefill_rows // 16) if prefill else 1
+        """Row tiles of a pass at most: of other passes than prefill one in each slot."""
+        return -(-self.prefill_rows // 16) if prefill else self.lanes
 
     def warp_tiles(self, prefill: bool) -> int:
         """MT: 16-row tiles of a block's query rows. The fewest blocks, then the fewest rows."""
@@ -182,7 +183,7 @@ class AttendShape:
             results = max(16 * self.row_blocks(True) * self.warp_tiles(True), wide)
             if not prefill:
                 results = max(self.splits * rows, self.wide.slots * wide if self.wide else 0)
-                sums = 8 * self.kv_heads * results
+                sums = 8 * tiles * self.kv_heads * results
             queries = max(queries, 2 * tiles * self.kv_heads * max(rows, wide) * self.head_dim)
             partial = max(partial, 4 * tiles * self.kv_heads * results * self.head_dim)
         return aligned(queries), aligned(partial), aligned(sums)
@@ -243,7 +244,7 @@ class Attention:
         return _Form(kernel, threads, shared, rows, shape.tile(prefill), blocks, 1 if prefill else splits, columns)
 
     def attend(self, x: AttendTensors, memory: KvMemory, scratch: DevicePointer, words: Words) -> None:
-        """``attend``; ``scratch`` has the shape's ``scratch_bytes``."""
+        """``attend``; ``scratch`` has the shape's ``scratch_bytes``. Rows of idle slots become zeros."""
         shape, form = self.shape, self._forms[words.prefill]
         pass_rows = words.block or form.rows
         q_bytes, partial_bytes, sum_bytes = shape.scratch
@@ -256,10 +257,10 @@ class Attention:
         score_scale = memory.k_scale * shape.head_dim**-0.5 * math.log2(math.e)
         self._gpu.launch(
             form.kernel,
-            (shape.kv_heads * form.blocks, form.splits, shape.tiles(words.prefill)),
+            (shape.kv_heads * form.blocks, form.splits, shape.tiles(True) if words.prefill else words.slots),
             form.threads,
             (
-                *(queries, memory.k, memory.v, partial, sums, x.out.pointer, x.q.pointer, words.length, words.rows),
+                *(queries, memory.k, memory.v, partial, sums, x.out.pointer, x.q.pointer, words.control, words.rows),
                 *(pass_rows, tile_log2, shape.group, shape.kv_heads, form.blocks, shape.kv_rows, window, flags),
                 *(*strides, score_scale, memory.v_scale),
             ),
@@ -269,12 +270,12 @@ class Attention:
         if words.prefill:
             return
         if form.columns:
-            grid = (shape.head_dim // 128 * form.columns // 8, shape.kv_heads * form.blocks, 1)
+            grid = (shape.head_dim // 128 * form.columns // 8, shape.kv_heads * form.blocks, words.slots)
             sizes: tuple[int, ...] = (form.columns, form.blocks, shape.head_dim)
         else:
-            grid = (-(-pass_rows * shape.heads * shape.head_dim // 4 // _THREADS), 1, 1)
+            grid = (-(-pass_rows * shape.heads * shape.head_dim // 4 // _THREADS), 1, words.slots)
             sizes = (shape.kv_heads, shape.head_dim)
-        results = (partial, sums, x.out.pointer, x.q.pointer, words.length, pass_rows, tile_log2, shape.group)
+        results = (partial, sums, x.out.pointer, x.q.pointer, words.control, pass_rows, tile_log2, shape.group)
         rules = (shape.kv_rows, window, flags, *strides, memory.v_scale)
         self._gpu.launch(self._combine, grid, _THREADS, (*results, *sizes, *rules), overlap=True)
 
@@ -284,12 +285,12 @@ class Attention:
         pass_rows = words.block or form.rows
         self._gpu.launch(
             self._prepare,
-            (-(-(shape.heads + 2 * shape.kv_heads) // (_THREADS // 32)), pass_rows, 1),
+            (-(-(shape.heads + 2 * shape.kv_heads) // (_THREADS // 32)), pass_rows, words.slots),
             _THREADS,
             (
                 *(x.q.pointer, x.k.pointer, x.v.pointer, x.q.stride, x.k.stride, x.v.stride),
                 *(memory.q_norm, memory.k_norm, memory.cosine, memory.sine, queries, memory.k, memory.v),
-                *(words.length, words.rows, pass_rows, shape.heads),
+                *(words.control, words.rows, pass_rows, shape.heads),
                 *(shape.kv_heads, shape.head_dim, shape.rope_dims // 2, shape.kv_rows),
                 *(form.tile.bit_length() - 1, shape.head_dim * (2 if shape.gated else 1), form.columns),
                 *(shape.eps, memory.k_scale, memory.v_scale),

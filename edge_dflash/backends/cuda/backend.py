@@ -1,35 +1,41 @@
 """The Backend protocol on our CUDA kernels: optimistic state, one CUDA graph a pass.
 
-The host keeps a copy of the control block (length, pending rows, anchor) and writes it to the device only when the
-two differ, so that cycle after cycle runs as one graph launch and one small read-back.
+The host keeps a copy of the control blocks (length, pending rows, anchor, lane) and writes them to the device only when
+the two differ, so that cycle after cycle runs as one graph launch and one small read-back.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 
+from edge_dflash.backends.cuda.cycling import Cycling
 from edge_dflash.backends.cuda.driver import Gpu
-from edge_dflash.backends.cuda.graphs import Capture, HostBuffers
+from edge_dflash.backends.cuda.graphs import Capture, HostBuffers, JointGraphs
 from edge_dflash.backends.cuda.loading import Dense, Launches, load
 from edge_dflash.backends.cuda.measured import Measured
 from edge_dflash.backends.cuda.memory import ControlBlock
 from edge_dflash.backends.cuda.rows import HostWalk, NativeRows, WalkedRows
 from edge_dflash.backends.cuda.sample import Chooser
-from edge_dflash.backends.cuda.small import Result
-from edge_dflash.backends.cuda.states import Lane, Sizes, read_states, write_states
+from edge_dflash.backends.cuda.slots import Slots
+from edge_dflash.backends.cuda.small import SlotWords
+from edge_dflash.backends.cuda.states import Lane, Sizes, copy_states, read_states, write_states
 from edge_dflash.backends.cuda.warming import warm_up
 from edge_dflash.backends.cuda.weights import NativeWeights
-from edge_dflash.backends.host_cycle import host_cycle, host_cycles
-from edge_dflash.decode.backend import Asked, Cycle, Outcome, PairShape, Precision, Snapshot, check_lane, no_drafter
-from edge_dflash.decode.walk import confident
+from edge_dflash.decode.backend import (
+    Asked,
+    PairShape,
+    Precision,
+    Snapshot,
+    check_lane,
+    lane_steps,
+    no_drafter,
+)
 from edge_dflash.errors import BackendError
 from edge_dflash.model import pair_programs
 from edge_dflash.model.specs import PairSpec
 
 
-class NativeBackend(Measured):
+class NativeBackend(Cycling, Measured):
     """A pair on a GPU. See :class:`edge_dflash.decode.backend.Backend`; :meth:`cycle` is its fast path."""
 
     def __init__(
@@ -41,27 +47,33 @@ class NativeBackend(Measured):
         cubin: Callable[[str], bytes],
         max_context: int,
         prefill_chunk: int = 512,
+        lanes: int = 1,
         dense: Dense | None = None,
     ) -> None:
         """Load the pair; ``cubin`` gives a compilation unit's cubin for this device, ``dense`` computes the dense ops.
 
         Raises BackendError for what the kernels do not take, and when the pair does not fit into memory.
         """
-        self._shape = PairShape.of(spec, max_context, prefill_chunk)
+        self._shape = PairShape.of(spec, max_context, prefill_chunk, lanes)
         self._dense = dense = dense or Launches(weights, cubin)
-        verify_rows = self._shape.verify_rows
-        sizes = Sizes(verify_rows, prefill_chunk, max_context, self._shape.lanes, spec.block_size)
+        rows, block = self._shape.verify_rows, spec.block_size
+        fit = dense.most_rows // max(rows, block)  # slots of a pass
+        widths = [1, *(count for count in lane_steps(lanes) if 1 < count <= fit)]
+        sizes = Sizes(rows, prefill_chunk, max_context, lanes, block, widths[-1])
         layout = dense.lay_out(pair_programs(spec), precision, sizes)
         self.gpu = Gpu()
         try:
             self.loaded = load(self.gpu, layout, dense, weights, cubin)
             self._host, buffers = HostBuffers(self.gpu, self.loaded), self.loaded.common.buffers
-            self.chooser = Chooser(self.gpu, self.loaded.common.kernels.sampler, buffers.sampling, buffers.logits)
-            self._capture = Capture(self.gpu, self.loaded, self._host, self.chooser, spec.mask_token_id or 0)
+            sampler, walker = self.loaded.common.kernels.sampler, self.loaded.common.kernels.walker
+            self.chooser = Chooser(self.gpu, sampler, buffers.sampling, buffers.logits, sizes.of_pass("propose"))
+            captured = self.gpu, self.loaded, self._host, self.chooser, spec.mask_token_id or 0
+            self._capture = Capture(*captured)
             self.graphs = self._capture.passes()
             self._cycles = self._own_cycles = self._capture.cycles()
-            walker, first = self.loaded.common.kernels.walker, layout.first_draft
-            self._walk = HostWalk(self.gpu, walker, self.chooser, buffers, first) if walker else None
+            self._joint = {count: JointGraphs(Capture(*captured, count)) for count in widths[1:]}
+            self._slots = Slots(self.loaded.common.kernels.cycle, buffers.control, widths[-1])
+            self._walk = HostWalk(self.gpu, walker, self.chooser, buffers, layout.first_draft) if walker else None
             self.passes = 0  # counter, by which rows notice that they were replaced
             self._lanes = [Lane() for _ in range(self._shape.lanes)]
             self.reset()
@@ -69,6 +81,10 @@ class NativeBackend(Measured):
         except BaseException:
             self.close()
             raise
+
+    @property
+    def _whole_backend(self) -> NativeBackend:
+        return self
 
     @property
     def shape(self) -> PairShape:
@@ -80,6 +96,11 @@ class NativeBackend(Measured):
         """Bytes of device memory by purpose."""
         return dict(self.loaded.memory.bytes)
 
+    @property
+    def joint(self) -> Mapping[int, JointGraphs]:
+        """Graphs of several lanes together, by their number."""
+        return self._joint
+
     def length(self, lane: int = 0) -> int:
         """Number of committed rows."""
         return self._lane(lane).wanted.length
@@ -89,7 +110,7 @@ class NativeBackend(Measured):
         check_lane(self._shape, lane)
         self.gpu.enter()
         self.loaded.common.states.zero(self.gpu.fill, lane)
-        self._lanes[lane] = Lane()
+        self._become(lane, Lane())
 
     def prefill(self, ids: Sequence[int], lane: int = 0) -> NativeRows:
         """Append and commit ids chunk by chunk; logits of the last row."""
@@ -102,9 +123,9 @@ class NativeBackend(Measured):
             part = ids[first : first + chunk]
             self.gpu.synchronize()  # the chunk before has read its ids
             self._host.ids[: len(part)] = part
-            self._write_control(at, rows=len(part))
+            self._put(lane, rows=len(part))
             self.graphs.prefill.launch()
-            at.wanted = at.known = ControlBlock(at.wanted.length + len(part), 0, at.wanted.anchor)
+            self._left(lane, ControlBlock(at.wanted.length + len(part), 0, at.wanted.anchor))
         return NativeRows(self, 1, 0, self._host.choices)
 
     def propose(self, anchor: int, lane: int = 0) -> NativeRows:
@@ -113,10 +134,14 @@ class NativeBackend(Measured):
             raise no_drafter()
         self._begin_at(anchor, lane, self._shape.verify_rows)
         self.graphs.propose.launch()
-        first = self.loaded.common.layout.first_draft
+        return self._proposed(0)
+
+    def _proposed(self, slot: int) -> NativeRows:
+        """Drafts in a slot of the propose pass that was launched."""
+        first, block = self.loaded.common.layout.first_draft, self.loaded.common.layout.sizes.of_pass("propose")
         if self._walk is not None:
-            return WalkedRows(self, self._walk, first, self._host.drafts)
-        return NativeRows(self, self._shape.drafts, first, self._host.drafts)
+            return WalkedRows(self, self._walk, first, self._host.drafts, slot)
+        return NativeRows(self, self._shape.drafts, first, self._host.drafts, slot, block)
 
     def verify(self, ids: Sequence[int], lane: int = 0) -> NativeRows:
         """Run rows at length, length + 1, ... without committing them."""
@@ -128,73 +153,21 @@ class NativeBackend(Measured):
         self.gpu.synchronize()
         self._host.ids[: len(ids)] = ids
         self._host.ids[len(ids) : self.graphs.verify.most(len(ids))] = ids[-1]
-        self._write_control(at)
+        self._put(lane)
         self.graphs.verify.of(len(ids)).launch()
-        at.wanted = at.known = ControlBlock(at.wanted.length, 0, at.wanted.anchor)  # pending rows were replayed
+        self._left(lane, ControlBlock(at.wanted.length, 0, at.wanted.anchor))  # pending rows were replayed
         at.verified = len(ids)
         return NativeRows(self, len(ids), 0, self._host.choices)
 
-    def cycle(self, asked: Asked) -> Cycle:
-        """Propose, verify, accept and commit on the device; :meth:`commit` may then keep fewer rows.
-
-        One graph where logits and sampling alone decide (sampled where ``logits`` are asked for). Plain and steered
-        cycles are a verify and its end. Only relaxed acceptance is the host's.
-        """
-        if asked.steering is not None and asked.steering.tolerant:
-            return host_cycle(self, asked)
-        if asked.steering is not None or not asked.drafting or not self._shape.drafts:
-            return self._split(asked)
-        lane, most = self._begin_at(asked.anchor, asked.lane, self._shape.verify_rows), self._shape.drafts
-        graphs, drafts = self._cycles.greedy, most if asked.drafts is None else min(asked.drafts, most)
-        if asked.sampling.temperature > 0.0 or asked.logits:
-            self.chooser.prepare(asked.sampling)
-            graphs = self._cycles.sampled
-        self._host.count(drafts + 1, asked.threshold)
-        lane.known = None  # until it is known what the device committed
-        graphs.of(drafts + 1).launch()
-        result = self._host.read(self._shape.verify_rows)
-        return self._cycle(lane, result, asked, result.counted)
-
-    def cycles(self, asked: Sequence[Asked]) -> list[Outcome]:
-        """Lane by lane; see Backend."""
-        return host_cycles(self, asked)
-
     def copy(self, source: int, target: int) -> None:
-        """Through the host; see Backend."""
-        self.restore(self.snapshot(source), target)
-
-    def _split(self, asked: Asked) -> Cycle:
-        """A cycle of separate passes, decided on the device; seconds are the host's."""
-        sampling, steering, lane = asked.sampling, asked.steering, self._lane(asked.lane)
-        position, began, drafts = lane.wanted.length + 1, time.perf_counter(), list[int]()
-        drafting = asked.drafting and self._shape.drafts > 0
-        if steering is not None and drafting:
-            rows = self.propose(asked.anchor, asked.lane)
-            drafts = steering.drafts(rows, position)
-            if asked.threshold and isinstance(rows, WalkedRows):
-                drafts = drafts[: confident(rows.confidence(), asked.threshold)]
-            drafts = drafts[: asked.drafts]
-        proposed = time.perf_counter()
-        self.verify([asked.anchor, *drafts], asked.lane)
-        masks = [None] if steering is None else steering.masks(drafts)  # while it runs
-        self.chooser.write(sampling, position, masks)
-        free = sampling.temperature == 0.0 and all(mask is None for mask in masks)
-        lane.known = None
-        (self._cycles.accept if free else self._cycles.choose).launch()
-        result, propose_seconds = self._host.read(self._shape.verify_rows), proposed - began if drafting else 0.0
-        timed = replace(result, propose_seconds=propose_seconds, verify_seconds=time.perf_counter() - proposed)
-        return self._cycle(lane, timed, asked, len(drafts), drafts)
-
-    def _cycle(self, lane: Lane, result: Result, asked: Asked, count: int, drafts: Sequence[int] = ()) -> Cycle:
-        """Note what the device has committed; it is real when :meth:`commit` has said so."""
-        tokens = result.choices[: result.accepted + 1]
-        if drafts and self._cycles is not self._own_cycles:  # forced: a grammar goes on behind the drafts that stand
-            tokens = (*drafts[: result.accepted], tokens[-1])
-        lane.wanted = ControlBlock(lane.wanted.length, 0, lane.wanted.anchor)
-        lane.known = ControlBlock(lane.wanted.length + len(tokens), len(tokens), tokens[-1])
-        lane.verified = len(tokens)
-        left = NativeRows(self, len(tokens), 0, self._host.choices).logits if asked.logits else None
-        return Cycle(tokens, result.accepted, count, result.propose_seconds, result.verify_seconds, logits=left)
+        """Copies on the device; see Backend."""
+        check_lane(self._shape, target)
+        self.flush(source)
+        if source != target:
+            self._begin(target)
+            length = self.length(source)
+            copy_states(self.gpu, self.loaded.common.states, source, target, length)
+            self._become(target, Lane(ControlBlock(length)))
 
     def commit(self, rows: int, lane: int = 0) -> None:
         """Make the first ``rows`` rows of the last verify or cycle real."""
@@ -209,9 +182,9 @@ class NativeBackend(Measured):
         """Replay pending rows into the recurrent state."""
         at = self._begin(lane)
         if at.wanted.pending:
-            self._write_control(at)
+            self._put(lane)
             self.graphs.flush.launch()
-            at.wanted = at.known = ControlBlock(at.wanted.length, 0, at.wanted.anchor)
+            self._left(lane, ControlBlock(at.wanted.length, 0, at.wanted.anchor))
         self.gpu.synchronize()
 
     def snapshot(self, lane: int = 0) -> Snapshot:
@@ -227,7 +200,7 @@ class NativeBackend(Measured):
             raise BackendError(f"the snapshot holds {snapshot.length} tokens, the context only {most}")
         self._begin(lane)
         write_states(self.gpu, self.loaded.common.states, lane, snapshot)
-        self._lanes[lane] = Lane(ControlBlock(snapshot.length))
+        self._become(lane, Lane(ControlBlock(snapshot.length)))
 
     def close(self) -> None:
         """Free the device. Closing twice does no harm."""
@@ -258,7 +231,7 @@ class NativeBackend(Measured):
         self._check_room(lane, rows)
         at = self._begin(lane)
         at.wanted = ControlBlock(at.wanted.length, at.wanted.pending, anchor)
-        self._write_control(at)
+        self._put(lane)
         return at
 
     def _check_ids(self, ids: Sequence[int]) -> None:
@@ -273,8 +246,21 @@ class NativeBackend(Measured):
         if length + rows > most:
             raise BackendError(f"rows {length}..{length + rows - 1} do not fit the context of {most} tokens")
 
-    def _write_control(self, lane: Lane, rows: int = 0) -> None:
-        """Write the host's control block to the device, if the device has another."""
-        if rows or lane.known != lane.wanted:
-            self.loaded.common.kernels.cycle.set(self.loaded.common.buffers.control, lane.wanted, rows)
-            lane.known = lane.wanted
+    def _check_cycle(self, asked: Asked) -> None:
+        """Raise BackendError for a cycle that cannot be run."""
+        self._check_ids([asked.anchor])
+        self._check_room(asked.lane, self._shape.verify_rows if asked.drafting else 1)
+
+    def _put(self, lane: int, rows: int = 0) -> None:
+        """Let the next pass of one slot work on a lane; ``rows``: of a prefill."""
+        self._slots.put([SlotWords(lane, self._lanes[lane].wanted, rows)])
+
+    def _become(self, lane: int, at: Lane) -> None:
+        """What the host has of a lane, whose state was replaced."""
+        self._lanes[lane] = at
+        self._slots.drop(lane)
+
+    def _left(self, lane: int, words: ControlBlock) -> None:
+        """What the pass that was just launched leaves of a lane."""
+        self._lanes[lane].wanted = words
+        self._slots.left(0, lane, words)

@@ -22,13 +22,14 @@ class Splits:
 
     kernel: str
     format: Format
-    tile: int  # rows that are read and written: 16 or 32
+    tile: int  # rows that are read and written: 16 or 32; of a joint pass 64 or 128 too
     splits: int  # parts of K
     groups: int  # that share out the stack's units: blocks of a split, teams of warps, or clusters
     per_pass: int  # units at once of a block (of a team, with parts in turn); 0: the kernel's own number
     blocks: int
     threads: int  # of a block
     shared_bytes: int  # of a block
+    row_tiles: int = 1  # parts of ``tile``; the blocks of all go through the weights at the same time
 
     @property
     def shares(self) -> tuple[int, int, int]:
@@ -80,39 +81,46 @@ class ClusterSplits(Splits):
         return self.splits if self.per_pass else 1
 
     @classmethod
-    def of(cls, layout: Layout, tile: int, splits: int, sm_count: int, clusters: Clusters | None) -> ClusterSplits:
+    def of(
+        cls, layout: Layout, tile: int, splits: int, sm_count: int, clusters: Clusters | None, row_tiles: int = 1
+    ) -> ClusterSplits:
         """With so many splits: on no more clusters than the device holds at once, in turn where it holds none."""
         teams, held = cls.block(layout, tile, splits)
         shared, threads = cls.shared(layout, tile, splits, teams), 32 * teams * SLICES
         kernel, most = cls.kernel_of(layout, tile, splits), cls.held(layout, tile, splits, clusters)
         most = sm_count * held // splits if most is None else most
         if most < 1:
-            return cls.in_turn(layout, tile, splits, sm_count)
-        made = min(-(-2 * layout.units // teams), most)  # every team at least half a unit
-        return cls(kernel, layout.format, tile, splits, teams * made, 0, made * splits, threads, shared)
+            return cls.in_turn(layout, tile, splits, sm_count, row_tiles)
+        made = min(-(-2 * layout.units // teams), max(1, most // row_tiles))  # every team at least half a unit
+        rows = tile * row_tiles
+        return cls(kernel, layout.format, rows, splits, teams * made, 0, made * splits, threads, shared, row_tiles)
 
     @classmethod
-    def few(cls, layout: Layout, tile: int, sm_count: int, clusters: Clusters | None) -> ClusterSplits:
+    def few(
+        cls, layout: Layout, tile: int, sm_count: int, clusters: Clusters | None, row_tiles: int = 1
+    ) -> ClusterSplits:
         """For a device with few multiprocessors, all of which have a block: as few splits as fit, whatever it holds.
 
         Two splits go to clusters where those take all multiprocessors but one, as pairs do that share a front end.
         """
         parts = cls.parts(layout)
         if parts == 2 and all(cls.block(layout, tile, 2)[1] for tile in CLUSTER_TEAMS):
-            paired = cls.of(layout, tile, 2, sm_count, clusters)
-            if paired.per_pass == 0 and (paired.groups == 2 * layout.units or paired.blocks >= sm_count - 1):
+            paired = cls.of(layout, tile, 2, sm_count, clusters, row_tiles)
+            all_blocks = paired.blocks * row_tiles
+            if paired.per_pass == 0 and (paired.groups == 2 * layout.units or all_blocks >= sm_count - row_tiles):
                 return paired
-        return cls.in_turn(layout, tile, parts, sm_count)
+        return cls.in_turn(layout, tile, parts, sm_count, row_tiles)
 
     @classmethod
-    def in_turn(cls, layout: Layout, tile: int, splits: int, sm_count: int) -> ClusterSplits:
+    def in_turn(cls, layout: Layout, tile: int, splits: int, sm_count: int, row_tiles: int = 1) -> ClusterSplits:
         """With so many splits that each block takes in turn."""
         teams, units = cls.units_held(layout, tile, splits)
         units = units if splits > 1 else 0
-        blocks = min(-(-2 * layout.units // teams), sm_count)
+        blocks = min(-(-2 * layout.units // teams), max(1, sm_count // row_tiles))
         shared = cls.turn_shared(layout, tile, splits, teams, units)
         kernel = f"linear_cluster_{layout.format}_{tile}_1_{teams}"
-        return cls(kernel, layout.format, tile, splits, teams * blocks, units, blocks, 32 * teams * SLICES, shared)
+        rows, threads = tile * row_tiles, 32 * teams * SLICES
+        return cls(kernel, layout.format, rows, splits, teams * blocks, units, blocks, threads, shared, row_tiles)
 
     @classmethod
     def parts(cls, layout: Layout) -> int:

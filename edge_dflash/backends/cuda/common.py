@@ -13,7 +13,8 @@ from edge_dflash.backends.cuda.sample import Sampler, SamplingBuffers
 from edge_dflash.backends.cuda.schedule import Schedule
 from edge_dflash.backends.cuda.small import CycleKernels, Small
 from edge_dflash.backends.cuda.states import Sizes, States
-from edge_dflash.backends.cuda.walk import DeviceWalk, WalkShape
+from edge_dflash.backends.cuda.walk import DeviceWalk
+from edge_dflash.backends.cuda.walk_shape import WalkShape
 from edge_dflash.decode.backend import Precision
 from edge_dflash.model.ops import Embed, SelectRows
 from edge_dflash.model.program import PairPrograms
@@ -67,17 +68,17 @@ class Kernels:
 class Buffers:
     """Memory that passes share."""
 
-    control: DevicePointer
+    control: DevicePointer  # of every slot
     arena: DevicePointer
     attention: DevicePointer  # scratch
     delta: DeltaScratch
     linear: DevicePointer  # scratch
-    ids: DevicePointer  # of a pass: [max(B, prefill rows)] int32
-    drafts: DevicePointer  # choices of the drafter, of which row 0 may be no draft: [row tile] int32
-    choices: DevicePointer  # of the target: [row tile] int32
-    logits: Matrix  # [row tile, V] BF16
+    ids: DevicePointer  # of a pass: [rows of all slots, or of a prefill] int32
+    drafts: DevicePointer  # choices of the drafter, of which a slot's row 0 may be no draft: [rows of all slots] int32
+    choices: DevicePointer  # of the target: [rows of all slots] int32
+    logits: Matrix  # [rows of all slots, V] BF16
     clock: DevicePointer
-    counted: DevicePointer  # rows of a cycle's verify that count, as in kernels/control.cuh: 3 words
+    counted: DevicePointer  # rows of a slot's verify that count, as in kernels/control.cuh: [slots, COUNTED_WORDS]
     sampling: SamplingBuffers
 
 

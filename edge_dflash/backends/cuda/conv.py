@@ -1,4 +1,4 @@
-"""Grouped dynamic convolutions over the rows of a block, and what follows them: kernels/conv.cu."""
+"""Grouped dynamic convolutions over the rows of a block in each slot, and what follows them: kernels/conv.cu."""
 
 from __future__ import annotations
 
@@ -42,10 +42,11 @@ class Convolutions:
         columns: int,
         residual: Matrix | None = None,
         norm: Norm | None = None,
+        slots: int = 1,
     ) -> None:
         """:class:`~edge_dflash.model.ops.GroupedConv`: out = conv(u), plus ``residual``, and its ``norm``.
 
-        ``base`` [2, taps, columns] FP32; ``c`` holds the coefficients of both sides.
+        ``rows`` in each of the ``slots``. ``base`` [2, taps, columns] FP32; ``c`` holds the coefficients of both sides.
         """
         groups, part = columns // op.group_size, 4 * op.taps * columns
         at = c.pointer.at(2 * op.side * op.taps * groups, 2 * op.taps * groups)
@@ -58,4 +59,4 @@ class Convolutions:
         )
         parts = 1 if norm else -(-columns // 2 // _THREADS)
         shared = 2 * columns if norm else 0
-        self._gpu.launch(self._kernel, (rows, parts, 1), _THREADS, (conv,), shared_bytes=shared, overlap=True)
+        self._gpu.launch(self._kernel, (rows, parts, slots), _THREADS, (conv,), shared_bytes=shared, overlap=True)

@@ -44,6 +44,7 @@ class DeltaShape:
     eps: float
     rows: int  # of a verify pass: most rows of the tape
     prefill_rows: int = 0  # most rows of a prefill pass; 0: decode only
+    lanes: int = 1  # of the memory; most slots of a verify pass
 
     def __post_init__(self) -> None:
         for name, dim in (("key_dim", self.key_dim), ("value_dim", self.value_dim)):
@@ -62,36 +63,33 @@ class DeltaShape:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of S."""
+        """Bytes of S of a lane."""
         return 4 * self.value_heads * self.key_dim * self.value_dim
 
     @property
     def history_bytes(self) -> int:
-        """Bytes of the convolution's history [K-1, C] BF16, oldest row first."""
+        """Bytes of the convolution's history of a lane: [K-1, C] BF16, oldest row first."""
         return 2 * (self.conv_kernel - 1) * self.channels
 
     @property
     def tape_bytes(self) -> tuple[int, int]:
-        """Bytes of u [rows, C] BF16, and of g (and of beta) [rows, Hv] FP32."""
+        """Bytes of a lane: u [rows, C] BF16, and g (and beta) [rows, Hv] FP32."""
         return 2 * self.rows * self.channels, 4 * self.rows * self.value_heads
 
-    @property
-    def most_rows(self) -> int:
-        """Pending and own rows of the largest pass, in whole stages of the recurrence."""
-        return -(-(self.rows + max(self.rows, self.prefill_rows)) // _STAGE) * _STAGE
+    def most_rows(self, prefill: bool) -> int:
+        """Most pending and own rows of a slot, in whole stages of the recurrence."""
+        return -(-(self.rows + (self.prefill_rows if prefill else self.rows)) // _STAGE) * _STAGE
 
     @property
     def scratch_bytes(self) -> int:
-        """Bytes of the scratch buffer; layers may share one."""
-        values = self.value_heads * self.value_dim
-        return aligned(4 * self.most_rows * (2 * values + 2 * self.key_heads * self.key_dim)) + (
-            16 * self.most_rows * self.value_heads
-        )
+        """Bytes of the scratch buffer: of a prefill, or of as many slots as there are lanes. Layers may share one."""
+        row = 4 * (2 * self.value_heads * self.value_dim + 2 * self.key_heads * self.key_dim + 4 * self.value_heads)
+        return aligned(row * max(self.most_rows(True), self.lanes * self.most_rows(False)))
 
     @property
     def counter_bytes(self) -> int:
-        """Bytes of the arrival counters; zero them once, every pass leaves them zero. Layers may share them."""
-        return 4 * self.key_heads
+        """Bytes of the slots' arrival counters; zero them once, every pass leaves them zero. Layers may share them."""
+        return 4 * self.key_heads * self.lanes
 
     @property
     def clusters(self) -> bool:
@@ -99,15 +97,15 @@ class DeltaShape:
         dims = (self.key_dim, self.value_dim, self.conv_kernel)
         return dims == (_CLUSTER_DIM, _CLUSTER_DIM, TAPS) and self.rows <= _CLUSTER_ROWS
 
-    def verify_shared(self, sm: int, sm_count: int) -> int:
+    def verify_shared(self, sm: int, sm_count: int, slots: int = 1) -> int:
         """Shared memory of a verify's block."""
-        return _spread(_CLUSTER_SHARED, self.value_heads * _CLUSTER, sm, sm_count)
+        return _spread(_CLUSTER_SHARED, self.value_heads * _CLUSTER * slots, sm, sm_count)
 
-    def recurrence_shared(self, sm: int, sm_count: int) -> int:
+    def recurrence_shared(self, sm: int, sm_count: int, slots: int = 1) -> int:
         """Shared memory of a block of the recurrence: two stages and parts of the outputs of one."""
         stage = 4 * _STAGE * 2 * self.key_dim + (_STAGE + 1) * (4 * _COLUMNS + 16)
         parts = (_STAGE + 1) * 4 * _PARTS * (_COLUMNS + 4)
-        return _spread(2 * stage + parts, self.value_heads * (self.value_dim // _COLUMNS), sm, sm_count)
+        return _spread(2 * stage + parts, self.value_heads * (self.value_dim // _COLUMNS) * slots, sm, sm_count)
 
     def pass_bytes(self, pending: int, rows: int, *, commits: bool = False) -> int:
         """Fewest bytes of a pass: S in and out, tape in and out, own rows in and out, convolution and norm."""
@@ -164,16 +162,17 @@ class DeltaKernels:
         self._gpu, self.shape = gpu, shape
         self.clusters = clusters and shape.clusters and supports(gpu.sm, "clusters")
         self._prepare = module.kernel("delta_prepare")
-        self._shared = shape.recurrence_shared(gpu.sm, gpu.sm_count)
-        self._recurrence = module.kernel(f"delta_recurrence_k{shape.key_dim}", shared_bytes=self._shared)
+        slots = range(1, shape.lanes + 1)
+        self._shared = [shape.recurrence_shared(gpu.sm, gpu.sm_count, n) for n in slots]
+        self._recurrence = module.kernel(f"delta_recurrence_k{shape.key_dim}", shared_bytes=max(self._shared))
         self._norm = module.kernel("delta_norm")
-        self._verify_shared = shape.verify_shared(gpu.sm, gpu.sm_count)
-        self._verify = module.kernel("delta_verify", shared_bytes=self._verify_shared) if self.clusters else None
+        self._verify_shared = [shape.verify_shared(gpu.sm, gpu.sm_count, n) for n in slots]
+        self._verify = module.kernel("delta_verify", shared_bytes=max(self._verify_shared)) if self.clusters else None
 
     def run(self, tensors: DeltaTensors, layer: DeltaLayer, scratch: DeltaScratch, words: Words) -> None:
         """One pass, which first replays pending tape rows into S. Its own rows go to the tape, or to S in prefill.
 
-        The caller resets ``pending`` after the last layer.
+        Rows of idle slots become zeros. The caller resets ``pending`` after the last layer.
         """
         own = self.shape.prefill_rows if words.prefill else words.block or self.shape.rows
         if words.prefill or self._verify is None:
@@ -182,7 +181,7 @@ class DeltaKernels:
             self._one(self._verify, tensors, layer, scratch.counters, words, own)
 
     def flush(self, layer: DeltaLayer, scratch: DeltaScratch, words: Words) -> None:
-        """Replay pending rows without own rows. The caller resets ``pending`` after the last layer."""
+        """Replay pending rows of slot 0 without own rows. The caller resets ``pending`` after the last layer."""
         none = DeltaTensors(EMPTY, EMPTY, EMPTY, EMPTY, EMPTY)
         if self._verify is None:
             self._three(none, layer, scratch.floats, words, 0)
@@ -195,54 +194,55 @@ class DeltaKernels:
         s = self.shape
         self._gpu.launch(
             kernel,
-            (s.value_heads, _CLUSTER, 1),
+            (s.value_heads, _CLUSTER, words.slots),
             _CLUSTER_THREADS,
             (
                 *(x.qkv.pointer, x.z.pointer, x.a.pointer, x.b.pointer),
                 *(x.qkv.stride, x.z.stride, x.a.stride, x.b.stride),
                 *(layer.conv, layer.a_log, layer.dt_bias, layer.norm, layer.state, layer.history),
-                *(layer.tape_u, layer.tape_g, layer.tape_beta, counters, x.out.pointer, words.pending),
-                *(own, s.rows, s.key_heads, s.value_heads, x.out.stride, s.eps),
+                *(layer.tape_u, layer.tape_g, layer.tape_beta, counters, x.out.pointer, words.control),
+                *(s.lanes, own, s.rows, s.key_heads, s.value_heads, x.out.stride, s.eps),
             ),
-            shared_bytes=self._verify_shared,
+            shared_bytes=self._verify_shared[words.slots - 1],
             overlap=True,
         )
 
     def _three(self, x: DeltaTensors, layer: DeltaLayer, scratch: DevicePointer, words: Words, own: int) -> None:
         s = self.shape
-        heads = (s.key_heads, s.value_heads)
+        heads, most = (s.key_heads, s.value_heads), s.most_rows(words.prefill)
         self._gpu.launch(
             self._prepare,
-            (-(-(s.key_heads + sum(heads)) // _PREPARE_WARPS), -(-(s.rows + own) // _PREPARE_ROWS), 1),
+            (-(-(s.key_heads + sum(heads)) // _PREPARE_WARPS), -(-(s.rows + own) // _PREPARE_ROWS), words.slots),
             _PREPARE_WARPS * 32,
             (
                 *(x.qkv.pointer, x.a.pointer, x.b.pointer, x.qkv.stride, x.a.stride, x.b.stride),
                 *(layer.conv, layer.a_log, layer.dt_bias, layer.history),
-                *(layer.tape_u, layer.tape_g, layer.tape_beta, scratch, words.pending, words.rows),
-                *(own, s.most_rows, *heads, s.key_dim, s.value_dim, s.conv_kernel),
+                *(layer.tape_u, layer.tape_g, layer.tape_beta, scratch, words.control, words.rows),
+                *(own, s.lanes, s.rows, most, *heads, s.key_dim, s.value_dim, s.conv_kernel),
             ),
             overlap=True,
         )
         self._gpu.launch(
             self._recurrence,
-            (s.value_heads, s.value_dim // _COLUMNS, 1),
+            (s.value_heads, s.value_dim // _COLUMNS, words.slots),
             _THREADS,
             (
                 *(layer.state, layer.history, layer.tape_u, layer.tape_g, layer.tape_beta, scratch),
-                *(x.qkv.pointer, words.pending, words.rows, own, s.most_rows, *heads),
+                *(x.qkv.pointer, words.control, words.rows, own, s.lanes, s.rows, most, *heads),
                 *(s.value_dim, s.conv_kernel, x.qkv.stride, int(words.prefill)),
             ),
-            shared_bytes=self._shared,
+            shared_bytes=self._shared[words.slots - 1],
             overlap=True,
         )
         if own == 0:
             return
         self._gpu.launch(
             self._norm,
-            (-(-s.value_heads // _PREPARE_WARPS), -(-own // _NORM_ROWS), 1),
+            (-(-s.value_heads // _PREPARE_WARPS), -(-own // _NORM_ROWS), words.slots),
             _PREPARE_WARPS * 32,
             (
-                *(scratch, x.z.pointer, layer.norm, x.out.pointer, words.rows, own, s.most_rows, *heads),
+                *(scratch, x.z.pointer, layer.norm, x.out.pointer, words.control, words.rows),
+                *(own, s.lanes, most, *heads),
                 *(s.key_dim, s.value_dim, x.z.stride, x.out.stride, s.eps),
             ),
             overlap=True,

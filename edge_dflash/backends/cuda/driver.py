@@ -10,11 +10,12 @@ import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from edge_dflash.backends.cuda.arguments import Argument, as_argument
 from edge_dflash.backends.cuda.memory import DevicePointer
 from edge_dflash.board.archs import supports
 from edge_dflash.board.linux import read_memory
@@ -26,11 +27,6 @@ except ModuleNotFoundError as missing:  # pragma: no cover - depends on the inst
     raise BackendError(
         f"the native backend needs {missing.name}; install it with: pip install 'edge-dflash[cuda]'"
     ) from None
-
-
-Argument: TypeAlias = "DevicePointer | int | float | ctypes._SimpleCData[Any] | ctypes.Structure"
-"""A kernel argument: a pointer, an int (passed as int32), a float (float32), a ctypes scalar of any other type, or a
-ctypes structure, passed by value."""
 
 
 @dataclass(frozen=True)
@@ -136,6 +132,18 @@ class Gpu:
         if pointer.nbytes:
             _check(cu.cuMemsetD8Async(pointer.address, byte, pointer.nbytes, self.stream), "filling memory")
 
+    def copy(self, source: DevicePointer, target: DevicePointer, rows: int, pitch: int, nbytes: int) -> None:
+        """Enqueue copying the first ``nbytes`` bytes of each of ``rows`` rows, ``pitch`` bytes apart, on the device."""
+        if min(source.nbytes, target.nbytes) < (rows - 1) * pitch + nbytes:
+            raise ValueError(f"{rows} rows of {nbytes} bytes do not lie in {source.nbytes}, or {target.nbytes}, bytes")
+        if not rows * nbytes:
+            return
+        part = cu.CUDA_MEMCPY2D()
+        part.srcMemoryType = part.dstMemoryType = cu.CUmemorytype.CU_MEMORYTYPE_DEVICE
+        part.srcDevice, part.dstDevice, part.srcPitch, part.dstPitch = source.address, target.address, pitch, pitch
+        part.WidthInBytes, part.Height = nbytes, rows
+        _check(cu.cuMemcpy2DAsync(part, self.stream), "copying on the device")
+
     def load(self, cubin: bytes) -> Module:
         """Load a cubin."""
         return Module(_check(cu.cuModuleLoadData(cubin), f"loading a cubin on {self.name} (SM{self.sm})"))
@@ -162,7 +170,7 @@ class Gpu:
             attribute.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
             attribute.value.programmaticStreamSerializationAllowed = 1
             config.attrs, config.numAttrs = [attribute], 1
-        values, types = zip(*(_argument(a) for a in arguments), strict=True) if arguments else ((), ())
+        values, types = zip(*(as_argument(a) for a in arguments), strict=True) if arguments else ((), ())
         _check(cu.cuLaunchKernelEx(config, kernel.handle, (values, types), 0), f"launching {kernel.name}")
 
     def most_clusters(self, kernel: Kernel, blocks: int, threads: int, shared_bytes: int) -> int:
@@ -261,20 +269,6 @@ def _launch_config(grid: tuple[int, int, int], block: int, shared_bytes: int) ->
     config.sharedMemBytes = shared_bytes
     config.attrs, config.numAttrs = [], 0
     return config
-
-
-def _argument(value: Argument) -> tuple[Any, Any]:
-    match value:
-        case DevicePointer():
-            return value.address, ctypes.c_void_p
-        case int():
-            return int(value), ctypes.c_int32
-        case float():
-            return value, ctypes.c_float
-        case ctypes.Structure():
-            return value, None
-        case _:
-            return value.value, type(value)
 
 
 _LASTING = frozenset(

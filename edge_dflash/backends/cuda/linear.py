@@ -15,7 +15,7 @@ from edge_dflash.backends.cuda.cluster_splits import Splits
 from edge_dflash.backends.cuda.driver import Gpu
 from edge_dflash.backends.cuda.memory import EMPTY, NULL, DevicePointer, Matrix, bf16_map, scratch_at
 from edge_dflash.backends.cuda.splits import (
-    MOST_ROWS,
+    ALONE_ROWS,
     StreamSplits,
     block_shared,
     choose_splits,
@@ -27,7 +27,7 @@ from edge_dflash.errors import BackendError
 from edge_dflash.weights.layout import UNIT_BYTES, UNIT_ROWS, WINDOW, Format, Layout, Repacked
 from edge_dflash.weights.packing import data_for
 
-UNITS = ("linear", "linear_cluster", "linear_hopper", "linear_tiles", "finish")  # compilation units of these kernels
+UNITS = ("linear", "linear_cluster", "linear_hopper", "linear_wide", "linear_tiles", "finish")  # compilation units
 _FINISH_THREADS, _NORM_THREADS, _NORM_COLUMNS, _PARTS = 1024, 256, (512, 2560, 4096, 5120, 8192), 4
 _GREEDY_THREADS = {"linear": 32, "linear_cluster": 256}  # by compilation unit
 
@@ -84,15 +84,15 @@ class Norm:
 
 
 class Linears:
-    """Loaded kernels. ``cubin`` gives a compilation unit's cubin for this device; ``most_rows``: of any pass but tiles.
+    """Loaded kernels. ``cubin`` gives a unit's cubin; ``most_rows``: of a sequence's pass, ``joint``: of a joint pass.
 
     Enqueues only. Every launch may start before the one before it ends and reads nothing but weights until that one's
     results are there; a kernel after it must likewise read only constants before griddepcontrol.wait.
     """
 
-    def __init__(self, gpu: Gpu, cubin: Callable[[str], bytes], *, most_rows: int = MOST_ROWS) -> None:
-        self._gpu, self._most_rows = gpu, most_rows
-        names = kernel_names(gpu.sm, most_rows)
+    def __init__(self, gpu: Gpu, cubin: Callable[[str], bytes], *, most_rows: int = ALONE_ROWS, joint: int = 0) -> None:
+        self._gpu, self._most_rows, self._joint_rows = gpu, most_rows, max(joint, most_rows)
+        names = kernel_names(gpu.sm, most_rows, joint)
         modules = {unit: gpu.load(cubin(unit)) for unit in names}
         most = block_shared(gpu.sm)
         self._kernels = {n: modules[unit].kernel(n, shared_bytes=most) for unit in names for n in names[unit]}
@@ -108,14 +108,14 @@ class Linears:
 
     def choose(self, layout: Layout, rows: int, *, may_split: bool = False) -> Splits:
         """How a stack is launched on this device."""
-        key, gpu, most = (layout, row_tile(rows), may_split), self._gpu, self._most_rows
+        key, gpu, most = (layout, row_tile(rows), may_split), self._gpu, self._joint_rows
         if rows > most:
             raise ValueError(f"a pass of {rows} rows; these kernels were loaded for at most {most}")
         if key not in self._chosen:
             self._chosen[key] = choose_splits(
                 *(layout, rows, gpu.sm, gpu.sm_count),
                 may_split=may_split,
-                most_rows=most,
+                most_rows=self._most_rows,
                 clusters=lambda name, *block: gpu.most_clusters(self._kernels[name], *block),
             )
         return self._chosen[key]
@@ -133,7 +133,7 @@ class Linears:
     ) -> None:
         """out[i] = x W_i^T of each matrix of the stack; SwiGLU of a gated pair; plus ``residual`` (one matrix).
 
-        x and out have 16 rows for ``rows`` up to 16, else 32. ``side``: a BF16 stack on the same x in the same launch.
+        x and out have :func:`row_tile` rows. ``side``: a BF16 stack on the same x in the same launch.
         """
         layout, splits, beside = weights.layout, self.choose(weights.layout, rows), None
         if side is not None:
@@ -223,13 +223,13 @@ class Linears:
         shared, blocks, most, side = splits.shared_bytes, splits.blocks, block_shared(self._gpu.sm), side or _Job()
         splits.check_orders(job.x_stride, min(job.out_stride), gated=job.mode == Mode.SWIGLU)
         if side.groups and isinstance(splits, StreamSplits):  # a unit of the side stack has a block to itself
-            shared, blocks = max(shared, splits.shared("bf16", splits.tile, 1)), blocks + side.groups
+            shared, blocks = max(shared, splits.side_shared), blocks + side.groups
         if shared > most:
             raise BackendError(
                 f"a {splits.format} linear of {rows} rows and {job.k} inputs needs {shared} bytes of shared memory a "
                 f"block, SM{self._gpu.sm} has {most}: use blocks of at most 16 rows"
             )
-        kernel, grid = self._kernels[splits.kernel], (blocks, 1, 1)
+        kernel, grid = self._kernels[splits.kernel], (blocks, splits.row_tiles, 1)
         self._gpu.launch(kernel, grid, splits.threads, (job, side), shared_bytes=shared, overlap=True)
 
 

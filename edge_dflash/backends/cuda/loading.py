@@ -25,13 +25,14 @@ from edge_dflash.backends.cuda.passes import Frame, Pass
 from edge_dflash.backends.cuda.sample import UNIT as SAMPLE_UNIT
 from edge_dflash.backends.cuda.sample import Sampler, SamplingBuffers
 from edge_dflash.backends.cuda.schedule import schedule
-from edge_dflash.backends.cuda.splits import StreamSplits, row_tile
+from edge_dflash.backends.cuda.splits import ALONE_ROWS, MOST_ROWS, StreamSplits, row_tile
 from edge_dflash.backends.cuda.states import Sizes, States
-from edge_dflash.backends.cuda.steps import Convolve, Head, Project
+from edge_dflash.backends.cuda.steps import Convolve, Head, PassStep, Project
 from edge_dflash.backends.cuda.walk import UNIT as WALK_UNIT
-from edge_dflash.backends.cuda.walk import DeviceWalk, WalkBuffers, WalkWeights
+from edge_dflash.backends.cuda.walk import DeviceWalk
+from edge_dflash.backends.cuda.walk_shape import WalkBuffers, WalkWeights
 from edge_dflash.backends.cuda.weights import NativeWeights
-from edge_dflash.decode.backend import Precision
+from edge_dflash.decode.backend import Precision, lane_steps
 from edge_dflash.errors import BackendError
 from edge_dflash.model.ops import Embed
 from edge_dflash.model.program import PairPrograms
@@ -59,6 +60,11 @@ class Loaded:
 
 class Dense(Protocol):
     """Who computes the dense ops of a pair, and so decides the steps of its passes."""
+
+    @property
+    def most_rows(self) -> int:
+        """Rows that a pass over several slots may have; 0: there are none."""
+        ...
 
     def lay_out(self, programs: PairPrograms, precision: Precision, sizes: Sizes) -> DeviceLayout:
         """Decide everything that needs no device. Raises BackendError."""
@@ -100,6 +106,7 @@ def load(gpu: Gpu, layout: DeviceLayout, dense: Dense, weights: NativeWeights, c
     )
     _put_norms(layout, states)
     buffers = _buffers(layout, states, scratch, memory)
+    gpu.fill(buffers.control)
     gpu.fill(buffers.delta.counters)
     gpu.fill(buffers.clock)
     gpu.fill(buffers.counted)
@@ -120,7 +127,7 @@ def _check_budget(gpu: Gpu, layout: DeviceLayout, dense: Dense, weights: NativeW
     if layout.walk is not None:
         shapes = layout.programs.propose.weights
         memory.count("walk", sum(2 * math.prod(shapes[name].shape) for name in layout.walk.op.weights))
-        WalkBuffers.take(memory, layout.walk)
+        WalkBuffers.take(memory, layout.walk, layout.sizes.slots)
     dense.count(memory)
     for name in _embedded(layout.programs):
         shape = layout.programs.weights[name].shape
@@ -131,8 +138,12 @@ def _check_budget(gpu: Gpu, layout: DeviceLayout, dense: Dense, weights: NativeW
         largest = ", ".join(f"{name} {size / 1e9:.2f} GB" for name, size in parts)
         raise BackendError(
             f"the pair needs {memory.total / 1e9:.2f} GB ({largest}), {gpu.name} has {free / 1e9:.2f} GB free of "
-            f"{total / 1e9:.2f}; lower --max-context or --prefill-chunk, or free memory"
+            f"{total / 1e9:.2f}; lower --max-context or --prefill-chunk, or {_fewer(layout.sizes.lanes)}free memory"
         )
+
+
+def _fewer(lanes: int) -> str:
+    return f"give fewer than {lanes} lanes, or " if lanes > 1 else ""
 
 
 def _states(layout: DeviceLayout, weights: NativeWeights, memory: Allocator) -> States:
@@ -169,26 +180,28 @@ def _walker(
         return pointer
 
     loaded = WalkWeights.load(shape.op, matrix, weights.vector, memory)
-    return DeviceWalk(gpu, gpu.load(cubin(WALK_UNIT)), shape, loaded, WalkBuffers.take(memory, shape))
+    buffers, apart = WalkBuffers.take(memory, shape, layout.sizes.slots), layout.sizes.of_pass("propose")
+    return DeviceWalk(gpu, gpu.load(cubin(WALK_UNIT)), shape, loaded, buffers, apart)
 
 
 def _buffers(layout: DeviceLayout, states: States, scratch: int, memory: Allocator) -> Buffers:
-    tile, vocabulary = row_tile(layout.sizes.rows), layout.vocabulary
+    sizes, vocabulary = layout.sizes, layout.vocabulary
+    slots, tile, rows = sizes.slots, row_tile(sizes.rows, ALONE_ROWS), row_tile(sizes.most_rows)
     floats, counters = states.delta_scratch
     stride = -(-vocabulary // 16) * 16
     return Buffers(
-        control=memory.take("cycle", CONTROL_BYTES),
+        control=memory.take("cycle", CONTROL_BYTES * slots),
         arena=memory.take("activations", layout.arena_bytes),
         attention=memory.take("scratch", states.attention_scratch),
         delta=DeltaScratch(memory.take("scratch", floats), memory.take("scratch", counters)),
         linear=memory.take("scratch", scratch),
-        ids=memory.take("cycle", 4 * max(layout.sizes.prefill_rows, tile)),
-        drafts=memory.take("cycle", 4 * tile),
-        choices=memory.take("cycle", 4 * tile),
-        logits=Matrix(memory.take("logits", 2 * tile * stride), stride),
-        clock=memory.take("cycle", small.CLOCK_BYTES),
-        counted=memory.take("cycle", 12),
-        sampling=SamplingBuffers.take(memory, tile, vocabulary),
+        ids=memory.take("cycle", 4 * max(layout.sizes.prefill_rows, rows)),
+        drafts=memory.take("cycle", 4 * rows),
+        choices=memory.take("cycle", 4 * rows),
+        logits=Matrix(memory.take("logits", 2 * rows * stride), stride),
+        clock=memory.take("cycle", small.clock_bytes(layout.sizes.lanes)),
+        counted=memory.take("cycle", 4 * small.COUNTED_WORDS * slots),
+        sampling=SamplingBuffers.take(memory, tile, vocabulary, slots),
     )
 
 
@@ -203,11 +216,16 @@ class Launches:
     def __init__(self, weights: NativeWeights, cubin: Callable[[str], bytes]) -> None:
         self._weights, self._cubin = weights, cubin
 
+    @property
+    def most_rows(self) -> int:
+        """Those of the linears."""
+        return MOST_ROWS
+
     def lay_out(self, programs: PairPrograms, precision: Precision, sizes: Sizes) -> DeviceLayout:
         """Stacks, steps and places. Raises BackendError for what has no kernel."""
         if precision.activations != "bfloat16":
             raise BackendError(f"activations are {precision.activations!r}; the native backend computes in bfloat16")
-        formats, tile = self._weights.formats, row_tile(sizes.rows)
+        formats, tile = self._weights.formats, max(row_tile(sizes.rows, ALONE_ROWS), row_tile(sizes.most_rows))
         self._stacks: Mapping[str, Stack] = pair_stacks(programs, formats)
         schedules = {
             "prefill": schedule(programs.prefill, formats, wide=True),
@@ -225,17 +243,23 @@ class Launches:
     def open(self, gpu: Gpu, layout: DeviceLayout) -> int:
         """Load the kernels of linears."""
         most = 0
-        self._most_rows = max(layout.sizes.prefill_rows, layout.sizes.rows)
-        self._gpu, self._linears = gpu, Linears(gpu, self._cubin, most_rows=row_tile(layout.sizes.rows))
+        sizes = layout.sizes
+        self._most_rows = max(sizes.prefill_rows, sizes.most_rows)
+        alone, joint = row_tile(sizes.rows, ALONE_ROWS), row_tile(sizes.most_rows) if sizes.slots > 1 else 0
+        self._gpu, self._linears = gpu, Linears(gpu, self._cubin, most_rows=alone, joint=joint)
         for name, each in layout.schedules.items():
-            rows = layout.sizes.rows if name == "prefill" else layout.sizes.of_pass(name)
-            for step in each.steps:
-                if isinstance(step, Project):
-                    splits = self._linears.choose(step.stack.layout, rows, may_split=True)
-                    most = max(most, splits.sum_bytes(step.stack.layout) if isinstance(splits, StreamSplits) else 0)
-                elif isinstance(step, Head):
-                    most = max(most, self._linears.choose(step.stack.layout, rows).rank_bytes)
+            prefill = name == "prefill"
+            rows = sizes.rows if prefill else sizes.of_pass(name)
+            for slots in (1,) if prefill else lane_steps(sizes.slots):
+                most = max(most, *(self._scratch(step, slots * rows) for step in each.steps), 0)
         return most
+
+    def _scratch(self, step: PassStep, rows: int) -> int:
+        """Bytes of scratch of a step over so many rows."""
+        if isinstance(step, Project):
+            splits = self._linears.choose(step.stack.layout, rows, may_split=True)
+            return splits.sum_bytes(step.stack.layout) if isinstance(splits, StreamSplits) else 0
+        return self._linears.choose(step.stack.layout, rows).rank_bytes if isinstance(step, Head) else 0
 
     def count(self, memory: Allocator) -> None:
         """Count all stacks."""

@@ -61,15 +61,16 @@ EMPTY = Matrix(NULL, 0)
 
 
 class Control(IntEnum):
-    """Words (int32) of the control block in device memory, as in kernels/control.cuh."""
+    """Words (int32) of the control block of a slot in device memory, as in kernels/control.cuh."""
 
     LENGTH = 0  # committed rows
     PENDING = 1  # rows of the tape that are committed but not in the recurrent state
     ROWS = 2  # valid rows of a prefill pass
     ANCHOR = 3  # last committed token, not in the caches yet
+    LANE = 4  # whose memory the slot's kernels use; below 0: nobody's, an idle slot
 
 
-CONTROL_BYTES = 32
+CONTROL_BYTES = 32  # of a slot; slots lie close
 
 
 @dataclass(frozen=True)
@@ -86,23 +87,26 @@ EMPTY_SEQUENCE = ControlBlock()
 
 @dataclass(frozen=True)
 class Words:
-    """Control words of a pass in device memory."""
+    """Control words of a pass in device memory.
 
-    length: DevicePointer
-    pending: DevicePointer
-    rows: DevicePointer = NULL  # NULL: a pass of one block (verify, propose), not of a prefill chunk
-    block: int | None = None  # rows of a pass of one block; None: all of it
+    A pass is of one prefill chunk, whose rows are as many as a word says, and committed; or of a block of rows in each
+    of its slots (verify, propose), rows s * block .. (s + 1) * block - 1 in slot s.
+    """
 
-    @classmethod
-    def of(cls, control: DevicePointer, *, prefill: bool) -> Words:
-        """Those in the control block at ``control``."""
-        length, pending, rows = (control_word(control, w) for w in (Control.LENGTH, Control.PENDING, Control.ROWS))
-        return cls(length, pending, rows if prefill else NULL)
+    control: DevicePointer  # the block of slot 0; CONTROL_BYTES further on that of slot 1
+    prefill: bool = False  # of one slot
+    block: int | None = None  # rows of a block; None: all of it
+    slots: int = 1
 
     @property
-    def prefill(self) -> bool:
-        """Whether the pass has as many rows as its word says, and commits them."""
-        return self.rows != NULL
+    def length(self) -> DevicePointer:
+        """Committed rows of slot 0."""
+        return control_word(self.control, Control.LENGTH)
+
+    @property
+    def rows(self) -> DevicePointer:
+        """Valid rows of a prefill chunk; NULL for a pass of blocks."""
+        return control_word(self.control, Control.ROWS) if self.prefill else NULL
 
 
 def control_word(control: DevicePointer, word: Control) -> DevicePointer:

@@ -48,18 +48,18 @@ class Frame(ABC):
 
     mixtures: Mixtures | None = None  # of a target with experts
 
-    def __init__(self, common: Common, name: str, lane: int = 0) -> None:
+    def __init__(self, common: Common, name: str) -> None:
         layout, buffers = common.layout, common.buffers
         self.schedule, self.places = layout.schedules[name], layout.places[name]
         self.prefill = name == "prefill"
         self.rows = layout.sizes.of_pass(name)
-        self.common, self.kernels, self.lane = common, common.kernels, lane
+        self.common, self.kernels = common, common.kernels
         block = None if self.prefill or self.rows == layout.sizes.rows else self.rows
-        self.words = replace(Words.of(buffers.control, prefill=self.prefill), block=block)
+        self.words = Words(buffers.control, self.prefill, block)
         self.choices = buffers.drafts if name == "propose" else buffers.choices
 
-    def narrow(self, rows: int) -> Frame:
-        """The pass over its first ``rows`` rows, if it is there for fewer than all; else itself."""
+    def narrow(self, rows: int, slots: int = 1) -> Frame:
+        """The pass over ``rows`` rows of each of so many slots, if it is there for other rows than all; else itself."""
         return self
 
     def enqueue(
@@ -100,9 +100,11 @@ class Frame(ABC):
         buffers, walker = self.common.buffers, self.common.kernels.walker
         assert walker is not None
         hidden, logits = self._matrix(step.reads[0]).behind(step.first), buffers.logits.behind(step.first)
-        walker.prepare(hidden, logits)
-        tokens = self.choices.at(4 * step.first, 4 * walker.shape.rows)
-        walker.walk(logits, buffers.control, buffers.counted, tokens, buffers.sampling if sampled else None)
+        walker.prepare(hidden, logits, self.words.slots)
+        tokens, sampling = self.choices.at(4 * step.first, self.choices.nbytes - 4 * step.first), buffers.sampling
+        walker.walk(
+            logits, buffers.control, buffers.counted, tokens, sampling if sampled else None, slots=self.words.slots
+        )
 
     def _gather(self, weight: str, out: str, norm: Norm | None = None) -> None:
         """Rows of the embedding for the pass's ids."""
@@ -114,10 +116,10 @@ class Frame(ABC):
         tensors = [self._matrix(name) for name in (*step.reads, *step.writes)]
         match op:
             case Attend():
-                attention, memory = self.kernels.attention[op.state], states.kv[op.state][self.lane]
+                attention, memory = self.kernels.attention[op.state], states.kv[op.state]
                 attention.attend(AttendTensors(*tensors), memory, buffers.attention, self.words)
             case GatedDelta():
-                layer = states.delta[op.state][self.lane]
+                layer = states.delta[op.state]
                 self.kernels.delta[op.state].run(DeltaTensors(*tensors), layer, buffers.delta, self.words)
             case _:
                 raise TypeError(f"no kernel for op {type(op).__name__}")
@@ -128,7 +130,7 @@ class Frame(ABC):
         for step in steps:
             assert isinstance(step, State)
             state, (k, v) = step.op.state, (self._matrix(name) for name in step.reads)
-            layers.setdefault(self.kernels.attention[state], []).append((k, v, self.common.states.kv[state][self.lane]))
+            layers.setdefault(self.kernels.attention[state], []).append((k, v, self.common.states.kv[state]))
         for attention, rows in layers.items():
             attention.append(rows, self.words)
 
@@ -153,10 +155,12 @@ class Pass(Frame):
         self._linears, self._weights, self.mixtures = linears, weights, mixtures
         self._in_blocks = {} if self.prefill else strides_of_blocks(self.schedule, self._window)
 
-    def narrow(self, rows: int) -> Pass:
+    def narrow(self, rows: int, slots: int = 1) -> Pass:
         """See :class:`Frame`. Linears take the rows of a tile all the same."""
         narrowed = copy.copy(self)
-        narrowed.rows, narrowed.words = rows, replace(self.words, block=rows)
+        narrowed.rows, narrowed.words = slots * rows, replace(self.words, block=rows, slots=slots)
+        if slots > 1:  # kernels of more rows may read another order
+            narrowed._in_blocks = strides_of_blocks(self.schedule, narrowed._window)
         return narrowed
 
     def _window(self, stack: Stack) -> int:
@@ -197,7 +201,8 @@ class Pass(Frame):
             case Convolve():
                 residual, norm = inputs[2] if len(inputs) > 2 else None, self._normal(step.norm, step.writes)
                 base = self.common.states.norm(step.op.base, plus_one=False)
-                self.kernels.conv.convolve(step.op, inputs[0], inputs[1], base, out, rows, columns, residual, norm)
+                u, c, slots = *inputs[:2], self.words.slots
+                self.kernels.conv.convolve(step.op, u, c, base, out, rows // slots, columns, residual, norm, slots)
             case Columns():
                 self.kernels.cycle.elementwise(step.op, inputs, out, rows, columns)
             case _:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,9 +27,21 @@ class NativeRows:
     Everything raises BackendError after a later pass.
     """
 
-    def __init__(self, backend: NativeBackend, count: int, first: int, ids: npt.NDArray[np.int32]) -> None:
-        """``ids`` [all rows]: largest logit of each row, there when the pass has run; ours begin at ``first``."""
-        self._backend, self._count, self._first, self._ids = backend, count, first, ids
+    def __init__(
+        self,
+        backend: NativeBackend,
+        count: int,
+        first: int,
+        ids: npt.NDArray[np.int32],
+        slot: int = 0,
+        block: int = 0,
+    ) -> None:
+        """``ids`` [all rows]: largest logit of each row, there when the pass has run; ours begin at ``first``.
+
+        Of a pass of slots with ``block`` rows each, ``first`` is a row of slot ``slot``.
+        """
+        self._backend, self._count, self._ids = backend, count, ids
+        self._slot, self._own, self._first = slot, first, slot * block + first  # first: of the slot's, of all rows
         self._pass = backend.passes
 
     def __len__(self) -> int:
@@ -57,7 +70,15 @@ class NativeRows:
         Raises ValueError when there are not as many rows.
         """
         self._check(len(masks), first)
-        return self._backend.chooser.choose(sampling, position, masks, self._first + first)
+        return self._backend.chooser.choose(sampling, position, masks, self._own + first, self._slot)
+
+    def logprobs(self, tokens: Sequence[int]) -> list[float]:
+        """Log-probability of a token by each of the first rows: natural, to 1e-5, NaN where a logit is inf or NaN.
+
+        Raises ValueError for more tokens than rows.
+        """
+        self._check(len(tokens), 0)
+        return self._backend.chooser.logprobs(tokens, self._first)
 
     def _check(self, count: int, first: int) -> None:
         if not 0 <= first <= first + count <= self._count:
@@ -66,30 +87,35 @@ class NativeRows:
 
 
 class HostWalk:
-    """The graph of walks that the host asks for, behind a propose pass."""
+    """For each slot the graph of walks that the host asks for, behind a propose pass."""
 
     def __init__(self, gpu: Gpu, walker: DeviceWalk, chooser: Chooser, buffers: Buffers, first: int) -> None:
-        """``first``: row of the first draft in logits and drafts."""
+        """``first``: row of the first draft of a slot in logits and drafts."""
         self._gpu, self._chooser = gpu, chooser
-        self.walker, self._buffers, self._logits = walker, buffers, buffers.logits.behind(first)
-        count = walker.shape.rows
-        self._tokens = buffers.drafts.at(4 * first, 4 * count)
-        self._found = gpu.pinned((count,), np.int32)
-        self._graph = gpu.capture(self._walk)
+        self.walker, self._buffers, self._first = walker, buffers, first
+        self._found = gpu.pinned((buffers.sampling.slots, walker.shape.rows), np.int32)
+        self._graphs = [gpu.capture(partial(self._walk, slot)) for slot in range(buffers.sampling.slots)]
 
-    def choose(self, sampling: Sampling, position: int, masks: Sequence[Packed | None], first: int) -> list[int]:
-        """Walk on from row ``first``: tokens of as many rows as there are masks; waits for them."""
-        self._chooser.write(sampling, position, masks, first)
-        self._graph.launch()
+    def choose(
+        self, sampling: Sampling, position: int, masks: Sequence[Packed | None], first: int, slot: int = 0
+    ) -> list[int]:
+        """Walk on from a slot's row ``first``: tokens of as many rows as there are masks; waits for them."""
+        self._chooser.write(sampling, position, masks, first, slot)
+        self._graphs[slot].launch()
         self._gpu.synchronize()
-        found: list[int] = self._found[first : first + len(masks)].tolist()
+        found: list[int] = self._found[slot, first : first + len(masks)].tolist()
         return found
 
-    def _walk(self) -> None:
-        buffers, sampling, chosen = self._buffers, self._buffers.sampling, self._buffers.sampling.chosen
-        self._chooser.enqueue(chosen, self._logits)  # for rows of whose candidates a mask leaves none
-        self.walker.walk(self._logits, buffers.control, buffers.counted, self._tokens, sampling, chosen)
-        self._gpu.read_into(self._tokens, self._found)
+    def _walk(self, slot: int) -> None:
+        buffers, chooser, walker, rows = self._buffers, self._chooser, self.walker, self.walker.shape.rows
+        logits, skipped, chosen = buffers.logits, slot * walker.apart + self._first, chooser.chosen(slot)
+        own = logits.behind(skipped)
+        # for rows of whose candidates a mask leaves none
+        chooser.enqueue(chosen, own, chooser.alone(slot, own) if slot else None)
+        tokens = buffers.drafts.at(4 * self._first, buffers.drafts.nbytes - 4 * self._first)
+        control, counted, sampling = buffers.control, buffers.counted, buffers.sampling
+        walker.walk(logits.behind(self._first), control, counted, tokens, sampling, chosen, slot=slot)
+        self._gpu.read_into(buffers.drafts.at(4 * skipped, 4 * rows), self._found[slot])
 
 
 class WalkedRows(NativeRows):
@@ -98,8 +124,10 @@ class WalkedRows(NativeRows):
     See :class:`edge_dflash.decode.walk.WalkRows`.
     """
 
-    def __init__(self, backend: NativeBackend, walk: HostWalk, first: int, ids: npt.NDArray[np.int32]) -> None:
-        super().__init__(backend, walk.walker.shape.rows, first, ids)
+    def __init__(
+        self, backend: NativeBackend, walk: HostWalk, first: int, ids: npt.NDArray[np.int32], slot: int = 0
+    ) -> None:
+        super().__init__(backend, walk.walker.shape.rows, first, ids, slot, walk.walker.apart)
         self._walk, self._greedy = walk, True  # whether the walk that stands is the pass's own
 
     def argmax(self) -> list[int]:
@@ -116,7 +144,7 @@ class WalkedRows(NativeRows):
         """
         self._check(len(masks), first)
         self._greedy = False
-        return self._walk.choose(sampling, position, masks, first)
+        return self._walk.choose(sampling, position, masks, first, self._slot)
 
     def logits(self) -> npt.NDArray[np.float32]:
         """Scores along the walk [K, V]; -inf for tokens that are no candidates."""
@@ -138,4 +166,5 @@ class WalkedRows(NativeRows):
     def _read(self, pointer: DevicePointer, columns: int) -> npt.NDArray[np.float32]:
         self._backend.enter(self._pass)
         self._backend.gpu.synchronize()
-        return self._backend.gpu.read(pointer, (self._count, columns), np.float32)
+        each = 4 * self._count * columns
+        return self._backend.gpu.read(pointer.at(self._slot * each, each), (self._count, columns), np.float32)

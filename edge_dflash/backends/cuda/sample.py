@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,7 +18,7 @@ SETTINGS = np.dtype(
     [
         *(("temperature", "<f8"), ("top_p", "<f8"), ("seed", "<u8"), ("top_k", "<i4")),
         *(("position", "<i4"), ("first", "<i4"), ("stop", "<i4")),  # rows first .. stop - 1, from that position on
-        *(("masked", "<u4"), ("unused", "<u4")),  # bit r: row r has a mask
+        *(("masked", "<u4"), ("unused", "<u4")),  # bit r: row r of the slot has a mask
     ]
 )
 
@@ -29,7 +30,8 @@ _BINS = 65536  # distinct BF16 values
 _CHUNKS = 512
 _SLICE, _COUNT_THREADS, _THREADS = 8192, 512, 256
 _BEST_BYTES, _CUT_BYTES = 16, 8
-_KERNELS = ("sample_count", "sample_cut", "sample_ties", "sample_choose")
+_KERNELS = ("sample_count", "sample_cut", "sample_ties", "sample_choose", "row_logprobs")
+_LOGPROB_THREADS = 1024
 _MOST_K = 2**31 - 1
 
 
@@ -39,27 +41,41 @@ class _Job(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("logits", "settings", "length", "masks")),
         *((name, ctypes.c_int32) for name in ("stride", "columns", "words", "offset", "first", "stop")),
+        *((name, ctypes.c_int32) for name in ("block", "apart")),
     )
 
 
 @dataclass(frozen=True)
 class Block:
-    """Rows ``first`` to ``stop`` - 1 of which row r chooses for position ``length`` + ``offset`` + r, without masks."""
+    """Rows ``first`` to ``stop`` - 1 of each slot, of which row r chooses for position ``length`` + ``offset`` + r.
 
-    length: DevicePointer  # int32
+    Without masks.
+    """
+
+    length: DevicePointer  # int32, of slot 0; CONTROL_BYTES further on that of slot 1
     offset: int
     first: int
     stop: int
 
 
 @dataclass(frozen=True)
+class Span:
+    """Which slots a launch chooses for: ``rows`` rows of logits each, from the first one's on."""
+
+    rows: int
+    slots: int = 1
+    first: int = 0  # whose settings and masks come first
+
+
+@dataclass(frozen=True)
 class SamplingBuffers:
-    """Device memory of choices over [rows, columns] logits."""
+    """Device memory of choices over [slots * rows, columns] logits: of slots with ``rows`` rows each, or fewer."""
 
     rows: int
     columns: int
-    settings: DevicePointer  # SETTINGS
-    masks: DevicePointer  # uint32 [rows, words]
+    slots: int
+    settings: DevicePointer  # SETTINGS [slots]
+    masks: DevicePointer  # uint32 [slots, rows, words]; from here on rows are those of all slots
     bins: DevicePointer  # uint32 [rows, bins], 0 between launches
     chunks: DevicePointer  # uint32 [rows, chunks of bins], 0 between launches
     tops: DevicePointer  # uint32 [rows], all ones between launches
@@ -70,18 +86,30 @@ class SamplingBuffers:
     chosen: DevicePointer  # int32 [rows]: choices of launches that the host asked for
 
     @classmethod
-    def take(cls, memory: Allocator, rows: int, columns: int) -> SamplingBuffers:
+    def take(cls, memory: Allocator, rows: int, columns: int, slots: int = 1) -> SamplingBuffers:
         """Take all from ``memory``."""
 
         def part(nbytes: int) -> DevicePointer:
             return memory.take("sampling", nbytes)
 
-        slices = rows * -(-columns // _SLICE)
+        every = slots * rows
+        slices = every * -(-columns // _SLICE)
         return cls(
-            *(rows, columns, part(SETTINGS.itemsize), part(4 * rows * mask_words(columns)), part(4 * rows * _BINS)),
-            *(part(4 * rows * _CHUNKS), part(4 * rows), part(_CUT_BYTES * rows), part(4 * slices)),
-            *(part(_BEST_BYTES * slices), part(4 * rows), part(4 * rows)),
+            *(rows, columns, slots, part(SETTINGS.itemsize * slots), part(4 * every * mask_words(columns))),
+            *(part(4 * every * _BINS), part(4 * every * _CHUNKS), part(4 * every), part(_CUT_BYTES * every)),
+            *(part(4 * slices), part(_BEST_BYTES * slices), part(4 * every), part(4 * every)),
         )
+
+    @property
+    def mask_bytes(self) -> int:
+        """From a slot's masks to the next one's."""
+        return 4 * self.rows * mask_words(self.columns)
+
+    def of_slot(self, slot: int) -> tuple[DevicePointer, DevicePointer]:
+        """Settings and masks of the slots from this one on."""
+        skipped, masks = SETTINGS.itemsize * slot, self.mask_bytes * slot
+        settings = self.settings.at(skipped, self.settings.nbytes - skipped)
+        return settings, self.masks.at(masks, self.masks.nbytes - masks)
 
     def clear(self, gpu: Gpu) -> None:
         """Bring everything to the state between launches."""
@@ -96,7 +124,7 @@ def mask_words(columns: int) -> int:
 
 
 def write_sampling(settings: Array, sampling: Sampling) -> None:
-    """Put the request's part into ``settings`` [1]."""
+    """Put the request's part into ``settings`` of a slot."""
     settings["temperature"], settings["top_p"] = sampling.temperature, sampling.top_p
     settings["seed"], settings["top_k"] = sampling.seed, min(sampling.top_k, _MOST_K)
 
@@ -108,27 +136,43 @@ class Sampler:
         self._gpu = gpu
         self._kernels = {name: module.kernel(name) for name in _KERNELS}
 
-    def choose(self, buffers: SamplingBuffers, logits: Matrix, ids: DevicePointer, block: Block | None = None) -> None:
+    def choose(
+        self,
+        buffers: SamplingBuffers,
+        logits: Matrix,
+        ids: DevicePointer,
+        block: Block | None = None,
+        span: Span | None = None,
+    ) -> None:
         """ids[r] (int32) = choice of row r of BF16 ``logits``; rows and position as in the settings, or ``block``.
 
         ``logits`` has a stride of a multiple of 8, and what of its rows lies in its memory may be read. Masks only
-        count without a block. Four launches, of which three do nothing without top_k and top_p.
+        count without a block. ``span``: the slots; without one, slot 0 has all rows. Four launches, of which three do
+        nothing without top_k and top_p.
         """
         if logits.stride % 8 or logits.stride < buffers.columns:
             raise ValueError(f"logits have row stride {logits.stride}; a multiple of 8, at least {buffers.columns}")
-        b, columns = block or Block(NULL, 0, 0, 0), buffers.columns
+        b, columns, there = block or Block(NULL, 0, 0, 0), buffers.columns, logits.pointer.nbytes // (2 * logits.stride)
+        span = span or Span(b.stop if block else min(buffers.rows, there))
+        rows, (settings, masks) = span.slots * span.rows, buffers.of_slot(span.first)
+        if rows > there:
+            raise ValueError(f"choices of {rows} rows, of which logits have {there}")
         job = _Job(
-            *(logits.pointer.address, buffers.settings.address, b.length.address),
-            *(None if block else buffers.masks.address, logits.stride, columns, mask_words(columns)),
-            *(b.offset, b.first, b.stop),
+            *(logits.pointer.address, settings.address, b.length.address),
+            *(None if block else masks.address, logits.stride, columns, mask_words(columns)),
+            *(b.offset, b.first, b.stop, span.rows, buffers.rows),
         )
-        rows = b.stop if block else min(buffers.rows, logits.pointer.nbytes // (2 * logits.stride))
         grid, bins, chunks, tops = (-(-columns // _SLICE), rows, 1), buffers.bins, buffers.chunks, buffers.tops
         cuts, ties = buffers.cuts, buffers.ties
         self._launch("sample_count", grid, _COUNT_THREADS, job, bins, chunks, tops)
         self._launch("sample_cut", (rows, 1, 1), _CHUNKS, job, bins, chunks, tops, cuts)
         self._launch("sample_ties", grid, _THREADS, job, cuts, ties)
         self._launch("sample_choose", grid, _THREADS, job, cuts, ties, buffers.bests, buffers.arrived, ids)
+
+    def logprobs(self, logits: Matrix, columns: int, ids: DevicePointer, found: DevicePointer) -> None:
+        """found[r] (float32) = log-probability of ids[r] (int32) by row r, of as many rows as there are ids."""
+        what = (logits.pointer, ids, found, logits.stride, columns)
+        self._gpu.launch(self._kernels["row_logprobs"], (ids.nbytes // 4, 1, 1), _LOGPROB_THREADS, what, overlap=True)
 
     def _launch(
         self, name: str, grid: tuple[int, int, int], threads: int, job: _Job, *arguments: DevicePointer
@@ -137,60 +181,97 @@ class Sampler:
 
 
 class Chooser:
-    """Page-locked memory and the graph of choices that the host asks for."""
+    """Page-locked memory of settings and masks, and for each slot the graph of choices that the host asks for."""
 
-    def __init__(self, gpu: Gpu, sampler: Sampler, buffers: SamplingBuffers, logits: Matrix) -> None:
+    def __init__(
+        self, gpu: Gpu, sampler: Sampler, buffers: SamplingBuffers, logits: Matrix, block: int | None = None
+    ) -> None:
+        """``block``: rows from a slot's logits to the next one's in what the host chooses from; None: all that fit."""
         self._gpu, self._sampler, self._buffers, self._logits = gpu, sampler, buffers, logits
-        self._settings = gpu.pinned((1,), SETTINGS)
-        self._masks = gpu.pinned((buffers.rows, mask_words(buffers.columns)), np.uint32)
-        self._chosen = gpu.pinned((buffers.rows,), np.int32)
-        self._known: Sampling | None = None  # what the device's settings say
-        self._graph: Graph = gpu.capture(self._choose)
+        self._settings = gpu.pinned((buffers.slots,), SETTINGS)
+        self._masks = gpu.pinned((buffers.slots * buffers.rows, mask_words(buffers.columns)), np.uint32)
+        self._chosen = gpu.pinned((buffers.slots * buffers.rows,), np.int32)
+        self._ids = gpu.pinned((buffers.rows,), np.int32)
+        self._logprobs = gpu.pinned((buffers.rows,), np.float32)
+        self._known: list[Sampling | None] = [None] * buffers.slots  # what the device's settings say
+        block = block or buffers.rows
+        self._graphs: list[Graph] = [
+            gpu.capture(partial(self._choose, slot, logits.behind(slot * block) if slot else logits))
+            for slot in range(buffers.slots)
+        ]
 
     @property
     def stop(self) -> DevicePointer:
-        """Where the device's settings say behind which row they end: int32."""
+        """Where the device's settings of slot 0 say behind which row they end: int32; SETTINGS further on of slot 1."""
         return self._buffers.settings.at(SETTINGS.fields["stop"][1], 4)  # type: ignore[index]  # it has fields
 
-    def enqueue(self, ids: DevicePointer | None, logits: Matrix | None = None) -> None:
-        """The settings up, and the choices of their rows into ``ids`` [rows] int32; None: no choice.
+    def chosen(self, slot: int) -> DevicePointer:
+        """Where choices of a slot that the host asks for go: [rows] int32."""
+        each = 4 * self._buffers.rows
+        return self._buffers.chosen.at(slot * each, each)
 
-        ``logits``: other ones, of which the settings then name the rows.
+    def enqueue(self, ids: DevicePointer | None, logits: Matrix | None = None, span: Span | None = None) -> None:
+        """The settings of slots up, and the choices of their rows into ``ids`` [rows] int32; None: no choice.
+
+        ``logits``: other ones, of which the settings then name the rows. Without a ``span`` all of slot 0.
         """
-        self._gpu.write_from(self._buffers.settings, self._settings)
+        first, slots = (span.first, span.slots) if span else (0, 1)
+        size = SETTINGS.itemsize
+        self._gpu.write_from(self._buffers.settings.at(first * size, slots * size), self._settings[first:][:slots])
         if ids is not None:
-            self._sampler.choose(self._buffers, logits or self._logits, ids)
+            self._sampler.choose(self._buffers, logits or self._logits, ids, span=span)
 
-    def _choose(self) -> None:
-        self.enqueue(self._buffers.chosen)
-        self._gpu.read_into(self._buffers.chosen, self._chosen)
+    def _choose(self, slot: int, logits: Matrix) -> None:
+        self.enqueue(self.chosen(slot), logits, self.alone(slot, logits) if slot else None)
+        self._gpu.read_into(self.chosen(slot), self._chosen[slot * self._buffers.rows :][: self._buffers.rows])
 
-    def prepare(self, sampling: Sampling) -> None:
-        """Enqueue the request's settings if the device has others; the caller waits before the next call."""
-        if sampling != self._known:
-            write_sampling(self._settings, sampling)
-            self._gpu.write_from(self._buffers.settings, self._settings)
-            self._known = sampling
+    def alone(self, slot: int, logits: Matrix) -> Span:
+        """One slot, whose rows are the first of ``logits``."""
+        return Span(min(self._buffers.rows, logits.pointer.nbytes // (2 * logits.stride)), first=slot)
 
-    def write(self, sampling: Sampling, position: int, masks: Sequence[Packed | None], first: int = 0) -> None:
-        """Say what the next launch chooses: rows first, first + 1, ..., one for each mask, and enqueue the masks."""
-        stop, settings = first + len(masks), self._settings
+    def prepare(self, *samplings: Sampling) -> None:
+        """Enqueue settings of slots 0, 1, ... if the device has others; the caller waits before the next call."""
+        count = len(samplings)
+        if list(samplings) != self._known[:count]:
+            for slot, sampling in enumerate(samplings):
+                write_sampling(self._settings[slot : slot + 1], sampling)
+            self._gpu.write_from(self._buffers.settings.at(0, SETTINGS.itemsize * count), self._settings[:count])
+            self._known[:count] = samplings
+
+    def write(
+        self, sampling: Sampling, position: int, masks: Sequence[Packed | None], first: int = 0, slot: int = 0
+    ) -> None:
+        """Say what the next launch chooses: a slot's rows first, first + 1, ..., one a mask, and enqueue masks."""
+        stop, settings, start = first + len(masks), self._settings[slot : slot + 1], slot * self._buffers.rows
         there = [row for row, mask in enumerate(masks, first) if mask is not None]
         for row in there:
-            self._masks[row] = masks[row - first]
+            self._masks[start + row] = masks[row - first]
         if there:
-            rows, width = slice(there[0], there[-1] + 1), self._masks.strides[0]
+            rows, width = slice(start + there[0], start + there[-1] + 1), self._masks.strides[0]
             part = self._buffers.masks.at(rows.start * width, (rows.stop - rows.start) * width)
             self._gpu.write_from(part, self._masks[rows])
         write_sampling(settings, sampling)
         settings["position"], settings["first"], settings["stop"] = position, first, stop
         settings["masked"] = sum(1 << row for row in there)
-        self._known = sampling
+        self._known[slot] = sampling
 
-    def choose(self, sampling: Sampling, position: int, masks: Sequence[Packed | None], first: int) -> list[int]:
-        """Choices of rows first, first + 1, ... of the logits, one for each mask; waits for them."""
-        self.write(sampling, position, masks, first)
-        self._graph.launch()
+    def choose(
+        self, sampling: Sampling, position: int, masks: Sequence[Packed | None], first: int, slot: int = 0
+    ) -> list[int]:
+        """Choices of a slot's rows first, first + 1, ... of the logits, one for each mask; waits for them."""
+        self.write(sampling, position, masks, first, slot)
+        self._graphs[slot].launch()
         self._gpu.synchronize()
-        found: list[int] = self._chosen[first : first + len(masks)].tolist()
+        start = slot * self._buffers.rows + first
+        found: list[int] = self._chosen[start : start + len(masks)].tolist()
         return found
+
+    def logprobs(self, ids: Sequence[int], first: int) -> list[float]:
+        """Log-probability of each of ``ids`` by the rows of all logits from ``first`` on; waits for them."""
+        self._ids[: len(ids)] = ids
+        asked, found = self._ids[: len(ids)], self._logprobs[: len(ids)]
+        there = [DevicePointer(one.ctypes.data, one.nbytes) for one in (asked, found)]  # the same, for the device
+        self._sampler.logprobs(self._logits.behind(first), self._buffers.columns, *there)
+        self._gpu.synchronize()
+        values: list[float] = found.tolist()
+        return values

@@ -5,10 +5,12 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from edge_dflash.backends.cuda.driver import Argument, Gpu, Module
+from edge_dflash.backends.cuda.arguments import Argument
+from edge_dflash.backends.cuda.driver import Gpu, Module
 from edge_dflash.backends.cuda.linear import Norm
-from edge_dflash.backends.cuda.memory import NULL, Array, ControlBlock, DevicePointer, Matrix
+from edge_dflash.backends.cuda.memory import CONTROL_BYTES, NULL, Array, ControlBlock, DevicePointer, Matrix
 from edge_dflash.model.ops import Add, Elementwise, SwiGlu
 
 UNIT = "small"
@@ -53,12 +55,12 @@ class Small:
         self._launch("last_row", (max(blocks, 1), 1, 1), _THREADS, x.pointer, out, rows, most, columns, x.stride)
 
     def commit(self, control: DevicePointer, rows: int) -> None:
-        """Commit ``rows`` of the last verify: they become pending."""
-        self._launch("commit_rows", (1, 1, 1), 32, control, rows)
+        """Commit ``rows`` of the last verify of slot 0: they become pending."""
+        self._launch("commit_rows", (1, 1, 1), 32, control, rows, 1)
 
-    def replayed(self, control: DevicePointer) -> None:
-        """End of a verify pass or flush: nothing is pending any more."""
-        self._launch("commit_rows", (1, 1, 1), 32, control, -1)
+    def replayed(self, control: DevicePointer, slots: int = 1) -> None:
+        """End of a verify pass or flush of so many slots: nothing is pending any more."""
+        self._launch("commit_rows", (1, 1, 1), 32, control, -1, slots)
 
     def commit_prefill(self, control: DevicePointer) -> None:
         """End of a prefill pass: its rows are committed and in the recurrent state."""
@@ -70,9 +72,23 @@ class Small:
 
 CYCLE_UNIT = "cycle"
 ELEMENTWISE: Mapping[type[Elementwise], str] = {SwiGlu: "gate_columns", Add: "add_columns"}  # kernels of cycle.cu
-CLOCK_BYTES = 24  # of propose and of verify, ns; cycles so far
+MOST_SLOTS = 8  # of a pass
+COUNTED_WORDS = 3  # of a slot: rows asked for, threshold, rows that are sure (Counted of kernels/control.cuh)
 RESULT_WORDS = 4 + 32 + 6  # accepted, drafts that counted, two unused, choices of 32 rows, three clocks of 64 bits
 _PARTS = 8  # that one launch copies
+
+
+def clock_bytes(lanes: int) -> int:
+    """Of propose and of verify, ns; each lane's cycles so far, where benchmarks count them."""
+    return 8 * (2 + lanes)
+
+
+class SlotWords(NamedTuple):
+    """What the control block of a slot says."""
+
+    lane: int  # below 0: idle
+    words: ControlBlock
+    rows: int = 0  # of a prefill pass
 
 
 @dataclass(frozen=True)
@@ -102,6 +118,12 @@ class _Parts(ctypes.Structure):
     )
 
 
+class _Blocks(ctypes.Structure):
+    """``Blocks`` of kernels/cycle.cu."""
+
+    _fields_ = (("words", ctypes.c_int32 * (MOST_SLOTS * CONTROL_BYTES // 4)),)
+
+
 class CycleKernels:
     """Loaded kernels. Ids, drafts, choices and control words are int32."""
 
@@ -119,9 +141,14 @@ class CycleKernels:
         mask: int = 0,
         drafts: DevicePointer = NULL,
         clock: DevicePointer = NULL,
+        slots: int = 1,
+        apart: int = 0,
     ) -> None:
-        """Ids = [anchor, drafts...] for verify, or [anchor, mask...] for propose; ``clock`` [1] uint64."""
-        self._launch("cycle_ids", 1, 32, control, drafts, ids, rows, mask, clock)
+        """Ids [slots, rows] = [anchor, drafts...] for verify, or [anchor, mask...] for propose; ``clock`` [1] uint64.
+
+        ``apart``: from a slot's first draft to the next one's.
+        """
+        self._launch("cycle_ids", slots, 32, control, drafts, ids, rows, mask, clock, apart)
 
     def accept(
         self,
@@ -133,17 +160,28 @@ class CycleKernels:
         clock: DevicePointer,
         pattern: DevicePointer = NULL,
         valid: DevicePointer = NULL,
+        *,
+        slots: int = 1,
+        apart: int = 0,
+        valid_apart: int = 0,
     ) -> None:
-        """Accept drafts that equal the choices and commit; ``result`` [RESULT_WORDS] may be page-locked memory.
+        """Accept drafts that equal the choices [slots, rows] and commit.
 
-        ``pattern`` int32: accepted drafts a cycle instead. ``valid`` int32: how many of the rows count; null: all.
+        ``result`` [slots, RESULT_WORDS] may be page-locked memory. ``pattern`` int32: accepted drafts a cycle instead.
+        ``valid`` int32: how many of the rows count; null: all. ``apart``, ``valid_apart``: words from a slot's first
+        draft, or count, to the next one's.
         """
         forced = pattern.nbytes // 4 if pattern.address else 0
-        self._launch("cycle_accept", 1, 32, drafts, choices, rows, control, result, clock, pattern, forced, valid)
+        what = (drafts, choices, rows, control, result, clock, pattern, forced, valid, apart, valid_apart)
+        self._launch("cycle_accept", slots, 32, *what)
 
-    def set(self, control: DevicePointer, words: ControlBlock, rows: int) -> None:
-        """Write the control words; ``rows`` are those of a prefill pass."""
-        self._launch("cycle_set", 1, 32, control, words.length, words.pending, rows, words.anchor)
+    def set(self, control: DevicePointer, slots: Mapping[int, SlotWords]) -> None:
+        """Write the control words of some slots."""
+        blocks, each = _Blocks(), CONTROL_BYTES // 4
+        for slot, (lane, words, rows) in slots.items():
+            block = [words.length, words.pending, rows, words.anchor, lane]  # in the order of memory.Control
+            blocks.words[each * slot : each * slot + len(block)] = block
+        self._launch("cycle_set", 1, each * MOST_SLOTS, control, blocks, sum(1 << slot for slot in slots))
 
     def copy(self, x: Sequence[Matrix], out: Sequence[Matrix], columns: Sequence[int], rows: int) -> None:
         """out[i] = x[i]; even numbers of columns."""

@@ -4,6 +4,9 @@ Passes of 1 to 32 rows have three. kernels/linear_hopper.cu for up to 16 rows wh
 kernels/linear_cluster.cu where blocks of a cluster reach each other's shared memory and a block may have half of a
 multiprocessor's 228 KiB; kernels/linear.cu elsewhere. The rows of a prefill chunk go through kernels/linear_tiles.cu.
 
+A joint pass has up to 128 rows, each with the bits of the pass of one sequence: kernels/linear_wide.cu stands beside
+linear_hopper.cu; the others take 64 and 128 rows as tiles of 32 in one launch.
+
 The number of splits never follows from rows; on SM90 it follows from the device and the clusters it holds. Whether
 blocks of a cluster take one each or every block takes them in turn changes no bit.
 """
@@ -26,18 +29,21 @@ from edge_dflash.backends.cuda.cluster_splits import (
     piece_bytes,
     x_bytes,
 )
+from edge_dflash.backends.cuda.wide_splits import WideSplits, wide_names
 from edge_dflash.board.archs import arch_of_sm, supports
 from edge_dflash.errors import BackendError
 from edge_dflash.weights.layout import UNIT_BYTES, UNIT_ROWS, WINDOW, Format, Layout
 
-MOST_ROWS = 32  # more rows go through :class:`Tiles`
+ALONE_ROWS = 32  # most of one sequence; more rows of it go through :class:`Tiles`
+MOST_ROWS = 128  # of a joint pass
+_COLUMN_TILE = 32  # rows of a tile where a launch has several
 
 
-def row_tile(rows: int) -> int:
-    """Rows that the kernel for ``rows`` reads and writes: 16 or 32. Raises BackendError above 32."""
-    if not 1 <= rows <= MOST_ROWS:
-        raise BackendError(f"a linear pass has {rows} rows; 1 to {MOST_ROWS} are accepted, more go through tiles")
-    return 16 if rows <= 16 else 32
+def row_tile(rows: int, most: int = MOST_ROWS) -> int:
+    """Rows that the kernel for ``rows`` reads and writes: 16, 32, 64 or 128. Raises BackendError above ``most``."""
+    if not 1 <= rows <= most:
+        raise BackendError(f"a linear pass has {rows} rows; 1 to {most} are accepted, more go through tiles")
+    return max(16, 1 << (rows - 1).bit_length())
 
 
 def block_shared(sm: int) -> int:
@@ -56,8 +62,11 @@ def hopper(sm: int, most_rows: int) -> bool:
     return supports(sm, "wgmma") and most_rows <= HOPPER_ROWS
 
 
-def kernel_names(sm: int, most_rows: int) -> dict[str, list[str]]:
-    """The kernels that :func:`choose_splits` picks from, by compilation unit; the unit of most passes first."""
+def kernel_names(sm: int, most_rows: int, joint_rows: int = 0) -> dict[str, list[str]]:
+    """The kernels that :func:`choose_splits` picks from, by compilation unit; the unit of most passes first.
+
+    ``joint_rows``: most of a joint pass, 0 where there are none.
+    """
     formats = sorted(UNIT_BYTES)
     if clustered(sm):
         sizes = CLUSTERS if supports(sm, "wgmma") else CLUSTERS[:2]
@@ -67,6 +76,8 @@ def kernel_names(sm: int, most_rows: int) -> dict[str, list[str]]:
         found = {"linear": [f"linear_{f}_{tile}" for f in formats for tile in (16, 32)]}
     if hopper(sm, most_rows):
         found["linear_hopper"] = [f"linear_hopper_{f}_{s}" for f in formats for s in CLUSTERS]
+        if joint_rows > HOPPER_ROWS:
+            found["linear_wide"] = [name for f in formats for name in wide_names(f)]
     return found
 
 
@@ -77,26 +88,29 @@ def choose_splits(
     sm_count: int,
     *,
     may_split: bool = False,
-    most_rows: int = MOST_ROWS,
+    most_rows: int = ALONE_ROWS,
     clusters: Clusters | None = None,
 ) -> Splits:
     """How a stack is launched. The number of splits does not depend on ``rows``, so that a row's bits do not.
 
-    ``most_rows``: of any pass of the engine; it chooses the kernel. ``may_split``: sums may go through scratch. Without
-    ``clusters`` a device holds as many clusters as ``sm_count`` multiprocessors hold.
+    ``most_rows``: of any pass of one sequence of the engine; it chooses the order of sums. ``may_split``: sums may go
+    through scratch. Without ``clusters`` a device holds as many clusters as ``sm_count`` multiprocessors hold.
     """
-    tile = row_tile(rows)
+    whole = row_tile(rows)
+    tile, tiles = min(whole, _COLUMN_TILE), -(-whole // _COLUMN_TILE)
     if not clustered(sm):
-        return StreamSplits.of(layout, tile, sm, sm_count, may_split=may_split)
+        return StreamSplits.of(layout, tile, sm, sm_count, may_split=may_split, row_tiles=tiles)
     if not supports(sm, "wgmma"):
-        return ClusterSplits.few(layout, tile, sm_count, clusters)
+        return ClusterSplits.few(layout, tile, sm_count, clusters, tiles)
     if hopper(sm, most_rows) and (counts := HopperSplits.counts(layout, clusters)):
         best = min(counts, key=lambda s: HopperSplits.cost(layout, s, sm_count))
+        if whole > HOPPER_ROWS:
+            return WideSplits.of(layout, whole, best, sm_count, clusters)
         return HopperSplits.of(layout, best, sm_count, clusters)
     if counts := ClusterSplits.counts(layout, clusters) or ClusterSplits.counts(layout):  # in turn, where it holds none
         best = min(counts, key=lambda s: ClusterSplits.cost(layout, s, sm_count))
-        return ClusterSplits.of(layout, tile, best, sm_count, clusters)
-    return ClusterSplits.in_turn(layout, tile, ClusterSplits.parts(layout), sm_count)
+        return ClusterSplits.of(layout, tile, best, sm_count, clusters, tiles)
+    return ClusterSplits.in_turn(layout, tile, ClusterSplits.parts(layout), sm_count, tiles)
 
 
 # kernels/linear.cu: warps of a block, stages of a warp's ring, units that fit in registers, most splits
@@ -105,10 +119,15 @@ _WARPS, _STAGES, _UNITS, _MOST_SPLITS = 8, 2, 2, 8
 
 @dataclass(frozen=True)
 class StreamSplits(Splits):
-    """Of kernels/linear.cu: a block streams consecutive units, sums of splits meet in FP32 scratch."""
+    """Of kernels/linear.cu: a block streams consecutive units, sums of splits meet in FP32 scratch.
+
+    The number of groups is that of one tile, for any number of tiles: a group decides where its sums begin in K.
+    """
 
     @classmethod
-    def of(cls, layout: Layout, tile: int, sm: int, sm_count: int, *, may_split: bool) -> StreamSplits:
+    def of(
+        cls, layout: Layout, tile: int, sm: int, sm_count: int, *, may_split: bool, row_tiles: int = 1
+    ) -> StreamSplits:
         """With the number of splits that costs least."""
         units, limit = _UNITS, min(HALF_SM_SHARED, block_shared(sm))
         while units > 1 and cls.shared(layout.format, tile, units) > limit:
@@ -116,9 +135,9 @@ class StreamSplits(Splits):
         most = min(_MOST_SPLITS, layout.windows) if may_split else 1
         splits = min(range(1, most + 1), key=lambda s: cls.cost(layout, s, sm_count))
         groups = min(layout.units, max(1, sm_count // splits))
-        shared = cls.shared(layout.format, tile, units)
+        shared, rows = cls.shared(layout.format, tile, units), tile * row_tiles
         kernel, blocks = f"linear_{layout.format}_{tile}", groups * splits
-        return cls(kernel, layout.format, tile, splits, groups, units, blocks, 32 * _WARPS, shared)
+        return cls(kernel, layout.format, rows, splits, groups, units, blocks, 32 * _WARPS, shared, row_tiles)
 
     @staticmethod
     def cost(layout: Layout, splits: int, blocks: int) -> float:
@@ -134,6 +153,11 @@ class StreamSplits(Splits):
     def shared(format: Format, tile: int, units: int) -> int:
         """Shared memory of a block: the exchange of sums, and each warp's ring of weights and activations."""
         return _WARPS * (1024 + _STAGES * (units * UNIT_BYTES[format] + tile * WINDOW[format] * 2))
+
+    @property
+    def side_shared(self) -> int:
+        """Shared memory of a block with a unit of a side stack."""
+        return self.shared("bf16", self.tile // self.row_tiles, 1)
 
     def sum_bytes(self, layout: Layout) -> int:
         """Scratch of a launch with splits: FP32 sums [splits, tile, rows of all units]."""

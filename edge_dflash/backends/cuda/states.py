@@ -1,6 +1,7 @@
-"""Device memory of one sequence: K and V, gated delta states and tapes, rotary tables; and its copies on the host.
+"""Device memory of sequences: K and V, gated delta states and tapes, rotary tables; and a lane's copies on the host.
 
-Rows past the committed length are garbage; resetting a sequence zeroes the recurrent states only.
+Every array has all lanes, one behind the other. Rows past the committed length are garbage; resetting a sequence zeroes
+the recurrent states only.
 """
 
 from __future__ import annotations
@@ -55,9 +56,15 @@ class Sizes:
     max_context: int
     lanes: int = 1
     block: int = 0  # B, of a propose pass; 0: as many as of a verify pass
+    slots: int = 1  # lanes that a verify or propose pass runs at once, at most
+
+    @property
+    def most_rows(self) -> int:
+        """Most rows of a verify or propose pass, of all slots."""
+        return self.slots * max(self.rows, self.block)
 
     def of_pass(self, name: str) -> int:
-        """Most rows of the pass "prefill", "verify" or "propose"."""
+        """Most rows of the pass "prefill", "verify" or "propose"; of the last two in a slot."""
         return {"prefill": self.prefill_rows, "propose": self.block or self.rows}.get(name, self.rows)
 
 
@@ -66,18 +73,17 @@ class Lane:
     """The host's side of one sequence."""
 
     wanted: ControlBlock = EMPTY_SEQUENCE  # what the next pass has to find
-    known: ControlBlock | None = None  # what the device has; None: nothing is known
     verified: int | None = None  # rows of the last verify, until they are committed
 
 
 @dataclass(frozen=True)
 class KvMemory:
-    """K and V of one layer in a lane, scales (multipliers) of FP8 codes, and the layer's FP32 vectors on the device.
+    """K and V of one layer, scales (multipliers) of FP8 codes, and the layer's FP32 vectors on the device.
 
     The scales must be 1 over BF16 keys and values.
     """
 
-    k: DevicePointer  # [Hkv, kv_rows, D] E4M3 codes or BF16
+    k: DevicePointer  # [lanes, Hkv, kv_rows, D] E4M3 codes or BF16
     v: DevicePointer
     k_scale: float
     v_scale: float
@@ -89,13 +95,13 @@ class KvMemory:
 
 @dataclass(frozen=True)
 class DeltaLayer:
-    """State of one layer in one lane, and its FP32 parameters, on the device."""
+    """State of one layer, and its FP32 parameters, on the device."""
 
-    state: DevicePointer  # S [Hv, Dk, Dv] FP32
-    history: DevicePointer  # [K-1, C] BF16, oldest first
-    tape_u: DevicePointer  # [rows, C] BF16
-    tape_g: DevicePointer  # [rows, Hv] FP32, log decay
-    tape_beta: DevicePointer  # [rows, Hv] FP32
+    state: DevicePointer  # S [lanes, Hv, Dk, Dv] FP32
+    history: DevicePointer  # [lanes, K-1, C] BF16, oldest first
+    tape_u: DevicePointer  # [lanes, rows, C] BF16
+    tape_g: DevicePointer  # [lanes, rows, Hv] FP32, log decay
+    tape_beta: DevicePointer  # [lanes, rows, Hv] FP32
     conv: DevicePointer  # packed_conv
     a_log: DevicePointer  # [Hv]
     dt_bias: DevicePointer  # [Hv]
@@ -103,7 +109,7 @@ class DeltaLayer:
 
 
 class States:
-    """K and V, and gated delta layers, by the state's name and the lane."""
+    """K and V, and gated delta layers, by the state's name."""
 
     def __init__(
         self,
@@ -118,9 +124,9 @@ class States:
         self._ropes: dict[RopeSpec, tuple[DevicePointer, DevicePointer]] = {}
         self.norms: dict[tuple[str, bool], DevicePointer] = {}
         self.shapes: dict[str, AttendShape] = {}
-        self.kv: dict[str, tuple[KvMemory, ...]] = {}
+        self.kv: dict[str, KvMemory] = {}
         self.delta_shapes: dict[str, DeltaShape] = {}
-        self.delta: dict[str, tuple[DeltaLayer, ...]] = {}
+        self.delta: dict[str, DeltaLayer] = {}
         for op in (*programs.verify.ops, *programs.propose.ops):
             if isinstance(op, Attend):
                 self._add_attention(op, kv_scale(op.state))
@@ -150,9 +156,8 @@ class States:
 
     def zero(self, fill: Callable[[DevicePointer], None], lane: int) -> None:
         """Empty a lane's recurrent states."""
-        for layers in self.delta.values():
-            fill(layers[lane].state)
-            fill(layers[lane].history)
+        for _, part, _ in _recurrent(self, lane):
+            fill(part)
 
     def _add_attention(self, op: Attend, scales: tuple[float, float]) -> None:
         kv = self._precision.kv
@@ -171,22 +176,20 @@ class States:
             bidirectional=op.bidirectional,
             window=op.window,
             kv=kv,
+            lanes=self._sizes.lanes,
         )
         cosine, sine = self._rope(op.rope, shape.kv_rows)
         k_scale, v_scale = scales if kv == "fp8" else (1.0, 1.0)
         self.shapes[op.state] = shape
-        self.kv[op.state] = tuple(
-            KvMemory(
-                k=self._memory.take("kv", shape.kv_bytes),
-                v=self._memory.take("kv", shape.kv_bytes),
-                k_scale=k_scale,
-                v_scale=v_scale,
-                k_norm=self.norm(op.k_norm, plus_one=op.plus_one),
-                q_norm=self.norm(op.q_norm, plus_one=op.plus_one),
-                cosine=cosine,
-                sine=sine,
-            )
-            for _ in range(self._sizes.lanes)
+        self.kv[op.state] = KvMemory(
+            k=self._memory.take("kv", shape.lanes * shape.kv_bytes),
+            v=self._memory.take("kv", shape.lanes * shape.kv_bytes),
+            k_scale=k_scale,
+            v_scale=v_scale,
+            k_norm=self.norm(op.k_norm, plus_one=op.plus_one),
+            q_norm=self.norm(op.q_norm, plus_one=op.plus_one),
+            cosine=cosine,
+            sine=sine,
         )
 
     def _add_delta(self, op: GatedDelta) -> None:
@@ -199,19 +202,18 @@ class States:
             eps=op.eps,
             rows=self._sizes.rows,
             prefill_rows=self._sizes.prefill_rows,
+            lanes=self._sizes.lanes,
         )
         tape_u, tape_gates = shape.tape_bytes
         memory = self._memory
         self.delta_shapes[op.state] = shape
         recurrent = (("gated delta states", shape.state_bytes), ("gated delta states", shape.history_bytes))
         parts = (*recurrent, *(("tapes", size) for size in (tape_u, tape_gates, tape_gates)))
-        lanes = [[memory.take(name, size) for name, size in parts] for _ in range(self._sizes.lanes)]
+        state, history, u, g, beta = (memory.take(name, shape.lanes * size) for name, size in parts)
         conv = memory.put("vectors", shape.packed_conv(self._vector(op.conv)))
         a_log, dt_bias = (memory.put("vectors", self._vector(name)) for name in (op.a_log, op.dt_bias))
         norm = self.norm(op.norm, plus_one=False)
-        self.delta[op.state] = tuple(
-            DeltaLayer(state, history, u, g, beta, conv, a_log, dt_bias, norm) for state, history, u, g, beta in lanes
-        )
+        self.delta[op.state] = DeltaLayer(state, history, u, g, beta, conv, a_log, dt_bias, norm)
 
     def _rope(self, spec: RopeSpec, positions: int) -> tuple[DevicePointer, DevicePointer]:
         if spec not in self._ropes:
@@ -253,13 +255,24 @@ def write_states(gpu: Gpu, states: States, lane: int, snapshot: Snapshot) -> Non
         gpu.write(pointer, np.ascontiguousarray(snapshot.arrays[name]))
 
 
+def copy_states(gpu: Gpu, states: States, source: int, target: int, length: int) -> None:
+    """Enqueue copies of everything that ``length`` committed rows left; nothing may be pending."""
+    pairs = zip(_kv(states, source, length), _kv(states, target, length), strict=True)
+    for (_, ours, kv_rows, empty), (_, theirs, _, _) in pairs:
+        row = empty.shape[2] * empty.itemsize
+        gpu.copy(ours, theirs, empty.shape[1], kv_rows * row, length * row)
+    for (_, ours, _), (_, theirs, _) in zip(_recurrent(states, source), _recurrent(states, target), strict=True):
+        gpu.copy(ours, theirs, 1, ours.nbytes, ours.nbytes)
+
+
 def _kv(states: States, lane: int, length: int) -> Iterator[tuple[str, DevicePointer, int, Array]]:
     """Name, memory, rows of the memory, and an array of the stored shape and type."""
-    for name, lanes in states.kv.items():
-        shape, memory = states.shapes[name], lanes[lane]
+    for name, memory in states.kv.items():
+        shape = states.shapes[name]
+        k, v = (array.at(lane * shape.kv_bytes, shape.kv_bytes) for array in (memory.k, memory.v))
         empty = np.empty((length, shape.kv_heads, shape.head_dim), np.uint8 if shape.kv == "fp8" else np.int16)
-        yield f"{name}.k", memory.k, shape.kv_rows, empty
-        yield f"{name}.v", memory.v, shape.kv_rows, empty
+        yield f"{name}.k", k, shape.kv_rows, empty
+        yield f"{name}.v", v, shape.kv_rows, empty
 
 
 def _heads(array: Array, kv_rows: int) -> list[tuple[int, int]]:
@@ -270,7 +283,9 @@ def _heads(array: Array, kv_rows: int) -> list[tuple[int, int]]:
 
 
 def _recurrent(states: States, lane: int) -> Iterator[tuple[str, DevicePointer, Array]]:
-    for name, lanes in states.delta.items():
-        s, layer = states.delta_shapes[name], lanes[lane]
-        yield f"{name}.state", layer.state, np.empty((s.value_heads, s.key_dim, s.value_dim), np.float32)
-        yield f"{name}.conv", layer.history, np.empty((s.conv_kernel - 1, s.channels), np.uint16)
+    for name, layer in states.delta.items():
+        s = states.delta_shapes[name]
+        state = layer.state.at(lane * s.state_bytes, s.state_bytes)
+        history = layer.history.at(lane * s.history_bytes, s.history_bytes)
+        yield f"{name}.state", state, np.empty((s.value_heads, s.key_dim, s.value_dim), np.float32)
+        yield f"{name}.conv", history, np.empty((s.conv_kernel - 1, s.channels), np.uint16)

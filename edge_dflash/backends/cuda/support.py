@@ -15,7 +15,7 @@ from edge_dflash.backends.cuda.attend import AttendShape
 from edge_dflash.backends.cuda.delta import DeltaShape
 from edge_dflash.backends.cuda.experts_shape import ExpertsShape
 from edge_dflash.backends.cuda.splits import block_shared, choose_splits
-from edge_dflash.backends.cuda.walk import WalkShape
+from edge_dflash.backends.cuda.walk_shape import WalkShape
 from edge_dflash.board.archs import arch_of_sm, find_arch
 from edge_dflash.errors import BackendError
 from edge_dflash.model import pair_programs

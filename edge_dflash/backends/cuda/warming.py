@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from edge_dflash.decode.backend import Asked
-from edge_dflash.decode.sampling import Sampling, choose
+from edge_dflash.decode.backend import Asked, Rows
+from edge_dflash.decode.sampling import GREEDY, Packed, Sampling, choose
 
 if TYPE_CHECKING:
     from edge_dflash.backends.cuda.backend import NativeBackend
@@ -26,5 +27,37 @@ def warm_up(backend: NativeBackend) -> None:
         backend.commit(1)
         backend.flush()
         choose(backend.verify([0]), Sampling(1.0), 0)
-    backend.reset()
+        for slots, graphs in backend.joint.items():
+            for rows in graphs.verify.graphs:
+                _together(backend, slots, rows - 1)
+    for lane in range(shape.lanes):
+        backend.reset(lane)
     backend.gpu.synchronize()
+
+
+class _Drafts:
+    """Steering that has all drafts and masks ready."""
+
+    tolerant = False
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def drafts(self, rows: Rows, position: int) -> list[int]:
+        """As many as asked for."""
+        return [0] * self._count
+
+    def masks(self, drafts: Sequence[int]) -> list[Packed | None]:
+        """Every token may come."""
+        return [None] * (len(drafts) + 1)
+
+    def tolerated(self, rows: Rows, drafts: Sequence[int], choices: Sequence[int]) -> list[bool]:
+        """None is."""
+        return []
+
+
+def _together(backend: NativeBackend, slots: int, drafts: int) -> None:
+    """Cycles of so many lanes with so many drafts: greedy and sampled, in one graph and in separate passes."""
+    for sampling in (GREEDY, Sampling(1.0, top_p=0.5)):
+        for steering in (None, _Drafts(drafts)):
+            backend.cycles([Asked(0, sampling, steering, drafts, lane=lane) for lane in range(slots)])

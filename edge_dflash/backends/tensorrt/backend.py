@@ -131,6 +131,11 @@ class EngineOps:
         self._mixtures = EngineMixtures(weights, cubin)
         self._engines: Engines | None = None
 
+    @property
+    def most_rows(self) -> int:
+        """Engines are built for the rows of one slot."""
+        return 0
+
     def lay_out(self, programs: PairPrograms, precision: Precision, sizes: Sizes) -> DeviceLayout:
         """Steps and places of all passes, checked. Raises BackendError."""
         self._pair = pair_units(programs, sizes.rows, sizes.prefill_rows, sizes.of_pass("propose"))

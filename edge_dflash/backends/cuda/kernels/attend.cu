@@ -1,9 +1,10 @@
 // Attention of the rows of one pass over a KV memory: prepare (norm, RoPE, append), attend (splits), combine.
 //
-// KV memory of a layer: K and V, each [Hkv, capacity, D], E4M3 codes or BF16. Row r of the pass is at position
-// length + r. Rows go in tiles of T = 16 or 32; for one tile and KV head, the query rows are m = g * T + r for query
-// head kv_head * group + g, M = group * T in all. Prepared queries: [tiles, Hkv, M, D], F16 over E4M3 keys (exact
-// products, 11-bit queries and probabilities) with pairs of dims in the order of pair_place, BF16 over BF16 keys.
+// KV memory of a layer: K and V, each [lanes, Hkv, capacity, D], E4M3 codes or BF16. A pass is a prefill of one slot, or a
+// block of rows in each of several (control.cuh); row r of a slot's `rows` is at position length + r. Rows go in tiles of
+// T = 16 or 32, a slot's block is one; for one tile and KV head, the query rows are m = g * T + r for query head
+// kv_head * group + g, M = group * T in all. Prepared queries: [tiles, Hkv, M, D], F16 over E4M3 keys (exact products,
+// 11-bit queries and probabilities) with pairs of dims in the order of pair_place, BF16 over BF16 keys.
 //
 // The context is cut at fixed absolute positions into splits (first_key), a split into chunks of 64 keys. Within a
 // split the softmax is online over its chunks; splits are folded in order. A chunk or split that a row does not see
@@ -42,11 +43,11 @@ __device__ __forceinline__ int pair_place(int pair) { return (pair & ~7) | (pair
 
 // ---------------------------------------------------------------------------------------------------------- prepare
 
-// One warp per row and head. blockIdx.y is the row; heads: Hq queries, then Hkv keys, then Hkv values.
+// One warp per row and head. blockIdx.y is the slot's row; heads: Hq queries, then Hkv keys, then Hkv values.
 template <bool fp8>
-__device__ void prepare(const u16* q, const u16* k, const u16* v, int q_stride, int k_stride, int v_stride,
+__device__ void prepare(int slot, const u16* q, const u16* k, const u16* v, int q_stride, int k_stride, int v_stride,
                         const float* q_norm, const float* k_norm, const float* cosine, const float* sine, u16* q_out,
-                        void* k_memory, void* v_memory, const int* length, const int* rows_there, int rows, int heads,
+                        void* k_memory, void* v_memory, const int* control, const int* rows_there, int rows, int heads,
                         int kv_heads, int dim, int half, int capacity, int tile_log2, int q_step, int columns,
                         float eps, float k_scale, float v_scale) {
   __shared__ float line[THREADS / 32][256];
@@ -55,14 +56,16 @@ __device__ void prepare(const u16* q, const u16* k, const u16* v, int q_stride, 
   const bool early = heads > 0;
   if (!early) pdl_wait(), pdl_trigger();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int slot = blockIdx.x * (THREADS / 32) + warp, row = blockIdx.y;
-  const bool there = slot < heads + 2 * kv_heads && row < valid_rows(rows_there, rows);
-  const int kind = slot < heads ? 0 : slot < heads + kv_heads ? 1 : 2;
-  const int head = slot - (kind == 0 ? 0 : kind == 1 ? heads : heads + kv_heads);
-  const u16* source = kind == 0   ? q + (u64)row * q_stride + head * q_step
-                      : kind == 1 ? k + (u64)row * k_stride + head * dim
-                                  : v + (u64)row * v_stride + head * dim;
-  const int position = early_word(length) + row, pairs = dim / 64;
+  const int each = blockIdx.x * (THREADS / 32) + warp, row = blockIdx.y, tensor_row = slot * rows + row;
+  const int* words = words_of(control, slot);
+  const int home = home_of(words);
+  const bool there = each < heads + 2 * kv_heads && row < valid_rows(rows_there, rows) && home >= 0;
+  const int kind = each < heads ? 0 : each < heads + kv_heads ? 1 : 2;
+  const int head = each - (kind == 0 ? 0 : kind == 1 ? heads : heads + kv_heads);
+  const u16* source = kind == 0   ? q + (u64)tensor_row * q_stride + head * q_step
+                      : kind == 1 ? k + (u64)tensor_row * k_stride + head * dim
+                                  : v + (u64)tensor_row * v_stride + head * dim;
+  const int position = early_word(words + LENGTH) + row, pairs = dim / 64;
   Lane x, c, s, w;
   if (there && kind < 2) load_turn(c, s, cosine, sine, position, half, lane);  // under way beside the row
   if (there && kind < 2) load_weight(w, kind == 0 ? q_norm : k_norm, pairs, lane);
@@ -77,7 +80,7 @@ __device__ void prepare(const u16* q, const u16* k, const u16* v, int q_stride, 
       if (i < pairs && i * 64 < 2 * half) turn(x, i, c, s, line[warp], half, lane);
   }
   if (kind == 0) {
-    const int group = heads / kv_heads, tile = row >> tile_log2;
+    const int group = heads / kv_heads, tile = (row >> tile_log2) + slot;  // one of them is 0
     const int m = ((head % group) << tile_log2) + (row & ((1 << tile_log2) - 1));
     const int M = group << tile_log2;
     const u64 part = (u64)tile * kv_heads + head / group;
@@ -93,7 +96,7 @@ __device__ void prepare(const u16* q, const u16* k, const u16* v, int q_stride, 
     }
   } else if (position < capacity) {
     const float scale = kind == 1 ? k_scale : v_scale, inverse = __fdiv_rn(1.0f, scale);
-    const u64 at = ((u64)head * capacity + position) * dim / 2 + lane;
+    const u64 at = ((u64)(home * kv_heads + head) * capacity + position) * dim / 2 + lane;
     void* memory = kind == 1 ? k_memory : v_memory;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -103,15 +106,16 @@ __device__ void prepare(const u16* q, const u16* k, const u16* v, int q_stride, 
   }
 }
 
+// blockIdx.z: the slot.
 #define PREPARE(NAME, FP8)                                                                                          \
   extern "C" __global__ void __launch_bounds__(THREADS)                                                             \
       NAME(const u16* q, const u16* k, const u16* v, int q_stride, int k_stride, int v_stride, const float* q_norm, \
            const float* k_norm, const float* cosine, const float* sine, u16* q_out, void* k_memory, void* v_memory, \
-           const int* length, const int* rows_there, int rows, int heads, int kv_heads, int dim, int half,          \
+           const int* control, const int* rows_there, int rows, int heads, int kv_heads, int dim, int half,         \
            int capacity, int tile_log2, int q_step, int columns, float eps, float k_scale, float v_scale) {         \
-    prepare<FP8>(q, k, v, q_stride, k_stride, v_stride, q_norm, k_norm, cosine, sine, q_out, k_memory, v_memory,    \
-                 length, rows_there, rows, heads, kv_heads, dim, half, capacity, tile_log2, q_step, columns, eps,   \
-                 k_scale, v_scale);                                                                                 \
+    prepare<FP8>(blockIdx.z, q, k, v, q_stride, k_stride, v_stride, q_norm, k_norm, cosine, sine, q_out, k_memory,  \
+                 v_memory, control, rows_there, rows, heads, kv_heads, dim, half, capacity, tile_log2, q_step,      \
+                 columns, eps, k_scale, v_scale);                                                                   \
   }
 PREPARE(attend_prepare_fp8, true)
 PREPARE(attend_prepare_bf16, false)
@@ -128,15 +132,16 @@ struct AppendedLayers {
   Appended layer[8];
 };
 
-// blockIdx.z: the layer.
-#define APPEND(NAME, FP8)                                                                                          \
-  extern "C" __global__ void __launch_bounds__(THREADS)                                                            \
-      NAME(const __grid_constant__ AppendedLayers layers, const int* length, const int* rows_there, int rows,      \
-           int kv_heads, int dim, int half, int capacity, float eps) {                                             \
-    const Appended& l = layers.layer[blockIdx.z];                                                                  \
-    prepare<FP8>(nullptr, l.k, l.v, 0, l.k_stride, l.v_stride, nullptr, l.k_norm, l.cosine, l.sine, nullptr,       \
-                 l.k_memory, l.v_memory, length, rows_there, rows, 0, kv_heads, dim, half, capacity, 0, 0, 0, eps, \
-                 l.k_scale, l.v_scale);                                                                            \
+// blockIdx.z: the layer, below `count`, and 8 times the slot.
+#define APPEND(NAME, FP8)                                                                                            \
+  extern "C" __global__ void __launch_bounds__(THREADS)                                                              \
+      NAME(const __grid_constant__ AppendedLayers layers, int count, const int* control, const int* rows_there,      \
+           int rows, int kv_heads, int dim, int half, int capacity, float eps) {                                     \
+    if (blockIdx.z % 8 >= count) return;                                                                             \
+    const Appended& l = layers.layer[blockIdx.z % 8];                                                                \
+    prepare<FP8>(blockIdx.z / 8, nullptr, l.k, l.v, 0, l.k_stride, l.v_stride, nullptr, l.k_norm, l.cosine, l.sine,  \
+                 nullptr, l.k_memory, l.v_memory, control, rows_there, rows, 0, kv_heads, dim, half, capacity, 0, 0, \
+                 0, eps, l.k_scale, l.v_scale);                                                                      \
   }
 APPEND(attend_append_fp8, true)
 APPEND(attend_append_bf16, false)
@@ -256,7 +261,7 @@ __device__ __forceinline__ void multiply_values(float (&o)[MT][D / 32][4], u32 p
 
 template <int D, int MT, bool fp8>
 __device__ void attend(const u16* q, const u8* k_memory, const u8* v_memory, float* partial, float* partial_ml,
-                       u16* out, const u16* gate, const int* length, const int* rows_there, int rows, int tile_log2,
+                       u16* out, const u16* gate, const int* control, const int* rows_there, int rows, int tile_log2,
                        int group, int kv_heads, int row_blocks, int capacity, int window, int flags, int gate_stride,
                        int out_stride, float score_scale, float v_scale) {
   using G = Geometry<D, MT, fp8>;
@@ -269,8 +274,9 @@ __device__ void attend(const u16* q, const u8* k_memory, const u8* v_memory, flo
   float (*largest)[G::rows] = (float (*)[G::rows])(p_tile + G::p_bytes);  // [4][rows]
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int tile = blockIdx.z, first_row = tile << tile_log2;
-  const int start = early_word(length), n = valid_rows(rows_there, rows);  // written long before: no wait is needed
+  const int tile = blockIdx.z, first_row = flags & SEQUENTIAL ? tile << tile_log2 : 0;
+  const int* words = words_of(control, flags & SEQUENTIAL ? 0 : tile);  // written long before: no wait is needed
+  const int start = early_word(words + LENGTH), home = home_of(words), n = valid_rows(rows_there, rows);
   Task t;
   t.kv_head = blockIdx.x / row_blocks, t.block_row = blockIdx.x % row_blocks * G::rows;
   t.M = group << tile_log2, t.p0 = start + first_row, t.keys = min(start + n, capacity);
@@ -280,11 +286,12 @@ __device__ void attend(const u16* q, const u8* k_memory, const u8* v_memory, flo
   const int last = split_of(max(high.stop - 1, 0));
   int split = last - (int)blockIdx.y;  // the long splits start first
   if (flags & SEQUENTIAL) split = split_of(low.first);
-  if (first_row >= n || split < 0 || first_key(split + 1) <= low.first) {
+  if (first_row >= n || home < 0 || split < 0 || first_key(split + 1) <= low.first) {
     if (blockIdx.x + blockIdx.y + blockIdx.z == 0) pdl_wait();  // a kernel with no row at all also ends in turn
     return;
   }
-  t.k = k_memory + (u64)t.kv_head * capacity * D * BYTES, t.v = v_memory + (u64)t.kv_head * capacity * D * BYTES;
+  const u64 stored = (u64)(home * kv_heads + t.kv_head) * capacity * D * BYTES;
+  t.k = k_memory + stored, t.v = v_memory + stored;
 
   int key = max(first_key(split), low.first) / CHUNK * CHUNK;
   int stop = min(first_key(split + 1), high.stop);
@@ -418,7 +425,7 @@ __device__ void attend(const u16* q, const u8* k_memory, const u8* v_memory, flo
         const int r = first_row + (row_m & (tile_rows - 1));
         if (!(flags & SEQUENTIAL)) {
           if (row_m >= t.M) continue;
-          u64 at = ((u64)split * kv_heads + t.kv_head) * t.M + row_m;
+          u64 at = (((u64)split * gridDim.z + tile) * kv_heads + t.kv_head) * t.M + row_m;
           if (warp == 0 && lane % 4 == 0) ((float2*)partial_ml)[at] = make_float2(m[i][h], l[i][h]);
 #pragma unroll
           for (int c = 0; c < G::NT; c += fp8 ? 2 : 1) {
@@ -472,11 +479,11 @@ __device__ void attend(const u16* q, const u8* k_memory, const u8* v_memory, flo
 #define ATTEND(D, MT, FP8, NAME)                                                                                       \
   extern "C" __global__ void __launch_bounds__(32 * WARPS, 2)                                                          \
       NAME##_d##D##_m##MT(const u16* q, const u8* k_memory, const u8* v_memory, float* partial, float* partial_ml,     \
-                          u16* out, const u16* gate, const int* length, const int* rows_there, int rows,               \
+                          u16* out, const u16* gate, const int* control, const int* rows_there, int rows,              \
                           int tile_log2, int group, int kv_heads, int row_blocks, int capacity, int window, int flags, \
                           int gate_stride, int out_stride, float score_scale, float v_scale) {                         \
     constexpr float unit = FP8 ? E4M3_PAIR_SCALE : 1.0f;                                                               \
-    attend<D, MT, FP8>(q, k_memory, v_memory, partial, partial_ml, out, gate, length, rows_there, rows, tile_log2,     \
+    attend<D, MT, FP8>(q, k_memory, v_memory, partial, partial_ml, out, gate, control, rows_there, rows, tile_log2,    \
                        group, kv_heads, row_blocks, capacity, window, flags, gate_stride, out_stride,                  \
                        score_scale * unit, v_scale * unit);                                                            \
   }
@@ -492,32 +499,42 @@ ATTEND(256, 3, true, attend_fp8)
 
 // ---------------------------------------------------------------------------------------------------------- combine
 
-// Folds the live splits of every row in order. A thread has 4 dims of one row and head (tile 0 only: verify, propose).
+// Folds the live splits of every row in order. A thread has 4 dims of one row and head; blockIdx.z: the slot.
 template <bool fp8>
-__device__ void combine(const float* partial, const float* partial_ml, u16* out, const u16* gate, const int* length,
+__device__ void combine(const float* partial, const float* partial_ml, u16* out, const u16* gate, const int* control,
                         int rows, int tile_log2, int group, int kv_heads, int dim, int capacity, int window, int flags,
                         int gate_stride, int out_stride, float v_scale) {
   constexpr float unit = fp8 ? E4M3_PAIR_SCALE : 1.0f;
   v_scale *= unit;
   const int quarter = dim / 4, at = blockIdx.x * THREADS + threadIdx.x, column = at % quarter * 4;
   const int heads = group * kv_heads, head = at / quarter % heads, row = at / quarter / heads;
-  const int start = early_word(length), keys = min(start + rows, capacity), M = group << tile_log2;
+  const int* words = words_of(control, blockIdx.z);
+  const int start = early_word(words + LENGTH), home = home_of(words), tensor_row = blockIdx.z * rows + row;
+  const int keys = min(start + rows, capacity), M = group << tile_log2;
   const View low = view(start, keys, window, flags), high = view(start + (1 << tile_log2) - 1, keys, window, flags);
-  const int kv_head = head / group, m_row = ((head % group) << tile_log2) + row;
+  const int kv_head = head / group, slot_head = blockIdx.z * kv_heads + kv_head, all_heads = gridDim.z * kv_heads;
+  const int m_row = ((head % group) << tile_log2) + row;
   const int first = split_of(low.first), stop = split_of(max(high.stop - 1, 0)) + 1;
   // Gates were written before the two kernels that precede this one.
-  const u16* gates = gate + (u64)row * gate_stride + head * 2 * dim + dim + column;
+  const u16* gates = gate + (u64)tensor_row * gate_stride + head * 2 * dim + dim + column;
   const uint2 open = (flags & GATED) && row < rows ? __ldcg((const uint2*)gates) : make_uint2(0u, 0u);
   pdl_wait();
   pdl_trigger();
   if (row >= rows) return;
+  uint2* to = (uint2*)(out + (u64)tensor_row * out_stride + head * dim + column);
+  if (home < 0) {
+    *to = make_uint2(0u, 0u);
+    return;
+  }
   float m = NEG_INF, l = 0.0f, x[4] = {0.0f, 0.0f, 0.0f, 0.0f};
   for (int split = first; split < stop; split += BATCH) {
     float2 ml[BATCH];
     float4 y[BATCH];
+    int now = split;
+    asm volatile("" : "+r"(now));  // addresses are computed here: kept from batch to batch, they keep loads apart
 #pragma unroll
     for (int i = 0; i < BATCH; i++) {  // all under way together; what is not there changes nothing
-      const u64 place = ((u64)(split + i) * kv_heads + kv_head) * M + m_row;
+      const u64 place = ((u64)(now + i) * all_heads + slot_head) * M + m_row;
       ml[i] = make_float2(NEG_INF, 0.0f), y[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
       if (split + i >= stop) continue;
       asm volatile("ld.global.cg.v4.f32 {%0,%1,%2,%3}, [%4];"
@@ -537,17 +554,17 @@ __device__ void combine(const float* partial, const float* partial_ml, u16* out,
       x[2] = fold_value(x[2], y[i].z, f), x[3] = fold_value(x[3], y[i].w, f);
     }
   }
-  *(uint2*)(out + (u64)row * out_stride + head * dim + column) = make_uint2(
-      result(x[0], x[1], l, v_scale, flags & GATED, open.x), result(x[2], x[3], l, v_scale, flags & GATED, open.y));
+  *to = make_uint2(result(x[0], x[1], l, v_scale, flags & GATED, open.x),
+                   result(x[2], x[3], l, v_scale, flags & GATED, open.y));
 }
 
-#define COMBINE(NAME, FP8)                                                                                        \
-  extern "C" __global__ void __launch_bounds__(THREADS)                                                           \
-      NAME(const float* partial, const float* partial_ml, u16* out, const u16* gate, const int* length, int rows, \
-           int tile_log2, int group, int kv_heads, int dim, int capacity, int window, int flags, int gate_stride, \
-           int out_stride, float v_scale) {                                                                       \
-    combine<FP8>(partial, partial_ml, out, gate, length, rows, tile_log2, group, kv_heads, dim, capacity, window, \
-                 flags, gate_stride, out_stride, v_scale);                                                        \
+#define COMBINE(NAME, FP8)                                                                                         \
+  extern "C" __global__ void __launch_bounds__(THREADS)                                                            \
+      NAME(const float* partial, const float* partial_ml, u16* out, const u16* gate, const int* control, int rows, \
+           int tile_log2, int group, int kv_heads, int dim, int capacity, int window, int flags, int gate_stride,  \
+           int out_stride, float v_scale) {                                                                        \
+    combine<FP8>(partial, partial_ml, out, gate, control, rows, tile_log2, group, kv_heads, dim, capacity, window, \
+                 flags, gate_stride, out_stride, v_scale);                                                         \
   }
 COMBINE(attend_combine_fp8, true)
 COMBINE(attend_combine_bf16, false)

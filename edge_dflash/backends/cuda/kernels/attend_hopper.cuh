@@ -83,9 +83,10 @@ __device__ __forceinline__ Task task_of(int start, int rows, int first_row, int 
 __device__ __forceinline__ void second_width(Task& t, int window, int flags, int most) {
   t.span = span_of(t.between + 1, t.last, width_of(t.last, window, most), t.keys, window, flags);
 }
-// Blocks that share the columns of one block, 32 each, where there are few splits: their time is that of one chunk.
+// Blocks that share the columns of one block, 32 each, where few splits in all slots (of a launch: gridDim.z) leave
+// multiprocessors idle: their time is that of one chunk.
 __device__ __forceinline__ int parts_of(const Task& t, int columns, int most) {
-  return !t.two() && t.slots * (columns / 32) <= most ? columns / 32 : 1;
+  return !t.two() && t.slots * (columns / 32) * gridDim.z <= most ? columns / 32 : 1;
 }
 
 }  // namespace wide
@@ -436,7 +437,7 @@ __device__ __forceinline__ void write_rows(const float* sums, const Rest<N>& res
 
 // All splits in one block, or one block a split. The block's columns are N of ``columns``, part ``part``.
 template <int D, int N, bool sequential>
-__device__ void attend(Task now, int columns, int part, const u16* q, const u8* k_memory, const u8* v_memory,
+__device__ void attend(Task now, int home, int columns, int part, const u16* q, const u8* k_memory, const u8* v_memory,
                        float* partial, float* partial_ml, u16* out, const u16* gate, int tile_log2, int group,
                        int kv_heads, int row_blocks, int capacity, int window, int flags, int most, int gate_stride,
                        int out_stride, float score_scale, float v_scale) {
@@ -449,8 +450,8 @@ __device__ void attend(Task now, int columns, int part, const u16* q, const u8* 
   b.warp = threadIdx.x / 32, b.quarter = b.warp % 4, b.half = b.warp / 4, b.g = lane / 4, b.t = lane % 4;
   b.scale = score_scale;
   auto kv_head = [&] { return again(blockIdx.x) / row_blocks; };
-  auto first_row = [&] { return again(blockIdx.z) << tile_log2; };
-  if (first_row() >= now.rows || (!sequential && now.second() && !now.two())) {
+  auto first_row = [&] { return sequential ? again(blockIdx.z) << tile_log2 : 0; };
+  if (home < 0 || first_row() >= now.rows || (!sequential && now.second() && !now.two())) {
     if (blockIdx.x + blockIdx.y + blockIdx.z == 0) pdl_wait();  // a kernel with no row at all also ends in turn
     return;
   }
@@ -459,7 +460,7 @@ __device__ void attend(Task now, int columns, int part, const u16* q, const u8* 
     if (now.index >= now.slots + now.span.count) return;
   }
   b.keys = now.keys;
-  const u64 offset = (u64)kv_head() * capacity * D;
+  const u64 offset = (u64)(home * kv_heads + kv_head()) * capacity * D;
   b.k_codes = k_memory + offset, b.v_codes = v_memory + offset;
 
   int key, end, stop, clear_first, clear_stop;  // a chunk within [clear_first, clear_stop) is seen by all rows
@@ -539,7 +540,8 @@ __device__ void attend(Task now, int columns, int part, const u16* q, const u8* 
       const float sum = m < N ? __fadd_rn(b.rest->sums[0][m], b.rest->sums[1][m]) : 0.0f;
       const float base = m < N && b.rest->base[m] != NONE ? __fmul_rn(b.rest->base[m], score_scale) : NONE;
       if constexpr (!sequential) {
-        const u64 at = ((u64)b.rest->task.index * gridDim.x + again(blockIdx.x)) * columns + part * N;
+        const int split = b.rest->task.index * gridDim.z + again(blockIdx.z);
+        const u64 at = ((u64)split * gridDim.x + again(blockIdx.x)) * columns + part * N;
         if (m < N) ((float2*)partial_ml)[at + m] = make_float2(base, sum);
         float4* to = (float4*)(partial + at * D) + threadIdx.x;
 #pragma unroll
@@ -604,22 +606,23 @@ __device__ void attend(Task now, int columns, int part, const u16* q, const u8* 
 #define WIDE_KERNEL(NAME, D, N, SEQUENTIALLY)                                                                          \
   extern "C" __global__ void __launch_bounds__(wide::THREADS, 1)                                                       \
       NAME##_d##D##_n##N(const u16* q, const u8* k_memory, const u8* v_memory, float* partial, float* partial_ml,      \
-                         u16* out, const u16* gate, const int* length, const int* rows_there, int rows, int tile_log2, \
-                         int group, int kv_heads, int row_blocks, int capacity, int window, int flags, int most,       \
-                         int gate_stride, int out_stride, float score_scale, float v_scale) {                          \
-    const int first_row = blockIdx.z << tile_log2;                                                                     \
-    wide::Task task = wide::task_of(early_word(length), valid_rows(rows_there, rows), first_row, tile_log2, capacity,  \
-                                    window, flags, most);                                                              \
+                         u16* out, const u16* gate, const int* control, const int* rows_there, int rows,               \
+                         int tile_log2, int group, int kv_heads, int row_blocks, int capacity, int window, int flags,  \
+                         int most, int gate_stride, int out_stride, float score_scale, float v_scale) {                \
+    const int* words = words_of(control, SEQUENTIALLY ? 0 : blockIdx.z);                                               \
+    const int first_row = SEQUENTIALLY ? blockIdx.z << tile_log2 : 0, home = home_of(words);                           \
+    wide::Task task = wide::task_of(early_word(words + LENGTH), valid_rows(rows_there, rows), first_row, tile_log2,    \
+                                    capacity, window, flags, most);                                                    \
     const int parts = SEQUENTIALLY ? 1 : wide::parts_of(task, N, most);                                                \
     task.index = SEQUENTIALLY ? 0 : blockIdx.y / parts;                                                                \
     if (N > 32 && parts > 1)                                                                                           \
-      wide::attend<D, 32, SEQUENTIALLY>(task, N, blockIdx.y % parts, q, k_memory, v_memory, partial, partial_ml, out,  \
-                                        gate, tile_log2, group, kv_heads, row_blocks, capacity, window, flags, most,   \
-                                        gate_stride, out_stride, score_scale, v_scale);                                \
+      wide::attend<D, 32, SEQUENTIALLY>(task, home, N, blockIdx.y % parts, q, k_memory, v_memory, partial, partial_ml, \
+                                        out, gate, tile_log2, group, kv_heads, row_blocks, capacity, window, flags,    \
+                                        most, gate_stride, out_stride, score_scale, v_scale);                          \
     else                                                                                                               \
-      wide::attend<D, N, SEQUENTIALLY>(task, N, 0, q, k_memory, v_memory, partial, partial_ml, out, gate, tile_log2,   \
-                                       group, kv_heads, row_blocks, capacity, window, flags, most, gate_stride,        \
-                                       out_stride, score_scale, v_scale);                                              \
+      wide::attend<D, N, SEQUENTIALLY>(task, home, N, 0, q, k_memory, v_memory, partial, partial_ml, out, gate,        \
+                                       tile_log2, group, kv_heads, row_blocks, capacity, window, flags, most,          \
+                                       gate_stride, out_stride, score_scale, v_scale);                                 \
   }
 WIDE(128, 32)
 WIDE(128, 64)
@@ -631,13 +634,14 @@ WIDE(256, 96)
 #undef WIDE_KERNEL
 
 // Folds the splits of every row in order. A thread has what one thread of a splits block had of one column pair: two
-// dims of two rows.
+// dims of two rows. blockIdx.z: the slot.
 extern "C" __global__ void __launch_bounds__(wide::THREADS)
-    attend_wide_combine(const float* partial, const float* partial_ml, u16* out, const u16* gate, const int* length,
+    attend_wide_combine(const float* partial, const float* partial_ml, u16* out, const u16* gate, const int* control,
                         int rows, int tile_log2, int group, int columns, int row_blocks, int dim, int capacity,
                         int window, int flags, int most, int gate_stride, int out_stride, float v_scale) {
   constexpr int BATCH = 16;
-  const int start = early_word(length);
+  const int* words = words_of(control, blockIdx.z);
+  const int start = early_word(words + LENGTH), home = home_of(words);
   wide::Task task = wide::task_of(start, rows, 0, tile_log2, capacity, window, flags, most);
   const int parts = wide::parts_of(task, columns, most), stacks = columns / 8 / parts;  // column eights of a block
   if (task.two()) wide::second_width(task, window, flags, most);
@@ -646,23 +650,31 @@ extern "C" __global__ void __launch_bounds__(wide::THREADS)
   const int part = cell / (dim / 128 * stacks), tile = cell / stacks % (dim / 128);
   const int column = (part * stacks + cell % stacks) * 8 + lane % 4 * 2, row_m = block % row_blocks * columns + column;
   const int at_dim = tile * 64 + threadIdx.x / 128 * (dim / 2) + threadIdx.x / 32 % 4 * 16 + lane / 4 * 2;
-  const int row = row_m & ((1 << tile_log2) - 1), head = block / row_blocks * group + (row_m >> tile_log2);
+  const int row = row_m & ((1 << tile_log2) - 1), tensor_row = blockIdx.z * rows + row,
+            head = block / row_blocks * group + (row_m >> tile_log2);
   u32 open[2] = {0u, 0u};
   const bool there = row_m < group << tile_log2;
   // Gates were written before the two kernels that precede this one.
 #pragma unroll
   for (int e = 0; e < 2; e++)
     if ((flags & GATED) && there && row + e < rows)
-      open[e] = __ldcg((const u32*)(gate + (u64)(row + e) * gate_stride + head * 2 * dim + dim + at_dim));
+      open[e] = __ldcg((const u32*)(gate + (u64)(tensor_row + e) * gate_stride + head * 2 * dim + dim + at_dim));
   pdl_wait();
   pdl_trigger();
   if (!there) return;
+  u16* to = out + (u64)tensor_row * out_stride + head * dim + at_dim;
+  if (home < 0) {
+#pragma unroll
+    for (int e = 0; e < 2; e++)
+      if (row + e < rows) *(u32*)(to + e * out_stride) = 0u;
+    return;
+  }
   float m[2] = {NEG_INF, NEG_INF}, l[2] = {0.0f, 0.0f}, x[4] = {0.0f, 0.0f, 0.0f, 0.0f};
   for (int split = 0; split < stops; split += BATCH) {
     float4 ml[BATCH], y[BATCH];
 #pragma unroll
     for (int i = 0; i < BATCH; i++) {  // all under way together; what is not there changes nothing
-      const u64 place = ((u64)(split + i) * gridDim.y + block) * columns;
+      const u64 place = ((u64)((split + i) * gridDim.z + blockIdx.z) * gridDim.y + block) * columns;
       ml[i] = make_float4(NEG_INF, 0.0f, NEG_INF, 0.0f), y[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
       if (split + i >= stops) continue;
       asm volatile("ld.global.cg.v4.f32 {%0,%1,%2,%3}, [%4];"
@@ -684,8 +696,6 @@ extern "C" __global__ void __launch_bounds__(wide::THREADS)
   }
 #pragma unroll
   for (int e = 0; e < 2; e++)
-    if (row + e < rows)
-      *(u32*)(out + (u64)(row + e) * out_stride + head * dim + at_dim) =
-          result(x[e], x[2 + e], l[e], v_scale, flags & GATED, open[e]);
+    if (row + e < rows) *(u32*)(to + e * out_stride) = result(x[e], x[2 + e], l[e], v_scale, flags & GATED, open[e]);
 }
 #endif

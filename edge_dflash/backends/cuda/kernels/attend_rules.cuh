@@ -1,6 +1,6 @@
 // What every attention kernel does alike: the keys that a row sees, how partial results are folded, what is written.
 #pragma once
-#include "prelude.cuh"
+#include "control.cuh"
 
 static constexpr int FAR = 0x3fffffff;
 enum Flags { BIDIRECTIONAL = 1, SEQUENTIAL = 2, GATED = 4 };

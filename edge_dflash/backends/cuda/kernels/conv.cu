@@ -1,4 +1,5 @@
-// DFlash2's grouped dynamic convolution over the rows of a block, with what follows it: the residual and the next RMS norm.
+// DFlash2's grouped dynamic convolution over the rows of a block in each slot, with what follows it: the residual and the
+// next RMS norm.
 #include "blocks.cuh"
 #include "norm.cuh"
 
@@ -17,12 +18,13 @@ struct Conv {           // mirrored by conv._Conv
   float eps;
 };
 
-// One pair of columns of a row: sum over taps t, in order, of (base[t] + c[row, t]) * u[row - t].
-__device__ __forceinline__ u32 convolved(const Conv& v, int row, int i) {
+// One pair of columns of a row: sum over taps t, in order, of (base[t] + c[row, t]) * u[row - t], of rows of its block;
+// `before` lie there before it.
+__device__ __forceinline__ u32 convolved(const Conv& v, int row, int before, int i) {
   const int low = 2 * i / v.group, high = (2 * i + 1) / v.group, groups = v.columns / v.group;
   float x = 0.0f, y = 0.0f;
 #pragma unroll 2
-  for (int t = 0; t < v.taps && t <= row; t++) {
+  for (int t = 0; t < v.taps && t <= before; t++) {
     const float2 base = *(const float2*)(v.base + t * v.columns + 2 * i);
     const u16* c = v.c + (u64)row * v.c_stride + t * groups;
     const u32 u = *(const u32*)(v.u + (u64)(row - t) * v.u_stride + 2 * i);
@@ -33,15 +35,16 @@ __device__ __forceinline__ u32 convolved(const Conv& v, int row, int i) {
 }
 
 // out = bf16(conv), or bf16(residual + bf16(conv)), and its norm in the order of the kernel rms_norm, bit for bit. Blocks
-// (rows, parts of the columns), one part where there is a norm; columns is even. Dynamic shared memory: 2 * columns bytes.
+// (rows of a block, parts of the columns, slots), one part where there is a norm; columns is even. Dynamic shared memory:
+// 2 * columns bytes.
 extern "C" __global__ void __launch_bounds__(THREADS) conv_rows(const __grid_constant__ Conv v) {
   extern __shared__ u32 kept[];
   __shared__ float sums[NORM_THREADS / 32];
-  const int row = blockIdx.x, pairs = v.columns / 2;
+  const int row = blockIdx.z * gridDim.x + blockIdx.x, pairs = v.columns / 2;
   pdl_wait();
   pdl_trigger();
   for (int i = blockIdx.y * THREADS + threadIdx.x; i < pairs; i += gridDim.y * THREADS) {
-    u32 y = convolved(v, row, i);
+    u32 y = convolved(v, row, blockIdx.x, i);
     if (v.residual) {
       const u32 before = *(const u32*)(v.residual + (u64)row * v.residual_stride + 2 * i);
       y = pack_bf16(__fadd_rn(bf16_low(before), bf16_low(y)), __fadd_rn(bf16_high(before), bf16_high(y)));

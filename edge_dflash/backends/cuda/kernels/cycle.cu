@@ -11,40 +11,54 @@ __device__ __forceinline__ u64 now() {
   return t;
 }
 
-// ids = [anchor, mask...] when drafts is null, else [anchor, drafts...]. One warp.
-extern "C" __global__ void cycle_ids(const int* control, const int* drafts, int* ids, int rows, int mask, u64* clock) {
+// ids [slots, rows] = [anchor, mask...] when drafts is null, else [anchor, drafts...]. A slot's drafts are `apart` words
+// from the next one's. Each block is a slot, one warp.
+extern "C" __global__ void cycle_ids(const int* control, const int* drafts, int* ids, int rows, int mask, u64* clock,
+                                     int apart) {
+  const int slot = blockIdx.x;
+  control += slot * CONTROL_WORDS, ids += slot * rows;
+  if (drafts) drafts += slot * apart;
   pdl_wait();
   pdl_trigger();
   for (int i = threadIdx.x; i < rows; i += 32) ids[i] = i == 0 ? control[ANCHOR] : drafts ? drafts[i - 1] : mask;
-  if (threadIdx.x == 0 && clock) *clock = now();
+  if (threadIdx.x == 0 && slot == 0 && clock) *clock = now();
 }
 
-// Acceptance and commit of a block of ``rows`` <= 32, of which the first *valid count, if it is given. n is the longest
-// prefix with drafts[i] == choices[i], or pattern[cycle % patterns] when there is one (benchmarks), but at most all
-// drafts. Commits n + 1 rows: LENGTH and PENDING move, choices[n] becomes ANCHOR. clock: of propose, of verify, cycles so
-// far. result, in the host's memory: n, drafts that counted, two unused, the choices, and then the clocks of propose, verify and accept.
+// Acceptance and commit of a block of ``rows`` <= 32 in each slot, of which the first *valid count, if it is given. n is
+// the longest prefix with drafts[i] == choices[i], or pattern[cycle % patterns] when there is one (benchmarks), but at
+// most all drafts. Commits n + 1 rows: LENGTH and PENDING move, choices[n] becomes ANCHOR. Nothing in an idle slot.
+// clock: of propose, of verify, and with a pattern the cycles of each lane so far. result [slots], in the host's memory: n,
+// drafts that counted, two unused, the choices, and then the clocks of propose, verify and accept. Each block is a slot.
+static constexpr int RESULT_WORDS = 4 + 32 + 6;
 extern "C" __global__ void cycle_accept(const int* drafts, const int* choices, int rows, int* control, int* result,
-                                        u64* clock, const int* pattern, int patterns, const int* valid) {
+                                        u64* clock, const int* pattern, int patterns, const int* valid, int apart,
+                                        int valid_apart) {
+  const int t = threadIdx.x, slot = blockIdx.x;
+  control += slot * CONTROL_WORDS, drafts += slot * apart, choices += slot * rows, result += slot * RESULT_WORDS;
   pdl_wait();
   pdl_trigger();
-  const int lane = threadIdx.x, last = (valid ? *valid : rows) - 1;
-  const bool differs = lane >= last || drafts[lane] != choices[lane];
-  const u64 cycle = clock[2];
-  const int accepted = patterns ? min(pattern[cycle % patterns], last) : __ffs(__ballot_sync(ALL, differs)) - 1;
-  if (lane < rows) result[4 + lane] = choices[lane];
-  if (lane) return;
-  control[LENGTH] += accepted + 1, control[PENDING] = accepted + 1, control[ANCHOR] = choices[accepted];
-  result[0] = accepted, result[1] = last, clock[2] = cycle + 1;
+  const int lane = control[LANE], length = control[LENGTH];
+  const int last = (valid ? valid[slot * valid_apart] : rows) - 1;
+  const bool differs = t >= last || drafts[t] != choices[t];
+  int accepted = __ffs(__ballot_sync(ALL, differs)) - 1;
+  if (lane < 0) return;
+  if (t < rows) result[4 + t] = choices[t];
+  if (t) return;
+  if (patterns) accepted = min(pattern[clock[2 + lane]++ % patterns], last);
+  control[LENGTH] = length + accepted + 1, control[PENDING] = accepted + 1, control[ANCHOR] = choices[accepted];
+  result[0] = accepted, result[1] = last;
   u64* times = (u64*)(result + 4 + 32);
   times[0] = clock[0], times[1] = clock[1], times[2] = now();
 }
 
-// State of the sequence as the host has it.
-extern "C" __global__ void cycle_set(int* control, int length, int pending, int rows, int anchor) {
+// What slots work on, as the host has it: the blocks of those whose bit is set. A thread a word.
+struct Blocks {  // mirrored by small._Blocks
+  int words[MOST_SLOTS * CONTROL_WORDS];
+};
+extern "C" __global__ void cycle_set(int* control, const __grid_constant__ Blocks blocks, u32 slots) {
   pdl_wait();
   pdl_trigger();
-  if (threadIdx.x) return;
-  control[LENGTH] = length, control[PENDING] = pending, control[ROWS] = rows, control[ANCHOR] = anchor;
+  if (slots >> threadIdx.x / CONTROL_WORDS & 1) control[threadIdx.x] = blocks.words[threadIdx.x];
 }
 
 // BF16 columns that are moved; strides in elements.

@@ -1,16 +1,18 @@
 // The gated delta layer of one pass: prepare (convolution, norms, gates of pending and own rows), recurrence, gated norm.
 //
-// S [Hv, Dk, Dv] FP32 and history [K-1, C] BF16 (oldest first) hold the base. The tape holds the rows of the last
-// verify: u [rows, C] BF16, g and beta [rows, Hv] FP32; its first `pending` rows are committed but not in S. A pass
-// replays them, then runs its own rows with the same instructions, so replayed bits equal first-run bits. S is read
-// once and written once: after the replay, or after the own rows when the pass commits (prefill). With no own rows
-// the same kernels are a flush.
+// S [lanes, Hv, Dk, Dv] FP32 and history [lanes, K-1, C] BF16 (oldest first) hold the base. The tape holds the rows of the
+// last verify: u [lanes, rows, C] BF16, g and beta [lanes, rows, Hv] FP32; of a lane the first `pending` rows are committed
+// but not in S. A pass replays them, then runs its own rows with the same instructions, so replayed bits equal first-run
+// bits. S is read once and written once: after the replay, or after the own rows when the pass commits (prefill). With no
+// own rows the same kernels are a flush. A verify has own rows in each of its slots (blockIdx.z, control.cuh); prefill and
+// flush are of one slot.
 //
 // Columns of S are independent. Two paths give the same bits: three kernels with scratch between them (prefill, and every
 // arch and shape: delta_rows.cuh), and one kernel whose clusters of two blocks are the heads (verify and flush of 128-wide
 // heads: delta_cluster.cuh).
 #include "blocks.cuh"
 #include "cluster.cuh"
+#include "control.cuh"
 
 static constexpr int TAPS = 4;   // longest convolution; shorter ones have leading zeros
 static constexpr int PARTS = 8;  // partial sums of an output that the recurrence leaves

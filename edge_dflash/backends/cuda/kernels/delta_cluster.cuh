@@ -291,8 +291,8 @@ __device__ __forceinline__ void prepare(const Head& h, OwnRow* to, const RawOwn*
   }
 }
 
-// Grid [Hv, 2]. A warp prepares rows, then has 8 columns; the last warp has the gates, and writes S and the tape beside
-// the rows' recurrence. Each block prepares the whole of q and k; the two share their sums of squares.
+// Grid [Hv, 2, slots]. A warp prepares rows, then has 8 columns; the last warp has the gates, and writes S and the tape
+// beside the rows' recurrence. Each block prepares the whole of q and k; the two share their sums of squares.
 //
 // Before griddepcontrol.wait the kernel reads S, the history and the tape, prepares the pending rows and replays them.
 // These were written by this layer's last pass, and a kernel that waits before it triggers lies between (prelude.cuh), so
@@ -300,21 +300,34 @@ __device__ __forceinline__ void prepare(const Head& h, OwnRow* to, const RawOwn*
 // blocks may even read different hints; a wrong one costs time only.
 //
 // q and k of the tape and of the history belong to all blocks of a key head: the last of them to have read them writes
-// them. No fence is needed: what a block has read has returned before the barrier that its arrival follows. arrived [Hk]
-// counts, and is zero again afterwards. v of a block's columns is its own. g and beta are the head's: its first block
-// writes them after the other's message.
+// them. No fence is needed: what a block has read has returned before the barrier that its arrival follows. arrived
+// [slots, Hk] counts, and is zero again afterwards. v of a block's columns is its own. g and beta are the head's: its
+// first block writes them after the other's message.
 extern "C" __global__ void __cluster_dims__(1, CLUSTER, 1) __launch_bounds__((WARPS + 1) * 32, 2)
     delta_verify(const u16* qkv, const u16* z, const u16* a, const u16* b, int qkv_stride, int z_stride, int a_stride,
                  int b_stride, const float* conv, const float* a_log, const float* dt_bias, const float* norm,
                  float* state, u16* history, u16* tape_u, float* tape_g, float* tape_beta, int* arrived, u16* out,
-                 const int* pending_there, int own, int tape_rows, int hk, int hv, int out_stride, float eps) {
+                 const int* control, int lanes, int own, int tape_rows, int hk, int hv, int out_stride, float eps) {
   extern __shared__ uint4 dynamic[];
   Head& h = *(Head*)dynamic;
-  const int seen = min(early_word(pending_there), BLOCK);  // a hint, and not the same one for all threads
+  const int* words = words_of(control, blockIdx.z);
+  const int seen = min(early_word(words + PENDING), BLOCK);  // a hint, and not the same one for all threads
+  const int home = home_of(words, lanes), first_row = blockIdx.z * own;
   const int head = blockIdx.x, rank = blockIdx.y, key_head = head / (hv / hk);
   const int warp = __shfl_sync(ALL, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
   const bool helper = warp == WARPS;
   const int channels = 2 * hk * D + hv * D;
+  if (home < 0) {
+    pdl_wait();
+    pdl_trigger();
+#pragma unroll 1
+    for (int r = threadIdx.x / 32; r < own; r += WARPS + 1)
+      *(u32*)(out + element_at(out_stride, first_row + r, head * D + rank * WIDE + lane * 2)) = 0u;
+    return;
+  }
+  state += (u64)home * hv * D * D, history += (u64)home * BEFORE * channels;
+  tape_u += (u64)home * tape_rows * channels;
+  const int gates = home * tape_rows * hv + head;  // of the tape's first row
   const Channels at{key_head * D, (hk + key_head) * D, 2 * hk * D + head * D + rank * WIDE};
   const Line line{history, tape_u, qkv, BLOCK, channels, qkv_stride, TAPS};
   const Tile tile{h.tile, state + (u64)head * D * D + rank * WIDE};
@@ -324,7 +337,7 @@ extern "C" __global__ void __cluster_dims__(1, CLUSTER, 1) __launch_bounds__((WA
   float tape_gate[2] = {0.0f, 0.0f};    // a row of the tape a lane of the last warp: g, beta
   auto fetch_rest = [&](int pending) {  // what depends on the number of pending rows
     if (helper) {
-      const int i = lane * hv + head;
+      const int i = gates + lane * hv;
       if (lane < pending) tape_gate[0] = __ldcg(tape_g + i), tape_gate[1] = __ldcg(tape_beta + i);
       return;
     }
@@ -380,14 +393,15 @@ extern "C" __global__ void __cluster_dims__(1, CLUSTER, 1) __launch_bounds__((WA
   pdl_wait();
   pdl_trigger();
 
-  const int pending = min(__ldcg(pending_there), BLOCK);
+  const int pending = min(__ldcg(words + PENDING), BLOCK);
   u16 a_raw = 0, b_raw = 0;
-  if (helper && lane < own) a_raw = a[(u64)lane * a_stride + head], b_raw = b[(u64)lane * b_stride + head];
+  if (helper && lane < own)
+    a_raw = a[(u64)(first_row + lane) * a_stride + head], b_raw = b[(u64)(first_row + lane) * b_stride + head];
 #pragma unroll
   for (int i = 0; i < 2; i++) {
     const int r = warp + i * WARPS;
     if (helper || r >= own) continue;
-    at.fetch(&h.raw[BEFORE + r], qkv + (u64)r * qkv_stride);
+    at.fetch(&h.raw[BEFORE + r], qkv + (u64)(first_row + r) * qkv_stride);
   }
   copy_commit();
   copy_wait<0>();
@@ -413,7 +427,7 @@ extern "C" __global__ void __cluster_dims__(1, CLUSTER, 1) __launch_bounds__((WA
   cluster_wait();
   if (helper) {
     int arrivals = 0;
-    if (lane == 0) arrivals = atomicAdd(arrived + key_head, 1);
+    if (lane == 0) arrivals = atomicAdd(arrived + blockIdx.z * hk + key_head, 1);
     if (pending > 0) tile.flush();
 #pragma unroll 4
     for (int r = lane / 8; r < own; r += 4)
@@ -426,12 +440,12 @@ extern "C" __global__ void __cluster_dims__(1, CLUSTER, 1) __launch_bounds__((WA
       for (int r = 0; r < own; r++) at.write(tape_u + (u64)r * channels, h.raw[BEFORE + r]);
       if (pending > 0)
         for (int n = 0; n < BEFORE; n++) at.write(history + (u64)n * channels, h.raw[n]);
-      if (lane == 0) arrived[key_head] = 0;
+      if (lane == 0) arrived[blockIdx.z * hk + key_head] = 0;
     }
     if (own > 0) barrier_wait_cluster(shared_address(&h.squares_there), 0);
     if (rank == 0 && lane < own) {
-      tape_g[lane * hv + head] = h.rows[lane].g;
-      tape_beta[lane * hv + head] = h.rows[lane].beta;
+      tape_g[gates + lane * hv] = h.rows[lane].g;
+      tape_beta[gates + lane * hv] = h.rows[lane].beta;
     }
     return;
   }
@@ -442,7 +456,8 @@ extern "C" __global__ void __cluster_dims__(1, CLUSTER, 1) __launch_bounds__((WA
   u32 z_raw[2] = {0u, 0u};
 #pragma unroll
   for (int i = 0; i < 2; i++)
-    if (warp + i * WARPS < own) z_raw[i] = __ldcg((const u32*)(z + (u64)(warp + i * WARPS) * z_stride + column));
+    if (warp + i * WARPS < own)
+      z_raw[i] = __ldcg((const u32*)(z + (u64)(first_row + warp + i * WARPS) * z_stride + column));
   named_barrier<WARPS * 32>(1);
   float2 o[2];
   float squares[2];
@@ -467,7 +482,7 @@ extern "C" __global__ void __cluster_dims__(1, CLUSTER, 1) __launch_bounds__((WA
   for (int i = 0; i < 2; i++) {
     const int r = warp + i * WARPS;
     if (r < own)
-      *(u32*)(out + element_at(out_stride, r, column)) =
+      *(u32*)(out + element_at(out_stride, first_row + r, column)) =
           gated_norm(o[i], __fadd_rn(squares[i], h.squares[r]), D, eps, weight, gate[i]);
   }
 }

@@ -1,7 +1,7 @@
 // The gated delta layer as three kernels with scratch between them: prepare, recurrence, gated norm. Prefill on every
 // device, and verify and flush where no clusters are. Bits are those of delta_verify.
 //
-// Scratch, FP32; row t of pending then own rows, `most` rows a head:
+// Scratch of a slot, FP32; row t of pending then own rows, `most` rows a head:
 //   gate [Hv, most]          decay exp(g), beta, g, unused
 //   kq   [Hk, most, 2, Dk]   key, query
 //   v    [Hv, Dv / 16, most, 16]
@@ -23,6 +23,7 @@ struct Scratch {
   int most;
 };
 __device__ __forceinline__ Scratch scratch_at(float* base, int most, int hk, int hv, int dk, int dv) {
+  base += (u64)blockIdx.z * most * (hv * 4 + hk * dk * 2 + hv * dv * 2);
   Scratch s;
   s.most = most;
   s.gate = (float4*)base;
@@ -73,19 +74,26 @@ __device__ __forceinline__ void prepare_head(int dim, const Line& line, const fl
 }
 
 // One warp per PREPARE_ROWS rows (pending, then own; blockIdx.y) and head: Hk queries, Hk keys, Hv values.
-extern "C" __global__ void __launch_bounds__(PREPARE_WARPS * 32)
+extern "C" __global__ void __launch_bounds__(PREPARE_WARPS * 32, 4)
     delta_prepare(const u16* qkv, const u16* a, const u16* b, int qkv_stride, int a_stride, int b_stride,
                   const float* conv, const float* a_log, const float* dt_bias, const u16* history, const u16* tape_u,
-                  const float* tape_g, const float* tape_beta, float* scratch, const int* pending_there,
-                  const int* rows_there, int rows, int most_rows, int hk, int hv, int dk, int dv, int taps) {
+                  const float* tape_g, const float* tape_beta, float* scratch, const int* control,
+                  const int* rows_there, int rows, int lanes, int tape_rows, int most_rows, int hk, int hv, int dk,
+                  int dv, int taps) {
   pdl_wait();
   pdl_trigger();
+  const int* words = words_of(control, blockIdx.z);
+  const int home = home_of(words, lanes), first_row = blockIdx.z * rows, channels = 2 * hk * dk + hv * dv;
+  if (home < 0) return;
+  history += (u64)home * (taps - 1) * channels, tape_u += (u64)home * tape_rows * channels;
+  tape_g += home * tape_rows * hv, tape_beta += home * tape_rows * hv;
+  qkv += (u64)first_row * qkv_stride, a += (u64)first_row * a_stride, b += (u64)first_row * b_stride;
   const int slot = blockIdx.x * PREPARE_WARPS + threadIdx.x / 32, first = blockIdx.y * PREPARE_ROWS;
   const int lane = threadIdx.x % 32;
-  const int pending = *pending_there, own = own_rows(rows_there, rows), stop = min(first + PREPARE_ROWS, pending + own);
+  const int pending = words[PENDING], own = own_rows(rows_there, rows), stop = min(first + PREPARE_ROWS, pending + own);
   if (slot >= 2 * hk + hv || first >= stop) return;
   const Scratch s = scratch_at(scratch, most_rows, hk, hv, dk, dv);
-  const Line line{history, tape_u, qkv, pending, 2 * hk * dk + hv * dv, qkv_stride, taps};
+  const Line line{history, tape_u, qkv, pending, channels, qkv_stride, taps};
   if (slot < 2 * hk) {
     const bool query = slot < hk;
     const u64 head = (u64)(slot % hk) * s.most * 2 + query;
@@ -240,7 +248,7 @@ __device__ __forceinline__ void load_stage(Stage<DK>& to, const float* kq, const
 }
 static_assert(STAGE * COLUMNS / 4 <= THREADS, "a thread copies one piece of the values");
 
-// Base of the convolution and the tape after this pass, by all blocks. A thread owns whole channel pairs;
+// Base of the convolution and the tape after this pass, by all blocks of a slot. A thread owns whole channel pairs;
 // prepare has read them.
 __device__ __forceinline__ void write_tape(const Line& line, u16* history, u16* tape_u, float* tape_g, float* tape_beta,
                                            const Scratch& s, int own, int hv, bool commits) {
@@ -259,13 +267,15 @@ __device__ __forceinline__ void write_tape(const Line& line, u16* history, u16* 
     }
     if (commits) continue;
     for (int first = 0; first < own; first += TAPE_ROWS) {
+      int stride = line.own_stride, channels = line.channels;
+      asm volatile("" : "+r"(stride), "+r"(channels));  // addresses are computed here: registers are dearer
       u32 u[TAPE_ROWS];  // all loads under way before the first store, which the compiler must assume to alias
 #pragma unroll
       for (int r = 0; r < TAPE_ROWS; r++)
-        if (first + r < own) u[r] = *(const u32*)(line.own + (u64)(first + r) * line.own_stride + c);
+        if (first + r < own) u[r] = *(const u32*)(line.own + (u64)(first + r) * stride + c);
 #pragma unroll
       for (int r = 0; r < TAPE_ROWS; r++)
-        if (first + r < own) *(u32*)(tape_u + (u64)(first + r) * line.channels + c) = u[r];
+        if (first + r < own) *(u32*)(tape_u + (u64)(first + r) * channels + c) = u[r];
     }
   }
   if (commits) return;
@@ -277,16 +287,24 @@ __device__ __forceinline__ void write_tape(const Line& line, u16* history, u16* 
 
 static_assert(sizeof(Shared<128>) == 46368, "as delta.py");
 
-// Grid [Hv, Dv / COLUMNS].
+// Grid [Hv, Dv / COLUMNS, slots].
 template <int DK>
 __device__ void recurrence(float* state, u16* history, u16* tape_u, float* tape_g, float* tape_beta, float* scratch,
-                           const u16* qkv, const int* pending_there, const int* rows_there, int rows, int most_rows,
-                           int hk, int hv, int dv, int taps, int qkv_stride, int commits) {
+                           const u16* qkv, const int* control, const int* rows_there, int rows, int lanes,
+                           int tape_rows, int most_rows, int hk, int hv, int dv, int taps, int qkv_stride,
+                           int commits) {
   extern __shared__ uint4 stages_and_parts[];
   Shared<DK>& shared = *(Shared<DK>*)stages_and_parts;
-  const int head = blockIdx.x, column = blockIdx.y * COLUMNS;
+  const int head = blockIdx.x, column = blockIdx.y * COLUMNS, channels = 2 * hk * DK + hv * dv;
   // S and the control words were written before the kernel that precedes this one (see prelude.cuh).
-  const int pending = early_word(pending_there), own = own_rows(rows_there, rows), total = pending + own;
+  const int* words = words_of(control, blockIdx.z);
+  const int pending = early_word(words + PENDING), own = own_rows(rows_there, rows), total = pending + own;
+  const int home = home_of(words, lanes);
+  if (home < 0) {
+    pdl_wait();
+    return;
+  }
+  state += (u64)home * hv * DK * dv;
   const Scratch there = scratch_at(scratch, most_rows, hk, hv, DK, dv);
   const float* kq = there.kq + (u64)(head / (hv / hk)) * there.most * 2 * DK;
   const float* v = there.v + ((u64)head * (dv / COLUMNS) + blockIdx.y) * there.most * COLUMNS;
@@ -298,7 +316,9 @@ __device__ void recurrence(float* state, u16* history, u16* tape_u, float* tape_
   pdl_trigger();
   if (total == 0) return;
   load_stage<DK>(shared.stages[0], kq, v, gate, 0);
-  const Line line{history, tape_u, qkv, pending, 2 * hk * DK + hv * dv, qkv_stride, taps};
+  history += (u64)home * (taps - 1) * channels, tape_u += (u64)home * tape_rows * channels;
+  tape_g += home * tape_rows * hv, tape_beta += home * tape_rows * hv, qkv += (u64)blockIdx.z * rows * qkv_stride;
+  const Line line{history, tape_u, qkv, pending, channels, qkv_stride, taps};
   write_tape(line, history, tape_u, tape_g, tape_beta, there, own, hv, commits);
   for (int first = 0; first < total; first += STAGE) {
     const int next = first + STAGE;
@@ -324,24 +344,26 @@ __device__ void recurrence(float* state, u16* history, u16* tape_u, float* tape_
   if (commits) slice.store(place, dv);
 }
 
-#define RECURRENCE(DK)                                                                                                 \
-  extern "C" __global__ void __launch_bounds__(THREADS)                                                                \
-      delta_recurrence_k##DK(float* state, u16* history, u16* tape_u, float* tape_g, float* tape_beta, float* scratch, \
-                             const u16* qkv, const int* pending_there, const int* rows_there, int rows, int most_rows, \
-                             int hk, int hv, int dv, int taps, int qkv_stride, int commits) {                          \
-    recurrence<DK>(state, history, tape_u, tape_g, tape_beta, scratch, qkv, pending_there, rows_there, rows,           \
-                   most_rows, hk, hv, dv, taps, qkv_stride, commits);                                                  \
+// Threads; and blocks of a multiprocessor, where registers would be the limit.
+#define RECURRENCE(DK, ...)                                                                                         \
+  extern "C" __global__ void __launch_bounds__(__VA_ARGS__) delta_recurrence_k##DK(                                 \
+      float* state, u16* history, u16* tape_u, float* tape_g, float* tape_beta, float* scratch, const u16* qkv,     \
+      const int* control, const int* rows_there, int rows, int lanes, int tape_rows, int most_rows, int hk, int hv, \
+      int dv, int taps, int qkv_stride, int commits) {                                                              \
+    recurrence<DK>(state, history, tape_u, tape_g, tape_beta, scratch, qkv, control, rows_there, rows, lanes,       \
+                   tape_rows, most_rows, hk, hv, dv, taps, qkv_stride, commits);                                    \
   }
-RECURRENCE(32)
-RECURRENCE(64)
-RECURRENCE(128)
+RECURRENCE(32, THREADS, 5)
+RECURRENCE(64, THREADS)
+RECURRENCE(128, THREADS, 4)
 
 // ---------------------------------------------------------------------------------------------------------------- norm
 
 // One warp per NORM_ROWS own rows (blockIdx.y) and head.
-extern "C" __global__ void __launch_bounds__(PREPARE_WARPS * 32)
-    delta_norm(float* scratch, const u16* z, const float* norm, u16* out, const int* rows_there, int rows,
-               int most_rows, int hk, int hv, int dk, int dv, int z_stride, int out_stride, float eps) {
+extern "C" __global__ void __launch_bounds__(PREPARE_WARPS * 32, 5)
+    delta_norm(float* scratch, const u16* z, const float* norm, u16* out, const int* control, const int* rows_there,
+               int rows, int lanes, int most_rows, int hk, int hv, int dk, int dv, int z_stride, int out_stride,
+               float eps) {
   const int head = blockIdx.x * PREPARE_WARPS + threadIdx.x / 32, first = blockIdx.y * NORM_ROWS;
   float2 weight[2];
 #pragma unroll
@@ -351,7 +373,8 @@ extern "C" __global__ void __launch_bounds__(PREPARE_WARPS * 32)
   }
   pdl_wait();
   pdl_trigger();
-  const int own = own_rows(rows_there, rows);
+  const int own = own_rows(rows_there, rows), first_row = blockIdx.z * rows;
+  const bool idle = home_of(words_of(control, blockIdx.z), lanes) < 0;
   if (head >= hv || first >= own) return;
   const Scratch s = scratch_at(scratch, most_rows, hk, hv, dk, dv);
   float2 o[NORM_ROWS][2];
@@ -361,9 +384,9 @@ extern "C" __global__ void __launch_bounds__(PREPARE_WARPS * 32)
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       const int column = i * 64 + threadIdx.x % 32 * 2, r = first + n;
-      const bool there = column < dv && r < own;
+      const bool there = column < dv && r < own && !idle;
       o[n][i] = there ? __ldcg((const float2*)(s.o + ((u64)r * hv + head) * dv + column)) : make_float2(0.0f, 0.0f);
-      gate[n][i] = there ? *(const u32*)(z + (u64)r * z_stride + head * dv + column) : 0u;
+      gate[n][i] = there ? *(const u32*)(z + (u64)(first_row + r) * z_stride + head * dv + column) : 0u;
     }
 #pragma unroll
   for (int n = 0; n < NORM_ROWS; n++) {
@@ -372,8 +395,8 @@ extern "C" __global__ void __launch_bounds__(PREPARE_WARPS * 32)
     for (int i = 0; i < 2; i++) {
       const int column = i * 64 + threadIdx.x % 32 * 2, r = first + n;
       if (column < dv && r < own)
-        *(u32*)(out + element_at(out_stride, r, head * dv + column)) =
-            gated_norm(o[n][i], squares, dv, eps, weight[i], gate[n][i]);
+        *(u32*)(out + element_at(out_stride, first_row + r, head * dv + column)) =
+            idle ? 0u : gated_norm(o[n][i], squares, dv, eps, weight[i], gate[n][i]);
     }
   }
 }

@@ -16,9 +16,17 @@ struct Job {
   int out_stride[PARTS], start[PARTS], columns[PARTS];
   int mode;
   const u16* residual;  // RESIDUAL: same stride as out[0]
-  float* partial;       // PARTIAL: [splits][rows][units * 32]
-  u64* best;            // GREEDY: [groups][rows] ranks of the largest logit; of clusters [blocks][rows]
+  float* partial;       // PARTIAL: [splits][all rows][units * 32]
+  u64* best;            // GREEDY: [groups][all rows] ranks of the largest logit; of clusters [blocks][all rows]
 };
+
+// First activation row of this block: a joint pass has more tiles of rows than one, by the second number of the grid.
+__device__ __forceinline__ int first_row(int rows) { return blockIdx.y * rows; }
+
+// Where a block leaves the rank of a row, of ``rows`` that it has.
+__device__ __forceinline__ u64* best_at(const Job& job, int block, int rows, int row) {
+  return job.best + block * static_cast<int>(gridDim.y) * rows + first_row(rows) + row;
+}
 
 // Where the output of a weight row goes.
 struct Place {

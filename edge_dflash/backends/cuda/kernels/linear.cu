@@ -55,7 +55,7 @@ struct Stream {
     ring = shared + WARPS * 1024 + warp * STAGES * stage_bytes;
     unit_stride = j.windows * F::UNIT;
     load.weights = j.weights + static_cast<long long>(unit0) * unit_stride + origin * F::UNIT + lane * 16;
-    load.x = (lane / CHUNKS) * j.x_stride + (lane % CHUNKS) * 8 + origin * F::WINDOW;
+    load.x = (first_row(ROWS) + lane / CHUNKS) * j.x_stride + (lane % CHUNKS) * 8 + origin * F::WINDOW;
     load.unit = unit0, load.count = base + (unit0 < more_until);
     load.window = origin, load.left = passes * (stop - first);
 #pragma unroll
@@ -206,7 +206,7 @@ struct Stream {
 #pragma unroll
     for (int w = 0; w < WARPS; ++w) total += __uint_as_float(load_shared4(from + w * 1024));
     __syncthreads();
-    emit(total, h, h * 16 + row_of(slot), unit + m / 2, m % 2 * TILE + column);
+    emit(total, h, first_row(ROWS) + h * 16 + row_of(slot), unit + m / 2, m % 2 * TILE + column);
   }
 
   // Activation row of a slot of 16 sums: even rows first.
@@ -217,7 +217,7 @@ struct Stream {
     const int padded = unit * UNIT_ROWS + inner;
     if (job.mode == PARTIAL) {
       const long long width = static_cast<long long>(job.units) * UNIT_ROWS;
-      job.partial[(static_cast<long long>(blockIdx.x % job.splits) * ROWS + row) * width + padded] = sum;
+      job.partial[(static_cast<long long>(blockIdx.x % job.splits) * gridDim.y * ROWS + row) * width + padded] = sum;
       return;
     }
     u16 y = to_bf16(sum * __ldg(job.scale + padded));
@@ -246,7 +246,7 @@ struct Stream {
     for (int h = 0; h < HALVES; ++h) {
       const int tile = 0xFFFF - (best[h] & 0xFFFFu), id = unit0 * UNIT_ROWS + tile * TILE + threadIdx.x % 16;
       const u64 top = largest_rank<8>(best[h] == 0 ? 0 : rank_of(best[h] >> 16, id));
-      if (threadIdx.x % 16 == 0) job.best[group * ROWS + h * 16 + row_of(threadIdx.x / 16)] = top;
+      if (threadIdx.x % 16 == 0) *best_at(job, group, ROWS, h * 16 + row_of(threadIdx.x / 16)) = top;
     }
   }
 

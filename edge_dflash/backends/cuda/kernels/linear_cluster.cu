@@ -117,7 +117,7 @@ struct Block {
       for (int i = 0; i < ROWS / 4 / TEAMS; ++i) {
         const int row = (team * (ROWS / 4 / TEAMS) + i) * 4 + lane / 8;
         copy16_or_zero_cached(to + row / 8 * 1024 + ((row % 8 * 64 + chunk / 2 * 16) ^ (h * 64)),
-                              from + static_cast<long long>(row) * job.x_stride, left > 0);
+                              from + static_cast<long long>(first_row(ROWS) + row) * job.x_stride, left > 0);
       }
       to += ROWS * 128, from += BLOCK_K, left -= BLOCK_K;
     }
@@ -390,7 +390,7 @@ struct Stream {
     for (int w = 0; w < 2; ++w)
 #pragma unroll
       for (int h = 0; h < HALVES; ++h) {
-        const Place from = place_of(job, u, padded + 8 * w, h * 16 + row_of(v));
+        const Place from = place_of(job, u, padded + 8 * w, first_row(ROWS) + h * 16 + row_of(v));
         if (!from.inside) continue;
         early.residual[h][w] = job.residual[from.offset] | job.residual[from.offset + from.stride] << 16;
       }
@@ -398,7 +398,7 @@ struct Stream {
 
   // Four sums: weight rows g and g + 8 of a tile, two activation rows each (vector ``v`` of half ``half``).
   __device__ __forceinline__ void emit(const Float4& s, int half, int v, int u, int tiles) {
-    const int m = tile_of(v), row = half * 16 + row_of(v), padded = padded_of(v, u);
+    const int m = tile_of(v), row = first_row(ROWS) + half * 16 + row_of(v), padded = padded_of(v, u);
     if (!(tiles >> m & 1)) return;
     u16 y[2][2];  // [weight row][activation row]
 #pragma unroll
@@ -514,7 +514,7 @@ __device__ __forceinline__ void run_blocks(const Job& main, const Job& side) {
   }
   __syncthreads();
   if (threadIdx.x < ROWS)
-    main.best[blockIdx.x * ROWS + threadIdx.x] = reinterpret_cast<const u64*>(memory + BEST)[threadIdx.x];
+    *best_at(main, blockIdx.x, ROWS, threadIdx.x) = reinterpret_cast<const u64*>(memory + BEST)[threadIdx.x];
 }
 
 // Two blocks of two teams or one of four fit on a multiprocessor; 32 rows take a block of two teams each.

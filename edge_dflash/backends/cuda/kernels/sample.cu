@@ -3,9 +3,10 @@
 // A row has at most 65,536 distinct logits. Where top_k or top_p filter, a histogram over them (`bin` 0 is the largest
 // value) gives the exact cut without a sort: bins before `cut.bin` are kept, and of that bin the first `cut.ties` ids.
 // All sums are of integers, so no order of arrival matters, and a row's token depends on its logits, its mask and the
-// settings alone. The score of a token is logit / T + Gumbel noise in FP64; an estimate in FP32 with a bound on its
+// settings alone. A launch has a block of rows for each slot, and each slot has settings and masks of its own. The score of a token is logit / T + Gumbel noise in FP64; an estimate in FP32 with a bound on its
 // error tells which few tokens of a slice may be the best, and only those are scored.
 #include "choice.cuh"
+#include "control.cuh"
 
 static constexpr u32 BINS = 65536, CHUNK = 128, CHUNKS = BINS / CHUNK;
 static constexpr int SLICE = 8192;  // logits of a block; of a thread of the choice, GROUPS times 8 in a row
@@ -14,11 +15,32 @@ static constexpr u32 NEAR_LOW = 117 << 7, NEAR = 20 << 7;  // |x| in [2^-10, 2^1
 
 struct Job {  // mirrored by sample._Job
   const u16* logits;
-  const Settings* settings;
-  const int* length;  // null: rows and position as in the settings
-  const u32* masks;   // [rows, words], bit i of a word is the token 32 * word + i; null: none
+  const Settings* settings;  // of each slot
+  const int* length;  // CONTROL_WORDS from a slot's to the next one's; null: rows and position as in the settings
+  const u32* masks;   // [slots, apart, words], bit i of a word is the token 32 * word + i; null: none
   int stride, columns, words;
-  int offset, first, stop;  // with a length: row r, first <= r < stop, chooses for position length + offset + r
+  int offset, first, stop;  // with a length: a slot's row r, first <= r < stop, chooses for length + offset + r
+  int block, apart;         // rows of a slot, and masks
+};
+
+// A row of a launch.
+struct Row {
+  const Job& job;
+  const int all, slot, r;  // of all rows; its slot; of the slot's rows
+  const Settings& s;
+
+  __device__ __forceinline__ Row(const Job& job, int row)
+      : job(job), all(row), slot(row / job.block), r(row - slot * job.block), s(job.settings[slot]) {}
+  __device__ __forceinline__ bool wanted() const {
+    return job.length ? r >= job.first && r < job.stop : r >= s.first && r < s.stop;
+  }
+  __device__ __forceinline__ const u8* mask() const {  // null: every token may come
+    return job.masks && (s.masked >> r & 1) ? (const u8*)(job.masks + (u64)(slot * job.apart + r) * job.words)
+                                            : nullptr;
+  }
+  __device__ __forceinline__ u32 position() const {
+    return job.length ? job.length[slot * CONTROL_WORDS] + job.offset + r : s.position + r - s.first;
+  }
 };
 
 struct Cut {
@@ -31,22 +53,16 @@ struct alignas(16) Best {
 };
 static constexpr u32 NONE = ~0u;  // an id
 
-__device__ __forceinline__ bool wanted(const Job& job, int row) {
-  return job.length ? row >= job.first && row < job.stop : row >= job.settings->first && row < job.settings->stop;
-}
 // Logits first .. first + 7 of a row.
 __device__ __forceinline__ uint4 load8(const Job& job, int row, int first) {
   return first < job.columns ? *(const uint4*)(job.logits + (u64)row * job.stride + first) : make_uint4(0, 0, 0, 0);
 }
 // Which of them there are and may come, one bit each.
-__device__ __forceinline__ u32 alive8(const Job& job, bool masked, int row, int first) {
+__device__ __forceinline__ u32 alive8(const Job& job, const u8* mask, int first) {
   if (first >= job.columns) return 0;
   u32 alive = first + 8 <= job.columns ? 0xffu : (1u << (job.columns - first)) - 1;
-  if (masked) alive &= ((const u8*)(job.masks + (u64)row * job.words))[first / 8];
+  if (mask) alive &= mask[first / 8];
   return alive;
-}
-__device__ __forceinline__ bool has_mask(const Job& job, int row) {
-  return job.masks && (job.settings->masked >> row & 1);
 }
 __device__ __forceinline__ u32 bin8(const uint4& words, int i) {
   const u32 pair = i / 2 == 0 ? words.x : i / 2 == 1 ? words.y : i / 2 == 2 ? words.z : words.w;
@@ -78,8 +94,9 @@ extern "C" __global__ void __launch_bounds__(COUNT_THREADS) sample_count(Job job
   pdl_wait();
   pdl_trigger();
   const int row = blockIdx.y, t = threadIdx.x;
-  if (!filters(*job.settings) || !wanted(job, row)) return;
-  const bool masked = has_mask(job, row);
+  const Row at(job, row);
+  if (!filters(at.s) || !at.wanted()) return;
+  const u8* mask = at.mask();
   for (int i = t; i < 2 * NEAR + 1; i += COUNT_THREADS) counts[i] = 0;
   __syncthreads();
   u32* far = bins + (u64)row * BINS;
@@ -89,7 +106,7 @@ extern "C" __global__ void __launch_bounds__(COUNT_THREADS) sample_count(Job job
   for (int part = 0; part < SLICE / (8 * COUNT_THREADS); part++) {
     const int first = blockIdx.x * SLICE + (part * COUNT_THREADS + t) * 8;
     const uint4 words = load8(job, row, first);
-    const u32 alive = alive8(job, masked, row, first);
+    const u32 alive = alive8(job, mask, first);
 #pragma unroll
     for (int i = 0; i < 8; i++) {
       if (!(alive >> i & 1)) continue;
@@ -130,10 +147,11 @@ extern "C" __global__ void __launch_bounds__(CUT_THREADS)
   __shared__ u64 mass_k, whole;
   pdl_wait();
   pdl_trigger();
-  const Settings s = *job.settings;
+  const Row at(job, blockIdx.x);
+  const Settings s = at.s;
   const int row = blockIdx.x, t = threadIdx.x, lane = t % 32, warp = t / 32;
   constexpr int WARPS = CUT_THREADS / 32;
-  if (!filters(s) || !wanted(job, row)) return;
+  if (!filters(s) || !at.wanted()) return;
   uint4* chunks = (uint4*)(bins + (u64)row * BINS);  // 32 of 4 bins a chunk
   sums += row * CHUNKS;
   counts[t] = sums[t], masses[t] = 0;
@@ -235,15 +253,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) sample_ties(Job job, const
   pdl_wait();
   pdl_trigger();
   const int row = blockIdx.y, t = threadIdx.x;
-  if (!filters(*job.settings) || !wanted(job, row) || !cuts[row].ties) return;
-  const bool masked = has_mask(job, row);
+  const Row at(job, row);
+  if (!filters(at.s) || !at.wanted() || !cuts[row].ties) return;
+  const u8* mask = at.mask();
   const u32 bin = cuts[row].bin;
   u32 count = 0;
 #pragma unroll
   for (int g = 0; g < GROUPS; g++) {
     const int first = blockIdx.x * SLICE + (g * THREADS + t) * 8;
     const uint4 words = load8(job, row, first);
-    const u32 alive = alive8(job, masked, row, first);
+    const u32 alive = alive8(job, mask, first);
 #pragma unroll
     for (int i = 0; i < 8; i++) count += (alive >> i & 1) && bin8(words, i) == bin;
   }
@@ -291,20 +310,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4)
   __shared__ bool last;
   pdl_wait();
   pdl_trigger();
-  const Settings& s = *job.settings;
+  const Row at(job, blockIdx.y);
+  const Settings& s = at.s;
   const int row = blockIdx.y, t = threadIdx.x, lane = t % 32, warp = t / 32, slice = blockIdx.x, slices = gridDim.x;
   const u32 start = slice * SLICE + t * 8;  // id of this thread's first token; a group is THREADS * 8 further
   uint4 words[GROUPS];
 #pragma unroll
   for (int g = 0; g < GROUPS; g++) words[g] = load8(job, row, start + g * THREADS * 8);
-  if (!wanted(job, row)) return;
-  const u32 position = job.length ? *job.length + job.offset + row : s.position + row - s.first;
-  const Scores scores{position, (u32)s.seed, (u32)(s.seed >> 32), s.temperature,
+  if (!at.wanted()) return;
+  const Scores scores{at.position(), (u32)s.seed, (u32)(s.seed >> 32), s.temperature,
                       s.temperature > 0.0 ? __frcp_rn((float)s.temperature) : 1.0f};
-  const bool masked = has_mask(job, row);
+  const u8* mask = at.mask();
   u32 alive = 0;  // bit 8 g + i
 #pragma unroll
-  for (int g = 0; g < GROUPS; g++) alive |= alive8(job, masked, row, start + g * THREADS * 8) << 8 * g;
+  for (int g = 0; g < GROUPS; g++) alive |= alive8(job, mask, start + g * THREADS * 8) << 8 * g;
   if (filters(s)) {
     const Cut cut = cuts[row];
     u32 above = 0, on = 0;
@@ -398,4 +417,58 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4)
   }
   warp_best(best);
   if (lane == 0) ids[row] = best.id == NONE ? 0 : (int)best.id;
+}
+
+static constexpr int LOGPROB_THREADS = 1024, LOGPROB_WARPS = LOGPROB_THREADS / 32, AHEAD = 4;
+
+// What `join` makes of all threads' values, in one order.
+template <class Join>
+__device__ __forceinline__ float over_block(float value, float* parts, const Join& join) {
+#pragma unroll
+  for (int bit = 16; bit > 0; bit /= 2) value = join(value, __shfl_xor_sync(ALL, value, bit));
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = value;
+  __syncthreads();
+  value = parts[0];
+  for (int i = 1; i < LOGPROB_WARPS; ++i) value = join(value, parts[i]);
+  return value;
+}
+
+// found[row] = ln of the probability of ids[row] by the row's logits: x - max - ln(sum of exp(x' - max)). A block a row, so
+// that the order of the sum depends on the columns alone.
+extern "C" __global__ void __launch_bounds__(LOGPROB_THREADS)
+    row_logprobs(const u16* logits, const int* ids, float* found, int stride, int columns) {
+  __shared__ float parts[LOGPROB_WARPS];
+  pdl_wait();
+  pdl_trigger();
+  const u16* row = logits + (u64)blockIdx.x * stride;
+  const float NOTHING = __uint_as_float(0xff800000u);  // -inf
+  // Tells `add` the row's logits, of which a thread has eight in a row; behind the last column they are -inf.
+  const auto each = [&](const auto& add) {
+    for (int first = threadIdx.x * 8; first < columns; first += AHEAD * LOGPROB_THREADS * 8) {
+      uint4 words[AHEAD];
+#pragma unroll
+      for (int k = 0; k < AHEAD; ++k) {
+        const int at = first + k * LOGPROB_THREADS * 8;
+        words[k] = at < columns ? *(const uint4*)(row + at) : make_uint4(0, 0, 0, 0);
+      }
+#pragma unroll
+      for (int k = 0; k < AHEAD; ++k) {
+        const u32 pairs[4] = {words[k].x, words[k].y, words[k].z, words[k].w};
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          const float x = __uint_as_float(i % 2 ? pairs[i / 2] & 0xffff0000u : pairs[i / 2] << 16);
+          add(first + k * LOGPROB_THREADS * 8 + i < columns ? x : NOTHING);
+        }
+      }
+    }
+  };
+  float best = NOTHING, sum = 0.0f;
+  each([&](float x) { best = fmaxf(best, x); });
+  best = over_block(best, parts, [](float a, float b) { return fmaxf(a, b); });
+  each([&](float x) { sum += expf(x - best); });
+  sum = over_block(sum, parts, [](float a, float b) { return a + b; });
+  if (threadIdx.x) return;
+  const float x = __uint_as_float((u32)row[ids[blockIdx.x]] << 16);
+  found[blockIdx.x] = (float)((double)x - best - log((double)sum));
 }

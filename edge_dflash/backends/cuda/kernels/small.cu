@@ -77,11 +77,13 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   if (i < columns / 8) ((uint4*)out)[i] = ((const uint4*)(x + (u64)row * x_stride))[i];
 }
 
-// rows < 0: a pass or flush has replayed the pending rows. rows >= 0: commit so many rows of the last verify.
-extern "C" __global__ void commit_rows(int* control, int rows) {
+// rows < 0: a pass or flush has replayed the pending rows. rows >= 0: commit so many rows of the last verify. Thread t has
+// slot t.
+extern "C" __global__ void commit_rows(int* control, int rows, int slots) {
   pdl_wait();
   pdl_trigger();
-  if (threadIdx.x) return;
+  if ((int)threadIdx.x >= slots) return;
+  control += threadIdx.x * CONTROL_WORDS;
   if (rows < 0) {
     control[PENDING] = 0;
   } else {

@@ -4,7 +4,8 @@
 // What does not depend on the path is done for all rows at once: candidates (walk_top) and products of the hidden rows
 // (walk_project). Then one block goes from row to row (walk_rows): a step reads one row of `before` and each candidate's
 // row of `after`, which is there by then. Heads whose vector takes a matrix have it from walk_mix, a launch a step.
-// All sums have a fixed order that depends on rank and columns alone.
+// All sums have a fixed order that depends on rank and columns alone. A launch has the same rows of each slot, `apart` rows
+// of hidden columns, logits and tokens from the next slot's; what only the walk reads and writes lies close.
 #include "choice.cuh"
 #include "control.cuh"
 
@@ -67,16 +68,18 @@ __device__ __forceinline__ void largest(TopMemory& m, const u32 (&keys)[PER], in
   }
 }
 
-// The `top` largest of each row's logits, the lower id first on a tie: ids and values [rows, top]. Block (slice, row) finds
-// those of its slice, the row's last block those of all. found: [rows, slices, top]; arrived: [rows], 0 between launches.
+// The `top` largest of each row's logits, the lower id first on a tie: ids and values [slots, rows, top]. Block (slice, row)
+// finds those of its slice, the row's last block those of all. found: [slots, rows, slices, top]; arrived: [slots, rows], 0
+// between launches.
 extern "C" __global__ void __launch_bounds__(TOP_THREADS)
-    walk_top(const u16* logits, int stride, int columns, int top, u32* found, u32* arrived, int* ids, float* values) {
+    walk_top(const u16* logits, int stride, int columns, int top, u32* found, u32* arrived, int* ids, float* values,
+             int rows, int apart) {
   __shared__ alignas(16) TopMemory memory;
   __shared__ bool last;
   pdl_wait();
   pdl_trigger();
   const int row = blockIdx.y, t = threadIdx.x, slice = blockIdx.x, slices = gridDim.x, start = slice * SLICE;
-  const u16* from = logits + (u64)row * stride + start;
+  const u16* from = logits + (u64)(row / rows * apart + row % rows) * stride + start;
   u32 keys[PER];  // place of the value, then of the id: both descend
 #pragma unroll
   for (int g = 0; g < PER / 8; g++) {
@@ -118,17 +121,19 @@ extern "C" __global__ void __launch_bounds__(TOP_THREADS)
 }
 
 // sums[split][row][n] += x[row] . matrix[n] over the split's windows of columns: BF16, 16 rows and 8 outputs a block. Blocks
-// (outputs / 8, splits, rows / 16); a row of `matrix` begins on 16 bytes, columns is a multiple of 8.
+// (outputs / 8, splits, slots * rows / 16); a row of `matrix` begins on 16 bytes, columns is a multiple of 8.
 extern "C" __global__ void __launch_bounds__(32 * PROJECT_WARPS)
     walk_project(const u16* x, int x_stride, int rows, int columns, const u16* matrix, int matrix_stride, int outputs,
-                 float* sums) {
+                 float* sums, int apart) {
   __shared__ float parts[PROJECT_WARPS][16][8];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-  const int n = blockIdx.x * 8, split = blockIdx.y, row = blockIdx.z * 16, windows = (columns + WINDOW - 1) / WINDOW;
+  const int tiles = (rows + 15) / 16, slot = blockIdx.z / tiles, row = (blockIdx.z - slot * tiles) * 16;
+  const int n = blockIdx.x * 8, split = blockIdx.y, windows = (columns + WINDOW - 1) / WINDOW;
   const int each = (windows + SPLITS * PROJECT_WARPS - 1) / (SPLITS * PROJECT_WARPS);
   const int first = (split * PROJECT_WARPS + warp) * each, stop = min(first + each, windows);
   const uint4 none = make_uint4(0, 0, 0, 0);
   float c[4] = {};
+  x += (u64)slot * apart * x_stride, sums += (u64)slot * SPLITS * rows * outputs;
   pdl_wait();
   pdl_trigger();
 #pragma unroll 2
@@ -186,9 +191,10 @@ struct Mix {             // mirrored by walk._Mix
   const float* bias;     // [rank] or [3 rank]
   const int* control;
   const int* tokens;  // of the rows so far
-  float* state;       // [2, rank]: before even rows, before odd ones
-  float* mixed;       // [rank], out
+  float* state;       // [slots, 2, rank]: before even rows, before odd ones
+  float* mixed;       // [slots, rank], out
   int rank, rows, stride, vocabulary;
+  int apart;
 };
 
 __device__ __forceinline__ int predecessor(const int* control, const int* tokens, int row, int vocabulary) {
@@ -196,43 +202,48 @@ __device__ __forceinline__ int predecessor(const int* control, const int* tokens
   return token >= 0 && token < vocabulary ? token : 0;
 }
 
-// The vector of row `row`, of rank values: one warp each. Dynamic shared memory: 8 * rank bytes.
-extern "C" __global__ void __launch_bounds__(32 * MIX_WARPS) walk_mix(const __grid_constant__ Mix m, int row) {
+// The vector of row `row` of each slot from `slot` on (blockIdx.y), of rank values: one warp each. Dynamic shared memory: 8 * rank bytes.
+extern "C" __global__ void __launch_bounds__(32 * MIX_WARPS)
+    walk_mix(const __grid_constant__ Mix m, int row, int slot) {
   extern __shared__ uint4 memory[];
   float* const vectors = (float*)memory;  // the predecessor's row, then the state
   pdl_wait();
   pdl_trigger();
   const int t = threadIdx.x, lane = t % 32, j = blockIdx.x * MIX_WARPS + t / 32, rank = m.rank;
-  const u16* from = m.before + (u64)predecessor(m.control, m.tokens, row, m.vocabulary) * rank;
+  slot += blockIdx.y;
+  const int gates = m.recurrent ? 3 : 1;
+  const int* const control = m.control + slot * CONTROL_WORDS;
+  const float* const sums = m.sums + (u64)slot * SPLITS * m.rows * gates * rank;
+  float* const state = m.state + slot * 2 * rank;
+  const u16* from = m.before + (u64)predecessor(control, m.tokens + slot * m.apart, row, m.vocabulary) * rank;
   for (int i = t; i < rank; i += 32 * MIX_WARPS) {
     vectors[i] = from_bf16(from[i]);
-    vectors[rank + i] = m.recurrent && row ? m.state[row % 2 * rank + i] : 0.0f;
+    vectors[rank + i] = m.recurrent && row ? state[row % 2 * rank + i] : 0.0f;
   }
   __syncthreads();
   if (j >= rank) return;
   float gate[3];
-  const int gates = m.recurrent ? 3 : 1;
 #pragma unroll
   for (int i = 0; i < 3; i++) {
     if (i >= gates) break;
     const int n = i * rank + j;
     float sum =
-        __fadd_rn(projected(m.sums, m.rows, gates * rank, row, n), dot(m.matrix + (u64)n * m.stride, vectors, rank));
+        __fadd_rn(projected(sums, m.rows, gates * rank, row, n), dot(m.matrix + (u64)n * m.stride, vectors, rank));
     if (m.recurrent) sum = __fadd_rn(sum, dot(m.recurrent + (u64)n * m.stride, vectors + rank, rank));
     gate[i] = __fadd_rn(sum, m.bias[n]);
   }
   if (lane) return;
   const float open = exact_sigmoid(gate[0]);
   if (!m.recurrent) {
-    m.mixed[j] = __fmul_rn(open, vectors[j]);
+    m.mixed[slot * rank + j] = __fmul_rn(open, vectors[j]);
   } else {
     const float kept = __fmul_rn(open, vectors[rank + j]), fresh = __fmul_rn(__fsub_rn(1.0f, open), tanhf(gate[1]));
-    m.state[(row + 1) % 2 * rank + j] = __fadd_rn(kept, fresh);
-    m.mixed[j] = tanhf(gate[2]);
+    state[(row + 1) % 2 * rank + j] = __fadd_rn(kept, fresh);
+    m.mixed[slot * rank + j] = tanhf(gate[2]);
   }
 }
 
-struct Walk {                // mirrored by walk._Walk
+struct Walk {                // of slot 0; mirrored by walk._Walk
   const u16* before;         // [V, rank]: rows of predecessors
   const u16* after;          // [V, rank]: rows of candidates
   const float* sums;         // selector: each row's factors, by walk_project; null: none
@@ -242,18 +253,34 @@ struct Walk {                // mirrored by walk._Walk
   const u16* logits;         // [rows, stride], of all tokens where ids is null
   const int* control;        // LENGTH and ANCHOR
   const Settings* settings;  // null: greedy
-  const u32* masks;          // [rows, words]; not null: rows, position and masks as in the settings, greedy behind them
-  const int* others;         // [rows]: choices where a mask leaves no candidate
-  int* tokens;               // [rows], out
-  float* scores;             // [rows, top], out
-  const float* sure;         // confidence: the hidden rows' part, by walk_project; null: none
-  const u16* sure_before;    // weights of the predecessor's row [rank]; null: none
+  const u32* masks;   // [rows, words]; not null: rows, position and masks as in the settings, greedy behind them; one
+                      // slot
+  const int* others;  // [rows]: choices where a mask leaves no candidate
+  int* tokens;        // [rows], out
+  float* scores;      // [rows, top], out
+  const float* sure;  // confidence: the hidden rows' part, by walk_project; null: none
+  const u16* sure_before;  // weights of the predecessor's row [rank]; null: none
   const float* sure_bias;
   float* confidence;  // [rows], out
   int* counted;       // out, where there is confidence: ROWS_SURE, 1 + drafts before the first unsure one
   int rank, top, rows, stride, vocabulary, words;
   int by_id;  // the lowest id wins a tie, as it does when a choice is sampled; 0: the first candidate
+  int apart;
 };
+
+// The same of slot `slot`.
+__device__ __forceinline__ Walk of_slot(Walk w, int slot) {
+  const int rows = slot * w.rows, found = rows * w.top;
+  if (w.sums) w.sums += (u64)SPLITS * rows * w.rank;
+  if (w.mixed) w.mixed += slot * w.rank;
+  if (w.ids) w.ids += found;
+  w.values += found, w.scores += found, w.logits += (u64)slot * w.apart * w.stride, w.tokens += slot * w.apart;
+  w.control += slot * CONTROL_WORDS, w.counted += slot * COUNTED_WORDS;
+  if (w.settings) w.settings += slot;
+  if (w.sure) w.sure += SPLITS * rows;
+  w.confidence += rows;
+  return w;
+}
 
 // A step's candidates in shared memory.
 struct Candidates {
@@ -341,12 +368,14 @@ __device__ __forceinline__ float sureness(const Walk& w, const u16* from, int ro
   return exact_sigmoid(__fadd_rn(sum, *w.sure_bias));
 }
 
-// Rows first .. stop - 1, one after the other. Factors, candidates and their logits are in shared memory from the start, and
-// where `staged` the candidates' rows a step ahead: a step waits for the predecessor's row alone. One block; dynamic shared
-// memory: 22 * top bytes, 4 * rank, 4 * rows * rank for a selector, 8 * rows * top where there are ids, staged 4 * top * rank.
+// Rows first .. stop - 1, one after the other, of each slot from `slot` on, a block each. Factors, candidates and their
+// logits are in shared memory from the start, and where `staged` the candidates' rows a step ahead: a step waits for the
+// predecessor's row alone. Dynamic shared memory: 22 * top bytes, 4 * rank, 4 * rows * rank for a selector, 8 * rows * top
+// where there are ids, staged 4 * top * rank.
 extern "C" __global__ void __launch_bounds__(WALK_THREADS, 1)
-    walk_rows(const __grid_constant__ Walk w, int first, int stop, int staged) {
+    walk_rows(const __grid_constant__ Walk all, int first, int stop, int staged, int slot) {
   extern __shared__ uint4 memory[];
+  const Walk w = of_slot(all, slot + blockIdx.x);
   const int t = threadIdx.x, lane = t % 32, warp = t / 32, top = w.top, rank = w.rank;
   u16* const stage = (u16*)memory;  // [2, top, rank]
   float* const vector = (float*)(stage + (staged ? 2 * top * rank : 0));
