@@ -51,6 +51,42 @@ def _few_measurements():
         yield
 
 
+_OPENED: dict = {}  # what self-tests and measurements of this process found
+
+
+def _once(function, key):
+    """``function``, called once for each key of its arguments."""
+
+    def found(*arguments):
+        name = function.__name__, key(*arguments)
+        if name not in _OPENED:
+            _OPENED[name] = function(*arguments)
+        return _OPENED[name]
+
+    return found
+
+
+@pytest.fixture
+def opened_once(monkeypatch):
+    """Opening a bundle again skips its self-test and its measurements: for tests of what commands do with it then.
+
+    A bundle is the same one while its files are those of before; other files, and other lanes, are tested anew.
+    """
+    from edge_dflash.backends import selftest
+    from edge_dflash.decode import drafts
+
+    def files(bundle, backend):
+        stats = [path.stat() for path in sorted(bundle.path.rglob("*"))]
+        return repr(backend.shape), *((one.st_dev, one.st_ino, one.st_size, one.st_mtime_ns) for one in stats)
+
+    monkeypatch.setattr(selftest, "replay", _once(selftest.replay, files))
+
+    def sizes(backend, lanes=1, limit=0.0):
+        return repr(backend.shape), lanes
+
+    monkeypatch.setattr(drafts, "measure", _once(drafts.measure, sizes))
+
+
 @pytest.fixture(scope="session")
 def golden() -> Path:
     """Directory of the golden files and of the checkpoints that they were made from."""

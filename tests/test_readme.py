@@ -75,14 +75,14 @@ def test_every_command_is_shown():
     assert {argv[0] for argv in COMMANDS} | {"demo"} == set(group.commands)
 
 
-@pytest.mark.usefixtures("beside_demo_bundle")
+@pytest.mark.usefixtures("beside_demo_bundle", "opened_once")
 @pytest.mark.parametrize("argv", RUNNABLE, ids=" ".join)
 def test_commands_on_the_demo_bundle_run(argv, capsys):
     assert edge_dflash.cli.run(argv) == 0
     assert capsys.readouterr().out.strip()
 
 
-@pytest.mark.usefixtures("beside_demo_bundle")
+@pytest.mark.usefixtures("beside_demo_bundle", "opened_once")
 def test_the_first_plan_does_its_task(capsys):
     """The example's task is a held-out one; its plan meets every precondition and rule, in few passes."""
     argv = next(argv for argv in RUNNABLE if argv[0] == "generate")
@@ -96,7 +96,7 @@ def test_the_first_plan_does_its_task(capsys):
     assert found["accept_length"] > 8
 
 
-@pytest.mark.usefixtures("beside_demo_bundle")
+@pytest.mark.usefixtures("beside_demo_bundle", "opened_once")
 @pytest.mark.parametrize("body", PYTHON, ids=lambda body: body.splitlines()[0])
 def test_python_runs(body, capsys):
     exec(compile(body, "README.md", "exec"), {})

@@ -16,6 +16,8 @@ import edge_dflash
 from edge_dflash.cli import output
 from edge_dflash.cli.demo import default_bundle
 
+pytestmark = pytest.mark.usefixtures("opened_once")
+
 
 def test_version(cli):
     assert cli("--version") == (0, f"edge-dflash {edge_dflash.__version__}\n", "")

@@ -14,6 +14,8 @@ from edge_dflash.cli import plans as comparison
 from edge_dflash.errors import VerificationError
 from edge_dflash.result import Plan, PlanTimings
 
+pytestmark = pytest.mark.usefixtures("opened_once")
+
 SCHEMA = {"type": "object", "properties": {"go": {"enum": ["left", "right"]}}, "required": ["go"]}
 SCHEMA["additionalProperties"] = False
 
