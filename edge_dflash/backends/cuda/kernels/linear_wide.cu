@@ -379,14 +379,14 @@ struct Stream {
 
   __device__ __forceinline__ float (&four(int n))[4] { return *reinterpret_cast<float (*)[4]>(&sum[4 * n]); }
 
-  // The tile that is next: of the stack, 64 weight rows; and its first activation row.
-  __device__ __forceinline__ int tile() const {
-    const int tile = warp.block.first + warp.group + warp.number() * GROUPS;
+  // The group's tile ``number``: of the stack, 64 weight rows; and its first activation row.
+  __device__ __forceinline__ int tile(int number) const {
+    const int tile = warp.block.first + warp.group + number * GROUPS;
     return SIDE ? (tile - warp.block.tiles) / warp.block.SIDES : tile;
   }
-  __device__ __forceinline__ int row() const {
-    return SIDE ? (warp.block.first + warp.group + warp.number() * GROUPS - warp.block.tiles) % warp.block.SIDES * SIDE_ROWS
-                : 0;
+  __device__ __forceinline__ int row(int number) const {
+    const int tile = warp.block.first + warp.group + number * GROUPS;
+    return SIDE ? (tile - warp.block.tiles) % warp.block.SIDES * SIDE_ROWS : 0;
   }
 
   // SIDE: a block's weights, straight from memory: [piece][row g, row g + 8].
@@ -461,9 +461,9 @@ struct Stream {
     }
   }
 
-  // One tile's products.
-  __device__ __forceinline__ void multiply() {
-    const int unit = SIDE ? tile() * TILE_UNITS + warp.warp / 2 : 0, first = row();
+  // One tile's products. ``sent``: whether sums of the tile before have still to be taken in.
+  __device__ __forceinline__ void multiply(bool sent) {
+    const int number = warp.number(), unit = SIDE ? tile(number) * TILE_UNITS + warp.warp / 2 : 0, first = row(number);
     int b = 0;
 #pragma unroll 1
     for (int slice = 0; slice < SLICES; ++slice) {
@@ -476,6 +476,7 @@ struct Stream {
         multiply_slice(b, stop);
       b = stop;
       fold(slice);
+      if (sent && slice == 0) take_in(number - 1);
     }
   }
 
@@ -543,76 +544,95 @@ struct Stream {
     if (warp.lane < SPLITS) barrier_arrive(warp.block.free(warp.group), warp.lane);
   }
 
-  // The tile's sums, in ``sum``: to the blocks that finish them, added there, stored.
+  // The tile's sums, in ``sum``: to the blocks that finish them.
   //
   // Sums go to a block's part only when its group let them: when it has read those of the tile before, or (KEPT) its own of
   // the slices, which lie in the same place. The last time nobody is told, so that a block may end.
-  __device__ __forceinline__ void finish() {
-    const int tile = this->tile(), first = row();
-    --warp.left;
-    if constexpr (SPLITS == 1) {
-      const Target to = target_of<SIDE>(job, tile * TILE_UNITS + warp.warp / 2, warp.warp % 2, warp.lane, first);
-      pdl_wait();
+  __device__ __forceinline__ void send_sums(int number) const {
+    const auto& block = warp.block;
+    const int split = late(block.split);
+    const int quarter = late(warp.warp);  // of the tile, 16 weight rows
+    const u32 mine = late(block.sums(warp.group)), received = late(block.received(warp.group));
+    if (warp.warp == 0 && warp.lane == 0) barrier_expect(received, SUMS);
+    if (number == 0) cluster_wait();  // barriers of the other blocks are there
+    if constexpr (R::KEPT) let_send();
+    if (R::KEPT || number > 0) barrier_wait(block.free(warp.group), (R::KEPT ? number : number - 1) & 1);
 #pragma unroll
-      for (int n = 0; n < COLUMNS; ++n) {
-        Float4 s;
-        u32 before[2];
-        load_residual(to, n, before);
+    for (int n = 0; n < COLUMNS; ++n) {
+      const int column = n * 4 + quarter, other = column / PART;
+      Float4 s;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) s.v[i] = four(n)[i];
-        emit_any(to, n, s, before);
-      }
-    } else {
-      const auto& block = warp.block;
-      const int split = late(block.split);
-      const int quarter = late(warp.warp);  // of the tile, 16 weight rows
-      const u32 mine = late(block.sums(warp.group)), received = late(block.received(warp.group)),
-                number = warp.number() - 1;
-      if (warp.warp == 0 && warp.lane == 0) barrier_expect(received, SUMS);
-      keep(sum);
-      if (number == 0) cluster_wait();  // barriers of the other blocks are there
-      if constexpr (R::KEPT) let_send();
-      if (R::KEPT || number > 0) barrier_wait(block.free(warp.group), (R::KEPT ? number : number - 1) & 1);
-#pragma unroll
-      for (int n = 0; n < COLUMNS; ++n) {
-        const int column = n * 4 + quarter, other = column / PART;
-        Float4 s;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) s.v[i] = four(n)[i];
-        send(address_in(mine + (split * PART + column % PART) * 512 + warp.lane * 16, other),
-             address_in(received, other), s);
-      }
-      const int finished = (split * PART + quarter) % 4;  // the quarter of all columns that a warp finishes
-      const Target to = target_of<SIDE>(job, tile * TILE_UNITS + finished / 2, finished % 2, warp.lane, first);
-      pdl_wait();
-      u32 before[2];
-      if (quarter < PART) load_residual(to, (split * PART + quarter) / 4, before);
-      barrier_wait_cluster(received, number & 1);
-#pragma unroll 1
-      for (int i = 0; i < OWN; ++i) {
-        const int c = quarter + 4 * i;
-        if (PART < 4 && c >= PART) break;
-        if (i > 0) load_residual(to, (split * PART + c) / 4, before);
-        const u32 from = mine + c * 512 + warp.lane * 16;
-        Float4 s = load_sums(from);
-#pragma unroll
-        for (int other = 1; other < SPLITS; ++other) add(s, load_sums(from + other * PART * 512));
-        emit_any(to, (split * PART + c) / 4, s, before);
-      }
-      if constexpr (R::KEPT)
-        named_barrier<128>(1 + warp.group);  // the next tile's slices go where these sums lay
-      else if (warp.left > 0)
-        let_send();
+      for (int i = 0; i < 4; ++i) s.v[i] = sum[4 * n + i];
+      send(address_in(mine + (split * PART + column % PART) * 512 + warp.lane * 16, other),
+           address_in(received, other), s);
     }
   }
 
-  // Until so many tiles are left.
+  // The part of a tile's sums that this block finishes, of all blocks: added, stored.
+  __device__ __forceinline__ void take_in(int number) const {
+    const int split = late(warp.block.split), quarter = late(warp.warp);
+    const u32 mine = late(warp.block.sums(warp.group));
+    const int finished = (split * PART + quarter) % 4;  // the quarter of all columns that a warp finishes
+    const Target to =
+        target_of<SIDE>(job, tile(number) * TILE_UNITS + finished / 2, finished % 2, warp.lane, row(number));
+    pdl_wait();
+    u32 before[2];
+    if (quarter < PART) load_residual(to, (split * PART + quarter) / 4, before);
+    barrier_wait_cluster(warp.block.received(warp.group), number & 1);
+#pragma unroll 1
+    for (int i = 0; i < OWN; ++i) {
+      const int c = quarter + 4 * i;
+      if (PART < 4 && c >= PART) break;
+      if (i > 0) load_residual(to, (split * PART + c) / 4, before);
+      const u32 from = mine + c * 512 + warp.lane * 16;
+      Float4 s = load_sums(from);
+#pragma unroll
+      for (int other = 1; other < SPLITS; ++other) add(s, load_sums(from + other * PART * 512));
+      emit_any(to, (split * PART + c) / 4, s, before);
+    }
+    if constexpr (R::KEPT)
+      named_barrier<128>(1 + warp.group);  // the next tile's slices go where these sums lay
+    else if (warp.left > 0)
+      let_send();
+  }
+
+  // The tile's sums, in ``sum``, of a part that is all of K: stored.
+  __device__ __forceinline__ void store(int number) {
+    const Target to =
+        target_of<SIDE>(job, tile(number) * TILE_UNITS + warp.warp / 2, warp.warp % 2, warp.lane, row(number));
+    pdl_wait();
+#pragma unroll
+    for (int n = 0; n < COLUMNS; ++n) {
+      Float4 s;
+      u32 before[2];
+      load_residual(to, n, before);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) s.v[i] = four(n)[i];
+      emit_any(to, n, s, before);
+    }
+  }
+
+  // Until so many tiles are left. Other blocks' sums of a tile are taken in while the next one is under way, where they have
+  // a place of their own: by then they have come.
   __device__ __forceinline__ void run(int left) {
+    bool sent = false;
 #pragma unroll 1
     while (warp.left > left) {
-      multiply();
-      finish();
+      multiply(sent);
+      const int number = warp.number();
+      --warp.left;
+      keep(sum);
+      if constexpr (SPLITS == 1) {
+        store(number);
+      } else {
+        send_sums(number);
+        if constexpr (R::KEPT)
+          take_in(number);
+        else
+          sent = true;
+      }
     }
+    if (sent) take_in(warp.number() - 1);
   }
 };
 
