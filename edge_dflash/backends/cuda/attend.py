@@ -227,7 +227,8 @@ class Attention:
         kv = "fp8" if shape.kv == "fp8" else "bf16"
         self.append = Appends(gpu, module, shape).run
         self._prepare = module.kernel(f"attend_prepare_{kv}")
-        self._combine = module.kernel("attend_wide_combine" if self._wide else f"attend_combine_{kv}")
+        names = ("attend_wide_combine", "attend_wide_combine_slots") if self._wide else (f"attend_combine_{kv}",) * 2
+        self._combine = [module.kernel(name) for name in names]  # of one slot, of several
         self._forms = {prefill: self._form(module, kv, prefill) for prefill in (False, True)}
 
     def _form(self, module: Module, kv: str, prefill: bool) -> _Form:
@@ -255,9 +256,13 @@ class Attention:
         tile_log2, window = form.tile.bit_length() - 1, shape.window or 0
         strides = (*((self._wide.most,) if self._wide else ()), x.q.stride, x.out.stride)
         score_scale = memory.k_scale * shape.head_dim**-0.5 * math.log2(math.e)
+        # The live splits of all slots are the first blocks.
+        turns = (1, shape.tiles(True)) if words.prefill else (words.slots, max(1, form.splits // words.slots))
+        if not (words.prefill or self._wide):
+            turns = (form.splits, words.slots)
         self._gpu.launch(
             form.kernel,
-            (shape.kv_heads * form.blocks, form.splits, shape.tiles(True) if words.prefill else words.slots),
+            (shape.kv_heads * form.blocks, *turns),
             form.threads,
             (
                 *(queries, memory.k, memory.v, partial, sums, x.out.pointer, x.q.pointer, words.control, words.rows),
@@ -277,7 +282,7 @@ class Attention:
             sizes = (shape.kv_heads, shape.head_dim)
         results = (partial, sums, x.out.pointer, x.q.pointer, words.control, pass_rows, tile_log2, shape.group)
         rules = (shape.kv_rows, window, flags, *strides, memory.v_scale)
-        self._gpu.launch(self._combine, grid, _THREADS, (*results, *sizes, *rules), overlap=True)
+        self._gpu.launch(self._combine[words.slots > 1], grid, _THREADS, (*results, *sizes, *rules), overlap=True)
 
     def _prepare_rows(self, x: AttendTensors, memory: KvMemory, queries: DevicePointer, words: Words) -> None:
         """Norm, rotate and store keys and values, and prepare the queries."""

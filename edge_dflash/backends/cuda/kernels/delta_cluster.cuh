@@ -165,6 +165,12 @@ struct Tile {
       for (int n = 0; n < 8; n++) __stcg((uint4*)(state + (k + row(n)) * D + group * 4), part[n]);
     }
   }
+  __device__ __forceinline__ void flush_all() const {  // as fetch
+    const int k = threadIdx.x / 16 * 4, group = threadIdx.x % 16;
+#pragma unroll
+    for (int n = 0; n < 8; n++)
+      __stcg((uint4*)(state + (k + row(n)) * D + group * 4), *(const uint4*)(x + place(k, group) + row(n) * WIDE));
+  }
   __device__ __forceinline__ float* at(int m, int e) const {  // 2 columns of an element of the lane
     const int k = m * 32 + threadIdx.x % 8 * 4, pair = threadIdx.x / 8;
     return x + place(k, pair / 2) + e * WIDE + pair % 2 * 2;
@@ -266,22 +272,22 @@ __device__ __forceinline__ void normalise_all(float (&x)[N][4], int queries) {
 }
 
 // What a warp makes of the raw inputs of a row of the tape, and of two own rows.
-__device__ __forceinline__ void prepare(const Head& h, Row* to, const RawTape* raw) {
+__device__ __forceinline__ void prepare(const float (*conv)[2 * D + WIDE], Row* to, const RawTape* raw) {
   const int lane = threadIdx.x % 32;
   float k[1][4], v[1][2];
-  convolve_rows(k, raw->k + lane * 4, sizeof(RawTape) / 2, &h.before.conv[0][D + lane * 4]);
-  convolve_rows(v, raw->v + lane * 2, sizeof(RawTape) / 2, &h.before.conv[0][2 * D + lane * 2]);
+  convolve_rows(k, raw->k + lane * 4, sizeof(RawTape) / 2, conv[0] + D + lane * 4);
+  convolve_rows(v, raw->v + lane * 2, sizeof(RawTape) / 2, conv[0] + 2 * D + lane * 2);
   write_vector(to->v + lane * 2, v[0]);
   normalise_all(k, 0);
   write_vector(to->k + lane * 4, k[0]);
 }
-__device__ __forceinline__ void prepare(const Head& h, OwnRow* to, const RawOwn* raw) {
+__device__ __forceinline__ void prepare(const float (*conv)[2 * D + WIDE], OwnRow* to, const RawOwn* raw) {
   static constexpr int STRIDE = sizeof(RawOwn) / 2;
   const int lane = threadIdx.x % 32;
   float x[4][4], v[2][2];
-  convolve_rows(*(float (*)[2][4])x, raw->q + lane * 4, STRIDE, &h.before.conv[0][lane * 4]);
-  convolve_rows(*(float (*)[2][4])(x + 2), raw->k + lane * 4, STRIDE, &h.before.conv[0][D + lane * 4]);
-  convolve_rows(v, raw->v + lane * 2, STRIDE, &h.before.conv[0][2 * D + lane * 2]);
+  convolve_rows(*(float (*)[2][4])x, raw->q + lane * 4, STRIDE, conv[0] + lane * 4);
+  convolve_rows(*(float (*)[2][4])(x + 2), raw->k + lane * 4, STRIDE, conv[0] + D + lane * 4);
+  convolve_rows(v, raw->v + lane * 2, STRIDE, conv[0] + 2 * D + lane * 2);
   normalise_all(x, 2);
 #pragma unroll
   for (int r = 0; r < 2; r++) {
@@ -351,7 +357,7 @@ extern "C" __global__ void __cluster_dims__(1, CLUSTER, 1) __launch_bounds__((WA
       return;
     }
 #pragma unroll 1
-    for (int t = warp; t < pending; t += WARPS) prepare(h, &h.before.rows[t], &h.before.raw[t]);
+    for (int t = warp; t < pending; t += WARPS) prepare(h.before.conv, &h.before.rows[t], &h.before.raw[t]);
   };
   Columns s;
   auto replay_pending = [&](int pending) {
@@ -420,7 +426,7 @@ extern "C" __global__ void __cluster_dims__(1, CLUSTER, 1) __launch_bounds__((WA
     const float g = log_decay(a_raw, -expf(rate), bias);
     if (lane < own) *(float4*)&h.rows[lane].decay = make_float4(expf(g), sigmoid(from_bf16(b_raw)), g, 0.0f);
   } else if (2 * warp < own) {
-    prepare(h, &h.rows[2 * warp], &h.raw[2 * warp]);
+    prepare(h.before.conv, &h.rows[2 * warp], &h.raw[2 * warp]);
   }
   __syncthreads();  // all rows and the new S are there; this block has read the tape and the history
 
@@ -478,6 +484,204 @@ extern "C" __global__ void __cluster_dims__(1, CLUSTER, 1) __launch_bounds__((WA
     asm volatile("" : "+f"(gate[i].x), "+f"(gate[i].y));  // computed before the other block's sums are there
   }
   barrier_wait_cluster(shared_address(&h.squares_there), 0);
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    const int r = warp + i * WARPS;
+    if (r < own)
+      *(u32*)(out + element_at(out_stride, first_row + r, column)) =
+          gated_norm(o[i], __fadd_rn(squares[i], h.squares[r]), D, eps, weight, gate[i]);
+  }
+}
+
+// Of a block of several slots: three of them have room in a multiprocessor.
+struct SharedHead {
+  union {
+    float tile[D * WIDE];     // the block's part of S, in memory before the own rows begin
+    Outputs outputs[BLOCK];
+  };
+  union {
+    struct {  // until own rows are prepared
+      Row rows[BLOCK];
+      RawTape raw[BEFORE + BLOCK];
+    } before;
+    OwnRow rows[BLOCK];
+  };
+  float conv[TAPS][2 * D + WIDE];
+  RawOwn raw[BEFORE + BLOCK];
+  float squares[BLOCK];
+  u64 squares_there;
+  int hint;
+};
+static_assert(sizeof(SharedHead) == 70864, "delta.py has this number");
+
+// As delta_verify, for several slots: no warp beside those that have columns.
+extern "C" __global__ void __cluster_dims__(1, CLUSTER, 1) __launch_bounds__(WARPS * 32, 3)
+    delta_verify_slots(const u16* qkv, const u16* z, const u16* a, const u16* b, int qkv_stride, int z_stride, int a_stride,
+                 int b_stride, const float* conv, const float* a_log, const float* dt_bias, const float* norm,
+                 float* state, u16* history, u16* tape_u, float* tape_g, float* tape_beta, int* arrived, u16* out,
+                 const int* control, int lanes, int own, int tape_rows, int hk, int hv, int out_stride, float eps) {
+  extern __shared__ uint4 dynamic[];
+  SharedHead& h = *(SharedHead*)dynamic;
+  const int* words = words_of(control, blockIdx.z);
+  const int seen = min(early_word(words + PENDING), BLOCK);  // a hint, and not the same one for all threads
+  const int home = home_of(words, lanes), first_row = blockIdx.z * own;
+  const int head = blockIdx.x, rank = blockIdx.y, key_head = head / (hv / hk);
+  const int warp = __shfl_sync(ALL, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+  const bool gates_here = warp == ((head * 2 + rank) & (WARPS - 1));
+  const int channels = 2 * hk * D + hv * D;
+  if (home < 0) {
+    pdl_wait();
+    pdl_trigger();
+#pragma unroll 1
+    for (int r = threadIdx.x / 32; r < own; r += WARPS)
+      *(u32*)(out + element_at(out_stride, first_row + r, head * D + rank * WIDE + lane * 2)) = 0u;
+    return;
+  }
+  state += (u64)home * hv * D * D, history += (u64)home * BEFORE * channels;
+  tape_u += (u64)home * tape_rows * channels;
+  const int gates = home * tape_rows * hv + head;  // of the tape's first row
+  const Channels at{key_head * D, (hk + key_head) * D, 2 * hk * D + head * D + rank * WIDE};
+  const Line line{history, tape_u, qkv, BLOCK, channels, qkv_stride, TAPS};
+  const Tile tile{h.tile, state + (u64)head * D * D + rank * WIDE};
+  cluster_start(&h.squares_there, own * 4);
+
+  auto fetch_tape = [&](int t) { at.fetch(&h.before.raw[BEFORE + t], line.row(t)); };
+  float tape_gate[2] = {0.0f, 0.0f};    // a row of the tape a lane of one warp: g, beta
+  auto fetch_rest = [&](int pending) {  // what depends on the number of pending rows
+    if (gates_here) {
+      const int i = gates + lane * hv;
+      if (lane < pending) tape_gate[0] = __ldcg(tape_g + i), tape_gate[1] = __ldcg(tape_beta + i);
+    }
+    if (warp < BEFORE) at.fetch(&h.raw[warp], line.row(pending - BEFORE + warp));
+#pragma unroll 1
+    for (int t = WARPS + warp; t < pending; t += WARPS) fetch_tape(t);
+  };
+  auto prepare_pending = [&](int pending) {
+    if (gates_here && lane < pending)
+      *(float2*)&h.before.rows[lane].decay = make_float2(expf(tape_gate[0]), tape_gate[1]);
+#pragma unroll 1
+    for (int t = warp; t < pending; t += WARPS) prepare(h.conv, &h.before.rows[t], &h.before.raw[t]);
+  };
+  Columns s;
+  auto replay_pending = [&](int pending) {
+    tile.get(s);
+    steps(s, h.before.rows, pending, h.outputs);
+    if (pending > 0) tile.put(s);
+  };
+
+  // Weights, and the rows of the tape that are mostly pending, first.
+  {
+    const int n = threadIdx.x / 64, c = threadIdx.x % 64 * 4;
+    copy16(&h.conv[n][c], conv + n * channels + (c < D ? at.q : at.k - D) + c);
+  }
+  if (warp >= WARPS - 2) {
+    const int n = threadIdx.x / 16 % 4, c = threadIdx.x % 16 * 4;
+    copy16(&h.conv[n][2 * D + c], conv + n * channels + at.v + c);
+  }
+  if (warp < BEFORE) fetch_tape(warp - BEFORE);
+  if (warp < tape_rows) fetch_tape(warp);
+  copy_commit();
+  tile.fetch();
+  copy_commit();
+  fetch_rest(seen);
+  copy_commit();
+  if (threadIdx.x == 0) h.hint = seen;
+  float rate = 0.0f, bias = 0.0f;
+  if (gates_here) rate = a_log[head], bias = dt_bias[head];
+  if (seen > WARPS)
+    copy_wait<0>();
+  else
+    copy_wait<2>();
+  __syncthreads();  // weights and the tape are there
+  const int hint = h.hint;
+  prepare_pending(hint);
+  copy_wait<0>();
+  __syncthreads();  // S and the pending rows are there
+  replay_pending(hint);
+  pdl_wait();
+  pdl_trigger();
+
+  const int pending = min(__ldcg(words + PENDING), BLOCK);
+  u16 a_raw = 0, b_raw = 0;
+  if (gates_here && lane < own)
+    a_raw = a[(u64)(first_row + lane) * a_stride + head], b_raw = b[(u64)(first_row + lane) * b_stride + head];
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    const int r = warp + i * WARPS;
+    if (r < own) at.fetch(&h.raw[BEFORE + r], qkv + (u64)(first_row + r) * qkv_stride);
+  }
+  copy_commit();
+  copy_wait<0>();
+  if (__syncthreads_or(seen != pending)) {  // a wrong hint: again
+    fetch_rest(pending);
+    tile.fetch();
+    if (warp < tape_rows) fetch_tape(warp);
+    copy_commit();
+    copy_wait<0>();
+    __syncthreads();
+    prepare_pending(pending);
+    __syncthreads();
+    replay_pending(pending);
+    __syncthreads();
+  }
+  // This block has read the tape: its columns of v go there, and S to memory.
+  if (pending > 0) tile.flush_all();
+  if (warp < BLOCK / 4) {
+    const int r = warp * 4 + lane / 8;
+    if (r < own)
+      *(uint4*)(tape_u + (u64)r * channels + at.v + lane % 8 * 8) = *(const uint4*)(h.raw[BEFORE + r].v + lane % 8 * 8);
+  }
+  if (warp == BLOCK / 4 && pending > 0 && lane / 8 < BEFORE)
+    *(uint4*)(history + (u64)(lane / 8) * channels + at.v + lane % 8 * 8) =
+        *(const uint4*)(h.raw[lane / 8].v + lane % 8 * 8);
+  if (gates_here) {
+    const float g = log_decay(a_raw, -expf(rate), bias);
+    if (lane < own) *(float4*)&h.rows[lane].decay = make_float4(expf(g), sigmoid(from_bf16(b_raw)), g, 0.0f);
+  }
+  if (2 * warp < own) prepare(h.conv, &h.rows[2 * warp], &h.raw[2 * warp]);
+  __syncthreads();  // all rows are there, S is on its way
+  cluster_wait();
+  int arrivals = 0;
+  if (threadIdx.x == 0) arrivals = atomicAdd(arrived + blockIdx.z * hk + key_head, 1);
+  steps(s, h.rows, own, h.outputs);
+  const int column = head * D + rank * WIDE + lane * 2;
+  const float2 weight = *(const float2*)(norm + rank * WIDE + lane * 2);
+  u32 z_raw[2] = {0u, 0u};
+#pragma unroll
+  for (int i = 0; i < 2; i++)
+    if (warp + i * WARPS < own)
+      z_raw[i] = __ldcg((const u32*)(z + (u64)(first_row + warp + i * WARPS) * z_stride + column));
+  __syncthreads();
+  float2 o[2];
+  float squares[2];
+#pragma unroll
+  for (int i = 0; i < 2; i++)
+    o[i] = h.outputs[warp + i * WARPS].sum(lane * 2), squares[i] = __fmaf_rn(o[i].y, o[i].y, __fmul_rn(o[i].x, o[i].x));
+#pragma unroll
+  for (int bit = 16; bit > 0; bit /= 2)
+#pragma unroll
+    for (int i = 0; i < 2; i++) squares[i] = join(squares[i], squares[i], bit);
+#pragma unroll
+  for (int i = 0; i < 2; i++)
+    if (lane == 0 && warp + i * WARPS < own) send(&h.squares[warp + i * WARPS], squares[i], &h.squares_there);
+  float2 gate[2];
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    gate[i] = make_float2(silu(bf16_low(z_raw[i])), silu(bf16_high(z_raw[i])));
+    asm volatile("" : "+f"(gate[i].x), "+f"(gate[i].y));  // computed before the other block's sums are there
+  }
+  if (warp == 0 && __shfl_sync(ALL, arrivals, 0) == CLUSTER * (hv / hk) - 1) {
+#pragma unroll 4
+    for (int r = 0; r < own; r++) at.write(tape_u + (u64)r * channels, h.raw[BEFORE + r]);
+    if (pending > 0)
+      for (int n = 0; n < BEFORE; n++) at.write(history + (u64)n * channels, h.raw[n]);
+    if (lane == 0) arrived[blockIdx.z * hk + key_head] = 0;
+  }
+  barrier_wait_cluster(shared_address(&h.squares_there), 0);
+  if (gates_here && rank == 0 && lane < own) {
+    tape_g[gates + lane * hv] = h.rows[lane].g;
+    tape_beta[gates + lane * hv] = h.rows[lane].beta;
+  }
 #pragma unroll
   for (int i = 0; i < 2; i++) {
     const int r = warp + i * WARPS;
