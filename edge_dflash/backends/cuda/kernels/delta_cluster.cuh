@@ -14,17 +14,17 @@ static constexpr int WARPS = WIDE / OWNED;  // that have columns; one more besid
 static constexpr int BEFORE = TAPS - 1;     // rows that a convolution looks back
 static_assert(CLUSTER == 2 && BLOCK == 2 * WARPS, "a warp prepares two rows");
 
-// Lane l has the elements 4 i .. 4 i + 3, i = l % 8, and those 32, 64 and 96 further on, of 2 columns: columns 2 (l / 8)
-// and the next of its warp's.
+// Lane l has the elements 4 i .. 4 i + 3, i = l / 4, and those 32, 64 and 96 further on, of 2 columns: columns 2 (l % 4)
+// and the next of its warp's. Neighbours read the same key: shared memory then serves half a warp at a time, not a quarter.
 struct Vector {  // the lane's elements of a key or a query
   float x[4][4];
-  __device__ __forceinline__ void load(const float* from) {
+  __device__ __forceinline__ void load(const float* from) {  // from: the first of the lane's
 #pragma unroll
-    for (int m = 0; m < 4; m++) read_vector(x[m], from + m * 32 + threadIdx.x % 8 * 4);
+    for (int m = 0; m < 4; m++) read_vector(x[m], from + m * 32);
   }
 };
 
-// Slot c is column c ^ (lane / 4 % 2), so that the sums over lanes leave each column in half of 8 lanes without a choice.
+// Slot c is column c ^ (lane / 16), so that the sums over lanes leave each column in half of 8 lanes without a choice.
 struct Columns {
   float s[4][4][2];  // element, slot
 
@@ -56,7 +56,7 @@ struct OwnRow : Row {
 };
 
 // Eight partial sums of the outputs of a row, column c of part p at c ^ 8 (p % 4): no bank conflicts where a lane writes
-// the part lane % 8 of a column.
+// the part lane / 4 of a column.
 struct Outputs {
   float x[PARTS][WIDE];
   static __device__ __forceinline__ int place(int part, int column) { return part * WIDE + (column ^ (part % 4 * 8)); }
@@ -73,29 +73,35 @@ struct Outputs {
 template <class R>
 __device__ __forceinline__ void steps(Columns& columns, const R* row, int count, Outputs* outputs) {
   constexpr bool own = sizeof(R) == sizeof(OwnRow);
+  constexpr int ROW = sizeof(R) / 4, OUTPUTS = PARTS * WIDE;
   if (count <= 0) return;
   auto& s = columns.s;
-  const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * OWNED + lane / 8 * 2, column = lane / 4 % 2;
-  float* const to = own ? outputs->x[0] + Outputs::place(lane % 8, first) : nullptr;
+  const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * OWNED + lane % 4 * 2, column = lane / 16;
+  // Of this row and of the output before: addresses that grow are cheaper than those computed from r.
+  const float *key = row->k + lane / 4 * 4, *gates = &row->decay, *values = row->v + first + column;
+  float* to[2];
+#pragma unroll
+  for (int c = 0; c < 2; c++) to[c] = own ? outputs->x[0] + Outputs::place(lane / 4, first) + (column ^ c) : nullptr;
   Vector k, q;
-  float sum[2];
-  auto output = [&](int r) {
-    float o[2];
-    columns.dot(o, q);
-    to[r * PARTS * WIDE + column] = o[0], to[r * PARTS * WIDE + 1 - column] = o[1];
-  };
-  k.load(row->k);
+  float sum[2], o[2];
+  k.load(key);
   if constexpr (own) q = k;
   columns.dot(sum, k);
 #pragma unroll 2
-  for (int r = 0; r < count; r++, row++) {
-    const float2 gate = *(const float2*)&row->decay;
-    const float value = row->v[first + column];
-    float all = join(sum[0], sum[1], 4);
-    all = join(all, all, 2);
-    all = join(all, all, 1);
-    if constexpr (own) output(max(r - 1, 0));  // of row 0 written twice: its own comes last
-    if constexpr (own) q.load(row->q);
+  for (int r = 0; r < count; r++) {
+    const float2 gate = *(const float2*)gates;
+    const float value = *values;
+    float all = join(sum[0], sum[1], 16);
+    all = join(all, all, 8);
+    all = join(all, all, 4);
+    if constexpr (own) {
+      columns.dot(o, q);  // of the row before; the first is nobody's
+      if (r > 0) {
+#pragma unroll
+        for (int c = 0; c < 2; c++) *to[c] = o[c], to[c] += OUTPUTS;
+      }
+      q.load(key + sizeof(Row) / 4);
+    }
 #pragma unroll
     for (int m = 0; m < 4; m++)
 #pragma unroll
@@ -103,17 +109,22 @@ __device__ __forceinline__ void steps(Columns& columns, const R* row, int count,
 #pragma unroll
         for (int c = 0; c < 2; c++) s[m][e][c] = __fmul_rn(gate.x, s[m][e][c]);
     const float d0 = __fmul_rn(__fsub_rn(value, __fmul_rn(gate.x, all)), gate.y);
-    const float d[2] = {d0, __shfl_xor_sync(ALL, d0, 4)};
+    const float d[2] = {d0, __shfl_xor_sync(ALL, d0, 16)};
 #pragma unroll
     for (int m = 0; m < 4; m++)
 #pragma unroll
       for (int e = 0; e < 4; e++)
 #pragma unroll
         for (int c = 0; c < 2; c++) s[m][e][c] = __fmaf_rn(k.x[m][e], d[c], s[m][e][c]);
-    k.load(row[1].k);
+    key += ROW, gates += ROW, values += ROW;
+    k.load(key);
     columns.dot(sum, k);
   }
-  if constexpr (own) output(count - 1);
+  if constexpr (own) {
+    columns.dot(o, q);
+#pragma unroll
+    for (int c = 0; c < 2; c++) *to[c] = o[c];
+  }
 }
 
 struct RawTape {  // BF16 inputs of a row of the tape
@@ -146,7 +157,10 @@ static_assert(sizeof(Head) == 98512, "delta.py has this number");
 struct Tile {
   float* x;
   float* state;  // of the block
-  static __device__ __forceinline__ int place(int k, int group) { return k * WIDE + (group ^ (k / 4 % 16)) * 4; }
+  static __device__ __forceinline__ int place(int k, int group) {
+    const int four = k / 4 % 16, turned = (four & 8) | (four << 1 & 6) | (four >> 2 & 1);
+    return k * WIDE + (group ^ turned) * 4;
+  }
   // Of eight rows: they have one exchange.
   static __device__ __forceinline__ int row(int n) { return n / 4 * 64 + n % 4; }
   __device__ __forceinline__ void fetch() const {  // by the first WARPS warps
@@ -172,11 +186,11 @@ struct Tile {
       __stcg((uint4*)(state + (k + row(n)) * D + group * 4), *(const uint4*)(x + place(k, group) + row(n) * WIDE));
   }
   __device__ __forceinline__ float* at(int m, int e) const {  // 2 columns of an element of the lane
-    const int k = m * 32 + threadIdx.x % 8 * 4, pair = threadIdx.x / 8;
+    const int k = m * 32 + threadIdx.x % 32 / 4 * 4, pair = threadIdx.x / 32 * 4 + threadIdx.x % 4;
     return x + place(k, pair / 2) + e * WIDE + pair % 2 * 2;
   }
   __device__ __forceinline__ void get(Columns& columns) const {
-    const bool swap = threadIdx.x / 4 % 2;
+    const bool swap = threadIdx.x / 16 % 2;
 #pragma unroll
     for (int m = 0; m < 4; m++)
 #pragma unroll
@@ -186,7 +200,7 @@ struct Tile {
       }
   }
   __device__ __forceinline__ void put(const Columns& columns) const {
-    const bool swap = threadIdx.x / 4 % 2;
+    const bool swap = threadIdx.x / 16 % 2;
 #pragma unroll
     for (int m = 0; m < 4; m++)
 #pragma unroll
