@@ -524,20 +524,19 @@ struct SharedHead {
   RawOwn raw[BEFORE + BLOCK];
   float squares[BLOCK];
   u64 squares_there;
-  int hint;
 };
-static_assert(sizeof(SharedHead) == 70864, "delta.py has this number");
+static_assert(sizeof(SharedHead) == 70856, "delta.py has this number");
 
-// As delta_verify, for several slots: no warp beside those that have columns.
+// As delta_verify, for several slots: no warp beside those that have columns, and only S, weights and the tape are asked
+// for before the wait, since blocks hardly start before it is over.
 extern "C" __global__ void __cluster_dims__(1, CLUSTER, 1) __launch_bounds__(WARPS * 32, 3)
-    delta_verify_slots(const u16* qkv, const u16* z, const u16* a, const u16* b, int qkv_stride, int z_stride, int a_stride,
+    delta_verify_crowded(const u16* qkv, const u16* z, const u16* a, const u16* b, int qkv_stride, int z_stride, int a_stride,
                  int b_stride, const float* conv, const float* a_log, const float* dt_bias, const float* norm,
                  float* state, u16* history, u16* tape_u, float* tape_g, float* tape_beta, int* arrived, u16* out,
                  const int* control, int lanes, int own, int tape_rows, int hk, int hv, int out_stride, float eps) {
   extern __shared__ uint4 dynamic[];
   SharedHead& h = *(SharedHead*)dynamic;
   const int* words = words_of(control, blockIdx.z);
-  const int seen = min(early_word(words + PENDING), BLOCK);  // a hint, and not the same one for all threads
   const int home = home_of(words, lanes), first_row = blockIdx.z * own;
   const int head = blockIdx.x, rank = blockIdx.y, key_head = head / (hv / hk);
   const int warp = __shfl_sync(ALL, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
@@ -560,30 +559,6 @@ extern "C" __global__ void __cluster_dims__(1, CLUSTER, 1) __launch_bounds__(WAR
   cluster_start(&h.squares_there, own * 4);
 
   auto fetch_tape = [&](int t) { at.fetch(&h.before.raw[BEFORE + t], line.row(t)); };
-  float tape_gate[2] = {0.0f, 0.0f};    // a row of the tape a lane of one warp: g, beta
-  auto fetch_rest = [&](int pending) {  // what depends on the number of pending rows
-    if (gates_here) {
-      const int i = gates + lane * hv;
-      if (lane < pending) tape_gate[0] = __ldcg(tape_g + i), tape_gate[1] = __ldcg(tape_beta + i);
-    }
-    if (warp < BEFORE) at.fetch(&h.raw[warp], line.row(pending - BEFORE + warp));
-#pragma unroll 1
-    for (int t = WARPS + warp; t < pending; t += WARPS) fetch_tape(t);
-  };
-  auto prepare_pending = [&](int pending) {
-    if (gates_here && lane < pending)
-      *(float2*)&h.before.rows[lane].decay = make_float2(expf(tape_gate[0]), tape_gate[1]);
-#pragma unroll 1
-    for (int t = warp; t < pending; t += WARPS) prepare(h.conv, &h.before.rows[t], &h.before.raw[t]);
-  };
-  Columns s;
-  auto replay_pending = [&](int pending) {
-    tile.get(s);
-    steps(s, h.before.rows, pending, h.outputs);
-    if (pending > 0) tile.put(s);
-  };
-
-  // Weights, and the rows of the tape that are mostly pending, first.
   {
     const int n = threadIdx.x / 64, c = threadIdx.x % 64 * 4;
     copy16(&h.conv[n][c], conv + n * channels + (c < D ? at.q : at.k - D) + c);
@@ -597,47 +572,44 @@ extern "C" __global__ void __cluster_dims__(1, CLUSTER, 1) __launch_bounds__(WAR
   copy_commit();
   tile.fetch();
   copy_commit();
-  fetch_rest(seen);
-  copy_commit();
-  if (threadIdx.x == 0) h.hint = seen;
   float rate = 0.0f, bias = 0.0f;
   if (gates_here) rate = a_log[head], bias = dt_bias[head];
-  if (seen > WARPS)
-    copy_wait<0>();
-  else
-    copy_wait<2>();
-  __syncthreads();  // weights and the tape are there
-  const int hint = h.hint;
-  prepare_pending(hint);
-  copy_wait<0>();
-  __syncthreads();  // S and the pending rows are there
-  replay_pending(hint);
   pdl_wait();
   pdl_trigger();
-
   const int pending = min(__ldcg(words + PENDING), BLOCK);
-  u16 a_raw = 0, b_raw = 0;
-  if (gates_here && lane < own)
-    a_raw = a[(u64)(first_row + lane) * a_stride + head], b_raw = b[(u64)(first_row + lane) * b_stride + head];
 #pragma unroll
   for (int i = 0; i < 2; i++) {
     const int r = warp + i * WARPS;
     if (r < own) at.fetch(&h.raw[BEFORE + r], qkv + (u64)(first_row + r) * qkv_stride);
   }
-  copy_commit();
-  copy_wait<0>();
-  if (__syncthreads_or(seen != pending)) {  // a wrong hint: again
-    fetch_rest(pending);
-    tile.fetch();
-    if (warp < tape_rows) fetch_tape(warp);
-    copy_commit();
-    copy_wait<0>();
-    __syncthreads();
-    prepare_pending(pending);
-    __syncthreads();
-    replay_pending(pending);
-    __syncthreads();
+  u16 a_raw = 0, b_raw = 0;
+  float tape_gate[2] = {0.0f, 0.0f};  // a row of the tape a lane of one warp: g, beta
+  if (gates_here) {
+    if (lane < own)
+      a_raw = a[(u64)(first_row + lane) * a_stride + head], b_raw = b[(u64)(first_row + lane) * b_stride + head];
+    const int i = gates + lane * hv;
+    if (lane < pending) tape_gate[0] = __ldcg(tape_g + i), tape_gate[1] = __ldcg(tape_beta + i);
   }
+  if (warp < BEFORE) at.fetch(&h.raw[warp], line.row(pending - BEFORE + warp));
+  if (WARPS + warp < pending) fetch_tape(WARPS + warp);
+  copy_commit();
+  if (pending > WARPS)
+    copy_wait<0>();
+  else
+    copy_wait<2>();
+  __syncthreads();  // weights and the tape are there
+  if (gates_here && lane < pending)
+    *(float2*)&h.before.rows[lane].decay = make_float2(expf(tape_gate[0]), tape_gate[1]);
+#pragma unroll 1
+  for (int t = warp; t < pending; t += WARPS) prepare(h.conv, &h.before.rows[t], &h.before.raw[t]);
+  copy_wait<1>();
+  __syncthreads();  // S and the pending rows are there
+  Columns s;
+  tile.get(s);
+  steps(s, h.before.rows, pending, h.outputs);
+  if (pending > 0) tile.put(s);
+  copy_wait<0>();
+  __syncthreads();  // the new S and own rows are there
   // This block has read the tape: its columns of v go there, and S to memory.
   if (pending > 0) tile.flush_all();
   if (warp < BLOCK / 4) {
@@ -655,9 +627,9 @@ extern "C" __global__ void __cluster_dims__(1, CLUSTER, 1) __launch_bounds__(WAR
   if (2 * warp < own) prepare(h.conv, &h.rows[2 * warp], &h.raw[2 * warp]);
   __syncthreads();  // all rows are there, S is on its way
   cluster_wait();
+  steps(s, h.rows, own, h.outputs);
   int arrivals = 0;
   if (threadIdx.x == 0) arrivals = atomicAdd(arrived + blockIdx.z * hk + key_head, 1);
-  steps(s, h.rows, own, h.outputs);
   const int column = head * D + rank * WIDE + lane * 2;
   const float2 weight = *(const float2*)(norm + rank * WIDE + lane * 2);
   u32 z_raw[2] = {0u, 0u};
