@@ -95,7 +95,7 @@ def test_gated_delta_has_a_grid_for_each_slot(clusters):
 
 
 def test_blocks_of_several_slots_share_multiprocessors():
-    assert [(228 << 10) // (DELTA.verify_shared(90, 132, slots) + 1024) for slots in (1, 2, 4, 8)] == [1, 2, 2, 2]
+    assert [(228 << 10) // (DELTA.verify_shared(90, 132, slots) + 1024) for slots in (1, 2, 4, 8)] == [1, 2, 3, 3]
     assert DELTA.verify_shared(90, 132) == max(DELTA.verify_shared(90, 132, slots) for slots in range(1, 9))
 
 

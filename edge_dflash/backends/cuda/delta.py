@@ -103,10 +103,9 @@ class DeltaShape:
         return _spread(nbytes, self.value_heads * _CLUSTER * slots, sm, sm_count)
 
     def crowded(self, sm: int, sm_count: int, slots: int) -> bool:
-        """Whether a verify's blocks are those of which a multiprocessor has three, not two: faster at 3 and from 5 on."""
+        """Whether a verify's blocks are those of which a Hopper multiprocessor has three, not two: where those are faster."""
         share = -(-self.value_heads * _CLUSTER * slots // sm_count)
-        three = 3 * (_CLUSTER_SHARED[True] + _RESERVED) <= block_shared(sm) + _RESERVED
-        return three and slots > 1 and (share == 3 or share > 4)
+        return supports(sm, "wgmma") and slots > 1 and (share == 3 or share > 4)
 
     def recurrence_shared(self, sm: int, sm_count: int, slots: int = 1) -> int:
         """Shared memory of a block of the recurrence: two stages and parts of the outputs of one."""

@@ -151,6 +151,25 @@ struct Head {
   int hint;
 };
 static_assert(sizeof(Head) == 98512, "delta.py has this number");
+// Of a block of several slots: three of them have room in a multiprocessor.
+struct SharedHead {
+  union {
+    float tile[D * WIDE];  // the block's part of S, in memory before the own rows begin
+    Outputs outputs[BLOCK];
+  };
+  union {
+    struct {  // until own rows are prepared
+      Row rows[BLOCK];
+      RawTape raw[BEFORE + BLOCK];
+    } before;
+    OwnRow rows[BLOCK];
+  };
+  float conv[TAPS][2 * D + WIDE];
+  RawOwn raw[BEFORE + BLOCK];
+  float squares[BLOCK];
+  u64 squares_there;
+};
+static_assert(sizeof(SharedHead) == 70856, "delta.py has this number");
 
 // The block's part of S [D, WIDE] in shared memory, so that device memory is read and written in whole lines. Groups of
 // 4 columns are exchanged such that neither rows (device memory) nor the lanes of a warp (registers) share banks.
@@ -311,6 +330,55 @@ __device__ __forceinline__ void prepare(const float (*conv)[2 * D + WIDE], OwnRo
   }
 }
 
+// Outputs of all rows, of the columns of WARPS warps: summed, normed with the squares of the other block, gated.
+template <class H>
+__device__ __forceinline__ void finish(H& h, const u16* z, const float* norm, u16* out, int first_row, int own,
+                                       int head, int rank, int z_stride, int out_stride, float eps) {
+  const int warp = __shfl_sync(ALL, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+  const int column = head * D + rank * WIDE + lane * 2;
+  const float2 weight = *(const float2*)(norm + rank * WIDE + lane * 2);
+  u32 z_raw[2] = {0u, 0u};
+#pragma unroll
+  for (int i = 0; i < 2; i++)
+    if (warp + i * WARPS < own)
+      z_raw[i] = __ldcg((const u32*)(z + (u64)(first_row + warp + i * WARPS) * z_stride + column));
+  named_barrier<WARPS * 32>(1);
+  float2 o[2];
+  float squares[2];
+#pragma unroll
+  for (int i = 0; i < 2; i++)
+    o[i] = h.outputs[warp + i * WARPS].sum(lane * 2), squares[i] = __fmaf_rn(o[i].y, o[i].y, __fmul_rn(o[i].x, o[i].x));
+#pragma unroll
+  for (int bit = 16; bit > 0; bit /= 2)
+#pragma unroll
+    for (int i = 0; i < 2; i++) squares[i] = join(squares[i], squares[i], bit);
+#pragma unroll
+  for (int i = 0; i < 2; i++)
+    if (lane == 0 && warp + i * WARPS < own) send(&h.squares[warp + i * WARPS], squares[i], &h.squares_there);
+  float2 gate[2];
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    gate[i] = make_float2(silu(bf16_low(z_raw[i])), silu(bf16_high(z_raw[i])));
+    asm volatile("" : "+f"(gate[i].x), "+f"(gate[i].y));  // computed before the other block's sums are there
+  }
+  barrier_wait_cluster(shared_address(&h.squares_there), 0);
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    const int r = warp + i * WARPS;
+    if (r < own)
+      *(u32*)(out + element_at(out_stride, first_row + r, column)) =
+          gated_norm(o[i], __fadd_rn(squares[i], h.squares[r]), D, eps, weight, gate[i]);
+  }
+}
+
+// Zeros for an idle slot.
+__device__ __forceinline__ void leave_idle(u16* out, int first_row, int own, int column, int out_stride, int warps) {
+  pdl_wait();
+  pdl_trigger();
+#pragma unroll 1
+  for (int r = threadIdx.x / 32; r < own; r += warps) *(u32*)(out + element_at(out_stride, first_row + r, column)) = 0u;
+}
+
 // Grid [Hv, 2, slots]. A warp prepares rows, then has 8 columns; the last warp has the gates, and writes S and the tape
 // beside the rows' recurrence. Each block prepares the whole of q and k; the two share their sums of squares.
 //
@@ -337,14 +405,7 @@ extern "C" __global__ void __cluster_dims__(1, CLUSTER, 1) __launch_bounds__((WA
   const int warp = __shfl_sync(ALL, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
   const bool helper = warp == WARPS;
   const int channels = 2 * hk * D + hv * D;
-  if (home < 0) {
-    pdl_wait();
-    pdl_trigger();
-#pragma unroll 1
-    for (int r = threadIdx.x / 32; r < own; r += WARPS + 1)
-      *(u32*)(out + element_at(out_stride, first_row + r, head * D + rank * WIDE + lane * 2)) = 0u;
-    return;
-  }
+  if (home < 0) return leave_idle(out, first_row, own, head * D + rank * WIDE + lane * 2, out_stride, WARPS + 1);
   state += (u64)home * hv * D * D, history += (u64)home * BEFORE * channels;
   tape_u += (u64)home * tape_rows * channels;
   const int gates = home * tape_rows * hv + head;  // of the tape's first row
@@ -470,70 +531,18 @@ extern "C" __global__ void __cluster_dims__(1, CLUSTER, 1) __launch_bounds__((WA
     return;
   }
   steps(s, h.rows, own, h.outputs);
-  if (own == 0) return;
-  const int column = head * D + rank * WIDE + lane * 2;
-  const float2 weight = *(const float2*)(norm + rank * WIDE + lane * 2);
-  u32 z_raw[2] = {0u, 0u};
-#pragma unroll
-  for (int i = 0; i < 2; i++)
-    if (warp + i * WARPS < own)
-      z_raw[i] = __ldcg((const u32*)(z + (u64)(first_row + warp + i * WARPS) * z_stride + column));
-  named_barrier<WARPS * 32>(1);
-  float2 o[2];
-  float squares[2];
-#pragma unroll
-  for (int i = 0; i < 2; i++)
-    o[i] = h.outputs[warp + i * WARPS].sum(lane * 2), squares[i] = __fmaf_rn(o[i].y, o[i].y, __fmul_rn(o[i].x, o[i].x));
-#pragma unroll
-  for (int bit = 16; bit > 0; bit /= 2)
-#pragma unroll
-    for (int i = 0; i < 2; i++) squares[i] = join(squares[i], squares[i], bit);
-#pragma unroll
-  for (int i = 0; i < 2; i++)
-    if (lane == 0 && warp + i * WARPS < own) send(&h.squares[warp + i * WARPS], squares[i], &h.squares_there);
-  float2 gate[2];
-#pragma unroll
-  for (int i = 0; i < 2; i++) {
-    gate[i] = make_float2(silu(bf16_low(z_raw[i])), silu(bf16_high(z_raw[i])));
-    asm volatile("" : "+f"(gate[i].x), "+f"(gate[i].y));  // computed before the other block's sums are there
-  }
-  barrier_wait_cluster(shared_address(&h.squares_there), 0);
-#pragma unroll
-  for (int i = 0; i < 2; i++) {
-    const int r = warp + i * WARPS;
-    if (r < own)
-      *(u32*)(out + element_at(out_stride, first_row + r, column)) =
-          gated_norm(o[i], __fadd_rn(squares[i], h.squares[r]), D, eps, weight, gate[i]);
-  }
+  if (own > 0) finish(h, z, norm, out, first_row, own, head, rank, z_stride, out_stride, eps);
 }
 
-// Of a block of several slots: three of them have room in a multiprocessor.
-struct SharedHead {
-  union {
-    float tile[D * WIDE];     // the block's part of S, in memory before the own rows begin
-    Outputs outputs[BLOCK];
-  };
-  union {
-    struct {  // until own rows are prepared
-      Row rows[BLOCK];
-      RawTape raw[BEFORE + BLOCK];
-    } before;
-    OwnRow rows[BLOCK];
-  };
-  float conv[TAPS][2 * D + WIDE];
-  RawOwn raw[BEFORE + BLOCK];
-  float squares[BLOCK];
-  u64 squares_there;
-};
-static_assert(sizeof(SharedHead) == 70856, "delta.py has this number");
-
+#if __CUDA_ARCH__ == 900
 // As delta_verify, for several slots: no warp beside those that have columns, and only S, weights and the tape are asked
 // for before the wait, since blocks hardly start before it is over.
 extern "C" __global__ void __cluster_dims__(1, CLUSTER, 1) __launch_bounds__(WARPS * 32, 3)
-    delta_verify_crowded(const u16* qkv, const u16* z, const u16* a, const u16* b, int qkv_stride, int z_stride, int a_stride,
-                 int b_stride, const float* conv, const float* a_log, const float* dt_bias, const float* norm,
-                 float* state, u16* history, u16* tape_u, float* tape_g, float* tape_beta, int* arrived, u16* out,
-                 const int* control, int lanes, int own, int tape_rows, int hk, int hv, int out_stride, float eps) {
+    delta_verify_crowded(const u16* qkv, const u16* z, const u16* a, const u16* b, int qkv_stride, int z_stride,
+                         int a_stride, int b_stride, const float* conv, const float* a_log, const float* dt_bias,
+                         const float* norm, float* state, u16* history, u16* tape_u, float* tape_g, float* tape_beta,
+                         int* arrived, u16* out, const int* control, int lanes, int own, int tape_rows, int hk, int hv,
+                         int out_stride, float eps) {
   extern __shared__ uint4 dynamic[];
   SharedHead& h = *(SharedHead*)dynamic;
   const int* words = words_of(control, blockIdx.z);
@@ -542,14 +551,7 @@ extern "C" __global__ void __cluster_dims__(1, CLUSTER, 1) __launch_bounds__(WAR
   const int warp = __shfl_sync(ALL, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
   const bool gates_here = warp == ((head * 2 + rank) & (WARPS - 1));
   const int channels = 2 * hk * D + hv * D;
-  if (home < 0) {
-    pdl_wait();
-    pdl_trigger();
-#pragma unroll 1
-    for (int r = threadIdx.x / 32; r < own; r += WARPS)
-      *(u32*)(out + element_at(out_stride, first_row + r, head * D + rank * WIDE + lane * 2)) = 0u;
-    return;
-  }
+  if (home < 0) return leave_idle(out, first_row, own, head * D + rank * WIDE + lane * 2, out_stride, WARPS);
   state += (u64)home * hv * D * D, history += (u64)home * BEFORE * channels;
   tape_u += (u64)home * tape_rows * channels;
   const int gates = home * tape_rows * hv + head;  // of the tape's first row
@@ -630,52 +632,19 @@ extern "C" __global__ void __cluster_dims__(1, CLUSTER, 1) __launch_bounds__(WAR
   steps(s, h.rows, own, h.outputs);
   int arrivals = 0;
   if (threadIdx.x == 0) arrivals = atomicAdd(arrived + blockIdx.z * hk + key_head, 1);
-  const int column = head * D + rank * WIDE + lane * 2;
-  const float2 weight = *(const float2*)(norm + rank * WIDE + lane * 2);
-  u32 z_raw[2] = {0u, 0u};
-#pragma unroll
-  for (int i = 0; i < 2; i++)
-    if (warp + i * WARPS < own)
-      z_raw[i] = __ldcg((const u32*)(z + (u64)(first_row + warp + i * WARPS) * z_stride + column));
-  __syncthreads();
-  float2 o[2];
-  float squares[2];
-#pragma unroll
-  for (int i = 0; i < 2; i++)
-    o[i] = h.outputs[warp + i * WARPS].sum(lane * 2), squares[i] = __fmaf_rn(o[i].y, o[i].y, __fmul_rn(o[i].x, o[i].x));
-#pragma unroll
-  for (int bit = 16; bit > 0; bit /= 2)
-#pragma unroll
-    for (int i = 0; i < 2; i++) squares[i] = join(squares[i], squares[i], bit);
-#pragma unroll
-  for (int i = 0; i < 2; i++)
-    if (lane == 0 && warp + i * WARPS < own) send(&h.squares[warp + i * WARPS], squares[i], &h.squares_there);
-  float2 gate[2];
-#pragma unroll
-  for (int i = 0; i < 2; i++) {
-    gate[i] = make_float2(silu(bf16_low(z_raw[i])), silu(bf16_high(z_raw[i])));
-    asm volatile("" : "+f"(gate[i].x), "+f"(gate[i].y));  // computed before the other block's sums are there
-  }
-  if (warp == 0 && __shfl_sync(ALL, arrivals, 0) == CLUSTER * (hv / hk) - 1) {
-#pragma unroll 4
-    for (int r = 0; r < own; r++) at.write(tape_u + (u64)r * channels, h.raw[BEFORE + r]);
-    if (pending > 0)
-      for (int n = 0; n < BEFORE; n++) at.write(history + (u64)n * channels, h.raw[n]);
-    if (lane == 0) arrived[blockIdx.z * hk + key_head] = 0;
-  }
-  barrier_wait_cluster(shared_address(&h.squares_there), 0);
+  finish(h, z, norm, out, first_row, own, head, rank, z_stride, out_stride, eps);
   if (gates_here && rank == 0 && lane < own) {
     tape_g[gates + lane * hv] = h.rows[lane].g;
     tape_beta[gates + lane * hv] = h.rows[lane].beta;
   }
-#pragma unroll
-  for (int i = 0; i < 2; i++) {
-    const int r = warp + i * WARPS;
-    if (r < own)
-      *(u32*)(out + element_at(out_stride, first_row + r, column)) =
-          gated_norm(o[i], __fadd_rn(squares[i], h.squares[r]), D, eps, weight, gate[i]);
-  }
+  if (warp != 0 || __shfl_sync(ALL, arrivals, 0) != CLUSTER * (hv / hk) - 1) return;
+#pragma unroll 4
+  for (int r = 0; r < own; r++) at.write(tape_u + (u64)r * channels, h.raw[BEFORE + r]);
+  if (pending > 0)
+    for (int n = 0; n < BEFORE; n++) at.write(history + (u64)n * channels, h.raw[n]);
+  if (lane == 0) arrived[blockIdx.z * hk + key_head] = 0;
 }
+#endif
 
 }  // namespace clustered
 #endif
