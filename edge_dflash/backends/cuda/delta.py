@@ -28,7 +28,7 @@ _PREPARE_WARPS, _PREPARE_ROWS, _NORM_ROWS = 8, 4, 4
 # Of a block of the recurrence: rows at a time, threads, columns of S, parts of an output.
 _STAGE, _THREADS, _COLUMNS, _PARTS = 16, 128, 16, 8
 _CLUSTER, _CLUSTER_ROWS, _CLUSTER_DIM = 2, 16, 128  # blocks of a head; most rows and dims of its kernel
-_CLUSTER_THREADS, _CLUSTER_SHARED = (288, 128), (98512, 70856)  # of its two kernels: see ``crowded``
+_CLUSTER_THREADS, _CLUSTER_SHARED = (288, 256), (98512, 70864)  # of its two kernels: see ``crowded``
 _RESERVED = 1024  # bytes of shared memory that a block takes besides its own, of which one block may have all but these
 
 
@@ -103,7 +103,7 @@ class DeltaShape:
         return _spread(nbytes, self.value_heads * _CLUSTER * slots, sm, sm_count)
 
     def crowded(self, sm: int, sm_count: int, slots: int) -> bool:
-        """Whether a verify's blocks are those of which a Hopper multiprocessor has three, not two: where those are faster."""
+        """Whether a verify's blocks are those of which a multiprocessor has three, not two: where it is faster."""
         share = -(-self.value_heads * _CLUSTER * slots // sm_count)
         return supports(sm, "wgmma") and slots > 1 and (share == 3 or share > 4)
 

@@ -438,13 +438,16 @@ __device__ __forceinline__ void write_rows(const float* sums, const Rest<N>& res
   }
 }
 
-// All splits in one block, or one block a split. The block's columns are N of ``columns``, part ``part``.
-template <int D, int N, bool sequential>
+enum Walk { ONE, SEVERAL, ALL };  // splits of one width that a block works on
+
+// The block's columns are N of ``columns``, part ``part``.
+template <int D, int N, Walk walk>
 __device__ void attend(Task now, int home, int columns, int part, const u16* q, const u8* k_memory, const u8* v_memory,
                        float* partial, float* partial_ml, u16* out, const u16* gate, int tile_log2, int group,
                        int kv_heads, int row_blocks, int capacity, int window, int flags, int most, int gate_stride,
                        int out_stride, float score_scale, float v_scale) {
   using G = Geometry<D, N>;
+  constexpr bool sequential = walk == ALL;
   extern __shared__ __align__(1024) u8 tiles[];
   Block<D, N> b;
   b.q = shared_address(tiles), b.p = b.q + G::q_bytes, b.k = b.q + G::k_at, b.v = b.q + G::v_at,
@@ -487,8 +490,9 @@ __device__ void attend(Task now, int home, int columns, int part, const u16* q, 
   }
   if (sequential && threadIdx.x < N) b.rest->m[threadIdx.x] = NEG_INF, b.rest->l[threadIdx.x] = 0.0f;
   __syncthreads();
-  int count = 0;  // of chunks: every second one has the other tile of values and of probabilities
-  auto following = [&] {  // first key of the next of them, below 0: none
+  int count = 0;          // of chunks: every second one has the other tile of values and of probabilities
+  auto following = [&] {  // first key of the block's next split of this width, below 0: none
+    if (walk != SEVERAL) return -1;
     const Task& task = b.rest->task;
     const int start = task.start_of(task.index + (int)gridDim.z);
     return start < task.span.stop ? start : -1;
@@ -519,15 +523,17 @@ __device__ void attend(Task now, int home, int columns, int part, const u16* q, 
       for (int i = 0; i < G::SUMS; i++)
 #pragma unroll
         for (int e = 0; e < 4; e++) l[i][e] = 0.0f;
-      // Addresses are computed anew in every split: registers are dearer.
-      asm volatile("" : "+r"(b.q), "+r"(b.p), "+r"(b.k), "+r"(b.v), "+r"(b.warp), "+r"(b.quarter), "+r"(b.half), "+r"(b.g), "+r"(b.t));
+      if (walk == SEVERAL)  // addresses are computed anew in every split: registers are dearer
+        asm volatile(""
+                     : "+r"(b.q), "+r"(b.p), "+r"(b.k), "+r"(b.v), "+r"(b.warp), "+r"(b.quarter), "+r"(b.half),
+                       "+r"(b.g), "+r"(b.t));
       bool first = true, more = true;
       for (; first || (more && (!sequential || key < end)); key += KEYS) {
         float s[N / 2];
         const int parity = count & 1;
         int next = key + KEYS;
         more = next < stop;
-        if (!more) next = sequential ? -1 : following();
+        if (!more) next = following();
         b.scores(s, first, parity, next);
         if (key < clear_first || key + KEYS > clear_stop) b.mask(s, key, 1 << tile_log2, window, flags);
         if (!first) b.sum(l, parity ^ 1);         // of the chunk before: nothing else multiplies now
@@ -618,29 +624,31 @@ __device__ void attend(Task now, int home, int columns, int part, const u16* q, 
 
 }  // namespace wide
 
-#define WIDE(D, N)                             \
-  WIDE_KERNEL(attend_wide_splits, D, N, false) \
-  WIDE_KERNEL(attend_wide_prefill, D, N, true)
-#define WIDE_KERNEL(NAME, D, N, SEQUENTIALLY)                                                                          \
-  extern "C" __global__ void __launch_bounds__(wide::THREADS, 1)                                                       \
-      NAME##_d##D##_n##N(const u16* q, const u8* k_memory, const u8* v_memory, float* partial, float* partial_ml,      \
-                         u16* out, const u16* gate, const int* control, const int* rows_there, int rows,               \
-                         int tile_log2, int group, int kv_heads, int row_blocks, int capacity, int window, int flags,  \
-                         int most, int gate_stride, int out_stride, float score_scale, float v_scale) {                \
-    const int* words = words_of(control, SEQUENTIALLY ? 0 : blockIdx.y);                                               \
-    const int first_row = SEQUENTIALLY ? blockIdx.z << tile_log2 : 0, home = home_of(words);                           \
-    wide::Task task = wide::task_of(early_word(words + LENGTH), valid_rows(rows_there, rows), first_row, tile_log2,    \
-                                    capacity, window, flags, most);                                                    \
-    const int parts = SEQUENTIALLY ? 1 : wide::parts_of(task, gridDim.y, N, most);                                                \
-    task.index = SEQUENTIALLY ? 0 : blockIdx.z / parts;                                                                \
-    if (N > 32 && parts > 1)                                                                                           \
-      wide::attend<D, 32, SEQUENTIALLY>(task, home, N, blockIdx.z % parts, q, k_memory, v_memory, partial, partial_ml, \
-                                        out, gate, tile_log2, group, kv_heads, row_blocks, capacity, window, flags,    \
-                                        most, gate_stride, out_stride, score_scale, v_scale);                          \
-    else                                                                                                               \
-      wide::attend<D, N, SEQUENTIALLY>(task, home, N, 0, q, k_memory, v_memory, partial, partial_ml, out, gate,        \
-                                       tile_log2, group, kv_heads, row_blocks, capacity, window, flags, most,          \
-                                       gate_stride, out_stride, score_scale, v_scale);                                 \
+// attend_wide_slots is for several slots: not every split has a block of its own.
+#define WIDE(D, N)                                    \
+  WIDE_KERNEL(attend_wide_splits, D, N, wide::ONE)    \
+  WIDE_KERNEL(attend_wide_slots, D, N, wide::SEVERAL) \
+  WIDE_KERNEL(attend_wide_prefill, D, N, wide::ALL)
+#define WIDE_KERNEL(NAME, D, N, WALK)                                                                                 \
+  extern "C" __global__ void __launch_bounds__(wide::THREADS, 1)                                                      \
+      NAME##_d##D##_n##N(const u16* q, const u8* k_memory, const u8* v_memory, float* partial, float* partial_ml,     \
+                         u16* out, const u16* gate, const int* control, const int* rows_there, int rows,              \
+                         int tile_log2, int group, int kv_heads, int row_blocks, int capacity, int window, int flags, \
+                         int most, int gate_stride, int out_stride, float score_scale, float v_scale) {               \
+    const int* words = words_of(control, WALK == wide::ALL ? 0 : blockIdx.y);                                         \
+    const int first_row = WALK == wide::ALL ? blockIdx.z << tile_log2 : 0, home = home_of(words);                     \
+    wide::Task task = wide::task_of(early_word(words + LENGTH), valid_rows(rows_there, rows), first_row, tile_log2,   \
+                                    capacity, window, flags, most);                                                   \
+    const int parts = WALK == wide::ALL ? 1 : wide::parts_of(task, gridDim.y, N, most);                               \
+    task.index = WALK == wide::ALL ? 0 : blockIdx.z / parts;                                                          \
+    if (N > 32 && parts > 1)                                                                                          \
+      wide::attend<D, 32, WALK>(task, home, N, blockIdx.z % parts, q, k_memory, v_memory, partial, partial_ml, out,   \
+                                gate, tile_log2, group, kv_heads, row_blocks, capacity, window, flags, most,          \
+                                gate_stride, out_stride, score_scale, v_scale);                                       \
+    else                                                                                                              \
+      wide::attend<D, N, WALK>(task, home, N, 0, q, k_memory, v_memory, partial, partial_ml, out, gate, tile_log2,    \
+                               group, kv_heads, row_blocks, capacity, window, flags, most, gate_stride, out_stride,   \
+                               score_scale, v_scale);                                                                 \
   }
 WIDE(128, 32)
 WIDE(128, 64)
@@ -722,12 +730,12 @@ __device__ __forceinline__ void combine(const float* partial, const float* parti
 }  // namespace wide
 
 #define WIDE_COMBINE(NAME, BATCH, ...)                                                                              \
-  extern "C" __global__ void __launch_bounds__(__VA_ARGS__)                                                \
-      NAME(const float* partial, const float* partial_ml, u16* out, const u16* gate, const int* control, int rows,     \
-           int tile_log2, int group, int columns, int row_blocks, int dim, int capacity, int window, int flags,        \
-           int most, int gate_stride, int out_stride, float v_scale) {                                                 \
-    wide::combine<BATCH>(partial, partial_ml, out, gate, control, rows, tile_log2, group, columns, row_blocks, dim,    \
-                         capacity, window, flags, most, gate_stride, out_stride, v_scale);                             \
+  extern "C" __global__ void __launch_bounds__(__VA_ARGS__)                                                         \
+      NAME(const float* partial, const float* partial_ml, u16* out, const u16* gate, const int* control, int rows,  \
+           int tile_log2, int group, int columns, int row_blocks, int dim, int capacity, int window, int flags,     \
+           int most, int gate_stride, int out_stride, float v_scale) {                                              \
+    wide::combine<BATCH>(partial, partial_ml, out, gate, control, rows, tile_log2, group, columns, row_blocks, dim, \
+                         capacity, window, flags, most, gate_stride, out_stride, v_scale);                          \
   }
 WIDE_COMBINE(attend_wide_combine, 16, wide::THREADS)
 WIDE_COMBINE(attend_wide_combine_slots, 6, wide::THREADS, 3)  // more blocks than multiprocessors

@@ -5,19 +5,17 @@
 #if __CUDA_ARCH__ >= 900
 namespace clustered {
 
-static constexpr int D = 128;             // of keys and of values
-static constexpr int WIDE = 64;           // columns of a block
-static constexpr int CLUSTER = D / WIDE;  // blocks of a head
-static constexpr int BLOCK = 16;          // most rows of the tape, and of own rows
-// Warps that have columns, C of a lane: 2, or 4 where blocks share a multiprocessor, so that a key serves more columns.
-template <int C>
-static constexpr int WARPS_OF = WIDE / (4 * C);
-static constexpr int WARPS = WARPS_OF<2>;  // one more beside them
-static constexpr int BEFORE = TAPS - 1;    // rows that a convolution looks back
+static constexpr int D = 128;               // of keys and of values
+static constexpr int WIDE = 64;             // columns of a block
+static constexpr int CLUSTER = D / WIDE;    // blocks of a head
+static constexpr int OWNED = 8;             // columns of a warp, 2 of a lane
+static constexpr int BLOCK = 16;            // most rows of the tape, and of own rows
+static constexpr int WARPS = WIDE / OWNED;  // that have columns; one more beside them
+static constexpr int BEFORE = TAPS - 1;     // rows that a convolution looks back
 static_assert(CLUSTER == 2 && BLOCK == 2 * WARPS, "a warp prepares two rows");
 
-// Lane l has the elements 4 i .. 4 i + 3, i = l / 4, and those 32, 64 and 96 further on, of C columns: from column C (l % 4)
-// of its warp's. Neighbours read the same key.
+// Lane l has the elements 4 i .. 4 i + 3, i = l / 4, and those 32, 64 and 96 further on, of 2 columns: columns 2 (l % 4)
+// and the next of its warp's. Neighbours read the same key: shared memory then serves half a warp at a time, not a quarter.
 struct Vector {  // the lane's elements of a key or a query
   float x[4][4];
   __device__ __forceinline__ void load(const float* from) {  // from: the first of the lane's
@@ -26,17 +24,14 @@ struct Vector {  // the lane's elements of a key or a query
   }
 };
 
-// Slot c is column c ^ turn(lane), so that the sums over lanes leave each column in some of the lanes without a choice.
-template <int C>
+// Slot c is column c ^ (lane / 16), so that the sums over lanes leave each column in half of 8 lanes without a choice.
 struct Columns {
-  float s[4][4][C];  // element, slot
-
-  static __device__ __forceinline__ int turn(int lane) { return C == 2 ? lane / 16 : lane / 16 * 2 + lane / 8 % 2; }
+  float s[4][4][2];  // element, slot
 
   // The slots' parts of S^T x: sums over bits 4 and 3 of the terms.
-  __device__ __forceinline__ void dot(float (&sum)[C], const Vector& v) const {
+  __device__ __forceinline__ void dot(float (&sum)[2], const Vector& v) const {
 #pragma unroll
-    for (int c = 0; c < C; c++) {
+    for (int c = 0; c < 2; c++) {
       float part[4];
 #pragma unroll
       for (int m = 0; m < 4; m++) {
@@ -52,21 +47,6 @@ __device__ __forceinline__ float join(float x, float other, int bit) {
   return __fadd_rn(x, __shfl_xor_sync(ALL, other, bit));
 }
 
-// The sum of slot 0's column over all lanes that have it; and what the slots' columns have, from what slot 0's has.
-__device__ __forceinline__ float join_all(const float (&sum)[2]) {
-  const float all = join(sum[0], sum[1], 16), more = join(all, all, 8);
-  return join(more, more, 4);
-}
-__device__ __forceinline__ float join_all(const float (&sum)[4]) {
-  const float all = join(join(sum[0], sum[2], 16), join(sum[1], sum[3], 16), 8);
-  return join(all, all, 4);
-}
-__device__ __forceinline__ void spread(float (&d)[2]) { d[1] = __shfl_xor_sync(ALL, d[0], 16); }
-__device__ __forceinline__ void spread(float (&d)[4]) {
-  d[1] = __shfl_xor_sync(ALL, d[0], 8);
-  d[2] = __shfl_xor_sync(ALL, d[0], 16), d[3] = __shfl_xor_sync(ALL, d[1], 16);
-}
-
 // A token in shared memory.
 struct Row {
   float k[D], v[WIDE], decay, beta, g, unused;
@@ -75,14 +55,11 @@ struct OwnRow : Row {
   float q[D];
 };
 
-// Eight partial sums of the outputs of a row, with columns exchanged by part: no bank conflicts where a lane writes the part
-// lane / 4 of a column.
-template <int C>
+// Eight partial sums of the outputs of a row, column c of part p at c ^ 8 (p % 4): no bank conflicts where a lane writes
+// the part lane / 4 of a column.
 struct Outputs {
   float x[PARTS][WIDE];
-  static __device__ __forceinline__ int place(int part, int column) {
-    return part * WIDE + (column ^ (C == 2 ? part % 4 * 8 : part % 2 * 16));
-  }
+  static __device__ __forceinline__ int place(int part, int column) { return part * WIDE + (column ^ (part % 4 * 8)); }
   __device__ __forceinline__ float2 sum(int column) const {  // of columns column, column + 1
     float2 p[PARTS];
 #pragma unroll
@@ -93,20 +70,20 @@ struct Outputs {
 
 // Tokens row[0 .. count - 1], with outputs for own rows. A row's output is computed beside the sums of the next row's key,
 // which wait for each other. After the last row a key is read that no one needs.
-template <class R, int C>
-__device__ __forceinline__ void steps(Columns<C>& columns, const R* row, int count, Outputs<C>* outputs) {
+template <class R>
+__device__ __forceinline__ void steps(Columns& columns, const R* row, int count, Outputs* outputs) {
   constexpr bool own = sizeof(R) == sizeof(OwnRow);
-  constexpr int ROW = sizeof(R) / 4;
+  constexpr int ROW = sizeof(R) / 4, OUTPUTS = PARTS * WIDE;
   if (count <= 0) return;
   auto& s = columns.s;
-  const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * 4 * C + lane % 4 * C, column = columns.turn(lane);
+  const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * OWNED + lane % 4 * 2, column = lane / 16;
   // Of this row and of the output before: addresses that grow are cheaper than those computed from r.
   const float *key = row->k + lane / 4 * 4, *gates = &row->decay, *values = row->v + first + column;
-  float* to[C];
+  float* to[2];
 #pragma unroll
-  for (int c = 0; c < C; c++) to[c] = own ? outputs->x[0] + Outputs<C>::place(lane / 4, first) + (column ^ c) : nullptr;
+  for (int c = 0; c < 2; c++) to[c] = own ? outputs->x[0] + Outputs::place(lane / 4, first) + (column ^ c) : nullptr;
   Vector k, q;
-  float sum[C], o[C];
+  float sum[2], o[2];
   k.load(key);
   if constexpr (own) q = k;
   columns.dot(sum, k);
@@ -114,12 +91,14 @@ __device__ __forceinline__ void steps(Columns<C>& columns, const R* row, int cou
   for (int r = 0; r < count; r++) {
     const float2 gate = *(const float2*)gates;
     const float value = *values;
-    const float all = join_all(sum);
+    float all = join(sum[0], sum[1], 16);
+    all = join(all, all, 8);
+    all = join(all, all, 4);
     if constexpr (own) {
       columns.dot(o, q);  // of the row before; the first is nobody's
       if (r > 0) {
 #pragma unroll
-        for (int c = 0; c < C; c++) *to[c] = o[c], to[c] += PARTS * WIDE;
+        for (int c = 0; c < 2; c++) *to[c] = o[c], to[c] += OUTPUTS;
       }
       q.load(key + sizeof(Row) / 4);
     }
@@ -128,15 +107,15 @@ __device__ __forceinline__ void steps(Columns<C>& columns, const R* row, int cou
 #pragma unroll
       for (int e = 0; e < 4; e++)
 #pragma unroll
-        for (int c = 0; c < C; c++) s[m][e][c] = __fmul_rn(gate.x, s[m][e][c]);
-    float d[C] = {__fmul_rn(__fsub_rn(value, __fmul_rn(gate.x, all)), gate.y)};
-    spread(d);
+        for (int c = 0; c < 2; c++) s[m][e][c] = __fmul_rn(gate.x, s[m][e][c]);
+    const float d0 = __fmul_rn(__fsub_rn(value, __fmul_rn(gate.x, all)), gate.y);
+    const float d[2] = {d0, __shfl_xor_sync(ALL, d0, 16)};
 #pragma unroll
     for (int m = 0; m < 4; m++)
 #pragma unroll
       for (int e = 0; e < 4; e++)
 #pragma unroll
-        for (int c = 0; c < C; c++) s[m][e][c] = __fmaf_rn(k.x[m][e], d[c], s[m][e][c]);
+        for (int c = 0; c < 2; c++) s[m][e][c] = __fmaf_rn(k.x[m][e], d[c], s[m][e][c]);
     key += ROW, gates += ROW, values += ROW;
     k.load(key);
     columns.dot(sum, k);
@@ -144,7 +123,7 @@ __device__ __forceinline__ void steps(Columns<C>& columns, const R* row, int cou
   if constexpr (own) {
     columns.dot(o, q);
 #pragma unroll
-    for (int c = 0; c < C; c++) *to[c] = o[c];
+    for (int c = 0; c < 2; c++) *to[c] = o[c];
   }
 }
 
@@ -163,7 +142,7 @@ struct Head {
       RawTape raw[BEFORE + BLOCK];
       float conv[TAPS][2 * D + WIDE];  // weights of q, k, v
     } before;
-    Outputs<2> outputs[BLOCK];
+    Outputs outputs[BLOCK];
   };
   OwnRow rows[BLOCK];
   RawOwn raw[BEFORE + BLOCK];  // the rows before the first own row, then own
@@ -172,46 +151,22 @@ struct Head {
   int hint;
 };
 static_assert(sizeof(Head) == 98512, "delta.py has this number");
-// Of a block of several slots: three of them have room in a multiprocessor.
-struct SharedHead {
-  union {
-    float tile[D * WIDE];  // the block's part of S, in memory before the own rows begin
-    Outputs<4> outputs[BLOCK];
-  };
-  union {
-    struct {  // until own rows are prepared
-      Row rows[BLOCK];
-      RawTape raw[BEFORE + BLOCK];
-    } before;
-    OwnRow rows[BLOCK];
-  };
-  float conv[TAPS][2 * D + WIDE];
-  RawOwn raw[BEFORE + BLOCK];
-  float squares[BLOCK];
-  u64 squares_there;
-};
-static_assert(sizeof(SharedHead) == 70856, "delta.py has this number");
 
 // The block's part of S [D, WIDE] in shared memory, so that device memory is read and written in whole lines. Groups of
 // 4 columns are exchanged such that neither rows (device memory) nor the lanes of a warp (registers) share banks.
-template <int C>
 struct Tile {
   float* x;
-  float* state;                                  // of the block
-  static constexpr int FOURS = WARPS_OF<C> * 2;  // of rows that the threads have at a time
+  float* state;  // of the block
   static __device__ __forceinline__ int place(int k, int group) {
-    const int four = k / 4 % 16;
-    const int turned = C == 2 ? four << 1 & 6 | four >> 2 & 1 : four << 2 & 4 | four >> 1 & 3;
-    return k * WIDE + (group ^ (four & 8 | turned)) * 4;
+    const int four = k / 4 % 16, turned = (four & 8) | (four << 1 & 6) | (four >> 2 & 1);
+    return k * WIDE + (group ^ turned) * 4;
   }
   // Of eight rows: they have one exchange.
   static __device__ __forceinline__ int row(int n) { return n / 4 * 64 + n % 4; }
-  __device__ __forceinline__ void fetch() const {  // by the first WARPS_OF<C> warps
-    const int group = threadIdx.x % 16;
+  __device__ __forceinline__ void fetch() const {  // by the first WARPS warps
+    const int k = threadIdx.x / 16 * 4, group = threadIdx.x % 16;
 #pragma unroll
-    for (int k = threadIdx.x / 16 * 4, i = 0; i < 16 / FOURS; i++, k += FOURS * 4)
-#pragma unroll
-      for (int n = 0; n < 8; n++) copy16(x + place(k, group) + row(n) * WIDE, state + (k + row(n)) * D + group * 4);
+    for (int n = 0; n < 8; n++) copy16(x + place(k, group) + row(n) * WIDE, state + (k + row(n)) * D + group * 4);
   }
   __device__ __forceinline__ void flush() const {  // by one warp
     const int group = threadIdx.x % 16;
@@ -224,48 +179,34 @@ struct Tile {
       for (int n = 0; n < 8; n++) __stcg((uint4*)(state + (k + row(n)) * D + group * 4), part[n]);
     }
   }
-  __device__ __forceinline__ void flush_all() const {  // by those that fetched
-    const int group = threadIdx.x % 16;
+  __device__ __forceinline__ void flush_all() const {  // as fetch
+    const int k = threadIdx.x / 16 * 4, group = threadIdx.x % 16;
 #pragma unroll
-    for (int k = threadIdx.x / 16 * 4, i = 0; i < 16 / FOURS; i++, k += FOURS * 4)
-#pragma unroll
-      for (int n = 0; n < 8; n++)
-        __stcg((uint4*)(state + (k + row(n)) * D + group * 4), *(const uint4*)(x + place(k, group) + row(n) * WIDE));
+    for (int n = 0; n < 8; n++)
+      __stcg((uint4*)(state + (k + row(n)) * D + group * 4), *(const uint4*)(x + place(k, group) + row(n) * WIDE));
   }
-  // The lane's element of a slot; and its two of an element, where it has two.
-  __device__ __forceinline__ float* at(int m, int e, int c) const {
-    const int k = m * 32 + threadIdx.x % 32 / 4 * 4, first = threadIdx.x / 32 * 4 * C + threadIdx.x % 4 * C;
-    return x + place(k, first / 4) + e * WIDE + first % 4 + c;
+  __device__ __forceinline__ float* at(int m, int e) const {  // 2 columns of an element of the lane
+    const int k = m * 32 + threadIdx.x % 32 / 4 * 4, pair = threadIdx.x / 32 * 4 + threadIdx.x % 4;
+    return x + place(k, pair / 2) + e * WIDE + pair % 2 * 2;
   }
-  __device__ __forceinline__ void get(Columns<C>& columns) const {
-    const int turn = columns.turn(threadIdx.x % 32);
+  __device__ __forceinline__ void get(Columns& columns) const {
+    const bool swap = threadIdx.x / 16 % 2;
 #pragma unroll
     for (int m = 0; m < 4; m++)
 #pragma unroll
       for (int e = 0; e < 4; e++) {
-        float (&s)[C] = columns.s[m][e];
-        if constexpr (C == 2) {
-          const float2 pair = *(const float2*)at(m, e, 0);
-          s[0] = turn ? pair.y : pair.x, s[1] = turn ? pair.x : pair.y;
-        } else {
-#pragma unroll
-          for (int c = 0; c < C; c++) s[c] = *at(m, e, c ^ turn);
-        }
+        const float2 pair = *(const float2*)at(m, e);
+        columns.s[m][e][0] = swap ? pair.y : pair.x, columns.s[m][e][1] = swap ? pair.x : pair.y;
       }
   }
-  __device__ __forceinline__ void put(const Columns<C>& columns) const {
-    const int turn = columns.turn(threadIdx.x % 32);
+  __device__ __forceinline__ void put(const Columns& columns) const {
+    const bool swap = threadIdx.x / 16 % 2;
 #pragma unroll
     for (int m = 0; m < 4; m++)
 #pragma unroll
       for (int e = 0; e < 4; e++) {
-        const float (&s)[C] = columns.s[m][e];
-        if constexpr (C == 2) {
-          *(float2*)at(m, e, 0) = make_float2(turn ? s[1] : s[0], turn ? s[0] : s[1]);
-        } else {
-#pragma unroll
-          for (int c = 0; c < C; c++) *at(m, e, c ^ turn) = s[c];
-        }
+        const float* s = columns.s[m][e];
+        *(float2*)at(m, e) = make_float2(swap ? s[1] : s[0], swap ? s[0] : s[1]);
       }
   }
 };
@@ -370,41 +311,40 @@ __device__ __forceinline__ void prepare(const float (*conv)[2 * D + WIDE], OwnRo
   }
 }
 
-// Outputs of all rows, of the columns of the warps: summed, normed with the squares of the other block, gated.
-template <int C, class H>
+// Outputs of all rows, of the columns of WARPS warps: summed, normed with the squares of the other block, gated.
+template <class H>
 __device__ __forceinline__ void finish(H& h, const u16* z, const float* norm, u16* out, int first_row, int own,
                                        int head, int rank, int z_stride, int out_stride, float eps) {
-  constexpr int WARPS = WARPS_OF<C>, ROWS = BLOCK / WARPS;  // of a warp
   const int warp = __shfl_sync(ALL, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
   const int column = head * D + rank * WIDE + lane * 2;
   const float2 weight = *(const float2*)(norm + rank * WIDE + lane * 2);
-  u32 z_raw[ROWS] = {};
+  u32 z_raw[2] = {0u, 0u};
 #pragma unroll
-  for (int i = 0; i < ROWS; i++)
+  for (int i = 0; i < 2; i++)
     if (warp + i * WARPS < own)
       z_raw[i] = __ldcg((const u32*)(z + (u64)(first_row + warp + i * WARPS) * z_stride + column));
   named_barrier<WARPS * 32>(1);
-  float2 o[ROWS];
-  float squares[ROWS];
+  float2 o[2];
+  float squares[2];
 #pragma unroll
-  for (int i = 0; i < ROWS; i++)
+  for (int i = 0; i < 2; i++)
     o[i] = h.outputs[warp + i * WARPS].sum(lane * 2), squares[i] = __fmaf_rn(o[i].y, o[i].y, __fmul_rn(o[i].x, o[i].x));
 #pragma unroll
   for (int bit = 16; bit > 0; bit /= 2)
 #pragma unroll
-    for (int i = 0; i < ROWS; i++) squares[i] = join(squares[i], squares[i], bit);
+    for (int i = 0; i < 2; i++) squares[i] = join(squares[i], squares[i], bit);
 #pragma unroll
-  for (int i = 0; i < ROWS; i++)
+  for (int i = 0; i < 2; i++)
     if (lane == 0 && warp + i * WARPS < own) send(&h.squares[warp + i * WARPS], squares[i], &h.squares_there);
-  float2 gate[ROWS];
+  float2 gate[2];
 #pragma unroll
-  for (int i = 0; i < ROWS; i++) {
+  for (int i = 0; i < 2; i++) {
     gate[i] = make_float2(silu(bf16_low(z_raw[i])), silu(bf16_high(z_raw[i])));
     asm volatile("" : "+f"(gate[i].x), "+f"(gate[i].y));  // computed before the other block's sums are there
   }
   barrier_wait_cluster(shared_address(&h.squares_there), 0);
 #pragma unroll
-  for (int i = 0; i < ROWS; i++) {
+  for (int i = 0; i < 2; i++) {
     const int r = warp + i * WARPS;
     if (r < own)
       *(u32*)(out + element_at(out_stride, first_row + r, column)) =
@@ -452,7 +392,7 @@ extern "C" __global__ void __cluster_dims__(1, CLUSTER, 1) __launch_bounds__((WA
   const int gates = home * tape_rows * hv + head;  // of the tape's first row
   const Channels at{key_head * D, (hk + key_head) * D, 2 * hk * D + head * D + rank * WIDE};
   const Line line{history, tape_u, qkv, BLOCK, channels, qkv_stride, TAPS};
-  const Tile<2> tile{h.tile, state + (u64)head * D * D + rank * WIDE};
+  const Tile tile{h.tile, state + (u64)head * D * D + rank * WIDE};
   cluster_start(&h.squares_there, own * 4);
 
   auto fetch_tape = [&](int t) { at.fetch(&h.before.raw[BEFORE + t], line.row(t)); };
@@ -475,7 +415,7 @@ extern "C" __global__ void __cluster_dims__(1, CLUSTER, 1) __launch_bounds__((WA
 #pragma unroll 1
     for (int t = warp; t < pending; t += WARPS) prepare(h.before.conv, &h.before.rows[t], &h.before.raw[t]);
   };
-  Columns<2> s;
+  Columns s;
   auto replay_pending = [&](int pending) {
     if (helper) return;
     tile.get(s);
@@ -572,126 +512,8 @@ extern "C" __global__ void __cluster_dims__(1, CLUSTER, 1) __launch_bounds__((WA
     return;
   }
   steps(s, h.rows, own, h.outputs);
-  if (own > 0) finish<2>(h, z, norm, out, first_row, own, head, rank, z_stride, out_stride, eps);
+  if (own > 0) finish(h, z, norm, out, first_row, own, head, rank, z_stride, out_stride, eps);
 }
-
-#if __CUDA_ARCH__ == 900
-// As delta_verify, for several slots: no warp beside those that have columns, and only S, weights and the tape are asked
-// for before the wait, since blocks hardly start before it is over.
-extern "C" __global__ void __cluster_dims__(1, CLUSTER, 1) __launch_bounds__(WARPS_OF<4> * 32, 3)
-    delta_verify_crowded(const u16* qkv, const u16* z, const u16* a, const u16* b, int qkv_stride, int z_stride,
-                         int a_stride, int b_stride, const float* conv, const float* a_log, const float* dt_bias,
-                         const float* norm, float* state, u16* history, u16* tape_u, float* tape_g, float* tape_beta,
-                         int* arrived, u16* out, const int* control, int lanes, int own, int tape_rows, int hk, int hv,
-                         int out_stride, float eps) {
-  constexpr int WARPS = WARPS_OF<4>;
-  extern __shared__ uint4 dynamic[];
-  SharedHead& h = *(SharedHead*)dynamic;
-  const int* words = words_of(control, blockIdx.z);
-  const int home = home_of(words, lanes), first_row = blockIdx.z * own;
-  const int head = blockIdx.x, rank = blockIdx.y, key_head = head / (hv / hk);
-  const int warp = __shfl_sync(ALL, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-  const bool gates_here = warp == ((head * 2 + rank) & (WARPS - 1));
-  const int channels = 2 * hk * D + hv * D;
-  if (home < 0) return leave_idle(out, first_row, own, head * D + rank * WIDE + lane * 2, out_stride, WARPS);
-  state += (u64)home * hv * D * D, history += (u64)home * BEFORE * channels;
-  tape_u += (u64)home * tape_rows * channels;
-  const int gates = home * tape_rows * hv + head;  // of the tape's first row
-  const Channels at{key_head * D, (hk + key_head) * D, 2 * hk * D + head * D + rank * WIDE};
-  const Line line{history, tape_u, qkv, BLOCK, channels, qkv_stride, TAPS};
-  const Tile<4> tile{h.tile, state + (u64)head * D * D + rank * WIDE};
-  cluster_start(&h.squares_there, own * 4);
-
-  auto fetch_tape = [&](int t) { at.fetch(&h.before.raw[BEFORE + t], line.row(t)); };
-#pragma unroll
-  for (int n = threadIdx.x / 64; n < TAPS; n += WARPS * 32 / 64) {
-    const int c = threadIdx.x % 64 * 4;
-    copy16(&h.conv[n][c], conv + n * channels + (c < D ? at.q : at.k - D) + c);
-  }
-  if (warp >= WARPS - 2) {
-    const int n = threadIdx.x / 16 % 4, c = threadIdx.x % 16 * 4;
-    copy16(&h.conv[n][2 * D + c], conv + n * channels + at.v + c);
-  }
-  if (warp < BEFORE) fetch_tape(warp - BEFORE);
-#pragma unroll
-  for (int t = warp; t < BLOCK / 2; t += WARPS)
-    if (t < tape_rows) fetch_tape(t);
-  copy_commit();
-  tile.fetch();
-  copy_commit();
-  float rate = 0.0f, bias = 0.0f;
-  if (gates_here) rate = a_log[head], bias = dt_bias[head];
-  pdl_wait();
-  pdl_trigger();
-  const int pending = min(__ldcg(words + PENDING), BLOCK);
-#pragma unroll
-  for (int i = 0; i < BLOCK / WARPS; i++) {
-    const int r = warp + i * WARPS;
-    if (r < own) at.fetch(&h.raw[BEFORE + r], qkv + (u64)(first_row + r) * qkv_stride);
-  }
-  u16 a_raw = 0, b_raw = 0;
-  float tape_gate[2] = {0.0f, 0.0f};  // a row of the tape a lane of one warp: g, beta
-  if (gates_here) {
-    if (lane < own)
-      a_raw = a[(u64)(first_row + lane) * a_stride + head], b_raw = b[(u64)(first_row + lane) * b_stride + head];
-    const int i = gates + lane * hv;
-    if (lane < pending) tape_gate[0] = __ldcg(tape_g + i), tape_gate[1] = __ldcg(tape_beta + i);
-  }
-  if (warp < BEFORE) at.fetch(&h.raw[warp], line.row(pending - BEFORE + warp));
-#pragma unroll 1
-  for (int t = BLOCK / 2 + warp; t < pending; t += WARPS) fetch_tape(t);
-  copy_commit();
-  if (pending > BLOCK / 2)
-    copy_wait<0>();
-  else
-    copy_wait<2>();
-  __syncthreads();  // weights and the tape are there
-  if (gates_here && lane < pending)
-    *(float2*)&h.before.rows[lane].decay = make_float2(expf(tape_gate[0]), tape_gate[1]);
-#pragma unroll 1
-  for (int t = warp; t < pending; t += WARPS) prepare(h.conv, &h.before.rows[t], &h.before.raw[t]);
-  copy_wait<1>();
-  __syncthreads();  // S and the pending rows are there
-  Columns<4> s;
-  tile.get(s);
-  steps(s, h.before.rows, pending, h.outputs);
-  if (pending > 0) tile.put(s);
-  copy_wait<0>();
-  __syncthreads();  // the new S and own rows are there
-  // This block has read the tape: its columns of v go there, and S to memory.
-  if (pending > 0) tile.flush_all();
-  if (warp < BLOCK / 4) {
-    const int r = warp * 4 + lane / 8;
-    if (r < own)
-      *(uint4*)(tape_u + (u64)r * channels + at.v + lane % 8 * 8) = *(const uint4*)(h.raw[BEFORE + r].v + lane % 8 * 8);
-  }
-  if (warp == 0 && pending > 0 && lane / 8 < BEFORE)
-    *(uint4*)(history + (u64)(lane / 8) * channels + at.v + lane % 8 * 8) =
-        *(const uint4*)(h.raw[lane / 8].v + lane % 8 * 8);
-  if (gates_here) {
-    const float g = log_decay(a_raw, -expf(rate), bias);
-    if (lane < own) *(float4*)&h.rows[lane].decay = make_float4(expf(g), sigmoid(from_bf16(b_raw)), g, 0.0f);
-  }
-#pragma unroll 1
-  for (int r = 2 * warp; r < own; r += 2 * WARPS) prepare(h.conv, &h.rows[r], &h.raw[r]);
-  __syncthreads();  // all rows are there, S is on its way
-  cluster_wait();
-  steps(s, h.rows, own, h.outputs);
-  int arrivals = 0;
-  if (threadIdx.x == 0) arrivals = atomicAdd(arrived + blockIdx.z * hk + key_head, 1);
-  finish<4>(h, z, norm, out, first_row, own, head, rank, z_stride, out_stride, eps);
-  if (gates_here && rank == 0 && lane < own) {
-    tape_g[gates + lane * hv] = h.rows[lane].g;
-    tape_beta[gates + lane * hv] = h.rows[lane].beta;
-  }
-  if (warp != 0 || __shfl_sync(ALL, arrivals, 0) != CLUSTER * (hv / hk) - 1) return;
-#pragma unroll 4
-  for (int r = 0; r < own; r++) at.write(tape_u + (u64)r * channels, h.raw[BEFORE + r]);
-  if (pending > 0)
-    for (int n = 0; n < BEFORE; n++) at.write(history + (u64)n * channels, h.raw[n]);
-  if (lane == 0) arrived[blockIdx.z * hk + key_head] = 0;
-}
-#endif
 
 }  // namespace clustered
 #endif
