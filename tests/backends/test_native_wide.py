@@ -133,7 +133,7 @@ def test_every_tile_has_one_group_and_every_group_every_pass(units, side_units, 
     ]
 
 
-@pytest.mark.parametrize("rows", (SIDE_ROWS, *WIDE_TILES))
+@pytest.mark.parametrize("rows", [SIDE_ROWS, *WIDE_TILES])
 @pytest.mark.parametrize("splits", [2, 4, 8])
 def test_every_sum_is_sent_to_one_place_and_finished_once(rows, splits):
     part, places, finished = 4 * (rows // 8) // splits, {}, set()

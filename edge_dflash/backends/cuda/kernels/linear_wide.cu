@@ -15,9 +15,10 @@
 #if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #include "wgmma.cuh"
 
-static constexpr int SLICES = 4, GROUPS = 4, TILE_UNITS = 2, WARPS = 16, PRODUCERS = 128, THREADS = 32 * WARPS + PRODUCERS,
-                     SIDE_ROWS = 16;
-static constexpr u32 FULL = 0, EMPTY = 128, RECEIVED = 256, FREE = 288, BEST = 1024, SUMS_AT = 2048;  // in shared memory
+static constexpr int SLICES = 4, GROUPS = 4, TILE_UNITS = 2, WARPS = 16, PRODUCERS = 128,
+                     THREADS = 32 * WARPS + PRODUCERS, SIDE_ROWS = 16;
+static constexpr u32 FULL = 0, EMPTY = 128, RECEIVED = 256, FREE = 288, BEST = 1024,
+                     SUMS_AT = 2048;  // in shared memory
 static constexpr u32 SHARED = 232448;
 
 // Shared memory of a block: head, sums of the warpgroups, stages: x, then each unit's weights. Mirrored by wide_splits.py.
@@ -310,7 +311,7 @@ struct Stream {
   using R = Room<MAIN, ROWS>;
   static constexpr bool KEPT = R::KEPT && !SIDE;
   static constexpr int PIECES = BLOCK_K / F::WINDOW, OF_TILE = SIDE ? SIDE_ROWS : ROWS, COLUMNS = OF_TILE / 8;
-  static constexpr u32 SUMS = OF_TILE * 256;     // of a tile
+  static constexpr u32 SUMS = OF_TILE * 256;         // of a tile
   static constexpr int PART = 4 * COLUMNS / SPLITS;  // warps' columns (16 x 8 sums) of a tile that a block finishes
   static constexpr int OWN = (PART + 3) / 4;         // of those, a warp's
   static constexpr int AT_ONCE = 4;                  // SIDE: blocks of k whose weights are on the way together
@@ -394,8 +395,9 @@ struct Stream {
 #pragma unroll
     for (int p = 0; p < 2; ++p) {
       const int window = (warp.block.first_k + b) * 2 + p;
-      const uint4* from = reinterpret_cast<const uint4*>(
-          job.weights + (static_cast<long long>(unit) * job.windows + window) * F::UNIT + warp.warp % 2 * 1024 + warp.lane * 16);
+      const uint4* from =
+          reinterpret_cast<const uint4*>(job.weights + (static_cast<long long>(unit) * job.windows + window) * F::UNIT +
+                                         warp.warp % 2 * 1024 + warp.lane * 16);
       const bool there = unit < job.units && window < job.windows;
 #pragma unroll
       for (int i = 0; i < 2; ++i) to[p][i] = there ? __ldg(from + i * 32) : uint4{0, 0, 0, 0};
@@ -563,8 +565,8 @@ struct Stream {
       Float4 s;
 #pragma unroll
       for (int i = 0; i < 4; ++i) s.v[i] = sum[4 * n + i];
-      send(address_in(mine + (split * PART + column % PART) * 512 + warp.lane * 16, other),
-           address_in(received, other), s);
+      send(address_in(mine + (split * PART + column % PART) * 512 + warp.lane * 16, other), address_in(received, other),
+           s);
     }
   }
 
@@ -670,10 +672,10 @@ __device__ __forceinline__ void run_blocks(const Job& main, const Job& side) {
   }
 }
 
-#define LINEAR(FORMAT, F, ROWS, SPLITS)                                                                          \
-  extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THREADS, 1)                        \
+#define LINEAR(FORMAT, F, ROWS, SPLITS)                                                                              \
+  extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THREADS, 1)                            \
       linear_wide_##FORMAT##_##ROWS##_##SPLITS(const __grid_constant__ Job main, const __grid_constant__ Job side) { \
-    run_blocks<F, ROWS, SPLITS>(main, side);                                                                     \
+    run_blocks<F, ROWS, SPLITS>(main, side);                                                                         \
   }
 #define LINEAR_ROWS(FORMAT, F, ROWS) \
   LINEAR(FORMAT, F, ROWS, 1)         \
