@@ -89,6 +89,10 @@ class Work(Generic[T, R]):
         """Whether it would end now, without a pass."""
         return self.cancelled or (self.deadline is not None and time.perf_counter() >= self.deadline)
 
+    def hurried(self) -> bool:
+        """Whether its deadline leaves no room for a step of another's prompt before its next cycle."""
+        return False
+
     def rank(self, patience: int) -> int:
         """Its priority, risen as that of one that waits."""
         return self.priority + self.passed // patience
@@ -199,6 +203,13 @@ class Job(Work[Step, Plan]):
     def prompting(self) -> bool:  # type: ignore[override]  # what others have for ever
         """See Work."""
         return self._first_token == 0.0
+
+    def hurried(self) -> bool:
+        """See Work."""
+        if self.deadline is None:
+            return False
+        prompt = self._pace.prefill_seconds(self._manager.backend.shape.prefill_chunk)
+        return time.perf_counter() + prompt + self._pace.cycle_seconds(speculative=True) > self.deadline
 
     def set_aside(self) -> None:
         """Its lane is the first to be given away."""

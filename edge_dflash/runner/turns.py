@@ -54,7 +54,8 @@ def turn_of(running: Sequence[AnyWork], lanes: int, patience: int, share: Share)
     """The next turn. What is over, or waits and would end now, ends before anything else runs.
 
     A work that needs the engine for itself has it. Of several prompts the most urgent one has a step, of equal ones the
-    one that waits longest; one that is more urgent than all that decode has all the time it needs.
+    one that waits longest; one that is more urgent than all that decode has all the time it needs. Others wait while a
+    deadline of one that decodes is near.
     """
     if len(running) == 1:
         return Turn(running, ()) if running[0].alone or running[0].prompting else Turn((), running)
@@ -72,5 +73,7 @@ def turn_of(running: Sequence[AnyWork], lanes: int, patience: int, share: Share)
     prompts = sorted(prompts, key=lambda work: (-work.rank(patience), work.served))[:1]
     together = [work for work in active if not work.prompting]
     ranks = [work.rank(patience) for work in together]
-    now = [work for work in prompts if share.open or not ranks or work.rank(patience) > max(ranks)]
-    return Turn(now, together)
+    urgent = [work for work in prompts if not ranks or work.rank(patience) > max(ranks)]
+    if urgent or not share.open or any(work.hurried() for work in together):
+        return Turn(urgent, together)
+    return Turn(prompts, together)

@@ -159,6 +159,9 @@ class Worker:
                         waiting.append((work, step))
                     elif final is not None:
                         work.ticket._add(final)
+                    if work.over and work.steps is not None:  # now, not behind the cycle of the others
+                        with Ending(partial(self._end, work)):
+                            next(work.steps)
                 if waiting:
                     prompted = time.perf_counter()
                     self._commit(waiting, self._cycles([asked for _, asked in waiting]))

@@ -47,7 +47,17 @@ def test_attention_has_a_grid_for_each_slot(sm):
     for slots in (1, 2, 4, 8):
         found = attend(Words(SOME, block=5, slots=slots), sm)
         check_arguments("attend", found)
-        assert grids(found) == [(name, (x, y, slots)) for name, (x, y, _) in grids(one)]
+        if sm == 87:
+            assert grids(found) == [(name, (x, y, slots)) for name, (x, y, _) in grids(one)]
+        else:  # all slots share the blocks of one
+            prepare, splits, combine = (grid for _, grid in grids(found))
+            (_, first), (_, second), (_, third) = grids(one)
+            assert (prepare[2], splits[1], combine[2]) == (slots,) * 3
+            assert (prepare[:2], splits[0], combine[:2]) == (first[:2], second[0], third[:2])
+            assert splits[2] == max(1, second[2] // slots)
+        assert len({name for name, _ in grids(found)} & {name for name, _ in grids(one)}) == (
+            3 if sm == 87 or slots == 1 else 1
+        )
     prompt = attend(Words(SOME, prefill=True), sm)
     check_arguments("attend", prompt)
     assert prompt[1][1][2] == 32  # tiles
@@ -89,13 +99,15 @@ def test_gated_delta_has_a_grid_for_each_slot(clusters):
     assert len(one) == (1 if clusters else 3)
     for slots in (1, 2, 4, 8):
         found = delta(Words(SOME, block=5, slots=slots), 90, clusters=clusters)
-        assert grids(found) == [(name, (x, y, slots)) for name, (x, y, _) in grids(one)]
+        assert [grid for _, grid in grids(found)] == [(x, y, slots) for _, (x, y, _) in grids(one)]
+        crowded = clusters and slots >= 4
+        assert ("delta_verify_crowded" in dict(grids(found))) == crowded
     assert len(delta(Words(SOME, prefill=True), 90, clusters=clusters)) == 3
     assert len(delta(Words(SOME), 90, clusters=clusters, flush=True)) == (1 if clusters else 2)
 
 
 def test_blocks_of_several_slots_share_multiprocessors():
-    assert [(228 << 10) // (DELTA.verify_shared(90, 132, slots) + 1024) for slots in (1, 2, 4, 8)] == [1, 2, 2, 2]
+    assert [(228 << 10) // (DELTA.verify_shared(90, 132, slots) + 1024) for slots in (1, 2, 4, 8)] == [1, 2, 3, 3]
     assert DELTA.verify_shared(90, 132) == max(DELTA.verify_shared(90, 132, slots) for slots in range(1, 9))
 
 

@@ -196,3 +196,71 @@ def test_a_prompt_of_candidates_is_looked_up_once():
     with Planner(Held(4), None) as planner:
         planner.plan(LONG, n=4, temperature=0.9, max_new_tokens=2)
         assert (planner.prefixes.hits, planner.prefixes.misses) == (0, 1)
+
+
+def test_what_ends_has_ended_before_the_others_cycle():
+    streams, done = [], []
+
+    class Cancelling(Held):
+        joint = 0
+
+        def cycles(self, asked):
+            found = super().cycles(asked)
+            self.joint += 1
+            streams[0].cancel()
+            return found
+
+        def cycle(self, asked):
+            if self.joint == 1:
+                done.append(streams[0]._ticket.done)
+            return super().cycle(asked)
+
+    held = Cancelling(2)
+    held.stops = lambda kind: len(streams) < 2
+    with Planner(held, None, prompt_share=1.0) as planner:
+        streams.extend(planner.stream([1, 2, n], max_new_tokens=40, caller=str(n)) for n in (3, 4))
+        held.go.set()
+        plans = [stream.result(SECONDS) for stream in streams]
+    assert [plan.finish_reason for plan in plans] == ["cancelled", "length"]
+    assert held.joint == 1
+    assert done[0]
+
+
+def test_a_prompt_waits_where_a_deadline_is_near():
+    decoding, near, urgent = (prompting(0, 0.0) for _ in range(3))
+    decoding.prompting = near.prompting = False
+    near.hurried = lambda: True
+    newcomer = prompting(0, 1.0)
+    assert turn_of([decoding, newcomer], 2, 8, Share(1.0)).first == [newcomer]
+    assert turn_of([near, newcomer], 2, 8, Share(1.0)).first == []
+    urgent.priority = 1
+    assert turn_of([near, urgent], 2, 8, Share(1.0)).first == [urgent]
+
+
+def test_a_deadline_in_company_is_overshot_by_less_than_a_cycle():
+    class Timed(Held):
+        def cycle(self, asked):
+            time.sleep(0.1)
+            return super().cycle(asked)
+
+        def prefill(self, ids, lane=0):
+            time.sleep(0.2)
+            return super().prefill(ids, lane)
+
+    over, stop = [], threading.Event()
+
+    def other():
+        while not stop.is_set():
+            planner.plan([1, 2], max_new_tokens=6, caller="other")
+
+    with Planner(Timed(2), None, fallback=False, prompt_share=1.0) as planner:
+        planner.plan([1, 2], max_new_tokens=6)
+        thread = threading.Thread(target=other)
+        thread.start()
+        for bound in (1.5, 1.6, 1.7, 1.8, 1.9):
+            began = time.perf_counter()
+            assert planner.plan([1, 2], max_new_tokens=140, deadline=bound).finish_reason == "deadline"
+            over.append(time.perf_counter() - began - bound)
+        stop.set()
+        thread.join()
+    assert sorted(over)[-2] < 0.15  # of 0.2 s; one may be held up by a busy machine

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from edge_dflash.backends.cuda.driver import Gpu, Kernel, Module
     from edge_dflash.backends.cuda.states import KvMemory
 
-
 _WIDE_THREADS = 256
 _KEYS = 128  # of a chunk
 _BLOCKS = 128  # that a pass spreads over: one on each multiprocessor of a Hopper
@@ -65,9 +64,9 @@ class Wide:
             top = max(top, low + -(-(step * boundary + ahead) // (_KEYS * (step + 1))))
         return top + (2 if self.window else 0)
 
-    def kernel(self, prefill: bool) -> str:
-        """Name of the kernel of a pass."""
-        name = "attend_wide_prefill" if prefill else "attend_wide_splits"
+    def kernel(self, prefill: bool, several: bool = False) -> str:
+        """Name of the kernel of a pass, or of a pass of several slots."""
+        name = "attend_wide_prefill" if prefill else "attend_wide_slots" if several else "attend_wide_splits"
         return f"{name}_d{self.head_dim}_n{self.columns(prefill)}"
 
     def shared(self, prefill: bool) -> int:
@@ -208,7 +207,7 @@ class AttendTensors:
 class _Form:
     """The launch of a verify or of a prefill pass."""
 
-    kernel: Kernel
+    kernels: list[Kernel]  # of one slot, of several
     threads: int
     shared_bytes: int
     rows: int  # most of the pass
@@ -227,21 +226,22 @@ class Attention:
         kv = "fp8" if shape.kv == "fp8" else "bf16"
         self.append = Appends(gpu, module, shape).run
         self._prepare = module.kernel(f"attend_prepare_{kv}")
-        self._combine = module.kernel("attend_wide_combine" if self._wide else f"attend_combine_{kv}")
+        names = ("attend_wide_combine", "attend_wide_combine_slots") if self._wide else (f"attend_combine_{kv}",) * 2
+        self._combine = [module.kernel(name) for name in names]  # of one slot, of several
         self._forms = {prefill: self._form(module, kv, prefill) for prefill in (False, True)}
 
     def _form(self, module: Module, kv: str, prefill: bool) -> _Form:
         shape, wide = self.shape, self._wide
         rows = shape.prefill_rows if prefill else shape.rows
         if wide:
-            name, shared, blocks = wide.kernel(prefill), wide.shared(prefill), wide.blocks(prefill)
-            threads, splits, columns = _WIDE_THREADS, wide.most, wide.columns(prefill)
+            names, shared = [wide.kernel(prefill, several) for several in (False, True)], wide.shared(prefill)
+            threads, blocks, splits, columns = _WIDE_THREADS, wide.blocks(prefill), wide.most, wide.columns(prefill)
         else:
             m = shape.warp_tiles(prefill)
-            name, shared = f"attend_{kv}_d{shape.head_dim}_m{m}", shape.shared_bytes(m)
+            names, shared = [f"attend_{kv}_d{shape.head_dim}_m{m}"] * 2, shape.shared_bytes(m)
             threads, blocks, splits, columns = _ATTEND_THREADS, shape.row_blocks(prefill), shape.splits, 0
-        kernel = module.kernel(name, shared_bytes=shared)
-        return _Form(kernel, threads, shared, rows, shape.tile(prefill), blocks, 1 if prefill else splits, columns)
+        kernels = [module.kernel(name, shared_bytes=shared) for name in names]
+        return _Form(kernels, threads, shared, rows, shape.tile(prefill), blocks, 1 if prefill else splits, columns)
 
     def attend(self, x: AttendTensors, memory: KvMemory, scratch: DevicePointer, words: Words) -> None:
         """``attend``; ``scratch`` has the shape's ``scratch_bytes``. Rows of idle slots become zeros."""
@@ -255,9 +255,12 @@ class Attention:
         tile_log2, window = form.tile.bit_length() - 1, shape.window or 0
         strides = (*((self._wide.most,) if self._wide else ()), x.q.stride, x.out.stride)
         score_scale = memory.k_scale * shape.head_dim**-0.5 * math.log2(math.e)
+        turns = (1, shape.tiles(True)) if words.prefill else (form.splits, words.slots)
+        if self._wide and not words.prefill:  # the live splits of all slots are the first blocks
+            turns = (words.slots, max(1, form.splits // words.slots))
         self._gpu.launch(
-            form.kernel,
-            (shape.kv_heads * form.blocks, form.splits, shape.tiles(True) if words.prefill else words.slots),
+            form.kernels[words.slots > 1],
+            (shape.kv_heads * form.blocks, *turns),
             form.threads,
             (
                 *(queries, memory.k, memory.v, partial, sums, x.out.pointer, x.q.pointer, words.control, words.rows),
@@ -277,23 +280,21 @@ class Attention:
             sizes = (shape.kv_heads, shape.head_dim)
         results = (partial, sums, x.out.pointer, x.q.pointer, words.control, pass_rows, tile_log2, shape.group)
         rules = (shape.kv_rows, window, flags, *strides, memory.v_scale)
-        self._gpu.launch(self._combine, grid, _THREADS, (*results, *sizes, *rules), overlap=True)
+        self._gpu.launch(self._combine[words.slots > 1], grid, _THREADS, (*results, *sizes, *rules), overlap=True)
 
     def _prepare_rows(self, x: AttendTensors, memory: KvMemory, queries: DevicePointer, words: Words) -> None:
         """Norm, rotate and store keys and values, and prepare the queries."""
         shape, form = self.shape, self._forms[words.prefill]
-        pass_rows = words.block or form.rows
         self._gpu.launch(
             self._prepare,
-            (-(-(shape.heads + 2 * shape.kv_heads) // (_THREADS // 32)), pass_rows, words.slots),
+            (-(-(shape.heads + 2 * shape.kv_heads) // (_THREADS // 32)), words.block or form.rows, words.slots),
             _THREADS,
             (
                 *(x.q.pointer, x.k.pointer, x.v.pointer, x.q.stride, x.k.stride, x.v.stride),
                 *(memory.q_norm, memory.k_norm, memory.cosine, memory.sine, queries, memory.k, memory.v),
-                *(words.control, words.rows, pass_rows, shape.heads),
-                *(shape.kv_heads, shape.head_dim, shape.rope_dims // 2, shape.kv_rows),
-                *(form.tile.bit_length() - 1, shape.head_dim * (2 if shape.gated else 1), form.columns),
-                *(shape.eps, memory.k_scale, memory.v_scale),
+                *(words.control, words.rows, words.block or form.rows, shape.heads, shape.kv_heads, shape.head_dim),
+                *(shape.rope_dims // 2, shape.kv_rows, form.tile.bit_length() - 1),
+                *(shape.head_dim * (2 if shape.gated else 1), form.columns, shape.eps, memory.k_scale, memory.v_scale),
             ),
             overlap=True,
         )

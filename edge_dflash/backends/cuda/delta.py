@@ -28,7 +28,7 @@ _PREPARE_WARPS, _PREPARE_ROWS, _NORM_ROWS = 8, 4, 4
 # Of a block of the recurrence: rows at a time, threads, columns of S, parts of an output.
 _STAGE, _THREADS, _COLUMNS, _PARTS = 16, 128, 16, 8
 _CLUSTER, _CLUSTER_ROWS, _CLUSTER_DIM = 2, 16, 128  # blocks of a head; most rows and dims of its kernel
-_CLUSTER_THREADS, _CLUSTER_SHARED = 288, 98512
+_CLUSTER_THREADS, _CLUSTER_SHARED = (288, 256), (98512, 70864)  # of its two kernels: see ``crowded``
 _RESERVED = 1024  # bytes of shared memory that a block takes besides its own, of which one block may have all but these
 
 
@@ -99,7 +99,13 @@ class DeltaShape:
 
     def verify_shared(self, sm: int, sm_count: int, slots: int = 1) -> int:
         """Shared memory of a verify's block."""
-        return _spread(_CLUSTER_SHARED, self.value_heads * _CLUSTER * slots, sm, sm_count)
+        nbytes = _CLUSTER_SHARED[self.crowded(sm, sm_count, slots)]
+        return _spread(nbytes, self.value_heads * _CLUSTER * slots, sm, sm_count)
+
+    def crowded(self, sm: int, sm_count: int, slots: int) -> bool:
+        """Whether a verify's blocks are those of which a multiprocessor has three, not two: where it is faster."""
+        share = -(-self.value_heads * _CLUSTER * slots // sm_count)
+        return supports(sm, "wgmma") and slots > 1 and (share == 3 or share > 4)
 
     def recurrence_shared(self, sm: int, sm_count: int, slots: int = 1) -> int:
         """Shared memory of a block of the recurrence: two stages and parts of the outputs of one."""
@@ -167,7 +173,12 @@ class DeltaKernels:
         self._recurrence = module.kernel(f"delta_recurrence_k{shape.key_dim}", shared_bytes=max(self._shared))
         self._norm = module.kernel("delta_norm")
         self._verify_shared = [shape.verify_shared(gpu.sm, gpu.sm_count, n) for n in slots]
-        self._verify = module.kernel("delta_verify", shared_bytes=max(self._verify_shared)) if self.clusters else None
+        self._crowded = [shape.crowded(gpu.sm, gpu.sm_count, n) for n in slots]
+        self._verify: dict[bool, Kernel] = {}  # by ``crowded``
+        for crowded in set(self._crowded) if self.clusters else ():
+            name = "delta_verify_crowded" if crowded else "delta_verify"
+            shared = [n for n, c in zip(self._verify_shared, self._crowded, strict=True) if c == crowded]
+            self._verify[crowded] = module.kernel(name, shared_bytes=max(shared))
 
     def run(self, tensors: DeltaTensors, layer: DeltaLayer, scratch: DeltaScratch, words: Words) -> None:
         """One pass, which first replays pending tape rows into S. Its own rows go to the tape, or to S in prefill.
@@ -175,27 +186,25 @@ class DeltaKernels:
         Rows of idle slots become zeros. The caller resets ``pending`` after the last layer.
         """
         own = self.shape.prefill_rows if words.prefill else words.block or self.shape.rows
-        if words.prefill or self._verify is None:
+        if words.prefill or not self._verify:
             self._three(tensors, layer, scratch.floats, words, own)
         else:
-            self._one(self._verify, tensors, layer, scratch.counters, words, own)
+            self._one(tensors, layer, scratch.counters, words, own)
 
     def flush(self, layer: DeltaLayer, scratch: DeltaScratch, words: Words) -> None:
         """Replay pending rows of slot 0 without own rows. The caller resets ``pending`` after the last layer."""
         none = DeltaTensors(EMPTY, EMPTY, EMPTY, EMPTY, EMPTY)
-        if self._verify is None:
+        if not self._verify:
             self._three(none, layer, scratch.floats, words, 0)
         else:
-            self._one(self._verify, none, layer, scratch.counters, words, 0)
+            self._one(none, layer, scratch.counters, words, 0)
 
-    def _one(
-        self, kernel: Kernel, x: DeltaTensors, layer: DeltaLayer, counters: DevicePointer, words: Words, own: int
-    ) -> None:
-        s = self.shape
+    def _one(self, x: DeltaTensors, layer: DeltaLayer, counters: DevicePointer, words: Words, own: int) -> None:
+        s, crowded = self.shape, self._crowded[words.slots - 1]
         self._gpu.launch(
-            kernel,
+            self._verify[crowded],
             (s.value_heads, _CLUSTER, words.slots),
-            _CLUSTER_THREADS,
+            _CLUSTER_THREADS[crowded],
             (
                 *(x.qkv.pointer, x.z.pointer, x.a.pointer, x.b.pointer),
                 *(x.qkv.stride, x.z.stride, x.a.stride, x.b.stride),

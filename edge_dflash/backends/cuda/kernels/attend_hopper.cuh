@@ -68,6 +68,9 @@ struct Task {
   Span span;
   __device__ __forceinline__ bool two() const { return between < last; }
   __device__ __forceinline__ bool second() const { return index >= slots; }
+  __device__ __forceinline__ int start_of(int i) const {  // of a split of this width: its first key
+    return (span.first + i - (second() ? slots : 0)) * span.width;
+  }
 };
 // Splits of the first width for the tile whose first row is ``first_row`` of the pass.
 __device__ __forceinline__ Task task_of(int start, int rows, int first_row, int tile_log2, int capacity, int window,
@@ -85,8 +88,8 @@ __device__ __forceinline__ void second_width(Task& t, int window, int flags, int
 }
 // Blocks that share the columns of one block, 32 each, where few splits in all slots (of a launch: gridDim.z) leave
 // multiprocessors idle: their time is that of one chunk.
-__device__ __forceinline__ int parts_of(const Task& t, int columns, int most) {
-  return !t.two() && t.slots * (columns / 32) * gridDim.z <= most ? columns / 32 : 1;
+__device__ __forceinline__ int parts_of(const Task& t, int slots, int columns, int most) {
+  return !t.two() && t.slots * (columns / 32) * slots <= most ? columns / 32 : 1;
 }
 
 }  // namespace wide
@@ -435,13 +438,16 @@ __device__ __forceinline__ void write_rows(const float* sums, const Rest<N>& res
   }
 }
 
-// All splits in one block, or one block a split. The block's columns are N of ``columns``, part ``part``.
-template <int D, int N, bool sequential>
+enum Walk { ONE, SEVERAL, ALL };  // splits of one width that a block works on
+
+// The block's columns are N of ``columns``, part ``part``.
+template <int D, int N, Walk walk>
 __device__ void attend(Task now, int home, int columns, int part, const u16* q, const u8* k_memory, const u8* v_memory,
                        float* partial, float* partial_ml, u16* out, const u16* gate, int tile_log2, int group,
                        int kv_heads, int row_blocks, int capacity, int window, int flags, int most, int gate_stride,
                        int out_stride, float score_scale, float v_scale) {
   using G = Geometry<D, N>;
+  constexpr bool sequential = walk == ALL;
   extern __shared__ __align__(1024) u8 tiles[];
   Block<D, N> b;
   b.q = shared_address(tiles), b.p = b.q + G::q_bytes, b.k = b.q + G::k_at, b.v = b.q + G::v_at,
@@ -467,7 +473,7 @@ __device__ void attend(Task now, int home, int columns, int part, const u16* q, 
   auto begin = [&](const Task& t) {
     key = t.span.begin, stop = t.span.stop, end = key - key % t.span.width;
     if (!sequential) {
-      end = (t.span.first + t.index - (t.second() ? t.slots : 0)) * t.span.width;
+      end = t.start_of(t.index);
       key = max(key, end), stop = min(stop, end + t.span.width);
     }
     clear_first = t.two() ? FAR : t.span.high.first, clear_stop = t.span.low.stop;
@@ -484,13 +490,19 @@ __device__ void attend(Task now, int home, int columns, int part, const u16* q, 
   }
   if (sequential && threadIdx.x < N) b.rest->m[threadIdx.x] = NEG_INF, b.rest->l[threadIdx.x] = 0.0f;
   __syncthreads();
-  int count = 0;  // of chunks: every second one has the other tile of values and of probabilities
+  int count = 0;          // of chunks: every second one has the other tile of values and of probabilities
+  auto following = [&] {  // first key of the block's next split of this width, below 0: none
+    if (walk != SEVERAL) return -1;
+    const Task& task = b.rest->task;
+    const int start = task.start_of(task.index + (int)gridDim.z);
+    return start < task.span.stop ? start : -1;
+  };
   const bool early = key + KEYS <= now.start;  // stored by an earlier pass
   if (early) b.copy_keys(key), b.copy_values(key, 0);
   pdl_wait();
   pdl_trigger();
   if (threadIdx.x == 0) {
-    const u64 block = ((u64)blockIdx.z * gridDim.x + blockIdx.x) * columns * D;
+    const u64 block = ((u64)(sequential ? blockIdx.z : blockIdx.y) * gridDim.x + blockIdx.x) * columns * D;
     for (int i = 0; i < D / 64; i++) {
       const u32 there = shared_address(&b.rest->queries_there[i]);
       barrier_expect(there, N * 128);
@@ -501,7 +513,7 @@ __device__ void attend(Task now, int home, int columns, int part, const u16* q, 
   for (;;) {  // the splits of one width: all in turn, or one
     bool first_split = true;
     while (key < stop) {
-      end += b.rest->task.span.width;
+      if (sequential) end += b.rest->task.span.width;
       float o[G::TILES][N / 2], l[G::SUMS][4];
 #pragma unroll
       for (int i = 0; i < G::TILES; i++)
@@ -511,12 +523,18 @@ __device__ void attend(Task now, int home, int columns, int part, const u16* q, 
       for (int i = 0; i < G::SUMS; i++)
 #pragma unroll
         for (int e = 0; e < 4; e++) l[i][e] = 0.0f;
+      if (walk == SEVERAL)  // addresses are computed anew in every split: registers are dearer
+        asm volatile(""
+                     : "+r"(b.q), "+r"(b.p), "+r"(b.k), "+r"(b.v), "+r"(b.warp), "+r"(b.quarter), "+r"(b.half),
+                       "+r"(b.g), "+r"(b.t));
       bool first = true, more = true;
       for (; first || (more && (!sequential || key < end)); key += KEYS) {
         float s[N / 2];
         const int parity = count & 1;
-        more = key + KEYS < stop;
-        b.scores(s, first, parity, more ? key + KEYS : -1);
+        int next = key + KEYS;
+        more = next < stop;
+        if (!more) next = following();
+        b.scores(s, first, parity, next);
         if (key < clear_first || key + KEYS > clear_stop) b.mask(s, key, 1 << tile_log2, window, flags);
         if (!first) b.sum(l, parity ^ 1);         // of the chunk before: nothing else multiplies now
         bool over = first || key <= clear_first;  // some row may see its first key
@@ -526,7 +544,7 @@ __device__ void attend(Task now, int home, int columns, int part, const u16* q, 
           b.probabilities(s, parity);
           __syncthreads();
         }
-        if (more) b.copy_values(key + KEYS, parity ^ 1);
+        if (next >= 0) b.copy_values(next, parity ^ 1);
         b.values(o, parity, count >> 1 & 1);
         count++, first = false;
       }
@@ -540,7 +558,7 @@ __device__ void attend(Task now, int home, int columns, int part, const u16* q, 
       const float sum = m < N ? __fadd_rn(b.rest->sums[0][m], b.rest->sums[1][m]) : 0.0f;
       const float base = m < N && b.rest->base[m] != NONE ? __fmul_rn(b.rest->base[m], score_scale) : NONE;
       if constexpr (!sequential) {
-        const int split = b.rest->task.index * gridDim.z + again(blockIdx.z);
+        const int split = b.rest->task.index * gridDim.y + again(blockIdx.y);
         const u64 at = ((u64)split * gridDim.x + again(blockIdx.x)) * columns + part * N;
         if (m < N) ((float2*)partial_ml)[at + m] = make_float2(base, sum);
         float4* to = (float4*)(partial + at * D) + threadIdx.x;
@@ -550,6 +568,12 @@ __device__ void attend(Task now, int home, int columns, int part, const u16* q, 
           for (int j = 0; j < G::COLS; j++)
             to[(i * G::COLS + j) * THREADS] =
                 make_float4(o[i][j * 4], o[i][j * 4 + 1], o[i][j * 4 + 2], o[i][j * 4 + 3]);
+        const int start = following();
+        if (start < 0) break;
+        key = start, stop = min(b.rest->task.span.stop, start + b.rest->task.span.width);
+        __syncthreads();
+        if (threadIdx.x == 0) b.rest->task.index += gridDim.z;
+        __syncthreads();
         continue;
       }
       if (m < N) {
@@ -580,12 +604,12 @@ __device__ void attend(Task now, int home, int columns, int part, const u16* q, 
       write_rows<D, N>(sums, *b.rest, out, gate, blockIdx.x % row_blocks * N, first_row(), kv_head() * group, M,
                        tile_log2, flags, gate_stride, out_stride, v_scale);
     }
-    // The next split. A block has a second one only where two widths meet, so nothing is loaded ahead for it.
+    // The next split, of the other width: nothing is loaded ahead for it.
     __syncthreads();
     Task next = b.rest->task;
     if (sequential && next.second()) break;
     const bool was_second = next.second();
-    next.index = sequential ? next.slots : next.index + gridDim.y;
+    next.index = sequential ? next.slots : next.index + gridDim.z;
     if (next.second() && !next.two()) break;
     if (next.second() && !was_second) second_width(next, window, flags, most);
     if (next.second() && !sequential && next.index >= next.slots + next.span.count) break;
@@ -600,29 +624,31 @@ __device__ void attend(Task now, int home, int columns, int part, const u16* q, 
 
 }  // namespace wide
 
-#define WIDE(D, N)                             \
-  WIDE_KERNEL(attend_wide_splits, D, N, false) \
-  WIDE_KERNEL(attend_wide_prefill, D, N, true)
-#define WIDE_KERNEL(NAME, D, N, SEQUENTIALLY)                                                                          \
-  extern "C" __global__ void __launch_bounds__(wide::THREADS, 1)                                                       \
-      NAME##_d##D##_n##N(const u16* q, const u8* k_memory, const u8* v_memory, float* partial, float* partial_ml,      \
-                         u16* out, const u16* gate, const int* control, const int* rows_there, int rows,               \
-                         int tile_log2, int group, int kv_heads, int row_blocks, int capacity, int window, int flags,  \
-                         int most, int gate_stride, int out_stride, float score_scale, float v_scale) {                \
-    const int* words = words_of(control, SEQUENTIALLY ? 0 : blockIdx.z);                                               \
-    const int first_row = SEQUENTIALLY ? blockIdx.z << tile_log2 : 0, home = home_of(words);                           \
-    wide::Task task = wide::task_of(early_word(words + LENGTH), valid_rows(rows_there, rows), first_row, tile_log2,    \
-                                    capacity, window, flags, most);                                                    \
-    const int parts = SEQUENTIALLY ? 1 : wide::parts_of(task, N, most);                                                \
-    task.index = SEQUENTIALLY ? 0 : blockIdx.y / parts;                                                                \
-    if (N > 32 && parts > 1)                                                                                           \
-      wide::attend<D, 32, SEQUENTIALLY>(task, home, N, blockIdx.y % parts, q, k_memory, v_memory, partial, partial_ml, \
-                                        out, gate, tile_log2, group, kv_heads, row_blocks, capacity, window, flags,    \
-                                        most, gate_stride, out_stride, score_scale, v_scale);                          \
-    else                                                                                                               \
-      wide::attend<D, N, SEQUENTIALLY>(task, home, N, 0, q, k_memory, v_memory, partial, partial_ml, out, gate,        \
-                                       tile_log2, group, kv_heads, row_blocks, capacity, window, flags, most,          \
-                                       gate_stride, out_stride, score_scale, v_scale);                                 \
+// attend_wide_slots is for several slots: not every split has a block of its own.
+#define WIDE(D, N)                                    \
+  WIDE_KERNEL(attend_wide_splits, D, N, wide::ONE)    \
+  WIDE_KERNEL(attend_wide_slots, D, N, wide::SEVERAL) \
+  WIDE_KERNEL(attend_wide_prefill, D, N, wide::ALL)
+#define WIDE_KERNEL(NAME, D, N, WALK)                                                                                 \
+  extern "C" __global__ void __launch_bounds__(wide::THREADS, 1)                                                      \
+      NAME##_d##D##_n##N(const u16* q, const u8* k_memory, const u8* v_memory, float* partial, float* partial_ml,     \
+                         u16* out, const u16* gate, const int* control, const int* rows_there, int rows,              \
+                         int tile_log2, int group, int kv_heads, int row_blocks, int capacity, int window, int flags, \
+                         int most, int gate_stride, int out_stride, float score_scale, float v_scale) {               \
+    const int* words = words_of(control, WALK == wide::ALL ? 0 : blockIdx.y);                                         \
+    const int first_row = WALK == wide::ALL ? blockIdx.z << tile_log2 : 0, home = home_of(words);                     \
+    wide::Task task = wide::task_of(early_word(words + LENGTH), valid_rows(rows_there, rows), first_row, tile_log2,   \
+                                    capacity, window, flags, most);                                                   \
+    const int parts = WALK == wide::ALL ? 1 : wide::parts_of(task, gridDim.y, N, most);                               \
+    task.index = WALK == wide::ALL ? 0 : blockIdx.z / parts;                                                          \
+    if (N > 32 && parts > 1)                                                                                          \
+      wide::attend<D, 32, WALK>(task, home, N, blockIdx.z % parts, q, k_memory, v_memory, partial, partial_ml, out,   \
+                                gate, tile_log2, group, kv_heads, row_blocks, capacity, window, flags, most,          \
+                                gate_stride, out_stride, score_scale, v_scale);                                       \
+    else                                                                                                              \
+      wide::attend<D, N, WALK>(task, home, N, 0, q, k_memory, v_memory, partial, partial_ml, out, gate, tile_log2,    \
+                               group, kv_heads, row_blocks, capacity, window, flags, most, gate_stride, out_stride,   \
+                               score_scale, v_scale);                                                                 \
   }
 WIDE(128, 32)
 WIDE(128, 64)
@@ -633,18 +659,20 @@ WIDE(256, 96)
 #undef WIDE
 #undef WIDE_KERNEL
 
+namespace wide {
+
 // Folds the splits of every row in order. A thread has what one thread of a splits block had of one column pair: two
 // dims of two rows. blockIdx.z: the slot.
-extern "C" __global__ void __launch_bounds__(wide::THREADS)
-    attend_wide_combine(const float* partial, const float* partial_ml, u16* out, const u16* gate, const int* control,
-                        int rows, int tile_log2, int group, int columns, int row_blocks, int dim, int capacity,
-                        int window, int flags, int most, int gate_stride, int out_stride, float v_scale) {
-  constexpr int BATCH = 16;
+template <int BATCH>  // splits that are loaded together
+__device__ __forceinline__ void combine(const float* partial, const float* partial_ml, u16* out, const u16* gate,
+                                        const int* control, int rows, int tile_log2, int group, int columns,
+                                        int row_blocks, int dim, int capacity, int window, int flags, int most,
+                                        int gate_stride, int out_stride, float v_scale) {
   const int* words = words_of(control, blockIdx.z);
   const int start = early_word(words + LENGTH), home = home_of(words);
-  wide::Task task = wide::task_of(start, rows, 0, tile_log2, capacity, window, flags, most);
-  const int parts = wide::parts_of(task, columns, most), stacks = columns / 8 / parts;  // column eights of a block
-  if (task.two()) wide::second_width(task, window, flags, most);
+  Task task = task_of(start, rows, 0, tile_log2, capacity, window, flags, most);
+  const int parts = parts_of(task, gridDim.z, columns, most), stacks = columns / 8 / parts;  // column eights of a block
+  if (task.two()) second_width(task, window, flags, most);
   const int stops = task.slots + (task.two() ? task.span.count : 0);
   const int block = blockIdx.y, cell = blockIdx.x, lane = threadIdx.x % 32;
   const int part = cell / (dim / 128 * stacks), tile = cell / stacks % (dim / 128);
@@ -679,7 +707,7 @@ extern "C" __global__ void __launch_bounds__(wide::THREADS)
       if (split + i >= stops) continue;
       asm volatile("ld.global.cg.v4.f32 {%0,%1,%2,%3}, [%4];"
                    : "=f"(y[i].x), "=f"(y[i].y), "=f"(y[i].z), "=f"(y[i].w)
-                   : "l"((const float4*)(partial + place * dim) + cell * wide::THREADS + threadIdx.x)
+                   : "l"((const float4*)(partial + place * dim) + cell * THREADS + threadIdx.x)
                    : "memory");
       asm volatile("ld.global.cg.v4.f32 {%0,%1,%2,%3}, [%4];"
                    : "=f"(ml[i].x), "=f"(ml[i].y), "=f"(ml[i].z), "=f"(ml[i].w)
@@ -698,4 +726,18 @@ extern "C" __global__ void __launch_bounds__(wide::THREADS)
   for (int e = 0; e < 2; e++)
     if (row + e < rows) *(u32*)(to + e * out_stride) = result(x[e], x[2 + e], l[e], v_scale, flags & GATED, open[e]);
 }
+
+}  // namespace wide
+
+#define WIDE_COMBINE(NAME, BATCH, ...)                                                                              \
+  extern "C" __global__ void __launch_bounds__(__VA_ARGS__)                                                         \
+      NAME(const float* partial, const float* partial_ml, u16* out, const u16* gate, const int* control, int rows,  \
+           int tile_log2, int group, int columns, int row_blocks, int dim, int capacity, int window, int flags,     \
+           int most, int gate_stride, int out_stride, float v_scale) {                                              \
+    wide::combine<BATCH>(partial, partial_ml, out, gate, control, rows, tile_log2, group, columns, row_blocks, dim, \
+                         capacity, window, flags, most, gate_stride, out_stride, v_scale);                          \
+  }
+WIDE_COMBINE(attend_wide_combine, 16, wide::THREADS)
+WIDE_COMBINE(attend_wide_combine_slots, 6, wide::THREADS, 3)  // more blocks than multiprocessors
+#undef WIDE_COMBINE
 #endif

@@ -165,4 +165,5 @@ __device__ __forceinline__ u32 gated_norm(const float2& o, float squares, int dv
 }
 
 #include "delta_cluster.cuh"
+#include "delta_crowded.cuh"
 #include "delta_rows.cuh"

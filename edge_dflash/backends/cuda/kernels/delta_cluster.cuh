@@ -14,17 +14,17 @@ static constexpr int WARPS = WIDE / OWNED;  // that have columns; one more besid
 static constexpr int BEFORE = TAPS - 1;     // rows that a convolution looks back
 static_assert(CLUSTER == 2 && BLOCK == 2 * WARPS, "a warp prepares two rows");
 
-// Lane l has the elements 4 i .. 4 i + 3, i = l % 8, and those 32, 64 and 96 further on, of 2 columns: columns 2 (l / 8)
-// and the next of its warp's.
+// Lane l has the elements 4 i .. 4 i + 3, i = l / 4, and those 32, 64 and 96 further on, of 2 columns: columns 2 (l % 4)
+// and the next of its warp's. Neighbours read the same key: shared memory then serves half a warp at a time, not a quarter.
 struct Vector {  // the lane's elements of a key or a query
   float x[4][4];
-  __device__ __forceinline__ void load(const float* from) {
+  __device__ __forceinline__ void load(const float* from) {  // from: the first of the lane's
 #pragma unroll
-    for (int m = 0; m < 4; m++) read_vector(x[m], from + m * 32 + threadIdx.x % 8 * 4);
+    for (int m = 0; m < 4; m++) read_vector(x[m], from + m * 32);
   }
 };
 
-// Slot c is column c ^ (lane / 4 % 2), so that the sums over lanes leave each column in half of 8 lanes without a choice.
+// Slot c is column c ^ (lane / 16), so that the sums over lanes leave each column in half of 8 lanes without a choice.
 struct Columns {
   float s[4][4][2];  // element, slot
 
@@ -56,7 +56,7 @@ struct OwnRow : Row {
 };
 
 // Eight partial sums of the outputs of a row, column c of part p at c ^ 8 (p % 4): no bank conflicts where a lane writes
-// the part lane % 8 of a column.
+// the part lane / 4 of a column.
 struct Outputs {
   float x[PARTS][WIDE];
   static __device__ __forceinline__ int place(int part, int column) { return part * WIDE + (column ^ (part % 4 * 8)); }
@@ -73,29 +73,35 @@ struct Outputs {
 template <class R>
 __device__ __forceinline__ void steps(Columns& columns, const R* row, int count, Outputs* outputs) {
   constexpr bool own = sizeof(R) == sizeof(OwnRow);
+  constexpr int ROW = sizeof(R) / 4, OUTPUTS = PARTS * WIDE;
   if (count <= 0) return;
   auto& s = columns.s;
-  const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * OWNED + lane / 8 * 2, column = lane / 4 % 2;
-  float* const to = own ? outputs->x[0] + Outputs::place(lane % 8, first) : nullptr;
+  const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * OWNED + lane % 4 * 2, column = lane / 16;
+  // Of this row and of the output before: addresses that grow are cheaper than those computed from r.
+  const float *key = row->k + lane / 4 * 4, *gates = &row->decay, *values = row->v + first + column;
+  float* to[2];
+#pragma unroll
+  for (int c = 0; c < 2; c++) to[c] = own ? outputs->x[0] + Outputs::place(lane / 4, first) + (column ^ c) : nullptr;
   Vector k, q;
-  float sum[2];
-  auto output = [&](int r) {
-    float o[2];
-    columns.dot(o, q);
-    to[r * PARTS * WIDE + column] = o[0], to[r * PARTS * WIDE + 1 - column] = o[1];
-  };
-  k.load(row->k);
+  float sum[2], o[2];
+  k.load(key);
   if constexpr (own) q = k;
   columns.dot(sum, k);
 #pragma unroll 2
-  for (int r = 0; r < count; r++, row++) {
-    const float2 gate = *(const float2*)&row->decay;
-    const float value = row->v[first + column];
-    float all = join(sum[0], sum[1], 4);
-    all = join(all, all, 2);
-    all = join(all, all, 1);
-    if constexpr (own) output(max(r - 1, 0));  // of row 0 written twice: its own comes last
-    if constexpr (own) q.load(row->q);
+  for (int r = 0; r < count; r++) {
+    const float2 gate = *(const float2*)gates;
+    const float value = *values;
+    float all = join(sum[0], sum[1], 16);
+    all = join(all, all, 8);
+    all = join(all, all, 4);
+    if constexpr (own) {
+      columns.dot(o, q);  // of the row before; the first is nobody's
+      if (r > 0) {
+#pragma unroll
+        for (int c = 0; c < 2; c++) *to[c] = o[c], to[c] += OUTPUTS;
+      }
+      q.load(key + sizeof(Row) / 4);
+    }
 #pragma unroll
     for (int m = 0; m < 4; m++)
 #pragma unroll
@@ -103,17 +109,22 @@ __device__ __forceinline__ void steps(Columns& columns, const R* row, int count,
 #pragma unroll
         for (int c = 0; c < 2; c++) s[m][e][c] = __fmul_rn(gate.x, s[m][e][c]);
     const float d0 = __fmul_rn(__fsub_rn(value, __fmul_rn(gate.x, all)), gate.y);
-    const float d[2] = {d0, __shfl_xor_sync(ALL, d0, 4)};
+    const float d[2] = {d0, __shfl_xor_sync(ALL, d0, 16)};
 #pragma unroll
     for (int m = 0; m < 4; m++)
 #pragma unroll
       for (int e = 0; e < 4; e++)
 #pragma unroll
         for (int c = 0; c < 2; c++) s[m][e][c] = __fmaf_rn(k.x[m][e], d[c], s[m][e][c]);
-    k.load(row[1].k);
+    key += ROW, gates += ROW, values += ROW;
+    k.load(key);
     columns.dot(sum, k);
   }
-  if constexpr (own) output(count - 1);
+  if constexpr (own) {
+    columns.dot(o, q);
+#pragma unroll
+    for (int c = 0; c < 2; c++) *to[c] = o[c];
+  }
 }
 
 struct RawTape {  // BF16 inputs of a row of the tape
@@ -146,7 +157,10 @@ static_assert(sizeof(Head) == 98512, "delta.py has this number");
 struct Tile {
   float* x;
   float* state;  // of the block
-  static __device__ __forceinline__ int place(int k, int group) { return k * WIDE + (group ^ (k / 4 % 16)) * 4; }
+  static __device__ __forceinline__ int place(int k, int group) {
+    const int four = k / 4 % 16, turned = (four & 8) | (four << 1 & 6) | (four >> 2 & 1);
+    return k * WIDE + (group ^ turned) * 4;
+  }
   // Of eight rows: they have one exchange.
   static __device__ __forceinline__ int row(int n) { return n / 4 * 64 + n % 4; }
   __device__ __forceinline__ void fetch() const {  // by the first WARPS warps
@@ -165,12 +179,18 @@ struct Tile {
       for (int n = 0; n < 8; n++) __stcg((uint4*)(state + (k + row(n)) * D + group * 4), part[n]);
     }
   }
+  __device__ __forceinline__ void flush_all() const {  // as fetch
+    const int k = threadIdx.x / 16 * 4, group = threadIdx.x % 16;
+#pragma unroll
+    for (int n = 0; n < 8; n++)
+      __stcg((uint4*)(state + (k + row(n)) * D + group * 4), *(const uint4*)(x + place(k, group) + row(n) * WIDE));
+  }
   __device__ __forceinline__ float* at(int m, int e) const {  // 2 columns of an element of the lane
-    const int k = m * 32 + threadIdx.x % 8 * 4, pair = threadIdx.x / 8;
+    const int k = m * 32 + threadIdx.x % 32 / 4 * 4, pair = threadIdx.x / 32 * 4 + threadIdx.x % 4;
     return x + place(k, pair / 2) + e * WIDE + pair % 2 * 2;
   }
   __device__ __forceinline__ void get(Columns& columns) const {
-    const bool swap = threadIdx.x / 4 % 2;
+    const bool swap = threadIdx.x / 16 % 2;
 #pragma unroll
     for (int m = 0; m < 4; m++)
 #pragma unroll
@@ -180,7 +200,7 @@ struct Tile {
       }
   }
   __device__ __forceinline__ void put(const Columns& columns) const {
-    const bool swap = threadIdx.x / 4 % 2;
+    const bool swap = threadIdx.x / 16 % 2;
 #pragma unroll
     for (int m = 0; m < 4; m++)
 #pragma unroll
@@ -266,22 +286,22 @@ __device__ __forceinline__ void normalise_all(float (&x)[N][4], int queries) {
 }
 
 // What a warp makes of the raw inputs of a row of the tape, and of two own rows.
-__device__ __forceinline__ void prepare(const Head& h, Row* to, const RawTape* raw) {
+__device__ __forceinline__ void prepare(const float (*conv)[2 * D + WIDE], Row* to, const RawTape* raw) {
   const int lane = threadIdx.x % 32;
   float k[1][4], v[1][2];
-  convolve_rows(k, raw->k + lane * 4, sizeof(RawTape) / 2, &h.before.conv[0][D + lane * 4]);
-  convolve_rows(v, raw->v + lane * 2, sizeof(RawTape) / 2, &h.before.conv[0][2 * D + lane * 2]);
+  convolve_rows(k, raw->k + lane * 4, sizeof(RawTape) / 2, conv[0] + D + lane * 4);
+  convolve_rows(v, raw->v + lane * 2, sizeof(RawTape) / 2, conv[0] + 2 * D + lane * 2);
   write_vector(to->v + lane * 2, v[0]);
   normalise_all(k, 0);
   write_vector(to->k + lane * 4, k[0]);
 }
-__device__ __forceinline__ void prepare(const Head& h, OwnRow* to, const RawOwn* raw) {
+__device__ __forceinline__ void prepare(const float (*conv)[2 * D + WIDE], OwnRow* to, const RawOwn* raw) {
   static constexpr int STRIDE = sizeof(RawOwn) / 2;
   const int lane = threadIdx.x % 32;
   float x[4][4], v[2][2];
-  convolve_rows(*(float (*)[2][4])x, raw->q + lane * 4, STRIDE, &h.before.conv[0][lane * 4]);
-  convolve_rows(*(float (*)[2][4])(x + 2), raw->k + lane * 4, STRIDE, &h.before.conv[0][D + lane * 4]);
-  convolve_rows(v, raw->v + lane * 2, STRIDE, &h.before.conv[0][2 * D + lane * 2]);
+  convolve_rows(*(float (*)[2][4])x, raw->q + lane * 4, STRIDE, conv[0] + lane * 4);
+  convolve_rows(*(float (*)[2][4])(x + 2), raw->k + lane * 4, STRIDE, conv[0] + D + lane * 4);
+  convolve_rows(v, raw->v + lane * 2, STRIDE, conv[0] + 2 * D + lane * 2);
   normalise_all(x, 2);
 #pragma unroll
   for (int r = 0; r < 2; r++) {
@@ -289,6 +309,55 @@ __device__ __forceinline__ void prepare(const Head& h, OwnRow* to, const RawOwn*
     write_vector(to[r].k + lane * 4, x[2 + r]);
     write_vector(to[r].v + lane * 2, v[r]);
   }
+}
+
+// Outputs of all rows, of the columns of WARPS warps: summed, normed with the squares of the other block, gated.
+template <class H>
+__device__ __forceinline__ void finish(H& h, const u16* z, const float* norm, u16* out, int first_row, int own,
+                                       int head, int rank, int z_stride, int out_stride, float eps) {
+  const int warp = __shfl_sync(ALL, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+  const int column = head * D + rank * WIDE + lane * 2;
+  const float2 weight = *(const float2*)(norm + rank * WIDE + lane * 2);
+  u32 z_raw[2] = {0u, 0u};
+#pragma unroll
+  for (int i = 0; i < 2; i++)
+    if (warp + i * WARPS < own)
+      z_raw[i] = __ldcg((const u32*)(z + (u64)(first_row + warp + i * WARPS) * z_stride + column));
+  named_barrier<WARPS * 32>(1);
+  float2 o[2];
+  float squares[2];
+#pragma unroll
+  for (int i = 0; i < 2; i++)
+    o[i] = h.outputs[warp + i * WARPS].sum(lane * 2), squares[i] = __fmaf_rn(o[i].y, o[i].y, __fmul_rn(o[i].x, o[i].x));
+#pragma unroll
+  for (int bit = 16; bit > 0; bit /= 2)
+#pragma unroll
+    for (int i = 0; i < 2; i++) squares[i] = join(squares[i], squares[i], bit);
+#pragma unroll
+  for (int i = 0; i < 2; i++)
+    if (lane == 0 && warp + i * WARPS < own) send(&h.squares[warp + i * WARPS], squares[i], &h.squares_there);
+  float2 gate[2];
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    gate[i] = make_float2(silu(bf16_low(z_raw[i])), silu(bf16_high(z_raw[i])));
+    asm volatile("" : "+f"(gate[i].x), "+f"(gate[i].y));  // computed before the other block's sums are there
+  }
+  barrier_wait_cluster(shared_address(&h.squares_there), 0);
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    const int r = warp + i * WARPS;
+    if (r < own)
+      *(u32*)(out + element_at(out_stride, first_row + r, column)) =
+          gated_norm(o[i], __fadd_rn(squares[i], h.squares[r]), D, eps, weight, gate[i]);
+  }
+}
+
+// Zeros for an idle slot.
+__device__ __forceinline__ void leave_idle(u16* out, int first_row, int own, int column, int out_stride, int warps) {
+  pdl_wait();
+  pdl_trigger();
+#pragma unroll 1
+  for (int r = threadIdx.x / 32; r < own; r += warps) *(u32*)(out + element_at(out_stride, first_row + r, column)) = 0u;
 }
 
 // Grid [Hv, 2, slots]. A warp prepares rows, then has 8 columns; the last warp has the gates, and writes S and the tape
@@ -317,14 +386,7 @@ extern "C" __global__ void __cluster_dims__(1, CLUSTER, 1) __launch_bounds__((WA
   const int warp = __shfl_sync(ALL, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
   const bool helper = warp == WARPS;
   const int channels = 2 * hk * D + hv * D;
-  if (home < 0) {
-    pdl_wait();
-    pdl_trigger();
-#pragma unroll 1
-    for (int r = threadIdx.x / 32; r < own; r += WARPS + 1)
-      *(u32*)(out + element_at(out_stride, first_row + r, head * D + rank * WIDE + lane * 2)) = 0u;
-    return;
-  }
+  if (home < 0) return leave_idle(out, first_row, own, head * D + rank * WIDE + lane * 2, out_stride, WARPS + 1);
   state += (u64)home * hv * D * D, history += (u64)home * BEFORE * channels;
   tape_u += (u64)home * tape_rows * channels;
   const int gates = home * tape_rows * hv + head;  // of the tape's first row
@@ -351,7 +413,7 @@ extern "C" __global__ void __cluster_dims__(1, CLUSTER, 1) __launch_bounds__((WA
       return;
     }
 #pragma unroll 1
-    for (int t = warp; t < pending; t += WARPS) prepare(h, &h.before.rows[t], &h.before.raw[t]);
+    for (int t = warp; t < pending; t += WARPS) prepare(h.before.conv, &h.before.rows[t], &h.before.raw[t]);
   };
   Columns s;
   auto replay_pending = [&](int pending) {
@@ -420,7 +482,7 @@ extern "C" __global__ void __cluster_dims__(1, CLUSTER, 1) __launch_bounds__((WA
     const float g = log_decay(a_raw, -expf(rate), bias);
     if (lane < own) *(float4*)&h.rows[lane].decay = make_float4(expf(g), sigmoid(from_bf16(b_raw)), g, 0.0f);
   } else if (2 * warp < own) {
-    prepare(h, &h.rows[2 * warp], &h.raw[2 * warp]);
+    prepare(h.before.conv, &h.rows[2 * warp], &h.raw[2 * warp]);
   }
   __syncthreads();  // all rows and the new S are there; this block has read the tape and the history
 
@@ -450,41 +512,7 @@ extern "C" __global__ void __cluster_dims__(1, CLUSTER, 1) __launch_bounds__((WA
     return;
   }
   steps(s, h.rows, own, h.outputs);
-  if (own == 0) return;
-  const int column = head * D + rank * WIDE + lane * 2;
-  const float2 weight = *(const float2*)(norm + rank * WIDE + lane * 2);
-  u32 z_raw[2] = {0u, 0u};
-#pragma unroll
-  for (int i = 0; i < 2; i++)
-    if (warp + i * WARPS < own)
-      z_raw[i] = __ldcg((const u32*)(z + (u64)(first_row + warp + i * WARPS) * z_stride + column));
-  named_barrier<WARPS * 32>(1);
-  float2 o[2];
-  float squares[2];
-#pragma unroll
-  for (int i = 0; i < 2; i++)
-    o[i] = h.outputs[warp + i * WARPS].sum(lane * 2), squares[i] = __fmaf_rn(o[i].y, o[i].y, __fmul_rn(o[i].x, o[i].x));
-#pragma unroll
-  for (int bit = 16; bit > 0; bit /= 2)
-#pragma unroll
-    for (int i = 0; i < 2; i++) squares[i] = join(squares[i], squares[i], bit);
-#pragma unroll
-  for (int i = 0; i < 2; i++)
-    if (lane == 0 && warp + i * WARPS < own) send(&h.squares[warp + i * WARPS], squares[i], &h.squares_there);
-  float2 gate[2];
-#pragma unroll
-  for (int i = 0; i < 2; i++) {
-    gate[i] = make_float2(silu(bf16_low(z_raw[i])), silu(bf16_high(z_raw[i])));
-    asm volatile("" : "+f"(gate[i].x), "+f"(gate[i].y));  // computed before the other block's sums are there
-  }
-  barrier_wait_cluster(shared_address(&h.squares_there), 0);
-#pragma unroll
-  for (int i = 0; i < 2; i++) {
-    const int r = warp + i * WARPS;
-    if (r < own)
-      *(u32*)(out + element_at(out_stride, first_row + r, column)) =
-          gated_norm(o[i], __fadd_rn(squares[i], h.squares[r]), D, eps, weight, gate[i]);
-  }
+  if (own > 0) finish(h, z, norm, out, first_row, own, head, rank, z_stride, out_stride, eps);
 }
 
 }  // namespace clustered
