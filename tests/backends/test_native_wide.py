@@ -18,7 +18,7 @@ from edge_dflash.backends.cuda.wide_splits import WIDE_TILES, WideSplits
 from edge_dflash.errors import BackendError
 from edge_dflash.weights.layout import WINDOW, Layout
 
-BLOCK_K, SLICES, GROUPS, TILE_UNITS, SIDE_ROWS = 64, 4, 4, 2, 16
+BLOCK_K, SLICES, GROUPS, TILE_UNITS, WARPS = 64, 4, 4, 2, 16
 LAYOUTS = st.builds(
     lambda kind, n, blocks: Layout(kind, (n,), 16 * blocks),
     st.sampled_from(sorted(WINDOW)),
@@ -102,38 +102,38 @@ def test_another_number_of_splits_is_another_sum():
     assert len({wide_sum(layout, splits, products).tobytes() for splits in (1, 2, 4, 8)}) > 1
 
 
-def shares_of(units, side_units, groups, rows):
-    """Tiles of the main stack, of both; for each cluster: first tile, tiles, passes (Block of the kernel)."""
+def shares_of(units, side_units, groups, twins):
+    """For each cluster's twin: first tile, tiles, passes (Block of the kernel)."""
     tiles = -(-units // TILE_UNITS)
-    everything = tiles + -(-side_units // TILE_UNITS) * (rows // SIDE_ROWS)
+    everything = tiles + -(-side_units // TILE_UNITS)
     base, rest, found = everything // groups, everything % groups, []
     for cluster in range(groups):
+        lead = cluster // twins * twins
         first, count = cluster * base + min(cluster, rest), base + (cluster < rest)
-        found.append((first, count, -(-count // GROUPS)))
+        found.append((first, count, -(-(base + (lead < rest)) // GROUPS)))
     return tiles, everything, found
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.integers(1, 2000), st.integers(0, 9), st.integers(1, 132), st.sampled_from(WIDE_TILES))
-def test_every_tile_has_one_group_and_every_group_every_pass(units, side_units, groups, rows):
-    tiles, everything, shares = shares_of(units, side_units, groups, rows)
-    done, parts = [], []
+@given(st.integers(1, 2000), st.integers(0, 9), st.integers(1, 132), st.sampled_from((1, 2)))
+def test_every_tile_has_one_group_and_every_group_every_pass(units, side_units, groups, twins):
+    groups = max(twins, groups // twins * twins)
+    tiles, everything, shares = shares_of(units, side_units, groups, twins)
+    done = []
     for first, count, passes in shares:
         for group in range(GROUPS):
             mine = max(min(count, tiles - first) - group + GROUPS - 1, 0) // GROUPS
             both = max(count - group + GROUPS - 1, 0) // GROUPS
             assert mine <= both <= passes <= both + 1  # the rest is skipped in one pass
             done += [first + group + GROUPS * i for i in range(mine)]
-            parts += [first + group + GROUPS * i - tiles for i in range(mine, both)]
-    assert sorted(done) == list(range(tiles))
-    assert sorted(parts) == list(range(everything - tiles))
-    sides = rows // SIDE_ROWS  # of 64 weight rows: every part of the activation rows
-    assert sorted(divmod(part, sides) for part in parts) == [
-        (tile, part) for tile in range((everything - tiles) // sides) for part in range(sides)
-    ]
+            beside = [first + group + GROUPS * i for i in range(mine, both)]
+            assert all(tile >= tiles for tile in beside)
+            done += beside
+    assert sorted(done) == list(range(everything))
+    assert all(a[2] == b[2] for a, b in zip(shares[::twins], shares[twins - 1 :: twins], strict=True))
 
 
-@pytest.mark.parametrize("rows", [SIDE_ROWS, *WIDE_TILES])
+@pytest.mark.parametrize("rows", WIDE_TILES)
 @pytest.mark.parametrize("splits", [2, 4, 8])
 def test_every_sum_is_sent_to_one_place_and_finished_once(rows, splits):
     part, places, finished = 4 * (rows // 8) // splits, {}, set()
@@ -167,9 +167,9 @@ def test_a_joint_pass_on_hopper_has_the_splits_of_a_pass_alone(layout, sm_count,
         return
     assert isinstance(joint, WideSplits)
     assert joint.kernel in kernel_names(90, 16, 128)["linear_wide"]
-    assert joint.kernel.startswith(f"linear_wide_{layout.format}_{joint.tile}_")
-    assert joint.row_tiles == 1
-    assert joint.blocks == joint.groups * joint.splits <= max(sm_count, joint.splits)
+    twins = int(joint.kernel[-1])
+    assert joint.groups % twins == 0
+    assert joint.blocks == joint.groups * joint.splits <= max(sm_count, joint.splits * twins)
     assert joint.shared_bytes <= 227 << 10
     assert joint.rank_bytes == 8 * joint.blocks * joint.tile
     assert joint.window == WINDOW[layout.format] + 256 * joint.tile

@@ -17,6 +17,7 @@ from native_state_support import Device
 from edge_dflash.backends.cuda.linear import Linears, LinearWeights, Norm
 from edge_dflash.backends.cuda.memory import DevicePointer, Matrix
 from edge_dflash.backends.cuda.splits import ClusterSplits, HopperSplits, StreamSplits, hopper, row_tile
+from edge_dflash.backends.cuda.wide_splits import WideSplits
 from edge_dflash.weights.layout import Layout
 
 ARENA = 3 << 30
@@ -46,12 +47,14 @@ MODEL_4B = {
 
 
 class Tuned(Linears):
-    """Linears whose launches can be bent to another number of blocks in a cluster."""
+    """Linears whose launches can be bent: another number of blocks in a cluster, of joint passes another of twins."""
 
-    splits = None
+    splits = twins = None
 
     def choose(self, layout, rows, *, may_split=False):
         chosen, gpu = super().choose(layout, rows, may_split=may_split), self._gpu
+        if self.twins and isinstance(chosen, WideSplits) and chosen.splits * self.twins <= 8:
+            return WideSplits.of(layout, chosen.tile, chosen.splits, gpu.sm_count, self._clusters, self.twins)
         if self.splits and not isinstance(chosen, StreamSplits):
             if hopper(gpu.sm, self._most_rows):
                 if self.splits in HopperSplits.counts(layout):
@@ -167,24 +170,27 @@ def variants(bench, load):
 
 
 def joint(bench, load, line):
-    """Joint passes of 16 to 128 rows, weights of the 27B and of the 4B."""
-    base, linears = {}, Linears(bench.gpu, load, most_rows=16, joint=128)
-    for rows in (16, 32, 64, 128):
-        for model, title in ((MODEL_27B, "27B"), (MODEL_4B, "4B")):
-            variant = f"{rows} rows"
-            for name, (columns, k, gated, split) in model.items():
-                if name in ("z", "qkv", "q k v") or "unsplit" in name:
-                    continue
-                layout = Layout("nvfp4", columns, k, gated)
-                splits = linears.choose(layout, rows, may_split=split)
-                title_here = f"{title} {name} {splits.splits}x{splits.groups}"
-                line(variant, title_here, bench.shape(linears, layout, split, rows), layout.nbytes)
-            for format in ("nvfp4", "fp8", "bf16") if title == "27B" else ("nvfp4",):
-                count = 6 if format == "nvfp4" else 3
-                seconds, nbytes = bench.layers(linears, format, model, count, rows)
-                line(variant, f"{title} layer {format}", seconds, nbytes)
-                first = base.setdefault((title, format), seconds)
-                print(f"{variant:32s} {title} layer {format}: {seconds / first:.2f} x that of 16 rows", flush=True)
+    """Joint passes of 16 to 128 rows, weights of the 27B and of the 4B, once and twice the blocks of a cluster."""
+    base = {}
+    for twins in (1, 2):
+        linears = Tuned(bench.gpu, load, most_rows=16, joint=128)
+        linears.twins = twins
+        for rows in (16, 32, 64, 128) if twins == 1 else (32, 64, 128):
+            for model, title in ((MODEL_27B, "27B"), (MODEL_4B, "4B")):
+                variant = f"{rows} rows, {twins} twins"
+                for name, (columns, k, gated, split) in model.items():
+                    if name in ("z", "qkv", "q k v") or "unsplit" in name:
+                        continue
+                    layout = Layout("nvfp4", columns, k, gated)
+                    splits = linears.choose(layout, rows, may_split=split)
+                    title_here = f"{title} {name} {splits.splits}x{splits.groups}"
+                    line(variant, title_here, bench.shape(linears, layout, split, rows), layout.nbytes)
+                for format in ("nvfp4", "fp8", "bf16") if title == "27B" else ("nvfp4",):
+                    count = 6 if format == "nvfp4" else 3
+                    seconds, nbytes = bench.layers(linears, format, model, count, rows)
+                    line(variant, f"{title} layer {format}", seconds, nbytes)
+                    first = base.setdefault((title, format), seconds)
+                    print(f"{variant:32s} {title} layer {format}: {seconds / first:.2f} x that of 16 rows", flush=True)
 
 
 def main():

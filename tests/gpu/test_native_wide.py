@@ -35,9 +35,9 @@ SHAPES = {  # (N, K)
 
 
 class Split(Linears):
-    """Of Hopper, with splits and clusters of the test's choice."""
+    """Of Hopper, with splits, twins and clusters of the test's choice."""
 
-    splits, most = None, 120
+    splits, twins, most = None, None, 120
 
     def choose(self, layout, rows, *, may_split=False):
         if self.splits is None:
@@ -45,7 +45,7 @@ class Split(Linears):
         count, held = self._gpu.sm_count, lambda _, s, *block: min(self.most, 120 // s)
         if rows <= 16:
             return HopperSplits.of(layout, self.splits, count, held)
-        return WideSplits.of(layout, row_tile(rows), self.splits, count, held)
+        return WideSplits.of(layout, row_tile(rows), self.splits, count, held, self.twins)
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,7 @@ def as_chosen(request):
     for name in ("linears", "wide"):
         if name in request.fixturenames:
             found = request.getfixturevalue(name)
-            found.splits, found.most = None, 120
+            found.splits, found.twins, found.most = None, None, 120
 
 
 def padded(x, rows):
@@ -151,21 +151,24 @@ def test_what_roundings_leave_has_the_bits_of_sixteen(device, linears, kind, n, 
 
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("splits", [1, 2, 4, 8])
-def test_every_split_and_any_number_of_clusters(device, wide, kind, splits):
+@pytest.mark.parametrize("twins", [1, 2])
+def test_every_split_and_any_number_of_clusters(device, wide, kind, splits, twins):
+    if splits * twins > 8:
+        pytest.skip("a cluster has eight blocks at most")
     stack, x = LinearWeights.of(device.gpu, repack(weight(kind, 1000, 1600, 5))), inputs(128, 1600)
-    wide.splits = splits
+    wide.splits, wide.twins = splits, twins
     for most in (1, 3, 5, 15):
         wide.most = most
         same(lambda part, _, rows: run(device, wide, stack, part, rows), x, (32, 64, 128))
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-@pytest.mark.parametrize("rows", [32, 64, 128])
-def test_tensors_in_blocks_change_no_bit(device, wide, kind, rows):
+@pytest.mark.parametrize(("rows", "twins"), [(32, 1), (64, 1), (128, 1), (32, 2), (64, 2), (128, 2)])
+def test_tensors_in_blocks_change_no_bit(device, wide, kind, rows, twins):
     k, n = 640, 384
     gate, up = (weight(kind, n, k, seed) for seed in (3, 4))
     pair, x = LinearWeights.of(device.gpu, repack((gate, up), swiglu=True)), inputs(rows, k)
-    wide.splits = 2
+    wide.splits, wide.twins = 2, twins
     window, plain, out = wide.choose(pair.layout, rows).window, empty(device, rows, n), empty(device, rows, n)
     wide.linear(pair, device.rows(x), [plain], rows)
     blocks = type(out)(out.pointer, -window)
