@@ -434,6 +434,30 @@ __device__ __forceinline__ float over_block(float value, float* parts, const Joi
   return value;
 }
 
+__device__ __forceinline__ float nothing() { return __uint_as_float(0xff800000u); }  // -inf
+
+// Tells `add` a row's logits, of which a thread has eight in a row; behind the last column they are -inf.
+template <class Add>
+__device__ __forceinline__ void each_logit(const u16* row, int columns, const Add& add) {
+  for (int first = threadIdx.x * 8; first < columns; first += AHEAD * LOGPROB_THREADS * 8) {
+    uint4 words[AHEAD];
+#pragma unroll
+    for (int k = 0; k < AHEAD; ++k) {
+      const int at = first + k * LOGPROB_THREADS * 8;
+      words[k] = at < columns ? *(const uint4*)(row + at) : make_uint4(0, 0, 0, 0);
+    }
+#pragma unroll
+    for (int k = 0; k < AHEAD; ++k) {
+      const u32 pairs[4] = {words[k].x, words[k].y, words[k].z, words[k].w};
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const float x = __uint_as_float(i % 2 ? pairs[i / 2] & 0xffff0000u : pairs[i / 2] << 16);
+        add(first + k * LOGPROB_THREADS * 8 + i < columns ? x : nothing());
+      }
+    }
+  }
+}
+
 // found[row] = ln of the probability of ids[row] by the row's logits: x - max - ln(sum of exp(x' - max)). A block a row, so
 // that the order of the sum depends on the columns alone.
 extern "C" __global__ void __launch_bounds__(LOGPROB_THREADS)
@@ -442,31 +466,10 @@ extern "C" __global__ void __launch_bounds__(LOGPROB_THREADS)
   pdl_wait();
   pdl_trigger();
   const u16* row = logits + (u64)blockIdx.x * stride;
-  const float NOTHING = __uint_as_float(0xff800000u);  // -inf
-  // Tells `add` the row's logits, of which a thread has eight in a row; behind the last column they are -inf.
-  const auto each = [&](const auto& add) {
-    for (int first = threadIdx.x * 8; first < columns; first += AHEAD * LOGPROB_THREADS * 8) {
-      uint4 words[AHEAD];
-#pragma unroll
-      for (int k = 0; k < AHEAD; ++k) {
-        const int at = first + k * LOGPROB_THREADS * 8;
-        words[k] = at < columns ? *(const uint4*)(row + at) : make_uint4(0, 0, 0, 0);
-      }
-#pragma unroll
-      for (int k = 0; k < AHEAD; ++k) {
-        const u32 pairs[4] = {words[k].x, words[k].y, words[k].z, words[k].w};
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-          const float x = __uint_as_float(i % 2 ? pairs[i / 2] & 0xffff0000u : pairs[i / 2] << 16);
-          add(first + k * LOGPROB_THREADS * 8 + i < columns ? x : NOTHING);
-        }
-      }
-    }
-  };
-  float best = NOTHING, sum = 0.0f;
-  each([&](float x) { best = fmaxf(best, x); });
+  float best = nothing(), sum = 0.0f;
+  each_logit(row, columns, [&](float x) { best = fmaxf(best, x); });
   best = over_block(best, parts, [](float a, float b) { return fmaxf(a, b); });
-  each([&](float x) { sum += expf(x - best); });
+  each_logit(row, columns, [&](float x) { sum += expf(x - best); });
   sum = over_block(sum, parts, [](float a, float b) { return a + b; });
   if (threadIdx.x) return;
   const float x = __uint_as_float((u32)row[ids[blockIdx.x]] << 16);
