@@ -44,6 +44,8 @@ class Expanded:
 class NativeSegments:
     """Takes the place of EngineOps."""
 
+    most_rows = 0  # as engines, which are built for the rows of one slot
+
     def __init__(self, weights, cubin):
         self._weights, self._cubin = weights, cubin
 

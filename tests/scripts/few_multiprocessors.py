@@ -94,14 +94,8 @@ class Proxy:
         self.steps = [(plan, step) for plan in passes for step in plan.steps if not isinstance(step, Gather)]
         sizes = Sizes(rows=ROWS, prefill_rows=64, max_context=1024)
         self.states = States(programs, Precision(), sizes, weights.vector, weights.kv_scale, Allocator(gpu))
-        for layers in self.states.delta.values():
-            for pointer in (
-                layers[0].state,
-                layers[0].history,
-                layers[0].tape_u,
-                layers[0].tape_g,
-                layers[0].tape_beta,
-            ):
+        for layer in self.states.delta.values():
+            for pointer in (layer.state, layer.history, layer.tape_u, layer.tape_g, layer.tape_beta):
                 gpu.fill(pointer)
         floats, counters = (gpu.allocate(n) for n in self.states.delta_scratch)
         gpu.fill(counters)

@@ -15,7 +15,7 @@ class Silent(ControlGpu):
     def most_clusters(self, kernel, *block):
         return 0
 
-    def run(self, name, arguments):
+    def run(self, name, arguments, grid):
         self.launches.append(name)
 
 

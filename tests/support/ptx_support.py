@@ -29,7 +29,7 @@ def word_loads(ptx):
     """The instructions that load a 32-bit integer from where a parameter points, or from a slot's words behind it."""
     pointers = set(re.findall(r"ld\.param\.u64\s+(%rd\d+), \[\w+\];", ptx))
     pointers |= {to for to, of in re.findall(r"cvta\.to\.global\.u64\s+(%rd\d+), (%rd\d+);", ptx) if of in pointers}
-    slots = {"%ctaid.z"}  # and multiples
+    slots = {"%ctaid.y", "%ctaid.z"}  # and multiples
     for to, of in re.findall(r"(?:mov\.u32|shl\.b32|selp\.b32|and\.b64|mul\.wide\.[su]32)\s+(%rd?\d+), ([%\w.]+)", ptx):
         slots |= {to} if of in slots else set()
     for more in (slots, {"4", "8", "12", "16"}):
