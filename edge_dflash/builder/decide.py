@@ -123,7 +123,7 @@ def decide(config: BuildConfig) -> Decisions:
     recipe = load_recipe(config.recipe) if config.recipe is not None else default_recipe()
     choice = choose(config.arch, config.backend, recipe)
     _check_output(config)
-    pair = recipe.masked(read_pair(config.target, config.drafter))
+    pair = recipe.masked(read_pair(config.target, config.drafter).text_only)
     programs = pair_programs(pair)
     default = default_chunk(choice.arch, programs, choice.arch.most_rows, plans="tensorrt" in choice.backends)
     max_context, chunk = _sizes(config, recipe, pair, default)

@@ -18,7 +18,7 @@ from edge_dflash.errors import CheckpointError, UnsupportedModelError, short
 from edge_dflash.model.specs import MAX_LAYERS
 
 Use = Literal["read", "refused unless", "without effect"]
-Kind = Literal["integer", "number", "flag", "text", "integers", "names", "tokens", "object", "any"]
+Kind = Literal["integer", "number", "flag", "text", "integers", "numbers", "names", "tokens", "object", "any"]
 Table = Mapping[str, "Key"]
 
 REQUIRED: Any = object()
@@ -35,7 +35,7 @@ class Key:
     use: Use
     kind: Kind = "any"
     default: Any = REQUIRED  # of a missing key that is read
-    least: int = 1  # of an integer
+    least: int = 1  # of an integer; length of a list of numbers
     most: int = MOST
     accepted: tuple[Any, ...] = ()  # values of a key refused unless one of them; of a text, empty: all; of an object
     null: bool = False  # null counts as missing; otherwise null is refused
@@ -77,6 +77,11 @@ def text(*accepted: str, default: Any = REQUIRED, null: bool = False) -> Key:
 def integers(*, least: int = 0, null: bool = False) -> Key:
     """A list of integers, each at least ``least``."""
     return Key("read", "integers", least=least, null=null)
+
+
+def numbers(length: int) -> Key:
+    """A list of so many numbers from 0 on that float32 can hold."""
+    return Key("read", "numbers", least=length)
 
 
 def names(*accepted: str) -> Key:
@@ -146,6 +151,10 @@ class Fields:
     def integers(self, name: str) -> tuple[int, ...]:
         """List of integers; empty when it is missing."""
         return tuple(self.values.get(self._read(name, "integers")) or ())
+
+    def numbers(self, name: str) -> tuple[float, ...]:
+        """List of as many numbers as the table says."""
+        return tuple(map(float, self._value(name, "numbers")))
 
     def names(self, name: str) -> tuple[str, ...]:
         """List of strings; empty when it is missing."""
@@ -245,6 +254,9 @@ def _wanted(key: Key, value: Any) -> str | None:
             return f"at most {MAX_LAYERS} entries"
         good = isinstance(value, list) and all(type(item) is int and key.least <= item <= key.most for item in value)
         return None if good else f"a list of integers of at least {key.least}"
+    if key.kind == "numbers":
+        good = isinstance(value, list) and all(type(item) in (int, float) and 0 <= item <= _MOST for item in value)
+        return None if good and len(value) == key.least else f"a list of {key.least} numbers from 0"
     return None  # token ids are checked against the vocabulary by their reader
 
 

@@ -14,7 +14,17 @@ from typing import Any, Literal
 from edge_dflash.common.files import is_there
 from edge_dflash.common.tables import read_json
 from edge_dflash.errors import CheckpointError, UnsupportedModelError
-from edge_dflash.model import dflash, dflash2, dspark, qwen3, qwen3_5, qwen3_5_moe, qwen3_moe, speculators
+from edge_dflash.model import (
+    dflash,
+    dflash2,
+    dspark,
+    qwen3,
+    qwen3_5,
+    qwen3_5_moe,
+    qwen3_moe,
+    speculators,
+    vision_config,
+)
 from edge_dflash.model.blocks import embed, logits
 from edge_dflash.model.builder import GraphBuilder
 from edge_dflash.model.fields import Fields, Table
@@ -50,6 +60,7 @@ class Target:
     plus_one: bool  # of the final norm
     nested: Table | None = None  # of a config.json with ``text_config``
     flatten: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict  # what of such a file counts
+    pictured: Table | None = None  # of such a file that describes a vision tower
     names: TensorNames = TensorNames()
 
 
@@ -76,6 +87,7 @@ TARGETS: Mapping[str, Target] = {
         qwen3_5.NORM_PLUS_ONE,
         qwen3_5.NESTED,
         qwen3_5.nested,
+        vision_config.pictured(qwen3_5.NESTED),
     ),
     qwen3_moe.KIND: Target(qwen3_moe.NAMES, qwen3_moe.TABLE, qwen3_moe.read, qwen3.layer, qwen3.NORM_PLUS_ONE),
     qwen3_5_moe.KIND: Target(
@@ -86,6 +98,7 @@ TARGETS: Mapping[str, Target] = {
         qwen3_5.NORM_PLUS_ONE,
         qwen3_5_moe.NESTED,
         qwen3_5_moe.nested,
+        vision_config.pictured(qwen3_5_moe.NESTED),
     ),
 }
 """By :attr:`TargetSpec.architecture`."""
@@ -150,6 +163,9 @@ def read_target_spec(directory: Path) -> TargetSpec:
         for part in (config, text) if isinstance(text, dict) else (config,):
             _refuse_experts(file, part)
     if text is not None and target.nested is not None:
+        if target.pictured is not None and vision_config.has_tower(directory, config):
+            fields = Fields(file, target.flatten(config), target.pictured)
+            return vision_config.with_tower(target.read(fields), fields)
         return target.read(Fields(file, target.flatten(config), target.nested))
     if name.endswith("ForConditionalGeneration"):
         raise CheckpointError(f"{file} lacks the field text_config, which {name} has; the checkpoint is incomplete")

@@ -8,7 +8,7 @@ head dim, V vocabulary, B block size.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from edge_dflash.common.tables import UNWRITTEN
@@ -51,6 +51,9 @@ class RopeSpec:
     theta: float
     dims: int
     scaling: YarnScaling | None = None
+    # Of a target that sees: pairs j that take the positions T, H and W of a token. H has those with j % 3 == 1, W
+    # those with j % 3 == 2, from the front; T has all others. None: a token has one position.
+    mrope_section: tuple[int, int, int] | None = field(default=None, metadata=UNWRITTEN)
 
 
 @dataclass(frozen=True)
@@ -92,8 +95,54 @@ class ExpertsSpec:
 
 
 @dataclass(frozen=True)
+class PatchSpec:
+    """How a picture becomes patches: sizes in pixels, bounds of the resized picture, normalisation of each channel."""
+
+    patch: int  # side of a patch
+    merge: int  # patches along each side of the block that becomes one row of the language model
+    temporal: int  # frames of a patch; a still fills them all
+    min_pixels: int  # of the resized picture
+    max_pixels: int
+    mean: tuple[float, float, float]  # of R, G and B as 0..1: a value becomes (level / 255 - mean) / std
+    std: tuple[float, float, float]
+
+    @property
+    def factor(self) -> int:
+        """What both sides of a resized picture are multiples of."""
+        return self.patch * self.merge
+
+    @property
+    def columns(self) -> int:
+        """Values of a patch: channels, frames, rows, columns."""
+        return 3 * self.temporal * self.patch**2
+
+
+@dataclass(frozen=True)
+class VisionSpec:
+    """The tower that turns a picture's patches into rows of the language model."""
+
+    depth: int  # blocks
+    hidden_size: int
+    intermediate_size: int
+    heads: int
+    positions: int  # side of the square table of position embeddings
+    theta: float  # of the 2-D rotary embedding
+    out: int  # columns of the rows: the language model's hidden size
+    image_token_id: int  # stands in a prompt once for each row
+    video_token_id: int
+    vision_start_token_id: int
+    vision_end_token_id: int
+    patches: PatchSpec
+
+    @property
+    def head_dim(self) -> int:
+        """Columns of a head; a quarter of them are the angles of each of two axes."""
+        return self.hidden_size // self.heads
+
+
+@dataclass(frozen=True)
 class TargetSpec:
-    """A target language model (text part)."""
+    """A target language model, and its vision tower if it sees."""
 
     architecture: str  # a name of the registry
     vocab_size: int
@@ -107,11 +156,18 @@ class TargetSpec:
     max_position_embeddings: int
     eos_token_ids: tuple[int, ...]  # from config.json and generation_config.json, may be empty
     experts: ExpertsSpec | None = field(default=None, metadata=UNWRITTEN)  # None: a dense MLP
+    vision: VisionSpec | None = field(default=None, metadata=UNWRITTEN)  # None: no image comes in
 
     @property
     def num_layers(self) -> int:
         """L, the number of decoder layers."""
         return len(self.layer_types)
+
+    @property
+    def text_only(self) -> TargetSpec:
+        """The target without its tower."""
+        rope = replace(self.attention.rope, mrope_section=None)
+        return replace(self, vision=None, attention=replace(self.attention, rope=rope))
 
 
 @dataclass(frozen=True)
@@ -201,6 +257,11 @@ class PairSpec:
 
     target: TargetSpec
     drafter: DrafterSpec | None
+
+    @property
+    def text_only(self) -> PairSpec:
+        """The pair without the target's tower."""
+        return replace(self, target=self.target.text_only)
 
     @property
     def drafts(self) -> int:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from golden_pairs import GOLDEN
 
 from edge_dflash.errors import CheckpointError
-from edge_dflash.model import config
+from edge_dflash.model import config, vision_config
 from edge_dflash.model.fields import ANY, REQUIRED
 from edge_dflash.model.registry import DRAFTERS, TARGETS, read_drafter_spec, read_target_spec
 from edge_dflash.weights import declared
@@ -26,12 +26,13 @@ DROP = object()
 OUTCOMES = ("read", "overridden", "refused", "without effect")
 CHANGED = "read, and it changes the outcome"
 CONFIG, HF_QUANT, GENERATION = "config.json", "hf_quant_config.json", "generation_config.json"
+IMAGES, PROCESSOR = vision_config.FLAT_FILE, vision_config.FILE
 MIXED = "model.layers.0.mlp.down_proj"
 # A key that no longer agrees with another is refused by the name of either.
 PARTNERS = {
     "num_hidden_layers": ("layer_types",),
     "num_attention_heads": ("num_key_value_heads",),
-    "head_dim": ("partial_rotary_factor",),
+    "head_dim": ("partial_rotary_factor", "mrope_section"),
     "linear_num_key_heads": ("linear_num_value_heads",),
     "vocab_size": ("eos_token_id",),
     "layer_types": ("sliding_window", "use_sliding_window", "full_attention_interval", "linear_"),
@@ -48,6 +49,17 @@ PARTNERS = {
     "use_sliding_window": ("sliding_window",),
     "num_experts": ("num_local_experts",),
     "num_local_experts": ("num_experts",),
+    "out_hidden_size": ("hidden_size",),
+    "hidden_size": ("out_hidden_size", "num_heads"),
+    "spatial_merge_size": ("merge_size",),
+    "size": ("min_pixels",),
+    "min_pixels": ("max_pixels", "shortest_edge"),
+    "shortest_edge": ("max_pixels",),
+    "longest_edge": ("max_pixels",),
+    "max_pixels": ("longest_edge",),
+    "image_token_id": ("another token than image_token_id",),
+    "partial_rotary_factor": ("mrope_section",),
+    "image_processor": ("no such setting",),
 }
 
 
@@ -121,11 +133,15 @@ def root(base, file, files):
         return config.GENERATION
     if file == HF_QUANT:
         return declared.HF_QUANT
+    if file in (IMAGES, PROCESSOR):
+        return vision_config.IMAGES if file == IMAGES else vision_config.PROCESSOR
     if base.drafter:
         return next(kind.table for kind in DRAFTERS.values() if base.files[file]["architectures"][0] in kind.classes)
     (name,) = base.files[CONFIG]["architectures"]
     target = next(target for target in TARGETS.values() if name in target.classes)
-    return target.table if files[CONFIG].get("text_config") is None else target.nested
+    if files[CONFIG].get("text_config") is None:
+        return target.table
+    return target.pictured if base.files.keys() & {IMAGES, PROCESSOR} else target.nested
 
 
 def dialect(quantization):
@@ -175,6 +191,10 @@ def bases():
     anchored = load("qwen3-tiny-dspark-rnn") | {"sample_from_anchor": False, "dspark_draft_topk": 8}
     experts = {"num_local_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
     experts |= {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "mlp_only_layers": []}
+    sees = load("vision-tiny")
+    sees["vision_config"] |= {"hidden_size": 32, "rope_parameters": {"rope_type": "axial", "rope_theta": 5000.0}}
+    images = json.loads((GOLDEN / "vision-tiny" / IMAGES).read_text())
+    older = {key: value for key, value in images.items() if key != "size"} | {"min_pixels": 4096, "max_pixels": 65536}
     return [
         Base("qwen3", {CONFIG: qwen3, GENERATION: {"eos_token_id": [7, 8], "temperature": 0.6}}),
         Base("qwen3 with flat rotary keys", {CONFIG: old}),
@@ -185,6 +205,8 @@ def bases():
         Base("qwen3_moe", {CONFIG: qwen3 | experts | {"decoder_sparse_step": 1}}),
         Base("qwen3_5_moe", {CONFIG: load("qwen3_5_moe-tiny")}),
         Base("qwen3_5_moe nested", {CONFIG: load("qwen3_5_moe-tiny-perexpert")}),
+        Base("qwen3_5 that sees", {CONFIG: sees, IMAGES: images}),
+        Base("qwen3_5 that sees, in newer words", {CONFIG: sees, PROCESSOR: {"image_processor": older}}),
         Base("drafter", {CONFIG: drafter}, drafter=True),
         Base("drafter with sliding layers", {CONFIG: sliding}, drafter=True),
         Base("drafter without layer_types", {CONFIG: window}, drafter=True),
