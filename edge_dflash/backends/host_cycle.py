@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from edge_dflash.decode.accept import accepted
 from edge_dflash.decode.backend import Asked, Backend, Confident, Cycle, Outcome, PairShape, Rows, Snapshot
 from edge_dflash.decode.controls import Interrupted
+from edge_dflash.decode.pictured import Picture, Seen, Sight
 from edge_dflash.decode.sampling import choose
 from edge_dflash.decode.walk import confident
 from edge_dflash.errors import RequestError
@@ -68,9 +69,13 @@ class Delegate:
         """Forget the sequence."""
         self._backend.reset(lane)
 
-    def prefill(self, ids: Sequence[int], lane: int = 0) -> Rows:
+    def see(self, picture: Picture) -> Seen:
         """See Backend."""
-        return self._backend.prefill(ids, lane)
+        return self._backend.see(picture)
+
+    def prefill(self, ids: Sequence[int], lane: int = 0, sight: Sight | None = None) -> Rows:
+        """See Backend."""
+        return self._backend.prefill(ids, lane, sight)
 
     def cycle(self, asked: Asked) -> Cycle:
         """See Backend. Made of this backend's own passes, so that a subclass may replace one."""

@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
+from edge_dflash.decode.pictured import Picture, Seen, Sight
 from edge_dflash.decode.sampling import GREEDY, Packed, Sampling
 from edge_dflash.errors import BackendError
 from edge_dflash.model.specs import PairSpec
@@ -134,6 +135,7 @@ class Snapshot:
 
     length: int
     arrays: Mapping[str, npt.NDArray[Any]]
+    delta: int = 0  # position minus index of the token behind them; not 0 behind an image
 
 
 @dataclass(frozen=True)
@@ -194,10 +196,19 @@ class Backend(Protocol):
         """Forget the sequence: length 0."""
         ...
 
-    def prefill(self, ids: Sequence[int], lane: int = 0) -> Rows:
+    def see(self, picture: Picture) -> Seen:
+        """Run the vision tower over one picture, the same rows bit for bit each time. Touches no lane.
+
+        Raises BackendError when the target has no tower.
+        """
+        ...
+
+    def prefill(self, ids: Sequence[int], lane: int = 0, sight: Sight | None = None) -> Rows:
         """Append ids (at least one) at ``length``, commit them and return the last row's logits (one row).
 
-        Raises BackendError when ``length + len(ids)`` exceeds ``max_context``.
+        ``sight``: the rows' positions on the target's axes, and those whose embeddings images replace; None: text,
+        at the lane's delta (0 until an image came). The delta is part of a lane's state, and verify passes use it; the
+        drafter's positions are the index. Raises BackendError when ``length + len(ids)`` exceeds ``max_context``.
         """
         ...
 
@@ -255,6 +266,11 @@ class Backend(Protocol):
     def close(self) -> None:
         """Release the device."""
         ...
+
+
+def no_tower() -> BackendError:
+    """What seeing raises without a tower."""
+    return BackendError("this target has no vision tower; leave images out, or build it from a checkpoint with one")
 
 
 def no_drafter() -> BackendError:

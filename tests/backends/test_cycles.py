@@ -29,9 +29,9 @@ class Counting:
     def __getattr__(self, name):
         return getattr(self.inner, name)
 
-    def prefill(self, ids, lane=0):
+    def prefill(self, ids, lane=0, sight=None):
         self.calls.append("prefill")
-        return self.inner.prefill(ids)
+        return self.inner.prefill(ids, lane, sight)
 
     def propose(self, anchor, lane=0):
         self.calls.append("propose")

@@ -42,8 +42,8 @@ class Perturbed(Delegate):
         super().__init__(backend)
         self._steps, self._chance = steps, np.random.default_rng(seed)
 
-    def prefill(self, ids, lane=0):
-        return self._rows(super().prefill(ids, lane))
+    def prefill(self, ids, lane=0, sight=None):
+        return self._rows(super().prefill(ids, lane, sight))
 
     def propose(self, anchor, lane=0):
         return self._rows(super().propose(anchor, lane))
@@ -105,8 +105,8 @@ def test_a_damaged_target_of_flat_logits(hybrid, fault):
 
 def test_a_target_of_zeros(hybrid, loaded):
     class Zeros(Delegate):
-        def prefill(self, ids, lane=0):
-            return FakeRows(0 * super().prefill(ids, lane).logits())
+        def prefill(self, ids, lane=0, sight=None):
+            return FakeRows(0 * super().prefill(ids, lane, sight).logits())
 
         def verify(self, ids, lane=0):
             return FakeRows(0 * super().verify(ids, lane).logits())

@@ -37,10 +37,10 @@ class Timed(FakeBackend):
         self.board, self.name, self.asked = board, name, []
         self.wrong = name in board.wrong
 
-    def prefill(self, ids, lane=0):
+    def prefill(self, ids, lane=0, sight=None):
         self.asked.append(("prefill", tuple(ids)))
         self.board.now += 10 * self.board.seconds[self.name]
-        return super().prefill(ids, lane)
+        return super().prefill(ids, lane, sight)
 
     def _logits(self, context):
         return super()._logits([*context, 7] if self.wrong else context)

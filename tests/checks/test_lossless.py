@@ -8,7 +8,6 @@ from verify_support import BACKENDS, engine, exact
 
 from edge_dflash.backends.host_cycle import Delegate
 from edge_dflash.checks.lossless import BY_TURNS, OWN, Adversary, TokenRows, drafters, noise, oracle, verify_lossless
-from edge_dflash.decode.backend import Snapshot
 from edge_dflash.decode.options import Options
 from edge_dflash.decode.sampling import Sampling, choose
 from edge_dflash.errors import ContextError, RequestError, VerificationError
@@ -109,7 +108,7 @@ def test_a_state_that_differs_only_in_its_bits_is_caught():
             state = super().snapshot(lane)
             arrays = dict(state.arrays)
             arrays["target.layers.0.delta.state"].view(np.int32).flat[3] ^= self.verifies & 1
-            return Snapshot(state.length, arrays)
+            return replace(state, arrays=arrays)
 
     result = verify_lossless(Drifts(engine("qwen3_5")), prompts("qwen3_5"), max_new_tokens=9, sampled=None)
     assert {d.what for d in result.differences} == {"target.layers.0.delta.state"}

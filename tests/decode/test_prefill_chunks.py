@@ -32,10 +32,10 @@ class Chunked(Delegate):
         self.seconds, self.ends, self.between = seconds, [], lambda: None
         self.restored = 0
 
-    def prefill(self, ids, lane=0):
+    def prefill(self, ids, lane=0, sight=None):
         self.between()
         assert len(ids) <= self.shape.prefill_chunk
-        rows = super().prefill(ids, lane)
+        rows = super().prefill(ids, lane, sight)
         time.sleep(self.seconds)
         self.ends.append(time.perf_counter())
         return rows

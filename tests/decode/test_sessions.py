@@ -85,8 +85,8 @@ class Watched(Delegate):
                     self._backend.prefill([7] * rows)
                 raise error
 
-    def prefill(self, ids, lane=0):
-        rows = super().prefill(ids, lane)  # the failure comes after the work: the worst moment
+    def prefill(self, ids, lane=0, sight=None):
+        rows = super().prefill(ids, lane, sight)  # the failure comes after the work: the worst moment
         self._pass("prefill")
         self.prefilled += len(ids)
         return rows

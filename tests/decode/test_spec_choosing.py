@@ -36,8 +36,8 @@ class ChoosingRows(FakeRows):
 
 
 class ChoosingBackend(FakeBackend):
-    def prefill(self, ids, lane=0):
-        return ChoosingRows(super().prefill(ids, lane).logits())
+    def prefill(self, ids, lane=0, sight=None):
+        return ChoosingRows(super().prefill(ids, lane, sight).logits())
 
     def propose(self, anchor, lane=0):
         return ChoosingRows(super().propose(anchor, lane).logits())

@@ -108,7 +108,7 @@ class Clocked:
     def cycle(self, asked):
         self.cycles([asked])
 
-    def prefill(self, ids, lane=0):
+    def prefill(self, ids, lane=0, sight=None):
         return SimpleNamespace(argmax=lambda: [0])
 
     def reset(self, lane=0):

@@ -53,8 +53,8 @@ class HostRows:
 class HostChoice(Delegate):
     """The backend without choices on the device."""
 
-    def prefill(self, ids, lane=0):
-        return HostRows(super().prefill(ids, lane))
+    def prefill(self, ids, lane=0, sight=None):
+        return HostRows(super().prefill(ids, lane, sight))
 
     def propose(self, anchor, lane=0):
         return HostRows(super().propose(anchor, lane))

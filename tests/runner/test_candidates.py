@@ -28,13 +28,13 @@ class Counting(Delegate):
         self.began, self.go, self.broken = threading.Event(), threading.Event(), lambda kind, ids: False
         self.go.set()
 
-    def prefill(self, ids, lane=0):
+    def prefill(self, ids, lane=0, sight=None):
         self.began.set()
         assert self.go.wait(30)
         if self.broken("prefill", ids):
             raise BackendError("the pass failed")
         self.rows += len(ids)
-        return self._backend.prefill(ids, lane)
+        return self._backend.prefill(ids, lane, sight)
 
     def cycle(self, asked):
         if self.broken("cycle", [asked.sampling.seed]):

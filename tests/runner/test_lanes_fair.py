@@ -34,10 +34,10 @@ class Held(Delegate):
             self.stood.set()
             assert self.go.wait(SECONDS)
 
-    def prefill(self, ids, lane=0):
+    def prefill(self, ids, lane=0, sight=None):
         self._pass("prefill")
         self.prefills.append(tuple(ids))
-        return self._backend.prefill(ids, lane)
+        return self._backend.prefill(ids, lane, sight)
 
     def cycle(self, asked):
         self._pass("cycle")
@@ -243,9 +243,9 @@ def test_a_deadline_in_company_is_overshot_by_less_than_a_cycle():
             time.sleep(0.1)
             return super().cycle(asked)
 
-        def prefill(self, ids, lane=0):
+        def prefill(self, ids, lane=0, sight=None):
             time.sleep(0.2)
-            return super().prefill(ids, lane)
+            return super().prefill(ids, lane, sight)
 
     over, stop = [], threading.Event()
 

@@ -44,9 +44,9 @@ class Watched(Delegate):
         self.together.append(len(asked))
         return super().cycles(asked)
 
-    def prefill(self, ids, lane=0):
+    def prefill(self, ids, lane=0, sight=None):
         self.log.append(("prefill", lane))
-        return self._backend.prefill(ids, lane)
+        return self._backend.prefill(ids, lane, sight)
 
 
 def truth(number, **options):

@@ -198,12 +198,12 @@ class Failing(Delegate):
         self.error, self.tokens = error, tokens
         self.inside, self.go = threading.Event(), threading.Event()
 
-    def prefill(self, ids, lane=0):
+    def prefill(self, ids, lane=0, sight=None):
         if len(ids) == self.tokens:
             self.inside.set()
             assert self.go.wait(PATIENT)
             raise self.error
-        return super().prefill(ids, lane)
+        return super().prefill(ids, lane, sight)
 
 
 def test_a_planner_whose_worker_failed_says_so_to_everybody():

@@ -151,8 +151,8 @@ class TestChat:
                 return row
 
         class Broken(FakeBackend):
-            def prefill(self, ids, lane=0):
-                super().prefill(ids, lane)
+            def prefill(self, ids, lane=0, sight=None):
+                super().prefill(ids, lane, sight)
                 return FakeRows([[math.nan] * self.shape.vocab_size])
 
         for kind in (Sure, Broken):

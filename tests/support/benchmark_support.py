@@ -75,7 +75,7 @@ class TimedBackend(FakeBackend):
         self.budget = {"weights": 900, "kv": 100}
         self.pattern, self.cycles, self.lengths = None, 0, []
 
-    def prefill(self, ids, lane=0):
+    def prefill(self, ids, lane=0, sight=None):
         self.clock.now += PREFILL * len(ids)
         self.lengths.append(len(ids))
         self.committed = [*self.committed, *ids]

@@ -31,6 +31,16 @@ class FakeRows:
         return self._logits
 
 
+class FakeSeen:
+    nbytes = 1000
+
+    def __init__(self, picture):
+        self.numbers = [-1 - zlib.crc32(picture.digest, row) for row in range(picture.tokens)]
+
+    def __len__(self):
+        return len(self.numbers)
+
+
 class FakeBackend:
     """``right(position)`` says how many drafts of the block at that position are the target's own (default: all).
 
@@ -49,19 +59,32 @@ class FakeBackend:
         self.passes = []  # names of the passes, in order
         self._right = right
         self._script = {script_at + i: token for i, token in enumerate(script)}
-        self.committed = []
+        self.committed = []  # ids; of a picture's rows, numbers made of what is seen
+        self.delta = 0
+        self.towers = []  # digests of the pictures that were seen
         self._flight = None
 
     def length(self, lane=0):
         return len(self.committed)
 
     def reset(self, lane=0):
-        self.committed, self._flight = [], None
+        self.committed, self._flight, self.delta = [], None, 0
 
-    def prefill(self, ids, lane=0):
+    def see(self, picture):
+        assert not self.closed
+        self.towers.append(picture.digest)
+        return FakeSeen(picture)
+
+    def prefill(self, ids, lane=0, sight=None):
         assert len(ids) > 0
         assert not self.closed
         self.passes.append("prefill")
+        ids = list(ids)
+        if sight is not None:
+            assert sight.positions.shape == (3, len(ids))
+            for one in sight.rows:
+                ids[one.row : one.row + one.count] = one.seen.numbers[one.first : one.first + one.count]
+            self.delta = sight.delta
         self.committed = [*self.committed, *ids]
         return FakeRows([self._logits(self.committed)])
 
@@ -96,16 +119,17 @@ class FakeBackend:
         pass
 
     def snapshot(self, lane=0):
-        return Snapshot(self.length(), {"committed": np.array(self.committed)})
+        return Snapshot(self.length(), {"committed": np.array(self.committed)}, self.delta)
 
     def restore(self, snapshot, lane=0):
         self.committed, self._flight = snapshot.arrays["committed"].tolist(), None
+        self.delta = snapshot.delta
 
     def close(self):
         self.closed = True
 
     def _logits(self, context):
-        seed = zlib.crc32(np.array(context, dtype=np.int64).tobytes())
+        seed = zlib.crc32(np.array(context, dtype=np.int64).tobytes(), -self.delta)
         row = np.random.default_rng(seed).standard_normal(self.shape.vocab_size).astype(np.float32)
         if len(context) in self._script:
             row[self._script[len(context)]] = 20.0

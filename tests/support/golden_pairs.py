@@ -54,7 +54,7 @@ def backend(name, precision=FLOAT32, max_context=160, **options):
 def same_bits(a, b):
     """Whether two snapshots are equal, bit for bit."""
     return (
-        a.length == b.length
+        (a.length, a.delta) == (b.length, b.delta)
         and a.arrays.keys() == b.arrays.keys()
         and all(a.arrays[n].tobytes() == b.arrays[n].tobytes() for n in a.arrays)
     )

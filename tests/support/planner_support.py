@@ -27,9 +27,9 @@ class Gate(Delegate):
         self.reached.set()
         assert self.open.wait(30)
 
-    def prefill(self, ids, lane=0):
+    def prefill(self, ids, lane=0, sight=None):
         self._wait()
-        return super().prefill(ids, lane)
+        return super().prefill(ids, lane, sight)
 
     def verify(self, ids, lane=0):
         self._wait()

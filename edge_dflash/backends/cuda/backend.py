@@ -30,6 +30,7 @@ from edge_dflash.decode.backend import (
     lane_steps,
     no_drafter,
 )
+from edge_dflash.decode.pictured import Picture, Seen, Sight
 from edge_dflash.errors import BackendError
 from edge_dflash.model import pair_programs
 from edge_dflash.model.specs import PairSpec
@@ -112,8 +113,14 @@ class NativeBackend(Cycling, Measured):
         self.loaded.common.states.zero(self.gpu.fill, lane)
         self._become(lane, Lane())
 
-    def prefill(self, ids: Sequence[int], lane: int = 0) -> NativeRows:
+    def see(self, picture: Picture) -> Seen:
+        """Refused."""
+        raise _no_images()
+
+    def prefill(self, ids: Sequence[int], lane: int = 0, sight: Sight | None = None) -> NativeRows:
         """Append and commit ids chunk by chunk; logits of the last row."""
+        if sight is not None:
+            raise _no_images()
         length, most = self.length(lane), self._shape.max_context
         if not ids or length + len(ids) > most:
             raise BackendError(f"cannot prefill {len(ids)} tokens at {length}: the context holds {most} tokens")
@@ -264,3 +271,7 @@ class NativeBackend(Cycling, Measured):
         """What the pass that was just launched leaves of a lane."""
         self._lanes[lane].wanted = words
         self._slots.left(0, lane, words)
+
+
+def _no_images() -> BackendError:
+    return BackendError("this backend runs no vision tower; leave images out, or open the bundle on the reference")

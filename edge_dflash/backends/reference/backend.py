@@ -22,7 +22,9 @@ from edge_dflash.decode.backend import (
     Snapshot,
     check_lane,
     no_drafter,
+    no_tower,
 )
+from edge_dflash.decode.pictured import Picture, Seen, Sight
 from edge_dflash.decode.walk import WalkRows
 from edge_dflash.errors import BackendError
 from edge_dflash.model import pair_programs
@@ -102,7 +104,11 @@ class ReferenceBackend:
         check_lane(self._shape, lane)
         self._lanes[lane] = _Lane(self._allocate())
 
-    def prefill(self, ids: Sequence[int], lane: int = 0) -> TorchRows:
+    def see(self, picture: Picture) -> Seen:
+        """Run the tower."""
+        raise no_tower()
+
+    def prefill(self, ids: Sequence[int], lane: int = 0, sight: Sight | None = None) -> TorchRows:
         """Append and commit ids chunk by chunk; logits of the last row."""
         at = self._lane(lane)
         memory, length = at.memory, at.memory.length

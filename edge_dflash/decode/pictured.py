@@ -1,0 +1,172 @@
+"""Sequences with pictures: where they stand, which positions their rows have, and what makes two sequences equal.
+
+Positions after Qwen3-VL (arXiv 2511.21631): a text token has one position on three axes, time, height and width. An
+image that begins at position p has time p, height p + row and width p + column over its grid of rows of the language
+model, and the text behind it goes on at p + max(rows, columns). KV rows stay at the sequence index; only the rotary
+embedding of the target uses positions. A token's position minus its index is the *delta* there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import blake2b
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from edge_dflash.errors import RequestError
+
+
+class Picture(Protocol):
+    """What a sequence needs of a picture."""
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Patches, rows by columns."""
+        ...
+
+    @property
+    def tokens(self) -> int:
+        """Rows of the language model."""
+        ...
+
+    @property
+    def digest(self) -> bytes:
+        """Of its size and decoded pixels."""
+        ...
+
+    def values(self) -> npt.NDArray[np.float32]:
+        """The tower's input [patches, columns]."""
+        ...
+
+
+class Seen(Protocol):
+    """Rows of one picture as its target reads them [tokens, H], on the backend's side."""
+
+    def __len__(self) -> int: ...
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that they take."""
+        ...
+
+
+@dataclass(frozen=True)
+class SeenRows:
+    """Rows of a chunk that a picture fills."""
+
+    row: int  # the first of them in the chunk
+    seen: Seen
+    first: int  # of the picture's rows
+    count: int
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What a chunk of a prompt has of pictures."""
+
+    positions: npt.NDArray[np.int32]  # [3, rows]: time, height and width of the chunk's rows
+    delta: int  # of the text behind the chunk; inside a picture, that before it
+    rows: tuple[SeenRows, ...]
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A picture of a sequence."""
+
+    at: int  # index of its first row
+    picture: Picture
+
+    @property
+    def end(self) -> int:
+        """Index behind its last row."""
+        return self.at + self.picture.tokens
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows of the language model as a grid, height by width."""
+        height, width = self.picture.grid
+        merge = math.isqrt(height * width // self.picture.tokens)
+        return height // merge, width // merge
+
+    @property
+    def shift(self) -> int:
+        """What it adds to the delta; not above 0."""
+        return max(self.shape) - self.picture.tokens
+
+
+@dataclass(frozen=True)
+class Pictured:
+    """Token ids, and the pictures among them in their order."""
+
+    ids: Sequence[int]  # in the place of a picture its placeholder, once a row
+    pictures: tuple[Placed, ...] = ()
+
+    @cached_property
+    def identities(self) -> tuple[int, ...]:
+        """What sequences are compared by: ids, and for a picture's rows negative numbers made of its digest and grid.
+
+        Rows have 63 bits of a 128-bit hash each, its two halves in turns.
+        """
+        found = list(self.ids)
+        for placed in self.pictures:
+            picture = placed.picture
+            hashed = blake2b(b"%d %d " % picture.grid + picture.digest, digest_size=16).digest()
+            halves = [-1 - (int.from_bytes(half) >> 1) for half in (hashed[:8], hashed[8:])]
+            found[placed.at : placed.end] = (halves * -(-picture.tokens // 2))[: picture.tokens]
+        return tuple(found)
+
+    def delta(self, length: int) -> int:
+        """Of the text behind the first ``length`` rows; inside a picture, that before it."""
+        return sum(placed.shift for placed in self.pictures if placed.end <= length)
+
+    def within(self, first: int, stop: int) -> tuple[Placed, ...]:
+        """Pictures that have some of the rows ``first``, ..., ``stop`` - 1."""
+        return tuple(placed for placed in self.pictures if placed.at < stop and placed.end > first)
+
+    def positions(self, first: int, stop: int) -> npt.NDArray[np.int32]:
+        """Positions [3, rows] of time, height and width of the rows ``first``, ..., ``stop`` - 1."""
+        index = np.arange(first, stop, dtype=np.int32)
+        found, delta = np.tile(index, (3, 1)), 0
+        for placed in self.pictures:
+            begin, end = (min(max(at - first, 0), len(index)) for at in (placed.at, placed.end))
+            row, start = index[begin:end] - placed.at, placed.at + delta
+            found[:, begin:end] = start + np.stack((0 * row, *np.divmod(row, placed.shape[1])))
+            delta += placed.shift
+            found[:, end:] = index[end:] + delta
+        return found
+
+    def sight(self, first: int, stop: int, seen: Callable[[Placed], Seen]) -> Sight | None:
+        """What the rows ``first``, ..., ``stop`` - 1 have of pictures; None where they are text alone."""
+        if not (within := self.within(first, stop)):
+            return None
+        rows = []
+        for placed in within:
+            begin, end = max(placed.at, first), min(placed.end, stop)
+            rows.append(SeenRows(begin - first, seen(placed), begin - placed.at, end - begin))
+        return Sight(self.positions(first, stop), self.delta(stop), tuple(rows))
+
+
+def check_pictures(prompt: Pictured, image_token_id: int | None) -> None:
+    """Raise RequestError for pictures that do not stand on the placeholders of their rows, or a target without tower.
+
+    ``image_token_id``: the placeholder; None where the target has no tower.
+    """
+    end = 0
+    if prompt.pictures and image_token_id is None:
+        raise RequestError(
+            f"the request has {len(prompt.pictures)} images, and this target has no vision tower; "
+            "leave them out, or build a bundle from a checkpoint that has one"
+        )
+    for number, placed in enumerate(prompt.pictures, 1):
+        rows = prompt.ids[placed.at : placed.end] if placed.at >= end else ()
+        if len(rows) != placed.picture.tokens or any(token != image_token_id for token in rows):
+            raise RequestError(
+                f"image {number} has {placed.picture.tokens} rows from token {placed.at} on, and the prompt does not "
+                f"have as many placeholders {image_token_id} there; give each image its own, in the order of the prompt"
+            )
+        end = placed.end
