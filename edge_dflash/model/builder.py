@@ -6,6 +6,7 @@ goes, so that a wrong model file fails here and not in a kernel.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 from edge_dflash.model.ops import (
@@ -33,17 +34,21 @@ from edge_dflash.model.specs import AttentionSpec, GatedDeltaSpec, GroupedConvSp
 class GraphBuilder:
     """Collects the ops of one pass. Methods return the name of the tensor they produce."""
 
-    def __init__(self, name: str, *, commits: bool) -> None:
+    def __init__(self, name: str, *, commits: bool, inputs: Mapping[str, int] | None = None) -> None:
         self._name = name
         self._commits = commits
         self._ops: list[Op] = []
-        self._columns: dict[str, int] = {"ids": 1}
+        self._inputs: Mapping[str, int] = {"ids": 1} if inputs is None else inputs  # and their columns
+        self._columns: dict[str, int] = dict(self._inputs)
         self._weights: dict[str, WeightSpec] = {}
         self._states: dict[str, State] = {}
 
     def program(self, **outputs: str) -> Program:
         """Finish. ``outputs`` maps roles to tensor names."""
-        return Program(self._name, tuple(self._ops), self._weights, self._states, self._columns, outputs, self._commits)
+        return Program(
+            *(self._name, tuple(self._ops), self._weights, self._states, self._columns, outputs, self._commits),
+            inputs=tuple(self._inputs),
+        )
 
     def columns(self, tensor: str) -> int:
         """Columns of a tensor made earlier."""

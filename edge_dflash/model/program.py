@@ -23,7 +23,7 @@ class WeightSpec:
 
     ``walk``: a matrix of a walk, [V, rank] of which rows are gathered, or a small one that is multiplied with.
     ``module`` is the part of the network for recipes: "attention", "gated_delta", "gates", "mlp", "experts", "router",
-    "lm_head", "fc", "embedding", "norm", "conv" or "walk".
+    "lm_head", "fc", "embedding", "norm", "conv", "walk" or "vision".
     """
 
     shape: tuple[int, ...]
@@ -78,7 +78,7 @@ class Program:
     """One forward pass.
 
     ``commits``: the pass commits its own rows (prefill); otherwise its rows stay in flight until ``commit(k)``.
-    ``outputs`` maps a role ("logits", "taps", "hidden") to a tensor name. The single input tensor is ``ids``. Behind
+    ``outputs`` maps a role ("logits", "taps", "hidden") to a tensor name. Behind
     the logits of a propose pass there may be a walk; its inputs are outputs "draft_hidden" and "logits".
     """
 
@@ -86,9 +86,10 @@ class Program:
     ops: tuple[Op, ...]
     weights: Mapping[str, WeightSpec]
     states: Mapping[str, State]
-    columns: Mapping[str, int]  # of every tensor, ``ids`` included; 0: an op run for its effect
+    columns: Mapping[str, int]  # of every tensor, inputs included; 0: an op run for its effect
     outputs: Mapping[str, str]
     commits: bool
+    inputs: tuple[str, ...] = ("ids",)  # tensors that no op makes
 
     @property
     def walk(self) -> Walk | None:
@@ -98,7 +99,7 @@ class Program:
 
 @dataclass(frozen=True)
 class PairPrograms:
-    """The three passes of a target and its drafter.
+    """The three passes of a target and its drafter, and that of the target's vision tower.
 
     prefill: ids -> logits of the last row; appends target KV, gated-delta state and drafter context; commits.
     verify: ids (1..K + 1 rows) -> logits of every row; same appends, in flight until commit.
@@ -108,11 +109,13 @@ class PairPrograms:
     prefill: Program
     verify: Program
     propose: Program
+    see: Program | None = None  # the vision tower: patches of a picture -> rows of the language model
 
     @cached_property
     def weights(self) -> Mapping[str, WeightSpec]:
         """All weights of the pair, in the order of first use."""
-        return {**self.prefill.weights, **self.verify.weights, **self.propose.weights}
+        tower = self.see.weights if self.see else {}
+        return {**self.prefill.weights, **self.verify.weights, **self.propose.weights, **tower}
 
     @cached_property
     def states(self) -> Mapping[str, State]:
@@ -142,7 +145,7 @@ class Segment:
 
 def segments(program: Program) -> tuple[Segment, ...]:
     """Segments of a pass in the order in which they run. Every op of the Program is in exactly one."""
-    after = {"ids": 0}  # level at which a tensor is there
+    after = dict.fromkeys(program.inputs, 0)  # level at which a tensor is there
     dense: dict[int, list[DenseOp]] = {}
     state: dict[int, list[StateOp]] = {}
     for op in program.ops:

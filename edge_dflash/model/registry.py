@@ -30,6 +30,7 @@ from edge_dflash.model.builder import GraphBuilder
 from edge_dflash.model.fields import Fields, Table
 from edge_dflash.model.program import PairPrograms, Program
 from edge_dflash.model.specs import EMBEDDING, DrafterSpec, PairSpec, TargetSpec
+from edge_dflash.model.vision import vision_program
 
 
 @dataclass(frozen=True)
@@ -37,13 +38,9 @@ class TensorNames:
     """What checkpoints write around the names of modules."""
 
     prefixes: tuple[str, ...] = ("model.language_model.", "model.", "")  # the first that a tensor has
-    skipped: tuple[str, ...] = (
-        "model.visual.",
-        "visual.",
-        "mtp.",
-        "model.mtp.",
-    )  # those of a vision tower, a multi-token head
-    bare: tuple[str, ...] = (".A_log", ".dt_bias")  # ends of names without ``.weight``
+    skipped: tuple[str, ...] = ("mtp.", "model.mtp.")  # those of a multi-token head
+    tower: tuple[str, ...] = ("model.visual.", "visual.")  # a vision tower's, skipped where nobody wants one
+    bare: tuple[str, ...] = (".A_log", ".dt_bias", ".bias")  # ends of names without ``.weight``
     k_scales: tuple[str, ...] = ("self_attn.k_proj.k_scale", "self_attn.k_scale")  # of FP8 keys, within a layer
     v_scales: tuple[str, ...] = ("self_attn.v_proj.v_scale", "self_attn.v_scale")
     copies: Mapping[str, str] = field(default_factory=dict)  # tensors of a drafter that repeat a weight of the target
@@ -111,7 +108,7 @@ DRAFTERS: Mapping[str, Drafter] = {
         dflash.append_context,
         dflash.propose,
         ("attention", "mlp", "fc", "norm"),
-        TensorNames(skipped=(*dflash.TRAINED_WITH, dflash.DRAFTED), bare=(".d2t",), copies=dflash.COPIES),
+        TensorNames(tower=(), skipped=(*dflash.TRAINED_WITH, dflash.DRAFTED), bare=(".d2t",), copies=dflash.COPIES),
     ),
     dflash2.KIND: Drafter(
         dflash2.NAMES,
@@ -120,7 +117,7 @@ DRAFTERS: Mapping[str, Drafter] = {
         dflash.append_context,
         dflash2.propose,
         ("attention", "mlp", "fc", "norm", "conv", "walk"),
-        TensorNames(skipped=dflash.TRAINED_WITH, bare=dflash2.BARE, copies=dflash.COPIES),
+        TensorNames(tower=(), skipped=dflash.TRAINED_WITH, bare=dflash2.BARE, copies=dflash.COPIES),
     ),
     dspark.KIND: Drafter(
         dspark.NAMES,
@@ -129,7 +126,7 @@ DRAFTERS: Mapping[str, Drafter] = {
         dflash.append_context,
         dspark.propose,
         ("attention", "mlp", "fc", "norm", "walk"),
-        TensorNames(skipped=dflash.TRAINED_WITH, bare=dspark.BARE, copies=dflash.COPIES),
+        TensorNames(tower=(), skipped=dflash.TRAINED_WITH, bare=dspark.BARE, copies=dflash.COPIES),
     ),
 }
 """By :attr:`DrafterSpec.kind`."""
@@ -219,11 +216,12 @@ def match_pair(target: TargetSpec, drafter: DrafterSpec) -> PairSpec:
 
 
 def pair_programs(spec: PairSpec) -> PairPrograms:
-    """Write the three passes of a pair."""
+    """Write the passes of a pair."""
     g = GraphBuilder("propose", commits=False)
     drafter = spec.drafter
     propose = DRAFTERS[drafter.kind].propose(g, spec.target, drafter) if drafter else g.program()
-    return PairPrograms(_target(spec, "prefill"), _target(spec, "verify"), propose)
+    see = vision_program(spec.target.vision) if spec.target.vision else None
+    return PairPrograms(_target(spec, "prefill"), _target(spec, "verify"), propose, see)
 
 
 def _target(spec: PairSpec, name: Literal["prefill", "verify"]) -> Program:

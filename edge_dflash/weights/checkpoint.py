@@ -12,7 +12,9 @@ from edge_dflash.common.tables import read_json
 from edge_dflash.errors import CheckpointError
 from edge_dflash.model.dflash import DRAFT_IDS, DRAFTED
 from edge_dflash.model.program import WeightSpec
-from edge_dflash.model.registry import DRAFTERS, TARGETS, read_drafter_spec, read_target_spec
+from edge_dflash.model.registry import DRAFTERS, TARGETS, read_drafter_spec, read_pair, read_target_spec
+from edge_dflash.model.specs import PairSpec
+from edge_dflash.model.vision import PATCH_EMBED, TOWER
 from edge_dflash.weights.declared import WIDE, Declared, read_declared
 from edge_dflash.weights.experts import ByExpert, by_expert
 from edge_dflash.weights.formats import FORMATS, Weight, WeightStore, WideWeight
@@ -22,6 +24,17 @@ from edge_dflash.weights.stored import SUFFIXES, ModuleReader
 
 _ROWS = 4096  # of two matrices that are compared at a time
 _SHOWN = 3  # problems of one kind that a message lists
+
+
+def checkpoint_pair(target: Path, drafter: Path | None) -> PairSpec:
+    """Specs of two checkpoint directories, as :func:`~edge_dflash.model.registry.read_pair` reads them.
+
+    A target whose files hold no tensor of the tower that its configuration describes is one of text alone.
+    """
+    pair = read_pair(target, drafter)
+    prefixes = TARGETS[pair.target.architecture].names.tower
+    seen = pair.target.vision and any(name.startswith(prefixes) for name in TensorFiles.open(target).names())
+    return pair if seen else pair.text_only
 
 
 class PairCheckpoint:
@@ -93,19 +106,24 @@ class _Part:
             self._tied, self._names = spec.tied, TARGETS[spec.architecture].names
             self._vocabulary = spec.vocab_size
             if spec.experts is not None:
-                self._spelled = by_expert(self._spelled.tensors, spec.experts.count, self._names.skipped)
+                skipped = (*self._names.skipped, *self._names.tower)
+                self._spelled = by_expert(self._spelled.tensors, spec.experts.count, skipped)
         else:
             drafter = read_drafter_spec(directory)
             self._tied, self._names, self._vocabulary = False, DRAFTERS[drafter.kind].names, drafter.vocab_size
         self._untied = model == "target" and not self._tied and _says_untied(directory)
         self.tensors = self._spelled.tensors
         self._reader = ModuleReader(self.tensors)
-        used = [name for name in self.tensors.names() if not self._skipped(name)]
+        names = self.tensors.names()
+        self._tower = next((p for p in self._names.tower if any(n.startswith(p) for n in names)), "")
+        self._sees = False  # whether the tower is wanted
+        used = [name for name in names if not self._skipped(name)]
         self._prefix = next(p for p in self._names.prefixes if not p or any(n.startswith(p) for n in used))
 
     def check(self, expected: Mapping[str, WeightSpec]) -> None:
         """Compare the tensors with what is expected, and their storage with the configuration."""
-        linears = [self._spelled.module(self._module(n)) for n, spec in expected.items() if spec.kind == "linear"]
+        self._sees = any(name.startswith(TOWER) for name in expected)
+        linears = [self._spelled.module(self._module(n)) for n, spec in expected.items() if _declared(n, spec)]
         declared = read_declared(self._directory, linears)
         if "target.lm_head" in expected and self._is_tied("target.lm_head") and "lm_head.weight" in self.tensors:
             self._check_copy(f"{self._prefix}embed_tokens.weight", "lm_head.weight")
@@ -180,7 +198,7 @@ class _Part:
                     "drafters alone: a target would be quantized twice; give one in BF16, FP8 or NVFP4"
                 )
         module = self._spelled.module(self._module(name))
-        wanted = declared(module) if spec.kind == "linear" and not self._is_tied(name) else None
+        wanted = declared(module) if _declared(name, spec) and not self._is_tied(name) else None
         if wanted is not None and wanted not in storage.split(" or "):
             raise CheckpointError(
                 f"{self._directory}: module {self._module(name)} is stored as {storage}, "
@@ -207,9 +225,11 @@ class _Part:
     def read(self, name: str, spec: WeightSpec) -> Weight:
         """Read a weight that is present."""
         module = self._module(name)
-        if spec.kind == "linear" and not self._is_tied(name):
+        if _declared(name, spec) and not self._is_tied(name):
             return self._reader.linear(module, spec.shape)
         tensor = module if self._bare(name) else f"{module}.weight"
+        if name == PATCH_EMBED:
+            return self._reader.patches(tensor, spec.shape)
         if name == DRAFT_IDS:
             return self._reader.ids(tensor, f"{self._prefix}{DRAFTED}", spec.shape[0], self._vocabulary)
         return self._reader.wide(tensor, spec.shape, half=spec.kind in ("vector", "conv"))
@@ -225,6 +245,8 @@ class _Part:
 
     def _module(self, name: str) -> str:
         """Path of a weight's module (or bare tensor) in this checkpoint."""
+        if name.startswith(TOWER):
+            return self._tower + name.removeprefix(TOWER)
         rest = name.partition(".")[2]
         if rest == "lm_head":
             return f"{self._prefix}embed_tokens" if self._is_tied(name) else "lm_head"
@@ -251,7 +273,14 @@ class _Part:
         return name.endswith(self._names.bare)
 
     def _skipped(self, tensor: str) -> bool:
+        if not self._sees and tensor.startswith(self._names.tower):
+            return True
         return any(tensor.startswith(name) if name.endswith(".") else tensor == name for name in self._names.skipped)
+
+
+def _declared(name: str, spec: WeightSpec) -> bool:
+    """Whether a quantization config says how the weight is stored: of linears, and a convolution is none."""
+    return spec.kind == "linear" and name != PATCH_EMBED
 
 
 def _says_untied(directory: Path) -> bool:

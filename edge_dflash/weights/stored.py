@@ -78,6 +78,14 @@ class ModuleReader:
             return self._fp8(module, shape)
         return self.wide(f"{module}.weight", shape)
 
+    def patches(self, tensor: str, shape: tuple[int, ...]) -> WideWeight:
+        """A convolution over patches that do not overlap, [out, channels, frames, rows, columns], as [out, in]."""
+        kind, data = self._array(tensor, None)
+        if kind not in ("BF16", "F32") or data.ndim != 5 or (data.shape[0], data[0].size) != shape:
+            wanted = f"BF16 or F32 [{shape[0]}, channels, frames, rows, columns] of {shape[1]} values a row"
+            raise self._error(tensor, f"{kind} {list(data.shape)}", wanted)
+        return WideWeight(data.reshape(shape))
+
     def check_values(self, module: str, weight: Weight) -> None:
         """Refuse NVFP4 block scales that are negative or NaN: tensor cores would drop the sign."""
         if isinstance(weight, Nvfp4Weight) and (weight.block_scale >= E4M3_NAN).any():
