@@ -99,7 +99,7 @@ def test_a_tower_that_lacks_a_tensor_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"model\.visual\.merger\.norm\.bias"):
         read()
     _, read = write({**wide, "model.visual.deepstack_merger_list.0.norm.bias": np.zeros(64, np.float32)})
-    with pytest.raises(CheckpointError, match="deepstack_merger_list.*is not part of the target"):
+    with pytest.raises(CheckpointError, match=r"deepstack_merger_list.*is not part of the target"):
         read()
     _, read = write({**wide, "model.visual.patch_embed.proj.weight": np.zeros((64, 1536), np.float32)})
     with pytest.raises(CheckpointError, match="channels, frames, rows, columns"):
