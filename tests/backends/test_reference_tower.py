@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 import torch
 from golden_pairs import GOLDEN
+from pictures_support import GivenPicture, picture
 from safetensors.numpy import save_file
 
+from edge_dflash.backends.reference.backend import ReferenceBackend
 from edge_dflash.backends.reference.dense import TorchWeights
 from edge_dflash.backends.reference.tower import TorchTower
 from edge_dflash.checks.observe import FLOAT32
-from edge_dflash.errors import CheckpointError
+from edge_dflash.errors import BackendError, CheckpointError
 from edge_dflash.model import pair_programs
 from edge_dflash.model.ops import Linear
 from edge_dflash.model.program import segments
@@ -60,6 +62,19 @@ def test_rows_depend_on_the_picture_alone():
     assert torch.equal(one.run(golden("img0.pixel_values"), (4, 6))["rows"], first)
     assert torch.equal(tower(BF16).run(golden("img0.pixel_values"), (4, 6))["rows"], first)
     assert not torch.equal(one.run(golden("img0.pixel_values"), (6, 4))["rows"], first)
+
+
+def test_the_backend_sees():
+    store = PairCheckpoint.open(TINY, None, PROGRAMS.weights)
+    backend = ReferenceBackend(PAIR, store, FLOAT32, max_context=64)
+    seen = backend.see(picture(1))
+    assert (len(seen), seen.nbytes) == (7, 7 * 64 * 4)
+    assert np.abs(seen.rows.numpy() - golden("img1.tower_rows")).max() <= 1e-4
+    with pytest.raises(BackendError, match=r"are \[24, 1536\], not \[28, 1536\]"):
+        backend.see(GivenPicture(picture(1).given, (4, 6)))
+    blind = ReferenceBackend(PAIR.text_only, store, FLOAT32, max_context=64)
+    with pytest.raises(BackendError, match="no vision tower"):
+        blind.see(picture(1))
 
 
 def test_bf16_activations_are_rounded_and_near():

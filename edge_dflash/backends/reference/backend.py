@@ -12,6 +12,7 @@ import torch
 from edge_dflash.backends.host_cycle import host_cycle, host_cycles
 from edge_dflash.backends.reference.dense import TorchWeights
 from edge_dflash.backends.reference.interpreter import Interpreter, Memory
+from edge_dflash.backends.reference.tower import TorchTower
 from edge_dflash.decode.backend import (
     Asked,
     Cycle,
@@ -87,6 +88,8 @@ class ReferenceBackend:
         self._precision = precision
         self._weights = TorchWeights(store)
         self._interpreter = Interpreter(self._weights, precision)
+        vision, see = spec.target.vision, self._programs.see
+        self._tower = TorchTower(vision, see, self._weights, precision) if vision and see else None
         self._deltas = [op for op in self._programs.verify.ops if isinstance(op, GatedDelta)]
         self._lanes = [_Lane(self._allocate()) for _ in range(lanes)]
 
@@ -105,8 +108,10 @@ class ReferenceBackend:
         self._lanes[lane] = _Lane(self._allocate())
 
     def see(self, picture: Picture) -> Seen:
-        """Run the tower."""
-        raise no_tower()
+        """Run the tower over one picture; see Backend."""
+        if self._tower is None:
+            raise no_tower()
+        return self._tower.see(picture)
 
     def prefill(self, ids: Sequence[int], lane: int = 0, sight: Sight | None = None) -> TorchRows:
         """Append and commit ids chunk by chunk; logits of the last row."""

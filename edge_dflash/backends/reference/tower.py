@@ -6,6 +6,7 @@ A pass holds the patches of one picture and nothing else, so that its rows depen
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -14,11 +15,28 @@ import torch
 from edge_dflash.backends.reference.attention import rotate
 from edge_dflash.backends.reference.dense import ROW_TILE, TorchWeights, linear, pad, padded_rows, pointwise
 from edge_dflash.decode.backend import Precision
+from edge_dflash.decode.pictured import Picture
+from edge_dflash.errors import BackendError
 from edge_dflash.model.ops import Add, Linear, Op
 from edge_dflash.model.patch_tables import patch_tables
 from edge_dflash.model.program import Program
 from edge_dflash.model.specs import VisionSpec
 from edge_dflash.model.vision_ops import Bias, Fold, FrameAttend, GeluErf, GeluTanh, LayerNorm, PositionRows
+
+
+@dataclass(frozen=True, eq=False)
+class TorchSeen:
+    """Rows of one picture, in the place of embeddings."""
+
+    rows: torch.Tensor  # [tokens, H] float32
+
+    def __len__(self) -> int:
+        return self.rows.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that they take."""
+        return self.rows.nbytes
 
 
 class TorchTower:
@@ -30,10 +48,20 @@ class TorchTower:
         self._weights = weights
         self._round = precision.activations == "bfloat16"
 
+    def see(self, picture: Picture) -> TorchSeen:
+        """Rows of a picture."""
+        return TorchSeen(self.run(picture.values(), picture.grid)["rows"])
+
     @torch.inference_mode()
     def run(self, patches: npt.NDArray[np.floating], grid: tuple[int, int]) -> dict[str, torch.Tensor]:
-        """Outputs by role of a picture's patches [N, C], N = rows x columns of the grid. Rows [N / merge^2, out]."""
+        """Outputs by role of a picture's patches [N, C], N = rows x columns of the grid. Rows [N / merge^2, out].
+
+        Raises BackendError for patches of another shape.
+        """
         tables = patch_tables(self._spec, grid)
+        wanted = grid[0] * grid[1], self._spec.patches.columns
+        if patches.shape != wanted:
+            raise BackendError(f"patches of a grid {grid} are {list(wanted)}, not {list(patches.shape)}")
         values = torch.from_numpy(np.array(patches, np.float32))
         tensors = {"patches": self._kept(values)}
         tensors |= {name: torch.from_numpy(table) for name, table in vars(tables).items()}
