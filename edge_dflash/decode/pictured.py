@@ -54,6 +54,10 @@ class Seen(Protocol):
         """Memory that they take."""
         ...
 
+    def host(self) -> npt.NDArray[np.float32]:
+        """The rows [tokens, H] on the host, to compare them."""
+        ...
+
 
 @dataclass(frozen=True)
 class SeenRows:

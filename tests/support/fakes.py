@@ -40,6 +40,9 @@ class FakeSeen:
     def __len__(self):
         return len(self.numbers)
 
+    def host(self):
+        return np.array(self.numbers, np.float32)[:, None]
+
 
 class FakeBackend:
     """``right(position)`` says how many drafts of the block at that position are the target's own (default: all).

@@ -38,6 +38,10 @@ class TorchSeen:
         """Memory that they take."""
         return self.rows.nbytes
 
+    def host(self) -> npt.NDArray[np.float32]:
+        """The rows [tokens, H]."""
+        return self.rows.numpy()
+
 
 class TorchTower:
     """Runs the pass ``see`` of a target. Tensors are float32, rounded to BF16 where activations are."""
