@@ -22,6 +22,7 @@ from edge_dflash.decode.backend import Backend, PairShape
 from edge_dflash.decode.drafts import draft_choice
 from edge_dflash.decode.grammar.compiled import hold, warm_up
 from edge_dflash.decode.options import Options, Task
+from edge_dflash.decode.sights import SeenStats
 from edge_dflash.decode.store import PrefixStats
 from edge_dflash.errors import RequestError
 from edge_dflash.runner.candidates import Group
@@ -217,6 +218,11 @@ class Planner(Planning[PlannerSession]):
     def prefixes(self) -> PrefixStats:
         """What is kept of system prompts, and how it served."""
         return self._engine.manager.store.stats
+
+    @property
+    def pictures(self) -> SeenStats:
+        """What is kept of pictures that the vision tower has seen, and how it served."""
+        return self._engine.manager.seen.stats
 
     def _ask(
         self, task: Task, session: PlannerSession | None, options: Options, began: float, count: int = 1

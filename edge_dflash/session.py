@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
 from edge_dflash.decode.options import Options, PlanOptions, Task
+from edge_dflash.decode.saved import load_session, save_session
 from edge_dflash.decode.session import Session, SessionManager
-from edge_dflash.decode.store import load_session, save_session
 from edge_dflash.errors import RequestError
 from edge_dflash.result import Plan
 from edge_dflash.runner.engine import Engine
@@ -151,7 +151,7 @@ class PlannerSession:
         if self._state is not None and self._state.tokens and tools == self._tools:
             ids = next_turn(self._model, self._state.tokens, self._messages, task, options, thinking=self._thinking)
             if ids is not None:
-                return Prompt(ids)
+                return Prompt(ids, pictures=self._state.pictures)
         if not self._messages:
             return self._encoder.prompt(task, options)
         return self._encoder.prompt([*self._messages, *said], options)

@@ -113,6 +113,7 @@ class RemotePlanner(Planning["RemoteSession"], AbstractContextManager["RemotePla
     backend = _kept_there("backend")
     tokenizer = _kept_there("tokenizer")
     prefixes = _kept_there("prefixes")
+    pictures = _kept_there("pictures")
     self_test = _kept_there("self_test")
     failure = _kept_there("failure")
     drafting = _kept_there("drafting")

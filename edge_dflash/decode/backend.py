@@ -34,6 +34,7 @@ class PairShape:
     drafts: int  # K: most drafts of a cycle; 0 without a drafter
     lanes: int = 1  # sequences whose state is held at once; each has a lane, counted from 0
     varying: bool = False  # whether a verify's tokens say what it reads, and so what rows cost: a target with experts
+    image_token_id: int | None = None  # placeholder of an image's rows in a prompt; None: the target has no tower
 
     @classmethod
     def of(cls, pair: PairSpec, max_context: int, prefill_chunk: int, lanes: int = 1) -> PairShape:
@@ -42,7 +43,8 @@ class PairShape:
             raise BackendError(f"lanes is {lanes}; give 1 to {MOST_LANES} sequences at once")
         vocabulary, block = pair.target.vocab_size, pair.block_size
         sizes = (vocabulary, block, pair.mask_token_id, max_context, prefill_chunk, pair.drafts)
-        return cls(*sizes, lanes, varying=pair.target.experts is not None)
+        image = pair.target.vision.image_token_id if pair.target.vision else None
+        return cls(*sizes, lanes, varying=pair.target.experts is not None, image_token_id=image)
 
     @classmethod
     def told(cls, card: Mapping[str, int]) -> PairShape:
@@ -136,6 +138,12 @@ class Snapshot:
     length: int
     arrays: Mapping[str, npt.NDArray[Any]]
     delta: int = 0  # position minus index of the token behind them; not 0 behind an image
+
+    def frozen(self) -> Snapshot:
+        """Protect its arrays: the snapshot will be shared."""
+        for array in self.arrays.values():
+            array.flags.writeable = False
+        return self
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,27 @@ class _Cycles:
         self._cycles.remove(cycle)
 
 
+class _Rates:
+    """Seconds of the last RECENT passes of a kind, by their rows."""
+
+    def __init__(self) -> None:
+        self._passes: deque[tuple[int, float]] = deque(maxlen=RECENT)
+
+    def append(self, rows: int, seconds: float) -> None:
+        self._passes.append((rows, seconds))
+
+    def seconds(self, rows: int, most: int | None) -> float:
+        """Estimate for ``rows`` in passes of at most so many; see :meth:`Pace.prefill_seconds`."""
+        now = rows if most is None else min(rows, most)
+        rates = [seconds / n for n, seconds in self._passes if 4 * n >= now]
+        return max(rates) * now + sum(rates) / len(rates) * (rows - now) if rates else 0.0
+
+    def forget_slowest(self) -> None:
+        """But never the last."""
+        if len(self._passes) > 1:
+            self._passes.remove(max(self._passes, key=lambda one: one[1] / one[0]))
+
+
 class Pace:
     """Measured times of one engine, and what follows: may a pass start, how many drafts pay. Not thread-safe.
 
@@ -65,7 +86,7 @@ class Pace:
         self._choice = drafts
         self._choices = {1: drafts} if isinstance(drafts, DraftChoice) else {}  # by load
         self._cycles: dict[tuple[int, bool], _Cycles] = {}  # by load, and whether they drafted
-        self._prefills: deque[tuple[int, float]] = deque(maxlen=RECENT)  # tokens, seconds
+        self._prefills, self._towers = _Rates(), _Rates()
 
     @property
     def drafts(self) -> int | None:
@@ -102,13 +123,19 @@ class Pace:
         Passes of less than a quarter of its tokens do not count: they are mostly the fixed cost of a pass, and would
         have requests refused that could be served.
         """
-        now = tokens if chunk is None else min(tokens, chunk)
-        rates = [seconds / n for n, seconds in self._prefills if 4 * n >= now]
-        return max(rates) * now + sum(rates) / len(rates) * (tokens - now) if rates else 0.0
+        return self._prefills.seconds(tokens, chunk)
 
     def record_prefill(self, tokens: int, seconds: float) -> None:
         """Note a measured pass over a part of a prompt."""
-        self._prefills.append((tokens, seconds))
+        self._prefills.append(tokens, seconds)
+
+    def tower_seconds(self, tokens: int) -> float:
+        """Estimate for pictures of ``tokens`` rows together, by the slowest rate of the recent ones; 0 when unknown."""
+        return self._towers.seconds(tokens, None)
+
+    def record_tower(self, tokens: int, seconds: float) -> None:
+        """Note a measured pass of the vision tower."""
+        self._towers.append(tokens, seconds)
 
     def refuse(self, patience: Patience, seconds: Callable[[], float]) -> FinishReason | None:
         """Why a pass that is expected to take ``seconds`` must not start now; None when it may.
@@ -121,8 +148,8 @@ class Pace:
             for cycles in self._cycles.values():
                 if len(cycles) > 1:
                     cycles.remove(cycles.longest)
-            if len(self._prefills) > 1:
-                self._prefills.remove(max(self._prefills, key=lambda prefill: prefill[1] / prefill[0]))
+            self._prefills.forget_slowest()
+            self._towers.forget_slowest()
         return reason
 
     def record(self, cycle: CycleTime) -> None:

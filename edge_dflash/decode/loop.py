@@ -16,12 +16,13 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from edge_dflash.decode.accept import FinishReason, cut
-from edge_dflash.decode.backend import Asked, Backend, Cycle, Outcome
+from edge_dflash.decode.backend import Asked, Backend, Cycle, Outcome, Rows
 from edge_dflash.decode.controls import NO_CONTROLS, Controls, CycleTime, Interrupted, Pace
 from edge_dflash.decode.drafts import NO_DRAFTING, Drafting
 from edge_dflash.decode.options import Options, Request, admit
 from edge_dflash.decode.sampling import TokenLogprob, token_logprobs
 from edge_dflash.decode.session import Session, SessionManager
+from edge_dflash.decode.sights import Gaze
 from edge_dflash.decode.steering import Path
 
 
@@ -62,27 +63,13 @@ def turns(session: Session, request: Request, controls: Controls = NO_CONTROLS) 
     """
     backend, options, pace = session.backend, request.options, controls.pace or Pace()
     path = Path(options.sampling, controls.constraint, controls.relaxation, request.stop_token_ids)
-    prompt, chunk, seconds = request.prompt, backend.shape.prefill_chunk, 0.0
-    done = session.begin(request)
+    done, gaze = session.begin(request), session.gaze(request)
     try:
-        while True:
-            if refused := pace.refuse(controls, partial(pace.prefill_seconds, len(prompt) - done, chunk)):
-                yield Step((), refused, verify_seconds=seconds)
-                return
-            lane, began = session.enter(), time.perf_counter()
-            end = min(end for end in (done + chunk, len(prompt), *session.cuts) if end > done)
-            rows = backend.prefill(prompt[done:end], lane)
-            rows.argmax()  # wait: no more than one chunk is ever under way
-            pace.record_prefill(end - done, took := time.perf_counter() - began)
-            done, seconds = end, seconds + took
-            if done == len(prompt):
-                break
-            session.chunk(lane, done)
-            yield Step((), None)
-            if not session.answers(request):
-                return
+        if (filled := (yield from _fill(session, request, controls, pace, gaze, done))) is None:
+            return
+        lane, rows, seconds = filled
         began, budget = time.perf_counter(), request.budget
-        tokens, reason = _kept([path.first(rows, done)], budget, request, controls)
+        tokens, reason = _kept([path.first(rows, len(request.prompt))], budget, request, controls)
         logprobs = token_logprobs(rows.logits, tokens, options.logprobs, controls.spell)
         path.commit(tokens)
         session.advance(lane, tokens, first=True)
@@ -113,6 +100,45 @@ def turns(session: Session, request: Request, controls: Controls = NO_CONTROLS) 
         raise
     finally:
         session.resting = True
+
+
+def _fill(
+    session: Session, request: Request, controls: Controls, pace: Pace, gaze: Gaze, done: int
+) -> Generator[Step, Any, tuple[int, Rows, float] | None]:
+    """Compute what a prompt lacks behind its first ``done`` rows, chunk by chunk, and before a chunk its pictures.
+
+    Gives the lane, its last row and the seconds of all passes; None: the request has ended.
+    """
+    prompt, chunk, seconds, begun = request.prompt, session.backend.shape.prefill_chunk, 0.0, False
+    while True:
+        if refused := pace.refuse(controls, partial(_fill_seconds, pace, len(prompt) - done, chunk, gaze, done)):
+            yield Step((), refused, verify_seconds=seconds)
+            return None
+        end = min(end for end in (done + chunk, len(prompt), *session.cuts) if end > done)
+        if (unseen := gaze.unseen(done, end)) is not None:
+            began = time.perf_counter()
+            gaze.see(unseen)
+            pace.record_tower(unseen.picture.tokens, took := time.perf_counter() - began)
+        else:
+            lane, began, begun = session.enter(), time.perf_counter(), True
+            rows = session.backend.prefill(prompt[done:end], lane, gaze.sight(done, end))
+            rows.argmax()  # wait: no more than one chunk is ever under way
+            pace.record_prefill(end - done, took := time.perf_counter() - began)
+            done = end
+            if done == len(prompt):
+                return lane, rows, seconds + took
+            session.chunk(lane, done)
+        seconds += took
+        yield Step((), None)
+        if not session.answers(request):
+            return None
+        if not begun:
+            done = session.begin(request, again=True)
+
+
+def _fill_seconds(pace: Pace, tokens: int, chunk: int, gaze: Gaze, done: int) -> float:
+    """Estimate for what a prompt lacks: so many tokens in chunks, and the pictures that were not seen among them."""
+    return pace.prefill_seconds(tokens, chunk) + pace.tower_seconds(gaze.left(done))
 
 
 def given(steps: Turns, outcome: Outcome | None) -> Step | Asked:
@@ -215,7 +241,7 @@ def stream(
     request = admit(backend.shape, (*[0] * held, *prompt) if prompt else (), options, stop_token_ids)
     session = manager.open()
     if held:
-        session.stand_in(request.prompt, held)  # whatever the tokens of the rows are
+        session.stand_in(request.pictured, held)  # whatever the tokens of the rows are
         manager.lanes.occupy(session, 0)
     return decode(session, request, controls)
 

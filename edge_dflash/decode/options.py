@@ -12,6 +12,7 @@ from edge_dflash.common import rules
 from edge_dflash.common.rules import Rule, refuse_surrogates
 from edge_dflash.decode.accept import FinishReason, Relaxation
 from edge_dflash.decode.backend import PairShape
+from edge_dflash.decode.pictured import Pictured, Placed, check_pictures
 from edge_dflash.decode.sampling import MOST_ALTERNATIVES, Sampling
 from edge_dflash.errors import ContextError, RequestError
 from edge_dflash.text.template import Message, with_text
@@ -218,6 +219,12 @@ class Request:
     budget: int  # most new tokens
     at_budget: FinishReason  # why it ends when they are used up
     keep: tuple[int, ...] = ()  # lengths of the prompt whose state is worth keeping, ascending
+    pictures: tuple[Placed, ...] = ()  # of the prompt, in their order, on their placeholders
+
+    @property
+    def pictured(self) -> Pictured:
+        """The prompt with its pictures."""
+        return Pictured(self.prompt, self.pictures)
 
 
 def admit(
@@ -226,14 +233,16 @@ def admit(
     options: Options,
     stop_token_ids: Sequence[int] = (),
     keep: Sequence[int] = (),
+    pictures: Sequence[Placed] = (),
 ) -> Request:
     """Check a request against the pair that is to run it.
 
     ``keep`` names lengths of the prompt whose state goes to the prefix store on the way: the end of the system prompt,
     and the end of the last message before the tokens that open the answer (chat templates write earlier answers in
     another form than they were generated in, so the next prompt parts from this one there). Raises RequestError for an
-    empty prompt or an id outside the vocabulary, ContextError when prompt and budget do not fit the usable context
-    (maximum context minus one block). Without a drafter the request decodes plainly.
+    empty prompt, an id outside the vocabulary, or ``pictures`` that do not stand on their placeholders, ContextError
+    when prompt and budget do not fit the usable context (maximum context minus one block). Without a drafter the
+    request decodes plainly.
     """
     if not prompt:
         raise RequestError("the prompt has no tokens; give at least one")
@@ -241,6 +250,7 @@ def admit(
         for token in ids:
             if not 0 <= token < shape.vocab_size:
                 raise RequestError(f"{kind} {token} is outside the vocabulary of {shape.vocab_size}")
+    check_pictures(Pictured(prompt, tuple(pictures)), shape.image_token_id)
     used = len(prompt)
     if odd := [at for at in keep if not 0 < at < used]:
         raise RequestError(f"keep names length {odd[0]} of a prompt of {used}; give 1 to {used - 1}")
@@ -258,4 +268,7 @@ def admit(
     if not shape.drafts:
         options = replace(options, speculative=False)
     at_budget: FinishReason = "context" if wanted is None else "length"
-    return Request(tuple(prompt), options, tuple(stop_token_ids), wanted or room, at_budget, tuple(sorted(keep)))
+    return Request(
+        *(tuple(prompt), options, tuple(stop_token_ids), wanted or room, at_budget, tuple(sorted(keep))),
+        pictures=tuple(pictures),
+    )

@@ -77,6 +77,15 @@ class Sight:
     delta: int  # of the text behind the chunk; inside a picture, that before it
     rows: tuple[SeenRows, ...]
 
+    def part(self, first: int, stop: int) -> Sight:
+        """Of the chunk's rows ``first``, ..., ``stop`` - 1. Its delta is that behind the chunk."""
+        rows = []
+        for one in self.rows:
+            begin, end = max(one.row, first), min(one.row + one.count, stop)
+            if begin < end:
+                rows.append(SeenRows(begin - first, one.seen, one.first + begin - one.row, end - begin))
+        return Sight(self.positions[:, first:stop], self.delta, tuple(rows))
+
 
 @dataclass(frozen=True)
 class Placed:
@@ -89,6 +98,11 @@ class Placed:
     def end(self) -> int:
         """Index behind its last row."""
         return self.at + self.picture.tokens
+
+    @property
+    def key(self) -> tuple[bytes, tuple[int, int]]:
+        """What pictures with the same rows have in common."""
+        return self.picture.digest, self.picture.grid
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -121,8 +135,13 @@ class Pictured:
             picture = placed.picture
             hashed = blake2b(b"%d %d " % picture.grid + picture.digest, digest_size=16).digest()
             halves = [-1 - (int.from_bytes(half) >> 1) for half in (hashed[:8], hashed[8:])]
-            found[placed.at : placed.end] = (halves * -(-picture.tokens // 2))[: picture.tokens]
+            rows = len(found[placed.at : placed.end])  # fewer of one that is cut
+            found[placed.at : placed.at + rows] = (halves * -(-rows // 2))[:rows]
         return tuple(found)
+
+    def until(self, length: int) -> Pictured:
+        """The first ``length`` rows; the last picture may be cut."""
+        return Pictured(self.ids[:length], tuple(placed for placed in self.pictures if placed.at < length))
 
     def delta(self, length: int) -> int:
         """Of the text behind the first ``length`` rows; inside a picture, that before it."""

@@ -1,8 +1,9 @@
 """Conversations that go on over many requests on one backend, and whose state each of its lanes holds.
 
-A session is its tokens. Its state (K/V and gated-delta state of both models) is a function of them, and is held in a
-lane, in a snapshot, or nowhere; losing it costs a prefill, never a token. A request that fails or is cancelled leaves
-its session at the last step that was delivered. Sessions and their manager belong to the thread that owns the backend.
+A session is its tokens, and the pictures among them. Its state (K/V and gated-delta state of both models) is a function
+of them, and is held in a lane, in a snapshot, or nowhere; losing it costs a prefill, never a token. A request that
+fails or is cancelled leaves its session at the last step that was delivered. Sessions and their manager belong to the
+thread that owns the backend.
 
 Invariants, between any two steps of the loop:
 S1 a session's state, if held, has ``rows`` rows: of all tokens but the last, which is the next anchor
@@ -16,45 +17,39 @@ S4 the arrays of a snapshot are never written: forks, sessions and the prefix st
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from edge_dflash.decode.backend import Backend, Snapshot
 from edge_dflash.decode.lanes import Lanes
 from edge_dflash.decode.options import Request
-from edge_dflash.decode.store import PrefixStore, SessionState
+from edge_dflash.decode.pictured import Pictured, Placed, check_pictures
+from edge_dflash.decode.saved import SessionState
+from edge_dflash.decode.sights import Gaze, SeenStore
+from edge_dflash.decode.store import PrefixStore, Reuse
 from edge_dflash.errors import BackendError, BundleError, ContextError, RequestError
-
-
-@dataclass(frozen=True)
-class Reuse:
-    """What a request need not compute again."""
-
-    tokens: int  # leading tokens of the prompt whose state was there already
-    prompt_tokens: int
-    source: Literal["session", "store", "nothing"]
-
-    @property
-    def prefilled(self) -> int:
-        """Tokens of the prompt that the request computes."""
-        return self.prompt_tokens - self.tokens
 
 
 class Session:
     """One conversation. Made by a :class:`SessionManager`; closing it gives its memory back."""
 
-    def __init__(self, manager: SessionManager, tokens: Sequence[int], snapshot: Snapshot | None) -> None:
+    def __init__(
+        self,
+        manager: SessionManager,
+        tokens: Sequence[int],
+        snapshot: Snapshot | None,
+        pictures: tuple[Placed, ...] = (),
+    ) -> None:
         self.reuse = Reuse(0, 0, "nothing")  # of the newest request
         self.cuts: tuple[int, ...] = ()  # lengths of its prompt at which a chunk has to end
         self.heirs: Sequence[Session] = ()  # who answer its prompt in its place, from the last token on
         self.closed = False
         self.resting = True  # no pass of it comes soon: its lane is the first to be given away
         self._manager = manager
-        self._tokens = list(tokens)
+        self._tokens, self.pictures = list(tokens), pictures  # pictures: needed to compute the state again
         self._request: Request | None = None  # the newest; older ones have ended
         self._found: tuple[Snapshot | None] | None = None  # what the newest begins with, until its first pass
         self._chunked = 0  # rows of its prompt that were computed, until its first token
-        self._prompt: tuple[int, ...] | None = None  # of which the state holds a part, instead of the tokens
+        self._prompt: Pictured | None = None  # of which the state holds a part, instead of the tokens
         self.rows = max(len(tokens) - 1, 0)  # of the state
         self.snapshot = snapshot  # the state, where no lane holds it
 
@@ -69,13 +64,13 @@ class Session:
         return tuple(self._tokens)
 
     @property
-    def computed(self) -> Sequence[int]:
+    def computed(self) -> Pictured:
         """Tokens of which the state holds the first ``rows``."""
-        return self._tokens if self._prompt is None else self._prompt
+        return Pictured(self._tokens, self.pictures) if self._prompt is None else self._prompt
 
     def close(self) -> None:
         """Forget the session; its request ends. Closing twice does no harm."""
-        self.closed, self._request, self.snapshot = True, None, None
+        self.closed, self._request, self.snapshot, self.pictures, self._prompt = True, None, None, (), None
 
     def fork(self) -> Generator[None, None, Session]:
         """Another session that goes on from here; the two share their state until one of them moves on.
@@ -83,7 +78,7 @@ class Session:
         Yields between two chunks of what has to be computed; nothing may come in between.
         """
         state = yield from self.state()
-        return Session(self._manager, state.tokens, state.snapshot)
+        return Session(self._manager, state.tokens, state.snapshot, state.pictures)
 
     def state(self) -> Generator[None, None, SessionState]:
         """All of the session, to be saved. What was lost of its state is computed, as in :meth:`fork`."""
@@ -93,18 +88,25 @@ class Session:
             self._settle()
         if self.snapshot is None and self._tokens:
             lane = yield from self._manager.bring(self)
-            self.snapshot = frozen(self.backend.snapshot(lane))
-        return SessionState(self.tokens, self.snapshot, self._manager.bundle)
+            self.snapshot = self.backend.snapshot(lane).frozen()
+        return SessionState(self.tokens, self.snapshot, self._manager.bundle, pictures=self.pictures)
 
     # for the loop -----------------------------------------------------------------------------------------------------
 
-    def begin(self, request: Request) -> int:
-        """Answer ``request`` from now on; how many tokens of its prompt need no computing. Touches no lane."""
+    def begin(self, request: Request, *, again: bool = False) -> int:
+        """Answer ``request`` from now on; how many tokens of its prompt need no computing. Touches no lane.
+
+        ``again``: others may have used the lanes since the first time, and no chunk was computed.
+        """
         self._check_open()
-        self.reuse, snapshot = self._manager.find(self, request.prompt)
+        self.reuse, snapshot = self._manager.find(self, request.pictured, counted=not again)
         self._request, self._found, self._chunked = request, (snapshot,), 0
         self.cuts = (*self._kept(request), *((len(request.prompt) - 1,) if self.heirs else ()))
         return self.reuse.tokens
+
+    def gaze(self, request: Request) -> Gaze:
+        """The pictures of a request, for the chunks of its prompt."""
+        return self._manager.gaze(request.pictured)
 
     def answers(self, request: Request) -> bool:
         """Whether ``request`` is the newest of an open session."""
@@ -122,22 +124,22 @@ class Session:
             return self._manager.place(self, self.reuse, snapshot)
         if self._chunked and self._prompt is None:  # the tokens' own state was asked for between two chunks
             self._manager.release(self)
-            self.stand_in(self._request.prompt if self._request else (), self._chunked)
+            self.stand_in(self._request.pictured if self._request else Pictured(()), self._chunked)
         return to_end(self._manager.bring(self))
 
-    def stand_in(self, prompt: tuple[int, ...], rows: int) -> None:
+    def stand_in(self, prompt: Pictured, rows: int) -> None:
         """The state is that of the first ``rows`` tokens of a prompt now."""
         self._prompt, self.rows, self.snapshot = prompt, rows, None
 
     def chunk(self, lane: int, rows: int) -> None:
         """A pass has computed the prompt up to ``rows``, and more of it comes."""
         assert self._request is not None
-        prompt, self._chunked, kept = self._request.prompt, rows, self._kept(self._request)
+        prompt, self._chunked, kept = self._request.pictured, rows, self._kept(self._request)
         self.stand_in(prompt, rows)
         self._manager.lanes.occupy(self, lane)
         if rows in kept:
-            self._manager.store.put(prompt[:rows], frozen(self.backend.snapshot(lane)))
-        if self.heirs and rows == len(prompt) - 1:
+            self._manager.store.put(prompt.identities[:rows], self.backend.snapshot(lane).frozen())
+        if self.heirs and rows == len(prompt.ids) - 1:
             for heir in self.heirs:
                 heir.stand_in(prompt, rows)
             self._request = None  # they have it
@@ -147,7 +149,7 @@ class Session:
         """Take over what a step delivers; the ``first`` brings its prompt, which replaces what was there."""
         if first:
             assert self._request is not None
-            self._tokens, self._chunked = list(self._request.prompt), 0
+            self._tokens, self.pictures, self._chunked = list(self._request.prompt), self._request.pictures, 0
         self._tokens.extend(tokens)
         self._settle()
         self._manager.lanes.occupy(self, lane)
@@ -180,7 +182,8 @@ class SessionManager:
         self.backend = backend
         self.bundle = bundle
         self.store = store or PrefixStore(0)
-        self.lanes = Lanes(backend, lambda lane: frozen(backend.snapshot(lane)))
+        self.seen = SeenStore()
+        self.lanes = Lanes(backend, lambda lane: backend.snapshot(lane).frozen())
 
     def open(self) -> Session:
         """A session without tokens."""
@@ -189,8 +192,9 @@ class SessionManager:
     def adopt(self, state: SessionState) -> Session:
         """A session that goes on from ``state``.
 
-        Raises BundleError when it belongs to another bundle, RequestError for an id outside the vocabulary,
-        ContextError when it is longer than the context. The arrays of its snapshot become read-only.
+        Raises BundleError when it belongs to another bundle, RequestError for an id outside the vocabulary and pictures
+        that do not stand on their placeholders, ContextError when it is longer than the context. The arrays of its
+        snapshot become read-only.
         """
         if state.fingerprint != self.bundle:
             raise BundleError(
@@ -206,21 +210,28 @@ class SessionManager:
                 f"the session has {len(state.tokens)} tokens, the context holds {shape.max_context}; "
                 "build the bundle with a longer context"
             )
-        return Session(self, state.tokens, frozen(state.snapshot) if state.snapshot is not None else None)
+        check_pictures(Pictured(state.tokens, state.pictures), shape.image_token_id)
+        snapshot = state.snapshot.frozen() if state.snapshot is not None else None
+        return Session(self, state.tokens, snapshot, state.pictures)
 
     def vacate(self) -> None:
         """Park the sessions that are in lanes, so that the backend may be used otherwise for a while."""
         self.lanes.vacate()
 
-    def find(self, session: Session, tokens: Sequence[int], *, counted: bool = True) -> tuple[Reuse, Snapshot | None]:
-        """The longest state there is that ``tokens`` begin with, and its snapshot; None: a lane holds it.
+    def gaze(self, sequence: Pictured) -> Gaze:
+        """The pictures of a sequence, for its chunks."""
+        return Gaze(sequence, self.backend, self.seen)
+
+    def find(self, session: Session, prompt: Pictured, *, counted: bool = True) -> tuple[Reuse, Snapshot | None]:
+        """The longest state there is that ``prompt`` begins with, and its snapshot; None: a lane holds it.
 
         The last token is never part of it: its pass gives the logits. The session's own state comes first, then the
         prefix store; a gated-delta state cannot be taken back to where a prompt parts from it.
         """
         present = session.snapshot is not None or self.lanes.of(session) is not None
-        held = session.rows if present else 0
-        own = held if held < len(tokens) and list(session.computed[:held]) == list(tokens[:held]) else 0
+        held, tokens = session.rows if present else 0, prompt.identities
+        same = 0 < held < len(tokens) and session.computed.identities[:held] == tokens[:held]
+        own = held if same else 0
         stored = self.store.longest(tokens[:-1], longer_than=own, counted=counted)
         if stored is not None:
             return Reuse(stored.length, len(tokens), "store"), stored
@@ -253,10 +264,14 @@ class SessionManager:
         """
         if (lane := self.lanes.of(session)) is not None:
             return lane
-        rows, tokens, backend = session.rows, session.computed, self.backend
-        lane = self.place(session, *self.find(session, tokens[: rows + 1]))
+        rows, sequence, backend = session.rows, session.computed, self.backend
+        lane, gaze = self.place(session, *self.find(session, sequence.until(rows + 1))), self.gaze(sequence)
         while (at := backend.length(lane)) < rows:
-            backend.prefill(tokens[at : min(rows, at + backend.shape.prefill_chunk)], lane).argmax()  # wait for it
+            end = min(rows, at + backend.shape.prefill_chunk)
+            if (unseen := gaze.unseen(at, end)) is not None:
+                gaze.see(unseen)
+            else:
+                backend.prefill(sequence.ids[at:end], lane, gaze.sight(at, end)).argmax()  # wait for it
             yield
         self.lanes.occupy(session, lane)
         return lane
@@ -267,8 +282,8 @@ class SessionManager:
         session.snapshot = None
 
     def failed(self, error: BaseException) -> None:
-        """Give up the states in the lanes, unless the error says that no pass can have been cut short."""
-        if not isinstance(error, RequestError):
+        """Give up the states in the lanes, unless no pass of a lane can have been cut short: the tower's is of none."""
+        if not (isinstance(error, RequestError) or self.seen.failed()):
             self.lanes.lose()
 
 
@@ -283,10 +298,3 @@ def to_end(steps: Generator[None, None, T]) -> T:
         except StopIteration as end:
             value: T = end.value
             return value
-
-
-def frozen(snapshot: Snapshot) -> Snapshot:
-    """Protect a snapshot that will be shared (S4)."""
-    for array in snapshot.arrays.values():
-        array.flags.writeable = False
-    return snapshot

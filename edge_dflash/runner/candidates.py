@@ -105,7 +105,7 @@ class Group(Work[None, None]):
     def _fill(self) -> Generator[Any, Any, None]:
         """Compute the prompt but its last token, and leave its state to the candidates."""
         began, seconds, session = time.perf_counter(), 0.0, self._manager.open()
-        prompt, self._session = self._request.prompt, session
+        prompt, self._session = self._request.pictured, session
         if self._manager.find(session, prompt, counted=False)[0].prefilled == 1:  # each candidate finds it
             return
         session.heirs = [self._manager.open() for _ in self.candidates]

@@ -20,6 +20,7 @@ from edge_dflash.decode.grammar.lark_text import tool_grammar
 from edge_dflash.decode.grammar.schema_check import schema_json
 from edge_dflash.decode.grammar.wire import Source
 from edge_dflash.decode.options import Options, Request, Task, admit, as_messages, token_ids
+from edge_dflash.decode.pictured import Placed
 from edge_dflash.decode.steering import AfterThinking, Constraint
 from edge_dflash.errors import RequestError
 from edge_dflash.runner.stream import UNWANTED, StopFinder
@@ -59,10 +60,11 @@ class Model:
 
 @dataclass(frozen=True)
 class Prompt:
-    """Ids of a prompt, and its length up to the first user's words if it begins with something to share."""
+    """Ids of a prompt, its length up to the first user's words if it begins with something to share, its pictures."""
 
     ids: tuple[int, ...]
     shared: int = 0
+    pictures: tuple[Placed, ...] = ()  # in their order, on the placeholders of their rows
 
 
 class Encoder:
@@ -197,7 +199,8 @@ class Prepared(Request):
 def prepare(model: Model, options: Options, prompt: Prompt, began: float) -> Prepared:
     """Check a request, and compile its form. Raises RequestError and ContextError for what cannot run."""
     stop = ends_of_form(model) if options.constrained else model.stop_token_ids
-    admitted = admit(model.backend.shape, prompt.ids, options, stop, (prompt.shared,) if prompt.shared else ())
+    keep = (prompt.shared,) if prompt.shared else ()
+    admitted = admit(model.backend.shape, prompt.ids, options, stop, keep, prompt.pictures)
     if options.stops:
         model.need_tokenizer("stop texts cannot be found; leave stop out")
     deadline = None if options.deadline is None else began + options.deadline

@@ -35,6 +35,12 @@ class Lanes:
 
         return call
 
+    def see(self, picture):
+        return self._lanes[0].see(picture)
+
+    def prefill(self, ids, lane=0, sight=None):
+        return self._lanes[lane].prefill(ids, 0, sight)
+
     def cycle(self, asked):
         self.asked.append(asked)
         return host_cycle(self, asked)

@@ -13,8 +13,8 @@ from session_support import answer, state_of
 
 from edge_dflash.decode.backend import Precision, Snapshot
 from edge_dflash.decode.options import Options
+from edge_dflash.decode.saved import SessionState, load_session, save_session
 from edge_dflash.decode.session import SessionManager
-from edge_dflash.decode.store import SessionState, load_session, save_session
 from edge_dflash.errors import BundleError, RequestError
 
 BF16 = Precision("bfloat16", "bfloat16")
@@ -173,7 +173,7 @@ def test_a_file_that_may_not_be_read_is_named(tmp_path, monkeypatch):
     def refuse(paths):
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr("edge_dflash.decode.store.TensorFiles.open", refuse)
+    monkeypatch.setattr("edge_dflash.decode.saved.TensorFiles.open", refuse)
     with pytest.raises(RequestError, match=r"cannot read .*/s: Permission denied; check its permissions"):
         load_session(tmp_path / "s", "bundle")
 
@@ -181,11 +181,11 @@ def test_a_file_that_may_not_be_read_is_named(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["weights", "tokens"])
 def test_tensors_that_no_session_has_are_refused(tmp_path, monkeypatch, name):
     """A file whose checksum is right and whose content is not."""
-    monkeypatch.setattr("edge_dflash.decode.store._STATE", "" if name == "weights" else "state.")
+    monkeypatch.setattr("edge_dflash.decode.saved._STATE", "" if name == "weights" else "state.")
     arrays = {"weights": np.zeros(3, np.int64)} if name == "weights" else {}
     state = SessionState((1, 2), Snapshot(1, arrays), "bundle")
     if name == "tokens":
-        monkeypatch.setattr("edge_dflash.decode.store._TOKENS", "state.tokens")
+        monkeypatch.setattr("edge_dflash.decode.saved._TOKENS", "state.tokens")
     save_session(tmp_path / "s", state)
     monkeypatch.undo()
     with pytest.raises(RequestError, match=f"tensor {name} is not as a session's"):

@@ -20,8 +20,9 @@ from edge_dflash.bundle.manifest import fingerprint
 from edge_dflash.decode.controls import Controls
 from edge_dflash.decode.loop import generate
 from edge_dflash.decode.options import Options
-from edge_dflash.decode.session import Reuse, SessionManager
-from edge_dflash.decode.store import PrefixStore, SessionState
+from edge_dflash.decode.saved import SessionState
+from edge_dflash.decode.session import SessionManager
+from edge_dflash.decode.store import PrefixStore, Reuse
 from edge_dflash.errors import BackendError, BundleError, ContextError, RequestError
 
 PLENTY = 1 << 30

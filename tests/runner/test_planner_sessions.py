@@ -273,8 +273,7 @@ def test_sessions_end_and_do_not_wander(texts, tmp_path):
 
 
 def test_a_file_of_another_kind_is_refused(texts, tmp_path):
-    from edge_dflash.decode.session import SessionState
-    from edge_dflash.decode.store import save_session
+    from edge_dflash.decode.saved import SessionState, save_session
 
     for note in ("", "[]", json.dumps({"messages": 3})):
         save_session(tmp_path / "s", SessionState((1, 2), None, "", note))

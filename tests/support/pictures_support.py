@@ -7,6 +7,9 @@ from hashlib import blake2b
 import numpy as np
 from golden_pairs import golden
 
+from edge_dflash.decode.controls import NO_CONTROLS
+from edge_dflash.decode.loop import decode
+from edge_dflash.decode.options import admit
 from edge_dflash.decode.pictured import Pictured, Placed
 
 IMAGE = 186
@@ -72,3 +75,15 @@ def mixed(*parts):
         else:
             ids += part
     return Pictured(tuple(ids), tuple(pictures))
+
+
+def filled(backend, said, lane=0):
+    """Rows of a prefill of a whole prompt in one call."""
+    sight = said.sight(0, len(said.ids), lambda placed: backend.see(placed.picture))
+    return backend.prefill(said.ids, lane, sight)
+
+
+def ask(session, said, options, controls=NO_CONTROLS, keep=()):
+    """Steps of an answer to a prompt with pictures in a session."""
+    request = admit(session.backend.shape, said.ids, options, (), keep, said.pictures)
+    return decode(session, request, controls)

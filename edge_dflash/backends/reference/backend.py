@@ -126,8 +126,11 @@ class ReferenceBackend:
         chunk = self._shape.prefill_chunk
         for first in range(0, len(ids), chunk):
             part = ids[first : first + chunk]
-            outputs = self._interpreter.run(self._programs.prefill, part, memory)
+            seen = sight.part(first, first + len(part)) if sight is not None else None
+            outputs = self._interpreter.run(self._programs.prefill, part, memory, sight=seen)
             memory.length += len(part)
+        if sight is not None:
+            memory.offset = sight.delta
         return TorchRows(outputs["logits"])
 
     def cycle(self, asked: Asked) -> Cycle:
@@ -196,7 +199,7 @@ class ReferenceBackend:
         for name, delta in memory.delta.items():
             arrays[f"{name}.state"] = delta.state.numpy().copy()
             arrays[f"{name}.conv"] = delta.history.numpy().copy()
-        return Snapshot(length, arrays)
+        return Snapshot(length, arrays, memory.offset)
 
     @torch.inference_mode()
     def restore(self, snapshot: Snapshot, lane: int = 0) -> None:
@@ -225,7 +228,7 @@ class ReferenceBackend:
                     f"this pair stores {place.dtype} {tuple(place.shape)}"
                 )
             place.copy_(array)
-        memory.length = snapshot.length
+        memory.length, memory.offset = snapshot.length, snapshot.delta
         self._lanes[lane] = _Lane(memory)
 
     def close(self) -> None:

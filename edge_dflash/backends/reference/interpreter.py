@@ -22,7 +22,9 @@ from edge_dflash.backends.reference.dense import (
     silu,
 )
 from edge_dflash.backends.reference.experts import Notes, experts
+from edge_dflash.backends.reference.sight import picture_table, with_pictures
 from edge_dflash.decode.backend import Precision
+from edge_dflash.decode.pictured import Sight
 from edge_dflash.errors import BackendError
 from edge_dflash.model.experts import Experts
 from edge_dflash.model.ops import (
@@ -58,6 +60,7 @@ class Memory:
     delta: dict[str, DeltaMemory]
     capacity: int
     length: int = 0
+    offset: int = 0  # position minus index of the target's text behind the length
     _ropes: dict[RopeSpec, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     @classmethod
@@ -83,11 +86,21 @@ class Memory:
         delta = {n: DeltaMemory(s) for n, s in states.items() if not isinstance(s, KvState)}
         return cls(kv, delta, capacity)
 
-    def rope(self, spec: RopeSpec, start: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cos and sin for ``rows`` positions from ``start``; positions past the capacity belong to padding rows."""
+    def rope(
+        self, spec: RopeSpec, start: int, rows: int, sight: Sight | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cos and sin of ``rows`` rows from index ``start``; positions past the capacity belong to padding rows.
+
+        Only a target that sees has positions that are not the index: those of ``sight``, or ``offset`` from it.
+        """
         if spec not in self._ropes:
             self._ropes[spec] = rope_table(spec, self.capacity + ROW_TILE)
         cos, sin = self._ropes[spec]
+        if spec.mrope_section is not None:
+            if sight is not None:
+                cos, sin = (picture_table(spec, table, sight.positions) for table in (cos, sin))
+                return pad(cos, rows), pad(sin, rows)
+            start += self.offset
         return pad(cos[start : start + rows], rows), pad(sin[start : start + rows], rows)
 
 
@@ -99,6 +112,7 @@ class _Pass:
     commits: bool
     tensors: dict[str, torch.Tensor]
     valid: dict[str, int]
+    sight: Sight | None
 
 
 class Interpreter:
@@ -122,14 +136,16 @@ class Interpreter:
         memory: Memory,
         want: Collection[str] = (),
         observer: Observer | None = None,
+        sight: Sight | None = None,
     ) -> dict[str, torch.Tensor]:
-        """Run ``program`` on ids at positions memory.length, ... and return its outputs by role, plus ``want`` by name.
+        """Run ``program`` on ids at memory.length, ... and return its outputs by role, plus ``want`` by name.
 
-        Tensors are float32 [valid rows, columns]. State is written as the Program says; the length is the caller's.
+        ``sight``: positions of the rows, and rows of pictures in the place of their embeddings. Tensors are float32
+        [valid rows, columns]. State is written as the Program says; the length is the caller's.
         """
         rows = len(ids)
         padded = pad(torch.tensor(ids, dtype=torch.int64), padded_rows(rows))
-        run = _Pass(memory.length, program.commits, {"ids": padded}, {"ids": rows})
+        run = _Pass(memory.length, program.commits, {"ids": padded}, {"ids": rows}, sight)
         remaining = self._remaining(program, want)
         for index, op in enumerate(program.ops):
             if observer is not None:
@@ -171,7 +187,7 @@ class Interpreter:
         weights = self._weights
         match op:
             case Embed():
-                return weights.tensor(op.weight)[inputs[0]], rows
+                return with_pictures(weights.tensor(op.weight)[inputs[0]], run.sight), rows
             case Linear():
                 return linear(inputs[0], weights.linear(op.weight), self._row_tile), rows
             case RmsNorm():
@@ -211,7 +227,7 @@ class Interpreter:
         observer: Observer | None,
     ) -> torch.Tensor:
         kv, tensor = memory.kv[op.state], self._weights.tensor
-        table = memory.rope(op.rope, run.start, inputs[0].shape[0])
+        table = memory.rope(op.rope, run.start, inputs[0].shape[0], run.sight)
         k, v = store_context(op, inputs[-2], inputs[-1], tensor(op.k_norm), table, kv, run.start, rows)
         if observer is not None:
             observer(op, "k", k)

@@ -1,0 +1,208 @@
+"""A session as a file.
+
+It is safetensors with the tokens (I32), the arrays of its snapshot, and what they belong to. Its
+``__metadata__`` holds format, version, the bundle's fingerprint, the session's note if it has one, and a SHA-256 of the
+whole file in which its own place holds zeros. It finds damage; it is no signature. Nothing is unpickled. Whether the
+arrays fit a backend is found when they are restored.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from io import BufferedReader
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from edge_dflash.decode.backend import Snapshot
+from edge_dflash.decode.pictured import Pictured, Placed
+from edge_dflash.errors import BundleError, CheckpointError, RequestError, StorageError
+from edge_dflash.weights.formats import Array
+from edge_dflash.weights.safetensors import DTYPES, Entry, TensorFiles
+
+FORMAT = "edge-dflash-session"
+VERSION = 1
+_TOKENS, _STATE = "tokens", "state."
+_NO_CHECKSUM = "0" * 64
+_REMEDY = "; restore the file from a copy, or start a new session"
+_KINDS = {np.dtype(DTYPES[kind]): kind for kind in ("U8", "I8", "U16", "I16", "F16", "U32", "I32", "F32", "I64", "F64")}
+
+
+@dataclass(frozen=True)
+class SessionState:
+    """All of a session, outside of any backend."""
+
+    tokens: tuple[int, ...]  # prompts and answers in order; the last has no K/V yet
+    snapshot: Snapshot | None  # state after tokens[:-1]; None: computed when it is needed
+    fingerprint: str  # of the bundle that the state belongs to
+    note: str = ""  # what the session's owner wants to keep with it
+    pictures: tuple[Placed, ...] = ()  # that stand among the tokens, in their order
+
+    def __post_init__(self) -> None:
+        """Raise RequestError when tokens and snapshot do not belong together."""
+        if self.snapshot is not None and not 0 <= self.snapshot.length == len(self.tokens) - 1:
+            raise RequestError(
+                f"the session's snapshot holds {self.snapshot.length} tokens, wanted {len(self.tokens) - 1} "
+                "(all of the session's but the last); start a new session"
+            )
+        wanted = Pictured(self.tokens, self.pictures).delta(len(self.tokens))
+        if self.snapshot is not None and self.snapshot.delta != wanted:
+            raise RequestError(
+                f"the session's snapshot has delta {self.snapshot.delta}, its images make {wanted}; start a new session"
+            )
+
+
+def save_session(path: Path | str, state: SessionState) -> int:
+    """Write a session durably and in one step: ``path`` holds the old file or the new one, whatever happens.
+
+    Returns the bytes of the file, which only its owner may read. Raises StorageError when it cannot be written.
+    """
+    path = Path(path)
+    arrays: dict[str, Array] = {_TOKENS: np.array(state.tokens, dtype=np.int32)}
+    if state.snapshot is not None:
+        arrays |= {_STATE + name: array for name, array in state.snapshot.arrays.items()}
+    order = sorted(arrays, key=lambda name: (-arrays[name].dtype.itemsize, name))  # wide first keeps views aligned
+    parts = [np.ascontiguousarray(arrays[name]).reshape(-1).view(np.uint8) for name in order]
+    header = _header({name: arrays[name] for name in order}, state)
+    digest = hashlib.sha256(header)
+    for part in parts:
+        digest.update(part.data)
+    header = header.replace(_NO_CHECKSUM.encode(), digest.hexdigest().encode(), 1)  # the note comes behind it
+    try:
+        with _replacement(path) as file:
+            file.write(header)
+            for part in parts:
+                file.write(part.data)
+    except OSError as error:
+        remedy = "what was there is as it was; check the disk and its permissions"
+        raise StorageError.of(error, f"cannot write {path}", remedy) from None
+    return len(header) + sum(part.size for part in parts)
+
+
+def load_session(path: Path | str, fingerprint: str) -> SessionState:
+    """Read what :func:`save_session` wrote, whole, into new arrays.
+
+    Raises BundleError when it belongs to another bundle than ``fingerprint`` says, StorageError when the disk does not
+    give it, RequestError when it is missing, of another format or version, or damaged anywhere.
+    """
+    path = Path(path)
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise FileNotFoundError
+        tensors = TensorFiles.open([path])
+        with path.open("rb") as file:
+            prefix = file.read(8)
+            header = prefix + file.read(int.from_bytes(prefix, "little"))
+            arrays = {name: _array(file, tensors.entry(name)) for name in tensors.names()}
+    except (FileNotFoundError, NotADirectoryError):
+        raise RequestError(f"no session file at {path}; give the path that a session was saved to") from None
+    except CheckpointError as error:
+        if isinstance(error.__context__, OSError):
+            raise _unread(path, error.__context__) from None
+        reason = str(error).partition("; download")[0]  # a checkpoint's remedy
+        raise RequestError(f"no session file, or damaged: {reason}{_REMEDY}") from None
+    except OSError as error:
+        raise _unread(path, error) from None
+    _check(path, header, fingerprint, arrays, sorted(arrays, key=lambda name: tensors.entry(name).offset))
+    tokens = arrays.pop(_TOKENS)
+    states = {name.removeprefix(_STATE): array for name, array in arrays.items()}
+    snapshot = Snapshot(len(tokens) - 1, states) if states else None
+    note = json.loads(header[8:])["__metadata__"].get("note", "")
+    return SessionState(tuple(tokens.tolist()), snapshot, fingerprint, note)
+
+
+def _unread(path: Path, error: OSError) -> StorageError:
+    return StorageError.of(error, f"cannot read {path}", "check its permissions and the disk")
+
+
+def _header(arrays: Mapping[str, Array], state: SessionState) -> bytes:
+    """Length prefix and header of a file with these arrays, in their order, and zeros for the checksum."""
+    metadata = {"format": FORMAT, "version": str(VERSION), "fingerprint": state.fingerprint, "sha256": _NO_CHECKSUM}
+    if state.note:
+        metadata["note"] = state.note
+    header: dict[str, object] = {"__metadata__": metadata}
+    end = 0
+    for name, array in arrays.items():
+        if array.dtype not in _KINDS:
+            raise RequestError(f"{name} has dtype {array.dtype}, a session file stores {', '.join(_KINDS.values())}")
+        start, end = end, end + array.nbytes
+        header[name] = {"dtype": _KINDS[array.dtype], "shape": list(array.shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _array(file: BufferedReader, entry: Entry) -> Array:
+    """A tensor of a file: read, not mapped, so that a disk that fails gives an error and no signal."""
+    array = np.zeros(entry.shape, DTYPES[entry.dtype])
+    file.seek(entry.offset)
+    file.readinto(array.reshape(-1).view(np.uint8).data)  # of a short one the checksum is wrong
+    return array
+
+
+def _check(path: Path, header: bytes, fingerprint: str, arrays: Mapping[str, Array], order: list[str]) -> None:
+    """Refuse what was not written by :func:`save_session` for this bundle. ``order`` is that of the data."""
+    metadata = json.loads(header[8:]).get("__metadata__")
+    found = metadata if isinstance(metadata, dict) else {}
+    if found.get("format") != FORMAT:
+        raise RequestError(f"{path}: format is {found.get('format')!r}, wanted {FORMAT!r}; give the file of a session")
+    if (version := str(found.get("version"))) != str(VERSION):
+        newer = version.isdecimal() and int(version) > VERSION
+        remedy = "update edge-dflash" if newer else "start a new session"
+        raise RequestError(f"{path}: version is {version!r}, this edge-dflash reads {str(VERSION)!r}; {remedy}")
+    checksum = str(found.get("sha256"))
+    digest = hashlib.sha256(header.replace(checksum.encode(), _NO_CHECKSUM.encode(), 1) if len(checksum) == 64 else b"")
+    for name in order:
+        digest.update(arrays[name].reshape(-1).view(np.uint8).data)
+    if (content := digest.hexdigest()) != checksum:
+        raise RequestError(f"{path}: sha256 is {checksum[:16]}..., the content has {content[:16]}...{_REMEDY}")
+    if found.get("fingerprint") != fingerprint:
+        raise BundleError(
+            f"{path}: fingerprint is {found.get('fingerprint')!r}, this bundle's is {fingerprint!r}; "
+            "open the bundle that the session was made with, or start a new session"
+        )
+    odd = [name for name in arrays if name != _TOKENS and not name.startswith(_STATE)]
+    tokens = arrays.get(_TOKENS)
+    if odd or tokens is None or tokens.dtype != np.int32 or tokens.ndim != 1 or (tokens < 0).any():
+        what = odd[0] if odd else _TOKENS
+        raise RequestError(f"{path}: tensor {what} is not as a session's; wanted tokens (I32, 1 axis) and state.*")
+
+
+@contextmanager
+def _replacement(path: Path) -> Iterator[BinaryIO]:
+    """A file that takes the name ``path`` when all of it is on the disk, and leaves nothing when it fails.
+
+    It is written as ``path.partial``, under a lock: what a kill leaves there is overwritten by the next save.
+    """
+    partial = path.with_name(path.name + ".partial")
+    with os.fdopen(os.open(partial, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600), "wb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            mine = os.fstat(file.fileno()).st_ino == partial.stat().st_ino
+        except (BlockingIOError, FileNotFoundError):
+            mine = False
+        if not mine:
+            raise RequestError(f"{path} is being written by another process; wait for it, or choose another name")
+        file.truncate(0)
+        try:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+            partial.replace(path)
+        except BaseException:
+            with suppress(OSError):
+                partial.unlink()
+            raise
+    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
