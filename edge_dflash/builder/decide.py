@@ -19,28 +19,25 @@ from pathlib import Path
 from edge_dflash.backends.cuda.compile import compiler_version, kernels_digest
 from edge_dflash.builder.choose import Choice, choose, decide_lanes, decide_native
 from edge_dflash.builder.engines import decide_engines, expanded_weights
+from edge_dflash.builder.inputs import COPIED_FILES, fingerprints, read_checkpoints, read_tokenizer, unread_tower
 from edge_dflash.builder.journal import check_free
 from edge_dflash.builder.scales import ScaleDecisions, decide_scales
 from edge_dflash.bundle.manifest import EngineFiles, SourceFile
 from edge_dflash.bundle.parts import Part, building_path, bundle_parts, stack_bytes
 from edge_dflash.checks.footprint import row_parameters
 from edge_dflash.checks.inspect import default_chunk
-from edge_dflash.common.files import is_there, open_regular
+from edge_dflash.common.files import is_there
 from edge_dflash.common.tables import encode
-from edge_dflash.errors import BackendError, BuildError, BundleError, CheckpointError
+from edge_dflash.errors import BackendError, BuildError
 from edge_dflash.model import pair_programs
 from edge_dflash.model.program import PairPrograms
-from edge_dflash.model.registry import NO_DRAFTER, read_pair
+from edge_dflash.model.registry import NO_DRAFTER
 from edge_dflash.model.specs import PairSpec
-from edge_dflash.text.tokenizer import TOKENIZER_FILES, Tokenizer
 from edge_dflash.version import __version__
 from edge_dflash.weights.checkpoint import PairCheckpoint
 from edge_dflash.weights.formats import FORMATS, TIED, WeightFormat
 from edge_dflash.weights.recipe import Recipe, default_recipe, load_recipe
 
-COPIED_FILES = (*TOKENIZER_FILES, "generation_config.json")  # into tokenizer/ of the bundle
-_CONFIG_FILES = ("config.json", "hf_quant_config.json", "model.safetensors.index.json", *COPIED_FILES)
-_HEAD = 1 << 20  # bytes of a file that its fingerprint covers, besides its size: configs whole, shards their header
 _SLACK = 1 << 20  # bytes for headers, manifest and file system blocks
 _KERNELS = 16 << 20  # bytes of the cubins of a native bundle, at most
 
@@ -59,6 +56,7 @@ class BuildConfig:
     prefill_chunk: int | None = None  # most rows of one prefill pass
     calibrate: bool = True  # False: KV scales of the checkpoint, or 1.0
     lanes: int | None = None  # sequences that are decoded at once
+    text_only: bool = False  # leave the target's vision tower out
     force: bool = False  # replace a bundle that is already at ``output``
 
     @property
@@ -75,6 +73,7 @@ class BuildConfig:
         ):
             words += [flag, str(value)] if value is not None else []
         words += [] if self.calibrate else ["--no-calibrate"]
+        words += ["--text-only"] if self.text_only else []
         words += ["--output", str(self.output)] + (["--force"] if self.force else [])
         return shlex.join(words)
 
@@ -123,12 +122,12 @@ def decide(config: BuildConfig) -> Decisions:
     recipe = load_recipe(config.recipe) if config.recipe is not None else default_recipe()
     choice = choose(config.arch, config.backend, recipe)
     _check_output(config)
-    pair = recipe.masked(read_pair(config.target, config.drafter).text_only)
+    pair = recipe.masked(read_checkpoints(config.target, config.drafter, text_only=config.text_only))
     programs = pair_programs(pair)
     default = default_chunk(choice.arch, programs, choice.arch.most_rows, plans="tensorrt" in choice.backends)
     max_context, chunk = _sizes(config, recipe, pair, default)
     lanes = decide_lanes(config.lanes, recipe)
-    tokenizer, warnings = _tokenizer(config.target, pair)
+    tokenizer, warnings = read_tokenizer(config.target, pair)
     store = PairCheckpoint.open(config.target, config.drafter, programs.weights)
     choice, formats, engines, more = _backends(choice, recipe, pair, store, chunk)
     scales, unmeasured = decide_scales(recipe, pair, programs, store, formats, tokenizer, allowed=config.calibrate)
@@ -139,7 +138,7 @@ def decide(config: BuildConfig) -> Decisions:
     here = size if engines is not None and not engines.deferred else 0
     _check_space(config.output, size + here + (_KERNELS if choice.arch.sm else 0))
     tools = _tools(choice.active) | ({engines.flavour: engines.version} if engines and engines.version else {})
-    sources, stamps = _sources(config)
+    sources, stamps = fingerprints(config.target, config.drafter, sees=pair.target.vision is not None)
     fingerprint = {
         **stamps,
         "config": json.dumps([choice.arch.name, choice.backends, max_context, chunk, lanes]),
@@ -167,7 +166,7 @@ def decide(config: BuildConfig) -> Decisions:
         tools=tools,
         engines=engines,
         fingerprint=fingerprint,
-        warnings=(*warnings, *more, *unmeasured),
+        warnings=(*warnings, *unread_tower(config.target, pair, store, config.text_only), *more, *unmeasured),
     )
 
 
@@ -175,6 +174,11 @@ def _backends(
     choice: Choice, recipe: Recipe, pair: PairSpec, store: PairCheckpoint, chunk: int
 ) -> tuple[Choice, dict[str, WeightFormat], EngineFiles | None, tuple[str, ...]]:
     """Backends that take the pair, the format of every weight, the engines, and warnings."""
+    if pair.target.vision is not None and choice.backends != ("reference",):
+        raise BackendError(
+            f"{','.join(choice.backends)} cannot run the vision tower of this {pair.target.architecture}; leave it out "
+            "with --text-only, or build with --backend reference --arch cpu"
+        )
     formats, engines = _formats(recipe, pair, store), None
     warnings: tuple[str, ...] = ()
     if "native" in choice.backends:
@@ -190,29 +194,6 @@ def _backends(
                 raise
             choice = replace(choice, backends=("native",), why=f"no plans, as {error}")
     return choice, formats, engines, warnings
-
-
-def check_mask_token(tokenizer: Tokenizer, where: Path, pair: PairSpec) -> str | None:
-    """Check that the tokenizer and the drafter's mask token belong to the same vocabulary; return a warning or None.
-
-    Published pairs put the mask token either on a named special token or on the first id after the tokenizer's last
-    one, which is a padding row of the embedding (Qwen3: 151669 behind 0..151668). Both are accepted, the second with a
-    warning. Any other id without a token means that the tokenizer is of another model or lost its added tokens.
-    """
-    mask, vocabulary, size = pair.mask_token_id, pair.target.vocab_size, tokenizer.size
-    if size > vocabulary:
-        raise CheckpointError(
-            f"{where} has {size} tokens, the target's vocabulary only {vocabulary}; "
-            "use the tokenizer.json of this target"
-        )
-    if mask is None or tokenizer.token(mask) is not None:
-        return None
-    if mask == size:
-        return f"mask token id {mask} has no token in {where.name}: it is the first id after its last"
-    raise CheckpointError(
-        f"{where} has no token with the drafter's mask id {mask} (it has {size} tokens); use the "
-        "tokenizer.json of this target, or move it away to build a bundle that takes token ids"
-    )
 
 
 def _check_output(config: BuildConfig) -> None:
@@ -238,20 +219,6 @@ def _sizes(config: BuildConfig, recipe: Recipe, pair: PairSpec, chunk: int) -> t
     if not 1 <= config.prefill_chunk <= context:
         raise BuildError(f"prefill_chunk is {config.prefill_chunk}, accepted are 1 to {context} (max_context)")
     return context, config.prefill_chunk
-
-
-def _tokenizer(target: Path, pair: PairSpec) -> tuple[Tokenizer | None, tuple[str, ...]]:
-    """Return the target's tokenizer, if it has one, and warnings."""
-    file = target / TOKENIZER_FILES[0]
-    if not is_there(file):
-        return None, (f"{target} has no {file.name}: the bundle takes and returns token ids only",)
-    try:
-        tokenizer = Tokenizer.open(target)
-    except BundleError as error:  # its remedies are those of a bundle
-        what = str(error).rpartition("; ")[0] or str(error)
-        raise CheckpointError(f"{what}; download the tokenizer's files again") from None
-    warning = check_mask_token(tokenizer, file, pair)
-    return tokenizer, (warning,) if warning else ()
 
 
 def _formats(recipe: Recipe, pair: PairSpec, store: PairCheckpoint) -> dict[str, WeightFormat]:
@@ -282,19 +249,3 @@ def _check_space(output: Path, size: int) -> None:
             f"the bundle needs {needed / 1e6:,.1f} MB more in {place}, which has {free / 1e6:,.1f} MB free; "
             "free some space or choose another --output"
         )
-
-
-def _sources(config: BuildConfig) -> tuple[tuple[SourceFile, ...], dict[str, str]]:
-    """Fingerprints of the checkpoint files: those for the manifest, and those with times for the journal."""
-    sources: list[SourceFile] = []
-    stamps: dict[str, str] = {}
-    for model, directory in [("target", config.target)] + ([("drafter", config.drafter)] if config.drafter else []):
-        names = [name for name in _CONFIG_FILES if is_there(directory / name)]
-        names += sorted(path.name for path in directory.glob("*.safetensors"))
-        for name in names:
-            with open_regular(directory / name) as file:
-                digest = hashlib.sha256(file.read(_HEAD)).hexdigest()
-                state = os.fstat(file.fileno())
-            sources.append(SourceFile("target" if model == "target" else "drafter", name, state.st_size, digest))
-            stamps[f"{model}/{name}"] = f"{state.st_size} {state.st_mtime_ns} {digest}"
-    return tuple(sources), stamps

@@ -25,7 +25,7 @@ from edge_dflash.model.registry import DRAFTERS, TARGETS, pair_programs
 from edge_dflash.model.specs import MAX_BLOCK, MAX_LAYERS, PairSpec
 from edge_dflash.weights.formats import TIED, WeightFormat
 
-SCHEMA = 4  # the newest; a bundle is written as the oldest that says it, so that older versions read what they can
+SCHEMA = 5  # the newest; a bundle is written as the oldest that says it, so that older versions read what they can
 MANIFEST = "manifest.json"
 ENGINES = "plans/"  # folder of TensorRT engines
 
@@ -149,9 +149,9 @@ def dump_manifest(manifest: Manifest) -> bytes:
 
 
 def _schema(manifest: Manifest) -> int:
-    """4: several lanes; 3: without a drafter, or with one that is no plain DFlash; 2: two backends."""
-    if manifest.lanes > 1:
-        return 4
+    """5: a vision tower; 4: several lanes; 3: no drafter, or one that is no plain DFlash; 2: two backends."""
+    if manifest.pair.target.vision or manifest.lanes > 1:
+        return 5 if manifest.pair.target.vision else 4
     drafter = manifest.pair.drafter
     return 3 if drafter is None or drafter.kind != "dflash" else 2 if manifest.standby else 1
 

@@ -24,6 +24,7 @@ import numpy as np
 from edge_dflash.bundle.manifest import FileEntry
 from edge_dflash.common.files import LARGE, read_bytes
 from edge_dflash.model.program import PairPrograms
+from edge_dflash.model.vision import TOWER
 from edge_dflash.weights.formats import FORMATS, SCALAR, TIED, Array, Weight, WeightFormat
 from edge_dflash.weights.layout import Repacked
 from edge_dflash.weights.safetensors import DTYPES, forget_pages
@@ -57,6 +58,8 @@ def part_of(name: str) -> str:
     model, _, rest = name.partition(".")
     if rest.startswith("layers."):
         return f"weights/{model}-layer-{int(rest.split('.')[1]):03d}.safetensors"
+    if name.startswith(TOWER):
+        return "weights/target-vision.safetensors"
     group = {"embed_tokens": "embed", "fc": "context", "hidden_norm": "context"}.get(rest, "head")
     return f"weights/{model}-{group}.safetensors"
 

@@ -50,6 +50,9 @@ def build(
         int | None,
         typer.Option(min=1, max=8, help="Sequences decoded at once; default: the recipe's, else 1."),
     ] = None,
+    text_only: Annotated[
+        bool, typer.Option("--text-only", help="Leave the target's vision tower out: smaller, and no images.")
+    ] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace the bundle that is at --output.")] = False,
     finish: Finish = None,
     json: Json = False,
@@ -64,6 +67,8 @@ def build(
     Only the board can build plans for sm110: edge-dflash build --finish BUNDLE does it there, times both
     backends at the same work and keeps the faster active. Until then the kernels run it. A bundle that lacks nothing is
     left as it is; one whose plans are of another TensorRT gets new ones.
+
+    A target with a vision tower is built with it, on the reference backend for now; --text-only leaves it out.
 
     Without a drafter the bundle decodes plainly. --lanes is what the bundle opens with, where nothing else is said.
 
@@ -84,7 +89,9 @@ def build(
         from edge_dflash.builder import write
     found = find_recipe(recipe) if recipe is not None else None
     config = write.BuildConfig(
-        target, drafter, output, arch, backend, found, max_context, prefill_chunk, calibrate, lanes, force
+        *(target, drafter, output, arch, backend, found, max_context, prefill_chunk, calibrate, lanes),
+        text_only=text_only,
+        force=force,
     )
     with stages() as report:
         result = write.build(config, report, say)

@@ -220,8 +220,19 @@ def pair_programs(spec: PairSpec) -> PairPrograms:
     g = GraphBuilder("propose", commits=False)
     drafter = spec.drafter
     propose = DRAFTERS[drafter.kind].propose(g, spec.target, drafter) if drafter else g.program()
-    see = vision_program(spec.target.vision) if spec.target.vision else None
-    return PairPrograms(_target(spec, "prefill"), _target(spec, "verify"), propose, see)
+    return PairPrograms(_target(spec, "prefill"), _target(spec, "verify"), propose, _tower(spec.target))
+
+
+def _tower(target: TargetSpec) -> Program | None:
+    """The pass of the target's vision tower. Raises ValueError for one of another target."""
+    if (vision := target.vision) is None:
+        return None
+    if vision.out != target.hidden_size or not 0 <= vision.image_token_id < target.vocab_size:
+        raise ValueError(f"rows of {vision.out} columns and image token {vision.image_token_id} are of another target")
+    rope = target.attention.rope
+    if rope.mrope_section is None or sum(rope.mrope_section) != rope.dims // 2:
+        raise ValueError(f"sections {rope.mrope_section} of {rope.dims // 2} pairs")
+    return vision_program(vision)
 
 
 def _target(spec: PairSpec, name: Literal["prefill", "verify"]) -> Program:

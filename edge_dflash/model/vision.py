@@ -8,7 +8,7 @@ from __future__ import annotations
 from edge_dflash.model.builder import GraphBuilder
 from edge_dflash.model.ops import Elementwise
 from edge_dflash.model.program import Program
-from edge_dflash.model.specs import VisionSpec
+from edge_dflash.model.specs import MAX_LAYERS, VisionSpec
 from edge_dflash.model.vision_ops import Bias, Fold, FrameAttend, GeluErf, GeluTanh, LayerNorm, PositionRows
 
 TOWER = "target.visual."  # names of a tower's weights start with it
@@ -22,6 +22,7 @@ def vision_program(spec: VisionSpec) -> Program:
 
     Outputs: "embedded" [N, H] before the first block, "hidden" [N, H] behind the last, "rows" [N / merge^2, out].
     """
+    check_tower(spec)
     half = spec.head_dim // 2
     inputs = {"patches": spec.patches.columns, "corners": 4, "shares": 4, "cos": half, "sin": half}
     g = GraphBuilder("see", commits=False, inputs=inputs)
@@ -32,6 +33,20 @@ def vision_program(spec: VisionSpec) -> Program:
     for index in range(spec.depth):
         x = _block(g, x, f"{TOWER}blocks.{index}", spec)
     return g.program(embedded=embedded, hidden=x, rows=_merger(g, x, spec))
+
+
+def check_tower(spec: VisionSpec) -> None:
+    """Raise ValueError for sizes that no tower has."""
+    patches = spec.patches
+    sizes = {"heads": spec.heads, "positions": spec.positions, "patch": patches.patch, "merge": patches.merge}
+    sizes |= {"frames": patches.temporal, "least pixels": patches.min_pixels, "depth": spec.depth}
+    for what, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"the tower's {what} is {size}")
+    if spec.hidden_size % (4 * spec.heads) or spec.depth > MAX_LAYERS:
+        raise ValueError(f"a tower of {spec.depth} blocks of {spec.hidden_size} columns in {spec.heads} heads")
+    if patches.max_pixels < max(patches.min_pixels, patches.factor**2) or min(patches.std) <= 0:
+        raise ValueError(f"{patches} makes no patches")
 
 
 def _block(g: GraphBuilder, x: str, name: str, spec: VisionSpec) -> str:

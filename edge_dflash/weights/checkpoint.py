@@ -68,6 +68,11 @@ class PairCheckpoint:
         return self._parts[name.partition(".")[0]].get(name, self._expected[name])
 
     @property
+    def has_tower(self) -> bool:
+        """Whether the target's files hold a vision tower, read or not."""
+        return bool(self._parts["target"].tower)
+
+    @property
     def stored(self) -> WeightStore:
         """The same weights for those who ask how they are stored: no values are read, so none are checked."""
         return _Stored(self._parts, self._expected)
@@ -115,7 +120,7 @@ class _Part:
         self.tensors = self._spelled.tensors
         self._reader = ModuleReader(self.tensors)
         names = self.tensors.names()
-        self._tower = next((p for p in self._names.tower if any(n.startswith(p) for n in names)), "")
+        self.tower = next((p for p in self._names.tower if any(n.startswith(p) for n in names)), "")
         self._sees = False  # whether the tower is wanted
         used = [name for name in names if not self._skipped(name)]
         self._prefix = next(p for p in self._names.prefixes if not p or any(n.startswith(p) for n in used))
@@ -246,7 +251,7 @@ class _Part:
     def _module(self, name: str) -> str:
         """Path of a weight's module (or bare tensor) in this checkpoint."""
         if name.startswith(TOWER):
-            return self._tower + name.removeprefix(TOWER)
+            return self.tower + name.removeprefix(TOWER)
         rest = name.partition(".")[2]
         if rest == "lm_head":
             return f"{self._prefix}embed_tokens" if self._is_tied(name) else "lm_head"

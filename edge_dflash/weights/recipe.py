@@ -25,11 +25,12 @@ Wish = str  # one of WISHES
 WISHES: tuple[Wish, ...] = (*(form.name for form in FORMATS.values() if form.wished), "keep")
 _QUANTIZED = tuple(form.name for form in QUANTIZED)
 TARGET_MODULES = (
-    *("attention", "gated_delta", "mlp", "experts", "lm_head"),
+    *("attention", "gated_delta", "mlp", "experts", "lm_head", "vision"),
     *("gates", "router", "embedding", "norm", "conv"),
 )
 DRAFTER_MODULES = tuple(dict.fromkeys(module for drafter in DRAFTERS.values() for module in drafter.modules))
 WIDE_MODULES = ("gates", "router", "embedding", "norm", "conv", "walk")  # small or sensitive: never quantized
+NVFP4_REFUSED = ("vision",)  # rows of a picture are many: FP8 is as fast
 W4A4_MODULES = ("attention", "gated_delta", "mlp")  # experts, lm_head and fc always read wide activations
 
 
@@ -113,6 +114,11 @@ class Recipe:
                     "always stay wide: use keep, or a narrower match"
                 )
             return found
+        if wish == "nvfp4" and spec.module in NVFP4_REFUSED and found != wish:
+            raise RecipeError(
+                f"recipe {self.name}: {origin} asks for nvfp4 of {name}, but {spec.module} weights are built as bf16 "
+                "or fp8: use one of them, or a narrower match"
+            )
         if wish == "keep" or wish == found or (self.keeps and found in _QUANTIZED):
             return found
         if found in _QUANTIZED and (found, wish) != (self.requantize, "nvfp4"):
@@ -187,12 +193,13 @@ DEFAULT_TARGET: Mapping[str, Wish] = {
     "mlp": "nvfp4",
     "experts": "nvfp4",
     "lm_head": "nvfp4",
+    "vision": "bf16",
 }
 DEFAULT_DRAFTER: Mapping[str, Wish] = {"attention": "nvfp4", "mlp": "nvfp4", "fc": "fp8"}
 
 
 def default_recipe() -> Recipe:
-    """All linears NVFP4, lm_head included; the drafter's fc FP8; FP8 KV; BF16 activations.
+    """All linears NVFP4, lm_head included; the drafter's fc FP8; the tower BF16; FP8 KV; BF16 activations.
 
     Linears that a checkpoint stores in FP8 or NVFP4 stay as they are: nobody asked for other formats.
     """
@@ -252,6 +259,8 @@ def _modules(table: Table, default: Mapping[str, Wish]) -> dict[str, Wish]:
     wishes = dict(default)
     for module in table.given:
         accepted: tuple[Wish, ...] = ("bf16", "keep") if module in WIDE_MODULES else WISHES
+        if module in NVFP4_REFUSED:
+            accepted = tuple(wish for wish in WISHES if wish != "nvfp4")
         wishes[module] = table.one_of(module, accepted, None)
     return wishes
 

@@ -175,8 +175,8 @@ def test_files_that_may_not_be_read_are_named(bundle, monkeypatch, opened):
 
 def test_newer_schema_is_refused(bundle):
     body = json.loads((bundle / "manifest.json").read_text())
-    (bundle / "manifest.json").write_text(json.dumps({**body, "schema": 5}))
-    refused(bundle, "schema is 5, this version reads 1 to 4; update edge-dflash")
+    (bundle / "manifest.json").write_text(json.dumps({**body, "schema": 6}))
+    refused(bundle, "schema is 6, this version reads 1 to 5; update edge-dflash")
 
 
 @pytest.fixture

@@ -195,8 +195,8 @@ def change(manifest, **keys):
 
 def test_schemas_and_keys_of_other_versions_are_refused(manifest):
     for text, message in (
-        (change(manifest, schema=5), "schema is 5, this version reads 1 to 4; update edge-dflash"),
-        (change(manifest, schema=0), "schema is 0, this version reads 1 to 4; build the bundle again"),
+        (change(manifest, schema=6), "schema is 6, this version reads 1 to 5; update edge-dflash"),
+        (change(manifest, schema=0), "schema is 0, this version reads 1 to 5; build the bundle again"),
         (change(manifest, schema=True), "schema is True"),
         (change(manifest, future=1), "unknown key 'future'"),
         (change(manifest, max_context="128"), "manifest.json.max_context: found '128', wanted int"),
