@@ -24,6 +24,12 @@ Backend = Annotated[
     str | None,
     typer.Option(help="What runs it: reference, native, tensorrt or native,tensorrt; default: what suits the arch."),
 ]
+Lanes = Annotated[
+    int | None, typer.Option(min=1, max=8, help="Sequences decoded at once; default: the recipe's, else 1.")
+]
+TextOnly = Annotated[
+    bool, typer.Option("--text-only", help="Leave the target's vision tower out: smaller, and no images.")
+]
 Finish = Annotated[
     Path | None,
     typer.Option(metavar="BUNDLE", help="Build the plans that this bundle lacks and time it, on its board."),
@@ -46,13 +52,8 @@ def build(
         int | None, typer.Option(help="Most prompt tokens of one pass; default: 0.1 s on the arch.")
     ] = None,
     calibrate: Annotated[bool, typer.Option(help="Measure the scales of FP8 keys and values on calib/.")] = True,
-    lanes: Annotated[
-        int | None,
-        typer.Option(min=1, max=8, help="Sequences decoded at once; default: the recipe's, else 1."),
-    ] = None,
-    text_only: Annotated[
-        bool, typer.Option("--text-only", help="Leave the target's vision tower out: smaller, and no images.")
-    ] = False,
+    lanes: Lanes = None,
+    text_only: TextOnly = False,
     force: Annotated[bool, typer.Option("--force", help="Replace the bundle that is at --output.")] = False,
     finish: Finish = None,
     json: Json = False,
