@@ -24,6 +24,7 @@ Backend = Annotated[
     str | None,
     typer.Option(help="What runs it: reference, native, tensorrt or native,tensorrt; default: what suits the arch."),
 ]
+Chunk = Annotated[int | None, typer.Option(help="Most prompt tokens of one pass; default: 0.1 s on the arch.")]
 Lanes = Annotated[
     int | None, typer.Option(min=1, max=8, help="Sequences decoded at once; default: the recipe's, else 1.")
 ]
@@ -48,9 +49,7 @@ def build(
     backend: Backend = None,
     recipe: Recipe = None,
     max_context: Annotated[int | None, typer.Option(help="Most tokens of a sequence; default: the recipe's.")] = None,
-    prefill_chunk: Annotated[
-        int | None, typer.Option(help="Most prompt tokens of one pass; default: 0.1 s on the arch.")
-    ] = None,
+    prefill_chunk: Chunk = None,
     calibrate: Annotated[bool, typer.Option(help="Measure the scales of FP8 keys and values on calib/.")] = True,
     lanes: Lanes = None,
     text_only: TextOnly = False,
@@ -70,7 +69,6 @@ def build(
     left as it is; one whose plans are of another TensorRT gets new ones.
 
     A target with a vision tower is built with it, on the reference backend for now; --text-only leaves it out.
-
     Without a drafter the bundle decodes plainly. --lanes is what the bundle opens with, where nothing else is said.
 
     A build that was stopped resumes when the same command is given again; a half-made bundle is never at --output.
@@ -90,9 +88,7 @@ def build(
         from edge_dflash.builder import write
     found = find_recipe(recipe) if recipe is not None else None
     config = write.BuildConfig(
-        *(target, drafter, output, arch, backend, found, max_context, prefill_chunk, calibrate, lanes),
-        text_only=text_only,
-        force=force,
+        *(target, drafter, output, arch, backend, found, max_context, prefill_chunk, calibrate, lanes, text_only, force)
     )
     with stages() as report:
         result = write.build(config, report, say)
