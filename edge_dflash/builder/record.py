@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 
 from edge_dflash.backends.reference.backend import ReferenceBackend
 from edge_dflash.backends.reference.dense import arithmetic
@@ -23,6 +24,7 @@ from edge_dflash.builder.calibration_prompts import read_prompts
 from edge_dflash.builder.convert import one_thread
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.bundle.selftest import SCHEMA, BestLogits, SelfTest, accept_floor
+from edge_dflash.bundle.towertest import TowerTest, chart
 from edge_dflash.common.files import directory
 from edge_dflash.decode.accept import accepted
 from edge_dflash.decode.backend import Backend, Precision
@@ -92,8 +94,10 @@ def record_selftest(bundle: Bundle, progress: Progress = lambda done, total: Non
                 f"the reference backend's speculative and plain tokens differ on {source}: this is a defect of "
                 "edge-dflash or of its PyTorch, please report it with the output of edge-dflash verify"
             )
+        seen = _rows(backend, bundle.pair)
         del backend  # its float32 weights
-        moved = _moved(load(replace(manifest.precision, activations="float32")), prompt, plain, lengths, best)
+        wide = load(replace(manifest.precision, activations="float32"))
+        moved, unrounded = _moved(wide, prompt, plain, lengths, best), _rows(wide, bundle.pair)
         mean = sum(lengths) / len(lengths)
         return SelfTest(
             schema=SCHEMA,
@@ -108,6 +112,7 @@ def record_selftest(bundle: Bundle, progress: Progress = lambda done, total: Non
             best=tuple(best),
             rounding=statistics.median(moved),
             rounding_most=max(moved),
+            tower=None if seen is None or unrounded is None else TowerTest.of(seen, unrounded),
         )
 
 
@@ -131,6 +136,11 @@ def _speculate(
         lengths.append(n + 1)
         backend.commit(n + 1)
     return tokens, drafts, lengths, best
+
+
+def _rows(backend: Backend, pair: PairSpec) -> npt.NDArray[np.float32] | None:
+    """What the vision tower makes of the self-test's picture."""
+    return None if pair.target.vision is None else backend.see(chart(pair.target.vision)).host()
 
 
 def _moved(

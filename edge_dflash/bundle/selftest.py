@@ -8,14 +8,15 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from edge_dflash.bundle.reader import Bundle
+from edge_dflash.bundle.towertest import TowerTest
 from edge_dflash.common.files import LARGE, read_bytes
-from edge_dflash.common.tables import decode, encode
+from edge_dflash.common.tables import UNWRITTEN, decode, encode
 from edge_dflash.decode.accept import accepted
 from edge_dflash.decode.backend import PairShape
 from edge_dflash.decode.drafts import Drafting
@@ -72,6 +73,7 @@ class SelfTest:
     best: tuple[BestLogits, ...]  # of each token
     rounding: float  # how far the best logits move when activations are not rounded to BF16: of the median row
     rounding_most: float  # and of the row where they move most; shares of the spread
+    tower: TowerTest | None = field(default=None, metadata=UNWRITTEN)  # of a target with a vision tower
 
     @property
     def resolution(self) -> float:
@@ -141,7 +143,11 @@ def load_selftest(bundle: Bundle) -> SelfTest | None:
     except OSError as error:
         raise BundleError(f"cannot read {file}: {error.strerror}; check its permissions") from None
     shape = PairShape.of(manifest.pair, manifest.max_context, manifest.prefill_chunk)
-    return parse_selftest(text, shape, str(file))
+    test = parse_selftest(text, shape, str(file))
+    if (manifest.pair.target.vision is None) != (test.tower is None) or (test.tower and not test.tower.fits()):
+        found = "no rows" if test.tower is None else "other rows"
+        raise BundleError(f"{file}: tower has {found} than the target's tower makes; build the bundle again")
+    return test
 
 
 def _check(test: SelfTest, shape: PairShape, where: str) -> None:
@@ -152,9 +158,9 @@ def _check(test: SelfTest, shape: PairShape, where: str) -> None:
 
     if not test.prompt:
         raise refuse("prompt", "empty", "at least one token id")
-    for field, ids in (("prompt", test.prompt), ("tokens", test.tokens), *(("drafts", ids) for ids in test.drafts)):
+    for name, ids in (("prompt", test.prompt), ("tokens", test.tokens), *(("drafts", ids) for ids in test.drafts)):
         if odd := [token for token in ids if not 0 <= token < shape.vocab_size]:
-            raise refuse(field, f"token id {odd[0]}", f"ids of the vocabulary of {shape.vocab_size}")
+            raise refuse(name, f"token id {odd[0]}", f"ids of the vocabulary of {shape.vocab_size}")
     if (used := len(test.prompt) + len(test.tokens)) > shape.usable_context:
         raise refuse("prompt and tokens", f"{used} tokens", f"at most {shape.usable_context} (the usable context)")
     if not test.drafts or len(test.drafts) != len(test.accept_lengths):

@@ -9,7 +9,8 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from edge_dflash.backends.selftest import SelfTestResult, replay
+from edge_dflash.backends.selftest import replay
+from edge_dflash.backends.selftest_result import SelfTestResult
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.bundle.selftest import SelfTest, load_selftest
 from edge_dflash.checks.acceptance import AcceptanceCheck, check_acceptance
