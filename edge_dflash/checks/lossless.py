@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 from zlib import crc32
 
@@ -22,6 +23,7 @@ from edge_dflash.decode.backend import Asked, Backend, Cycle, PairShape, Rows, S
 from edge_dflash.decode.drafts import NO_DRAFTING, Drafting
 from edge_dflash.decode.loop import Generation, generate
 from edge_dflash.decode.options import Options
+from edge_dflash.decode.pictured import Pictured
 from edge_dflash.errors import RequestError, VerificationError
 from edge_dflash.weights.formats import Array
 
@@ -219,19 +221,18 @@ class Verification:
 
 def verify_lossless(
     backend: Backend,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[Sequence[int] | Pictured],
     *,
     max_new_tokens: int = 64,
     stop_token_ids: tuple[int, ...] = (),
     sampled: Options | None = SAMPLED,
     progress: Callable[[str], None] = lambda line: None,
 ) -> Verification:
-    """Compare speculative with plain decoding for each prompt (token ids), greedily and with ``sampled`` (None: not).
+    """Compare speculative with plain decoding for each prompt, greedily and with ``sampled`` (None: not).
 
     Tokens, finish reason and the flushed state of both models (bit for bit) must be equal. The backend is reset.
-    One prompt needs ``max_new_tokens`` of B (B + 1) / 2 + 1 for the staircase drafter to reach every accept length;
-    several prompts share the work, and ``untried`` tells what is left. Raises RequestError for no prompts and for a
-    prompt that the backend does not admit.
+    One prompt needs B (B + 1) / 2 + 1 new tokens for the staircase to reach every accept length; several share the
+    work, and ``untried`` tells what is left. Raises RequestError for no prompts, or one that is not admitted.
     """
     if not prompts:
         raise RequestError("no prompts are given to verify; give at least one")
@@ -241,9 +242,10 @@ def verify_lossless(
     work = [(index, mode) for index in range(len(prompts)) for mode in modes]
     for number, (index, mode) in enumerate(work):
         options = replace(mode, max_new_tokens=max_new_tokens)
-        prompt = prompts[index]
+        prompt = given if isinstance(given := prompts[index], Pictured) else Pictured(given)
+        ask = partial(generate, prompt=prompt.ids, stop_token_ids=stop_token_ids, pictures=prompt.pictures)
         backend.reset()
-        plain = generate(backend, prompt, replace(options, speculative=False), stop_token_ids=stop_token_ids)
+        plain = ask(backend, options=replace(options, speculative=False))
         state = backend.snapshot()
         others = dict[str, Drafter | None]()
         by_turns: dict[str, Drafter | None] = {OWN + BY_TURNS: None, "oracle" + BY_TURNS: oracle}
@@ -251,9 +253,9 @@ def verify_lossless(
             others = {**drafters(number, len(work), backend.shape.verify_rows), **by_turns}
         for name, drafter in {OWN: None, **others}.items():
             backend.reset()
-            drafting = backend if drafter is None else Adversary(backend, [*prompt, *plain.tokens], drafter)
+            drafting = backend if drafter is None else Adversary(backend, [*prompt.ids, *plain.tokens], drafter)
             drafting = ByTurns(drafting, number) if name in by_turns else drafting
-            found = generate(drafting, prompt, options, stop_token_ids=stop_token_ids)
+            found = ask(drafting, options=options)
             made = (len(found.tokens), found.accept_lengths, found.drafting)
             runs.append(SpeculativeRun(index, name, options.temperature, *made))
             unlike = (*_compare(plain, found), *_compare_states(state, backend.snapshot()))
@@ -280,10 +282,10 @@ def _compare(plain: Generation, found: Generation) -> list[_Found]:
 
 def _compare_states(plain: Snapshot, found: Snapshot) -> list[_Found]:
     """Names of the state arrays whose bits differ."""
-    if plain.length != found.length:
-        return [("length", -1, plain.length, found.length)]
+    if (ours := f"{plain.length}, {plain.delta}") != (theirs := f"{found.length}, {found.delta}"):
+        return [("length and delta", -1, ours, theirs)]
     names = sorted(plain.arrays.keys() | found.arrays.keys())
-    pairs = [(name, plain.arrays.get(name), found.arrays.get(name)) for name in names]
+    pairs = ((name, plain.arrays.get(name), found.arrays.get(name)) for name in names)
     return [(name, -1, _describe(a), _describe(b)) for name, a, b in pairs if not _same_bits(a, b)]
 
 

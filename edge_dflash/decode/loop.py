@@ -20,6 +20,7 @@ from edge_dflash.decode.backend import Asked, Backend, Cycle, Outcome, Rows
 from edge_dflash.decode.controls import NO_CONTROLS, Controls, CycleTime, Interrupted, Pace
 from edge_dflash.decode.drafts import NO_DRAFTING, Drafting
 from edge_dflash.decode.options import Options, Request, admit
+from edge_dflash.decode.pictured import Placed
 from edge_dflash.decode.sampling import TokenLogprob, token_logprobs
 from edge_dflash.decode.session import Session, SessionManager
 from edge_dflash.decode.sights import Gaze
@@ -232,13 +233,15 @@ def stream(
     *,
     stop_token_ids: Sequence[int] = (),
     controls: Controls = NO_CONTROLS,
+    pictures: Sequence[Placed] = (),
 ) -> Iterator[Step]:
     """:func:`decode` on a backend without sessions: ``prompt`` goes on behind the rows that its first lane holds.
 
-    Raises RequestError and ContextError before the backend is touched.
+    ``pictures`` are those of a prompt that goes on behind nothing. Raises RequestError and ContextError before the
+    backend is touched.
     """
     manager, held = SessionManager(backend), backend.length()
-    request = admit(backend.shape, (*[0] * held, *prompt) if prompt else (), options, stop_token_ids)
+    request = admit(backend.shape, (*[0] * held, *prompt) if prompt else (), options, stop_token_ids, pictures=pictures)
     session = manager.open()
     if held:
         session.stand_in(request.pictured, held)  # whatever the tokens of the rows are
@@ -253,9 +256,11 @@ def generate(
     *,
     stop_token_ids: Sequence[int] = (),
     controls: Controls = NO_CONTROLS,
+    pictures: Sequence[Placed] = (),
 ) -> Generation:
     """Run :func:`stream` to its end."""
-    return collect(list(stream(backend, prompt, options, stop_token_ids=stop_token_ids, controls=controls)))
+    run = stream(backend, prompt, options, stop_token_ids=stop_token_ids, controls=controls, pictures=pictures)
+    return collect(list(run))
 
 
 def collect(steps: Sequence[Step]) -> Generation:

@@ -19,10 +19,16 @@ import numpy as np
 import numpy.typing as npt
 
 from edge_dflash.errors import RequestError
+from edge_dflash.model.specs import PatchSpec
 
 
 class Picture(Protocol):
-    """What a sequence needs of a picture."""
+    """What a sequence needs of a picture (:class:`~edge_dflash.decode.saved_picture.SavedPicture`)."""
+
+    @property
+    def levels(self) -> npt.NDArray[np.uint8]:
+        """Patches [patches, columns of one frame]."""
+        ...
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -30,13 +36,18 @@ class Picture(Protocol):
         ...
 
     @property
-    def tokens(self) -> int:
-        """Rows of the language model."""
+    def digest(self) -> bytes:
+        """Of its size and decoded pixels."""
         ...
 
     @property
-    def digest(self) -> bytes:
-        """Of its size and decoded pixels."""
+    def spec(self) -> PatchSpec:
+        """How it became patches."""
+        ...
+
+    @property
+    def tokens(self) -> int:
+        """Rows of the language model."""
         ...
 
     def values(self) -> npt.NDArray[np.float32]:

@@ -1,9 +1,11 @@
 """A session as a file.
 
-It is safetensors with the tokens (I32), the arrays of its snapshot, and what they belong to. Its
-``__metadata__`` holds format, version, the bundle's fingerprint, the session's note if it has one, and a SHA-256 of the
-whole file in which its own place holds zeros. It finds damage; it is no signature. Nothing is unpickled. Whether the
-arrays fit a backend is found when they are restored.
+It is safetensors with the tokens (I32), the arrays of its snapshot, and what they belong to. Its ``__metadata__``
+holds format, version, the bundle's fingerprint, the session's note if it has one, and a SHA-256 of the whole file in
+which its own place holds zeros. It finds damage; it is no signature. Nothing is unpickled. Whether the arrays fit a
+backend is found when they are restored. A session with pictures is of version 2: it has the patches of each different
+picture, from which its state can be computed again, and in ``__metadata__`` where they stand; any other is of version
+1.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import BufferedReader
@@ -22,15 +24,18 @@ from typing import BinaryIO
 
 import numpy as np
 
+from edge_dflash.common.tables import decode, encode
 from edge_dflash.decode.backend import Snapshot
-from edge_dflash.decode.pictured import Pictured, Placed
+from edge_dflash.decode.pictured import Picture, Pictured, Placed
+from edge_dflash.decode.saved_picture import SavedPicture
 from edge_dflash.errors import BundleError, CheckpointError, RequestError, StorageError
+from edge_dflash.model.specs import PatchSpec
 from edge_dflash.weights.formats import Array
 from edge_dflash.weights.safetensors import DTYPES, Entry, TensorFiles
 
 FORMAT = "edge-dflash-session"
-VERSION = 1
-_TOKENS, _STATE = "tokens", "state."
+VERSIONS = ("1", "2")  # of a session of text, and of one with pictures
+_TOKENS, _STATE, _PICTURE = "tokens", "state.", "picture."
 _NO_CHECKSUM = "0" * 64
 _REMEDY = "; restore the file from a copy, or start a new session"
 _KINDS = {np.dtype(DTYPES[kind]): kind for kind in ("U8", "I8", "U16", "I16", "F16", "U32", "I32", "F32", "I64", "F64")}
@@ -60,6 +65,46 @@ class SessionState:
             )
 
 
+@dataclass(frozen=True)
+class _Shown:
+    """Where the pictures of a session stand."""
+
+    at: tuple[int, ...]  # index of each one's first row
+    of: tuple[int, ...]  # which of the different pictures it is
+    grids: tuple[tuple[int, int], ...]  # of the different pictures
+    digests: tuple[str, ...]
+    patches: PatchSpec
+
+    @classmethod
+    def of_session(cls, pictures: Sequence[Placed]) -> tuple[_Shown, list[Picture]]:
+        """Of a session with pictures, and the different ones."""
+        different = {placed.key: placed.picture for placed in pictures}
+        number = {key: index for index, key in enumerate(different)}
+        found = list(different.values())
+        shown = cls(
+            tuple(placed.at for placed in pictures),
+            tuple(number[placed.key] for placed in pictures),
+            tuple(one.grid for one in found),
+            tuple(one.digest.hex() for one in found),
+            found[0].spec,
+        )
+        return shown, found
+
+    def placed(self, levels: Sequence[Array]) -> tuple[Placed, ...]:
+        """Pictures with these patches. Raises ValueError for what no session has."""
+        spec, found = self.patches, list[SavedPicture]()
+        for patches, grid, digest in zip(levels, self.grids, self.digests, strict=True):
+            rows, columns = grid
+            if patches.dtype != np.uint8 or patches.shape != (rows * columns, 3 * spec.patch**2):
+                raise ValueError(f"patches of a grid {list(grid)} are {patches.dtype} {list(patches.shape)}")
+            if min(rows, columns, spec.merge) < 1 or rows % spec.merge or columns % spec.merge:
+                raise ValueError(f"a grid of {rows} x {columns} patches does not consist of blocks of {spec.merge}")
+            found.append(SavedPicture(patches, grid, bytes.fromhex(digest), spec))
+        if {*self.of} != {*range(len(found))}:
+            raise ValueError(f"pictures {sorted({*self.of})} of {len(found)} stand in it")
+        return tuple(Placed(at, found[of]) for at, of in zip(self.at, self.of, strict=True))
+
+
 def save_session(path: Path | str, state: SessionState) -> int:
     """Write a session durably and in one step: ``path`` holds the old file or the new one, whatever happens.
 
@@ -69,9 +114,13 @@ def save_session(path: Path | str, state: SessionState) -> int:
     arrays: dict[str, Array] = {_TOKENS: np.array(state.tokens, dtype=np.int32)}
     if state.snapshot is not None:
         arrays |= {_STATE + name: array for name, array in state.snapshot.arrays.items()}
+    shown = None
+    if state.pictures:
+        shown, different = _Shown.of_session(state.pictures)
+        arrays |= {f"{_PICTURE}{index}": picture.levels for index, picture in enumerate(different)}
     order = sorted(arrays, key=lambda name: (-arrays[name].dtype.itemsize, name))  # wide first keeps views aligned
     parts = [np.ascontiguousarray(arrays[name]).reshape(-1).view(np.uint8) for name in order]
-    header = _header({name: arrays[name] for name in order}, state)
+    header = _header({name: arrays[name] for name in order}, state, shown)
     digest = hashlib.sha256(header)
     for part in parts:
         digest.update(part.data)
@@ -112,20 +161,36 @@ def load_session(path: Path | str, fingerprint: str) -> SessionState:
     except OSError as error:
         raise _unread(path, error) from None
     _check(path, header, fingerprint, arrays, sorted(arrays, key=lambda name: tensors.entry(name).offset))
-    tokens = arrays.pop(_TOKENS)
-    states = {name.removeprefix(_STATE): array for name, array in arrays.items()}
-    snapshot = Snapshot(len(tokens) - 1, states) if states else None
-    note = json.loads(header[8:])["__metadata__"].get("note", "")
-    return SessionState(tuple(tokens.tolist()), snapshot, fingerprint, note)
+    metadata = json.loads(header[8:])["__metadata__"]
+    tokens, pictures = tuple(arrays.pop(_TOKENS).tolist()), _pictures(path, metadata, arrays)
+    states = {name.removeprefix(_STATE): array for name, array in arrays.items() if name.startswith(_STATE)}
+    delta = Pictured(tokens, pictures).delta(len(tokens))
+    snapshot = Snapshot(len(tokens) - 1, states, delta) if states else None
+    return SessionState(tokens, snapshot, fingerprint, metadata.get("note", ""), pictures)
+
+
+def _pictures(path: Path, metadata: Mapping[str, str], arrays: Mapping[str, Array]) -> tuple[Placed, ...]:
+    """Pictures of a file whose checksum is right. Raises RequestError for what no session has."""
+    levels = {name: array for name, array in arrays.items() if name.startswith(_PICTURE)}
+    if metadata["version"] == VERSIONS[0] and not levels:
+        return ()
+    try:
+        shown = decode(_Shown, json.loads(metadata["pictures"]), "pictures")
+        return shown.placed([levels.pop(f"{_PICTURE}{index}") for index in range(len(levels))])
+    except (KeyError, ValueError, BundleError) as error:
+        raise RequestError(f"{path}: its pictures are not as a session's: {error}{_REMEDY}") from None
 
 
 def _unread(path: Path, error: OSError) -> StorageError:
     return StorageError.of(error, f"cannot read {path}", "check its permissions and the disk")
 
 
-def _header(arrays: Mapping[str, Array], state: SessionState) -> bytes:
+def _header(arrays: Mapping[str, Array], state: SessionState, shown: _Shown | None) -> bytes:
     """Length prefix and header of a file with these arrays, in their order, and zeros for the checksum."""
-    metadata = {"format": FORMAT, "version": str(VERSION), "fingerprint": state.fingerprint, "sha256": _NO_CHECKSUM}
+    version = VERSIONS[0 if shown is None else 1]
+    metadata = {"format": FORMAT, "version": version, "fingerprint": state.fingerprint, "sha256": _NO_CHECKSUM}
+    if shown is not None:
+        metadata["pictures"] = json.dumps(encode(shown))
     if state.note:
         metadata["note"] = state.note
     header: dict[str, object] = {"__metadata__": metadata}
@@ -154,10 +219,9 @@ def _check(path: Path, header: bytes, fingerprint: str, arrays: Mapping[str, Arr
     found = metadata if isinstance(metadata, dict) else {}
     if found.get("format") != FORMAT:
         raise RequestError(f"{path}: format is {found.get('format')!r}, wanted {FORMAT!r}; give the file of a session")
-    if (version := str(found.get("version"))) != str(VERSION):
-        newer = version.isdecimal() and int(version) > VERSION
-        remedy = "update edge-dflash" if newer else "start a new session"
-        raise RequestError(f"{path}: version is {version!r}, this edge-dflash reads {str(VERSION)!r}; {remedy}")
+    if (version := str(found.get("version"))) not in VERSIONS:
+        remedy = "update edge-dflash" if version.isdecimal() and int(version) > 0 else "start a new session"
+        raise RequestError(f"{path}: version is {version!r}, this edge-dflash reads {', '.join(VERSIONS)}; {remedy}")
     checksum = str(found.get("sha256"))
     digest = hashlib.sha256(header.replace(checksum.encode(), _NO_CHECKSUM.encode(), 1) if len(checksum) == 64 else b"")
     for name in order:
@@ -169,11 +233,13 @@ def _check(path: Path, header: bytes, fingerprint: str, arrays: Mapping[str, Arr
             f"{path}: fingerprint is {found.get('fingerprint')!r}, this bundle's is {fingerprint!r}; "
             "open the bundle that the session was made with, or start a new session"
         )
-    odd = [name for name in arrays if name != _TOKENS and not name.startswith(_STATE)]
+    odd = [name for name in arrays if name != _TOKENS and not name.startswith((_STATE, _PICTURE))]
     tokens = arrays.get(_TOKENS)
     if odd or tokens is None or tokens.dtype != np.int32 or tokens.ndim != 1 or (tokens < 0).any():
         what = odd[0] if odd else _TOKENS
-        raise RequestError(f"{path}: tensor {what} is not as a session's; wanted tokens (I32, 1 axis) and state.*")
+        raise RequestError(
+            f"{path}: tensor {what} is not as a session's; wanted tokens (I32, 1 axis), state.* and picture.*"
+        )
 
 
 @contextmanager

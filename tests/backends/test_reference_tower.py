@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from golden_pairs import GOLDEN
-from pictures_support import GivenPicture, picture
+from pictures_support import given, picture
 from safetensors.numpy import save_file
 
 from edge_dflash.backends.reference.backend import ReferenceBackend
@@ -71,7 +71,7 @@ def test_the_backend_sees():
     assert (len(seen), seen.nbytes) == (7, 7 * 64 * 4)
     assert np.abs(seen.host() - golden("img1.tower_rows")).max() <= 1e-4
     with pytest.raises(BackendError, match=r"are \[24, 1536\], not \[28, 1536\]"):
-        backend.see(GivenPicture(picture(1).given, (4, 6)))
+        backend.see(given(picture(1).levels, (4, 6)))
     blind = ReferenceBackend(PAIR.text_only, store, FLOAT32, max_context=64)
     with pytest.raises(BackendError, match="no vision tower"):
         blind.see(picture(1))

@@ -9,10 +9,11 @@ from fakes import FakeBackend
 from golden_pairs import golden
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pictures_support import IMAGE, GivenPicture, mixed, noise, picture, prompt
+from pictures_support import IMAGE, changed, mixed, noise, picture, prompt
 
 from edge_dflash.backends.host_cycle import Delegate
 from edge_dflash.decode.pictured import Pictured, Placed, check_pictures
+from edge_dflash.decode.saved_picture import SavedPicture
 from edge_dflash.errors import RequestError
 
 RUNS = range(4)
@@ -34,7 +35,7 @@ def slow_positions(parts):
     """Token by token, as vision.md says it; the delta behind each token."""
     columns, deltas, p = [], [], 0
     for part in parts:
-        if isinstance(part, GivenPicture):
+        if isinstance(part, SavedPicture):
             height, width = part.grid[0] // 2, part.grid[1] // 2
             before = p - len(columns)
             columns += [(p, p + row, p + column) for row in range(height) for column in range(width)]
@@ -83,11 +84,9 @@ def test_a_text_is_its_own_identity_and_has_no_sight():
 
 
 def test_identities_tell_pictures_from_texts_and_from_each_other():
-    one, pixel = picture(0), picture(0).given.copy()
-    pixel[3, 7] += 1 / 127.5
-    changed = GivenPicture(pixel, one.grid)
+    one = picture(0)
     turned = replace(one, grid=one.grid[::-1])
-    said = {name: mixed([1], image, [2]).identities for name, image in (("a", one), ("b", changed), ("c", turned))}
+    said = {name: mixed([1], image, [2]).identities for name, image in (("a", one), ("b", changed(one)), ("c", turned))}
     assert len({*said.values()}) == 3
     for identities in said.values():
         assert [number < 0 for number in identities] == [False] + [True] * one.tokens + [False]

@@ -131,8 +131,8 @@ def test_every_truncation_and_extension_is_refused(tmp_path):
     ("changes", "error", "text"),
     [
         ({"format": "pt"}, RequestError, "format is 'pt', wanted 'edge-dflash-session'"),
-        ({"version": "2"}, RequestError, "version is '2', this edge-dflash reads '1'; update edge-dflash"),
-        ({"version": "0"}, RequestError, "version is '0', this edge-dflash reads '1'; start a new session"),
+        ({"version": "3"}, RequestError, "version is '3', this edge-dflash reads 1, 2; update edge-dflash"),
+        ({"version": "0"}, RequestError, "version is '0', this edge-dflash reads 1, 2; start a new session"),
         ({"version": "x"}, RequestError, "version is 'x'"),
         ({"sha256": ""}, RequestError, "sha256 is "),
         ({"sha256": "1" * 64}, RequestError, "sha256 is 1111111111111111..., the content has"),

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cache
 
 from golden_pairs import ENGINE, backend, golden, same_bits
+from pictures_support import mixed, picture
 from session_support import state_of
 
 from edge_dflash.backends.host_cycle import Delegate
@@ -14,10 +15,13 @@ from edge_dflash.checks.asking import GivenDrafts
 from edge_dflash.decode.backend import Asked
 from edge_dflash.decode.loop import decode, given, turns
 from edge_dflash.decode.options import Options, admit
+from edge_dflash.decode.pictured import Pictured
 from edge_dflash.decode.session import SessionManager
 from edge_dflash.decode.store import PrefixStore
 
 LANES = 4
+SEES = "vision"
+PARTS = [[3, 1, 4], [1, 5, 9, 2, 6], [5], *map(picture, range(3))]
 
 
 class Forced(Delegate):
@@ -38,7 +42,7 @@ def alone(name, prompt, options, steps):
     """Tokens, accept lengths and state of a request on a backend of one lane, after so many steps with tokens."""
     lane = Forced(backend(name, ENGINE, prefill_chunk=16))
     session = SessionManager(lane).open()
-    run, made = decode(session, admit(lane.shape, prompt, options)), []
+    run, made = decode(session, admit(lane.shape, prompt.ids, options, pictures=prompt.pictures)), []
     for step in run:
         made.append(step)
         if sum(bool(one.tokens) for one in made) == steps:
@@ -61,7 +65,11 @@ class Mix:
 
     def arrive(self):
         pick = self.random
-        prompt = tuple(golden(self.name)[pick.choice(("p1.prompt", "p2.prompt"))].tolist())[: pick.randint(1, 40)]
+        prompt = Pictured(
+            tuple(golden(self.name)[pick.choice(("p1.prompt", "p2.prompt"))].tolist())[: pick.randint(1, 40)]
+        )
+        if self.name == SEES:
+            prompt = mixed(*pick.sample(PARTS, pick.randint(1, 5)), [pick.randrange(180)])
         sampled = {"temperature": pick.choice((0.7, 1.3)), "seed": pick.randrange(9), "top_k": pick.choice((0, 20))}
         options = Options(
             max_new_tokens=pick.randint(1, 24),
@@ -69,8 +77,9 @@ class Mix:
             **(sampled if pick.random() < 0.5 else {}),
         )
         session = self.manager.open()
-        keep = (len(prompt) // 2,) if len(prompt) > 1 and pick.random() < 0.3 else ()
-        run = turns(session, admit(self.lanes.shape, prompt, options, keep=keep))
+        half = len(prompt.ids) // 2
+        keep = (half,) if half and pick.random() < 0.3 else ()
+        run = turns(session, admit(self.lanes.shape, prompt.ids, options, (), keep, prompt.pictures))
         self.running.append((session, run, prompt, options, []))
 
     def turn(self):

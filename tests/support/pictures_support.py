@@ -1,51 +1,54 @@
 """Pictures of the golden run and made-up ones, without any decoder."""
 
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import replace
 from hashlib import blake2b
 
 import numpy as np
-from golden_pairs import golden
+from golden_pairs import FLOAT32, golden, pair, store
 
+from edge_dflash.backends.reference.backend import ReferenceBackend
 from edge_dflash.decode.controls import NO_CONTROLS
 from edge_dflash.decode.loop import decode
 from edge_dflash.decode.options import admit
 from edge_dflash.decode.pictured import Pictured, Placed
+from edge_dflash.decode.saved_picture import SavedPicture
+from edge_dflash.model import pair_programs
+from edge_dflash.model.specs import PatchSpec
+from edge_dflash.model.vision import TOWER
+from edge_dflash.weights.formats import WideWeight
 
 IMAGE = 186
 """The placeholder of the golden pair."""
 
 
-@dataclass(frozen=True, eq=False)
-class GivenPicture:
-    """A picture by the tower's own input."""
+SPEC = PatchSpec(16, 2, 2, 56 * 56, 1 << 24, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
 
-    given: np.ndarray  # [patches, columns]
-    grid: tuple[int, int]
 
-    @property
-    def tokens(self):
-        return self.grid[0] * self.grid[1] // 4
-
-    @cached_property
-    def digest(self):
-        return blake2b(self.given.tobytes(), digest_size=16).digest()
-
-    def values(self):
-        return self.given
+def given(levels, grid):
+    """A picture by the levels of its patches [patches, 768]."""
+    levels = np.ascontiguousarray(levels, np.uint8)
+    return SavedPicture(levels, tuple(grid), blake2b(levels.tobytes(), digest_size=16).digest(), SPEC)
 
 
 def picture(number):
     """One of the golden run's."""
     found = golden("vision")
     _, *grid = found[f"img{number}.grid_thw"].tolist()
-    return GivenPicture(found[f"img{number}.pixel_values"], tuple(grid))
+    levels = np.rint((found[f"img{number}.pixel_values"] + 1) * 127.5).reshape(-1, 3, 2, 256)
+    return given(levels[:, :, 0].reshape(-1, 768), grid)
 
 
-def noise(seed, grid=(4, 4), columns=1536):
+def noise(seed, grid=(4, 4)):
     """A picture of random values."""
     rng = np.random.default_rng(seed)
-    return GivenPicture(rng.uniform(-1, 1, (grid[0] * grid[1], columns)).astype(np.float32), tuple(grid))
+    return given(rng.integers(0, 256, (grid[0] * grid[1], 768)), grid)
+
+
+def changed(one):
+    """A picture with another value of one pixel."""
+    levels = one.levels.copy()
+    levels[3, 7] ^= 1
+    return given(levels, one.grid)
 
 
 def prompt(number):
@@ -65,13 +68,13 @@ def parts_of(ids, images):
     return [*parts, ids[at:]]
 
 
-def mixed(*parts):
+def mixed(*parts, image=IMAGE):
     """A prompt of ids and pictures in turns."""
     ids, pictures = [], []
     for part in parts:
-        if isinstance(part, GivenPicture):
+        if isinstance(part, SavedPicture):
             pictures.append(Placed(len(ids), part))
-            ids += [IMAGE] * part.tokens
+            ids += [image] * part.tokens
         else:
             ids += part
     return Pictured(tuple(ids), tuple(pictures))
@@ -87,3 +90,30 @@ def ask(session, said, options, controls=NO_CONTROLS, keep=()):
     """Steps of an answer to a prompt with pictures in a session."""
     request = admit(session.backend.shape, said.ids, options, (), keep, said.pictures)
     return decode(session, request, controls)
+
+
+class RandomTower:
+    """The weights of another golden pair, and a tower of random ones."""
+
+    def __init__(self, name, weights):
+        self._inner, self._weights = store(name), weights
+
+    def get(self, name):
+        if not name.startswith(TOWER):
+            return self._inner.get(name)
+        shape, rng = self._weights[name].shape, np.random.default_rng(list(name.encode()))
+        return WideWeight((rng.standard_normal(shape) / np.sqrt(shape[-1])).astype(np.float32))
+
+    def kv_scale(self, state):
+        return self._inner.kv_scale(state)
+
+
+def sighted(name="qwen3_5", precision=FLOAT32, **options):
+    """Another golden pair with a small random tower and a vocabulary that takes a tokenizer; the placeholder is 510."""
+    blind, vision = pair(name), pair("vision").target.vision
+    rope = replace(blind.target.attention.rope, mrope_section=(3, 3, 2))
+    vision = replace(vision, depth=1, heads=2, out=blind.target.hidden_size, image_token_id=510, video_token_id=509)
+    target = replace(blind.target, vision=vision, attention=replace(blind.target.attention, rope=rope))
+    spec = replace(blind, target=target)
+    weights = RandomTower(name, pair_programs(spec).weights)
+    return ReferenceBackend(spec, weights, precision, max_context=160, **options)
