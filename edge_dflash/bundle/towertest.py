@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from edge_dflash.model.specs import VisionSpec
+from edge_dflash.model.specs import PatchSpec, VisionSpec
 
 SUMS = 24  # of each row
 ROUNDING = 3.0  # times the rounding seen at build: the most that the rows of another arithmetic may move
@@ -27,12 +27,17 @@ BLOCKS = (2, 10)  # rows of the language model of the picture, height by width
 class Chart:
     """The test's picture. See :class:`~edge_dflash.decode.pictured.Picture`."""
 
-    spec: VisionSpec
+    vision: VisionSpec
+
+    @property
+    def spec(self) -> PatchSpec:
+        """How it became patches."""
+        return self.vision.patches
 
     @property
     def grid(self) -> tuple[int, int]:
         """Patches, rows by columns."""
-        merge = self.spec.patches.merge
+        merge = self.spec.merge
         return BLOCKS[0] * merge, BLOCKS[1] * merge
 
     @property
@@ -43,7 +48,7 @@ class Chart:
     @cached_property
     def levels(self) -> npt.NDArray[np.uint8]:
         """Patches [patches, 3 * patch^2] of one frame: waves of another length and phase in each patch and channel."""
-        area, patches = self.spec.patches.patch**2, self.grid[0] * self.grid[1]
+        area, patches = self.spec.patch**2, self.grid[0] * self.grid[1]
         patch, channel, pixel = np.indices((patches, 3, area))
         waves = np.sin((patch + 1) * 0.7 + (channel + 1) * 1.3 + pixel * (0.05 + 0.01 * patch + 0.03 * channel))
         levels: npt.NDArray[np.uint8] = np.rint(127.5 + 127.5 * waves).astype(np.uint8)
@@ -56,7 +61,7 @@ class Chart:
 
     def values(self) -> npt.NDArray[np.float32]:
         """The tower's input [patches, columns]."""
-        patches = self.spec.patches
+        patches = self.spec
         frame = self.levels.reshape(-1, 3, 1, patches.patch**2).astype(np.float64) / 255
         mean, std = (np.array(numbers)[:, None, None] for numbers in (patches.mean, patches.std))
         clip = np.repeat((frame - mean) / std, patches.temporal, axis=2)
