@@ -11,6 +11,7 @@
     │   └── DeviceLostError         the device failed in a way that lasts until the process ends
     ├── RequestError        a request is invalid; the session is as it was
     │   ├── ContextError    the prompt and its budget do not fit the usable context
+    │   ├── ImageError      an image of the request is none, is damaged, or is too large
     │   ├── QueueFullError  the engine has as many requests waiting as it takes; try again later
     │   ├── StorageError    the disk refuses a session's file; the session is as it was
     │   ├── EngineFailedError       the engine's worker failed, and every request with it
@@ -81,6 +82,10 @@ class RequestError(EdgeDflashError):
     """A request is invalid. Nothing was changed by it."""
 
     exit_code = 8
+
+
+class ImageError(RequestError):
+    """An image cannot be read, is damaged, of another format, or larger than the limits."""
 
 
 class ContextError(RequestError):

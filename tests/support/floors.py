@@ -6,6 +6,7 @@ FLOORS = (
     "common",
     "board",
     "model",
+    "pictures",
     "weights",
     "text",
     "decode",

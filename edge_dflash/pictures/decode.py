@@ -1,0 +1,158 @@
+"""What callers hand over as an image -> RGB pixels, bounded in bytes, pixels and so in time.
+
+Files are PNG or JPEG, read by Pillow. Orientation by EXIF is applied, then transparency is dropped and greys and
+palettes become RGB, as transformers' image loading does; 16 bits a channel keep their upper 8. Of an animated file the
+first frame counts.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import os
+import stat
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from edge_dflash.errors import ImageError
+
+Pixels = npt.NDArray[np.uint8]
+
+FORMATS = ("PNG", "JPEG")
+_ACCEPTED = (
+    "a path, bytes of a PNG or JPEG file, a data URL, an array (height, width, 3) of uint8, or an image of Pillow"
+)
+_ADDRESSES = ("http://", "https://", "ftp://", "file://")
+
+
+@dataclass(frozen=True)
+class ImageLimits:
+    """What one image may be."""
+
+    file_bytes: int = 16 << 20  # of the encoded file
+    pixels: int = 20_000_000  # of the decoded picture
+
+
+DEFAULT_LIMITS = ImageLimits()
+
+
+def decode(source: object, limits: ImageLimits = DEFAULT_LIMITS) -> Pixels:
+    """RGB pixels (height, width, 3) of what a caller calls an image. Raises ImageError for what is none."""
+    match source:
+        case np.ndarray():
+            return _checked_array(source, limits)
+        case str() if source.startswith("data:"):
+            return _decode_file(from_data_url(source, limits), limits)
+        case str() if source.lower().startswith(_ADDRESSES):
+            shown = source[:60]
+            raise ImageError(f"image {shown!r} is an address; nothing is fetched: give {_ACCEPTED}")
+        case str() | Path():
+            return _decode_file(_read(Path(source), limits), limits)
+        case bytes() | bytearray() | memoryview():
+            return _decode_file(bytes(source), limits)
+        case _ if hasattr(source, "convert") and hasattr(source, "getexif"):
+            return _pixels(source, limits)
+        case _:
+            raise ImageError(f"an image is a {type(source).__name__}; give {_ACCEPTED}")
+
+
+def from_data_url(url: str, limits: ImageLimits = DEFAULT_LIMITS) -> bytes:
+    """The bytes of a data URL (RFC 2397) in base64. Raises ImageError."""
+    head, comma, text = url.partition(",")
+    if not comma or not head.endswith(";base64"):
+        raise ImageError(f"image {url[:40]!r} is no data URL in base64; give data:image/png;base64,... or image/jpeg")
+    if 3 * len(text) // 4 > limits.file_bytes + 2:
+        raise _too_long(3 * len(text) // 4, limits)
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise ImageError(f"the data URL of an image is not base64 ({error}); encode the file again") from None
+
+
+def _too_long(size: int, limits: ImageLimits) -> ImageError:
+    return ImageError(
+        f"an image file has {size:,} bytes, at most {limits.file_bytes:,} are read; give a smaller file, or raise the "
+        "limit"
+    )
+
+
+def _read(path: Path, limits: ImageLimits) -> bytes:
+    """A regular file's bytes: nothing that blocks, nothing without an end."""
+    try:
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            facts = os.fstat(file.fileno())
+            if not stat.S_ISREG(facts.st_mode):
+                raise ImageError(f"image {str(path)!r} is not a regular file; give the path of a PNG or JPEG file")
+            if facts.st_size > limits.file_bytes:
+                raise _too_long(facts.st_size, limits)
+            found = file.read(limits.file_bytes + 1)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ImageError(f"image {str(path)[:200]!r} cannot be read ({reason}); give the path of a file") from None
+    if len(found) > limits.file_bytes:
+        raise _too_long(len(found), limits)
+    return found
+
+
+def _decode_file(data: bytes, limits: ImageLimits) -> Pixels:
+    """Pixels of a file's bytes."""
+    if len(data) > limits.file_bytes:
+        raise _too_long(len(data), limits)
+    try:
+        from PIL import Image
+    except ModuleNotFoundError:
+        raise ImageError(
+            "reading image files needs Pillow; install it with: pip install 'edge-dflash[images]', or give arrays"
+        ) from None
+    try:
+        image = Image.open(BytesIO(data), formats=FORMATS)
+    except Image.UnidentifiedImageError:
+        raise ImageError(f"an image of {len(data)} bytes is no PNG or JPEG file; convert it to one of them") from None
+    except Exception as error:  # a decoder's errors have many types
+        raise _damaged(error) from None
+    return _pixels(image, limits)
+
+
+def _pixels(image: Any, limits: ImageLimits) -> Pixels:
+    """Pixels of an opened image, of which so far its size is known."""
+    _check_size(image.height, image.width, limits)
+    try:
+        from PIL import ImageOps
+
+        image.load()
+        image = ImageOps.exif_transpose(image)
+        if image.mode.startswith("I"):  # 16 bits
+            wide = np.asarray(image).astype(np.int64).clip(0, 65535) >> 8
+            return np.repeat(wide.astype(np.uint8)[:, :, None], 3, axis=2)
+        return np.array(image.convert("RGB"))
+    except Exception as error:
+        raise _damaged(error) from None
+
+
+def _damaged(error: Exception) -> ImageError:
+    reason = " ".join(str(error).split())[:120] or type(error).__name__
+    return ImageError(f"an image cannot be decoded ({reason}); it is damaged, or of a form that is not read")
+
+
+def _checked_array(array: npt.NDArray[Any], limits: ImageLimits) -> Pixels:
+    if array.dtype != np.uint8 or array.ndim != 3 or array.shape[2] != 3:
+        raise ImageError(
+            f"an image is an array {array.shape} of {array.dtype}; give (height, width, 3) of uint8, red first"
+        )
+    _check_size(array.shape[0], array.shape[1], limits)
+    return np.ascontiguousarray(array)
+
+
+def _check_size(height: int, width: int, limits: ImageLimits) -> None:
+    if not height or not width:
+        raise ImageError(f"an image has {height} x {width} pixels; give one with pixels")
+    if height * width > limits.pixels:
+        raise ImageError(
+            f"an image has {height} x {width} pixels, at most {limits.pixels:,} are decoded; give a smaller one, or "
+            "raise the limit"
+        )

@@ -1,0 +1,158 @@
+"""Pictures: sizes, levels and patches as the published processor's, the same bytes however they come."""
+
+from __future__ import annotations
+
+import base64
+
+import numpy as np
+import pytest
+from golden_pairs import golden
+from paths import ROOT
+from picture_files import GOLDEN, PUBLISHED, encoded, noise
+from PIL import Image
+
+from edge_dflash.errors import ImageError
+from edge_dflash.pictures.picture import picture_of, pictures_of
+from edge_dflash.pictures.resize import resize, target_size
+
+FOLDER = ROOT / "tests" / "golden" / "vision-tiny"
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_patches_are_those_of_the_published_processor(number):
+    found = picture_of(FOLDER / f"img{number}.png", GOLDEN)
+    assert np.array_equal(found.values(), golden("vision")[f"img{number}.pixel_values"])
+    assert (1, *found.grid) == tuple(golden("vision")[f"img{number}.grid_thw"])
+    assert found.tokens == found.grid[0] * found.grid[1] // 4
+
+
+@pytest.mark.parametrize(
+    ("size", "spec", "wanted"),
+    [
+        ((600, 800), PUBLISHED, (608, 800)),
+        ((480, 640), PUBLISHED, (480, 640)),
+        ((336, 336), PUBLISHED, (320, 320)),  # 10.5 blocks: ties to even, and below
+        ((368, 368), PUBLISHED, (384, 384)),  # 11.5 blocks
+        ((272, 304), PUBLISHED, (256, 320)),  # 8.5 and 9.5
+        ((9, 7), GOLDEN, (96, 64)),
+        ((75, 101), GOLDEN, (64, 96)),
+        ((33, 226), GOLDEN, (32, 224)),
+        ((1, 1), PUBLISHED, (256, 256)),
+        ((1, 200), PUBLISHED, (32, 3648)),
+        ((200, 1), PUBLISHED, (3648, 32)),
+        ((5000, 4000), PUBLISHED, (4576, 3648)),
+        ((8192, 2048), PUBLISHED, (8192, 2048)),  # as many pixels as there may be
+        ((300, 300), GOLDEN, (256, 256)),
+    ],
+)
+def test_sizes_are_multiples_within_bounds(size, spec, wanted):
+    assert target_size(*size, spec) == wanted
+
+
+def test_a_picture_is_not_200_times_as_long_as_it_is_wide():
+    with pytest.raises(ImageError, match="200 times"):
+        target_size(1, 201, PUBLISHED)
+
+
+@pytest.mark.parametrize(("before", "after"), [((40, 30), (64, 96)), ((300, 200), (96, 64)), ((64, 50), (64, 32))])
+def test_levels_are_within_a_level_of_exact_interpolation(before, after):
+    planes = np.ascontiguousarray(noise(*before).transpose(2, 0, 1))
+    exact = planes.astype(np.float64)
+    for axis, size in ((2, after[1]), (1, after[0])):
+        exact = np.clip(
+            np.rint(np.moveaxis(np.moveaxis(exact, axis, -1) @ matrix(exact.shape[axis], size).T, -1, axis)), 0, 255
+        )
+    assert np.abs(resize(planes, after) - exact).max() <= 1
+
+
+def matrix(old, new):
+    """Weights [new, old] of bicubic interpolation with antialiasing, one by one."""
+    scale, found = old / new, np.zeros((new, old))
+    wide = max(scale, 1.0)
+    for i in range(new):
+        center = scale * (i + 0.5)
+        for j in range(max(int(center - 2 * wide + 0.5), 0), min(int(center + 2 * wide + 0.5), old)):
+            x = abs((j + 0.5 - center) / wide)
+            found[i, j] = 1.5 * x**3 - 2.5 * x**2 + 1 if x < 1 else -0.5 * x**3 + 2.5 * x**2 - 4 * x + 2 if x < 2 else 0
+    return found / found.sum(axis=1, keepdims=True)
+
+
+def test_patches_of_a_block_are_neighbours():
+    pixels = np.zeros((64, 96, 3), np.uint8)
+    pixels[..., 0] = np.arange(64)[:, None]
+    pixels[..., 1] = np.arange(96)
+    found = picture_of(pixels, GOLDEN)
+    corners = [(int(row[0]), int(row[256])) for row in found.levels]
+    assert corners[:8] == [(0, 0), (0, 16), (16, 0), (16, 16), (0, 32), (0, 48), (16, 32), (16, 48)]
+    assert corners[12] == (32, 0)
+
+
+def test_the_same_picture_is_the_same_however_it_comes(tmp_path):
+    pixels = noise(75, 101)
+    file = tmp_path / "frame.png"
+    file.write_bytes(encoded(pixels))
+    url = "data:image/png;base64," + base64.b64encode(file.read_bytes()).decode()
+    sources = [pixels, file, str(file), file.read_bytes(), bytearray(file.read_bytes()), url, Image.fromarray(pixels)]
+    first, *others = pictures_of(sources, GOLDEN)
+    for other in others:
+        assert (other.digest, other.grid) == (first.digest, first.grid)
+        assert np.array_equal(other.levels, first.levels)
+
+
+def test_one_pixel_makes_another_picture():
+    pixels = noise(75, 101)
+    other = pixels.copy()
+    other[40, 50, 1] ^= 1
+    assert picture_of(pixels, GOLDEN).digest != picture_of(other, GOLDEN).digest
+    assert picture_of(pixels[:50, :60], GOLDEN).digest != picture_of(pixels[:60, :50], GOLDEN).digest
+
+
+def test_threads_change_no_byte():
+    frames = [noise(60 + 7 * i, 80, i) for i in range(9)]
+    for alone, together in zip([picture_of(f, GOLDEN) for f in frames], pictures_of(frames, GOLDEN), strict=True):
+        assert np.array_equal(alone.levels, together.levels)
+        assert alone.digest == together.digest
+
+
+def test_a_caller_may_write_to_its_frame_afterwards():
+    pixels = noise(64, 64)
+    found = picture_of(pixels, GOLDEN)
+    before = found.levels.copy()
+    pixels[:] = 0
+    assert np.array_equal(found.levels, before)
+    assert not found.levels.flags.writeable
+
+
+@pytest.mark.parametrize("turned", [1, 3, 6, 8])
+def test_orientation_is_applied(turned):
+    pixels, image = noise(40, 60), None
+    image = Image.fromarray(pixels)
+    exif = Image.Exif()
+    exif[0x0112] = turned
+    found = picture_of(encoded(image, exif=exif.tobytes()), GOLDEN)
+    wanted = {1: pixels, 3: np.rot90(pixels, 2), 6: np.rot90(pixels, -1), 8: np.rot90(pixels)}[turned]
+    assert found.digest == picture_of(np.ascontiguousarray(wanted), GOLDEN).digest
+
+
+def test_forms_of_png_become_rgb():
+    pixels = noise(40, 40)
+    clear = np.dstack([pixels, noise(40, 40, 1)[..., 0]])
+    assert picture_of(encoded(Image.fromarray(clear)), GOLDEN).digest == picture_of(pixels, GOLDEN).digest
+    grey = picture_of(encoded(Image.fromarray(pixels[..., 0])), GOLDEN)
+    assert grey.digest == picture_of(np.repeat(pixels[..., :1], 3, 2), GOLDEN).digest
+    deep = pixels[..., 0].astype(np.uint16) << 8 | 7
+    assert picture_of(encoded(Image.fromarray(deep)), GOLDEN).digest == grey.digest
+    palette = Image.fromarray(pixels).quantize(16)
+    assert picture_of(encoded(palette), GOLDEN).digest == picture_of(np.array(palette.convert("RGB")), GOLDEN).digest
+
+
+def test_of_an_animated_file_the_first_frame_counts():
+    frames = [Image.fromarray(noise(40, 40, seed)) for seed in range(3)]
+    file = encoded(frames[0], save_all=True, append_images=frames[1:])
+    assert picture_of(file, GOLDEN).digest == picture_of(np.array(frames[0]), GOLDEN).digest
+
+
+def test_jpeg_is_read_and_cmyk_with_it():
+    pixels = noise(48, 64)
+    assert picture_of(encoded(pixels, "JPEG"), GOLDEN).grid == (4, 4)
+    assert picture_of(encoded(Image.fromarray(pixels).convert("CMYK"), "JPEG"), GOLDEN).grid == (4, 4)
