@@ -104,14 +104,14 @@ def _decode_file(data: bytes, limits: ImageLimits) -> Pixels:
     if len(data) > limits.file_bytes:
         raise _too_long(len(data), limits)
     try:
-        from PIL import Image
+        from PIL import Image, UnidentifiedImageError
     except ModuleNotFoundError:
         raise ImageError(
             "reading image files needs Pillow; install it with: pip install 'edge-dflash[images]', or give arrays"
         ) from None
     try:
         image = Image.open(BytesIO(data), formats=FORMATS)
-    except Image.UnidentifiedImageError:
+    except UnidentifiedImageError:
         raise ImageError(f"an image of {len(data)} bytes is no PNG or JPEG file; convert it to one of them") from None
     except Exception as error:  # a decoder's errors have many types
         raise _damaged(error) from None
