@@ -22,6 +22,7 @@ PUBLIC = [
     "DeviceLostError",
     "EdgeDflashError",
     "EngineFailedError",
+    "ImageError",
     "Increment",
     "MalformedToolCall",
     "Plan",
