@@ -68,6 +68,11 @@ class _Rates:
         rates = [seconds / n for n, seconds in self._passes if 4 * n >= now]
         return max(rates) * now + sum(rates) / len(rates) * (rows - now) if rates else 0.0
 
+    @property
+    def longest(self) -> float:
+        """Seconds of the one that took longest; 0 before the first."""
+        return max((seconds for _, seconds in self._passes), default=0.0)
+
     def forget_slowest(self) -> None:
         """But never the last."""
         if len(self._passes) > 1:
@@ -132,6 +137,11 @@ class Pace:
     def tower_seconds(self, tokens: int) -> float:
         """Estimate for pictures of ``tokens`` rows together, by the slowest rate of the recent ones; 0 when unknown."""
         return self._towers.seconds(tokens, None)
+
+    @property
+    def longest_tower(self) -> float:
+        """Seconds of the longest recent pass of the vision tower; 0 before the first."""
+        return self._towers.longest
 
     def record_tower(self, tokens: int, seconds: float) -> None:
         """Note a measured pass of the vision tower."""

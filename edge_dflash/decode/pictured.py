@@ -193,7 +193,7 @@ def check_pictures(prompt: Pictured, image_token_id: int | None) -> None:
     end = 0
     if prompt.pictures and image_token_id is None:
         raise RequestError(
-            f"the request has {len(prompt.pictures)} images, and this target has no vision tower; "
+            f"the prompt has images ({len(prompt.pictures)}), and this target has no vision tower; "
             "leave them out, or build a bundle from a checkpoint that has one"
         )
     for number, placed in enumerate(prompt.pictures, 1):

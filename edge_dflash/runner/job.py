@@ -208,7 +208,8 @@ class Job(Work[Step, Plan]):
         """See Work."""
         if self.deadline is None:
             return False
-        prompt = self._pace.prefill_seconds(self._manager.backend.shape.prefill_chunk)
+        chunk = self._pace.prefill_seconds(self._manager.backend.shape.prefill_chunk)
+        prompt = max(chunk, self._pace.longest_tower)
         return time.perf_counter() + prompt + self._pace.cycle_seconds(speculative=True) > self.deadline
 
     def set_aside(self) -> None:

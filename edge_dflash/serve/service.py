@@ -152,6 +152,9 @@ class Service:
         metrics.stalled.set_function(self.stalled_seconds)
         metrics.ready.set_function(lambda: self.state == "ready")
         metrics.sessions.set_function(lambda: len(sessions))
+        metrics.pictures.labels("kept").set_function(lambda: planner.pictures.hits)
+        metrics.pictures.labels("made").set_function(lambda: planner.pictures.misses)
+        metrics.picture_bytes.set_function(lambda: planner.pictures.bytes)
 
     def open_doors(self) -> None:
         """Answer requests from now on."""

@@ -100,7 +100,7 @@ def test_identities_tell_pictures_from_texts_and_from_each_other():
 @pytest.mark.parametrize(
     ("changes", "token", "text"),
     [
-        ({}, None, "the request has 2 images, and this target has no vision tower"),
+        ({}, None, r"the prompt has images \(2\), and this target has no vision tower"),
         ({}, IMAGE + 1, "image 1 has 6 rows from token 1 on"),
         ({"pictures": (Placed(0, picture(0)),)}, IMAGE, "image 1 has 6 rows from token 0 on"),
         ({"pictures": (Placed(1, picture(0)), Placed(4, picture(0)))}, IMAGE, "image 2 has 6 rows from token 4 on"),
