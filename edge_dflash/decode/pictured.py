@@ -23,7 +23,7 @@ from edge_dflash.model.specs import PatchSpec
 
 
 class Picture(Protocol):
-    """What a sequence needs of a picture (:class:`~edge_dflash.decode.saved_picture.SavedPicture`)."""
+    """What a sequence needs of a picture (:class:`~edge_dflash.pictures.picture.PatchedPicture`)."""
 
     @property
     def levels(self) -> npt.NDArray[np.uint8]:

@@ -27,9 +27,9 @@ import numpy as np
 from edge_dflash.common.tables import decode, encode
 from edge_dflash.decode.backend import Snapshot
 from edge_dflash.decode.pictured import Picture, Pictured, Placed
-from edge_dflash.decode.saved_picture import SavedPicture
 from edge_dflash.errors import BundleError, CheckpointError, RequestError, StorageError
 from edge_dflash.model.specs import PatchSpec
+from edge_dflash.pictures.picture import PatchedPicture
 from edge_dflash.weights.formats import Array
 from edge_dflash.weights.safetensors import DTYPES, Entry, TensorFiles
 
@@ -92,14 +92,15 @@ class _Shown:
 
     def placed(self, levels: Sequence[Array]) -> tuple[Placed, ...]:
         """Pictures with these patches. Raises ValueError for what no session has."""
-        spec, found = self.patches, list[SavedPicture]()
+        spec, found = self.patches, list[PatchedPicture]()
         for patches, grid, digest in zip(levels, self.grids, self.digests, strict=True):
             rows, columns = grid
             if patches.dtype != np.uint8 or patches.shape != (rows * columns, 3 * spec.patch**2):
                 raise ValueError(f"patches of a grid {list(grid)} are {patches.dtype} {list(patches.shape)}")
             if min(rows, columns, spec.merge) < 1 or rows % spec.merge or columns % spec.merge:
                 raise ValueError(f"a grid of {rows} x {columns} patches does not consist of blocks of {spec.merge}")
-            found.append(SavedPicture(patches, grid, bytes.fromhex(digest), spec))
+            patches.flags.writeable = False
+            found.append(PatchedPicture(patches, grid, bytes.fromhex(digest), spec))
         if {*self.of} != {*range(len(found))}:
             raise ValueError(f"pictures {sorted({*self.of})} of {len(found)} stand in it")
         return tuple(Placed(at, found[of]) for at, of in zip(self.at, self.of, strict=True))

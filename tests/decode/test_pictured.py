@@ -13,8 +13,8 @@ from pictures_support import IMAGE, changed, mixed, noise, picture, prompt
 
 from edge_dflash.backends.host_cycle import Delegate
 from edge_dflash.decode.pictured import Pictured, Placed, check_pictures
-from edge_dflash.decode.saved_picture import SavedPicture
 from edge_dflash.errors import RequestError
+from edge_dflash.pictures.picture import PatchedPicture
 
 RUNS = range(4)
 GRIDS = st.tuples(st.integers(1, 6), st.integers(1, 6)).map(lambda grid: (2 * grid[0], 2 * grid[1]))
@@ -35,7 +35,7 @@ def slow_positions(parts):
     """Token by token, as vision.md says it; the delta behind each token."""
     columns, deltas, p = [], [], 0
     for part in parts:
-        if isinstance(part, SavedPicture):
+        if isinstance(part, PatchedPicture):
             height, width = part.grid[0] // 2, part.grid[1] // 2
             before = p - len(columns)
             columns += [(p, p + row, p + column) for row in range(height) for column in range(width)]

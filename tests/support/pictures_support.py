@@ -11,10 +11,10 @@ from edge_dflash.decode.controls import NO_CONTROLS
 from edge_dflash.decode.loop import decode
 from edge_dflash.decode.options import admit
 from edge_dflash.decode.pictured import Pictured, Placed
-from edge_dflash.decode.saved_picture import SavedPicture
 from edge_dflash.model import pair_programs
 from edge_dflash.model.specs import PatchSpec
 from edge_dflash.model.vision import TOWER
+from edge_dflash.pictures.picture import PatchedPicture
 from edge_dflash.weights.formats import WideWeight
 
 IMAGE = 186
@@ -27,7 +27,7 @@ SPEC = PatchSpec(16, 2, 2, 56 * 56, 1 << 24, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
 def given(levels, grid):
     """A picture by the levels of its patches [patches, 768]."""
     levels = np.ascontiguousarray(levels, np.uint8)
-    return SavedPicture(levels, tuple(grid), blake2b(levels.tobytes(), digest_size=16).digest(), SPEC)
+    return PatchedPicture(levels, tuple(grid), blake2b(levels.tobytes(), digest_size=16).digest(), SPEC)
 
 
 def picture(number):
@@ -72,7 +72,7 @@ def mixed(*parts, image=IMAGE):
     """A prompt of ids and pictures in turns."""
     ids, pictures = [], []
     for part in parts:
-        if isinstance(part, SavedPicture):
+        if isinstance(part, PatchedPicture):
             pictures.append(Placed(len(ids), part))
             ids += [image] * part.tokens
         else:
