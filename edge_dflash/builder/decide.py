@@ -17,6 +17,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from edge_dflash.backends.cuda.compile import compiler_version, kernels_digest
+from edge_dflash.builder.card import DrafterCard, read_card
 from edge_dflash.builder.choose import Choice, choose, decide_lanes, decide_native
 from edge_dflash.builder.engines import decide_engines, expanded_weights
 from edge_dflash.builder.inputs import COPIED_FILES, fingerprints, read_checkpoints, read_tokenizer, unread_tower
@@ -101,6 +102,7 @@ class Decisions:
     engines: EngineFiles | None  # of the tensorrt backend
     fingerprint: Mapping[str, str]
     warnings: tuple[str, ...]
+    card: DrafterCard | None  # of a drafter that train-drafter made
 
     @property
     def lines(self) -> tuple[str, ...]:
@@ -167,6 +169,7 @@ def decide(config: BuildConfig) -> Decisions:
         engines=engines,
         fingerprint=fingerprint,
         warnings=(*warnings, *unread_tower(config.target, pair, store, config.text_only), *more, *unmeasured),
+        card=read_card(config.drafter) if config.drafter is not None else None,
     )
 
 

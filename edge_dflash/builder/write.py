@@ -17,6 +17,7 @@ from pathlib import Path
 
 from edge_dflash.backends.cuda.compile import bundled, compile_cubin
 from edge_dflash.backends.tensorrt.units import STATE_UNITS
+from edge_dflash.builder.card import card_warning, check_bundle
 from edge_dflash.builder.convert import one_thread, weight_tensors
 from edge_dflash.builder.decide import BuildConfig, Decisions, decide
 from edge_dflash.builder.engines import build_engines
@@ -165,7 +166,7 @@ def _with_engines(manifest: Manifest, decided: Decisions, work: WorkDir, progres
 def _with_selftest(manifest: Manifest, decided: Decisions, work: WorkDir, progress: Progress) -> Manifest:
     """Record the self-test, or find it recorded, and add it to the manifest; warn when it is missing or bad."""
     if (reason := no_selftest(decided.pair, decided.max_context)) is not None:
-        work.warnings.append(reason)
+        work.warnings += [reason, *_card_warnings(decided)]
         return replace(manifest, no_self_test=reason)
 
     def recorded() -> Iterator[Piece]:
@@ -177,7 +178,16 @@ def _with_selftest(manifest: Manifest, decided: Decisions, work: WorkDir, progre
     test = load_selftest(Bundle.staged(work.staging, complete))
     if test is not None and (warning := fit_warning(test)) is not None:
         work.warnings.append(warning)
+    work.warnings += _card_warnings(decided, Bundle.staged(work.staging, complete))
     return complete
+
+
+def _card_warnings(decided: Decisions, bundle: Bundle | None = None) -> list[str]:
+    """What the drafter's card says against the bundle; without one that a build can run, against the drafter."""
+    if (card := decided.card) is None:
+        return []
+    warning = card_warning(card, check_bundle(bundle, card) if bundle is not None and card.better else ())
+    return [] if warning is None else [warning]
 
 
 def _content(source: Path) -> Iterator[Piece]:
