@@ -18,19 +18,21 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
+from edge_dflash.checks.golden_pictures import said, tower_arrays
 from edge_dflash.common.files import open_regular
 from edge_dflash.errors import VerificationError
 from edge_dflash.model import pair_programs
 from edge_dflash.model.program import PairPrograms
-from edge_dflash.model.registry import DRAFTERS, read_pair
+from edge_dflash.model.registry import DRAFTERS
 from edge_dflash.model.specs import PairSpec
-from edge_dflash.weights.checkpoint import PairCheckpoint
+from edge_dflash.weights.checkpoint import PairCheckpoint, checkpoint_pair
 from edge_dflash.weights.formats import Array, Nvfp4Weight, Weight, WeightStore
 
 TOLERANCE = 1e-3  # absolute, of logits; other arrays: relative to the golden's largest value where that is above 1
 INFORMATIVE = ("prefill_logits_bf16run",)  # another library in BF16: shows the scale of rounding, decides nothing
 NVFP4 = ("nvfp4_w4a16_prefill_logits", "nvfp4_w4a16_greedy_tokens")  # of a checkpoint that stores NVFP4
 PROMPT_KEY = re.compile(r"p\d+\.")
+INPUT = re.compile(r"prompt|threshold|images|.*\.(pixel_values|grid_thw)")  # keys of what is given to us
 CYCLES = re.compile(r"(short_|cut_)?cycle_")  # by cycles, of which as many are compared as both have
 SHORT = "short_"  # of keys of a run with smaller blocks
 TOKENS = ("greedy_tokens", *(f"{kind}_tokens" for kind in DRAFTERS))  # keys of what was generated
@@ -126,7 +128,7 @@ def verify_golden(target: Path, drafter: Path | None, golden_file: Path) -> Gold
     Raises CheckpointError for the checkpoints and VerificationError when the golden file cannot be read or is of
     another vocabulary.
     """
-    spec = read_pair(target, drafter)
+    spec = checkpoint_pair(target, drafter)
     programs = pair_programs(spec)
     store = PairCheckpoint.open(target, drafter, programs.weights)
     try:
@@ -146,6 +148,7 @@ def check_golden(
 
     programs = programs or pair_programs(spec)
     observer = GoldenObserver(spec, _WeightOnly(store), programs)
+    towers = tower_arrays(golden, observer.tower) if observer.tower else {}
     quantized = any(isinstance(store.get(n), Nvfp4Weight) for n, w in programs.weights.items() if w.kind == "linear")
     found = list[GoldenComparison]()
     for name, given in _prompts(golden):
@@ -160,17 +163,19 @@ def check_golden(
             )
         if quantized:  # activations stay wide, whatever the checkpoint calibrated
             tokens, logits = observer.tokens_and_logits(prompt, len(given.get("nvfp4_w4a16_greedy_tokens", ())))
-            found.append(_compare_keys(name, given, dict(zip(NVFP4, (logits, tokens), strict=True))))
+            found.append(_compare_keys(f"{name}.", given, dict(zip(NVFP4, (logits, tokens), strict=True))))
         else:
             threshold = float(given["threshold"].reshape(-1)[0]) if "threshold" in given else None
-            ours = observer.prompt(prompt, _new_tokens(given), block, threshold)
+            pictured = said(golden, given, prompt, spec.target)
+            ours = observer.prompt(pictured, _new_tokens(given), block, threshold)
             ours["prefill_logits_bf16run"] = ours["prefill_logits"]
             if f"{SHORT}cycle_draft_tokens" in given:
                 smaller = GoldenObserver(_smaller(spec, given), _WeightOnly(store), programs)
-                again = smaller.prompt(prompt, _new_tokens(given), None)
+                again = smaller.prompt(pictured, _new_tokens(given), None)
                 ours |= {SHORT + key: array for key, array in again.items() if SHORT + key in given}
-            found.append(_compare_keys(name, given, _by_token(given, ours)))
-    found.append(GoldenComparison((), (), (), tuple(key for key in golden if not PROMPT_KEY.match(key))))
+            found.append(_compare_keys(f"{name}.", given, _by_token(given, ours)))
+    others = {key: array for key, array in golden.items() if not PROMPT_KEY.match(key)}
+    found.append(_compare_keys("", others, towers))
     return GoldenComparison.joined(found)
 
 
@@ -212,14 +217,14 @@ class _WeightOnly:
 
 
 def _compare_keys(prompt: str, given: Mapping[str, Array], ours: Mapping[str, Array]) -> GoldenComparison:
-    """Compare the keys that both have; list the others."""
-    others = [key for key in given if key not in ours and key not in ("prompt", "threshold")]
+    """Compare the keys that both have; list the others. ``prompt``: what stands before them in the file."""
+    others = [key for key in given if key not in ours and not INPUT.fullmatch(key)]
     skipped = [key for key in others if key in NVFP4 or NVFP4[0] in ours]  # they are of other weights
     return GoldenComparison(
-        tuple(_compare(f"{prompt}.{key}", key, given[key], found) for key, found in ours.items() if key in given),
-        tuple(f"{prompt}.{key}" for key in ours if key not in given),
-        tuple(f"{prompt}.{key}" for key in skipped),
-        tuple(f"{prompt}.{key}" for key in others if key not in skipped),
+        tuple(_compare(f"{prompt}{key}", key, given[key], found) for key, found in ours.items() if key in given),
+        tuple(f"{prompt}{key}" for key in ours if key not in given),
+        tuple(f"{prompt}{key}" for key in skipped),
+        tuple(f"{prompt}{key}" for key in others if key not in skipped),
     )
 
 

@@ -15,10 +15,12 @@ from edge_dflash.backends.host_cycle import Delegate, host_cycle
 from edge_dflash.backends.reference.backend import ReferenceBackend
 from edge_dflash.backends.reference.dense import TorchWeights
 from edge_dflash.backends.reference.interpreter import Interpreter, Memory
+from edge_dflash.backends.reference.tower import TorchTower
 from edge_dflash.decode.accept import accepted
-from edge_dflash.decode.backend import Asked, Cycle, Precision, Rows
+from edge_dflash.decode.backend import Asked, Cycle, Precision, Rows, no_tower
 from edge_dflash.decode.loop import generate
 from edge_dflash.decode.options import Options
+from edge_dflash.decode.pictured import Pictured, Placed, Seen, Sight
 from edge_dflash.decode.walk import WalkRows
 from edge_dflash.model.experts import Experts
 from edge_dflash.model.ops import GroupedConv, MarkovWalk, Op, SelectorWalk
@@ -81,16 +83,18 @@ class GoldenObserver:
 
     def __init__(self, spec: PairSpec, store: WeightStore, programs: PairPrograms) -> None:
         self._spec, self._store, self._programs = spec, store, programs
-        self._interpreter = Interpreter(TorchWeights(store), FLOAT32)
+        weights, vision, see = TorchWeights(store), spec.target.vision, programs.see
+        self._interpreter = Interpreter(weights, FLOAT32)
+        self.tower = TorchTower(vision, see, weights, FLOAT32) if vision and see else None
 
     def prompt(
-        self, prompt: Sequence[int], new_tokens: int, block: Sequence[int] | None, threshold: float | None = None
+        self, prompt: Pictured, new_tokens: int, block: Sequence[int] | None, threshold: float | None = None
     ) -> dict[str, Array]:
         """All keys of one prompt. ``block``: the first verify block, for states after its rows and its rows of experts.
 
         ``threshold``: of a second run that leaves out drafts which the drafter is less sure of.
         """
-        backend = self._backend(len(prompt) + new_tokens + 2 * self._spec.rows)
+        backend = self._backend(len(prompt.ids) + new_tokens + 2 * self._spec.rows)
         found = self._after_prefill(backend, prompt, block)
         last_row = found.pop("last_row")
         greedy: tuple[int, ...] = ()
@@ -99,18 +103,18 @@ class GoldenObserver:
         if new_tokens and threshold is not None:
             backend.reset()
             cut = Recorder(backend, threshold)
-            generate(cut, prompt, Options(max_new_tokens=new_tokens))
+            generate(cut, prompt.ids, Options(max_new_tokens=new_tokens), pictures=prompt.pictures)
             found |= {f"cut_{key}": array for key, array in cut.arrays("start", "proposed", "accepted").items()}
         found |= self._mixtures(prompt, block or ())
         found |= self._forward(prompt, greedy)
         found["prefill_logits"][-1] = last_row  # as the prefill pass computes it
-        return found
+        return found | (_places(prompt) if prompt.pictures else {})
 
     def tokens_and_logits(self, prompt: Sequence[int], new_tokens: int) -> tuple[Array, Array]:
         """Plain greedy tokens [N] and logits of the prompt's rows [P, V]."""
-        backend = self._backend(len(prompt) + new_tokens + self._spec.rows)
-        tokens = self._greedy(backend, prompt, new_tokens) if new_tokens else ()
-        return np.array(tokens), self._forward(prompt, ())["prefill_logits"]
+        backend, said = self._backend(len(prompt) + new_tokens + self._spec.rows), Pictured(prompt)
+        tokens = self._greedy(backend, said, new_tokens) if new_tokens else ()
+        return np.array(tokens), self._forward(said, ())["prefill_logits"]
 
     def _backend(self, context: int) -> ReferenceBackend:
         return ReferenceBackend(self._spec, self._store, FLOAT32, max_context=context, programs=self._programs)
@@ -118,17 +122,28 @@ class GoldenObserver:
     def _memory(self, capacity: int) -> Memory:
         return Memory.allocate(self._programs.states, capacity, FLOAT32, lambda state: self._store.kv_scale(state))
 
-    def _mixtures(self, prompt: Sequence[int], block: Sequence[int]) -> dict[str, Array]:
+    def _sight(self, prompt: Pictured) -> Sight | None:
+        """What the rows of a prompt have of pictures."""
+
+        def see(placed: Placed) -> Seen:
+            if self.tower is None:
+                raise no_tower()
+            return self.tower.see(placed.picture)
+
+        return prompt.sight(0, len(prompt.ids), see)
+
+    def _mixtures(self, prompt: Pictured, block: Sequence[int]) -> dict[str, Array]:
         """Rows of every mixture of experts, of a prefill of the prompt and of a verify pass of ``block`` behind it."""
-        memory, found = self._memory(len(prompt) + len(block)), dict[str, Array]()
-        for program, ids in ((self._programs.prefill, prompt), (self._programs.verify, block)):
+        memory, found = self._memory(len(prompt.ids) + len(block)), dict[str, Array]()
+        for program, said in ((self._programs.prefill, prompt), (self._programs.verify, Pictured(block))):
             ops = [op for op in program.ops if isinstance(op, Experts)]
-            if ops and ids:
-                found |= self._mixed(program, ops, ids, memory)
-            memory.length += len(ids)
+            if ops and said.ids:
+                found |= self._mixed(program, ops, said, memory)
+            memory.length += len(said.ids)
+            memory.offset = prompt.delta(len(prompt.ids))
         return found
 
-    def _mixed(self, program: Program, ops: Sequence[Experts], ids: Sequence[int], memory: Memory) -> dict[str, Array]:
+    def _mixed(self, program: Program, ops: Sequence[Experts], said: Pictured, memory: Memory) -> dict[str, Array]:
         """Rows of the mixtures of one pass."""
         tiles: dict[str, list[Array]] = {}
 
@@ -138,18 +153,19 @@ class GoldenObserver:
 
         ends = {_moe_key(op, "in", program): op.inputs[0] for op in ops}
         ends |= {_moe_key(op, "out", program): op.output for op in ops}
-        out = self._interpreter.run(program, ids, memory, tuple(ends.values()), observe)
+        out = self._interpreter.run(program, said.ids, memory, tuple(ends.values()), observe, self._sight(said))
         found = {key: np.concatenate(parts) for key, parts in tiles.items()}
         return found | {key: out[name].numpy() for key, name in ends.items()}
 
-    def _forward(self, prompt: Sequence[int], greedy: Sequence[int]) -> dict[str, Array]:
+    def _forward(self, prompt: Pictured, greedy: Sequence[int]) -> dict[str, Array]:
         """One pass over prompt and greedy tokens, then the first block of the drafter on top of the prompt."""
-        ids, rows, target = [*prompt, *greedy], len(prompt), self._spec.target
-        memory = self._memory(len(ids) + self._spec.rows)
+        said, rows, target = Pictured([*prompt.ids, *greedy], prompt.pictures), len(prompt.ids), self._spec.target
+        memory, sight = self._memory(len(said.ids) + self._spec.rows), self._sight(said)
         layers = [f"target.layers.{i}.out" for i in range(target.num_layers - 1)]
         drafter = self._spec.drafter
         want = ["embedding", *layers, *(["drafter.feature"] if drafter else [])]
-        out = {k: v.numpy() for k, v in self._interpreter.run(self._programs.verify, ids, memory, want).items()}
+        run = self._interpreter.run(self._programs.verify, said.ids, memory, want, sight=sight)
+        out = {k: v.numpy() for k, v in run.items()}
         found = {
             "prefill_logits": out["logits"][:rows].copy(),
             "prefill_hidden": np.stack([out[name][:rows] for name in ("embedding", *layers, "hidden")]),
@@ -178,10 +194,11 @@ class GoldenObserver:
         return found
 
     def _after_prefill(
-        self, backend: ReferenceBackend, prompt: Sequence[int], block: Sequence[int] | None
+        self, backend: ReferenceBackend, prompt: Pictured, block: Sequence[int] | None
     ) -> dict[str, Array]:
         """Caches after prefill; recurrent state after prefill and after each row of ``block``."""
-        found: dict[str, Array] = {"last_row": backend.prefill(prompt).logits()[0]}
+        last = backend.prefill(prompt.ids, sight=self._sight(prompt))
+        found: dict[str, Array] = {"last_row": last.logits()[0]}
         base = backend.snapshot()
         for name, array in base.arrays.items():
             model, _, layer, state, part = name.split(".")
@@ -199,13 +216,13 @@ class GoldenObserver:
         return found
 
     def _generations(
-        self, backend: ReferenceBackend, prompt: Sequence[int], new_tokens: int, found: dict[str, Array]
+        self, backend: ReferenceBackend, prompt: Pictured, new_tokens: int, found: dict[str, Array]
     ) -> tuple[int, ...]:
         """Plain and speculative greedy decoding, cycle by cycle. Returns the plain tokens."""
         greedy = self._greedy(backend, prompt, new_tokens)
         backend.reset()
         cycles = Recorder(backend)
-        speculative = generate(cycles, prompt, Options(max_new_tokens=new_tokens))
+        speculative = generate(cycles, prompt.ids, Options(max_new_tokens=new_tokens), pictures=prompt.pictures)
         found["greedy_tokens"] = np.array(greedy)
         if self._spec.drafter is not None:
             found[f"{self._spec.drafter.kind}_tokens"] = np.array(speculative.tokens)
@@ -215,9 +232,20 @@ class GoldenObserver:
             found["cycle0_verify_logits"] = cycles.verify_logits[0]
         return greedy
 
-    def _greedy(self, backend: ReferenceBackend, prompt: Sequence[int], new_tokens: int) -> tuple[int, ...]:
+    def _greedy(self, backend: ReferenceBackend, prompt: Pictured, new_tokens: int) -> tuple[int, ...]:
         backend.reset()
-        return generate(backend, prompt, Options(max_new_tokens=new_tokens, speculative=False)).tokens
+        options = Options(max_new_tokens=new_tokens, speculative=False)
+        return generate(backend, prompt.ids, options, pictures=prompt.pictures).tokens
+
+
+def _places(prompt: Pictured) -> dict[str, Array]:
+    """Positions of the prompt's rows [3, P], what a later token's is more than its index [1], rows of pictures [P]."""
+    rows = len(prompt.ids)
+    kinds = np.zeros(rows, np.int64)
+    for placed in prompt.pictures:
+        kinds[placed.at : placed.end] = 1
+    places = prompt.positions(0, rows).astype(np.int64)
+    return {"position_ids": places, "rope_delta": np.array([prompt.delta(rows)]), "mm_token_type_ids": kinds}
 
 
 def _moe_key(op: Experts, what: str, program: Program) -> str:
