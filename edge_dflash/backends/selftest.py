@@ -78,7 +78,7 @@ def run_selftest(
         backend.reset()
     tower = None
     if vision is not None and selftest.tower is not None:
-        tower = selftest.tower.judge(backend.see(chart(vision)).host(), exact=exact)
+        tower = selftest.tower.judge(backend.see(chart(vision.patches)).host(), exact=exact)
     return SelfTestResult(
         exact=exact,
         tokens=len(tokens),

@@ -140,7 +140,7 @@ def _speculate(
 
 def _rows(backend: Backend, pair: PairSpec) -> npt.NDArray[np.float32] | None:
     """What the vision tower makes of the self-test's picture."""
-    return None if pair.target.vision is None else backend.see(chart(pair.target.vision)).host()
+    return None if pair.target.vision is None else backend.see(chart(pair.target.vision.patches)).host()
 
 
 def _moved(

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
 from hashlib import blake2b
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from edge_dflash.model.specs import PatchSpec, VisionSpec
+from edge_dflash.model.specs import PatchSpec
+from edge_dflash.pictures.picture import PatchedPicture
 
 SUMS = 24  # of each row
 ROUNDING = 3.0  # times the rounding seen at build: the most that the rows of another arithmetic may move
@@ -23,54 +23,13 @@ EQUAL = 1e-9  # of the spread: sums of equal rows
 BLOCKS = (2, 10)  # rows of the language model of the picture, height by width
 
 
-@dataclass(frozen=True, eq=False)
-class Chart:
-    """The test's picture. See :class:`~edge_dflash.decode.pictured.Picture`."""
-
-    vision: VisionSpec
-
-    @property
-    def spec(self) -> PatchSpec:
-        """How it became patches."""
-        return self.vision.patches
-
-    @property
-    def grid(self) -> tuple[int, int]:
-        """Patches, rows by columns."""
-        merge = self.spec.merge
-        return BLOCKS[0] * merge, BLOCKS[1] * merge
-
-    @property
-    def tokens(self) -> int:
-        """Rows of the language model."""
-        return BLOCKS[0] * BLOCKS[1]
-
-    @cached_property
-    def levels(self) -> npt.NDArray[np.uint8]:
-        """Patches [patches, 3 * patch^2] of one frame: waves of another length and phase in each patch and channel."""
-        area, patches = self.spec.patch**2, self.grid[0] * self.grid[1]
-        patch, channel, pixel = np.indices((patches, 3, area))
-        waves = np.sin((patch + 1) * 0.7 + (channel + 1) * 1.3 + pixel * (0.05 + 0.01 * patch + 0.03 * channel))
-        levels: npt.NDArray[np.uint8] = np.rint(127.5 + 127.5 * waves).astype(np.uint8)
-        return levels.reshape(patches, 3 * area)
-
-    @cached_property
-    def digest(self) -> bytes:
-        """Of its levels."""
-        return blake2b(self.levels.tobytes(), digest_size=16).digest()
-
-    def values(self) -> npt.NDArray[np.float32]:
-        """The tower's input [patches, columns]."""
-        patches = self.spec
-        frame = self.levels.reshape(-1, 3, 1, patches.patch**2).astype(np.float64) / 255
-        mean, std = (np.array(numbers)[:, None, None] for numbers in (patches.mean, patches.std))
-        clip = np.repeat((frame - mean) / std, patches.temporal, axis=2)
-        return clip.reshape(len(frame), -1).astype(np.float32)
-
-
-def chart(spec: VisionSpec) -> Chart:
-    """The test's picture for a tower."""
-    return Chart(spec)
+def chart(spec: PatchSpec) -> PatchedPicture:
+    """The test's picture: waves of another length and phase in each patch and channel."""
+    grid, area = (BLOCKS[0] * spec.merge, BLOCKS[1] * spec.merge), spec.patch**2
+    patch, channel, pixel = np.indices((grid[0] * grid[1], 3, area))
+    waves = np.sin((patch + 1) * 0.7 + (channel + 1) * 1.3 + pixel * (0.05 + 0.01 * patch + 0.03 * channel))
+    levels = np.rint(127.5 + 127.5 * waves).astype(np.uint8).reshape(-1, 3 * area)
+    return PatchedPicture(levels, grid, blake2b(levels.tobytes(), digest_size=16).digest(), spec)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
-from edge_dflash.checks.golden_pictures import said, tower_arrays
+from edge_dflash.checks.golden_pictures import patch_arrays, said, tower_arrays
 from edge_dflash.common.files import open_regular
 from edge_dflash.errors import VerificationError
 from edge_dflash.model import pair_programs
@@ -137,7 +137,10 @@ def verify_golden(target: Path, drafter: Path | None, golden_file: Path) -> Gold
     except (OSError, SafetensorError, KeyError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise VerificationError(f"{golden_file}: not a readable safetensors file ({reason}); copy it again") from error
-    return check_golden(spec, store, golden, programs)
+    vision = spec.target.vision
+    patches = patch_arrays(golden, target, vision.patches) if vision else {}
+    cut = _compare_keys("", {key: golden[key] for key in patches}, patches)
+    return GoldenComparison.joined([check_golden(spec, store, golden, programs), cut])
 
 
 def check_golden(

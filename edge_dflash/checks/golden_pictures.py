@@ -2,7 +2,8 @@
 
 Keys: ``img{i}.pixel_values`` [N, C], the tower's input, with ``img{i}.grid_thw`` (frames, rows and columns of patches);
 ``clip.*`` the same of several frames. Of each ``tower_embed`` and ``tower_hidden`` [N, H] before the first block and
-behind the last, ``tower_rows`` [N / merge^2, out]. A prompt's ``images`` name the pictures at its placeholders.
+behind the last, ``tower_rows`` [N / merge^2, out]. Pictures whose files lie beside the checkpoint are cut into patches
+again. A prompt's ``images`` name the pictures at its placeholders.
 """
 
 from __future__ import annotations
@@ -10,14 +11,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
+from edge_dflash.common.files import is_there
 from edge_dflash.decode.pictured import Pictured, Placed
 from edge_dflash.errors import VerificationError
-from edge_dflash.model.specs import TargetSpec
+from edge_dflash.model.specs import PatchSpec, TargetSpec
+from edge_dflash.pictures.picture import picture_of
 
 if TYPE_CHECKING:
     from edge_dflash.backends.reference.tower import TorchTower
@@ -32,7 +36,20 @@ class GoldenPicture:
 
     patches: npt.NDArray[np.float32]
     grid: tuple[int, int]
-    tokens: int
+    spec: PatchSpec
+
+    @property
+    def tokens(self) -> int:
+        """Rows of the language model."""
+        return len(self.patches) // self.spec.merge**2
+
+    @property
+    def levels(self) -> npt.NDArray[np.uint8]:
+        """Those of the first frame."""
+        frame = self.patches.reshape(len(self.patches), 3, self.spec.temporal, -1)[:, :, 0]
+        mean, std = (np.array(numbers)[:, None] for numbers in (self.spec.mean, self.spec.std))
+        levels: npt.NDArray[np.uint8] = np.rint(255 * (frame * std + mean)).astype(np.uint8)
+        return levels.reshape(len(self.patches), -1)
 
     @property
     def digest(self) -> bytes:
@@ -67,6 +84,19 @@ def tower_arrays(golden: Arrays, tower: TorchTower) -> dict[str, npt.NDArray[Any
     return found
 
 
+def patch_arrays(golden: Arrays, directory: Path, spec: PatchSpec) -> dict[str, npt.NDArray[Any]]:
+    """Patches and grid of the pictures whose files lie in ``directory`` as ``img{i}.png``, by the golden's keys.
+
+    Raises ImageError for files that are no pictures.
+    """
+    found: dict[str, npt.NDArray[Any]] = {}
+    for name in picture_names(golden):
+        if is_there(file := directory / f"{name}.png"):
+            picture = picture_of(file, spec)
+            found |= {f"{name}.pixel_values": picture.values(), f"{name}.grid_thw": np.array([1, *picture.grid])}
+    return found
+
+
 def said(golden: Arrays, given: Arrays, prompt: Sequence[int], target: TargetSpec) -> Pictured:
     """A golden's prompt with its pictures: one for each run of placeholders that its rows fill.
 
@@ -82,8 +112,7 @@ def said(golden: Arrays, given: Arrays, prompt: Sequence[int], target: TargetSpe
         if f"{name}.pixel_values" not in golden or f"{name}.grid_thw" not in golden or token not in prompt[at:]:
             raise VerificationError(f"the golden file lacks {name}, or a placeholder {token} for it; copy it again")
         _, rows, columns = golden[f"{name}.grid_thw"].tolist()
-        tokens = rows * columns // target.vision.patches.merge**2
         patches = np.asarray(golden[f"{name}.pixel_values"], np.float32)
-        placed.append(Placed(prompt.index(token, at), GoldenPicture(patches, (rows, columns), tokens)))
+        placed.append(Placed(prompt.index(token, at), GoldenPicture(patches, (rows, columns), target.vision.patches)))
         at = placed[-1].end
     return Pictured(tuple(prompt), tuple(placed))

@@ -74,9 +74,9 @@ def verify(
     accept_length, accept_length_at_build, floor, tokens, tokens_equal, first_difference, drafts, drafts_equal,
     tower (rows of a picture: ok, moved, bound; null without one), diagnosis, seconds; null without one), drafter (its
     acceptance on the self-test's prompt: an object with ok, unknown (why nothing is judged, or null), accept_length,
-    accept_length_at_build, floor, acceptance, acceptance_at_build, positions_below), mixes (of several lanes: ok, lanes, mixes, requests, tokens, joint_cycles, differences; else
-    null). Golden file also: largest_difference, logits_difference, tokens_equal, failures, missing, skipped,
-    unknown.
+    accept_length_at_build, floor, acceptance, acceptance_at_build, positions_below), mixes (of several lanes: ok,
+    lanes, mixes, requests, tokens, joint_cycles, differences; else null). Golden file also: largest_difference,
+    logits_difference, tokens_equal, failures, missing, skipped, unknown.
     """
     given = (checkpoint, drafter, golden)
     if (bundle is None) == (golden is None) or (bundle is not None and any(given)):

@@ -146,14 +146,14 @@ def test_a_bundle_of_text_says_nothing_of_a_tower(tmp_path):
 
 
 def test_the_picture_has_patches_of_every_level(bundle):
-    picture = chart(bundle.pair.target.vision)
+    picture = chart(bundle.pair.target.vision.patches)
     assert picture.values().shape == (80, 1536) == (picture.grid[0] * picture.grid[1], 1536)
     assert picture.tokens == 20
     assert (picture.levels.min(), picture.levels.max()) == (0, 255)
     first = picture.values().reshape(80, 3, 2, 256)
     assert np.array_equal(first[:, :, 0], first[:, :, 1])
     assert np.abs(first[:, :, 0].reshape(80, -1) - (picture.levels / 127.5 - 1)).max() <= 1e-6
-    assert chart(bundle.pair.target.vision).digest == picture.digest
+    assert chart(bundle.pair.target.vision.patches).digest == picture.digest
 
 
 def test_rows_that_are_all_the_same_have_no_spread():

@@ -1,5 +1,7 @@
 """A golden file with pictures: the tower's rows, positions, logits, tokens and the run of the drafter."""
 
+import shutil
+
 import numpy as np
 import pytest
 from golden_pairs import directories, golden, pair, store
@@ -29,7 +31,9 @@ def test_the_golden_file_is_met():
             assert differences[f"p{number}.{key}"] == 0
     for name in ("img0", "img1", "img2", "clip"):
         assert differences[f"{name}.tower_rows"] <= 1e-4
-    assert set(result.unknown) <= {f"img{number}.levels_pil" for number in range(3)}
+    for number in range(3):
+        assert differences[f"img{number}.pixel_values"] == differences[f"img{number}.grid_thw"] == 0
+    assert set(result.unknown) == {f"img{number}.levels_pil" for number in range(3)}
     assert set(picture_names(golden("vision"))) == {"clip", "img0", "img1", "img2"}
 
 
@@ -68,6 +72,14 @@ def test_a_wrong_tower_is_found(name):
 def test_pictures_that_do_not_fit_are_refused(changes, words):
     with pytest.raises(VerificationError, match=words):
         check_golden(pair("vision"), store("vision"), without("p1.", "p2.", "p3.", **changes))
+
+
+def test_another_picture_is_found(tmp_path):
+    target, drafter = directories("vision")
+    shutil.copytree(target, tmp_path / "target")
+    shutil.copy(target / "img0.png", tmp_path / "target" / "img1.png")
+    result = verify_golden(tmp_path / "target", drafter, FILE)
+    assert {failure.key for failure in result.failures} == {"img1.pixel_values", "img1.grid_thw"}
 
 
 def test_a_target_of_text_is_not_compared_with_pictures():
