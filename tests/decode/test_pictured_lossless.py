@@ -36,6 +36,13 @@ def test_every_place_of_a_picture_with_every_drafter():
     assert result.prompts == len(PLACES)
 
 
+def test_a_random_tower_before_another_target():
+    said = mixed(TEXT, noise(3, (4, 6)), MORE, noise(4, (2, 2)), image=510)
+    result = verify_lossless(sighted(precision=ENGINE, prefill_chunk=4), [said], max_new_tokens=12)
+    result.check()
+    assert result.accept_length > 0
+
+
 @pytest.mark.parametrize("right", range(8))
 def test_every_accept_length_leaves_tokens_and_state_of_plain_decoding(right):
     said, options, b = PLACES["two"], Options(max_new_tokens=19), backend(NAME, ENGINE)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import time
 from dataclasses import replace
 
 import pytest
 from fakes import SHAPE, FakeBackend
 from golden_pairs import ENGINE, backend, same_bits
-from pictures_support import IMAGE, ask, changed, mixed, noise, picture
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from paths import ROOT
+from pictures_support import IMAGE, ask, changed, filled, mixed, noise, picture
 from session_support import forked, state_of
 
 from edge_dflash.backends.host_cycle import Delegate
@@ -274,3 +278,84 @@ def test_others_may_use_the_lane_while_pictures_are_seen(lost):
         found += cycle.tokens
     assert tuple(found) == wanted
     assert session.reuse.source == ("nothing" if lost else "session")
+
+
+# any history ---------------------------------------------------------------------------------------------------------
+
+FRAMES = [noise(seed, grid) for seed, grid in enumerate([(2, 2), (2, 4), (4, 4)])]
+OPS = st.lists(
+    st.tuples(
+        st.integers(0, 2),  # which session
+        st.sampled_from(["append", "part", "fork", "adopt", "fail", "vacate", "lose"]),
+        st.integers(0, 30),  # where to part, what to say and to show
+        st.integers(1, 6),  # steps to take
+    ),
+    max_size=20,
+)
+
+
+def said_next(session, op, number):
+    """What a session has, or the first part of it, and a frame or a word more."""
+    length = len(session.tokens)
+    if op == "part":
+        length = min(number, length)
+        length = next((one.end for one in session.pictures if one.at < length < one.end), length)
+    kept = Pictured(session.tokens, session.pictures).until(length)
+    frames = [FRAMES[number % 3]] if number % 2 else []
+    more = mixed(*frames, [number])
+    placed = tuple(Placed(length + one.at, one.picture) for one in more.pictures)
+    return Pictured((*kept.ids, *more.ids), (*kept.pictures, *placed))
+
+
+@settings(deadline=None, max_examples=60)
+@given(OPS, st.sampled_from([0, 5000]), st.sampled_from([0, 1500, 1 << 20]))
+def test_any_history_with_pictures_gives_the_toy_targets_own_tokens(ops, store, seen):
+    """The toy target's next token depends on all tokens, pictures and the delta: a wrong state shows at once."""
+    eyes = Eyes(FakeBackend(EYES, right=lambda position: position % 4))
+    manager = SessionManager(eyes, "bundle", store=PrefixStore(store))
+    manager.seen = SeenStore(seen)
+    sessions = [manager.open() for _ in range(3)]
+    for who, op, number, steps in ops:
+        session = sessions[who]
+        before = session.tokens, session.pictures
+        if op == "fork":
+            sessions[(who + number) % 3] = forked(session)
+        elif op == "adopt":
+            sessions[who] = manager.adopt(state_of(session))
+        elif op == "vacate":
+            manager.vacate()
+        elif op == "lose":
+            manager.release(session)
+        elif len((said := said_next(session, op, number)).ids) < 120:
+            if op == "fail":
+                eyes.broken, eyes.passes = RuntimeError(), eyes.towers + steps // 4
+            keep = (number,) if 0 < number < len(said.ids) else ()
+            try:
+                taken = [step for _, step in zip(range(steps), ask(session, said, FEW, keep=keep), strict=False)]
+            except RuntimeError:
+                taken = []
+            eyes.broken = None
+            new = tuple(token for step in taken for token in step.tokens)
+            assert (session.tokens, session.pictures) == ((said.ids + new, said.pictures) if new else before)
+            toy = tokens(SessionManager(FakeBackend(EYES)).open(), said)
+            assert new == toy[: len(new)]
+        for other in sessions if number % 2 else ():
+            if other.tokens:
+                fresh = FakeBackend(EYES)
+                filled(fresh, Pictured(other.tokens, other.pictures).until(len(other.tokens) - 1))
+                assert same_bits(state_of(other).snapshot, fresh.snapshot())
+
+
+def test_no_backend_or_wrapper_loses_what_a_chunk_shows():
+    """Whoever takes over a prefill takes its sight."""
+    found = 0
+    for path in (*(ROOT / "edge_dflash").rglob("*.py"), *(ROOT / "tests").rglob("*.py")):
+        if "def prefill(self, ids" not in (text := path.read_text()):
+            continue
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef) and node.name == "prefill":
+                names = [one.arg for one in node.args.args]
+                if "ids" in names:
+                    assert names == ["self", "ids", "lane", "sight"], path
+                    found += ast.unparse(node).count("sight") > 1
+    assert found > 15
