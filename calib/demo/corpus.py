@@ -83,7 +83,7 @@ def make_task(seed: int, *, plain: bool = False) -> Task:
         goal_text=wording,
         messages=(*messages, {"role": "user", "content": content}),
         thinking=_thinking(scene, goal, derivation) if thinks else "",
-        answer=_prose(derivation) if kind == "prose" else _plan_json(wording, derivation),
+        answer=_prose(derivation) if kind == "prose" else plan_json(wording, derivation),
         refusal=derivation.refused,
     )
 
@@ -105,7 +105,8 @@ def tasks(split: Split, start: int, count: int, *, exclude: frozenset[str] = fro
             yield task
 
 
-def _plan_json(goal: str, derivation: Derivation) -> str:
+def plan_json(goal: str, derivation: Derivation) -> str:
+    """The answer: compact JSON of a plan."""
     plan = {"goal": goal, "steps": list(derivation.steps), "notes": " ".join(derivation.notes)}
     return json.dumps(plan, separators=(",", ":"))
 
