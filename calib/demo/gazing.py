@@ -14,6 +14,7 @@ from edge_dflash.demo.drawing import DOCK_SQUARE, DOOR, FURNITURE, PERSON_LABEL,
 
 Square = tuple[int, int]
 SHARPNESS = 2.4  # factor of query and key codes: a square scores about 12 more than one that is no source
+_MAY_BE_EMPTY = (1, 3)  # spots of a room whose words are those of the spot before when they are empty
 _CODE = 8  # numbers of a code, as many as rotate little in a head of 16
 
 
@@ -31,13 +32,14 @@ def gaze() -> list[tuple[Square, ...]]:
             looks += [(seen[0],), (seen[1],), *[(lid,)] * (3 if index == 2 else 1)]
     looks += [(), (), _either(DOCK_SQUARE), (), (), ()]
     for room in range(2):
-        for furniture in FURNITURE:
-            for spot in furniture.spots:
-                here = _square(room, spot)
-                label, place = _square(room, ROOM_LABEL), _square(room, furniture.label)
-                looks += [(here,), (here,), (here,), (here, label), (here, place), (here,)]
+        seen = [(_square(room, furniture.label), _square(room, spot)) for furniture in FURNITURE for spot in furniture.spots]
+        for index, (label, spot) in enumerate(seen):
+            before, other = seen[index - 1] if index in _MAY_BE_EMPTY else seen[index]
+            thing = (spot, other) if index in _MAY_BE_EMPTY else (spot,)
+            place = (spot, label, before) if before != label else (label,)
+            looks += [thing, thing, (), (_square(room, ROOM_LABEL),), place, ()]
     person = (_square(0, PERSON_LABEL), _square(1, PERSON_LABEL))
-    looks += [(), (), (), person, person, _either(PERSON_LABEL)]
+    looks += [(), (), person, person, _either(PERSON_LABEL)]
     looks += [(), (), (), (), _either(ROBOT)]
     return looks + [()] * (WORDS - len(looks))
 
