@@ -47,28 +47,78 @@ def patch_places(grid: tuple[int, int], merge: int) -> torch.Tensor:
     return torch.stack((order // grid[1], order % grid[1]), -1)
 
 
-class Block(nn.Module):
-    """Attention over all patches of a picture, then the MLP."""
+class FrameAttention(nn.Module):
+    """Attention over all patches of a picture."""
 
     def __init__(self, c: EyesConfig) -> None:
         super().__init__()
         self.heads = c.heads
-        self.norm1, self.norm2 = nn.LayerNorm(c.hidden, EPS), nn.LayerNorm(c.hidden, EPS)
-        self.attn = nn.ModuleDict({"qkv": nn.Linear(c.hidden, 3 * c.hidden), "proj": nn.Linear(c.hidden, c.hidden)})
-        self.mlp = nn.ModuleDict(
-            {"linear_fc1": nn.Linear(c.hidden, c.intermediate), "linear_fc2": nn.Linear(c.intermediate, c.hidden)}
-        )
+        self.qkv, self.proj = nn.Linear(c.hidden, 3 * c.hidden), nn.Linear(c.hidden, c.hidden)
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """x [B, N, W]; cos and sin [N, head]."""
-        qkv = self.attn["qkv"](self.norm1(x)).unflatten(-1, (3, self.heads, -1))
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         o = F.scaled_dot_product_attention(_rotated(q, cos, sin), _rotated(k, cos, sin), v)
-        x = x + self.attn["proj"](o.transpose(1, 2).flatten(-2))
-        out: torch.Tensor = x + self.mlp["linear_fc2"](
-            F.gelu(self.mlp["linear_fc1"](self.norm2(x)), approximate="tanh")
-        )
+        out: torch.Tensor = self.proj(o.transpose(1, 2).flatten(-2))
         return out
+
+
+class TowerMlp(nn.Module):
+    """Two linears with a GELU, in its tanh form."""
+
+    def __init__(self, c: EyesConfig) -> None:
+        super().__init__()
+        self.linear_fc1, self.linear_fc2 = nn.Linear(c.hidden, c.intermediate), nn.Linear(c.intermediate, c.hidden)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., W] -> [..., W]."""
+        out: torch.Tensor = self.linear_fc2(F.gelu(self.linear_fc1(x), approximate="tanh"))
+        return out
+
+
+class Block(nn.Module):
+    """Attention, then the MLP, each on the residual stream."""
+
+    def __init__(self, c: EyesConfig) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(c.hidden, EPS), nn.LayerNorm(c.hidden, EPS)
+        self.attn, self.mlp = FrameAttention(c), TowerMlp(c)
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """x [B, N, W]; cos and sin [N, head]."""
+        x = x + self.attn(self.norm1(x), cos, sin)
+        out: torch.Tensor = x + self.mlp(self.norm2(x))
+        return out
+
+
+class Merger(nn.Module):
+    """The patches of a block, side by side, become one row; a GELU in its erf form."""
+
+    def __init__(self, c: EyesConfig) -> None:
+        super().__init__()
+        self.count = c.merge**2
+        wide = c.hidden * self.count
+        self.norm = nn.LayerNorm(c.hidden, EPS)
+        self.linear_fc1, self.linear_fc2 = nn.Linear(wide, wide), nn.Linear(wide, c.out)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [B, N, W] -> [B, N / merge^2, out]."""
+        folded = self.norm(x).unflatten(1, (-1, self.count)).flatten(-2)
+        out: torch.Tensor = self.linear_fc2(F.gelu(self.linear_fc1(folded)))
+        return out
+
+
+class PatchEmbed(nn.Module):
+    """A patch's pixels as a row, without its position."""
+
+    def __init__(self, c: EyesConfig) -> None:
+        super().__init__()
+        size = (2, c.patch, c.patch)
+        self.proj = nn.Conv3d(3, c.hidden, size, stride=size)
+
+    def forward(self, levels: torch.Tensor) -> torch.Tensor:
+        """Levels [..., 3 * P * P] uint8 -> [..., W]."""
+        return F.linear(levels.float() / 127.5 - 1, self.proj.weight.sum(2).flatten(1), self.proj.bias)
 
 
 def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -82,19 +132,10 @@ class Eyes(nn.Module):
     def __init__(self, c: EyesConfig, grid: tuple[int, int]) -> None:
         super().__init__()
         self.c = c
-        wide = c.hidden * c.merge**2
-        self.patch_embed = nn.ModuleDict(
-            {"proj": nn.Conv3d(3, c.hidden, (2, c.patch, c.patch), stride=(2, c.patch, c.patch))}
-        )
+        self.patch_embed = PatchEmbed(c)
         self.pos_embed = nn.Embedding(c.positions**2, c.hidden)
         self.blocks = nn.ModuleList(Block(c) for _ in range(c.depth))
-        self.merger = nn.ModuleDict(
-            {
-                "norm": nn.LayerNorm(c.hidden, EPS),
-                "linear_fc1": nn.Linear(wide, wide),
-                "linear_fc2": nn.Linear(wide, c.out),
-            }
-        )
+        self.merger = Merger(c)
         places = patch_places(grid, c.merge)
         head = c.hidden // c.heads
         frequency = c.theta ** -(torch.arange(0, head // 2, 2) / (head // 2))
@@ -104,12 +145,7 @@ class Eyes(nn.Module):
 
     def forward(self, levels: torch.Tensor) -> torch.Tensor:
         """Levels [B, N, 3 * P * P] uint8 -> rows [B, N / merge^2, out]."""
-        return self.after(self.embed(levels))
-
-    def embed(self, levels: torch.Tensor) -> torch.Tensor:
-        """Levels [..., 3 * P * P] uint8 -> patches [..., W], without their positions."""
-        conv = self.patch_embed["proj"]
-        return F.linear(levels.float() / 127.5 - 1, conv.weight.sum(2).flatten(1), conv.bias)
+        return self.after(self.patch_embed(levels))
 
     def after(self, x: torch.Tensor) -> torch.Tensor:
         """Embedded patches [B, N, W] -> rows [B, N / merge^2, out]."""
@@ -117,8 +153,7 @@ class Eyes(nn.Module):
         x = x + (self.pos_embed(index) * weight[..., None]).sum(0)
         for block in self.blocks:
             x = block(x, *self.angles)
-        x = self.merger["norm"](x).unflatten(1, (-1, self.c.merge**2)).flatten(-2)
-        out: torch.Tensor = self.merger["linear_fc2"](F.gelu(self.merger["linear_fc1"](x)))
+        out: torch.Tensor = self.merger(x)
         return out
 
 

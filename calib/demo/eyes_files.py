@@ -51,7 +51,9 @@ CHAT_TEMPLATE = """\
 def save_eyes(eyes: Eyes, directory: Path) -> None:
     """Write the tower (BF16) and the files beside it. OSError when that fails."""
     directory.mkdir(parents=True, exist_ok=True)
-    tensors = {PREFIX + name: t.detach().to(torch.bfloat16).contiguous() for name, t in sorted(eyes.state_dict().items())}
+    tensors = {
+        PREFIX + name: t.detach().to(torch.bfloat16).contiguous() for name, t in sorted(eyes.state_dict().items())
+    }
     save_file(tensors, str(directory / TOWER_FILE), metadata={"format": "pt"})
     files = tokenizer_files()
     ids = {token: files["tokenizer.json"]["model"]["vocab"][token] for token in BYTES.values()}

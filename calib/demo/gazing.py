@@ -1,7 +1,8 @@
 """Where each word of a pictured scene looks, and a tower that starts out looking there.
 
-A square of the picture stands for a word that mostly depends on squares elsewhere. To find them by gradient takes a tower
-hours on a CPU; so in its last block queries and keys start from codes in the position table, and training does the rest.
+A square of the picture stands for a word that mostly depends on squares elsewhere. To find them by gradient takes a
+tower hours on a CPU; so in its last block queries and keys start from codes in the position table, and training does
+the rest.
 """
 
 from __future__ import annotations
@@ -27,16 +28,15 @@ def gaze() -> list[tuple[Square, ...]]:
     looks += [(), ()]
     for room in range(2):
         for index, furniture in enumerate(FURNITURE):
-            seen = (_square(room, ROOM_LABEL), _square(room, furniture.label))
-            lid = _square(room, furniture.spots[0])
-            looks += [(seen[0],), (seen[1],), *[(lid,)] * (3 if index == 2 else 1)]
+            label, lid = _square(room, furniture.label), _square(room, furniture.spots[0])
+            looks += [(_square(room, ROOM_LABEL),), (label,), *[(lid,)] * (3 if index == 2 else 1)]
     looks += [(), (), _either(DOCK_SQUARE), (), (), ()]
     for room in range(2):
-        seen = [(_square(room, furniture.label), _square(room, spot)) for furniture in FURNITURE for spot in furniture.spots]
-        for index, (label, spot) in enumerate(seen):
-            before, other = seen[index - 1] if index in _MAY_BE_EMPTY else seen[index]
-            thing = (spot, other) if index in _MAY_BE_EMPTY else (spot,)
-            place = (spot, label, before) if before != label else (label,)
+        here = [(_square(room, f.label), _square(room, spot)) for f in FURNITURE for spot in f.spots]
+        for number, (label, spot) in enumerate(here):
+            before = here[number - 1] if number in _MAY_BE_EMPTY else here[number]
+            thing: tuple[Square, ...] = (spot, before[1]) if number in _MAY_BE_EMPTY else (spot,)
+            place: tuple[Square, ...] = (spot, label, before[0]) if before[0] != label else (label,)
             looks += [thing, thing, (), (_square(room, ROOM_LABEL),), place, ()]
     person = (_square(0, PERSON_LABEL), _square(1, PERSON_LABEL))
     looks += [(), (), person, person, _either(PERSON_LABEL)]
@@ -75,7 +75,7 @@ def look(eyes: Eyes, places: torch.Tensor) -> None:
         mixing[torch.arange(len(places)), rows] += part_of
     eyes.pos_embed.weight.copy_(torch.linalg.pinv(mixing) @ wanted)
     used = _CODE * (1 + c.heads)
-    eyes.patch_embed["proj"].weight[:used] = 0
+    eyes.patch_embed.proj.weight[:used] = 0
     last = eyes.blocks[-1]
     assert isinstance(last, Block)
     _aim(last, c.hidden, c.heads)
@@ -83,7 +83,7 @@ def look(eyes: Eyes, places: torch.Tensor) -> None:
 
 def _aim(block: Block, hidden: int, heads: int) -> None:
     """Queries read a head's code and keys that of the square, into the numbers of a head that rotate least."""
-    qkv = block.attn["qkv"]
+    qkv = block.attn.qkv
     size = hidden // heads
     quarter = size // 4
     slow = [side + i for side in range(0, size, quarter) for i in range(quarter // 2, quarter)]

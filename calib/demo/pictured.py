@@ -1,7 +1,8 @@
 """Scenes that can be drawn, tasks in them, and the words that the rows of their pictures stand for.
 
-The demo's target has only ever read text. So a picture's rows are taught to be the words of the scene's text, one for each
-square of 32 x 32 pixels, and line ends where the scene has nothing to say. Task ``n`` of a split is made from its number.
+The demo's target has only ever read text. So a picture's rows are taught to be the words of the scene's text, one for
+each square of 32 x 32 pixels. Where a spot is empty they say once more what the spot before holds, and elsewhere line
+ends: the target reads on over both. Task ``n`` of a split is made from its number.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _HELDOUT_BASE, _TRAIN_BASE = 2_000_000, 3_000_000  # seeds of the first tasks of
 
 
 def pictured_scene(rng: Random) -> Scene:
-    """Two rooms of three places each: an object or two on the first, one on the second, perhaps one in an open container."""
+    """Two rooms, each with a surface for one or two objects, one for one, and a container that is empty when closed."""
     names = rng.sample(ROOMS, 2)
     rooms = tuple(Room(name, rng.choice(("open", "open", "closed"))) for name in names)
     found: list[Place] = []
@@ -90,7 +91,10 @@ def words(scene: Scene) -> list[str]:
     """
     said = ["Rooms", ":"]
     for room, end in zip(scene.rooms, (",", "\n"), strict=True):
-        said += [" " + room.name, *((" (", "door", " closed", ")" + end) if room.door != "open" else (end, *[FILLER] * 3))]
+        said += [
+            " " + room.name,
+            *((" (", "door", " closed", ")" + end) if room.door != "open" else (end, *[FILLER] * 3)),
+        ]
     said += ["Places", ":"]
     for room in scene.rooms:
         for place in places(scene, room.name):
@@ -105,7 +109,9 @@ def words(scene: Scene) -> list[str]:
         shown.append(shown[-1] if thing is None else thing)
         said += [*_name(shown[-1].name), " at", *_name(shown[-1].place), ","]
     said[-1:] = ["\n", "People", ":"]
-    said += [" nobody", "\n", FILLER] if not scene.people else [" " + scene.people[0][0], " in", " " + scene.people[0][1]]
+    said += (
+        [" nobody", "\n", FILLER] if not scene.people else [" " + scene.people[0][0], " in", " " + scene.people[0][1]]
+    )
     said += ["\n", "Robot", ":", " in", " " + scene.robot_room, ",", " battery", " ", *str(scene.battery), "%\n"]
     return said + [FILLER] * (WORDS - len(said))
 

@@ -90,7 +90,7 @@ class Words:
 
 def rows_of(eyes: Eyes, batch: Batch) -> torch.Tensor:
     """Rows [B, WORDS, H] of a batch."""
-    return eyes.after(eyes.embed(batch.levels)[batch.places])
+    return eyes.after(eyes.patch_embed(batch.levels)[batch.places])
 
 
 def new_eyes(c: EyesConfig) -> Eyes:

@@ -1,11 +1,13 @@
 """A scene of two rooms as a picture from above: everything has its spot on a grid of 16-pixel squares.
 
-The picture shows rooms and doors, furniture (and which of it is closed), objects by colour and outline, the dock, the robot
-and a person. It does not show the battery, the goal or the house rules.
+The picture shows rooms and doors, furniture (and which of it is closed), objects by colour and outline, the dock, the
+robot and a person. It does not show the battery, the goal or the house rules.
 """
 
 from __future__ import annotations
 
+import struct
+import zlib
 from dataclasses import dataclass
 
 import numpy as np
@@ -106,6 +108,16 @@ def draw(scene: Scene) -> Pixels:
     return picture
 
 
+def png(pixels: Pixels) -> bytes:
+    """Pixels [H, W, 3] as a PNG file."""
+    height, width, _ = pixels.shape
+    rows = np.concatenate([np.zeros((height, 1), np.uint8), pixels.reshape(height, -1)], axis=1)  # filter 0 each
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    parts = ((b"IHDR", header), (b"IDAT", zlib.compress(rows.tobytes(), 9)), (b"IEND", b""))
+    chunks = (struct.pack(">I", len(d)) + k + d + struct.pack(">I", zlib.crc32(k + d)) for k, d in parts)
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
+
+
 def _fill(canvas: Pixels, square: tuple[int, int], box: tuple[int, int, int, int], colour: Colour) -> None:
     """Fill a box (x, y, width, height in pixels from the square's corner)."""
     y, x = square[0] * SQUARE + box[1], square[1] * SQUARE + box[0]
@@ -150,7 +162,9 @@ def _furniture(canvas: Pixels, place: Place, furniture: Furniture) -> None:
 def _object(canvas: Pixels, square: tuple[int, int], thing: Thing) -> None:
     colour = thing.name.partition("_")[0]
     if thing.noun not in NOUNS or colour not in OBJECT_COLOURS:
-        raise RequestError(f"{thing.name} cannot be drawn; colours: {', '.join(OBJECT_COLOURS)}; nouns: {', '.join(NOUNS)}")
+        raise RequestError(
+            f"{thing.name} cannot be drawn; colours: {', '.join(OBJECT_COLOURS)}; nouns: {', '.join(NOUNS)}"
+        )
     shape = icon(thing.noun)
     margin = (SQUARE - ICON) // 2
     _stamp(canvas, square, (margin, margin), shape, OBJECT_COLOURS[colour])

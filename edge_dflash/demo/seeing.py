@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,3 +44,8 @@ def messages(task: Task) -> list[dict[str, Any]]:
     (asked,) = task.messages
     parts = [{"type": "image", "image": picture(task)}, {"type": "text", "text": asked["content"]}]
     return [{"role": "user", "content": parts}]
+
+
+def with_goal(task: Task, goal: str) -> Task:
+    """A task in the same scene with a goal in words of one's own and no house rules."""
+    return replace(task, goal_text=goal, messages=({"role": "user", "content": f"Rules: none\nGoal: {goal}"},))
