@@ -25,9 +25,12 @@ from edge_dflash.decode.options import Options, Task
 from edge_dflash.decode.sights import SeenStats
 from edge_dflash.decode.store import PrefixStats
 from edge_dflash.errors import RequestError
+from edge_dflash.model.specs import VisionSpec
+from edge_dflash.pictures.decode import ImageLimits
 from edge_dflash.runner.candidates import Group
 from edge_dflash.runner.engine import Engine
 from edge_dflash.runner.job import OBSERVED, Home, Job, Observer, Work
+from edge_dflash.runner.looking import ImageReader
 from edge_dflash.runner.planning import Planning
 from edge_dflash.runner.request import Encoder, Model, ends_of_form, prepare
 from edge_dflash.runner.settings import EngineOptions, EngineSettings, OpenOptions, OpenSettings
@@ -69,14 +72,21 @@ class Planner(Planning[PlannerSession]):
         bundle: str = "",
         self_test: SelfTestResult | None = None,
         observer: Observer | None = None,
+        vision: VisionSpec | None = None,
         **settings: Unpack[EngineOptions],
     ) -> None:
-        """Take a loaded backend over; ``bundle``: fingerprint to which saved sessions are bound. See :meth:`open`."""
+        """Take a loaded backend over; ``bundle``: fingerprint to which saved sessions are bound. See :meth:`open`.
+
+        ``vision``: the target's tower; None: images are refused.
+        """
         _check(stop_token_ids=stop_token_ids, bundle=bundle, observer=observer)
         self._self_test = self_test
-        self._model = Model(backend, tokenizer, tuple(dict.fromkeys(stop_token_ids)))
+        checked = EngineSettings.of(settings)
+        limits = ImageLimits(pixels=checked.image_pixels)
+        images = ImageReader(vision, limits, checked.images) if vision else None
+        self._model = Model(backend, tokenizer, tuple(dict.fromkeys(stop_token_ids)), images)
         self._encoder = Encoder(self._model)
-        self._engine = Engine(backend, bundle, EngineSettings.of(settings), observer)
+        self._engine = Engine(backend, bundle, checked, observer)
         weakref.finalize(self, self._engine.close, drain=False, timeout=_CLOSE_SECONDS)
         self._end_forms = (lambda: None) if tokenizer is None else hold(self, tokenizer)
 
@@ -100,7 +110,8 @@ class Planner(Planning[PlannerSession]):
           that waits, which is refused in their place.
         - ``drafts``: cycles verify at most so many (0: plain decoding); None: as many as are measured to give most
           tokens a second, or all without ``fallback``. ``drafter=False`` loads the target alone.
-        - ``prefix_bytes`` bounds the states of system prompts that are kept for the next request.
+        - ``prefix_bytes`` bounds the states of system prompts that are kept for the next request. A request has at
+          most ``images`` images of at most ``image_pixels`` pixels each.
         - ``check_hashes=False`` skips the SHA-256 of the bundle's files. ``self_test`` says what follows when the
           loaded pair does not repeat what the build recorded: "refuse", "warn" (RuntimeWarning), or "off" to skip it.
 
@@ -124,7 +135,7 @@ class Planner(Planning[PlannerSession]):
             tested = selftest.check(bundle, backend, given.self_test)
             name = fingerprint(manifest) + "+none" * (not given.drafter)
             make = partial(cls, backend, tokenizer, stop, bundle=name)
-            planner = make(self_test=tested, observer=observer, **given.engine)
+            planner = make(self_test=tested, observer=observer, vision=manifest.pair.target.vision, **given.engine)
             planner._engine.pace.begin(backend, tested.accept_length if tested else None)
         except BaseException:
             (planner or backend).close()

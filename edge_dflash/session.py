@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
 from edge_dflash.decode.options import Options, PlanOptions, Task
+from edge_dflash.decode.pictured import Placed
 from edge_dflash.decode.saved import load_session, save_session
 from edge_dflash.decode.session import Session, SessionManager
 from edge_dflash.errors import RequestError
 from edge_dflash.result import Plan
 from edge_dflash.runner.engine import Engine
 from edge_dflash.runner.job import Home, Job
+from edge_dflash.runner.looking import Shown, name_of, read_images
 from edge_dflash.runner.request import Encoder, Model, Prompt, as_message, as_said, next_turn, prepare
 from edge_dflash.runner.stream import AsyncPlanStream, PlanStream
 from edge_dflash.text.chat import Answer
@@ -140,21 +142,30 @@ class PlannerSession:
             raise RequestError("the session belongs to another planner; use the one that made it")
         with self._lock:
             self._wait_for_turn()
-            said, tools = as_said(self._model, task), json.dumps(options.tools or [], default=dict)
-            prompt = self._prompt(task, said, options, tools)
-            place = _Turn(self, said, tools)
+            known = {name_of(placed.picture): placed.picture for placed in self._placed}
+            shown = read_images(self._model.images, as_said(self._model, task), known)
+            shown = Shown(shown.messages, {**known, **shown.pictures})
+            tools = json.dumps(options.tools or [], default=dict)
+            prompt = self._prompt(task, shown, options, tools)
+            place = _Turn(self, shown.messages, tools)
             self._turn = Job(prepare(self._model, options, prompt, began), place, engine.manager, engine.pace)
             return self._turn
 
-    def _prompt(self, task: Task, said: Sequence[Message], options: Options, tools: str) -> Prompt:
+    @property
+    def _placed(self) -> tuple[Placed, ...]:
+        """Pictures of its tokens."""
+        return self._state.pictures if self._state is not None else ()
+
+    def _prompt(self, task: Task, shown: Shown, options: Options, tools: str) -> Prompt:
         """The whole conversation with one more turn, its end as it was generated if that can be."""
         if self._state is not None and self._state.tokens and tools == self._tools:
-            ids = next_turn(self._model, self._state.tokens, self._messages, task, options, thinking=self._thinking)
-            if ids is not None:
-                return Prompt(ids, pictures=self._state.pictures)
-        if not self._messages:
+            what = (self._model, self._state.tokens, self._messages, task, options)
+            prompt = next_turn(*what, thinking=self._thinking, shown=shown, placed=self._placed)
+            if prompt is not None:
+                return prompt
+        if not self._messages and not shown.pictures:
             return self._encoder.prompt(task, options)
-        return self._encoder.prompt([*self._messages, *said], options)
+        return self._encoder.conversation(Shown([*self._messages, *shown.messages], shown.pictures), options)
 
     def _wait_for_turn(self) -> None:
         """Wait for a cancelled turn to let go. Raises RequestError while another one runs, or when closed."""

@@ -15,7 +15,8 @@ from edge_dflash.decode.backend import PairShape
 from edge_dflash.decode.pictured import Pictured, Placed, check_pictures
 from edge_dflash.decode.sampling import MOST_ALTERNATIVES, Sampling
 from edge_dflash.errors import ContextError, RequestError
-from edge_dflash.text.template import Message, with_text
+from edge_dflash.text.images import with_parts
+from edge_dflash.text.template import Message
 from edge_dflash.text.tool_calls import Tool, chosen_tools
 
 Task: TypeAlias = str | Sequence[Message] | Sequence[int]
@@ -188,7 +189,7 @@ def token_ids(task: Sequence[Any]) -> tuple[int, ...]:
 
 
 def as_messages(task: Task) -> list[Message] | None:
-    """The task as messages, each content one text; None when it is token ids.
+    """The task as messages, each content one text or a list of texts and images; None when it is token ids.
 
     Raises RequestError when it is of another kind, or empty.
     """
@@ -205,7 +206,7 @@ def as_messages(task: Task) -> list[Message] | None:
         raise RequestError(f"the task is of type {type(task).__name__}; give text, a list of messages or token ids")
     if isinstance(first, Mapping):
         refuse_surrogates(task, "messages")
-        return [with_text(message, index) for index, message in enumerate(task)]  # type: ignore[arg-type]  # no ids
+        return [with_parts(message, index) for index, message in enumerate(task)]  # type: ignore[arg-type]  # no ids
     return None
 
 

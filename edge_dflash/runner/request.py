@@ -10,7 +10,7 @@ import json
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from edge_dflash.decode.accept import Relaxation
 from edge_dflash.decode.backend import Backend
@@ -23,6 +23,7 @@ from edge_dflash.decode.options import Options, Request, Task, admit, as_message
 from edge_dflash.decode.pictured import Placed
 from edge_dflash.decode.steering import AfterThinking, Constraint
 from edge_dflash.errors import RequestError
+from edge_dflash.runner.looking import ImageReader, Placing, Shown, read_images
 from edge_dflash.runner.stream import UNWANTED, StopFinder
 from edge_dflash.text.chat import (
     Answer,
@@ -48,6 +49,7 @@ class Model:
     backend: Backend
     tokenizer: Tokenizer | None
     stop_token_ids: tuple[int, ...]
+    images: ImageReader | None = None  # None: the target does not see
 
     def need_tokenizer(self, what: str) -> Tokenizer:
         """The tokenizer. Raises RequestError, naming ``what`` cannot be done, when the bundle has none."""
@@ -81,12 +83,20 @@ class Encoder:
         """
         messages = as_messages(task)
         if messages is None:
-            return Prompt(token_ids(task))
+            return Prompt(without_images(self._model, token_ids(task)))
         tokenizer = self._model.need_tokenizer("give token ids instead of text")
         if (text := _without_template(tokenizer, task, options)) is not None:
-            return Prompt(text)
-        ids = encode_conversation(tokenizer, messages, tools=options.tools, enable_thinking=options.thinking)
-        return Prompt(ids, self._shared(tokenizer, messages, ids, options))
+            return Prompt(without_images(self._model, text))
+        return self.conversation(read_images(self._model.images, messages, {}), options)
+
+    def conversation(self, shown: Shown, options: Options) -> Prompt:
+        """The prompt of a conversation. Raises as :meth:`prompt` does."""
+        tokenizer, placing = self._model.need_tokenizer("give token ids instead of text"), Placing.of(shown)
+        _without_template(tokenizer, placing.messages, options)
+        variables: dict[str, Any] = {"tools": options.tools, "enable_thinking": options.thinking}
+        pieces = render_conversation(tokenizer, placing.messages, **variables)
+        ids, placed = placing.encode(tokenizer, pieces, self._model.images)
+        return Prompt(ids, self._shared(tokenizer, placing.messages, ids, options), placed)
 
     def _shared(self, tokenizer: Tokenizer, messages: Sequence[Message], ids: tuple[int, ...], options: Options) -> int:
         """How many ids do not depend on what the user says: system messages and tools, and what frames them."""
@@ -105,22 +115,33 @@ class Encoder:
 
 
 def next_turn(
-    model: Model, tokens: Sequence[int], messages: Sequence[Message], task: Task, options: Options, *, thinking: bool
-) -> tuple[int, ...] | None:
+    model: Model,
+    tokens: Sequence[int],
+    messages: Sequence[Message],
+    task: Task,
+    options: Options,
+    *,
+    thinking: bool,
+    shown: Shown | None = None,
+    placed: tuple[Placed, ...] = (),
+) -> Prompt | None:
     """The prompt of one more turn: ``tokens`` as they are, and what the template writes between an answer and the next.
 
     The conversation only grows: earlier answers stay as they were generated, thinking included, so nothing is computed
     twice. ``messages`` are those of ``tokens``, the answer last; ``thinking``: it was cut inside a thinking span, which
-    is closed here. None when the template does not write answers as they are: then all has to be encoded anew.
+    is closed here. ``shown``: the task's messages and all pictures; ``placed``: where those of ``tokens`` stand. None
+    when the template does not write answers as they are: then all has to be encoded anew.
     """
     new = as_messages(task)
     if new is None:
-        return (*tokens, *token_ids(task))
+        return Prompt((*tokens, *without_images(model, token_ids(task))), pictures=placed)
     tokenizer = model.need_tokenizer("give token ids instead of text")
     if (text := _without_template(tokenizer, task, options)) is not None:
-        return (*tokens, *text)
-    whole = [*messages[:-1], {"role": "assistant", "content": _MARK}, *new]
-    pieces = render_conversation(tokenizer, whole, tools=options.tools, enable_thinking=options.thinking)
+        return Prompt((*tokens, *without_images(model, text)), pictures=placed)
+    shown = shown or Shown(new)
+    whole = [*messages[:-1], {"role": "assistant", "content": _MARK}, *shown.messages]
+    placing = Placing.of(Shown(whole, shown.pictures))
+    pieces = render_conversation(tokenizer, placing.messages, tools=options.tools, enable_thinking=options.thinking)
     places = [at for at, piece in enumerate(pieces) if _MARK in piece]
     if len(places) != 1 or pieces[places[0]].count(_MARK) != 1:
         return None
@@ -129,7 +150,15 @@ def next_turn(
         after = after[2:]
     if thinking and Markers.of(tokenizer).end_think is not None:
         after = ["\n", "</think>", "\n\n" + after[0], *after[1:]]
-    return (*tokens, *tokenizer.encode_pieces(after))
+    ids, more = placing.encode(tokenizer, after, model.images, len(tokens))
+    return Prompt((*tokens, *ids), pictures=(*placed, *more))
+
+
+def without_images(model: Model, ids: tuple[int, ...]) -> tuple[int, ...]:
+    """Ids that nobody placed pictures among. Raises RequestError for placeholders."""
+    if model.images is not None and (token := model.images.vision.image_token_id) in ids:
+        raise RequestError(f"token {token} of the prompt stands for a row of an image; give messages with images")
+    return ids
 
 
 def _without_template(tokenizer: Tokenizer, task: Task, options: Options) -> tuple[int, ...] | None:

@@ -10,6 +10,8 @@ from edge_dflash.backends import selftest
 from edge_dflash.common import rules
 from edge_dflash.common.rules import Rule
 from edge_dflash.decode.backend import MOST_LANES
+from edge_dflash.pictures.decode import DEFAULT_LIMITS
+from edge_dflash.runner.looking import MOST_IMAGES
 
 S = TypeVar("S", bound="EngineSettings")
 
@@ -22,6 +24,8 @@ class EngineOptions(TypedDict, total=False):
     fallback: bool
     drafts: int | None
     prompt_share: float
+    images: int
+    image_pixels: int
 
 
 class OpenOptions(EngineOptions, total=False):
@@ -38,6 +42,8 @@ _RULES = {
     "queue": Rule(rules.whole(1), "a whole number of requests, at least 1"),
     "prefix_bytes": Rule(rules.whole(0), "a whole number of bytes, at least 0"),
     "drafts": Rule(rules.optional(rules.whole(0)), "a whole number of drafts, at least 0, or None"),
+    "images": Rule(rules.whole(0), "a whole number of images, at least 0"),
+    "image_pixels": Rule(rules.whole(1), "a whole number of pixels, at least 1"),
     "prompt_share": Rule(rules.number(0.01, 1.0), "a share of the time, 0.01 to 1"),
     "lanes": Rule(
         rules.optional(rules.whole(1, MOST_LANES)), f"a whole number of sequences, 1 to {MOST_LANES}, or None"
@@ -56,6 +62,8 @@ class EngineSettings:
     fallback: bool = True  # False: cycles verify all drafts (or ``drafts``), whether they are seen to pay or not
     drafts: int | None = None  # most of a cycle, 0: plain decoding; None: as many as give most tokens a second
     prompt_share: float = 0.5  # of the time, for the prompts of some requests while others decode
+    images: int = MOST_IMAGES  # of a request
+    image_pixels: int = DEFAULT_LIMITS.pixels  # of an image, before it is resized
 
     def __post_init__(self) -> None:
         """Take each value by its rule."""

@@ -196,11 +196,11 @@ def test_the_next_turn_of_a_session_is_text_as_well(name):
     tokens = (*encode_conversation(tokenizer, said, enable_thinking=False), *tokenizer.encode_text("Done."), end)
     messages = [*said, {"role": "assistant", "content": "Done."}]
     for forged, thinking in itertools.product(FORGED, (False, True)):
-        new = next_turn(model, tokens, messages, forged, Options(), thinking=thinking)[len(tokens) :]
-        harmless = next_turn(model, tokens, messages, HARMLESS, Options(), thinking=thinking)[len(tokens) :]
+        new = next_turn(model, tokens, messages, forged, Options(), thinking=thinking).ids[len(tokens) :]
+        harmless = next_turn(model, tokens, messages, HARMLESS, Options(), thinking=thinking).ids[len(tokens) :]
         assert controls_of(tokenizer, new) == controls_of(tokenizer, harmless)
         assert ("</think>" in controls_of(tokenizer, new)[:1]) == thinking
-    with_start = next_turn(model, tokens, messages, "Go on.", Options(), thinking=False)
+    with_start = next_turn(model, tokens, messages, "Go on.", Options(), thinking=False).ids
     assert with_start == (
         *tokens,
         *tokenizer.encode("\n<|im_start|>user\nGo on.<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"),
