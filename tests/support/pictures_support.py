@@ -5,6 +5,9 @@ from hashlib import blake2b
 
 import numpy as np
 from golden_pairs import FLOAT32, golden, pair, store
+from text_support import write_tokenizer
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Words
 
 from edge_dflash.backends.reference.backend import ReferenceBackend
 from edge_dflash.decode.controls import NO_CONTROLS
@@ -15,6 +18,8 @@ from edge_dflash.model import pair_programs
 from edge_dflash.model.specs import PatchSpec
 from edge_dflash.model.vision import TOWER
 from edge_dflash.pictures.picture import PatchedPicture
+from edge_dflash.planner import Planner
+from edge_dflash.text.tokenizer import Tokenizer
 from edge_dflash.weights.formats import WideWeight
 
 IMAGE = 186
@@ -108,7 +113,7 @@ class RandomTower:
         return self._inner.kv_scale(state)
 
 
-def sighted(name="qwen3_5", precision=FLOAT32, **options):
+def sighted(name="qwen3_5", precision=FLOAT32, max_context=160, **options):
     """Another golden pair with a small random tower and a vocabulary that takes a tokenizer; the placeholder is 510."""
     blind, vision = pair(name), pair("vision").target.vision
     rope = replace(blind.target.attention.rope, mrope_section=(3, 3, 2))
@@ -116,4 +121,23 @@ def sighted(name="qwen3_5", precision=FLOAT32, **options):
     target = replace(blind.target, vision=vision, attention=replace(blind.target.attention, rope=rope))
     spec = replace(blind, target=target)
     weights = RandomTower(name, pair_programs(spec).weights)
-    return ReferenceBackend(spec, weights, precision, max_context=160, **options)
+    return ReferenceBackend(spec, weights, precision, max_context=max_context, **options)
+
+
+def eyes_tokenizer(directory):
+    """The byte tokenizer with the control tokens of images: start 508, placeholder 510, end 511."""
+    path = write_tokenizer(directory / "tokenizer")
+    words = Words.from_file(str(path / "tokenizer.json"))
+    names = [f"<|unused_{number}|>" for number in range(words.get_vocab_size(), 508)]
+    names += ["<|vision_start|>", "<|video_pad|>", "<|image_pad|>", "<|vision_end|>"]
+    words.add_special_tokens([AddedToken(name, special=True) for name in names])
+    words.save(str(path / "tokenizer.json"))
+    return Tokenizer.open(path)
+
+
+def seeing(backend, directory, **settings):
+    """A planner of a :func:`sighted` backend."""
+    vision = replace(
+        pair("vision").target.vision, image_token_id=510, vision_start_token_id=508, vision_end_token_id=511
+    )
+    return Planner(backend, eyes_tokenizer(directory), bundle="f" * 64, vision=vision, **settings)
