@@ -2,9 +2,10 @@
 
 import numpy as np
 import pytest
-from golden_pairs import ENGINE, FLOAT32, backend, golden, same_bits
+from golden_pairs import ENGINE, FLOAT32, backend, golden, pair, same_bits, store
 from pictures_support import filled, mixed, noise, picture, prompt
 
+from edge_dflash.backends.reference.backend import ReferenceBackend
 from edge_dflash.decode.backend import Asked, Precision
 from edge_dflash.decode.pictured import Sight
 from edge_dflash.errors import BackendError
@@ -126,6 +127,17 @@ def test_pictures_beside_each_other_have_other_positions_than_one():
     a = fill(apart, mixed(TEXT, noise(1, (4, 4)), TEXT))
     b = fill(together, mixed(TEXT, noise(1, (2, 8)), TEXT))
     assert np.abs(a - b).max() > 1e-3
+
+
+def test_a_text_is_what_it_is_without_a_tower():
+    blind = ReferenceBackend(pair("vision").text_only, store("vision"), ENGINE, max_context=160)
+    sees, ids = backend("vision", ENGINE), [(7 * i) % 180 for i in range(70)]
+    fill(sees, mixed(TEXT, picture(0)))
+    sees.reset()
+    assert np.array_equal(blind.prefill(ids).logits(), sees.prefill(ids).logits())
+    assert np.array_equal(blind.verify(TEXT).logits(), sees.verify(TEXT).logits())
+    assert np.array_equal(blind.propose(3).logits(), sees.propose(3).logits())
+    assert same_bits(blind.snapshot(), sees.snapshot())
 
 
 def test_a_target_without_a_tower_refuses():

@@ -9,6 +9,7 @@ from pictures_support import mixed, picture
 from edge_dflash.backends.host_cycle import Delegate
 from edge_dflash.decode.loop import generate
 from edge_dflash.decode.options import Options
+from edge_dflash.decode.sights import SeenStore
 from edge_dflash.errors import BackendError, RequestError
 from edge_dflash.planner import Planner
 from edge_dflash.runner.request import Encoder, Prompt
@@ -16,6 +17,7 @@ from edge_dflash.runner.request import Encoder, Prompt
 FRAME, OTHER = picture(0), picture(1)
 SAID = mixed([3, 1, 4], FRAME, [1, 5])
 TWO = mixed([3, 1, 4], FRAME, [9], OTHER, [2, 6])
+LAST = mixed([3, 1, 4], OTHER)
 TEXT = mixed([7, 7, 3, 5])
 DRAWN = {"max_new_tokens": 9, "temperature": 2.0, "seed": 5}
 
@@ -24,7 +26,7 @@ class Showing(Encoder):
     """Gives ids the pictures that they have in one of the prompts above."""
 
     def prompt(self, task, options):
-        said = next(one for one in (SAID, TWO, TEXT) if one.ids == tuple(task))
+        said = next(one for one in (SAID, TWO, LAST, TEXT) if one.ids == tuple(task))
         return Prompt(said.ids, pictures=said.pictures)
 
 
@@ -75,6 +77,16 @@ def test_candidates_share_the_prompt_and_have_the_tokens_that_they_have_alone(pl
     found = sorted((one.seed, one.tokens) for one in (plan, *plan.alternatives))
     assert found == [(seed, alone(TWO, **DRAWN | {"seed": seed})) for seed in (5, 6, 7)]
     assert eyes.towers == 2
+
+
+@pytest.mark.parametrize("room", [True, False])
+def test_candidates_of_a_prompt_that_ends_in_a_picture(planner, eyes, room):
+    """Each of them computes its last row, for which the picture has to be there again."""
+    if not room:
+        planner._engine.manager.seen = SeenStore(0)
+    streams = planner.streams(LAST.ids, 3, **DRAWN)
+    assert [one.plan.tokens for one in streams] == [alone(LAST, **DRAWN | {"seed": seed}) for seed in (5, 6, 7)]
+    assert eyes.towers == (1 if room else 4)
 
 
 def test_lanes_with_pictures_beside_text(planner):
