@@ -16,6 +16,8 @@ from typing import Any
 from edge_dflash.bundle.parts import stack_bytes
 from edge_dflash.checks import expert_bytes
 from edge_dflash.checks.expert_bytes import expert_layers, routed, routed_bytes
+from edge_dflash.checks.tower_costs import picture_patches
+from edge_dflash.decode.sights import SEEN_BYTES
 from edge_dflash.model.experts import Experts
 from edge_dflash.model.ops import Attend, KvAppend, Linear, SelectRows, StateOp
 from edge_dflash.model.program import DeltaState, KvState, PairPrograms, Program, State
@@ -60,7 +62,9 @@ class MemoryBytes:
     drafter_kv: int = _label("drafter K/V")  # max_context rows a lane
     delta_state: int = _label("gated delta state, a slot for each lane")
     tape: int = _label("replay tape, a block for each lane")
-    scratch: int = _label("scratch")  # peak of tensors alive in a prefill chunk or a block
+    scratch: int = _label("scratch")  # peak of tensors alive in a prefill chunk, a block or a picture
+    tower: int = _label("vision tower")
+    seen: int = _label("rows of pictures that are kept, at most")
 
 
 @dataclass(frozen=True)
@@ -221,16 +225,23 @@ def memory_bytes(
     states = programs.states.values()
     block, rows = pair.block_size, pair.verify_rows
     chunk = min(chunk, max_context)
-    passes = ((programs.prefill, chunk, 1), (programs.verify, rows, lanes), (programs.propose, block, lanes))
+    passes = [(programs.prefill, chunk, 1), (programs.verify, rows, lanes), (programs.propose, block, lanes)]
+    tower = {} if programs.see is None else {name: stored[name] for name in programs.see.weights}
+    if programs.see is not None and pair.target.vision is not None:
+        passes.append((programs.see, picture_patches(pair.target.vision), 1))
     return MemoryBytes(
         target_weights=_sum(stored, programs.verify, "target."),
         drafter_weights=sum(size for name, size in stored.items() if name.startswith("drafter.")),
-        embedding=sum(size for name, size in stored.items() if programs.weights[name].kind == "embedding"),
+        embedding=sum(
+            size for name, size in stored.items() if programs.weights[name].kind == "embedding" and name not in tower
+        ),
         target_kv=lanes * _kv_bytes(programs.verify, 0, max_context, kv, Attend),
         drafter_kv=lanes * _kv_bytes(programs.propose, 0, max_context, kv, Attend),
         delta_state=lanes * delta_bytes(states),
         tape=lanes * rows * tape_bytes_per_row(states),
         scratch=max(slots * scratch_bytes(program, rows) for program, rows, slots in passes),
+        tower=sum(tower.values()),
+        seen=SEEN_BYTES if tower else 0,
     )
 
 
@@ -269,7 +280,7 @@ def scratch_bytes(program: Program, rows: int) -> int:
     for tensor in program.outputs.values():
         last_use[tensor] = len(program.ops)
     size: dict[str, int] = {}
-    counts = {"ids": rows}
+    counts = dict.fromkeys(program.inputs, rows)
     live = peak = 0
     for index, op in enumerate(program.ops):
         counts[op.output] = op.rows(counts[op.inputs[0]])

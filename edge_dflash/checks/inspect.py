@@ -20,6 +20,7 @@ from edge_dflash.checks import footprint
 from edge_dflash.checks.by_drafts import DraftCost, by_drafts
 from edge_dflash.checks.by_lanes import Joint, LaneCosts, lane_costs
 from edge_dflash.checks.footprint import CycleBytes, MemoryBytes
+from edge_dflash.checks.tower_costs import TowerCosts, tower_costs
 from edge_dflash.errors import RequestError
 from edge_dflash.model import pair_programs
 from edge_dflash.model.program import PairPrograms
@@ -63,6 +64,7 @@ class Inspection:
     memory: MemoryBytes
     by_drafts: tuple[DraftCost, ...]  # from none on; () where rows read what one row reads
     by_lanes: LaneCosts
+    tower: TowerCosts | None  # None: no image comes in
 
     @property
     def verify_bytes(self) -> int:
@@ -91,8 +93,9 @@ class Inspection:
 
     @property
     def stored_bytes(self) -> int:
-        """Weights of both models, embedding included."""
-        return self.memory.target_weights + self.memory.drafter_weights + self.memory.embedding
+        """Weights of both models, embedding and tower included."""
+        held = self.memory
+        return held.target_weights + held.drafter_weights + held.embedding + held.tower
 
     @property
     def longest_context(self) -> int:
@@ -158,6 +161,7 @@ class Inspection:
             "drafter_masks": [asdict(mask) for mask in self.drafter_masks],
             "by_drafts": [asdict(each) for each in self.by_drafts],
             "lanes": self.by_lanes.to_json(),
+            "tower": None if self.tower is None else self.tower.to_json(),
             "cycle": asdict(self.cycle),
             "memory": asdict(self.memory),
             "weights": [asdict(group) for group in self.weights],
@@ -184,10 +188,10 @@ def inspect_pair(
     ``prefill_chunk``: None takes the default of the board's architecture, with ``plans`` or without.
     Raises RequestError when ``max_context`` or ``context`` leaves no room for a block.
     """
-    block = spec.rows
+    block, arch, vision = spec.rows, arch_of_sm(board.sm), spec.target.vision
     programs = pair_programs(spec)
     if prefill_chunk is None:
-        prefill_chunk = default_chunk(arch_of_sm(board.sm), programs, max_context, plans=plans)
+        prefill_chunk = default_chunk(arch, programs, max_context, plans=plans)
     if max_context <= block or prefill_chunk < 1:
         raise RequestError(
             f"maximum context {max_context} and prefill chunk {prefill_chunk} are given; wanted more than the block "
@@ -224,6 +228,7 @@ def inspect_pair(
         memory=held(lanes),
         by_drafts=by_drafts(spec, programs, read, context, kv_format),
         by_lanes=lane_costs(Joint(spec, programs, read, context, kv_format, board), held, lanes),
+        tower=tower_costs(vision, programs.see, stored, arch) if vision and programs.see else None,
     )
 
 

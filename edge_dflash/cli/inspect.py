@@ -74,9 +74,10 @@ def inspect(
     breakdowns cycle, memory, weights, board, by_drafts (of a target with experts: drafts, experts, verify_bytes,
     cycle_bytes), lanes (lanes, most (that fit; 0: none), free_rows (of a verify that reading the weights hides; null
     where the board's rate is not known), accept_length, parts (what, one, all), cycles (lanes, drafts, rows, experts,
-    bytes, memory_ms, product_ms, floor_ms, tokens_per_second, tokens_per_second_each)). Of BUNDLE also: backend (the
-    one that runs it), backends (aboard), trial (what build --finish measured of them), arch, kernels (compilation units
-    with kernels, registers, shared_bytes, stack_bytes).
+    bytes, memory_ms, product_ms, floor_ms, tokens_per_second, tokens_per_second_each)), tower (of a target that sees:
+    picture (height and width of the one that is costed), parameters, bytes, patches, tokens, operations, milliseconds;
+    else null). Of BUNDLE also: backend (the one that runs it), backends (aboard), trial (what build --finish measured
+    of them), arch, kernels (compilation units with kernels, registers, shared_bytes, stack_bytes).
     """
     if bundle is not None:
         if target or drafter or recipe or max_context is not None:

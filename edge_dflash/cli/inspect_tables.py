@@ -12,6 +12,7 @@ from rich.text import Text
 from edge_dflash.board.archs import arch_of_sm
 from edge_dflash.board.profiles import SYSTEM_BYTES
 from edge_dflash.checks.inspect import Inspection
+from edge_dflash.checks.tower_costs import PICTURE, TowerCosts
 from edge_dflash.cli.output import named_table
 from edge_dflash.decode.backend import MOST_LANES
 from edge_dflash.model.specs import DrafterLayerMask
@@ -136,12 +137,24 @@ def _summary(inspection: Inspection, *, joint: bool) -> Text:
         ]
     else:
         lines.append(f"floor: {inspection.floor_ms:.2f} ms a token; no drafter")
+    if inspection.tower is not None:
+        lines.append(_tower(inspection.tower, board.sm))
     lines.append(f"prefill: at most {inspection.prefill_chunk} tokens a pass{estimate}")
     if joint or inspection.by_lanes.lanes > 1:
         lines += _lanes_summary(inspection)
     if inspection.free_bytes < 0:
         lines.append(_advice(inspection))
     return Text("\n".join(lines))
+
+
+def _tower(tower: TowerCosts, sm: int) -> str:
+    """A tower and a picture in one line."""
+    height, width = PICTURE
+    took = "" if tower.milliseconds is None else f", about {tower.milliseconds:.3g} ms on SM {sm}"
+    return (
+        f"vision tower: {tower.parameters:,} parameters, {tower.bytes:,} B; a picture of {width} x {height} is "
+        f"{tower.tokens} tokens, {tower.operations / 1e12:.3g} TFLOP{took}"
+    )
 
 
 def _masks(masks: tuple[DrafterLayerMask, ...]) -> str:
