@@ -181,10 +181,9 @@ def inspect_pair(
     plans: bool = False,
     lanes: int = 1,
 ) -> Inspection:
-    """Cost a pair. ``formats``: storage of each weight by canonical name.
+    """Cost a pair, ``lanes`` sequences at once. ``formats``: storage of each weight by canonical name.
 
     ``context``: committed tokens at which a cycle is costed; None takes DEFAULT_CONTEXT or what ``max_context`` allows.
-    ``lanes`` sequences are held at once.
     ``prefill_chunk``: None takes the default of the board's architecture, with ``plans`` or without.
     Raises RequestError when ``max_context`` or ``context`` leaves no room for a block.
     """
