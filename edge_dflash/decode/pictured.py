@@ -1,9 +1,9 @@
 """Sequences with pictures: where they stand, which positions their rows have, and what makes two sequences equal.
 
-Positions after Qwen3-VL (arXiv 2511.21631): a text token has one position on three axes, time, height and width. An
-image that begins at position p has time p, height p + row and width p + column over its grid of rows of the language
-model, and the text behind it goes on at p + max(rows, columns). KV rows stay at the sequence index; only the rotary
-embedding of the target uses positions. A token's position minus its index is the *delta* there.
+Positions after transformers' ``Qwen3_5Model.get_rope_index``: a text token has one position on three axes, time, height
+and width. An image that begins at position p has time p, height p + row and width p + column over its grid of rows of
+the language model, and the text behind it goes on at p + max(rows, columns). KV rows stay at the sequence index; only
+the rotary embedding of the target uses positions. A token's position minus its index is the *delta* there.
 """
 
 from __future__ import annotations

@@ -165,7 +165,7 @@ def test_errors_come_at_the_call_with_their_class(tmp_path):
         assert remote.waiting == 1
         backend.open.set()
         assert first.plan.tokens == second.plan.tokens
-        for name in ("backend", "tokenizer", "prefixes", "self_test", "drafting"):
+        for name in ("backend", "tokenizer", "prefixes", "pictures", "self_test", "drafting"):
             with pytest.raises(RequestError, match=name):
                 getattr(remote, name)
     service.close()

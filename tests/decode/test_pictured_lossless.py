@@ -30,7 +30,7 @@ MODES = {"greedy": {}, "sampled": {"temperature": 4.0, "top_k": 40, "top_p": 0.9
 
 
 def test_every_place_of_a_picture_with_every_drafter():
-    result = verify_lossless(backend(NAME, ENGINE, prefill_chunk=5), list(PLACES.values()), max_new_tokens=20)
+    result = verify_lossless(backend(NAME, ENGINE, prefill_chunk=5), list(PLACES.values()), max_new_tokens=12)
     result.check()
     assert result.untried == ()
     assert result.prompts == len(PLACES)
