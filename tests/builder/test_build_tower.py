@@ -7,14 +7,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from builder_support import recipe
-from golden_pairs import directories, golden
+from golden_pairs import GOLDEN, directories, golden
 from pictures_support import picture
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
 from edge_dflash.backends import load
 from edge_dflash.builder.decide import decide
 from edge_dflash.builder.write import BuildConfig, build
 from edge_dflash.bundle.manifest import check_manifest
 from edge_dflash.bundle.reader import Bundle
+from edge_dflash.cli import app
 from edge_dflash.errors import BackendError, BundleError, RecipeError
 
 TARGET, DRAFTER = directories("vision")
@@ -146,3 +149,27 @@ def test_files_of_another_tower_are_refused(built):
     other = replace(target, vision=replace(target.vision, positions=7))
     with pytest.raises(BundleError, match=r"pos_embed has shape \[36, 64\], wanted \[49, 64\]"):
         Bundle.staged(built[0].path, replace(manifest, pair=replace(manifest.pair, target=other)))
+
+
+def test_the_command_line_leaves_the_tower_out(tmp_path):
+    words = ["build", "--target", str(TARGET), "--drafter", "none", "--output", str(tmp_path / "text"), "--text-only"]
+    result = CliRunner().invoke(app, [*words, "--json"])
+    assert result.exit_code == 0
+    assert Bundle.open(tmp_path / "text").pair.target.vision is None
+
+
+def test_a_mixture_of_experts_sees_with_the_same_tower(tmp_path):
+    """The experts' checkpoint with the tower of the dense one: their hidden sizes are the same."""
+    text, merged = GOLDEN / "qwen3_5_moe-tiny-perexpert", tmp_path / "target"
+    shutil.copytree(text, merged)
+    shutil.copy(TARGET / "preprocessor_config.json", merged)
+    says = json.loads((TARGET / "config.json").read_text())
+    tower = {key: value for key, value in says.items() if key == "vision_config" or key.endswith("_token_id")}
+    whole = json.loads((text / "config.json").read_text()) | tower
+    (merged / "config.json").write_text(json.dumps(whole))
+    visual = {k: v for k, v in load_file(TARGET / "model.safetensors").items() if k.startswith("model.visual.")}
+    save_file(load_file(text / "model.safetensors") | visual, merged / "model.safetensors")
+    build(config(tmp_path / "sees", target=merged, drafter=None))
+    bundle = Bundle.open(tmp_path / "sees")
+    assert (bundle.pair.target.architecture, bundle.pair.target.vision.depth) == ("qwen3_5_moe", 2)
+    assert away(rows(bundle)) <= 0.02
