@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
+from collections.abc import Sequence
 from contextlib import nullcontext
 from inspect import Parameter, Signature, signature
 from pathlib import Path
@@ -63,6 +64,10 @@ def generate(
         str | None, typer.Option(metavar="IDS", help="Prompt as token ids, such as 1,2,3; used as they are.")
     ] = None,
     *,
+    image: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FILE", help="Show the model a PNG or JPEG file before the text; may be given again."),
+    ] = None,
     plain: Annotated[bool, typer.Option("--plain", help="Decode without the drafter: same tokens, slower.")] = False,
     drafts: Annotated[
         int | None, typer.Option(metavar="K", min=0, help="Drafts that a cycle verifies; default: as many as pay.")
@@ -97,7 +102,7 @@ def generate(
     if compare:
         _refuse_beside_compare(plain, candidates)
     options = _options(flags, speculative=not plain)
-    task = read_task(prompt, prompt_file, ids, raw=flags["raw"])
+    task = with_images(read_task(prompt, prompt_file, ids, raw=flags["raw"]), image or [], raw=flags["raw"])
     Options.of(options)  # what is wrong with them is said before a bundle is loaded
     with stages("opening the bundle") as report:
         planner = Planner.open(bundle, drafts=drafts, progress=report)
@@ -196,6 +201,16 @@ def read_task(prompt: str | None, prompt_file: Path | None, ids: str | None, *, 
         text = _read(prompt_file)
         return text if raw else text.removesuffix("\n")
     return parse_ids(ids or "")
+
+
+def with_images(task: Task, images: Sequence[Path], *, raw: bool) -> Task:
+    """The task with images before its text. Raises RequestError where they have no place."""
+    if not images:
+        return task
+    if raw or not isinstance(task, str):
+        raise RequestError(f"--image is given with {'--raw' if raw else '--ids'}; give --prompt or --prompt-file")
+    shown = [{"type": "image", "image": path} for path in images]
+    return [{"role": "user", "content": [*shown, {"type": "text", "text": task}]}]
 
 
 def read_schema(given: str) -> str:

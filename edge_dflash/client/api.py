@@ -14,6 +14,8 @@ from typing import Any, Literal
 from edge_dflash.decode.grammar.schema_check import schema_text
 from edge_dflash.decode.options import CONFIDENCES, PRIORITIES, Options, Task, as_messages, token_ids
 from edge_dflash.errors import RequestError, ServiceError
+from edge_dflash.pictures.decode import data_url
+from edge_dflash.text.images import changed
 from edge_dflash.text.template import Message
 
 Kind = Literal["edge-dflash", "vllm", "openai"]
@@ -102,7 +104,7 @@ def ask(
     elif options.raw or (isinstance(task, str) and not server.card.get("chat", True) and not before):
         body["prompt"] = task
     else:
-        body["messages"] = [*before, *messages]
+        body["messages"] = [*before, *with_urls(messages)]
     chat = "messages" in body
     body |= {"temperature": options.temperature, "top_p": options.top_p, "seed": options.seed}
     if count > 1:
@@ -140,6 +142,11 @@ def _for_vllm(body: dict[str, Any], options: Options, *, chat: bool) -> None:
         body["top_k"] = options.top_k
     if options.regex is not None:
         body["structured_outputs"] = {"regex": options.regex}
+
+
+def with_urls(messages: Sequence[Message]) -> list[Message]:
+    """Messages whose images are data URLs, as the API takes them. Raises ImageError."""
+    return changed(messages, lambda source: {"type": "image_url", "image_url": {"url": data_url(source)}})
 
 
 def _refuse_unknown(server: Server, options: Options) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Unpack
 from urllib.parse import quote
 
-from edge_dflash.client.api import pick
+from edge_dflash.client.api import pick, with_urls
 from edge_dflash.client.asking import Asking
 from edge_dflash.client.connection import Connection
 from edge_dflash.common import rules
@@ -135,7 +135,7 @@ class RemotePlanner(Planning["RemoteSession"], AbstractContextManager["RemotePla
         chosen = Options(thinking=thinking, raw=raw)
         if (messages := as_messages(task)) is None:
             return token_ids(task)
-        body: dict[str, Any] = {"text": task} if isinstance(task, str) else {"messages": messages}
+        body: dict[str, Any] = {"text": task} if isinstance(task, str) else {"messages": with_urls(messages)}
         body |= {"thinking": chosen.thinking, "raw": chosen.raw}
         return tuple(self._connection.call("POST", "/v1/edge_dflash/encode", body)["tokens"])
 
@@ -250,10 +250,12 @@ class RemoteSession(AbstractContextManager["RemoteSession"]):
     def _ask(self, planner: RemotePlanner, task: Task, options: Options, began: float) -> tuple[Asking, ...]:
         if planner is not self._planner:
             raise RequestError("the session belongs to another planner; use the one that made it")
+        if (said := as_messages(task)) is not None:
+            said = with_urls(said)  # as they are now: a caller may write to its frame later
         with self._lock:
             self._check()
             self._busy = True
-        said, first = as_messages(task), self._name is not None and not self._begun
+        first = self._name is not None and not self._begun
 
         def ended(plan: Plan) -> None:
             if self._name is None and said is not None and (plan.text or plan.thinking or plan.tool_calls):

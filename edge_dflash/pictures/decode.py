@@ -27,6 +27,7 @@ FORMATS = ("PNG", "JPEG")
 _ACCEPTED = (
     "a path, bytes of a PNG or JPEG file, a data URL, an array (height, width, 3) of uint8, or an image of Pillow"
 )
+_SIGNATURES = {b"\x89PNG\r\n\x1a\n": "image/png", b"\xff\xd8": "image/jpeg"}
 _ADDRESSES = ("http://", "https://", "ftp://", "file://")
 
 
@@ -74,6 +75,44 @@ def from_data_url(url: str, limits: ImageLimits = DEFAULT_LIMITS) -> bytes:
         raise ImageError(f"the data URL of an image is not base64 ({error}); encode the file again") from None
 
 
+def data_url(source: object, limits: ImageLimits = DEFAULT_LIMITS) -> str:
+    """An image as a data URL: files as they are, pixels as PNG. Raises ImageError for what is none."""
+    if isinstance(source, str) and source.startswith("data:"):
+        from_data_url(source, limits)
+        return source
+    if isinstance(source, str | Path) and not str(source).lower().startswith(_ADDRESSES):
+        data = _read(Path(source), limits)
+    elif isinstance(source, bytes | bytearray | memoryview):
+        data = bytes(source)
+    else:
+        data = _encoded(decode(source, limits))
+    kind = next((kind for sign, kind in _SIGNATURES.items() if data.startswith(sign)), None)
+    if kind is None:
+        raise _unknown(len(data))
+    if len(data) > limits.file_bytes:
+        raise _too_long(len(data), limits)
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
+
+
+def _encoded(pixels: Pixels) -> bytes:
+    """A PNG file."""
+    try:
+        from PIL import Image
+    except ModuleNotFoundError:
+        raise _no_pillow() from None
+    file = BytesIO()
+    Image.fromarray(pixels).save(file, "PNG", compress_level=1)
+    return file.getvalue()
+
+
+def _no_pillow() -> ImageError:
+    return ImageError("image files need Pillow; install it with: pip install 'edge-dflash[images]'")
+
+
+def _unknown(size: int) -> ImageError:
+    return ImageError(f"an image of {size} bytes is no PNG or JPEG file; convert it to one of them")
+
+
 def _too_long(size: int, limits: ImageLimits) -> ImageError:
     return ImageError(
         f"an image file has {size:,} bytes, at most {limits.file_bytes:,} are read; give a smaller file, or raise the "
@@ -106,13 +145,11 @@ def _decode_file(data: bytes, limits: ImageLimits) -> Pixels:
     try:
         from PIL import Image, UnidentifiedImageError
     except ModuleNotFoundError:
-        raise ImageError(
-            "reading image files needs Pillow; install it with: pip install 'edge-dflash[images]', or give arrays"
-        ) from None
+        raise _no_pillow() from None
     try:
         image = Image.open(BytesIO(data), formats=FORMATS)
     except UnidentifiedImageError:
-        raise ImageError(f"an image of {len(data)} bytes is no PNG or JPEG file; convert it to one of them") from None
+        raise _unknown(len(data)) from None
     except Exception as error:  # a decoder's errors have many types
         raise _damaged(error) from None
     return _pixels(image, limits)

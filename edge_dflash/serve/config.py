@@ -26,6 +26,7 @@ _RANGES: Mapping[str, tuple[float, int]] = {  # of numbers; others are at least 
     "engine.prompt_share": (0.01, 1),
     "engine.queue": (1, _ENDLESS),
     "engine.drafts": (-1, _ENDLESS),
+    "engine.image_pixels": (1, _ENDLESS),
     "limits.body_bytes": (1024, _ENDLESS),
     "limits.header_bytes": (1024, _ENDLESS),
     "limits.connections": (1, _ENDLESS),
@@ -61,13 +62,15 @@ class EngineConfig:
     fallback: bool = True  # as many drafts as were measured to pay, none included; False: all
     drafts: int = -1  # that a cycle verifies, whatever was measured; -1: not said
     drafter: bool = True  # False: the target alone is loaded
+    images: int = 16  # of a request; 0: none are taken
+    image_pixels: int = 20_000_000  # of an image, before it is resized
 
 
 @dataclass(frozen=True)
 class LimitConfig:
     """What a client may ask for. 0: no limit of the service's own."""
 
-    body_bytes: int = 1 * MIB
+    body_bytes: int = 8 * MIB  # several frames of a camera as data URLs
     header_bytes: int = 16384
     connections: int = 64  # of the Unix socket and of TCP each
     json_depth: int = 64

@@ -31,6 +31,7 @@ from edge_dflash.errors import ConfigError
 from edge_dflash.serve.config import LimitConfig
 from edge_dflash.serve.fields import Refusal
 from edge_dflash.serve.openapi import Read
+from edge_dflash.text.images import renamed, sources_of
 
 if TYPE_CHECKING:
     from edge_dflash.serve.service import Service
@@ -266,4 +267,6 @@ def _larger(form: object, limit: int) -> bool:
 def _chars(task: Sequence[Any]) -> int:
     if isinstance(task, str):
         return len(task)
-    return sum(len(json.dumps(item)) if isinstance(item, Mapping) else 1 for item in task)
+    if task and isinstance(task[0], Mapping):
+        return sum(len(json.dumps(message)) for message in renamed(task, [""] * len(sources_of(task))))
+    return len(task)

@@ -17,11 +17,12 @@ from edge_dflash.decode.sampling import MOST_ALTERNATIVES
 from edge_dflash.errors import RequestError
 from edge_dflash.runner.planning import MOST_CANDIDATES
 from edge_dflash.serve.config import ServeConfig
+from edge_dflash.serve.content import read_content
 from edge_dflash.serve.fields import BodyFields, Refusal, session_name
 from edge_dflash.serve.limits import bound_request
 from edge_dflash.serve.openapi import NAME
 from edge_dflash.serve.shapes import CALLED, CHOICES, CONTENT, PROMPT, PROMPT_WHY, ROLES, SAID, STOP, TOOL, TOOL_CHOICE
-from edge_dflash.text.template import Message, content_text
+from edge_dflash.text.template import Message
 
 Prompt: TypeAlias = str | list[Message] | tuple[int, ...]
 
@@ -211,7 +212,7 @@ def _message(given: Any, path: str) -> Message:
     else:
         fields.only("tool_calls", why="only an assistant calls tools")
     try:
-        content = content_text(fields.take("content", CONTENT), fields.name("content"))
+        content = read_content(fields.take("content", CONTENT), role, fields.name("content"))
     except RequestError as error:
         raise Refusal(str(error), param=fields.name("content")) from None
     fields.also({"anyOf": [SAID, CALLED]} if assistant else SAID)

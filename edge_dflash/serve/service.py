@@ -122,6 +122,8 @@ class Service:
             fallback=engine.fallback,
             drafts=None if engine.drafts < 0 else engine.drafts,
             drafter=engine.drafter,
+            images=engine.images,
+            image_pixels=engine.image_pixels,
             check_hashes=service.check_hashes,
             self_test=cast(Mode, service.self_test),
             progress=report,

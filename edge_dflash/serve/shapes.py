@@ -15,7 +15,10 @@ def _object(needed: Sequence[str] = (), /, **properties: Schema) -> Schema:
 
 STOP = {"type": "string", "minLength": 1, "maxLength": 999}
 ROLES = ("system", "developer", "user", "assistant", "tool")
-CONTENT = {"anyOf": [TEXT, {"type": "array", "items": _object(type={"const": "text"}, text=TEXT)}]}
+URL = {"type": "string", "pattern": "^data:"}  # nothing is fetched
+IMAGE_URL = _object(["url"], url=URL, detail={"enum": ["auto", "low", "high"]}) | {"additionalProperties": False}
+PARTS = [_object(type={"const": "text"}, text=TEXT), _object(type={"const": "image_url"}, image_url=IMAGE_URL)]
+CONTENT = {"anyOf": [TEXT, {"type": "array", "items": {"anyOf": PARTS}}]}
 SAID = {"required": ["role", "content"], "properties": {"content": {"not": {"type": "null"}}}}
 CALLED = {"required": ["role", "tool_calls"], "properties": {"tool_calls": {"type": "array", "minItems": 1}}}
 ONE = {"anyOf": [{"type": "string", "minLength": 1}, {"type": "array", "items": COUNT, "minItems": 1}]}

@@ -59,14 +59,15 @@ def sources_of(messages: Sequence[Message]) -> list[object]:
     return [part["image"] for message in messages for part in _parts(message) if is_image(part)]
 
 
+def changed(messages: Sequence[Message], change: Callable[[object], Mapping[str, object]]) -> list[Message]:
+    """Messages with other parts in the place of images; ``change`` is told what an image is given as."""
+    return _changed(messages, lambda parts: [change(part["image"]) if is_image(part) else part for part in parts])
+
+
 def renamed(messages: Sequence[Message], names: Sequence[str]) -> list[Message]:
     """Messages whose images, in order, are these names."""
     rest = iter(names)
-
-    def name(part: Mapping[str, Any]) -> Mapping[str, object]:
-        return {"type": "image", "image": next(rest)} if is_image(part) else part
-
-    return _changed(messages, lambda parts: [name(part) for part in parts])
+    return changed(messages, lambda _: {"type": "image", "image": next(rest)})
 
 
 def marked(messages: Sequence[Message]) -> tuple[list[Message], str]:
