@@ -53,6 +53,11 @@ FLAGS: dict[str, tuple[str | None, str]] = {
     "thinking": (None, "Let the chat template ask for thinking."),
 }
 
+Images = Annotated[
+    list[Path] | None,
+    typer.Option(metavar="FILE", help="Show the model a PNG or JPEG file before the text; may be given again."),
+]
+
 
 def generate(
     bundle: Annotated[Path, typer.Argument(metavar="BUNDLE", help="Directory that a build made.")],
@@ -64,10 +69,7 @@ def generate(
         str | None, typer.Option(metavar="IDS", help="Prompt as token ids, such as 1,2,3; used as they are.")
     ] = None,
     *,
-    image: Annotated[
-        list[Path] | None,
-        typer.Option(metavar="FILE", help="Show the model a PNG or JPEG file before the text; may be given again."),
-    ] = None,
+    image: Images = None,
     plain: Annotated[bool, typer.Option("--plain", help="Decode without the drafter: same tokens, slower.")] = False,
     drafts: Annotated[
         int | None, typer.Option(metavar="K", min=0, help="Drafts that a cycle verifies; default: as many as pay.")
