@@ -30,6 +30,7 @@ from edge_dflash.decode.accept import accepted
 from edge_dflash.decode.backend import Backend, Precision
 from edge_dflash.decode.loop import generate
 from edge_dflash.decode.options import Options
+from edge_dflash.decode.pictured import text_ids
 from edge_dflash.errors import BuildError, RequestError
 from edge_dflash.model import pair_programs
 from edge_dflash.model.specs import PairSpec
@@ -169,8 +170,9 @@ def _prompt(bundle: Bundle, room: int) -> tuple[str, tuple[int, ...]]:
         first = first or (name, ids)
     if first is not None:
         return f"end of {first[0]} of {PROMPTS}", first[1][-room:]
-    random = np.random.default_rng(0).integers(0, bundle.pair.target.vocab_size, min(RANDOM_TOKENS, room))
-    return "pseudo-random ids", tuple(random.tolist())
+    target = bundle.pair.target
+    random = np.random.default_rng(0).integers(0, target.vocab_size, min(RANDOM_TOKENS, room)).tolist()
+    return "pseudo-random ids", tuple(text_ids(random, target.vision.image_token_id if target.vision else None))
 
 
 def _calibration_prompts(bundle: Bundle) -> Iterator[tuple[str, tuple[int, ...]]]:

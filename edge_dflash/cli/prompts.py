@@ -12,6 +12,7 @@ from edge_dflash.bundle.reader import read_manifest
 from edge_dflash.checks.bench import Form
 from edge_dflash.checks.subjects import Prompts
 from edge_dflash.common.files import LARGE, directory, read_text
+from edge_dflash.decode.pictured import text_ids
 from edge_dflash.demo.actions import plan_schema
 from edge_dflash.demo.tasks import HELDOUT, MODELS
 from edge_dflash.errors import ContextError, RequestError
@@ -42,8 +43,9 @@ def read_prompts(path: Path) -> list[Task]:
 def default_prompts(planner: Planner, max_new_tokens: int) -> list[Task]:
     """The calibration prompts that fit; pseudo-random ids, always the same, for a bundle without tokenizer."""
     if planner.tokenizer is None:
-        rng = np.random.default_rng(0)
-        return [rng.integers(0, planner.shape.vocab_size, RANDOM_TOKENS).tolist() for _ in range(RANDOM_PROMPTS)]
+        rng, shape = np.random.default_rng(0), planner.shape
+        ids = [rng.integers(0, shape.vocab_size, RANDOM_TOKENS).tolist() for _ in range(RANDOM_PROMPTS)]
+        return [text_ids(prompt, shape.image_token_id) for prompt in ids]
     return _fitting(planner, directory("calib") / _CALIBRATION, max_new_tokens)
 
 

@@ -185,6 +185,11 @@ class Pictured:
         return Sight(self.positions(first, stop), self.delta(stop), tuple(rows))
 
 
+def text_ids(ids: Sequence[int], image_token_id: int | None) -> list[int]:
+    """Made-up ids as a text: in the place of a picture's placeholder, which a text cannot have, the id before it."""
+    return [token - (token == image_token_id) for token in ids]
+
+
 def check_pictures(prompt: Pictured, image_token_id: int | None) -> None:
     """Raise RequestError for pictures that do not stand on the placeholders of their rows, or a target without tower.
 

@@ -18,6 +18,7 @@ from edge_dflash.builder.write import BuildConfig, build
 from edge_dflash.bundle.manifest import check_manifest
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.cli import app
+from edge_dflash.decode.pictured import text_ids
 from edge_dflash.errors import BackendError, BundleError, RecipeError
 
 TARGET, DRAFTER = directories("vision")
@@ -57,6 +58,16 @@ def test_a_bundle_sees(built):
     assert len(held) == 33
     assert set(held.values()) == {"bf16"}
     assert 0 < away(rows(bundle)) <= 0.02  # activations are rounded to BF16
+
+
+def test_a_bundle_that_sees_is_verified_with_texts(built):
+    shown = CliRunner().invoke(app, ["verify", str(built[0].path), "--max-new-tokens", "8", "--json"])
+    assert shown.exit_code == 0, shown.exception
+    found = json.loads(shown.stdout.splitlines()[-1])
+    assert found["ok"]
+    assert found["self_test"]["tower"]["ok"]
+    assert text_ids([5, 186, 187], 186) == [5, 185, 187]
+    assert text_ids([5, 186], None) == [5, 186]
 
 
 def test_without_the_tower_a_bundle_is_of_text(built):
