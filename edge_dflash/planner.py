@@ -32,6 +32,7 @@ from edge_dflash.runner.engine import Engine
 from edge_dflash.runner.job import OBSERVED, Home, Job, Observer, Work
 from edge_dflash.runner.looking import ImageReader
 from edge_dflash.runner.planning import Planning
+from edge_dflash.runner.recording import Recorder, Recording, RecordStats
 from edge_dflash.runner.request import Encoder, Model, ends_of_form, prepare
 from edge_dflash.runner.settings import EngineOptions, EngineSettings, OpenOptions, OpenSettings
 from edge_dflash.runner.stream import AsyncPlanStream, PlanStream
@@ -84,7 +85,10 @@ class Planner(Planning[PlannerSession]):
         checked = EngineSettings.of(settings)
         limits = ImageLimits(pixels=checked.image_pixels)
         images = ImageReader(vision, limits, checked.images) if vision else None
-        self._model = Model(backend, tokenizer, tuple(dict.fromkeys(stop_token_ids)), images)
+        recorder = Recorder(checked.record) if isinstance(checked.record, Recording) else None
+        if recorder is not None:
+            weakref.finalize(self, recorder.close)
+        self._model = Model(backend, tokenizer, tuple(dict.fromkeys(stop_token_ids)), images, recorder)
         self._encoder = Encoder(self._model)
         self._engine = Engine(backend, bundle, checked, observer)
         weakref.finalize(self, self._engine.close, drain=False, timeout=_CLOSE_SECONDS)
@@ -112,6 +116,8 @@ class Planner(Planning[PlannerSession]):
           tokens a second, or all without ``fallback``. ``drafter=False`` loads the target alone.
         - ``prefix_bytes`` bounds the states of system prompts that are kept for the next request. A request has at
           most ``images`` images of at most ``image_pixels`` pixels each.
+        - ``record``: the path of a file (or a :class:`~edge_dflash.runner.recording.Recording`, with a limit of bytes)
+          to which prompts and answers are appended, for ``train-drafter``. None, the default, writes nothing.
         - ``check_hashes=False`` skips the SHA-256 of the bundle's files. ``self_test`` says what follows when the
           loaded pair does not repeat what the build recorded: "refuse", "warn" (RuntimeWarning), or "off" to skip it.
 
@@ -168,6 +174,8 @@ class Planner(Planning[PlannerSession]):
         """Cancel all requests and release the device. Closing twice does no harm."""
         self._engine.close(drain=False)
         self._engine.backend.close()
+        if self._model.recorder is not None:
+            self._model.recorder.close()
         self._end_forms()
 
     def warm_up(self) -> None:
@@ -224,6 +232,11 @@ class Planner(Planning[PlannerSession]):
     def tokenizer(self) -> Tokenizer | None:
         """The bundle's tokenizer; None when the bundle takes and returns token ids only."""
         return self._model.tokenizer
+
+    @property
+    def recorded(self) -> RecordStats:
+        """What became of finished answers; all zeros without ``record``."""
+        return RecordStats() if self._model.recorder is None else self._model.recorder.stats
 
     @property
     def prefixes(self) -> PrefixStats:

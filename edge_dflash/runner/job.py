@@ -246,7 +246,7 @@ class Job(Work[Step, Plan]):
             self._session = None
         if error is not None:
             raise error
-        return self._plan(self._made, reader.answer)
+        return self.request.finished(self._plan(self._made, reader.answer))
 
     def reader(self) -> Reader:
         """Makes increments of the steps; each who reads them has one."""

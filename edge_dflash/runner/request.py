@@ -23,7 +23,9 @@ from edge_dflash.decode.options import Options, Request, Task, admit, as_message
 from edge_dflash.decode.pictured import Placed
 from edge_dflash.decode.steering import AfterThinking, Constraint
 from edge_dflash.errors import RequestError
+from edge_dflash.result import Plan
 from edge_dflash.runner.looking import ImageReader, Placing, Shown, read_images
+from edge_dflash.runner.recording import Recorder, Said
 from edge_dflash.runner.stream import UNWANTED, StopFinder
 from edge_dflash.text.chat import (
     Answer,
@@ -50,6 +52,7 @@ class Model:
     tokenizer: Tokenizer | None
     stop_token_ids: tuple[int, ...]
     images: ImageReader | None = None  # None: the target does not see
+    recorder: Recorder | None = None  # of finished answers
 
     def need_tokenizer(self, what: str) -> Tokenizer:
         """The tokenizer. Raises RequestError, naming ``what`` cannot be done, when the bundle has none."""
@@ -67,6 +70,7 @@ class Prompt:
     ids: tuple[int, ...]
     shared: int = 0
     pictures: tuple[Placed, ...] = ()  # in their order, on the placeholders of their rows
+    said: Said | None = None  # what it was made of; None: token ids
 
 
 class Encoder:
@@ -86,7 +90,7 @@ class Encoder:
             return Prompt(without_images(self._model, token_ids(task)))
         tokenizer = self._model.need_tokenizer("give token ids instead of text")
         if (text := _without_template(tokenizer, task, options)) is not None:
-            return Prompt(without_images(self._model, text))
+            return Prompt(without_images(self._model, text), said=task if isinstance(task, str) else None)
         return self.conversation(read_images(self._model.images, messages, {}), options)
 
     def conversation(self, shown: Shown, options: Options) -> Prompt:
@@ -96,7 +100,7 @@ class Encoder:
         variables: dict[str, Any] = {"tools": options.tools, "enable_thinking": options.thinking}
         pieces = render_conversation(tokenizer, placing.messages, **variables)
         ids, placed = placing.encode(tokenizer, pieces, self._model.images)
-        return Prompt(ids, self._shared(tokenizer, placing.messages, ids, options), placed)
+        return Prompt(ids, self._shared(tokenizer, placing.messages, ids, options), placed, shown.messages)
 
     def _shared(self, tokenizer: Tokenizer, messages: Sequence[Message], ids: tuple[int, ...], options: Options) -> int:
         """How many ids do not depend on what the user says: system messages and tools, and what frames them."""
@@ -151,7 +155,7 @@ def next_turn(
     if thinking and Markers.of(tokenizer).end_think is not None:
         after = ["\n", "</think>", "\n\n" + after[0], *after[1:]]
     ids, more = placing.encode(tokenizer, after, model.images, len(tokens))
-    return Prompt((*tokens, *ids), pictures=(*placed, *more))
+    return Prompt((*tokens, *ids), pictures=(*placed, *more), said=[*messages, *shown.messages])
 
 
 def without_images(model: Model, ids: tuple[int, ...]) -> tuple[int, ...]:
@@ -199,6 +203,13 @@ class Prepared(Request):
     began: float  # time.perf_counter() of the call
     deadline: float | None  # time.perf_counter()
     ended: Literal["deadline", "cancelled"] | None = None  # while its form was compiled: nothing of it runs
+    record: Callable[[Plan], None] | None = None  # takes its plan
+
+    def finished(self, plan: Plan) -> Plan:
+        """The plan, left for the recorder where there is one."""
+        if self.record is not None:
+            self.record(plan)
+        return plan
 
     def controls(self, pace: Pace, cancelled: Callable[[], bool]) -> Controls:
         """Controls of a fresh run."""
@@ -239,9 +250,9 @@ def prepare(model: Model, options: Options, prompt: Prompt, began: float) -> Pre
     except Interrupted as interrupted:
         ended = interrupted.reason
     relaxation = _relaxation(model, options, prompt.ids)
-    return Prepared(
-        **vars(admitted), model=model, form=form, relaxation=relaxation, began=began, deadline=deadline, ended=ended
-    )
+    record = None if model.recorder is None or prompt.pictures else model.recorder.of(prompt.said, options)
+    made: dict[str, Any] = {"form": form, "relaxation": relaxation, "record": record, "ended": ended}
+    return Prepared(**vars(admitted), **made, model=model, began=began, deadline=deadline)
 
 
 def ends_of_form(model: Model) -> tuple[int, ...]:

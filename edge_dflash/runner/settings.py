@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, TypedDict, TypeVar
 
 from edge_dflash.backends import selftest
@@ -12,6 +13,7 @@ from edge_dflash.common.rules import Rule
 from edge_dflash.decode.backend import MOST_LANES
 from edge_dflash.pictures.decode import DEFAULT_LIMITS
 from edge_dflash.runner.looking import MOST_IMAGES
+from edge_dflash.runner.recording import LEAST, Recording
 
 S = TypeVar("S", bound="EngineSettings")
 
@@ -26,6 +28,7 @@ class EngineOptions(TypedDict, total=False):
     prompt_share: float
     images: int
     image_pixels: int
+    record: Recording | Path | str | None
 
 
 class OpenOptions(EngineOptions, total=False):
@@ -35,6 +38,16 @@ class OpenOptions(EngineOptions, total=False):
     drafter: bool
     check_hashes: bool
     self_test: selftest.Mode
+
+
+def _recording(value: Any) -> Recording | None:
+    if value is None:
+        return None
+    given = value if isinstance(value, Recording) else Recording(Path(rules.path(value)))
+    path = Path(given.path)
+    if not path.name or path.is_dir() or not path.parent.is_dir():
+        raise ValueError
+    return Recording(path.absolute(), rules.whole(LEAST)(given.limit))
 
 
 _FLAG = Rule(rules.flag, "True or False")
@@ -49,6 +62,7 @@ _RULES = {
         rules.optional(rules.whole(1, MOST_LANES)), f"a whole number of sequences, 1 to {MOST_LANES}, or None"
     ),
     "self_test": Rule(rules.one_of(*selftest.MODES), f"one of {', '.join(selftest.MODES)}"),
+    "record": Rule(_recording, "the path of a file in a directory that is there, a Recording of one, or None"),
     **dict.fromkeys(("fallback", "drafter", "check_hashes"), _FLAG),
 }
 
@@ -64,6 +78,7 @@ class EngineSettings:
     prompt_share: float = 0.5  # of the time, for the prompts of some requests while others decode
     images: int = MOST_IMAGES  # of a request
     image_pixels: int = DEFAULT_LIMITS.pixels  # of an image, before it is resized
+    record: Recording | Path | str | None = None  # a file to which finished answers are appended; None: nothing is
 
     def __post_init__(self) -> None:
         """Take each value by its rule."""

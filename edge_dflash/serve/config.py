@@ -22,6 +22,7 @@ SAVES = ("turn", "shutdown", "never")
 MIB = 1 << 20
 _ENDLESS = 2**53
 _RANGES: Mapping[str, tuple[float, int]] = {  # of numbers; others are at least 0
+    "service.record_mib": (1, _ENDLESS),
     "engine.lanes": (0, MOST_LANES),
     "engine.prompt_share": (0.01, 1),
     "engine.queue": (1, _ENDLESS),
@@ -46,7 +47,9 @@ class ServiceConfig:
     socket_mode: str = "0660"  # octal
     tcp: str = ""  # HOST:PORT; "": no TCP. Without api_key_file only a loopback address
     api_key_file: str = ""  # file with the keys of which TCP callers must send one; "": no key
-    state_dir: str = "/var/lib/edge-dflash/state"  # where sessions are saved; nothing is written elsewhere
+    state_dir: str = "/var/lib/edge-dflash/state"  # of sessions and recorded answers; nothing is written elsewhere
+    record: bool = False  # finished answers, with their prompts, are appended to a file in state_dir
+    record_mib: int = 64  # of it, at most; the oldest answers go
     self_test: str = "refuse"  # refuse, warn or off
     check_hashes: bool = True
 

@@ -80,6 +80,7 @@ class Metrics:
         self.sessions = gauge("open_sessions", "Sessions that are open.")
         self.pictures = gauge("pictures", "Images of prompts: rows kept from before, rows made by the tower.", "rows")
         self.picture_bytes = gauge("picture_bytes", "Rows of images that are kept for the next request.")
+        self.recorded = gauge("recorded_answers", "Answers by what became of their record, if kept.", "outcome")
         self.self_test = gauge("self_test", "1 for the state that the self-test left.", "state")
         self.queue_wait = histogram("queue_wait_seconds", "From a request to its start on the engine.", _LONG)
         self.first_token = histogram("first_token_seconds", "From a request to its first token.", _LONG)

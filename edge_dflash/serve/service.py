@@ -26,6 +26,7 @@ from edge_dflash.serve.fields import Refusal, dump, refusal
 from edge_dflash.serve.limits import own
 from edge_dflash.serve.metrics import Metrics, Pulse, Watcher
 from edge_dflash.serve.sessions import AllSessions, Sessions
+from edge_dflash.serve.state_dir import recording_in
 
 log = logging.getLogger("edge_dflash.serve")
 Board = Callable[[], BoardState]
@@ -124,6 +125,7 @@ class Service:
             drafter=engine.drafter,
             images=engine.images,
             image_pixels=engine.image_pixels,
+            record=recording_in(Path(service.state_dir), service.record_mib * MIB) if service.record else None,
             check_hashes=service.check_hashes,
             self_test=cast(Mode, service.self_test),
             progress=report,
@@ -156,6 +158,9 @@ class Service:
         metrics.sessions.set_function(lambda: len(sessions))
         metrics.pictures.labels("kept").set_function(lambda: planner.pictures.hits)
         metrics.pictures.labels("made").set_function(lambda: planner.pictures.misses)
+        metrics.recorded.labels("written").set_function(lambda: planner.recorded.written)
+        metrics.recorded.labels("dropped").set_function(lambda: planner.recorded.dropped)
+        metrics.recorded.labels("failed").set_function(lambda: planner.recorded.failed)
         metrics.picture_bytes.set_function(lambda: planner.pictures.bytes)
 
     def open_doors(self) -> None:

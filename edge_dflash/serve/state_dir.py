@@ -14,10 +14,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from edge_dflash.errors import ServiceError, StorageError
+from edge_dflash.runner.recording import Recording
 from edge_dflash.serve.fields import Refusal
 
 log = logging.getLogger("edge_dflash.serve")
 SUFFIX = ".session"
+ANSWERS = "answers.jsonl"
 LOCK = "lock"  # file in the state directory that a running server holds; it says its process
 
 
@@ -50,6 +52,20 @@ def held(directory: Path) -> Iterator[None]:
             if made:
                 directory.rmdir()  # if nothing was saved
         os.close(descriptor)
+
+
+def recording_in(directory: Path, limit: int) -> Recording | None:
+    """The file of finished answers in this state directory, of ``limit`` bytes; None where it cannot be made.
+
+    A disk that refuses does not keep the service from its requests: the log says so.
+    """
+    path = directory / ANSWERS
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        log.error("answers are not recorded in %s: %s; requests go on", path, error.strerror)
+        return None
+    return Recording(path, limit)
 
 
 def _locked(path: Path) -> int:

@@ -215,6 +215,7 @@ def test_models_health_ready_and_metrics(service, client):
         "edge_dflash_prefill_seconds_count 1.0",
         'edge_dflash_pictures{rows="made"} 0.0',
         "edge_dflash_picture_bytes 0.0",
+        'edge_dflash_recorded_answers{outcome="written"} 0.0',
     ):
         assert line in text, line
     assert "_created" not in text

@@ -36,6 +36,8 @@ def test_the_documented_file_has_every_key_with_a_comment():
         ("[service]\nbundel = 'x'", "service.bundel is unknown; keys of service are bundle"),
         ("[server]\n", "'server' is no section"),
         ("bundle = 'x'", "'bundle' is no section"),
+        ("[service]\nrecord = 1", "service.record is '1'; give true or false"),
+        ("[service]\nrecord_mib = 0", "service.record_mib is 0; give at least 1"),
         ("[engine]\nqueue = 'many'", "engine.queue is 'many'; give a whole number"),
         ("[engine]\nqueue = true", "engine.queue is 'True'"),
         ("[engine]\nqueue = 0", "engine.queue is 0; give at least 1"),

@@ -1,0 +1,74 @@
+"""Answers that the service records: their file, what it never holds, and a disk that refuses."""
+
+from __future__ import annotations
+
+import json
+import logging
+import stat
+import time
+
+from service_support import Process, client_of, config_for
+
+from edge_dflash.serve.service import Service
+
+CHAT = "/v1/chat/completions"
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def test_a_service_records_what_it_answered_and_not_who_asked(demo_bundle, tmp_path):
+    settings = 'self_test = "off"\nrecord = true\n'
+    with Process(demo_bundle, tmp_path, tcp=True, key="robot-one a-very-secret-key", settings=settings) as process:
+        with process.client() as client:
+            body = {"messages": HELLO, "max_tokens": 8, "user": "Ines-of-the-lab", "metadata": {"note": "n-o-t-e"}}
+            reply = client.post(CHAT, json=body).json()
+            assert client.post(CHAT, json={"messages": []}).status_code == 400
+        path = process.state / "answers.jsonl"
+        until = time.monotonic() + 10
+        while not path.exists() and time.monotonic() < until:
+            time.sleep(0.05)
+        log = (tmp_path / "log").read_text()
+    (line,) = [json.loads(line) for line in path.read_text().splitlines()]
+    assert line["messages"] == HELLO
+    assert line["answer"] == reply["choices"][0]["message"]["content"]
+    assert line["finish_reason"] == "length"
+    assert line["accept_length"] >= 1.0
+    text = path.read_text()
+    assert not [word for word in ("Ines", "secret", "robot-one", "n-o-t-e", str(tmp_path)) if word in text]
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert "not recorded" not in log
+
+
+def test_a_state_directory_that_cannot_be_made_keeps_no_request_from_its_answer(demo_bundle, tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    service = Service(
+        config_for(
+            tmp_path,
+            service={
+                "bundle": str(demo_bundle),
+                "state_dir": str(tmp_path / "file" / "state"),
+                "record": True,
+                "self_test": "off",
+            },
+            sessions={"save": "never"},
+        )
+    )
+    with caplog.at_level(logging.ERROR, "edge_dflash"):
+        service.load()
+    try:
+        service.open_doors()
+        assert [record.levelname for record in caplog.records] == ["ERROR"]
+        assert "answers are not recorded in" in caplog.text
+        with client_of(service) as client:
+            assert client.post(CHAT, json={"messages": HELLO, "max_tokens": 2}).status_code == 200
+            assert 'edge_dflash_recorded_answers{outcome="written"} 0.0' in client.get("/metrics").text
+    finally:
+        service.close()
+
+
+def test_a_service_records_nothing_by_default(demo_bundle, tmp_path):
+    with (
+        Process(demo_bundle, tmp_path, settings='self_test = "off"\n') as process,
+        process.client() as client,
+    ):
+        client.post(CHAT, json={"messages": HELLO, "max_tokens": 2})
+        assert not list(process.state.glob("answers*"))
