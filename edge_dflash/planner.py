@@ -32,7 +32,7 @@ from edge_dflash.runner.engine import Engine
 from edge_dflash.runner.job import OBSERVED, Home, Job, Observer, Work
 from edge_dflash.runner.looking import ImageReader
 from edge_dflash.runner.planning import Planning
-from edge_dflash.runner.recording import Recorder, Recording, RecordStats
+from edge_dflash.runner.recording import AnswerLog, Recording, RecordStats
 from edge_dflash.runner.request import Encoder, Model, ends_of_form, prepare
 from edge_dflash.runner.settings import EngineOptions, EngineSettings, OpenOptions, OpenSettings
 from edge_dflash.runner.stream import AsyncPlanStream, PlanStream
@@ -85,7 +85,7 @@ class Planner(Planning[PlannerSession]):
         checked = EngineSettings.of(settings)
         limits = ImageLimits(pixels=checked.image_pixels)
         images = ImageReader(vision, limits, checked.images) if vision else None
-        recorder = Recorder(checked.record) if isinstance(checked.record, Recording) else None
+        recorder = AnswerLog(checked.record) if isinstance(checked.record, Recording) else None
         if recorder is not None:
             weakref.finalize(self, recorder.close)
         self._model = Model(backend, tokenizer, tuple(dict.fromkeys(stop_token_ids)), images, recorder)

@@ -57,7 +57,7 @@ class RecordStats:
     error: str = ""  # what it said, until it takes answers again
 
 
-class Recorder:
+class AnswerLog:
     """Writes answers behind the requests. May be used from any thread; nothing here raises."""
 
     def __init__(self, recording: Recording) -> None:

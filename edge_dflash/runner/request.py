@@ -25,7 +25,7 @@ from edge_dflash.decode.steering import AfterThinking, Constraint
 from edge_dflash.errors import RequestError
 from edge_dflash.result import Plan
 from edge_dflash.runner.looking import ImageReader, Placing, Shown, read_images
-from edge_dflash.runner.recording import Recorder, Said
+from edge_dflash.runner.recording import AnswerLog, Said
 from edge_dflash.runner.stream import UNWANTED, StopFinder
 from edge_dflash.text.chat import (
     Answer,
@@ -52,7 +52,7 @@ class Model:
     tokenizer: Tokenizer | None
     stop_token_ids: tuple[int, ...]
     images: ImageReader | None = None  # None: the target does not see
-    recorder: Recorder | None = None  # of finished answers
+    recorder: AnswerLog | None = None  # of finished answers
 
     def need_tokenizer(self, what: str) -> Tokenizer:
         """The tokenizer. Raises RequestError, naming ``what`` cannot be done, when the bundle has none."""
