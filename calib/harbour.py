@@ -1,4 +1,4 @@
-"""Tasks of another world than the demo's: a container harbour, its cranes and trucks, plans of a schema of its own.
+"""Tasks of another world than the demo's: a container harbour, its cranes and trucks, plans of another schema.
 
 ``python -m calib.harbour OUT`` writes OUT/train.jsonl (2,000 tasks) and OUT/heldout.jsonl (200), a line each:
 ``messages`` and ``schema``, with ``--answers`` also the right ``answer``. Task ``n`` of a split is made from its number

@@ -1,7 +1,7 @@
 """Finished answers, written to a file that a drafter can be trained on: one JSON object a line.
 
 A line holds the prompt, what shaped it, the answer and how it was decoded; never who asked, with what key, or a
-picture. The worker only leaves a plan here: a thread of its own makes the line and writes it, so no cycle waits for a
+picture. The worker only leaves a plan here: a second thread makes the line and writes it, so no cycle waits for a
 disk. What a disk refuses is counted and told once in the log, and the request has its plan all the same.
 
 The file and the one before it (``NAME.1``) have at most the bytes of the limit together: when the newer one is half of
