@@ -206,7 +206,7 @@ class Prepared(Request):
     record: Callable[[Plan], None] | None = None  # takes its plan
 
     def finished(self, plan: Plan) -> Plan:
-        """The plan, left for the recorder where there is one."""
+        """The plan, after the recorder has seen it."""
         if self.record is not None:
             self.record(plan)
         return plan
