@@ -1,7 +1,8 @@
 """Quality of a bundle of the demo pair on held-out tasks: valid plans, tasks done, accept length, speed.
 
-``python -m calib.demo.evaluate BUNDLE`` prints a line for each task and one JSON object on the last line. Any
-function from messages to an answer can be judged in the same way. Knows the runtime only as a Planner.
+``python -m calib.demo.evaluate BUNDLE`` prints a line for each task and one JSON object on the last line; with
+``--pictures`` the tasks are those of a bundle that sees, each beside a picture of its scene. Any function from messages
+to an answer can be judged in the same way. Knows the runtime only as a Planner.
 """
 
 from __future__ import annotations
@@ -9,12 +10,15 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from calib.demo.accepting import accepted
-from edge_dflash.demo.tasks import HELDOUT, Message, Task, check_plan, check_success, task_from_json
+from calib.demo.pictured import heldout
+from edge_dflash.demo.seeing import messages
+from edge_dflash.demo.tasks import HELDOUT, Task, check_plan, check_success, task_from_json
 from edge_dflash.planner import Planner
 
 BUDGET = 448  # new tokens; the longest right answer to a held-out task has 294
@@ -41,7 +45,8 @@ class Quality:
     seconds: float
 
 
-Generate = Callable[[Sequence[Message]], Answer]
+Asked = Sequence[Mapping[str, Any]]  # messages
+Generate = Callable[[Asked], Answer]
 
 
 def heldout_tasks(path: Path = HELDOUT) -> tuple[Task, ...]:
@@ -49,13 +54,22 @@ def heldout_tasks(path: Path = HELDOUT) -> tuple[Task, ...]:
     return tuple(task_from_json(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines())
 
 
-def evaluate(generate: Generate, tasks: Iterable[Task], log: Callable[[str], None] = print) -> Quality:
-    """Answer every task and judge the answers; ``log`` gets a line for each task."""
+def _as_text(task: Task) -> Asked:
+    return task.messages
+
+
+def evaluate(
+    generate: Generate,
+    tasks: Iterable[Task],
+    log: Callable[[str], None] = print,
+    ask: Callable[[Task], Asked] = _as_text,
+) -> Quality:
+    """Answer every task and judge the answers; ``log`` gets a line for each task, ``ask`` makes its messages."""
     began = time.perf_counter()
     count = valid = success = equal = 0
     committed = []
     for task in tasks:
-        answer = generate(task.messages)
+        answer = generate(ask(task))
         problems = check_plan(task, answer.text)
         unmet = [] if problems else check_success(task, answer.text)
         count += 1
@@ -80,8 +94,8 @@ def evaluate(generate: Generate, tasks: Iterable[Task], log: Callable[[str], Non
 def planner_generate(planner: Planner, *, speculative: bool = True) -> Generate:
     """The answers of an open bundle."""
 
-    def generate(messages: Sequence[Message]) -> Answer:
-        plan = planner.plan(messages, max_new_tokens=BUDGET, speculative=speculative)
+    def generate(asked: Asked) -> Answer:
+        plan = planner.plan(list(asked), max_new_tokens=BUDGET, speculative=speculative)
         return Answer(plan.text or "", plan.accept_lengths)
 
     return generate
@@ -92,10 +106,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bundle", type=Path)
     parser.add_argument("--tasks", type=int, default=64, help="how many of the held-out tasks")
+    parser.add_argument("--pictures", action="store_true", help="tasks beside pictures, as many as wanted")
     parser.add_argument("--plain", action="store_true", help="decode without the drafter")
     given = parser.parse_args()
     with Planner.open(given.bundle, fallback=False) as planner:  # accept lengths of all drafts
-        quality = evaluate(planner_generate(planner, speculative=not given.plain), heldout_tasks()[: given.tasks])
+        generate = planner_generate(planner, speculative=not given.plain)
+        if given.pictures:
+            quality = evaluate(generate, heldout(given.tasks), ask=messages)
+        else:
+            quality = evaluate(generate, heldout_tasks()[: given.tasks])
     print(json.dumps({"bundle": str(given.bundle), "speculative": not given.plain, **asdict(quality)}))
 
 

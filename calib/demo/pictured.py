@@ -7,9 +7,7 @@ ends: the target reads on over both. Task ``n`` of a split is made from its numb
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from dataclasses import replace
 from random import Random
 
 from calib.demo.corpus import plan_json
@@ -74,13 +72,8 @@ def heldout(count: int, start: int = 0) -> Iterator[Task]:
     return (pictured_task(_HELDOUT_BASE + index) for index in range(start, start + count))
 
 
-def scene_key(scene: Scene) -> str:
-    """Equal for scenes of equal pictures."""
-    return json.dumps(repr(replace(scene, battery=0)))
-
-
 def training_scene(index: int) -> Scene:
-    """Scene ``index`` of the training split: 350 thousand million pictures and more, so that none is a held-out one."""
+    """Scene ``index`` of the training split: too many there are for one of the held-out scenes to come twice."""
     return pictured_scene(Random(_TRAIN_BASE + index))
 
 

@@ -116,7 +116,7 @@ def test_demo_keeps_its_bundle_apart_for_every_version(monkeypatch):
 def test_demo_builds_again_what_was_damaged_in_its_cache(cli, demo_bundle, tmp_path, monkeypatch):
     cached = shutil.copytree(demo_bundle, tmp_path / "cached")
     flip_byte(cached)
-    monkeypatch.setattr("edge_dflash.cli.demo.default_bundle", lambda: cached)
+    monkeypatch.setattr("edge_dflash.cli.demo.default_bundle", lambda **which: cached)
     code, out, err = cli("demo", "--json")
     assert code == 0
     assert last_json(out)["identical"] is True
