@@ -293,8 +293,8 @@ class Attention:
                 *(x.q.pointer, x.k.pointer, x.v.pointer, x.q.stride, x.k.stride, x.v.stride),
                 *(memory.q_norm, memory.k_norm, memory.cosine, memory.sine, queries, memory.k, memory.v),
                 *(words.control, words.rows, words.block or form.rows, shape.heads, shape.kv_heads, shape.head_dim),
-                *(shape.rope_dims // 2, shape.kv_rows, form.tile.bit_length() - 1),
-                *(shape.head_dim * (2 if shape.gated else 1), form.columns, shape.eps, memory.k_scale, memory.v_scale),
+                *(shape.rope_dims // 2, shape.kv_rows, form.tile.bit_length() - 1, (1 + shape.gated) * shape.head_dim),
+                *(form.columns, shape.eps, memory.k_scale, memory.v_scale, memory.turn_rows),
             ),
             overlap=True,
         )

@@ -34,9 +34,13 @@ class Small:
         columns: int,
         vocabulary: int,
         norm: Norm | None = None,
+        images: DevicePointer = NULL,
     ) -> None:
-        """Out row r = table row ids[r], and its ``norm``; columns a multiple of 8. Ids outside the table give row 0."""
-        what = (ids, table, out.pointer, columns, vocabulary, out.stride)
+        """Out row r = table row ids[r], and its ``norm``; columns a multiple of 8.
+
+        Id ``vocabulary`` + i is row i of ``images`` [rows, columns], if given. Other ids outside the table give row 0.
+        """
+        what = (ids, table, out.pointer, columns, vocabulary, out.stride, images)
         if norm is None:
             self._launch("gather_rows", (rows, 1, 1), _THREADS, *what)
         else:

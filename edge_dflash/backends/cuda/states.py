@@ -6,46 +6,21 @@ the recurrent states only.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from edge_dflash.backends.cuda.attend import AttendShape
 from edge_dflash.backends.cuda.delta import DeltaShape
 from edge_dflash.backends.cuda.driver import Gpu
 from edge_dflash.backends.cuda.memory import EMPTY_SEQUENCE, Allocator, Array, ControlBlock, DevicePointer
+from edge_dflash.backends.cuda.turns import Turns
 from edge_dflash.decode.backend import Precision, Snapshot
 from edge_dflash.errors import BackendError
 from edge_dflash.model.ops import Attend, GatedDelta, KvAppend
 from edge_dflash.model.program import PairPrograms
 from edge_dflash.model.specs import RopeSpec
-
-Table = npt.NDArray[np.float32]
-
-
-def rope_table(rope: RopeSpec, positions: int) -> tuple[Table, Table]:
-    """Cosine and sine [positions, dims / 2] float32; YaRN blending after arXiv 2309.00071 when the spec has scaling.
-
-    Angles are float32 products as in the models' own code: at position 32,000 a wider product would be a different
-    angle from the one the weights were trained with.
-    """
-    dims = rope.dims
-    exponent = np.arange(0, dims, 2, dtype=np.float32) / np.float32(dims)
-    frequency = (1.0 / np.power(rope.theta, exponent.astype(np.float64))).astype(np.float32)
-    factor = 1.0
-    if rope.scaling is not None:
-        yarn = rope.scaling
-        low, high = yarn.ramp(rope.theta, dims)
-        ramp = ((np.arange(dims // 2, dtype=np.float32) - low) / max(high - low, 1e-3)).clip(0, 1)
-        frequency = (frequency * (1 - ramp) + frequency / yarn.factor * ramp).astype(np.float32)
-        given = yarn.attention_factor
-        factor = (0.1 * math.log(yarn.factor) + 1.0 if yarn.factor > 1 else 1.0) if given is None else given
-    angles = (np.arange(positions, dtype=np.float32)[:, None] * frequency[None, :]).astype(np.float64)
-    return (np.cos(angles) * factor).astype(np.float32), (np.sin(angles) * factor).astype(np.float32)
-
 
 @dataclass(frozen=True)
 class Sizes:
@@ -89,8 +64,9 @@ class KvMemory:
     v_scale: float
     k_norm: DevicePointer  # [D] FP32: w or 1 + w
     q_norm: DevicePointer  # [D] FP32; NULL for a drafter's context
-    cosine: DevicePointer  # [kv_rows, rope_dims / 2] FP32
+    cosine: DevicePointer  # [kv_rows, rope_dims / 2] FP32, or one such table of each lane
     sine: DevicePointer
+    turn_rows: int = 0  # from a lane's table to the next one's; 0: all lanes have one
 
 
 @dataclass(frozen=True)
@@ -121,7 +97,7 @@ class States:
         memory: Allocator,
     ) -> None:
         self._precision, self._sizes, self._memory, self._vector = precision, sizes, memory, vector
-        self._ropes: dict[RopeSpec, tuple[DevicePointer, DevicePointer]] = {}
+        self._turns: dict[RopeSpec, Turns] = {}
         self.norms: dict[tuple[str, bool], DevicePointer] = {}
         self.shapes: dict[str, AttendShape] = {}
         self.kv: dict[str, KvMemory] = {}
@@ -154,6 +130,11 @@ class States:
         shapes = self.delta_shapes.values()
         return max((s.scratch_bytes for s in shapes), default=0), max((s.counter_bytes for s in shapes), default=0)
 
+    @property
+    def turns(self) -> Sequence[Turns]:
+        """Rotary tables."""
+        return tuple(self._turns.values())
+
     def zero(self, fill: Callable[[DevicePointer], None], lane: int) -> None:
         """Empty a lane's recurrent states."""
         for _, part, _ in _recurrent(self, lane):
@@ -178,7 +159,8 @@ class States:
             kv=kv,
             lanes=self._sizes.lanes,
         )
-        cosine, sine = self._rope(op.rope, shape.kv_rows)
+        if (turns := self._turns.get(op.rope)) is None:
+            turns = self._turns[op.rope] = Turns(op.rope, shape.kv_rows, shape.lanes, self._memory)
         k_scale, v_scale = scales if kv == "fp8" else (1.0, 1.0)
         self.shapes[op.state] = shape
         self.kv[op.state] = KvMemory(
@@ -188,8 +170,9 @@ class States:
             v_scale=v_scale,
             k_norm=self.norm(op.k_norm, plus_one=op.plus_one),
             q_norm=self.norm(op.q_norm, plus_one=op.plus_one),
-            cosine=cosine,
-            sine=sine,
+            cosine=turns.cosine,
+            sine=turns.sine,
+            turn_rows=turns.rows,
         )
 
     def _add_delta(self, op: GatedDelta) -> None:
@@ -214,12 +197,6 @@ class States:
         a_log, dt_bias = (memory.put("vectors", self._vector(name)) for name in (op.a_log, op.dt_bias))
         norm = self.norm(op.norm, plus_one=False)
         self.delta[op.state] = DeltaLayer(state, history, u, g, beta, conv, a_log, dt_bias, norm)
-
-    def _rope(self, spec: RopeSpec, positions: int) -> tuple[DevicePointer, DevicePointer]:
-        if spec not in self._ropes:
-            cosine, sine = rope_table(spec, positions)
-            self._ropes[spec] = self._memory.put("rotary tables", cosine), self._memory.put("rotary tables", sine)
-        return self._ropes[spec]
 
 
 def read_states(gpu: Gpu, states: States, lane: int, length: int) -> dict[str, Array]:

@@ -43,13 +43,14 @@ __device__ __forceinline__ int pair_place(int pair) { return (pair & ~7) | (pair
 
 // ---------------------------------------------------------------------------------------------------------- prepare
 
-// One warp per row and head. blockIdx.y is the slot's row; heads: Hq queries, then Hkv keys, then Hkv values.
+// One warp per row and head. blockIdx.y is the slot's row; heads: Hq queries, then Hkv keys, then Hkv values. turn_rows:
+// of a lane's own table of cosines and sines, row i of which is token i's; 0: all lanes have one.
 template <bool fp8>
 __device__ void prepare(int slot, const u16* q, const u16* k, const u16* v, int q_stride, int k_stride, int v_stride,
                         const float* q_norm, const float* k_norm, const float* cosine, const float* sine, u16* q_out,
                         void* k_memory, void* v_memory, const int* control, const int* rows_there, int rows, int heads,
                         int kv_heads, int dim, int half, int capacity, int tile_log2, int q_step, int columns,
-                        float eps, float k_scale, float v_scale) {
+                        float eps, float k_scale, float v_scale, int turn_rows) {
   __shared__ float line[THREADS / 32][256];
   // A pass with queries began with a kernel that waited before it let others start, after the length was written: what
   // depends on no more than the length is loaded before the wait.
@@ -67,7 +68,8 @@ __device__ void prepare(int slot, const u16* q, const u16* k, const u16* v, int 
                                   : v + (u64)tensor_row * v_stride + head * dim;
   const int position = early_word(words + LENGTH) + row, pairs = dim / 64;
   Lane x, c, s, w;
-  if (there && kind < 2) load_turn(c, s, cosine, sine, position, half, lane);  // under way beside the row
+  if (there && kind < 2)
+    load_turn(c, s, cosine, sine, home * turn_rows + position, half, lane);  // under way beside the row
   if (there && kind < 2) load_weight(w, kind == 0 ? q_norm : k_norm, pairs, lane);
   if (early) pdl_wait(), pdl_trigger();
   if (!there) return;
@@ -107,15 +109,15 @@ __device__ void prepare(int slot, const u16* q, const u16* k, const u16* v, int 
 }
 
 // blockIdx.z: the slot.
-#define PREPARE(NAME, FP8)                                                                                          \
-  extern "C" __global__ void __launch_bounds__(THREADS)                                                             \
-      NAME(const u16* q, const u16* k, const u16* v, int q_stride, int k_stride, int v_stride, const float* q_norm, \
-           const float* k_norm, const float* cosine, const float* sine, u16* q_out, void* k_memory, void* v_memory, \
-           const int* control, const int* rows_there, int rows, int heads, int kv_heads, int dim, int half,         \
-           int capacity, int tile_log2, int q_step, int columns, float eps, float k_scale, float v_scale) {         \
-    prepare<FP8>(blockIdx.z, q, k, v, q_stride, k_stride, v_stride, q_norm, k_norm, cosine, sine, q_out, k_memory,  \
-                 v_memory, control, rows_there, rows, heads, kv_heads, dim, half, capacity, tile_log2, q_step,      \
-                 columns, eps, k_scale, v_scale);                                                                   \
+#define PREPARE(NAME, FP8)                                                                                           \
+  extern "C" __global__ void __launch_bounds__(THREADS) NAME(                                                        \
+      const u16* q, const u16* k, const u16* v, int q_stride, int k_stride, int v_stride, const float* q_norm,       \
+      const float* k_norm, const float* cosine, const float* sine, u16* q_out, void* k_memory, void* v_memory,       \
+      const int* control, const int* rows_there, int rows, int heads, int kv_heads, int dim, int half, int capacity, \
+      int tile_log2, int q_step, int columns, float eps, float k_scale, float v_scale, int turn_rows) {              \
+    prepare<FP8>(blockIdx.z, q, k, v, q_stride, k_stride, v_stride, q_norm, k_norm, cosine, sine, q_out, k_memory,   \
+                 v_memory, control, rows_there, rows, heads, kv_heads, dim, half, capacity, tile_log2, q_step,       \
+                 columns, eps, k_scale, v_scale, turn_rows);                                                         \
   }
 PREPARE(attend_prepare_fp8, true)
 PREPARE(attend_prepare_bf16, false)
@@ -141,7 +143,7 @@ struct AppendedLayers {
     const Appended& l = layers.layer[blockIdx.z % 8];                                                                \
     prepare<FP8>(blockIdx.z / 8, nullptr, l.k, l.v, 0, l.k_stride, l.v_stride, nullptr, l.k_norm, l.cosine, l.sine,  \
                  nullptr, l.k_memory, l.v_memory, control, rows_there, rows, 0, kv_heads, dim, half, capacity, 0, 0, \
-                 0, eps, l.k_scale, l.v_scale);                                                                      \
+                 0, eps, l.k_scale, l.v_scale, 0);                                                                   \
   }
 APPEND(attend_append_fp8, true)
 APPEND(attend_append_bf16, false)

@@ -5,8 +5,11 @@
 
 static constexpr int THREADS = NORM_THREADS;
 
-__device__ __forceinline__ const u16* embedding(const int* ids, const u16* table, int columns, int vocabulary) {
-  const int asked = ids[blockIdx.x];
+// Row ids[blockIdx.x] of a table [V, columns]; V + i is row i of `images` [gridDim.x, columns], unless that is null.
+__device__ __forceinline__ const u16* embedding(const int* ids, const u16* table, int columns, int vocabulary,
+                                                const u16* images) {
+  const int asked = ids[blockIdx.x], image = asked - vocabulary;
+  if (images && image >= 0 && image < gridDim.x) return images + (u64)image * columns;
   return table + (u64)(asked >= 0 && asked < vocabulary ? asked : 0) * columns;
 }
 
@@ -41,10 +44,11 @@ __device__ __forceinline__ void norm_row(const u16* row, const float* weight, u1
 
 // Row ids[blockIdx.x] of table [V, H] BF16; pieces of 8 values. Ids outside the table give row 0 (never in a valid row).
 extern "C" __global__ void __launch_bounds__(THREADS)
-    gather_rows(const int* ids, const u16* table, u16* out, int columns, int vocabulary, int out_stride) {
+    gather_rows(const int* ids, const u16* table, u16* out, int columns, int vocabulary, int out_stride,
+                const u16* images) {
   pdl_wait();
   pdl_trigger();
-  const uint4* from = (const uint4*)embedding(ids, table, columns, vocabulary);
+  const uint4* from = (const uint4*)embedding(ids, table, columns, vocabulary, images);
   uint4* to = (uint4*)(out + (u64)blockIdx.x * out_stride);
   for (int i = threadIdx.x; i < columns / 8; i += THREADS) to[i] = from[i];
 }
@@ -52,11 +56,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 // gather_rows, and rms_norm of what it gathers.
 extern "C" __global__ void __launch_bounds__(THREADS)
     gather_norm(const int* ids, const u16* table, u16* out, int columns, int vocabulary, int out_stride,
-                const float* weight, float eps, u16* norm_out, int norm_stride) {
+                const u16* images, const float* weight, float eps, u16* norm_out, int norm_stride) {
   pdl_wait();
   pdl_trigger();
   u32* to = (u32*)(out + (u64)blockIdx.x * out_stride);
-  norm_row(embedding(ids, table, columns, vocabulary), weight, norm_out, columns, norm_stride, eps,
+  norm_row(embedding(ids, table, columns, vocabulary, images), weight, norm_out, columns, norm_stride, eps,
            [&](int i, u32 pair) { to[i] = pair; });
 }
 
