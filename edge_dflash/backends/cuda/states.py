@@ -22,6 +22,7 @@ from edge_dflash.model.ops import Attend, GatedDelta, KvAppend
 from edge_dflash.model.program import PairPrograms
 from edge_dflash.model.specs import RopeSpec
 
+
 @dataclass(frozen=True)
 class Sizes:
     """What passes there are, and over how many sequences."""

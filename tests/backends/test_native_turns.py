@@ -1,0 +1,94 @@
+"""Rotary tables of lanes whose tokens have positions on three axes, on memory that is an array."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from edge_dflash.backends.cuda.memory import Allocator, DevicePointer
+from edge_dflash.backends.cuda.turns import Turns, axes_of, rope_table
+from edge_dflash.model.specs import RopeSpec
+
+SIGHTED = RopeSpec(10000.0, 64, mrope_section=(11, 11, 10))
+ROWS, LANES = 40, 3
+
+
+class Memory:
+    """What Turns asks of a Gpu."""
+
+    def __init__(self):
+        self.bytes = np.zeros(1 << 20, np.uint8)
+        self.used = 256
+
+    def allocate(self, nbytes):
+        pointer = DevicePointer(self.used, nbytes)
+        self.used += nbytes
+        return pointer
+
+    def write(self, pointer, array):
+        assert array.nbytes <= pointer.nbytes
+        self.bytes[pointer.address : pointer.address + array.nbytes] = (
+            np.ascontiguousarray(array).view(np.uint8).ravel()
+        )
+
+    def copy(self, source, target, rows, pitch, nbytes):
+        assert rows == 1
+        assert min(source.nbytes, target.nbytes) >= nbytes
+        self.bytes[target.address : target.address + nbytes] = self.bytes[source.address : source.address + nbytes]
+
+    def table(self, pointer):
+        return self.bytes[pointer.address : pointer.address + pointer.nbytes].view(np.float32)
+
+
+@pytest.fixture
+def memory():
+    return Memory()
+
+
+def made(memory, rope=SIGHTED):
+    turns = Turns(rope, ROWS, LANES, Allocator(memory))
+    for lane in range(LANES):
+        turns.shift(memory, lane, 0, 0)
+    return turns
+
+
+def test_pairs_take_turns_among_the_axes():
+    axes = axes_of(SIGHTED)
+    assert [int((axes == axis).sum()) for axis in range(3)] == [11, 11, 10]
+    assert axes[:6].tolist() == [0, 1, 2, 0, 1, 2]
+    assert axes[30:].tolist() == [0, 1]
+    assert not axes_of(RopeSpec(10000.0, 64)).any()
+
+
+def test_a_target_of_text_has_one_table_for_all_lanes(memory):
+    turns = made(memory, RopeSpec(10000.0, 64))
+    assert turns.rows == 0
+    turns.place(memory, 1, 0, np.zeros((3, 4), np.int32))
+    turns.shift(memory, 1, 2, -2)
+    for pointer, wanted in zip((turns.cosine, turns.sine), rope_table(SIGHTED, ROWS), strict=True):
+        assert np.array_equal(memory.table(pointer).reshape(wanted.shape), wanted)
+
+
+def test_each_token_of_an_image_turns_by_its_own_positions_and_others_lanes_stay(memory):
+    turns, host = made(memory), rope_table(SIGHTED, ROWS)
+    positions = np.array([[4, 4, 4, 4], [4, 4, 5, 5], [4, 5, 4, 5]], np.int32)
+    turns.place(memory, 1, 4, positions)
+    turns.shift(memory, 1, 8, -2)
+    axes = axes_of(SIGHTED)
+    for pointer, table in zip((turns.cosine, turns.sine), host, strict=True):
+        found = memory.table(pointer).reshape(LANES, ROWS, 32)
+        assert np.array_equal(found[0], table)
+        assert np.array_equal(found[2], table)
+        assert np.array_equal(found[1, :4], table[:4])
+        assert np.array_equal(found[1, 8:], table[6 : ROWS - 2])
+        for row in range(4):
+            wanted = [table[positions[axes[pair], row], pair] for pair in range(32)]
+            assert np.array_equal(found[1, 4 + row], wanted)
+
+
+def test_a_lane_that_is_used_again_starts_at_its_indices(memory):
+    turns, (cosine, _) = made(memory), rope_table(SIGHTED, ROWS)
+    turns.place(memory, 2, 0, np.zeros((3, 5), np.int32))
+    turns.shift(memory, 2, 5, -4)
+    turns.shift(memory, 2, 0, 0)
+    assert np.array_equal(memory.table(turns.cosine).reshape(LANES, ROWS, 32)[2], cosine)
