@@ -1,0 +1,101 @@
+"""Launches of kernels/tower.cu: what a vision tower has beside linears."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from enum import IntEnum
+
+from edge_dflash.backends.cuda.arguments import Argument
+from edge_dflash.backends.cuda.driver import Gpu, Module
+from edge_dflash.backends.cuda.memory import NULL, DevicePointer, Matrix
+from edge_dflash.errors import BackendError
+from edge_dflash.model.specs import PatchSpec
+
+UNIT = "tower"
+_THREADS, _ATTEND_THREADS, _QUERIES, _KEYS = 256, 128, 64, 64
+MOST_HEAD_DIM = 128
+
+
+class Activation(IntEnum):
+    """What a linear's output goes through (kernels/tower.cu)."""
+
+    NONE = 0
+    GELU_TANH = 1
+    GELU_ERF = 2
+
+
+class _Channels(ctypes.Structure):
+    """``Channels`` of kernels/tower.cu."""
+
+    _fields_ = (("mean", ctypes.c_float * 4), ("spread", ctypes.c_float * 4))
+
+
+def check_heads(head_dim: int) -> None:
+    """Raise BackendError for heads that the attention kernels do not take."""
+    if head_dim % 8 or not 0 < head_dim <= MOST_HEAD_DIM:
+        raise BackendError(
+            f"the tower's heads have {head_dim} dims; the native kernels take multiples of 8 up to {MOST_HEAD_DIM}"
+        )
+
+
+class TowerKernels:
+    """Loaded kernels for one head dim. Matrices are BF16 in rows, vectors FP32."""
+
+    def __init__(self, gpu: Gpu, module: Module, head_dim: int) -> None:
+        check_heads(head_dim)
+        self._gpu, self._dim = gpu, head_dim
+        names = ("patches", "positions", "norm", "finish", "turn")
+        self._kernels = {name: module.kernel(f"tower_{name}") for name in names}
+        steps = -(-head_dim // 16)
+        self._shared = 4 * _KEYS * (32 * steps + 16)  # Heads::BYTES
+        self._attend = module.kernel(f"tower_attend_{steps}", shared_bytes=self._shared)
+
+    def patches(self, levels: DevicePointer, out: Matrix, rows: int, spec: PatchSpec) -> None:
+        """Out [rows, 3 * temporal * patch^2] = normalised ``levels`` [rows, 3 * patch^2] uint8, in every time slot."""
+        by = _Channels()
+        for channel, (mean, std) in enumerate(zip(spec.mean, spec.std, strict=True)):
+            by.mean[channel], by.spread[channel] = 255 * mean, 255 * std
+        self._launch("patches", rows, levels, out.pointer, 3, spec.patch**2, spec.temporal, out.stride, by)
+
+    def positions(
+        self, x: Matrix, table: DevicePointer, corners: DevicePointer, shares: DevicePointer, rows: int, columns: int
+    ) -> None:
+        """Add to row r of x the rows ``corners`` [rows, 4] int32 of a BF16 table by their ``shares`` [rows, 4] FP32."""
+        self._launch("positions", rows, x.pointer, table, corners, shares, columns, x.stride)
+
+    def norm(
+        self, x: Matrix, weight: DevicePointer, bias: DevicePointer, out: Matrix, rows: int, columns: int, eps: float
+    ) -> None:
+        """LayerNorm of each row."""
+        self._launch("norm", rows, x.pointer, weight, bias, out.pointer, columns, x.stride, out.stride, eps)
+
+    def finish(
+        self,
+        x: Matrix,
+        bias: DevicePointer,
+        out: Matrix,
+        rows: int,
+        columns: int,
+        activation: Activation = Activation.NONE,
+        residual: Matrix | None = None,
+    ) -> None:
+        """Out = [residual +] activation(x + bias); out may be x or the residual. All have one stride."""
+        if out.stride != x.stride or (residual is not None and residual.stride != x.stride):
+            raise ValueError(f"rows of strides {x.stride} and {out.stride}; what follows a linear keeps its stride")
+        added = NULL if residual is None else residual.pointer
+        self._launch("finish", rows, x.pointer, bias, added, out.pointer, columns, x.stride, int(activation))
+
+    def turn(self, qkv: Matrix, cosine: DevicePointer, sine: DevicePointer, rows: int, heads: int) -> None:
+        """Turn queries and keys of qkv [rows, 3 * heads * dim] by angles [rows, dim / 2]."""
+        self._launch("turn", rows, qkv.pointer, cosine, sine, heads, self._dim, qkv.stride)
+
+    def attend(self, qkv: Matrix, out: Matrix, rows: int, heads: int) -> None:
+        """Out [rows, heads * dim]: every row sees all rows."""
+        scale = self._dim**-0.5 * math.log2(math.e)
+        what = (qkv.pointer, out.pointer, rows, heads, self._dim, qkv.stride, out.stride, scale)
+        grid = (-(-rows // _QUERIES), heads, 1)
+        self._gpu.launch(self._attend, grid, _ATTEND_THREADS, what, shared_bytes=self._shared, overlap=True)
+
+    def _launch(self, name: str, rows: int, *arguments: Argument) -> None:
+        self._gpu.launch(self._kernels[name], (rows, 1, 1), _THREADS, arguments, overlap=True)
