@@ -120,11 +120,16 @@ def program_stacks(program: Program, formats: Mapping[str, WeightFormat]) -> tup
 
 
 def pair_stacks(programs: PairPrograms, formats: Mapping[str, WeightFormat]) -> dict[str, Stack]:
-    """All stacks of a pair by key; passes share what is equal."""
+    """All stacks of a pair but its tower's by key; passes share what is equal."""
     found = (
         stack for p in (programs.prefill, programs.verify, programs.propose) for stack in program_stacks(p, formats)
     )
     return {stack.key: stack for stack in found}
+
+
+def tower_stacks(programs: PairPrograms, formats: Mapping[str, WeightFormat]) -> dict[str, Stack]:
+    """Stacks of the vision tower by key."""
+    return {stack.key: stack for stack in program_stacks(programs.see, formats)} if programs.see else {}
 
 
 def expert_stacks(program: Program, formats: Mapping[str, WeightFormat]) -> dict[str, tuple[ExpertStack, ExpertStack]]:

@@ -7,9 +7,11 @@ the two differ, so that cycle after cycle runs as one graph launch and one small
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from edge_dflash.backends.cuda.cycling import Cycling
 from edge_dflash.backends.cuda.driver import Gpu
+from edge_dflash.backends.cuda.eyes import Eyes
 from edge_dflash.backends.cuda.graphs import Capture, HostBuffers, JointGraphs
 from edge_dflash.backends.cuda.loading import Dense, Launches, load
 from edge_dflash.backends.cuda.measured import Measured
@@ -19,6 +21,7 @@ from edge_dflash.backends.cuda.sample import Chooser
 from edge_dflash.backends.cuda.slots import Slots
 from edge_dflash.backends.cuda.small import SlotWords
 from edge_dflash.backends.cuda.states import Lane, Sizes, copy_states, read_states, write_states
+from edge_dflash.backends.cuda.tower import TowerLayout
 from edge_dflash.backends.cuda.warming import warm_up
 from edge_dflash.backends.cuda.weights import NativeWeights
 from edge_dflash.decode.backend import (
@@ -61,10 +64,14 @@ class NativeBackend(Cycling, Measured):
         fit = dense.most_rows // max(rows, block)  # slots of a pass
         widths = [1, *(count for count in lane_steps(lanes) if 1 < count <= fit)]
         sizes = Sizes(rows, prefill_chunk, max_context, lanes, block, widths[-1])
-        layout = dense.lay_out(pair_programs(spec), precision, sizes)
+        programs, vision = pair_programs(spec), spec.target.vision
+        layout = dense.lay_out(programs, precision, sizes)
+        if vision and programs.see:
+            layout = replace(layout, tower=TowerLayout.of(vision, programs.see, self._shape.usable_context))
         self.gpu = Gpu()
         try:
             self.loaded = load(self.gpu, layout, dense, weights, cubin)
+            self._eyes = Eyes(self.gpu, self.loaded)
             self._host, buffers = HostBuffers(self.gpu, self.loaded), self.loaded.common.buffers
             sampler, walker = self.loaded.common.kernels.sampler, self.loaded.common.kernels.walker
             self.chooser = Chooser(self.gpu, sampler, buffers.sampling, buffers.logits, sizes.of_pass("propose"))
@@ -77,6 +84,8 @@ class NativeBackend(Cycling, Measured):
             self._walk = HostWalk(self.gpu, walker, self.chooser, buffers, layout.first_draft) if walker else None
             self.passes = 0  # counter, by which rows notice that they were replaced
             self._lanes = [Lane() for _ in range(self._shape.lanes)]
+            for lane in range(lanes):
+                self._eyes.shift(lane, 0, 0)
             self.reset()
             warm_up(self)
         except BaseException:
@@ -114,22 +123,26 @@ class NativeBackend(Cycling, Measured):
         self._become(lane, Lane())
 
     def see(self, picture: Picture) -> Seen:
-        """Refused."""
-        raise _no_images()
+        """Run the tower; the rows come to the host."""
+        self.gpu.enter()
+        return self._eyes.see(picture)
 
     def prefill(self, ids: Sequence[int], lane: int = 0, sight: Sight | None = None) -> NativeRows:
         """Append and commit ids chunk by chunk; logits of the last row."""
-        if sight is not None:
-            raise _no_images()
         length, most = self.length(lane), self._shape.max_context
         if not ids or length + len(ids) > most:
             raise BackendError(f"cannot prefill {len(ids)} tokens at {length}: the context holds {most} tokens")
         self._check_ids(ids)
         at, chunk = self._begin(lane), self._shape.prefill_chunk
+        if sight is not None:
+            self._eyes.place(lane, length, sight)
+            at.delta = sight.delta
         for first in range(0, len(ids), chunk):
             part = ids[first : first + chunk]
             self.gpu.synchronize()  # the chunk before has read its ids
             self._host.ids[: len(part)] = part
+            if sight is not None:
+                self._eyes.fill(self._host.ids[: len(part)], first, sight)
             self._put(lane, rows=len(part))
             self.graphs.prefill.launch()
             self._left(lane, ControlBlock(at.wanted.length + len(part), 0, at.wanted.anchor))
@@ -174,7 +187,7 @@ class NativeBackend(Cycling, Measured):
             self._begin(target)
             length = self.length(source)
             copy_states(self.gpu, self.loaded.common.states, source, target, length)
-            self._become(target, Lane(ControlBlock(length)))
+            self._become(target, Lane(ControlBlock(length), delta=self._lanes[source].delta))
 
     def commit(self, rows: int, lane: int = 0) -> None:
         """Make the first ``rows`` rows of the last verify or cycle real."""
@@ -198,7 +211,8 @@ class NativeBackend(Cycling, Measured):
         """Flush, then copy the state of both models."""
         self.flush(lane)
         length = self.length(lane)
-        return Snapshot(length, read_states(self.gpu, self.loaded.common.states, lane, length))
+        arrays = read_states(self.gpu, self.loaded.common.states, lane, length)
+        return Snapshot(length, arrays, self._lanes[lane].delta)
 
     def restore(self, snapshot: Snapshot, lane: int = 0) -> None:
         """Replace the state by a snapshot of the same pair and precision."""
@@ -207,7 +221,7 @@ class NativeBackend(Cycling, Measured):
             raise BackendError(f"the snapshot holds {snapshot.length} tokens, the context only {most}")
         self._begin(lane)
         write_states(self.gpu, self.loaded.common.states, lane, snapshot)
-        self._become(lane, Lane(ControlBlock(snapshot.length)))
+        self._become(lane, Lane(ControlBlock(snapshot.length), delta=snapshot.delta))
 
     def close(self) -> None:
         """Free the device. Closing twice does no harm."""
@@ -266,12 +280,9 @@ class NativeBackend(Cycling, Measured):
         """What the host has of a lane, whose state was replaced."""
         self._lanes[lane] = at
         self._slots.drop(lane)
+        self._eyes.shift(lane, at.wanted.length, at.delta)
 
     def _left(self, lane: int, words: ControlBlock) -> None:
         """What the pass that was just launched leaves of a lane."""
         self._lanes[lane].wanted = words
         self._slots.left(0, lane, words)
-
-
-def _no_images() -> BackendError:
-    return BackendError("this backend runs no vision tower; leave images out, or open the bundle on the reference")

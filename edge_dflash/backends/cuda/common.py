@@ -13,6 +13,7 @@ from edge_dflash.backends.cuda.sample import Sampler, SamplingBuffers
 from edge_dflash.backends.cuda.schedule import Schedule
 from edge_dflash.backends.cuda.small import CycleKernels, Small
 from edge_dflash.backends.cuda.states import Sizes, States
+from edge_dflash.backends.cuda.tower import TowerLayout
 from edge_dflash.backends.cuda.walk import DeviceWalk
 from edge_dflash.backends.cuda.walk_shape import WalkShape
 from edge_dflash.decode.backend import Precision
@@ -30,6 +31,12 @@ class DeviceLayout:
     schedules: Mapping[str, Schedule]
     places: Mapping[str, Mapping[str, Placement]]
     arena_bytes: int
+    tower: TowerLayout | None = None  # of a target that sees
+
+    @property
+    def image_bytes(self) -> int:
+        """Of the rows of images in a prefill pass."""
+        return 2 * self.sizes.prefill_rows * self.tower.spec.out if self.tower else 0
 
     @property
     def first_draft(self) -> int:
@@ -80,6 +87,7 @@ class Buffers:
     clock: DevicePointer
     counted: DevicePointer  # rows of a slot's verify that count, as in kernels/control.cuh: [slots, COUNTED_WORDS]
     sampling: SamplingBuffers
+    images: DevicePointer  # rows of images in a prefill pass [rows, H] BF16; of no bytes without a tower
 
 
 @dataclass(frozen=True)

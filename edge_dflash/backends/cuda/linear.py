@@ -139,8 +139,8 @@ class Linears:
         if side is not None:
             if side.layout.format != "bf16" or side.layout.swiglu or side.layout.k != layout.k:
                 raise ValueError(f"a side stack is plain BF16 on the same {layout.k} inputs, found {side.layout}")
-            beside = _job(side, x, side_out, (splits.turns, side.layout.units, 1))
-        self._launch(splits, rows, _job(weights, x, out, splits.shares, residual=residual), beside)
+            beside = job_of(side, x, side_out, (splits.turns, side.layout.units, 1))
+        self._launch(splits, rows, job_of(weights, x, out, splits.shares, residual=residual), beside)
 
     def split_linear(
         self,
@@ -164,7 +164,7 @@ class Linears:
             if norm is not None:
                 self._normalise(out, columns, splits.tile, norm)
             return
-        job = _job(weights, x, (), splits.shares, mode=Mode.PARTIAL)
+        job = job_of(weights, x, (), splits.shares, mode=Mode.PARTIAL)
         job.partial = scratch_at(scratch, splits.sum_bytes(layout))
         self._launch(splits, rows, job)
         added, normal = residual or EMPTY, norm or Norm(NULL, 0.0, EMPTY)
@@ -200,7 +200,7 @@ class Linears:
     ) -> None:
         """ids[r] (int32) = column of row r's largest BF16 logit, the lowest on a tie; stores ``logits`` if given."""
         splits = self.choose(weights.layout, rows)
-        job = _job(weights, x, (logits or EMPTY,), splits.shares, mode=Mode.GREEDY)
+        job = job_of(weights, x, (logits or EMPTY,), splits.shares, mode=Mode.GREEDY)
         job.best = scratch_at(scratch, splits.rank_bytes)
         self._launch(splits, rows, job)
         arguments = (scratch, ids, splits.blocks, splits.tile)
@@ -217,7 +217,7 @@ class Linears:
         valid: DevicePointer = NULL,
     ) -> None:
         """:meth:`linear` for many rows (a prefill chunk); skips tiles of 128 rows past the device count ``valid``."""
-        self._tiles.launch(weights.layout, _job(weights, x, out, residual=residual), x, rows, valid)
+        self._tiles.launch(weights.layout, job_of(weights, x, out, residual=residual), x, rows, valid)
 
     def _launch(self, splits: Splits, rows: int, job: _Job, side: _Job | None = None) -> None:
         shared, blocks, most, side = splits.shared_bytes, splits.blocks, block_shared(self._gpu.sm), side or _Job()
@@ -261,7 +261,7 @@ class Tiles:
         return self._STAGES * (self._UNITS * UNIT_BYTES[format] + self._ROWS * WINDOW[format] * 2)
 
 
-def _job(
+def job_of(
     weights: LinearWeights,
     x: Matrix,
     out: Sequence[Matrix],

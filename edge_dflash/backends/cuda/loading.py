@@ -28,6 +28,7 @@ from edge_dflash.backends.cuda.schedule import schedule
 from edge_dflash.backends.cuda.splits import ALONE_ROWS, MOST_ROWS, StreamSplits, row_tile
 from edge_dflash.backends.cuda.states import Sizes, States
 from edge_dflash.backends.cuda.steps import Convolve, Head, PassStep, Project
+from edge_dflash.backends.cuda.tower import Tower
 from edge_dflash.backends.cuda.walk import UNIT as WALK_UNIT
 from edge_dflash.backends.cuda.walk import DeviceWalk
 from edge_dflash.backends.cuda.walk_shape import WalkBuffers, WalkWeights
@@ -51,6 +52,7 @@ class Loaded:
     common: Common
     memory: Allocator
     passes: Mapping[str, Frame]
+    tower: Tower | None = None  # of a target that sees
 
     @property
     def mixtures(self) -> Mixtures | None:
@@ -116,7 +118,8 @@ def load(gpu: Gpu, layout: DeviceLayout, dense: Dense, weights: NativeWeights, c
         embeddings[name] = weights.embedding(gpu, name)
         memory.count("embedding", embeddings[name].nbytes)
     common = Common(layout, states, kernels, buffers, embeddings)
-    return Loaded(common, memory, dense.load(memory, common))
+    tower = Tower(gpu, layout.tower, weights, cubin, memory) if layout.tower else None
+    return Loaded(common, memory, dense.load(memory, common), tower)
 
 
 def _check_budget(gpu: Gpu, layout: DeviceLayout, dense: Dense, weights: NativeWeights, scratch: int) -> None:
@@ -129,6 +132,8 @@ def _check_budget(gpu: Gpu, layout: DeviceLayout, dense: Dense, weights: NativeW
         memory.count("walk", sum(2 * math.prod(shapes[name].shape) for name in layout.walk.op.weights))
         WalkBuffers.take(memory, layout.walk, layout.sizes.slots)
     dense.count(memory)
+    if layout.tower is not None:
+        layout.tower.count(memory, weights.formats)
     for name in _embedded(layout.programs):
         shape = layout.programs.weights[name].shape
         memory.count("embedding", 2 * shape[0] * shape[1])
@@ -202,6 +207,7 @@ def _buffers(layout: DeviceLayout, states: States, scratch: int, memory: Allocat
         clock=memory.take("cycle", small.clock_bytes(layout.sizes.lanes)),
         counted=memory.take("cycle", 4 * small.COUNTED_WORDS * slots),
         sampling=SamplingBuffers.take(memory, tile, vocabulary, slots),
+        images=memory.take("activations", layout.image_bytes),
     )
 
 

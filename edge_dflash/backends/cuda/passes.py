@@ -16,7 +16,7 @@ from edge_dflash.backends.cuda.attend import AttendTensors, Attention
 from edge_dflash.backends.cuda.common import Common
 from edge_dflash.backends.cuda.delta import DeltaTensors
 from edge_dflash.backends.cuda.linear import Linears, LinearWeights, Norm
-from edge_dflash.backends.cuda.memory import DevicePointer, Matrix, Words
+from edge_dflash.backends.cuda.memory import NULL, DevicePointer, Matrix, Words
 from edge_dflash.backends.cuda.mixtures import Mixtures
 from edge_dflash.backends.cuda.order import strides_of_blocks
 from edge_dflash.backends.cuda.states import KvMemory
@@ -108,8 +108,10 @@ class Frame(ABC):
 
     def _gather(self, weight: str, out: str, norm: Norm | None = None) -> None:
         """Rows of the embedding for the pass's ids."""
-        columns, table, ids = self.schedule.widths[out], self.common.embeddings[weight], self.common.buffers.ids
-        self.kernels.small.embed(ids, table, self._matrix(out), self.rows, columns, self.common.layout.vocabulary, norm)
+        columns, table, buffers = self.schedule.widths[out], self.common.embeddings[weight], self.common.buffers
+        images = buffers.images if self.prefill and buffers.images.nbytes else NULL
+        what = (self.rows, columns, self.common.layout.vocabulary, norm, images)
+        self.kernels.small.embed(buffers.ids, table, self._matrix(out), *what)
 
     def _state(self, step: State) -> None:
         op, states, buffers = step.op, self.common.states, self.common.buffers

@@ -50,6 +50,7 @@ class Lane:
 
     wanted: ControlBlock = EMPTY_SEQUENCE  # what the next pass has to find
     verified: int | None = None  # rows of the last verify, until they are committed
+    delta: int = 0  # position minus index of the tokens behind the committed ones
 
 
 @dataclass(frozen=True)
