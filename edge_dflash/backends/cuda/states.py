@@ -15,7 +15,7 @@ from edge_dflash.backends.cuda.attend import AttendShape
 from edge_dflash.backends.cuda.delta import DeltaShape
 from edge_dflash.backends.cuda.driver import Gpu
 from edge_dflash.backends.cuda.memory import EMPTY_SEQUENCE, Allocator, Array, ControlBlock, DevicePointer
-from edge_dflash.backends.cuda.turns import Turns
+from edge_dflash.backends.cuda.rotary import RotaryTables
 from edge_dflash.decode.backend import Precision, Snapshot
 from edge_dflash.errors import BackendError
 from edge_dflash.model.ops import Attend, GatedDelta, KvAppend
@@ -99,7 +99,7 @@ class States:
         memory: Allocator,
     ) -> None:
         self._precision, self._sizes, self._memory, self._vector = precision, sizes, memory, vector
-        self._turns: dict[RopeSpec, Turns] = {}
+        self._turns: dict[RopeSpec, RotaryTables] = {}
         self.norms: dict[tuple[str, bool], DevicePointer] = {}
         self.shapes: dict[str, AttendShape] = {}
         self.kv: dict[str, KvMemory] = {}
@@ -133,7 +133,7 @@ class States:
         return max((s.scratch_bytes for s in shapes), default=0), max((s.counter_bytes for s in shapes), default=0)
 
     @property
-    def turns(self) -> Sequence[Turns]:
+    def turns(self) -> Sequence[RotaryTables]:
         """Rotary tables."""
         return tuple(self._turns.values())
 
@@ -162,7 +162,7 @@ class States:
             lanes=self._sizes.lanes,
         )
         if (turns := self._turns.get(op.rope)) is None:
-            turns = self._turns[op.rope] = Turns(op.rope, shape.kv_rows, shape.lanes, self._memory)
+            turns = self._turns[op.rope] = RotaryTables(op.rope, shape.kv_rows, shape.lanes, self._memory)
         k_scale, v_scale = scales if kv == "fp8" else (1.0, 1.0)
         self.shapes[op.state] = shape
         self.kv[op.state] = KvMemory(

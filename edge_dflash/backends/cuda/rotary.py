@@ -46,7 +46,7 @@ def axes_of(rope: RopeSpec) -> npt.NDArray[np.int64]:
     return np.where((pair % 3 == 1) & (pair < 3 * h), 1, np.where((pair % 3 == 2) & (pair < 3 * w), 2, 0))
 
 
-class Turns:
+class RotaryTables:
     """Cosines and sines [rows, dims / 2] FP32 of one RopeSpec; ``lanes`` tables of them if it has sections."""
 
     def __init__(self, rope: RopeSpec, rows: int, lanes: int, memory: Allocator) -> None:

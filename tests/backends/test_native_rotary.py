@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from edge_dflash.backends.cuda.memory import Allocator, DevicePointer
-from edge_dflash.backends.cuda.turns import Turns, axes_of, rope_table
+from edge_dflash.backends.cuda.rotary import RotaryTables, axes_of, rope_table
 from edge_dflash.model.specs import RopeSpec
 
 SIGHTED = RopeSpec(10000.0, 64, mrope_section=(11, 11, 10))
@@ -14,7 +14,7 @@ ROWS, LANES = 40, 3
 
 
 class Memory:
-    """What Turns asks of a Gpu."""
+    """What RotaryTables asks of a Gpu."""
 
     def __init__(self):
         self.bytes = np.zeros(1 << 20, np.uint8)
@@ -46,7 +46,7 @@ def memory():
 
 
 def made(memory, rope=SIGHTED):
-    turns = Turns(rope, ROWS, LANES, Allocator(memory))
+    turns = RotaryTables(rope, ROWS, LANES, Allocator(memory))
     for lane in range(LANES):
         turns.shift(memory, lane, 0, 0)
     return turns
