@@ -28,7 +28,7 @@ from edge_dflash.model.vision import TOWER
 from edge_dflash.weights.formats import FORMATS, SCALAR, TIED, Array, Weight, WeightFormat
 from edge_dflash.weights.layout import Repacked
 from edge_dflash.weights.safetensors import DTYPES, forget_pages
-from edge_dflash.weights.stacks import AnyStack, pair_experts, pair_stacks
+from edge_dflash.weights.stacks import AnyStack, pair_experts, pair_stacks, tower_stacks
 from edge_dflash.weights.words import Words
 
 CHUNK = 8 << 20  # bytes read or written at once
@@ -120,7 +120,11 @@ def bundle_parts(programs: PairPrograms, formats: Mapping[str, WeightFormat], *,
 
 def native_stacks(programs: PairPrograms, formats: Mapping[str, WeightFormat]) -> dict[str, AnyStack]:
     """Stacks that a native bundle stores, by key: all but that of a tied lm_head. Raises BackendError."""
-    stacks: dict[str, AnyStack] = {**pair_stacks(programs, formats), **pair_experts(programs, formats)}
+    stacks: dict[str, AnyStack] = {
+        **pair_stacks(programs, formats),
+        **pair_experts(programs, formats),
+        **tower_stacks(programs, formats),
+    }
     return {key: stack for key, stack in stacks.items() if all(formats[name] != TIED for name in stack.names)}
 
 

@@ -50,11 +50,6 @@ class Picture(Protocol):
         """Rows of the language model."""
         ...
 
-    @property
-    def levels(self) -> npt.NDArray[np.uint8]:
-        """Patches [patches, 3 * patch^2] of one time slot, columns by channel, row and column."""
-        ...
-
     def values(self) -> npt.NDArray[np.float32]:
         """The tower's input [patches, columns]."""
         ...

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import math
-import shutil
-import subprocess
 
 import numpy as np
 import pytest
-from paths import ROOT
+from tower_on_cpu import COMPILER, bits, tower_library, wide
 
-from edge_dflash.backends.cuda.compile import KERNELS
-
-SHIM = ROOT / "tests" / "support" / "kernels_on_cpu"
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++ to emulate kernels")
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++ to emulate kernels")
 
 
 class Channels(ctypes.Structure):
@@ -23,38 +18,7 @@ class Channels(ctypes.Structure):
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
-    """The kernels as functions of a library; dynamic shared memory is the emulation's."""
-    folder = tmp_path_factory.mktemp("kernels")
-    for path in (SHIM / "prelude.cuh", SHIM / "tower.cpp", KERNELS / "norm.cuh", KERNELS / "tower.cu"):
-        text = path.read_text().replace("extern __shared__ __align__(16) u8 memory[];", "char* memory = cpu::memory;")
-        (folder / path.name).write_text(text)
-    library = folder / "tower.so"
-    subprocess.run(
-        [
-            "g++",
-            "-std=c++17",
-            "-O1",
-            "-shared",
-            "-fPIC",
-            "-ffp-contract=off",
-            "-w",
-            "-o",
-            library,
-            folder / "tower.cpp",
-        ],
-        check=True,
-    )
-    return ctypes.CDLL(str(library))
-
-
-def bits(x):
-    """BF16 bits of the nearest values, ties to even."""
-    wide = np.ascontiguousarray(x, np.float32).view(np.uint32)
-    return ((wide + 0x7FFF + (wide >> 16 & 1)) >> 16).astype(np.uint16)
-
-
-def wide(x):
-    return (x.astype(np.uint32) << 16).view(np.float32)
+    return tower_library(tmp_path_factory.mktemp("kernels"))
 
 
 def near(x):

@@ -15,6 +15,7 @@ from edge_dflash.backends.cuda.attend import AttendShape
 from edge_dflash.backends.cuda.delta import DeltaShape
 from edge_dflash.backends.cuda.experts_shape import ExpertsShape
 from edge_dflash.backends.cuda.splits import block_shared, choose_splits
+from edge_dflash.backends.cuda.tower_kernels import check_tower
 from edge_dflash.backends.cuda.walk_shape import WalkShape
 from edge_dflash.board.archs import arch_of_sm, find_arch
 from edge_dflash.errors import BackendError
@@ -44,7 +45,12 @@ def check_native(
     ``formats`` names every weight. ``arch`` adds the limits of one architecture (shared memory of a block).
     """
     programs, rows = pair_programs(pair), pair.drafts + 1
-    for program in (programs.verify, programs.propose, programs.prefill):
+    if pair.target.vision is not None:
+        try:
+            check_tower(pair.target.vision)
+        except BackendError as error:
+            raise BackendError(f"{error}; leave it out with --text-only, or {REMEDY}") from None
+    for program in (programs.verify, programs.propose, programs.prefill, *((programs.see,) if programs.see else ())):
         for op in program.ops:
             try:
                 _check_op(op, program, formats, rows, kv)

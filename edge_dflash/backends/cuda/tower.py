@@ -11,13 +11,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from edge_dflash.backends.cuda.driver import Gpu
 from edge_dflash.backends.cuda.linear import LinearWeights, Tiles, job_of
-from edge_dflash.backends.cuda.memory import NULL, PADDING, Allocator, Array, DevicePointer, Matrix, Placement, place
+from edge_dflash.backends.cuda.memory import NULL, Allocator, Array, DevicePointer, Matrix, Placement, place
 from edge_dflash.backends.cuda.schedule import Schedule
 from edge_dflash.backends.cuda.steps import PassStep
-from edge_dflash.backends.cuda.tower_kernels import UNIT, Activation, TowerKernels, check_heads
+from edge_dflash.backends.cuda.tower_kernels import UNIT, Activation, TowerKernels, check_tower
 from edge_dflash.backends.cuda.weights import NativeWeights
 from edge_dflash.decode.pictured import Picture
 from edge_dflash.errors import BackendError
@@ -78,12 +79,9 @@ class HostRows:
         """Memory that they take."""
         return self.bits.nbytes
 
-
-def check_tower(spec: VisionSpec) -> None:
-    """Raise BackendError for dimensions that the kernels do not take."""
-    check_heads(spec.head_dim)
-    if spec.hidden_size % PADDING:
-        raise BackendError(f"the tower has {spec.hidden_size} columns; the native kernels take multiples of {PADDING}")
+    def host(self) -> npt.NDArray[np.float32]:
+        """The rows [tokens, H]."""
+        return (self.bits.astype(np.uint32) << 16).view(np.float32)
 
 
 @dataclass

@@ -5,12 +5,15 @@ from __future__ import annotations
 import ctypes
 import math
 from enum import IntEnum
+from typing import TYPE_CHECKING
 
 from edge_dflash.backends.cuda.arguments import Argument
-from edge_dflash.backends.cuda.driver import Gpu, Module
-from edge_dflash.backends.cuda.memory import NULL, DevicePointer, Matrix
+from edge_dflash.backends.cuda.memory import NULL, PADDING, DevicePointer, Matrix
 from edge_dflash.errors import BackendError
-from edge_dflash.model.specs import PatchSpec
+from edge_dflash.model.specs import PatchSpec, VisionSpec
+
+if TYPE_CHECKING:
+    from edge_dflash.backends.cuda.driver import Gpu, Module
 
 UNIT = "tower"
 _THREADS, _ATTEND_THREADS, _QUERIES, _KEYS = 256, 128, 64, 64
@@ -31,19 +34,21 @@ class _Channels(ctypes.Structure):
     _fields_ = (("mean", ctypes.c_float * 4), ("spread", ctypes.c_float * 4))
 
 
-def check_heads(head_dim: int) -> None:
-    """Raise BackendError for heads that the attention kernels do not take."""
-    if head_dim % 8 or not 0 < head_dim <= MOST_HEAD_DIM:
+def check_tower(spec: VisionSpec) -> None:
+    """Raise BackendError for dimensions that the kernels do not take."""
+    dim = spec.head_dim
+    if dim % 8 or not 0 < dim <= MOST_HEAD_DIM:
         raise BackendError(
-            f"the tower's heads have {head_dim} dims; the native kernels take multiples of 8 up to {MOST_HEAD_DIM}"
+            f"the tower's heads have {dim} dims; the native kernels take multiples of 8 up to {MOST_HEAD_DIM}"
         )
+    if spec.hidden_size % PADDING:
+        raise BackendError(f"the tower has {spec.hidden_size} columns; the native kernels take multiples of {PADDING}")
 
 
 class TowerKernels:
     """Loaded kernels for one head dim. Matrices are BF16 in rows, vectors FP32."""
 
     def __init__(self, gpu: Gpu, module: Module, head_dim: int) -> None:
-        check_heads(head_dim)
         self._gpu, self._dim = gpu, head_dim
         names = ("patches", "positions", "norm", "finish", "turn")
         self._kernels = {name: module.kernel(f"tower_{name}") for name in names}
