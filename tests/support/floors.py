@@ -19,6 +19,7 @@ FLOORS = (
     "planner",
     "checks",
     "builder",
+    "training",
     "serve",
     "install",
     "demo",

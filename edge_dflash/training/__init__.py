@@ -1,0 +1,1 @@
+"""Training of drafters for an owner's target and prompts. Needs torch."""

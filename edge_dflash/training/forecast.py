@@ -1,0 +1,224 @@
+"""What the training of a drafter will take, by arithmetic: bytes of the device, bytes of the disk, hours.
+
+Parameters are those of the pair's programs. Training is in mixed precision with AdamW: parameters, gradients and both
+moments in float32, products in BF16 from a cast copy of the weights; on a CPU all is float32. Coefficients of the
+activations count the tensors that autograd keeps in a block of the drafter (tests count them in torch).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from math import prod
+from typing import Any
+
+from edge_dflash.errors import RequestError
+from edge_dflash.model import pair_programs
+from edge_dflash.model.specs import DrafterSpec, PairSpec
+
+FLOAT, BF16 = 4, 2  # bytes
+ROWS_HIDDEN, ROWS_HEADS, ROWS_KV, ROWS_MLP = 6, 6, 2, 4  # tensors kept of a layer for each row of a block
+CONTEXT_KV, CONTEXT_HIDDEN = 4, 3  # and for each token of the context: of a layer, and before all layers
+LOGITS = 3  # float32 tensors of the logits: themselves, their softmax, their gradient
+SPARE = 0.08  # of the sum: what the allocator cannot hand out, and its workspaces
+CONTEXT_BYTES = 600 << 20  # of the device, before the first tensor
+
+
+@dataclass(frozen=True)
+class BatchSize:
+    """One pass of a training step."""
+
+    sequences: int  # S, at a time
+    tokens: int  # T, of the longest of them
+    anchors: int  # A, blocks of a sequence
+    accumulate: int = 1  # passes of a step
+
+    def __post_init__(self) -> None:
+        """Raise RequestError for a size below 1."""
+        for one in fields(self):
+            if (value := getattr(self, one.name)) < 1:
+                raise RequestError(f"{one.name} of a training batch is {value}; give at least 1")
+
+
+@dataclass(frozen=True)
+class TrainingBytes:
+    """Bytes on the device in a training step, at its peak."""
+
+    parameters: int
+    gradients: int
+    moments: int  # both of AdamW
+    casts: int  # BF16 copies of the weights
+    frozen: int  # the target's embedding and head
+    taps: int  # of the batch
+    activations: int
+    logits: int
+    spare: int  # and the device's own context
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return sum(getattr(self, one.name) for one in fields(self))
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """What was measured, or is given; None: not known."""
+
+    answer_tokens: float | None = None  # a second, of the target's answers
+    tap_tokens: float | None = None  # a second, of its passes over prompts and answers
+    step_seconds: float | None = None  # of a whole training step
+
+    @classmethod
+    def of_probe(cls, seconds: Sequence[float], **others: float | None) -> Speeds:
+        """The mean of the later half of measured steps: the first ones warm up. Raises RequestError without a step."""
+        if not seconds:
+            raise RequestError("no step was measured; give at least one")
+        kept = seconds[len(seconds) // 2 :]
+        return cls(step_seconds=sum(kept) / len(kept), **others)
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What ``train-drafter --dry-run`` says."""
+
+    parameters: int  # of the drafter
+    memory: TrainingBytes
+    disk: int  # bytes of the shards of taps
+    answers_hours: float | None
+    taps_hours: float | None
+    training_hours: float | None
+
+    @property
+    def hours(self) -> float | None:
+        """Of all stages; None where one is not known."""
+        found = (self.answers_hours, self.taps_hours, self.training_hours)
+        return None if None in found else sum(hours or 0.0 for hours in found)
+
+    def fits(self, device_bytes: int) -> bool:
+        """Whether a device of so many bytes holds the training."""
+        return self.memory.total <= device_bytes
+
+    def to_json(self) -> dict[str, Any]:
+        """One object with stable keys; bytes and hours."""
+        memory = {one.name: getattr(self.memory, one.name) for one in fields(self.memory)}
+        return {
+            "parameters": self.parameters,
+            "memory": {**memory, "total": self.memory.total},
+            "disk": self.disk,
+            "answers_hours": self.answers_hours,
+            "taps_hours": self.taps_hours,
+            "training_hours": self.training_hours,
+            "hours": self.hours,
+        }
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """The same for people."""
+        parts = ", ".join(f"{one.name} {_gb(getattr(self.memory, one.name))}" for one in fields(self.memory))
+        told = (("answers", self.answers_hours), ("taps", self.taps_hours), ("training", self.training_hours))
+        times = ", ".join(f"{name} {'not measured' if hours is None else f'{hours:.2f} h'}" for name, hours in told)
+        return (
+            f"drafter: {self.parameters / 1e6:,.1f} M parameters",
+            f"memory of the device: {_gb(self.memory.total)} ({parts})",
+            f"disk for taps: {_gb(self.disk)}",
+            f"time: {times}",
+        )
+
+
+def drafter_parameters(pair: PairSpec) -> int:
+    """Parameters that are trained. Raises RequestError without a drafter."""
+    _drafter(pair)
+    weights = pair_programs(pair).weights
+    return sum(prod(weight.shape) for name, weight in weights.items() if name.startswith("drafter."))
+
+
+def training_bytes(pair: PairSpec, batch: BatchSize, *, mixed: bool = True, recompute: bool = False) -> TrainingBytes:
+    """Peak of a training step. ``mixed``: products in BF16; ``recompute``: a layer's activations, when they are needed.
+
+    Without ``mixed`` nothing is cast, and there is no device's context.
+    """
+    drafter, target = _drafter(pair), pair.target
+    width, parameters = BF16 if mixed else FLOAT, drafter_parameters(pair)
+    taps = batch.sequences * batch.tokens * len(drafter.target_layer_ids) * target.hidden_size * width
+    proposing = batch.sequences * batch.anchors * drafter.drafts
+    logits = proposing * target.vocab_size * (LOGITS * FLOAT + (width if mixed else 0))
+    known = {
+        "parameters": FLOAT * parameters,
+        "gradients": FLOAT * parameters,
+        "moments": 2 * FLOAT * parameters,
+        "casts": BF16 * parameters if mixed else 0,
+        "frozen": (1 if target.tied else 2) * target.vocab_size * target.hidden_size * width,
+        "taps": taps,
+        "activations": activation_bytes(drafter, batch, width, recompute=recompute),
+        "logits": logits,
+    }
+    return TrainingBytes(**known, spare=round(SPARE * sum(known.values())) + CONTEXT_BYTES if mixed else 0)
+
+
+def activation_bytes(drafter: DrafterSpec, batch: BatchSize, width: int, *, recompute: bool = False) -> int:
+    """Bytes that autograd keeps of the drafter's layers; ``width`` of a product's input, 2 or 4.
+
+    The residual stream and the scores stay in float32; in mixed precision the scores have a BF16 copy, too.
+    """
+    attention, hidden = drafter.attention, drafter.hidden_size
+    heads, kv = attention.heads * attention.head_dim, attention.kv_heads * attention.head_dim
+    context = batch.sequences * batch.tokens
+    rows = batch.sequences * batch.anchors * drafter.block_size
+    row = ROWS_HIDDEN * FLOAT * hidden + width * (ROWS_HEADS * heads + ROWS_KV * kv)
+    row += width * ROWS_MLP * drafter.intermediate_size
+    scores = attention.heads * (batch.tokens + drafter.block_size) * (FLOAT + (width if width != FLOAT else 0))
+    layer = rows * (row + scores) + context * CONTEXT_KV * width * kv
+    before = context * CONTEXT_HIDDEN * FLOAT * hidden + rows * FLOAT * hidden
+    if recompute:
+        return before + layer + drafter.num_layers * rows * FLOAT * hidden
+    return before + drafter.num_layers * layer
+
+
+def shard_bytes(pair: PairSpec, tokens: int) -> int:
+    """Bytes on the disk of ``tokens``: an id (4 bytes), BF16 taps, and the target's last rows for a head of DSpark."""
+    drafter = _drafter(pair)
+    rows = len(drafter.target_layer_ids) + drafter.anchor_drafts
+    return tokens * (4 + rows * pair.target.hidden_size * BF16)
+
+
+def forecast(
+    pair: PairSpec,
+    batch: BatchSize,
+    *,
+    steps: int,
+    prompts: int,
+    prompt_tokens: int,
+    answer_tokens: int,
+    speeds: Speeds | None = None,
+    answered: bool = False,
+    mixed: bool = True,
+    recompute: bool = False,
+) -> Forecast:
+    """The forecast of a training on ``prompts``, of ``prompt_tokens`` and ``answer_tokens`` each on average.
+
+    ``answered``: the data has answers, and none is made. Raises RequestError without a drafter.
+    """
+    given, whole = speeds or Speeds(), prompts * (prompt_tokens + answer_tokens)
+    answers = _hours(prompts * answer_tokens, given.answer_tokens)
+    return Forecast(
+        parameters=drafter_parameters(pair),
+        memory=training_bytes(pair, batch, mixed=mixed, recompute=recompute),
+        disk=shard_bytes(pair, whole),
+        answers_hours=0.0 if answered else answers,
+        taps_hours=_hours(whole, given.tap_tokens),
+        training_hours=None if given.step_seconds is None else steps * given.step_seconds / 3600,
+    )
+
+
+def _hours(tokens: int, rate: float | None) -> float | None:
+    return None if not rate else tokens / rate / 3600
+
+
+def _gb(size: int) -> str:
+    return f"{size / 1e9:.2f} GB" if size >= 10**8 else f"{size / 1e6:.1f} MB"
+
+
+def _drafter(pair: PairSpec) -> DrafterSpec:
+    if pair.drafter is None:
+        raise RequestError("the pair has no drafter to train; give --drafter, or a geometry to begin from")
+    return pair.drafter

@@ -1,0 +1,177 @@
+"""What a training will take, by arithmetic, beside what torch allocates for small models."""
+
+from dataclasses import replace
+from math import prod
+
+import pytest
+import torch
+
+from calib.demo.drafter import Drafter, DrafterConfig
+from edge_dflash.checks.random_pair import synthetic_pair
+from edge_dflash.demo.tasks import MODELS
+from edge_dflash.errors import RequestError
+from edge_dflash.model import pair_programs
+from edge_dflash.model.registry import read_pair
+from edge_dflash.model.specs import PairSpec
+from edge_dflash.training.forecast import (
+    FLOAT,
+    BatchSize,
+    Speeds,
+    activation_bytes,
+    drafter_parameters,
+    forecast,
+    shard_bytes,
+    training_bytes,
+)
+
+GB = 10**9
+BATCH = BatchSize(sequences=2, tokens=160, anchors=4)
+
+
+@pytest.fixture(scope="module")
+def demo() -> PairSpec:
+    return read_pair(MODELS / "target", MODELS / "drafter")
+
+
+def close(found: float, wanted: float, share: float = 0.15) -> bool:
+    return abs(found / wanted - 1) <= share
+
+
+def test_parameters_gradients_and_moments_are_what_torch_allocates(demo):
+    shapes = [w.shape for name, w in pair_programs(demo).weights.items() if name.startswith("drafter.")]
+    model = torch.nn.ParameterList([torch.zeros(shape) for shape in shapes])
+    optimizer = torch.optim.AdamW(model.parameters())
+    sum(parameter.sum() for parameter in model).backward()
+    optimizer.step()
+    told = training_bytes(demo, BATCH, mixed=False)
+    held = list(model)
+    assert told.parameters == sum(p.nbytes for p in held) == FLOAT * sum(map(prod, shapes))
+    assert told.gradients == sum(p.grad.nbytes for p in held)
+    moments = [x for state in optimizer.state.values() for x in state.values() if x.numel() > 1]
+    assert close(told.moments, sum(x.nbytes for x in moments))
+
+
+def test_parameters_are_those_of_the_module_that_is_trained(demo):
+    assert drafter_parameters(demo) == sum(p.numel() for p in Drafter(DrafterConfig()).parameters())
+
+
+def kept_by_autograd(config: DrafterConfig, batch: BatchSize) -> int:
+    """Bytes of the storages that a forward pass keeps, without parameters and what it is given."""
+    torch.manual_seed(0)
+    drafter, vocabulary = Drafter(config), config.vocab_size
+    embedding = torch.randn(vocabulary, config.hidden_size)
+    taps = torch.randn(batch.sequences, batch.tokens, len(config.target_layer_ids) * config.hidden_size)
+    anchors = torch.randint(4, batch.tokens - 20, (batch.sequences, batch.anchors))
+    first = torch.randint(0, vocabulary, (batch.sequences, batch.anchors))
+    given = {tensor.untyped_storage().data_ptr() for tensor in (embedding, taps, *drafter.parameters())}
+    kept: dict[int, torch.Tensor] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if (where := tensor.untyped_storage().data_ptr()) not in given:
+            kept[where] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        rows = drafter(taps, anchors, first, embedding)
+    assert rows.requires_grad
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+@pytest.mark.parametrize(
+    ("config", "batch"),
+    [
+        (DrafterConfig(), BATCH),
+        (DrafterConfig(), BatchSize(1, 448, 16)),
+        (DrafterConfig(hidden_size=64, intermediate_size=512, num_attention_heads=8, head_dim=32), BATCH),
+        (DrafterConfig(hidden_size=512, block_size=8, sliding=(True,)), BatchSize(3, 100, 8)),
+    ],
+)
+def test_activations_are_what_autograd_keeps(demo, config, batch):
+    attention = replace(
+        demo.drafter.attention,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+    )
+    spec = replace(
+        demo.drafter,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        attention=attention,
+        block_size=config.block_size,
+        layers=demo.drafter.layers[: len(config.sliding)],
+    )
+    assert close(activation_bytes(spec, batch, FLOAT), kept_by_autograd(config, batch))
+
+
+def test_the_drafter_of_27b_fits_a_gpu_of_80_gb():
+    pair = synthetic_pair("qwen3.6-27b")
+    assert 1.6e9 < drafter_parameters(pair) < 1.8e9
+    told = forecast(
+        pair,
+        BatchSize(sequences=1, tokens=2048, anchors=64, accumulate=16),
+        steps=2000,
+        prompts=20_000,
+        prompt_tokens=500,
+        answer_tokens=300,
+        speeds=Speeds(answer_tokens=500.0, tap_tokens=4000.0, step_seconds=3.6),
+    )
+    assert told.fits(80 * GB)
+    assert 27 * GB < told.memory.parameters + told.memory.gradients + told.memory.moments < 28 * GB
+    assert told.training_hours == 2.0
+    assert close(told.hours, 2.0 + 20_000 * 300 / 500 / 3600 + 20_000 * 800 / 4000 / 3600, 0.001)
+    assert told.disk == 20_000 * 800 * (4 + 5 * 5120 * 2)
+
+
+@pytest.mark.parametrize("name", ["qwen3.5-4b", "qwen3-8b", "qwen3.8-27b-dflash2", "qwen3.8-27b-dspark"])
+def test_every_kind_is_forecast(name):
+    told = forecast(synthetic_pair(name), BATCH, steps=1, prompts=10, prompt_tokens=5, answer_tokens=5, speeds=Speeds())
+    assert told.fits(80 * GB)
+    assert told.hours is None
+    assert "not measured" in told.lines[-1]
+    assert told.to_json()["memory"]["total"] == told.memory.total
+
+
+def test_the_dimensions_of_qwen3_4b_are_forecast():
+    published = synthetic_pair("qwen3-8b")
+    target = replace(published.target, hidden_size=2560, intermediate_size=9728, tied=True)
+    drafter = replace(published.drafter, hidden_size=2560, intermediate_size=9728)
+    told = training_bytes(PairSpec(target, drafter), BatchSize(sequences=8, tokens=1024, anchors=16))
+    assert 8 * GB < told.parameters + told.gradients + told.moments < 9 * GB
+    assert told.frozen == 151936 * 2560 * 2
+    assert told.total < 80 * GB
+
+
+def test_more_of_anything_takes_more(demo):
+    base = training_bytes(demo, BATCH).total
+    for more in ({"sequences": 4}, {"tokens": 320}, {"anchors": 8}):
+        assert training_bytes(demo, replace(BATCH, **more)).total > base
+    assert training_bytes(demo, replace(BATCH, accumulate=9)).total == base
+    assert training_bytes(demo, BATCH, recompute=True).activations < training_bytes(demo, BATCH).activations
+
+
+def test_shards_of_dspark_hold_the_last_rows_too():
+    pair = synthetic_pair("qwen3-8b-dspark")
+    assert shard_bytes(pair, 10) == 10 * (4 + 6 * 4096 * 2)
+
+
+def test_answers_that_are_there_take_no_time(demo):
+    told = forecast(demo, BATCH, steps=9, prompts=9, prompt_tokens=9, answer_tokens=9, answered=True)
+    assert told.answers_hours == 0.0
+
+
+def test_a_probe_leaves_out_the_first_steps():
+    assert Speeds.of_probe([9.0, 1.0, 2.0, 2.0]).step_seconds == 2.0
+    with pytest.raises(RequestError, match="no step was measured"):
+        Speeds.of_probe([])
+
+
+@pytest.mark.parametrize("name", ["sequences", "tokens", "anchors", "accumulate"])
+def test_a_size_below_one_is_refused(name):
+    with pytest.raises(RequestError, match=f"{name} of a training batch is 0"):
+        replace(BATCH, **{name: 0})
+
+
+def test_a_pair_without_a_drafter_is_refused(demo):
+    with pytest.raises(RequestError, match="no drafter to train"):
+        drafter_parameters(replace(demo, drafter=None))
