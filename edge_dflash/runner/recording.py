@@ -92,7 +92,8 @@ class AnswerLog:
         with self._changed:
             self._closed = True
             self._changed.notify()
-        self._writer.join(_CLOSE_SECONDS)
+        if threading.current_thread() is not self._writer:  # which may collect the planner that is left open
+            self._writer.join(_CLOSE_SECONDS)
 
     def _take(self, head: str, options: Options, plan: Plan) -> None:
         """Leave a plan for the writer, if it is one to learn from: whole words of this target, as it chose them."""
