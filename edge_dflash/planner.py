@@ -117,7 +117,7 @@ class Planner(Planning[PlannerSession]):
         - ``prefix_bytes`` bounds the states of system prompts that are kept for the next request. A request has at
           most ``images`` images of at most ``image_pixels`` pixels each.
         - ``record``: the path of a file (or a :class:`~edge_dflash.runner.recording.Recording`, with a limit of bytes)
-          to which prompts and answers are appended, for ``train-drafter``. None, the default, writes nothing.
+          to which prompts and answers are appended, to train a drafter on. None, the default, writes nothing.
         - ``check_hashes=False`` skips the SHA-256 of the bundle's files. ``self_test`` says what follows when the
           loaded pair does not repeat what the build recorded: "refuse", "warn" (RuntimeWarning), or "off" to skip it.
 

@@ -102,7 +102,7 @@ class Decisions:
     engines: EngineFiles | None  # of the tensorrt backend
     fingerprint: Mapping[str, str]
     warnings: tuple[str, ...]
-    card: DrafterCard | None  # of a drafter that train-drafter made
+    card: DrafterCard | None  # of a drafter that has a card.json
 
     @property
     def lines(self) -> tuple[str, ...]:
