@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from golden_pairs import golden, pair, programs, store
 from native_linear_support import cubin
 from pictures_support import noise, picture
@@ -17,7 +18,7 @@ from edge_dflash.backends.reference.tower import TorchTower
 from edge_dflash.decode.backend import Precision
 from edge_dflash.model.vision import vision_program
 from edge_dflash.weights.formats import WideWeight
-from edge_dflash.weights.quantize import quantize
+from edge_dflash.weights.quantize import quantize_fp8
 
 pytestmark = pytest.mark.gpu
 GOLDEN = pair("vision").target.vision
@@ -39,7 +40,9 @@ class Random:
         for name, spec in program.weights.items():
             values = rng.standard_normal(spec.shape).astype(np.float32) / np.sqrt(spec.shape[-1])
             wide = WideWeight((np.ascontiguousarray(values).view(np.uint32) & 0xFFFF0000).view(np.float32))
-            self._weights[name] = quantize(wide, form) if spec.kind == "linear" and form != "bf16" else wide
+            self._weights[name] = (
+                quantize_fp8(torch.from_numpy(values)) if (spec.kind, form) == ("linear", "fp8") else wide
+            )
         self.formats = {n: form if s.kind == "linear" else "bf16" for n, s in program.weights.items()}
 
     def get(self, name):
