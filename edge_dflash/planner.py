@@ -264,6 +264,11 @@ class Planner(Planning[PlannerSession]):
                 work = job = Job(request, Home(), manager, pace)
                 jobs = (job,)
             else:
+                if options.seed + count > 2**64:
+                    raise RequestError(
+                        f"seed is {options.seed} for {count} candidates, which draw with it and the {count - 1} behind "
+                        f"it; give 0 to 2**64 - {count}"
+                    )
                 varied = [replace(request.options, seed=options.seed + index) for index in range(count)]
                 work = group = Group([replace(request, options=one) for one in varied], manager, pace)
                 jobs = group.candidates

@@ -32,6 +32,10 @@ class Share:
         self._cycles_a_prompt = 1.0 / share - 1.0  # seconds
         self._owed = 0.0  # to cycles, in seconds
 
+    def forgive(self) -> None:
+        """Nobody decodes to whom anything could be owed."""
+        self._owed = 0.0
+
     @property
     def open(self) -> bool:
         """Whether a prompt may have a step now."""
@@ -57,6 +61,8 @@ def turn_of(running: Sequence[AnyWork], lanes: int, patience: int, share: Share)
     one that waits longest; one that is more urgent than all that decode has all the time it needs. Others wait while a
     deadline of one that decodes is near.
     """
+    if all(work.alone or work.prompting for work in running):
+        share.forgive()
     if len(running) == 1:
         return Turn(running, ()) if running[0].alone or running[0].prompting else Turn((), running)
     if over := [work for work in running if work.over]:

@@ -66,6 +66,7 @@ class Worker:
         self._changed = threading.Condition()
         self._lanes, self._share = lanes, Share(share)
         self._running: list[Work[Any, Any]] = []  # begun in this order; more than there are lanes: some are set aside
+        self._own = False  # whether the last turn was of a work of the engine itself
         self._closed = False
         self._failure: BaseException | None = None
         self._tickets: WeakSet[Ticket[Any, Any]] = WeakSet()  # whoever waits for one keeps it
@@ -206,11 +207,17 @@ class Worker:
                     if not len(self._queue):
                         return None
                 self._admit()
-                turn = turn_of(self._running, self._lanes, self._patience, self._share)
+                turn = turn_of(self._due(), self._lanes, self._patience, self._share)
                 if not (given_up := [work for work in turn.works if work.cancelled and work.closes]):
+                    self._own = any(work.caller is None for work in turn.works)
                     return turn
                 for work in given_up:
                     self._close(work)
+
+    def _due(self) -> Sequence[Work[Any, Any]]:
+        """Whose turn it may be: behind a work of the engine itself that of others, before its next one begins."""
+        others = [work for work in self._running if work.caller is not None or work.steps is not None]
+        return others if self._own and others else self._running
 
     def _admit(self) -> None:
         """Start what waits, on free lanes and in the place of what is less urgent."""

@@ -122,6 +122,18 @@ def test_rows_ask_for_their_own_part_of_the_buffer():
         rows.choose(Sampling(), 0, [None])
 
 
+def test_settings_that_no_launch_took_up_are_written_again():
+    owner, greedy = Owner(70), Sampling()
+    owner.chooser.prepare(Sampling(0.5))
+    owner.chooser.write(greedy, 0, [])  # of a cycle whose masks then fail
+    owner.gpu.log.clear()
+    owner.chooser.prepare(greedy)
+    ((_, sent),) = owner.gpu.log
+    assert sent["temperature"].tolist() == [0.0]
+    owner.chooser.prepare(greedy)
+    assert len(owner.gpu.log) == 1
+
+
 def test_no_launch_covers_rows_that_the_logits_lack():
     """A block reads its row's logits before it knows whether the settings want them."""
     memory, grids = Allocator(None), []

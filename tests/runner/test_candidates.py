@@ -150,7 +150,7 @@ def test_without_a_temperature_one_answer_is_made():
         ({"n": 0}, "n is 0"),
         ({"n": "2"}, "n is '2'"),
         ({"n": 2, "rank": 3}, "rank is 3"),
-        ({"n": 2, "temperature": 1.0, "seed": 2**64 - 1}, "seed is 18446744073709551616"),
+        ({"n": 2, "temperature": 1.0, "seed": 2**64 - 1}, "seed is 18446744073709551615 .* give 0 to .* 2$"),
         ({"n": 2, "draft": 1}, "draft is unknown"),
     ],
 )

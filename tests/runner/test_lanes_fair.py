@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from contextlib import suppress
+from itertools import pairwise
 
 import pytest
 from golden_pairs import ENGINE, backend, golden
@@ -138,6 +139,38 @@ def test_an_urgent_prompt_leaves_one_step_to_be_made_up_for():
         share.took(1.0, 0.01)
     share.took(0.0, 1.0)
     assert share.open
+
+
+def test_what_is_owed_to_cycles_ends_with_the_last_that_decodes():
+    share, decoding, prompts = Share(0.5), prompting(0, 0.0), [prompting(0, at) for at in (1.0, 2.0)]
+    decoding.prompting = False
+    share.took(5.0, 0.0)
+    assert turn_of([decoding, *prompts], 3, 8, share).first == []
+    assert turn_of(prompts, 3, 8, share).first == prompts[:1]
+    assert turn_of([decoding, *prompts], 3, 8, share).first == prompts[:1]
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_many_small_works_of_the_engine_leave_each_other_turn_to_requests(lanes):
+    held, done = Held(lanes), []
+    held.stops = lambda kind: kind == "cycle"
+    with Planner(held, None) as planner:
+        slow = planner.stream([1, 2, 3], max_new_tokens=40, speculative=False)
+        assert held.stood.wait(SECONDS)
+
+        def small():
+            planner._engine.call(lambda: done.append(len(slow._job._made)))
+
+        threads = [threading.Thread(target=small) for _ in range(9)]
+        for thread in threads:
+            thread.start()
+        until(lambda: planner.waiting == len(threads))
+        held.stops = lambda kind: False
+        held.go.set()
+        for thread in threads:
+            thread.join()
+    assert len(done) == 9
+    assert all(after > before for before, after in pairwise(done))
 
 
 def test_small_works_of_the_engine_make_nobody_more_urgent():

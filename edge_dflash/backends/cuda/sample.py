@@ -244,6 +244,7 @@ class Chooser:
         """Say what the next launch chooses: a slot's rows first, first + 1, ..., one a mask, and enqueue masks."""
         stop, settings, start = first + len(masks), self._settings[slot : slot + 1], slot * self._buffers.rows
         there = [row for row, mask in enumerate(masks, first) if mask is not None]
+        self._known[slot] = None  # until a launch, which may never come, the device has others
         for row in there:
             self._masks[start + row] = masks[row - first]
         if there:
@@ -253,7 +254,6 @@ class Chooser:
         write_sampling(settings, sampling)
         settings["position"], settings["first"], settings["stop"] = position, first, stop
         settings["masked"] = sum(1 << row for row in there)
-        self._known[slot] = sampling
 
     def choose(
         self, sampling: Sampling, position: int, masks: Sequence[Packed | None], first: int, slot: int = 0
@@ -261,6 +261,7 @@ class Chooser:
         """Choices of a slot's rows first, first + 1, ... of the logits, one for each mask; waits for them."""
         self.write(sampling, position, masks, first, slot)
         self._graphs[slot].launch()
+        self._known[slot] = sampling
         self._gpu.synchronize()
         start = slot * self._buffers.rows + first
         found: list[int] = self._chosen[start : start + len(masks)].tolist()
