@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edge_dflash.errors import ImageError
+from edge_dflash.pictures.parts import check_parts
 
 Pixels = npt.NDArray[np.uint8]
 
@@ -146,6 +147,7 @@ def _decode_file(data: bytes, limits: ImageLimits) -> Pixels:
         from PIL import Image, UnidentifiedImageError
     except ModuleNotFoundError:
         raise _no_pillow() from None
+    check_parts(data)
     try:
         image = Image.open(BytesIO(data), formats=FORMATS)
     except UnidentifiedImageError:
