@@ -177,11 +177,6 @@ def _backends(
     choice: Choice, recipe: Recipe, pair: PairSpec, store: PairCheckpoint, chunk: int
 ) -> tuple[Choice, dict[str, WeightFormat], EngineFiles | None, tuple[str, ...]]:
     """Backends that take the pair, the format of every weight, the engines, and warnings."""
-    if pair.target.vision is not None and choice.backends == ("tensorrt",):
-        raise BackendError(
-            "the vision tower is the native kernels' beside plans; build it with --backend native,tensorrt, or leave "
-            "it out with --text-only"
-        )
     formats, engines = _formats(recipe, pair, store), None
     warnings: tuple[str, ...] = ()
     if "native" in choice.backends:

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from edge_dflash.backends.cuda.compile import bundled, compile_cubin
+from edge_dflash.backends.cuda.tower_kernels import UNIT as TOWER_UNIT
 from edge_dflash.backends.tensorrt.units import STATE_UNITS
 from edge_dflash.builder.card import card_warning, check_bundle
 from edge_dflash.builder.convert import one_thread, weight_tensors
@@ -139,7 +140,7 @@ def _kernels(decided: Decisions, work: WorkDir, progress: Progress) -> dict[str,
     stage = Stage(progress, "kernels", decided.size)  # in bytes like the weights: the share of units
     units = bundled()
     if "native" not in decided.choice.backends:
-        units = STATE_UNITS
+        units = (*STATE_UNITS, *([TOWER_UNIT] if decided.pair.target.vision else []))
 
     def compiled(unit: str) -> Iterator[Piece]:
         yield compile_cubin(unit, str(decided.choice.arch.kernels))

@@ -68,8 +68,8 @@ def build(
     backends at the same work and keeps the faster active. Until then the kernels run it. A bundle that lacks nothing is
     left as it is; one whose plans are of another TensorRT gets new ones.
 
-    A target with a vision tower is built with it, on the reference backend for now; --text-only leaves it out.
-    Without a drafter the bundle decodes plainly. --lanes is what the bundle opens with, where nothing else is said.
+    A target with a vision tower is built with it; --text-only leaves it out. Without a drafter the bundle decodes
+    plainly. --lanes is what the bundle opens with, where nothing else is said.
 
     A build that was stopped resumes when the same command is given again; a half-made bundle is never at --output.
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from golden_pairs import golden, pair, programs, store
-from native_support import NATIVE_PAIR, FakeGpu, formats_of, same, write_native_bundle
+from native_support import SIGHTED, FakeGpu, formats_of, same, write_native_bundle
 from pictures_support import noise, picture
 from tower_on_cpu import COMPILER, HostGpu, HostWeights, tower_library
 
@@ -102,18 +102,6 @@ def test_a_linear_takes_what_follows_it_along():
 def test_towers_that_the_kernels_do_not_take_are_refused(changes, why):
     with pytest.raises(BackendError, match=why):
         check_tower(replace(SPEC, **changes))
-
-
-SIGHTED = replace(
-    NATIVE_PAIR,
-    target=replace(
-        NATIVE_PAIR.target,
-        attention=replace(
-            NATIVE_PAIR.target.attention, rope=replace(NATIVE_PAIR.target.attention.rope, mrope_section=(3, 3, 2))
-        ),
-        vision=replace(SPEC, out=NATIVE_PAIR.target.hidden_size, image_token_id=40),
-    ),
-)
 
 
 @pytest.mark.parametrize("form", ["bf16", "fp8"])

@@ -4,26 +4,32 @@ import weakref
 from dataclasses import replace
 from typing import ClassVar
 
+import numpy as np
 import pytest
 from control_gpu import ControlGpu
 from fake_tensorrt import SCRATCH, FakeTensorrt, write_plans
-from native_support import MIXED, NATIVE_PAIR, formats_of, random_store
+from native_support import MIXED, NATIVE_PAIR, SIGHTED, formats_of, random_store
+from pictures_support import noise
 from store_weights import StoreWeights
 
 from edge_dflash.backends.cuda import backend as native_backend
 from edge_dflash.backends.cuda.backend import NativeBackend
 from edge_dflash.backends.cuda.steps import Last, State
+from edge_dflash.backends.cuda.tower_kernels import UNIT as TOWER_UNIT
+from edge_dflash.backends.cuda.tower_kernels import most_patches
 from edge_dflash.backends.tensorrt import runtime
 from edge_dflash.backends.tensorrt.backend import EngineOps, check_engines
 from edge_dflash.backends.tensorrt.flavours import TENSORRT, TENSORRT_RTX
 from edge_dflash.backends.tensorrt.runs import RunEngine, engine_pass
-from edge_dflash.backends.tensorrt.units import EMBEDDING, HEAD, STATE_UNITS, Run, bundle_units
+from edge_dflash.backends.tensorrt.units import EMBEDDING, HEAD, STATE_UNITS, TOWER, Run, bundle_units, tower_unit
 from edge_dflash.builder.choose import choose
 from edge_dflash.builder.decide import _backends
 from edge_dflash.decode.backend import Asked, Backend, Precision
 from edge_dflash.errors import BackendError
+from edge_dflash.model import pair_programs
 from edge_dflash.model.experts import Experts
 from edge_dflash.model.ops import GroupedConv, Walk
+from edge_dflash.model.patch_tables import patch_tables
 from edge_dflash.model.specs import GroupedConvSpec, MarkovSpec, SelectorSpec
 from edge_dflash.weights.recipe import default_recipe
 
@@ -84,6 +90,8 @@ def test_the_kernels_of_a_bundle_are_those_that_are_loaded(monkeypatch, tmp_path
     for made in (NATIVE_PAIR, walking("dflash2"), walking("gated")):
         load(monkeypatch, tmp_path, pair=made, cubin=lambda unit: found.add(unit) or b"")
     assert found == set(STATE_UNITS)
+    load(monkeypatch, tmp_path, pair=SIGHTED, cubin=lambda unit: found.add(unit) or b"")
+    assert found == {*STATE_UNITS, TOWER_UNIT}
 
 
 def walking(kind):
@@ -360,3 +368,76 @@ def test_a_missing_plan_is_named(monkeypatch, tmp_path):
 def test_other_arithmetic_is_refused(monkeypatch, tmp_path):
     with pytest.raises(BackendError, match="activations are 'float32'; plans compute in bfloat16"):
         load(monkeypatch, tmp_path, precision=Precision("float32", "fp8"))
+
+
+def sees(patch, folder, **changes):
+    """A backend that sees, and the context of its tower."""
+    backend, gpu, trt = load(patch, folder, pair=SIGHTED, **changes)
+    (context,) = (context for context in trt.contexts if context.key == TOWER)
+    return backend, gpu, trt, context
+
+
+def test_a_tower_is_one_plan_over_a_pictures_patches(monkeypatch, tmp_path):
+    backend, gpu, _, context = sees(monkeypatch, tmp_path)
+    assert context.ran == 0  # corners of the table that nobody wrote would lie anywhere
+    written, read, most = {}, [], most_patches(SIGHTED.target.vision)
+    patches = min(most, 4 * backend.shape.usable_context)
+    assert {shape[0] for shape in context.shapes.values()} == {patches}
+    monkeypatch.setattr(gpu, "write", lambda pointer, array: written.update({pointer.address: array}))
+    monkeypatch.setattr(gpu, "read", lambda pointer, shape, dtype: read.append(pointer) or np.ones(shape, dtype))
+    for ran, grid in enumerate(((4, 4), (2, 8), (4, 4)), 1):
+        picture = noise(ran, grid)
+        written.clear()
+        gpu.launches.clear()
+        seen = backend.see(picture)
+        assert (gpu.launches, context.ran) == (["tower_patches"], ran)
+        assert {shape[0] for shape in context.shapes.values()} == {16}
+        assert seen.host().shape == (4, SIGHTED.target.hidden_size)
+        tables = vars(patch_tables(SIGHTED.target.vision, grid))
+        for name, table in tables.items():
+            assert np.array_equal(written[context.addresses[name]], table)
+        assert read[-1].address == context.addresses["rows"]
+        (levels,) = written.keys() - {context.addresses[name] for name in tables}
+        assert np.array_equal(written[levels], picture.levels)
+    places = sorted(context.addresses.values())
+    assert len(set(places)) == 6
+    at, rows = context.addresses["patches"], context.addresses["rows"]
+    assert rows - at >= 2 * patches * SIGHTED.target.vision.patches.columns
+    backend.close()
+
+
+def test_what_the_towers_plan_does_not_take_is_said(monkeypatch, tmp_path):
+    backend, _, trt, _ = sees(monkeypatch, tmp_path)
+    with pytest.raises(BackendError, match=r"an image of 64 x 64 patches; this tower takes \d+ at most"):
+        backend.see(noise(1, (64, 64)))
+    for method, words in (
+        ("set_input_shape", "plan vision does not take 16 rows of patches"),
+        ("execute_async_v3", ""),
+    ):
+        trt.refuse = (method, TOWER)
+        with pytest.raises(BackendError, match=words or "plan vision cannot be enqueued; TensorRT 10"):
+            backend.see(noise(1))
+    trt.refuse = None
+    assert len(backend.see(noise(1))) == 4
+
+
+def test_a_bundle_without_the_towers_plan_is_built_again(monkeypatch, tmp_path):
+    right = bundle_units
+    monkeypatch.setitem(globals(), "bundle_units", lambda pair, chunk: replace(right(pair, chunk), units=UNITS.units))
+    with pytest.raises(BackendError, match=r"plans/vision\.plan is missing; build the bundle again"):
+        load(monkeypatch, tmp_path, pair=SIGHTED)
+
+
+def test_a_tower_has_no_other_engine_in_its_passes():
+    units = bundle_units(SIGHTED, CHUNK)
+    assert units.units.keys() == UNITS.units.keys() | {TOWER}
+    assert TOWER not in bundle_units(NATIVE_PAIR, CHUNK).units
+    unit = units.units[TOWER]
+    assert [(b.name, b.dtype) for b in unit.inputs] == [
+        *(("patches", "bf16"), ("corners", "int32"), ("shares", "f32"), ("cos", "f32"), ("sin", "f32"))
+    ]
+    (rows,) = unit.profiles
+    assert (rows.low, rows.high) == (4, most_patches(SIGHTED.target.vision))
+    large = replace(SIGHTED.target.vision, patches=replace(SIGHTED.target.vision.patches, max_pixels=1 << 24))
+    (rows,) = tower_unit(large, pair_programs(SIGHTED).see).profiles
+    assert (rows.low, rows.best, rows.high) == (4, 1900, 16384)

@@ -15,7 +15,9 @@ from edge_dflash.builder.write import build
 from edge_dflash.bundle import parts
 from edge_dflash.bundle.parts import building_path
 from edge_dflash.bundle.reader import Bundle
+from edge_dflash.demo.seeing import assemble
 from edge_dflash.errors import BackendError, BuildError, BundleError, RecipeError
+from edge_dflash.model.vision import TOWER
 
 __all__ = ["fake"]
 KEYS = sorted(key for key in units("demo").units if key != EMBEDDING)
@@ -48,6 +50,20 @@ def test_a_bundle_holds_plans_kernels_and_all_weights(built):
     held = sum(bundle.get(name).nbytes for name in units("demo").units["head"].weights)
     assert bundle.plan("plans/head.plan").read_bytes() == f"head for sm121: {held}".encode()
     assert result.bytes == sum(f.stat().st_size for f in result.bundle.rglob("*") if f.is_file())
+
+
+@pytest.mark.parametrize("backend", ["tensorrt", "native,tensorrt"])
+def test_a_tower_is_one_of_the_plans(fake, tmp_path, backend):
+    assemble(tmp_path / "sees")
+    result = build(config(tmp_path / "out", target=tmp_path / "sees", backend=backend))
+    bundle = Bundle.open(result.bundle)
+    assert set(result.plans) == {*NAMES, "plans/vision.plan"}
+    assert "kernels/tower.cubin" in bundle.manifest.files
+    names = [name for name in bundle.manifest.weights if name.startswith(TOWER)]
+    held = sum(bundle.get(name).nbytes for name in names)
+    assert bundle.plan("plans/vision.plan").read_bytes() == f"vision for sm121: {held}".encode()
+    board = build(config(tmp_path / "board", target=tmp_path / "sees", backend=backend, arch="sm110"))
+    assert set(board.deferred) == set(result.plans)
 
 
 def test_progress_covers_the_plans(built):

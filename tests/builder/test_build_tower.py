@@ -127,11 +127,6 @@ def test_what_a_tower_is_not_built_in_is_refused(tmp_path, text, words):
         decide(config(tmp_path / "out", recipe=recipe(tmp_path, text)))
 
 
-def test_plans_without_our_kernels_refuse_a_tower_by_name(tmp_path):
-    with pytest.raises(BackendError, match=r"the vision tower is the native kernels'.*--text-only"):
-        decide(config(tmp_path / "out", arch="sm110", backend="tensorrt"))
-
-
 @pytest.mark.parametrize(
     ("field", "value", "words"),
     [

@@ -7,6 +7,7 @@ from functools import cache
 import numpy as np
 from bundle_support import PAIR, random_weight
 from cubin_support import cubin
+from golden_pairs import pair as golden_pair
 
 from edge_dflash.backends.cuda.compile import bundled, kernels_digest
 from edge_dflash.backends.cuda.driver import Kernel
@@ -34,6 +35,17 @@ MIXED = replace(
     NATIVE_PAIR, target=replace(NATIVE_PAIR.target, experts=ExpertsSpec(8, 2, 32, 64, True), intermediate_size=0)
 )
 """The same with experts in the place of MLPs."""
+SIGHTED = replace(
+    NATIVE_PAIR,
+    target=replace(
+        NATIVE_PAIR.target,
+        attention=replace(
+            NATIVE_PAIR.target.attention, rope=replace(NATIVE_PAIR.target.attention.rope, mrope_section=(3, 3, 2))
+        ),
+        vision=replace(golden_pair("vision").target.vision, out=NATIVE_PAIR.target.hidden_size, image_token_id=40),
+    ),
+)
+"""With the eyes of the golden pair."""
 
 
 def programs(pair=NATIVE_PAIR):

@@ -7,6 +7,7 @@ with Quantized Types".
 """
 
 import ctypes
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +19,8 @@ _CLASSES = {
     "UNARY": "IUnaryLayer",
     "ACTIVATION": "IActivationLayer",
     "REDUCE": "IReduceLayer",
+    "SOFTMAX": "ISoftMaxLayer",
+    "SHUFFLE": "IShuffleLayer",
     "SELECT": "ISelectLayer",
     "CONCATENATION": "IConcatenationLayer",
     "SLICE": "ISliceLayer",
@@ -200,7 +203,7 @@ def _elementwise(layer, inputs):
     a, b = inputs
     if a.dtype != b.dtype:
         raise NetworkError(f"{layer.name} takes {a.dtype} and {b.dtype}")
-    functions = {"SUM": np.add, "PROD": np.multiply, "EQUAL": np.equal}
+    functions = {"SUM": np.add, "SUB": np.subtract, "PROD": np.multiply, "EQUAL": np.equal}
     if a.array.ndim != b.array.ndim:
         raise NetworkError(f"{layer.name} takes {a.array.shape} and {b.array.shape}")
     return [functions[layer.op.name](a.array, b.array)]
@@ -212,14 +215,42 @@ def _unary(layer, inputs):
 
 
 def _activation(layer, inputs):
-    if layer.type.name != "SIGMOID":
-        raise NetworkError(f"{layer.name} is a {layer.type.name}")
-    with np.errstate(over="ignore"):
-        return [np.reciprocal(1 + np.exp(-inputs[0].array))]
+    x = inputs[0].array
+    match layer.type.name:
+        case "SIGMOID":
+            with np.errstate(over="ignore"):
+                return [np.reciprocal(1 + np.exp(-x))]
+        case "GELU_ERF":
+            return [x / 2 * (1 + _erf(x / np.sqrt(2)))]
+        case "GELU_TANH":
+            return [x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))]
+        case other:
+            raise NetworkError(f"{layer.name} is a {other}")
+
+
+_erf = np.vectorize(math.erf, otypes=[np.float64])
+
+
+def _softmax(layer, inputs):
+    axes = [axis for axis in range(inputs[0].array.ndim) if layer.axes >> axis & 1]
+    if len(axes) != 1:
+        raise NetworkError(f"{layer.name} is over axes {axes}")
+    away = np.exp(inputs[0].array - inputs[0].array.max(axes[0], keepdims=True))
+    return [away / away.sum(axes[0], keepdims=True)]
+
+
+def _shuffle(layer, inputs):
+    """Transpose, reshape, transpose."""
+    if len(inputs) > 1:
+        raise NetworkError(f"{layer.name} is shaped by an input")
+    x = inputs[0].array.transpose(tuple(layer.first_transpose)[: inputs[0].array.ndim])
+    shape = tuple(x.shape[i] if size == 0 else size for i, size in enumerate(layer.reshape_dims))
+    x = x.reshape(shape)
+    return [x.transpose(tuple(layer.second_transpose)[: x.ndim])]
 
 
 def _reduce(layer, inputs):
-    functions = {"AVG": np.mean, "MAX": np.max, "MIN": np.min}
+    functions = {"AVG": np.mean, "MAX": np.max, "MIN": np.min, "SUM": np.sum}
     axes = tuple(axis for axis in range(inputs[0].array.ndim) if layer.axes >> axis & 1)
     return [functions[layer.op.name](inputs[0].array, axis=axes, keepdims=layer.keep_dims)]
 
@@ -253,9 +284,8 @@ def _matrix_multiply(layer, inputs):
     a, b = inputs
     if a.dtype != b.dtype or a.dtype not in ("BF16", "FLOAT"):
         raise NetworkError(f"{layer.name} multiplies {a.dtype} and {b.dtype}")
-    turned = [
-        value.array.T if op.name == "TRANSPOSE" else value.array for value, op in ((a, layer.op0), (b, layer.op1))
-    ]
+    sides = ((a.array, layer.op0), (b.array, layer.op1))
+    turned = [array.swapaxes(-1, -2) if op.name == "TRANSPOSE" else array for array, op in sides]
     return [turned[0] @ turned[1]]
 
 
@@ -304,6 +334,8 @@ _LAYERS = {
     "UNARY": _unary,
     "ACTIVATION": _activation,
     "REDUCE": _reduce,
+    "SOFTMAX": _softmax,
+    "SHUFFLE": _shuffle,
     "SELECT": _select,
     "CONCATENATION": _concatenation,
     "SLICE": _slice,

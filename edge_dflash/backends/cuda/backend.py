@@ -13,7 +13,8 @@ from edge_dflash.backends.cuda.cycling import Cycling
 from edge_dflash.backends.cuda.driver import Gpu
 from edge_dflash.backends.cuda.eyes import Eyes
 from edge_dflash.backends.cuda.graphs import Capture, HostBuffers, JointGraphs
-from edge_dflash.backends.cuda.loading import Dense, Launches, load
+from edge_dflash.backends.cuda.launches import Launches
+from edge_dflash.backends.cuda.loading import Dense, load
 from edge_dflash.backends.cuda.measured import Measured
 from edge_dflash.backends.cuda.memory import ControlBlock
 from edge_dflash.backends.cuda.rows import HostWalk, NativeRows, WalkedRows
@@ -21,7 +22,6 @@ from edge_dflash.backends.cuda.sample import Chooser
 from edge_dflash.backends.cuda.slots import Slots
 from edge_dflash.backends.cuda.small import SlotWords
 from edge_dflash.backends.cuda.states import Lane, Sizes, copy_states, read_states, write_states
-from edge_dflash.backends.cuda.tower import TowerLayout
 from edge_dflash.backends.cuda.warming import warm_up
 from edge_dflash.backends.cuda.weights import NativeWeights
 from edge_dflash.decode.backend import (
@@ -67,7 +67,8 @@ class NativeBackend(Cycling, Measured):
         programs, vision = pair_programs(spec), spec.target.vision
         layout = dense.lay_out(programs, precision, sizes)
         if vision and programs.see:
-            layout = replace(layout, tower=TowerLayout.of(vision, programs.see, self._shape.usable_context))
+            tower = dense.lay_out_tower(vision, programs.see, self._shape.usable_context)
+            layout = replace(layout, tower=tower)
         self.gpu = Gpu()
         try:
             self.loaded = load(self.gpu, layout, dense, weights, cubin)

@@ -1,7 +1,7 @@
 """Everything on the device that a pair needs, made once: budget, weights, states, kernels, passes.
 
 The budget is summed up before a byte is loaded. After loading nothing is allocated. How dense ops are computed is a
-:class:`Dense`; :class:`Launches` is the native backend's, launches of our kernels over stacks of weights.
+:class:`Dense`.
 """
 
 from __future__ import annotations
@@ -17,27 +17,24 @@ from edge_dflash.backends.cuda.conv import UNIT as CONV_UNIT
 from edge_dflash.backends.cuda.conv import Convolutions
 from edge_dflash.backends.cuda.delta import DeltaScratch
 from edge_dflash.backends.cuda.driver import Gpu, Module
-from edge_dflash.backends.cuda.experts import ExpertKernels
-from edge_dflash.backends.cuda.linear import Linears
-from edge_dflash.backends.cuda.memory import CONTROL_BYTES, Allocator, DevicePointer, Matrix, place
-from edge_dflash.backends.cuda.mixtures import Mixtures, count_mixtures, mixes, shape_of
-from edge_dflash.backends.cuda.passes import Frame, Pass
+from edge_dflash.backends.cuda.memory import CONTROL_BYTES, Allocator, DevicePointer, Matrix
+from edge_dflash.backends.cuda.mixtures import Mixtures
+from edge_dflash.backends.cuda.passes import Frame
 from edge_dflash.backends.cuda.sample import UNIT as SAMPLE_UNIT
 from edge_dflash.backends.cuda.sample import Sampler, SamplingBuffers
-from edge_dflash.backends.cuda.schedule import schedule
-from edge_dflash.backends.cuda.splits import ALONE_ROWS, MOST_ROWS, StreamSplits, row_tile
+from edge_dflash.backends.cuda.splits import ALONE_ROWS, row_tile
 from edge_dflash.backends.cuda.states import Sizes, States
-from edge_dflash.backends.cuda.steps import Convolve, Head, PassStep, Project
-from edge_dflash.backends.cuda.tower import Tower
+from edge_dflash.backends.cuda.steps import Convolve
+from edge_dflash.backends.cuda.tower import Tower, TowerLayout
 from edge_dflash.backends.cuda.walk import UNIT as WALK_UNIT
 from edge_dflash.backends.cuda.walk import DeviceWalk
 from edge_dflash.backends.cuda.walk_shape import WalkBuffers, WalkWeights
 from edge_dflash.backends.cuda.weights import NativeWeights
-from edge_dflash.decode.backend import Precision, lane_steps
+from edge_dflash.decode.backend import Precision
 from edge_dflash.errors import BackendError
 from edge_dflash.model.ops import Embed
-from edge_dflash.model.program import PairPrograms
-from edge_dflash.weights.stacks import Stack, pair_stacks
+from edge_dflash.model.program import PairPrograms, Program
+from edge_dflash.model.specs import VisionSpec
 
 _SLACK = 512 << 20  # bytes left to the driver for code and graphs: 345 MB for a pair of 27B on an H200
 
@@ -84,6 +81,14 @@ class Dense(Protocol):
         """Load and count the weights; make the passes of the layout, by name. Raises BackendError."""
         ...
 
+    def lay_out_tower(self, spec: VisionSpec, program: Program, most_tokens: int) -> TowerLayout:
+        """The pass ``see`` as :meth:`lay_out`; ``most_tokens``: rows of the language model that a picture may fill."""
+        ...
+
+    def load_tower(self, memory: Allocator, layout: TowerLayout) -> Tower:
+        """Behind :meth:`load`, the tower of that layout. Raises BackendError."""
+        ...
+
     def close(self) -> None:
         """Let go of what is on the device and was not allocated through ``gpu``, before ``gpu`` is closed."""
         ...
@@ -118,8 +123,8 @@ def load(gpu: Gpu, layout: DeviceLayout, dense: Dense, weights: NativeWeights, c
         embeddings[name] = weights.embedding(gpu, name)
         memory.count("embedding", embeddings[name].nbytes)
     common = Common(layout, states, kernels, buffers, embeddings)
-    tower = Tower(gpu, layout.tower, weights, cubin, memory) if layout.tower else None
-    return Loaded(common, memory, dense.load(memory, common), tower)
+    passes = dense.load(memory, common)
+    return Loaded(common, memory, passes, dense.load_tower(memory, layout.tower) if layout.tower else None)
 
 
 def _check_budget(gpu: Gpu, layout: DeviceLayout, dense: Dense, weights: NativeWeights, scratch: int) -> None:
@@ -214,81 +219,3 @@ def _buffers(layout: DeviceLayout, states: States, scratch: int, memory: Allocat
 def _embedded(programs: PairPrograms) -> list[str]:
     ops = (*programs.prefill.ops, *programs.verify.ops, *programs.propose.ops)
     return sorted({op.weight for op in ops if isinstance(op, Embed)})
-
-
-class Launches:
-    """:class:`Dense` by launches of our kernels; ``cubin`` gives a compilation unit's cubin for this device."""
-
-    def __init__(self, weights: NativeWeights, cubin: Callable[[str], bytes]) -> None:
-        self._weights, self._cubin = weights, cubin
-
-    @property
-    def most_rows(self) -> int:
-        """Those of the linears."""
-        return MOST_ROWS
-
-    def lay_out(self, programs: PairPrograms, precision: Precision, sizes: Sizes) -> DeviceLayout:
-        """Stacks, steps and places. Raises BackendError for what has no kernel."""
-        if precision.activations != "bfloat16":
-            raise BackendError(f"activations are {precision.activations!r}; the native backend computes in bfloat16")
-        formats, tile = self._weights.formats, max(row_tile(sizes.rows, ALONE_ROWS), row_tile(sizes.most_rows))
-        self._stacks: Mapping[str, Stack] = pair_stacks(programs, formats)
-        schedules = {
-            "prefill": schedule(programs.prefill, formats, wide=True),
-            "verify": schedule(programs.verify, formats, wide=False),
-            "propose": schedule(programs.propose, formats, wide=False),
-        }
-        self._mixes = mixes(schedules.values())
-        for step in self._mixes.values():
-            shape_of(step)
-        rows = {"prefill": max(sizes.prefill_rows, tile), "verify": tile, "propose": tile}
-        placed = {name: place(steps, rows[name]) for name, steps in schedules.items()}
-        places = {name: found for name, (found, _) in placed.items()}
-        return DeviceLayout(programs, precision, sizes, schedules, places, max(size for _, size in placed.values()))
-
-    def open(self, gpu: Gpu, layout: DeviceLayout) -> int:
-        """Load the kernels of linears."""
-        most = 0
-        sizes = layout.sizes
-        self._most_rows = max(sizes.prefill_rows, sizes.most_rows)
-        alone, joint = row_tile(sizes.rows, ALONE_ROWS), row_tile(sizes.most_rows) if sizes.slots > 1 else 0
-        self._gpu, self._linears = gpu, Linears(gpu, self._cubin, most_rows=alone, joint=joint)
-        for name, each in layout.schedules.items():
-            prefill = name == "prefill"
-            rows = sizes.rows if prefill else sizes.of_pass(name)
-            for slots in (1,) if prefill else lane_steps(sizes.slots):
-                most = max(most, *(self._scratch(step, slots * rows) for step in each.steps), 0)
-        return most
-
-    def _scratch(self, step: PassStep, rows: int) -> int:
-        """Bytes of scratch of a step over so many rows."""
-        if isinstance(step, Project):
-            splits = self._linears.choose(step.stack.layout, rows, may_split=True)
-            return splits.sum_bytes(step.stack.layout) if isinstance(splits, StreamSplits) else 0
-        return self._linears.choose(step.stack.layout, rows).rank_bytes if isinstance(step, Head) else 0
-
-    def count(self, memory: Allocator) -> None:
-        """Count all stacks."""
-        for stack in self._stacks.values():
-            memory.count(_purpose(stack), stack.layout.nbytes + 128 * stack.layout.units)
-        if self._mixes:
-            count_mixtures(memory, self._mixes, self._most_rows)
-
-    def load(self, memory: Allocator, common: Common) -> dict[str, Frame]:
-        """Bring the stacks to the device."""
-        loaded = {}
-        for key, stack in self._stacks.items():
-            loaded[key] = self._weights.stack(self._gpu, stack)
-            memory.count(_purpose(stack), stack.layout.nbytes + loaded[key].scale.nbytes)
-        mixtures = None
-        if self._mixes:
-            kernels = ExpertKernels(self._gpu, self._cubin)
-            mixtures = Mixtures(self._gpu, kernels, self._weights, memory, self._mixes, self._most_rows)
-        return {name: Pass(common, name, self._linears, loaded, mixtures) for name in common.layout.schedules}
-
-    def close(self) -> None:
-        """All its memory is the device's own."""
-
-
-def _purpose(stack: Stack) -> str:
-    return f"{stack.names[0].partition('.')[0]} weights"

@@ -18,7 +18,7 @@ from edge_dflash.backends.cuda.linear import LinearWeights, Tiles, job_of
 from edge_dflash.backends.cuda.memory import NULL, Allocator, Array, DevicePointer, Matrix, Placement, place
 from edge_dflash.backends.cuda.schedule import Schedule
 from edge_dflash.backends.cuda.steps import PassStep
-from edge_dflash.backends.cuda.tower_kernels import UNIT, Activation, TowerKernels, check_tower
+from edge_dflash.backends.cuda.tower_kernels import UNIT, Activation, TowerKernels, check_tower, most_patches
 from edge_dflash.backends.cuda.weights import NativeWeights
 from edge_dflash.decode.pictured import Picture
 from edge_dflash.errors import BackendError
@@ -30,9 +30,8 @@ from edge_dflash.model.vision_ops import Bias, Fold, FrameAttend, GeluErf, GeluT
 from edge_dflash.weights.formats import WeightFormat
 from edge_dflash.weights.stacks import program_stacks
 
-MOST_PATCHES = 16384  # of a picture, whatever the context: activations grow with them
 _ACTIVATIONS: Mapping[type[Op], Activation] = {GeluTanh: Activation.GELU_TANH, GeluErf: Activation.GELU_ERF}
-PATCHES, _PURPOSE = "patches", "vision tower"  # the input that our kernel makes of levels; of memory
+PATCHES, PURPOSE = "patches", "vision tower"  # the input that our kernel makes of levels; of memory
 
 
 @dataclass(frozen=True)
@@ -176,8 +175,8 @@ class TowerLayout:
     def of(cls, spec: VisionSpec, program: Program, most_tokens: int) -> TowerLayout:
         """``most_tokens``: rows of the language model that a picture may fill. Raises BackendError."""
         check_tower(spec)
-        schedule, patches = tower_schedule(program), spec.patches
-        most = min(MOST_PATCHES, most_tokens * patches.merge**2, patches.max_pixels // patches.patch**2)
+        schedule = tower_schedule(program)
+        most = min(most_patches(spec), most_tokens * spec.patches.merge**2)
         places, size = place(schedule, most)
         return cls(spec, program, schedule, places, size, most)
 
@@ -190,18 +189,18 @@ class TowerLayout:
         """Activations, levels of a picture, and tables."""
         return (
             memory.take("activations", self.arena_bytes),
-            memory.take(_PURPOSE, self.most * 3 * self.spec.patches.patch**2),
-            {name: memory.take(_PURPOSE, 4 * self.most * columns) for name, columns in self.tables.items()},
+            memory.take(PURPOSE, self.most * 3 * self.spec.patches.patch**2),
+            {name: memory.take(PURPOSE, 4 * self.most * columns) for name, columns in self.tables.items()},
         )
 
     def count(self, memory: Allocator, formats: Mapping[str, WeightFormat]) -> None:
         """Count everything, before anything is loaded."""
         self.take(memory)
         for stack in program_stacks(self.program, formats):
-            memory.count(_PURPOSE, stack.layout.nbytes + 4 * stack.rows)
+            memory.count(PURPOSE, stack.layout.nbytes + 4 * stack.rows)
         for spec in self.program.weights.values():
             if spec.kind != "linear":
-                memory.count(_PURPOSE, (2 if spec.kind == "embedding" else 4) * math.prod(spec.shape))
+                memory.count(PURPOSE, (2 if spec.kind == "embedding" else 4) * math.prod(spec.shape))
 
 
 class Tower:
@@ -217,16 +216,16 @@ class Tower:
     ) -> None:
         self._gpu, self._layout, self._schedule, self._spec = gpu, layout, layout.schedule, layout.spec
         self._kernels = TowerKernels(gpu, gpu.load(cubin(UNIT)), layout.spec.head_dim)
-        self._tiles = Tiles(gpu, cubin)
         self._arena, self._levels, self._tables = layout.take(memory)
-        self._load(weights, memory)
+        self._load(weights, cubin, memory)
         self._grid: tuple[int, int] | None = None  # of the tables on the device
 
-    def _load(self, weights: NativeWeights, memory: Allocator) -> None:
+    def _load(self, weights: NativeWeights, cubin: Callable[[str], bytes], memory: Allocator) -> None:
+        self._tiles = Tiles(self._gpu, cubin)
         self._linears: dict[str, LinearWeights] = {}
         for stack in program_stacks(self._layout.program, weights.formats):
             loaded = self._linears[stack.names[0]] = weights.stack(self._gpu, stack)
-            memory.count(_PURPOSE, stack.layout.nbytes + loaded.scale.nbytes)
+            memory.count(PURPOSE, stack.layout.nbytes + loaded.scale.nbytes)
         self._vectors: dict[str, DevicePointer] = {}
         for step in self._schedule.steps:
             match step:
@@ -237,10 +236,10 @@ class Tower:
                     self._put(step.op.bias, weights, memory)
                 case Places():
                     self._vectors[step.table] = table = weights.embedding(self._gpu, step.table)
-                    memory.count(_PURPOSE, table.nbytes)
+                    memory.count(PURPOSE, table.nbytes)
 
     def _put(self, name: str, weights: NativeWeights, memory: Allocator) -> None:
-        self._vectors[name] = memory.put(_PURPOSE, np.ascontiguousarray(weights.vector(name), np.float32))
+        self._vectors[name] = memory.put(PURPOSE, np.ascontiguousarray(weights.vector(name), np.float32))
 
     def see(self, picture: Picture) -> HostRows:
         """Rows of a picture. Raises BackendError for one with more patches than there is memory for."""
@@ -256,11 +255,15 @@ class Tower:
             self._grid = picture.grid
         self._gpu.write(self._levels, picture.levels)
         self._kernels.patches(self._levels, self._matrix(PATCHES), rows, self._spec.patches)
-        for step in self._schedule.steps:
-            self._run(step, rows)
+        self._compute(rows)
         out = self._matrix(self._layout.program.outputs["rows"])
         bits = self._gpu.read(out.pointer, (picture.tokens, out.stride), np.uint16)
         return HostRows(np.ascontiguousarray(bits[:, : self._spec.out]))
+
+    def _compute(self, patches: int) -> None:
+        """Enqueue the pass: patches and tables are on the device."""
+        for step in self._schedule.steps:
+            self._run(step, patches)
 
     def _run(self, step: PassStep, patches: int) -> None:
         kernels, name = self._kernels, step.writes[0]

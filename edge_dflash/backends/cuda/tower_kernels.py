@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 UNIT = "tower"
 _THREADS, _ATTEND_THREADS, _QUERIES, _KEYS = 256, 128, 64, 64
 MOST_HEAD_DIM = 128
+MOST_PATCHES = 16384  # of a picture, whatever the context: activations grow with them
 
 
 class Activation(IntEnum):
@@ -43,6 +44,11 @@ def check_tower(spec: VisionSpec) -> None:
         )
     if spec.hidden_size % PADDING:
         raise BackendError(f"the tower has {spec.hidden_size} columns; the native kernels take multiples of {PADDING}")
+
+
+def most_patches(spec: VisionSpec) -> int:
+    """Patches of the largest picture that a tower takes, whatever the context."""
+    return min(MOST_PATCHES, spec.patches.max_pixels // spec.patches.patch**2)
 
 
 class TowerKernels:

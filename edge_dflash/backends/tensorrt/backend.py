@@ -14,19 +14,29 @@ from edge_dflash.backends.cuda.passes import Frame
 from edge_dflash.backends.cuda.states import Sizes
 from edge_dflash.backends.cuda.steps import Convolve, Mix, PassStep
 from edge_dflash.backends.cuda.support import check_native
+from edge_dflash.backends.cuda.tower import PURPOSE, Tower, TowerLayout
 from edge_dflash.backends.cuda.weights import BundleWeights, NativeWeights
 from edge_dflash.backends.tensorrt.flavours import TENSORRT, TENSORRT_RTX, Flavour, load, version
 from edge_dflash.backends.tensorrt.mixtures import EngineMixtures
 from edge_dflash.backends.tensorrt.runs import EnginePass, RunEngine, RunExperts, dry_run, engine_pass
 from edge_dflash.backends.tensorrt.runtime import Engines, Enqueue
-from edge_dflash.backends.tensorrt.units import EMBEDDING, PairUnits, engine_file, engine_units, pair_units
+from edge_dflash.backends.tensorrt.tower import EngineTower, EngineTowerLayout
+from edge_dflash.backends.tensorrt.units import (
+    EMBEDDING,
+    TOWER,
+    PairUnits,
+    engine_file,
+    engine_units,
+    pair_units,
+    tower_unit,
+)
 from edge_dflash.board.archs import find_arch
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.decode.backend import Precision
 from edge_dflash.errors import BackendError
 from edge_dflash.model.ops import Embed
-from edge_dflash.model.program import PairPrograms
-from edge_dflash.model.specs import PairSpec
+from edge_dflash.model.program import PairPrograms, Program
+from edge_dflash.model.specs import PairSpec, VisionSpec
 from edge_dflash.weights.formats import WeightFormat, read_as
 
 WORD = 16  # rows of logits lie behind each other without gaps, and start on so many
@@ -128,7 +138,7 @@ class EngineOps:
         self, flavour: Flavour, files: Mapping[str, Path], weights: NativeWeights, cubin: Callable[[str], bytes]
     ) -> None:
         self._flavour, self._files = flavour, files
-        self._mixtures = EngineMixtures(weights, cubin)
+        self._weights, self._cubin, self._mixtures = weights, cubin, EngineMixtures(weights, cubin)
         self._engines: Engines | None = None
 
     @property
@@ -139,11 +149,21 @@ class EngineOps:
     def lay_out(self, programs: PairPrograms, precision: Precision, sizes: Sizes) -> DeviceLayout:
         """Steps and places of all passes, checked. Raises BackendError."""
         self._pair = pair_units(programs, sizes.rows, sizes.prefill_rows, sizes.of_pass("propose"))
-        if missing := sorted(engine_units(self._pair.units).keys() - self._files.keys()):
-            raise BackendError(f"{missing[0]} is missing; build the bundle again")
+        self._units = dict(self._pair.units)
+        self._check_files()
         self._mixtures.lay_out(programs, sizes)
         self._passes = engine_passes(self._pair, sizes)
         return layout_of(programs, precision, sizes, self._passes)
+
+    def lay_out_tower(self, spec: VisionSpec, program: Program, most_tokens: int) -> TowerLayout:
+        """Patches and rows. Raises BackendError without the tower's engine."""
+        self._units[TOWER] = tower_unit(spec, program)
+        self._check_files()
+        return EngineTowerLayout.of(spec, program, most_tokens)
+
+    def _check_files(self) -> None:
+        if missing := sorted(engine_units(self._units).keys() - self._files.keys()):
+            raise BackendError(f"{missing[0]} is missing; build the bundle again")
 
     def open(self, gpu: Gpu, layout: DeviceLayout) -> int:
         """Start TensorRT. Passes share no scratch but that of the contexts, which is known when engines are loaded."""
@@ -163,12 +183,12 @@ class EngineOps:
     def _count_files(self, memory: Allocator) -> None:
         """An engine's weights on the device are about its file."""
         for name, path in self._files.items():
-            model = "drafter" if "/drafter-" in name else "target"
-            memory.count(f"{model} weights", path.stat().st_size)
+            purpose = "drafter weights" if "/drafter-" in name else "target weights"
+            memory.count(PURPOSE if name == engine_file(TOWER) else purpose, path.stat().st_size)
 
     def load(self, memory: Allocator, common: Common) -> dict[str, Frame]:
         """Read all engines, bind a context for each use of one and enqueue each once."""
-        units = {key: unit for key, unit in self._pair.units.items() if key != EMBEDDING}
+        units = {key: unit for key, unit in self._units.items() if key != EMBEDDING}
         engines = self._engines
         assert engines is not None
         engines.load(units, {key: self._files[engine_file(key)] for key in units})
@@ -188,6 +208,11 @@ class EngineOps:
                 enqueue()
             passes[name] = EngineFrame(common, name, self._pair, runs, mixtures, self._mixtures.steps)
         return passes
+
+    def load_tower(self, memory: Allocator, layout: TowerLayout) -> Tower:
+        """Bind a context of the tower's engine."""
+        assert self._engines is not None
+        return EngineTower(self._gpu, layout, self._weights, self._cubin, memory, self._engines)
 
 
 def installed_flavour(bundle: Bundle) -> Flavour:

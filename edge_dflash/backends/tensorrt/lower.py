@@ -19,10 +19,12 @@ from typing import Any
 
 import numpy as np
 
+from edge_dflash.backends.tensorrt.lower_tower import TowerOp, position_rows, tower_op
 from edge_dflash.backends.tensorrt.net import DType, Net
 from edge_dflash.backends.tensorrt.units import CHOICES, LOGITS, Binding, Unit
 from edge_dflash.errors import BackendError
 from edge_dflash.model.ops import Add, Concat, DenseOp, Embed, Linear, RmsNorm, SwiGlu
+from edge_dflash.model.vision_ops import PositionRows
 from edge_dflash.weights.formats import (
     BLOCK,
     Array,
@@ -35,7 +37,7 @@ from edge_dflash.weights.formats import (
 )
 from edge_dflash.weights.safetensors import forget_pages
 
-DTYPES: dict[str, DType] = {"bf16": "BF16", "int32": "INT32"}
+DTYPES: dict[str, DType] = {"bf16": "BF16", "f32": "FLOAT", "int32": "INT32"}
 
 
 @dataclass
@@ -111,6 +113,11 @@ def _op(net: Net, op: DenseOp, inputs: list[Any], store: WeightStore) -> Any:
             return swiglu(net, *inputs)
         case Concat():
             return net.concat(inputs)
+        case PositionRows():
+            table = net.constant(bf16_bits(_wide(store, op.weight).data), "BF16")
+            return position_rows(net, inputs[0], inputs[1], table)
+        case _ if isinstance(op, TowerOp):
+            return tower_op(net, op, inputs, lambda name: _wide(store, name))
         case _:
             raise BackendError(f"{op.output}: {type(op).__name__} has no TensorRT lowering; run it beside the plans")
 

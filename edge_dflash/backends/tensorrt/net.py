@@ -74,7 +74,7 @@ class Net:
         """Round to another type."""
         return self._layer(self.network.add_cast(x, self.dtype(dtype)), "cast").get_output(0)
 
-    def elementwise(self, a: Any, b: Any, operation: Literal["SUM", "PROD", "EQUAL"]) -> Any:
+    def elementwise(self, a: Any, b: Any, operation: Literal["SUM", "SUB", "PROD", "EQUAL"]) -> Any:
         """a op b; dimensions of 1 are broadcast."""
         kind = getattr(self.trt.ElementWiseOperation, operation)
         return self._layer(self.network.add_elementwise(a, b, kind), operation).get_output(0)
@@ -89,8 +89,19 @@ class Net:
         layer = self.network.add_activation(x, self.trt.ActivationType.SIGMOID)
         return self._layer(layer, "sigmoid").get_output(0)
 
-    def reduce(self, x: Any, operation: Literal["AVG", "MAX", "MIN"], *, keep: bool) -> Any:
-        """Reduce the columns; ``keep`` leaves one column."""
+    def gelu(self, x: Any, form: Literal["GELU_TANH", "GELU_ERF"]) -> Any:
+        """GELU, by tanh or exact."""
+        layer = self.network.add_activation(x, getattr(self.trt.ActivationType, form))
+        return self._layer(layer, form).get_output(0)
+
+    def softmax(self, x: Any) -> Any:
+        """Shares of the last dimension that sum to one."""
+        layer = self._layer(self.network.add_softmax(x), "softmax")
+        layer.axes = 1 << len(x.shape) - 1
+        return layer.get_output(0)
+
+    def reduce(self, x: Any, operation: Literal["AVG", "MAX", "MIN", "SUM"], *, keep: bool) -> Any:
+        """Reduce dimension 1, the columns of a matrix; ``keep`` leaves one."""
         kind = getattr(self.trt.ReduceOperation, operation)
         return self._layer(self.network.add_reduce(x, kind, 1 << 1, keep), operation).get_output(0)
 
@@ -98,20 +109,20 @@ class Net:
         """Elements of a where the condition holds, else of b."""
         return self._layer(self.network.add_select(condition, a, b), "select").get_output(0)
 
-    def concat(self, tensors: list[Any]) -> Any:
-        """Columns side by side."""
+    def concat(self, tensors: list[Any], axis: int = 1) -> Any:
+        """Columns, or elements along another axis, side by side."""
         layer = self._layer(self.network.add_concatenation(tensors), "concat")
-        layer.axis = 1
+        layer.axis = axis
         return layer.get_output(0)
 
-    def split_columns(self, x: Any, counts: Sequence[int]) -> list[Any]:
-        """The first ``counts[0]`` columns of a matrix, the next ``counts[1]`` and so on; one part is the matrix."""
+    def split_columns(self, x: Any, counts: Sequence[int], axis: int = 1) -> list[Any]:
+        """The first ``counts[0]`` columns, the next ``counts[1]`` and so on, or of another axis; one part is all."""
         if len(counts) == 1:
             return [x]
         parts, first = [], 0
         for count in counts:
             layer = self._layer(self.network.add_slice(x, (first,), (count,), (1,)), "slice")
-            layer.axes = (1,)
+            layer.axes = (axis,)
             parts.append(layer.get_output(0))
             first += count
         return parts
@@ -120,8 +131,27 @@ class Net:
         """Rows of a table."""
         return self._layer(self.network.add_gather(table, ids, 0), "gather").get_output(0)
 
+    def shaped(self, x: Any, shape: tuple[int, ...], order: tuple[int, ...] | None = None) -> Any:
+        """The same elements in another shape, -1 for what is left; ``order``: of its dimensions, turned afterwards."""
+        layer = self._layer(self.network.add_shuffle(x), "shuffle")
+        layer.reshape_dims = shape
+        if order is not None:
+            layer.second_transpose = order
+        return layer.get_output(0)
+
+    def turned(self, x: Any, order: tuple[int, ...], shape: tuple[int, ...]) -> Any:
+        """Dimensions in another order, then another shape."""
+        layer = self._layer(self.network.add_shuffle(x), "shuffle")
+        layer.first_transpose, layer.reshape_dims = order, shape
+        return layer.get_output(0)
+
+    def times(self, a: Any, b: Any) -> Any:
+        """Matrices [..., M, K] times [..., K, N]."""
+        none = self.trt.MatrixOperation.NONE
+        return self._layer(self.network.add_matrix_multiply(a, none, b, none), "matmul").get_output(0)
+
     def times_transposed(self, x: Any, w: Any) -> Any:
-        """x [rows, K] times w [N, K] transposed."""
+        """x [..., rows, K] times w [..., N, K] transposed."""
         operation = self.trt.MatrixOperation
         layer = self.network.add_matrix_multiply(x, operation.NONE, w, operation.TRANSPOSE)
         return self._layer(layer, "matmul").get_output(0)

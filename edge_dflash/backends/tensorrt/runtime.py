@@ -93,6 +93,18 @@ class Engines:
         self._contexts.append(made)
         return partial(self._enqueue, key, len(self._contexts) - 1)
 
+    def resized(self, key: str, most: int, addresses: Mapping[str, int]) -> Callable[[int], None]:
+        """As :meth:`context`, for any number of rows up to ``most``: what enqueues it takes theirs."""
+        self.context(key, 0, most, addresses)
+        return partial(self._resize, key, len(self._contexts) - 1)
+
+    def _resize(self, key: str, number: int, rows: int) -> None:
+        """Enqueue context ``number`` for ``rows``. Raises BackendError with TensorRT's words."""
+        for binding in self._engines[key].unit.inputs:
+            if not self._contexts[number].set_input_shape(binding.name, _shape(binding, rows)):
+                raise self._failed(key, f"does not take {rows} rows of {binding.name}")
+        self._enqueue(key, number)
+
     def _enqueue(self, key: str, number: int) -> None:
         """Enqueue context ``number`` on the device's stream. Raises BackendError with TensorRT's words."""
         if not self._contexts[number].execute_async_v3(int(self._gpu.stream)):

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from edge_dflash.backends.cuda.tower_kernels import most_patches
 from edge_dflash.bundle.manifest import ENGINES
 from edge_dflash.errors import BackendError
 from edge_dflash.model import pair_programs
@@ -28,11 +29,19 @@ from edge_dflash.model.ops import (
     Walk,
 )
 from edge_dflash.model.program import PairPrograms, Program, segments
-from edge_dflash.model.specs import PairSpec
+from edge_dflash.model.specs import PairSpec, VisionSpec
 
-EMBEDDING, HEAD = "embedding", "head"
+EMBEDDING, HEAD, TOWER = "embedding", "head", "vision"
 STATE_UNITS = ("attend", "conv", "cycle", "delta", "sample", "small", "walk")
 """Compilation units of kernels that run between engines."""
+BEST_PATCHES = 1900  # what a tower's engine is fastest with: a picture of 800 x 600
+_TOWER_INPUTS: Mapping[str, Literal["bf16", "f32", "int32"]] = {
+    "patches": "bf16",
+    "corners": "int32",
+    "shares": "f32",
+    "cos": "f32",
+    "sin": "f32",
+}
 HEAD_INPUT, LOGITS, CHOICES = "rows", "logits", "choices"
 
 
@@ -41,7 +50,7 @@ class Binding:
     """An input or output of an engine. ``columns`` None is a vector [rows]; else [rows, columns], rows without gaps."""
 
     name: str
-    dtype: Literal["bf16", "int32"]
+    dtype: Literal["bf16", "f32", "int32"]
     columns: int | None
 
 
@@ -127,8 +136,22 @@ def engine_file(key: str) -> str:
 
 
 def bundle_units(pair: PairSpec, prefill_chunk: int) -> PairUnits:
-    """Dense ops of a pair as units. Raises BackendError."""
-    return pair_units(pair_programs(pair), pair.verify_rows, prefill_chunk, pair.block_size)
+    """Dense ops of a pair as units, and the tower of one that sees. Raises BackendError."""
+    programs, vision = pair_programs(pair), pair.target.vision
+    found = pair_units(programs, pair.verify_rows, prefill_chunk, pair.block_size)
+    if vision is None or programs.see is None:
+        return found
+    return replace(found, units={**found.units, TOWER: tower_unit(vision, programs.see)})
+
+
+def tower_unit(spec: VisionSpec, program: Program) -> Unit:
+    """The whole pass ``see`` as one engine; its rows are patches, and rows of the language model in what it gives."""
+    inputs = tuple(Binding(name, _TOWER_INPUTS[name], program.columns[name]) for name in program.inputs)
+    most = most_patches(spec)
+    patches = RowRange(spec.patches.merge**2, min(BEST_PATCHES, most), most)
+    outputs = (Binding(program.outputs["rows"], "bf16", spec.out),)
+    ops = tuple(op for op in program.ops if isinstance(op, DenseOp))
+    return Unit(TOWER, ops, inputs, outputs, (patches,))
 
 
 def engine_units(units: Mapping[str, Unit]) -> dict[str, Unit]:
