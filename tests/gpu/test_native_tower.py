@@ -22,7 +22,16 @@ from edge_dflash.weights.quantize import quantize_fp8
 
 pytestmark = pytest.mark.gpu
 GOLDEN = pair("vision").target.vision
-WIDE = replace(GOLDEN, depth=2, hidden_size=1152, heads=16, intermediate_size=4304, positions=48, out=512)
+WIDE = replace(
+    GOLDEN,
+    depth=2,
+    hidden_size=1152,
+    heads=16,
+    intermediate_size=4304,
+    positions=48,
+    out=512,
+    patches=replace(GOLDEN.patches, max_pixels=1 << 24),
+)
 
 
 @pytest.fixture(scope="module")
