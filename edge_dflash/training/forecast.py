@@ -79,7 +79,7 @@ class Speeds:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What ``train-drafter --dry-run`` says."""
+    """What a training needs."""
 
     parameters: int  # of the drafter
     memory: TrainingBytes
