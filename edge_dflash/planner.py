@@ -115,7 +115,7 @@ class Planner(Planning[PlannerSession]):
         - ``drafts``: cycles verify at most so many (0: plain decoding); None: as many as are measured to give most
           tokens a second, or all without ``fallback``. ``drafter=False`` loads the target alone.
         - ``prefix_bytes`` bounds the states of system prompts that are kept for the next request. A request has at
-          most ``images`` images of at most ``image_pixels`` pixels each.
+          most ``images`` images of ``image_pixels`` pixels together.
         - ``record``: the path of a file (or a :class:`~edge_dflash.runner.recording.Recording`, with a limit of bytes)
           to which prompts and answers are appended, to train a drafter on. None, the default, writes nothing.
         - ``check_hashes=False`` skips the SHA-256 of the bundle's files. ``self_test`` says what follows when the

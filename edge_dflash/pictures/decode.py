@@ -11,6 +11,7 @@ import base64
 import binascii
 import os
 import stat
+import threading
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -34,31 +35,55 @@ _ADDRESSES = ("http://", "https://", "ftp://", "file://")
 
 @dataclass(frozen=True)
 class ImageLimits:
-    """What one image may be."""
+    """What the images of a request may be."""
 
-    file_bytes: int = 16 << 20  # of the encoded file
-    pixels: int = 20_000_000  # of the decoded picture
+    file_bytes: int = 16 << 20  # of an encoded file
+    pixels: int = 20_000_000  # of the decoded pictures together
 
 
 DEFAULT_LIMITS = ImageLimits()
 
 
-def decode(source: object, limits: ImageLimits = DEFAULT_LIMITS) -> Pixels:
-    """RGB pixels (height, width, 3) of what a caller calls an image. Raises ImageError for what is none."""
+class Room:
+    """Pixels that the images of a request may still have; several threads take of them."""
+
+    def __init__(self, limits: ImageLimits) -> None:
+        self._most = self._left = limits.pixels
+        self._lock = threading.Lock()
+
+    def take(self, height: int, width: int) -> None:
+        """Raise ImageError for an image without pixels, and for one too many or too large."""
+        if not height or not width:
+            raise ImageError(f"an image has {height} x {width} pixels; give one with pixels")
+        with self._lock:
+            self._left -= height * width
+            if self._left < 0:
+                raise ImageError(
+                    f"an image has {height} x {width} pixels; those of a request may have {self._most:,} together: give "
+                    "fewer or smaller ones, or raise the limit"
+                )
+
+
+def decode(source: object, limits: ImageLimits = DEFAULT_LIMITS, room: Room | None = None) -> Pixels:
+    """RGB pixels (height, width, 3) of what a caller calls an image; ``room``: what others of the request left.
+
+    Raises ImageError for what is no image, or too large.
+    """
+    room = room or Room(limits)
     match source:
         case np.ndarray():
-            return _checked_array(source, limits)
+            return _checked_array(source, room)
         case str() if source.startswith("data:"):
-            return _decode_file(from_data_url(source, limits), limits)
+            return _decode_file(from_data_url(source, limits), limits, room)
         case str() if source.lower().startswith(_ADDRESSES):
             shown = source[:60]
             raise ImageError(f"image {shown!r} is an address; nothing is fetched: give {_ACCEPTED}")
         case str() | Path():
-            return _decode_file(_read(Path(source), limits), limits)
+            return _decode_file(_read(Path(source), limits), limits, room)
         case bytes() | bytearray() | memoryview():
-            return _decode_file(bytes(source), limits)
+            return _decode_file(bytes(source), limits, room)
         case _ if hasattr(source, "convert") and hasattr(source, "getexif"):
-            return _pixels(source, limits)
+            return _pixels(source, room)
         case _:
             raise ImageError(f"an image is a {type(source).__name__}; give {_ACCEPTED}")
 
@@ -139,7 +164,7 @@ def _read(path: Path, limits: ImageLimits) -> bytes:
     return found
 
 
-def _decode_file(data: bytes, limits: ImageLimits) -> Pixels:
+def _decode_file(data: bytes, limits: ImageLimits, room: Room) -> Pixels:
     """Pixels of a file's bytes."""
     if len(data) > limits.file_bytes:
         raise _too_long(len(data), limits)
@@ -154,12 +179,12 @@ def _decode_file(data: bytes, limits: ImageLimits) -> Pixels:
         raise _unknown(len(data)) from None
     except Exception as error:  # a decoder's errors have many types
         raise _damaged(error) from None
-    return _pixels(image, limits)
+    return _pixels(image, room)
 
 
-def _pixels(image: Any, limits: ImageLimits) -> Pixels:
+def _pixels(image: Any, room: Room) -> Pixels:
     """Pixels of an opened image, of which so far its size is known."""
-    _check_size(image.height, image.width, limits)
+    room.take(image.height, image.width)
     try:
         from PIL import ImageOps
 
@@ -178,20 +203,10 @@ def _damaged(error: Exception) -> ImageError:
     return ImageError(f"an image cannot be decoded ({reason}); it is damaged, or of a form that is not read")
 
 
-def _checked_array(array: npt.NDArray[Any], limits: ImageLimits) -> Pixels:
+def _checked_array(array: npt.NDArray[Any], room: Room) -> Pixels:
     if array.dtype != np.uint8 or array.ndim != 3 or array.shape[2] != 3:
         raise ImageError(
             f"an image is an array {array.shape} of {array.dtype}; give (height, width, 3) of uint8, red first"
         )
-    _check_size(array.shape[0], array.shape[1], limits)
+    room.take(array.shape[0], array.shape[1])
     return np.ascontiguousarray(array)
-
-
-def _check_size(height: int, width: int, limits: ImageLimits) -> None:
-    if not height or not width:
-        raise ImageError(f"an image has {height} x {width} pixels; give one with pixels")
-    if height * width > limits.pixels:
-        raise ImageError(
-            f"an image has {height} x {width} pixels, at most {limits.pixels:,} are decoded; give a smaller one, or "
-            "raise the limit"
-        )

@@ -77,7 +77,7 @@ class EngineSettings:
     drafts: int | None = None  # most of a cycle, 0: plain decoding; None: as many as give most tokens a second
     prompt_share: float = 0.5  # of the time, for the prompts of some requests while others decode
     images: int = MOST_IMAGES  # of a request
-    image_pixels: int = DEFAULT_LIMITS.pixels  # of an image, before it is resized
+    image_pixels: int = DEFAULT_LIMITS.pixels  # of the images of a request together, before they are resized
     record: Recording | Path | str | None = None  # a file to which finished answers are appended; None: nothing is
 
     def __post_init__(self) -> None:

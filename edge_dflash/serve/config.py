@@ -66,7 +66,7 @@ class EngineConfig:
     drafts: int = -1  # that a cycle verifies, whatever was measured; -1: not said
     drafter: bool = True  # False: the target alone is loaded
     images: int = 16  # of a request; 0: none are taken
-    image_pixels: int = 20_000_000  # of an image, before it is resized
+    image_pixels: int = 20_000_000  # of the images of a request together, before they are resized
 
 
 @dataclass(frozen=True)

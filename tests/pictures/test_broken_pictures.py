@@ -20,7 +20,7 @@ from PIL import Image
 
 from edge_dflash.errors import ImageError
 from edge_dflash.pictures.decode import ImageLimits
-from edge_dflash.pictures.picture import picture_of
+from edge_dflash.pictures.picture import picture_of, pictures_of
 
 PNG, JPEG = encoded(noise(40, 60)), encoded(noise(40, 60), "JPEG")
 
@@ -130,9 +130,17 @@ def test_limits_are_the_callers(tmp_path):
     for source in (file, PNG, url(PNG)):
         with pytest.raises(ImageError, match="at most 1,000 are read"):
             picture_of(source, GOLDEN, ImageLimits(file_bytes=1000))
-    with pytest.raises(ImageError, match="at most 2,399 are decoded"):
+    with pytest.raises(ImageError, match="may have 2,399 together"):
         picture_of(PNG, GOLDEN, ImageLimits(pixels=2399))
     assert picture_of(PNG, GOLDEN, ImageLimits(len(PNG), 2400)).tokens
+
+
+def test_the_images_of_a_request_share_the_limit():
+    frames, limits = [noise(40, 60, seed) for seed in range(5)], ImageLimits(pixels=5 * 2400 - 1)
+    with pytest.raises(ImageError, match="may have 11,999 together"):
+        pictures_of(frames, GOLDEN, limits)
+    assert len(pictures_of(frames[:4], GOLDEN, limits)) == 4
+    assert len(pictures_of(frames[:4], GOLDEN, limits)) == 4  # of another request
 
 
 def test_orientation_that_is_nonsense_is_no_error():
