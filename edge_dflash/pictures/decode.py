@@ -59,8 +59,8 @@ class Room:
             self._left -= height * width
             if self._left < 0:
                 raise ImageError(
-                    f"an image has {height} x {width} pixels; those of a request may have {self._most:,} together: give "
-                    "fewer or smaller ones, or raise the limit"
+                    f"an image has {height} x {width} pixels; those of a request may have {self._most:,} together: "
+                    "give fewer or smaller ones, or raise the limit"
                 )
 
 
