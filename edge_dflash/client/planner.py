@@ -114,6 +114,7 @@ class RemotePlanner(Planning["RemoteSession"], AbstractContextManager["RemotePla
     tokenizer = _kept_there("tokenizer")
     prefixes = _kept_there("prefixes")
     pictures = _kept_there("pictures")
+    recorded = _kept_there("recorded")
     self_test = _kept_there("self_test")
     failure = _kept_there("failure")
     drafting = _kept_there("drafting")

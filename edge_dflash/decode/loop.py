@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from edge_dflash.decode.accept import FinishReason, cut
-from edge_dflash.decode.backend import Asked, Backend, Cycle, Outcome, Rows
+from edge_dflash.decode.backend import Asked, Backend, Cycle, Outcome
 from edge_dflash.decode.controls import NO_CONTROLS, Controls, CycleTime, Interrupted, Pace
 from edge_dflash.decode.drafts import NO_DRAFTING, Drafting
 from edge_dflash.decode.options import Options, Request, admit
@@ -64,35 +64,39 @@ def turns(session: Session, request: Request, controls: Controls = NO_CONTROLS) 
     """
     backend, options, pace = session.backend, request.options, controls.pace or Pace()
     path = Path(options.sampling, controls.constraint, controls.relaxation, request.stop_token_ids)
+    prompt, chunk, seconds, begun = request.prompt, backend.shape.prefill_chunk, 0.0, False
     done, gaze = session.begin(request), session.gaze(request)
     try:
-        if (filled := (yield from _fill(session, request, controls, pace, gaze, done))) is None:
-            return
-        lane, rows, seconds = filled
-        began, budget = time.perf_counter(), request.budget
-        tokens, reason = _kept([path.first(rows, len(request.prompt))], budget, request, controls)
+        while True:
+            if refused := pace.refuse(controls, partial(_fill_seconds, pace, len(prompt) - done, chunk, gaze, done)):
+                yield Step((), refused, verify_seconds=seconds)
+                return
+            end = min(end for end in (done + chunk, len(prompt), *session.cuts) if end > done)
+            if (unseen := gaze.unseen(done, end)) is not None:
+                seconds += _see(gaze, unseen, pace)
+            else:
+                lane, began, begun = session.enter(), time.perf_counter(), True
+                rows = backend.prefill(prompt[done:end], lane, gaze.sight(done, end))
+                rows.argmax()  # wait: no more than one chunk is ever under way
+                pace.record_prefill(end - done, took := time.perf_counter() - began)
+                done, seconds = end, seconds + took
+                if done == len(prompt):
+                    break
+                session.chunk(lane, done)
+            yield Step((), None)
+            if not session.answers(request):
+                return
+            if not begun:
+                done = session.begin(request, again=True)
+        began = time.perf_counter()
+        tokens, reason = _kept([path.first(rows, len(prompt))], request.budget, request, controls)
         logprobs = token_logprobs(rows.logits, tokens, options.logprobs, controls.spell)
         path.commit(tokens)
         session.advance(lane, tokens, first=True)
         took = seconds + time.perf_counter() - began
         yield Step(tuple(tokens), reason, verify_seconds=took, first=True, logprobs=logprobs)
-        while reason is None and session.answers(request):
-            drafts = pace.drafts if options.speculative else 0
-            if reason := pace.refuse(controls, partial(pace.cycle_seconds, speculative=drafts != 0)):
-                yield Step((), reason)
-                break
-            lane, began = session.enter(), time.perf_counter()
-            cycle: Cycle = yield _asked(tokens[-1], path, drafts, options, lane)
-            budget -= len(tokens)
-            tokens, reason = _kept(cycle.tokens, budget, request, controls)
-            logprobs = token_logprobs(cycle.logits, tokens, options.logprobs, controls.spell, cycle.logprobs)
-            path.commit(tokens)  # may be interrupted: then nothing is committed
-            backend.commit(len(tokens), lane)  # the anchor and all new tokens but the last
-            session.advance(lane, tokens)
-            propose_seconds, chosen = cycle.propose_seconds, drafts if options.speculative else None
-            verify_seconds = time.perf_counter() - began - propose_seconds
-            pace.record(CycleTime(propose_seconds, verify_seconds, chosen, cycle.drafts, cycle.accepted))
-            yield _step(cycle, tokens, reason, verify_seconds, logprobs)
+        if reason is None:
+            yield from _cycles(session, request, controls, pace, path, tokens)
     except Interrupted as interrupted:  # while it waited for the grammar: nothing of this cycle was committed
         yield Step((), interrupted.reason)
     except BaseException as error:
@@ -103,38 +107,34 @@ def turns(session: Session, request: Request, controls: Controls = NO_CONTROLS) 
         session.resting = True
 
 
-def _fill(
-    session: Session, request: Request, controls: Controls, pace: Pace, gaze: Gaze, done: int
-) -> Generator[Step, Any, tuple[int, Rows, float] | None]:
-    """Compute what a prompt lacks behind its first ``done`` rows, chunk by chunk, and before a chunk its pictures.
+def _cycles(session: Session, request: Request, controls: Controls, pace: Pace, path: Path, tokens: list[int]) -> Turns:
+    """The cycles behind the first token, until one ends the answer."""
+    options, budget, reason = request.options, request.budget, None
+    while reason is None and session.answers(request):
+        drafts = pace.drafts if options.speculative else 0
+        if refused := pace.refuse(controls, partial(pace.cycle_seconds, speculative=drafts != 0)):
+            yield Step((), refused)
+            break
+        lane, began = session.enter(), time.perf_counter()
+        cycle: Cycle = yield _asked(tokens[-1], path, drafts, options, lane)
+        budget -= len(tokens)
+        tokens, reason = _kept(cycle.tokens, budget, request, controls)
+        logprobs = token_logprobs(cycle.logits, tokens, options.logprobs, controls.spell, cycle.logprobs)
+        path.commit(tokens)  # may be interrupted: then nothing is committed
+        session.backend.commit(len(tokens), lane)  # the anchor and all new tokens but the last
+        session.advance(lane, tokens)
+        propose_seconds, chosen = cycle.propose_seconds, drafts if options.speculative else None
+        verify_seconds = time.perf_counter() - began - propose_seconds
+        pace.record(CycleTime(propose_seconds, verify_seconds, chosen, cycle.drafts, cycle.accepted))
+        yield _step(cycle, tokens, reason, verify_seconds, logprobs)
 
-    Gives the lane, its last row and the seconds of all passes; None: the request has ended.
-    """
-    prompt, chunk, seconds, begun = request.prompt, session.backend.shape.prefill_chunk, 0.0, False
-    while True:
-        if refused := pace.refuse(controls, partial(_fill_seconds, pace, len(prompt) - done, chunk, gaze, done)):
-            yield Step((), refused, verify_seconds=seconds)
-            return None
-        end = min(end for end in (done + chunk, len(prompt), *session.cuts) if end > done)
-        if (unseen := gaze.unseen(done, end)) is not None:
-            began = time.perf_counter()
-            gaze.see(unseen)
-            pace.record_tower(unseen.picture.tokens, took := time.perf_counter() - began)
-        else:
-            lane, began, begun = session.enter(), time.perf_counter(), True
-            rows = session.backend.prefill(prompt[done:end], lane, gaze.sight(done, end))
-            rows.argmax()  # wait: no more than one chunk is ever under way
-            pace.record_prefill(end - done, took := time.perf_counter() - began)
-            done = end
-            if done == len(prompt):
-                return lane, rows, seconds + took
-            session.chunk(lane, done)
-        seconds += took
-        yield Step((), None)
-        if not session.answers(request):
-            return None
-        if not begun:
-            done = session.begin(request, again=True)
+
+def _see(gaze: Gaze, unseen: Placed, pace: Pace) -> float:
+    """Run the tower over a picture; its seconds."""
+    began = time.perf_counter()
+    gaze.see(unseen)
+    pace.record_tower(unseen.picture.tokens, took := time.perf_counter() - began)
+    return took
 
 
 def _fill_seconds(pace: Pace, tokens: int, chunk: int, gaze: Gaze, done: int) -> float:

@@ -44,7 +44,7 @@ class ImageLimits:
 DEFAULT_LIMITS = ImageLimits()
 
 
-class Room:
+class PixelBudget:
     """Pixels that the images of a request may still have; several threads take of them."""
 
     def __init__(self, limits: ImageLimits) -> None:
@@ -64,26 +64,26 @@ class Room:
                 )
 
 
-def decode(source: object, limits: ImageLimits = DEFAULT_LIMITS, room: Room | None = None) -> Pixels:
-    """RGB pixels (height, width, 3) of what a caller calls an image; ``room``: what others of the request left.
+def decode(source: object, limits: ImageLimits = DEFAULT_LIMITS, left: PixelBudget | None = None) -> Pixels:
+    """RGB pixels (height, width, 3) of what a caller calls an image; ``left``: what others of the request left.
 
     Raises ImageError for what is no image, or too large.
     """
-    room = room or Room(limits)
+    left = left or PixelBudget(limits)
     match source:
         case np.ndarray():
-            return _checked_array(source, room)
+            return _checked_array(source, left)
         case str() if source.startswith("data:"):
-            return _decode_file(from_data_url(source, limits), limits, room)
+            return _decode_file(from_data_url(source, limits), limits, left)
         case str() if source.lower().startswith(_ADDRESSES):
             shown = source[:60]
             raise ImageError(f"image {shown!r} is an address; nothing is fetched: give {_ACCEPTED}")
         case str() | Path():
-            return _decode_file(_read(Path(source), limits), limits, room)
+            return _decode_file(_read(Path(source), limits), limits, left)
         case bytes() | bytearray() | memoryview():
-            return _decode_file(bytes(source), limits, room)
+            return _decode_file(bytes(source), limits, left)
         case _ if hasattr(source, "convert") and hasattr(source, "getexif"):
-            return _pixels(source, room)
+            return _pixels(source, left)
         case _:
             raise ImageError(f"an image is a {type(source).__name__}; give {_ACCEPTED}")
 
@@ -164,7 +164,7 @@ def _read(path: Path, limits: ImageLimits) -> bytes:
     return found
 
 
-def _decode_file(data: bytes, limits: ImageLimits, room: Room) -> Pixels:
+def _decode_file(data: bytes, limits: ImageLimits, left: PixelBudget) -> Pixels:
     """Pixels of a file's bytes."""
     if len(data) > limits.file_bytes:
         raise _too_long(len(data), limits)
@@ -179,12 +179,12 @@ def _decode_file(data: bytes, limits: ImageLimits, room: Room) -> Pixels:
         raise _unknown(len(data)) from None
     except Exception as error:  # a decoder's errors have many types
         raise _damaged(error) from None
-    return _pixels(image, room)
+    return _pixels(image, left)
 
 
-def _pixels(image: Any, room: Room) -> Pixels:
+def _pixels(image: Any, left: PixelBudget) -> Pixels:
     """Pixels of an opened image, of which so far its size is known."""
-    room.take(image.height, image.width)
+    left.take(image.height, image.width)
     try:
         from PIL import ImageOps
 
@@ -203,10 +203,10 @@ def _damaged(error: Exception) -> ImageError:
     return ImageError(f"an image cannot be decoded ({reason}); it is damaged, or of a form that is not read")
 
 
-def _checked_array(array: npt.NDArray[Any], room: Room) -> Pixels:
+def _checked_array(array: npt.NDArray[Any], left: PixelBudget) -> Pixels:
     if array.dtype != np.uint8 or array.ndim != 3 or array.shape[2] != 3:
         raise ImageError(
             f"an image is an array {array.shape} of {array.dtype}; give (height, width, 3) of uint8, red first"
         )
-    room.take(array.shape[0], array.shape[1])
+    left.take(array.shape[0], array.shape[1])
     return np.ascontiguousarray(array)

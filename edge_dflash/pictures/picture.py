@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edge_dflash.model.specs import PatchSpec
-from edge_dflash.pictures.decode import DEFAULT_LIMITS, ImageLimits, Pixels, Room, decode
+from edge_dflash.pictures.decode import DEFAULT_LIMITS, ImageLimits, PixelBudget, Pixels, decode
 from edge_dflash.pictures.resize import resize, target_size
 
 MOST_THREADS = 8
@@ -46,10 +46,10 @@ class PatchedPicture:
 
 
 def picture_of(
-    source: object, spec: PatchSpec, limits: ImageLimits = DEFAULT_LIMITS, room: Room | None = None
+    source: object, spec: PatchSpec, limits: ImageLimits = DEFAULT_LIMITS, left: PixelBudget | None = None
 ) -> PatchedPicture:
     """The picture of anything that :func:`~edge_dflash.pictures.decode.decode` takes. Raises ImageError."""
-    pixels = decode(source, limits, room)
+    pixels = decode(source, limits, left)
     size = target_size(pixels.shape[0], pixels.shape[1], spec)
     planes = resize(np.ascontiguousarray(pixels.transpose(2, 0, 1)), size)
     levels = _patches(planes, spec)
@@ -61,11 +61,11 @@ def pictures_of(
     sources: Sequence[object], spec: PatchSpec, limits: ImageLimits = DEFAULT_LIMITS
 ) -> tuple[PatchedPicture, ...]:
     """:func:`picture_of` of those of a request, several at the same time, with the same bytes."""
-    room = Room(limits)
+    left = PixelBudget(limits)
     if len(sources) < 2:
-        return tuple(picture_of(source, spec, limits, room) for source in sources)
+        return tuple(picture_of(source, spec, limits, left) for source in sources)
     with ThreadPoolExecutor(min(len(sources), os.cpu_count() or 1, MOST_THREADS)) as pool:
-        return tuple(pool.map(lambda source: picture_of(source, spec, limits, room), sources))
+        return tuple(pool.map(lambda source: picture_of(source, spec, limits, left), sources))
 
 
 def _digest(pixels: Pixels) -> bytes:

@@ -73,7 +73,7 @@ class EngineConfig:
 class LimitConfig:
     """What a client may ask for. 0: no limit of the service's own."""
 
-    body_bytes: int = 8 * MIB  # several frames of a camera as data URLs
+    body_bytes: int = 1 * MIB
     header_bytes: int = 16384
     connections: int = 64  # of the Unix socket and of TCP each
     json_depth: int = 64

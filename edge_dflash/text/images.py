@@ -50,7 +50,7 @@ def _part(part: Any, where: str) -> Mapping[str, object]:
             raise RequestError(f"{where}.image_url.{unknown[0]!s:.60} is unknown here; known are url, detail")
         source = source.get("url")
     if source is None or (unknown := [key for key in part if key not in ("type", kind)]):
-        raise RequestError(f"{where} is no image ({short(list(part))}); give {_FORMS}")
+        raise RequestError(f"{where} is no image ({short(list(part))}); give {_FORMS}, or a part of type text")
     return {"type": "image", "image": source}
 
 

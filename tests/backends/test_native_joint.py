@@ -12,7 +12,7 @@ from native_support import NATIVE_PAIR, formats_of, random_store
 from store_weights import StoreWeights
 
 from edge_dflash.backends.cuda import backend as native_backend
-from edge_dflash.backends.cuda import loading
+from edge_dflash.backends.cuda import launches, loading
 from edge_dflash.backends.cuda.backend import NativeBackend
 from edge_dflash.backends.cuda.graphs import joint_steps
 from edge_dflash.backends.cuda.memory import ControlBlock, DevicePointer
@@ -366,7 +366,7 @@ def test_one_lane_has_the_graphs_of_before(monkeypatch):
 
 def test_more_rows_than_a_pass_takes_go_through_several(monkeypatch):
     gpu = ControlGpu()
-    monkeypatch.setattr(loading, "MOST_ROWS", 2 * BLOCK)
+    monkeypatch.setattr(launches, "MOST_ROWS", 2 * BLOCK)
     backend = load(monkeypatch, gpu, 8)
     assert sorted(backend.joint) == [2]
     gpu.accept = dict(enumerate([0, 1, 2, 3, 0, 1, 2, 3]))
@@ -383,7 +383,7 @@ def test_every_launch_of_joint_passes_is_accepted_on_every_kind_of_device(monkey
     gpu.sm = sm
     pair = replace(NATIVE_PAIR, drafter=replace(NATIVE_PAIR.drafter, block_size=rows))
     backend = load(monkeypatch, gpu, 8, pair)
-    assert sorted(backend.joint) == [count for count in (2, 4, 8) if count * rows <= loading.MOST_ROWS]
+    assert sorted(backend.joint) == [count for count in (2, 4, 8) if count * rows <= launches.MOST_ROWS]
     for count, graphs in backend.joint.items():
         assert list(graphs.verify.graphs) == list(joint_steps(rows))
         for most, graph in graphs.cycles.greedy.graphs.items():

@@ -13,7 +13,7 @@ import sys
 import pytest
 from service_support import Process, client_of, fake_service, live
 
-from edge_dflash.decode import store
+from edge_dflash.decode import saved
 from edge_dflash.errors import ServiceError, StorageError
 from edge_dflash.planner import Planner
 from edge_dflash.serve.state_dir import LOCK, held
@@ -101,7 +101,7 @@ def test_reading_listing_and_deleting_are_told(service, tmp_path, monkeypatch, c
             assert "cannot read" in told(reply, code)
         assert turn(client, "open").is_success
     with monkeypatch.context() as broken:
-        failing(broken, (store, "_array"), code, part="")
+        failing(broken, (saved, "_array"), code, part="")
         assert "closed.session" in told(turn(client, "closed"), code)
     with monkeypatch.context() as broken:
         failing(broken, (pathlib.Path, "open"), code)
