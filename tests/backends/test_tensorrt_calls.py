@@ -57,6 +57,6 @@ def test_every_name_of_the_api_in_the_source_is_in_the_table():
     ours = {  # names of ours, of Python or of NumPy that TensorRT has too
         *("tensorrt_rtx", "clear", "append", "count", "constant", "data", "fp8", "op", "scale", "weights", "__name__"),
         *("float32", "int32", "uint8", "ctypes", "dtype", "nbytes", "shape", "size", "stride"),
-        *("start", "block_size", "bfloat16", "engine", "enqueue"),
+        *("start", "bias", "block_size", "bfloat16", "engine", "enqueue"),
     }
     assert sorted(name for name in used() if name in members(load(TENSORRT_RTX)) and name not in listed | ours) == []

@@ -100,7 +100,8 @@ def test_weights_of_the_same_4_bit_activations_are_one_product():
             weight = store.get(name)
             return replace(weight, input_scale=0.5) if name.endswith("up_proj") else weight
 
-    assert products(lowered(unit, Another()).network) == (7, 5)
+    other = lowered(unit, Another())  # owns the memory of the network's constants
+    assert products(other.network) == (7, 5)
 
 
 def test_choices_are_the_lowest_ids_of_the_largest_logits():

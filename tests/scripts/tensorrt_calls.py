@@ -31,9 +31,11 @@ SINCE: dict[str, tuple[str, str]] = {
             "INetworkDefinition.add_activation ActivationType ActivationType.SIGMOID "
             "INetworkDefinition.add_concatenation IConcatenationLayer.axis INetworkDefinition.add_constant "
             "INetworkDefinition.add_elementwise ElementWiseOperation ElementWiseOperation.SUM "
-            "ElementWiseOperation.PROD ElementWiseOperation.EQUAL INetworkDefinition.add_gather "
+            "ElementWiseOperation.SUB ElementWiseOperation.PROD ElementWiseOperation.EQUAL INetworkDefinition.add_gather "
             "INetworkDefinition.add_matrix_multiply MatrixOperation MatrixOperation.NONE MatrixOperation.TRANSPOSE "
             "INetworkDefinition.add_reduce ReduceOperation ReduceOperation.AVG ReduceOperation.MAX ReduceOperation.MIN "
+            "ReduceOperation.SUM INetworkDefinition.add_softmax ISoftMaxLayer.axes INetworkDefinition.add_shuffle "
+            "IShuffleLayer.first_transpose IShuffleLayer.reshape_dims IShuffleLayer.second_transpose "
             "INetworkDefinition.add_select INetworkDefinition.add_unary UnaryOperation UnaryOperation.RECIP "
             "UnaryOperation.SQRT IDequantizeLayer.axis __version__ IBuilderConfig.create_timing_cache "
             "IBuilderConfig.set_timing_cache ITimingCache.serialize Runtime Runtime.deserialize_cuda_engine "
@@ -58,6 +60,7 @@ SINCE: dict[str, tuple[str, str]] = {
             "IProgressMonitor.phase_finish IProgressMonitor.step_complete ExecutionContextAllocationStrategy "
             "ExecutionContextAllocationStrategy.USER_MANAGED",
         ),
+        ("10.0", "tests of MLIR-TensorRT: from 10.0, not 8.6", "ActivationType.GELU_ERF ActivationType.GELU_TANH"),
         (
             "10.1",
             "deprecation of the forms before",

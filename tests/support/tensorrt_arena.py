@@ -98,7 +98,7 @@ class ArenaBackend:
             for name in step.op.inputs
         }
         start = self.memory.length
-        run = _Pass(start, plan.schedule.program.commits, tensors, dict.fromkeys(tensors, rows))
+        run = _Pass(start, plan.schedule.program.commits, tensors, dict.fromkeys(tensors, rows), None)
         value, _ = self.interpreter._execute(step.op, run, self.memory, None)
         if not isinstance(step.op, KvAppend):
             self._write(plan.address(step.op.output), value.bfloat16().float().numpy()[:rows])
