@@ -47,8 +47,8 @@ class Random:
     def __init__(self, program, form):
         self._weights, rng = {}, np.random.default_rng(0)
         for name, spec in program.weights.items():
-            values = rng.standard_normal(spec.shape).astype(np.float32) / np.sqrt(spec.shape[-1])
-            wide = WideWeight((np.ascontiguousarray(values).view(np.uint32) & 0xFFFF0000).view(np.float32))
+            values = rng.standard_normal(spec.shape, np.float32) * np.float32(spec.shape[-1] ** -0.5)
+            wide = WideWeight((values.view(np.uint32) >> 16).astype(np.uint16))
             self._weights[name] = (
                 quantize_fp8(torch.from_numpy(values)) if (spec.kind, form) == ("linear", "fp8") else wide
             )
