@@ -17,6 +17,7 @@ from synthetic import drafter_config, qwen3_5_config, qwen3_config, write_drafte
 from edge_dflash.backends.cuda.backend import NativeBackend
 from edge_dflash.backends.reference.backend import ReferenceBackend
 from edge_dflash.decode.backend import Precision
+from edge_dflash.demo.seeing import assemble
 from edge_dflash.model import pair_programs
 from edge_dflash.model.registry import read_pair
 from edge_dflash.model.specs import DrafterLayerMask
@@ -45,6 +46,7 @@ class Quantized:
         weight, spec = self._store.get(name), self._weights[name]
         kinds = ("bf16", "fp8", "nvfp4")
         kind = kinds[sum(kind_key(name).encode()) % 3] if self._kind == "mixed" else self._kind
+        kind = "fp8" if spec.module == "vision" and kind == "nvfp4" else kind
         if (
             not isinstance(weight, WideWeight)
             or spec.kind != "linear"
@@ -81,7 +83,7 @@ def small(name):
 
 @cache
 def checkpoint(name):
-    """(pair, programs, store) by name: demo, dense, hybrid, experts, few; "dense causal 24" masks all layers."""
+    """(pair, programs, store) by name: demo, eyes, dense, hybrid, experts, few; "dense causal 24" masks all layers."""
     if " " in name:
         base, block, window = name.split()
         pair, _, held = checkpoint(base)
@@ -92,6 +94,9 @@ def checkpoint(name):
         return made(name, checkpoint(MIXTURES[name][0]))
     if name == "demo":
         target, drafter = DEMO / "target", DEMO / "drafter"
+    elif name == "eyes":  # the demo that sees
+        target, drafter = Path(tempfile.mkdtemp()) / "target", DEMO / "drafter"
+        assemble(target)
     else:
         root = Path(tempfile.mkdtemp())
         configs = small(name)
