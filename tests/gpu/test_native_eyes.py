@@ -84,8 +84,10 @@ def planner(lanes=1, kind="nvfp4", **settings):
     """Around a backend that outlives it."""
     stop = checkpoint(NAME)[0].target.eos_token_ids
     made = Planner(backend(kind, lanes=lanes), words(), stop, vision=vision(), fallback=False, **settings)
-    yield made
-    made._engine.close()
+    try:
+        yield made
+    finally:
+        made._engine.close()
 
 
 def shown(*parts):
@@ -228,8 +230,7 @@ def test_a_session_that_has_seen_its_frames_is_cold_bit_for_bit():
         assert same_bits(state, cold[1])
 
 
-def test_turns_of_a_planner_show_the_frames_that_they_showed_alone():
-    """Sessions whose older frames are known go on; frames that were dropped are seen again with the same bits."""
+def test_a_session_goes_on_behind_older_frames_whether_their_rows_were_kept_or_not():
     plans, saved = [], []
     for room in (None, 0):
         with planner() as planned:
