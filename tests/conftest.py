@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import sys
@@ -94,14 +95,32 @@ def golden() -> Path:
 
 
 @pytest.fixture(scope="session")
-def demo_bundle(tmp_path_factory) -> Path:
+def shared(tmp_path_factory):
+    """``shared(name, make)``: the folder that ``make(path)`` made, once for all workers; no test changes it."""
+    root = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent  # which the workers have in common
+
+    def found(name, make):
+        with (root / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not (root / name).exists():
+                make(root / name)
+        return root / name
+
+    return found
+
+
+@pytest.fixture(scope="session")
+def demo_bundle(shared) -> Path:
     """The demo pair, built with its recipe."""
     from edge_dflash.builder.write import BuildConfig, build
 
-    output = tmp_path_factory.mktemp("demo") / "demo-bundle"
-    recipe = directory("engines") / "demo-cpu.yaml"
-    build(BuildConfig(DEMO / "models" / "target", DEMO / "models" / "drafter", output, recipe=recipe))
-    return output
+    models, recipe = DEMO / "models", directory("engines") / "demo-cpu.yaml"
+    return shared(
+        "demo-bundle",
+        lambda output: build(BuildConfig(models / "target", models / "drafter", output, recipe=recipe)),
+    )
 
 
 @pytest.fixture
@@ -148,15 +167,17 @@ def build_pair(pair, tmp_path):
 
 
 @pytest.fixture(scope="session")
-def ids_bundle(golden, tmp_path_factory):
+def ids_bundle(golden, shared):
     """A bundle without tokenizer."""
     from edge_dflash.cli import run
 
-    output = tmp_path_factory.mktemp("ids") / "bundle"
     target, drafter = (golden / name for name in PAIR)
-    argv = ["build", "--target", target, "--drafter", drafter, "--no-calibrate", "--output", output]
-    assert run([str(word) for word in argv]) == 0
-    return output
+    argv = ["build", "--target", target, "--drafter", drafter, "--no-calibrate", "--output"]
+
+    def make(output):
+        assert run([str(word) for word in (*argv, output)]) == 0
+
+    return shared("ids-bundle", make)
 
 
 @pytest.fixture

@@ -120,15 +120,15 @@ def _judge_bundle(
 def _verify_bundle(
     bundle: Path, recorded: SelfTest | None, prompts: Path | None, count: int, max_new_tokens: int, lanes: int | None
 ) -> tuple[Verification, SelfTestResult | None, AcceptanceCheck, MixCheck | None]:
-    watching = Watching()
+    watching, given = Watching(), read_prompts(prompts) if prompts is not None else None
     with stages("opening the bundle") as report:
         planner = Planner.open(bundle, self_test="off", fallback=False, lanes=lanes, progress=report, observer=watching)
     with planner:
+        tasks = given if given is not None else default_prompts(planner, max_new_tokens)
+        ids = [planner.encode(task) for task in tasks[:count]]
         with stages("self-test"):
             self_test = replay(Bundle.open(bundle, check_hashes=False), planner.backend)
             drafting = check_acceptance(planner.backend, recorded)
-        tasks = read_prompts(prompts) if prompts is not None else default_prompts(planner, max_new_tokens)
-        ids = [planner.encode(task) for task in tasks[:count]]
         verification = verify_lossless(
             planner.backend,
             ids,

@@ -37,10 +37,11 @@ def test_a_wrong_drafter_behind_an_intact_record_is_found(recorded):
     assert f"at least {found.floor:.2f}" in found.summary
 
 
-def test_verify_ends_with_9_and_says_which_part(cli, demo_bundle, monkeypatch):
-    get = Bundle.get
+def test_verify_ends_with_9_and_says_which_part(cli, demo_bundle, tmp_path, monkeypatch):
+    get, prompts = Bundle.get, tmp_path / "prompts.jsonl"
+    prompts.write_text('{"ids": [1, 2, 3]}\n')
     monkeypatch.setattr(Bundle, "get", lambda self, name: WRONG(name, get(self, name)))
-    code, out, err = cli("verify", demo_bundle, "--count", 1, "--max-new-tokens", 4, "--json")
+    code, out, err = cli("verify", demo_bundle, "--prompts", prompts, "--max-new-tokens", 4, "--json")
     found = last_json(out)
     assert (code, found["ok"], found["differences"]) == (9, False, [])
     assert not found["drafter"]["ok"]

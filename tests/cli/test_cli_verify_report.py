@@ -10,8 +10,10 @@ from edge_dflash.checks.lossless import Difference
 from edge_dflash.cli import verify as command
 
 
-def test_a_report_holds_checks_benchmark_machine_and_bundle(cli, ids_bundle, tmp_path):
+def test_a_report_holds_checks_benchmark_machine_and_bundle(cli, ids_bundle, tmp_path, monkeypatch):
     file = tmp_path / "report.json"
+    monkeypatch.setattr(command, "REPORT_TOKENS", 8)
+    monkeypatch.setattr(command, "REPORT_CONTEXT", 32)
     code, out, _ = cli("verify", ids_bundle, "--count", 1, "--max-new-tokens", 8, "--report", file, "--json")
     assert code == 0
     found = json.loads(file.read_text())
