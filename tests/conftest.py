@@ -67,9 +67,9 @@ def _once(function, key):
     return found
 
 
-@pytest.fixture
-def opened_once(monkeypatch):
-    """Opening a bundle again skips its self-test and its measurements: for tests of what commands do with it then.
+@pytest.fixture(scope="module")
+def opened_once():
+    """Opening a bundle again skips its self-test and its measurements: for modules on what is done with it then.
 
     A bundle is the same one while its files are those of before; other files, and other lanes, are tested anew.
     """
@@ -80,12 +80,13 @@ def opened_once(monkeypatch):
         stats = [path.stat() for path in sorted(bundle.path.rglob("*"))]
         return repr(backend.shape), *((one.st_dev, one.st_ino, one.st_size, one.st_mtime_ns) for one in stats)
 
-    monkeypatch.setattr(selftest, "replay", _once(selftest.replay, files))
-
     def sizes(backend, lanes=1, limit=0.0):
         return repr(backend.shape), lanes
 
-    monkeypatch.setattr(drafts, "measure", _once(drafts.measure, sizes))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(selftest, "replay", _once(selftest.replay, files))
+        patch.setattr(drafts, "measure", _once(drafts.measure, sizes))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -10,6 +10,8 @@ from edge_dflash.demo.seeing import PICTURED, assemble, messages
 from edge_dflash.demo.tasks import MODELS, task_from_json
 from edge_dflash.planner import Planner
 
+pytestmark = pytest.mark.usefixtures("opened_once")
+
 TASKS = [task_from_json(json.loads(line)) for line in PICTURED.read_text(encoding="utf-8").splitlines()]
 
 

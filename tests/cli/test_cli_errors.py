@@ -10,6 +10,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.usefixtures("opened_once")
+
 
 @pytest.mark.parametrize(
     ("argv", "message"),

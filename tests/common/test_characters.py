@@ -37,7 +37,7 @@ def test_what_holds_itself_is_looked_at_once():
 
 
 @pytest.fixture(scope="module")
-def planner(demo_bundle):
+def planner(demo_bundle, opened_once):
     with Planner.open(demo_bundle) as planner:
         yield planner
 

@@ -14,7 +14,7 @@ DRAWN = {"temperature": 1.1, "seed": 4, "max_new_tokens": 24}
 
 
 @pytest.fixture(scope="module", params=[1, 2])
-def planner(request, demo_bundle):
+def planner(request, demo_bundle, opened_once):
     with Planner.open(demo_bundle, lanes=request.param, fallback=False) as planner:
         yield planner
 

@@ -28,7 +28,7 @@ SMALL = {
 
 
 @pytest.fixture(scope="module")
-def planner(demo_bundle):
+def planner(demo_bundle, opened_once):
     with Planner.open(demo_bundle, fallback=False) as planner:
         yield planner
 

@@ -23,7 +23,7 @@ NEW = 24
 
 
 @pytest.fixture(scope="module")
-def planner(demo_bundle):
+def planner(demo_bundle, opened_once):
     with Planner.open(demo_bundle, fallback=False) as planner:
         yield planner
 
