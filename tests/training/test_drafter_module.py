@@ -1,0 +1,63 @@
+"""The drafter in training beside the reference backend, for every kind of drafter."""
+
+import numpy as np
+import pytest
+import torch
+from golden_pairs import EXPERTS, FLOAT32, NAMES, WALKS, backend, pair, store
+
+from edge_dflash.model import pair_programs
+from edge_dflash.model.program import KvState
+from edge_dflash.training.drafter import EMBEDDING, HEAD, BlockDrafter, drafter_weights
+from edge_dflash.weights.quantize import dequantize
+
+PAIRS = (*NAMES, *WALKS, EXPERTS, "vision")
+PROMPT, ANCHORS = 37, (5, 17, 30)
+
+
+def module(name):
+    weights = {one: dequantize(store(name).get(one)) for one in drafter_weights(pair(name))}
+    return BlockDrafter(pair(name), weights)
+
+
+def taps_of(name, ids):
+    """Taps of a prompt by the reference's own pass."""
+    one = backend(name, FLOAT32)
+    outputs = one._interpreter.run(pair_programs(pair(name)).prefill, ids, one._lanes[0].memory)
+    return outputs["taps"]
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_rows_and_logits_are_those_of_the_reference_backend(name):
+    spec, one = pair(name), module(name)
+    ids = np.random.default_rng(0).integers(0, spec.target.vocab_size, PROMPT).tolist()
+    embedding, head = (dequantize(store(name).get(which)) for which in (EMBEDDING, HEAD))
+    anchors = torch.tensor([ANCHORS, ANCHORS])
+    first = torch.tensor([[ids[at] for at in ANCHORS]] * 2)
+    with torch.no_grad():
+        taps = taps_of(name, ids).expand(2, -1, -1)
+        rows = one.block(one.context(taps), anchors, first, embedding)
+        logits = one.logits(rows, head)
+    assert rows.shape == (2, len(ANCHORS), spec.drafter.drafts, spec.drafter.hidden_size)
+    reference = backend(name, FLOAT32)
+    for index, anchor in enumerate(ANCHORS):
+        reference.reset()
+        reference.prefill(ids[:anchor])
+        found = reference.propose(ids[anchor])
+        wanted = found.base if hasattr(found, "base") else found.logits()
+        assert np.abs(logits[0, index].numpy() - wanted).max() < 2e-3 * np.abs(wanted[wanted > -1e29]).max()
+    assert torch.equal(logits[0], logits[1])
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_the_context_is_what_a_prompt_stores(name):
+    spec, one = pair(name), module(name)
+    ids = np.random.default_rng(1).integers(0, spec.target.vocab_size, PROMPT).tolist()
+    with torch.no_grad():
+        context = one.context(taps_of(name, ids)[None])
+    reference = backend(name, FLOAT32)
+    reference.prefill(ids)
+    states = pair_programs(spec).propose.states
+    assert context.kv.keys() == {name for name, state in states.items() if isinstance(state, KvState)}
+    for state, (k, v) in context.kv.items():
+        for ours, theirs in zip((k, v), reference._lanes[0].memory.kv[state].stored, strict=True):
+            assert torch.allclose(ours[0].transpose(0, 1), theirs[:PROMPT].float(), atol=2e-4)
