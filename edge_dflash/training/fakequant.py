@@ -1,4 +1,4 @@
-"""Weights and keys as a bundle will hold them, in training: rounded on the way forward, gradients pass straight through.
+"""Weights and keys as a bundle will hold them, in training: rounded on the way forward; gradients pass through.
 
 Equal to the functions of :mod:`edge_dflash.weights.quantize` followed by dequantization, on any device.
 """

@@ -8,7 +8,9 @@ from golden_pairs import EXPERTS, FLOAT32, NAMES, WALKS, backend, pair, store
 from edge_dflash.model import pair_programs
 from edge_dflash.model.program import KvState
 from edge_dflash.training.drafter import EMBEDDING, HEAD, BlockDrafter, drafter_weights
-from edge_dflash.weights.quantize import dequantize
+from edge_dflash.training.fakequant import fake_weight
+from edge_dflash.training.losses import Batch, Borrowed, block_loss, drafts
+from edge_dflash.weights.quantize import dequantize, quantize_fp8, quantize_nvfp4
 
 PAIRS = (*NAMES, *WALKS, EXPERTS, "vision")
 PROMPT, ANCHORS = 37, (5, 17, 30)
@@ -61,3 +63,58 @@ def test_the_context_is_what_a_prompt_stores(name):
     for state, (k, v) in context.kv.items():
         for ours, theirs in zip((k, v), reference._lanes[0].memory.kv[state].stored, strict=True):
             assert torch.allclose(ours[0].transpose(0, 1), theirs[:PROMPT].float(), atol=2e-4)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_greedy_drafts_are_those_of_the_reference_backend(name):
+    spec, one = pair(name), module(name)
+    ids = np.random.default_rng(2).integers(0, spec.target.vocab_size, PROMPT).tolist()
+    borrowed = Borrowed(*(dequantize(store(name).get(which)) for which in (EMBEDDING, HEAD)))
+    anchors, first = torch.tensor([ANCHORS]), torch.tensor([[ids[at] for at in ANCHORS]])
+    with torch.no_grad():
+        hidden = one.block(one.context(taps_of(name, ids)[None]), anchors, first, borrowed.embedding)
+    found = drafts(one, borrowed, hidden, first)
+    reference = backend(name, FLOAT32)
+    for index, anchor in enumerate(ANCHORS):
+        reference.reset()
+        reference.prefill(ids[:anchor])
+        assert found[0, index].tolist() == reference.propose(ids[anchor]).argmax()
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_loss_reaches_every_weight_that_is_trained(name):
+    spec, one = pair(name), module(name)
+    ids = torch.from_numpy(np.random.default_rng(3).integers(0, spec.target.vocab_size, (2, PROMPT)))
+    borrowed = Borrowed(*(dequantize(store(name).get(which)) for which in (EMBEDDING, HEAD)))
+    last = torch.randn(2, PROMPT, spec.target.hidden_size)
+    taps = torch.stack([taps_of(name, row.tolist()).clone() for row in ids])
+    one.quantized, one._formats = True, {n: "nvfp4" for n, s in one.specs.items() if s.kind == "linear"}
+    loss = block_loss(
+        one, borrowed, Batch(ids, torch.tensor([PROMPT, 29]), torch.tensor([ANCHORS[:2]] * 2), taps, last)
+    )
+    loss.backward()
+    assert loss.isfinite()
+    for weight in one.specs:
+        if (parameter := one.tensor(weight)).requires_grad:
+            assert parameter.grad.isfinite().all(), weight
+            assert parameter.grad.abs().sum() > 0, weight
+
+
+def test_what_lies_behind_an_end_weighs_nothing():
+    name = "qwen3"
+    spec, one = pair(name), module(name)
+    ids = torch.from_numpy(np.random.default_rng(4).integers(0, spec.target.vocab_size, (1, PROMPT)))
+    borrowed = Borrowed(*(dequantize(store(name).get(which)) for which in (EMBEDDING, HEAD)))
+    taps = taps_of(name, ids[0].tolist()).clone()[None]
+    other = ids.clone()
+    other[:, 22:] = 3
+    losses = [block_loss(one, borrowed, Batch(x, torch.tensor([22]), torch.tensor([[17]]), taps)) for x in (ids, other)]
+    assert losses[0] == losses[1]
+
+
+def test_nvfp4_and_fp8_round_as_a_build_does():
+    weight = torch.randn(32, 64, generator=torch.Generator().manual_seed(0)).bfloat16().float()
+    largest = weight.abs().max()
+    assert torch.equal(fake_weight(weight, "nvfp4", largest), dequantize(quantize_nvfp4(weight)))
+    assert torch.allclose(fake_weight(weight, "fp8", largest), dequantize(quantize_fp8(weight)), atol=1e-6)
+    assert fake_weight(weight, "bf16", largest) is weight

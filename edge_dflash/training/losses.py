@@ -1,0 +1,113 @@
+"""What each kind of drafter learns from, given the rows of its blocks and the target's answer. Earlier rows weigh more.
+
+DFlash (arXiv 2602.06036, section on training): cross-entropy. DFlash2: the same, and that of the selector among its
+candidates. DSpark: cross-entropy, distance to the target's distribution, and the confidence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from edge_dflash.training.drafter import BlockDrafter
+from edge_dflash.training.walks import MarkovScores, SelectorScores, scorer
+
+DECAY = 7.0  # draft j of a block, from 0, weighs exp(-j / DECAY)
+LABEL, DISTANCE, CONFIDENCE = 0.1, 0.9, 1.0  # weights of DSpark's three parts
+
+
+@dataclass(frozen=True)
+class Borrowed:
+    """What a drafter has of its target."""
+
+    embedding: torch.Tensor  # [V, H]
+    head: torch.Tensor  # [V, H]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Sequences with the anchors of their blocks."""
+
+    ids: torch.Tensor  # [B, T]
+    lengths: torch.Tensor  # [B]
+    anchors: torch.Tensor  # [B, A]
+    taps: torch.Tensor  # [B, T, n * H]
+    last: torch.Tensor | None = None  # [B, T, H] what the target's head reads; of drafters that learn its distribution
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The proposing rows of all blocks."""
+
+    hidden: torch.Tensor  # [B, A, K, H]
+    logits: torch.Tensor  # [B, A, K, V] float32
+    before: torch.Tensor  # [B, A, K] the answer's token before each draft
+    labels: torch.Tensor  # [B, A, K] the answer's token
+    weight: torch.Tensor  # [B, A, K]; 0 behind the end
+
+    def mean(self, each: torch.Tensor) -> torch.Tensor:
+        """The weighted mean of a loss of every row."""
+        return (each * self.weight).sum() / self.weight.sum().clamp_min(1e-6)
+
+    def cross_entropy(self, scores: torch.Tensor) -> torch.Tensor:
+        """Of each row, [B, A, K], from scores [B, A, K, n]."""
+        return F.cross_entropy(scores.flatten(0, 2), self.labels.flatten(), reduction="none").view(self.labels.shape)
+
+
+def block_loss(drafter: BlockDrafter, borrowed: Borrowed, batch: Batch) -> torch.Tensor:
+    """The loss of the drafter's kind over a batch."""
+    first = batch.ids.gather(1, batch.anchors)
+    hidden = drafter.block(drafter.context(batch.taps), batch.anchors, first, borrowed.embedding)
+    draft = torch.arange(hidden.shape[2], device=batch.ids.device)
+    place = batch.anchors[..., None] + draft  # of the token before each draft
+    last = batch.ids.shape[1] - 1
+    ids = batch.ids[:, None].expand(-1, batch.anchors.shape[1], -1)
+    rows = _Rows(
+        hidden,
+        drafter.logits(hidden, borrowed.head),
+        ids.gather(2, place.clamp(max=last)),
+        ids.gather(2, (place + 1).clamp(max=last)),
+        (place + 1 < batch.lengths[:, None, None]) * torch.exp(-draft / DECAY),
+    )
+    match scorer(drafter.propose.walk, drafter.tensor):
+        case MarkovScores() as scores:
+            return _markov_loss(scores, borrowed, rows, batch.last, place.clamp(max=last))
+        case SelectorScores() as scores:
+            return rows.mean(rows.cross_entropy(rows.logits)) + _selector_loss(scores, rows)
+        case _:
+            return rows.mean(rows.cross_entropy(rows.logits))
+
+
+def _selector_loss(selector: SelectorScores, rows: _Rows) -> torch.Tensor:
+    """Cross-entropy among the candidates, of rows whose candidates hold the answer's token."""
+    candidates, scores = selector.scores(rows.hidden, rows.logits, rows.before)
+    found = candidates == rows.labels[..., None]
+    each = scores.logsumexp(-1) - (scores * found).sum(-1)
+    return rows.mean(each.where(found.any(-1), 0.0))
+
+
+def _markov_loss(
+    head: MarkovScores, borrowed: Borrowed, rows: _Rows, last: torch.Tensor | None, place: torch.Tensor
+) -> torch.Tensor:
+    """With the target's distribution where its last rows are known; cross-entropy alone otherwise."""
+    scores = head.scores(rows.hidden, rows.logits, rows.before)
+    if last is None:
+        return rows.mean(rows.cross_entropy(scores))
+    with torch.no_grad():
+        x = last.gather(1, place.flatten(1)[..., None].expand(-1, -1, last.shape[2]))
+        p = F.linear(x, borrowed.head).float().softmax(-1).view(rows.logits.shape)
+    distance = (p - scores.softmax(-1)).abs().sum(-1)
+    each = LABEL * rows.cross_entropy(scores) + DISTANCE * distance
+    if (sure := head.confidence(rows.hidden, rows.before)) is not None:
+        each = each + CONFIDENCE * F.binary_cross_entropy_with_logits(sure, 1 - distance.detach() / 2, reduction="none")
+    return rows.mean(each)
+
+
+@torch.no_grad()
+def drafts(drafter: BlockDrafter, borrowed: Borrowed, hidden: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+    """Greedy drafts [B, A, K] of rows [B, A, K, H] behind the anchors' tokens ``first`` [B, A]."""
+    logits = drafter.logits(hidden, borrowed.head)
+    walk = scorer(drafter.propose.walk, drafter.tensor)
+    return logits.argmax(-1) if walk is None else walk.walk(hidden, logits, first)
