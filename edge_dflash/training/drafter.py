@@ -43,7 +43,7 @@ KeysValues = tuple[torch.Tensor, torch.Tensor]  # [sequences, Hkv, T, D] each
 
 
 @dataclass(frozen=True)
-class Context:
+class BlockContext:
     """Keys and values of whole sequences, by state."""
 
     kv: Mapping[str, KeysValues]
@@ -83,7 +83,7 @@ class BlockDrafter(nn.Module):
         """All weights by canonical name."""
         return {name: self.tensor(name).detach() for name in self.specs}
 
-    def context(self, taps: torch.Tensor) -> Context:
+    def context(self, taps: torch.Tensor) -> BlockContext:
         """Keys and values of sequences whose taps are [B, T, n * H]."""
         tensors, kv = {"taps": taps[:, None]}, {}
         for op in self.context_program.ops:
@@ -92,10 +92,10 @@ class BlockDrafter(nn.Module):
                 kv[op.state] = self._keys_values(op, k, v, torch.arange(taps.shape[1], device=taps.device)[None, None])
             else:
                 tensors[op.output] = self._execute(op, tensors)
-        return Context(kv, taps.shape[1])
+        return BlockContext(kv, taps.shape[1])
 
     def block(
-        self, context: Context, anchors: torch.Tensor, first: torch.Tensor, embedding: torch.Tensor
+        self, context: BlockContext, anchors: torch.Tensor, first: torch.Tensor, embedding: torch.Tensor
     ) -> torch.Tensor:
         """Hidden rows [B, A, K, H] that draft, of blocks whose anchors, tokens ``first`` [B, A], stand at ``anchors``.
 
@@ -176,12 +176,12 @@ class BlockDrafter(nn.Module):
     def _keys_values(self, op: KvAppend | Attend, k: torch.Tensor, v: torch.Tensor, at: torch.Tensor) -> KeysValues:
         """Normed, turned, as stored: k, v [B, A, R, Hkv * D] at positions [.., A, R] to [B, Hkv, A * R, D]."""
         k = self._turned(op, k, op.k_norm, op.kv_heads, at)
-        v = v.unflatten(-1, (op.kv_heads, op.head_dim)).flatten(1, 2).transpose(1, 2)
+        v = torch.unflatten(v, -1, (op.kv_heads, op.head_dim)).flatten(1, 2).transpose(1, 2)
         return (fake_fp8(k), fake_fp8(v)) if self.quantized else (k, v)
 
     def _turned(self, op: KvAppend | Attend, x: torch.Tensor, norm: str, heads: int, at: torch.Tensor) -> torch.Tensor:
         """[B, heads, A * R, D] of x [B, A, R, heads * D]."""
-        x = x.unflatten(-1, (heads, op.head_dim))
+        x = torch.unflatten(x, -1, (heads, op.head_dim))
         x = F.rms_norm(x.float(), x.shape[-1:], self.tensor(norm), op.eps)
         cos, sin = (table[at][..., None, :] for table in self._rope(op.rope, int(at.max()) + 1, x.device))
         half = cos.shape[-1]
@@ -211,7 +211,7 @@ class BlockDrafter(nn.Module):
         width = v.dtype  # of products: BF16 in mixed precision
         keys, values = (torch.cat((old.to(width), new.to(width)), 2) for old, new in zip(known, own, strict=True))
         out = F.scaled_dot_product_attention(query.to(width), keys, values, attn_mask=visible, enable_gqa=True)
-        return out.transpose(1, 2).flatten(2).unflatten(1, q.shape[1:3])
+        return torch.unflatten(out.transpose(1, 2).flatten(2), 1, q.shape[1:3])
 
 
 def context_program(pair: PairSpec) -> Program:
@@ -231,9 +231,10 @@ def drafter_weights(pair: PairSpec) -> dict[str, WeightSpec]:
 
 def grouped_conv(op: GroupedConv, u: torch.Tensor, c: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
     """Convolution over the rows of blocks: u [..., R, H], coefficients c [..., R, 2 * taps * groups]; float32."""
-    dynamic = c.float().unflatten(-1, (2, op.taps, -1))[..., op.side, :, :].repeat_interleave(op.group_size, -1)
+    dynamic = torch.unflatten(c.float(), -1, (2, op.taps, -1))[..., op.side, :, :]
+    dynamic = dynamic.repeat_interleave(op.group_size, -1)
     rows = u.float()
-    total = (base[op.side, 0] + dynamic[..., 0, :]) * rows
+    total: torch.Tensor = (base[op.side, 0] + dynamic[..., 0, :]) * rows
     for tap in range(1, op.taps):
         before = F.pad(rows, (0, 0, tap, 0))[..., : rows.shape[-2], :]
         total = total + (base[op.side, tap] + dynamic[..., tap, :]) * before
@@ -251,9 +252,9 @@ def _visible(op: Attend, anchors: torch.Tensor, rows: torch.Tensor, tokens: int)
     if op.window is not None:
         context = context & (position[..., None] - place < op.window)
         inside = inside.triu(1 - op.window).tril(op.window - 1)
-    blocks = anchors.shape[1]
-    own = torch.block_diag(*[inside] * blocks).expand(len(anchors), -1, -1)
-    return torch.cat((context.flatten(1, 2), own.bool()), -1)[:, None]
+    same = torch.eye(anchors.shape[1], dtype=torch.bool, device=rows.device)  # blocks
+    own = (same[:, None, :, None] & inside[None, :, None, :]).flatten(2).flatten(0, 1)
+    return torch.cat((context.flatten(1, 2), own.expand(len(anchors), -1, -1)), -1)[:, None]
 
 
 def _key(name: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from edge_dflash.backends.cuda.common import Common, DeviceLayout
 from edge_dflash.backends.cuda.driver import Gpu
@@ -27,11 +27,11 @@ from edge_dflash.weights.stacks import Stack, pair_stacks
 class Launches:
     """:class:`~edge_dflash.backends.cuda.loading.Dense` by launches of our kernels.
 
-    ``cubin`` gives a compilation unit's cubin for this device.
+    ``cubin`` gives a compilation unit's cubin for this device; tensors ``kept`` can be read behind a prefill.
     """
 
-    def __init__(self, weights: NativeWeights, cubin: Callable[[str], bytes]) -> None:
-        self._weights, self._cubin = weights, cubin
+    def __init__(self, weights: NativeWeights, cubin: Callable[[str], bytes], kept: Collection[str] = ()) -> None:
+        self._weights, self._cubin, self._kept = weights, cubin, kept
 
     @property
     def most_rows(self) -> int:
@@ -53,7 +53,8 @@ class Launches:
         for step in self._mixes.values():
             shape_of(step)
         rows = {"prefill": max(sizes.prefill_rows, tile), "verify": tile, "propose": tile}
-        placed = {name: place(steps, rows[name]) for name, steps in schedules.items()}
+        kept = {"prefill": self._kept}
+        placed = {name: place(steps, rows[name], kept.get(name, ())) for name, steps in schedules.items()}
         places = {name: found for name, (found, _) in placed.items()}
         return DeviceLayout(programs, precision, sizes, schedules, places, max(size for _, size in placed.values()))
 

@@ -7,6 +7,7 @@ before all earlier ones have ended, so reuse by the order of the steps is safe.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -167,9 +168,15 @@ class Placement:
     nbytes: int
 
 
-def place(schedule: Schedule, rows: int) -> tuple[dict[str, Placement], int]:
-    """Places of all root tensors for passes of ``rows`` (as allocated), and the arena's size."""
+def place(schedule: Schedule, rows: int, kept: Collection[str] = ()) -> tuple[dict[str, Placement], int]:
+    """Places of all root tensors for passes of ``rows`` (as allocated), and the arena's size.
+
+    Tensors ``kept`` stay as they are until the pass has ended.
+    """
     lives = _lives(schedule)
+    for name in kept:
+        root, _ = schedule.place(name)
+        lives[root] = lives[root][0], len(schedule.steps)
     places: dict[str, Placement] = {}
     size = 0
     for name in sorted(lives, key=lambda n: lives[n]):

@@ -1,0 +1,187 @@
+"""Prompts, answers and their taps on the disk, and the batches that a training reads of them.
+
+A shard is a safetensors file: ids and taps of several sequences end to end, and where each begins. It is whole or not
+there at all, and its metadata says what it was made of.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors.numpy import save_file
+
+from edge_dflash.errors import CheckpointError, RequestError
+from edge_dflash.training.losses import Batch
+from edge_dflash.weights.safetensors import TensorFiles
+
+SHARD_BYTES = 256 << 20  # of a shard, about
+_POOL = 32  # batches that are sorted by length together, so that little is padding
+_DIGEST = "digest"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A prompt and the target's answer."""
+
+    ids: tuple[int, ...]
+    prompt: int  # ids of the prompt
+    heldout: bool = False
+
+
+def parts_of(samples: Sequence[Sample], row_bytes: int) -> list[list[Sample]]:
+    """The samples of each shard, by bytes of a token."""
+    most, parts, size = max(1, SHARD_BYTES // row_bytes), list[list[Sample]](), 0
+    for one in samples:
+        if not parts or size + len(one.ids) > most:
+            parts.append([])
+            size = 0
+        parts[-1].append(one)
+        size += len(one.ids)
+    return parts
+
+
+def digest_of(samples: Sequence[Sample], *what: str) -> str:
+    """What a shard of these samples was made of."""
+    digest = sha256("\n".join(what).encode())
+    for one in samples:
+        digest.update(np.array([len(one.ids), one.prompt, one.heldout, *one.ids], np.int64).tobytes())
+    return digest.hexdigest()
+
+
+def shard_path(folder: Path, index: int) -> Path:
+    """Where a shard lies."""
+    return folder / f"{index:05}.safetensors"
+
+
+def shard_done(path: Path, digest: str) -> bool:
+    """Whether a shard was made of this."""
+    try:
+        return path.exists() and _digest(TensorFiles.open([path])) == digest
+    except CheckpointError:
+        return False
+
+
+def write_shard(
+    path: Path, samples: Sequence[Sample], rows: dict[str, list[npt.NDArray[np.uint16]]], digest: str
+) -> None:
+    """Write a shard whole or not at all: ``rows`` by name ("taps", "last") for each sample. Raises OSError."""
+    tensors: dict[str, npt.NDArray[Any]] = {
+        _DIGEST: np.frombuffer(bytes.fromhex(digest), np.uint8),
+        "ids": np.concatenate([np.array(one.ids, np.int32) for one in samples]),
+        "lengths": np.array([len(one.ids) for one in samples], np.int64),
+        "prompts": np.array([one.prompt for one in samples], np.int64),
+        "heldout": np.array([one.heldout for one in samples], np.uint8),
+        **{name: np.concatenate(parts) for name, parts in rows.items()},
+    }
+    half = path.with_suffix(".part")
+    save_file(tensors, str(half))
+    with half.open("rb") as file:
+        os.fsync(file.fileno())
+    half.replace(path)
+
+
+class Shards:
+    """All shards of a folder. Taps stay on the disk until a batch asks for them."""
+
+    def __init__(self, folder: Path, count: int) -> None:
+        """Raise CheckpointError for a shard that is missing or damaged."""
+        self._places: list[tuple[int, int, int]] = []  # of each sample: shard, first row, rows
+        self._ids: list[npt.NDArray[np.int32]] = []
+        self._files = list[TensorFiles]()
+        prompts, heldout = list[int](), list[bool]()
+        for index in range(count):
+            file = TensorFiles.open([shard_path(folder, index)])
+            self._files.append(file)
+            lengths = file.array("lengths")[1].tolist()
+            starts = np.concatenate(([0], np.cumsum(lengths)))[:-1].tolist()
+            self._ids.append(file.array("ids")[1])
+            self._places += [(index, start, length) for start, length in zip(starts, lengths, strict=True)]
+            prompts += file.array("prompts")[1].tolist()
+            heldout += map(bool, file.array("heldout")[1].tolist())
+        self.prompts, self.lengths = np.array(prompts), np.array([length for _, _, length in self._places])
+        has_drafts = self.lengths - self.prompts >= 2  # an anchor and a draft
+        self.training = np.flatnonzero(~np.array(heldout, bool) & has_drafts)
+        self.heldout = np.flatnonzero(np.array(heldout, bool) & has_drafts)
+        self._with_last = bool(self._files) and "last" in self._files[0]
+
+    def ids(self, index: int) -> npt.NDArray[np.int32]:
+        """Token ids of a sample."""
+        shard, start, length = self._places[index]
+        return self._ids[shard][start : start + length]
+
+    def batch(self, indices: Sequence[int], share: torch.Tensor, device: str) -> Batch:
+        """Some samples, with anchors in their answers where ``share`` [B, A] of 0 .. 1 says, never at the end."""
+        lengths = torch.from_numpy(self.lengths[indices])
+        prompts = torch.from_numpy(self.prompts[indices])
+        longest = int(lengths.max())
+        ids = torch.zeros(len(indices), longest, dtype=torch.long)
+        for row, index in enumerate(indices):
+            ids[row, : int(lengths[row])] = torch.from_numpy(self.ids(index).astype(np.int64))
+        anchors = prompts[:, None] + (share * (lengths - 1 - prompts)[:, None]).long()
+        taps = self._rows("taps", indices, longest, device)
+        last = self._rows("last", indices, longest, device) if self._with_last else None
+        return Batch(ids.to(device), lengths.to(device), anchors.to(device), taps, last)
+
+    def _rows(self, name: str, indices: Sequence[int], longest: int, device: str) -> torch.Tensor:
+        """[B, longest, columns], zeros behind the end; float32 on a CPU, BF16 on a GPU."""
+        parts = []
+        for index in indices:
+            shard, start, length = self._places[index]
+            bits = self._files[shard].array(name)[1][start : start + length]
+            rows = torch.from_numpy(bits.view(np.int16).copy()).view(torch.bfloat16)
+            parts.append(torch.nn.functional.pad(rows, (0, 0, 0, longest - length)))
+        whole = torch.stack(parts)
+        return whole.to(device) if device != "cpu" else whole.float()
+
+
+@dataclass(frozen=True)
+class Order:
+    """Which samples each step reads: the same for a seed, however often a run was interrupted."""
+
+    lengths: npt.NDArray[np.int64]  # of the samples that are trained on
+    batch: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        """Raise RequestError without a sample."""
+        if not len(self.lengths):
+            raise RequestError("no answer of the training split has two tokens; give more or longer tasks")
+
+    def step(self, number: int) -> npt.NDArray[np.int64]:
+        """Indices of step ``number``, from 0."""
+        epoch, at = divmod(number, max(1, len(self.lengths) // self.batch))
+        return _epoch(self.lengths.tobytes(), self.batch, self.seed, epoch)[at]
+
+    def share(self, number: int, blocks: int) -> torch.Tensor:
+        """Where the anchors of step ``number`` stand, [batch, blocks] in 0 .. 1."""
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
+        return torch.rand(min(self.batch, len(self.lengths)), blocks, generator=generator)
+
+
+@lru_cache(4)
+def _epoch(lengths: bytes, batch: int, seed: int, epoch: int) -> list[npt.NDArray[np.int64]]:
+    return list(_batches(np.frombuffer(lengths, np.int64), batch, np.random.default_rng([seed, epoch])))
+
+
+def _batches(lengths: npt.NDArray[np.int64], batch: int, rng: np.random.Generator) -> Iterator[npt.NDArray[np.int64]]:
+    """Batches of an epoch, each of samples that are about as long; the last samples of an epoch are left out."""
+    order, made = rng.permutation(len(lengths)), list[npt.NDArray[np.int64]]()
+    batch = min(batch, len(order))
+    for first in range(0, len(order), batch * _POOL):
+        pool = order[first : first + batch * _POOL]
+        pool = pool[np.argsort(lengths[pool], kind="stable")]
+        made += [pool[i : i + batch] for i in range(0, len(pool) - batch + 1, batch)]
+    yield from (made[i] for i in rng.permutation(len(made)))
+
+
+def _digest(file: TensorFiles) -> str:
+    return bytes(file.array(_DIGEST)[1]).hex() if _DIGEST in file else ""

@@ -1,0 +1,145 @@
+"""Taps of a bundle's target over prompts and answers: what a drafter sees of it, by the backend that will run it.
+
+The native backend on its GPU, the reference otherwise, from the bundle's weights as they are, quantized. Shards are
+made one after the other, each whole or not at all, so that a run that was killed goes on where it stood.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from edge_dflash.backends.reference.dense import TorchWeights
+from edge_dflash.backends.reference.interpreter import Interpreter, Memory
+from edge_dflash.bundle.manifest import fingerprint
+from edge_dflash.bundle.reader import Bundle
+from edge_dflash.common.progress import Progress, unheard
+from edge_dflash.errors import RequestError
+from edge_dflash.model import pair_programs
+from edge_dflash.model.ops import RmsNorm, SelectRows, StateOp
+from edge_dflash.model.program import Program
+from edge_dflash.model.specs import PairSpec
+from edge_dflash.training.forecast import shard_bytes
+from edge_dflash.training.shards import Sample, digest_of, parts_of, shard_done, shard_path, write_shard
+
+Bits = npt.NDArray[np.uint16]
+
+
+Rows = dict[str, Bits]
+"""Of one sequence: "taps" [rows, n * H], and perhaps "last" [rows, H], what the target's head reads."""
+STAGE = "taps"
+
+
+class Tapper(Protocol):
+    """Runs the target over whole sequences."""
+
+    def rows(self, ids: Sequence[int]) -> Rows:
+        """The taps of a sequence of token ids."""
+
+    def close(self) -> None:
+        """Let go of the device."""
+
+
+def tap_program(pair: PairSpec, *, last: bool) -> Program:
+    """The part of the prefill pass that makes the taps and, if wanted, every row of what the head reads.
+
+    Raises RequestError for a pair without a drafter.
+    """
+    if pair.drafter is None:
+        raise RequestError("the pair has no drafter, so nothing says which layers are tapped; give --drafter")
+    program = pair_programs(pair).prefill
+    ops = [op for op in program.ops if not (isinstance(op, StateOp) and op.state.startswith("drafter."))]
+    outputs = {"taps": program.outputs["taps"]}
+    if last:
+        select = next(op for op in ops if isinstance(op, SelectRows))
+        norm = next(op for op in ops if isinstance(op, RmsNorm) and op.inputs == (select.output,))
+        ops.append(replace(norm, inputs=select.inputs, output="last"))
+        outputs["last"] = "last"
+    needed, kept = set(outputs.values()), []
+    for op in reversed(ops):
+        if op.output in needed:
+            kept.append(op)
+            needed.update(op.inputs)
+    return replace(program, ops=tuple(reversed(kept)), outputs=outputs)
+
+
+class ReferenceTapper:
+    """In torch on the CPU."""
+
+    def __init__(self, bundle: Bundle, *, last: bool) -> None:
+        self._bundle, self._program = bundle, tap_program(bundle.pair, last=last)
+        self._precision = bundle.manifest.precision
+        self._interpreter = Interpreter(TorchWeights(bundle), self._precision, row_tile=None)
+        states = pair_programs(bundle.pair).prefill.states
+        self._states = {name: state for name, state in states.items() if not name.startswith("drafter.")}
+
+    def rows(self, ids: Sequence[int]) -> Rows:
+        """See :class:`Tapper`."""
+        memory = Memory.allocate(self._states, len(ids), self._precision, self._bundle.kv_scale)
+        found = self._interpreter.run(self._program, ids, memory)
+        return {name: _bits(rows) for name, rows in found.items()}
+
+    def close(self) -> None:
+        """Nothing to let go of."""
+
+
+def open_tapper(bundle: Bundle, *, last: bool) -> Tapper:
+    """The tapper of the bundle's own backend. Raises BackendError where that cannot run here."""
+    if bundle.manifest.backend == "reference":
+        return ReferenceTapper(bundle, last=last)
+    from edge_dflash.backends.cuda.taps import NativeTapper  # needs CUDA's bindings
+
+    return NativeTapper(bundle, last=last)
+
+
+def write_taps(
+    bundle: Bundle,
+    samples: Sequence[Sample],
+    folder: Path,
+    *,
+    progress: Progress = unheard,
+    tapper: Callable[..., Tapper] = open_tapper,
+) -> tuple[int, float]:
+    """Write the shards of ``samples`` that are missing in ``folder``; how many there are, and tokens a second.
+
+    Tokens a second are 0 where none was missing. Raises RequestError for a sample that does not fit the context.
+    """
+    most, last = bundle.manifest.max_context, needs_last(bundle.pair)
+    if (longest := max((len(one.ids) for one in samples), default=0)) > most:
+        raise RequestError(f"a prompt and its answer have {longest} tokens, the bundle holds {most}")
+    folder.mkdir(parents=True, exist_ok=True)
+    parts = parts_of(samples, shard_bytes(bundle.pair, 1))
+    wanted = [digest_of(part, fingerprint(bundle.manifest), str(last)) for part in parts]
+    missing = [i for i, digest in enumerate(wanted) if not shard_done(shard_path(folder, i), digest)]
+    total = sum(len(one.ids) for i in missing for one in parts[i])
+    progress(STAGE, 0, total)
+    if not missing:
+        return len(parts), 0.0
+    made, began = 0, time.perf_counter()
+    with closing(tapper(bundle, last=last)) as source:
+        for index in missing:
+            rows: dict[str, list[Bits]] = {"taps": [], **({"last": []} if last else {})}
+            for one in parts[index]:
+                for name, found in source.rows(one.ids).items():
+                    rows[name].append(found)
+                made += len(one.ids)
+                progress(STAGE, made, total)
+            write_shard(shard_path(folder, index), parts[index], rows, wanted[index])
+    return len(parts), made / max(time.perf_counter() - began, 1e-9)
+
+
+def needs_last(pair: PairSpec) -> bool:
+    """Whether the drafter learns the target's distribution."""
+    return pair.drafter is not None and pair.drafter.anchor_drafts
+
+
+def _bits(rows: torch.Tensor) -> Bits:
+    return rows.bfloat16().view(torch.int16).numpy().view(np.uint16)
