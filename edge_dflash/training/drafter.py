@@ -70,6 +70,7 @@ class BlockDrafter(nn.Module):
         self.quantized = False
         self._formats = formats or {}
         self._ropes: dict[RopeSpec, KeysValues] = {}
+        self._held: dict[str, tuple[tuple[int, ...], torch.Tensor]] = {}  # rounded matrices, while nothing is learnt
         frozen = {op.weight for op in self.propose.ops if isinstance(op, Remap)}  # ids are no numbers to learn
         for name in self.specs:
             values = nn.Parameter(weights[name].detach().float().clone(), requires_grad=name not in frozen)
@@ -78,6 +79,10 @@ class BlockDrafter(nn.Module):
     def tensor(self, name: str) -> torch.Tensor:
         """A weight by its canonical name."""
         return self.get_parameter(_key(name))
+
+    def forget_rounded(self) -> None:
+        """Free the rounded matrices that passes without gradients keep."""
+        self._held.clear()
 
     def weights(self) -> dict[str, torch.Tensor]:
         """All weights by canonical name."""
@@ -170,8 +175,14 @@ class BlockDrafter(nn.Module):
             return weight
         group = fused_group(name) if form == "nvfp4" else (name,)
         members = [self.tensor(one) for one in group if one in self.specs]
+        versions = tuple(one._version for one in members)
+        if not torch.is_grad_enabled() and name in self._held and self._held[name][0] == versions:
+            return self._held[name][1]
         largest = torch.stack([one.detach().bfloat16().abs().amax() for one in members]).amax().float()
-        return fake_weight(weight, form, largest)
+        held = fake_weight(weight, form, largest)
+        if not torch.is_grad_enabled():
+            self._held[name] = versions, held
+        return held
 
     def _keys_values(self, op: KvAppend | Attend, k: torch.Tensor, v: torch.Tensor, at: torch.Tensor) -> KeysValues:
         """Normed, turned, as stored: k, v [B, A, R, Hkv * D] at positions [.., A, R] to [B, Hkv, A * R, D]."""

@@ -94,6 +94,7 @@ class Shards:
 
     def __init__(self, folder: Path, count: int) -> None:
         """Raise CheckpointError for a shard that is missing or damaged."""
+        self.folder = folder
         self._places: list[tuple[int, int, int]] = []  # of each sample: shard, first row, rows
         self._ids: list[npt.NDArray[np.int32]] = []
         self._files = list[TensorFiles]()

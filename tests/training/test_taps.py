@@ -1,2 +1,121 @@
-"""Shards of taps: what they hold, that they are made again alone where one is missing, and what a training reads."""
+"""Shards of taps: what they hold, what is made again, and what a training reads of them."""
 
+import numpy as np
+import pytest
+import torch
+
+from edge_dflash.backends.reference.backend import ReferenceBackend
+from edge_dflash.bundle.reader import Bundle
+from edge_dflash.errors import RequestError
+from edge_dflash.model import pair_programs
+from edge_dflash.training import shards as shards_module
+from edge_dflash.training.shards import Order, Sample, Shards, shard_path
+from edge_dflash.training.taps import ReferenceTapper, tap_program, write_taps
+
+
+@pytest.fixture(scope="module")
+def bundle(ids_bundle):
+    return Bundle.open(ids_bundle)
+
+
+def samples(bundle, count=7, seed=0):
+    rng, size = np.random.default_rng(seed), bundle.pair.target.vocab_size
+    lengths = rng.integers(12, 40, count)
+    return [
+        Sample(tuple(rng.integers(0, size, n).tolist()), int(n) // 2, heldout=i % 3 == 2) for i, n in enumerate(lengths)
+    ]
+
+
+@pytest.fixture
+def small_shards(monkeypatch):
+    monkeypatch.setattr(shards_module, "SHARD_BYTES", 60_000)
+
+
+class Counting:
+    def __init__(self, inner):
+        self.inner, self.calls = inner, []
+
+    def __call__(self, bundle, *, last):
+        self.source = ReferenceTapper(bundle, last=last)
+        return self
+
+    def rows(self, ids):
+        self.calls.append(tuple(ids))
+        return self.source.rows(ids)
+
+    def close(self):
+        self.source.close()
+
+
+def test_taps_are_those_of_the_prefill_pass(bundle):
+    manifest, ids = bundle.manifest, list(range(3, 40))
+    backend = ReferenceBackend(bundle.pair, bundle, manifest.precision, max_context=128)
+    backend._interpreter._row_tile = None
+    wanted = backend._interpreter.run(pair_programs(bundle.pair).prefill, ids, backend._lanes[0].memory)
+    found = ReferenceTapper(bundle, last=True).rows(ids)
+    assert np.array_equal(found["taps"], wanted["taps"].bfloat16().view(torch.int16).numpy().view(np.uint16))
+    last = torch.from_numpy(found["last"][-1].view(np.int16)).view(torch.bfloat16)
+    assert torch.equal(last, wanted["hidden"][-1].bfloat16())
+    program = tap_program(bundle.pair, last=False)
+    assert not any(name.startswith("drafter.") for op in program.ops for name in op.weights)
+
+
+def test_a_shard_that_is_missing_or_of_something_else_is_made_again_alone(bundle, tmp_path, small_shards):
+    texts, seen = samples(bundle), []
+    count, rate = write_taps(bundle, texts, tmp_path, progress=lambda *now: seen.append(now))
+    assert count > 2
+    assert rate > 0
+    assert seen[-1] == ("taps", sum(len(one.ids) for one in texts), sum(len(one.ids) for one in texts))
+    kept = [shard_path(tmp_path, i).read_bytes() for i in range(count)]
+    again = Counting(bundle)
+    assert write_taps(bundle, texts, tmp_path, tapper=again) == (count, 0.0)
+    assert again.calls == []
+    shard_path(tmp_path, 1).unlink()
+    shard_path(tmp_path, 2).write_bytes(kept[2][:-7])  # cut, as by a full disk
+    write_taps(bundle, texts, tmp_path, tapper=again)
+    assert 0 < len(again.calls) < len(texts)
+    assert [shard_path(tmp_path, i).read_bytes() for i in range(count)] == kept
+    again.calls.clear()
+    changed = [Sample((*one.ids[:-1], 1), one.prompt, one.heldout) for one in texts]
+    write_taps(bundle, changed, tmp_path, tapper=again)
+    assert len(again.calls) >= len(texts) - 1
+
+
+def test_what_is_too_long_is_refused(bundle, tmp_path):
+    with pytest.raises(RequestError, match=f"the bundle holds {bundle.manifest.max_context}"):
+        write_taps(bundle, [Sample((1,) * (bundle.manifest.max_context + 1), 3)], tmp_path)
+
+
+def test_a_batch_has_what_the_shards_hold(bundle, tmp_path, small_shards):
+    texts = samples(bundle)
+    count, _ = write_taps(bundle, texts, tmp_path)
+    found = Shards(tmp_path, count)
+    assert found.heldout.tolist() == [i for i, one in enumerate(texts) if one.heldout]
+    assert sorted([*found.training, *found.heldout]) == list(range(len(texts)))
+    share = torch.tensor([[0.0, 0.999], [0.5, 0.2]])
+    batch = found.batch([0, 4], share, "cpu")
+    tapper = ReferenceTapper(bundle, last=False)
+    for row, index in enumerate((0, 4)):
+        one = texts[index]
+        assert batch.ids[row, : len(one.ids)].tolist() == list(one.ids)
+        wanted = torch.from_numpy(tapper.rows(one.ids)["taps"].view(np.int16)).view(torch.bfloat16).float()
+        assert torch.equal(batch.taps[row, : len(one.ids)], wanted)
+        assert not batch.taps[row, len(one.ids) :].any()
+        assert all(one.prompt <= anchor <= len(one.ids) - 2 for anchor in batch.anchors[row].tolist())
+    assert batch.anchors[0, 0] == texts[0].prompt
+    assert batch.anchors[0, 1] == len(texts[0].ids) - 2
+
+
+def test_steps_read_the_same_whatever_came_before_and_every_sample_in_an_epoch():
+    lengths = np.random.default_rng(0).integers(10, 400, 96)
+    first, second = Order(lengths, 8, seed=3), Order(lengths, 8, seed=3)
+    steps = [first.step(i) for i in range(30)]
+    for i in (29, 3, 17, 0):
+        assert np.array_equal(second.step(i), steps[i])
+        assert torch.equal(first.share(i, 5), second.share(i, 5))
+    assert sorted(np.concatenate(steps[:12]).tolist()) == list(range(96))
+    assert not np.array_equal(steps[0], Order(lengths, 8, seed=4).step(0))
+    spread = [np.ptp(lengths[step]) for step in steps]
+    assert np.mean(spread) < np.ptp(lengths) / 3
+    with pytest.raises(RequestError, match="two tokens"):
+        Order(np.zeros(0, np.int64), 8, seed=0)

@@ -1,0 +1,240 @@
+"""The training loop: steps, checks on the held-out split, checkpoints that a killed run goes on from.
+
+Hugging Face accelerate has the device, mixed precision, accumulation and the state on the disk. On a CPU a run that was
+killed and resumed ends with the weights of one that was not, bit for bit: what a step reads follows from its number.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from safetensors.torch import load_file, save_file
+
+from edge_dflash.backends import SMALL_MODEL
+from edge_dflash.builder.convert import one_thread
+from edge_dflash.common.progress import Progress, unheard
+from edge_dflash.errors import RequestError
+from edge_dflash.training.drafter import BlockDrafter
+from edge_dflash.training.forecast import BatchSize
+from edge_dflash.training.heldout import MOST, accept_length, walk_answers
+from edge_dflash.training.losses import Borrowed, block_loss
+from edge_dflash.training.shards import Order, Shards
+
+STAGE = "training"
+WARM_UP, LAST_RATE = 0.04, 0.02  # part of the steps; of the peak learning rate, at the end of the cosine
+PROBED = 12  # steps whose time says how many the minutes give
+CHECKING = 0.15  # of the minutes, for checks and checkpoints
+LEAST_STEPS = 20
+BEST = "best.safetensors"
+
+
+@dataclass(frozen=True)
+class TrainingPlan:
+    """Everything that decides a training, besides what it reads."""
+
+    steps: int = 0  # 0: as many as the minutes give
+    minutes: float = 0.0
+    batch: BatchSize = field(default_factory=lambda: BatchSize(8, 1, 16))  # its tokens are those of the answers
+    rate: float = 1e-3  # learning rate at its peak
+    weight_decay: float = 0.05
+    quantized_part: float = 0.5  # of the steps, at the end: with weights and keys rounded as in a bundle
+    checks: int = 10  # of the held-out split
+    patience: int = 4  # checks without a better one after which the training ends; 0: it runs to its end
+    seconds: float = 60.0  # between checkpoints
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Raise RequestError unless either steps or minutes are given."""
+        if (self.steps > 0) == (self.minutes > 0):
+            raise RequestError(f"{self.steps} steps and {self.minutes:g} minutes; give one of --steps and --minutes")
+
+
+@dataclass
+class TrainingState:
+    """How far a training is."""
+
+    step: int = 0
+    steps: int = 0  # of the whole training; 0: not known yet
+    seconds: float = 0.0  # of training
+    step_seconds: float = 0.0  # of a step, mean of the later half of the first ones
+    since_best: int = 0  # checks
+    best: float = 0.0  # accept length
+    best_step: int = 0
+    ended: bool = False
+    sums: list[float] = field(default_factory=list)  # losses since the last check
+    losses: list[tuple[int, float]] = field(default_factory=list)  # step, mean since the one before
+    lengths: list[tuple[int, float]] = field(default_factory=list)  # step, accept length on the held-out split
+
+    def state_dict(self) -> dict[str, Any]:
+        """For a checkpoint."""
+        return asdict(self)
+
+    def load_state_dict(self, found: dict[str, Any]) -> None:
+        """Of a checkpoint."""
+        for name, value in found.items():
+            setattr(self, name, value)
+
+
+def learning_rate(step: int, steps: int, peak: float) -> float:
+    """Linear warm-up, then a cosine."""
+    warm = max(1, round(steps * WARM_UP))
+    if step < warm:
+        return peak * (step + 1) / warm
+    return peak * (LAST_RATE + (1 - LAST_RATE) * 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, steps - warm))))
+
+
+class Trainer:
+    """Trains a drafter in ``folder``, from its start or from where an earlier run stood."""
+
+    def __init__(
+        self,
+        drafter: BlockDrafter,
+        borrowed: Borrowed,
+        shards: Shards,
+        plan: TrainingPlan,
+        folder: Path,
+        *,
+        device: str = "cpu",
+        log: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self._plan, self._shards, self._folder, self._device, self._log = plan, shards, folder, device, log
+        self._borrowed, self._state = borrowed, TrainingState()
+        gpu = device != "cpu"
+        self._accelerator = Accelerator(
+            cpu=not gpu,
+            mixed_precision="bf16" if gpu else "no",
+            gradient_accumulation_steps=plan.batch.accumulate,
+        )
+        trained = [p for p in drafter.parameters() if p.requires_grad]
+        groups = [
+            {"params": [p for p in trained if p.ndim == 2], "weight_decay": plan.weight_decay},
+            {"params": [p for p in trained if p.ndim != 2], "weight_decay": 0.0},
+        ]
+        optimizer = torch.optim.AdamW(groups, lr=plan.rate, betas=(0.9, 0.95), fused=gpu)
+        self._drafter: BlockDrafter
+        self._drafter, self._optimizer = self._accelerator.prepare(drafter, optimizer)
+        self._accelerator.register_for_checkpointing(self._state)
+        lengths = shards.lengths[shards.training]
+        self._order = Order(lengths, plan.batch.sequences, plan.seed)
+        heldout = shards.heldout if len(shards.heldout) else shards.training
+        self._heldout = [int(i) for i in heldout[np.linspace(0, len(heldout) - 1, min(MOST, len(heldout))).astype(int)]]
+
+    def run(self, progress: Progress = unheard) -> TrainingState:
+        """Train to the end. The best weights are then in ``folder``/best.safetensors."""
+        small = self._device == "cpu" and self._drafter.spec.hidden_size <= SMALL_MODEL
+        with one_thread() if small else nullcontext():
+            return self._run(progress)
+
+    def _run(self, progress: Progress) -> TrainingState:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        state, began = self._state, time.perf_counter()
+        if (kept := self._newest()) is not None:
+            self._accelerator.load_state(str(kept))
+        elif not state.lengths:
+            self._check()  # where it begins; an untouched drafter is the best so far
+        before, saved = state.seconds - (time.perf_counter() - began), time.perf_counter()
+        steps, times = state.steps or self._plan.steps, list[float]()
+        while not state.ended and (not steps or state.step < steps):
+            since = time.perf_counter()
+            state.sums.append(self._step(steps or 1_000_000))
+            state.step += 1
+            times.append(time.perf_counter() - since)
+            state.seconds = before + time.perf_counter() - began
+            if not state.step_seconds and len(times) == PROBED:
+                later = times[PROBED // 2 :]
+                state.step_seconds = sum(later) / len(later)
+            if not steps and state.step_seconds:
+                steps = state.steps = self._affordable(state)
+            progress(STAGE, state.step, steps)
+            if steps and (state.step % max(1, steps // self._plan.checks) == 0 or state.step == steps):
+                state.losses.append((state.step, round(sum(state.sums) / len(state.sums), 5)))
+                state.sums.clear()
+                self._check()
+                state.ended = state.step == steps or 0 < self._plan.patience <= state.since_best
+            if state.ended or time.perf_counter() - saved >= self._plan.seconds:
+                self._save()
+                saved = time.perf_counter()
+        return state
+
+    def best(self) -> dict[str, torch.Tensor]:
+        """Weights of the best check, by canonical name."""
+        return load_file(str(self._folder / BEST))
+
+    def _affordable(self, state: TrainingState) -> int:
+        left = 60 * self._plan.minutes * (1 - CHECKING) - state.seconds
+        return max(LEAST_STEPS, state.step + int(left / state.step_seconds))
+
+    def _step(self, steps: int) -> float:
+        """One step of the optimizer; the mean loss of its passes."""
+        plan, state, total = self._plan, self._state, 0.0
+        self._drafter.quantized = state.step >= steps * (1 - plan.quantized_part)
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate(state.step, steps, plan.rate)
+        for number in range(plan.batch.accumulate):
+            at = state.step * plan.batch.accumulate + number
+            indices = self._shards.training[self._order.step(at)]
+            batch = self._shards.batch(indices.tolist(), self._order.share(at, plan.batch.anchors), self._device)
+            with self._accelerator.accumulate(self._drafter):
+                with self._accelerator.autocast():
+                    loss = block_loss(self._drafter, self._borrowed, batch)
+                self._accelerator.backward(loss)
+                if self._accelerator.sync_gradients:
+                    self._accelerator.clip_grad_norm_(self._drafter.parameters(), 1.0)
+                self._optimizer.step()
+                self._optimizer.zero_grad()
+            total += float(loss.detach())
+        return total / plan.batch.accumulate
+
+    def _check(self) -> None:
+        """Accept length on the held-out split, as a bundle holds the weights; the best ones are kept."""
+        state, before = self._state, self._drafter.quantized
+        self._drafter.quantized = True
+        with self._accelerator.autocast():
+            walked = walk_answers(self._drafter, self._borrowed, self._shards, self._heldout, self._device)
+        self._drafter.quantized = before
+        self._drafter.forget_rounded()
+        length = accept_length(walked)
+        state.lengths.append((state.step, round(length, 4)))
+        state.since_best += 1
+        if length > state.best or not state.best:
+            state.best, state.best_step, state.since_best = length, state.step, 0
+            half = self._folder / f"{BEST}.part"
+            save_file({n: t.cpu().contiguous() for n, t in self._drafter.weights().items()}, str(half))
+            half.replace(self._folder / BEST)
+        loss = f"loss {state.losses[-1][1]:.4f}, " if state.losses else ""
+        self._log(f"step {state.step}: {loss}accept length {length:.3f} on held-out answers")
+
+    def _save(self) -> None:
+        """A checkpoint, whole or not at all; older ones go."""
+        half, whole = self._folder / "checkpoint.part", self._folder / f"checkpoint-{self._state.step:08}"
+        shutil.rmtree(half, ignore_errors=True)
+        self._accelerator.save_state(str(half))
+        for file in half.iterdir():
+            with file.open("rb") as data:
+                os.fsync(data.fileno())
+        half.replace(whole)
+        for other in self._checkpoints():
+            if other != whole:
+                shutil.rmtree(other)
+
+    def _newest(self) -> Path | None:
+        return max(self._checkpoints(), default=None)
+
+    def _checkpoints(self) -> list[Path]:
+        return [path for path in self._folder.glob("checkpoint-*") if path.is_dir()]
+
+
+def kept_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """The best weights of a training that has ended or not, by canonical name."""
+    return load_file(str(folder / BEST))

@@ -1,0 +1,47 @@
+"""A small pair with taps of random answers, for tests of the training."""
+
+import numpy as np
+
+from edge_dflash.bundle.reader import Bundle
+from edge_dflash.training.drafter import EMBEDDING, HEAD, BlockDrafter, drafter_weights
+from edge_dflash.training.forecast import BatchSize
+from edge_dflash.training.losses import Borrowed
+from edge_dflash.training.shards import Sample, Shards
+from edge_dflash.training.taps import write_taps
+from edge_dflash.training.trainer import TrainingPlan
+from edge_dflash.weights.quantize import dequantize
+
+
+def answers(bundle, count=12):
+    """Prompts of random tokens and answers that repeat a few patterns: something to learn."""
+    rng, size = np.random.default_rng(0), bundle.pair.target.vocab_size
+    patterns = rng.integers(0, size, (2, 30))
+    return [
+        Sample((*rng.integers(0, size, 6).tolist(), *patterns[i % 2].tolist()), 6, heldout=i >= count - 4)
+        for i in range(count)
+    ]
+
+
+def prepared(path, folder):
+    """The bundle, and shards of its taps in a folder."""
+    bundle = Bundle.open(path)
+    count, _ = write_taps(bundle, answers(bundle), folder)
+    return bundle, Shards(folder, count)
+
+
+def reopened(path, folder):
+    """The same in another process."""
+    return Bundle.open(path), Shards(folder, len(list(folder.glob("*.safetensors"))))
+
+
+def drafter_of(bundle, weights=None):
+    held = weights or {name: dequantize(bundle.get(name)) for name in drafter_weights(bundle.pair)}
+    return BlockDrafter(bundle.pair, held, bundle.manifest.weights)
+
+
+def borrowed_of(bundle):
+    return Borrowed(dequantize(bundle.get(EMBEDDING)), dequantize(bundle.get(HEAD)))
+
+
+def plan(**changes):
+    return TrainingPlan(**{"batch": BatchSize(4, 1, 4), "rate": 3e-3, "checks": 4, **changes})

@@ -1,0 +1,107 @@
+"""Training of a small drafter: it learns, keeps its best, and goes on after a kill as if nothing had happened."""
+
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from training_support import borrowed_of, drafter_of, plan, prepared
+
+from edge_dflash.errors import RequestError
+from edge_dflash.training.forecast import BatchSize
+from edge_dflash.training.heldout import accept_length, walk_answers
+from edge_dflash.training.trainer import Trainer, TrainingPlan, kept_weights, learning_rate
+
+
+@pytest.fixture(scope="module")
+def ready(ids_bundle, tmp_path_factory):
+    """Bundle and shards."""
+    return prepared(ids_bundle, tmp_path_factory.mktemp("taps"))
+
+
+def trained(ready, folder, given, **more):
+    bundle, shards = ready
+    trainer = Trainer(drafter_of(bundle), borrowed_of(bundle), shards, given, folder, **more)
+    return trainer.run()
+
+
+def test_a_drafter_learns_what_its_target_answers_and_the_best_is_kept(ready, tmp_path):
+    said = []
+    state = trained(ready, tmp_path, plan(steps=60), log=said.append)
+    first, best = state.lengths[0][1], max(length for _, length in state.lengths)
+    assert state.lengths[0][0] == 0
+    assert best > first + 0.5
+    assert state.losses[-1][1] < state.losses[0][1]
+    assert state.best == pytest.approx(best, abs=1e-3)
+    bundle, shards = ready
+    kept = drafter_of(bundle, kept_weights(tmp_path))
+    kept.quantized = True
+    walked = walk_answers(kept, borrowed_of(bundle), shards, shards.heldout.tolist(), "cpu")
+    assert accept_length(walked) == pytest.approx(state.best)
+    assert "accept length" in said[-1]
+
+
+CHILD = """
+import sys
+from pathlib import Path
+sys.path[:0] = {path!r}
+from training_support import borrowed_of, drafter_of, plan, reopened
+from edge_dflash.training.trainer import Trainer
+bundle, shards = reopened(Path({bundle!r}), Path({taps!r}))
+Trainer(drafter_of(bundle), borrowed_of(bundle), shards, plan(steps=12, seconds=0.0), Path({folder!r})).run(
+    lambda stage, done, total: print(done, flush=True)
+)
+"""
+
+
+def test_a_killed_run_ends_with_the_weights_of_one_that_was_not(ready, ids_bundle, tmp_path):
+    _, shards = ready
+    whole = trained(ready, tmp_path / "whole", plan(steps=12, seconds=0.0))
+    code = CHILD.format(path=sys.path, bundle=str(ids_bundle), taps=str(shards.folder), folder=str(tmp_path / "cut"))
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as child:
+        for line in child.stdout:
+            if int(line) >= 5:
+                os.kill(child.pid, signal.SIGKILL)
+                break
+    (tmp_path / "cut" / "checkpoint.part").mkdir(exist_ok=True)  # what a kill leaves
+    resumed = trained(ready, tmp_path / "cut", plan(steps=12, seconds=0.0))
+    assert resumed.step == whole.step == 12
+    assert resumed.lengths == whole.lengths
+    ours, theirs = (kept_weights(tmp_path / name) for name in ("cut", "whole"))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_accumulated_passes_are_one_larger_batch(ready, tmp_path):
+    for name, batch in (("one", BatchSize(2, 1, 3)), ("two", BatchSize(2, 1, 3, accumulate=2))):
+        trained(ready, tmp_path / name, replace(plan(steps=3), batch=batch))
+    one, two = (kept_weights(tmp_path / name) for name in ("one", "two"))
+    assert any(not torch.equal(one[name], two[name]) for name in one)
+
+
+def test_it_ends_when_the_held_out_answers_get_no_better(ready, tmp_path):
+    state = trained(ready, tmp_path, replace(plan(steps=400), rate=1e-12, patience=2, checks=100))
+    assert state.step < 40
+    assert state.best_step == 0
+
+
+def test_minutes_become_steps(ready, tmp_path):
+    state = trained(ready, tmp_path, plan(steps=0, minutes=0.05, patience=0))
+    assert state.step == state.steps >= 20
+    assert state.step_seconds > 0
+
+
+def test_plans_that_say_nothing_or_both_are_refused():
+    for steps, minutes in ((0, 0.0), (3, 1.0)):
+        with pytest.raises(RequestError, match="give one of --steps and --minutes"):
+            TrainingPlan(steps=steps, minutes=minutes)
+
+
+def test_the_learning_rate_rises_and_falls():
+    rates = [learning_rate(step, 100, 1.0) for step in range(100)]
+    assert np.argmax(rates) in (3, 4)
+    assert rates[0] == 0.25
+    assert rates[-1] < 0.03
