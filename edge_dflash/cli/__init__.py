@@ -32,6 +32,7 @@ COMMANDS = {
     "bench": "Time a pair against the speed of memory.",
     "inspect": "Print bytes, memory and speed limits of a pair.",
     "serve": "Answer the OpenAI API on a socket.",
+    "train-drafter": "Train a drafter on your own prompts.",
     "doctor": "Check that this machine can serve a bundle.",
     "service": "Install, upgrade and remove the systemd service.",
 }
@@ -48,7 +49,8 @@ class _Commands(MutableMapping[str, Any]):
             if name not in COMMANDS:
                 raise KeyError(name)
             with _starting():
-                app = getattr(import_module(f"edge_dflash.cli.{name}"), name)
+                module = name.replace("-", "_")
+                app = getattr(import_module(f"edge_dflash.cli.{module}"), module)
             if not isinstance(app, typer.Typer):
                 function, app = app, typer.Typer(add_completion=False, rich_markup_mode=None)
                 app.command(name)(function)
@@ -146,9 +148,12 @@ def run(argv: Sequence[str]) -> int:
         _print_error(f"{error.format_message()} (see {command} --help)")
         return error.exit_code
     except ModuleNotFoundError as error:
-        if error.name != "torch":
+        extras = {"torch": "build", "accelerate": "train"}
+        if error.name not in extras:
             raise
-        _print_error("this command needs torch; install it with: pip install 'edge-dflash[build]'")
+        _print_error(
+            f"this command needs {error.name}; install it with: pip install 'edge-dflash[{extras[error.name]}]'"
+        )
         return BackendError.exit_code
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nobody reads: let the last flush go nowhere

@@ -1,0 +1,151 @@
+"""``edge-dflash train-drafter``: a drafter for one's own prompts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from edge_dflash.cli.build import find_recipe, given_drafter
+from edge_dflash.cli.output import Json, emit_json, named_table, say, show, stages
+from edge_dflash.common.tables import encode
+from edge_dflash.errors import RequestError
+
+if TYPE_CHECKING:
+    from edge_dflash.training.run import TrainingResult
+
+Data = Annotated[
+    list[Path] | None,
+    typer.Option(metavar="FILE", help="Prompts, one JSON object a line; again for a mixture."),
+]
+Init = Annotated[
+    Path | None,
+    typer.Option(help="Drafter to begin with; a directory with a config.json alone: its sizes; none: published sizes."),
+]
+Steps = Annotated[int, typer.Option(metavar="N", min=0, help="Steps of the optimizer.")]
+Minutes = Annotated[float, typer.Option(metavar="M", min=0.0, help="Minutes of training, instead of --steps.")]
+Recipe = Annotated[Path | None, typer.Option(help="Recipe of the bundles that are trained with and evaluated.")]
+Arch = Annotated[str | None, typer.Option(help="What they run on; default: this machine's GPU, or cpu.")]
+MaxContext = Annotated[int | None, typer.Option(help="Most tokens of a prompt and its answer.")]
+Mask = Annotated[
+    int | None, typer.Option("--mask-token", help="Id that stands for a draft, of a drafter from scratch.")
+]
+Sampled = Annotated[int, typer.Option(min=0, help="Answers drawn for each prompt, besides the greedy one.")]
+NewTokens = Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")]
+Prompts = Annotated[int | None, typer.Option(min=2, help="Prompts of each file, at most.")]
+Heldout = Annotated[
+    int | None, typer.Option(min=1, help="Prompts of each file held out; default: a tenth, 200 at most.")
+]
+Evaluated = Annotated[int, typer.Option(min=1, help="Held-out prompts that are decoded before and after.")]
+Sequences = Annotated[int, typer.Option(min=1, help="Answers of a pass.")]
+Anchors = Annotated[int, typer.Option(min=1, help="Blocks of each answer of a pass.")]
+Accumulate = Annotated[int, typer.Option(min=1, help="Passes of a step.")]
+Rate = Annotated[float | None, typer.Option(min=0.0, help="Peak learning rate; default: 3e-4, from scratch 1e-3.")]
+Patience = Annotated[int, typer.Option(min=0, help="Checks without a better accept length that end it; 0: none do.")]
+Disk = Annotated[float, typer.Option(metavar="GB", min=0.0, help="Most that the target's taps may take of the disk.")]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Print memory, disk and hours, measured and computed, and end.")
+]
+
+
+def train_drafter(
+    target: Annotated[Path | None, typer.Option(help="The target: a Hugging Face checkpoint, or a bundle.")] = None,
+    data: Data = None,
+    output: Annotated[Path | None, typer.Option(help="Directory of the trained drafter.")] = None,
+    *,
+    drafter: Init = None,
+    steps: Steps = 0,
+    minutes: Minutes = 0.0,
+    recipe: Recipe = None,
+    arch: Arch = None,
+    max_context: MaxContext = None,
+    mask_token: Mask = None,
+    sampled: Sampled = 1,
+    new_tokens: NewTokens = 512,
+    prompts: Prompts = None,
+    heldout: Heldout = None,
+    evaluated: Evaluated = 32,
+    sequences: Sequences = 8,
+    anchors: Anchors = 16,
+    accumulate: Accumulate = 1,
+    rate: Rate = None,
+    patience: Patience = 4,
+    disk: Disk = 50.0,
+    seed: Annotated[int, typer.Option(help="Of the start, the order and the anchors.")] = 0,
+    dry_run: DryRun = False,
+    json: Json = False,
+) -> None:
+    """Train a drafter on your own prompts: the target answers them itself, and the drafter learns to foresee it.
+
+    Stages: answers of the quantized target, greedy and drawn; its taps over them; training; evaluation on prompts held
+    out. A command that was stopped goes on where it stood when it is given again; what it keeps lies in OUTPUT/work.
+    OUTPUT is then a drafter for `edge-dflash build --drafter`, with a card.json: what it was trained on, accept lengths
+    before and after. One that is worse than what it began with is kept in OUTPUT/worse and said so (exit code 9).
+
+    Lines of FILE have messages or a prompt, perhaps a schema, regex, grammar or tools, perhaps an answer; a planner or
+    service writes them with its option `record`. Needs the extra train; runs on the GPU that torch finds, else a CPU.
+
+    JSON keys: drafter (path), better, accept_length (before, after), measures (of each way: accept_length,
+    tokens_per_second, plain_tokens_per_second, compared and equal answers), acceptance (by position), steps, seconds.
+    With --dry-run: parameters, memory (bytes by purpose, total), disk (bytes), answers_hours, taps_hours,
+    training_hours, hours.
+    """
+    given: dict[str, Any] = dict(locals())
+    for name in ("dry_run", "json"):
+        given.pop(name)
+    for name in ("target", "data", "output"):
+        if not given[name]:
+            raise typer.BadParameter(f"Missing option '--{name}'.")
+    if not dry_run and (steps > 0) == (minutes > 0):
+        raise RequestError(f"{steps} steps and {minutes:g} minutes; give one of --steps and --minutes")
+    given |= {"data": tuple(given["data"]), "drafter": given_drafter(drafter)}
+    given["recipe"] = find_recipe(recipe) if recipe is not None else None
+    with stages():  # torch takes seconds to import
+        from edge_dflash.training import dryrun, run
+        from edge_dflash.training.workdir import TrainingRun
+    training = TrainingRun(**given)
+    with stages() as report:
+        if dry_run:
+            told = dryrun.dry_run(training, report, say)
+        else:
+            result = run.train_drafter(training, report, say)
+    if dry_run:
+        emit_json(told.to_json()) if json else print("\n".join(told.lines))
+        return
+    _report(result, json)
+    if not result.card.better:
+        raise typer.Exit(9)
+
+
+def _report(result: TrainingResult, json: bool) -> None:
+    """Print what was trained."""
+    card = result.card
+    if json:
+        emit_json(
+            {
+                "drafter": str(result.drafter),
+                "better": card.better,
+                "accept_length": encode(card.accept_length),
+                "measures": {name: dict(one) for name, one in card.measures.items()},
+                "acceptance": {name: list(one) for name, one in card.acceptance.items()},
+                "steps": card.steps,
+                "seconds": round(result.seconds, 1),
+            }
+        )
+        return
+    table = named_table(
+        "Held-out prompts", "way", right=["accept length", "tokens/s", "plain tokens/s", "equal to plain"]
+    )
+    for name, one in card.measures.items():
+        plain = one.get("plain_tokens_per_second")
+        table.add_row(
+            name,
+            f"{one['accept_length']:.2f}",
+            f"{one['tokens_per_second']:,.1f}",
+            "" if plain is None else f"{plain:,.1f}",
+            f"{one['equal']:.0f} of {one['compared']:.0f}",
+        )
+    show(table)
+    begun = "" if card.accept_length.before is None else f" (before: {card.accept_length.before:.2f})"
+    print(f"trained {result.drafter}: accept length {card.accept_length.after:.2f}{begun}, {card.steps} steps")

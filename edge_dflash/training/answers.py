@@ -1,0 +1,185 @@
+"""The target's own answers to the prompts: greedy, and drawn, with the form that each prompt asks for.
+
+They are appended to a file as they come, whole lines only; what is there is not asked again. So a call that was killed
+is gone on with by the same call, and the set of answers is that of one that was not.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+from edge_dflash.common.progress import Progress, unheard
+from edge_dflash.decode.options import PlanOptions, as_messages
+from edge_dflash.errors import ContextError, RequestError
+from edge_dflash.planner import Planner
+from edge_dflash.runner.recording import mend
+from edge_dflash.text.chat import encode_conversation
+from edge_dflash.text.tokenizer import Tokenizer
+from edge_dflash.training.data import TrainingData, TrainingTask
+
+Way = Literal["greedy", "sampled", "given"]
+STAGE = "answers"
+_SYNC = 5.0  # seconds between two times that the disk is told to keep what it has
+
+
+@dataclass(frozen=True, order=True)
+class Answer:
+    """A prompt and an answer to it, as ids."""
+
+    task: int  # index of the task
+    way: Way
+    number: int  # of drawn answers
+    heldout: bool = field(compare=False)
+    prompt: tuple[int, ...] = field(compare=False)
+    tokens: tuple[int, ...] = field(compare=False)  # the stop token included, if the answer ended by itself
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """An answer that is missing."""
+
+    task: TrainingTask
+    way: Way
+    number: int = 0
+
+
+def prompt_ids(tokenizer: Tokenizer, task: TrainingTask) -> tuple[int, ...]:
+    """Ids of a prompt, as a request of the same messages has them. Raises RequestError where that cannot be."""
+    if task.raw and isinstance(task.asked, str):
+        return tokenizer.encode(task.asked)
+    messages = as_messages(task.asked)
+    if messages is None or (isinstance(task.asked, str) and tokenizer.template is None):
+        return tokenizer.encode_text(str(task.asked))
+    tools, thinking = task.options.get("tools"), bool(task.options.get("thinking", False))
+    return tuple(encode_conversation(tokenizer, messages, tools=tools, enable_thinking=thinking))
+
+
+def make_answers(
+    planner: Planner,
+    data: TrainingData,
+    file: Path,
+    *,
+    new_tokens: int,
+    sampled: int = 1,
+    temperature: float = 0.7,
+    progress: Progress = unheard,
+) -> int:
+    """Append the answers that are missing in ``file``; how many tokens were made.
+
+    Tasks to train on are answered greedily and ``sampled`` times by seed, unless they have an answer; held-out ones
+    greedily. Prompts that are too long for the context are left out. Raises RequestError for a task that the bundle
+    cannot be asked, naming its line.
+    """
+    tokenizer = planner.tokenizer
+    if tokenizer is None:
+        raise RequestError("the target has no tokenizer: its prompts cannot be read; give a checkpoint with one")
+    done = {(one.task, one.way, one.number) for one in read_answers(file)}
+    whole = list(_wanted(data, sampled))
+    rest = [one for one in whole if (one.task.index, one.way, one.number) not in done]
+    progress(STAGE, len(whole) - len(rest), len(whole))
+    made = 0
+    with file.open("ab") as out, ThreadPoolExecutor(2 * planner.shape.lanes) as pool:
+        waiting = iter(rest)
+        pending: set[Future[Answer | None]] = set()
+        synced, finished = time.monotonic(), len(whole) - len(rest)
+
+        def ask(one: _Asked) -> Answer | None:
+            return _answer(planner, tokenizer, data, one, new_tokens, temperature)
+
+        try:
+            while True:
+                pending |= {pool.submit(ask, one) for one in islice(waiting, 4 * planner.shape.lanes - len(pending))}
+                if not pending:
+                    break
+                ready, pending = wait(pending, return_when=FIRST_COMPLETED)
+                for future in ready:
+                    answer = future.result()
+                    if answer is not None:
+                        out.write(_line(answer))
+                        made += len(answer.tokens)
+                out.flush()
+                if time.monotonic() - synced > _SYNC:
+                    os.fsync(out.fileno())
+                    synced = time.monotonic()
+                finished += len(ready)
+                progress(STAGE, finished, len(whole))
+        finally:
+            pool.shutdown(cancel_futures=True)
+        os.fsync(out.fileno())
+    return made
+
+
+def read_answers(file: Path) -> tuple[Answer, ...]:
+    """The answers in a file, by task; a line that a kill tore is cut off. Raises RequestError for a damaged file."""
+    try:
+        descriptor = os.open(file, os.O_RDWR)
+    except FileNotFoundError:
+        return ()
+    try:
+        mend(descriptor)
+    finally:
+        os.close(descriptor)
+    found: dict[tuple[int, str, int], Answer] = {}
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines):
+            try:
+                body = json.loads(line)
+                prompt, tokens = (tuple(map(int, body.pop(name))) for name in ("prompt", "tokens"))
+                one = Answer(**body, prompt=prompt, tokens=tokens)
+            except (ValueError, TypeError, KeyError, AttributeError):
+                raise RequestError(f"{file}: line {number + 1} is damaged; remove it and run again") from None
+            found[one.task, one.way, one.number] = one
+    return tuple(sorted(found.values()))
+
+
+def _wanted(data: TrainingData, sampled: int) -> Iterator[_Asked]:
+    for task in data.tasks:
+        if task.heldout:
+            yield _Asked(task, "greedy")
+        elif task.answer is not None:
+            yield _Asked(task, "given")
+        else:
+            yield _Asked(task, "greedy")
+            for number in range(sampled):
+                yield _Asked(task, "sampled", number)
+
+
+def _answer(
+    planner: Planner, tokenizer: Tokenizer, data: TrainingData, one: _Asked, new_tokens: int, temperature: float
+) -> Answer | None:
+    """The answer to one prompt; None where it does not fit."""
+    task = one.task
+    try:
+        prompt = prompt_ids(tokenizer, task)
+        if one.way == "given":
+            tokens = (*tokenizer.encode_text(task.answer or ""), *_end(planner, tokenizer))
+            room = planner.shape.usable_context
+            return Answer(task.index, one.way, 0, False, prompt, tokens) if len(prompt) + len(tokens) <= room else None
+        options: PlanOptions = {**task.options, "max_new_tokens": new_tokens}  # type: ignore[typeddict-item]
+        if one.way == "sampled":
+            options |= {"temperature": temperature, "seed": task.index * 1009 + one.number}
+        plan = planner.plan(prompt, **options)
+    except ContextError:
+        return None
+    except RequestError as error:
+        raise RequestError(f"{data.path}: line {task.index + 1}: {error}") from None
+    return Answer(task.index, one.way, one.number, task.heldout, prompt, plan.tokens)
+
+
+def _end(planner: Planner, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The token that ends an answer."""
+    stops, own = planner.stop_token_ids, tokenizer.eos_token_id
+    return (own,) if own is not None and own in stops else stops[:1]
+
+
+def _line(one: Answer) -> bytes:
+    body: dict[str, Any] = {name: getattr(one, name) for name in one.__dataclass_fields__}
+    return json.dumps(body).encode() + b"\n"

@@ -1,0 +1,130 @@
+"""Where a training keeps what is done, and what decides it: the same command goes on where a kill stopped it."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import shutil
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from edge_dflash.errors import RequestError
+from edge_dflash.training.forecast import BatchSize
+
+RUN = "run.json"
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """Everything that decides the training of a drafter; None: what suits the pair or the machine."""
+
+    target: Path  # a checkpoint, or a bundle of it
+    data: tuple[Path, ...]  # files of prompts; several: a mixture
+    output: Path
+    drafter: Path | None = None  # to begin with; a directory with a config.json alone: its sizes
+    steps: int = 0
+    minutes: float = 0.0  # one of the two; of the training stage
+    arch: str | None = None  # of the bundles; None: this machine's GPU, or cpu
+    recipe: Path | None = None  # of a checkpoint
+    max_context: int | None = None
+    mask_token: int | None = None  # of a drafter from scratch
+    sampled: int = 1  # answers drawn for each prompt, besides the greedy one
+    temperature: float = 0.7
+    new_tokens: int = 512  # of an answer
+    prompts: int | None = None  # of each file, at most
+    heldout: int | None = None  # of each file
+    evaluated: int = 32  # held-out tasks that are decoded before and after
+    plain: int = 8  # of these, also decoded plainly, and compared
+    sequences: int = 8  # of a pass
+    anchors: int = 16  # blocks of each
+    accumulate: int = 1  # passes of a step
+    rate: float | None = None  # peak learning rate; None: 3e-4, from scratch 1e-3
+    patience: int = 4
+    disk: float = 50.0  # GB of taps, at most
+    seed: int = 0
+
+    @property
+    def batch(self) -> BatchSize:
+        """One pass of a step; its tokens are those of the answers."""
+        return BatchSize(self.sequences, 1, self.anchors, self.accumulate)
+
+    def to_json(self) -> dict[str, Any]:
+        """For run.json: how much disk it may take is no part of what it is."""
+        body = {name: _plain(value) for name, value in asdict(self).items()}
+        return {name: value for name, value in body.items() if name not in ("output", "disk")}
+
+
+class TrainingDir:
+    """The locked folder ``OUTPUT/work``. Use as a context manager.
+
+    Raises RequestError where another process trains there, or what lies there is of another training.
+    """
+
+    def __init__(self, run: TrainingRun) -> None:
+        self.root = run.output / "work"
+        self.start, self.before, self.after = (self.root / name for name in ("start", "before", "after"))
+        self.taps, self.training = self.root / "taps", self.root / "training"
+        self.evaluation, self.speeds = self.root / "evaluation.json", self.root / "speeds.json"
+        self.root.mkdir(parents=True, exist_ok=True)
+        self._lock = (self.root / "lock").open("a")
+        try:
+            self._take(run)
+        except BaseException:
+            self._lock.close()
+            raise
+
+    def __enter__(self) -> TrainingDir:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._lock.close()
+
+    def answers(self, index: int) -> Path:
+        """Answers to the prompts of one file."""
+        return self.root / f"answers-{index}.jsonl"
+
+    def read(self, path: Path) -> dict[str, Any]:
+        """A JSON object that a stage left; empty without one."""
+        with suppress(OSError, ValueError):
+            found = json.loads(path.read_text(encoding="utf-8"))
+            return found if isinstance(found, dict) else {}
+        return {}
+
+    def write(self, path: Path, body: dict[str, Any]) -> None:
+        """Leave a JSON object, whole or not at all."""
+        half = path.with_suffix(".part")
+        half.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
+        half.replace(path)
+
+    def clear(self) -> None:
+        """Remove what only a training that goes on needs."""
+        for folder in (self.taps, self.training, self.after):
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _take(self, run: TrainingRun) -> None:
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RequestError(f"another process trains in {run.output}; give another --output") from None
+        path, body = self.root / RUN, run.to_json()
+        if not (found := self.read(path)):
+            self.write(path, body)
+            return
+        other = [name for name, value in body.items() if found.get(name) != value]
+        if other:
+            name = other[0]
+            raise RequestError(
+                f"{self.root} is of a training with --{name.replace('_', '-')} {found.get(name)}, now it is "
+                f"{body[name]}; give the same, another --output, or remove {self.root}"
+            )
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_plain(one) for one in value]
+    return str(value.resolve()) if isinstance(value, Path) else value
