@@ -17,8 +17,7 @@ from edge_dflash.model import pair_programs
 from edge_dflash.model.specs import DrafterSpec, PairSpec
 
 FLOAT, BF16 = 4, 2  # bytes
-ROWS_HIDDEN, ROWS_HEADS, ROWS_KV, ROWS_MLP = 6, 6, 2, 4  # tensors kept of a layer for each row of a block
-CONTEXT_KV, CONTEXT_HIDDEN = 4, 3  # and for each token of the context: of a layer, and before all layers
+ROWS_MLP = 4  # tensors kept of a layer's MLP for each row of a block
 LOGITS = 3  # float32 tensors of the logits: themselves, their softmax, their gradient
 SPARE = 0.08  # of the sum: what the allocator cannot hand out, and its workspaces
 CONTEXT_BYTES = 600 << 20  # of the device, before the first tensor
@@ -158,17 +157,26 @@ def training_bytes(pair: PairSpec, batch: BatchSize, *, mixed: bool = True, reco
 def activation_bytes(drafter: DrafterSpec, batch: BatchSize, width: int, *, recompute: bool = False) -> int:
     """Bytes that autograd keeps of the drafter's layers; ``width`` of a product's input, 2 or 4.
 
-    The residual stream and the scores stay in float32; in mixed precision the scores have a BF16 copy, too.
+    The residual stream and what norms read stay in float32. Attention keeps no scores, but its mask: a number for each
+    row of a block and each key.
     """
-    attention, hidden = drafter.attention, drafter.hidden_size
+    attention, hidden, wide = drafter.attention, drafter.hidden_size, width != FLOAT
     heads, kv = attention.heads * attention.head_dim, attention.kv_heads * attention.head_dim
     context = batch.sequences * batch.tokens
-    rows = batch.sequences * batch.anchors * drafter.block_size
-    row = ROWS_HIDDEN * FLOAT * hidden + width * (ROWS_HEADS * heads + ROWS_KV * kv)
-    row += width * ROWS_MLP * drafter.intermediate_size
-    scores = attention.heads * (batch.tokens + drafter.block_size) * (FLOAT + (width if width != FLOAT else 0))
-    layer = rows * (row + scores) + context * CONTEXT_KV * width * kv
-    before = context * CONTEXT_HIDDEN * FLOAT * hidden + rows * FLOAT * hidden
+    block = batch.anchors * drafter.block_size
+    rows = batch.sequences * block
+    row = (
+        hidden * (2 * FLOAT + 2 * width)
+        + heads * (FLOAT + 3 * width)
+        + kv * FLOAT
+        + width * ROWS_MLP * drafter.intermediate_size
+    )
+    keys = (context + rows) * 2 * width * kv + context * kv * FLOAT
+    mask = rows * (batch.tokens + block) * width
+    layer = rows * row + keys + mask
+    before = context * hidden * (FLOAT + width) + rows * FLOAT * hidden
+    if wide:  # the norm's input is a cast copy
+        before += context * hidden * FLOAT
     if recompute:
         return before + layer + drafter.num_layers * rows * FLOAT * hidden
     return before + drafter.num_layers * layer

@@ -6,13 +6,13 @@ from math import prod
 import pytest
 import torch
 
-from calib.demo.drafter import Drafter, DrafterConfig
 from edge_dflash.checks.random_pair import synthetic_pair
 from edge_dflash.demo.tasks import MODELS
 from edge_dflash.errors import RequestError
 from edge_dflash.model import pair_programs
 from edge_dflash.model.registry import read_pair
 from edge_dflash.model.specs import PairSpec
+from edge_dflash.training.drafter import BlockDrafter
 from edge_dflash.training.forecast import (
     FLOAT,
     BatchSize,
@@ -23,6 +23,7 @@ from edge_dflash.training.forecast import (
     shard_bytes,
     training_bytes,
 )
+from edge_dflash.training.start import random_weights
 
 GB = 10**9
 BATCH = BatchSize(sequences=2, tokens=160, anchors=4)
@@ -52,17 +53,18 @@ def test_parameters_gradients_and_moments_are_what_torch_allocates(demo):
 
 
 def test_parameters_are_those_of_the_module_that_is_trained(demo):
-    assert drafter_parameters(demo) == sum(p.numel() for p in Drafter(DrafterConfig()).parameters())
+    module = BlockDrafter(demo, random_weights(demo))
+    assert drafter_parameters(demo) == sum(p.numel() for p in module.parameters())
 
 
-def kept_by_autograd(config: DrafterConfig, batch: BatchSize) -> int:
+def kept_by_autograd(pair: PairSpec, batch: BatchSize) -> int:
     """Bytes of the storages that a forward pass keeps, without parameters and what it is given."""
     torch.manual_seed(0)
-    drafter, vocabulary = Drafter(config), config.vocab_size
-    embedding = torch.randn(vocabulary, config.hidden_size)
-    taps = torch.randn(batch.sequences, batch.tokens, len(config.target_layer_ids) * config.hidden_size)
+    drafter, target = BlockDrafter(pair, random_weights(pair)), pair.target
+    embedding = torch.randn(target.vocab_size, target.hidden_size)
+    taps = torch.randn(batch.sequences, batch.tokens, len(pair.drafter.target_layer_ids) * target.hidden_size)
     anchors = torch.randint(4, batch.tokens - 20, (batch.sequences, batch.anchors))
-    first = torch.randint(0, vocabulary, (batch.sequences, batch.anchors))
+    first = torch.randint(0, target.vocab_size, (batch.sequences, batch.anchors))
     given = {tensor.untyped_storage().data_ptr() for tensor in (embedding, taps, *drafter.parameters())}
     kept: dict[int, torch.Tensor] = {}
 
@@ -72,36 +74,39 @@ def kept_by_autograd(config: DrafterConfig, batch: BatchSize) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        rows = drafter(taps, anchors, first, embedding)
+        rows = drafter.block(drafter.context(taps), anchors, first, embedding)
     assert rows.requires_grad
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
 @pytest.mark.parametrize(
-    ("config", "batch"),
+    ("sizes", "batch"),
     [
-        (DrafterConfig(), BATCH),
-        (DrafterConfig(), BatchSize(1, 448, 16)),
-        (DrafterConfig(hidden_size=64, intermediate_size=512, num_attention_heads=8, head_dim=32), BATCH),
-        (DrafterConfig(hidden_size=512, block_size=8, sliding=(True,)), BatchSize(3, 100, 8)),
+        ({}, BATCH),
+        ({}, BatchSize(1, 448, 16)),
+        ({"hidden_size": 64, "intermediate_size": 512, "heads": 8, "head_dim": 32}, BATCH),
+        ({"hidden_size": 512, "block_size": 8, "layers": 1}, BatchSize(3, 100, 8)),
     ],
 )
-def test_activations_are_what_autograd_keeps(demo, config, batch):
+def test_activations_are_what_autograd_keeps(demo, sizes, batch):
+    spec = demo.drafter
     attention = replace(
-        demo.drafter.attention,
-        heads=config.num_attention_heads,
-        kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
+        spec.attention,
+        heads=sizes.get("heads", spec.attention.heads),
+        head_dim=sizes.get("head_dim", spec.attention.head_dim),
+        rope=replace(spec.attention.rope, dims=sizes.get("head_dim", spec.attention.head_dim)),
     )
+    hidden = sizes.get("hidden_size", spec.hidden_size)
     spec = replace(
-        demo.drafter,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
+        spec,
+        hidden_size=hidden,
+        intermediate_size=sizes.get("intermediate_size", spec.intermediate_size),
         attention=attention,
-        block_size=config.block_size,
-        layers=demo.drafter.layers[: len(config.sliding)],
+        block_size=sizes.get("block_size", spec.block_size),
+        layers=spec.layers[: sizes.get("layers", 3)],
     )
-    assert close(activation_bytes(spec, batch, FLOAT), kept_by_autograd(config, batch))
+    pair = PairSpec(replace(demo.target, hidden_size=hidden), spec)
+    assert close(activation_bytes(spec, batch, FLOAT), kept_by_autograd(pair, batch))
 
 
 def test_the_drafter_of_27b_fits_a_gpu_of_80_gb():
