@@ -157,26 +157,21 @@ def training_bytes(pair: PairSpec, batch: BatchSize, *, mixed: bool = True, reco
 def activation_bytes(drafter: DrafterSpec, batch: BatchSize, width: int, *, recompute: bool = False) -> int:
     """Bytes that autograd keeps of the drafter's layers; ``width`` of a product's input, 2 or 4.
 
-    The residual stream and what norms read stay in float32. Attention keeps no scores, but its mask: a number for each
-    row of a block and each key.
+    The residual stream, what norms read and what they make of it stay in float32. Attention keeps no scores, but its
+    mask: a number for each row of a block and each key.
     """
-    attention, hidden, wide = drafter.attention, drafter.hidden_size, width != FLOAT
+    attention, hidden = drafter.attention, drafter.hidden_size
     heads, kv = attention.heads * attention.head_dim, attention.kv_heads * attention.head_dim
     context = batch.sequences * batch.tokens
     block = batch.anchors * drafter.block_size
     rows = batch.sequences * block
-    row = (
-        hidden * (2 * FLOAT + 2 * width)
-        + heads * (FLOAT + 3 * width)
-        + kv * FLOAT
-        + width * ROWS_MLP * drafter.intermediate_size
-    )
-    keys = (context + rows) * 2 * width * kv + context * kv * FLOAT
+    turns = attention.head_dim * FLOAT  # cosines and sines of a row
+    row = hidden * (4 * FLOAT + 2 * width) + heads * (2 * FLOAT + 2 * width) + kv * 2 * FLOAT + 2 * turns
+    row += width * ROWS_MLP * drafter.intermediate_size
+    keys = (context + rows) * 2 * width * kv + context * (2 * kv * FLOAT + turns)
     mask = rows * (batch.tokens + block) * width
     layer = rows * row + keys + mask
-    before = context * hidden * (FLOAT + width) + rows * FLOAT * hidden
-    if wide:  # the norm's input is a cast copy
-        before += context * hidden * FLOAT
+    before = context * hidden * (2 * FLOAT + width) + rows * hidden * 3 * FLOAT
     if recompute:
         return before + layer + drafter.num_layers * rows * FLOAT * hidden
     return before + drafter.num_layers * layer
