@@ -9,8 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import torch
-
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.common.progress import Progress, unheard
 from edge_dflash.planner import Planner
@@ -70,8 +68,6 @@ def _steps(stage: Stage, bundle: Bundle, shards: Shards, folder: Path) -> float:
     shards.repeat(stage.run.sequences)
     trainer = Trainer(drafter, borrowed(bundle, stage.device), shards, plan, folder, device=stage.device)
     seconds = trainer.run(stage.progress).step_seconds
-    if stage.device != "cpu":
-        del trainer, drafter
-        torch.cuda.empty_cache()
+    trainer.close()
     shutil.rmtree(folder, ignore_errors=True)
     return seconds

@@ -51,12 +51,14 @@ class TrainingBytes:
     taps: int  # of the batch
     activations: int
     logits: int
+    reused: int  # of the gradients, in the place of activations and logits: in a step of one pass
     spare: int  # and the device's own context
 
     @property
     def total(self) -> int:
-        """All of them."""
-        return sum(getattr(self, one.name) for one in fields(self))
+        """All of them, what is reused once."""
+        every: int = sum(getattr(self, one.name) for one in fields(self))
+        return every - 2 * self.reused
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,9 @@ def training_bytes(pair: PairSpec, batch: BatchSize, *, mixed: bool = True, reco
         "activations": activation_bytes(drafter, batch, width, recompute=recompute),
         "logits": logits,
     }
-    return TrainingBytes(**known, spare=round(SPARE * sum(known.values())) + CONTEXT_BYTES if mixed else 0)
+    reused = min(known["gradients"], known["activations"] + logits) if batch.accumulate == 1 else 0
+    spare = round(SPARE * (sum(known.values()) - reused)) + CONTEXT_BYTES if mixed else 0
+    return TrainingBytes(**known, reused=reused, spare=spare)
 
 
 def activation_bytes(drafter: DrafterSpec, batch: BatchSize, width: int, *, recompute: bool = False) -> int:

@@ -213,9 +213,7 @@ def learn(stage: Stage, bundle: Bundle, shards: Shards) -> TrainingState:
     lent, plan = borrowed(bundle, stage.device), plan_of(stage.run)
     trainer = Trainer(drafter, lent, shards, plan, stage.work.training, device=stage.device, log=stage.say)
     state = trainer.run(stage.progress)
-    if stage.device != "cpu":
-        del trainer, drafter, lent
-        torch.cuda.empty_cache()  # for the evaluation's own
+    trainer.close()
     return state
 
 

@@ -36,6 +36,7 @@ WARM_UP, LAST_RATE = 0.04, 0.02  # part of the steps; of the peak learning rate,
 PROBED = 12  # steps whose time says how many the minutes give
 CHECKING = 0.15  # of the minutes, for checks and checkpoints
 LEAST_STEPS = 20
+SHARE = 20  # times that a checkpoint takes, at least, lie between two
 BEST = "best.safetensors"
 
 
@@ -109,7 +110,7 @@ class Trainer:
         log: Callable[[str], None] = lambda line: None,
     ) -> None:
         self._plan, self._shards, self._folder, self._device, self._log = plan, shards, folder, device, log
-        self._borrowed, self._state = borrowed, TrainingState()
+        self._borrowed, self._state, self._saving = borrowed, TrainingState(), 0.0  # seconds of the last checkpoint
         gpu = device != "cpu"
         self._accelerator = Accelerator(
             cpu=not gpu,
@@ -162,14 +163,19 @@ class Trainer:
                 state.sums.clear()
                 self._check()
                 state.ended = state.step == steps or 0 < self._plan.patience <= state.since_best
-            if state.ended or time.perf_counter() - saved >= self._plan.seconds:
+            if state.ended or time.perf_counter() - saved >= max(self._plan.seconds, SHARE * self._saving):
+                since = time.perf_counter()
                 self._save()
                 saved = time.perf_counter()
+                self._saving = saved - since
         return state
 
-    def best(self) -> dict[str, torch.Tensor]:
-        """Weights of the best check, by canonical name."""
-        return load_file(str(self._folder / BEST))
+    def close(self) -> None:
+        """Let go of the device's memory."""
+        self._accelerator.free_memory()
+        del self._drafter, self._optimizer, self._borrowed
+        if self._device != "cpu":
+            torch.cuda.empty_cache()
 
     def _affordable(self, state: TrainingState) -> int:
         left = 60 * self._plan.minutes * (1 - CHECKING) - state.seconds

@@ -9,6 +9,8 @@ import argparse
 import json
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
@@ -53,7 +55,7 @@ def bench(pair, batch, steps, device):
         lent = Borrowed(embedding, embedding if pair.target.tied else torch.randn(size, device=device, dtype=kind))
         plan = TrainingPlan(steps=steps, batch=batch, checks=1, patience=0, seconds=1e9, quantized_part=0.0)
         trainer = Trainer(drafter, lent, data, plan, folder / "run", device=device)
-        trainer._check = lambda: None  # the steps alone
+        trainer._check = trainer._save = lambda: None  # the steps alone
         if device == "cuda":
             torch.cuda.reset_peak_memory_stats()
         began = []
@@ -93,11 +95,10 @@ def main():
     pair = read_pair(CONFIGS / given.pair / "target", CONFIGS / given.pair / "drafter")
     found = {"pair": given.pair, "device": torch.cuda.get_device_name(0) if given.device == "cuda" else "cpu"}
     found["torch"], found["rows"] = torch.__version__, []
-    for batch in BATCHES:
-        found["rows"].append(bench(pair, batch, given.steps, given.device))
+    for batch in BATCHES:  # each in a process of its own: what is left of one is no part of another's peak
+        with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+            found["rows"].append(pool.submit(bench, pair, batch, given.steps, given.device).result())
         print(json.dumps(found["rows"][-1]), flush=True)
-        if given.device == "cuda":
-            torch.cuda.empty_cache()
     if given.output:
         given.output.write_text(json.dumps(found, indent=1) + "\n")
 
