@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
+from edge_dflash.backends.cuda.eyes import Eyes
 from edge_dflash.backends.cuda.memory import Allocator, DevicePointer
 from edge_dflash.backends.cuda.rotary import RotaryTables, axes_of, rope_table
+from edge_dflash.decode.pictured import Sight
 from edge_dflash.model.specs import RopeSpec
 
 SIGHTED = RopeSpec(10000.0, 64, mrope_section=(11, 11, 10))
@@ -92,3 +96,23 @@ def test_a_lane_that_is_used_again_starts_at_its_indices(memory):
     turns.shift(memory, 2, 5, -4)
     turns.shift(memory, 2, 0, 0)
     assert np.array_equal(memory.table(turns.cosine).reshape(LANES, ROWS, 32)[2], cosine)
+
+
+def test_a_chunk_that_ends_inside_the_first_image_keeps_its_positions(memory):
+    """Behind it the delta is still 0, as before the image."""
+    turns, host = made(memory), rope_table(SIGHTED, ROWS)
+    common = SimpleNamespace(
+        states=SimpleNamespace(turns=[turns]),
+        buffers=SimpleNamespace(images=None),
+        layout=SimpleNamespace(vocabulary=0),
+    )
+    eyes = Eyes(memory, SimpleNamespace(tower=object(), common=common))
+    positions = np.array([[0, 1, 2, 2, 2, 2], [0, 1, 2, 2, 3, 3], [0, 1, 2, 3, 2, 3]], np.int32)
+    eyes.place(1, 0, Sight(positions[:, :5], 0, ()))
+    eyes.place(1, 5, Sight(positions[:, 5:], -2, ()))
+    axes = axes_of(SIGHTED)
+    for pointer, table in zip((turns.cosine, turns.sine), host, strict=True):
+        found = memory.table(pointer).reshape(LANES, ROWS, 32)[1]
+        for row in range(6):
+            assert np.array_equal(found[row], [table[positions[axes[pair], row], pair] for pair in range(32)])
+        assert np.array_equal(found[6:], table[4 : ROWS - 2])

@@ -29,7 +29,7 @@ class Eyes:
             raise no_tower()
         for turns in self._turns:
             turns.place(self._gpu, lane, first, sight.positions)
-        self.shift(lane, first + sight.positions.shape[1], sight.delta)
+            turns.shift(self._gpu, lane, first + sight.positions.shape[1], sight.delta)
 
     def shift(self, lane: int, first: int, delta: int) -> None:
         """Tokens from index ``first`` of a lane on are at their index + ``delta``."""
