@@ -70,6 +70,7 @@ class BlockDrafter(nn.Module):
         self.quantized = False
         self._formats = formats or {}
         self._ropes: dict[RopeSpec, KeysValues] = {}
+        self._length = 1  # positions
         self._held: dict[str, tuple[tuple[int, ...], torch.Tensor]] = {}  # rounded matrices, while nothing is learnt
         frozen = {op.weight for op in self.propose.ops if isinstance(op, Remap)}  # ids are no numbers to learn
         for name in self.specs:
@@ -91,6 +92,7 @@ class BlockDrafter(nn.Module):
     def context(self, taps: torch.Tensor) -> BlockContext:
         """Keys and values of sequences whose taps are [B, T, n * H]."""
         tensors, kv = {"taps": taps[:, None]}, {}
+        self._length = taps.shape[1] + self.spec.block_size
         for op in self.context_program.ops:
             if isinstance(op, KvAppend):
                 k, v = (tensors[name] for name in op.inputs)
@@ -194,13 +196,14 @@ class BlockDrafter(nn.Module):
         """[B, heads, A * R, D] of x [B, A, R, heads * D]."""
         x = torch.unflatten(x, -1, (heads, op.head_dim))
         x = F.rms_norm(x.float(), x.shape[-1:], self.tensor(norm), op.eps)
-        cos, sin = (table[at][..., None, :] for table in self._rope(op.rope, int(at.max()) + 1, x.device))
+        cos, sin = (table[at][..., None, :] for table in self._rope(op.rope, x.device))
         half = cos.shape[-1]
         a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
         return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), -1).flatten(1, 2).transpose(1, 2)
 
-    def _rope(self, spec: RopeSpec, length: int, device: torch.device) -> KeysValues:
-        known = self._ropes.get(spec)
+    def _rope(self, spec: RopeSpec, device: torch.device) -> KeysValues:
+        """Cosines and sines of all positions that the last context and its blocks have."""
+        known, length = self._ropes.get(spec), self._length
         if known is None or len(known[0]) < length:
             cos, sin = rope_table(spec, max(512, 1 << (length - 1).bit_length()))
             known = self._ropes[spec] = cos.to(device), sin.to(device)

@@ -5,6 +5,8 @@ Equal to the functions of :mod:`edge_dflash.weights.quantize` followed by dequan
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 
 from edge_dflash.weights.formats import BLOCK, WeightFormat
@@ -49,8 +51,8 @@ def nvfp4_values(
 
     ``decisions`` are the 7 points between the 8 ``magnitudes``; given where they lie on the device already.
     """
-    decisions = torch.tensor(_DECISIONS, device=blocks.device) if decisions is None else decisions
-    magnitudes = torch.tensor(E2M1, device=blocks.device) if magnitudes is None else magnitudes
+    if decisions is None or magnitudes is None:
+        decisions, magnitudes = _tables(blocks.device)
     global_scale = global_scale.clamp_min(1e-30)
     wanted = blocks.abs().amax(-1) / (E2M1_MAX * global_scale)
     wanted = torch.where(wanted == 0, 1.0, wanted).clamp(E4M3_TINY, E4M3_MAX)
@@ -60,6 +62,11 @@ def nvfp4_values(
     tie_up = (size == 0.75) | (size == 1.75) | (size == 3.5)  # ... but to the even code
     magnitude = magnitudes[code + tie_up]
     return torch.copysign(magnitude, blocks) * scale.unsqueeze(-1) * global_scale.unsqueeze(-1)
+
+
+@cache
+def _tables(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.tensor(_DECISIONS, device=device), torch.tensor(E2M1, device=device)
 
 
 def _fp8_values(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
