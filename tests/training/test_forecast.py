@@ -152,7 +152,8 @@ def test_more_of_anything_takes_more(demo):
     for more in ({"sequences": 4}, {"tokens": 320}, {"anchors": 8}):
         assert training_bytes(demo, replace(BATCH, **more)).total > base
     twice, often = (training_bytes(demo, replace(BATCH, accumulate=count)) for count in (2, 9))
-    assert twice.total == often.total == base + training_bytes(demo, BATCH).reused  # gradients wait for the next pass
+    assert twice.total == often.total  # gradients wait for the next pass, and have a place of their own
+    assert close(twice.total - base, training_bytes(demo, BATCH).reused, 0.1)
     assert training_bytes(demo, BATCH, recompute=True).activations < training_bytes(demo, BATCH).activations
 
 
