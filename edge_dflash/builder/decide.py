@@ -12,7 +12,7 @@ import os
 import platform
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from edge_dflash.builder.engines import decide_engines, expanded_weights
 from edge_dflash.builder.inputs import COPIED_FILES, fingerprints, read_checkpoints, read_tokenizer, unread_tower
 from edge_dflash.builder.journal import check_free
 from edge_dflash.builder.scales import ScaleDecisions, decide_scales
-from edge_dflash.bundle.manifest import EngineFiles, SourceFile
+from edge_dflash.bundle.manifest import EngineFiles, FileEntry, SourceFile
 from edge_dflash.bundle.parts import Part, building_path, bundle_parts, stack_bytes
 from edge_dflash.checks.footprint import row_parameters
 from edge_dflash.checks.inspect import default_chunk
@@ -47,7 +47,7 @@ _KERNELS = 16 << 20  # bytes of the cubins of a native bundle, at most
 class BuildConfig:
     """What to build. Sizes that are None come from the recipe and are lowered to what the model allows."""
 
-    target: Path
+    target: Path  # a checkpoint; or a bundle, whose target is taken as it is
     drafter: Path | None  # None: the bundle decodes plainly
     output: Path
     arch: str = "cpu"  # in any of its spellings
@@ -103,6 +103,7 @@ class Decisions:
     fingerprint: Mapping[str, str]
     warnings: tuple[str, ...]
     card: DrafterCard | None  # of a drafter that has a card.json
+    linked: Mapping[str, tuple[Path, FileEntry]] = field(default_factory=dict)  # files that are another bundle's
 
     @property
     def lines(self) -> tuple[str, ...]:

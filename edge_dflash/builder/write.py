@@ -26,6 +26,7 @@ from edge_dflash.builder.finish import BuildResult
 from edge_dflash.builder.journal import WorkDir
 from edge_dflash.builder.record import fit_warning, no_selftest, record_selftest
 from edge_dflash.builder.scales import CALIBRATION, dump_scales, load_scales, measure_scales
+from edge_dflash.builder.swap import decide_swap, is_bundle
 from edge_dflash.bundle.manifest import FileEntry, Manifest, dump_manifest
 from edge_dflash.bundle.parts import CHUNK, Part, Piece, tensor_file
 from edge_dflash.bundle.reader import Bundle
@@ -50,7 +51,7 @@ def build(
     """
     began = time.monotonic()
     try:
-        decided = decide(config)
+        decided = decide_swap(config) if is_bundle(config.target) else decide(config)
         for line in decided.lines:
             say(line)
         with WorkDir(config.output, decided.fingerprint, config.command, force=config.force) as work:
@@ -77,7 +78,10 @@ def _fill(decided: Decisions, work: WorkDir, progress: Progress) -> Manifest:
     # each thread converts other rows, with torch on itself alone: torch's own threads wait for each other
     with one_thread(), ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         for name, part in decided.parts.items():
-            files[name] = work.add(name, _weights(decided, name, part, scales.inputs, pool), stage.advance)
+            if name in decided.linked:
+                files[name] = work.link(name, *decided.linked[name])
+            else:
+                files[name] = work.add(name, _weights(decided, name, part, scales.inputs, pool), stage.advance)
     stage.finish()
     if decided.choice.arch.sm:
         files |= _kernels(decided, work, progress)
@@ -149,7 +153,8 @@ def _kernels(decided: Decisions, work: WorkDir, progress: Progress) -> dict[str,
     for done, unit in enumerate(units):
         stage.share(done, len(units))
         name = f"kernels/{unit}.cubin"
-        files[name] = work.add(name, compiled(unit))
+        there = decided.linked.get(name)
+        files[name] = work.link(name, *there) if there else work.add(name, compiled(unit))
     stage.finish()
     return files
 

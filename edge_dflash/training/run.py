@@ -13,6 +13,7 @@ import torch
 
 from edge_dflash.backends import load
 from edge_dflash.builder.card import CardLengths, CardTarget, DrafterCard, check_prompts, write_card
+from edge_dflash.builder.swap import is_bundle
 from edge_dflash.builder.write import BuildConfig, build
 from edge_dflash.bundle.manifest import MANIFEST, fingerprint
 from edge_dflash.bundle.reader import Bundle
@@ -97,7 +98,7 @@ def device() -> str:
 
 def target_spec(run: TrainingRun) -> TargetSpec:
     """The target's sizes, of a bundle or a checkpoint. Raises BundleError, CheckpointError."""
-    if (run.target / MANIFEST).is_file():
+    if is_bundle(run.target):
         return Bundle.open(run.target, check_hashes=False).pair.target
     return read_target_spec(run.target)
 
@@ -116,10 +117,8 @@ def before(stage: Stage) -> Bundle:
 def _bundle(stage: Stage, drafter: Path, output: Path) -> None:
     """A bundle of the target with a drafter. The warning that it fits badly is what the training is for."""
     run = stage.run
-    if (run.target / MANIFEST).is_file():
-        from edge_dflash.builder.swap import swap_drafter
-
-        swap_drafter(run.target, drafter, output, progress=stage.progress)
+    if is_bundle(run.target):
+        build(BuildConfig(run.target, drafter, output, recipe=run.recipe), stage.progress)
         return
     arch = run.arch or _arch(stage.device)
     native = None if arch == "cpu" else "native"

@@ -22,8 +22,7 @@ from edge_dflash.weights.integers import Int4Weight
 from edge_dflash.weights.safetensors import TensorFiles
 from edge_dflash.weights.stored import SUFFIXES, ModuleReader
 
-_ROWS = 4096  # of two matrices that are compared at a time
-_SHOWN = 3  # problems of one kind that a message lists
+_ROWS, _SHOWN = 4096, 3  # rows of two matrices that are compared at a time; problems that a message lists
 
 
 def checkpoint_pair(target: Path, drafter: Path | None) -> PairSpec:
@@ -59,9 +58,15 @@ class PairCheckpoint:
             parts["drafter"] = _Part("drafter", drafter)
         for name, part in parts.items():
             part.check({n: spec for n, spec in expected.items() if n.startswith(f"{name}.")})
-        if "drafter" in parts:
+        if drafter is not None:
             parts["drafter"].check_copies(parts["target"], expected)
         return cls(parts, expected)
+
+    @staticmethod
+    def of_drafter(directory: Path, expected: Mapping[str, WeightSpec]) -> Mapping[str, _Part]:
+        """A drafter alone, its tensors compared as :meth:`open` does, but for its copies of the target's."""
+        (part := _Part("drafter", directory)).check(expected)
+        return {"drafter": part}
 
     def get(self, name: str) -> Weight:
         """Return a weight. Raises KeyError for an unknown name, CheckpointError for block scales that are no scales."""
@@ -292,5 +297,4 @@ def _declared(name: str, spec: WeightSpec) -> bool:
 def _says_untied(directory: Path) -> bool:
     """Whether config.json says that the head is its own matrix; files that do not say it leave it to the tensors."""
     config = read_json(directory / "config.json")
-    levels = (config, config.get("text_config") or {})
-    return any(level.get("tie_word_embeddings") is False for level in levels)
+    return any(one.get("tie_word_embeddings") is False for one in (config, config.get("text_config") or {}))

@@ -1,0 +1,188 @@
+"""A bundle with the target of another one and a drafter of its own: the target's files are taken as they are.
+
+So a drafter is replaced where the target's checkpoint is not at hand, and the target stays the same byte for byte.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from edge_dflash.backends.cuda.compile import kernels_digest
+from edge_dflash.builder.card import read_card
+from edge_dflash.builder.choose import Choice, choose, decide_native
+from edge_dflash.builder.decide import BuildConfig, Decisions
+from edge_dflash.builder.inputs import COPIED_FILES, check_mask_token, fingerprints
+from edge_dflash.builder.journal import check_free
+from edge_dflash.builder.scales import decide_scales
+from edge_dflash.bundle.manifest import MANIFEST, Manifest, fingerprint
+from edge_dflash.bundle.parts import bundle_parts
+from edge_dflash.bundle.reader import Bundle
+from edge_dflash.common.files import is_there
+from edge_dflash.errors import BuildError
+from edge_dflash.model import pair_programs
+from edge_dflash.model.program import PairPrograms
+from edge_dflash.model.registry import match_pair, read_drafter_spec
+from edge_dflash.model.specs import PairSpec
+from edge_dflash.text.tokenizer import Tokenizer
+from edge_dflash.weights.checkpoint import PairCheckpoint
+from edge_dflash.weights.formats import FORMATS, Weight, WeightFormat
+from edge_dflash.weights.recipe import Recipe, default_recipe, load_recipe
+
+
+def is_bundle(path: Path) -> bool:
+    """Whether a directory is a bundle, not a checkpoint."""
+    return is_there(path / MANIFEST)
+
+
+class SwappedStore(PairCheckpoint):
+    """The target's weights of a bundle, and those of a drafter's checkpoint."""
+
+    def __init__(self, bundle: Bundle, drafter: Path | None, programs: PairPrograms) -> None:
+        """Raise CheckpointError for a drafter whose tensors are not those that the pair needs."""
+        own = {name: spec for name, spec in programs.weights.items() if name.startswith("drafter.")}
+        super().__init__({} if drafter is None else PairCheckpoint.of_drafter(drafter, own), own)
+        self._bundle = bundle
+
+    def get(self, name: str) -> Weight:
+        """Return a weight. Raises KeyError for an unknown name."""
+        return self._bundle.get(name) if name.startswith("target.") else super().get(name)
+
+    @property
+    def has_tower(self) -> bool:
+        """Whether there is a vision tower that nobody reads: what a bundle has, is read."""
+        return False
+
+    @property
+    def stored(self) -> SwappedStore:
+        """The same."""
+        return self
+
+    def stored_kv_scale(self, state: str) -> tuple[float, float] | None:
+        """The bundle's for the target, the checkpoint's for the drafter."""
+        if state.startswith("target."):
+            return self._bundle.kv_scale(state)
+        return super().stored_kv_scale(state)
+
+
+def decide_swap(config: BuildConfig) -> Decisions:
+    """Everything that a build of ``config``, whose target is a bundle, decides.
+
+    Sizes, arch, recipe and tokenizer are the bundle's. Raises CheckpointError for a drafter of another target,
+    BuildError for what cannot be changed without the target's checkpoint, BundleError for a damaged bundle.
+    """
+    check_free(config.output, force=config.force)
+    bundle = Bundle.open(config.target)
+    manifest, target = bundle.manifest, bundle.pair.target
+    _refuse(config, manifest)
+    if config.drafter is None:
+        pair = PairSpec(target, None)
+    else:
+        pair = match_pair(target, read_drafter_spec(config.drafter, target.num_layers))
+    recipe, choice = _recipe(config, manifest), _choice(manifest)
+    pair = recipe.masked(pair)
+    programs = pair_programs(pair)
+    store = SwappedStore(bundle, config.drafter, programs)
+    formats = _formats(recipe, manifest, programs, store)
+    warnings = _left_out(manifest)
+    if "native" in choice.backends:
+        formats, _ = decide_native(manifest.arch, recipe, pair, store, formats)
+        formats = {name: manifest.weights.get(name, form) for name, form in formats.items()}
+    tokenizer = Tokenizer.open(bundle.path / "tokenizer") if manifest.tokenizer else None
+    if tokenizer is not None and (warning := check_mask_token(tokenizer, bundle.path / "tokenizer", pair)):
+        warnings += (warning,)
+    scales, unmeasured = decide_scales(recipe, pair, programs, store, formats, tokenizer, allowed=config.calibrate)
+    parts = bundle_parts(programs, formats, stacked="native" in choice.backends)
+    own = [name for part in parts.values() for name in part.names if name.startswith("drafter.")]
+    own += [name for part in parts.values() for stack in part.stacks for name in stack.names if name[:8] == "drafter."]
+    linked = {name: (bundle.path / name, entry) for name, entry in manifest.files.items() if _same(name)}
+    sources, stamps = fingerprints(config.drafter, None, sees=False) if config.drafter else ((), {})
+    return Decisions(
+        config=config,
+        choice=choice,
+        recipe=recipe,
+        pair=pair,
+        programs=programs,
+        store=store,
+        formats=formats,
+        parts=parts,
+        size=sum(FORMATS[formats[name]].nbytes(programs.weights[name].shape) for name in own),
+        max_context=manifest.max_context,
+        prefill_chunk=manifest.prefill_chunk,
+        lanes=config.lanes or manifest.lanes,
+        scales=scales,
+        tokenizer_files=tuple(p for n in COPIED_FILES if is_there(p := bundle.path / "tokenizer" / n)),
+        sources=(
+            *(one for one in manifest.sources if one.model == "target"),
+            *(replace(one, model="drafter") for one in sources),
+        ),
+        tools=manifest.tools,
+        engines=None,
+        fingerprint={**stamps, "bundle": fingerprint(manifest), "lanes": json.dumps(config.lanes or manifest.lanes)},
+        warnings=(*warnings, *unmeasured),
+        card=read_card(config.drafter) if config.drafter is not None else None,
+        linked=linked,
+    )
+
+
+def _same(name: str) -> bool:
+    """Whether a file of the bundle does not depend on the drafter."""
+    return name.startswith(("weights/target-", "kernels/"))
+
+
+def _refuse(config: BuildConfig, manifest: Manifest) -> None:
+    """Raise BuildError for options that are the bundle's own."""
+    given = {
+        "--arch": (config.arch, ("cpu", manifest.arch)),
+        "--backend": (config.backend, (None, *manifest.backends)),
+        "--max-context": (config.max_context, (None, manifest.max_context)),
+        "--prefill-chunk": (config.prefill_chunk, (None, manifest.prefill_chunk)),
+        "--text-only": (config.text_only, (False,)),
+    }
+    for option, (value, accepted) in given.items():
+        if value not in accepted:
+            raise BuildError(
+                f"{option} is {value} and --target is a bundle, whose target cannot be changed; leave it out, or build "
+                "from the target's checkpoint"
+            )
+    if set(manifest.backends) == {"tensorrt"}:
+        raise BuildError(
+            "--target is a bundle that only TensorRT runs, and its plans hold both models; build from the checkpoints"
+        )
+    if "native" in manifest.backends and manifest.tools.get("kernels") != kernels_digest():
+        raise BuildError("--target is a bundle with kernels of another version; build from the target's checkpoint")
+
+
+def _choice(manifest: Manifest) -> Choice:
+    backends = [name for name in manifest.backends if name != "tensorrt"]
+    return replace(choose(manifest.arch, ",".join(backends), default_recipe()), why="the target is that of a bundle")
+
+
+def _left_out(manifest: Manifest) -> tuple[str, ...]:
+    if "tensorrt" not in manifest.backends:
+        return ()
+    return ("the bundle's TensorRT plans are left out: they hold the drafter; build from the checkpoints for new ones",)
+
+
+def _recipe(config: BuildConfig, manifest: Manifest) -> Recipe:
+    """How the drafter is stored; keys and values as the target's."""
+    recipe = load_recipe(config.recipe) if config.recipe is not None else default_recipe()
+    name = recipe.name if config.recipe else manifest.recipe
+    return replace(recipe, name=name, kv="fp8" if manifest.precision.kv == "fp8" else "bf16", activations="bf16")
+
+
+def _formats(
+    recipe: Recipe, manifest: Manifest, programs: PairPrograms, store: SwappedStore
+) -> dict[str, WeightFormat]:
+    """The bundle's for the target; for the drafter as the bundle's own has them where names and storage allow it."""
+    own = {name: spec for name, spec in programs.weights.items() if name.startswith("drafter.")}
+    wanted = recipe.formats(own, {name: store.get(name) for name in own})
+    found = dict[str, WeightFormat]()
+    for name in programs.weights:
+        if name not in own:
+            found[name] = manifest.weights[name]
+            continue
+        old, stored = manifest.weights.get(name), store.get(name).format
+        found[name] = old if old is not None and not FORMATS[stored].quantized else wanted[name]
+    return found
