@@ -1,4 +1,4 @@
-"""A bundle with the target of another one and a drafter of its own: the target's files are taken as they are.
+"""A bundle with the target of another one and another drafter: the target's files are taken as they are.
 
 So a drafter is replaced where the target's checkpoint is not at hand, and the target stays the same byte for byte.
 """

@@ -88,29 +88,30 @@ def train_drafter(
 
     JSON keys: drafter (path), better, accept_length (before, after), measures (of each way: accept_length,
     tokens_per_second, plain_tokens_per_second, compared and equal answers), acceptance (by position), steps, seconds.
-    With --dry-run: parameters, memory (bytes by purpose, total), disk (bytes), answers_hours, taps_hours,
-    training_hours, hours.
+    With --dry-run: parameters, memory (bytes by purpose), disk, answers_hours, taps_hours, training_hours, hours.
     """
     given: dict[str, Any] = dict(locals())
-    for name in ("dry_run", "json"):
-        given.pop(name)
-    for name in ("target", "data", "output"):
-        if not given[name]:
-            raise typer.BadParameter(f"Missing option '--{name}'.")
-    if not dry_run and (steps > 0) == (minutes > 0):
+    as_json, dry = given.pop("json"), given.pop("dry_run")
+    if missing := [name for name in ("target", "data", "output") if not given[name]]:
+        raise typer.BadParameter(f"Missing option '--{missing[0]}'.")
+    if not dry and (steps > 0) == (minutes > 0):
         raise RequestError(f"{steps} steps and {minutes:g} minutes; give one of --steps and --minutes")
     given |= {"data": tuple(given["data"]), "drafter": given_drafter(drafter)}
     given["recipe"] = find_recipe(recipe) if recipe is not None else None
+    _train(given, dry=dry, json=as_json)
+
+
+def _train(given: dict[str, Any], *, dry: bool, json: bool) -> None:
+    """Train, or tell what it will take, and print what came of it."""
     with stages():  # torch takes seconds to import
         from edge_dflash.training import dryrun, run
         from edge_dflash.training.workdir import TrainingRun
-    training = TrainingRun(**given)
     with stages() as report:
-        if dry_run:
-            told = dryrun.dry_run(training, report, say)
+        if dry:
+            told = dryrun.dry_run(TrainingRun(**given), report, say)
         else:
-            result = run.train_drafter(training, report, say)
-    if dry_run:
+            result = run.train_drafter(TrainingRun(**given), report, say)
+    if dry:
         emit_json(told.to_json()) if json else print("\n".join(told.lines))
         return
     _report(result, json)

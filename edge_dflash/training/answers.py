@@ -31,7 +31,7 @@ _SYNC = 5.0  # seconds between two times that the disk is told to keep what it h
 
 
 @dataclass(frozen=True, order=True)
-class Answer:
+class TargetAnswer:
     """A prompt and an answer to it, as ids."""
 
     task: int  # index of the task
@@ -88,10 +88,10 @@ def make_answers(
     made = 0
     with file.open("ab") as out, ThreadPoolExecutor(2 * planner.shape.lanes) as pool:
         waiting = iter(rest)
-        pending: set[Future[Answer | None]] = set()
+        pending: set[Future[TargetAnswer | None]] = set()
         synced, finished = time.monotonic(), len(whole) - len(rest)
 
-        def ask(one: _Asked) -> Answer | None:
+        def ask(one: _Asked) -> TargetAnswer | None:
             return _answer(planner, tokenizer, data, one, new_tokens, temperature)
 
         try:
@@ -117,7 +117,7 @@ def make_answers(
     return made
 
 
-def read_answers(file: Path) -> tuple[Answer, ...]:
+def read_answers(file: Path) -> tuple[TargetAnswer, ...]:
     """The answers in a file, by task; a line that a kill tore is cut off. Raises RequestError for a damaged file."""
     try:
         descriptor = os.open(file, os.O_RDWR)
@@ -127,13 +127,13 @@ def read_answers(file: Path) -> tuple[Answer, ...]:
         mend(descriptor)
     finally:
         os.close(descriptor)
-    found: dict[tuple[int, str, int], Answer] = {}
+    found: dict[tuple[int, str, int], TargetAnswer] = {}
     with file.open("rb") as lines:
         for number, line in enumerate(lines):
             try:
                 body = json.loads(line)
                 prompt, tokens = (tuple(map(int, body.pop(name))) for name in ("prompt", "tokens"))
-                one = Answer(**body, prompt=prompt, tokens=tokens)
+                one = TargetAnswer(**body, prompt=prompt, tokens=tokens)
             except (ValueError, TypeError, KeyError, AttributeError):
                 raise RequestError(f"{file}: line {number + 1} is damaged; remove it and run again") from None
             found[one.task, one.way, one.number] = one
@@ -154,7 +154,7 @@ def _wanted(data: TrainingData, sampled: int) -> Iterator[_Asked]:
 
 def _answer(
     planner: Planner, tokenizer: Tokenizer, data: TrainingData, one: _Asked, new_tokens: int, temperature: float
-) -> Answer | None:
+) -> TargetAnswer | None:
     """The answer to one prompt; None where it does not fit."""
     task = one.task
     try:
@@ -162,7 +162,11 @@ def _answer(
         if one.way == "given":
             tokens = (*tokenizer.encode_text(task.answer or ""), *_end(planner, tokenizer))
             room = planner.shape.usable_context
-            return Answer(task.index, one.way, 0, False, prompt, tokens) if len(prompt) + len(tokens) <= room else None
+            return (
+                TargetAnswer(task.index, one.way, 0, False, prompt, tokens)
+                if len(prompt) + len(tokens) <= room
+                else None
+            )
         options: PlanOptions = {**task.options, "max_new_tokens": new_tokens}  # type: ignore[typeddict-item]
         if one.way == "sampled":
             options |= {"temperature": temperature, "seed": task.index * 1009 + one.number}
@@ -171,7 +175,7 @@ def _answer(
         return None
     except RequestError as error:
         raise RequestError(f"{data.path}: line {task.index + 1}: {error}") from None
-    return Answer(task.index, one.way, one.number, task.heldout, prompt, plan.tokens)
+    return TargetAnswer(task.index, one.way, one.number, task.heldout, prompt, plan.tokens)
 
 
 def _end(planner: Planner, tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -180,6 +184,6 @@ def _end(planner: Planner, tokenizer: Tokenizer) -> tuple[int, ...]:
     return (own,) if own is not None and own in stops else stops[:1]
 
 
-def _line(one: Answer) -> bytes:
+def _line(one: TargetAnswer) -> bytes:
     body: dict[str, Any] = {name: getattr(one, name) for name in one.__dataclass_fields__}
     return json.dumps(body).encode() + b"\n"

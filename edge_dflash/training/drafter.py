@@ -256,7 +256,7 @@ def grouped_conv(op: GroupedConv, u: torch.Tensor, c: torch.Tensor, base: torch.
 
 
 def _visible(op: Attend, anchors: torch.Tensor, rows: torch.Tensor, tokens: int) -> torch.Tensor:
-    """What each row sees: the context before its anchor, then rows of its own block. [B, 1, A * R, T + A * R]."""
+    """What each row sees: the context before its anchor, then rows of that block. [B, 1, A * R, T + A * R]."""
     position = anchors[..., None] + rows  # [B, A, R]
     place = torch.arange(tokens, device=rows.device)
     context = (place < anchors[..., None, None]).expand(*position.shape, tokens)

@@ -15,7 +15,7 @@ from edge_dflash.planner import Planner
 from edge_dflash.training.answers import make_answers, read_answers
 from edge_dflash.training.data import TrainingData, read_data
 from edge_dflash.training.forecast import BatchSize, Forecast, Speeds, forecast
-from edge_dflash.training.run import Say, Stage, before, borrowed, device, lanes, sample, start_weights
+from edge_dflash.training.run import Say, TrainingStage, before, borrowed, device, lanes, sample, start_weights
 from edge_dflash.training.shards import Sample, Shards
 from edge_dflash.training.taps import write_taps
 from edge_dflash.training.trainer import PROBED, Trainer, TrainingPlan
@@ -27,7 +27,7 @@ ASKED = 8  # prompts that are answered, at least as many as there are lanes
 def dry_run(run: TrainingRun, progress: Progress = unheard, say: Say = lambda line: None) -> Forecast:
     """The forecast of a run; its first bundle is built, and kept for it. Raises what the run raises."""
     with TrainingDir(run) as work, TemporaryDirectory(dir=work.root) as scratch:
-        stage = Stage(run, work, progress, say, device())
+        stage = TrainingStage(run, work, progress, say, device())
         data = [read_data(path, heldout=run.heldout, most=run.prompts) for path in run.data]
         bundle = before(stage)
         answers, made = _answers(stage, bundle, data, Path(scratch))
@@ -49,7 +49,9 @@ def dry_run(run: TrainingRun, progress: Progress = unheard, say: Say = lambda li
     )
 
 
-def _answers(stage: Stage, bundle: Bundle, data: Sequence[TrainingData], scratch: Path) -> tuple[list[Sample], float]:
+def _answers(
+    stage: TrainingStage, bundle: Bundle, data: Sequence[TrainingData], scratch: Path
+) -> tuple[list[Sample], float]:
     """A few answers, and tokens a second that are made."""
     few = replace(data[0], tasks=tuple(replace(task, answer=None, heldout=True) for task in data[0].tasks[:ASKED]))
     settings = {"fallback": False, "self_test": "off", "lanes": lanes(stage)}
@@ -61,7 +63,7 @@ def _answers(stage: Stage, bundle: Bundle, data: Sequence[TrainingData], scratch
     return [sample(one) for one in read_answers(file)], made / seconds
 
 
-def _steps(stage: Stage, bundle: Bundle, shards: Shards, folder: Path) -> float:
+def _steps(stage: TrainingStage, bundle: Bundle, shards: Shards, folder: Path) -> float:
     """Seconds of a step."""
     drafter = start_weights(bundle, stage.work.start).to(stage.device)
     plan = TrainingPlan(steps=PROBED, batch=stage.run.batch, checks=1, patience=0, seconds=1e9)

@@ -32,7 +32,7 @@ class Measure:
 
 
 @dataclass(frozen=True)
-class Acceptance:
+class AcceptedDrafts:
     """What speculative decoding of some answers committed."""
 
     tokens: int  # after the first of each answer, which the prompt's pass gives
@@ -45,13 +45,13 @@ class Acceptance:
         return self.tokens / max(self.cycles, 1)
 
 
-def accepted(answers: Iterable[Sequence[int]]) -> Acceptance:
+def accepted(answers: Iterable[Sequence[int]]) -> AcceptedDrafts:
     """The figures of answers, each given as the tokens committed by each verify, bonus token included."""
     made = [(length, sum(answer[i:])) for answer in answers for i, length in enumerate(answer)]  # and tokens left
     longest = max((length for length, _ in made), default=0)
     could = [[length for length, left in made if left > j + 1] for j in range(longest - 1)]
     shares = tuple(sum(length > j + 1 for length in lengths) / len(lengths) for j, lengths in enumerate(could))
-    return Acceptance(sum(length for length, _ in made), len(made), shares)
+    return AcceptedDrafts(sum(length for length, _ in made), len(made), shares)
 
 
 def ways(tasks: Sequence[TrainingTask]) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ from edge_dflash.errors import RequestError
 from edge_dflash.model.registry import read_target_spec
 from edge_dflash.model.specs import PairSpec, TargetSpec
 from edge_dflash.planner import Planner
-from edge_dflash.training.answers import Answer, make_answers, read_answers
+from edge_dflash.training.answers import TargetAnswer, make_answers, read_answers
 from edge_dflash.training.data import TrainingData, read_data
 from edge_dflash.training.drafter import EMBEDDING, HEAD, BlockDrafter
 from edge_dflash.training.evaluate import Measure, evaluate
@@ -53,7 +53,7 @@ class TrainingResult:
 
 
 @dataclass(frozen=True)
-class Stage:
+class TrainingStage:
     """What every stage needs."""
 
     run: TrainingRun
@@ -71,7 +71,7 @@ def train_drafter(run: TrainingRun, progress: Progress = unheard, say: Say = lam
     """
     began = time.perf_counter()
     with TrainingDir(run) as work:
-        stage = Stage(run, work, progress, say, device())
+        stage = TrainingStage(run, work, progress, say, device())
         data = [read_data(path, heldout=run.heldout, most=run.prompts) for path in run.data]
         bundle = before(stage)
         answers = answer(stage, bundle, data)
@@ -103,7 +103,7 @@ def target_spec(run: TrainingRun) -> TargetSpec:
     return read_target_spec(run.target)
 
 
-def before(stage: Stage) -> Bundle:
+def before(stage: TrainingStage) -> Bundle:
     """The bundle of the target and the drafter that the training begins with."""
     run, work = stage.run, stage.work
     if not (work.start / "model.safetensors").is_file() and not (work.before / MANIFEST).is_file():
@@ -114,7 +114,7 @@ def before(stage: Stage) -> Bundle:
     return Bundle.open(work.before)
 
 
-def _bundle(stage: Stage, drafter: Path, output: Path) -> None:
+def _bundle(stage: TrainingStage, drafter: Path, output: Path) -> None:
     """A bundle of the target with a drafter. The warning that it fits badly is what the training is for."""
     run = stage.run
     if is_bundle(run.target):
@@ -135,7 +135,7 @@ def _arch(where: str) -> str:
     return f"sm{device_sm()}"
 
 
-def answer(stage: Stage, bundle: Bundle, data: Sequence[TrainingData]) -> list[tuple[Answer, ...]]:
+def answer(stage: TrainingStage, bundle: Bundle, data: Sequence[TrainingData]) -> list[tuple[TargetAnswer, ...]]:
     """The target's answers to all prompts, of each file."""
     run, files = stage.run, []
     with Planner.open(
@@ -156,17 +156,17 @@ def answer(stage: Stage, bundle: Bundle, data: Sequence[TrainingData]) -> list[t
     return files
 
 
-def lanes(stage: Stage) -> int:
+def lanes(stage: TrainingStage) -> int:
     """Answers that are made at once."""
     return 1 if stage.device == "cpu" else 8
 
 
-def sample(one: Answer) -> Sample:
+def sample(one: TargetAnswer) -> Sample:
     """An answer as the training reads it."""
     return Sample((*one.prompt, *one.tokens), len(one.prompt), one.heldout)
 
 
-def check_disk(stage: Stage, pair: PairSpec, samples: Sequence[Sample]) -> None:
+def check_disk(stage: TrainingStage, pair: PairSpec, samples: Sequence[Sample]) -> None:
     """Tell what the taps will take. Raises RequestError where that is more than is allowed or free."""
     tokens = sum(len(one.ids) for one in samples)
     size, allowed = shard_bytes(pair, tokens), stage.run.disk * 1e9
@@ -205,7 +205,7 @@ def plan_of(run: TrainingRun) -> TrainingPlan:
     )
 
 
-def learn(stage: Stage, bundle: Bundle, shards: Shards) -> TrainingState:
+def learn(stage: TrainingStage, bundle: Bundle, shards: Shards) -> TrainingState:
     """Train; the best weights lie in the folder ``training``."""
     torch.manual_seed(stage.run.seed)
     drafter = start_weights(bundle, stage.work.start).to(stage.device)
@@ -216,7 +216,7 @@ def learn(stage: Stage, bundle: Bundle, shards: Shards) -> TrainingState:
     return state
 
 
-def after(stage: Stage, pair: PairSpec) -> None:
+def after(stage: TrainingStage, pair: PairSpec) -> None:
     """The bundle of the target and the trained drafter."""
     work = stage.work
     if not (work.after / MANIFEST).is_file():
@@ -226,7 +226,7 @@ def after(stage: Stage, pair: PairSpec) -> None:
         _bundle(stage, trained, work.after)
 
 
-def measure(stage: Stage, data: Sequence[TrainingData]) -> dict[str, Measure]:
+def measure(stage: TrainingStage, data: Sequence[TrainingData]) -> dict[str, Measure]:
     """Both bundles on held-out tasks, every way; a way that is done is not measured again."""
     run, work = stage.run, stage.work
     found: dict[str, Any] = work.read(work.evaluation)
@@ -250,10 +250,10 @@ def _named(progress: Progress, name: str) -> Progress:
 
 
 def card_of(
-    stage: Stage,
+    stage: TrainingStage,
     bundle: Bundle,
     data: Sequence[TrainingData],
-    answers: Sequence[Sequence[Answer]],
+    answers: Sequence[Sequence[TargetAnswer]],
     state: TrainingState,
     measures: Mapping[str, Measure],
 ) -> DrafterCard:
