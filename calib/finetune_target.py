@@ -26,9 +26,9 @@ from calib.demo.storage import load_target, save_model
 from calib.demo.tokenizer import END_OF_TURN, Sample, render
 from calib.demo.train_target import language_loss
 from calib.demo.training import autocast, device_name, learning_rate, on_device, optimizer, update, write_record
-from calib.measure_acceptance import read_tasks
 from edge_dflash.demo.tasks import MODELS
 from edge_dflash.text.tokenizer import TOKENIZER_FILES
+from edge_dflash.training.data import read_tasks
 
 _PARTS = 1000  # of the time that is given: the learning rate goes by its share
 
@@ -51,10 +51,10 @@ class TuningRun:
 def read_samples(file: Path, tokenizer: Tokenizer, most: int = 1 << 20) -> Dataset:
     """Prompts and answers of a file as ids. Raises ValueError when none has an answer that fits."""
     found = []
-    for task in read_tasks(file, most):
-        if "answer" in task:
-            prompt = tokenizer.encode(render(task["messages"]), add_special_tokens=False).ids
-            answer = tokenizer.encode(task["answer"] + END_OF_TURN, add_special_tokens=False).ids
+    for task in read_tasks(file, most=most).tasks:
+        if task.answer is not None and not isinstance(task.asked, str):
+            prompt = tokenizer.encode(render(task.asked), add_special_tokens=False).ids
+            answer = tokenizer.encode(task.answer + END_OF_TURN, add_special_tokens=False).ids
             if len(prompt) + len(answer) <= LONGEST:
                 found.append(Sample(tuple(prompt), tuple(answer)))
     if not found:

@@ -15,11 +15,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from calib.demo.accepting import accepted
 from calib.demo.pictured import heldout
 from edge_dflash.demo.seeing import messages
 from edge_dflash.demo.tasks import HELDOUT, Task, check_plan, check_success, task_from_json
 from edge_dflash.planner import Planner
+from edge_dflash.training.evaluate import accepted
 
 BUDGET = 448  # new tokens; the longest right answer to a held-out task has 294
 

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from calib.demo.accepting import Acceptance, accepted
 from calib.demo.drafter import Drafter
 from calib.demo.model import AttentionCache, Target
 from calib.demo.tokenizer import END_OF_TEXT_ID, END_OF_TURN_ID, Sample
+from edge_dflash.training.evaluate import AcceptedDrafts, accepted
 
 
 def padded(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -60,7 +60,7 @@ def _up_to_end(row: list[int]) -> tuple[int, ...]:
 
 
 @torch.no_grad()
-def acceptance(target: Target, drafter: Drafter, samples: Sequence[Sample]) -> Acceptance:
+def acceptance(target: Target, drafter: Drafter, samples: Sequence[Sample]) -> AcceptedDrafts:
     """Walk each sample's answer (the target's own greedy one) as the loop of the runtime would."""
     device = target.lm_head.weight.device
     k = drafter.c.drafts

@@ -11,14 +11,14 @@ import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, fields
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
 from edge_dflash.common.progress import Progress, unheard
-from edge_dflash.decode.options import PlanOptions, as_messages
-from edge_dflash.errors import ContextError, RequestError
+from edge_dflash.decode.options import Options, PlanOptions, as_messages
+from edge_dflash.errors import RequestError
 from edge_dflash.planner import Planner
 from edge_dflash.runner.recording import mend
 from edge_dflash.text.chat import encode_conversation
@@ -27,19 +27,25 @@ from edge_dflash.training.data import TrainingData, TrainingTask
 
 Way = Literal["greedy", "sampled", "given"]
 STAGE = "answers"
+_OF = "data_sha256"  # key of a file's first line
 _SYNC = 5.0  # seconds between two times that the disk is told to keep what it has
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
 class TargetAnswer:
     """A prompt and an answer to it, as ids."""
 
     task: int  # index of the task
     way: Way
     number: int  # of drawn answers
-    heldout: bool = field(compare=False)
-    prompt: tuple[int, ...] = field(compare=False)
-    tokens: tuple[int, ...] = field(compare=False)  # the stop token included, if the answer ended by itself
+    heldout: bool
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]  # the stop token included, if the answer ended by itself
+
+    @property
+    def key(self) -> tuple[int, str, int]:
+        """Which answer of a file it is."""
+        return self.task, self.way, self.number
 
 
 @dataclass(frozen=True)
@@ -58,8 +64,8 @@ def prompt_ids(tokenizer: Tokenizer, task: TrainingTask) -> tuple[int, ...]:
     messages = as_messages(task.asked)
     if messages is None or (isinstance(task.asked, str) and tokenizer.template is None):
         return tokenizer.encode_text(str(task.asked))
-    tools, thinking = task.options.get("tools"), bool(task.options.get("thinking", False))
-    return tuple(encode_conversation(tokenizer, messages, tools=tools, enable_thinking=thinking))
+    options = Options.of(task.options)  # without the tools that tool_choice leaves out
+    return encode_conversation(tokenizer, messages, tools=options.tools, enable_thinking=options.thinking)
 
 
 def make_answers(
@@ -75,13 +81,14 @@ def make_answers(
     """Append the answers that are missing in ``file``; how many tokens were made.
 
     Tasks to train on are answered greedily and ``sampled`` times by seed, unless they have an answer; held-out ones
-    greedily. Prompts that are too long for the context are left out. Raises RequestError for a task that the bundle
-    cannot be asked, naming its line.
+    greedily. Answers end where the context does; prompts that leave no room are left out. Raises RequestError for a
+    task that the bundle cannot be asked, naming its line, and for a file of answers to other data.
     """
     tokenizer = planner.tokenizer
     if tokenizer is None:
         raise RequestError("the target has no tokenizer: its prompts cannot be read; give a checkpoint with one")
-    done = {(one.task, one.way, one.number) for one in read_answers(file)}
+    begin_file(file, data)
+    done = {one.key for one in read_answers(file)}
     whole = list(_wanted(data, sampled))
     rest = [one for one in whole if (one.task.index, one.way, one.number) not in done]
     progress(STAGE, len(whole) - len(rest), len(whole))
@@ -117,27 +124,61 @@ def make_answers(
     return made
 
 
-def read_answers(file: Path) -> tuple[TargetAnswer, ...]:
-    """The answers in a file, by task; a line that a kill tore is cut off. Raises RequestError for a damaged file."""
+def begin_file(file: Path, data: TrainingData) -> None:
+    """Write the first line of a file of answers: the hash of the data. Raises RequestError where it has another one."""
+    whole_lines(file)
+    with file.open("a+b") as open_file:
+        open_file.seek(0)
+        if not (first := open_file.readline()):
+            open_file.write(json.dumps({_OF: data.sha256}).encode() + b"\n")
+        elif _body(first).get(_OF) != data.sha256:
+            raise RequestError(
+                f"{file} has answers to other data than {data.path} holds now; give the file as it was, or remove this"
+            )
+
+
+def whole_lines(file: Path) -> None:
+    """Cut what a kill tore at the end of a file, if it is there."""
     try:
         descriptor = os.open(file, os.O_RDWR)
     except FileNotFoundError:
-        return ()
+        return
     try:
         mend(descriptor)
     finally:
         os.close(descriptor)
+
+
+def read_answers(file: Path) -> tuple[TargetAnswer, ...]:
+    """The answers in a file, by task, way and number; none without a file.
+
+    A line that a kill tore is cut off. Raises RequestError for a damaged file.
+    """
+    whole_lines(file)
+    if not file.exists():
+        return ()
     found: dict[tuple[int, str, int], TargetAnswer] = {}
     with file.open("rb") as lines:
         for number, line in enumerate(lines):
+            body = _body(line)
+            if number == 0 and _OF in body:
+                continue
             try:
-                body = json.loads(line)
                 prompt, tokens = (tuple(map(int, body.pop(name))) for name in ("prompt", "tokens"))
                 one = TargetAnswer(**body, prompt=prompt, tokens=tokens)
-            except (ValueError, TypeError, KeyError, AttributeError):
+            except (ValueError, TypeError, KeyError):
                 raise RequestError(f"{file}: line {number + 1} is damaged; remove it and run again") from None
-            found[one.task, one.way, one.number] = one
-    return tuple(sorted(found.values()))
+            found[one.key] = one
+    return tuple(sorted(found.values(), key=lambda one: one.key))
+
+
+def _body(line: bytes) -> dict[str, Any]:
+    """The object of a line; an empty one where it is none."""
+    try:
+        body = json.loads(line)
+    except (ValueError, RecursionError):
+        return {}
+    return body if isinstance(body, dict) else {}
 
 
 def _wanted(data: TrainingData, sampled: int) -> Iterator[_Asked]:
@@ -159,20 +200,16 @@ def _answer(
     task = one.task
     try:
         prompt = prompt_ids(tokenizer, task)
+        if (room := planner.shape.usable_context - len(prompt)) < 1:
+            return None
         if one.way == "given":
-            tokens = (*tokenizer.encode_text(task.answer or ""), *_end(planner, tokenizer))
-            room = planner.shape.usable_context
-            return (
-                TargetAnswer(task.index, one.way, 0, False, prompt, tokens)
-                if len(prompt) + len(tokens) <= room
-                else None
-            )
-        options: PlanOptions = {**task.options, "max_new_tokens": new_tokens}  # type: ignore[typeddict-item]
+            end = _end(planner, tokenizer) if task.whole else ()
+            tokens = (*tokenizer.encode_text(task.answer or ""), *end)[:room]
+            return TargetAnswer(task.index, one.way, 0, False, prompt, tokens)
+        options: PlanOptions = {**task.options, "raw": task.raw, "max_new_tokens": min(new_tokens, room)}  # type: ignore[typeddict-item]
         if one.way == "sampled":
             options |= {"temperature": temperature, "seed": task.index * 1009 + one.number}
-        plan = planner.plan(prompt, **options)
-    except ContextError:
-        return None
+        plan = planner.plan(task.asked, **options)  # the words, not the ids: a system prompt is computed once
     except RequestError as error:
         raise RequestError(f"{data.path}: line {task.index + 1}: {error}") from None
     return TargetAnswer(task.index, one.way, one.number, task.heldout, prompt, plan.tokens)
@@ -185,5 +222,5 @@ def _end(planner: Planner, tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def _line(one: TargetAnswer) -> bytes:
-    body: dict[str, Any] = {name: getattr(one, name) for name in one.__dataclass_fields__}
+    body: dict[str, Any] = {each.name: getattr(one, each.name) for each in fields(one)}
     return json.dumps(body).encode() + b"\n"

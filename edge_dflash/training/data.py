@@ -1,18 +1,21 @@
 """Prompts to train a drafter on: one JSON object a line, as ``record`` writes them or anybody else.
 
 Keys of a line: ``messages``, or ``prompt`` with an optional ``raw``; what shapes the answer (``schema``, ``regex``,
-``grammar``, ``whitespace``, ``tools``, ``tool_choice``, ``thinking``); perhaps the ``answer``. Other keys mean nothing.
+``grammar``, ``whitespace``, ``tools``, ``tool_choice``, ``thinking``); perhaps the ``answer``, with a ``finish_reason``
+other than "stop" where it was cut. An answer with thinking or tool calls is not used: its text is not all of it. Other
+keys mean nothing.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from edge_dflash.decode.options import Options, as_messages
 from edge_dflash.errors import RequestError
 from edge_dflash.text.images import is_image
 from edge_dflash.text.template import Message
@@ -31,6 +34,7 @@ class TrainingTask:
     raw: bool = False  # a text that is used as it is
     options: dict[str, Any] = field(default_factory=dict)  # keywords of a request
     answer: str | None = None  # None: the target gives it
+    whole: bool = True  # the answer ended by itself: the token that ends a turn stands behind it
     heldout: bool = False
 
 
@@ -54,34 +58,58 @@ class TrainingData:
         return tuple(task for task in self.tasks if task.heldout)
 
 
-def read_data(path: Path, *, heldout: int | None = None, most: int | None = None) -> TrainingData:
-    """Read the first ``most`` tasks of a file, and hold out ``heldout`` of its prompts (None: a tenth, at most 200).
+def read_tasks(path: Path, *, most: int | None = None) -> TrainingData:
+    """Read the first ``most`` tasks of a file; none is held out.
 
-    A prompt's hash decides, so one that is there twice is never on both sides, and the order of lines does not matter.
-    Raises RequestError, naming the line, for what is no task, and for fewer than two prompts.
+    Raises RequestError, naming the line, for what is no task.
     """
     digest, tasks, skipped = hashlib.sha256(), list[TrainingTask](), 0
+    forms: dict[str, Any] = {}  # values that many lines share, held once
     for index, line, torn in _lines(path, digest):
         if most is not None and len(tasks) >= most:
             continue  # the hash is of the whole file
-        task = _task(path, index, line, torn=torn)
+        task = _task(f"{path}: line {index + 1}", index, line, forms, torn=torn)
         if task is None:
             skipped += 1
         else:
             tasks.append(task)
-    keys = [_key(task) for task in tasks]
+    return TrainingData(path, digest.hexdigest(), tuple(tasks), skipped)
+
+
+def read_data(path: Path, *, heldout: int | None = None, most: int | None = None) -> TrainingData:
+    """:func:`read_tasks` with ``heldout`` prompts held out (None: a tenth, at most 200).
+
+    A prompt's hash decides, so one that is there twice is never on both sides, and the order of lines does not matter.
+    Raises RequestError also for fewer than two prompts.
+    """
+    return read_mixture([path], heldout=heldout, most=most)[0]
+
+
+def read_mixture(
+    paths: Sequence[Path], *, heldout: int | None = None, most: int | None = None
+) -> tuple[TrainingData, ...]:
+    """:func:`read_data` of several files: a prompt that one of them holds out is held out in all."""
+    files = [read_tasks(path, most=most) for path in paths]
+    keys = [[_key(task) for task in each.tasks] for each in files]
+    out = {key for each, own in zip(files, keys, strict=True) for key in _held_out(each.path, own, heldout)}
+    for each, own in zip(files, keys, strict=True):
+        if out.issuperset(own):
+            raise RequestError(f"all prompts of {each.path} are held out, here or in another file; give more prompts")
+    return tuple(
+        replace(each, tasks=tuple(replace(task, heldout=key in out) for task, key in zip(each.tasks, own, strict=True)))
+        for each, own in zip(files, keys, strict=True)
+    )
+
+
+def _held_out(path: Path, keys: Sequence[str], heldout: int | None) -> list[str]:
+    """The prompts of a file that are held out."""
     unique = sorted(set(keys))
     if len(unique) < 2:
         raise RequestError(f"{path} has {len(unique)} different prompts; give at least 2: some are held out")
     count = min(HELDOUT, max(1, len(unique) // SHARE)) if heldout is None else heldout
     if not 0 < count < len(unique):
         raise RequestError(f"{count} of {len(unique)} prompts are to be held out; give 1 to {len(unique) - 1}")
-    out = set(unique[:count])
-    marked = (
-        TrainingTask(task.index, task.asked, task.raw, task.options, task.answer, key in out)
-        for task, key in zip(tasks, keys, strict=True)
-    )
-    return TrainingData(path, digest.hexdigest(), tuple(marked), skipped)
+    return unique[:count]
 
 
 def _lines(path: Path, digest: Any) -> Iterator[tuple[int, bytes, bool]]:
@@ -100,9 +128,8 @@ def _lines(path: Path, digest: Any) -> Iterator[tuple[int, bytes, bool]]:
         raise RequestError(f"cannot read {path}: {error.strerror}; give a file of one JSON object a line") from None
 
 
-def _task(path: Path, index: int, line: bytes, *, torn: bool) -> TrainingTask | None:
+def _task(where: str, index: int, line: bytes, forms: dict[str, Any], *, torn: bool) -> TrainingTask | None:
     """The task of a line; None for one that is left out."""
-    where = f"{path}: line {index + 1}"
     try:
         body = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -111,20 +138,34 @@ def _task(path: Path, index: int, line: bytes, *, torn: bool) -> TrainingTask | 
         raise RequestError(f"{where} is not JSON ({error}); correct or remove it") from None
     if not isinstance(body, dict) or ("messages" in body) == ("prompt" in body):
         raise RequestError(f"{where} needs either messages or prompt; correct or remove it")
-    asked, raw = body.get("messages", body.get("prompt")), bool(body.get("raw", False))
+    asked = body.get("messages", body.get("prompt"))
     if "messages" in body:
         if not isinstance(asked, list) or not asked or not all(isinstance(message, dict) for message in asked):
             raise RequestError(f"{where}: messages is no list of messages; correct or remove it")
         if any(is_image(part) for message in asked for part in _parts(message)):
             return None
-    elif not isinstance(asked, str) or not asked:
+    elif not isinstance(asked, str):
         raise RequestError(f"{where}: prompt is no text; correct or remove it")
     given = body.get("answer")
     if given is not None and not isinstance(given, str):
         raise RequestError(f"{where}: answer is {type(given).__name__}, wanted text; correct or remove it")
-    whole = given if given and not body.get("reasoning") and not body.get("tool_calls") else None
-    options = {name: body[name] for name in SHAPING if body.get(name) is not None}
-    return TrainingTask(index, asked, raw and isinstance(asked, str), options, whole)
+    options = {name: _once(body[name], forms) for name in SHAPING if body.get(name) is not None}
+    raw = body.get("raw", False) if isinstance(asked, str) else False
+    try:
+        as_messages(asked)
+        Options.of({**options, "raw": raw})
+    except RequestError as error:
+        raise RequestError(f"{where}: {error}") from None
+    text_only = not any(body.get(name) for name in ("thinking", "reasoning", "tool_calls"))
+    whole = body.get("finish_reason", "stop") == "stop" and not body.get("stop")  # a text of stop is cut off
+    return TrainingTask(index, asked, bool(raw), options, given if given and text_only else None, whole)
+
+
+def _once(value: Any, known: dict[str, Any]) -> Any:
+    """The value, or the equal one that an earlier line has."""
+    if not isinstance(value, dict | list | str):
+        return value
+    return known.setdefault(json.dumps(value), value)
 
 
 def _parts(message: dict[str, Any]) -> list[Any]:
@@ -133,4 +174,6 @@ def _parts(message: dict[str, Any]) -> list[Any]:
 
 
 def _key(task: TrainingTask) -> str:
-    return hashlib.sha256(json.dumps(task.asked, sort_keys=True, default=str).encode()).hexdigest()
+    """Hash of a prompt, the same for a text and for the message that it stands for."""
+    said = json.dumps(as_messages(task.asked), sort_keys=True)
+    return hashlib.sha256(said.encode()).hexdigest()

@@ -13,7 +13,7 @@ from edge_dflash.bundle.reader import Bundle
 from edge_dflash.common.progress import Progress, unheard
 from edge_dflash.planner import Planner
 from edge_dflash.training.answers import make_answers, read_answers
-from edge_dflash.training.data import TrainingData, read_data
+from edge_dflash.training.data import TrainingData, read_mixture
 from edge_dflash.training.forecast import BatchSize, Forecast, Speeds, forecast
 from edge_dflash.training.run import Say, TrainingStage, before, borrowed, device, lanes, sample, start_weights
 from edge_dflash.training.shards import Sample, Shards
@@ -28,7 +28,7 @@ def dry_run(run: TrainingRun, progress: Progress = unheard, say: Say = lambda li
     """The forecast of a run; its first bundle is built, and kept for it. Raises what the run raises."""
     with TrainingDir(run) as work, TemporaryDirectory(dir=work.root) as scratch:
         stage = TrainingStage(run, work, progress, say, device())
-        data = [read_data(path, heldout=run.heldout, most=run.prompts) for path in run.data]
+        data = read_mixture(run.data, heldout=run.heldout, most=run.prompts)
         bundle = before(stage)
         answers, made = _answers(stage, bundle, data, Path(scratch))
         shards, taps = write_taps(bundle, answers, Path(scratch) / "taps", progress=progress)

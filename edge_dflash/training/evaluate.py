@@ -1,6 +1,6 @@
 """How well a bundle's drafter does on tasks, by its planner: accept lengths, acceptance by position, speed.
 
-Greedy and drawn, free and, where tasks have one, of their schema.
+Greedy and drawn, free and, where tasks have one, of their schema (or other form).
 """
 
 from __future__ import annotations
@@ -11,10 +11,13 @@ from pathlib import Path
 
 from edge_dflash.common.progress import Progress, unheard
 from edge_dflash.decode.options import PlanOptions
+from edge_dflash.errors import RequestError
 from edge_dflash.planner import Planner
+from edge_dflash.training.answers import prompt_ids
 from edge_dflash.training.data import TrainingTask
 
 STAGE = "evaluation"
+FORMS = ("schema", "regex", "grammar")
 TEMPERATURES = {"greedy": 0.0, "sampled": 0.7}
 
 
@@ -56,8 +59,8 @@ def accepted(answers: Iterable[Sequence[int]]) -> AcceptedDrafts:
 
 def ways(tasks: Sequence[TrainingTask]) -> tuple[str, ...]:
     """Names of the ways in which these tasks are answered."""
-    schemas = any("schema" in task.options for task in tasks)
-    return (*TEMPERATURES, *(f"{way}, schema" for way in TEMPERATURES if schemas))
+    shaped = any(form in task.options for task in tasks for form in FORMS)
+    return (*TEMPERATURES, *(f"{way}, schema" for way in TEMPERATURES if shaped))
 
 
 def evaluate(
@@ -65,32 +68,42 @@ def evaluate(
 ) -> dict[str, Measure]:
     """Answer the tasks in each of the :func:`ways`; the first ``plain`` also without the drafter, and compare.
 
-    Raises what :meth:`Planner.open` and :meth:`Planner.plan` raise.
+    Answers end where the context does; tasks that leave no room are left out. Raises what :meth:`Planner.open` and
+    :meth:`Planner.plan` raise.
     """
-    names, done = ways(tasks), 0
-    total = len(names) * (len(tasks) + min(plain, len(tasks)))
-    found = {}
     with Planner.open(bundle, fallback=False, self_test="off") as planner:  # all drafts of each cycle are verified
-        for name in names:
+        return evaluate_planner(planner, tasks, new_tokens=new_tokens, plain=plain, progress=progress)
 
-            def step() -> None:
-                nonlocal done
-                done += 1
-                progress(STAGE, done, total)
 
-            found[name] = _measure(planner, tasks, name, new_tokens, plain, step)
-    return found
+def evaluate_planner(
+    planner: Planner, tasks: Sequence[TrainingTask], *, new_tokens: int, plain: int = 0, progress: Progress = unheard
+) -> dict[str, Measure]:
+    """:func:`evaluate` of a planner that is open. Raises RequestError for one without a tokenizer."""
+    tokenizer, usable = planner.tokenizer, planner.shape.usable_context
+    if tokenizer is None:
+        raise RequestError("the target has no tokenizer: its prompts cannot be read; give a checkpoint with one")
+    rooms = [(task, min(new_tokens, usable - len(prompt_ids(tokenizer, task)))) for task in tasks]
+    asked = [(task, room) for task, room in rooms if room > 0]
+    names, done = ways(tasks), 0
+    total = len(names) * (len(asked) + min(plain, len(asked)))
+
+    def step() -> None:
+        nonlocal done
+        done += 1
+        progress(STAGE, done, total)
+
+    return {name: _measure(planner, asked, name, plain, step) for name in names}
 
 
 def _measure(
-    planner: Planner, tasks: Sequence[TrainingTask], name: str, new_tokens: int, plain: int, step: Callable[[], None]
+    planner: Planner, tasks: Sequence[tuple[TrainingTask, int]], name: str, plain: int, step: Callable[[], None]
 ) -> Measure:
-    """One way. ``step`` is called after each answer."""
+    """One way of tasks, each with the new tokens that it may have. ``step`` is called after each answer."""
     way, _, form = name.partition(", ")
     lengths, spent, speeds = list[tuple[int, ...]](), {True: 0.0, False: 0.0}, {True: 0, False: 0}
     equal = tokens = 0
-    for index, task in enumerate(tasks):
-        options = _options(task, new_tokens, TEMPERATURES[way], index, with_schema=bool(form))
+    for index, (task, room) in enumerate(tasks):
+        options = _options(task, room, TEMPERATURES[way], index, with_schema=bool(form))
         plan = planner.plan(task.asked, **options)
         lengths.append(plan.accept_lengths)
         tokens += len(plan.tokens)
@@ -119,7 +132,7 @@ def _measure(
 
 def _options(task: TrainingTask, new_tokens: int, temperature: float, seed: int, *, with_schema: bool) -> PlanOptions:
     shaping: Mapping[str, object] = {
-        name: value for name, value in task.options.items() if with_schema or name not in ("schema", "regex", "grammar")
+        name: value for name, value in task.options.items() if with_schema or name not in FORMS
     }
     made = {**shaping, "raw": task.raw, "max_new_tokens": new_tokens, "temperature": temperature, "seed": seed}
     return made  # type: ignore[return-value]

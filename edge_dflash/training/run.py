@@ -24,7 +24,7 @@ from edge_dflash.model.registry import read_target_spec
 from edge_dflash.model.specs import PairSpec, TargetSpec
 from edge_dflash.planner import Planner
 from edge_dflash.training.answers import TargetAnswer, make_answers, read_answers
-from edge_dflash.training.data import TrainingData, read_data
+from edge_dflash.training.data import TrainingData, read_mixture
 from edge_dflash.training.drafter import EMBEDDING, HEAD, BlockDrafter
 from edge_dflash.training.evaluate import Measure, evaluate
 from edge_dflash.training.forecast import shard_bytes
@@ -72,7 +72,7 @@ def train_drafter(run: TrainingRun, progress: Progress = unheard, say: Say = lam
     began = time.perf_counter()
     with TrainingDir(run) as work:
         stage = TrainingStage(run, work, progress, say, device())
-        data = [read_data(path, heldout=run.heldout, most=run.prompts) for path in run.data]
+        data = read_mixture(run.data, heldout=run.heldout, most=run.prompts)
         bundle = before(stage)
         answers = answer(stage, bundle, data)
         samples = [sample(one) for file in answers for one in file]

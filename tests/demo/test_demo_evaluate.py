@@ -6,12 +6,12 @@ from tokenizers import Tokenizer
 
 import edge_dflash.demo
 from calib.demo import evaluate as module
-from calib.demo.accepting import accepted
 from calib.demo.corpus import heldout_keys, task_key, tasks
 from calib.demo.evaluate import Answer, evaluate, heldout_tasks, planner_generate
 from calib.demo.tokenizer import MASK_ID, train_tokenizer
 from edge_dflash.errors import BundleError
 from edge_dflash.model.registry import read_pair
+from edge_dflash.training.evaluate import accepted
 
 MODELS = Path(edge_dflash.demo.__file__).parent / "models"
 

@@ -1,14 +1,11 @@
-"""Tasks of the harbour: the same every time, their answers right, wrong ones found; and accept lengths on a file."""
+"""Tasks of the harbour: the same every time, their answers right, wrong ones found."""
 
 import json
 
 import pytest
-from fakes import SHAPE, FakeBackend
 
 from calib.harbour import HELDOUT, TRAIN, HarbourTask, harbour_tasks, make_task, order_problems, right_answer
 from calib.harbour import write_tasks as write
-from calib.measure_acceptance import measure, read_tasks
-from edge_dflash.planner import Planner
 
 
 def changed(task: HarbourTask, **changes) -> str:
@@ -59,16 +56,3 @@ def test_files_hold_prompt_and_schema_and_answers_if_asked(tmp_path, answers):
     assert write(tmp_path, answers=answers) == {"train": TRAIN, "heldout": HELDOUT}
     line = json.loads((tmp_path / "heldout.jsonl").read_text().splitlines()[0])
     assert set(line) == {"messages", "schema"} | ({"answer"} if answers else set())
-
-
-def test_accept_lengths_of_a_file_whose_end_is_torn(tmp_path):
-    path = tmp_path / "tasks.jsonl"
-    path.write_text('{"prompt": [1, 2, 3]}\n{"prompt": [4, 5]}\n{"prompt": [6')
-    tasks = read_tasks(path, 10)
-    assert len(tasks) == 2
-    assert len(read_tasks(path, 1)) == 1
-    with Planner(FakeBackend(SHAPE, right=lambda position: 2), None, fallback=False) as planner:
-        found = measure(planner, tasks, new_tokens=13, plain=2)
-    assert found["greedy"]["accept_length"] == 3.0
-    assert found["greedy"]["acceptance"][:2] == [1.0, 1.0]
-    assert (found["sampled"]["equal_to_plain"], found["sampled"]["compared"]) == (2, 2)
