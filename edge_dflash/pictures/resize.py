@@ -2,7 +2,7 @@
 
 The reference is torchvision's resize of uint8 with antialiasing (ATen's ``_upsample_bicubic2d_aa``): weights in fixed
 point, along the width first, then along the height, each rounded to levels. Pillow's differs from it, mostly by one
-level. Sums of levels times weights stay below 2^24, so that float32 products by any library are exact.
+level. Sums are of whole numbers, so they are exact in any order.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ Planes = npt.NDArray[np.uint8]
 _LONGEST = 200  # times the shorter side
 _SUPPORT = 2.0  # of the cubic filter
 _BITS = 15  # of a weight
-_BLOCK = 16  # output rows of a product
-_PRODUCT = 200_000  # multiplications of one: libraries of linear algebra use one thread up to 262,144
+_PART = 1 << 17  # values that are summed at a time: half a megabyte
+_RUN = 16  # rows that follow each other, mean, from which on they are read where they lie
 
 
 def target_size(height: int, width: int, spec: PatchSpec) -> tuple[int, int]:
@@ -47,32 +47,39 @@ def resize(planes: Planes, size: tuple[int, int]) -> Planes:
 
 
 def _resize_rows(planes: Planes, rows: int) -> Planes:
-    """Levels [channels, ``rows``, columns]."""
-    first, weights = _weights(planes.shape[1], rows)
-    taps, levels = weights.shape[1], planes.astype(np.float32)
+    """Levels [channels, ``rows``, columns]: tap by tap over large parts, during which other threads run."""
+    first, weights, precision = _weights(planes.shape[1], rows)
+    taps = weights.shape[1]
+    levels = np.zeros((planes.shape[0], planes.shape[1] + taps, planes.shape[2]), np.int32)  # what is behind weighs 0
+    levels[:, : planes.shape[1]] = planes
     out = np.empty((planes.shape[0], rows, planes.shape[2]), np.uint8)
-    for begin in range(0, rows, _BLOCK):
-        end = min(begin + _BLOCK, rows)
-        low, high = int(first[begin]), min(int(first[end - 1]) + taps, planes.shape[1])
-        dense = np.zeros((end - begin, high - low + taps), np.float32)
-        places = first[begin:end, None] - low + np.arange(taps)
-        np.put_along_axis(dense, places, weights[begin:end], axis=1)
-        _multiply(dense[:, : high - low], levels[:, low:high], out[:, begin:end])
+    for begin, end in _parts(first, max(1, _PART // max(1, out[:, 0].size))):
+        shape, runs = (len(out), end - begin, out.shape[2]), first[end - 1] - first[begin] == end - 1 - begin
+        total, part = np.full(shape, 1 << (precision - 1), np.int32), np.empty(shape, np.int32)
+        for tap in range(taps):
+            start = int(first[begin]) + tap
+            old = levels[:, start : start + end - begin] if runs else levels[:, first[begin:end] + tap]
+            np.multiply(old, weights[begin:end, tap, None], out=part)
+            total += part
+        total >>= precision
+        out[:, begin:end] = np.clip(total, 0, 255, out=total)
     return out
 
 
-def _multiply(weights: npt.NDArray[np.float32], levels: npt.NDArray[np.float32], out: Planes) -> None:
-    """Out [channels, m, n] = the nearest levels to weights [m, k] times levels [channels, k, n], part by part."""
-    step = max(_PRODUCT // weights.size, 64)
-    for plane, into in zip(levels, out, strict=True):
-        for left in range(0, plane.shape[1], step):
-            sums = weights @ plane[:, left : left + step]
-            sums += np.float32(0.5)
-            into[:, left : left + step] = np.clip(sums, 0.0, 255.0, out=sums)  # truncated: sums are not negative
+def _parts(first: npt.NDArray[np.int64], most: int) -> list[tuple[int, int]]:
+    """Ranges of new rows, at most ``most`` each; where old rows follow each other for long, such runs."""
+    ends = [*(np.flatnonzero(np.diff(first) != 1) + 1).tolist(), len(first)]
+    if len(ends) * _RUN > len(first):
+        ends = [len(first)]
+    found, begin = [], 0
+    for end in ends:
+        found += [(at, min(at + most, end)) for at in range(begin, end, most)]
+        begin = end
+    return found
 
 
-def _weights(rows: int, wanted: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-    """For each new row the first old one that counts, and weights [wanted, taps]: multiples of a power of two."""
+def _weights(rows: int, wanted: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32], int]:
+    """For each new row the first old one that counts, and weights [wanted, taps] in steps of 2^-precision."""
     scale = rows / wanted
     support, inverse = _SUPPORT * max(scale, 1.0), 1.0 / max(scale, 1.0)
     center = scale * (np.arange(wanted) + 0.5)
@@ -86,7 +93,7 @@ def _weights(rows: int, wanted: int) -> tuple[npt.NDArray[np.int64], npt.NDArray
     while precision < 22 and int(0.5 + found.max() * (1 << (precision + 1))) < 1 << _BITS:
         precision += 1
     fixed = np.trunc(found * (1 << precision) + np.copysign(0.5, found))
-    return first, (fixed / (1 << precision)).astype(np.float32)
+    return first, fixed.astype(np.int32), precision
 
 
 def _cubic(x: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
