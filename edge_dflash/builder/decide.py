@@ -124,7 +124,7 @@ def decide(config: BuildConfig) -> Decisions:
     """
     recipe = load_recipe(config.recipe) if config.recipe is not None else default_recipe()
     choice = choose(config.arch, config.backend, recipe)
-    _check_output(config)
+    check_output(config)
     pair = recipe.masked(read_checkpoints(config.target, config.drafter, text_only=config.text_only))
     programs = pair_programs(pair)
     default = default_chunk(choice.arch, programs, choice.arch.most_rows, plans="tensorrt" in choice.backends)
@@ -139,15 +139,13 @@ def decide(config: BuildConfig) -> Decisions:
     size = sum(FORMATS[formats[n]].nbytes(programs.weights[n].shape) for part in parts.values() for n in part.names)
     size += sum(stack_bytes(stack) for part in parts.values() for stack in part.stacks)
     here = size if engines is not None and not engines.deferred else 0
-    _check_space(config.output, size + here + (_KERNELS if choice.arch.sm else 0))
+    check_space(config.output, size + here + (_KERNELS if choice.arch.sm else 0))
     tools = _tools(choice.active) | ({engines.flavour: engines.version} if engines and engines.version else {})
     sources, stamps = fingerprints(config.target, config.drafter, sees=pair.target.vision is not None)
     fingerprint = {
         **stamps,
         "config": json.dumps([choice.arch.name, choice.backends, max_context, chunk, lanes]),
-        "recipe": json.dumps(encode(recipe), sort_keys=True),
-        "scales": hashlib.sha256(json.dumps(encode(scales)).encode()).hexdigest(),
-        "tools": json.dumps(tools, sort_keys=True),
+        **choices(recipe, scales, tools),
     }
     names = COPIED_FILES if tokenizer is not None else ()
     return Decisions(
@@ -174,6 +172,15 @@ def decide(config: BuildConfig) -> Decisions:
     )
 
 
+def choices(recipe: Recipe, scales: ScaleDecisions, tools: Mapping[str, str]) -> dict[str, str]:
+    """What a build that is gone on with must have in common with the one before, besides its inputs."""
+    return {
+        "recipe": json.dumps(encode(recipe), sort_keys=True),
+        "scales": hashlib.sha256(json.dumps(encode(scales)).encode()).hexdigest(),
+        "tools": json.dumps(tools, sort_keys=True),
+    }
+
+
 def _backends(
     choice: Choice, recipe: Recipe, pair: PairSpec, store: PairCheckpoint, chunk: int
 ) -> tuple[Choice, dict[str, WeightFormat], EngineFiles | None, tuple[str, ...]]:
@@ -195,7 +202,8 @@ def _backends(
     return choice, formats, engines, warnings
 
 
-def _check_output(config: BuildConfig) -> None:
+def check_output(config: BuildConfig) -> None:
+    """Raise BuildError where no bundle may be put."""
     output = config.output
     if not output.name:
         raise BuildError(f"--output {str(output)!r} names no directory to make; give a path that ends in a name")
@@ -236,7 +244,7 @@ def _tools(backend: str) -> dict[str, str]:
     return {**tools, "kernels": kernels_digest(), "nvrtc": compiler_version()} if backend != "reference" else tools
 
 
-def _check_space(output: Path, size: int) -> None:
+def check_space(output: Path, size: int) -> None:
     """Compare the bundle's size with the free space of the disk it goes to, less what an earlier run left there."""
     staging = building_path(output) / "bundle"
     done = sum(path.stat().st_size for path in staging.rglob("*") if path.is_file()) if staging.is_dir() else 0

@@ -5,19 +5,18 @@ So a drafter is replaced where the target's checkpoint is not at hand, and the t
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from edge_dflash.backends.cuda.compile import kernels_digest
 from edge_dflash.builder.card import read_card
 from edge_dflash.builder.choose import Choice, choose, decide_native
-from edge_dflash.builder.decide import BuildConfig, Decisions
+from edge_dflash.builder.decide import BuildConfig, Decisions, check_output, check_space, choices
 from edge_dflash.builder.inputs import COPIED_FILES, check_mask_token, fingerprints
-from edge_dflash.builder.journal import check_free
 from edge_dflash.builder.scales import decide_scales
-from edge_dflash.bundle.manifest import MANIFEST, Manifest, fingerprint
-from edge_dflash.bundle.parts import bundle_parts
+from edge_dflash.bundle.manifest import MANIFEST, Manifest, SourceFile, fingerprint
+from edge_dflash.bundle.parts import Part, bundle_parts
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.common.files import is_there
 from edge_dflash.errors import BuildError
@@ -72,10 +71,10 @@ def decide_swap(config: BuildConfig) -> Decisions:
     Sizes, arch, recipe and tokenizer are the bundle's. Raises CheckpointError for a drafter of another target,
     BuildError for what cannot be changed without the target's checkpoint, BundleError for a damaged bundle.
     """
-    check_free(config.output, force=config.force)
+    check_output(config)
     bundle = Bundle.open(config.target)
     manifest, target = bundle.manifest, bundle.pair.target
-    _refuse(config, manifest)
+    refuse(config, manifest)
     if config.drafter is None:
         pair = PairSpec(target, None)
     else:
@@ -94,10 +93,11 @@ def decide_swap(config: BuildConfig) -> Decisions:
         warnings += (warning,)
     scales, unmeasured = decide_scales(recipe, pair, programs, store, formats, tokenizer, allowed=config.calibrate)
     parts = bundle_parts(programs, formats, stacked="native" in choice.backends)
-    own = [name for part in parts.values() for name in part.names if name.startswith("drafter.")]
-    own += [name for part in parts.values() for stack in part.stacks for name in stack.names if name[:8] == "drafter."]
+    check_space(config.output, size := _drafter_bytes(parts, formats, programs))
+    plans = manifest.plans.flavour if manifest.plans else ""
+    tools = {name: version for name, version in manifest.tools.items() if name != plans}
     linked = {name: (bundle.path / name, entry) for name, entry in manifest.files.items() if _same(name)}
-    sources, stamps = fingerprints(config.drafter, None, sees=False) if config.drafter else ((), {})
+    sources, stamps = _sources(config, manifest)
     return Decisions(
         config=config,
         choice=choice,
@@ -107,23 +107,40 @@ def decide_swap(config: BuildConfig) -> Decisions:
         store=store,
         formats=formats,
         parts=parts,
-        size=sum(FORMATS[formats[name]].nbytes(programs.weights[name].shape) for name in own),
+        size=size,
         max_context=manifest.max_context,
         prefill_chunk=manifest.prefill_chunk,
         lanes=config.lanes or manifest.lanes,
         scales=scales,
         tokenizer_files=tuple(p for n in COPIED_FILES if is_there(p := bundle.path / "tokenizer" / n)),
-        sources=(
-            *(one for one in manifest.sources if one.model == "target"),
-            *(replace(one, model="drafter") for one in sources),
-        ),
-        tools=manifest.tools,
+        sources=sources,
+        tools=tools,
         engines=None,
-        fingerprint={**stamps, "bundle": fingerprint(manifest), "lanes": json.dumps(config.lanes or manifest.lanes)},
+        fingerprint={
+            **stamps,
+            "bundle": fingerprint(manifest),
+            "lanes": str(config.lanes or manifest.lanes),
+            **choices(recipe, scales, tools),
+        },
         warnings=(*warnings, *unmeasured),
         card=read_card(config.drafter) if config.drafter is not None else None,
         linked=linked,
     )
+
+
+def _drafter_bytes(parts: Mapping[str, Part], formats: Mapping[str, WeightFormat], programs: PairPrograms) -> int:
+    """Bytes that are written, about: the target's are linked."""
+    names = [name for part in parts.values() for name in part.names]
+    names += [name for part in parts.values() for stack in part.stacks for name in stack.names]
+    own = (name for name in names if name.startswith("drafter."))
+    return sum(FORMATS[formats[name]].nbytes(programs.weights[name].shape) for name in own)
+
+
+def _sources(config: BuildConfig, manifest: Manifest) -> tuple[tuple[SourceFile, ...], dict[str, str]]:
+    """Fingerprints of the target's files, as the bundle has them, and of the drafter's; the latter with times."""
+    found, stamps = fingerprints(config.drafter, None, sees=False) if config.drafter else ((), {})
+    target = (one for one in manifest.sources if one.model == "target")
+    return (*target, *(replace(one, model="drafter") for one in found)), stamps
 
 
 def _same(name: str) -> bool:
@@ -131,7 +148,7 @@ def _same(name: str) -> bool:
     return name.startswith(("weights/target-", "kernels/"))
 
 
-def _refuse(config: BuildConfig, manifest: Manifest) -> None:
+def refuse(config: BuildConfig, manifest: Manifest) -> None:
     """Raise BuildError for options that are the bundle's own."""
     given = {
         "--arch": (config.arch, ("cpu", manifest.arch)),

@@ -26,7 +26,7 @@ ASKED = 8  # prompts that are answered, at least as many as there are lanes
 
 def dry_run(run: TrainingRun, progress: Progress = unheard, say: Say = lambda line: None) -> Forecast:
     """The forecast of a run; its first bundle is built, and kept for it. Raises what the run raises."""
-    with TrainingDir(run) as work, TemporaryDirectory(dir=work.root) as scratch:
+    with TrainingDir(run, dry=True) as work, TemporaryDirectory(dir=work.root) as scratch:
         stage = TrainingStage(run, work, progress, say, device())
         data = read_mixture(run.data, heldout=run.heldout, most=run.prompts)
         bundle = before(stage)

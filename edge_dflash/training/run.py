@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from edge_dflash.backends import load
-from edge_dflash.builder.card import CardLengths, CardTarget, DrafterCard, check_prompts, write_card
+from edge_dflash.builder.card import CardLengths, CardTarget, DrafterCard, check_prompts, read_card, write_card
 from edge_dflash.builder.swap import is_bundle
 from edge_dflash.builder.write import BuildConfig, build
 from edge_dflash.bundle.manifest import MANIFEST, fingerprint
@@ -71,6 +71,9 @@ def train_drafter(run: TrainingRun, progress: Progress = unheard, say: Say = lam
     """
     began = time.perf_counter()
     with TrainingDir(run) as work:
+        if (there := work.done) is not None and (card := read_card(there)) is not None:
+            say(f"nothing to do: {there} is the drafter of this training; remove {work.root} to train it again")
+            return TrainingResult(there, card, time.perf_counter() - began)
         stage = TrainingStage(run, work, progress, say, device())
         data = read_mixture(run.data, heldout=run.heldout, most=run.prompts)
         bundle = before(stage)
@@ -85,7 +88,7 @@ def train_drafter(run: TrainingRun, progress: Progress = unheard, say: Say = lam
         folder = run.output if card.better else run.output / WORSE
         save_weights(folder, bundle.pair, kept_weights(work.training), work.start)
         write_card(folder, card)
-        work.clear()
+        work.end(folder)
     if not card.better:
         say(f"warning: the trained drafter is worse than its start on the held-out prompts; it is kept in {folder}")
     return TrainingResult(folder, card, time.perf_counter() - began)

@@ -14,7 +14,8 @@ from typing import Any
 from edge_dflash.errors import RequestError
 from edge_dflash.training.forecast import BatchSize
 
-RUN = "run.json"
+RUN, DONE = "run.json", "done.json"
+_OF_BUNDLE = ("target", "drafter", "arch", "recipe", "max_context", "mask_token", "seed")  # what the first bundle is of
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,8 @@ class TrainingDir:
     Raises RequestError where another process trains there, or what lies there is of another training.
     """
 
-    def __init__(self, run: TrainingRun) -> None:
+    def __init__(self, run: TrainingRun, *, dry: bool = False) -> None:
+        """``dry``: only the first bundle is made here, and a training of other steps or data may follow."""
         self.root = run.output / "work"
         self.start, self.before, self.after = (self.root / name for name in ("start", "before", "after"))
         self.taps, self.training = self.root / "taps", self.root / "training"
@@ -71,7 +73,7 @@ class TrainingDir:
         self.root.mkdir(parents=True, exist_ok=True)
         self._lock = (self.root / "lock").open("a")
         try:
-            self._take(run)
+            self._take(run, dry=dry)
         except BaseException:
             self._lock.close()
             raise
@@ -101,27 +103,38 @@ class TrainingDir:
         half.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
         half.replace(path)
 
+    @property
+    def done(self) -> Path | None:
+        """Where the drafter of a training lies that has ended."""
+        found = self.read(self.root / DONE).get("drafter")
+        return None if found is None else self.root.parent / str(found)
+
+    def end(self, drafter: Path) -> None:
+        """The training has ended, and left a drafter: remove what only one that goes on needs."""
+        self.write(self.root / DONE, {"drafter": str(drafter.relative_to(self.root.parent))})
+        self.clear()
+
     def clear(self) -> None:
-        """Remove what only a training that goes on needs."""
+        """Remove taps, checkpoints and the last bundle."""
         for folder in (self.taps, self.training, self.after):
             shutil.rmtree(folder, ignore_errors=True)
 
-    def _take(self, run: TrainingRun) -> None:
+    def _take(self, run: TrainingRun, *, dry: bool) -> None:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise RequestError(f"another process trains in {run.output}; give another --output") from None
         path, body = self.root / RUN, run.to_json()
-        if not (found := self.read(path)):
-            self.write(path, body)
-            return
-        other = [name for name, value in body.items() if found.get(name) != value]
-        if other:
+        found = self.read(path)
+        names = [name for name in body if name in _OF_BUNDLE or not (dry or found.get("dry"))]
+        if found and (other := [name for name in names if found.get(name) != body[name]]):
             name = other[0]
             raise RequestError(
                 f"{self.root} is of a training with --{name.replace('_', '-')} {found.get(name)}, now it is "
                 f"{body[name]}; give the same, another --output, or remove {self.root}"
             )
+        if not found or (found.get("dry") and not dry):
+            self.write(path, {**body, "dry": dry})
 
 
 def _plain(value: Any) -> Any:

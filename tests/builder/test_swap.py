@@ -2,9 +2,11 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 
+from edge_dflash.builder import swap
 from edge_dflash.builder.swap import is_bundle
 from edge_dflash.builder.write import BuildConfig, build
 from edge_dflash.bundle.reader import Bundle
@@ -104,3 +106,28 @@ def test_a_drafter_of_another_target_is_refused_and_nothing_is_left(ids_bundle, 
 def test_what_is_the_targets_cannot_be_asked_for(ids_bundle, tmp_path, more, said):
     with pytest.raises(BuildError, match=f"{said} and --target is a bundle"):
         build(BuildConfig(ids_bundle, MODELS / "drafter", tmp_path / "none", **more))
+
+
+def test_plans_and_kernels_of_another_version_are_no_target(ids_bundle, golden, tmp_path):
+    manifest = Bundle.open(ids_bundle).manifest
+    config = BuildConfig(ids_bundle, golden / "qwen3_5-tiny-dflash", tmp_path / "none")
+    with pytest.raises(BuildError, match="only TensorRT runs"):
+        swap.refuse(config, replace(manifest, backend="tensorrt"))
+    with pytest.raises(BuildError, match="kernels of another version"):
+        swap.refuse(config, replace(manifest, backend="native", tools={"kernels": "0"}))
+
+
+def test_a_swap_that_is_gone_on_with_by_another_recipe_begins_again(ids_bundle, golden, tmp_path):
+    drafter, recipe = golden / "qwen3_5-tiny-dflash", tmp_path / "wide.yaml"
+    recipe.write_text("schema: 1\nname: wide\ndescription: wide\ndrafter: {attention: bf16, mlp: bf16, fc: bf16}\n")
+    first, second = (
+        swap.decide_swap(BuildConfig(ids_bundle, drafter, tmp_path / "out", recipe=one, calibrate=False))
+        for one in (None, recipe)
+    )
+    assert first.fingerprint["recipe"] != second.fingerprint["recipe"]
+    assert first.fingerprint["bundle"] == second.fingerprint["bundle"]
+
+
+def test_a_bundle_is_not_put_where_its_target_lies(ids_bundle, golden):
+    with pytest.raises(BuildError, match="is a checkpoint of this build"):
+        build(BuildConfig(ids_bundle, golden / "qwen3_5-tiny-dflash", ids_bundle, force=True))

@@ -99,7 +99,29 @@ def test_a_run_that_is_stopped_in_every_stage_ends_as_one_that_was_not(given, wh
     assert again.card.checks == result.card.checks
 
 
-def test_another_training_in_the_same_place_is_refused(given):
+def test_a_training_that_has_ended_is_not_begun_again(given, whole):
+    said = []
+    again = train_drafter(given, lambda *now: pytest.fail("a stage was begun"), said.append)
+    assert (again.drafter, again.card) == (whole[0].drafter, whole[0].card)
+    assert "nothing to do" in said[0]
+
+
+def test_a_dry_run_leaves_steps_and_data_open_and_not_the_models(given, tmp_path):
+    run = replace(given, output=tmp_path)
+    with TrainingDir(replace(run, steps=0, sequences=9), dry=True):
+        pass
+    with TrainingDir(run, dry=True), pytest.raises(RequestError, match="another process"):
+        TrainingDir(run, dry=True)
+    with pytest.raises(RequestError, match="--seed 0, now it is 3"):
+        TrainingDir(replace(run, seed=3), dry=True)
+    for _ in range(2):
+        with TrainingDir(run):
+            pass
+    with pytest.raises(RequestError, match="--steps 4, now it is 7"):
+        TrainingDir(replace(run, steps=7))
+
+
+def test_another_training_in_the_same_place_is_refused(given, whole):
     with pytest.raises(RequestError, match="is of a training with --steps 4, now it is 5"):
         train_drafter(replace(given, steps=5))
     with TrainingDir(given), pytest.raises(RequestError, match="another process trains"):
