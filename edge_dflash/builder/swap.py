@@ -75,10 +75,8 @@ def decide_swap(config: BuildConfig) -> Decisions:
     bundle = Bundle.open(config.target)
     manifest, target = bundle.manifest, bundle.pair.target
     refuse(config, manifest)
-    if config.drafter is None:
-        pair = PairSpec(target, None)
-    else:
-        pair = match_pair(target, read_drafter_spec(config.drafter, target.num_layers))
+    drafter = read_drafter_spec(config.drafter, target.num_layers) if config.drafter else None
+    pair = match_pair(target, drafter) if drafter else PairSpec(target, None)
     recipe, choice = _recipe(config, manifest), _choice(manifest)
     pair = recipe.masked(pair)
     programs = pair_programs(pair)
