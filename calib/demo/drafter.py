@@ -16,10 +16,11 @@ from typing import Literal, get_args
 import torch
 from torch import nn
 
-from calib.demo.fakequant import Linear, fake_fp8
+from calib.demo.fakequant import Linear
 from calib.demo.heads import Confidence, MarkovConfig, MarkovHead, Selector, SelectorConfig
 from calib.demo.modules import GroupedConv, Mlp, Norm, initialise, rope
 from calib.demo.tokenizer import MASK_ID
+from edge_dflash.training.fakequant import fake_fp8
 
 Kind = Literal["dflash", "dflash2", "dspark"]
 KINDS: tuple[Kind, ...] = get_args(Kind)

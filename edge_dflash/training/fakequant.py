@@ -41,18 +41,9 @@ def fake_fp8(x: torch.Tensor) -> torch.Tensor:
     return x + (stored - x).detach()
 
 
-def nvfp4_values(
-    blocks: torch.Tensor,
-    global_scale: torch.Tensor,
-    decisions: torch.Tensor | None = None,
-    magnitudes: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Dequantized NVFP4 of blocks [n, 16] (float32) with a positive global scale for each [n].
-
-    ``decisions`` are the 7 points between the 8 ``magnitudes``; given where they lie on the device already.
-    """
-    if decisions is None or magnitudes is None:
-        decisions, magnitudes = _tables(blocks.device)
+def nvfp4_values(blocks: torch.Tensor, global_scale: torch.Tensor) -> torch.Tensor:
+    """Dequantized NVFP4 of blocks [n, 16] (float32) with a positive global scale for each [n]."""
+    decisions, magnitudes = _tables(blocks.device)
     global_scale = global_scale.clamp_min(1e-30)
     wanted = blocks.abs().amax(-1) / (E2M1_MAX * global_scale)
     wanted = torch.where(wanted == 0, 1.0, wanted).clamp(E4M3_TINY, E4M3_MAX)

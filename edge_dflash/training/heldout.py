@@ -7,7 +7,6 @@ as they are the answer.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -19,19 +18,12 @@ MOST = 64  # answers that are walked
 _AT_ONCE = 16
 
 
-@dataclass(frozen=True)
-class Walked:
-    """Tokens that each cycle of an answer commits, the bonus token included."""
-
-    lengths: tuple[int, ...]
-
-
 @torch.no_grad()
 def walk_answers(
     drafter: BlockDrafter, borrowed: Borrowed, shards: Shards, indices: Sequence[int], device: str
-) -> list[Walked]:
-    """Walk the answers of some samples greedily, as the loop of the runtime would."""
-    walked = []
+) -> list[list[int]]:
+    """Tokens that each cycle commits, bonus included, of the greedy walk along each of some samples' answers."""
+    walked = list[list[int]]()
     for first in range(0, len(indices), _AT_ONCE):
         part = list(indices[first : first + _AT_ONCE])
         batch = shards.batch(part, torch.zeros(len(part), 1), device)
@@ -50,11 +42,5 @@ def walk_answers(
                 if number > 0:
                     lengths[row].append(number)
             at = at + count
-        walked += [Walked(tuple(one)) for one in lengths]
+        walked += lengths
     return walked
-
-
-def accept_length(walked: Sequence[Walked]) -> float:
-    """Tokens for each cycle, mean over all; 0 without one."""
-    cycles = [length for one in walked for length in one.lengths]
-    return sum(cycles) / len(cycles) if cycles else 0.0

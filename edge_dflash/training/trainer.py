@@ -26,8 +26,9 @@ from edge_dflash.builder.convert import one_thread
 from edge_dflash.common.progress import Progress, unheard
 from edge_dflash.errors import RequestError
 from edge_dflash.training.drafter import BlockDrafter
+from edge_dflash.training.evaluate import accepted
 from edge_dflash.training.forecast import BatchSize
-from edge_dflash.training.heldout import MOST, accept_length, walk_answers
+from edge_dflash.training.heldout import MOST, walk_answers
 from edge_dflash.training.losses import Borrowed, block_loss
 from edge_dflash.training.shards import Order, Shards
 
@@ -210,7 +211,7 @@ class Trainer:
             walked = walk_answers(self._drafter, self._borrowed, self._shards, self._heldout, self._device)
         self._drafter.quantized = before
         self._drafter.forget_rounded()
-        length = accept_length(walked)
+        length = accepted(walked).mean
         state.lengths.append((state.step, round(length, 4)))
         state.since_best += 1
         if length > state.best or not state.best:

@@ -69,7 +69,7 @@ class TrainingDir:
         self.root = run.output / "work"
         self.start, self.before, self.after = (self.root / name for name in ("start", "before", "after"))
         self.taps, self.training = self.root / "taps", self.root / "training"
-        self.evaluation, self.speeds = self.root / "evaluation.json", self.root / "speeds.json"
+        self.evaluation = self.root / "evaluation.json"
         self.root.mkdir(parents=True, exist_ok=True)
         self._lock = (self.root / "lock").open("a")
         try:

@@ -6,11 +6,12 @@ from safetensors.torch import load_file
 
 from calib.demo.delta import UnitLowerInverse, chunked_delta, sequential_delta
 from calib.demo.drafter import Drafter, DrafterConfig
-from calib.demo.fakequant import Linear, WeightQuantizer, fake_fp8
+from calib.demo.fakequant import Linear, WeightQuantizer
 from calib.demo.generate import acceptance, greedy
 from calib.demo.model import Target, TargetConfig
 from calib.demo.storage import load_drafter, load_target, save_model
 from calib.demo.tokenizer import Sample
+from edge_dflash.training.fakequant import fake_fp8
 from edge_dflash.weights.quantize import dequantize, fused_group, quantize_nvfp4
 
 GOLDEN = Path(__file__).parents[1] / "golden"
