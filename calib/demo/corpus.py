@@ -2,13 +2,17 @@
 
 Task ``n`` of a split is made from its number alone. Held-out tasks and training tasks come from seed ranges that do not
 meet, and a training task with the scene and goal of a held-out one is left out. Knows nothing of tokens.
+
+``python -m calib.demo.corpus plans.jsonl`` writes training tasks as prompts for ``edge-dflash train-drafter``.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 from random import Random
 from typing import Any, Literal
 
@@ -21,6 +25,7 @@ from edge_dflash.demo.world import Goal, Scene, subjects
 
 Split = Literal["train", "heldout"]
 
+PROMPTS = 16_000  # of the shipped drafter's training
 HELDOUT_TASKS = 1024  # seeds 0..1023; the first 64 plan tasks are shipped
 _TRAIN_BASE = 1_000_000  # seed of training task 0
 MAX_STEPS = 24  # longer plans are not made: a prompt and its answer stay below 512 tokens
@@ -140,3 +145,26 @@ def _phrase(step: Step) -> str:
 def _prose(derivation: Derivation) -> str:
     first, *rest = [_phrase(step) for step in derivation.steps]
     return " ".join((f"First {first}.", *(f"Then {phrase}." for phrase in rest), *derivation.notes))
+
+
+def write_prompts(output: Path, count: int) -> int:
+    """Write the first ``count`` training tasks as prompts, one JSON object a line; how many were not left out."""
+    asked = [
+        {"messages": list(task.messages), **({"thinking": True} if task.thinking else {})}
+        for task in tasks("train", 0, count, exclude=heldout_keys())
+    ]
+    output.write_text("".join(json.dumps(one) + "\n" for one in asked), encoding="utf-8")
+    return len(asked)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--tasks", type=int, default=PROMPTS)
+    given = parser.parse_args()
+    print(json.dumps({"output": str(given.output), "prompts": write_prompts(given.output, given.tasks)}))
+
+
+if __name__ == "__main__":
+    main()

@@ -26,7 +26,7 @@ def walk_answers(
     walked = list[list[int]]()
     for first in range(0, len(indices), _AT_ONCE):
         part = list(indices[first : first + _AT_ONCE])
-        batch = shards.batch(part, torch.zeros(len(part), 1), device)
+        batch = shards.batch(part, torch.zeros(len(part), 1)).to(device)
         context, ids = drafter.context(batch.taps), batch.ids
         at, ends = batch.anchors[:, 0], batch.lengths - 1  # of each: where the anchor stands, the last token
         lengths: list[list[int]] = [[] for _ in part]

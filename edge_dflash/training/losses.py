@@ -36,6 +36,18 @@ class Batch:
     taps: torch.Tensor  # [B, T, n * H]
     last: torch.Tensor | None = None  # [B, T, H] what the target's head reads; of drafters that learn its distribution
 
+    def to(self, device: str) -> Batch:
+        """The batch on a device; taps are float32 on a CPU and stay BF16 on a GPU."""
+
+        def moved(one: torch.Tensor) -> torch.Tensor:
+            return one.to(device, non_blocking=True)
+
+        def rows(one: torch.Tensor) -> torch.Tensor:
+            return one.float() if device == "cpu" else moved(one)
+
+        last = None if self.last is None else rows(self.last)
+        return Batch(moved(self.ids), moved(self.lengths), moved(self.anchors), rows(self.taps), last)
+
 
 @dataclass(frozen=True)
 class _Rows:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import sha256
@@ -20,6 +21,7 @@ import torch
 from safetensors.numpy import save_file
 
 from edge_dflash.errors import CheckpointError, RequestError
+from edge_dflash.training.forecast import BatchSize
 from edge_dflash.training.losses import Batch
 from edge_dflash.weights.safetensors import TensorFiles
 
@@ -124,8 +126,11 @@ class Shards:
         shard, start, length = self._places[index]
         return self._ids[shard][start : start + length]
 
-    def batch(self, indices: Sequence[int], share: torch.Tensor, device: str) -> Batch:
-        """Some samples, with anchors in their answers where ``share`` [B, A] of 0 .. 1 says, never at the end."""
+    def batch(self, indices: Sequence[int], share: torch.Tensor, *, pinned: bool = False) -> Batch:
+        """Some samples, with anchors in their answers where ``share`` [B, A] of 0 .. 1 says, never at the end.
+
+        Of the host, taps in BF16; ``pinned``: in memory that a GPU copies from meanwhile.
+        """
         lengths = torch.from_numpy(self.lengths[indices])
         prompts = torch.from_numpy(self.prompts[indices])
         longest = int(lengths.max())
@@ -133,19 +138,20 @@ class Shards:
         for row, index in enumerate(indices):
             ids[row, : int(lengths[row])] = torch.from_numpy(self.ids(index).astype(np.int64))
         anchors = prompts[:, None] + (share * (lengths - 1 - prompts)[:, None]).long()
-        taps = self._rows("taps", indices, longest, device)
-        last = self._rows("last", indices, longest, device) if self._with_last else None
-        return Batch(ids.to(device), lengths.to(device), anchors.to(device), taps, last)
+        taps = self._rows("taps", indices, longest, pinned=pinned)
+        last = self._rows("last", indices, longest, pinned=pinned) if self._with_last else None
+        return Batch(ids, lengths, anchors, taps, last)
 
-    def _rows(self, name: str, indices: Sequence[int], longest: int, device: str) -> torch.Tensor:
-        """[B, longest, columns], zeros behind the end; float32 on a CPU, BF16 on a GPU."""
+    def _rows(self, name: str, indices: Sequence[int], longest: int, *, pinned: bool) -> torch.Tensor:
+        """[B, longest, columns] in BF16, zeros behind the end."""
         columns = self._files[0].array(name)[1].shape[1]
-        bits = np.zeros((len(indices), longest, columns), np.int16)  # filled by NumPy: torch would wake all its threads
+        whole = torch.empty(len(indices), longest, columns, dtype=torch.int16, pin_memory=pinned)
+        bits = whole.numpy()  # filled by NumPy: torch would wake all its threads
         for row, index in enumerate(indices):
             shard, start, length = self._places[index]
             bits[row, :length] = self._files[shard].array(name)[1][start : start + length].view(np.int16)
-        whole = torch.from_numpy(bits).view(torch.bfloat16)
-        return whole.to(device) if device != "cpu" else whole.float()
+            bits[row, length:] = 0
+        return whole.view(torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -170,6 +176,32 @@ class Order:
         """Where the anchors of step ``number`` stand, [batch, blocks] in 0 .. 1."""
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
         return torch.rand(min(self.batch, len(self.lengths)), blocks, generator=generator)
+
+
+class Reader:
+    """The batches of a training by number from 0; each is read while the one before it is learnt from."""
+
+    def __init__(self, shards: Shards, size: BatchSize, seed: int, *, pinned: bool = False) -> None:
+        """Raise RequestError without a sample to train on."""
+        self._order = Order(shards.lengths[shards.training], size.sequences, seed)
+        self._shards, self._size, self._pinned = shards, size, pinned
+        self._thread = ThreadPoolExecutor(1)
+        self._ahead: dict[int, Future[Batch]] = {}
+
+    def batch(self, number: int) -> Batch:
+        """See :meth:`Shards.batch`. Raises OSError where the disk fails."""
+        waited = self._ahead.pop(number, None) or self._thread.submit(self._read, number)
+        found = waited.result()
+        self._ahead = {number + 1: self._thread.submit(self._read, number + 1)}
+        return found
+
+    def close(self) -> None:
+        """End the thread."""
+        self._thread.shutdown(cancel_futures=True)
+
+    def _read(self, number: int) -> Batch:
+        indices = self._shards.training[self._order.step(number)]
+        return self._shards.batch(indices.tolist(), self._order.share(number, self._size.anchors), pinned=self._pinned)
 
 
 @lru_cache(4)

@@ -30,7 +30,7 @@ from edge_dflash.training.evaluate import accepted
 from edge_dflash.training.forecast import BatchSize
 from edge_dflash.training.heldout import MOST, walk_answers
 from edge_dflash.training.losses import Borrowed, block_loss
-from edge_dflash.training.shards import Order, Shards
+from edge_dflash.training.shards import Reader, Shards
 
 STAGE = "training"
 WARM_UP, LAST_RATE = 0.04, 0.02  # part of the steps; of the peak learning rate, at the end of the cosine
@@ -127,8 +127,7 @@ class Trainer:
         self._drafter: BlockDrafter
         self._drafter, self._optimizer = self._accelerator.prepare(drafter, optimizer)
         self._accelerator.register_for_checkpointing(self._state)
-        lengths = shards.lengths[shards.training]
-        self._order = Order(lengths, plan.batch.sequences, plan.seed)
+        self._reader = Reader(shards, plan.batch, plan.seed, pinned=gpu)
         heldout = shards.heldout if len(shards.heldout) else shards.training
         self._heldout = [int(i) for i in heldout[np.linspace(0, len(heldout) - 1, min(MOST, len(heldout))).astype(int)]]
 
@@ -173,6 +172,7 @@ class Trainer:
 
     def close(self) -> None:
         """Let go of the device's memory."""
+        self._reader.close()
         self._accelerator.free_memory()
         del self._drafter, self._optimizer, self._borrowed
         if self._device != "cpu":
@@ -189,9 +189,7 @@ class Trainer:
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate(state.step, steps, plan.rate)
         for number in range(plan.batch.accumulate):
-            at = state.step * plan.batch.accumulate + number
-            indices = self._shards.training[self._order.step(at)]
-            batch = self._shards.batch(indices.tolist(), self._order.share(at, plan.batch.anchors), self._device)
+            batch = self._reader.batch(state.step * plan.batch.accumulate + number).to(self._device)
             with self._accelerator.accumulate(self._drafter):
                 with self._accelerator.autocast():
                     loss = block_loss(self._drafter, self._borrowed, batch)

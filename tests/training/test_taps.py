@@ -9,7 +9,8 @@ from edge_dflash.bundle.reader import Bundle
 from edge_dflash.errors import RequestError
 from edge_dflash.model import pair_programs
 from edge_dflash.training import shards as shards_module
-from edge_dflash.training.shards import Order, Sample, Shards, shard_path
+from edge_dflash.training.forecast import BatchSize
+from edge_dflash.training.shards import Order, Reader, Sample, Shards, shard_path
 from edge_dflash.training.taps import ReferenceTapper, tap_program, write_taps
 
 
@@ -93,7 +94,7 @@ def test_a_batch_has_what_the_shards_hold(bundle, tmp_path, small_shards):
     assert found.heldout.tolist() == [i for i, one in enumerate(texts) if one.heldout]
     assert sorted([*found.training, *found.heldout]) == list(range(len(texts)))
     share = torch.tensor([[0.0, 0.999], [0.5, 0.2]])
-    batch = found.batch([0, 4], share, "cpu")
+    batch = found.batch([0, 4], share).to("cpu")
     tapper = ReferenceTapper(bundle, last=False)
     for row, index in enumerate((0, 4)):
         one = texts[index]
@@ -119,3 +120,18 @@ def test_steps_read_the_same_whatever_came_before_and_every_sample_in_an_epoch()
     assert np.mean(spread) < np.ptp(lengths) / 3
     with pytest.raises(RequestError, match="two tokens"):
         Order(np.zeros(0, np.int64), 8, seed=0)
+
+
+def test_batches_are_the_same_read_ahead_or_not(bundle, tmp_path, small_shards):
+    count, _ = write_taps(bundle, samples(bundle), tmp_path)
+    found, size = Shards(tmp_path, count), BatchSize(2, 1, 3)
+    one = Reader(found, size, seed=5)
+    asked = (0, 1, 2, 7, 8, 3)  # in order, as after a checkpoint, and back
+    ahead = [one.batch(number) for number in asked]
+    one.close()
+    for number, batch in zip(asked, ahead, strict=True):
+        fresh = Reader(found, size, seed=5)
+        for name, value in vars(fresh.batch(number)).items():
+            assert value is None or torch.equal(value, getattr(batch, name))
+        fresh.close()
+    assert not torch.equal(ahead[0].anchors, ahead[1].anchors)
