@@ -178,7 +178,7 @@ class Order:
         return torch.rand(min(self.batch, len(self.lengths)), blocks, generator=generator)
 
 
-class Reader:
+class BatchReader:
     """The batches of a training by number from 0; each is read while the one before it is learnt from."""
 
     def __init__(self, shards: Shards, size: BatchSize, seed: int, *, pinned: bool = False) -> None:

@@ -30,7 +30,7 @@ from edge_dflash.training.evaluate import accepted
 from edge_dflash.training.forecast import BatchSize
 from edge_dflash.training.heldout import MOST, walk_answers
 from edge_dflash.training.losses import Borrowed, block_loss
-from edge_dflash.training.shards import Reader, Shards
+from edge_dflash.training.shards import BatchReader, Shards
 
 STAGE = "training"
 WARM_UP, LAST_RATE = 0.04, 0.02  # part of the steps; of the peak learning rate, at the end of the cosine
@@ -127,7 +127,7 @@ class Trainer:
         self._drafter: BlockDrafter
         self._drafter, self._optimizer = self._accelerator.prepare(drafter, optimizer)
         self._accelerator.register_for_checkpointing(self._state)
-        self._reader = Reader(shards, plan.batch, plan.seed, pinned=gpu)
+        self._reader = BatchReader(shards, plan.batch, plan.seed, pinned=gpu)
         heldout = shards.heldout if len(shards.heldout) else shards.training
         self._heldout = [int(i) for i in heldout[np.linspace(0, len(heldout) - 1, min(MOST, len(heldout))).astype(int)]]
 
