@@ -75,7 +75,7 @@ def test_sizes_are_the_kernels():
         assert sizes["experts_linear"][name] == getattr(experts_shape, name), name
 
 
-@pytest.mark.parametrize("arch", KERNEL_ARCHS)
+@pytest.mark.parametrize("arch", ["sm87", "sm90a", "sm110a", "sm121a"])  # others have the same source
 @pytest.mark.parametrize("unit", UNITS)
 def test_kernels_spill_nothing(unit, arch):
     use = kernel_use(cubin(unit, arch))

@@ -14,7 +14,10 @@ from edge_dflash.weights.layout import Layout
 
 @pytest.mark.parametrize(
     ("sm", "rows", "units"),
-    [(87, 16, ("linear",)), (110, 32, ("linear_cluster",)), (90, 32, ("linear_cluster",)), (90, 16, None)],
+    [
+        *((87, 16, ("linear",)), (121, 16, ("linear",))),
+        *((110, 32, ("linear_cluster",)), (90, 32, ("linear_cluster",)), (90, 16, None)),
+    ],
 )
 def test_every_kernel_that_a_device_has_is_loaded(sm, rows, units):
     loaded = {}
@@ -29,6 +32,8 @@ def test_every_kernel_that_a_device_has_is_loaded(sm, rows, units):
     assert set(loaded) - {"linear_tiles", "finish"} == set(units)
     for unit in (*units, "finish"):
         assert sorted(loaded[unit]) == sorted(kernel_use(cubin(unit, arch)))
+    for unit in {"linear", "linear_cluster", "linear_hopper", "linear_wide"} - set(units):
+        assert sm == 90 or not kernel_use(cubin(unit, arch)), f"{unit} is built and never loaded"
 
 
 def test_shared_memory_on_hopper_is_what_the_kernel_lays_out():

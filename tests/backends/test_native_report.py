@@ -44,6 +44,11 @@ def test_a_report_of_an_unknown_arch_is_an_error(capsys):
     )
 
 
+def test_what_a_build_compiles_is_what_the_tests_look_at():
+    need_compiler()
+    assert kernels.compile_cubin("conv", "sm87") == cubin("conv", "sm87")
+
+
 def test_cubins_are_compiled_once_for_each_state_of_their_sources(tmp_path, monkeypatch):
     compiled = []
     monkeypatch.setattr(kernels, "compile_cubin", lambda unit, arch: compiled.append((unit, arch)) or b"cubin")

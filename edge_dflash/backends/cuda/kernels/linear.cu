@@ -14,6 +14,9 @@
 // never on the activation rows.
 #include "job.cuh"
 
+// Not for SM110, where linear_cluster.cu runs; SM90 has both, for comparison.
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ < 1000 || __CUDA_ARCH__ >= 1200
+
 static constexpr int WARPS = 8, THREADS = 32 * WARPS, STAGES = 2;
 
 __device__ __forceinline__ int first_unit(const Job& job, int group) {
@@ -306,3 +309,4 @@ LINEAR(linear_bf16_32, Bf16, 32, 2)
 extern "C" __global__ void linear_greedy(const u64* best, int* ids, int groups, int rows) {
   best_of_blocks<32>(best, ids, groups, rows);
 }
+#endif

@@ -19,7 +19,8 @@
 // second, BF16 stack on the same x: its tiles go to the last teams.
 #include "job.cuh"
 
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+// Not for SM120 and SM121, where a block has not the half of 228 KiB: linear.cu runs there.
+#if !defined(__CUDA_ARCH__) || (__CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200)
 #include "cluster.cuh"
 
 static constexpr int SLICES = 4, TEAM_THREADS = 32 * SLICES;
