@@ -123,6 +123,9 @@ def candidates(row: Floats, sampling: Sampling) -> npt.NDArray[np.intp]:
     return order
 
 
+_SERIES = [1.0 / factorial(k) for k in range(13, -1, -1)]  # of exp(r)
+
+
 def weights(logits: Floats, temperature: float) -> npt.NDArray[np.uint64]:
     """round(2^40 exp((logit - logits[0]) / temperature)) of logits that do not exceed the first.
 
@@ -133,9 +136,9 @@ def weights(logits: Floats, temperature: float) -> npt.NDArray[np.uint64]:
     x = np.where(there, x, 0.0)
     n = np.rint(x * 1.4426950408889634)
     r = (x - n * 6.93147180369123816490e-01) - n * 1.90821492927058770002e-10  # x - n ln 2
-    series = np.full_like(r, 1.0 / factorial(13))
-    for k in range(12, -1, -1):
-        series = series * r + 1.0 / factorial(k)
+    series = np.full_like(r, _SERIES[0])
+    for factor in _SERIES[1:]:
+        series = series * r + factor
     return np.where(there, np.rint(np.ldexp(series, 40 + n.astype(np.int64))), 0.0).astype(np.uint64)
 
 

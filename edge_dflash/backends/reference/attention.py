@@ -7,6 +7,7 @@ a row does not depend on how many keys lie behind the last one it may see (invar
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 import torch
 
@@ -119,13 +120,20 @@ def attend(
 
 def _visible(op: Attend, position: int, rows: int, keys: int, padded_keys: int) -> torch.Tensor:
     """Mask [ROW_TILE, padded_keys]; padding rows see what the last valid row sees, so that they stay finite."""
+    return _mask(op.bidirectional, op.window, position, rows, keys, padded_keys)
+
+
+@lru_cache(maxsize=4)  # the layers of a pass have few
+def _mask(
+    bidirectional: bool, window: int | None, position: int, rows: int, keys: int, padded_keys: int
+) -> torch.Tensor:
     row = torch.arange(ROW_TILE).clamp(max=max(rows - 1, 0))
     distance = (position + row)[:, None] - torch.arange(padded_keys)[None, :]  # query position - key position
     visible = (torch.arange(padded_keys) < keys).expand(ROW_TILE, padded_keys)
-    if not op.bidirectional:
+    if not bidirectional:
         visible = visible & (distance >= 0)
-    if op.window is not None:
-        visible = visible & (distance.abs() < op.window)
+    if window is not None:
+        visible = visible & (distance.abs() < window)
     return visible
 
 

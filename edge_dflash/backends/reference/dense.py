@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 
 from edge_dflash.model.ops import UNDRAFTED, GroupedConv, Remap
 from edge_dflash.weights.formats import Nvfp4Weight, WeightStore, WideWeight
@@ -38,8 +39,10 @@ def pad(x: torch.Tensor, rows: int) -> torch.Tensor:
 
 def pointwise(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
     """Apply an elementwise function so that each element's bits do not depend on where it lies."""
+    count = x.numel()
+    if count <= _SLICE and not count % _LANES and x.is_contiguous():
+        return function(x)  # as one row of vectors: the same as below
     flat = x.reshape(-1)
-    count = flat.numel()
     if count % _LANES:
         flat = torch.cat((flat, flat.new_zeros(_LANES - count % _LANES)))
     if flat.numel() <= _SLICE:
@@ -66,9 +69,9 @@ def linear(x: torch.Tensor, weight: LinearWeight, row_tile: int | None = ROW_TIL
         x = quantize_activations(x, weight.input_scale)
         scale = weight.input_scale * (torch.ones(()) if scale is None else scale)
     if row_tile is None or x.shape[0] == row_tile:
-        y = x @ weight.matrix.T
+        y = F.linear(x, weight.matrix)
     else:
-        y = torch.cat([tile @ weight.matrix.T for tile in x.view(-1, row_tile, x.shape[1]).unbind()])
+        y = torch.cat([F.linear(tile, weight.matrix) for tile in x.view(-1, row_tile, x.shape[1]).unbind()])
     return y if scale is None else y * scale
 
 

@@ -52,6 +52,9 @@ Observer = Callable[[Op, str, torch.Tensor], None]
 :func:`~edge_dflash.backends.reference.experts.experts` for each tile of rows."""
 
 
+_MOVES = (Embed, Concat, SelectRows)  # ops that only move values
+
+
 @dataclass
 class Memory:
     """Everything that outlives a pass, for one sequence."""
@@ -166,7 +169,7 @@ class Interpreter:
         return self._drops[key][1]
 
     def _rounded(self, op: Op, value: torch.Tensor) -> torch.Tensor:
-        return value if isinstance(op, Embed | Concat | SelectRows) else self._kept(value)  # these only move values
+        return value if isinstance(op, _MOVES) else self._kept(value)
 
     def _kept(self, value: torch.Tensor) -> torch.Tensor:
         """What is left of values where activations are kept."""
