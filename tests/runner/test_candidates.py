@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from functools import cache
 
 import pytest
 from golden_pairs import ENGINE, backend, golden, same_bits
@@ -53,6 +54,7 @@ class Counting(Delegate):
         return self._backend.snapshot(lane)
 
 
+@cache
 def alone(index, prompt=PROMPT, **options):
     chosen = {**DRAWN, **options}
     found = generate(backend(NAME, ENGINE), prompt, Options(**{**chosen, "seed": chosen["seed"] + index}))
@@ -63,8 +65,19 @@ def each(planner, n, prompt=PROMPT, **options):
     return [(stream.plan.tokens, stream.plan.accept_lengths) for stream in planner.streams(prompt, n, **options)]
 
 
-@pytest.mark.parametrize(("n", "lanes"), [(2, 1), (4, 1), (3, 2), (4, 4), (8, 4)])
-@pytest.mark.parametrize("length", [1, 2, 8, 9, len(PROMPT)])
+SHARED = [(2, 1), (4, 1), (3, 2), (4, 4), (8, 4)]  # candidates, lanes
+LENGTHS = [1, 2, 8, 9, len(PROMPT)]
+
+
+@pytest.mark.parametrize(
+    ("n", "lanes", "length"),
+    [
+        *((*shared, len(PROMPT)) for shared in SHARED),
+        *((3, 2, length) for length in LENGTHS[:-1]),
+        (8, 4, 8),
+        (2, 1, 9),
+    ],
+)
 def test_each_candidate_is_the_answer_to_a_request_alone_with_its_seed(n, lanes, length):
     prompt, counting = PROMPT[:length], Counting(lanes)
     with Planner(counting, None, fallback=False) as planner:

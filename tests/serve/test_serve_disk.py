@@ -226,4 +226,6 @@ def test_the_second_server_of_a_state_directory_is_refused_and_a_killed_one_make
     assert f"another server, process {pid}, has the state directory {first.state}; stop it" in second.stderr
     assert not (tmp_path / "two.sock").exists()
     assert first.stop(signal.SIGKILL) == -signal.SIGKILL
-    assert first.start().stop() == 0
+    assert (first.state / LOCK).exists()
+    with held(first.state):
+        pass

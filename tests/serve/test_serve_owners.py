@@ -126,7 +126,7 @@ def test_the_socket_says_which_user_is_at_the_other_end(service, tmp_path, monke
 
     monkeypatch.setattr(connection, "peer", seen)
     with live(service, tmp_path) as url:
-        transport = httpx2.HTTPTransport(uds=url.removeprefix("unix:"))
+        transport = httpx2.HTTPTransport(uds=url.removeprefix("unix:"), verify=False)
         with httpx2.Client(transport=transport, base_url="http://planner") as client:
             assert turn(client, "hall").is_success
     assert found == [own()]

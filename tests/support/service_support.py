@@ -141,7 +141,7 @@ class Process:
         return code
 
     def client(self, **options) -> httpx2.Client:
-        transport = httpx2.HTTPTransport(uds=str(self.socket))
+        transport = httpx2.HTTPTransport(uds=str(self.socket), verify=False)
         return httpx2.Client(transport=transport, base_url="http://edge-dflash", timeout=60, **options)
 
     def rss(self) -> int:
