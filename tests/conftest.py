@@ -44,11 +44,26 @@ def pytest_xdist_auto_num_workers() -> int:
 
 @pytest.fixture(scope="session", autouse=True)
 def _few_measurements():
-    """Opening a bundle measures each number of drafts once: what is chosen by that changes no token."""
+    """Opening a bundle measures each number of drafts once, and what a build records as its self-test is short."""
     from edge_dflash.decode import drafts
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(drafts, "REPEATS", 1)
+        if not find_spec("torch"):
+            yield None
+            return
+        from edge_dflash.builder import record
+
+        whole = record.NEW_TOKENS
+        patch.setattr(record, "NEW_TOKENS", 16)
+        yield whole
+
+
+@pytest.fixture(scope="module")
+def whole_recording(_few_measurements):
+    """Builds of a module record self-tests as long as everywhere else."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("edge_dflash.builder.record.NEW_TOKENS", _few_measurements)
         yield
 
 
@@ -113,15 +128,18 @@ def shared(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def demo_bundle(shared) -> Path:
-    """The demo pair, built with its recipe."""
+def build_demo():
+    """A function that builds the demo pair with its recipe."""
     from edge_dflash.builder.write import BuildConfig, build
 
     models, recipe = DEMO / "models", directory("engines") / "demo-cpu.yaml"
-    return shared(
-        "demo-bundle",
-        lambda output: build(BuildConfig(models / "target", models / "drafter", output, recipe=recipe)),
-    )
+    return lambda output: build(BuildConfig(models / "target", models / "drafter", output, recipe=recipe))
+
+
+@pytest.fixture(scope="session")
+def demo_bundle(shared, build_demo) -> Path:
+    """The demo pair, built with its recipe."""
+    return shared("demo-bundle", build_demo)
 
 
 @pytest.fixture

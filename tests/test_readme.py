@@ -13,6 +13,7 @@ import typer
 from paths import DEMO, ROOT
 
 import edge_dflash.cli
+import edge_dflash.cli.verify as verify_module
 from edge_dflash.board.profiles import board_profiles
 from edge_dflash.demo.tasks import check_success, task_from_json
 
@@ -77,7 +78,10 @@ def test_every_command_is_shown():
 
 @pytest.mark.usefixtures("beside_demo_bundle", "opened_once")
 @pytest.mark.parametrize("argv", RUNNABLE, ids=" ".join)
-def test_commands_on_the_demo_bundle_run(argv, capsys):
+def test_commands_on_the_demo_bundle_run(argv, capsys, monkeypatch):
+    """With a short prompt in the place of the calibration's: it is prefilled for every drafter that is tried."""
+    shipped = verify_module.default_prompts
+    monkeypatch.setattr(verify_module, "default_prompts", lambda *given: [*shipped(*given), "Go."][-1:])
     assert edge_dflash.cli.run(argv) == 0
     assert capsys.readouterr().out.strip()
 

@@ -175,7 +175,7 @@ class Bookkeeping(RuleBasedStateMachine):
         assert (self.gpu.words["length"], self.gpu.rows + self.gpu.words["pending"]) == (self.length, self.length)
 
 
-Bookkeeping.TestCase.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+Bookkeeping.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 TestBookkeeping = Bookkeeping.TestCase
 
 

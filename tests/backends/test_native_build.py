@@ -65,7 +65,7 @@ def short(tmp_path_factory):
     output = tmp_path_factory.mktemp("short") / "out"
     with pytest.MonkeyPatch.context() as patch:
         quick_kernels(patch)
-        return digests(build(demo_config(output, max_context=64)).bundle)
+        return digests(build(demo_config(output, max_context=48)).bundle)
 
 
 def test_a_native_bundle_holds_the_codes_of_a_reference_bundle(demo, demo_bundle):
@@ -111,7 +111,7 @@ def test_stacks_lie_aligned_in_their_files(demo):
 
 @pytest.mark.parametrize(("stage", "share"), [("weights", 0.4), ("kernels", 0.4)])
 def test_an_interrupted_build_resumes_to_the_same_bytes(short, tmp_path, stage, share, monkeypatch):
-    config = demo_config(tmp_path / "out", max_context=64)
+    config = demo_config(tmp_path / "out", max_context=48)
 
     def interrupt(name, done, total):
         if name == stage and done >= share * total:
@@ -129,7 +129,7 @@ def test_an_interrupted_build_resumes_to_the_same_bytes(short, tmp_path, stage, 
 
 
 def test_an_unfinished_build_for_another_arch_is_not_taken_up(tmp_path):
-    config = demo_config(tmp_path / "out", max_context=64)
+    config = demo_config(tmp_path / "out", max_context=48)
 
     def interrupt(name, done, total):
         if name == "kernels" and done == total:

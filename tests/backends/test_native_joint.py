@@ -160,7 +160,7 @@ class Bookkeeping(RuleBasedStateMachine):
             assert self.gpu.states[lane] + words["pending"] == self.length[lane]
 
 
-Bookkeeping.TestCase.settings = settings(max_examples=100, stateful_step_count=25, deadline=None)
+Bookkeeping.TestCase.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
 TestBookkeeping = Bookkeeping.TestCase
 
 

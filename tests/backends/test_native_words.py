@@ -145,7 +145,7 @@ def test_other_formats_have_no_words():
     assert data_for(packed, 110) is packed.data
 
 
-@pytest.mark.parametrize("arch", CONVERTING, ids=lambda arch: arch.name)
+@pytest.mark.parametrize("arch", [arch for arch in CONVERTING if arch.name != "sm120"], ids=lambda arch: arch.name)
 def test_kernels_convert_where_the_compiler_can(arch):
     kernels = kernels_ptx("linear_tiles", arch.kernels)
     to = "bf16x2" if tuple(map(int, compiler_version().split("."))) >= (13, 2) else "f16x2"

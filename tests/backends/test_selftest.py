@@ -37,6 +37,11 @@ from edge_dflash.weights.formats import Nvfp4Weight
 
 
 @pytest.fixture(scope="module")
+def demo_bundle(shared, build_demo, whole_recording):
+    return shared("demo-bundle-whole", build_demo)
+
+
+@pytest.fixture(scope="module")
 def bundle(demo_bundle):
     return Bundle.open(demo_bundle)
 

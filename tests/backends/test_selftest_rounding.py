@@ -16,7 +16,7 @@ from edge_dflash.decode.backend import Precision
 
 
 @pytest.fixture(scope="module")
-def hybrid(tmp_path_factory):
+def hybrid(tmp_path_factory, whole_recording):
     """A random hybrid of 8 layers, NVFP4 with FP8 KV: its logits are nearly flat."""
     root = tmp_path_factory.mktemp("hybrid")
     target = qwen3_5_config(

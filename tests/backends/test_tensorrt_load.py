@@ -74,7 +74,7 @@ def test_pair_plans_kernels_and_sizes_reach_the_backend(bundles, monkeypatch):
     (pair, weights, precision), rest = backends.load(bundle)
     manifest = bundle.manifest
     assert (pair, precision) == (bundle.pair, manifest.precision)
-    assert (rest["max_context"], rest["prefill_chunk"]) == (64, 64)
+    assert (rest["max_context"], rest["prefill_chunk"]) == (48, 48)
     assert rest["cubin"]("attend") == bundle.cubin("attend")
     assert rest["dense"]._files == {name: bundle.path / name for name in manifest.plans.names}
     assert weights.embedding(FakeGpu(), "target.embed_tokens").nbytes == 2 * 1024 * 256

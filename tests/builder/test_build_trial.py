@@ -70,10 +70,12 @@ class Board:
 
 
 @pytest.fixture(scope="module")
-def deferred(tmp_path_factory):
+def deferred(tmp_path_factory, whole_recording):
+    """For which no self-test is recorded: its context is too short."""
     with pytest.MonkeyPatch.context() as patch:
         fake_tools(patch)
-        return build(config(tmp_path_factory.mktemp("trial") / "out", arch="sm110", backend=None)).bundle
+        output = tmp_path_factory.mktemp("trial") / "out"
+        return build(config(output, arch="sm110", backend=None, max_context=64)).bundle
 
 
 @pytest.fixture

@@ -65,7 +65,7 @@ def manifests(draw, base: Manifest):
     )
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(data=st.data())
 def test_round_trip(manifest, data):
     value = data.draw(manifests(manifest))

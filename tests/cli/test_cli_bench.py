@@ -77,7 +77,7 @@ def test_a_reference_bundle_is_timed_without_floors(cli, ids_bundle):
 
 
 def test_the_demo_pair_is_asked_what_it_was_trained_for(cli, demo_bundle):
-    code, out, _ = cli("bench", demo_bundle, "--tokens", 48, "--prefill", "8", "--json")
+    code, out, _ = cli("bench", demo_bundle, "--tokens", 32, "--prefill", "8", "--json")
     assert code == 0
     found = last_json(out)
     assert found["prompts"] == "4 of the demo pair's held-out tasks"

@@ -64,6 +64,8 @@ def test_constrained_speculative_equals_constrained_plain(demo_bundle, planner, 
         assert (plan.tokens, plan.logprobs) == (plain.tokens, plain.logprobs), name
         if name == "oracle":
             assert plan.accept_length > 8
+        if (name in ("oracle", "noise")) != (temperature > 0):  # half of the drafters in each mode
+            continue
         with adversarial(demo_bundle, planner, sequence, drafter, ByTurns) as other:
             plan = other.plan(task, **options)
         assert (plan.tokens, plan.logprobs) == (plain.tokens, plain.logprobs), name

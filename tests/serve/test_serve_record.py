@@ -63,12 +63,3 @@ def test_a_state_directory_that_cannot_be_made_keeps_no_request_from_its_answer(
             assert 'edge_dflash_recorded_answers{outcome="written"} 0.0' in client.get("/metrics").text
     finally:
         service.close()
-
-
-def test_a_service_records_nothing_by_default(demo_bundle, tmp_path):
-    with (
-        Process(demo_bundle, tmp_path, settings='self_test = "off"\n') as process,
-        process.client() as client,
-    ):
-        client.post(CHAT, json={"messages": HELLO, "max_tokens": 2})
-        assert not list(process.state.glob("answers*"))

@@ -251,5 +251,5 @@ def test_a_stop_finishes_what_runs_saves_sessions_and_leaves_no_socket(process):
     assert not process.socket.exists()
     saved = [path.name for path in process.state.rglob("*") if path.is_file()]
     assert "hall.session" in saved
-    assert all(name.endswith(".session") for name in saved)
+    assert all(name.endswith(".session") for name in saved)  # by default no answer is recorded
     assert {path.name for path in process.directory.iterdir()} == {"state", "config.toml", "key", "log"}

@@ -105,7 +105,7 @@ class Mutation:
 
     def files(self):
         """The files with the key changed."""
-        files = copy.deepcopy(self.base.files)
+        files = self.base.files | {self.file: copy.deepcopy(self.base.files[self.file])}
         old = at(files[self.file], self.path[:-1])
         value = old.pop(self.key, None)
         if self.into is not None:

@@ -94,7 +94,7 @@ def config(output, **changes):
         arch="sm121",
         backend="tensorrt",
         recipe=directory("engines") / "demo-cpu.yaml",
-        max_context=64,
+        max_context=48,
         calibrate=False,
     )
     return replace(made, **changes)
