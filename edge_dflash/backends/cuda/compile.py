@@ -77,16 +77,18 @@ def compile_cubin(unit: str, arch: str) -> bytes:
 
 
 @contextmanager
-def compiled(unit: str, arch: str) -> Iterator[Callable[[str], bytes]]:
+def compiled(unit: str, arch: str, source: bytes | None = None) -> Iterator[Callable[[str], bytes]]:
     """What the compiler makes of ``kernels/<unit>.cu`` for ``arch``, by name: "PTX", and the "CUBIN" of that.
 
-    Raises BackendError for an unknown arch, BuildError with the compiler's first error.
+    ``source``: in the place of the unit's file. Raises BackendError for an unknown arch, BuildError with the compiler's
+    first error.
     """
     arch = _flag(arch)
     nvrtc, path = _nvrtc(), KERNELS / f"{unit}.cu"
     gpu = f"-arch=sm_{arch.removeprefix('sm')}"
     options = [option.encode() for option in (gpu, "--std=c++17", "--fmad=true", f"--include-path={KERNELS}")]
-    program = _call(nvrtc.nvrtcCreateProgram(path.read_bytes(), path.name.encode(), 0, [], []), f"reading {path.name}")
+    source = path.read_bytes() if source is None else source
+    program = _call(nvrtc.nvrtcCreateProgram(source, path.name.encode(), 0, [], []), f"reading {path.name}")
     try:
         (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
         if status.value:
