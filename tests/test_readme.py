@@ -7,12 +7,14 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import typer
 from paths import DEMO, ROOT
 
 import edge_dflash.cli
+import edge_dflash.cli.bench as bench_module
 import edge_dflash.cli.verify as verify_module
 from edge_dflash.board.profiles import board_profiles
 from edge_dflash.demo.tasks import check_success, task_from_json
@@ -79,9 +81,15 @@ def test_every_command_is_shown():
 @pytest.mark.usefixtures("beside_demo_bundle", "opened_once")
 @pytest.mark.parametrize("argv", RUNNABLE, ids=" ".join)
 def test_commands_on_the_demo_bundle_run(argv, capsys, monkeypatch):
-    """With a short prompt in the place of the calibration's: it is prefilled for every drafter that is tried."""
-    shipped = verify_module.default_prompts
-    monkeypatch.setattr(verify_module, "default_prompts", lambda *given: [*shipped(*given), "Go."][-1:])
+    """With one short prompt in the place of the shipped ones: each is prefilled for every drafter that is tried."""
+    prompts, asked = verify_module.default_prompts, bench_module.bench_prompts
+
+    def one_task(*given, **options):
+        found = asked(*given, **options)
+        return replace(found, tasks=found.tasks[:1])
+
+    monkeypatch.setattr(verify_module, "default_prompts", lambda *given: [*prompts(*given), "Go."][-1:])
+    monkeypatch.setattr(bench_module, "bench_prompts", one_task)
     assert edge_dflash.cli.run(argv) == 0
     assert capsys.readouterr().out.strip()
 

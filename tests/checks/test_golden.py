@@ -65,15 +65,15 @@ def test_nvfp4_experts_are_compared_with_their_goldens(form):
 
 
 @pytest.mark.parametrize("part", ["experts", "weights", "router_logits", "routed", "out"])
-@pytest.mark.parametrize("phase", ["prefill", "verify"])
-def test_one_wrong_number_of_a_mixture_is_found(part, phase):
+def test_one_wrong_number_of_a_mixture_is_found(part):
     given = golden("qwen3_5_moe")
     keys = {key: array for key, array in given.items() if key.startswith("p1.moe.2.")}
     keys |= {key: given[key] for key in ("p1.prompt", "p1.greedy_tokens", "p1.cycle_draft_tokens")}
-    wrong = keys[f"p1.moe.2.{part}.{phase}"].copy()
-    wrong[-1, 0] += 1
-    report = run("qwen3_5_moe", keys | {f"p1.moe.2.{part}.{phase}": wrong})
-    assert [r.key for r in report.failures] == [f"p1.moe.2.{part}.{phase}"]
+    wrong = {key: keys[key].copy() for key in (f"p1.moe.2.{part}.{phase}" for phase in ("prefill", "verify"))}
+    for array in wrong.values():
+        array[-1, 0] += 1
+    report = run("qwen3_5_moe", keys | wrong)
+    assert sorted(r.key for r in report.failures) == sorted(wrong)
 
 
 @pytest.mark.parametrize("name", WALKS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import openai
 import pytest
 from fakes import FakeBackend
 from service_support import TEXT_SHAPE, client_of, events, fake_service
@@ -104,6 +103,8 @@ def test_seeds_that_end_are_refused(client):
 
 
 def test_the_official_client_reads_all_choices(client):
+    import openai  # here: it takes seconds, and every worker collects this file
+
     asked = openai.OpenAI(base_url="http://localhost/v1", api_key="x", http_client=client)
     said = {"model": "fake", "messages": HELLO, "temperature": 1.0, "seed": 5, "n": 3, "max_tokens": 12}
     whole = asked.chat.completions.create(**said)

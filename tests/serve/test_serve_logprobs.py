@@ -9,7 +9,6 @@ import threading
 import numpy as np
 import pytest
 from fakes import FakeBackend, FakeRows
-from openai import OpenAI
 from service_support import TEXT_SHAPE, TOOL, TOOL_TASK, client_of, fake_service, live, thinking_service, tool_service
 from text_support import thinking_tokenizer
 
@@ -24,10 +23,16 @@ HELLO = [{"role": "user", "content": "hello"}]
 PIECES = "grüße 🤖"  # characters of one, two and four tokens
 
 
+def official(http):
+    from openai import OpenAI  # here: it takes seconds, and every worker collects this file
+
+    return OpenAI(base_url="http://localhost/v1", api_key="none", http_client=http)
+
+
 @pytest.fixture
 def client(service):
     with client_of(service) as http:
-        yield OpenAI(base_url="http://localhost/v1", api_key="none", http_client=http)
+        yield official(http)
 
 
 @pytest.fixture
@@ -113,7 +118,7 @@ class TestChat:
     def test_a_stream_adds_up_to_the_whole(self, spelling):
         plan = spelling.planner.plan(HELLO, logprobs=2)
         with client_of(spelling) as http:
-            client = OpenAI(base_url="http://localhost/v1", api_key="none", http_client=http)
+            client = official(http)
             asked = {"model": "fake", "messages": HELLO, "logprobs": True, "top_logprobs": 2}
             chunks = list(client.chat.completions.create(**asked, stream=True))
             with client.chat.completions.stream(**asked) as stream:
@@ -195,7 +200,7 @@ class TestCompletions:
         prompt = list(spelling.planner.encode(HELLO))
         plan = spelling.planner.plan(prompt, logprobs=3)
         with client_of(spelling) as http:
-            client = OpenAI(base_url="http://localhost/v1", api_key="none", http_client=http)
+            client = official(http)
             made = client.completions.create(model="fake", prompt=prompt, max_tokens=30, logprobs=3, stream=stream)
             parts = [one.choices[0].logprobs for one in (made if stream else [made])]
         tokens, values, top, offsets = (
