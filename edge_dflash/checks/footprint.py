@@ -198,10 +198,10 @@ def cycle_bytes(
     shared = sum(read[name] for name in both if name.startswith("drafter."))
     tables = [read[name] // weight.shape[0] for name, weight in verify.weights.items() if weight.kind == "embedding"]
     return CycleBytes(
-        target_weights=_sum(read, verify, "target.") - sum(read[n] for op in expert_layers(verify) for n in routed(op)),
+        target_weights=_sum(read, verify, "target") - sum(read[n] for op in expert_layers(verify) for n in routed(op)),
         experts=routed_bytes(verify, read, rows),
-        drafter_weights=_sum(read, verify, "drafter.") + _sum(read, propose, "drafter.") - shared,
-        drafter_lm_head=_sum(read, propose, "target."),
+        drafter_weights=_sum(read, verify, "drafter") + _sum(read, propose, "drafter") - shared,
+        drafter_lm_head=_sum(read, propose, "target"),
         walk=walk_bytes(propose, read, pair.drafts),
         drafter_kv_projections=shared,
         embedding_rows=((block if propose.ops else 0) + rows) * sum(tables),
@@ -230,7 +230,7 @@ def memory_bytes(
     if programs.see is not None and pair.target.vision is not None:
         passes.append((programs.see, picture_patches(pair.target.vision), 1))
     return MemoryBytes(
-        target_weights=_sum(stored, programs.verify, "target."),
+        target_weights=_sum(stored, programs.verify, "target"),
         drafter_weights=sum(size for name, size in stored.items() if name.startswith("drafter.")),
         embedding=sum(
             size for name, size in stored.items() if programs.weights[name].kind == "embedding" and name not in tower
@@ -251,10 +251,9 @@ def _kv_bytes(program: Program, context: int, rows: int, kv: KvFormat, *writers:
     return kv_read_bytes(program, context, kv) + rows * kv_bytes_per_token(written, kv)
 
 
-def _sum(size: Mapping[str, int], program: Program, prefix: str) -> int:
-    """Bytes of a pass's weights under ``prefix``, without tables of which rows are gathered."""
-    weights = program.weights.items()
-    return sum(size.get(n, 0) for n, w in weights if n.startswith(prefix) and w.kind not in ("embedding", "walk"))
+def _sum(size: Mapping[str, int], program: Program, model: str) -> int:
+    """Bytes of a pass's weights of a model, without tables of which rows are gathered."""
+    return sum(size.get(name, 0) for name in program.read_whole.get(model, ()))
 
 
 def row_parameters(program: Program) -> int:

@@ -96,6 +96,15 @@ class Program:
         """What chooses the drafts; None: each row's logits alone do."""
         return next((op for op in self.ops if isinstance(op, Walk)), None)
 
+    @cached_property
+    def read_whole(self) -> Mapping[str, tuple[str, ...]]:
+        """Names of the weights that are no tables of which rows are gathered, by model: "target" and "drafter"."""
+        found: dict[str, list[str]] = {}
+        for name, weight in self.weights.items():
+            if weight.kind not in ("embedding", "walk"):
+                found.setdefault(name.partition(".")[0], []).append(name)
+        return {model: tuple(names) for model, names in found.items()}
+
 
 @dataclass(frozen=True)
 class PairPrograms:
