@@ -94,7 +94,7 @@ def train_drafter(
     as_json, dry = given.pop("json"), given.pop("dry_run")
     if missing := [name for name in ("target", "data", "output") if not given[name]]:
         raise typer.BadParameter(f"Missing option '--{missing[0]}'.")
-    if not dry and (steps > 0) == (minutes > 0):
+    if (steps > 0) == (minutes > 0):
         raise RequestError(f"{steps} steps and {minutes:g} minutes; give one of --steps and --minutes")
     given |= {"data": tuple(given["data"]), "drafter": given_drafter(drafter)}
     given["recipe"] = find_recipe(recipe) if recipe is not None else None

@@ -96,7 +96,7 @@ def make_answers(
     with file.open("ab") as out, ThreadPoolExecutor(2 * planner.shape.lanes) as pool:
         waiting = iter(rest)
         pending: set[Future[TargetAnswer | None]] = set()
-        synced, finished = time.monotonic(), len(whole) - len(rest)
+        synced, finished, kept = time.monotonic(), len(whole) - len(rest), len(done)
 
         def ask(one: _Asked) -> TargetAnswer | None:
             return _answer(planner, tokenizer, data, one, new_tokens, temperature)
@@ -112,6 +112,7 @@ def make_answers(
                     if answer is not None:
                         out.write(_line(answer))
                         made += len(answer.tokens)
+                        kept += 1
                 out.flush()
                 if time.monotonic() - synced > _SYNC:
                     os.fsync(out.fileno())
@@ -121,6 +122,11 @@ def make_answers(
         finally:
             pool.shutdown(cancel_futures=True)
         os.fsync(out.fileno())
+    if not kept:
+        raise RequestError(
+            f"no prompt of {data.path} leaves room for an answer in {planner.shape.usable_context} tokens of context; "
+            "give shorter prompts, or a target of a larger --max-context"
+        )
     return made
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from edge_dflash.model.ops import UNDRAFTED
 from edge_dflash.training.drafter import BlockDrafter
 from edge_dflash.training.walks import MarkovScores, SelectorScores, scorer
 
@@ -64,8 +65,9 @@ class _Rows:
         return (each * self.weight).sum() / self.weight.sum().clamp_min(1e-6)
 
     def cross_entropy(self, scores: torch.Tensor) -> torch.Tensor:
-        """Of each row, [B, A, K], from scores [B, A, K, n]."""
-        return F.cross_entropy(scores.flatten(0, 2), self.labels.flatten(), reduction="none").view(self.labels.shape)
+        """Of each row, [B, A, K], from scores [B, A, K, n]; 0 for a token that cannot be drafted."""
+        each = F.cross_entropy(scores.flatten(0, 2), self.labels.flatten(), reduction="none").view(self.labels.shape)
+        return each.where(self.logits.gather(-1, self.labels[..., None])[..., 0] > UNDRAFTED / 2, 0.0)
 
 
 def block_loss(drafter: BlockDrafter, borrowed: Borrowed, batch: Batch) -> torch.Tensor:

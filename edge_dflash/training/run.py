@@ -108,10 +108,11 @@ def target_spec(run: TrainingRun) -> TargetSpec:
 
 def before(stage: TrainingStage) -> Bundle:
     """The bundle of the target and the drafter that the training begins with."""
-    run, work = stage.run, stage.work
-    if not (work.start / "model.safetensors").is_file() and not (work.before / MANIFEST).is_file():
-        shutil.rmtree(work.start, ignore_errors=True)
-        make_start(target_spec(run), run.drafter, work.start, mask_token_id=run.mask_token, seed=run.seed)
+    run, work, half = stage.run, stage.work, stage.work.root / "start.part"
+    if not work.start.is_dir() and not (work.before / MANIFEST).is_file():
+        shutil.rmtree(half, ignore_errors=True)  # a kill leaves a start that is whole, or none
+        make_start(target_spec(run), run.drafter, half, mask_token_id=run.mask_token, seed=run.seed)
+        half.replace(work.start)
     if not (work.before / MANIFEST).is_file():
         _bundle(stage, work.start, work.before)
     return Bundle.open(work.before)
@@ -121,7 +122,8 @@ def _bundle(stage: TrainingStage, drafter: Path, output: Path) -> None:
     """A bundle of the target with a drafter. The warning that it fits badly is what the training is for."""
     run = stage.run
     if is_bundle(run.target):
-        build(BuildConfig(run.target, drafter, output, recipe=run.recipe), stage.progress)
+        own = BuildConfig(run.target, drafter, output, run.arch or "cpu", None, run.recipe, run.max_context)
+        build(own, stage.progress)
         return
     arch = run.arch or _arch(stage.device)
     native = None if arch == "cpu" else "native"
@@ -177,9 +179,9 @@ def check_disk(stage: TrainingStage, pair: PairSpec, samples: Sequence[Sample]) 
     free = shutil.disk_usage(stage.work.root).free - _FREE
     held = sum(file.stat().st_size for file in stage.work.taps.glob("*.safetensors")) if stage.work.taps.is_dir() else 0
     if size > allowed:
-        raise RequestError(f"taps take {size / 1e9:.1f} GB, --disk allows {allowed / 1e9:.1f}; give more, or --prompts")
+        raise RequestError(f"taps take {size / 1e9:.1f} GB, --disk allows {allowed / 1e9:.1f}; give more")
     if size - held > free:
-        raise RequestError(f"taps take {size / 1e9:.1f} GB, the disk has {max(0, free) / 1e9:.1f} free; give --prompts")
+        raise RequestError(f"taps take {size / 1e9:.1f} GB, the disk has {max(0, free) / 1e9:.1f} free; make room")
 
 
 def start_weights(bundle: Bundle, start: Path) -> BlockDrafter:

@@ -211,12 +211,12 @@ def _epoch(lengths: bytes, batch: int, seed: int, epoch: int) -> list[npt.NDArra
 
 def _batches(lengths: npt.NDArray[np.int64], batch: int, rng: np.random.Generator) -> Iterator[npt.NDArray[np.int64]]:
     """Batches of an epoch, each of samples that are about as long; the last samples of an epoch are left out."""
-    order, made = rng.permutation(len(lengths)), list[npt.NDArray[np.int64]]()
-    batch = min(batch, len(order))
+    batch, made = min(batch, len(lengths)), list[npt.NDArray[np.int64]]()
+    order = rng.permutation(len(lengths))[: len(lengths) // batch * batch]  # now: behind the sort it were the longest
     for first in range(0, len(order), batch * _POOL):
         pool = order[first : first + batch * _POOL]
         pool = pool[np.argsort(lengths[pool], kind="stable")]
-        made += [pool[i : i + batch] for i in range(0, len(pool) - batch + 1, batch)]
+        made += [pool[i : i + batch] for i in range(0, len(pool), batch)]
     yield from (made[i] for i in rng.permutation(len(made)))
 
 

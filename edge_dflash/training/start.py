@@ -42,6 +42,8 @@ def make_start(
     for which ``mask_token_id`` is needed. Raises CheckpointError for a drafter of another target, RequestError for one
     that cannot be trained.
     """
+    if init is not None:
+        read_drafter_spec(init, target.num_layers)  # what is no drafter is said before anything is copied
     output.mkdir(parents=True, exist_ok=True)
     if init is None:
         config = published_config(target, mask_token_id)

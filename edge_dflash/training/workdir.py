@@ -11,6 +11,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from edge_dflash.builder.card import CARD
+from edge_dflash.bundle.manifest import MANIFEST
+from edge_dflash.common.files import is_there
 from edge_dflash.errors import RequestError
 from edge_dflash.training.forecast import BatchSize
 
@@ -70,6 +73,7 @@ class TrainingDir:
         self.start, self.before, self.after = (self.root / name for name in ("start", "before", "after"))
         self.taps, self.training = self.root / "taps", self.root / "training"
         self.evaluation = self.root / "evaluation.json"
+        _check_output(run)
         self.root.mkdir(parents=True, exist_ok=True)
         self._lock = (self.root / "lock").open("a")
         try:
@@ -126,6 +130,10 @@ class TrainingDir:
             raise RequestError(f"another process trains in {run.output}; give another --output") from None
         path, body = self.root / RUN, run.to_json()
         found = self.read(path)
+        if not is_there(self.before / MANIFEST):  # nothing is made yet that another training could not make
+            if any(found.get(name) != body[name] for name in _OF_BUNDLE):
+                shutil.rmtree(self.start, ignore_errors=True)
+            found = {}
         names = [name for name in body if name in _OF_BUNDLE or not (dry or found.get("dry"))]
         if found and (other := [name for name in names if found.get(name) != body[name]]):
             name = other[0]
@@ -135,6 +143,16 @@ class TrainingDir:
             )
         if not found or (found.get("dry") and not dry):
             self.write(path, {**body, "dry": dry})
+
+
+def _check_output(run: TrainingRun) -> None:
+    """Raise RequestError where the trained drafter would take the place of another model."""
+    output = run.output.resolve()
+    if output in [path.resolve() for path in (run.target, run.drafter) if path is not None]:
+        raise RequestError(f"--output {run.output} is a model that is read; give another directory")
+    ours = is_there(output / CARD) or is_there(output / "work" / RUN)
+    if not ours and any(is_there(output / name) for name in ("config.json", MANIFEST)):
+        raise RequestError(f"--output {run.output} holds a model that no training made; give another directory")
 
 
 def _plain(value: Any) -> Any:

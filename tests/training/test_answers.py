@@ -100,6 +100,13 @@ def test_a_task_that_cannot_be_asked_is_told_by_its_line(planner, tmp_path):
         make_answers(planner, read_data(path), tmp_path / "answers.jsonl", new_tokens=4)
 
 
+def test_prompts_that_all_leave_no_room_are_told(planner, tmp_path):
+    path, long = tmp_path / "plans.jsonl", "go " * planner.shape.usable_context
+    path.write_text("".join(json.dumps({"prompt": long + str(i)}) + "\n" for i in range(3)))
+    with pytest.raises(RequestError, match=r"no prompt of .* leaves room .* \d+ tokens of context"):
+        make_answers(planner, read_data(path), tmp_path / "answers.jsonl", new_tokens=4)
+
+
 def test_a_bundle_is_measured_every_way_and_compared_with_plain_decoding(demo_bundle, data, monkeypatch):
     tasks, told = data.tasks[:2], []
     found = evaluate(demo_bundle, tasks, new_tokens=8, plain=1, progress=lambda *now: told.append(now))

@@ -1,5 +1,7 @@
 """The drafter in training beside the reference backend, for every kind of drafter."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -110,6 +112,28 @@ def test_what_lies_behind_an_end_weighs_nothing():
     other[:, 22:] = 3
     losses = [block_loss(one, borrowed, Batch(x, torch.tensor([22]), torch.tensor([[17]]), taps)) for x in (ids, other)]
     assert losses[0] == losses[1]
+
+
+def test_tokens_that_cannot_be_drafted_cost_nothing():
+    name = "qwen3"
+    spec, head = pair(name), dequantize(store(name).get(HEAD))
+    drafted = torch.arange(0, spec.target.vocab_size, 2)
+    own = {"drafter.lm_head": head[drafted], "drafter.d2t": drafted.float()}
+    one = BlockDrafter(
+        replace(spec, drafter=replace(spec.drafter, draft_vocab=len(drafted))), module(name).weights() | own
+    )
+    ids = torch.from_numpy(np.random.default_rng(5).integers(0, spec.target.vocab_size, (1, PROMPT))) // 2 * 2
+    taps = taps_of(name, ids[0].tolist()).clone()[None]
+    borrowed = Borrowed(dequantize(store(name).get(EMBEDDING)), head)
+
+    def loss(ids):
+        return block_loss(one, borrowed, Batch(ids, torch.tensor([PROMPT]), torch.tensor([[5]]), taps))
+
+    other = ids.clone()
+    other[:, 9] += 1
+    assert 0 < loss(other) < loss(ids) < 1e3
+    other[:, 6:] = 1
+    assert loss(other) == 0
 
 
 def test_nvfp4_and_fp8_round_as_a_build_does():

@@ -7,8 +7,10 @@ from dataclasses import replace
 import pytest
 
 from edge_dflash.builder.card import CardLengths, read_card
+from edge_dflash.bundle.manifest import MANIFEST
+from edge_dflash.common.progress import unheard
 from edge_dflash.demo.tasks import MODELS
-from edge_dflash.errors import RequestError
+from edge_dflash.errors import BuildError, BundleError, CheckpointError, RequestError
 from edge_dflash.model.registry import read_drafter_spec
 from edge_dflash.training import run as stages
 from edge_dflash.training.run import train_drafter
@@ -106,8 +108,70 @@ def test_a_training_that_has_ended_is_not_begun_again(given, whole):
     assert "nothing to do" in said[0]
 
 
+def bundle_made(output):
+    (output / "work" / "before").mkdir(parents=True)
+    (output / "work" / "before" / MANIFEST).touch()
+
+
+def test_what_was_wrong_may_be_put_right_before_anything_is_made(given, data, tmp_path):
+    for wrong in ({"data": (tmp_path / "none",)}, {"target": tmp_path / "none"}, {"drafter": tmp_path / "none"}):
+        with pytest.raises((RequestError, CheckpointError), match="none"):
+            train_drafter(replace(given, output=tmp_path / "out", **wrong))
+    (tmp_path / "out" / "work" / "start").mkdir()  # of another drafter
+    with TrainingDir(replace(given, output=tmp_path / "out", seed=3)) as work:
+        assert not work.start.exists()
+        bundle_made(tmp_path / "out")
+    with (
+        pytest.raises(RequestError, match="--seed 3, now it is 0"),
+        TrainingDir(replace(given, output=tmp_path / "out")),
+    ):
+        pass
+
+
+def test_a_start_that_a_kill_tore_is_made_again(given, tmp_path, monkeypatch):
+    run, copies = replace(given, output=tmp_path / "out"), []
+
+    def killed(source, place):
+        copies.append(place)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "copyfile", killed)
+        with pytest.raises(KeyboardInterrupt):
+            train_drafter(run)
+    copies[0].write_bytes(b"half")  # what a kill leaves
+    with TrainingDir(run) as work:
+        assert not work.start.exists()
+        monkeypatch.setattr(stages, "_bundle", lambda *parts: None)
+        with pytest.raises(BundleError):  # there is none
+            stages.before(stages.TrainingStage(run, work, unheard, print, "cpu"))
+        for file in (MODELS / "drafter").iterdir():
+            assert (work.start / file.name).read_bytes() == file.read_bytes()
+
+
+def test_no_other_model_is_written_over(given, tmp_path):
+    for name in ("target", "drafter"):
+        shutil.copytree(MODELS / name, tmp_path / name)
+    run = replace(given, target=tmp_path / "target", drafter=tmp_path / "drafter")
+    for output in (run.target, run.drafter, tmp_path / "drafter" / ".." / "drafter"):
+        with pytest.raises(RequestError, match="is a model that is read"):
+            train_drafter(replace(run, output=output))
+    with pytest.raises(RequestError, match="holds a model that no training made"):
+        train_drafter(replace(given, output=tmp_path / "target"))
+    for name in ("target", "drafter"):
+        assert sorted(file.name for file in (tmp_path / name).iterdir()) == sorted(
+            file.name for file in (MODELS / name).iterdir()
+        )
+
+
+def test_what_a_bundle_decides_is_not_given_again(given, tmp_path):
+    with pytest.raises(BuildError, match="--max-context is 64 and --target is a bundle"):
+        train_drafter(replace(given, output=tmp_path / "out", max_context=64))
+
+
 def test_a_dry_run_leaves_steps_and_data_open_and_not_the_models(given, tmp_path):
     run = replace(given, output=tmp_path)
+    bundle_made(tmp_path)
     with TrainingDir(replace(run, steps=0, sequences=9), dry=True):
         pass
     with TrainingDir(run, dry=True), pytest.raises(RequestError, match="another process"):
@@ -163,4 +227,5 @@ def test_the_command_says_what_is_missing(refused, tmp_path):
     assert "Missing option '--data'" in refused("train-drafter", "--target", tmp_path)[1]
     argv = ("train-drafter", "--target", tmp_path, "--data", tmp_path / "x", "--output", tmp_path / "o")
     assert "give one of --steps and --minutes" in refused(*argv)[1]
+    assert "give one of --steps and --minutes" in refused(*argv, "--dry-run")[1]
     assert "give one of --steps and --minutes" in refused(*argv, "--steps", 3, "--minutes", 3)[1]

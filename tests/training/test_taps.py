@@ -118,6 +118,8 @@ def test_steps_read_the_same_whatever_came_before_and_every_sample_in_an_epoch()
     assert not np.array_equal(steps[0], Order(lengths, 8, seed=4).step(0))
     spread = [np.ptp(lengths[step]) for step in steps]
     assert np.mean(spread) < np.ptp(lengths) / 3
+    few = Order(np.arange(10), 4, seed=3)  # two are left out of an epoch: others each time, not the longest
+    assert set(np.concatenate([few.step(i) for i in range(40)]).tolist()) == set(range(10))
     with pytest.raises(RequestError, match="two tokens"):
         Order(np.zeros(0, np.int64), 8, seed=0)
 

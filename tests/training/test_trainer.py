@@ -9,12 +9,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from training_support import borrowed_of, drafter_of, plan, prepared
 
 from edge_dflash.errors import RequestError
 from edge_dflash.training.evaluate import accepted
 from edge_dflash.training.forecast import BatchSize
 from edge_dflash.training.heldout import walk_answers
+from edge_dflash.training.losses import block_loss
+from edge_dflash.training.shards import BatchReader
 from edge_dflash.training.trainer import Trainer, TrainingPlan, kept_weights, learning_rate
 
 
@@ -76,11 +79,22 @@ def test_a_killed_run_ends_with_the_weights_of_one_that_was_not(ready, ids_bundl
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def test_accumulated_passes_are_one_larger_batch(ready, tmp_path):
-    for name, batch in (("one", BatchSize(2, 1, 3)), ("two", BatchSize(2, 1, 3, accumulate=2))):
-        trained(ready, tmp_path / name, replace(plan(steps=3), batch=batch))
-    one, two = (kept_weights(tmp_path / name) for name in ("one", "two"))
-    assert any(not torch.equal(one[name], two[name]) for name in one)
+def test_a_step_of_two_passes_learns_from_the_mean_of_both(ready, tmp_path):
+    size, (bundle, shards) = BatchSize(2, 1, 3, accumulate=2), ready
+    given = replace(plan(steps=1, seconds=0.0), batch=size)
+    trained(ready, tmp_path, given)
+    alone, reader = drafter_of(bundle), BatchReader(shards, size, given.seed)
+    for number in (0, 1):
+        (block_loss(alone, borrowed_of(bundle), reader.batch(number).to("cpu")) / 2).backward()
+    reader.close()
+    learnt = [parameter for parameter in alone.parameters() if parameter.requires_grad]
+    torch.nn.utils.clip_grad_norm_(learnt, 1.0)
+    groups = [{"params": [p for p in learnt if p.ndim == 2]}, {"params": [p for p in learnt if p.ndim != 2]}]
+    groups[0]["weight_decay"], groups[1]["weight_decay"] = given.weight_decay, 0.0
+    torch.optim.AdamW(groups, lr=learning_rate(0, 1, given.rate), betas=(0.9, 0.95)).step()
+    found = load_file(str(tmp_path / "checkpoint-00000001" / "model.safetensors"))
+    for name, wanted in alone.state_dict().items():
+        assert torch.allclose(found[name], wanted, atol=1e-6), name
 
 
 def test_it_ends_when_the_held_out_answers_get_no_better(ready, tmp_path):
