@@ -19,7 +19,7 @@ NAMES = ("demo", "hybrid", "dense")
 
 
 @pytest.fixture(scope="module")
-def bundles(tmp_path_factory):
+def bundles(tmp_path_factory, whole_recording):
     """The default builds of three pairs for this GPU."""
     made = {}
     with pytest.MonkeyPatch.context() as patch:
