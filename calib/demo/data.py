@@ -6,7 +6,6 @@ import multiprocessing
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -58,17 +57,6 @@ def join(parts: Sequence[Dataset]) -> Dataset:
         np.concatenate(([0], np.cumsum(lengths))).astype(np.int64),
         np.concatenate([part.prompts for part in parts]),
     )
-
-
-def save_dataset(dataset: Dataset, path: Path) -> None:
-    """Write a dataset as a compressed .npz file."""
-    np.savez_compressed(path, ids=dataset.ids, offsets=dataset.offsets, prompts=dataset.prompts)
-
-
-def load_dataset(path: Path) -> Dataset:
-    """The dataset in a file of :func:`save_dataset`."""
-    with np.load(path) as file:
-        return Dataset(file["ids"], file["offsets"], file["prompts"])
 
 
 def training_set(tokenizer: Tokenizer, count: int, *, start: int = 0, workers: int = 0) -> Dataset:

@@ -1,7 +1,4 @@
-"""Batched greedy generation with the training model, and the accept lengths a drafter would reach on its output.
-
-For making training data and for watching quality while training; the runtime has its own loop. Knows no files.
-"""
+"""Batched greedy generation with the training model, to watch its quality. Knows no files."""
 
 from __future__ import annotations
 
@@ -10,10 +7,8 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from calib.demo.drafter import Drafter
 from calib.demo.model import AttentionCache, Target
-from calib.demo.tokenizer import END_OF_TEXT_ID, END_OF_TURN_ID, Sample
-from edge_dflash.training.evaluate import AcceptedDrafts, accepted
+from calib.demo.tokenizer import END_OF_TEXT_ID, END_OF_TURN_ID
 
 
 def padded(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -57,32 +52,3 @@ def greedy(target: Target, prompts: Sequence[Sequence[int]], max_new: int) -> li
 
 def _up_to_end(row: list[int]) -> tuple[int, ...]:
     return tuple(row[: row.index(END_OF_TURN_ID) + 1] if END_OF_TURN_ID in row else row)
-
-
-@torch.no_grad()
-def acceptance(target: Target, drafter: Drafter, samples: Sequence[Sample]) -> AcceptedDrafts:
-    """Walk each sample's answer (the target's own greedy one) as the loop of the runtime would."""
-    device = target.lm_head.weight.device
-    k = drafter.c.drafts
-    answers = []
-    for start in range(0, len(samples), 16):
-        part = samples[start : start + 16]
-        ids, lengths = padded([s.prompt + s.answer for s in part], device)
-        _, taps = target(ids, drafter.c.target_layer_ids)
-        first = torch.tensor([len(s.prompt) for s in part], device=device)
-        longest = max(len(s.answer) for s in part)
-        anchors = torch.minimum(first[:, None] + torch.arange(longest, device=device), lengths[:, None] - 1)
-        known = ids.gather(1, anchors)
-        hidden = drafter(taps, anchors, known, target.model.embed_tokens.weight)[:, :, -k:]
-        drafts = drafter.proposals(hidden, target.lm_head(hidden), known).tolist()  # [B, A, K]
-        for sample, rows in zip(part, drafts, strict=True):
-            at, committed = 0, []
-            while at < len(sample.answer) - 1:
-                rest = sample.answer[at + 1 :]
-                agreed = 0
-                while agreed < min(len(rest), k) and rows[at][agreed] == rest[agreed]:
-                    agreed += 1
-                committed.append(min(agreed + 1, len(rest)))
-                at += committed[-1]
-            answers.append(committed)
-    return accepted(answers)

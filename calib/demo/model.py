@@ -6,7 +6,6 @@ rule, the softmax of logits) are float32; linears run in the dtype of an enclosi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -250,12 +249,10 @@ class Target(nn.Module):
             if layer.self_attn is not None:
                 layer.self_attn.fp8 = on
 
-    def forward(self, ids: torch.Tensor, taps: Sequence[int] = ()) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """ids [B, T] -> logits [B, T, V] and, for layer ids ``taps``, those layers' outputs side by side."""
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """ids [B, T] -> logits [B, T, V]."""
         x = self.model.embed_tokens(ids)
-        kept = {}
-        for index, layer in enumerate(self.model.blocks):
+        for layer in self.model.blocks:
             x = layer.finish(x, layer.mixer(layer.input_layernorm(x))[0])
-            kept[index] = x
-        logits = self.lm_head(self.model.norm(x))
-        return logits, torch.cat([kept[i] for i in taps], -1) if taps else None
+        logits: torch.Tensor = self.lm_head(self.model.norm(x))
+        return logits

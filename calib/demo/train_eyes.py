@@ -24,10 +24,11 @@ from calib.demo.eyes_files import save_eyes
 from calib.demo.gazing import look
 from calib.demo.pictured import GRID, WORDS, heldout, training_scene, words
 from calib.demo.storage import load_target
-from calib.demo.training import Progress, device_name, learning_rate, write_record
+from calib.demo.training import Progress, device_name, write_record
 from edge_dflash.demo.drawing import draw
 from edge_dflash.demo.seeing import TARGET
 from edge_dflash.demo.world import Scene
+from edge_dflash.training.trainer import learning_rate
 
 Log = Callable[[str], None]
 _SOFT = 8.0  # of the distances that stand for likelihoods

@@ -24,17 +24,9 @@ from calib.demo.generate import greedy
 from calib.demo.model import Target, TargetConfig
 from calib.demo.storage import load_target, save_model
 from calib.demo.tokenizer import render, save_tokenizer, train_tokenizer
-from calib.demo.training import (
-    Progress,
-    autocast,
-    device_name,
-    learning_rate,
-    on_device,
-    optimizer,
-    update,
-    write_record,
-)
+from calib.demo.training import Progress, autocast, device_name, on_device, optimizer, update, write_record
 from edge_dflash.demo.tasks import check_plan, check_success
+from edge_dflash.training.trainer import learning_rate
 
 Log = Callable[[str], None]
 
@@ -122,7 +114,7 @@ def language_loss(
     model: Target, ids: torch.Tensor, lengths: torch.Tensor, prompts: torch.Tensor, prompt_weight: float
 ) -> torch.Tensor:
     """Cross-entropy of the next token, mean over tokens by weight: 1 in the answer, prompt_weight before, 0 after."""
-    logits, _ = model(ids)
+    logits = model(ids)
     place = torch.arange(1, ids.shape[1], device=ids.device)[None, :]
     weight = torch.where(place < prompts[:, None], prompt_weight, 1.0) * (place < lengths[:, None])
     each = F.cross_entropy(logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none")

@@ -1,9 +1,8 @@
-"""What both trainings share: learning rate, optimizer, batches on the device, progress lines, the record of a run."""
+"""What the trainings share: optimizer, batches on the device, progress lines, the record of a run."""
 
 from __future__ import annotations
 
 import json
-import math
 import platform
 import time
 from collections.abc import Callable
@@ -20,21 +19,10 @@ from calib.demo.data import Dataset
 from calib.demo.delta import CHUNK
 from calib.demo.tokenizer import END_OF_TEXT_ID
 
-WARM_UP = 0.04  # fraction of the steps
-LAST_RATE = 0.02  # of the peak learning rate, at the end of the cosine
-
 
 def device_name(device: str) -> str:
     """The device in words."""
     return torch.cuda.get_device_name(0) if device == "cuda" else f"CPU {platform.machine()}"
-
-
-def learning_rate(step: int, steps: int, peak: float) -> float:
-    """Linear warm-up, then a cosine."""
-    warm = max(1, round(steps * WARM_UP))
-    if step < warm:
-        return peak * (step + 1) / warm
-    return peak * (LAST_RATE + (1 - LAST_RATE) * 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, steps - warm))))
 
 
 def optimizer(model: nn.Module, device: str, weight_decay: float) -> torch.optim.AdamW:
