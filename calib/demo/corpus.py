@@ -25,7 +25,7 @@ from edge_dflash.demo.world import Goal, Scene, subjects
 
 Split = Literal["train", "heldout"]
 
-PROMPTS = 16_000  # of the shipped drafter's training
+PROMPTS = 30_000  # of the shipped drafter's training
 HELDOUT_TASKS = 1024  # seeds 0..1023; the first 64 plan tasks are shipped
 _TRAIN_BASE = 1_000_000  # seed of training task 0
 MAX_STEPS = 24  # longer plans are not made: a prompt and its answer stay below 512 tokens

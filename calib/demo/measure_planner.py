@@ -69,9 +69,9 @@ def measure_form(planner: Planner, tasks: Sequence[Task]) -> dict[str, Any]:
     backend = planner.backend
     verify = backend.verify
 
-    def timed_verify(ids: Sequence[int]) -> Rows:
+    def timed_verify(ids: Sequence[int], lane: int) -> Rows:
         began = time.perf_counter()
-        rows = verify(ids)
+        rows = verify(ids, lane)
         verifies.append(time.perf_counter() - began)
         return rows
 

@@ -106,7 +106,7 @@ class BlockDrafter(nn.Module):
     ) -> torch.Tensor:
         """Hidden rows [B, A, K, H] that draft, of blocks whose anchors, tokens ``first`` [B, A], stand at ``anchors``.
 
-        ``embedding`` [V, H]. A block sees the context before its anchor.
+        ``embedding`` [V, H], float32 or BF16. A block sees the context before its anchor.
         """
         ids = first.new_full((*first.shape, self.spec.block_size), self.spec.mask_token_id)
         ids[..., 0] = first
@@ -116,7 +116,7 @@ class BlockDrafter(nn.Module):
         drafting = self._drafting()
         for op in self.propose.ops:
             if isinstance(op, Embed):
-                tensors[op.output] = F.embedding(ids, embedding)
+                tensors[op.output] = F.embedding(ids, embedding).float()  # the residual stream is not rounded
             elif isinstance(op, Attend):
                 kind = op.bidirectional, op.window
                 if kind not in masks:

@@ -1,6 +1,6 @@
 from types import SimpleNamespace
 
-from calib.demo import measure_candidates
+from calib.demo import measure_candidates, measure_planner
 from calib.demo.corpus import heldout_keys, task_key
 from calib.demo.measure_sessions import callers, conversation
 from edge_dflash.planner import Planner
@@ -34,3 +34,12 @@ def test_candidates_are_judged_in_two_ways(demo_bundle):
     assert min(found["seconds"]) > 0
     for text, verdict in ((tasks[0].answer, 2), ("{}", 0)):
         assert measure_candidates.verdict(tasks[0], SimpleNamespace(text=text)) == verdict
+
+
+def test_figures_of_plans_of_a_form(demo_bundle):
+    tasks = measure_planner.heldout_tasks()[:1]
+    with Planner.open(demo_bundle) as planner:
+        found = measure_planner.measure_form(planner, tasks)
+    assert found["constrained_of_schema"] == found["constrained_equal_to_free"] == found["plain_equal"] == 1.0
+    assert found["accept_length_free"] > 4
+    assert 0 < found["verify_ms"] < found["free_cycle_ms"]

@@ -102,6 +102,18 @@ def test_a_loss_reaches_every_weight_that_is_trained(name):
             assert parameter.grad.abs().sum() > 0, weight
 
 
+@pytest.mark.parametrize("name", PAIRS)
+def test_an_embedding_in_bf16_rounds_nothing_but_itself(name):
+    spec, one = pair(name), module(name)
+    ids = np.random.default_rng(6).integers(0, spec.target.vocab_size, PROMPT).tolist()
+    embedding = dequantize(store(name).get(EMBEDDING)).bfloat16()
+    anchors, first = torch.tensor([ANCHORS]), torch.tensor([[ids[at] for at in ANCHORS]])
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        context = one.context(taps_of(name, ids)[None])
+        narrow, wide = (one.block(context, anchors, first, kept) for kept in (embedding, embedding.float()))
+    assert torch.equal(narrow, wide)
+
+
 def test_what_lies_behind_an_end_weighs_nothing():
     name = "qwen3"
     spec, one = pair(name), module(name)
