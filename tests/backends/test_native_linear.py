@@ -69,7 +69,7 @@ def same(a, b):
             assert np.array_equal(a.data, b.data)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.sampled_from(sorted(MAKE)),
     st.lists(st.integers(1, 70), min_size=1, max_size=3),
@@ -219,7 +219,7 @@ def test_an_uneven_gated_pair_is_refused():
 # -- splits ----------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.sampled_from(sorted(MAKE)),
     st.integers(1, 40_000),
@@ -250,7 +250,7 @@ def test_small_outputs_are_split_on_a_large_device_only():
     assert choose_splits(Layout("nvfp4", (248_320,), 5120), 16, 87, 132, may_split=True).splits == 1
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.sampled_from(sorted(MAKE)), st.integers(1, 40_000), st.integers(1, 1200), st.sampled_from((78, 132)))
 def test_sixteen_rows_on_hopper_have_a_kernel_of_their_own_where_x_leaves_room(kind, n, blocks, sm_count):
     layout = Layout(kind, (n,), 16 * blocks)
@@ -337,7 +337,7 @@ def test_a_cluster_that_is_held_with_few_rows_only_is_not_taken():
 THORS = st.sampled_from((20, 12, 16, 7, 1))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.sampled_from(sorted(MAKE)),
     st.sampled_from(((5120, 17408), (5120, 6144), (248_320, 5120), (5120, 25_600), (2560, 9728), (2560, 4096), (6, 48)))

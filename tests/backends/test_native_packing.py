@@ -11,7 +11,7 @@ from edge_dflash.weights.layout import Layout, repack
 from edge_dflash.weights.packing import pack, row_blocks
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.sampled_from(["nvfp4", "fp8", "bf16"]),
     st.lists(st.integers(1, 150), min_size=1, max_size=3),

@@ -89,7 +89,7 @@ def wide_sum(layout, splits, products):
     return total
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(LAYOUTS, st.sampled_from((1, 2, 4, 8)), st.integers(0, 1 << 16))
 def test_both_kernels_add_in_one_order(layout, splits, seed):
     products = products_of(layout, seed)
@@ -114,7 +114,7 @@ def shares_of(units, side_units, groups, twins):
     return tiles, everything, found
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.integers(1, 2000), st.integers(0, 9), st.integers(1, 132), st.sampled_from((1, 2)))
 def test_every_tile_has_one_group_and_every_group_every_pass(units, side_units, groups, twins):
     groups = max(twins, groups // twins * twins)
@@ -155,7 +155,7 @@ def test_every_sum_is_sent_to_one_place_and_finished_once(rows, splits):
     assert max(place for _, place in places) * 512 + 512 == rows * 256  # Room::SUMS
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(LAYOUTS, st.sampled_from((78, 132)), st.integers(17, 128))
 def test_a_joint_pass_on_hopper_has_the_splits_of_a_pass_alone(layout, sm_count, rows):
     alone, joint = (choose_splits(layout, n, 90, sm_count, most_rows=16) for n in (16, rows))
@@ -175,7 +175,7 @@ def test_a_joint_pass_on_hopper_has_the_splits_of_a_pass_alone(layout, sm_count,
     assert joint.window == WINDOW[layout.format] + 256 * joint.tile
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     LAYOUTS,
     st.sampled_from(((87, 16), (89, 58), (90, 132), (110, 20), (110, 12), (121, 48))),

@@ -97,7 +97,7 @@ def random_weight(n, k, seed):
     return Nvfp4Weight(packed, rng.integers(0, 0x7F, (n, k // 16), dtype=np.uint8), 0.017)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.lists(st.integers(1, 70), min_size=1, max_size=3), st.integers(1, 12), st.booleans())
 def test_all_orders_hold_the_same_weights(columns, blocks, gated):
     columns = columns[:1] * 2 if gated else columns

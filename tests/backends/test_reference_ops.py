@@ -2,7 +2,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from edge_dflash.backends.reference import dense
@@ -42,7 +42,6 @@ def test_a_row_has_the_same_bits_wherever_it_lies(k, n, function):
             assert torch.equal(y, expected), (rows, place)
 
 
-@settings(deadline=None)
 @given(st.integers(1, 200), st.integers(0, 3))
 def test_pointwise_bits_do_not_depend_on_the_place(count, seed):
     x = rand(40_000, seed=seed)

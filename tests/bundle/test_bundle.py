@@ -51,7 +51,7 @@ def refused(path, message, **options):
     assert "\n" not in str(error.value)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(seed=st.integers(0, 2**32))
 def test_weights_round_trip(tmp_path_factory, seed):
     path = tmp_path_factory.mktemp("round") / "bundle"

@@ -27,7 +27,7 @@ PLANS = (
     EngineFiles("tensorrt", None, ("plans/a.plan",), ("plans/a.plan",)),
     EngineFiles("tensorrt_rtx", "1.7.1.116", (), ()),
 )
-ENTRY = st.builds(FileEntry, st.from_regex(r"[0-9a-f]{64}", fullmatch=True), st.integers(0, 2**60))
+ENTRY = st.builds(FileEntry, st.integers(0, 2**256 - 1).map("{:064x}".format), st.integers(0, 2**60))
 
 
 @pytest.fixture(scope="module")

@@ -126,14 +126,14 @@ def text_of(tokens):
     return b"".join(SPELLING[token] for token in tokens).decode()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(CASES)
 def test_documents_that_satisfy_a_schema_are_accepted_token_by_token(case):
     source, document = case
     assert accepts(schema(source), compact(document))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(SCHEMAS, st.randoms(use_true_random=False))
 def test_a_random_walk_along_allowed_tokens_ends_in_a_document_that_satisfies_the_schema(pair, rng):
     text = text_of(walk(schema(pair[0]), rng))
@@ -142,7 +142,7 @@ def test_a_random_walk_along_allowed_tokens_ends_in_a_document_that_satisfies_th
     assert not any(blank in text.replace(" ", "") for blank in "\n\t\r")
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(SCHEMAS, st.randoms(use_true_random=False))
 def test_stepping_forth_and_back_leaves_the_mask_and_the_mask_depends_on_the_tokens_alone(pair, rng):
     """The probing of drafts must not change what is allowed later."""
@@ -163,7 +163,7 @@ def test_stepping_forth_and_back_leaves_the_mask_and_the_mask_depends_on_the_tok
         assert probed.push(token)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(SCHEMAS, st.randoms(use_true_random=False))
 def test_forced_tokens_are_the_only_allowed_ones(pair, rng):
     constraint = schema(pair[0], stop=(END_ID,))

@@ -115,7 +115,7 @@ def best(mask, rng):
 # What runs in the process is what would run here ----------------------------------------------------------------------
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(SCHEMAS, st.randoms(use_true_random=False))
 def test_a_process_gives_the_drafts_and_masks_of_the_library(pair, rng):
     here = Direct("schema", schema_json(pair[0]))
@@ -148,7 +148,7 @@ def test_a_process_gives_the_drafts_and_masks_of_the_library(pair, rng):
             return
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(SCHEMAS, st.integers(0, 3), st.sampled_from([0.0, 1.5]))
 def test_random_schemas_give_the_same_tokens_with_and_without_drafts(pair, right, temperature):
     grammar = compile_schema(pair[0], open_tokenizer(), vocab_size(), STOP)

@@ -49,7 +49,7 @@ def slow_positions(parts):
     return np.array(columns, np.int32).reshape(-1, 3).T, deltas
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(PARTS, st.data())
 def test_positions_of_any_part_are_those_of_the_whole(parts, data):
     said, (positions, deltas) = mixed(*parts), slow_positions(parts)
@@ -61,7 +61,7 @@ def test_positions_of_any_part_are_those_of_the_whole(parts, data):
     assert said.positions(first, stop).dtype == np.int32
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(PARTS, st.data())
 def test_the_sight_of_a_chunk_has_each_row_of_a_picture_once(parts, data):
     said, rows = mixed(*parts), []

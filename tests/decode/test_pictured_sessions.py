@@ -307,7 +307,7 @@ def said_next(session, op, number):
     return Pictured((*kept.ids, *more.ids), (*kept.pictures, *placed))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(OPS, st.sampled_from([0, 5000]), st.sampled_from([0, 1500, 1 << 20]))
 def test_any_history_with_pictures_gives_the_toy_targets_own_tokens(ops, store, seen):
     """The toy target's next token depends on all tokens, pictures and the delta: a wrong state shows at once."""

@@ -4,7 +4,7 @@ import threading
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from edge_dflash.decode.backend import Snapshot
@@ -71,7 +71,6 @@ def test_a_negative_budget_is_a_mistake():
         PrefixStore(-1)
 
 
-@settings(deadline=None)
 @given(
     st.integers(0, 600),
     st.lists(st.tuples(st.booleans(), st.lists(st.integers(0, 1), min_size=1, max_size=5), st.integers(0, 300))),

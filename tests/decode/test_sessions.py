@@ -551,7 +551,7 @@ OPS = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(OPS, st.sampled_from([0, 300, 5000]))
 def test_any_history_of_sessions_gives_the_toy_targets_own_tokens(ops, store):
     """The toy target's next token depends on all tokens before it, so a wrong state shows at once."""

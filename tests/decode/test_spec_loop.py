@@ -47,7 +47,7 @@ def test_a_stop_token_ends_at_any_offset_of_a_span_and_is_kept(stop):
     assert same_bits(a.snapshot(), b.snapshot())
 
 
-@settings(deadline=None, max_examples=8)
+@settings(max_examples=8)
 @given(st.floats(0.3, 3.0), st.sampled_from([0, 1, 5, 50]), st.sampled_from([0.3, 0.9, 1.0]), st.integers(0, 2**64 - 1))
 def test_sampled_speculative_equals_sampled_plain(temperature, top_k, top_p, seed):
     options = Options(max_new_tokens=20, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)

@@ -151,7 +151,7 @@ def test_orientation_that_is_nonsense_is_no_error():
     assert picture_of(file.getvalue(), GOLDEN).digest == picture_of(noise(40, 60), GOLDEN).digest
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.sampled_from([PNG, JPEG]), st.data())
 def test_damaged_files_are_pictures_or_refused(file, data):
     broken = bytearray(file)

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from edge_dflash.errors import QueueFullError
@@ -166,7 +166,6 @@ def test_turns_of_callers_that_are_gone_are_forgotten(monkeypatch):
 OPS = st.lists(st.tuples(st.sampled_from("abcd"), st.integers(-2, 2), st.integers(0, 9)), max_size=120)
 
 
-@settings(deadline=None)
 @given(OPS, st.integers(1, 5))
 def test_nothing_is_lost_lines_are_in_order_and_waiting_is_bounded(ops, patience):
     q, waiting, number = FairQueue(1000, 1000, patience), {}, 0
@@ -202,7 +201,6 @@ def test_nothing_is_lost_lines_are_in_order_and_waiting_is_bounded(ops, patience
 CALLERS = st.sampled_from(["a", "b", "x/1", "x/2", "x/3", "x/4"])
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(CALLERS, st.integers(-2, 2), st.integers(0, 9)), max_size=120))
 def test_every_bound_holds_and_what_gives_way_is_less_urgent(ops):
     q, inside, number = FairQueue(8, 4, 3, per_account=6), set(), 0

@@ -125,7 +125,7 @@ def test_missing_directories_and_files(tmp_path):
         TensorFiles.open(tmp_path)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(st.binary(max_size=200), st.integers(0, 300))
 def test_random_bytes_never_raise_anything_else(tmp_path_factory, content, length):
     directory = tmp_path_factory.mktemp("fuzz")
@@ -143,7 +143,7 @@ JSON = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(st.dictionaries(st.text(max_size=3), JSON, max_size=3))
 def test_random_headers_never_raise_anything_else(tmp_path_factory, header):
     directory = tmp_path_factory.mktemp("fuzz")

@@ -132,7 +132,7 @@ finite = st.floats(width=32, min_value=-8, max_value=8)
 grid = st.sampled_from([s * i / 8 for i in range(65) for s in (1, -1)])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(finite | grid, min_size=32, max_size=32), st.sampled_from([None, 8.0, 2688.0, 11.3]))
 def test_codes_are_the_nearest(values, amax):
     w = np.array(values, dtype=np.float32)
@@ -142,7 +142,7 @@ def test_codes_are_the_nearest(values, amax):
         assert codes(q)[0].tolist() == [nearest_code(y) for y in w / scale]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(0, 2**32 - 1), st.floats(1e-3, 1e3))
 def test_error_bounds_and_exact_in_bf16(seed, size):
     w = torch.randn(8, 64, generator=torch.Generator().manual_seed(seed)) * size
