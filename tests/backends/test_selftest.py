@@ -83,6 +83,7 @@ DRAFTER_SPECS = {
     "theta of the first models": m.rope("drafter", theta=lambda t: 1e4),
     "window ignored": m.masks(window=lambda s: None),
     "window halved": m.masks(window=lambda s: s // 2),
+    "sliding layers see ahead": m.masks(bidirectional=lambda b: True),
 }
 DRAFTER_STORES = {
     "rows of fc shuffled": {"weight": shuffled("drafter.fc")},
@@ -97,7 +98,6 @@ DRAFTER_STORES = {
 SLIGHT_SPECS = {
     "window one wider": m.masks(window=lambda s: s + 1),
     "window one narrower": m.masks(window=lambda s: s - 1),
-    "sliding layers see ahead": m.masks(bidirectional=lambda b: True),
     "full layers are causal": m.masks(bidirectional=lambda b: False),
     "theta of the target ten times smaller": m.rope("target", theta=lambda t: t / 10),
 }
@@ -254,13 +254,13 @@ def test_bits_are_promised_by_the_same_arithmetic_only(selftest, monkeypatch):
     assert not promises_bits(selftest, "reference")
 
 
-def test_a_failure_refuses_warns_or_is_not_looked_for(bundle):
+def test_a_failure_refuses_warns_or_is_not_looked_for(bundle, selftest):
     backend = backend_of(bundle, spec=m.drafter(mask_token_id=0)(bundle.pair))
     with pytest.raises(VerificationError) as error:
         check(bundle, backend)
     message = str(error.value)
     assert "\n" not in message
-    for word in (str(bundle.path), "mask token id", "at build 3.00", "self_test='warn'"):
+    for word in (str(bundle.path), "mask token id", f"at build {selftest.accept_length:.2f}", "self_test='warn'"):
         assert word in message
     assert backend.length() == 0
     with pytest.warns(RuntimeWarning, match="mask token id"):
@@ -349,10 +349,10 @@ FIELDS = {
     "source": (1, ".source: found 1, wanted str"),
     "prompt": ([], "prompt is empty"),
     "tokens": ([1024], "tokens is token id 1024, wanted ids of the vocabulary of 1024"),
-    "drafts": ([[1, 2]], "accept_lengths is 16 numbers, wanted as many as drafts"),
-    "accept_lengths": ([3] * 16, r"accept_lengths\[1\] is 3, wanted 1"),
-    "accept_length": (2.5, "accept_length is 2.5, wanted 3.0"),
-    "accept_floor": (3.5, "accept_floor is 3.5, wanted 1 to 3.0"),
+    "drafts": ([[1, 2]], "accept_lengths is {cycles} numbers, wanted as many as drafts"),
+    "accept_lengths": ([3] * 3, r"accept_lengths is 3 numbers, wanted as many as drafts \({cycles}\)"),
+    "accept_length": (2.5, "accept_length is 2.5, wanted {accept_length}"),
+    "accept_floor": (3.5, r"accept_floor is 3.5, wanted 1 to {accept_length} \(accept_length\)"),
     "best": ([], "best is of 0 tokens, wanted of 49, as many as tokens"),
     "rounding": (-1.0, "rounding is -1.0, wanted 0 to "),
     "rounding_most": (0.0, "rounding is .*, wanted 0 to 0.0"),
@@ -362,11 +362,20 @@ FIELDS = {
 @pytest.mark.parametrize("field", FIELDS)
 def test_each_field_is_checked(selftest, field):
     value, message = FIELDS[field]
+    message = message.format(cycles=len(selftest.drafts), accept_length=selftest.accept_length)
     body = json.loads(dump_selftest(selftest))
     with pytest.raises(BundleError, match=f"here.*{message}"):
         parse_selftest(json.dumps({**body, field: value}).encode(), SHAPE, "here")
     del body[field]
     with pytest.raises(BundleError, match="schema is None" if field == "schema" else f"key '{field}' is missing"):
+        parse_selftest(json.dumps(body).encode(), SHAPE, "here")
+
+
+def test_an_accept_length_is_that_of_its_drafts(selftest):
+    lengths = [length % 15 + 1 for length in selftest.accept_lengths]
+    body = json.loads(dump_selftest(selftest)) | {"accept_lengths": lengths}
+    wanted = rf"accept_lengths\[0\] is {lengths[0]}, wanted {selftest.accept_lengths[0]}"
+    with pytest.raises(BundleError, match=wanted):
         parse_selftest(json.dumps(body).encode(), SHAPE, "here")
 
 

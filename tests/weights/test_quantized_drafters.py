@@ -1,6 +1,7 @@
 """Quantized drafters: read as what they stand for, in every layout, or refused; never taken for something else."""
 
 import json
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -59,6 +60,7 @@ def nvfp4(wide, *, packed):
     if packed:
         reciprocal = np.array([np.float32(1) / np.float32(weight.global_scale)], np.float32)
         names = {"weight_packed": ("U8", weight.packed), "weight_global_scale": ("F32", reciprocal)}
+        weight = replace(weight, global_scale=float(np.float32(1) / reciprocal[0]))  # as stored: one rounding more
     else:
         scale = np.array(weight.global_scale, np.float32)
         names = {"weight": ("U8", weight.packed), "weight_scale_2": ("F32", scale)}
