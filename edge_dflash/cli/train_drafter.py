@@ -88,7 +88,8 @@ def train_drafter(
 
     JSON keys: drafter (path), better, accept_length (before, after), measures (of each way: accept_length,
     tokens_per_second, plain_tokens_per_second, compared and equal answers), acceptance (by position), steps, seconds.
-    With --dry-run: parameters, memory (bytes by purpose), disk, answers_hours, taps_hours, training_hours, hours.
+    With --dry-run: parameters, memory (bytes by purpose), device (its bytes), disk, answers_hours, taps_hours,
+    training_hours, evaluation_hours, hours.
     """
     given: dict[str, Any] = dict(locals())
     as_json, dry = given.pop("json"), given.pop("dry_run")

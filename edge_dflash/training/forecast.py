@@ -7,7 +7,6 @@ activations count the tensors that autograd keeps in a block of the drafter (tes
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from math import prod
 from typing import Any
@@ -21,6 +20,7 @@ ROWS_MLP = 4  # tensors kept of a layer's MLP for each row of a block
 LOGITS = 3  # float32 tensors of the logits: themselves, their softmax, their gradient
 SPARE = 0.08  # of the sum: what the allocator cannot hand out, and its workspaces
 CONTEXT_BYTES = 600 << 20  # of the device, before the first tensor
+STAGES = ("answers", "taps", "training", "evaluation")
 
 
 @dataclass(frozen=True)
@@ -68,14 +68,7 @@ class Speeds:
     answer_tokens: float | None = None  # a second, of the target's answers
     tap_tokens: float | None = None  # a second, of its passes over prompts and answers
     step_seconds: float | None = None  # of a whole training step
-
-    @classmethod
-    def of_probe(cls, seconds: Sequence[float], **others: float | None) -> Speeds:
-        """The mean of the later half of measured steps: the first ones warm up. Raises RequestError without a step."""
-        if not seconds:
-            raise RequestError("no step was measured; give at least one")
-        kept = seconds[len(seconds) // 2 :]
-        return cls(step_seconds=sum(kept) / len(kept), **others)
+    evaluation_seconds: float | None = None  # of both bundles
 
 
 @dataclass(frozen=True)
@@ -88,16 +81,18 @@ class Forecast:
     answers_hours: float | None
     taps_hours: float | None
     training_hours: float | None
+    evaluation_hours: float | None = None  # of both bundles
+    device: int | None = None  # bytes that the device has
 
     @property
     def hours(self) -> float | None:
         """Of all stages; None where one is not known."""
-        found = (self.answers_hours, self.taps_hours, self.training_hours)
+        found = [hours for _, hours in self._stages]
         return None if None in found else sum(hours or 0.0 for hours in found)
 
-    def fits(self, device_bytes: int) -> bool:
-        """Whether a device of so many bytes holds the training."""
-        return self.memory.total <= device_bytes
+    @property
+    def _stages(self) -> list[tuple[str, float | None]]:
+        return [(name, getattr(self, f"{name}_hours")) for name in STAGES]
 
     def to_json(self) -> dict[str, Any]:
         """One object with stable keys; bytes and hours."""
@@ -105,10 +100,9 @@ class Forecast:
         return {
             "parameters": self.parameters,
             "memory": {**memory, "total": self.memory.total},
+            "device": self.device,
             "disk": self.disk,
-            "answers_hours": self.answers_hours,
-            "taps_hours": self.taps_hours,
-            "training_hours": self.training_hours,
+            **{f"{name}_hours": hours for name, hours in self._stages},
             "hours": self.hours,
         }
 
@@ -116,14 +110,25 @@ class Forecast:
     def lines(self) -> tuple[str, ...]:
         """The same for people."""
         parts = ", ".join(f"{one.name} {_gb(getattr(self.memory, one.name))}" for one in fields(self.memory))
-        told = (("answers", self.answers_hours), ("taps", self.taps_hours), ("training", self.training_hours))
-        times = ", ".join(f"{name} {'not measured' if hours is None else f'{hours:.2f} h'}" for name, hours in told)
+        times = ", ".join(f"{name} {_hours_text(hours)}" for name, hours in self._stages)
+        there = "" if self.device is None else f" of {_gb(self.device)}"
         return (
             f"drafter: {self.parameters / 1e6:,.1f} M parameters",
-            f"memory of the device: {_gb(self.memory.total)} ({parts})",
+            f"memory of the device: {_gb(self.memory.total)}{there} ({parts})",
+            *filter(None, [memory_warning(self.memory, self.device)]),
             f"disk for taps: {_gb(self.disk)}",
-            f"time: {times}",
+            f"time: {_hours_text(self.hours)} ({times})",
         )
+
+
+def memory_warning(needed: TrainingBytes, device: int | None) -> str | None:
+    """What to tell where a device of so many bytes (None: not known) is too small; else None."""
+    if device is None or needed.total <= device:
+        return None
+    return (
+        f"warning: the training needs about {_gb(needed.total)} of memory, the device has {_gb(device)}; give fewer "
+        "--sequences or --anchors, and more --accumulate"
+    )
 
 
 def drafter_parameters(pair: PairSpec) -> int:
@@ -133,11 +138,8 @@ def drafter_parameters(pair: PairSpec) -> int:
     return sum(prod(weight.shape) for name, weight in weights.items() if name.startswith("drafter."))
 
 
-def training_bytes(pair: PairSpec, batch: BatchSize, *, mixed: bool = True, recompute: bool = False) -> TrainingBytes:
-    """Peak of a training step. ``mixed``: products in BF16; ``recompute``: a layer's activations, when they are needed.
-
-    Without ``mixed`` nothing is cast, and there is no device's context.
-    """
+def training_bytes(pair: PairSpec, batch: BatchSize, *, mixed: bool = True) -> TrainingBytes:
+    """Peak of a training step. ``mixed``: products in BF16; without, nothing is cast and the device has no context."""
     drafter, target = _drafter(pair), pair.target
     width, parameters = BF16 if mixed else FLOAT, drafter_parameters(pair)
     taps = batch.sequences * batch.tokens * len(drafter.target_layer_ids) * target.hidden_size * width
@@ -150,7 +152,7 @@ def training_bytes(pair: PairSpec, batch: BatchSize, *, mixed: bool = True, reco
         "casts": BF16 * parameters if mixed else 0,
         "frozen": (1 if target.tied else 2) * target.vocab_size * target.hidden_size * width,
         "taps": taps,
-        "activations": activation_bytes(drafter, batch, width, recompute=recompute),
+        "activations": activation_bytes(drafter, batch, width),
         "logits": logits,
     }
     reused = min(known["gradients"], known["activations"] + logits) if batch.accumulate == 1 else 0
@@ -158,7 +160,7 @@ def training_bytes(pair: PairSpec, batch: BatchSize, *, mixed: bool = True, reco
     return TrainingBytes(**known, reused=reused, spare=spare)
 
 
-def activation_bytes(drafter: DrafterSpec, batch: BatchSize, width: int, *, recompute: bool = False) -> int:
+def activation_bytes(drafter: DrafterSpec, batch: BatchSize, width: int) -> int:
     """Bytes that autograd keeps of the drafter's layers; ``width`` of a product's input, 2 or 4.
 
     The residual stream, what norms read and what they make of it stay in float32. Attention keeps no scores, but its
@@ -174,11 +176,8 @@ def activation_bytes(drafter: DrafterSpec, batch: BatchSize, width: int, *, reco
     row += width * ROWS_MLP * drafter.intermediate_size
     keys = (context + rows) * 2 * width * kv + context * (2 * kv * FLOAT + turns)
     mask = rows * (batch.tokens + block) * width
-    layer = rows * row + keys + mask
     before = context * hidden * (2 * FLOAT + width) + rows * hidden * 3 * FLOAT
-    if recompute:
-        return before + layer + drafter.num_layers * rows * FLOAT * hidden
-    return before + drafter.num_layers * layer
+    return before + drafter.num_layers * (rows * row + keys + mask)
 
 
 def shard_bytes(pair: PairSpec, tokens: int) -> int:
@@ -199,7 +198,7 @@ def forecast(
     speeds: Speeds | None = None,
     answered: bool = False,
     mixed: bool = True,
-    recompute: bool = False,
+    device: int | None = None,
 ) -> Forecast:
     """The forecast of a training on ``prompts``, of ``prompt_tokens`` and ``answer_tokens`` each on average.
 
@@ -209,16 +208,22 @@ def forecast(
     answers = _hours(prompts * answer_tokens, given.answer_tokens)
     return Forecast(
         parameters=drafter_parameters(pair),
-        memory=training_bytes(pair, batch, mixed=mixed, recompute=recompute),
+        memory=training_bytes(pair, batch, mixed=mixed),
         disk=shard_bytes(pair, whole),
         answers_hours=0.0 if answered else answers,
         taps_hours=_hours(whole, given.tap_tokens),
         training_hours=None if given.step_seconds is None else steps * given.step_seconds / 3600,
+        evaluation_hours=None if given.evaluation_seconds is None else given.evaluation_seconds / 3600,
+        device=device,
     )
 
 
 def _hours(tokens: int, rate: float | None) -> float | None:
     return None if not rate else tokens / rate / 3600
+
+
+def _hours_text(hours: float | None) -> str:
+    return "not measured" if hours is None else f"{hours:.2f} h"
 
 
 def _gb(size: int) -> str:

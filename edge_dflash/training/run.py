@@ -4,37 +4,37 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from edge_dflash.backends import load
-from edge_dflash.builder.card import CardLengths, CardTarget, DrafterCard, check_prompts, read_card, write_card
+from edge_dflash.board.linux import read_memory
+from edge_dflash.builder.card import DrafterCard, read_card, write_card
 from edge_dflash.builder.swap import is_bundle
 from edge_dflash.builder.write import BuildConfig, build
-from edge_dflash.bundle.manifest import MANIFEST, fingerprint
+from edge_dflash.bundle.manifest import MANIFEST
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.common.progress import Progress, unheard
 from edge_dflash.common.tables import decode, encode
-from edge_dflash.errors import RequestError
+from edge_dflash.errors import BackendError, RequestError
 from edge_dflash.model.registry import read_target_spec
 from edge_dflash.model.specs import PairSpec, TargetSpec
 from edge_dflash.planner import Planner
 from edge_dflash.training.answers import TargetAnswer, make_answers, read_answers
+from edge_dflash.training.card import card_of
 from edge_dflash.training.data import TrainingData, read_mixture
 from edge_dflash.training.drafter import EMBEDDING, HEAD, BlockDrafter
 from edge_dflash.training.evaluate import Measure, evaluate
-from edge_dflash.training.forecast import shard_bytes
+from edge_dflash.training.forecast import memory_warning, shard_bytes, training_bytes
 from edge_dflash.training.losses import Borrowed
 from edge_dflash.training.shards import Sample, Shards
 from edge_dflash.training.start import make_start, read_weights, save_weights
 from edge_dflash.training.taps import write_taps
 from edge_dflash.training.trainer import Trainer, TrainingPlan, TrainingState, kept_weights
 from edge_dflash.training.workdir import TrainingDir, TrainingRun
-from edge_dflash.version import __version__
 from edge_dflash.weights.quantize import dequantize
 
 Say = Callable[[str], None]
@@ -84,7 +84,7 @@ def train_drafter(run: TrainingRun, progress: Progress = unheard, say: Say = lam
         state = learn(stage, bundle, Shards(work.taps, shards))
         after(stage, bundle.pair)
         measures = measure(stage, data)
-        card = card_of(stage, bundle, data, answers, state, measures)
+        card = card_of(run, work.after, bundle, data, answers, state, measures)
         folder = run.output if card.better else run.output / WORSE
         save_weights(folder, bundle.pair, kept_weights(work.training), work.start)
         write_card(folder, card)
@@ -97,6 +97,14 @@ def train_drafter(run: TrainingRun, progress: Progress = unheard, say: Say = lam
 def device() -> str:
     """What trains: "cuda" or "cpu"."""
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def device_bytes(where: str) -> int | None:
+    """Memory of what trains; None: not known."""
+    if where == "cuda":
+        return int(torch.cuda.get_device_properties(0).total_memory)
+    state = read_memory(Path("/"))
+    return None if state is None else state.total
 
 
 def target_spec(run: TrainingRun) -> TargetSpec:
@@ -215,10 +223,20 @@ def learn(stage: TrainingStage, bundle: Bundle, shards: Shards) -> TrainingState
     torch.manual_seed(stage.run.seed)
     drafter = start_weights(bundle, stage.work.start).to(stage.device)
     lent, plan = borrowed(bundle, stage.device), plan_of(stage.run)
+    size = replace(plan.batch, tokens=int(shards.lengths.max()))
+    needed = training_bytes(bundle.pair, size, mixed=stage.device != "cpu")
+    if (warning := memory_warning(needed, device_bytes(stage.device))) is not None:
+        stage.say(warning)
     trainer = Trainer(drafter, lent, shards, plan, stage.work.training, device=stage.device, log=stage.say)
-    state = trainer.run(stage.progress)
-    trainer.close()
-    return state
+    try:
+        return trainer.run(stage.progress)
+    except torch.OutOfMemoryError:
+        raise BackendError(
+            f"the GPU has no room for {plan.batch.sequences} answers of {size.tokens} tokens with {plan.batch.anchors} "
+            "blocks each; give fewer --sequences or --anchors and more --accumulate: the answers are not asked again"
+        ) from None
+    finally:
+        trainer.close()
 
 
 def after(stage: TrainingStage, pair: PairSpec) -> None:
@@ -252,49 +270,3 @@ def measure(stage: TrainingStage, data: Sequence[TrainingData]) -> dict[str, Mea
 
 def _named(progress: Progress, name: str) -> Progress:
     return lambda stage, done, total: progress(f"{stage}, {name}", done, total)
-
-
-def card_of(
-    stage: TrainingStage,
-    bundle: Bundle,
-    data: Sequence[TrainingData],
-    answers: Sequence[Sequence[TargetAnswer]],
-    state: TrainingState,
-    measures: Mapping[str, Measure],
-) -> DrafterCard:
-    """What is written beside the drafter."""
-    run, target = stage.run, bundle.pair.target
-    way = "greedy, schema" if "after, greedy, schema" in measures else "greedy"
-    old, new = (measures[f"{name}, {way}"].accept_length for name in ("before", "after"))
-    prompts = [one.prompt for file in answers for one in file if one.heldout and one.way != "sampled"]
-    finished = Bundle.open(stage.work.after, check_hashes=False)
-    backend = load(finished)
-    try:
-        checks = check_prompts(backend, prompts, target.eos_token_ids)
-    finally:
-        backend.close()
-    return DrafterCard(
-        data_sha256=" ".join(each.sha256 for each in data),
-        prompts=sum(len(each.training) for each in data),
-        heldout=sum(len(each.heldout) for each in data),
-        steps=state.step,
-        seconds=round(state.seconds, 1),
-        accept_length=CardLengths(round(old, 4) if _begins(run) else None, round(new, 4)),
-        target=CardTarget(run.target.resolve().name, target.architecture, fingerprint(bundle.manifest)),
-        kind=bundle.pair.drafter.kind if bundle.pair.drafter else "",
-        created_by=f"edge-dflash {__version__}",
-        better=new >= old or not _begins(run),
-        measures={name: _numbers(one) for name, one in measures.items()},
-        acceptance={name: tuple(one.acceptance) for name, one in measures.items()},
-        checks=checks,
-    )
-
-
-def _begins(run: TrainingRun) -> bool:
-    """Whether the training began with a drafter that somebody trained."""
-    return run.drafter is not None and any(run.drafter.glob("*.safetensors"))
-
-
-def _numbers(one: Measure) -> dict[str, float]:
-    body = encode(one)
-    return {name: float(value) for name, value in body.items() if isinstance(value, int | float)}

@@ -31,6 +31,7 @@ from edge_dflash.training.forecast import BatchSize
 from edge_dflash.training.heldout import MOST, walk_answers
 from edge_dflash.training.losses import Borrowed, block_loss
 from edge_dflash.training.shards import BatchReader, Shards
+from edge_dflash.training.workdir import CHECKPOINT
 
 STAGE = "training"
 WARM_UP, LAST_RATE = 0.04, 0.02  # part of the steps; of the peak learning rate, at the end of the cosine
@@ -222,7 +223,7 @@ class Trainer:
 
     def _save(self) -> None:
         """A checkpoint, whole or not at all; older ones go."""
-        half, whole = self._folder / "checkpoint.part", self._folder / f"checkpoint-{self._state.step:08}"
+        half, whole = self._folder / "checkpoint.part", self._folder / f"{CHECKPOINT}{self._state.step:08}"
         shutil.rmtree(half, ignore_errors=True)
         self._accelerator.save_state(str(half))
         for file in half.iterdir():
@@ -237,7 +238,7 @@ class Trainer:
         return max(self._checkpoints(), default=None)
 
     def _checkpoints(self) -> list[Path]:
-        return [path for path in self._folder.glob("checkpoint-*") if path.is_dir()]
+        return [path for path in self._folder.glob(f"{CHECKPOINT}*") if path.is_dir()]
 
 
 def kept_weights(folder: Path) -> dict[str, torch.Tensor]:

@@ -18,7 +18,9 @@ from edge_dflash.errors import RequestError
 from edge_dflash.training.forecast import BatchSize
 
 RUN, DONE = "run.json", "done.json"
+CHECKPOINT = "checkpoint-"  # and the number of the step, of folders in the folder of the training
 _OF_BUNDLE = ("target", "drafter", "arch", "recipe", "max_context", "mask_token", "seed")  # what the first bundle is of
+_OF_STEPS = ("steps", "minutes", "sequences", "anchors", "accumulate", "rate", "patience")  # what no answer depends on
 
 
 @dataclass(frozen=True)
@@ -135,13 +137,15 @@ class TrainingDir:
                 shutil.rmtree(self.start, ignore_errors=True)
             found = {}
         names = [name for name in body if name in _OF_BUNDLE or not (dry or found.get("dry"))]
+        if self.done is None and not any(self.training.glob(f"{CHECKPOINT}*")):  # no step is kept
+            names = [name for name in names if name not in _OF_STEPS]
         if found and (other := [name for name in names if found.get(name) != body[name]]):
             name = other[0]
             raise RequestError(
                 f"{self.root} is of a training with --{name.replace('_', '-')} {found.get(name)}, now it is "
                 f"{body[name]}; give the same, another --output, or remove {self.root}"
             )
-        if not found or (found.get("dry") and not dry):
+        if not (found and dry):
             self.write(path, {**body, "dry": dry})
 
 

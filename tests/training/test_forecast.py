@@ -20,6 +20,7 @@ from edge_dflash.training.forecast import (
     activation_bytes,
     drafter_parameters,
     forecast,
+    memory_warning,
     shard_bytes,
     training_bytes,
 )
@@ -119,19 +120,22 @@ def test_the_drafter_of_27b_fits_a_gpu_of_80_gb():
         prompts=20_000,
         prompt_tokens=500,
         answer_tokens=300,
-        speeds=Speeds(answer_tokens=500.0, tap_tokens=4000.0, step_seconds=3.6),
+        speeds=Speeds(answer_tokens=500.0, tap_tokens=4000.0, step_seconds=3.6, evaluation_seconds=360.0),
+        device=80 * GB,
     )
-    assert told.fits(80 * GB)
+    assert told.memory.total < 80 * GB
+    assert not any("warning" in line for line in told.lines)
+    assert "needs about" in memory_warning(told.memory, 24 * GB)
     assert 27 * GB < told.memory.parameters + told.memory.gradients + told.memory.moments < 28 * GB
     assert told.training_hours == 2.0
-    assert close(told.hours, 2.0 + 20_000 * 300 / 500 / 3600 + 20_000 * 800 / 4000 / 3600, 0.001)
+    assert close(told.hours, 2.0 + 0.1 + 20_000 * 300 / 500 / 3600 + 20_000 * 800 / 4000 / 3600, 0.001)
     assert told.disk == 20_000 * 800 * (4 + 5 * 5120 * 2)
 
 
 @pytest.mark.parametrize("name", ["qwen3.5-4b", "qwen3-8b", "qwen3.8-27b-dflash2", "qwen3.8-27b-dspark"])
 def test_every_kind_is_forecast(name):
     told = forecast(synthetic_pair(name), BATCH, steps=1, prompts=10, prompt_tokens=5, answer_tokens=5, speeds=Speeds())
-    assert told.fits(80 * GB)
+    assert told.memory.total < 80 * GB
     assert told.hours is None
     assert "not measured" in told.lines[-1]
     assert told.to_json()["memory"]["total"] == told.memory.total
@@ -154,7 +158,6 @@ def test_more_of_anything_takes_more(demo):
     twice, often = (training_bytes(demo, replace(BATCH, accumulate=count)) for count in (2, 9))
     assert twice.total == often.total  # gradients wait for the next pass, and have a place of their own
     assert close(twice.total - base, training_bytes(demo, BATCH).reused, 0.1)
-    assert training_bytes(demo, BATCH, recompute=True).activations < training_bytes(demo, BATCH).activations
 
 
 def test_shards_of_dspark_hold_the_last_rows_too():
@@ -165,12 +168,6 @@ def test_shards_of_dspark_hold_the_last_rows_too():
 def test_answers_that_are_there_take_no_time(demo):
     told = forecast(demo, BATCH, steps=9, prompts=9, prompt_tokens=9, answer_tokens=9, answered=True)
     assert told.answers_hours == 0.0
-
-
-def test_a_probe_leaves_out_the_first_steps():
-    assert Speeds.of_probe([9.0, 1.0, 2.0, 2.0]).step_seconds == 2.0
-    with pytest.raises(RequestError, match="no step was measured"):
-        Speeds.of_probe([])
 
 
 @pytest.mark.parametrize("name", ["sequences", "tokens", "anchors", "accumulate"])

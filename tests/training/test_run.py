@@ -1,16 +1,18 @@
 """The whole training through its command, stopped in every stage and gone on with, and what it leaves."""
 
 import json
+import re
 import shutil
 from dataclasses import replace
 
 import pytest
+import torch
 
 from edge_dflash.builder.card import CardLengths, read_card
 from edge_dflash.bundle.manifest import MANIFEST
 from edge_dflash.common.progress import unheard
 from edge_dflash.demo.tasks import MODELS
-from edge_dflash.errors import BuildError, BundleError, CheckpointError, RequestError
+from edge_dflash.errors import BackendError, BuildError, BundleError, CheckpointError, RequestError
 from edge_dflash.model.registry import read_drafter_spec
 from edge_dflash.training import run as stages
 from edge_dflash.training.run import train_drafter
@@ -54,6 +56,15 @@ def whole(given):
     return result, said, kept
 
 
+def part_of(given, output, *names):
+    """A training of which some stages are done."""
+    (output / "work").mkdir(parents=True)
+    for name in names:
+        source = given.output / "work" / name
+        (shutil.copytree if source.is_dir() else shutil.copyfile)(source, output / "work" / name)
+    return replace(given, output=output)
+
+
 def test_a_run_leaves_a_drafter_with_its_card(given, data, whole):
     result, said, _ = whole
     card = read_card(result.drafter)
@@ -71,11 +82,7 @@ def test_a_run_leaves_a_drafter_with_its_card(given, data, whole):
 
 def test_a_run_that_is_stopped_in_every_stage_ends_as_one_that_was_not(given, whole, tmp_path, monkeypatch):
     result, _, kept = whole
-    run, seen = replace(given, output=tmp_path / "cut"), {}
-    work = tmp_path / "cut" / "work"
-    work.mkdir(parents=True)
-    for name in ("start", "before"):  # builds go on by themselves, tests/builder says how
-        shutil.copytree(given.output / "work" / name, work / name)
+    run, seen = part_of(given, tmp_path / "cut", "start", "before"), {}  # builds go on by themselves: tests/builder
     clear = TrainingDir.clear
 
     def keep(work):
@@ -181,8 +188,42 @@ def test_a_dry_run_leaves_steps_and_data_open_and_not_the_models(given, tmp_path
     for _ in range(2):
         with TrainingDir(run):
             pass
-    with pytest.raises(RequestError, match="--steps 4, now it is 7"):
-        TrainingDir(replace(run, steps=7))
+    with pytest.raises(RequestError, match="--sampled 1, now it is 2"):
+        TrainingDir(replace(run, sampled=2))
+    longer = replace(run, steps=7, sequences=1, accumulate=8)  # no answer depends on them, and no step is kept
+    with TrainingDir(longer) as work:
+        (work.training / "checkpoint-00000002").mkdir(parents=True)
+    with pytest.raises(RequestError, match="--steps 7, now it is 4"):
+        TrainingDir(run)
+
+
+def test_the_command_tells_what_a_training_takes(given, whole, cli, tmp_path):
+    run = part_of(given, tmp_path / "out", "start", "before")
+    argv = ("--target", run.target, "--data", run.data[0], "--output", run.output, "--drafter", run.drafter)
+    code, out, _ = cli("train-drafter", *argv, "--steps", 4, "--new-tokens", 8, "--evaluated", 4, "--dry-run", "--json")
+    told = json.loads(out)
+    assert code == 0
+    hours = [told[f"{stage}_hours"] for stage in ("answers", "taps", "training", "evaluation")]
+    assert min(hours) > 0
+    assert told["hours"] == sum(hours)
+    assert told["parameters"] > 2e6
+    assert 0 < told["memory"]["total"] < told["device"]
+    assert {path.name for path in (run.output / "work").iterdir()} == {"start", "before", "lock", "run.json"}
+
+
+def test_a_device_that_is_too_small_is_told_before_and_after(given, whole, tmp_path, monkeypatch):
+    run, said = part_of(given, tmp_path / "out", "start", "before", "answers-0.jsonl"), []
+
+    def full(trainer, progress):
+        raise torch.OutOfMemoryError("a page of the allocator's figures")
+
+    monkeypatch.setattr(stages, "device_bytes", lambda where: 1 << 20)
+    monkeypatch.setattr(stages.Trainer, "run", full)
+    with pytest.raises(BackendError, match=r"no room for 2 answers of \d+ tokens with 2 blocks each; give fewer --seq"):
+        train_drafter(run, say=said.append)
+    assert re.search(r"needs about \d+\.\d MB of memory, the device has 1\.0 MB; give fewer --sequences", said[-1])
+    with TrainingDir(replace(run, sequences=1)) as work:  # as the remedy says
+        assert work.answers(0).is_file()
 
 
 def test_another_training_in_the_same_place_is_refused(given, whole):
@@ -193,13 +234,9 @@ def test_another_training_in_the_same_place_is_refused(given, whole):
 
 
 def test_taps_that_the_disk_may_not_take_are_refused(given, whole, tmp_path):
-    run = replace(given, output=tmp_path / "full", disk=1e-6)
-    (tmp_path / "full" / "work").mkdir(parents=True)
-    for name in ("start", "before", "answers-0.jsonl"):
-        source = given.output / "work" / name
-        (shutil.copytree if source.is_dir() else shutil.copyfile)(source, tmp_path / "full" / "work" / name)
+    run = part_of(given, tmp_path / "full", "start", "before", "answers-0.jsonl")
     with pytest.raises(RequestError, match="--disk allows"):
-        train_drafter(run)
+        train_drafter(replace(run, disk=1e-6))
 
 
 def test_a_drafter_that_became_worse_is_kept_apart_and_said_so(given, whole, monkeypatch, cli):
@@ -207,10 +244,7 @@ def test_a_drafter_that_became_worse_is_kept_apart_and_said_so(given, whole, mon
     monkeypatch.setattr(stages, "card_of", lambda *parts: card)
     monkeypatch.setattr(stages, "after", lambda *parts: None)
     output = given.output.parent / "worse-run"
-    (output / "work").mkdir(parents=True)
-    for name in ("start", "before", "answers-0.jsonl", "evaluation.json"):
-        source = given.output / "work" / name
-        (shutil.copytree if source.is_dir() else shutil.copyfile)(source, output / "work" / name)
+    part_of(given, output, "start", "before", "answers-0.jsonl", "evaluation.json")
     code, out, err = cli(
         "train-drafter", "--target", given.target, "--data", given.data[0], "--output", output, "--drafter",
         given.drafter, "--steps", 4, "--rate", 1e-5, "--new-tokens", 8, "--evaluated", 1, "--sequences", 2, "--anchors",
