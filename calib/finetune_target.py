@@ -31,8 +31,6 @@ from edge_dflash.text.tokenizer import TOKENIZER_FILES
 from edge_dflash.training.data import read_tasks
 from edge_dflash.training.trainer import learning_rate
 
-_PARTS = 1000  # of the time that is given: the learning rate goes by its share
-
 
 @dataclass(frozen=True)
 class TuningRun:
@@ -104,7 +102,7 @@ def _steps(run: TuningRun, model: Target, dataset: Dataset, log: Callable[[str],
         ids, lengths, prompts = on_device(dataset, indices, run.device)
         with autocast(run.device):
             loss = language_loss(model, ids, lengths, prompts, run.prompt_weight)
-        update(model, optim, loss, learning_rate(int(share * _PARTS), _PARTS, run.peak_rate))
+        update(model, optim, loss, learning_rate(share, run.peak_rate))
         losses.append(float(loss.detach()))
         if share >= told:
             told += 0.1

@@ -121,7 +121,7 @@ def train_eyes(run: EyesRun, output: Path, *, commit: str = "", log: Log = print
         batch = said.batch(scenes, run.config)
         loss = said.loss(rows_of(eyes, batch), batch)
         for group in optim.param_groups:
-            group["lr"] = learning_rate(step, run.steps, run.peak_rate)
+            group["lr"] = learning_rate((step + 1) / run.steps, run.peak_rate)
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(eyes.parameters(), 1.0)
         optim.step()

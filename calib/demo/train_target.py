@@ -102,7 +102,7 @@ def _steps(run: TargetRun, model: Target, dataset: Dataset, progress: Progress, 
             quantizer.apply()
         with autocast(run.device):
             loss = language_loss(model, ids, lengths, prompts, run.prompt_weight)
-        update(model, optim, loss, learning_rate(step, run.steps, run.peak_rate))
+        update(model, optim, loss, learning_rate((step + 1) / run.steps, run.peak_rate))
         progress.add(step, loss, ids.numel())
         if (step + 1) % run.save_every == 0:
             save_model(model, directory)

@@ -26,7 +26,7 @@ CARD = "card.json"
 FORMAT = 1
 MOST_PROMPTS = 8  # of a card
 NEW_TOKENS = 64  # of each of its answers
-PROMPT_TOKENS = 512  # of each of its prompts, at most
+PROMPT_TOKENS = 2048  # of each of its prompts, at most
 MARGIN = 0.15  # of the card's accept length that a bundle may lose: its drafter is quantized, and its target anew
 
 
@@ -68,11 +68,17 @@ class DrafterCard:
     target: CardTarget
     kind: str = "dflash"  # of the drafter
     created_by: str = ""
+    best_step: int | None = None  # whose weights it has; None: not known
     better: bool = True  # than what the training began with, on the held-out split
     measures: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # by name, such as "after, sampled"
     acceptance: Mapping[str, tuple[float, ...]] = field(default_factory=dict)  # share of drafts accepted, by position
     checks: tuple[CardCheck, ...] = ()  # at most MOST_PROMPTS
     format: int = FORMAT
+
+    @property
+    def lossless(self) -> bool:
+        """Whether all answers that were decoded plainly too had the same tokens."""
+        return all(one.get("equal") == one.get("compared") for one in self.measures.values())
 
     @property
     def checked_length(self) -> float:

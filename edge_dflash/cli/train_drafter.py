@@ -41,12 +41,13 @@ Evaluated = Annotated[int, typer.Option(min=1, help="Held-out prompts that are d
 Sequences = Annotated[int, typer.Option(min=1, help="Answers of a pass.")]
 Anchors = Annotated[int, typer.Option(min=1, help="Blocks of each answer of a pass.")]
 Accumulate = Annotated[int, typer.Option(min=1, help="Passes of a step.")]
-Rate = Annotated[float | None, typer.Option(min=0.0, help="Peak learning rate; default: 3e-4, from scratch 1e-3.")]
+Rate = Annotated[float | None, typer.Option(help="Peak learning rate; default: 3e-4, from scratch 1e-3.")]
 Patience = Annotated[int, typer.Option(min=0, help="Checks without a better accept length that end it; 0: none do.")]
 Disk = Annotated[float, typer.Option(metavar="GB", min=0.0, help="Most that the target's taps may take of the disk.")]
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Print memory, disk and hours, measured and computed, and end.")
 ]
+MOST_SEED = 2**31 - 1
 
 
 def train_drafter(
@@ -72,7 +73,7 @@ def train_drafter(
     rate: Rate = None,
     patience: Patience = 4,
     disk: Disk = 50.0,
-    seed: Annotated[int, typer.Option(help="Of the start, the order and the anchors.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=MOST_SEED, help="Of the start, the order and the anchors.")] = 0,
     dry_run: DryRun = False,
     json: Json = False,
 ) -> None:
@@ -81,14 +82,15 @@ def train_drafter(
     Stages: answers of the quantized target, greedy and drawn; its taps over them; training; evaluation on prompts held
     out. A command that was stopped goes on where it stood when it is given again; what it keeps lies in OUTPUT/work.
     OUTPUT is then a drafter for `edge-dflash build --drafter`, with a card.json: what it was trained on, accept lengths
-    before and after. One that is worse than what it began with is kept in OUTPUT/worse and said so (exit code 9).
+    before and after. One that is worse than what it began with is kept in OUTPUT/worse and said so (exit code 9; so are
+    answers that differ with and without the drafter).
 
     Lines of FILE have messages or a prompt, perhaps a schema, regex, grammar or tools, perhaps an answer; a planner or
     service writes them with its option `record`. Needs the extra train; runs on the GPU that torch finds, else a CPU.
 
     JSON keys: drafter (path), better, accept_length (before, after), measures (of each way: accept_length,
     tokens_per_second, plain_tokens_per_second, compared and equal answers), acceptance (by position), steps, seconds.
-    With --dry-run: parameters, memory (bytes by purpose), device (its bytes), disk, answers_hours, taps_hours,
+    With --dry-run: parameters, memory (bytes by purpose), device (its bytes), disk, files, answers_hours, taps_hours,
     training_hours, evaluation_hours, hours.
     """
     given: dict[str, Any] = dict(locals())
@@ -97,6 +99,8 @@ def train_drafter(
         raise typer.BadParameter(f"Missing option '--{missing[0]}'.")
     if (steps > 0) == (minutes > 0):
         raise RequestError(f"{steps} steps and {minutes:g} minutes; give one of --steps and --minutes")
+    if rate is not None and rate <= 0:
+        raise RequestError(f"--rate is {rate:g}; give a rate above 0, or none for 3e-4 (from scratch 1e-3)")
     given |= {"data": tuple(given["data"]), "drafter": given_drafter(drafter)}
     given["recipe"] = find_recipe(recipe) if recipe is not None else None
     _train(given, dry=dry, json=as_json)
@@ -116,7 +120,7 @@ def _train(given: dict[str, Any], *, dry: bool, json: bool) -> None:
         emit_json(told.to_json()) if json else print("\n".join(told.lines))
         return
     _report(result, json)
-    if not result.card.better:
+    if not (result.card.better and result.card.lossless):
         raise typer.Exit(9)
 
 

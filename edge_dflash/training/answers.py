@@ -68,6 +68,13 @@ def prompt_ids(tokenizer: Tokenizer, task: TrainingTask) -> tuple[int, ...]:
     return encode_conversation(tokenizer, messages, tools=options.tools, enable_thinking=options.thinking)
 
 
+def open_tokenizer(planner: Planner) -> Tokenizer:
+    """The planner's tokenizer. Raises RequestError for a planner without one."""
+    if planner.tokenizer is None:
+        raise RequestError("the target has no tokenizer: its prompts cannot be read; give a checkpoint with one")
+    return planner.tokenizer
+
+
 def make_answers(
     planner: Planner,
     data: TrainingData,
@@ -84,9 +91,7 @@ def make_answers(
     greedily. Answers end where the context does; prompts that leave no room are left out. Raises RequestError for a
     task that the bundle cannot be asked, naming its line, and for a file of answers to other data.
     """
-    tokenizer = planner.tokenizer
-    if tokenizer is None:
-        raise RequestError("the target has no tokenizer: its prompts cannot be read; give a checkpoint with one")
+    tokenizer = open_tokenizer(planner)
     begin_file(file, data)
     done = {one.key for one in read_answers(file)}
     whole = list(_wanted(data, sampled))

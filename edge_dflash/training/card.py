@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from edge_dflash.backends import load
-from edge_dflash.builder.card import CardLengths, CardTarget, DrafterCard, check_prompts
+from edge_dflash.builder.card import CARD, CardLengths, CardTarget, DrafterCard, check_prompts
 from edge_dflash.bundle.manifest import fingerprint
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.common.tables import encode
@@ -16,6 +16,8 @@ from edge_dflash.training.evaluate import Measure
 from edge_dflash.training.trainer import TrainingState
 from edge_dflash.training.workdir import TrainingRun
 from edge_dflash.version import __version__
+
+LEARNT = 1.2  # accept length below which a drafter hardly drafts
 
 
 def card_of(
@@ -29,9 +31,10 @@ def card_of(
 ) -> DrafterCard:
     """What is written beside the drafter, of bundles with it as it began (``bundle``) and ``trained``."""
     target = bundle.pair.target
+    begins = run.begins
     way = "greedy, schema" if "after, greedy, schema" in measures else "greedy"
     old, new = (measures[f"{name}, {way}"].accept_length for name in ("before", "after"))
-    prompts = [one.prompt for file in answers for one in file if one.heldout and one.way != "sampled"]
+    prompts = sorted((one.prompt for file in answers for one in file if one.heldout), key=len)
     backend = load(Bundle.open(trained, check_hashes=False))
     try:
         checks = check_prompts(backend, prompts, target.eos_token_ids)
@@ -42,21 +45,34 @@ def card_of(
         prompts=sum(len(each.training) for each in data),
         heldout=sum(len(each.heldout) for each in data),
         steps=state.step,
+        best_step=state.best_step,
         seconds=round(state.seconds, 1),
-        accept_length=CardLengths(round(old, 4) if _begins(run) else None, round(new, 4)),
+        accept_length=CardLengths(round(old, 4) if begins else None, round(new, 4)),
         target=CardTarget(run.target.resolve().name, target.architecture, fingerprint(bundle.manifest)),
         kind=bundle.pair.drafter.kind if bundle.pair.drafter else "",
         created_by=f"edge-dflash {__version__}",
-        better=new >= old or not _begins(run),
+        better=new >= old or not begins,
         measures={name: _numbers(one) for name, one in measures.items()},
         acceptance={name: tuple(one.acceptance) for name, one in measures.items()},
         checks=checks,
     )
 
 
-def _begins(run: TrainingRun) -> bool:
-    """Whether the training began with a drafter that somebody trained."""
-    return run.drafter is not None and any(run.drafter.glob("*.safetensors"))
+def warnings(card: DrafterCard, folder: Path) -> Iterator[str]:
+    """What to tell of a drafter that lies in ``folder``."""
+    if not card.better:
+        yield f"warning: the trained drafter is worse than its start on the held-out prompts; it is kept in {folder}"
+    elif card.best_step == 0:
+        yield "warning: no step was better than the start on held-out answers: the drafter is as it began; train longer"
+    elif card.accept_length.after < LEARNT:
+        yield f"warning: accept length {card.accept_length.after:.2f}: the drafter has learnt little; train longer"
+    if not card.lossless:
+        yield "warning: answers with and without the drafter differ, which is a defect: report it, with this card"
+    if card.checked_length < LEARNT:
+        yield (
+            f"note: {CARD} has {len(card.checks)} free answers, of accept length {card.checked_length:.2f}: too little "
+            "for a build to see a fault by; `edge-dflash verify` measures on your own prompts"
+        )
 
 
 def _numbers(one: Measure) -> dict[str, float]:

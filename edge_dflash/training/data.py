@@ -101,6 +101,12 @@ def read_mixture(
     )
 
 
+def spread(tasks: Sequence[TrainingTask], most: int) -> list[TrainingTask]:
+    """At most so many of some tasks, from all over them."""
+    count = min(most, len(tasks))
+    return [tasks[i * (len(tasks) - 1) // max(1, count - 1)] for i in range(count)]
+
+
 def _held_out(path: Path, keys: Sequence[str], heldout: int | None) -> list[str]:
     """The prompts of a file that are held out."""
     unique = sorted(set(keys))

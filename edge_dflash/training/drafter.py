@@ -53,12 +53,17 @@ class BlockContext:
 class BlockDrafter(nn.Module):
     """The trained weights of a pair's drafter, float32, and the passes over them.
 
-    ``formats``: of its weights in a bundle; linears are rounded to them, and keys and values to FP8, while
-    ``quantized`` is set.
+    ``formats``: of its weights in a bundle; linears are rounded to them, and with ``fp8_kv`` keys and values to FP8,
+    while ``quantized`` is set.
     """
 
     def __init__(
-        self, pair: PairSpec, weights: Mapping[str, torch.Tensor], formats: Mapping[str, WeightFormat] | None = None
+        self,
+        pair: PairSpec,
+        weights: Mapping[str, torch.Tensor],
+        formats: Mapping[str, WeightFormat] | None = None,
+        *,
+        fp8_kv: bool = True,
     ) -> None:
         """Raise RequestError for a pair without a drafter."""
         super().__init__()
@@ -68,7 +73,7 @@ class BlockDrafter(nn.Module):
         self.propose, self.context_program = pair_programs(pair).propose, context_program(pair)
         self.specs = drafter_weights(pair)
         self.quantized = False
-        self._formats = formats or {}
+        self._formats, self._fp8_kv = formats or {}, fp8_kv
         self._ropes: dict[RopeSpec, KeysValues] = {}
         self._length = 1  # positions
         self._held: dict[str, tuple[tuple[int, ...], torch.Tensor]] = {}  # rounded matrices, while nothing is learnt
@@ -190,7 +195,7 @@ class BlockDrafter(nn.Module):
         """Normed, turned, as stored: k, v [B, A, R, Hkv * D] at positions [.., A, R] to [B, Hkv, A * R, D]."""
         k = self._turned(op, k, op.k_norm, op.kv_heads, at)
         v = torch.unflatten(v, -1, (op.kv_heads, op.head_dim)).flatten(1, 2).transpose(1, 2)
-        return (fake_fp8(k), fake_fp8(v)) if self.quantized else (k, v)
+        return (fake_fp8(k), fake_fp8(v)) if self.quantized and self._fp8_kv else (k, v)
 
     def _turned(self, op: KvAppend | Attend, x: torch.Tensor, norm: str, heads: int, at: torch.Tensor) -> torch.Tensor:
         """[B, heads, A * R, D] of x [B, A, R, heads * D]."""

@@ -5,30 +5,30 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.common.progress import Progress, unheard
 from edge_dflash.planner import Planner
-from edge_dflash.training.answers import make_answers, read_answers
-from edge_dflash.training.data import TrainingData, TrainingTask, read_mixture
+from edge_dflash.text.tokenizer import Tokenizer
+from edge_dflash.training.answers import make_answers, open_tokenizer, prompt_ids, read_answers
+from edge_dflash.training.data import TrainingData, TrainingTask, spread
 from edge_dflash.training.evaluate import evaluate_planner
-from edge_dflash.training.forecast import BatchSize, Forecast, Speeds, forecast
-from edge_dflash.training.run import (
+from edge_dflash.training.forecast import Forecast, Speeds, forecast
+from edge_dflash.training.run import before, borrowed, sample, start_weights
+from edge_dflash.training.shards import Sample, Shards
+from edge_dflash.training.stage import (
     Say,
     TrainingStage,
-    before,
-    borrowed,
+    bundle_bytes,
+    check_memory,
     device,
     device_bytes,
     lanes,
-    sample,
-    start_weights,
+    read_prompts,
 )
-from edge_dflash.training.shards import Sample, Shards
 from edge_dflash.training.taps import write_taps
 from edge_dflash.training.trainer import PROBED, Trainer, TrainingPlan
 from edge_dflash.training.workdir import TrainingDir, TrainingRun
@@ -37,49 +37,83 @@ ASKED = 8  # prompts that are answered, at least as many as there are lanes
 EVALUATED = 2  # of them, also answered one at a time, in every way
 
 
+@dataclass(frozen=True)
+class _Answers:
+    """A few answers, and what all of them will be by these."""
+
+    samples: list[Sample]
+    rate: float  # tokens a second that are made
+    evaluation: float  # seconds
+    tokens: int  # of all prompts and answers
+    made: int  # of them, by the target
+    longest: int  # tokens of a prompt and its answer
+
+
 def dry_run(run: TrainingRun, progress: Progress = unheard, say: Say = lambda line: None) -> Forecast:
     """The forecast of a run; its first bundle is built, and kept for it. Raises what the run raises."""
     with TrainingDir(run, dry=True) as work, TemporaryDirectory(dir=work.root) as scratch:
         stage = TrainingStage(run, work, progress, say, device())
-        data = read_mixture(run.data, heldout=run.heldout, most=run.prompts)
+        data = read_prompts(stage)
         bundle = before(stage)
-        answers, made, evaluation = _answers(stage, bundle, data, Path(scratch))
-        shards, taps = write_taps(bundle, answers, Path(scratch) / "taps", progress=progress)
+        answers = _answers(stage, bundle, data, Path(scratch))
+        shards, taps = write_taps(bundle, answers.samples, Path(scratch) / "taps", progress=progress)
         step = _steps(stage, bundle, Shards(Path(scratch) / "taps", shards), Path(scratch) / "probe")
-    wanted = sum(len(one.heldout) + sum(1 if t.answer else 1 + run.sampled for t in one.training) for one in data)
-    prompt = sum(one.prompt for one in answers) / len(answers)
-    length = sum(len(one.ids) - one.prompt for one in answers) / len(answers)
     return forecast(
         bundle.pair,
-        BatchSize(run.sequences, max(len(one.ids) for one in answers), run.anchors, run.accumulate),
+        replace(run.batch, tokens=answers.longest),
         steps=run.steps or round(60 * run.minutes / step),
-        prompts=wanted,
-        prompt_tokens=round(prompt),
-        answer_tokens=round(length),
-        speeds=Speeds(answer_tokens=made, tap_tokens=taps, step_seconds=step, evaluation_seconds=evaluation),
-        answered=all(task.answer is not None for one in data for task in one.training),
+        tokens=answers.tokens,
+        made=answers.made,
+        speeds=Speeds(answers.rate, taps, step, answers.evaluation),
         mixed=stage.device != "cpu",
+        bundle=bundle_bytes(bundle),
         device=device_bytes(stage.device),
     )
 
 
-def _answers(
-    stage: TrainingStage, bundle: Bundle, data: Sequence[TrainingData], scratch: Path
-) -> tuple[list[Sample], float, float]:
-    """A few answers, tokens a second that are made, and the seconds that the evaluations will take."""
-    few = replace(data[0], tasks=tuple(replace(task, answer=None, heldout=True) for task in data[0].tasks[:ASKED]))
-    settings: dict[str, Any] = {"fallback": False, "self_test": "off", "progress": stage.progress}
-    with Planner.open(bundle.path, lanes=lanes(stage), **settings) as planner:
-        began = time.perf_counter()
-        file = scratch / "answers.jsonl"
-        made = make_answers(planner, few, file, new_tokens=stage.run.new_tokens, progress=stage.progress)
-        seconds = time.perf_counter() - began
-        evaluation = _evaluation(stage, planner, few.tasks[:EVALUATED])
-    return [sample(one) for one in read_answers(file)], made / seconds, evaluation
+def _answers(stage: TrainingStage, bundle: Bundle, data: Sequence[TrainingData], scratch: Path) -> _Answers:
+    """Answers to prompts of all files, behind what the memory may have to hold."""
+    samples, seconds, made = list[Sample](), 0.0, 0
+    tokens = answered = longest = 0
+    with Planner.open(
+        bundle.path, fallback=False, self_test="off", lanes=lanes(stage), progress=stage.progress
+    ) as planner:
+        tokenizer, usable = open_tokenizer(planner), planner.shape.usable_context
+        prompts = [[len(prompt_ids(tokenizer, task)) for task in each.tasks] for each in data]
+        check_memory(stage, bundle.pair, min(max(map(max, prompts)) + stage.run.new_tokens, usable))
+        asked = list[TrainingTask]()
+        for number, (each, lengths) in enumerate(zip(data, prompts, strict=True)):
+            fitting = [task for task, length in zip(each.tasks, lengths, strict=True) if length < usable]
+            few = [replace(task, answer=None, heldout=True) for task in spread(fitting, -(-ASKED // len(data)))]
+            began, file = time.perf_counter(), scratch / f"answers-{number}.jsonl"
+            made += make_answers(planner, replace(each, tasks=tuple(few)), file, new_tokens=stage.run.new_tokens)
+            seconds += time.perf_counter() - began
+            found = [sample(one) for one in read_answers(file)]
+            own = [len(one.ids) - one.prompt for one in found]
+            told = _all_tokens(stage.run, each, lengths, tokenizer, own)
+            tokens, answered, longest = tokens + told[0], answered + told[1], max(longest, told[2])
+            samples, asked = samples + found, asked + few
+        evaluation = _evaluation(stage, planner, spread(asked, EVALUATED))
+    return _Answers(samples, made / seconds, evaluation, tokens, answered, min(longest, usable))
+
+
+def _all_tokens(
+    run: TrainingRun, data: TrainingData, prompts: Sequence[int], tokenizer: Tokenizer, answers: Sequence[int]
+) -> tuple[int, int, int]:
+    """Tokens of a file's prompts and answers, those of them that are made, and the longest, by a few ``answers``."""
+    mean, most = round(sum(answers) / len(answers)), max(answers)
+    tokens = made = longest = 0
+    for task, prompt in zip(data.tasks, prompts, strict=True):
+        given = None if task.heldout or task.answer is None else len(tokenizer.encode_text(task.answer))
+        count = 1 if task.heldout or given is not None else 1 + run.sampled
+        tokens += count * (prompt + (mean if given is None else given))
+        made += count * mean if given is None else 0
+        longest = max(longest, prompt + (most if given is None else given))
+    return tokens, made, longest
 
 
 def _evaluation(stage: TrainingStage, planner: Planner, tasks: Sequence[TrainingTask]) -> float:
-    """Seconds of both evaluations, by the tasks that are answered with drafts alone, and also plainly."""
+    """Seconds of both evaluations, by tasks that are answered with drafts alone, and also plainly."""
     run, spent = stage.run, list[float]()
     for plain in (0, len(tasks)):
         began = time.perf_counter()
@@ -95,7 +129,8 @@ def _steps(stage: TrainingStage, bundle: Bundle, shards: Shards, folder: Path) -
     plan = TrainingPlan(steps=PROBED, batch=stage.run.batch, checks=1, patience=0, seconds=1e9)
     shards.repeat(stage.run.sequences)
     trainer = Trainer(drafter, borrowed(bundle, stage.device), shards, plan, folder, device=stage.device)
-    seconds = trainer.run(stage.progress).step_seconds
-    trainer.close()
-    shutil.rmtree(folder, ignore_errors=True)
-    return seconds
+    try:
+        return trainer.run(stage.progress).step_seconds
+    finally:
+        trainer.close()
+        shutil.rmtree(folder, ignore_errors=True)

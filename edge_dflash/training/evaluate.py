@@ -11,9 +11,8 @@ from pathlib import Path
 
 from edge_dflash.common.progress import Progress, unheard
 from edge_dflash.decode.options import PlanOptions
-from edge_dflash.errors import RequestError
 from edge_dflash.planner import Planner
-from edge_dflash.training.answers import prompt_ids
+from edge_dflash.training.answers import open_tokenizer, prompt_ids
 from edge_dflash.training.data import TrainingTask
 
 STAGE = "evaluation"
@@ -79,9 +78,7 @@ def evaluate_planner(
     planner: Planner, tasks: Sequence[TrainingTask], *, new_tokens: int, plain: int = 0, progress: Progress = unheard
 ) -> dict[str, Measure]:
     """:func:`evaluate` of a planner that is open. Raises RequestError for one without a tokenizer."""
-    tokenizer, usable = planner.tokenizer, planner.shape.usable_context
-    if tokenizer is None:
-        raise RequestError("the target has no tokenizer: its prompts cannot be read; give a checkpoint with one")
+    tokenizer, usable = open_tokenizer(planner), planner.shape.usable_context
     rooms = [(task, min(new_tokens, usable - len(prompt_ids(tokenizer, task)))) for task in tasks]
     asked = [(task, room) for task, room in rooms if room > 0]
     names, done = ways(tasks), 0

@@ -13,11 +13,14 @@ from typing import Any
 
 from edge_dflash.errors import RequestError
 from edge_dflash.model import pair_programs
+from edge_dflash.model.ops import MarkovWalk, SelectorWalk
 from edge_dflash.model.specs import DrafterSpec, PairSpec
 
 FLOAT, BF16 = 4, 2  # bytes
 ROWS_MLP = 4  # tensors kept of a layer's MLP for each row of a block
-LOGITS = 3  # float32 tensors of the logits: themselves, their softmax, their gradient
+LOGITS = 3.0  # float32 tensors as large as the logits: themselves, their softmax, their gradient
+SELECTED, CHAINED = 1.5, 2.5  # more of them, with DFlash2's selector and with DSpark's head and the target's softmax
+REPLACED = 36  # bytes of the disk for a parameter: two checkpoints (3 x 4 each), the best twice (4), two in BF16
 SPARE = 0.08  # of the sum: what the allocator cannot hand out, and its workspaces
 CONTEXT_BYTES = 600 << 20  # of the device, before the first tensor
 STAGES = ("answers", "taps", "training", "evaluation")
@@ -78,6 +81,7 @@ class Forecast:
     parameters: int  # of the drafter
     memory: TrainingBytes
     disk: int  # bytes of the shards of taps
+    files: int  # bytes of checkpoints, weights and the second bundle
     answers_hours: float | None
     taps_hours: float | None
     training_hours: float | None
@@ -102,6 +106,7 @@ class Forecast:
             "memory": {**memory, "total": self.memory.total},
             "device": self.device,
             "disk": self.disk,
+            "files": self.files,
             **{f"{name}_hours": hours for name, hours in self._stages},
             "hours": self.hours,
         }
@@ -109,14 +114,14 @@ class Forecast:
     @property
     def lines(self) -> tuple[str, ...]:
         """The same for people."""
-        parts = ", ".join(f"{one.name} {_gb(getattr(self.memory, one.name))}" for one in fields(self.memory))
+        parts = ", ".join(f"{one.name} {gigabytes(getattr(self.memory, one.name))}" for one in fields(self.memory))
         times = ", ".join(f"{name} {_hours_text(hours)}" for name, hours in self._stages)
-        there = "" if self.device is None else f" of {_gb(self.device)}"
+        there = "" if self.device is None else f" of {gigabytes(self.device)}"
         return (
             f"drafter: {self.parameters / 1e6:,.1f} M parameters",
-            f"memory of the device: {_gb(self.memory.total)}{there} ({parts})",
+            f"memory of the device: {gigabytes(self.memory.total)}{there} ({parts})",
             *filter(None, [memory_warning(self.memory, self.device)]),
-            f"disk for taps: {_gb(self.disk)}",
+            f"disk: {gigabytes(self.disk)} for taps, {gigabytes(self.files)} for checkpoints and bundles",
             f"time: {_hours_text(self.hours)} ({times})",
         )
 
@@ -126,8 +131,8 @@ def memory_warning(needed: TrainingBytes, device: int | None) -> str | None:
     if device is None or needed.total <= device:
         return None
     return (
-        f"warning: the training needs about {_gb(needed.total)} of memory, the device has {_gb(device)}; give fewer "
-        "--sequences or --anchors, and more --accumulate"
+        f"warning: a step needs about {gigabytes(needed.total)} of memory, the device has {gigabytes(device)}; give "
+        "fewer --sequences or --anchors, and more --accumulate"
     )
 
 
@@ -142,15 +147,15 @@ def training_bytes(pair: PairSpec, batch: BatchSize, *, mixed: bool = True) -> T
     """Peak of a training step. ``mixed``: products in BF16; without, nothing is cast and the device has no context."""
     drafter, target = _drafter(pair), pair.target
     width, parameters = BF16 if mixed else FLOAT, drafter_parameters(pair)
-    taps = batch.sequences * batch.tokens * len(drafter.target_layer_ids) * target.hidden_size * width
+    taps = batch.sequences * batch.tokens * tap_rows(drafter) * target.hidden_size * width
     proposing = batch.sequences * batch.anchors * drafter.drafts
-    logits = proposing * target.vocab_size * (LOGITS * FLOAT + (width if mixed else 0))
+    logits = round(proposing * target.vocab_size * (logit_tensors(pair) * FLOAT + (width if mixed else 0)))
     known = {
         "parameters": FLOAT * parameters,
         "gradients": FLOAT * parameters,
         "moments": 2 * FLOAT * parameters,
         "casts": BF16 * parameters if mixed else 0,
-        "frozen": (1 if target.tied else 2) * target.vocab_size * target.hidden_size * width,
+        "frozen": 2 * target.vocab_size * target.hidden_size * width,  # a tied head is rounded in another way
         "taps": taps,
         "activations": activation_bytes(drafter, batch, width),
         "logits": logits,
@@ -180,11 +185,30 @@ def activation_bytes(drafter: DrafterSpec, batch: BatchSize, width: int) -> int:
     return before + drafter.num_layers * (rows * row + keys + mask)
 
 
+def logit_tensors(pair: PairSpec) -> float:
+    """Float32 tensors as large as the logits of the proposing rows, at the peak."""
+    match pair_programs(pair).propose.walk:
+        case SelectorWalk():
+            return LOGITS + SELECTED
+        case MarkovWalk():
+            return LOGITS + CHAINED
+        case _:
+            return LOGITS
+
+
+def tap_rows(drafter: DrafterSpec) -> int:
+    """Rows of the target's width that are kept of a token: its taps, and what the head reads where DSpark learns it."""
+    return len(drafter.target_layer_ids) + drafter.anchor_drafts
+
+
 def shard_bytes(pair: PairSpec, tokens: int) -> int:
-    """Bytes on the disk of ``tokens``: an id (4 bytes), BF16 taps, and the target's last rows for a head of DSpark."""
-    drafter = _drafter(pair)
-    rows = len(drafter.target_layer_ids) + drafter.anchor_drafts
-    return tokens * (4 + rows * pair.target.hidden_size * BF16)
+    """Bytes on the disk of ``tokens``: an id (4 bytes) and BF16 rows."""
+    return tokens * (4 + tap_rows(_drafter(pair)) * pair.target.hidden_size * BF16)
+
+
+def training_files(pair: PairSpec, bundle: int) -> int:
+    """Bytes on the disk besides taps and the first bundle, of so many bytes: checkpoints, weights, the other bundle."""
+    return REPLACED * drafter_parameters(pair) + bundle
 
 
 def forecast(
@@ -192,26 +216,25 @@ def forecast(
     batch: BatchSize,
     *,
     steps: int,
-    prompts: int,
-    prompt_tokens: int,
-    answer_tokens: int,
+    tokens: int,
+    made: int,
     speeds: Speeds | None = None,
-    answered: bool = False,
     mixed: bool = True,
+    bundle: int = 0,
     device: int | None = None,
 ) -> Forecast:
-    """The forecast of a training on ``prompts``, of ``prompt_tokens`` and ``answer_tokens`` each on average.
+    """The forecast of a training on ``tokens`` of prompts and answers, of which the target makes ``made``.
 
-    ``answered``: the data has answers, and none is made. Raises RequestError without a drafter.
+    ``bundle``: bytes of one; ``device``: its memory. Raises RequestError without a drafter.
     """
-    given, whole = speeds or Speeds(), prompts * (prompt_tokens + answer_tokens)
-    answers = _hours(prompts * answer_tokens, given.answer_tokens)
+    given = speeds or Speeds()
     return Forecast(
         parameters=drafter_parameters(pair),
         memory=training_bytes(pair, batch, mixed=mixed),
-        disk=shard_bytes(pair, whole),
-        answers_hours=0.0 if answered else answers,
-        taps_hours=_hours(whole, given.tap_tokens),
+        disk=shard_bytes(pair, tokens),
+        files=training_files(pair, bundle),
+        answers_hours=_hours(made, given.answer_tokens) if made else 0.0,
+        taps_hours=_hours(tokens, given.tap_tokens),
         training_hours=None if given.step_seconds is None else steps * given.step_seconds / 3600,
         evaluation_hours=None if given.evaluation_seconds is None else given.evaluation_seconds / 3600,
         device=device,
@@ -226,7 +249,8 @@ def _hours_text(hours: float | None) -> str:
     return "not measured" if hours is None else f"{hours:.2f} h"
 
 
-def _gb(size: int) -> str:
+def gigabytes(size: int) -> str:
+    """Bytes in words."""
     return f"{size / 1e9:.2f} GB" if size >= 10**8 else f"{size / 1e6:.1f} MB"
 
 

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
+from edge_dflash.builder.card import CARD
 from edge_dflash.common.files import is_there
 from edge_dflash.errors import RequestError
 from edge_dflash.model.dflash import DRAFT_IDS, NAMES
@@ -30,6 +31,7 @@ from edge_dflash.weights.safetensors import INDEX, SINGLE, TensorFiles
 BLOCK, LAYERS = 16, 5  # of published drafters
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128  # theirs, whatever the target's
 LARGE_TARGET = 2048  # hidden size from which on a drafter has their heads; below it has the target's
+OWN_FILES = (CARD, "training.json")  # what tells of the training that made a drafter
 _WRITES = ("o_proj", "down_proj")  # linears that write to the residual stream start small
 
 
@@ -43,15 +45,16 @@ def make_start(
     that cannot be trained.
     """
     if init is not None:
+        if mask_token_id is not None:
+            raise RequestError(f"--mask-token is {mask_token_id}, and {init} says its own; leave it out")
         read_drafter_spec(init, target.num_layers)  # what is no drafter is said before anything is copied
     output.mkdir(parents=True, exist_ok=True)
     if init is None:
         config = published_config(target, mask_token_id)
         (output / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
     else:
-        for file in init.iterdir():
-            if file.is_file() and file.suffix in (".json", ".safetensors", ".md", ".txt"):
-                shutil.copyfile(file, output / file.name)
+        for file in kept_files(init):
+            shutil.copy2(file, output / file.name)
     pair = match_pair(target, read_drafter_spec(output, target.num_layers))
     if is_there(output / SINGLE) or is_there(output / INDEX):
         read_weights(output, pair)  # what cannot be trained is said now
@@ -60,6 +63,24 @@ def make_start(
     else:
         save_weights(output, pair, random_weights(pair, seed))
     return pair
+
+
+def kept_files(directory: Path) -> list[Path]:
+    """Files of a drafter that one trained from it has too: not those that tell how it was made."""
+    return [
+        file
+        for file in sorted(directory.iterdir())
+        if file.suffix in (".json", ".safetensors", ".py") and file.name not in OWN_FILES and file.is_file()
+    ]
+
+
+def same_files(init: Path, start: Path) -> bool:
+    """Whether a start has these files as they are now, by size and time; random weights may stand beside them."""
+    ours, theirs = (
+        {file.name: ((of := file.stat()).st_size, of.st_mtime_ns) for file in kept_files(directory)}
+        for directory in (start, init)
+    )
+    return ours == theirs or (SINGLE not in theirs and ours == {**theirs, SINGLE: ours.get(SINGLE)})
 
 
 def published_config(target: TargetSpec, mask_token_id: int | None) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from edge_dflash.backends import SMALL_MODEL
 from edge_dflash.builder.convert import one_thread
 from edge_dflash.common.progress import Progress, unheard
-from edge_dflash.errors import RequestError
+from edge_dflash.errors import BackendError, RequestError
 from edge_dflash.training.drafter import BlockDrafter
 from edge_dflash.training.evaluate import accepted
 from edge_dflash.training.forecast import BatchSize
@@ -35,9 +35,8 @@ from edge_dflash.training.workdir import CHECKPOINT
 
 STAGE = "training"
 WARM_UP, LAST_RATE = 0.04, 0.02  # part of the steps; of the peak learning rate, at the end of the cosine
-PROBED = 12  # steps whose time says how many the minutes give
-CHECKING = 0.15  # of the minutes, for checks and checkpoints
-LEAST_STEPS = 20
+PROBED = 24  # steps whose times are kept
+LEAST_STEPS = 20  # however few the minutes are
 SHARE = 20  # times that a checkpoint takes, at least, lie between two
 BEST = "best.safetensors"
 
@@ -46,7 +45,7 @@ BEST = "best.safetensors"
 class TrainingPlan:
     """Everything that decides a training, besides what it reads."""
 
-    steps: int = 0  # 0: as many as the minutes give
+    steps: int = 0  # 0: as many as the minutes hold
     minutes: float = 0.0
     batch: BatchSize = field(default_factory=lambda: BatchSize(8, 1, 16))  # its tokens are those of the answers
     rate: float = 1e-3  # learning rate at its peak
@@ -68,9 +67,8 @@ class TrainingState:
     """How far a training is."""
 
     step: int = 0
-    steps: int = 0  # of the whole training; 0: not known yet
-    seconds: float = 0.0  # of training
-    step_seconds: float = 0.0  # of a step, mean of the later half of the first ones
+    seconds: float = 0.0  # of training, checks and checkpoints included
+    times: list[float] = field(default_factory=list)  # seconds of each of the first PROBED steps
     since_best: int = 0  # checks
     best: float = 0.0  # accept length
     best_step: int = 0
@@ -78,6 +76,13 @@ class TrainingState:
     sums: list[float] = field(default_factory=list)  # losses since the last check
     losses: list[tuple[int, float]] = field(default_factory=list)  # step, mean since the one before
     lengths: list[tuple[int, float]] = field(default_factory=list)  # step, accept length on the held-out split
+
+    @property
+    def step_seconds(self) -> float:
+        """Mean of a step; of each half of the times, which may differ in the rounding, the later half counts."""
+        half = len(self.times) // 2
+        kept = [self.times[i] for i in range(2 * half) if i % half >= half // 2] if half else self.times
+        return sum(kept) / max(1, len(kept))
 
     def state_dict(self) -> dict[str, Any]:
         """For a checkpoint."""
@@ -89,12 +94,11 @@ class TrainingState:
             setattr(self, name, value)
 
 
-def learning_rate(step: int, steps: int, peak: float) -> float:
-    """Linear warm-up, then a cosine."""
-    warm = max(1, round(steps * WARM_UP))
-    if step < warm:
-        return peak * (step + 1) / warm
-    return peak * (LAST_RATE + (1 - LAST_RATE) * 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, steps - warm))))
+def learning_rate(part: float, peak: float) -> float:
+    """Linear warm-up, then a cosine; ``part``: how much of the training is done behind this step, 0 to 1."""
+    if part < WARM_UP:
+        return peak * part / WARM_UP
+    return peak * (LAST_RATE + (1 - LAST_RATE) * 0.5 * (1 + math.cos(math.pi * (part - WARM_UP) / (1 - WARM_UP))))
 
 
 class Trainer:
@@ -133,43 +137,60 @@ class Trainer:
         self._heldout = [int(i) for i in heldout[np.linspace(0, len(heldout) - 1, min(MOST, len(heldout))).astype(int)]]
 
     def run(self, progress: Progress = unheard) -> TrainingState:
-        """Train to the end. The best weights are then in ``folder``/best.safetensors."""
+        """Train to the end. The best weights are then in ``folder``/best.safetensors.
+
+        Raises RequestError for a loss that is no number, BackendError where the device's memory is too small.
+        """
         small = self._device == "cpu" and self._drafter.spec.hidden_size <= SMALL_MODEL
-        with one_thread() if small else nullcontext():
-            return self._run(progress)
+        try:
+            with one_thread() if small else nullcontext():
+                return self._run(progress)
+        except torch.OutOfMemoryError:
+            size = self._plan.batch
+            raise BackendError(
+                f"the GPU has no room for {size.sequences} answers of up to {self._shards.lengths.max()} tokens with "
+                f"{size.anchors} blocks each; give fewer --sequences or --anchors and more --accumulate: answers and "
+                "taps are kept"
+            ) from None
 
     def _run(self, progress: Progress) -> TrainingState:
         self._folder.mkdir(parents=True, exist_ok=True)
-        state, began = self._state, time.perf_counter()
+        state, plan = self._state, self._plan
         if (kept := self._newest()) is not None:
             self._accelerator.load_state(str(kept))
-        elif not state.lengths:
+        began = time.perf_counter() - state.seconds
+        if kept is None:
             self._check()  # where it begins; an untouched drafter is the best so far
-        before, saved = state.seconds - (time.perf_counter() - began), time.perf_counter()
-        steps, times = state.steps or self._plan.steps, list[float]()
-        while not state.ended and (not steps or state.step < steps):
-            since = time.perf_counter()
-            state.sums.append(self._step(steps or 1_000_000))
+            state.seconds = time.perf_counter() - began
+        saved = time.perf_counter()
+        while not state.ended:
+            since, before = time.perf_counter(), self._part()
+            state.sums.append(self._step(before))
             state.step += 1
-            times.append(time.perf_counter() - since)
-            state.seconds = before + time.perf_counter() - began
-            if not state.step_seconds and len(times) == PROBED:
-                later = times[PROBED // 2 :]
-                state.step_seconds = sum(later) / len(later)
-            if not steps and state.step_seconds:
-                steps = state.steps = self._affordable(state)
-            progress(STAGE, state.step, steps)
-            if steps and (state.step % max(1, steps // self._plan.checks) == 0 or state.step == steps):
+            now = time.perf_counter()
+            state.seconds = now - began
+            if len(state.times) < PROBED:
+                state.times.append(now - since)
+            part = self._part()
+            progress(STAGE, *((state.step, plan.steps) if plan.steps else (round(1000 * part), 1000)))
+            if part >= 1 or int(part * plan.checks) > int(before * plan.checks):
                 state.losses.append((state.step, round(sum(state.sums) / len(state.sums), 5)))
                 state.sums.clear()
                 self._check()
-                state.ended = state.step == steps or 0 < self._plan.patience <= state.since_best
-            if state.ended or time.perf_counter() - saved >= max(self._plan.seconds, SHARE * self._saving):
+                state.ended = part >= 1 or 0 < plan.patience <= state.since_best
+            if state.ended or time.perf_counter() - saved >= max(plan.seconds, SHARE * self._saving):
                 since = time.perf_counter()
                 self._save()
                 saved = time.perf_counter()
                 self._saving = saved - since
         return state
+
+    def _part(self, more: int = 0) -> float:
+        """How much of the training is done, 0 to 1, behind so many more steps."""
+        state, plan = self._state, self._plan
+        if plan.steps:
+            return (state.step + more) / plan.steps
+        return min(1.0, state.seconds / (60 * plan.minutes), (state.step + more) / LEAST_STEPS)
 
     def close(self) -> None:
         """Let go of the device's memory."""
@@ -179,16 +200,12 @@ class Trainer:
         if self._device != "cpu":
             torch.cuda.empty_cache()
 
-    def _affordable(self, state: TrainingState) -> int:
-        left = 60 * self._plan.minutes * (1 - CHECKING) - state.seconds
-        return max(LEAST_STEPS, state.step + int(left / state.step_seconds))
-
-    def _step(self, steps: int) -> float:
+    def _step(self, part: float) -> float:
         """One step of the optimizer; the mean loss of its passes."""
         plan, state, total = self._plan, self._state, 0.0
-        self._drafter.quantized = state.step >= steps * (1 - plan.quantized_part)
+        self._drafter.quantized = part >= 1 - plan.quantized_part
         for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate(state.step, steps, plan.rate)
+            group["lr"] = learning_rate(self._part(1), plan.rate)
         for number in range(plan.batch.accumulate):
             batch = self._reader.batch(state.step * plan.batch.accumulate + number).to(self._device)
             with self._accelerator.accumulate(self._drafter):
@@ -200,6 +217,11 @@ class Trainer:
                 self._optimizer.step()
                 self._optimizer.zero_grad()
             total += float(loss.detach())
+        if not math.isfinite(total):
+            raise RequestError(
+                f"the loss of step {state.step + 1} is {total}; remove {self._folder} and give a --rate below "
+                f"{plan.rate:g}: answers and taps are kept"
+            )
         return total / plan.batch.accumulate
 
     def _check(self) -> None:

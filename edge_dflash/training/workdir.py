@@ -53,6 +53,11 @@ class TrainingRun:
     seed: int = 0
 
     @property
+    def begins(self) -> bool:
+        """Whether the training begins with a drafter that somebody trained."""
+        return self.drafter is not None and any(self.drafter.glob("*.safetensors"))
+
+    @property
     def batch(self) -> BatchSize:
         """One pass of a step; its tokens are those of the answers."""
         return BatchSize(self.sequences, 1, self.anchors, self.accumulate)
@@ -73,7 +78,7 @@ class TrainingDir:
         """``dry``: only the first bundle is made here, and a training of other steps or data may follow."""
         self.root = run.output / "work"
         self.start, self.before, self.after = (self.root / name for name in ("start", "before", "after"))
-        self.taps, self.training = self.root / "taps", self.root / "training"
+        self.taps, self.training, self.trained = (self.root / name for name in ("taps", "training", "trained"))
         self.evaluation = self.root / "evaluation.json"
         _check_output(run)
         self.root.mkdir(parents=True, exist_ok=True)
@@ -121,8 +126,8 @@ class TrainingDir:
         self.clear()
 
     def clear(self) -> None:
-        """Remove taps, checkpoints and the last bundle."""
-        for folder in (self.taps, self.training, self.after):
+        """Remove taps, checkpoints, and the last bundle with what it was made of."""
+        for folder in (self.taps, self.training, self.trained, self.after):
             shutil.rmtree(folder, ignore_errors=True)
 
     def _take(self, run: TrainingRun, *, dry: bool) -> None:
@@ -152,6 +157,8 @@ class TrainingDir:
 def _check_output(run: TrainingRun) -> None:
     """Raise RequestError where the trained drafter would take the place of another model."""
     output = run.output.resolve()
+    if output.exists() and not output.is_dir():
+        raise RequestError(f"--output {run.output} is no directory; give a new one")
     if output in [path.resolve() for path in (run.target, run.drafter) if path is not None]:
         raise RequestError(f"--output {run.output} is a model that is read; give another directory")
     ours = is_there(output / CARD) or is_there(output / "work" / RUN)

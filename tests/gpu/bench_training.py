@@ -52,8 +52,8 @@ def bench(pair, batch, steps, device):
         size = pair.target.vocab_size, pair.target.hidden_size
         kind = torch.bfloat16 if device == "cuda" else torch.float32
         embedding = torch.randn(size, device=device, dtype=kind)
-        lent = Borrowed(embedding, embedding if pair.target.tied else torch.randn(size, device=device, dtype=kind))
-        plan = TrainingPlan(steps=steps, batch=batch, checks=1, patience=0, seconds=1e9, quantized_part=0.0)
+        lent = Borrowed(embedding, torch.randn(size, device=device, dtype=kind))
+        plan = TrainingPlan(steps=steps, batch=batch, checks=1, patience=0, seconds=1e9, quantized_part=1.0)
         trainer = Trainer(drafter, lent, data, plan, folder / "run", device=device)
         trainer._check = trainer._save = lambda: None  # the steps alone
         if device == "cuda":

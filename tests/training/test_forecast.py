@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from edge_dflash.checks.random_pair import synthetic_pair
+from edge_dflash.common.files import directory
 from edge_dflash.demo.tasks import MODELS
 from edge_dflash.errors import RequestError
 from edge_dflash.model import pair_programs
@@ -20,10 +21,12 @@ from edge_dflash.training.forecast import (
     activation_bytes,
     drafter_parameters,
     forecast,
+    logit_tensors,
     memory_warning,
     shard_bytes,
     training_bytes,
 )
+from edge_dflash.training.losses import Batch, Borrowed, block_loss
 from edge_dflash.training.start import random_weights
 
 GB = 10**9
@@ -110,6 +113,32 @@ def test_activations_are_what_autograd_keeps(demo, sizes, batch):
     assert close(activation_bytes(spec, batch, FLOAT), kept_by_autograd(pair, batch))
 
 
+@pytest.mark.parametrize("kind", ["dflash", "dflash2", "dspark"])
+def test_logits_are_what_the_loss_keeps_of_their_size(kind):
+    """The gradient of the logits is one tensor more."""
+    pair = read_pair(MODELS / "target", directory("calib") / "demo" / "drafters" / kind)
+    torch.manual_seed(0)
+    drafter, target = BlockDrafter(pair, random_weights(pair)), pair.target
+    head, taps = torch.randn(target.vocab_size, target.hidden_size), len(pair.drafter.target_layer_ids)
+    ids, tokens = torch.randint(0, 99, (2, 160)), torch.tensor([160, 160])
+    last = torch.randn(2, 160, target.hidden_size) if pair.drafter.anchor_drafts else None
+    batch = Batch(ids, tokens, torch.randint(4, 140, (2, 4)), torch.randn(2, 160, taps * target.hidden_size), last)
+    size, kept = FLOAT * 2 * 4 * pair.drafter.drafts * target.vocab_size, dict[int, int]()
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.nbytes() >= size // 2:  # int64 indices and masks of that size too
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = block_loss(drafter, Borrowed(head, head.clone()), batch)
+    given = {t.untyped_storage().data_ptr() for t in (head, batch.taps, *drafter.parameters())}
+    found = sum(nbytes for place, nbytes in kept.items() if place not in given and nbytes % size == 0)
+    assert loss.requires_grad
+    assert found / size + 1 <= logit_tensors(pair) <= found / size + 2
+
+
 def test_the_drafter_of_27b_fits_a_gpu_of_80_gb():
     pair = synthetic_pair("qwen3.6-27b")
     assert 1.6e9 < drafter_parameters(pair) < 1.8e9
@@ -117,11 +146,11 @@ def test_the_drafter_of_27b_fits_a_gpu_of_80_gb():
         pair,
         BatchSize(sequences=1, tokens=2048, anchors=64, accumulate=16),
         steps=2000,
-        prompts=20_000,
-        prompt_tokens=500,
-        answer_tokens=300,
+        tokens=20_000 * 800,
+        made=20_000 * 300,
         speeds=Speeds(answer_tokens=500.0, tap_tokens=4000.0, step_seconds=3.6, evaluation_seconds=360.0),
         device=80 * GB,
+        bundle=18 * GB,
     )
     assert told.memory.total < 80 * GB
     assert not any("warning" in line for line in told.lines)
@@ -130,11 +159,12 @@ def test_the_drafter_of_27b_fits_a_gpu_of_80_gb():
     assert told.training_hours == 2.0
     assert close(told.hours, 2.0 + 0.1 + 20_000 * 300 / 500 / 3600 + 20_000 * 800 / 4000 / 3600, 0.001)
     assert told.disk == 20_000 * 800 * (4 + 5 * 5120 * 2)
+    assert told.files == 18 * GB + told.parameters * (2 * (4 + 2 * 4) + 2 * 4 + 2 * 2)
 
 
 @pytest.mark.parametrize("name", ["qwen3.5-4b", "qwen3-8b", "qwen3.8-27b-dflash2", "qwen3.8-27b-dspark"])
 def test_every_kind_is_forecast(name):
-    told = forecast(synthetic_pair(name), BATCH, steps=1, prompts=10, prompt_tokens=5, answer_tokens=5, speeds=Speeds())
+    told = forecast(synthetic_pair(name), BATCH, steps=1, tokens=100, made=50, speeds=Speeds())
     assert told.memory.total < 80 * GB
     assert told.hours is None
     assert "not measured" in told.lines[-1]
@@ -147,7 +177,7 @@ def test_the_dimensions_of_qwen3_4b_are_forecast():
     drafter = replace(published.drafter, hidden_size=2560, intermediate_size=9728)
     told = training_bytes(PairSpec(target, drafter), BatchSize(sequences=8, tokens=1024, anchors=16))
     assert 8 * GB < told.parameters + told.gradients + told.moments < 9 * GB
-    assert told.frozen == 151936 * 2560 * 2
+    assert told.frozen == 2 * 151936 * 2560 * 2
     assert told.total < 80 * GB
 
 
@@ -166,7 +196,7 @@ def test_shards_of_dspark_hold_the_last_rows_too():
 
 
 def test_answers_that_are_there_take_no_time(demo):
-    told = forecast(demo, BATCH, steps=9, prompts=9, prompt_tokens=9, answer_tokens=9, answered=True)
+    told = forecast(demo, BATCH, steps=9, tokens=162, made=0)
     assert told.answers_hours == 0.0
 
 

@@ -4,18 +4,21 @@ import json
 import re
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from edge_dflash.builder.card import CardLengths, read_card
-from edge_dflash.bundle.manifest import MANIFEST
+from edge_dflash.bundle.manifest import MANIFEST, dump_manifest
 from edge_dflash.common.progress import unheard
 from edge_dflash.demo.tasks import MODELS
 from edge_dflash.errors import BackendError, BuildError, BundleError, CheckpointError, RequestError
 from edge_dflash.model.registry import read_drafter_spec
 from edge_dflash.training import run as stages
 from edge_dflash.training.run import train_drafter
+from edge_dflash.training.start import same_files
 from edge_dflash.training.workdir import TrainingDir, TrainingRun
 
 STAGES = ("answers", "taps", "training", "evaluation, before", "evaluation, after")
@@ -143,7 +146,7 @@ def test_a_start_that_a_kill_tore_is_made_again(given, tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(shutil, "copyfile", killed)
+        patch.setattr(shutil, "copy2", killed)
         with pytest.raises(KeyboardInterrupt):
             train_drafter(run)
     copies[0].write_bytes(b"half")  # what a kill leaves
@@ -153,7 +156,12 @@ def test_a_start_that_a_kill_tore_is_made_again(given, tmp_path, monkeypatch):
         with pytest.raises(BundleError):  # there is none
             stages.before(stages.TrainingStage(run, work, unheard, print, "cpu"))
         for file in (MODELS / "drafter").iterdir():
-            assert (work.start / file.name).read_bytes() == file.read_bytes()
+            if file.name != "training.json":  # it tells of another training
+                assert (work.start / file.name).read_bytes() == file.read_bytes()
+        (work.start / "config.json").write_text("{}")  # as the drafter was, before it was put right
+        with pytest.raises(BundleError):
+            stages.before(stages.TrainingStage(run, work, unheard, print, "cpu"))
+        assert same_files(MODELS / "drafter", work.start)
 
 
 def test_no_other_model_is_written_over(given, tmp_path):
@@ -206,6 +214,7 @@ def test_the_command_tells_what_a_training_takes(given, whole, cli, tmp_path):
     hours = [told[f"{stage}_hours"] for stage in ("answers", "taps", "training", "evaluation")]
     assert min(hours) > 0
     assert told["hours"] == sum(hours)
+    assert told["files"] > 36 * told["parameters"]
     assert told["parameters"] > 2e6
     assert 0 < told["memory"]["total"] < told["device"]
     assert {path.name for path in (run.output / "work").iterdir()} == {"start", "before", "lock", "run.json"}
@@ -214,14 +223,15 @@ def test_the_command_tells_what_a_training_takes(given, whole, cli, tmp_path):
 def test_a_device_that_is_too_small_is_told_before_and_after(given, whole, tmp_path, monkeypatch):
     run, said = part_of(given, tmp_path / "out", "start", "before", "answers-0.jsonl"), []
 
-    def full(trainer, progress):
+    def full(trainer, part):
         raise torch.OutOfMemoryError("a page of the allocator's figures")
 
-    monkeypatch.setattr(stages, "device_bytes", lambda where: 1 << 20)
-    monkeypatch.setattr(stages.Trainer, "run", full)
-    with pytest.raises(BackendError, match=r"no room for 2 answers of \d+ tokens with 2 blocks each; give fewer --seq"):
+    monkeypatch.setattr("edge_dflash.training.stage.device_bytes", lambda where: 1 << 20)
+    monkeypatch.setattr(stages.Trainer, "_step", full)
+    with pytest.raises(BackendError, match=r"no room for 2 answers of up to \d+ tokens with 2 blocks each; give fewer"):
         train_drafter(run, say=said.append)
-    assert re.search(r"needs about \d+\.\d MB of memory, the device has 1\.0 MB; give fewer --sequences", said[-1])
+    warned = "\n".join(said)
+    assert re.search(r"needs about \d+\.\d MB of memory, the device has 1\.0 MB; give fewer --sequences", warned)
     with TrainingDir(replace(run, sequences=1)) as work:  # as the remedy says
         assert work.answers(0).is_file()
 
@@ -231,6 +241,56 @@ def test_another_training_in_the_same_place_is_refused(given, whole):
         train_drafter(replace(given, steps=5))
     with TrainingDir(given), pytest.raises(RequestError, match="another process trains"):
         TrainingDir(given)
+
+
+def test_a_full_disk_is_said_in_one_line(given, whole, tmp_path, monkeypatch):
+    run = part_of(given, tmp_path / "out", "start", "before", "answers-0.jsonl")
+
+    def full(*parts):
+        raise SafetensorError("I/O error: No space left on device")
+
+    monkeypatch.setattr("edge_dflash.training.trainer.save_file", full)
+    with pytest.raises(RequestError, match=r"cannot write below .*No space left on device; make room"):
+        train_drafter(run)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=(1 << 30) + 20_000_000))
+    with pytest.raises(RequestError, match=r"bundles take 1\d\d\.\d MB|take 0\.\d+ GB.*has 20\.0 MB free; make room"):
+        train_drafter(run)
+
+
+def test_a_target_that_changed_meanwhile_is_refused(given, whole, tmp_path):
+    run = part_of(given, tmp_path / "out", "start", "before")
+    stage = stages.TrainingStage(run, TrainingDir(run), unheard, print, "cpu")
+    with stage.work:
+        bundle = stages.before(stage)
+        shutil.copytree(bundle.path, stage.work.after)
+        stages.after(stage, bundle)
+        (first, *rest) = bundle.manifest.sources
+        other = replace(bundle.manifest, sources=(replace(first, sha256="0" * 64), *rest))
+        (stage.work.after / MANIFEST).write_bytes(dump_manifest(other))
+        with pytest.raises(BuildError, match="is not the target that it was when the training began"):
+            stages.after(stage, bundle)
+
+
+def test_what_a_kill_behind_the_end_left_goes(given, whole):
+    work = given.output / "work"
+    for name in ("taps", "training", "trained", "after"):
+        (work / name).mkdir()
+    train_drafter(given)
+    assert {path.name for path in work.iterdir() if path.is_dir()} == {"start", "before"}
+
+
+def test_what_is_left_out_is_said(given, whole, tmp_path, monkeypatch):
+    run, said = part_of(given, tmp_path / "out", "start", "before"), []
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+    path, more = tmp_path / "plans.jsonl", tmp_path / "more.jsonl"
+    path.write_text(given.data[0].read_text() + json.dumps({"messages": [{"role": "user", "content": [image]}]}) + "\n")
+    bodies = [{"prompt": "Wait. " * 2000}, {"prompt": "Go."}, {"prompt": "Come."}]
+    more.write_text("".join(json.dumps(body) + "\n" for body in bodies))
+    monkeypatch.setattr(stages, "write_taps", lambda *parts, **more: pytest.exit("on"))
+    with pytest.raises(pytest.exit.Exception):
+        train_drafter(replace(run, data=(path, more), heldout=1), say=said.append)
+    assert f"{path}: 1 lines with images, or torn at the end, are left out" in said
+    assert any(line.startswith(f"{more}: 1 prompts leave no room for an answer in") for line in said)
 
 
 def test_taps_that_the_disk_may_not_take_are_refused(given, whole, tmp_path):
@@ -263,3 +323,9 @@ def test_the_command_says_what_is_missing(refused, tmp_path):
     assert "give one of --steps and --minutes" in refused(*argv)[1]
     assert "give one of --steps and --minutes" in refused(*argv, "--dry-run")[1]
     assert "give one of --steps and --minutes" in refused(*argv, "--steps", 3, "--minutes", 3)[1]
+    assert "--rate is 0; give a rate above 0" in refused(*argv, "--steps", 3, "--rate", 0)[1]
+    for seed in (-1, 2**31):
+        assert "'--seed'" in refused(*argv, "--steps", 3, "--seed", seed)[1]
+    (tmp_path / "x").touch()
+    argv = ("train-drafter", "--target", tmp_path, "--data", tmp_path / "x", "--steps", 3)
+    assert "is no directory; give a new one" in refused(*argv, "--output", tmp_path / "x")[1]

@@ -12,7 +12,7 @@ from edge_dflash.errors import CheckpointError, RequestError
 from edge_dflash.model import pair_programs
 from edge_dflash.model.registry import read_drafter_spec, read_pair
 from edge_dflash.training.drafter import drafter_weights
-from edge_dflash.training.start import make_start, published_config, read_weights, save_weights
+from edge_dflash.training.start import make_start, published_config, read_weights, same_files, save_weights
 from edge_dflash.weights.checkpoint import PairCheckpoint
 from edge_dflash.weights.quantize import dequantize
 
@@ -78,3 +78,32 @@ def test_drafters_that_cannot_be_trained_are_refused(tmp_path):
     )
     with pytest.raises(RequestError, match="incomplete or quantized"):
         make_start(pair("qwen3").target, tmp_path / "lacks", tmp_path / "start")
+
+
+def test_only_what_is_the_drafter_s_is_taken_over(tmp_path):
+    _, drafter = directories(NAMES[0])
+    init = shutil.copytree(drafter, tmp_path / "init")
+    for name in ("card.json", "training.json", "README.md", "modeling.py"):
+        (init / name).write_text("{}")
+    make_start(pair(NAMES[0]).target, init, tmp_path / "start")
+    names = {path.name for path in (tmp_path / "start").iterdir()}
+    assert names == {path.name for path in drafter.iterdir()} | {"modeling.py"}
+    assert same_files(init, tmp_path / "start")
+    (init / "config.json").write_text((init / "config.json").read_text() + "\n")
+    assert not same_files(init, tmp_path / "start")
+
+
+def test_random_weights_beside_a_configuration_are_no_other_start(tmp_path):
+    _, drafter = directories(NAMES[0])
+    (tmp_path / "sizes").mkdir()
+    shutil.copyfile(drafter / "config.json", tmp_path / "sizes" / "config.json")
+    make_start(pair(NAMES[0]).target, tmp_path / "sizes", tmp_path / "start")
+    assert same_files(tmp_path / "sizes", tmp_path / "start")
+    shutil.copyfile(drafter / "model.safetensors", tmp_path / "sizes" / "model.safetensors")
+    assert not same_files(tmp_path / "sizes", tmp_path / "start")
+
+
+def test_a_mask_token_is_of_a_drafter_from_scratch(tmp_path):
+    _, drafter = directories(NAMES[0])
+    with pytest.raises(RequestError, match=r"--mask-token is 5, and .* says its own; leave it out"):
+        make_start(pair(NAMES[0]).target, drafter, tmp_path / "start", mask_token_id=5)

@@ -18,7 +18,7 @@ from edge_dflash.training.forecast import BatchSize
 from edge_dflash.training.heldout import walk_answers
 from edge_dflash.training.losses import block_loss
 from edge_dflash.training.shards import BatchReader
-from edge_dflash.training.trainer import Trainer, TrainingPlan, kept_weights, learning_rate
+from edge_dflash.training.trainer import LEAST_STEPS, Trainer, TrainingPlan, TrainingState, kept_weights, learning_rate
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +91,7 @@ def test_a_step_of_two_passes_learns_from_the_mean_of_both(ready, tmp_path):
     torch.nn.utils.clip_grad_norm_(learnt, 1.0)
     groups = [{"params": [p for p in learnt if p.ndim == 2]}, {"params": [p for p in learnt if p.ndim != 2]}]
     groups[0]["weight_decay"], groups[1]["weight_decay"] = given.weight_decay, 0.0
-    torch.optim.AdamW(groups, lr=learning_rate(0, 1, given.rate), betas=(0.9, 0.95)).step()
+    torch.optim.AdamW(groups, lr=learning_rate(1.0, given.rate), betas=(0.9, 0.95)).step()
     found = load_file(str(tmp_path / "checkpoint-00000001" / "model.safetensors"))
     for name, wanted in alone.state_dict().items():
         assert torch.allclose(found[name], wanted, atol=1e-6), name
@@ -103,10 +103,54 @@ def test_it_ends_when_the_held_out_answers_get_no_better(ready, tmp_path):
     assert state.best_step == 0
 
 
-def test_minutes_become_steps(ready, tmp_path):
-    state = trained(ready, tmp_path, plan(steps=0, minutes=0.05, patience=0))
-    assert state.step == state.steps >= 20
-    assert state.step_seconds > 0
+class Clock:
+    """A step of the reading takes half a second, and a rounded one twice as long."""
+
+    def __init__(self):
+        self.now, self.slow = 0.0, False
+
+    def perf_counter(self):
+        self.now += 0.5 + 0.5 * self.slow
+        return self.now
+
+
+def test_minutes_are_kept_whatever_a_step_takes(ready, tmp_path, monkeypatch):
+    clock, rounded = Clock(), []
+    bundle, shards = ready
+    trainer = Trainer(drafter_of(bundle), borrowed_of(bundle), shards, plan(steps=0, minutes=1.0, patience=0), tmp_path)
+    step = trainer._step
+
+    def slower(part):
+        loss = step(part)
+        clock.slow = trainer._drafter.quantized
+        rounded.append((part, clock.slow))
+        return loss
+
+    monkeypatch.setattr("edge_dflash.training.trainer.time", clock)
+    monkeypatch.setattr(trainer, "_step", slower)
+    heard = []
+    state = trainer.run(lambda *now: heard.append(now))
+    assert 60 <= state.seconds < 66  # the last step and the last check
+    assert heard[-1] == ("training", 1000, 1000)
+    assert [slow for _, slow in rounded] == [part >= 0.5 for part, _ in rounded]
+    assert len(state.lengths) == 5  # four checks, and one before the first step
+    assert state.lengths[1][0] / state.step > 0.3  # the first quarter of the time holds more steps than the last one
+
+
+def test_few_minutes_have_some_steps_nevertheless(ready, tmp_path):
+    assert trained(ready, tmp_path, plan(steps=0, minutes=1e-6, patience=0)).step == LEAST_STEPS
+
+
+def test_a_step_takes_what_the_later_steps_took_of_each_half():
+    assert TrainingState(times=[9.0, 1.0, 7.0, 3.0]).step_seconds == 2.0
+    assert TrainingState(times=[4.0]).step_seconds == 4.0
+    assert TrainingState().step_seconds == 0.0
+
+
+def test_a_loss_that_is_no_number_ends_the_training(ready, tmp_path, monkeypatch):
+    monkeypatch.setattr("edge_dflash.training.trainer.block_loss", lambda *parts: block_loss(*parts) * float("nan"))
+    with pytest.raises(RequestError, match=r"the loss of step 1 is nan; remove .* and give a --rate below 0.003"):
+        trained(ready, tmp_path, plan(steps=8))
 
 
 def test_plans_that_say_nothing_or_both_are_refused():
@@ -116,7 +160,7 @@ def test_plans_that_say_nothing_or_both_are_refused():
 
 
 def test_the_learning_rate_rises_and_falls():
-    rates = [learning_rate(step, 100, 1.0) for step in range(100)]
+    rates = [learning_rate((step + 1) / 100, 1.0) for step in range(100)]
     assert np.argmax(rates) in (3, 4)
     assert rates[0] == 0.25
     assert rates[-1] < 0.03

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from edge_dflash.errors import RequestError
-from edge_dflash.training.data import MOST_LINE, read_data, read_mixture, read_tasks
+from edge_dflash.training.data import MOST_LINE, TrainingTask, read_data, read_mixture, read_tasks, spread
 
 SCHEMA = {"type": "object", "properties": {"do": {"enum": ["a", "b"]}}, "required": ["do"]}
 TOOL = {"type": "function", "function": {"name": "move", "parameters": {"type": "object"}}}
@@ -202,3 +202,11 @@ def test_a_file_whose_prompts_are_all_held_out_is_refused(tmp_path):
     one, two = written(tmp_path / "one.jsonl", [first, second]), written(tmp_path / "two.jsonl", [second, third])
     with pytest.raises(RequestError, match=f"all prompts of {one} are held out"):
         read_mixture([one, two], heldout=1)
+
+
+def test_tasks_are_taken_from_all_over_a_file():
+    tasks = [TrainingTask(index, "a") for index in range(10)]
+    assert [task.index for task in spread(tasks, 4)] == [0, 3, 6, 9]
+    assert [task.index for task in spread(tasks, 1)] == [0]
+    assert spread(tasks, 20) == tasks
+    assert spread([], 3) == []
