@@ -26,7 +26,8 @@ GRACE = 1.0  # seconds past its deadline after which a service that keeps deadli
 def parse_url(url: str) -> tuple[str | None, str]:
     """The path of the Unix socket, or None, and the base URL without ``/v1``.
 
-    Taken are ``unix:/path``, ``http+unix://%2Fpath`` and addresses of http and https. Raises ServiceError.
+    Taken are ``unix:/path``, ``http+unix://%2Fpath`` and addresses of http and https, whose scheme is then in lower
+    case. Raises ServiceError.
     """
     if url.startswith("unix:"):
         path = url.removeprefix("unix:")
@@ -37,7 +38,7 @@ def parse_url(url: str) -> tuple[str | None, str]:
     if parts.scheme == "http+unix" and parts.netloc:
         return unquote(parts.netloc), "http://edge-dflash" + parts.path.rstrip("/").removesuffix("/v1")
     if parts.scheme in ("http", "https") and parts.netloc and not parts.query and not parts.fragment:
-        return None, url.rstrip("/").removesuffix("/v1")
+        return None, parts.geturl().rstrip("/").removesuffix("/v1")
     raise ServiceError(f"{url!r} is no address of a service; give unix:/PATH, http://HOST:PORT or https://HOST")
 
 
@@ -53,7 +54,7 @@ class Connection:
         self.url = url
         self._errors = (httpx2.HTTPError, httpx2.InvalidURL, httpx2.StreamError)
         headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
-        plain = not base.startswith("https:")  # no certificates are read for what has none
+        plain = urlsplit(base).scheme == "http"  # it alone has no certificates to verify, and none are read
         transport = httpx2.AsyncHTTPTransport(uds=uds, verify=not plain)
         self._client = httpx2.AsyncClient(
             transport=transport,
