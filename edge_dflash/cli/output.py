@@ -7,6 +7,7 @@ terminal and a few plain lines when it is a file.
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +16,15 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console, RenderableType
-from rich.progress import BarColumn, DownloadColumn, Task, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Task,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.progress import Progress as Bars
 from rich.table import Table
 from rich.text import Text
@@ -24,6 +33,7 @@ from edge_dflash.common.progress import IN_BYTES, Progress
 
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on the last line of stdout.")]
 PLAIN_LINE_SECONDS = 10.0  # least time between two plain progress lines
+_SPEED_SECONDS = 600.0  # over which a bar's speed is taken: steps of a training may be half a minute apart
 
 
 def emit_json(value: Mapping[str, Any]) -> None:
@@ -59,8 +69,9 @@ def stages(first: str = "starting") -> Iterator[Progress]:
     if not sys.stderr.isatty():
         yield _PlainLines()
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), _Amount(), TimeElapsedColumn())
-    with Bars(*columns, console=Console(stderr=True), transient=True) as bars:
+    columns = (TextColumn("{task.description}"), BarColumn(), _Amount(), TimeElapsedColumn(), _Left())
+    console = Console(stderr=True)
+    with Bars(*columns, console=console, transient=True, speed_estimate_period=_SPEED_SECONDS) as bars:
         yield _Shown(bars, first)
 
 
@@ -68,17 +79,21 @@ class _Shown:
     """Progress as bars, one for each stage; one whose length is not known moves to and fro."""
 
     def __init__(self, bars: Bars, first: str) -> None:
-        self._bars = bars
+        self.bars = bars
         self._tasks: dict[str, TaskID] = {}
+        self._done: dict[str, int] = {}
         self._endless = bars.add_task(first, total=None)
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         if stage not in self._tasks:
-            self._bars.update(self._endless, visible=False)
-            self._tasks[stage] = self._bars.add_task(stage, total=None)
+            self.bars.update(self._endless, visible=False)
+            self._tasks[stage] = self.bars.add_task(stage, total=None)
             if not total:
                 self._endless = self._tasks[stage]
-        self._bars.update(self._tasks[stage], completed=done, total=total or None)
+        if done < self._done.get(stage, 0):  # begun again
+            self.bars.reset(self._tasks[stage])
+        self._done[stage] = done
+        self.bars.update(self._tasks[stage], completed=done, total=total or None)
 
 
 class _Amount(DownloadColumn):
@@ -90,16 +105,32 @@ class _Amount(DownloadColumn):
         return super().render(task) if task.description in IN_BYTES else Text(f"{task.percentage:.0f} %")
 
 
+class _Left(TimeRemainingColumn):
+    """The time left of a stage, once it can be known."""
+
+    def render(self, task: Task) -> Text:
+        if task.finished or task.time_remaining is None:
+            return Text("")
+        return Text(left(task.time_remaining), style="progress.remaining")
+
+
 class _PlainLines:
     """Progress as lines: at most one in PLAIN_LINE_SECONDS, none for work that is done before the first."""
 
     def __init__(self) -> None:
         self._next = time.monotonic() + PLAIN_LINE_SECONDS
+        self._begun: dict[str, tuple[float, int]] = {}  # when a stage was first heard, and how far it was then
 
     def __call__(self, stage: str, done: int, total: int) -> None:
-        if time.monotonic() >= self._next:
-            self._next = time.monotonic() + PLAIN_LINE_SECONDS
-            say(amount(stage, done, total))
+        now = time.monotonic()
+        began, first = self._begun.get(stage, (now, done))
+        if done <= first:  # begun, perhaps again
+            began, first = self._begun[stage] = now, done
+        if now >= self._next:
+            self._next = now + PLAIN_LINE_SECONDS
+            known = first < done < total
+            estimate = f", {left((now - began) * (total - done) / (done - first))}" if known else ""
+            say(amount(stage, done, total) + estimate)
 
 
 def amount(stage: str, done: int, total: int) -> str:
@@ -109,3 +140,10 @@ def amount(stage: str, done: int, total: int) -> str:
     if stage in IN_BYTES:
         return f"{stage}: {done / 1e6:,.1f} of {total / 1e6:,.1f} MB"
     return f"{stage}: {100 * done // total} %"
+
+
+def left(seconds: float) -> str:
+    """The time left, such as "3:20 left"."""
+    minutes, second = divmod(math.ceil(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02} left" if hours else f"{minute}:{second:02} left"

@@ -6,10 +6,13 @@ import json
 import re
 import shutil
 import sys
+from functools import partial
 
 import numpy as np
 import pytest
 from cli_support import PAIR, flip_byte, last_json
+from rich.console import Console
+from rich.progress import Progress
 from safetensors.numpy import load_file, save_file
 
 import edge_dflash
@@ -218,3 +221,69 @@ def test_inspect_a_bundle_and_a_pair_yet_to_be_built(cli, ids_bundle, golden, tm
     code, out, _ = cli(*argv)
     assert code == 0
     assert "Jetson Orin NX" in out
+
+
+class Clock:
+    """Time that passes when told to."""
+
+    now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+    monotonic = __call__
+
+
+def test_lines_say_the_time_left_of_a_stage(monkeypatch, capsys):
+    monkeypatch.setattr(output, "time", clock := Clock())
+    with output.stages() as report:
+        for later, *heard in (
+            (0, "training", 1000, 5000),  # taken up where it stood: nothing is known
+            (10, "training", 1400, 5000),
+            (5, "training", 1500, 5000),  # no line yet
+            (5, "loading", 7, 0),
+            (10, "weights", 0, 10_000_000),
+            (10, "weights", 100_000, 10_000_000),
+            (1000, "training", 5000, 5000),
+            (500, "weights", 0, 10_000_000),  # another build
+            (50, "weights", 5_000_000, 10_000_000),
+        ):
+            clock.now += later
+            report(*heard)
+    assert capsys.readouterr().err.splitlines() == [
+        "training: 28 %, 1:30 left",
+        "loading",
+        "weights: 0.0 of 10.0 MB",
+        "weights: 0.1 of 10.0 MB, 16:30 left",
+        "training: 100 %",
+        "weights: 0.0 of 10.0 MB",
+        "weights: 5.0 of 10.0 MB, 0:50 left",
+    ]
+    assert [output.left(seconds) for seconds in (0, 0.2, 59.5, 3600, 86399)] == [
+        *("0:00 left", "0:01 left", "1:00 left"),
+        *("1:00:00 left", "23:59:59 left"),
+    ]
+
+
+def test_bars_say_the_time_left_of_a_stage(monkeypatch, capsys):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    clock = Clock()
+    monkeypatch.setattr(output, "Console", partial(Console, get_time=clock, width=100))
+    monkeypatch.setattr(output, "Bars", partial(Progress, auto_refresh=False))
+    with output.stages() as report:
+
+        def shown(later, *heard):
+            clock.now += later
+            report(*heard)
+            capsys.readouterr()
+            report.bars.refresh()
+            return re.findall(r"(?:\d+:)+\d+ left", capsys.readouterr().err)
+
+        assert shown(0, "training", 100, 1000) == []
+        assert shown(40, "training", 200, 1000) == ["5:20 left"]
+        assert shown(40, "training", 1000, 1000) == []
+        assert shown(3600, "training", 0, 1000) == []  # begun again
+        assert shown(10, "training", 200, 1000) == []
+        assert shown(10, "training", 400, 1000) == ["0:30 left"]
+        assert shown(0, "loading", 0, 0) == ["0:30 left"]
