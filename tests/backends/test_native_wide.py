@@ -215,7 +215,7 @@ def test_a_launch_of_one_sequence_is_as_before():
 
 def test_left_operands_have_one_definition():
     kernels = kernels_ptx("linear_wide")
-    assert {tuple(name.split("_")[2:4]) for name in kernels} == {("nvfp4", "32"), ("fp8", "64"), ("bf16", "128")}
+    assert {tuple(name.split("_")[2:4]) for name in kernels} == {("nvfp4", "128"), ("fp8", "64"), ("bf16", "32")}
     assert kernels.keys() <= set(kernel_names(90, 16, 128)["linear_wide"])
     for name, ptx in kernels.items():
         found = left_operands(ptx)
