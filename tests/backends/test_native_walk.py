@@ -20,6 +20,7 @@ from edge_dflash.backends.cuda.steps import Convolve, Draft, Project
 from edge_dflash.backends.cuda.support import check_native
 from edge_dflash.backends.cuda.walk_shape import WalkBuffers, WalkShape
 from edge_dflash.backends.cuda.weights import BundleWeights
+from edge_dflash.board.archs import KERNEL_ARCHS
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.decode.backend import Asked, Precision
 from edge_dflash.decode.sampling import Sampling
@@ -70,7 +71,7 @@ def test_sizes_are_the_kernels():
     assert found["SLICE"] == walk_shape._SLICE
 
 
-@pytest.mark.parametrize("arch", ["sm87", "sm90a", "sm110a", "sm121a"])  # others have the same source
+@pytest.mark.parametrize("arch", KERNEL_ARCHS)
 @pytest.mark.parametrize("unit", ["walk", "conv"])
 def test_kernels_spill_nothing(unit, arch):
     use = kernel_use(cubin(unit, arch))
