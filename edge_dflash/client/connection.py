@@ -34,12 +34,16 @@ def parse_url(url: str) -> tuple[str | None, str]:
         path = "/" + path.lstrip("/") if path.startswith("//") else path
         if path.strip("/"):
             return path, "http://edge-dflash"
-    parts = urlsplit(url)
+    wrong = ServiceError(f"{url!r} is no address of a service; give unix:/PATH, http://HOST:PORT or https://HOST")
+    try:
+        parts = urlsplit(url)
+    except ValueError:  # brackets that are left open
+        raise wrong from None
     if parts.scheme == "http+unix" and parts.netloc:
         return unquote(parts.netloc), "http://edge-dflash" + parts.path.rstrip("/").removesuffix("/v1")
     if parts.scheme in ("http", "https") and parts.netloc and not parts.query and not parts.fragment:
         return None, parts.geturl().rstrip("/").removesuffix("/v1")
-    raise ServiceError(f"{url!r} is no address of a service; give unix:/PATH, http://HOST:PORT or https://HOST")
+    raise wrong
 
 
 class Connection:
