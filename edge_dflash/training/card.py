@@ -30,8 +30,7 @@ def card_of(
     measures: Mapping[str, Measure],
 ) -> DrafterCard:
     """What is written beside the drafter, of bundles with it as it began (``bundle``) and ``trained``."""
-    target = bundle.pair.target
-    begins = run.begins
+    target, begins = bundle.pair.target, run.begins
     way = "greedy, schema" if "after, greedy, schema" in measures else "greedy"
     old, new = (measures[f"{name}, {way}"].accept_length for name in ("before", "after"))
     prompts = sorted((one.prompt for file in answers for one in file if one.heldout), key=len)

@@ -20,7 +20,7 @@ from edge_dflash.bundle.reader import Bundle
 from edge_dflash.common.progress import Progress, unheard
 from edge_dflash.common.tables import decode, encode
 from edge_dflash.errors import BuildError, RequestError
-from edge_dflash.model.registry import read_target_spec
+from edge_dflash.model.registry import match_pair, read_drafter_spec, read_target_spec
 from edge_dflash.model.specs import TargetSpec
 from edge_dflash.planner import Planner
 from edge_dflash.training.answers import TargetAnswer, make_answers, read_answers
@@ -119,6 +119,9 @@ def before(stage: TrainingStage) -> Bundle:
             shutil.rmtree(half, ignore_errors=True)  # a kill leaves a start that is whole, or none
             make_start(target_spec(run), run.drafter, half, mask_token_id=run.mask_token, seed=run.seed)
             half.replace(work.start)
+        target = target_spec(run)
+        pair = match_pair(target, read_drafter_spec(work.start, target.num_layers))
+        check_memory(stage, pair, run.new_tokens, least=True)
         _bundle(stage, work.start, work.before)
     return Bundle.open(work.before)
 

@@ -47,11 +47,17 @@ def device_bytes(where: str) -> int | None:
     return None if state is None else state.total
 
 
-def check_memory(stage: TrainingStage, pair: PairSpec, tokens: int) -> None:
-    """Tell what a step needs, with answers of so many tokens at most, and warn where the device has less."""
+def check_memory(stage: TrainingStage, pair: PairSpec, tokens: int, *, least: bool = False) -> None:
+    """Warn where the device has less than a step needs, with prompts and answers of so many tokens; else tell it.
+
+    ``least``: they may be longer; nothing is told where that much is there.
+    """
     needed = training_bytes(pair, replace(stage.run.batch, tokens=tokens), mixed=stage.device != "cpu")
     has = device_bytes(stage.device)
-    stage.say(memory_warning(needed, has) or f"a step needs about {gigabytes(needed.total)} of memory")
+    if (warning := memory_warning(needed, has)) is not None:
+        stage.say(warning)
+    elif not least:
+        stage.say(f"a step needs about {gigabytes(needed.total)} of memory")
 
 
 def lanes(stage: TrainingStage) -> int:
