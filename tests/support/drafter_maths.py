@@ -18,16 +18,16 @@ def grouped_conv(u, c, base, side, taps, group):
     return y
 
 
-def selector(hidden, logits, anchor, top_k, projection, predecessor, successor):
-    """Tokens, candidates and scores of DFlash2's greedy walk."""
+def selector(hidden, logits, anchor, top_k, projection, predecessor, successor, *, labels=None):
+    """Tokens, candidates and scores of DFlash2's greedy walk; of one behind ``labels`` instead of its own tokens."""
     tokens, all_candidates, all_scores = [], [], []
     p = anchor
     for h, row in zip(hidden.astype(np.float64), logits.astype(np.float64), strict=True):
         candidates = sorted(range(len(row)), key=lambda token, row=row: (-row[token], token))[:top_k]
         g = projection.astype(np.float64) @ h
         scores = [row[c] + sum(predecessor[p].astype(np.float64) * g * successor[c]) for c in candidates]
-        p = candidates[int(np.argmax(scores))]
-        tokens.append(p)
+        tokens.append(candidates[int(np.argmax(scores))])
+        p = tokens[-1] if labels is None else labels[len(tokens) - 1]
         all_candidates.append(candidates)
         all_scores.append(scores)
     return tokens, all_candidates, all_scores
@@ -37,8 +37,8 @@ def sigmoid(x):
     return np.array([1 / (1 + math.exp(-value)) for value in np.atleast_1d(x)])
 
 
-def markov(kind, hidden, logits, anchor, w1, w2, mix=None, bias=None, judge=None, judge_bias=None):
-    """Tokens, scores and confidence of DSpark's greedy walk over the whole vocabulary."""
+def markov(kind, hidden, logits, anchor, w1, w2, mix=None, bias=None, judge=None, judge_bias=None, *, labels=None):
+    """Tokens, scores and confidence of DSpark's greedy walk over the whole vocabulary; ``labels``: see selector."""
     w1, w2 = w1.astype(np.float64), w2.astype(np.float64)
     tokens, all_scores, confidence = [], [], []
     state, previous = np.zeros(w1.shape[1]), anchor
@@ -56,7 +56,7 @@ def markov(kind, hidden, logits, anchor, w1, w2, mix=None, bias=None, judge=None
             gate, x = sigmoid(z[:rank]), np.tanh(z[2 * rank :])
             state = gate * state + (1 - gate) * np.tanh(z[rank : 2 * rank])
         scores = row + w2 @ x
-        previous = int(np.argmax(scores))
-        tokens.append(previous)
+        tokens.append(int(np.argmax(scores)))
+        previous = tokens[-1] if labels is None else labels[len(tokens) - 1]
         all_scores.append(scores)
     return tokens, np.array(all_scores), confidence

@@ -1,8 +1,10 @@
-"""A small pair with taps of random answers, for tests of the training."""
+"""A small pair with taps of random answers, and the golden pairs' drafters, for tests of the training."""
 
 import numpy as np
+from golden_pairs import backend, pair, store
 
 from edge_dflash.bundle.reader import Bundle
+from edge_dflash.model import pair_programs
 from edge_dflash.training.drafter import EMBEDDING, HEAD, BlockDrafter, drafter_weights
 from edge_dflash.training.forecast import BatchSize
 from edge_dflash.training.losses import Borrowed
@@ -40,7 +42,21 @@ def drafter_of(bundle, weights=None):
 
 
 def borrowed_of(bundle):
+    """What a drafter has of the target of a bundle, or of a golden pair's store."""
     return Borrowed(dequantize(bundle.get(EMBEDDING)), dequantize(bundle.get(HEAD)))
+
+
+def module(name):
+    """The drafter of a golden pair."""
+    weights = {one: dequantize(store(name).get(one)) for one in drafter_weights(pair(name))}
+    return BlockDrafter(pair(name), weights)
+
+
+def taps_of(name, ids):
+    """Taps of a prompt by the reference's own pass."""
+    one = backend(name)
+    outputs = one._interpreter.run(pair_programs(pair(name)).prefill, ids, one._lanes[0].memory)
+    return outputs["taps"]
 
 
 def plan(**changes):

@@ -6,28 +6,18 @@ import numpy as np
 import pytest
 import torch
 from golden_pairs import EXPERTS, FLOAT32, NAMES, WALKS, backend, pair, store
+from training_support import borrowed_of, drafter_of, module, taps_of
 
+from edge_dflash.bundle.reader import Bundle
 from edge_dflash.model import pair_programs
 from edge_dflash.model.program import KvState
-from edge_dflash.training.drafter import EMBEDDING, HEAD, BlockDrafter, drafter_weights
+from edge_dflash.training.drafter import EMBEDDING, HEAD, BlockDrafter
 from edge_dflash.training.fakequant import fake_weight
 from edge_dflash.training.losses import Batch, Borrowed, block_loss, drafts
 from edge_dflash.weights.quantize import dequantize, quantize_fp8, quantize_nvfp4
 
 PAIRS = (*NAMES, *WALKS, EXPERTS, "vision")
 PROMPT, ANCHORS = 37, (5, 17, 30)
-
-
-def module(name):
-    weights = {one: dequantize(store(name).get(one)) for one in drafter_weights(pair(name))}
-    return BlockDrafter(pair(name), weights)
-
-
-def taps_of(name, ids):
-    """Taps of a prompt by the reference's own pass."""
-    one = backend(name, FLOAT32)
-    outputs = one._interpreter.run(pair_programs(pair(name)).prefill, ids, one._lanes[0].memory)
-    return outputs["taps"]
 
 
 @pytest.mark.parametrize("name", PAIRS)
@@ -146,6 +136,26 @@ def test_tokens_that_cannot_be_drafted_cost_nothing():
     assert 0 < loss(other) < loss(ids) < 1e3
     other[:, 6:] = 1
     assert loss(other) == 0
+
+
+def test_a_quantized_drafter_has_the_matrices_of_its_bundle_and_rounds_keys_and_values(ids_bundle):
+    name, bundle = "qwen3_5", Bundle.open(ids_bundle)
+    one, held = BlockDrafter(pair(name), module(name).weights(), bundle.manifest.weights), drafter_of(bundle).weights()
+    built, wide = (BlockDrafter(pair(name), held, fp8_kv=fp8) for fp8 in (True, False))
+    ids = np.random.default_rng(7).integers(0, pair(name).target.vocab_size, PROMPT).tolist()
+    taps, embedding = taps_of(name, ids)[None], borrowed_of(bundle).embedding
+    anchors, first = torch.tensor([ANCHORS]), torch.tensor([[ids[at] for at in ANCHORS]])
+
+    def rows(drafter, quantized):
+        drafter.quantized = quantized
+        with torch.no_grad():
+            return drafter.block(drafter.context(taps), anchors, first, embedding)
+
+    assert torch.allclose(rows(one, True), rows(built, True), atol=1e-4)
+    assert torch.equal(rows(wide, True), rows(built, False))
+    different = rows(one, False), rows(built, False), rows(built, True)
+    for index in range(3):
+        assert not torch.allclose(different[index], different[index - 1], atol=1e-2)
 
 
 def test_nvfp4_and_fp8_round_as_a_build_does():

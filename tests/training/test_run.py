@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-from edge_dflash.builder.card import CardLengths, read_card
+from edge_dflash.builder.card import read_card
 from edge_dflash.bundle.manifest import MANIFEST, dump_manifest
 from edge_dflash.common.progress import unheard
 from edge_dflash.demo.tasks import MODELS
@@ -299,22 +299,30 @@ def test_taps_that_the_disk_may_not_take_are_refused(given, whole, tmp_path):
         train_drafter(replace(run, disk=1e-6))
 
 
-def test_a_drafter_that_became_worse_is_kept_apart_and_said_so(given, whole, monkeypatch, cli):
-    card = replace(whole[0].card, better=False, accept_length=CardLengths(5.0, 2.0))
-    monkeypatch.setattr(stages, "card_of", lambda *parts: card)
-    monkeypatch.setattr(stages, "after", lambda *parts: None)
-    output = given.output.parent / "worse-run"
-    part_of(given, output, "start", "before", "answers-0.jsonl", "evaluation.json")
+@pytest.mark.parametrize(
+    ("begun", "after", "worse"), [("weights", 1.9, True), ("weights", 2.0, False), ("sizes", 1.9, False)]
+)
+def test_a_drafter_that_became_worse_is_kept_apart_and_said_so(given, whole, cli, tmp_path, begun, after, worse):
+    output, drafter = tmp_path / "out", given.drafter
+    if begun == "sizes":
+        drafter = tmp_path / begun
+        drafter.mkdir()
+        shutil.copyfile(given.drafter / "config.json", drafter / "config.json")
+    part_of(given, output, "start", "before", "answers-0.jsonl")
+    shutil.copytree(given.output / "work" / "before", output / "work" / "after")
+    measures = json.loads((given.output / "work" / "evaluation.json").read_text())
+    measures["before"]["greedy"]["accept_length"], measures["after"]["greedy"]["accept_length"] = 2.0, after
+    (output / "work" / "evaluation.json").write_text(json.dumps(measures))
     code, out, err = cli(
-        "train-drafter", "--target", given.target, "--data", given.data[0], "--output", output, "--drafter",
-        given.drafter, "--steps", 4, "--rate", 1e-5, "--new-tokens", 8, "--evaluated", 1, "--sequences", 2, "--anchors",
-        2, "--json",
+        "train-drafter", "--target", given.target, "--data", given.data[0], "--output", output, "--drafter", drafter,
+        "--steps", 4, "--rate", 1e-5, "--new-tokens", 8, "--evaluated", 1, "--sequences", 2, "--anchors", 2, "--json",
     )  # fmt: skip
-    assert code == 9
-    assert json.loads(out.splitlines()[-1])["better"] is False
-    assert "worse than its start" in err
-    assert (output / "worse" / "card.json").is_file()
-    assert not (output / "model.safetensors").exists()
+    assert code == (9 if worse else 0)
+    assert json.loads(out.splitlines()[-1])["better"] is not worse
+    assert ("worse than its start" in err) is worse
+    for name in ("card.json", "model.safetensors"):
+        assert (output / "worse" / name).is_file() is worse
+        assert (output / name).is_file() is not worse
 
 
 def test_the_command_says_what_is_missing(refused, tmp_path):

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from training_support import borrowed_of, drafter_of, plan, prepared
 
 from edge_dflash.errors import RequestError
+from edge_dflash.training import trainer as training
 from edge_dflash.training.evaluate import accepted
 from edge_dflash.training.forecast import BatchSize
 from edge_dflash.training.heldout import walk_answers
@@ -95,6 +96,25 @@ def test_a_step_of_two_passes_learns_from_the_mean_of_both(ready, tmp_path):
     found = load_file(str(tmp_path / "checkpoint-00000001" / "model.safetensors"))
     for name, wanted in alone.state_dict().items():
         assert torch.allclose(found[name], wanted, atol=1e-6), name
+
+
+@pytest.mark.parametrize(("changes", "wide"), [({}, 4), ({"quantized_part": 0.25}, 6), ({"quantized_part": 0.0}, 8)])
+def test_the_last_steps_and_every_check_see_what_a_bundle_rounds(ready, tmp_path, monkeypatch, changes, wide):
+    learnt, checked = [], []
+
+    def loss(drafter, *given):
+        learnt.append(drafter.quantized)
+        return block_loss(drafter, *given)
+
+    def walk(drafter, *given):
+        checked.append(drafter.quantized)
+        return walk_answers(drafter, *given)
+
+    monkeypatch.setattr(training, "block_loss", loss)
+    monkeypatch.setattr(training, "walk_answers", walk)
+    trained(ready, tmp_path, plan(steps=8, patience=0, **changes))
+    assert learnt == [False] * wide + [True] * (8 - wide)
+    assert checked == [True] * 5
 
 
 def test_it_ends_when_the_held_out_answers_get_no_better(ready, tmp_path):
