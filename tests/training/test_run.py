@@ -208,7 +208,8 @@ def test_a_dry_run_leaves_steps_and_data_open_and_not_the_models(given, tmp_path
 def test_the_command_tells_what_a_training_takes(given, whole, cli, tmp_path):
     run = part_of(given, tmp_path / "out", "start", "before")
     argv = ("--target", run.target, "--data", run.data[0], "--output", run.output, "--drafter", run.drafter)
-    code, out, _ = cli("train-drafter", *argv, "--steps", 4, "--new-tokens", 8, "--evaluated", 4, "--dry-run", "--json")
+    sizes = ("--steps", 4, "--new-tokens", 8, "--evaluated", 4, "--sequences", 2, "--anchors", 2)
+    code, out, _ = cli("train-drafter", *argv, *sizes, "--dry-run", "--json")
     told = json.loads(out)
     assert code == 0
     hours = [told[f"{stage}_hours"] for stage in ("answers", "taps", "training", "evaluation")]

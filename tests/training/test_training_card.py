@@ -1,16 +1,20 @@
 """The card of a trained drafter: whether it is better than what the training began with."""
 
 import shutil
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from cli_support import PAIR
 
-from edge_dflash.builder.card import CardLengths
+from edge_dflash.builder.card import CardCheck, CardLengths
 from edge_dflash.bundle.reader import Bundle
-from edge_dflash.training.card import card_of
+from edge_dflash.training.card import card_of, warnings
 from edge_dflash.training.evaluate import Measure
 from edge_dflash.training.trainer import TrainingState
 from edge_dflash.training.workdir import TrainingRun
+
+CHECKS = (CardCheck((1, 2), (3, 4)),)
 
 
 @pytest.fixture
@@ -56,3 +60,20 @@ def test_answers_of_the_schema_decide_where_tasks_have_one(card, after, better):
     )
     assert found.better is better
     assert found.accept_length == CardLengths(3.0, after[1])
+
+
+def test_what_a_drafter_lacks_is_said(card):
+    def said(**changes):
+        better = replace(card("weights", before_greedy=3.0, after_greedy=3.1), best_step=7, checks=CHECKS)
+        return list(warnings(replace(better, **changes), Path("out")))
+
+    assert said() == []
+    for words, changes in {
+        "worse than its start on the held-out prompts; it is kept in out": {"better": False},
+        "no step was better than the start": {"best_step": 0},
+        "accept length 1.10: the drafter has learnt little": {"accept_length": CardLengths(None, 1.1)},
+        "which is a defect: report it": {"measures": {"after, greedy": {"compared": 8.0, "equal": 7.0}}},
+        "card.json has 0 free answers, of accept length 0.00": {"checks": ()},
+    }.items():
+        (line,) = said(**changes)
+        assert words in line
