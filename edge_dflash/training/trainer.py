@@ -226,11 +226,9 @@ class Trainer:
 
     def _check(self) -> None:
         """Accept length on the held-out split, as a bundle holds the weights; the best ones are kept."""
-        state, before = self._state, self._drafter.quantized
-        self._drafter.quantized = True
+        state, self._drafter.quantized = self._state, True
         with self._accelerator.autocast():
             walked = walk_answers(self._drafter, self._borrowed, self._shards, self._heldout, self._device)
-        self._drafter.quantized = before
         self._drafter.forget_rounded()
         length = accepted(walked).mean
         state.lengths.append((state.step, round(length, 4)))

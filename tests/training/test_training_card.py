@@ -63,8 +63,9 @@ def test_answers_of_the_schema_decide_where_tasks_have_one(card, after, better):
 
 
 def test_what_a_drafter_lacks_is_said(card):
+    better = replace(card("weights", before_greedy=3.0, after_greedy=3.1), best_step=7, checks=CHECKS)
+
     def said(**changes):
-        better = replace(card("weights", before_greedy=3.0, after_greedy=3.1), best_step=7, checks=CHECKS)
         return list(warnings(replace(better, **changes), Path("out")))
 
     assert said() == []
