@@ -42,7 +42,9 @@ Sequences = Annotated[int, typer.Option(min=1, help="Answers of a pass.")]
 Anchors = Annotated[int, typer.Option(min=1, help="Blocks of each answer of a pass.")]
 Accumulate = Annotated[int, typer.Option(min=1, help="Passes of a step.")]
 Rate = Annotated[float | None, typer.Option(help="Peak learning rate; default: 3e-4, from scratch 1e-3.")]
-Patience = Annotated[int, typer.Option(min=0, help="Checks without a better accept length that end it; 0: none do.")]
+Patience = Annotated[
+    int, typer.Option(min=0, help="Checks without a better accept length that end it, from its half on; 0: none do.")
+]
 Disk = Annotated[float, typer.Option(metavar="GB", min=0.0, help="Most that the target's taps may take of the disk.")]
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Print memory, disk and hours, measured and computed, and end.")
@@ -89,7 +91,8 @@ def train_drafter(
     service writes them with its option `record`. Needs the extra train; runs on the GPU that torch finds, else a CPU.
 
     JSON keys: drafter (path), better, accept_length (before, after), measures (of each way: accept_length,
-    tokens_per_second, plain_tokens_per_second, compared and equal answers), acceptance (by position), steps, seconds.
+    tokens_per_second, plain_tokens_per_second, compared and equal answers), acceptance (by position), steps,
+    best_step (whose weights it has; 0: as it began), heldout (prompts), seconds.
     With --dry-run: parameters, memory (bytes by purpose), device (its bytes), disk, files, answers_hours, taps_hours,
     training_hours, evaluation_hours, hours.
     """
@@ -136,6 +139,8 @@ def _report(result: TrainingResult, json: bool) -> None:
                 "measures": {name: dict(one) for name, one in card.measures.items()},
                 "acceptance": {name: list(one) for name, one in card.acceptance.items()},
                 "steps": card.steps,
+                "best_step": card.best_step,
+                "heldout": card.heldout,
                 "seconds": round(result.seconds, 1),
             }
         )
@@ -154,4 +159,5 @@ def _report(result: TrainingResult, json: bool) -> None:
         )
     show(table)
     begun = "" if card.accept_length.before is None else f" (before: {card.accept_length.before:.2f})"
-    print(f"trained {result.drafter}: accept length {card.accept_length.after:.2f}{begun}, {card.steps} steps")
+    way = "greedy, schema" if "after, greedy, schema" in card.measures else "greedy"
+    print(f"{result.drafter}: accept length {card.accept_length.after:.2f}{begun}, {way}; {card.steps} steps")

@@ -62,9 +62,12 @@ def warnings(card: DrafterCard, folder: Path) -> Iterator[str]:
     if not card.better:
         yield f"warning: the trained drafter is worse than its start on the held-out prompts; it is kept in {folder}"
     elif card.best_step == 0:
-        yield "warning: no step was better than the start on held-out answers: the drafter is as it began; train longer"
+        yield (
+            "warning: no step was better than the start on held-out answers, so the drafter is as it began; give more "
+            "prompts, or another --rate"
+        )
     elif card.accept_length.after < LEARNT:
-        yield f"warning: accept length {card.accept_length.after:.2f}: the drafter has learnt little; train longer"
+        yield f"warning: accept length {card.accept_length.after:.2f}: the drafter has learnt little; train it longer"
     if not card.lossless:
         yield "warning: answers with and without the drafter differ, which is a defect: report it, with this card"
     if card.checked_length < LEARNT:

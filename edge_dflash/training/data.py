@@ -3,7 +3,7 @@
 Keys of a line: ``messages``, or ``prompt`` with an optional ``raw``; what shapes the answer (``schema``, ``regex``,
 ``grammar``, ``whitespace``, ``tools``, ``tool_choice``, ``thinking``); perhaps the ``answer``, with a ``finish_reason``
 other than "stop" where it was cut. An answer with thinking or tool calls is not used: its text is not all of it. Other
-keys mean nothing.
+keys mean nothing, and are named: one may be misspelt.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from edge_dflash.text.images import is_image
 from edge_dflash.text.template import Message
 
 SHAPING = ("schema", "regex", "grammar", "whitespace", "tools", "tool_choice", "thinking")
+KEYS = ("messages", "prompt", "raw", *SHAPING, "answer", "finish_reason", "stop", "reasoning", "tool_calls")
+MEANINGLESS = ("accept_length", "id", "source", "licence", "seed", "temperature", "top_k", "top_p")  # of other files
 HELDOUT, SHARE = 200, 10  # prompts that are held out at most; one of so many
 MOST_LINE = 16 << 20  # bytes
 
@@ -46,6 +48,7 @@ class TrainingData:
     sha256: str  # of the file
     tasks: tuple[TrainingTask, ...]
     skipped: int  # lines with images, and one that a crash tore at the end
+    unread: tuple[str, ...] = ()  # keys that nobody expects
 
     @property
     def training(self) -> tuple[TrainingTask, ...]:
@@ -65,15 +68,17 @@ def read_tasks(path: Path, *, most: int | None = None) -> TrainingData:
     """
     digest, tasks, skipped = hashlib.sha256(), list[TrainingTask](), 0
     forms: dict[str, Any] = {}  # values that many lines share, held once
+    keys = set[str]()
     for index, line, torn in _lines(path, digest):
         if most is not None and len(tasks) >= most:
             continue  # the hash is of the whole file
-        task = _task(f"{path}: line {index + 1}", index, line, forms, torn=torn)
+        task = _task(f"{path}: line {index + 1}", index, line, forms, keys, torn=torn)
         if task is None:
             skipped += 1
         else:
             tasks.append(task)
-    return TrainingData(path, digest.hexdigest(), tuple(tasks), skipped)
+    unread = sorted(keys.difference(KEYS, MEANINGLESS))
+    return TrainingData(path, digest.hexdigest(), tuple(tasks), skipped, tuple(unread))
 
 
 def read_data(path: Path, *, heldout: int | None = None, most: int | None = None) -> TrainingData:
@@ -134,16 +139,20 @@ def _lines(path: Path, digest: Any) -> Iterator[tuple[int, bytes, bool]]:
         raise RequestError(f"cannot read {path}: {error.strerror}; give a file of one JSON object a line") from None
 
 
-def _task(where: str, index: int, line: bytes, forms: dict[str, Any], *, torn: bool) -> TrainingTask | None:
-    """The task of a line; None for one that is left out."""
+def _task(
+    where: str, index: int, line: bytes, forms: dict[str, Any], keys: set[str], *, torn: bool
+) -> TrainingTask | None:
+    """The task of a line, whose keys are added to ``keys``; None for one that is left out."""
     try:
         body = json.loads(line)
     except (ValueError, RecursionError) as error:
         if torn:
             return None
-        raise RequestError(f"{where} is not JSON ({error}); correct or remove it") from None
+        said = f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
+        raise RequestError(f"{where} is not JSON ({said}); correct or remove it") from None
     if not isinstance(body, dict) or ("messages" in body) == ("prompt" in body):
         raise RequestError(f"{where} needs either messages or prompt; correct or remove it")
+    keys.update(body)
     asked = body.get("messages", body.get("prompt"))
     if "messages" in body:
         if not isinstance(asked, list) or not asked or not all(isinstance(message, dict) for message in asked):

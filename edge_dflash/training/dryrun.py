@@ -16,8 +16,8 @@ from edge_dflash.text.tokenizer import Tokenizer
 from edge_dflash.training.answers import make_answers, open_tokenizer, prompt_ids, read_answers
 from edge_dflash.training.data import TrainingData, TrainingTask, spread
 from edge_dflash.training.evaluate import evaluate_planner
-from edge_dflash.training.forecast import Forecast, Speeds, forecast
-from edge_dflash.training.run import before, borrowed, sample, start_weights
+from edge_dflash.training.forecast import Forecast, Speeds, forecast, gigabytes
+from edge_dflash.training.run import before, borrowed, evaluated, sample, start_weights
 from edge_dflash.training.shards import Sample, Shards
 from edge_dflash.training.stage import (
     Say,
@@ -26,6 +26,7 @@ from edge_dflash.training.stage import (
     check_memory,
     device,
     device_bytes,
+    disk_remedy,
     lanes,
     read_prompts,
 )
@@ -58,7 +59,7 @@ def dry_run(run: TrainingRun, progress: Progress = unheard, say: Say = lambda li
         answers = _answers(stage, bundle, data, Path(scratch))
         shards, taps = write_taps(bundle, answers.samples, Path(scratch) / "taps", progress=progress)
         step = _steps(stage, bundle, Shards(Path(scratch) / "taps", shards), Path(scratch) / "probe")
-    return forecast(
+    told = forecast(
         bundle.pair,
         replace(run.batch, tokens=answers.longest),
         steps=run.steps or round(60 * run.minutes / step),
@@ -69,6 +70,10 @@ def dry_run(run: TrainingRun, progress: Progress = unheard, say: Say = lambda li
         bundle=bundle_bytes(bundle),
         device=device_bytes(stage.device),
     )
+    if told.disk > run.disk * 1e9:
+        say(f"warning: taps take {gigabytes(told.disk)}, --disk is {run.disk:g} GB; {disk_remedy(told.disk)}")
+    say(f"the first bundle is kept in {work.before}")
+    return told
 
 
 def _answers(stage: TrainingStage, bundle: Bundle, data: Sequence[TrainingData], scratch: Path) -> _Answers:
@@ -80,7 +85,7 @@ def _answers(stage: TrainingStage, bundle: Bundle, data: Sequence[TrainingData],
     ) as planner:
         tokenizer, usable = open_tokenizer(planner), planner.shape.usable_context
         prompts = [[len(prompt_ids(tokenizer, task)) for task in each.tasks] for each in data]
-        check_memory(stage, bundle.pair, min(max(map(max, prompts)) + stage.run.new_tokens, usable))
+        check_memory(stage, bundle.pair, min(max(map(max, prompts)) + stage.run.new_tokens, usable), "at most")
         asked = list[TrainingTask]()
         for number, (each, lengths) in enumerate(zip(data, prompts, strict=True)):
             fitting = [task for task, length in zip(each.tasks, lengths, strict=True) if length < usable]
@@ -93,7 +98,7 @@ def _answers(stage: TrainingStage, bundle: Bundle, data: Sequence[TrainingData],
             told = _all_tokens(stage.run, each, lengths, tokenizer, own)
             tokens, answered, longest = tokens + told[0], answered + told[1], max(longest, told[2])
             samples, asked = samples + found, asked + few
-        evaluation = _evaluation(stage, planner, spread(asked, EVALUATED))
+        evaluation = _evaluation(stage, planner, spread(asked, EVALUATED), len(evaluated(stage.run, data)))
     return _Answers(samples, made / seconds, evaluation, tokens, answered, min(longest, usable))
 
 
@@ -112,15 +117,15 @@ def _all_tokens(
     return tokens, made, longest
 
 
-def _evaluation(stage: TrainingStage, planner: Planner, tasks: Sequence[TrainingTask]) -> float:
-    """Seconds of both evaluations, by tasks that are answered with drafts alone, and also plainly."""
+def _evaluation(stage: TrainingStage, planner: Planner, tasks: Sequence[TrainingTask], count: int) -> float:
+    """Seconds of both evaluations of ``count`` tasks, by some that are answered with drafts alone, and also plainly."""
     run, spent = stage.run, list[float]()
     for plain in (0, len(tasks)):
         began = time.perf_counter()
         evaluate_planner(planner, tasks, new_tokens=run.new_tokens, plain=plain, progress=stage.progress)
         spent.append(time.perf_counter() - began)
     drafted, both = spent
-    return 2 * (run.evaluated * drafted + min(run.plain, run.evaluated) * max(0.0, both - drafted)) / len(tasks)
+    return 2 * (count * drafted + min(run.plain, count) * max(0.0, both - drafted)) / len(tasks)
 
 
 def _steps(stage: TrainingStage, bundle: Bundle, shards: Shards, folder: Path) -> float:

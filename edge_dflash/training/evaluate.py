@@ -56,10 +56,14 @@ def accepted(answers: Iterable[Sequence[int]]) -> AcceptedDrafts:
     return AcceptedDrafts(sum(length for length, _ in made), len(made), shares)
 
 
+def shaped(task: TrainingTask) -> bool:
+    """Whether the answer has a form."""
+    return any(form in task.options for form in FORMS)
+
+
 def ways(tasks: Sequence[TrainingTask]) -> tuple[str, ...]:
     """Names of the ways in which these tasks are answered."""
-    shaped = any(form in task.options for task in tasks for form in FORMS)
-    return (*TEMPERATURES, *(f"{way}, schema" for way in TEMPERATURES if shaped))
+    return (*TEMPERATURES, *(f"{way}, schema" for way in TEMPERATURES if any(map(shaped, tasks))))
 
 
 def evaluate(

@@ -114,7 +114,11 @@ class Forecast:
     @property
     def lines(self) -> tuple[str, ...]:
         """The same for people."""
-        parts = ", ".join(f"{one.name} {gigabytes(getattr(self.memory, one.name))}" for one in fields(self.memory))
+        parts = ", ".join(
+            f"{one.name} {gigabytes(size)}"
+            for one in fields(self.memory)
+            if one.name != "reused" and (size := getattr(self.memory, one.name))
+        )
         times = ", ".join(f"{name} {_hours_text(hours)}" for name, hours in self._stages)
         there = "" if self.device is None else f" of {gigabytes(self.device)}"
         return (
@@ -246,11 +250,15 @@ def _hours(tokens: int, rate: float | None) -> float | None:
 
 
 def _hours_text(hours: float | None) -> str:
-    return "not measured" if hours is None else f"{hours:.2f} h"
+    if hours is None:
+        return "not measured"
+    return f"{60 * hours:.1f} min" if hours < 1 else f"{hours:.1f} h"
 
 
 def gigabytes(size: int) -> str:
     """Bytes in words."""
+    if size < 10**6:
+        return f"{size / 1e3:.1f} kB"
     return f"{size / 1e9:.2f} GB" if size >= 10**8 else f"{size / 1e6:.1f} MB"
 
 

@@ -25,7 +25,7 @@ from edge_dflash.model.specs import TargetSpec
 from edge_dflash.planner import Planner
 from edge_dflash.training.answers import TargetAnswer, make_answers, read_answers
 from edge_dflash.training.card import card_of, warnings
-from edge_dflash.training.data import TrainingData, spread
+from edge_dflash.training.data import TrainingData, TrainingTask, read_tasks, spread
 from edge_dflash.training.drafter import EMBEDDING, HEAD, BlockDrafter
 from edge_dflash.training.evaluate import Measure, evaluate
 from edge_dflash.training.losses import Borrowed
@@ -68,6 +68,7 @@ def train_drafter(run: TrainingRun, progress: Progress = unheard, say: Say = lam
     with TrainingDir(run) as work:
         if (there := work.done) is not None and (card := read_card(there)) is not None:
             work.clear()  # what a kill behind the end left
+            check_same(run, card, there)
             say(f"nothing to do: {there} is the drafter of this training; remove {work.root} to train it again")
             return TrainingResult(there, card, time.perf_counter() - began)
         stage = TrainingStage(run, work, progress, say, device())
@@ -101,6 +102,15 @@ def _train(stage: TrainingStage) -> tuple[Path, DrafterCard]:
     return folder, card
 
 
+def check_same(run: TrainingRun, card: DrafterCard, there: Path) -> None:
+    """Raise RequestError where the data of a training that has ended was changed since."""
+    if " ".join(read_tasks(path, most=0).sha256 for path in run.data) != card.data_sha256:
+        raise RequestError(
+            f"{there} was trained on other prompts than {', '.join(map(str, run.data))} has now; give another "
+            f"--output, or remove {run.output / 'work'}"
+        )
+
+
 def target_spec(run: TrainingRun) -> TargetSpec:
     """The target's sizes, of a bundle or a checkpoint. Raises BundleError, CheckpointError."""
     if is_bundle(run.target):
@@ -121,7 +131,7 @@ def before(stage: TrainingStage) -> Bundle:
             half.replace(work.start)
         target = target_spec(run)
         pair = match_pair(target, read_drafter_spec(work.start, target.num_layers))
-        check_memory(stage, pair, run.new_tokens, least=True)
+        check_memory(stage, pair, run.new_tokens, "at least")
         _bundle(stage, work.start, work.before)
     return Bundle.open(work.before)
 
@@ -205,6 +215,8 @@ def plan_of(run: TrainingRun) -> TrainingPlan:
 def learn(stage: TrainingStage, bundle: Bundle, shards: Shards) -> TrainingState:
     """Train; the best weights lie in the folder ``training``."""
     torch.manual_seed(stage.run.seed)
+    if not stage.work.has_steps:  # what a training left whose steps were removed
+        stage.work.forget_trained()
     drafter = start_weights(bundle, stage.work.start).to(stage.device)
     lent, plan = borrowed(bundle, stage.device), plan_of(stage.run)
     trainer = Trainer(drafter, lent, shards, plan, stage.work.training, device=stage.device, log=stage.say)
@@ -234,11 +246,16 @@ def _target_files(sources: Sequence[SourceFile]) -> list[SourceFile]:
     return [one for one in sources if one.model == "target"]
 
 
+def evaluated(run: TrainingRun, data: Sequence[TrainingData]) -> list[TrainingTask]:
+    """The held-out tasks that are decoded before and after."""
+    return [task for each in data for task in spread(each.heldout, max(1, run.evaluated // len(data)))]
+
+
 def measure(stage: TrainingStage, data: Sequence[TrainingData]) -> dict[str, Measure]:
     """Both bundles on held-out tasks, every way; a way that is done is not measured again."""
     run, work = stage.run, stage.work
     found: dict[str, Any] = work.read(work.evaluation)
-    tasks = [task for each in data for task in spread(each.heldout, max(1, run.evaluated // len(data)))]
+    tasks = evaluated(run, data)
     for name, bundle in (("before", work.before), ("after", work.after)):
         if name not in found:
             made = evaluate(

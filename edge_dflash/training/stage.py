@@ -15,11 +15,13 @@ from edge_dflash.common.progress import Progress
 from edge_dflash.errors import RequestError
 from edge_dflash.model.specs import PairSpec
 from edge_dflash.training.data import TrainingData, read_mixture
+from edge_dflash.training.evaluate import shaped
 from edge_dflash.training.forecast import gigabytes, memory_warning, shard_bytes, training_bytes, training_files
 from edge_dflash.training.shards import Sample
 from edge_dflash.training.workdir import TrainingDir, TrainingRun
 
 Say = Callable[[str], None]
+FEW = 20  # held-out prompts
 _FREE = 1 << 30  # bytes of the disk that stay free
 
 
@@ -47,17 +49,11 @@ def device_bytes(where: str) -> int | None:
     return None if state is None else state.total
 
 
-def check_memory(stage: TrainingStage, pair: PairSpec, tokens: int, *, least: bool = False) -> None:
-    """Warn where the device has less than a step needs, with prompts and answers of so many tokens; else tell it.
-
-    ``least``: they may be longer; nothing is told where that much is there.
-    """
+def check_memory(stage: TrainingStage, pair: PairSpec, tokens: int, bound: str = "about") -> None:
+    """Tell what a step needs with prompts and answers of so many tokens; warn where the device has less."""
     needed = training_bytes(pair, replace(stage.run.batch, tokens=tokens), mixed=stage.device != "cpu")
     has = device_bytes(stage.device)
-    if (warning := memory_warning(needed, has)) is not None:
-        stage.say(warning)
-    elif not least:
-        stage.say(f"a step needs about {gigabytes(needed.total)} of memory")
+    stage.say(memory_warning(needed, has) or f"a step needs {bound} {gigabytes(needed.total)} of memory")
 
 
 def lanes(stage: TrainingStage) -> int:
@@ -66,12 +62,19 @@ def lanes(stage: TrainingStage) -> int:
 
 
 def read_prompts(stage: TrainingStage) -> tuple[TrainingData, ...]:
-    """The tasks of all files; says which lines are left out."""
-    run = stage.run
+    """The tasks of all files; says how many there are, what is left out, and what may be too few."""
+    run, say = stage.run, stage.say
     data = read_mixture(run.data, heldout=run.heldout, most=run.prompts)
     for each in data:
+        say(f"{each.path}: {len(each.training):,} prompts to train on, {len(each.heldout):,} held out")
         if each.skipped:
-            stage.say(f"{each.path}: {each.skipped:,} lines with images, or torn at the end, are left out")
+            say(f"{each.path}: left out with images, or torn at the end: {each.skipped:,}")
+        if each.unread:
+            say(f"warning: {each.path} has keys that mean nothing here: {', '.join(each.unread)}")
+        if any(map(shaped, each.training)) and not any(map(shaped, each.heldout)):
+            say(f"warning: no held-out prompt of {each.path} has a form, and others do; give more --heldout")
+    if (heldout := sum(len(each.heldout) for each in data)) < FEW:
+        say(f"warning: {heldout} held-out prompts choose the weights and say little; give more prompts or --heldout")
     return data
 
 
@@ -90,10 +93,15 @@ def check_disk(stage: TrainingStage, bundle: Bundle, samples: Sequence[Sample]) 
         f"bundles {gigabytes(files)}"
     )
     if size > allowed:
-        raise RequestError(f"taps take {gigabytes(size)}, --disk allows {gigabytes(int(allowed))}; give more")
+        raise RequestError(f"taps take {gigabytes(size)}, --disk is {stage.run.disk:g} GB; {disk_remedy(size)}")
     held = sum(file.stat().st_size for folder in (work.taps, work.training, work.after) for file in folder.rglob("*.*"))
     if size + files - held > (free := max(0, shutil.disk_usage(work.root).free - _FREE)):
         raise RequestError(
             f"taps, checkpoints and bundles take {gigabytes(size + files)}, {gigabytes(held)} of it are there, and the "
             f"disk has {gigabytes(free)} free; make room"
         )
+
+
+def disk_remedy(taps: int) -> str:
+    """What to give where taps may not take so many bytes."""
+    return f"give --disk {1.1 * taps / 1e9:.2g}, or fewer --prompts or --sampled"

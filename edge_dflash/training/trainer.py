@@ -35,7 +35,7 @@ from edge_dflash.training.workdir import CHECKPOINT
 
 STAGE = "training"
 WARM_UP, LAST_RATE = 0.04, 0.02  # part of the steps; of the peak learning rate, at the end of the cosine
-PROBED = 24  # steps whose times are kept
+PROBED = 8  # steps whose times are kept
 LEAST_STEPS = 20  # however few the minutes are
 SHARE = 20  # times that a checkpoint takes, at least, lie between two
 BEST = "best.safetensors"
@@ -52,8 +52,8 @@ class TrainingPlan:
     weight_decay: float = 0.05
     quantized_part: float = 0.5  # of the steps, at the end: with weights and keys rounded as in a bundle
     checks: int = 10  # of the held-out split
-    patience: int = 4  # checks without a better one after which the training ends; 0: it runs to its end
-    seconds: float = 60.0  # between checkpoints
+    patience: int = 4  # checks without a better one that end it while weights are rounded; 0: it runs to its end
+    seconds: float = 15.0  # between checkpoints, at least
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -158,6 +158,7 @@ class Trainer:
         state, plan = self._state, self._plan
         if (kept := self._newest()) is not None:
             self._accelerator.load_state(str(kept))
+            self._log(f"the training goes on behind step {state.step}")
         began = time.perf_counter() - state.seconds
         if kept is None:
             self._check()  # where it begins; an untouched drafter is the best so far
@@ -177,12 +178,16 @@ class Trainer:
                 state.losses.append((state.step, round(sum(state.sums) / len(state.sums), 5)))
                 state.sums.clear()
                 self._check()
-                state.ended = part >= 1 or 0 < plan.patience <= state.since_best
+                tired = 0 < plan.patience <= state.since_best and part >= 1 - plan.quantized_part
+                state.ended = part >= 1 or tired
+                if tired and part < 1:
+                    self._log(f"{state.since_best} checks without a better accept length end the training (--patience)")
             if state.ended or time.perf_counter() - saved >= max(plan.seconds, SHARE * self._saving):
                 since = time.perf_counter()
                 self._save()
                 saved = time.perf_counter()
                 self._saving = saved - since
+        progress(STAGE, 1, 1)
         return state
 
     def _part(self, more: int = 0) -> float:

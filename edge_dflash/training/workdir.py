@@ -125,6 +125,18 @@ class TrainingDir:
         self.write(self.root / DONE, {"drafter": str(drafter.relative_to(self.root.parent))})
         self.clear()
 
+    @property
+    def has_steps(self) -> bool:
+        """Whether a step of the training is kept."""
+        return any(self.training.glob(f"{CHECKPOINT}*"))
+
+    def forget_trained(self) -> None:
+        """Remove what comes of the trained drafter."""
+        for folder in (self.trained, self.after):
+            shutil.rmtree(folder, ignore_errors=True)
+        if found := self.read(self.evaluation):
+            self.write(self.evaluation, {name: one for name, one in found.items() if name != "after"})
+
     def clear(self) -> None:
         """Remove taps, checkpoints, and the last bundle with what it was made of."""
         for folder in (self.taps, self.training, self.trained, self.after):
@@ -134,7 +146,9 @@ class TrainingDir:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise RequestError(f"another process trains in {run.output}; give another --output") from None
+            raise RequestError(
+                f"another process trains in {run.output}; wait for it, or give another --output"
+            ) from None
         path, body = self.root / RUN, run.to_json()
         found = self.read(path)
         if not is_there(self.before / MANIFEST):  # nothing is made yet that another training could not make
@@ -142,13 +156,17 @@ class TrainingDir:
                 shutil.rmtree(self.start, ignore_errors=True)
             found = {}
         names = [name for name in body if name in _OF_BUNDLE or not (dry or found.get("dry"))]
-        if self.done is None and not any(self.training.glob(f"{CHECKPOINT}*")):  # no step is kept
+        if self.done is None and not self.has_steps:
             names = [name for name in names if name not in _OF_STEPS]
         if found and (other := [name for name in names if found.get(name) != body[name]]):
-            name = other[0]
+            name, gone = other[0], f"remove {self.root}"
+            if set(other) <= set(_OF_STEPS):
+                gone = (
+                    f"remove {self.training if self.done is None else self.root / DONE} to train again with its answers"
+                )
             raise RequestError(
-                f"{self.root} is of a training with --{name.replace('_', '-')} {found.get(name)}, now it is "
-                f"{body[name]}; give the same, another --output, or remove {self.root}"
+                f"{self.root} is of a training with --{name.replace('_', '-')} {_said(found.get(name))}, now it is "
+                f"{_said(body[name])}; give the same, another --output, or {gone}"
             )
         if not (found and dry):
             self.write(path, {**body, "dry": dry})
@@ -164,6 +182,10 @@ def _check_output(run: TrainingRun) -> None:
     ours = is_there(output / CARD) or is_there(output / "work" / RUN)
     if not ours and any(is_there(output / name) for name in ("config.json", MANIFEST)):
         raise RequestError(f"--output {run.output} holds a model that no training made; give another directory")
+
+
+def _said(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _plain(value: Any) -> Any:

@@ -238,8 +238,11 @@ def test_a_device_that_is_too_small_is_told_before_and_after(given, whole, tmp_p
 
 
 def test_another_training_in_the_same_place_is_refused(given, whole):
-    with pytest.raises(RequestError, match="is of a training with --steps 4, now it is 5"):
+    again = r"is of a training with --steps 4, now it is 5; .* or remove .*done\.json to train again with its answers"
+    with pytest.raises(RequestError, match=again):
         train_drafter(replace(given, steps=5))
+    with pytest.raises(RequestError, match=r"is of a training with --sampled 1, now it is 2; .* or remove .*work$"):
+        train_drafter(replace(given, sampled=2, steps=5))
     with TrainingDir(given), pytest.raises(RequestError, match="another process trains"):
         TrainingDir(given)
 
@@ -272,6 +275,27 @@ def test_a_target_that_changed_meanwhile_is_refused(given, whole, tmp_path):
             stages.after(stage, bundle)
 
 
+def test_an_ended_training_is_of_the_data_that_it_read(given, whole):
+    text = given.data[0].read_text()
+    given.data[0].write_text(text.replace("Say hello", "Say hallo"))
+    try:
+        with pytest.raises(RequestError, match=r"was trained on other prompts than .*plans\.jsonl has now"):
+            train_drafter(given)
+    finally:
+        given.data[0].write_text(text)
+
+
+def test_what_was_trained_is_forgotten_with_its_steps(given, whole, tmp_path):
+    run = part_of(given, tmp_path / "out", "start", "before", "evaluation.json")
+    with TrainingDir(run) as work:
+        measured = work.read(work.evaluation)
+        (work.after / "weights").mkdir(parents=True)
+        work.forget_trained()
+        assert not work.has_steps
+        assert not work.after.exists()
+        assert work.read(work.evaluation) == {"before": measured["before"]}
+
+
 def test_what_a_kill_behind_the_end_left_goes(given, whole):
     work = given.output / "work"
     for name in ("taps", "training", "trained", "after"):
@@ -290,20 +314,24 @@ def test_what_is_left_out_is_said(given, whole, tmp_path, monkeypatch):
     monkeypatch.setattr(stages, "write_taps", lambda *parts, **more: pytest.exit("on"))
     with pytest.raises(pytest.exit.Exception):
         train_drafter(replace(run, data=(path, more), heldout=1), say=said.append)
-    assert f"{path}: 1 lines with images, or torn at the end, are left out" in said
+    assert f"{path}: 4 prompts to train on, 1 held out" in said
+    assert f"{path}: left out with images, or torn at the end: 1" in said
     assert any(line.startswith(f"{more}: 1 prompts leave no room for an answer in") for line in said)
 
 
 def test_taps_that_the_disk_may_not_take_are_refused(given, whole, tmp_path):
     run = part_of(given, tmp_path / "full", "start", "before", "answers-0.jsonl")
-    with pytest.raises(RequestError, match="--disk allows"):
+    with pytest.raises(RequestError, match=r"taps take \d+\.\d kB, --disk is 1e-06 GB; give --disk 0\.0"):
         train_drafter(replace(run, disk=1e-6))
 
 
 @pytest.mark.parametrize(
     ("begun", "after", "worse"), [("weights", 1.9, True), ("weights", 2.0, False), ("sizes", 1.9, False)]
 )
-def test_a_drafter_that_became_worse_is_kept_apart_and_said_so(given, whole, cli, tmp_path, begun, after, worse):
+def test_a_drafter_that_became_worse_is_kept_apart_and_said_so(
+    given, whole, cli, tmp_path, monkeypatch, begun, after, worse
+):
+    monkeypatch.setattr(TrainingDir, "forget_trained", lambda work: None)  # what is measured below
     output, drafter = tmp_path / "out", given.drafter
     if begun == "sizes":
         drafter = tmp_path / begun

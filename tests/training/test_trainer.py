@@ -1,6 +1,7 @@
 """Training of a small drafter: it learns, keeps its best, and goes on after a kill as if nothing had happened."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -73,7 +74,9 @@ def test_a_killed_run_ends_with_the_weights_of_one_that_was_not(ready, ids_bundl
                 os.kill(child.pid, signal.SIGKILL)
                 break
     (tmp_path / "cut" / "checkpoint.part").mkdir(exist_ok=True)  # what a kill leaves
-    resumed = trained(ready, tmp_path / "cut", plan(steps=12, seconds=0.0))
+    said = []
+    resumed = trained(ready, tmp_path / "cut", plan(steps=12, seconds=0.0), log=said.append)
+    assert re.fullmatch(r"the training goes on behind step \d+", said[0])
     assert resumed.step == whole.step == 12
     assert resumed.lengths == whole.lengths
     ours, theirs = (kept_weights(tmp_path / name) for name in ("cut", "whole"))
@@ -118,9 +121,11 @@ def test_the_last_steps_and_every_check_see_what_a_bundle_rounds(ready, tmp_path
 
 
 def test_it_ends_when_the_held_out_answers_get_no_better(ready, tmp_path):
-    state = trained(ready, tmp_path, replace(plan(steps=400), rate=1e-12, patience=2, checks=100))
-    assert state.step < 40
+    said = []
+    state = trained(ready, tmp_path, replace(plan(steps=24), rate=1e-12, patience=2, checks=12), log=said.append)
+    assert state.step == 12  # from its half on
     assert state.best_step == 0
+    assert "6 checks without a better accept length end the training (--patience)" in said
 
 
 class Clock:
@@ -151,7 +156,7 @@ def test_minutes_are_kept_whatever_a_step_takes(ready, tmp_path, monkeypatch):
     heard = []
     state = trainer.run(lambda *now: heard.append(now))
     assert 60 <= state.seconds < 66  # the last step and the last check
-    assert heard[-1] == ("training", 1000, 1000)
+    assert heard[-2:] == [("training", 1000, 1000), ("training", 1, 1)]
     assert [slow for _, slow in rounded] == [part >= 0.5 for part, _ in rounded]
     assert len(state.lengths) == 5  # four checks, and one before the first step
     assert state.lengths[1][0] / state.step > 0.3  # the first quarter of the time holds more steps than the last one
