@@ -159,8 +159,8 @@ class TrainingDir:
         if self.done is None and not self.has_steps:
             names = [name for name in names if name not in _OF_STEPS]
         if found and (other := [name for name in names if found.get(name) != body[name]]):
-            name, gone = other[0], f"remove {self.root}"
-            if set(other) <= set(_OF_STEPS):
+            name, gone = next((name for name in other if name not in _OF_STEPS), other[0]), f"remove {self.root}"
+            if name in _OF_STEPS:
                 gone = (
                     f"remove {self.training if self.done is None else self.root / DONE} to train again with its answers"
                 )
