@@ -18,6 +18,7 @@ from edge_dflash.training.workdir import TrainingRun
 from edge_dflash.version import __version__
 
 LEARNT = 1.2  # accept length below which a drafter hardly drafts
+FELL = 0.9  # of the accept length before, of one way of asking
 
 
 def card_of(
@@ -68,6 +69,11 @@ def warnings(card: DrafterCard, folder: Path) -> Iterator[str]:
         )
     elif card.accept_length.after < LEARNT:
         yield f"warning: accept length {card.accept_length.after:.2f}: the drafter has learnt little; train it longer"
+    for name, one in card.measures.items():
+        when, _, way = name.partition(", ")
+        old, new = card.measures.get(f"before, {way}", one)["accept_length"], one["accept_length"]
+        if when == "after" and card.better and card.accept_length.before is not None and new < FELL * old:
+            yield f"warning: {way}: accept length fell from {old:.2f} to {new:.2f}; give prompts as they will be asked"
     if not card.lossless:
         yield "warning: answers with and without the drafter differ, which is a defect: report it, with this card"
     if card.checked_length < LEARNT:
