@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -100,6 +101,8 @@ def train_drafter(
     as_json, dry = given.pop("json"), given.pop("dry_run")
     if missing := [name for name in ("target", "data", "output") if not given[name]]:
         raise typer.BadParameter(f"Missing option '--{missing[0]}'.")
+    if not isfinite(minutes):
+        raise RequestError(f"--minutes is {minutes:g}; give a number of minutes")
     if (steps > 0) == (minutes > 0):
         raise RequestError(f"{steps} steps and {minutes:g} minutes; give one of --steps and --minutes")
     if rate is not None and rate <= 0:

@@ -37,7 +37,8 @@ def parse_url(url: str) -> tuple[str | None, str]:
     wrong = ServiceError(f"{url!r} is no address of a service; give unix:/PATH, http://HOST:PORT or https://HOST")
     try:
         parts = urlsplit(url)
-    except ValueError:  # brackets that are left open
+        _ = parts.port
+    except ValueError:  # brackets that are left open, a port that is no number
         raise wrong from None
     if parts.scheme == "http+unix" and parts.netloc:
         return unquote(parts.netloc), "http://edge-dflash" + parts.path.rstrip("/").removesuffix("/v1")

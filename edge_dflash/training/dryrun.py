@@ -28,13 +28,16 @@ from edge_dflash.training.stage import (
     device_bytes,
     disk_remedy,
     lanes,
+    left_out,
     read_prompts,
+    weights_fit,
 )
 from edge_dflash.training.taps import write_taps
-from edge_dflash.training.trainer import PROBED, Trainer, TrainingPlan
+from edge_dflash.training.trainer import LEAST_STEPS, PROBED, Trainer, TrainingPlan
 from edge_dflash.training.workdir import TrainingDir, TrainingRun
 
 ASKED = 8  # prompts that are answered, at least as many as there are lanes
+SCRATCH = "dry-"  # and something, of a folder that goes
 EVALUATED = 2  # of them, also answered one at a time, in every way
 
 
@@ -52,7 +55,10 @@ class _Answers:
 
 def dry_run(run: TrainingRun, progress: Progress = unheard, say: Say = lambda line: None) -> Forecast:
     """The forecast of a run; its first bundle is built, and kept for it. Raises what the run raises."""
-    with TrainingDir(run, dry=True) as work, TemporaryDirectory(dir=work.root) as scratch:
+    with TrainingDir(run, dry=True) as work, TemporaryDirectory(dir=work.root, prefix=SCRATCH) as scratch:
+        for left in work.root.glob(f"{SCRATCH}*"):  # by a kill
+            if str(left) != scratch:
+                shutil.rmtree(left, ignore_errors=True)
         stage = TrainingStage(run, work, progress, say, device())
         data = read_prompts(stage)
         bundle = before(stage)
@@ -62,7 +68,7 @@ def dry_run(run: TrainingRun, progress: Progress = unheard, say: Say = lambda li
     told = forecast(
         bundle.pair,
         replace(run.batch, tokens=answers.longest),
-        steps=run.steps or round(60 * run.minutes / step),
+        steps=run.steps or max(LEAST_STEPS, round(60 * run.minutes / step)),
         tokens=answers.tokens,
         made=answers.made,
         speeds=Speeds(answers.rate, taps, step, answers.evaluation),
@@ -85,17 +91,19 @@ def _answers(stage: TrainingStage, bundle: Bundle, data: Sequence[TrainingData],
     ) as planner:
         tokenizer, usable = open_tokenizer(planner), planner.shape.usable_context
         prompts = [[len(prompt_ids(tokenizer, task)) for task in each.tasks] for each in data]
-        check_memory(stage, bundle.pair, min(max(map(max, prompts)) + stage.run.new_tokens, usable), "at most")
+        check_memory(stage, bundle.pair, _most(stage.run, data, prompts, tokenizer, usable), "at most")
         asked = list[TrainingTask]()
         for number, (each, lengths) in enumerate(zip(data, prompts, strict=True)):
             fitting = [task for task, length in zip(each.tasks, lengths, strict=True) if length < usable]
+            if missing := len(lengths) - len(fitting):
+                stage.say(left_out(each, missing, usable))
             few = [replace(task, answer=None, heldout=True) for task in spread(fitting, -(-ASKED // len(data)))]
             began, file = time.perf_counter(), scratch / f"answers-{number}.jsonl"
             made += make_answers(planner, replace(each, tasks=tuple(few)), file, new_tokens=stage.run.new_tokens)
             seconds += time.perf_counter() - began
             found = [sample(one) for one in read_answers(file)]
             own = [len(one.ids) - one.prompt for one in found]
-            told = _all_tokens(stage.run, each, lengths, tokenizer, own)
+            told = _all_tokens(stage.run, each, lengths, tokenizer, own, usable)
             tokens, answered, longest = tokens + told[0], answered + told[1], max(longest, told[2])
             samples, asked = samples + found, asked + few
         evaluation = _evaluation(stage, planner, spread(asked, EVALUATED), len(evaluated(stage.run, data)))
@@ -103,18 +111,41 @@ def _answers(stage: TrainingStage, bundle: Bundle, data: Sequence[TrainingData],
 
 
 def _all_tokens(
-    run: TrainingRun, data: TrainingData, prompts: Sequence[int], tokenizer: Tokenizer, answers: Sequence[int]
+    run: TrainingRun,
+    data: TrainingData,
+    prompts: Sequence[int],
+    tokenizer: Tokenizer,
+    answers: Sequence[int],
+    usable: int,
 ) -> tuple[int, int, int]:
     """Tokens of a file's prompts and answers, those of them that are made, and the longest, by a few ``answers``."""
     mean, most = round(sum(answers) / len(answers)), max(answers)
     tokens = made = longest = 0
     for task, prompt in zip(data.tasks, prompts, strict=True):
-        given = None if task.heldout or task.answer is None else len(tokenizer.encode_text(task.answer))
+        if prompt >= usable:
+            continue
+        given = _given(task, tokenizer, usable - prompt)
         count = 1 if task.heldout or given is not None else 1 + run.sampled
         tokens += count * (prompt + (mean if given is None else given))
         made += count * mean if given is None else 0
         longest = max(longest, prompt + (most if given is None else given))
     return tokens, made, longest
+
+
+def _given(task: TrainingTask, tokenizer: Tokenizer, room: int) -> int | None:
+    """Tokens of an answer that is not asked for; None for one that is."""
+    return None if task.heldout or task.answer is None else min(len(tokenizer.encode_text(task.answer)), room)
+
+
+def _most(
+    run: TrainingRun, data: Sequence[TrainingData], prompts: Sequence[Sequence[int]], tokenizer: Tokenizer, usable: int
+) -> int:
+    """Tokens that a prompt and its answer may have."""
+    return max(
+        min(prompt + (_given(task, tokenizer, usable) or run.new_tokens), usable)
+        for each, lengths in zip(data, prompts, strict=True)
+        for task, prompt in zip(each.tasks, lengths, strict=True)
+    )
 
 
 def _evaluation(stage: TrainingStage, planner: Planner, tasks: Sequence[TrainingTask], count: int) -> float:
@@ -130,10 +161,11 @@ def _evaluation(stage: TrainingStage, planner: Planner, tasks: Sequence[Training
 
 def _steps(stage: TrainingStage, bundle: Bundle, shards: Shards, folder: Path) -> float:
     """Seconds of a step."""
-    drafter = start_weights(bundle, stage.work.start).to(stage.device)
     plan = TrainingPlan(steps=PROBED, batch=stage.run.batch, checks=1, patience=0, seconds=1e9)
     shards.repeat(stage.run.sequences)
-    trainer = Trainer(drafter, borrowed(bundle, stage.device), shards, plan, folder, device=stage.device)
+    with weights_fit():
+        drafter = start_weights(bundle, stage.work.start).to(stage.device)
+        trainer = Trainer(drafter, borrowed(bundle, stage.device), shards, plan, folder, device=stage.device)
     try:
         return trainer.run(stage.progress).step_seconds
     finally:

@@ -15,17 +15,19 @@ from edge_dflash.training.losses import Borrowed, drafts
 from edge_dflash.training.shards import Shards
 
 MOST = 64  # answers that are walked
-_AT_ONCE = 16
 
 
 @torch.no_grad()
 def walk_answers(
-    drafter: BlockDrafter, borrowed: Borrowed, shards: Shards, indices: Sequence[int], device: str
+    drafter: BlockDrafter, borrowed: Borrowed, shards: Shards, indices: Sequence[int], device: str, at_once: int = 16
 ) -> list[list[int]]:
-    """Tokens that each cycle commits, bonus included, of the greedy walk along each of some samples' answers."""
+    """Tokens that each cycle commits, bonus included, of the greedy walk along each of some samples' answers.
+
+    ``at_once``: samples of a pass; no more than a step has, and it needs no more memory.
+    """
     walked = list[list[int]]()
-    for first in range(0, len(indices), _AT_ONCE):
-        part = list(indices[first : first + _AT_ONCE])
+    for first in range(0, len(indices), at_once):
+        part = list(indices[first : first + at_once])
         batch = shards.batch(part, torch.zeros(len(part), 1)).to(device)
         context, ids = drafter.context(batch.taps), batch.ids
         at, ends = batch.anchors[:, 0], batch.lengths - 1  # of each: where the anchor stands, the last token

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 
 from edge_dflash.builder.card import DrafterCard, read_card, write_card
 from edge_dflash.builder.swap import is_bundle
@@ -37,7 +36,9 @@ from edge_dflash.training.stage import (
     check_memory,
     device,
     lanes,
+    left_out,
     read_prompts,
+    weights_fit,
 )
 from edge_dflash.training.start import make_start, read_weights, same_files, save_weights
 from edge_dflash.training.taps import write_taps
@@ -72,10 +73,7 @@ def train_drafter(run: TrainingRun, progress: Progress = unheard, say: Say = lam
             say(f"nothing to do: {there} is the drafter of this training; remove {work.root} to train it again")
             return TrainingResult(there, card, time.perf_counter() - began)
         stage = TrainingStage(run, work, progress, say, device())
-        try:
-            folder, card = _train(stage)
-        except SafetensorError as error:
-            raise RequestError(f"cannot write below {run.output}: {error}; make room on the disk") from None
+        folder, card = _train(stage)
     for line in warnings(card, folder):
         say(line)
     return TrainingResult(folder, card, time.perf_counter() - began)
@@ -86,6 +84,8 @@ def _train(stage: TrainingStage) -> tuple[Path, DrafterCard]:
     run, work = stage.run, stage.work
     data = read_prompts(stage)
     bundle = before(stage)
+    if not all(work.answers(index).exists() for index in range(len(data))):
+        work.forget_training()  # of other answers, which were removed
     answers = answer(stage, bundle, data)
     samples = [sample(one) for file in answers for one in file]
     check_memory(stage, bundle.pair, max(len(one.ids) for one in samples))
@@ -121,17 +121,20 @@ def target_spec(run: TrainingRun) -> TargetSpec:
 def before(stage: TrainingStage) -> Bundle:
     """The bundle of the target and the drafter that the training begins with."""
     run, work, half = stage.run, stage.work, stage.work.root / "start.part"
+    init = run.drafter if run.drafter is not None and run.drafter.is_dir() else None
+    if work.start.is_dir() and init is not None and not same_files(init, work.start):
+        if work.answers(0).exists():
+            raise RequestError(f"{init} has changed since this training began; give another --output, or {work.gone}")
+        for folder in (work.start, work.before):  # it was put right since
+            shutil.rmtree(folder, ignore_errors=True)
     if not (work.before / MANIFEST).is_file():
-        init = run.drafter if run.drafter is not None and run.drafter.is_dir() else None
-        if work.start.is_dir() and init is not None and not same_files(init, work.start):
-            shutil.rmtree(work.start)  # it was put right since
         if not work.start.is_dir():
             shutil.rmtree(half, ignore_errors=True)  # a kill leaves a start that is whole, or none
             make_start(target_spec(run), run.drafter, half, mask_token_id=run.mask_token, seed=run.seed)
             half.replace(work.start)
         target = target_spec(run)
         pair = match_pair(target, read_drafter_spec(work.start, target.num_layers))
-        check_memory(stage, pair, run.new_tokens, "at least")
+        check_memory(stage, pair, 1, "at least")
         _bundle(stage, work.start, work.before)
     return Bundle.open(work.before)
 
@@ -176,8 +179,7 @@ def answer(stage: TrainingStage, bundle: Bundle, data: Sequence[TrainingData]) -
             )
             files.append(read_answers(file))
             if missing := len(each.tasks) - len({made.task for made in files[-1]}):
-                room = one.shape.usable_context
-                stage.say(f"{each.path}: {missing:,} prompts leave no room for an answer in {room:,} tokens: left out")
+                stage.say(left_out(each, missing, one.shape.usable_context))
     return files
 
 
@@ -217,9 +219,11 @@ def learn(stage: TrainingStage, bundle: Bundle, shards: Shards) -> TrainingState
     torch.manual_seed(stage.run.seed)
     if not stage.work.has_steps:  # what a training left whose steps were removed
         stage.work.forget_trained()
-    drafter = start_weights(bundle, stage.work.start).to(stage.device)
-    lent, plan = borrowed(bundle, stage.device), plan_of(stage.run)
-    trainer = Trainer(drafter, lent, shards, plan, stage.work.training, device=stage.device, log=stage.say)
+    plan = plan_of(stage.run)
+    with weights_fit():
+        drafter = start_weights(bundle, stage.work.start).to(stage.device)
+        lent = borrowed(bundle, stage.device)
+        trainer = Trainer(drafter, lent, shards, plan, stage.work.training, device=stage.device, log=stage.say)
     try:
         return trainer.run(stage.progress)
     finally:
@@ -230,8 +234,11 @@ def after(stage: TrainingStage, bundle: Bundle) -> None:
     """The bundle of the target and the trained drafter. Raises BuildError where the target has changed meanwhile."""
     work = stage.work
     if not (work.after / MANIFEST).is_file():
-        shutil.rmtree(work.trained, ignore_errors=True)
-        save_weights(work.trained, bundle.pair, kept_weights(work.training), work.start)
+        if not work.trained.is_dir():  # a build that was killed goes on with the same files
+            half = work.root / "trained.part"
+            shutil.rmtree(half, ignore_errors=True)
+            save_weights(half, bundle.pair, kept_weights(work.training), work.start)
+            half.replace(work.trained)
         for warning in _bundle(stage, work.trained, work.after):
             stage.say(f"warning: {warning}")
     made = Bundle.open(work.after, check_hashes=False).manifest.sources

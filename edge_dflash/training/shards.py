@@ -21,6 +21,7 @@ import torch
 from safetensors.numpy import save_file
 
 from edge_dflash.errors import CheckpointError, RequestError
+from edge_dflash.training.disk import writing
 from edge_dflash.training.forecast import BatchSize
 from edge_dflash.training.losses import Batch
 from edge_dflash.weights.safetensors import TensorFiles
@@ -75,7 +76,7 @@ def shard_done(path: Path, digest: str) -> bool:
 def write_shard(
     path: Path, samples: Sequence[Sample], rows: dict[str, list[npt.NDArray[np.uint16]]], digest: str
 ) -> None:
-    """Write a shard whole or not at all: ``rows`` by name ("taps", "last") for each sample. Raises OSError."""
+    """Write a shard whole or not at all: ``rows`` by name ("taps", "last") for each sample. Raises RequestError."""
     tensors: dict[str, npt.NDArray[Any]] = {
         _DIGEST: np.frombuffer(bytes.fromhex(digest), np.uint8),
         "ids": np.concatenate([np.array(one.ids, np.int32) for one in samples]),
@@ -85,10 +86,11 @@ def write_shard(
         **{name: np.concatenate(parts) for name, parts in rows.items()},
     }
     half = path.with_suffix(".part")
-    save_file(tensors, str(half))
-    with half.open("rb") as file:
-        os.fsync(file.fileno())
-    half.replace(path)
+    with writing(path):
+        save_file(tensors, str(half))
+        with half.open("rb") as file:
+            os.fsync(file.fileno())
+        half.replace(path)
 
 
 class Shards:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from math import ceil
 from pathlib import Path
 
 import torch
@@ -12,7 +14,7 @@ import torch
 from edge_dflash.board.linux import read_memory
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.common.progress import Progress
-from edge_dflash.errors import RequestError
+from edge_dflash.errors import BackendError, RequestError
 from edge_dflash.model.specs import PairSpec
 from edge_dflash.training.data import TrainingData, read_mixture
 from edge_dflash.training.evaluate import shaped
@@ -78,6 +80,11 @@ def read_prompts(stage: TrainingStage) -> tuple[TrainingData, ...]:
     return data
 
 
+def left_out(data: TrainingData, count: int, room: int) -> str:
+    """What to tell of prompts that do not fit."""
+    return f"{data.path}: {count:,} prompts leave no room for an answer in {room:,} tokens: left out"
+
+
 def bundle_bytes(bundle: Bundle) -> int:
     """Bytes of all its files."""
     return sum(file.size for file in bundle.manifest.files.values())
@@ -104,4 +111,15 @@ def check_disk(stage: TrainingStage, bundle: Bundle, samples: Sequence[Sample]) 
 
 def disk_remedy(taps: int) -> str:
     """What to give where taps may not take so many bytes."""
-    return f"give --disk {1.1 * taps / 1e9:.2g}, or fewer --prompts or --sampled"
+    return f"give --disk {ceil(110 * taps / 1e9) / 100:g}, or fewer --prompts or --sampled"
+
+
+@contextmanager
+def weights_fit() -> Iterator[None]:
+    """Raise BackendError where the device has no room for what is loaded inside."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise BackendError(
+            "the GPU has no room for the drafter and the target's embedding and head; free it, or take a larger one"
+        ) from None

@@ -23,6 +23,7 @@ from edge_dflash.model.dflash import DRAFT_IDS, NAMES
 from edge_dflash.model.program import WeightSpec
 from edge_dflash.model.registry import DRAFTERS, match_pair, read_drafter_spec
 from edge_dflash.model.specs import PairSpec, TargetSpec
+from edge_dflash.training.disk import writing
 from edge_dflash.training.drafter import drafter_weights
 from edge_dflash.weights.formats import WideWeight
 from edge_dflash.weights.quantize import wide_tensor
@@ -77,7 +78,7 @@ def kept_files(directory: Path) -> list[Path]:
 def same_files(init: Path, start: Path) -> bool:
     """Whether a start has these files as they are now, by size and time; random weights may stand beside them."""
     ours, theirs = (
-        {file.name: ((of := file.stat()).st_size, of.st_mtime_ns) for file in kept_files(directory)}
+        {file.name: ((of := file.stat()).st_size, int(of.st_mtime)) for file in kept_files(directory)}
         for directory in (start, init)
     )
     return ours == theirs or (SINGLE not in theirs and ours == {**theirs, SINGLE: ours.get(SINGLE)})
@@ -163,7 +164,7 @@ def save_weights(
 ) -> None:
     """Write a drafter's weights in BF16, in one file; ``start``: the checkpoint whose other files and tensors it keeps.
 
-    Raises OSError.
+    Raises RequestError where they cannot be written.
     """
     directory.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, torch.Tensor] = {}
@@ -182,8 +183,9 @@ def save_weights(
         if name != DRAFT_IDS:
             tensors[names[name]] = values.detach().to("cpu", torch.bfloat16).contiguous()
     half = directory / f"{SINGLE}.part"
-    save_file(dict(sorted(tensors.items())), str(half), metadata={"format": "pt"})
-    half.replace(directory / SINGLE)
+    with writing(directory / SINGLE):
+        save_file(dict(sorted(tensors.items())), str(half), metadata={"format": "pt"})
+        half.replace(directory / SINGLE)
 
 
 def _file_name(name: str, pair: PairSpec) -> str:

@@ -19,12 +19,14 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from edge_dflash.backends import SMALL_MODEL
 from edge_dflash.builder.convert import one_thread
 from edge_dflash.common.progress import Progress, unheard
 from edge_dflash.errors import BackendError, RequestError
+from edge_dflash.training.disk import writing
 from edge_dflash.training.drafter import BlockDrafter
 from edge_dflash.training.evaluate import accepted
 from edge_dflash.training.forecast import BatchSize
@@ -38,7 +40,7 @@ WARM_UP, LAST_RATE = 0.04, 0.02  # part of the steps; of the peak learning rate,
 PROBED = 8  # steps whose times are kept
 LEAST_STEPS = 20  # however few the minutes are
 SHARE = 20  # times that a checkpoint takes, at least, lie between two
-BEST = "best.safetensors"
+BEST = "best-"  # and the number of the step, of files of weights
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class TrainingPlan:
     weight_decay: float = 0.05
     quantized_part: float = 0.5  # of the steps, at the end: with weights and keys rounded as in a bundle
     checks: int = 10  # of the held-out split
-    patience: int = 4  # checks without a better one that end it while weights are rounded; 0: it runs to its end
+    patience: int = 4  # checks of the rounded part without a better one that end it; 0: it runs to its end
     seconds: float = 15.0  # between checkpoints, at least
     seed: int = 0
 
@@ -159,9 +161,10 @@ class Trainer:
         if (kept := self._newest()) is not None:
             self._accelerator.load_state(str(kept))
             self._log(f"the training goes on behind step {state.step}")
+        self._forget_others(None if kept is None else state.best_step)
         began = time.perf_counter() - state.seconds
         if kept is None:
-            self._check()  # where it begins; an untouched drafter is the best so far
+            self._check(counts=False)  # where it begins; an untouched drafter is the best so far
             state.seconds = time.perf_counter() - began
         saved = time.perf_counter()
         while not state.ended:
@@ -173,12 +176,13 @@ class Trainer:
             if len(state.times) < PROBED:
                 state.times.append(now - since)
             part = self._part()
-            progress(STAGE, *((state.step, plan.steps) if plan.steps else (round(1000 * part), 1000)))
+            total = plan.steps or 1000
+            progress(STAGE, state.step if plan.steps else round(total * part), total)
             if part >= 1 or int(part * plan.checks) > int(before * plan.checks):
                 state.losses.append((state.step, round(sum(state.sums) / len(state.sums), 5)))
                 state.sums.clear()
-                self._check()
-                tired = 0 < plan.patience <= state.since_best and part >= 1 - plan.quantized_part
+                self._check(counts=self._drafter.quantized)
+                tired = 0 < plan.patience <= state.since_best
                 state.ended = part >= 1 or tired
                 if tired and part < 1:
                     self._log(f"{state.since_best} checks without a better accept length end the training (--patience)")
@@ -187,7 +191,7 @@ class Trainer:
                 self._save()
                 saved = time.perf_counter()
                 self._saving = saved - since
-        progress(STAGE, 1, 1)
+        progress(STAGE, total := plan.steps or 1000, total)
         return state
 
     def _part(self, more: int = 0) -> float:
@@ -229,20 +233,29 @@ class Trainer:
             )
         return total / plan.batch.accumulate
 
-    def _check(self) -> None:
-        """Accept length on the held-out split, as a bundle holds the weights; the best ones are kept."""
+    def _check(self, *, counts: bool) -> None:
+        """Accept length on the held-out split, as a bundle holds the weights; the best ones are kept.
+
+        ``counts``: for the patience, where it is no better one.
+        """
         state, self._drafter.quantized = self._state, True
         with self._accelerator.autocast():
-            walked = walk_answers(self._drafter, self._borrowed, self._shards, self._heldout, self._device)
+            walked = walk_answers(
+                self._drafter, self._borrowed, self._shards, self._heldout, self._device, self._plan.batch.sequences
+            )
         self._drafter.forget_rounded()
         length = accepted(walked).mean
         state.lengths.append((state.step, round(length, 4)))
-        state.since_best += 1
+        state.since_best += counts
         if length > state.best or not state.best:
             state.best, state.best_step, state.since_best = length, state.step, 0
-            half = self._folder / f"{BEST}.part"
-            save_file({n: t.cpu().contiguous() for n, t in self._drafter.weights().items()}, str(half))
-            half.replace(self._folder / BEST)
+            path, weights = self._best(state.step), self._drafter.weights()
+            half = path.with_suffix(".part")
+            with writing(path):
+                save_file({name: tensor.cpu().contiguous() for name, tensor in weights.items()}, str(half))
+                with half.open("rb") as data:
+                    os.fsync(data.fileno())
+                half.replace(path)
         loss = f"loss {state.losses[-1][1]:.4f}, " if state.losses else ""
         self._log(f"step {state.step}: {loss}accept length {length:.3f} on held-out answers")
 
@@ -250,14 +263,25 @@ class Trainer:
         """A checkpoint, whole or not at all; older ones go."""
         half, whole = self._folder / "checkpoint.part", self._folder / f"{CHECKPOINT}{self._state.step:08}"
         shutil.rmtree(half, ignore_errors=True)
-        self._accelerator.save_state(str(half))
-        for file in half.iterdir():
-            with file.open("rb") as data:
-                os.fsync(data.fileno())
-        half.replace(whole)
+        with writing(whole):
+            self._accelerator.save_state(str(half))
+            for file in half.iterdir():
+                with file.open("rb") as data:
+                    os.fsync(data.fileno())
+            half.replace(whole)
         for other in self._checkpoints():
             if other != whole:
                 shutil.rmtree(other)
+        self._forget_others(self._state.best_step)
+
+    def _best(self, step: int) -> Path:
+        return self._folder / f"{BEST}{step:08}.safetensors"
+
+    def _forget_others(self, best: int | None) -> None:
+        """Remove weights but those of step ``best``: they are newer than the checkpoint, or no longer the best."""
+        for path in self._folder.glob(f"{BEST}*"):
+            if best is None or path != self._best(best):
+                path.unlink()
 
     def _newest(self) -> Path | None:
         return max(self._checkpoints(), default=None)
@@ -267,5 +291,9 @@ class Trainer:
 
 
 def kept_weights(folder: Path) -> dict[str, torch.Tensor]:
-    """The best weights of a training that has ended or not, by canonical name."""
-    return load_file(str(folder / BEST))
+    """The best weights of a training that has ended or not, by canonical name. Raises RequestError for damaged ones."""
+    path = max(folder.glob(f"{BEST}*.safetensors"))
+    try:
+        return load_file(str(path))
+    except SafetensorError as error:
+        raise RequestError(f"{path} is damaged ({error}); remove {folder} to train again") from None

@@ -13,6 +13,7 @@ from typing import Any
 
 from edge_dflash.builder.card import CARD
 from edge_dflash.bundle.manifest import MANIFEST
+from edge_dflash.bundle.parts import building_path
 from edge_dflash.common.files import is_there
 from edge_dflash.errors import RequestError
 from edge_dflash.training.forecast import BatchSize
@@ -130,9 +131,20 @@ class TrainingDir:
         """Whether a step of the training is kept."""
         return any(self.training.glob(f"{CHECKPOINT}*"))
 
+    @property
+    def gone(self) -> str:
+        """The remedy that always helps."""
+        return f"remove {self.root}"
+
+    def forget_training(self) -> None:
+        """Remove what comes of the answers, taps apart, which know what they are of."""
+        shutil.rmtree(self.training, ignore_errors=True)
+        self.forget_trained()
+        self.evaluation.unlink(missing_ok=True)
+
     def forget_trained(self) -> None:
         """Remove what comes of the trained drafter."""
-        for folder in (self.trained, self.after):
+        for folder in (self.trained, self.after, building_path(self.after)):
             shutil.rmtree(folder, ignore_errors=True)
         if found := self.read(self.evaluation):
             self.write(self.evaluation, {name: one for name, one in found.items() if name != "after"})
@@ -151,7 +163,8 @@ class TrainingDir:
             ) from None
         path, body = self.root / RUN, run.to_json()
         found = self.read(path)
-        if not is_there(self.before / MANIFEST):  # nothing is made yet that another training could not make
+        if not (is_there(self.before / MANIFEST) or self.answers(0).exists() or self.done):
+            # nothing is made yet that another training could not make
             if any(found.get(name) != body[name] for name in _OF_BUNDLE):
                 shutil.rmtree(self.start, ignore_errors=True)
             found = {}
@@ -159,7 +172,7 @@ class TrainingDir:
         if self.done is None and not self.has_steps:
             names = [name for name in names if name not in _OF_STEPS]
         if found and (other := [name for name in names if found.get(name) != body[name]]):
-            name, gone = next((name for name in other if name not in _OF_STEPS), other[0]), f"remove {self.root}"
+            name, gone = next((name for name in other if name not in _OF_STEPS), other[0]), self.gone
             if name in _OF_STEPS:
                 gone = (
                     f"remove {self.training if self.done is None else self.root / DONE} to train again with its answers"

@@ -266,7 +266,7 @@ def test_addresses(tmp_path):
     assert parse_url("unix:///run/x.sock")[0] == "/run/x.sock"
     assert parse_url("http+unix://%2Frun%2Fx.sock/v1") == ("/run/x.sock", "http://edge-dflash")
     assert parse_url("https://host:1/api/v1/") == (None, "https://host:1/api")
-    for bad in ("http://[::1", "", "host:80", "unix:", "ftp://host", "http://", "http://host/?x=1"):
+    for bad in ("http://[::1", "http://host:abc", "", "host:80", "unix:", "ftp://host", "http://", "http://host/?x=1"):
         with pytest.raises(ServiceError, match="no address"):
             parse_url(bad)
     with pytest.raises(ServiceError, match="cannot be reached"):

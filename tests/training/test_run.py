@@ -83,6 +83,12 @@ def test_a_run_leaves_a_drafter_with_its_card(given, data, whole):
     assert not (given.output / "work" / "taps").exists()
 
 
+def best(files):
+    """The one file of weights that were kept."""
+    (found,) = (data for name, data in files.items() if name.startswith("best-"))
+    return found
+
+
 def test_a_run_that_is_stopped_in_every_stage_ends_as_one_that_was_not(given, whole, tmp_path, monkeypatch):
     result, _, kept = whole
     run, seen = part_of(given, tmp_path / "cut", "start", "before"), {}  # builds go on by themselves: tests/builder
@@ -104,7 +110,7 @@ def test_a_run_that_is_stopped_in_every_stage_ends_as_one_that_was_not(given, wh
             train_drafter(run, stop)
     again = train_drafter(run)
     assert seen["taps"] == kept["taps"]
-    assert seen["training"]["best.safetensors"] == kept["training"]["best.safetensors"]
+    assert best(seen["training"]) == best(kept["training"])
     files = [(one.drafter / "model.safetensors").read_bytes() for one in (result, again)]
     assert files[0] == files[1]
     assert again.card.accept_length == result.card.accept_length
@@ -254,7 +260,9 @@ def test_a_full_disk_is_said_in_one_line(given, whole, tmp_path, monkeypatch):
         raise SafetensorError("I/O error: No space left on device")
 
     monkeypatch.setattr("edge_dflash.training.trainer.save_file", full)
-    with pytest.raises(RequestError, match=r"cannot write below .*No space left on device; make room"):
+    with pytest.raises(
+        RequestError, match=r"cannot write .*best-00000000\.safetensors: .*No space left on device; make"
+    ):
         train_drafter(run)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=(1 << 30) + 20_000_000))
     with pytest.raises(RequestError, match=r"bundles take 1\d\d\.\d MB|take 0\.\d+ GB.*has 20\.0 MB free; make room"):
@@ -283,6 +291,43 @@ def test_an_ended_training_is_of_the_data_that_it_read(given, whole):
             train_drafter(given)
     finally:
         given.data[0].write_text(text)
+
+
+def test_answers_that_were_removed_take_what_came_of_them_along(given, whole, tmp_path, monkeypatch):
+    run = part_of(given, tmp_path / "out", "start", "before", "evaluation.json")
+    work = run.output / "work"
+    for name in ("training/checkpoint-00000004", "trained", "after", "after.building"):
+        (work / name).mkdir(parents=True)
+    monkeypatch.setattr(stages, "answer", lambda *parts: pytest.exit("on"))
+    with pytest.raises(pytest.exit.Exception):
+        train_drafter(run)
+    assert {path.name for path in work.iterdir()} == {"start", "before", "lock", "run.json"}
+
+
+def test_steps_that_were_removed_are_trained_and_measured_again(given, whole, tmp_path, monkeypatch):
+    run = part_of(given, tmp_path / "out", "start", "before", "answers-0.jsonl", "evaluation.json")
+    measured, evaluate = [], stages.evaluate
+    monkeypatch.setattr(
+        stages, "evaluate", lambda path, *rest, **more: measured.append(path.name) or evaluate(path, *rest, **more)
+    )
+    train_drafter(run)
+    assert measured == ["after"]
+
+
+def test_a_drafter_that_changed_is_read_again_or_refused(given, whole, tmp_path):
+    init = shutil.copytree(given.drafter, tmp_path / "init")
+    run = replace(given, drafter=init, output=tmp_path / "out")
+    with TrainingDir(run) as work:
+        stage = stages.TrainingStage(run, work, unheard, print, "cpu")
+        first = stages.before(stage).manifest.sources
+        config = json.loads((init / "config.json").read_text())
+        (init / "config.json").write_text(json.dumps(config, indent=8))
+        assert stages.before(stage).manifest.sources != first
+        work.answers(0).touch()
+        assert stages.before(stage)
+        (init / "config.json").write_text(json.dumps(config, indent=9))
+        with pytest.raises(RequestError, match="init has changed since this training began; give another --output, or"):
+            stages.before(stage)
 
 
 def test_what_was_trained_is_forgotten_with_its_steps(given, whole, tmp_path):
@@ -336,7 +381,7 @@ def test_a_drafter_that_became_worse_is_kept_apart_and_said_so(
     if begun == "sizes":
         drafter = tmp_path / begun
         drafter.mkdir()
-        shutil.copyfile(given.drafter / "config.json", drafter / "config.json")
+        shutil.copy2(given.drafter / "config.json", drafter / "config.json")  # the time, too: it has not changed
     part_of(given, output, "start", "before", "answers-0.jsonl")
     shutil.copytree(given.output / "work" / "before", output / "work" / "after")
     measures = json.loads((given.output / "work" / "evaluation.json").read_text())
