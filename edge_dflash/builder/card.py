@@ -76,6 +76,11 @@ class DrafterCard:
     format: int = FORMAT
 
     @property
+    def way(self) -> str:
+        """The way of answering that the accept lengths are of."""
+        return headline(self.measures)
+
+    @property
     def lossless(self) -> bool:
         """Whether all answers that were decoded plainly too had the same tokens."""
         return all(one.get("equal") == one.get("compared") for one in self.measures.values())
@@ -84,6 +89,11 @@ class DrafterCard:
     def checked_length(self) -> float:
         """Mean accept length of the checks; 0 without one."""
         return accept_length(self.checks)
+
+
+def headline(measures: Mapping[str, object]) -> str:
+    """Which of the ways that were measured speaks for a drafter: of the form, where tasks have one."""
+    return "greedy, schema" if "after, greedy, schema" in measures else "greedy"
 
 
 def accept_length(checks: Sequence[CardCheck]) -> float:

@@ -162,5 +162,4 @@ def _report(result: TrainingResult, json: bool) -> None:
         )
     show(table)
     begun = "" if card.accept_length.before is None else f" (before: {card.accept_length.before:.2f})"
-    way = "greedy, schema" if "after, greedy, schema" in card.measures else "greedy"
-    print(f"{result.drafter}: accept length {card.accept_length.after:.2f}{begun}, {way}; {card.steps} steps")
+    print(f"{result.drafter}: accept length {card.accept_length.after:.2f}{begun}, {card.way}; {card.steps} steps")

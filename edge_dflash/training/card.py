@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from edge_dflash.backends import load
-from edge_dflash.builder.card import CARD, CardLengths, CardTarget, DrafterCard, check_prompts
+from edge_dflash.builder.card import CARD, CardLengths, CardTarget, DrafterCard, check_prompts, headline
 from edge_dflash.bundle.manifest import fingerprint
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.common.tables import encode
@@ -32,8 +32,7 @@ def card_of(
 ) -> DrafterCard:
     """What is written beside the drafter, of bundles with it as it began (``bundle``) and ``trained``."""
     target, begins = bundle.pair.target, run.begins
-    way = "greedy, schema" if "after, greedy, schema" in measures else "greedy"
-    old, new = (measures[f"{name}, {way}"].accept_length for name in ("before", "after"))
+    old, new = (measures[f"{name}, {headline(measures)}"].accept_length for name in ("before", "after"))
     prompts = sorted((one.prompt for file in answers for one in file if one.heldout), key=len)
     backend = load(Bundle.open(trained, check_hashes=False))
     try:

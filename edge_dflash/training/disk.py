@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,3 +20,14 @@ def writing(path: Path) -> Iterator[None]:
     except (OSError, RuntimeError, SafetensorError) as error:
         said = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise RequestError(f"cannot write {path}: {said}; make room on the disk, or see to its rights") from None
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """A place to write; what lies there at the end is then ``path``, whole and on the disk. Raises RequestError."""
+    half = path.with_suffix(".part")
+    with writing(path):
+        yield half
+        with half.open("rb") as file:
+            os.fsync(file.fileno())
+        half.replace(path)

@@ -36,9 +36,18 @@ from edge_dflash.training.taps import write_taps
 from edge_dflash.training.trainer import LEAST_STEPS, PROBED, Trainer, TrainingPlan
 from edge_dflash.training.workdir import TrainingDir, TrainingRun
 
-ASKED = 8  # prompts that are answered, at least as many as there are lanes
-SCRATCH = "dry-"  # and something, of a folder that goes
+ASKED = 8  # prompts that are answered, of all files together
 EVALUATED = 2  # of them, also answered one at a time, in every way
+SCRATCH = "dry-"  # and something, of a folder that goes
+
+
+@dataclass(frozen=True)
+class _Length:
+    """Tokens of a task."""
+
+    task: TrainingTask
+    prompt: int
+    given: int | None  # of an answer that is not asked for
 
 
 @dataclass(frozen=True)
@@ -90,62 +99,45 @@ def _answers(stage: TrainingStage, bundle: Bundle, data: Sequence[TrainingData],
         bundle.path, fallback=False, self_test="off", lanes=lanes(stage), progress=stage.progress
     ) as planner:
         tokenizer, usable = open_tokenizer(planner), planner.shape.usable_context
-        prompts = [[len(prompt_ids(tokenizer, task)) for task in each.tasks] for each in data]
-        check_memory(stage, bundle.pair, _most(stage.run, data, prompts, tokenizer, usable), "at most")
+        lengths = [[_length(tokenizer, task, usable) for task in each.tasks] for each in data]
+        bound = max(one.prompt + (one.given or stage.run.new_tokens) for own in lengths for one in own)
+        check_memory(stage, bundle.pair, min(bound, usable), "at most")
         asked = list[TrainingTask]()
-        for number, (each, lengths) in enumerate(zip(data, prompts, strict=True)):
-            fitting = [task for task, length in zip(each.tasks, lengths, strict=True) if length < usable]
-            if missing := len(lengths) - len(fitting):
+        for number, (each, all_lengths) in enumerate(zip(data, lengths, strict=True)):
+            fitting = [one for one in all_lengths if one.prompt < usable]
+            if missing := len(all_lengths) - len(fitting):
                 stage.say(left_out(each, missing, usable))
-            few = [replace(task, answer=None, heldout=True) for task in spread(fitting, -(-ASKED // len(data)))]
+            tasks = spread([one.task for one in fitting], -(-ASKED // len(data)))
+            few = [replace(task, answer=None, heldout=True) for task in tasks]
             began, file = time.perf_counter(), scratch / f"answers-{number}.jsonl"
             made += make_answers(planner, replace(each, tasks=tuple(few)), file, new_tokens=stage.run.new_tokens)
             seconds += time.perf_counter() - began
             found = [sample(one) for one in read_answers(file)]
             own = [len(one.ids) - one.prompt for one in found]
-            told = _all_tokens(stage.run, each, lengths, tokenizer, own, usable)
+            told = _all_tokens(stage.run, fitting, own)
             tokens, answered, longest = tokens + told[0], answered + told[1], max(longest, told[2])
             samples, asked = samples + found, asked + few
         evaluation = _evaluation(stage, planner, spread(asked, EVALUATED), len(evaluated(stage.run, data)))
     return _Answers(samples, made / seconds, evaluation, tokens, answered, min(longest, usable))
 
 
-def _all_tokens(
-    run: TrainingRun,
-    data: TrainingData,
-    prompts: Sequence[int],
-    tokenizer: Tokenizer,
-    answers: Sequence[int],
-    usable: int,
-) -> tuple[int, int, int]:
-    """Tokens of a file's prompts and answers, those of them that are made, and the longest, by a few ``answers``."""
+def _length(tokenizer: Tokenizer, task: TrainingTask, usable: int) -> _Length:
+    prompt, given = len(prompt_ids(tokenizer, task)), None
+    if task.answer is not None and not task.heldout:
+        given = min(len(tokenizer.encode_text(task.answer)), max(0, usable - prompt))
+    return _Length(task, prompt, given)
+
+
+def _all_tokens(run: TrainingRun, lengths: Sequence[_Length], answers: Sequence[int]) -> tuple[int, int, int]:
+    """Tokens of prompts and answers, those of them that are made, and the longest, by a few ``answers``."""
     mean, most = round(sum(answers) / len(answers)), max(answers)
     tokens = made = longest = 0
-    for task, prompt in zip(data.tasks, prompts, strict=True):
-        if prompt >= usable:
-            continue
-        given = _given(task, tokenizer, usable - prompt)
-        count = 1 if task.heldout or given is not None else 1 + run.sampled
-        tokens += count * (prompt + (mean if given is None else given))
-        made += count * mean if given is None else 0
-        longest = max(longest, prompt + (most if given is None else given))
+    for one in lengths:
+        count = 1 if one.task.heldout or one.given is not None else 1 + run.sampled
+        tokens += count * (one.prompt + (mean if one.given is None else one.given))
+        made += count * mean if one.given is None else 0
+        longest = max(longest, one.prompt + (most if one.given is None else one.given))
     return tokens, made, longest
-
-
-def _given(task: TrainingTask, tokenizer: Tokenizer, room: int) -> int | None:
-    """Tokens of an answer that is not asked for; None for one that is."""
-    return None if task.heldout or task.answer is None else min(len(tokenizer.encode_text(task.answer)), room)
-
-
-def _most(
-    run: TrainingRun, data: Sequence[TrainingData], prompts: Sequence[Sequence[int]], tokenizer: Tokenizer, usable: int
-) -> int:
-    """Tokens that a prompt and its answer may have."""
-    return max(
-        min(prompt + (_given(task, tokenizer, usable) or run.new_tokens), usable)
-        for each, lengths in zip(data, prompts, strict=True)
-        for task, prompt in zip(each.tasks, lengths, strict=True)
-    )
 
 
 def _evaluation(stage: TrainingStage, planner: Planner, tasks: Sequence[TrainingTask], count: int) -> float:

@@ -128,11 +128,11 @@ def before(stage: TrainingStage) -> Bundle:
         for folder in (work.start, work.before):  # it was put right since
             shutil.rmtree(folder, ignore_errors=True)
     if not (work.before / MANIFEST).is_file():
+        target = target_spec(run)
         if not work.start.is_dir():
             shutil.rmtree(half, ignore_errors=True)  # a kill leaves a start that is whole, or none
-            make_start(target_spec(run), run.drafter, half, mask_token_id=run.mask_token, seed=run.seed)
+            make_start(target, run.drafter, half, mask_token_id=run.mask_token, seed=run.seed)
             half.replace(work.start)
-        target = target_spec(run)
         pair = match_pair(target, read_drafter_spec(work.start, target.num_layers))
         check_memory(stage, pair, 1, "at least")
         _bundle(stage, work.start, work.before)

@@ -6,7 +6,6 @@ there at all, and its metadata says what it was made of.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ import torch
 from safetensors.numpy import save_file
 
 from edge_dflash.errors import CheckpointError, RequestError
-from edge_dflash.training.disk import writing
+from edge_dflash.training.disk import whole_file
 from edge_dflash.training.forecast import BatchSize
 from edge_dflash.training.losses import Batch
 from edge_dflash.weights.safetensors import TensorFiles
@@ -85,12 +84,8 @@ def write_shard(
         "heldout": np.array([one.heldout for one in samples], np.uint8),
         **{name: np.concatenate(parts) for name, parts in rows.items()},
     }
-    half = path.with_suffix(".part")
-    with writing(path):
+    with whole_file(path) as half:
         save_file(tensors, str(half))
-        with half.open("rb") as file:
-            os.fsync(file.fileno())
-        half.replace(path)
 
 
 class Shards:

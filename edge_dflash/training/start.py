@@ -23,7 +23,7 @@ from edge_dflash.model.dflash import DRAFT_IDS, NAMES
 from edge_dflash.model.program import WeightSpec
 from edge_dflash.model.registry import DRAFTERS, match_pair, read_drafter_spec
 from edge_dflash.model.specs import PairSpec, TargetSpec
-from edge_dflash.training.disk import writing
+from edge_dflash.training.disk import whole_file
 from edge_dflash.training.drafter import drafter_weights
 from edge_dflash.weights.formats import WideWeight
 from edge_dflash.weights.quantize import wide_tensor
@@ -182,10 +182,8 @@ def save_weights(
     for name, values in weights.items():
         if name != DRAFT_IDS:
             tensors[names[name]] = values.detach().to("cpu", torch.bfloat16).contiguous()
-    half = directory / f"{SINGLE}.part"
-    with writing(directory / SINGLE):
+    with whole_file(directory / SINGLE) as half:
         save_file(dict(sorted(tensors.items())), str(half), metadata={"format": "pt"})
-        half.replace(directory / SINGLE)
 
 
 def _file_name(name: str, pair: PairSpec) -> str:

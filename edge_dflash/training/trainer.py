@@ -26,7 +26,7 @@ from edge_dflash.backends import SMALL_MODEL
 from edge_dflash.builder.convert import one_thread
 from edge_dflash.common.progress import Progress, unheard
 from edge_dflash.errors import BackendError, RequestError
-from edge_dflash.training.disk import writing
+from edge_dflash.training.disk import whole_file, writing
 from edge_dflash.training.drafter import BlockDrafter
 from edge_dflash.training.evaluate import accepted
 from edge_dflash.training.forecast import BatchSize
@@ -139,7 +139,7 @@ class Trainer:
         self._heldout = [int(i) for i in heldout[np.linspace(0, len(heldout) - 1, min(MOST, len(heldout))).astype(int)]]
 
     def run(self, progress: Progress = unheard) -> TrainingState:
-        """Train to the end. The best weights are then in ``folder``/best.safetensors.
+        """Train to the end. The best weights are then what :func:`kept_weights` reads.
 
         Raises RequestError for a loss that is no number, BackendError where the device's memory is too small.
         """
@@ -249,13 +249,9 @@ class Trainer:
         state.since_best += counts
         if length > state.best or not state.best:
             state.best, state.best_step, state.since_best = length, state.step, 0
-            path, weights = self._best(state.step), self._drafter.weights()
-            half = path.with_suffix(".part")
-            with writing(path):
-                save_file({name: tensor.cpu().contiguous() for name, tensor in weights.items()}, str(half))
-                with half.open("rb") as data:
-                    os.fsync(data.fileno())
-                half.replace(path)
+            weights = {name: tensor.cpu().contiguous() for name, tensor in self._drafter.weights().items()}
+            with whole_file(self._best(state.step)) as half:
+                save_file(weights, str(half))
         loss = f"loss {state.losses[-1][1]:.4f}, " if state.losses else ""
         self._log(f"step {state.step}: {loss}accept length {length:.3f} on held-out answers")
 

@@ -80,6 +80,7 @@ class TrainingDir:
         self.root = run.output / "work"
         self.start, self.before, self.after = (self.root / name for name in ("start", "before", "after"))
         self.taps, self.training, self.trained = (self.root / name for name in ("taps", "training", "trained"))
+        self._of_trained = (self.trained, self.after, building_path(self.after))
         self.evaluation = self.root / "evaluation.json"
         _check_output(run)
         self.root.mkdir(parents=True, exist_ok=True)
@@ -144,14 +145,14 @@ class TrainingDir:
 
     def forget_trained(self) -> None:
         """Remove what comes of the trained drafter."""
-        for folder in (self.trained, self.after, building_path(self.after)):
+        for folder in self._of_trained:
             shutil.rmtree(folder, ignore_errors=True)
         if found := self.read(self.evaluation):
             self.write(self.evaluation, {name: one for name, one in found.items() if name != "after"})
 
     def clear(self) -> None:
         """Remove taps, checkpoints, and the last bundle with what it was made of."""
-        for folder in (self.taps, self.training, self.trained, self.after):
+        for folder in (self.taps, self.training, *self._of_trained):
             shutil.rmtree(folder, ignore_errors=True)
 
     def _take(self, run: TrainingRun, *, dry: bool) -> None:
