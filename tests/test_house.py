@@ -1,4 +1,4 @@
-"""Rooms import only lower ones, files and functions stay small, names stand once, and prose says the noun."""
+"""Rooms import only lower ones, large files say why, functions fit a screen, names stand once, and prose says the noun."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from paths import ROOT
 PACKAGE = ROOT / "edge_dflash"
 FILES = sorted(PACKAGE.rglob("*.py"))
 RANK = {room: i for i, room in enumerate(FLOORS)}
-LINES, FUNCTION = 300, 60
+LINES, FUNCTION = 500, 60  # a file above LINES says why in its docstring: "... lines: ..."
 SAME_IDEA = {"KvMemory": "the rows of K and V of one layer, in each backend"}  # public classes that two modules hold
 TICS = re.compile(  # each stands where a noun or a fact should
     r"(?:^(?:# )?|[.;,(:] )knows\b|\b(?:when|where) there is one\b|\bthere is none\b|\bof (?:its|their) own\b", re.I
@@ -60,10 +60,11 @@ def test_rooms_import_only_lower_ones(path: Path):
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_files_and_functions_are_small(path: Path):
+def test_functions_fit_a_screen_and_large_files_say_why(path: Path):
     text = path.read_text()
-    assert len(text.splitlines()) <= LINES
-    for node in ast.walk(ast.parse(text)):
+    tree = ast.parse(text)
+    assert len(text.splitlines()) <= LINES or "lines:" in (ast.get_docstring(tree) or "")
+    for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             assert node.end_lineno - node.lineno < FUNCTION, node.name
 
