@@ -1,4 +1,4 @@
-"""Rooms import only lower ones, large files say why, functions fit a screen, names stand once, and prose says the noun."""
+"""Rooms import only lower ones, large files say why, functions fit a screen, names are unique, prose says the noun."""
 
 from __future__ import annotations
 
