@@ -7,7 +7,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 from control_gpu import ControlGpu
-from fake_tensorrt import SCRATCH, FakeTensorrt, write_plans
+from fake_tensorrt import SCRATCH, FakeRuntime, FakeTensorrt, write_plans
 from native_support import MIXED, NATIVE_PAIR, SIGHTED, formats_of, random_store
 from pictures_support import noise
 from store_weights import StoreWeights
@@ -314,7 +314,7 @@ def test_a_driver_that_is_missed_only_when_a_plan_is_read_is_named(monkeypatch, 
     def no_driver(self, reader):
         raise RuntimeError("[ERROR] Failed to open cuda driver.")
 
-    monkeypatch.setattr(FakeTensorrt, "deserialize_cuda_engine", no_driver)
+    monkeypatch.setattr(FakeRuntime, "deserialize_cuda_engine", no_driver)
     gpu = PlannedGpu()
     with pytest.raises(BackendError, match=r"\.plan: TensorRT does not start here: .*cuda driver.*; check the driver"):
         load(monkeypatch, tmp_path, gpu)
@@ -335,6 +335,26 @@ def test_closing_lets_go_of_every_context_and_plan_before_the_device_is_closed(l
     backend.close()
     assert there == [[]]
     backend.close()
+
+
+@pytest.mark.parametrize("flavour", [TENSORRT, TENSORRT_RTX], ids=lambda flavour: flavour.module)
+def test_what_points_at_another_goes_before_it(monkeypatch, tmp_path, flavour):
+    backend, gpu, trt = load(monkeypatch, tmp_path, flavour=flavour)
+    context, gone = trt.contexts[0], []
+    held = {"engine": context.engine, "runtime": context.engine.runtime, "log": context.engine.runtime.log}
+    if flavour is TENSORRT_RTX:
+        held |= {"config": context.config, "cache": context.config.cache}
+    for name, each in {"context": context, **held}.items():
+        weakref.finalize(each, gone.append, name)
+    trt.contexts.clear()
+    gpu.close = lambda: gone.append("device")
+    for graph in (*vars(backend.graphs).values(), *vars(backend._cycles).values()):
+        for one in getattr(graph, "graphs", {0: graph}).values():
+            one.calls.clear()
+    del context, held, each
+    backend.close()
+    order = ["context", *(["config", "cache"] if flavour is TENSORRT_RTX else []), "engine", "runtime", "device"]
+    assert [name for name in gone if name != "log"] == order
 
 
 @pytest.mark.parametrize(

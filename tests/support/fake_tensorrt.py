@@ -1,6 +1,11 @@
-"""TensorRT's run time without TensorRT: plans are JSON, contexts remember what they were told and when they ran."""
+"""TensorRT's run time without TensorRT: plans are JSON, contexts remember what they were told and when they ran.
+
+As in the library, nothing holds what it points at: a context its configuration and its engine, a configuration its
+cache, an engine the runtime, the runtime its log. Where the library would read freed memory, these raise.
+"""
 
 import json
+import weakref
 from enum import IntEnum
 from types import SimpleNamespace
 
@@ -20,6 +25,21 @@ class Strategy(IntEnum):
 
 class Specialization(IntEnum):
     LAZY, EAGER, NONE = 0, 1, 2
+
+
+class Pointer:
+    """What one object of the library reads of another without holding it."""
+
+    def __set_name__(self, owner, name):
+        self.name = name
+
+    def __set__(self, holder, found):
+        holder.__dict__[self.name] = weakref.ref(found)
+
+    def __get__(self, holder, owner):
+        found = holder.__dict__[self.name]()
+        assert found is not None, f"{type(holder).__name__} reads {self.name}, which is gone"
+        return found
 
 
 DATA_TYPES = SimpleNamespace(**{name: name for name in ("FLOAT", "BF16", "FP8", "FP4", "INT32")})
@@ -61,8 +81,14 @@ class FakeTensorrt:
     def Runtime(self, log):
         if self.refuse == ("Runtime", None):
             raise RuntimeError("[ERROR] Failed to open cuda driver.")
-        self.log = log
-        return self
+        return FakeRuntime(self, log)
+
+
+class FakeRuntime:
+    log = Pointer()
+
+    def __init__(self, trt, log):
+        self.trt, self.log = trt, log
 
     def deserialize_cuda_engine(self, reader):
         text = b""
@@ -75,19 +101,22 @@ class FakeTensorrt:
         said = json.loads(text)
         if self.refused("deserialize_cuda_engine", said["key"]):
             return None
-        self.loaded.append(said["key"])
+        self.trt.loaded.append(said["key"])
         return FakeEngine(self, said)
 
     def refused(self, method, key):
-        if self.refuse == (method, key):
-            self.log.log("error", f"{method}: Error Code 4:\n  no")
+        log = self.log  # read at every call, as the library does to say what failed
+        if self.trt.refuse == (method, key):
+            log.log("error", f"{method}: Error Code 4:\n  no")
             return True
         return False
 
 
 class FakeEngine:
-    def __init__(self, trt, said):
-        self.trt, self.said = trt, said
+    runtime = Pointer()
+
+    def __init__(self, runtime, said):
+        self.runtime, self.trt, self.said = runtime, runtime.trt, said
         self.names = list(said["tensors"])
         self.num_io_tensors, self.num_optimization_profiles = len(self.names), said["profiles"]
         self.device_memory_size_v2 = said["scratch"]
@@ -110,16 +139,18 @@ class FakeEngine:
         if self.trt.rtx:
             assert config.strategy == Strategy.USER_MANAGED
             assert config.dynamic_shapes_kernel_specialization_strategy == Specialization.EAGER
-            assert config.cache is self.trt.caches[0]
+            assert len(self.trt.caches) == 1  # one for all contexts
         else:
             assert config == Strategy.USER_MANAGED
-        if self.trt.refused("create_execution_context", self.said["key"]):
+        if self.runtime.refused("create_execution_context", self.said["key"]):
             return None
-        self.trt.contexts.append(FakeContext(self))
+        self.trt.contexts.append(FakeContext(self, config))
         return self.trt.contexts[-1]
 
 
 class FakeConfig:
+    cache = Pointer()
+
     def __init__(self, trt):
         self.trt = trt
 
@@ -127,22 +158,38 @@ class FakeConfig:
         self.strategy = strategy
 
     def create_runtime_cache(self):
-        self.trt.caches.append(object())
-        return self.trt.caches[-1]
+        made = FakeCache()
+        self.trt.caches.append(weakref.proxy(made))
+        return made
 
     def set_runtime_cache(self, cache):
         self.cache = cache
 
 
-class FakeContext:
-    """Raises when it is told something twice, or after it ran."""
+class FakeCache:
+    """Kernels compiled for this GPU."""
 
-    def __init__(self, engine):
+
+class FakeContext:
+    """Raises when it is told something twice, or after it ran, or when what it points at is gone."""
+
+    engine, config = Pointer(), Pointer()
+
+    def __init__(self, engine, config):
         self.engine, self.trt, self.key = engine, engine.trt, engine.said["key"]
+        if self.trt.rtx:
+            self.config = config
         self.scratch = self.profile = None
         self.shapes, self.addresses, self.ran = {}, {}, 0
 
+    def refused(self, method):
+        """Every call reads configuration, cache, engine, runtime and log."""
+        if self.trt.rtx:
+            assert self.config.cache
+        return self.engine.runtime.refused(method, self.key)
+
     def set_device_memory(self, address, size):
+        assert not self.refused("set_device_memory")
         assert self.scratch is None
         assert size >= self.engine.device_memory_size_v2
         self.scratch = address
@@ -151,23 +198,23 @@ class FakeContext:
         assert self.profile is None
         assert stream == self.trt.gpu.stream
         self.profile = profile
-        return profile < self.engine.num_optimization_profiles and not self.trt.refused("profile", self.key)
+        return profile < self.engine.num_optimization_profiles and not self.refused("profile")
 
     def set_input_shape(self, name, shape):
         assert name not in self.shapes or self.key == TOWER  # each picture has its own
         assert name in self.engine.said["inputs"]
         self.shapes[name] = shape
-        return not self.trt.refused("set_input_shape", self.key)
+        return not self.refused("set_input_shape")
 
     def set_tensor_address(self, name, address):
         assert name not in self.addresses
         assert not self.ran
         assert address % 256 == 0
         self.addresses[name] = address
-        return not self.trt.refused("set_tensor_address", self.key)
+        return not self.refused("set_tensor_address")
 
     def infer_shapes(self):
-        return ["rows"] if self.trt.refused("infer_shapes", self.key) else []
+        return ["rows"] if self.refused("infer_shapes") else []
 
     def execute_async_v3(self, stream):
         assert stream == self.trt.gpu.stream
@@ -176,4 +223,4 @@ class FakeContext:
         self.ran += 1
         if self.trt.gpu.enqueued is not None:
             self.trt.gpu.enqueued.append(("plan", self))
-        return not self.trt.refused("execute_async_v3", self.key)
+        return not self.refused("execute_async_v3")

@@ -1,8 +1,13 @@
 """Engines on a device: engines, and for each use of one a context whose shapes and addresses are set once.
 
-All contexts work in one block of scratch, because engines run one behind the other on one stream. A context is enqueued
+All contexts work in one block of scratch, because engines run one after the other on one stream. A context is enqueued
 once before anything is captured: only then does TensorRT have nothing left to set up. The calls of TensorRT that need
 a GPU are all here, and ``execute_async_v3`` is the only one that runs after the load.
+
+TensorRT's objects point at each other without holding each other: a context at its configuration (dropping that one
+early ended in a segmentation fault at the context's next call, TensorRT for RTX 1.4), a configuration at its cache, a
+context at its engine, an engine at the runtime, the runtime at its log. :class:`Engines` holds all of them and lets go
+of what points before what is pointed at.
 """
 
 from __future__ import annotations
@@ -38,6 +43,14 @@ class LoadedEngine:
     scratch: int  # bytes that a context of it needs
 
 
+@dataclass
+class HeldContext:
+    """An execution context, and the configuration that TensorRT for RTX reads from it for as long as it lives."""
+
+    context: Any
+    config: Any
+
+
 class Engines:
     """Engines by their unit's key, and what they share."""
 
@@ -50,7 +63,7 @@ class Engines:
         except RuntimeError as error:
             raise BackendError(f"{flavour.product} does not start here: {error}; check the driver") from None
         self._engines: dict[str, LoadedEngine] = {}
-        self._contexts: list[Any] = []
+        self._contexts: list[HeldContext] = []
         self._cache: Any = None  # kernels that TensorRT for RTX compiled for this GPU, shared by all contexts
         self._scratch = DevicePointer(0, 0)
 
@@ -75,7 +88,7 @@ class Engines:
     def context(self, key: str, profile: int, rows: int, addresses: Mapping[str, int]) -> Enqueue:
         """Make a context for ``rows``, bound to device addresses; what enqueues it. Raises BackendError."""
         engine = self._engines[key]
-        made = self._make(engine.engine)
+        made = self._make(engine.engine).context
         if made is None:
             raise self._failed(key, "gives no execution context; free memory")
         made.set_device_memory(self._scratch.address, self._scratch.nbytes)
@@ -90,7 +103,6 @@ class Engines:
                 raise self._failed(key, f"does not take an address for {binding.name}")
         if missing := list(made.infer_shapes()):
             raise self._failed(key, f"lacks the shape or address of {missing[0]}")
-        self._contexts.append(made)
         return partial(self._enqueue, key, len(self._contexts) - 1)
 
     def resized(self, key: str, most: int, addresses: Mapping[str, int]) -> Callable[[int], None]:
@@ -101,13 +113,13 @@ class Engines:
     def _resize(self, key: str, number: int, rows: int) -> None:
         """Enqueue context ``number`` for ``rows``. Raises BackendError with TensorRT's words."""
         for binding in self._engines[key].unit.inputs:
-            if not self._contexts[number].set_input_shape(binding.name, _shape(binding, rows)):
+            if not self._contexts[number].context.set_input_shape(binding.name, _shape(binding, rows)):
                 raise self._failed(key, f"does not take {rows} rows of {binding.name}")
         self._enqueue(key, number)
 
     def _enqueue(self, key: str, number: int) -> None:
         """Enqueue context ``number`` on the device's stream. Raises BackendError with TensorRT's words."""
-        if not self._contexts[number].execute_async_v3(int(self._gpu.stream)):
+        if not self._contexts[number].context.execute_async_v3(int(self._gpu.stream)):
             raise self._failed(key, "cannot be enqueued")
 
     def close(self) -> None:
@@ -115,21 +127,30 @@ class Engines:
         with suppress(BackendError):  # a device that failed, or is closed already
             self._gpu.enter()
             self._gpu.synchronize()
+        for held in self._contexts:
+            held.context = None
+            held.config = None
         self._contexts.clear()
-        self._engines.clear()
         self._cache = None
+        self._engines.clear()
+        self._runtime = None
 
-    def _make(self, engine: Any) -> Any:
+    def _make(self, engine: Any) -> HeldContext:
+        """A context that is held from the moment that it exists; None in it where TensorRT gives none."""
         strategy = self._trt.ExecutionContextAllocationStrategy.USER_MANAGED
-        if self._flavour is not TENSORRT_RTX:
-            return engine.create_execution_context(strategy)
+        config = self._config(engine, strategy) if self._flavour is TENSORRT_RTX else None
+        given = strategy if config is None else config
+        self._contexts.append(HeldContext(engine.create_execution_context(given), config))
+        return self._contexts[-1]
+
+    def _config(self, engine: Any, strategy: Any) -> Any:
         config = engine.create_runtime_config()
         config.set_execution_context_allocation_strategy(strategy)
         # Compiled at the first enqueue and not behind our back: what is captured is what runs.
         config.dynamic_shapes_kernel_specialization_strategy = self._trt.DynamicShapesKernelSpecializationStrategy.EAGER
         self._cache = self._cache or config.create_runtime_cache()
         config.set_runtime_cache(self._cache)
-        return engine.create_execution_context(config)
+        return config
 
     def _failed(self, what: str, how: str) -> BackendError:
         return BackendError(f"plan {what} {how}; TensorRT {self._trt.__version__} says {self._log.said}")
