@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 from golden_pairs import ENGINE, EXPERTS, WALKS
 from tensorrt_support import CHUNK, PAIRS, PASSES, checkpoint, rows_of, spec, units
+from tensorrt_walk import dry_run
 
 from edge_dflash.backends.cuda.steps import Convolve, Draft, Last, State
 from edge_dflash.backends.reference.dense import TorchWeights
 from edge_dflash.backends.reference.interpreter import Interpreter, Memory
-from edge_dflash.backends.tensorrt.runs import RunEngine, RunExperts, dry_run, engine_pass
+from edge_dflash.backends.tensorrt.runs import RunEngine, RunExperts, engine_pass
 from edge_dflash.backends.tensorrt.units import (
     CHOICES,
     EMBEDDING,
@@ -50,7 +51,7 @@ def placed(name, which):
 
 
 @pytest.mark.parametrize(("name", "which"), ALL)
-def test_a_dry_run_binds_every_tensor_to_a_live_address(name, which):
+def test_a_walk_binds_every_tensor_to_a_live_address(name, which):
     plan = placed(name, which)
     report = dry_run(cut(name).units, plan)
     runs = [s for s in cut(name).passes[which] if isinstance(s, Run)]

@@ -18,7 +18,7 @@ from edge_dflash.backends.cuda.tower import PURPOSE, Tower, TowerLayout
 from edge_dflash.backends.cuda.weights import BundleWeights, NativeWeights
 from edge_dflash.backends.tensorrt.flavours import TENSORRT, TENSORRT_RTX, Flavour, load, version
 from edge_dflash.backends.tensorrt.mixtures import EngineMixtures
-from edge_dflash.backends.tensorrt.runs import EnginePass, RunEngine, RunExperts, dry_run, engine_pass
+from edge_dflash.backends.tensorrt.runs import EnginePass, RunEngine, RunExperts, engine_pass
 from edge_dflash.backends.tensorrt.runtime import Engines, Enqueue
 from edge_dflash.backends.tensorrt.tower import EngineTower, EngineTowerLayout
 from edge_dflash.backends.tensorrt.units import (
@@ -87,12 +87,8 @@ class EngineFrame(Frame):
 
 
 def engine_passes(pair: PairUnits, sizes: Sizes) -> dict[str, EnginePass]:
-    """All passes by name, each walked once before it is trusted. Raises BackendError."""
-    passes = {name: engine_pass(pair, name, sizes.of_pass(name)) for name in ("prefill", "verify", "propose")}
-    for each in passes.values():
-        if each.schedule.steps:  # none: the proposals of a pair without a drafter
-            dry_run(pair.units, each)
-    return passes
+    """All passes by name."""
+    return {name: engine_pass(pair, name, sizes.of_pass(name)) for name in ("prefill", "verify", "propose")}
 
 
 def layout_of(
