@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from edge_dflash.board.rates import H200, Chip, Rate, RowRates, reached
+from edge_dflash.board.rates import H200, Chip, KernelRate, RowRates, reached
 from edge_dflash.errors import BackendError
 
 CHUNK_SECONDS = 0.1  # that one prefill pass may take: deadlines, cancels and urgent requests wait for its end
@@ -36,9 +36,9 @@ class Arch:
     mma: (
         float  # dense BF16 products with FP32 sums, FLOP a clock and multiprocessor: of wgmma on SM90, else of mma.sync
     )
-    prompts: Rate  # linears of many rows, of the vision tower too
-    experts: Rate  # of a mixture, many rows
-    attend: Rate  # of the vision tower
+    prompts: KernelRate  # linears of many rows, of the vision tower too
+    experts: KernelRate  # of a mixture, many rows
+    attend: KernelRate  # of the vision tower
     joint: RowRates  # linears of a cycle, by the rows of its pass
     least_rows: int = 64  # of a prefill pass by default: fewer leave the tensor cores idle
     most_rows: int = MOST_ROWS  # of a prefill pass by default: more are hardly faster
@@ -56,7 +56,7 @@ class Arch:
         return tuple(b for b, there in zip(BACKENDS, (not self.sm, self.kernels, self.tensorrt), strict=True) if there)
 
     @property
-    def rates(self) -> Mapping[str, Rate | RowRates]:
+    def rates(self) -> Mapping[str, KernelRate | RowRates]:
         """All of them by use."""
         return {
             "prompts, linears of pictures": self.prompts,
@@ -91,14 +91,14 @@ _STREAM = RowRates("linear.cu", ((16, 440.0),), "by proxy", "Qwen3.6-27B, a laye
 _USED = 0.35  # of mma's rate, that kernels are trusted with where a product takes longer than on an H200
 
 
-def _few(mma: float, joint: RowRates = _STREAM) -> tuple[Rate, Rate, Rate, RowRates]:
+def _few(mma: float, joint: RowRates = _STREAM) -> tuple[KernelRate, KernelRate, KernelRate, RowRates]:
     """Rates by proxy of an architecture without larger tiles, held to a share of ``mma``."""
     return _TILES.held(_USED * mma), _EXPERTS.held(_USED * mma), _LOOK.held(_USED * mma), joint.held(_USED * mma)
 
 
 # Data sheets give mma as dense BF16 rates over multiprocessors and clocks; of a rate with sparsity or of fewer bits a
 # half for the one, and for each halving of the bits.
-_ON_CPU = Rate("none: torch on one thread", 8e9, "measured", "the demo pair did 16e9; halved, for other work")
+_ON_CPU = KernelRate("none: torch on one thread", 8e9, "measured", "the demo pair did 16e9; halved, for other work")
 ARCHS = (
     Arch(
         *("cpu", 0, None, None, Chip(1, 1.0), 16e9, _ON_CPU, _ON_CPU, _ON_CPU),

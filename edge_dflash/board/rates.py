@@ -1,7 +1,7 @@
 """Rates that estimates stand on: each names the kernel that reached it, where, and how that is known.
 
 A rate counts multiplications and additions of a multiprocessor in a clock, so that boards of one architecture differ by
-their :class:`Chip` alone. It holds for one kernel and one use: another use of the same chip has a rate of its own.
+their :class:`Chip` alone. It holds for one kernel and one use: another use of the same chip has another.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ H200 = Chip(132, 1.98e9)  # where all our kernels were timed
 
 
 @dataclass(frozen=True)
-class Rate:
+class KernelRate:
     """What one kernel did: ``flops`` a clock and multiprocessor, passes of any number of rows."""
 
     kernel: str  # its file among backends/cuda/kernels
@@ -47,7 +47,7 @@ class Rate:
         """FLOP/s on ``chip`` by rows of a pass: 0, for any."""
         return [(0, self.per_second(chip))]
 
-    def held(self, most: float) -> Rate:
+    def held(self, most: float) -> KernelRate:
         """The same where a kernel is trusted with ``most`` of a clock and multiprocessor."""
         return self if self.flops <= most else replace(self, flops=most, how="assumed")
 
@@ -73,19 +73,19 @@ class RowRates:
     def steps(self, most: int) -> tuple[int, ...]:
         """Rows up to ``most`` from which on a pass takes longer, each the last of those that cost the same."""
         last = self.flops[-1][0]
-        return (*(rows for rows, _ in self.flops if rows < most), *range(2 * last, most + 1, last), most)
+        return (*(rows for rows, _ in self.flops if rows < most), *range(2 * last, most, last), most)
 
     def by_rows(self, chip: Chip) -> list[tuple[int, float]]:
         """FLOP/s on ``chip`` by rows of a pass."""
         return [(rows, flops * chip.clocks) for rows, flops in self.flops]
 
     def held(self, most: float) -> RowRates:
-        """See :meth:`Rate.held`."""
+        """See :meth:`KernelRate.held`."""
         if all(flops <= most for _, flops in self.flops):
             return self
         return replace(self, flops=tuple((rows, min(flops, most)) for rows, flops in self.flops), how="assumed")
 
 
-def reached(kernel: str, per_second: float, where: str, how: How = "by proxy") -> Rate:
+def reached(kernel: str, per_second: float, where: str, how: How = "by proxy") -> KernelRate:
     """The rate of a kernel that did ``per_second`` FLOP/s on an H200."""
-    return Rate(kernel, per_second / H200.clocks, how, where)
+    return KernelRate(kernel, per_second / H200.clocks, how, where)

@@ -201,8 +201,7 @@ def inspect_pair(
         )
     read = {name: read_as(formats[name]).nbytes(weight.shape) for name, weight in programs.weights.items()}
     stored = {name: size for name, size in read.items() if formats[name] != TIED}
-    target = [state for name, state in programs.states.items() if name.startswith("target.")]
-    drafter = [state for name, state in programs.states.items() if name.startswith("drafter.")]
+    target, drafter = ([s for n, s in programs.states.items() if n.startswith(m)] for m in ("target.", "drafter."))
     held = partial(footprint.memory_bytes, programs, stored, spec, max_context, prefill_chunk, kv_format)
     return Inspection(
         architecture=spec.target.architecture,
