@@ -69,7 +69,9 @@ def most_reached():
             layer_flops(r) / float(us) * 1e6 / H200.clocks for r, us in zip((16, 32, 64, 128), wide, strict=True)
         ],
         "experts_linear.cu": 2 * 512 * row / experts * 1e6 / H200.clocks,
-        "linear_cluster.cu": [2 * o["rows"] * cycle / o["linears_ms"] * 1e3 / (20 * 1e9 * o["clock_ghz"]) for o in few],
+        "linear_cluster.cu": [
+            2 * o["rows"] * cycle / o["products_ms"] * 1e3 / (20 * 1e9 * o["clock_ghz"]) for o in few
+        ],
         "tower.cu": attention / (frame["kernels_ms"] / 1e3 - linears) / H200.clocks,
         "tiles_hopper.cuh": 2e3 * min(prompts) / H200.clocks,
     }
