@@ -5,6 +5,7 @@ import re
 from dataclasses import replace
 
 import pytest
+from forecast import BOARDS
 from paths import ROOT
 
 from edge_dflash.backends.cuda.compile import KERNELS
@@ -19,7 +20,6 @@ from edge_dflash.checks.random_pair import synthetic_pair
 from edge_dflash.cli.inspect_tables import render
 from edge_dflash.model import pair_programs
 from edge_dflash.weights.recipe import default_recipe
-from tests.scripts.few_multiprocessors import BOARDS
 
 NATIVE, RESULTS = ROOT / "docs" / "native", ROOT / "docs" / "results"
 GPUS = [arch for arch in ARCHS if arch.sm]
