@@ -23,8 +23,8 @@ from edge_dflash.model import pair_programs
 from edge_dflash.model.ops import Linear
 from edge_dflash.weights.formats import read_as
 from edge_dflash.weights.recipe import default_recipe
+from tests.board.test_rates import few_multiprocessors
 
-MEASURED = json.loads((ROOT / "docs" / "results" / "few-multiprocessors-h200.json").read_text())
 DENSE, EXPERTS = "qwen3.6-27b", "qwen3.6-35b-a3b"
 
 
@@ -104,7 +104,7 @@ def test_experts_multiply_the_rows_that_chose_them(rows, lanes):
 
 def test_products_of_a_cycle_are_those_that_were_measured():
     """On 20 multiprocessors with the plans of SM110, clocks scaled: linears and heads of a cycle of 27B."""
-    for run in MEASURED["results"]:
+    for run in few_multiprocessors():
         board, arch = load_board("thor"), arch_of_sm(110)
         chip = replace(board, gpu_clock_hz=round(1e9 * run["clock_ghz"])).chip
         programs = pair_programs(synthetic_pair(run["pair"]))
