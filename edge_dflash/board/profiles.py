@@ -134,7 +134,7 @@ def read_board(path: Path) -> BoardProfile:
         sm=_sm(table),
         memory_bytes=table.positive("memory_bytes"),
         memory_bandwidth_bytes_per_s=table.positive("memory_bandwidth_bytes_per_s"),
-        read_bandwidth_bytes_per_s=None if table.get(_READ) is None else table.positive(_READ),
+        read_bandwidth_bytes_per_s=_measured(table),
         multiprocessors=table.positive("multiprocessors"),
         gpu_clock_hz=table.positive("gpu_clock_hz"),
         power_modes=tuple(
@@ -154,6 +154,15 @@ def read_board(path: Path) -> BoardProfile:
 
 def _keys(kind: type[Any]) -> tuple[str, ...]:
     return tuple(sorted(kind.__dataclass_fields__))
+
+
+def _measured(table: Table) -> int | None:
+    """What reads were measured to get: null, or no more than the peak."""
+    if table.get(_READ) is None:
+        return None
+    if (found := table.positive(_READ)) > table.positive("memory_bandwidth_bytes_per_s"):
+        raise table.wrong(_READ, "at most memory_bandwidth_bytes_per_s, or null")
+    return found
 
 
 def _sm(table: Table) -> int:
