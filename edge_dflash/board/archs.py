@@ -1,21 +1,22 @@
-"""The one table of architectures: what each is called, what compiles for it, and how long a prompt takes there.
+"""The one table of architectures: what each is called, what compiles for it, and how fast our kernels are there.
 
 A user may write ``sm110``, ``sm110a``, ``sm_110``, ``110`` or ``11.0``: all are one board. Manifests and messages hold
-:attr:`Arch.name`. A new architecture is one line of :data:`ARCHS`.
+:attr:`Arch.name`. A new architecture is one entry of :data:`ARCHS`. No rate is a data sheet's: each names the kernel
+that reached it, and none is above what ``mma`` does there.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from edge_dflash.board.rates import H200, Chip, KernelRate, RowRates, reached
 from edge_dflash.errors import BackendError
 
 CHUNK_SECONDS = 0.1  # that one prefill pass may take: deadlines, cancels and urgent requests wait for its end
 MOST_ROWS = 512  # of a prefill pass by default, unless an architecture says otherwise
-_USED = 0.35  # of a dense BF16 rate, that our prefill is trusted with: on an H200 it was 0.31 to 0.56 of cuBLAS's
 _SPELLING = re.compile(r"(?:sm[_-]?)?(?:(\d{2,3})|(\d{1,2})\.(\d))a?")
 
 # Blocks in clusters with programmatic dependent launch; warpgroup products, which no other architecture has; E2M1 codes
@@ -31,7 +32,14 @@ class Arch:
     sm: int  # compute capability without its dot, 110 for 11.0; 0: no GPU
     kernels: str | None  # what our kernels are compiled for: with "a" where they use instructions of this SM alone
     tensorrt: Literal["tensorrt", "tensorrt_rtx"] | None  # module that builds engines for it
-    flops: float  # of prefill, to be relied on: multiplications and additions a second
+    chip: Chip  # the largest that is served: default chunks are for it
+    mma: (
+        float  # dense BF16 products with FP32 sums, FLOP a clock and multiprocessor: of wgmma on SM90, else of mma.sync
+    )
+    prompts: KernelRate  # linears of many rows, of the vision tower too
+    experts: KernelRate  # of a mixture, many rows
+    attend: KernelRate  # of the vision tower
+    joint: RowRates  # linears of a cycle, by the rows of its pass
     least_rows: int = 64  # of a prefill pass by default: fewer leave the tensor cores idle
     most_rows: int = MOST_ROWS  # of a prefill pass by default: more are hardly faster
     block_shared: int = 227 << 10  # bytes of shared memory that a block of a kernel may have
@@ -47,36 +55,98 @@ class Arch:
         """The backends that run on it."""
         return tuple(b for b, there in zip(BACKENDS, (not self.sm, self.kernels, self.tensorrt), strict=True) if there)
 
-    def prefill_seconds(self, parameters: int, rows: int) -> float:
-        """Estimate of a prefill pass over ``rows`` tokens, each multiplied with ``parameters`` weights."""
-        return 2 * parameters * rows / self.flops
+    @property
+    def rates(self) -> Mapping[str, KernelRate | RowRates]:
+        """All of them by use."""
+        return {
+            "prompts, linears of pictures": self.prompts,
+            "experts of prompts": self.experts,
+            "attention of pictures": self.attend,
+            "rows of a cycle": self.joint,
+        }
 
-    def prefill_rows(self, parameters: int) -> int:
+    def prefill_seconds(self, parameters: int, rows: int, *, experts: int = 0, chip: Chip | None = None) -> float:
+        """Estimate of a prefill pass over ``rows`` tokens, each multiplied with ``parameters`` weights.
+
+        ``experts``: those of them that are a mixture's; ``chip``: None takes the architecture's.
+        """
+        chip = chip or self.chip
+        dense, mixed = (parameters - experts) / self.prompts.per_second(chip), experts / self.experts.per_second(chip)
+        return 2 * rows * (dense + mixed)
+
+    def prefill_rows(self, parameters: int, *, experts: int = 0) -> int:
         """Default chunk: the largest power of two within CHUNK_SECONDS, from ``least_rows`` to ``most_rows``."""
         rows = self.most_rows
-        while rows > self.least_rows and self.prefill_seconds(parameters, rows) > CHUNK_SECONDS:
+        while rows > self.least_rows and self.prefill_seconds(parameters, rows, experts=experts) > CHUNK_SECONDS:
             rows //= 2
         return rows
 
 
 BACKENDS = ("reference", "native", "tensorrt")
-# Dense BF16 rates as NVIDIA publishes them, in FLOP/s; of a rate with sparsity or of fewer bits a half for the one, and
-# for each halving of the bits. The CPU: the demo pair on one thread of a cloud x86-64 did 16e9 in passes of 64 and of
-# 128 rows; halved, for a machine with other work.
+# What kernels did on an H200: docs/native/prefill.md, experts.md, tower.md, linears.md, lanes.md.
+_TILES = reached("linear_tiles.cu", 274e12, "Qwen3.6-27B, gate up, 512 rows")
+_EXPERTS = reached("experts_linear.cu", 95.6e12, "Qwen3.6-35B-A3B, a layer, 512 rows in 309 us")
+_LOOK = reached("tower.cu", 61.2e12, "Qwen3.6-27B, a frame in 11.9 ms, less its linears")
+_STREAM = RowRates("linear.cu", ((16, 440.0),), "by proxy", "Qwen3.6-27B, a layer in 106.4 us")
+_USED = 0.35  # of mma's rate, that kernels are trusted with where a product takes longer than on an H200
+
+
+def _few(mma: float, joint: RowRates = _STREAM) -> tuple[KernelRate, KernelRate, KernelRate, RowRates]:
+    """Rates by proxy of an architecture without larger tiles, held to a share of ``mma``."""
+    return _TILES.held(_USED * mma), _EXPERTS.held(_USED * mma), _LOOK.held(_USED * mma), joint.held(_USED * mma)
+
+
+# Data sheets give mma as dense BF16 rates over multiprocessors and clocks; of a rate with sparsity or of fewer bits a
+# half for the one, and for each halving of the bits.
+_ON_CPU = KernelRate("none: torch on one thread", 8e9, "measured", "the demo pair did 16e9; halved, for other work")
 ARCHS = (
-    Arch("cpu", 0, None, None, 8e9, least_rows=32),
-    # AGX Orin 64GB: 170 INT8 TOPS sparse of the GPU
-    Arch("sm87", 87, "sm87", "tensorrt", _USED * 42.5e12, block_shared=163 << 10),
-    # L4, the smallest of the data center: 121 sparse
-    Arch("sm89", 89, "sm89", "tensorrt", _USED * 60.5e12, block_shared=99 << 10),
-    # H100 SXM and H200: 1,979 sparse
-    Arch("sm90", 90, "sm90a", "tensorrt", _USED * 989e12, most_rows=2048, features=("clusters", "wgmma")),
-    # Thor T5000: 2,070 FP4 sparse
-    Arch("sm110", 110, "sm110a", "tensorrt", _USED * 250e12, features=("clusters", "e2m1")),
-    # RTX 5070, FP32 sums: 123.5 sparse
-    Arch("sm120", 120, "sm120a", "tensorrt_rtx", _USED * 61.7e12, block_shared=99 << 10, features=("clusters", "e2m1")),
-    # GB10: 1,000 FP4 sparse
-    Arch("sm121", 121, "sm121a", "tensorrt_rtx", _USED * 125e12, block_shared=99 << 10, features=("clusters", "e2m1")),
+    Arch(
+        *("cpu", 0, None, None, Chip(1, 1.0), 16e9, _ON_CPU, _ON_CPU, _ON_CPU),
+        joint=RowRates(_ON_CPU.kernel, ((1, 8e9),), _ON_CPU.how, _ON_CPU.where),
+        least_rows=32,
+    ),
+    # AGX Orin 64GB: 170 INT8 TOPS sparse of the GPU. A cycle: docs/native/boards.md, other steps than linears included
+    Arch(
+        *("sm87", 87, "sm87", "tensorrt", Chip(16, 1.30e9), 2048),
+        *_few(2048, RowRates("linear.cu", ((16, 532.0),), "by proxy", "16 multiprocessors: a 27B cycle in 82.9 ms")),
+        block_shared=163 << 10,
+    ),
+    # L4, the smallest of the data center, by its clocks; 512 is what RTX 40 do with FP32 sums, an L4 does 1,024
+    Arch("sm89", 89, "sm89", "tensorrt", Chip(58, 2.04e9), 512, *_few(512), block_shared=99 << 10),
+    # H100 SXM and H200: 1,979 sparse. Prompts: whole ones, of the pair that does least of four
+    Arch(
+        *("sm90", 90, "sm90a", "tensorrt", H200, 4096),
+        prompts=reached("tiles_hopper.cuh", 353e12, "Qwen3-8B in BF16, 2,048 tokens in 82 ms", "measured"),
+        experts=reached(_EXPERTS.kernel, 95.6e12, _EXPERTS.where, "measured"),
+        attend=reached(_LOOK.kernel, 61.2e12, _LOOK.where, "measured"),
+        joint=RowRates(
+            *("linear_wide.cu", ((16, 637.0), (32, 744.0), (64, 1053.0), (128, 1279.0)), "measured"),
+            where="Qwen3.6-27B, a layer in 73.6, 126, 178 and 293 us; 16 rows: linear_hopper.cu",
+        ),
+        most_rows=2048,
+        features=("clusters", "wgmma"),
+    ),
+    # Thor T5000: mma.sync as others measured it on a B300, a quarter of tcgen05, which no kernel of ours has
+    Arch(
+        *("sm110", 110, "sm110a", "tensorrt", Chip(20, 1.57e9), 1900, _TILES, _EXPERTS, _LOOK),
+        joint=RowRates(
+            *("linear_cluster.cu", ((16, 777.0), (32, 915.0), (64, 943.0), (128, 806.0)), "by proxy"),
+            where="20 multiprocessors: Qwen3.6-27B, a cycle's linears in 37.6, 63.9, 124 and 290 ms",
+        ),
+        features=("clusters", "e2m1"),
+    ),
+    # RTX 5070: 123.5 sparse with FP32 sums
+    Arch(
+        *("sm120", 120, "sm120a", "tensorrt_rtx", Chip(48, 2.51e9), 512, *_few(512)),
+        block_shared=99 << 10,
+        features=("clusters", "e2m1"),
+    ),
+    # GB10: 1,000 FP4 sparse; with FP32 sums half of what follows for BF16, as on SM120
+    Arch(
+        *("sm121", 121, "sm121a", "tensorrt_rtx", Chip(48, 2.54e9), 512, *_few(512)),
+        block_shared=99 << 10,
+        features=("clusters", "e2m1"),
+    ),
 )
 ARCHS_OF = {backend: tuple(arch.name for arch in ARCHS if backend in arch.backends) for backend in BACKENDS}
 KERNEL_ARCHS = tuple(arch.kernels for arch in ARCHS if arch.kernels is not None)

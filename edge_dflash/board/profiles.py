@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from edge_dflash.board.archs import find_arch
+from edge_dflash.board.rates import Chip
 from edge_dflash.common.files import directory
 from edge_dflash.common.tables import Table, read_table
 from edge_dflash.errors import BackendError, RecipeError
@@ -18,7 +19,7 @@ from edge_dflash.errors import BackendError, RecipeError
 # Bytes of a board's memory that a pair cannot have: about 1 GB for Linux and its services without a desktop, about 1 GB
 # for the driver, the CUDA context and this program. A desktop, ROS or cameras come on top.
 SYSTEM_BYTES = 2_000_000_000
-_TEXT = "text in quotes"
+_TEXT, _READ = "text in quotes", "read_bandwidth_bytes_per_s"
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Note:
 
 @dataclass(frozen=True)
 class BoardProfile:
-    """A board. Memory is shared by CPU and GPU; bandwidth is the theoretical DRAM peak."""
+    """A board. Memory is shared by CPU and GPU; ``memory_bandwidth_bytes_per_s`` is the theoretical DRAM peak."""
 
     name: str
     title: str
@@ -59,9 +60,17 @@ class BoardProfile:
     sm: int  # compute capability without the dot: 110 is 11.0
     memory_bytes: int
     memory_bandwidth_bytes_per_s: int
+    read_bandwidth_bytes_per_s: int | None  # what a kernel that only reads was measured to get; None: not known
+    multiprocessors: int
+    gpu_clock_hz: int  # the fastest
     power_modes: tuple[PowerMode, ...]
     jetpacks: tuple[JetPackVersion, ...]
     notes: tuple[Note, ...]
+
+    @property
+    def chip(self) -> Chip:
+        """Its GPU, for rates."""
+        return Chip(self.multiprocessors, float(self.gpu_clock_hz))
 
     def milliseconds(self, nbytes: int) -> float:
         """Least time to move ``nbytes`` between memory and processor, in ms: bytes / bandwidth."""
@@ -125,6 +134,9 @@ def read_board(path: Path) -> BoardProfile:
         sm=_sm(table),
         memory_bytes=table.positive("memory_bytes"),
         memory_bandwidth_bytes_per_s=table.positive("memory_bandwidth_bytes_per_s"),
+        read_bandwidth_bytes_per_s=_measured(table),
+        multiprocessors=table.positive("multiprocessors"),
+        gpu_clock_hz=table.positive("gpu_clock_hz"),
         power_modes=tuple(
             PowerMode(mode.optional_int("id"), mode.text("name", None, _TEXT), mode.optional_int("watts"))
             for mode in table.children("power_modes", _keys(PowerMode))
@@ -142,6 +154,15 @@ def read_board(path: Path) -> BoardProfile:
 
 def _keys(kind: type[Any]) -> tuple[str, ...]:
     return tuple(sorted(kind.__dataclass_fields__))
+
+
+def _measured(table: Table) -> int | None:
+    """What reads were measured to get: null, or no more than the peak."""
+    if table.get(_READ) is None:
+        return None
+    if (found := table.positive(_READ)) > table.positive("memory_bandwidth_bytes_per_s"):
+        raise table.wrong(_READ, "at most memory_bandwidth_bytes_per_s, or null")
+    return found
 
 
 def _sm(table: Table) -> int:

@@ -17,6 +17,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from edge_dflash.backends.cuda.compile import compiler_version, kernels_digest
+from edge_dflash.board.profiles import largest_board
 from edge_dflash.builder.card import DrafterCard, read_card
 from edge_dflash.builder.choose import Choice, choose, decide_lanes, decide_native
 from edge_dflash.builder.engines import decide_engines, expanded_weights
@@ -25,8 +26,7 @@ from edge_dflash.builder.journal import check_free
 from edge_dflash.builder.scales import ScaleDecisions, decide_scales
 from edge_dflash.bundle.manifest import EngineFiles, FileEntry, SourceFile
 from edge_dflash.bundle.parts import Part, building_path, bundle_parts, stack_bytes
-from edge_dflash.checks.footprint import row_parameters
-from edge_dflash.checks.inspect import default_chunk
+from edge_dflash.checks.inspect import default_chunk, prefill_ms
 from edge_dflash.common.files import is_there
 from edge_dflash.common.tables import encode
 from edge_dflash.errors import BackendError, BuildError
@@ -36,7 +36,7 @@ from edge_dflash.model.registry import NO_DRAFTER
 from edge_dflash.model.specs import PairSpec
 from edge_dflash.version import __version__
 from edge_dflash.weights.checkpoint import PairCheckpoint
-from edge_dflash.weights.formats import FORMATS, TIED, WeightFormat
+from edge_dflash.weights.formats import FORMATS, TIED, WeightFormat, read_as
 from edge_dflash.weights.recipe import Recipe, default_recipe, load_recipe
 
 _SLACK = 1 << 20  # bytes for headers, manifest and file system blocks
@@ -109,7 +109,8 @@ class Decisions:
     def lines(self) -> tuple[str, ...]:
         """What was chosen, for people."""
         rows, arch = self.prefill_chunk, self.choice.arch
-        ms = 1e3 * arch.prefill_seconds(row_parameters(self.programs.prefill), rows)
+        read = {name: read_as(self.formats[name]).nbytes(w.shape) for name, w in self.programs.weights.items()}
+        ms = prefill_ms(self.programs, read, rows, arch, largest_board(arch.sm))
         return (
             self.choice.line if self.pair.drafter else f"{self.choice.line}; no drafter: plain decoding",
             f"building with recipe {self.recipe.name}: {self.recipe.description}",

@@ -1,14 +1,14 @@
 """What several lanes take and give: memory of each, bytes, operations and floor of a joint cycle. Arithmetic only.
 
 A joint pass reads every weight once, of a mixture the experts that its rows choose, and the state of each lane. It
-takes at least its bytes over the board's bandwidth and its products over the rate that the architecture is trusted with
-in a prefill, whichever is longer: :attr:`LaneCosts.free_rows` says up to how many rows that is memory.
+takes at least its bytes over the board's bandwidth, and its products at the rate that the architecture's kernel reached
+with so many rows, whichever is longer: :attr:`LaneCosts.free_rows` says up to how many rows that is memory. Attention
+and recurrent state are counted by their bytes alone.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from math import prod
 from typing import Any
@@ -29,7 +29,7 @@ from edge_dflash.weights.formats import KvFormat
 LANES = (1, 2, 4, 8)  # whose joint cycles are costed
 DRAFTS = (0, 3, 7, 15)  # of each lane, up to those of the pair
 ACCEPT_LENGTH = 5.0  # that cycles of all drafts are taken to have
-_MOST_ROWS = 1024  # that are looked through for the last one that memory hides
+MOST_ROWS = 128  # of a joint pass
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,9 @@ class LaneCosts:
     lanes: int  # of the memory
     most: int  # lanes whose memory the board has; 0: not even one
     accept_length: float
-    free_rows: int | None  # of a verify pass: its products take no longer than its weights; None: no rate is known
+    free_rows: (
+        int | None
+    )  # of a verify pass: none of fewer has longer products than its weights; None: no rate is known
     parts: tuple[LanePart, ...]
     cycles: tuple[JointCycle, ...] = field(repr=False)
 
@@ -102,54 +104,60 @@ class Joint:
         total: int = sum(once.values()) + own
         return total
 
-    def operations(self, lanes: int, drafts: int) -> int:
-        """Multiplications and additions of its linears."""
-        own = operations(self.programs.propose, self.spec.block_size) if drafts else 0
-        return lanes * (operations(self.programs.verify, drafts + 1) + own)
+    def product_ms(self, lanes: int, drafts: int) -> float | None:
+        """Products of a cycle; None: the architecture's rate is not known."""
+        passes = [(self.programs.verify, drafts + 1)] + [(self.programs.propose, self.spec.block_size)] * (drafts > 0)
+        times = [self.pass_ms(program, rows, lanes) for program, rows in passes]
+        return None if None in times else sum(time for time in times if time is not None)
 
-    def seconds(self, operations: int) -> float | None:
-        """Of so many operations; None: the board's rate is not known."""
-        arch = arch_of_sm(self.board.sm)
-        return None if arch is None else operations / arch.flops
+    def pass_ms(self, program: Program, rows: int, lanes: int) -> float | None:
+        """Products of a pass of ``rows`` of each lane."""
+        if (arch := arch_of_sm(self.board.sm)) is None:
+            return None
+        chip, joint = self.board.chip, arch.joint
+        return 1e3 * sum(joint.seconds(weights, count, chip) for weights, count in products(program, rows, lanes))
 
     def cycle(self, lanes: int, drafts: int, accept_length: float) -> JointCycle:
         """Its costs, and its tokens where cycles of all drafts commit ``accept_length``."""
         rows, layers, size = lanes * (drafts + 1), expert_layers(self.programs.verify), self.bytes(lanes, drafts)
-        products = self.seconds(self.operations(lanes, drafts))
         experts = expert_bytes.distinct(layers[0], rows) if layers else None
-        times = self.board.milliseconds(size), None if products is None else 1e3 * products
+        times = self.board.milliseconds(size), self.product_ms(lanes, drafts)
         found = JointCycle(lanes, drafts, rows, experts, size, *times, tokens_per_second=0.0)
         share = share_of(accept_length, self.spec.drafts) if self.spec.drafts else 0.0
         tokens = sum(share**draft for draft in range(drafts + 1))
         return replace(found, tokens_per_second=1e3 * lanes * tokens / found.floor_ms)
 
     def free_rows(self) -> int | None:
-        """Most rows of a verify pass whose products take no longer than reading its weights."""
-        program = self.programs.verify
-        dense = footprint.cycle_bytes(self.programs, self.read, self.spec, 0, self.kv).target_weights
-
-        def longer(rows: int) -> bool:
-            size = dense + expert_bytes.routed_bytes(program, self.read, rows)
-            return 1e3 * (self.seconds(operations(program, rows)) or 0.0) > self.board.milliseconds(size)
-
-        if self.seconds(0) is None:
+        """Most rows of a verify up to which products take no longer than reading the weights."""
+        program, arch, free = self.programs.verify, arch_of_sm(self.board.sm), 0
+        if arch is None:
             return None
-        return bisect_left(range(1, _MOST_ROWS + 1), True, key=longer)
+        for last in arch.joint.steps(MOST_ROWS):  # the first row of a step has its products and fewest experts
+            took = self.pass_ms(program, free + 1, 1) or 0.0
+            if took > self.board.milliseconds(footprint.pass_bytes(program, self.read, free + 1)):
+                break
+            free = last
+        return free
 
 
 _STATE = ("walk", "embedding_rows", "delta_state", "tape", "target_kv", "drafter_kv")  # of CycleBytes: each lane's
 
 
-def operations(program: Program, rows: int) -> int:
-    """Multiplications and additions of the linears of a pass of ``rows``."""
-    counts, total = {"ids": rows}, 0
+def products(program: Program, rows: int, lanes: int = 1) -> Iterator[tuple[float, float]]:
+    """Weights and rows of each product of a pass of ``rows`` of each lane.
+
+    Of a mixture the experts that the rows choose, each with as many rows as there are on average.
+    """
+    counts = {"ids": rows}
     for op in program.ops:
         counts[op.output] = op.rows(counts[op.inputs[0]])
+        every = lanes * counts[op.output]
         if isinstance(op, Linear):
-            total += counts[op.output] * prod(program.weights[op.weight].shape)
+            yield prod(program.weights[op.weight].shape), every
         elif isinstance(op, Experts):
-            total += counts[op.output] * expert_bytes.row_weights(program, op)
-    return 2 * total
+            read, one = expert_bytes.distinct(op, every), expert_bytes.expert_weights(program, op)
+            yield read * one, every * op.top_k / read
+            yield expert_bytes.row_weights(program, op) - op.top_k * one, every
 
 
 def lane_costs(joint: Joint, held: Callable[[int], MemoryBytes], lanes: int) -> LaneCosts:

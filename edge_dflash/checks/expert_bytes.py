@@ -57,12 +57,16 @@ def streamed_bytes(program: Program, formats: Mapping[str, WeightFormat]) -> dic
     return found
 
 
+def expert_weights(program: Program, op: Experts) -> int:
+    """Weights of one expert."""
+    return sum(prod(program.weights[name].shape) for name in routed(op)) // len(op.gates)
+
+
 def row_weights(program: Program, op: Experts) -> int:
     """Weights that each row is multiplied with."""
     weights = program.weights
     always = (op.router, *(op.shared.weights if op.shared else ()))
-    chosen = sum(prod(weights[name].shape) for name in routed(op)) * op.top_k // len(op.gates)
-    return chosen + sum(prod(weights[name].shape) for name in always)
+    return op.top_k * expert_weights(program, op) + sum(prod(weights[name].shape) for name in always)
 
 
 def scratch_of_row(program: Program, op: Experts) -> int:

@@ -270,6 +270,18 @@ def row_parameters(program: Program) -> int:
     return total
 
 
+def expert_parameters(program: Program) -> int:
+    """Those of :func:`row_parameters` that are a mixture's."""
+    return sum(expert_bytes.row_weights(program, op) for op in expert_layers(program))
+
+
+def pass_bytes(program: Program, read: Mapping[str, int], rows: int) -> int:
+    """Bytes of weights that a pass of ``rows`` reads: each once, of a mixture the experts that its rows choose."""
+    whole = sum(_sum(read, program, model) for model in ("target", "drafter"))
+    chosen = sum(read[name] for op in expert_layers(program) for name in routed(op))
+    return whole - chosen + routed_bytes(program, read, rows)
+
+
 def scratch_bytes(program: Program, rows: int) -> int:
     """Peak bytes of the tensors alive at once in a pass of ``rows`` rows, each freed after its last use."""
     last_use: dict[str, int] = {}

@@ -53,6 +53,7 @@ class Inspection:
     max_context: int  # rows of every KV state
     prefill_chunk: int
     row_parameters: int  # weights that a row of a prefill is multiplied with
+    prefill_chunk_ms: float | None  # estimate of a pass: its weights' bytes or its products; None: no rate is known
     kv_format: KvFormat
     drafter_masks: tuple[DrafterLayerMask, ...]  # of each layer of the drafter
     weights: tuple[WeightGroup, ...]
@@ -110,12 +111,6 @@ class Inspection:
         return self.board.milliseconds(self.cycle_bytes)
 
     @property
-    def prefill_chunk_ms(self) -> float | None:
-        """Estimate of one prefill pass by the rate of the board's architecture; None where that is not known."""
-        arch = arch_of_sm(self.board.sm)
-        return None if arch is None else 1e3 * arch.prefill_seconds(self.row_parameters, self.prefill_chunk)
-
-    @property
     def plain_floor_ms(self) -> float:
         """Least time of a token without a drafter: a verify pass and the state it needs, one row."""
         c = self.cycle
@@ -129,7 +124,7 @@ class Inspection:
 
     def to_json(self) -> dict[str, Any]:
         """One flat object with stable keys; ``cycle``, ``memory``, ``weights`` and ``board`` are the breakdowns."""
-        of_board = ("name", "sm", "memory_bytes", "memory_bandwidth_bytes_per_s")
+        of_board = ("name", "sm", "memory_bytes", "memory_bandwidth_bytes_per_s", "read_bandwidth_bytes_per_s")
         return {
             "verify_bytes": self.verify_bytes,
             "draft_bytes": self.draft_bytes,
@@ -165,6 +160,7 @@ class Inspection:
             "cycle": asdict(self.cycle),
             "memory": asdict(self.memory),
             "weights": [asdict(group) for group in self.weights],
+            "rates": _rates(self.board),
             "board": {name: getattr(self.board, name) for name in of_board},
         }
 
@@ -205,8 +201,7 @@ def inspect_pair(
         )
     read = {name: read_as(formats[name]).nbytes(weight.shape) for name, weight in programs.weights.items()}
     stored = {name: size for name, size in read.items() if formats[name] != TIED}
-    target = [state for name, state in programs.states.items() if name.startswith("target.")]
-    drafter = [state for name, state in programs.states.items() if name.startswith("drafter.")]
+    target, drafter = ([s for n, s in programs.states.items() if n.startswith(m)] for m in ("target.", "drafter."))
     held = partial(footprint.memory_bytes, programs, stored, spec, max_context, prefill_chunk, kv_format)
     return Inspection(
         architecture=spec.target.architecture,
@@ -216,6 +211,7 @@ def inspect_pair(
         max_context=max_context,
         prefill_chunk=prefill_chunk,
         row_parameters=footprint.row_parameters(programs.prefill),
+        prefill_chunk_ms=prefill_ms(programs, read, prefill_chunk, arch, board),
         kv_format=kv_format,
         drafter_masks=spec.drafter.layers if spec.drafter else (),
         weights=_groups(programs, formats, read),
@@ -227,7 +223,7 @@ def inspect_pair(
         memory=held(lanes),
         by_drafts=by_drafts(spec, programs, read, context, kv_format),
         by_lanes=lane_costs(Joint(spec, programs, read, context, kv_format, board), held, lanes),
-        tower=tower_costs(vision, programs.see, stored, arch) if vision and programs.see else None,
+        tower=tower_costs(vision, programs.see, stored, arch, board.chip) if vision and programs.see else None,
     )
 
 
@@ -236,8 +232,26 @@ def default_chunk(arch: Arch | None, programs: PairPrograms, max_context: int, *
 
     ``plans``: TensorRT may run it, whose passes are always whole chunks: no more than MOST_ROWS then.
     """
-    rows = MOST_ROWS if arch is None else arch.prefill_rows(footprint.row_parameters(programs.prefill))
+    rows, program = MOST_ROWS, programs.prefill
+    if arch is not None:
+        rows = arch.prefill_rows(footprint.row_parameters(program), experts=footprint.expert_parameters(program))
     return min(rows, max_context, MOST_ROWS if plans else rows)
+
+
+def prefill_ms(
+    programs: PairPrograms, read: Mapping[str, int], rows: int, arch: Arch | None, board: BoardProfile | None
+) -> float | None:
+    """Estimate of a prefill pass: products at the rates of ``arch`` (None: there is no estimate).
+
+    ``board``: its GPU is counted, and a pass takes no less than the bytes of its weights there. ``read``: the bytes of
+    one read of each weight.
+    """
+    if arch is None:
+        return None
+    program, chip = programs.prefill, board.chip if board else arch.chip
+    sizes = footprint.row_parameters(program), footprint.expert_parameters(program)
+    took = 1e3 * arch.prefill_seconds(sizes[0], rows, experts=sizes[1], chip=chip)
+    return max(took, board.milliseconds(footprint.pass_bytes(program, read, rows)) if board else 0.0)
 
 
 def inspect_recipe(
@@ -284,6 +298,16 @@ def inspect_manifest(
         kv_format=manifest.precision.kv,
         lanes=manifest.lanes if lanes is None else lanes,
     )
+
+
+def _rates(board: BoardProfile) -> list[dict[str, Any]]:
+    """What estimates stand on, FLOP/s by rows of a pass (0: any)."""
+    if (arch := arch_of_sm(board.sm)) is None:
+        return []
+    return [
+        {"use": use, "kernel": rate.kernel, "how": rate.how, "where": rate.where, "by_rows": rate.by_rows(board.chip)}
+        for use, rate in arch.rates.items()
+    ]
 
 
 def _groups(

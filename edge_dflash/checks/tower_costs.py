@@ -8,6 +8,7 @@ from math import prod
 from typing import Any
 
 from edge_dflash.board.archs import Arch
+from edge_dflash.board.rates import Chip
 from edge_dflash.model.ops import Linear
 from edge_dflash.model.program import Program
 from edge_dflash.model.specs import VisionSpec
@@ -26,24 +27,31 @@ class TowerCosts:
     patches: int  # of the picture
     tokens: int  # rows of the language model
     operations: int  # multiplications and additions of the linears and of attention
-    milliseconds: float | None  # at the rate that prefill is trusted with; None where that is not known
+    attention: int  # those of attention alone
+    milliseconds: float | None  # linears at the rate of prompts, attention at its own; None where they are not known
 
     def to_json(self) -> dict[str, Any]:
         """One object with stable keys."""
         return {"picture": list(PICTURE), **asdict(self)}
 
 
-def tower_costs(spec: VisionSpec, program: Program, stored: Mapping[str, int], arch: Arch | None) -> TowerCosts:
+def tower_costs(
+    spec: VisionSpec, program: Program, stored: Mapping[str, int], arch: Arch | None, chip: Chip
+) -> TowerCosts:
     """Cost the tower whose pass is ``program``; ``stored``: bytes of each weight."""
     patches = picture_patches(spec)
-    work = operations(program, patches)
+    linears, attention = operations(program, patches)
+    took = None
+    if arch is not None:
+        took = linears / arch.prompts.per_second(chip) + attention / arch.attend.per_second(chip)
     return TowerCosts(
         parameters=sum(prod(weight.shape) for weight in program.weights.values()),
         bytes=sum(stored[name] for name in program.weights),
         patches=patches,
         tokens=patches // spec.patches.merge**2,
-        operations=work,
-        milliseconds=None if arch is None else 1e3 * work / arch.flops,
+        operations=linears + attention,
+        attention=attention,
+        milliseconds=None if took is None else 1e3 * took,
     )
 
 
@@ -53,13 +61,13 @@ def picture_patches(spec: VisionSpec) -> int:
     return height * width // spec.patches.patch**2
 
 
-def operations(program: Program, patches: int) -> int:
-    """Multiplications and additions of one frame: every weight of a linear with every row, every patch with every."""
-    rows, total = dict.fromkeys(program.inputs, patches), 0
+def operations(program: Program, patches: int) -> tuple[int, int]:
+    """Multiplications and additions of one frame: of every weight of a linear with every row, of attention."""
+    rows, linears, attention = dict.fromkeys(program.inputs, patches), 0, 0
     for op in program.ops:
         rows[op.output] = op.rows(rows[op.inputs[0]])
         if isinstance(op, Linear):
-            total += 2 * rows[op.output] * prod(program.weights[op.weight].shape)
+            linears += 2 * rows[op.output] * prod(program.weights[op.weight].shape)
         elif isinstance(op, FrameAttend):
-            total += 4 * patches**2 * op.heads * op.head_dim
-    return total
+            attention += 4 * patches**2 * op.heads * op.head_dim
+    return linears, attention

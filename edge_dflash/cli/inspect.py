@@ -70,14 +70,15 @@ def inspect(
     drafter_kv_bytes_per_token, tape_bytes_per_row, state_bytes, cycle_weight_bytes, cycle_bytes, total_bytes,
     system_bytes (set aside), free_bytes, fits, longest_context (that fits; 0: none), verify_floor_ms, draft_floor_ms,
     plain_floor_ms, floor_ms, break_even_accept_length, architecture, block_size, context, max_context, prefill_chunk,
-    prefill_chunk_ms (an estimate), kv_format, drafter_masks (bidirectional and window of each drafter layer), and the
-    breakdowns cycle, memory, weights, board, by_drafts (of a target with experts: drafts, experts, verify_bytes,
-    cycle_bytes), lanes (lanes, most (that fit; 0: none), free_rows (of a verify that reading the weights hides; null
-    where the board's rate is not known), accept_length, parts (what, one, all), cycles (lanes, drafts, rows, experts,
-    bytes, memory_ms, product_ms, floor_ms, tokens_per_second, tokens_per_second_each)), tower (of a target that sees:
-    picture (height and width of the one that is costed), parameters, bytes, patches, tokens, operations, milliseconds;
-    else null). Of BUNDLE also: backend (the one that runs it), backends (aboard), trial (what build --finish measured
-    of them), arch, kernels (compilation units with kernels, registers, shared_bytes, stack_bytes).
+    prefill_chunk_ms (an estimate), kv_format, drafter_masks (bidirectional and window of each drafter layer), rates (of
+    estimates: use, kernel, how, where, by_rows: rows of a pass, 0 for any, and FLOP/s), and the breakdowns cycle,
+    memory, weights, board, by_drafts (of a target with experts: drafts, experts, verify_bytes, cycle_bytes), lanes
+    (lanes, most (that fit; 0: none), free_rows (of a verify that reading the weights hides; null where the board's rate
+    is not known), accept_length, parts (what, one, all), cycles (lanes, drafts, rows, experts, bytes, memory_ms,
+    product_ms, floor_ms, tokens_per_second, tokens_per_second_each)), tower (of a target that sees: picture (height and
+    width of the one costed), parameters, bytes, patches, tokens, operations, attention (of them), milliseconds; else
+    null). Of BUNDLE also: backend (the one that runs it), backends (aboard), trial (what build --finish measured of
+    them), arch, kernels (compilation units with kernels, registers, shared_bytes, stack_bytes).
     """
     if bundle is not None:
         if target or drafter or recipe or max_context is not None:

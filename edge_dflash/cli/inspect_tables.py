@@ -9,8 +9,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from edge_dflash.board.archs import arch_of_sm
-from edge_dflash.board.profiles import SYSTEM_BYTES
+from edge_dflash.board.archs import Arch, arch_of_sm
+from edge_dflash.board.profiles import SYSTEM_BYTES, BoardProfile
 from edge_dflash.checks.inspect import Inspection
 from edge_dflash.checks.tower_costs import PICTURE, TowerCosts
 from edge_dflash.cli.output import named_table
@@ -28,7 +28,10 @@ def render(inspection: Inspection, *, joint: bool = False) -> RenderableType:
         parts.append(_by_drafts(inspection))
     if joint or inspection.by_lanes.lanes > 1:
         parts += [_lanes(inspection), _joint(inspection)]
-    return Group(*parts, _memory(inspection), _summary(inspection, joint=joint))
+    parts.append(_memory(inspection))
+    if (arch := arch_of_sm(inspection.board.sm)) is not None:
+        parts.append(_rates(arch, inspection.board))
+    return Group(*parts, _summary(inspection, joint=joint))
 
 
 def _lanes(inspection: Inspection) -> Table:
@@ -62,16 +65,28 @@ def _joint(inspection: Inspection) -> Table:
 
 def _lanes_summary(inspection: Inspection) -> list[str]:
     """How many lanes there can be, and what the floors of joint cycles stand on."""
-    costs, board, arch = inspection.by_lanes, inspection.board, arch_of_sm(inspection.board.sm)
+    costs = inspection.by_lanes
     most = "no lane" if not costs.most else f"{costs.most} lane{'s' if costs.most > 1 else ''}"
     room = ", the most there can be," if costs.most == MOST_LANES else ""
     lines = [f"lanes: {most} of {inspection.max_context:,} tokens{room} fit; {costs.lanes} counted above"]
-    if arch is not None and costs.free_rows is not None:
-        rate = f"{arch.flops / 1e12:.3g} TFLOP/s, what prefill is trusted with on SM {board.sm}"
-        lines.append(f"products: at {rate}, reading the weights hides up to {costs.free_rows} rows of a verify")
+    if costs.free_rows:
+        lines.append(f"products: reading the weights hides up to {costs.free_rows} rows of a verify")
+    elif costs.free_rows is not None:
+        lines.append("products: of any rows they take longer than reading the weights")
     if inspection.drafter_masks:
         lines.append(f"tokens/s: at floors, where cycles of all drafts commit {costs.accept_length:g} tokens a lane")
     return lines
+
+
+def _rates(arch: Arch, board: BoardProfile) -> Table:
+    """What estimates stand on."""
+    title = f"Rates that estimates stand on: {arch.name}, {board.multiprocessors} multiprocessors"
+    title += f" at {board.gpu_clock_hz / 1e9:.2f} GHz"
+    table = named_table(title, "of", "kernel", "known", right=("TFLOP/s",))
+    for use, rate in arch.rates.items():
+        found = sorted({f"{flops / 1e12:.3g}" for _, flops in rate.by_rows(board.chip)}, key=float)
+        table.add_row(use, rate.kernel, rate.how, " to ".join(found[:: max(1, len(found) - 1)]))
+    return table
 
 
 def _weights(inspection: Inspection) -> Table:
@@ -124,7 +139,7 @@ def _summary(inspection: Inspection, *, joint: bool) -> Text:
     chunk_ms = inspection.prefill_chunk_ms
     estimate = "" if chunk_ms is None else f", about {chunk_ms:.3g} ms on SM {board.sm}"
     lines = [
-        f"{board.title}: {board.memory_bandwidth_bytes_per_s / 1e9:g} GB/s peak",
+        f"{board.title}: {board.memory_bandwidth_bytes_per_s / 1e9:g} GB/s peak, which floors stand on{_read(board)}",
         f"K/V per token ({inspection.kv_format}): {inspection.kv_bytes_per_token:,} B target,"
         f" {inspection.drafter_kv_bytes_per_token:,} B drafter; tape per row: {inspection.tape_bytes_per_row:,} B;"
         f" state: {inspection.state_bytes:,} B",
@@ -145,6 +160,14 @@ def _summary(inspection: Inspection, *, joint: bool) -> Text:
     if inspection.free_bytes < 0:
         lines.append(_advice(inspection))
     return Text("\n".join(lines))
+
+
+def _read(board: BoardProfile) -> str:
+    """What was measured beside the peak."""
+    if (measured := board.read_bandwidth_bytes_per_s) is None:
+        return ""
+    more = board.memory_bandwidth_bytes_per_s / measured - 1
+    return f"; a kernel that only reads gets {measured / 1e9:g}, with which they are {more:.0%} longer"
 
 
 def _tower(tower: TowerCosts, sm: int) -> str:

@@ -16,7 +16,7 @@ from edge_dflash.board.profiles import board_profiles, load_board, read_board
 from edge_dflash.builder.choose import choose
 from edge_dflash.bundle.manifest import dump_manifest, parse_manifest
 from edge_dflash.bundle.reader import Bundle
-from edge_dflash.checks.footprint import row_parameters
+from edge_dflash.checks.footprint import expert_parameters, row_parameters
 from edge_dflash.checks.inspect import inspect_recipe
 from edge_dflash.cli.build import find_recipe
 from edge_dflash.common.files import directory
@@ -129,16 +129,18 @@ def test_a_prefill_pass_takes_a_tenth_of_a_second_at_most():
 @pytest.mark.parametrize(
     ("model", "arch", "rows"),
     [
-        ("qwen3.6-27b", "sm110", 128),
+        ("qwen3.6-27b", "sm110", 64),
         ("qwen3.6-27b", "sm90", 512),
         ("qwen3.5-4b", "sm90", 2048),
-        ("qwen3.5-4b", "sm110", 512),
+        ("qwen3.5-4b", "sm110", 256),
+        ("qwen3.6-35b-a3b", "sm110", 256),
         ("qwen3.5-4b", "sm87", 128),
         ("qwen3.6-27b", "cpu", 32),
     ],
 )
 def test_chunks_by_model_and_architecture(model, arch, rows):
-    assert find_arch(arch).prefill_rows(row_parameters(pair_programs(spec(model)).prefill)) == rows
+    prefill = pair_programs(spec(model)).prefill
+    assert find_arch(arch).prefill_rows(row_parameters(prefill), experts=expert_parameters(prefill)) == rows
 
 
 def test_the_head_is_not_multiplied_with_every_row_of_a_prefill():
@@ -154,11 +156,25 @@ def test_inspect_takes_the_chunk_of_the_board():
         name: inspect_recipe(spec("qwen3.6-27b"), default_recipe(), board=load_board(name))
         for name in ("sm110", "sm87")
     }
-    assert (found["sm110"].prefill_chunk, found["sm87"].prefill_chunk) == (128, 64)
-    assert found["sm110"].to_json()["prefill_chunk_ms"] == pytest.approx(71.8, abs=0.1)
+    assert (found["sm110"].prefill_chunk, found["sm87"].prefill_chunk) == (64, 64)
+    assert found["sm110"].to_json()["prefill_chunk_ms"] == pytest.approx(95.4, abs=0.1)
     recipe = replace(default_recipe(), context=replace(default_recipe().context, prefill_chunk=17))
     given = inspect_recipe(spec("qwen3.6-27b"), recipe, board=load_board("sm110"))
     assert given.prefill_chunk == 17
+
+
+def test_a_pass_takes_no_less_than_its_weights():
+    wide = replace(default_recipe(), target=dict.fromkeys(default_recipe().target, "bf16"))
+    found, thor = inspect_recipe(spec("qwen3.6-27b"), wide, board=load_board("thor")), load_board("thor")
+    assert found.prefill_chunk_ms > thor.milliseconds(2 * found.row_parameters) > 1e3 * CHUNK_SECONDS
+
+
+def test_a_smaller_board_of_an_arch_takes_longer():
+    small, large = (
+        inspect_recipe(spec("qwen3.6-27b"), default_recipe(), board=load_board(n)) for n in ("t4000", "thor")
+    )
+    assert small.prefill_chunk == large.prefill_chunk == 64
+    assert small.prefill_chunk_ms == pytest.approx(large.prefill_chunk_ms * (20 * 1.57) / (12 * 1.52))
 
 
 @pytest.mark.parametrize(("activations", "rows"), [("bf16", 2048), ("nvfp4", 512)])

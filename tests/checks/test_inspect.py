@@ -226,7 +226,7 @@ def test_a_bundle_manifest_gives_the_same_numbers_as_its_recipe():
     pair = spec("qwen3.5-4b")
     formats = ALL_NVFP4.formats(pair_programs(pair).weights)
     manifest = object.__new__(Manifest)
-    for name, value in {"pair": pair, "weights": formats, "max_context": 32768, "prefill_chunk": 512}.items():
+    for name, value in {"pair": pair, "weights": formats, "max_context": 32768, "prefill_chunk": 256}.items():
         object.__setattr__(manifest, name, value)
     object.__setattr__(manifest, "precision", type("P", (), {"kv": "fp8"}))
     board = load_board("thor")

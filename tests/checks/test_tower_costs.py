@@ -1,15 +1,18 @@
 """What ``inspect`` counts of a vision tower: parameters, bytes, memory, and a picture."""
 
+import json
 from dataclasses import asdict, replace
 from math import prod
 
 import pytest
 from golden_pairs import GOLDEN
+from paths import ROOT
 from synthetic import CONFIGS
 
+from edge_dflash.board.archs import find_arch
 from edge_dflash.board.profiles import load_board
 from edge_dflash.checks.inspect import inspect_recipe
-from edge_dflash.checks.tower_costs import operations, picture_patches
+from edge_dflash.checks.tower_costs import operations, picture_patches, tower_costs
 from edge_dflash.cli.inspect_tables import render
 from edge_dflash.decode.sights import SEEN_BYTES
 from edge_dflash.model import pair_programs
@@ -34,8 +37,27 @@ def test_the_tower_of_the_27b():
     assert (tower.patches, tower.tokens) == (50 * 38, 475)
     linears = 1900 * (1536 * H + 27 * (4 * H * H + 2 * H * INNER)) + 475 * (M * M + M * OUT)
     assert tower.operations == 2 * linears + 27 * 4 * 1900**2 * H
+    assert tower.attention == 27 * 4 * 1900**2 * H
     assert tower.operations == pytest.approx(2.06e12, rel=0.02)
     assert found.to_json()["tower"] == {"picture": [600, 800], **asdict(tower)}
+
+
+def test_linears_and_attention_of_a_picture_take_their_own_rates():
+    tower, board = inspected().tower, load_board("agx-thor")
+    arch = find_arch("sm110")
+    took = [(tower.operations - tower.attention, arch.prompts), (tower.attention, arch.attend)]
+    assert tower.milliseconds == pytest.approx(sum(1e3 * work / rate.per_second(board.chip) for work, rate in took))
+    assert 100 < tower.milliseconds < 120
+
+
+def test_an_h200_takes_what_was_measured():
+    measured = json.loads((ROOT / "docs" / "results" / "tower-h200.json").read_text())["tower"]
+    one = next(row for row in measured if row["frames"] == 1 and row["weights"] == "bf16")
+    arch = find_arch("sm90")
+    programs = pair_programs(PAIR)
+    found = tower_costs(PAIR.target.vision, programs.see, dict.fromkeys(programs.see.weights, 0), arch, arch.chip)
+    assert found.operations == one["operations"]
+    assert found.milliseconds == pytest.approx(one["kernels_ms"], rel=0.02)
 
 
 def test_only_memory_differs_from_the_target_of_text():
@@ -61,9 +83,9 @@ def test_fp8_halves_the_linears():
 def test_work_grows_with_the_picture():
     program, spec = pair_programs(PAIR).see, PAIR.target.vision
     assert picture_patches(spec) == 1900
-    four, one = operations(program, 7600), operations(program, 1900)
-    assert four > 4 * one  # attention is among all patches
-    assert four - 4 * one == 27 * 4 * H * (7600**2 - 4 * 1900**2)
+    (linears, attention), (one, looked) = operations(program, 7600), operations(program, 1900)
+    assert linears == 4 * one
+    assert attention == 16 * looked == 27 * 4 * H * 7600**2  # among all patches
 
 
 def test_a_small_pair_scratches_for_a_picture():

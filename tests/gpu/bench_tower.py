@@ -154,7 +154,7 @@ def tower_row(gpu, tower, see, program, patches, count, form, rate):
     wall = middle(lambda: [see(picture) for picture in pictures] and None)
     rows = len(pictures[0].levels)
     kernels = count * middle(lambda: gpu.seconds(partial(tower._compute, rows)))
-    work = count * operations(program, rows)
+    work = count * sum(operations(program, rows))
     row = {"frames": count, "weights": form, "patches": rows, "tokens": count * pictures[0].tokens, "operations": work}
     row |= {"ms": 1e3 * wall, "kernels_ms": 1e3 * kernels, "operations_s": work / wall}
     return row | {"of_matmul": work / wall / rate if rate else None}

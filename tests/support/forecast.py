@@ -21,7 +21,7 @@ class Board:
 
 BOARDS = (
     Board("T5000", 110, 1.57, 259.7e9, ((8, 8, 4), (8, 6, 6))),
-    Board("T4000", 110, 1.52, 259.7e9, ((8, 4), (6, 6))),  # clock: published FP4 rates, 1,200 beside 2,070
+    Board("T4000", 110, 1.52, 259.7e9, ((8, 4), (6, 6))),  # it reads as a T5000: the memory is the same
     Board("AGX Orin 64GB", 87, 1.30, 154.4e9, ((8, 8),)),
 )
 
@@ -48,6 +48,7 @@ class Kind:
     nbytes: int  # of one
     seconds: float  # of one, on the proxy
     nvfp4: bool = False  # a linear with these weights
+    flops: int = 0  # multiplications and additions of one; 0: not products
 
     def compute(self, board: Board, clock: float) -> float:
         """Seconds of all of them if memory took no time; ``clock``: GHz of the proxy."""
@@ -118,6 +119,14 @@ def _columns(board: Board, clock: float) -> tuple[Callable[[Kind], float], ...]:
 
 
 def summary(kinds: list[Kind], board: Board, clock: float) -> dict[str, float]:
-    """Milliseconds of a cycle: compute, memory, slower kind by kind, the same with NVFP4 decoded by conversions."""
+    """Milliseconds of a cycle: compute, memory, slower kind by kind, the same with NVFP4 decoded by conversions.
+
+    ``products_ms``: compute of products alone; ``flops_a_clock``: theirs, of a multiprocessor.
+    """
     names = ("compute_ms", "memory_ms", "forecast_ms", "converted_ms")
-    return {name: 1e3 * sum(map(column, kinds)) for name, column in zip(names, _columns(board, clock), strict=True)}
+    found = {name: 1e3 * sum(map(column, kinds)) for name, column in zip(names, _columns(board, clock), strict=True)}
+    products = [kind for kind in kinds if kind.flops]
+    took = sum(kind.compute(board, clock) for kind in products)
+    flops = sum(kind.times * kind.flops for kind in products)
+    clocks = took * 1e9 * board.clock * sum(board.layouts[0])
+    return found | {"products_ms": 1e3 * took, "flops_a_clock": flops / clocks if took else 0.0}
