@@ -49,7 +49,7 @@ def install_command(
 
     Given again with another bundle or from another program, it upgrades: the copy is checked, one link is switched, and
     a release that does not become ready is taken back. Given again with the same, it checks the copy that is there and
-    repairs it. Needs no network.
+    replaces it if it was damaged. Needs no network.
 
     JSON keys: release, previous, releases, written, removed, started.
     """

@@ -1,8 +1,7 @@
 """Releases: a copied bundle with the program that serves it. Added whole or not at all, switched by one rename.
 
-A bundle and its program belong together (kernels, engines), so both are rolled back together. Copies are checked,
-linked to what other releases hold, and repaired when they were damaged. Every file takes its name when all of it is on
-the disk.
+A bundle and its program belong together (kernels, engines), so both are rolled back together. A release takes its name
+when all of it is on the disk; one that was damaged is copied again, whole.
 """
 
 from __future__ import annotations
@@ -12,14 +11,13 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from edge_dflash.board.linux import drop_page_cache
 from edge_dflash.builder.journal import sync_path
-from edge_dflash.bundle.manifest import MANIFEST, FileEntry, Manifest
-from edge_dflash.bundle.parts import hash_file
+from edge_dflash.bundle.manifest import MANIFEST, Manifest
 from edge_dflash.bundle.reader import Bundle, check_files, read_manifest
 from edge_dflash.errors import BundleError, EdgeDflashError
 from edge_dflash.install.host import InstallPaths
@@ -49,10 +47,10 @@ def locked(layout: InstallPaths) -> Iterator[None]:
 
 
 def add(layout: InstallPaths, bundle: Path, program: Path) -> tuple[str, list[str]]:
-    """Copy ``bundle`` into a release that ``program`` serves; its name. One that is there is checked, and repaired.
+    """Copy ``bundle`` into a release that ``program`` serves; its name. One that is there is checked.
 
-    Files that another release holds are linked to instead of copied. Returns also what was repaired. Raises BundleError
-    when the bundle, or its copy, is damaged, EdgeDflashError when the disk is too small.
+    Returns also the path of a damaged release that was replaced. Raises BundleError when the bundle, or its copy, is
+    damaged, EdgeDflashError when the disk is too small.
     """
     bundle = bundle.resolve()
     manifest = read_manifest(bundle)
@@ -64,38 +62,34 @@ def add(layout: InstallPaths, bundle: Path, program: Path) -> tuple[str, list[st
     for leftover in layout.releases.glob(f"{_INCOMING}*"):
         discard(leftover)
     release, incoming = layout.releases / name, layout.releases / (_INCOMING + name)
-    if release.is_dir():
-        repaired = _repair(bundle, release / folder, manifest, _bundles(layout))
-        return name, [*repaired, *_complete(release, folder, program, manifest)]
-    discard(release)
+    if _sound(release, folder, program):
+        return name, []
     try:
-        _copy(bundle, incoming / folder, manifest, _bundles(layout))
-        _complete(incoming, folder, program, manifest)
+        _copy(bundle, incoming / folder, manifest)
+        if folder != "bundle":
+            (incoming / "bundle").symlink_to(folder)
+        (incoming / "run").symlink_to(program)
+        if manifest.runs_without_engines:
+            (incoming / "no-plans").touch()
         incoming.chmod(0o755)
+        replaced = discard(release)
         incoming.rename(release)
         sync_path(layout.releases)
     except BaseException:
         shutil.rmtree(incoming, ignore_errors=True)
         raise
-    return name, []
+    return name, [str(release)] if replaced else []
 
 
-def _complete(release: Path, folder: str, program: Path, manifest: Manifest) -> list[str]:
-    """Bring what lies beside a release's bundle to what it should be; paths of what was changed."""
-    changed = []
-    for name, target in (("bundle", Path(folder)), ("run", program)):
-        link = release / name
-        if name != folder and not (link.is_symlink() and link.readlink() == target):
-            discard(link)
-            link.symlink_to(target)
-            changed.append(str(link))
-    mark = release / "no-plans"
-    if manifest.runs_without_engines != mark.is_file():
-        discard(mark)
-        if manifest.runs_without_engines:
-            mark.touch()
-        changed.append(str(mark))
-    return changed
+def _sound(release: Path, folder: str, program: Path) -> bool:
+    """Whether a release is there and what it was when it was added, or finished since."""
+    try:
+        manifest = Bundle.open(release / folder).manifest
+        links = (release / "run").readlink() == program
+        links &= folder == "bundle" or (release / "bundle").readlink() == Path(folder)
+        return links and manifest.runs_without_engines == (release / "no-plans").is_file()
+    except (BundleError, OSError):
+        return False
 
 
 def current(layout: InstallPaths) -> str | None:
@@ -153,11 +147,6 @@ def prune(layout: InstallPaths, keep: int) -> list[str]:
     return gone
 
 
-def _bundles(layout: InstallPaths) -> list[Path]:
-    """The bundles of all releases."""
-    return [(layout.releases / name / "bundle").resolve() for name in history(layout)]
-
-
 def _write_history(layout: InstallPaths, names: list[str]) -> None:
     fresh = layout.history.with_name(".history")
     fresh.write_text("".join(f"{name}\n" for name in names))
@@ -166,57 +155,34 @@ def _write_history(layout: InstallPaths, names: list[str]) -> None:
     fresh.replace(layout.history)
 
 
-def _copy(source: Path, target: Path, manifest: Manifest, others: Sequence[Path]) -> None:
-    """Copy a bundle. Files that the bundles ``others`` hold are links to theirs, unless they are damaged there.
+def _copy(source: Path, target: Path, manifest: Manifest) -> None:
+    """Copy a bundle, which everybody may read, to the disk.
 
-    Raises BundleError when the source is damaged, EdgeDflashError when the disk is too small.
+    Raises BundleError when source or copy is damaged, EdgeDflashError when the disk is too small.
     """
-    held: dict[tuple[str, int], Path] = {}  # files by hash and size
-    for folder in others:
-        with suppress(EdgeDflashError, OSError):
-            held |= {(e.sha256, e.size): folder / name for name, e in read_manifest(folder).files.items()}
-    held = {key: path for key, path in held.items() if path.is_file()}
-    try:
-        _write(source, target, manifest, held)
-    except BundleError:
-        if not any((entry.sha256, entry.size) in held for entry in manifest.files.values()):
-            raise
-        shutil.rmtree(target)
-        _write(source, target, manifest, {})
-    drop_page_cache(source)
-    drop_page_cache(target)
-
-
-def _repair(source: Path, target: Path, manifest: Manifest, others: Sequence[Path]) -> list[str]:
-    """Bring a copy of ``source`` back to what it was; paths of the files that were damaged, missing or too many.
-
-    Engines that were built in the copy stay where they are sound. Other bundles that share a damaged file get the good
-    one. Raises as :func:`_copy`.
-    """
+    missing = sum(entry.size for entry in manifest.files.values())
+    folder = target.parent.parent
+    if (free := shutil.disk_usage(folder).free) < missing + _SPARE:
+        raise EdgeDflashError(
+            f"{folder} has {free / 1e9:.2f} GB free, the bundle takes {missing / 1e9:.2f}; "
+            "free some, or remove old releases by installing with --keep 1"
+        )
+    target.mkdir(parents=True)
+    for name in (*manifest.files, MANIFEST):
+        file = target / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source / name, file)
+        file.chmod(0o644)
+        sync_path(file)
+    for folder in (target, *(path for path in target.rglob("*") if path.is_dir())):
+        folder.chmod(0o755)
+        sync_path(folder)
     try:
         Bundle.open(target)
-        return []
-    except BundleError:
-        wanted = _repairable(target, manifest)
-    if target.is_symlink() or not target.is_dir():
-        discard(target)
-    files = [path for path in target.rglob("*") if path.is_symlink() or not path.is_dir()]
-    strange = [path for path in files if path.relative_to(target).as_posix() not in {*wanted.files, MANIFEST}]
-    for path in strange:
-        path.unlink()
-    damaged = [name for name, entry in wanted.files.items() if not _sound(target / name, entry)]
-    _check_space(target.parent, sum(wanted.files[name].size for name in damaged))
-    for name in damaged:
-        files = [target / name, *(other / name for other in others if other != target)]
-        sharing = [file for file in files if file.exists() and files[0].exists() and file.samefile(files[0])]
-        _replace(source / name, target / name, _copy_file)
-        for file in sharing[1:]:
-            _replace(target / name, file, os.link)
-    if wanted is manifest:
-        _replace(source / MANIFEST, target / MANIFEST, _copy_file)
-        damaged.append(MANIFEST)
-    _check(source, target)
-    return [*(str(target / name) for name in damaged), *map(str, strange)]
+    except BundleError as error:
+        raise BundleError(f"the copy of {source} is not what it should be: {error}") from None
+    drop_page_cache(source)
+    drop_page_cache(target)
 
 
 def discard(path: Path) -> bool:
@@ -228,73 +194,3 @@ def discard(path: Path) -> bool:
     else:
         path.unlink()
     return True
-
-
-def _repairable(target: Path, manifest: Manifest) -> Manifest:
-    """What a copy is to be: what it says itself, unless something is damaged that its source does not have."""
-    try:
-        own = read_manifest(target)
-    except BundleError:
-        return manifest
-    damaged = (name for name, entry in own.files.items() if not _sound(target / name, entry))
-    return own if all(manifest.files.get(name) == own.files[name] for name in damaged) else manifest
-
-
-def _sound(file: Path, entry: FileEntry) -> bool:
-    try:
-        return not file.is_symlink() and hash_file(file) == entry
-    except OSError:
-        return False
-
-
-def _replace(source: Path, file: Path, copied: Callable[[Path, Path], object]) -> None:
-    """Let ``source``, copied or linked, take the name of ``file``."""
-    file.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-    fresh = file.with_name(f".{file.name}.fresh")
-    fresh.unlink(missing_ok=True)
-    copied(source, fresh)
-    discard(file)
-    fresh.replace(file)
-    sync_path(file.parent)
-
-
-def _write(source: Path, target: Path, manifest: Manifest, held: Mapping[tuple[str, int], Path]) -> None:
-    _check_space(target.parent.parent, sum(e.size for e in manifest.files.values() if (e.sha256, e.size) not in held))
-    target.mkdir(parents=True)
-    for name in (*manifest.files, MANIFEST):
-        file = target / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        entry = manifest.files.get(name)
-        known = held.get((entry.sha256, entry.size)) if entry else None
-        if known is not None:
-            os.link(known, file)
-        else:
-            _copy_file(source / name, file)
-    for folder in (target, *(path for path in target.rglob("*") if path.is_dir())):
-        folder.chmod(0o755)
-        sync_path(folder)
-    _check(source, target)
-
-
-def _copy_file(source: Path, file: Path) -> None:
-    """Copy a file, which everybody may read, to the disk."""
-    shutil.copyfile(source, file)
-    file.chmod(0o644)
-    sync_path(file)
-
-
-def _check_space(folder: Path, missing: int) -> None:
-    """Raise EdgeDflashError unless the disk takes so many bytes more."""
-    if (free := shutil.disk_usage(folder).free) < missing + _SPARE:
-        raise EdgeDflashError(
-            f"{folder} has {free / 1e9:.2f} GB free, the bundle takes {missing / 1e9:.2f}; "
-            "free some, or remove old releases by installing with --keep 1"
-        )
-
-
-def _check(source: Path, target: Path) -> None:
-    """Raise BundleError unless a copy is whole."""
-    try:
-        Bundle.open(target)
-    except BundleError as error:
-        raise BundleError(f"the copy of {source} is not what it should be: {error}") from None
