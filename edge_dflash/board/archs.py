@@ -33,9 +33,7 @@ class Arch:
     kernels: str | None  # what our kernels are compiled for: with "a" where they use instructions of this SM alone
     tensorrt: Literal["tensorrt", "tensorrt_rtx"] | None  # module that builds engines for it
     chip: Chip  # the largest that is served: default chunks are for it
-    mma: (
-        float  # dense BF16 products with FP32 sums, FLOP a clock and multiprocessor: of wgmma on SM90, else of mma.sync
-    )
+    mma: float  # dense BF16 products, FLOP a clock and multiprocessor: of wgmma on SM90, else of mma.sync
     prompts: KernelRate  # linears of many rows, of the vision tower too
     experts: KernelRate  # of a mixture, many rows
     attend: KernelRate  # of the vision tower

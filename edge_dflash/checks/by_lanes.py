@@ -67,9 +67,7 @@ class LaneCosts:
     lanes: int  # of the memory
     most: int  # lanes whose memory the board has; 0: not even one
     accept_length: float
-    free_rows: (
-        int | None
-    )  # of a verify pass: none of fewer has longer products than its weights; None: no rate is known
+    free_rows: int | None  # most of a verify whose products take no longer than its weights; None: no rate is known
     parts: tuple[LanePart, ...]
     cycles: tuple[JointCycle, ...] = field(repr=False)
 
