@@ -47,7 +47,7 @@ def tensors_sum(tensors: Mapping[str, npt.NDArray[Any]]) -> npt.NDArray[np.uint8
     found = sha256()
     for name in sorted(tensors):
         found.update(f"{name}{list(tensors[name].shape)}".encode())
-        found.update(memoryview(np.ascontiguousarray(tensors[name]).reshape(-1).view(np.uint8)))
+        found.update(np.ascontiguousarray(tensors[name]).data.cast("B"))
     return np.frombuffer(found.digest(), np.uint8)
 
 

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 from safetensors.numpy import save_file
 
-from edge_dflash.errors import CheckpointError, RequestError
+from edge_dflash.errors import RequestError
 from edge_dflash.training.disk import SUM, read_whole, tensors_sum, whole_file
 from edge_dflash.training.forecast import BatchSize
 from edge_dflash.training.losses import Batch

@@ -1,4 +1,4 @@
-"""What callers hand in is called: observers, ranks. Whatever these do, requests end, and nothing is freed under a step."""
+"""What callers hand in, observers and ranks: whatever it does, requests end, and nothing is freed under a step."""
 
 from __future__ import annotations
 
@@ -206,15 +206,17 @@ def test_an_observer_that_raises_is_logged_once_and_changes_nothing(caplog):
     for name in OBSERVED:
         setattr(Raising, name, fail)
     wanted = Planner(FakeBackend(), None).plan(PROMPT, max_new_tokens=12)
-    with caplog.at_level(logging.ERROR, "edge_dflash.runner"):
-        with Planner(FakeBackend(), None, observer=Raising(), fallback=False) as planner:
-            session = planner.session()
-            assert in_time(lambda: session.plan(PROMPT, max_new_tokens=12)).tokens == wanted.tokens
-            slow = planner.stream(PROMPT, max_new_tokens=40, speculative=False)
-            next(slow)
-            assert len(planner.plan((5,), max_new_tokens=3, priority=5).tokens) == 3
-            assert len(slow.plan.tokens) == 40
-            assert planner.failure is None
+    with (
+        caplog.at_level(logging.ERROR, "edge_dflash.runner"),
+        Planner(FakeBackend(), None, observer=Raising(), fallback=False) as planner,
+    ):
+        session = planner.session()
+        assert in_time(lambda: session.plan(PROMPT, max_new_tokens=12)).tokens == wanted.tokens
+        slow = planner.stream(PROMPT, max_new_tokens=40, speculative=False)
+        next(slow)
+        assert len(planner.plan((5,), max_new_tokens=3, priority=5).tokens) == 3
+        assert len(slow.plan.tokens) == 40
+        assert planner.failure is None
     assert caplog.text.count("an observer raised") == 1
 
 
@@ -224,6 +226,7 @@ def test_an_observer_that_raises_is_logged_once_and_changes_nothing(caplog):
         10**400, -(10**400), float("nan"), np.float32("nan"), "7", b"7", None, [1.0], np.ones(3), np.ones((40, 40)), 1j,
         np.complex64(1), torch.ones(2), torch.tensor(1j), {}, object(), np.array("x"), np.array(None),
     ],
+    ids=lambda value: type(value).__name__,
 )  # fmt: skip
 def test_what_is_no_number_is_refused_in_one_line(value):
     with Planner(FakeBackend(), None) as planner:

@@ -196,7 +196,9 @@ def test_damaged_weights_are_no_full_disk(ready, tmp_path):
     whole = best.read_bytes()
     for body in (whole[:100], whole[:-1], bytes((*whole[:-70], whole[-70] ^ 4, *whole[-69:]))):
         best.write_bytes(body)
-        with pytest.raises(RequestError, match=r"best-\d+.safetensors.*; remove .* to train again: answers and taps are"):
+        with pytest.raises(
+            RequestError, match=r"best-\d+.safetensors.*; remove .* to train again: answers and taps are"
+        ):
             kept_weights(tmp_path)
     best.write_bytes(whole)
     assert kept_weights(tmp_path)
