@@ -68,7 +68,7 @@ def write_sums(folder: Path) -> None:
 
 
 def damaged_file(folder: Path) -> Path | None:
-    """The first file of a folder that is not what :func:`write_sums` saw; None: there is none, or it saw none."""
+    """The first file of a folder that is not what :func:`write_sums` saw; None: all are, or it saw none."""
     if not (folder / _SUMS).exists():
         return None
     try:

@@ -50,7 +50,7 @@ def test_a_slip_of_two_names_says_none():
 OTHERS = (  # options of other engines for a request, which mean something else than any of ours
     "min_p", "top_a", "top_n", "typical_p", "min_tokens", "max_length", "max_prompt_tokens", "prompt_logprobs",
     "presence_penalty", "repetition_penalty", "logit_bias", "ignore_eos", "best_of", "n", "stop_token_ids",
-    "include_stop_str_in_output", "temperature_last", "dynatemp_range", "seed_strategy", "guided_grammar", "tools_prompt",
+    "include_stop_str_in_output", "temperature_last", "dynatemp_range", "seed_strategy", "guided_grammar",
 )  # fmt: skip
 
 
