@@ -297,7 +297,7 @@ def test_a_planner_that_is_dropped_ends_its_worker():
     worker = planner._engine._worker
     del planner
     gc.collect()
-    worker.join(10)
+    worker.join(60)
     assert not worker.is_alive()
 
 

@@ -266,7 +266,7 @@ def test_a_full_queue_is_429(tmp_path):
     service = fake_service(tmp_path, backend, queue=1)
     with client_of(service) as client:
         first = service.planner.stream(HELLO, max_new_tokens=2)
-        assert backend.reached.wait(10)
+        assert backend.reached.wait(60)
         second = service.planner.stream(HELLO, max_new_tokens=2)
         refused = client.post(CHAT, json={"messages": HELLO, "max_tokens": 2})
         assert refused.status_code == 429
