@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -90,6 +91,7 @@ class Planner(Planning[PlannerSession]):
             weakref.finalize(self, recorder.close)
         self._model = Model(backend, tokenizer, tuple(dict.fromkeys(stop_token_ids)), images, recorder)
         self._encoder = Encoder(self._model)
+        self._letting_go = threading.Lock()
         self._engine = Engine(backend, bundle, checked, observer)
         weakref.finalize(self, self._engine.close, drain=False, timeout=_CLOSE_SECONDS)
         self._end_forms = (lambda: None) if tokenizer is None else hold(self, tokenizer)
@@ -171,12 +173,19 @@ class Planner(Planning[PlannerSession]):
         self.close()
 
     def close(self) -> None:
-        """Cancel all requests and release the device. Closing twice does no harm."""
-        self._engine.close(drain=False)
-        self._engine.backend.close()
-        if self._model.recorder is not None:
-            self._model.recorder.close()
-        self._end_forms()
+        """Cancel all requests and release the device. Closing twice does no harm.
+
+        Called by an observer, on the engine's own thread, it returns at once: the device is released after the step
+        that runs.
+        """
+        self._engine.shut(self._let_go)
+
+    def _let_go(self) -> None:
+        with self._letting_go:
+            self._engine.backend.close()
+            if self._model.recorder is not None:
+                self._model.recorder.close()
+            self._end_forms()
 
     def warm_up(self) -> None:
         """Begin to build what the first form else waits for, on other cores: 3 s, 220 MB with 248,000 tokens."""

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
@@ -23,7 +24,7 @@ from edge_dflash.runner.engine import Engine
 from edge_dflash.runner.job import Home, Job
 from edge_dflash.runner.looking import Shown, name_of, read_images
 from edge_dflash.runner.request import Encoder, Model, Prompt, as_message, as_said, next_turn, prepare
-from edge_dflash.runner.stream import AsyncPlanStream, PlanStream
+from edge_dflash.runner.stream import UNWANTED, AsyncPlanStream, PlanStream
 from edge_dflash.text.chat import Answer
 from edge_dflash.text.template import Message
 
@@ -41,12 +42,13 @@ class PlannerSession:
         self._engine = engine
         self._model = model
         self._encoder = encoder
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # never held while a picture, a form or a disk is waited for
         self._messages: list[Message] = [{"role": "system", "content": system}] if system is not None else []
         self._state: Session | None = None  # from the first turn on
         self._tools: str = ""  # that the conversation began with, as JSON
         self._thinking = False  # the last answer was cut inside a thinking span
         self._turn: Job | None = None  # the newest; its stream may be dropped
+        self._preparing = False  # its next turn
         self._closed = False
 
     def __enter__(self) -> PlannerSession:
@@ -67,7 +69,11 @@ class PlannerSession:
 
     @property
     def busy(self) -> bool:
-        """Whether a turn waits or runs, and was not cancelled: another one would be refused."""
+        """Whether a turn is prepared, waits or runs, and was not cancelled: another one would be refused."""
+        return self._preparing or self._runs
+
+    @property
+    def _runs(self) -> bool:
         return self._turn is not None and not (self._turn.ticket.done or self._turn.cancelled)
 
     def plan(self, task: Task, **options: Unpack[PlanOptions]) -> Plan:
@@ -88,7 +94,7 @@ class PlannerSession:
 
     def fork(self) -> PlannerSession:
         """Another conversation that goes on from here, without computing anything again."""
-        with self._lock:
+        with self._held():
             self._wait_for_turn()
             other = PlannerSession(self._planner, self._engine, self._model, self._encoder)
             other._messages, other._tools, other._thinking = list(self._messages), self._tools, self._thinking
@@ -102,22 +108,24 @@ class PlannerSession:
         Only its owner may read it, and only the bundle that made it can load it. Raises StorageError when it cannot be
         written.
         """
-        with self._lock:
+        with self._held():
             self._wait_for_turn()
             if self._state is None:
                 raise RequestError("the session has no turn yet, there is nothing to save; save it after the first")
             note = {"messages": self._messages, "tools": self._tools, "thinking": self._thinking}
             state = self._engine.run(self._state.state)
-            return save_session(path, replace(state, note=json.dumps(note, default=dict)))
+        return save_session(path, replace(state, note=json.dumps(note, default=dict)))
 
     def close(self) -> None:
         """Cancel its turn and give its memory back. Closing twice does no harm."""
-        with self._lock:
+        self._closed = True  # ends what is prepared, too
+        with self._held():
             if self._turn is not None:
                 self._turn.cancelled = True
                 self._turn.ticket.cancel()
+                if self._engine.here and not self._turn.ticket.done:
+                    return  # the turn gives the memory back when it has ended
                 self._turn.ticket.exception()
-            self._closed = True
             if self._state is not None:
                 self._state.close()
 
@@ -140,32 +148,59 @@ class PlannerSession:
         """The next turn, ready to be queued."""
         if engine is not self._engine:
             raise RequestError("the session belongs to another planner; use the one that made it")
-        with self._lock:
+        with self._held():
             self._wait_for_turn()
-            known = {name_of(placed.picture): placed.picture for placed in self._placed}
-            shown = read_images(self._model.images, as_said(self._model, task), known)
-            shown = Shown(shown.messages, {**known, **shown.pictures})
-            tools = json.dumps(options.tools or [], default=dict)
-            prompt = self._prompt(task, shown, options, tools)
-            place = _Turn(self, shown.messages, tools)
-            self._turn = Job(prepare(self._model, options, prompt, began), place, engine.manager, engine.pace)
+            if self._preparing:
+                raise _running()
+            self._preparing, known = True, self._known
+        try:
+            return self._prepared(known, task, options, began)
+        finally:
+            self._preparing = False
+
+    def _prepared(self, known: _Known, task: Task, options: Options, began: float) -> Job:
+        """The next turn, whose pictures are decoded and whose form is compiled while the session may be closed."""
+        engine, shown_before = self._engine, {name_of(placed.picture): placed.picture for placed in known.placed}
+        shown = read_images(self._model.images, as_said(self._model, task), shown_before)
+        shown = Shown(shown.messages, {**shown_before, **shown.pictures})
+        tools, gone = json.dumps(options.tools or [], default=dict), UNWANTED.get()
+        prompt = self._prompt(known, task, shown, options, tools)
+        unwanted = UNWANTED.set(lambda: self._closed or gone())
+        try:
+            request = prepare(self._model, options, prompt, began)
+        finally:
+            UNWANTED.reset(unwanted)
+        with self._held():
+            self._wait_for_turn()
+            self._turn = Job(request, _Turn(self, shown.messages, tools), engine.manager, engine.pace)
             return self._turn
 
     @property
-    def _placed(self) -> tuple[Placed, ...]:
-        """Pictures of its tokens."""
-        return self._state.pictures if self._state is not None else ()
+    def _known(self) -> _Known:
+        state = self._state
+        tokens, placed = (state.tokens, state.pictures) if state is not None else ((), ())
+        return _Known(tokens, placed, self._messages, self._tools, self._thinking)
 
-    def _prompt(self, task: Task, shown: Shown, options: Options, tools: str) -> Prompt:
+    def _prompt(self, known: _Known, task: Task, shown: Shown, options: Options, tools: str) -> Prompt:
         """The whole conversation with one more turn, its end as it was generated if that can be."""
-        if self._state is not None and self._state.tokens and tools == self._tools:
-            what = (self._model, self._state.tokens, self._messages, task, options)
-            prompt = next_turn(*what, thinking=self._thinking, shown=shown, placed=self._placed)
+        if known.tokens and tools == known.tools:
+            what = (self._model, known.tokens, known.messages, task, options)
+            prompt = next_turn(*what, thinking=known.thinking, shown=shown, placed=known.placed)
             if prompt is not None:
                 return prompt
-        if not self._messages and not shown.pictures:
+        if not known.messages and not shown.pictures:
             return self._encoder.prompt(task, options)
-        return self._encoder.conversation(Shown([*self._messages, *shown.messages], shown.pictures), options)
+        return self._encoder.conversation(Shown([*known.messages, *shown.messages], shown.pictures), options)
+
+    @contextmanager
+    def _held(self) -> Iterator[None]:
+        """Nobody else changes the session. Raises RequestError where waiting for them would stop the engine."""
+        if not self._lock.acquire(blocking=not self._engine.here):
+            raise RequestError("the session is in use by another thread, which waits for this one; call on another one")
+        try:
+            yield
+        finally:
+            self._lock.release()
 
     def _wait_for_turn(self) -> None:
         """Wait for a cancelled turn to let go. Raises RequestError while another one runs, or when closed."""
@@ -173,9 +208,24 @@ class PlannerSession:
             raise RequestError("the session is closed; open a new one")
         if self._turn is None:
             return
-        if self.busy:
-            raise RequestError("a turn of this session is still running; wait for its end, or cancel it")
+        if self._runs:
+            raise _running()
         self._turn.ticket.exception()
+
+
+@dataclass(frozen=True)
+class _Known:
+    """A conversation as it is before its next turn; see PlannerSession."""
+
+    tokens: tuple[int, ...]
+    placed: tuple[Placed, ...]  # pictures of its tokens
+    messages: Sequence[Message]  # never changed: a turn that ends makes another list
+    tools: str
+    thinking: bool
+
+
+def _running() -> RequestError:
+    return RequestError("a turn of this session is still running; wait for its end, or cancel it")
 
 
 class _Turn(Home):
@@ -197,3 +247,5 @@ class _Turn(Home):
         if committed:
             session._messages = [*session._messages, *self._said, as_message(answer)]
             session._tools, session._thinking = self._tools, thinking
+        if session._closed:
+            state.close()

@@ -14,11 +14,24 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from numbers import Integral, Real
 from typing import Any, TypeAlias
 
+from edge_dflash.common.suggest import slip_of
 from edge_dflash.errors import RequestError, short
+
+SAME: Mapping[str, str] = {
+    "max_tokens": "max_new_tokens",
+    "max_completion_tokens": "max_new_tokens",
+    "top_logprobs": "logprobs",
+    "enable_thinking": "thinking",
+    "guided_json": "schema",
+    "guided_regex": "regex",
+    "stop_sequences": "stop",
+    "stop_strings": "stop",
+    "num_speculative_tokens": "drafts",
+}
+"""Names of other APIs for settings of ours that mean the same."""
 
 
 def lone_surrogate(value: Any, where: str) -> str | None:
@@ -81,7 +94,7 @@ class Rule:
 def checked(rules: Mapping[str, Rule], values: Mapping[str, Any]) -> dict[str, Any]:
     """The values as their rules take them. Raises RequestError naming the value and what is accepted.
 
-    Also for a name without a rule, with the nearest one that has.
+    Also for a name without a rule; see :func:`refuse_unknown`.
     """
     refuse_unknown(rules, values)
     taken = {}
@@ -96,11 +109,11 @@ def checked(rules: Mapping[str, Rule], values: Mapping[str, Any]) -> dict[str, A
 
 
 def refuse_unknown(rules: Mapping[str, Rule], names: Iterable[str]) -> None:
-    """Raise RequestError for a name without a rule, with the nearest one that has."""
+    """Raise RequestError for a name without a rule, with the one that it is a slip of, or another API's name of."""
     if unknown := next((name for name in names if name not in rules), None):
         refuse_surrogates(unknown, "the name of an option")
-        near = get_close_matches(unknown, rules, 1)
-        hint = f"did you mean {near[0]}? " if near else ""
+        near = slip_of(unknown, rules) or SAME.get(unknown)
+        hint = f"did you mean {near}? " if near in rules else ""
         raise RequestError(f"{unknown} is unknown; {hint}known are {', '.join(rules)}")
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from edge_dflash.common.files import is_there
 from edge_dflash.common.tables import read_json
+from edge_dflash.errors import CheckpointError
 from edge_dflash.model.fields import ANY, Fields, Key, Table, flag, free, inner, integer, names, number, only, text
 from edge_dflash.model.specs import (
     MAX_EXPERTS,
@@ -256,6 +257,20 @@ def either(name: str, first: Fields, second: Fields) -> Fields:
     if second.has(name) and first.values[name] != second.values[name]:
         raise first.error(name, first.values[name], f"the same as elsewhere in the file ({second.values[name]!r})")
     return first
+
+
+def trained(name: str, first: Fields, second: Fields) -> Fields:
+    """:func:`either` for a field that only the training knows.
+
+    Raises CheckpointError where neither has it: a guess would cost accept length, and nobody would notice.
+    """
+    source = either(name, first, second)
+    if not source.has(name):
+        raise CheckpointError(
+            f"{first.file} lacks the field {name}, also inside dflash_config; only the drafter's training knows it: "
+            "take config.json as it was published"
+        )
+    return source
 
 
 def _eos(text: Fields, outer: Fields) -> tuple[int, ...]:

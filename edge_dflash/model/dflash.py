@@ -28,7 +28,7 @@ from collections.abc import Callable
 
 from edge_dflash.model.blocks import attention, draft_rows, embed, logits, mlp
 from edge_dflash.model.builder import GraphBuilder
-from edge_dflash.model.config import DECODER, either, read_attention
+from edge_dflash.model.config import DECODER, either, read_attention, trained
 from edge_dflash.model.fields import Fields, Table, flag, free, inner, integer, integers, names, only
 from edge_dflash.model.program import Program
 from edge_dflash.model.specs import MAX_BLOCK, MAX_LAYERS, DrafterLayerMask, DrafterSpec, TargetSpec
@@ -69,7 +69,7 @@ ROWS: Table = {
 
 def table(block: Table) -> Table:
     """config.json of a kind that has the keys ``block`` besides those of all drafters."""
-    block = {**BLOCK, "num_target_layers": integer(most=MAX_LAYERS), **block}
+    block = {**BLOCK, "num_target_layers": integer(most=MAX_LAYERS, null=True), **block}
     return {
         **DECODER,
         **block,
@@ -82,7 +82,7 @@ def table(block: Table) -> Table:
         "layer_types": names("full_attention", "sliding_attention"),
         "use_sliding_window": flag(False, null=True, beside="layer_types is given"),
         "sliding_window": integer(null=True, beside="no layer slides, or swa_window_size is given"),
-        "max_window_layers": integer(0, least=0, null=True, beside="layer_types is given, or no layer slides"),
+        "max_window_layers": integer(least=0, null=True, beside="layer_types is given, or no layer slides"),
         "is_causal": flag(null=True, beside="it says what layer_types say"),
         "dflash_config": inner(
             {
@@ -103,30 +103,32 @@ TABLE = table(
 )
 
 
-def read(fields: Fields) -> DrafterSpec:
-    """Spec of a drafter. Raises CheckpointError."""
+def read(fields: Fields, target_layers: int | None) -> DrafterSpec:
+    """Spec of a drafter. Raises CheckpointError, also for a value that is missing and that only its training knows.
+
+    ``target_layers``: of its target, where the file does not say it; None: the fewest for its taps.
+    """
     dflash = fields.child("dflash_config")
-    layers = fields.integer("num_hidden_layers")
-    target_layers = either("num_target_layers", fields, dflash).integer("num_target_layers")
-    source = either("target_layer_ids", dflash, fields)
-    taps = source.integers("target_layer_ids") if source.has("target_layer_ids") else _taps(layers, target_layers)
-    if not taps:
+    source = trained("target_layer_ids", dflash, fields)
+    if not (taps := source.integers("target_layer_ids")):
         raise source.error("target_layer_ids", [], "at least one layer id")
+    if (depth := either("num_target_layers", fields, dflash)).has("num_target_layers"):
+        target_layers = depth.integer("num_target_layers")
     vocab = fields.integer("vocab_size")
     drafted = fields.integer("draft_vocab_size") if fields.has("draft_vocab_size") else vocab
     if drafted > vocab:
         raise fields.error("draft_vocab_size", drafted, f"at most vocab_size ({vocab})")
     return DrafterSpec(
-        block_size=either("block_size", fields, dflash).integer("block_size"),
-        mask_token_id=either("mask_token_id", dflash, fields).integer("mask_token_id"),
+        block_size=trained("block_size", fields, dflash).integer("block_size"),
+        mask_token_id=trained("mask_token_id", dflash, fields).integer("mask_token_id"),
         target_layer_ids=taps,
-        num_target_layers=target_layers,
+        num_target_layers=max(taps) + 2 if target_layers is None else target_layers,
         vocab_size=vocab,
         hidden_size=fields.integer("hidden_size"),
         intermediate_size=fields.integer("intermediate_size"),
         rms_norm_eps=fields.number("rms_norm_eps"),
         attention=read_attention(fields, gated=False),
-        layers=read_masks(fields, dflash, layers),
+        layers=read_masks(fields, dflash, fields.integer("num_hidden_layers")),
         draft_vocab=None if drafted == vocab else drafted,
     )
 
@@ -168,13 +170,6 @@ def _layer_types(fields: Fields, layers: int) -> tuple[str, ...]:
         first = fields.integer("max_window_layers")
         return tuple(SLIDING if i >= first else FULL for i in range(layers))
     return (FULL,) * layers
-
-
-def _taps(drafter_layers: int, target_layers: int) -> tuple[int, ...]:
-    """The published default of target_layer_ids: the middle layer, or evenly from 1 to L - 3."""
-    if drafter_layers == 1:
-        return (target_layers // 2,)
-    return tuple(round(1 + i * (target_layers - 4) / (drafter_layers - 1)) for i in range(drafter_layers))
 
 
 def append_context(g: GraphBuilder, taps: str, spec: DrafterSpec) -> None:

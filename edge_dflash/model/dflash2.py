@@ -17,7 +17,7 @@ from typing import Literal
 from edge_dflash.model import dflash
 from edge_dflash.model.blocks import attend, draft_rows, gated_linear, logits
 from edge_dflash.model.builder import GraphBuilder
-from edge_dflash.model.config import either
+from edge_dflash.model.config import trained
 from edge_dflash.model.fields import Fields, integer
 from edge_dflash.model.program import Program
 from edge_dflash.model.specs import DrafterSpec, GroupedConvSpec, SelectorSpec, TargetSpec
@@ -36,13 +36,13 @@ TABLE = dflash.table(
 )
 
 
-def read(fields: Fields) -> DrafterSpec:
-    """Spec of a drafter. Raises CheckpointError."""
-    spec = dflash.read(fields)
+def read(fields: Fields, target_layers: int | None) -> DrafterSpec:
+    """Spec of a drafter; see :func:`dflash.read`. Raises CheckpointError."""
+    spec = dflash.read(fields, target_layers)
     dflash.whole_vocabulary(fields, spec)
 
     def own(name: str) -> int:
-        return either(name, fields.child("dflash_config"), fields).integer(name)
+        return trained(name, fields.child("dflash_config"), fields).integer(name)
 
     conv = GroupedConvSpec(own("conv_kernel_size"), own("conv_group_size"))
     if spec.hidden_size % conv.group_size:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from edge_dflash.model import dflash
 from edge_dflash.model.blocks import draft_rows, logits
 from edge_dflash.model.builder import GraphBuilder
-from edge_dflash.model.config import either
+from edge_dflash.model.config import either, trained
 from edge_dflash.model.fields import Fields, flag, free, integer, only, text
 from edge_dflash.model.program import Program
 from edge_dflash.model.specs import Confidence, DrafterSpec, MarkovKind, MarkovSpec, TargetSpec
@@ -41,18 +41,16 @@ TABLE = dflash.table(
 )
 
 
-def read(fields: Fields) -> DrafterSpec:
-    """Spec of a drafter. Raises CheckpointError."""
-    if not _at(fields, "target_layer_ids").has("target_layer_ids"):
-        raise fields.lacks("target_layer_ids")
-    spec = dflash.read(fields)
+def read(fields: Fields, target_layers: int | None) -> DrafterSpec:
+    """Spec of a drafter; see :func:`dflash.read`. Raises CheckpointError."""
+    spec = dflash.read(fields, target_layers)
     dflash.whole_vocabulary(fields, spec)
     anchor_drafts = _flag(fields, "sample_from_anchor", "shift_label")
     return replace(spec, kind=KIND, anchor_drafts=anchor_drafts, head=_head(fields, spec.vocab_size))
 
 
 def _head(fields: Fields, vocab: int) -> MarkovSpec | None:
-    rank = _at(fields, "markov_rank").integer("markov_rank")
+    rank = trained("markov_rank", fields.child("dflash_config"), fields).integer("markov_rank")
     judges = _flag(fields, "enable_confidence_head", "use_confidence_head")
     if not rank:
         if judges:

@@ -6,7 +6,6 @@ file, key, the value found and what was wanted.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,9 @@ from typing import Any, Literal
 
 import numpy as np
 
+from edge_dflash.common.suggest import slip_of
 from edge_dflash.errors import CheckpointError, UnsupportedModelError, short
+from edge_dflash.model.foreign import FOREIGN
 from edge_dflash.model.specs import MAX_LAYERS
 
 Use = Literal["read", "refused unless", "without effect"]
@@ -46,12 +47,14 @@ class Key:
     beside: str = ""  # when a key that is read does not count
 
 
-def _meant(name: str, table: Table) -> str:
-    """What an unknown key may be a misspelling of, or where it belongs; empty: neither."""
+def _unknown(name: str, table: Table) -> str:
+    """Of a key that a table does not have: where it belongs, what it is elsewhere, or what it is a slip of."""
     if outer := [key for key, known in table.items() if known.keys is not None and name in known.keys]:
-        return f" here (it is known inside {' and '.join(outer)})"
-    near = difflib.get_close_matches(name, table, 1, 0.8)
-    return f" (did you mean {near[0]}?)" if near else ""
+        return f" here (it is known inside {' and '.join(outer)}): {_UNKNOWN}"
+    if name in FOREIGN:
+        return f": it is {FOREIGN[name]}, which this version does not compute"
+    near = slip_of(name, table)
+    return f"{f' (did you mean {near}?)' if near else ''}: {_UNKNOWN}"
 
 
 def integer(default: Any = REQUIRED, least: int = 1, most: int = MOST, *, null: bool = False, beside: str = "") -> Key:
@@ -126,7 +129,7 @@ class Fields:
                 raise self.lacks(name)
         for name, value in values.items():
             if name not in table and ANY not in table:
-                raise self.error(name, value, f"no such setting{_meant(name, table)}: {_UNKNOWN}")
+                raise self.error(name, value, f"no such setting{_unknown(name, table)}")
 
     def has(self, name: str) -> bool:
         """Whether the key is there and not null."""

@@ -67,7 +67,7 @@ class Drafter:
 
     classes: tuple[str, ...]  # what config.json calls it
     table: Table
-    read: Callable[[Fields], DrafterSpec]
+    read: Callable[[Fields, int | None], DrafterSpec]  # (config.json, layers of the target)
     append_context: Callable[[GraphBuilder, str, DrafterSpec], None]  # (g, taps, spec): in every pass of the target
     propose: Callable[[GraphBuilder, TargetSpec, DrafterSpec], Program]
     modules: tuple[str, ...]  # classes of weights in recipes
@@ -182,13 +182,13 @@ def read_drafter_spec(directory: Path, target_layers: int | None = None) -> Draf
             "with the target's embedding"
         )
     if speculators.is_spelled(config):
-        config = speculators.spelled(Fields(file, config, speculators.TABLE), target_layers)
+        config = speculators.spelled(Fields(file, config, speculators.TABLE))
     drafters = {called: drafter for drafter in DRAFTERS.values() for called in drafter.classes}
     name = _name(file, config)
     if name not in drafters:
         raise _unsupported(file, config, name, tuple(drafters))
     _refuse_experts(file, config)
-    return drafters[name].read(Fields(file, config, drafters[name].table))
+    return drafters[name].read(Fields(file, config, drafters[name].table), target_layers)
 
 
 def match_pair(target: TargetSpec, drafter: DrafterSpec) -> PairSpec:

@@ -50,8 +50,8 @@ TABLE: Table = {
 """config.json."""
 
 
-def spelled(fields: Fields, target_layers: int | None) -> dict[str, Any]:
-    """The same drafter in z-lab's keys; ``target_layers`` None: the fewest for its taps. Raises CheckpointError."""
+def spelled(fields: Fields) -> dict[str, Any]:
+    """The same drafter in z-lab's keys. Raises CheckpointError."""
     kind, layer = fields.text(TYPE), fields.values.get(LAYER)
     if not isinstance(layer, dict):
         raise fields.lacks(LAYER)
@@ -79,7 +79,6 @@ def spelled(fields: Fields, target_layers: int | None) -> dict[str, Any]:
         "mask_token_id": fields.integer("mask_token_id"),
         "draft_vocab_size": fields.integer("draft_vocab_size"),
         "target_layer_ids": [index - 1 for index in ids],
-        "num_target_layers": max(ids) + 1 if target_layers is None else target_layers,
         **own,
     }
     for name in found.keys() & layer.keys() - {"architectures"}:

@@ -10,6 +10,7 @@ from edge_dflash.decode.controls import Pace
 from edge_dflash.decode.drafts import draft_choice
 from edge_dflash.decode.session import SessionManager
 from edge_dflash.decode.store import PrefixStore
+from edge_dflash.errors import RequestError
 from edge_dflash.runner.failures import another
 from edge_dflash.runner.job import Observer, Work
 from edge_dflash.runner.settings import EngineSettings
@@ -49,7 +50,12 @@ class Engine(Worker):
             return [error, *(another(error) for _ in asked[1:])]
 
     def run(self, steps: Callable[[], Generator[None, None, T]]) -> T:
-        """Run a small work between two requests or two chunks of a prompt, and wait for it."""
+        """Run a small work between two requests or two chunks of a prompt, and wait for it.
+
+        Raises RequestError on the engine's own thread.
+        """
+        if self.here:
+            raise RequestError("the engine's own thread, as of an observer, cannot wait for it; call on another thread")
         work: Work[None, T] = Work(steps, priority=_SOON, caller=None)
         self.submit(work)
         return work.ticket.result()

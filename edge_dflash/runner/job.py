@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +16,8 @@ from edge_dflash.runner.request import Prepared
 from edge_dflash.runner.stream import AnswerText, Reader
 from edge_dflash.runner.ticket import Ticket
 from edge_dflash.text.chat import Answer
+
+log = logging.getLogger("edge_dflash.runner")
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -130,7 +133,7 @@ class Ending:
 
 
 class Observer(Protocol):
-    """Who watches a worker. Called by it between two passes: must be quick and must not raise."""
+    """Who watches a worker. Called by it between two passes, on its thread: must be quick, and wait for no request."""
 
     def started(self) -> None:
         """A request, or a small work between two, begins to run."""
@@ -168,6 +171,42 @@ class Unwatched:
 
     def ended(self) -> None:
         """See Observer."""
+
+
+class Heard:
+    """An observer whose errors end nothing: the first one is logged."""
+
+    def __init__(self, observer: Observer) -> None:
+        self._observer = observer
+        self._failed = False
+
+    def started(self) -> None:
+        """See Observer."""
+        self._tell(self._observer.started)
+
+    def step(self, step: Step) -> None:
+        """See Observer."""
+        self._tell(self._observer.step, step)
+
+    def passed(self, lanes: int, rows: int) -> None:
+        """See Observer."""
+        self._tell(self._observer.passed, lanes, rows)
+
+    def aside(self) -> None:
+        """See Observer."""
+        self._tell(self._observer.aside)
+
+    def ended(self) -> None:
+        """See Observer."""
+        self._tell(self._observer.ended)
+
+    def _tell(self, heard: Callable[..., None], *what: object) -> None:
+        try:
+            heard(*what)
+        except Exception:
+            if not self._failed:
+                log.exception("an observer raised; requests go on, and it is told once")
+            self._failed = True
 
 
 class Home:

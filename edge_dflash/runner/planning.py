@@ -15,7 +15,7 @@ from typing import Generic, TypeAlias, TypeVar, Unpack
 from edge_dflash.common import rules
 from edge_dflash.common.rules import Rule
 from edge_dflash.decode.options import Options, PlanOptions, Task
-from edge_dflash.errors import RequestError
+from edge_dflash.errors import RequestError, one_line, short
 from edge_dflash.result import Plan
 from edge_dflash.runner.failures import another
 from edge_dflash.runner.stream import UNWANTED, AsyncPlanStream, PlanStream
@@ -174,7 +174,7 @@ def _scored(options: Options, n: int, rank: Rank | None) -> Options:
 
 def _best(plans: Sequence[Plan], n: int, rank: Rank | None, options: Options) -> Plan:
     """The best of the plans, with their scores, the others behind it. Raises what ``rank`` raises."""
-    scores = [_likelihood(plan) if rank is None else _number(rank(plan)) for plan in plans]
+    scores = [_likelihood(plan) if rank is None else _ranked(rank, plan) for plan in plans]
     told = [
         replace(plan, score=score, logprobs=() if options.logprobs is None else plan.logprobs)
         for plan, score in zip(plans, scores, strict=True)
@@ -191,10 +191,20 @@ def _likelihood(plan: Plan) -> float:
     return -math.inf if math.isnan(mean) else mean
 
 
-def _number(value: object) -> float:
-    if not isinstance(value, Real) or math.isnan(value):
-        raise RequestError(f"rank gave {value!r}; it has to give a number, the higher the better")
-    return float(value)
+def _ranked(rank: Rank, plan: Plan) -> float:
+    """The number that ``rank`` gives; also a scalar of NumPy or torch. Raises RequestError where it is none."""
+    try:
+        value: object = rank(plan)
+    except StopIteration as error:  # it would end the loop of whoever called, and no asyncio future takes it
+        raise RequestError("rank raised StopIteration; it has to give each plan a number") from error
+    try:
+        item = value.item() if getattr(value, "ndim", None) == 0 and hasattr(value, "item") else value
+        number = float(item) if isinstance(item, Real) else math.nan
+    except (ArithmeticError, TypeError, ValueError, RuntimeError):  # 10**400
+        number = math.nan
+    if math.isnan(number):
+        raise RequestError(f"rank gave {one_line(short(value))}; give a number that a float can hold, higher is better")
+    return number
 
 
 def apart(begin: Callable[[], tuple[PlanStream, ...]], count: int) -> tuple[AsyncPlanStream, ...]:

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from functools import partial
 from typing import Any, Generic, Literal, TypeVar
 
-from edge_dflash.errors import RequestCancelledError
+from edge_dflash.errors import RequestCancelledError, RequestError
 
 T_co = TypeVar("T_co", covariant=True)
 R_co = TypeVar("R_co", covariant=True)
@@ -31,6 +31,7 @@ class Ticket(Generic[T_co, R_co]):
     def __init__(self, name: str = "the request", asked: Callable[[Ticket[Any, Any]], bool] | None = None) -> None:
         """``name`` is how messages call the request; ``asked`` is asked to cancel it, None while nobody has it."""
         self.asked = asked
+        self.filled_by: threading.Thread | None = None
         self._name = name
         lock = threading.RLock()
         self._changed = threading.Condition(lock)
@@ -54,13 +55,14 @@ class Ticket(Generic[T_co, R_co]):
         """Wait for the end and return the result.
 
         Raises the request's error, RequestCancelledError when it was cancelled, TimeoutError after ``timeout``
-        seconds (the request goes on).
+        seconds (the request goes on), RequestError on the thread that runs it.
         """
         self.exception(timeout)
         return self._outcome()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait for the end and return the error that :meth:`result` would raise, or None."""
+        self._refuse_own_thread()
         with self._ended:
             if not self._ended.wait_for(lambda: self.done, timeout):
                 raise TimeoutError(f"{self._name} is {self.state} after {timeout} s; wait longer, or cancel it")
@@ -69,6 +71,7 @@ class Ticket(Generic[T_co, R_co]):
     def __iter__(self) -> Iterator[T_co]:
         seen = 0
         while True:
+            self._refuse_own_thread()
             with self._changed:
                 self._changed.wait_for(partial(self._beyond, seen))
                 new = self._increments[seen:]
@@ -93,12 +96,20 @@ class Ticket(Generic[T_co, R_co]):
                 self._outcome()
                 return
 
+    def _refuse_own_thread(self) -> None:
+        """Raise RequestError where who waits is who would have to go on."""
+        if self.filled_by is threading.current_thread() and not self.done:
+            raise RequestError(
+                f"{self._name} is waited for on the engine's own thread, as by an observer; wait on another thread"
+            )
+
     async def _finished(self) -> R_co:
         await self._wait_beyond(None)
         return self._outcome()
 
     async def _wait_beyond(self, seen: int | None) -> None:
         """Wait in the running loop for more than ``seen`` increments (None: however many) or the end."""
+        self._refuse_own_thread()
         loop, event = asyncio.get_running_loop(), asyncio.Event()
 
         def wake() -> None:

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
 from typing import Any
 from weakref import WeakSet
@@ -20,7 +20,7 @@ from edge_dflash.decode.backend import Asked, Outcome
 from edge_dflash.decode.loop import Step, given
 from edge_dflash.errors import DeviceLostError, RequestError
 from edge_dflash.runner.failures import displaced, engine_failed
-from edge_dflash.runner.job import Ending, Observer, Unwatched, Work
+from edge_dflash.runner.job import Ending, Heard, Observer, Unwatched, Work
 from edge_dflash.runner.queue import PATIENCE, FairQueue, shares
 from edge_dflash.runner.ticket import Ticket
 from edge_dflash.runner.turns import Share, Turn, active_of, turn_of
@@ -62,7 +62,7 @@ class Worker:
         self._patience = patience
         caller, account = shares(queue_limit)
         self._queue: FairQueue[Work[Any, Any]] = FairQueue(queue_limit, caller_limit or caller, patience, account)
-        self._observer = observer or Unwatched()
+        self._observer: Observer = Heard(observer) if observer else Unwatched()
         self._changed = threading.Condition()
         self._lanes, self._share = lanes, Share(share)
         self._running: list[Work[Any, Any]] = []  # begun in this order; more than there are lanes: some are set aside
@@ -70,7 +70,8 @@ class Worker:
         self._closed = False
         self._failure: BaseException | None = None
         self._tickets: WeakSet[Ticket[Any, Any]] = WeakSet()  # whoever waits for one keeps it
-        self._worker = threading.Thread(target=self._work, name="edge-dflash engine", daemon=True)
+        self._last: Callable[[], None] | None = None  # what its thread does in the end
+        self._worker = threading.Thread(target=self._live, name="edge-dflash engine", daemon=True)
         self._worker.start()
 
     @property
@@ -105,7 +106,7 @@ class Worker:
                 gave_way.leave()
                 gave_way.fail(displaced(gave_way.priority, work.priority))
             for ticket in work.tickets:
-                ticket.asked = self.cancel
+                ticket.asked, ticket.filled_by = self.cancel, self._worker
                 self._tickets.add(ticket)
             if work.deadline is not None and (left := work.deadline - time.perf_counter()) < threading.TIMEOUT_MAX:
                 work.timer = threading.Timer(max(left, 0.0), work.expire)
@@ -124,9 +125,22 @@ class Worker:
             known = [] if drain else [*self._queue, *self._running]
         for ticket in [ticket for work in known for ticket in work.tickets]:
             self.cancel(ticket)
-        if threading.current_thread() is not self._worker:  # a work may close the engine: it ends after that work
+        if not self.here:  # a work may close the engine: it ends after that work
             self._worker.join(timeout)
         return not self._worker.is_alive()
+
+    def shut(self, let_go: Callable[[], None]) -> None:
+        """Cancel all, then let go of what the works use: called on the worker's own thread, after its last step."""
+        if self.here:
+            self._last = let_go
+        self.close(drain=False)
+        if not self.here:
+            let_go()
+
+    @property
+    def here(self) -> bool:
+        """Whether this is the worker's own thread, on which nothing may wait for a work."""
+        return threading.current_thread() is self._worker
 
     def cancel(self, ticket: Ticket[Any, Any]) -> bool:
         """Ask a work to end; False when it has ended. See Ticket.cancel."""
@@ -143,6 +157,14 @@ class Worker:
             else:
                 work.cancelled = True
             return True
+
+    def _live(self) -> None:
+        self._work()
+        if self._last is not None:
+            try:
+                self._last()
+            except Exception:
+                log.exception("the engine was closed on its own thread, and could not let go of its backend")
 
     def _work(self) -> None:
         """Turn by turn, a step of each work; those that ask for a cycle have it together."""

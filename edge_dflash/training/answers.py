@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, fields
+from hashlib import sha256
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -27,7 +28,7 @@ from edge_dflash.training.data import TrainingData, TrainingTask
 
 Way = Literal["greedy", "sampled", "given"]
 STAGE = "answers"
-_OF = "data_sha256"  # key of a file's first line
+_OF, _SUM = "data_sha256", "sha256"  # keys of a file's first line, and of the others
 _SYNC = 5.0  # seconds between two times that the disk is told to keep what it has
 
 
@@ -175,6 +176,8 @@ def read_answers(file: Path) -> tuple[TargetAnswer, ...]:
             if number == 0 and _OF in body:
                 continue
             try:
+                if body.pop(_SUM, None) not in (None, _sum(body)):  # None: of an older version
+                    raise ValueError
                 prompt, tokens = (tuple(map(int, body.pop(name))) for name in ("prompt", "tokens"))
                 one = TargetAnswer(**body, prompt=prompt, tokens=tokens)
             except (ValueError, TypeError, KeyError):
@@ -234,4 +237,9 @@ def _end(planner: Planner, tokenizer: Tokenizer) -> tuple[int, ...]:
 
 def _line(one: TargetAnswer) -> bytes:
     body: dict[str, Any] = {each.name: getattr(one, each.name) for each in fields(one)}
-    return json.dumps(body).encode() + b"\n"
+    return json.dumps({**body, _SUM: _sum(body)}).encode() + b"\n"
+
+
+def _sum(body: dict[str, Any]) -> str:
+    """The hash of a line's other keys."""
+    return sha256(json.dumps(body).encode()).hexdigest()

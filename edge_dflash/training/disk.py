@@ -1,15 +1,24 @@
-"""What a training writes, and the one way in which it says that the disk refused."""
+"""What a training writes: whole or not at all, with a hash by which it knows it again, or a line that says why not."""
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from hashlib import file_digest, sha256
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from safetensors import SafetensorError
 
-from edge_dflash.errors import RequestError
+from edge_dflash.errors import CheckpointError, RequestError
+from edge_dflash.weights.safetensors import TensorFiles
+
+SUM = "sha256"  # name of a tensor: the hash of the others of its file
+_SUMS = "sha256.json"  # of the files of a folder
 
 
 @contextmanager
@@ -31,3 +40,49 @@ def whole_file(path: Path) -> Iterator[Path]:
         with half.open("rb") as file:
             os.fsync(file.fileno())
         half.replace(path)
+
+
+def tensors_sum(tensors: Mapping[str, npt.NDArray[Any]]) -> npt.NDArray[np.uint8]:
+    """The hash of some tensors: their names, shapes and bytes. A file holds it as the tensor :data:`SUM`."""
+    found = sha256()
+    for name in sorted(tensors):
+        found.update(f"{name}{list(tensors[name].shape)}".encode())
+        found.update(np.ascontiguousarray(tensors[name]).data.cast("B"))
+    return np.frombuffer(found.digest(), np.uint8)
+
+
+def read_whole(path: Path) -> TensorFiles:
+    """A file of tensors that are what was written. Raises CheckpointError where they are not."""
+    files = TensorFiles.open([path])
+    if SUM not in files:
+        raise CheckpointError(f"{path} has no hash of its tensors")
+    tensors = {name: files.array(name)[1] for name in files.names() if name != SUM}
+    if files.array(SUM)[1].tobytes() != tensors_sum(tensors).tobytes():
+        raise CheckpointError(f"{path} is damaged: its tensors do not have the hash that they were written with")
+    return files
+
+
+def write_sums(folder: Path) -> None:
+    """Leave the hashes of the files of a folder in it."""
+    (folder / _SUMS).write_text(json.dumps(_sums(folder)), encoding="utf-8")
+
+
+def damaged_file(folder: Path) -> Path | None:
+    """The first file of a folder that is not what :func:`write_sums` saw; None: all are, or it saw none."""
+    if not (folder / _SUMS).exists():
+        return None
+    try:
+        wanted = json.loads((folder / _SUMS).read_bytes())
+    except ValueError:
+        return folder / _SUMS
+    found = _sums(folder)
+    return next((folder / name for name in {**wanted, **found} if found.get(name) != wanted.get(name)), None)
+
+
+def _sums(folder: Path) -> dict[str, str]:
+    found = {}
+    for path in sorted(folder.iterdir()):
+        if path.name != _SUMS:
+            with path.open("rb") as file:
+                found[path.name] = file_digest(file, "sha256").hexdigest()
+    return found

@@ -90,7 +90,7 @@ def _train(stage: TrainingStage) -> tuple[Path, DrafterCard]:
     samples = [sample(one) for file in answers for one in file]
     check_memory(stage, bundle.pair, max(len(one.ids) for one in samples))
     check_disk(stage, bundle, samples)
-    shards, _ = write_taps(bundle, samples, work.taps, progress=stage.progress)
+    shards, _ = write_taps(bundle, samples, work.taps, progress=stage.progress, say=stage.say)
     state = learn(stage, bundle, Shards(work.taps, shards))
     after(stage, bundle)
     measures = measure(stage, data)

@@ -1,7 +1,7 @@
 """Prompts, answers and their taps on the disk, and the batches that a training reads of them.
 
 A shard is a safetensors file: ids and taps of several sequences end to end, and where each begins. It is whole or not
-there at all, and its metadata says what it was made of.
+there at all, and says what it was made of and the hash of what it holds.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import numpy.typing as npt
 import torch
 from safetensors.numpy import save_file
 
-from edge_dflash.errors import CheckpointError, RequestError
-from edge_dflash.training.disk import whole_file
+from edge_dflash.errors import RequestError
+from edge_dflash.training.disk import SUM, read_whole, tensors_sum, whole_file
 from edge_dflash.training.forecast import BatchSize
 from edge_dflash.training.losses import Batch
 from edge_dflash.weights.safetensors import TensorFiles
@@ -65,11 +65,8 @@ def shard_path(folder: Path, index: int) -> Path:
 
 
 def shard_done(path: Path, digest: str) -> bool:
-    """Whether a shard was made of this."""
-    try:
-        return path.exists() and _digest(TensorFiles.open([path])) == digest
-    except CheckpointError:
-        return False
+    """Whether a shard was made of this. Raises CheckpointError where it is damaged."""
+    return path.exists() and _digest(read_whole(path)) == digest
 
 
 def write_shard(
@@ -85,7 +82,7 @@ def write_shard(
         **{name: np.concatenate(parts) for name, parts in rows.items()},
     }
     with whole_file(path) as half:
-        save_file(tensors, str(half))
+        save_file({**tensors, SUM: tensors_sum(tensors)}, str(half))
 
 
 class Shards:

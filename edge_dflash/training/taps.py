@@ -22,7 +22,7 @@ from edge_dflash.backends.reference.interpreter import Interpreter, Memory
 from edge_dflash.bundle.manifest import fingerprint
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.common.progress import Progress, unheard
-from edge_dflash.errors import RequestError
+from edge_dflash.errors import CheckpointError, RequestError
 from edge_dflash.model import pair_programs
 from edge_dflash.model.ops import RmsNorm, SelectRows, StateOp
 from edge_dflash.model.program import Program
@@ -106,11 +106,13 @@ def write_taps(
     folder: Path,
     *,
     progress: Progress = unheard,
+    say: Callable[[str], None] = lambda line: None,
     tapper: Callable[..., Tapper] = open_tapper,
 ) -> tuple[int, float]:
     """Write the shards of ``samples`` that are missing in ``folder``; how many there are, and tokens a second.
 
-    Tokens a second are 0 where none was missing. Raises RequestError for a sample that does not fit the context.
+    Tokens a second are 0 where none was missing. A damaged shard is said, and made again. Raises RequestError for a
+    sample that does not fit the context.
     """
     most, last = bundle.manifest.max_context, needs_last(bundle.pair)
     if (longest := max((len(one.ids) for one in samples), default=0)) > most:
@@ -118,7 +120,7 @@ def write_taps(
     folder.mkdir(parents=True, exist_ok=True)
     parts = parts_of(samples, shard_bytes(bundle.pair, 1))
     wanted = [digest_of(part, fingerprint(bundle.manifest), str(last)) for part in parts]
-    missing = [i for i, digest in enumerate(wanted) if not shard_done(shard_path(folder, i), digest)]
+    missing = [i for i, digest in enumerate(wanted) if not _done(shard_path(folder, i), digest, say)]
     total = sum(len(one.ids) for i in missing for one in parts[i])
     progress(STAGE, 0, total)
     if not missing:
@@ -134,6 +136,14 @@ def write_taps(
                 progress(STAGE, made, total)
             write_shard(shard_path(folder, index), parts[index], rows, wanted[index])
     return len(parts), made / max(time.perf_counter() - began, 1e-9)
+
+
+def _done(path: Path, digest: str, say: Callable[[str], None]) -> bool:
+    try:
+        return shard_done(path, digest)
+    except CheckpointError as error:
+        say(f"{error}; its taps are made again")
+        return False
 
 
 def needs_last(pair: PairSpec) -> bool:

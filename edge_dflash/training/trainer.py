@@ -19,14 +19,13 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from edge_dflash.backends import SMALL_MODEL
 from edge_dflash.builder.convert import one_thread
 from edge_dflash.common.progress import Progress, unheard
-from edge_dflash.errors import BackendError, RequestError
-from edge_dflash.training.disk import whole_file, writing
+from edge_dflash.errors import BackendError, CheckpointError, RequestError
+from edge_dflash.training.disk import SUM, damaged_file, read_whole, tensors_sum, whole_file, write_sums, writing
 from edge_dflash.training.drafter import BlockDrafter
 from edge_dflash.training.evaluate import accepted
 from edge_dflash.training.forecast import BatchSize
@@ -159,6 +158,8 @@ class Trainer:
         self._folder.mkdir(parents=True, exist_ok=True)
         state, plan = self._state, self._plan
         if (kept := self._newest()) is not None:
+            if (damaged := damaged_file(kept)) is not None:
+                raise RequestError(_again(f"{damaged} is damaged", self._folder))
             self._accelerator.load_state(str(kept))
             self._log(f"the training goes on behind step {state.step}")
         self._forget_others(None if kept is None else state.best_step)
@@ -250,6 +251,7 @@ class Trainer:
         if length > state.best or not state.best:
             state.best, state.best_step, state.since_best = length, state.step, 0
             weights = {name: tensor.cpu().contiguous() for name, tensor in self._drafter.weights().items()}
+            weights[SUM] = torch.from_numpy(tensors_sum({name: one.numpy() for name, one in weights.items()}).copy())
             with whole_file(self._best(state.step)) as half:
                 save_file(weights, str(half))
         loss = f"loss {state.losses[-1][1]:.4f}, " if state.losses else ""
@@ -261,6 +263,7 @@ class Trainer:
         shutil.rmtree(half, ignore_errors=True)
         with writing(whole):
             self._accelerator.save_state(str(half))
+            write_sums(half)
             for file in half.iterdir():
                 with file.open("rb") as data:
                     os.fsync(data.fileno())
@@ -290,6 +293,11 @@ def kept_weights(folder: Path) -> dict[str, torch.Tensor]:
     """The best weights of a training that has ended or not, by canonical name. Raises RequestError for damaged ones."""
     path = max(folder.glob(f"{BEST}*.safetensors"))
     try:
-        return load_file(str(path))
-    except SafetensorError as error:
-        raise RequestError(f"{path} is damaged ({error}); remove {folder} to train again") from None
+        read_whole(path)
+    except CheckpointError as error:
+        raise RequestError(_again(str(error), folder)) from None
+    return {name: tensor for name, tensor in load_file(str(path)).items() if name != SUM}
+
+
+def _again(what: str, folder: Path) -> str:
+    return f"{what}; remove {folder} to train again: answers and taps are kept"

@@ -161,7 +161,7 @@ def test_a_refused_plan_stops_those_in_work(fake, tmp_path, monkeypatch):
 
     def failing(self, lowered, advance):
         if lowered.unit.key == "drafter-001":
-            begun.wait(10)
+            begun.wait(60)
             raise BuildError("plan drafter-001: no")
         return slow(self, lowered, advance)
 

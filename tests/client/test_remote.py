@@ -127,7 +127,7 @@ def test_cancelling_ends_it_on_the_server_too(tmp_path):
         assert plan.finish_reason == "cancelled"
         assert 1 <= len(plan.tokens) < 10
         assert plan.accept_lengths == (1,) * (len(plan.tokens) - 1)
-        until = time.monotonic() + 5
+        until = time.monotonic() + 60
         while service.pulse.running and time.monotonic() < until:
             time.sleep(0.01)
         assert not service.pulse.running
@@ -158,7 +158,7 @@ def test_errors_come_at_the_call_with_their_class(tmp_path):
         with pytest.raises(RequestError, match="a Relaxation"):
             remote.stream(TASK, relaxed=Relaxation((5,)))
         first = remote.stream(TASK, max_new_tokens=2)
-        assert backend.reached.wait(10)
+        assert backend.reached.wait(60)
         second = remote.stream(TASK, max_new_tokens=2)
         with pytest.raises(QueueFullError):
             remote.stream(TASK, max_new_tokens=2)
@@ -415,7 +415,7 @@ def test_a_planner_that_is_dropped_leaves_no_thread(service, tmp_path):
         del remote
         gc.collect()
         for thread in threads():
-            thread.join(5)
+            thread.join(60)
         assert threads() == []
 
 

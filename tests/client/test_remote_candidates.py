@@ -61,7 +61,7 @@ def test_one_that_is_cancelled_leaves_the_others_and_the_last_one_the_connection
         assert [stream.plan.tokens for stream in streams[1:]] == whole[1:]
         for stream in remote.streams(TASK, 2, **{**DRAWN, "max_new_tokens": 300}):
             stream.close()
-        until = time.monotonic() + 5
+        until = time.monotonic() + 60
         while service.pulse.running and time.monotonic() < until:
             time.sleep(0.01)
         assert not service.pulse.running

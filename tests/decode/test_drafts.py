@@ -224,3 +224,29 @@ def test_acceptance_of_a_request_is_counted_by_position():
     assert drafting.acceptance == (0.75, 0.5, 1 / 3, 1 / 3)
     assert (drafting.usual, drafting.mean) == (4, 2.8)
     assert (Drafting().usual, Drafting().mean, Drafting().acceptance) == (0, 0.0, ())
+
+
+@pytest.mark.parametrize(("share", "chosen"), [(0.995, 3), (0.98, 1)])
+def test_another_number_is_taken_where_it_gains_something(share, chosen):
+    class Known:
+        """Every draft stands, and of one draft a token costs ``share`` of what it costs with three."""
+
+        runs = 0
+
+        def tokens(self):
+            return [1.0, 2.0, 3.0, 4.0]
+
+        def of(self, drafts):
+            return {0: 9.0, 1: 2.0 * share, 2: 9.0, 3: 4.0}[drafts]
+
+        def record(self, *seen):
+            pass
+
+        def fade(self, left):
+            pass
+
+    choice = DraftChoice(3)
+    choice.acceptance = choice.seconds = Known()
+    for _ in range(8):
+        choice.record(3, 3, 3, 1.0, 1.0)
+    assert choice.drafts == chosen

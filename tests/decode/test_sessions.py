@@ -136,6 +136,23 @@ def test_turns_go_on_where_the_last_ended(name, temperature):
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("at", [0, 5, -2])
+@pytest.mark.parametrize("more", [0, 1, 20])
+def test_a_prompt_that_parts_from_what_is_held_is_computed_whole_however_long(name, at, more):
+    """``at``: the token that differs, of those whose state is held; ``more``: tokens behind all that is held."""
+    b, manager = watched(name)
+    session = manager.open()
+    list(answer(session, prompt_of(name), Options(max_new_tokens=9)))
+    prompt = [*session.tokens, *user(1, more)]
+    prompt[at if at >= 0 else len(session.tokens) + at] += -1 if prompt[at] else 1
+    b.prefilled = 0
+    steps = list(answer(session, prompt, Options(max_new_tokens=6)))
+    assert session.reuse == Reuse(0, len(prompt), "nothing")
+    assert b.prefilled == len(prompt)
+    check(name, session, prompt, steps)
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_sessions_take_turns_in_the_middle_of_their_answers(name):
     b, manager = watched(name)
     prompts = [prompt_of(name, which) for which in ("p0", "p1", "p2")]

@@ -1,12 +1,15 @@
 from dataclasses import replace
 
+import numpy as np
 import pytest
+from fakes import SHAPE, FakeBackend, FakeRows
 from golden_pairs import ENGINE, NAMES, backend, golden, same_bits
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from edge_dflash.decode.loop import collect, generate, stream
 from edge_dflash.decode.options import Options
+from edge_dflash.decode.sampling import Sampling, choose_row
 from edge_dflash.errors import ContextError, RequestError
 
 PROMPT = golden("qwen3_5")["p1.prompt"].tolist()
@@ -48,6 +51,8 @@ def test_a_stop_token_ends_at_any_offset_of_a_span_and_is_kept(stop):
 
 
 @settings(max_examples=8)
+@example(temperature=1.5, top_k=0, top_p=1.0, seed=5)  # hot: any other noise draws other tokens
+@example(temperature=3.0, top_k=50, top_p=0.9, seed=2**64 - 1)
 @given(st.floats(0.3, 3.0), st.sampled_from([0, 1, 5, 50]), st.sampled_from([0.3, 0.9, 1.0]), st.integers(0, 2**64 - 1))
 def test_sampled_speculative_equals_sampled_plain(temperature, top_k, top_p, seed):
     options = Options(max_new_tokens=20, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
@@ -55,6 +60,49 @@ def test_sampled_speculative_equals_sampled_plain(temperature, top_k, top_p, see
     plain, b = run(options, speculative=False, precision=ENGINE)
     assert speculative.tokens == plain.tokens
     assert same_bits(a.snapshot(), b.snapshot())
+
+
+NOISY = Sampling(temperature=2.0, seed=7)
+
+
+class Drawn(FakeBackend):
+    """Its drafter's rows are the target's of the tokens that are drawn."""
+
+    def propose(self, anchor, lane=0):
+        context, rows = [*self.committed, anchor], []
+        for _ in range(self.shape.block_size - 1):
+            rows.append(self._logits(context))
+            context.append(choose_row(rows[-1], NOISY, len(context)))
+        wrong = self._right(len(self.committed))
+        others = (
+            1e6
+            * np.eye(self.shape.vocab_size)[[(token + 1) % self.shape.vocab_size for token in context[-len(rows) :]]]
+        )
+        return FakeRows([*rows[:wrong], *others[wrong:]])
+
+
+@pytest.mark.parametrize("right", range(SHAPE.block_size))
+def test_the_noise_of_a_token_is_that_of_its_position(right):
+    """However many drafts stand, and without any: a place off by one draws other tokens."""
+    context, logits = [3, 1, 4], FakeBackend()._logits
+    for _ in range(30):
+        context.append(choose_row(logits(context), NOISY, len(context)))
+    options = Options(max_new_tokens=30, temperature=2.0, seed=7)
+    for speculative in (True, False):
+        b = Drawn(right=lambda position: right)
+        result = generate(b, [3, 1, 4], replace(options, speculative=speculative))
+        assert list(result.tokens) == context[3:]
+        assert set(result.drafting.drafts) == {(SHAPE.block_size - 1) * speculative}
+        assert result.accept_lengths[0] == (right + 1 if speculative else 1)
+
+
+def test_the_mean_accept_length_is_that_of_all_verifies():
+    rights = [0, 3, 1, 2, 0, 3]
+    asked = iter(rights)
+    result = generate(FakeBackend(right=lambda position: next(asked)), [3, 1, 4], Options(max_new_tokens=16))
+    assert result.accept_lengths == (1, 4, 2, 3, 1, 4)
+    assert result.accept_length == 2.5
+    assert generate(FakeBackend(), [3, 1, 4], Options(max_new_tokens=1)).accept_length == 0.0
 
 
 def test_seeds_give_different_tokens():

@@ -3,8 +3,9 @@ import pytest
 from golden_pairs import backend, golden
 
 from edge_dflash.decode.accept import Relaxation, ThinkingSpan, accepted
+from edge_dflash.decode.backend import Cycle
 from edge_dflash.decode.controls import Controls
-from edge_dflash.decode.loop import generate
+from edge_dflash.decode.loop import _step, generate
 from edge_dflash.decode.options import Options
 from edge_dflash.errors import RequestError
 
@@ -60,3 +61,9 @@ def test_relaxed_output_says_so_and_costs_fewer_cycles():
     exact = Controls(relaxation=Relaxation((500,), 1, 0.0))  # only the best itself: nothing changes
     same = generate(backend("qwen3"), prompt, options, controls=exact)
     assert (same.tokens, same.relaxed) == (strict.tokens, 0)
+
+
+@pytest.mark.parametrize(("kept", "relaxed"), [(1, 1), (2, 1), (3, 2), (4, 2)])
+def test_only_relaxed_tokens_that_were_committed_count(kept, relaxed):
+    cycle = Cycle((7, 8, 9, 10), 3, 3, 0.1, 0.1, relaxed=(True, False, True))
+    assert _step(cycle, cycle.tokens[:kept], "length", 0.1, ()).relaxed == relaxed

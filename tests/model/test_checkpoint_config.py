@@ -187,6 +187,8 @@ def test_without_layer_types_a_window_counts_when_it_is_used(drafter):
     masks = (DrafterLayerMask(True, None), DrafterLayerMask(False, 24), DrafterLayerMask(False, 24))
     assert drafter(layer_types=DELETE, max_window_layers=1).layers == masks
     assert drafter(layer_types=DELETE, max_window_layers=1, use_sliding_window=False).layers == masks[:1] * 3
+    with pytest.raises(CheckpointError, match="lacks the field max_window_layers"):  # which layers slide is not guessed
+        drafter(layer_types=DELETE, use_sliding_window=True, max_window_layers=DELETE)
 
 
 def test_yarn_of_a_drafter(drafter):
@@ -194,17 +196,46 @@ def test_yarn_of_a_drafter(drafter):
     assert drafter(rope_scaling=yarn).attention.rope.scaling == YarnScaling(4.0, 32768)
 
 
-def test_taps_may_be_more_than_layers_or_follow_the_rule(drafter):
+def test_taps_may_be_more_than_layers(drafter):
     five = {"mask_token_id": 511, "target_layer_ids": [0, 1, 2, 3, 4]}
     assert drafter(dflash_config=five).target_layer_ids == (0, 1, 2, 3, 4)
-    rule = {"mask_token_id": 511}
-    published = {(5, 36): (1, 9, 17, 25, 33), (5, 32): (1, 8, 15, 22, 29), (5, 64): (1, 16, 31, 46, 61)}
-    for (layers, depth), taps in published.items():
-        kinds = ["full_attention"] * layers
-        spec = drafter(dflash_config=rule, num_hidden_layers=layers, layer_types=kinds, num_target_layers=depth)
-        assert spec.target_layer_ids == taps
-    one = drafter(dflash_config=rule, num_hidden_layers=1, layer_types=["full_attention"], num_target_layers=9)
-    assert one.target_layer_ids == (4,)
+
+
+@pytest.mark.parametrize("name", ["qwen3-tiny-dflash", "qwen3_5-tiny-dflash2", "qwen3-tiny-dspark-gated"])
+def test_what_only_training_knows_is_never_guessed(tmp_path, name):
+    golden = json.loads((GOLDEN / name / "config.json").read_text())
+    nested = golden.get("dflash_config", {})
+    asked = {"target_layer_ids", "mask_token_id", "block_size"}
+    asked |= {key for key in (*golden, *nested) if key.startswith(("conv_", "selector_")) or key == "markov_rank"}
+    assert asked <= {*golden, *nested}
+    for key in sorted(asked):
+        for value in (DELETE, None):
+            config = {**golden, "dflash_config": dict(nested)} if nested else dict(golden)
+            place = config if key in golden else config["dflash_config"]
+            place[key] = value
+            if value is DELETE:
+                del place[key]
+            (tmp_path / "config.json").write_text(json.dumps(config))
+            with pytest.raises(
+                CheckpointError, match=rf"lacks the field {key}, also inside dflash_config; only the dr"
+            ):
+                read_drafter_spec(tmp_path, 6)
+
+
+def test_a_target_says_how_many_layers_it_has_where_its_drafter_does_not(drafter, tmp_path):
+    known = drafter()
+    for missing in (DELETE, None):
+        assert drafter(num_target_layers=missing).num_target_layers == max(known.target_layer_ids) + 2  # at least
+    pair_of = json.loads((GOLDEN / "qwen3_5-tiny-dflash" / "config.json").read_text())
+    del pair_of["num_target_layers"]
+    (tmp_path / "config.json").write_text(json.dumps(pair_of))
+    assert read_pair(GOLDEN / "qwen3_5-tiny", tmp_path) == read_pair(
+        GOLDEN / "qwen3_5-tiny", GOLDEN / "qwen3_5-tiny-dflash"
+    )
+    pair_of["dflash_config"]["target_layer_ids"] = [1, 4, 7]
+    (tmp_path / "config.json").write_text(json.dumps(pair_of))
+    with pytest.raises(CheckpointError, match=r"target_layer_ids hold 7, wanted -1 \(the embedding\) to 6"):
+        read_pair(GOLDEN / "qwen3_5-tiny", tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -222,7 +253,7 @@ def test_taps_may_be_more_than_layers_or_follow_the_rule(drafter):
         ({"attention_bias": True}, UnsupportedModelError, "attention_bias"),
         ({"rope_scaling": {"rope_type": "longrope"}}, CheckpointError, "rope_type is 'longrope'"),
         (
-            {"dflash_config": {"mask_token_id": 511, "block_size": 16}},
+            {"dflash_config": {"mask_token_id": 511, "block_size": 16, "target_layer_ids": [1]}},
             CheckpointError,
             "block_size is 8, wanted the same",
         ),

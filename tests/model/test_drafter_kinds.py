@@ -98,7 +98,11 @@ def test_keys_of_dspark(drafter):
         (WALKS[0], {"markov_rank": 0}, "enable_confidence_head is true, wanted false, or a markov_rank above 0"),
         (WALKS[0], {"target_layer_ids": [-2]}, "a list of integers of at least -1"),
         (WALKS[0], {"dflash_config": {"sample_from_anchor": False}, "sample_from_anchor": True}, "the same as"),
-        (WALKS[3], {"dflash_config": {"block_size": 8, "mask_token_id": 1}}, "lacks the field conv_kernel_size"),
+        (
+            WALKS[3],
+            {"dflash_config": {"block_size": 8, "mask_token_id": 1, "target_layer_ids": [1]}},
+            "lacks the field conv_kernel_size",
+        ),
         (WALKS[3], {"conv_group_size": 7}, "conv_group_size is 16, wanted the same"),
         (WALKS[3], {"hidden_size": 120}, "conv_group_size is 16, wanted a divisor of hidden_size"),
         (WALKS[3], {"vocab_size": 8}, "selector_top_k is 16, wanted at most vocab_size"),

@@ -31,7 +31,7 @@ class Counting(Delegate):
 
     def prefill(self, ids, lane=0, sight=None):
         self.began.set()
-        assert self.go.wait(30)
+        assert self.go.wait(60)
         if self.broken("prefill", ids):
             raise BackendError("the pass failed")
         self.rows += len(ids)
@@ -196,7 +196,7 @@ def test_one_request_with_candidates_takes_one_place_in_the_queue():
     counting.go.clear()
     with Planner(counting, None, fallback=False, queue=2) as planner:
         first = planner.stream(PROMPT, max_new_tokens=2)
-        assert counting.began.wait(30)
+        assert counting.began.wait(60)
         streams = [planner.streams(PROMPT, 8, caller=f"c{index}", **DRAWN) for index in range(2)]
         assert planner.waiting == 2
         with pytest.raises(QueueFullError):
@@ -215,7 +215,7 @@ def test_one_that_is_cancelled_leaves_the_others_alone():
     counting.go.clear()
     with Planner(counting, None, fallback=False) as planner:
         running = planner.streams(PROMPT, 3, **DRAWN)
-        assert counting.began.wait(30)
+        assert counting.began.wait(60)
         queued = planner.streams(PROMPT, 3, **DRAWN)
         for streams in (running, queued):
             streams[0].close()
@@ -230,7 +230,7 @@ def test_when_all_are_cancelled_nothing_of_them_runs():
     counting.go.clear()
     with Planner(counting, None, fallback=False) as planner:
         running = planner.streams(PROMPT, 2, **DRAWN)
-        assert counting.began.wait(30)
+        assert counting.began.wait(60)
         queued = planner.streams(PROMPT, 2, **DRAWN)
         for stream in (*queued, *running):
             stream.close()
@@ -247,7 +247,7 @@ def test_a_deadline_ends_all_of_them():
     counting.go.clear()
     with Planner(counting, None, fallback=False) as planner:
         first = planner.stream(PROMPT, max_new_tokens=2)
-        assert counting.began.wait(30)
+        assert counting.began.wait(60)
         for stream in planner.streams(PROMPT, 3, deadline=0.05, **DRAWN):
             assert (stream.plan.finish_reason, stream.plan.tokens) == ("deadline", ())
         counting.go.set()
@@ -307,7 +307,7 @@ def test_the_end_of_the_engine_ends_all_of_them():
     counting.go.clear()
     planner = Planner(counting, None, fallback=False)
     streams = planner.streams(PROMPT, 2, **DRAWN)
-    assert counting.began.wait(30)
+    assert counting.began.wait(60)
     waiting = planner.streams(PROMPT, 2, **DRAWN)
 
     def lost(kind, ids):

@@ -49,6 +49,13 @@ def test_speculative_and_plain_plans_agree():
         assert slow.accept_length == 1.0
 
 
+def test_the_accept_length_of_a_plan_is_the_mean_of_its_cycles():
+    asked = iter((0, 3, 1, 2))
+    plan = Planner(FakeBackend(right=lambda position: next(asked)), None).plan(PROMPT, max_new_tokens=11)
+    assert plan.accept_lengths == (1, 4, 2, 3)
+    assert plan.accept_length == 2.5
+
+
 def test_plain_plans_never_ask_the_drafter():
     backend = FakeBackend()
     Planner(backend, None).plan(PROMPT, max_new_tokens=5, speculative=False)
@@ -290,7 +297,7 @@ def test_a_planner_that_is_dropped_ends_its_worker():
     worker = planner._engine._worker
     del planner
     gc.collect()
-    worker.join(10)
+    worker.join(60)
     assert not worker.is_alive()
 
 

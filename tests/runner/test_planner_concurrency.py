@@ -66,7 +66,7 @@ def test_callers_take_turns_and_priorities_go_first():
     gate = Gate()
     planner, order = Planner(gate, None, queue=8), []
     running = planner.stream(PROMPT, max_new_tokens=2)
-    assert gate.reached.wait(10)
+    assert gate.reached.wait(60)
     asked = [("a", 0), ("a", 0), ("a", 0), ("b", 0), ("c", 5)]
     streams = [planner.stream(PROMPT, max_new_tokens=2, caller=name, priority=rank) for name, rank in asked]
     gate.open.set()
@@ -82,7 +82,7 @@ def test_a_full_queue_is_refused_with_the_limit():
     gate = Gate()
     planner = Planner(gate, None, queue=4)
     first = planner.stream(PROMPT, max_new_tokens=2)
-    assert gate.reached.wait(10)
+    assert gate.reached.wait(60)
     waiting = [planner.stream(PROMPT, max_new_tokens=2) for _ in range(2)]
     with pytest.raises(QueueFullError, match="the limit for one caller is 2"):
         planner.plan(PROMPT)
@@ -173,7 +173,7 @@ def test_async_deadlines_while_waiting():
     gate = Gate()
     planner = Planner(gate, None)
     running = planner.stream(PROMPT, max_new_tokens=2)
-    assert gate.reached.wait(10)
+    assert gate.reached.wait(60)
 
     async def work():
         assert (await planner.aplan(PROMPT, deadline=0.05)).finish_reason == "deadline"

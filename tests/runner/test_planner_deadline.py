@@ -41,10 +41,10 @@ def test_what_was_committed_until_the_deadline_is_the_plan():
 
 def test_no_cycle_starts_that_is_not_expected_to_end_in_time():
     backend = FakeBackend()
-    planner = Planner(Slow(backend, CYCLE), None)
+    planner = Planner(Slow(backend, 2.0), None)
     planner.plan(PROMPT, max_new_tokens=5)  # its one cycle is measured
     backend.passes.clear()
-    plan = planner.plan(PROMPT, deadline=0.5 * CYCLE)
+    plan = planner.plan(PROMPT, deadline=1.0)  # the prompt has all of it, on a busy machine, too
     assert (plan.finish_reason, len(plan.tokens)) == ("deadline", 1)
     assert backend.passes == ["prefill"]
 
@@ -60,10 +60,10 @@ def test_time_in_the_queue_counts():
     gate = Gate()
     planner = Planner(gate, None)
     running = planner.stream(PROMPT, max_new_tokens=9)
-    assert gate.reached.wait(10)
+    assert gate.reached.wait(60)
     began = time.perf_counter()
     plan = planner.plan(PROMPT, deadline=0.1)  # returns although the engine is not free
-    assert 0.09 < time.perf_counter() - began < 5.0
+    assert 0.09 < time.perf_counter() - began < 50.0  # the gate gives up after 60 s
     assert (plan.finish_reason, plan.tokens) == ("deadline", ())
     assert plan.timings.queue_seconds >= 0.09
     stream = planner.stream(PROMPT, deadline=0.05)
@@ -88,7 +88,7 @@ def test_cancelling_takes_effect_within_a_cycle():
     planner = Planner(gate, None, fallback=False)
     wanted = Planner(FakeBackend(), None).plan(PROMPT, max_new_tokens=20).tokens
     stream = planner.stream(PROMPT)
-    assert gate.reached.wait(10)  # inside the third cycle
+    assert gate.reached.wait(60)  # inside the third cycle
     threading.Thread(target=stream.cancel).start()
     while not stream._job.cancelled:
         time.sleep(0.001)
@@ -106,7 +106,7 @@ def test_a_waiting_request_is_cancelled_at_once():
     gate = Gate()
     planner = Planner(gate, None)
     running, waiting = planner.stream(PROMPT, max_new_tokens=9), planner.stream(PROMPT)
-    assert gate.reached.wait(10)
+    assert gate.reached.wait(60)
     waiting.cancel()
     assert (waiting.plan.finish_reason, waiting.plan.tokens) == ("cancelled", ())
     assert list(waiting) == []
@@ -119,7 +119,7 @@ def test_closing_a_stream_waits_until_the_engine_let_go():
     gate = Gate(free=1)
     planner = Planner(gate, None)
     stream = planner.stream(PROMPT)
-    assert gate.reached.wait(10)
+    assert gate.reached.wait(60)
     threading.Timer(0.05, gate.open.set).start()
     stream.close()
     assert stream._ticket.done

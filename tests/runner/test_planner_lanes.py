@@ -36,7 +36,7 @@ class Watched(Delegate):
 
     def cycle(self, asked):
         self.began.set()
-        assert self.go.wait(30)
+        assert self.go.wait(60)
         self.log.append(("cycle", asked.lane))
         return self._backend.cycle(asked)
 
@@ -102,7 +102,7 @@ def test_an_urgent_request_takes_a_lane_away_and_gives_it_back():
     watched.go.clear()
     with Planner(watched, None) as planner:
         slow = [planner.stream(prompt_of(n), max_new_tokens=40, speculative=False) for n in range(2)]
-        assert watched.began.wait(30)
+        assert watched.began.wait(60)
         urgent = planner.stream(prompt_of(5), max_new_tokens=4, priority=5)
         watched.go.set()
         assert urgent.plan.tokens == wanted
@@ -115,7 +115,7 @@ def test_between_two_cycles_runs_one_chunk_of_a_newcomer_at_most():
     watched.go.clear()
     with Planner(watched, None, prompt_share=1.0) as planner:
         first = planner.stream(prompt_of(0), max_new_tokens=60, speculative=False)
-        assert watched.began.wait(30)
+        assert watched.began.wait(60)
         began = len(watched.log)
         second = planner.stream(prompt_of(4), max_new_tokens=2)
         watched.go.set()
@@ -166,7 +166,7 @@ def test_one_that_fails_in_a_joint_pass_fails_alone_and_a_lost_pass_fails_all_of
     failing.go.clear()
     with Planner(failing, None) as planner:
         streams = [planner.stream(prompt_of(n), max_new_tokens=20, speculative=False) for n in range(2)]
-        assert failing.began.wait(30)
+        assert failing.began.wait(60)
         failing.fail = True
         failing.go.set()
         errors = []

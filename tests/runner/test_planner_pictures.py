@@ -41,7 +41,7 @@ class Eyes(Delegate):
 
     def see(self, picture):
         self.inside.set()
-        assert self.go.wait(30)
+        assert self.go.wait(60)
         if self.broken is not None:
             raise self.broken
         self.towers += 1
@@ -117,7 +117,7 @@ def test_a_session_that_is_cancelled_in_the_tower_is_as_it_was(planner, eyes):
         eyes.go.clear()
         eyes.inside.clear()
         stream = session.stream(TWO.ids, max_new_tokens=4)
-        assert eyes.inside.wait(30)
+        assert eyes.inside.wait(60)
         stream.cancel()
         eyes.go.set()
         assert stream.plan.finish_reason == "cancelled"

@@ -14,7 +14,7 @@ def waiting(folder, log, name, *, alone):
     def run():
         with turn(folder, alone=alone):
             log.append(name)
-            end.wait(10)
+            end.wait(60)
             log.append(f"{name} ends")
 
     thread = Thread(target=run)
@@ -24,7 +24,7 @@ def waiting(folder, log, name, *, alone):
 
 def there(log, count):
     """Wait for so many entries."""
-    stop = time.monotonic() + 10
+    stop = time.monotonic() + 60
     while len(log) < count and time.monotonic() < stop:
         time.sleep(0.01)
     return list(log)
@@ -50,4 +50,4 @@ def test_who_is_alone_waits_for_others_and_is_not_overtaken(tmp_path):
         alone[1].set(), late[1].set()
         assert there(log, 8)[5:] == ["alone ends", "late", "late ends"]
     for thread, _ in (first, second, alone, late):
-        thread.join(10)
+        thread.join(60)

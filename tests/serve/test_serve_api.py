@@ -238,6 +238,17 @@ def test_metrics_count_drafts_by_position(service, client):
     assert value("edge_dflash_inter_token_seconds_count") == sum(lengths)
 
 
+def test_the_accept_length_of_a_reply_and_of_the_metrics_is_the_mean_of_its_cycles(tmp_path):
+    asked = iter((0, 3, 1, 2))
+    service = fake_service(tmp_path, FakeBackend(TEXT_SHAPE, right=lambda position: next(asked)))
+    with client_of(service) as client:
+        extra = client.post(CHAT, json={"messages": HELLO, "max_tokens": 11}).json()["edge_dflash"]
+        assert (extra["accept_lengths"], extra["accept_length"]) == ([1, 4, 2, 3], 2.5)
+        value = service.metrics.registry.get_sample_value
+        total, count = (value(f"edge_dflash_accept_length_{name}") for name in ("sum", "count"))
+        assert (total / count, count) == (2.5, 4)
+
+
 def test_a_service_that_loads_or_stops_refuses(service, client):
     for state in ("loading", "draining"):
         service.state = state
@@ -255,7 +266,7 @@ def test_a_full_queue_is_429(tmp_path):
     service = fake_service(tmp_path, backend, queue=1)
     with client_of(service) as client:
         first = service.planner.stream(HELLO, max_new_tokens=2)
-        assert backend.reached.wait(10)
+        assert backend.reached.wait(60)
         second = service.planner.stream(HELLO, max_new_tokens=2)
         refused = client.post(CHAT, json={"messages": HELLO, "max_tokens": 2})
         assert refused.status_code == 429

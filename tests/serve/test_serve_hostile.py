@@ -209,7 +209,7 @@ def test_an_answer_before_the_end_of_the_body_arrives(tmp_path, key, length, sta
     with live(service, tmp_path, "k" * 20, tcp=True) as address:
         host, _, port = address.removeprefix("http://").partition(":")
         for _ in range(5):
-            with socket.create_connection((host, int(port)), timeout=5) as one:
+            with socket.create_connection((host, int(port)), timeout=30) as one:
                 one.sendall(f"{start}\r\ncontent-length: {length}\r\n\r\n".encode() + b"x" * 400_000)
                 said = b"".join(iter(lambda: one.recv(65536), b""))
             assert said.startswith(b"HTTP/1.1 %d" % status)

@@ -149,7 +149,7 @@ def test_a_session_in_use_is_refused_a_second_turn(start):
     with client:
         thread = threading.Thread(target=turn, args=(client, "a"))
         thread.start()
-        assert backend.reached.wait(10)
+        assert backend.reached.wait(60)
         for refused in (turn(client, "a"), client.delete(f"{SESSIONS}/a"), client.post(f"{SESSIONS}/a/save", json={})):
             assert refused.status_code == 409
             assert refused.json()["error"]["code"] == "session_busy"

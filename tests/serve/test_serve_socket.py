@@ -102,7 +102,7 @@ def test_slow_clients_are_let_go(process):
     for begin in (b"", b"GET /health HTTP/1.1\r\n"):
         assert "headers" in error_in(talk(process, begin), 408)["message"]
     with socket.socket(socket.AF_UNIX) as one:  # the second request of a connection
-        one.settimeout(5)
+        one.settimeout(30)
         one.connect(str(process.socket))
         one.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
         first = b""
@@ -113,7 +113,7 @@ def test_slow_clients_are_let_go(process):
         assert one.recv(65536).startswith(b"HTTP/1.1 408")
     head = b"POST " + CHAT.encode() + b" HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 9\r\n"
     assert "body" in error_in(talk(process, head + b"\r\n{"), 408)["message"]
-    assert time.monotonic() - began < 6
+    assert time.monotonic() - began < 28  # by default it would be 40 s
 
 
 def test_a_client_that_takes_no_answers_is_cut(process):
@@ -146,7 +146,7 @@ def test_callers_over_tcp_cannot_keep_those_of_the_unix_socket_out(process):
     crowd = [socket.create_connection(("127.0.0.1", port)) for _ in range(12)]
     try:
         time.sleep(0.1)
-        with socket.create_connection(("127.0.0.1", port), timeout=5) as one:
+        with socket.create_connection(("127.0.0.1", port), timeout=30) as one:
             assert one.recv(65536).startswith(b"HTTP/1.1 503")
         with process.client() as client:
             assert client.get("/health").status_code == 200
@@ -156,7 +156,7 @@ def test_callers_over_tcp_cannot_keep_those_of_the_unix_socket_out(process):
 
 
 def test_a_caller_without_the_key_loses_its_connection(process):
-    with socket.create_connection(("127.0.0.1", int(process.tcp.rpartition(":")[2])), timeout=5) as one:
+    with socket.create_connection(("127.0.0.1", int(process.tcp.rpartition(":")[2])), timeout=30) as one:
         one.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n" * 2)
         received = b""
         while chunk := one.recv(65536):

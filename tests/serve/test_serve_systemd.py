@@ -69,7 +69,7 @@ class Systemd:
     def close(self):
         if self.process.poll() is None:
             self.process.kill()
-        self.process.wait(30)
+        self.process.wait(60)
         self.notify.close()
 
 
@@ -105,5 +105,5 @@ def test_the_life_of_a_service(systemd):
     systemd.until("WATCHDOG=1", 10.0)
     systemd.process.send_signal(signal.SIGTERM)
     systemd.until("STOPPING=1", 20.0)
-    assert systemd.process.wait(30) == 0
+    assert systemd.process.wait(60) == 0
     assert systemd.api.exists()  # it is systemd's, not the service's to remove

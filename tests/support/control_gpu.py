@@ -108,7 +108,7 @@ class ControlGpu(FakeGpu):
             words["length"] += words["rows"]
         elif name == "cycle_accept":
             for slot, words in enumerate(self.blocks[: grid[0]]):
-                self.end(slot, words, arguments[8])
+                self.end(slot, words, arguments[8], arguments[2])
 
     def replay(self, words):
         """The pending rows go into the states of the slot's lane; an idle slot has none."""
@@ -116,13 +116,14 @@ class ControlGpu(FakeGpu):
         self.states[words["lane"]] += words["pending"]
         words["pending"] = 0
 
-    def end(self, slot, words, valid):
-        """Accept and commit; ``valid``: where it says how many rows count, of a whole cycle or of a verify."""
+    def end(self, slot, words, valid, rows):
+        """Accept and commit; ``valid``: where it says how many of ``rows`` count, of a whole cycle or of a verify."""
         if words["lane"] < 0:
             return
         self.replay(words)
         whole = self.counts_at is not None and valid.address - self.counts_at in (0, 8)  # asked for, or sure
         stop = int(self.counted[slot, 0] if whole else self.settings["stop"][slot])
+        assert 1 <= stop <= rows  # rows beyond it were never computed
         accept = min(self.accept if isinstance(self.accept, int) else self.accept[words["lane"]], stop - 1)
         words["length"], words["pending"] = words["length"] + accept + 1, accept + 1
         words["anchor"] = accept  # choice i of the fake is i

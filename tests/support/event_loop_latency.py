@@ -109,7 +109,7 @@ def served() -> Iterator[Served]:
             yield service
         finally:
             service.process.terminate()
-            service.process.wait(30)
+            service.process.wait(60)
             service.process.stdin.close()
             service.process.stdout.close()
 

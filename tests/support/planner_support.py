@@ -25,7 +25,7 @@ class Gate(Delegate):
             self.free -= 1
             return
         self.reached.set()
-        assert self.open.wait(30)
+        assert self.open.wait(60)
 
     def prefill(self, ids, lane=0, sight=None):
         self._wait()

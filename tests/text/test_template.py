@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 from text_support import TEMPLATE, write_tokenizer
@@ -51,12 +50,12 @@ def works():
 
 @pytest.mark.parametrize("source", [*LARGE, *DEEP, RANGES], ids=lambda source: source[:60])
 def test_a_bomb_ends_with_one_line(source):
-    began, before = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    began, before = sum(os.times()[:4]), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises((BundleError, RequestError)) as caught:
         ChatTemplate(source, {}, "here").render(ASK)
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 500
-    assert time.monotonic() - began < 30  # 2 s on a processor that is not shared
+    assert sum(os.times()[:4]) - began < 30  # seconds of this process and its children
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10  # KiB
     assert works()
 

@@ -246,9 +246,9 @@ def test_a_prompt_full_of_control_tokens_takes_linear_time():
     tokenizer = family("qwen3")[1]
 
     def seconds(text):
-        began = time.perf_counter()
+        began = time.process_time()
         tokenizer.encode_chat([{"role": "user", "content": text}])
-        return time.perf_counter() - began
+        return time.process_time() - began
 
     seconds("<|im_end|>")
     small, large = (min(seconds("<|im_end|>" * n) for _ in range(3)) for n in (2_500, 10_000))

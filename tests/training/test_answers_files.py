@@ -225,6 +225,28 @@ def test_a_damaged_line_is_named(planner, data, tmp_path, line):
         read_answers(tmp_path / "a.jsonl")
 
 
+def test_a_flipped_bit_of_an_answer_is_named_by_its_line(planner, data, tmp_path):
+    path = tmp_path / "a.jsonl"
+    asked(planner, data, path, sampled=0)
+    first, line, *rest = path.read_bytes().splitlines(keepends=True)
+    at = line.index(b"[", line.index(b'"tokens"')) + 1
+    for place in (at, line.index(b'"task": ') + 8, line.index(b'"sha256": "') + 12):  # a digit becomes another one
+        flipped = bytes((*line[:place], line[place] ^ 1, *line[place + 1 :]))
+        path.write_bytes(b"".join((first, flipped, *rest)))
+        with pytest.raises(RequestError, match="line 2 is damaged; remove it and run again"):
+            read_answers(path)
+    path.write_bytes(b"".join((first, *rest)))  # as it says
+    assert asked(planner, data, path, sampled=0) > 0
+
+
+def test_answers_of_an_older_version_are_read(planner, data, tmp_path):
+    asked(planner, data, tmp_path / "a.jsonl", sampled=0)
+    lines = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
+    assert all(line.pop("sha256", "none") != "none" for line in lines[1:])
+    (tmp_path / "old.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert read_answers(tmp_path / "old.jsonl") == read_answers(tmp_path / "a.jsonl")
+
+
 def test_answers_differ_where_their_tokens_do(planner, data, tmp_path):
     asked(planner, data, tmp_path / "a.jsonl", sampled=0)
     one = read_answers(tmp_path / "a.jsonl")[0]

@@ -1,5 +1,7 @@
 """Shards of taps: what they hold, what is made again, and what a training reads of them."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -12,6 +14,7 @@ from edge_dflash.training import shards as shards_module
 from edge_dflash.training.forecast import BatchSize
 from edge_dflash.training.shards import BatchReader, Order, Sample, Shards, shard_path
 from edge_dflash.training.taps import ReferenceTapper, tap_program, write_taps
+from edge_dflash.weights.safetensors import TensorFiles
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +83,25 @@ def test_a_shard_that_is_missing_or_of_something_else_is_made_again_alone(bundle
     changed = [Sample((*one.ids[:-1], 1), one.prompt, one.heldout) for one in texts]
     write_taps(bundle, changed, tmp_path, tapper=again)
     assert len(again.calls) >= len(texts) - 1
+
+
+def test_a_flipped_bit_of_a_shard_is_said_and_the_shard_made_again(bundle, tmp_path, small_shards):
+    texts, said = samples(bundle), []
+    count, _ = write_taps(bundle, texts, tmp_path)
+    path, again = shard_path(tmp_path, 1), Counting(bundle)
+    kept, files = path.read_bytes(), TensorFiles.open([path])
+    for name in files.names():  # taps, and which tokens they are of
+        body = bytearray(kept)
+        body[files.entry(name).offset + 1 - (name == "heldout")] ^= 1
+        path.write_bytes(body)
+        said.clear()
+        write_taps(bundle, texts, tmp_path, say=said.append, tapper=again)
+        assert path.read_bytes() == kept
+        assert re.fullmatch(rf"{path} is damaged: .* hash .*; its taps are made again", said[0]), name
+    assert 0 < len(again.calls) < len(texts) * len(files.names())
+    write_taps(bundle, texts, tmp_path, say=said.append, tapper=again)
+    assert len(said) == 1
+    assert count > 2
 
 
 def test_what_is_too_long_is_refused(bundle, tmp_path):

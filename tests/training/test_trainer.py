@@ -193,9 +193,29 @@ def test_weights_that_a_kill_left_behind_the_checkpoint_are_not_taken(ready, tmp
 def test_damaged_weights_are_no_full_disk(ready, tmp_path):
     trained(ready, tmp_path, plan(steps=2))
     (best,) = tmp_path.glob("best-*")
-    best.write_bytes(best.read_bytes()[:100])
-    with pytest.raises(RequestError, match=r"best-\d+.safetensors is damaged .*; remove .* to train again"):
-        kept_weights(tmp_path)
+    whole = best.read_bytes()
+    for body in (whole[:100], whole[:-1], bytes((*whole[:-70], whole[-70] ^ 4, *whole[-69:]))):
+        best.write_bytes(body)
+        with pytest.raises(
+            RequestError, match=r"best-\d+.safetensors.*; remove .* to train again: answers and taps are"
+        ):
+            kept_weights(tmp_path)
+    best.write_bytes(whole)
+    assert kept_weights(tmp_path)
+
+
+def test_a_damaged_checkpoint_is_named_and_not_gone_on_from(ready, tmp_path):
+    trained(ready, tmp_path, plan(steps=2))
+    (kept,) = tmp_path.glob("checkpoint-*")
+    files = sorted(path for path in kept.iterdir())
+    assert len(files) > 3
+    for file in files:
+        whole = file.read_bytes()
+        file.write_bytes(bytes((*whole[:-20], whole[-20] ^ 1, *whole[-19:])))
+        with pytest.raises(RequestError, match=r"checkpoint-00000002/.* is damaged; remove .* to train again: answers"):
+            trained(ready, tmp_path, plan(steps=2))
+        file.write_bytes(whole)
+    assert trained(ready, tmp_path, plan(steps=2)).step == 2
 
 
 def test_a_checkpoint_that_the_disk_refuses_is_said_in_one_line(ready, tmp_path, monkeypatch):

@@ -7,13 +7,13 @@ and a document that ends must satisfy one.
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
 from urllib.parse import unquote
 
 from edge_dflash.common.rules import refuse_surrogates
+from edge_dflash.common.suggest import slip_of
 from edge_dflash.decode.grammar.schema_keywords import KNOWN, LISTS, NAMED, SINGLE, check_values, kinds_of
 from edge_dflash.errors import RequestError, short
 
@@ -107,8 +107,8 @@ def _walk(node: object, where: str, depth: int) -> int:
 def _check_keywords(node: dict[str, Any], where: str) -> None:
     for key in node:
         if key not in KNOWN and (not key.startswith("x-") or key == "x-guidance"):  # x-guidance: the library's own
-            close = difflib.get_close_matches(key, KNOWN, 1, 0.8)  # a typo, not another keyword
-            advice = f"did you mean {close[0]!r}? " if close else ""
+            close = slip_of(key, KNOWN)
+            advice = f"did you mean {close!r}? " if close else ""
             raise RequestError(
                 f"the schema's keyword {short(key)} at {where} would not be enforced; {advice}"
                 "remove it, or write the rule with other keywords"

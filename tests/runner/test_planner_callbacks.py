@@ -1,0 +1,271 @@
+"""What callers hand in, observers and ranks: whatever it does, requests end, and nothing is freed under a step."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+
+import numpy as np
+import pytest
+import torch
+from fakes import FakeBackend
+
+from edge_dflash.backends.host_cycle import Delegate
+from edge_dflash.errors import RequestError
+from edge_dflash.planner import Planner
+from edge_dflash.runner.job import OBSERVED, Unwatched
+
+PROMPT = (3, 1, 4)
+DRAWN = {"temperature": 1.0, "seed": 11, "max_new_tokens": 8}
+PATIENT = 60
+
+
+class Strict(Delegate):
+    """A backend that knows whether it is freed under a step, or used after it was freed."""
+
+    def __init__(self):
+        self.inner = FakeBackend()
+        super().__init__(self.inner)
+        self.inside, self.closed, self.wrong = False, 0, []
+
+    def _pass(self, run, *args):
+        if self.closed:
+            self.wrong.append("used after it was freed")
+        self.inside = True
+        try:
+            return run(*args)
+        finally:
+            self.inside = False
+
+    def prefill(self, ids, lane=0, sight=None):
+        return self._pass(super().prefill, ids, lane, sight)
+
+    def verify(self, ids, lane=0):
+        return self._pass(super().verify, ids, lane)
+
+    def commit(self, rows, lane=0):
+        return self._pass(super().commit, rows, lane)
+
+    def close(self):
+        if self.inside:
+            self.wrong.append("freed under a step")
+        self.closed += 1
+        super().close()
+
+
+class Calling(Unwatched):
+    """An observer that does something, once, when the first of a kind comes."""
+
+    def __init__(self, name, does):
+        def call(*what):
+            if not self.done:
+                self.done = True
+                self.thread = threading.current_thread()
+                try:
+                    does()
+                except Exception as error:
+                    self.error = error
+
+        self.done, self.error, self.thread = False, None, None
+        setattr(self, name, call)
+
+
+def in_time(function):
+    """What a function gives on another thread, which has to end."""
+    found = []
+    thread = threading.Thread(target=lambda: found.append(function()), daemon=True)
+    thread.start()
+    thread.join(PATIENT)
+    assert found, "it waits for ever"
+    return found[0]
+
+
+# closing --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [name for name in OBSERVED if name != "aside"])
+def test_a_planner_that_an_observer_closes_is_freed_after_the_step(name):
+    asked = threading.Event()
+    backend, watching = Strict(), Calling(name, lambda: asked.wait(PATIENT) and planner.close())
+    planner = Planner(backend, None, observer=watching)
+    running, waiting = planner.stream(PROMPT, max_new_tokens=40), planner.stream((5,), max_new_tokens=40)
+    asked.set()
+    plans = [in_time(lambda stream=stream: stream.plan) for stream in (running, waiting)]
+    assert [plan.finish_reason for plan in plans] == ["length" if name == "ended" else "cancelled", "cancelled"]
+    assert watching.error is None
+    watching.thread.join(PATIENT)
+    assert (backend.wrong, backend.closed) == ([], 1)
+    with pytest.raises(RequestError, match="the engine is closed"):
+        planner.plan(PROMPT)
+    in_time(lambda: planner.close() or True)
+
+
+def test_an_observer_may_close_when_a_request_is_set_aside():
+    backend = Strict()
+    watching = Calling("aside", lambda: planner.close())
+    planner = Planner(backend, None, observer=watching, fallback=False)
+    slow = planner.stream(PROMPT, max_new_tokens=40, speculative=False)
+    next(slow)
+    urgent = planner.stream((5,), max_new_tokens=4, priority=5)
+    for stream in (slow, urgent):
+        in_time(lambda stream=stream: stream.plan)
+    if watching.thread is not None:  # else the first one had ended before
+        watching.thread.join(PATIENT)
+        assert (backend.wrong, backend.closed) == ([], 1)
+
+
+def test_closing_in_the_loop_over_a_stream_and_from_other_threads_waits_for_the_step():
+    for closers in (1, 3):
+        backend = Strict()
+        planner = Planner(backend, None)
+        tokens = 0
+        for part in planner.stream(PROMPT, max_new_tokens=40):
+            tokens += len(part.tokens)
+            threads = [threading.Thread(target=planner.close, daemon=True) for _ in range(closers)]
+            for thread in threads:
+                thread.start()
+            planner.close()
+            for thread in threads:
+                thread.join(PATIENT)
+                assert not thread.is_alive()
+        assert backend.wrong == []
+        assert 0 < tokens <= 40
+
+
+def test_what_frees_the_device_and_fails_on_the_engines_thread_is_logged(caplog):
+    class Broken(Strict):
+        def close(self):
+            raise ValueError("a bus error")
+
+    watching = Calling("step", lambda: planner.close())
+    planner = Planner(Broken(), None, observer=watching)
+    with caplog.at_level(logging.ERROR, "edge_dflash.runner"):
+        assert in_time(lambda: planner.plan(PROMPT)).finish_reason == "cancelled"
+        watching.thread.join(PATIENT)
+    assert "could not let go of its backend" in caplog.text
+
+
+# waiting on the thread that has to go on ------------------------------------------------------------------------------
+
+
+def plan_there(planner, session):
+    planner.plan((7,), max_new_tokens=2)
+
+
+def read_there(planner, session):
+    list(planner.stream((7,), max_new_tokens=2))
+
+
+def await_there(planner, session):
+    asyncio.run(planner.stream((7,), max_new_tokens=2)._ticket._finished())
+
+
+def fork_there(planner, session):
+    session.fork()
+
+
+@pytest.mark.parametrize("does", [plan_there, read_there, await_there, fork_there])
+def test_an_observer_that_waits_for_its_own_engine_is_refused(does):
+    watching = Calling("passed", lambda: does(planner, session))
+    planner = Planner(FakeBackend(), None, observer=watching)
+    session = planner.session()
+    plan = in_time(lambda: planner.plan(PROMPT, max_new_tokens=12))
+    assert plan.tokens == Planner(FakeBackend(), None).plan(PROMPT, max_new_tokens=12).tokens
+    if does is fork_there:
+        session.plan((9,), max_new_tokens=2)
+        watching.done = False
+        in_time(lambda: planner.plan(PROMPT, max_new_tokens=12))
+    assert isinstance(watching.error, RequestError)
+    assert "on another thread" in str(watching.error)
+    in_time(lambda: planner.close() or True)
+
+
+def test_a_session_that_an_observer_closes_ends_with_its_turn():
+    watching = Calling("passed", lambda: session.close())
+    planner = Planner(FakeBackend(), None, observer=watching, fallback=False)
+    session = planner.session()
+    plan = in_time(lambda: session.plan(PROMPT, max_new_tokens=40))
+    assert plan.finish_reason == "cancelled"
+    assert session._state.closed
+    with pytest.raises(RequestError, match="the session is closed"):
+        session.plan((5,))
+    assert planner.plan(PROMPT, max_new_tokens=3).finish_reason == "length"
+
+
+# errors ---------------------------------------------------------------------------------------------------------------
+
+
+def test_an_observer_that_raises_is_logged_once_and_changes_nothing(caplog):
+    class Raising(Unwatched):
+        pass
+
+    def fail(self, *what):
+        raise ZeroDivisionError("of an observer")
+
+    for name in OBSERVED:
+        setattr(Raising, name, fail)
+    wanted = Planner(FakeBackend(), None).plan(PROMPT, max_new_tokens=12)
+    with (
+        caplog.at_level(logging.ERROR, "edge_dflash.runner"),
+        Planner(FakeBackend(), None, observer=Raising(), fallback=False) as planner,
+    ):
+        session = planner.session()
+        assert in_time(lambda: session.plan(PROMPT, max_new_tokens=12)).tokens == wanted.tokens
+        slow = planner.stream(PROMPT, max_new_tokens=40, speculative=False)
+        next(slow)
+        assert len(planner.plan((5,), max_new_tokens=3, priority=5).tokens) == 3
+        assert len(slow.plan.tokens) == 40
+        assert planner.failure is None
+    assert caplog.text.count("an observer raised") == 1
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        10**400, -(10**400), float("nan"), np.float32("nan"), "7", b"7", None, [1.0], np.ones(3), np.ones((40, 40)), 1j,
+        np.complex64(1), torch.ones(2), torch.tensor(1j), {}, object(), np.array("x"), np.array(None),
+    ],
+    ids=lambda value: type(value).__name__,
+)  # fmt: skip
+def test_what_is_no_number_is_refused_in_one_line(value):
+    with Planner(FakeBackend(), None) as planner:
+        for ask in (planner.plan, lambda *task, **options: asyncio.run(planner.aplan(*task, **options))):
+            with pytest.raises(RequestError, match=r"^rank gave .*; give a number that a float can hold") as refused:
+                ask(PROMPT, n=2, rank=lambda plan: value, **DRAWN)
+            assert len(str(refused.value).splitlines()) == 1
+            assert len(str(refused.value)) < 200
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [int, float, np.float32, np.float64, np.int8, np.array, torch.tensor, lambda seed: torch.tensor(float(seed)),
+     lambda seed: np.bool_(seed > 11)],
+)  # fmt: skip
+def test_a_number_of_any_kind_orders_the_plans(kind):
+    with Planner(FakeBackend(), None) as planner:
+        best = planner.plan(PROMPT, n=2, rank=lambda plan: kind(plan.seed), **DRAWN)
+    assert (best.seed, best.alternatives[0].seed) == (12, 11)
+    assert type(best.score) is float
+
+
+def test_infinity_is_a_rank():
+    ranks = {11: float("-inf"), 12: float("inf"), 13: 0}
+    with Planner(FakeBackend(), None) as planner:
+        best = planner.plan(PROMPT, n=3, rank=lambda plan: ranks[plan.seed], **DRAWN)
+    assert [plan.seed for plan in (best, *best.alternatives)] == [12, 13, 11]
+
+
+def test_a_rank_that_stops_an_iteration_stops_no_loop_of_the_caller():
+    def rank(plan):
+        return next(iter(()))
+
+    with Planner(FakeBackend(), None) as planner:
+        with pytest.raises(RequestError, match="rank raised StopIteration"):
+            planner.plan(PROMPT, n=2, rank=rank, **DRAWN)
+
+        async def ask():
+            return await asyncio.wait_for(planner.aplan(PROMPT, n=2, rank=rank, **DRAWN), PATIENT)
+
+        with pytest.raises(RequestError, match="rank raised StopIteration"):
+            asyncio.run(ask())
