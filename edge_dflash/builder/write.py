@@ -28,7 +28,7 @@ from edge_dflash.builder.record import fit_warning, no_selftest, record_selftest
 from edge_dflash.builder.scales import CALIBRATION, dump_scales, load_scales, measure_scales
 from edge_dflash.builder.swap import decide_swap, is_bundle
 from edge_dflash.bundle.manifest import FileEntry, Manifest, dump_manifest
-from edge_dflash.bundle.parts import CHUNK, Part, Piece, tensor_file
+from edge_dflash.bundle.parts import CHUNK, Part, Piece, building_path, tensor_file
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.bundle.selftest import SELFTEST, dump_selftest, load_selftest
 from edge_dflash.common.files import open_regular
@@ -61,7 +61,8 @@ def build(
             work.finish(text)
             warnings = (*decided.warnings, *work.warnings)
     except KeyboardInterrupt:
-        raise BuildError(f"interrupted; finished files are kept, resume with: {config.command}") from None
+        kept = "finished files are kept" if building_path(config.output).is_dir() else "nothing was made yet"
+        raise BuildError(f"interrupted; {kept}, resume with: {config.resume or config.command}") from None
     except OSError as error:
         raise _disk_error(error, config) from None
     return BuildResult.of(manifest, config.output, size, began, warnings)
@@ -208,4 +209,4 @@ def _disk_error(error: OSError, config: BuildConfig) -> BuildError:
         what = f"the disk of {config.output} is full; free some space"
     else:
         what = f"{error.strerror or error} ({error.filename or config.output}); correct it"
-    return BuildError(f"{what} and resume with: {config.command}")
+    return BuildError(f"{what} and resume with: {config.resume or config.command}")

@@ -18,6 +18,7 @@ from edge_dflash.checks.subjects import CUBINS, bench_bundle, bench_synthetic
 from edge_dflash.cli.bench_tables import render
 from edge_dflash.cli.output import emit_json, say, show
 from edge_dflash.cli.prompts import bench_prompts
+from edge_dflash.common.files import check_place, check_writable, write_whole
 from edge_dflash.decode.backend import MOST_LANES
 from edge_dflash.errors import RequestError
 from edge_dflash.model.registry import NO_DRAFTER
@@ -92,7 +93,7 @@ def bench(
     """
     kind = _checked(bundle, synthetic, weights, prompts, drafter)
     _check_forced(bundle, accept_length, acceptance, routing_correlation)
-    _check_files(plot, record)
+    _check_files(cubins, plot, record)
     prompt, more, many = lengths(prefill, "--prefill"), lengths(contexts, "--contexts"), _lanes(lanes)
     work = Workload(context, tokens, prompt, more, accept_length, profile, acceptance, routing_correlation, many)
     if synthetic is not None:
@@ -136,10 +137,12 @@ def _checked(
     return cast("Format", kind)
 
 
-def _check_files(plot: Path | None, record: Path | None) -> None:
+def _check_files(cubins: Path | None, plot: Path | None, record: Path | None) -> None:
     """Raise RequestError, before any work, for files that cannot be written."""
-    if plot is not None and not plot.parent.is_dir():
-        raise RequestError(f"{plot.parent} is no directory; make it first or give another --plot")
+    if cubins is not None:
+        check_place(cubins / "any.cubin", "--cubins")
+    if plot is not None:
+        check_writable(plot, "--plot")
     if record is not None:
         check_record(record)
 
@@ -167,7 +170,7 @@ def _print(result: BenchResult, plot: Path | None, record: Path | None, json: bo
     else:
         show(render(result))
     if plot is not None:
-        plot.write_text(svg(result), encoding="utf-8")
+        write_whole(plot, svg(result).encode())
         say(f"drawing: {plot}")
     if record is not None:
         append(record, result.to_json())

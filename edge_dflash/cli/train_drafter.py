@@ -109,7 +109,12 @@ def train_drafter(
         raise RequestError(f"--rate is {rate:g}; give a rate above 0, or none for 3e-4 (from scratch 1e-3)")
     given |= {"data": tuple(given["data"]), "drafter": given_drafter(drafter)}
     given["recipe"] = find_recipe(recipe) if recipe is not None else None
-    _train(given, dry=dry, json=as_json)
+    try:
+        _train(given, dry=dry, json=as_json)
+    except KeyboardInterrupt:
+        if not (work := Path(given["output"]) / "work").is_dir():
+            raise
+        raise RequestError(f"interrupted; what is finished is kept in {work}, resume with the same command") from None
 
 
 def _train(given: dict[str, Any], *, dry: bool, json: bool) -> None:

@@ -7,10 +7,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.common.progress import Progress, unheard
+from edge_dflash.common.scratch import scratch
 from edge_dflash.planner import Planner
 from edge_dflash.text.tokenizer import Tokenizer
 from edge_dflash.training.answers import make_answers, open_tokenizer, prompt_ids, read_answers
@@ -64,16 +64,13 @@ class _Answers:
 
 def dry_run(run: TrainingRun, progress: Progress = unheard, say: Say = lambda line: None) -> Forecast:
     """The forecast of a run; its first bundle is built, and kept for it. Raises what the run raises."""
-    with TrainingDir(run, dry=True) as work, TemporaryDirectory(dir=work.root, prefix=SCRATCH) as scratch:
-        for left in work.root.glob(f"{SCRATCH}*"):  # by a kill
-            if str(left) != scratch:
-                shutil.rmtree(left, ignore_errors=True)
+    with TrainingDir(run, dry=True) as work, scratch(work.root, SCRATCH) as folder:
         stage = TrainingStage(run, work, progress, say, device())
         data = read_prompts(stage)
         bundle = before(stage)
-        answers = _answers(stage, bundle, data, Path(scratch))
-        shards, taps = write_taps(bundle, answers.samples, Path(scratch) / "taps", progress=progress)
-        step = _steps(stage, bundle, Shards(Path(scratch) / "taps", shards), Path(scratch) / "probe")
+        answers = _answers(stage, bundle, data, folder)
+        shards, taps = write_taps(bundle, answers.samples, folder / "taps", progress=progress)
+        step = _steps(stage, bundle, Shards(folder / "taps", shards), folder / "probe")
     told = forecast(
         bundle.pair,
         replace(run.batch, tokens=answers.longest),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,7 @@ from edge_dflash.training.workdir import TrainingDir, TrainingRun
 from edge_dflash.weights.quantize import dequantize
 
 RATE, SCRATCH_RATE = 3e-4, 1e-3  # peak learning rates
+AGAIN = "the same train-drafter command"
 WORSE = "worse"  # folder of a drafter that is worse than the one it began as
 
 
@@ -144,11 +145,11 @@ def _bundle(stage: TrainingStage, drafter: Path, output: Path) -> tuple[str, ...
     run = stage.run
     if is_bundle(run.target):
         own = BuildConfig(run.target, drafter, output, run.arch or "cpu", None, run.recipe, run.max_context)
-        return build(own, stage.progress).warnings
+        return build(replace(own, resume=AGAIN), stage.progress).warnings
     arch = run.arch or _arch(stage.device)
     native = None if arch == "cpu" else "native"
     config = BuildConfig(run.target, drafter, output, arch, native, run.recipe, run.max_context)
-    return build(config, stage.progress).warnings
+    return build(replace(config, resume=AGAIN), stage.progress).warnings
 
 
 def _arch(where: str) -> str:
