@@ -142,6 +142,8 @@ def _check_files(cubins: Path | None, plot: Path | None, record: Path | None) ->
     if cubins is not None:
         check_place(cubins / "any.cubin", "--cubins")
     if plot is not None:
+        if not plot.parent.is_dir():
+            raise RequestError(f"{plot.parent} is no directory; make it first or give another --plot")
         check_writable(plot, "--plot")
     if record is not None:
         check_record(record)

@@ -37,7 +37,7 @@ def verify(
     bundle: Annotated[Path | None, typer.Argument(metavar="BUNDLE", help="Directory that a build made.")] = None,
     prompts: Annotated[
         Path | None,
-        typer.Option(help="JSONL of prompts; default: some of calib/ (pseudo-random ids without tokenizer)."),
+        typer.Option(help="JSONL of prompts; default: the demo pair's tasks for it, else some of calib/."),
     ] = None,
     count: Annotated[int, typer.Option(min=1, help="Most prompts to take.")] = 2,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate for each prompt.")] = 48,
@@ -65,9 +65,10 @@ def verify(
     With --checkpoint, --drafter and --golden: the unquantized models run in float32 and are compared with arrays that
     another implementation wrote.
 
-    The exit code is 9 when something differs; the JSON object is printed all the same.
+    The last line says it: "lossless: yes", or "lossless: no" and why. The exit code is 9 when something differs; the JSON
+    object is printed all the same.
 
-    JSON keys: ok, differences (of a bundle: a list; of a golden file: largest difference per key).
+    JSON keys: lossless (of a bundle: no speculative output differs; null: not known), summary (the last line), ok, differences (of a bundle: a list; of a golden file: largest difference per key).
     Bundle also: accept_length, acceptance (share of the own drafts accepted, by position), acceptance_at_build (null
     without a self-test), prompts, runs, tokens, block_size, accept_histogram, untried_accept_lengths, self_test
     (what the build recorded, replayed here: an object with ok, verdict (identical, rounding or fault), exact,
@@ -105,16 +106,20 @@ def _judge_bundle(
     """Verify a bundle, say and write what was found, then raise VerificationError unless it is good."""
     recorded = load_selftest(Bundle.open(bundle, check_hashes=False))
     result, self_test, drafting, mixes = _verify_bundle(bundle, recorded, prompts, count, max_new_tokens, lanes)
+    faults = _faults(self_test, drafting)
     found = _found(result, self_test, drafting, recorded, mixes)
-    if report is not None:
-        _report(report, bundle, found)
+    found = {"lossless": _lossless(result, mixes), "summary": _summary(result, mixes, faults), **found}
     if json:
         emit_json(found)
-    if mixes is not None and not json:
-        print(f"lanes: {mixes.summary}")
-    _judge(result, self_test, drafting, found, quiet=json)
+    else:
+        _show(result, self_test, drafting, mixes, found)
+    if report is not None:
+        _report(report, bundle, found)
+    result.check()
     if mixes is not None:
         mixes.check()
+    if faults:
+        raise VerificationError(f"{'; '.join(faults)}; build or copy the bundle again")
 
 
 def _verify_bundle(
@@ -124,7 +129,7 @@ def _verify_bundle(
     with stages("opening the bundle") as report:
         planner = Planner.open(bundle, self_test="off", fallback=False, lanes=lanes, progress=report, observer=watching)
     with planner:
-        tasks = given if given is not None else default_prompts(planner, max_new_tokens)
+        tasks = given if given is not None else default_prompts(planner, max_new_tokens, bundle)
         ids = [planner.encode(task) for task in tasks[:count]]
         with stages("self-test"):
             self_test = replay(Bundle.open(bundle, check_hashes=False), planner.backend)
@@ -171,26 +176,47 @@ def _bench(bundle: Path) -> dict[str, Any]:
     return bench_bundle(bundle, lambda planner: bench_prompts(bundle, planner, REPORT_TOKENS), work, say=say).to_json()
 
 
-def _judge(
-    result: Verification,
-    self_test: SelfTestResult | None,
-    drafting: AcceptanceCheck,
-    found: Mapping[str, Any],
-    *,
-    quiet: bool,
-) -> None:
-    """Print the outcome for people, then raise VerificationError unless it is good."""
-    if not quiet:
-        show(_lossless_table(result))
-        show(_acceptance_table(found["acceptance"], found["acceptance_at_build"] or ()))
-        print(f"self-test: {self_test.summary if self_test is not None else 'the build recorded none'}")
-        print(f"drafter: {drafting.summary}")
-    result.check()
+def _faults(self_test: SelfTestResult | None, drafting: AcceptanceCheck) -> list[str]:
+    """What is not as it was at build."""
     faults = [] if drafting.ok else [f"the drafter accepts too little: {drafting.summary}"]
     if self_test is not None and not self_test.ok:
         faults.append(f"the self-test failed: {self_test.diagnosis} ({self_test.summary})")
-    if faults:
-        raise VerificationError(f"{'; '.join(faults)}; build or copy the bundle again")
+    return faults
+
+
+def _lossless(result: Verification, mixes: MixCheck | None) -> bool | None:
+    """Whether nothing differs; None: requests were to share passes, and none did."""
+    if result.differences or (mixes is not None and mixes.differences):
+        return False
+    return True if mixes is None or mixes.joint_cycles else None
+
+
+def _summary(result: Verification, mixes: MixCheck | None, faults: Sequence[str]) -> str:
+    """The outcome in one sentence."""
+    if not result.ok:
+        return f"lossless: no, speculative output differs from plain output in {len(result.differences)} places"
+    if mixes is not None and not mixes.joint_cycles:
+        return "lossless: not known, no two requests shared a pass; give more --prompts"
+    if mixes is not None and mixes.differences:
+        return f"lossless: no, requests together differ from requests alone in {len(mixes.differences)} places"
+    return f"lossless: yes, but {'; '.join(faults)}" if faults else "lossless: yes"
+
+
+def _show(
+    result: Verification,
+    self_test: SelfTestResult | None,
+    drafting: AcceptanceCheck,
+    mixes: MixCheck | None,
+    found: Mapping[str, Any],
+) -> None:
+    """Print the outcome for people."""
+    show(_lossless_table(result))
+    show(_acceptance_table(found["acceptance"], found["acceptance_at_build"] or ()))
+    if mixes is not None:
+        print(f"lanes: {mixes.summary}")
+    print(f"self-test: {self_test.summary if self_test is not None else 'the build recorded none'}")
+    print(f"drafter: {drafting.summary}")
+    print(found["summary"], flush=True)
 
 
 def _judge_golden(result: GoldenComparison, json: bool) -> None:

@@ -143,6 +143,15 @@ def test_verify_a_bundle(cli, ids_bundle):
     assert found["accept_length"] >= 1
     assert found["self_test"]["ok"]
     assert found["self_test"]["tokens_equal"]
+    assert (found["lossless"], found["summary"]) == (True, "lossless: yes")
+
+
+def test_verify_asks_the_demo_pair_what_it_was_trained_for(cli, demo_bundle):
+    """Prompts of other kinds say little of a drafter: accept length 1.4 in place of 12."""
+    code, out, _ = cli("verify", demo_bundle, "--count", 1, "--max-new-tokens", 32, "--json")
+    found = last_json(out)
+    assert (code, found["lossless"], found["summary"]) == (0, True, "lossless: yes")
+    assert found["accept_length"] > 6
 
 
 def test_verify_takes_a_prompt_set(cli, ids_bundle, tmp_path):
@@ -151,6 +160,7 @@ def test_verify_takes_a_prompt_set(cli, ids_bundle, tmp_path):
     code, out, _ = cli("verify", ids_bundle, "--prompts", prompts, "--max-new-tokens", 4)
     assert code == 0
     assert "2 prompts" in out
+    assert out.splitlines()[-1] == "lossless: yes"
 
 
 def test_verify_a_golden_file(cli, golden, tmp_path):
