@@ -19,6 +19,7 @@ import typer
 from typer.core import TyperGroup
 
 from edge_dflash.cli.ending import ending
+from edge_dflash.cli.usage import Command
 from edge_dflash.errors import BackendError, EdgeDflashError
 from edge_dflash.version import __version__
 
@@ -55,7 +56,7 @@ class _Commands(MutableMapping[str, Any]):
                 app = getattr(import_module(f"edge_dflash.cli.{module}"), module)
             if not isinstance(app, typer.Typer):
                 function, app = app, typer.Typer(add_completion=False, rich_markup_mode=None)
-                app.command(name)(function)
+                app.command(name, cls=Command)(function)
             self._loaded[name] = typer.main.get_command(app)
         return self._loaded[name]
 
@@ -98,7 +99,6 @@ app = typer.Typer(
     cls=_Group,
     help="Lossless speculative decoding (DFlash) for language models on robots.",
     epilog="Start with: edge-dflash demo. Then: edge-dflash COMMAND --help.",
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},

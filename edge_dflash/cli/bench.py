@@ -26,44 +26,59 @@ from edge_dflash.weights.layout import Format
 
 KINDS = get_args(Format)
 Acceptance = Annotated[
-    str | None, typer.Option(help=f"Force a profile of acceptance by position: {', '.join(PROFILES)}.")
+    str | None, typer.Option(metavar="NAME", help=f"Force a profile of acceptance by position: {', '.join(PROFILES)}.")
 ]
 Correlation = Annotated[
     float | None,
-    typer.Option(help="Force the experts of a synthetic pair: 0, tokens choose independently, to 1, all the same."),
+    typer.Option(
+        metavar="X", help="Force the experts of a synthetic pair: 0, tokens choose independently, to 1, all the same."
+    ),
 ]
 Synthetic = Annotated[
-    str | None, typer.Option(help=f"Instead: random weights in the dimensions of {', '.join(pair_names())}.")
+    str | None,
+    typer.Option(metavar="NAME", help=f"Instead: random weights in the dimensions of {', '.join(pair_names())}."),
 ]
 Length = Annotated[
-    float | None, typer.Option(help="Force this mean accept length; default: the drafter's own, 5 if synthetic.")
+    float | None,
+    typer.Option(metavar="X", help="Force this mean accept length; default: the drafter's own, 5 if synthetic."),
 ]
-Lanes = Annotated[str, typer.Option(help="Numbers of requests to time at once, such as 1,2,4,8.")]
+Lanes = Annotated[str, typer.Option(metavar="N,N", help="Numbers of requests to time at once, such as 1,2,4,8.")]
 Prompts = Annotated[
-    Path | None, typer.Option(help="JSONL of prompts for BUNDLE, as verify takes it; default: see below.")
+    Path | None,
+    typer.Option(metavar="FILE", help="JSONL of prompts for BUNDLE, as verify takes it; default: see below."),
 ]
-Cubins = Annotated[Path | None, typer.Option(help="Where compiled kernels are kept; default: ~/.cache/edge-dflash.")]
-Commit = Annotated[str | None, typer.Option(help="Commit to record for a copy of the sources that git does not know.")]
+Cubins = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="Where compiled kernels are kept; default: ~/.cache/edge-dflash.")
+]
+Commit = Annotated[
+    str | None, typer.Option(metavar="ID", help="Commit to record for a copy of the sources that git does not know.")
+]
 
 
 def bench(
-    bundle: Annotated[Path | None, typer.Argument(metavar="[BUNDLE]", help="Directory that a build made.")] = None,
+    bundle: Annotated[Path | None, typer.Argument(metavar="BUNDLE", help="Directory that a build made.")] = None,
     synthetic: Synthetic = None,
-    weights: Annotated[str | None, typer.Option(help="Of --synthetic: nvfp4 (default), fp8 or bf16.")] = None,
+    weights: Annotated[
+        str | None, typer.Option(metavar="FORMAT", help="Of --synthetic: nvfp4 (default), fp8 or bf16.")
+    ] = None,
     accept_length: Length = None,
     acceptance: Acceptance = None,
     routing_correlation: Correlation = None,
-    context: Annotated[int, typer.Option(min=1, help="Committed tokens at which cycles are timed.")] = 512,
-    tokens: Annotated[int, typer.Option(min=2, help="Tokens to generate for each way of decoding.")] = 256,
+    context: Annotated[int, typer.Option(metavar="N", min=1, help="Committed tokens at which cycles are timed.")] = 512,
+    tokens: Annotated[int, typer.Option(metavar="N", min=2, help="Tokens to generate for each way of decoding.")] = 256,
     prompts: Prompts = None,
-    prefill: Annotated[str, typer.Option(help="Prompt lengths for the time to the first token.")] = "128,2048,8192",
-    contexts: Annotated[str, typer.Option(help="More contexts at which a cycle is timed, such as 2048,32768.")] = "",
+    prefill: Annotated[
+        str, typer.Option(metavar="N,N", help="Prompt lengths for the time to the first token.")
+    ] = "128,2048,8192",
+    contexts: Annotated[
+        str, typer.Option(metavar="N,N", help="More contexts at which a cycle is timed, such as 2048,32768.")
+    ] = "",
     drafter: Annotated[str | None, typer.Option(metavar="none", help="Time BUNDLE without its drafter.")] = None,
     lanes: Lanes = "",
     profile: Annotated[bool, typer.Option("--profile", help="Time every step of one cycle.")] = False,
     cubins: Cubins = None,
-    plot: Annotated[Path | None, typer.Option(help="Write a drawing (SVG) to this file.")] = None,
-    record: Annotated[Path | None, typer.Option(help="Add the result to this JSON file.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a drawing (SVG) to this file.")] = None,
+    record: Annotated[Path | None, typer.Option(metavar="FILE", help="Add the result to this JSON file.")] = None,
     commit: Commit = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object in place of the tables.")] = False,
 ) -> None:

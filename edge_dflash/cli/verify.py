@@ -37,16 +37,29 @@ def verify(
     bundle: Annotated[Path | None, typer.Argument(metavar="BUNDLE", help="Directory that a build made.")] = None,
     prompts: Annotated[
         Path | None,
-        typer.Option(help="JSONL of prompts; default: the demo pair's tasks for it, else some of calib/."),
+        typer.Option(
+            metavar="FILE", help="JSONL of prompts; default: the demo pair's tasks for it, else some of calib/."
+        ),
     ] = None,
-    count: Annotated[int, typer.Option(min=1, help="Most prompts to take.")] = 2,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate for each prompt.")] = 48,
-    checkpoint: Annotated[Path | None, typer.Option(help="Target checkpoint to compare with --golden.")] = None,
-    drafter: Annotated[Path | None, typer.Option(help="Drafter checkpoint to compare with --golden, or none.")] = None,
-    golden: Annotated[Path | None, typer.Option(help="Golden file (safetensors) for the two checkpoints.")] = None,
-    lanes: Annotated[int | None, typer.Option(min=1, max=8, help="Requests at once; default: BUNDLE's lanes.")] = None,
+    count: Annotated[int, typer.Option(metavar="N", min=1, help="Most prompts to take.")] = 2,
+    max_new_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens to generate for each prompt.")] = 48,
+    checkpoint: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Target checkpoint to compare with --golden.")
+    ] = None,
+    drafter: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Drafter checkpoint to compare with --golden, or none.")
+    ] = None,
+    golden: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Golden file (safetensors) for the two checkpoints.")
+    ] = None,
+    lanes: Annotated[
+        int | None, typer.Option(metavar="N", min=1, max=8, help="Requests at once; default: BUNDLE's lanes.")
+    ] = None,
     report: Annotated[
-        Path | None, typer.Option(help="Write all that was found, a benchmark and the doctor's checks to this file.")
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Write all that was found, a benchmark and the doctor's checks to this file."
+        ),
     ] = None,
     json: Json = False,
 ) -> None:
@@ -65,19 +78,19 @@ def verify(
     With --checkpoint, --drafter and --golden: the unquantized models run in float32 and are compared with arrays that
     another implementation wrote.
 
-    The last line says it: "lossless: yes", or "lossless: no" and why. The exit code is 9 when something differs; the JSON
-    object is printed all the same.
+    The last line says it: "lossless: yes", or "lossless: no" and why. The exit code is 9 when something differs; the
+    JSON object is printed all the same.
 
-    JSON keys: lossless (of a bundle: no speculative output differs; null: not known), summary (the last line), ok, differences (of a bundle: a list; of a golden file: largest difference per key).
-    Bundle also: accept_length, acceptance (share of the own drafts accepted, by position), acceptance_at_build (null
-    without a self-test), prompts, runs, tokens, block_size, accept_histogram, untried_accept_lengths, self_test
-    (what the build recorded, replayed here: an object with ok, verdict (identical, rounding or fault), exact,
-    accept_length, accept_length_at_build, floor, tokens, tokens_equal, first_difference, drafts, drafts_equal,
-    tower (rows of a picture: ok, moved, bound; null without one), diagnosis, seconds; null without one), drafter (its
-    acceptance on the self-test's prompt: an object with ok, unknown (why nothing is judged, or null), accept_length,
-    accept_length_at_build, floor, acceptance, acceptance_at_build, positions_below), mixes (of several lanes: ok,
-    lanes, mixes, requests, tokens, joint_cycles, differences; else null). Golden file also: largest_difference,
-    logits_difference, tokens_equal, failures, missing, skipped, unknown.
+    JSON keys: ok, differences (of a bundle: a list; of a golden file: largest difference per key). Bundle also:
+    lossless (no speculative output differs; null: not known), summary (the last line), accept_length, acceptance (share
+    of the own drafts accepted, by position), acceptance_at_build (null without a self-test), prompts, runs, tokens,
+    block_size, accept_histogram, untried_accept_lengths, self_test (what the build recorded, replayed here: an object
+    with ok, verdict (identical, rounding or fault), exact, accept_length, accept_length_at_build, floor, tokens,
+    tokens_equal, first_difference, drafts, drafts_equal, tower (rows of a picture: ok, moved, bound; null without one),
+    diagnosis, seconds; null without one), drafter (its acceptance on the self-test's prompt: an object with ok, unknown
+    (why nothing is judged, or null), accept_length, accept_length_at_build, floor, acceptance, acceptance_at_build,
+    positions_below), mixes (of several lanes: ok, lanes, mixes, requests, tokens, joint_cycles, differences; else
+    null). Golden file also: largest_difference, logits_difference, tokens_equal, failures, missing, skipped, unknown.
     """
     given = (checkpoint, drafter, golden)
     if (bundle is None) == (golden is None) or (bundle is not None and any(given)):

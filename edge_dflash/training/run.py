@@ -28,6 +28,7 @@ from edge_dflash.training.data import TrainingData, TrainingTask, read_tasks, sp
 from edge_dflash.training.drafter import EMBEDDING, HEAD, BlockDrafter
 from edge_dflash.training.evaluate import Measure, evaluate
 from edge_dflash.training.losses import Borrowed
+from edge_dflash.training.outlook import outlook
 from edge_dflash.training.shards import Sample, Shards
 from edge_dflash.training.stage import (
     Say,
@@ -167,6 +168,9 @@ def answer(stage: TrainingStage, bundle: Bundle, data: Sequence[TrainingData]) -
     with Planner.open(
         bundle.path, fallback=False, self_test="off", queue=64, lanes=lanes(stage), progress=stage.progress
     ) as one:
+        begun = any(stage.work.answers(index).exists() for index in range(len(data)))
+        if not begun and (ahead := outlook(run, one, data, len(evaluated(run, data)))) is not None:
+            stage.say(ahead.line(run))
         for index, each in enumerate(data):
             file = stage.work.answers(index)
             make_answers(

@@ -107,7 +107,8 @@ def test_what_a_kill_left_goes_with_the_next_one(tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_second_signal_does_not_stop_the_clean_up(number):
     seen = []
-    with pytest.raises(KeyboardInterrupt), ending() as ended:
+
+    def work():
         try:
             os.kill(os.getpid(), number)
             time.sleep(5)
@@ -115,6 +116,9 @@ def test_a_second_signal_does_not_stop_the_clean_up(number):
             os.kill(os.getpid(), number)
             time.sleep(0.05)
             seen.append("cleaned")
+
+    with ending() as ended, pytest.raises(KeyboardInterrupt):
+        work()
     assert seen == ["cleaned"]
     assert ended.signal == number
     assert signal.getsignal(number) is signal.SIG_DFL
