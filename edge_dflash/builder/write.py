@@ -32,7 +32,7 @@ from edge_dflash.bundle.parts import CHUNK, Part, Piece, building_path, tensor_f
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.bundle.selftest import SELFTEST, dump_selftest, load_selftest
 from edge_dflash.common.files import open_regular
-from edge_dflash.common.progress import Progress, Stage, unheard
+from edge_dflash.common.progress import Progress, Stage, shown
 from edge_dflash.decode.backend import Precision
 from edge_dflash.errors import BuildError, CheckpointError
 from edge_dflash.version import __version__
@@ -42,13 +42,20 @@ __all__ = ["BuildConfig", "BuildResult", "build"]
 
 
 def build(
-    config: BuildConfig, progress: Progress = unheard, say: Callable[[str], None] = lambda line: None
+    config: BuildConfig, progress: Progress | bool = False, say: Callable[[str], None] = lambda line: None
 ) -> BuildResult:
     """Build the bundle of ``config``. ``say`` is told what was chosen, before any work.
+
+    ``progress`` is told (stage, done, total); True shows it in a line on stderr.
 
     Raises CheckpointError, RecipeError, BackendError or BuildError; an interrupted build keeps its finished files in
     ``OUTPUT.building`` and the error says how to resume.
     """
+    with shown(progress) as report:
+        return _build(config, report, say)
+
+
+def _build(config: BuildConfig, progress: Progress, say: Callable[[str], None]) -> BuildResult:
     began = time.monotonic()
     try:
         decided = decide_swap(config) if is_bundle(config.target) else decide(config)
