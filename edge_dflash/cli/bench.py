@@ -54,31 +54,35 @@ Commit = Annotated[
     str | None, typer.Option(metavar="ID", help="Commit to record for a copy of the sources that git does not know.")
 ]
 
+Weights = Annotated[str | None, typer.Option(metavar="FORMAT", help="Of --synthetic: nvfp4 (default), fp8 or bf16.")]
+Given = Annotated[Path | None, typer.Argument(metavar="BUNDLE", help="Directory that a build made.")]
+Drafter = Annotated[str | None, typer.Option(metavar="none", help="Time BUNDLE without its drafter.")]
+Plot = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a drawing (SVG) to this file.")]
+Record = Annotated[Path | None, typer.Option(metavar="FILE", help="Add the result to this JSON file.")]
+Prefill = Annotated[str, typer.Option(metavar="N,N", help="Prompt lengths for the time to the first token.")]
+Contexts = Annotated[
+    str, typer.Option(metavar="N,N", help="More contexts at which a cycle is timed, such as 2048,32768.")
+]
+
 
 def bench(
-    bundle: Annotated[Path | None, typer.Argument(metavar="BUNDLE", help="Directory that a build made.")] = None,
+    bundle: Given = None,
     synthetic: Synthetic = None,
-    weights: Annotated[
-        str | None, typer.Option(metavar="FORMAT", help="Of --synthetic: nvfp4 (default), fp8 or bf16.")
-    ] = None,
+    weights: Weights = None,
     accept_length: Length = None,
     acceptance: Acceptance = None,
     routing_correlation: Correlation = None,
     context: Annotated[int, typer.Option(metavar="N", min=1, help="Committed tokens at which cycles are timed.")] = 512,
     tokens: Annotated[int, typer.Option(metavar="N", min=2, help="Tokens to generate for each way of decoding.")] = 256,
     prompts: Prompts = None,
-    prefill: Annotated[
-        str, typer.Option(metavar="N,N", help="Prompt lengths for the time to the first token.")
-    ] = "128,2048,8192",
-    contexts: Annotated[
-        str, typer.Option(metavar="N,N", help="More contexts at which a cycle is timed, such as 2048,32768.")
-    ] = "",
-    drafter: Annotated[str | None, typer.Option(metavar="none", help="Time BUNDLE without its drafter.")] = None,
+    prefill: Prefill = "128,2048,8192",
+    contexts: Contexts = "",
+    drafter: Drafter = None,
     lanes: Lanes = "",
     profile: Annotated[bool, typer.Option("--profile", help="Time every step of one cycle.")] = False,
     cubins: Cubins = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a drawing (SVG) to this file.")] = None,
-    record: Annotated[Path | None, typer.Option(metavar="FILE", help="Add the result to this JSON file.")] = None,
+    plot: Plot = None,
+    record: Record = None,
     commit: Commit = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object in place of the tables.")] = False,
 ) -> None:

@@ -46,26 +46,28 @@ Finish = Annotated[
     typer.Option(metavar="BUNDLE", help="Build the plans that this bundle lacks and time it, on its board."),
 ]
 
+Target = Annotated[Path | None, typer.Option(metavar="DIR", help="Directory of the target's Hugging Face checkpoint.")]
+Drafter = Annotated[
+    Path | None,
+    typer.Option(metavar="DIR", help="Directory of the drafter's checkpoint; none, or left out: decode plainly."),
+]
+Output = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="Directory to make; the bundle appears there when complete.")
+]
+ArchName = Annotated[
+    str, typer.Option(metavar="NAME", help="What it runs on: cpu, a GPU such as sm110, or a board such as thor.")
+]
+MaxContext = Annotated[int | None, typer.Option(metavar="N", help="Most tokens of a sequence; default: the recipe's.")]
+
 
 def build(
-    target: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Directory of the target's Hugging Face checkpoint.")
-    ] = None,
-    drafter: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Directory of the drafter's checkpoint; none, or left out: decode plainly."),
-    ] = None,
-    output: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Directory to make; the bundle appears there when complete.")
-    ] = None,
-    arch: Annotated[
-        str, typer.Option(metavar="NAME", help="What it runs on: cpu, a GPU such as sm110, or a board such as thor.")
-    ] = "cpu",
+    target: Target = None,
+    drafter: Drafter = None,
+    output: Output = None,
+    arch: ArchName = "cpu",
     backend: Backend = None,
     recipe: Recipe = None,
-    max_context: Annotated[
-        int | None, typer.Option(metavar="N", help="Most tokens of a sequence; default: the recipe's.")
-    ] = None,
+    max_context: MaxContext = None,
     prefill_chunk: Chunk = None,
     calibrate: Annotated[bool, typer.Option(help="Measure the scales of FP8 keys and values on calib/.")] = True,
     lanes: Lanes = None,

@@ -19,7 +19,7 @@ class EndedError(KeyboardInterrupt):
     """A signal asked the process to end."""
 
 
-class Ending:
+class EndSignals:
     """What came, and how the process ends by it."""
 
     def __init__(self) -> None:
@@ -43,9 +43,9 @@ class Ending:
 
 
 @contextmanager
-def ending() -> Iterator[Ending]:
+def ending() -> Iterator[EndSignals]:
     """Let SIGNALS raise inside. One that is ignored (nohup) stays so."""
-    handler, ours = Ending(), []
+    handler, ours = EndSignals(), []
     if threading.current_thread() is threading.main_thread():
         ours = [number for number in SIGNALS if signal.getsignal(number) is signal.SIG_DFL]
     for number in ours:

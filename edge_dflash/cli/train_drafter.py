@@ -17,6 +17,7 @@ from edge_dflash.errors import RequestError
 if TYPE_CHECKING:
     from edge_dflash.training.run import TrainingResult
 
+MOST_SEED = 2**31 - 1
 Data = Annotated[
     list[Path] | None,
     typer.Option(metavar="FILE", help="Prompts, one JSON object a line; again for a mixture."),
@@ -67,15 +68,16 @@ Disk = Annotated[float, typer.Option(metavar="GB", min=0.0, help="Most that the 
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Print memory, disk and hours, measured and computed, and end.")
 ]
-MOST_SEED = 2**31 - 1
+
+Target = Annotated[Path | None, typer.Option(metavar="DIR", help="The target: a Hugging Face checkpoint, or a bundle.")]
+Output = Annotated[Path | None, typer.Option(metavar="DIR", help="Directory of the trained drafter.")]
+Seed = Annotated[int, typer.Option(metavar="N", min=0, max=MOST_SEED, help="Of the start, the order and the anchors.")]
 
 
 def train_drafter(
-    target: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="The target: a Hugging Face checkpoint, or a bundle.")
-    ] = None,
+    target: Target = None,
     data: Data = None,
-    output: Annotated[Path | None, typer.Option(metavar="DIR", help="Directory of the trained drafter.")] = None,
+    output: Output = None,
     *,
     drafter: Init = None,
     steps: Steps = 0,
@@ -95,9 +97,7 @@ def train_drafter(
     rate: Rate = None,
     patience: Patience = 4,
     disk: Disk = 50.0,
-    seed: Annotated[
-        int, typer.Option(metavar="N", min=0, max=MOST_SEED, help="Of the start, the order and the anchors.")
-    ] = 0,
+    seed: Seed = 0,
     dry_run: DryRun = False,
     json: Json = False,
 ) -> None:
@@ -122,14 +122,7 @@ def train_drafter(
     """
     given: dict[str, Any] = dict(locals())
     as_json, dry = given.pop("json"), given.pop("dry_run")
-    if missing := [name for name in ("target", "data", "output") if not given[name]]:
-        raise MissingOptionError(missing[0])
-    if not isfinite(minutes):
-        raise RequestError(f"--minutes is {minutes:g}; give a number of minutes")
-    if (steps > 0) == (minutes > 0):
-        raise RequestError(f"{steps} steps and {minutes:g} minutes; give one of --steps and --minutes")
-    if rate is not None and rate <= 0:
-        raise RequestError(f"--rate is {rate:g}; give a rate above 0, or none for 3e-4 (from scratch 1e-3)")
+    _check(given, steps, minutes, rate)
     given |= {"data": tuple(given["data"]), "drafter": given_drafter(drafter)}
     given["recipe"] = find_recipe(recipe) if recipe is not None else None
     try:
@@ -138,6 +131,17 @@ def train_drafter(
         if not (work := Path(given["output"]) / "work").is_dir():
             raise
         raise RequestError(f"interrupted; what is finished is kept in {work}, resume with the same command") from None
+
+
+def _check(given: dict[str, Any], steps: int, minutes: float, rate: float | None) -> None:
+    if missing := [name for name in ("target", "data", "output") if not given[name]]:
+        raise MissingOptionError(missing[0])
+    if not isfinite(minutes):
+        raise RequestError(f"--minutes is {minutes:g}; give a number of minutes")
+    if (steps > 0) == (minutes > 0):
+        raise RequestError(f"{steps} steps and {minutes:g} minutes; give one of --steps and --minutes")
+    if rate is not None and rate <= 0:
+        raise RequestError(f"--rate is {rate:g}; give a rate above 0, or none for 3e-4 (from scratch 1e-3)")
 
 
 def _train(given: dict[str, Any], *, dry: bool, json: bool) -> None:

@@ -20,7 +20,7 @@ from edge_dflash.checks.doctor import gather
 from edge_dflash.checks.doctor import report as doctor_report
 from edge_dflash.checks.doctor_checks import examine
 from edge_dflash.checks.golden import GoldenComparison, verify_golden
-from edge_dflash.checks.lossless import Verification, verify_lossless
+from edge_dflash.checks.lossless import SAMPLED, SpeculativeRun, Verification, verify_lossless
 from edge_dflash.checks.mixes import MixCheck, verify_mixes
 from edge_dflash.checks.provenance import check_report, write_report
 from edge_dflash.checks.subjects import bench_bundle
@@ -32,35 +32,37 @@ from edge_dflash.planner import Planner
 
 REPORT_CONTEXT, REPORT_TOKENS = 128, 64  # of the benchmark in a report
 
+Given = Annotated[Path | None, typer.Argument(metavar="BUNDLE", help="Directory that a build made.")]
+Prompts = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="JSONL of prompts; default: the demo pair's tasks for it, else some of calib/."),
+]
+Count = Annotated[int, typer.Option(metavar="N", min=1, help="Most prompts to take.")]
+NewTokens = Annotated[int, typer.Option(metavar="N", min=1, help="Tokens to generate for each prompt.")]
+Checkpoint = Annotated[Path | None, typer.Option(metavar="DIR", help="Target checkpoint to compare with --golden.")]
+Drafter = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="Drafter checkpoint to compare with --golden, or none.")
+]
+Golden = Annotated[Path | None, typer.Option(metavar="FILE", help="Golden file (safetensors) for the two checkpoints.")]
+Lanes = Annotated[
+    int | None, typer.Option(metavar="N", min=1, max=8, help="Requests at once; default: BUNDLE's lanes.")
+]
+Report = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Write all that was found, a benchmark and the doctor's checks to this file."),
+]
+
 
 def verify(
-    bundle: Annotated[Path | None, typer.Argument(metavar="BUNDLE", help="Directory that a build made.")] = None,
-    prompts: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="JSONL of prompts; default: the demo pair's tasks for it, else some of calib/."
-        ),
-    ] = None,
-    count: Annotated[int, typer.Option(metavar="N", min=1, help="Most prompts to take.")] = 2,
-    max_new_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens to generate for each prompt.")] = 48,
-    checkpoint: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Target checkpoint to compare with --golden.")
-    ] = None,
-    drafter: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Drafter checkpoint to compare with --golden, or none.")
-    ] = None,
-    golden: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Golden file (safetensors) for the two checkpoints.")
-    ] = None,
-    lanes: Annotated[
-        int | None, typer.Option(metavar="N", min=1, max=8, help="Requests at once; default: BUNDLE's lanes.")
-    ] = None,
-    report: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="Write all that was found, a benchmark and the doctor's checks to this file."
-        ),
-    ] = None,
+    bundle: Given = None,
+    prompts: Prompts = None,
+    count: Count = 2,
+    max_new_tokens: NewTokens = 48,
+    checkpoint: Checkpoint = None,
+    drafter: Drafter = None,
+    golden: Golden = None,
+    lanes: Lanes = None,
+    report: Report = None,
     json: Json = False,
 ) -> None:
     """Check that speculative output equals plain output, or that the reference equals a golden file.
@@ -250,15 +252,20 @@ def _lossless_table(result: Verification) -> Table:
     prompts = f"{result.prompts} prompt{'s' if result.prompts != 1 else ''}"
     table = Table(title=f"Speculative against plain decoding, {prompts}", title_justify="left")
     table.add_column("drafter")
-    for name in ("runs", "tokens", "accept length", "differences"):
+    hot = f"at temperature {SAMPLED.temperature:g}"
+    for name in ("runs", "tokens", "accept length, greedy", hot, "differences"):
         table.add_column(name, justify="right")
     for drafter in result.histogram:
         runs = [run for run in result.runs if run.drafter == drafter]
-        lengths = [n for run in runs for n in run.accept_lengths]
-        mean = f"{sum(lengths) / len(lengths):.2f}" if lengths else "-"
+        means = (_mean_length([run for run in runs if bool(run.temperature) == drawn]) for drawn in (False, True))
         wrong = sum(1 for difference in result.differences if difference.drafter == drafter)
-        table.add_row(drafter, str(len(runs)), str(sum(run.tokens for run in runs)), mean, str(wrong))
+        table.add_row(drafter, str(len(runs)), str(sum(run.tokens for run in runs)), *means, str(wrong))
     return table
+
+
+def _mean_length(runs: Sequence[SpeculativeRun]) -> str:
+    lengths = [n for run in runs for n in run.accept_lengths]
+    return f"{sum(lengths) / len(lengths):.2f}" if lengths else "-"
 
 
 def _acceptance_table(here: Sequence[float], at_build: Sequence[float]) -> Table:

@@ -18,7 +18,7 @@ FEWER = "fewer --prompts, --sampled, --evaluated or --new-tokens make it shorter
 
 
 @dataclass(frozen=True)
-class Pace:
+class AnswerPace:
     """Tokens a second of one request."""
 
     prompt: float
@@ -30,20 +30,20 @@ class Pace:
         return prompt / self.prompt + answer / (self.plain if plain else self.drafted)
 
 
-def pace_of(planner: Planner, task: TrainingTask) -> Pace:
+def pace_of(planner: Planner, task: TrainingTask) -> AnswerPace:
     """Time a few tokens of a task. Raises what :meth:`Planner.plan` raises."""
     rates = []
     for speculative in (True, False):
         plan = planner.plan(task.asked, raw=task.raw, max_new_tokens=PROBE_TOKENS, speculative=speculative)
         rates.append(max(1, len(plan.tokens) - 1) / max(plan.timings.decode_seconds, 1e-6))
-    return Pace(plan.prompt_tokens / max(plan.timings.prefill_seconds, 1e-6), *rates)
+    return AnswerPace(plan.prompt_tokens / max(plan.timings.prefill_seconds, 1e-6), *rates)
 
 
 @dataclass(frozen=True)
 class Outlook:
     """Seconds of the stages, at most: every answer is as long as ``--new-tokens`` allows, and none shares a pass."""
 
-    pace: Pace
+    pace: AnswerPace
     prompt: float  # tokens, mean
     answers: float
     taps: float

@@ -19,7 +19,7 @@ from edge_dflash.errors import BackendError, BuildError, BundleError, Checkpoint
 from edge_dflash.model.registry import read_drafter_spec
 from edge_dflash.training import dryrun
 from edge_dflash.training import run as stages
-from edge_dflash.training.outlook import Outlook, Pace
+from edge_dflash.training.outlook import AnswerPace, Outlook
 from edge_dflash.training.run import train_drafter
 from edge_dflash.training.start import same_files
 from edge_dflash.training.workdir import TrainingDir, TrainingRun
@@ -263,7 +263,7 @@ def test_how_long_all_takes_is_said_before_the_first_answer(given, whole, tmp_pa
 
 
 def test_the_longest_answers_bound_the_stages():
-    pace = Pace(prompt=100.0, drafted=50.0, plain=10.0)
+    pace = AnswerPace(prompt=100.0, drafted=50.0, plain=10.0)
     assert pace.seconds(200, 100) == pytest.approx(2 + 2)
     assert pace.seconds(200, 100, plain=True) == pytest.approx(2 + 10)
     ahead = Outlook(pace, 200.0, answers=100.0, taps=7200.0, evaluation=60.0)
