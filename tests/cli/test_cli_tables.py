@@ -38,7 +38,8 @@ def test_inspect(cli, columns, model):
     )
     assert code == 0
     check(out, columns)
-    assert {"products", "memory", "tokens/s", "drafts"} <= set(re.findall(r"[\w/]+", out.partition("Joint cycles")[2]))
+    joint = out.partition("Joint cycles")[2].partition("Memory for")[0]
+    assert {"products", "memory", "tokens/s", "drafts"} <= set(re.findall(r"[\w/]+", joint))
     assert re.search(r"target weights +│ +\d+\.\d\d GB", out)
     assert "│ 0 " not in out.partition("Memory")[2]
     assert re.search(r"^ *8 +15 +128 ", out.replace("│", " "), re.MULTILINE)  # figures of ten columns are whole
