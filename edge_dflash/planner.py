@@ -17,7 +17,7 @@ from edge_dflash.backends.selftest_result import SelfTestResult
 from edge_dflash.bundle.manifest import fingerprint
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.common import rules
-from edge_dflash.common.progress import CHECKING, LOADING, SELF_TEST, Progress, unheard
+from edge_dflash.common.progress import CHECKING, LOADING, SELF_TEST, Progress, shown
 from edge_dflash.common.rules import Rule
 from edge_dflash.decode.backend import Backend, PairShape
 from edge_dflash.decode.drafts import draft_choice
@@ -45,12 +45,17 @@ if TYPE_CHECKING:
 
 __all__ = ["AsyncPlanStream", "PlanStream", "Planner", "Task"]
 
+
+def _progress(value: Any) -> Any:
+    return value if isinstance(value, bool) else rules.called(value)
+
+
 _CLOSE_SECONDS = 10.0  # wait for the worker of a planner that was left without being closed
 _ARGUMENTS = {
     "stop_token_ids": Rule(rules.sequence_of(Integral), "a list of token ids"),
     "bundle": Rule(rules.text, "the fingerprint of a bundle"),
     "path": Rule(rules.path, "the path of a directory or file"),
-    "progress": Rule(rules.called, "a function of (stage, done, total)"),
+    "progress": Rule(_progress, "a function of (stage, done, total), True or False"),
     "observer": Rule(rules.optional(rules.having(*OBSERVED)), "an Observer, or None"),
     "session": Rule(rules.instance_of(PlannerSession), "one that session() of this planner made"),
     "system": Rule(rules.optional(rules.text), "the text of a system prompt, or None"),
@@ -101,7 +106,7 @@ class Planner(Planning[PlannerSession]):
         cls,
         path: Path | str,
         *,
-        progress: Progress = unheard,
+        progress: Progress | bool = False,
         observer: Observer | None = None,
         **settings: Unpack[OpenOptions],
     ) -> Planner:
@@ -123,12 +128,17 @@ class Planner(Planning[PlannerSession]):
         - ``check_hashes=False`` skips the SHA-256 of the bundle's files. ``self_test`` says what follows when the
           loaded pair does not repeat what the build recorded: "refuse", "warn" (RuntimeWarning), or "off" to skip it.
 
-        ``progress`` is told (stage, done, total), ``observer`` of every step on the worker's thread. Raises BundleError
-        for a damaged bundle, BackendError when it cannot run here, VerificationError when the self-test fails,
-        RequestError for a bad argument.
+        ``progress`` is told (stage, done, total); True shows it in a line on stderr. ``observer`` is told of every step
+        on the worker's thread. Raises BundleError for a damaged bundle, BackendError when it cannot run here,
+        VerificationError when the self-test fails, RequestError for a bad argument.
         """
         _check(path=path, progress=progress, observer=observer)
         given = OpenSettings.of(settings)
+        with shown(progress) as report:
+            return cls._open(path, report, observer, given)
+
+    @classmethod
+    def _open(cls, path: Path | str, progress: Progress, observer: Observer | None, given: OpenSettings) -> Planner:
         bundle = Bundle.open(path, check_hashes=given.check_hashes, progress=partial(progress, CHECKING))
         manifest = bundle.manifest
         draft_choice(manifest.pair.drafts if given.drafter else 0, given.drafts, measured=False)  # before it is loaded

@@ -56,3 +56,10 @@ def test_a_robot_gets_the_bindings_of_the_driver_and_no_compiler():
 def test_licence_is_apache_2():
     assert PROJECT["project"]["license"] == "Apache-2.0"
     assert "Apache License" in (ROOT / "LICENSE").read_text()
+
+
+def test_a_plugin_that_warns_of_parallel_tests_does_not_end_them():
+    """pytest-benchmark, where somebody has it, warns under -n, and warnings are errors."""
+    options = PROJECT["tool"]["pytest"]["ini_options"]
+    assert options["filterwarnings"] == ["error"]
+    assert "-p no:benchmark" in options["addopts"]

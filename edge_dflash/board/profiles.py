@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from edge_dflash.board.archs import find_arch
+from edge_dflash.board.archs import Arch, find_arch
 from edge_dflash.board.rates import Chip
 from edge_dflash.common.files import directory
 from edge_dflash.common.tables import Table, read_table
@@ -92,6 +92,20 @@ def load_board(name: str) -> BoardProfile:
             return found
     accepted = ", ".join(f"{b.name} (or {', '.join(b.aliases)})" if b.aliases else b.name for b in boards)
     raise RecipeError(f"unknown board {name!r}; accepted: {accepted}; or add a profile to jetson/")
+
+
+def named_arch(name: str) -> Arch:
+    """The architecture that ``name`` means: its own in any spelling, or that of a board.
+
+    Raises BackendError naming what is accepted; RecipeError when a profile is malformed.
+    """
+    try:
+        return find_arch(name)
+    except BackendError as error:
+        with suppress(RecipeError, BackendError):
+            return find_arch(f"sm{load_board(name).sm}")
+        boards = ", ".join(board.name for board in board_profiles())
+        raise BackendError(f"{error}; so are boards: {boards}") from None
 
 
 def largest_board(sm: int) -> BoardProfile | None:

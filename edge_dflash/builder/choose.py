@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from edge_dflash.backends.cuda.compile import compiler_version
 from edge_dflash.backends.tensorrt.flavours import TENSORRT_RTX
-from edge_dflash.board.archs import ARCHS_OF, BACKENDS, Arch, find_arch, ordered
+from edge_dflash.board.archs import ARCHS_OF, BACKENDS, Arch, ordered
+from edge_dflash.board.profiles import named_arch
 from edge_dflash.decode.backend import MOST_LANES
 from edge_dflash.errors import BackendError, BuildError
 from edge_dflash.model import pair_programs
@@ -43,7 +44,7 @@ def choose(arch: str, backend: str | None, recipe: Recipe) -> Choice:
 
     Raises BackendError for unknown names and for pairs that are not built together.
     """
-    found = find_arch(arch)
+    found = named_arch(arch)
     if backend is not None:
         return Choice(found, _named(arch, found, backend), "as asked for", given=True)
     if not found.sm:

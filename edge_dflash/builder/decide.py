@@ -27,9 +27,9 @@ from edge_dflash.builder.scales import ScaleDecisions, decide_scales
 from edge_dflash.bundle.manifest import EngineFiles, FileEntry, SourceFile
 from edge_dflash.bundle.parts import Part, building_path, bundle_parts, stack_bytes
 from edge_dflash.checks.inspect import default_chunk, prefill_ms
-from edge_dflash.common.files import is_there
+from edge_dflash.common.files import check_place, is_there
 from edge_dflash.common.tables import encode
-from edge_dflash.errors import BackendError, BuildError
+from edge_dflash.errors import BackendError, BuildError, RequestError
 from edge_dflash.model import pair_programs
 from edge_dflash.model.program import PairPrograms
 from edge_dflash.model.registry import NO_DRAFTER
@@ -59,6 +59,7 @@ class BuildConfig:
     lanes: int | None = None  # sequences that are decoded at once
     text_only: bool = False  # leave the target's vision tower out
     force: bool = False  # replace a bundle that is already at ``output``
+    resume: str | None = None  # what is to be done again after an interrupt; None: :attr:`command`
 
     @property
     def command(self) -> str:
@@ -212,6 +213,10 @@ def check_output(config: BuildConfig) -> None:
         if source is not None and output.resolve() == source.resolve():
             raise BuildError(f"--output {output} is a checkpoint of this build; choose another directory")
     check_free(output, force=config.force)
+    try:
+        check_place(output, "--output")
+    except RequestError as error:
+        raise BuildError(str(error)) from None
 
 
 def _sizes(config: BuildConfig, recipe: Recipe, pair: PairSpec, chunk: int) -> tuple[int, int]:

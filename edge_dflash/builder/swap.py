@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from edge_dflash.backends.cuda.compile import kernels_digest
+from edge_dflash.board.profiles import named_arch
 from edge_dflash.builder.card import read_card
 from edge_dflash.builder.choose import Choice, choose, decide_native
 from edge_dflash.builder.decide import BuildConfig, Decisions, check_output, check_space, choices
@@ -149,7 +150,7 @@ def _same(name: str) -> bool:
 def refuse(config: BuildConfig, manifest: Manifest) -> None:
     """Raise BuildError for options that are the bundle's own."""
     given = {
-        "--arch": (config.arch, ("cpu", manifest.arch)),
+        "--arch": (named_arch(config.arch).name, ("cpu", manifest.arch)),
         "--backend": (config.backend, (None, *manifest.backends)),
         "--max-context": (config.max_context, (None, manifest.max_context)),
         "--prefill-chunk": (config.prefill_chunk, (None, manifest.prefill_chunk)),

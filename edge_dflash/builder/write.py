@@ -28,11 +28,11 @@ from edge_dflash.builder.record import fit_warning, no_selftest, record_selftest
 from edge_dflash.builder.scales import CALIBRATION, dump_scales, load_scales, measure_scales
 from edge_dflash.builder.swap import decide_swap, is_bundle
 from edge_dflash.bundle.manifest import FileEntry, Manifest, dump_manifest
-from edge_dflash.bundle.parts import CHUNK, Part, Piece, tensor_file
+from edge_dflash.bundle.parts import CHUNK, Part, Piece, building_path, tensor_file
 from edge_dflash.bundle.reader import Bundle
 from edge_dflash.bundle.selftest import SELFTEST, dump_selftest, load_selftest
 from edge_dflash.common.files import open_regular
-from edge_dflash.common.progress import Progress, Stage, unheard
+from edge_dflash.common.progress import Progress, Stage, shown
 from edge_dflash.decode.backend import Precision
 from edge_dflash.errors import BuildError, CheckpointError
 from edge_dflash.version import __version__
@@ -42,13 +42,20 @@ __all__ = ["BuildConfig", "BuildResult", "build"]
 
 
 def build(
-    config: BuildConfig, progress: Progress = unheard, say: Callable[[str], None] = lambda line: None
+    config: BuildConfig, progress: Progress | bool = False, say: Callable[[str], None] = lambda line: None
 ) -> BuildResult:
     """Build the bundle of ``config``. ``say`` is told what was chosen, before any work.
+
+    ``progress`` is told (stage, done, total); True shows it in a line on stderr.
 
     Raises CheckpointError, RecipeError, BackendError or BuildError; an interrupted build keeps its finished files in
     ``OUTPUT.building`` and the error says how to resume.
     """
+    with shown(progress) as report:
+        return _build(config, report, say)
+
+
+def _build(config: BuildConfig, progress: Progress, say: Callable[[str], None]) -> BuildResult:
     began = time.monotonic()
     try:
         decided = decide_swap(config) if is_bundle(config.target) else decide(config)
@@ -61,7 +68,8 @@ def build(
             work.finish(text)
             warnings = (*decided.warnings, *work.warnings)
     except KeyboardInterrupt:
-        raise BuildError(f"interrupted; finished files are kept, resume with: {config.command}") from None
+        kept = "finished files are kept" if building_path(config.output).is_dir() else "nothing was made yet"
+        raise BuildError(f"interrupted; {kept}, resume with: {config.resume or config.command}") from None
     except OSError as error:
         raise _disk_error(error, config) from None
     return BuildResult.of(manifest, config.output, size, began, warnings)
@@ -208,4 +216,4 @@ def _disk_error(error: OSError, config: BuildConfig) -> BuildError:
         what = f"the disk of {config.output} is full; free some space"
     else:
         what = f"{error.strerror or error} ({error.filename or config.output}); correct it"
-    return BuildError(f"{what} and resume with: {config.command}")
+    return BuildError(f"{what} and resume with: {config.resume or config.command}")

@@ -39,7 +39,7 @@ class CycleBytes:
     """Bytes that one cycle moves between memory and processor, with some number of tokens committed."""
 
     target_weights: int = _label("verify: target weights, lm_head included")  # the embedding is only gathered from
-    experts: int = _label("verify: experts that rows choose, at most on average")  # see checks/expert_bytes.py
+    experts: int = _label("verify: experts that rows choose, at most")  # see checks/expert_bytes.py
     drafter_weights: int = _label("draft: drafter weights")  # fc, context K/V, block: every weight once
     drafter_lm_head: int = _label("draft: lm_head again")
     walk: int = _label("draft: the walk's weights")  # of its tables only the rows that drafts read

@@ -16,6 +16,7 @@ from typing import Any
 from edge_dflash.board.state import read_board_state
 from edge_dflash.bundle.manifest import Manifest
 from edge_dflash.bundle.reader import read_manifest
+from edge_dflash.common.files import check_writable, write_whole
 from edge_dflash.common.tables import encode
 from edge_dflash.errors import RequestError
 from edge_dflash.version import __version__
@@ -120,8 +121,9 @@ def _answer(command: Sequence[str]) -> str | None:
 
 
 def check_record(file: Path) -> None:
-    """Raise RequestError unless results can be added to ``file``, which need not exist."""
+    """Raise RequestError, before any work, unless results can be added to ``file``, which need not exist."""
     _read(file)
+    check_writable(file, "--record")
 
 
 def append(file: Path, result: Mapping[str, Any]) -> None:
@@ -129,7 +131,7 @@ def append(file: Path, result: Mapping[str, Any]) -> None:
     found = _read(file)
     runs = ",\n".join("  " + json.dumps(run, allow_nan=False) for run in (*found.pop("runs"), result))
     head = "".join(f" {json.dumps(key)}: {json.dumps(value)},\n" for key, value in found.items())
-    _replace(file, f'{{\n{head} "runs": [\n{runs}\n ]\n}}\n')
+    write_whole(file, f'{{\n{head} "runs": [\n{runs}\n ]\n}}\n'.encode())
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -148,8 +150,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 def check_report(file: Path) -> None:
     """Raise RequestError, before any work, unless a report can be written to ``file``."""
-    if file.is_dir() or not file.parent.is_dir():
-        raise RequestError(f"--report {file} is no file in a directory that exists; give another name")
+    check_writable(file, "--report")
 
 
 def write_report(
@@ -172,7 +173,7 @@ def write_report(
         "bench": bench,
         "doctor": doctor,
     }
-    _replace(file, json.dumps(text, indent=1, allow_nan=False) + "\n")
+    write_whole(file, (json.dumps(text, indent=1, allow_nan=False) + "\n").encode())
 
 
 def identity(path: Path, manifest: Manifest) -> dict[str, Any]:
@@ -196,10 +197,3 @@ def identity(path: Path, manifest: Manifest) -> dict[str, Any]:
         "tools": dict(manifest.tools),
         "plans": plans and {"flavour": plans.flavour, "version": plans.version, "count": len(plans.names)},
     }
-
-
-def _replace(file: Path, text: str) -> None:
-    """Write a file whole or not at all."""
-    fresh = file.with_name(file.name + ".new")
-    fresh.write_text(text, encoding="utf-8")
-    fresh.replace(file)

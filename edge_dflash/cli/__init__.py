@@ -1,7 +1,8 @@
 """The command line: flags become one call; results go to stdout, progress and errors to stderr.
 
 Exit codes: 0 done, 2 wrong usage, 130 interrupted, otherwise the ``exit_code`` of the error's class in
-:mod:`edge_dflash.errors`. An error is one line that starts with ``error:``.
+:mod:`edge_dflash.errors`; of SIGTERM and SIGHUP the process dies, after the same clean-up. An error is one line that
+starts with ``error:``.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from edge_dflash.cli.ending import ending
+from edge_dflash.cli.usage import Command
 from edge_dflash.errors import BackendError, EdgeDflashError
 from edge_dflash.version import __version__
 
@@ -53,7 +56,7 @@ class _Commands(MutableMapping[str, Any]):
                 app = getattr(import_module(f"edge_dflash.cli.{module}"), module)
             if not isinstance(app, typer.Typer):
                 function, app = app, typer.Typer(add_completion=False, rich_markup_mode=None)
-                app.command(name)(function)
+                app.command(name, cls=Command)(function)
             self._loaded[name] = typer.main.get_command(app)
         return self._loaded[name]
 
@@ -96,7 +99,6 @@ app = typer.Typer(
     cls=_Group,
     help="Lossless speculative decoding (DFlash) for language models on robots.",
     epilog="Start with: edge-dflash demo. Then: edge-dflash COMMAND --help.",
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
@@ -125,7 +127,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a terminal that cannot show a character must not stop us
-    sys.exit(run(sys.argv[1:] if argv is None else argv))
+    with ending() as ended:
+        code = run(sys.argv[1:] if argv is None else argv)
+    ended.leave()
+    sys.exit(code)
 
 
 def run(argv: Sequence[str]) -> int:

@@ -18,6 +18,7 @@ from edge_dflash.checks.subjects import CUBINS, bench_bundle, bench_synthetic
 from edge_dflash.cli.bench_tables import render
 from edge_dflash.cli.output import emit_json, say, show
 from edge_dflash.cli.prompts import bench_prompts
+from edge_dflash.common.files import check_place, check_writable, write_whole
 from edge_dflash.decode.backend import MOST_LANES
 from edge_dflash.errors import RequestError
 from edge_dflash.model.registry import NO_DRAFTER
@@ -25,44 +26,63 @@ from edge_dflash.weights.layout import Format
 
 KINDS = get_args(Format)
 Acceptance = Annotated[
-    str | None, typer.Option(help=f"Force a profile of acceptance by position: {', '.join(PROFILES)}.")
+    str | None, typer.Option(metavar="NAME", help=f"Force a profile of acceptance by position: {', '.join(PROFILES)}.")
 ]
 Correlation = Annotated[
     float | None,
-    typer.Option(help="Force the experts of a synthetic pair: 0, tokens choose independently, to 1, all the same."),
+    typer.Option(
+        metavar="X", help="Force the experts of a synthetic pair: 0, tokens choose independently, to 1, all the same."
+    ),
 ]
 Synthetic = Annotated[
-    str | None, typer.Option(help=f"Instead: random weights in the dimensions of {', '.join(pair_names())}.")
+    str | None,
+    typer.Option(metavar="NAME", help=f"Instead: random weights in the dimensions of {', '.join(pair_names())}."),
 ]
 Length = Annotated[
-    float | None, typer.Option(help="Force this mean accept length; default: the drafter's own, 5 if synthetic.")
+    float | None,
+    typer.Option(metavar="X", help="Force this mean accept length; default: the drafter's own, 5 if synthetic."),
 ]
-Lanes = Annotated[str, typer.Option(help="Numbers of requests to time at once, such as 1,2,4,8.")]
+Lanes = Annotated[str, typer.Option(metavar="N,N", help="Numbers of requests to time at once, such as 1,2,4,8.")]
 Prompts = Annotated[
-    Path | None, typer.Option(help="JSONL of prompts for BUNDLE, as verify takes it; default: see below.")
+    Path | None,
+    typer.Option(metavar="FILE", help="JSONL of prompts for BUNDLE, as verify takes it; default: see below."),
 ]
-Cubins = Annotated[Path | None, typer.Option(help="Where compiled kernels are kept; default: ~/.cache/edge-dflash.")]
-Commit = Annotated[str | None, typer.Option(help="Commit to record for a copy of the sources that git does not know.")]
+Cubins = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="Where compiled kernels are kept; default: ~/.cache/edge-dflash.")
+]
+Commit = Annotated[
+    str | None, typer.Option(metavar="ID", help="Commit to record for a copy of the sources that git does not know.")
+]
+
+Weights = Annotated[str | None, typer.Option(metavar="FORMAT", help="Of --synthetic: nvfp4 (default), fp8 or bf16.")]
+Given = Annotated[Path | None, typer.Argument(metavar="BUNDLE", help="Directory that a build made.")]
+Drafter = Annotated[str | None, typer.Option(metavar="none", help="Time BUNDLE without its drafter.")]
+Plot = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a drawing (SVG) to this file.")]
+Record = Annotated[Path | None, typer.Option(metavar="FILE", help="Add the result to this JSON file.")]
+Prefill = Annotated[str, typer.Option(metavar="N,N", help="Prompt lengths for the time to the first token.")]
+Contexts = Annotated[
+    str, typer.Option(metavar="N,N", help="More contexts at which a cycle is timed, such as 2048,32768.")
+]
 
 
 def bench(
-    bundle: Annotated[Path | None, typer.Argument(metavar="[BUNDLE]", help="Directory that a build made.")] = None,
+    bundle: Given = None,
     synthetic: Synthetic = None,
-    weights: Annotated[str | None, typer.Option(help="Of --synthetic: nvfp4 (default), fp8 or bf16.")] = None,
+    weights: Weights = None,
     accept_length: Length = None,
     acceptance: Acceptance = None,
     routing_correlation: Correlation = None,
-    context: Annotated[int, typer.Option(min=1, help="Committed tokens at which cycles are timed.")] = 512,
-    tokens: Annotated[int, typer.Option(min=2, help="Tokens to generate for each way of decoding.")] = 256,
+    context: Annotated[int, typer.Option(metavar="N", min=1, help="Committed tokens at which cycles are timed.")] = 512,
+    tokens: Annotated[int, typer.Option(metavar="N", min=2, help="Tokens to generate for each way of decoding.")] = 256,
     prompts: Prompts = None,
-    prefill: Annotated[str, typer.Option(help="Prompt lengths for the time to the first token.")] = "128,2048,8192",
-    contexts: Annotated[str, typer.Option(help="More contexts at which a cycle is timed, such as 2048,32768.")] = "",
-    drafter: Annotated[str | None, typer.Option(metavar="none", help="Time BUNDLE without its drafter.")] = None,
+    prefill: Prefill = "128,2048,8192",
+    contexts: Contexts = "",
+    drafter: Drafter = None,
     lanes: Lanes = "",
     profile: Annotated[bool, typer.Option("--profile", help="Time every step of one cycle.")] = False,
     cubins: Cubins = None,
-    plot: Annotated[Path | None, typer.Option(help="Write a drawing (SVG) to this file.")] = None,
-    record: Annotated[Path | None, typer.Option(help="Add the result to this JSON file.")] = None,
+    plot: Plot = None,
+    record: Record = None,
     commit: Commit = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object in place of the tables.")] = False,
 ) -> None:
@@ -92,7 +112,7 @@ def bench(
     """
     kind = _checked(bundle, synthetic, weights, prompts, drafter)
     _check_forced(bundle, accept_length, acceptance, routing_correlation)
-    _check_files(plot, record)
+    _check_files(cubins, plot, record)
     prompt, more, many = lengths(prefill, "--prefill"), lengths(contexts, "--contexts"), _lanes(lanes)
     work = Workload(context, tokens, prompt, more, accept_length, profile, acceptance, routing_correlation, many)
     if synthetic is not None:
@@ -136,10 +156,14 @@ def _checked(
     return cast("Format", kind)
 
 
-def _check_files(plot: Path | None, record: Path | None) -> None:
+def _check_files(cubins: Path | None, plot: Path | None, record: Path | None) -> None:
     """Raise RequestError, before any work, for files that cannot be written."""
-    if plot is not None and not plot.parent.is_dir():
-        raise RequestError(f"{plot.parent} is no directory; make it first or give another --plot")
+    if cubins is not None:
+        check_place(cubins / "any.cubin", "--cubins")
+    if plot is not None:
+        if not plot.parent.is_dir():
+            raise RequestError(f"{plot.parent} is no directory; make it first or give another --plot")
+        check_writable(plot, "--plot")
     if record is not None:
         check_record(record)
 
@@ -167,7 +191,7 @@ def _print(result: BenchResult, plot: Path | None, record: Path | None, json: bo
     else:
         show(render(result))
     if plot is not None:
-        plot.write_text(svg(result), encoding="utf-8")
+        write_whole(plot, svg(result).encode())
         say(f"drawing: {plot}")
     if record is not None:
         append(record, result.to_json())

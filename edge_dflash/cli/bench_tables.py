@@ -73,13 +73,13 @@ def _decoding(result: BenchResult) -> Table:
 def _host(result: BenchResult) -> Text:
     """What the caller pays beyond the backend's cycle, and what was asked."""
     lines = [
-        f"host time a cycle: {result.host_ms:.3f} ms, {result.host_ms / result.raw.ms:.1%} of the raw cycle "
+        f"host time a cycle: {result.host_ms:z.3f} ms, {result.host_ms / result.raw.ms:z.1%} of the raw cycle "
         f"(speculative minus raw{'; less than the noise here' if result.host_ms < 0 else ''})"
     ]
     if result.schema is not None:
         more = result.schema.ms / result.speculative.ms - 1
         lines.append(
-            f"schema: {result.schema.schema}; cycles take {more:+.1%}, "
+            f"schema: {result.schema.schema}; cycles take {more:+z.1%}, "
             f"{result.schema.replaced:.1%} of the drafts were replaced by the grammar"
         )
     if result.chosen is not None:
@@ -221,4 +221,4 @@ def _kv(cycle: CycleTimes) -> str:
 
 def _number(value: float | None, form: str, unit: float = 1) -> str:
     """A value in ``unit`` in the format ``form``; a dash for one that is not known."""
-    return "-" if value is None else f"{value / unit:{form}}"
+    return "-" if value is None else f"{value / unit:z{form}}"

@@ -11,6 +11,7 @@ import typer
 from edge_dflash.builder.finish import BuildResult, finish_command
 from edge_dflash.builder.finish import finish as finish_bundle
 from edge_dflash.cli.output import Json, emit_json, say, stages
+from edge_dflash.cli.usage import MissingOptionError
 from edge_dflash.common.files import directory, is_file
 from edge_dflash.common.tables import encode
 from edge_dflash.errors import RecipeError, RequestError
@@ -18,15 +19,24 @@ from edge_dflash.model.registry import NO_DRAFTER
 
 Recipe = Annotated[
     Path | None,
-    typer.Option(help="Recipe file or the name of one in engines/; default: NVFP4 weights, FP8 keys and values."),
+    typer.Option(
+        metavar="NAME|FILE",
+        help="Recipe file or the name of one in engines/; default: NVFP4 weights, FP8 keys and values.",
+    ),
 ]
 Backend = Annotated[
     str | None,
-    typer.Option(help="What runs it: reference, native, tensorrt or native,tensorrt; default: what suits the arch."),
+    typer.Option(
+        metavar="NAMES",
+        help="What runs it: reference, native, tensorrt or native,tensorrt; default: what suits the arch.",
+    ),
 ]
-Chunk = Annotated[int | None, typer.Option(help="Most prompt tokens of one pass; default: 0.1 s on the arch.")]
+Chunk = Annotated[
+    int | None, typer.Option(metavar="N", help="Most prompt tokens of one pass; default: 0.1 s on the arch.")
+]
 Lanes = Annotated[
-    int | None, typer.Option(min=1, max=8, help="Sequences decoded at once; default: the recipe's, else 1.")
+    int | None,
+    typer.Option(metavar="N", min=1, max=8, help="Sequences decoded at once; default: the recipe's, else 1."),
 ]
 TextOnly = Annotated[
     bool, typer.Option("--text-only", help="Leave the target's vision tower out: smaller, and no images.")
@@ -36,19 +46,28 @@ Finish = Annotated[
     typer.Option(metavar="BUNDLE", help="Build the plans that this bundle lacks and time it, on its board."),
 ]
 
+Target = Annotated[Path | None, typer.Option(metavar="DIR", help="Directory of the target's Hugging Face checkpoint.")]
+Drafter = Annotated[
+    Path | None,
+    typer.Option(metavar="DIR", help="Directory of the drafter's checkpoint; none, or left out: decode plainly."),
+]
+Output = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="Directory to make; the bundle appears there when complete.")
+]
+ArchName = Annotated[
+    str, typer.Option(metavar="NAME", help="What it runs on: cpu, a GPU such as sm110, or a board such as thor.")
+]
+MaxContext = Annotated[int | None, typer.Option(metavar="N", help="Most tokens of a sequence; default: the recipe's.")]
+
 
 def build(
-    target: Annotated[Path | None, typer.Option(help="Directory of the target's Hugging Face checkpoint.")] = None,
-    drafter: Annotated[
-        Path | None, typer.Option(help="Directory of the drafter's checkpoint; none, or left out: decode plainly.")
-    ] = None,
-    output: Annotated[
-        Path | None, typer.Option(help="Directory to make; the bundle appears there when complete.")
-    ] = None,
-    arch: Annotated[str, typer.Option(help="What it runs on: cpu, or a GPU such as sm110 (Thor).")] = "cpu",
+    target: Target = None,
+    drafter: Drafter = None,
+    output: Output = None,
+    arch: ArchName = "cpu",
     backend: Backend = None,
     recipe: Recipe = None,
-    max_context: Annotated[int | None, typer.Option(help="Most tokens of a sequence; default: the recipe's.")] = None,
+    max_context: MaxContext = None,
     prefill_chunk: Chunk = None,
     calibrate: Annotated[bool, typer.Option(help="Measure the scales of FP8 keys and values on calib/.")] = True,
     lanes: Lanes = None,
@@ -60,9 +79,10 @@ def build(
     """Build an engine bundle: quantized weights, calibrated scales, tokenizer, kernels, all hashed.
 
     --arch is cpu, sm87 (Orin), sm89 (Ada), sm90 (Hopper), sm110 (Thor), sm120 or sm121 (Spark); sm110a, 110 and 11.0
-    are sm110 too. A build needs no GPU. Without --backend a CPU gets the reference backend and a GPU native kernels;
-    sm110 gets TensorRT beside them, and so do sm120 and sm121 where TensorRT for RTX is installed (pip install
-    'edge-dflash[tensorrt]'). Both read the same weights, which are stored once.
+    are sm110 too, and so is a board of inspect --board: thor, orin, spark. A build needs no GPU. Without --backend a
+    CPU gets the reference backend and a GPU native kernels; sm110 gets TensorRT beside them, and so do sm120 and sm121
+    where TensorRT for RTX is installed (pip install 'edge-dflash[tensorrt]'). Both read the same weights, which are
+    stored once.
 
     Only the board can build plans for sm110: edge-dflash build --finish BUNDLE does it there, times both
     backends at the same work and keeps the faster active. Until then the kernels run it. A bundle that lacks nothing is
@@ -101,10 +121,10 @@ def given_drafter(drafter: Path | None) -> Path | None:
 
 
 def _given(**paths: Path | None) -> list[Path]:
-    """Paths without which nothing is built. Raises BadParameter naming the first that is missing."""
+    """Paths without which nothing is built. Raises MissingOptionError naming the first that is missing."""
     for name, path in paths.items():
         if path is None:
-            raise typer.BadParameter(f"Missing option '--{name}' (or give --finish BUNDLE).")
+            raise MissingOptionError(name, instead="--finish BUNDLE")
     return [path for path in paths.values() if path is not None]
 
 

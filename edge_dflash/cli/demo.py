@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import json as jsonlib
+import shlex
 import shutil
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import typer
 
 from edge_dflash.cli.output import Json, emit_json, say, show, stages
-from edge_dflash.cli.plans import WARM_UP_TOKENS, comparison, print_part, require_same, same_tokens, timed
-from edge_dflash.common.files import directory
+from edge_dflash.cli.plans import WARM_UP_TOKENS, comparison, require_same, same_tokens, timed
+from edge_dflash.common.files import check_place, check_writable, directory, write_whole
+from edge_dflash.common.scratch import scratch
 from edge_dflash.demo.actions import plan_schema, schema_problems
 from edge_dflash.demo.drawing import png
 from edge_dflash.demo.seeing import PICTURED, assemble, messages, picture, with_goal
-from edge_dflash.demo.tasks import HELDOUT, MODELS, Task, check_plan, task_from_json
+from edge_dflash.demo.tasks import HELDOUT, MODELS, Task, check_plan, check_success, task_from_json
+from edge_dflash.demo.telling import PlanLines, scene_lines
 from edge_dflash.errors import BundleError, RequestError
 from edge_dflash.planner import Planner
-from edge_dflash.result import Plan, json_object
+from edge_dflash.result import Increment, Plan, json_object
 from edge_dflash.version import __version__
 
 RECIPE = "demo-cpu.yaml"
@@ -57,29 +59,33 @@ def demo(
     on. Exit code 9 when the two outputs differ.
 
     JSON keys: identical (speculative output equals plain output), accept_length (mean tokens committed per verify),
-    valid (the plan fits the schema and names only what is in the scene), object (the plan, or null),
-    plain_seconds, speculative_seconds, ratio (speculative / plain), tokens, accept_lengths, text, task, problems,
-    bundle.
+    valid (the plan fits the schema and names only what is in the scene), done (the simulator ran its steps: they do the
+    task; null for a task or goal of your own), object (the plan, or null), plain_seconds, speculative_seconds, ratio
+    (speculative / plain), tokens, accept_lengths, text, task, problems, bundle.
     """
-    request = _pictured(index, task, save) if image else _own(task) if task is not None else _heldout(index)
     if save is not None and not image:
         raise RequestError(f"--save {save} is given without --image: only a picture can be saved; add --image")
+    request = _pictured(index, task, save) if image else _own(task) if task is not None else _heldout(index)
     where = bundle if bundle is not None else default_bundle(image=image)
     with _open(where, ours=bundle is None, image=image) as planner:
         say(f"task: {request.title}")
         with stages("warming up"):
             planner.plan(request.messages, max_new_tokens=WARM_UP_TOKENS)
-        speculative, joules = timed(planner, request.messages, {}, None if json else print_part)
+        if not json:
+            request.tell(image=image)
+        speculative, joules = timed(planner, request.messages, {}, None if json else _Printed())
         if not json:
             print("\n")
         with stages("the same without the drafter"):
             plain, plain_joules = timed(planner, request.messages, {"speculative": False})
-    problems = request.problems(speculative.text or "")
+    text = speculative.text or ""
+    problems = request.problems(text)
     if json:
-        emit_json(_json(request, where, plain, speculative, problems))
+        emit_json({**_json(request, where, plain, speculative, problems), "done": request.done(text)})
     else:
         show(comparison(plain, plain_joules, speculative, joules))
-        print("valid plan" if not problems else "not a valid plan: " + "; ".join(problems))
+        print("valid plan" if not problems else "not a valid plan: " + "; ".join(problems), flush=True)
+        _explain(request, text, where)
     require_same(plain, speculative)
 
 
@@ -90,6 +96,18 @@ class _Request:
     title: str
     messages: list[dict[str, Any]]
     task: Task | None
+    simulated: bool = False  # whether the goal is one that the simulator knows
+
+    def tell(self, *, image: bool) -> None:
+        """Say what the scene is, and the house rules."""
+        if self.task is None:
+            return
+        for line in scene_lines(self.task.scene):
+            say(line)
+        if image:
+            say("  (the model sees a picture of it; --save FILE writes the picture)")
+        if self.simulated:
+            say(f"rules: {', '.join(self.task.rules) or 'none'}")
 
     def problems(self, text: str) -> list[str]:
         """Why a text is no valid plan: of a task of one's own only the form is known."""
@@ -97,6 +115,32 @@ class _Request:
             return check_plan(self.task, text)
         plan = json_object(text)
         return ["not a JSON object"] if plan is None else schema_problems(plan, plan_schema())
+
+    def done(self, text: str) -> bool | None:
+        """Whether a text does the task, by simulation; None: not known."""
+        if self.task is None or not self.simulated:
+            return None
+        return not self.problems(text) and not check_success(self.task, text)
+
+
+class _Printed:
+    """Prints an answer as it is made, a plan in lines."""
+
+    def __init__(self) -> None:
+        self._lines = PlanLines()
+
+    def __call__(self, part: Increment) -> None:
+        print(self._lines(part.text or ""), end="", flush=True)
+
+
+def _explain(request: _Request, text: str, where: Path) -> None:
+    """Say what was checked, and what to do next."""
+    names = "" if request.task is None else ", and every name in it is in the scene"
+    say(f"valid means: JSON of the demo's plan schema{names}")
+    if (done := request.done(text)) is not None:
+        say(f"the simulator ran the steps of the plan: they {'do' if done else 'do not do'} the task")
+    say(f"next, check every token on this machine: {shlex.join(['edge-dflash', 'verify', str(where)])}")
+    say("      build a bundle of your own pair:     edge-dflash build --help")
 
 
 def _own(text: str) -> _Request:
@@ -112,7 +156,7 @@ def _task(index: int, file: Path) -> Task:
 
 def _heldout(index: int) -> _Request:
     task = _task(index, HELDOUT)
-    return _Request(task.goal_text, list(task.messages), task)
+    return _Request(task.goal_text, list(task.messages), task, simulated=True)
 
 
 def _pictured(index: int, goal: str | None, save: Path | None) -> _Request:
@@ -120,9 +164,10 @@ def _pictured(index: int, goal: str | None, save: Path | None) -> _Request:
     if goal is not None:
         task = with_goal(task, goal)
     if save is not None:
-        save.write_bytes(png(picture(task)))
+        check_writable(save, "--save")
+        write_whole(save, png(picture(task)))
         say(f"the picture: {save}")
-    return _Request(task.goal_text, messages(task), task)
+    return _Request(task.goal_text, messages(task), task, simulated=goal is None)
 
 
 def default_bundle(*, image: bool = False) -> Path:
@@ -154,14 +199,17 @@ def _open(where: Path, *, ours: bool, image: bool) -> Planner:
 
 def _build(where: Path, *, image: bool) -> None:
     say(f"building the demo's bundle: {where}")
+    check_place(where, "--bundle")
     where.parent.mkdir(parents=True, exist_ok=True)
-    with stages() as report, TemporaryDirectory(dir=where.parent) as scratch:
+    resume = ["edge-dflash", "demo", *(["--image"] if image else []), "--bundle", str(where)]
+    with stages() as report, scratch(where.parent, f".{where.name}.target-") as made:
         from edge_dflash.builder.write import BuildConfig, build  # torch, only here, and it takes seconds
 
         target = MODELS / "target"
         if image:
-            assemble(target := Path(scratch) / "target")
-        result = build(BuildConfig(target, MODELS / "drafter", where, recipe=directory("engines") / RECIPE), report)
+            assemble(target := made / "target")
+        recipe = directory("engines") / RECIPE
+        result = build(BuildConfig(target, MODELS / "drafter", where, recipe=recipe, resume=shlex.join(resume)), report)
     say(f"built: {result.bytes / 1e6:.1f} MB in {result.seconds:.1f} s")
 
 

@@ -13,7 +13,7 @@ from edge_dflash.board.archs import Arch, arch_of_sm
 from edge_dflash.board.profiles import SYSTEM_BYTES, BoardProfile
 from edge_dflash.checks.inspect import Inspection
 from edge_dflash.checks.tower_costs import PICTURE, TowerCosts
-from edge_dflash.cli.output import named_table
+from edge_dflash.cli.output import named_table, size
 from edge_dflash.decode.backend import MOST_LANES
 from edge_dflash.model.specs import DrafterLayerMask
 
@@ -38,11 +38,11 @@ def _lanes(inspection: Inspection) -> Table:
     """What each lane holds."""
     costs = inspection.by_lanes
     title = f"Lanes of {inspection.max_context:,} tokens of context"
-    table = named_table(title, "what a lane holds", right=("bytes of one", f"bytes of {costs.lanes}"))
+    table = named_table(title, "what a lane holds", right=("one", f"{costs.lanes} of them"))
     for part in costs.parts:
-        table.add_row(part.what, f"{part.one:,}", f"{part.all:,}")
+        table.add_row(part.what, size(part.one), size(part.all))
     table.add_section()
-    table.add_row("all", f"{sum(part.one for part in costs.parts):,}", f"{sum(part.all for part in costs.parts):,}")
+    table.add_row("all", size(sum(part.one for part in costs.parts)), size(sum(part.all for part in costs.parts)))
     return table
 
 
@@ -90,20 +90,26 @@ def _rates(arch: Arch, board: BoardProfile) -> Table:
 
 
 def _weights(inspection: Inspection) -> Table:
-    table = named_table("Weights", "model", "module", "format", right=("parameters", "bytes"))
+    table = named_table("Weights", "model", "module", "format", right=("parameters", "size"))
     for group in inspection.weights:
-        table.add_row(group.model, group.module, group.format, f"{group.parameters:,}", f"{group.bytes:,}")
+        table.add_row(group.model, group.module, group.format, _count(group.parameters), size(group.bytes))
     return table
+
+
+def _count(parameters: int) -> str:
+    """A number of parameters in words, such as 17.11 G."""
+    unit, name = (1e9, "G") if parameters >= 1e9 else (1e6, "M")
+    return f"{parameters / unit:,.2f} {name}"
 
 
 def _cycle(inspection: Inspection) -> Table:
     title = f"One cycle at {inspection.context:,} tokens, block {inspection.block_size}"
-    table = named_table(title, "what is moved", right=("bytes", "ms at least"))
+    table = named_table(title, "what is moved", right=("size", "ms at least"))
     for part in fields(inspection.cycle):
-        size = getattr(inspection.cycle, part.name)
-        table.add_row(part.metadata["label"], f"{size:,}", f"{inspection.board.milliseconds(size):.3f}")
+        if moved := getattr(inspection.cycle, part.name):
+            table.add_row(part.metadata["label"], size(moved), f"{inspection.board.milliseconds(moved):.3f}")
     table.add_section()
-    table.add_row("cycle", f"{inspection.cycle_bytes:,}", f"{inspection.floor_ms:.3f}")
+    table.add_row("cycle", size(inspection.cycle_bytes), f"{inspection.floor_ms:.3f}")
     return table
 
 
@@ -123,14 +129,15 @@ def _memory(inspection: Inspection) -> Table:
     lanes = inspection.by_lanes.lanes
     each = f", {lanes} lanes" if lanes > 1 else ""
     title = f"Memory for {inspection.max_context:,} tokens of context{each}"
-    table = named_table(title, "what is held", right=("bytes",))
+    table = named_table(title, "what is held", right=("size",))
     for part in fields(inspection.memory):
-        table.add_row(part.metadata["label"], f"{getattr(inspection.memory, part.name):,}")
+        if held := getattr(inspection.memory, part.name):
+            table.add_row(part.metadata["label"], size(held))
     table.add_section()
-    table.add_row("total", f"{inspection.total_bytes:,}")
-    table.add_row("set aside: Linux, driver, CUDA, this program", f"{SYSTEM_BYTES:,}")
-    table.add_row(f"memory of {inspection.board.title}", f"{inspection.board.memory_bytes:,}")
-    table.add_row("free" if inspection.free_bytes >= 0 else "missing", f"{abs(inspection.free_bytes):,}")
+    table.add_row("total", size(inspection.total_bytes))
+    table.add_row("set aside: Linux, driver, CUDA, this program", size(SYSTEM_BYTES))
+    table.add_row(f"memory of {inspection.board.title}", size(inspection.board.memory_bytes))
+    table.add_row("free" if inspection.free_bytes >= 0 else "missing", size(abs(inspection.free_bytes)))
     return table
 
 

@@ -15,7 +15,9 @@ from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console, RenderableType
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.measure import Measurement
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -33,6 +35,7 @@ from edge_dflash.common.progress import IN_BYTES, Progress
 
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on the last line of stdout.")]
 PLAIN_LINE_SECONDS = 10.0  # least time between two plain progress lines
+_UNBOUNDED = 1000  # columns
 _SPEED_SECONDS = 600.0  # over which a bar's speed is taken: steps of a training may be half a minute apart
 
 
@@ -50,7 +53,29 @@ def show(*renderables: RenderableType) -> None:
     """Print tables and text on stdout; as wide as they need to be when stdout is not a terminal."""
     console = Console() if sys.stdout.isatty() else Console(width=120)
     for renderable in renderables:
+        _fit(renderable, console)
         console.print(renderable)
+
+
+def _fit(renderable: RenderableType, console: Console) -> None:
+    """Take the frames from tables that are wider than the console: words are cut and broken up only then."""
+    if isinstance(renderable, Group):
+        for part in renderable.renderables:
+            _fit(part, console)
+    elif isinstance(renderable, Table):
+        for column in renderable.columns:
+            column.overflow = "fold"  # a figure is never shortened
+        wanted = Measurement.get(console, console.options.update(max_width=_UNBOUNDED), renderable)
+        if wanted.maximum > console.width:
+            renderable.box, renderable.pad_edge, renderable.padding = box.SIMPLE_HEAD, False, (0, 0)
+
+
+def size(nbytes: int) -> str:
+    """Bytes in words, such as 14.45 GB."""
+    for unit, name, digits in ((1e9, "GB", 2), (1e6, "MB", 1), (1e3, "kB", 1)):
+        if nbytes >= unit:
+            return f"{nbytes / unit:,.{digits}f} {name}"
+    return f"{nbytes} B"
 
 
 def named_table(title: str, *left: str, right: Sequence[str]) -> Table:

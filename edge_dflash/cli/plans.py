@@ -57,7 +57,7 @@ def candidate_table(plan: Plan) -> Table:
     for one in (plan, *plan.alternatives):
         text = " ".join((one.text if one.text is not None else str(list(one.tokens))).split())
         shown = text if len(text) <= _SHOWN else text[: _SHOWN - 1] + "…"
-        table.add_row(str(one.seed), f"{one.score:.4f}", str(len(one.tokens)), one.finish_reason, escape(shown))
+        table.add_row(str(one.seed), f"{one.score:z.4f}", str(len(one.tokens)), one.finish_reason, escape(shown))
     return table
 
 
@@ -160,8 +160,8 @@ def logprob_table(tokens: Sequence[TokenLogprob]) -> Table:
     """A line for each token, with the likeliest ones."""
     table = Table("token", "logprob", "likeliest", title="log-probabilities", title_justify="left")
     for one in tokens:
-        top = ", ".join(f"{_name(other)} {other.logprob:.3f}" for other in one.top)
-        table.add_row(escape(_name(one)), f"{one.logprob:.3f}", escape(top))
+        top = ", ".join(f"{_name(other)} {other.logprob:z.3f}" for other in one.top)
+        table.add_row(escape(_name(one)), f"{one.logprob:z.3f}", escape(top))
     return table
 
 

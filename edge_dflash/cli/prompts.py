@@ -40,13 +40,17 @@ def read_prompts(path: Path) -> list[Task]:
     return tasks
 
 
-def default_prompts(planner: Planner, max_new_tokens: int) -> list[Task]:
-    """The calibration prompts that fit; pseudo-random ids, always the same, for a bundle without tokenizer."""
+def default_prompts(planner: Planner, max_new_tokens: int, bundle: Path | None = None) -> list[Task]:
+    """Prompts that fit: the demo pair's held-out tasks where it is in ``bundle``, else calibration prompts.
+
+    For a bundle without tokenizer pseudo-random ids, always the same.
+    """
     if planner.tokenizer is None:
         rng, shape = np.random.default_rng(0), planner.shape
         ids = [rng.integers(0, shape.vocab_size, RANDOM_TOKENS).tolist() for _ in range(RANDOM_PROMPTS)]
         return [text_ids(prompt, shape.image_token_id) for prompt in ids]
-    return _fitting(planner, directory("calib") / _CALIBRATION, max_new_tokens)
+    file = HELDOUT if bundle is not None and _is_demo(bundle) else directory("calib") / _CALIBRATION
+    return _fitting(planner, file, max_new_tokens)
 
 
 def bench_prompts(bundle: Path, planner: Planner, max_new_tokens: int, file: Path | None = None) -> Prompts:
@@ -77,15 +81,16 @@ def _fitting(planner: Planner, file: Path, max_new_tokens: int) -> list[Task]:
 
 
 def _is_demo(bundle: Path) -> bool:
-    """Whether the shipped pair is in the bundle, by the size and the first MiB of each checkpoint file."""
-    for source in read_manifest(bundle).sources:
-        path = MODELS / source.model / source.file
-        if not path.is_file() or path.stat().st_size != source.size:
-            return False
+    """Whether the shipped models are in the bundle, by the size and the first MiB of each weight file.
+
+    In any form: with eyes, without the drafter, converted for any arch.
+    """
+    made_of = {(one.size, one.sha256) for one in read_manifest(bundle).sources if one.file.endswith(".safetensors")}
+    shipped = set()
+    for path in MODELS.glob("*/*.safetensors"):
         with path.open("rb") as file:
-            if sha256(file.read(1 << 20)).hexdigest() != source.sha256:
-                return False
-    return True
+            shipped.add((path.stat().st_size, sha256(file.read(1 << 20)).hexdigest()))
+    return bool(made_of) and made_of <= shipped
 
 
 def _task(line: str, where: str) -> Task:

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from edge_dflash.cli.output import Json, emit_json, say
+from edge_dflash.cli.usage import Command
 from edge_dflash.install.service import KEEP, InstallOptions, Outcome, install, left_to_build, remove, rollback
 
 service = typer.Typer(
@@ -27,7 +28,7 @@ def _root(context: typer.Context) -> None:
         print(context.get_help())
 
 
-@service.command("install", short_help="Serve a bundle; again for an upgrade.")
+@service.command("install", cls=Command, short_help="Serve a bundle; again for an upgrade.")
 def install_command(
     bundle: Annotated[Path, typer.Argument(metavar="BUNDLE", help="Directory that a build made; it is copied.")],
     root: Root = Path("/"),
@@ -59,7 +60,7 @@ def install_command(
     _show(outcome, json, f"{outcome.release} is installed" + (" and ready" if outcome.started else ""))
 
 
-@service.command("rollback", short_help="Serve the release before the current one.")
+@service.command("rollback", cls=Command, short_help="Serve the release before the current one.")
 def rollback_command(root: Root = Path("/"), start: Start = True, json: Json = False) -> None:
     """Switch to the release before the current one, program and bundle together.
 
@@ -69,7 +70,7 @@ def rollback_command(root: Root = Path("/"), start: Start = True, json: Json = F
     _show(outcome, json, f"{outcome.release} is current again" + (" and ready" if outcome.started else ""))
 
 
-@service.command("remove", short_help="Remove the service.")
+@service.command("remove", cls=Command, short_help="Remove the service.")
 def remove_command(
     root: Root = Path("/"),
     purge: Annotated[bool, typer.Option("--purge", help="Configuration, drop-ins and saved sessions as well.")] = False,

@@ -10,53 +10,74 @@ import typer
 
 from edge_dflash.cli.build import find_recipe, given_drafter
 from edge_dflash.cli.output import Json, emit_json, named_table, say, show, stages
+from edge_dflash.cli.usage import MissingOptionError
 from edge_dflash.common.tables import encode
 from edge_dflash.errors import RequestError
 
 if TYPE_CHECKING:
     from edge_dflash.training.run import TrainingResult
 
+MOST_SEED = 2**31 - 1
 Data = Annotated[
     list[Path] | None,
     typer.Option(metavar="FILE", help="Prompts, one JSON object a line; again for a mixture."),
 ]
 Init = Annotated[
     Path | None,
-    typer.Option(help="Drafter to begin with; a directory with a config.json alone: its sizes; none: published sizes."),
+    typer.Option(
+        metavar="DIR",
+        help="Drafter to begin with; a directory with a config.json alone: its sizes; none: published sizes.",
+    ),
 ]
 Steps = Annotated[int, typer.Option(metavar="N", min=0, help="Steps of the optimizer.")]
-Minutes = Annotated[float, typer.Option(metavar="M", min=0.0, help="Minutes of training, instead of --steps.")]
-Recipe = Annotated[Path | None, typer.Option(help="Recipe of the bundles that are trained with and evaluated.")]
-Arch = Annotated[str | None, typer.Option(help="What they run on; default: this machine's GPU, or cpu.")]
-MaxContext = Annotated[int | None, typer.Option(help="Most tokens of a prompt and its answer.")]
+Minutes = Annotated[
+    float, typer.Option(metavar="M", min=0.0, help="Minutes of the training stage alone, instead of --steps.")
+]
+Recipe = Annotated[
+    Path | None, typer.Option(metavar="NAME|FILE", help="Recipe of the bundles that are trained with and evaluated.")
+]
+Arch = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="What they run on, as build --arch; default: this machine's GPU, or cpu."),
+]
+MaxContext = Annotated[int | None, typer.Option(metavar="N", help="Most tokens of a prompt and its answer.")]
 Mask = Annotated[
-    int | None, typer.Option("--mask-token", help="Id that stands for a draft, of a drafter from scratch.")
+    int | None,
+    typer.Option("--mask-token", metavar="ID", help="Id that stands for a draft, of a drafter from scratch."),
 ]
-Sampled = Annotated[int, typer.Option(min=0, help="Answers drawn for each prompt, besides the greedy one.")]
-NewTokens = Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")]
-Prompts = Annotated[int | None, typer.Option(min=2, help="Prompts of each file, at most.")]
+Sampled = Annotated[
+    int, typer.Option(metavar="N", min=0, help="Answers drawn for each prompt, besides the greedy one.")
+]
+NewTokens = Annotated[int, typer.Option(metavar="N", min=1, help="Most tokens of an answer.")]
+Prompts = Annotated[int | None, typer.Option(metavar="N", min=2, help="Prompts of each file, at most.")]
 Heldout = Annotated[
-    int | None, typer.Option(min=1, help="Prompts of each file held out; default: a tenth, 200 at most.")
+    int | None, typer.Option(metavar="N", min=1, help="Prompts of each file held out; default: a tenth, 200 at most.")
 ]
-Evaluated = Annotated[int, typer.Option(min=1, help="Held-out prompts that are decoded before and after.")]
-Sequences = Annotated[int, typer.Option(min=1, help="Answers of a pass.")]
-Anchors = Annotated[int, typer.Option(min=1, help="Blocks of each answer of a pass.")]
-Accumulate = Annotated[int, typer.Option(min=1, help="Passes of a step.")]
-Rate = Annotated[float | None, typer.Option(help="Peak learning rate; default: 3e-4, from scratch 1e-3.")]
+Evaluated = Annotated[int, typer.Option(metavar="N", min=1, help="Held-out prompts that are decoded before and after.")]
+Sequences = Annotated[int, typer.Option(metavar="N", min=1, help="Answers of a pass.")]
+Anchors = Annotated[int, typer.Option(metavar="N", min=1, help="Blocks of each answer of a pass.")]
+Accumulate = Annotated[int, typer.Option(metavar="N", min=1, help="Passes of a step.")]
+Rate = Annotated[float | None, typer.Option(metavar="X", help="Peak learning rate; default: 3e-4, from scratch 1e-3.")]
 Patience = Annotated[
-    int, typer.Option(min=0, help="Checks without a better accept length that end it, from its half on; 0: none do.")
+    int,
+    typer.Option(
+        metavar="N", min=0, help="Checks without a better accept length that end it, from its half on; 0: none do."
+    ),
 ]
 Disk = Annotated[float, typer.Option(metavar="GB", min=0.0, help="Most that the target's taps may take of the disk.")]
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Print memory, disk and hours, measured and computed, and end.")
 ]
-MOST_SEED = 2**31 - 1
+
+Target = Annotated[Path | None, typer.Option(metavar="DIR", help="The target: a Hugging Face checkpoint, or a bundle.")]
+Output = Annotated[Path | None, typer.Option(metavar="DIR", help="Directory of the trained drafter.")]
+Seed = Annotated[int, typer.Option(metavar="N", min=0, max=MOST_SEED, help="Of the start, the order and the anchors.")]
 
 
 def train_drafter(
-    target: Annotated[Path | None, typer.Option(help="The target: a Hugging Face checkpoint, or a bundle.")] = None,
+    target: Target = None,
     data: Data = None,
-    output: Annotated[Path | None, typer.Option(help="Directory of the trained drafter.")] = None,
+    output: Output = None,
     *,
     drafter: Init = None,
     steps: Steps = 0,
@@ -76,17 +97,19 @@ def train_drafter(
     rate: Rate = None,
     patience: Patience = 4,
     disk: Disk = 50.0,
-    seed: Annotated[int, typer.Option(min=0, max=MOST_SEED, help="Of the start, the order and the anchors.")] = 0,
+    seed: Seed = 0,
     dry_run: DryRun = False,
     json: Json = False,
 ) -> None:
     """Train a drafter on your own prompts: the target answers them itself, and the drafter learns to foresee it.
 
     Stages: answers of the quantized target, greedy and drawn; its taps over them; training; evaluation on prompts held
-    out. A command that was stopped goes on where it stood when it is given again; what it keeps lies in OUTPUT/work.
-    OUTPUT is then a drafter for `edge-dflash build --drafter`, with a card.json: what it was trained on, accept lengths
-    before and after. One that is worse than what it began with is kept in OUTPUT/worse and said so (exit code 9; so are
-    answers that differ with and without the drafter).
+    out. --minutes bounds the training stage alone; what all stages take at most is said before the first answer, and
+    --dry-run measures for about a minute and says it more closely. A command that was stopped goes on where it stood
+    when it is given again; what it keeps lies in OUTPUT/work. OUTPUT is then a drafter for `edge-dflash build
+    --drafter`, with a card.json: what it was trained on, accept lengths before and after. One that is worse than what
+    it began with is kept in OUTPUT/worse and said so (exit code 9; so are answers that differ with and without the
+    drafter).
 
     Lines of FILE have messages or a prompt, perhaps a schema, regex, grammar or tools, perhaps an answer; a planner or
     service writes them with its option `record`. Needs the extra train; runs on the GPU that torch finds, else a CPU.
@@ -99,17 +122,26 @@ def train_drafter(
     """
     given: dict[str, Any] = dict(locals())
     as_json, dry = given.pop("json"), given.pop("dry_run")
+    _check(given, steps, minutes, rate)
+    given |= {"data": tuple(given["data"]), "drafter": given_drafter(drafter)}
+    given["recipe"] = find_recipe(recipe) if recipe is not None else None
+    try:
+        _train(given, dry=dry, json=as_json)
+    except KeyboardInterrupt:
+        if not (work := Path(given["output"]) / "work").is_dir():
+            raise
+        raise RequestError(f"interrupted; what is finished is kept in {work}, resume with the same command") from None
+
+
+def _check(given: dict[str, Any], steps: int, minutes: float, rate: float | None) -> None:
     if missing := [name for name in ("target", "data", "output") if not given[name]]:
-        raise typer.BadParameter(f"Missing option '--{missing[0]}'.")
+        raise MissingOptionError(missing[0])
     if not isfinite(minutes):
         raise RequestError(f"--minutes is {minutes:g}; give a number of minutes")
     if (steps > 0) == (minutes > 0):
         raise RequestError(f"{steps} steps and {minutes:g} minutes; give one of --steps and --minutes")
     if rate is not None and rate <= 0:
         raise RequestError(f"--rate is {rate:g}; give a rate above 0, or none for 3e-4 (from scratch 1e-3)")
-    given |= {"data": tuple(given["data"]), "drafter": given_drafter(drafter)}
-    given["recipe"] = find_recipe(recipe) if recipe is not None else None
-    _train(given, dry=dry, json=as_json)
 
 
 def _train(given: dict[str, Any], *, dry: bool, json: bool) -> None:

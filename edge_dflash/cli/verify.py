@@ -20,7 +20,7 @@ from edge_dflash.checks.doctor import gather
 from edge_dflash.checks.doctor import report as doctor_report
 from edge_dflash.checks.doctor_checks import examine
 from edge_dflash.checks.golden import GoldenComparison, verify_golden
-from edge_dflash.checks.lossless import Verification, verify_lossless
+from edge_dflash.checks.lossless import SAMPLED, SpeculativeRun, Verification, verify_lossless
 from edge_dflash.checks.mixes import MixCheck, verify_mixes
 from edge_dflash.checks.provenance import check_report, write_report
 from edge_dflash.checks.subjects import bench_bundle
@@ -32,22 +32,37 @@ from edge_dflash.planner import Planner
 
 REPORT_CONTEXT, REPORT_TOKENS = 128, 64  # of the benchmark in a report
 
+Given = Annotated[Path | None, typer.Argument(metavar="BUNDLE", help="Directory that a build made.")]
+Prompts = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="JSONL of prompts; default: the demo pair's tasks for it, else some of calib/."),
+]
+Count = Annotated[int, typer.Option(metavar="N", min=1, help="Most prompts to take.")]
+NewTokens = Annotated[int, typer.Option(metavar="N", min=1, help="Tokens to generate for each prompt.")]
+Checkpoint = Annotated[Path | None, typer.Option(metavar="DIR", help="Target checkpoint to compare with --golden.")]
+Drafter = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="Drafter checkpoint to compare with --golden, or none.")
+]
+Golden = Annotated[Path | None, typer.Option(metavar="FILE", help="Golden file (safetensors) for the two checkpoints.")]
+Lanes = Annotated[
+    int | None, typer.Option(metavar="N", min=1, max=8, help="Requests at once; default: BUNDLE's lanes.")
+]
+Report = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Write all that was found, a benchmark and the doctor's checks to this file."),
+]
+
 
 def verify(
-    bundle: Annotated[Path | None, typer.Argument(metavar="BUNDLE", help="Directory that a build made.")] = None,
-    prompts: Annotated[
-        Path | None,
-        typer.Option(help="JSONL of prompts; default: some of calib/ (pseudo-random ids without tokenizer)."),
-    ] = None,
-    count: Annotated[int, typer.Option(min=1, help="Most prompts to take.")] = 2,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate for each prompt.")] = 48,
-    checkpoint: Annotated[Path | None, typer.Option(help="Target checkpoint to compare with --golden.")] = None,
-    drafter: Annotated[Path | None, typer.Option(help="Drafter checkpoint to compare with --golden, or none.")] = None,
-    golden: Annotated[Path | None, typer.Option(help="Golden file (safetensors) for the two checkpoints.")] = None,
-    lanes: Annotated[int | None, typer.Option(min=1, max=8, help="Requests at once; default: BUNDLE's lanes.")] = None,
-    report: Annotated[
-        Path | None, typer.Option(help="Write all that was found, a benchmark and the doctor's checks to this file.")
-    ] = None,
+    bundle: Given = None,
+    prompts: Prompts = None,
+    count: Count = 2,
+    max_new_tokens: NewTokens = 48,
+    checkpoint: Checkpoint = None,
+    drafter: Drafter = None,
+    golden: Golden = None,
+    lanes: Lanes = None,
+    report: Report = None,
     json: Json = False,
 ) -> None:
     """Check that speculative output equals plain output, or that the reference equals a golden file.
@@ -65,18 +80,19 @@ def verify(
     With --checkpoint, --drafter and --golden: the unquantized models run in float32 and are compared with arrays that
     another implementation wrote.
 
-    The exit code is 9 when something differs; the JSON object is printed all the same.
+    The last line says it: "lossless: yes", or "lossless: no" and why. The exit code is 9 when something differs; the
+    JSON object is printed all the same.
 
-    JSON keys: ok, differences (of a bundle: a list; of a golden file: largest difference per key).
-    Bundle also: accept_length, acceptance (share of the own drafts accepted, by position), acceptance_at_build (null
-    without a self-test), prompts, runs, tokens, block_size, accept_histogram, untried_accept_lengths, self_test
-    (what the build recorded, replayed here: an object with ok, verdict (identical, rounding or fault), exact,
-    accept_length, accept_length_at_build, floor, tokens, tokens_equal, first_difference, drafts, drafts_equal,
-    tower (rows of a picture: ok, moved, bound; null without one), diagnosis, seconds; null without one), drafter (its
-    acceptance on the self-test's prompt: an object with ok, unknown (why nothing is judged, or null), accept_length,
-    accept_length_at_build, floor, acceptance, acceptance_at_build, positions_below), mixes (of several lanes: ok,
-    lanes, mixes, requests, tokens, joint_cycles, differences; else null). Golden file also: largest_difference,
-    logits_difference, tokens_equal, failures, missing, skipped, unknown.
+    JSON keys: ok, differences (of a bundle: a list; of a golden file: largest difference per key). Bundle also:
+    lossless (no speculative output differs; null: not known), summary (the last line), accept_length, acceptance (share
+    of the own drafts accepted, by position), acceptance_at_build (null without a self-test), prompts, runs, tokens,
+    block_size, accept_histogram, untried_accept_lengths, self_test (what the build recorded, replayed here: an object
+    with ok, verdict (identical, rounding or fault), exact, accept_length, accept_length_at_build, floor, tokens,
+    tokens_equal, first_difference, drafts, drafts_equal, tower (rows of a picture: ok, moved, bound; null without one),
+    diagnosis, seconds; null without one), drafter (its acceptance on the self-test's prompt: an object with ok, unknown
+    (why nothing is judged, or null), accept_length, accept_length_at_build, floor, acceptance, acceptance_at_build,
+    positions_below), mixes (of several lanes: ok, lanes, mixes, requests, tokens, joint_cycles, differences; else
+    null). Golden file also: largest_difference, logits_difference, tokens_equal, failures, missing, skipped, unknown.
     """
     given = (checkpoint, drafter, golden)
     if (bundle is None) == (golden is None) or (bundle is not None and any(given)):
@@ -105,16 +121,20 @@ def _judge_bundle(
     """Verify a bundle, say and write what was found, then raise VerificationError unless it is good."""
     recorded = load_selftest(Bundle.open(bundle, check_hashes=False))
     result, self_test, drafting, mixes = _verify_bundle(bundle, recorded, prompts, count, max_new_tokens, lanes)
+    faults = _faults(self_test, drafting)
     found = _found(result, self_test, drafting, recorded, mixes)
-    if report is not None:
-        _report(report, bundle, found)
+    found = {"lossless": _lossless(result, mixes), "summary": _summary(result, mixes, faults), **found}
     if json:
         emit_json(found)
-    if mixes is not None and not json:
-        print(f"lanes: {mixes.summary}")
-    _judge(result, self_test, drafting, found, quiet=json)
+    else:
+        _show(result, self_test, drafting, mixes, found)
+    if report is not None:
+        _report(report, bundle, found)
+    result.check()
     if mixes is not None:
         mixes.check()
+    if faults:
+        raise VerificationError(f"{'; '.join(faults)}; build or copy the bundle again")
 
 
 def _verify_bundle(
@@ -124,7 +144,7 @@ def _verify_bundle(
     with stages("opening the bundle") as report:
         planner = Planner.open(bundle, self_test="off", fallback=False, lanes=lanes, progress=report, observer=watching)
     with planner:
-        tasks = given if given is not None else default_prompts(planner, max_new_tokens)
+        tasks = given if given is not None else default_prompts(planner, max_new_tokens, bundle)
         ids = [planner.encode(task) for task in tasks[:count]]
         with stages("self-test"):
             self_test = replay(Bundle.open(bundle, check_hashes=False), planner.backend)
@@ -171,26 +191,47 @@ def _bench(bundle: Path) -> dict[str, Any]:
     return bench_bundle(bundle, lambda planner: bench_prompts(bundle, planner, REPORT_TOKENS), work, say=say).to_json()
 
 
-def _judge(
-    result: Verification,
-    self_test: SelfTestResult | None,
-    drafting: AcceptanceCheck,
-    found: Mapping[str, Any],
-    *,
-    quiet: bool,
-) -> None:
-    """Print the outcome for people, then raise VerificationError unless it is good."""
-    if not quiet:
-        show(_lossless_table(result))
-        show(_acceptance_table(found["acceptance"], found["acceptance_at_build"] or ()))
-        print(f"self-test: {self_test.summary if self_test is not None else 'the build recorded none'}")
-        print(f"drafter: {drafting.summary}")
-    result.check()
+def _faults(self_test: SelfTestResult | None, drafting: AcceptanceCheck) -> list[str]:
+    """What is not as it was at build."""
     faults = [] if drafting.ok else [f"the drafter accepts too little: {drafting.summary}"]
     if self_test is not None and not self_test.ok:
         faults.append(f"the self-test failed: {self_test.diagnosis} ({self_test.summary})")
-    if faults:
-        raise VerificationError(f"{'; '.join(faults)}; build or copy the bundle again")
+    return faults
+
+
+def _lossless(result: Verification, mixes: MixCheck | None) -> bool | None:
+    """Whether nothing differs; None: requests were to share passes, and none did."""
+    if result.differences or (mixes is not None and mixes.differences):
+        return False
+    return True if mixes is None or mixes.joint_cycles else None
+
+
+def _summary(result: Verification, mixes: MixCheck | None, faults: Sequence[str]) -> str:
+    """The outcome in one sentence."""
+    if not result.ok:
+        return f"lossless: no, speculative output differs from plain output in {len(result.differences)} places"
+    if mixes is not None and not mixes.joint_cycles:
+        return "lossless: not known, no two requests shared a pass; give more --prompts"
+    if mixes is not None and mixes.differences:
+        return f"lossless: no, requests together differ from requests alone in {len(mixes.differences)} places"
+    return f"lossless: yes, but {'; '.join(faults)}" if faults else "lossless: yes"
+
+
+def _show(
+    result: Verification,
+    self_test: SelfTestResult | None,
+    drafting: AcceptanceCheck,
+    mixes: MixCheck | None,
+    found: Mapping[str, Any],
+) -> None:
+    """Print the outcome for people."""
+    show(_lossless_table(result))
+    show(_acceptance_table(found["acceptance"], found["acceptance_at_build"] or ()))
+    if mixes is not None:
+        print(f"lanes: {mixes.summary}")
+    print(f"self-test: {self_test.summary if self_test is not None else 'the build recorded none'}")
+    print(f"drafter: {drafting.summary}")
+    print(found["summary"], flush=True)
 
 
 def _judge_golden(result: GoldenComparison, json: bool) -> None:
@@ -211,15 +252,20 @@ def _lossless_table(result: Verification) -> Table:
     prompts = f"{result.prompts} prompt{'s' if result.prompts != 1 else ''}"
     table = Table(title=f"Speculative against plain decoding, {prompts}", title_justify="left")
     table.add_column("drafter")
-    for name in ("runs", "tokens", "accept length", "differences"):
+    hot = f"at temperature {SAMPLED.temperature:g}"
+    for name in ("runs", "tokens", "accept length, greedy", hot, "differences"):
         table.add_column(name, justify="right")
     for drafter in result.histogram:
         runs = [run for run in result.runs if run.drafter == drafter]
-        lengths = [n for run in runs for n in run.accept_lengths]
-        mean = f"{sum(lengths) / len(lengths):.2f}" if lengths else "-"
+        means = (_mean_length([run for run in runs if bool(run.temperature) == drawn]) for drawn in (False, True))
         wrong = sum(1 for difference in result.differences if difference.drafter == drafter)
-        table.add_row(drafter, str(len(runs)), str(sum(run.tokens for run in runs)), mean, str(wrong))
+        table.add_row(drafter, str(len(runs)), str(sum(run.tokens for run in runs)), *means, str(wrong))
     return table
+
+
+def _mean_length(runs: Sequence[SpeculativeRun]) -> str:
+    lengths = [n for run in runs for n in run.accept_lengths]
+    return f"{sum(lengths) / len(lengths):.2f}" if lengths else "-"
 
 
 def _acceptance_table(here: Sequence[float], at_build: Sequence[float]) -> Table:

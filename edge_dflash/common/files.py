@@ -10,14 +10,17 @@ checkout and part of the package once installed.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
+import shutil
 import stat
+import threading
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from edge_dflash.errors import EdgeDflashError
+from edge_dflash.errors import EdgeDflashError, RequestError
 
 SMALL = 16 << 20  # bytes of a config, an index or a template: those of published models have at most a tenth of it
 LARGE = 64 << 20  # bytes of a set of prompts, a manifest or a journal
@@ -75,6 +78,61 @@ def read_bytes(path: Path, most: int = SMALL) -> bytes:
 def read_text(path: Path, most: int = SMALL) -> str:
     """The text of a regular UTF-8 file, every line end as one newline. Raises OSError, and UnicodeDecodeError."""
     return read_bytes(path, most).decode().replace("\r\n", "\n").replace("\r", "\n")
+
+
+def check_writable(path: Path, option: str) -> None:
+    """Raise RequestError, before any work, unless :func:`write_whole` can write ``path``: tried, as rights are many.
+
+    What lies there stays as it is. ``option``: the flag that names the file.
+    """
+    try:
+        path = path.resolve()
+        if path.is_dir() or not path.parent.is_dir():
+            raise RequestError(f"{option} {path} is no file in a directory that exists; give another name")
+        if is_there(path):
+            os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY))
+        if path.is_file() or not is_there(path):
+            _check_directory(path.parent)
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: a link to itself
+        what = getattr(error, "strerror", None) or error
+        raise RequestError(f"{option} {path} cannot be written: {what}; give another name") from None
+
+
+def check_place(path: Path, option: str) -> None:
+    """Raise RequestError, before any work, unless a directory can be made at ``path``, its parents included."""
+    try:
+        place = next(parent for parent in path.absolute().parents if is_there(parent))
+        _check_directory(place)
+    except (OSError, ValueError) as error:
+        what = getattr(error, "strerror", None) or error
+        raise RequestError(f"{option} {path} cannot be made: {what}; give another name") from None
+
+
+def _check_directory(folder: Path) -> None:
+    """Raise OSError unless a directory takes a new file."""
+    os.close(os.open(fresh := _beside(folder), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
+    fresh.unlink()
+
+
+def _beside(folder: Path) -> Path:
+    return folder / f".edge-dflash-{os.getpid()}-{threading.get_ident()}"
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file whole or not at all. A link stays one; what is no regular file is written to. Raises OSError."""
+    path = path.resolve()
+    if is_there(path) and not path.is_file():
+        path.write_bytes(data)
+        return
+    fresh = _beside(path.parent)
+    try:
+        fresh.write_bytes(data)
+        with contextlib.suppress(FileNotFoundError):
+            shutil.copymode(path, fresh)
+        fresh.replace(path)
+    except BaseException:
+        fresh.unlink(missing_ok=True)
+        raise
 
 
 def parse_json(data: bytes, **options: Any) -> Any:

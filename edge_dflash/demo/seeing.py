@@ -21,17 +21,19 @@ _TARGET_FILE = "target.safetensors"
 def assemble(directory: Path, eyes: Path = EYES, target: Path = TARGET) -> None:
     """Write a checkpoint of the target that sees: weights of the shipped target, everything else of its eyes.
 
+    Files have the times of the shipped ones: a build that is begun again takes it for the same checkpoint.
     Raises OSError, and CheckpointError for damaged files.
     """
     directory.mkdir(parents=True)
-    shutil.copyfile(target / "model.safetensors", directory / _TARGET_FILE)
-    shutil.copyfile(target / "generation_config.json", directory / "generation_config.json")
+    shutil.copy2(target / "model.safetensors", directory / _TARGET_FILE)
+    shutil.copy2(target / "generation_config.json", directory / "generation_config.json")
     for file in eyes.iterdir():
         if file.name != "training.json":
-            shutil.copyfile(file, directory / file.name)
+            shutil.copy2(file, directory / file.name)
     parts = (_TARGET_FILE, TOWER_FILE)
     names = {name: part for part in parts for name in TensorFiles.open([directory / part]).names()}
     (directory / INDEX).write_text(json.dumps({"weight_map": names}), encoding="utf-8")
+    shutil.copystat(target / "model.safetensors", directory / INDEX)
 
 
 def picture(task: Task) -> Pixels:

@@ -36,10 +36,14 @@ def whole_file(path: Path) -> Iterator[Path]:
     """A place to write; what lies there at the end is then ``path``, whole and on the disk. Raises RequestError."""
     half = path.with_suffix(".part")
     with writing(path):
-        yield half
-        with half.open("rb") as file:
-            os.fsync(file.fileno())
-        half.replace(path)
+        try:
+            yield half
+            with half.open("rb") as file:
+                os.fsync(file.fileno())
+            half.replace(path)
+        except BaseException:
+            half.unlink(missing_ok=True)
+            raise
 
 
 def tensors_sum(tensors: Mapping[str, npt.NDArray[Any]]) -> npt.NDArray[np.uint8]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from edge_dflash.training.data import TrainingData, TrainingTask, read_tasks, sp
 from edge_dflash.training.drafter import EMBEDDING, HEAD, BlockDrafter
 from edge_dflash.training.evaluate import Measure, evaluate
 from edge_dflash.training.losses import Borrowed
+from edge_dflash.training.outlook import outlook
 from edge_dflash.training.shards import Sample, Shards
 from edge_dflash.training.stage import (
     Say,
@@ -47,6 +48,7 @@ from edge_dflash.training.workdir import TrainingDir, TrainingRun
 from edge_dflash.weights.quantize import dequantize
 
 RATE, SCRATCH_RATE = 3e-4, 1e-3  # peak learning rates
+AGAIN = "the same train-drafter command"
 WORSE = "worse"  # folder of a drafter that is worse than the one it began as
 
 
@@ -144,11 +146,11 @@ def _bundle(stage: TrainingStage, drafter: Path, output: Path) -> tuple[str, ...
     run = stage.run
     if is_bundle(run.target):
         own = BuildConfig(run.target, drafter, output, run.arch or "cpu", None, run.recipe, run.max_context)
-        return build(own, stage.progress).warnings
+        return build(replace(own, resume=AGAIN), stage.progress).warnings
     arch = run.arch or _arch(stage.device)
     native = None if arch == "cpu" else "native"
     config = BuildConfig(run.target, drafter, output, arch, native, run.recipe, run.max_context)
-    return build(config, stage.progress).warnings
+    return build(replace(config, resume=AGAIN), stage.progress).warnings
 
 
 def _arch(where: str) -> str:
@@ -166,6 +168,9 @@ def answer(stage: TrainingStage, bundle: Bundle, data: Sequence[TrainingData]) -
     with Planner.open(
         bundle.path, fallback=False, self_test="off", queue=64, lanes=lanes(stage), progress=stage.progress
     ) as one:
+        begun = any(stage.work.answers(index).exists() for index in range(len(data)))
+        if not begun and (ahead := outlook(run, one, data, len(evaluated(run, data)))) is not None:
+            stage.say(ahead.line(run))
         for index, each in enumerate(data):
             file = stage.work.answers(index)
             make_answers(

@@ -12,7 +12,7 @@ from edge_dflash.backends.cuda import support as devices
 from edge_dflash.backends.cuda.support import check_native
 from edge_dflash.backends.tensorrt import flavours
 from edge_dflash.board.archs import ARCHS, BACKENDS, CHUNK_SECONDS, arch_of_sm, find_arch
-from edge_dflash.board.profiles import board_profiles, load_board, read_board
+from edge_dflash.board.profiles import board_profiles, load_board, named_arch, read_board
 from edge_dflash.builder.choose import choose
 from edge_dflash.bundle.manifest import dump_manifest, parse_manifest
 from edge_dflash.bundle.reader import Bundle
@@ -57,13 +57,32 @@ def test_every_spelling_means_one_architecture(arch, bundle):
     assert arch.kernels in (arch.name, f"{arch.name}a")
 
 
-@pytest.mark.parametrize("word", ["sm42", "sm100a", "", "sm", "a", "cuda", "sm1100", "1.10", "11.00", "sm110b", "thor"])
+@pytest.mark.parametrize("word", ["sm42", "sm100a", "", "sm", "a", "cuda", "sm1100", "1.10", "11.00", "sm110b", "nano"])
 def test_an_unknown_architecture_is_answered_with_the_accepted_ones(word, refused, tmp_path):
     with pytest.raises(BackendError, match="accepted are cpu, sm87, sm89, sm90, sm110, sm120, sm121"):
         find_arch(word)
     code, line = refused("build", "--target", "t", "--drafter", "d", "--output", tmp_path / "o", "--arch", word)
     assert code == BackendError.exit_code
     assert f"arch is {word!r}; accepted are cpu, sm87" in line
+
+
+@pytest.mark.parametrize(
+    ("board", "arch"), [("thor", "sm110"), ("orin", "sm87"), ("Spark", "sm121"), ("t4000", "sm110")]
+)
+def test_a_board_stands_for_its_architecture(board, arch, tmp_path):
+    assert named_arch(board).name == named_arch(arch).name == arch
+    assert load_board(board).sm == named_arch(arch).sm
+    assert choose(board, None, default_recipe()).arch.name == arch
+
+
+def test_every_board_of_inspect_is_an_architecture_of_build():
+    for profile in board_profiles():
+        for name in (profile.name, *profile.aliases):
+            assert named_arch(name).sm == profile.sm
+    with pytest.raises(
+        BackendError, match=r"accepted are cpu, sm87.*; so are boards: agx-thor, dgx-spark, orin-agx-64"
+    ):
+        named_arch("nano")
 
 
 def test_the_cpu_runs_no_kernels():

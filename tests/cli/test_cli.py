@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
 import sys
 from functools import partial
@@ -88,6 +89,7 @@ def test_demo_compares_both_decodings(cli, demo_bundle):
     assert found["valid"] is True
     assert found["problems"] == []
     assert found["accept_length"] == pytest.approx(sum(found["accept_lengths"]) / len(found["accept_lengths"]))
+    assert found["done"] is True
     assert json.loads(found["text"]) == found["object"]
     assert found["object"]["steps"]
     assert found["plain_seconds"] > 0
@@ -120,8 +122,17 @@ def test_demo_builds_again_what_was_damaged_in_its_cache(cli, demo_bundle, tmp_p
     assert code == 0
     assert json.JSONDecoder().raw_decode(out)[0]["steps"]
     assert "the same tokens" in out
-    assert out.endswith("valid plan\n")
+    assert out.endswith("\nvalid plan\n")
     assert "building the demo again" in err
+    told = err[err.index("task: ") :].splitlines()
+    assert told[1].startswith("scene: the robot is in ")
+    assert any(line.startswith("rules: ") for line in told)
+    assert told[-4].startswith("valid means: ")
+    assert told[-3] == "the simulator ran the steps of the plan: they do the task"
+    assert [shlex.split(line.partition(": ")[2])[:2] for line in told[-2:]] == [
+        ["edge-dflash", "verify"],
+        ["edge-dflash", "build"],
+    ]
 
 
 def test_verify_a_bundle(cli, ids_bundle):
@@ -132,6 +143,15 @@ def test_verify_a_bundle(cli, ids_bundle):
     assert found["accept_length"] >= 1
     assert found["self_test"]["ok"]
     assert found["self_test"]["tokens_equal"]
+    assert (found["lossless"], found["summary"]) == (True, "lossless: yes")
+
+
+def test_verify_asks_the_demo_pair_what_it_was_trained_for(cli, demo_bundle):
+    """Prompts of other kinds say little of a drafter: accept length 1.4 in place of 12."""
+    code, out, _ = cli("verify", demo_bundle, "--count", 1, "--max-new-tokens", 32, "--json")
+    found = last_json(out)
+    assert (code, found["lossless"], found["summary"]) == (0, True, "lossless: yes")
+    assert found["accept_length"] > 6
 
 
 def test_verify_takes_a_prompt_set(cli, ids_bundle, tmp_path):
@@ -140,6 +160,7 @@ def test_verify_takes_a_prompt_set(cli, ids_bundle, tmp_path):
     code, out, _ = cli("verify", ids_bundle, "--prompts", prompts, "--max-new-tokens", 4)
     assert code == 0
     assert "2 prompts" in out
+    assert out.splitlines()[-1] == "lossless: yes"
 
 
 def test_verify_a_golden_file(cli, golden, tmp_path):

@@ -24,7 +24,7 @@ def test_a_report_holds_checks_benchmark_machine_and_bundle(cli, ids_bundle, tmp
     assert found["bench"]["plain"]["tokens_per_second"] > 0
     assert {check["code"] for check in found["doctor"]["checks"]} >= {"D001", "D014", "D017"}
     assert found["machine"]["edge_dflash"]
-    assert not list(tmp_path.glob("*.new"))
+    assert list(tmp_path.iterdir()) == [file]
 
 
 def test_a_difference_is_in_the_report_and_nothing_is_timed(cli, ids_bundle, tmp_path, monkeypatch):
@@ -36,9 +36,10 @@ def test_a_difference_is_in_the_report_and_nothing_is_timed(cli, ids_bundle, tmp
 
     monkeypatch.setattr(command, "verify_lossless", differing)
     file = tmp_path / "report.json"
-    code, _, err = cli("verify", ids_bundle, "--count", 1, "--max-new-tokens", 8, "--report", file)
+    code, out, err = cli("verify", ids_bundle, "--count", 1, "--max-new-tokens", 8, "--report", file)
     assert code == 9
     assert "speculative differs from plain" in err
+    assert out.splitlines()[-1].startswith("lossless: no, speculative output differs from plain output in ")
     found = json.loads(file.read_text())
     assert (found["ok"], found["bench"]) == (False, None)
     assert found["verify"]["differences"][0]["position"] == 3
@@ -50,6 +51,29 @@ def test_a_report_that_cannot_be_written_is_refused_before_any_work(refused, ids
     code, line = refused("verify", ids_bundle, "--report", tmp_path / place)
     assert code == 8
     assert "is no file in a directory that exists" in line
+
+
+def test_a_place_without_rights_is_refused_before_any_work(refused, ids_bundle, monkeypatch):
+    """Rights are tried, not read: /proc refuses everybody."""
+    monkeypatch.setattr(command, "_verify_bundle", None)
+    code, line = refused("verify", ids_bundle, "--report", "/proc/report.json")
+    assert code == 8
+    assert "--report /proc/report.json cannot be written: " in line
+
+
+def test_what_was_found_is_printed_also_when_the_report_cannot_be_written_after_all(
+    cli, ids_bundle, tmp_path, monkeypatch
+):
+    def full(*given):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(command, "_bench", lambda bundle: None)
+    monkeypatch.setattr("edge_dflash.checks.provenance.write_whole", full)
+    argv = ("--count", 1, "--max-new-tokens", 4, "--report", tmp_path / "r.json")
+    code, out, err = cli("verify", ids_bundle, *argv)
+    assert code == 1
+    assert out.splitlines()[-1] == "lossless: yes"
+    assert "No space left" in err
 
 
 def test_a_golden_file_has_no_report(refused, tmp_path):

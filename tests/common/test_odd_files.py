@@ -142,3 +142,33 @@ def test_a_pattern_without_end_is_ended(monkeypatch):
     with pytest.raises(ValueError, match="matches in 1 s") as caught:  # it would take years
         processes.matching(["a", "(a+)+$"], ["a" * 60 + "!"])
     assert caught.value.args[0] == "(a+)+$"
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("verify", "BUNDLE", "--report", "/proc/x.json"),
+        ("bench", "BUNDLE", "--plot", "/proc/x.svg"),
+        ("bench", "BUNDLE", "--record", "/proc/x.json"),
+        ("bench", "BUNDLE", "--cubins", "/proc/x/y"),
+        ("demo", "--image", "--save", "/proc/x.png"),
+        ("demo", "--bundle", "/proc/x/y"),
+        ("build", "--target", "TARGET", "--drafter", "DRAFTER", "--output", "/proc/x/y"),
+        ("train-drafter", "--target", "TARGET", "--data", "/dev/null", "--output", "/proc/x", "--steps", "1"),
+        ("serve", "BUNDLE", "--socket", "/proc/x.sock", "--state-dir", "/proc/x/state"),
+        ("service", "install", "BUNDLE", "--root", "/proc/x"),
+    ],
+    ids=" ".join,
+)
+def test_outputs_are_tried_before_any_work(refused, ids_bundle, golden, argv, monkeypatch):
+    """Nothing is loaded, built or measured for what cannot be written."""
+
+    def work(*given, **named):
+        raise AssertionError("work began")
+
+    for place in ("planner.Planner.open", "builder.write._fill", "bundle.reader.hash_file"):
+        monkeypatch.setattr(f"edge_dflash.{place}", work)
+    paths = {"BUNDLE": ids_bundle, "TARGET": golden / "qwen3_5-tiny", "DRAFTER": golden / "qwen3_5-tiny-dflash"}
+    code, line = refused(*(paths.get(word, word) for word in argv))
+    assert code not in (0, 2)
+    assert "/proc" in line

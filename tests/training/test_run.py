@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +17,9 @@ from edge_dflash.common.progress import unheard
 from edge_dflash.demo.tasks import MODELS
 from edge_dflash.errors import BackendError, BuildError, BundleError, CheckpointError, RequestError
 from edge_dflash.model.registry import read_drafter_spec
+from edge_dflash.training import dryrun
 from edge_dflash.training import run as stages
+from edge_dflash.training.outlook import AnswerPace, Outlook
 from edge_dflash.training.run import train_drafter
 from edge_dflash.training.start import same_files
 from edge_dflash.training.workdir import TrainingDir, TrainingRun
@@ -215,9 +218,13 @@ def test_the_command_tells_what_a_training_takes(given, whole, cli, tmp_path):
     run = part_of(given, tmp_path / "out", "start", "before")
     argv = ("--target", run.target, "--data", run.data[0], "--output", run.output, "--drafter", run.drafter)
     sizes = ("--steps", 4, "--new-tokens", 8, "--evaluated", 4, "--sequences", 2, "--anchors", 2)
-    code, out, _ = cli("train-drafter", *argv, *sizes, "--dry-run", "--json")
+    code, out, err = cli("train-drafter", *argv, *sizes, "--dry-run", "--json")
     told = json.loads(out)
     assert code == 0
+    said = err.splitlines()
+    assert said[0].startswith("a dry run builds the first bundle")
+    assert any(re.fullmatch(r"the dry run takes about \d+ s from here", line) for line in said)
+    assert any(re.match(r"at most .* in all besides the steps: answers .*, training 4 steps,", line) for line in said)
     hours = [told[f"{stage}_hours"] for stage in ("answers", "taps", "training", "evaluation")]
     assert min(hours) > 0
     assert told["hours"] == sum(hours)
@@ -225,6 +232,43 @@ def test_the_command_tells_what_a_training_takes(given, whole, cli, tmp_path):
     assert told["parameters"] > 2e6
     assert 0 < told["memory"]["total"] < told["device"]
     assert {path.name for path in (run.output / "work").iterdir()} == {"start", "before", "lock", "run.json"}
+
+
+def test_steps_that_take_long_are_timed_twice_and_no_more(given, whole, tmp_path, monkeypatch):
+    run, timed, original = part_of(given, tmp_path / "out", "start", "before"), [], dryrun._timed
+
+    def counting(*parts):
+        timed.append(parts[-1])
+        return original(*parts)
+
+    monkeypatch.setattr(dryrun, "_timed", counting)
+    monkeypatch.setattr(dryrun, "STEP_SECONDS", 0.0)
+    short = replace(run, new_tokens=8, evaluated=4)
+    assert dryrun.dry_run(short).training_hours > 0
+    assert timed == [2]
+
+
+def test_how_long_all_takes_is_said_before_the_first_answer(given, whole, tmp_path, monkeypatch):
+    run, said = part_of(given, tmp_path / "out", "start", "before"), []
+
+    def stopped(*parts, **named):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(stages, "make_answers", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        train_drafter(replace(run, steps=0, minutes=2.0), say=said.append)
+    (line,) = [line for line in said if line.startswith("at most ")]
+    assert "training 2 min, which --minutes bounds, evaluation" in line
+    assert "in all besides" not in line
+
+
+def test_the_longest_answers_bound_the_stages():
+    pace = AnswerPace(prompt=100.0, drafted=50.0, plain=10.0)
+    assert pace.seconds(200, 100) == pytest.approx(2 + 2)
+    assert pace.seconds(200, 100, plain=True) == pytest.approx(2 + 10)
+    ahead = Outlook(pace, 200.0, answers=100.0, taps=7200.0, evaluation=60.0)
+    run = TrainingRun(Path("t"), (Path("d"),), Path("o"), minutes=10.0)
+    assert ahead.line(run).startswith("at most 2.2 h in all: answers 2 min, taps 2.0 h, training 10 min, which")
 
 
 def test_a_device_that_is_too_small_is_told_before_and_after(given, whole, tmp_path, monkeypatch):

@@ -8,7 +8,6 @@ Build-time only; the run time loads the cubins. Kernel sources lie in ``kernels/
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 import struct
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ from threading import Lock
 from typing import Any
 
 from edge_dflash.board.archs import KERNEL_ARCHS, find_arch
+from edge_dflash.common.files import write_whole
 from edge_dflash.errors import BackendError, BuildError
 
 KERNELS = Path(__file__).parent / "kernels"
@@ -118,9 +118,7 @@ def cached_cubin(unit: str, arch: str, cache: Path) -> bytes:
     path = cached_path(unit, arch, cache)
     if not path.exists():
         cache.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f"{path.name}.{os.getpid()}")
-        partial.write_bytes(compile_cubin(unit, arch))
-        partial.replace(path)
+        write_whole(path, compile_cubin(unit, arch))
     return path.read_bytes()
 
 
