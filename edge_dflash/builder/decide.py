@@ -20,14 +20,13 @@ from edge_dflash.backends.cuda.compile import compiler_version, kernels_digest
 from edge_dflash.builder.card import DrafterCard, read_card
 from edge_dflash.builder.choose import Choice, choose, decide_lanes, decide_native
 from edge_dflash.builder.engines import decide_engines, expanded_weights
-from edge_dflash.builder.inputs import COPIED_FILES, fingerprints, read_checkpoints, read_tokenizer, unread_tower
+from edge_dflash.builder.inputs import copied_files, fingerprints, read_checkpoints, read_tokenizer, unread_tower
 from edge_dflash.builder.journal import check_free
 from edge_dflash.builder.scales import ScaleDecisions, decide_scales
 from edge_dflash.bundle.manifest import EngineFiles, FileEntry, SourceFile
 from edge_dflash.bundle.parts import Part, building_path, bundle_parts, stack_bytes
 from edge_dflash.checks.footprint import row_parameters
 from edge_dflash.checks.inspect import default_chunk
-from edge_dflash.common.files import is_there
 from edge_dflash.common.tables import encode
 from edge_dflash.errors import BackendError, BuildError
 from edge_dflash.model import pair_programs
@@ -147,7 +146,6 @@ def decide(config: BuildConfig) -> Decisions:
         "config": json.dumps([choice.arch.name, choice.backends, max_context, chunk, lanes]),
         **choices(recipe, scales, tools),
     }
-    names = COPIED_FILES if tokenizer is not None else ()
     return Decisions(
         config=config,
         choice=choice,
@@ -162,7 +160,7 @@ def decide(config: BuildConfig) -> Decisions:
         prefill_chunk=chunk,
         lanes=lanes,
         scales=scales,
-        tokenizer_files=tuple(path for name in names if is_there(path := config.target / name)),
+        tokenizer_files=copied_files(config.target) if tokenizer is not None else (),
         sources=sources,
         tools=tools,
         engines=engines,
