@@ -114,7 +114,7 @@ class Options:
     whitespace: bool = False  # True: JSON may have blanks outside strings
     deadline: float | None = None  # seconds from the call, waiting in the queue included; None: no bound
     max_new_tokens: int | None = None  # None: until a stop token or the end of the usable context
-    temperature: float = 0.0  # 0: the best token each time
+    temperature: float = 0.0  # 0, and below 0.0001: the best token each time
     top_k: int = 0  # 0: no limit
     top_p: float = 1.0  # 1: no limit
     seed: int = 0  # makes a drawn answer repeatable
@@ -137,7 +137,7 @@ class Options:
         given_values = {field.name: getattr(self, field.name) for field in fields(self)}
         for name, value in rules.checked(OPTIONS, given_values).items():
             object.__setattr__(self, name, value)
-        _ = self.sampling  # refuses bad values
+        object.__setattr__(self, "temperature", self.sampling.temperature)  # refuses bad values
         if len(given := [name for name in ("schema", "regex", "grammar") if getattr(self, name) is not None]) > 1:
             raise RequestError(f"{' and '.join(given)} are given; give one of schema, regex and grammar")
         if self.raw and self.tools:

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 from edge_dflash.client.api import WORDS
 from edge_dflash.decode.options import PlanOptions
-from edge_dflash.decode.sampling import MOST_ALTERNATIVES
+from edge_dflash.decode.sampling import MOST_ALTERNATIVES, Sampling
 from edge_dflash.errors import RequestError
 from edge_dflash.runner.planning import MOST_CANDIDATES
 from edge_dflash.serve.config import ServeConfig
@@ -116,7 +116,7 @@ def _stream_options(fields: BodyFields, stream: bool) -> bool:
 
 def _sampling(fields: BodyFields, options: PlanOptions, default: float) -> None:
     temperature = fields.number("temperature", 0.0, 2.0)
-    options["temperature"] = default if temperature is None else temperature
+    options["temperature"] = Sampling(default if temperature is None else temperature).temperature
     if (top_p := fields.number("top_p", 0.0, 1.0)) is not None:
         options["top_p"] = top_p
         if top_p == 0.0:  # the smallest set of tokens: the best one

@@ -224,3 +224,18 @@ def test_a_choice_of_none_tells_of_no_tools():
     assert Options(tools=TOOLS, tool_choice="wait").forced_tools == (WAIT,)
     assert Options(tools=TOOLS).forced_tools == ()
     assert accepts(form([WAIT], DIALECTS["json"]), "") is False
+
+
+def test_a_forced_argument_has_the_type_that_its_schema_implies():
+    pose = {"properties": {"x": {"type": "integer"}}, "required": ["x"], "additionalProperties": False}
+    path = {"anyOf": [{"items": {"type": "integer"}, "maxItems": 2}, {"type": "null"}]}
+    move = tool("move", {"pose": pose, "path": path}, ("pose", "path"))
+    words = DIALECTS["tagged"]
+    constraint = form([move], words)
+    for seed in range(6):
+        tokens = drawn(constraint, words, seed)
+        constraint.pop(len(tokens) + 1)
+        (call,) = split_answer(tokens, words, stop_token_ids=STOP, tools=[move]).tool_calls
+        arguments = json.loads(call.arguments)
+        assert set(arguments["pose"]) == {"x"}
+        assert isinstance(arguments["path"], list | None)

@@ -189,6 +189,8 @@ def _parameter(rule: str, key: str, schema: Any, shared: dict[str, Any], dialect
         yield f"{rule.upper()}: {text}"
     elif kinds and "string" not in kinds:
         whole = {**found, **shared} if isinstance(found, dict) else {}
+        if not whole.keys() & {"$ref", "type", "enum", "const"}:  # that its keywords imply
+            whole["type"] = sorted(kinds)
         check(whole)
         yield f"{rule}v: {_json(whole)} {_literal(after)}"
     elif _is_bare(found, shared):
