@@ -255,6 +255,11 @@ def function_of(tool: Tool) -> Mapping[str, Any]:
     return inner if isinstance(inner, Mapping) else tool
 
 
+def is_strict(tool: Tool) -> bool:
+    """Whether its calls are to satisfy its schema, forced or not."""
+    return function_of(tool).get("strict") is True
+
+
 def chosen_tools(tools: Sequence[Tool], choice: str) -> tuple[Tool, ...]:
     """The tools of which one must be called: all for "required", one for a name, none for "auto" and "none".
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
 
 from edge_dflash.common.rules import refuse_surrogates
 from edge_dflash.decode.grammar.schema_check import check
@@ -26,6 +27,7 @@ from edge_dflash.text.tool_calls import (
     definitions_of,
     followed,
     function_of,
+    is_strict,
     type_names,
     types_of,
 )
@@ -104,8 +106,50 @@ def _special(name: str, token_id: Callable[[str], int | None]) -> str:
 # A call of one of some tools -----------------------------------------------------------------------------------------
 
 
-def tool_grammar(tools: Sequence[Tool], dialect: JsonCalls | TaggedCalls) -> str:
+Dialect: TypeAlias = JsonCalls | TaggedCalls
+
+
+def tool_grammar(tools: Sequence[Tool], dialect: Dialect) -> str:
     """The grammar of one call of one of the tools. Raises RequestError for a schema that could not be enforced."""
+    bodies, rules = _calls(tools, dialect)
+    return _checked(f"start: <tool_call> ({bodies}) </tool_call>", rules, "a forced call; choose one by name, or")
+
+
+def beside_form(tools: Sequence[Tool], dialect: Dialect, form: Form) -> str:
+    """The grammar of one or more calls, as a model writes them in a row, or of the form. Raises RequestError."""
+    bodies, rules = _calls(tools, dialect)
+    start = f'start: call ("\\n"? call)* | form\ncall: <tool_call> ({bodies}) </tool_call>'
+    return _checked(start, [*rules, form.rules()], f"calls beside a {form.kind}; leave it out, or")
+
+
+def call_grammar(tools: Sequence[Tool], dialect: Dialect) -> str:
+    """What follows ``<tool_call>``: a strict tool's call is held to its schema, that of another to its name alone."""
+    bodies, rules = _calls(tools, dialect, held=is_strict)
+    return _checked(f"start: ({bodies}) </tool_call>", rules, "strict calls; leave strict out, or")
+
+
+@dataclass(frozen=True)
+class Form:
+    """The form of an answer that may be calls instead: ``text`` is a schema as JSON, or a regular expression."""
+
+    kind: Literal["schema", "regex"]
+    text: str
+
+    def rules(self) -> str:
+        """Rule ``form``. Raises RequestError for a schema that could not be enforced."""
+        if self.kind == "regex":
+            return f"form: FORM\nFORM: /(?:{_slashed(self.text)})/"
+        schema = json.loads(self.text)
+        check(schema)
+        if not isinstance(schema, dict):
+            schema = {} if schema else {"not": {}}
+        return f"form: {_json(schema)}"
+
+
+def _calls(
+    tools: Sequence[Tool], dialect: Dialect, held: Callable[[Tool], bool] = lambda tool: True
+) -> tuple[str, list[str]]:
+    """Names of the rules of a call of each tool, between ``|``, and the rules; ``held``: to its schema."""
     rules: list[str] = []
     names: set[str] = set()
     for index, tool in enumerate(tools):
@@ -114,21 +158,34 @@ def tool_grammar(tools: Sequence[Tool], dialect: JsonCalls | TaggedCalls) -> str
             raise RequestError(f"two tools are called {name!r}, so a call could mean either; give each its own name")
         names.add(name)
         try:
-            if isinstance(dialect, JsonCalls):
+            if not held(tool):
+                rules.append(f"c{index}: {_literal(_opening(name, dialect))} /(?s:.*)/")
+            elif isinstance(dialect, JsonCalls):
                 check(parameters)
                 rules.append(_json_call(f"c{index}", name, parameters, dialect))
             else:
                 rules += _tagged_call(f"c{index}", name, parameters, dialect)
         except RequestError as error:
             raise RequestError(f"a call of the tool {name!r} cannot be forced: {error}") from None
-    calls = " | ".join(f"c{index}" for index in range(len(tools)))
-    made = "\n".join((f"start: <tool_call> ({calls}) </tool_call>", *rules))
+    return " | ".join(f"c{index}" for index in range(len(tools))), rules
+
+
+def _checked(start: str, rules: Sequence[str], what: str) -> str:
+    made = "\n".join((start, *rules))
     if len(made.encode()) > MAX_BYTES or len(rules) > MAX_RULES // 2:  # some are of two lines
         raise RequestError(
-            f"the tools are too large for a forced call: {len(made.encode())} bytes and {len(rules)} rules, at most "
-            f"{MAX_BYTES} and {MAX_RULES // 2} are taken; choose one by name, or give fewer"
+            f"the tools are too large for {what.partition(';')[0]}: {len(made.encode())} bytes and {len(rules)} rules, "
+            f"at most {MAX_BYTES} and {MAX_RULES // 2} are taken;{what.partition(';')[2]} give fewer"
         )
     return made
+
+
+def _opening(name: str, dialect: Dialect) -> str:
+    """What a call begins with, up to its arguments."""
+    if isinstance(dialect, JsonCalls):
+        return dialect.head + json.dumps(name, ensure_ascii=False) + dialect.middle
+    _need_plain(name, "its name")
+    return dialect.head + name + dialect.opened
 
 
 def _described(tool: Tool) -> tuple[str, dict[str, Any]]:
@@ -146,12 +203,11 @@ def _described(tool: Tool) -> tuple[str, dict[str, Any]]:
 
 
 def _json_call(rule: str, name: str, parameters: dict[str, Any], dialect: JsonCalls) -> str:
-    before = dialect.head + json.dumps(name, ensure_ascii=False) + dialect.middle
-    return f"{rule}: {_literal(before)} {_json(parameters)} {_literal(dialect.tail)}"
+    return f"{rule}: {_literal(_opening(name, dialect))} {_json(parameters)} {_literal(dialect.tail)}"
 
 
 def _tagged_call(rule: str, name: str, parameters: dict[str, Any], dialect: TaggedCalls) -> Iterator[str]:
-    _need_plain(name, "its name")
+    before = _opening(name, dialect)
     if other := next((key for key in parameters if key not in _WHOLE and not key.startswith("x-")), None):
         raise RequestError(f"{other!r} of its parameters would not be enforced in this model's dialect; remove it")
     check(parameters)
@@ -168,7 +224,7 @@ def _tagged_call(rule: str, name: str, parameters: dict[str, Any], dialect: Tagg
         part = f"{rule}p{index}"
         parts.append(part if key in required else f"{part}?")
         yield from _parameter(part, key, schema, shared, dialect)
-    yield f"{rule}: {_literal(dialect.head + name + dialect.opened)} {' '.join(parts)} {_literal(dialect.tail)}"
+    yield f"{rule}: {_literal(before)} {' '.join(parts)} {_literal(dialect.tail)}"
 
 
 def _parameter(rule: str, key: str, schema: Any, shared: dict[str, Any], dialect: TaggedCalls) -> Iterator[str]:
