@@ -56,7 +56,7 @@ def test_a_call_is_held_from_its_opening_on():
     constraint.advance([A, SHUT, B])
     assert constraint.masks([]) == [None]
     constraint.advance([OPEN])
-    with pytest.raises(RequestError, match="not taken"):
+    with pytest.raises(RequestError, match="does not take token"):
         constraint.advance([B])
 
 

@@ -157,7 +157,7 @@ def test_what_cannot_be_is_refused_by_name():
         held = {**odd, "function": {**odd["function"], "strict": True}}
         odd_call = "and tools are given: a call of the tool 'odd' .*"
         for given, reason in (
-            ({"tools": [odd], "schema": REPORT}, f"schema {odd_call}tool_choice none"),
+            ({"tools": [held], "schema": REPORT}, f"schema {odd_call}tool_choice none"),
             ({"tools": [held]}, f"strict {odd_call}leave strict out"),
             ({"tools": TOOLS, "schema": {"type": "object", "uniqueItems": True}}, "schema and tools are given: "),
             ({"tools": TOOLS, "grammar": 'start: "a"'}, "grammar and tools are given, but the grammar leaves no call"),
@@ -167,6 +167,7 @@ def test_what_cannot_be_is_refused_by_name():
         ):  # fmt: skip
             with pytest.raises(RequestError, match=reason):
                 planner.plan(TASK, **given)
+        assert planner.plan(TASK, tools=[odd], schema=REPORT, max_new_tokens=2).tokens  # held to its name
         assert planner.plan(TASK, tools=TOOLS, grammar='start: "a" | <tool_call> "b" </tool_call>').finish_reason
         assert planner.plan(TASK, tools=[held], tool_choice="none", max_new_tokens=2).tokens
     silent = with_template("{% if tools %}{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}")

@@ -116,15 +116,18 @@ def tool_grammar(tools: Sequence[Tool], dialect: Dialect) -> str:
 
 
 def beside_form(tools: Sequence[Tool], dialect: Dialect, form: Form) -> str:
-    """The grammar of one or more calls, as a model writes them in a row, or of the form. Raises RequestError."""
-    bodies, rules = _calls(tools, dialect)
+    """The grammar of one or more calls, as a model writes them in a row, or of the form. Raises RequestError.
+
+    A call of a tool that is not strict is held to its name alone where its schema could not be enforced.
+    """
+    bodies, rules = _calls(tools, dialect, free=lambda tool, fails: fails and not is_strict(tool))
     start = f'start: call ("\\n"? call)* | form\ncall: <tool_call> ({bodies}) </tool_call>'
     return _checked(start, [*rules, form.rules()], f"calls beside a {form.kind}; leave it out, or")
 
 
 def call_grammar(tools: Sequence[Tool], dialect: Dialect) -> str:
     """What follows ``<tool_call>``: a strict tool's call is held to its schema, that of another to its name alone."""
-    bodies, rules = _calls(tools, dialect, held=is_strict)
+    bodies, rules = _calls(tools, dialect, free=lambda tool, fails: not is_strict(tool))
     return _checked(f"start: ({bodies}) </tool_call>", rules, "strict calls; leave strict out, or")
 
 
@@ -147,26 +150,26 @@ class Form:
 
 
 def _calls(
-    tools: Sequence[Tool], dialect: Dialect, held: Callable[[Tool], bool] = lambda tool: True
+    tools: Sequence[Tool], dialect: Dialect, free: Callable[[Tool, bool], bool] = lambda tool, fails: False
 ) -> tuple[str, list[str]]:
-    """Names of the rules of a call of each tool, between ``|``, and the rules; ``held``: to its schema."""
+    """Names of the rules of a call of each tool, between ``|``, and the rules.
+
+    ``free``: whether a tool's arguments may be anything, now that its schema could or (True) could not be enforced.
+    """
     rules: list[str] = []
     names: set[str] = set()
     for index, tool in enumerate(tools):
-        name, parameters = _described(tool)
+        name = str(function_of(tool).get("name"))
         if name in names:
             raise RequestError(f"two tools are called {name!r}, so a call could mean either; give each its own name")
         names.add(name)
+        anything = [f"c{index}: {_literal(_opening(name, dialect))} /(?s:.*)/"]
         try:
-            if not held(tool):
-                rules.append(f"c{index}: {_literal(_opening(name, dialect))} /(?s:.*)/")
-            elif isinstance(dialect, JsonCalls):
-                check(parameters)
-                rules.append(_json_call(f"c{index}", name, parameters, dialect))
-            else:
-                rules += _tagged_call(f"c{index}", name, parameters, dialect)
+            rules += anything if free(tool, False) else _call(f"c{index}", name, tool, dialect)
         except RequestError as error:
-            raise RequestError(f"a call of the tool {name!r} cannot be forced: {error}") from None
+            if not free(tool, True):
+                raise RequestError(f"a call of the tool {name!r} cannot be forced: {error}") from None
+            rules += anything
     return " | ".join(f"c{index}" for index in range(len(tools))), rules
 
 
@@ -184,22 +187,29 @@ def _opening(name: str, dialect: Dialect) -> str:
     """What a call begins with, up to its arguments."""
     if isinstance(dialect, JsonCalls):
         return dialect.head + json.dumps(name, ensure_ascii=False) + dialect.middle
-    _need_plain(name, "its name")
+    _need_plain(name, "the name of a tool")
     return dialect.head + name + dialect.opened
 
 
-def _described(tool: Tool) -> tuple[str, dict[str, Any]]:
-    function = function_of(tool)
-    given = function.get("parameters")
+def _call(rule: str, name: str, tool: Tool, dialect: Dialect) -> list[str]:
+    """Rules of a call whose arguments satisfy the tool's schema."""
+    parameters = _parameters(tool)
+    if isinstance(dialect, TaggedCalls):
+        return list(_tagged_call(rule, name, parameters, dialect))
+    check(parameters)
+    return [_json_call(rule, name, parameters, dialect)]
+
+
+def _parameters(tool: Tool) -> dict[str, Any]:
+    given = function_of(tool).get("parameters")
     if given is None or given == {}:
         given = {"type": "object", "properties": {}, "additionalProperties": False}
     parameters = json.loads(json.dumps(given, default=dict))
     if isinstance(parameters, dict):
         parameters.setdefault("type", "object")
-    name = str(function.get("name"))
     if not isinstance(parameters, dict) or parameters["type"] != "object":
-        raise RequestError(f"a call of the tool {name!r} cannot be forced: its parameters are not of type object")
-    return name, parameters
+        raise RequestError("its parameters are not of type object")
+    return parameters
 
 
 def _json_call(rule: str, name: str, parameters: dict[str, Any], dialect: JsonCalls) -> str:
