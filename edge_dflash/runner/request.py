@@ -303,14 +303,18 @@ def _with_calls(options: Options, tools: Sequence[Tool], tokenizer: Tokenizer) -
     if forced := options.forced_tools:
         return tool_grammar(forced, dialect_of(tokenizer))
     what = "regex" if options.regex is not None else "schema" if options.schema is not None else "strict"
+    remedy = "leave strict out" if what == "strict" else f"leave tools or {what} out, or give tool_choice none"
+    try:
+        dialect = dialect_of(tokenizer)
+    except RequestError as error:  # its remedy is that of a forced call
+        raise RequestError(f"{what} and tools are given: {str(error).rpartition(';')[0]}; {remedy}") from None
     try:
         if what == "strict":
-            return call_grammar(tools, dialect_of(tokenizer))
+            return call_grammar(tools, dialect)
         form = Form("schema", schema_json(options.schema)) if options.regex is None else Form("regex", options.regex)
-        return beside_form(tools, dialect_of(tokenizer), form)
+        return beside_form(tools, dialect, form)
     except RequestError as error:
-        remedy = "leave strict out" if what == "strict" else f"leave tools or {what} out, or give tool_choice none"
-        raise RequestError(f"{what} and tools are given: {error} ({remedy})") from None
+        raise RequestError(f"{what} and tools are given: {error}; {remedy}") from None
 
 
 def _relaxation(model: Model, options: Options, prompt: Sequence[int]) -> Relaxation | None:
