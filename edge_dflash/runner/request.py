@@ -173,7 +173,11 @@ def _without_template(tokenizer: Tokenizer, task: Task, options: Options) -> tup
         if not isinstance(task, str):
             raise RequestError("raw is given with messages; give one text, or leave raw out")
         return tokenizer.encode(task)
-    return tokenizer.encode_text(task) if isinstance(task, str) and tokenizer.template is None else None
+    if not isinstance(task, str) or (tokenizer.tool_template if options.tools else tokenizer.template) is not None:
+        return None
+    if options.tools:
+        raise RequestError("this model has no chat template, which describes tools; leave tools out")
+    return tokenizer.encode_text(task)
 
 
 def as_said(model: Model, task: Task) -> list[Message]:

@@ -5,16 +5,17 @@ Read from the files of a Hugging Face checkpoint (:mod:`edge_dflash.text.templat
 
 from __future__ import annotations
 
-import contextlib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as HfTokenizer
 
 from edge_dflash.common.files import is_there
-from edge_dflash.errors import BundleError, RequestError, one_line
+from edge_dflash.common.panics import refused
+from edge_dflash.errors import BundleError, RequestError
 from edge_dflash.text.template import BoundError, ChatTemplate, Message
 from edge_dflash.text.template_files import DEFAULT, TOOL_USE, read, read_object, read_templates, special_tokens
 
@@ -75,6 +76,8 @@ class Tokenizer:
         """
         with _panics(BundleError, f"{directory / 'tokenizer.json'} cannot be used"):
             tokenizer: HfTokenizer = read(directory / "tokenizer.json", HfTokenizer.from_str, MAX_TOKENIZER)
+            tokenizer.no_truncation()  # of a training run, perhaps: a prompt is whole
+            tokenizer.no_padding()
         path = directory / "tokenizer_config.json"
         config = read_object(path) if is_there(path) else {}
         special = special_tokens(directory, config)
@@ -177,7 +180,11 @@ class Tokenizer:
             except RequestError as error:  # without system messages, for example
                 why = str(error)
                 continue
-            if self.encode("".join(pieces)) != self.encode_pieces(pieces):
+            try:
+                whole = self.encode("".join(pieces)) == self.encode_pieces(pieces)
+            except RequestError as error:  # not of these messages: no chat could be encoded
+                raise BundleError(f"{where}: {error}") from None
+            if not whole:
                 raise BundleError(
                     f"{where}: the chat template builds control tokens from parts, so that they cannot be told from "
                     "text; write them whole in chat_template.jinja"
@@ -295,15 +302,6 @@ class Detokenizer:
         return self._decode([*self._context, *self._pending])[before:]
 
 
-@contextlib.contextmanager
-def _panics(kind: type[BundleError | RequestError], what: str) -> Iterator[None]:
-    """Raise ``kind`` for a panic of the library: a regular expression that backtracks for too long, a broken model.
-
-    It is no Exception, and would end whatever thread it meets.
-    """
-    try:
-        yield
-    except BaseException as error:
-        if type(error) is not Exception and type(error).__name__ != "PanicException":
-            raise
-        raise kind(f"{what} ({one_line(error)}); use the tokenizer.json of this model") from None
+def _panics(kind: Callable[[str], BundleError | RequestError], what: str) -> AbstractContextManager[None]:
+    """Errors of the library: a regular expression that backtracks for too long, a model without a token for a text."""
+    return refused(kind, what, "use the tokenizer.json of this model")

@@ -14,6 +14,7 @@ from service_support import client_of, events, fake_service
 from edge_dflash.decode.options import Options
 from edge_dflash.errors import RequestError
 from edge_dflash.planner import Planner
+from edge_dflash.text.tokenizer import Tokenizer
 from tests.decode.test_tool_form import DIALECTS, WAIT, tool, with_template
 
 TASK = [{"role": "user", "content": "Take the mug."}]
@@ -207,3 +208,12 @@ def test_the_service_answers_agents_with_an_output_type(tmp_path):
         "choices"
     ]
     assert choice["message"]["tool_calls"]
+
+
+def test_a_text_for_a_model_without_a_template_cannot_have_tools():
+    words = Tokenizer(tokenizer()._tokenizer, None, tokenizer().control_id(END))
+    shape = replace(SHAPE, vocab_size=vocab_size(), max_context=2048)
+    with Planner(FakeBackend(shape), words, [tokenizer().control_id(END)], fallback=False) as planner:
+        assert planner.plan("Go.", max_new_tokens=2).tokens
+        with pytest.raises(RequestError, match="no chat template, which describes tools"):
+            planner.plan("Go.", tools=TOOLS, max_new_tokens=2)

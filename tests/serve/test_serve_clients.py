@@ -202,7 +202,7 @@ ASKED = {"role": "assistant", "content": None, "tool_calls": [
     [
         ([{"role": "tool", "content": "12"}], "messages[1].tool_call_id", "is missing; give the id"),
         ([{"role": "tool", "tool_call_id": "a1", "content": "12"}], "messages[1].tool_call_id", "there are none"),
-        ([{"role": "tool", "tool_call_id": "a1", "content": "12"}, ASKED], "messages[1].tool_call_id", "there are none"),
+        ([{"role": "tool", "tool_call_id": "a1", "content": "1"}, ASKED], "messages[1].tool_call_id", "there are none"),
         ([ASKED, {"role": "tool", "tool_call_id": "b", "content": "1"}], "messages[2].tool_call_id", "there are a1"),
         ([ASKED, {"role": "tool", "tool_call_id": "", "content": "1"}], "messages[2].tool_call_id", "there are a1"),
         ([{**ASKED, "refusal": "no"}], "messages[1].refusal", "give what was said as content"),

@@ -150,3 +150,40 @@ def test_a_regular_expression_without_end_is_an_error_of_ours(tmp_path):
     with pytest.raises(RequestError, match="the tokenizer cannot read this text"):
         tokenizer.encode_text("a" * 64 + "b")
     assert tokenizer.encode("ab")
+
+
+def changed(tmp_path, **changes):
+    directory = write_tokenizer(tmp_path)
+    files = json.loads((directory / "tokenizer.json").read_text())
+    (directory / "tokenizer.json").write_text(json.dumps({**files, **changes}))
+    return Tokenizer.open(directory)
+
+
+def test_truncation_and_padding_of_a_training_run_change_no_prompt(tmp_path):
+    whole = changed(tmp_path / "whole").encode("a" * 100)
+    cut = {"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0}
+    pad = {"strategy": {"Fixed": 10**9}, "direction": "Right", "pad_id": 0, "pad_type_id": 0, "pad_token": "x"}
+    assert (
+        changed(tmp_path / "cut", truncation=cut, padding={**pad, "pad_to_multiple_of": None}).encode("a" * 100)
+        == whole
+    )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"normalizer": {"type": "Prepend", "prepend": ""}},
+        {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "CAAAAAEAAAD/////"}},
+        {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
+        {"pre_tokenizer": {"type": "FixedLength", "length": 0}},
+    ],
+)
+def test_a_panic_at_the_opening_is_an_error_of_ours(tmp_path, changes):
+    with pytest.raises(BundleError, match="use the tokenizer"):
+        changed(tmp_path, **changes)
+
+
+def test_a_panic_of_a_decoder_is_an_error_of_ours(tmp_path):
+    tokenizer = changed(tmp_path, decoder={"type": "Strip", "content": "a", "start": 99, "stop": 99})
+    with pytest.raises(RequestError, match="cannot write this answer"):
+        tokenizer.decode(tokenizer.encode("ab"))
