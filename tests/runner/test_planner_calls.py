@@ -83,9 +83,9 @@ def test_the_model_chooses_which(dialect):
         plan = runs(planner, tools=TOOLS, schema=REPORT)
         assert plan.tool_calls
         check_call(plan.tool_calls[0])
-    with opened(words, '{"percent": 7}' + END) as planner:
+    with opened(words, '{"percent":7}' + END) as planner:  # no blanks, as without tools
         plan = runs(planner, tools=TOOLS, schema=REPORT)
-        assert (plan.object, plan.tool_calls) == ({"percent": 7}, ())
+        assert (plan.text, plan.object, plan.tool_calls) == ('{"percent":7}', {"percent": 7}, ())
     with opened(words, "The battery") as planner:
         plan = runs(planner, tools=TOOLS, schema=REPORT)
         assert plan.object or plan.tool_calls

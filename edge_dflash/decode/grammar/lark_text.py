@@ -38,12 +38,12 @@ MAX_RULES = 500  # the library follows rules by recursion: a long chain of them 
 _LEXICON = re.compile(
     r"""
       (?P<skip> //[^\n]* | \#[^\n]* | "(?:\\.|[^"\\\n])*" | /(?:\\.|[^/\\\n])+/ )
-    | %json \s* (?P<json> (?=\{) )
+    | (?P<form> ^form: \s* )? %json \s* (?P<json> (?=\{) )
     | < (?P<name> [^<>\s"\[\]]+ ) >
     | \[ [^\]\n]* (?P<option> \b(?:temperature|max_tokens|stop)\b ) \s* =
     | (?P<rule> : )
     """,
-    re.VERBOSE,
+    re.VERBOSE | re.MULTILINE,
 )
 
 _WHOLE = frozenset(("type", "properties", "required", "additionalProperties", "$defs", "definitions", *ANNOTATIONS))
@@ -52,11 +52,17 @@ _PIECE = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL)  # of a rege
 _UNTYPED = frozenset(("type", "anyOf", *ANNOTATIONS))
 
 
-def prepare(text: str, token_id: Callable[[str], int | None], json_options: Mapping[str, object]) -> str:
+def prepare(
+    text: str,
+    token_id: Callable[[str], int | None],
+    json_options: Mapping[str, object],
+    form_options: Mapping[str, object] | None = None,
+) -> str:
     """Return the grammar with token names as ids and with ``json_options`` in each inline schema.
 
-    Raises RequestError for a grammar that is too big, names an unknown token, holds a schema that is refused, or
-    uses an option of lexemes that decoding here would not obey.
+    ``form_options``: those of a rule ``form`` that is a schema, if they are others. Raises RequestError for a grammar
+    that is too big, names an unknown token, holds a schema that is refused, or uses an option of lexemes that decoding
+    here would not obey.
     """
     size = len(text.encode(errors="replace"))
     if size > MAX_BYTES:
@@ -68,7 +74,8 @@ def prepare(text: str, token_id: Callable[[str], int | None], json_options: Mapp
         position = found.end()
         if found["json"] is not None:
             schema, position = _inline_schema(text, position)
-            parts.append(f"%json {json.dumps({**rewrite(schema), 'x-guidance': dict(json_options)})}")
+            options = json_options if found["form"] is None or form_options is None else form_options
+            parts.append(f"{found['form'] or ''}%json {json.dumps({**rewrite(schema), 'x-guidance': dict(options)})}")
         elif found["name"] is not None:
             parts.append(_special(found["name"], token_id))
         elif found["option"] is not None:
